@@ -1,0 +1,29 @@
+# Every target makes .venv and installs by itself; nothing is installed again until a requirements file changes.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.PHONY: venv demo test lint clean
+
+venv: $(STAMP)
+
+$(STAMP): requirements.txt requirements-dev.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12")'
+	$(PYTHON) -m venv .venv
+	@echo "installing the requirements into .venv (a minute or two, once)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	@touch $@
+
+demo: venv
+	$(BIN)/python scripts/sde_study.py --output outputs/sde_study
+
+test: venv
+	$(BIN)/python -m pytest
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv outputs .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,0 +1,1 @@
+"""SAGE-GRPO: GRPO post-training of HunyuanVideo-1.5 with manifold-aware exploration."""

@@ -1,0 +1,139 @@
+"""Dual trust region: position (KL to an anchor), velocity (KL to the rollout's policy), and their coefficient.
+
+    L_KL = beta_pos KL(pi || pi_anchor) + beta_vel KL(pi || pi_prev)          (Eq. 40)
+
+It is added to the minimised loss with a plus (the print of Eq. 43 has a minus), scaled by the coefficient lambda
+that `KLController` moves (Eq. 41-42). Shapes: B samples.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from sage_grpo.algo.sde import Schedule, Step
+
+ESTIMATORS = ("exact", "logprob")
+SCHEDULES = ("fixed", "two_stage", "adaptive")
+FEEDBACKS = {"paper": (0.9, 1.1), "trust_region": (1.1, 0.9)}  # factor of lambda when the KL is too high, too low
+
+
+@dataclass(frozen=True)
+class TrustRegion:
+    """A strategy: which anchor is held, and the two weights."""
+
+    anchor: str | None  # None, "fixed" (the pretrained policy) or "moving"
+    position_weight: float
+    velocity_weight: float
+
+    def kl(self, to_anchor: Tensor | float, to_rollout: Tensor | float) -> Tensor | float:
+        """L_KL of Eq. 40. A term that the strategy leaves out is passed as 0."""
+        return self.position_weight * to_anchor + self.velocity_weight * to_rollout
+
+
+def trust_region(
+    kl_weight: float,
+    use_moving_KL: bool,
+    use_dual_kl: bool,
+    dual_kl_moving_weight: float,
+    dual_kl_step_weight: float,
+) -> TrustRegion:
+    """The strategy that the flags name: no, fixed, step-wise, moving, dual moving or dual fixed KL."""
+    position, velocity = dual_kl_moving_weight, dual_kl_step_weight * use_dual_kl
+    weights = {"kl_weight": kl_weight, "dual_kl_moving_weight": position, "dual_kl_step_weight": velocity}
+    for name, value in weights.items():
+        if not value >= 0:
+            raise ValueError(f"{name} is {value}; a weight of the KL must be at least 0")
+    if kl_weight == 0:
+        return TrustRegion(None, 0.0, 0.0)
+    if position == velocity == 0:
+        raise ValueError(f"kl_weight is {kl_weight} but both KL terms weigh 0: give one a weight, or kl_weight 0")
+    anchor = None if position == 0 else "moving" if use_moving_KL else "fixed"
+    return TrustRegion(anchor, position, velocity)
+
+
+def velocity_kl(
+    estimator: str,
+    schedule: Schedule,
+    i: Step,
+    v: Tensor,
+    v_rollout: Tensor,
+    log_prob: Tensor,
+    log_prob_rollout: Tensor,
+) -> Tensor:
+    """KL (B,) of the policy to the one that made the rollout, as `step_kl_estimator` asks.
+
+    `exact` is the closed form. `logprob` is the published estimator (Eq. 15); on-policy its value is 0 and its
+    gradient is that of -log_prob, which has mean zero: noise.
+    """
+    if estimator not in ESTIMATORS:
+        raise ValueError(f"step_kl_estimator is {estimator!r}; choose one of {', '.join(ESTIMATORS)}")
+    return schedule.kl(i, v, v_rollout) if estimator == "exact" else log_prob_rollout - log_prob
+
+
+class KLController:
+    """lambda_KL, one state for all ranks. Read `coef`, then call `update` once per optimizer step.
+
+    `fixed` holds kl_weight. `two_stage` rises linearly from kl_coef to kl_weight over the warm-up and stays (Eq. 41).
+    `adaptive` does the same and then follows the mean of the last 10 KL values (Eq. 42): above 1.5 x target, lambda is
+    multiplied by 0.9 under the published rule, which loosens the region as the policy leaves it, and by 1.1 under
+    `trust_region`, as a Lagrange multiplier would move; below 0.5 x target the other way round.
+    """
+
+    def __init__(
+        self,
+        kl_weight: float = 1e-5,
+        kl_coef: float = 1e-7,
+        kl_min_coef: float = 1e-7,
+        kl_target: float = 1e-4,
+        kl_warmup_steps: int = 100,
+        kl_schedule: str = "adaptive",
+        kl_feedback: str = "paper",
+        history: int = 10,
+    ) -> None:
+        if kl_schedule not in SCHEDULES:
+            raise ValueError(f"kl_schedule is {kl_schedule!r}; choose one of {', '.join(SCHEDULES)}")
+        if kl_feedback not in FEEDBACKS:
+            raise ValueError(f"kl_feedback is {kl_feedback!r}; choose one of {', '.join(FEEDBACKS)}")
+        for name, value in {"kl_coef": kl_coef, "kl_min_coef": kl_min_coef}.items():
+            if not 0 <= value <= kl_weight:
+                raise ValueError(f"{name} is {value}; it must lie between 0 and kl_weight, the maximum ({kl_weight})")
+        if not kl_target > 0:
+            raise ValueError(f"kl_target is {kl_target}; it must be positive")
+        if kl_warmup_steps < 0:
+            raise ValueError(f"kl_warmup_steps is {kl_warmup_steps}; it must be at least 0")
+        self.start, self.floor, self.ceiling = kl_coef, kl_min_coef, kl_weight
+        self.target, self.warmup = kl_target, kl_warmup_steps
+        self.schedule, self.when_high_low = kl_schedule, FEEDBACKS[kl_feedback]
+        self.step = 0
+        self.recent: deque[float] = deque(maxlen=history)
+        self.coef = kl_weight if kl_schedule == "fixed" else self._warmed_up()
+
+    def update(self, kl: float) -> float:
+        """Take in the KL of one optimizer step (mean over all ranks); returns the coefficient of the next."""
+        if not 0 <= kl < float("inf"):
+            raise ValueError(f"the KL is {kl}; the controller takes finite values of at least 0 only")
+        self.step += 1
+        self.recent.append(kl)
+        if self.schedule != "fixed" and self.step <= self.warmup:
+            self.coef = self._warmed_up()
+        elif self.schedule == "adaptive":
+            self.coef = min(max(self.coef * self._feedback(), self.floor), self.ceiling)
+        return self.coef
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "coef": self.coef, "recent": list(self.recent)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step, self.coef = state["step"], state["coef"]
+        self.recent = deque(state["recent"], maxlen=self.recent.maxlen)
+
+    def _warmed_up(self) -> float:
+        share = min(self.step / self.warmup, 1.0) if self.warmup else 1.0
+        return self.start + (self.ceiling - self.start) * share
+
+    def _feedback(self) -> float:
+        mean = sum(self.recent) / len(self.recent)
+        high, low = self.when_high_low
+        return high if mean > 1.5 * self.target else low if mean < 0.5 * self.target else 1.0

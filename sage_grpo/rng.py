@@ -1,0 +1,61 @@
+"""Random draws as pure functions of (seed, purpose, step, prompt, sample): there is no generator state to save.
+
+Each draw seeds a Philox generator with a 128-bit hash of its key and runs on the CPU, so a rollout is the same
+whatever the number of ranks, the batch split or the device, and a resumed run continues exactly. (torch's CPU
+generator uses only 32 bits of its seed: the draws of one long run would repeat each other.)
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+PURPOSES = ("init", "sde", "permutation", "prompt_order", "window", "validation", "pretrain")
+
+
+def generator(
+    seed: int, purpose: str, *, step: int = 0, prompt: int = 0, sample: int = 0, index: int = 0
+) -> np.random.Generator:
+    """The generator of one draw.
+
+    step: GRPO iteration, or epoch for the prompt order. prompt: index in the prompt file. sample: member of the group.
+    index: further counter inside a sample, such as the denoising step of SDE noise.
+    """
+    if purpose not in PURPOSES:
+        raise ValueError(f"purpose is {purpose!r}; choose one of {', '.join(PURPOSES)}")
+    key = ":".join(str(part) for part in (purpose, *(int(n) for n in (seed, step, prompt, sample, index))))
+    digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
+
+
+def normal(shape: Sequence[int], seed: int, purpose: str, **key: int) -> Tensor:
+    """Standard normal fp32 tensor of `shape`, on the CPU."""
+    return torch.from_numpy(generator(seed, purpose, **key).standard_normal(tuple(shape), dtype=np.float32))
+
+
+def normal_batch(
+    shape: Sequence[int],
+    seed: int,
+    purpose: str,
+    *,
+    step: int,
+    prompts: Sequence[int],
+    samples: Sequence[int],
+    index: int = 0,
+) -> Tensor:
+    """One draw of `shape` per (prompt, sample), stacked: (B, *shape)."""
+    pairs = zip(prompts, samples, strict=True)
+    draws = [normal(shape, seed, purpose, step=step, prompt=p, sample=s, index=index) for p, s in pairs]
+    return torch.stack(draws)
+
+
+def permutation(n: int, seed: int, purpose: str, **key: int) -> Tensor:
+    """Random order of 0..n-1, as a LongTensor."""
+    return torch.from_numpy(generator(seed, purpose, **key).permutation(n))
+
+
+def integer(n: int, seed: int, purpose: str, **key: int) -> int:
+    """Random integer in 0..n-1."""
+    return int(generator(seed, purpose, **key).integers(n))

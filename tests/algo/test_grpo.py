@@ -1,0 +1,171 @@
+import math
+
+import pytest
+import torch
+
+from sage_grpo.algo.grpo import (
+    PolicyStats,
+    group_advantages,
+    normalised_log_ratio,
+    objective,
+    policy_loss,
+    policy_stats,
+)
+from sage_grpo.algo.sde import build_schedule, flow_sigmas
+
+NAN = math.nan
+
+
+def advantages(rewards, groups, **options):
+    return group_advantages(torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups), **options)
+
+
+def test_two_groups_by_hand():
+    """(1, 2, 3, 6): mean 3, population std sqrt(3.5). (0, 1): mean and std 0.5."""
+    result = advantages([1.0, 2.0, 3.0, 6.0, 0.0, 1.0], [0, 0, 0, 0, 7, 7])
+    expected = [-2 / 3.5**0.5, -1 / 3.5**0.5, 0.0, 3 / 3.5**0.5, -1.0, 1.0]
+    torch.testing.assert_close(result.values, torch.tensor(expected, dtype=torch.float64), rtol=1e-5, atol=0)
+    assert result.trained.all() and (result.failed, result.starved_groups, result.flat_groups) == (0, 0, 0)
+
+
+def test_failed_rewards_leave_the_statistics():
+    result = advantages([1.0, NAN, 3.0, math.inf], [0, 0, 0, 0])
+    torch.testing.assert_close(
+        result.values, torch.tensor([-1.0, 0.0, 1.0, 0.0], dtype=torch.float64), rtol=1e-5, atol=0
+    )
+    assert result.trained.tolist() == [True, False, True, False] and result.failed == 2
+
+
+def test_one_survivor_gives_no_gradient():
+    result = advantages([NAN, 5.0, NAN, 1.0, 2.0], [0, 0, 0, 1, 1])
+    assert result.trained.tolist() == [False, False, False, True, True]
+    assert result.values[:3].tolist() == [0.0, 0.0, 0.0] and result.starved_groups == 1
+
+
+def test_a_group_that_failed_whole():
+    result = advantages([NAN, NAN, NAN], [0, 0, 0])
+    assert not result.trained.any() and result.values.tolist() == [0.0] * 3
+    assert (result.failed, result.starved_groups, result.flat_groups) == (3, 1, 0)
+
+
+@pytest.mark.parametrize("mode", ["group", "batch", "none"])
+def test_zero_spread_gives_no_gradient(mode):
+    """0.1 three times: its mean is not exactly 0.1, and that rounding must not become an advantage."""
+    result = advantages([0.1, 0.1, 0.1, NAN, 0.0, 4.0], [0, 0, 0, 0, 1, 1], advantage_std=mode)
+    assert result.values[:4].tolist() == [0.0] * 4 and not result.trained[:4].any() and result.trained[4:].all()
+    assert (result.flat_groups, result.starved_groups, result.failed) == (1, 0, 1)
+
+
+def test_one_std_for_the_batch_and_none():
+    rewards, groups = [0.0, 2.0, 10.0, 20.0], [0, 0, 1, 1]
+    std = torch.tensor(rewards).double().std(correction=0).item()
+    batch = advantages(rewards, groups, advantage_std="batch").values
+    torch.testing.assert_close(batch, torch.tensor([-1.0, 1.0, -5.0, 5.0]).double() / std, rtol=1e-5, atol=0)
+    plain = advantages(rewards, groups, advantage_std="none", adv_clip_max=100.0).values
+    assert plain.tolist() == [-1.0, 1.0, -5.0, 5.0]
+
+
+def test_outliers_are_clipped():
+    rewards = [0.0] * 99 + [1.0]
+    result = advantages(rewards, [0] * 100)
+    assert result.values.max() == 5.0 and result.values.min() > -1
+
+
+def test_groups_split_over_ranks():
+    """Ranks hold parts of groups. Gathered, every rank finds for its part what one process finds for the whole."""
+    generator = torch.Generator().manual_seed(0)
+    rewards, groups = torch.randn(24, generator=generator), torch.arange(24) // 4
+    rewards[[2, 9]] = NAN
+    whole = group_advantages(rewards, groups)
+    order = torch.randperm(24, generator=generator)
+    for held in (order.chunk(4), order.chunk(8), order.chunk(3)):  # any split, any order
+        gathered = group_advantages(torch.cat([rewards[p] for p in held]), torch.cat([groups[p] for p in held]))
+        torch.testing.assert_close(gathered.values, whole.values[torch.cat(held)])
+        assert torch.equal(gathered.trained, whole.trained[torch.cat(held)])
+    local = group_advantages(rewards[:2], groups[:2])  # without the gather the statistics are others
+    assert not torch.allclose(local.values, whole.values[:2])
+
+
+def test_bad_arguments_are_refused():
+    with pytest.raises(ValueError, match="advantage_std is 'prompt'"):
+        advantages([1.0, 2.0], [0, 0], advantage_std="prompt")
+    with pytest.raises(ValueError, match="two equal lists"):
+        advantages([1.0, 2.0], [0])
+
+
+def test_clipped_loss_by_hand():
+    """A > 0 gains nothing above 1 + c, A < 0 nothing below 1 - c; on the other sides the loss is unclipped."""
+    ratio = torch.tensor([0.8, 1.0, 1.2, 0.8, 1.0, 1.2], dtype=torch.float64)
+    weight = torch.tensor([2.0, 2.0, 2.0, -2.0, -2.0, -2.0], dtype=torch.float64)
+    log_ratio = ratio.log().requires_grad_()
+    loss = policy_loss(log_ratio, weight, clip_range=0.1)
+    expected = torch.tensor([-1.6, -2.0, -2.2, 1.8, 2.0, 2.4], dtype=torch.float64)
+    torch.testing.assert_close(loss, expected)
+    loss.sum().backward()
+    torch.testing.assert_close(log_ratio.grad, torch.tensor([-1.6, -2.0, 0.0, 0.0, 2.0, 2.4], dtype=torch.float64))
+
+
+def test_on_policy_gradient_is_the_policy_gradient():
+    log_prob = torch.tensor([0.3, -0.7], requires_grad=True)
+    weight = torch.tensor([1.5, -0.5])
+    policy_loss(log_prob - log_prob.detach(), weight).sum().backward()
+    assert torch.equal(log_prob.grad, -weight)
+
+
+def test_objective_adds_the_kl_and_parts_add_up():
+    policy, scale, kl = (torch.tensor(values) for values in ([1.0, -2.0, 3.0], [1.0, 0.5, 2.0], [4.0, 5.0, 6.0]))
+    whole = objective(policy, scale, kl, kl_coef=0.1, num_pairs=3)
+    assert whole.item() == pytest.approx((1.0 - 1.0 + 6.0 + 0.1 * 15.0) / 3)
+    parts = sum(objective(policy[p], scale[p], kl[p], 0.1, 3) for p in (slice(0, 1), slice(1, 3)))
+    assert parts.item() == pytest.approx(whole.item())
+
+
+def test_ratio_norm_takes_the_mean_away_and_the_spread_of_std():
+    """Off-policy the log-ratio has mean -KL. Normalised, its mean is 0 and its std |b| rms(dv) / sqrt(D)."""
+    generator = torch.Generator().manual_seed(0)
+    schedule = build_schedule("sage_grpo", flow_sigmas(20, 5.0), 0.5)
+    x, v_old, noise = (torch.randn(20000, 16, generator=generator, dtype=torch.float64) for _ in range(3))
+    v = v_old + 0.3
+    for i in (1, 18):
+        x_next, old = schedule.step(i, x, v_old, noise)
+        log_ratio, kl = schedule.log_prob(i, x, v, x_next) - old, schedule.kl(i, v, v_old)
+        assert log_ratio.mean().item() == pytest.approx(-kl.mean().item(), abs=4 * log_ratio.std().item() / 20000**0.5)
+        normal = normalised_log_ratio(log_ratio, kl, schedule.std[i])
+        spread = schedule.b[i].abs().item() * 0.3 / 4
+        assert abs(normal.mean().item()) < 4 * spread / 20000**0.5
+        assert normal.std().item() == pytest.approx(spread, rel=0.03)
+
+
+def stats_case() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ratio = torch.tensor([1.0, 1.2, 0.8, 1.05, 0.7], dtype=torch.float64)
+    return ratio.log(), torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0]), torch.tensor([0, 0, 2, 2, 2])
+
+
+def test_stats_by_hand():
+    log_ratio, weight, steps = stats_case()
+    stats = policy_stats(log_ratio, weight, steps, num_steps=4, clip_range=0.1)
+    overall, per_step = stats.overall(), stats.per_step()
+    assert overall["ratio_mean"] == pytest.approx(0.95) and overall["ratio_max_deviation"] == pytest.approx(0.3)
+    assert overall["clip_fraction"] == pytest.approx(3 / 5)
+    assert overall["clip_high"] == pytest.approx(1 / 5) and overall["clip_low"] == pytest.approx(1 / 5)
+    assert overall["log_ratio_mean"] == pytest.approx(log_ratio.mean().item())
+    assert overall["approx_kl"] == pytest.approx((log_ratio.exp() - 1 - log_ratio).mean().item())
+    assert per_step["ratio_mean"] == pytest.approx([1.1, NAN, 2.55 / 3, NAN], nan_ok=True)
+    assert per_step["ratio_max_deviation"] == pytest.approx([0.2, NAN, 0.3, NAN], nan_ok=True)
+    assert per_step["clip_fraction"] == pytest.approx([0.5, NAN, 2 / 3, NAN], nan_ok=True)
+    assert per_step["approx_kl"][0] == pytest.approx((log_ratio.exp() - 1 - log_ratio)[:2].mean().item())
+
+
+def test_stats_of_parts_add_up():
+    log_ratio, weight, steps = stats_case()
+    whole = policy_stats(log_ratio, weight, steps, 4, 0.1)
+    parts = [policy_stats(log_ratio[p], weight[p], steps[p], 4, 0.1) for p in (slice(0, 3), slice(3, 5))]
+    total: PolicyStats = parts[0] + parts[1]
+    torch.testing.assert_close(total.sums, whole.sums)
+    assert torch.equal(total.max_deviation, whole.max_deviation)
+
+
+def test_on_policy_stats_are_exact():
+    stats = policy_stats(torch.zeros(6), torch.randn(6), torch.arange(6), 6, 1e-4).overall()
+    assert stats["ratio_mean"] == 1.0
+    assert all(value == 0.0 for name, value in stats.items() if name != "ratio_mean")
