@@ -100,12 +100,12 @@ def flow_sigmas(num_steps: int, shift: float) -> Tensor:
 
 
 def sage_variance(sigma: Tensor, next: Tensor, eta: float, ceiling: float = SIGMA_CEILING) -> Tensor:
-    """Eq. 5: the integral of eta^2 s/(1-s) over the step, with both ends of its logarithm held below `ceiling`.
+    """Eq. 5: the integral of eta^2 s/(1-s) over the step, eta^2 (-delta + log((1 - next) / (1 - sigma))).
 
-    Above the ceiling the logarithm vanishes and the rest is negative: such a step is deterministic.
+    The logarithm starts at `ceiling`; a step that lies above it has a negative rest, and so no noise.
     """
     top = sigma.clamp(max=ceiling)
-    log_ratio = torch.log1p((top - next.clamp(max=ceiling)) / (1 - top))
+    log_ratio = torch.log1p((top - next) / (1 - top))
     return eta**2 * (log_ratio - (sigma - next)).clamp(min=0)
 
 
@@ -135,7 +135,7 @@ def precise_split(sigma: Tensor, next: Tensor, eta: float) -> tuple[Tensor, Tens
     std^2 = next^2 (1 - rho^(eta^2)), r = next rho^(eta^2/2), both without cancellation; xlogy because rho = 0 at the
     ends of the schedule and eta may be 0 too.
     """
-    rho = (next * (1 - sigma) / (sigma * (1 - next))).clamp(max=1)  # rounding may lift it above 1
+    rho = next * (1 - sigma) / (sigma * (1 - next))
     log_power = torch.special.xlogy(eta**2, rho)
     return next * (-torch.expm1(log_power)).sqrt(), next * (log_power / 2).exp()
 
