@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+export OMP_WAIT_POLICY ?= PASSIVE  # spinning threads slow a busy machine down tenfold
 
 .PHONY: venv demo test lint clean
 

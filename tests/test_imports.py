@@ -45,3 +45,9 @@ def test_imports_go_one_way():
             if home is not None and target is not None and target > home:
                 wrong.append(f"{path.relative_to(ROOT)} imports {module}")
     assert not wrong
+
+
+def test_rewards_never_see_the_gold_metric():
+    gold = {f"sage_grpo.worlds.{name}" for name in ("oracle", "search", "fit", "quality")}
+    wrong = [str(path) for path in (PACKAGE / "rewards").glob("*.py") if imported_modules(path) & gold]
+    assert not wrong

@@ -1,0 +1,166 @@
+"""Sample videos from a HunyuanVideo-1.5 folder, or from what post-training made of it.
+
+    python generate.py --prompt "a small red circle moving left slowly on a black background"
+    python generate.py --model_path ckpts --valid_video_csv prompts.csv --num_videos 4
+    torchrun --nproc_per_node 8 generate.py ...                        (the ranks share the prompts)
+
+Writes for each clip an mp4 and a JSON with prompt, seed, settings and scores, and one contact sheet for all. Clips are
+sampled one at a time from noise that depends on the seed and the clip's number alone, so a seed gives the same clip in
+whatever company.
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from sage_grpo.algo.sde import SDES, build_schedule, flow_sigmas
+from sage_grpo.data.prompts import Prompt, read_prompts
+from sage_grpo.media import contact_sheet, write_mp4
+from sage_grpo.models.hunyuan15 import Hunyuan15
+from sage_grpo.models.policy import Sampling
+from sage_grpo.models.sample import counter_noise, denoise
+from sage_grpo.rewards.base import REWARDS, build_reward
+from sage_grpo.worlds import check_prompts
+
+AREAS = {"480p": 640 * 640, "720p": 960 * 960}  # pixels per frame, whatever the aspect ratio
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = parse_arguments(arguments)
+    try:
+        generate(args)
+    except (ValueError, FileNotFoundError) as error:
+        print(f"generate.py: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+@torch.no_grad()
+def generate(args: argparse.Namespace) -> None:
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
+    policy = Hunyuan15(args.model_path, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    if args.checkpoint_path:
+        policy.load_weights(args.checkpoint_path)
+    settings = resolve(args, policy)
+    prompts = read_prompts(args.valid_video_csv) if args.valid_video_csv else [Prompt(args.prompt, 0)]
+    check_prompts(policy.folder, [prompt.text for prompt in prompts])
+    schedule = build_schedule(args.sde_type, flow_sigmas(settings.num_steps, settings.shift), args.eta).to(device)
+    shape = policy.latent_shape(settings.frames, settings.height, settings.width)
+    reward = build_reward(args.score) if args.score else None
+    args.output_path.mkdir(parents=True, exist_ok=True)
+
+    mine = [(prompt, number) for prompt in prompts for number in range(args.num_videos)][rank::world]
+    (negative,) = policy.encode([args.negative_prompt])
+    clips, labels = [], []
+    for prompt, number in tqdm(mine, "clips", unit="clip", disable=rank > 0):
+        seed = args.seed if prompt.seed is None else prompt.seed
+        (cond,) = policy.encode([prompt.text])
+        x, noise = counter_noise(shape, seed, [number])
+        *_, last = denoise(policy, schedule, x.to(device), cond, settings.guidance, negative, noise)
+        (clip,) = policy.decode(last.x_next).cpu()
+        record = {"prompt": prompt.text, "seed": seed, "number": number, "model_path": str(args.model_path)}
+        record |= {"checkpoint_path": args.checkpoint_path, "sde_type": args.sde_type, "eta": args.eta}
+        record |= vars(settings)
+        if reward:
+            scores = reward.score([clip], [prompt.text], settings.fps)
+            record["scores"] = {name: round(value.item(), 6) for name, value in scores.items()}
+        path = args.output_path / f"{prompt.name}-{seed}-{number}.mp4"
+        write_mp4(path, clip, settings.fps)
+        path.with_suffix(".json").write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+        clips.append(clip)
+        labels.append(label(record))
+    if clips:
+        sheet = args.output_path / ("sheet.png" if world == 1 else f"sheet-{rank}.png")
+        contact_sheet(sheet, clips, labels)
+        print(f"wrote {len(clips)} clips and {sheet}")
+
+
+def label(record: dict) -> str:
+    scores = "  ".join(f"{name} {value:.2f}" for name, value in record.get("scores", {}).items())
+    return f"{record['seed']}/{record['number']}  {scores}  {record['prompt']}"
+
+
+def resolve(args: argparse.Namespace, policy: Hunyuan15) -> Sampling:
+    """The model's own settings with those of the command line on top."""
+    own = policy.sampling
+    height, width = frame_size(args, policy)
+    return Sampling(
+        frames=args.num_frames or own.frames,
+        height=height,
+        width=width,
+        fps=own.fps,
+        shift=args.timestep_shift or own.shift,
+        guidance=own.guidance if args.guidance_scale is None else args.guidance_scale,
+        num_steps=args.num_inference_steps or own.num_steps,
+    )
+
+
+def frame_size(args: argparse.Namespace, policy: Hunyuan15) -> tuple[int, int]:
+    """`--fixed_size`, else the area of `--resolution` in the shape of `--aspect_ratio`, else the model's own."""
+    own, multiple = policy.sampling, policy.vae.spatial_compression_ratio
+    if args.fixed_size:
+        return args.fixed_size
+    if not args.resolution and not args.aspect_ratio:
+        return own.height, own.width
+    area = AREAS[args.resolution] if args.resolution else own.height * own.width
+    ratio = args.aspect_ratio or own.width / own.height
+    sides = math.sqrt(area / ratio), math.sqrt(area * ratio)
+    height, width = (max(multiple, int(side / multiple) * multiple) for side in sides)
+    return height, width
+
+
+def size(text: str) -> tuple[int, int]:
+    parts = text.lower().split("x")
+    if len(parts) != 2 or not all(part.isdigit() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not HEIGHTxWIDTH, such as 480x848")
+    return int(parts[0]), int(parts[1])
+
+
+def aspect(text: str) -> float:
+    parts = text.split(":")
+    if len(parts) != 2 or not all(part.isdigit() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not WIDTH:HEIGHT, such as 16:9")
+    return int(parts[0]) / int(parts[1])
+
+
+def positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--model_path", type=Path, default=Path("assets/tiny"), help="model folder in the diffusers layout")
+    add("--checkpoint_path", help="post-trained weights: a folder with transformer/ or a LoRA, or a .safetensors file")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--prompt")
+    what.add_argument("--valid_video_csv", "--prompt_file", help="prompts in a .csv, .txt or .jsonl file")
+    add("--negative_prompt", default="")
+    add("--resolution", choices=AREAS, help="area of a frame; default: the model's own size")
+    add("--aspect_ratio", type=aspect, metavar="W:H")
+    add("--fixed_size", type=size, metavar="HxW", help="exact size; overrides the two above")
+    add("--num_frames", type=positive)
+    add("--num_inference_steps", type=positive)
+    add("--guidance_scale", type=float)
+    add("--timestep_shift", type=float)
+    add("--seed", type=int, default=42)
+    add("--num_videos", type=positive, default=1, help="clips per prompt")
+    add("--sde_type", choices=SDES, default="ode", help="look at a sampler's exploration noise")
+    add("--eta", type=float, default=0.5, help="exploration scale of --sde_type")
+    add("--output_path", type=Path, default=Path("outputs/generated"))
+    add("--score", choices=REWARDS, help="write this reward's scores into each JSON")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()

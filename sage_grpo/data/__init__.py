@@ -1,0 +1,1 @@
+"""Prompts in, nothing else: a GRPO run has no other data."""

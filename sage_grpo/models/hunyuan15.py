@@ -1,0 +1,163 @@
+"""HunyuanVideo-1.5 text to video as a policy, from a folder in the diffusers layout.
+
+Shapes: B clips of one prompt, F frames of (Y, X) pixels, C latent channels, (T, y, x) latent frames, rows, columns.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderKLHunyuanVideo15
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from sage_grpo.models.layout import component, sampling_defaults
+from sage_grpo.models.packed import PackedTransformer
+from sage_grpo.models.policy import Conditioning
+from sage_grpo.models.text import PromptEncoder
+from sage_grpo.models.vae import allow_batches
+
+LORA_FILE = "pytorch_lora_weights.safetensors"
+TIMESTEPS = 1000  # the model's timestep is TIMESTEPS * sigma
+
+
+class Hunyuan15:
+    """The policy of `policy.py` on `PackedTransformer` and the stock VAE and text encoders.
+
+    Each part is loaded when it is first used. `dtype` is the precision of the computation; latents and velocities
+    are fp32 whatever it is (fp64 with an fp64 model).
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        cache_dir: str | Path | None = None,
+        vae_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Open a model folder. `cache_dir` keeps prompt embeddings on disk; `vae_dtype` defaults to `dtype`."""
+        self.folder, self.device, self.dtype = Path(folder), torch.device(device), dtype
+        self.vae_dtype = vae_dtype or dtype
+        for name in ("transformer", "vae"):
+            component(self.folder, name)
+        self.sampling = sampling_defaults(self.folder)
+        self.prompt_encoder = PromptEncoder(
+            self.folder, self.device, dtype, None if cache_dir is None else Path(cache_dir)
+        )
+
+    @cached_property
+    def transformer(self) -> PackedTransformer:
+        """The denoiser, in evaluation mode: it has no dropout, and rollout and training must agree."""
+        model = PackedTransformer.from_pretrained(
+            component(self.folder, "transformer"), dtype=self.dtype, local_files_only=True, use_safetensors=True
+        )
+        return model.to(self.device).eval()
+
+    @cached_property
+    def vae(self) -> AutoencoderKLHunyuanVideo15:
+        """The autoencoder, frozen; clips above 256 pixels go through it in tiles."""
+        model = AutoencoderKLHunyuanVideo15.from_pretrained(
+            component(self.folder, "vae"), dtype=self.vae_dtype, local_files_only=True, use_safetensors=True
+        )
+        model.enable_tiling()
+        return allow_batches(model).to(self.device).eval().requires_grad_(False)
+
+    def load_weights(self, path: str | Path) -> None:
+        """Put post-trained weights into the transformer: a folder with `transformer/`, a LoRA folder, or a file."""
+        path = Path(path)
+        if (path / LORA_FILE).is_file():
+            return self._load_lora(path / LORA_FILE)
+        files = [path] if path.suffix == ".safetensors" else sorted((path / "transformer").glob("*.safetensors"))
+        if not files or not files[0].is_file():
+            raise FileNotFoundError(f"checkpoint_path {path} has neither transformer/*.safetensors nor {LORA_FILE}")
+        self.transformer.load_state_dict({name: value for file in files for name, value in load_file(file).items()})
+
+    def _load_lora(self, file: Path) -> None:
+        """Pipelines write the names with a prefix, models without. diffusers skips what it does not find, silently."""
+        with safe_open(file, "pt") as tensors:
+            prefix = "transformer" if all(name.startswith("transformer.") for name in tensors.keys()) else None  # noqa: SIM118
+        self.transformer.load_lora_adapter(file.parent, prefix=prefix, weight_name=file.name, local_files_only=True)
+        if not any("lora_" in name for name in self.transformer.state_dict()):
+            raise ValueError(f"{file} holds no LoRA weights of this transformer")
+
+    def encode(self, prompts: Sequence[str]) -> list[Conditioning]:
+        """One conditioning per prompt; the empty prompt is the negative of guidance."""
+        return self.prompt_encoder(prompts)
+
+    def release_text_encoders(self) -> None:
+        """Give the text encoders' memory back; `encode` loads them again if it has to."""
+        self.prompt_encoder.release()
+
+    def velocity(
+        self,
+        x: Tensor,
+        sigma: Tensor | float,
+        cond: Conditioning,
+        guidance: float = 1.0,
+        negative: Conditioning | None = None,
+    ) -> Tensor:
+        """`v_neg + guidance * (v_pos - v_neg)`, shape of x (B, C, T, y, x), fp32; at guidance 1 only v_pos is run.
+
+        sigma: one number for all clips, or (B,). Both branches carry gradients.
+        """
+        positive = self._branch(x, sigma, cond)
+        if math.isclose(guidance, 1.0):
+            return positive
+        if negative is None:
+            raise ValueError(f"guidance {guidance} needs a negative conditioning; encode the negative prompt ('').")
+        unguided = self._branch(x, sigma, negative)
+        return unguided + guidance * (positive - unguided)
+
+    def _branch(self, x: Tensor, sigma: Tensor | float, cond: Conditioning) -> Tensor:
+        """Velocity under one conditioning. Text to video: the condition latents and their mask are zero channels."""
+        cond = cond.to(x.device, self.dtype)
+        batch, channels, *grid = x.shape
+        blank = x.new_zeros(batch, self.transformer.config.in_channels - channels, *grid, dtype=self.dtype)
+        timestep = TIMESTEPS * torch.as_tensor(sigma, dtype=torch.float32, device=x.device).reshape(-1)
+        velocity = self.transformer(
+            torch.cat([x.to(self.dtype), blank], dim=1), timestep, cond.text[None], cond.glyph[None]
+        )
+        return _at_least_fp32(velocity)
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """Latents (B, C, T, y, x) -> uint8 clips (B, F, Y, X, 3). The only place where latents are un-scaled."""
+        return torch.cat([self._decode_one(latent) for latent in latents.split(1)])
+
+    def _decode_one(self, latent: Tensor) -> Tensor:
+        """One clip at a time, which bounds the memory: (1, C, T, y, x) -> (1, F, Y, X, 3)."""
+        unscaled = latent.to(self.vae.device, self.vae_dtype) / self.vae.config.scaling_factor
+        pixels = _at_least_fp32(self.vae.decode(unscaled, return_dict=False)[0])
+        return ((pixels + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 4, 1)
+
+    @torch.no_grad()
+    def encode_video(self, clips: Tensor) -> Tensor:
+        """uint8 clips (B, F, Y, X, 3) -> scaled latents (B, C, T, y, x), the posterior's mode, fp32."""
+        self.latent_shape(*clips.shape[1:4])
+        return torch.cat([self._encode_one(clip) for clip in clips.split(1)])
+
+    def _encode_one(self, clip: Tensor) -> Tensor:
+        pixels = clip.to(self.vae.device).permute(0, 4, 1, 2, 3) / 127.5 - 1
+        mode = self.vae.encode(pixels.to(self.vae_dtype)).latent_dist.mode()
+        return _at_least_fp32(mode) * self.vae.config.scaling_factor
+
+    def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
+        """(C, T, y, x) of one clip; sizes that the VAE cannot hold are refused."""
+        temporal, spatial = self.vae.temporal_compression_ratio, self.vae.spatial_compression_ratio
+        if frames < 1 or (frames - 1) % temporal:
+            nearest = max(0, round((frames - 1) / temporal)) * temporal + 1
+            raise ValueError(f"num_frames {frames} is not {temporal}n + 1; the nearest is {nearest}.")
+        for name, size in (("height", height), ("width", width)):
+            if size < spatial or size % spatial:
+                raise ValueError(f"{name} {size} is not a multiple of {spatial}, the VAE's spatial compression.")
+        channels = self.vae.config.latent_channels
+        return channels, (frames - 1) // temporal + 1, height // spatial, width // spatial
+
+
+def _at_least_fp32(tensor: Tensor) -> Tensor:
+    """Half precision to fp32; fp64 stays, for tests that compare exactly."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -1,0 +1,139 @@
+"""HunyuanVideo-1.5's transformer without padding, masks or device syncs.
+
+The stock forward pads every text to a fixed length and builds a square mask in each layer. A batch that shares one
+prompt (a GRPO group) needs neither: its text has one length, so the padding is simply not there. Parameters and their
+names are the stock ones, hence `from_pretrained` and LoRA files work unchanged.
+
+Shapes: B clips of one prompt, C latent channels, (T, Y, X) latent frames and rows and columns, N = T*Y*X video tokens
+(patch 1), L text tokens, M glyph tokens, I image tokens, K = I + M + L context tokens, H heads of E, D = H*E.
+"""
+
+import functools
+import json
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from diffusers import HunyuanVideo15Transformer3DModel
+from diffusers.models.attention_processor import Attention
+from diffusers.models.embeddings import apply_rotary_emb
+from torch import Tensor, nn
+
+TEXT, GLYPH, IMAGE = range(3)  # rows of `cond_type_embed`
+
+Rope = tuple[Tensor, Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def full_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Unmasked softmax attention, (B, S, H, E) each -> (B, S, H, E)."""
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    return F.scaled_dot_product_attention(query, key, value).transpose(1, 2)
+
+
+class PackedAttention:
+    """Attention processor of a double-stream block: video and context tokens attend to each other, all valid.
+
+    `attend` is the one place where tokens meet, and so the one place that sequence parallelism has to replace.
+    """
+
+    def __init__(self, attend: Attend = full_attention) -> None:
+        self.attend = attend
+
+    def __call__(
+        self,
+        attn: Attention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        attention_mask: None = None,
+        image_rotary_emb: Rope | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Video (B, N, D) and context (B or 1, K, D) -> their attention outputs (B, N, D) and (B, K, D)."""
+        video = self._heads(attn, hidden_states, (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k))
+        video[:2] = [apply_rotary_emb(x, image_rotary_emb, sequence_dim=1) for x in video[:2]]
+        context = self._heads(
+            attn,
+            encoder_hidden_states,
+            (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj),
+            (attn.norm_added_q, attn.norm_added_k),
+        )
+        batch, num_video = hidden_states.shape[:2]
+        # A context that is still shared by the group is expanded here, the last point where that is exact.
+        joint = [torch.cat([v, c.expand(batch, -1, -1, -1)], dim=1) for v, c in zip(video, context, strict=True)]
+        out = self.attend(*joint).flatten(2)
+        video_out, context_out = out[:, :num_video], out[:, num_video:]
+        return attn.to_out[1](attn.to_out[0](video_out)), attn.to_add_out(context_out)
+
+    @staticmethod
+    def _heads(attn: Attention, tokens: Tensor, projections: tuple, norms: tuple) -> list[Tensor]:
+        """Tokens (B, S, D) -> normalised query, normalised key, value, each (B, S, H, E)."""
+        query, key, value = (project(tokens).unflatten(2, (attn.heads, -1)) for project in projections)
+        return [norms[0](query), norms[1](key), value]
+
+
+class PackedTransformer(HunyuanVideo15Transformer3DModel):
+    """The stock model with a packed forward for clips that share one prompt."""
+
+    # `from_pretrained` reads the accepted config keys off the signature.
+    @functools.wraps(HunyuanVideo15Transformer3DModel.__init__)
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        for block in self.transformer_blocks:
+            block.attn.set_processor(PackedAttention())
+
+    def forward(
+        self, hidden_states: Tensor, timestep: Tensor, text: Tensor, glyph: Tensor, image: Tensor | None = None
+    ) -> Tensor:
+        """Velocity (B, C, T, Y, X) in the dtype of the input.
+
+        hidden_states: (B, in_channels, T, Y, X), latents with their condition and mask channels.
+        timestep: fp32, 1000 * sigma; (1,) where the clips share it, which is cheaper, else (B,).
+        text: (1, L, text_dim) valid tokens of the prompt; glyph: (1, M, glyph_dim), M = 0 without quoted text.
+        image: (1, I, image_dim) tokens of a first frame; None means text to video, with no look at tensor values.
+        """
+        rope = self.rope(hidden_states)
+        temb = self._time_embedding(timestep, hidden_states.dtype)
+        grid = hidden_states.shape[2:]
+        hidden_states = self.x_embedder(hidden_states)
+        context = self._context(timestep, text, glyph, image)
+        for block in self.transformer_blocks:
+            hidden_states, context = self._run_block(block, hidden_states, context, temb, rope)
+        return self._unpatch(self.proj_out(self.norm_out(hidden_states, temb)), grid)
+
+    def to_json_string(self) -> str:
+        """The config as the stock class writes it, so that saved folders load without this package."""
+        config = json.loads(super().to_json_string())
+        config["_class_name"] = HunyuanVideo15Transformer3DModel.__name__
+        return json.dumps(config, indent=2, sort_keys=True) + "\n"
+
+    def _time_embedding(self, timestep: Tensor, dtype: torch.dtype) -> Tensor:
+        """(1 or B,) -> (1 or B, D). The sinusoid stays fp32: bf16 cannot tell neighbouring timesteps apart."""
+        sinusoid = self.time_embed.time_proj(timestep.float())
+        return self.time_embed.timestep_embedder(sinusoid.to(dtype))
+
+    def _context(self, timestep: Tensor, text: Tensor, glyph: Tensor, image: Tensor | None) -> Tensor:
+        """Image, glyph and text tokens in the stock order, (1 or B, K, D).
+
+        The batch is 1 unless the timesteps differ: then only the refiner's gates, and what follows them, are per clip.
+        The glyph projection runs for M = 0 too: under FSDP every rank must enter the same modules.
+        """
+        refined = self.context_embedder(text, timestep.float()) + self.cond_type_embed.weight[TEXT]
+        parts = [self.context_embedder_2(glyph) + self.cond_type_embed.weight[GLYPH], refined]
+        if image is not None:
+            parts.insert(0, self.image_embedder(image) + self.cond_type_embed.weight[IMAGE])
+        return torch.cat([part.expand(len(refined), -1, -1) for part in parts], dim=1)
+
+    def _run_block(
+        self, block: nn.Module, hidden_states: Tensor, context: Tensor, temb: Tensor, rope: Rope
+    ) -> tuple[Tensor, Tensor]:
+        """One double-stream block, recomputed in the backward pass under gradient checkpointing."""
+        if torch.is_grad_enabled() and self.gradient_checkpointing:
+            return self._gradient_checkpointing_func(block, hidden_states, context, temb, None, rope)
+        return block(hidden_states, context, temb, None, rope)
+
+    def _unpatch(self, tokens: Tensor, grid: torch.Size) -> Tensor:
+        """Output tokens (B, N, C * patch volume) -> (B, C, T, Y, X)."""
+        patch = (self.config.patch_size_t, self.config.patch_size, self.config.patch_size)
+        counts = [size // p for size, p in zip(grid, patch, strict=True)]
+        blocks = tokens.unflatten(1, counts).unflatten(-1, (-1, *patch))  # (B, t, y, x, C, pt, py, px)
+        return blocks.permute(0, 4, 1, 5, 2, 6, 3, 7).reshape(len(tokens), -1, *grid)

@@ -1,0 +1,54 @@
+"""The denoising loop: one function for generation, for rollouts and for validation.
+
+Shapes: B clips of one prompt, C latent channels, (T, y, x) latent frames, rows and columns.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from sage_grpo import rng
+from sage_grpo.algo.sde import Schedule
+from sage_grpo.models.policy import Conditioning, Policy
+
+Noise = Callable[[int], Tensor]  # denoising step -> standard normal (B, C, T, y, x), on any device
+
+
+class Transition(NamedTuple):
+    """One denoising step of B clips."""
+
+    step: int
+    x: Tensor  # (B, C, T, y, x)
+    velocity: Tensor  # (B, C, T, y, x)
+    x_next: Tensor  # (B, C, T, y, x)
+    log_prob: Tensor  # (B,)
+
+
+def denoise(
+    policy: Policy,
+    schedule: Schedule,
+    x: Tensor,
+    cond: Conditioning,
+    guidance: float,
+    negative: Conditioning | None,
+    noise: Noise,
+) -> Iterator[Transition]:
+    """Run all steps from the initial noise x; the last transition's `x_next` are the finished latents."""
+    for i in range(schedule.num_steps):
+        velocity = policy.velocity(x, schedule.sigmas[i], cond, guidance, negative)
+        x_next, log_prob = schedule.step(i, x, velocity, noise(i).to(x.device))
+        yield Transition(i, x, velocity, x_next, log_prob)
+        x = x_next
+
+
+def counter_noise(
+    shape: Sequence[int], seed: int, samples: Sequence[int], prompt: int = 0, step: int = 0
+) -> tuple[Tensor, Noise]:
+    """Initial noise, and the noise of each step, of clips numbered `samples`: the same clip in whatever batch."""
+
+    def draw(purpose: str, index: int = 0) -> Tensor:
+        prompts = [prompt] * len(samples)
+        return rng.normal_batch(shape, seed, purpose, step=step, prompts=prompts, samples=samples, index=index)
+
+    return draw("init"), lambda i: draw("sde", i)

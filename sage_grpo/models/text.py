@@ -1,0 +1,151 @@
+"""Prompts to packed text embeddings, with the encoders in memory only while prompts are being encoded.
+
+Same result as the stock pipeline's `encode_prompt` with its padding removed: Qwen2.5-VL reads the chat template, its
+third hidden state from the end is kept and the template's 108 tokens are cropped; ByT5 reads only quoted text.
+
+Shapes: L text tokens, M glyph tokens.
+"""
+
+import hashlib
+import inspect
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from diffusers import HunyuanVideo15Pipeline
+from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import extract_glyph_texts, format_text_input
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import ByT5Tokenizer, Qwen2_5_VLTextModel, Qwen2Tokenizer, T5EncoderModel
+
+from sage_grpo.models.layout import component
+from sage_grpo.models.policy import Conditioning
+
+_STOCK = inspect.signature(HunyuanVideo15Pipeline._get_mllm_prompt_embeds).parameters
+SYSTEM_MESSAGE: str = _STOCK["system_message"].default
+TEMPLATE_TOKENS: int = _STOCK["crop_start"].default
+MAX_TEXT_TOKENS: int = _STOCK["tokenizer_max_length"].default
+HIDDEN_STATE = -(_STOCK["num_hidden_layers_to_skip"].default + 1)
+MAX_GLYPH_TOKENS: int = (
+    inspect.signature(HunyuanVideo15Pipeline._get_byt5_prompt_embeds).parameters["tokenizer_max_length"].default
+)
+
+ENCODER_PARTS = ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2")
+
+
+class PromptEncoder:
+    """Both text encoders of a diffusers-layout folder; loaded at the first prompt that the cache does not hold."""
+
+    def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype, cache_dir: Path | None = None) -> None:
+        self.folder, self.device, self.dtype = folder, device, dtype
+        self._models: tuple[Qwen2_5_VLTextModel, T5EncoderModel] | None = None
+        self._tokenizers: tuple[Qwen2Tokenizer, ByT5Tokenizer] | None = None
+        self._cache = None if cache_dir is None else EmbeddingCache(cache_dir, encoder_identity(folder, dtype))
+
+    def __call__(self, prompts: Sequence[str]) -> list[Conditioning]:
+        """One conditioning per prompt, on the encoder's device."""
+        return [self._cached(prompt).to(self.device) for prompt in prompts]
+
+    def release(self) -> None:
+        """Free the encoders; the next uncached prompt loads them again."""
+        self._models = None
+
+    def _cached(self, prompt: str) -> Conditioning:
+        if self._cache is None:
+            return self._encode(prompt)
+        found = self._cache.load(prompt)
+        if found is None:
+            found = self._encode(prompt)
+            self._cache.store(prompt, found)
+        return found
+
+    @torch.no_grad()
+    def _encode(self, prompt: str) -> Conditioning:
+        if self._models is None:
+            self._load()
+        return Conditioning(text=self._text(prompt), glyph=self._glyph(prompt))
+
+    def _load(self) -> None:
+        parts = {name: component(self.folder, name) for name in ENCODER_PARTS}
+        self._tokenizers = (
+            Qwen2Tokenizer.from_pretrained(parts["tokenizer"], local_files_only=True),
+            ByT5Tokenizer.from_pretrained(parts["tokenizer_2"], local_files_only=True),
+        )
+        self._models = tuple(
+            model.from_pretrained(parts[name], dtype=self.dtype, local_files_only=True, use_safetensors=True)
+            .to(self.device)
+            .eval()
+            for model, name in ((Qwen2_5_VLTextModel, "text_encoder"), (T5EncoderModel, "text_encoder_2"))
+        )
+
+    def _text(self, prompt: str) -> Tensor:
+        """(L, text_dim). Right padding cannot reach the tokens before it in a causal model, so there is none."""
+        tokens = self._tokenizers[0].apply_chat_template(
+            format_text_input([prompt], SYSTEM_MESSAGE),
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            truncation=True,
+            max_length=MAX_TEXT_TOKENS + TEMPLATE_TOKENS,
+            return_tensors="pt",
+        )
+        hidden = self._models[0](input_ids=tokens.input_ids.to(self.device), output_hidden_states=True).hidden_states
+        return hidden[HIDDEN_STATE][0, TEMPLATE_TOKENS:].clone()
+
+    def _glyph(self, prompt: str) -> Tensor:
+        """(M, glyph_dim); M = 0 where the prompt quotes nothing."""
+        quoted = extract_glyph_texts(prompt)
+        if quoted is None:
+            return torch.zeros(0, self._models[1].config.d_model, dtype=self.dtype, device=self.device)
+        tokens = self._tokenizers[1](quoted, truncation=True, max_length=MAX_GLYPH_TOKENS, return_tensors="pt")
+        return self._models[1](input_ids=tokens.input_ids.to(self.device)).last_hidden_state[0]
+
+
+class EmbeddingCache:
+    """One safetensors file per prompt in a folder per encoder; processes may share it."""
+
+    def __init__(self, folder: Path, identity: str) -> None:
+        self.folder = Path(folder) / identity
+
+    def load(self, prompt: str) -> Conditioning | None:
+        """The stored conditioning on the CPU, None where there is none."""
+        path = self._path(prompt)
+        return Conditioning(**load_file(path)) if path.exists() else None
+
+    def store(self, prompt: str, cond: Conditioning) -> None:
+        """Write under a name of this process and rename, so that no reader meets half a file."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self._path(prompt)
+        unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+        tensors = {"text": cond.text.cpu().contiguous(), "glyph": cond.glyph.cpu().contiguous()}
+        save_file(tensors, unfinished, metadata={"prompt": prompt})
+        os.replace(unfinished, path)
+
+    def _path(self, prompt: str) -> Path:
+        return self.folder / f"{hashlib.sha256(prompt.encode()).hexdigest()[:32]}.safetensors"
+
+
+def encoder_identity(folder: Path, dtype: torch.dtype) -> str:
+    """Fingerprint of everything that decides an embedding: tokenizers, encoder weights, template and precision."""
+    digest = hashlib.sha256(f"{dtype} {TEMPLATE_TOKENS} {HIDDEN_STATE} {SYSTEM_MESSAGE}".encode())
+    for name in ENCODER_PARTS:
+        for path in sorted(p for p in component(folder, name).rglob("*") if p.is_file()):
+            digest.update(path.relative_to(folder).as_posix().encode())
+            digest.update(file_fingerprint(path))
+    return digest.hexdigest()[:16]
+
+
+def file_fingerprint(path: Path, blocks: int = 64, block_size: int = 1 << 20) -> bytes:
+    """Hash of the size and of evenly spaced blocks of a file; of all of it up to `blocks * block_size` bytes.
+
+    Reading 16 GB of weights at every start would cost a minute; another encoder differs in nearly every block.
+    """
+    size = path.stat().st_size
+    stride = max(block_size, -(-size // blocks))
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        for start in range(0, size, stride):
+            file.seek(start)
+            digest.update(file.read(block_size))
+    return digest.digest()

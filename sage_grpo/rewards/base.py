@@ -1,0 +1,26 @@
+"""What a reward is, and the closed table of those that a command line can name.
+
+A reward gets clips in memory, never files. To add one, write a class with `score` and a line in REWARDS.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from sage_grpo.rewards.shapes import ShapesReward
+
+
+class Reward(Protocol):
+    def score(self, clips: Sequence[Tensor], prompts: Sequence[str], fps: float) -> dict[str, Tensor]:
+        """Named scores, each (B,), higher is better, of uint8 clips (F, H, W, 3) with one prompt each."""
+        ...
+
+
+REWARDS: dict[str, Callable[[], Reward]] = {"shapes": ShapesReward}
+
+
+def build_reward(name: str) -> Reward:
+    if name not in REWARDS:
+        raise ValueError(f"the reward is {name!r}; choose one of {', '.join(REWARDS)}")
+    return REWARDS[name]()

@@ -1,0 +1,49 @@
+"""Known damage of known strength, to measure how the oracle and the rewards respond to it.
+
+Every function takes clips (B,F,H,W,3) in [0,1] and a strength, 0 meaning none, and returns clips of the same shape.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import affine_grid, conv2d, grid_sample, pad
+
+
+def add_noise(clips: Tensor, strength: float, generator: torch.Generator) -> Tensor:
+    """White Gaussian noise of standard deviation `strength` in every pixel and channel."""
+    return (clips + strength * torch.randn(clips.shape, generator=generator)).clamp(0, 1)
+
+
+def blur(clips: Tensor, strength: float, generator: torch.Generator | None = None) -> Tensor:
+    """Gaussian blur inside each frame, `strength` being its standard deviation in pixels."""
+    if strength == 0:
+        return clips
+    reach = int(3 * strength) + 1
+    kernel = torch.exp(-torch.arange(-reach, reach + 1).square() / (2 * strength**2))
+    kernel = kernel / kernel.sum()
+    images = clips.movedim(-1, 2).flatten(0, 2)[:, None]
+    images = conv2d(pad(images, (reach, reach, 0, 0), mode="replicate"), kernel[None, None, None, :])
+    images = conv2d(pad(images, (0, 0, reach, reach), mode="replicate"), kernel[None, None, :, None])
+    return images.view(clips.movedim(-1, 2).shape).movedim(2, -1)
+
+
+def jitter(clips: Tensor, strength: float, generator: torch.Generator) -> Tensor:
+    """Each frame displaced at random, `strength` being the standard deviation in pixels along each side."""
+    frames = clips.movedim(-1, 2).flatten(0, 1)
+    shift = strength * torch.randn(len(frames), 2, generator=generator)
+    matrix = torch.eye(2, 3).repeat(len(frames), 1, 1)
+    matrix[:, :, 2] = 2 * shift / torch.tensor([frames.shape[3], frames.shape[2]])
+    grid = affine_grid(matrix, list(frames.shape), align_corners=False)
+    moved = grid_sample(frames, grid, padding_mode="border", align_corners=False)
+    return moved.view(clips.movedim(-1, 2).shape).movedim(2, -1).clamp(0, 1)
+
+
+def fade(clips: Tensor, strength: float, generator: torch.Generator | None = None) -> Tensor:
+    """The object dissolves into the background; at the last frame a part `strength` of it is gone."""
+    back = clips[:, :1, :1, :1]
+    left = 1 - strength * torch.linspace(0, 1, clips.shape[1])
+    return back + left[:, None, None, None] * (clips - back)
+
+
+DAMAGES = {"noise": add_noise, "blur": blur, "jitter": jitter, "fade": fade}

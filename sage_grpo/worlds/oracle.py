@@ -1,0 +1,162 @@
+"""Exact reading of clips by analysis and synthesis: the nearest clip of the world, and of what a prompt allows.
+
+Coarse to fine: `search.py` ranks all classes on the pixel grid, `fit.py` brings the best of them to the optimum of
+their continuous numbers through the renderer. A prompt restricts the classes that may be tried, and nothing else.
+
+This is the gold metric of the world, which training never sees: rewards must not import it.
+
+Shapes: B clips, F frames, H rows, W columns; N candidate scenes, each owned by a clip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+from torch.nn.functional import adaptive_avg_pool2d
+
+from sage_grpo.worlds.fit import fit
+from sage_grpo.worlds.search import project_on_pair, shortlist
+from sage_grpo.worlds.shapes import ATTRIBUTES, Scenes, parse, render
+
+CHUNK = 64  # clips read at a time: bounds the memory
+PAIRS = 2  # pairs of colours searched for a clip
+CANDIDATES = 6  # hypotheses fitted for a clip, with ROUGH_STEPS each
+FINALISTS = 2  # of these, fitted to the end
+ROUGH_STEPS, FINE_STEPS = 3, 7
+COARSE_SIDE = 32  # pixels of the shorter side at which the search works
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the oracle finds in B clips; the last three fields are None where no prompts were given.
+
+    attributes: name -> (B,) class indices of the nearest scene. distance: (B,) RMS pixel difference to it, 1 being the
+    full range. scenes: that scene. prompt_distance, prompt_scenes: the same among the scenes that agree with the
+    prompt; never below `distance`. match: (B,) whether all that the prompt names was read off so.
+    """
+
+    attributes: dict[str, Tensor]
+    distance: Tensor
+    scenes: Scenes
+    prompt_distance: Tensor | None = None
+    prompt_scenes: Scenes | None = None
+    match: Tensor | None = None
+
+
+@torch.no_grad()
+def read(clips: Tensor, prompts: Sequence[str] | None = None) -> Reading:
+    """Read clips (B,F,H,W,3), uint8 or float in [0,1], against one prompt for each clip where prompts are given."""
+    clips = _checked(clips)
+    scenes, distance = _nearest(clips, _allowed([{}] * len(clips), clips.device))
+    if prompts is None:
+        return Reading(_attributes(scenes), distance, scenes)
+    if len(prompts) != len(clips):
+        raise ValueError(f"{len(prompts)} prompts for {len(clips)} clips: give one prompt for each clip")
+    allowed = _allowed([parse(prompt) for prompt in prompts], clips.device)
+    prompt_scenes, prompt_distance = _nearest_to_prompt(clips, allowed, scenes, distance)
+    # what agrees with the prompt is a scene too: where the narrower search did better, it counts for both
+    scenes = _choose(prompt_distance < distance, prompt_scenes, scenes)
+    distance = distance.minimum(prompt_distance)
+    return Reading(_attributes(scenes), distance, scenes, prompt_distance, prompt_scenes, match=_agree(scenes, allowed))
+
+
+def _attributes(scenes: Scenes) -> dict[str, Tensor]:
+    return {name: getattr(scenes, name) for name in ATTRIBUTES}
+
+
+def _choose(first: Tensor, these: Scenes, those: Scenes) -> Scenes:
+    """`these` where `first` (B,) holds, else `those`."""
+    return Scenes(**{name: torch.where(first, value, getattr(those, name)) for name, value in these.items()})
+
+
+def _checked(clips: Tensor) -> Tensor:
+    """Clips as float32, refused where no reading could be right."""
+    if clips.ndim != 5 or clips.shape[-1] != 3 or not len(clips):
+        raise ValueError(f"clips have shape {tuple(clips.shape)}, but must be (B, F, H, W, 3) with B >= 1")
+    if clips.dtype == torch.uint8:
+        return clips.float() / 255
+    clips = clips.float()
+    if not clips.isfinite().all():
+        bad = (~clips.isfinite()).flatten(1).any(1).nonzero()[:, 0].tolist()
+        raise ValueError(f"clips {bad} hold NaN or infinite pixels: find out where they arise, they cannot be read")
+    low, high = clips.min().item(), clips.max().item()
+    if low < -0.01 or high > 1.01:
+        raise ValueError(f"pixels lie in [{low:.3g}, {high:.3g}]: pass uint8, or floats clamped to [0, 1]")
+    return clips
+
+
+def _allowed(named: Sequence[Mapping[str, int]], device: torch.device) -> dict[str, Tensor]:
+    """Which classes each clip may take: name -> (B, classes) bool."""
+    allowed = {}
+    for name, words in ATTRIBUTES.items():
+        chosen = torch.tensor([parsed.get(name, -1) for parsed in named], device=device)[:, None]
+        allowed[name] = (chosen < 0) | (chosen == torch.arange(len(words), device=device))
+    return allowed
+
+
+def _nearest(clips: Tensor, allowed: Mapping[str, Tensor]) -> tuple[Scenes, Tensor]:
+    """The nearest allowed scene of each clip and its RMS pixel difference (B,)."""
+    chunks = [slice(start, start + CHUNK) for start in range(0, len(clips), CHUNK)]
+    parts = [_nearest_chunk(clips[part], {name: mask[part] for name, mask in allowed.items()}) for part in chunks]
+    scenes = Scenes(**{f.name: torch.cat([getattr(part, f.name) for part, _ in parts]) for f in fields(Scenes)})
+    return scenes, torch.cat([distance for _, distance in parts])
+
+
+def _nearest_to_prompt(
+    clips: Tensor, allowed: Mapping[str, Tensor], scenes: Scenes, distance: Tensor
+) -> tuple[Scenes, Tensor]:
+    """As `_nearest`, given the nearest scenes of all: where these are allowed they are the answer, and cost nothing."""
+    todo = (~_agree(scenes, allowed)).nonzero()[:, 0]
+    if not len(todo):
+        return scenes, distance
+    found, found_distance = _nearest(clips[todo], {name: mask[todo] for name, mask in allowed.items()})
+    values = {name: value.index_copy(0, todo, getattr(found, name)) for name, value in scenes.items()}
+    return Scenes(**values), distance.index_copy(0, todo, found_distance)
+
+
+def _agree(scenes: Scenes, allowed: Mapping[str, Tensor]) -> Tensor:
+    """Whether every class of a scene is allowed, (B,)."""
+    each = [mask.gather(1, getattr(scenes, name)[:, None])[:, 0] for name, mask in allowed.items()]
+    return torch.stack(each).all(0)
+
+
+def _nearest_chunk(clips: Tensor, allowed: Mapping[str, Tensor]) -> tuple[Scenes, Tensor]:
+    small = _reduced(clips)
+    owner, scenes = shortlist(small, allowed, PAIRS, CANDIDATES)
+    scenes, error = _refine(small[owner], scenes, ROUGH_STEPS)
+    keep = _cheapest(owner, error, FINALISTS)
+    owner = owner[keep]
+    scenes, _ = _refine(clips[owner], scenes[keep], FINE_STEPS)
+    # rendered anew: the fit's own error is a difference of large sums and too coarse near zero
+    distance = (render(scenes, *clips.shape[1:4]) - clips[owner]).square().flatten(1).mean(1).sqrt()
+    keep = _cheapest(owner, distance, 1)
+    return scenes[keep], distance[keep]
+
+
+def _reduced(clips: Tensor) -> Tensor:
+    """Clips averaged down to a shorter side below 2 COARSE_SIDE: there edges are wide enough for a rough start to reach
+    them, and the search costs the same for every frame size."""
+    frames, height, width = clips.shape[1:4]
+    factor = max(1, min(height, width) // COARSE_SIDE)
+    if factor == 1:
+        return clips
+    images = adaptive_avg_pool2d(clips.movedim(-1, 2).flatten(0, 1), (height // factor, width // factor))
+    return images.view(len(clips), frames, 3, height // factor, width // factor).movedim(2, -1)
+
+
+def _refine(clips: Tensor, scenes: Scenes, steps: int) -> tuple[Scenes, Tensor]:
+    """Fit N scenes to N clips; also the squared error (N,), on one scale for all candidates of a clip."""
+    target, length, rest = project_on_pair(clips, scenes.colour, scenes.background)
+    scenes, error = fit(scenes, target, steps)
+    return scenes, rest + length * error
+
+
+def _cheapest(owner: Tensor, cost: Tensor, count: int) -> Tensor:
+    """Indices of the `count` cheapest candidates of every owner, ordered by owner, then by cost."""
+    order = cost.argsort(stable=True)
+    order = order[owner[order].argsort(stable=True)]
+    place = torch.arange(len(order), device=owner.device)
+    return order[place - torch.searchsorted(owner[order], owner[order]) < count]

@@ -1,0 +1,282 @@
+"""Train the embedded model: a tiny HunyuanVideo-1.5 on the moving-shapes world, saved in the diffusers layout.
+
+    python scripts/pretrain_tiny.py --output assets/tiny           (one GPU, minutes; everything follows from --seed)
+
+First the VAE on rendered clips, then the transformer by flow matching on the VAE's latents with captions, a tenth of
+them dropped for guidance. The learning rate is constant and the weights are averaged, so a shorter run is a prefix of
+a longer one: `--snapshots` keeps the averaged weights at several steps, to choose how much is left for RL to do.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with a fixed workspace
+import torch
+from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Pipeline
+from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanVideo15CausalConv3d
+from torch import Tensor, nn
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from sage_grpo.models.hunyuan15 import TIMESTEPS
+from sage_grpo.models.packed import PackedTransformer
+from sage_grpo.models.policy import Conditioning, Sampling
+from sage_grpo.models.text import PromptEncoder
+from sage_grpo.models.vae import allow_batches
+from sage_grpo.worlds.shapes import Scenes, captions, object_mask, render, sample_scenes, scenes_from_prompt, vocabulary
+from sage_grpo.worlds.tiny import TinyConfig, build_tiny
+
+CLIP = {"frames": 9, "height": 32, "width": 32}
+KL_WEIGHT = 1e-5  # keeps the latents near a unit Gaussian
+OBJECT_WEIGHT = 8.0  # objects cover a tenth of a frame; unweighted, their colours are learnt last
+CAPTION_DROP = 0.1
+EMA_DECAY, EMA_EVERY = 0.98, 20  # the averaged weights look back about 1000 steps
+ENCODED = 512  # clips per VAE batch when no gradient is needed
+
+
+@dataclass
+class Bucket:
+    """Latents whose captions have equal lengths: such a batch needs no padding."""
+
+    latents: Tensor  # (N, C, T, y, x)
+    text: Tensor  # (N, L, text_dim)
+    glyph: Tensor  # (N, M, glyph_dim)
+
+
+def pixels(scenes: Scenes) -> Tensor:
+    """Clips (B, 3, F, H, W) in [-1, 1], quantised as a video file would be."""
+    return ((render(scenes, **CLIP) * 255).round() / 127.5 - 1).permute(0, 4, 1, 2, 3).contiguous()
+
+
+def replicate_pad(x: Tensor, padding: Sequence[int]) -> Tensor:
+    """F.pad(mode="replicate") out of slices: its own backward is slow on a GPU when it has to be deterministic."""
+    for axis, (before, after) in zip((-1, -2, -3), zip(padding[::2], padding[1::2], strict=True), strict=True):
+        first, last = x.narrow(axis, 0, 1), x.narrow(axis, x.shape[axis] - 1, 1)
+        x = torch.cat([first] * before + [x] + [last] * after, dim=axis)
+    return x
+
+
+def train_vae(vae: AutoencoderKLHunyuanVideo15, args: argparse.Namespace, generator: torch.Generator) -> None:
+    """Reconstruction (L1 + L2) with a small KL; then the scaling factor that gives the latents unit variance."""
+    allow_batches(vae).train().requires_grad_(True)
+    for module in vae.modules():
+        if isinstance(module, HunyuanVideo15CausalConv3d):
+            module.forward = lambda x, conv=module: conv.conv(replicate_pad(x, conv.time_causal_padding))
+    optimizer = torch.optim.AdamW(vae.parameters(), args.vae_lr, betas=(0.9, 0.99))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.vae_lr, args.vae_steps, pct_start=0.05)
+    bar = tqdm(range(args.vae_steps), "VAE", unit="step", mininterval=5)
+    for step in bar:
+        scenes = sample_scenes(args.vae_batch, generator)
+        clips, mask = pixels(scenes), object_mask(scenes, **CLIP)[:, None]
+        posterior = vae.encode(clips).latent_dist
+        noise = torch.randn(posterior.mean.shape, generator=generator, device=clips.device)
+        gap = vae.decode(posterior.mean + posterior.std * noise).sample - clips
+        weight = 1 + OBJECT_WEIGHT * mask
+        kl = 0.5 * (posterior.mean.square() + posterior.var - 1 - posterior.logvar).mean()
+        loss = (weight * (gap.abs() + gap.square())).mean() / weight.mean() + KL_WEIGHT * kl
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % 20 == 0:
+            inside = ((mask * gap.square()).sum() / (3 * mask.sum())).sqrt()
+            errors = {"rms": gap.square().mean().sqrt() / 2, "inside": inside / 2}
+            bar.set_postfix({name: f"{value.item():.4f}" for name, value in errors.items()}, refresh=False)
+    vae.eval().requires_grad_(False)
+    with torch.no_grad():
+        latents = vae.encode(pixels(sample_scenes(ENCODED, generator))).latent_dist.mode()
+    vae.register_to_config(scaling_factor=round(1 / latents.std().item(), 5))
+
+
+@torch.no_grad()
+def build_buckets(vae, encoder: PromptEncoder, count: int, prompts: int, generator: torch.Generator) -> list[Bucket]:
+    """`count` latents of clips that fit one of `prompts` captions, sorted by the lengths of their captions."""
+    sentences = captions(sample_scenes(prompts, generator), generator)
+    conditions = encoder(tqdm(sentences, "captions", unit="caption", mininterval=5))
+    members: dict[tuple[int, int], list[tuple[Tensor, Conditioning]]] = defaultdict(list)
+    for _ in tqdm(range(count // ENCODED), "latents", unit="batch", mininterval=5):
+        chosen = torch.randint(prompts, (ENCODED,), generator=generator, device=generator.device).tolist()
+        clips = pixels(scenes_from_prompt([sentences[i] for i in chosen], generator))
+        latents = vae.encode(clips).latent_dist.mode() * vae.config.scaling_factor
+        for latent, i in zip(latents, chosen, strict=True):
+            members[len(conditions[i].text), len(conditions[i].glyph)].append((latent, conditions[i].to(latent.device)))
+    return [
+        Bucket(*(torch.stack(column) for column in zip(*((x, c.text, c.glyph) for x, c in rows), strict=True)))
+        for _, rows in sorted(members.items())
+    ]
+
+
+class FlowMatching:
+    """One optimizer step on mean((v - (z - x0))^2), in place on its own inputs.
+
+    The model is so small that a GPU would spend its time waiting for kernel launches. So there the step of each bucket
+    is recorded once as a CUDA graph and replayed, which is several times faster. The graphs share their memory.
+    """
+
+    pool: tuple[int, int] | None = None
+
+    def __init__(self, model: PackedTransformer, optimizer: torch.optim.Optimizer, batch: int, like: Bucket) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.latents, self.noise = (torch.zeros_like(like.latents[:1]).repeat(batch, 1, 1, 1, 1) for _ in range(2))
+        self.text, self.glyph = (part[:1].repeat(batch, 1, 1) for part in (like.text, like.glyph))
+        self.sigma = torch.full((batch,), 0.5, device=self.latents.device)
+        self.replay = self._record() if self.latents.is_cuda else self._step
+
+    def __call__(
+        self, latents: Tensor, text: Tensor, glyph: Tensor, shift: float, generator: torch.Generator
+    ) -> Tensor:
+        """Train on a batch, noise levels spread as the sampler's; returns the loss."""
+        u = torch.rand(len(latents), generator=generator, device=latents.device)
+        self.sigma.copy_(shift * u / (1 + (shift - 1) * u))
+        self.noise.normal_(generator=generator)
+        for mine, new in ((self.latents, latents), (self.text, text), (self.glyph, glyph)):
+            mine.copy_(new)
+        return self.replay()
+
+    def _step(self) -> Tensor:
+        self.optimizer.zero_grad(set_to_none=True)
+        level = self.sigma.view(-1, 1, 1, 1, 1)
+        x = (1 - level) * self.latents + level * self.noise
+        blank = x.new_zeros(len(x), self.model.config.in_channels - x.shape[1], *x.shape[2:])
+        velocity = self.model(torch.cat([x, blank], 1), TIMESTEPS * self.sigma, self.text, self.glyph)
+        loss = (velocity - (self.noise - self.latents)).square().mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        return loss.detach()
+
+    def _record(self) -> Callable[[], Tensor]:
+        FlowMatching.pool = FlowMatching.pool or torch.cuda.graph_pool_handle()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):  # warm up at learning rate 0: library handles, optimizer state
+                self._step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool):
+            loss = self._step()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return loss
+
+        return replay
+
+
+def train_transformer(
+    model: PackedTransformer,
+    buckets: list[Bucket],
+    empty: Bucket,
+    args: argparse.Namespace,
+    generator: torch.Generator,
+    save: Callable[[int, dict[str, Tensor]], None],
+) -> None:
+    """Flow matching; the averaged weights are saved at each of `--snapshots` and at the end."""
+    model.train()
+    sizes = torch.tensor([float(len(bucket.latents)) for bucket in buckets])
+    lr = torch.zeros((), device=generator.device)
+    parameters = [p for name, p in model.named_parameters() if not name.startswith("image_embedder")]  # text to video
+    optimizer = torch.optim.AdamW(parameters, lr, betas=(0.9, 0.99), weight_decay=0.01, capturable=lr.is_cuda)
+    trainers = [FlowMatching(model, optimizer, args.batch, bucket) for bucket in (*buckets, empty)]
+    weights = model.state_dict()
+    average = {name: value.clone() for name, value in weights.items()}
+    choice = torch.Generator().manual_seed(args.seed)  # on the CPU, so that choosing a bucket does not wait for the GPU
+    bar = tqdm(range(1, args.steps + 1), "transformer", unit="step", mininterval=5)
+    for step in bar:
+        lr.fill_(args.lr * min(1.0, step / 200))
+        drawn = torch.multinomial(sizes, 1, generator=choice).item()
+        bucket = buckets[drawn]
+        rows = torch.randint(len(bucket.latents), (args.batch,), generator=generator, device=generator.device)
+        if torch.rand((), generator=choice) < CAPTION_DROP:  # the whole batch: its captions have one length
+            loss = trainers[-1](bucket.latents[rows], empty.text, empty.glyph, args.shift, generator)
+        else:
+            loss = trainers[drawn](bucket.latents[rows], bucket.text[rows], bucket.glyph[rows], args.shift, generator)
+        if step % EMA_EVERY == 0:
+            torch._foreach_lerp_(
+                list(average.values()), list(weights.values()), 1 - min(EMA_DECAY, step / (step + 100))
+            )
+        if step % 100 == 0:
+            bar.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
+        if step in args.snapshots or step == args.steps:
+            save(step, average)
+
+
+def main() -> None:
+    args = parse_arguments()
+    started, device = time.time(), torch.device(args.device)
+    torch.use_deterministic_algorithms(True)
+    generator = torch.Generator(device).manual_seed(args.seed)
+    sizes = TinyConfig(args.heads, tuple(args.rope), args.layers, shift=args.shift, guidance=args.guidance)
+    pipe = build_tiny(args.seed, vocabulary(), sizes)
+    sampling = Sampling(**CLIP, fps=8, shift=args.shift, guidance=args.guidance, num_steps=20)
+
+    if args.vae_from:
+        pipe.vae = AutoencoderKLHunyuanVideo15.from_pretrained(args.vae_from / "vae", use_safetensors=True).to(device)
+        allow_batches(pipe.vae).eval().requires_grad_(False)
+    else:
+        train_vae(pipe.vae.to(device), args, generator)
+    vae_seconds = time.time() - started
+    write(pipe, args.output, sampling)
+    encoder = PromptEncoder(args.output, torch.device("cpu"), torch.float32)  # small: the CPU is faster
+    buckets = build_buckets(pipe.vae, encoder, args.clips, args.prompts, generator)
+    (bare,) = encoder([""])
+    empty = Bucket(buckets[0].latents, bare.text[None].to(device), bare.glyph[None].to(device))
+    model = PackedTransformer(**dict(pipe.transformer.config)).to(device)
+    model.load_state_dict(pipe.transformer.state_dict())
+
+    def save(step: int, weights: dict[str, Tensor]) -> None:
+        pipe.transformer.load_state_dict(weights)
+        suffix = "" if step == args.steps else f"-{step}"
+        write(pipe, args.output.with_name(args.output.name + suffix), sampling)
+
+    train_transformer(model, buckets, empty, args, generator, save)
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    print(f"VAE {vae_seconds:.0f} s, all {time.time() - started:.0f} s on {name}, torch {torch.__version__}")
+
+
+def write(pipe: HunyuanVideo15Pipeline, output: Path, sampling: Sampling) -> None:
+    """The folder in half precision, with how to sample it and which world it knows."""
+    parts = (pipe.transformer, pipe.vae, pipe.text_encoder, pipe.text_encoder_2)
+    for part in parts:
+        part.half()
+    pipe.save_pretrained(output)
+    for part in parts:
+        part.float()
+    sampling.to_json(output / "sampling.json")
+    (output / "world.json").write_text(json.dumps({"world": "shapes"}, indent=2) + "\n")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("outputs/tiny"))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--rope", type=int, nargs=3, default=(8, 8, 8), help="channels of a head for time, row, column")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--shift", type=float, default=3.0)
+    parser.add_argument("--guidance", type=float, default=2.0)
+    parser.add_argument("--vae_from", type=Path, help="take the VAE of this model folder instead of training one")
+    parser.add_argument("--vae_steps", type=int, default=3200)
+    parser.add_argument("--vae_batch", type=int, default=32)
+    parser.add_argument("--vae_lr", type=float, default=8e-4)
+    parser.add_argument("--clips", type=int, default=40960, help="latents that the transformer learns from")
+    parser.add_argument("--prompts", type=int, default=2048, help="captions that these clips have")
+    parser.add_argument("--steps", type=int, default=9000)
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--snapshots", type=int, nargs="*", default=[])
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""A saved tiny model that the tests share; its weights are random, its classes are the real ones."""
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: spinning threads slow a busy machine down tenfold
+
+import pytest
+import torch
+from diffusers import HunyuanVideo15Pipeline
+
+from sage_grpo.models.policy import Sampling
+from sage_grpo.worlds.tiny import TinyConfig, build_tiny
+
+WORDS = ("a", "the", "red", "green", "circle", "square", "moving", "left", "right", "letter")
+SAMPLING = Sampling(frames=9, height=32, width=32, fps=8, shift=5.0, guidance=6.0, num_steps=20)
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory):
+    """Read-only: copy it before changing a file."""
+    folder = tmp_path_factory.mktemp("tiny")
+    pipe = build_tiny(0, WORDS, TinyConfig(rope=(4, 6, 6), latent_channels=8))
+    pipe.vae.register_to_config(scaling_factor=0.4)  # far from 1, so that a missing or doubled scaling shows
+    with torch.no_grad():
+        for parameter in pipe.transformer.parameters():  # no norm weight stays at 1, where a swap would not show
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    pipe.save_pretrained(folder)
+    SAMPLING.to_json(folder / "sampling.json")
+    return folder
+
+
+@pytest.fixture
+def stock(tiny_folder):
+    """The stock pipeline in fp64, its padding shortened: it is masked anyway and only costs time."""
+    pipe = HunyuanVideo15Pipeline.from_pretrained(tiny_folder, dtype=torch.float64)
+    pipe.tokenizer_max_length, pipe.tokenizer_2_max_length, pipe.vision_num_semantic_tokens = 24, 24, 5
+    pipe.set_progress_bar_config(disable=True)
+    return pipe

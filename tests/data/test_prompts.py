@@ -1,0 +1,65 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sage_grpo.data.prompts import Prompt, read_prompts
+
+
+def write(tmp_path, name, text):
+    path = tmp_path / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def test_txt_takes_one_prompt_per_line(tmp_path):
+    path = write(tmp_path, "p.txt", "\ufeffa red circle\n\n  a blue square  \r\n")
+    assert read_prompts(path) == [Prompt("a red circle", 0), Prompt("a blue square", 1)]
+
+
+def test_csv_with_index_seed_and_quotes(tmp_path):
+    path = write(tmp_path, "p.csv", 'prompt,index,seed\n"a ""T"", moving",7,930\nplain,,\n')
+    assert read_prompts(path) == [Prompt('a "T", moving', 7, 930), Prompt("plain", 1, None)]
+
+
+def test_jsonl(tmp_path):
+    path = write(tmp_path, "p.jsonl", '{"prompt": "a", "seed": 3}\n\n{"prompt": "b", "index": 9}\n')
+    assert read_prompts(path) == [Prompt("a", 0, 3), Prompt("b", 9)]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("p.txt", "\n \n", "holds no prompt"),
+        ("p.csv", "text\nhello\n", "`prompt` among them"),
+        ("p.csv", "prompt,sed\nhello,1\n", r"line 2: unknown column sed; known are prompt, index, seed"),
+        ("p.csv", "prompt,seed\nhello,x\n", "line 2: seed is 'x', not a whole number"),
+        ("p.csv", "prompt,seed\nhello,-1\n", "seed is -1"),
+        ("p.csv", "prompt,seed\n,1\n", "line 2: the prompt is missing or empty"),
+        ("p.csv", "prompt\na,b\n", "unknown column"),
+        ("p.jsonl", '{"prompt": "a"}\nnonsense\n', "line 2: not JSON"),
+        ("p.jsonl", "[1]\n", "expected an object"),
+        ("p.jsonl", '{"prompt": 5}\n', "missing or empty"),
+        ("p.txt", b"\xff\xfe\x00", "is not UTF-8 text"),
+        ("p.txt", "a\0b", "NUL"),
+        ("p.yaml", "a", "must end in .txt, .csv, .jsonl"),
+    ],
+)
+def test_bad_files_are_refused(tmp_path, name, text, message):
+    with pytest.raises(ValueError, match=message):
+        read_prompts(write(tmp_path, name, text))
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.txt does not exist"):
+        read_prompts(tmp_path / "nowhere.txt")
+
+
+@given(st.text())
+def test_names_stay_inside_their_folder(text):
+    """Whatever the prompt (../, absolute, newline, emoji, 10 kB), a file name is digits, dash and hex."""
+    name = Prompt(text, 12).name
+    assert name.startswith("0012-") and set(name) <= set("0123456789abcdef-") and len(name) == 13
+
+
+def test_names_tell_prompts_apart():
+    assert Prompt("a", 0).name != Prompt("b", 0).name

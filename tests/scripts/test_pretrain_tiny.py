@@ -1,0 +1,87 @@
+"""The pretraining script end to end, a few steps of everything on the CPU."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import HunyuanVideo15Pipeline
+from safetensors.torch import load_file
+
+from sage_grpo.models.hunyuan15 import Hunyuan15
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "pretrain_tiny.py"
+SPEC = importlib.util.spec_from_file_location("pretrain_tiny", SCRIPT)
+pretrain = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(pretrain)
+FEW = "--vae_steps 2 --vae_batch 2 --clips 32 --prompts 8 --batch 4 --snapshots 2 --device cpu"
+RUNS = {
+    "first": "--seed 0 --steps 3",
+    "same": "--seed 0 --steps 3",
+    "other": "--seed 1 --steps 3",
+    "short": "--seed 0 --steps 2",
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A folder per run, with fewer clips per batch and weights averaged at every step."""
+    root = tmp_path_factory.mktemp("pretrain")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pretrain, "ENCODED", 16)
+        patch.setattr(pretrain, "EMA_EVERY", 1)
+        for name, flags in RUNS.items():
+            patch.setattr(sys, "argv", ["pretrain_tiny.py", "--output", str(root / name), *FEW.split(), *flags.split()])
+            pretrain.main()
+    torch.use_deterministic_algorithms(False)
+    return root
+
+
+def weights(folder, part="transformer"):
+    return load_file(folder / part / "diffusion_pytorch_model.safetensors")
+
+
+def test_everything_follows_from_the_seed(runs):
+    for part in ("transformer", "vae"):
+        first, same, other = (weights(runs / name, part) for name in ("first", "same", "other"))
+        assert all(torch.equal(first[name], same[name]) for name in first)
+        assert any(not torch.equal(first[name], other[name]) for name in first)
+
+
+def test_training_moves_both_parts(runs):
+    untrained = pretrain.build_tiny(0, pretrain.vocabulary())
+    for part in ("transformer", "vae"):
+        before = {name: value.half() for name, value in getattr(untrained, part).state_dict().items()}
+        after = weights(runs / "first", part)
+        assert set(before) == set(after) and any(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_shorter_run_is_a_prefix(runs):
+    snapshot, short = weights(runs / "first-2"), weights(runs / "short")
+    assert all(torch.equal(snapshot[name], short[name]) for name in short)
+    assert any(not torch.equal(snapshot[name], value) for name, value in weights(runs / "first").items())
+
+
+def test_the_folder_loads_in_the_stock_pipeline_and_in_ours(runs):
+    stock, ours = HunyuanVideo15Pipeline.from_pretrained(runs / "first"), Hunyuan15(runs / "first")
+    assert stock.vae.config.scaling_factor == ours.vae.config.scaling_factor != 1.03682
+    assert json.loads((runs / "first" / "world.json").read_text()) == {"world": "shapes"}
+    latents = ours.encode_video(pretrain_clip())
+    assert 0.2 < latents.std() < 5  # scaled to about one
+
+
+def pretrain_clip():
+    scenes = pretrain.sample_scenes(1, torch.Generator().manual_seed(0))
+    return (pretrain.render(scenes, 9, 32, 32) * 255).round().to(torch.uint8)
+
+
+def test_slices_pad_as_the_stock_padding():
+    x = torch.randn(2, 3, 5, 4, 6, dtype=torch.float64, requires_grad=True)
+    padding = (1, 1, 1, 1, 2, 0)
+    mine, stock = pretrain.replicate_pad(x, padding), torch.nn.functional.pad(x, padding, mode="replicate")
+    assert torch.equal(mine, stock)
+    weight = torch.randn(mine.shape, dtype=torch.float64)
+    gradients = [torch.autograd.grad((padded * weight).sum(), x)[0] for padded in (mine, stock)]
+    torch.testing.assert_close(*gradients)

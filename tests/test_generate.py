@@ -1,0 +1,137 @@
+"""generate.py as a user runs it, on a tiny model with random weights."""
+
+import json
+import shutil
+
+import imageio.v2 as imageio
+import numpy as np
+import pytest
+import torch
+from diffusers import HunyuanVideo15Transformer3DModel
+from peft import LoraConfig
+
+import generate
+from sage_grpo.models.hunyuan15 import LORA_FILE, Hunyuan15
+
+# imageio's reader leaves the pipes of its ffmpeg process to the garbage collector
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+
+PROMPT = "a red circle moving left"
+FAST = ("--num_inference_steps", "2", "--num_frames", "5", "--fixed_size", "16x24")
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_folder, tmp_path_factory):
+    """A model folder that says it knows the shapes world."""
+    copy = tmp_path_factory.mktemp("model") / "tiny"
+    shutil.copytree(tiny_folder, copy)
+    (copy / "world.json").write_text('{"world": "shapes"}')
+    return copy
+
+
+def run(folder, output, *arguments):
+    generate.main(["--model_path", str(folder), "--output_path", str(output), *FAST, *arguments])
+    return sorted(output.glob("*.mp4")), [json.loads(path.read_text()) for path in sorted(output.glob("*.json"))]
+
+
+def frames(path):
+    with imageio.get_reader(path) as reader:
+        return np.stack(list(reader.iter_data()))
+
+
+def refused(capsys, folder, output, *arguments):
+    with pytest.raises(SystemExit) as stop:
+        run(folder, output, *arguments)
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_one_prompt_gives_a_playable_clip_and_its_record(folder, tmp_path):
+    (clip,), (record,) = run(folder, tmp_path, "--prompt", PROMPT, "--score", "shapes", "--seed", "5")
+    assert frames(clip).shape[0] == 5 and (tmp_path / "sheet.png").is_file()
+    assert record["prompt"] == PROMPT and record["seed"] == 5 and record["num_steps"] == 2
+    assert (record["frames"], record["height"], record["width"]) == (5, 16, 24)
+    assert set(record["scores"]) == {"VQ", "MQ", "TA"}
+
+
+def test_a_seed_gives_the_same_clip_whatever_the_batch(folder, tmp_path):
+    """Alone, as one of several clips, and as a row of a file with another prompt before it."""
+    prompts = tmp_path / "p.csv"
+    prompts.write_text(f"prompt,seed\na green square moving up,1\n{PROMPT},5\n")
+    (alone,), _ = run(folder, tmp_path / "a", "--prompt", PROMPT, "--seed", "5")
+    several, _ = run(folder, tmp_path / "b", "--prompt", PROMPT, "--seed", "5", "--num_videos", "3")
+    rows, _ = run(folder, tmp_path / "c", "--valid_video_csv", str(prompts))
+    assert len(several) == 3 and len(rows) == 2
+    assert np.array_equal(frames(alone), frames(several[0])) and np.array_equal(frames(alone), frames(rows[1]))
+    assert not np.array_equal(frames(several[0]), frames(several[1]))
+
+
+def test_exploration_noise_changes_the_clip(folder, tmp_path):
+    (ode,), _ = run(folder, tmp_path / "a", "--prompt", PROMPT)
+    (sde,), (record,) = run(folder, tmp_path / "b", "--prompt", PROMPT, "--sde_type", "sage_grpo", "--eta", "1.0")
+    assert record["sde_type"] == "sage_grpo" and not np.array_equal(frames(ode), frames(sde))
+
+
+def test_ranks_share_the_clips(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        run(folder, tmp_path / "two", "--prompt", PROMPT, "--num_videos", "3")
+    names = [path.name for path in sorted((tmp_path / "two").glob("*.mp4"))]
+    monkeypatch.delenv("RANK"), monkeypatch.delenv("WORLD_SIZE")
+    one, _ = run(folder, tmp_path / "one", "--prompt", PROMPT, "--num_videos", "3")
+    assert names == [path.name for path in one]
+
+
+def test_checkpoints_full_and_lora_change_the_clip(folder, tmp_path):
+    base = run(folder, tmp_path / "base", "--prompt", PROMPT)[0]
+    model = HunyuanVideo15Transformer3DModel.from_pretrained(folder / "transformer")
+    torch.nn.init.normal_(model.proj_out.weight, std=0.3, generator=torch.Generator().manual_seed(0))
+    model.save_pretrained(tmp_path / "full" / "transformer")
+    full = run(folder, tmp_path / "a", "--prompt", PROMPT, "--checkpoint_path", str(tmp_path / "full"))[0]
+
+    model = HunyuanVideo15Transformer3DModel.from_pretrained(folder / "transformer")
+    model.add_adapter(LoraConfig(r=2, target_modules=r"transformer_blocks\.\d+\.attn\.to_q", init_lora_weights=False))
+    model.save_lora_adapter(tmp_path / "lora", weight_name=LORA_FILE)
+    lora = run(folder, tmp_path / "b", "--prompt", PROMPT, "--checkpoint_path", str(tmp_path / "lora"))[0]
+    clips = [frames(paths[0]) for paths in (base, full, lora)]
+    assert not np.array_equal(clips[0], clips[1]) and not np.array_equal(clips[0], clips[2])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--prompt", "a purple circle moving left"), "unknown word 'purple'"),
+        (("--prompt", PROMPT, "--num_frames", "6"), "num_frames 6 is not 4n + 1; the nearest is 5"),
+        (("--prompt", PROMPT, "--fixed_size", "18x24"), "height 18 is not a multiple of 4"),
+        (("--prompt", PROMPT, "--fixed_size", "wide"), "'wide' is not HEIGHTxWIDTH"),
+        (("--prompt", PROMPT, "--aspect_ratio", "16/9"), "'16/9' is not WIDTH:HEIGHT"),
+        (("--prompt", PROMPT, "--sde_type", "cps", "--eta", "2"), "eta is 2.0 with sde_type cps"),
+        (("--prompt", PROMPT, "--checkpoint_path", "nowhere"), "checkpoint_path nowhere has neither"),
+        (("--prompt", PROMPT, "--score", "beauty"), "invalid choice: 'beauty'"),
+        (("--valid_video_csv", "nowhere.csv"), "nowhere.csv does not exist"),
+        ((), "one of the arguments --prompt --valid_video_csv"),
+    ],
+)
+def test_bad_input_is_one_clear_sentence_and_writes_nothing(folder, tmp_path, capsys, arguments, message):
+    assert message in refused(capsys, folder, tmp_path / "out", *arguments)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_model_folder_is_named(tmp_path, capsys):
+    message = refused(capsys, tmp_path / "no_model", tmp_path / "out", "--prompt", PROMPT)
+    assert "no_model" in message and "does not exist" in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("--resolution", "480p", "--aspect_ratio", "16:9"), (480, 852)),
+        (("--resolution", "480p", "--aspect_ratio", "9:16"), (852, 480)),
+        (("--aspect_ratio", "2:1"), (20, 44)),
+        ((), (32, 32)),
+    ],
+)
+def test_frame_sizes(tiny_folder, arguments, expected):
+    args = generate.parse_arguments(["--prompt", PROMPT, *arguments])
+    assert generate.frame_size(args, Hunyuan15(tiny_folder)) == expected

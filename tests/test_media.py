@@ -1,0 +1,48 @@
+import imageio.v2 as imageio
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from sage_grpo.media import GAP, LABEL_HEIGHT, contact_sheet, printable, write_mp4
+from sage_grpo.worlds.shapes import render, sample_scenes
+
+# imageio's reader leaves the pipes of its ffmpeg process to the garbage collector
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+
+
+def clips(count: int = 2) -> torch.Tensor:
+    return (render(sample_scenes(count, torch.Generator().manual_seed(0)), 9, 32, 32) * 255).round().to(torch.uint8)
+
+
+def test_mp4_plays_back_as_it_was(tmp_path):
+    (clip,) = clips(1)
+    write_mp4(tmp_path / "a.mp4", clip, fps=8)
+    with imageio.get_reader(tmp_path / "a.mp4") as reader:
+        assert reader.get_meta_data()["fps"] == 8
+        frames = np.stack(list(reader.iter_data()))
+    assert frames.shape == (9, 256, 256, 3)  # tiny clips are magnified eightfold
+    error = np.abs(frames[:, 4::8, 4::8].astype(int) - clip.numpy().astype(int))
+    assert error.mean() < 4
+
+
+def test_larger_clips_keep_their_size(tmp_path):
+    write_mp4(tmp_path / "a.mp4", torch.zeros(5, 128, 160, 3, dtype=torch.uint8), fps=24)
+    with imageio.get_reader(tmp_path / "a.mp4") as reader:
+        assert reader.get_data(0).shape == (128, 160, 3)
+
+
+def test_contact_sheet_shows_frames_in_order(tmp_path):
+    batch = clips(2)
+    contact_sheet(tmp_path / "sheet.png", list(batch), ["first", "second"], columns=3)
+    sheet = np.asarray(Image.open(tmp_path / "sheet.png"))
+    assert sheet.shape == (2 * (96 + LABEL_HEIGHT + GAP), 3 * (96 + GAP), 3)
+    for column, frame in enumerate((0, 4, 8)):
+        left = column * (96 + GAP)
+        shown = sheet[LABEL_HEIGHT : LABEL_HEIGHT + 96, left : left + 96][1::3, 1::3]
+        assert np.array_equal(shown, batch[0, frame].numpy())
+
+
+def test_labels_are_one_printable_line():
+    assert printable("caf\u00e9\nand \u202etea", 600) == "caf? and ?tea"
+    assert printable("x" * 500, 120) == "x" * 17 + "..."

@@ -1,0 +1,41 @@
+import torch
+
+from sage_grpo.algo.sde import build_schedule, flow_sigmas
+from sage_grpo.models.hunyuan15 import Hunyuan15
+from sage_grpo.worlds.quality import held_out_prompts, quality, round_trip, sample_clips
+from sage_grpo.worlds.shapes import ATTRIBUTES, captions, parse, render, sample_scenes
+
+
+def test_held_out_prompts_are_distinct_and_name_everything():
+    prompts = held_out_prompts(40, seed=1)
+    assert len(set(prompts)) == 40 and all(set(parse(prompt)) == set(ATTRIBUTES) for prompt in prompts)
+    assert prompts == held_out_prompts(40, seed=1) != held_out_prompts(40, seed=2)
+    partial = held_out_prompts(40, seed=1, partial=True)
+    assert any(len(parse(prompt)) < len(ATTRIBUTES) for prompt in partial)
+
+
+def test_perfect_clips_are_perfect_and_a_wrong_word_costs_its_attribute():
+    scenes = sample_scenes(24, torch.Generator().manual_seed(0))
+    clips, sentences = render(scenes, 9, 32, 32), captions(scenes)
+    perfect = quality(clips, sentences)
+    assert perfect["match"] == 1.0 and perfect["distance"] < 1e-4 and perfect["prompt_distance"] < 1e-4
+    assert all(perfect[name] == 1.0 for name in ATTRIBUTES)
+    slow = [i for i, sentence in enumerate(sentences) if " slowly" in sentence]
+    wrong = [sentence.replace(" slowly", " fast") for sentence in sentences]
+    result = quality(clips, wrong)
+    assert result["match"] == result["speed"] == 1 - len(slow) / 24 and result["colour"] == 1.0
+    assert result["prompt_distance"] > 0.01 and result["distance"] < 1e-4
+
+
+def test_sampling_gives_clips_of_the_models_size(tiny_folder):
+    policy, schedule = Hunyuan15(tiny_folder), build_schedule("ode", flow_sigmas(2, 3.0), 0.0)
+    batches = list(sample_clips(policy, schedule, ["a red circle moving left", "a green square moving right"], 2, 1.0))
+    assert [tuple(batch.shape) for batch in batches] == [(2, 9, 32, 32, 3)] * 2
+    assert not torch.equal(batches[0][0], batches[0][1]) and not torch.equal(batches[0], batches[1])
+
+
+def test_round_trip_pairs_clips_with_what_the_vae_makes_of_them(tiny_folder):
+    policy = Hunyuan15(tiny_folder)
+    clips, decoded, sentences = round_trip(policy, 2)
+    assert clips.shape == decoded.shape == (2, 9, 32, 32, 3) and len(sentences) == 2
+    assert torch.equal(decoded, policy.decode(policy.encode_video(clips)))
