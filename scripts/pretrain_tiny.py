@@ -10,6 +10,7 @@ a longer one: `--snapshots` keeps the averaged weights at several steps, to choo
 import argparse
 import json
 import os
+import platform
 import sys
 import time
 from collections import defaultdict
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with a fixed workspace
+import diffusers
 import torch
 from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Pipeline
 from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanVideo15CausalConv3d
@@ -30,6 +32,7 @@ from sage_grpo.models.packed import PackedTransformer
 from sage_grpo.models.policy import Conditioning, Sampling
 from sage_grpo.models.text import PromptEncoder
 from sage_grpo.models.vae import allow_batches
+from sage_grpo.worlds.quality import random_prompts
 from sage_grpo.worlds.shapes import Scenes, captions, object_mask, render, sample_scenes, scenes_from_prompt, vocabulary
 from sage_grpo.worlds.tiny import TinyConfig, build_tiny
 
@@ -37,6 +40,7 @@ CLIP = {"frames": 9, "height": 32, "width": 32}
 KL_WEIGHT = 1e-5  # keeps the latents near a unit Gaussian
 OBJECT_WEIGHT = 8.0  # objects cover a tenth of a frame; unweighted, their colours are learnt last
 CAPTION_DROP = 0.1
+PROMPTS = {"train": 512, "valid": 64}  # full captions that come with the folder, no caption in both
 EMA_DECAY, EMA_EVERY = 0.98, 20  # the averaged weights look back about 1000 steps
 ENCODED = 512  # clips per VAE batch when no gradient is needed
 
@@ -236,15 +240,16 @@ def main() -> None:
     def save(step: int, weights: dict[str, Tensor]) -> None:
         pipe.transformer.load_state_dict(weights)
         suffix = "" if step == args.steps else f"-{step}"
-        write(pipe, args.output.with_name(args.output.name + suffix), sampling)
+        folder = args.output.with_name(args.output.name + suffix)
+        write(pipe, folder, sampling)
+        seconds = {"vae_seconds": round(vae_seconds), "seconds": round(time.time() - started)}
+        describe(folder, args, seconds | {"steps": step}, device)
 
     train_transformer(model, buckets, empty, args, generator, save)
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    print(f"VAE {vae_seconds:.0f} s, all {time.time() - started:.0f} s on {name}, torch {torch.__version__}")
 
 
 def write(pipe: HunyuanVideo15Pipeline, output: Path, sampling: Sampling) -> None:
-    """The folder in half precision, with how to sample it and which world it knows."""
+    """The folder in half precision, with how to sample it, which world it knows, and prompts of that world."""
     parts = (pipe.transformer, pipe.vae, pipe.text_encoder, pipe.text_encoder_2)
     for part in parts:
         part.half()
@@ -253,6 +258,20 @@ def write(pipe: HunyuanVideo15Pipeline, output: Path, sampling: Sampling) -> Non
         part.float()
     sampling.to_json(output / "sampling.json")
     (output / "world.json").write_text(json.dumps({"world": "shapes"}, indent=2) + "\n")
+    prompts = random_prompts(PROMPTS["train"] + PROMPTS["valid"], seed=0)
+    for name, chosen in {"valid": prompts[: PROMPTS["valid"]], "train": prompts[PROMPTS["valid"] :]}.items():
+        (output / f"prompts_{name}.txt").write_text("\n".join(chosen) + "\n")
+
+
+def describe(output: Path, args: argparse.Namespace, result: dict[str, int], device: torch.device) -> None:
+    """training.json: what made the folder; `scripts/tiny_quality.py` turns it into the model card."""
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "diffusers": diffusers.__version__}
+    flags = {key: value for key, value in vars(args).items() if key not in ("output", "device", "snapshots", "steps")}
+    command = f"python scripts/pretrain_tiny.py --output assets/tiny --steps {result['steps']}"
+    record = {"command": command, "flags": {k: str(v) for k, v in flags.items()}, "device": name, **versions, **result}
+    (output / "training.json").write_text(json.dumps(record, indent=2) + "\n")
+    print(f"wrote {output} after {result['seconds']} s on {name}")
 
 
 def parse_arguments() -> argparse.Namespace:

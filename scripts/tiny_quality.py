@@ -4,6 +4,7 @@
 
 The oracle reads every clip. Distances are RMS pixel differences; the VAE row is the floor that no sample can beat.
 Writes quality.json, table.md, and contact sheets of the world, the VAE's round trip, samples and each sampler's noise.
+With `--card` also the folder's README.md, from its training.json and these figures.
 """
 
 import argparse
@@ -18,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from sage_grpo.algo.sde import SDES, build_schedule, flow_sigmas
 from sage_grpo.media import contact_sheet
 from sage_grpo.models.hunyuan15 import Hunyuan15
-from sage_grpo.worlds.quality import held_out_prompts, quality, round_trip, sample_clips
+from sage_grpo.worlds.quality import quality, random_prompts, round_trip, sample_clips
 from sage_grpo.worlds.shapes import ATTRIBUTES
 
 COLUMNS = ("match", *ATTRIBUTES, "distance", "prompt_distance")
@@ -61,6 +62,41 @@ def noise_sheet(policy: Hunyuan15, prompt: str, eta: float, path: Path) -> None:
     contact_sheet(path, clips, [f"{name}, eta {eta}" for name in SDES])
 
 
+CARD = """# A tiny HunyuanVideo-1.5 that knows the moving-shapes world
+
+Every class is the one of the full-size model, every size is small: {parameters}. Clips have {frames} frames of
+{height}x{width} at {fps} fps. Half precision on disk; it loads with `Hunyuan15("assets/tiny")` and with the stock
+`HunyuanVideo15Pipeline.from_pretrained("assets/tiny")`, without a network. `docs/world.md` explains the world.
+
+## Training
+
+    {command}
+
+on one {device} in {seconds} s, {vae_seconds} s of them for the VAE (torch {torch}, diffusers {diffusers}, Python
+{python}). Everything follows from the seed. A tenth of the captions was dropped, for guidance. Settings: {flags}.
+
+## Quality
+
+{clips} clips of {prompts} random prompts, {num_steps} Euler steps, shift {shift:g}, read by the exact oracle
+(`python scripts/tiny_quality.py --card`). Distances are RMS pixel differences to the nearest clip of the world, and to
+the nearest one that the prompt allows; the VAE row is the floor.
+
+{table}
+"""
+
+
+def card(policy: Hunyuan15, rows: dict[str, dict[str, float]], prompts: int, per_prompt: int) -> str:
+    """The model card: how the folder was made, and how good it is."""
+    record = json.loads((policy.folder / "training.json").read_text())
+    parts = {"transformer": policy.transformer, "VAE": policy.vae}
+    counts = ", ".join(
+        f"{name} {sum(p.numel() for p in part.parameters()) / 1e6:.2f} M" for name, part in parts.items()
+    )
+    flags = ", ".join(f"{name} {value}" for name, value in record.pop("flags").items())
+    figures = {"parameters": counts, "flags": flags, "clips": prompts * per_prompt, "prompts": prompts}
+    return CARD.format(**record, **figures, table=table(rows), **vars(policy.sampling))
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_path", type=Path, default=Path("assets/tiny"))
@@ -68,10 +104,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--prompts", type=int, default=128)
     parser.add_argument("--per_prompt", type=int, default=2)
     parser.add_argument("--eta", type=float, default=0.5)
+    parser.add_argument("--card", action="store_true", help="write README.md into the model folder")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(arguments)
     policy = Hunyuan15(args.model_path, args.device)
-    prompts = held_out_prompts(args.prompts, seed=1)
+    prompts = random_prompts(args.prompts, seed=1)
     args.output.mkdir(parents=True, exist_ok=True)
 
     clips, decoded, sentences = round_trip(policy, args.prompts)
@@ -87,6 +124,8 @@ def main(arguments: list[str] | None = None) -> None:
     noise_sheet(policy, prompts[0], args.eta, args.output / "noise.png")
     (args.output / "quality.json").write_text(json.dumps(rows, indent=2) + "\n")
     (args.output / "table.md").write_text(table(rows))
+    if args.card:
+        (args.model_path / "README.md").write_text(card(policy, rows, args.prompts, args.per_prompt))
     print(table(rows))
 
 

@@ -1,4 +1,4 @@
-"""How well a model has learnt the shapes world: clips of held-out prompts, read by the exact oracle."""
+"""How well a model has learnt the shapes world: clips of random prompts, read by the exact oracle."""
 
 from collections.abc import Iterator, Sequence
 
@@ -13,7 +13,7 @@ from sage_grpo.worlds.oracle import read
 from sage_grpo.worlds.shapes import ATTRIBUTES, captions, parse, render, sample_scenes
 
 
-def held_out_prompts(count: int, seed: int, partial: bool = False) -> list[str]:
+def random_prompts(count: int, seed: int, partial: bool = False) -> list[str]:
     """Distinct captions drawn evenly; with `partial` some leave out size, speed or background."""
     generator = torch.Generator().manual_seed(seed)
     scenes = sample_scenes(4 * count, generator)

@@ -10,12 +10,18 @@ import torch
 from diffusers import HunyuanVideo15Pipeline
 from safetensors.torch import load_file
 
+from sage_grpo.data.prompts import read_prompts
 from sage_grpo.models.hunyuan15 import Hunyuan15
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "pretrain_tiny.py"
-SPEC = importlib.util.spec_from_file_location("pretrain_tiny", SCRIPT)
-pretrain = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(pretrain)
+
+def load_script(name):
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[2] / "scripts" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+pretrain, quality = load_script("pretrain_tiny"), load_script("tiny_quality")
 FEW = "--vae_steps 2 --vae_batch 2 --clips 32 --prompts 8 --batch 4 --snapshots 2 --device cpu"
 RUNS = {
     "first": "--seed 0 --steps 3",
@@ -70,6 +76,24 @@ def test_the_folder_loads_in_the_stock_pipeline_and_in_ours(runs):
     assert json.loads((runs / "first" / "world.json").read_text()) == {"world": "shapes"}
     latents = ours.encode_video(pretrain_clip())
     assert 0.2 < latents.std() < 5  # scaled to about one
+
+
+def test_the_folder_brings_its_prompts_and_its_history(runs):
+    train, valid = (read_prompts(runs / "first" / f"prompts_{name}.txt") for name in ("train", "valid"))
+    assert (len(train), len(valid)) == (512, 64)
+    assert not {prompt.text for prompt in train} & {prompt.text for prompt in valid}
+    record = json.loads((runs / "first-2" / "training.json").read_text())
+    assert record["command"].endswith("--steps 2") and record["flags"]["seed"] == "0" and record["device"] == "CPU"
+
+
+def test_the_card_is_made_of_measured_figures(runs, tmp_path):
+    flags = ("--prompts", "2", "--per_prompt", "1", "--device", "cpu", "--card")
+    quality.main(["--model_path", str(runs / "first"), "--output", str(tmp_path), *flags])
+    card, rows = (runs / "first" / "README.md").read_text(), json.loads((tmp_path / "quality.json").read_text())
+    assert set(rows) == {"chance", "VAE round trip", "guidance 1", "guidance 2"}
+    assert f"{rows['VAE round trip']['distance']:.3f}" in card and "2 clips of 2 random prompts" in card
+    sheets = {"world", "round_trip", "samples_guidance_1", "samples_guidance_2", "noise"}
+    assert {path.stem for path in tmp_path.glob("*.png")} == sheets
 
 
 def pretrain_clip():

@@ -2,15 +2,15 @@ import torch
 
 from sage_grpo.algo.sde import build_schedule, flow_sigmas
 from sage_grpo.models.hunyuan15 import Hunyuan15
-from sage_grpo.worlds.quality import held_out_prompts, quality, round_trip, sample_clips
+from sage_grpo.worlds.quality import quality, random_prompts, round_trip, sample_clips
 from sage_grpo.worlds.shapes import ATTRIBUTES, captions, parse, render, sample_scenes
 
 
-def test_held_out_prompts_are_distinct_and_name_everything():
-    prompts = held_out_prompts(40, seed=1)
+def test_random_prompts_are_distinct_and_name_everything():
+    prompts = random_prompts(40, seed=1)
     assert len(set(prompts)) == 40 and all(set(parse(prompt)) == set(ATTRIBUTES) for prompt in prompts)
-    assert prompts == held_out_prompts(40, seed=1) != held_out_prompts(40, seed=2)
-    partial = held_out_prompts(40, seed=1, partial=True)
+    assert prompts == random_prompts(40, seed=1) != random_prompts(40, seed=2)
+    partial = random_prompts(40, seed=1, partial=True)
     assert any(len(parse(prompt)) < len(ATTRIBUTES) for prompt in partial)
 
 
