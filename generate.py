@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from sage_grpo.algo.sde import SDES, build_schedule, flow_sigmas
 from sage_grpo.data.prompts import Prompt, read_prompts
-from sage_grpo.media import contact_sheet, write_mp4
+from sage_grpo.media import contact_sheet, thumbnails, write_mp4
 from sage_grpo.models.hunyuan15 import Hunyuan15
 from sage_grpo.models.policy import Sampling
 from sage_grpo.models.sample import counter_noise, denoise
@@ -56,13 +56,15 @@ def generate(args: argparse.Namespace) -> None:
     args.output_path.mkdir(parents=True, exist_ok=True)
 
     mine = [(prompt, number) for prompt in prompts for number in range(args.num_videos)][rank::world]
-    (negative,) = policy.encode([args.negative_prompt])
-    clips, labels = [], []
+    texts = list(dict.fromkeys([args.negative_prompt, *(prompt.text for prompt, _ in mine)]))
+    conditions = dict(zip(texts, policy.encode(texts), strict=True))
+    policy.release_text_encoders()
+    negative, rows, labels = conditions[args.negative_prompt], [], []
     for prompt, number in tqdm(mine, "clips", unit="clip", disable=rank > 0):
         seed = args.seed if prompt.seed is None else prompt.seed
-        (cond,) = policy.encode([prompt.text])
         x, noise = counter_noise(shape, seed, [number])
-        *_, last = denoise(policy, schedule, x.to(device), cond, settings.guidance, negative, noise)
+        guided = (conditions[prompt.text], settings.guidance, negative)
+        *_, last = denoise(policy, schedule, x.to(device), *guided, noise)
         (clip,) = policy.decode(last.x_next).cpu()
         record = {"prompt": prompt.text, "seed": seed, "number": number, "model_path": str(args.model_path)}
         record |= {"checkpoint_path": args.checkpoint_path, "sde_type": args.sde_type, "eta": args.eta}
@@ -73,12 +75,12 @@ def generate(args: argparse.Namespace) -> None:
         path = args.output_path / f"{prompt.name}-{seed}-{number}.mp4"
         write_mp4(path, clip, settings.fps)
         path.with_suffix(".json").write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n")
-        clips.append(clip)
+        rows.append(thumbnails(clip))
         labels.append(label(record))
-    if clips:
+    if rows:
         sheet = args.output_path / ("sheet.png" if world == 1 else f"sheet-{rank}.png")
-        contact_sheet(sheet, clips, labels)
-        print(f"wrote {len(clips)} clips and {sheet}")
+        contact_sheet(sheet, rows, labels)
+        print(f"wrote {len(rows)} clips and {sheet}")
 
 
 def label(record: dict) -> str:
@@ -95,7 +97,7 @@ def resolve(args: argparse.Namespace, policy: Hunyuan15) -> Sampling:
         height=height,
         width=width,
         fps=own.fps,
-        shift=args.timestep_shift or own.shift,
+        shift=own.shift if args.timestep_shift is None else args.timestep_shift,
         guidance=own.guidance if args.guidance_scale is None else args.guidance_scale,
         num_steps=args.num_inference_steps or own.num_steps,
     )

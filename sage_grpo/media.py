@@ -5,10 +5,13 @@ from pathlib import Path
 
 import imageio.v2 as imageio
 import numpy as np
+import torch
 from PIL import Image, ImageDraw
 from torch import Tensor
 
-GAP, LABEL_HEIGHT, MIN_FRAME = 4, 14, 96  # pixels
+GAP, LABEL_HEIGHT = 4, 14  # pixels
+FRAME = (96, 320)  # pixels: least shorter side and greatest longer side of a thumbnail
+COLUMNS = 5
 
 
 def enlarge(clip: Tensor, least: int) -> np.ndarray:
@@ -25,19 +28,25 @@ def write_mp4(path: Path, clip: Tensor, fps: int) -> None:
             writer.append_data(frame)
 
 
-def contact_sheet(path: Path, clips: Sequence[Tensor], labels: Sequence[str], columns: int = 5) -> None:
-    """One row per clip: a label and `columns` evenly spaced frames."""
-    rows = []
-    for clip in clips:
-        frames = enlarge(clip, MIN_FRAME)
-        chosen = frames[np.linspace(0, len(frames) - 1, min(columns, len(frames))).round().astype(int)]
-        rows.append(np.concatenate([np.pad(f, ((0, 0), (0, GAP), (0, 0)), constant_values=255) for f in chosen], 1))
-    width, heights = max(row.shape[1] for row in rows), [row.shape[0] + LABEL_HEIGHT + GAP for row in rows]
+def thumbnails(clip: Tensor, columns: int = COLUMNS) -> np.ndarray:
+    """Evenly spaced frames (columns, h, w, 3), small clips magnified and large ones shrunk to fit a sheet."""
+    chosen = clip[torch.linspace(0, len(clip) - 1, min(columns, len(clip))).round().long()]
+    frames = enlarge(chosen, FRAME[0])
+    factor = min(1.0, FRAME[1] / max(frames.shape[1:3]))
+    size = (round(frames.shape[2] * factor), round(frames.shape[1] * factor))
+    return np.stack([np.asarray(Image.fromarray(frame).resize(size)) for frame in frames])
+
+
+def contact_sheet(path: Path, rows: Sequence[np.ndarray], labels: Sequence[str]) -> None:
+    """One row of `thumbnails` per clip under its label."""
+    width = max(len(row) * (row.shape[2] + GAP) for row in rows)
+    heights = [row.shape[1] + LABEL_HEIGHT + GAP for row in rows]
     sheet = Image.new("RGB", (width, sum(heights)), "white")
     draw, top = ImageDraw.Draw(sheet), 0
     for row, label, height in zip(rows, labels, heights, strict=True):
         draw.text((2, top + 1), printable(label, width), fill="black")
-        sheet.paste(Image.fromarray(row), (0, top + LABEL_HEIGHT))
+        for number, frame in enumerate(row):
+            sheet.paste(Image.fromarray(frame), (number * (frame.shape[1] + GAP), top + LABEL_HEIGHT))
         top += height
     sheet.save(path)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from sage_grpo.algo.sde import SDES, build_schedule, flow_sigmas
-from sage_grpo.media import contact_sheet
+from sage_grpo.media import contact_sheet, thumbnails
 from sage_grpo.models.hunyuan15 import Hunyuan15
 from sage_grpo.worlds.quality import quality, random_prompts, round_trip, sample_clips
 from sage_grpo.worlds.shapes import ATTRIBUTES
@@ -59,7 +59,7 @@ def noise_sheet(policy: Hunyuan15, prompt: str, eta: float, path: Path) -> None:
         schedule = build_schedule(name, flow_sigmas(settings.num_steps, settings.shift), eta).to(policy.device)
         (batch,) = sample_clips(policy, schedule, [prompt], 1, settings.guidance)
         clips.append(batch[0])
-    contact_sheet(path, clips, [f"{name}, eta {eta}" for name in SDES])
+    contact_sheet(path, [thumbnails(clip) for clip in clips], [f"{name}, eta {eta}" for name in SDES])
 
 
 CARD = """# A tiny HunyuanVideo-1.5 that knows the moving-shapes world
@@ -115,11 +115,11 @@ def main(arguments: list[str] | None = None) -> None:
     rows = {"chance": chance(), "VAE round trip": quality(decoded, sentences)}
     pairs = [clip for pair in zip(clips[:5], decoded[:5], strict=True) for clip in pair]
     labels = [label for sentence in sentences[:5] for label in (sentence, "after the VAE")]
-    contact_sheet(args.output / "world.png", list(clips[:10]), sentences[:10])
-    contact_sheet(args.output / "round_trip.png", pairs, labels)
+    contact_sheet(args.output / "world.png", [thumbnails(clip) for clip in clips[:10]], sentences[:10])
+    contact_sheet(args.output / "round_trip.png", [thumbnails(clip) for clip in pairs], labels)
     for guidance in dict.fromkeys((1.0, policy.sampling.guidance)):
         rows[f"guidance {guidance:g}"], sampled = measure(policy, prompts, args.per_prompt, guidance)
-        first = list(sampled[:: args.per_prompt][:10])
+        first = [thumbnails(clip) for clip in sampled[:: args.per_prompt][:10]]
         contact_sheet(args.output / f"samples_guidance_{guidance:g}.png", first, prompts[: len(first)])
     noise_sheet(policy, prompts[0], args.eta, args.output / "noise.png")
     (args.output / "quality.json").write_text(json.dumps(rows, indent=2) + "\n")

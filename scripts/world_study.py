@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from sage_grpo.media import contact_sheet
+from sage_grpo.media import contact_sheet, thumbnails
 from sage_grpo.rewards.shapes import ShapesReward
 from sage_grpo.worlds.damage import DAMAGES
 from sage_grpo.worlds.oracle import read
@@ -87,7 +87,7 @@ def main() -> None:
     strongest = [DAMAGES[name](clips[7:8], s[-1], torch.Generator().manual_seed(1)) for name, s in STRENGTHS.items()]
     sheet = [*quantised(clips[:8]), *(quantised(clip)[0] for clip in strongest)]
     labels = [*sentences[:8], *(f"the last one with {name} {s[-1]:g}" for name, s in STRENGTHS.items())]
-    contact_sheet(args.output / "world.png", sheet, labels)
+    contact_sheet(args.output / "world.png", [thumbnails(clip) for clip in sheet], labels)
     print(table(rows))
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from PIL import Image
 
-from sage_grpo.media import GAP, LABEL_HEIGHT, contact_sheet, printable, write_mp4
+from sage_grpo.media import FRAME, GAP, LABEL_HEIGHT, contact_sheet, printable, thumbnails, write_mp4
 from sage_grpo.worlds.shapes import render, sample_scenes
 
 # imageio's reader leaves the pipes of its ffmpeg process to the garbage collector
@@ -34,13 +34,18 @@ def test_larger_clips_keep_their_size(tmp_path):
 
 def test_contact_sheet_shows_frames_in_order(tmp_path):
     batch = clips(2)
-    contact_sheet(tmp_path / "sheet.png", list(batch), ["first", "second"], columns=3)
+    contact_sheet(tmp_path / "sheet.png", [thumbnails(clip, columns=3) for clip in batch], ["first", "second"])
     sheet = np.asarray(Image.open(tmp_path / "sheet.png"))
     assert sheet.shape == (2 * (96 + LABEL_HEIGHT + GAP), 3 * (96 + GAP), 3)
     for column, frame in enumerate((0, 4, 8)):
         left = column * (96 + GAP)
         shown = sheet[LABEL_HEIGHT : LABEL_HEIGHT + 96, left : left + 96][1::3, 1::3]
         assert np.array_equal(shown, batch[0, frame].numpy())
+
+
+def test_large_clips_are_shrunk_and_short_ones_shown_whole():
+    assert thumbnails(torch.zeros(9, 480, 960, 3, dtype=torch.uint8)).shape == (5, FRAME[1] // 2, FRAME[1], 3)
+    assert len(thumbnails(torch.zeros(1, 32, 32, 3, dtype=torch.uint8))) == 1
 
 
 def test_labels_are_one_printable_line():

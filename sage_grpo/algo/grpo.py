@@ -35,25 +35,23 @@ def group_advantages(
         raise ValueError(f"advantage_std is {advantage_std!r}; choose one of {', '.join(ADVANTAGE_STDS)}")
     if rewards.ndim != 1 or groups.shape != rewards.shape:
         raise ValueError(f"rewards {tuple(rewards.shape)} and groups {tuple(groups.shape)} must be two equal lists")
-    names, member = torch.unique(groups, return_inverse=True)
+    names, group_of = torch.unique(groups, return_inverse=True)
     finite = rewards.isfinite()
-    r, one = rewards.double()[finite], finite[finite].double()
+    r, home = rewards[finite].double(), group_of[finite]  # what counts, and the group it counts in
 
     def per_group(values: Tensor, reduce: str) -> Tensor:
-        out = torch.zeros(len(names), dtype=torch.float64, device=rewards.device)
-        return out.scatter_reduce(0, member[finite], values, reduce, include_self=False)
+        return values.new_zeros(len(names)).scatter_reduce(0, home, values, reduce, include_self=False)
 
-    count, mean = per_group(one, "sum"), per_group(r, "mean")
+    count = per_group(torch.ones_like(r), "sum")
     flat = per_group(r, "amax") == per_group(r, "amin")
-    centred = r - mean[member[finite]]
-    std = per_group(centred.square(), "mean").sqrt()[member[finite]]
+    scaled = r - per_group(r, "mean")[home]
     if advantage_std == "group":
-        centred = centred / (std + eps)
+        scaled = scaled / (per_group(scaled.square(), "mean").sqrt()[home] + eps)
     elif advantage_std == "batch":
-        centred = centred / (r.std(correction=0) + eps)
+        scaled = scaled / (r.std(correction=0) + eps)
     values = torch.zeros_like(rewards)
-    values[finite] = centred.clamp(-adv_clip_max, adv_clip_max).to(rewards.dtype)
-    trained = finite & ((count >= 2) & ~flat)[member]
+    values[finite] = scaled.clamp(-adv_clip_max, adv_clip_max).to(rewards.dtype)
+    trained = finite & ((count >= 2) & ~flat)[group_of]
     return Advantages(
         values=torch.where(trained, values, 0.0),
         trained=trained,
