@@ -2,7 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
-export OMP_WAIT_POLICY ?= PASSIVE  # spinning threads slow a busy machine down tenfold
+# spinning threads slow a busy machine down tenfold
+export OMP_WAIT_POLICY ?= PASSIVE
 
 .PHONY: venv demo test lint clean
 

@@ -53,6 +53,8 @@ def generate(args: argparse.Namespace) -> None:
     schedule = build_schedule(args.sde_type, flow_sigmas(settings.num_steps, settings.shift), args.eta).to(device)
     shape = policy.latent_shape(settings.frames, settings.height, settings.width)
     reward = build_reward(args.score) if args.score else None
+    if reward:
+        reward.check([prompt.text for prompt in prompts])
     args.output_path.mkdir(parents=True, exist_ok=True)
 
     mine = [(prompt, number) for prompt in prompts for number in range(args.num_videos)][rank::world]
@@ -69,12 +71,13 @@ def generate(args: argparse.Namespace) -> None:
         record = {"prompt": prompt.text, "seed": seed, "number": number, "model_path": str(args.model_path)}
         record |= {"checkpoint_path": args.checkpoint_path, "sde_type": args.sde_type, "eta": args.eta}
         record |= vars(settings)
+        path = args.output_path / f"{prompt.name}-{seed}-{number}.mp4"
+        write_mp4(path, clip, settings.fps)
         if reward:
             scores = reward.score([clip], [prompt.text], settings.fps)
             record["scores"] = {name: round(value.item(), 6) for name, value in scores.items()}
-        path = args.output_path / f"{prompt.name}-{seed}-{number}.mp4"
-        write_mp4(path, clip, settings.fps)
-        path.with_suffix(".json").write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+        text = json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False)
+        path.with_suffix(".json").write_text(text + "\n")
         rows.append(thumbnails(clip))
         labels.append(label(record))
     if rows:
@@ -131,6 +134,16 @@ def aspect(text: str) -> float:
     return int(parts[0]) / int(parts[1])
 
 
+def finite(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number")
+    return number
+
+
 def positive(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
@@ -153,8 +166,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--fixed_size", type=size, metavar="HxW", help="exact size; overrides the two above")
     add("--num_frames", type=positive)
     add("--num_inference_steps", type=positive)
-    add("--guidance_scale", type=float)
-    add("--timestep_shift", type=float)
+    add("--guidance_scale", type=finite)
+    add("--timestep_shift", type=finite)
     add("--seed", type=int, default=42)
     add("--num_videos", type=positive, default=1, help="clips per prompt")
     add("--sde_type", choices=SDES, default="ode", help="look at a sampler's exploration noise")

@@ -12,7 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-PURPOSES = ("init", "sde", "permutation", "prompt_order", "window", "validation", "pretrain")
+PURPOSES = (
+    "rollout_init",
+    "rollout_sde",
+    "generate_init",  # generation and validation, so that they never show training's own noise
+    "generate_sde",
+    "permutation",
+    "prompt_order",
+    "window",
+)
 
 
 def generator(

@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from sage_grpo.models.hunyuan15 import TIMESTEPS
+from sage_grpo.models.hunyuan15 import TIMESTEPS, Hunyuan15
 from sage_grpo.models.packed import PackedTransformer
 from sage_grpo.models.policy import Conditioning, Sampling
 from sage_grpo.models.text import PromptEncoder
@@ -122,17 +123,22 @@ class FlowMatching:
     """One optimizer step on mean((v - (z - x0))^2), in place on its own inputs.
 
     The model is so small that a GPU would spend its time waiting for kernel launches. So there the step of each bucket
-    is recorded once as a CUDA graph and replayed, which is several times faster. The graphs share their memory.
+    is recorded once as a CUDA graph and replayed, which is several times faster. The graphs share stream and memory.
     """
 
-    pool: tuple[int, int] | None = None
-
-    def __init__(self, model: PackedTransformer, optimizer: torch.optim.Optimizer, batch: int, like: Bucket) -> None:
+    def __init__(
+        self,
+        model: PackedTransformer,
+        optimizer: torch.optim.Optimizer,
+        batch: int,
+        like: Bucket,
+        recorder: tuple[torch.cuda.Stream, tuple[int, int]] | None,
+    ) -> None:
         self.model, self.optimizer = model, optimizer
         self.latents, self.noise = (torch.zeros_like(like.latents[:1]).repeat(batch, 1, 1, 1, 1) for _ in range(2))
         self.text, self.glyph = (part[:1].repeat(batch, 1, 1) for part in (like.text, like.glyph))
         self.sigma = torch.full((batch,), 0.5, device=self.latents.device)
-        self.replay = self._record() if self.latents.is_cuda else self._step
+        self.replay = self._record(*recorder) if recorder else self._step
 
     def __call__(
         self, latents: Tensor, text: Tensor, glyph: Tensor, shift: float, generator: torch.Generator
@@ -157,16 +163,14 @@ class FlowMatching:
         self.optimizer.step()
         return loss.detach()
 
-    def _record(self) -> Callable[[], Tensor]:
-        FlowMatching.pool = FlowMatching.pool or torch.cuda.graph_pool_handle()
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+    def _record(self, stream: torch.cuda.Stream, pool: tuple[int, int]) -> Callable[[], Tensor]:
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
             for _ in range(2):  # warm up at learning rate 0: library handles, optimizer state
                 self._step()
-        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
             loss = self._step()
 
         def replay() -> Tensor:
@@ -190,7 +194,11 @@ def train_transformer(
     lr = torch.zeros((), device=generator.device)
     parameters = [p for name, p in model.named_parameters() if not name.startswith("image_embedder")]  # text to video
     optimizer = torch.optim.AdamW(parameters, lr, betas=(0.9, 0.99), weight_decay=0.01, capturable=lr.is_cuda)
-    trainers = [FlowMatching(model, optimizer, args.batch, bucket) for bucket in (*buckets, empty)]
+    recorder = (torch.cuda.Stream(), torch.cuda.graph_pool_handle()) if lr.is_cuda else None
+    trainers = [FlowMatching(model, optimizer, args.batch, bucket, recorder) for bucket in (*buckets, empty)]
+    for state in optimizer.state.values():  # forget the warm-up, in place: the graphs hold these tensors
+        for value in state.values():
+            value.zero_()
     weights = model.state_dict()
     average = {name: value.clone() for name, value in weights.items()}
     choice = torch.Generator().manual_seed(args.seed)  # on the CPU, so that choosing a bucket does not wait for the GPU
@@ -215,24 +223,29 @@ def train_transformer(
 
 
 def main() -> None:
-    args = parse_arguments()
+    args = arguments().parse_args()
+    if args.clips < ENCODED or args.clips % ENCODED:
+        sys.exit(f"--clips is {args.clips}; it must be a multiple of {ENCODED}")
+    if any(step > args.steps for step in args.snapshots):
+        sys.exit(f"--snapshots are {args.snapshots}; none may lie beyond --steps {args.steps}")
     started, device = time.time(), torch.device(args.device)
     torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # only costs time: every tensor here is written
     generator = torch.Generator(device).manual_seed(args.seed)
     sizes = TinyConfig(args.heads, tuple(args.rope), args.layers, shift=args.shift, guidance=args.guidance)
     pipe = build_tiny(args.seed, vocabulary(), sizes)
     sampling = Sampling(**CLIP, fps=8, shift=args.shift, guidance=args.guidance, num_steps=20)
 
     if args.vae_from:
-        pipe.vae = AutoencoderKLHunyuanVideo15.from_pretrained(args.vae_from / "vae", use_safetensors=True).to(device)
-        allow_batches(pipe.vae).eval().requires_grad_(False)
+        pipe.vae = allow_batches(Hunyuan15(args.vae_from, device).vae)
     else:
         train_vae(pipe.vae.to(device), args, generator)
     vae_seconds = time.time() - started
-    write(pipe, args.output, sampling)
-    encoder = PromptEncoder(args.output, torch.device("cpu"), torch.float32)  # small: the CPU is faster
-    buckets = build_buckets(pipe.vae, encoder, args.clips, args.prompts, generator)
-    (bare,) = encoder([""])
+    with tempfile.TemporaryDirectory() as folder:  # --output itself appears only with trained weights
+        write(pipe, Path(folder), sampling)
+        encoder = PromptEncoder(Path(folder), torch.device("cpu"), torch.float32)  # small: the CPU is faster
+        buckets = build_buckets(pipe.vae, encoder, args.clips, args.prompts, generator)
+        (bare,) = encoder([""])
     empty = Bucket(buckets[0].latents, bare.text[None].to(device), bare.glyph[None].to(device))
     model = PackedTransformer(**dict(pipe.transformer.config)).to(device)
     model.load_state_dict(pipe.transformer.state_dict())
@@ -268,13 +281,15 @@ def describe(output: Path, args: argparse.Namespace, result: dict[str, int], dev
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     versions = {"python": platform.python_version(), "torch": torch.__version__, "diffusers": diffusers.__version__}
     flags = {key: value for key, value in vars(args).items() if key not in ("output", "device", "snapshots", "steps")}
+    changed = {key: value for key, value in flags.items() if value != arguments().get_default(key)}
     command = f"python scripts/pretrain_tiny.py --output assets/tiny --steps {result['steps']}"
+    command += "".join(f" --{key} {value}" for key, value in changed.items())
     record = {"command": command, "flags": {k: str(v) for k, v in flags.items()}, "device": name, **versions, **result}
     (output / "training.json").write_text(json.dumps(record, indent=2) + "\n")
     print(f"wrote {output} after {result['seconds']} s on {name}")
 
 
-def parse_arguments() -> argparse.Namespace:
+def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("outputs/tiny"))
     parser.add_argument("--seed", type=int, default=0)
@@ -294,7 +309,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--snapshots", type=int, nargs="*", default=[])
-    return parser.parse_args()
+    return parser
 
 
 if __name__ == "__main__":

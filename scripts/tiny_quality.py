@@ -22,7 +22,7 @@ from sage_grpo.models.hunyuan15 import Hunyuan15
 from sage_grpo.worlds.quality import quality, random_prompts, round_trip, sample_clips
 from sage_grpo.worlds.shapes import ATTRIBUTES
 
-COLUMNS = ("match", *ATTRIBUTES, "distance", "prompt_distance")
+COLUMNS = ("match", *ATTRIBUTES, "distance", "prompt_distance", "distance_above_vae")
 
 
 def measure(policy: Hunyuan15, prompts: list[str], per_prompt: int, guidance: float) -> tuple[dict[str, float], Tensor]:
@@ -121,6 +121,10 @@ def main(arguments: list[str] | None = None) -> None:
         rows[f"guidance {guidance:g}"], sampled = measure(policy, prompts, args.per_prompt, guidance)
         first = [thumbnails(clip) for clip in sampled[:: args.per_prompt][:10]]
         contact_sheet(args.output / f"samples_guidance_{guidance:g}.png", first, prompts[: len(first)])
+    floor = rows["VAE round trip"]["distance"]
+    for row in rows.values():
+        if "distance" in row:
+            row["distance_above_vae"] = row["distance"] - floor
     noise_sheet(policy, prompts[0], args.eta, args.output / "noise.png")
     (args.output / "quality.json").write_text(json.dumps(rows, indent=2) + "\n")
     (args.output / "table.md").write_text(table(rows))

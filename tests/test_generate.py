@@ -9,6 +9,7 @@ import pytest
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
 from peft import LoraConfig
+from safetensors.torch import load_file, save_file
 
 import generate
 from sage_grpo.models.hunyuan15 import LORA_FILE, Hunyuan15
@@ -108,7 +109,10 @@ def test_checkpoints_full_and_lora_change_the_clip(folder, tmp_path):
         (("--prompt", PROMPT, "--aspect_ratio", "16/9"), "'16/9' is not WIDTH:HEIGHT"),
         (("--prompt", PROMPT, "--sde_type", "cps", "--eta", "2"), "eta is 2.0 with sde_type cps"),
         (("--prompt", PROMPT, "--checkpoint_path", "nowhere"), "checkpoint_path nowhere has neither"),
+        (("--prompt", PROMPT, "--checkpoint_path", "tests/fixtures/sde/index.json"), "has neither transformer/"),
         (("--prompt", PROMPT, "--score", "beauty"), "invalid choice: 'beauty'"),
+        (("--prompt", PROMPT, "--guidance_scale", "nan"), "'nan' is not a finite number"),
+        (("--prompt", PROMPT, "--timestep_shift", "0"), "timestep_shift is 0.0; it must be positive"),
         (("--valid_video_csv", "nowhere.csv"), "nowhere.csv does not exist"),
         ((), "one of the arguments --prompt --valid_video_csv"),
     ],
@@ -116,6 +120,28 @@ def test_checkpoints_full_and_lora_change_the_clip(folder, tmp_path):
 def test_bad_input_is_one_clear_sentence_and_writes_nothing(folder, tmp_path, capsys, arguments, message):
     assert message in refused(capsys, folder, tmp_path / "out", *arguments)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_of_another_model_is_refused(folder, tmp_path, capsys):
+    weights = load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
+    weights["proj_out.bias"] = torch.zeros(3)
+    save_file(weights, tmp_path / "other.safetensors")
+    arguments = ("--prompt", PROMPT, "--checkpoint_path", str(tmp_path / "other.safetensors"))
+    message = refused(capsys, folder, tmp_path / "out", *arguments)
+    assert "1 tensors differ, proj_out.bias first" in message
+
+
+def test_prompts_that_cannot_be_scored_are_refused_before_sampling(tiny_folder, tmp_path, capsys):
+    message = refused(capsys, tiny_folder, tmp_path / "out", "--prompt", "a cat", "--score", "shapes")
+    assert "unknown word 'cat'" in message and not (tmp_path / "out").exists()
+
+
+def test_broken_weights_give_no_clip(folder, tmp_path, capsys):
+    weights = load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
+    save_file(weights | {"proj_out.bias": weights["proj_out.bias"] * torch.nan}, tmp_path / "nan.safetensors")
+    arguments = ("--prompt", PROMPT, "--checkpoint_path", str(tmp_path / "nan.safetensors"))
+    assert "not finite" in refused(capsys, folder, tmp_path / "out", *arguments)
+    assert not list((tmp_path / "out").glob("*.mp4"))
 
 
 def test_a_missing_model_folder_is_named(tmp_path, capsys):

@@ -18,7 +18,7 @@ def imported_modules(path: Path) -> set[str]:
             modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: import by absolute name"
-            modules.add(node.module)
+            modules |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     return modules
 
 

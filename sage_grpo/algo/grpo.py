@@ -35,6 +35,8 @@ def group_advantages(
         raise ValueError(f"advantage_std is {advantage_std!r}; choose one of {', '.join(ADVANTAGE_STDS)}")
     if rewards.ndim != 1 or groups.shape != rewards.shape:
         raise ValueError(f"rewards {tuple(rewards.shape)} and groups {tuple(groups.shape)} must be two equal lists")
+    if not rewards.is_floating_point():
+        raise ValueError(f"rewards are {rewards.dtype}; pass floating-point numbers, advantages are fractions")
     names, group_of = torch.unique(groups, return_inverse=True)
     finite = rewards.isfinite()
     r, home = rewards[finite].double(), group_of[finite]  # what counts, and the group it counts in
@@ -71,8 +73,11 @@ def normalised_log_ratio(log_ratio: Tensor, kl_to_rollout: Tensor, std: Tensor) 
 
 
 def policy_loss(log_ratio: Tensor, advantages: Tensor, clip_range: float = 1e-4) -> Tensor:
-    """max(-A ratio, -A clip(ratio, 1 +- clip_range)) for each (rollout, step) pair: (P,)."""
-    ratio = log_ratio.exp()
+    """max(-A ratio, -A clip(ratio, 1 +- clip_range)) for each (rollout, step) pair: (P,).
+
+    A pair without an advantage, such as one of a failed rollout, adds exactly 0, even where its ratio is not finite.
+    """
+    ratio = torch.where(advantages != 0, log_ratio, 0.0).exp()
     return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_range, 1 + clip_range))
 
 
@@ -101,7 +106,8 @@ class PolicyStats:
         """Each metric over all pairs; NaN when there was none."""
         total = self.sums.sum(1)
         means = (total[1:] / total[0]).tolist()
-        return dict(zip(SUMS[1:], means, strict=True)) | {"ratio_max_deviation": self.max_deviation.max().item()}
+        deviation = self.max_deviation.max().item() if total[0] > 0 else float("nan")
+        return dict(zip(SUMS[1:], means, strict=True)) | {"ratio_max_deviation": deviation}
 
     def per_step(self) -> dict[str, list[float]]:
         """Each metric for each denoising step; NaN at steps that were not trained."""

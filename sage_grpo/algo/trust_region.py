@@ -96,6 +96,8 @@ class KLController:
             raise ValueError(f"kl_schedule is {kl_schedule!r}; choose one of {', '.join(SCHEDULES)}")
         if kl_feedback not in FEEDBACKS:
             raise ValueError(f"kl_feedback is {kl_feedback!r}; choose one of {', '.join(FEEDBACKS)}")
+        if kl_schedule == "fixed" or kl_weight == 0:  # start and floor have no say then
+            kl_coef = kl_min_coef = kl_weight
         for name, value in {"kl_coef": kl_coef, "kl_min_coef": kl_min_coef}.items():
             if not 0 <= value <= kl_weight:
                 raise ValueError(f"{name} is {value}; it must lie between 0 and kl_weight, the maximum ({kl_weight})")

@@ -2,6 +2,7 @@
 
 import csv
 import hashlib
+import io
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -39,6 +40,11 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     prompts = [_prompt(row, number, where) for number, (where, row) in enumerate(readers[path.suffix](text, path))]
     if not prompts:
         raise ValueError(f"prompt file {path} holds no prompt")
+    seen: dict[int, str] = {}
+    for prompt in prompts:  # files and noise are named after the index
+        if prompt.index in seen:
+            raise ValueError(f"{path}: index {prompt.index} is that of {seen[prompt.index]!r} and of {prompt.text!r}")
+        seen[prompt.index] = prompt.text
     return prompts
 
 
@@ -68,20 +74,20 @@ def _integer(value: object, key: str, where: str) -> int | None:
 
 
 def _txt(text: str, path: Path) -> Iterator[tuple[str, dict]]:
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(io.StringIO(text, newline=None), 1):
         if line.strip():
             yield f"{path} line {number}", {"prompt": line.strip()}
 
 
 def _csv(text: str, path: Path) -> Iterable[tuple[str, dict]]:
-    reader = csv.DictReader(text.splitlines(keepends=True))
+    reader = csv.DictReader(io.StringIO(text, newline=""))
     if "prompt" not in (reader.fieldnames or ()):
         raise ValueError(f"{path}: the first line must name the columns, `prompt` among them")
     return ((f"{path} line {reader.line_num}", row) for row in reader)
 
 
 def _jsonl(text: str, path: Path) -> Iterator[tuple[str, dict]]:
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(io.StringIO(text, newline=None), 1):
         if not line.strip():
             continue
         try:

@@ -74,15 +74,29 @@ class Hunyuan15:
         files = [path] if path.suffix == ".safetensors" else sorted((path / "transformer").glob("*.safetensors"))
         if not files or not files[0].is_file():
             raise FileNotFoundError(f"checkpoint_path {path} has neither transformer/*.safetensors nor {LORA_FILE}")
-        self.transformer.load_state_dict({name: value for file in files for name, value in load_file(file).items()})
+        weights = {name: value for file in files for name, value in load_file(file).items()}
+        own = self.transformer.state_dict()
+        wrong = sorted(set(weights) ^ set(own)) + [n for n in weights if n in own and weights[n].shape != own[n].shape]
+        if wrong:
+            hint = (
+                f" (a LoRA is loaded from a folder with {LORA_FILE})"
+                if any("lora_" in name for name in weights)
+                else ""
+            )
+            raise ValueError(
+                f"{path} does not fit this transformer, {len(wrong)} tensors differ, {wrong[0]} first{hint}"
+            )
+        self.transformer.load_state_dict(weights)
 
     def _load_lora(self, file: Path) -> None:
         """Pipelines write the names with a prefix, models without. diffusers skips what it does not find, silently."""
         with safe_open(file, "pt") as tensors:
-            prefix = "transformer" if all(name.startswith("transformer.") for name in tensors.keys()) else None  # noqa: SIM118
+            names = list(tensors.keys())
+        prefix = "transformer" if all(name.startswith("transformer.") for name in names) else None
         self.transformer.load_lora_adapter(file.parent, prefix=prefix, weight_name=file.name, local_files_only=True)
-        if not any("lora_" in name for name in self.transformer.state_dict()):
-            raise ValueError(f"{file} holds no LoRA weights of this transformer")
+        loaded = sum("lora_" in name for name in self.transformer.state_dict())
+        if loaded != len(names):
+            raise ValueError(f"{file} holds {len(names)} LoRA tensors, of which this transformer took {loaded}")
 
     def encode(self, prompts: Sequence[str]) -> list[Conditioning]:
         """One conditioning per prompt; the empty prompt is the negative of guidance."""
@@ -132,6 +146,8 @@ class Hunyuan15:
         """One clip at a time, which bounds the memory: (1, C, T, y, x) -> (1, F, Y, X, 3)."""
         unscaled = latent.to(self.vae.device, self.vae_dtype) / self.vae.config.scaling_factor
         pixels = _at_least_fp32(self.vae.decode(unscaled, return_dict=False)[0])
+        if not pixels.isfinite().all():  # a cast to uint8 would make black pixels of them, and a reward a number
+            raise ValueError("a decoded clip has pixels that are not finite: the latents or the weights are broken")
         return ((pixels + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 4, 1)
 
     @torch.no_grad()

@@ -43,12 +43,15 @@ def denoise(
 
 
 def counter_noise(
-    shape: Sequence[int], seed: int, samples: Sequence[int], prompt: int = 0, step: int = 0
+    shape: Sequence[int], seed: int, samples: Sequence[int], purpose: str = "generate", prompt: int = 0, step: int = 0
 ) -> tuple[Tensor, Noise]:
-    """Initial noise, and the noise of each step, of clips numbered `samples`: the same clip in whatever batch."""
+    """Initial noise, and the noise of each step, of clips numbered `samples`: the same clip in whatever batch.
 
-    def draw(purpose: str, index: int = 0) -> Tensor:
-        prompts = [prompt] * len(samples)
-        return rng.normal_batch(shape, seed, purpose, step=step, prompts=prompts, samples=samples, index=index)
+    purpose: `generate`, or `rollout` for training.
+    """
+
+    def draw(kind: str, index: int = 0) -> Tensor:
+        key = {"step": step, "prompts": [prompt] * len(samples), "samples": samples, "index": index}
+        return rng.normal_batch(shape, seed, f"{purpose}_{kind}", **key)
 
     return draw("init"), lambda i: draw("sde", i)

@@ -9,6 +9,7 @@ Shapes: L text tokens, M glyph tokens.
 import hashlib
 import inspect
 import os
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -114,10 +115,10 @@ class EmbeddingCache:
         return Conditioning(**load_file(path)) if path.exists() else None
 
     def store(self, prompt: str, cond: Conditioning) -> None:
-        """Write under a name of this process and rename, so that no reader meets half a file."""
+        """Write under a name of its own and rename, so that no reader meets half a file."""
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self._path(prompt)
-        unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+        unfinished = path.with_suffix(f".{uuid.uuid4().hex}.tmp")
         tensors = {"text": cond.text.cpu().contiguous(), "glyph": cond.glyph.cpu().contiguous()}
         save_file(tensors, unfinished, metadata={"prompt": prompt})
         os.replace(unfinished, path)

@@ -12,6 +12,10 @@ from sage_grpo.rewards.shapes import ShapesReward
 
 
 class Reward(Protocol):
+    def check(self, prompts: Sequence[str]) -> None:
+        """Refuse prompts that cannot be scored, before anything is sampled for them."""
+        ...
+
     def score(self, clips: Sequence[Tensor], prompts: Sequence[str], fps: float) -> dict[str, Tensor]:
         """Named scores, each (B,), higher is better, of uint8 clips (F, H, W, 3) with one prompt each."""
         ...

@@ -5,7 +5,8 @@ visible, of constant area), TA whether each attribute that the prompt names show
 scores keep their spread for good and for bad clips alike, and clips without a defect score about 1.
 
 An honest proxy, and only that: it knows colour averages, moments and areas but not the world's manifold, so it can be
-raised by clips that leave the manifold. How far they leave it is told by `worlds/oracle.py`, which shares no code here.
+raised by clips that leave the manifold. How far they leave it is told by `worlds/oracle.py`,
+whose search and fit share no code with this.
 
 Shapes: B clips, F frames, H rows, W columns.
 """
@@ -64,6 +65,11 @@ class Track:
 class ShapesReward:
     """Scores clips of the shapes world. Stateless: a score depends on the clip and its prompt only."""
 
+    def check(self, prompts: Sequence[str]) -> None:
+        """Refuse prompts with words that the world does not know."""
+        for prompt in prompts:
+            parse(prompt)
+
     def score(self, clips: Tensor | Sequence[Tensor], prompts: Sequence[str], fps: float) -> dict[str, Tensor]:
         """VQ, MQ and TA, each (B,), of uint8 clips (F,H,W,3), one prompt each.
 
@@ -95,6 +101,8 @@ def _as_floats(clips: Tensor | Sequence[Tensor], prompts: Sequence[str], fps: fl
     batch = clips if isinstance(clips, Tensor) else torch.stack(list(clips))
     if batch.ndim != 5 or batch.shape[-1] != 3 or batch.dtype != torch.uint8:
         raise ValueError(f"clips are {batch.dtype} {tuple(batch.shape)}, but must be uint8 (B, F, H, W, 3)")
+    if batch.shape[1] < 5:
+        raise ValueError(f"clips have {batch.shape[1]} frames; motion can be judged from 5 frames on")
     return batch.float() / 255
 
 

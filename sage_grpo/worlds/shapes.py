@@ -136,8 +136,8 @@ def phases(frames: int, like: Tensor) -> Tensor:
 
 def unit_coordinates(scenes: Scenes, frames: int, height: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """Pixel centres seen from the object, in radii: u (B,F,1,W), v (B,F,H,1); and the radius in pixels (B,1,1,1)."""
-    if min(height, width) < 8:
-        raise ValueError(f"height x width is {height}x{width}: shapes need at least 8 pixels each way")
+    if min(height, width) < 12:  # below that letters and sizes can no longer be told apart
+        raise ValueError(f"height x width is {height}x{width}: shapes need at least 12 pixels each way")
     steps = table(HEADING, scenes.x)[scenes.direction, :, None] * phases(frames, scenes.x)  # (B,2,F)
     centre_x = (scenes.x[:, None] + scenes.travel[:, None] * steps[:, 0]) * width
     centre_y = (scenes.y[:, None] + scenes.travel[:, None] * steps[:, 1]) * height

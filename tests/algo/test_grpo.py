@@ -91,6 +91,8 @@ def test_bad_arguments_are_refused():
         advantages([1.0, 2.0], [0, 0], advantage_std="prompt")
     with pytest.raises(ValueError, match="two equal lists"):
         advantages([1.0, 2.0], [0])
+    with pytest.raises(ValueError, match=r"rewards are torch\.int64"):
+        group_advantages(torch.tensor([1, 2, 5]), torch.tensor([0, 0, 0]))
 
 
 def test_clipped_loss_by_hand():
@@ -103,6 +105,14 @@ def test_clipped_loss_by_hand():
     torch.testing.assert_close(loss, expected)
     loss.sum().backward()
     torch.testing.assert_close(log_ratio.grad, torch.tensor([-1.6, -2.0, 0.0, 0.0, 2.0, 2.4], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("broken", [NAN, math.inf, 200.0, -math.inf])
+def test_a_rollout_without_advantage_cannot_poison_the_loss(broken):
+    log_ratio = torch.tensor([0.0, broken], requires_grad=True)
+    loss = policy_loss(log_ratio, torch.tensor([1.0, 0.0]))
+    loss.sum().backward()
+    assert loss.tolist() == [-1.0, 0.0] and log_ratio.grad.tolist() == [-1.0, 0.0]
 
 
 def test_on_policy_gradient_is_the_policy_gradient():
@@ -163,6 +173,11 @@ def test_stats_of_parts_add_up():
     total: PolicyStats = parts[0] + parts[1]
     torch.testing.assert_close(total.sums, whole.sums)
     assert torch.equal(total.max_deviation, whole.max_deviation)
+
+
+def test_stats_of_nothing_are_not_numbers():
+    stats = policy_stats(torch.zeros(0), torch.zeros(0), torch.zeros(0, dtype=torch.long), 3, 1e-4)
+    assert all(math.isnan(value) for value in stats.overall().values())
 
 
 def test_on_policy_stats_are_exact():

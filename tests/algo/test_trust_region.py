@@ -89,6 +89,16 @@ def test_fixed_holds():
     assert [controller.update(kl) for kl in (0.0, 1.0, 5.0)] == [1e-5] * 3
 
 
+@pytest.mark.parametrize("schedule", ["fixed", "two_stage", "adaptive"])
+def test_no_kl_stays_none(schedule):
+    controller = KLController(kl_weight=0.0, kl_schedule=schedule, kl_warmup_steps=2)
+    assert [controller.coef, *(controller.update(kl) for kl in (0.0, 1.0, 0.0, 1.0))] == [0.0] * 5
+
+
+def test_a_fixed_coefficient_may_be_smaller_than_the_default_floor():
+    assert KLController(kl_weight=1e-9, kl_schedule="fixed").update(1.0) == 1e-9
+
+
 def test_two_stage_warms_up_linearly_and_holds():
     controller = KLController(kl_schedule="two_stage", kl_warmup_steps=4)
     coefficients = [controller.coef, *(controller.update(1.0) for _ in range(6))]

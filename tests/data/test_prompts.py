@@ -26,10 +26,21 @@ def test_jsonl(tmp_path):
     assert read_prompts(path) == [Prompt("a", 0, 3), Prompt("b", 9)]
 
 
+@pytest.mark.parametrize("odd", ["\u2028", "\u0085", "\x0b", "\x0c"])
+def test_only_line_ends_end_a_line(tmp_path, odd):
+    text = f"a red{odd}circle"
+    assert read_prompts(write(tmp_path, "p.txt", text + "\nb\n")) == [Prompt(text, 0), Prompt("b", 1)]
+    assert read_prompts(write(tmp_path, "p.csv", f"prompt\n{text}\n")) == [Prompt(text, 0)]
+    line = '{"prompt": "a red\u2028circle"}'
+    assert read_prompts(write(tmp_path, "p.jsonl", line)) == [Prompt("a red\u2028circle", 0)]
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
         ("p.txt", "\n \n", "holds no prompt"),
+        ("p.csv", "prompt,index\na,1\nb,1\n", "index 1 is that of 'a' and of 'b'"),
+        ("p.csv", "prompt,index\na,1\nb,\n", "index 1 is that of 'a' and of 'b'"),
         ("p.csv", "text\nhello\n", "`prompt` among them"),
         ("p.csv", "prompt,sed\nhello,1\n", r"line 2: unknown column sed; known are prompt, index, seed"),
         ("p.csv", "prompt,seed\nhello,x\n", "line 2: seed is 'x', not a whole number"),

@@ -83,7 +83,8 @@ def test_the_folder_brings_its_prompts_and_its_history(runs):
     assert (len(train), len(valid)) == (512, 64)
     assert not {prompt.text for prompt in train} & {prompt.text for prompt in valid}
     record = json.loads((runs / "first-2" / "training.json").read_text())
-    assert record["command"].endswith("--steps 2") and record["flags"]["seed"] == "0" and record["device"] == "CPU"
+    assert "--steps 2 --vae_steps 2 --vae_batch 2 --clips 32 --prompts 8 --batch 4" in record["command"]
+    assert record["flags"]["seed"] == "0" and record["device"] == "CPU"
 
 
 def test_the_card_is_made_of_measured_figures(runs, tmp_path):
