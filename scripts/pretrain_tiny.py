@@ -305,9 +305,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--vae_lr", type=float, default=8e-4)
     parser.add_argument("--clips", type=int, default=40960, help="latents that the transformer learns from")
     parser.add_argument("--prompts", type=int, default=2048, help="captions that these clips have")
-    parser.add_argument("--steps", type=int, default=9000)
-    parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--steps", type=int, default=20000)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--lr", type=float, default=7e-4)
     parser.add_argument("--snapshots", type=int, nargs="*", default=[])
     return parser
 
