@@ -1,7 +1,7 @@
 """Sample videos from a HunyuanVideo-1.5 folder, or from what post-training made of it.
 
     python generate.py --prompt "a small red circle moving left slowly on a black background"
-    python generate.py --model_path ckpts --valid_video_csv prompts.csv --num_videos 4
+    python generate.py --model_path FOLDER --valid_video_csv prompts.csv --num_videos 4
     torchrun --nproc_per_node 8 generate.py ...                        (the ranks share the prompts)
 
 Writes for each clip an mp4 and a JSON with prompt, seed, settings and scores, and one contact sheet for all. Clips are

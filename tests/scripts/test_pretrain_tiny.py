@@ -1,9 +1,7 @@
 """The pretraining script end to end, a few steps of everything on the CPU."""
 
-import importlib.util
 import json
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,14 +10,7 @@ from safetensors.torch import load_file
 
 from sage_grpo.data.prompts import read_prompts
 from sage_grpo.models.hunyuan15 import Hunyuan15
-
-
-def load_script(name):
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[2] / "scripts" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
+from tests.scripts.load import load_script
 
 pretrain, quality = load_script("pretrain_tiny"), load_script("tiny_quality")
 FEW = "--vae_steps 2 --vae_batch 2 --clips 32 --prompts 8 --batch 4 --snapshots 2 --device cpu"

@@ -1,19 +1,15 @@
 """The study's reference numbers: off-manifold distance of finished rollouts with an exact velocity field."""
 
-import importlib.util
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 
 from sage_grpo.algo.sde import build_schedule, flow_sigmas
 from sage_grpo.worlds.analytic import off_manifold, sample_data
+from tests.scripts.load import load_script
 
-SPEC = importlib.util.spec_from_file_location("sde_study", Path(__file__).parents[2] / "scripts" / "sde_study.py")
-study = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(study)
-
+study = load_script("sde_study")
 SAMPLERS = ("ode", "dance_grpo", "flow_grpo", "sage_grpo", "cps", "precise")
 # mixture of 8 modes of std 0.05 in 16 dimensions, T = 20, shift 5: distance to the nearest mode per sqrt(D)
 TABLE = {
