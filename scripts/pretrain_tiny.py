@@ -4,7 +4,8 @@
 
 First the VAE on rendered clips, then the transformer by flow matching on the VAE's latents with captions, a tenth of
 them dropped for guidance. The learning rate is constant and the weights are averaged, so a shorter run is a prefix of
-a longer one: `--snapshots` keeps the averaged weights at several steps, to choose how much is left for RL to do.
+a longer one: `--snapshots` keeps the averaged weights at several steps, to choose how much is left for RL to do. Each
+folder gets a contact sheet of samples, samples.png.
 """
 
 import argparse
@@ -28,12 +29,14 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from sage_grpo.algo.sde import build_schedule, flow_sigmas
+from sage_grpo.media import contact_sheet, thumbnails
 from sage_grpo.models.hunyuan15 import TIMESTEPS, Hunyuan15
 from sage_grpo.models.packed import PackedTransformer
 from sage_grpo.models.policy import Conditioning, Sampling
 from sage_grpo.models.text import PromptEncoder
 from sage_grpo.models.vae import allow_batches
-from sage_grpo.worlds.quality import random_prompts
+from sage_grpo.worlds.quality import random_prompts, sample_clips
 from sage_grpo.worlds.shapes import Scenes, captions, object_mask, render, sample_scenes, scenes_from_prompt, vocabulary
 from sage_grpo.worlds.tiny import TinyConfig, build_tiny
 
@@ -44,6 +47,7 @@ CAPTION_DROP = 0.1
 PROMPTS = {"train": 512, "valid": 64}  # full captions that come with the folder, no caption in both
 EMA_DECAY, EMA_EVERY = 0.98, 20  # the averaged weights look back about 1000 steps
 ENCODED = 512  # clips per VAE batch when no gradient is needed
+SHEET = {"prompts": 8, "steps": 10}  # what samples.png shows: a few seconds on a CPU
 
 
 @dataclass
@@ -75,7 +79,8 @@ def train_vae(vae: AutoencoderKLHunyuanVideo15, args: argparse.Namespace, genera
         if isinstance(module, HunyuanVideo15CausalConv3d):
             module.forward = lambda x, conv=module: conv.conv(replicate_pad(x, conv.time_causal_padding))
     optimizer = torch.optim.AdamW(vae.parameters(), args.vae_lr, betas=(0.9, 0.99))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.vae_lr, args.vae_steps, pct_start=0.05)
+    warm_up = max(0.05, 1.5 / args.vae_steps)  # OneCycleLR divides by zero if it peaks at its first step
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.vae_lr, args.vae_steps, pct_start=warm_up)
     bar = tqdm(range(args.vae_steps), "VAE", unit="step", mininterval=5)
     for step in bar:
         scenes = sample_scenes(args.vae_batch, generator)
@@ -226,6 +231,8 @@ def main() -> None:
     args = arguments().parse_args()
     if args.clips < ENCODED or args.clips % ENCODED:
         sys.exit(f"--clips is {args.clips}; it must be a multiple of {ENCODED}")
+    if args.vae_steps < 2:
+        sys.exit(f"--vae_steps is {args.vae_steps}; it must be at least 2")
     if any(step > args.steps for step in args.snapshots):
         sys.exit(f"--snapshots are {args.snapshots}; none may lie beyond --steps {args.steps}")
     started, device = time.time(), torch.device(args.device)
@@ -257,6 +264,7 @@ def main() -> None:
         write(pipe, folder, sampling)
         seconds = {"vae_seconds": round(vae_seconds), "seconds": round(time.time() - started)}
         describe(folder, args, seconds | {"steps": step}, device)
+        draw_samples(folder)
 
     train_transformer(model, buckets, empty, args, generator, save)
 
@@ -287,6 +295,16 @@ def describe(output: Path, args: argparse.Namespace, result: dict[str, int], dev
     record = {"command": command, "flags": {k: str(v) for k, v in flags.items()}, "device": name, **versions, **result}
     (output / "training.json").write_text(json.dumps(record, indent=2) + "\n")
     print(f"wrote {output} after {result['seconds']} s on {name}")
+
+
+def draw_samples(folder: Path) -> None:
+    """samples.png: clips of the first validation prompts. On the CPU, beside the GPU's recorded steps; its noise comes
+    from counters, so training draws the same numbers with or without it."""
+    policy = Hunyuan15(folder)
+    prompts = (folder / "prompts_valid.txt").read_text().splitlines()[: SHEET["prompts"]]
+    schedule = build_schedule("ode", flow_sigmas(SHEET["steps"], policy.sampling.shift), 0.0)
+    clips = torch.cat(list(sample_clips(policy, schedule, prompts, 1, policy.sampling.guidance)))
+    contact_sheet(folder / "samples.png", [thumbnails(clip) for clip in clips], prompts)
 
 
 def arguments() -> argparse.ArgumentParser:

@@ -2,18 +2,25 @@
 
     python scripts/tiny_quality.py --model_path assets/tiny --output outputs/tiny_quality
 
-The oracle reads every clip. Distances are RMS pixel differences; the VAE row is the floor that no sample can beat.
-Writes quality.json, table.md, and contact sheets of the world, the VAE's round trip, samples and each sampler's noise.
-With `--card` also the folder's README.md, from its training.json and these figures.
+The oracle reads one clip of each prompt (7 minutes on 2 cores). Distances are RMS pixel differences; the VAE row is
+the floor that no sample can beat. Writes quality.json, table.md, and contact sheets of the world, the VAE's round trip,
+samples and each sampler's noise. With `--card` the model folder gets its card: README.md, made of its training.json and
+these figures, with quality.json and samples.png.
 """
 
 import argparse
 import json
+import math
+import shutil
 import sys
+import textwrap
 from pathlib import Path
 
+import numpy as np
 import torch
-from torch import Tensor
+from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Transformer3DModel
+from torch import Tensor, nn
+from transformers import Qwen2_5_VLTextModel, T5EncoderModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from sage_grpo.algo.sde import SDES, build_schedule, flow_sigmas
@@ -23,14 +30,21 @@ from sage_grpo.worlds.quality import quality, random_prompts, round_trip, sample
 from sage_grpo.worlds.shapes import ATTRIBUTES
 
 COLUMNS = ("match", *ATTRIBUTES, "distance", "prompt_distance", "distance_above_vae")
+SHOWN = 10  # clips on a contact sheet
 
 
-def measure(policy: Hunyuan15, prompts: list[str], per_prompt: int, guidance: float) -> tuple[dict[str, float], Tensor]:
-    """Quality of clips sampled by the ODE, and the clips."""
+def measure(policy: Hunyuan15, prompts: list[str], guidance: float) -> tuple[dict[str, float], Tensor]:
+    """Quality of one clip per prompt sampled by the ODE, and the clips."""
     settings = policy.sampling
     schedule = build_schedule("ode", flow_sigmas(settings.num_steps, settings.shift), 0.0).to(policy.device)
-    clips = torch.cat(list(sample_clips(policy, schedule, prompts, per_prompt, guidance)))
-    return quality(clips, [prompt for prompt in prompts for _ in range(per_prompt)]), clips
+    clips = torch.cat(list(sample_clips(policy, schedule, prompts, 1, guidance)))
+    return counted(clips, prompts), clips
+
+
+def counted(clips: Tensor, prompts: list[str]) -> dict[str, float]:
+    """Quality with the number of clips and the standard error of `match`; the clips are independent."""
+    row = quality(clips, prompts)
+    return row | {"clips": len(clips), "match_error": math.sqrt(row["match"] * (1 - row["match"]) / len(clips))}
 
 
 def chance() -> dict[str, float]:
@@ -40,96 +54,187 @@ def chance() -> dict[str, float]:
 
 
 def table(rows: dict[str, dict[str, float]]) -> str:
-    lines = ["| | " + " | ".join(COLUMNS) + " |", "|" + "---|" * (len(COLUMNS) + 1)]
+    lines = [
+        "| | " + " | ".join(COLUMNS).replace("_", " ").replace("vae", "VAE") + " |",
+        "|" + "---|" * (len(COLUMNS) + 1),
+    ]
     for name, row in rows.items():
-        lines.append(f"| {name} | " + " | ".join(cell(column, row.get(column)) for column in COLUMNS) + " |")
+        lines.append(f"| {name} | " + " | ".join(cell(column, row) for column in COLUMNS) + " |")
     return "\n".join(lines) + "\n"
 
 
-def cell(column: str, value: float | None) -> str:
-    if value is None:
+def cell(column: str, row: dict[str, float]) -> str:
+    if column not in row:
         return ""
-    return f"{value:.3f}" if "distance" in column else f"{100 * value:.1f} %"
+    if "distance" in column:
+        return f"{row[column]:.3f}"
+    error = f" ± {100 * row['match_error']:.1f}" if column == "match" and row.get("match_error") else ""
+    return f"{100 * row[column]:.{0 if row[column] in (0, 1) else 1}f}{error} %"
 
 
 def noise_sheet(policy: Hunyuan15, prompt: str, eta: float, path: Path) -> None:
-    """The same initial noise under each sampler."""
-    settings, clips = policy.sampling, []
-    for name in SDES:
+    """Two rollouts of each sampler, one beside the other; the samplers share the initial noises."""
+    settings, rows, labels = policy.sampling, [], []
+    for name in ("ode", *(name for name in SDES if name != "ode")):
         schedule = build_schedule(name, flow_sigmas(settings.num_steps, settings.shift), eta).to(policy.device)
-        (batch,) = sample_clips(policy, schedule, [prompt], 1, settings.guidance)
-        clips.append(batch[0])
-    contact_sheet(path, [thumbnails(clip) for clip in clips], [f"{name}, eta {eta}" for name in SDES])
+        (pair,) = sample_clips(policy, schedule, [prompt], 2, settings.guidance)
+        rows.append(np.concatenate([thumbnails(clip) for clip in pair]))
+        labels.append(f"{name}, {'no noise' if name == 'ode' else f'eta {eta:g}'}: {prompt}")
+    contact_sheet(path, rows, labels)
 
 
 CARD = """# A tiny HunyuanVideo-1.5 that knows the moving-shapes world
 
-Every class is the one of the full-size model, every size is small: {parameters}. Clips have {frames} frames of
-{height}x{width} at {fps} fps. Half precision on disk; it loads with `Hunyuan15("assets/tiny")` and with the stock
-`HunyuanVideo15Pipeline.from_pretrained("assets/tiny")`, without a network. `docs/world.md` explains the world.
+Every class is the one of the full-size model, every size is small. Clips have {frames} frames of {height}x{width} at
+{fps} fps. It is made for tests, demonstrations and studies of reinforcement learning on a CPU: `docs/world.md` explains
+the world, in which every clip can be judged exactly. It was trained from scratch on rendered clips, with nobody else's
+weights or data.
+
+![{shown} prompts at guidance {guidance:g}](samples.png)
+
+## Use
+
+    python generate.py --prompt "a large red triangle moving left slowly on a white background"
+
+A prompt names a colour, a shape or quoted letter and a direction; size, speed and background may be left out. A word
+that the world does not know is refused. `prompts_train.txt` and `prompts_valid.txt` hold examples, no caption in both.
+The stock pipeline reads the folder too, without a network:
+
+```python
+from diffusers import HunyuanVideo15Pipeline
+
+pipe = HunyuanVideo15Pipeline.from_pretrained("assets/tiny")
+size = {{"height": {height}, "width": {width}, "num_frames": {frames}}}
+clip = pipe("a small cyan circle moving up", **size, num_inference_steps={num_steps}).frames[0]
+```
+
+## Parts
+
+{parts}
+
+Half precision on disk, {megabytes:.0f} MB in all. A clip has {latent} latents (channels, frames, rows, columns).
+`sampling.json` holds the default settings: {num_steps} Euler steps, shift {shift:g}, guidance {guidance:g}.
 
 ## Training
 
     {command}
 
-on one {device} in {seconds} s, {vae_seconds} s of them for the VAE (torch {torch}, diffusers {diffusers}, Python
-{python}). Everything follows from the seed. A tenth of the captions was dropped, for guidance. Settings: {flags}.
+took {seconds} s on one {device}, {vae_seconds} s of them for the VAE (torch {torch}, diffusers {diffusers},
+Python {python}): first the VAE on rendered clips, then the transformer by flow matching on its latents, with a tenth of
+the captions dropped for guidance. Every random draw follows from the seed. The settings, also in `training.json`:
+
+{flags}
 
 ## Quality
 
-{clips} clips of {prompts} random prompts, {num_steps} Euler steps, shift {shift:g}, read by the exact oracle
-(`python scripts/tiny_quality.py --card`). Distances are RMS pixel differences to the nearest clip of the world, and to
-the nearest one that the prompt allows; the VAE row is the floor.
+One clip for each of {clips} random prompts, {num_steps} Euler steps, read by the exact oracle; one standard error.
+`python scripts/tiny_quality.py --card` measures it again and writes this card. *match*: all attributes as the prompt
+says; the columns after it: each one alone. Distances are RMS pixel differences, 1 being the full range: to the
+nearest clip of the world, to the nearest one that the prompt allows, and the first less the floor that the VAE sets.
 
 {table}
+## Limits
+
+- The {weakest} is the hardest attribute: {weakest_share:.0f} % right at guidance {guidance:g}.
+- A clip matches if the nearest clip of the world has the right attributes. It may still be misshapen; the distances say
+  by how much.
+- Only the VAE and the transformer are trained. The text encoders are random and fixed, and the image conditioning was
+  never used.
+- It has seen one size and length, {frames} frames of {height}x{width}: expect longer or larger clips to fall apart.
+- The prompts of the table and those of training come from the same {captions:,} captions. How it does on combinations
+  that it has not seen was not measured.
+- How the full-size model behaves cannot be concluded from it.
 """
 
 
-def card(policy: Hunyuan15, rows: dict[str, dict[str, float]], prompts: int, per_prompt: int) -> str:
-    """The model card: how the folder was made, and how good it is."""
-    record = json.loads((policy.folder / "training.json").read_text())
-    parts = {"transformer": policy.transformer, "VAE": policy.vae}
-    counts = ", ".join(
-        f"{name} {sum(p.numel() for p in part.parameters()) / 1e6:.2f} M" for name, part in parts.items()
+def card(policy: Hunyuan15, rows: dict[str, dict[str, float]]) -> str:
+    """The model card: what the folder is, how it was made, and how good it is."""
+    settings, record = policy.sampling, json.loads((policy.folder / "training.json").read_text())
+    row = rows[f"guidance {settings.guidance:g}"]
+    weakest = min(ATTRIBUTES, key=row.__getitem__)
+    flags = ", ".join(f"{name} {value}" for name, value in record.pop("flags").items() if value != "None")
+    figures = {
+        "flags": textwrap.fill(flags, 120),
+        "clips": row["clips"],
+        "shown": min(SHOWN, row["clips"]),
+        "parts": parts(policy),
+        "megabytes": sum(path.stat().st_size for path in policy.folder.rglob("*") if path.is_file()) / 1e6,
+        "latent": "x".join(map(str, policy.latent_shape(settings.frames, settings.height, settings.width))),
+        "weakest": weakest,
+        "weakest_share": 100 * row[weakest],
+        "captions": math.prod(map(len, ATTRIBUTES.values())),
+    }
+    return CARD.format(**record, **figures, table=table(rows), **vars(settings))
+
+
+def parts(policy: Hunyuan15) -> str:
+    """A table of the networks in the folder."""
+    net, vae = policy.transformer.config, policy.vae.config
+    text, glyph = (
+        kind.from_pretrained(policy.folder / name, local_files_only=True)
+        for kind, name in ((Qwen2_5_VLTextModel, "text_encoder"), (T5EncoderModel, "text_encoder_2"))
     )
-    flags = ", ".join(f"{name} {value}" for name, value in record.pop("flags").items())
-    figures = {"parameters": counts, "flags": flags, "clips": prompts * per_prompt, "prompts": prompts}
-    return CARD.format(**record, **figures, table=table(rows), **vars(policy.sampling))
+    compression = f"{vae.temporal_compression_ratio}x{vae.spatial_compression_ratio}x{vae.spatial_compression_ratio}"
+    described = (
+        (
+            HunyuanVideo15Transformer3DModel,
+            policy.transformer,
+            f"{net.num_layers} layers, {net.num_attention_heads} heads of {net.attention_head_dim}",
+        ),
+        (AutoencoderKLHunyuanVideo15, policy.vae, f"{vae.latent_channels} channels, {compression} compression"),
+        (
+            Qwen2_5_VLTextModel,
+            text,
+            f"{text.config.num_hidden_layers} layers, {text.config.hidden_size} wide, untrained",
+        ),
+        (T5EncoderModel, glyph, f"{glyph.config.num_layers} layers, {glyph.config.d_model} wide, untrained"),
+    )
+    rows = [f"| `{kind.__name__}` | {size} | {count(network) / 1e6:.2f} M |" for kind, network, size in described]
+    return "\n".join(["| class | size | parameters |", "|---|---|---|", *rows])
+
+
+def count(network: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in network.parameters())
+
+
+def floor(policy: Hunyuan15, count: int, output: Path) -> dict[str, float]:
+    """Quality of rendered clips after the VAE's round trip; draws them before and after."""
+    clips, decoded, sentences = round_trip(policy, count)
+    contact_sheet(output / "world.png", [thumbnails(clip) for clip in clips[:SHOWN]], sentences[:SHOWN])
+    pairs = [clip for pair in zip(clips[: SHOWN // 2], decoded[: SHOWN // 2], strict=True) for clip in pair]
+    labels = [label for sentence in sentences[: SHOWN // 2] for label in (sentence, "after the VAE")]
+    contact_sheet(output / "round_trip.png", [thumbnails(clip) for clip in pairs], labels)
+    return counted(decoded, sentences)
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_path", type=Path, default=Path("assets/tiny"))
     parser.add_argument("--output", type=Path, default=Path("outputs/tiny_quality"))
-    parser.add_argument("--prompts", type=int, default=128)
-    parser.add_argument("--per_prompt", type=int, default=2)
-    parser.add_argument("--eta", type=float, default=0.5)
-    parser.add_argument("--card", action="store_true", help="write README.md into the model folder")
+    parser.add_argument("--prompts", type=int, default=256)
+    parser.add_argument("--eta", type=float, default=0.5, help="exploration scale on the sheet of the samplers' noise")
+    parser.add_argument("--card", action="store_true", help="write README.md and its figures into the model folder")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(arguments)
     policy = Hunyuan15(args.model_path, args.device)
     prompts = random_prompts(args.prompts, seed=1)
     args.output.mkdir(parents=True, exist_ok=True)
 
-    clips, decoded, sentences = round_trip(policy, args.prompts)
-    rows = {"chance": chance(), "VAE round trip": quality(decoded, sentences)}
-    pairs = [clip for pair in zip(clips[:5], decoded[:5], strict=True) for clip in pair]
-    labels = [label for sentence in sentences[:5] for label in (sentence, "after the VAE")]
-    contact_sheet(args.output / "world.png", [thumbnails(clip) for clip in clips[:10]], sentences[:10])
-    contact_sheet(args.output / "round_trip.png", [thumbnails(clip) for clip in pairs], labels)
+    rows = {"chance": chance(), "VAE round trip": floor(policy, args.prompts, args.output)}
     for guidance in dict.fromkeys((1.0, policy.sampling.guidance)):
-        rows[f"guidance {guidance:g}"], sampled = measure(policy, prompts, args.per_prompt, guidance)
-        first = [thumbnails(clip) for clip in sampled[:: args.per_prompt][:10]]
-        contact_sheet(args.output / f"samples_guidance_{guidance:g}.png", first, prompts[: len(first)])
-    floor = rows["VAE round trip"]["distance"]
+        rows[f"guidance {guidance:g}"], sampled = measure(policy, prompts, guidance)
+        sheet = args.output / f"samples_guidance_{guidance:g}.png"
+        contact_sheet(sheet, [thumbnails(clip) for clip in sampled[:SHOWN]], prompts[:SHOWN])
     for row in rows.values():
         if "distance" in row:
-            row["distance_above_vae"] = row["distance"] - floor
-    noise_sheet(policy, prompts[0], args.eta, args.output / "noise.png")
+            row["distance_above_vae"] = row["distance"] - rows["VAE round trip"]["distance"]
+    noise_sheet(policy, prompts[0], args.eta, args.output / "samplers.png")
     (args.output / "quality.json").write_text(json.dumps(rows, indent=2) + "\n")
     (args.output / "table.md").write_text(table(rows))
     if args.card:
-        (args.model_path / "README.md").write_text(card(policy, rows, args.prompts, args.per_prompt))
+        shutil.copyfile(sheet, args.model_path / "samples.png")  # the last one is at the default guidance
+        shutil.copyfile(args.output / "quality.json", args.model_path / "quality.json")
+        (args.model_path / "README.md").write_text(card(policy, rows))
     print(table(rows))
 
 

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from diffusers import HunyuanVideo15Pipeline
+from PIL import Image
 from safetensors.torch import load_file
 
 from sage_grpo.data.prompts import read_prompts
@@ -17,7 +18,7 @@ FEW = "--vae_steps 2 --vae_batch 2 --clips 32 --prompts 8 --batch 4 --snapshots 
 RUNS = {
     "first": "--seed 0 --steps 3",
     "same": "--seed 0 --steps 3",
-    "other": "--seed 1 --steps 3",
+    "other": "--seed 1 --steps 3 --vae_steps 20",  # with 20 steps a warm-up of a twentieth would be a single step
     "short": "--seed 0 --steps 2",
 }
 
@@ -29,6 +30,7 @@ def runs(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pretrain, "ENCODED", 16)
         patch.setattr(pretrain, "EMA_EVERY", 1)
+        patch.setattr(pretrain, "SHEET", {"prompts": 2, "steps": 2})
         for name, flags in RUNS.items():
             patch.setattr(sys, "argv", ["pretrain_tiny.py", "--output", str(root / name), *FEW.split(), *flags.split()])
             pretrain.main()
@@ -78,13 +80,27 @@ def test_the_folder_brings_its_prompts_and_its_history(runs):
     assert record["flags"]["seed"] == "0" and record["device"] == "CPU"
 
 
+def test_every_folder_shows_samples(runs):
+    for name in ("first", "first-2", "short"):
+        with Image.open(runs / name / "samples.png") as sheet:
+            assert sheet.size == (500, 228)  # two rows of five frames with their labels
+
+
+def test_too_few_vae_steps_are_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["pretrain_tiny.py", "--output", str(tmp_path / "out"), "--vae_steps", "1"])
+    with pytest.raises(SystemExit, match="--vae_steps is 1; it must be at least 2"):
+        pretrain.main()
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_card_is_made_of_measured_figures(runs, tmp_path):
-    flags = ("--prompts", "2", "--per_prompt", "1", "--device", "cpu", "--card")
+    flags = ("--prompts", "2", "--device", "cpu", "--card")
     quality.main(["--model_path", str(runs / "first"), "--output", str(tmp_path), *flags])
-    card, rows = (runs / "first" / "README.md").read_text(), json.loads((tmp_path / "quality.json").read_text())
+    card, rows = (runs / "first" / "README.md").read_text(), json.loads((runs / "first" / "quality.json").read_text())
     assert set(rows) == {"chance", "VAE round trip", "guidance 1", "guidance 2"}
-    assert f"{rows['VAE round trip']['distance']:.3f}" in card and "2 clips of 2 random prompts" in card
-    sheets = {"world", "round_trip", "samples_guidance_1", "samples_guidance_2", "noise"}
+    assert f"{rows['VAE round trip']['distance']:.3f}" in card and "One clip for each of 2 random prompts" in card
+    assert "--steps 3 --vae_steps 2" in card and "`HunyuanVideo15Transformer3DModel` | 4 layers, 4 heads of 24" in card
+    sheets = {"world", "round_trip", "samples_guidance_1", "samples_guidance_2", "samplers"}
     assert {path.stem for path in tmp_path.glob("*.png")} == sheets
 
 
