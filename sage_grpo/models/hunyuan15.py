@@ -15,13 +15,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from sage_grpo.models.layout import component, sampling_defaults
+from sage_grpo.models.lora import LORA_FILE
 from sage_grpo.models.packed import PackedTransformer
 from sage_grpo.models.policy import Conditioning
 from sage_grpo.models.text import PromptEncoder
 from sage_grpo.models.vae import allow_batches
 
-LORA_FILE = "pytorch_lora_weights.safetensors"
 TIMESTEPS = 1000  # the model's timestep is TIMESTEPS * sigma
+DECODED = 512  # latent places that are decoded together: small clips in batches, which is faster, large ones alone
 
 
 class Hunyuan15:
@@ -140,11 +141,11 @@ class Hunyuan15:
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """Latents (B, C, T, y, x) -> uint8 clips (B, F, Y, X, 3). The only place where latents are un-scaled."""
-        return torch.cat([self._decode_one(latent) for latent in latents.split(1)])
+        together = max(1, DECODED // latents[0, 0].numel())
+        return torch.cat([self._decode(part) for part in latents.split(together)])
 
-    def _decode_one(self, latent: Tensor) -> Tensor:
-        """One clip at a time, which bounds the memory: (1, C, T, y, x) -> (1, F, Y, X, 3)."""
-        unscaled = latent.to(self.vae.device, self.vae_dtype) / self.vae.config.scaling_factor
+    def _decode(self, latents: Tensor) -> Tensor:
+        unscaled = latents.to(self.vae.device, self.vae_dtype) / self.vae.config.scaling_factor
         pixels = _at_least_fp32(self.vae.decode(unscaled, return_dict=False)[0])
         if not pixels.isfinite().all():  # a cast to uint8 would make black pixels of them, and a reward a number
             raise ValueError("a decoded clip has pixels that are not finite: the latents or the weights are broken")

@@ -10,6 +10,7 @@ Shapes: B clips of one prompt, C latent channels, (T, Y, X) latent frames and ro
 
 import functools
 import json
+import math
 from collections.abc import Callable
 
 import torch
@@ -17,7 +18,8 @@ import torch.nn.functional as F
 from diffusers import HunyuanVideo15Transformer3DModel
 from diffusers.models.attention_processor import Attention
 from diffusers.models.embeddings import apply_rotary_emb
-from torch import Tensor, nn
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 TEXT, GLYPH, IMAGE = range(3)  # rows of `cond_type_embed`
 
@@ -80,6 +82,11 @@ class PackedTransformer(HunyuanVideo15Transformer3DModel):
         super().__init__(*args, **kwargs)
         for block in self.transformer_blocks:
             block.attn.set_processor(PackedAttention())
+        self.num_recomputed = 0
+
+    def checkpoint_blocks(self, fraction: float) -> None:
+        """Gradient checkpointing: recompute this share of the blocks in the backward pass, the first ones."""
+        self.num_recomputed = math.ceil(fraction * len(self.transformer_blocks))
 
     def forward(
         self, hidden_states: Tensor, timestep: Tensor, text: Tensor, glyph: Tensor, image: Tensor | None = None
@@ -96,8 +103,10 @@ class PackedTransformer(HunyuanVideo15Transformer3DModel):
         grid = hidden_states.shape[2:]
         hidden_states = self.x_embedder(hidden_states)
         context = self._context(timestep, text, glyph, image)
-        for block in self.transformer_blocks:
-            hidden_states, context = self._run_block(block, hidden_states, context, temb, rope)
+        for number, block in enumerate(self.transformer_blocks):
+            recompute = torch.is_grad_enabled() and number < self.num_recomputed
+            run = functools.partial(checkpoint, block, use_reentrant=False) if recompute else block
+            hidden_states, context = run(hidden_states, context, temb, None, rope)
         return self._unpatch(self.proj_out(self.norm_out(hidden_states, temb)), grid)
 
     def to_json_string(self) -> str:
@@ -122,14 +131,6 @@ class PackedTransformer(HunyuanVideo15Transformer3DModel):
         if image is not None:
             parts.insert(0, self.image_embedder(image) + self.cond_type_embed.weight[IMAGE])
         return torch.cat([part.expand(len(refined), -1, -1) for part in parts], dim=1)
-
-    def _run_block(
-        self, block: nn.Module, hidden_states: Tensor, context: Tensor, temb: Tensor, rope: Rope
-    ) -> tuple[Tensor, Tensor]:
-        """One double-stream block, recomputed in the backward pass under gradient checkpointing."""
-        if torch.is_grad_enabled() and self.gradient_checkpointing:
-            return self._gradient_checkpointing_func(block, hidden_states, context, temb, None, rope)
-        return block(hidden_states, context, temb, None, rope)
 
     def _unpatch(self, tokens: Tensor, grid: torch.Size) -> Tensor:
         """Output tokens (B, N, C * patch volume) -> (B, C, T, Y, X)."""

@@ -34,24 +34,34 @@ def denoise(
     negative: Conditioning | None,
     noise: Noise,
 ) -> Iterator[Transition]:
-    """Run all steps from the initial noise x; the last transition's `x_next` are the finished latents."""
+    """Run all steps from the initial noise x; the last transition's `x_next` are the finished latents.
+
+    Each clip gets its own noise level, though they are all equal: training gives clips different ones, and only a
+    forward of the same shape gives the same bits.
+    """
     for i in range(schedule.num_steps):
-        velocity = policy.velocity(x, schedule.sigmas[i], cond, guidance, negative)
+        velocity = policy.velocity(x, schedule.sigmas[i].expand(len(x)), cond, guidance, negative)
         x_next, log_prob = schedule.step(i, x, velocity, noise(i).to(x.device))
         yield Transition(i, x, velocity, x_next, log_prob)
         x = x_next
 
 
 def counter_noise(
-    shape: Sequence[int], seed: int, samples: Sequence[int], purpose: str = "generate", prompt: int = 0, step: int = 0
+    shape: Sequence[int],
+    seed: int,
+    samples: Sequence[int],
+    purpose: str = "generate",
+    prompt: int = 0,
+    step: int = 0,
+    init_samples: Sequence[int] | None = None,
 ) -> tuple[Tensor, Noise]:
     """Initial noise, and the noise of each step, of clips numbered `samples`: the same clip in whatever batch.
 
-    purpose: `generate`, or `rollout` for training.
+    purpose: `generate`, or `rollout` for training. init_samples: clips whose initial noise is taken instead.
     """
 
-    def draw(kind: str, index: int = 0) -> Tensor:
-        key = {"step": step, "prompts": [prompt] * len(samples), "samples": samples, "index": index}
+    def draw(kind: str, numbers: Sequence[int], index: int = 0) -> Tensor:
+        key = {"step": step, "prompts": [prompt] * len(samples), "samples": numbers, "index": index}
         return rng.normal_batch(shape, seed, f"{purpose}_{kind}", **key)
 
-    return draw("init"), lambda i: draw("sde", i)
+    return draw("init", init_samples or samples), lambda i: draw("sde", samples, i)

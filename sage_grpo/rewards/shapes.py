@@ -65,6 +65,8 @@ class Track:
 class ShapesReward:
     """Scores clips of the shapes world. Stateless: a score depends on the clip and its prompt only."""
 
+    names = ("VQ", "MQ", "TA")
+
     def check(self, prompts: Sequence[str]) -> None:
         """Refuse prompts with words that the world does not know."""
         for prompt in prompts:

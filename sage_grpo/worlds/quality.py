@@ -13,6 +13,9 @@ from sage_grpo.worlds.oracle import read
 from sage_grpo.worlds.shapes import ATTRIBUTES, captions, parse, render, sample_scenes
 
 
+GOLD = ("match", "distance", "prompt_distance")
+
+
 def random_prompts(count: int, seed: int, partial: bool = False) -> list[str]:
     """Distinct captions drawn evenly; with `partial` some leave out size, speed or background."""
     generator = torch.Generator().manual_seed(seed)
@@ -34,6 +37,12 @@ def sample_clips(
         yield policy.decode(last.x_next).cpu()
 
 
+def gold(clips: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
+    """Of each clip, (B,) fp64: whether it matches its prompt, its distance to the manifold, and to its prompt's part."""
+    reading = read(clips, prompts)
+    return {name: getattr(reading, name).double().cpu() for name in GOLD}
+
+
 def quality(clips: Tensor, prompts: Sequence[str]) -> dict[str, float]:
     """Shares of clips (B, F, H, W, 3) whose attributes match their prompts, and mean distances to the manifold."""
     reading = read(clips, prompts)
@@ -52,3 +61,9 @@ def round_trip(policy: Policy, count: int, seed: int = 0) -> tuple[Tensor, Tenso
     settings, scenes = policy.sampling, sample_scenes(count, torch.Generator().manual_seed(seed))
     clips = (render(scenes, settings.frames, settings.height, settings.width) * 255).round().to(torch.uint8)
     return clips, policy.decode(policy.encode_video(clips)).cpu(), captions(scenes)
+
+
+def vae_floor(policy: Policy, count: int = 16) -> float:
+    """Mean manifold distance of rendered clips after the VAE: the least that a sample can have."""
+    _, decoded, prompts = round_trip(policy, count)
+    return gold(decoded, prompts)["distance"].mean().item()

@@ -102,7 +102,7 @@ def test_checkpointing_recomputes_each_block_and_changes_no_gradient(tiny_folder
     grads = []
     for checkpointing in (False, True):
         if checkpointing:
-            packed.enable_gradient_checkpointing()
+            packed.checkpoint_blocks(1.0)
         packed.zero_grad()
         packed(*inputs(2, 5)).square().mean().backward()
         grads.append(packed.transformer_blocks[0].attn.to_q.weight.grad.clone())

@@ -1,0 +1,42 @@
+"""Post-train HunyuanVideo-1.5 by GRPO.
+
+    python post_train.py --config configs/tiny_cpu.yaml                         (the embedded model, on a CPU)
+    torchrun --nproc_per_node 8 post_train.py --config FILE.yaml --FLAG VALUE   (flags beat the file; --help lists them)
+
+Exit code 0: done; 1: training had to stop; 2: the configuration or a file is wrong, and nothing was written.
+"""
+
+import sys
+
+from sage_grpo.config import parse, warnings
+from sage_grpo.parallel.ranks import join_ranks
+from sage_grpo.tools.report import write_report
+from sage_grpo.train.build import build_trainer
+from sage_grpo.train.trainer import TrainingError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    try:
+        config = parse(sys.argv[1:] if arguments is None else arguments)
+        with join_ranks(config.start_timeout) as ranks:
+            trainer = build_trainer(config, ranks)
+            if ranks.first:
+                for text in warnings(trainer.config):
+                    print(f"note: {text}", file=sys.stderr)
+            try:
+                trainer.train()
+            finally:
+                trainer.run.close()
+            if ranks.first:
+                print(f"report: {write_report(trainer.run.folder)}")
+    except (ValueError, FileNotFoundError) as error:
+        print(f"post_train.py: {error}", file=sys.stderr)
+        return 2
+    except TrainingError as error:
+        print(f"post_train.py: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

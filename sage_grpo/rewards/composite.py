@@ -1,0 +1,129 @@
+"""One number per clip from one or several rewards, and what happens when a reward fails: it is NaN, never a number."""
+
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sage_grpo.rewards.base import Reward
+
+
+@dataclass
+class Scores:
+    """Of N clips: the weighted total and every named score, fp64 on the CPU, NaN where it failed."""
+
+    total: Tensor  # (N,)
+    named: dict[str, Tensor]  # each (N,)
+    errors: list[str] = field(default_factory=list)  # one sentence per failure
+
+
+class Composite:
+    """Weighted sum of the named scores of several rewards; asks each for `batch_size` clips at a time."""
+
+    def __init__(
+        self, rewards: Mapping[str, Reward], weights: Mapping[str, Any], batch_size: int = 4, timeout: float = 300.0
+    ) -> None:
+        """`weights`: by score name, or with several rewards by reward and then name (a number if it has one score)."""
+        self.rewards, self.batch_size, self.timeout = dict(rewards), batch_size, timeout
+        self.weights = _flat_weights(self.rewards, weights)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(_label(self.rewards, name, score) for name, reward in self.rewards.items() for score in reward.names)
+
+    def check(self, prompts: Sequence[str]) -> None:
+        for reward in self.rewards.values():
+            reward.check(prompts)
+
+    def total(self, named: Mapping[str, Any]) -> Any:
+        """The weighted sum; a score that weighs nothing may be NaN."""
+        return sum(weight * named[name] for name, weight in self.weights.items() if weight)
+
+    def score(self, clips: Sequence[Tensor | None], prompts: Sequence[str], fps: float) -> Scores:
+        """Score uint8 clips (F, H, W, 3); None is a clip that could not be decoded, and fails."""
+        named = {name: torch.full((len(clips),), math.nan, dtype=torch.float64) for name in self.names}
+        errors: list[str] = []
+        there = [i for i, clip in enumerate(clips) if clip is not None]
+        for name, reward in self.rewards.items():
+            for start in range(0, len(there), self.batch_size):
+                rows = there[start : start + self.batch_size]
+                batch = ([clips[i] for i in rows], [prompts[i] for i in rows], fps)
+                try:
+                    scores = _checked(reward, within(self.timeout, reward.score, *batch), len(rows))
+                except TimeoutError as error:  # the next batch would wait as long
+                    errors.append(f"{name}: {error}")
+                    break
+                except Exception as error:  # any failure of a reward is the same: no score
+                    errors.append(f"{name}: {type(error).__name__}: {error}")
+                    continue
+                for score, values in scores.items():
+                    named[_label(self.rewards, name, score)][rows] = values
+        total = self.total(named)
+        lost = int((~total.isfinite()).sum()) - (len(clips) - len(there))
+        if lost and not errors:
+            errors.append(f"{lost} score(s) are not finite")
+        return Scores(total, named, errors)
+
+
+def within(seconds: float, call: Callable[..., Any], *arguments: Any) -> Any:
+    """The result of a call, or TimeoutError; a call that hangs is left behind in its thread."""
+    outcome: dict[str, Any] = {}
+
+    def run() -> None:
+        try:
+            with torch.no_grad():  # a thread starts with gradients on
+                outcome["value"] = call(*arguments)
+        except BaseException as error:  # handed to the caller
+            outcome["error"] = error
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    if "error" in outcome:
+        raise outcome["error"]
+    return outcome["value"]
+
+
+def _checked(reward: Reward, scores: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
+    """Scores as fp64 on the CPU; wrong names or lengths are refused."""
+    if set(scores) != set(reward.names):
+        raise ValueError(f"the scores are {', '.join(sorted(scores))}; expected {', '.join(reward.names)}")
+    values = {name: torch.as_tensor(value).double().cpu() for name, value in scores.items()}
+    wrong = next((name for name, value in values.items() if value.shape != (count,)), None)
+    if wrong:
+        raise ValueError(f"{wrong} has shape {tuple(values[wrong].shape)} for {count} clips")
+    return {name: torch.where(value.isfinite(), value, math.nan) for name, value in values.items()}
+
+
+def _label(rewards: Mapping[str, Reward], name: str, score: str) -> str:
+    return score if len(rewards) == 1 else f"{name}.{score}"
+
+
+def _flat_weights(rewards: Mapping[str, Reward], weights: Mapping[str, Any]) -> dict[str, float]:
+    if len(rewards) == 1 and not set(weights) <= set(rewards):
+        weights = {name: weights for name in rewards}
+    flat: dict[str, float] = {}
+    for name in weights:
+        if name not in rewards:
+            raise ValueError(f"reward_weights names {name}; the rewards are {', '.join(rewards)}")
+    for name, reward in rewards.items():
+        given = weights.get(name, {})
+        if not isinstance(given, Mapping):
+            if len(reward.names) > 1:
+                raise ValueError(f"reward_weights gives {name} one number; it has the scores {', '.join(reward.names)}")
+            given = {reward.names[0]: given}
+        for score, weight in given.items():
+            if score not in reward.names:
+                raise ValueError(f"reward_weights names {score}; {name} has the scores {', '.join(reward.names)}")
+            if not isinstance(weight, (int, float)) or not math.isfinite(weight):
+                raise ValueError(f"reward_weights gives {score} the weight {weight!r}; it must be a number")
+            flat[_label(rewards, name, score)] = float(weight)
+    if not any(flat.values()):
+        raise ValueError("reward_weights are all 0: nothing to learn from")
+    return flat

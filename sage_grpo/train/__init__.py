@@ -1,0 +1,1 @@
+"""The training loop: prompts, rollout, score, advantage, update."""

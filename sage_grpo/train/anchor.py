@@ -1,0 +1,94 @@
+"""The anchor of the trust region: a frozen earlier policy, and its velocities along a rollout.
+
+With LoRA it is a second adapter in the same model, else a second copy of the transformer. It is refreshed from the
+policy (moving), or never (fixed).
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from sage_grpo.models.hunyuan15 import Hunyuan15
+from sage_grpo.models.lora import ANCHOR, POLICY, adapter_parameters, copy_adapter, use_adapter
+
+
+class Anchor:
+    """Counts optimizer steps: while none was taken since the last copy, the anchor is the policy."""
+
+    def __init__(self, policy: Hunyuan15, refresh_every: int | None) -> None:
+        """`refresh_every`: optimizer steps between refreshes; None for an anchor that stays."""
+        self.policy, self.refresh_every, self.age = policy, refresh_every, 0
+
+    @property
+    def is_policy(self) -> bool:
+        return self.age == 0
+
+    def count_update(self) -> None:
+        self.age += 1
+
+    def refresh_if_due(self) -> bool:
+        """Between iterations: copy the policy once enough optimizer steps have passed."""
+        if self.refresh_every is None or self.age < self.refresh_every:
+            return False
+        self.copy_policy()
+        self.age = 0
+        return True
+
+    def copy_policy(self) -> None:
+        raise NotImplementedError
+
+    def in_place(self) -> "Iterator[None]":
+        """Context in which the policy's forward is the anchor's."""
+        raise NotImplementedError
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """What a checkpoint has to keep."""
+        raise NotImplementedError
+
+
+class AdapterAnchor(Anchor):
+    """A second adapter: a refresh is a local copy of the adapter."""
+
+    def copy_policy(self) -> None:
+        copy_adapter(self.policy.transformer, POLICY, ANCHOR)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        use_adapter(self.policy.transformer, ANCHOR)
+        try:
+            yield
+        finally:
+            use_adapter(self.policy.transformer, POLICY)
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        return adapter_parameters(self.policy.transformer, ANCHOR)
+
+
+class FullAnchor(Anchor):
+    """A second transformer, which with `offload` waits in host memory."""
+
+    def __init__(self, policy: Hunyuan15, refresh_every: int | None, offload: bool) -> None:
+        super().__init__(policy, refresh_every)
+        self.home = torch.device("cpu") if offload else policy.device
+        self.transformer: nn.Module = copy.deepcopy(policy.transformer).requires_grad_(False).to(self.home)
+
+    @torch.no_grad()
+    def copy_policy(self) -> None:
+        for mine, new in zip(self.transformer.parameters(), self.policy.transformer.parameters(), strict=True):
+            mine.copy_(new)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        trained = self.policy.transformer
+        self.policy.transformer = self.transformer.to(self.policy.device)
+        try:
+            yield
+        finally:
+            self.policy.transformer = trained
+            self.transformer.to(self.home)
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        return dict(self.transformer.named_parameters())

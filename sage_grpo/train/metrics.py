@@ -1,0 +1,138 @@
+"""What an update measures, by denoising step, and where numbers go: metrics.jsonl, TensorBoard, wandb."""
+
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sage_grpo.algo.grpo import PolicyStats, policy_stats
+from sage_grpo.parallel.ranks import Ranks
+
+SUMS = ("pairs", "loss", "objective", "kl_anchor", "kl_rollout", "grad_v")
+
+
+@dataclass
+class UpdateStats:
+    """Sums over (rollout, step) pairs for each denoising step. Micro-batches, updates and ranks add up."""
+
+    policy: PolicyStats
+    sums: Tensor  # (len(SUMS), T) fp64
+
+    @classmethod
+    def empty(cls, num_steps: int, device: torch.device) -> "UpdateStats":
+        none = torch.zeros(0, device=device)
+        steps = torch.zeros(0, dtype=torch.long, device=device)
+        sums = torch.zeros(len(SUMS), num_steps, dtype=torch.float64, device=device)
+        return cls(policy_stats(none, none, steps, num_steps, 1.0), sums)
+
+    def add(self, steps: Tensor, columns: Mapping[str, Tensor]) -> None:
+        """Sort the pairs (P,) of `columns` into their denoising `steps` (P,)."""
+        rows = torch.stack([torch.ones_like(steps, dtype=torch.float64), *(columns[name].double() for name in SUMS[1:])])
+        self.sums.index_add_(1, steps, rows)
+
+    def __add__(self, other: "UpdateStats") -> "UpdateStats":
+        return UpdateStats(self.policy + other.policy, self.sums + other.sums)
+
+    def over(self, ranks: Ranks) -> "UpdateStats":
+        """The same for all ranks together."""
+        policy = PolicyStats(ranks.sum(self.policy.sums), ranks.max(self.policy.max_deviation))
+        return UpdateStats(policy, ranks.sum(self.sums))
+
+    def mean(self, name: str) -> float:
+        """Of one of SUMS over all pairs; NaN when there was none."""
+        totals = self.sums.sum(1)
+        return (totals[SUMS.index(name)] / totals[0]).item()
+
+    def record(self) -> dict[str, Any]:
+        """Metrics by the names of docs/metrics.md."""
+        overall = {f"policy/{name}": value for name, value in self.policy.overall().items()}
+        overall |= {"policy/loss": self.mean("loss"), "policy/objective": self.mean("objective")}
+        overall |= {"kl/anchor": self.mean("kl_anchor"), "kl/rollout": self.mean("kl_rollout")}
+        means = (self.sums / self.sums[0]).tolist()
+        steps = self.policy.per_step() | {name: means[SUMS.index(name)] for name in ("kl_anchor", "kl_rollout", "grad_v")}
+        return overall | {"per_step": steps | {"count": self.sums[0].tolist()}}
+
+
+class Stopwatch:
+    """Seconds of each phase of an iteration."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.seconds = device, {}
+        self.started = time.perf_counter()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        begun = self._now()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + self._now() - begun
+
+    def record(self) -> dict[str, float]:
+        return {f"time/{name}": s for name, s in self.seconds.items()} | {"time/total": self._now() - self.started}
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+class Tracker:
+    """Writes records to RUN/metrics.jsonl and to the trackers of `report_to`; only the first rank has one."""
+
+    def __init__(self, folder: Path, report_to: Sequence[str], config: Mapping[str, Any]) -> None:
+        self.file = (folder / "metrics.jsonl").open("a")
+        self.board = self.wandb = None
+        if "tensorboard" in report_to:
+            from torch.utils.tensorboard import SummaryWriter  # slow to import, and not everybody's
+
+            self.board = SummaryWriter(str(folder / "tensorboard"))
+        if "wandb" in report_to:
+            import wandb
+
+            self.wandb = wandb.init(project="sage-grpo", dir=str(folder), config=dict(config), resume="allow")
+
+    def write(self, kind: str, step: int, record: Mapping[str, Any]) -> None:
+        """One line, numbers that are not finite as null; scalars go to the trackers too."""
+        line = finite({"kind": kind, "step": step, **record})
+        self.file.write(json.dumps(line, allow_nan=False) + "\n")
+        self.file.flush()
+        prefix = "" if kind == "train" else f"{kind}/"
+        scalars = {prefix + k: v for k, v in line.items() if "/" in k and isinstance(v, (int, float))}
+        if kind != "run" and self.board:
+            for name, value in scalars.items():
+                self.board.add_scalar(name, value, step)
+        if kind != "run" and self.wandb:
+            self.wandb.log(scalars, step=step)
+
+    def show(self, name: str, sheet: Tensor, step: int) -> None:
+        """An image (H, W, 3) uint8 for the trackers."""
+        if self.board:
+            self.board.add_image(name, sheet.numpy(), step, dataformats="HWC")
+        if self.wandb:
+            import wandb
+
+            self.wandb.log({name: wandb.Image(sheet.numpy())}, step=step)
+
+    def close(self) -> None:
+        self.file.close()
+        if self.board:
+            self.board.close()
+        if self.wandb:
+            self.wandb.finish()
+
+
+def finite(value: Any) -> Any:
+    """The same with None for numbers that JSON does not know."""
+    if isinstance(value, Mapping):
+        return {key: finite(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

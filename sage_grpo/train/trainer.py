@@ -1,0 +1,285 @@
+"""GRPO post-training, one loop for every size: prompts, rollout, score, advantage, update."""
+
+import math
+import resource
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from sage_grpo.algo.equalizer import equalizer
+from sage_grpo.algo.grpo import Advantages, group_advantages
+from sage_grpo.algo.sde import Schedule, build_schedule, flow_sigmas
+from sage_grpo.config import Config
+from sage_grpo.data.prompts import Prompt
+from sage_grpo.models.hunyuan15 import Hunyuan15
+from sage_grpo.parallel.ranks import Ranks
+from sage_grpo.rewards.composite import Composite, Scores
+from sage_grpo.train.anchor import Anchor
+from sage_grpo.train.metrics import Stopwatch, UpdateStats
+from sage_grpo.train.optimization import Optimization
+from sage_grpo.train.rollout import (
+    Guidance,
+    Trajectory,
+    exploring_steps,
+    plan,
+    prompt_positions,
+    roll_out,
+    training_order,
+)
+from sage_grpo.train.run import Run
+from sage_grpo.train.update import Objective, anchor_velocities
+from sage_grpo.train.validation import Gold, Validation, gold_columns
+
+MAX_SKIPPED = 5  # optimizer steps in a row that may be skipped
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on, in one sentence."""
+
+
+class Trainer:
+    """What a run is made of; `step` counts the iterations done. `build.py` puts one together."""
+
+    def __init__(
+        self,
+        config: Config,
+        ranks: Ranks,
+        policy: Hunyuan15,
+        optimization: Optimization,
+        anchor: Anchor | None,
+        prompts: Sequence[Prompt],
+        guidance: Guidance,
+        reward: Composite,
+        gold: Gold | None,
+        validation: Validation | None,
+        run: Run,
+    ) -> None:
+        self.config, self.ranks, self.policy, self.run = config, ranks, policy, run
+        self.optimization, self.anchor, self.controller = optimization, anchor, config.kl_controller()
+        self.prompts, self.guidance, self.reward, self.gold = list(prompts), guidance, reward, gold
+        self.validation = validation
+        sigmas = flow_sigmas(config.num_sampling_steps, config.timestep_shift)
+        self.sampler = build_schedule(config.sde_type, sigmas, config.eta).to(ranks.device)
+        self.shape = policy.latent_shape(config.num_frames, config.height, config.width)
+        self.step = self.skipped = self.skipped_in_a_row = 0
+        self.trained_since_update, self.ratio_checked = False, False
+        self.pending: list[UpdateStats] = []  # of accumulated rollouts that wait for their optimizer step
+
+    def train(self) -> None:
+        """Run the iterations that are left; validate and save as configured, and at the end."""
+        if self.step == 0 and self.config.validate_at_step0:
+            self.validate()
+        bar = tqdm(total=self.config.max_steps, initial=self.step, unit="it", disable=not self.ranks.first)
+        while self.step < self.config.max_steps:
+            watch = Stopwatch(self.ranks.device)
+            schedule = self.schedule()
+            with watch.phase("rollout"):
+                batch = self.roll_out(schedule)
+            with watch.phase("decode"):
+                clips = self.decode(batch)
+            with watch.phase("reward"):
+                scores = self.score(batch, clips)
+            with watch.phase("gold"):
+                gold = self.measure_gold(batch, clips)
+            advantages = self.advantages(scores)
+            with watch.phase("anchor"):
+                self.prepare_anchor(batch, schedule)
+            with watch.phase("update"):
+                record = self.update(batch, schedule, advantages)
+            self.step += 1
+            record |= self.describe(scores, advantages) | gold | watch.record() | {"memory/peak_gb": peak_memory()}
+            self.log(record, bar)
+            self.finish_iteration()
+        bar.close()
+
+    def schedule(self) -> Schedule:
+        """The sampler of this iteration: noise only in its window."""
+        steps = exploring_steps(self.config.sde_window, self.sampler.num_steps, self.step, self.config.seed)
+        return self.sampler.window(steps.to(self.ranks.device))
+
+    def roll_out(self, schedule: Schedule) -> list[Trajectory]:
+        """This rank's share of the iteration's clips, a list of micro-batches."""
+        c, batch = self.config, []
+        groups = c.batch_size * self.ranks.count // c.num_generations
+        positions = prompt_positions(self.step, groups, len(self.prompts), c.seed)
+        pieces = plan(positions, c.num_generations, c.batch_size, self.ranks.rank, c.micro_batch_size)
+        texts = list(dict.fromkeys(self.prompts[piece.prompt].text for piece in pieces))
+        conditions = dict(zip(texts, self.policy.encode(texts), strict=True))
+        for piece in pieces:
+            cond = conditions[self.prompts[piece.prompt].text].to(self.ranks.device)
+            order = training_order(
+                schedule.stochastic, c.timestep_fraction, c.enable_timestep_permutation, c.seed, self.step, piece
+            )
+            firsts = [s // c.num_generations * c.num_generations for s in piece.samples] if c.same_init_noise else None
+            batch.append(
+                roll_out(
+                    self.policy, schedule, piece, cond, self.guidance, self.shape, c.seed, self.step, order, firsts
+                )
+            )
+        return batch
+
+    def decode(self, batch: Sequence[Trajectory]) -> list[Tensor | None]:
+        """uint8 clips (F, H, W, 3) on the CPU; None where the path or the pixels are not finite."""
+        clips: list[Tensor | None] = []
+        for trajectory in batch:
+            try:
+                decoded = list(self.policy.decode(trajectory.latents).cpu())
+            except ValueError:  # some pixels are not finite: find out whose
+                decoded = [self._decode_alone(latent) for latent in trajectory.latents.split(1)]
+            clips += [clip if sound else None for clip, sound in zip(decoded, trajectory.sound.tolist(), strict=True)]
+        return clips
+
+    def _decode_alone(self, latent: Tensor) -> Tensor | None:
+        try:
+            return self.policy.decode(latent)[0].cpu()
+        except ValueError:
+            return None
+
+    def score(self, batch: Sequence[Trajectory], clips: Sequence[Tensor | None]) -> Scores:
+        """Scores of the whole batch, over all ranks; too many failures end the run."""
+        mine = self.reward.score(clips, self.texts(batch), self.config.fps)
+        named = {name: self.ranks.gather(values) for name, values in mine.named.items()}
+        scores = Scores(self.ranks.gather(mine.total), named, mine.errors)
+        failed = (~scores.total.isfinite()).double().mean().item()
+        if failed > self.config.max_reward_failures:
+            errors = [text for text in self.ranks.texts("; ".join(mine.errors[:1])) if text]
+            raise TrainingError(
+                f"iteration {self.step + 1}: {failed:.0%} of the rewards failed, more than max_reward_failures "
+                f"({self.config.max_reward_failures:.0%}); the first error was: "
+                f"{errors[0] if errors else 'a clip could not be decoded, its numbers are not finite'}"
+            )
+        return scores
+
+    def measure_gold(self, batch: Sequence[Trajectory], clips: Sequence[Tensor | None]) -> dict[str, float]:
+        """What the oracle says, for people to read; nothing in training depends on it."""
+        if not self.logged(self.step + 1):
+            return {}
+        columns = gold_columns(self.gold, clips, self.texts(batch))
+        return {f"gold/{name}": self.ranks.gather(values).nanmean().item() for name, values in columns.items()}
+
+    def advantages(self, scores: Scores) -> Advantages:
+        """Over all ranks: rows are clips in the order of the plan, groups one after the other."""
+        groups = torch.arange(len(scores.total)) // self.config.num_generations
+        return group_advantages(scores.total, groups, self.config.advantage_std, self.config.adv_clip_max)
+
+    def prepare_anchor(self, batch: Sequence[Trajectory], schedule: Schedule) -> None:
+        """The anchor's velocities along the rollout; while it equals the policy, the rollout's own serve."""
+        if self.anchor is None or self.anchor.is_policy:
+            return
+        with self.anchor.in_place():
+            for trajectory in batch:
+                trajectory.anchor_velocity = anchor_velocities(self.policy, self.guidance, schedule, trajectory)
+
+    def update(self, batch: Sequence[Trajectory], schedule: Schedule, advantages: Advantages) -> dict[str, Any]:
+        """Train the steps of the rollout in `updates_per_rollout` parts, an optimizer step after each."""
+        c = self.config
+        self.trained_since_update |= bool(advantages.trained.any())
+        rows = len(advantages.values) // self.ranks.count
+        mine = advantages.values[self.ranks.rank * rows :][:rows].to(self.ranks.device, torch.float32)
+        pieces = list(zip(batch, mine.split([len(trajectory.x) for trajectory in batch]), strict=True))
+        scale = equalizer(schedule, c.use_grad_balancing, c.ratio_norm)
+        record: dict[str, Any] = {"lr": self.optimization.learning_rate, "kl/coef": self.controller.coef}
+        total = UpdateStats.empty(schedule.num_steps, self.ranks.device)
+        for part in torch.arange(batch[0].order.shape[1]).tensor_split(c.updates_per_rollout):
+            pairs = c.gradient_accumulation_steps * len(advantages.values) * len(part)
+            goal = Objective(self.policy, self.guidance, schedule, scale, c, self.controller.coef, pairs)
+            stats = UpdateStats.empty(schedule.num_steps, self.ranks.device)
+            for column in part.tolist():
+                for trajectory, advantage in pieces:
+                    goal.backward(trajectory, trajectory.order[:, column], advantage, stats)
+            stats = stats.over(self.ranks)
+            self.check_first_ratio(stats)
+            self.pending.append(stats)
+            total = total + stats
+            if (self.step + 1) % c.gradient_accumulation_steps == 0:
+                record["policy/grad_norm"] = self.optimizer_step()
+        return record | total.record() | {"updates": self.optimization.updates, "policy/skipped_updates": self.skipped}
+
+    def check_first_ratio(self, stats: UpdateStats) -> None:
+        """Once per run: before any update the policy is the rollout's, so every ratio is 1 to the last bit."""
+        deviation = stats.policy.max_deviation.max().item()
+        if not self.ratio_checked and deviation:
+            raise TrainingError(
+                f"the first ratio differs from 1 by {deviation:.3g}: rollout and training do not run the same arithmetic "
+                "(another kernel, precision or batch shape), and every gradient would be wrong"
+            )
+        self.ratio_checked = True
+
+    def optimizer_step(self) -> float:
+        """Step on the gradients of all ranks, unless they teach nothing or are not finite; returns their norm."""
+        self.ranks.sum_gradients(self.optimization.parameters.values())
+        norm = self.optimization.clip()
+        pending = sum(self.pending[1:], self.pending[0])
+        if self.trained_since_update and math.isfinite(norm):
+            self.optimization.step()
+            self.skipped_in_a_row = 0
+            if self.anchor:
+                self.anchor.count_update()
+            self.controller.update(pending.mean("kl_anchor" if self.config.trust_region.anchor else "kl_rollout"))
+        else:
+            self.skipped += 1
+            self.skipped_in_a_row += not math.isfinite(norm)
+        self.optimization.forget()
+        self.pending, self.trained_since_update = [], False
+        if self.skipped_in_a_row > MAX_SKIPPED:
+            raise TrainingError(f"the gradient was not finite {self.skipped_in_a_row} times in a row: lower learning_rate")
+        return norm
+
+    def finish_iteration(self) -> None:
+        """Between iterations: refresh the anchor; validate and save when it is time, and at the end."""
+        if self.anchor:
+            self.anchor.refresh_if_due()
+        last = self.step == self.config.max_steps
+        if self.config.save_interval and self.step % self.config.save_interval == 0 or last:
+            self.run.save(self)
+        if self.config.validation_interval and self.step % self.config.validation_interval == 0 or last:
+            self.validate()
+
+    def validate(self) -> None:
+        if self.validation is None:
+            return
+        watch, folder = Stopwatch(self.ranks.device), self.run.validation_folder(self.step)
+        with self.optimization.averaged(), watch.phase("validation"):
+            record = self.validation.run(folder)
+        self.run.validated(self.step, record | watch.record(), folder)
+
+    def describe(self, scores: Scores, advantages: Advantages) -> dict[str, Any]:
+        """The reward and the trust region in numbers."""
+        total = scores.total
+        groups = total.view(-1, self.config.num_generations)
+        spread = (groups - groups.nanmean(1, keepdim=True)).square().nanmean(1).sqrt().nanmean()
+        record = {"reward/total": total.nanmean(), "reward/std": (total - total.nanmean()).square().nanmean().sqrt()}
+        record |= {"reward/group_std": spread} | {f"reward/{n}": values.nanmean() for n, values in scores.named.items()}
+        counts = {"failed": advantages.failed, "starved_groups": advantages.starved_groups}
+        counts |= {"flat_groups": advantages.flat_groups}
+        anchor_age = self.anchor.age if self.anchor else None
+        return (
+            {name: value.item() for name, value in record.items()}
+            | {f"reward/{name}": value for name, value in counts.items()}
+            | {"kl/anchor_age": anchor_age}
+        )
+
+    def log(self, record: dict[str, Any], bar: tqdm) -> None:
+        if self.logged(self.step):
+            self.run.log("train", self.step, record)
+        shown = {"reward": record["reward/total"], "kl": record["kl/anchor"], "match": record.get("gold/match")}
+        bar.set_postfix({k: f"{v:.3g}" for k, v in shown.items() if v is not None}, refresh=False)
+        bar.update()
+
+    def logged(self, step: int) -> bool:
+        """Whether the metrics of the iteration that ends as number `step` are written."""
+        return step % self.config.log_interval == 0 or step == self.config.max_steps
+
+    def texts(self, batch: Sequence[Trajectory]) -> list[str]:
+        """The prompt of each of this rank's clips."""
+        return [self.prompts[t.piece.prompt].text for t in batch for _ in t.piece.samples]
+
+
+def peak_memory() -> float:
+    """GB: of the GPU, or of the process where there is none."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9

@@ -1,0 +1,144 @@
+"""Validation: held-out prompts sampled by the ODE from fixed seeds, scored, and written as clips to look at."""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from tqdm import tqdm
+
+from sage_grpo.algo.sde import build_schedule, flow_sigmas
+from sage_grpo.config import Config
+from sage_grpo.data.prompts import Prompt
+from sage_grpo.media import contact_sheet, thumbnails, write_mp4
+from sage_grpo.models.policy import Conditioning, Policy
+from sage_grpo.models.sample import counter_noise, denoise
+from sage_grpo.parallel.ranks import Ranks
+from sage_grpo.rewards.composite import Composite
+from sage_grpo.train.metrics import finite
+from sage_grpo.train.rollout import Guidance
+
+Gold = Callable[[Tensor, Sequence[str]], dict[str, Tensor]]
+SHEET_ROWS = 16
+
+
+class Validation:
+    """The same prompts and noise every time, so that clips of two steps can be compared one by one."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        config: Config,
+        prompts: Sequence[Prompt],
+        conditions: dict[str, Conditioning],
+        reward: Composite,
+        holdout: Composite | None,
+        gold: Gold | None,
+        ranks: Ranks,
+    ) -> None:
+        self.policy, self.config, self.ranks = policy, config, ranks
+        self.prompts, self.conditions = list(prompts), conditions
+        self.reward, self.holdout, self.gold = reward, holdout, gold
+        self.guidance = Guidance(config.guidance_scale, conditions[config.negative_prompt])
+        sigmas = flow_sigmas(config.validation_num_inference_steps, config.validation_timestep_shift)
+        self.schedule = build_schedule("ode", sigmas, 0.0).to(ranks.device)
+        self.shape = policy.latent_shape(config.validate_video_length, *validation_size(config))
+
+    def run(self, folder: Path) -> dict[str, Any]:
+        """Write the clips and clips.json into `folder`; returns means and their standard errors."""
+        folder.mkdir(parents=True, exist_ok=True)
+        mine = self.prompts[self.ranks.rank :: self.ranks.count]
+        clips = [self._sample(p) for p in tqdm(mine, "validation", unit="clip", leave=False, disable=not self.ranks.first)]
+        records = self._judge(clips, mine)
+        for clip, record in zip(clips, records, strict=True):
+            if clip is not None:
+                write_mp4(folder / record["file"], clip, self.config.fps)
+        shared = self.ranks.texts(json.dumps(records, ensure_ascii=False, allow_nan=False))
+        everything = sorted((r for text in shared for r in json.loads(text)), key=lambda record: record["file"])
+        if self.ranks.first:
+            (folder / "clips.json").write_text(json.dumps(everything, indent=1, ensure_ascii=False) + "\n")
+            self._sheet(folder / "sheet.png", clips, records)
+        return summary(everything)
+
+    @torch.no_grad()
+    def _sample(self, prompt: Prompt) -> Tensor | None:
+        """One clip (F, H, W, 3); None if its latents are not finite."""
+        x, noise = counter_noise(self.shape, self._seed(prompt), [0], prompt=prompt.index)
+        cond, x = self.conditions[prompt.text], x.to(self.ranks.device)
+        *_, last = denoise(self.policy, self.schedule, x, cond, self.guidance.scale, self.guidance.negative, noise)
+        return self.policy.decode(last.x_next)[0].cpu() if last.x_next.isfinite().all() else None
+
+    def _seed(self, prompt: Prompt) -> int:
+        return self.config.validation_global_seed if prompt.seed is None else prompt.seed
+
+    def _judge(self, clips: Sequence[Tensor | None], prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
+        texts = [prompt.text for prompt in prompts]
+        scores = self.reward.score(clips, texts, self.config.fps)
+        columns = {f"reward/{name}": values for name, values in (scores.named | {"total": scores.total}).items()}
+        if self.holdout:
+            held = self.holdout.score(clips, texts, self.config.fps)
+            columns |= {f"holdout/{name}": values for name, values in held.named.items()}
+        columns |= {f"gold/{name}": values for name, values in gold_columns(self.gold, clips, texts).items()}
+        return [
+            {
+                "file": f"{prompt.name}-{self._seed(prompt)}.mp4",
+                "prompt": prompt.text,
+                "seed": self._seed(prompt),
+                "scores": finite({n.split("/")[1]: v[i].item() for n, v in columns.items() if n.startswith("reward/")}),
+                "holdout": finite({n.split("/")[1]: v[i].item() for n, v in columns.items() if n.startswith("holdout/")}),
+                "gold": finite({n.split("/")[1]: v[i].item() for n, v in columns.items() if n.startswith("gold/")}),
+            }
+            for i, prompt in enumerate(prompts)
+        ]
+
+    @staticmethod
+    def _sheet(path: Path, clips: Sequence[Tensor | None], records: Sequence[dict[str, Any]]) -> None:
+        rows = [(thumbnails(c), r) for c, r in zip(clips, records, strict=True) if c is not None][:SHEET_ROWS]
+        if rows:
+            labels = [f"{record['scores']['total']}  {record['prompt']}" for _, record in rows]
+            contact_sheet(path, [row for row, _ in rows], labels)
+
+
+def validation_size(config: Config) -> tuple[int, int]:
+    """Height and width of validation clips."""
+    if config.validation_fixed_size is None:
+        return config.height, config.width
+    height, _, width = config.validation_fixed_size.lower().partition("x")
+    if not (height.isdigit() and width.isdigit()):
+        raise ValueError(f"validation_fixed_size is {config.validation_fixed_size!r}; write HEIGHTxWIDTH, such as 480x848")
+    return int(height), int(width)
+
+
+def gold_columns(gold: Gold | None, clips: Sequence[Tensor | None], prompts: Sequence[str]) -> dict[str, Tensor]:
+    """Gold metrics of each clip, (N,), NaN for clips that are missing; nothing where the world has no oracle."""
+    there = [i for i, clip in enumerate(clips) if clip is not None]
+    if gold is None or not there:
+        return {}
+    found = gold(torch.stack([clips[i] for i in there]), [prompts[i] for i in there])
+    columns = {name: torch.full((len(clips),), math.nan, dtype=torch.float64) for name in found}
+    for name, values in found.items():
+        columns[name][there] = values
+    return columns
+
+
+def summary(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Means with standard errors over the clips that have a value."""
+    result: dict[str, Any] = {"count": len(records)}
+    for kind, place in (("reward", "scores"), ("holdout", "holdout"), ("gold", "gold")):
+        for name in records[0][place]:
+            values = np.array([r[place][name] for r in records if r[place].get(name) is not None], dtype=float)
+            result[f"{kind}/{name}"] = values.mean().item() if len(values) else math.nan
+            spread = values.std(ddof=1) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+            result[f"{kind}/{name}_stderr"] = float(spread)
+    result["reward/failed"] = sum(record["scores"]["total"] is None for record in records)
+    return result
+
+
+def sheet_image(path: Path) -> Tensor:
+    """The sheet as an image (H, W, 3) for the trackers."""
+    return torch.from_numpy(np.array(Image.open(path).convert("RGB")))
