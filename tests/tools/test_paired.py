@@ -1,0 +1,120 @@
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from sage_grpo.tools.paired import Clip, Measure, choose_pairs, compare, pair_clips, paired_difference, student_95
+from sage_grpo.tools.run_folder import RunError, read_run
+from tests.tools.fake_run import validation_line, write_lines
+
+
+def clip(seed: int, prompt: str = "a", path: Path = Path("none.mp4"), **values: float) -> Clip:
+    return Clip(path, prompt, seed, 0, {f"reward/{name}": value for name, value in values.items()})
+
+
+def entry(seed: int, total: float | None, distance: float) -> dict:
+    gold = {"distance": distance}
+    return {"file": f"{seed}.mp4", "prompt": "a", "seed": seed, "number": 0, "scores": {"total": total}, "gold": gold}
+
+
+def test_interval_by_hand():
+    pairs = [(clip(seed, total=0.5), clip(seed, total=0.5 + seed)) for seed in (1, 2, 3, 4)]
+    mean, half = paired_difference(pairs, "reward/total")
+    assert mean == 2.5
+    assert half == pytest.approx(3.182 * math.sqrt(5 / 3) / 2, rel=0.01)  # t of 3 degrees of freedom
+
+
+@pytest.mark.parametrize(("freedom", "quantile"), [(4, 2.776), (10, 2.228), (30, 2.042), (1000, 1.962)])
+def test_student(freedom, quantile):
+    assert student_95(freedom) == pytest.approx(quantile, rel=0.003)
+    assert student_95(2) == pytest.approx(4.303, rel=0.035) and math.isnan(student_95(1))
+
+
+def test_clips_are_paired_by_prompt_and_seed_in_any_order():
+    before = [clip(1), clip(2), clip(2, "b"), clip(3)]
+    after = [clip(2, "b"), clip(2), clip(4), clip(1)]
+    assert [(a.seed, a.prompt, b.seed, b.prompt) for a, b in pair_clips(before, after)] == [
+        (1, "a", 1, "a"),
+        (2, "a", 2, "a"),
+        (2, "b", 2, "b"),
+    ]
+
+
+def test_pairs_with_a_failed_reward_do_not_count():
+    pairs = [(clip(seed, total=0.0), clip(seed, total=float(seed))) for seed in (1, 2, 3)]
+    mean, half = paired_difference(
+        [*pairs, (clip(4, total=math.nan), clip(4, total=100.0)), (clip(5), clip(5))], "reward/total"
+    )
+    assert (mean, half) == paired_difference(pairs, "reward/total") and mean == 2
+
+
+def test_too_few_pairs_have_no_interval():
+    mean, half = paired_difference([(clip(1, total=0.0), clip(1, total=1.0))], "reward/total")
+    assert mean == 1 and math.isnan(half)
+    assert math.isnan(paired_difference([], "reward/total")[0])
+
+
+@pytest.mark.parametrize(
+    ("difference", "half", "better", "verdict"),
+    [
+        (0.2, 0.1, 1, 1),
+        (-0.2, 0.1, 1, -1),
+        (-0.2, 0.1, -1, 1),
+        (0.2, 0.1, -1, -1),
+        (0.1, 0.2, 1, 0),
+        (1, math.nan, 1, 0),
+    ],
+)
+def test_verdict(difference, half, better, verdict):
+    assert Measure(0, 0, 0, 0, difference, half, better).verdict == verdict
+
+
+def two_validations(folder: Path, before: list[dict], after: list[dict]) -> Path:
+    for step, entries in ((0, before), (7, after)):
+        home = folder / "validation" / f"step-{step:06d}"
+        home.mkdir(parents=True)
+        (home / "clips.json").write_text(json.dumps(entries))
+    finite = [[entry for entry in entries if entry["scores"]["total"] is not None] for entries in (before, after)]
+    write_lines(folder, [validation_line(0, finite[0]), validation_line(7, finite[1])])
+    return folder
+
+
+def test_comparison_of_a_folder(tmp_path):
+    before = [entry(seed, 1.0, 0.05) for seed in range(4)]
+    after = [entry(seed, 1.5 + 0.1 * seed, 0.04 + 0.001 * seed) for seed in range(4)]
+    comparison = compare(read_run(two_validations(tmp_path, before, after)))
+    assert comparison.steps == (0, 7) and len(comparison.pairs) == 4
+    assert list(comparison.measures) == ["reward/total", "gold/distance"]
+    total, distance = comparison.measures.values()
+    assert (total.before, total.after, total.difference) == pytest.approx((1.0, 1.65, 0.65))
+    assert total.after_error == pytest.approx(math.sqrt(0.05 / 3) / 2)
+    assert distance.difference == pytest.approx(-0.0085) and (total.verdict, distance.verdict) == (1, 1)
+
+
+def test_one_validation_is_no_comparison(tmp_path):
+    write_lines(tmp_path, [validation_line(0, [entry(1, 1.0, 0.1)] * 3)])
+    assert compare(read_run(tmp_path)) is None
+
+
+def test_damaged_clips_are_named(tmp_path):
+    two_validations(tmp_path, [entry(1, 1.0, 0.1)] * 3, [entry(1, 1.0, 0.1)] * 3)
+    (tmp_path / "validation/step-000007/clips.json").write_text('[{"file": "a.mp4"}]')
+    with pytest.raises(RunError, match=r"step-000007/clips\.json is no list of clips: KeyError 'scores'"):
+        compare(read_run(tmp_path))
+
+
+def test_chosen_clips_spread_over_gains_and_losses(tmp_path):
+    path = tmp_path / "clip.mp4"
+    path.write_bytes(bytes(10))
+    pairs = [(clip(i, str(i), path, total=0.0), clip(i, str(i), path, total=float(i))) for i in range(9)]
+    again = (clip(50, "8", path, total=0.0), clip(50, "8", path, total=50.0))
+    lost = (clip(60, "60", total=0.0), clip(60, "60", total=60.0))
+
+    def gains(most: int, most_bytes: int) -> list[float]:
+        return [after.reward for _, after in choose_pairs([*pairs, again, lost], most, most_bytes)]
+
+    assert gains(6, 1000) == [8, 7, 5, 4, 1, 0]  # one clip per prompt, none without its file
+    assert gains(12, 1000) == [8, 7, 6, 5, 4, 3, 2, 1, 0]
+    assert gains(6, 60) == [8, 4, 0]  # 20 bytes a pair
+    assert gains(6, 10) == []

@@ -1,0 +1,276 @@
+"""The page of a whole run, of runs that lack parts, and of folders that are none."""
+
+import base64
+import io
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sage_grpo.tools.paired import compare
+from sage_grpo.tools.report import hacking, main, number, page, write_report
+from sage_grpo.tools.report_drawing import MASKED, draw_map, edges, panel
+from sage_grpo.tools.report_figures import phase_seconds
+from sage_grpo.tools.run_folder import Run, read_run
+from tests.tools.fake_run import make_run, read_lines, run_line, train_line, write_lines
+
+ROOT = Path(__file__).parents[2]
+HEADINGS = [
+    "Before and after",
+    "Reward",
+    "Gold",
+    "Clips",
+    "Trust region and updates",
+    "By denoising step",
+    "Schedule",
+    "Time",
+]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Read-only: `copy` before changing it."""
+    return make_run(tmp_path_factory.mktemp("runs") / "demo", iterations=12, every=12)
+
+
+@pytest.fixture(scope="module")
+def text(whole):
+    return page(read_run(whole))
+
+
+@pytest.fixture
+def copy(whole, tmp_path):
+    return Path(shutil.copytree(whole, tmp_path / "demo"))
+
+
+def headings(text: str) -> list[str]:
+    return re.findall(r"<h2>(.*?)</h2>", text)
+
+
+def without(folder: Path, *prefixes: str) -> str:
+    """The page of a run whose lines lack the keys that start so."""
+    lines = [{k: v for k, v in line.items() if not k.startswith(prefixes)} for line in read_lines(folder)]
+    write_lines(folder, lines)
+    return page(read_run(folder))
+
+
+def test_all_sections_are_there(text):
+    assert headings(text) == HEADINGS
+    titles = re.findall(r"<h3>(.*?)</h3><(?:svg|img)", text)
+    assert titles[:5] == ["Reward", "Exploration", "VQ", "MQ", "TA"]
+    assert text.count("<svg") == 18 and text.count("<img") == 4
+
+
+def test_the_page_needs_no_other_file(text):
+    assert "http" not in text and "<script" not in text and "<link" not in text
+    assert set(re.findall(r'(?:src|href)="(data:\w+/\w+|#)', text)) == {"data:image/png", "data:video/mp4", "#"}
+    assert not re.search(r'(?:src|href)="(?!data:|#)', text)
+
+
+def test_clips_are_embedded_in_pairs(whole, text):
+    embedded = [base64.b64decode(data) for data in re.findall(r"data:video/mp4;base64,([^\"]+)", text)]
+    assert len(embedded) == 24  # 12 of 14 prompts, before and after
+    for step, videos in ((0, embedded[0::2]), (12, embedded[1::2])):
+        files = {path.read_bytes() for path in (whole / f"validation/step-{step:06d}").glob("*.mp4")}
+        assert len(set(videos)) == 12 and set(videos) <= files
+    assert text.count('<video class="small" autoplay loop muted playsinline') == 24
+
+
+def test_numbers_of_the_table(whole, text):
+    clips = [json.loads((whole / f"validation/step-{step:06d}/clips.json").read_text()) for step in (0, 12)]
+    before, after = (np.array([clip["scores"]["total"] for clip in part]) for part in clips)
+    row = re.search(r"<tr><td>total</td>(.*?)</tr>", text).group(1)
+    assert f"<td>{number(before.mean())} <small>± {number(before.std(ddof=1) / 14**0.5)}</small></td>" in row
+    assert f'<b class="good">{number((after - before).mean(), sign="+")}</b>' in row
+    half = 2.1604 * (after - before).std(ddof=1) / 14**0.5  # Student's t, 13 degrees of freedom
+    ends = [number((after - before).mean() + side, sign="+") for side in (-half, half)]
+    assert f"<td>{ends[0]} to {ends[1]}</td><td>1.740</td>" in row
+    assert re.search(r'gold distance <small>lower is better</small></td>.*?<b class="good">−0\.00', text)
+
+
+def test_head(whole, text):
+    assert "<h1>demo</h1>" in text and "12 iterations. From iteration 0 to 12: validation reward −" in text
+    assert (
+        '<pre class="command">python post_train.py --config configs/tiny_cpu.yaml --output_dir outputs/demo</pre>'
+        in text
+    )
+    assert "NVIDIA H200 · world shapes · 1,204,224 trainable parameters · python 3.11.7" in text
+    lines = {line["step"]: line["reward/total"] for line in read_lines(whole) if line["kind"] == "validation"}
+    assert f"That closes {100 * (lines[12] - lines[0]) / (1.74 - lines[0]):.0f} % of the gap to perfect clips" in text
+    assert "Over the whole run: 0 failed rewards" in text
+
+
+def test_text_from_files_is_escaped(copy):
+    bad = '<script>alert("x")</script> & co'
+    good = "&lt;script&gt;alert(&quot;x&quot;)&lt;/script&gt; &amp; co"
+    (copy / "command.txt").write_text(bad)
+    (copy / "config.yaml").write_text(f"prompt: {bad}")
+    lines = [{k.replace("VQ", bad): v for k, v in line.items()} for line in read_lines(copy)]
+    write_lines(copy, [line | ({"device": bad} if line["kind"] == "run" else {}) for line in lines])
+    for path in copy.glob("validation/*/clips.json"):
+        path.write_text(json.dumps([clip | {"prompt": bad} for clip in json.loads(path.read_text())]))
+    text = page(read_run(copy))
+    assert "<script" not in text and 'alert("' not in text
+    places = (
+        '<pre class="command">',
+        "<pre>prompt: ",
+        '<p class="facts">',
+        '<figure class="card"><h3>',
+        'aria-label="',
+    )
+    assert all(f"{place}{good}" in text for place in (*places, '<figure class=""><h3>', "<tr><td>"))
+
+
+def test_reward_hacking_is_named(copy):
+    assert hacking(compare(read_run(copy))).startswith("Here reward and gold improved together (distance")
+    path = copy / "validation/step-000012/clips.json"
+    clips = json.loads(path.read_text())
+    for clip in clips:
+        clip["gold"]["distance"] += 0.05
+    path.write_text(json.dumps(clips))
+    words = "Here the reward rose and gold got worse (distance): reward hacking. Look at the clips."
+    assert hacking(compare(read_run(copy))) == words
+    assert hacking(None) == ""
+
+
+@pytest.mark.parametrize(
+    ("prefixes", "missing"),
+    [
+        (("gold/", "schedule", "time/"), {"Gold", "Schedule", "Time"}),
+        (("per_step", "kl/", "policy/", "lr", "reward/"), {"By denoising step", "Trust region and updates", "Reward"}),
+    ],
+)
+def test_what_was_not_measured_is_left_out(copy, prefixes, missing):
+    assert headings(without(copy, *prefixes)) == [heading for heading in HEADINGS if heading not in missing]
+
+
+def test_without_validation(copy):
+    write_lines(copy, [line for line in read_lines(copy) if line["kind"] != "validation"])
+    text = page(read_run(copy))
+    assert headings(text) == [heading for heading in HEADINGS if heading not in ("Before and after", "Clips")]
+    rewards = [line["reward/total"] for line in read_lines(copy) if line["kind"] == "train"]
+    assert f"Reward in training {number(rewards[0])} → {number(rewards[-1])} (first and last tenth)" in text
+
+
+def only_validation(folder: Path, *steps: int) -> str:
+    """The page of a run of which only these validations are left."""
+    write_lines(folder, [line for line in read_lines(folder) if line["kind"] == "validation" and line["step"] in steps])
+    return page(read_run(folder))
+
+
+def test_one_validation(copy):
+    text = only_validation(copy, 12)
+    assert headings(text) == ["Reward", "Gold"]
+    assert re.search(r"0 iterations\. Validation reward −?0\.\d+ at iteration 12\.", text)
+
+
+def test_clips_that_were_deleted(copy):
+    assert headings(only_validation(copy, 0, 12)) == ["Before and after", "Reward", "Gold", "Clips"]
+    shutil.rmtree(copy / "validation")
+    text = page(read_run(copy))
+    assert headings(text) == ["Before and after", "Reward", "Gold"]
+    assert re.search(r'<tr><td>total</td>.*?<b class="">–</b></td><td>–</td>', text)
+
+
+def test_a_single_iteration(tmp_path):
+    write_lines(tmp_path, [run_line(), train_line(1, np.random.default_rng(0))])
+    text = page(read_run(tmp_path))
+    assert "1 iteration. " in text and text.count("<img") == 4
+
+
+def test_a_run_with_one_update_per_rollout(tmp_path):
+    """Ratios are exactly 1 then, so every logarithmic scale meets nothing but 0."""
+    line = train_line(1, np.random.default_rng(0))
+    zero = {key: 0.0 for key in line if key.startswith(("policy/", "kl/"))}
+    nothing = {key: [0.0] * len(values) for key, values in line["per_step"].items()}
+    write_lines(tmp_path, [line | zero | {"step": step, "per_step": nothing} for step in (1, 2, 3)])
+    assert headings(page(read_run(tmp_path))) == [
+        "Reward",
+        "Gold",
+        "Trust region and updates",
+        "By denoising step",
+        "Time",
+    ]
+
+
+def test_a_run_that_only_started(tmp_path):
+    write_lines(tmp_path, [run_line()])
+    assert headings(page(read_run(tmp_path))) == ["Schedule"]
+
+
+def test_the_same_run_gives_the_same_page(whole, text):
+    assert page(read_run(whole)) == text
+
+
+def test_a_resumed_run_says_so(tmp_path):
+    write_lines(tmp_path, [run_line(), run_line(12)])
+    assert "started 2026-11-15T05:00:00 · resumed 1 ×" in page(read_run(tmp_path))
+
+
+def test_where_the_page_goes(tmp_path, capsys):
+    write_lines(tmp_path, [run_line()])
+    assert write_report(tmp_path) == tmp_path / "report.html"
+    assert main([str(tmp_path), "--output", str(tmp_path / "other.html")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'other.html'}\n"
+    assert (tmp_path / "other.html").read_bytes() == (tmp_path / "report.html").read_bytes()
+
+
+def test_a_folder_that_is_no_run(tmp_path):
+    command = [sys.executable, "-m", "sage_grpo.tools.report", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"{tmp_path} is no run folder: it holds no metrics.jsonl\n"
+
+
+def test_a_damaged_run(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "run", "step": 0}\n{"ki\n{"kind": "run", "step": 0}\n')
+    assert main([str(tmp_path)]) == 2
+    assert "line 2 is damaged" in capsys.readouterr().err
+
+
+def grey_pixels(line: dict) -> float:
+    """Share of a heat map's picture in the colour of cells that were not trained."""
+    picture = panel("map", "", draw_map, Run(Path(), [], [line], []), "grad_v", size=(4.8, 2.4)).picture
+    image = Image.open(io.BytesIO(base64.b64decode(picture.partition("base64,")[2][:-2]))).convert("RGB")
+    colour = [int(MASKED[i : i + 2], 16) for i in (1, 3, 5)]
+    return float((np.asarray(image) == colour).all(-1).mean())
+
+
+def test_untrained_cells_are_grey():
+    assert grey_pixels({"step": 1, "per_step": {"grad_v": [1.0, 2.0]}}) == 0
+    assert grey_pixels({"step": 1, "per_step": {"grad_v": [1.0, 2.0, None, None]}}) > 0.2
+
+
+def test_edges_lie_between_iterations():
+    assert edges(np.array([1.0, 2.0, 3.0])).tolist() == [0.5, 1.5, 2.5, 3.5]
+    assert edges(np.array([10.0, 20.0])).tolist() == [5, 15, 25]
+    assert edges(np.array([7.0])).tolist() == [6.5, 7.5]
+
+
+def test_phases_add_up_to_the_whole(tmp_path):
+    write_lines(tmp_path, [{"kind": "train", "step": 1, "time/rollout": 2.0, "time/gold": None, "time/total": 5.0}])
+    phases = phase_seconds(read_run(tmp_path))
+    assert {name: values.tolist() for name, values in phases.items()} == {"rollout": [2.0], "other": [3.0]}
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(0.12345, "0.123"), (-1.5, "−1.500"), (0.0, "0.000"), (2.34e-5, "2e−05"), (float("nan"), "–")]
+)
+def test_numbers(value, shown):
+    assert number(value) == shown
+
+
+def test_every_metric_is_explained():
+    """docs/metrics.md names each key that a run writes."""
+    lines = [train_line(1, np.random.default_rng(0))]
+    keys = {key for line in lines for key in (*line, *line["per_step"])} - {"kind"}
+    keys |= {f"{name}_stderr" for name in ("reward/total", "gold/match", "gold/distance", "gold/prompt_distance")}
+    keys |= {*run_line()["schedule"], "perfect", "vae_floor", "schedule", "time/validation"}
+    words = set(re.findall(r"`([^`]+)`", (ROOT / "docs" / "metrics.md").read_text()))
+    assert len(keys) > 55 and not keys - words
