@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 # spinning threads slow a busy machine down tenfold
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: venv demo test lint clean
+.PHONY: venv demo study test lint clean
 
 venv: $(STAMP)
 
@@ -17,6 +17,9 @@ $(STAMP): requirements.txt requirements-dev.txt
 	@touch $@
 
 demo: venv
+	$(BIN)/python post_train.py --config configs/tiny_cpu.yaml --overwrite
+
+study: venv
 	$(BIN)/python scripts/sde_study.py --output outputs/sde_study
 
 test: venv

@@ -75,7 +75,9 @@ class Config:
     weight_decay: float = flag(0.01, "decoupled", low=0)
     max_grad_norm: float = flag(1.0, "the gradient is clipped to this norm", above=0)
     warmup_steps: int = flag(0, "linear warm-up of the learning rate, in optimizer steps", low=0)
-    optimizer: str = flag("adamw", "muon: 2-D weights of the blocks by Muon, the rest by AdamW", choices=("adamw", "muon"))
+    optimizer: str = flag(
+        "adamw", "muon: 2-D weights of the blocks by Muon, the rest by AdamW", choices=("adamw", "muon")
+    )
     max_steps: int = flag(10000, "GRPO iterations, one rollout batch each", low=0)
     batch_size: int = flag(2, "videos per data-parallel rank and rollout", low=1)
     num_generations: int = flag(4, "videos per prompt: the group", low=2)
@@ -91,7 +93,9 @@ class Config:
     dtype: str | None = flag(None, "of the computation; bf16 on a GPU, fp32 on a CPU", choices=("fp32", "bf16"))
     master_weight_type: str = flag("fp32", "of the trained parameters", choices=("fp32", "bf16"))
     compile: bool = flag(False, "compile the transformer blocks")
-    collective_timeout: float = flag(600, "seconds that ranks wait for each other, and twice what a reward may take", above=0)
+    collective_timeout: float = flag(
+        600, "seconds that ranks wait for each other, and twice what a reward may take", above=0
+    )
     start_timeout: float = flag(1800, "seconds that ranks wait for each other at the start", above=0)
     # LoRA
     use_lora: bool = flag(False, "train an adapter instead of all weights")
@@ -140,7 +144,7 @@ class Config:
     reference_mode_offload: bool = flag(False, "a full anchor waits in host memory while unused")
     # reward
     reward_model: tuple[str, ...] | None = flag(None, f"one or several of {', '.join(REWARD_NAMES)}")
-    reward_weights: dict[str, Any] = flag(
+    reward_weights: dict[str, Any] = flag(  # noqa: RUF009 - flag makes a default factory of it
         {"VQ": 0.5, "MQ": 0.5, "TA": 1.0}, "JSON; with several rewards one object (or number) for each"
     )
     reward_path: str | None = flag(None, "weights of the reward; default: VideoReward in the model folder")
@@ -231,7 +235,7 @@ def check(config: Config, world_size: int = 1) -> None:
     """What several flags must agree on."""
     for name, (only, part) in UNAVAILABLE.items():
         if getattr(config, name) != only:
-            raise ConfigError(f"{name} is {getattr(config, name)}, but {part} is not part of this version; leave it out")
+            raise ConfigError(f"{name} is {getattr(config, name)}, but {part} is not part of this version")
     _check_batch(config, world_size // config.sp_size)
     updates, accumulation = config.updates_per_rollout, config.gradient_accumulation_steps
     if updates > 1 and accumulation > 1:
@@ -239,9 +243,10 @@ def check(config: Config, world_size: int = 1) -> None:
             f"updates_per_rollout is {updates} and gradient_accumulation_steps {accumulation}; one of them must be 1"
         )
     for name in ("max_steps", "save_interval", "validation_interval"):
-        if getattr(config, name) % accumulation:
+        value = getattr(config, name)
+        if value % accumulation:
             raise ConfigError(
-                f"{name} is {getattr(config, name)}; it must be a multiple of gradient_accumulation_steps ({accumulation})"
+                f"{name} is {value}; it must be a multiple of gradient_accumulation_steps ({accumulation})"
             )
     if config.pretrained_lora_path and not config.use_lora:
         raise ConfigError("pretrained_lora_path needs use_lora True")
@@ -274,7 +279,9 @@ def warnings(config: Config) -> list[str]:
 def _check_batch(config: Config, ranks: int) -> None:
     batch, group = config.batch_size, config.num_generations
     if (batch * ranks) % group or (batch % group and group % batch):
-        valid = [n for n in range(1, 4 * max(batch, group)) if not (n * ranks) % group and not (n % group and group % n)]
+        valid = [
+            n for n in range(1, 4 * max(batch, group)) if not (n * ranks) % group and not (n % group and group % n)
+        ]
         nearest = sorted(sorted(valid, key=lambda n: abs(n - batch))[:2])
         raise ConfigError(
             f"batch_size is {batch} on {ranks} data-parallel rank(s) with num_generations {group}: whole groups must "
@@ -284,13 +291,13 @@ def _check_batch(config: Config, ranks: int) -> None:
     slice_size = min(batch, group)
     if config.micro_batch_size and slice_size % config.micro_batch_size:
         raise ConfigError(
-            f"micro_batch_size is {config.micro_batch_size}; it must divide the {slice_size} videos of a prompt on a rank"
+            f"micro_batch_size is {config.micro_batch_size}; it must divide the {slice_size} videos of a prompt"
         )
 
 
 def _value(name: str, raw: Any) -> Any:
     """A raw value, text or what YAML makes of it, as the type of its field and inside its range."""
-    kinds = [kind for kind in typing.get_args(TYPES[name]) or (TYPES[name],)]
+    kinds = list(typing.get_args(TYPES[name]) or (TYPES[name],))
     field = FIELDS[name].metadata
     if raw is None or (isinstance(raw, str) and raw.lower() in ("none", "null") and NoneType in kinds):
         if NoneType not in kinds:

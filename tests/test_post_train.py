@@ -98,7 +98,9 @@ def test_an_existing_run_is_not_touched_without_being_told(command, tmp_path, ca
 def launch(ranks, words):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--standalone"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*torchrun, "post_train.py", *words], cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [*torchrun, "post_train.py", *words], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-2000:]
 
 

@@ -65,7 +65,9 @@ def add_adapters(
 def adapter_parameters(transformer: nn.Module, adapter: str) -> dict[str, nn.Parameter]:
     """The parameters of one adapter by name, the adapter's name left out: two adapters have equal keys."""
     part = f".{adapter}."
-    return {name.replace(part, "."): p for name, p in transformer.named_parameters() if part in name and "lora_" in name}
+    return {
+        name.replace(part, "."): p for name, p in transformer.named_parameters() if part in name and "lora_" in name
+    }
 
 
 def use_adapter(transformer: HunyuanVideo15Transformer3DModel, adapter: str) -> None:

@@ -72,7 +72,7 @@ class Ranks:
 
 @contextmanager
 def join_ranks(timeout: float) -> Iterator[Ranks]:
-    """The ranks that torchrun started, or this process alone; `timeout` seconds is how long they wait for each other."""
+    """The ranks that torchrun started, or this process alone; they wait `timeout` seconds for each other."""
     count, rank, local = (int(os.environ.get(name, default)) for name, default in
                           (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)))  # fmt: skip
     device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")

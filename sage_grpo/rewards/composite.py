@@ -33,7 +33,9 @@ class Composite:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(_label(self.rewards, name, score) for name, reward in self.rewards.items() for score in reward.names)
+        return tuple(
+            _label(self.rewards, name, score) for name, reward in self.rewards.items() for score in reward.names
+        )
 
     def check(self, prompts: Sequence[str]) -> None:
         for reward in self.rewards.values():
@@ -107,7 +109,7 @@ def _label(rewards: Mapping[str, Reward], name: str, score: str) -> str:
 
 def _flat_weights(rewards: Mapping[str, Reward], weights: Mapping[str, Any]) -> dict[str, float]:
     if len(rewards) == 1 and not set(weights) <= set(rewards):
-        weights = {name: weights for name in rewards}
+        weights = dict.fromkeys(rewards, weights)
     flat: dict[str, float] = {}
     for name in weights:
         if name not in rewards:

@@ -70,7 +70,12 @@ def compare(run: Run) -> Comparison | None:
     measures = {}
     for key in sorted(lines[1], key=lambda key: key != "reward/total"):
         values = [as_float(line.get(key)) for line in lines]
-        if "/" in key and not key.startswith(("time/", "reward/failed")) and not key.endswith("_stderr") and np.isfinite(values).all():
+        if (
+            "/" in key
+            and not key.startswith(("time/", "reward/failed"))
+            and not key.endswith("_stderr")
+            and np.isfinite(values).all()
+        ):
             errors = [_error(line, key, kept) for line, kept in zip(lines, clips, strict=True)]
             better = -1 if key.endswith("distance") else 1
             measures[key] = Measure(values[0], errors[0], values[1], errors[1], *paired_difference(pairs, key), better)

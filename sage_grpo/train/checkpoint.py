@@ -1,7 +1,7 @@
 """Checkpoints: everything that a run needs to go on exactly, in safetensors and JSON.
 
     checkpoints/step-000100/
-      transformer/ or pytorch_lora_weights.safetensors    what `generate.py --checkpoint_path` samples (averaged if asked)
+      transformer/ or pytorch_lora_weights.safetensors    what `generate.py --checkpoint_path` samples, averaged
       trainer/state.json                                  iteration, counters, KL controller
       trainer/{weights,optimizer,anchor,average}.safetensors
 
@@ -37,7 +37,10 @@ def save(trainer: "Trainer", folder: Path) -> Path:
         export(trainer, draft)
     for name, tensors in _parts(trainer).items():
         if tensors:
-            save_file({key: value.detach().contiguous().cpu() for key, value in tensors.items()}, inner / f"{name}.safetensors")
+            save_file(
+                {key: value.detach().contiguous().cpu() for key, value in tensors.items()},
+                inner / f"{name}.safetensors",
+            )
     (inner / "state.json").write_text(json.dumps(_state(trainer), indent=1) + "\n")
     shutil.rmtree(target, ignore_errors=True)
     os.replace(draft, target)

@@ -35,7 +35,9 @@ class UpdateStats:
 
     def add(self, steps: Tensor, columns: Mapping[str, Tensor]) -> None:
         """Sort the pairs (P,) of `columns` into their denoising `steps` (P,)."""
-        rows = torch.stack([torch.ones_like(steps, dtype=torch.float64), *(columns[name].double() for name in SUMS[1:])])
+        rows = torch.stack(
+            [torch.ones_like(steps, dtype=torch.float64), *(columns[name].double() for name in SUMS[1:])]
+        )
         self.sums.index_add_(1, steps, rows)
 
     def __add__(self, other: "UpdateStats") -> "UpdateStats":
@@ -57,7 +59,9 @@ class UpdateStats:
         overall |= {"policy/loss": self.mean("loss"), "policy/objective": self.mean("objective")}
         overall |= {"kl/anchor": self.mean("kl_anchor"), "kl/rollout": self.mean("kl_rollout")}
         means = (self.sums / self.sums[0]).tolist()
-        steps = self.policy.per_step() | {name: means[SUMS.index(name)] for name in ("kl_anchor", "kl_rollout", "grad_v")}
+        steps = self.policy.per_step() | {
+            name: means[SUMS.index(name)] for name in ("kl_anchor", "kl_rollout", "grad_v")
+        }
         return overall | {"per_step": steps | {"count": self.sums[0].tolist()}}
 
 

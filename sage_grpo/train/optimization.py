@@ -99,7 +99,9 @@ class Optimization:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     prefix = names[id(parameter)] + "."
-                    state = {k.removeprefix(prefix): v for k, v in tensors.items() if k.rpartition(".")[0] + "." == prefix}
+                    state = {
+                        k.removeprefix(prefix): v for k, v in tensors.items() if k.rpartition(".")[0] + "." == prefix
+                    }
                     optimizer.state[parameter] = {
                         k: v.clone() if v.ndim == 0 else v.to(parameter.device, copy=True) for k, v in state.items()
                     }

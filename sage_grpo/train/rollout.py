@@ -59,7 +59,9 @@ class Guidance:
 def prompt_positions(step: int, per_step: int, count: int, seed: int) -> list[int]:
     """Positions of the prompts of iteration `step`: each epoch goes through all `count` prompts in a fresh order."""
     numbers = range(step * per_step, (step + 1) * per_step)
-    orders = {epoch: rng.permutation(count, seed, "prompt_order", step=epoch) for epoch in {n // count for n in numbers}}
+    orders = {
+        epoch: rng.permutation(count, seed, "prompt_order", step=epoch) for epoch in {n // count for n in numbers}
+    }
     return [int(orders[n // count][n % count]) for n in numbers]
 
 
@@ -110,7 +112,8 @@ def training_order(stochastic: Tensor, fraction: float, permute: bool, seed: int
     if not permute:
         return steps[:kept].expand(len(piece.samples), -1)
     orders = [
-        rng.permutation(len(steps), seed, "permutation", step=step, prompt=piece.prompt, sample=s) for s in piece.samples
+        rng.permutation(len(steps), seed, "permutation", step=step, prompt=piece.prompt, sample=s)
+        for s in piece.samples
     ]
     return torch.stack([steps[order[:kept]] for order in orders])
 

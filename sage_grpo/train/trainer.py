@@ -203,7 +203,7 @@ class Trainer:
         deviation = stats.policy.max_deviation.max().item()
         if not self.ratio_checked and deviation:
             raise TrainingError(
-                f"the first ratio differs from 1 by {deviation:.3g}: rollout and training do not run the same arithmetic "
+                f"the first ratio differs from 1 by {deviation:.3g}: rollout and training run different arithmetic "
                 "(another kernel, precision or batch shape), and every gradient would be wrong"
             )
         self.ratio_checked = True
@@ -225,7 +225,9 @@ class Trainer:
         self.optimization.forget()
         self.pending, self.trained_since_update = [], False
         if self.skipped_in_a_row > MAX_SKIPPED:
-            raise TrainingError(f"the gradient was not finite {self.skipped_in_a_row} times in a row: lower learning_rate")
+            raise TrainingError(
+                f"the gradient was not finite {self.skipped_in_a_row} times in a row: lower learning_rate"
+            )
         return norm
 
     def finish_iteration(self) -> None:
@@ -233,9 +235,9 @@ class Trainer:
         if self.anchor:
             self.anchor.refresh_if_due()
         last = self.step == self.config.max_steps
-        if self.config.save_interval and self.step % self.config.save_interval == 0 or last:
+        if (self.config.save_interval and self.step % self.config.save_interval == 0) or last:
             self.run.save(self)
-        if self.config.validation_interval and self.step % self.config.validation_interval == 0 or last:
+        if (self.config.validation_interval and self.step % self.config.validation_interval == 0) or last:
             self.validate()
 
     def validate(self) -> None:

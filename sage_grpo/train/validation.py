@@ -53,7 +53,9 @@ class Validation:
         """Write the clips and clips.json into `folder`; returns means and their standard errors."""
         folder.mkdir(parents=True, exist_ok=True)
         mine = self.prompts[self.ranks.rank :: self.ranks.count]
-        clips = [self._sample(p) for p in tqdm(mine, "validation", unit="clip", leave=False, disable=not self.ranks.first)]
+        clips = [
+            self._sample(p) for p in tqdm(mine, "validation", unit="clip", leave=False, disable=not self.ranks.first)
+        ]
         records = self._judge(clips, mine)
         for clip, record in zip(clips, records, strict=True):
             if clip is not None:
@@ -91,7 +93,9 @@ class Validation:
                 "seed": self._seed(prompt),
                 "number": 0,
                 "scores": finite({n.split("/")[1]: v[i].item() for n, v in columns.items() if n.startswith("reward/")}),
-                "holdout": finite({n.split("/")[1]: v[i].item() for n, v in columns.items() if n.startswith("holdout/")}),
+                "holdout": finite(
+                    {n.split("/")[1]: v[i].item() for n, v in columns.items() if n.startswith("holdout/")}
+                ),
                 "gold": finite({n.split("/")[1]: v[i].item() for n, v in columns.items() if n.startswith("gold/")}),
             }
             for i, prompt in enumerate(prompts)
@@ -111,7 +115,9 @@ def validation_size(config: Config) -> tuple[int, int]:
         return config.height, config.width
     height, _, width = config.validation_fixed_size.lower().partition("x")
     if not (height.isdigit() and width.isdigit()):
-        raise ValueError(f"validation_fixed_size is {config.validation_fixed_size!r}; write HEIGHTxWIDTH, such as 480x848")
+        raise ValueError(
+            f"validation_fixed_size is {config.validation_fixed_size!r}; write HEIGHTxWIDTH, such as 480x848"
+        )
     return int(height), int(width)
 
 

@@ -12,7 +12,6 @@ from sage_grpo.models.sample import counter_noise, denoise
 from sage_grpo.worlds.oracle import read
 from sage_grpo.worlds.shapes import ATTRIBUTES, captions, parse, render, sample_scenes
 
-
 GOLD = ("match", "distance", "prompt_distance")
 
 
@@ -38,7 +37,7 @@ def sample_clips(
 
 
 def gold(clips: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
-    """Of each clip, (B,) fp64: whether it matches its prompt, its distance to the manifold, and to its prompt's part."""
+    """Of each clip, (B,) fp64: whether it matches its prompt, its distances to manifold and prompt's part."""
     reading = read(clips, prompts)
     return {name: getattr(reading, name).double().cpu() for name in GOLD}
 

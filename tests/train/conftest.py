@@ -43,7 +43,7 @@ def make(flags):
     """make(flag=value, ...) -> a Trainer on one rank."""
 
     def build(**changes):
-        changes = {name: value for name, value in changes.items()}
+        changes = dict(changes.items())
         return build_trainer(from_values(flags | changes), Ranks(0, 1, torch.device("cpu")))
 
     return build

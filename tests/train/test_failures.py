@@ -64,7 +64,9 @@ def test_a_reward_that_hangs_stops_the_run_by_its_text(make):
 def test_too_many_failures_stop_the_run_with_the_first_error(make, how, words):
     trainer = with_reward(make, how, [0, 1])
     before = {name: p.detach().clone() for name, p in trainer.optimization.parameters.items()}
-    with pytest.raises(TrainingError, match=rf"50% of the rewards failed, more than max_reward_failures \(25%\).*{words}"):
+    with pytest.raises(
+        TrainingError, match=rf"50% of the rewards failed, more than max_reward_failures \(25%\).*{words}"
+    ):
         trainer.train()
     assert all(torch.equal(before[name], p) for name, p in trainer.optimization.parameters.items())
 

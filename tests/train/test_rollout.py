@@ -16,7 +16,11 @@ def test_every_epoch_has_each_prompt_once_in_a_fresh_order():
 
 def test_ranks_share_the_rows_of_the_whole_batch():
     whole = plan([7, 2, 9], 4, 12, 0, None)
-    assert [(piece.prompt, piece.samples) for piece in whole] == [(7, (0, 1, 2, 3)), (2, (0, 1, 2, 3)), (9, (0, 1, 2, 3))]
+    assert [(piece.prompt, piece.samples) for piece in whole] == [
+        (7, (0, 1, 2, 3)),
+        (2, (0, 1, 2, 3)),
+        (9, (0, 1, 2, 3)),
+    ]
     for batch, ranks in ((4, 3), (2, 6), (1, 12)):
         parts = [piece for rank in range(ranks) for piece in plan([7, 2, 9], 4, batch, rank, None)]
         rows = [(piece.prompt, piece.group, sample) for piece in parts for sample in piece.samples]
@@ -51,7 +55,10 @@ def test_a_random_window_moves_and_is_whole():
     assert {steps[0] for steps in found} == {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize("window", ["", "some", "random", "random:0", "random:6", "slide:2:0", "slide:a", "all:2", "slide:1:2:3", "random:2:3"])  # fmt: skip
+WRONG = ("", "some", "random", "random:0", "random:6", "slide:2:0", "slide:a", "all:2", "slide:1:2:3", "random:2:3")
+
+
+@pytest.mark.parametrize("window", WRONG)
 def test_a_wrong_window_is_refused(window):
     with pytest.raises(ValueError, match="sde_window"):
         exploring_steps(window, 5, 0, seed=0)

@@ -112,9 +112,7 @@ def test_the_right_steps_are_trained_with_the_right_normalisation(make, monkeypa
         backward(self, trajectory, steps, advantages, stats)
 
     monkeypatch.setattr(Objective, "backward", spy)
-    trainer = make(
-        num_sampling_steps=6, timestep_fraction=fraction, enable_timestep_permutation=permute, max_steps=1
-    )
+    trainer = make(num_sampling_steps=6, timestep_fraction=fraction, enable_timestep_permutation=permute, max_steps=1)
     trainer.train()
     assert {pairs for _, _, pairs in seen} == {4 * trained}
     for piece in {piece for piece, _, _ in seen}:
@@ -182,7 +180,9 @@ def test_gradients_are_zero_only_where_nothing_depends_on_the_parameter(make):
     silent = {name for name, value in found.items() if value == 0}
     assert set(found) == set(trainer.optimization.parameters)
     # the prompts quote no text, so the glyph encoder's tokens are absent
-    assert all(name.startswith(("context_embedder_2", "cond_type_embed")) for name in silent), sorted(n for n in silent if not n.startswith(("context_embedder_2", "cond_type")))
+    assert all(name.startswith(("context_embedder_2", "cond_type_embed")) for name in silent), sorted(
+        n for n in silent if not n.startswith(("context_embedder_2", "cond_type"))
+    )
 
 
 def test_the_loss_falls_on_what_it_was_computed_from(make):
@@ -193,9 +193,7 @@ def test_the_loss_falls_on_what_it_was_computed_from(make):
     advantages = trainer.advantages(trainer.score(batch, trainer.decode(batch)))
 
     def value():
-        goal = Objective(
-            trainer.policy, trainer.guidance, schedule, torch.ones(3), trainer.config, 0.0, num_pairs=1
-        )
+        goal = Objective(trainer.policy, trainer.guidance, schedule, torch.ones(3), trainer.config, 0.0, num_pairs=1)
         rows = advantages.values.float().split([len(t.x) for t in batch])
         with torch.no_grad():
             return sum(

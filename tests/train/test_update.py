@@ -1,5 +1,6 @@
 """Loss and gradients against a from-scratch implementation of the printed formulas, before any optimizer."""
 
+import itertools
 import math
 
 import pytest
@@ -22,7 +23,7 @@ def reference_gradients(trainer, batch, rewards, eta, error=None):
     config, model = trainer.config, trainer.policy
     sigmas = [5 * u / (1 + 4 * u) for u in (1, 2 / 3, 1 / 3, 0)]
     rows = []
-    for sigma, following in zip(sigmas, sigmas[1:], strict=False):
+    for sigma, following in itertools.pairwise(sigmas):
         delta, top = sigma - following, min(sigma, 0.997)
         variance = eta**2 * (-delta + math.log((1 - following) / (1 - top)))
         rows.append((1 - variance / (2 * sigma), -delta - variance * (1 - sigma) / (2 * sigma), math.sqrt(variance)))

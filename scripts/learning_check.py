@@ -1,0 +1,80 @@
+"""Is the learning real? Trains with the true reward and with shuffled rewards over several seeds, and compares.
+
+    python scripts/learning_check.py --config configs/tiny_cpu.yaml --seeds 1 2 3 --output outputs/learning_check
+
+Shuffled rewards keep every number and lose its clip: whatever improves under them is no learning. Each run is validated
+before and after on the same held-out prompts and noise; finished runs are kept and not repeated. Other flags are those
+of post_train.py.
+"""
+
+import argparse
+import copy
+import json
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from sage_grpo.config import parse
+from sage_grpo.parallel.ranks import join_ranks
+from sage_grpo.rewards.composite import Composite, Scores
+from sage_grpo.tools.paired import compare
+from sage_grpo.tools.run_folder import read_run
+from sage_grpo.train.build import build_trainer
+from sage_grpo.train.trainer import Trainer
+
+METRICS = ("reward/total", "gold/match", "gold/distance", "gold/prompt_distance")
+
+
+def shuffled(reward: Composite, trainer: Trainer) -> Composite:
+    """The same reward with its totals dealt out to other clips of the batch; validation keeps the true one."""
+    copied, score = copy.copy(reward), reward.score
+
+    def deal(clips: list[Tensor], prompts: list[str], fps: float) -> Scores:
+        scores = score(clips, prompts, fps)
+        order = torch.randperm(len(clips), generator=torch.Generator().manual_seed(trainer.step))
+        return Scores(scores.total[order], scores.named, scores.errors)
+
+    copied.score = deal
+    return copied
+
+
+def train(kind: str, seed: int, folder: Path, flags: list[str]) -> None:
+    run = ["--output_dir", str(folder), "--seed", str(seed), "--overwrite", "--validate_at_step0", "True"]
+    with join_ranks(1800) as ranks:
+        trainer = build_trainer(parse([*flags, *run]), ranks)
+        if kind == "shuffled":
+            trainer.reward = shuffled(trainer.reward, trainer)
+        trainer.train()
+        trainer.run.close()
+    (folder / "done").touch()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--kinds", nargs="+", choices=("true", "shuffled"), default=["true", "shuffled"])
+    parser.add_argument("--output", type=Path, default=Path("outputs/learning_check"))
+    args, flags = parser.parse_known_args()
+    results: dict[str, dict] = {}
+    for seed in args.seeds:
+        for kind in args.kinds:
+            folder = args.output / f"{kind}-{seed}"
+            if not (folder / "done").is_file():
+                print(f"{kind} reward, seed {seed}")
+                train(kind, seed, folder, flags)
+            measures = compare(read_run(folder)).measures
+            results[folder.name] = {name: vars(measures[name]) for name in METRICS if name in measures}
+    (args.output / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    print("\n| run | " + " | ".join(METRICS) + " |\n|" + "---|" * (len(METRICS) + 1))
+    for name, row in results.items():
+        cells = [
+            f"{m['before']:.3f} -> {m['after']:.3f} ({m['difference']:+.3f} ± {m['half']:.3f})" for m in row.values()
+        ]
+        print(f"| {name} | " + " | ".join(cells) + " |")
+
+
+if __name__ == "__main__":
+    main()
