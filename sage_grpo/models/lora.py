@@ -1,5 +1,6 @@
 """LoRA adapters in a transformer: the policy's, and a second one for the anchor. Only the policy's is trained."""
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,10 +17,11 @@ POLICY, ANCHOR = "policy", "anchor"
 def dead_modules(transformer: HunyuanVideo15Transformer3DModel) -> tuple[str, ...]:
     """Modules whose outputs a text-to-video forward never uses: they get no gradient, so they are never trained.
 
-    The image tokens are absent, and the context that leaves the last block is dropped.
+    The image tokens are absent; the context that leaves the last block is dropped, so its queries do nothing.
     """
     last = f"transformer_blocks.{len(transformer.transformer_blocks) - 1}"
-    return ("image_embedder", f"{last}.attn.to_add_out", f"{last}.ff_context")
+    unread = ("attn.add_q_proj", "attn.norm_added_q", "attn.to_add_out", "ff_context")
+    return ("image_embedder", *(f"{last}.{name}" for name in unread))
 
 
 def target_layers(transformer: HunyuanVideo15Transformer3DModel, names: Sequence[str]) -> list[str]:
@@ -50,7 +52,9 @@ def add_adapters(
         torch.manual_seed(seed)
         transformer.add_adapter(config, POLICY)
     if anchor:
-        transformer.add_adapter(config, ANCHOR)
+        with warnings.catch_warnings():  # two adapters are the intention
+            warnings.filterwarnings("ignore", "Already found a `peft_config` attribute")
+            transformer.add_adapter(config, ANCHOR)
         copy_adapter(transformer, POLICY, ANCHOR)
     for adapter in (POLICY, ANCHOR)[: 1 + anchor]:
         for parameter in adapter_parameters(transformer, adapter).values():
