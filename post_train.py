@@ -10,7 +10,9 @@ import sys
 
 from sage_grpo.config import parse, warnings
 from sage_grpo.parallel.ranks import join_ranks
+from sage_grpo.tools.paired import text_table
 from sage_grpo.tools.report import write_report
+from sage_grpo.tools.run_folder import read_run
 from sage_grpo.train.build import build_trainer
 from sage_grpo.train.trainer import TrainingError
 
@@ -28,6 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
             finally:
                 trainer.run.close()
             if ranks.first:
+                print(text_table(read_run(trainer.run.folder)))
                 print(f"report: {write_report(trainer.run.folder)}")
     except (ValueError, FileNotFoundError) as error:
         print(f"post_train.py: {error}", file=sys.stderr)

@@ -34,6 +34,9 @@ UNAVAILABLE: dict[str, tuple[Any, str]] = {
     "enable_fsdp": (False, "sharding"),
     "compile": (False, "compilation"),
     "remote_reward_url": (None, "the reward server"),
+    "reward_path": (None, "a reward with weights"),
+    "reward_fps": (2.0, "a reward that samples frames"),
+    "pretrained_transformer_version": ("480p_t2v", "the Tencent layout"),
 }
 
 

@@ -70,11 +70,33 @@ def compare(run: Run) -> Comparison | None:
     measures = {}
     for key in sorted(lines[1], key=lambda key: key != "reward/total"):
         values = [as_float(line.get(key)) for line in lines]
-        if "/" in key and not key.startswith("time/") and not key.endswith("_stderr") and np.isfinite(values).all():
+        if "/" in key and not key.startswith(("time/", "reward/failed")) and not key.endswith("_stderr") and np.isfinite(values).all():
             errors = [_error(line, key, kept) for line, kept in zip(lines, clips, strict=True)]
             better = -1 if key.endswith("distance") else 1
             measures[key] = Measure(values[0], errors[0], values[1], errors[1], *paired_difference(pairs, key), better)
     return Comparison((lines[0]["step"], lines[1]["step"]), measures, pairs)
+
+
+def text_table(run: Run) -> str:
+    """Before and after for the terminal; empty where there are no two validations."""
+    comparison = compare(run)
+    if comparison is None:
+        return ""
+    first, last = comparison.steps
+    rows = [("held-out prompts", f"iteration {first}", f"iteration {last}", "difference, 95 %", "perfect clips")]
+    perfect = run.head.get("perfect") or {}
+    for key, m in comparison.measures.items():
+        mark = {1: "better", -1: "worse", 0: "not significant"}[m.verdict]
+        goal = perfect.get(key.removeprefix("reward/"))
+        rows.append((
+            key + (" (lower is better)" if m.better < 0 else ""),
+            f"{m.before:.{m.decimals}f} ± {m.before_error:.{m.decimals}f}",
+            f"{m.after:.{m.decimals}f} ± {m.after_error:.{m.decimals}f}",
+            f"{m.difference:+.{m.decimals}f} ± {m.half:.{m.decimals}f} {mark}",
+            "" if goal is None else f"{goal:.3f}",
+        ))  # fmt: skip
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 
 
 def read_clips(folder: Path) -> list[Clip]:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -88,7 +89,8 @@ class Tracker:
     """Writes records to RUN/metrics.jsonl and to the trackers of `report_to`; only the first rank has one."""
 
     def __init__(self, folder: Path, report_to: Sequence[str], config: Mapping[str, Any]) -> None:
-        self.file = (folder / "metrics.jsonl").open("a")
+        self.file = folder / "metrics.jsonl"
+        drop_unfinished_line(self.file)
         self.board = self.wandb = None
         if "tensorboard" in report_to:
             from torch.utils.tensorboard import SummaryWriter  # slow to import, and not everybody's
@@ -102,8 +104,8 @@ class Tracker:
     def write(self, kind: str, step: int, record: Mapping[str, Any]) -> None:
         """One line, numbers that are not finite as null; scalars go to the trackers too."""
         line = finite({"kind": kind, "step": step, **record})
-        self.file.write(json.dumps(line, allow_nan=False) + "\n")
-        self.file.flush()
+        with self.file.open("a") as file:
+            file.write(json.dumps(line, allow_nan=False) + "\n")
         prefix = "" if kind == "train" else f"{kind}/"
         scalars = {prefix + k: v for k, v in line.items() if "/" in k and isinstance(v, (int, float))}
         if kind != "run" and self.board:
@@ -122,11 +124,17 @@ class Tracker:
             self.wandb.log({name: wandb.Image(sheet.numpy())}, step=step)
 
     def close(self) -> None:
-        self.file.close()
         if self.board:
             self.board.close()
         if self.wandb:
             self.wandb.finish()
+
+
+def drop_unfinished_line(file: Path) -> None:
+    """What a killed run left behind its last line break."""
+    if file.is_file():
+        text = file.read_bytes()
+        os.truncate(file, text.rfind(b"\n") + 1)
 
 
 def finite(value: Any) -> Any:

@@ -182,7 +182,6 @@ class Trainer:
     def update(self, batch: Sequence[Trajectory], schedule: Schedule, advantages: Advantages) -> dict[str, Any]:
         """Train the steps of the rollout in `updates_per_rollout` parts, an optimizer step after each."""
         c = self.config
-        self.trained_since_update |= bool(advantages.trained.any())
         rows = len(advantages.values) // self.ranks.count
         mine = advantages.values[self.ranks.rank * rows :][:rows].to(self.ranks.device, torch.float32)
         pieces = list(zip(batch, mine.split([len(trajectory.x) for trajectory in batch]), strict=True))
@@ -199,6 +198,7 @@ class Trainer:
             stats = stats.over(self.ranks)
             self.check_first_ratio(stats)
             self.pending.append(stats)
+            self.trained_since_update |= bool(advantages.trained.any())
             total = total + stats
             if (self.step + 1) % c.gradient_accumulation_steps == 0:
                 record["policy/grad_norm"] = self.optimizer_step()

@@ -89,6 +89,7 @@ class Validation:
                 "file": f"{prompt.name}-{self._seed(prompt)}.mp4",
                 "prompt": prompt.text,
                 "seed": self._seed(prompt),
+                "number": 0,
                 "scores": finite({n.split("/")[1]: v[i].item() for n, v in columns.items() if n.startswith("reward/")}),
                 "holdout": finite({n.split("/")[1]: v[i].item() for n, v in columns.items() if n.startswith("holdout/")}),
                 "gold": finite({n.split("/")[1]: v[i].item() for n, v in columns.items() if n.startswith("gold/")}),

@@ -136,7 +136,10 @@ def test_reward_hacking_is_named(copy):
     path.write_text(json.dumps(clips))
     words = "Here the reward rose and gold got worse (distance): reward hacking. Look at the clips."
     assert hacking(compare(read_run(copy))) == words
-    assert hacking(None) == ""
+    for clip in clips[::2]:
+        clip["scores"]["total"] -= 0.6  # no clear gain on average any more
+    path.write_text(json.dumps(clips))
+    assert hacking(compare(read_run(copy))) == hacking(None) == ""
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,8 @@ def test_what_a_resume_has_left_behind_is_dropped(tmp_path):
     run = read_run(tmp_path)
     assert column(run.train, "step").tolist() == [1, 2, 3]
     assert column(run.validations, "step").tolist() == [0, 2]
+    write_lines(tmp_path, [run_line(), *first, run_line(2), validation(2, 1.0)])
+    assert column(read_run(tmp_path).validations, "reward/total").tolist() == [0, 1]
 
 
 def test_null_and_missing_values_are_nan(tmp_path):

@@ -1,0 +1,125 @@
+"""Weights, names and failures: whatever goes wrong in a reward is NaN for its clips, with the reason kept."""
+
+import math
+import time
+
+import pytest
+import torch
+
+from sage_grpo.rewards.composite import Composite, within
+
+CLIPS = [torch.full((5, 4, 4, 3), value, dtype=torch.uint8) for value in (0, 50, 100, 150, 200)]
+PROMPTS = ["p"] * 5
+
+
+class Brightness:
+    """Scores a clip by its brightness; the subclasses break in one way each."""
+
+    names = ("light", "dark")
+
+    def check(self, prompts):
+        pass
+
+    def score(self, clips, prompts, fps):
+        light = torch.tensor([clip.float().mean().item() / 100 for clip in clips])
+        return {"light": light, "dark": 1 - light}
+
+
+class Raises(Brightness):
+    def score(self, clips, prompts, fps):
+        if any(clip.float().mean() == 100 for clip in clips):
+            raise RuntimeError("out of memory")
+        return super().score(clips, prompts, fps)
+
+
+class GivesNaN(Brightness):
+    def score(self, clips, prompts, fps):
+        scores = super().score(clips, prompts, fps)
+        scores["light"][scores["light"] == 1.0] = math.inf
+        return scores
+
+
+class WrongLength(Brightness):
+    def score(self, clips, prompts, fps):
+        return {name: values[:-1] for name, values in super().score(clips, prompts, fps).items()}
+
+
+class Hangs(Brightness):
+    calls = 0
+
+    def score(self, clips, prompts, fps):
+        self.calls += 1
+        time.sleep(30)
+
+
+def composite(reward, weights=None, **options):
+    return Composite({"b": reward}, weights or {"light": 2.0, "dark": 0.5}, **options)
+
+
+def test_total_is_the_weighted_sum_in_batches_of_any_size():
+    expected = [2 * v / 100 + 0.5 * (1 - v / 100) for v in (0, 50, 100, 150, 200)]
+    for size in (1, 2, 5, 9):
+        scores = composite(Brightness(), batch_size=size).score(CLIPS, PROMPTS, 8)
+        assert scores.total.tolist() == pytest.approx(expected) and not scores.errors
+
+
+def test_a_clip_that_is_missing_fails_alone():
+    scores = composite(Brightness()).score([CLIPS[0], None, *CLIPS[2:]], PROMPTS, 8)
+    assert scores.total.isnan().tolist() == [False, True, False, False, False] and not scores.errors
+
+
+@pytest.mark.parametrize(
+    "reward, lost, words",
+    [
+        (Raises(), [2, 3], "b: RuntimeError: out of memory"),
+        (GivesNaN(), [2], "1 score"),
+        (WrongLength(), [0, 1, 2, 3, 4], r"light has shape \(1,\) for 2 clips"),
+    ],
+    ids=["raises", "nan", "length"],
+)
+def test_a_failure_is_nan_for_the_clips_it_concerns(reward, lost, words):
+    scores = composite(reward, batch_size=2).score(CLIPS, PROMPTS, 8)
+    assert scores.total.isnan().nonzero().flatten().tolist() == lost
+    with pytest.raises(AssertionError, match=words):
+        raise AssertionError(scores.errors[0])
+
+
+def test_a_reward_that_hangs_is_left_behind_and_not_asked_again():
+    reward, started = Hangs(), time.monotonic()
+    scores = composite(reward, batch_size=2, timeout=0.2).score(CLIPS, PROMPTS, 8)
+    assert scores.total.isnan().all() and scores.errors == ["b: no answer within 0.2 s"]
+    assert reward.calls == 1 and time.monotonic() - started < 10
+
+
+def test_a_score_that_weighs_nothing_may_fail():
+    scores = composite(GivesNaN(), {"light": 0.0, "dark": 1.0}).score(CLIPS, PROMPTS, 8)
+    assert scores.total.isfinite().all() and scores.named["light"].isnan().sum() == 1
+
+
+def test_several_rewards_are_named_apart():
+    both = Composite({"a": Brightness(), "b": Brightness()}, {"a": {"light": 1.0}, "b": {"dark": 10.0}})
+    scores = both.score(CLIPS[:2], PROMPTS[:2], 8)
+    assert both.names == ("a.light", "a.dark", "b.light", "b.dark")
+    assert scores.total.tolist() == pytest.approx([10.0, 5.5])
+
+
+@pytest.mark.parametrize(
+    "weights, words",
+    [
+        ({"bright": 1.0}, "bright; b has the scores light, dark"),
+        ({"b": 1.0}, "gives b one number"),
+        ({"light": 0.0}, "all 0"),
+        ({"light": "much"}, "must be a number"),
+        ({"light": math.nan}, "must be a number"),
+    ],
+)
+def test_weights_that_cannot_be_used_are_refused(weights, words):
+    with pytest.raises(ValueError, match=words):
+        composite(Brightness(), weights)
+
+
+def test_within_hands_on_results_and_errors_without_gradients():
+    assert within(5, lambda x: x + 1, 2) == 3
+    assert within(5, torch.is_grad_enabled) is False
+    with pytest.raises(KeyError):
+        within(5, {}.__getitem__, "missing")

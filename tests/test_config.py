@@ -1,0 +1,148 @@
+"""Flags, YAML and the command line; and that no flag is idle."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from sage_grpo.config import FIELDS, UNAVAILABLE, Config, ConfigError, check, from_values, parse, resolve, warnings
+from sage_grpo.models.policy import Sampling
+
+ROOT = Path(__file__).parents[1]
+SAMPLING = Sampling(frames=9, height=32, width=48, fps=8, shift=3.0, guidance=2.0, num_steps=20)
+
+
+def test_no_arguments_give_the_defaults():
+    assert parse([]) == Config()
+
+
+def test_a_flag_beats_the_file_and_the_file_beats_the_default(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("eta: 0.7\nlearning_rate: 1e-4\nuse_lora: true\ntrain_prompts: [a.txt, b.txt]\n")
+    config = parse(["--config", str(file), "--eta", "0.9", "--reward_weights", '{"VQ": 1}'])
+    assert (config.eta, config.learning_rate, config.use_lora) == (0.9, 1e-4, True)
+    assert config.train_prompts == ("a.txt", "b.txt") and config.reward_weights == {"VQ": 1}
+    assert config.num_sampling_steps == Config().num_sampling_steps
+
+
+@pytest.mark.parametrize("words, value", [(["--enable_gradient_checkpointing"], True), (["--use_lora", "True"], True),
+                                          (["--use_lora", "False"], False), (["--use_lora=true"], True)])  # fmt: skip
+def test_booleans(words, value):
+    name = words[0].removeprefix("--").split("=")[0]
+    assert getattr(parse(words), name) is value
+
+
+def test_aliases():
+    assert parse(["--train_video_csv", "x.csv"]).train_prompts == ("x.csv",)
+    assert from_values({"valid_video_csv": "x.csv"}).validation_prompts == ("x.csv",)
+    with pytest.raises(ConfigError, match="mean the same"):
+        from_values({"train_video_csv": "x.csv", "train_prompts": "y.csv"})
+
+
+def test_what_is_written_is_read_back(tmp_path):
+    config = parse(["--eta", "0.25", "--train_prompts", "a", "b", "--reward_model", "shapes", "--kl_weight", "3e-7"])
+    file = tmp_path / "config.yaml"
+    file.write_text(config.to_yaml())
+    assert parse(["--config", str(file)]) == config
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ("--eat 1", "unknown flag --eat; did you mean --eta"),
+        ("--zzzz", "unknown flag --zzzz; --help lists them all"),
+        ("--eta x", "eta is 'x'; a number is expected"),
+        ("--eta 0", "eta is 0.0; it must be above 0"),
+        ("--eta inf", "must be finite"),
+        ("--sde_type ode", "sde_type is 'ode'; choose one of sage_grpo"),
+        ("--use_lora maybe", "use_lora is 'maybe'; it must be True or False"),
+        ("--max_steps 1.5", "a whole number is expected"),
+        ("--timestep_fraction 1.2", "it must be above 0 and at most 1"),
+        ("--lora_dropout 0.1", "lora_dropout is 0.1"),
+        ("--reward_weights [1]", "a JSON object is expected"),
+        ("--reward_weights {", "reward_weights is '{'"),
+        ("--seed", "expected one argument"),
+        ("--config missing.yaml", "config missing.yaml cannot be read"),
+        ("--max_steps none", "max_steps is 'none'"),
+        ("stray", "unknown flag stray"),
+    ],
+)
+def test_a_wrong_flag_is_one_sentence(arguments, words):
+    with pytest.raises(ConfigError) as caught:
+        parse(arguments.split())
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "eta: [1, 2]\n", "eta:\n", "etta: 1\n", "a: b: c\n", "1: 2\n"])
+def test_a_wrong_file_is_one_sentence(tmp_path, text):
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        parse(["--config", str(file)])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "values, ranks, words",
+    [
+        ({"batch_size": 2, "num_generations": 4}, 1, "nearest batch_size is 4 or 8"),
+        ({"batch_size": 3, "num_generations": 4}, 2, "nearest batch_size is 2 or 4"),
+        ({"batch_size": 4, "micro_batch_size": 3}, 1, "must divide the 4 videos"),
+        ({"batch_size": 4, "updates_per_rollout": 2, "gradient_accumulation_steps": 2}, 1, "one of them must be 1"),
+        ({"batch_size": 4, "gradient_accumulation_steps": 3}, 1, "max_steps is 10000; it must be a multiple"),
+        ({"batch_size": 4, "kl_coef": 1.0}, 1, "kl_coef is 1.0"),
+        ({"batch_size": 4, "use_dual_kl": False, "dual_kl_moving_weight": 0}, 1, "both KL terms weigh 0"),
+        ({"batch_size": 4, "pretrained_lora_path": "x"}, 1, "needs use_lora"),
+        ({"batch_size": 4, "report_to": "excel"}, 1, "report_to names excel"),
+        ({"batch_size": 4, "dtype": "bf16"}, 1, "bf16 with fp32 master weights"),
+        ({"batch_size": 4, "sp_size": 2}, 2, "sequence parallelism is not part of this version"),
+        ({"batch_size": 4, "compile": True}, 1, "compilation is not part of this version"),
+    ],
+)
+def test_flags_that_do_not_go_together(values, ranks, words):
+    with pytest.raises(ConfigError, match=words):
+        check(from_values(values), ranks)
+
+
+@pytest.mark.parametrize("batch, group, ranks", [(4, 4, 1), (2, 4, 2), (8, 4, 1), (2, 4, 32), (4, 2, 3), (1, 4, 4)])
+def test_batches_of_whole_groups_pass(batch, group, ranks):
+    check(from_values({"batch_size": batch, "num_generations": group}), ranks)
+
+
+def test_the_model_fills_in_what_was_not_said():
+    config = resolve(from_values({"height": 64}), SAMPLING, "cpu")
+    assert (config.num_frames, config.height, config.width, config.fps) == (9, 64, 48, 8)
+    assert (config.timestep_shift, config.guidance_scale, config.dtype) == (3.0, 2.0, "fp32")
+    assert (config.validate_video_length, config.validation_timestep_shift) == (9, 3.0)
+    assert resolve(Config(), SAMPLING, "cuda").dtype == "bf16"
+
+
+def test_a_velocity_term_without_a_second_update_is_pointed_out():
+    assert "no effect" in warnings(Config())[0]
+    assert not warnings(from_values({"updates_per_rollout": 2}))
+    assert not warnings(from_values({"use_dual_kl": False}))
+
+
+def reads(path):
+    """Names of attributes and strings in a file: `config.eta`, or "eta" in a list that getattr walks through."""
+    tree = ast.parse(path.read_text())
+    attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    return attributes | {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+
+
+def test_every_flag_is_read_somewhere():
+    files = [*(ROOT / "sage_grpo").rglob("*.py"), ROOT / "post_train.py"]
+    used = set().union(*(reads(file) for file in files if file.name != "config.py"))
+    own = ast.parse((ROOT / "sage_grpo" / "config.py").read_text())
+    functions = [node for node in ast.walk(own) if isinstance(node, ast.FunctionDef)]
+    used |= {n.attr for f in functions for n in ast.walk(f) if isinstance(n, ast.Attribute)}
+    used |= {n.value for f in functions for n in ast.walk(f) if isinstance(n, ast.Constant)}
+    single = {"lora_dropout", "kl_compute_mode"}  # they have one legal value
+    assert not sorted(set(FIELDS) - used - single - set(UNAVAILABLE))
+
+
+@pytest.mark.parametrize("name", UNAVAILABLE)
+def test_a_flag_that_would_do_nothing_is_refused(name):
+    value = {bool: True, int: 2, float: 5.0, str: "other"}[type(UNAVAILABLE[name][0] or "")]
+    with pytest.raises(ConfigError, match=f"{name} is .* not part of this version"):
+        check(from_values({"batch_size": 4, name: value if UNAVAILABLE[name][0] is not False else True}))

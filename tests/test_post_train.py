@@ -1,0 +1,120 @@
+"""post_train.py as a user meets it: a run from the command line, wrong input, and two ranks."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import post_train
+
+ROOT = Path(__file__).parents[1]
+PROMPT = "a red circle moving left"
+
+
+@pytest.fixture
+def command(tiny_folder, tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text(f"{PROMPT}\na green square moving right\n")
+    flags = {
+        "pretrained_model_root": tiny_folder, "output_dir": tmp_path / "run", "train_prompts": prompts,
+        "validation_prompts": prompts, "reward_model": "shapes", "batch_size": 4, "num_generations": 2,
+        "num_sampling_steps": 2, "num_frames": 5, "guidance_scale": 1.0, "max_steps": 1, "report_to": "none",
+        "validation_num_inference_steps": 2, "validate_at_step0": True, "learning_rate": 1e-3,
+    }  # fmt: skip
+
+    def build(*extra, **changes):
+        return [word for name, value in (flags | changes).items() for word in (f"--{name}", str(value))] + list(extra)
+
+    return build
+
+
+def test_the_entry_script_is_short():
+    assert len((ROOT / "post_train.py").read_text().splitlines()) < 60
+
+
+def test_a_run_leaves_everything_to_look_at(command, tmp_path, capfd):
+    assert post_train.main(command(report_to="tensorboard")) == 0
+    run = tmp_path / "run"
+    assert {path.name for path in run.iterdir()} == {
+        "config.yaml", "command.txt", "metrics.jsonl", "validation", "checkpoints", "tensorboard", "report.html"
+    }  # fmt: skip
+    clips = json.loads((run / "validation" / "step-000000" / "clips.json").read_text())
+    assert len(clips) == 2 and all((run / "validation" / "step-000001" / clip["file"]).stat().st_size for clip in clips)
+    assert PROMPT in (run / "report.html").read_text()
+    assert "learning_rate: 0.001" in (run / "config.yaml").read_text()
+    out = capfd.readouterr().out
+    assert "report.html" in out and "reward" in out
+
+
+@pytest.mark.parametrize(
+    "extra, changes, words",
+    [
+        (["--learning_rat", "1"], {}, "did you mean --learning_rate"),
+        ([], {"batch_size": 3}, "nearest batch_size is 2 or 4"),
+        ([], {"pretrained_model_root": "missing"}, "Model folder 'missing' does not exist"),
+        ([], {"train_prompts": "empty.txt"}, "holds no prompt"),
+        ([], {"train_prompts": "missing.txt"}, "does not exist"),
+        ([], {"train_prompts": "strange.txt"}, "purple"),
+        ([], {"reward_model": "applause"}, "choose one of shapes"),
+        ([], {"reward_weights": '{"beauty": 1}'}, "reward_weights names beauty"),
+        ([], {"num_frames": 6}, "num_frames 6 is not 4n \\+ 1"),
+        ([], {"sde_window": "random:9"}, "sde_window is 'random:9'"),
+        ([], {"sde_type": "cps", "eta": 2}, "at most 1"),
+        ([], {"validation_fixed_size": "big"}, "write HEIGHTxWIDTH"),
+        (["--use_lora", "--lora_target_modules", "to_z"], {}, "lora_target_modules names to_z"),
+        (["--use_lora", "--pretrained_lora_path", "nowhere"], {}, "pretrained_lora_path nowhere"),
+        (["--resume_from_checkpoint", "auto"], {}, "holds none"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_wrong_input_is_one_sentence_and_writes_nothing(command, tmp_path, monkeypatch, capfd, extra, changes, words):
+    monkeypatch.chdir(tmp_path)
+    Path("empty.txt").write_text("\n")
+    Path("strange.txt").write_text("a purple elephant\n")
+    assert post_train.main(command(*extra, **changes)) == 2
+    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("post_train.py: ")]
+    assert len(said) == 1
+    with pytest.raises(AssertionError, match=words):
+        raise AssertionError(said[0])
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_existing_run_is_not_touched_without_being_told(command, tmp_path, capfd):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text("precious\n")
+    assert post_train.main(command()) == 2
+    assert "already holds a run" in capfd.readouterr().err
+    assert [path.name for path in run.iterdir()] == ["metrics.jsonl"]
+    assert (run / "metrics.jsonl").read_text() == "precious\n"
+    (run / "notes.txt").write_text("mine")
+    assert post_train.main(command("--overwrite")) == 0
+    assert (run / "notes.txt").read_text() == "mine" and "precious" not in (run / "metrics.jsonl").read_text()
+
+
+def launch(ranks, words):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--standalone"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*torchrun, "post_train.py", *words], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_two_ranks_train_as_one_does(command, tmp_path):
+    """The same clips, rewards and gradient whichever rank makes them, groups split over ranks included."""
+    records = []
+    for ranks, batch in ((1, 4), (2, 2)):
+        run = tmp_path / f"ranks{ranks}"
+        shared = {"max_steps": 2, "micro_batch_size": 1, "num_generations": 4, "validate_at_step0": False}
+        launch(ranks, command(output_dir=run, batch_size=batch, **shared))
+        lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        records.append({(line["kind"], line["step"]): line for line in lines})
+    one, two = records
+    assert one.keys() == two.keys() and two["run", 0]["ranks"] == 2
+    for name in ("reward/total", "policy/grad_norm", "kl/anchor", "reward/group_std"):
+        assert one["train", 1][name] == pytest.approx(two["train", 1][name], rel=1e-4, abs=1e-9), name
+        assert one["train", 2][name] == pytest.approx(two["train", 2][name], rel=2e-2, abs=1e-6), name
+    assert one["validation", 2]["count"] == two["validation", 2]["count"] == 2
+    assert one["train", 1]["per_step"]["count"] == two["train", 1]["per_step"]["count"]

@@ -1,0 +1,84 @@
+"""Stopping and going on gives the numbers of a run that never stopped; a checkpoint can be sampled."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from sage_grpo.config import ConfigError
+from sage_grpo.models.hunyuan15 import Hunyuan15
+from sage_grpo.train import checkpoint
+
+
+def state(trainer):
+    """Everything that a checkpoint has to bring back."""
+    tensors = {f"{part}.{n}": v for part, values in checkpoint._parts(trainer).items() for n, v in values.items()}
+    return {name: value.detach().clone() for name, value in tensors.items()}, checkpoint._state(trainer)
+
+
+@pytest.mark.parametrize("changes", [
+    {"use_lora": True, "update_ref_model_step": 3},
+    {"use_lora": False, "use_moving_KL": False, "ema_decay": 0.9, "optimizer": "muon"},
+    {"use_lora": False, "kl_weight": 0, "warmup_steps": 3},
+], ids=["lora", "full", "no_kl"])  # fmt: skip
+def test_two_and_two_iterations_are_four(make, changes, tmp_path):
+    whole = make(max_steps=4, save_interval=2, output_dir=str(tmp_path / "whole"), **changes)
+    whole.train()
+    shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
+    shutil.rmtree(tmp_path / "resumed" / "checkpoints" / "step-000004")
+    resumed = make(max_steps=4, output_dir=str(tmp_path / "resumed"), resume_from_checkpoint="auto", **changes)
+    assert resumed.step == 2
+    resumed.train()
+    (tensors, numbers), (expected, expected_numbers) = state(resumed), state(whole)
+    assert numbers == expected_numbers and numbers["step"] == 4
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("use_lora", [True, False])
+def test_a_checkpoint_samples_as_the_policy_it_holds(make, use_lora):
+    trainer = make(use_lora=use_lora, max_steps=2)
+    trainer.train()
+    (folder,) = checkpoint.found(trainer.run.folder / "checkpoints")
+    fresh = Hunyuan15(trainer.config.pretrained_model_root)
+    x, cond = torch.randn(1, *trainer.shape), trainer.guidance.negative
+    with torch.no_grad():
+        untrained = fresh.velocity(x, 0.5, cond)
+        fresh.load_weights(folder)
+        velocity = fresh.velocity(x, 0.5, cond)
+        assert not torch.allclose(velocity, untrained)
+        torch.testing.assert_close(velocity, trainer.policy.velocity(x, 0.5, cond), rtol=1e-4, atol=1e-5)
+
+
+def test_only_the_newest_are_kept_and_drafts_do_not_count(make):
+    trainer = make(max_steps=4, save_interval=1, keep_checkpoints=2)
+    (trainer.run.folder / "checkpoints" / "step-000009.tmp").mkdir(parents=True)
+    trainer.train()
+    names = [path.name for path in checkpoint.found(trainer.run.folder / "checkpoints")]
+    assert names == ["step-000003", "step-000004"]
+    assert checkpoint.choose(trainer.run.folder, "auto").name == "step-000004"
+
+
+def test_a_checkpoint_of_another_configuration_is_refused(make):
+    make(use_lora=True, max_steps=1).train()
+    for changes, words in (({"use_lora": False}, "does not fit"), ({"use_lora": True, "ema_decay": 0.9}, "no average")):
+        with pytest.raises(ConfigError, match=words):
+            make(resume_from_checkpoint="auto", **changes)
+
+
+def test_nothing_to_resume_is_said(make, tmp_path):
+    with pytest.raises(ConfigError, match="holds none"):
+        make(resume_from_checkpoint="auto")
+    with pytest.raises(ConfigError, match="is no checkpoint"):
+        make(resume_from_checkpoint=str(tmp_path))
+
+
+def test_a_line_that_was_cut_off_does_not_spoil_the_metrics(make):
+    trainer = make(max_steps=1, save_interval=1)
+    trainer.train()
+    file = trainer.run.folder / "metrics.jsonl"
+    with file.open("a") as handle:
+        handle.write('{"kind": "train", "ste')
+    make(max_steps=2, resume_from_checkpoint="auto").train()
+    assert [json.loads(line)["kind"] for line in file.read_text().splitlines()].count("train") == 2

@@ -1,0 +1,95 @@
+"""Which clips are made, with which noise, and which steps are trained."""
+
+import pytest
+import torch
+
+from sage_grpo.train.rollout import Piece, at_steps, exploring_steps, plan, prompt_positions, training_order
+
+
+def test_every_epoch_has_each_prompt_once_in_a_fresh_order():
+    drawn = [p for step in range(9) for p in prompt_positions(step, 4, 6, seed=3)]
+    epochs = [drawn[start : start + 6] for start in range(0, 36, 6)]
+    assert all(sorted(epoch) == list(range(6)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) > 1
+    assert drawn[:4] == prompt_positions(0, 4, 6, seed=3) != prompt_positions(0, 4, 6, seed=4)
+
+
+def test_ranks_share_the_rows_of_the_whole_batch():
+    whole = plan([7, 2, 9], 4, 12, 0, None)
+    assert [(piece.prompt, piece.samples) for piece in whole] == [(7, (0, 1, 2, 3)), (2, (0, 1, 2, 3)), (9, (0, 1, 2, 3))]
+    for batch, ranks in ((4, 3), (2, 6), (1, 12)):
+        parts = [piece for rank in range(ranks) for piece in plan([7, 2, 9], 4, batch, rank, None)]
+        rows = [(piece.prompt, piece.group, sample) for piece in parts for sample in piece.samples]
+        assert rows == [(piece.prompt, piece.group, sample) for piece in whole for sample in piece.samples]
+    assert [len(piece.samples) for piece in plan([7, 2], 4, 8, 0, 2)] == [2, 2, 2, 2]
+
+
+def test_a_prompt_that_comes_twice_never_repeats_its_noise():
+    pieces = plan([5, 5], 2, 4, 0, None)
+    assert [piece.samples for piece in pieces] == [(0, 1), (2, 3)] and [piece.group for piece in pieces] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "window, step, expected",
+    [
+        ("all", 0, [0, 1, 2, 3, 4]),
+        ("all_but_last", 0, [0, 1, 2, 3]),
+        ("slide:2", 24, [0, 1]),
+        ("slide:2", 25, [1, 2]),
+        ("slide:2:10", 39, [3, 4]),
+        ("slide:2:10", 40, [0, 1]),
+        ("slide:5:1", 3, [0, 1, 2, 3, 4]),
+    ],
+)
+def test_windows(window, step, expected):
+    assert exploring_steps(window, 5, step, seed=0).nonzero().flatten().tolist() == expected
+
+
+def test_a_random_window_moves_and_is_whole():
+    found = [exploring_steps("random:2", 5, step, seed=1).nonzero().flatten().tolist() for step in range(40)]
+    assert all(len(steps) == 2 and steps[1] == steps[0] + 1 for steps in found)
+    assert {steps[0] for steps in found} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("window", ["", "some", "random", "random:0", "random:6", "slide:2:0", "slide:a", "all:2", "slide:1:2:3", "random:2:3"])  # fmt: skip
+def test_a_wrong_window_is_refused(window):
+    with pytest.raises(ValueError, match="sde_window"):
+        exploring_steps(window, 5, 0, seed=0)
+
+
+def test_orders_are_permutations_of_the_stochastic_steps():
+    stochastic, piece = torch.tensor([True, False, True, True, True]), Piece(3, 0, (0, 1, 2, 3))
+    order = training_order(stochastic, 1.0, True, 0, 5, piece)
+    assert all(sorted(row) == [0, 2, 3, 4] for row in order.tolist()) and len({tuple(r) for r in order.tolist()}) > 1
+    assert training_order(stochastic, 0.5, False, 0, 5, piece).tolist() == [[0, 2]] * 4
+    assert training_order(stochastic, 0.01, True, 0, 5, piece).shape == (4, 1)
+    assert not torch.equal(order, training_order(stochastic, 1.0, True, 0, 6, piece))
+
+
+def test_at_steps_takes_each_row_at_its_own_step():
+    values = torch.arange(24).view(3, 4, 2)
+    assert at_steps(values, torch.tensor([3, 0, 1])).tolist() == [[6, 7], [8, 9], [18, 19]]
+
+
+def test_rollouts_do_not_depend_on_the_split(make):
+    """The same clips in one micro-batch or several: noise belongs to the clip."""
+    paths = []
+    for size in (2, 1):
+        trainer = make(micro_batch_size=size, overwrite=True)
+        paths.append(torch.cat([t.x for t in trainer.roll_out(trainer.schedule())]))
+    torch.testing.assert_close(paths[0], paths[1], rtol=1e-4, atol=1e-4)
+    assert torch.equal(paths[0][:, 0], paths[1][:, 0])
+
+
+def test_same_init_noise_is_shared_by_the_group_alone(make):
+    trainer = make(same_init_noise=True)
+    first, second = trainer.roll_out(trainer.schedule())
+    assert torch.equal(first.x[0, 0], first.x[1, 0]) and not torch.equal(first.x[0, 0], second.x[0, 0])
+    assert not torch.equal(first.x[0, 1], first.x[1, 1])
+
+
+def test_each_iteration_has_fresh_noise(make):
+    trainer = make()
+    first = trainer.roll_out(trainer.schedule())[0].x[:, 0]
+    trainer.step = 3  # one epoch of three prompts later, two prompts per iteration: the same prompts come again
+    assert not any(torch.equal(first, t.x[:, 0]) for t in trainer.roll_out(trainer.schedule()))

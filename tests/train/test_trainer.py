@@ -1,0 +1,267 @@
+"""The loop itself: it runs in every combination, it moves what it should, and its numbers mean what they say."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from sage_grpo.algo.sde import SDES
+from sage_grpo.models.lora import ANCHOR, POLICY, adapter_parameters
+from sage_grpo.train.trainer import TrainingError
+from sage_grpo.train.update import Objective
+
+STRATEGIES = {
+    "none": {"kl_weight": 0},
+    "fixed": {"use_moving_KL": False, "use_dual_kl": False},
+    "stepwise": {"dual_kl_moving_weight": 0},
+    "moving": {"use_dual_kl": False},
+    "dual_moving": {},
+    "dual_fixed": {"use_moving_KL": False},
+}
+
+
+def records(trainer, kind="train"):
+    lines = (trainer.run.folder / "metrics.jsonl").read_text().splitlines()
+    return [line for line in map(json.loads, lines) if line["kind"] == kind]
+
+
+def snapshot(trainer):
+    return {name: p.detach().clone() for name, p in trainer.optimization.parameters.items()}
+
+
+@pytest.mark.parametrize("use_lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("sde_type", [name for name in SDES if name != "ode"])
+def test_two_iterations(make, sde_type, strategy, use_lora):
+    trainer = make(sde_type=sde_type, use_lora=use_lora, updates_per_rollout=2, **STRATEGIES[strategy])
+    trainer.validation = None
+    before = snapshot(trainer)
+    trainer.train()
+    after = snapshot(trainer)
+    first, second = records(trainer)
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    assert all(value.isfinite().all() for value in after.values())
+    assert second["updates"] == 4 and second["policy/skipped_updates"] == 0
+    assert first["per_step"]["count"][:2] == [4, 4]  # four clips trained these steps
+    anchored = strategy not in ("none", "stepwise")
+    assert (second["kl/anchor"] > 0) == anchored
+    assert second["kl/rollout"] > 0  # the second half of each rollout is off-policy
+    assert (trainer.anchor is not None) == anchored
+
+
+def test_the_anchor_starts_as_the_policy_follows_or_stays(make):
+    for moving, equal in ((True, True), (False, False)):
+        trainer = make(use_lora=True, use_moving_KL=moving, update_ref_model_step=2, overwrite=True)
+        trainer.train()  # two updates: a refresh is due at the end
+        policy, anchor = (adapter_parameters(trainer.policy.transformer, name) for name in (POLICY, ANCHOR))
+        assert all(torch.equal(policy[name], anchor[name]) for name in policy) == equal
+        assert trainer.anchor.is_policy == equal
+
+
+def test_the_anchor_forward_is_skipped_only_while_it_would_change_nothing(make):
+    trainer = make(use_lora=False)
+    schedule = trainer.schedule()
+    batch = trainer.roll_out(schedule)
+    trainer.prepare_anchor(batch, schedule)
+    assert batch[0].anchor_velocity is None
+    trainer.anchor.count_update()  # as after an update that changed nothing
+    trainer.prepare_anchor(batch, schedule)
+    rows = torch.arange(2)
+    for steps in batch[0].order.T:  # the same forward, so the same bits
+        assert torch.equal(batch[0].anchor_velocity[rows, steps], batch[0].velocity[rows, steps])
+    assert trainer.policy.transformer is not trainer.anchor.transformer
+
+
+def test_more_updates_per_rollout_make_the_clip_act(make):
+    fractions = {}
+    for updates in (1, 3):
+        trainer = make(updates_per_rollout=updates, overwrite=True, sde_window="all")
+        trainer.train()
+        fractions[updates] = records(trainer)[-1]["policy/clip_fraction"]
+        assert records(trainer)[-1]["updates"] == 2 * updates
+    assert fractions[1] == 0 and fractions[3] > 0.2
+
+
+def test_the_first_ratio_is_one_to_the_last_bit(make):
+    for changes in ({}, {"guidance_scale": 3.0}, {"use_lora": True}, {"ratio_norm": True, "sde_type": "precise"}):
+        trainer = make(max_steps=1, overwrite=True, **changes)
+        trainer.train()
+        assert records(trainer)[0]["policy/ratio_max_deviation"] == 0
+        assert records(trainer)[0]["policy/ratio_mean"] == 1
+
+
+def test_a_forward_that_differs_in_training_stops_the_run(make, monkeypatch):
+    trainer = make()
+    velocity = trainer.policy.velocity
+    monkeypatch.setattr(
+        trainer.policy, "velocity", lambda *a: velocity(*a) * (1 + 1e-6 * torch.is_grad_enabled()), raising=True
+    )
+    with pytest.raises(TrainingError, match=r"first ratio differs from 1 by .*e-"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("permute", [True, False])
+@pytest.mark.parametrize("fraction, trained", [(1.0, 6), (0.5, 3)])
+def test_the_right_steps_are_trained_with_the_right_normalisation(make, monkeypatch, permute, fraction, trained):
+    seen = []
+    backward = Objective.backward
+
+    def spy(self, trajectory, steps, advantages, stats):
+        seen.append((trajectory.piece, steps, self.num_pairs))
+        backward(self, trajectory, steps, advantages, stats)
+
+    monkeypatch.setattr(Objective, "backward", spy)
+    trainer = make(
+        num_sampling_steps=6, timestep_fraction=fraction, enable_timestep_permutation=permute, max_steps=1
+    )
+    trainer.train()
+    assert {pairs for _, _, pairs in seen} == {4 * trained}
+    for piece in {piece for piece, _, _ in seen}:
+        steps = torch.stack([steps for p, steps, _ in seen if p == piece], 1)  # (clips, trained)
+        assert steps.shape == (2, trained)
+        assert all(len(set(row.tolist())) == trained for row in steps)
+        if permute:
+            assert not torch.equal(steps[0], steps[1])
+        else:
+            assert steps.tolist() == [list(range(trained))] * 2
+
+
+def test_steps_outside_the_window_are_not_trained(make):
+    trainer = make(num_sampling_steps=5, sde_window="slide:2:1", max_steps=2)
+    trainer.train()
+    counts = [record["per_step"]["count"] for record in records(trainer)]
+    assert counts == [[4, 4, 0, 0, 0], [0, 4, 4, 0, 0]]
+    assert records(trainer)[0]["per_step"]["grad_v"][2] is None
+
+
+def test_accumulation_equals_a_bigger_batch(make):
+    """The gradient of two accumulated rollouts is that of one batch of both."""
+    trainer = make(gradient_accumulation_steps=2)
+    parts = []
+    for step in (0, 1):
+        trainer.step = step
+        schedule = trainer.schedule()
+        batch = trainer.roll_out(schedule)
+        advantages = trainer.advantages(trainer.score(batch, trainer.decode(batch)))
+        parts.append((batch, advantages))
+        if step == 0:
+            trainer.update(batch, schedule, advantages)
+    kept = {}
+    trainer.optimization.step = lambda: kept.update(
+        {name: p.grad.clone() for name, p in trainer.optimization.parameters.items()}
+    )
+    trainer.optimization.clip = lambda: 1.0
+    trainer.update(*(parts[1][0], schedule, parts[1][1]))
+
+    together = make(gradient_accumulation_steps=1, overwrite=True)
+    whole = {}
+    together.optimization.step = lambda: whole.update(
+        {name: p.grad.clone() for name, p in together.optimization.parameters.items()}
+    )
+    together.optimization.clip = lambda: 1.0
+    joined = type(parts[0][1])(
+        torch.cat([part[1].values for part in parts]), torch.cat([part[1].trained for part in parts]), 0, 0, 0
+    )
+    together.update([t for batch, _ in parts for t in batch], schedule, joined)
+    assert kept.keys() == whole.keys()
+    assert any(value.abs().max() > 0 for value in whole.values())
+    for name, value in whole.items():
+        torch.testing.assert_close(kept[name], value, rtol=1e-4, atol=1e-9)
+
+
+def test_gradients_are_zero_only_where_nothing_depends_on_the_parameter(make):
+    trainer = make(guidance_scale=2.0)
+    schedule = trainer.schedule()
+    batch = trainer.roll_out(schedule)
+    found = {}
+    trainer.optimization.step = lambda: found.update(
+        {name: p.grad.abs().max().item() for name, p in trainer.optimization.parameters.items()}
+    )
+    trainer.update(batch, schedule, trainer.advantages(trainer.score(batch, trainer.decode(batch))))
+    silent = {name for name, value in found.items() if value == 0}
+    assert set(found) == set(trainer.optimization.parameters)
+    # the prompts quote no text, so the glyph encoder's tokens are absent
+    assert all(name.startswith(("context_embedder_2", "cond_type_embed")) for name in silent), sorted(n for n in silent if not n.startswith(("context_embedder_2", "cond_type")))
+
+
+def test_the_loss_falls_on_what_it_was_computed_from(make):
+    """A small step down the gradient lowers the objective of the same rollout: the sign is right."""
+    trainer = make(kl_weight=0, use_grad_balancing=True)
+    schedule = trainer.schedule()
+    batch = trainer.roll_out(schedule)
+    advantages = trainer.advantages(trainer.score(batch, trainer.decode(batch)))
+
+    def value():
+        goal = Objective(
+            trainer.policy, trainer.guidance, schedule, torch.ones(3), trainer.config, 0.0, num_pairs=1
+        )
+        rows = advantages.values.float().split([len(t.x) for t in batch])
+        with torch.no_grad():
+            return sum(
+                goal.terms(t, torch.full((2,), step), a).policy.sum().item()
+                for t, a in zip(batch, rows, strict=True)
+                for step in range(3)
+            )
+
+    before = value()
+    for group in trainer.optimization.optimizers[0].param_groups:
+        group["weight_decay"] = 0.0
+    trainer.optimization.config = trainer.config.__class__(
+        **{**trainer.config.__dict__, "learning_rate": 1e-7, "weight_decay": 0.0}
+    )
+    trainer.update(batch, schedule, advantages)
+    assert value() < before
+
+
+def test_average_is_validated_and_exported_but_not_trained(make):
+    trainer = make(ema_decay=0.5, max_steps=1)
+    start = snapshot(trainer)
+    trainer.train()
+    now = snapshot(trainer)
+    name = max(now, key=lambda n: (now[n] - start[n]).abs().max())
+    expected = (start[name] + now[name]) / 2
+    torch.testing.assert_close(trainer.optimization.average[name], expected)
+    with trainer.optimization.averaged():
+        torch.testing.assert_close(trainer.optimization.parameters[name].detach(), expected)
+    assert torch.equal(trainer.optimization.parameters[name], now[name])
+
+
+def test_muon_takes_the_matrices_of_the_blocks(make):
+    trainer = make(optimizer="muon", max_steps=1)
+    adamw, muon = trainer.optimization.optimizers
+    names = {id(p): name for name, p in trainer.optimization.parameters.items()}
+    in_muon = {names[id(p)] for p in muon.param_groups[0]["params"]}
+    assert in_muon and all(name.startswith("transformer_blocks.") for name in in_muon)
+    assert len(in_muon) + len(adamw.param_groups[0]["params"]) == len(names)
+    before = snapshot(trainer)
+    trainer.train()
+    assert all(not torch.equal(before[name], trainer.optimization.parameters[name]) for name in list(in_muon)[:5])
+
+
+def test_warmup_raises_the_learning_rate_linearly(make):
+    trainer = make(warmup_steps=4, max_steps=3)
+    trainer.train()
+    assert [record["lr"] for record in records(trainer)] == pytest.approx([2.5e-4, 5e-4, 7.5e-4])
+
+
+def test_every_metric_of_the_docs_is_written(make):
+    trainer = make(max_steps=1, validate_at_step0=True)
+    trainer.train()
+    (train,), (first, last) = records(trainer), records(trainer, "validation")
+    for name in ("reward/total", "reward/VQ", "reward/group_std", "policy/grad_norm", "kl/coef", "time/rollout"):
+        assert math.isfinite(train[name]), name
+    assert first["step"] == 0 and last["step"] == 1 and first["count"] == 3
+    (run,) = records(trainer, "run")
+    assert len(run["schedule"]["sigmas"]) == 4 and run["trainable_parameters"] > 1000
+
+
+def test_training_is_reproducible_and_depends_on_the_seed(make):
+    results = {}
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        trainer = make(seed=seed, overwrite=True)
+        trainer.train()
+        results[name] = snapshot(trainer)
+    key = next(iter(results["a"]))
+    assert all(torch.equal(results["a"][n], results["b"][n]) for n in results["a"])
+    assert not torch.equal(results["a"][key], results["c"][key])

@@ -1,0 +1,134 @@
+"""Loss and gradients against a from-scratch implementation of the printed formulas, before any optimizer."""
+
+import math
+
+import pytest
+import torch
+
+STRATEGIES = {
+    "dual_moving": {},
+    "fixed": {"use_moving_KL": False, "use_dual_kl": False},
+    "logprob": {"step_kl_estimator": "logprob"},
+    "none": {"kl_weight": 0},
+    "unbalanced": {"use_grad_balancing": False},
+}
+
+
+def reference_gradients(trainer, batch, rewards, eta, error=None):
+    """GRPO on stored trajectories in plain loops: sage's mean and variance, advantages, equalizer, clip, two KLs.
+
+    `error` names one deliberate mistake.
+    """
+    config, model = trainer.config, trainer.policy
+    sigmas = [5 * u / (1 + 4 * u) for u in (1, 2 / 3, 1 / 3, 0)]
+    rows = []
+    for sigma, following in zip(sigmas, sigmas[1:], strict=False):
+        delta, top = sigma - following, min(sigma, 0.997)
+        variance = eta**2 * (-delta + math.log((1 - following) / (1 - top)))
+        rows.append((1 - variance / (2 * sigma), -delta - variance * (1 - sigma) / (2 * sigma), math.sqrt(variance)))
+    norms = [abs(b) / std for _, b, std in rows]
+    median = sorted(norms)[1]
+    total, count, first = 0.0, 0, 0
+    for trajectory in batch:
+        group = rewards[first : first + 2]
+        first += 2
+        for i in range(2):
+            advantage = (group[i] - group.mean()) / (group.std(correction=0) + 1e-6)
+            for t, (a, b, std) in enumerate(rows):
+                x, following = trajectory.x[i, t], trajectory.x[i, t + 1]
+                both = trajectory.x[:, t], torch.full((2,), sigmas[t])
+                v = model.velocity(*both, trajectory.cond)[i]
+                with torch.no_grad():
+                    old = -(((following - a * x - b * trajectory.velocity[i, t]) ** 2) / (2 * std**2)).mean()
+                new = -(((following - a * x - b * v) ** 2) / (2 * std**2)).mean()
+                ratio = (new - old).exp()
+                clipped = ratio.clamp(1 - config.clip_range, 1 + config.clip_range)
+                loss = torch.maximum(-advantage * ratio, -advantage * clipped)
+                scale = median / norms[t] if config.use_grad_balancing and error != "no equalizer" else 1.0
+                anchor = trajectory.anchor_velocity[i, t] if trajectory.anchor_velocity is not None else v.detach()
+                kl = b**2 / (2 * std ** (4 if error == "squared variance" else 2)) * ((v - anchor) ** 2).mean()
+                step_kl = b**2 / (2 * std**2) * ((v - trajectory.velocity[i, t]) ** 2).mean()
+                if config.step_kl_estimator == "logprob":
+                    step_kl = old - new
+                sign = -1 if error == "sign of the KL" else 1
+                weight = 0.1 * config.use_dual_kl
+                total = total + scale * loss + sign * trainer.controller.coef * (kl + weight * step_kl)
+                count += 1
+    (total / (count if error != "sum over steps" else count / 3)).backward()
+    found = {name: p.grad.clone() for name, p in trainer.optimization.parameters.items()}
+    trainer.optimization.forget()
+    return found
+
+
+@pytest.fixture
+def prepared(make):
+    """A trainer whose policy has left both its rollout and its anchor, one rollout, and its rewards."""
+
+    def prepare(**flags):
+        trainer = make(kl_schedule="fixed", kl_weight=flags.pop("kl_weight", 0.5), clip_range=1e-3, **flags)
+        schedule = trainer.schedule()
+        batch = trainer.roll_out(schedule)
+        rewards = torch.tensor([0.1, 0.9, -2.0, 0.3], dtype=torch.float64)
+
+        def move(size, seed):
+            for index, parameter in enumerate(trainer.optimization.parameters.values()):
+                noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed + index))
+                parameter.data += size * noise
+
+        move(2e-3, 0)
+        if trainer.anchor:  # a third policy
+            trainer.anchor.copy_policy()
+            trainer.anchor.count_update()
+            trainer.prepare_anchor(batch, schedule)
+        move(2e-3, 1000)
+        return trainer, schedule, batch, rewards
+
+    return prepare
+
+
+def our_gradients(trainer, schedule, batch, rewards):
+    found = {}
+    trainer.ratio_checked = True  # the policy was moved on purpose
+    trainer.optimization.clip = lambda: 1.0
+    trainer.optimization.step = lambda: found.update(
+        {name: p.grad.clone() for name, p in trainer.optimization.parameters.items()}
+    )
+    scores = type("Scores", (), {"total": rewards})
+    trainer.update(batch, schedule, trainer.advantages(scores))
+    return found
+
+
+def worst_difference(ours, reference):
+    gap = sum((ours[name] - reference[name]).square().sum() for name in reference)
+    return (gap / sum(value.square().sum() for value in reference.values())).sqrt().item()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_equal_the_formulas(prepared, strategy):
+    trainer, schedule, batch, rewards = prepared(**STRATEGIES[strategy])
+    reference = reference_gradients(trainer, batch, rewards, eta=0.5)
+    ours = our_gradients(trainer, schedule, batch, rewards)
+    assert worst_difference(ours, reference) < 2e-3  # fp32
+
+
+@pytest.mark.parametrize("error", ["no equalizer", "squared variance", "sign of the KL", "sum over steps"])
+def test_the_comparison_sees_a_mistake(prepared, error):
+    trainer, schedule, batch, rewards = prepared()
+    reference = reference_gradients(trainer, batch, rewards, eta=0.5, error=error)
+    assert worst_difference(our_gradients(trainer, schedule, batch, rewards), reference) > 0.05
+
+
+def test_a_broken_path_leaves_the_others_gradients_alone(make):
+    """A clip whose path is not finite adds nothing: not to the policy loss, not to the KL, and no NaN."""
+    trainer = make(kl_weight=0.5)
+    schedule = trainer.schedule()
+    batch = trainer.roll_out(schedule)
+    batch[0].sound[1] = False
+    batch[0].x[1], batch[0].velocity[1] = 0.0, 7.0  # as roll_out leaves it, but with a KL that would show
+    rewards = torch.tensor([0.1, math.nan, -2.0, 0.3], dtype=torch.float64)
+    found = our_gradients(trainer, schedule, batch, rewards)
+    assert all(value.isfinite().all() for value in found.values())
+    only = {}
+    batch[0].velocity[1] = -3.0
+    only = our_gradients(trainer, schedule, batch, rewards)
+    assert all(torch.equal(found[name], only[name]) for name in found)
