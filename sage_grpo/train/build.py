@@ -30,7 +30,15 @@ GOLD = {"shapes": gold}
 
 
 def build_trainer(config: Config, ranks: Ranks) -> Trainer:
-    """Load the model, prompts and rewards, check them, resume if asked, and open the run folder."""
+    """A trainer whose run folder is open."""
+    trainer = assemble(config, ranks)
+    trainer.run.open()
+    trainer.run.introduce(trainer.step, about(trainer, world_of(trainer.policy.folder)))
+    return trainer
+
+
+def assemble(config: Config, ranks: Ranks) -> Trainer:
+    """Load the model, prompts and rewards, check them, resume if asked. Nothing is written."""
     folder = Path(config.pretrained_model_root)
     probe = Hunyuan15(folder, ranks.device)
     config = resolve(config, probe.sampling, ranks.device.type)
@@ -64,8 +72,6 @@ def build_trainer(config: Config, ranks: Ranks) -> Trainer:
     equalizer(trainer.schedule())  # refuses a schedule with nothing to train
     if config.resume_from_checkpoint:
         checkpoint.load(trainer, checkpoint.choose(run.folder, config.resume_from_checkpoint))
-    run.open()
-    run.introduce(trainer.step, about(trainer, world))
     return trainer
 
 

@@ -22,6 +22,7 @@ from sage_grpo.train.metrics import Stopwatch, UpdateStats
 from sage_grpo.train.optimization import Optimization
 from sage_grpo.train.rollout import (
     Guidance,
+    Piece,
     Trajectory,
     exploring_steps,
     plan,
@@ -100,12 +101,17 @@ class Trainer:
         steps = exploring_steps(self.config.sde_window, self.sampler.num_steps, self.step, self.config.seed)
         return self.sampler.window(steps.to(self.ranks.device))
 
-    def roll_out(self, schedule: Schedule) -> list[Trajectory]:
-        """This rank's share of the iteration's clips, a list of micro-batches."""
-        c, batch = self.config, []
+    def pieces(self) -> list[Piece]:
+        """The micro-batches of this rank in this iteration."""
+        c = self.config
         groups = c.batch_size * self.ranks.count // c.num_generations
         positions = prompt_positions(self.step, groups, len(self.prompts), c.seed)
-        pieces = plan(positions, c.num_generations, c.batch_size, self.ranks.rank, c.micro_batch_size)
+        return plan(positions, c.num_generations, c.batch_size, self.ranks.rank, c.micro_batch_size)
+
+    def roll_out(self, schedule: Schedule, pieces: Sequence[Piece] | None = None) -> list[Trajectory]:
+        """The clips of `pieces`, which are this rank's share of the iteration unless others are named."""
+        c, batch = self.config, []
+        pieces = self.pieces() if pieces is None else pieces
         texts = list(dict.fromkeys(self.prompts[piece.prompt].text for piece in pieces))
         conditions = dict(zip(texts, self.policy.encode(texts), strict=True))
         for piece in pieces:

@@ -1,0 +1,287 @@
+"""The doctor on the embedded model: all is well, and everything that it looks at is broken once for real."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import post_train
+from sage_grpo.algo.sde import SDES, build_schedule, euler_maruyama, flow_sigmas
+from sage_grpo.models.hunyuan15 import Hunyuan15
+from sage_grpo.rewards.base import REWARDS
+from sage_grpo.rewards.shapes import ShapesReward
+from sage_grpo.tools import doctor
+from sage_grpo.train import build
+
+TINY = Path(__file__).parents[2] / "assets" / "tiny"
+PROMPTS = 'a red circle moving left\na large green letter "T" moving up slowly\na blue square moving down\n'
+LIGHT = {
+    "pretrained_model_root": TINY,
+    "num_sampling_steps": 2,
+    "batch_size": 2,
+    "num_generations": 2,
+    "guidance_scale": 1,
+    "enable_gradient_checkpointing": False,
+}
+
+
+class Doctor:
+    """Calls the program with a light configuration and keeps what it said."""
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture) -> None:
+        self.folder, self.capsys, self.output = folder, capsys, folder / "doctor"
+        self.train, self.held_out = folder / "train.txt", folder / "held_out.txt"
+        self.train.write_text(PROMPTS)
+        self.held_out.write_text("a cyan circle moving right\n")
+
+    def __call__(self, *own: str, **flags: object) -> int:
+        values = LIGHT | {"train_prompts": self.train, "validation_prompts": self.held_out}
+        values |= {"output_dir": self.folder / "run"} | flags
+        arguments = [str(word) for name, value in values.items() for word in (f"--{name}", value)]
+        code = doctor.main([*arguments, "--output", str(self.output), *own])
+        captured = self.capsys.readouterr()
+        self.text, self.errors = " ".join(captured.out.split()), captured.err
+        return code
+
+    @property
+    def record(self) -> dict:
+        return json.loads((self.output / "doctor.json").read_text())
+
+    def findings(self, check: str) -> list[dict]:
+        return [finding for finding in self.record["findings"] if finding["check"] == check]
+
+    def wrong(self) -> list[str]:
+        return [finding["check"] for finding in self.record["findings"] if finding["mark"] == "WRONG"]
+
+
+@pytest.fixture
+def run_doctor(tmp_path, capsys):
+    return Doctor(tmp_path, capsys)
+
+
+def test_all_is_well(run_doctor):
+    assert run_doctor("--prompts", "2", "--clips", "2", eta=0.3) == 0
+    assert "All is well" in run_doctor.text and not run_doctor.wrong()
+    assert not (run_doctor.folder / "run").exists()
+    checks = {finding["check"] for finding in run_doctor.record["findings"] if finding["mark"] == "ok"}
+    assert checks >= {
+        "config",
+        "batch",
+        "prompts",
+        "vae",
+        "reward",
+        "noise 0",
+        "ratio",
+        "gradients",
+        "balance",
+        "samplers",
+    }
+    assert "2 videos per iteration, 1 prompt x a group of 2, on 1 rank with 1 micro-batch of 2 each" in run_doctor.text
+    assert run_doctor.findings("ratio")[0]["numbers"]["deviation"] == 0
+    means = run_doctor.findings("reward")[0]["numbers"]["means"]
+    assert means["good"]["total"] > 1 > max(means[case]["total"] for case in ("static", "noise", "wrong prompt"))
+    check_comparison(run_doctor)
+
+
+def check_comparison(run_doctor: Doctor) -> None:
+    rows = {row["sde"]: row for row in run_doctor.record["samplers"]}
+    assert next(iter(rows)) == "ode" and set(rows) == set(SDES)
+    assert (run_doctor.output / "samplers.png").is_file()
+    for name, row in rows.items():
+        std = build_schedule(name, flow_sigmas(2, 3.0), 0.3).std
+        assert row["noise_energy"] == pytest.approx(std.square().sum().item(), rel=1e-5)
+        assert (row["clips"], row["failed"]) == (4, 0) and row["spread"] > 0
+        weighted = sum(w * row["reward"][n][0] for n, w in (("VQ", 0.5), ("MQ", 0.5), ("TA", 1.0)))
+        assert row["reward"]["total"][0] == pytest.approx(weighted)
+        difference = row["reward"]["total"][0] - rows["ode"]["reward"]["total"][0]
+        assert row["vs_ode"][0] == pytest.approx(difference)
+    assert rows["ode"]["noise_energy"] == 0 and rows["precise"]["vs_ode"][0] != 0
+    assert "* sage_grpo" in run_doctor.text and "prompt_distance" in run_doctor.text
+
+
+def test_balance_is_the_gradient_of_each_step(run_doctor):
+    assert run_doctor("--skip_ab", num_sampling_steps=3, use_grad_balancing=False) == 0
+    rows = run_doctor.findings("balance")[0]["numbers"]["rows"]
+    assert [row[0] for row in rows] == [0, 1, 2]
+    for _, _, _, expected, gradient, scale, equalized in rows:
+        assert scale == pytest.approx(rows[1][3] / expected, rel=1e-4)
+        assert equalized == pytest.approx(gradient * scale)
+    assert rows[2][4] > 3 * rows[0][4]  # late steps push harder, which is what the equalizer is for
+
+
+def test_adapters_wait_for_their_second_half(run_doctor):
+    assert run_doctor("--skip_ab", use_lora=True, sde_window="all_but_last") == 0
+    assert "30 of 60 trained tensors" in run_doctor.text
+    assert "30 lora_A wait for their lora_B, which starts at 0" in run_doctor.text
+
+
+def test_ranks_are_planned_not_started(run_doctor):
+    assert run_doctor("--skip_ab", "--ranks", "8", num_generations=4, sde_type="precise", eta=1.0) == 0
+    assert "16 videos per iteration, 4 prompts x a group of 4, on 8 ranks with 1 micro-batch of 2" in run_doctor.text
+    assert "at no step more than the noise level" in run_doctor.text
+
+
+def test_what_is_no_error_is_noted(run_doctor):
+    old = run_doctor.folder / "run" / "metrics.jsonl"
+    old.parent.mkdir()
+    old.write_text("{}\n")
+    run_doctor.held_out.write_text("a red circle moving left\n")
+    run_doctor.train.write_text(PROMPTS + "a red circle moving left\n")
+    assert run_doctor("--skip_ab", eta=1.0) == 0
+    assert "already holds a run" in run_doctor.text
+    assert list(old.parent.iterdir()) == [old] and old.read_text() == "{}\n"
+    assert "1 of the training prompts repeat another one" in run_doctor.text
+    assert "1 of the held-out prompts are trained on" in run_doctor.text
+    assert "more than the noise level 0.75 that it leads to" in run_doctor.text
+
+
+def expect_wrong(run_doctor: Doctor, check: str, *texts: str, **flags: object) -> None:
+    """Only this check complains."""
+    assert run_doctor("--prompts", "1", "--clips", "2", **flags) == 1
+    assert run_doctor.wrong() == [check]
+    assert "remedy:" in run_doctor.text and f"WRONG: {check}" in run_doctor.text
+    for text in texts:
+        assert text in run_doctor.text
+
+
+def test_more_updates_than_steps(run_doctor):
+    expect_wrong(run_doctor, "batch", "only 2 steps can be shared out", updates_per_rollout=3)
+
+
+def test_a_forward_that_differs_in_training(run_doctor, monkeypatch):
+    plain = Hunyuan15.velocity
+
+    def noisy(self, x, *rest):
+        return plain(self, x, *rest) + torch.is_grad_enabled() * 1e-2 * torch.randn_like(x)
+
+    monkeypatch.setattr(Hunyuan15, "velocity", noisy)
+    expect_wrong(run_doctor, "ratio", "off by up to", "every gradient would be wrong", "dropout")
+
+
+def spoil_training(monkeypatch, name: str, trained: bool) -> None:
+    """Makes the named parameter require a gradient, or not, after the trainer has chosen what it trains."""
+    plain = build.trainable_parameters
+
+    def spoilt(transformer, use_lora):
+        chosen = plain(transformer, use_lora)
+        dict(transformer.named_parameters())[name].requires_grad_(trained)
+        return chosen
+
+    monkeypatch.setattr(build, "trainable_parameters", spoilt)
+
+
+def test_a_trained_parameter_that_is_frozen(run_doctor, monkeypatch):
+    spoil_training(monkeypatch, "proj_out.weight", False)
+    expect_wrong(run_doctor, "gradients", "of 184 trained", "proj_out.weight", "no gradient although it is trained")
+
+
+def test_a_frozen_parameter_with_a_gradient(run_doctor, monkeypatch):
+    spoil_training(monkeypatch, "x_embedder.proj.weight", True)
+    expect_wrong(run_doctor, "gradients", "transformer.x_embedder.proj.weight", "although it is frozen", use_lora=True)
+
+
+def test_paths_that_are_not_finite(run_doctor, monkeypatch):
+    plain = Hunyuan15.velocity
+    monkeypatch.setattr(
+        Hunyuan15, "velocity", lambda self, x, *rest: plain(self, x, *rest) * (1 if len(x) == 1 else torch.nan)
+    )
+    expect_wrong(run_doctor, "rollout", "2 of 2 paths are not finite", "lower eta (0.5)")
+
+
+def test_a_check_that_breaks_off(run_doctor, monkeypatch):
+    plain = Hunyuan15.velocity
+
+    def stops(self, x, *rest):
+        if torch.is_grad_enabled():
+            raise RuntimeError("no kernel for this shape\nand more")
+        return plain(self, x, *rest)
+
+    monkeypatch.setattr(Hunyuan15, "velocity", stops)
+    expect_wrong(run_doctor, "update", "RuntimeError: no kernel for this shape")
+    assert "in stops" in run_doctor.findings("update")[0]["numbers"]["traceback"]
+
+
+class LovesNoise(ShapesReward):
+    def score(self, clips, prompts, fps):
+        return {name: -values for name, values in super().score(clips, prompts, fps).items()}
+
+
+class Fails(ShapesReward):
+    def score(self, clips, prompts, fps):
+        raise OSError("no answer")
+
+
+class Flat(ShapesReward):
+    names = ("style",)
+
+    def score(self, clips, prompts, fps):
+        return {"style": torch.ones(len(clips))}
+
+
+def test_a_reward_that_prefers_noise(run_doctor, monkeypatch):
+    monkeypatch.setitem(REWARDS, "shapes", LovesNoise)
+    expect_wrong(run_doctor, "reward", "VQ of noise clips", "total of wrong prompt clips", "mind the reward's sign")
+
+
+def test_weights_that_prefer_frozen_clips(run_doctor):
+    expect_wrong(run_doctor, "reward", "total of static clips", reward_weights='{"VQ": 1, "MQ": -1}')
+
+
+def test_a_reward_that_fails(run_doctor, monkeypatch):
+    monkeypatch.setitem(REWARDS, "shapes", Fails)
+    expect_wrong(run_doctor, "reward", "it fails on good clips: shapes: OSError: no answer", "repair the reward")
+
+
+def test_a_reward_that_teaches_nothing(run_doctor, monkeypatch):
+    monkeypatch.setitem(REWARDS, "shapes", Flat)
+    flags = {"reward_weights": '{"style": 1}', "sde_type": "precise", "eta": 1.2}
+    expect_wrong(run_doctor, "samplers", "varies by 0 inside a group", "equal rewards teach nothing", **flags)
+    assert (
+        "eta is 1.2 with sde_type cps"
+        in next(r for r in run_doctor.record["samplers"] if r["sde"] == "cps")["left_out"]
+    )
+
+
+def test_a_vae_with_broken_weights(run_doctor):
+    broken = run_doctor.folder / "model"
+    shutil.copytree(TINY, broken)
+    file = next((broken / "vae").glob("*.safetensors"))
+    weights = {name: values.clone() for name, values in load_file(file).items()}
+    weights[next(name for name in weights if name.startswith("decoder"))].fill_(torch.nan)
+    save_file(weights, file)
+    expect_wrong(run_doctor, "vae", "not finite", pretrained_model_root=broken)
+
+
+def test_a_model_without_a_world(run_doctor, tiny_folder):
+    """Its VAE was never trained, which the round trip must tell; no clip is known to be good."""
+    flags = {"pretrained_model_root": tiny_folder, "reward_model": "shapes"}
+    expect_wrong(run_doctor, "vae", "smooth synthetic clips", "fetch vae/ again", "no world that can draw", **flags)
+
+
+def test_a_sampler_that_is_no_ode_without_noise(run_doctor, monkeypatch):
+    monkeypatch.setitem(SDES, "sage_grpo", euler_maruyama(lambda sigma, next, eta: (0.1 + eta**2) * (sigma - next)))
+    expect_wrong(run_doctor, "noise 0", "at eta 0 sage_grpo is no ODE", "the table of sage_grpo must become a = 1")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [{"batch_size": 3}, {"nonsense": 1}, {"train_prompts": "missing.txt"}, {"pretrained_model_root": "missing"}],
+    ids=lambda flags: next(iter(flags)),
+)
+def test_a_wrong_configuration_gets_the_sentence_of_the_trainer(run_doctor, capsys, flags):
+    assert run_doctor(**flags) == 2
+    assert not run_doctor.output.exists() and not (run_doctor.folder / "run").exists()
+    values = LIGHT | {"output_dir": run_doctor.folder / "run"} | flags
+    assert post_train.main([str(word) for name, value in values.items() for word in (f"--{name}", value)]) == 2
+    sentence = capsys.readouterr().err.splitlines()[-1].removeprefix("post_train.py: ")
+    assert run_doctor.errors.splitlines()[-1] == f"doctor: {sentence}"
+
+
+def test_its_own_flags(run_doctor, monkeypatch):
+    assert run_doctor("--clips", "1") == 2 and "clips is 1" in run_doctor.errors
+    assert run_doctor(output_dir=run_doctor.output) == 2 and "stays out of the run folder" in run_doctor.errors
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert run_doctor() == 2 and "without torchrun" in run_doctor.errors
