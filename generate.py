@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 from tqdm import tqdm
+from transformers.utils.logging import disable_progress_bar
 
 from sage_grpo.algo.sde import SDES, build_schedule, flow_sigmas
 from sage_grpo.data.prompts import Prompt, read_prompts
@@ -32,6 +33,7 @@ AREAS = {"480p": 640 * 640, "720p": 960 * 960}  # pixels per frame, whatever the
 
 
 def main(arguments: list[str] | None = None) -> None:
+    disable_progress_bar()  # that of loading weights
     args = parse_arguments(arguments)
     try:
         generate(args)

@@ -8,6 +8,8 @@ Exit code 0: done; 1: training had to stop; 2: the configuration or a file is wr
 
 import sys
 
+from transformers.utils.logging import disable_progress_bar
+
 from sage_grpo.config import parse, warnings
 from sage_grpo.parallel.ranks import join_ranks
 from sage_grpo.tools.paired import text_table
@@ -18,6 +20,7 @@ from sage_grpo.train.trainer import TrainingError
 
 
 def main(arguments: list[str] | None = None) -> int:
+    disable_progress_bar()  # that of loading weights
     try:
         config = parse(sys.argv[1:] if arguments is None else arguments)
         with join_ranks(config.start_timeout) as ranks:

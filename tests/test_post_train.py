@@ -63,6 +63,7 @@ def test_a_run_leaves_everything_to_look_at(command, tmp_path, capfd):
         ([], {"num_frames": 6}, "num_frames 6 is not 4n \\+ 1"),
         ([], {"sde_window": "random:9"}, "sde_window is 'random:9'"),
         ([], {"sde_type": "cps", "eta": 2}, "at most 1"),
+        ([], {"updates_per_rollout": 3}, "updates_per_rollout is 3, but a rollout trains 2"),
         ([], {"validation_fixed_size": "big"}, "write HEIGHTxWIDTH"),
         (["--use_lora", "--lora_target_modules", "to_z"], {}, "lora_target_modules names to_z"),
         (["--use_lora", "--pretrained_lora_path", "nowhere"], {}, "pretrained_lora_path nowhere"),

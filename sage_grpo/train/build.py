@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from sage_grpo.algo.equalizer import equalizer, gradient_scale
+from sage_grpo.algo.sde import Schedule
 from sage_grpo.config import REWARD_ALIASES, Config, ConfigError, check, resolve
 from sage_grpo.data.prompts import Prompt, read_prompts
 from sage_grpo.models.hunyuan15 import Hunyuan15
@@ -18,7 +19,7 @@ from sage_grpo.rewards.composite import Composite
 from sage_grpo.train import checkpoint
 from sage_grpo.train.anchor import AdapterAnchor, Anchor, FullAnchor
 from sage_grpo.train.optimization import Optimization, trainable_parameters
-from sage_grpo.train.rollout import Guidance
+from sage_grpo.train.rollout import Guidance, num_trained
 from sage_grpo.train.run import Run
 from sage_grpo.train.trainer import Trainer
 from sage_grpo.train.validation import Validation
@@ -69,10 +70,20 @@ def assemble(config: Config, ranks: Ranks) -> Trainer:
         validation=Validation(*seen) if held_out else None,
         run=run,
     )
-    equalizer(trainer.schedule())  # refuses a schedule with nothing to train
+    check_steps(config, trainer.schedule())
     if config.resume_from_checkpoint:
         checkpoint.load(trainer, checkpoint.choose(run.folder, config.resume_from_checkpoint))
     return trainer
+
+
+def check_steps(config: Config, schedule: Schedule) -> None:
+    """There must be steps to train, at least one for each update."""
+    equalizer(schedule)
+    steps = num_trained(schedule.stochastic, config.timestep_fraction)
+    if config.updates_per_rollout > steps:
+        raise ConfigError(
+            f"updates_per_rollout is {config.updates_per_rollout}, but a rollout trains {steps} denoising step(s)"
+        )
 
 
 def prompts_of(files: Sequence[str] | None, own: Path, needed_by: str | None) -> list[Prompt]:
@@ -107,7 +118,7 @@ def prepare_transformer(policy: Hunyuan15, config: Config) -> dict[str, torch.nn
         if config.pretrained_lora_path:
             for adapter in (POLICY, ANCHOR)[: 1 + held]:
                 load_adapter(transformer, Path(config.pretrained_lora_path), adapter)
-    else:
+    elif transformer.dtype != master:
         transformer.to(master)
     if config.enable_gradient_checkpointing:
         transformer.checkpoint_blocks(config.checkpointing_fraction)

@@ -105,10 +105,15 @@ def exploring_steps(window: str, num_steps: int, step: int, seed: int) -> Tensor
     return inside
 
 
+def num_trained(stochastic: Tensor, fraction: float) -> int:
+    """How many denoising steps each clip trains."""
+    return max(1, round(fraction * int(stochastic.sum())))
+
+
 def training_order(stochastic: Tensor, fraction: float, permute: bool, seed: int, step: int, piece: Piece) -> Tensor:
     """(B, K) denoising steps that each clip trains: a share of the stochastic ones, each clip in its own order."""
     steps = stochastic.nonzero().flatten().cpu()
-    kept = max(1, round(fraction * len(steps)))
+    kept = num_trained(stochastic, fraction)
     if not permute:
         return steps[:kept].expand(len(piece.samples), -1)
     orders = [
