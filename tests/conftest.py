@@ -19,7 +19,7 @@ SAMPLING = Sampling(frames=9, height=32, width=32, fps=8, shift=5.0, guidance=6.
 def tiny_folder(tmp_path_factory):
     """Read-only: copy it before changing a file."""
     folder = tmp_path_factory.mktemp("tiny")
-    pipe = build_tiny(0, WORDS, TinyConfig(rope=(4, 6, 6), latent_channels=8))
+    pipe = build_tiny(0, WORDS, TinyConfig(rope=(4, 6, 6), layers=2, latent_channels=8))
     pipe.vae.register_to_config(scaling_factor=0.4)  # far from 1, so that a missing or doubled scaling shows
     with torch.no_grad():
         for parameter in pipe.transformer.parameters():  # no norm weight stays at 1, where a swap would not show

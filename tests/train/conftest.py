@@ -35,6 +35,7 @@ def flags(tiny_folder, tmp_path):
         "lora_r": 4,
         "lora_alpha": 8,
         "kl_weight": 0.1,
+        "enable_gradient_checkpointing": False,
     }
 
 

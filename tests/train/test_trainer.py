@@ -84,7 +84,7 @@ def test_more_updates_per_rollout_make_the_clip_act(make):
 
 
 def test_the_first_ratio_is_one_to_the_last_bit(make):
-    for changes in ({}, {"guidance_scale": 3.0}, {"use_lora": True}, {"ratio_norm": True, "sde_type": "precise"}):
+    for changes in ({"enable_gradient_checkpointing": True}, {"guidance_scale": 3.0}, {"use_lora": True}, {"ratio_norm": True, "sde_type": "precise"}):
         trainer = make(max_steps=1, overwrite=True, **changes)
         trainer.train()
         assert records(trainer)[0]["policy/ratio_max_deviation"] == 0
@@ -263,3 +263,13 @@ def test_training_is_reproducible_and_depends_on_the_seed(make):
     key = next(iter(results["a"]))
     assert all(torch.equal(results["a"][n], results["b"][n]) for n in results["a"])
     assert not torch.equal(results["a"][key], results["c"][key])
+
+
+def test_recomputing_blocks_changes_no_number(make):
+    results = []
+    for fraction in (0.0, 0.5, 1.0):
+        trainer = make(overwrite=True, enable_gradient_checkpointing=True, checkpointing_fraction=fraction)
+        assert trainer.policy.transformer.num_recomputed == 2 * fraction
+        trainer.train()
+        results.append(snapshot(trainer))
+    assert all(torch.equal(results[0][name], other[name]) for other in results[1:] for name in results[0])
