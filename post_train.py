@@ -25,6 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
         config = parse(sys.argv[1:] if arguments is None else arguments)
         with join_ranks(config.start_timeout) as ranks:
             trainer = build_trainer(config, ranks)
+            ranks.set_timeout(config.collective_timeout)
             if ranks.first:
                 for text in warnings(trainer.config):
                     print(f"note: {text}", file=sys.stderr)

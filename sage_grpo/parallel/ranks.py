@@ -64,6 +64,11 @@ class Ranks:
         for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
             gradient.copy_(total.view_as(gradient))
 
+    def set_timeout(self, seconds: float) -> None:
+        """How long ranks wait for each other from now on; before, loading a model may take its time."""
+        if self.count > 1:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.count > 1:
