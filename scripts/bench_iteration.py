@@ -411,7 +411,9 @@ def report(config: Config, ranks: Ranks, command: str) -> str:
 
 
 def read_flags(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--config", default="configs/tiny_cpu.yaml", help="recipe of post_train.py")
     parser.add_argument("--iterations", type=int, default=3, help="of each loop, after the warm-up")
     parser.add_argument("--output", type=Path, help="Markdown file for the result")
