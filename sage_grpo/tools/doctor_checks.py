@@ -1,22 +1,26 @@
-"""What the doctor measures of the batch, the prompts, the VAE, the reward and the sampler.
+"""What the doctor measures. A check takes an assembled trainer and yields findings; nothing is trained or written."""
 
-A check takes an assembled trainer and yields findings. Nothing is trained or written.
-"""
-
+import math
 import textwrap
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from tqdm import tqdm
 
-from sage_grpo.algo.sde import SDES, Schedule, build_schedule, flow_sigmas
+from sage_grpo.algo.equalizer import equalizer, gradient_scale
+from sage_grpo.algo.sde import build_schedule
 from sage_grpo.models.sample import counter_noise, denoise
 from sage_grpo.models.text import MAX_TEXT_TOKENS
-from sage_grpo.train.rollout import training_order
+from sage_grpo.tools.paired import aligned
+from sage_grpo.train.metrics import UpdateStats
+from sage_grpo.train.rollout import Trajectory, training_order
 from sage_grpo.train.trainer import Trainer
+from sage_grpo.train.update import Objective
 from sage_grpo.worlds import world_of
 from sage_grpo.worlds.shapes import render, scenes_from_prompt
 
@@ -24,6 +28,7 @@ REWARD_CLIPS, VAE_CLIPS = 16, 4
 VAE_BOUND = 0.05  # RMS, of the range of a pixel: 26 dB, where details are plainly lost
 PATH_BOUND = {"fp32": 1e-4, "bf16": 0.05}  # relative: how far rounding may drive two equal paths apart
 DEFECTS = {"static": "MQ", "noise": "VQ", "wrong prompt": "TA"}  # kinds of bad clips, and the score that is about each
+BALANCE = ("step", "sigma", "std", "N_t", "gradient", "S_t", "equalized")
 
 
 @dataclass(frozen=True)
@@ -32,57 +37,39 @@ class Finding:
     mark: str  # ok, note or WRONG
     text: str
     remedy: str = ""
+    table: str = ""
     numbers: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [f"{self.mark:<6}{self.check:<11}{self.text}"]
-        if self.mark == "WRONG":
-            lines.append(f"{'':17}remedy: {self.remedy}")
-        return "\n".join(textwrap.fill(line, 120, subsequent_indent=" " * 17) for line in lines)
+        lines += [f"{'':17}remedy: {self.remedy}"] if self.remedy else []
+        wrapped = [textwrap.fill(line, 120, subsequent_indent=" " * 17) for line in lines]
+        return "\n".join([*wrapped, self.table] if self.table else wrapped)
 
 
-def judged(check: str, good: bool, text: str, remedy: str, **numbers: Any) -> Finding:
-    return Finding(check, "ok" if good else "WRONG", text, "" if good else remedy, numbers)
-
-
-def counted(number: int, what: str) -> str:
-    return f"{number} {what}" + ("" if number == 1 else "es" if what.endswith("ch") else "s")
+def judged(check: str, good: bool, text: str, remedy: str, table: str = "", **numbers: Any) -> Finding:
+    return Finding(check, "ok" if good else "WRONG", text, "" if good else remedy, table, numbers)
 
 
 def check_batch(trainer: Trainer) -> Iterator[Finding]:
     """What one iteration is made of. That whole groups fit was found when the trainer was put together."""
-    c, pieces = trainer.config, trainer.pieces()
+    c, pieces, ranks = trainer.config, trainer.pieces(), trainer.ranks.count
     stochastic = trainer.schedule().stochastic
     trained = training_order(stochastic, c.timestep_fraction, False, c.seed, trainer.step, pieces[0]).shape[1]
-    videos, updates, accumulated = (
-        c.batch_size * trainer.ranks.count,
-        c.updates_per_rollout,
-        c.gradient_accumulation_steps,
-    )
-    pairs = accumulated * videos * trained // updates
-    every = counted(accumulated, "iteration") if accumulated > 1 else "iteration"
-    yield judged(
-        "batch",
-        trained >= updates,
-        f"{videos} videos per iteration, {counted(videos // c.num_generations, 'prompt')} x a group of "
-        f"{c.num_generations}, on {counted(trainer.ranks.count, 'rank')} with {counted(len(pieces), 'micro-batch')} of "
-        f"{len(pieces[0].samples)} each; {trained} of {c.num_sampling_steps} denoising steps are trained; "
-        f"{counted(updates, 'optimizer step')} per {every}, of {pairs} (video, step) pairs",
-        f"updates_per_rollout is {updates}, but only {counted(trained, 'step')} can be shared out among them; lower it",
-        videos=videos,
-        trained_steps=trained,
-        pairs=pairs,
-    )
+    videos, updates = c.batch_size * ranks, c.updates_per_rollout
+    pairs = c.gradient_accumulation_steps * videos * trained // updates
+    text = f"{videos} videos per iteration: prompts x group = {videos // c.num_generations} x {c.num_generations}, "
+    text += f"ranks x micro-batches x clips = {ranks} x {len(pieces)} x {len(pieces[0].samples)}; {trained} of "
+    text += f"{c.num_sampling_steps} denoising steps are trained, {pairs} (video, step) pairs in each optimizer step"
+    remedy = f"updates_per_rollout is {updates}, but only {trained} steps can be shared out among them; lower it"
+    yield judged("batch", trained >= updates, text, remedy)
 
 
 def check_prompts(trainer: Trainer) -> Iterator[Finding]:
     train = [prompt.text for prompt in trainer.prompts]
     held_out = [prompt.text for prompt in trainer.validation.prompts] if trainer.validation else []
-    longest = max(train + held_out, key=len)
-    tokens = len(trainer.policy.encode([longest])[0].text)
-    text = f"{len(train)} to train, {len(held_out)} held out; the longest has {counted(len(longest.split()), 'word')}, "
-    numbers = {"train": len(train), "held_out": len(held_out), "longest": longest, "tokens": tokens}
-    yield Finding("prompts", "ok", text + counted(tokens, "token"), numbers=numbers)
+    tokens = len(trainer.policy.encode([max(train + held_out, key=len)])[0].text)
+    yield Finding("prompts", "ok", f"{len(train)} to train, {len(held_out)} held out; the longest has {tokens} tokens")
     repeated, shared = len(train) - len(set(train)), set(train) & set(held_out)
     notes = {
         f"{repeated} of the training prompts repeat another one and weigh that much more": repeated,
@@ -102,41 +89,22 @@ def good_clips(trainer: Trainer, count: int) -> tuple[Tensor, list[str]] | None:
     return (render(scenes, c.num_frames, c.height, c.width) * 255).round().to(torch.uint8), texts
 
 
-def smooth_clips(trainer: Trainer, count: int) -> Tensor:
-    """uint8 clips of drifting colour waves, a few of them across a frame."""
-    c = trainer.config
-    t, y, x = torch.meshgrid(*(torch.linspace(0, 1, n) for n in (c.num_frames, c.height, c.width)), indexing="ij")
-    phases = [(1 + k) * x + (count - k) * y + t + channel / 3 for k in range(count) for channel in range(3)]
-    waves = (2 * torch.pi * torch.stack(phases)).sin().view(count, 3, *t.shape)
-    return (127.5 + 100 * waves).round().to(torch.uint8).permute(0, 2, 3, 4, 1)
-
-
 def check_vae(trainer: Trainer) -> Iterator[Finding]:
-    known = good_clips(trainer, VAE_CLIPS)
-    clips, kind = (known[0], "rendered") if known else (smooth_clips(trainer, VAE_CLIPS), "smooth synthetic")
+    """Clips of the model's world, or one whose colours are the time and place of its pixels."""
+    c, known = trainer.config, good_clips(trainer, VAE_CLIPS)
+    places = torch.meshgrid(*(torch.linspace(0, 255, n) for n in (c.num_frames, c.height, c.width)), indexing="ij")
+    clips, kind = (known[0], "rendered") if known else (torch.stack(places, -1)[None].byte(), "smooth synthetic")
     latents = trainer.policy.encode_video(clips)
-    remedy = (
-        "its weights are damaged or not those of this model: fetch vae/ again, mind its scaling_factor, try dtype fp32"
-    )
-    try:
-        decoded = trainer.policy.decode(latents).cpu()
-    except ValueError as error:  # pixels that are not finite
-        yield judged("vae", False, f"after encoding {kind} clips: {error}", remedy)
-        return
+    decoded = trainer.policy.decode(latents).cpu()
     rms = ((decoded.float() - clips.float()) / 255).square().mean().sqrt().item()
-    yield judged(
-        "vae",
-        rms <= VAE_BOUND,
-        f"{kind} clips, encoded and decoded, differ by an RMS of {rms:.3f} of the pixel range (at most {VAE_BOUND}); "
-        f"their latents have mean {latents.mean():.2f} and standard deviation {latents.std():.2f}",
-        remedy,
-        rms=rms,
-        latent_std=latents.std().item(),
-    )
+    text = f"{kind} clips, encoded and decoded, differ by an RMS of {rms:.3f} of the pixel range (at most {VAE_BOUND})"
+    text += f"; their latents have mean {latents.mean():.2f} and standard deviation {latents.std():.2f}"
+    remedy = "its weights are damaged or not those of this model: fetch vae/ again, try dtype fp32"
+    yield judged("vae", rms <= VAE_BOUND, text, remedy, rms=rms)
 
 
 def check_reward(trainer: Trainer) -> Iterator[Finding]:
-    """Known clips: good ones, frozen ones, pixel noise, and good ones under each other's prompts."""
+    """Good clips must lead in total, and each kind of bad clip be behind in the score that is about its defect."""
     known = good_clips(trainer, REWARD_CLIPS)
     if known is None:
         yield Finding("reward", "note", "not checked: this model has no world that can draw a clip known to be good")
@@ -144,8 +112,7 @@ def check_reward(trainer: Trainer) -> Iterator[Finding]:
     good, texts = known
     noise = torch.randint(0, 256, good.shape, generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     cases = {"good": (good, texts), "static": (good[:, :1].expand_as(good), texts), "noise": (noise, texts)}
-    if len(texts) > 1:
-        cases["wrong prompt"] = (good, [*texts[1:], texts[0]])
+    cases |= {"wrong prompt": (good, [*texts[1:], texts[0]])} if len(texts) > 1 else {}
     means: dict[str, dict[str, float]] = {}
     for case, (clips, prompts) in cases.items():
         scores = trainer.reward.score(list(clips), prompts, trainer.config.fps)
@@ -153,25 +120,15 @@ def check_reward(trainer: Trainer) -> Iterator[Finding]:
             yield judged("reward", False, f"it fails on {case} clips: {scores.errors[0]}", "repair the reward")
             return
         means[case] = {name: values.mean().item() for name, values in ({"total": scores.total} | scores.named).items()}
-    yield order_of_rewards(means)
-
-
-def order_of_rewards(means: dict[str, dict[str, float]]) -> Finding:
-    """Good clips lead in total, and each kind of bad clip is behind in the score that is about its defect."""
-    good, shown, wrong = means["good"], [f"good {means['good']['total']:.2f}"], []
-    for case, score in DEFECTS.items():
-        bad = means.get(case, {})
-        about = [name for name in bad if name.rpartition(".")[2] == score]
-        # an equal total is no preference: weights may leave a defect out on purpose
-        wrong += [f"{name} of {case} clips" for name in about if bad[name] >= good[name]]
-        wrong += [f"total of {case} clips"] if bad and bad["total"] > good["total"] else []
-        parts = "".join(f" ({name} {bad[name]:.2f}, good {good[name]:.2f})" for name in about)
-        shown += [f"{case} {bad['total']:.2f}{parts}"] if bad else []
-    remedy = (
-        f"{', '.join(wrong)} should be below that of good ones, or training breeds such clips: mind the reward's sign"
-    )
-    text = f"mean totals of known clips: {', '.join(shown)}"
-    return judged("reward", not wrong, text, f"{remedy} and the reward_weights", means=means)
+    wrong = []
+    for case in list(cases)[1:]:
+        behind = {name: means[case][name] < value for name, value in means["good"].items()}
+        behind["total"] = means[case]["total"] <= means["good"]["total"]  # weights may leave a defect out on purpose
+        about = [name for name in behind if name.rpartition(".")[2] in ("total", DEFECTS[case])]
+        wrong += [f"{name} of {case} clips" for name in about if not behind[name]]
+    shown = (f"{case} {', '.join(f'{name} {value:.2f}' for name, value in row.items())}" for case, row in means.items())
+    remedy = f"{', '.join(wrong)} should be below that of good ones: mind the reward's sign and the reward_weights"
+    yield judged("reward", not wrong, f"means of known clips: {'; '.join(shown)}", remedy, means=means)
 
 
 def check_exploration(trainer: Trainer) -> Iterator[Finding]:
@@ -179,23 +136,17 @@ def check_exploration(trainer: Trainer) -> Iterator[Finding]:
     schedule, c = trainer.schedule(), trainer.config
     std, after = schedule.std.tolist(), schedule.sigmas[1:].tolist()
     over = [i for i in range(schedule.num_steps - 1) if std[i] > after[i]]
+    text = f"{c.sde_type} at eta {c.eta:g} injects noise of energy {sum(s * s for s in std):.3g} (the sum of std^2)"
+    yield Finding("noise", "ok", text + ("" if over else ", at no step more than the noise level that it leads to"))
     if over:
-        i = over[0]
-        text = f"step {i} injects noise of std {std[i]:.2g}, more than the noise level {after[i]:.2g} that it leads to"
-        text += f" (so do {len(over) - 1} more)" if over[1:] else ""
-        text += ": the path leaves what the model has learnt; less eta, more steps or sde_type precise keep it there"
-        yield Finding("noise", "note", text)
-    else:
         text = (
-            f"{c.sde_type} at eta {c.eta:g} injects noise of energy {sum(s * s for s in std):.3g} (the sum of std^2), "
+            f"step {over[0]} injects noise of std {std[over[0]]:.2g}, more than the noise level {after[over[0]]:.2g} "
         )
-        yield Finding("noise", "ok", f"{text}at no step more than the noise level that it leads to")
+        text += "that it leads to, and leaves what the model has learnt: less eta, more steps or sde_type precise help"
+        yield Finding("noise", "note", text)
     if std[-1]:
-        text = (
-            f"the noise of the last step, std {std[-1]:.2g}, stays in the clip that is judged; sde_window all_but_last"
-        )
-        text += " makes that step deterministic"
-        yield Finding("noise", "note", text)
+        text = f"the noise of the last step, std {std[-1]:.2g}, stays in the clip that is judged"
+        yield Finding("noise", "note", f"{text}; sde_window all_but_last makes that step deterministic")
 
 
 @torch.no_grad()
@@ -207,27 +158,82 @@ def check_noise_free(trainer: Trainer) -> Iterator[Finding]:
     x = ode = x.to(sigmas.device)
     for sigma, after in pairwise(sigmas):
         ode = ode + (after - sigma) * guidance.velocity(trainer.policy, ode, sigma.expand(1), cond)
-    levels = flow_sigmas(c.num_sampling_steps, c.timestep_shift)
-    silent = build_schedule(c.sde_type, levels, 0.0).to(sigmas.device)
-    differences = {}
-    for name, schedule in (("at eta 0", silent), ("outside the sde_window", trainer.sampler.window([]))):
-        *_, last = denoise(trainer.policy, schedule, x, cond, guidance.scale, guidance.negative, noise)
-        differences[name] = ((last.x_next - ode).norm() / ode.norm()).item()
-    shown = ", ".join(f"{value:.1g} {name}" for name, value in differences.items())
-    loud = [name for name in SDES if not is_ode(build_schedule(name, levels, 0.0))]
-    others = f"; at eta 0 {', '.join(loud)} is no ODE" if loud else "; at eta 0 every type is the ODE"
-    guilty = ", ".join(loud) or c.sde_type
-    yield judged(
-        "noise 0",
-        all(value <= PATH_BOUND[c.dtype] for value in differences.values()) and not loud,
-        f"{c.sde_type} without noise against a plain Euler ODE, relative difference of the latents: {shown}{others}",
-        f"in algo/sde.py the table of {guilty} must become a = 1, b = next - sigma, std = 0 at eta 0",
-        difference=differences,
-    )
+    silent = build_schedule(c.sde_type, sigmas.cpu(), 0.0).to(sigmas.device)
+    *_, last = denoise(trainer.policy, silent, x, cond, guidance.scale, guidance.negative, noise)
+    difference = ((last.x_next - ode).norm() / ode.norm()).item()
+    text = f"{c.sde_type} at eta 0 against a plain Euler ODE: the latents differ by {difference:.1g} of their norm"
+    remedy = f"in algo/sde.py the table of {c.sde_type} must become a = 1, b = next - sigma, std = 0 at eta 0"
+    yield judged("noise 0", difference <= PATH_BOUND[c.dtype], text, remedy, difference=difference)
 
 
-def is_ode(schedule: Schedule) -> bool:
-    """Whether its numbers are those of Euler steps."""
-    ode = build_schedule("ode", schedule.sigmas, 0.0)
-    pairs = ((getattr(schedule, name), getattr(ode, name)) for name in ("a", "b", "std"))
-    return all(torch.allclose(ours, plain, rtol=0, atol=1e-6) for ours, plain in pairs)
+def check_update(trainer: Trainer) -> Iterator[Finding]:
+    """One micro-batch through the trainer's own rollout and loss, without an optimizer step."""
+    schedule, c = trainer.schedule(), trainer.config
+    (trajectory,) = trainer.roll_out(schedule, trainer.pieces()[:1])
+    lost, pairs = int((~trajectory.sound).sum()), trajectory.order.numel()
+    if lost:
+        remedy = f"lower eta ({c.eta:g}) or guidance_scale ({c.guidance_scale:g}), try dtype fp32, check the weights"
+        yield judged("rollout", False, f"{lost} of {len(trajectory.x)} paths are not finite", remedy)
+        return
+    trainer.prepare_anchor([trajectory], schedule)
+    scale = equalizer(schedule, c.use_grad_balancing, c.ratio_norm)
+    goal = Objective(trainer.policy, trainer.guidance, schedule, scale, c, trainer.controller.coef, pairs)
+    stats = UpdateStats.empty(schedule.num_steps, trainer.ranks.device)
+    signs = 1 - 2 * (torch.arange(len(trajectory.x), device=trajectory.x.device) % 2.0)  # stand in for advantages
+    for steps in tqdm(trajectory.order.T, "training forward", unit="step", leave=False):
+        goal.backward(trajectory, steps, signs, stats)
+    deviation = stats.policy.max_deviation.max().item()
+    shown = f"off by up to {deviation:.3g}" if deviation else "exactly 1, so training repeats the rollout's arithmetic"
+    text = f"the first ratio of {pairs} (video, step) pairs is {shown}"
+    remedy = "training runs other arithmetic than the rollout, and every gradient would be wrong: look for dropout, "
+    remedy += "autocast, another attention kernel or batch shape, or code that asks whether gradients are on"
+    yield judged("ratio", deviation == 0, text, remedy, deviation=deviation)
+    yield gradient_finding(trainer, trajectory)
+    trainer.optimization.forget()
+    yield balance_finding(trainer, goal, trajectory, signs)
+
+
+def gradient_finding(trainer: Trainer, trajectory: Trajectory) -> Finding:
+    """After a backward pass: gradients where something is trained, and only there."""
+    trained = trainer.optimization.parameters
+    ours, quoted = {id(p) for p in trained.values()}, len(trajectory.cond.glyph) + len(trainer.guidance.negative.glyph)
+    leaked = [n for n, p in trainer.policy.transformer.named_parameters() if p.grad is not None and id(p) not in ours]
+    silent = [name for name, p in trained.items() if p.grad is None or not p.grad.any()]
+    reasons = {name: waits_for(name, trained, quoted) for name in silent}
+    wrong = [f"{name} has no gradient although it is trained" for name in silent if not reasons[name]]
+    wrong += [f"{name} has a gradient although it is frozen" for name in leaked]
+    norm = trainer.optimization.clip()
+    wrong += [] if math.isfinite(norm) else ["the gradient is not finite: lower eta, or try dtype fp32"]
+    text = f"{len(trained) - len(silent)} of {len(trained)} trained tensors have one, together of norm {norm:.3g}"
+    text += "".join(f"; {count} {reason}" for reason, count in Counter(reasons.values()).items() if reason)
+    remedy = f"{'; '.join(wrong[:3])} ({len(wrong)} in all): mind requires_grad, and what the forward uses"
+    return judged("gradients", not wrong, text, remedy, wrong=wrong)
+
+
+def waits_for(name: str, trained: Mapping[str, nn.Parameter], quoted: int) -> str:
+    """Why a trained tensor may be without a gradient; empty where it may not."""
+    if "lora_A" in name and not trained[name.replace("lora_A", "lora_B")].any():
+        return "lora_A wait for their lora_B, which starts at 0"
+    if name.startswith("context_embedder_2.") and not quoted:
+        return "of the glyph embedder wait for a prompt that quotes text"
+    return ""
+
+
+def balance_finding(trainer: Trainer, goal: Objective, trajectory: Trajectory, signs: Tensor) -> Finding:
+    """Norm of the policy loss's gradient, one denoising step at a time; theory expects it to go with N_t."""
+    schedule, c, rows = goal.schedule, trainer.config, []
+    expected, balance = gradient_scale(schedule, c.ratio_norm), equalizer(schedule, True, c.ratio_norm)
+    for step in tqdm(schedule.stochastic.nonzero().flatten().tolist(), "gradient per step", unit="step", leave=False):
+        goal.terms(trajectory, torch.full_like(trajectory.order[:, 0], step), signs).policy.mean().backward()
+        norm = trainer.optimization.clip()
+        trainer.optimization.forget()
+        known = (schedule.sigmas[step], schedule.std[step], expected[step], norm, balance[step], norm * balance[step])
+        rows.append([step, *map(float, known)])
+    plain, equalized = (max(norms) / max(min(norms), 1e-30) for norms in ([r[4] for r in rows], [r[6] for r in rows]))
+    text = f"largest over smallest gradient of a denoising step: {plain:.3g} by itself, {equalized:.3g} equalized"
+    table = aligned([BALANCE, *([f"{value:.3g}" for value in row] for row in rows)])
+    return judged("balance", True, text, "", textwrap.indent(table, " " * 17), columns=BALANCE, rows=rows)
+
+
+ALL = (check_batch, check_prompts, check_vae, check_reward, check_exploration, check_noise_free, check_update)
+CHECKS = {check.__name__.removeprefix("check_"): check for check in ALL}

@@ -1,10 +1,10 @@
 """Every exploration SDE on the user's own model and prompts, from the same noise, before one is trained with."""
 
+import argparse
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,150 +12,94 @@ from torch import Tensor
 from tqdm import tqdm
 
 from sage_grpo.algo.sde import SDES, Schedule, build_schedule, flow_sigmas
+from sage_grpo.config import Config
 from sage_grpo.media import contact_sheet, thumbnails
+from sage_grpo.tools.doctor_checks import Finding, judged
+from sage_grpo.tools.paired import aligned
 from sage_grpo.train.rollout import Piece, exploring_steps, plan, prompt_positions
 from sage_grpo.train.trainer import Trainer
 from sage_grpo.train.validation import gold_columns
 
 SHEET_CLIPS, SHEET_FRAMES = 3, 4  # in one row of the contact sheet
-EXPLANATION = """\
-  noise    energy that is injected: the sum over the steps of std^2
-  reward   mean over decoded clips +- its standard error over prompts; beside it each score by itself
-  vs ode   same prompts, same initial noise: the change is the work of the exploration noise
-  spread   standard deviation of the reward inside a group, which is what advantages are made of; that of the ODE
-           comes from the initial noise alone. Good exploration widens the spread and hardly lowers the reward."""
-GOLD_EXPLANATION = "read by the exact oracle of the model's world, which no reward sees"
+EXPLANATION = """
+* is the configured sampler. noise: the sum of std^2 over the steps; +-: standard errors over prompts; vs ode: from the
+same initial noise, so the change is the work of the exploration; spread: standard deviation of the reward inside a
+group, which advantages are made of. Good exploration widens it and hardly lowers the reward. Then scores and gold.
+"""
 
 
-@dataclass
-class Comparison:
-    prompts: list[str]
-    group: int  # clips of each prompt
-    rows: list[dict[str, Any]] = field(default_factory=list)  # numbers of each sampler, the ODE first
-    clips: dict[str, list[Tensor | None]] = field(default_factory=dict)  # by sampler, prompt after prompt
+@dataclass(frozen=True)
+class Arm:
+    """What one sampler gave, from the same noise as the others. P prompts with G clips each."""
 
-    @property
-    def texts(self) -> list[str]:
-        """The prompt of each clip."""
-        return [prompt for prompt in self.prompts for _ in range(self.group)]
+    noise: float  # injected energy
+    clips: list[Tensor | None]  # P * G, prompt after prompt
+    columns: dict[str, Tensor]  # (P, G): reward, scores, gold metrics; NaN where they failed
+    errors: list[str]  # of the reward
 
-
-def compare_samplers(trainer: Trainer, prompts: int, group: int) -> Comparison:
-    """Sample, decode, score: `group` clips of each prompt by every sampler at the configured eta and steps."""
-    positions = prompt_positions(trainer.step, prompts, len(trainer.prompts), trainer.config.seed)
-    micro = math.gcd(group, len(trainer.pieces()[0].samples))  # never more clips at a time than training has
-    pieces = plan(positions, group, prompts * group, 0, micro)
-    found = Comparison([trainer.prompts[position].text for position in positions], group)
-    names = sorted(SDES, key=lambda name: name != "ode")
-    with tqdm(total=len(names) * len(pieces), desc="comparing samplers", unit="batch", leave=False) as bar:
-        for name in names:
-            bar.set_postfix_str(name)
-            try:
-                schedule = sampler(trainer, name)
-            except ValueError as error:  # cps refuses an eta above 1
-                found.rows.append({"sde": name, "left_out": str(error)})
-                bar.update(len(pieces))
-                continue
-            found.clips[name] = sample(trainer, schedule, pieces, bar)
-            found.rows.append({"sde": name} | measure(trainer, schedule, found.clips[name], found))
-    return found
+    def numbers(self, ode: "Arm") -> dict[str, float]:
+        """One row of the table. Clips of one prompt resemble each other, so standard errors count prompts."""
+        means = {name: values.nanmean(1) for name, values in self.columns.items()}
+        reward = means.pop("reward")
+        row = {"noise": self.noise, "failed": int((~self.columns["reward"].isfinite()).sum())}
+        for name, values in (("reward", reward), ("vs ode", reward - ode.columns["reward"].nanmean(1))):
+            known = values[values.isfinite()]
+            error = known.std().item() / math.sqrt(len(known)) if len(known) > 1 else math.nan
+            row |= {name: known.mean().item(), f"{name} +-": error}
+        row["spread"] = (self.columns["reward"] - reward[:, None]).square().nanmean(1).sqrt().nanmean().item()
+        return row | {name: values.nanmean().item() for name, values in means.items()}
 
 
-def sampler(trainer: Trainer, name: str) -> Schedule:
-    """The trainer's schedule of this iteration with another type of SDE."""
-    c = trainer.config
-    schedule = build_schedule(name, flow_sigmas(c.num_sampling_steps, c.timestep_shift), c.eta)
+def check_samplers(trainer: Trainer, options: argparse.Namespace) -> Iterator[Finding]:
+    """A table and a sheet of all samplers; whether the configured one gives training something to learn."""
+    c, sheet = trainer.config, options.output / "samplers.png"
+    positions = prompt_positions(trainer.step, options.prompts, len(trainer.prompts), c.seed)
+    micro = math.gcd(options.clips, len(trainer.pieces()[0].samples))  # never more clips at a time than training has
+    pieces = plan(positions, options.clips, options.clips * len(positions), 0, micro)
+    arms, left_out = {}, []
+    for name in sorted(SDES, key=lambda name: name != "ode"):
+        try:
+            schedule = build_schedule(name, flow_sigmas(c.num_sampling_steps, c.timestep_shift), c.eta)
+        except ValueError as error:  # cps refuses an eta above 1
+            left_out.append(f"{name} is left out: {error}")
+        else:
+            arms[name] = sample(trainer, schedule, tqdm(pieces, name, unit="batch", leave=False), options.clips)
+    rows = {name: arm.numbers(arms["ode"]) for name, arm in arms.items()}
+    write_sheet(sheet, arms, rows, [trainer.prompts[position].text for position in positions], c)
+    arm, row = arms[c.sde_type], rows[c.sde_type]
+    failing = row["failed"] > c.max_reward_failures * len(arm.clips)
+    text = f"with {c.sde_type} the reward varies by {row['spread']:.3g} inside a group; {sheet} shows the first clips"
+    remedy = "equal rewards teach nothing: raise eta, or choose another reward or other prompts"
+    if failing:
+        remedy = f"{row['failed']} rewards failed, see max_reward_failures: {[*arm.errors, 'clips are not finite'][0]}"
+    titles = ["  sampler", *row]
+    cells = [[f"{' *'[name == c.sde_type]} {name}", *(f"{x:.3g}" for x in row.values())] for name, row in rows.items()]
+    shown = "\n".join(["", aligned([titles, *cells]), *left_out, EXPLANATION])
+    yield judged("samplers", row["spread"] > 0 and not failing, text, remedy, shown, rows=rows, left_out=left_out)
+
+
+def sample(trainer: Trainer, schedule: Schedule, pieces: Iterable[Piece], group: int) -> Arm:
+    """Clips by a sampler in the trainer's window of this iteration, decoded and scored."""
+    c, clips, texts = trainer.config, [], []
     inside = exploring_steps(c.sde_window, schedule.num_steps, trainer.step, c.seed)
-    return schedule.window(inside).to(trainer.ranks.device)
-
-
-def sample(trainer: Trainer, schedule: Schedule, pieces: Sequence[Piece], bar: tqdm) -> list[Tensor | None]:
-    clips: list[Tensor | None] = []
+    schedule = schedule.window(inside).to(trainer.ranks.device)
     for piece in pieces:  # one by one: only the clips are kept
         clips += trainer.decode(trainer.roll_out(schedule, [piece]))
-        bar.update()
-    return clips
+        texts += [trainer.prompts[piece.prompt].text] * len(piece.samples)
+    scores = trainer.reward.score(clips, texts, c.fps)
+    columns = {"reward": scores.total} | scores.named | gold_columns(trainer.gold, clips, texts)
+    columns = {name: values.view(-1, group) for name, values in columns.items()}
+    return Arm(schedule.std.double().square().sum().item(), clips, columns, scores.errors)
 
 
-def measure(
-    trainer: Trainer, schedule: Schedule, clips: Sequence[Tensor | None], comparison: Comparison
-) -> dict[str, Any]:
-    """Rewards, gold metrics and exploration of one sampler's clips."""
-    scores = trainer.reward.score(clips, comparison.texts, trainer.config.fps)
-    gold = gold_columns(trainer.gold, clips, comparison.texts)
-    by_prompt = {name: prompt_means(values, comparison.group) for name, values in scores.named.items()}
-    by_prompt["total"] = total = prompt_means(scores.total, comparison.group)
-    ode = comparison.rows[0]["by_prompt"] if comparison.rows else total
-    groups = [row[row.isfinite()] for row in scores.total.split(comparison.group)]
-    return {
-        "clips": len(clips),
-        "failed": int((~scores.total.isfinite()).sum()),
-        "first_error": next(iter(scores.errors), None),
-        "noise_energy": schedule.std.double().square().sum().item(),
-        "reward": {name: mean_and_error(values) for name, values in by_prompt.items()},
-        "vs_ode": mean_and_error(total - ode),
-        "spread": float(np.mean([row.std(correction=0).item() for row in groups if len(row)] or [math.nan])),
-        "gold": {name: mean_and_error(prompt_means(values, comparison.group)) for name, values in gold.items()},
-        "by_prompt": total.tolist(),
-    }
-
-
-def prompt_means(values: Tensor, group: int) -> np.ndarray:
-    """Mean over each prompt's clips that have a value."""
-    return values.view(-1, group).nanmean(1).numpy()
-
-
-def mean_and_error(values: np.ndarray) -> tuple[float, float]:
-    """Clips of one prompt resemble each other, so the standard error counts prompts, not clips."""
-    values = values[np.isfinite(values)]
-    error = values.std(ddof=1) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-    return float(values.mean()) if len(values) else math.nan, float(error)
-
-
-def table(comparison: Comparison, chosen: str) -> str:
-    """The rows for people; the configured sampler has a mark."""
-    first = comparison.rows[0]
-    scores, gold = [name for name in first["reward"] if name != "total"], list(first["gold"])
-    lines = [["  sampler", "noise", "reward", "vs ode", *scores, "spread", *gold]]
-    for row in comparison.rows:
-        name = f"{'*' if row['sde'] == chosen else ' '} {row['sde']}"
-        if "left_out" in row:
-            lines.append([name, "left out", row["left_out"]])
-            continue
-        lines.append(
-            [name, f"{row['noise_energy']:.3g}", plus_minus(row["reward"]["total"])]
-            + [plus_minus(row["vs_ode"], "+") if row["sde"] != "ode" else ""]
-            + [f"{row['reward'][score][0]:.2f}" for score in scores]
-            + [f"{row['spread']:.3f}", *(f"{row['gold'][name][0]:.3f}" for name in gold)]
-        )
-    whole = [line for line in lines if len(line) > 3]
-    widths = [max(map(len, column)) for column in zip(*whole, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
-
-
-def explanation(comparison: Comparison) -> str:
-    """How to read the table."""
-    gold = comparison.rows[0]["gold"]
-    return EXPLANATION + (f"\n  {', '.join(gold)}: {GOLD_EXPLANATION}" if gold else "")
-
-
-def plus_minus(value: tuple[float, float], sign: str = "") -> str:
-    return f"{value[0]:{sign}.3f} +- {value[1]:.3f}"
-
-
-def write_sheet(path: Path, comparison: Comparison, trainer: Trainer) -> None:
+def write_sheet(path: Path, arms: Mapping[str, Arm], rows: Mapping, prompts: Sequence[str], config: Config) -> None:
     """One row of frames per sampler; a column is the same prompt and noise in all rows. Lost clips are black."""
-    c = trainer.config
-    black = torch.zeros(c.num_frames, c.height, c.width, 3, dtype=torch.uint8)
-    shown = range(0, len(comparison.texts), comparison.group)[:SHEET_CLIPS]
-    strips, labels = [], []
-    for row in comparison.rows:
-        clips = comparison.clips.get(row["sde"])
-        if clips is not None:
-            frames = [thumbnails(black if clips[i] is None else clips[i], SHEET_FRAMES) for i in shown]
-            strips.append(np.concatenate(frames))
-            mark = " (configured)" if row["sde"] == c.sde_type else ""
-            numbers = f"noise {row['noise_energy']:.3g}, reward {plus_minus(row['reward']['total'])}"
-            labels.append(f"{row['sde']}: {numbers}, spread {row['spread']:.3f}{mark}")
+    black = torch.zeros(config.num_frames, config.height, config.width, 3, dtype=torch.uint8)
+    strips, labels = [], [" | ".join(prompts[:SHEET_CLIPS])]
+    for name, arm in arms.items():
+        firsts = arm.clips[:: len(arm.clips) // len(prompts)][:SHEET_CLIPS]
+        strips.append(np.concatenate([thumbnails(black if clip is None else clip, SHEET_FRAMES) for clip in firsts]))
+        numbers = ", ".join(f"{key} {rows[name][key]:.3f}" for key in ("noise", "reward", "spread"))
+        labels.append(f"{name}{' (configured)' if name == config.sde_type else ''}: {numbers}")
     heading = np.full_like(strips[0][:, :1], 255)  # a white line under the prompts
-    contact_sheet(path, [heading, *strips], [" | ".join(comparison.prompts[:SHEET_CLIPS]), *labels])
+    contact_sheet(path, [heading, *strips], labels)

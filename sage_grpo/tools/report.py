@@ -7,35 +7,63 @@ Reads a run folder and writes a single HTML file with all figures and clips in i
 
 import argparse
 import base64
-import math
-import re
 import sys
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
 import numpy as np
+import yaml
 
-from sage_grpo.tools import report_figures as figures
-from sage_grpo.tools.paired import Clip, Comparison, Measure, Pair, choose_pairs, compare, gain
-from sage_grpo.tools.report_drawing import Panel
-from sage_grpo.tools.report_style import CSS
+from sage_grpo.config import Config
+from sage_grpo.tools.paired import Comparison, Pair, choose_pairs, compare, gain, number, table
+from sage_grpo.tools.report_figures import panels
 from sage_grpo.tools.run_folder import Run, RunError, as_float, column, read_run
 
 MOST_PROMPTS = 12
-MOST_BYTES = 40_000_000  # of clips in a page; full-size ones have a few megabytes each
-SMALL_CLIP = 128  # pixels: smaller clips are shown with their pixels as they are
 HEADLINES = {
-    "reward/total": "validation reward",
-    "gold/match": "gold match",
-    "gold/distance": "distance to the manifold",
+    "validation reward": "reward/total",
+    "gold match": "gold/match",
+    "distance to the manifold": "gold/distance",
 }
 TROUBLES = {
-    "reward/failed": "failed rewards",
-    "reward/starved_groups": "groups with fewer than two rewards",
-    "reward/flat_groups": "groups without spread",
-    "policy/skipped_updates": "skipped updates",
+    "failed rewards": ("reward/failed", np.nansum),
+    "groups with fewer than two rewards": ("reward/starved_groups", np.nansum),
+    "groups without spread": ("reward/flat_groups", np.nansum),
+    "skipped updates": ("policy/skipped_updates", np.nanmax),  # counted from the start of the run
 }
+CSS = """
+:root { --soft: #52606d; --line: #e1e6eb; }
+body { margin: 0; background: #f6f7f9; color: #1f2933;
+  font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
+* { box-sizing: border-box; } main { max-width: 1200px; margin: 0 auto; padding: 2.5rem 1.25rem 4rem; }
+h1 { font-size: 1.9rem; line-height: 1.2; margin: 0; } h2 { font-size: 1.3rem; margin: 3rem 0 .3rem; }
+h3 { font-size: .95rem; margin: 0 0 .4rem; } h1, h3 { overflow-wrap: anywhere; }
+p, summary { color: var(--soft); font-size: .93rem; margin: .3rem 0; }
+.tile, .scroll, figure, pre { background: #fff; border: 1px solid var(--line); border-radius: 10px; margin: 0;
+  padding: .75rem .9rem; min-width: 0; }
+pre { font: .82rem/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; white-space: pre-wrap;
+  overflow-wrap: anywhere; columns: 4 18rem; }
+pre.command { user-select: all; border-left: 3px solid #2f6690; columns: auto; }
+.tiles, .panels, .maps { display: grid; gap: 1rem; margin: .9rem 0;
+  grid-template-columns: repeat(auto-fill, minmax(min(340px, 100%), 1fr)); }
+.tiles { grid-template-columns: repeat(auto-fill, minmax(min(145px, 46%), 1fr)); }
+.maps { grid-template-columns: repeat(auto-fill, minmax(min(460px, 100%), 1fr)); }
+.tile { padding: .65rem .7rem; } .tile b { display: block; font-size: .98rem; white-space: nowrap; }
+.tile span, small, th { color: #7b8794; font-size: .8rem; font-weight: 500; }
+figure.wide { grid-column: span 2; } figure svg text { font-family: inherit !important; }
+figure svg, video { display: block; width: 100%; height: auto; border-radius: 6px; }
+figcaption { color: var(--soft); font-size: .84rem; line-height: 1.4; margin-top: .45rem; }
+.scroll { overflow-x: auto; margin: .9rem 0; }
+table { border-collapse: collapse; width: 100%; font-size: .92rem; font-variant-numeric: tabular-nums; }
+th, td { text-align: right; padding: .42rem .5rem; white-space: nowrap; }
+tr + tr { border-top: 1px solid var(--line); } th:first-child, td:first-child { text-align: left; padding-left: 0; }
+.better { color: #2f7d57; } .worse { color: #b4433a; }
+.pair { display: grid; grid-template-columns: 1fr 1fr; gap: .6rem; font-size: .8rem; }
+@media (min-width: 781px) { figure.wide svg text { font-size: 7px !important; } }
+@media (max-width: 780px) { figure.wide { grid-column: auto; } main { padding: 1.5rem .8rem 3rem; }
+  td:first-child { white-space: normal; } }
+"""
 
 
 def write_report(run: Path, output: Path | None = None) -> Path:
@@ -46,134 +74,87 @@ def write_report(run: Path, output: Path | None = None) -> Path:
 
 
 def page(run: Run) -> str:
-    comparison = compare(run)
-    config = _text(run.folder / "config.yaml")
-    gold = "An oracle that training never sees measures the clips themselves. " + hacking(comparison)
-    maps = "One column per iteration, one row per denoising step, noise on top. Grey: not trained."
-    sections = (
-        head(run, comparison, config),
-        validation_section(run, comparison),
-        section("Reward", figures.reward_panels(run), troubles(run)),
-        section("Gold", figures.gold_panels(run), gold),
-        clips_section(comparison, config),
-        section("Trust region and updates", figures.update_panels(run)),
-        section("By denoising step", figures.map_panels(run), maps, style="maps"),
-        section("Schedule", figures.schedule_panels(run), "What the sampler does at each denoising step."),
-        section("Time", figures.time_panels(run), extra=time_table(run)),
-    )
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(run.name)}</title><style>{CSS}</style></head>\n"
-        f"<body><main>{''.join(sections)}</main></body></html>\n"
-    )
-
-
-def section(title: str, panels: Sequence[Panel], intro: str = "", style: str = "", extra: str = "") -> str:
-    """Panels under a heading; nothing without panels. `extra` is HTML that follows the panels."""
-    if not panels:
-        return ""
-    cards = "".join(
-        f'<figure class="{panel.style}"><h3>{escape(panel.title)}</h3>{panel.picture}'
-        f"<figcaption>{escape(panel.words)}</figcaption></figure>"
-        for panel in panels
-    )
-    return f'{heading(title, intro)}<div class="panels {style}">{cards}{extra}</div>\n'
-
-
-def heading(title: str, intro: str) -> str:
-    return f"<h2>{escape(title)}</h2>" + (f'<p class="intro">{escape(intro)}</p>' if intro else "")
-
-
-def head(run: Run, comparison: Comparison | None, config: str) -> str:
-    parts = [f'<h1>{escape(run.name)}</h1><p class="summary">{escape(summary(run, comparison))}</p>']
-    parts.append(tiles(run, comparison))
-    command = _text(run.folder / "command.txt")
-    if command:
-        parts.append(f'<pre class="command">{escape(command)}</pre>')
-    parts.append(f'<p class="facts">{escape(facts(run))}</p>')
-    if config:
-        parts.append(f"<details><summary>Configuration</summary><pre>{escape(config)}</pre></details>")
-    return "".join(parts)
-
-
-def summary(run: Run, comparison: Comparison | None) -> str:
-    """The run in a sentence or two."""
-    done = run.train[-1]["step"] if run.train else 0
-    text = f"{done} iteration{'' if done == 1 else 's'}. "
-    if comparison and comparison.measures:
-        measures = {HEADLINES[key]: comparison.measures[key] for key in HEADLINES if key in comparison.measures}
-        moves = [f"{name} {before_after(measure)}" for name, measure in measures.items()]
-        text += f"From iteration {comparison.steps[0]} to {comparison.steps[1]}: {', '.join(moves)}."
-        gap = gap_closed(run, comparison)
-        return text if gap is None else f"{text} That closes {gap:.0f} % of the gap to perfect clips."
-    if run.validations:
-        line = run.validations[-1]
-        return f"{text}Validation reward {number(as_float(line.get('reward/total')))} at iteration {line['step']}."
-    if run.has("reward/total"):
-        values = column(run.train, "reward/total")
-        values = values[np.isfinite(values)]
-        ends = max(1, len(values) // 10)
-        means = f"{number(values[:ends].mean())} → {number(values[-ends:].mean())}"
-        text += f"Reward in training {means} (first and last tenth); there was no validation."
-    return text
-
-
-def before_after(measure: Measure) -> str:
-    values = ((measure.before, measure.before_error), (measure.after, measure.after_error))
-    return " → ".join(" ± ".join(number(value, measure.decimals) for value in pair) for pair in values)
-
-
-def gap_closed(run: Run, comparison: Comparison | None) -> float | None:
-    """Per cent of the way from the first validation reward to that of perfect clips."""
-    perfect = as_float((run.head.get("perfect") or {}).get("total"))
-    measure = comparison and comparison.measures.get("reward/total")
-    if not measure or not perfect > measure.before:
-        return None
-    return 100 * (measure.after - measure.before) / (perfect - measure.before)
-
-
-def tiles(run: Run, comparison: Comparison | None) -> str:
-    measures = comparison.measures if comparison else {}
-    shown = {
-        HEADLINES[key]: f"{number(measures[key].before)} → {number(measures[key].after)}"
-        for key in HEADLINES
-        if key in measures
+    comparison, name = compare(run), escape(run.folder.resolve().name)
+    intros = {
+        "Reward": troubles(run),
+        "Gold": f"An oracle that training never sees measures the clips themselves. {hacking(comparison)}",
+        "By denoising step": "One column per iteration, one row per denoising step, noise on top. Grey: not trained.",
+        "Schedule": "What the sampler does at each denoising step.",
     }
-    gap = gap_closed(run, comparison)
-    if gap is not None:
-        shown["of the gap closed"] = f"{gap:.0f} %"
-    if run.has("time/total"):
-        shown["in iterations"] = duration(np.nansum(column(run.train, "time/total")))
-    if run.has("memory/peak_gb"):
+    sections = [section(title, cards, intros.get(title, "")) for title, cards in panels(run).items()]
+    if comparison:
+        sections.insert(0, validation_section(run, comparison))
+        sections.insert(3, clips_section(comparison))  # after reward and gold
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
+        f'content="width=device-width, initial-scale=1"><title>{name}</title><style>{CSS}</style></head>\n'
+        f"<body><main><h1>{name}</h1>{head(run)}{''.join(sections)}</main></body></html>\n"
+    )
+
+
+def section(title: str, cards: Sequence[str], intro: str) -> str:
+    """Cards under a heading; nothing without cards."""
+    style = "maps" if title == "By denoising step" else "panels"
+    return f'<h2>{title}</h2><p>{intro}</p><div class="{style}">{"".join(cards)}</div>\n' if cards else ""
+
+
+def head(run: Run) -> str:
+    """Results, the exact command, the machine, the configuration."""
+    files = [run.folder / name for name in ("command.txt", "config.yaml")]
+    command, config = (file.read_text().strip() if file.is_file() else "" for file in files)
+    tiles = (f'<div class="tile"><b>{value}</b><span>{name}</span></div>' for name, value in results(run).items())
+    return (
+        f'<div class="tiles">{"".join(tiles)}</div><pre class="command">{escape(command)}</pre>'
+        f"<p>{escape(facts(run))}</p><p>Not the defaults:</p><pre>{escape(changed(config))}</pre>"
+        f"<details><summary>The whole configuration</summary><pre>{escape(config)}</pre></details>"
+    )
+
+
+def changed(config: str) -> str:
+    """The lines of a configuration that are not the defaults."""
+    values, defaults = yaml.safe_load(config) or {}, yaml.safe_load(Config().to_yaml())
+    differing = [key for key in values if key not in defaults or values[key] != defaults[key]]
+    return "\n".join(f"{key}: {values[key]}" for key in differing)
+
+
+def results(run: Run) -> dict[str, str]:
+    """Name -> value, as far as they were measured; before and after are the first and the last validation."""
+    ends = run.validations[:1] + run.validations[1:][-1:]
+    shown = {"iterations": str(run.train[-1]["step"] if run.train else 0)}
+    for name, key in HEADLINES.items():
+        if ends and run.measured(key):
+            shown[name] = " → ".join(map(number, column(ends, key)))
+    perfect, totals = as_float((run.head.get("perfect") or {}).get("total")), column(ends, "reward/total")
+    if len(totals) == 2 and perfect > totals[0]:
+        shown["of the gap to perfect clips"] = f"{100 * (totals[1] - totals[0]) / (perfect - totals[0]):.0f} %"
+    if run.has("time/total", "memory/peak_gb"):
+        shown["in iterations"] = f"{np.nansum(column(run.train, 'time/total')) / 60:.3g} min"
         shown["peak memory"] = f"{np.nanmax(column(run.train, 'memory/peak_gb')):.3g} GB"
-    cells = (f'<div class="tile"><b>{value}</b><span>{name}</span></div>' for name, value in shown.items())
-    return f'<div class="tiles">{"".join(cells)}</div>' if shown else ""
+    return shown
 
 
 def facts(run: Run) -> str:
     """Machine, size and versions, as far as the run says."""
-    line = run.head
-    parts = [line.get("device"), f"world {line['world']}" if line.get("world") else None]
-    parts += [f"{line['ranks']} ranks"] if (line.get("ranks") or 1) > 1 else []
-    parts += [f"{line['trainable_parameters']:,} trainable parameters"] if line.get("trainable_parameters") else []
-    parts += [f"{name} {version}" for name, version in (line.get("versions") or {}).items()]
-    parts += [f"started {run.starts[0]['time']}"] if run.starts and run.starts[0].get("time") else []
+    line = {"ranks": 1, "versions": {}} | run.head
+    parts = [line.get("device"), line.get("world") and f"world {line['world']}"]
+    parts += [f"{line['ranks']} ranks"] if line["ranks"] > 1 else []
+    parts += [f"{line['trainable_parameters']:,} trainable parameters"] if "trainable_parameters" in line else []
+    parts += [f"{name} {version}" for name, version in line["versions"].items()]
+    parts += [f"started {start['time']}" for start in run.starts[:1]]
     parts += [f"resumed {len(run.starts) - 1} ×"] if len(run.starts) > 1 else []
     return " · ".join(part for part in parts if part)
 
 
 def troubles(run: Run) -> str:
-    found = [f"{np.nansum(column(run.train, key)):.0f} {name}" for key, name in TROUBLES.items() if run.has(key)]
-    return f"Over the whole run: {', '.join(found)}." if found else ""
+    counts = {name: whole(column(run.train, key)) for name, (key, whole) in TROUBLES.items() if run.has(key)}
+    return f"Over the whole run: {', '.join(f'{n:.0f} {name}' for name, n in counts.items())}." if counts else ""
 
 
 def hacking(comparison: Comparison | None) -> str:
     """Whether reward and gold moved together, judged by intervals that leave out 0."""
     measures = comparison.measures if comparison else {}
-    total = measures.get("reward/total")
     gold = {key[5:].replace("_", " "): value.verdict for key, value in measures.items() if key.startswith("gold/")}
-    if not gold or not total or total.verdict < 1:
+    if not gold or "reward/total" not in measures or measures["reward/total"].verdict < 1:
         return ""
     worse, better = (", ".join(name for name in gold if gold[name] == sign) for sign in (-1, 1))
     if worse:
@@ -181,110 +162,39 @@ def hacking(comparison: Comparison | None) -> str:
     return f"Here reward and gold improved together ({better})." if better else "Here gold did not follow the reward."
 
 
-def validation_section(run: Run, comparison: Comparison | None) -> str:
-    if not comparison or not comparison.measures:
-        return ""
-    perfect = {f"reward/{name}": value for name, value in (run.head.get("perfect") or {}).items()}
-    rows = "".join(validation_row(key, measure, perfect.get(key)) for key, measure in comparison.measures.items())
-    before, after = comparison.steps
-    titles = ("", f"iteration {before}", f"iteration {after}", "paired difference", "95 % interval", "perfect clips")
-    intro = (
-        f"{len(comparison.pairs)} clips of held-out prompts, sampled without noise, same seeds before and after. "
-        "± is the standard error. Differences are taken clip by clip; green or red: the interval leaves out 0."
-    )
-    header = "".join(f"<th>{title}</th>" for title in titles)
-    table = f'<div class="scroll"><table><tr>{header}</tr>{rows}</table></div>\n'
-    return heading("Before and after", intro) + table
-
-
-def validation_row(key: str, measure: Measure, perfect: float | None) -> str:
-    style = {1: "good", -1: "bad", 0: ""}[measure.verdict]
-    decimals, ends = measure.decimals, (measure.difference - measure.half, measure.difference + measure.half)
-    cells = (
-        f"{number(measure.before, decimals)} <small>± {number(measure.before_error, decimals)}</small>",
-        f"{number(measure.after, decimals)} <small>± {number(measure.after_error, decimals)}</small>",
-        f'<b class="{style}">{number(measure.difference, decimals, "+")}</b>',
-        " to ".join(number(end, decimals, "+") for end in ends) if math.isfinite(measure.half) else "–",
-        number(as_float(perfect)),
-    )
-    name = key.removeprefix("reward/") if key.startswith("reward/") else key.replace("/", " ", 1).replace("_", " ")
-    lower = " <small>lower is better</small>" if measure.better < 0 else ""
-    return f"<tr><td>{escape(name)}{lower}</td>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
-
-
-def clips_section(comparison: Comparison | None, config: str) -> str:
-    pairs = choose_pairs(comparison.pairs, MOST_PROMPTS, MOST_BYTES) if comparison else []
-    if not pairs:
-        return ""
-    sides = [int(side) for side in re.findall(r"^(?:height|width): (\d+)$", config, re.MULTILINE)]
-    style = "small" if sides and min(sides) < SMALL_CLIP else ""
-    intro = (
-        f"{len(pairs)} prompts, each with the same seed before and after. Chosen by the change of the reward: "
-        "first the largest gains, then the middle, last the largest losses."
-    )
-    cards = "".join(clip_card(pair, comparison.steps, style) for pair in pairs)
-    return f'{heading("Clips", intro)}<div class="cards">{cards}</div>\n'
-
-
-def clip_card(pair: Pair, steps: tuple[int, int], style: str) -> str:
-    sides = "".join(clip_side(clip, step, style) for clip, step in zip(pair, steps, strict=True))
-    colour = "good" if gain(pair) > 0 else "bad"
-    change = f'reward <b class="{colour}">{number(gain(pair), sign="+")}</b>'
+def validation_section(run: Run, comparison: Comparison) -> str:
+    titles, *rows = table(run, comparison)
+    lines = ["".join(f"<th>{title}</th>" for title in titles)]
+    for name, before, after, difference, interval, verdict, perfect in rows:
+        marked = f'<b class="{verdict}">{difference}</b>'
+        cells = (escape(name), before, after, marked, interval, verdict, perfect)
+        lines.append("".join(f"<td>{cell}</td>" for cell in cells))
     return (
-        f'<figure class="card"><h3>{escape(pair[0].prompt)}</h3><div class="pair">{sides}</div>'
-        f"<figcaption>{change}, seed {escape(str(pair[0].seed))}</figcaption></figure>"
+        f"<h2>Before and after</h2><p>{len(comparison.pairs)} clips of held-out prompts, sampled without noise, same "
+        "seeds before and after. ± is the standard error. Differences are taken clip by clip; green or red: the "
+        f'interval leaves out 0.</p><div class="scroll"><table><tr>{"</tr><tr>".join(lines)}</tr></table></div>\n'
     )
 
 
-def clip_side(clip: Clip, step: int, style: str) -> str:
-    scores = ", ".join(
-        f"{escape(key.partition('/')[2].replace('_', ' '))}&nbsp;{number(value, 3 if key.endswith('distance') else 2)}"
-        for key, value in clip.values.items()
-        if key != "reward/total"
-    )
-    video = base64.b64encode(clip.path.read_bytes()).decode()
+def clips_section(comparison: Comparison) -> str:
+    cards = [clip_card(pair, comparison.steps) for pair in choose_pairs(comparison.pairs, MOST_PROMPTS)]
+    intro = "Same seed before and after. First the largest gains of reward, then the middle, last the largest losses."
+    return section("Clips", cards, intro)
+
+
+def clip_card(pair: Pair, steps: tuple[int, int]) -> str:
+    sides = ""
+    for clip, step in zip(pair, steps, strict=True):
+        scores = {key.partition("/")[2].replace("_", " "): value for key, value in clip.values.items()}
+        words = ", ".join(f"{escape(name)}&nbsp;{number(scores[name])}" for name in scores if name != "total")
+        video = base64.b64encode(clip.path.read_bytes()).decode()
+        sides += f'<div><video autoplay loop muted playsinline src="data:video/mp4;base64,{video}"></video>'
+        sides += f"iteration {step}: <b>{number(clip.reward)}</b><br><small>{words}</small></div>"
+    change = f'<b class="{"better" if gain(pair) > 0 else "worse"}">{number(gain(pair), sign="+")}</b>'
     return (
-        f'<div><video class="{style}" autoplay loop muted playsinline src="data:video/mp4;base64,{video}"></video>'
-        f"iteration {step}: <b>{number(clip.reward)}</b><br><small>{scores}</small></div>"
+        f'<figure><h3>{escape(pair[0].prompt)}</h3><div class="pair">{sides}</div>'
+        f"<figcaption>reward {change}, seed {pair[0].seed}</figcaption></figure>"
     )
-
-
-def time_table(run: Run) -> str:
-    seconds = {name: float(values.sum()) for name, values in figures.phase_seconds(run).items()}
-    rows = "".join(
-        f'<tr><td><span class="swatch" style="background:{figures.PHASES[name]}"></span>{name}</td>'
-        f"<td>{duration(spent)}</td><td>{duration(spent / len(run.train))}</td>"
-        f"<td>{100 * spent / sum(seconds.values()):.0f} %</td></tr>"
-        for name, spent in seconds.items()
-    )
-    notes = []
-    if run.has("memory/peak_gb"):
-        memory = column(run.train, "memory/peak_gb")
-        notes.append(f"Peak memory {np.nanmax(memory):.3g} GB, at iteration {run.train[np.nanargmax(memory)]['step']}.")
-    validation = np.nansum(column(run.validations, "time/validation"))
-    notes += [f"Validation took {duration(validation)} more."] if validation else []
-    return (
-        '<figure><h3>Shares</h3><div class="scroll"><table><tr><th></th><th>in all</th><th>each</th><th>share</th></tr>'
-        f"{rows}</table></div><figcaption>{' '.join(notes)}</figcaption></figure>"
-    )
-
-
-def number(value: float, decimals: int = 3, sign: str = "") -> str:
-    """One digit where the decimals would show none; a dash for NaN."""
-    if not math.isfinite(value):
-        return "–"
-    form = f".{decimals}f" if value == 0 or round(value, decimals) else ".1g"
-    return f"{value:{sign}{form}}".replace("-", "−")
-
-
-def duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    return f"{seconds / 60:.0f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"
-
-
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace").strip() if path.is_file() else ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,172 +1,119 @@
-"""Which figures a report has, and the words under them. What a run did not measure is left out."""
+"""The figures of a report and the words under them, as HTML. What a run did not measure is left out.
 
+Shapes: N iterations that left a line, T denoising steps.
+"""
+
+import io
+import re
+from collections.abc import Callable, Mapping
+from html import escape
+from typing import Any
+
+import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm, Normalize, SymLogNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
-from sage_grpo.tools.report_drawing import (
-    GOLD,
-    MAP,
-    REFERENCE,
-    SETTING,
-    TRAIN,
-    VALIDATION,
-    WIDE,
-    Panel,
-    draw_curves,
-    draw_map,
-    draw_scatter,
-    draw_schedule,
-    draw_stack,
-    draw_total,
-    draw_watched,
-    panel,
-)
 from sage_grpo.tools.run_folder import Run, column
 
-PHASES = {
-    "rollout": "#2f6690",
-    "decode": "#7fa6c4",
-    "reward": "#d9822b",
-    "gold": "#3a7d5c",
-    "anchor": "#c9b458",
-    "update": "#8a5a83",
-    "other": "#c3cad3",
+BLUE, ORANGE, GREEN, PURPLE, GREY, MASKED = "#2f6690", "#d9822b", "#3a7d5c", "#8a5a83", "#7b8794", "#d5dae0"
+SMALL, WIDE, MAP = (3.9, 2.5), (6.0, 2.8), (4.8, 2.4)  # inches; the page shows them at 0.6 to 1.4 times that
+MANY = 40  # points, from which on a curve is drawn with its running mean
+STYLE = {
+    "font.size": 8.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#9aa5b1",
+    "axes.labelcolor": "#52606d",
+    "axes.formatter.limits": (-3, 4),
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": "#e8ecf0",
+    "xtick.color": "#7b8794",
+    "ytick.color": "#7b8794",
+    "legend.frameon": False,
+    "svg.fonttype": "none",  # text stays text: small, searchable, in the page's own font
 }
-UPDATES = {
-    "KL": (
-        {"kl/anchor": (TRAIN, "to the anchor"), "kl/rollout": (VALIDATION, "to the rollout")},
-        True,
-        "Distance of the policy from its anchor and from the policy that made the rollout. It should level off; to a "
-        "moving anchor it is a saw-tooth. Exponential growth is a run-away.",
-    ),
-    "KL coefficient": (
-        {"kl/coef": (SETTING, None)},
-        True,
-        "Weight of the KL in the loss: warm-up, then feedback. Stuck at a limit, it no longer controls anything.",
-    ),
-    "Clipped pairs": (
-        {"policy/clip_high": (TRAIN, "A > 0, above"), "policy/clip_low": (VALIDATION, "A < 0, below")},
-        False,
-        "Share of (rollout, step) pairs that the clip silences; 0 with one update per rollout. Far more below than "
-        "above: the KL has passed the clip range.",
-    ),
-    "Gradient norm": (
-        {"policy/grad_norm": (TRAIN, None)},
-        True,
-        "Before clipping. Steady or slowly falling is healthy; a climb asks for a lower learning rate.",
-    ),
-    "Learning rate": ({"lr": (SETTING, None)}, False, "As the optimizer used it."),
-    "Largest ratio deviation": (
-        {"policy/ratio_max_deviation": (TRAIN, None)},
-        True,
-        "Largest |ratio - 1| of an iteration; exactly 0 with one update per rollout.",
-    ),
+Lines = Mapping[str, tuple[str, str]]  # metric -> colour, label
+REWARD: dict[str, Lines] = {
+    "Reward": {"reward/total": (BLUE, "training")},
+    "Exploration": {"reward/group_std": (BLUE, "inside a group"), "reward/std": (GREY, "over the batch")},
 }
+GOLD: dict[str, Lines] = {
+    "Match": {"gold/match": (GREEN, "training")},
+    "Distance to the manifold": {"gold/distance": (GREEN, "training")},
+}
+UPDATES: dict[str, Lines] = {
+    "KL": {"kl/anchor": (BLUE, "to the anchor"), "kl/rollout": (ORANGE, "to the rollout")},
+    "KL coefficient": {"kl/coef": (PURPLE, "")},
+    "Clipped pairs": {"policy/clip_high": (BLUE, "A > 0, above"), "policy/clip_low": (ORANGE, "A < 0, below")},
+    "Gradient norm": {"policy/grad_norm": (BLUE, "")},
+    "Learning rate": {"lr": (PURPLE, "")},
+    "Largest ratio deviation": {"policy/ratio_max_deviation": (BLUE, "")},
+}
+LOGARITHMIC = {"kl/anchor", "kl/coef", "policy/grad_norm", "policy/ratio_max_deviation", "equalizer"}
 MAPS = {
-    "log_ratio_mean": (
-        "Log-ratio",
-        "Mean of log(new / old probability): minus the KL to the rollout, so 0 or slightly negative.",
-    ),
-    "clip_fraction": (
-        "Clipped share",
-        "Pairs whose ratio left the clip range. Dark rows are denoising steps that hardly learn.",
-    ),
-    "grad_v": (
-        "Gradient at the velocity",
-        "Norm of dL/dv, log scale. With the equalizer all rows look alike; without it the last steps dominate.",
-    ),
-    "kl_anchor": (
-        "KL to the anchor",
-        "Log scale. The last steps carry most of it, since their noise is smallest.",
-    ),
+    "Log-ratio": "log_ratio_mean",
+    "Clipped share": "clip_fraction",
+    "Gradient at the velocity": "grad_v",
+    "KL to the anchor": "kl_anchor",
 }
-SCHEDULE = {
-    "Noise level": ({"sigmas": None}, "sigma before each denoising step, from 1 (pure noise) to 0 (the clip)."),
-    "Exploration noise": ({"std": None}, "Standard deviation injected at each step; 0 is a deterministic step."),
-    "Equalizer": (
-        {"equalizer": "S, factor of the loss", "gradient_scale": "N, size of the gradient"},
-        "S times N is the same at every step: all steps push equally hard.",
-    ),
+SCHEDULE: dict[str, Lines] = {
+    "Noise level": {"sigmas": (BLUE, "")},
+    "Exploration noise": {"std": (BLUE, "")},
+    "Equalizer": {"equalizer": (BLUE, "S, factor of the loss"), "gradient_scale": (ORANGE, "N, size of the gradient")},
+}
+PHASES = {"rollout": BLUE, "decode": "#7fa6c4", "reward": ORANGE, "gold": GREEN, "anchor": "#c9b458", "update": PURPLE}
+WORDS = {  # what a figure shows, and what is healthy
+    "Score": "Mean of this score. One that falls while the total rises is being traded away.",
+    "Reward": "Training explores with noise, validation does not, so levels differ; both should rise, fast at first.",
+    "Exploration": "Spread of the reward. A slow decline is learning; near 0 in groups nothing is left to learn from.",
+    "Match": "Share of clips that show all that their prompt names, as the oracle reads them. Higher is better.",
+    "Distance to the manifold": "RMS pixel distance to the nearest true clip. A rise means leaving the manifold.",
+    "Gold against proxy": "One dot per iteration: right and up is good. Reward up and gold down is reward hacking.",
+    "KL": "It should level off; to a moving anchor it is a saw-tooth. Exponential growth is a run-away.",
+    "KL coefficient": "Weight of the KL in the loss. Stuck at a limit, it no longer controls anything.",
+    "Clipped pairs": "Share that the clip silences. Far more below than above: the KL has passed the clip range.",
+    "Gradient norm": "Before clipping. Steady or slowly falling is healthy; a climb asks for a lower learning rate.",
+    "Learning rate": "As the optimizer used it.",
+    "Largest ratio deviation": "Largest |ratio - 1| of an iteration; exactly 0 with one update per rollout.",
+    "Log-ratio": "Mean of log(new / old probability): minus the KL to the rollout, so 0 or slightly negative.",
+    "Clipped share": "Pairs whose ratio left the clip range. Dark rows are denoising steps that hardly learn.",
+    "Gradient at the velocity": "Norm of dL/dv. With the equalizer all rows look alike; without, the last dominate.",
+    "KL to the anchor": "The last steps carry most of it, since their noise is smallest.",
+    "Noise level": "sigma before each denoising step, from 1 (pure noise) to 0 (the clip).",
+    "Exploration noise": "Standard deviation injected at each step; 0 is a deterministic step.",
+    "Equalizer": "S times N is the same at every step: all steps push equally hard.",
+    "Time per iteration": "Phases, stacked; the legend has their means. A slow climb is a leak or a busy machine.",
 }
 
 
-def reward_panels(run: Run) -> list[Panel]:
-    perfect = run.head.get("perfect") or {}
-    references = {name: ("perfect clips", value) for name, value in perfect.items() if value is not None}
-    panels = []
-    if run.measured("reward/total"):
-        words = (
-            "Weighted sum of the scores. Training explores with noise and validation does not, so their levels differ; "
-            "both should rise, fast at first. A band that collapses leaves nothing to learn from."
-        )
-        panels.append(panel("Reward", words, draw_total, run, references.get("total"), size=WIDE))
-    spread = {"reward/group_std": (TRAIN, "inside a group"), "reward/std": (REFERENCE, "over the batch")}
-    if run.has(*spread):
-        words = (
-            "Spread of the reward between clips of one prompt: what advantages are made of. A slow decline is "
-            "learning; near 0 exploration has died."
-        )
-        panels.append(panel("Exploration", words, draw_curves, run, spread))
-    words = "Mean of this score. One that falls while the total rises is being traded away."
-    for name in run.scores:
-        if run.measured(f"reward/{name}"):
-            args = (run, f"reward/{name}", TRAIN, references.get(name))
-            panels.append(panel(name, words, draw_watched, *args))
-    return panels
+def panels(run: Run) -> dict[str, list[str]]:
+    """The figures of each section."""
+    scores = {name: {f"reward/{name}": (BLUE, "training")} for name in run.scores}
+    maps = {title: key for title, key in MAPS.items() if np.isfinite(run.grid(key)).any()}
+    schedule, phases = run.head.get("schedule"), phase_seconds(run)
+    found = {
+        "Reward": curve_panels(run, REWARD | scores),
+        "Gold": curve_panels(run, GOLD),
+        "Trust region and updates": curve_panels(run, UPDATES),
+        "By denoising step": [panel(title, draw_map, run, key, size=MAP) for title, key in maps.items()],
+        "Schedule": [panel(title, draw_schedule, schedule, SCHEDULE[title]) for title in SCHEDULE if schedule],
+        "Time": [panel("Time per iteration", draw_stack, run, phases, size=WIDE)] if phases else [],
+    }
+    found["Gold"] += [panel("Gold against proxy", draw_scatter, run)] if run.has("gold/match") else []
+    return found
 
 
-def gold_panels(run: Run) -> list[Panel]:
-    panels = []
-    if run.measured("gold/match"):
-        words = "Share of clips that show all that their prompt names, as the oracle reads them. Higher is better."
-        panels.append(panel("Match", words, draw_watched, run, "gold/match", GOLD, None))
-    if run.measured("gold/distance"):
-        floor = (run.head.get("vae_floor") or {}).get("distance")
-        reference = None if floor is None else ("VAE alone", floor)
-        words = "RMS pixel distance to the nearest true clip. Lower is better; a rise means leaving the manifold."
-        panels.append(panel("Distance to the manifold", words, draw_watched, run, "gold/distance", GOLD, reference))
-    key = next((key for key in ("gold/match", "gold/distance") if run.has(key)), None)
-    if key and run.has("reward/total"):
-        words = (
-            "One dot per iteration. Dots should move right and towards better gold; reward up and gold down is "
-            "reward hacking."
-        )
-        panels.append(panel("Gold against proxy", words, draw_scatter, run, key, x="reward in training"))
-    return panels
-
-
-def update_panels(run: Run) -> list[Panel]:
+def curve_panels(run: Run, titles: Mapping[str, Lines]) -> list[str]:
     return [
-        panel(title, words, draw_curves, run, keys, logarithmic)
-        for title, (keys, logarithmic, words) in UPDATES.items()
-        if run.has(*keys)
+        panel(title, draw_curves, run, lines, size=WIDE if title == "Reward" else SMALL)
+        for title, lines in titles.items()
+        if any(map(run.measured, lines))
     ]
-
-
-def map_panels(run: Run) -> list[Panel]:
-    return [
-        panel(title, words, draw_map, run, key, size=MAP)
-        for key, (title, words) in MAPS.items()
-        if np.isfinite(run.grid(key)).any()
-    ]
-
-
-def schedule_panels(run: Run) -> list[Panel]:
-    schedule = run.head.get("schedule") or {}
-    return [
-        panel(title, words, draw_schedule, schedule, keys, x="denoising step")
-        for title, (keys, words) in SCHEDULE.items()
-        if schedule.get(next(iter(keys)))
-    ]
-
-
-def time_panels(run: Run) -> list[Panel]:
-    seconds = phase_seconds(run)
-    words = (
-        "Phases of each iteration, stacked, in the colours of the table. An even height is healthy; a slow climb is a "
-        "leak or a busy machine."
-    )
-    args = (column(run.train, "step"), seconds, PHASES)
-    return [panel("Time per iteration", words, draw_stack, *args, size=WIDE)] if seconds else []
 
 
 def phase_seconds(run: Run) -> dict[str, np.ndarray]:
@@ -175,3 +122,119 @@ def phase_seconds(run: Run) -> dict[str, np.ndarray]:
     phases = {name: np.nan_to_num(values) for name, values in phases.items() if np.nansum(values) > 0}
     rest = np.nan_to_num(column(run.train, "time/total")) - sum(phases.values())
     return phases | ({"other": rest.clip(min=0)} if phases and rest.max() > 0 else {})
+
+
+def panel(title: str, draw: Callable[..., None], *args: Any, size: tuple[float, float] = SMALL) -> str:
+    """One plot, made by `draw(axes, *args)`, with its title and words."""
+    with matplotlib.rc_context(STYLE | {"svg.hashsalt": title}):  # ids: the same each time, and no other panel's
+        figure, buffer = Figure(figsize=size, layout="constrained"), io.StringIO()
+        axes = figure.subplots()
+        axes.set_xlabel("iteration")
+        draw(axes, *args)
+        figure.savefig(buffer, format="svg")
+    # an element of a page: no prologue, metadata or namespaces, no ids but those it refers to
+    svg = re.sub(r"<metadata>.*?</metadata>", "", buffer.getvalue(), flags=re.DOTALL)
+    svg = re.sub(r' xmlns(:\w+)?="[^"]*"', "", re.sub(r'<g id="[^"]*">', "<g>", svg[svg.index("<svg") + 4 :]))
+    name, words, style = escape(title), escape(WORDS.get(title, WORDS["Score"])), "wide" if size == WIDE else ""
+    svg = f'<svg role="img" aria-label="{name}"{svg}<figcaption>{words}</figcaption>'
+    return f'<figure class="{style}"><h3>{name}</h3>{svg}</figure>'
+
+
+def draw_curves(ax: Axes, run: Run, lines: Lines) -> None:
+    """Metrics in training and, with standard errors, in validation; a dashed line to compare them with."""
+    steps, known = column(run.train, "step"), references(run)
+    for key, (colour, label) in lines.items():
+        values = column(run.train, key)
+        if key == "reward/total" and len(steps) > 1:
+            std = column(run.train, "reward/std")
+            ax.fill_between(steps, values - std, values + std, color=BLUE, alpha=0.12, lw=0, label="std of the batch")
+        if run.has(key):
+            draw_curve(ax, steps, values, colour, label)
+        values = column(run.validations, key)
+        if np.isfinite(values).any():
+            error = np.nan_to_num(column(run.validations, f"{key}_stderr"))
+            style = {"color": ORANGE, "ms": 4, "capsize": 2, "lw": 1.2, "zorder": 3, "label": "validation"}
+            ax.errorbar(column(run.validations, "step"), values, error, fmt="o-", **style)
+        if key in known:
+            ax.axhline(known[key][1], ls="--", lw=1, color=GREY, label=known[key][0])
+    finish(ax, lines)
+
+
+def draw_curve(ax: Axes, x: np.ndarray, y: np.ndarray, colour: str, label: str) -> None:
+    """The finite points as a line; many measured ones faint, under their running mean over a twentieth of them."""
+    x, y = x[np.isfinite(y)], y[np.isfinite(y)]
+    if len(y) < MANY or colour == PURPLE:
+        ax.plot(x, y, "o-" if len(y) < MANY else "-", ms=3, color=colour, label=label)
+        return
+    window = np.ones(2 * (len(y) // MANY) + 1)
+    mean = np.convolve(y, window, "same") / np.convolve(np.ones_like(y), window, "same")
+    ax.plot(x, y, color=colour, lw=0.8, alpha=0.35)
+    ax.plot(x, mean, color=colour, label=label)
+
+
+def references(run: Run) -> dict[str, tuple[str, float]]:
+    """Metric -> label and value of what it can reach."""
+    perfect, floor = run.head.get("perfect") or {}, run.head.get("vae_floor") or {}
+    known = {f"reward/{name}": ("perfect clips", value) for name, value in perfect.items()}
+    known |= {f"gold/{name}": ("VAE alone", value) for name, value in floor.items()}
+    return {key: reference for key, reference in known.items() if reference[1] is not None}
+
+
+def finish(ax: Axes, lines: Lines) -> None:
+    """A logarithmic axis if the metric asks for one and a value allows it; a legend if there is something to tell."""
+    if LOGARITHMIC & lines.keys() and any((np.asarray(line.get_ydata()) > 0).any() for line in ax.lines):
+        ax.set_yscale("log", nonpositive="mask")
+    if len(ax.get_legend_handles_labels()[1]) > 1:
+        ax.legend()
+
+
+def draw_schedule(ax: Axes, schedule: Mapping[str, list[float | None]], lines: Lines) -> None:
+    for key, (colour, label) in lines.items():
+        ax.plot(np.array(schedule[key], dtype=float), "o-", ms=2.5, color=colour, label=label)
+    ax.set_xlabel("denoising step")
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    finish(ax, lines)
+
+
+def draw_scatter(ax: Axes, run: Run) -> None:
+    steps, reward, gold = (column(run.train, key) for key in ("step", "reward/total", "gold/match"))
+    dots = ax.scatter(reward, gold, c=steps, s=12, linewidths=0)
+    ax.figure.colorbar(dots, ax=ax, label="iteration").outline.set_visible(False)
+    ax.set_xlabel("reward in training")
+    ax.set_ylabel("gold/match")
+
+
+def draw_map(ax: Axes, run: Run, key: str) -> None:
+    """A metric by iteration and denoising step; grey where a step was not trained."""
+    grid = np.ma.masked_invalid(run.grid(key).T)
+    norm, colours = map_scale(key, grid.compressed())
+    extent = (run.train[0]["step"] - 0.5, run.train[-1]["step"] + 0.5, len(grid) - 0.5, -0.5)
+    picture = ax.imshow(grid, colours, norm, aspect="auto", extent=extent, interpolation="none")
+    ax.set_facecolor(MASKED)
+    ax.grid(False)
+    ax.yaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.set_ylabel("denoising step")
+    ax.figure.colorbar(picture, ax=ax, pad=0.02).outline.set_visible(False)
+
+
+def map_scale(key: str, values: np.ndarray) -> tuple[Normalize, str]:
+    """Scale and colours of a heat map; `values` are its finite cells."""
+    if key == "clip_fraction":
+        return Normalize(0, 1), "Blues"
+    if key == "log_ratio_mean":
+        reach = np.abs(values).max() or 1.0
+        return SymLogNorm(reach / 100, vmin=-reach, vmax=reach), "RdBu_r"
+    positive = values[values > 0]
+    varied = len(positive) and positive.min() < positive.max()
+    return LogNorm(positive.min(), positive.max()) if varied else Normalize(), "viridis"
+
+
+def draw_stack(ax: Axes, run: Run, layers: Mapping[str, np.ndarray]) -> None:
+    """Seconds on top of each other, phase -> (N,); the legend has their means and shares."""
+    whole = sum(values.sum() for values in layers.values())
+    labels = [f"{name} {values.mean():.3g} s, {values.sum() / whole:.0%}" for name, values in layers.items()]
+    colours = [PHASES.get(name, MASKED) for name in layers]
+    ax.stackplot(column(run.train, "step"), *layers.values(), colors=colours, labels=labels, lw=0)
+    ax.figure.legend(loc="outside right center", reverse=True)
+    ax.set_ylabel("seconds")
+    ax.margins(x=0)

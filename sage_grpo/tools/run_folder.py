@@ -27,10 +27,6 @@ class Run:
     validations: list[dict[str, Any]]  # in order of their iteration
 
     @property
-    def name(self) -> str:
-        return self.folder.resolve().name
-
-    @property
     def head(self) -> dict[str, Any]:
         return self.starts[-1] if self.starts else {}
 
@@ -52,14 +48,8 @@ class Run:
     def grid(self, key: str) -> np.ndarray:
         """A metric by iteration and denoising step, (N, T); T is 0 where no line has it."""
         rows = [line.get("per_step", {}).get(key) or [] for line in self.train]
-        grid = np.full((len(rows), max(map(len, rows), default=0)), np.nan)
-        for values, row in zip(grid, rows, strict=True):
-            values[: len(row)] = [as_float(value) for value in row]
-        return grid
-
-
-def as_float(value: Any) -> float:
-    return float(value) if isinstance(value, (int, float)) else math.nan
+        steps = max(map(len, rows), default=0)
+        return np.array([row + [None] * (steps - len(row)) for row in rows], dtype=float).reshape(len(rows), steps)
 
 
 def column(lines: Sequence[Mapping[str, Any]], key: str) -> np.ndarray:
@@ -67,46 +57,34 @@ def column(lines: Sequence[Mapping[str, Any]], key: str) -> np.ndarray:
     return np.array([as_float(line.get(key)) for line in lines])
 
 
+def as_float(value: float | None) -> float:
+    return math.nan if value is None else float(value)
+
+
 def read_run(folder: Path) -> Run:
     path = folder / "metrics.jsonl"
     if not path.is_file():
         raise RunError(f"{folder} is no run folder: it holds no metrics.jsonl")
-    starts: list[dict[str, Any]] = []
-    train: dict[int, dict[str, Any]] = {}
-    validations: dict[int, dict[str, Any]] = {}
-    for line in _lines(path):
-        if line["kind"] == "run":
+    starts, kept = [], {"train": {}, "validation": {}}
+    for kind, step, line in _lines(path):
+        if kind == "run":  # a resume repeats iterations: what an earlier start wrote after this one is void
             starts.append(line)
-        elif line["kind"] == "train":  # a resume repeats iterations: what an earlier start wrote from here on is void
-            _drop(train, line["step"])
-            _drop(validations, line["step"] + 1)
-            train[line["step"]] = line
-        elif line["kind"] == "validation":
-            _drop(validations, line["step"])
-            validations[line["step"]] = line
-    if not (starts or train or validations):
+            kept = {name: {n: old for n, old in lines.items() if n <= step} for name, lines in kept.items()}
+        else:
+            kept[kind][step] = line
+    if not (starts or kept["train"] or kept["validation"]):
         raise RunError(f"{path} holds no metrics yet")
-    return Run(folder, starts, list(train.values()), list(validations.values()))
+    return Run(folder, starts, list(kept["train"].values()), list(kept["validation"].values()))
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """All lines but a last one that a crash cut short."""
-    raw = path.read_bytes().splitlines()
-    lines = []
+def _lines(path: Path) -> list[tuple[str, int, dict[str, Any]]]:
+    """Kind, step and whole of each line, but for a last one that a crash cut short."""
+    raw, lines = path.read_bytes().splitlines(), []
     for number, text in enumerate(raw, 1):
         try:
             line = json.loads(text)
-            if not isinstance(line["step"], int) or not isinstance(line["kind"], str):
-                raise ValueError("a line needs a kind and a step")
+            lines.append((line["kind"], line["step"], line))
         except (ValueError, KeyError, TypeError) as error:
-            if number == len(raw):
-                break
-            raise RunError(f"{path}, line {number} is damaged ({error}); mend or delete that line") from error
-        lines.append(line)
+            if number < len(raw):
+                raise RunError(f"{path}, line {number} is damaged; mend or delete that line") from error
     return lines
-
-
-def _drop(lines: dict[int, Any], step: int) -> None:
-    """Forget lines from `step` on; the dictionary is in order of steps."""
-    while lines and next(reversed(lines)) >= step:
-        lines.popitem()

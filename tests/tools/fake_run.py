@@ -10,6 +10,7 @@ import torch
 
 from sage_grpo.algo.equalizer import equalizer, gradient_scale
 from sage_grpo.algo.sde import build_schedule, flow_sigmas
+from sage_grpo.config import Config
 from sage_grpo.media import write_mp4
 from sage_grpo.worlds.damage import add_noise, fade, jitter
 from sage_grpo.worlds.shapes import captions, render, sample_scenes
@@ -28,7 +29,7 @@ def make_run(folder: Path, iterations: int = 200, every: int = 50, prompts: int 
     (folder / "command.txt").write_text(
         "python post_train.py --config configs/tiny_cpu.yaml --output_dir outputs/demo\n"
     )
-    (folder / "config.yaml").write_text("sde_type: sage_grpo\neta: 0.5\nheight: 32\nwidth: 32\nclip_range: 0.0001\n")
+    (folder / "config.yaml").write_text(Config(height=32, width=32, eta=0.7, reward_weights={"VQ": 1.0}).to_yaml())
     lines = [run_line(), validation(folder, 0, 0.0, prompts)]
     for step in range(1, iterations + 1):
         lines.append(train_line(step, rng))
@@ -166,6 +167,5 @@ def validation_line(step: int, entries: list[dict[str, Any]]) -> dict[str, Any]:
         for name in entries[0][part]:
             values = np.array([entry[part][name] for entry in entries])
             line[f"{prefix}/{name}"] = float(values.mean())
-            if name == "total" or prefix == "gold":
-                line[f"{prefix}/{name}_stderr"] = float(values.std(ddof=1) / math.sqrt(len(values)))
+            line[f"{prefix}/{name}_stderr"] = float(values.std(ddof=1) / math.sqrt(len(values)))
     return line
