@@ -426,18 +426,10 @@ def read_flags(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     flags, others = read_flags(arguments)
-    quiet = [
-        "--validate_at_step0",
-        "False",
-        "--validation_interval",
-        "0",
-        "--save_interval",
-        "0",
-        "--report_to",
-        "none",
-    ]
+    same = "--validate_at_step0 False --validation_interval 0 --save_interval 0 --report_to none"
+    same += " --ema_decay 0 --log_interval 1"  # the plain loop has no averaged weights; every iteration is looked at
     with tempfile.TemporaryDirectory() as folder:
-        own = ["--output_dir", folder, "--max_steps", str(flags.iterations + 1), *quiet]
+        own = ["--output_dir", folder, "--max_steps", str(flags.iterations + 1), *same.split()]
         config = parse(["--config", flags.config, *others, *own])
         with join_ranks(config.start_timeout) as ranks:
             page = report(config, ranks, shlex.join(["python", "scripts/bench_iteration.py", *arguments]))

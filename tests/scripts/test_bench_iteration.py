@@ -66,7 +66,7 @@ def test_the_table_has_every_phase_and_adds_up(page):
 
 
 def test_the_page_says_what_was_run(page):
-    assert "4 clips in groups of 2, 2 steps, guidance 2, LoRA trained" in page
+    assert "4 clips in groups of 2, 2 steps, guidance 2, all weights trained" in page
     assert "    python scripts/bench_iteration.py --config" in page and LIGHT in page
     assert "padded to 30 text, 14 glyph and 3 image tokens" in page
     assert "1 iteration of 10" in page

@@ -149,10 +149,6 @@ def expect_wrong(run_doctor: Doctor, check: str, *texts: str, **flags: object) -
         assert text in run_doctor.text
 
 
-def test_more_updates_than_steps(run_doctor):
-    expect_wrong(run_doctor, "batch", "only 2 steps can be shared out", updates_per_rollout=3)
-
-
 def test_a_forward_that_differs_in_training(run_doctor, monkeypatch):
     plain = Hunyuan15.velocity
 
@@ -272,7 +268,13 @@ def test_a_sampler_that_is_no_ode_without_noise(run_doctor, monkeypatch):
 
 @pytest.mark.parametrize(
     "flags",
-    [{"batch_size": 3}, {"nonsense": 1}, {"train_prompts": "missing.txt"}, {"pretrained_model_root": "missing"}],
+    [
+        {"batch_size": 3},
+        {"nonsense": 1},
+        {"train_prompts": "missing.txt"},
+        {"pretrained_model_root": "missing"},
+        {"updates_per_rollout": 3},
+    ],
     ids=lambda flags: next(iter(flags)),
 )
 def test_a_wrong_configuration_gets_the_sentence_of_the_trainer(run_doctor, capsys, flags):

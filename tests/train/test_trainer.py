@@ -84,7 +84,8 @@ def test_more_updates_per_rollout_make_the_clip_act(make):
 
 
 def test_the_first_ratio_is_one_to_the_last_bit(make):
-    for changes in ({"enable_gradient_checkpointing": True}, {"guidance_scale": 3.0}, {"use_lora": True}, {"ratio_norm": True, "sde_type": "precise"}):
+    normed = {"ratio_norm": True, "sde_type": "precise"}
+    for changes in ({"enable_gradient_checkpointing": True}, {"guidance_scale": 3.0}, {"use_lora": True}, normed):
         trainer = make(max_steps=1, overwrite=True, **changes)
         trainer.train()
         assert records(trainer)[0]["policy/ratio_max_deviation"] == 0
