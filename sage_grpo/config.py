@@ -12,6 +12,7 @@ import math
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -258,6 +259,11 @@ def check(config: Config, world_size: int = 1) -> None:
     unknown = sorted(set(config.report_to) - {"tensorboard", "wandb", "none"})
     if unknown:
         raise ConfigError(f"report_to names {unknown[0]}; choose of tensorboard, wandb, none")
+    missing = [name for name in config.report_to if name != "none" and find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"report_to names {missing[0]}, which is not installed: pip install {missing[0]}, or leave it out"
+        )
     try:  # the strategy and its controller know their own rules
         config.trust_region  # noqa: B018
         config.kl_controller()

@@ -94,6 +94,7 @@ def test_a_wrong_file_is_one_sentence(tmp_path, text):
         ({"batch_size": 4, "use_dual_kl": False, "dual_kl_moving_weight": 0}, 1, "both KL terms weigh 0"),
         ({"batch_size": 4, "pretrained_lora_path": "x"}, 1, "needs use_lora"),
         ({"batch_size": 4, "report_to": "excel"}, 1, "report_to names excel"),
+        ({"batch_size": 4, "report_to": "wandb"}, 1, "wandb, which is not installed: pip install wandb"),
         ({"batch_size": 4, "dtype": "bf16"}, 1, "bf16 with fp32 master weights"),
         ({"batch_size": 4, "sp_size": 2}, 2, "sequence parallelism is not part of this version"),
         ({"batch_size": 4, "compile": True}, 1, "compilation is not part of this version"),

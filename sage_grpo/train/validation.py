@@ -81,23 +81,14 @@ class Validation:
     def _judge(self, clips: Sequence[Tensor | None], prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
         texts = [prompt.text for prompt in prompts]
         scores = self.reward.score(clips, texts, self.config.fps)
-        columns = {f"reward/{name}": values for name, values in (scores.named | {"total": scores.total}).items()}
-        if self.holdout:
-            held = self.holdout.score(clips, texts, self.config.fps)
-            columns |= {f"holdout/{name}": values for name, values in held.named.items()}
-        columns |= {f"gold/{name}": values for name, values in gold_columns(self.gold, clips, texts).items()}
+        columns = {
+            "scores": scores.named | {"total": scores.total},
+            "holdout": self.holdout.score(clips, texts, self.config.fps).named if self.holdout else {},
+            "gold": gold_columns(self.gold, clips, texts),
+        }
         return [
-            {
-                "file": f"{prompt.name}-{self._seed(prompt)}.mp4",
-                "prompt": prompt.text,
-                "seed": self._seed(prompt),
-                "number": 0,
-                "scores": finite({n.split("/")[1]: v[i].item() for n, v in columns.items() if n.startswith("reward/")}),
-                "holdout": finite(
-                    {n.split("/")[1]: v[i].item() for n, v in columns.items() if n.startswith("holdout/")}
-                ),
-                "gold": finite({n.split("/")[1]: v[i].item() for n, v in columns.items() if n.startswith("gold/")}),
-            }
+            {"file": f"{prompt.name}-{self._seed(prompt)}.mp4", "prompt": prompt.text, "seed": self._seed(prompt)}
+            | {kind: finite({name: v[i].item() for name, v in named.items()}) for kind, named in columns.items()}
             for i, prompt in enumerate(prompts)
         ]
 

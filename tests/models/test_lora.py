@@ -1,0 +1,89 @@
+"""Adapters: where they sit, what they change, and that the two of them are apart."""
+
+import pytest
+import torch
+
+from sage_grpo.models.hunyuan15 import Hunyuan15
+from sage_grpo.models.lora import (
+    ANCHOR,
+    LORA_FILE,
+    POLICY,
+    adapter_parameters,
+    add_adapters,
+    copy_adapter,
+    load_adapter,
+    target_layers,
+    use_adapter,
+)
+
+NAMES = ("to_q", "add_q_proj", "to_add_out")
+
+
+@pytest.fixture
+def policy(tiny_folder):
+    return Hunyuan15(tiny_folder)
+
+
+def add(policy, anchor=True, seed=0):
+    add_adapters(policy.transformer, 4, 8, NAMES, seed, torch.float32, anchor)
+
+
+def velocity(policy):
+    x = torch.randn(1, *policy.latent_shape(5, 32, 32), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        return policy.velocity(x, 0.5, policy.encode(["a red circle"])[0])
+
+
+def test_layers_are_those_of_the_blocks_that_matter(policy):
+    found = target_layers(policy.transformer, NAMES)
+    assert found == [
+        "transformer_blocks.0.attn.to_q",
+        "transformer_blocks.0.attn.add_q_proj",
+        "transformer_blocks.0.attn.to_add_out",
+        "transformer_blocks.1.attn.to_q",  # the context that leaves the last block is not read
+    ]
+    with pytest.raises(ValueError, match=r"names to_z; linear layers of the blocks are .*to_q"):
+        target_layers(policy.transformer, ["to_q", "to_z"])
+
+
+def test_a_new_adapter_changes_nothing_and_follows_from_the_seed(policy, tiny_folder):
+    before = velocity(policy)
+    add(policy)
+    torch.testing.assert_close(velocity(policy), before)
+    others = [Hunyuan15(tiny_folder) for _ in range(2)]
+    for other, seed in zip(others, (0, 1), strict=True):
+        add(other, seed=seed)
+    mine, same, different = (adapter_parameters(p.transformer, POLICY) for p in (policy, *others))
+    name = next(name for name in mine if "lora_A" in name)
+    assert torch.equal(mine[name], same[name]) and not torch.equal(mine[name], different[name])
+
+
+def test_two_adapters_are_apart_and_only_the_policy_is_trained(policy):
+    add(policy)
+    plain = velocity(policy)
+    for parameter in adapter_parameters(policy.transformer, POLICY).values():
+        parameter.data += 0.1
+    moved = velocity(policy)
+    use_adapter(policy.transformer, ANCHOR)
+    assert torch.equal(velocity(policy), plain) and not torch.allclose(moved, plain)
+    copy_adapter(policy.transformer, POLICY, ANCHOR)
+    assert torch.equal(velocity(policy), moved)
+    trained = {name for name, p in policy.transformer.named_parameters() if p.requires_grad and "lora_" in name}
+    assert trained and all(f".{POLICY}." in name for name in trained)
+
+
+def test_a_saved_adapter_is_loaded_or_refused(policy, tiny_folder, tmp_path):
+    add(policy)
+    for parameter in adapter_parameters(policy.transformer, POLICY).values():
+        parameter.data += 0.1
+    policy.transformer.save_lora_adapter(tmp_path, adapter_name=POLICY, weight_name=LORA_FILE)
+    other = Hunyuan15(tiny_folder)
+    add(other, anchor=False)
+    load_adapter(other.transformer, tmp_path, POLICY)
+    assert torch.equal(velocity(other), velocity(policy))
+    wider = Hunyuan15(tiny_folder)
+    add_adapters(wider.transformer, 8, 8, NAMES, 0, torch.float32, False)
+    with pytest.raises(ValueError, match="does not fit lora_r"):
+        load_adapter(wider.transformer, tmp_path, POLICY)
+    with pytest.raises(FileNotFoundError, match="has no pytorch_lora"):
+        load_adapter(wider.transformer, tmp_path / "none", POLICY)

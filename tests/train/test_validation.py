@@ -1,0 +1,66 @@
+"""Validation: fixed noise, honest statistics, every flag of it."""
+
+import json
+import math
+
+import imageio.v2 as imageio
+import pytest
+import torch
+
+from sage_grpo.train.validation import gold_columns, summary, validation_size
+
+
+def test_the_same_weights_give_the_same_clips_and_the_seed_decides(make, tmp_path):
+    trainer = make()
+    clips = [trainer.validation._sample(trainer.validation.prompts[0]) for _ in range(2)]
+    assert torch.equal(*clips)
+    other = make(validation_global_seed=7, overwrite=True)
+    assert not torch.equal(clips[0], other.validation._sample(other.validation.prompts[0]))
+
+
+def test_its_flags_take_effect(make, tmp_path, flags):
+    prompts = tmp_path / "valid.csv"
+    prompts.write_text("prompt,index,seed\na red circle moving left,4,11\n")
+    trainer = make(
+        validation_prompts=str(prompts),
+        validate_video_length=9,
+        validation_fixed_size="32x64",
+        validation_num_inference_steps=3,
+        validation_timestep_shift=2.0,
+        holdout_reward="shapes",
+        validation_interval=1,
+        max_steps=1,
+    )
+    torch.testing.assert_close(trainer.validation.schedule.sigmas, torch.tensor([1.0, 0.8, 0.5, 0.0]))
+    trainer.train()
+    folder = trainer.run.folder / "validation" / "step-000001"
+    (record,) = json.loads((folder / "clips.json").read_text())
+    assert record["seed"] == 11 and record["file"].startswith("0004-") and record["file"].endswith("-11.mp4")
+    assert record["holdout"]["VQ"] == record["scores"]["VQ"]
+    with imageio.get_reader(folder / record["file"]) as reader:
+        frames = [frame for frame in reader.iter_data()]  # noqa: C416 - list() would ask for its length, which is infinite
+    assert len(frames) == 9 and frames[0].shape[:2] == (256, 512)  # magnified for players
+
+
+def test_summary_is_over_what_has_a_value():
+    records = [{"scores": {"total": v, "VQ": 1.0}, "holdout": {}, "gold": {"match": m}} for v, m in
+               ((1.0, 1), (3.0, 0), (None, None))]  # fmt: skip
+    result = summary(records)
+    assert result["reward/total"] == 2 and result["reward/total_stderr"] == pytest.approx(1.0)
+    assert result["gold/match"] == 0.5 and result["reward/failed"] == 1 and result["count"] == 3
+    assert math.isnan(summary(records[2:])["reward/total"])
+
+
+def test_gold_of_a_missing_clip_is_nan():
+    clip = torch.zeros(5, 4, 4, 3, dtype=torch.uint8)
+    found = gold_columns(lambda clips, prompts: {"match": torch.ones(len(clips)).double()}, [clip, None], ["a", "b"])
+    assert found["match"][0] == 1 and found["match"][1].isnan()
+    assert gold_columns(None, [clip], ["a"]) == {}
+
+
+def test_a_size_that_is_none_is_refused(make):
+    for text in ("big", "32", "32x", "x32", "-32x32"):
+        with pytest.raises(ValueError, match="validation_fixed_size"):
+            make(validation_fixed_size=text, overwrite=True)
+    trainer = make(overwrite=True)
+    assert validation_size(trainer.config) == (32, 32)
