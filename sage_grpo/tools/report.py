@@ -128,7 +128,8 @@ def results(run: Run) -> dict[str, str]:
     if len(totals) == 2 and perfect > totals[0]:
         shown["of the gap to perfect clips"] = f"{100 * (totals[1] - totals[0]) / (perfect - totals[0]):.0f} %"
     if run.has("time/total", "memory/peak_gb"):
-        shown["in iterations"] = f"{np.nansum(column(run.train, 'time/total')) / 60:.3g} min"
+        unlogged = run.train[-1]["step"] / len(run.train)  # iterations for each line
+        shown["in iterations"] = f"{unlogged * np.nansum(column(run.train, 'time/total')) / 60:.3g} min"
         shown["peak memory"] = f"{np.nanmax(column(run.train, 'memory/peak_gb')):.3g} GB"
     return shown
 

@@ -9,6 +9,9 @@ import torch
 
 from sage_grpo.train.validation import gold_columns, summary, validation_size
 
+# imageio's reader leaves the pipes of its ffmpeg process to the garbage collector
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+
 
 def test_the_same_weights_give_the_same_clips_and_the_seed_decides(make, tmp_path):
     trainer = make()
@@ -38,7 +41,7 @@ def test_its_flags_take_effect(make, tmp_path, flags):
     assert record["seed"] == 11 and record["file"].startswith("0004-") and record["file"].endswith("-11.mp4")
     assert record["holdout"]["VQ"] == record["scores"]["VQ"]
     with imageio.get_reader(folder / record["file"]) as reader:
-        frames = [frame for frame in reader.iter_data()]  # noqa: C416 - list() would ask for its length, which is infinite
+        frames = list(reader.iter_data())
     assert len(frames) == 9 and frames[0].shape[:2] == (256, 512)  # magnified for players
 
 
