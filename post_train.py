@@ -10,7 +10,8 @@ import sys
 
 from transformers.utils.logging import disable_progress_bar
 
-from sage_grpo.config import parse, warnings
+from sage_grpo.config import warnings
+from sage_grpo.flags import parse
 from sage_grpo.parallel.ranks import join_ranks
 from sage_grpo.tools.paired import text_table
 from sage_grpo.tools.report import write_report

@@ -1,20 +1,13 @@
-"""Every flag of `post_train.py`: its default, its meaning, its range; read from a YAML file and the command line.
+"""Every flag of `post_train.py`: its default, its meaning, its range, and what several of them must agree on.
 
-A flag beats the file, the file beats the default. What is unknown or out of range is refused with the option, the
-value and the way out. Checks that involve several flags are in `check`.
+`flags.py` reads them from a YAML file and the command line.
 """
 
-import argparse
 import dataclasses
-import difflib
-import json
 import math
-import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
-from types import NoneType
 from typing import Any
 
 import yaml
@@ -23,10 +16,8 @@ from sage_grpo.algo.grpo import ADVANTAGE_STDS
 from sage_grpo.algo.sde import SDES
 from sage_grpo.algo.trust_region import ESTIMATORS, FEEDBACKS, SCHEDULES, KLController, TrustRegion, trust_region
 from sage_grpo.models.policy import Sampling
+from sage_grpo.rewards.base import REWARDS
 
-ALIASES = {"train_video_csv": "train_prompts", "valid_video_csv": "validation_prompts"}
-REWARD_NAMES = ("shapes",)
-REWARD_ALIASES = {"videoalign_local": "videoalign"}
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 # Values that other parts will bring; until then they are refused, because a flag that does nothing is a lie.
 UNAVAILABLE: dict[str, tuple[Any, str]] = {
@@ -144,7 +135,7 @@ class Config:
     step_kl_estimator: str = flag("exact", "of the KL to the rollout's policy", choices=ESTIMATORS)
     reference_mode_offload: bool = flag(False, "a full anchor waits in host memory while unused")
     # reward
-    reward_model: tuple[str, ...] | None = flag(None, f"one or several of {', '.join(REWARD_NAMES)}")
+    reward_model: tuple[str, ...] | None = flag(None, f"one or several of {', '.join(REWARDS)}")
     reward_weights: dict[str, Any] = flag(  # noqa: RUF009 - flag makes a default factory of it
         {"VQ": 0.5, "MQ": 0.5, "TA": 1.0}, "JSON; with several rewards one object (or number) for each"
     )
@@ -186,34 +177,6 @@ class Config:
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
-TYPES = typing.get_type_hints(Config)
-
-
-def parse(arguments: Sequence[str]) -> Config:
-    """The configuration of a command line; ConfigError in one sentence when it is wrong."""
-    parser = _parser()
-    known, unknown = parser.parse_known_args(list(arguments))
-    if unknown:
-        raise ConfigError(_unknown("flag", unknown[0].split("=")[0], [f"--{name}" for name in (*FIELDS, *ALIASES)]))
-    given = vars(known)
-    file = given.pop("config", None)
-    return from_values(_read_yaml(file) if file else {}, given)
-
-
-def from_values(*sources: Mapping[str, Any]) -> Config:
-    """A configuration from mappings of raw values, later ones first in rank."""
-    values: dict[str, Any] = {}
-    for source in sources:
-        named: dict[str, str] = {}
-        for key, raw in source.items():
-            name = ALIASES.get(key, key)
-            if name not in FIELDS:
-                raise ConfigError(_unknown("key", key, [*FIELDS, *ALIASES]))
-            if name in named:
-                raise ConfigError(f"{named[name]} and {key} mean the same; give one of them")
-            named[name] = key
-            values[name] = _value(name, raw)
-    return Config(**values)
 
 
 def resolve(config: Config, sampling: Sampling, device: str) -> Config:
@@ -299,107 +262,3 @@ def _check_batch(config: Config, ranks: int) -> None:
         raise ConfigError(
             f"micro_batch_size is {config.micro_batch_size}; it must divide the {slice_size} videos of a prompt"
         )
-
-
-def _value(name: str, raw: Any) -> Any:
-    """A raw value, text or what YAML makes of it, as the type of its field and inside its range."""
-    kinds = list(typing.get_args(TYPES[name]) or (TYPES[name],))
-    field = FIELDS[name].metadata
-    if raw is None or (isinstance(raw, str) and raw.lower() in ("none", "null") and NoneType in kinds):
-        if NoneType not in kinds:
-            raise ConfigError(f"{name} needs a value")
-        return None
-    try:
-        value = _convert(TYPES[name], raw)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"{name} is {raw!r}; {error}") from error
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        _check_range(name, value, field)
-    if field["choices"] and value not in field["choices"]:
-        raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(field['choices'])}")
-    return value
-
-
-def _check_range(name: str, value: float, field: Mapping[str, Any]) -> None:
-    if not math.isfinite(value):
-        raise ConfigError(f"{name} is {value}; it must be finite")
-    if value < field["low"] or value > field["high"] or value <= field["above"]:
-        limits = [f"above {field['above']}"] if field["above"] > -math.inf else []
-        limits += [f"at least {field['low']}"] if field["low"] > -math.inf else []
-        limits += [f"at most {field['high']}"] if field["high"] < math.inf else []
-        raise ConfigError(f"{name} is {value}; it must be {' and '.join(limits)}")
-
-
-def _convert(kind: Any, raw: Any) -> Any:
-    text = str(kind)
-    if "tuple" in text:
-        items = [raw] if isinstance(raw, str) else list(raw)
-        if not items or not all(isinstance(item, str) and item for item in items):
-            raise ValueError("a list of words is expected")
-        return tuple(items)
-    if "dict" in text:
-        value = json.loads(raw) if isinstance(raw, str) else raw
-        if not isinstance(value, dict):
-            raise ValueError("a JSON object is expected")
-        return value
-    if "bool" in text:
-        words = {"true": True, "false": False}
-        if str(raw).lower() not in words:
-            raise ValueError("it must be True or False")
-        return words[str(raw).lower()]
-    if isinstance(raw, (bool, list, tuple, dict)):
-        raise ValueError("one value is expected")
-    if "int" in text:
-        if isinstance(raw, float) and not raw.is_integer():
-            raise ValueError("a whole number is expected")
-        return _number(int, raw, "a whole number is expected")
-    return _number(float, raw, "a number is expected") if "float" in text else str(raw)
-
-
-def _number(kind: type, raw: Any, complaint: str) -> Any:
-    try:
-        return kind(raw)
-    except ValueError as error:
-        raise ValueError(complaint) from error
-
-
-def _unknown(what: str, name: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, known, 1)
-    return f"unknown {what} {name}" + (f"; did you mean {close[0]}?" if close else "; --help lists them all")
-
-
-def _read_yaml(path: str) -> dict[str, Any]:
-    try:
-        values = yaml.safe_load(Path(path).read_text())
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config {path} cannot be read: {' '.join(str(error).split())}") from error
-    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise ConfigError(f"config {path} must be a mapping of flags to values")
-    return values
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> typing.NoReturn:
-        raise ConfigError(message)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser("post_train.py", description="GRPO post-training of HunyuanVideo-1.5.", allow_abbrev=False)
-    parser.add_argument("--config", metavar="FILE.yaml", help="values of any of the flags below")
-    for name, field in FIELDS.items():
-        options = [f"--{key}" for key in (name, *(alias for alias, target in ALIASES.items() if target == name))]
-        default = "" if field.default is None else f" (default: {_shown(field)})"
-        words: dict[str, Any] = {"help": (field.metadata["help"] + default).replace("%", "%%"), "dest": name}
-        if TYPES[name] is bool:
-            words |= {"nargs": "?", "const": True, "metavar": "True|False"}
-        elif "tuple" in str(TYPES[name]):
-            words |= {"nargs": "+", "metavar": "X"}
-        else:
-            words |= {"metavar": "|".join(field.metadata["choices"] or ()) or "X"}
-        parser.add_argument(*options, default=argparse.SUPPRESS, **words)
-    return parser
-
-
-def _shown(field: dataclasses.Field) -> Any:
-    default = field.default_factory() if field.default is dataclasses.MISSING else field.default
-    return " ".join(default) if isinstance(default, tuple) else default

@@ -34,7 +34,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from sage_grpo.algo.equalizer import equalizer
 from sage_grpo.algo.grpo import objective, policy_loss
 from sage_grpo.algo.sde import Schedule
-from sage_grpo.config import Config, ConfigError, parse
+from sage_grpo.config import Config, ConfigError
+from sage_grpo.flags import parse
 from sage_grpo.models.lora import add_adapters
 from sage_grpo.models.policy import Conditioning
 from sage_grpo.models.sample import counter_noise

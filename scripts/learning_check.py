@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from sage_grpo.config import parse
+from sage_grpo.flags import parse
 from sage_grpo.parallel.ranks import join_ranks
 from sage_grpo.rewards.composite import Composite, Scores
 from sage_grpo.tools.paired import compare

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from sage_grpo.config import FIELDS, UNAVAILABLE, Config, ConfigError, check, from_values, parse, resolve, warnings
+from sage_grpo.config import FIELDS, UNAVAILABLE, Config, ConfigError, check, resolve, warnings
+from sage_grpo.flags import from_values, parse
 from sage_grpo.models.policy import Sampling
 
 ROOT = Path(__file__).parents[1]

@@ -26,6 +26,14 @@ class Reward(Protocol):
 REWARDS: dict[str, Callable[[], Reward]] = {"shapes": shapes.ShapesReward}
 
 
+ALIASES = {"videoalign_local": "videoalign"}
+
+
+def build_rewards(names: Sequence[str]) -> dict[str, Reward]:
+    """The named rewards, aliases under their proper name."""
+    return {name: build_reward(name) for name in (ALIASES.get(name, name) for name in names)}
+
+
 def build_reward(name: str) -> Reward:
     if name not in REWARDS:
         raise ValueError(f"the reward is {name!r}; choose one of {', '.join(REWARDS)}")

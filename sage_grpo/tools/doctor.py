@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from sage_grpo.config import Config, ConfigError, parse, warnings
+from sage_grpo.config import Config, ConfigError, warnings
+from sage_grpo.flags import parse
 from sage_grpo.parallel.ranks import join_ranks
 from sage_grpo.tools.doctor_checks import CHECKS, Finding, judged
 from sage_grpo.tools.preflight import check_samplers

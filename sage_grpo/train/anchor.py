@@ -5,8 +5,9 @@ policy (moving), or never (fixed).
 """
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from sage_grpo.models.hunyuan15 import Hunyuan15
 from sage_grpo.models.lora import ANCHOR, POLICY, adapter_parameters, copy_adapter, use_adapter
 
 
-class Anchor:
+class Anchor(ABC):
     """Counts optimizer steps: while none was taken since the last copy, the anchor is the policy."""
 
     def __init__(self, policy: Hunyuan15, refresh_every: int | None) -> None:
@@ -37,16 +38,17 @@ class Anchor:
         self.age = 0
         return True
 
+    @abstractmethod
     def copy_policy(self) -> None:
-        raise NotImplementedError
+        """Make the anchor the policy of now."""
 
-    def in_place(self) -> "Iterator[None]":
+    @abstractmethod
+    def in_place(self) -> AbstractContextManager[None]:
         """Context in which the policy's forward is the anchor's."""
-        raise NotImplementedError
 
+    @abstractmethod
     def tensors(self) -> Mapping[str, Tensor]:
         """What a checkpoint has to keep."""
-        raise NotImplementedError
 
 
 class AdapterAnchor(Anchor):

@@ -8,13 +8,14 @@ import torch
 
 from sage_grpo.algo.equalizer import equalizer, gradient_scale
 from sage_grpo.algo.sde import Schedule
-from sage_grpo.config import REWARD_ALIASES, Config, ConfigError, check, resolve
+from sage_grpo.config import Config, ConfigError, check, resolve
 from sage_grpo.data.prompts import Prompt, read_prompts
 from sage_grpo.models.hunyuan15 import Hunyuan15
+from sage_grpo.models.layout import sampling_defaults
 from sage_grpo.models.lora import ANCHOR, POLICY, add_adapters, load_adapter
 from sage_grpo.models.policy import Conditioning
 from sage_grpo.parallel.ranks import Ranks
-from sage_grpo.rewards.base import build_reward, perfect_scores
+from sage_grpo.rewards.base import build_rewards, perfect_scores
 from sage_grpo.rewards.composite import Composite
 from sage_grpo.train import checkpoint
 from sage_grpo.train.anchor import AdapterAnchor, Anchor, FullAnchor
@@ -41,8 +42,7 @@ def build_trainer(config: Config, ranks: Ranks) -> Trainer:
 def assemble(config: Config, ranks: Ranks) -> Trainer:
     """Load the model, prompts and rewards, check them, resume if asked. Nothing is written."""
     folder = Path(config.pretrained_model_root)
-    probe = Hunyuan15(folder, ranks.device)
-    config = resolve(config, probe.sampling, ranks.device.type)
+    config = resolve(config, sampling_defaults(folder), ranks.device.type)
     check(config, ranks.count)
     run = Run(config, ranks)
     policy = Hunyuan15(folder, ranks.device, DTYPES[config.dtype])
@@ -100,8 +100,7 @@ def prompts_of(files: Sequence[str] | None, own: Path, needed_by: str | None) ->
 
 def build_composite(config: Config, names: Sequence[str], weights: dict[str, Any] | None) -> Composite:
     """The named rewards; without weights every score counts once."""
-    names = [REWARD_ALIASES.get(name, name) for name in names]
-    rewards = {name: build_reward(name) for name in names}
+    rewards = build_rewards(names)
     if weights is None:
         weights = {name: dict.fromkeys(reward.names, 1.0) for name, reward in rewards.items()}
     return Composite(rewards, weights, config.reward_batch_size, config.collective_timeout / 2)

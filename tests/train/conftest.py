@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sage_grpo.config import from_values
+from sage_grpo.flags import from_values
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.train.build import build_trainer
 

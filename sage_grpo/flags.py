@@ -1,0 +1,182 @@
+"""From a YAML file and a command line to a `Config`.
+
+A flag beats the file, the file beats the default. What is unknown, of another type or out of range is refused with the
+option, the value and the way out, in one sentence.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import json
+import math
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+import yaml
+
+from sage_grpo.config import FIELDS, Config, ConfigError
+
+ALIASES = {"train_video_csv": "train_prompts", "valid_video_csv": "validation_prompts"}
+HINTS = typing.get_type_hints(Config)
+
+
+def parse(arguments: Sequence[str]) -> Config:
+    """The configuration of a command line; ConfigError when it is wrong."""
+    known, unknown = _parser().parse_known_args(list(arguments))
+    if unknown:
+        raise ConfigError(_unknown("flag", unknown[0].split("=")[0], [f"--{name}" for name in (*FIELDS, *ALIASES)]))
+    given = vars(known)
+    file = given.pop("config", None)
+    return from_values(_read_yaml(file) if file else {}, given)
+
+
+def from_values(*sources: Mapping[str, Any]) -> Config:
+    """A configuration from mappings of raw values; later ones beat earlier ones."""
+    values: dict[str, Any] = {}
+    for source in sources:
+        named: dict[str, str] = {}
+        for key, raw in source.items():
+            name = ALIASES.get(key, key)
+            if name not in FIELDS:
+                raise ConfigError(_unknown("key", key, [*FIELDS, *ALIASES]))
+            if name in named:
+                raise ConfigError(f"{named[name]} and {key} mean the same; give one of them")
+            named[name] = key
+            values[name] = _value(name, raw)
+    return Config(**values)
+
+
+def base_type(name: str) -> type:
+    """tuple, dict, bool, int, float or str: what a flag is where it is not None."""
+    hint = HINTS[name]
+    if NoneType in typing.get_args(hint):
+        (hint,) = (kind for kind in typing.get_args(hint) if kind is not NoneType)
+    return typing.get_origin(hint) or hint
+
+
+def _value(name: str, raw: Any) -> Any:
+    """A raw value, text or what YAML makes of it, as the type of its field and inside its range."""
+    optional = NoneType in typing.get_args(HINTS[name])
+    if optional and (raw is None or str(raw).lower() in ("none", "null")):
+        return None
+    field = FIELDS[name].metadata
+    try:
+        value = CONVERTERS[base_type(name)](raw)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{name} is {raw!r}; {error}") from error
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        _check_range(name, value, field)
+    if field["choices"] and value not in field["choices"]:
+        raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(field['choices'])}")
+    return value
+
+
+def _check_range(name: str, value: float, field: Mapping[str, Any]) -> None:
+    if not math.isfinite(value):
+        raise ConfigError(f"{name} is {value}; it must be finite")
+    if value < field["low"] or value > field["high"] or value <= field["above"]:
+        limits = [f"above {field['above']}"] if field["above"] > -math.inf else []
+        limits += [f"at least {field['low']}"] if field["low"] > -math.inf else []
+        limits += [f"at most {field['high']}"] if field["high"] < math.inf else []
+        raise ConfigError(f"{name} is {value}; it must be {' and '.join(limits)}")
+
+
+def _words(raw: Any) -> tuple[str, ...]:
+    items = [raw] if isinstance(raw, str) else list(raw) if isinstance(raw, (list, tuple)) else []
+    if not items or not all(isinstance(item, str) and item for item in items):
+        raise ValueError("a list of words is expected")
+    return tuple(items)
+
+
+def _mapping(raw: Any) -> dict[str, Any]:
+    value = json.loads(raw) if isinstance(raw, str) else raw
+    if not isinstance(value, dict):
+        raise ValueError("a JSON object is expected")
+    return value
+
+
+def _boolean(raw: Any) -> bool:
+    words = {"true": True, "false": False}
+    if str(raw).lower() not in words:
+        raise ValueError("it must be True or False")
+    return words[str(raw).lower()]
+
+
+def _whole(raw: Any) -> int:
+    if isinstance(raw, bool) or (isinstance(raw, float) and not raw.is_integer()):
+        raise ValueError("a whole number is expected")
+    return _number(int, raw, "a whole number is expected")
+
+
+def _real(raw: Any) -> float:
+    if isinstance(raw, bool):
+        raise ValueError("a number is expected")
+    return _number(float, raw, "a number is expected")
+
+
+def _number(kind: Callable[[Any], Any], raw: Any, complaint: str) -> Any:
+    try:
+        return kind(raw)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ValueError(complaint) from error
+
+
+def _text(raw: Any) -> str:
+    if not isinstance(raw, (str, int, float)) or isinstance(raw, bool):
+        raise ValueError("a word is expected")
+    return str(raw)
+
+
+CONVERTERS: dict[type, Callable[[Any], Any]] = {
+    tuple: _words,
+    dict: _mapping,
+    bool: _boolean,
+    int: _whole,
+    float: _real,
+    str: _text,
+}
+
+
+def _unknown(what: str, name: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, known, 1)
+    return f"unknown {what} {name}" + (f"; did you mean {close[0]}?" if close else "; --help lists them all")
+
+
+def _read_yaml(path: str) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(Path(path).read_text())
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config {path} cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise ConfigError(f"config {path} must be a mapping of flags to values")
+    return values
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> typing.NoReturn:
+        raise ConfigError(message)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser("post_train.py", description="GRPO post-training of HunyuanVideo-1.5.", allow_abbrev=False)
+    parser.add_argument("--config", metavar="FILE.yaml", help="values of any of the flags below")
+    for name, field in FIELDS.items():
+        options = [f"--{key}" for key in (name, *(alias for alias, target in ALIASES.items() if target == name))]
+        default = "" if field.default is None else f" (default: {_shown(field)})"
+        words: dict[str, Any] = {"help": (field.metadata["help"] + default).replace("%", "%%"), "dest": name}
+        if base_type(name) is bool:
+            words |= {"nargs": "?", "const": True, "metavar": "True|False"}
+        elif base_type(name) is tuple:
+            words |= {"nargs": "+", "metavar": "X"}
+        else:
+            words |= {"metavar": "|".join(field.metadata["choices"] or ()) or "X"}
+        parser.add_argument(*options, default=argparse.SUPPRESS, **words)
+    return parser
+
+
+def _shown(field: dataclasses.Field) -> Any:
+    default = field.default_factory() if field.default is dataclasses.MISSING else field.default
+    return " ".join(default) if isinstance(default, tuple) else default
