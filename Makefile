@@ -9,11 +9,12 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 venv: $(STAMP)
 
-$(STAMP): requirements.txt requirements-dev.txt
+$(STAMP): requirements.txt requirements-dev.txt requirements-ocr.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
 	@echo "installing the requirements into .venv (a minute or two, once)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-ocr.txt
 	@touch $@
 
 demo: venv
@@ -23,7 +24,7 @@ study: venv
 	$(BIN)/python scripts/sde_study.py --output outputs/sde_study
 
 test: venv
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 lint: venv
 	$(BIN)/ruff check .

@@ -3,6 +3,7 @@
     python generate.py --prompt "a small red circle moving left slowly on a black background"
     python generate.py --model_path FOLDER --valid_video_csv prompts.csv --num_videos 4
     torchrun --nproc_per_node 8 generate.py ...                        (the ranks share the prompts)
+    torchrun --nproc_per_node 8 generate.py --sp_size 4 ...            (four share each clip)
 
 Writes for each clip an mp4 and a JSON with prompt, seed, settings and scores, and one contact sheet for all. Clips are
 sampled one at a time from noise that depends on the seed and the clip's number alone, so a seed gives the same clip in
@@ -12,7 +13,6 @@ whatever company.
 import argparse
 import json
 import math
-import os
 import sys
 from pathlib import Path
 
@@ -24,11 +24,14 @@ from sage_grpo.algo.sde import SDES, build_schedule, flow_sigmas
 from sage_grpo.data.prompts import Prompt, read_prompts
 from sage_grpo.media import contact_sheet, thumbnails, write_mp4
 from sage_grpo.models.hunyuan15 import Hunyuan15
+from sage_grpo.models.layout import DEFAULT_VERSION
 from sage_grpo.models.policy import Sampling
 from sage_grpo.models.sample import counter_noise, denoise
-from sage_grpo.rewards.base import REWARDS, build_reward
+from sage_grpo.parallel.ranks import Ranks, join_ranks
+from sage_grpo.rewards.base import REWARDS, Setup, build_reward
 from sage_grpo.worlds import check_prompts
 
+TIMEOUT = 1800  # seconds that processes wait for each other
 AREAS = {"480p": 640 * 640, "720p": 960 * 960}  # pixels per frame, whatever the aspect ratio
 
 
@@ -36,25 +39,29 @@ def main(arguments: list[str] | None = None) -> None:
     disable_progress_bar()  # that of loading weights
     args = parse_arguments(arguments)
     try:
-        generate(args)
+        with join_ranks(TIMEOUT, args.sp_size) as ranks:
+            generate(args, ranks)
     except (ValueError, FileNotFoundError) as error:
         print(f"generate.py: {error}", file=sys.stderr)
         sys.exit(2)
 
 
 @torch.no_grad()
-def generate(args: argparse.Namespace) -> None:
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
-    policy = Hunyuan15(args.model_path, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+def generate(args: argparse.Namespace, ranks: Ranks) -> None:
+    device, rank, world = ranks.device, ranks.rank, ranks.count
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    policy = Hunyuan15(args.model_path, device, dtype, version=args.pretrained_transformer_version)
     if args.checkpoint_path:
         policy.load_weights(args.checkpoint_path)
+    policy.transformer.requires_grad_(False).split_sequence(ranks.sequence_group)
+    policy.transformer.prepare_blocks(compiled=args.compile)
     settings = resolve(args, policy)
     prompts = read_prompts(args.valid_video_csv) if args.valid_video_csv else [Prompt(args.prompt, 0)]
     check_prompts(policy.folder, [prompt.text for prompt in prompts])
     schedule = build_schedule(args.sde_type, flow_sigmas(settings.num_steps, settings.shift), args.eta).to(device)
     shape = policy.latent_shape(settings.frames, settings.height, settings.width)
-    reward = build_reward(args.score) if args.score else None
+    setup = Setup(Path(args.model_path) / "VideoReward", device)
+    reward = build_reward(args.score, setup) if args.score and ranks.leader else None
     if reward:
         reward.check([prompt.text for prompt in prompts])
     args.output_path.mkdir(parents=True, exist_ok=True)
@@ -64,11 +71,13 @@ def generate(args: argparse.Namespace) -> None:
     conditions = dict(zip(texts, policy.encode(texts), strict=True))
     policy.release_text_encoders()
     negative, rows, labels = conditions[args.negative_prompt], [], []
-    for prompt, number in tqdm(mine, "clips", unit="clip", disable=rank > 0):
+    for prompt, number in tqdm(mine, "clips", unit="clip", disable=not ranks.first):
         seed = args.seed if prompt.seed is None else prompt.seed
         x, noise = counter_noise(shape, seed, [number])
         guided = (conditions[prompt.text], settings.guidance, negative)
         *_, last = denoise(policy, schedule, x.to(device), *guided, noise)
+        if not ranks.leader:  # it has helped with the velocities; the clip is made once
+            continue
         (clip,) = policy.decode(last.x_next).cpu()
         record = {"prompt": prompt.text, "seed": seed, "number": number, "model_path": str(args.model_path)}
         record |= {"checkpoint_path": args.checkpoint_path, "sde_type": args.sde_type, "eta": args.eta}
@@ -157,7 +166,12 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
-    add("--model_path", type=Path, default=Path("assets/tiny"), help="model folder in the diffusers layout")
+    add("--model_path", type=Path, default=Path("assets/tiny"), help="model folder, layout of diffusers or Tencent")
+    add(
+        "--pretrained_transformer_version",
+        default=DEFAULT_VERSION,
+        help="sub-folder of transformer/ in Tencent's layout",
+    )
     add("--checkpoint_path", help="post-trained weights: a folder with transformer/ or a LoRA, or a .safetensors file")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt")
@@ -174,8 +188,14 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--num_videos", type=positive, default=1, help="clips per prompt")
     add("--sde_type", choices=SDES, default="ode", help="look at a sampler's exploration noise")
     add("--eta", type=float, default=0.5, help="exploration scale of --sde_type")
+    add("--sp_size", type=positive, default=1, help="processes of torchrun that share each clip; others share prompts")
+    add("--compile", action="store_true", help="compile the transformer blocks: faster from the second clip on")
     add("--output_path", type=Path, default=Path("outputs/generated"))
-    add("--score", choices=REWARDS, help="write this reward's scores into each JSON")
+    add(
+        "--score",
+        choices=[name for name in REWARDS if name != "remote"],
+        help="write this reward's scores into each JSON",
+    )
     return parser.parse_args(arguments)
 
 

@@ -3,7 +3,8 @@
     python post_train.py --config configs/tiny_cpu.yaml                         (the embedded model, on a CPU)
     torchrun --nproc_per_node 8 post_train.py --config FILE.yaml --FLAG VALUE   (flags beat the file; --help lists them)
 
-Exit code 0: done; 1: training had to stop; 2: the configuration or a file is wrong, and nothing was written.
+Exit code 0: done; 1: training had to stop; 2: the configuration or a file is wrong, and nothing was written
+but prompt embeddings.
 """
 
 import sys
@@ -24,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     disable_progress_bar()  # that of loading weights
     try:
         config = parse(sys.argv[1:] if arguments is None else arguments)
-        with join_ranks(config.start_timeout) as ranks:
+        with join_ranks(config.start_timeout, config.sp_size, config.enable_fsdp, config.dp_replicate) as ranks:
             trainer = build_trainer(config, ranks)
             ranks.set_timeout(config.collective_timeout)
             if ranks.first:

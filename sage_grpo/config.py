@@ -15,21 +15,11 @@ import yaml
 from sage_grpo.algo.grpo import ADVANTAGE_STDS
 from sage_grpo.algo.sde import SDES
 from sage_grpo.algo.trust_region import ESTIMATORS, FEEDBACKS, SCHEDULES, KLController, TrustRegion, trust_region
+from sage_grpo.models.layout import DEFAULT_VERSION
 from sage_grpo.models.policy import Sampling
 from sage_grpo.rewards.base import REWARDS
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
-# Values that other parts will bring; until then they are refused, because a flag that does nothing is a lie.
-UNAVAILABLE: dict[str, tuple[Any, str]] = {
-    "sp_size": (1, "sequence parallelism"),
-    "dp_replicate": (1, "hybrid sharding"),
-    "enable_fsdp": (False, "sharding"),
-    "compile": (False, "compilation"),
-    "remote_reward_url": (None, "the reward server"),
-    "reward_path": (None, "a reward with weights"),
-    "reward_fps": (2.0, "a reward that samples frames"),
-    "pretrained_transformer_version": ("480p_t2v", "the Tencent layout"),
-}
 
 
 class ConfigError(ValueError):
@@ -57,11 +47,12 @@ class Config:
     """What a run is. None means: the model's own value, filled in by `resolve`, unless the help says otherwise."""
 
     # model and data
-    pretrained_model_root: str = flag("assets/tiny", "model folder in the diffusers layout")
-    pretrained_transformer_version: str = flag("480p_t2v", "sub-folder of transformer/ in the Tencent layout")
+    pretrained_model_root: str = flag("assets/tiny", "model folder in the layout of diffusers or of Tencent")
+    pretrained_transformer_version: str = flag(DEFAULT_VERSION, "sub-folder of transformer/ in Tencent's layout")
     output_dir: str = flag("./outputs", "run folder")
     overwrite: bool = flag(False, "replace the run that output_dir holds")
     train_prompts: tuple[str, ...] | None = flag(None, "prompt files, .txt, .csv or .jsonl (alias train_video_csv)")
+    prompt_cache: str | None = flag(None, "folder that keeps prompt embeddings between runs; default: host memory")
     # optimization
     learning_rate: float = flag(1e-5, "after the warm-up", low=0)
     weight_decay: float = flag(0.01, "decoupled", low=0)
@@ -79,9 +70,14 @@ class Config:
     # parallelism and precision
     sp_size: int = flag(1, "sequence-parallel degree", low=1)
     dp_replicate: int = flag(1, "replicas of the sharded model", low=1)
-    enable_fsdp: bool = flag(False, "shard parameters over the data-parallel ranks")
+    enable_fsdp: bool = flag(False, "shard the model over all ranks; bf16 with fp32 master weights needs it")
+    reduce_once: bool | None = flag(
+        None, "sum gradients over ranks once per optimizer step; default: with LoRA. All weights: 33 GB more"
+    )
+    gather_for_rollout: bool = flag(False, "weights stay gathered during a rollout: faster, 17 GB more")
     enable_gradient_checkpointing: bool = flag(True, "recompute blocks in the backward pass")
     checkpointing_fraction: float = flag(1.0, "share of the blocks that are recomputed", low=0, high=1)
+    keep_attention: bool = flag(False, "of recomputed blocks, keep the attention: faster, more memory")
     dtype: str | None = flag(None, "of the computation; bf16 on a GPU, fp32 on a CPU", choices=("fp32", "bf16"))
     master_weight_type: str = flag("fp32", "of the trained parameters", choices=("fp32", "bf16"))
     compile: bool = flag(False, "compile the transformer blocks")
@@ -139,11 +135,14 @@ class Config:
     reward_weights: dict[str, Any] = flag(  # noqa: RUF009 - flag makes a default factory of it
         {"VQ": 0.5, "MQ": 0.5, "TA": 1.0}, "JSON; with several rewards one object (or number) for each"
     )
-    reward_path: str | None = flag(None, "weights of the reward; default: VideoReward in the model folder")
-    remote_reward_url: str | None = flag(None, "address of a reward server")
+    reward_path: str | None = flag(
+        None, "VideoReward folder, other rewards' weights beside it; default: in the model folder"
+    )
+    remote_reward_url: str | None = flag(None, "http://HOST:PORT of a reward server; its token is in the environment")
     holdout_reward: str | None = flag(None, "reward that validation reports and training never sees")
+    stop_on_hacking: bool = flag(False, "stop when validation finds the reward risen and the held-out one fallen")
     max_reward_failures: float = flag(0.25, "share of failed rewards in a batch that stops the run", low=0, high=1)
-    reward_fps: float = flag(2.0, "frames per second for rewards that sample frames", above=0)
+    reward_fps: float = flag(2.0, "frames of each second that videoalign, clipscore, pickscore and ocr see", above=0)
     reward_batch_size: int = flag(4, "clips per reward call", low=1)
     # validation, saving, logging
     ema_decay: float = flag(0.0, "of averaged weights for validation and export; 0: none", low=0, high=0.99999)
@@ -165,6 +164,10 @@ class Config:
     def trust_region(self) -> TrustRegion:
         names = ("kl_weight", "use_moving_KL", "use_dual_kl", "dual_kl_moving_weight", "dual_kl_step_weight")
         return trust_region(**{name: getattr(self, name) for name in names})
+
+    @property
+    def reduces_once(self) -> bool:
+        return self.use_lora if self.reduce_once is None else self.reduce_once
 
     def kl_controller(self) -> KLController:
         names = ("kl_weight", "kl_coef", "kl_min_coef", "kl_target", "kl_warmup_steps", "kl_schedule", "kl_feedback")
@@ -197,9 +200,7 @@ def resolve(config: Config, sampling: Sampling, device: str) -> Config:
 
 def check(config: Config, world_size: int = 1) -> None:
     """What several flags must agree on."""
-    for name, (only, part) in UNAVAILABLE.items():
-        if getattr(config, name) != only:
-            raise ConfigError(f"{name} is {getattr(config, name)}, but {part} is not part of this version")
+    _check_rewards(config)
     _check_batch(config, world_size // config.sp_size)
     updates, accumulation = config.updates_per_rollout, config.gradient_accumulation_steps
     if updates > 1 and accumulation > 1:
@@ -214,10 +215,10 @@ def check(config: Config, world_size: int = 1) -> None:
             )
     if config.pretrained_lora_path and not config.use_lora:
         raise ConfigError("pretrained_lora_path needs use_lora True")
-    if config.dtype == "bf16" and not config.use_lora and config.master_weight_type == "fp32":
+    if config.dtype not in (None, config.master_weight_type) and not config.enable_fsdp:
         raise ConfigError(
-            "dtype bf16 with fp32 master weights needs sharding when all weights are trained; "
-            "choose dtype fp32, use_lora True, or master_weight_type bf16"
+            f"dtype {config.dtype} with master_weight_type {config.master_weight_type} needs enable_fsdp True, which "
+            f"works on one GPU too; else choose one of them for both"
         )
     unknown = sorted(set(config.report_to) - {"tensorboard", "wandb", "none"})
     if unknown:
@@ -243,6 +244,18 @@ def warnings(config: Config) -> list[str]:
             "step-wise KL has no effect (its logprob estimator only adds noise), nor has the clip; 2 makes them act"
         )
     return found
+
+
+def _check_rewards(config: Config) -> None:
+    remote = "remote" in (*(config.reward_model or ()), config.holdout_reward)
+    if remote and config.remote_reward_url is None:
+        raise ConfigError("the reward remote needs the address of its server: give remote_reward_url")
+    if config.remote_reward_url is not None and not remote:
+        raise ConfigError(
+            f"remote_reward_url is {config.remote_reward_url}, but neither reward_model nor holdout_reward names remote"
+        )
+    if config.stop_on_hacking and config.holdout_reward is None:
+        raise ConfigError("stop_on_hacking is True, but there is nothing to compare with: give holdout_reward")
 
 
 def _check_batch(config: Config, ranks: int) -> None:

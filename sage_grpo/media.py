@@ -28,6 +28,12 @@ def write_mp4(path: Path, clip: Tensor, fps: int) -> None:
             writer.append_data(frame)
 
 
+def read_mp4(path: Path) -> tuple[Tensor, float]:
+    """A clip (F, H, W, 3) and its frames per second."""
+    with imageio.get_reader(path, format="FFMPEG") as reader:
+        return torch.from_numpy(np.stack(list(reader.iter_data()))), float(reader.get_meta_data()["fps"])
+
+
 def thumbnails(clip: Tensor, columns: int = COLUMNS) -> np.ndarray:
     """Evenly spaced frames (columns, h, w, 3), small clips magnified and large ones shrunk to fit a sheet."""
     chosen = clip[torch.linspace(0, len(clip) - 1, min(columns, len(clip))).round().long()]

@@ -36,41 +36,27 @@ from sage_grpo.algo.grpo import objective, policy_loss
 from sage_grpo.algo.sde import Schedule
 from sage_grpo.config import Config, ConfigError
 from sage_grpo.flags import parse
-from sage_grpo.models.lora import add_adapters
-from sage_grpo.models.policy import Conditioning
+from sage_grpo.models.lora import add_adapters, init_adapters
 from sage_grpo.models.sample import counter_noise
 from sage_grpo.parallel.ranks import Ranks, join_ranks
-from sage_grpo.rewards.composite import Scores
 from sage_grpo.train.build import build_trainer
 from sage_grpo.train.metrics import Stopwatch
 from sage_grpo.train.optimization import trainable_parameters
-from sage_grpo.train.rollout import Piece, Trajectory, plan, prompt_positions
+from sage_grpo.train.rollout import Piece, Trajectory
 from sage_grpo.train.trainer import Trainer
 
 OURS, PLAIN, SHORT = "ours", "plain", "plain, short"
 PHASES = ("text encoding", "rollout", "decode", "reward", "gold metrics", "reference/anchor", "update", "other")
-LOGGED = {
-    "decode": "decode",
-    "reward": "reward",
-    "gold": "gold metrics",
-    "anchor": "reference/anchor",
-    "update": "update",
-}
+IN_MODEL = ("text encoding", "rollout", "reference/anchor", "update")
+OWN_NAMES = {"gold metrics": "gold", "reference/anchor": "anchor"}  # of phases that the trainer logs by another name
 # fp32: a pixel may round the other way, and rewards and gradient see it
 TOLERANCES = {"latents": 1e-4, "rewards": 1e-2, "gradient": 1e-2}
 # What the plain loop does not have; with another value the loops would do different work.
 FIXED = {
-    "updates_per_rollout": 1,
-    "gradient_accumulation_steps": 1,
-    "timestep_fraction": 1.0,
-    "micro_batch_size": None,
-    "same_init_noise": False,
-    "ratio_norm": False,
-    "optimizer": "adamw",
-    "ema_decay": 0.0,
-    "log_interval": 1,
+    "updates_per_rollout": 1, "gradient_accumulation_steps": 1, "timestep_fraction": 1.0, "micro_batch_size": None,
+    "same_init_noise": False, "ratio_norm": False, "optimizer": "adamw", "ema_decay": 0.0, "log_interval": 1,
     "dtype": "fp32",
-}
+}  # fmt: skip
 
 
 class Padding(NamedTuple):
@@ -106,7 +92,7 @@ class Result(NamedTuple):
     config: Config  # with the model's own values filled in
     short: Padding
     found: dict[str, list[Outcome]]  # of each loop, without the warm-up
-    agreement: dict[str, str]  # of each plain loop with ours
+    agreement: list[str]  # of each plain loop with ours, in a line
 
 
 class PlainLoop:
@@ -115,49 +101,38 @@ class PlainLoop:
     def __init__(self, trainer: Trainer, padding: Padding) -> None:
         c, self.device = trainer.config, trainer.ranks.device
         self.trainer, self.config = trainer, c
-        self.pipe = HunyuanVideo15Pipeline.from_pretrained(
-            c.pretrained_model_root, dtype=torch.float32, local_files_only=True
-        ).to(self.device)
+        load, root = HunyuanVideo15Pipeline.from_pretrained, c.pretrained_model_root
+        self.pipe = load(root, dtype=torch.float32, local_files_only=True).to(self.device)
         self.pipe.tokenizer_max_length, self.pipe.tokenizer_2_max_length = padding.text, padding.glyph
         self.pipe.vision_num_semantic_tokens = padding.image
         self.pipe.vae.enable_slicing()  # the stock VAE decodes one clip at a time, a batch fails
         self.policy = self.pipe.transformer.eval()
         self.reference = copy.deepcopy(self.policy).requires_grad_(False)
         if c.use_lora:
-            add_adapters(
-                self.policy, c.lora_r, c.lora_alpha, c.lora_target_modules, c.seed, torch.float32, anchor=False
-            )
+            add_adapters(self.policy, c.lora_r, c.lora_alpha, c.lora_target_modules, torch.float32, False)
+            init_adapters(self.policy, c.seed)
         if c.enable_gradient_checkpointing:
             self.policy.enable_gradient_checkpointing()
         self.parameters = trainable_parameters(self.policy, c.use_lora)
         self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=c.learning_rate, weight_decay=c.weight_decay)
         self.negative = self.encode([c.negative_prompt])[0]
 
-    def iteration(self, step: int, schedule: Schedule) -> Outcome:
-        """The clips of the trainer's iteration `step`, made and trained."""
+    def iteration(self, step: int, schedule: Schedule, batch: Sequence[Trajectory]) -> Outcome:
+        """The clips that the trainer rolled out as `batch` in iteration `step`, made anew and trained."""
         watch, trainer = Stopwatch(self.device), self.trainer
-        pieces = self.pieces(step)
-        texts = [trainer.prompts[piece.prompt].text for piece in pieces]
+        pieces = [trajectory.piece for trajectory in batch]
         with watch.phase("text encoding"):
-            conditions = self.encode(texts)
+            conditions = self.encode([trainer.prompts[piece.prompt].text for piece in pieces])
         with watch.phase("rollout"):
             paths = [self.roll_out(p, c, step, schedule) for p, c in zip(pieces, conditions, strict=True)]
         with watch.phase("decode"):
             clips = [clip for path in paths for clip in self.decode(path.x[-1])]
         with watch.phase("reward"):
-            names = [text for text, piece in zip(texts, pieces, strict=True) for _ in piece.samples]
-            scores = trainer.reward.score(clips, names, self.config.fps)
+            scores = trainer.reward.score(clips, trainer.texts(batch), self.config.fps)
         advantages = trainer.advantages(scores).values.to(self.device, torch.float32)
         gradient = self.update(paths, advantages, schedule, watch)
-        seconds = watch.seconds | {"total": watch.record()["time/total"]}
-        latents = torch.cat([path.x[-1] for path in paths])
-        return Outcome(with_other(seconds), latents, scores.total, gradient)
-
-    def pieces(self, step: int) -> list[Piece]:
-        """The trainer's groups: all clips of a prompt go through one forward."""
-        c = self.config
-        positions = prompt_positions(step, c.batch_size // c.num_generations, len(self.trainer.prompts), c.seed)
-        return plan(positions, c.num_generations, c.batch_size, 0, None)
+        seconds = with_other(watch.seconds, watch.record()["time/total"])
+        return Outcome(seconds, torch.cat([path.x[-1] for path in paths]), scores.total, gradient)
 
     @torch.no_grad()
     def encode(self, texts: list[str]) -> list[list[Tensor]]:
@@ -175,7 +150,6 @@ class PlainLoop:
 
     def forward(self, model: HunyuanVideo15Transformer3DModel, x: Tensor, sigma: Tensor, cond: list[Tensor]) -> Tensor:
         text, text_mask, glyph, glyph_mask = (part.expand(len(x), *part.shape[1:]) for part in cond)
-        image = x.new_zeros(len(x), self.pipe.vision_num_semantic_tokens, model.config.image_embed_dim)
         return model(
             hidden_states=torch.cat([x, *self.pipe.prepare_cond_latents_and_mask(x, x.dtype, x.device)], dim=1),
             timestep=1000 * sigma.expand(len(x)),
@@ -183,7 +157,7 @@ class PlainLoop:
             encoder_attention_mask=text_mask,
             encoder_hidden_states_2=glyph,
             encoder_attention_mask_2=glyph_mask,
-            image_embeds=image,
+            image_embeds=x.new_zeros(len(x), self.pipe.vision_num_semantic_tokens, model.config.image_embed_dim),
             return_dict=False,
         )[0]
 
@@ -234,52 +208,49 @@ def flat_gradient(parameters: Mapping[str, torch.nn.Parameter]) -> Tensor:
     return torch.cat([parameters[name].grad.flatten() for name in sorted(parameters)])
 
 
-def with_other(seconds: dict[str, float]) -> dict[str, float]:
+def with_other(seconds: dict[str, float], total: float) -> dict[str, float]:
     """Every phase, 0 where a loop has none; what no phase took is `other`."""
     named = {name: seconds.get(name, 0.0) for name in PHASES}
-    return named | {"other": seconds["total"] - sum(named.values()), "total": seconds["total"]}
+    return named | {"other": total - sum(named.values()), "total": total}
 
 
-def watch_trainer(trainer: Trainer, then: Callable[[int, Schedule, Outcome], None]) -> None:
+def watch_trainer(trainer: Trainer, then: Callable[[int, Schedule, Sequence[Trajectory], Outcome], None]) -> None:
     """Run `Trainer.train`, and `then` after each of its iterations, outside the times that it takes."""
-    policy, optimization = trainer.policy, trainer.optimization
-    encode, roll_out, score, clip, log = policy.encode, trainer.roll_out, trainer.score, optimization.clip, trainer.log
-    seen: dict[str, Any] = {}
+    parameters, clip, log = trainer.optimization.parameters, trainer.optimization.clip, trainer.log
+    seen: dict[str, Any] = {}  # what the methods named below gave in this iteration, and how long they took
 
-    def timed_encode(texts: Sequence[str]) -> list[Conditioning]:
-        begun = time.perf_counter()
-        found = encode(texts)
-        seen["encoding"] = time.perf_counter() - begun
-        return found
+    def keep(owner: object, name: str) -> None:
+        method = getattr(owner, name)
 
-    def kept_roll_out(schedule: Schedule) -> list[Trajectory]:
-        seen["schedule"], seen["batch"] = schedule, roll_out(schedule)
-        return seen["batch"]
+        def kept(*arguments: Any) -> Any:
+            begun = time.perf_counter()
+            seen[name] = method(*arguments)
+            seen[f"{name} seconds"] = time.perf_counter() - begun
+            return seen[name]
 
-    def kept_score(*arguments: Any) -> Scores:
-        seen["scores"] = score(*arguments)
-        return seen["scores"]
+        setattr(owner, name, kept)
 
-    def kept_clip() -> float:
-        seen["gradient"] = flat_gradient(optimization.parameters)
+    def keep_gradient() -> float:
+        seen["gradient"] = flat_gradient(parameters)
         return clip()
 
     def log_and_go_on(record: dict[str, Any], bar: tqdm) -> None:
-        latents = torch.cat([trajectory.latents for trajectory in seen["batch"]])
-        seconds = logged_seconds(record, seen["encoding"])
-        then(trainer.step - 1, seen["schedule"], Outcome(seconds, latents, seen["scores"].total, seen["gradient"]))
+        seconds, latents = logged_seconds(record, seen["encode seconds"]), [t.latents for t in seen["roll_out"]]
+        ours = Outcome(seconds, torch.cat(latents), seen["score"].total, seen["gradient"])
+        then(trainer.step - 1, seen["schedule"], seen["roll_out"], ours)
         log(record, bar)
 
-    policy.encode, optimization.clip = timed_encode, kept_clip
-    trainer.roll_out, trainer.score, trainer.log = kept_roll_out, kept_score, log_and_go_on
+    for owner, name in ((trainer.policy, "encode"), *((trainer, name) for name in ("schedule", "roll_out", "score"))):
+        keep(owner, name)
+    trainer.optimization.clip, trainer.log = keep_gradient, log_and_go_on
     trainer.train()
 
 
 def logged_seconds(record: dict[str, Any], encoding: float) -> dict[str, float]:
-    """The trainer's own phase times; it encodes text inside its rollout."""
-    seconds = {phase: record[f"time/{name}"] for name, phase in LOGGED.items()}
-    seconds |= {"text encoding": encoding, "rollout": record["time/rollout"] - encoding}
-    return with_other(seconds | {"total": record["time/total"]})
+    """The trainer's own phase times; it fetches embeddings, made once before the first step, inside its rollout."""
+    seconds = {phase: record[f"time/{OWN_NAMES.get(phase, phase)}"] for phase in PHASES[1:-1]}
+    inside = {"text encoding": encoding, "rollout": seconds["rollout"] - encoding}
+    return with_other(seconds | inside, record["time/total"])
 
 
 def longest(trainer: Trainer) -> Padding:
@@ -310,15 +281,15 @@ def measure(config: Config, ranks: Ranks) -> Result:
     short = longest(trainer)
     loops = {PLAIN: PlainLoop(trainer, STOCK), SHORT: PlainLoop(trainer, short)}
     found: dict[str, list[Outcome]] = {name: [] for name in (OURS, *loops)}
-    agreement: dict[str, str] = {}
+    agreement: list[str] = []
 
-    def run_others(step: int, schedule: Schedule, ours: Outcome) -> None:
-        outcomes = {OURS: ours} | {name: loop.iteration(step, schedule) for name, loop in loops.items()}
+    def run_others(step: int, schedule: Schedule, batch: Sequence[Trajectory], ours: Outcome) -> None:
+        outcomes = {OURS: ours} | {name: loop.iteration(step, schedule, batch) for name, loop in loops.items()}
         if step == 0:
-            agreement.update({name: check_equal(ours, outcomes[name]) for name in loops})
-            return
-        for name, outcome in outcomes.items():
-            found[name].append(outcome)
+            agreement.extend(f"- {name}: {check_equal(ours, outcomes[name])}" for name in loops)
+        else:
+            for name, outcome in outcomes.items():
+                found[name].append(outcome)
 
     try:
         watch_trainer(trainer, run_others)
@@ -332,9 +303,7 @@ def refuse_other_work(config: Config) -> None:
         if getattr(config, name) != value:
             raise ConfigError(f"{name} is {getattr(config, name)}; the plain loop knows only {value}")
     if config.trust_region.anchor is None:
-        raise ConfigError(
-            "the KL has no anchor; the plain loop holds a reference, give kl_weight and its weights above 0"
-        )
+        raise ConfigError("the KL has no anchor, the plain loop has one; give kl_weight and its weights above 0")
 
 
 def medians(outcomes: Sequence[Outcome]) -> dict[str, float]:
@@ -359,25 +328,22 @@ def ratio(other: float, ours: float) -> str:
 def differences(found: dict[str, list[Outcome]], config: Config) -> str:
     """What each difference saves, in seconds of an iteration."""
     ours, plain, short = (medians(found[name]) for name in (OURS, PLAIN, SHORT))
-    model = ("text encoding", "rollout", "reference/anchor", "update")
     saved = {
         "padding cut to the longest prompt": plain["total"] - short["total"],
-        "packed: no padding, no masks, text shared by the group": sum(short[p] - ours[p] for p in model),
+        "packed: no padding, no masks, text shared by the group": sum(short[p] - ours[p] for p in IN_MODEL),
+        "prompts encoded once, before the first iteration": short["text encoding"] - ours["text encoding"],
         "clips decoded in batches": short["decode"] - ours["decode"],
         "gold metrics, which only ours measures": -ours["gold metrics"],
     }
     if config.trust_region.anchor == "moving":
-        share = 1 / config.update_ref_model_step
-        name = (
-            f"anchor skipped while it is the policy, 1 iteration of {config.update_ref_model_step} (not in the table)"
-        )
-        saved[name] = share * ours["reference/anchor"]
+        every = config.update_ref_model_step
+        name = f"anchor skipped while it is the policy, 1 iteration of {every} (not in the table)"
+        saved[name] = ours["reference/anchor"] / every
     return "\n".join(["| difference | saves, s |", "|---|---:|", *(f"| {n} | {s:.2f} |" for n, s in saved.items())])
 
 
 def by_iteration(found: dict[str, list[Outcome]]) -> str:
-    pairs = zip(found[OURS], found[PLAIN], found[SHORT], strict=True)
-    totals = [[o.seconds["total"] for o in outcomes] for outcomes in pairs]
+    totals = zip(*([o.seconds["total"] for o in found[name]] for name in (OURS, PLAIN, SHORT)), strict=True)
     return "; ".join(f"{plain / ours:.1f} and {short / ours:.1f}" for ours, plain, short in totals)
 
 
@@ -385,36 +351,27 @@ def report(config: Config, ranks: Ranks, command: str) -> str:
     """Measure, and say it all as a Markdown page."""
     config, short, found, agreement = measure(config, ranks)
     where = torch.cuda.get_device_name() if ranks.device.type == "cuda" else f"{os.cpu_count()} CPU cores"
-    trained = "LoRA" if config.use_lora else "all weights"
-    lines = [
+    paragraphs = [
         f"# Time of an iteration, {time.strftime('%Y-%m-%d')}",
-        "",
         f"{where} ({platform.machine()}), fp32, torch {torch.__version__}, diffusers {diffusers.__version__}, "
         f"Python {platform.python_version()}. {config.batch_size} clips in groups of {config.num_generations}, "
-        f"{config.num_sampling_steps} steps, guidance {config.guidance_scale:g}, {trained} trained.",
-        "",
+        f"{config.num_sampling_steps} steps, guidance {config.guidance_scale:g}, "
+        f"{'LoRA' if config.use_lora else 'all weights'} trained. Median of {len(found[OURS])} iteration(s) after a "
+        "warm-up; the loops take turns.",
         f"    {command}",
-        "",
-        f"Median of {len(found[OURS])} iteration(s) after a warm-up; the loops take turns.",
-        "",
         table(found),
-        "",
         f"Ratios of the totals by iteration, plain and plain with short padding: {by_iteration(found)}.",
-        "",
         differences(found, config),
-        "",
         f"Every prompt is padded to {STOCK.text} text, {STOCK.glyph} glyph and {STOCK.image} image tokens in `plain`, "
         f"the stock pipeline's defaults, and to {short.text}, {short.glyph} and {short.image} in `plain, short`.",
-        "From equal weights the first iteration computes the same as ours:",
-        *(f"- {name}: {line}" for name, line in agreement.items()),
+        "\n".join(["From equal weights the first iteration computes the same as ours:", *agreement]),
     ]
-    return "\n".join(lines) + "\n"
+    return "\n\n".join(paragraphs) + "\n"
 
 
 def read_flags(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form, allow_abbrev=False)
     parser.add_argument("--config", default="configs/tiny_cpu.yaml", help="recipe of post_train.py")
     parser.add_argument("--iterations", type=int, default=3, help="of each loop, after the warm-up")
     parser.add_argument("--output", type=Path, help="Markdown file for the result")

@@ -1,6 +1,8 @@
 """A saved tiny model that the tests share; its weights are random, its classes are the real ones."""
 
 import os
+import shutil
+from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: spinning threads slow a busy machine down tenfold
 
@@ -9,8 +11,11 @@ import torch
 from diffusers import HunyuanVideo15Pipeline
 
 from sage_grpo.models.policy import Sampling
+from sage_grpo.rewards.videoalign_convert import convert_videoalign
 from sage_grpo.worlds.tiny import TinyConfig, build_tiny
+from tests.models.tencent_folder import write_tencent_folder
 
+FIXTURES = Path(__file__).parent / "fixtures"
 WORDS = ("a", "the", "red", "green", "circle", "square", "moving", "left", "right", "letter")
 SAMPLING = Sampling(frames=9, height=32, width=32, fps=8, shift=5.0, guidance=6.0, num_steps=20)
 
@@ -29,6 +34,12 @@ def tiny_folder(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="session")
+def tencent_folder(tiny_folder, tmp_path_factory):
+    """The same model in Tencent's layout, read-only too."""
+    return write_tencent_folder(tiny_folder, tmp_path_factory.mktemp("ckpts"))
+
+
 @pytest.fixture
 def stock(tiny_folder):
     """The stock pipeline in fp64, its padding shortened: it is masked anyway and only costs time."""
@@ -36,3 +47,14 @@ def stock(tiny_folder):
     pipe.tokenizer_max_length, pipe.tokenizer_2_max_length, pipe.vision_num_semantic_tokens = 24, 24, 5
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+@pytest.fixture(scope="session")
+def videoalign_folders(tmp_path_factory):
+    """Two tiny VideoAlign folders, weights converted, by name. Read-only: copy one before changing a file."""
+    target = tmp_path_factory.mktemp("videoalign")
+    folders = {name: target / name for name in ("VideoReward", "VideoReward_split")}
+    for name, folder in folders.items():
+        shutil.copytree(FIXTURES / "videoalign" / name, folder)
+        convert_videoalign(folder)
+    return folders

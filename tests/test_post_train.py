@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 
 import post_train
+from sage_grpo.rewards import remote
+from sage_grpo.rewards.shapes import ShapesReward
+from sage_grpo.rewards.wire import TOKEN_VARIABLE
+from tests.rewards.serving import TOKEN, composite, serving
 
 ROOT = Path(__file__).parents[1]
 PROMPT = "a red circle moving left"
@@ -83,6 +87,16 @@ def test_wrong_input_is_one_sentence_and_writes_nothing(command, tmp_path, monke
     assert not (tmp_path / "run").exists()
 
 
+def test_a_model_in_tencents_layout_trains(command, tencent_folder, tmp_path, capfd):
+    model = {"pretrained_model_root": tencent_folder, "validate_at_step0": False}
+    assert post_train.main(command(**model)) == 0
+    assert (tmp_path / "run" / "checkpoints" / "step-000001" / "transformer").is_dir()
+    model |= {"output_dir": tmp_path / "other", "pretrained_transformer_version": "720p_t2v"}
+    capfd.readouterr()
+    assert post_train.main(command(**model)) == 2
+    assert "has no 720p_t2v" in capfd.readouterr().err and not (tmp_path / "other").exists()
+
+
 def test_an_existing_run_is_not_touched_without_being_told(command, tmp_path, capfd):
     run = tmp_path / "run"
     run.mkdir()
@@ -106,18 +120,60 @@ def launch(ranks, words):
 
 
 def test_two_ranks_train_as_one_does(command, tmp_path):
-    """The same clips, rewards and gradient whichever rank makes them, groups split over ranks included."""
+    """The same clips, rewards and gradient whichever rank makes them: groups split over ranks, sequences split."""
     records = []
-    for ranks, batch in ((1, 4), (2, 2)):
-        run = tmp_path / f"ranks{ranks}"
+    layouts = (1, {"batch_size": 4}), (2, {"batch_size": 2}), (2, {"batch_size": 4, "sp_size": 2, "enable_fsdp": True})
+    for number, (ranks, layout) in enumerate(layouts):
+        run = tmp_path / str(number)
         shared = {"max_steps": 2, "micro_batch_size": 1, "num_generations": 4, "validate_at_step0": False}
-        launch(ranks, command(output_dir=run, batch_size=batch, **shared))
+        launch(ranks, command(output_dir=run, **layout, **shared))
         lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
         records.append({(line["kind"], line["step"]): line for line in lines})
-    one, two = records
-    assert one.keys() == two.keys() and two["run", 0]["ranks"] == 2
-    for name in ("reward/total", "policy/grad_norm", "kl/anchor", "reward/group_std"):
-        assert one["train", 1][name] == pytest.approx(two["train", 1][name], rel=1e-4, abs=1e-9), name
-        assert one["train", 2][name] == pytest.approx(two["train", 2][name], rel=2e-2, abs=1e-6), name
-    assert one["validation", 2]["count"] == two["validation", 2]["count"] == 2
-    assert one["train", 1]["per_step"]["count"] == two["train", 1]["per_step"]["count"]
+    one, *others = records
+    for two in others:
+        assert one.keys() == two.keys() and two["run", 0]["ranks"] == 2
+        for name in ("reward/total", "policy/grad_norm", "kl/anchor", "reward/group_std"):
+            assert one["train", 1][name] == pytest.approx(two["train", 1][name], rel=1e-4, abs=1e-9), name
+            assert one["train", 2][name] == pytest.approx(two["train", 2][name], rel=2e-2, abs=1e-6), name
+        assert one["validation", 2]["count"] == two["validation", 2]["count"] == 2
+        assert one["train", 1]["per_step"]["count"] == two["train", 1]["per_step"]["count"]
+
+
+def train_records(run):
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [{k: v for k, v in line.items() if not k.startswith(("time", "memory"))} for line in lines][1:]
+
+
+def test_training_on_a_remote_reward_is_training_on_that_reward(command, tmp_path, monkeypatch):
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+    assert post_train.main(command(max_steps=2, output_dir=tmp_path / "here")) == 0
+    with serving(composite({"shapes": ShapesReward()})) as url:
+        there = {"reward_model": "remote", "remote_reward_url": url, "output_dir": tmp_path / "there"}
+        assert post_train.main(command(max_steps=2, **there)) == 0
+    here, there = (train_records(tmp_path / name) for name in ("here", "there"))
+    assert here == there and len(here) == 4 and here[1]["reward/failed"] == 0
+    assert not [
+        file for file in (tmp_path / "there").rglob("*") if file.is_file() and TOKEN in file.read_text("latin-1")
+    ]
+
+
+class DiesLater(ShapesReward):
+    """Answers the validation before training, and then no more."""
+
+    calls = 0
+
+    def score(self, clips, prompts, fps):
+        self.calls += 1
+        if self.calls > 1:
+            raise OSError("the GPU fell off the bus")
+        return super().score(clips, prompts, fps)
+
+
+def test_a_remote_reward_that_fails_ends_the_run_with_its_words(command, monkeypatch, capfd):
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+    monkeypatch.setattr(remote, "PAUSES", (0.01,))
+    with serving(composite({"shapes": DiesLater()})) as url:
+        assert post_train.main(command(reward_model="remote", remote_reward_url=url)) == 1
+    assert "100% of the rewards failed" in (told := capfd.readouterr().err) and "the GPU fell off the bus" in told
+    assert post_train.main(command("--overwrite", reward_model="remote", remote_reward_url=url)) == 2
+    assert f"remote_reward_url {url} could not be used 2 times in a row" in capfd.readouterr().err

@@ -1,4 +1,4 @@
-"""HunyuanVideo-1.5 text to video as a policy, from a folder in the diffusers layout.
+"""HunyuanVideo-1.5 text to video as a policy, from a folder in the layout of diffusers or of Tencent.
 
 Shapes: B clips of one prompt, F frames of (Y, X) pixels, C latent channels, (T, y, x) latent frames, rows, columns.
 """
@@ -9,17 +9,17 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-from diffusers import AutoencoderKLHunyuanVideo15
+from diffusers import AutoencoderKLHunyuanVideo15, ModelMixin
 from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 
-from sage_grpo.models.layout import component, sampling_defaults
+from sage_grpo.models.layout import DEFAULT_VERSION, check_folder, part_config, sampling_defaults
 from sage_grpo.models.lora import LORA_FILE
 from sage_grpo.models.packed import PackedTransformer
-from sage_grpo.models.policy import Conditioning
+from sage_grpo.models.policy import BrokenClip, Conditioning
 from sage_grpo.models.text import PromptEncoder
 from sage_grpo.models.vae import allow_batches
+from sage_grpo.models.weights import fill_model, load_model, open_file, open_folder, open_weights
 
 TIMESTEPS = 1000  # the model's timestep is TIMESTEPS * sigma
 DECODED = 512  # latent places that are decoded together: small clips in batches, which is faster, large ones alone
@@ -39,55 +39,61 @@ class Hunyuan15:
         dtype: torch.dtype = torch.float32,
         cache_dir: str | Path | None = None,
         vae_dtype: torch.dtype | None = None,
+        version: str = DEFAULT_VERSION,
     ) -> None:
-        """Open a model folder. `cache_dir` keeps prompt embeddings on disk; `vae_dtype` defaults to `dtype`."""
-        self.folder, self.device, self.dtype = Path(folder), torch.device(device), dtype
+        """Open a model folder. `cache_dir` keeps prompt embeddings between runs; `vae_dtype` defaults to `dtype`.
+
+        version: the folder under `transformer/` in Tencent's layout.
+        """
+        self.folder, self.device, self.dtype, self.version = Path(folder), torch.device(device), dtype, version
         self.vae_dtype = vae_dtype or dtype
-        for name in ("transformer", "vae"):
-            component(self.folder, name)
-        self.sampling = sampling_defaults(self.folder)
+        check_folder(self.folder, version)
+        self.sampling = sampling_defaults(self.folder, version)
         self.prompt_encoder = PromptEncoder(
-            self.folder, self.device, dtype, None if cache_dir is None else Path(cache_dir)
+            self.folder, self.device, dtype, None if cache_dir is None else Path(cache_dir), version
         )
 
     @cached_property
     def transformer(self) -> PackedTransformer:
         """The denoiser, in evaluation mode: it has no dropout, and rollout and training must agree."""
-        model = PackedTransformer.from_pretrained(
-            component(self.folder, "transformer"), dtype=self.dtype, local_files_only=True, use_safetensors=True
-        )
-        return model.to(self.device).eval()
+        return self._load("transformer", PackedTransformer, self.dtype)
+
+    def empty_transformer(self) -> PackedTransformer:
+        """The denoiser without memory for its weights, to be given adapters or sharded before it is filled."""
+        with torch.device("meta"):
+            model = PackedTransformer.from_config(part_config(self.folder, "transformer", self.version))
+        return model.eval()
+
+    def fill_transformer(self, model: PackedTransformer) -> None:
+        """Give such a model its memory and its weights, of which each rank reads its own part, and use it."""
+        model.to_empty(device=self.device)
+        fill_model(model, open_weights(self.folder, "transformer", self.version))
+        self.transformer = model
 
     @cached_property
     def vae(self) -> AutoencoderKLHunyuanVideo15:
         """The autoencoder, frozen; clips above 256 pixels go through it in tiles."""
-        model = AutoencoderKLHunyuanVideo15.from_pretrained(
-            component(self.folder, "vae"), dtype=self.vae_dtype, local_files_only=True, use_safetensors=True
-        )
+        model = self._load("vae", AutoencoderKLHunyuanVideo15, self.vae_dtype)
         model.enable_tiling()
-        return allow_batches(model).to(self.device).eval().requires_grad_(False)
+        return allow_batches(model).requires_grad_(False)
+
+    def _load(self, part: str, kind: type[ModelMixin], dtype: torch.dtype) -> ModelMixin:
+        with torch.device("meta"):
+            model = kind.from_config(part_config(self.folder, part, self.version))
+        return load_model(model, open_weights(self.folder, part, self.version), self.device, dtype).eval()
 
     def load_weights(self, path: str | Path) -> None:
         """Put post-trained weights into the transformer: a folder with `transformer/`, a LoRA folder, or a file."""
         path = Path(path)
         if (path / LORA_FILE).is_file():
             return self._load_lora(path / LORA_FILE)
-        files = [path] if path.suffix == ".safetensors" else sorted((path / "transformer").glob("*.safetensors"))
-        if not files or not files[0].is_file():
+        single = path.suffix == ".safetensors" and path.is_file()
+        if not single and not any((path / "transformer").glob("*.safetensors")):
             raise FileNotFoundError(f"checkpoint_path {path} has neither transformer/*.safetensors nor {LORA_FILE}")
-        weights = {name: value for file in files for name, value in load_file(file).items()}
-        own = self.transformer.state_dict()
-        wrong = sorted(set(weights) ^ set(own)) + [n for n in weights if n in own and weights[n].shape != own[n].shape]
-        if wrong:
-            hint = (
-                f" (a LoRA is loaded from a folder with {LORA_FILE})"
-                if any("lora_" in name for name in weights)
-                else ""
-            )
-            raise ValueError(
-                f"{path} does not fit this transformer, {len(wrong)} tensors differ, {wrong[0]} first{hint}"
-            )
-        self.transformer.load_state_dict(weights)
+        weights = open_file(path) if single else open_folder(path / "transformer")
+        if any("lora_" in name for name in weights.names):
+            raise ValueError(f"checkpoint_path {path} is a LoRA, which is loaded from a folder with {LORA_FILE}")
+        load_model(self.transformer, weights, self.device, self.transformer.dtype)
 
     def _load_lora(self, file: Path) -> None:
         """Pipelines write the names with a prefix, models without. diffusers skips what it does not find, silently."""
@@ -100,11 +106,11 @@ class Hunyuan15:
             raise ValueError(f"{file} holds {len(names)} LoRA tensors, of which this transformer took {loaded}")
 
     def encode(self, prompts: Sequence[str]) -> list[Conditioning]:
-        """One conditioning per prompt; the empty prompt is the negative of guidance."""
+        """One conditioning per prompt, each encoded once; the empty prompt is the negative of guidance."""
         return self.prompt_encoder(prompts)
 
     def release_text_encoders(self) -> None:
-        """Give the text encoders' memory back; `encode` loads them again if it has to."""
+        """Give the text encoders' memory back; `encode` loads them again for a prompt that it has not seen."""
         self.prompt_encoder.release()
 
     def velocity(
@@ -140,7 +146,10 @@ class Hunyuan15:
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Latents (B, C, T, y, x) -> uint8 clips (B, F, Y, X, 3). The only place where latents are un-scaled."""
+        """Latents (B, C, T, y, x) -> uint8 clips (B, F, Y, X, 3). The only place where latents are un-scaled.
+
+        BrokenClip if pixels of any of them are not finite.
+        """
         together = max(1, DECODED // latents[0, 0].numel())
         return torch.cat([self._decode(part) for part in latents.split(together)])
 
@@ -148,7 +157,7 @@ class Hunyuan15:
         unscaled = latents.to(self.vae.device, self.vae_dtype) / self.vae.config.scaling_factor
         pixels = _at_least_fp32(self.vae.decode(unscaled, return_dict=False)[0])
         if not pixels.isfinite().all():  # a cast to uint8 would make black pixels of them, and a reward a number
-            raise ValueError("a decoded clip has pixels that are not finite: the latents or the weights are broken")
+            raise BrokenClip("a decoded clip has pixels that are not finite: the latents or the weights are broken")
         return ((pixels + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 4, 1)
 
     @torch.no_grad()

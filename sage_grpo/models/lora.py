@@ -1,14 +1,19 @@
 """LoRA adapters in a transformer: the policy's, and a second one for the anchor. Only the policy's is trained."""
 
+import hashlib
+import json
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
+from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from peft import LoraConfig
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+
+from sage_grpo.parallel.fsdp import local, rows, whole
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
 POLICY, ANCHOR = "policy", "anchor"
@@ -42,24 +47,32 @@ def add_adapters(
     rank: int,
     alpha: float,
     names: Sequence[str],
-    seed: int,
     dtype: torch.dtype,
     anchor: bool,
 ) -> None:
-    """A new policy adapter, which changes nothing yet, and with `anchor` a copy of it that can be switched to."""
+    """Layers for a policy adapter, and with `anchor` for a second one, on the transformer's device."""
     config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=target_layers(transformer, names))
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        transformer.add_adapter(config, POLICY)
-    if anchor:
-        with warnings.catch_warnings():  # two adapters are the intention
-            warnings.filterwarnings("ignore", "Already found a `peft_config` attribute")
-            transformer.add_adapter(config, ANCHOR)
-        copy_adapter(transformer, POLICY, ANCHOR)
     for adapter in (POLICY, ANCHOR)[: 1 + anchor]:
+        with warnings.catch_warnings(), torch.random.fork_rng(), torch.device(transformer.device):
+            warnings.filterwarnings("ignore", "Already found a `peft_config` attribute")  # two are the intention
+            transformer.add_adapter(config, adapter)
         for parameter in adapter_parameters(transformer, adapter).values():
             parameter.data = parameter.data.to(dtype)
     use_adapter(transformer, POLICY)
+
+
+@torch.no_grad()
+def init_adapters(transformer: nn.Module, seed: int) -> None:
+    """Values of new adapters, which change nothing yet: the same for any number of ranks, and for both adapters."""
+    for adapter in (POLICY, ANCHOR):
+        for name, parameter in adapter_parameters(transformer, adapter).items():
+            if ".lora_B." in name:
+                local(parameter).zero_()
+                continue
+            start = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7])
+            bound = parameter.shape[1] ** -0.5
+            drawn = torch.empty(parameter.shape).uniform_(-bound, bound, generator=torch.Generator().manual_seed(start))
+            local(parameter).copy_(drawn[slice(*rows(parameter))])
 
 
 def adapter_parameters(transformer: nn.Module, adapter: str) -> dict[str, nn.Parameter]:
@@ -82,7 +95,18 @@ def use_adapter(transformer: HunyuanVideo15Transformer3DModel, adapter: str) -> 
 def copy_adapter(transformer: nn.Module, source: str, target: str) -> None:
     values: dict[str, Tensor] = dict(adapter_parameters(transformer, source))
     for name, parameter in adapter_parameters(transformer, target).items():
-        parameter.copy_(values[name])
+        local(parameter).copy_(local(values[name]))
+
+
+def save_adapter(transformer: HunyuanVideo15Transformer3DModel, adapter: str, folder: Path | None) -> None:
+    """Write an adapter as diffusers does. All ranks of a sharded model call; those without a folder only take part."""
+    tensors = {n: whole(p.detach()).cpu() for n, p in adapter_parameters(transformer, adapter).items()}
+    if folder is not None:
+        config = {
+            k: list(v) if isinstance(v, set) else v for k, v in transformer.peft_config[adapter].to_dict().items()
+        }
+        metadata = {"format": "pt", LORA_ADAPTER_METADATA_KEY: json.dumps(config, indent=2, sort_keys=True)}
+        save_file(tensors, folder / LORA_FILE, metadata=metadata)
 
 
 @torch.no_grad()
@@ -97,4 +121,4 @@ def load_adapter(transformer: nn.Module, folder: Path, adapter: str) -> None:
     if wrong:
         raise ValueError(f"{file} does not fit lora_r and lora_target_modules: {wrong[0]} differs")
     for name, parameter in mine.items():
-        parameter.copy_(values[name])
+        local(parameter).copy_(values[name][slice(*rows(parameter))])

@@ -5,52 +5,45 @@ prompt (a GRPO group) needs neither: its text has one length, so the padding is 
 names are the stock ones, hence `from_pretrained` and LoRA files work unchanged.
 
 Shapes: B clips of one prompt, C latent channels, (T, Y, X) latent frames and rows and columns, N = T*Y*X video tokens
-(patch 1), L text tokens, M glyph tokens, I image tokens, K = I + M + L context tokens, H heads of E, D = H*E.
+(patch 1), L text tokens, M glyph tokens, I image tokens, K = I + M + L context tokens, H heads of E, D = H*E. Under
+sequence parallelism the blocks see this rank's share of the N and K.
 """
 
 import functools
 import json
 import math
-from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
+import torch.distributed as dist
 from diffusers import HunyuanVideo15Transformer3DModel
 from diffusers.models.attention_processor import Attention
 from diffusers.models.embeddings import apply_rotary_emb
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from sage_grpo.models.attention import KEPT, best_attention
+from sage_grpo.parallel.ulysses import Attend, Shares
 
 TEXT, GLYPH, IMAGE = range(3)  # rows of `cond_type_embed`
 
 Rope = tuple[Tensor, Tensor]
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-def full_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Unmasked softmax attention, (B, S, H, E) each -> (B, S, H, E)."""
-    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    return F.scaled_dot_product_attention(query, key, value).transpose(1, 2)
 
 
 class PackedAttention:
-    """Attention processor of a double-stream block: video and context tokens attend to each other, all valid.
-
-    `attend` is the one place where tokens meet, and so the one place that sequence parallelism has to replace.
-    """
-
-    def __init__(self, attend: Attend = full_attention) -> None:
-        self.attend = attend
+    """Attention processor of a double-stream block: video and context tokens attend to each other, all valid."""
 
     def __call__(
         self,
         attn: Attention,
         hidden_states: Tensor,
         encoder_hidden_states: Tensor,
-        attention_mask: None = None,
+        attention_mask: Attend,
         image_rotary_emb: Rope | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Video (B, N, D) and context (B or 1, K, D) -> their attention outputs (B, N, D) and (B, K, D)."""
+        """Video (B, N, D) and context (B or 1, K, D) -> their attention outputs (B, N, D) and (B, K, D).
+
+        The stock block hands `attention_mask` on unread. There is no mask here: it brings what lets tokens meet.
+        """
         video = self._heads(attn, hidden_states, (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k))
         video[:2] = [apply_rotary_emb(x, image_rotary_emb, sequence_dim=1) for x in video[:2]]
         context = self._heads(
@@ -62,7 +55,7 @@ class PackedAttention:
         batch, num_video = hidden_states.shape[:2]
         # A context that is still shared by the group is expanded here, the last point where that is exact.
         joint = [torch.cat([v, c.expand(batch, -1, -1, -1)], dim=1) for v, c in zip(video, context, strict=True)]
-        out = self.attend(*joint).flatten(2)
+        out = attention_mask(*joint).flatten(2)
         video_out, context_out = out[:, :num_video], out[:, num_video:]
         return attn.to_out[1](attn.to_out[0](video_out)), attn.to_add_out(context_out)
 
@@ -82,11 +75,35 @@ class PackedTransformer(HunyuanVideo15Transformer3DModel):
         super().__init__(*args, **kwargs)
         for block in self.transformer_blocks:
             block.attn.set_processor(PackedAttention())
-        self.num_recomputed = 0
+        self.num_recomputed, self.compiled, self.trained, self.sequence_group = 0, False, False, None
 
-    def checkpoint_blocks(self, fraction: float) -> None:
-        """Gradient checkpointing: recompute this share of the blocks in the backward pass, the first ones."""
-        self.num_recomputed = math.ceil(fraction * len(self.transformer_blocks))
+    def split_sequence(self, group: dist.ProcessGroup | None) -> None:
+        """Spread the tokens of every forward over the ranks of a group; each of them gets the whole velocity."""
+        heads = self.config.num_attention_heads
+        if group is not None and heads % dist.get_world_size(group):
+            raise ValueError(f"sp_size is {dist.get_world_size(group)}; it must divide the model's {heads} heads")
+        self.sequence_group = group
+
+    def prepare_blocks(self, recomputed: float = 0.0, keep_attention: bool = False, compiled: bool = False) -> None:
+        """Once, when it is known what is trained: gradient checkpointing of a share of the blocks, the first ones, and
+        compilation of all of them.
+
+        keep_attention: attention, the dearest part, is kept and not computed again in the backward pass.
+        """
+        self.num_recomputed, self.compiled = math.ceil(recomputed * len(self.transformer_blocks)), compiled
+        self.trained = any(parameter.requires_grad for parameter in self.parameters())
+        if compiled:  # blocks with other adapters, and lengths of text, are graphs of their own; too many are an error
+            torch._dynamo.config.recompile_limit = 64
+            torch._dynamo.config.fail_on_recompile_limit_hit = True
+        contexts = functools.partial(create_selective_checkpoint_contexts, _keep_attention)
+        words = {"use_reentrant": False, "preserve_rng_state": False} | (
+            {"context_fn": contexts} if keep_attention else {}
+        )
+        for number, block in enumerate(self.transformer_blocks):
+            if number < self.num_recomputed:
+                block.forward = functools.partial(checkpoint, block.forward, **words)
+            if compiled:
+                block.forward = torch.compile(block.forward)
 
     def forward(
         self, hidden_states: Tensor, timestep: Tensor, text: Tensor, glyph: Tensor, image: Tensor | None = None
@@ -98,16 +115,35 @@ class PackedTransformer(HunyuanVideo15Transformer3DModel):
         text: (1, L, text_dim) valid tokens of the prompt; glyph: (1, M, glyph_dim), M = 0 without quoted text.
         image: (1, I, image_dim) tokens of a first frame; None means text to video, with no look at tensor values.
         """
-        rope = self.rope(hidden_states)
         temb = self._time_embedding(timestep, hidden_states.dtype)
-        grid = hidden_states.shape[2:]
-        hidden_states = self.x_embedder(hidden_states)
-        context = self._context(timestep, text, glyph, image)
-        for number, block in enumerate(self.transformer_blocks):
-            recompute = torch.is_grad_enabled() and number < self.num_recomputed
-            run = functools.partial(checkpoint, block, use_reentrant=False) if recompute else block
-            hidden_states, context = run(hidden_states, context, temb, None, rope)
-        return self._unpatch(self.proj_out(self.norm_out(hidden_states, temb)), grid)
+        video, context = self.x_embedder(hidden_states), self._context(timestep, text, glyph, image)
+        shares = Shares.of(video.shape[1], context.shape[1], best_attention(video), self.sequence_group)
+        rope = tuple(shares.own_video(table, dim=0) for table in self.rope(hidden_states))
+        video, context = shares.own_video(video), shares.own_context(context)
+        for block in self.transformer_blocks:
+            video, context = self._run(block, video, context, temb, shares.attend, rope)
+        velocity = shares.join_video(self.proj_out(self.norm_out(video, temb)))
+        return self._unpatch(velocity, hidden_states.shape[2:])
+
+    def _run(
+        self, block: nn.Module, video: Tensor, context: Tensor, temb: Tensor, attend: Attend, rope: Rope
+    ) -> tuple[Tensor, Tensor]:
+        """One block; a compiled one that is trained as one graph for rollout and training alike.
+
+        The compiler fuses a forward without gradients differently, and it would round differently. So such blocks
+        always run with gradients, and where none are wanted their history is dropped. All blocks see inputs of one
+        kind, hence share a graph.
+        """
+        if not self.compiled:
+            return block(video, context, temb, attend, rope)
+        wanted = torch.is_grad_enabled()
+        if self.trained:
+            inputs = (video, context, temb)
+            video, context, temb = (x if x.requires_grad else x.detach().requires_grad_() for x in inputs)
+        torch._dynamo.maybe_mark_dynamic(context, 1)  # prompts differ in length; all else is fixed in a run
+        with torch.set_grad_enabled(wanted or self.trained):
+            video, context = block(video, context, temb, attend, rope)
+        return (video, context) if wanted else (video.detach(), context.detach())
 
     def to_json_string(self) -> str:
         """The config as the stock class writes it, so that saved folders load without this package."""
@@ -133,8 +169,13 @@ class PackedTransformer(HunyuanVideo15Transformer3DModel):
         return torch.cat([part.expand(len(refined), -1, -1) for part in parts], dim=1)
 
     def _unpatch(self, tokens: Tensor, grid: torch.Size) -> Tensor:
-        """Output tokens (B, N, C * patch volume) -> (B, C, T, Y, X)."""
+        """Output tokens (B, N, C * patch volume) -> (B, C, T, Y, X), in memory of its own: FSDP wants no views."""
         patch = (self.config.patch_size_t, self.config.patch_size, self.config.patch_size)
         counts = [size // p for size, p in zip(grid, patch, strict=True)]
         blocks = tokens.unflatten(1, counts).unflatten(-1, (-1, *patch))  # (B, t, y, x, C, pt, py, px)
-        return blocks.permute(0, 4, 1, 5, 2, 6, 3, 7).reshape(len(tokens), -1, *grid)
+        velocity = blocks.permute(0, 4, 1, 5, 2, 6, 3, 7).reshape(len(tokens), -1, *grid)
+        return velocity.clone(memory_format=torch.contiguous_format)
+
+
+def _keep_attention(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE

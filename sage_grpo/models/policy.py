@@ -52,6 +52,10 @@ class Sampling:
         path.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
 
 
+class BrokenClip(ValueError):
+    """A clip whose pixels are not finite: it cannot be shown or scored."""
+
+
 class Policy(Protocol):
     """A text-to-video flow model: x = (1 - sigma) x0 + sigma z, velocity v = dx/dsigma."""
 
@@ -68,7 +72,7 @@ class Policy(Protocol):
         ...
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Latents (B, C, ...) in the model's own scaling -> uint8 clips (B, F, Y, X, 3)."""
+        """Latents (B, C, ...) in the model's own scaling -> uint8 clips (B, F, Y, X, 3), or BrokenClip."""
         ...
 
     def encode_video(self, clips: Tensor) -> Tensor:

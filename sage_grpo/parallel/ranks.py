@@ -1,64 +1,139 @@
-"""The data-parallel ranks of a run, and the few things that they tell each other. One process needs no group."""
+"""The ranks of a run and what they tell each other. One process needs no group.
+
+The `sp_size` ranks of a sequence-parallel group work on the same clips, and the first of them, the leader, does for its
+group what only one has to do. The groups are data-parallel: this rank's is number `rank` of `count`.
+"""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+S = TypeVar("S")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Ranks:
-    rank: int
+    rank: int  # data-parallel
     count: int
     device: torch.device
+    sp_rank: int = 0
+    sp_size: int = 1
+    mesh: DeviceMesh | None = None  # (dp, sp)
+    shards: DeviceMesh | None = None  # (shard,) or (replicate, shard), where the model is to be sharded
 
     @property
     def first(self) -> bool:
         """Whether this rank writes what exists once."""
-        return self.rank == 0
+        return self.rank == 0 and self.leader
+
+    @property
+    def leader(self) -> bool:
+        """Whether this rank works for its sequence-parallel group."""
+        return self.sp_rank == 0
+
+    @property
+    def world(self) -> int:
+        return self.count * self.sp_size
+
+    @property
+    def world_rank(self) -> int:
+        return self.rank * self.sp_size + self.sp_rank
+
+    @property
+    def writes_shards(self) -> bool:
+        """Whether this rank's part of the model is written: one copy of each part is enough."""
+        if self.shards is None:
+            return self.first
+        return self.shards.ndim == 1 or self.shards.get_local_rank("replicate") == 0
+
+    @property
+    def sequence_group(self) -> dist.ProcessGroup | None:
+        return self.mesh["sp"].get_group() if self.mesh is not None and self.sp_size > 1 else None
 
     def gather(self, values: Tensor) -> Tensor:
-        """Tensors (N, ...) of equal shape from all ranks, joined in rank order: (count * N, ...)."""
+        """Tensors (N, ...) of equal shape from all data-parallel ranks, joined in their order: (count * N, ...)."""
         if self.count == 1:
             return values
         home = values.to(self.device)
         parts = [torch.empty_like(home) for _ in range(self.count)]
-        dist.all_gather(parts, home.contiguous())
+        dist.all_gather(parts, home.contiguous(), self._dp)
         return torch.cat(parts).to(values.device)
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum over ranks; the argument is left as it is."""
+        """Sum over data-parallel ranks; the argument is left as it is."""
         return self._reduce(values, dist.ReduceOp.SUM)
 
     def max(self, values: Tensor) -> Tensor:
-        """Largest over ranks."""
+        """Largest over data-parallel ranks."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
     def _reduce(self, values: Tensor, how: dist.ReduceOp) -> Tensor:
         if self.count == 1:
             return values
         total = values.to(self.device, copy=True)
-        dist.all_reduce(total, how)
+        dist.all_reduce(total, how, self._dp)
         return total.to(values.device)
 
+    @property
+    def _dp(self) -> dist.ProcessGroup:
+        return self.mesh["dp"].get_group()
+
     def texts(self, mine: str) -> list[str]:
-        """One text from every rank."""
+        """One text from every data-parallel rank."""
         if self.count == 1:
             return [mine]
         found: list[str] = [""] * self.count
-        dist.all_gather_object(found, mine)
+        dist.all_gather_object(found, mine, self._dp)
         return found
 
+    def from_leader(self, call: Callable[[], T]) -> T:
+        """What a call gives on the leader, its exception too, for all ranks of the sequence-parallel group."""
+        if self.sequence_group is None:
+            return call()
+        outcome: list = [None, None]
+        if self.leader:
+            try:
+                outcome = [call(), None]
+            except Exception as error:
+                outcome = [None, error]
+        dist.broadcast_object_list(outcome, group=self.sequence_group, group_src=0)
+        if outcome[1] is not None:
+            raise outcome[1]
+        return outcome[0]
+
+    def on_leader(self, call: Callable[[], T]) -> T | None:
+        """The same for what cannot be sent: the others get None."""
+        kept: list[T] = []
+        self.from_leader(lambda: kept.append(call()))
+        return kept[0] if kept else None
+
+    def shared(self, items: Sequence[S], work: Callable[[Sequence[S]], list[T]]) -> list[T]:
+        """`work(items)`, of which each rank of the sequence-parallel group does a part; all get all."""
+        if self.sequence_group is None:
+            return work(items)
+        per_rank = -(-len(items) // self.sp_size)
+        mine = items[self.sp_rank * per_rank :][:per_rank]
+        found: list[list[T]] = [[]] * self.sp_size
+        dist.all_gather_object(found, work(mine) if mine else [], self.sequence_group)
+        return [result for part in found for result in part]
+
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Add up the gradients of all ranks in place, as one message. Each rank ran the same modules."""
-        if self.count == 1:
+        """Add up the gradients of all ranks in place, as one message; those of a sharded model are summed already."""
+        if self.world == 1:
             return
-        gradients = [p.grad for p in parameters if p.grad is not None]
+        gradients = [p.grad for p in parameters if p.grad is not None and not isinstance(p.grad, DTensor)]
+        if not gradients:
+            return
         flat = torch.cat([g.flatten() for g in gradients])
         dist.all_reduce(flat)
         for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
@@ -66,28 +141,63 @@ class Ranks:
 
     def set_timeout(self, seconds: float) -> None:
         """How long ranks wait for each other from now on; before, loading a model may take its time."""
-        if self.count > 1:
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
+        meshes = [mesh for mesh in (self.mesh, self.shards) if mesh is not None]
+        for group in (None, *(group for mesh in meshes for group in mesh.get_all_groups())) if meshes else ():
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-        if self.count > 1:
+        if self.world > 1:
             dist.barrier()
 
 
 @contextmanager
-def join_ranks(timeout: float) -> Iterator[Ranks]:
-    """The ranks that torchrun started, or this process alone; they wait `timeout` seconds for each other."""
-    count, rank, local = (int(os.environ.get(name, default)) for name, default in
-                          (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)))  # fmt: skip
-    device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
+def join_ranks(timeout: float, sp_size: int = 1, sharded: bool = False, replicas: int = 1) -> Iterator[Ranks]:
+    """The ranks that torchrun started, or this process alone; they wait `timeout` seconds for each other.
+
+    sharded: with a mesh to shard the model over, in `replicas` copies; one process can have that too.
+    """
+    world, rank, home = (int(os.environ.get(name, default)) for name, default in
+                         (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)))  # fmt: skip
+    check_layout(world, sp_size, sharded, replicas)
+    device = torch.device("cuda", home) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if count > 1:
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    if world == 1 and not sharded:
+        yield Ranks(0, 1, device)
+        return
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if world == 1 else {}
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **alone)
     try:
-        yield Ranks(rank, count, device)
+        mesh = init_device_mesh(device.type, (world // sp_size, sp_size), mesh_dim_names=("dp", "sp"))
+        yield Ranks(
+            rank // sp_size,
+            world // sp_size,
+            device,
+            rank % sp_size,
+            sp_size,
+            mesh,
+            shard_mesh(device.type, world, replicas) if sharded else None,
+        )
     finally:
-        if count > 1:
-            dist.destroy_process_group()
+        dist.destroy_process_group()
+
+
+def check_layout(world: int, sp_size: int, sharded: bool, replicas: int) -> None:
+    """Refuse sizes that do not divide each other."""
+    if world % sp_size:
+        raise ValueError(f"sp_size is {sp_size}; it must divide the number of processes, which is {world}")
+    if replicas > 1 and not sharded:
+        raise ValueError(f"dp_replicate is {replicas}; that needs enable_fsdp True")
+    if world % replicas or world // replicas % sp_size:
+        raise ValueError(
+            f"dp_replicate is {replicas}; each of the replicas must have an equal part of the {world} processes, "
+            f"a multiple of sp_size ({sp_size})"
+        )
+
+
+def shard_mesh(device: str, world: int, replicas: int) -> DeviceMesh:
+    if replicas == 1:
+        return init_device_mesh(device, (world,), mesh_dim_names=("shard",))
+    return init_device_mesh(device, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))

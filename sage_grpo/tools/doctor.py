@@ -22,7 +22,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from sage_grpo.config import Config, ConfigError, warnings
 from sage_grpo.flags import parse
-from sage_grpo.parallel.ranks import join_ranks
+from sage_grpo.parallel.ranks import Ranks, check_layout, join_ranks
 from sage_grpo.tools.doctor_checks import CHECKS, Finding, judged
 from sage_grpo.tools.preflight import check_samplers
 from sage_grpo.train.build import assemble
@@ -52,10 +52,10 @@ def options_of(arguments: Sequence[str]) -> tuple[argparse.Namespace, Config]:
     return options, config
 
 
-def prepare(config: Config, count: int) -> tuple[Trainer, list[Finding]]:
+def prepare(config: Config, alone: Ranks, count: int) -> tuple[Trainer, list[Finding]]:
     """The first of `count` ranks, and what to say beforehand. A folder that holds a run is no obstacle here."""
-    with join_ranks(config.start_timeout) as alone:
-        ranks = dataclasses.replace(alone, count=count)
+    check_layout(count, config.sp_size, config.enable_fsdp, config.dp_replicate)
+    ranks = dataclasses.replace(alone, count=count // config.sp_size, sp_size=config.sp_size, mesh=None)
     trainer = assemble(dataclasses.replace(config, overwrite=True), ranks)
     notes, c = warnings(trainer.config), trainer.config
     try:
@@ -85,10 +85,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     disable_progress_bar()  # of the text encoders
     try:
         options, config = options_of(sys.argv[1:] if arguments is None else arguments)
-        trainer, findings = prepare(config, options.ranks)
+        with join_ranks(config.start_timeout, sharded=config.enable_fsdp) as alone:
+            trainer, findings = prepare(config, alone, options.ranks)
+            return examine(options, trainer, findings)
     except (ValueError, FileNotFoundError) as error:
         print(f"doctor: {error}", file=sys.stderr)
         return 2
+
+
+def examine(options: argparse.Namespace, trainer: Trainer, findings: list[Finding]) -> int:
+    """Run the checks and write what they found."""
     print(*findings, sep="\n")
     options.output.mkdir(parents=True, exist_ok=True)
     wrong = []

@@ -16,18 +16,19 @@ from sage_grpo.algo.equalizer import equalizer, gradient_scale
 from sage_grpo.algo.sde import build_schedule
 from sage_grpo.models.sample import counter_noise, denoise
 from sage_grpo.models.text import MAX_TEXT_TOKENS
+from sage_grpo.tools.calibration import DRAWN_DEFECTS, drawn_clips, measure, orders
 from sage_grpo.tools.paired import aligned
+from sage_grpo.tools.plan import plan_of, remedies
+from sage_grpo.tools.plan_memory import fits, peak
+from sage_grpo.tools.plan_model import Plan
 from sage_grpo.train.metrics import UpdateStats
 from sage_grpo.train.rollout import Trajectory, num_trained
 from sage_grpo.train.trainer import Trainer
 from sage_grpo.train.update import Objective
-from sage_grpo.worlds import world_of
-from sage_grpo.worlds.shapes import render, scenes_from_prompt
 
 REWARD_CLIPS, VAE_CLIPS = 16, 4
 VAE_BOUND = 0.05  # RMS, of the range of a pixel: 26 dB, where details are plainly lost
 PATH_BOUND = {"fp32": 1e-4, "bf16": 0.05}  # relative: how far rounding may drive two equal paths apart
-DEFECTS = {"static": "MQ", "noise": "VQ", "wrong prompt": "TA"}  # kinds of bad clips, and the score that is about each
 BALANCE = ("step", "sigma", "std", "N_t", "gradient", "S_t", "equalized")
 
 
@@ -63,6 +64,29 @@ def check_batch(trainer: Trainer) -> Iterator[Finding]:
     yield Finding("batch", "ok", text)
 
 
+def check_plan(trainer: Trainer) -> Iterator[Finding]:
+    """Whether the sizes of the layout divide, and whether the run fits the GPU that is here."""
+    try:
+        plan = plan_of(trainer.config, trainer.ranks.world)
+    except ValueError as error:
+        yield judged("layout", False, str(error), "change it, or tell the processes of the run with --ranks")
+        return
+    sp, device = plan.config.sp_size, trainer.ranks.device
+    text = f"data-parallel x sequence-parallel ranks = {plan.gpus // sp} x {sp}, the model in {plan.shards} part(s)"
+    yield Finding("layout", "ok", text)
+    if device.type == "cuda":
+        yield memory_finding(plan, torch.cuda.get_device_properties(device).total_memory)
+    else:
+        yield Finding("memory", "note", "not checked: there is no GPU; python -m sage_grpo.tools.plan computes it")
+
+
+def memory_finding(plan: Plan, gpu_bytes: float) -> Finding:
+    moment, most = peak(plan)
+    text = f"computed peak {most / 1e9:.1f} GB ({moment}), {plan.rates.reserve / 1e9:g} GB in reserve, the GPU has "
+    remedy = " ".join(flag for flag, *_ in remedies(plan, gpu_bytes)) or "more GPUs with enable_fsdp, smaller clips"
+    return judged("memory", fits(plan, gpu_bytes), f"{text}{gpu_bytes / 1e9:.1f} GB", remedy, peak=most)
+
+
 def check_prompts(trainer: Trainer) -> Iterator[Finding]:
     train = [prompt.text for prompt in trainer.prompts]
     held_out = [prompt.text for prompt in trainer.validation.prompts] if trainer.validation else []
@@ -78,20 +102,16 @@ def check_prompts(trainer: Trainer) -> Iterator[Finding]:
     yield from (Finding("prompts", "note", text) for text, so in notes.items() if so)
 
 
-def good_clips(trainer: Trainer, count: int) -> tuple[Tensor, list[str]] | None:
-    """uint8 clips that show exactly what their prompts say, where the model's world can draw them."""
-    if world_of(trainer.policy.folder) is None:
-        return None
-    c, texts = trainer.config, list(dict.fromkeys(prompt.text for prompt in trainer.prompts))[:count]
-    scenes = scenes_from_prompt(texts, torch.Generator().manual_seed(c.seed))
-    return (render(scenes, c.num_frames, c.height, c.width) * 255).round().to(torch.uint8), texts
+def good_clips(trainer: Trainer, count: int) -> tuple[list[Tensor], list[str]] | None:
+    return drawn_clips(trainer.config, [prompt.text for prompt in trainer.prompts], count)
 
 
 def check_vae(trainer: Trainer) -> Iterator[Finding]:
     """Clips of the model's world, or one whose colours are the time and place of its pixels."""
     c, known = trainer.config, good_clips(trainer, VAE_CLIPS)
     places = torch.meshgrid(*(torch.linspace(0, 255, n) for n in (c.num_frames, c.height, c.width)), indexing="ij")
-    clips, kind = (known[0], "rendered") if known else (torch.stack(places, -1)[None].byte(), "smooth synthetic")
+    clips = torch.stack(known[0]) if known else torch.stack(places, -1)[None].byte()
+    kind = "rendered" if known else "smooth synthetic"
     latents = trainer.policy.encode_video(clips)
     decoded = trainer.policy.decode(latents).cpu()
     rms = ((decoded.float() - clips.float()) / 255).square().mean().sqrt().item()
@@ -102,29 +122,21 @@ def check_vae(trainer: Trainer) -> Iterator[Finding]:
 
 
 def check_reward(trainer: Trainer) -> Iterator[Finding]:
-    """Good clips must lead in total, and each kind of bad clip be behind in the score that is about its defect."""
+    """Each kind of bad clips must be behind good ones in the score that is about its defect, and none lead in total."""
     known = good_clips(trainer, REWARD_CLIPS)
     if known is None:
         yield Finding("reward", "note", "not checked: this model has no world that can draw a clip known to be good")
         return
-    good, texts = known
-    noise = torch.randint(0, 256, good.shape, generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    cases = {"good": (good, texts), "static": (good[:, :1].expand_as(good), texts), "noise": (noise, texts)}
-    cases |= {"wrong prompt": (good, [*texts[1:], texts[0]])} if len(texts) > 1 else {}
-    means: dict[str, dict[str, float]] = {}
-    for case, (clips, prompts) in cases.items():
-        scores = trainer.reward.score(list(clips), prompts, trainer.config.fps)
-        if scores.errors:
-            yield judged("reward", False, f"it fails on {case} clips: {scores.errors[0]}", "repair the reward")
-            return
-        means[case] = {name: values.mean().item() for name, values in ({"total": scores.total} | scores.named).items()}
-    wrong = []
-    for case in list(cases)[1:]:
-        behind = {name: means[case][name] < value for name, value in means["good"].items()}
-        behind["total"] = means[case]["total"] <= means["good"]["total"]  # weights may leave a defect out on purpose
-        about = [name for name in behind if name.rpartition(".")[2] in ("total", DEFECTS[case])]
-        wrong += [f"{name} of {case} clips" for name in about if not behind[name]]
-    shown = (f"{case} {', '.join(f'{name} {value:.2f}' for name, value in row.items())}" for case, row in means.items())
+    try:
+        found = measure(trainer.reward, *known, trainer.config.fps)
+    except ValueError as error:
+        yield judged("reward", False, str(error), "repair the reward")
+        return
+    means = {kind: {name: values.mean().item() for name, values in scores.items()} for kind, scores in found.items()}
+    wrong = [f"{o.score} of {o.kind} clips" for o in orders(found, DRAWN_DEFECTS) if o.mark == "WRONG"]
+    # weights may leave a defect out on purpose, so equal totals are fine
+    wrong += [f"total of {kind} clips" for kind in means if means[kind]["total"] > means["good"]["total"]]
+    shown = (f"{kind} {', '.join(f'{name} {value:.2f}' for name, value in row.items())}" for kind, row in means.items())
     remedy = f"{', '.join(wrong)} should be below that of good ones: mind the reward's sign and the reward_weights"
     yield judged("reward", not wrong, f"means of known clips: {'; '.join(shown)}", remedy, means=means)
 
@@ -233,5 +245,14 @@ def balance_finding(trainer: Trainer, goal: Objective, trajectory: Trajectory, s
     return judged("balance", True, text, "", textwrap.indent(table, " " * 17), columns=BALANCE, rows=rows)
 
 
-ALL = (check_batch, check_prompts, check_vae, check_reward, check_exploration, check_noise_free, check_update)
+ALL = (
+    check_batch,
+    check_plan,
+    check_prompts,
+    check_vae,
+    check_reward,
+    check_exploration,
+    check_noise_free,
+    check_update,
+)
 CHECKS = {check.__name__.removeprefix("check_"): check for check in ALL}

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
+from sage_grpo.intervals import Interval, interval
 from sage_grpo.tools.run_folder import Run, as_float
+from sage_grpo.train.hacking import change, held_out, trained, validations
 
-# two-sided 95 % quantiles of Student's t, by degrees of freedom; between them it is almost linear in 1 / freedom
-STUDENT_95 = {math.inf: 1.960, 30: 2.042, 15: 2.131, 10: 2.228, 7: 2.365, 5: 2.571, 4: 2.776, 3: 3.182, 2: 4.303}
 VERDICTS = {1: "better", -1: "worse", 0: "not significant"}
 
 
@@ -69,6 +69,23 @@ def compare(run: Run) -> Comparison | None:
     return Comparison((first["step"], last["step"]), measures, pairs)
 
 
+def drift(run: Run) -> dict[str, dict[int, Interval]]:
+    """By name and iteration: reward and hold-out less those of the first validation, clip by clip.
+
+    In standard deviations of the first one's clips, so that both have one scale. Empty where no hold-out was measured.
+    """
+    found = validations(run.folder)
+    steps = [line["step"] for line in run.validations if line["step"] in found]
+    if len(steps) < 2 or not any(map(math.isfinite, map(held_out, found[steps[-1]]))):
+        return {}
+    first, changes = found[steps[0]], {}
+    for name, value in (("trained", trained), ("held out", held_out)):
+        spread = float(np.nanstd([value(record) for record in first])) or 1.0
+        moved = {step: change(first, found[step], value) for step in steps}
+        changes[name] = {step: Interval(c.mean / spread, c.half / spread) for step, c in moved.items()}
+    return changes
+
+
 def table(run: Run, comparison: Comparison) -> list[list[str]]:
     """Before and after for people: titles, then a row for each metric."""
     steps = [f"iteration {step}" for step in comparison.steps]
@@ -124,15 +141,8 @@ def pair_clips(before: Sequence[Clip], after: Sequence[Clip]) -> list[Pair]:
 
 def paired_difference(pairs: Sequence[Pair], key: str) -> tuple[float, float]:
     """Mean of after - before over the pairs that both have the metric, and half of its 95 % interval."""
-    values = np.array([after.values.get(key, math.nan) - before.values.get(key, math.nan) for before, after in pairs])
-    values = values[np.isfinite(values)]
-    if len(values) < 3:  # an interval would say nothing
-        return float(values.mean()) if len(values) else math.nan, math.nan
-    return float(values.mean()), student_95(len(values) - 1) * float(values.std(ddof=1)) / math.sqrt(len(values))
-
-
-def student_95(freedom: int) -> float:
-    return float(np.interp(1 / freedom, [1 / known for known in STUDENT_95], list(STUDENT_95.values())))
+    found = interval(after.values.get(key, math.nan) - before.values.get(key, math.nan) for before, after in pairs)
+    return found.mean, found.half
 
 
 def gain(pair: Pair) -> float:

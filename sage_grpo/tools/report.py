@@ -19,6 +19,7 @@ from sage_grpo.config import Config
 from sage_grpo.tools.paired import Comparison, Pair, choose_pairs, compare, gain, number, table
 from sage_grpo.tools.report_figures import panels
 from sage_grpo.tools.run_folder import Run, RunError, as_float, column, read_run
+from sage_grpo.train.hacking import divergence, validations
 
 MOST_PROMPTS = 12
 HEADLINES = {
@@ -77,6 +78,7 @@ def page(run: Run) -> str:
     comparison, name = compare(run), escape(run.folder.resolve().name)
     intros = {
         "Reward": troubles(run),
+        "Hold-out": f"A reward that training never sees, at each validation. {escape(parted(run))}",
         "Gold": f"An oracle that training never sees measures the clips themselves. {hacking(comparison)}",
         "By denoising step": "One column per iteration, one row per denoising step, noise on top. Grey: not trained.",
         "Schedule": "What the sampler does at each denoising step.",
@@ -84,7 +86,7 @@ def page(run: Run) -> str:
     sections = [section(title, cards, intros.get(title, "")) for title, cards in panels(run).items()]
     if comparison:
         sections.insert(0, validation_section(run, comparison))
-        sections.insert(3, clips_section(comparison))  # after reward and gold
+        sections.insert(4, clips_section(comparison))  # after reward, hold-out and gold
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
         f'content="width=device-width, initial-scale=1"><title>{name}</title><style>{CSS}</style></head>\n'
@@ -147,8 +149,11 @@ def facts(run: Run) -> str:
 
 
 def troubles(run: Run) -> str:
+    """What was lost on the way, and why."""
     counts = {name: whole(column(run.train, key)) for name, (key, whole) in TROUBLES.items() if run.has(key)}
-    return f"Over the whole run: {', '.join(f'{n:.0f} {name}' for name, n in counts.items())}." if counts else ""
+    said = f"Over the whole run: {', '.join(f'{n:.0f} {name}' for name, n in counts.items())}." if counts else ""
+    errors = [line["reward/error"] for line in run.train if line.get("reward/error")]
+    return f"{said} The first error of a reward: {escape(errors[0])}" if errors else said
 
 
 def hacking(comparison: Comparison | None) -> str:
@@ -161,6 +166,13 @@ def hacking(comparison: Comparison | None) -> str:
     if worse:
         return f"Here the reward rose and gold got worse ({worse}): reward hacking. Look at the clips."
     return f"Here reward and gold improved together ({better})." if better else "Here gold did not follow the reward."
+
+
+def parted(run: Run) -> str:
+    """Whether the last validation shows reward hacking, judged by the held-out reward."""
+    kept = validations(run.folder)
+    known = [line["step"] for line in run.validations if line["step"] in kept] if run.holdouts else []
+    return divergence(run.folder, known[-1]) if known else ""
 
 
 def validation_section(run: Run, comparison: Comparison) -> str:
@@ -188,14 +200,19 @@ def clip_card(pair: Pair, steps: tuple[int, int]) -> str:
     for clip, step in zip(pair, steps, strict=True):
         scores = {key.partition("/")[2].replace("_", " "): value for key, value in clip.values.items()}
         words = ", ".join(f"{escape(name)}&nbsp;{number(scores[name])}" for name in scores if name != "total")
-        video = base64.b64encode(clip.path.read_bytes()).decode()
-        sides += f'<div><video autoplay loop muted playsinline src="data:video/mp4;base64,{video}"></video>'
-        sides += f"iteration {step}: <b>{number(clip.reward)}</b><br><small>{words}</small></div>"
+        said = f"iteration {step}: <b>{number(clip.reward)}</b><br><small>{words}</small>"
+        sides += f"<div>{video(clip.path)}{said}</div>"
     change = f'<b class="{"better" if gain(pair) > 0 else "worse"}">{number(gain(pair), sign="+")}</b>'
     return (
         f'<figure><h3>{escape(pair[0].prompt)}</h3><div class="pair">{sides}</div>'
         f"<figcaption>reward {change}, seed {pair[0].seed}</figcaption></figure>"
     )
+
+
+def video(path: Path) -> str:
+    """The clip itself, inside the page."""
+    data = base64.b64encode(path.read_bytes()).decode()
+    return f'<video autoplay loop muted playsinline src="data:video/mp4;base64,{data}"></video>'
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -16,6 +16,8 @@ from matplotlib.colors import LogNorm, Normalize, SymLogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from sage_grpo.intervals import Interval
+from sage_grpo.tools.paired import drift
 from sage_grpo.tools.run_folder import Run, column
 
 BLUE, ORANGE, GREEN, PURPLE, GREY, MASKED = "#2f6690", "#d9822b", "#3a7d5c", "#8a5a83", "#7b8794", "#d5dae0"
@@ -73,6 +75,8 @@ WORDS = {  # what a figure shows, and what is healthy
     "Exploration": "Spread of the reward. A slow decline is learning; near 0 in groups nothing is left to learn from.",
     "Match": "Share of clips that show all that their prompt names, as the oracle reads them. Higher is better.",
     "Distance to the manifold": "RMS pixel distance to the nearest true clip. A rise means leaving the manifold.",
+    "Trained against held out": "Mean change of a clip since the first validation, with its 95 % interval, in standard "
+    "deviations of the clips then. The held-out reward should rise too, or stay; falling, it says reward hacking.",
     "Gold against proxy": "One dot per iteration: right and up is good. Reward up and gold down is reward hacking.",
     "KL": "It should level off; to a moving anchor it is a saw-tooth. Exponential growth is a run-away.",
     "KL coefficient": "Weight of the KL in the loss. Stuck at a limit, it no longer controls anything.",
@@ -94,16 +98,20 @@ WORDS = {  # what a figure shows, and what is healthy
 def panels(run: Run) -> dict[str, list[str]]:
     """The figures of each section."""
     scores = {name: {f"reward/{name}": (BLUE, "training")} for name in run.scores}
+    holdouts = {key: {key: (GREEN, "")} for key in sorted(run.holdouts)}
     maps = {title: key for title, key in MAPS.items() if np.isfinite(run.grid(key)).any()}
     schedule, phases = run.head.get("schedule"), phase_seconds(run)
     found = {
         "Reward": curve_panels(run, REWARD | scores),
+        "Hold-out": curve_panels(run, holdouts),
         "Gold": curve_panels(run, GOLD),
         "Trust region and updates": curve_panels(run, UPDATES),
         "By denoising step": [panel(title, draw_map, run, key, size=MAP) for title, key in maps.items()],
         "Schedule": [panel(title, draw_schedule, schedule, SCHEDULE[title]) for title in SCHEDULE if schedule],
         "Time": [panel("Time per iteration", draw_stack, run, phases, size=WIDE)] if phases else [],
     }
+    if changes := drift(run):
+        found["Hold-out"].insert(0, panel("Trained against held out", draw_drift, changes, size=WIDE))
     found["Gold"] += [panel("Gold against proxy", draw_scatter, run)] if run.has("gold/match") else []
     return found
 
@@ -202,6 +210,14 @@ def draw_scatter(ax: Axes, run: Run) -> None:
     ax.figure.colorbar(dots, ax=ax, label="iteration").outline.set_visible(False)
     ax.set_xlabel("reward in training")
     ax.set_ylabel("gold/match")
+
+
+def draw_drift(ax: Axes, changes: Mapping[str, Mapping[int, Interval]]) -> None:
+    for (name, moved), colour in zip(changes.items(), (BLUE, ORANGE), strict=True):
+        means, halves = ([getattr(value, part) for value in moved.values()] for part in ("mean", "half"))
+        ax.errorbar(list(moved), means, np.nan_to_num(halves), fmt="o-", color=colour, ms=4, capsize=2, label=name)
+    ax.axhline(0, ls="--", lw=1, color=GREY)
+    ax.legend()
 
 
 def draw_map(ax: Axes, run: Run, key: str) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-BATCH_STATISTICS = ("total", "std", "group_std", "failed", "starved_groups", "flat_groups")  # of reward/: not scores
+# of reward/: not scores
+BATCH_STATISTICS = ("total", "std", "group_std", "failed", "starved_groups", "flat_groups", "error")
 
 
 class RunError(ValueError):
@@ -36,6 +37,12 @@ class Run:
         keys = dict.fromkeys(key for line in (*self.train, *self.validations) for key in line)
         names = [key.removeprefix("reward/") for key in keys if key.startswith("reward/")]
         return [name for name in names if name not in BATCH_STATISTICS and not name.endswith("_stderr")]
+
+    @property
+    def holdouts(self) -> set[str]:
+        """The metrics of a reward that training never sees."""
+        keys = {key for line in self.validations for key in line if key.startswith("holdout/")}
+        return {key for key in keys if not key.endswith(("_stderr", "/diverged"))}
 
     def has(self, *keys: str) -> bool:
         """Whether any of the metrics has a value in training."""

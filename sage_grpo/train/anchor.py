@@ -1,10 +1,9 @@
 """The anchor of the trust region: a frozen earlier policy, and its velocities along a rollout.
 
-With LoRA it is a second adapter in the same model, else a second copy of the transformer. It is refreshed from the
-policy (moving), or never (fixed).
+With LoRA it is a second adapter in the same model, else a second set of values for the trained parameters, of which
+each rank of a sharded model holds its own part. It is refreshed from the policy (moving), or never (fixed).
 """
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from sage_grpo.models.hunyuan15 import Hunyuan15
 from sage_grpo.models.lora import ANCHOR, POLICY, adapter_parameters, copy_adapter, use_adapter
+from sage_grpo.parallel.fsdp import local, put
 
 
 class Anchor(ABC):
@@ -70,27 +70,34 @@ class AdapterAnchor(Anchor):
 
 
 class FullAnchor(Anchor):
-    """A second transformer, which with `offload` waits in host memory."""
+    """Values of all trained parameters, in the precision of the forward, which changes none of its numbers."""
 
-    def __init__(self, policy: Hunyuan15, refresh_every: int | None, offload: bool) -> None:
+    def __init__(
+        self,
+        policy: Hunyuan15,
+        refresh_every: int | None,
+        parameters: Mapping[str, nn.Parameter],
+        dtype: torch.dtype,
+        offload: bool,
+    ) -> None:
+        """`offload`: they wait in host memory."""
         super().__init__(policy, refresh_every)
-        self.home = torch.device("cpu") if offload else policy.device
-        self.transformer: nn.Module = copy.deepcopy(policy.transformer).requires_grad_(False).to(self.home)
+        self.parameters, self.home = dict(parameters), torch.device("cpu") if offload else policy.device
+        self.values = {n: local(p).detach().to(self.home, dtype, copy=True) for n, p in parameters.items()}
 
     @torch.no_grad()
     def copy_policy(self) -> None:
-        for mine, new in zip(self.transformer.parameters(), self.policy.transformer.parameters(), strict=True):
-            mine.copy_(new)
+        for name, value in self.values.items():
+            value.copy_(local(self.parameters[name]))
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        trained = self.policy.transformer
-        self.policy.transformer = self.transformer.to(self.policy.device)
+        kept = {name: local(p).detach().to(self.home, copy=True) for name, p in self.parameters.items()}
+        put(self.parameters, self.values)
         try:
             yield
         finally:
-            self.policy.transformer = trained
-            self.transformer.to(self.home)
+            put(self.parameters, kept)
 
     def tensors(self) -> Mapping[str, Tensor]:
-        return dict(self.transformer.named_parameters())
+        return self.values

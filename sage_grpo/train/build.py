@@ -12,10 +12,10 @@ from sage_grpo.config import Config, ConfigError, check, resolve
 from sage_grpo.data.prompts import Prompt, read_prompts
 from sage_grpo.models.hunyuan15 import Hunyuan15
 from sage_grpo.models.layout import sampling_defaults
-from sage_grpo.models.lora import ANCHOR, POLICY, add_adapters, load_adapter
-from sage_grpo.models.policy import Conditioning
+from sage_grpo.models.lora import ANCHOR, POLICY, add_adapters, init_adapters, load_adapter
+from sage_grpo.parallel.fsdp import shard
 from sage_grpo.parallel.ranks import Ranks
-from sage_grpo.rewards.base import build_rewards, perfect_scores
+from sage_grpo.rewards.base import Setup, build_rewards, perfect_scores
 from sage_grpo.rewards.composite import Composite
 from sage_grpo.train import checkpoint
 from sage_grpo.train.anchor import AdapterAnchor, Anchor, FullAnchor
@@ -29,42 +29,44 @@ from sage_grpo.worlds.quality import gold, vae_floor
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 GOLD = {"shapes": gold}
+PROMPTS = Path(__file__).parents[2] / "assets" / "prompts"
 
 
 def build_trainer(config: Config, ranks: Ranks) -> Trainer:
     """A trainer whose run folder is open."""
     trainer = assemble(config, ranks)
     trainer.run.open()
-    trainer.run.introduce(trainer.step, about(trainer, world_of(trainer.policy.folder)))
+    if ranks.first:
+        trainer.run.introduce(trainer.step, about(trainer, world_of(trainer.policy.folder)))
     return trainer
 
 
 def assemble(config: Config, ranks: Ranks) -> Trainer:
     """Load the model, prompts and rewards, check them, resume if asked. Nothing is written."""
-    folder = Path(config.pretrained_model_root)
-    config = resolve(config, sampling_defaults(folder), ranks.device.type)
-    check(config, ranks.count)
+    folder, version = Path(config.pretrained_model_root), config.pretrained_transformer_version
+    config = resolve(config, sampling_defaults(folder, version), ranks.device.type)
+    check(config, ranks.world)
     run = Run(config, ranks)
-    policy = Hunyuan15(folder, ranks.device, DTYPES[config.dtype])
+    policy = Hunyuan15(folder, ranks.device, DTYPES[config.dtype], config.prompt_cache, version=version)
     world = world_of(folder)
-    train = prompts_of(config.train_prompts, folder / "prompts_train.txt", "train_prompts")
-    held_out = prompts_of(config.validation_prompts, folder / "prompts_valid.txt", None)
+    train = prompts_of(config.train_prompts, folder, "train")
+    held_out = prompts_of(config.validation_prompts, folder, "valid")
     texts = [prompt.text for prompt in (*train, *held_out)]
     check_prompts(folder, texts)
-    reward = build_composite(config, config.reward_model or (world or "videoalign",), config.reward_weights)
-    reward.check(texts)
-    parameters = prepare_transformer(policy, config)
-    conditions = encode(policy, [config.negative_prompt, *(prompt.text for prompt in held_out)], ranks)
-    holdout = build_composite(config, (config.holdout_reward,), None) if config.holdout_reward else None
-    seen = (policy, config, held_out, conditions, reward, holdout, GOLD.get(world), ranks)
+    reward, holdout = ranks.on_leader(lambda: build_rewards_of(config, world, texts, ranks.device)) or (None, None)
+    policy.prompt_encoder.prepare([config.negative_prompt, *texts], ranks.world_rank, ranks.world)
+    policy.release_text_encoders()  # before the transformer needs their place
+    guidance = Guidance(config.guidance_scale, policy.encode([config.negative_prompt])[0])
+    parameters = prepare_transformer(policy, config, ranks)
+    seen = (policy, config, held_out, guidance, reward, holdout, GOLD.get(world), ranks)
     trainer = Trainer(
         config=config,
         ranks=ranks,
         policy=policy,
         optimization=Optimization(parameters, config),
-        anchor=build_anchor(policy, config),
+        anchor=build_anchor(policy, config, parameters),
         prompts=train,
-        guidance=Guidance(config.guidance_scale, conditions[config.negative_prompt]),
+        guidance=guidance,
         reward=reward,
         gold=GOLD.get(world),
         validation=Validation(*seen) if held_out else None,
@@ -86,56 +88,72 @@ def check_steps(config: Config, schedule: Schedule) -> None:
         )
 
 
-def prompts_of(files: Sequence[str] | None, own: Path, needed_by: str | None) -> list[Prompt]:
-    """The prompts of several files, else of the model's own file, which may be absent unless a flag needs it."""
+def prompts_of(files: Sequence[str] | None, folder: Path, kind: str) -> list[Prompt]:
+    """The prompts of several files, else of the model's own file; ours where a model of the real world has none."""
     if files is None:
-        if not own.is_file():
-            if needed_by is None:
+        own = folder / f"prompts_{kind}.txt"
+        if not own.is_file() and world_of(folder):
+            if kind == "valid":
                 return []
-            raise ConfigError(f"the model folder has no {own.name}; name a prompt file with --{needed_by}")
-        files = (str(own),)
+            raise ConfigError(f"the model folder has no {own.name}; name a prompt file with --train_prompts")
+        files = (str(own if own.is_file() else PROMPTS / f"{kind}.csv"),)
     prompts = [prompt for file in files for prompt in read_prompts(file)]
     return prompts if len(files) == 1 else [Prompt(p.text, i, p.seed) for i, p in enumerate(prompts)]
 
 
-def build_composite(config: Config, names: Sequence[str], weights: dict[str, Any] | None) -> Composite:
+def build_composite(
+    config: Config, names: Sequence[str], weights: dict[str, Any] | None, device: torch.device
+) -> Composite:
     """The named rewards; without weights every score counts once."""
-    rewards = build_rewards(names)
+    path = Path(config.reward_path or Path(config.pretrained_model_root) / "VideoReward")
+    timeout = config.collective_timeout / 2
+    rewards = build_rewards(names, Setup(path, device, config.reward_fps, config.remote_reward_url, timeout))
     if weights is None:
         weights = {name: dict.fromkeys(reward.names, 1.0) for name, reward in rewards.items()}
-    return Composite(rewards, weights, config.reward_batch_size, config.collective_timeout / 2)
+    return Composite(rewards, weights, config.reward_batch_size, timeout)
 
 
-def prepare_transformer(policy: Hunyuan15, config: Config) -> dict[str, torch.nn.Parameter]:
-    """Adapters, checkpointing, precision; returns what is trained."""
-    transformer, master = policy.transformer, DTYPES[config.master_weight_type]
+def build_rewards_of(
+    config: Config, world: str | None, texts: Sequence[str], device: torch.device
+) -> tuple[Composite, Composite | None]:
+    """The reward that is trained on, and the one that is held out."""
+    names = config.reward_model or (world or "videoalign",)
+    reward = build_composite(config, names, config.reward_weights, device)
+    reward.check(texts)
+    return reward, build_composite(config, (config.holdout_reward,), None, device) if config.holdout_reward else None
+
+
+def prepare_transformer(policy: Hunyuan15, config: Config, ranks: Ranks) -> dict[str, torch.nn.Parameter]:
+    """The transformer with adapters, checkpointing, sharding and, at last, weights; returns what is trained."""
+    transformer, master = policy.empty_transformer(), DTYPES[config.master_weight_type]
+    for parameter in transformer.parameters():
+        parameter.data = parameter.data.to(DTYPES[config.dtype] if config.use_lora else master)
+    held = config.trust_region.anchor is not None
     if config.use_lora:
-        held = config.trust_region.anchor is not None
-        add_adapters(
-            transformer, config.lora_r, config.lora_alpha, config.lora_target_modules, config.seed, master, held
-        )
+        add_adapters(transformer, config.lora_r, config.lora_alpha, config.lora_target_modules, master, held)
+    trainable_parameters(transformer, config.use_lora)
+    transformer.split_sequence(ranks.sequence_group)
+    recomputed = config.checkpointing_fraction if config.enable_gradient_checkpointing else 0.0
+    transformer.prepare_blocks(recomputed, config.keep_attention, config.compile)
+    if ranks.shards is not None:
+        shard(transformer, transformer.transformer_blocks, ranks.shards, DTYPES[config.dtype])
+    policy.fill_transformer(transformer)
+    if config.use_lora:
+        init_adapters(transformer, config.seed)
         if config.pretrained_lora_path:
             for adapter in (POLICY, ANCHOR)[: 1 + held]:
                 load_adapter(transformer, Path(config.pretrained_lora_path), adapter)
-    elif transformer.dtype != master:
-        transformer.to(master)
-    if config.enable_gradient_checkpointing:
-        transformer.checkpoint_blocks(config.checkpointing_fraction)
     return trainable_parameters(transformer, config.use_lora)
 
 
-def build_anchor(policy: Hunyuan15, config: Config) -> Anchor | None:
+def build_anchor(policy: Hunyuan15, config: Config, parameters: dict[str, torch.nn.Parameter]) -> Anchor | None:
     kind = config.trust_region.anchor
     if kind is None:
         return None
     every = config.update_ref_model_step if kind == "moving" else None
-    return AdapterAnchor(policy, every) if config.use_lora else FullAnchor(policy, every, config.reference_mode_offload)
-
-
-def encode(policy: Hunyuan15, texts: Sequence[str], ranks: Ranks) -> dict[str, Conditioning]:
-    """The conditioning of each distinct text."""
-    distinct = list(dict.fromkeys(texts))
-    return {text: cond.to(ranks.device) for text, cond in zip(distinct, policy.encode(distinct), strict=True)}
+    if config.use_lora:
+        return AdapterAnchor(policy, every)
+    return FullAnchor(policy, every, parameters, DTYPES[config.dtype], config.reference_mode_offload)
 
 
 def about(trainer: Trainer, world: str | None) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from sage_grpo.config import Config
 from sage_grpo.models.lora import POLICY, adapter_parameters, dead_modules
 from sage_grpo.models.packed import PackedTransformer
+from sage_grpo.parallel.fsdp import like, local, put, whole
 
 
 def trainable_parameters(transformer: PackedTransformer, use_lora: bool) -> dict[str, nn.Parameter]:
@@ -38,7 +39,8 @@ class Optimization:
         rest = {name: p for name, p in parameters.items() if name not in muon}
         self.optimizers: list[torch.optim.Optimizer] = []
         if rest:
-            self.optimizers.append(torch.optim.AdamW(list(rest.items()), **shared))
+            fused = next(iter(rest.values())).is_cuda  # the other kind copies all parameters once
+            self.optimizers.append(torch.optim.AdamW(list(rest.items()), fused=fused or None, **shared))
         if muon:  # scaled so that one learning rate serves both
             self.optimizers.append(torch.optim.Muon(list(muon.items()), adjust_lr_fn="match_rms_adamw", **shared))
         self.average = {n: p.detach().clone() for n, p in parameters.items()} if config.ema_decay else {}
@@ -51,7 +53,7 @@ class Optimization:
 
     def clip(self) -> float:
         """Clip the gradient; returns its norm before."""
-        return nn.utils.clip_grad_norm_(self.parameters.values(), self.config.max_grad_norm).item()
+        return whole(nn.utils.clip_grad_norm_(self.parameters.values(), self.config.max_grad_norm)).item()
 
     def step(self) -> None:
         for optimizer in self.optimizers:
@@ -61,7 +63,7 @@ class Optimization:
         self.updates += 1
         with torch.no_grad():
             for name, average in self.average.items():
-                average.lerp_(self.parameters[name], 1 - self.config.ema_decay)
+                local(average).lerp_(local(self.parameters[name]), 1 - self.config.ema_decay)
 
     def forget(self) -> None:
         """Drop the gradients."""
@@ -72,16 +74,11 @@ class Optimization:
     def averaged(self) -> Iterator[None]:
         """Context in which the model has the averaged weights, if there are any."""
         kept = {name: self.parameters[name].detach().clone() for name in self.average}
-        self._put(self.average)
+        put(self.parameters, self.average)
         try:
             yield
         finally:
-            self._put(kept)
-
-    @torch.no_grad()
-    def _put(self, values: Mapping[str, Tensor]) -> None:
-        for name, value in values.items():
-            self.parameters[name].copy_(value)
+            put(self.parameters, kept)
 
     def tensors(self) -> dict[str, Tensor]:
         """The optimizers' state by parameter name, for a checkpoint."""
@@ -93,7 +90,7 @@ class Optimization:
         }
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put back what `tensors` gave."""
+        """Put back what `tensors` gave, of sharded tensors this rank's part."""
         names = {id(p): name for name, p in self.parameters.items()}
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -103,5 +100,6 @@ class Optimization:
                         k.removeprefix(prefix): v for k, v in tensors.items() if k.rpartition(".")[0] + "." == prefix
                     }
                     optimizer.state[parameter] = {
-                        k: v.clone() if v.ndim == 0 else v.to(parameter.device, copy=True) for k, v in state.items()
+                        k: v.clone() if v.ndim == 0 else like(parameter, v.to(parameter.device, copy=True))
+                        for k, v in state.items()
                     }

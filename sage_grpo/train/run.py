@@ -15,6 +15,7 @@ import torch
 from sage_grpo.config import Config, ConfigError
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.train import checkpoint
+from sage_grpo.train.hacking import divergence
 from sage_grpo.train.metrics import Tracker
 from sage_grpo.train.validation import sheet_image
 
@@ -58,7 +59,7 @@ class Run:
         versions = {"python": platform.python_version(), "torch": torch.__version__, "diffusers": diffusers.__version__}
         where = torch.cuda.get_device_name() if self.ranks.device.type == "cuda" else "CPU"
         about = {"time": time.strftime("%Y-%m-%dT%H:%M:%S"), "versions": versions, "device": where}
-        self.log("run", step, about | {"ranks": self.ranks.count} | record)
+        self.log("run", step, about | {"ranks": self.ranks.world} | record)
 
     def validation_folder(self, step: int) -> Path:
         return self.folder / "validation" / f"step-{step:06d}"
@@ -68,11 +69,13 @@ class Run:
         if self.tracker and (folder / "sheet.png").is_file():
             self.tracker.show("validation/clips", sheet_image(folder / "sheet.png"), step)
 
+    def divergence(self, step: int) -> str:
+        """Whether reward and hold-out have parted, in a sentence of the first rank; empty where they have not."""
+        return divergence(self.folder, step) if self.ranks.first and self.config.holdout_reward else ""
+
     def save(self, trainer: "Trainer") -> None:
         """A checkpoint of the state after this iteration."""
-        if self.ranks.first:
-            checkpoint.save(trainer, self.folder / "checkpoints")
-        self.ranks.barrier()
+        checkpoint.save(trainer, self.folder / "checkpoints")
 
     def close(self) -> None:
         if self.tracker:

@@ -3,6 +3,7 @@
 import math
 import resource
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from sage_grpo.algo.sde import Schedule, build_schedule, flow_sigmas
 from sage_grpo.config import Config
 from sage_grpo.data.prompts import Prompt
 from sage_grpo.models.hunyuan15 import Hunyuan15
+from sage_grpo.models.policy import BrokenClip
+from sage_grpo.parallel.fsdp import gathered, reduce_gradients_in_next_backward
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.rewards.composite import Composite, Scores
 from sage_grpo.train.anchor import Anchor
@@ -120,42 +123,41 @@ class Trainer:
                 schedule.stochastic, c.timestep_fraction, c.enable_timestep_permutation, c.seed, self.step, piece
             )
             firsts = [s // c.num_generations * c.num_generations for s in piece.samples] if c.same_init_noise else None
-            batch.append(
-                roll_out(
-                    self.policy, schedule, piece, cond, self.guidance, self.shape, c.seed, self.step, order, firsts
-                )
-            )
+            words = (piece, cond, self.guidance, self.shape, c.seed, self.step, order, firsts)
+            with self.gathered():
+                batch.append(roll_out(self.policy, schedule, *words))
         return batch
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """Context of many forwards, in which the weights of a sharded model may stay gathered."""
+        return gathered(self.policy.transformer, self.config.gather_for_rollout)
 
     def decode(self, batch: Sequence[Trajectory]) -> list[Tensor | None]:
         """uint8 clips (F, H, W, 3) on the CPU; None where the path or the pixels are not finite."""
-        clips: list[Tensor | None] = []
-        for trajectory in batch:
-            try:
-                decoded = list(self.policy.decode(trajectory.latents).cpu())
-            except ValueError:  # some pixels are not finite: find out whose
-                decoded = [self._decode_alone(latent) for latent in trajectory.latents.split(1)]
-            clips += [clip if sound else None for clip, sound in zip(decoded, trajectory.sound.tolist(), strict=True)]
-        return clips
+        latents = torch.cat([trajectory.latents for trajectory in batch]).split(1)
+        sound = torch.cat([trajectory.sound for trajectory in batch]).tolist()
+        clips = self.ranks.shared(latents, self._decode)
+        return [clip if fine else None for clip, fine in zip(clips, sound, strict=True)]
 
-    def _decode_alone(self, latent: Tensor) -> Tensor | None:
+    def _decode(self, latents: Sequence[Tensor]) -> list[Tensor | None]:
         try:
-            return self.policy.decode(latent)[0].cpu()
-        except ValueError:
-            return None
+            return list(self.policy.decode(torch.cat(latents)).cpu())
+        except BrokenClip:  # some pixels are not finite: find out whose
+            return [None] if len(latents) == 1 else [clip for latent in latents for clip in self._decode([latent])]
 
     def score(self, batch: Sequence[Trajectory], clips: Sequence[Tensor | None]) -> Scores:
-        """Scores of the whole batch, over all ranks; too many failures end the run."""
-        mine = self.reward.score(clips, self.texts(batch), self.config.fps)
+        """Scores of the whole batch and the first error of each rank; too many failures end the run."""
+        mine = self.ranks.from_leader(lambda: self.reward.score(clips, self.texts(batch), self.config.fps))
         named = {name: self.ranks.gather(values) for name, values in mine.named.items()}
-        scores = Scores(self.ranks.gather(mine.total), named, mine.errors)
+        scores = Scores(self.ranks.gather(mine.total), named)
         failed = (~scores.total.isfinite()).double().mean().item()
+        if failed:  # on any rank: all of them are here, or none
+            errors = [text for text in self.ranks.texts("".join(mine.errors[:1])) if text]
+            scores.errors = errors or ["a clip could not be decoded, its numbers are not finite"]
         if failed > self.config.max_reward_failures:
-            errors = [text for text in self.ranks.texts("; ".join(mine.errors[:1])) if text]
             raise TrainingError(
                 f"iteration {self.step + 1}: {failed:.0%} of the rewards failed, more than max_reward_failures "
-                f"({self.config.max_reward_failures:.0%}); the first error was: "
-                f"{errors[0] if errors else 'a clip could not be decoded, its numbers are not finite'}"
+                f"({self.config.max_reward_failures:.0%}); the first error was: {scores.errors[0]}"
             )
         return scores
 
@@ -163,8 +165,11 @@ class Trainer:
         """What the oracle says, for people to read; nothing in training depends on it."""
         if not self.logged(self.step + 1):
             return {}
-        columns = gold_columns(self.gold, clips, self.texts(batch))
-        return {f"gold/{name}": self.ranks.gather(values).nanmean().item() for name, values in columns.items()}
+        columns = self.ranks.from_leader(lambda: gold_columns(self.gold, clips, self.texts(batch)))
+        names = dict.fromkeys(name for text in self.ranks.texts(" ".join(columns)) for name in text.split())
+        missing = torch.full((len(clips),), math.nan, dtype=torch.float64)  # of a rank that has no clip to measure
+        found = {name: self.ranks.gather(columns.get(name, missing)) for name in names}
+        return {f"gold/{name}": values.nanmean().item() for name, values in found.items()}
 
     def advantages(self, scores: Scores) -> Advantages:
         """Over all ranks: rows are clips in the order of the plan, groups one after the other."""
@@ -175,7 +180,7 @@ class Trainer:
         """The anchor's velocities along the rollout; while it equals the policy, the rollout's own serve."""
         if self.anchor is None or self.anchor.is_policy:
             return
-        with self.anchor.in_place():
+        with self.anchor.in_place(), self.gathered():
             for trajectory in batch:
                 trajectory.anchor_velocity = anchor_velocities(self.policy, self.guidance, schedule, trajectory)
 
@@ -192,9 +197,12 @@ class Trainer:
             pairs = c.gradient_accumulation_steps * len(advantages.values) * len(part)
             goal = Objective(self.policy, self.guidance, schedule, scale, c, self.controller.coef, pairs)
             stats = UpdateStats.empty(schedule.num_steps, self.ranks.device)
-            for column in part.tolist():
-                for trajectory, advantage in pieces:
-                    goal.backward(trajectory, trajectory.order[:, column], advantage, stats)
+            micro_steps = [(column, *piece) for column in part.tolist() for piece in pieces]
+            for number, (column, trajectory, advantage) in enumerate(micro_steps, 1):
+                reduce_gradients_in_next_backward(
+                    self.policy.transformer, not c.reduces_once or number == len(micro_steps)
+                )
+                goal.backward(trajectory, trajectory.order[:, column], advantage, stats)
             stats = stats.over(self.ranks)
             self.check_first_ratio(stats)
             self.pending.append(stats)
@@ -250,9 +258,13 @@ class Trainer:
         if self.validation is None:
             return
         watch, folder = Stopwatch(self.ranks.device), self.run.validation_folder(self.step)
-        with self.optimization.averaged(), watch.phase("validation"):
+        with self.optimization.averaged(), self.gathered(), watch.phase("validation"):
             record = self.validation.run(folder)
+        hacked = self.ranks.from_leader(lambda: "".join(self.ranks.texts(self.run.divergence(self.step))))
+        record |= {"holdout/diverged": int(bool(hacked))} if self.config.holdout_reward else {}
         self.run.validated(self.step, record | watch.record(), folder)
+        if self.config.stop_on_hacking and hacked:
+            raise TrainingError(hacked)
 
     def describe(self, scores: Scores, advantages: Advantages) -> dict[str, Any]:
         """The reward and the trust region in numbers."""
@@ -267,6 +279,7 @@ class Trainer:
         return (
             {name: value.item() for name, value in record.items()}
             | {f"reward/{name}": value for name, value in counts.items()}
+            | ({"reward/error": scores.errors[0]} if scores.errors else {})
             | {"kl/anchor_age": anchor_age}
         )
 

@@ -16,7 +16,7 @@ from sage_grpo.algo.sde import build_schedule, flow_sigmas
 from sage_grpo.config import Config
 from sage_grpo.data.prompts import Prompt
 from sage_grpo.media import contact_sheet, thumbnails, write_mp4
-from sage_grpo.models.policy import Conditioning, Policy
+from sage_grpo.models.policy import BrokenClip, Policy
 from sage_grpo.models.sample import counter_noise, denoise
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.rewards.composite import Composite
@@ -35,16 +35,15 @@ class Validation:
         policy: Policy,
         config: Config,
         prompts: Sequence[Prompt],
-        conditions: dict[str, Conditioning],
+        guidance: Guidance,
         reward: Composite,
         holdout: Composite | None,
         gold: Gold | None,
         ranks: Ranks,
     ) -> None:
         self.policy, self.config, self.ranks = policy, config, ranks
-        self.prompts, self.conditions = list(prompts), conditions
+        self.prompts, self.guidance = list(prompts), guidance
         self.reward, self.holdout, self.gold = reward, holdout, gold
-        self.guidance = Guidance(config.guidance_scale, conditions[config.negative_prompt])
         sigmas = flow_sigmas(config.validation_num_inference_steps, config.validation_timestep_shift)
         self.schedule = build_schedule("ode", sigmas, 0.0).to(ranks.device)
         self.shape = policy.latent_shape(config.validate_video_length, *validation_size(config))
@@ -53,10 +52,12 @@ class Validation:
         """Write the clips and clips.json into `folder`; returns means and their standard errors."""
         folder.mkdir(parents=True, exist_ok=True)
         mine = self.prompts[self.ranks.rank :: self.ranks.count]
-        clips = [
-            self._sample(p) for p in tqdm(mine, "validation", unit="clip", leave=False, disable=not self.ranks.first)
-        ]
-        records = self._judge(clips, mine)
+        # A forward of a sharded model needs all ranks, so those that have fewer clips make one for nothing.
+        each = -(-len(self.prompts) // self.ranks.count)
+        made = [*mine, *self.prompts[: each - len(mine)]]
+        bar = tqdm(made, "validation", unit="clip", leave=False, disable=not self.ranks.first)
+        clips = [self.sample(prompt) for prompt in bar][: len(mine)]
+        records = self.ranks.from_leader(lambda: self.judge(clips, mine))
         for clip, record in zip(clips, records, strict=True):
             if clip is not None:
                 write_mp4(folder / record["file"], clip, self.config.fps)
@@ -68,17 +69,26 @@ class Validation:
         return summary(everything)
 
     @torch.no_grad()
-    def _sample(self, prompt: Prompt) -> Tensor | None:
-        """One clip (F, H, W, 3); None if its latents are not finite."""
-        x, noise = counter_noise(self.shape, self._seed(prompt), [0], prompt=prompt.index)
-        cond, x = self.conditions[prompt.text], x.to(self.ranks.device)
+    def sample(self, prompt: Prompt) -> Tensor | None:
+        """One clip (F, H, W, 3) on the leader; None elsewhere, and if its latents or pixels are not finite."""
+        x, noise = counter_noise(self.shape, self.seed(prompt), [0], prompt=prompt.index)
+        (cond,), x = self.policy.encode([prompt.text]), x.to(self.ranks.device)
         *_, last = denoise(self.policy, self.schedule, x, cond, self.guidance.scale, self.guidance.negative, noise)
-        return self.policy.decode(last.x_next)[0].cpu() if last.x_next.isfinite().all() else None
+        if not self.ranks.leader or not last.x_next.isfinite().all():
+            return None
+        try:
+            return self.policy.decode(last.x_next)[0].cpu()
+        except BrokenClip:
+            return None
 
-    def _seed(self, prompt: Prompt) -> int:
+    def seed(self, prompt: Prompt) -> int:
         return self.config.validation_global_seed if prompt.seed is None else prompt.seed
 
-    def _judge(self, clips: Sequence[Tensor | None], prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
+    def file(self, prompt: Prompt) -> str:
+        return f"{prompt.name}-{self.seed(prompt)}.mp4"
+
+    def judge(self, clips: Sequence[Tensor | None], prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
+        """A record for each clip: its file, prompt, seed and scores, and what the reward said where it failed."""
         texts = [prompt.text for prompt in prompts]
         scores = self.reward.score(clips, texts, self.config.fps)
         columns = {
@@ -87,7 +97,8 @@ class Validation:
             "gold": gold_columns(self.gold, clips, texts),
         }
         return [
-            {"file": f"{prompt.name}-{self._seed(prompt)}.mp4", "prompt": prompt.text, "seed": self._seed(prompt)}
+            {"file": self.file(prompt), "prompt": prompt.text, "seed": self.seed(prompt)}
+            | ({"error": scores.errors[0]} if scores.errors and not scores.total[i].isfinite() else {})
             | {kind: finite({name: v[i].item() for name, v in named.items()}) for kind, named in columns.items()}
             for i, prompt in enumerate(prompts)
         ]
@@ -128,7 +139,7 @@ def summary(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Means with standard errors over the clips that have a value."""
     result: dict[str, Any] = {"count": len(records)}
     for kind, place in (("reward", "scores"), ("holdout", "holdout"), ("gold", "gold")):
-        for name in records[0][place]:
+        for name in dict.fromkeys(name for record in records for name in record[place]):
             values = np.array([r[place][name] for r in records if r[place].get(name) is not None], dtype=float)
             result[f"{kind}/{name}"] = values.mean().item() if len(values) else math.nan
             spread = values.std(ddof=1) / math.sqrt(len(values)) if len(values) > 1 else math.nan

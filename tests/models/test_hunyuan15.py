@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sage_grpo.models.hunyuan15 import Hunyuan15
-from sage_grpo.models.policy import Conditioning
+from sage_grpo.models.policy import BrokenClip, Conditioning
 
 QUOTED, PLAIN = 'a green letter "B" moving right', "a red circle moving left"
 
@@ -53,6 +53,14 @@ def test_decoded_clip_is_the_stock_clip_to_the_last_bit(policy, stock):
     assert clip.shape == (1, 9, 32, 32, 3)
     assert clip.float().std() > 5
     assert torch.equal(clip, (expected * 255).round().to(torch.uint8).permute(0, 1, 3, 4, 2))
+
+
+def test_pixels_that_are_not_finite_are_no_clip(policy):
+    latents = draw(3, *policy.latent_shape(5, 16, 16))
+    assert policy.decode(latents).shape == (3, 5, 16, 16, 3)
+    latents[1, 0, 0, 0, 0] = torch.nan
+    with pytest.raises(BrokenClip, match="not finite"):
+        policy.decode(latents)
 
 
 def test_latents_are_scaled_once_each_way(policy):

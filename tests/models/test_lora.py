@@ -11,7 +11,9 @@ from sage_grpo.models.lora import (
     adapter_parameters,
     add_adapters,
     copy_adapter,
+    init_adapters,
     load_adapter,
+    save_adapter,
     target_layers,
     use_adapter,
 )
@@ -25,7 +27,8 @@ def policy(tiny_folder):
 
 
 def add(policy, anchor=True, seed=0):
-    add_adapters(policy.transformer, 4, 8, NAMES, seed, torch.float32, anchor)
+    add_adapters(policy.transformer, 4, 8, NAMES, torch.float32, anchor)
+    init_adapters(policy.transformer, seed)
 
 
 def velocity(policy):
@@ -58,6 +61,27 @@ def test_a_new_adapter_changes_nothing_and_follows_from_the_seed(policy, tiny_fo
     assert torch.equal(mine[name], same[name]) and not torch.equal(mine[name], different[name])
 
 
+def test_an_adapter_adds_its_product_scaled_by_alpha_over_rank(policy):
+    layer_name = "transformer_blocks.0.attn.to_q"
+    layer = policy.transformer.get_submodule(layer_name)
+    x = torch.randn(3, layer.in_features, generator=torch.Generator().manual_seed(0))
+    before = layer(x)
+    add(policy)  # rank 4, alpha 8
+    mine = adapter_parameters(policy.transformer, POLICY)
+    down, up = (mine[f"{layer_name}.lora_{part}.weight"] for part in "AB")
+    up.data.fill_(0.1)
+    torch.testing.assert_close(policy.transformer.get_submodule(layer_name)(x), before + 8 / 4 * x @ down.T @ up.T)
+
+
+def test_adapters_have_their_own_precision_and_leave_other_draws_alone(policy):
+    transformer, state = policy.transformer, torch.get_rng_state()
+    add_adapters(transformer, 4, 8, NAMES, torch.bfloat16, True)
+    assert torch.equal(torch.get_rng_state(), state)
+    for adapter in (POLICY, ANCHOR):
+        assert {p.dtype for p in adapter_parameters(transformer, adapter).values()} == {torch.bfloat16}
+    assert transformer.transformer_blocks[0].attn.to_q.base_layer.weight.dtype == torch.float32
+
+
 def test_two_adapters_are_apart_and_only_the_policy_is_trained(policy):
     add(policy)
     plain = velocity(policy)
@@ -76,13 +100,15 @@ def test_a_saved_adapter_is_loaded_or_refused(policy, tiny_folder, tmp_path):
     add(policy)
     for parameter in adapter_parameters(policy.transformer, POLICY).values():
         parameter.data += 0.1
-    policy.transformer.save_lora_adapter(tmp_path, adapter_name=POLICY, weight_name=LORA_FILE)
+    save_adapter(policy.transformer, POLICY, tmp_path)
+    policy.transformer.save_lora_adapter(tmp_path / "stock", adapter_name=POLICY, weight_name=LORA_FILE)
+    assert (tmp_path / LORA_FILE).read_bytes() == (tmp_path / "stock" / LORA_FILE).read_bytes()
     other = Hunyuan15(tiny_folder)
     add(other, anchor=False)
     load_adapter(other.transformer, tmp_path, POLICY)
     assert torch.equal(velocity(other), velocity(policy))
     wider = Hunyuan15(tiny_folder)
-    add_adapters(wider.transformer, 8, 8, NAMES, 0, torch.float32, False)
+    add_adapters(wider.transformer, 8, 8, NAMES, torch.float32, False)
     with pytest.raises(ValueError, match="does not fit lora_r"):
         load_adapter(wider.transformer, tmp_path, POLICY)
     with pytest.raises(FileNotFoundError, match="has no pytorch_lora"):

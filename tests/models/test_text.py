@@ -1,6 +1,7 @@
 """Prompt embeddings: those of the stock pipeline without their padding, and a cache that cannot be stale."""
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -41,12 +42,88 @@ def test_cache_hit_is_bit_equal_and_loads_no_encoder(tiny_folder, tmp_path):
     assert not list(tmp_path.glob("*/*.tmp"))
 
 
-def test_released_encoders_come_back(tiny_folder):
+def test_released_encoders_come_back_for_a_new_prompt_alone(tiny_folder):
     encoder = PromptEncoder(tiny_folder, CPU, torch.float32)
     [before] = encoder(["a red circle"])
     encoder.release()
-    assert encoder._models is None
     assert torch.equal(encoder(["a red circle"])[0].text, before.text)
+    assert encoder._models is None
+    [new] = encoder(["a red square"])
+    assert encoder._models is not None and new.text.shape == before.text.shape
+
+
+@pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
+def test_prepared_prompts_need_no_encoder_and_are_bit_equal(tiny_folder, tmp_path, on_disk):
+    encoder = PromptEncoder(tiny_folder, CPU, torch.float32, tmp_path if on_disk else None)
+    encoder.prepare([*reversed(PROMPTS), PROMPTS[0]])
+    encoder.release()
+    found = encoder(PROMPTS)
+    assert encoder._models is None
+    for prompt, cond in zip(PROMPTS, found, strict=True):
+        [plain] = PromptEncoder(tiny_folder, CPU, torch.float32)([prompt])
+        assert torch.equal(cond.text, plain.text) and torch.equal(cond.glyph, plain.glyph)
+        assert cond.glyph.shape == plain.glyph.shape
+
+
+@pytest.fixture
+def encoded(monkeypatch):
+    """The prompts that any encoder encodes, in order; `encoded.then` runs after each."""
+    plain, seen = PromptEncoder._encode, SimpleNamespace(prompts=[], then=lambda: None)
+
+    def watched(self, prompt):
+        seen.prompts.append(prompt)
+        found = plain(self, prompt)
+        seen.then()
+        return found
+
+    monkeypatch.setattr(PromptEncoder, "_encode", watched)
+    return seen
+
+
+SIX = [f"a red circle {number}" for number in range(6)]
+
+
+@pytest.mark.parametrize("rank, order", [(0, [0, 1, 5, 4, 3, 2]), (1, [2, 3, 1, 0, 5, 4]), (2, [4, 5, 3, 2, 1, 0])])
+def test_a_rank_takes_its_part_and_then_what_others_leave(tiny_folder, tmp_path, encoded, rank, order, capsys):
+    """The first rank shows how far its part is: at equal speed that is how far all are."""
+    PromptEncoder(tiny_folder, CPU, torch.float32, tmp_path).prepare(SIX, rank, 3)
+    assert encoded.prompts == [SIX[number] for number in order]
+    shown = capsys.readouterr().err
+    assert ("prompt embeddings: 100%" in shown and "2/2" in shown) == (rank == 0)
+
+
+def test_ranks_that_share_a_folder_encode_each_prompt_once(tiny_folder, tmp_path, encoded):
+    ranks = [PromptEncoder(tiny_folder, CPU, torch.float32, tmp_path) for _ in range(2)]
+
+    def let_the_other_work():
+        encoded.then = lambda: None
+        ranks[1](SIX[3:])
+
+    encoded.then = let_the_other_work
+    ranks[0].prepare(SIX, 0, 2)
+    assert sorted(encoded.prompts) == SIX
+    ranks[1].prepare(SIX, 1, 2)
+    assert len(encoded.prompts) == len(SIX)
+
+
+def test_without_a_folder_every_rank_encodes_all(tiny_folder, encoded):
+    PromptEncoder(tiny_folder, CPU, torch.float32).prepare(SIX, 1, 3)
+    assert encoded.prompts == SIX
+
+
+def test_a_damaged_file_is_named_before_it_is_needed(tiny_folder, tmp_path):
+    encoder = PromptEncoder(tiny_folder, CPU, torch.float32, tmp_path)
+    encoder(PROMPTS)
+    path = encoder.cache.path(PROMPTS[1])
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=rf"prompt_cache: {path} is damaged .*; delete it"):
+        encoder.prepare(PROMPTS)
+
+
+def test_a_cache_that_cannot_be_written_is_named(tiny_folder, tmp_path):
+    (tmp_path / "taken").write_text("a file")
+    with pytest.raises(ValueError, match=r"prompt_cache: .*taken.* cannot be made .*; name another folder"):
+        PromptEncoder(tiny_folder, CPU, torch.float32, tmp_path / "taken").prepare(PROMPTS)
 
 
 def test_changed_weights_miss_the_cache(tiny_folder, tmp_path):

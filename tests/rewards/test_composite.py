@@ -44,6 +44,19 @@ class WrongLength(Brightness):
         return {name: values[:-1] for name, values in super().score(clips, prompts, fps).items()}
 
 
+class WrongNames(Brightness):
+    def score(self, clips, prompts, fps):
+        return {"light": super().score(clips, prompts, fps)["light"], "shade": torch.zeros(len(clips))}
+
+
+class ReadsPrompts(Brightness):
+    """Scores are the numbers that the prompts are."""
+
+    def score(self, clips, prompts, fps):
+        numbers = torch.tensor([float(prompt) for prompt in prompts])
+        return {"light": numbers, "dark": torch.tensor([clip.float().mean() for clip in clips])}
+
+
 class Hangs(Brightness):
     calls = 0
 
@@ -68,14 +81,22 @@ def test_a_clip_that_is_missing_fails_alone():
     assert scores.total.isnan().tolist() == [False, True, False, False, False] and not scores.errors
 
 
+def test_every_clip_is_scored_with_its_own_prompt():
+    reward = composite(ReadsPrompts(), batch_size=2)
+    named = reward.score([CLIPS[0], None, *CLIPS[2:]], ["10", "11", "12", "13", "14"], 8).named
+    there = [0, 2, 3, 4]
+    assert named["light"][there].tolist() == [10, 12, 13, 14] and named["dark"][there].tolist() == [0, 100, 150, 200]
+
+
 @pytest.mark.parametrize(
     "reward, lost, words",
     [
         (Raises(), [2, 3], "b: RuntimeError: out of memory"),
         (GivesNaN(), [2], "1 score"),
         (WrongLength(), [0, 1, 2, 3, 4], r"light has shape \(1,\) for 2 clips"),
+        (WrongNames(), [0, 1, 2, 3, 4], "the scores are light, shade; expected light, dark"),
     ],
-    ids=["raises", "nan", "length"],
+    ids=["raises", "nan", "length", "names"],
 )
 def test_a_failure_is_nan_for_the_clips_it_concerns(reward, lost, words):
     scores = composite(reward, batch_size=2).score(CLIPS, PROMPTS, 8)
@@ -116,6 +137,11 @@ def test_several_rewards_are_named_apart():
 def test_weights_that_cannot_be_used_are_refused(weights, words):
     with pytest.raises(ValueError, match=words):
         composite(Brightness(), weights)
+
+
+def test_a_weight_for_a_reward_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match="reward_weights names c; the rewards are a, b"):
+        Composite({"a": Brightness(), "b": Brightness()}, {"a": {"light": 1.0}, "c": {"light": 1.0}})
 
 
 def test_within_hands_on_results_and_errors_without_gradients():

@@ -1,5 +1,6 @@
 """The doctor on the embedded model: all is well, and everything that it looks at is broken once for real."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -10,10 +11,14 @@ from safetensors.torch import load_file, save_file
 
 import post_train
 from sage_grpo.algo.sde import SDES, build_schedule, euler_maruyama, flow_sigmas
+from sage_grpo.flags import parse
 from sage_grpo.models.hunyuan15 import Hunyuan15
+from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.rewards.base import REWARDS
 from sage_grpo.rewards.shapes import ShapesReward
 from sage_grpo.tools import doctor
+from sage_grpo.tools.doctor_checks import memory_finding
+from sage_grpo.tools.plan import plan_of
 from sage_grpo.train import build
 
 TINY = Path(__file__).parents[2] / "assets" / "tiny"
@@ -37,11 +42,13 @@ class Doctor:
         self.train.write_text(PROMPTS)
         self.held_out.write_text("a cyan circle moving right\n")
 
-    def __call__(self, *own: str, **flags: object) -> int:
+    def arguments(self, **flags: object) -> list[str]:
         values = LIGHT | {"train_prompts": self.train, "validation_prompts": self.held_out}
         values |= {"output_dir": self.folder / "run"} | flags
-        arguments = [str(word) for name, value in values.items() for word in (f"--{name}", value)]
-        code = doctor.main([*arguments, "--output", str(self.output), *own])
+        return [str(word) for name, value in values.items() for word in (f"--{name}", value)]
+
+    def __call__(self, *own: str, **flags: object) -> int:
+        code = doctor.main([*self.arguments(**flags), "--output", str(self.output), *own])
         captured = self.capsys.readouterr()
         self.text, self.errors = " ".join(captured.out.split()), captured.err
         return code
@@ -70,6 +77,7 @@ def test_all_is_well(run_doctor):
     assert checks >= {
         "config",
         "batch",
+        "layout",
         "prompts",
         "vae",
         "reward",
@@ -84,7 +92,11 @@ def test_all_is_well(run_doctor):
     )
     assert run_doctor.findings("ratio")[0]["numbers"]["deviation"] == 0
     means = run_doctor.findings("reward")[0]["numbers"]["means"]
-    assert means["good"]["total"] > 1 > max(means[case]["total"] for case in ("static", "noise", "wrong prompt"))
+    assert (
+        means["good"]["total"]
+        > 1
+        > max(means[case]["total"] for case in ("frozen", "noisy", "reversed", "wrong prompt"))
+    )
     check_comparison(run_doctor)
 
 
@@ -220,21 +232,21 @@ class Flat(ShapesReward):
 
 
 def test_a_reward_that_prefers_noise(run_doctor, monkeypatch):
-    monkeypatch.setitem(REWARDS, "shapes", LovesNoise)
-    expect_wrong(run_doctor, "reward", "VQ of noise clips", "total of wrong prompt clips", "mind the reward's sign")
+    monkeypatch.setitem(REWARDS, "shapes", lambda setup: LovesNoise())
+    expect_wrong(run_doctor, "reward", "VQ of noisy clips", "total of wrong prompt clips", "mind the reward's sign")
 
 
 def test_weights_that_prefer_frozen_clips(run_doctor):
-    expect_wrong(run_doctor, "reward", "total of static clips", reward_weights='{"VQ": 1, "MQ": -1}')
+    expect_wrong(run_doctor, "reward", "total of frozen clips", reward_weights='{"VQ": 1, "MQ": -1}')
 
 
 def test_a_reward_that_fails(run_doctor, monkeypatch):
-    monkeypatch.setitem(REWARDS, "shapes", Fails)
+    monkeypatch.setitem(REWARDS, "shapes", lambda setup: Fails())
     expect_wrong(run_doctor, "reward", "it fails on good clips: shapes: OSError: no answer", "repair the reward")
 
 
 def test_a_reward_that_teaches_nothing(run_doctor, monkeypatch):
-    monkeypatch.setitem(REWARDS, "shapes", Flat)
+    monkeypatch.setitem(REWARDS, "shapes", lambda setup: Flat())
     flags = {"reward_weights": '{"style": 1}', "sde_type": "precise", "eta": 1.2}
     expect_wrong(run_doctor, "samplers", "varies by 0 inside a group", "equal rewards teach nothing", **flags)
     assert "cps is left out: eta is 1.2 with sde_type cps" in run_doctor.text
@@ -291,3 +303,39 @@ def test_its_own_flags(run_doctor, monkeypatch):
     assert run_doctor(output_dir=run_doctor.output) == 2 and "stays out of the run folder" in run_doctor.errors
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert run_doctor() == 2 and "without torchrun" in run_doctor.errors
+
+
+def test_layouts_and_memory(run_doctor):
+    alone = Ranks(0, 1, torch.device("cpu"))
+    trainer, _ = doctor.prepare(doctor.options_of(run_doctor.arguments())[1], alone, 4)
+    resolved = trainer.config
+    layout, memory = doctor.CHECKS["plan"](trainer)
+    assert layout.mark == "ok" and "ranks = 4 x 1, the model in 1 part(s)" in layout.text
+    assert memory.mark == "note" and "not checked: there is no GPU" in memory.text
+    for flags, words in {
+        ("sp_size", 3): "sp_size is 3; it must divide the number of processes, which is 4",
+        ("dp_replicate", 2): "dp_replicate is 2; that needs enable_fsdp True",
+        ("sp_size", 8): "sp_size is 8; it must divide the model's 4 heads",
+    }.items():
+        trainer.config = dataclasses.replace(resolved, **dict([flags]))
+        trainer.ranks = dataclasses.replace(trainer.ranks, count=8 if flags[1] == 8 else 4)
+        (finding,) = doctor.CHECKS["plan"](trainer)
+        assert finding.mark == "WRONG" and words in finding.text and "--ranks" in finding.remedy
+
+
+def test_a_sharded_run_is_checked_as_one_of_its_ranks(run_doctor):
+    """In one process, with the model sharded over it alone, and the batch of the whole layout."""
+    layout = {"sp_size": 2, "enable_fsdp": True, "dp_replicate": 2, "num_generations": 4}
+    assert run_doctor("--skip_ab", "--ranks", "8", **layout) == 0
+    assert "data-parallel x sequence-parallel ranks = 4 x 2, the model in 4 part(s)" in run_doctor.text
+    assert "8 videos per iteration: prompts x group = 2 x 4" in run_doctor.text
+    assert (
+        run_doctor("--skip_ab", "--ranks", "3", **layout) == 2 and "sp_size is 2; it must divide" in run_doctor.errors
+    )
+
+
+def test_memory_that_a_gpu_does_not_have():
+    flags = ["--pretrained_model_root", "none", "--enable_fsdp", "True", "--batch_size", "4"]
+    small, large = (memory_finding(plan_of(parse(flags), 1), total) for total in (80e9, 300e9))
+    assert small.mark == "WRONG" and small.remedy == "--use_lora True" and "the GPU has 80.0 GB" in small.text
+    assert large.mark == "ok" and large.numbers["peak"] == small.numbers["peak"] > 80e9

@@ -125,6 +125,14 @@ def test_skipped_updates_are_counted_once(tmp_path):
     assert troubles(read_run(tmp_path)) == "Over the whole run: 2 skipped updates."
 
 
+def test_the_words_of_a_failed_reward_are_shown(tmp_path):
+    lines = [{"kind": "train", "step": step, "reward/total": 0.1 * step, "reward/failed": 1} for step in (1, 2, 3)]
+    lines[1] |= {"reward/error": "server: OSError: <gone>"}
+    lines[2] |= {"reward/error": "server: OSError: again"}
+    write_lines(tmp_path, lines)
+    assert "3 failed rewards. The first error of a reward: server: OSError: &lt;gone&gt;<" in page(read_run(tmp_path))
+
+
 def test_text_from_files_is_escaped(copy):
     bad = '<script>alert("x")</script> & co'
     good = "&lt;script&gt;alert(&quot;x&quot;)&lt;/script&gt; &amp; co"

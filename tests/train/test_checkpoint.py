@@ -7,8 +7,12 @@ import pytest
 import torch
 
 from sage_grpo.config import ConfigError
+from sage_grpo.flags import from_values
 from sage_grpo.models.hunyuan15 import Hunyuan15
+from sage_grpo.parallel.fsdp import like, local, whole
 from sage_grpo.train import checkpoint
+from sage_grpo.train.build import assemble, build_trainer
+from tests.dist import run_ranks
 
 
 def state(trainer):
@@ -34,6 +38,22 @@ def test_two_and_two_iterations_are_four(make, changes, tmp_path):
     assert numbers == expected_numbers and numbers["step"] == 4
     assert tensors.keys() == expected.keys()
     assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+
+
+def test_counts_of_skipped_updates_come_back(make):
+    trainer = make(max_steps=1)
+    trainer.step, trainer.skipped, trainer.skipped_in_a_row = 1, 7, 2
+    checkpoint.save(trainer, trainer.run.folder / "checkpoints")
+    resumed = make(max_steps=1, resume_from_checkpoint="auto")
+    assert (resumed.step, resumed.skipped, resumed.skipped_in_a_row) == (1, 7, 2)
+
+
+def test_resuming_keeps_the_run_even_when_told_to_overwrite(make):
+    trainer = make(max_steps=1)
+    checkpoint.save(trainer, trainer.run.folder / "checkpoints")
+    make(max_steps=1, resume_from_checkpoint="auto", overwrite=True)
+    assert [path.name for path in checkpoint.found(trainer.run.folder / "checkpoints")] == ["step-000000"]
+    assert (trainer.run.folder / "metrics.jsonl").read_text().count('"kind": "run"') == 2
 
 
 @pytest.mark.parametrize("use_lora", [True, False])
@@ -62,7 +82,10 @@ def test_only_the_newest_are_kept_and_drafts_do_not_count(make):
 
 def test_a_checkpoint_of_another_configuration_is_refused(make):
     make(use_lora=True, max_steps=1).train()
-    for changes, words in (({"use_lora": False}, "does not fit"), ({"use_lora": True, "ema_decay": 0.9}, "no average")):
+    for changes, words in (
+        ({"use_lora": False}, "weights .* do not fit"),
+        ({"use_lora": True, "ema_decay": 0.9}, "average .* do not fit"),
+    ):
         with pytest.raises(ConfigError, match=words):
             make(resume_from_checkpoint="auto", **changes)
 
@@ -82,3 +105,48 @@ def test_a_line_that_was_cut_off_does_not_spoil_the_metrics(make):
         handle.write('{"kind": "train", "ste')
     make(max_steps=2, resume_from_checkpoint="auto").train()
     assert [json.loads(line)["kind"] for line in file.read_text().splitlines()].count("train") == 2
+
+
+def whole_state(trainer):
+    """All that a checkpoint keeps, put together from the ranks."""
+    found = {}
+    for part, tensors in checkpoint._parts(trainer).items():
+        for name, value in tensors.items():
+            parameter = trainer.optimization.parameters[name.rpartition(".")[0] if part == "optimizer" else name]
+            sharded = value if value.ndim == 0 else like(parameter, local(value))
+            found[f"{part}.{name}"] = whole(sharded).detach().clone()
+    return found
+
+
+def train_and_save(ranks, values):
+    trainer = build_trainer(from_values(values | {"batch_size": 4 // ranks.count}), ranks)
+    trainer.train()
+    return whole_state(trainer)
+
+
+def resume(ranks, values):
+    return whole_state(assemble(from_values(values | {"batch_size": 4 // ranks.count}), ranks))
+
+
+LAYOUTS = {
+    "one": (1, {}, {}),
+    "fsdp2": (2, {"enable_fsdp": True}, {"sharded": True}),
+    "sp2": (2, {"sp_size": 2}, {"sp_size": 2}),
+    "hsdp": (4, {"enable_fsdp": True, "dp_replicate": 2}, {"sharded": True, "replicas": 2}),
+}
+
+
+@pytest.mark.parametrize("saved, loaded", [("fsdp2", "one"), ("one", "fsdp2"), ("hsdp", "sp2")])
+@pytest.mark.parametrize("use_lora", [True, False], ids=["lora", "full"])
+def test_another_number_of_ranks_loads_the_same_state(flags, saved, loaded, use_lora):
+    values = flags | {"use_lora": use_lora, "max_steps": 1, "ema_decay": 0.5}
+    values |= {"optimizer": "adamw" if use_lora else "muon", "num_generations": 4, "num_sampling_steps": 2}
+    world, layout, words = LAYOUTS[saved]
+    expected, *others = run_ranks(world, train_and_save, values | layout, **words)
+    assert any(name.startswith("optimizer.") for name in expected) and any(
+        name.startswith("anchor.") for name in expected
+    )
+    world, layout, words = LAYOUTS[loaded]
+    for found in (*others, *run_ranks(world, resume, values | layout | {"resume_from_checkpoint": "auto"}, **words)):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())

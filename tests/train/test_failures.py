@@ -7,7 +7,10 @@ import time
 import pytest
 import torch
 
+from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.rewards.shapes import ShapesReward
+from sage_grpo.tools.report import troubles
+from sage_grpo.tools.run_folder import read_run
 from sage_grpo.train.trainer import TrainingError
 
 
@@ -52,6 +55,71 @@ def test_one_failed_reward_leaves_its_group_without_a_gradient(make, how):
     (record,) = lines(trainer)
     assert record["reward/failed"] == 1 and record["reward/starved_groups"] == 1
     assert record["updates"] == 1 and math.isfinite(record["reward/total"])
+
+
+@pytest.mark.parametrize(
+    "how, words",
+    [
+        ("raise", "shapes: OSError: the reward server is gone"),
+        ("nan", "1 score(s) are not finite"),
+        ("length", "shapes: ValueError: VQ has shape (0,) for 1 clips"),
+    ],
+)
+def test_a_failure_that_is_tolerated_keeps_its_words(make, how, words):
+    trainer = with_reward(make, how, [1], report_to="tensorboard")  # which takes numbers alone
+    trainer.train()
+    trainer.run.close()
+    failed, sound = lines(trainer)
+    assert failed["reward/error"] == words and "reward/error" not in sound
+    run = read_run(trainer.run.folder)
+    assert run.scores == ["VQ", "MQ", "TA"]
+    assert troubles(run).endswith(f" 0 skipped updates. The first error of a reward: {words}")
+
+
+def test_a_clip_that_was_not_decoded_is_the_error(make):
+    trainer = make()
+    batch = trainer.roll_out(trainer.schedule())
+    clips = trainer.decode(batch)
+    assert trainer.score(batch, clips).errors == []
+    assert trainer.score(batch, [None, *clips[1:]]).errors == [
+        "a clip could not be decoded, its numbers are not finite"
+    ]
+
+
+class SecondFails(Ranks):
+    """As if a second rank had scored as many clips, and failed for the first of them."""
+
+    def gather(self, values):
+        return torch.cat([values, values.index_fill(0, torch.tensor([0]), math.nan)])
+
+    def texts(self, mine):
+        return [mine, "shapes: OSError: gone"]
+
+
+def test_the_error_of_another_rank_is_kept(make):
+    trainer = make()
+    batch = trainer.roll_out(trainer.schedule())
+    trainer.ranks = SecondFails(0, 2, trainer.ranks.device)
+    scores = trainer.score(batch, trainer.decode(batch))
+    assert scores.total.isnan().tolist() == [False] * 4 + [True] + [False] * 3
+    assert scores.errors == ["shapes: OSError: gone"]
+
+
+class SecondMeasures(Ranks):
+    """As if a second rank had measured gold on clips of its own."""
+
+    def gather(self, values):
+        return torch.cat([values, torch.full_like(values, 0.5)])
+
+    def texts(self, mine):
+        return [mine, "match distance"]
+
+
+def test_a_rank_without_clips_takes_part_in_measuring_gold(make):
+    trainer = make()
+    batch = trainer.roll_out(trainer.schedule())
+    trainer.ranks = SecondMeasures(0, 2, trainer.ranks.device)
+    assert trainer.measure_gold(batch, [None] * 4) == {"gold/match": 0.5, "gold/distance": 0.5}
 
 
 def test_a_reward_that_hangs_stops_the_run_by_its_text(make):
@@ -100,11 +168,53 @@ def test_broken_latents_are_a_failed_reward(make, monkeypatch):
     assert [clip is None for clip in trainer.decode(batch)] == [True, False, True, False]
 
 
-def test_gradients_that_are_not_finite_never_reach_the_weights(make, monkeypatch):
+def test_broken_pixels_are_lost_alone(make):
+    trainer = make()
+    batch = trainer.roll_out(trainer.schedule())
+    sound = [clip for trajectory in batch for clip in trainer.policy.decode(trajectory.latents)]
+    batch[0].x[1, -1, 0, 0, 0, 0] = math.nan
+    clips = trainer.decode(batch)
+    assert [clip is None for clip in clips] == [False, True, False, False]
+    assert all((clips[i].int() - sound[i].int()).abs().max() <= 1 for i in (0, 2, 3))  # alone, a pixel may round over
+
+
+def test_an_error_of_the_decoder_is_no_broken_clip(make):
+    trainer = make()
+    batch = trainer.roll_out(trainer.schedule())
+
+    def refuse(*_):
+        raise ValueError("no kernel for this size")
+
+    trainer.policy.vae.decoder.register_forward_pre_hook(refuse)
+    with pytest.raises(ValueError, match="no kernel"):
+        trainer.decode(batch)
+    with pytest.raises(ValueError, match="no kernel"):
+        trainer._decode([batch[0].latents[:1]])
+    with pytest.raises(ValueError, match="no kernel"):
+        trainer.validation.sample(trainer.validation.prompts[0])
+
+
+def test_gradients_that_are_not_finite_never_reach_the_weights(make):
     trainer = make(max_steps=20)
     trainer.validation = None
-    monkeypatch.setattr(trainer.optimization, "clip", lambda: math.nan)
+    next(iter(trainer.optimization.parameters.values())).register_hook(lambda gradient: gradient * math.nan)
     before = {name: p.detach().clone() for name, p in trainer.optimization.parameters.items()}
     with pytest.raises(TrainingError, match="not finite 6 times in a row"):
         trainer.train()
     assert all(torch.equal(before[name], p) for name, p in trainer.optimization.parameters.items())
+    assert trainer.optimization.updates == 0 and trainer.skipped == 6
+
+
+def test_one_gradient_that_is_not_finite_costs_one_update(make):
+    trainer, calls = make(max_steps=3), []
+    trainer.validation = None
+
+    def break_second_iteration(gradient):
+        calls.append(trainer.step)
+        return gradient * math.nan if trainer.step == 1 else gradient
+
+    next(iter(trainer.optimization.parameters.values())).register_hook(break_second_iteration)
+    trainer.train()
+    assert set(calls) == {0, 1, 2} and trainer.skipped_in_a_row == 0
+    assert [(line["updates"], line["policy/skipped_updates"]) for line in lines(trainer)] == [(1, 0), (1, 1), (2, 1)]
+    assert all(p.isfinite().all() for p in trainer.optimization.parameters.values())

@@ -70,6 +70,8 @@ def test_orders_are_permutations_of_the_stochastic_steps():
     assert all(sorted(row) == [0, 2, 3, 4] for row in order.tolist()) and len({tuple(r) for r in order.tolist()}) > 1
     assert training_order(stochastic, 0.5, False, 0, 5, piece).tolist() == [[0, 2]] * 4
     assert training_order(stochastic, 0.01, True, 0, 5, piece).shape == (4, 1)
+    assert training_order(stochastic, 0.7, True, 0, 5, piece).shape == (4, 3)  # 2.8 steps
+    assert not torch.equal(order, training_order(stochastic, 1.0, True, 0, 5, Piece(4, 0, (0, 1, 2, 3))))
     assert not torch.equal(order, training_order(stochastic, 1.0, True, 0, 6, piece))
 
 
@@ -88,8 +90,9 @@ def test_rollouts_do_not_depend_on_the_split(make):
     assert torch.equal(paths[0][:, 0], paths[1][:, 0])
 
 
-def test_same_init_noise_is_shared_by_the_group_alone(make):
-    trainer = make(same_init_noise=True)
+def test_same_init_noise_is_shared_by_the_group_alone(make, tmp_path):
+    (tmp_path / "one.txt").write_text("a red circle moving left\n")  # both groups are of the same prompt
+    trainer = make(same_init_noise=True, train_prompts=str(tmp_path / "one.txt"))
     first, second = trainer.roll_out(trainer.schedule())
     assert torch.equal(first.x[0, 0], first.x[1, 0]) and not torch.equal(first.x[0, 0], second.x[0, 0])
     assert not torch.equal(first.x[0, 1], first.x[1, 1])

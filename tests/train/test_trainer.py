@@ -5,9 +5,12 @@ import math
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from sage_grpo.algo.sde import SDES
 from sage_grpo.models.lora import ANCHOR, POLICY, adapter_parameters
+from sage_grpo.rewards.composite import Scores
+from sage_grpo.train import checkpoint
 from sage_grpo.train.trainer import TrainingError
 from sage_grpo.train.update import Objective
 
@@ -70,7 +73,29 @@ def test_the_anchor_forward_is_skipped_only_while_it_would_change_nothing(make):
     rows = torch.arange(2)
     for steps in batch[0].order.T:  # the same forward, so the same bits
         assert torch.equal(batch[0].anchor_velocity[rows, steps], batch[0].velocity[rows, steps])
-    assert trainer.policy.transformer is not trainer.anchor.transformer
+
+
+def test_the_anchor_takes_the_policys_place_and_gives_it_back(make):
+    """Its velocities are those of the weights that it copied, whatever the policy has become since."""
+    trainer = make(use_lora=False)
+    x, cond = torch.randn(1, *trainer.shape), trainer.guidance.negative
+
+    def velocity():
+        with torch.no_grad():
+            return trainer.policy.velocity(x, 0.5, cond)
+
+    before = velocity()
+    with torch.no_grad():
+        for parameter in trainer.optimization.parameters.values():
+            parameter.mul_(1.1)
+    after, kept = velocity(), snapshot(trainer)
+    with trainer.anchor.in_place():
+        assert torch.equal(velocity(), before)
+    assert torch.equal(velocity(), after) and not torch.allclose(after, before)
+    assert all(torch.equal(p, kept[name]) for name, p in trainer.optimization.parameters.items())
+    trainer.anchor.copy_policy()
+    with trainer.anchor.in_place():
+        assert torch.equal(velocity(), after)
 
 
 def test_more_updates_per_rollout_make_the_clip_act(make):
@@ -213,17 +238,21 @@ def test_the_loss_falls_on_what_it_was_computed_from(make):
     assert value() < before
 
 
-def test_average_is_validated_and_exported_but_not_trained(make):
-    trainer = make(ema_decay=0.5, max_steps=1)
-    start = snapshot(trainer)
+def test_average_is_validated_and_exported_but_not_trained(make, monkeypatch):
+    trainer = make(ema_decay=0.9, max_steps=1)
+    start, validated, run = snapshot(trainer), {}, trainer.validation.run
+    monkeypatch.setattr(trainer.validation, "run", lambda folder: validated.update(snapshot(trainer)) or run(folder))
     trainer.train()
     now = snapshot(trainer)
     name = max(now, key=lambda n: (now[n] - start[n]).abs().max())
-    expected = (start[name] + now[name]) / 2
+    expected = 0.9 * start[name] + 0.1 * now[name]
     torch.testing.assert_close(trainer.optimization.average[name], expected)
-    with trainer.optimization.averaged():
-        torch.testing.assert_close(trainer.optimization.parameters[name].detach(), expected)
-    assert torch.equal(trainer.optimization.parameters[name], now[name])
+    torch.testing.assert_close(validated[name], expected)
+    (folder,) = checkpoint.found(trainer.run.folder / "checkpoints")
+    (file,) = (folder / "transformer").glob("*.safetensors")
+    assert torch.equal(load_file(file)[name], trainer.optimization.average[name])
+    assert torch.equal(load_file(folder / "trainer" / "rank-00000.safetensors")[f"weights/{name}"], now[name])
+    assert not torch.allclose(now[name], expected, rtol=1e-6)
 
 
 def test_muon_takes_the_matrices_of_the_blocks(make):
@@ -253,6 +282,38 @@ def test_every_metric_of_the_docs_is_written(make):
     assert first["step"] == 0 and last["step"] == 1 and first["count"] == 3
     (run,) = records(trainer, "run")
     assert len(run["schedule"]["sigmas"]) == 4 and run["trainable_parameters"] > 1000
+
+
+def test_lines_come_at_their_interval_and_at_the_end(make):
+    trainer = make(max_steps=3, log_interval=2)
+    trainer.validation = None
+    trainer.train()
+    assert [record["step"] for record in records(trainer)] == [2, 3]
+
+
+def test_spreads_of_the_reward_are_those_of_their_definition(make):
+    trainer = make()
+    scores = Scores(torch.tensor([0.0, 2.0, 10.0, 14.0], dtype=torch.float64), {"VQ": torch.arange(4.0)})
+    record = trainer.describe(scores, trainer.advantages(scores))
+    assert record["reward/total"] == 6.5 and record["reward/VQ"] == 1.5 and record["reward/failed"] == 0
+    assert record["reward/std"] == pytest.approx(math.sqrt((6.5**2 + 4.5**2 + 3.5**2 + 7.5**2) / 4))
+    assert record["reward/group_std"] == pytest.approx((1 + 2) / 2)
+    scores.total[1] = math.nan
+    record = trainer.describe(scores, trainer.advantages(scores))
+    assert record["reward/total"] == 8 and record["reward/failed"] == 1 and record["reward/starved_groups"] == 1
+    assert record["reward/group_std"] == pytest.approx((0 + 2) / 2)
+
+
+@pytest.mark.parametrize("strategy, metric", [("dual_moving", "kl/anchor"), ("stepwise", "kl/rollout")])
+def test_the_controller_hears_of_the_kl_that_its_strategy_limits(make, monkeypatch, strategy, metric):
+    trainer, heard = make(updates_per_rollout=2, **STRATEGIES[strategy]), []
+    trainer.validation = None
+    update = trainer.controller.update
+    monkeypatch.setattr(trainer.controller, "update", lambda kl: heard.append(kl) or update(kl))
+    trainer.train()
+    first, second = heard[2:]  # of the second iteration: two denoising steps, then one
+    record = records(trainer)[-1]
+    assert (2 * first + second) / 3 == pytest.approx(record[metric]) and record["kl/anchor"] != record["kl/rollout"]
 
 
 def test_training_is_reproducible_and_depends_on_the_seed(make):

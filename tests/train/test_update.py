@@ -6,6 +6,9 @@ import math
 import pytest
 import torch
 
+from sage_grpo.train.metrics import UpdateStats
+from sage_grpo.train.update import Objective
+
 STRATEGIES = {
     "dual_moving": {},
     "fixed": {"use_moving_KL": False, "use_dual_kl": False},
@@ -133,3 +136,29 @@ def test_a_broken_path_leaves_the_others_gradients_alone(make):
     batch[0].velocity[1] = -3.0
     only = our_gradients(trainer, schedule, batch, rewards)
     assert all(torch.equal(found[name], only[name]) for name in found)
+
+
+def measured(trainer, schedule, trajectory, num_pairs, coef=0.5):
+    """The statistics of the first step of a trajectory's two clips."""
+    goal = Objective(trainer.policy, trainer.guidance, schedule, torch.full((3,), 2.0), trainer.config, coef, num_pairs)
+    stats = UpdateStats.empty(3, torch.device("cpu"))
+    goal.backward(trajectory, torch.tensor([0, 0]), torch.tensor([0.5, -1.0]), stats)
+    trainer.optimization.forget()
+    return stats
+
+
+def test_what_is_measured_is_what_is_minimised_whatever_the_size_of_the_batch(prepared):
+    trainer, schedule, batch, _ = prepared()
+    stats, among_many = (measured(trainer, schedule, batch[0], pairs) for pairs in (2, 24))
+    kl = stats.mean("kl_anchor") + 0.1 * stats.mean("kl_rollout")
+    assert kl > 0 and stats.mean("objective") == pytest.approx(2 * stats.mean("loss") + 0.5 * kl)
+    assert 0 < stats.mean("grad_v") == pytest.approx(among_many.mean("grad_v"))
+
+
+def test_a_broken_path_is_not_measured(prepared):
+    trainer, schedule, batch, _ = prepared()
+    whole = measured(trainer, schedule, batch[0], 2)
+    batch[0].sound[1] = False
+    stats = measured(trainer, schedule, batch[0], 2)
+    assert stats.sums[0].tolist() == [1, 0, 0] == stats.policy.sums[0].tolist()
+    assert whole.sums[0].tolist() == [2, 0, 0] and stats.mean("loss") != whole.mean("loss")

@@ -1,5 +1,6 @@
 """Validation: fixed noise, honest statistics, every flag of it."""
 
+import dataclasses
 import json
 import math
 
@@ -15,10 +16,18 @@ pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 
 def test_the_same_weights_give_the_same_clips_and_the_seed_decides(make, tmp_path):
     trainer = make()
-    clips = [trainer.validation._sample(trainer.validation.prompts[0]) for _ in range(2)]
+    clips = [trainer.validation.sample(trainer.validation.prompts[0]) for _ in range(2)]
     assert torch.equal(*clips)
-    other = make(validation_global_seed=7, overwrite=True)
-    assert not torch.equal(clips[0], other.validation._sample(other.validation.prompts[0]))
+    for change in ({"validation_global_seed": 7}, {"guidance_scale": 3.0}):
+        other = make(overwrite=True, **change)
+        assert not torch.equal(clips[0], other.validation.sample(other.validation.prompts[0]))
+
+
+def test_every_prompt_has_its_own_noise(make):
+    validation = make().validation
+    first = validation.prompts[0]
+    clips = [validation.sample(prompt) for prompt in (first, dataclasses.replace(first, index=1))]
+    assert not torch.equal(*clips)
 
 
 def test_its_flags_take_effect(make, tmp_path, flags):
@@ -45,6 +54,21 @@ def test_its_flags_take_effect(make, tmp_path, flags):
     assert len(frames) == 9 and frames[0].shape[:2] == (256, 512)  # magnified for players
 
 
+def test_a_clip_with_broken_pixels_is_missing_and_the_others_are_not(make, tmp_path):
+    trainer, calls = make(), []
+
+    def break_second(module, inputs, pixels):
+        calls.append(1)
+        return pixels * math.nan if len(calls) == 2 else pixels
+
+    trainer.policy.vae.decoder.register_forward_hook(break_second)
+    result = trainer.validation.run(tmp_path / "clips")
+    records = json.loads((tmp_path / "clips" / "clips.json").read_text())
+    assert [record["scores"]["total"] is None for record in records] == [False, True, False]
+    assert [(tmp_path / "clips" / record["file"]).is_file() for record in records] == [True, False, True]
+    assert result["reward/failed"] == 1 and result["count"] == 3 and math.isfinite(result["reward/total"])
+
+
 def test_summary_is_over_what_has_a_value():
     records = [{"scores": {"total": v, "VQ": 1.0}, "holdout": {}, "gold": {"match": m}} for v, m in
                ((1.0, 1), (3.0, 0), (None, None))]  # fmt: skip
@@ -52,6 +76,8 @@ def test_summary_is_over_what_has_a_value():
     assert result["reward/total"] == 2 and result["reward/total_stderr"] == pytest.approx(1.0)
     assert result["gold/match"] == 0.5 and result["reward/failed"] == 1 and result["count"] == 3
     assert math.isnan(summary(records[2:])["reward/total"])
+    lost = {"scores": {"total": None, "VQ": None}, "holdout": {}, "gold": {}}  # of a rank that made no clip
+    assert summary([lost, *records])["gold/match"] == 0.5
 
 
 def test_gold_of_a_missing_clip_is_nan():

@@ -1,0 +1,36 @@
+"""Means of a few clips with an interval that says how much they can be trusted."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+# two-sided 95 % quantiles of Student's t, by degrees of freedom; between them it is almost linear in 1 / freedom
+STUDENT_95 = {math.inf: 1.960, 30: 2.042, 15: 2.131, 10: 2.228, 7: 2.365, 5: 2.571, 4: 2.776, 3: 3.182, 2: 4.303}
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean with its 95 % interval of +- `half`, which is NaN for fewer than 3 values: it would say nothing."""
+
+    mean: float
+    half: float
+
+    @property
+    def sign(self) -> int:
+        """+1 or -1 where the interval leaves out 0, else 0."""
+        return int(np.sign(self.mean)) if abs(self.mean) > self.half else 0
+
+
+def interval(values: Iterable[float]) -> Interval:
+    """Over the finite values; the mean of none is NaN."""
+    found = np.array([value for value in values if math.isfinite(value)])
+    if len(found) < 3:
+        return Interval(float(found.mean()) if len(found) else math.nan, math.nan)
+    half = student_95(len(found) - 1) * float(found.std(ddof=1)) / math.sqrt(len(found))
+    return Interval(float(found.mean()), half)
+
+
+def student_95(freedom: int) -> float:
+    return float(np.interp(1 / freedom, [1 / known for known in STUDENT_95], list(STUDENT_95.values())))

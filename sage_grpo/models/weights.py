@@ -1,0 +1,200 @@
+"""The tensors of a model part, read from safetensors files piece by piece, in either layout; and written.
+
+A rank of a sharded run reads only the rows that it keeps, whatever the layout is called.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from sage_grpo.models.layout import DEFAULT_VERSION, component, is_tencent
+from sage_grpo.models.tencent import Rows, to_diffusers, to_tencent
+from sage_grpo.parallel.fsdp import local, rows
+
+STEM = "diffusion_pytorch_model"
+SHOWN = 3  # names in an error
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class Weights:
+    """Tensors by name, each put together from rows of stored tensors; nothing is read before it is asked for."""
+
+    def __init__(
+        self, where: Path, files: Mapping[str, Path], recipes: Mapping[str, Sequence[Rows]] | None = None
+    ) -> None:
+        """`files` maps stored tensors to their files. Without `recipes` the names are those of the stored tensors."""
+        self.where, self._files = where, dict(files)
+        self._recipes = recipes if recipes is not None else {name: (Rows(name),) for name in files}
+        self._open: dict[Path, Any] = {}
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._recipes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the whole tensor; () for a single number."""
+        recipe = self._recipes[name]
+        shape = self._stored(recipe[0].source).get_shape()
+        return (sum(map(self._count, recipe)), *shape[1:]) if shape else ()
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """A copy of rows start:stop of the tensor, on the CPU; no other bytes are read."""
+        recipe = self._recipes[name]
+        if not self.shape(name):
+            return self._file(self._files[recipe[0].source]).get_tensor(recipe[0].source).clone()
+        start, stop, _ = slice(start, stop).indices(self.shape(name)[0])
+        pieces, before = [], 0  # rows of the pieces before this one
+        for part in recipe:
+            count = self._count(part)
+            first, last = max(start - before, 0), min(stop - before, count)
+            if first < last or not pieces:  # an empty range still has a dtype and the other dimensions
+                offset = part.block * count
+                pieces.append(self._stored(part.source)[offset + first : offset + max(first, last)])
+            before += count
+        return torch.cat(pieces)  # pieces are views of the file, which may change or vanish
+
+    def renamed(self, recipes: Mapping[str, Sequence[Rows]]) -> "Weights":
+        """The same stored tensors under other names."""
+        return Weights(self.where, self._files, recipes)
+
+    def _count(self, part: Rows) -> int:
+        length = self._stored(part.source).get_shape()[0]
+        if length % part.of:
+            raise ValueError(f"{part.source} in '{self.where}' has {length} rows, which is no multiple of {part.of}.")
+        return length // part.of
+
+    def _stored(self, source: str) -> Any:
+        return self._file(self._files[source]).get_slice(source)
+
+    def _file(self, path: Path) -> Any:
+        if path not in self._open:
+            self._open[path] = _open(path)
+        return self._open[path]
+
+
+def open_weights(folder: Path, part: str, version: str = DEFAULT_VERSION) -> Weights:
+    """The `transformer` or the `vae` of a model folder, named as in diffusers whichever layout the folder has."""
+    weights = open_folder(component(Path(folder), part, version))
+    return weights.renamed(to_diffusers(part, weights.names)) if is_tencent(Path(folder)) else weights
+
+
+def open_file(path: Path) -> Weights:
+    """The tensors of one file."""
+    return Weights(path, _stored_names([path], path.parent))
+
+
+def open_folder(folder: Path) -> Weights:
+    """All safetensors files of one folder. Where there is an index, files and index must agree."""
+    index = next(iter(sorted(folder.glob("*.safetensors.index.json"))), None)
+    if index is None:
+        return Weights(folder, _stored_names(sorted(folder.glob("*.safetensors")), folder))
+    promised = json.loads(index.read_text())["weight_map"]
+    paths = sorted({folder / file for file in promised.values()})
+    if missing := [path.name for path in paths if not path.is_file()]:
+        raise FileNotFoundError(f"'{folder}' lacks {_some(missing)} of the files in {index.name}; download it again.")
+    files = _stored_names(paths, folder)
+    if wrong := sorted(name for name in {*promised, *files} if files.get(name) != folder / promised.get(name, "")):
+        raise ValueError(f"{index} disagrees with its files about {_some(wrong)}; download that folder again.")
+    return Weights(folder, files)
+
+
+def _stored_names(paths: Sequence[Path], folder: Path) -> dict[str, Path]:
+    """The file of each tensor; shards that are not there, and tensors in two files, are refused."""
+    if not paths:
+        raise FileNotFoundError(f"'{folder}' has no *.safetensors; download that folder again.")
+    files: dict[str, Path] = {}
+    for path in paths:
+        for name in _open(path).keys():  # noqa: SIM118 - it is no dict
+            if name in files:
+                raise ValueError(f"{name} is in both {files[name]} and {path}; keep one of these files.")
+            files[name] = path
+    counts = {int(match[1]) for path in paths if (match := re.search(r"-\d+-of-(\d+)$", path.stem))}
+    if counts and counts != {len(paths)}:
+        raise FileNotFoundError(f"'{folder}' has {len(paths)} of {max(counts)} shards; download that folder again.")
+    return files
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, "pt")
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a whole safetensors file ({error}); download it again.") from error
+
+
+def check_names(weights: Weights, expected: Mapping[str, Sequence[int]]) -> None:
+    """Refuse weights that have not exactly the expected tensors and shapes, before anything is loaded."""
+    found = dict.fromkeys(weights.names)
+    missing = [name for name in expected if name not in found]
+    unexpected = [name for name in found if name not in expected]
+    shapes = [(name, weights.shape(name), tuple(expected[name])) for name in found if name in expected]
+    other = [f"{name} {ours} instead of {theirs}" for name, ours, theirs in shapes if ours != theirs]
+    kinds = {"missing": missing, "unexpected": unexpected, "of another shape": other}
+    if any(kinds.values()):
+        problems = [f"{len(names)} {kind} ({_some(names)})" for kind, names in kinds.items() if names]
+        raise ValueError(f"'{weights.where}' does not fit this model: of its tensors {', '.join(problems)}.")
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (" and others" if len(names) > SHOWN else "")
+
+
+def load_model(model: Model, weights: Weights, device: torch.device | str, dtype: torch.dtype) -> Model:
+    """Give a model its weights, one tensor at a time; it may have been made on the meta device."""
+    check_names(weights, {name: tensor.shape for name, tensor in model.state_dict().items()})
+    tensors = {name: weights.read(name).to(device, dtype) for name in weights.names}
+    model.load_state_dict(tensors, assign=next(model.parameters()).is_meta)
+    return model
+
+
+@torch.no_grad()
+def fill_model(model: nn.Module, weights: Weights) -> None:
+    """Fill the parameters in place, each rank its rows of those that are sharded; adapters are left alone."""
+    own = {name.replace(".base_layer.", "."): p for name, p in model.named_parameters() if ".lora_" not in name}
+    check_names(weights, {name: parameter.shape for name, parameter in own.items()})
+    for name, parameter in own.items():
+        local(parameter).copy_(weights.read(name, *rows(parameter)))
+
+
+def save_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: float = 5e9) -> None:
+    """Write files named as diffusers names them. One shard at a time is in memory if `tensors` is a generator."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if old := sorted(folder.glob(f"{STEM}*.safetensors*")):
+        raise ValueError(f"'{folder}' already holds {old[0].name}; write to another folder.")
+    drafts, total = [], 0
+    for shard in _shards(tensors, max_shard_bytes):
+        drafts.append((folder / f"{STEM}-{len(drafts) + 1:05d}.tmp", list(shard)))
+        total += sum(tensor.nbytes for tensor in shard.values())
+        save_file(shard, drafts[-1][0], metadata={"format": "pt"})
+        del shard  # before the next one fills
+    weight_map = {}
+    for number, (draft, names) in enumerate(drafts, 1):
+        count = f"-{number:05d}-of-{len(drafts):05d}" if len(drafts) > 1 else ""
+        path = draft.rename(folder / f"{STEM}{count}.safetensors")
+        weight_map |= dict.fromkeys(names, path.name)
+    if len(drafts) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / f"{STEM}.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def _shards(tensors: Iterable[tuple[str, Tensor]], max_bytes: float) -> Iterator[dict[str, Tensor]]:
+    shard: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > max_bytes:
+            yield shard
+            shard = {}
+        shard[name] = tensor.detach().cpu().contiguous()
+    yield shard
+
+
+def save_tencent(folder: Path, part: str, weights: Weights, max_shard_bytes: float = 5e9) -> None:
+    """Write weights with diffusers names, such as those of a checkpoint, into a folder of Tencent's layout."""
+    theirs = weights.renamed(to_tencent(part, weights.names))
+    save_weights(folder, ((name, theirs.read(name)) for name in theirs.names), max_shard_bytes)

@@ -1,0 +1,92 @@
+"""Sequence parallelism (Ulysses, arXiv 2309.14509): ranks hold some of the tokens, and in attention some of the heads.
+
+Parts may be of any length, also empty. Every rank of the group ends with the whole output and the same loss, so the
+gradient of a parameter is the SUM over the group.
+
+Shapes: B clips, N video and K context tokens in all, n and k of this rank, s = n + k, S = N + K, H heads of E.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class _AllToAll(torch.autograd.Function):
+    """Rows of dim 0 change ranks: `given[r]` of them go to rank r, `taken[r]` come from it. The gradient goes back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, taken: list[int], given: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.way_back = (given, taken, group)
+        out = x.new_empty(sum(taken), *x.shape[1:])
+        dist.all_to_all_single(out, x.contiguous(), taken, given, group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _AllToAll.apply(gradient, *ctx.way_back), None, None, None
+
+
+class _Join(torch.autograd.Function):
+    """Parts (B, n, D) of all ranks -> the whole (B, N, D). Every rank has the same loss, so each keeps its own part."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, sizes: list[int], rank: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.sizes, ctx.rank = sizes, rank
+        padded = F.pad(part, (0, 0, 0, max(sizes) - part.shape[1])).contiguous()
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded, group)
+        return torch.cat([p[:, :size] for p, size in zip(parts, sizes, strict=True)], dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return gradient.split(ctx.sizes, dim=1)[ctx.rank], None, None, None
+
+
+def part_sizes(length: int, count: int) -> list[int]:
+    """As even as can be; the first ranks take what is left over."""
+    return [length // count + (rank < length % count) for rank in range(count)]
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How the tokens of one forward are spread. Without a group this rank has them all."""
+
+    kernel: Attend  # attention of whole sequences, (B, S, H, E) each -> (B, S, H, E)
+    group: dist.ProcessGroup | None
+    rank: int
+    video: list[int]  # tokens of each rank
+    context: list[int]
+
+    @classmethod
+    def of(cls, num_video: int, num_context: int, kernel: Attend, group: dist.ProcessGroup | None) -> "Shares":
+        count, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+        return cls(kernel, group, rank, part_sizes(num_video, count), part_sizes(num_context, count))
+
+    def own_video(self, tokens: Tensor, dim: int = 1) -> Tensor:
+        return tokens if self.group is None else tokens.split(self.video, dim)[self.rank]
+
+    def own_context(self, tokens: Tensor) -> Tensor:
+        return tokens if self.group is None else tokens.split(self.context, 1)[self.rank]
+
+    def join_video(self, part: Tensor) -> Tensor:
+        return part if self.group is None else _Join.apply(part, self.video, self.rank, self.group)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attention of all tokens, (B, s, H, E) of this rank each -> (B, s, H, E)."""
+        if self.group is None:
+            return self.kernel(query, key, value)
+        totals = [n + k for n, k in zip(self.video, self.context, strict=True)]
+        count, mine = len(totals), totals[self.rank]
+        joint = torch.stack([query, key, value])  # (3, B, s, H, E)
+        outgoing = joint.unflatten(3, (count, -1)).permute(3, 2, 0, 1, 4, 5).flatten(0, 1)  # (count * s, 3, B, h, E)
+        incoming = _AllToAll.apply(outgoing, totals, [mine] * count, self.group)  # (S, 3, B, h, E)
+        out = self.kernel(*incoming.permute(1, 2, 0, 3, 4))  # (B, S, h, E)
+        back = _AllToAll.apply(out.transpose(0, 1), [mine] * count, totals, self.group)  # (count * s, B, h, E)
+        return back.unflatten(0, (count, mine)).permute(2, 1, 0, 3, 4).flatten(2, 3)

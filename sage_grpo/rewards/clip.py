@@ -1,0 +1,92 @@
+"""CLIPScore and PickScore: how well frames fit the prompt, by the cosine of CLIP's image and text embeddings.
+
+Each sampled frame is scored and the mean over frames is the clip's score. Scales in the literature:
+
+    cosine      of the reward `clipscore`: the raw cosine of CLIP ViT-L/14. CLIPScore as first published is 2.5 times
+                it, with 0 below 0; many tables print it times 100.
+    pickscore   exp(logit_scale) * cosine / 26, as in the GRPO papers, where 0.74 is a raw PickScore of 19.2. Others
+                divide the raw one by 100, or take (raw - 18) / 8.
+
+Folders are those of transformers: config.json, *.safetensors, the tokenizer. Prompts are cut after 77 tokens.
+
+Shapes: B clips, N frames of all of them, D embedding features.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import CLIPModel, CLIPTokenizer
+
+from sage_grpo.rewards import video_frames
+
+MAX_TOKENS = 77
+PICKSCORE_SCALE = 26
+
+
+class ClipScore:
+    """The raw cosine."""
+
+    names: tuple[str, ...] = ("cosine",)
+
+    def __init__(self, folder: str | Path, device: torch.device, dtype: torch.dtype, sample_fps: float) -> None:
+        self.model, self.tokenizer = load_clip(Path(folder), dtype)
+        self.model.to(device)
+        self.device, self.sample_fps = device, sample_fps
+
+    def check(self, prompts: Sequence[str]) -> None:
+        """Any text will do."""
+
+    def score(self, clips: Sequence[Tensor], prompts: Sequence[str], fps: float | Sequence[float]) -> dict[str, Tensor]:
+        return {"cosine": self.cosine(clips, prompts, fps)}
+
+    @torch.no_grad()
+    def cosine(self, clips: Sequence[Tensor], prompts: Sequence[str], fps: float | Sequence[float]) -> Tensor:
+        """(B,) mean over the sampled frames."""
+        rates = video_frames.check_clips(clips, prompts, fps)
+        frames = [self._pixels(clip, rate) for clip, rate in zip(clips, rates, strict=True)]
+        images = self.model.get_image_features(torch.cat(frames).to(self.model.dtype)).pooler_output  # (N, D)
+        tokens = self.tokenizer(
+            list(prompts), padding=True, truncation=True, max_length=MAX_TOKENS, return_tensors="pt"
+        ).to(self.device)
+        texts = self.model.get_text_features(**tokens).pooler_output  # (B, D)
+        counts = [len(part) for part in frames]
+        repeated = texts.repeat_interleave(torch.tensor(counts, device=self.device), 0)
+        cosines = torch.cosine_similarity(images.float(), repeated.float())
+        return torch.stack([part.mean() for part in cosines.split(counts)]).cpu()
+
+    def _pixels(self, clip: Tensor, fps: float) -> Tensor:
+        """(n, 3, side, side): the shorter side fitted, the middle of the longer one."""
+        side = self.model.config.vision_config.image_size
+        chosen = video_frames.sample_indices(len(clip), fps, self.sample_fps)
+        frames = clip[chosen.to(clip.device)].to(self.device)
+        height, width = frames.shape[1:3]
+        size = (side, side * width // height) if height < width else (side * height // width, side)
+        top, left = ((length - side) // 2 for length in size)
+        pixels = video_frames.resize(frames, size)[:, :, top : top + side, left : left + side]
+        return video_frames.normalise(pixels)
+
+
+class PickScore(ClipScore):
+    """The cosine of a CLIP ViT-H/14 that was taught human preferences, on the scale of the GRPO papers."""
+
+    names = ("pickscore",)
+
+    @torch.no_grad()
+    def score(self, clips: Sequence[Tensor], prompts: Sequence[str], fps: float | Sequence[float]) -> dict[str, Tensor]:
+        raw = self.model.logit_scale.exp().item() * self.cosine(clips, prompts, fps)
+        return {"pickscore": raw / PICKSCORE_SCALE}
+
+
+def load_clip(folder: Path, dtype: torch.dtype) -> tuple[CLIPModel, CLIPTokenizer]:
+    """The model of a folder, complete, and its tokenizer."""
+    for pattern in ("config.json", "*.safetensors", "merges.txt", "vocab.json"):
+        if not any(folder.glob(pattern)):
+            raise FileNotFoundError(f"{folder} has no {pattern}; download a CLIP model with its tokenizer into it")
+    model, report = CLIPModel.from_pretrained(
+        folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
+    )
+    if report["missing_keys"]:
+        raise ValueError(f"the weights in {folder} lack {min(report['missing_keys'])}; download them again")
+    return model.eval(), CLIPTokenizer.from_pretrained(folder, local_files_only=True)

@@ -1,0 +1,71 @@
+"""Text rendering, as in Flow-GRPO: how much of what the prompt puts into double quotes can be read in the clip.
+
+A frame scores 1 - distance / length of the wanted text: 1 when the wanted text is among what is read, 0 when nothing
+of it is. The mean over the sampled frames is the clip's score. Case and spaces do not count. Reads with rapidocr, whose
+package holds its weights, set up as the reader of Flow-GRPO is: 0.1 s for a 352 x 624 frame on one core.
+"""
+
+import re
+from collections.abc import Sequence
+
+import torch
+from rapidocr_onnxruntime import RapidOCR
+from torch import Tensor
+
+from sage_grpo.rewards import video_frames
+
+
+class OcrReward:
+    names = ("ocr",)
+
+    def __init__(self, sample_fps: float) -> None:
+        self.sample_fps = sample_fps
+        # By default it would take all cores, enlarge small frames and look for upside-down text.
+        self.reader = RapidOCR(
+            intra_op_num_threads=torch.get_num_threads(), det_limit_side_len=960, det_limit_type="max", use_cls=False
+        )
+
+    def check(self, prompts: Sequence[str]) -> None:
+        """Refuse prompts that quote nothing to be shown."""
+        for prompt in prompts:
+            wanted_text(prompt)
+
+    def score(self, clips: Sequence[Tensor], prompts: Sequence[str], fps: float | Sequence[float]) -> dict[str, Tensor]:
+        rates = video_frames.check_clips(clips, prompts, fps)
+        means = [self._clip(*one) for one in zip(clips, map(wanted_text, prompts), rates, strict=True)]
+        return {"ocr": torch.tensor(means)}
+
+    def _clip(self, clip: Tensor, wanted: str, fps: float) -> float:
+        frames = clip[video_frames.sample_indices(len(clip), fps, self.sample_fps).to(clip.device)].cpu()
+        return sum(likeness(self.read(frame), wanted) for frame in frames) / len(frames)
+
+    def read(self, frame: Tensor) -> str:
+        """All that stands in a uint8 frame (H, W, 3), without spaces, in small letters."""
+        lines, _ = self.reader(frame.flip(-1).numpy())  # the reader takes blue, green, red
+        return plain("".join(text for _, text, _ in lines or ()))
+
+
+def wanted_text(prompt: str) -> str:
+    quoted = re.search(r'"([^"]+)"', prompt)
+    if not quoted or not plain(quoted[1]):
+        raise ValueError(f'the ocr reward finds no text in double quotes in the prompt {prompt!r}; write "TEXT" in it')
+    return plain(quoted[1])
+
+
+def plain(text: str) -> str:
+    return re.sub(r"\s", "", text).lower()
+
+
+def likeness(read: str, wanted: str) -> float:
+    """1 where the wanted text was read, maybe among more; else less by each letter to change, down to 0."""
+    return 1.0 if wanted in read else max(0.0, 1 - edit_distance(read, wanted) / len(wanted))
+
+
+def edit_distance(one: str, other: str) -> int:
+    """Letters to insert, delete or replace (Levenshtein)."""
+    row = list(range(len(other) + 1))
+    for i, letter in enumerate(one, 1):
+        above, row = row, [i]
+        for j, wanted in enumerate(other, 1):
+            row.append(min(above[j] + 1, row[-1] + 1, above[j - 1] + (letter != wanted)))
+    return row[-1]

@@ -1,0 +1,152 @@
+"""VideoAlign ("VideoReward"): visual quality, motion quality and text alignment by a Qwen2-VL that was taught to judge.
+
+The model reads a rubric with the clip in front and the prompt near the end; after each of the three parts stands a
+reward token, and the final hidden state there, times one vector, is the score. Attention is causal and the prompt comes
+after VQ and MQ, so only TA depends on it. Normalised scores are z-scores by the mean and deviation in the folder,
+higher is better; the published "overall" is their sum.
+
+Shapes: B clips, L tokens, D hidden features, P vision patches of the whole batch.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from sage_grpo.rewards import video_frames
+from sage_grpo.rewards.videoalign_folder import (
+    DIMENSIONS,
+    PLACEHOLDER,
+    TOKENS,
+    load_model,
+    newest_checkpoint,
+    read_settings,
+    read_template,
+    read_tokenizer,
+)
+
+VIDEO_TOKEN, PAD_TOKEN = "<|video_pad|>", "<|endoftext|>"
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the model reads."""
+
+    tokens: Tensor  # (B, L), padded on the right
+    patches: Tensor  # (P, 1176)
+    grids: Tensor  # (B, 3) patches of each clip in time, height and width
+
+
+class VideoAlign:
+    """A folder of weights as a reward; see `videoalign_folder.py` for what the folder holds."""
+
+    names = DIMENSIONS
+
+    def __init__(
+        self,
+        folder: str | Path,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype = torch.float32,
+        *,
+        sample_fps: float | None = None,
+        num_frames: int | None = None,
+        max_pixels: int | None = None,
+        offload: bool = False,
+    ) -> None:
+        """Frames seen per second (or in all) and pixels per frame: the folder's own unless given.
+
+        `offload` keeps the weights in host memory between calls.
+        """
+        folder, self.device, self.offload = Path(folder), torch.device(device), offload
+        settings, checkpoint = read_settings(folder), newest_checkpoint(folder)
+        data = settings["data_config"]
+        self.sample_fps = sample_fps or data["fps"]
+        self.num_frames = num_frames or (None if sample_fps else data.get("num_frames"))
+        self.max_pixels = max_pixels or data["max_frame_pixels"]
+        self.norm: dict[str, float] | None = settings.get("inference_config")
+        self.template, self.tokenizer = read_template(folder), read_tokenizer(folder, checkpoint)
+        self.model, head = load_model(folder, checkpoint, settings, dtype)
+        rows = self.model.get_input_embeddings().num_embeddings
+        if rows != len(self.tokenizer):
+            raise ValueError(f"{checkpoint} embeds {rows} tokens, but its tokenizer has {len(self.tokenizer)}")
+        self.head = head.to(self.device)
+        self.reward_tokens = torch.tensor(self.tokenizer.convert_tokens_to_ids(TOKENS), device=self.device)
+        if not offload:
+            self.model.to(self.device)
+
+    def check(self, prompts: Sequence[str]) -> None:
+        """Refuse prompts with a token that means something to the model: they could place a video or a score."""
+        for prompt in prompts:
+            token = next((token for token in self.tokenizer.get_added_vocab() if token in prompt), None)
+            if token:
+                raise ValueError(f"the prompt {prompt!r} holds {token}, which the reward reserves; take it out")
+
+    @torch.no_grad()
+    def score(
+        self, clips: Sequence[Tensor], prompts: Sequence[str], fps: float | Sequence[float], normalise: bool = True
+    ) -> dict[str, Tensor]:
+        """VQ, MQ and TA, each (B,) fp32 on the CPU, of uint8 clips (frames, height, width, 3) of any sizes.
+
+        `fps` of the clips decides how many frames are seen. A folder without `inference_config` has raw scores only.
+        """
+        with self._in_place():
+            hidden = self.hidden(self.inputs(clips, prompts, fps))
+        raw = hidden.float() @ self.head.T  # (B, 3, output_dim)
+        raw = (raw.diagonal(dim1=1, dim2=2) if len(self.head) > 1 else raw[..., 0]).cpu()
+        scores = dict(zip(self.names, raw.unbind(1), strict=True))
+        if not normalise or self.norm is None:
+            return scores
+        return {name: (s - self.norm[f"{name}_mean"]) / self.norm[f"{name}_std"] for name, s in scores.items()}
+
+    def inputs(self, clips: Sequence[Tensor], prompts: Sequence[str], fps: float | Sequence[float]) -> Inputs:
+        rates = video_frames.check_clips(clips, prompts, fps)
+        self.check(prompts)
+        seen = [self._patches(clip, rate) for clip, rate in zip(clips, rates, strict=True)]
+        grids = torch.tensor([grid for _, grid in seen])
+        tokens = [self._tokens(prompt, grid) for prompt, grid in zip(prompts, grids, strict=True)]
+        padding = self.tokenizer.convert_tokens_to_ids(PAD_TOKEN)
+        padded = pad_sequence(tokens, batch_first=True, padding_value=padding)
+        rows = torch.cat([rows for rows, _ in seen])
+        return Inputs(padded.to(self.device), rows, grids.to(self.device))
+
+    def hidden(self, inputs: Inputs) -> Tensor:
+        """(B, 3, D) final hidden states at the reward tokens."""
+        batch, length = inputs.tokens.shape
+        # Plain positions on all three axes, as in training. No mask: padding comes last and attention is causal.
+        positions = torch.arange(length, device=self.device).expand(3, batch, length)
+        hidden = self.model(
+            input_ids=inputs.tokens,
+            position_ids=positions,
+            pixel_values_videos=inputs.patches,
+            video_grid_thw=inputs.grids,
+            use_cache=False,
+        ).last_hidden_state
+        places = (inputs.tokens[..., None] == self.reward_tokens).int().argmax(1)  # (B, 3)
+        return hidden.gather(1, places[..., None].expand(-1, -1, hidden.shape[-1]))
+
+    def _patches(self, clip: Tensor, fps: float) -> tuple[Tensor, tuple[int, int, int]]:
+        chosen = video_frames.sample_indices(len(clip), fps, self.sample_fps, self.num_frames)
+        frames = clip[chosen.to(clip.device)].to(self.device)
+        size = video_frames.frame_size(*frames.shape[1:3], self.max_pixels)
+        return video_frames.patches(video_frames.normalise(video_frames.resize(frames, size)))
+
+    def _tokens(self, prompt: str, grid: Tensor) -> Tensor:
+        """(L,) one chat turn: a video token for every four patches, then the rubric with the prompt put in."""
+        text = self.template.replace(PLACEHOLDER, prompt)
+        turn = {"role": "user", "content": [{"type": "video"}, {"type": "text", "text": text}]}
+        chat = self.tokenizer.apply_chat_template([turn], tokenize=False, add_generation_prompt=True)
+        chat = chat.replace(VIDEO_TOKEN, VIDEO_TOKEN * (int(grid.prod()) // video_frames.MERGE**2))
+        return torch.tensor(self.tokenizer(chat, add_special_tokens=False).input_ids)
+
+    @contextmanager
+    def _in_place(self) -> Iterator[None]:
+        self.model.to(self.device)
+        try:
+            yield
+        finally:
+            if self.offload:
+                self.model.to("cpu")

@@ -1,0 +1,196 @@
+"""The folder of VideoAlign's weights: what must be in it, read and checked. Errors name the file.
+
+VideoReward/
+  model_config.json           sampling of frames, LoRA, mean and deviation of each score
+  prompt_template.txt         the rubric that the model was trained with, byte for byte
+  base_config/                config, preprocessor_config and chat_template .json of Qwen2-VL
+  checkpoint-N/tokenizer/     its tokenizer with the three reward tokens
+  checkpoint-N/model.safetensors    all weights; or, split: adapter_model.safetensors and
+                                    non_lora_state_dict.safetensors, on the weights in base_config/*.safetensors
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast, Qwen2VLConfig, Qwen2VLModel
+
+from sage_grpo.rewards.video_frames import MEAN, MERGE, PAIR, PATCH, STD
+
+DIMENSIONS = ("VQ", "MQ", "TA")
+TOKENS = tuple(f"<|{name}_reward|>" for name in DIMENSIONS)
+PLACEHOLDER = "{text_prompt}"
+MODEL_CONFIG = {  # what this code does; a folder that says otherwise holds another model
+    "data_config": {"eval_dim": list(DIMENSIONS), "prompt_template_type": "detailed_special", "sample_type": "uniform"},
+    "model_config": {"use_special_tokens": True, "reward_token": "special"},
+    "peft_lora_config": {"use_rslora": False},
+}
+PREPROCESSOR = {"patch_size": PATCH, "merge_size": MERGE, "temporal_patch_size": PAIR}
+PREPROCESSOR |= {"image_mean": list(MEAN), "image_std": list(STD)}
+
+
+def read_json(path: Path, expected: Mapping[str, Any]) -> dict[str, Any]:
+    """A JSON object; `expected` are values, also nested, that it must hold."""
+    try:
+        values = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{path} is missing; download that folder again") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}); download it again") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} is not a JSON object; download it again")
+    _expect(path, values, expected)
+    return values
+
+
+def _expect(path: Path, values: Any, expected: Mapping[str, Any]) -> None:
+    for name, wanted in expected.items():
+        found = values.get(name) if isinstance(values, dict) else None
+        if isinstance(wanted, Mapping):
+            _expect(path, found, wanted)
+        elif found != wanted:
+            raise ValueError(f"{path} has {name} {found!r}, but only {wanted!r} is known; it is of another version")
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """`model_config.json`, and a look at the files that must agree with this code."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"the reward folder {folder} does not exist; name it with --reward_path")
+    read_json(folder / "base_config" / "preprocessor_config.json", PREPROCESSOR)
+    path = folder / "model_config.json"
+    settings = read_json(path, MODEL_CONFIG)
+    if settings["model_config"].get("output_dim") not in (1, len(DIMENSIONS)):
+        raise ValueError(f"{path} has output_dim {settings['model_config'].get('output_dim')}, which must be 1 or 3")
+    norm = settings.get("inference_config") or {}
+    numbers = {name: settings["data_config"].get(name) for name in ("fps", "max_frame_pixels")}
+    numbers |= {name: settings["peft_lora_config"].get(name) for name in ("lora_r", "lora_alpha")}
+    numbers |= {f"{name}_std": norm.get(f"{name}_std") for name in DIMENSIONS if norm}
+    for name, value in numbers.items():
+        if not isinstance(value, (int, float)) or value <= 0:
+            raise ValueError(f"{path} has {name} {value}, which must be a positive number; download it again")
+    return settings
+
+
+def newest_checkpoint(folder: Path) -> Path:
+    found = {int(path.name[11:]): path for path in folder.glob("checkpoint-*") if path.name[11:].isdigit()}
+    if not found:
+        raise FileNotFoundError(f"{folder} has no checkpoint-N folder; download it again")
+    return found[max(found)]
+
+
+def read_template(folder: Path) -> str:
+    """The rubric: nothing stripped, no line ending converted, for each of these moves the scores."""
+    path = folder / "prompt_template.txt"
+    try:
+        text = path.read_bytes().decode()
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{path} is missing; it is downloaded apart from the weights") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text; download it again") from error
+    for part in (PLACEHOLDER, *TOKENS):
+        if text.count(part) != 1:
+            raise ValueError(f"{path} holds {part} {text.count(part)} times, but must hold it once; download it again")
+    return text
+
+
+def read_tokenizer(folder: Path, checkpoint: Path) -> PreTrainedTokenizerFast:
+    chat_file, file = folder / "base_config" / "chat_template.json", checkpoint / "tokenizer" / "tokenizer.json"
+    chat = read_json(chat_file, {}).get("chat_template")
+    if not isinstance(chat, str):
+        raise ValueError(f"{chat_file} has no chat_template; download it again")
+    read_json(file, {})
+    try:
+        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file), chat_template=chat)
+    except Exception as error:  # the tokenizers package raises nothing narrower
+        raise ValueError(f"{file} is not a tokenizer ({error}); download it again") from error
+    missing = sorted({*TOKENS, "<|video_pad|>", "<|endoftext|>"} - tokenizer.get_added_vocab().keys())
+    if missing:
+        raise ValueError(f"{file} does not know {missing[0]}; it is not the tokenizer of this reward")
+    return tokenizer
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, all of them finite."""
+    if not path.is_file():
+        source = path.with_suffix(".pth")
+        remedy = "download that folder again"
+        if source.is_file():
+            remedy = f"make it of {source.name} once: python -m sage_grpo.rewards.videoalign_convert {path.parents[1]}"
+        raise FileNotFoundError(f"{path} is missing; {remedy}")
+    try:
+        tensors = load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged ({error}); download or convert it again") from error
+    broken = next((name for name, tensor in tensors.items() if not tensor.isfinite().all()), None)
+    if broken:
+        raise ValueError(f"{path} is damaged: {broken} is not finite; download or convert it again")
+    return tensors
+
+
+def read_checkpoint(folder: Path, checkpoint: Path) -> dict[str, Tensor]:
+    """All weights under their published names, of either layout."""
+    if not (checkpoint / "adapter_model.safetensors").is_file():
+        return read_weights(checkpoint / "model.safetensors")
+    base = sorted((folder / "base_config").glob("*.safetensors"))
+    if not base:
+        raise FileNotFoundError(f"{folder / 'base_config'} has no weights (*.safetensors), which {checkpoint} adapts")
+    files = [*base, checkpoint / "non_lora_state_dict.safetensors", checkpoint / "adapter_model.safetensors"]
+    return {_plain(name): tensor for file in files for name, tensor in read_weights(file).items()}
+
+
+def _plain(name: str) -> str:
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+
+
+def model_weights(published: Mapping[str, Tensor], lora_scale: float, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Weights under the names of `Qwen2VLModel`, LoRA merged in fp32, and the fp32 head `rm_head.weight`."""
+    weights = {_plain(name): tensor for name, tensor in published.items()}
+    weights.pop("lm_head.weight", None)
+    for name in [name for name in weights if ".lora_A." in name]:
+        layer, up = name.split(".lora_A.")[0] + ".weight", name.replace(".lora_A.", ".lora_B.")
+        if layer in weights and up in weights:  # what finds no partner stays, and is refused as a stranger
+            change = weights.pop(up).float() @ weights.pop(name).float()
+            weights[layer] = weights[layer].float() + lora_scale * change
+    head = weights.pop("rm_head.weight", None)
+    renamed = {f"language_{name}" if name.startswith("model.") else name: w.to(dtype) for name, w in weights.items()}
+    return renamed if head is None else renamed | {"rm_head.weight": head.float()}
+
+
+def load_model(folder: Path, checkpoint: Path, settings: Mapping[str, Any], dtype: torch.dtype) -> tuple[Any, Tensor]:
+    """Qwen2-VL without its language head, and the reward head (output_dim, hidden) in fp32, both on the CPU."""
+    read_json(folder / "base_config" / "config.json", {"model_type": "qwen2_vl"})
+    config = Qwen2VLConfig.from_pretrained(folder / "base_config", attn_implementation="sdpa")
+    lora = settings["peft_lora_config"]
+    published = read_checkpoint(folder, checkpoint)
+    if any(".lora_A." in name for name in published) != lora.get("lora_enable"):
+        raise ValueError(
+            f"{checkpoint} does not fit lora_enable {lora.get('lora_enable')} of {folder / 'model_config.json'}"
+        )
+    weights = model_weights(published, lora["lora_alpha"] / lora["lora_r"], dtype)
+    embedding = weights.get("language_model.embed_tokens.weight", ())
+    config.text_config.vocab_size = len(embedding)  # the base model has more rows than its tokenizer has tokens
+    with init_empty_weights():
+        model = Qwen2VLModel(config)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    shapes["rm_head.weight"] = (settings["model_config"]["output_dim"], config.text_config.hidden_size)
+    _fit(checkpoint, weights, shapes)
+    head = weights.pop("rm_head.weight")
+    model.load_state_dict(weights, assign=True)
+    # This rounds the rotary frequencies too, which moves scores: so the model was trained, and so it is run.
+    return model.to(dtype).eval().requires_grad_(False), head
+
+
+def _fit(checkpoint: Path, weights: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    for name in sorted(shapes.keys() | found.keys()):
+        if shapes.get(name) != found.get(name):
+            raise ValueError(
+                f"the weights in {checkpoint} are not those of base_config/config.json: {name} is "
+                f"{found.get(name, 'absent')} and should be {shapes.get(name, 'absent')}; download both again"
+            )

@@ -1,0 +1,95 @@
+"""What a reward server and its clients say to each other: a line of JSON, then the raw bytes of the clips.
+
+    {"fps": 8, "prompts": ["a red circle"], "shapes": [[9, 32, 32]]}\n<9 * 32 * 32 * 3 bytes>
+
+Nothing that arrives can name code, and every length is checked before it is used.
+"""
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TOKEN_VARIABLE = "SAGE_REWARD_TOKEN"
+MAX_HEADER = 1 << 20  # bytes
+KEYS = {"fps", "prompts", "shapes"}
+
+
+class WireError(ValueError):
+    """A message that cannot be read, in one sentence."""
+
+
+class TooMuch(WireError):
+    """A message over a limit."""
+
+
+def read_token() -> str:
+    """The shared secret, from the environment; what is wrong with it is said without showing it."""
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    if not re.fullmatch(r"[\w.~+/=-]{16,}", token, re.ASCII):
+        what = "does not look like a token" if token else "is not set"
+        raise WireError(
+            f"the environment variable {TOKEN_VARIABLE} {what}; server and clients need the same random one of at "
+            "least 16 letters and digits, such as openssl rand -hex 32 prints"
+        )
+    return token
+
+
+def pack(clips: Sequence[Tensor], prompts: Sequence[str], fps: float) -> list[bytes | memoryview]:
+    """The parts of a message about uint8 clips (F, H, W, 3), one prompt each."""
+    for clip in clips:
+        if clip.dtype != torch.uint8 or clip.ndim != 4 or clip.shape[-1] != 3:
+            raise WireError(f"a clip is {clip.dtype} {tuple(clip.shape)}, but must be uint8 (frames, height, width, 3)")
+    header = {"fps": fps, "prompts": list(prompts), "shapes": [list(clip.shape[:3]) for clip in clips]}
+    line = json.dumps(header, allow_nan=False).encode() + b"\n"
+    if len(line) > MAX_HEADER:
+        raise WireError(f"the prompts take {len(line)} bytes; a request holds {MAX_HEADER}")
+    return [line, *(memoryview(clip.cpu().contiguous().numpy()).cast("B") for clip in clips)]
+
+
+def unpack(body: bytearray, max_clips: int) -> tuple[list[Tensor], list[str], float]:
+    """Clips, which share the memory of `body`, prompts and fps; WireError where anything is not as it should be."""
+    end = body.find(b"\n", 0, MAX_HEADER)
+    if end < 0:
+        raise WireError(f"the first {MAX_HEADER} bytes hold no line of JSON")
+    header = read_json(body[:end])
+    if not isinstance(header, dict) or set(header) != KEYS:
+        raise WireError(f"the header must be an object with the keys {', '.join(sorted(KEYS))}")
+    fps, prompts, shapes = header["fps"], header["prompts"], header["shapes"]
+    if not is_number(fps) or not 0 < fps < math.inf:
+        raise WireError(f"fps is {fps!r}; it must be a positive number")
+    if not (isinstance(prompts, list) and isinstance(shapes, list)) or not 0 < len(prompts) == len(shapes):
+        raise WireError("prompts and shapes must be lists with one entry for each clip, at least one")
+    if len(shapes) > max_clips:
+        raise TooMuch(f"{len(shapes)} clips in one request; at most {max_clips} are allowed")
+    if not all(isinstance(prompt, str) for prompt in prompts) or not all(map(_is_shape, shapes)):
+        raise WireError("a prompt must be text, and a shape three whole numbers: frames, height, width")
+    sizes = [math.prod(shape) * 3 for shape in shapes]
+    if sum(sizes) != len(body) - end - 1:
+        raise WireError(f"the shapes need {sum(sizes)} bytes, but {len(body) - end - 1} came")
+    pixels = torch.frombuffer(body, dtype=torch.uint8, offset=end + 1)
+    return [p.view(*shape, 3) for p, shape in zip(pixels.split(sizes), shapes, strict=True)], prompts, float(fps)
+
+
+def read_json(text: bytes | bytearray) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"this is not JSON: {error}") from error
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_shape(shape: Any) -> bool:
+    return isinstance(shape, list) and len(shape) == 3 and all(type(n) is int and n > 0 for n in shape)
+
+
+def total_bytes(parts: Iterable[bytes | memoryview]) -> int:
+    return sum(len(part) for part in parts)

@@ -1,0 +1,246 @@
+"""Base model against checkpoints, or folders of clips against each other: the same prompts, seeds and rewards for all.
+
+    python -m sage_grpo.tools.evaluate --config RUN/config.yaml --checkpoints RUN/checkpoints/step-000100 \\
+        --reward_model videoalign clipscore pickscore
+    python -m sage_grpo.tools.evaluate --clips OURS THEIRS --reward_model videoalign
+    python -m sage_grpo.tools.evaluate --calibrate --reward_model videoalign --clips GOOD
+
+Takes every flag of post_train.py; those of validation say how clips are made, reward_weights play no part. Each clip
+is kept with its scores as soon as it is there, so a second call goes on where the first ended. Under torchrun every
+process has a whole model and its share of the prompts. Exit code 0: done; 1: a score is missing, or a reward ranks
+known clips wrongly; 2: the configuration or a file is wrong.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+from transformers.utils.logging import disable_progress_bar
+
+from sage_grpo.config import Config, ConfigError, resolve
+from sage_grpo.data.prompts import Prompt
+from sage_grpo.flags import parse
+from sage_grpo.media import read_mp4, write_mp4
+from sage_grpo.models.hunyuan15 import Hunyuan15
+from sage_grpo.models.layout import sampling_defaults
+from sage_grpo.parallel.ranks import Ranks, join_ranks
+from sage_grpo.tools.calibration import DEFECTS, DRAWN_DEFECTS, drawn_clips, means_table, measure, orders, orders_table
+from sage_grpo.tools.evaluation_page import compared, pages
+from sage_grpo.train.build import DTYPES, GOLD, build_composite, prompts_of
+from sage_grpo.train.metrics import finite
+from sage_grpo.train.rollout import Guidance
+from sage_grpo.train.validation import Validation
+from sage_grpo.worlds import check_prompts, world_of
+
+CALIBRATION_CLIPS = 32
+# what decides how a clip looks and is scored: clips of two evaluations may share a folder only if these agree
+SETTINGS = ("pretrained_model_root", "pretrained_transformer_version", "negative_prompt", "guidance_scale", "height")
+SETTINGS += ("width", "fps", "dtype", "validate_video_length", "validation_timestep_shift", "validation_fixed_size")
+SETTINGS += ("validation_num_inference_steps", "reward_path", "reward_fps")
+
+
+def options_of(arguments: Sequence[str]) -> tuple[argparse.Namespace, Config]:
+    """The tool's own flags; the rest are those of post_train.py."""
+    parser = argparse.ArgumentParser("python -m sage_grpo.tools.evaluate", description=__doc__, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--checkpoints", type=Path, nargs="+", default=[], help="post-trained weights, against the base model")
+    add("--clips", type=Path, nargs="+", default=[], help="folders of mp4 files with clips.json, or a JSON each")
+    add("--seeds", type=int, nargs="+", help="clips per prompt; default: the prompt's own, or validation_global_seed")
+    add("--output", type=Path, default=Path("outputs/evaluation"), help="folder; default: %(default)s")
+    add("--calibrate", action="store_true", help="rank known clips instead: of the model's world, or of --clips")
+    options, rest = parser.parse_known_args(arguments)
+    return options, parse(rest)
+
+
+class Evaluation:
+    """Everything that all systems share."""
+
+    def __init__(self, options: argparse.Namespace, config: Config, ranks: Ranks) -> None:
+        folder, version = Path(config.pretrained_model_root), config.pretrained_transformer_version
+        self.options, self.ranks = options, ranks
+        self.config = resolve(config, sampling_defaults(folder, version), ranks.device.type)
+        self.world = world_of(folder)
+        prompts = prompts_of(config.validation_prompts, folder, "valid")
+        self.prompts = (
+            [dataclasses.replace(p, seed=seed) for seed in options.seeds for p in prompts] if options.seeds else prompts
+        )
+        names = config.reward_model or (self.world or "videoalign",)
+        self.reward = build_composite(self.config, names, None, ranks.device)
+        self.encoder: Any = None
+
+    def systems(self) -> dict[str, Path | None]:
+        """Name -> checkpoint or folder of clips, None for the base model; the others are compared with the first."""
+        o, found = self.options, {} if self.options.clips and not self.options.checkpoints else {"base": None}
+        for path in (*o.checkpoints, *o.clips):
+            name = "-".join(part for part in path.resolve().parts[-3:] if part not in ("checkpoints", "validation"))
+            if found.setdefault(name, path) != path:
+                raise ConfigError(f"{path} and {found[name]} would both be called {name}; rename one of their folders")
+        return found
+
+    def settle(self) -> None:
+        """Refuse an output folder whose clips were made in another way."""
+        now = {name: getattr(self.config, name) for name in SETTINGS}
+        now |= {f"weights of {name}": fingerprint(path) for name, path in self.systems().items() if path}
+        file = self.options.output / "settings.json"
+        before = json.loads(file.read_text()) if file.is_file() else {}
+        other = next((name for name in now if name in before and before[name] != now[name]), None)
+        if other:
+            raise ConfigError(
+                f"output {self.options.output} holds clips with {other} {before[other]}, not {now[other]}; give another"
+            )
+        self.ranks.barrier()
+        if self.ranks.first:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(before | now, indent=1) + "\n")
+
+    def run(self) -> int:
+        systems = self.systems()
+        self.settle()
+        for name, path in systems.items():
+            home = self.options.output / name
+            home.mkdir(parents=True, exist_ok=True)
+            self.score_files(path, home) if path in self.options.clips else self.generate(name, path, home)
+        self.ranks.barrier()
+        return self.conclude(systems) if self.ranks.first else 0
+
+    def done(self, file: Path) -> bool:
+        """Whether the clip has all scores."""
+        scores = json.loads(file.read_text())["scores"] if file.is_file() else {}
+        return all(scores.get(name) is not None for name in self.reward.names)
+
+    def generate(self, name: str, checkpoint: Path | None, home: Path) -> None:
+        """The clips of a model that this process is to make and that are not there yet."""
+        mine = self.prompts[self.ranks.rank :: self.ranks.count]
+        if all(self.done(home / f"{self.stem(prompt)}.json") for prompt in mine):
+            return
+        validation = self.validation(checkpoint)
+        left = [prompt for prompt in mine if not self.done(home / f"{self.stem(prompt)}.json")]
+        size = self.config.reward_batch_size
+        for i in tqdm(range(0, len(left), size), name, unit="batch", disable=not self.ranks.first):
+            batch = left[i : i + size]
+            clips = [validation.sample(prompt) for prompt in batch]
+            for prompt, clip, record in zip(batch, clips, validation.judge(clips, batch), strict=True):
+                if clip is not None:
+                    write_mp4(home / record["file"], clip, self.config.fps)
+                keep(home / f"{self.stem(prompt)}.json", record)
+
+    def stem(self, prompt: Prompt) -> str:
+        return f"{prompt.name}-{self.config.validation_global_seed if prompt.seed is None else prompt.seed}"
+
+    def validation(self, checkpoint: Path | None) -> Validation:
+        c, device = self.config, self.ranks.device
+        policy = Hunyuan15(
+            c.pretrained_model_root, device, DTYPES[c.dtype], c.prompt_cache, version=c.pretrained_transformer_version
+        )
+        texts = [prompt.text for prompt in self.prompts]
+        check_prompts(policy.folder, texts)
+        self.reward.check(texts)
+        if self.encoder:
+            policy.prompt_encoder = self.encoder  # each prompt is encoded once
+        policy.encode([c.negative_prompt, *dict.fromkeys(texts)])
+        policy.release_text_encoders()
+        self.encoder = policy.prompt_encoder
+        if checkpoint:
+            policy.load_weights(checkpoint)
+        guidance = Guidance(c.guidance_scale, policy.encode([c.negative_prompt])[0].to(device))
+        return Validation(policy, c, self.prompts, guidance, self.reward, None, GOLD.get(self.world), self.ranks)
+
+    def score_files(self, folder: Path, home: Path) -> None:
+        entries = read_folder(folder)[self.ranks.rank :: self.ranks.count]
+        for entry in tqdm(entries, home.name, unit="clip", disable=not self.ranks.first):
+            file = home / f"{Path(entry['file']).stem}.json"
+            if not self.done(file):
+                clip, fps = read_mp4(entry["file"])
+                scores = self.reward.score([clip], [entry["prompt"]], fps)
+                named = {name: values[0].item() for name, values in scores.named.items()}
+                keep(file, entry | {"scores": named} | ({"error": scores.errors[0]} if scores.errors else {}))
+
+    def conclude(self, systems: Mapping[str, Path | None]) -> int:
+        """Tables and pages over all systems; 1 where a score is missing."""
+        records = {}
+        for name, path in systems.items():
+            own = [Path(e["file"]).stem for e in read_folder(path)] if path in self.options.clips else None
+            stems = own or [self.stem(prompt) for prompt in self.prompts]
+            records[name] = [json.loads((self.options.output / name / f"{stem}.json").read_text()) for stem in stems]
+            (self.options.output / name / "clips.json").write_text(json.dumps(records[name], indent=1) + "\n")
+        lost = [
+            r for part in records.values() for r in part if any(r["scores"].get(n) is None for n in self.reward.names)
+        ]
+        result = compared(self.options.output, list(systems))
+        print(pages(self.options.output, result))
+        for record in lost[:3]:
+            print(f"{record['file']} has no score: {record.get('error', 'it could not be made')}", file=sys.stderr)
+        return 1 if lost else 0
+
+
+def calibrate(evaluation: Evaluation) -> int:
+    o, c = evaluation.options, evaluation.config
+    files = [(*read_mp4(entry["file"]), entry["prompt"]) for folder in o.clips for entry in read_folder(folder)]
+    drawn = None if files else drawn_clips(c, [p.text for p in evaluation.prompts], CALIBRATION_CLIPS)
+    if not files and not drawn:
+        raise ConfigError("this model has no world that can draw a clip known to be good: name a folder with --clips")
+    if len({fps for _, fps, _ in files}) > 1:
+        raise ConfigError("the clips have several frame rates; the reward would see more of some than of others")
+    clips, texts, fps = (*drawn, c.fps) if drawn else ([f[0] for f in files], [f[2] for f in files], files[0][1])
+    found = measure(evaluation.reward, clips, texts, fps)
+    expected = orders(found, DRAWN_DEFECTS if drawn else DEFECTS)
+    print(f"{len(clips)} clips\n{means_table(found)}\n\n{orders_table(expected)}")
+    o.output.mkdir(parents=True, exist_ok=True)
+    means = {kind: {name: values.mean().item() for name, values in scores.items()} for kind, scores in found.items()}
+    marks = [dataclasses.asdict(order) | {"mark": order.mark} for order in expected]
+    (o.output / "calibration.json").write_text(json.dumps(finite({"means": means, "orders": marks}), indent=1) + "\n")
+    return 1 if any(order.mark == "WRONG" for order in expected) else 0
+
+
+def read_folder(folder: Path) -> list[dict[str, Any]]:
+    """File, prompt and seed of each clip of a folder that generate.py or a validation wrote, or that looks like it."""
+    listed = folder / "clips.json"
+    if listed.is_file():
+        entries = json.loads(listed.read_text())
+    else:
+        files = sorted(file for file in folder.glob("*.mp4") if file.with_suffix(".json").is_file())
+        entries = [json.loads(file.with_suffix(".json").read_text()) | {"file": file.name} for file in files]
+    if not entries:
+        raise ConfigError(f"clips {folder} holds neither clips.json nor mp4 files with a JSON of prompt and seed each")
+    clips = [
+        {"file": str((folder / e["file"]).resolve()), "prompt": e["prompt"], "seed": e.get("seed", 0)} for e in entries
+    ]
+    return [clip for clip in clips if Path(clip["file"]).is_file()]
+
+
+def fingerprint(path: Path) -> list[float]:
+    """Bytes and the latest change of what lies under a path: other weights under an old name are noticed."""
+    files = [file for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file()]
+    if not files:
+        raise FileNotFoundError(f"{path} does not exist or is empty")
+    return [sum(file.stat().st_size for file in files), max(file.stat().st_mtime for file in files)]
+
+
+def keep(file: Path, record: Mapping[str, Any]) -> None:
+    """Write the record of a clip at once; scores of other rewards that it had stay."""
+    old = json.loads(file.read_text())["scores"] if file.is_file() else {}
+    draft = file.with_suffix(".tmp")
+    draft.write_text(json.dumps(finite({**record, "scores": old | dict(record["scores"])}), ensure_ascii=False) + "\n")
+    draft.replace(file)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    disable_progress_bar()
+    try:
+        options, config = options_of(sys.argv[1:] if arguments is None else arguments)
+        with join_ranks(config.start_timeout) as ranks:
+            evaluation = Evaluation(options, config, ranks)
+            return calibrate(evaluation) if options.calibrate else evaluation.run()
+    except (ValueError, FileNotFoundError) as error:
+        print(f"evaluate: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""The tables of an evaluation: means with 95 % intervals, and each system against the first, clip by clip."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from sage_grpo.intervals import interval
+from sage_grpo.tools.paired import Clip, aligned, number, pair_clips, read_clips
+from sage_grpo.tools.report import CSS, video
+from sage_grpo.train.metrics import finite
+
+MOST_PROMPTS = 12
+TABLE_2 = ("Overall", "VQ", "MQ", "TA", "CLIPScore", "PickScore")  # the paper's columns
+CLIPSCORE = 2.5  # times the cosine, 0 below 0: the scale on which the paper's numbers can be
+
+
+def columns(clip: Clip) -> dict[str, float]:
+    """The columns of the paper's Table 2 as far as they were scored, then whatever else was."""
+    found: dict[str, float] = {}
+    for key, value in clip.values.items():
+        label = key.removeprefix("reward/")
+        short = label.rpartition(".")[2]
+        if label != "total":
+            found[label if short in found else short] = value
+    if {"VQ", "MQ", "TA"} <= found.keys():
+        found["Overall"] = found["VQ"] + found["MQ"] + found["TA"]
+    if "cosine" in found:
+        found["CLIPScore"] = CLIPSCORE * max(found.pop("cosine"), 0.0)
+    if "pickscore" in found:
+        found["PickScore"] = found.pop("pickscore")
+    return {name: found[name] for name in TABLE_2 if name in found} | found
+
+
+def compared(output: Path, systems: Sequence[str]) -> dict[str, Any]:
+    """By system and column: mean and interval, paired difference to the first system and share of clips that won."""
+    clips = {name: read_clips(output / name) for name in systems}
+    found: dict[str, Any] = {"reference": systems[0], "systems": {}}
+    for name, own in clips.items():
+        names = dict.fromkeys(column for clip in own for column in columns(clip))
+        pairs = [(columns(a), columns(b)) for a, b in pair_clips(clips[systems[0]], own)] if name != systems[0] else []
+        found["systems"][name] = {"clips": len(own), "columns": {n: _column(n, own, pairs) for n in names}}
+    return found
+
+
+def _column(name: str, clips: Sequence[Clip], pairs: Sequence[tuple[Mapping[str, float], Mapping[str, float]]]) -> Any:
+    values = [columns(clip).get(name, math.nan) for clip in clips]
+    mean = interval(values)
+    record = {"mean": mean.mean, "half": mean.half, "count": sum(map(math.isfinite, values))}
+    better = -1 if name.endswith("distance") else 1
+    gains = [after.get(name, math.nan) - before.get(name, math.nan) for before, after in pairs]
+    gains = [better * gain for gain in gains if math.isfinite(gain)]
+    if not gains:
+        return record
+    change = interval(gains)
+    wins = sum((gain > 0) + (gain == 0) / 2 for gain in gains) / len(gains)
+    record |= {"difference": better * change.mean, "difference_half": change.half, "pairs": len(gains)}
+    return record | {"win_rate": wins, "verdict": change.sign}
+
+
+def tables(result: Mapping[str, Any]) -> tuple[list[list[str]], list[list[str]]]:
+    """For people: means, and differences to the reference with win rates."""
+    names = list(dict.fromkeys(n for system in result["systems"].values() for n in system["columns"]))
+    means = [["mean ± 95 %", "clips", *names]]
+    against = [[f"against {result['reference']}", "pairs", *names]]
+    for system, found in result["systems"].items():
+        cells = [found["columns"].get(name, {}) for name in names]
+        means.append([system, str(found["clips"]), *(_shown(c, "mean", "half") for c in cells)])
+        pairs = max((cell.get("pairs", 0) for cell in cells), default=0)
+        if pairs:
+            wins = (f", wins {cell['win_rate']:.0%}" if "win_rate" in cell else "" for cell in cells)
+            changes = (_shown(cell, "difference", "difference_half", "+") for cell in cells)
+            against.append([system, str(pairs), *map(str.__add__, changes, wins)])
+    return means, against
+
+
+def _shown(cell: Mapping[str, Any], mean: str, half: str, sign: str = "") -> str:
+    return f"{number(cell[mean], sign=sign)} ± {number(cell[half])}" if mean in cell else "–"
+
+
+def pages(output: Path, result: Mapping[str, Any]) -> str:
+    """Write evaluation.json, .md and .html; returns the tables for the terminal."""
+    both = [rows for rows in tables(result) if len(rows) > 1]
+    (output / "evaluation.json").write_text(json.dumps(finite(result), indent=1) + "\n")
+    (output / "evaluation.md").write_text("\n".join(map(markdown, both)), encoding="utf-8")
+    html = "".join(f'<div class="scroll"><table>{"".join(map(_row, rows))}</table></div>' for rows in both)
+    html += f'<h2>Clips</h2><div class="maps">{"".join(_cards(output, list(result["systems"])))}</div>'
+    head = f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Evaluation</title><style>{CSS}</style>'
+    (output / "evaluation.html").write_text(
+        f"{head}</head><body><main><h1>Evaluation</h1>{html}</main></body></html>\n"
+    )
+    return "\n\n".join(map(aligned, both)) + f"\n\n{output / 'evaluation.html'}"
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    rules = ["---", *["---:"] * (len(rows[0]) - 1)]
+    return "".join(f"| {' | '.join(row)} |\n" for row in (rows[0], rules, *rows[1:]))
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
+
+
+def _cards(output: Path, systems: Sequence[str]) -> list[str]:
+    """The clips of all systems side by side, for the first prompts."""
+    clips: dict[tuple[str, int], str] = {}
+    for name in systems:
+        for clip in read_clips(output / name):
+            if clip.path.is_file():
+                words = ", ".join(f"{key} {number(value)}" for key, value in columns(clip).items())
+                side = f"<div>{video(clip.path)}<b>{escape(name)}</b><br><small>{escape(words)}</small></div>"
+                clips[clip.prompt, clip.seed] = clips.get((clip.prompt, clip.seed), "") + side
+    shown = list(clips.items())[:MOST_PROMPTS]
+    return [
+        f'<figure><h3>{escape(prompt)}</h3><div class="pair">{sides}</div></figure>' for (prompt, _), sides in shown
+    ]

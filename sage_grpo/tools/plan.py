@@ -1,0 +1,255 @@
+"""What a run needs and how long it takes, before it is started and without its weights.
+
+    python -m sage_grpo.tools.plan --config FILE.yaml --gpus N --gpu_memory GB [--FLAG VALUE ...]
+    ... --vary num_frames 49 81 121        one line for each value of a flag (or of gpus) instead
+
+Takes every flag of post_train.py. A model folder that does not exist stands for the full-size model. Exit code 0: the
+run fits; 1: it does not, and what to change is said; 2: the configuration cannot run.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKLHunyuanVideo15
+
+from sage_grpo.config import Config, ConfigError, resolve
+from sage_grpo.flags import parse
+from sage_grpo.models.layout import SAMPLING, part_config, sampling_defaults
+from sage_grpo.models.lora import target_layers
+from sage_grpo.models.packed import PackedTransformer
+from sage_grpo.models.policy import Sampling
+from sage_grpo.models.tencent import read_version
+from sage_grpo.tools.paired import aligned
+from sage_grpo.tools.plan_memory import MOMENTS, fits, memory, peak
+from sage_grpo.tools.plan_model import Model, Plan, times, volumes
+from sage_grpo.train.optimization import trainable_parameters
+from sage_grpo.worlds import world_of
+
+GB = 1e9
+Remedy = tuple[str, Callable[[Config], Any], str]
+# What may be given up for memory, the cheapest first: a flag, its new value, and the price.
+REMEDIES: tuple[Remedy, ...] = (
+    ("micro_batch_size", lambda c: 1, "hardly anything at full size"),
+    ("enable_fsdp", lambda c: True, "weights are gathered from other GPUs"),
+    ("reduce_once", lambda c: False, "gradients are summed over ranks in every backward"),
+    ("gather_for_rollout", lambda c: False, "weights are gathered in every forward of a rollout"),
+    ("reference_mode_offload", lambda c: True, "the anchor comes from host memory"),
+    ("enable_gradient_checkpointing", lambda c: True, "blocks are computed again in every backward"),
+    ("checkpointing_fraction", lambda c: 1.0, "blocks are computed again in every backward"),
+    ("keep_attention", lambda c: False, "attention is computed again in every backward"),
+    ("dp_replicate", lambda c: 1, "weights are gathered from other nodes"),
+    ("ema_decay", lambda c: 0.0, "no averaged weights"),
+    ("sp_size", lambda c: 2 * c.sp_size, "tokens travel between GPUs, fewer clips per iteration"),
+    ("use_lora", lambda c: True, "an adapter is trained instead of all weights"),
+    ("num_frames", lambda c: c.num_frames // 8 * 4 + 1, "shorter clips"),
+)
+
+
+def sampling_of(folder: Path, version: str) -> Sampling:
+    """Of the folder; where there is none, of the published model that the version names."""
+    if folder.is_dir():
+        return sampling_defaults(folder, version)
+    size, task, distilled = read_version(version)
+    if (size, task) not in SAMPLING:
+        raise ConfigError(f"pretrained_transformer_version is {version}; only t2v can be trained")
+    return replace(SAMPLING[size, task], guidance=1.0) if distilled else SAMPLING[size, task]
+
+
+def model_of(config: Config) -> Model:
+    """Sizes of the model of a configuration."""
+    c = config
+    lora = (c.lora_r, c.lora_target_modules) if c.use_lora else None
+    return _count(Path(c.pretrained_model_root), c.pretrained_transformer_version, lora)
+
+
+@lru_cache
+def _count(folder: Path, version: str, lora: tuple[int, tuple[str, ...]] | None) -> Model:
+    """Counted on the real classes, without memory for weights. `lora`: rank and layers of the adapter."""
+    parts = {p: part_config(folder, p, version) if folder.is_dir() else {} for p in ("transformer", "vae")}
+    with torch.device("meta"):
+        transformer = PackedTransformer.from_config(parts["transformer"])
+        vae = AutoencoderKLHunyuanVideo15.from_config(parts["vae"])
+    sizes = {name: p.numel() for name, p in trainable_parameters(transformer, False).items()}
+    if lora:
+        layers = {name: transformer.get_submodule(name) for name in target_layers(transformer, lora[1])}
+        sizes = {name: lora[0] * (layer.in_features + layer.out_features) for name, layer in layers.items()}
+    flat = {name for name, p in transformer.named_parameters() if p.ndim < 2}
+    return Model(
+        transformer=dict(transformer.config),
+        parameters=sum(p.numel() for p in transformer.parameters()),
+        block=sum(p.numel() for p in transformer.transformer_blocks[0].parameters()),
+        trained=sum(sizes.values()),
+        matrices=sum(size for n, size in sizes.items() if n.startswith("transformer_blocks.") and n not in flat),
+        vae=sum(p.numel() for p in vae.parameters()),
+        channels=vae.config.latent_channels,
+        temporal=vae.temporal_compression_ratio,
+        spatial=vae.spatial_compression_ratio,
+    )
+
+
+def plan_of(config: Config, gpus: int, text_tokens: int = 150) -> Plan:
+    folder, version = Path(config.pretrained_model_root), config.pretrained_transformer_version
+    resolved = resolve(config, sampling_of(folder, version), "cuda")
+    resolved = replace(resolved, reward_model=resolved.reward_model or (world_of(folder) or "videoalign",))
+    return Plan(resolved, model_of(resolved), gpus, text_tokens)
+
+
+def remedies(plan: Plan, gpu_bytes: float) -> list[tuple[str, str, Plan]]:
+    """Changes that together make the plan fit, none of them idle; or all that help, where they are not enough."""
+    chosen, reached = [], plan
+    for remedy in REMEDIES:
+        while not fits(reached, gpu_bytes) and (other := changed(reached, *remedy[:2])):
+            reached = other
+            chosen.append(remedy)
+    for remedy in REMEDIES:
+        rest = [other for other in chosen if other is not remedy]
+        if fits(steps(plan, rest)[-1], gpu_bytes):
+            chosen = rest
+    plans = steps(plan, chosen)[1:]
+    return [(shown(name, after), price, after) for (name, _, price), after in zip(chosen, plans, strict=True)]
+
+
+def steps(plan: Plan, chosen: Sequence[Remedy]) -> list[Plan]:
+    """The plan, and after each of the changes."""
+    plans = [plan]
+    for name, value, _ in chosen:
+        plans.append(changed(plans[-1], name, value) or plans[-1])
+    return plans
+
+
+def changed(plan: Plan, name: str, value: Callable[[Config], Any]) -> Plan | None:
+    """The plan with another value of a flag; None where that saves nothing or cannot run."""
+    config = replace(plan.config, **{name: value(plan.config)})
+    try:
+        other = replace(plan, config=config, model=model_of(config) if name == "use_lora" else plan.model)
+    except ValueError:  # a layout that does not divide
+        return None
+    return other if peak(other)[1] < peak(plan)[1] else None
+
+
+def shown(name: str, plan: Plan) -> str:
+    return f"--{name} {getattr(plan.config, name)}"
+
+
+def describe(plan: Plan, gpu_bytes: float) -> str:
+    """All that is known of a plan, for the terminal."""
+    c, m = plan.config, plan.model
+    built_in = "" if Path(c.pretrained_model_root).is_dir() else " (no such folder: the full-size model)"
+    lines = [
+        f"{c.pretrained_model_root}{built_in}: {m.parameters / 1e9:.2f} B parameters, {m.trained / 1e6:,.0f} M trained",
+        f"{c.num_frames} x {c.height} x {c.width}: {plan.tokens:,} tokens, {plan.text_tokens} of them text; "
+        f"{plan.branches} forward(s) in each of {c.num_sampling_steps} steps, {plan.trained_steps} steps trained",
+        f"{plan.gpus} GPU(s): {plan.gpus // c.sp_size} data-parallel x {c.sp_size} sequence-parallel, weights in "
+        f"{plan.shards} part(s); {plan.clips} clips of {plan.clips // c.num_generations} prompt(s) per iteration",
+        "",
+        memory_table(plan),
+        "",
+        time_table(plan),
+        "",
+    ]
+    moment, most = peak(plan)
+    verdict = "fits" if fits(plan, gpu_bytes) else "does NOT fit"
+    reserve = f"{plan.rates.reserve / GB:.0f} GB in reserve"
+    lines.append(f"Peak {most / GB:.1f} GB ({moment}) and {reserve}: {verdict} {gpu_bytes / GB:g} GB.")
+    if not fits(plan, gpu_bytes):
+        found = remedies(plan, gpu_bytes)
+        lines += [f"  {flag}: {peak(other)[1] / GB:.1f} GB; {price}" for flag, price, other in found]
+        if not found or not fits(found[-1][2], gpu_bytes):
+            lines.append("  That is not enough: more GPUs with enable_fsdp True, or smaller clips.")
+    unknown = ", ".join(name for name in c.reward_model if name not in plan.rates.rewards)
+    lines += [f"Not counted, for nothing is known of it: the reward {unknown}."] if unknown else []
+    if c.dtype != "bf16":
+        lines.append(f"Times are those of bf16; {c.dtype} takes several times as long.")
+    return "\n".join(lines)
+
+
+def memory_table(plan: Plan) -> str:
+    """GB per GPU, parts by moments; parts that take nothing are left out."""
+    parts = {name: row for name, row in memory(plan).items() if any(row.values())}
+    total = {moment: sum(row[moment] for row in parts.values()) for moment in MOMENTS}
+    rows = [
+        (name, *(f"{row[moment] / GB:.1f}" for moment in MOMENTS)) for name, row in (*parts.items(), ("total", total))
+    ]
+    return aligned([("GB per GPU", *MOMENTS), *rows])
+
+
+def time_table(plan: Plan) -> str:
+    seconds = times(plan)
+    whole = sum(seconds.values())
+    rows = [(name, f"{value:.1f}", f"{value / whole:.0%}") for name, value in seconds.items()]
+    sent = ", ".join(f"{name} {volume / GB:,.0f}" for name, volume in volumes(plan).items())
+    table = aligned([("s per iteration", "", ""), *rows, ("total", f"{whole:.1f}", "")])
+    rate = f"{plan.clips_per_gpu_hour:.1f} clips per GPU-hour"
+    if plan.gpus > 1:
+        longest = sum(times(plan, overlap=False).values())
+        rate += f"; {longest:.1f} s if no communication overlaps; GB into each GPU per iteration: {sent}"
+    return f"{table}\n{rate}"
+
+
+def comparison(rows: Sequence[tuple[str, Plan]], name: str, gpu_bytes: float) -> str:
+    """One line for each value of a flag."""
+    head = (
+        name,
+        "tokens",
+        "peak GB",
+        "fits",
+        "s per iteration",
+        "no overlap",
+        "clips",
+        "clips per GPU-hour",
+        "GB received",
+    )
+    lines = []
+    for value, plan in rows:
+        seconds, longest = (sum(times(plan, overlap).values()) for overlap in (True, False))
+        memory = (f"{peak(plan)[1] / GB:.1f}", "yes" if fits(plan, gpu_bytes) else "no")
+        rate = (plan.clips, f"{plan.clips_per_gpu_hour:.1f}", f"{sum(volumes(plan).values()) / GB:,.0f}")
+        lines.append((value, f"{plan.tokens:,}", *memory, f"{seconds:.0f}", f"{longest:.0f}", *map(str, rate)))
+    return aligned([head, *lines])
+
+
+def varied(rest: Sequence[str], options: argparse.Namespace) -> list[tuple[str, Plan]]:
+    name, *values = options.vary
+    if name == "gpus":
+        return [(value, plan_of(parse(rest), int(value), options.text_tokens)) for value in values]
+    return [(v, plan_of(parse([*rest, f"--{name}", v]), options.gpus, options.text_tokens)) for v in values]
+
+
+def options_of(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    about = "Memory and time of a run. Takes all flags of post_train.py, and these:"
+    parser = argparse.ArgumentParser("python -m sage_grpo.tools.plan", description=about, allow_abbrev=False)
+    parser.add_argument("--gpus", type=int, default=1, help="processes of the run; default: %(default)s")
+    parser.add_argument("--gpu_memory", type=float, default=80.0, help="GB of each GPU; default: %(default)s")
+    parser.add_argument("--text_tokens", type=int, default=150, help="of a prompt; default: %(default)s")
+    parser.add_argument("--vary", nargs="+", metavar=("FLAG", "VALUE"), help="compare values of a flag, or of gpus")
+    options, rest = parser.parse_known_args(arguments)
+    for name in ("gpus", "gpu_memory", "text_tokens"):
+        if getattr(options, name) <= 0:
+            raise ConfigError(f"{name} is {getattr(options, name)}; it must be above 0")
+    return options, rest
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    try:
+        options, rest = options_of(sys.argv[1:] if arguments is None else arguments)
+        gpu_bytes = options.gpu_memory * GB
+        if options.vary:
+            rows = varied(rest, options)
+            print(comparison(rows, options.vary[0], gpu_bytes))
+            return 0
+        plan = plan_of(parse(rest), options.gpus, options.text_tokens)
+    except (ValueError, FileNotFoundError) as error:
+        print(f"plan: {error}", file=sys.stderr)
+        return 2
+    print(describe(plan, gpu_bytes))
+    return 0 if fits(plan, gpu_bytes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

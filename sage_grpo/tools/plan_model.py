@@ -1,0 +1,257 @@
+"""What an iteration takes: counts of work and traffic from configuration, model and layout, times from measured rates.
+
+`Calibration` holds all that had to be measured or assumed, for the memory of `plan_memory.py` too: a re-calibration
+changes that class and nothing else.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from sage_grpo.algo.sde import build_schedule, flow_sigmas
+from sage_grpo.config import Config, check
+from sage_grpo.models import cost
+from sage_grpo.parallel.ranks import check_layout
+from sage_grpo.rewards.base import ALIASES
+from sage_grpo.train.rollout import exploring_steps, num_trained
+
+BYTES = {"fp32": 4, "bf16": 2}
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """One H200, bf16, one clip per forward. Pairs are (compiled, eager).
+
+    T: benchmarks/2026-11-15-planner-figures.md, "transformer"; V: there, "the rest"; A: assumed, not measured.
+    A unit is one bf16 number for each token and channel of the model.
+    """
+
+    attention: float = 560e12  # operations/s, forward (T: 888 ms of the compiled forward)
+    attention_backward: float = 532e12  # operations/s, 2.5 times those of the forward (T)
+    linear: float = 744e12  # operations/s (T: 245 ms of the compiled forward)
+    rest: tuple[float, float] = (59e-9, 232e-9)  # s per token and block: what else a forward does (T: its rows)
+    rest_backward: tuple[float, float] = (59e-9, 372e-9)  # the same, backward, adapters included (T: attention kept)
+    inner_forward: tuple[float, float] = (8.0, 23.0)  # units inside a forward (T: its peaks less the weights)
+    inner_training: tuple[float, float] = (29.0, 33.0)  # units inside a recomputed block and its backward (T)
+    saved: float = 24.0  # units that a block keeps which is not recomputed (A)
+    exchange: float = 8.0  # units more inside a block that exchanges tokens with other ranks (A)
+    decode: float = 125e-6  # s per place of the latents, VAE (V: 9.0 s for 4 clips)
+    decode_bytes: float = 6e9  # inside the VAE, tiles of 256 pixels, 81 frames (A)
+    rewards: Mapping[str, tuple[float, float, float]] = field(
+        # bytes of weights, bytes inside a forward, s per clip (A, but for the sizes of the published weights)
+        default_factory=lambda: {
+            "videoalign": (4.5e9, 2e9, 0.3),
+            "clipscore": (0.9e9, 0.5e9, 0.05),
+            "pickscore": (2.0e9, 0.5e9, 0.05),
+            "ocr": (0.0, 0.0, 1.0),
+            "shapes": (0.0, 0.0, 0.05),
+        }
+    )
+    optimizer: float = 30e9  # parameters/s of an optimizer step (A)
+    gpus_per_node: int = 8
+    nvlink: float = 300e9  # bytes/s into a GPU inside a node (A: two thirds of 450 GB/s)
+    nic: float = 33e9  # bytes/s into a GPU between nodes (A: two thirds of 400 Gbit/s)
+    host: float = 20e9  # bytes/s between a GPU and host memory (A)
+    reserve: float = 4e9  # bytes that no tensor has: CUDA, NCCL, what the allocator cannot use (A)
+
+
+@dataclass(frozen=True)
+class Model:
+    """Numbers of parameters, and the sizes that tokens follow from."""
+
+    transformer: Mapping[str, Any]  # its config as diffusers writes it
+    parameters: int
+    block: int  # of one transformer block
+    trained: int  # the adapter's with LoRA
+    matrices: int  # of the trained: 2-D weights of the blocks
+    vae: int
+    channels: int = 32  # of the latents
+    temporal: int = 4
+    spatial: int = 16
+
+    @property
+    def width(self) -> int:
+        return self.transformer["num_attention_heads"] * self.transformer["attention_head_dim"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A resolved configuration on a number of GPUs. Building one refuses layouts that do not divide."""
+
+    config: Config
+    model: Model
+    gpus: int
+    text_tokens: int = 150
+    rates: Calibration = field(default_factory=Calibration)
+
+    def __post_init__(self) -> None:
+        c, heads = self.config, self.model.transformer["num_attention_heads"]
+        check_layout(self.gpus, c.sp_size, c.enable_fsdp, c.dp_replicate)
+        if heads % c.sp_size:
+            raise ValueError(f"sp_size is {c.sp_size}; it must divide the model's {heads} heads")
+        check(c, self.gpus)
+
+    @property
+    def latents(self) -> int:
+        """Places of the latents of a clip, which are its video tokens."""
+        c, m = self.config, self.model
+        return cost.video_tokens(c.num_frames, c.height, c.width, m.temporal, m.spatial)
+
+    @property
+    def tokens(self) -> int:
+        return self.latents + self.text_tokens
+
+    @property
+    def clips(self) -> int:
+        """Of an iteration, over all ranks."""
+        return self.config.batch_size * self.gpus // self.config.sp_size
+
+    @property
+    def shards(self) -> int:
+        return self.gpus // self.config.dp_replicate if self.config.enable_fsdp else 1
+
+    @property
+    def micro_batch(self) -> int:
+        c = self.config
+        return c.micro_batch_size or min(c.batch_size, c.num_generations)
+
+    @property
+    def branches(self) -> int:
+        return 1 if math.isclose(self.config.guidance_scale, 1.0) else 2
+
+    @cached_property
+    def trained_steps(self) -> int:
+        c = self.config
+        sampler = build_schedule(c.sde_type, flow_sigmas(c.num_sampling_steps, c.timestep_shift), c.eta)
+        steps = exploring_steps(c.sde_window, c.num_sampling_steps, 0, c.seed)
+        return num_trained(sampler.window(steps).stochastic, c.timestep_fraction)
+
+    @property
+    def anchored(self) -> float:
+        """Share of the iterations that run the anchor: one that is the policy itself is not run."""
+        c = self.config
+        if c.trust_region.anchor != "moving":
+            return float(c.trust_region.anchor is not None)
+        return 1 - 1 / math.ceil(c.update_ref_model_step / c.updates_per_rollout)
+
+    @property
+    def rewards(self) -> list[tuple[float, float, float]]:
+        """The rewards that the calibration knows."""
+        names = (ALIASES.get(name, name) for name in self.config.reward_model)
+        return [self.rates.rewards[name] for name in names if name in self.rates.rewards]
+
+    def variant(self, pair: tuple[float, float]) -> float:
+        """Of a pair of the calibration, the one that the run uses."""
+        return pair[not self.config.compile]
+
+    @property
+    def recomputed(self) -> float:
+        return self.config.checkpointing_fraction if self.config.enable_gradient_checkpointing else 0.0
+
+    @property
+    def slices(self) -> int:
+        """Micro-batches of a rank in an iteration."""
+        return self.config.batch_size // self.micro_batch
+
+    @property
+    def rollout_passes(self) -> int:
+        return self.slices * self.branches * self.config.num_sampling_steps
+
+    @property
+    def training_passes(self) -> int:
+        """Forwards of an update, each with its backward; as many of the anchor, where it is run."""
+        return self.slices * self.branches * self.trained_steps
+
+    @property
+    def rollout_gathers(self) -> int:
+        return self.slices if self.config.gather_for_rollout else self.rollout_passes
+
+    @property
+    def reductions(self) -> float:
+        """Passes of an update that sum gradients over ranks."""
+        c = self.config
+        if not c.enable_fsdp:
+            return c.updates_per_rollout / c.gradient_accumulation_steps
+        return c.updates_per_rollout * self.branches if c.reduces_once else self.training_passes
+
+    @property
+    def clips_per_gpu_hour(self) -> float:
+        return 3600 * self.clips / self.gpus / sum(times(self).values())
+
+
+def compute_time(plan: Plan, backward: bool = False) -> float:
+    """Seconds of one pass of a micro-batch on one rank, without any waiting for others."""
+    c, r, layers = plan.config, plan.rates, plan.model.transformer["num_layers"]
+    work = cost.forward(plan.model.transformer, plan.latents, plan.text_tokens)
+    attention, linear = work.attention / r.attention, work.linear / r.linear
+    rest = plan.tokens * layers * plan.variant(r.rest)
+    seconds = attention + linear + rest
+    if backward:
+        again = plan.recomputed * (linear + rest + (0 if c.keep_attention else attention))
+        seconds = work.attention * cost.BACKWARD_OF_ATTENTION / r.attention_backward + again
+        seconds += linear * (1 if c.use_lora else 2) + plan.tokens * layers * plan.variant(r.rest_backward)
+    return seconds * plan.micro_batch / c.sp_size
+
+
+def traffic(plan: Plan) -> dict[str, float]:
+    """Bytes into one GPU: weights and tokens of a forward, gradients of a reduction and then between replicas."""
+    c, m, shards, sp = plan.config, plan.model, plan.shards, plan.config.sp_size
+    replicas, unit = plan.gpus // shards, plan.tokens * plan.micro_batch / sp * m.width * BYTES[c.dtype]
+    return {
+        "gather": m.parameters * BYTES[c.dtype] * (shards - 1) / shards,
+        "exchange": 4 * unit * m.transformer["num_layers"] * (sp - 1) / sp,  # query, key, value; the output
+        "reduce": m.trained * 4 * (shards - 1) / shards,
+        "replicas": m.trained * 4 / shards * 2 * (replicas - 1) / replicas,
+    }
+
+
+def waits(plan: Plan) -> dict[str, float]:
+    """Seconds of this traffic. A ring uses the network of all GPUs of a node, an exchange that of each by itself."""
+    r, node = plan.rates, plan.rates.gpus_per_node
+    ring = r.nvlink if plan.shards <= node else min(r.nvlink, r.nic * node)
+    speeds = {
+        "gather": ring,
+        "reduce": ring,
+        "exchange": r.nvlink if plan.config.sp_size <= node else r.nic,
+        "replicas": r.nvlink if plan.gpus <= node else r.nic,
+    }
+    return {name: volume / speeds[name] for name, volume in traffic(plan).items()}
+
+
+def times(plan: Plan, overlap: bool = True) -> dict[str, float]:
+    """Seconds of each phase, warm, the mean over iterations.
+
+    overlap: weights and gradients travel while blocks compute, so only what takes longer than that shows. Exchanges of
+    tokens always do.
+    """
+    c, r, m, wait = plan.config, plan.rates, plan.model, waits(plan)
+    forward, backward, passes = compute_time(plan), compute_time(plan, backward=True), plan.training_passes
+    during, during_backward = (forward, backward) if overlap and c.enable_fsdp else (0.0, 0.0)
+    gather, regather = max(0.0, wait["gather"] - during), max(0.0, wait["gather"] - during_backward)
+    reduction, steps = wait["reduce"] + wait["replicas"], c.updates_per_rollout / c.gradient_accumulation_steps
+    forward += wait["exchange"]
+    update = passes * (forward + gather + backward + regather + (1 + plan.recomputed) * wait["exchange"])
+    left = max(0.0, during_backward - wait["gather"])
+    update += plan.reductions * max(0.0, reduction - left) + steps * m.trained / plan.shards / r.optimizer
+    anchor = passes * (forward + gather)
+    if c.reference_mode_offload and not c.use_lora:  # parameters out, the anchor in, parameters back
+        anchor += m.trained / plan.shards * (2 * BYTES[c.master_weight_type] + BYTES[c.dtype]) / r.host
+    return {
+        "rollout": plan.rollout_passes * forward + plan.rollout_gathers * gather,
+        "decode": math.ceil(c.batch_size / c.sp_size) * plan.latents * r.decode,
+        "reward": c.batch_size * sum(seconds for *_, seconds in plan.rewards),
+        "anchor": plan.anchored * anchor,
+        "update": update,
+    }
+
+
+def volumes(plan: Plan) -> dict[str, float]:
+    """Bytes into one GPU per iteration."""
+    t, passes = traffic(plan), plan.training_passes
+    return {
+        "weights": t["gather"] * (plan.rollout_gathers + passes * (2 + plan.anchored)),
+        "gradients": (t["reduce"] + t["replicas"]) * plan.reductions,
+        "tokens": t["exchange"] * (plan.rollout_passes + passes * (2 + plan.recomputed + plan.anchored)),
+    }

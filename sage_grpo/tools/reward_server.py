@@ -1,0 +1,240 @@
+"""Serves rewards over HTTP, so that their models live off the training GPUs, or in another environment.
+
+    export SAGE_REWARD_TOKEN=$(openssl rand -hex 32)     (the same on the clients)
+    python -m sage_grpo.tools.reward_server --reward videoalign --reward_path ckpts/VideoReward
+
+Clients are `--reward_model remote --remote_reward_url http://HOST:PORT`; `rewards/wire.py` tells how both speak.
+Clips that wait while a batch is scored make up the next one, whoever sent them. Memory is bounded: a request says its
+length beforehand, and is turned away where the requests already inside leave no room for it.
+"""
+
+import argparse
+import asyncio
+import hmac
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+from torch import Tensor
+
+from sage_grpo.rewards.base import REWARDS, Setup, build_rewards
+from sage_grpo.rewards.composite import Composite
+from sage_grpo.rewards.wire import TooMuch, WireError, read_json, read_token, unpack
+from sage_grpo.train.metrics import finite
+
+
+@dataclass(frozen=True)
+class Limits:
+    clips: int = 64  # in a request
+    request: int = 512 << 20  # bytes of a request
+    waiting: int = 4 << 30  # bytes of all requests that are inside
+    seconds: float = 300.0  # that a request may take to arrive, and then to be scored
+    connections: int = 256
+
+
+@dataclass(frozen=True, eq=False)
+class Item:
+    """A clip that waits for its scores."""
+
+    clip: Tensor
+    prompt: str
+    fps: float
+    result: asyncio.Future  # of its named scores and, where it has none, the error
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Clips of one kind can be scored together by any reward."""
+        return (*self.clip.shape, self.fps)
+
+
+class Batcher:
+    """Scores one batch after another, each of up to `reward.batch_size` waiting clips of one kind, oldest first."""
+
+    def __init__(self, reward: Composite) -> None:
+        self.reward, self.arrived = reward, asyncio.Event()
+        self.waiting: list[Item] = []
+
+    async def scores(self, clips: Sequence[Tensor], prompts: Sequence[str], fps: float, seconds: float) -> list[Any]:
+        """A pair of named scores and error for each clip; TimeoutError after `seconds`."""
+        new = asyncio.get_running_loop().create_future
+        items = [Item(clip, prompt, fps, new()) for clip, prompt in zip(clips, prompts, strict=True)]
+        self.waiting += items
+        self.arrived.set()
+        try:
+            async with asyncio.timeout(seconds):
+                return await asyncio.gather(*(item.result for item in items))
+        finally:  # who is not waited for any more must not hold memory
+            self.waiting = [item for item in self.waiting if not item.result.done()]
+
+    async def work(self) -> None:
+        while True:
+            await self.arrived.wait()
+            self.arrived.clear()
+            while self.waiting:
+                alike = [item for item in self.waiting if item.kind == self.waiting[0].kind]
+                batch = alike[: self.reward.batch_size]
+                self.waiting = [item for item in self.waiting if item not in batch]
+                await self._score(batch)
+
+    async def _score(self, batch: Sequence[Item]) -> None:
+        clips, prompts = [item.clip for item in batch], [item.prompt for item in batch]
+        found = await asyncio.to_thread(self.reward.score, clips, prompts, batch[0].fps)
+        for i, item in enumerate(batch):
+            lost = not found.total[i].isfinite()
+            if lost and len(batch) > 1 and not item.result.done():  # it may not be the one that is at fault
+                await self._score([item])
+            elif not item.result.done():
+                row = {name: values[i].item() for name, values in found.named.items()}
+                item.result.set_result((row, found.errors[0] if lost else None))
+
+
+class TokenGate:
+    """Lets nobody in without the token."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self.app, self.expected = app, f"Bearer {token}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = dict(scope.get("headers", ())).get(b"authorization", b"")
+        if scope["type"] == "lifespan" or hmac.compare_digest(given, self.expected):
+            await self.app(scope, receive, send)
+        else:
+            told = "the token is missing or wrong: set SAGE_REWARD_TOKEN to that of the server"
+            await JSONResponse({"error": told}, 401)(scope, receive, send)
+
+
+class Service:
+    """The three things that a client can ask: what is scored here, are these prompts fine, score these clips."""
+
+    def __init__(self, reward: Composite, limits: Limits) -> None:
+        self.reward, self.limits, self.inside = reward, limits, 0
+
+    def app(self, token: str) -> Starlette:
+        paths = {"/info": (self.info, "GET"), "/check": (self.check, "POST"), "/score": (self.score, "POST")}
+        routes = [Route(path, call, methods=[method]) for path, (call, method) in paths.items()]
+        gate, turned_away = [Middleware(TokenGate, token=token)], dict.fromkeys(STATUS, refusal)
+        app = Starlette(routes=routes, middleware=gate, exception_handlers=turned_away, lifespan=self.lifespan)
+        app.router.redirect_slashes = False
+        return app
+
+    @asynccontextmanager
+    async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        self.batcher = Batcher(self.reward)
+        work = asyncio.create_task(self.batcher.work())
+        yield
+        work.cancel()
+        with suppress(asyncio.CancelledError):
+            await work
+
+    async def info(self, request: Request) -> JSONResponse:
+        limits = {"max_clips": self.limits.clips, "max_bytes": self.limits.request}
+        return JSONResponse({"names": list(self.reward.names), "rewards": list(self.reward.rewards)} | limits)
+
+    async def check(self, request: Request) -> JSONResponse:
+        async with self.body(request) as body:
+            asked = read_json(body)
+            prompts = asked.get("prompts") if isinstance(asked, dict) else None
+            if not isinstance(prompts, list) or not all(isinstance(prompt, str) for prompt in prompts):
+                raise WireError("send an object with a list of prompts")
+            try:
+                await asyncio.to_thread(self.reward.check, prompts)
+            except ValueError as error:
+                raise HTTPException(422, str(error)) from error
+            return JSONResponse({})
+
+    async def score(self, request: Request) -> JSONResponse:
+        async with self.body(request) as body:
+            rows = await self.batcher.scores(*unpack(body, self.limits.clips), self.limits.seconds)
+            scores = {name: [row[name] for row, _ in rows] for name in self.reward.names}
+            return JSONResponse(finite({"scores": scores, "errors": [error for _, error in rows if error]}))
+
+    @asynccontextmanager
+    async def body(self, request: Request) -> AsyncIterator[bytearray]:
+        """The whole body, whose memory counts as taken until the answer is there."""
+        told = request.headers.get("content-length", "")
+        if not told.isascii() or not told.isdigit():
+            raise HTTPException(411, "say the length of the request in Content-Length")
+        length = int(told)
+        if length > self.limits.request:
+            raise HTTPException(413, f"the request has {length} bytes; at most {self.limits.request} are allowed")
+        if self.inside + length > self.limits.waiting:
+            raise HTTPException(503, "the queue is full")
+        self.inside += length
+        try:
+            body, place = bytearray(length), 0
+            async with asyncio.timeout(self.limits.seconds):
+                async for chunk in request.stream():
+                    body[place : place + len(chunk)] = chunk
+                    place += len(chunk)
+            yield body
+        finally:
+            self.inside -= length
+
+
+STATUS = {HTTPException: 0, TooMuch: 413, WireError: 400, TimeoutError: 504, ClientDisconnect: 400}
+
+
+async def refusal(request: Request, error: Exception) -> JSONResponse:
+    """What went wrong, with the status for it; the connection ends, for the rest of a body may still be on its way."""
+    status = getattr(error, "status_code", None) or STATUS[type(error)]
+    told = getattr(error, "detail", None) or str(error) or "the request took too long, or broke off"
+    return JSONResponse({"error": told}, status, headers={"Connection": "close"})
+
+
+def build_server(reward: Composite, limits: Limits, token: str, host: str, port: int) -> uvicorn.Server:
+    settings = {"log_level": "warning", "access_log": False, "server_header": False, "proxy_headers": False}
+    settings |= {"limit_concurrency": limits.connections, "timeout_graceful_shutdown": 5, "ws": "none"}
+    return uvicorn.Server(uvicorn.Config(Service(reward, limits).app(token), host, port, **settings))
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("python -m sage_grpo.tools.reward_server", description="Rewards over HTTP.")
+    add, served = parser.add_argument, [name for name in REWARDS if name != "remote"]
+    add("--reward", nargs="+", required=True, choices=served, help="one or several")
+    add("--reward_path", type=Path, default=Path("ckpts/VideoReward"), help="VideoReward folder, others beside it")
+    add("--reward_fps", type=float, default=2.0, help="frames of each second that are seen")
+    add("--reward_batch_size", type=int, default=8, help="clips that are scored together")
+    add("--host", default="127.0.0.1", help="0.0.0.0 lets other machines in; default: %(default)s")
+    add("--port", type=int, default=8900)
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--max_clips", type=int, default=Limits.clips, help="in a request")
+    add("--max_request_mb", type=int, default=Limits.request >> 20)
+    add("--max_waiting_mb", type=int, default=Limits.waiting >> 20, help="of all requests that are inside")
+    add("--timeout", type=float, default=Limits.seconds, help="seconds for a request")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = parse_arguments(arguments)
+    try:
+        token = read_token()
+        rewards = build_rewards(args.reward, Setup(args.reward_path, torch.device(args.device), args.reward_fps))
+        weights = {name: dict.fromkeys(reward.names, 1.0) for name, reward in rewards.items()}
+        reward = Composite(rewards, weights, args.reward_batch_size, args.timeout)
+    except (ValueError, FileNotFoundError) as error:
+        print(f"reward_server: {error}", file=sys.stderr)
+        return 2
+    limits = Limits(args.max_clips, args.max_request_mb << 20, args.max_waiting_mb << 20, args.timeout)
+    server = build_server(reward, limits, token, args.host, args.port)
+    listener = server.config.bind_socket()
+    listener.listen()  # who asks before the server is up waits for it
+    address = f"http://{args.host}:{listener.getsockname()[1]}"
+    print(f"{address} scores {', '.join(reward.names)}, up to {args.reward_batch_size} clips together", flush=True)
+    server.run(sockets=[listener])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

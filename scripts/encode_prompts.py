@@ -1,0 +1,77 @@
+"""Encode prompts ahead of a run, so that post_train.py with the same --prompt_cache loads no text encoder.
+
+    python scripts/encode_prompts.py --model_root FOLDER --prompt_cache CACHE
+    torchrun --nproc_per_node 8 scripts/encode_prompts.py ...          (the ranks share the prompts)
+
+What the cache holds already is left alone, so a run that was stopped goes on where it was. Encoders of other weights or
+another precision have a folder of their own in the cache.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from sage_grpo.data.prompts import Prompt, read_prompts
+from sage_grpo.models.text import PromptEncoder
+from sage_grpo.train.build import DTYPES, prompts_of
+
+
+def prompts_to_encode(files: Sequence[str] | None, folder: Path) -> list[Prompt]:
+    """Those of the files, else what post_train.py would train on and validate with."""
+    if files is None:
+        return prompts_of(None, folder, "train") + prompts_of(None, folder, "valid")
+    return [prompt for file in files for prompt in read_prompts(file)]
+
+
+def encode(args: argparse.Namespace, rank: int, count: int) -> str:
+    """Fill the cache; says what it then holds of these prompts."""
+    device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if args.device == "cuda" else "cpu")
+    dtype = DTYPES[args.dtype or ("fp32" if device.type == "cpu" else "bf16")]
+    named = [prompt.text for prompt in prompts_to_encode(args.prompts, args.model_root)]
+    texts = list(dict.fromkeys([args.negative_prompt, *named]))
+    begun = time.perf_counter()
+    encoder = PromptEncoder(args.model_root, device, dtype, args.prompt_cache)
+    missing = sum(text not in encoder.cache for text in texts)
+    encoder.prepare(texts, rank, count)
+    size = sum(encoder.cache.path(text).stat().st_size for text in texts)
+    seconds = time.perf_counter() - begun
+    text = f"{len(texts)} prompts, {missing} of which were missing: {size:,} bytes in {encoder.cache.folder}"
+    return f"{text}, {seconds:.1f} s on {count} rank(s)"
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--model_root", type=Path, default=Path("assets/tiny"), help="model folder; default: %(default)s")
+    add("--prompts", nargs="+", metavar="FILE", help=".txt, .csv or .jsonl; default: as post_train.py, both kinds")
+    add("--negative_prompt", default="", help="of guidance; default: the empty one")
+    add("--prompt_cache", type=Path, required=True, metavar="DIR", help="the folder to give post_train.py")
+    add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--dtype", choices=DTYPES, help="as that of the run; default: bf16 on a GPU, fp32 on a CPU")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    disable_progress_bar()  # that of loading weights
+    rank, count = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    try:
+        said = encode(parse_arguments(arguments), rank, count)
+    except (ValueError, FileNotFoundError) as error:
+        print(f"encode_prompts.py: {error}", file=sys.stderr)
+        return 2
+    if rank == 0:
+        print(said)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""Take VideoReward's prompt template out of the source file that it is published in.
+
+    python scripts/prompt_template.py prompt_template.py ckpts/VideoReward/prompt_template.txt
+
+The text is part of the trained reward model: a changed blank changes the scores. It is therefore written byte for byte,
+and only if it is the one that the model was trained with. The source is read, never run.
+"""
+
+import ast
+import hashlib
+import sys
+from pathlib import Path
+
+CONSTANT = "DETAILED_PROMPT_WITH_SPECIAL_TOKEN"
+SHA256 = "fdb6309bac618dd0c8b1b589d3a0970a974f7856eecbb355a190b2dce54af700"
+
+
+def main(source: Path, target: Path) -> int:
+    content = constant(source.read_text(encoding="utf-8"), CONSTANT).encode()
+    found = hashlib.sha256(content).hexdigest()
+    if found != SHA256:
+        print(f"{source}: {CONSTANT} has sha256 {found} instead of {SHA256}; nothing was written.", file=sys.stderr)
+        return 1
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(content)
+    return 0
+
+
+def constant(source: str, name: str) -> str:
+    """The value of the string that a module assigns to `name`."""
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
+            return ast.literal_eval(node.value)
+    raise ValueError(f"{name} is not assigned in this source.")
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(Path, sys.argv[1:])))

@@ -1,0 +1,53 @@
+"""Ranks as processes of one machine, forked from a server that has imported the heavy packages once."""
+
+import multiprocessing
+import os
+import pickle
+import socket
+import traceback
+from pathlib import Path
+
+ROOT = str(Path(__file__).parents[1])
+os.environ["PYTHONPATH"] = os.pathsep.join([ROOT, *os.environ.get("PYTHONPATH", "").split(os.pathsep)])  # of the server
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["sage_grpo.train.build", "torch.testing", "pytest"])
+PATIENCE = 120  # seconds
+
+
+def run_ranks(world, work, *arguments, **layout):
+    """What `work(ranks, *arguments)` gives on each rank; `layout` goes to `join_ranks`."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    pipes = [CONTEXT.Pipe(duplex=False) for _ in range(world)]
+    processes = [
+        CONTEXT.Process(target=_rank, args=(rank, world, port, pipes[rank][1], layout, work, arguments))
+        for rank in range(world)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        silent = (None, f"no answer within {PATIENCE} s")
+        found = [pickle.loads(reader.recv_bytes()) if reader.poll(PATIENCE) else silent for reader, _ in pipes]
+    finally:
+        for process in processes:
+            process.kill()
+    failed = {rank: text for rank, (result, text) in enumerate(found) if text}
+    assert not failed, "\n".join(f"rank {rank}: {text}" for rank, text in failed.items())
+    return [result for result, _ in found]
+
+
+def _rank(rank, world, port, pipe, layout, work, arguments):
+    import torch
+
+    from sage_grpo.parallel.ranks import join_ranks
+
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    try:
+        with join_ranks(PATIENCE, **layout) as ranks:
+            result = work(ranks, *arguments)
+        answer = (result, "")
+    except BaseException:  # told to the test
+        answer = (None, traceback.format_exc())
+    pipe.send_bytes(pickle.dumps(answer))  # by value: `send` would hand over memory that ends with this process

@@ -1,0 +1,34 @@
+"""Attention in two parts is attention, and is used where it pays."""
+
+import pytest
+import torch
+
+from sage_grpo.models import attention as module
+from sage_grpo.models.attention import attention, best_attention, parted_attention, tiled_attention
+
+
+def tensors(tokens, dtype=torch.float64):
+    draw = torch.Generator().manual_seed(0)
+    return [torch.randn(2, tokens, 3, 8, generator=draw, dtype=dtype).mul(2).requires_grad_() for _ in range(4)]
+
+
+@pytest.mark.parametrize("tokens", [129, 255, 300])
+def test_two_parts_give_the_values_and_gradients_of_the_whole(tokens):
+    *inputs, gradient = tensors(tokens)
+    whole, parted = attention(*inputs), parted_attention(*inputs)
+    torch.testing.assert_close(parted, whole, rtol=1e-12, atol=1e-12)
+    found, expected = (torch.autograd.grad(out, inputs, gradient) for out in (parted, whole))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+def test_only_long_sequences_with_something_left_over_are_parted(monkeypatch):
+    monkeypatch.setattr(module, "LONG", 256)
+    monkeypatch.setattr(module, "parted_attention", lambda *x: "parted")
+    monkeypatch.setattr(module, "attention", lambda *x: "whole")
+    kinds = {tokens: tiled_attention(*tensors(tokens)[:3]) for tokens in (255, 256, 257, 384)}
+    assert kinds == {255: "whole", 256: "whole", 257: "parted", 384: "whole"}
+
+
+def test_a_cpu_has_no_tiles_to_fill():
+    assert best_attention(torch.zeros(1)) is attention

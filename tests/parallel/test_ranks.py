@@ -1,0 +1,65 @@
+"""What ranks tell each other: over data-parallel groups, inside sequence-parallel ones, and over all."""
+
+import pytest
+import torch
+from torch import nn
+
+from sage_grpo.parallel.ranks import check_layout
+from tests.dist import run_ranks
+
+
+def talk(ranks):
+    own = torch.tensor([ranks.rank + 1.0])
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.full((2,), 1.0 + ranks.world_rank)
+    ranks.sum_gradients([parameter])
+    try:
+        ranks.from_leader(lambda: int("not a number"))
+        error = None
+    except ValueError as caught:
+        error = str(caught)
+    return {
+        "where": (ranks.rank, ranks.sp_rank, ranks.first, ranks.leader),
+        "gathered": ranks.gather(own).tolist(),
+        "sum": ranks.sum(own).tolist(),
+        "max": ranks.max(own).tolist(),
+        "own": own.tolist(),
+        "texts": ranks.texts(f"group {ranks.rank}"),
+        "leader": ranks.from_leader(lambda: f"leader {ranks.rank}, {ranks.sp_rank}"),
+        "on leader": ranks.on_leader(lambda: "made"),
+        "error": error,
+        "shared": ranks.shared([1, 2, 3], lambda items: [(ranks.sp_rank, 10 * item) for item in items]),
+        "gradient": parameter.grad.tolist(),
+    }
+
+
+def test_two_groups_of_two():
+    found = run_ranks(4, talk, sp_size=2)
+    assert [f["where"] for f in found] == [
+        (0, 0, True, True), (0, 1, False, False), (1, 0, False, True), (1, 1, False, False)
+    ]  # fmt: skip
+    for number, answers in enumerate(found):
+        group, place = divmod(number, 2)
+        assert answers["gathered"] == [1.0, 2.0] and answers["sum"] == [3.0] and answers["max"] == [2.0]
+        assert answers["own"] == [group + 1.0]  # a reduction leaves its argument alone
+        assert answers["texts"] == ["group 0", "group 1"]
+        assert answers["leader"] == f"leader {group}, 0" and answers["on leader"] == ("made" if place == 0 else None)
+        assert "not a number" in answers["error"]
+        assert answers["shared"] == [(0, 10), (0, 20), (1, 30)]
+        assert answers["gradient"] == [10.0, 10.0]  # 1 + 2 + 3 + 4: gradients are summed over all
+
+
+@pytest.mark.parametrize("world, sp_size, sharded, replicas, words", [
+    (4, 3, False, 1, "sp_size is 3; it must divide the number of processes, which is 4"),
+    (4, 1, False, 2, "needs enable_fsdp True"),
+    (6, 1, True, 4, "dp_replicate is 4; each of the replicas"),
+    (8, 4, True, 4, "a multiple of sp_size"),
+])  # fmt: skip
+def test_layouts_that_do_not_divide_are_refused(world, sp_size, sharded, replicas, words):
+    with pytest.raises(ValueError, match=words):
+        check_layout(world, sp_size, sharded, replicas)
+
+
+@pytest.mark.parametrize("layout", [(64, 2, True, 8), (8, 8, True, 1), (1, 1, True, 1), (4, 2, True, 2)])
+def test_layouts_that_divide_pass(layout):
+    check_layout(*layout)

@@ -1,0 +1,118 @@
+"""VideoAlign against the published code, part by part, so that a failure says where; then what training relies on."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from sage_grpo.rewards.composite import Composite
+from sage_grpo.rewards.videoalign import VideoAlign
+
+RUNS = json.loads((Path(__file__).parents[1] / "fixtures/videoalign/upstream_scores.json").read_text())["runs"]
+OVERRIDES = {"fps": "sample_fps", "max_pixels": "max_pixels", "num_frames": "num_frames"}
+
+
+@pytest.fixture(scope="module")
+def reward(videoalign_folders):
+    return VideoAlign(videoalign_folders["VideoReward"])
+
+
+def score(reward, samples, **options):
+    scores = reward.score([s.clip for s in samples], [s.prompt for s in samples], [s.fps for s in samples], **options)
+    return torch.stack([scores[name] for name in ("VQ", "MQ", "TA")], 1)
+
+
+@pytest.fixture(scope="module")
+def inputs(reward, samples):
+    return reward.inputs([s.clip for s in samples], [s.prompt for s in samples], [s.fps for s in samples])
+
+
+def test_tokens_are_those_of_the_published_code(reward, inputs, upstream):
+    assert torch.equal(inputs.tokens, upstream["input_ids"].long())
+    places = [[row.index(token) for token in reward.reward_tokens.tolist()] for row in inputs.tokens.tolist()]
+    assert places == upstream["reward_positions"].tolist()
+    assert torch.equal(inputs.grids, upstream["video_grid_thw"])
+
+
+@torch.no_grad()
+def test_vision_features_and_hidden_states_are_those_of_the_published_code(reward, inputs, upstream):
+    features = torch.cat(reward.model.get_video_features(inputs.patches, inputs.grids).pooler_output)
+    torch.testing.assert_close(features[upstream["vision_rows_index"]], upstream["vision_rows"], atol=1e-4, rtol=0)
+    torch.testing.assert_close(features.sum(1), upstream["vision_row_sum"], atol=1e-3, rtol=0)
+    torch.testing.assert_close(reward.hidden(inputs), upstream["reward_hidden"], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda r: f"{r['checkpoint']}-{r['mode']}-{r['use_norm']}-{r['overrides']}")
+def test_scores_are_those_of_the_published_code(videoalign_folders, samples, run):
+    options = {OVERRIDES[name]: value for name, value in run["overrides"].items()}
+    reward = VideoAlign(videoalign_folders[run["checkpoint"]], **options)
+    chosen = [samples[i] for i in run["samples"]]
+    batches = [chosen] if run["mode"] == "batch" else [[sample] for sample in chosen]
+    found = torch.cat([score(reward, batch, normalise=run["use_norm"]) for batch in batches])
+    expected = torch.tensor([[row[name] for name in ("VQ", "MQ", "TA")] for row in run["scores"]])
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+def test_a_score_does_not_depend_on_company_or_order(reward, samples):
+    """Sizes, lengths and prompt lengths all differ."""
+    alone = torch.cat([score(reward, [sample]) for sample in samples])
+    order = [3, 0, 4, 1, 2]
+    together = score(reward, [samples[i] for i in order])
+    torch.testing.assert_close(together, alone[order], atol=1e-4, rtol=0)
+    twice = score(reward, [samples[0], samples[1], samples[0]])
+    torch.testing.assert_close(twice[0], twice[2], atol=1e-4, rtol=0)
+
+
+def test_only_text_alignment_sees_the_prompt(reward, samples):
+    clip = samples[0].clip
+    scores = reward.score([clip, clip], ["a boat", "a boat on a very wide lake"], 8.0)
+    assert scores["VQ"][0] == pytest.approx(scores["VQ"][1].item(), abs=1e-4)
+    assert scores["MQ"][0] == pytest.approx(scores["MQ"][1].item(), abs=1e-4)
+    assert abs(scores["TA"][0] - scores["TA"][1]) > 0.01
+
+
+def test_the_rate_of_the_clip_decides_what_is_seen(reward, samples):
+    slow, fast = (reward.inputs([samples[1].clip], ["p"], fps).grids[0, 0].item() for fps in (8.0, 16))
+    assert (slow, fast) == (10, 5)
+
+
+def test_a_folder_without_statistics_has_raw_scores(videoalign_folders, samples):
+    reward = VideoAlign(videoalign_folders["VideoReward_split"])
+    assert torch.equal(score(reward, samples[:1]), score(reward, samples[:1], normalise=False))
+
+
+@pytest.mark.parametrize("token", ["<|video_pad|>", "<|TA_reward|>", "<|im_end|>"])
+def test_a_prompt_with_a_reserved_token_is_refused(reward, samples, token):
+    with pytest.raises(ValueError, match=r"which the reward reserves"):
+        reward.check([f"a boat {token}"])
+    with pytest.raises(ValueError, match=r"which the reward reserves"):
+        reward.score([samples[0].clip], [f"a boat {token}"], 8.0)
+    reward.check(["a <boat> {with} | braces", ""])
+
+
+def test_weights_rest_in_host_memory_between_calls(videoalign_folders, samples, reward, monkeypatch):
+    """Seen through the moves: a CPU has only one place for them."""
+    resting = VideoAlign(videoalign_folders["VideoReward"], "cpu:0", offload=True)
+    moves, to = [], resting.model.to
+    monkeypatch.setattr(resting.model, "to", lambda place: (moves.append(str(place)), to(place)))
+    assert torch.equal(score(resting, samples[:1]), score(reward, samples[:1]))
+    with pytest.raises(ValueError):
+        resting.score([samples[0].clip], [], 8.0)
+    assert moves == ["cpu:0", "cpu"] * 2
+
+
+def test_half_precision_rounds_the_rotary_frequencies_as_published(videoalign_folders, samples, reward):
+    half = VideoAlign(videoalign_folders["VideoReward"], dtype=torch.bfloat16)
+    frequencies = half.model.language_model.rotary_emb.inv_freq
+    exact = reward.model.language_model.rotary_emb.inv_freq
+    assert torch.equal(frequencies.float(), exact.bfloat16().float()) and not torch.equal(frequencies.float(), exact)
+    assert (score(half, samples[:1]) - score(reward, samples[:1])).abs().max() < 0.5
+
+
+def test_numbers_that_break_later_never_train(videoalign_folders, samples):
+    reward = VideoAlign(videoalign_folders["VideoReward"])
+    with torch.no_grad():
+        reward.model.language_model.norm.weight[0] = torch.nan
+    scores = Composite({"videoalign": reward}, {"VQ": 1.0}).score([samples[0].clip], ["p"], 8.0)
+    assert scores.total.isnan().all() and scores.errors == ["1 score(s) are not finite"]

@@ -1,0 +1,92 @@
+"""The cache that is filled ahead of a run: whole, resumable, shared by ranks, and enough for post_train.py."""
+
+import pytest
+
+import post_train
+from sage_grpo.models.text import PromptEncoder
+from sage_grpo.train.build import PROMPTS
+from tests.scripts.load import load_script
+
+script = load_script("encode_prompts")
+
+
+@pytest.fixture
+def encode(tiny_folder, tmp_path, capsys):
+    """encode(file, ...) -> what the script says."""
+
+    def run(*files, **options):
+        words = ["--model_root", tiny_folder, "--prompt_cache", tmp_path / "cache", "--device", "cpu"]
+        words += [word for name, value in options.items() for word in (f"--{name}", value)]
+        words += ["--prompts", *files] if files else []
+        status = script.main([str(word) for word in words])
+        said = capsys.readouterr()
+        return (status, said.err) if status else said.out
+
+    return run
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.csv"
+    path.write_text("prompt,seed\na red circle moving left,1\na green square,2\na red circle moving left,3\n")
+    more = tmp_path / "more.txt"
+    more.write_text("a red square moving right\n")
+    return path, more
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    plain, seen = PromptEncoder._load, []
+    monkeypatch.setattr(PromptEncoder, "_load", lambda self: (seen.append(self.folder), plain(self)))
+    return seen
+
+
+def test_it_encodes_what_is_missing_and_says_how_much(encode, prompts, loads, tmp_path):
+    assert encode(prompts[0]).startswith("3 prompts, 3 of which were missing: ")  # two, and the negative one
+    said = encode(*prompts)
+    files = list((tmp_path / "cache").glob("*/*.safetensors"))
+    assert said.startswith("4 prompts, 1 of which were missing: ") and " s on 1 rank(s)" in said
+    assert len(files) == 4 and f"{sum(file.stat().st_size for file in files):,} bytes in {files[0].parent}" in said
+    assert len(loads) == 2
+    assert "4 prompts, 0 of which were missing" in encode(*prompts)
+    assert len(loads) == 2  # nothing was missing, so nothing was loaded
+
+
+def test_precision_and_negative_prompt_are_those_of_the_run(encode, prompts, tmp_path):
+    encode(prompts[1])
+    assert "2 prompts, 2 of which" in encode(prompts[1], dtype="bf16")
+    assert "2 prompts, 1 of which" in encode(prompts[1], negative_prompt="blurred")
+
+
+def test_only_the_first_rank_talks_and_any_rank_is_enough(encode, prompts, monkeypatch, tmp_path):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert encode(*prompts) == ""
+    monkeypatch.setenv("RANK", "0")
+    assert "4 prompts, 0 of which were missing" in encode(*prompts)
+
+
+def test_the_default_is_what_post_train_would_use(tiny_folder):
+    names = [prompt.text for prompt in script.prompts_to_encode(None, tiny_folder)]
+    ours = script.prompts_to_encode([str(PROMPTS / "train.csv"), str(PROMPTS / "valid.csv")], tiny_folder)
+    assert names == [prompt.text for prompt in ours]
+
+
+def test_a_missing_file_is_one_sentence(encode, tmp_path):
+    status, said = encode(tmp_path / "nowhere.txt")
+    assert status == 2 and said == f"encode_prompts.py: prompt file {tmp_path / 'nowhere.txt'} does not exist\n"
+
+
+def test_post_train_then_loads_no_encoder(encode, prompts, loads, tiny_folder, tmp_path):
+    encode(*prompts)
+    loads.clear()
+    flags = {
+        "pretrained_model_root": tiny_folder, "output_dir": tmp_path / "run", "prompt_cache": tmp_path / "cache",
+        "validation_prompts": prompts[1], "reward_model": "shapes", "batch_size": 2, "num_generations": 2,
+        "num_sampling_steps": 2, "num_frames": 5, "guidance_scale": 2, "max_steps": 1, "report_to": "none",
+        "validation_num_inference_steps": 2, "dtype": "fp32",
+    }  # fmt: skip
+    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    assert post_train.main([*words, "--train_prompts", *map(str, prompts)]) == 0
+    assert not loads
+    assert len(list((tmp_path / "cache").glob("*/*"))) == 4

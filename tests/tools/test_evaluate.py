@@ -1,0 +1,210 @@
+"""Evaluation on real tiny models: numbers, resuming, folders of clips, two processes, and known clips."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sage_grpo.media import write_mp4
+from sage_grpo.models.hunyuan15 import Hunyuan15
+from sage_grpo.rewards.base import REWARDS
+from sage_grpo.rewards.shapes import ShapesReward
+from sage_grpo.tools import evaluate
+from sage_grpo.worlds.shapes import captions, render, sample_scenes
+from tests.dist import run_ranks
+
+ROOT = Path(__file__).parents[2]
+TINY = ROOT / "assets" / "tiny"
+PROMPTS = ("a red circle moving left", "a green square moving right", "a red square", "a green circle moving left")
+# imageio's reader leaves the pipes of its ffmpeg process to the garbage collector
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+
+
+class Level:
+    """Mean of the pixels; it counts the clips that it sees, and fails for those in `bad`."""
+
+    names = ("level",)
+    seen, bad = 0, ()
+
+    def check(self, prompts):
+        pass
+
+    def score(self, clips, prompts, fps):
+        Level.seen += len(clips)
+        if set(prompts) & set(Level.bad):
+            raise OSError("no more paper")
+        return {"level": torch.stack([clip.double().mean() for clip in clips])}
+
+
+@pytest.fixture
+def level(monkeypatch):
+    monkeypatch.setitem(REWARDS, "level", lambda setup: Level())
+    monkeypatch.setattr(Level, "seen", 0)
+    return Level
+
+
+@pytest.fixture
+def command(tiny_folder, tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("\n".join(PROMPTS))
+    flags = {
+        "pretrained_model_root": tiny_folder, "validation_prompts": prompts, "validation_num_inference_steps": 2,
+        "num_frames": 5, "guidance_scale": 1.0, "reward_batch_size": 2, "output": tmp_path / "out",
+    }  # fmt: skip
+
+    def build(*extra, **changes):
+        words = [word for name, value in (flags | changes).items() for word in (f"--{name}", str(value))]
+        return words + [str(word) for word in extra]
+
+    return build
+
+
+@pytest.fixture
+def checkpoint(tiny_folder, tmp_path):
+    """Weights that move every clip."""
+    folder = tmp_path / "run" / "checkpoints" / "step-000007"
+    shutil.copytree(tiny_folder / "transformer", folder / "transformer")
+    file = next((folder / "transformer").glob("*.safetensors"))
+    save_file({name: values * 1.3 for name, values in load_file(file).items()}, file)
+    return folder
+
+
+def result(tmp_path):
+    return json.loads((tmp_path / "out" / "evaluation.json").read_text())
+
+
+def records(tmp_path, system):
+    return json.loads((tmp_path / "out" / system / "clips.json").read_text())
+
+
+def levels(tmp_path, system):
+    return torch.tensor([r["scores"]["level.level"] for r in records(tmp_path, system)], dtype=torch.float64)
+
+
+def test_base_against_checkpoint(command, checkpoint, tmp_path, level, capsys):
+    words = command("--checkpoints", checkpoint, "--reward_model", "level", "shapes")
+    assert evaluate.main(words) == 0 and level.seen == 8
+    found = result(tmp_path)
+    assert found["reference"] == "base" and list(found["systems"]) == ["base", "run-step-000007"]
+    before, after = (levels(tmp_path, s) for s in found["systems"])
+    column = found["systems"]["run-step-000007"]["columns"]["level"]
+    assert column["mean"] == pytest.approx(after.mean().item()) and column["count"] == 4
+    assert column["half"] == pytest.approx(3.182 * after.std().item() / 2, rel=0.01)
+    gains = after - before
+    assert column["difference"] == pytest.approx(gains.mean().item()) and gains.abs().min() > 0
+    assert column["difference_half"] == pytest.approx(3.182 * gains.std().item() / 2, rel=0.01)
+    assert (
+        column["win_rate"] == (gains > 0).double().mean()
+        and "win_rate" not in found["systems"]["base"]["columns"]["level"]
+    )
+    shown = capsys.readouterr().out
+    assert "Overall" in shown and "against base" in shown and "wins" in shown
+    text = (tmp_path / "out" / "evaluation.md").read_text()
+    assert text.startswith("| mean ± 95 % | clips | Overall | VQ | MQ | TA | level |\n| --- | ---: |")
+    assert (tmp_path / "out" / "evaluation.html").read_text().count("<video") == 8
+
+
+def test_a_second_call_goes_on_where_the_first_ended(command, tmp_path, level, monkeypatch):
+    words = command(reward_model="level")
+    plain, made = Hunyuan15.decode, []
+    monkeypatch.setattr(Hunyuan15, "decode", lambda self, latents: made.append(1) or plain(self, latents))
+    assert evaluate.main(words) == 0 and len(made) == 4
+    first = result(tmp_path)
+    (tmp_path / "out" / "base" / records(tmp_path, "base")[1]["file"]).with_suffix(".json").unlink()
+    assert evaluate.main(words) == 0 and len(made) == 5 and level.seen == 5
+    assert result(tmp_path) == first
+    assert evaluate.main(command(reward_model="shapes")) == 0 and len(made) == 9  # pixels are needed again
+    assert evaluate.main(words) == 0 and len(made) == 9  # and old scores were kept
+    level.bad = PROMPTS[:1]
+    shutil.rmtree(tmp_path / "out")
+    assert evaluate.main(words) == 1
+    level.bad = ()
+    assert [r["scores"]["level"] is None for r in records(tmp_path, "base")] == [True, True, False, False]
+    assert evaluate.main(words) == 0 and len(made) == 15 and result(tmp_path) == first
+
+
+def test_clips_made_in_another_way_are_not_mixed(command, checkpoint, tmp_path, level, capsys):
+    assert evaluate.main(command("--checkpoints", checkpoint, "--seeds", "3", reward_model="level")) == 0
+    assert [r["seed"] for r in records(tmp_path, "base")] == [3] * 4
+    other = command(reward_model="level", validation_num_inference_steps=3)
+    assert evaluate.main(other) == 2
+    assert "validation_num_inference_steps 2, not 3; give another" in capsys.readouterr().err
+    os.utime(next((checkpoint / "transformer").glob("*.safetensors")), (1, 2e9))
+    assert evaluate.main(command("--checkpoints", checkpoint, reward_model="level")) == 2
+    assert "weights of run-step-000007" in capsys.readouterr().err
+    assert evaluate.main(command("--checkpoints", tmp_path / "none", reward_model="level")) == 2
+    assert "none does not exist" in capsys.readouterr().err
+
+
+def folder_of_clips(folder, shift=0, listed=False):
+    """Four rendered clips, some pixels lighter by `shift`, in the way of generate.py or of a validation."""
+    folder.mkdir(parents=True)
+    scenes = sample_scenes(4, torch.Generator().manual_seed(0))
+    entries = []
+    for i, (clip, prompt) in enumerate(zip(render(scenes, 9, 256, 256), captions(scenes), strict=True)):
+        write_mp4(folder / f"{i}.mp4", ((clip * 200).round() + shift).to(torch.uint8), 8)
+        entries.append({"file": f"{i}.mp4", "prompt": prompt, "seed": 42})
+        if not listed:
+            (folder / f"{i}.json").write_text(json.dumps(entries[-1]))
+    if listed:
+        (folder / "clips.json").write_text(json.dumps(entries))
+    return folder
+
+
+def test_folders_of_clips(command, tmp_path, level, capsys):
+    ours, theirs = folder_of_clips(tmp_path / "a" / "ours", 20), folder_of_clips(tmp_path / "a" / "theirs", listed=True)
+    words = command("--clips", theirs, ours, reward_model="level")
+    assert evaluate.main(words) == 0 and level.seen == 8
+    found = result(tmp_path)
+    assert list(found["systems"]) == [f"{tmp_path.name}-a-theirs", f"{tmp_path.name}-a-ours"]
+    column = found["systems"][f"{tmp_path.name}-a-ours"]["columns"]["level"]
+    assert column["difference"] == pytest.approx(20, abs=1) and column["win_rate"] == 1 and column["verdict"] == 1
+    assert evaluate.main(words) == 0 and level.seen == 8
+    (tmp_path / "empty").mkdir()
+    assert evaluate.main(command("--clips", tmp_path / "empty", reward_model="level")) == 2
+    capsys.readouterr()
+
+
+def evaluated(ranks, words):
+    """Exit code and the number of clips that this rank made."""
+    options, config = evaluate.options_of(words)
+    plain, made = Hunyuan15.decode, []
+    Hunyuan15.decode = lambda self, latents: made.append(1) or plain(self, latents)
+    return evaluate.Evaluation(options, config, ranks).run(), len(made)
+
+
+def test_two_processes_share_the_prompts(command, tmp_path):
+    assert run_ranks(2, evaluated, command(reward_model="shapes", output=tmp_path / "two")) == [(0, 2), (0, 2)]
+    assert evaluate.main(command(reward_model="shapes")) == 0
+    assert json.loads((tmp_path / "two" / "evaluation.json").read_text()) == result(tmp_path)
+
+
+class Backwards(ShapesReward):
+    def score(self, clips, prompts, fps):
+        scores = super().score(clips, prompts, fps)
+        return scores | {"MQ": -scores["MQ"]}
+
+
+def test_calibration_in_the_world_and_on_clips_of_ones_own(command, tmp_path, monkeypatch, capsys, tiny_folder):
+    drawn = command(
+        "--calibrate", pretrained_model_root=TINY, validation_prompts=TINY / "prompts_valid.txt", num_frames=9
+    )
+    assert evaluate.main(drawn) == 0
+    found = json.loads((tmp_path / "out" / "calibration.json").read_text())
+    marks = {(order["score"], order["kind"]): order["mark"] for order in found["orders"]}
+    expected = {("MQ", "frozen"), ("VQ", "noisy"), ("TA", "wrong prompt"), ("TA", "reversed")}
+    assert marks == dict.fromkeys(expected, "ok")
+    assert "TA: reversed < good" in capsys.readouterr().out
+    monkeypatch.setitem(REWARDS, "shapes", lambda setup: Backwards())
+    assert evaluate.main(drawn) == 1 and "WRONG" in capsys.readouterr().out
+    assert evaluate.main(command("--calibrate", reward_model="shapes")) == 2
+    assert "name a folder with --clips" in capsys.readouterr().err
+    monkeypatch.setitem(REWARDS, "shapes", lambda setup: ShapesReward())
+    good = folder_of_clips(tmp_path / "good")
+    assert evaluate.main(command("--calibrate", "--clips", good, reward_model="shapes")) == 0
+    shown = capsys.readouterr().out
+    assert "4 clips" in shown and "VQ: noisy < good" in shown and "reversed < good" not in shown

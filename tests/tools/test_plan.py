@@ -1,0 +1,165 @@
+"""The planner: measured settings that it was not calibrated with, the command, and the tables of docs/scaling.md."""
+
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sage_grpo.flags import parse
+from sage_grpo.models import cost
+from sage_grpo.tools import plan as program
+from sage_grpo.tools.plan import model_of, plan_of, remedies
+from sage_grpo.tools.plan_memory import fits, memory, peak
+from sage_grpo.tools.plan_model import Calibration, Plan, compute_time, times
+
+ROOT = Path(__file__).parents[2]
+GIB = 2**30
+# benchmarks/2026-11-15-planner-figures.md: LoRA of one clip of 81 x 480 x 848, forward and backward
+LORA = "--use_lora True --enable_fsdp True --batch_size 2 --num_generations 2 --micro_batch_size 1 --guidance_scale 1"
+CLIP = "--num_frames 81 --height 480 --width 848"
+
+
+def made(flags: str, gpus: int = 1) -> Plan:
+    return plan_of(parse(["--pretrained_model_root", "no/such/folder", *flags.split()]), gpus)
+
+
+def training_time(plan: Plan) -> float:
+    return compute_time(plan) + compute_time(plan, backward=True)
+
+
+@pytest.mark.parametrize(
+    ("compiled", "kept", "forward", "both"), [(True, True, 1.240, 4.281), (False, True, 1.554, 5.477)]
+)
+def test_measurements_of_the_calibration_come_back(compiled, kept, forward, both):
+    plan = made(f"{LORA} {CLIP} --compile {compiled} --keep_attention {kept}")
+    assert plan.tokens == 33_540
+    assert compute_time(plan) == pytest.approx(forward, rel=0.03)
+    assert training_time(plan) == pytest.approx(both, rel=0.03)
+
+
+@pytest.mark.parametrize(("compiled", "seconds"), [(True, 5.140), (False, 6.345)])
+def test_held_out_training_with_recomputed_attention(compiled, seconds):
+    assert training_time(made(f"{LORA} {CLIP} --compile {compiled}")) == pytest.approx(seconds, rel=0.15)
+
+
+def test_held_out_forward_of_121_frames():
+    plan = made(f"{LORA} --num_frames 121 --height 480 --width 848")
+    assert plan.tokens == 49_440
+    assert compute_time(plan) == pytest.approx(2.910, rel=0.15)
+
+
+@pytest.mark.parametrize(("tokens", "forward", "both"), [(49_440, 34.7e-3, 127e-3), (18_168, 4.4e-3, 17.3e-3)])
+def test_held_out_attention(tokens, forward, both):
+    sizes, rates = (
+        {"num_attention_heads": 16, "attention_head_dim": 128, "mlp_ratio": 4, "num_layers": 1},
+        Calibration(),
+    )
+    work = cost.forward(sizes, tokens, 0).attention
+    predicted = work / rates.attention
+    assert predicted == pytest.approx(forward, rel=0.15)
+    backward = work * cost.BACKWARD_OF_ATTENTION / rates.attention_backward
+    assert predicted + backward == pytest.approx(both, rel=0.15)
+
+
+@pytest.mark.parametrize(("compiled", "measured"), [(True, 33.5 * GIB), (False, 34.0 * GIB)])
+def test_held_out_memory_of_kept_attention(compiled, measured):
+    parts = memory(made(f"{LORA} {CLIP} --keep_attention True --compile {compiled}"))
+    predicted = parts["weights"]["update"] + parts["activations"]["update"]
+    assert predicted == pytest.approx(measured, rel=0.05)
+
+
+def test_held_out_peak_of_a_grpo_run():
+    flags = "--use_lora True --enable_fsdp True --gather_for_rollout True --keep_attention True --micro_batch_size 1 "
+    plan = made(flags + "--batch_size 2 --num_generations 2 --num_sampling_steps 2 --reward_model shapes")
+    assert plan.branches == 2 and plan.tokens == 18_168
+    assert peak(plan)[1] == pytest.approx(38.7e9, rel=0.15)
+
+
+def test_held_out_grpo_iteration():
+    flags = "--use_lora True --enable_fsdp True --gather_for_rollout True --keep_attention True --compile True "
+    flags += "--micro_batch_size 1 --batch_size 4 --num_generations 4 --timestep_fraction 0.25 --reward_model shapes"
+    plan = made(flags)
+    found = times(plan)
+    assert found["rollout"] == pytest.approx(74.3, rel=0.15)
+    assert found["update"] == pytest.approx(67.7, rel=0.15)
+    assert peak(plan)[1] == pytest.approx(39.5e9, rel=0.15)
+
+
+def run(capsys, command: str) -> tuple[int, str, str]:
+    code = program.main(shlex.split(command))
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_command_says_that_a_recipe_fits(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    code, text, _ = run(capsys, "--config configs/hunyuan15_1gpu_lora.yaml --gpus 1 --gpu_memory 80")
+    assert code == 0 and "fits 80 GB" in text and "8.33 B parameters, 56 M trained" in text
+    plan = plan_of(parse(["--config", "configs/hunyuan15_1gpu_lora.yaml"]), 1)
+    total = sum(row["update"] for row in memory(plan).values())
+    assert re.search(rf"^total .* {total / 1e9:.1f} +\d", text, re.MULTILINE)
+    assert f"{plan.clips_per_gpu_hour:.1f} clips per GPU-hour" in text
+
+
+def test_command_says_what_to_change(capsys):
+    flags = "--pretrained_model_root none --enable_fsdp True --batch_size 4 --gpu_memory 80"
+    code, text, _ = run(capsys, flags)
+    assert code == 1 and "does NOT fit 80 GB" in text and "--use_lora True" in text
+    assert run(capsys, f"{flags} --use_lora True")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--gpus 3 --sp_size 2", "sp_size is 2; it must divide the number of processes"),
+        ("--gpus 3 --sp_size 3 --batch_size 4", "must divide the model's 16 heads"),
+        ("--gpus 0", "gpus is 0"),
+        ("--sp_sise 2", "unknown flag --sp_sise; did you mean --sp_size?"),
+        ("--pretrained_transformer_version 480p_i2v", "only t2v can be trained"),
+        ("--batch_size 4", "needs enable_fsdp True"),
+    ],
+)
+def test_command_refuses(capsys, flags, words):
+    code, _, error = run(capsys, f"--pretrained_model_root none {flags}")
+    assert code == 2 and words in error
+
+
+def test_sizes_come_from_the_model_folder():
+    folder = ROOT / "assets" / "tiny"
+    plan = plan_of(parse(["--pretrained_model_root", str(folder), "--dtype", "fp32", "--batch_size", "4"]), 1)
+    assert plan.config.reward_model == ("shapes",) and plan.config.num_frames == 9
+    assert plan.latents == 3 * 8 * 8 and plan.model.parameters == pytest.approx(plan.model.trained, rel=0.3)
+    assert plan.model.transformer["num_layers"] < 54
+
+
+def test_full_size_counts():
+    full, lora = (model_of(parse(["--pretrained_model_root", "none", "--use_lora", v])) for v in ("False", "True"))
+    assert full.parameters == 8_326_608_160 and full.trained == 8_280_954_656 and full.matrices == 8_111_783_936
+    blocks, ends = 54 * 8 * 32 * 2 * 2048, 2 * 32 * 2 * 2048  # two layers of the last block lead nowhere
+    assert lora.trained == lora.matrices == blocks - ends
+
+
+def test_several_remedies_add_up():
+    plan = made("--pretrained_transformer_version 720p_t2v --num_frames 121 --batch_size 4 --keep_attention True "
+                "--enable_fsdp True --micro_batch_size 1", gpus=8)  # fmt: skip
+    steps = remedies(plan, 80e9)
+    assert [flag for flag, *_ in steps] == ["--keep_attention False", "--sp_size 2"]
+    assert fits(steps[-1][2], 80e9) and not any(fits(other, 80e9) for *_, other in steps[:-1])
+
+
+def test_one_remedy_is_enough_where_it_is():
+    plan = made(f"{LORA} --gather_for_rollout True")
+    needed = peak(plan)[1] + plan.rates.reserve
+    ((flag, _, other),) = remedies(plan, needed - 1e9)
+    assert flag == "--gather_for_rollout False"
+    assert other.config == replace(plan.config, gather_for_rollout=False)
+
+
+def test_comparison_has_a_line_for_each_value(capsys):
+    flags = f"--pretrained_model_root none {LORA} --gpu_memory 42 --vary num_frames 49 81 241"
+    code, text, _ = run(capsys, flags)
+    rows = [line.split() for line in text.splitlines()[1:]]
+    assert code == 0 and [row[:2] for row in rows] == [["49", "11,304"], ["81", "18,168"], ["241", "52,488"]]
+    assert [row[3] for row in rows] == ["yes", "yes", "no"]

@@ -1,0 +1,150 @@
+"""Work, traffic and times, counted by hand for a small imaginary model and simple rates."""
+
+from dataclasses import replace
+
+import pytest
+
+from sage_grpo.config import Config
+from sage_grpo.models import cost
+from sage_grpo.tools.plan_model import Calibration, Model, Plan, compute_time, times, traffic, volumes, waits
+
+SIZES = {"num_attention_heads": 4, "attention_head_dim": 16, "mlp_ratio": 4, "num_layers": 5}
+MODEL = Model(SIZES, parameters=1600, block=240, trained=1200, matrices=1000, vae=100)
+CONFIG = Config(
+    enable_fsdp=True, batch_size=4, num_generations=4, num_sampling_steps=5, reward_model=("videoalign",), dtype="bf16",
+    guidance_scale=6.0, timestep_shift=5.0, num_frames=9, height=32, width=48, micro_batch_size=2, report_to=("none",),
+)  # fmt: skip
+FREE = Calibration(nvlink=1e30, nic=1e30, host=1e30, optimizer=1e30)
+
+
+def made(gpus: int = 4, rates: Calibration = FREE, **flags: object) -> Plan:
+    return Plan(replace(CONFIG, **flags), MODEL, gpus, 2, rates)
+
+
+def test_counts():
+    plan = made(gpus=8, sp_size=2, sde_window="all_but_last", timestep_fraction=0.5, dp_replicate=2)
+    assert (plan.latents, plan.tokens, plan.clips, plan.shards, plan.slices) == (18, 20, 16, 4, 2)
+    assert (plan.branches, plan.trained_steps) == (2, 2)
+    assert plan.rollout_passes == 2 * 2 * 5 and plan.training_passes == 2 * 2 * 2
+    assert made(guidance_scale=1.0).branches == 1 and made(micro_batch_size=None).micro_batch == 4
+
+
+def test_share_of_iterations_with_an_anchor():
+    assert made(update_ref_model_step=10).anchored == pytest.approx(0.9)
+    assert made(update_ref_model_step=5, updates_per_rollout=2).anchored == pytest.approx(2 / 3)
+    assert made(update_ref_model_step=1).anchored == 0
+    assert made(use_moving_KL=False).anchored == 1
+    assert made(kl_weight=0.0, use_dual_kl=False).anchored == 0
+
+
+def test_a_layout_that_does_not_divide_is_refused():
+    with pytest.raises(ValueError, match="sp_size is 3; it must divide the model's 4 heads"):
+        made(gpus=3, sp_size=3)
+    with pytest.raises(ValueError, match="sp_size is 3; it must divide the number of processes, which is 4"):
+        made(gpus=4, sp_size=3)
+    with pytest.raises(ValueError, match="dp_replicate is 3"):
+        made(gpus=4, dp_replicate=3)
+
+
+def test_a_pass_is_its_parts():
+    work, r, rest = cost.forward(SIZES, 18, 2), Calibration(), 20 * 5
+    attention, linear = work.attention / r.attention, work.linear / r.linear
+    forward = attention + linear + rest * r.rest[1]
+    assert compute_time(made()) == pytest.approx(2 * forward)  # two clips
+    assert compute_time(made(sp_size=2)) == pytest.approx(forward)
+    assert compute_time(made(compile=True)) == pytest.approx(2 * (attention + linear + rest * r.rest[0]))
+    own = 2.5 * work.attention / r.attention_backward + rest * r.rest_backward[1]
+    backward = {
+        "recomputed": (made(), own + 2 * linear + forward),
+        "attention kept": (made(keep_attention=True), own + 2 * linear + forward - attention),
+        "half": (made(checkpointing_fraction=0.5), own + 2 * linear + forward / 2),
+        "none": (made(enable_gradient_checkpointing=False), own + 2 * linear),
+        "adapter": (made(use_lora=True), own + linear + forward),
+    }
+    for plan, expected in backward.values():
+        assert compute_time(plan, backward=True) == pytest.approx(2 * expected)
+
+
+def test_traffic():
+    plain = {"gather": 2 * 1600 * 7 / 8, "exchange": 0, "reduce": 4 * 1200 * 7 / 8, "replicas": 0}
+    assert traffic(made(gpus=8)) == pytest.approx(plain)
+    both = traffic(made(gpus=8, dp_replicate=2, sp_size=4))
+    assert both["replicas"] == pytest.approx(2 * 4 * 1200 / 4 / 2)
+    assert both["exchange"] == pytest.approx(4 * (20 * 2 / 4) * 64 * 2 * 5 * 3 / 4)
+    alone = traffic(made(gpus=4, enable_fsdp=False, dtype="fp32"))
+    assert alone["gather"] == alone["reduce"] == 0 and alone["replicas"] == pytest.approx(2 * 4 * 1200 * 3 / 4)
+
+
+def test_links():
+    rates = Calibration(nvlink=300.0, nic=30.0)
+    inside, across = waits(made(8, rates, sp_size=2)), waits(made(16, rates, sp_size=2, dp_replicate=2))
+    assert inside["gather"] == pytest.approx(2800 / 300) == pytest.approx(across["gather"])
+    assert across["exchange"] == pytest.approx(inside["exchange"])
+    assert across["replicas"] == pytest.approx(traffic(made(16, dp_replicate=2))["replicas"] / 30)
+    assert waits(made(16, rates))["gather"] == pytest.approx(2 * 1600 * 15 / 16 / (8 * 30))
+
+
+def test_phases_without_any_wait():
+    forward, backward, plan = compute_time(made()), compute_time(made(), backward=True), made()
+    found = times(plan)
+    assert found["rollout"] == pytest.approx(2 * 2 * 5 * forward)
+    assert found["anchor"] == pytest.approx(0.9 * 2 * 2 * 5 * forward)
+    assert found["update"] == pytest.approx(2 * 2 * 5 * (forward + backward))
+    assert found["decode"] == pytest.approx(4 * 18 * FREE.decode)
+    assert found["reward"] == pytest.approx(4 * FREE.rewards["videoalign"][2])
+    assert times(made(sp_size=2))["decode"] == pytest.approx(2 * 18 * FREE.decode)
+    assert plan.clips_per_gpu_hour == pytest.approx(3600 * 4 / sum(found.values()))
+
+
+def test_only_what_outlasts_the_computation_is_waited_for():
+    forward, backward = compute_time(made()), compute_time(made(), backward=True)
+    fast = replace(FREE, nvlink=traffic(made())["gather"] / (0.9 * forward))
+    assert times(made(rates=fast))["rollout"] == pytest.approx(20 * forward)
+    slow = replace(FREE, nvlink=traffic(made())["gather"] / (3 * forward))
+    assert times(made(rates=slow))["rollout"] == pytest.approx(20 * 3 * forward)
+    assert times(made(rates=slow, gather_for_rollout=True))["rollout"] == pytest.approx((18 + 2 * 3) * forward)
+    seconds = waits(made(rates=slow))
+    gather = max(0, seconds["gather"] - backward)
+    reduction = max(0, seconds["reduce"] - max(0, backward - seconds["gather"]))
+    assert reduction > 0
+    expected = 20 * (seconds["gather"] + backward + gather + reduction)
+    assert times(made(rates=slow))["update"] == pytest.approx(expected)
+    once = times(made(rates=slow, reduce_once=True))["update"]  # in the last backward, which has two branches
+    assert expected - once == pytest.approx(18 * reduction)
+
+
+def test_gradients_have_the_time_that_the_gather_leaves():
+    forward, backward = compute_time(made()), compute_time(made(), backward=True)
+    half = replace(FREE, nvlink=traffic(made())["gather"] / (backward / 2))
+    assert waits(made(rates=half))["reduce"] == pytest.approx(0.75 * backward)
+    gather = max(0, backward / 2 - forward)
+    assert times(made(rates=half))["update"] == pytest.approx(20 * (forward + gather + 1.25 * backward))
+
+
+def test_nothing_overlaps_where_that_is_asked():
+    slow = replace(FREE, nvlink=traffic(made())["gather"] / (0.9 * compute_time(made())))
+    plan, wait = made(rates=slow), waits(made(rates=slow))
+    found, free = times(plan, overlap=False), times(made())
+    assert found["rollout"] - free["rollout"] == pytest.approx(20 * wait["gather"])
+    assert found["update"] - free["update"] == pytest.approx(20 * (2 * wait["gather"] + wait["reduce"]))
+
+
+def test_exchanges_are_always_waited_for():
+    plan = made(rates=replace(FREE, nvlink=1e9), sp_size=2, enable_fsdp=True)
+    free, wait = made(sp_size=2), waits(plan)["exchange"]
+    assert times(plan)["rollout"] - times(free)["rollout"] == pytest.approx(20 * wait)
+    assert times(plan)["update"] - times(free)["update"] == pytest.approx(20 * 3 * wait, rel=0.05)
+
+
+def test_an_offloaded_anchor_travels():
+    slow = replace(FREE, host=1e3)
+    more = times(made(rates=slow, reference_mode_offload=True))["anchor"] - times(made(rates=slow))["anchor"]
+    assert more == pytest.approx(0.9 * 1200 / 4 * (4 + 4 + 2) / 1e3)
+
+
+def test_volumes_of_an_iteration():
+    one, found = traffic(made(sp_size=2)), volumes(made(sp_size=2))
+    assert found["weights"] == pytest.approx(one["gather"] * (20 + 20 * 2.9))
+    assert found["gradients"] == pytest.approx(one["reduce"] * 20)
+    assert found["tokens"] == pytest.approx(one["exchange"] * (20 + 20 * 3.9))
+    assert volumes(made(gather_for_rollout=True))["weights"] == pytest.approx(one["gather"] * (2 + 20 * 2.9))

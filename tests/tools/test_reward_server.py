@@ -1,0 +1,221 @@
+"""The reward server: who gets in, what is turned away, and that clips of many clients are never mixed up."""
+
+import http.client
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+
+from sage_grpo.rewards.remote import RemoteReward
+from sage_grpo.rewards.wire import TOKEN_VARIABLE, pack
+from sage_grpo.tools import reward_server
+from sage_grpo.tools.reward_server import Limits
+from tests.rewards.serving import TOKEN, Light, composite, serving
+
+ROOT = Path(__file__).parents[2]
+GOOD = {"Authorization": f"Bearer {TOKEN}"}
+
+
+@pytest.fixture(autouse=True)
+def token(monkeypatch):
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+
+
+def clip(value, frames=2):
+    return torch.full((frames, 4, 4, 3), value, dtype=torch.uint8)
+
+
+def message(clips, prompts):
+    return b"".join(pack(clips, prompts, 8.0))
+
+
+def ask(url, method, path, body=None, headers=GOOD):
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=10)
+    try:
+        connection.request(method, path, body, headers)
+        response = connection.getresponse()
+        return response.status, json.loads(response.read() or "null")
+    finally:
+        connection.close()
+
+
+@pytest.mark.parametrize("path", ["/info", "/score", "/check", "/", "/elsewhere"])
+@pytest.mark.parametrize(
+    "headers", [{}, {"Authorization": "Bearer "}, {"Authorization": f"Bearer {TOKEN}x"}, {"Authorization": TOKEN}]
+)
+def test_nothing_is_told_without_the_token(light_server, path, headers):
+    for method in ("GET", "POST"):
+        status, answer = ask(light_server, method, path, None, headers)
+        assert status == 401 and list(answer) == ["error"] and TOKEN not in answer["error"]
+
+
+@pytest.fixture(scope="module")
+def light_server():
+    with serving(composite({"light": Light()}), Limits(clips=3, request=1000, seconds=5)) as url:
+        yield url
+
+
+def test_bodies_that_are_turned_away(light_server):
+    one = message([clip(1)], ["a"])
+    for body, status, words in [
+        (message([clip(1, 1)] * 4, ["a"] * 4), 413, "4 clips in one request; at most 3"),
+        (one[:-1], 400, "need 96 bytes, but 95 came"),
+        (one + b"1", 400, "need 96 bytes, but 97 came"),
+        (b"\x80\x04K\x01.\n", 400, "not JSON"),
+        (b"", 400, "no line of JSON"),
+    ]:
+        found, answer = ask(light_server, "POST", "/score", body)
+        assert (found, words in answer["error"]) == (status, True), answer
+    for body in (b"", b"[]", b"{}", b'{"prompts": [1]}', b'{"prompts": 3}', b'{"prompts": "a"}', b"{"):
+        assert ask(light_server, "POST", "/check", body)[0] == 400, body
+    assert ask(light_server, "POST", "/score", one)[1]["scores"]["light"] == [1]
+
+
+def test_the_announced_length_decides_before_a_byte_is_read(light_server):
+    for headers, status in (({"Content-Length": "1001"}, 413), ({"Transfer-Encoding": "chunked"}, 411)):
+        connection = http.client.HTTPConnection(urlsplit(light_server).netloc, timeout=10)
+        connection.putrequest("POST", "/score")
+        for name, value in (GOOD | headers).items():
+            connection.putheader(name, value)
+        connection.endheaders()
+        assert connection.getresponse().status == status
+        connection.close()
+
+
+def test_a_body_that_never_comes_is_given_up():
+    with serving(composite({"light": Light()}), Limits(seconds=0.2)) as url:
+        assert ask(url, "POST", "/score", iter([b"{"]), GOOD | {"Content-Length": "100"})[0] == 504
+
+
+def test_nothing_redirects(light_server):
+    for path in ("/score/", "/info/", "//score", "/docs"):
+        assert ask_status(light_server, path) == 404
+
+
+def ask_status(url, path):
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=10)
+    connection.request("GET", path, headers=GOOD)
+    status = connection.getresponse().status
+    connection.close()
+    return status
+
+
+def test_clips_that_wait_are_scored_together():
+    light = Light(delay=0.2)
+    with serving(composite({"light": light}, batch_size=4)) as url, ThreadPoolExecutor(7) as pool:
+        first = pool.submit(RemoteReward(url).score, [clip(9)], ["first"], 8.0)
+        while not light.batches:
+            time.sleep(0.01)
+        rest = [pool.submit(RemoteReward(url).score, [clip(i)], ["a" * i], 8.0) for i in range(1, 7)]
+        assert [f.result()["words"].item() for f in (first, *rest)] == [5, 1, 2, 3, 4, 5, 6]
+    assert light.batches[0] == 1 and max(light.batches) == 4 and sum(light.batches) == 7
+
+
+def test_clips_of_other_shapes_are_scored_apart_and_a_broken_one_alone():
+    light = Light(delay=0.2)
+    with serving(composite({"light": light}, batch_size=8)) as url, ThreadPoolExecutor(4) as pool:
+        reward = RemoteReward(url)
+        first = pool.submit(reward.score, [clip(0)], ["first"], 8.0)
+        while not light.batches:
+            time.sleep(0.01)
+        mixed = pool.submit(reward.score, [clip(1), clip(2, 3), clip(3)], ["a", "b", "c"], 8.0)
+        broken = pool.submit(reward.score, [clip(4), clip(5)], ["broken", "d"], 8.0)
+        assert mixed.result()["light"].tolist() == [1, 2, 3] and first.result()["light"].tolist() == [0]
+        lost, fine = broken.result()["light"].tolist()
+        assert lost != lost and fine == 5
+    assert light.batches.count(4) == 1  # 1, 3, 4 and 5 have one shape; their batch broke, so each was scored again
+    with serving(composite({"light": Light()})) as url, pytest.raises(ValueError, match="OSError: a clip that breaks"):
+        RemoteReward(url).score([clip(4)], ["broken"], 8.0)
+
+
+def test_a_reward_that_hangs_frees_its_place_and_the_queue_is_bounded():
+    light = Light(delay=0.6)
+    body = message([clip(1)], ["a"])
+    limits = Limits(seconds=0.3, waiting=2 * len(body))
+    with serving(composite({"light": light}, batch_size=1, timeout=30), limits) as url, ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda _: ask(url, "POST", "/score", body), range(4)))
+        assert sorted(status for status, _ in answers) == [503, 503, 504, 504]
+        light.delay = 0
+        time.sleep(0.5)
+        assert ask(url, "POST", "/score", body)[0] == 200  # nothing of the former ones is left inside
+        assert len(light.batches) == 2  # who was not waited for any more was not scored
+
+
+@contextmanager
+def program(*words):
+    """A server as a process of its own; what it prints in one line and its number."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen([sys.executable, "-m", *words], cwd=ROOT, env=environment, **pipes)
+    try:
+        yield process.stdout.readline().strip(), process.pid
+    finally:
+        process.terminate()
+        assert TOKEN not in process.communicate(timeout=20)[0]
+
+
+def test_under_load_nothing_is_lost_or_mixed_up():
+    """8 clients, 200 requests of 1 to 3 clips of two shapes, 470 MB of pixels in all; the server has room for 12."""
+    results = {}
+
+    def client(number, reward):
+        for key in range(number * 25, number * 25 + 25):
+            count, frames = 1 + key % 3, 3 + key % 2
+            clips = [torch.full((frames, 320, 320, 3), (key + i) % 256, dtype=torch.uint8) for i in range(count)]
+            results[key] = reward.score(clips, ["x" * (key + i) for i in range(count)], 8.0)
+
+    with program("tests.rewards.serving", str(12 << 20)) as (url, number):
+        threads = [threading.Thread(target=client, args=(n, RemoteReward(url))) for n in range(8)]
+        before = peak_memory(number)
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        grown = peak_memory(number) - before
+    assert len(results) == 200
+    for key, found in results.items():
+        assert found["words"].tolist() == [key + i for i in range(1 + key % 3)]
+        assert found["light"].tolist() == [(key + i) % 256 for i in range(1 + key % 3)]
+    assert grown < 200 << 20
+
+
+def peak_memory(process):
+    """Bytes that a process has had in memory at most."""
+    return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{process}/status").read_text()).group(1))
+
+
+def test_the_token_is_never_logged(caplog, capfd):
+    caplog.set_level(logging.DEBUG)
+    with serving(composite({"light": Light()})) as url:
+        RemoteReward(url).score([clip(1)], ["a"], 8.0)
+        ask(url, "POST", "/score", b"nonsense")
+        ask(url, "POST", "/score", b"nonsense", {"Authorization": f"Bearer {TOKEN}x"})
+    out, err = capfd.readouterr()
+    assert TOKEN not in caplog.text + out + err
+
+
+def test_it_does_not_start_without_a_token_or_weights(monkeypatch, capsys, tmp_path):
+    assert reward_server.main(["--reward", "videoalign", "--reward_path", str(tmp_path / "none")]) == 2
+    assert "does not exist" in capsys.readouterr().err
+    monkeypatch.delenv(TOKEN_VARIABLE)
+    assert reward_server.main(["--reward", "shapes"]) == 2
+    assert f"{TOKEN_VARIABLE} is not set" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        reward_server.main(["--reward", "remote"])
+
+
+def test_the_program_serves_on_loopback():
+    with program("sage_grpo.tools.reward_server", "--reward", "shapes", "--port", "0") as (line, _):
+        (url,) = re.findall(r"^(http://127\.0\.0\.1:\d+) scores VQ, MQ, TA, up to 8", line)
+        assert RemoteReward(url).names == ("VQ", "MQ", "TA")

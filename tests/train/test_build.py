@@ -1,0 +1,90 @@
+"""Putting a trainer together: default prompts, and text encoders that are loaded once or never."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from sage_grpo.config import ConfigError
+from sage_grpo.models.text import PromptEncoder
+from sage_grpo.train.build import PROMPTS, prompts_of
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """One entry for every time that text encoders are loaded."""
+    plain, seen = PromptEncoder._load, []
+    monkeypatch.setattr(PromptEncoder, "_load", lambda self: (seen.append(self.folder), plain(self)))
+    return seen
+
+
+def weights(trainer):
+    return {name: p.detach().clone() for name, p in trainer.optimization.parameters.items()}
+
+
+def validated(trainer):
+    lines = map(json.loads, (trainer.run.folder / "metrics.jsonl").read_text().splitlines())
+    return [line["reward/total"] for line in lines if line["kind"] == "validation"]
+
+
+def test_encoders_are_loaded_once_or_never_and_change_nothing(make, loads, tmp_path):
+    """Without a cache, with an empty one, and with a full one: guidance, training and validation are the same."""
+    runs = []
+    for number, cache in enumerate((None, "cache", "cache")):
+        cache = cache and str(tmp_path / cache)
+        trainer = make(prompt_cache=cache, output_dir=str(tmp_path / str(number)), guidance_scale=2.0)
+        assert trainer.policy.prompt_encoder._models is None
+        at_build = len(loads)
+        trainer.train()
+        assert len(loads) == at_build  # neither rollout nor validation loads them again
+        runs.append((at_build, weights(trainer), validated(trainer)))
+    assert [count for count, *_ in runs] == [1, 2, 2]
+    _, expected, rewards = runs[0]
+    for _, found, again in runs[1:]:
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        assert again == rewards and len(rewards) == 1
+
+
+def test_a_run_goes_on_the_same_with_embeddings_from_disk(make, loads, tmp_path):
+    whole = make(save_interval=1, output_dir=str(tmp_path / "whole"))
+    whole.train()
+    shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
+    shutil.rmtree(tmp_path / "resumed" / "checkpoints" / "step-000002")
+    onward = {"output_dir": str(tmp_path / "resumed"), "resume_from_checkpoint": "auto"}
+    resumed = make(**onward, prompt_cache=str(tmp_path / "cache"))
+    assert resumed.step == 1
+    resumed.train()
+    expected = weights(whole)
+    assert all(torch.equal(found, expected[name]) for name, found in weights(resumed).items())
+
+
+def test_prompts_are_those_of_the_flag_the_folder_or_ours(tmp_path):
+    trained = prompts_of(None, tmp_path, "train")
+    assert len(trained) > 300 and prompts_of((str(PROMPTS / "train.csv"),), tmp_path, "valid") == trained
+    assert all(prompt.seed is not None for prompt in prompts_of(None, tmp_path, "valid"))
+    (tmp_path / "prompts_train.txt").write_text("a red circle\n")
+    assert [prompt.text for prompt in prompts_of(None, tmp_path, "train")] == ["a red circle"]
+
+
+def test_a_model_of_a_world_has_prompts_of_its_own_or_none(tmp_path):
+    (tmp_path / "world.json").write_text('{"world": "shapes"}')
+    assert prompts_of(None, tmp_path, "valid") == []
+    with pytest.raises(ConfigError, match=r"has no prompts_train\.txt; name a prompt file with --train_prompts"):
+        prompts_of(None, tmp_path, "train")
+
+
+def test_prompts_of_several_files_are_numbered_through(tmp_path):
+    files = [tmp_path / "a.txt", tmp_path / "b.csv"]
+    files[0].write_text("red\ngreen\n")
+    files[1].write_text("prompt,index,seed\nblue,0,5\n")
+    found = prompts_of([str(file) for file in files], tmp_path, "train")
+    assert [(prompt.text, prompt.index, prompt.seed) for prompt in found] == [
+        ("red", 0, None), ("green", 1, None), ("blue", 2, 5)
+    ]  # fmt: skip
+    assert [prompt.index for prompt in prompts_of([str(files[1])], tmp_path, "train")] == [0]
+
+
+def test_a_reward_may_take_half_of_what_ranks_wait_for_each_other(make):
+    trainer = make(collective_timeout=100, reward_batch_size=3)
+    assert (trainer.reward.timeout, trainer.reward.batch_size) == (50, 3)

@@ -1,0 +1,129 @@
+"""The result does not depend on the layout: gradients of sharded and sequence-parallel ranks are one process's."""
+
+import pytest
+import torch
+
+from sage_grpo import rng
+from sage_grpo.flags import from_values
+from sage_grpo.parallel.fsdp import local, rows, units, whole
+from sage_grpo.train import build
+from tests.dist import run_ranks
+
+CLIPS = 4
+LAYOUTS = {  # processes, and how they are laid out
+    "one": (1, {}),
+    "dp2": (2, {}),
+    "sp2": (2, {"sp_size": 2}),
+    "fsdp1": (1, {"enable_fsdp": True}),
+    "fsdp2": (2, {"enable_fsdp": True}),
+    "sp4": (4, {"sp_size": 4}),
+    "fsdp2 x sp2": (4, {"enable_fsdp": True, "sp_size": 2}),
+    "hsdp 2 x 2": (4, {"enable_fsdp": True, "dp_replicate": 2}),
+}
+
+
+def in_fp64():
+    """The same code in higher precision; this process has no other work."""
+    build.DTYPES["fp32"] = torch.float64
+    drawn = rng.normal_batch
+    rng.normal_batch = lambda *key, **words: drawn(*key, **words).double()
+
+
+@torch.no_grad()
+def nudge(parameters):
+    """Set the policy apart from its anchor, each rank its rows of the same numbers."""
+    for number, parameter in enumerate(parameters):
+        drawn = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+        local(parameter).add_(0.01 * drawn[slice(*rows(parameter))])
+
+
+def gradients(ranks, values, error=None):
+    """Of one iteration, before the optimizer, of a policy that is not its anchor."""
+    in_fp64()
+    trainer = build.assemble(from_values(values | {"batch_size": CLIPS // ranks.count}), ranks)
+    parameters, found = trainer.optimization.parameters, {}
+    nudge(parameters.values())
+    trainer.anchor.count_update()
+    if error == "mean":
+        for unit in units(trainer.policy.transformer):
+            unit.set_gradient_divide_factor(2.0)
+
+    def optimizer_step():
+        ranks.sum_gradients(parameters.values())
+        found.update({name: whole(parameter.grad).clone() for name, parameter in parameters.items()})
+        return 1.0
+
+    trainer.optimizer_step = optimizer_step
+    schedule = trainer.schedule()
+    batch = trainer.roll_out(schedule)
+    advantages = trainer.advantages(trainer.score(batch, trainer.decode(batch)))
+    trainer.prepare_anchor(batch, schedule)
+    record = trainer.update(batch, schedule, advantages)
+    return found, record["kl/anchor"], advantages.values
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return {}
+
+
+def values_of(flags, use_lora, layout):
+    return (
+        flags
+        | layout
+        | {
+            "use_lora": use_lora,
+            "num_generations": 4,
+            "micro_batch_size": 1,
+            "num_frames": 9,
+            "guidance_scale": 2.0,
+            "enable_gradient_checkpointing": True,
+            "keep_attention": "sp_size" in layout,
+            "checkpointing_fraction": 0.5 if "dp_replicate" in layout else 1.0,
+            "gather_for_rollout": "dp_replicate" in layout,
+            "reference_mode_offload": "enable_fsdp" in layout,
+            "update_ref_model_step": 5,
+            "kl_schedule": "fixed",
+            "clip_range": 0.5,
+            "overwrite": True,
+        }
+    )
+
+
+def run(flags, use_lora, name, error=None):
+    world, layout = LAYOUTS[name]
+    words = {"sp_size": layout.get("sp_size", 1), "sharded": layout.get("enable_fsdp", False)}
+    words |= {"replicas": layout.get("dp_replicate", 1)}
+    return run_ranks(world, gradients, values_of(flags, use_lora, layout), error, **words)
+
+
+def of_one_process(expected, flags, use_lora):
+    if use_lora not in expected:
+        (expected[use_lora],) = run(flags, use_lora, "one")
+    return expected[use_lora]
+
+
+def deviation(found, wanted):
+    """Largest difference of any gradient, relative to the largest number of that gradient."""
+    return max(
+        ((found[name] - value).abs().max() / value.abs().max().clamp(min=1e-12)).item()
+        for name, value in wanted.items()
+    )
+
+
+@pytest.mark.parametrize("use_lora, name", [
+    *((True, name) for name in LAYOUTS if name != "one"), (False, "dp2"), (False, "sp2"), (False, "fsdp2 x sp2"),
+])  # fmt: skip
+def test_gradients_of_an_iteration_are_those_of_one_process(flags, expected, use_lora, name):
+    wanted, kl, advantages = of_one_process(expected, flags, use_lora)
+    assert kl > 0 and advantages.abs().max() > 0.5 and max(g.abs().max() for g in wanted.values()) > 1e-6
+    for found, found_kl, found_advantages in run(flags, use_lora, name):
+        torch.testing.assert_close(found_advantages, advantages, rtol=1e-8, atol=1e-8)
+        assert found_kl == pytest.approx(kl, rel=1e-8)
+        assert found.keys() == wanted.keys() and deviation(found, wanted) < 1e-8
+
+
+def test_a_wrong_reduction_is_seen(flags, expected):
+    wanted, *_ = of_one_process(expected, flags, True)
+    for found, *_ in run(flags, True, "fsdp2", error="mean"):
+        assert deviation(found, wanted) > 0.1

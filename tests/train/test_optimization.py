@@ -1,0 +1,54 @@
+"""One optimizer step on two numbers: clipping, decay, averaging."""
+
+import math
+
+import pytest
+import torch
+
+from sage_grpo.config import Config
+from sage_grpo.train.optimization import Optimization
+
+
+def optimization(**flags):
+    return Optimization({"w": torch.nn.Parameter(torch.tensor([3.0, 4.0]))}, Config(learning_rate=0.1, **flags))
+
+
+def test_the_gradient_is_clipped_to_its_norm_and_no_further():
+    for limit, expected in ((2.5, 2.5), (100.0, 5.0)):
+        optimized = optimization(max_grad_norm=limit)
+        optimized.parameters["w"].grad = torch.tensor([3.0, -4.0])
+        assert optimized.clip() == pytest.approx(5.0)
+        assert optimized.parameters["w"].grad.norm().item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_without_a_gradient_weights_decay_by_rate_times_decay():
+    optimized = optimization(weight_decay=0.2)
+    optimized.parameters["w"].grad = torch.zeros(2)
+    optimized.step()
+    torch.testing.assert_close(optimized.parameters["w"].detach(), torch.tensor([3.0, 4.0]) * (1 - 0.1 * 0.2))
+    assert optimized.updates == 1
+
+
+def test_the_average_keeps_the_share_of_its_decay():
+    optimized = optimization(ema_decay=0.9)
+    optimized.parameters["w"].grad = torch.tensor([1.0, -1.0])
+    optimized.step()
+    now = optimized.parameters["w"].detach().clone()
+    expected = 0.9 * torch.tensor([3.0, 4.0]) + 0.1 * now
+    torch.testing.assert_close(optimized.average["w"], expected)
+    with pytest.raises(KeyError), optimized.averaged():
+        torch.testing.assert_close(optimized.parameters["w"].detach(), expected)
+        raise KeyError
+    assert torch.equal(optimized.parameters["w"], now)
+
+
+def test_warmup_ends_at_the_learning_rate():
+    optimized = optimization(warmup_steps=2)
+    rates = []
+    for _ in range(4):
+        rates.append(optimized.learning_rate)
+        optimized.parameters["w"].grad = torch.ones(2)
+        optimized.step()
+    assert rates == pytest.approx([0.05, 0.1, 0.1, 0.1]) and math.isclose(
+        optimized.optimizers[0].param_groups[0]["lr"], 0.1
+    )
