@@ -11,7 +11,7 @@ import torch
 from diffusers import HunyuanVideo15Pipeline
 
 from sage_grpo.models.policy import Sampling
-from sage_grpo.rewards.videoalign_convert import convert_videoalign
+from sage_grpo.torch_files import convert
 from sage_grpo.worlds.tiny import TinyConfig, build_tiny
 from tests.models.tencent_folder import write_tencent_folder
 
@@ -56,5 +56,7 @@ def videoalign_folders(tmp_path_factory):
     folders = {name: target / name for name in ("VideoReward", "VideoReward_split")}
     for name, folder in folders.items():
         shutil.copytree(FIXTURES / "videoalign" / name, folder)
-        convert_videoalign(folder)
+        for source in folder.glob("checkpoint-*/*.pth"):
+            convert(source)
+            source.unlink()
     return folders

@@ -7,9 +7,12 @@ VideoReward/
   checkpoint-N/tokenizer/     its tokenizer with the three reward tokens
   checkpoint-N/model.safetensors    all weights; or, split: adapter_model.safetensors and
                                     non_lora_state_dict.safetensors, on the weights in base_config/*.safetensors
+
+The published folder has model.pth (or non_lora_state_dict.pth) instead; the safetensors file is made of it once.
 """
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2VLConfig, Qwen2VLModel
 
 from sage_grpo.rewards.video_frames import MEAN, MERGE, PAIR, PATCH, STD
+from sage_grpo.torch_files import convert, read_tensors
 
 DIMENSIONS = ("VQ", "MQ", "TA")
 TOKENS = tuple(f"<|{name}_reward|>" for name in DIMENSIONS)
@@ -116,15 +120,14 @@ def read_tokenizer(folder: Path, checkpoint: Path) -> PreTrainedTokenizerFast:
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, all of them finite."""
-    if not path.is_file():
-        source = path.with_suffix(".pth")
-        remedy = "download that folder again"
-        if source.is_file():
-            remedy = f"make it of {source.name} once: python -m sage_grpo.rewards.videoalign_convert {path.parents[1]}"
-        raise FileNotFoundError(f"{path} is missing; {remedy}")
+    """The tensors of a safetensors file, all of them finite; it is made of the published torch file where missing."""
+    source = path.with_suffix(".pth")
+    if not path.is_file() and not source.is_file():
+        raise FileNotFoundError(f"{path} is missing; download that folder again")
     try:
-        tensors = load_file(path)
+        if not path.is_file() and os.access(path.parent, os.W_OK):
+            convert(source)
+        tensors = load_file(path) if path.is_file() else read_tensors(source)
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged ({error}); download or convert it again") from error
     broken = next((name for name, tensor in tensors.items() if not tensor.isfinite().all()), None)

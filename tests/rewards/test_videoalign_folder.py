@@ -1,14 +1,24 @@
 """A VideoAlign folder that is not what it should be is refused in one sentence that names the file."""
 
 import json
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from sage_grpo.rewards.videoalign import VideoAlign
-from sage_grpo.rewards.videoalign_folder import model_weights, newest_checkpoint, read_template, read_tokenizer
+from sage_grpo.rewards.videoalign_folder import (
+    model_weights,
+    newest_checkpoint,
+    read_template,
+    read_tokenizer,
+    read_weights,
+)
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
 
 NEEDED = {
     "VideoReward": [
@@ -91,12 +101,15 @@ def test_the_folder_itself_may_be_missing(tmp_path):
     assert "--reward_path" in refused(tmp_path / "nowhere", FileNotFoundError)
 
 
-def test_an_unconverted_checkpoint_says_how_to_convert_it(broken):
-    folder = broken()
-    weights = folder / "checkpoint-11352" / "model.safetensors"
-    weights.rename(weights.with_suffix(".pth"))
-    text = refused(folder, FileNotFoundError)
-    assert f"python -m sage_grpo.rewards.videoalign_convert {folder}" in text and "model.pth" in text
+@pytest.mark.parametrize("writable", [True, False])
+def test_a_published_folder_is_converted_the_first_time(tmp_path, monkeypatch, writable):
+    folder = shutil.copytree(FIXTURES / "videoalign" / "VideoReward", tmp_path / "VideoReward")
+    target = folder / "checkpoint-11352" / "model.safetensors"
+    monkeypatch.setattr(os, "access", lambda *_: writable)
+    weights = read_weights(target)
+    expected = torch.load(target.with_suffix(".pth"), weights_only=True)
+    assert weights.keys() == expected.keys() and all(torch.equal(weights[name], expected[name]) for name in expected)
+    assert target.is_file() == writable
 
 
 @pytest.mark.parametrize(

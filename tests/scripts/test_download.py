@@ -27,6 +27,7 @@ def download(tmp_path):
     shutil.copy(ROOT / "download_weights.sh", copy)
     for name in ("convert_weights", "verify_weights", "prompt_template"):
         shutil.copy(ROOT / "scripts" / f"{name}.py", copy / "scripts")
+    (copy / "sage_grpo").symlink_to(ROOT / "sage_grpo")
 
     def run(*options, tools=None):
         bin_folder = tmp_path / "bin"

@@ -1,0 +1,51 @@
+"""Weights that are published only as torch files, made into safetensors once.
+
+Only tensors are taken from a torch file (`weights_only=True`); code in one is refused. The new file stands beside the
+old one and holds its SHA-256, so that it is made anew only if the old one changed.
+"""
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+
+def read_tensors(source: Path) -> Any:
+    """What a torch file holds: tensors, and plain containers of them."""
+    try:
+        return torch.load(source, map_location="cpu", weights_only=True)
+    except Exception as error:  # damaged bytes raise whatever they lead to
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{source} is damaged or holds more than tensors ({reason}); download it again.") from error
+
+
+def convert(source: Path, tensors_of: Callable[[Any], dict[str, Tensor]] = dict) -> str:
+    """Write `source` as safetensors unless that was done already; says which. `tensors_of` chooses and names."""
+    target, sha256 = source.with_suffix(".safetensors"), file_sha256(source)
+    if target.is_file() and _made_from(target) == sha256:
+        return f"{target} is up to date"
+    tensors = tensors_of(read_tensors(source))
+    if not tensors:
+        raise ValueError(f"{source} holds none of the expected tensors; download it again.")
+    draft = target.with_suffix(".tmp")
+    # safetensors refuses tensors that share memory
+    copies = {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}
+    save_file(copies, draft, metadata={"format": "pt", "source": source.name, "source_sha256": sha256})
+    os.replace(draft, target)
+    return f"wrote {target}, {len(tensors)} tensors, from {source.name} with sha256 {sha256}"
+
+
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _made_from(target: Path) -> str | None:
+    with safe_open(target, "pt") as file:
+        return (file.metadata() or {}).get("source_sha256")
