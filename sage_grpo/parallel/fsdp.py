@@ -73,6 +73,19 @@ def put(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
         local(parameters[name]).copy_(local(value))
 
 
+@contextmanager
+def replaced(
+    parameters: Mapping[str, Tensor], values: Mapping[str, Tensor], home: torch.device | None = None
+) -> Iterator[None]:
+    """Context in which parameters have other values; their own wait meanwhile, at `home` if it is named."""
+    kept = {name: local(parameters[name]).detach().to(home, copy=True) for name in values}
+    put(parameters, values)
+    try:
+        yield
+    finally:
+        put(parameters, kept)
+
+
 def whole(tensor: Tensor) -> Tensor:
     """All of a sharded tensor, on every rank; all ranks must call. Another tensor as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

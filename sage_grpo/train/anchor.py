@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sage_grpo.models.hunyuan15 import Hunyuan15
 from sage_grpo.models.lora import ANCHOR, POLICY, adapter_parameters, copy_adapter, use_adapter
-from sage_grpo.parallel.fsdp import local, put
+from sage_grpo.parallel.fsdp import local, put, replaced
 
 
 class Anchor(ABC):
@@ -85,19 +85,11 @@ class FullAnchor(Anchor):
         self.parameters, self.home = dict(parameters), torch.device("cpu") if offload else policy.device
         self.values = {n: local(p).detach().to(self.home, dtype, copy=True) for n, p in parameters.items()}
 
-    @torch.no_grad()
     def copy_policy(self) -> None:
-        for name, value in self.values.items():
-            value.copy_(local(self.parameters[name]))
+        put(self.values, self.parameters)
 
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        kept = {name: local(p).detach().to(self.home, copy=True) for name, p in self.parameters.items()}
-        put(self.parameters, self.values)
-        try:
-            yield
-        finally:
-            put(self.parameters, kept)
+    def in_place(self) -> AbstractContextManager[None]:
+        return replaced(self.parameters, self.values, self.home)
 
     def tensors(self) -> Mapping[str, Tensor]:
         return self.values

@@ -1,7 +1,7 @@
 """Which parameters are trained, and one optimizer step on them: clip, warm up, average."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from sage_grpo.config import Config
 from sage_grpo.models.lora import POLICY, adapter_parameters, dead_modules
 from sage_grpo.models.packed import PackedTransformer
-from sage_grpo.parallel.fsdp import like, local, put, whole
+from sage_grpo.parallel.fsdp import like, local, replaced, whole
 
 
 def trainable_parameters(transformer: PackedTransformer, use_lora: bool) -> dict[str, nn.Parameter]:
@@ -70,15 +70,9 @@ class Optimization:
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
+    def averaged(self) -> AbstractContextManager[None]:
         """Context in which the model has the averaged weights, if there are any."""
-        kept = {name: self.parameters[name].detach().clone() for name in self.average}
-        put(self.parameters, self.average)
-        try:
-            yield
-        finally:
-            put(self.parameters, kept)
+        return replaced(self.parameters, self.average)
 
     def tensors(self) -> dict[str, Tensor]:
         """The optimizers' state by parameter name, for a checkpoint."""
