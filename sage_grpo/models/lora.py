@@ -103,7 +103,7 @@ def save_adapter(transformer: HunyuanVideo15Transformer3DModel, adapter: str, fo
     tensors = {n: whole(p.detach()).cpu() for n, p in adapter_parameters(transformer, adapter).items()}
     if folder is not None:
         config = {
-            k: list(v) if isinstance(v, set) else v for k, v in transformer.peft_config[adapter].to_dict().items()
+            k: sorted(v) if isinstance(v, set) else v for k, v in transformer.peft_config[adapter].to_dict().items()
         }
         metadata = {"format": "pt", LORA_ADAPTER_METADATA_KEY: json.dumps(config, indent=2, sort_keys=True)}
         save_file(tensors, folder / LORA_FILE, metadata=metadata)
