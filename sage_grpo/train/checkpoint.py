@@ -99,7 +99,13 @@ def load(trainer: "Trainer", path: Path) -> None:
             difference = sorted(set(names) ^ set(parts[part]))[0]
             raise ConfigError(f"the {part} in {path} do not fit this configuration: {difference} differs")
         for name, target in parts[part].items():
-            local(target).copy_(stored.read(f"{part}/{name}", *rows(optimization.parameters[name])))
+            value = stored.read(f"{part}/{name}", *rows(optimization.parameters[name]))
+            if value.shape != local(target).shape:  # a copy would stretch one row over many
+                raise ConfigError(
+                    f"the {part} in {path} do not fit this configuration, or a rank's file is missing: of {name} there "
+                    f"is {tuple(value.shape)} where {tuple(local(target).shape)} is needed"
+                )
+            local(target).copy_(value)
     optimization.load_tensors({
         name: stored.read(f"optimizer/{name}", *_optimizer_rows(trainer, name)) for name in stored.names("optimizer")
     })  # fmt: skip
@@ -132,11 +138,9 @@ def _write_rows(trainer: "Trainer", file: Path) -> None:
     tensors, starts = {}, {}
     for part, values in _parts(trainer).items():
         for name, value in values.items():
-            start, _ = (
-                _optimizer_rows(trainer, name) if part == "optimizer" else rows(trainer.optimization.parameters[name])
-            )
+            of = _optimizer_rows(trainer, name) if part == "optimizer" else rows(trainer.optimization.parameters[name])
             tensors[f"{part}/{name}"] = local(value.detach()).contiguous().cpu()
-            starts[f"{part}/{name}"] = start
+            starts[f"{part}/{name}"] = of[0]
     save_file(tensors, file, metadata={"starts": json.dumps(starts)})
 
 

@@ -8,7 +8,9 @@ import pytest
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
 from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from sage_grpo.models.attention import KEPT
 from sage_grpo.models.lora import add_adapters, init_adapters
 from sage_grpo.models.packed import PackedTransformer
 from sage_grpo.train.optimization import trainable_parameters
@@ -114,6 +116,32 @@ def test_checkpointing_recomputes_each_block_and_changes_no_gradient(tiny_folder
     assert len(calls) == 3 * len(packed.transformer_blocks)  # once plain, then forward and recomputation
     assert grads[0].abs().max() > 0
     torch.testing.assert_close(grads[0], grads[1], rtol=0, atol=0)
+
+
+class CountedKernels(TorchDispatchMode):
+    """How often attention is really computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func in KEPT
+        return func(*args, **(kwargs or {}))
+
+
+def test_kept_attention_is_not_computed_again(tiny_folder):
+    grads, counts = [], []
+    for keep in (False, True):
+        packed = PackedTransformer.from_pretrained(tiny_folder, subfolder="transformer", dtype=torch.float64)
+        packed.prepare_blocks(recomputed=1.0, keep_attention=keep)
+        with CountedKernels() as kernels:
+            packed(*inputs(2, 5)).square().mean().backward()
+        grads.append(packed.transformer_blocks[0].attn.to_q.weight.grad)
+        counts.append(kernels.count)
+    blocks = len(packed.transformer_blocks)
+    assert counts[0] - counts[1] == blocks  # all but the recomputation
+    assert torch.equal(*grads)
 
 
 def test_bf16_model_tells_timesteps_apart_that_bf16_cannot(tiny_folder):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -88,6 +89,21 @@ def test_a_checkpoint_of_another_configuration_is_refused(make):
     ):
         with pytest.raises(ConfigError, match=words):
             make(resume_from_checkpoint="auto", **changes)
+
+
+def test_an_adapter_of_another_rank_is_not_stretched(make):
+    make(use_lora=True, lora_r=1, max_steps=1).train()
+    with pytest.raises(ConfigError, match=r"do not fit .* of .*lora_A.* there is \(1, "):
+        make(use_lora=True, lora_r=4, resume_from_checkpoint="auto")
+
+
+def test_a_missing_file_of_a_rank_is_noticed(flags):
+    values = flags | {"use_lora": True, "max_steps": 1, "num_generations": 4, "enable_fsdp": True}
+    run_ranks(2, train_and_save, values, sharded=True)
+    (folder,) = checkpoint.found(Path(flags["output_dir"]) / "checkpoints")
+    (folder / "trainer" / "rank-00001.safetensors").unlink()
+    with pytest.raises(AssertionError, match="a rank's file is missing"):
+        run_ranks(1, resume, values | {"resume_from_checkpoint": "auto"}, sharded=True)
 
 
 def test_nothing_to_resume_is_said(make, tmp_path):
