@@ -262,11 +262,9 @@ def longest(trainer: Trainer) -> Padding:
 
 def check_equal(ours: Outcome, plain: Outcome) -> str:
     """One line about the agreement of two iterations from equal weights; a real difference is an error."""
-    found = {
-        "latents": (ours.latents - plain.latents).abs().max().item(),
-        "rewards": (ours.rewards - plain.rewards).abs().max().item(),
-        "gradient": ((ours.gradient - plain.gradient).norm() / ours.gradient.norm()).item(),
-    }
+    pairs = {"latents": (ours.latents, plain.latents), "rewards": (ours.rewards, plain.rewards)}
+    found = {name: (one - other).abs().max().item() for name, (one, other) in pairs.items()}
+    found["gradient"] = ((ours.gradient - plain.gradient).norm() / ours.gradient.norm()).item()
     line = "latents differ by {latents:.1e}, rewards by {rewards:.1e}, the gradient by {gradient:.1e} of its norm"
     if not all(found[name] <= limit for name, limit in TOLERANCES.items()):
         raise RuntimeError(f"the loops do not compute the same: {line.format(**found)}; allowed are {TOLERANCES}")
