@@ -1,9 +1,9 @@
 """Text rendering, as in Flow-GRPO: how much of what the prompt puts into double quotes can be read in the clip.
 
 A frame scores 1 - distance / length of the wanted text: 1 when the wanted text is among what is read, 0 when nothing
-of it is. The mean over the sampled frames is the clip's score; Flow-GRPO's video variant leaves out frames that score 0,
-which rewards text that flashes up. Case and spaces do not count. Reads with rapidocr, whose package holds its weights,
-without looking for turned text, as Flow-GRPO's PaddleOCR does: 0.1 s for a 352 x 624 frame on one core.
+of it is. The mean over the sampled frames is the clip's score (Flow-GRPO's video variant leaves out frames that score
+0, which rewards text that flashes up). Case and spaces do not count. Reads with rapidocr, whose package holds its
+weights, without looking for turned text, as Flow-GRPO's PaddleOCR does: 0.1 s for a 352 x 624 frame on one core.
 """
 
 import re
