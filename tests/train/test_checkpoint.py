@@ -129,7 +129,7 @@ def test_a_missing_file_of_a_rank_is_noticed(flags):
 def test_nothing_to_resume_is_a_fresh_start_only_for_auto(make, tmp_path, capfd):
     assert make(resume_from_checkpoint="auto").step == 0
     assert "holds no checkpoint: starting from the beginning" in capfd.readouterr().err
-    with pytest.raises(ConfigError, match="is no whole checkpoint: .*manifest.json cannot be read"):
+    with pytest.raises(ConfigError, match=r"is no whole checkpoint: .*manifest.json cannot be read"):
         make(resume_from_checkpoint=str(tmp_path))
 
 
