@@ -5,9 +5,10 @@ import torch
 
 from sage_grpo import rng
 from sage_grpo.flags import from_values
-from sage_grpo.parallel.fsdp import local, rows, units, whole
+from sage_grpo.parallel.fsdp import local, rows, units
 from sage_grpo.train import build
 from tests.dist import run_ranks
+from tests.train.iterations import next_gradients
 
 CLIPS = 4
 LAYOUTS = {  # processes, and how they are laid out
@@ -41,25 +42,14 @@ def gradients(ranks, values, error=None):
     """Of one iteration, before the optimizer, of a policy that is not its anchor."""
     in_fp64()
     trainer = build.assemble(from_values(values | {"batch_size": CLIPS // ranks.count}), ranks)
-    parameters, found = trainer.optimization.parameters, {}
-    nudge(parameters.values())
+    nudge(trainer.optimization.parameters.values())
     trainer.anchor.count_update()
     if error == "mean":
         for unit in units(trainer.policy.transformer):
             unit.set_gradient_divide_factor(2.0)
 
-    def optimizer_step():
-        ranks.sum_gradients(parameters.values())
-        found.update({name: whole(parameter.grad).clone() for name, parameter in parameters.items()})
-        return 1.0
-
-    trainer.optimizer_step = optimizer_step
-    schedule = trainer.schedule()
-    batch = trainer.roll_out(schedule)
-    advantages = trainer.advantages(trainer.score(batch, trainer.decode(batch)))
-    trainer.prepare_anchor(batch, schedule)
-    record = trainer.update(batch, schedule, advantages)
-    return found, record["kl/anchor"], advantages.values
+    found, record, advantages = next_gradients(trainer)
+    return found, record["kl/anchor"], advantages
 
 
 @pytest.fixture(scope="module")
