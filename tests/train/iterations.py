@@ -1,6 +1,17 @@
 """Parts of an iteration, for tests."""
 
+import torch
+
+from sage_grpo import rng
 from sage_grpo.parallel.fsdp import whole
+from sage_grpo.train import build
+
+
+def in_fp64():
+    """The same code in higher precision; this process has no other work."""
+    build.DTYPES["fp32"] = torch.float64
+    drawn = rng.normal_batch
+    rng.normal_batch = lambda *key, **words: drawn(*key, **words).double()
 
 
 def next_gradients(trainer):

@@ -3,12 +3,11 @@
 import pytest
 import torch
 
-from sage_grpo import rng
 from sage_grpo.flags import from_values
 from sage_grpo.parallel.fsdp import local, rows, units
 from sage_grpo.train import build
 from tests.dist import run_ranks
-from tests.train.iterations import next_gradients
+from tests.train.iterations import in_fp64, next_gradients
 
 CLIPS = 4
 LAYOUTS = {  # processes, and how they are laid out
@@ -21,13 +20,6 @@ LAYOUTS = {  # processes, and how they are laid out
     "fsdp2 x sp2": (4, {"enable_fsdp": True, "sp_size": 2}),
     "hsdp 2 x 2": (4, {"enable_fsdp": True, "dp_replicate": 2}),
 }
-
-
-def in_fp64():
-    """The same code in higher precision; this process has no other work."""
-    build.DTYPES["fp32"] = torch.float64
-    drawn = rng.normal_batch
-    rng.normal_batch = lambda *key, **words: drawn(*key, **words).double()
 
 
 @torch.no_grad()
