@@ -205,7 +205,7 @@ def clip_card(pair: Pair, steps: tuple[int, int]) -> str:
     change = f'<b class="{"better" if gain(pair) > 0 else "worse"}">{number(gain(pair), sign="+")}</b>'
     return (
         f'<figure><h3>{escape(pair[0].prompt)}</h3><div class="pair">{sides}</div>'
-        f"<figcaption>reward {change}, seed {pair[0].seed}</figcaption></figure>"
+        f"<figcaption>reward {change}, seed {escape(str(pair[0].seed))}</figcaption></figure>"
     )
 
 
