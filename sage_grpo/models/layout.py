@@ -4,7 +4,6 @@ diffusers   transformer/  vae/  text_encoder/  tokenizer/  text_encoder_2/  toke
 Tencent     transformer/VERSION/  vae/  text_encoder/{llm, byt5-small, Glyph-SDXL-v2}/
 """
 
-import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 from sage_grpo.json_files import read_object
 from sage_grpo.models import tencent
-from sage_grpo.models.policy import Sampling
+from sage_grpo.models.policy import LARGEST, Sampling
 
 DEFAULT_VERSION = "480p_t2v"
 GLYPH_WEIGHTS = "checkpoints/byt5_model.safetensors"
@@ -159,6 +158,8 @@ def _own_guidance(folder: Path, version: str) -> float | None:
     if not guider.is_file():
         return None
     guidance = read_object(guider).get("guidance_scale")
-    if type(guidance) not in (int, float) or not 0 <= guidance < math.inf:
-        raise ValueError(f"{guider} has guidance_scale {guidance!r}; it must be a number of at least 0.")
+    if type(guidance) not in (int, float) or not 0 <= guidance < LARGEST:
+        raise ValueError(
+            f"{guider} has guidance_scale {guidance!r}; it must be a number of at least 0, below {LARGEST}."
+        )
     return guidance

@@ -5,7 +5,6 @@ Shapes: B clips of one prompt, F frames of (Y, X) pixels, C latent channels, L t
 
 import dataclasses
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,8 @@ import torch
 from torch import Tensor
 
 from sage_grpo.json_files import read_object
+
+LARGEST = 2**31  # no setting of a model comes near
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,9 @@ class Sampling:
         if sorted(values) != sorted(kinds):
             raise ValueError(f"{path} has keys {sorted(values)}; it needs exactly {sorted(kinds)}.")
         for name, value in values.items():
-            if type(value) not in (int, kinds[name]) or not 0 < value < math.inf:
+            if type(value) not in (int, kinds[name]) or not 0 < value < LARGEST:
                 whole = "whole " if kinds[name] is int else ""
-                raise ValueError(f"{path} has {name} {value!r}; it must be a {whole}number above 0.")
+                raise ValueError(f"{path} has {name} {value!r}; it must be a {whole}number above 0, below {LARGEST}.")
         return cls(**values)
 
     def to_json(self, path: Path) -> None:
