@@ -17,7 +17,7 @@ from sage_grpo.algo.sde import SDES
 from sage_grpo.algo.trust_region import ESTIMATORS, FEEDBACKS, SCHEDULES, KLController, TrustRegion, trust_region
 from sage_grpo.models.layout import DEFAULT_VERSION
 from sage_grpo.models.policy import Sampling
-from sage_grpo.rewards.base import REWARDS
+from sage_grpo.rewards.base import ALIASES, REWARDS
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 MOST_VIDEOS = 65536
@@ -251,6 +251,10 @@ def warnings(config: Config) -> list[str]:
 
 
 def _check_rewards(config: Config) -> None:
+    named = [("reward_model", name) for name in config.reward_model or ()]
+    for flag, name in (*named, ("holdout_reward", config.holdout_reward)):
+        if name is not None and name not in {*REWARDS, *ALIASES}:
+            raise ConfigError(f"{flag} names {name!r}; choose one of {', '.join(REWARDS)}")
     remote = "remote" in (*(config.reward_model or ()), config.holdout_reward)
     if remote and config.remote_reward_url is None:
         raise ConfigError("the reward remote needs the address of its server: give remote_reward_url")
