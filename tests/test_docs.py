@@ -16,6 +16,13 @@ def test_links_lead_somewhere(page):
     assert not missing
 
 
+def test_the_tests_that_security_names_are_there():
+    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", (ROOT / "SECURITY.md").read_text())
+    assert len(named) > 10
+    missing = [name for name in named if not (ROOT / name[0]).is_file() or name[1] not in (ROOT / name[0]).read_text()]
+    assert not missing
+
+
 def test_the_map_names_every_file():
     text = (ROOT / "README.md").read_text()
     files = [*(ROOT / "sage_grpo").rglob("*.py"), *(ROOT / "scripts").glob("*.py"), *(ROOT / "docs").glob("*.md")]
