@@ -91,7 +91,7 @@ def test_a_model_cannot_choose_an_attention_to_download(folder, key):
     for part in ("text_encoder", "text_encoder_2"):
         change(folder / part / "config.json", **{key: "somebody/attention"})
     policy, _ = embed(folder)
-    assert [model.config._attn_implementation for model in policy.prompt_encoder._models] == ["sdpa", "sdpa"]
+    assert {model.config._attn_implementation for model in policy.prompt_encoder._models} <= {"sdpa", "eager"}
 
 
 def test_a_model_cannot_lead_to_another_one(tiny_folder, folder):

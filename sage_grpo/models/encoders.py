@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import torch
 from transformers import (
     ByT5Tokenizer,
-    PreTrainedConfig,
     Qwen2_5_VLTextConfig,
     Qwen2_5_VLTextModel,
     Qwen2Tokenizer,
@@ -25,7 +24,7 @@ from sage_grpo.models.weights import Weights, load_model, open_file, open_folder
 
 EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight")
 
-Config = TypeVar("Config", bound=PreTrainedConfig)
+Config = TypeVar("Config", Qwen2_5_VLTextConfig, T5Config)
 
 
 def load_tokenizers(folder: Path, version: str) -> tuple[Qwen2Tokenizer, ByT5Tokenizer]:
@@ -55,8 +54,8 @@ def load_encoders(
 def read_config(kind: type[Config], values: dict[str, Any]) -> Config:
     """Settings of a transformers model.
 
-    The attention is not the file's to choose: one that it names by a repository would be downloaded and run. So would
-    be the adapter of an `adapter_config.json`, which is why nothing here goes through `from_pretrained`.
+    The attention is not the file's to choose: one that it names by a repository would be downloaded and run. Nor does
+    anything here go through `from_pretrained`, which follows an `adapter_config.json` to whatever model it names.
     """
     config = kind.from_dict(values)
     config._attn_implementation = None  # the best that torch has
