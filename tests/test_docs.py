@@ -31,6 +31,7 @@ def test_nothing_named_in_the_map_is_missing():
 
 
 def test_tests_that_the_pages_name_exist():
-    named = {match for page in PAGES for match in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page.read_text())}
-    missing = [f"{file}::{test}" for file, test in named if f"def {test}(" not in (ROOT / file).read_text()]
-    assert len(named) > 20 and not missing
+    named = {match for page in PAGES for match in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", page.read_text())}
+    there = {file: (ROOT / file).read_text() if (ROOT / file).is_file() else "" for file, _ in named}
+    missing = [f"{file}::{test}" for file, test in named if f"def {test}" not in there[file]]
+    assert len(named) > 30 and not missing

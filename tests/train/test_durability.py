@@ -23,6 +23,7 @@ from sage_grpo.train.build import build_trainer
 from sage_grpo.train.checkpoint import CheckpointError
 from tests.disks import fill, small_disk
 from tests.dist import run_ranks
+from tests.hostile import sealed_again
 
 WRITES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "os.truncate"}
 
@@ -214,14 +215,6 @@ def test_when_all_are_damaged_nothing_starts_over(make, three):
     with pytest.raises(ConfigError, match=r"all checkpoints in .* are damaged"):
         make(use_lora=True, resume_from_checkpoint="auto")
     assert len(names(three)) == 3
-
-
-def sealed_again(path):
-    """As if the damage had been there before the checkpoint was written: the hashes are right, the content is not."""
-    files = [p for p in path.rglob("*") if p.is_file() and p.name != manifest.NAME]
-    hashes = manifest.sealed(path, files)
-    draft = path.rename(path.with_suffix(".tmp"))
-    manifest.commit(draft, path, hashes)
 
 
 @settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
