@@ -89,7 +89,7 @@ def generate(args: argparse.Namespace, ranks: Ranks) -> None:
             scores = reward.score([clip], [prompt.text], settings.fps)
             record["scores"] = {name: round(value.item(), 6) for name, value in scores.items()}
         text = json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False)
-        path.with_suffix(".json").write_text(text + "\n")
+        path.with_suffix(".json").write_text(text + "\n", encoding="utf-8")
         rows.append(thumbnails(clip))
         labels.append(label(record))
     if rows:

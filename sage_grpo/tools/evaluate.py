@@ -229,7 +229,8 @@ def keep(file: Path, record: Mapping[str, Any]) -> None:
     """Write the record of a clip at once; scores of other rewards that it had stay."""
     old = json.loads(file.read_text())["scores"] if file.is_file() else {}
     draft = file.with_suffix(".tmp")
-    draft.write_text(json.dumps(finite({**record, "scores": old | dict(record["scores"])}), ensure_ascii=False) + "\n")
+    text = json.dumps(finite({**record, "scores": old | dict(record["scores"])}), ensure_ascii=False)
+    draft.write_text(text + "\n", encoding="utf-8")
     draft.replace(file)
 
 
