@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 # spinning threads slow a busy machine down tenfold
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: venv demo study test golden lint clean
+.PHONY: venv demo study figures test golden lint clean
 
 venv: $(STAMP)
 
@@ -22,6 +22,11 @@ demo: venv
 
 study: venv
 	$(BIN)/python scripts/sde_study.py --output outputs/sde_study
+
+# the pictures of README.md and docs/method.md
+figures: demo
+	$(BIN)/python scripts/readme_figures.py outputs/tiny_cpu --output docs/figures
+	$(BIN)/python scripts/sde_study.py --output docs/figures
 
 test: venv
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
