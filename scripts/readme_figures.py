@@ -2,7 +2,7 @@
 
     python scripts/readme_figures.py outputs/tiny_cpu --output docs/figures        (make figures does this)
 
-Clips are those of every sixteenth of the held-out prompts, sampled without noise from the same seeds; nothing is chosen.
+Clips are those of every sixteenth held-out prompt, sampled without noise from the same seeds; nothing is chosen.
 """
 
 import argparse

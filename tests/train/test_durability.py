@@ -23,7 +23,7 @@ from sage_grpo.train.build import build_trainer
 from sage_grpo.train.checkpoint import CheckpointError
 from tests.disks import fill, small_disk
 from tests.dist import run_ranks
-from tests.hostile import sealed_again
+from tests.hostile import change, sealed_again
 
 WRITES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "os.truncate"}
 
@@ -249,6 +249,17 @@ def test_a_strange_checkpoint_is_refused_in_one_sentence(three, tmp_path, data):
         checkpoint.load(three, path)
     except (ConfigError, RankError) as error:
         assert str(error) and "\n" not in str(error) and len(str(error)) < 1000
+
+
+@pytest.mark.parametrize("name, value", [("step", "7"), ("updates", None), ("controller", []), ("config", 1)])
+def test_a_state_of_another_kind_is_refused_by_name(three, name, value):
+    path = folder_of(three) / "step-000003"
+    change(path / "trainer" / "state.json", **{name: value})
+    sealed_again(path)
+    with pytest.raises(
+        ConfigError, match=f"cannot be read as a checkpoint of this version: TypeError: {name} in .* is"
+    ):
+        checkpoint.load(three, path)
 
 
 def test_the_path_of_a_loaded_checkpoint_stays_inside(three, tmp_path):
