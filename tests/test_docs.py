@@ -35,3 +35,12 @@ def test_tests_that_the_pages_name_exist():
     there = {file: (ROOT / file).read_text() if (ROOT / file).is_file() else "" for file, _ in named}
     missing = [f"{file}::{test}" for file, test in named if f"def {test}" not in there[file]]
     assert len(named) > 30 and not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_a_page_names_exist(page):
+    """Names in backticks that begin in a folder of ours; `RUN/...`, `outputs/...` and patterns are somebody else's."""
+    names = re.findall(r"`((?:sage_grpo|scripts|configs|assets|tests|docs|benchmarks)/[\w./-]+)", page.read_text())
+    packaged = re.findall(r"`((?:algo|models|rewards|train|tools|parallel|data|worlds)/\w+\.py)`", page.read_text())
+    missing = [n for n in names if not (ROOT / n).exists() and not list(ROOT.glob(f"{n}*"))]
+    assert not missing + [name for name in packaged if not (ROOT / "sage_grpo" / name).exists()]
