@@ -1,0 +1,243 @@
+#!/usr/bin/env bash
+# Runs a script on every node by pdsh, after checking the nodes, and starts again what is lost.
+#
+#   NODES=a,b,c bash scripts/post_train/pdsh_train.sh SCRIPT [--dry_run | --stop | --check] [flags of post_train.py]
+#
+# SCRIPT is scripts/post_train/train_grpo.sh or one that understands the same switches. The nodes come from NODES or
+# HOSTFILE, the first hosts the rendezvous, all have the repository at the same path and share OUTPUT_DIR.
+# docs/multinode.md lists the settings. Exit code: that of the worst node, 255 for one that was lost.
+set -euo pipefail
+shopt -s inherit_errexit
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+source scripts/post_train/settings.sh
+source scripts/post_train/checks.sh
+
+read_launch_settings() { # SCRIPT FLAG...
+    take_switches "$@"
+    ((${#flags[@]})) || fail "name the script that the nodes run, such as scripts/post_train/train_grpo.sh"
+    script=${flags[0]} flags=("${flags[@]:1}")
+    [[ -f $script ]] || fail "script '$script' is no file in $PWD"
+    read_nodes
+    NNODES=${#nodes[@]} MASTER_ADDR=${MASTER_ADDR:-${nodes[0]}} MASTER_PORT=${MASTER_PORT:-29400}
+    NODE_RESTARTS=${NODE_RESTARTS:-3} JOIN_TIMEOUT=${JOIN_TIMEOUT:-1800} PDSH_RCMD_TYPE=${PDSH_RCMD_TYPE:-ssh}
+    whole MASTER_PORT NODE_RESTARTS JOIN_TIMEOUT
+    read_config "${flags[@]}"
+    case $PDSH_RCMD_TYPE in
+        ssh) ;;
+        exec)
+            [[ -n ${REMOTE_SHELL:-} ]] ||
+                fail "PDSH_RCMD_TYPE is exec; set REMOTE_SHELL to what runs a command on node %h, such as 'docker exec %h'"
+            ;;
+        *) fail "PDSH_RCMD_TYPE is '$PDSH_RCMD_TYPE'; choose ssh or exec" ;;
+    esac
+    # without these a node that loses power is waited for without end, and a password is asked for in vain
+    export PDSH_SSH_ARGS_APPEND=${PDSH_SSH_ARGS_APPEND:--oBatchMode=yes -oServerAliveInterval=15 -oServerAliveCountMax=4}
+}
+
+# Sets `settings` and `variables` to NAME=VALUE of what goes to every node: what is set of the launchers' settings, and of
+# NCCL_*, GLOO_*, SAGE_* and the names in PASS_ENV.
+read_passed() {
+    local name secret='(TOKEN|SECRET|PASSWORD|KEY)'
+    settings=() variables=()
+    for name in "${NODE_SETTINGS[@]}" "${ENVIRONMENT_FLAGS[@]^^}"; do
+        if [[ -n ${!name:-} ]]; then settings+=("$name=${!name}"); fi
+    done
+    for name in ${PASS_ENV:-}; do
+        [[ -n ${!name+set} ]] || fail "PASS_ENV names $name, which is not set"
+        [[ ! $name =~ $secret ]] || fail "PASS_ENV names $name, which others could read in the list of processes; use ENV_FILE"
+        variables+=("$name=${!name}")
+    done
+    for name in $(compgen -e | grep -E '^(NCCL|GLOO|SAGE)_' || true); do
+        if [[ $name =~ $secret ]]; then
+            echo "note: $name is not sent, because others could read it in the list of processes; ENV_FILE can hold it" >&2
+        else
+            variables+=("$name=${!name}")
+        fi
+    done
+}
+
+node_command() { # INDEX SWITCH...: what a shell on that node has to run
+    local place=(NNODES="$NNODES" NODE_RANK="$1" NODE_NAME="${nodes[$1]}" MASTER_ADDR="$MASTER_ADDR" MASTER_PORT="$MASTER_PORT")
+    echo "$(pasteable cd "$PWD") && $(pasteable env "${variables[@]}" "${settings[@]}" "${place[@]}" \
+        bash "$script" "${@:2}" "${flags[@]}")"
+}
+
+# The last line tells the exit code, because pdsh takes a command that was killed for one that went well. A session of its
+# own keeps a terminal's Ctrl-C from pdsh: the nodes are stopped by end_others.
+on_node() { # INDEX SWITCH...
+    local text
+    text="$(node_command "$@"); code=\$?; echo; echo \"exit code \$code\"; exit \$code"
+    text=${text//%/%%} # pdsh fills in %h and others
+    if [[ $PDSH_RCMD_TYPE == ssh ]]; then
+        setsid -w pdsh -S -R ssh -w "${nodes[$1]}" "bash -c $(printf %q "$text")"
+    else
+        # shellcheck disable=SC2086 # REMOTE_SHELL is a list of words
+        setsid -w pdsh -S -R exec -w "${nodes[$1]}" $REMOTE_SHELL bash -c "$text"
+    fi
+}
+
+on_all_nodes() { # SWITCH...: in parallel, each into a file of its own; counts the nodes that did not end with 0 in `failed`
+    local index
+    for index in "${!nodes[@]}"; do
+        on_node "$index" "$@" &>"$scratch/$index.said" &
+    done
+    wait
+    failed=0
+    for index in "${!nodes[@]}"; do
+        [[ $(exit_code "$scratch/$index.said") == 0 ]] || failed=$((failed + 1))
+    done
+}
+
+exit_code() { # FILE: what on_node said at the end; 255 for a node that was lost
+    local code
+    code=$(sed -n -E 's/^[^ ]+: exit code ([0-9]+)$/\1/p' "$1" | tail -n 1)
+    if [[ -z $code ]] || ((code > 128)); then code=255; fi
+    echo "$code"
+}
+
+said() { # INDEX: what a node said, without the exit code
+    grep -vE '^[^ ]+: (exit code [0-9]+)?$|^pdsh@.* exited with exit code' "$scratch/$1.said" || true
+    if (($(exit_code "$scratch/$1.said") == 255)); then echo "${nodes[$1]}: no more answer through $PDSH_RCMD_TYPE"; fi
+}
+
+check_nodes() {
+    local index
+    local settings=("${settings[@]}" LAUNCH_COMMIT="$(source_commit)" LAUNCH_CHANGES="$(source_changes)"
+        LAUNCH_CONFIG="$(file_hash "$CONFIG")" CHECK_TIMEOUT="${CHECK_TIMEOUT:-20}")
+    on_all_nodes --check
+    for index in "${!nodes[@]}"; do said "$index" >&2; done
+    ((failed == 0)) || fail "$failed of $NNODES nodes are not ready, nothing was started; SKIP_CHECKS=1 leaves the checks out"
+}
+
+start_node() { # INDEX FUNCTION: run it for that node in the background; its output goes to ours and to a file
+    : >"$scratch/$1.said"
+    "$2" "$1" 2>&1 | (trap '' TERM INT HUP && exec tee -p "$scratch/$1.said") &
+    running[$1]=$!
+}
+
+# Waits for a node that may have to boot, and ends what is left of the run there.
+on_node_again() { # INDEX
+    local end=$((SECONDS + JOIN_TIMEOUT))
+    until on_node "$1" --kill &>"$scratch/$1.cleared" || ((SECONDS > end)); do sleep 5; done
+    on_node "$1"
+}
+
+end_others() { # SWITCH: ask the nodes that still run to --stop or --kill what they do
+    local index
+    ending=yes
+    for index in "${!running[@]}"; do
+        on_node "$index" "$1" &>"$scratch/$index.cleared" &
+    done
+}
+
+# The rendezvous lives on the first node. Another one that is lost comes back to it; without the first, all begin anew.
+node_ended() { # INDEX
+    local node=${nodes[$1]} code
+    unset "running[$1]"
+    code=$(exit_code "$scratch/$1.said")
+    codes[$1]=$code
+    if ((code == 0)); then return; fi
+    if [[ $ending == yes ]]; then
+        if ((code == 255)); then codes[$1]=${codes[$culprit]:-255}; fi # it was ended from here
+        return
+    fi
+    culprit=$1
+    if ((code == 255 && restarts < NODE_RESTARTS)); then
+        restarts=$((restarts + 1))
+        if (($1)); then
+            echo "$node was lost and is started again (loss $restarts of $NODE_RESTARTS)"
+            start_node "$1" on_node_again
+        else
+            echo "$node was lost, and the rendezvous with it: all nodes are started again (loss $restarts of $NODE_RESTARTS)"
+            end_others --kill
+            again=yes
+        fi
+    elif ((code == 75)); then
+        end_others --stop
+    else
+        ending=yes
+        kill_at=$((SECONDS + 30)) # until then the others may say what they know
+    fi
+}
+
+run_nodes() { # FUNCTION: one attempt on all nodes; sets `again` if it has to be repeated
+    local index
+    running=() codes=() ending=no again=no culprit=0 kill_at=''
+    for index in "${!nodes[@]}"; do start_node "$index" "$1"; done
+    while ((${#running[@]})); do
+        sleep 1 & wait $! || true # a signal ends the wait
+        if ((asked > heard)); then
+            heard=$asked again=no
+            if ((asked == 1)); then end_others --stop; else end_others --kill; fi
+        elif [[ -n $kill_at ]] && ((SECONDS >= kill_at)); then
+            kill_at=''
+            end_others --kill
+        fi
+        for index in "${!running[@]}"; do
+            kill -0 "${running[$index]}" 2>/dev/null || node_ended "$index"
+        done
+    done
+}
+
+report() { # which node failed first, and what it said
+    local node=${nodes[$culprit]} code=${codes[$culprit]} how
+    if ((code == 0 || code == 75)); then return; fi
+    how="failed with exit code $code"
+    if ((code == 255)); then how='was lost'; fi
+    {
+        echo "${0##*/}: $node $how, after these lines:"
+        said "$culprit" | grep -F ': [default' | tail -n 12 || true # what workers said, before torchrun's long farewell
+        said "$culprit" | tail -n 3
+        echo "${0##*/}: the log of $node is $OUTPUT_DIR/logs/$node.log"
+    } >&2
+}
+
+worst_code() {
+    local code worst=0
+    for code in "${codes[@]}"; do
+        case $worst:$code in
+            *:0 | *:"$worst") ;;
+            0:* | 75:*) worst=$code ;;
+            *:75) ;;
+            *) worst=$((code > worst ? code : worst)) ;;
+        esac
+    done
+    echo "$worst"
+}
+
+dry_run() {
+    local index variable
+    for index in "${!nodes[@]}"; do
+        echo "# ${nodes[$index]}"
+        for variable in "${variables[@]}"; do pasteable export "$variable"; done
+        bash -c "$(node_command "$index" --dry_run)"
+    done
+}
+
+train() {
+    if [[ -z ${SKIP_CHECKS:-} ]]; then check_nodes; fi
+    asked=0 heard=0 restarts=0
+    trap 'asked=$((asked + 1))' TERM INT HUP
+    run_nodes on_node
+    while [[ $again == yes ]]; do run_nodes on_node_again; done
+    report
+    exit "$(worst_code)"
+}
+
+read_launch_settings "$@"
+read_passed
+if [[ $mode == dry_run ]]; then
+    dry_run
+    exit
+fi
+command -v pdsh >/dev/null || fail "pdsh is not installed; apt-get install pdsh, or start $script on each node by other means"
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+case $mode in
+    run) train ;;
+    check) check_nodes ;;
+    *)
+        on_all_nodes "--$mode"
+        ((failed == 0)) || fail "$failed of $NNODES nodes could not be told to $mode"
+        ;;
+esac
