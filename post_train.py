@@ -3,8 +3,8 @@
     python post_train.py --config configs/tiny_cpu.yaml                         (the embedded model, on a CPU)
     torchrun --nproc_per_node 8 post_train.py --config FILE.yaml --FLAG VALUE   (flags beat the file; --help lists them)
 
-Exit code 0: done; 1: training had to stop; 2: the configuration or a file is wrong, and nothing was written
-but prompt embeddings.
+Exit code 0: done; 75: stopped by a signal, with a checkpoint to resume from; 1: training had to stop; 2: the
+configuration or a file is wrong, and nothing was written but prompt embeddings.
 """
 
 import sys
@@ -18,7 +18,7 @@ from sage_grpo.tools.paired import text_table
 from sage_grpo.tools.report import write_report
 from sage_grpo.tools.run_folder import read_run
 from sage_grpo.train.build import build_trainer
-from sage_grpo.train.trainer import TrainingError
+from sage_grpo.train.guards import DONE, FAILED, PREEMPTED, WRONG_INPUT, Preempted, TrainingError
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -40,11 +40,14 @@ def main(arguments: list[str] | None = None) -> int:
                 print(f"report: {write_report(trainer.run.folder)}")
     except (ValueError, FileNotFoundError) as error:
         print(f"post_train.py: {error}", file=sys.stderr)
-        return 2
+        return WRONG_INPUT
     except TrainingError as error:
         print(f"post_train.py: {error}", file=sys.stderr)
-        return 1
-    return 0
+        return FAILED
+    except Preempted as told:
+        print(f"post_train.py: {told}; --resume_from_checkpoint auto goes on", file=sys.stderr)
+        return PREEMPTED
+    return DONE
 
 
 if __name__ == "__main__":

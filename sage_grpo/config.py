@@ -156,7 +156,10 @@ class Config:
     validation_global_seed: int = flag(930, "of prompts that name none", low=0)
     save_interval: int = flag(100, "iterations; 0: only at the end", low=0)
     keep_checkpoints: int = flag(3, "the newest that are kept", low=1)
-    resume_from_checkpoint: str | None = flag(None, "a checkpoint folder, or auto for the newest")
+    resume_from_checkpoint: str | None = flag(
+        None, "a checkpoint folder, or auto: the newest good one, the beginning where there is none"
+    )
+    init_from_checkpoint: str | None = flag(None, "start a run from the weights of another run's checkpoint, no more")
     log_interval: int = flag(1, "iterations between lines of metrics", low=1)
     report_to: tuple[str, ...] = flag(("tensorboard",), "tensorboard, wandb, none")
 
@@ -215,6 +218,8 @@ def check(config: Config, world_size: int = 1) -> None:
             )
     if config.pretrained_lora_path and not config.use_lora:
         raise ConfigError("pretrained_lora_path needs use_lora True")
+    if config.pretrained_lora_path and config.init_from_checkpoint:
+        raise ConfigError("pretrained_lora_path and init_from_checkpoint both name the weights to start from")
     if config.dtype not in (None, config.master_weight_type) and not config.enable_fsdp:
         raise ConfigError(
             f"dtype {config.dtype} with master_weight_type {config.master_weight_type} needs enable_fsdp True, which "

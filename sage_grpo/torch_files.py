@@ -4,7 +4,6 @@ Only tensors are taken from a torch file (`weights_only=True`); code in one is r
 old one and holds its SHA-256, so that it is made anew only if the old one changed.
 """
 
-import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+from sage_grpo.manifest import file_sha256
 
 
 def read_tensors(source: Path) -> Any:
@@ -39,11 +40,6 @@ def convert(source: Path, tensors_of: Callable[[Any], dict[str, Tensor]] = dict)
     save_file(copies, draft, metadata={"format": "pt", "source": source.name, "source_sha256": sha256})
     os.replace(draft, target)
     return f"wrote {target}, {len(tensors)} tensors, from {source.name} with sha256 {sha256}"
-
-
-def file_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _made_from(target: Path) -> str | None:

@@ -43,7 +43,8 @@ def test_a_run_leaves_everything_to_look_at(command, tmp_path, capfd):
     assert post_train.main(command(report_to="tensorboard")) == 0
     run = tmp_path / "run"
     assert {path.name for path in run.iterdir()} == {
-        "config.yaml", "command.txt", "metrics.jsonl", "validation", "checkpoints", "tensorboard", "report.html"
+        "config.yaml", "command.txt", "status.json", "metrics.jsonl", "validation", "checkpoints", "tensorboard",
+        "report.html",
     }  # fmt: skip
     clips = json.loads((run / "validation" / "step-000000" / "clips.json").read_text())
     assert len(clips) == 2 and all((run / "validation" / "step-000001" / clip["file"]).stat().st_size for clip in clips)
@@ -71,7 +72,8 @@ def test_a_run_leaves_everything_to_look_at(command, tmp_path, capfd):
         ([], {"validation_fixed_size": "big"}, "write HEIGHTxWIDTH"),
         (["--use_lora", "--lora_target_modules", "to_z"], {}, "lora_target_modules names to_z"),
         (["--use_lora", "--pretrained_lora_path", "nowhere"], {}, "pretrained_lora_path nowhere"),
-        (["--resume_from_checkpoint", "auto"], {}, "holds none"),
+        (["--resume_from_checkpoint", "nowhere"], {}, "nowhere is no whole checkpoint"),
+        (["--init_from_checkpoint", "nowhere"], {}, "init_from_checkpoint nowhere has no transformer"),
     ],
     ids=lambda value: str(value)[:40],
 )

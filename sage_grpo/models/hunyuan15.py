@@ -13,6 +13,7 @@ from diffusers import AutoencoderKLHunyuanVideo15, ModelMixin
 from safetensors import safe_open
 from torch import Tensor
 
+from sage_grpo import manifest
 from sage_grpo.models.layout import DEFAULT_VERSION, check_folder, part_config, sampling_defaults
 from sage_grpo.models.lora import LORA_FILE
 from sage_grpo.models.packed import PackedTransformer
@@ -64,10 +65,14 @@ class Hunyuan15:
             model = PackedTransformer.from_config(part_config(self.folder, "transformer", self.version))
         return model.eval()
 
-    def fill_transformer(self, model: PackedTransformer) -> None:
-        """Give such a model its memory and its weights, of which each rank reads its own part, and use it."""
+    def fill_transformer(self, model: PackedTransformer, checkpoint: Path | None = None) -> None:
+        """Give such a model its memory and its weights, of which each rank reads its own part, and use it.
+
+        checkpoint: of a run that trained all weights, which are taken instead.
+        """
         model.to_empty(device=self.device)
-        fill_model(model, open_weights(self.folder, "transformer", self.version))
+        own = open_weights(self.folder, "transformer", self.version)
+        fill_model(model, own if checkpoint is None else open_folder(checkpoint / "transformer"))
         self.transformer = model
 
     @cached_property
@@ -85,6 +90,7 @@ class Hunyuan15:
     def load_weights(self, path: str | Path) -> None:
         """Put post-trained weights into the transformer: a folder with `transformer/`, a LoRA folder, or a file."""
         path = Path(path)
+        check_exported(path)
         if (path / LORA_FILE).is_file():
             return self._load_lora(path / LORA_FILE)
         single = path.suffix == ".safetensors" and path.is_file()
@@ -187,3 +193,9 @@ class Hunyuan15:
 def _at_least_fp32(tensor: Tensor) -> Tensor:
     """Half precision to fp32; fp64 stays, for tests that compare exactly."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def check_exported(checkpoint: Path) -> None:
+    """Refuse a run's checkpoint whose weights are not as they were written."""
+    if (checkpoint / manifest.NAME).is_file():
+        manifest.check(checkpoint, "transformer/" if (checkpoint / "transformer").is_dir() else LORA_FILE)

@@ -5,6 +5,7 @@ group what only one has to do. The groups are data-parallel: this rank's is numb
 """
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,10 @@ from torch.distributed.tensor import DTensor
 
 S = TypeVar("S")
 T = TypeVar("T")
+
+
+class RankError(RuntimeError):
+    """What went wrong on one rank, told to all, in one sentence."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +131,34 @@ class Ranks:
         found: list[list[T]] = [[]] * self.sp_size
         dist.all_gather_object(found, work(mine) if mine else [], self.sequence_group)
         return [result for part in found for result in part]
+
+    def together(self, call: Callable[[], T]) -> list[T]:
+        """What a call gives on every rank. If it fails on one, it fails on all: none is left waiting for another."""
+        try:
+            mine: tuple[T | None, str] = (call(), "")
+        except Exception as error:
+            if self.world == 1:
+                raise RankError(f"{type(error).__name__}: {error}") from error
+            mine = (None, f"rank {self.world_rank}: {type(error).__name__}: {error}")
+        found: list = [mine] * self.world
+        if self.world > 1:
+            dist.all_gather_object(found, mine)
+        if failed := [text for _, text in found if text]:
+            raise RankError(failed[0])
+        return [result for result, _ in found]
+
+    def any(self, mine: bool) -> bool:
+        """Whether it holds on any rank."""
+        if self.world == 1:
+            return mine
+        flag = torch.tensor(int(mine), device=self.device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag)
+
+    def say(self, text: str) -> None:
+        """Tell the operator, once."""
+        if self.first:
+            print(f"note: {text}", file=sys.stderr, flush=True)
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Add up the gradients of all ranks in place, as one message; those of a sharded model are summed already."""

@@ -30,6 +30,7 @@ class Composite:
         """`weights`: by score name, or with several rewards by reward and then name (a number if it has one score)."""
         self.rewards, self.batch_size, self.timeout = dict(rewards), batch_size, timeout
         self.weights = _flat_weights(self.rewards, weights)
+        self.on_batch: Callable[[], None] = lambda: None  # hears of each batch before it is scored
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -53,6 +54,7 @@ class Composite:
         for name, reward in self.rewards.items():
             for start in range(0, len(there), self.batch_size):
                 rows = there[start : start + self.batch_size]
+                self.on_batch()
                 batch = ([clips[i] for i in rows], [prompts[i] for i in rows], fps)
                 try:
                     scores = _checked(reward, within(self.timeout, reward.score, *batch), len(rows))

@@ -10,9 +10,9 @@ from sage_grpo.algo.equalizer import equalizer, gradient_scale
 from sage_grpo.algo.sde import Schedule
 from sage_grpo.config import Config, ConfigError, check, resolve
 from sage_grpo.data.prompts import Prompt, read_prompts
-from sage_grpo.models.hunyuan15 import Hunyuan15
+from sage_grpo.models.hunyuan15 import Hunyuan15, check_exported
 from sage_grpo.models.layout import sampling_defaults
-from sage_grpo.models.lora import ANCHOR, POLICY, add_adapters, init_adapters, load_adapter
+from sage_grpo.models.lora import ANCHOR, LORA_FILE, POLICY, add_adapters, init_adapters, load_adapter
 from sage_grpo.parallel.fsdp import shard
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.rewards.base import Setup, build_rewards, perfect_scores
@@ -35,7 +35,7 @@ PROMPTS = Path(__file__).parents[2] / "assets" / "prompts"
 def build_trainer(config: Config, ranks: Ranks) -> Trainer:
     """A trainer whose run folder is open."""
     trainer = assemble(config, ranks)
-    trainer.run.open()
+    trainer.run.open(trainer.step)
     if ranks.first:
         trainer.run.introduce(trainer.step, about(trainer, world_of(trainer.policy.folder)))
     return trainer
@@ -73,8 +73,10 @@ def assemble(config: Config, ranks: Ranks) -> Trainer:
         run=run,
     )
     check_steps(config, trainer.schedule())
-    if config.resume_from_checkpoint:
-        checkpoint.load(trainer, checkpoint.choose(run.folder, config.resume_from_checkpoint))
+    if config.resume_from_checkpoint and (path := checkpoint.choose(run.folder, config.resume_from_checkpoint, ranks)):
+        checkpoint.load(trainer, path)
+        if path.parent == run.folder / "checkpoints":
+            trainer.saved_step = trainer.step
     return trainer
 
 
@@ -125,6 +127,7 @@ def build_rewards_of(
 
 def prepare_transformer(policy: Hunyuan15, config: Config, ranks: Ranks) -> dict[str, torch.nn.Parameter]:
     """The transformer with adapters, checkpointing, sharding and, at last, weights; returns what is trained."""
+    source = starting_point(config)
     transformer, master = policy.empty_transformer(), DTYPES[config.master_weight_type]
     for parameter in transformer.parameters():
         parameter.data = parameter.data.to(DTYPES[config.dtype] if config.use_lora else master)
@@ -137,13 +140,24 @@ def prepare_transformer(policy: Hunyuan15, config: Config, ranks: Ranks) -> dict
     transformer.prepare_blocks(recomputed, config.keep_attention, config.compile)
     if ranks.shards is not None:
         shard(transformer, transformer.transformer_blocks, ranks.shards, DTYPES[config.dtype])
-    policy.fill_transformer(transformer)
+    policy.fill_transformer(transformer, None if config.use_lora else source)
     if config.use_lora:
         init_adapters(transformer, config.seed)
-        if config.pretrained_lora_path:
-            for adapter in (POLICY, ANCHOR)[: 1 + held]:
-                load_adapter(transformer, Path(config.pretrained_lora_path), adapter)
+        for adapter in (POLICY, ANCHOR)[: 1 + held] if source else ():
+            load_adapter(transformer, source, adapter)
     return trainable_parameters(transformer, config.use_lora)
+
+
+def starting_point(config: Config) -> Path | None:
+    """The folder of trained weights that a run begins with, if it is not the model's own."""
+    name = "init_from_checkpoint" if config.init_from_checkpoint else "pretrained_lora_path"
+    if (value := getattr(config, name)) is None:
+        return None
+    needed = LORA_FILE if config.use_lora else "transformer"
+    if not (Path(value) / needed).exists():
+        raise ConfigError(f"{name} {value} has no {needed}, with which a run with use_lora {config.use_lora} begins")
+    check_exported(Path(value))
+    return Path(value)
 
 
 def build_anchor(policy: Hunyuan15, config: Config, parameters: dict[str, torch.nn.Parameter]) -> Anchor | None:

@@ -2,57 +2,84 @@
 
     checkpoints/step-000100/
       transformer/ or pytorch_lora_weights.safetensors    what `generate.py --checkpoint_path` samples, averaged
-      trainer/state.json                                  iteration, counters, KL controller
+      trainer/state.json                                  iteration, counters, KL controller, configuration
       trainer/rank-00000.safetensors ...                  what changes in training, each rank its rows of it
+      manifest.json                                       the SHA-256 of each of these files
 
-A folder appears under its final name only when it is complete. Any number of ranks can load it.
+A folder has its final name only once it is complete and on the disk. Any number of ranks can load it.
 """
 
+import dataclasses
 import json
-import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sage_grpo.config import ConfigError
+from sage_grpo import manifest
+from sage_grpo.config import Config, ConfigError
 from sage_grpo.models.lora import POLICY, save_adapter
 from sage_grpo.models.weights import save_weights
 from sage_grpo.parallel.fsdp import local, rows, whole
+from sage_grpo.parallel.ranks import RankError, Ranks
 
 if TYPE_CHECKING:
     from sage_grpo.train.trainer import Trainer
 
 
-def save(trainer: "Trainer", folder: Path) -> Path:
-    """Write the trainer's state after its current iteration, and drop the oldest beyond `keep_checkpoints`.
+PLACES = ("output_dir", "overwrite", "resume_from_checkpoint", "init_from_checkpoint", "prompt_cache")
 
-    All ranks call. Those of one copy of the model write what they hold, the first rank what exists once.
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written, in one sentence; those before it are as they were."""
+
+
+def save(trainer: "Trainer", folder: Path) -> Path:
+    """Write the trainer's state after its last optimizer step, and drop the oldest beyond `keep_checkpoints`.
+
+    All ranks call. Those of one copy of the model write what they hold, the first rank what exists once. If one of
+    them fails, all raise CheckpointError, and no folder appears.
     """
-    ranks, target = trainer.ranks, folder / f"step-{trainer.step:06d}"
+    ranks, target = trainer.ranks, folder / f"step-{trainer.settled_step:06d}"
     draft = target.with_suffix(".tmp")
-    if ranks.first:
-        shutil.rmtree(draft, ignore_errors=True)
-        (draft / "trainer").mkdir(parents=True)
-    ranks.barrier()
+    try:
+        ranks.together(lambda: shutil.rmtree(draft, ignore_errors=True) if ranks.first else None)
+        ranks.together(lambda: (draft / "trainer").mkdir(parents=True, exist_ok=True))
+        hashes = ranks.together(lambda: _write(trainer, draft))
+        files = {name: digest for part in hashes for name, digest in part.items()}
+        ranks.together(lambda: _finish(draft, target, files, trainer.config.keep_checkpoints) if ranks.first else None)
+    except RankError as error:
+        if ranks.first:
+            shutil.rmtree(draft, ignore_errors=True)
+        raise CheckpointError(f"{target.name} could not be written: {error}") from error
+    return target
+
+
+def _write(trainer: "Trainer", draft: Path) -> dict[str, str]:
+    """This rank's files, and their hashes by name."""
+    ranks, mine = trainer.ranks, []
     with trainer.optimization.averaged():
         export(trainer, draft)
-    if ranks.writes_shards:
-        _write_rows(trainer, draft / "trainer" / f"rank-{ranks.world_rank:05d}.safetensors")
-    ranks.barrier()
     if ranks.first:
         (draft / "trainer" / "state.json").write_text(json.dumps(_state(trainer), indent=1) + "\n")
-        shutil.rmtree(target, ignore_errors=True)
-        os.replace(draft, target)
-        for old in found(folder)[: -trainer.config.keep_checkpoints]:
-            shutil.rmtree(old)
-    ranks.barrier()
-    return target
+        mine = [path for path in draft.rglob("*") if path.is_file() and not path.name.startswith("rank-")]
+    if ranks.writes_shards:
+        mine.append(draft / "trainer" / f"rank-{ranks.world_rank:05d}.safetensors")
+        _write_rows(trainer, mine[-1])
+    return manifest.sealed(draft, mine)
+
+
+def _finish(draft: Path, target: Path, hashes: Mapping[str, str], keep: int) -> None:
+    manifest.commit(draft, target, hashes)
+    committed = [path for path in found(target.parent) if (path / manifest.NAME).is_file()]
+    for old in committed[:-keep]:
+        manifest.remove(old)
 
 
 def export(trainer: "Trainer", folder: Path) -> None:
@@ -62,37 +89,77 @@ def export(trainer: "Trainer", folder: Path) -> None:
         save_adapter(transformer, POLICY, folder if first else None)
         return
     tensors = ((name, whole(p.detach())) for name, p in transformer.named_parameters())
-    if first:
-        save_weights(folder / "transformer", tensors)
-        (folder / "transformer" / "config.json").write_text(transformer.to_json_string())
-    else:
-        for _ in tensors:  # take part in gathering each of them
+    try:
+        if first:
+            save_weights(folder / "transformer", tensors)
+            (folder / "transformer" / "config.json").write_text(transformer.to_json_string())
+    finally:
+        for _ in tensors:  # take part in gathering all of them, even where the disk is full
             pass
 
 
 def found(folder: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
-    return sorted(path for path in folder.glob("step-*") if path.suffix != ".tmp" and path.is_dir())
+    """Checkpoints by name, oldest first; drafts have other names."""
+    paths = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name) and path.is_dir()]
+    return sorted(paths, key=step_of)
 
 
-def choose(run_folder: Path, wanted: str) -> Path:
-    """The checkpoint that `resume_from_checkpoint` names; `auto` is the newest of the run."""
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def tidy(folder: Path, step: int) -> None:
+    """Before a run goes on after `step`: remove drafts, and set later checkpoints aside, which are void or damaged."""
+    for draft in folder.glob("step-*.tmp"):
+        shutil.rmtree(draft)
+    for later in (path for path in found(folder) if step_of(path) > step):
+        number = 1 + len(list(folder.glob(f"{later.name}.aside*")))
+        later.rename(later.with_name(f"{later.name}.aside{number}"))
+
+
+def check_files(path: Path, ranks: Ranks) -> None:
+    """Read every byte and compare; each rank takes a share of the files. RankError names the first that is wrong."""
+
+    def mine() -> None:
+        for name in manifest.check_names(path)[ranks.world_rank :: ranks.world]:
+            manifest.check_file(path, name)
+
+    ranks.together(mine)
+
+
+def choose(run_folder: Path, wanted: str, ranks: Ranks) -> Path | None:
+    """The checkpoint that `resume_from_checkpoint` names; `auto` is the newest good one of the run, if there is any."""
     if wanted != "auto":
-        if not (Path(wanted) / "trainer" / "state.json").is_file():
-            raise ConfigError(f"resume_from_checkpoint {wanted} is no checkpoint: it has no trainer/state.json")
+        try:
+            check_files(Path(wanted), ranks)
+        except RankError as error:
+            raise ConfigError(f"resume_from_checkpoint {wanted} is no whole checkpoint: {error}") from error
         return Path(wanted)
-    checkpoints = found(run_folder / "checkpoints")
-    if not checkpoints:
-        raise ConfigError(f"resume_from_checkpoint is auto, but {run_folder}/checkpoints holds none")
-    return checkpoints[-1]
+    candidates = ranks.together(lambda: found(run_folder / "checkpoints"))[0]
+    for path in reversed(candidates):
+        try:
+            check_files(path, ranks)
+            return path
+        except RankError as error:
+            ranks.say(f"{path.name} is damaged and left out: {error}")
+    if candidates:
+        raise ConfigError(f"resume_from_checkpoint is auto, but all checkpoints in {run_folder} are damaged")
+    ranks.say(f"{run_folder} holds no checkpoint: starting from the beginning")
+    return None
+
+
+def load(trainer: "Trainer", path: Path) -> None:
+    """Put a checkpoint's state into a freshly built trainer."""
+    try:
+        _load(trainer, _Rows(path / "trainer"), json.loads((path / "trainer" / "state.json").read_text()), path)
+    except (KeyError, TypeError, OSError, SafetensorError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{path} cannot be read as a checkpoint of this version: {reason}") from error
 
 
 @torch.no_grad()
-def load(trainer: "Trainer", path: Path) -> None:
-    """Put a checkpoint's state into a freshly built trainer."""
-    stored, optimization = _Rows(path / "trainer"), trainer.optimization
-    state = json.loads((path / "trainer" / "state.json").read_text())
-    parts = _parts(trainer)
+def _load(trainer: "Trainer", stored: "_Rows", state: dict[str, Any], path: Path) -> None:
+    parts, optimization = _parts(trainer), trainer.optimization
     for part in ("weights", "anchor", "average"):
         names = stored.names(part)
         if set(names) != set(parts[part]):
@@ -109,12 +176,15 @@ def load(trainer: "Trainer", path: Path) -> None:
     optimization.load_tensors({
         name: stored.read(f"optimizer/{name}", *_optimizer_rows(trainer, name)) for name in stored.names("optimizer")
     })  # fmt: skip
-    trainer.step, trainer.skipped = state["step"], state["skipped"]
-    trainer.skipped_in_a_row = state["skipped_in_a_row"]
-    optimization.updates = state["updates"]
+    trainer.step, optimization.updates = state["step"], state["updates"]
+    trainer.vote.skipped, trainer.vote.in_a_row = state["skipped"], state["skipped_in_a_row"]
     trainer.controller.load_state_dict(state["controller"])
     if trainer.anchor:
         trainer.anchor.age = state["anchor_age"]
+    now = _plain(trainer.config)
+    changed = [f"{k} {old!r} -> {now[k]!r}" for k, old in state["config"].items() if k in now and now[k] != old]
+    if changed:
+        trainer.ranks.say(f"other than before: {', '.join(sorted(changed))}")
 
 
 def _parts(trainer: "Trainer") -> dict[str, Mapping[str, Tensor]]:
@@ -170,12 +240,19 @@ class _Rows:
         return torch.cat(pieces)
 
 
-def _state(trainer: "Trainer") -> dict:
+def _state(trainer: "Trainer") -> dict[str, Any]:
     return {
-        "step": trainer.step,
+        "step": trainer.settled_step,
         "updates": trainer.optimization.updates,
-        "skipped": trainer.skipped,
-        "skipped_in_a_row": trainer.skipped_in_a_row,
+        "skipped": trainer.vote.skipped,
+        "skipped_in_a_row": trainer.vote.in_a_row,
         "anchor_age": trainer.anchor.age if trainer.anchor else None,
         "controller": trainer.controller.state_dict(),
+        "config": _plain(trainer.config),
     }
+
+
+def _plain(config: Config) -> dict[str, Any]:
+    """The configuration as JSON gives it back, without what only says where and how a run starts."""
+    values = {name: value for name, value in dataclasses.asdict(config).items() if name not in PLACES}
+    return json.loads(json.dumps(values))

@@ -3,8 +3,9 @@
 import json
 import math
 import os
+import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,14 +67,15 @@ class UpdateStats:
 
 
 class Stopwatch:
-    """Seconds of each phase of an iteration."""
+    """Seconds of each phase of an iteration; `on_phase` hears of each before it begins."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.seconds = device, {}
+    def __init__(self, device: torch.device, on_phase: Callable[[str], None] = lambda name: None) -> None:
+        self.device, self.on_phase, self.seconds = device, on_phase, {}
         self.started = time.perf_counter()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
+        self.on_phase(name)
         begun = self._now()
         try:
             yield
@@ -92,14 +94,16 @@ class Stopwatch:
 class Tracker:
     """Writes records to RUN/metrics.jsonl and to the trackers of `report_to`; only the first rank has one."""
 
-    def __init__(self, folder: Path, report_to: Sequence[str], config: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, report_to: Sequence[str], config: Mapping[str, Any], step: int) -> None:
+        """step: the iteration after which the run goes on."""
         self.file = folder / "metrics.jsonl"
         drop_unfinished_line(self.file)
+        self.waiting: list[str] = []  # lines that did not fit on the disk
         self.board = self.wandb = None
         if "tensorboard" in report_to:
             from torch.utils.tensorboard import SummaryWriter  # slow to import, and not everybody's
 
-            self.board = SummaryWriter(str(folder / "tensorboard"))
+            self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
         if "wandb" in report_to:
             import wandb
 
@@ -108,8 +112,8 @@ class Tracker:
     def write(self, kind: str, step: int, record: Mapping[str, Any]) -> None:
         """One line, numbers that are not finite as null; scalars go to the trackers too."""
         line = finite({"kind": kind, "step": step, **record})
-        with self.file.open("a") as file:
-            file.write(json.dumps(line, allow_nan=False) + "\n")
+        self.waiting.append(json.dumps(line, allow_nan=False) + "\n")
+        self._append()
         prefix = "" if kind == "train" else f"{kind}/"
         scalars = {prefix + k: v for k, v in line.items() if "/" in k and isinstance(v, (int, float))}
         if kind != "run" and self.board:
@@ -117,6 +121,19 @@ class Tracker:
                 self.board.add_scalar(name, value, step)
         if kind != "run" and self.wandb:
             self.wandb.log(scalars, step=step)
+
+    def _append(self) -> None:
+        """Write the lines that wait; on a full disk they go on waiting, and the file stays as it was."""
+        size = self.file.stat().st_size if self.file.exists() else 0
+        try:
+            with self.file.open("a") as file:
+                file.write("".join(self.waiting))
+        except OSError as error:
+            if self.file.exists():
+                os.truncate(self.file, size)
+            print(f"note: {self.file} could not be written ({error}); its lines wait", file=sys.stderr, flush=True)
+            return
+        self.waiting = []
 
     def show(self, name: str, sheet: Tensor, step: int) -> None:
         """An image (H, W, 3) uint8 for the trackers."""
@@ -132,6 +149,12 @@ class Tracker:
             self.board.close()
         if self.wandb:
             self.wandb.finish()
+
+
+def has_line(file: Path, kind: str, step: int) -> bool:
+    """Whether `Tracker` wrote such a line."""
+    start = f'{{"kind": "{kind}", "step": {step},'
+    return file.is_file() and any(line.startswith(start) for line in file.read_text().splitlines())
 
 
 def drop_unfinished_line(file: Path) -> None:

@@ -16,13 +16,16 @@ from sage_grpo.config import Config, ConfigError
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.train import checkpoint
 from sage_grpo.train.hacking import divergence
-from sage_grpo.train.metrics import Tracker
+from sage_grpo.train.metrics import Tracker, has_line
 from sage_grpo.train.validation import sheet_image
 
 if TYPE_CHECKING:
     from sage_grpo.train.trainer import Trainer
 
-CONTENTS = ("config.yaml", "command.txt", "metrics.jsonl", "report.html", "validation", "checkpoints", "tensorboard")
+CONTENTS = (
+    "config.yaml", "command.txt", "status.json", "metrics.jsonl", "report.html", "validation", "checkpoints", "flight",
+    "tensorboard",
+)  # fmt: skip
 
 
 class Run:
@@ -38,21 +41,26 @@ class Run:
                 "--resume_from_checkpoint auto to go on with it, or --overwrite to replace it"
             )
 
-    def open(self) -> None:
-        """Make the folder and write what the run is, before its first step."""
+    def open(self, step: int) -> None:
+        """Make the folder and write what the run is, before it goes on after iteration `step`."""
         if not self.ranks.first:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         for name in CONTENTS if self.config.overwrite and not self.config.resume_from_checkpoint else ():
             path = self.folder / name
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        checkpoint.tidy(self.folder / "checkpoints", step)
         (self.folder / "config.yaml").write_text(self.config.to_yaml())
         (self.folder / "command.txt").write_text(shlex.join(sys.orig_argv) + "\n")
-        self.tracker = Tracker(self.folder, self.config.report_to, dataclasses.asdict(self.config))
+        self.tracker = Tracker(self.folder, self.config.report_to, dataclasses.asdict(self.config), step)
 
     def log(self, kind: str, step: int, record: dict[str, Any]) -> None:
         if self.tracker:
             self.tracker.write(kind, step, record)
+
+    def has(self, kind: str, step: int) -> bool:
+        """Whether the metrics have such a line."""
+        return has_line(self.folder / "metrics.jsonl", kind, step)
 
     def introduce(self, step: int, record: dict[str, Any]) -> None:
         """The line that opens a run or its resumption."""

@@ -2,8 +2,8 @@
 
 import math
 import resource
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from sage_grpo.parallel.fsdp import gathered, reduce_gradients_in_next_backward
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.rewards.composite import Composite, Scores
 from sage_grpo.train.anchor import Anchor
+from sage_grpo.train.checkpoint import CheckpointError
+from sage_grpo.train.guards import Guards, StepVote, TrainingError, check_rewards
 from sage_grpo.train.metrics import Stopwatch, UpdateStats
 from sage_grpo.train.optimization import Optimization
 from sage_grpo.train.rollout import (
@@ -36,12 +38,6 @@ from sage_grpo.train.rollout import (
 from sage_grpo.train.run import Run
 from sage_grpo.train.update import Objective, anchor_velocities
 from sage_grpo.train.validation import Gold, Validation, gold_columns
-
-MAX_SKIPPED = 5  # optimizer steps in a row that may be skipped
-
-
-class TrainingError(RuntimeError):
-    """Training cannot go on, in one sentence."""
 
 
 class Trainer:
@@ -68,36 +64,56 @@ class Trainer:
         sigmas = flow_sigmas(config.num_sampling_steps, config.timestep_shift)
         self.sampler = build_schedule(config.sde_type, sigmas, config.eta).to(ranks.device)
         self.shape = policy.latent_shape(config.num_frames, config.height, config.width)
-        self.step = self.skipped = self.skipped_in_a_row = 0
+        self.guards, self.vote = Guards(ranks, run.folder, config.collective_timeout), StepVote()
+        self.step, self.saved_step, self.save_failed = 0, -1, False
         self.trained_since_update, self.ratio_checked = False, False
-        self.pending: list[UpdateStats] = []  # of accumulated rollouts that wait for their optimizer step
+        # of accumulated rollouts that wait for their optimizer step: what they measured, and which clips were finite
+        self.pending: list[UpdateStats] = []
+        self.finite: list[tuple[Piece, Tensor]] = []
 
     def train(self) -> None:
-        """Run the iterations that are left; validate and save as configured, and at the end."""
-        if self.step == 0 and self.config.validate_at_step0:
+        """Run the iterations that are left; validate and save as configured, at the end, and save at a signal."""
+        with self.guards.watching(self.save), self.progress() as bar:
+            self.catch_up()
+            while self.step < self.config.max_steps:
+                watch = Stopwatch(self.ranks.device, self.guards.enter)
+                schedule = self.schedule()
+                with watch.phase("rollout"):
+                    batch = self.roll_out(schedule)
+                with watch.phase("decode"):
+                    clips = self.decode(batch)
+                with watch.phase("reward"):
+                    scores = self.score(batch, clips)
+                with watch.phase("gold"):
+                    gold = self.measure_gold(batch, clips)
+                advantages = self.advantages(scores)
+                with watch.phase("anchor"):
+                    self.prepare_anchor(batch, schedule)
+                with watch.phase("update"):
+                    record = self.update(batch, schedule, advantages)
+                self.step += 1
+                record |= self.describe(scores, advantages) | gold | watch.record() | {"memory/peak_gb": peak_memory()}
+                self.log(record, bar)
+                self.finish_iteration()
+
+    @contextmanager
+    def progress(self) -> Iterator[tqdm]:
+        """A bar for people, and a heartbeat for the guards: every forward of the model, every batch of the reward."""
+        heartbeat = self.policy.transformer.register_forward_pre_hook(lambda *_: self.guards.beat())
+        if self.reward:
+            self.reward.on_batch = self.guards.beat
+        try:
+            words = {"total": self.config.max_steps, "initial": self.step, "unit": "it"}
+            with tqdm(**words, disable=not self.ranks.first) as bar:
+                yield bar
+        finally:
+            heartbeat.remove()
+
+    def catch_up(self) -> None:
+        """The validation that is due before the first iteration, or that a run did not live to make."""
+        due = self.due(self.config.validation_interval) if self.step else self.config.validate_at_step0
+        if due and self.ranks.any(self.ranks.first and not self.run.has("validation", self.step)):
             self.validate()
-        bar = tqdm(total=self.config.max_steps, initial=self.step, unit="it", disable=not self.ranks.first)
-        while self.step < self.config.max_steps:
-            watch = Stopwatch(self.ranks.device)
-            schedule = self.schedule()
-            with watch.phase("rollout"):
-                batch = self.roll_out(schedule)
-            with watch.phase("decode"):
-                clips = self.decode(batch)
-            with watch.phase("reward"):
-                scores = self.score(batch, clips)
-            with watch.phase("gold"):
-                gold = self.measure_gold(batch, clips)
-            advantages = self.advantages(scores)
-            with watch.phase("anchor"):
-                self.prepare_anchor(batch, schedule)
-            with watch.phase("update"):
-                record = self.update(batch, schedule, advantages)
-            self.step += 1
-            record |= self.describe(scores, advantages) | gold | watch.record() | {"memory/peak_gb": peak_memory()}
-            self.log(record, bar)
-            self.finish_iteration()
-        bar.close()
 
     def schedule(self) -> Schedule:
         """The sampler of this iteration: noise only in its window."""
@@ -118,6 +134,7 @@ class Trainer:
         texts = list(dict.fromkeys(self.prompts[piece.prompt].text for piece in pieces))
         conditions = dict(zip(texts, self.policy.encode(texts), strict=True))
         for piece in pieces:
+            self.guards.stop_if_told()
             cond = conditions[self.prompts[piece.prompt].text].to(self.ranks.device)
             order = training_order(
                 schedule.stochastic, c.timestep_fraction, c.enable_timestep_permutation, c.seed, self.step, piece
@@ -150,15 +167,10 @@ class Trainer:
         mine = self.ranks.from_leader(lambda: self.reward.score(clips, self.texts(batch), self.config.fps))
         named = {name: self.ranks.gather(values) for name, values in mine.named.items()}
         scores = Scores(self.ranks.gather(mine.total), named)
-        failed = (~scores.total.isfinite()).double().mean().item()
-        if failed:  # on any rank: all of them are here, or none
+        if not scores.total.isfinite().all():  # on any rank: all of them are here, or none
             errors = [text for text in self.ranks.texts("".join(mine.errors[:1])) if text]
             scores.errors = errors or ["a clip could not be decoded, its numbers are not finite"]
-        if failed > self.config.max_reward_failures:
-            raise TrainingError(
-                f"iteration {self.step + 1}: {failed:.0%} of the rewards failed, more than max_reward_failures "
-                f"({self.config.max_reward_failures:.0%}); the first error was: {scores.errors[0]}"
-            )
+        check_rewards(scores, self.config.max_reward_failures, self.step + 1)
         return scores
 
     def measure_gold(self, batch: Sequence[Trajectory], clips: Sequence[Tensor | None]) -> dict[str, float]:
@@ -193,16 +205,19 @@ class Trainer:
         scale = equalizer(schedule, c.use_grad_balancing, c.ratio_norm)
         record: dict[str, Any] = {"lr": self.optimization.learning_rate, "kl/coef": self.controller.coef}
         total = UpdateStats.empty(schedule.num_steps, self.ranks.device)
-        for part in torch.arange(batch[0].order.shape[1]).tensor_split(c.updates_per_rollout):
+        for update, part in enumerate(torch.arange(batch[0].order.shape[1]).tensor_split(c.updates_per_rollout)):
             pairs = c.gradient_accumulation_steps * len(advantages.values) * len(part)
             goal = Objective(self.policy, self.guidance, schedule, scale, c, self.controller.coef, pairs)
             stats = UpdateStats.empty(schedule.num_steps, self.ranks.device)
             micro_steps = [(column, *piece) for column in part.tolist() for piece in pieces]
             for number, (column, trajectory, advantage) in enumerate(micro_steps, 1):
+                if update == 0:  # later, the weights have begun to change
+                    self.guards.stop_if_told()
                 reduce_gradients_in_next_backward(
                     self.policy.transformer, not c.reduces_once or number == len(micro_steps)
                 )
-                goal.backward(trajectory, trajectory.order[:, column], advantage, stats)
+                finite = goal.backward(trajectory, trajectory.order[:, column], advantage, stats)
+                self.finite.append((trajectory.piece, finite))
             stats = stats.over(self.ranks)
             self.check_first_ratio(stats)
             self.pending.append(stats)
@@ -210,7 +225,11 @@ class Trainer:
             total = total + stats
             if (self.step + 1) % c.gradient_accumulation_steps == 0:
                 record["policy/grad_norm"] = self.optimizer_step()
-        return record | total.record() | {"updates": self.optimization.updates, "policy/skipped_updates": self.skipped}
+        return (
+            record
+            | total.record()
+            | {"updates": self.optimization.updates, "policy/skipped_updates": self.vote.skipped}
+        )
 
     def check_first_ratio(self, stats: UpdateStats) -> None:
         """Once per run: before any update the policy is the rollout's, so every ratio is 1 to the last bit."""
@@ -227,39 +246,66 @@ class Trainer:
         self.ranks.sum_gradients(self.optimization.parameters.values())
         norm = self.optimization.clip()
         pending = sum(self.pending[1:], self.pending[0])
-        if self.trained_since_update and math.isfinite(norm):
+        if self.vote.takes(norm, self.trained_since_update):
             self.optimization.step()
-            self.skipped_in_a_row = 0
             if self.anchor:
                 self.anchor.count_update()
             self.controller.update(pending.mean("kl_anchor" if self.config.trust_region.anchor else "kl_rollout"))
-        else:
-            self.skipped += 1
-            self.skipped_in_a_row += not math.isfinite(norm)
-        self.optimization.forget()
-        self.pending, self.trained_since_update = [], False
-        if self.skipped_in_a_row > MAX_SKIPPED:
+        if self.vote.hopeless:
             raise TrainingError(
-                f"the gradient was not finite {self.skipped_in_a_row} times in a row: lower learning_rate"
+                f"the gradient was not finite {self.vote.in_a_row} times in a row, at last in iteration "
+                f"{self.step + 1} at {self.culprit()} with seed {self.config.seed}: lower learning_rate"
             )
+        self.optimization.forget()
+        self.pending, self.finite, self.trained_since_update = [], [], False
         return norm
+
+    def culprit(self) -> str:
+        """The first clip of this optimizer step whose loss or gradient is not finite, on any rank."""
+        clips = ((piece, i) for piece, finite in self.finite for i in (~finite).nonzero().flatten().tolist())
+        mine = next((f"{self.prompts[piece.prompt].text!r}, clip {piece.samples[i]}" for piece, i in clips), "")
+        return next((text for text in self.ranks.texts(mine) if text), "the parameters")
 
     def finish_iteration(self) -> None:
         """Between iterations: refresh the anchor; validate and save when it is time, and at the end."""
         if self.anchor:
             self.anchor.refresh_if_due()
         last = self.step == self.config.max_steps
-        if (self.config.save_interval and self.step % self.config.save_interval == 0) or last:
-            self.run.save(self)
-        if (self.config.validation_interval and self.step % self.config.validation_interval == 0) or last:
+        if self.due(self.config.save_interval) or self.save_failed:
+            self.save(must=last)
+        if self.due(self.config.validation_interval):
             self.validate()
+
+    def due(self, interval: int) -> bool:
+        """Whether something that comes every `interval` iterations, and at the end, comes now."""
+        return bool(interval and self.step % interval == 0) or self.step == self.config.max_steps
+
+    @property
+    def settled_step(self) -> int:
+        """The last iteration whose gradients are in the weights: those of accumulated rollouts are made again."""
+        return self.step - self.step % self.config.gradient_accumulation_steps
+
+    def save(self, must: bool = True) -> None:
+        """A checkpoint, unless this state has one; if it need not be now, a failure is told and mended later."""
+        if self.saved_step == self.settled_step:
+            return
+        self.guards.note("save")
+        try:
+            self.run.save(self)
+        except CheckpointError as error:
+            if must:
+                raise TrainingError(str(error)) from error
+            self.ranks.say(f"{error}; trying again after the next iteration")
+            self.save_failed = True
+            return
+        self.saved_step, self.save_failed = self.settled_step, False
 
     def validate(self) -> None:
         if self.validation is None:
             return
-        watch, folder = Stopwatch(self.ranks.device), self.run.validation_folder(self.step)
-        with self.optimization.averaged(), self.gathered(), watch.phase("validation"):
-            record = self.validation.run(folder)
+        watch, folder = Stopwatch(self.ranks.device, self.guards.enter), self.run.validation_folder(self.step)
+        with watch.phase("validation"), self.optimization.averaged(), self.gathered():
+            record = self.validation.run(folder, self.guards.stop_if_told)
         hacked = self.ranks.from_leader(lambda: "".join(self.ranks.texts(self.run.divergence(self.step))))
         record |= {"holdout/diverged": int(bool(hacked))} if self.config.holdout_reward else {}
         self.run.validated(self.step, record | watch.record(), folder)
@@ -284,6 +330,8 @@ class Trainer:
         )
 
     def log(self, record: dict[str, Any], bar: tqdm) -> None:
+        self.guards.step = self.step
+        self.guards.report("running")
         if self.logged(self.step):
             self.run.log("train", self.step, record)
         shown = {"reward": record["reward/total"], "kl": record["kl/anchor"], "match": record.get("gold/match")}

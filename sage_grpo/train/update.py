@@ -41,13 +41,17 @@ class Objective:
     kl_coef: float
     num_pairs: int  # planned pairs of the whole optimizer step, over all ranks
 
-    def backward(self, trajectory: Trajectory, steps: Tensor, advantages: Tensor, stats: UpdateStats) -> None:
-        """Add the gradient of these pairs: `steps` (B,) and `advantages` (B,), one of each clip."""
+    def backward(self, trajectory: Trajectory, steps: Tensor, advantages: Tensor, stats: UpdateStats) -> Tensor:
+        """Add the gradient of these pairs: `steps` (B,) and `advantages` (B,), one of each clip.
+
+        Returns (B,) bool: loss and gradient are finite.
+        """
         terms = self.terms(trajectory, steps, advantages)
         terms.velocity.retain_grad()
         total = objective(terms.policy, self.scale[steps], terms.kl, self.kl_coef, self.num_pairs)
         total.backward()
         self._measure(stats, trajectory.sound, steps, advantages, terms)
+        return (terms.policy + terms.kl).isfinite() & terms.velocity.grad.flatten(1).isfinite().all(1)
 
     def terms(self, trajectory: Trajectory, steps: Tensor, advantages: Tensor) -> Terms:
         """The forward that the rollout ran, at other parameters, and what the loss needs of it."""

@@ -48,15 +48,22 @@ class Validation:
         self.schedule = build_schedule("ode", sigmas, 0.0).to(ranks.device)
         self.shape = policy.latent_shape(config.validate_video_length, *validation_size(config))
 
-    def run(self, folder: Path) -> dict[str, Any]:
-        """Write the clips and clips.json into `folder`; returns means and their standard errors."""
+    def run(self, folder: Path, between: Callable[[], None] = lambda: None) -> dict[str, Any]:
+        """Write the clips and clips.json into `folder`; returns means and their standard errors.
+
+        between: called before each clip, on all ranks; it may raise.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         mine = self.prompts[self.ranks.rank :: self.ranks.count]
         # A forward of a sharded model needs all ranks, so those that have fewer clips make one for nothing.
         each = -(-len(self.prompts) // self.ranks.count)
         made = [*mine, *self.prompts[: each - len(mine)]]
         bar = tqdm(made, "validation", unit="clip", leave=False, disable=not self.ranks.first)
-        clips = [self.sample(prompt) for prompt in bar][: len(mine)]
+        clips = []
+        for prompt in bar:
+            between()
+            clips.append(self.sample(prompt))
+        clips = clips[: len(mine)]
         records = self.ranks.from_leader(lambda: self.judge(clips, mine))
         for clip, record in zip(clips, records, strict=True):
             if clip is not None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from sage_grpo import manifest
 from sage_grpo.config import ConfigError
 from sage_grpo.flags import from_values
 from sage_grpo.models.hunyuan15 import Hunyuan15
@@ -16,10 +17,15 @@ from sage_grpo.train.build import assemble, build_trainer
 from tests.dist import run_ranks
 
 
+def files(folder):
+    return [path for path in folder.rglob("*") if path.is_file() and path.name != manifest.NAME]
+
+
 def state(trainer):
     """Everything that a checkpoint has to bring back."""
     tensors = {f"{part}.{n}": v for part, values in checkpoint._parts(trainer).items() for n, v in values.items()}
-    return {name: value.detach().clone() for name, value in tensors.items()}, checkpoint._state(trainer)
+    numbers = {name: value for name, value in checkpoint._state(trainer).items() if name != "config"}
+    return {name: value.detach().clone() for name, value in tensors.items()}, numbers
 
 
 @pytest.mark.parametrize("changes", [
@@ -43,10 +49,10 @@ def test_two_and_two_iterations_are_four(make, changes, tmp_path):
 
 def test_counts_of_skipped_updates_come_back(make):
     trainer = make(max_steps=1)
-    trainer.step, trainer.skipped, trainer.skipped_in_a_row = 1, 7, 2
+    trainer.step, trainer.vote.skipped, trainer.vote.in_a_row = 1, 7, 2
     checkpoint.save(trainer, trainer.run.folder / "checkpoints")
     resumed = make(max_steps=1, resume_from_checkpoint="auto")
-    assert (resumed.step, resumed.skipped, resumed.skipped_in_a_row) == (1, 7, 2)
+    assert (resumed.step, resumed.vote.skipped, resumed.vote.in_a_row) == (1, 7, 2)
 
 
 def test_resuming_keeps_the_run_even_when_told_to_overwrite(make):
@@ -78,7 +84,17 @@ def test_only_the_newest_are_kept_and_drafts_do_not_count(make):
     trainer.train()
     names = [path.name for path in checkpoint.found(trainer.run.folder / "checkpoints")]
     assert names == ["step-000003", "step-000004"]
-    assert checkpoint.choose(trainer.run.folder, "auto").name == "step-000004"
+    assert checkpoint.choose(trainer.run.folder, "auto", trainer.ranks).name == "step-000004"
+    make(max_steps=4, resume_from_checkpoint="auto")
+    assert not (trainer.run.folder / "checkpoints" / "step-000009.tmp").exists()
+
+
+def test_a_folder_that_is_no_checkpoint_takes_no_place(make):
+    trainer = make(max_steps=4, save_interval=1, keep_checkpoints=2)
+    (trainer.run.folder / "checkpoints" / "step-000009").mkdir(parents=True)
+    trainer.train()
+    names = [path.name for path in checkpoint.found(trainer.run.folder / "checkpoints")]
+    assert names == ["step-000003", "step-000004", "step-000009"]
 
 
 def test_a_checkpoint_of_another_configuration_is_refused(make):
@@ -102,15 +118,40 @@ def test_a_missing_file_of_a_rank_is_noticed(flags):
     run_ranks(2, train_and_save, values, sharded=True)
     (folder,) = checkpoint.found(Path(flags["output_dir"]) / "checkpoints")
     (folder / "trainer" / "rank-00001.safetensors").unlink()
+    with pytest.raises(AssertionError, match=r"rank-00001.safetensors is missing"):
+        run_ranks(1, resume, values | {"resume_from_checkpoint": str(folder)}, sharded=True)
+    hashes = manifest.sealed(folder, files(folder))
+    manifest.commit(folder.rename(folder.with_suffix(".tmp")), folder, hashes)  # as if it had been written so
     with pytest.raises(AssertionError, match="a rank's file is missing"):
-        run_ranks(1, resume, values | {"resume_from_checkpoint": "auto"}, sharded=True)
+        run_ranks(1, resume, values | {"resume_from_checkpoint": str(folder)}, sharded=True)
 
 
-def test_nothing_to_resume_is_said(make, tmp_path):
-    with pytest.raises(ConfigError, match="holds none"):
-        make(resume_from_checkpoint="auto")
-    with pytest.raises(ConfigError, match="is no checkpoint"):
+def test_nothing_to_resume_is_a_fresh_start_only_for_auto(make, tmp_path, capfd):
+    assert make(resume_from_checkpoint="auto").step == 0
+    assert "holds no checkpoint: starting from the beginning" in capfd.readouterr().err
+    with pytest.raises(ConfigError, match="is no whole checkpoint: .*manifest.json cannot be read"):
         make(resume_from_checkpoint=str(tmp_path))
+
+
+@pytest.mark.parametrize("use_lora", [True, False])
+def test_a_run_can_start_from_the_weights_of_another(make, tmp_path, use_lora):
+    first = make(use_lora=use_lora, max_steps=1)
+    first.train()
+    (folder,) = checkpoint.found(first.run.folder / "checkpoints")
+    again = make(use_lora=use_lora, init_from_checkpoint=str(folder), output_dir=str(tmp_path / "other"))
+    assert again.step == again.optimization.updates == 0 and not again.optimization.tensors()
+    for name, parameter in first.optimization.parameters.items():
+        assert torch.equal(parameter, again.optimization.parameters[name])
+        assert torch.equal(parameter, again.anchor.tensors()[name])
+    with pytest.raises(ConfigError, match=f"init_from_checkpoint .* has no .* use_lora {not use_lora}"):
+        make(use_lora=not use_lora, init_from_checkpoint=str(folder), output_dir=str(tmp_path / "third"))
+
+
+def test_what_changed_since_the_checkpoint_is_said(make, capfd):
+    make(max_steps=1).train()
+    capfd.readouterr()
+    make(max_steps=2, learning_rate=5e-4, resume_from_checkpoint="auto")
+    assert "note: other than before: learning_rate 0.001 -> 0.0005, max_steps 1 -> 2\n" in capfd.readouterr().err
 
 
 def test_a_line_that_was_cut_off_does_not_spoil_the_metrics(make):

@@ -51,7 +51,7 @@ def test_parts_and_ranks_add_up_but_the_largest_deviation_stays_the_largest():
 
 
 def test_numbers_reach_the_trackers_by_kind_and_words_only_the_file(tmp_path):
-    tracker = Tracker(tmp_path, ["tensorboard"], {})
+    tracker = Tracker(tmp_path, ["tensorboard"], {}, 0)
     words = {"reward/error": "gone", "kl/anchor": math.nan, "step_count": 3}
     tracker.write("run", 0, {"a/b": 1.0})
     tracker.write("train", 1, {"reward/total": 0.5} | words)

@@ -11,7 +11,7 @@ from sage_grpo.algo.sde import SDES
 from sage_grpo.models.lora import ANCHOR, POLICY, adapter_parameters
 from sage_grpo.rewards.composite import Scores
 from sage_grpo.train import checkpoint
-from sage_grpo.train.trainer import TrainingError
+from sage_grpo.train.guards import TrainingError
 from sage_grpo.train.update import Objective
 
 STRATEGIES = {

@@ -1,0 +1,108 @@
+"""A folder that is whole or absent: it appears by one rename, with a list of its files and their SHA-256.
+
+FOLDER/manifest.json    {"files": {"trainer/state.json": "9f86d0...", ...}}
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+NAME = "manifest.json"
+
+
+class Damaged(ValueError):
+    """A folder that is not what its manifest says, in one sentence."""
+
+
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sealed(folder: Path, files: Iterable[Path]) -> dict[str, str]:
+    """The hashes of files by their name in `folder`, once they are on the disk."""
+    hashes = {}
+    for file in files:
+        sync(file)
+        hashes[str(file.relative_to(folder))] = file_sha256(file)
+    return hashes
+
+
+def commit(draft: Path, target: Path, hashes: Mapping[str, str]) -> None:
+    """Give a finished draft its manifest and its name; what had that name goes."""
+    missing = [name for name in hashes if not (draft / name).is_file()]
+    if missing:
+        raise FileNotFoundError(
+            f"{draft / missing[0]} was written by another process and is not here; its folder must be shared"
+        )
+    (draft / NAME).write_text(json.dumps({"files": dict(sorted(hashes.items()))}, indent=1) + "\n")
+    for path in (draft / NAME, *(p for p in draft.rglob("*") if p.is_dir()), draft):
+        sync(path)
+    if target.exists():
+        remove(target)
+    os.rename(draft, target)
+    sync(target.parent)
+
+
+def remove(folder: Path) -> None:
+    """Delete a folder that may be killed half-way: it loses its name first."""
+    trash = folder.with_name(f"{folder.name}.old.tmp")
+    shutil.rmtree(trash, ignore_errors=True)
+    os.rename(folder, trash)
+    shutil.rmtree(trash)
+
+
+def read(folder: Path) -> dict[str, str]:
+    """The hashes of a folder's files by name."""
+    try:
+        files = json.loads((folder / NAME).read_text())["files"]
+        sound = isinstance(files, dict) and all(isinstance(value, str) for value in files.values())
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Damaged(f"{folder / NAME} cannot be read ({type(error).__name__}: {_line(error)})") from error
+    if not sound or any(Path(name).is_absolute() or ".." in Path(name).parts for name in files):
+        raise Damaged(f"{folder / NAME} is no list of files in this folder with their hashes")
+    return files
+
+
+def check_names(folder: Path) -> list[str]:
+    """The files of a folder; refused if one is missing or is not in the manifest."""
+    listed = set(read(folder))
+    there = {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()} - {NAME}
+    if listed - there:
+        raise Damaged(f"{folder / min(listed - there)} is missing")
+    if there - listed:
+        raise Damaged(f"{folder / min(there - listed)} is not in {NAME}: nothing was added when this was written")
+    return sorted(listed)
+
+
+def check_file(folder: Path, name: str) -> None:
+    """Refuse a file whose bytes are not those that were written."""
+    try:
+        found = file_sha256(folder / name)
+    except OSError as error:
+        raise Damaged(f"{folder / name} cannot be read ({_line(error)})") from error
+    if found != read(folder).get(name):
+        raise Damaged(f"{folder / name} was changed after it was written: its SHA-256 is not that of {NAME}")
+
+
+def check(folder: Path, part: str = "") -> None:
+    """Refuse a folder of which a file that begins with `part` is not as it was written."""
+    for name in check_names(folder):
+        if name.startswith(part):
+            check_file(folder, name)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
