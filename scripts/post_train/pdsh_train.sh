@@ -19,8 +19,9 @@ read_launch_settings() { # SCRIPT FLAG...
     [[ -f $script ]] || fail "script '$script' is no file in $PWD"
     read_nodes
     NNODES=${#nodes[@]} MASTER_ADDR=${MASTER_ADDR:-${nodes[0]}} MASTER_PORT=${MASTER_PORT:-29400}
-    NODE_RESTARTS=${NODE_RESTARTS:-3} JOIN_TIMEOUT=${JOIN_TIMEOUT:-1800} PDSH_RCMD_TYPE=${PDSH_RCMD_TYPE:-ssh}
-    whole MASTER_PORT NODE_RESTARTS JOIN_TIMEOUT
+    NODE_RESTARTS=${NODE_RESTARTS:-3} FAIL_GRACE=${FAIL_GRACE:-90} JOIN_TIMEOUT=${JOIN_TIMEOUT:-1800}
+    PDSH_RCMD_TYPE=${PDSH_RCMD_TYPE:-ssh}
+    whole MASTER_PORT NODE_RESTARTS FAIL_GRACE JOIN_TIMEOUT
     read_config "${flags[@]}"
     case $PDSH_RCMD_TYPE in
         ssh) ;;
@@ -124,39 +125,51 @@ on_node_again() { # INDEX
 
 end_others() { # SWITCH: ask the nodes that still run to --stop or --kill what they do
     local index
-    ending=yes
+    ending=told
     for index in "${!running[@]}"; do
         on_node "$index" "$1" &>"$scratch/$index.cleared" &
     done
 }
 
-# The rendezvous lives on the first node. Another one that is lost comes back to it; without the first, all begin anew.
+# `ending` is no, then `failed` from the first failure on, and `told` once the nodes were told to end.
 node_ended() { # INDEX
-    local node=${nodes[$1]} code
     unset "running[$1]"
-    code=$(exit_code "$scratch/$1.said")
-    codes[$1]=$code
-    if ((code == 0)); then return; fi
-    if [[ $ending == yes ]]; then
-        if ((code == 255)); then codes[$1]=${codes[$culprit]:-255}; fi # it was ended from here
+    codes[$1]=$(exit_code "$scratch/$1.said")
+    case $ending:${codes[$1]} in
+        *:0) ;;
+        told:255) codes[$1]=${codes[$culprit]:-255} ;; # it was killed from here
+        told:*) ;;
+        *:255) node_lost "$1" ;;
+        no:75)
+            culprit=$1
+            end_others --stop
+            ;;
+        *) node_failed "$1" ;;
+    esac
+}
+
+# The rendezvous lives on the first node. Another one that is lost comes back to it; without the first, all begin anew,
+# also where others have failed meanwhile, which they do because they miss it.
+node_lost() { # INDEX
+    local count="loss $((restarts + 1)) of $NODE_RESTARTS"
+    if ((restarts == NODE_RESTARTS)) || { (($1)) && [[ $ending == failed ]]; }; then
+        node_failed "$1"
         return
     fi
-    culprit=$1
-    if ((code == 255 && restarts < NODE_RESTARTS)); then
-        restarts=$((restarts + 1))
-        if (($1)); then
-            echo "$node was lost and is started again (loss $restarts of $NODE_RESTARTS)"
-            start_node "$1" on_node_again
-        else
-            echo "$node was lost, and the rendezvous with it: all nodes are started again (loss $restarts of $NODE_RESTARTS)"
-            end_others --kill
-            again=yes
-        fi
-    elif ((code == 75)); then
-        end_others --stop
+    restarts=$((restarts + 1)) culprit=$1
+    if (($1)); then
+        echo "${nodes[$1]} was lost and is started again ($count)"
+        start_node "$1" on_node_again
     else
-        ending=yes
-        kill_at=$((SECONDS + 30)) # until then the others may say what they know
+        echo "${nodes[$1]} was lost, and the rendezvous with it: all nodes are started again ($count)"
+        end_others --kill
+        again=yes
+    fi
+}
+
+node_failed() { # INDEX: the others get time to say what they know, and us to notice that the first node is lost
+    if [[ $ending == no ]]; then
+        ending=failed culprit=$1 kill_at=$((SECONDS + FAIL_GRACE))
     fi
 }
 
@@ -165,7 +178,7 @@ run_nodes() { # FUNCTION: one attempt on all nodes; sets `again` if it has to be
     running=() codes=() ending=no again=no culprit=0 kill_at=''
     for index in "${!nodes[@]}"; do start_node "$index" "$1"; done
     while ((${#running[@]})); do
-        sleep 1 & wait $! || true # a signal ends the wait
+        sleep 0.5 & wait $! || true # a signal ends the wait
         if ((asked > heard)); then
             heard=$asked again=no
             if ((asked == 1)); then end_others --stop; else end_others --kill; fi
@@ -179,17 +192,21 @@ run_nodes() { # FUNCTION: one attempt on all nodes; sets `again` if it has to be
     done
 }
 
-report() { # which node failed first, and what it said
-    local node=${nodes[$culprit]} code=${codes[$culprit]} how
-    if ((code == 0 || code == 75)); then return; fi
-    how="failed with exit code $code"
-    if ((code == 255)); then how='was lost'; fi
-    {
-        echo "${0##*/}: $node $how, after these lines:"
-        said "$culprit" | grep -F ': [default' | tail -n 12 || true # what workers said, before torchrun's long farewell
-        said "$culprit" | tail -n 3
-        echo "${0##*/}: the log of $node is $OUTPUT_DIR/logs/$node.log"
-    } >&2
+report() { # of the nodes that failed, the first: what it said, and where its log is
+    local index code node how
+    for index in "$culprit" "${!nodes[@]}"; do
+        code=${codes[$index]} node=${nodes[$index]}
+        if ((code == 0 || code == 75)); then continue; fi
+        how="failed with exit code $code"
+        if ((code == 255)); then how='was lost'; fi
+        {
+            echo "${0##*/}: $node $how, after these lines:"
+            said "$index" | grep -F ': [default' | tail -n 12 || true # of workers, before torchrun's long farewell
+            said "$index" | tail -n 3
+            echo "${0##*/}: the log of $node is $OUTPUT_DIR/logs/$node.log"
+        } >&2
+        return
+    done
 }
 
 worst_code() {

@@ -59,23 +59,31 @@ marked() { # the processes of this run on this node, by id
     grep -lzsxF "$mark" /proc/[0-9]*/environ | cut -d / -f 3 || true
 }
 
-# torchrun is asked to stop, and hands that to its workers; whoever is left after the grace, or has lost torchrun, is killed.
+# Asks the train_grpo.sh that runs here to stop, as a signal would, and kills whoever is left after the grace.
 stop_run() { # GRACE: seconds
-    local agent end
-    agent=$(cat "$logs/$NODE_NAME.pid" 2>/dev/null || true)
-    if [[ -n $agent && " $(marked | tr '\n' ' ')" == *" $agent "* ]]; then
-        kill -TERM "$agent"
-        end=$((SECONDS + $1))
-        while ((SECONDS < end)) && kill -0 "$agent" 2>/dev/null; do sleep 0.5; done
+    local pid end=$((SECONDS + $1))
+    pid=$(cat "$logs/$NODE_NAME.pid" 2>/dev/null || true)
+    if (($1)) && trains "$pid"; then
+        kill -TERM "$pid"
+        while ((SECONDS < end)) && trains "$pid"; do sleep 0.5; done
     fi
     kill_marked
 }
 
+trains() { # PID: whether that process is such a script, and not another one that has got its number
+    [[ $(tr '\0' ' ' 2>/dev/null <"/proc/$1/cmdline") == *train_grpo.sh* ]]
+}
+
 kill_marked() {
     local left
-    left=$(marked)
-    # shellcheck disable=SC2086 # one word for each process
-    if [[ -n $left ]]; then kill -KILL $left 2>/dev/null || true; fi
+    for _ in {1..300}; do # a process that waits for its GPU takes time to die
+        left=$(marked)
+        if [[ -z $left ]]; then return; fi
+        # shellcheck disable=SC2086 # one word for each process
+        kill -KILL $left 2>/dev/null || true
+        sleep 0.2
+    done
+    fail "processes of the run on $NODE_NAME cannot be killed: ${left//$'\n'/ }"
 }
 
 state() { # what status.json says of the run; nothing where there is none
@@ -85,7 +93,7 @@ state() { # what status.json says of the run; nothing where there is none
 }
 
 # Prints the exit code of the run. torchrun's says only whether all went well; status.json tells the rest, unless an earlier
-# run has left it. A run that was asked to stop before it could write that is as resumable as it was.
+# run has left it. A run that was asked to stop and could not even write that is as resumable as it was.
 verdict() { # CODE BEFORE ASKED
     local now=''
     for _ in {1..20}; do # another node may be about to write it
@@ -95,7 +103,7 @@ verdict() { # CODE BEFORE ASKED
     done
     case $1:$now:$3 in
         0:* | *:done:*) echo 0 ;;
-        *:preempted:* | *::yes | *:running:yes) echo 75 ;;
+        *:preempted:* | *:yes) echo 75 ;;
         *) if killed "$1" "$3"; then echo "$1"; else echo 1; fi ;;
     esac
 }
@@ -106,13 +114,14 @@ stamp() { stat -c '%i %y' "$OUTPUT_DIR/status.json" 2>/dev/null || true; }
 
 # One signal is handed on to torchrun; torchrun has a session of its own, so that a terminal's Ctrl-C does not reach it twice.
 train() {
-    local agent before code asked=no signalled=no
+    local agent='' before code asked=no signalled=no
     before=$(stamp)
+    trap 'asked=yes signalled=yes; if [[ -n $agent ]]; then kill -TERM "$agent" 2>/dev/null || true; fi' TERM INT HUP
+    echo $$ >"$logs/$NODE_NAME.pid"
     pasteable "${command[@]}"
     setsid "${command[@]}" &
     agent=$!
-    echo "$agent" >"$logs/$NODE_NAME.pid"
-    trap 'asked=yes signalled=yes; kill -TERM "$agent" 2>/dev/null || true' TERM INT HUP
+    if [[ $asked == yes ]]; then kill -TERM "$agent"; fi
     while
         code=0
         wait "$agent" || code=$?

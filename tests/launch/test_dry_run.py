@@ -9,7 +9,8 @@ import pytest
 from sage_grpo.flags import parse
 from tests.launch.shell import PDSH, ROOT, TRAIN, commands, launch, options
 
-PUBLISHED = shlex.split("""--pretrained_model_root ./ckpts --learning_rate 1e-5 --batch_size 2 --num_generations 4 --max_steps 10000
+PUBLISHED = shlex.split("""
+--pretrained_model_root ./ckpts --learning_rate 1e-5 --batch_size 2 --num_generations 4 --max_steps 10000
 --output_dir ./outputs --enable_fsdp --enable_gradient_checkpointing --sp_size 2 --sde_type sage_grpo
 --use_grad_balancing True --enable_timestep_permutation True --kl_weight 1e-5 --kl_coef 1e-7 --use_moving_KL True
 --update_ref_model_step 10 --use_dual_kl True --dual_kl_moving_weight 1.0 --dual_kl_step_weight 0.1
