@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# What has to hold on a node before it trains: `check_node` says one line for each check that fails. train_grpo.sh --check
-# sources this with its settings read.
+# What has to hold on a node before it trains: `check_node` says one line for each check that fails. Sourced by
+# train_grpo.sh --check, with its settings read.
 
 source_commit() { git rev-parse HEAD 2>/dev/null || echo none; }
 source_changes() { git diff HEAD 2>/dev/null | sha256sum | cut -c 1-12; }

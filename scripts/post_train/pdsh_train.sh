@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Runs a script on every node by pdsh, after checking the nodes, and starts again what is lost.
 #
-#   NODES=a,b,c bash scripts/post_train/pdsh_train.sh SCRIPT [--dry_run | --stop | --check] [flags of post_train.py]
+#   NODES=a,b,c bash scripts/post_train/pdsh_train.sh SCRIPT [--dry_run | --check | --stop | --kill] [flags]
 #
-# SCRIPT is scripts/post_train/train_grpo.sh or one that understands the same switches. The nodes come from NODES or
-# HOSTFILE, the first hosts the rendezvous, all have the repository at the same path and share OUTPUT_DIR.
-# docs/multinode.md lists the settings. Exit code: that of the worst node, 255 for one that was lost.
+# SCRIPT is scripts/post_train/train_grpo.sh or one that understands the same switches, the flags are those of
+# post_train.py. The nodes come from NODES or HOSTFILE, the first hosts the rendezvous, all have the repository at the
+# same path and share OUTPUT_DIR. docs/multinode.md lists the settings. Exit code: that of the worst node, 255 for one
+# that was lost.
 set -euo pipefail
 shopt -s inherit_errexit
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -23,20 +24,22 @@ read_launch_settings() { # SCRIPT FLAG...
     PDSH_RCMD_TYPE=${PDSH_RCMD_TYPE:-ssh}
     whole MASTER_PORT NODE_RESTARTS FAIL_GRACE JOIN_TIMEOUT
     read_config "${flags[@]}"
+    if ((NODE_RESTARTS)); then refuse_starting_over NODE_RESTARTS=0 "${flags[@]}"; fi
     case $PDSH_RCMD_TYPE in
         ssh) ;;
         exec)
             [[ -n ${REMOTE_SHELL:-} ]] ||
-                fail "PDSH_RCMD_TYPE is exec; set REMOTE_SHELL to what runs a command on node %h, such as 'docker exec %h'"
+                fail "PDSH_RCMD_TYPE is exec; set REMOTE_SHELL to what runs a command there, such as 'docker exec %h'"
             ;;
         *) fail "PDSH_RCMD_TYPE is '$PDSH_RCMD_TYPE'; choose ssh or exec" ;;
     esac
     # without these a node that loses power is waited for without end, and a password is asked for in vain
-    export PDSH_SSH_ARGS_APPEND=${PDSH_SSH_ARGS_APPEND:--oBatchMode=yes -oServerAliveInterval=15 -oServerAliveCountMax=4}
+    local careful='-oBatchMode=yes -oServerAliveInterval=15 -oServerAliveCountMax=4'
+    export PDSH_SSH_ARGS_APPEND=${PDSH_SSH_ARGS_APPEND:-$careful}
 }
 
-# Sets `settings` and `variables` to NAME=VALUE of what goes to every node: what is set of the launchers' settings, and of
-# NCCL_*, GLOO_*, SAGE_* and the names in PASS_ENV.
+# Sets `settings` and `variables` to NAME=VALUE of what goes to every node: what is set of the launchers' settings, and
+# of NCCL_*, GLOO_*, SAGE_* and the names in PASS_ENV.
 read_passed() {
     local name secret='(TOKEN|SECRET|PASSWORD|KEY)'
     settings=() variables=()
@@ -45,12 +48,13 @@ read_passed() {
     done
     for name in ${PASS_ENV:-}; do
         [[ -n ${!name+set} ]] || fail "PASS_ENV names $name, which is not set"
-        [[ ! $name =~ $secret ]] || fail "PASS_ENV names $name, which others could read in the list of processes; use ENV_FILE"
+        [[ ! $name =~ $secret ]] ||
+            fail "PASS_ENV names $name, which others could read in the list of processes; use ENV_FILE"
         variables+=("$name=${!name}")
     done
     for name in $(compgen -e | grep -E '^(NCCL|GLOO|SAGE)_' || true); do
         if [[ $name =~ $secret ]]; then
-            echo "note: $name is not sent, because others could read it in the list of processes; ENV_FILE can hold it" >&2
+            echo "note: $name is not sent: others could read it in the list of processes; ENV_FILE can hold it" >&2
         else
             variables+=("$name=${!name}")
         fi
@@ -58,13 +62,14 @@ read_passed() {
 }
 
 node_command() { # INDEX SWITCH...: what a shell on that node has to run
-    local place=(NNODES="$NNODES" NODE_RANK="$1" NODE_NAME="${nodes[$1]}" MASTER_ADDR="$MASTER_ADDR" MASTER_PORT="$MASTER_PORT")
+    local place=(NNODES="$NNODES" NODE_RANK="$1" NODE_NAME="${nodes[$1]}")
+    place+=(MASTER_ADDR="$MASTER_ADDR" MASTER_PORT="$MASTER_PORT")
     echo "$(pasteable cd "$PWD") && $(pasteable env "${variables[@]}" "${settings[@]}" "${place[@]}" \
         bash "$script" "${@:2}" "${flags[@]}")"
 }
 
-# The last line tells the exit code, because pdsh takes a command that was killed for one that went well. A session of its
-# own keeps a terminal's Ctrl-C from pdsh: the nodes are stopped by end_others.
+# The last line tells the exit code, because pdsh takes a command that was killed for one that went well. A session of
+# its own keeps a terminal's Ctrl-C from pdsh: the nodes are stopped by end_others.
 on_node() { # INDEX SWITCH...
     local text
     text="$(node_command "$@"); code=\$?; echo; echo \"exit code \$code\"; exit \$code"
@@ -77,7 +82,7 @@ on_node() { # INDEX SWITCH...
     fi
 }
 
-on_all_nodes() { # SWITCH...: in parallel, each into a file of its own; counts the nodes that did not end with 0 in `failed`
+on_all_nodes() { # SWITCH...: in parallel, each into a file; sets `failed` to how many did not end with 0
     local index
     for index in "${!nodes[@]}"; do
         on_node "$index" "$@" &>"$scratch/$index.said" &
@@ -98,7 +103,7 @@ exit_code() { # FILE: what on_node said at the end; 255 for a node that was lost
 
 said() { # INDEX: what a node said, without the exit code
     grep -vE '^[^ ]+: (exit code [0-9]+)?$|^pdsh@.* exited with exit code' "$scratch/$1.said" || true
-    if (($(exit_code "$scratch/$1.said") == 255)); then echo "${nodes[$1]}: no more answer through $PDSH_RCMD_TYPE"; fi
+    if (($(exit_code "$scratch/$1.said") == 255)); then echo "${nodes[$1]}: no answer through $PDSH_RCMD_TYPE"; fi
 }
 
 check_nodes() {
@@ -107,7 +112,8 @@ check_nodes() {
         LAUNCH_CONFIG="$(file_hash "$CONFIG")" CHECK_TIMEOUT="${CHECK_TIMEOUT:-20}")
     on_all_nodes --check
     for index in "${!nodes[@]}"; do said "$index" >&2; done
-    ((failed == 0)) || fail "$failed of $NNODES nodes are not ready, nothing was started; SKIP_CHECKS=1 leaves the checks out"
+    ((failed == 0)) ||
+        fail "$failed of $NNODES nodes are not ready, nothing was started; SKIP_CHECKS=1 leaves the checks out"
 }
 
 start_node() { # INDEX FUNCTION: run it for that node in the background; its output goes to ours and to a file
@@ -116,16 +122,17 @@ start_node() { # INDEX FUNCTION: run it for that node in the background; its out
     running[$1]=$!
 }
 
-# Waits for a node that may have to boot, and ends what is left of the run there.
+# Waits for a node that may have to boot, ends what is left of the run there, and starts it, unless all are told to end.
 on_node_again() { # INDEX
     local end=$((SECONDS + JOIN_TIMEOUT))
-    until on_node "$1" --kill &>"$scratch/$1.cleared" || ((SECONDS > end)); do sleep 5; done
-    on_node "$1"
+    until on_node "$1" --kill &>"$scratch/$1.cleared" || [[ -e $scratch/told ]] || ((SECONDS > end)); do sleep 2; done
+    if [[ -e $scratch/told ]]; then echo "${nodes[$1]}: exit code 75"; else on_node "$1"; fi
 }
 
 end_others() { # SWITCH: ask the nodes that still run to --stop or --kill what they do
     local index
     ending=told
+    touch "$scratch/told"
     for index in "${!running[@]}"; do
         on_node "$index" "$1" &>"$scratch/$index.cleared" &
     done
@@ -176,6 +183,7 @@ node_failed() { # INDEX: the others get time to say what they know, and us to no
 run_nodes() { # FUNCTION: one attempt on all nodes; sets `again` if it has to be repeated
     local index
     running=() codes=() ending=no again=no culprit=0 kill_at=''
+    rm -f "$scratch/told"
     for index in "${!nodes[@]}"; do start_node "$index" "$1"; done
     while ((${#running[@]})); do
         sleep 0.5 & wait $! || true # a signal ends the wait
@@ -232,7 +240,7 @@ dry_run() {
 }
 
 train() {
-    if [[ -z ${SKIP_CHECKS:-} ]]; then check_nodes; fi
+    if [[ ${SKIP_CHECKS:-0} != 1 ]]; then check_nodes; fi
     asked=0 heard=0 restarts=0
     trap 'asked=$((asked + 1))' TERM INT HUP
     run_nodes on_node
@@ -247,7 +255,7 @@ if [[ $mode == dry_run ]]; then
     dry_run
     exit
 fi
-command -v pdsh >/dev/null || fail "pdsh is not installed; apt-get install pdsh, or start $script on each node by other means"
+command -v pdsh >/dev/null || fail "pdsh is not installed; apt-get install pdsh, or start $script on each node by hand"
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 case $mode in

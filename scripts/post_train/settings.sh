@@ -96,6 +96,21 @@ overwrites() { # FLAG...: whether the run begins by removing what OUTPUT_DIR hol
     return 1
 }
 
+resumes_from() { # FLAG...
+    first "$(flag_value resume_from_checkpoint "$@")" "${RESUME_FROM_CHECKPOINT:-}" auto
+}
+
+# What is started again has to go on with the newest checkpoint, or nothing is gained.
+refuse_starting_over() { # REMEDY FLAG...
+    local from
+    from=$(resumes_from "${@:2}")
+    if overwrites "${@:2}"; then
+        fail "--overwrite would remove the run at each restart; remove $OUTPUT_DIR by hand, or set $1"
+    elif [[ $from != auto ]]; then
+        fail "resume_from_checkpoint is $from, to which each restart would go back; leave it auto, or set $1"
+    fi
+}
+
 # Sets `training` to the flags of post_train.py: the file, then the environment, then those of the command line.
 training_flags() { # FLAG...
     local flag name
@@ -105,7 +120,7 @@ training_flags() { # FLAG...
         name=${flag^^}
         if [[ -n ${!name:-} ]]; then training+=("--$flag" "${!name}"); fi
     done
-    if ! overwrites "$@"; then training+=(--resume_from_checkpoint "${RESUME_FROM_CHECKPOINT:-auto}"); fi
+    if ! overwrites "$@"; then training+=(--resume_from_checkpoint "$(resumes_from "$@")"); fi
     training+=("$@")
 }
 
@@ -145,7 +160,7 @@ read_nodes() {
 take_slots() { # slots=N or nothing, for each node
     local kinds
     kinds=$(printf '%s\n' "$@" | sort -u)
-    [[ $kinds != *$'\n'* ]] || fail "HOSTFILE $HOSTFILE gives nodes different slots; every node needs the same number of GPUs"
+    [[ $kinds != *$'\n'* ]] || fail "HOSTFILE $HOSTFILE gives nodes different slots; all need the same number of GPUs"
     if [[ -n $kinds ]]; then NUM_GPUS=${NUM_GPUS:-${kinds#slots=}}; fi
 }
 

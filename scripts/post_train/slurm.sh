@@ -47,7 +47,7 @@ train() {
         wait "$step" || code=$?
         [[ $signalled == yes ]]
     do signalled=no; done
-    if ((code == 75)); then
+    if ((code == 75)) && [[ $REQUEUE == 1 ]]; then
         echo "slurm.sh: preempted; job $SLURM_JOB_ID goes back into the queue"
         scontrol requeue "$SLURM_JOB_ID"
     fi
@@ -59,6 +59,8 @@ if [[ -n ${SLURM_JOB_NODELIST:-} ]]; then NODES=$(scontrol show hostnames "$SLUR
 read_nodes
 export NNODES=${#nodes[@]} MASTER_ADDR=${MASTER_ADDR:-${nodes[0]}} MASTER_PORT=${MASTER_PORT:-29400}
 export STOP_GRACE=${STOP_GRACE:-570}
+read_config "${flags[@]}"
+if [[ ${REQUEUE:=1} == 1 ]]; then refuse_starting_over REQUEUE=0 "${flags[@]}"; fi
 case $mode in
     dry_run) dry_run ;;
     run)

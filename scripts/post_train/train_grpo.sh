@@ -3,8 +3,8 @@
 #
 #   bash scripts/post_train/train_grpo.sh [--dry_run | --check | --stop | --kill] [flags of post_train.py]
 #
-# --dry_run prints the command, --check looks whether it could run. --stop and --kill end the same run on this node, with
-# and without the time to save; of a run on several nodes stop all, by pdsh_train.sh.
+# --dry_run prints the command, --check looks whether it could run. --stop and --kill end the same run on this node,
+# with and without the time to save; of a run on several nodes stop all, by pdsh_train.sh.
 # NNODES, NODE_RANK, NODE_NAME, MASTER_ADDR and MASTER_PORT say which of how many nodes this is; docs/multinode.md lists
 # all settings. Exit code 0: done; 75: preempted, the same command goes on; 1: failed; 2: a setting or flag is
 # wrong; above 128: torchrun was killed by a signal.
@@ -32,9 +32,7 @@ read_settings() {
     whole NNODES NODE_RANK NUM_GPUS MAX_RESTARTS JOIN_TIMEOUT STOP_GRACE MASTER_PORT
     ((NODE_RANK < NNODES)) || fail "NODE_RANK is $NODE_RANK; with $NNODES nodes it is at most $((NNODES - 1))"
     read_config "$@"
-    if ((MAX_RESTARTS)) && overwrites "$@"; then
-        fail "--overwrite would remove the run again at each restart; remove $OUTPUT_DIR by hand, or set MAX_RESTARTS=0"
-    fi
+    if ((MAX_RESTARTS)); then refuse_starting_over MAX_RESTARTS=0 "$@"; fi
     logs=$OUTPUT_DIR/logs
     # found again in the environment of torchrun and its workers, also of those that outlive torchrun
     mark=SAGE_LAUNCH=$NODE_NAME:$(realpath -m "$OUTPUT_DIR")
@@ -92,8 +90,8 @@ state() { # what status.json says of the run; nothing where there is none
     fi
 }
 
-# Prints the exit code of the run. torchrun's says only whether all went well; status.json tells the rest, unless an earlier
-# run has left it. A run that was asked to stop and could not even write that is as resumable as it was.
+# Prints the exit code of the run. torchrun's says only whether all went well; status.json tells the rest, unless an
+# earlier run has left it. A run that was asked to stop and could not even write that is as resumable as it was.
 verdict() { # CODE BEFORE ASKED
     local now=''
     for _ in {1..20}; do # another node may be about to write it
@@ -112,7 +110,7 @@ killed() { (($1 > 128)) && [[ $2 == no ]]; } # CODE ASKED: torchrun itself was k
 
 stamp() { stat -c '%i %y' "$OUTPUT_DIR/status.json" 2>/dev/null || true; }
 
-# One signal is handed on to torchrun; torchrun has a session of its own, so that a terminal's Ctrl-C does not reach it twice.
+# A signal is handed on to torchrun. That has a session of its own, so that a terminal's Ctrl-C does not reach it twice.
 train() {
     local agent='' before code asked=no signalled=no
     before=$(stamp)
@@ -136,7 +134,7 @@ train() {
 refuse_second_start() {
     local running
     running=$(marked | tr '\n' ' ')
-    [[ -z $running ]] || fail "$NODE_NAME already trains into $OUTPUT_DIR (processes ${running% }); end that with --stop"
+    [[ -z $running ]] || fail "$NODE_NAME already trains into $OUTPUT_DIR (processes ${running% }); --stop ends that"
 }
 
 take_switches "$@"

@@ -85,7 +85,7 @@ def test_losses_are_counted(nodes, tmp_path):
     result = launch(PDSH, script, **settings | {"NODE_RESTARTS": 1})
     assert result.returncode == 255 and starts(tmp_path) == [1, 2]
     assert "pdsh_train.sh: beta was lost, after these lines:\n" in result.stderr
-    assert "\nbeta: no more answer through exec\n" in result.stderr
+    assert "\nbeta: no answer through exec\n" in result.stderr
 
 
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
@@ -97,6 +97,21 @@ def test_a_signal_stops_all_nodes(nodes, tmp_path, sign):
     while not ((tmp_path / "alpha.starts").exists() and (tmp_path / "beta.starts").exists()):
         time.sleep(0.05)
     launcher.send_signal(sign)
+    assert launcher.wait(60) == 75 and starts(tmp_path) == [1, 1]
+    launcher.stdout.close()
+
+
+def test_a_signal_ends_the_wait_for_a_lost_node(nodes, tmp_path):
+    """The node is gone for good: the wall that REMOTE_SHELL runs into is a file of this test."""
+    wall = program(
+        tmp_path / "bin", "reach", f'[[ $1 == alpha || ! -e {tmp_path}/wall ]] && shift && exec "$@"; exit 255'
+    )
+    alpha = f"until [ -e {tmp_path}/alpha--stop ]; do sleep 0.1; done; exit 75"
+    script, settings = nodes(alpha, f"touch {tmp_path}/wall; {LOST}", REMOTE_SHELL="reach %h", PATH=wall)
+    command = ["bash", str(ROOT / PDSH), str(script)]
+    launcher = subprocess.Popen(command, env=environment(**settings), stdout=subprocess.PIPE, text=True)
+    assert any("beta was lost and is started again" in line for line in launcher.stdout)
+    launcher.terminate()
     assert launcher.wait(60) == 75 and starts(tmp_path) == [1, 1]
     launcher.stdout.close()
 
