@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 # spinning threads slow a busy machine down tenfold
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: venv demo study test lint clean
+.PHONY: venv demo study test golden lint clean
 
 venv: $(STAMP)
 
@@ -25,6 +25,9 @@ study: venv
 
 test: venv
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+golden: venv
+	$(BIN)/python -m tests.golden.test_golden
 
 lint: venv
 	$(BIN)/ruff check .

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from sage_grpo.algo.sde import SDES, build_schedule, flow_sigmas
-from sage_grpo.data.prompts import Prompt, read_prompts
+from sage_grpo.data.prompts import Prompt, check_text, read_prompts
 from sage_grpo.media import contact_sheet, thumbnails, write_mp4
 from sage_grpo.models.hunyuan15 import Hunyuan15
 from sage_grpo.models.layout import DEFAULT_VERSION
@@ -56,6 +56,7 @@ def generate(args: argparse.Namespace, ranks: Ranks) -> None:
     policy.transformer.requires_grad_(False).split_sequence(ranks.sequence_group)
     policy.transformer.prepare_blocks(compiled=args.compile)
     settings = resolve(args, policy)
+    check_text(args.prompt or "", "--prompt")
     prompts = read_prompts(args.valid_video_csv) if args.valid_video_csv else [Prompt(args.prompt, 0)]
     check_prompts(policy.folder, [prompt.text for prompt in prompts])
     schedule = build_schedule(args.sde_type, flow_sigmas(settings.num_steps, settings.shift), args.eta).to(device)
@@ -88,7 +89,7 @@ def generate(args: argparse.Namespace, ranks: Ranks) -> None:
             scores = reward.score([clip], [prompt.text], settings.fps)
             record["scores"] = {name: round(value.item(), 6) for name, value in scores.items()}
         text = json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False)
-        path.with_suffix(".json").write_text(text + "\n")
+        path.with_suffix(".json").write_text(text + "\n", encoding="utf-8")
         rows.append(thumbnails(clip))
         labels.append(label(record))
     if rows:

@@ -17,13 +17,17 @@ from sage_grpo.algo.sde import SDES
 from sage_grpo.algo.trust_region import ESTIMATORS, FEEDBACKS, SCHEDULES, KLController, TrustRegion, trust_region
 from sage_grpo.models.layout import DEFAULT_VERSION
 from sage_grpo.models.policy import Sampling
-from sage_grpo.rewards.base import REWARDS
+from sage_grpo.rewards.base import ALIASES, REWARDS
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+MOST_VIDEOS = 65536
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot run, in one sentence."""
+    """A configuration that cannot run, in one sentence; what would break the line or the terminal is escaped."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text))
 
 
 def flag(
@@ -62,8 +66,8 @@ class Config:
         "adamw", "muon: 2-D weights of the blocks by Muon, the rest by AdamW", choices=("adamw", "muon")
     )
     max_steps: int = flag(10000, "GRPO iterations, one rollout batch each", low=0)
-    batch_size: int = flag(2, "videos per data-parallel rank and rollout", low=1)
-    num_generations: int = flag(4, "videos per prompt: the group", low=2)
+    batch_size: int = flag(2, "videos per data-parallel rank and rollout", low=1, high=MOST_VIDEOS)
+    num_generations: int = flag(4, "videos per prompt: the group", low=2, high=MOST_VIDEOS)
     gradient_accumulation_steps: int = flag(1, "rollout batches per optimizer step", low=1)
     updates_per_rollout: int = flag(1, "optimizer steps per rollout batch", low=1)
     seed: int = flag(42, "every random draw follows from it", low=0)
@@ -252,6 +256,10 @@ def warnings(config: Config) -> list[str]:
 
 
 def _check_rewards(config: Config) -> None:
+    named = [("reward_model", name) for name in config.reward_model or ()]
+    for flag, name in (*named, ("holdout_reward", config.holdout_reward)):
+        if name is not None and name not in {*REWARDS, *ALIASES}:
+            raise ConfigError(f"{flag} names {name!r}; choose one of {', '.join(REWARDS)}")
     remote = "remote" in (*(config.reward_model or ()), config.holdout_reward)
     if remote and config.remote_reward_url is None:
         raise ConfigError("the reward remote needs the address of its server: give remote_reward_url")

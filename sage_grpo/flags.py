@@ -30,7 +30,7 @@ def parse(arguments: Sequence[str]) -> Config:
         raise ConfigError(_unknown("flag", unknown[0].split("=")[0], [f"--{name}" for name in (*FIELDS, *ALIASES)]))
     given = vars(known)
     file = given.pop("config", None)
-    return from_values(_read_yaml(file) if file else {}, given)
+    return from_values(_read_yaml(file) if file is not None else {}, given)
 
 
 def from_values(*sources: Mapping[str, Any]) -> Config:
@@ -92,7 +92,10 @@ def _words(raw: Any) -> tuple[str, ...]:
 
 
 def _mapping(raw: Any) -> dict[str, Any]:
-    value = json.loads(raw) if isinstance(raw, str) else raw
+    try:
+        value = json.loads(raw) if isinstance(raw, str) else raw
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
     if not isinstance(value, dict):
         raise ValueError("a JSON object is expected")
     return value
@@ -108,7 +111,10 @@ def _boolean(raw: Any) -> bool:
 def _whole(raw: Any) -> int:
     if isinstance(raw, bool) or (isinstance(raw, float) and not raw.is_integer()):
         raise ValueError("a whole number is expected")
-    return _number(int, raw, "a whole number is expected")
+    value = _number(int, raw, "a whole number is expected")
+    if abs(value) >= 2**63:
+        raise ValueError("a whole number of at most 63 bits is expected")
+    return value
 
 
 def _real(raw: Any) -> float:
@@ -147,11 +153,23 @@ def _unknown(what: str, name: str, known: Sequence[str]) -> str:
 
 def _read_yaml(path: str) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(Path(path).read_text())
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config {path} cannot be read: {' '.join(str(error).split())}") from error
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"config {path} cannot be read: {error}") from error
+    return yaml_mapping(text, f"config {path}")
+
+
+def yaml_mapping(text: str, where: str) -> dict[str, Any]:
+    """What a YAML text says, keys being words. An alias is refused: a few lines of them unfold into gigabytes."""
+    try:
+        aliases = any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text))
+        values = None if aliases else yaml.safe_load(text)
+    except Exception as error:  # pyyaml lets through whatever a value of a wrong form leads to
+        raise ConfigError(f"{where} cannot be read: {' '.join(str(error).split())}") from error
+    if aliases:
+        raise ConfigError(f"{where} repeats a value by an alias (*name); write it out")
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise ConfigError(f"config {path} must be a mapping of flags to values")
+        raise ConfigError(f"{where} must be a mapping of flags to values")
     return values
 
 

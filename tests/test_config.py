@@ -75,13 +75,30 @@ def test_a_wrong_flag_is_one_sentence(arguments, words):
 
 
 @pytest.mark.parametrize("text", ["- a\n- b\n", "eta: [1, 2]\n", "eta:\n", "etta: 1\n", "a: b: c\n", "1: 2\n",
-                                  "eta: true\n", "seed: yes\n"])  # fmt: skip
+                                  "eta: true\n", "seed: yes\n", "seed: !!int ''\n", "seed: 2000-99-99\n",
+                                  "seed: !!timestamp x\n", "[" * 1000, '"a\\nb": 1\n', "eta: \0\n",
+                                  f"seed: {2**63}\n", "batch_size: 1000000000\n", "reward_weights: '" + "[" * 99999
+                                  + "'\n"])  # fmt: skip
 def test_a_wrong_file_is_one_sentence(tmp_path, text):
     file = tmp_path / "c.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError) as caught:
         parse(["--config", str(file)])
     assert "\n" not in str(caught.value)
+
+
+def test_a_file_cannot_unfold_into_gigabytes(tmp_path):
+    file = tmp_path / "c.yaml"
+    lines = ["reward_weights:", "  a0: &a0 [x, x]", *(f"  a{i}: &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, 60))]
+    file.write_text("\n".join(lines))
+    with pytest.raises(ConfigError, match=r"c\.yaml repeats a value by an alias .*; write it out"):
+        parse(["--config", str(file)])
+
+
+def test_what_a_terminal_would_obey_is_escaped():
+    with pytest.raises(ConfigError) as caught:
+        from_values({"\x1b[2J\n": 1})
+    assert str(caught.value) == r"unknown key \x1b[2J\n; --help lists them all"
 
 
 @pytest.mark.parametrize(

@@ -28,3 +28,10 @@ def test_nothing_named_in_the_map_is_missing():
     names = re.findall(r"^\s*([\w./-]+\.\w+)\s{2,}", block, re.MULTILINE)
     here = {path.name for path in ROOT.rglob("*") if ".venv" not in path.parts} | {"README.md"}
     assert names and not [name for name in names if Path(name).name not in here]
+
+
+def test_tests_that_the_pages_name_exist():
+    named = {match for page in PAGES for match in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", page.read_text())}
+    there = {file: (ROOT / file).read_text() if (ROOT / file).is_file() else "" for file, _ in named}
+    missing = [f"{file}::{test}" for file, test in named if f"def {test}" not in there[file]]
+    assert len(named) > 30 and not missing

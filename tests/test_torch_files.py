@@ -10,18 +10,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from sage_grpo.torch_files import convert
+from tests.hostile import write_bomb
 
 FOLDER = Path(__file__).parent / "fixtures" / "videoalign"
-
-
-class Hostile:
-    """Runs `touch` when unpickled."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return Path.touch, (self.path,)
 
 
 @pytest.mark.parametrize("name", ["VideoReward", "VideoReward_split"])
@@ -40,8 +31,8 @@ def test_the_numbers_stay_and_the_source_is_recorded(tmp_path, name):
 
 
 def test_code_in_a_file_is_not_run(tmp_path):
-    source, trace = tmp_path / "model.pth", tmp_path / "trace"
-    torch.save({"a": torch.ones(2), "b": Hostile(trace)}, source)
+    trace = tmp_path / "trace"
+    source = write_bomb(tmp_path / "model.pth", trace)
     with pytest.raises(ValueError, match=rf"{source} is damaged or holds more than tensors") as caught:
         convert(source)
     assert "\n" not in str(caught.value)

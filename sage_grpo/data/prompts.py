@@ -4,11 +4,13 @@ import csv
 import hashlib
 import io
 import json
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 COLUMNS = ("prompt", "index", "seed")
+MOST = 2**63 - 1  # an index or a seed is part of a file's name
 
 
 @dataclass(frozen=True)
@@ -51,26 +53,30 @@ def read_prompts(path: str | Path) -> list[Prompt]:
 def _prompt(row: dict, number: int, where: str) -> Prompt:
     unknown = sorted(str(key) for key in row if key not in COLUMNS)
     if unknown:
-        raise ValueError(f"{where}: unknown column {', '.join(unknown)}; known are {', '.join(COLUMNS)}")
+        raise ValueError(f"{where}: unknown column {unknown[0]!r}; known are {', '.join(COLUMNS)}")
     text = row.get("prompt")
     if not isinstance(text, str) or not text.strip():
         raise ValueError(f"{where}: the prompt is missing or empty")
-    if "\0" in text:
-        raise ValueError(f"{where}: the prompt holds a NUL character")
+    check_text(text, where)
     index, seed = (_integer(row.get(key), key, where) for key in ("index", "seed"))
     return Prompt(text, number if index is None else index, seed)
+
+
+def check_text(text: str, where: str) -> None:
+    """Refuse what no file and no tokenizer takes."""
+    if "\0" in text:
+        raise ValueError(f"{where}: the prompt holds a NUL character")
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise ValueError(f"{where}: the prompt {text!r} holds half a character; write it as UTF-8 text")
 
 
 def _integer(value: object, key: str, where: str) -> int | None:
     if value is None or value == "":
         return None
-    try:
-        number = int(str(value))
-    except ValueError as error:
-        raise ValueError(f"{where}: {key} is {value!r}, not a whole number") from error
-    if number < 0:
-        raise ValueError(f"{where}: {key} is {number}; it must be at least 0")
-    return number
+    text = str(value) if isinstance(value, (str, int)) else f"a {type(value).__name__}"
+    if not re.fullmatch(r"\s*\d{1,19}\s*", text) or int(text) > MOST:
+        raise ValueError(f"{where}: {key} is {text[:50]!r}; it must be a whole number from 0 to {MOST}")
+    return int(text)
 
 
 def _txt(text: str, path: Path) -> Iterator[tuple[str, dict]]:
@@ -81,9 +87,12 @@ def _txt(text: str, path: Path) -> Iterator[tuple[str, dict]]:
 
 def _csv(text: str, path: Path) -> Iterable[tuple[str, dict]]:
     reader = csv.DictReader(io.StringIO(text, newline=""))
-    if "prompt" not in (reader.fieldnames or ()):
-        raise ValueError(f"{path}: the first line must name the columns, `prompt` among them")
-    return ((f"{path} line {reader.line_num}", row) for row in reader)
+    try:
+        if "prompt" not in (reader.fieldnames or ()):
+            raise ValueError(f"{path}: the first line must name the columns, `prompt` among them")
+        return [(f"{path} line {reader.line_num}", row) for row in reader]
+    except csv.Error as error:
+        raise ValueError(f"{path} line {reader.line_num}: not CSV ({error})") from error
 
 
 def _jsonl(text: str, path: Path) -> Iterator[tuple[str, dict]]:
@@ -92,7 +101,7 @@ def _jsonl(text: str, path: Path) -> Iterator[tuple[str, dict]]:
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} line {number}: not JSON ({error})") from error
         if not isinstance(row, dict):
             raise ValueError(f"{path} line {number}: expected an object with the key `prompt`")

@@ -4,8 +4,8 @@ In Tencent's layout the text encoder is the language model of a whole Qwen2.5-VL
 tokens for colours and fonts behind its own, trained as part of Glyph-SDXL-v2.
 """
 
-import json
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from transformers import (
@@ -17,9 +17,14 @@ from transformers import (
     T5EncoderModel,
 )
 
+from sage_grpo.json_files import read_object
 from sage_grpo.models.layout import COLOURS, FONTS, GLYPH_WEIGHTS, component, is_tencent
 from sage_grpo.models.tencent import Rows
 from sage_grpo.models.weights import Weights, load_model, open_file, open_folder
+
+EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight")
+
+Config = TypeVar("Config", Qwen2_5_VLTextConfig, T5Config)
 
 
 def load_tokenizers(folder: Path, version: str) -> tuple[Qwen2Tokenizer, ByT5Tokenizer]:
@@ -36,30 +41,37 @@ def load_encoders(
     folder: Path, version: str, device: torch.device, dtype: torch.dtype
 ) -> tuple[Qwen2_5_VLTextModel, T5EncoderModel]:
     """In evaluation mode."""
-    parts = [component(folder, name, version) for name in ("text_encoder", "text_encoder_2")]
+    text, glyph = (component(folder, name, version) for name in ("text_encoder", "text_encoder_2"))
     if is_tencent(folder):
-        config = T5Config.from_pretrained(component(folder, "tokenizer_2", version), local_files_only=True)
-        _, glyph_tokenizer = load_tokenizers(folder, version)
-        config.vocab_size = len(glyph_tokenizer)
-        return qwen_text_model(parts[0], device, dtype), glyph_model(parts[1], config, device, dtype)
-    kinds = (Qwen2_5_VLTextModel, T5EncoderModel)
-    text, glyph = (
-        kind.from_pretrained(part, dtype=dtype, local_files_only=True, use_safetensors=True).to(device).eval()
-        for kind, part in zip(kinds, parts, strict=True)
-    )
-    return text, glyph
+        config = read_config(T5Config, read_object(component(folder, "tokenizer_2", version) / "config.json"))
+        config.vocab_size = len(load_tokenizers(folder, version)[1])
+        weights = open_file(glyph / GLYPH_WEIGHTS)
+    else:
+        config, weights = read_config(T5Config, read_object(glyph / "config.json")), open_folder(glyph)
+    return qwen_text_model(text, device, dtype), glyph_model(weights, config, device, dtype)
+
+
+def read_config(kind: type[Config], values: dict[str, Any]) -> Config:
+    """Settings of a transformers model.
+
+    The attention is not the file's to choose: one that it names by a repository would be downloaded and run. Nor does
+    anything here go through `from_pretrained`, which follows an `adapter_config.json` to whatever model it names.
+    """
+    config = kind.from_dict(values)
+    config._attn_implementation = None  # the best that torch has
+    return config
 
 
 def glyph_tokens(folder: Path) -> list[str]:
     """Tokens of colours and fonts in the order of their embeddings; a font's first two letters are its language."""
-    colours, fonts = (json.loads((folder / file).read_text()) for file in (COLOURS, FONTS))
+    colours, fonts = (read_object(folder / file) for file in (COLOURS, FONTS))
     return [f"<color-{i}>" for i in range(len(colours))] + [f"<{name[:2]}-font-{i}>" for name, i in fonts.items()]
 
 
 def qwen_text_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Qwen2_5_VLTextModel:
     """The language model of a Qwen2.5-VL folder; older files call it `model`, newer ones `model.language_model`."""
-    config = json.loads((folder / "config.json").read_text())
-    config = Qwen2_5_VLTextConfig.from_dict(config.get("text_config", config))
+    values = read_object(folder / "config.json")
+    config = read_config(Qwen2_5_VLTextConfig, values.get("text_config", values))
     with torch.device("meta"):
         model = Qwen2_5_VLTextModel(config)
     model.rotary_emb = type(model.rotary_emb)(config=config)  # its tables are computed, not stored
@@ -73,11 +85,11 @@ def _language_names(weights: Weights) -> dict[str, tuple[Rows, ...]]:
     return {name.removeprefix("model.").removeprefix("language_model."): (Rows(name),) for name in names}
 
 
-def glyph_model(folder: Path, config: T5Config, device: torch.device, dtype: torch.dtype) -> T5EncoderModel:
-    """ByT5's encoder with the weights of Glyph-SDXL-v2, which `scripts/convert_weights.py` made safe to load."""
+def glyph_model(stored: Weights, config: T5Config, device: torch.device, dtype: torch.dtype) -> T5EncoderModel:
+    """ByT5's encoder. Of its one table with two names a file holds either: Glyph-SDXL-v2 the second."""
     with torch.device("meta"):
         model = T5EncoderModel(config)
-    stored = open_file(folder / GLYPH_WEIGHTS)
     recipes = {name: (Rows(name),) for name in stored.names}
-    recipes["shared.weight"] = (Rows("encoder.embed_tokens.weight"),)  # one table under two names
+    table = next((recipes[name] for name in EMBEDDINGS if name in recipes), None)
+    recipes |= dict.fromkeys(EMBEDDINGS, table) if table else {}
     return load_model(model, stored.renamed(recipes), device, dtype).eval()

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import torch
 from diffusers import AutoencoderKLHunyuanVideo15, ModelMixin
-from safetensors import safe_open
 from torch import Tensor
 
 from sage_grpo import manifest
 from sage_grpo.models.layout import DEFAULT_VERSION, check_folder, part_config, sampling_defaults
-from sage_grpo.models.lora import LORA_FILE
+from sage_grpo.models.lora import LORA_FILE, read_adapter
 from sage_grpo.models.packed import PackedTransformer
 from sage_grpo.models.policy import BrokenClip, Conditioning
 from sage_grpo.models.text import PromptEncoder
@@ -102,14 +101,12 @@ class Hunyuan15:
         load_model(self.transformer, weights, self.device, self.transformer.dtype)
 
     def _load_lora(self, file: Path) -> None:
-        """Pipelines write the names with a prefix, models without. diffusers skips what it does not find, silently."""
-        with safe_open(file, "pt") as tensors:
-            names = list(tensors.keys())
-        prefix = "transformer" if all(name.startswith("transformer.") for name in names) else None
-        self.transformer.load_lora_adapter(file.parent, prefix=prefix, weight_name=file.name, local_files_only=True)
+        """diffusers skips what it does not find, silently."""
+        tensors, settings = read_adapter(file)
+        self.transformer.load_lora_adapter(tensors, prefix=None, metadata=settings)
         loaded = sum("lora_" in name for name in self.transformer.state_dict())
-        if loaded != len(names):
-            raise ValueError(f"{file} holds {len(names)} LoRA tensors, of which this transformer took {loaded}")
+        if loaded != len(tensors):
+            raise ValueError(f"{file} holds {len(tensors)} LoRA tensors, of which this transformer took {loaded}")
 
     def encode(self, prompts: Sequence[str]) -> list[Conditioning]:
         """One conditioning per prompt, each encoded once; the empty prompt is the negative of guidance."""

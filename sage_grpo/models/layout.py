@@ -4,13 +4,14 @@ diffusers   transformer/  vae/  text_encoder/  tokenizer/  text_encoder_2/  toke
 Tencent     transformer/VERSION/  vae/  text_encoder/{llm, byt5-small, Glyph-SDXL-v2}/
 """
 
-import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from sage_grpo.json_files import read_object
 from sage_grpo.models import tencent
-from sage_grpo.models.policy import Sampling
+from sage_grpo.models.policy import LARGEST, Sampling
 
 DEFAULT_VERSION = "480p_t2v"
 GLYPH_WEIGHTS = "checkpoints/byt5_model.safetensors"
@@ -67,8 +68,19 @@ def _missing(folder: Path, part: str, version: str) -> list[str]:
     place = _place(folder, part, version)
     needed = (TENCENT_FILES if is_tencent(folder) else DIFFUSERS_FILES)[part]
     for index in (folder / place).glob("*.safetensors.index.json"):
-        needed += tuple(sorted(set(json.loads(index.read_text())["weight_map"].values())))
+        needed += tuple(sorted(set(read_index(index).values())))
     return [f"{place}/{file}" for file in needed if not any((folder / place).glob(file))]
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """The file of each tensor, by a `*.safetensors.index.json`; it can name no file that does not lie beside it."""
+    files = read_object(path).get("weight_map")
+    if not isinstance(files, dict) or not files:
+        raise ValueError(f"{path} has no weight_map; download it again.")
+    for file in files.values():
+        if not isinstance(file, str) or not re.fullmatch(r"[\w.-]+\.safetensors", file):
+            raise ValueError(f"{path} names {file!r}, which is no safetensors file beside it; download it again.")
+    return files
 
 
 def _place(folder: Path, part: str, version: str) -> str:
@@ -117,7 +129,7 @@ def _incomplete(folder: Path, version: str) -> str:
 
 def part_config(folder: Path, part: str, version: str = DEFAULT_VERSION) -> dict[str, Any]:
     """Settings of the `transformer` or the `vae` as diffusers calls them."""
-    config = json.loads((component(folder, part, version) / "config.json").read_text())
+    config = read_object(component(folder, part, version) / "config.json")
     if not is_tencent(folder):
         return config
     return tencent.transformer_config(config, version) if part == "transformer" else tencent.vae_config(config)
@@ -128,11 +140,11 @@ def sampling_defaults(folder: Path, version: str = DEFAULT_VERSION) -> Sampling:
     if (folder / "sampling.json").is_file():
         return Sampling.from_json(folder / "sampling.json")
     config = part_config(folder, "transformer", version)
-    kind = (config["target_size"], config["task_type"])
-    if kind not in SAMPLING:
+    kind = (config.get("target_size"), config.get("task_type"))
+    if kind not in list(SAMPLING):
         known = ", ".join(f"{size} {task}" for size, task in SAMPLING)
         raise ValueError(
-            f"'{folder}/transformer' has target_size and task_type {kind[0]} {kind[1]}, which is none of "
+            f"'{folder}/transformer' has target_size and task_type {kind[0]!r} {kind[1]!r}, which is none of "
             f"{known}; put a sampling.json into the folder to say how it is sampled."
         )
     guidance = _own_guidance(folder, version)
@@ -143,4 +155,11 @@ def _own_guidance(folder: Path, version: str) -> float | None:
     if is_tencent(folder):
         return 1.0 if tencent.read_version(version).distilled else None
     guider = folder / "guider" / "guider_config.json"
-    return json.loads(guider.read_text())["guidance_scale"] if guider.is_file() else None
+    if not guider.is_file():
+        return None
+    guidance = read_object(guider).get("guidance_scale")
+    if type(guidance) not in (int, float) or not 0 <= guidance < LARGEST:
+        raise ValueError(
+            f"{guider} has guidance_scale {guidance!r}; it must be a number of at least 0, below {LARGEST}."
+        )
+    return guidance

@@ -5,18 +5,25 @@ import json
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
 from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from peft import LoraConfig
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from sage_grpo.models.weights import open_safetensors
 from sage_grpo.parallel.fsdp import local, rows, whole
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
 POLICY, ANCHOR = "policy", "anchor"
+PREFIX = "transformer."
+# what a saved adapter may say: what decides its forward, and what is without effect once its weights are there
+SETTINGS = ("r", "lora_alpha", "target_modules", "rank_pattern", "alpha_pattern", "use_rslora")
+UNUSED = ("peft_type", "peft_version", "task_type", "base_model_name_or_path", "revision", "auto_mapping")
+UNUSED += ("inference_mode", "init_lora_weights", "lora_dropout")
 
 
 def dead_modules(transformer: HunyuanVideo15Transformer3DModel) -> tuple[str, ...]:
@@ -109,11 +116,32 @@ def save_adapter(transformer: HunyuanVideo15Transformer3DModel, adapter: str, fo
         save_file(tensors, folder / LORA_FILE, metadata=metadata)
 
 
+def read_adapter(file: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
+    """Tensors and settings of a saved adapter; pipelines write both with a prefix, models without.
+
+    Of the settings, which peft would follow wherever they lead, only those are taken that a plain LoRA has.
+    """
+    with open_safetensors(file) as stored:
+        tensors = {name.removeprefix(PREFIX): stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+        text = (stored.metadata() or {}).get(LORA_ADAPTER_METADATA_KEY)
+    if text is None:
+        return tensors, None
+    try:
+        settings = {name.removeprefix(PREFIX): value for name, value in json.loads(text).items()}
+    except (ValueError, RecursionError, AttributeError) as error:
+        raise ValueError(f"{file} has settings that are no JSON object ({error}); save it again") from error
+    plain = LoraConfig().to_dict()
+    strange = [n for n, value in settings.items() if n not in SETTINGS + UNUSED and value and value != plain.get(n)]
+    if strange:
+        raise ValueError(f"{file} is no plain LoRA: its settings name {strange[0]!r}; merge it into the weights")
+    return tensors, {name: settings[name] for name in SETTINGS if name in settings}
+
+
 @torch.no_grad()
 def load_adapter(transformer: nn.Module, folder: Path, adapter: str) -> None:
     """Fill an adapter from a saved one of the same rank and layers."""
     file = folder / LORA_FILE
-    values = {name.removeprefix("transformer."): value for name, value in load_file(file).items()}
+    values, _ = read_adapter(file)
     mine = adapter_parameters(transformer, adapter)
     wrong = sorted(set(values) ^ set(mine)) or [n for n, p in mine.items() if p.shape != values[n].shape]
     if wrong:

@@ -13,6 +13,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from sage_grpo.json_files import read_object
+
+LARGEST = 2**31  # no setting of a model comes near
+
 
 @dataclass(frozen=True)
 class Conditioning:
@@ -40,11 +44,14 @@ class Sampling:
 
     @classmethod
     def from_json(cls, path: Path) -> "Sampling":
-        """Read a `sampling.json`; missing and unknown keys are errors."""
-        values = json.loads(path.read_text())
-        names = [field.name for field in dataclasses.fields(cls)]
-        if sorted(values) != sorted(names):
-            raise ValueError(f"{path} has keys {sorted(values)}; it needs exactly {sorted(names)}.")
+        """Read a `sampling.json`; missing and unknown keys are errors, and so is what is not a number above 0."""
+        values, kinds = read_object(path), {field.name: field.type for field in dataclasses.fields(cls)}
+        if sorted(values) != sorted(kinds):
+            raise ValueError(f"{path} has keys {sorted(values)}; it needs exactly {sorted(kinds)}.")
+        for name, value in values.items():
+            if type(value) not in (int, kinds[name]) or not 0 < value < LARGEST:
+                whole = "whole " if kinds[name] is int else ""
+                raise ValueError(f"{path} has {name} {value!r}; it must be a {whole}number above 0, below {LARGEST}.")
         return cls(**values)
 
     def to_json(self, path: Path) -> None:

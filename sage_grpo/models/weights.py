@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from sage_grpo.models.layout import DEFAULT_VERSION, component, is_tencent
+from sage_grpo.models.layout import DEFAULT_VERSION, component, is_tencent, read_index
 from sage_grpo.models.tencent import Rows, to_diffusers, to_tencent
 from sage_grpo.parallel.fsdp import local, rows
 
@@ -76,7 +76,7 @@ class Weights:
 
     def _file(self, path: Path) -> Any:
         if path not in self._open:
-            self._open[path] = _open(path)
+            self._open[path] = open_safetensors(path)
         return self._open[path]
 
 
@@ -96,7 +96,7 @@ def open_folder(folder: Path) -> Weights:
     index = next(iter(sorted(folder.glob("*.safetensors.index.json"))), None)
     if index is None:
         return Weights(folder, _stored_names(sorted(folder.glob("*.safetensors")), folder))
-    promised = json.loads(index.read_text())["weight_map"]
+    promised = read_index(index)
     paths = sorted({folder / file for file in promised.values()})
     if missing := [path.name for path in paths if not path.is_file()]:
         raise FileNotFoundError(f"'{folder}' lacks {_some(missing)} of the files in {index.name}; download it again.")
@@ -112,7 +112,7 @@ def _stored_names(paths: Sequence[Path], folder: Path) -> dict[str, Path]:
         raise FileNotFoundError(f"'{folder}' has no *.safetensors; download that folder again.")
     files: dict[str, Path] = {}
     for path in paths:
-        for name in _open(path).keys():  # noqa: SIM118 - it is no dict
+        for name in open_safetensors(path).keys():  # noqa: SIM118 - it is no dict
             if name in files:
                 raise ValueError(f"{name} is in both {files[name]} and {path}; keep one of these files.")
             files[name] = path
@@ -122,7 +122,7 @@ def _stored_names(paths: Sequence[Path], folder: Path) -> dict[str, Path]:
     return files
 
 
-def _open(path: Path) -> Any:
+def open_safetensors(path: Path) -> Any:
     try:
         return safe_open(path, "pt")
     except SafetensorError as error:

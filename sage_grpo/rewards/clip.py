@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import CLIPModel, CLIPTokenizer
 
+from sage_grpo.models.layout import read_index
 from sage_grpo.rewards import video_frames
 
 MAX_TOKENS = 77
@@ -84,9 +85,13 @@ def load_clip(folder: Path, dtype: torch.dtype) -> tuple[CLIPModel, CLIPTokenize
     for pattern in ("config.json", "*.safetensors", "merges.txt", "vocab.json"):
         if not any(folder.glob(pattern)):
             raise FileNotFoundError(f"{folder} has no {pattern}; download a CLIP model with its tokenizer into it")
-    model, report = CLIPModel.from_pretrained(
-        folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
-    )
+    for index in folder.glob("*.safetensors.index.json"):
+        read_index(index)
+    if (folder / "adapter_config.json").exists():  # transformers would load the base model and adapter that it names
+        raise ValueError(f"{folder} holds an adapter_config.json, which no CLIP model needs; delete it")
+    # The attention is named here because a config could name one that is downloaded and run.
+    safe = {"local_files_only": True, "use_safetensors": True, "attn_implementation": "sdpa"}
+    model, report = CLIPModel.from_pretrained(folder, dtype=dtype, output_loading_info=True, **safe)
     if report["missing_keys"]:
         raise ValueError(f"the weights in {folder} lack {min(report['missing_keys'])}; download them again")
     return model.eval(), CLIPTokenizer.from_pretrained(folder, local_files_only=True)

@@ -11,7 +11,6 @@ VideoReward/
 The published folder has model.pth (or non_lora_state_dict.pth) instead; the safetensors file is made of it once.
 """
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2VLConfig, Qwen2VLModel
 
+from sage_grpo.json_files import read_object
 from sage_grpo.rewards.video_frames import MEAN, MERGE, PAIR, PATCH, STD
 from sage_grpo.torch_files import convert, read_tensors
 
@@ -41,14 +41,7 @@ PREPROCESSOR |= {"image_mean": list(MEAN), "image_std": list(STD)}
 
 def read_json(path: Path, expected: Mapping[str, Any]) -> dict[str, Any]:
     """A JSON object; `expected` are values, also nested, that it must hold."""
-    try:
-        values = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"{path} is missing; download that folder again") from error
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}); download it again") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} is not a JSON object; download it again")
+    values = read_object(path)
     _expect(path, values, expected)
     return values
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 TOKEN_VARIABLE = "SAGE_REWARD_TOKEN"
 MAX_HEADER = 1 << 20  # bytes
+MAX_FPS = 1_000_000  # frames per second of a clip
 KEYS = {"fps", "prompts", "shapes"}
 
 
@@ -61,8 +62,8 @@ def unpack(body: bytearray, max_clips: int) -> tuple[list[Tensor], list[str], fl
     if not isinstance(header, dict) or set(header) != KEYS:
         raise WireError(f"the header must be an object with the keys {', '.join(sorted(KEYS))}")
     fps, prompts, shapes = header["fps"], header["prompts"], header["shapes"]
-    if not is_number(fps) or not 0 < fps < math.inf:
-        raise WireError(f"fps is {fps!r}; it must be a positive number")
+    if not is_number(fps) or not 0 < fps <= MAX_FPS:
+        raise WireError(f"fps is {fps!r}; it must be a positive number of at most {MAX_FPS}")
     if not (isinstance(prompts, list) and isinstance(shapes, list)) or not 0 < len(prompts) == len(shapes):
         raise WireError("prompts and shapes must be lists with one entry for each clip, at least one")
     if len(shapes) > max_clips:

@@ -31,6 +31,7 @@ from sage_grpo.models.layout import sampling_defaults
 from sage_grpo.parallel.ranks import Ranks, join_ranks
 from sage_grpo.tools.calibration import DEFECTS, DRAWN_DEFECTS, drawn_clips, means_table, measure, orders, orders_table
 from sage_grpo.tools.evaluation_page import compared, pages
+from sage_grpo.tools.run_folder import beside
 from sage_grpo.train.build import DTYPES, GOLD, build_composite, prompts_of
 from sage_grpo.train.metrics import finite
 from sage_grpo.train.rollout import Guidance
@@ -78,7 +79,8 @@ class Evaluation:
         """Name -> checkpoint or folder of clips, None for the base model; the others are compared with the first."""
         o, found = self.options, {} if self.options.clips and not self.options.checkpoints else {"base": None}
         for path in (*o.checkpoints, *o.clips):
-            name = "-".join(part for part in path.resolve().parts[-3:] if part not in ("checkpoints", "validation"))
+            parts = path.resolve().parts[1:]  # without the root, which would lead out of the output folder
+            name = "-".join(part for part in parts[-3:] if part not in ("checkpoints", "validation"))
             if found.setdefault(name, path) != path:
                 raise ConfigError(f"{path} and {found[name]} would both be called {name}; rename one of their folders")
         return found
@@ -209,7 +211,8 @@ def read_folder(folder: Path) -> list[dict[str, Any]]:
     if not entries:
         raise ConfigError(f"clips {folder} holds neither clips.json nor mp4 files with a JSON of prompt and seed each")
     clips = [
-        {"file": str((folder / e["file"]).resolve()), "prompt": e["prompt"], "seed": e.get("seed", 0)} for e in entries
+        {"file": str(beside(listed, e["file"]).resolve()), "prompt": e["prompt"], "seed": e.get("seed", 0)}
+        for e in entries
     ]
     return [clip for clip in clips if Path(clip["file"]).is_file()]
 
@@ -226,7 +229,8 @@ def keep(file: Path, record: Mapping[str, Any]) -> None:
     """Write the record of a clip at once; scores of other rewards that it had stay."""
     old = json.loads(file.read_text())["scores"] if file.is_file() else {}
     draft = file.with_suffix(".tmp")
-    draft.write_text(json.dumps(finite({**record, "scores": old | dict(record["scores"])}), ensure_ascii=False) + "\n")
+    text = json.dumps(finite({**record, "scores": old | dict(record["scores"])}), ensure_ascii=False)
+    draft.write_text(text + "\n", encoding="utf-8")
     draft.replace(file)
 
 

@@ -36,7 +36,7 @@ def columns(clip: Clip) -> dict[str, float]:
 
 def compared(output: Path, systems: Sequence[str]) -> dict[str, Any]:
     """By system and column: mean and interval, paired difference to the first system and share of clips that won."""
-    clips = {name: read_clips(output / name) for name in systems}
+    clips = {name: read_clips(output / name, anywhere=True) for name in systems}
     found: dict[str, Any] = {"reference": systems[0], "systems": {}}
     for name, own in clips.items():
         names = dict.fromkeys(column for clip in own for column in columns(clip))
@@ -107,7 +107,7 @@ def _cards(output: Path, systems: Sequence[str]) -> list[str]:
     """The clips of all systems side by side, for the first prompts."""
     clips: dict[tuple[str, int], str] = {}
     for name in systems:
-        for clip in read_clips(output / name):
+        for clip in read_clips(output / name, anywhere=True):
             if clip.path.is_file():
                 words = ", ".join(f"{key} {number(value)}" for key, value in columns(clip).items())
                 side = f"<div>{video(clip.path)}<b>{escape(name)}</b><br><small>{escape(words)}</small></div>"

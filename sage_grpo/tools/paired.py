@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from sage_grpo.intervals import Interval, interval
-from sage_grpo.tools.run_folder import Run, as_float
+from sage_grpo.tools.run_folder import Run, as_float, beside
 from sage_grpo.train.hacking import change, held_out, trained, validations
 
 VERDICTS = {1: "better", -1: "worse", 0: "not significant"}
@@ -122,14 +122,15 @@ def number(value: float, decimals: int = 3, sign: str = "") -> str:
     return f"{value:{sign}{form}}".replace("-", "−")
 
 
-def read_clips(folder: Path) -> list[Clip]:
-    """The clips of one validation; empty where they were not kept."""
+def read_clips(folder: Path, anywhere: bool = False) -> list[Clip]:
+    """The clips of one validation; empty where they were not kept. `anywhere`: the list is our own, and may point."""
     path, clips = folder / "clips.json", []
     for entry in json.loads(path.read_bytes()) if path.is_file() else ():
         values = {}
         for kind, place in (("reward", "scores"), ("holdout", "holdout"), ("gold", "gold")):
             values |= {f"{kind}/{name}": as_float(value) for name, value in entry.get(place, {}).items()}
-        clips.append(Clip(folder / entry["file"], entry["prompt"], entry["seed"], values))
+        file = folder / entry["file"] if anywhere else beside(path, entry["file"])
+        clips.append(Clip(file, entry["prompt"], entry["seed"], values))
     return clips
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import yaml
 
 from sage_grpo.config import Config
+from sage_grpo.flags import yaml_mapping
 from sage_grpo.tools.paired import Comparison, Pair, choose_pairs, compare, gain, number, table
 from sage_grpo.tools.report_figures import panels
 from sage_grpo.tools.run_folder import Run, RunError, as_float, column, read_run
@@ -114,7 +115,7 @@ def head(run: Run) -> str:
 
 def changed(config: str) -> str:
     """The lines of a configuration that are not the defaults."""
-    values, defaults = yaml.safe_load(config) or {}, yaml.safe_load(Config().to_yaml())
+    values, defaults = yaml_mapping(config, "config.yaml") if config else {}, yaml.safe_load(Config().to_yaml())
     differing = [key for key in values if key not in defaults or values[key] != defaults[key]]
     return "\n".join(f"{key}: {values[key]}" for key in differing)
 
@@ -205,7 +206,7 @@ def clip_card(pair: Pair, steps: tuple[int, int]) -> str:
     change = f'<b class="{"better" if gain(pair) > 0 else "worse"}">{number(gain(pair), sign="+")}</b>'
     return (
         f'<figure><h3>{escape(pair[0].prompt)}</h3><div class="pair">{sides}</div>'
-        f"<figcaption>reward {change}, seed {pair[0].seed}</figcaption></figure>"
+        f"<figcaption>reward {change}, seed {escape(str(pair[0].seed))}</figcaption></figure>"
     )
 
 

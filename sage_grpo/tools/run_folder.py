@@ -84,6 +84,13 @@ def read_run(folder: Path) -> Run:
     return Run(folder, starts, list(kept["train"].values()), list(kept["validation"].values()))
 
 
+def beside(listing: Path, name: Any) -> Path:
+    """A file that a listing names: it lies beside the listing, for what it is will be shown to others."""
+    if not isinstance(name, str) or Path(name).name != name:
+        raise RunError(f"{listing} names the file {name!r}, which does not lie beside it; correct or delete that entry")
+    return listing.parent / name
+
+
 def _lines(path: Path) -> list[tuple[str, int, dict[str, Any]]]:
     """Kind, step and whole of each line, but for a last one that a crash cut short."""
     raw, lines = path.read_bytes().splitlines(), []

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 PLACES = ("output_dir", "overwrite", "resume_from_checkpoint", "init_from_checkpoint", "prompt_cache")
 
+STATE = {"step": int, "updates": int, "skipped": int, "skipped_in_a_row": int, "anchor_age": int | None,
+         "controller": dict, "config": dict}  # fmt: skip
+
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written, in one sentence; those before it are as they were."""
@@ -151,10 +154,20 @@ def choose(run_folder: Path, wanted: str, ranks: Ranks) -> Path | None:
 def load(trainer: "Trainer", path: Path) -> None:
     """Put a checkpoint's state into a freshly built trainer."""
     try:
-        _load(trainer, _Rows(path / "trainer"), json.loads((path / "trainer" / "state.json").read_text()), path)
-    except (KeyError, TypeError, OSError, SafetensorError) as error:
-        reason = f"{type(error).__name__}: {error}"
+        _load(trainer, _Rows(path / "trainer"), _read_state(path / "trainer" / "state.json"), path)
+    except ConfigError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError, OSError, RuntimeError, SafetensorError) as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ConfigError(f"{path} cannot be read as a checkpoint of this version: {reason}") from error
+
+
+def _read_state(file: Path) -> dict[str, Any]:
+    state = json.loads(file.read_text())
+    for name, kind in STATE.items():
+        if not isinstance(state[name], kind):
+            raise TypeError(f"{name} in {file} is {state[name]!r}")
+    return state
 
 
 @torch.no_grad()

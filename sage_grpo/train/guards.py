@@ -155,14 +155,15 @@ class Guards:
 
     def _explained(self, error: Exception) -> Exception:
         """The same error, or what it means where ranks lost each other; kept in the flight record and the status."""
+        trace = traceback.format_exception(error)
         if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
             first = str(error).partition("\n")[0]
             error = TrainingError(f"iteration {self.step + 1}, {self.phase}: the ranks lost each other ({first})")
-        self._record(f"{type(error).__name__}: {error}")
+        self._record(str(error), trace)
         self.report("failed", str(error))
         return error
 
-    def _record(self, message: str) -> None:
+    def _record(self, message: str, trace: Sequence[str] = ()) -> None:
         """The flight record of this rank."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         frames = sys._current_frames().items()
@@ -172,6 +173,7 @@ class Guards:
             "phase": self.phase,
             "idle_seconds": round(time.monotonic() - self.last_beat, 3),
             "message": message,
+            "error": list(trace),
             "events": list(self.events),
             "stacks": {names.get(ident, str(ident)): traceback.format_stack(frame) for ident, frame in frames},
         }

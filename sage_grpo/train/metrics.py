@@ -153,8 +153,10 @@ class Tracker:
 
 def has_line(file: Path, kind: str, step: int) -> bool:
     """Whether `Tracker` wrote such a line."""
-    start = f'{{"kind": "{kind}", "step": {step},'
-    return file.is_file() and any(line.startswith(start) for line in file.read_text().splitlines())
+    start = f'{{"kind": "{kind}", "step": {step}'
+    return file.is_file() and any(
+        line.startswith((f"{start},", f"{start}}}")) for line in file.read_text().splitlines()
+    )
 
 
 def drop_unfinished_line(file: Path) -> None:

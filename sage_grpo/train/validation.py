@@ -71,7 +71,9 @@ class Validation:
         shared = self.ranks.texts(json.dumps(records, ensure_ascii=False, allow_nan=False))
         everything = sorted((r for text in shared for r in json.loads(text)), key=lambda record: record["file"])
         if self.ranks.first:
-            (folder / "clips.json").write_text(json.dumps(everything, indent=1, ensure_ascii=False) + "\n")
+            (folder / "clips.json").write_text(
+                json.dumps(everything, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+            )
             self._sheet(folder / "sheet.png", clips, records)
         return summary(everything)
 

@@ -3,10 +3,10 @@
 A model folder that was trained on one says so in its `world.json`; then prompts can be checked before anything runs.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from sage_grpo.json_files import read_object
 from sage_grpo.worlds import shapes
 
 PROMPT_PARSERS = {"shapes": shapes.parse}
@@ -17,8 +17,8 @@ def world_of(folder: Path) -> str | None:
     path = Path(folder) / "world.json"
     if not path.is_file():
         return None
-    name = json.loads(path.read_text()).get("world")
-    if name not in PROMPT_PARSERS:
+    name = read_object(path).get("world")
+    if name not in list(PROMPT_PARSERS):
         raise ValueError(f"{path} names the world {name!r}; known are {', '.join(PROMPT_PARSERS)}")
     return name
 

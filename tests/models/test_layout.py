@@ -137,5 +137,5 @@ def test_hub_folders_take_the_built_in_table(tmp_path, version, guidance, expect
 
 
 def test_unknown_version_says_what_to_do(tmp_path):
-    with pytest.raises(ValueError, match=r"640 i2v.*sampling\.json"):
+    with pytest.raises(ValueError, match=r"640 'i2v'.*sampling\.json"):
         sampling_defaults(hub_folder(tmp_path, 640, "i2v"))

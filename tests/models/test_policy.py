@@ -30,3 +30,13 @@ def test_sampling_file_with_other_keys_is_refused(tmp_path, change):
     (tmp_path / "sampling.json").write_text(json.dumps(values))
     with pytest.raises(ValueError, match="needs exactly"):
         Sampling.from_json(tmp_path / "sampling.json")
+
+
+@pytest.mark.parametrize("change", [{"fps": 7.5}, {"fps": True}, {"frames": 0}, {"width": "9"}, {"shift": None},
+                                    {"guidance": float("nan")}, {"guidance": 10**400}])  # fmt: skip
+def test_sampling_file_with_other_values_is_refused(tmp_path, change):
+    SAMPLING.to_json(tmp_path / "sampling.json")
+    values = json.loads((tmp_path / "sampling.json").read_text())
+    (tmp_path / "sampling.json").write_text(json.dumps(values | change))
+    with pytest.raises(ValueError, match=rf"sampling\.json has {next(iter(change))} .*; it must be a .*number above 0"):
+        Sampling.from_json(tmp_path / "sampling.json")

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from sage_grpo.models.hunyuan15 import Hunyuan15
+from sage_grpo.models.layout import component
 from sage_grpo.models.tencent import Rows
 from sage_grpo.models.weights import STEM, Weights, check_names, load_model, open_folder, open_weights, save_weights
 from sage_grpo.parallel.fsdp import shard, whole
@@ -153,6 +154,27 @@ def test_an_index_that_disagrees_with_its_files_is_refused(tmp_path, tensors):
     save_file({"a.bias": torch.zeros(1), "extra": torch.zeros(1)}, shard)
     with pytest.raises(ValueError, match=r"index.json disagrees with its files about count, extra; download"):
         open_folder(tmp_path)
+
+
+OUTSIDE = ["../other.safetensors", "/other.safetensors", "sub/other.safetensors", "other.bin", "*.safetensors", "", 7]
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_an_index_cannot_lead_out_of_its_folder(tmp_path, tensors, name):
+    """As a checkpoint, and as any part of a model folder; the file is there, in each of the places."""
+    save_weights(tmp_path / "other", tensors.items())
+    shutil.copy(tmp_path / "other" / SINGLE, tmp_path / "other.safetensors")
+    folder = tmp_path / "transformer"
+    save_weights(folder, tensors.items())
+    (folder / "config.json").write_text("{}")
+    name = str(tmp_path / name[1:]) if str(name).startswith("/") else name
+    index = folder / f"{SINGLE}.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, name)}))
+    for read in (open_folder, lambda _: component(tmp_path, "transformer")):
+        with pytest.raises(ValueError, match=r"index\.json names .*, which is no safetensors file beside it; download"):
+            read(folder)
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, SINGLE)}))
+    assert sorted(open_folder(folder).names) == sorted(tensors)
 
 
 def test_one_tensor_in_two_files_is_refused(tmp_path, tensors):

@@ -1,6 +1,7 @@
 """CLIPScore and PickScore against their formulas, on a tiny CLIP of the real classes with random weights."""
 
 import json
+import shutil
 import string
 
 import numpy as np
@@ -12,6 +13,7 @@ from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
 
 from sage_grpo.rewards.clip import ClipScore, PickScore
 from sage_grpo.rewards.video_frames import MEAN, STD
+from tests.hostile import change, write_bomb
 
 SIDE = 32
 CPU = torch.device("cpu")
@@ -101,6 +103,21 @@ def test_an_incomplete_folder_is_named(folder, tmp_path, lost):
             (tmp_path / path.name).symlink_to(path)
     with pytest.raises(FileNotFoundError, match=rf"{tmp_path} has no .*{lost.rpartition('.')[2]}"):
         PickScore(tmp_path, CPU, torch.float32, 2.0)
+
+
+def test_a_folder_cannot_lead_elsewhere(folder, tmp_path):
+    """Not by an adapter, an index or an attention that would be downloaded; torch files beside it are left alone."""
+    copy = shutil.copytree(folder, tmp_path / "clip")
+    change(copy / "config.json", attn_implementation="somebody/attention", auto_map={"AutoModel": "own.Own"})
+    write_bomb(copy / "pytorch_model.bin", tmp_path / "marker")
+    assert ClipScore(copy, CPU, torch.float32, 2.0).model.config._attn_implementation == "sdpa"
+    (copy / "adapter_config.json").write_text('{"base_model_name_or_path": "/elsewhere"}')
+    with pytest.raises(ValueError, match="holds an adapter_config"):
+        ClipScore(copy, CPU, torch.float32, 2.0)
+    (copy / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../a.safetensors"}}')
+    with pytest.raises(ValueError, match="is no safetensors file beside it"):
+        ClipScore(copy, CPU, torch.float32, 2.0)
+    assert not (tmp_path / "marker").exists()
 
 
 def test_lost_weights_are_not_replaced_by_random_ones(folder, tmp_path):

@@ -40,6 +40,7 @@ def test_what_goes_in_comes_out():
         (spoilt(code="x"), "must be an object"),
         (spoilt(fps=0), "fps is 0"),
         (spoilt(fps=True), "fps is True"),
+        (spoilt(fps=10**400), "fps is 1000"),
         (spoilt(fps=float("nan")), "fps is nan"),
         (spoilt(prompts=[], shapes=[]), "at least one"),
         (spoilt(prompts=["a", "b"]), "one entry for each clip"),

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -167,6 +168,23 @@ def test_folders_of_clips(command, tmp_path, level, capsys):
     (tmp_path / "empty").mkdir()
     assert evaluate.main(command("--clips", tmp_path / "empty", reward_model="level")) == 2
     capsys.readouterr()
+
+
+@pytest.mark.parametrize("name", ["../secret.mp4", "/secret.mp4", 7])
+def test_a_list_of_clips_cannot_lead_out_of_its_folder(command, tmp_path, level, capsys, name):
+    folder = folder_of_clips(tmp_path / "clips", listed=True)
+    shutil.copy(folder / "0.mp4", tmp_path / "secret.mp4")
+    name = str(tmp_path / "secret.mp4") if name == "/secret.mp4" else name
+    (folder / "clips.json").write_text(json.dumps([{"file": name, "prompt": "a red circle", "seed": 1}]))
+    assert evaluate.main(command("--clips", folder, reward_model="level")) == 2
+    assert level.seen == 0 and "does not lie beside it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", ["/weights", "/data/weights", "/a/b/c/weights", "../weights"])
+def test_the_name_of_a_system_stays_in_the_output_folder(command, path, tmp_path):
+    options, _ = evaluate.options_of(command("--checkpoints", path))
+    found = evaluate.Evaluation.systems(SimpleNamespace(options=options))
+    assert len(found) == 2 and all((tmp_path / name).parent == tmp_path for name in found)
 
 
 def evaluated(ranks, words):

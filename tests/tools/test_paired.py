@@ -15,7 +15,7 @@ from sage_grpo.tools.paired import (
     read_clips,
     text_table,
 )
-from sage_grpo.tools.run_folder import read_run
+from sage_grpo.tools.run_folder import RunError, read_run
 from tests.tools.fake_run import validation_line, write_lines
 
 
@@ -107,6 +107,13 @@ def test_clips_have_all_that_was_measured(tmp_path):
     assert (read.path, read.prompt, read.seed) == (tmp_path / "3.mp4", "a", 3)
     assert math.isnan(read.values.pop("reward/total"))
     assert read.values == {"holdout/CLIP": 0.7, "gold/distance": 0.2}
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "sub/clip.mp4", None])
+def test_a_list_of_clips_cannot_put_other_files_into_a_report(tmp_path, name):
+    (tmp_path / "clips.json").write_text(json.dumps([entry(3, 1.0, 0.2) | {"file": name}]))
+    with pytest.raises(RunError, match=r"clips\.json names the file .*, which does not lie beside it"):
+        read_clips(tmp_path)
 
 
 def test_table_of_the_terminal(tmp_path):

@@ -141,7 +141,7 @@ def test_text_from_files_is_escaped(copy):
     lines = [{k.replace("VQ", bad): v for k, v in line.items()} for line in read_lines(copy)]
     write_lines(copy, [line | ({"device": bad} if line["kind"] == "run" else {}) for line in lines])
     for path in copy.glob("validation/*/clips.json"):
-        path.write_text(json.dumps([clip | {"prompt": bad} for clip in json.loads(path.read_text())]))
+        path.write_text(json.dumps([clip | {"prompt": bad, "seed": bad} for clip in json.loads(path.read_text())]))
     text = page(read_run(copy))
     assert "<script" not in text and 'alert("' not in text
     places = (

@@ -1,5 +1,6 @@
 """The reward server: who gets in, what is turned away, and that clips of many clients are never mixed up."""
 
+import hmac
 import http.client
 import json
 import logging
@@ -60,6 +61,15 @@ def test_nothing_is_told_without_the_token(light_server, path, headers):
         assert status == 401 and list(answer) == ["error"] and TOKEN not in answer["error"]
 
 
+def test_the_token_is_compared_in_constant_time(light_server, monkeypatch):
+    compared, plain = [], hmac.compare_digest
+    monkeypatch.setattr(hmac, "compare_digest", lambda *both: compared.append(both) or plain(*both))
+    for given, status in ((TOKEN, 200), (f"{TOKEN}x", 401), ("", 401)):
+        assert ask(light_server, "GET", "/info", None, {"Authorization": f"Bearer {given}"})[0] == status
+    whole = f"Bearer {TOKEN}".encode()
+    assert compared == [(whole, whole), (whole + b"x", whole), (b"Bearer", whole)]
+
+
 @pytest.fixture(scope="module")
 def light_server():
     with serving(composite({"light": Light()}), Limits(clips=3, request=1000, seconds=5)) as url:
@@ -73,6 +83,7 @@ def test_bodies_that_are_turned_away(light_server):
         (one[:-1], 400, "need 96 bytes, but 95 came"),
         (one + b"1", 400, "need 96 bytes, but 97 came"),
         (b"\x80\x04K\x01.\n", 400, "not JSON"),
+        (one.replace(b"8.0", b"9" * 400), 400, "fps is 9999"),
         (b"", 400, "no line of JSON"),
     ]:
         found, answer = ask(light_server, "POST", "/score", body)

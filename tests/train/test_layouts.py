@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from sage_grpo import rng
 from sage_grpo.flags import from_values
-from sage_grpo.parallel.fsdp import local, rows, units, whole
+from sage_grpo.parallel.fsdp import local, rows, units
 from sage_grpo.train import build
 from tests.dist import run_ranks
+from tests.train.iterations import in_fp64, next_gradients
 
 CLIPS = 4
 LAYOUTS = {  # processes, and how they are laid out
@@ -22,13 +22,6 @@ LAYOUTS = {  # processes, and how they are laid out
 }
 
 
-def in_fp64():
-    """The same code in higher precision; this process has no other work."""
-    build.DTYPES["fp32"] = torch.float64
-    drawn = rng.normal_batch
-    rng.normal_batch = lambda *key, **words: drawn(*key, **words).double()
-
-
 @torch.no_grad()
 def nudge(parameters):
     """Set the policy apart from its anchor, each rank its rows of the same numbers."""
@@ -41,25 +34,14 @@ def gradients(ranks, values, error=None):
     """Of one iteration, before the optimizer, of a policy that is not its anchor."""
     in_fp64()
     trainer = build.assemble(from_values(values | {"batch_size": CLIPS // ranks.count}), ranks)
-    parameters, found = trainer.optimization.parameters, {}
-    nudge(parameters.values())
+    nudge(trainer.optimization.parameters.values())
     trainer.anchor.count_update()
     if error == "mean":
         for unit in units(trainer.policy.transformer):
             unit.set_gradient_divide_factor(2.0)
 
-    def optimizer_step():
-        ranks.sum_gradients(parameters.values())
-        found.update({name: whole(parameter.grad).clone() for name, parameter in parameters.items()})
-        return 1.0
-
-    trainer.optimizer_step = optimizer_step
-    schedule = trainer.schedule()
-    batch = trainer.roll_out(schedule)
-    advantages = trainer.advantages(trainer.score(batch, trainer.decode(batch)))
-    trainer.prepare_anchor(batch, schedule)
-    record = trainer.update(batch, schedule, advantages)
-    return found, record["kl/anchor"], advantages.values
+    found, record, advantages = next_gradients(trainer)
+    return found, record["kl/anchor"], advantages
 
 
 @pytest.fixture(scope="module")

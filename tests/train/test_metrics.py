@@ -9,7 +9,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from sage_grpo.algo.grpo import policy_stats
 from sage_grpo.parallel.ranks import Ranks
-from sage_grpo.train.metrics import SUMS, Tracker, UpdateStats
+from sage_grpo.train.metrics import SUMS, Tracker, UpdateStats, has_line
+from tests.disks import fill, small_disk
 
 
 class Other(Ranks):
@@ -62,3 +63,25 @@ def test_numbers_reach_the_trackers_by_kind_and_words_only_the_file(tmp_path):
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     found = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
     assert found == {"reward/total": [(1, 0.5)], "validation/reward/total": [(1, 0.75)]}
+
+
+def test_lines_wait_for_room_on_a_full_disk(tmp_path, capfd):
+    with small_disk(tmp_path / "disk", megabytes=1):
+        tracker = Tracker(tmp_path / "disk", ["none"], {}, 0)
+        tracker.write("train", 1, {"updates": 1})
+        first = tracker.file.read_text()
+        fill(tmp_path / "disk" / "filler")
+        for step in (2, 3):
+            tracker.write("train", step, {"text": "x" * 10_000})
+            assert tracker.file.read_text() == first
+        assert capfd.readouterr().err.count("metrics.jsonl could not be written ([Errno 28]") == 2
+        (tmp_path / "disk" / "filler").unlink()
+        tracker.write("train", 4, {})
+        assert [json.loads(line)["step"] for line in tracker.file.read_text().splitlines()] == [1, 2, 3, 4]
+
+
+def test_a_line_is_found_by_kind_and_step(tmp_path):
+    Tracker(tmp_path, ["none"], {}, 0).write("validation", 12, {})
+    file = tmp_path / "metrics.jsonl"
+    found = [has_line(file, kind, step) for kind, step in (("validation", 12), ("validation", 1), ("train", 12))]
+    assert found == [True, False, False] and not has_line(tmp_path / "none.jsonl", "train", 1)

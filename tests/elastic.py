@@ -1,0 +1,48 @@
+"""post_train.py under the elastic agent of torchrun, in processes forked from one that has imported everything."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+from tests.dist import CONTEXT
+
+
+def start(flags, ranks=2, max_restarts=0, **environment):
+    """A running agent with its ranks: a process whose exit code is 0, or 1 where a rank ended otherwise."""
+    process = CONTEXT.Process(target=_agent, args=(flags, ranks, max_restarts, environment))
+    process.start()
+    return process
+
+
+def _agent(flags, ranks, max_restarts, environment):
+    import torch
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    torch.set_num_threads(1)
+    os.environ |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **environment}
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        run_id="test",
+        max_restarts=max_restarts,
+        monitor_interval=0.1,
+        start_method="fork",
+    )
+    elastic_launch(config, _rank)(flags)
+
+
+def _rank(flags):
+    import post_train
+
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork has the agent's handler; a rank of torchrun has none
+    folder = Path(flags["output_dir"]).parent / "ranks"
+    folder.mkdir(exist_ok=True)
+    (folder / f"{os.environ['RANK']}.pid").write_text(str(os.getpid()))
+    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    code = post_train.main(words)
+    (folder / f"{os.environ['RANK']}.code").write_text(str(code))
+    sys.exit(code)

@@ -1,0 +1,92 @@
+"""The numbers of short runs, kept in numbers.json: a change either keeps them, or says that it makes new ones.
+
+    make golden     writes numbers.json anew; say in the commit why the numbers are others
+
+In fp64, so that another processor or version of torch does not matter, on the embedded model.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from sage_grpo.flags import from_values
+from sage_grpo.train.build import assemble
+from tests.dist import run_ranks
+from tests.train.iterations import in_fp64
+
+ROOT = Path(__file__).parents[2]
+FILE = Path(__file__).with_name("numbers.json")
+SHARED = {
+    "num_frames": 5, "num_sampling_steps": 4, "batch_size": 4, "num_generations": 4, "max_steps": 3, "save_interval": 0,
+    "validation_num_inference_steps": 3, "validation_interval": 3, "report_to": "none", "learning_rate": 1e-3,
+    "enable_gradient_checkpointing": False, "lora_r": 4, "lora_alpha": 8, "guidance_scale": 2.0, "kl_weight": 0.1,
+    "kl_warmup_steps": 2,
+}  # fmt: skip
+RUNS = {
+    "published": {"step_kl_estimator": "logprob"},
+    "sage": {"use_lora": True, "updates_per_rollout": 2, "update_ref_model_step": 2, "ema_decay": 0.5},
+    "precise": {"sde_type": "precise", "kl_feedback": "trust_region", "optimizer": "muon", "use_moving_KL": False},
+    "dance": {"sde_type": "dance_grpo", "use_grad_balancing": False, "kl_weight": 0, "advantage_std": "batch"},
+    "flow": {"sde_type": "flow_grpo", "ratio_norm": True, "use_dual_kl": False, "updates_per_rollout": 2},
+    "cps": {"sde_type": "cps", "sde_window": "random:2", "timestep_fraction": 0.5, "gradient_accumulation_steps": 3},
+}  # fmt: skip
+LEFT_OUT = ("time", "memory")
+PROMPTS = 3
+
+
+def numbers_of(ranks, values):
+    """Every number that a run writes, and the size of what it changed, by name."""
+    in_fp64()
+    trainer = assemble(from_values(values), ranks)
+    trainer.run.open(0)
+    trainer.gold = trainer.validation.gold = None  # the oracle is slow, and tested elsewhere
+    parameters = trainer.optimization.parameters
+    before = {name: p.detach().clone() for name, p in parameters.items()}
+    trainer.train()
+    found = {f"moved/{name}": (p.detach() - before[name]).norm().item() for name, p in parameters.items()}
+    for line in map(json.loads, (trainer.run.folder / "metrics.jsonl").read_text().splitlines()):
+        kept = {key: value for key, value in line.items() if not key.startswith(LEFT_OUT)}
+        found |= flat(kept, f"{line['kind']}{line['step']}")
+    return found
+
+
+def flat(value, name):
+    if isinstance(value, dict):
+        return {k: v for key, part in value.items() for k, v in flat(part, f"{name}/{key}").items()}
+    if isinstance(value, list):
+        return {k: v for i, part in enumerate(value) for k, v in flat(part, f"{name}/{i}").items()}
+    return {name: value} if isinstance(value, float) else {}
+
+
+def run(name, folder):
+    prompts = folder / "prompts.txt"
+    prompts.write_text("\n".join((ROOT / "assets/tiny/prompts_train.txt").read_text().splitlines()[:PROMPTS]))
+    places = {"output_dir": str(folder / name), "pretrained_model_root": str(ROOT / "assets/tiny")}
+    places |= {"train_prompts": str(prompts), "validation_prompts": str(prompts)}
+    (found,) = run_ranks(1, numbers_of, SHARED | RUNS[name] | places)
+    return found
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_numbers_are_those_of_before(name, tmp_path):
+    expected, found = json.loads(FILE.read_text())[name], run(name, tmp_path)
+    assert found.keys() == expected.keys(), "other metrics than before: `make golden`, and say 'new numbers'"
+    changed = {k: (v, found[k]) for k, v in expected.items() if found[k] != pytest.approx(v, rel=1e-4, abs=1e-9)}
+    assert not changed, "other numbers than before: if that is meant, `make golden`, and say 'new numbers'"
+
+
+def test_the_runs_differ():
+    kept = json.loads(FILE.read_text())
+    norms = [kept[name]["train3/policy/grad_norm"] for name in RUNS]
+    assert len(set(norms)) == len(RUNS)
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        written = {name: run(name, Path(folder)) for name in sys.argv[1:] or RUNS}
+    kept = json.loads(FILE.read_text()) if FILE.is_file() else {}
+    FILE.write_text(json.dumps(kept | written, indent=0) + "\n")

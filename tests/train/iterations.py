@@ -1,0 +1,32 @@
+"""Parts of an iteration, for tests."""
+
+import torch
+
+from sage_grpo import rng
+from sage_grpo.parallel.fsdp import whole
+from sage_grpo.train import build
+
+
+def in_fp64():
+    """The same code in higher precision; this process has no other work."""
+    build.DTYPES["fp32"] = torch.float64
+    drawn = rng.normal_batch
+    rng.normal_batch = lambda *key, **words: drawn(*key, **words).double()
+
+
+def next_gradients(trainer):
+    """Of the next iteration, over all ranks, before the optimizer; with its record and advantages. Ends the trainer."""
+    found, parameters = {}, trainer.optimization.parameters
+
+    def optimizer_step():
+        trainer.ranks.sum_gradients(parameters.values())
+        found.update({name: whole(parameter.grad).clone() for name, parameter in parameters.items()})
+        return 1.0
+
+    trainer.optimizer_step = optimizer_step
+    schedule = trainer.schedule()
+    batch = trainer.roll_out(schedule)
+    advantages = trainer.advantages(trainer.score(batch, trainer.decode(batch)))
+    trainer.prepare_anchor(batch, schedule)
+    record = trainer.update(batch, schedule, advantages)
+    return found, record, advantages.values
