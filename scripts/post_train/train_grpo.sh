@@ -23,13 +23,14 @@ read_settings() {
     fi
     NNODES=${NNODES:-1} NODE_RANK=${NODE_RANK:-0} NUM_GPUS=${NUM_GPUS:-8}
     MAX_RESTARTS=${MAX_RESTARTS:-3} JOIN_TIMEOUT=${JOIN_TIMEOUT:-1800} STOP_GRACE=${STOP_GRACE:-600}
+    whole NNODES NODE_RANK NUM_GPUS MAX_RESTARTS JOIN_TIMEOUT STOP_GRACE
     if ((NNODES == 1)); then
         NODE_NAME=${NODE_NAME:-localhost} MASTER_ADDR=${MASTER_ADDR:-localhost} MASTER_PORT=${MASTER_PORT:-0}
     else
         NODE_NAME=${NODE_NAME:-$(hostname)} MASTER_PORT=${MASTER_PORT:-29400}
         [[ -n ${MASTER_ADDR:-} ]] || fail "MASTER_ADDR is not set; with $NNODES nodes it names the one of NODE_RANK 0"
     fi
-    whole NNODES NODE_RANK NUM_GPUS MAX_RESTARTS JOIN_TIMEOUT STOP_GRACE MASTER_PORT
+    whole MASTER_PORT
     ((NODE_RANK < NNODES)) || fail "NODE_RANK is $NODE_RANK; with $NNODES nodes it is at most $((NNODES - 1))"
     read_config "$@"
     if ((MAX_RESTARTS)); then refuse_starting_over MAX_RESTARTS=0 "$@"; fi

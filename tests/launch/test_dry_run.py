@@ -120,6 +120,7 @@ def test_variables_for_the_nodes_are_shown_and_secrets_stay():
         ),
         (PDSH, (TRAIN, "--overwrite"), {"NODES": "a", "MAX_RESTARTS": 0}, "by hand, or set NODE_RESTARTS=0"),
         ("scripts/post_train/slurm.sh", ("--overwrite",), {"NODES": "a", "MAX_RESTARTS": 0}, "or set REQUEUE=0"),
+        (TRAIN, (), {"NNODES": "a[$(touch x)]"}, "NNODES is 'a[$(touch x)]'; a whole number is expected"),
         (TRAIN, (), {"NNODES": 2}, "MASTER_ADDR is not set; with 2 nodes it names the one of NODE_RANK 0"),
         (TRAIN, (), {"NNODES": 2, "NODE_RANK": 2, "MASTER_ADDR": "a"}, "NODE_RANK is 2; with 2 nodes it is at most 1"),
         (TRAIN, (), {"ENV_FILE": "gone"}, "ENV_FILE is 'gone', which cannot be read"),
