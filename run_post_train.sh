@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Post-trains HunyuanVideo-1.5 on one machine with 8 GPUs; the same command again goes on where it stopped.
+#
+#   bash run_post_train.sh [--dry_run] [flags of post_train.py, which beat everything]
+#
+# The values are those of configs/hunyuan15_8gpu.yaml. CONFIG, NUM_GPUS, OUTPUT_DIR, MODEL_ROOT, LEARNING_RATE and more
+# in the environment replace them: docs/multinode.md lists them all.
+set -euo pipefail
+exec env NNODES=1 NODE_RANK=0 bash "$(dirname "$0")/scripts/post_train/train_grpo.sh" "$@"

@@ -1,0 +1,155 @@
+"""train_grpo.sh and slurm.sh with a small program in place of torchrun: exit codes, signals, what is left behind."""
+
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launch.shell import ROOT, TRAIN, environment, launch, program
+
+TORCHRUN = f"""
+if [[ $2 == *sage_grpo* && $DO != check ]]; then exit 0; fi  # the flags are checked in one test only, it takes time
+if [[ $1 == -c ]]; then exec {sys.executable} "$@"; fi
+status() {{ echo "{{\\"state\\": \\"$1\\"}}" >"$OUT/status.json"; }}
+export -f status
+case $DO in
+    wait)
+        trap 'status preempted; exit 1' TERM
+        touch "$OUT/ready.$SLURM_NODEID"
+        while :; do sleep 0.1; done
+        ;;
+    orphan)
+        setsid sleep 1000 &
+        echo $! >"$OUT/orphan"
+        kill -KILL $$
+        ;;
+    *) eval "$DO" ;;
+esac
+"""
+SRUN = """
+shift 2
+for i in 0 1; do SLURM_NODEID=$i SLURMD_NODENAME=n$i "$@" & done
+trap 'kill -TERM $(jobs -p)' TERM
+for job in $(jobs -p); do
+    while code=0; wait $job || code=$?; ((code > 128)); do :; done  # a signal ends the wait
+done
+exit $code
+"""
+
+
+@pytest.fixture
+def settings(tmp_path):
+    """A Python that is TORCHRUN; DO says what that does."""
+    (tmp_path / "run").mkdir()
+    program(tmp_path, "python", TORCHRUN)
+    return {"PYTHON": tmp_path / "python", "OUT": tmp_path / "run", "OUTPUT_DIR": tmp_path / "run", "NUM_GPUS": 1}
+
+
+@pytest.mark.parametrize(
+    "before, act, code",
+    [
+        (None, "exit 0", 0),
+        (None, "exit 1", 1),
+        (None, "status failed; exit 1", 1),
+        (None, "status preempted; exit 1", 75),
+        (None, "status done; exit 1", 0),
+        ("done", "exit 1", 1),
+        ("preempted", "exit 1", 1),
+        ("preempted", "status failed; exit 1", 1),
+        (None, "status running; env -u SAGE_LAUNCH bash -c 'sleep 1; status preempted' & exit 1", 75),
+        (None, "status running; kill -KILL $$", 137),
+    ],
+)
+def test_the_exit_code_tells_how_the_run_went(settings, tmp_path, before, act, code):
+    if before:
+        (tmp_path / "run" / "status.json").write_text(f'{{"state": "{before}"}}')
+    result = launch(TRAIN, DO=act, **settings)
+    assert result.returncode == code, result.stdout + result.stderr
+    assert f"localhost ends with exit code {code}" in (tmp_path / "run" / "logs" / "localhost.log").read_text()
+
+
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_reaches_torchrun(settings, tmp_path, sign):
+    with started(settings, tmp_path) as script:
+        script.send_signal(sign)
+        assert script.wait(30) == 75 and "preempted" in (tmp_path / "run" / "status.json").read_text()
+
+
+def started(settings, tmp_path):
+    command = ["bash", str(ROOT / TRAIN)]
+    script = subprocess.Popen(command, env=environment(DO="wait", **settings), stdout=subprocess.DEVNULL)
+    wait_for(tmp_path / "run" / "ready.")
+    return script
+
+
+def wait_for(file):
+    end = time.monotonic() + 60
+    while not file.exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_a_second_start_is_refused_and_stop_ends_the_first(settings, tmp_path):
+    with started(settings, tmp_path) as script:
+        refused = launch(TRAIN, DO="exit 0", **settings)
+        assert refused.returncode == 2 and "localhost already trains into" in refused.stderr
+        assert launch(TRAIN, "--stop", **settings).returncode == 0
+        assert script.wait(30) == 75
+
+
+def test_kill_ends_what_does_not_listen(settings, tmp_path):
+    with started(settings, tmp_path) as script:
+        assert launch(TRAIN, "--kill", **settings).returncode == 0
+        assert script.wait(30) == 137
+
+
+def test_no_worker_outlives_torchrun(settings, tmp_path):
+    assert launch(TRAIN, DO="orphan", **settings).returncode == 137
+    process = Path("/proc", (tmp_path / "run" / "orphan").read_text().strip(), "cmdline")
+    assert not process.exists() or not process.read_bytes()  # nobody may have asked for its exit code yet
+
+
+def test_the_log_goes_on_when_nobody_reads(settings, tmp_path):
+    command = ["bash", str(ROOT / TRAIN)]
+    do = f"until [[ -e {tmp_path}/closed ]]; do sleep 0.1; done; for i in 1 2 3; do echo line $i; done; exit 0"
+    script = subprocess.Popen(command, env=environment(DO=do, **settings), stdout=subprocess.PIPE)
+    script.stdout.close()
+    (tmp_path / "closed").touch()
+    assert script.wait(30) == 0 and "line 3\n" in (tmp_path / "run" / "logs" / "localhost.log").read_text()
+
+
+def test_wrong_flags_are_refused_before_torchrun_tries_them_again_and_again(settings, tmp_path):
+    result = launch(TRAIN, "--learning_rat", "1", DO="check", **settings)
+    assert result.returncode == 2 and not (tmp_path / "run" / "logs").exists()
+    assert result.stderr == "post_train.py: unknown flag --learning_rat; did you mean --learning_rate?\n"
+
+
+def test_a_file_of_variables_is_read_on_the_node(settings, tmp_path):
+    (tmp_path / "secrets").write_text("SAGE_REWARD_TOKEN=hush\n")
+    result = launch(TRAIN, DO="[[ $SAGE_REWARD_TOKEN == hush ]]", ENV_FILE=tmp_path / "secrets", **settings)
+    assert result.returncode == 0 and "hush" not in result.stdout
+
+
+@pytest.mark.parametrize("act, code", [("exit 0", 0), ("status preempted; exit 1", 75), ("wait", 75), ("exit 1", 1)])
+def test_a_preempted_job_of_slurm_goes_back_into_the_queue(settings, tmp_path, act, code):
+    """srun and scontrol are small programs that start a task per node and note what they were asked."""
+    tools = tmp_path / "tools"
+    program(tools, "srun", SRUN)
+    path = program(
+        tools, "scontrol", f'if [[ $1 == show ]]; then printf "n0\\nn1\\n"; else echo "$@" >{tmp_path}/asked; fi'
+    )
+    settings |= {"PATH": path, "SLURM_JOB_NODELIST": "n[0-1]", "SLURM_JOB_ID": 7, "SLURM_SUBMIT_DIR": ROOT, "DO": act}
+    copy = shutil.copy(ROOT / "scripts/post_train/slurm.sh", tmp_path)  # as Slurm does
+    with subprocess.Popen(["bash", copy], env=environment(**settings), stdout=subprocess.DEVNULL) as job:
+        if act == "wait":
+            for number in (0, 1):
+                wait_for(tmp_path / "run" / f"ready.{number}")
+            job.send_signal(signal.SIGTERM)
+        assert job.wait(60) == code
+    assert (tmp_path / "asked").exists() == (code == 75)
+    if code == 75:
+        assert (tmp_path / "asked").read_text() == "requeue 7\n"
