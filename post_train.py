@@ -8,6 +8,7 @@ configuration or a file is wrong, and nothing was written but prompt embeddings.
 """
 
 import sys
+import traceback
 
 from transformers.utils.logging import disable_progress_bar
 
@@ -19,6 +20,7 @@ from sage_grpo.tools.report import write_report
 from sage_grpo.tools.run_folder import read_run
 from sage_grpo.train.build import build_trainer
 from sage_grpo.train.guards import DONE, FAILED, PREEMPTED, WRONG_INPUT, Preempted, TrainingError
+from sage_grpo.train.trainer import Trainer
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -28,25 +30,28 @@ def main(arguments: list[str] | None = None) -> int:
         with join_ranks(config.start_timeout, config.sp_size, config.enable_fsdp, config.dp_replicate) as ranks:
             trainer = build_trainer(config, ranks)
             ranks.set_timeout(config.collective_timeout)
-            if ranks.first:
-                for text in warnings(trainer.config):
-                    print(f"note: {text}", file=sys.stderr)
-            try:
-                trainer.train()
-            finally:
-                trainer.run.close()
-            if ranks.first:
-                print(text_table(read_run(trainer.run.folder)))
-                print(f"report: {write_report(trainer.run.folder)}")
+            for text in warnings(trainer.config):
+                ranks.say(text)
+            return train(trainer)
     except (ValueError, FileNotFoundError) as error:
         print(f"post_train.py: {error}", file=sys.stderr)
         return WRONG_INPUT
-    except TrainingError as error:
-        print(f"post_train.py: {error}", file=sys.stderr)
+
+
+def train(trainer: Trainer) -> int:
+    try:
+        trainer.train()
+    except (Preempted, TrainingError) as end:
+        print(f"post_train.py: {end}", file=sys.stderr)
+        return PREEMPTED if isinstance(end, Preempted) else FAILED
+    except Exception:  # a fault of the program, not of its input
+        traceback.print_exc()
         return FAILED
-    except Preempted as told:
-        print(f"post_train.py: {told}; --resume_from_checkpoint auto goes on", file=sys.stderr)
-        return PREEMPTED
+    finally:
+        trainer.run.close()
+    if trainer.ranks.first:
+        print(text_table(read_run(trainer.run.folder)))
+        print(f"report: {write_report(trainer.run.folder)}")
     return DONE
 
 

@@ -12,6 +12,7 @@ import post_train
 from sage_grpo.rewards import remote
 from sage_grpo.rewards.shapes import ShapesReward
 from sage_grpo.rewards.wire import TOKEN_VARIABLE
+from sage_grpo.train.trainer import Trainer
 from tests.rewards.serving import TOKEN, composite, serving
 
 ROOT = Path(__file__).parents[1]
@@ -97,6 +98,25 @@ def test_a_model_in_tencents_layout_trains(command, tencent_folder, tmp_path, ca
     capfd.readouterr()
     assert post_train.main(command(**model)) == 2
     assert "has no 720p_t2v" in capfd.readouterr().err and not (tmp_path / "other").exists()
+
+
+def test_a_fault_of_the_program_is_not_called_wrong_input(command, tmp_path, monkeypatch, capfd):
+    def fails(*_):
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(Trainer, "advantages", fails)
+    assert post_train.main(command()) == 1
+    told = capfd.readouterr().err
+    assert "Traceback" in told and "post_train.py: " not in told
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert (status["state"], status["step"], status["message"]) == ("failed", 0, "a bug")
+
+
+def test_a_resumed_run_reports_its_iteration_from_the_start(command, tmp_path, monkeypatch):
+    assert post_train.main(command()) == 0
+    monkeypatch.setattr(Trainer, "catch_up", lambda trainer: 1 / 0)
+    assert post_train.main(command("--resume_from_checkpoint", "auto", max_steps=2)) == 1
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["step"] == 1
 
 
 def test_an_existing_run_is_not_touched_without_being_told(command, tmp_path, capfd):

@@ -99,7 +99,9 @@ class Guards:
     def stop_if_told(self) -> None:
         """Raise Preempted on all ranks if any of them got a signal."""
         if self.listening and self.ranks.any(self.signalled < math.inf):
-            raise Preempted(f"stopped by a signal in iteration {self.step + 1}, {self.phase}")
+            raise Preempted(
+                f"stopped by a signal in iteration {self.step + 1}, {self.phase}; --resume_from_checkpoint auto goes on"
+            )
 
     def report(self, state: str, message: str = "") -> None:
         """Write status.json; a disk that is full is no reason to stop."""
@@ -112,8 +114,9 @@ class Guards:
             self.ranks.say(f"status.json could not be written: {error}")
 
     @contextmanager
-    def watching(self, save: Callable[[], None]) -> Iterator[None]:
-        """Context of training: signals are heard, hangs end, and status.json says how it went. `save`: at a signal."""
+    def watching(self, step: int, save: Callable[[], None]) -> Iterator[None]:
+        """Context of training after iteration `step`: signals are heard and obeyed after `save`, and hangs end."""
+        self.step = step
         self.report("running")
         stop, self.listening = threading.Event(), True
         self.beat()

@@ -73,7 +73,7 @@ class Trainer:
 
     def train(self) -> None:
         """Run the iterations that are left; validate and save as configured, at the end, and save at a signal."""
-        with self.guards.watching(self.save), self.progress() as bar:
+        with self.guards.watching(self.step, self.save), self.progress() as bar:
             self.catch_up()
             while self.step < self.config.max_steps:
                 watch = Stopwatch(self.ranks.device, self.guards.enter)
@@ -100,8 +100,9 @@ class Trainer:
     def progress(self) -> Iterator[tqdm]:
         """A bar for people, and a heartbeat for the guards: every forward of the model, every batch of the reward."""
         heartbeat = self.policy.transformer.register_forward_pre_hook(lambda *_: self.guards.beat())
-        if self.reward:
-            self.reward.on_batch = self.guards.beat
+        for reward in (self.reward, self.validation and self.validation.holdout):
+            if reward:
+                reward.on_batch = self.guards.beat
         try:
             words = {"total": self.config.max_steps, "initial": self.step, "unit": "it"}
             with tqdm(**words, disable=not self.ranks.first) as bar:

@@ -99,7 +99,7 @@ def test_sigterm_stops_all_ranks_at_one_step_with_a_checkpoint(command, unbroken
     assert checkpoint.step_of(newest) == told["step"] and iterations(folder) == told["step"]
     assert not list((folder / "checkpoints").glob("*.tmp"))
     assert ended(elastic.start(command)) == 0
-    assert status(folder)["state"] == "done" and same_as_unbroken(command, unbroken)
+    assert (status(folder)["state"], status(folder)["step"]) == ("done", LAST) and same_as_unbroken(command, unbroken)
 
 
 @pytest.mark.parametrize("moment", MOMENTS)

@@ -51,7 +51,7 @@ def test_rewards_may_fail_up_to_the_limit():
 def test_a_signal_is_heard_at_the_next_chance_with_a_checkpoint(tmp_path, number):
     watched, saved = alone(tmp_path), []
     words = "stopped by a signal in iteration 8, reward"
-    with pytest.raises(Preempted, match=words), watched.watching(lambda: saved.append(watched.phase)):
+    with pytest.raises(Preempted, match=words), watched.watching(0, lambda: saved.append(watched.phase)):
         watched.step = 7
         watched.enter("reward")
         os.kill(os.getpid(), number)
@@ -72,10 +72,10 @@ def test_nobody_is_told_to_stop_outside_of_training(tmp_path):
 
 def test_a_status_is_left_however_training_ends(tmp_path):
     watched = alone(tmp_path)
-    with watched.watching(lambda: None):
+    with watched.watching(0, lambda: None):
         assert json.loads((tmp_path / "status.json").read_text())["state"] == "running"
     assert json.loads((tmp_path / "status.json").read_text())["state"] == "done"
-    with pytest.raises(KeyError), watched.watching(lambda: None):
+    with pytest.raises(KeyError), watched.watching(0, lambda: None):
         watched.enter("decode")
         raise KeyError("a bug")
     status = json.loads((tmp_path / "status.json").read_text())
@@ -87,21 +87,21 @@ def test_a_status_is_left_however_training_ends(tmp_path):
 def test_ranks_that_lost_each_other_are_one_sentence(tmp_path):
     watched = alone(tmp_path)
     words = r"iteration 1, reward: the ranks lost each other \(.*Connection closed by peer\)$"
-    with pytest.raises(TrainingError, match=words), watched.watching(lambda: None):
+    with pytest.raises(TrainingError, match=words), watched.watching(0, lambda: None):
         watched.enter("reward")
         raise RuntimeError("[third_party/gloo/tcp/pair.cc:1] Connection closed by peer\nmore\nlines")
 
 
 def test_a_status_that_cannot_be_written_is_told_and_stops_nothing(tmp_path, capfd):
     watched = alone(tmp_path / "not" / "there")
-    with watched.watching(lambda: None):
+    with watched.watching(0, lambda: None):
         pass
     assert capfd.readouterr().err.count("note: status.json could not be written: [Errno 2]") == 2
 
 
 def signalled_twice(folder, pipe, pause):
     watched = alone(folder)
-    with watched.watching(lambda: None):
+    with watched.watching(0, lambda: None):
         watched.enter("update")
         pipe.send("ready")
         for _ in range(2):  # sleep goes on after a signal
@@ -128,7 +128,7 @@ def test_a_second_signal_ends_at_once_and_an_echo_does_not(tmp_path, pause, hear
 
 def stuck(folder):
     watched = alone(folder, timeout=0.5)
-    with watched.watching(lambda: None):
+    with watched.watching(0, lambda: None):
         for _ in range(4):  # longer than the timeout, but with progress
             time.sleep(0.2)
             watched.beat()
@@ -334,7 +334,7 @@ def full_disk(*_):
 
 def test_a_flight_record_that_cannot_be_written_goes_to_the_terminal(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(guards, "write_json", full_disk)
-    with pytest.raises(KeyError), alone(tmp_path).watching(lambda: None):
+    with pytest.raises(KeyError), alone(tmp_path).watching(0, lambda: None):
         raise KeyError("a bug")
     told = capfd.readouterr().err
     assert "rank-00000.json could not be written ([Errno 28]" in told and '"phase": "start"' in told
