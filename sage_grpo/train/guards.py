@@ -123,13 +123,13 @@ class Guards:
         with heard(self._hear):
             threading.Thread(target=self._watch, args=(stop,), daemon=True).start()
             try:
-                yield
+                with self._obeyed(save):
+                    yield
                 self.report("done")
             except Preempted as told:
-                save()
                 self.report("preempted", str(told))
                 raise
-            except Exception as error:
+            except Exception as error:  # of `save` too
                 explained = self._explained(error)
                 if explained is error:
                     raise
@@ -137,6 +137,14 @@ class Guards:
             finally:
                 stop.set()
                 self.listening = False
+
+    @contextmanager
+    def _obeyed(self, save: Callable[[], None]) -> Iterator[None]:
+        try:
+            yield
+        except Preempted:
+            save()
+            raise
 
     def _hear(self, number: int, _: Any) -> None:
         """The first signal is obeyed at the next `stop_if_told`, another one at once."""

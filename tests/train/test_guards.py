@@ -18,7 +18,7 @@ from sage_grpo.parallel.fsdp import local
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.rewards.composite import Scores
 from sage_grpo.rewards.shapes import ShapesReward
-from sage_grpo.train import guards
+from sage_grpo.train import checkpoint, guards
 from sage_grpo.train.build import build_trainer
 from sage_grpo.train.guards import MAX_SKIPPED, Guards, Preempted, StepVote, TrainingError, check_rewards
 from tests.dist import CONTEXT, run_ranks
@@ -293,6 +293,15 @@ def test_a_signal_between_two_updates_of_a_rollout_waits_for_the_second(make):
     again.validation = None
     again.train()
     assert unchanged(again, state(straight))
+
+
+def test_a_signal_whose_checkpoint_cannot_be_written_is_a_failure(make, monkeypatch):
+    trainer = make(max_steps=2)
+    monkeypatch.setattr(checkpoint, "_write_rows", full_disk)
+    trainer.decode = lambda batch: os.kill(os.getpid(), signal.SIGTERM) or [None] * 4
+    with pytest.raises(TrainingError, match="step-000000 could not be written: OSError"):
+        trainer.train()
+    assert json.loads((trainer.run.folder / "status.json").read_text())["state"] == "failed"
 
 
 def test_a_signal_before_the_first_update_drops_the_iteration(make):
