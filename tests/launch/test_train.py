@@ -14,13 +14,19 @@ from tests.launch.shell import ROOT, TRAIN, environment, launch, program
 TORCHRUN = f"""
 if [[ $2 == *sage_grpo* && $DO != check ]]; then exit 0; fi  # the flags are checked in one test only, it takes time
 if [[ $1 == -c ]]; then exec {sys.executable} "$@"; fi
-status() {{ echo "{{\\"state\\": \\"$1\\"}}" >"$OUT/status.json"; }}
+status() {{ echo "{{\\"state\\": \\"$1\\"}}" >"$OUT/status.tmp" && mv "$OUT/status.tmp" "$OUT/status.json"; }}
 export -f status
 case $DO in
     wait)
         trap 'status preempted; exit 1' TERM
         touch "$OUT/ready.$SLURM_NODEID"
         while :; do sleep 0.1; done
+        ;;
+    late)  # another node writes how it went, a moment later
+        status running
+        env -u SAGE_LAUNCH bash -c 'touch "$OUT/away"; sleep 1; status preempted' &
+        until [[ -e $OUT/away ]]; do sleep 0.05; done
+        exit 1
         ;;
     orphan)
         setsid sleep 1000 &
@@ -60,7 +66,7 @@ def settings(tmp_path):
         ("done", "exit 1", 1),
         ("preempted", "exit 1", 1),
         ("preempted", "status failed; exit 1", 1),
-        (None, "status running; env -u SAGE_LAUNCH bash -c 'sleep 1; status preempted' & exit 1", 75),
+        (None, "late", 75),
         (None, "status running; kill -KILL $$", 137),
     ],
 )

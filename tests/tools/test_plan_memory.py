@@ -86,7 +86,7 @@ def test_trajectories_and_the_small_models():
     assert part("VAE") == [200, 200 + rates.decode_bytes / 9, 200, 200, 200, 200]
     size, inside, _ = rates.rewards["videoalign"]
     assert part("reward") == [size, size, size + inside, size, size, size]
-    assert part("reward", reward_model=("my_own",)) == [0] * 6
+    assert part("reward", reward_model=("shapes",)) == [0] * 6
 
 
 def test_peak_is_the_fullest_moment_and_needs_a_reserve():

@@ -241,7 +241,7 @@ def test_the_loss_falls_on_what_it_was_computed_from(make):
 def test_average_is_validated_and_exported_but_not_trained(make, monkeypatch):
     trainer = make(ema_decay=0.9, max_steps=1)
     start, validated, run = snapshot(trainer), {}, trainer.validation.run
-    monkeypatch.setattr(trainer.validation, "run", lambda folder: validated.update(snapshot(trainer)) or run(folder))
+    monkeypatch.setattr(trainer.validation, "run", lambda *words: validated.update(snapshot(trainer)) or run(*words))
     trainer.train()
     now = snapshot(trainer)
     name = max(now, key=lambda n: (now[n] - start[n]).abs().max())
