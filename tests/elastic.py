@@ -8,14 +8,17 @@ from pathlib import Path
 from tests.dist import CONTEXT
 
 
-def start(flags, ranks=2, max_restarts=0, **environment):
-    """A running agent with its ranks: a process whose exit code is 0, or 1 where a rank ended otherwise."""
-    process = CONTEXT.Process(target=_agent, args=(flags, ranks, max_restarts, environment))
+def start(words, ranks=2, max_restarts=0, **environment):
+    """A running agent with its ranks: a process whose exit code is 0, or 1 where a rank ended otherwise.
+
+    words: of the command line of post_train.py.
+    """
+    process = CONTEXT.Process(target=_agent, args=([str(word) for word in words], ranks, max_restarts, environment))
     process.start()
     return process
 
 
-def _agent(flags, ranks, max_restarts, environment):
+def _agent(words, ranks, max_restarts, environment):
     import torch
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -32,17 +35,16 @@ def _agent(flags, ranks, max_restarts, environment):
         monitor_interval=0.1,
         start_method="fork",
     )
-    elastic_launch(config, _rank)(flags)
+    elastic_launch(config, _rank)(words)
 
 
-def _rank(flags):
+def _rank(words):
     import post_train
 
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork has the agent's handler; a rank of torchrun has none
-    folder = Path(flags["output_dir"]).parent / "ranks"
+    folder = Path(words[words.index("--output_dir") + 1]).parent / "ranks"
     folder.mkdir(exist_ok=True)
     (folder / f"{os.environ['RANK']}.pid").write_text(str(os.getpid()))
-    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     code = post_train.main(words)
     (folder / f"{os.environ['RANK']}.code").write_text(str(code))
     sys.exit(code)

@@ -1,9 +1,6 @@
 """post_train.py as a user meets it: a run from the command line, wrong input, and two ranks."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +10,7 @@ from sage_grpo.rewards import remote
 from sage_grpo.rewards.shapes import ShapesReward
 from sage_grpo.rewards.wire import TOKEN_VARIABLE
 from sage_grpo.train.trainer import Trainer
+from tests import elastic
 from tests.rewards.serving import TOKEN, composite, serving
 
 ROOT = Path(__file__).parents[1]
@@ -133,12 +131,9 @@ def test_an_existing_run_is_not_touched_without_being_told(command, tmp_path, ca
 
 
 def launch(ranks, words):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--standalone"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*torchrun, "post_train.py", *words], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    process = elastic.start(words, ranks)
+    process.join(300)
+    assert process.exitcode == 0
 
 
 def test_two_ranks_train_as_one_does(command, tmp_path):

@@ -31,6 +31,10 @@ def unbroken():
     return {}
 
 
+def start(flags, **words):
+    return elastic.start([word for name, value in flags.items() for word in (f"--{name}", value)], **words)
+
+
 def until(condition, what):
     end = time.monotonic() + PATIENCE
     while not condition():
@@ -70,7 +74,7 @@ def same_as_unbroken(command, unbroken):
     folder = Path(command["output_dir"])
     if not unbroken:
         straight = command | {"output_dir": str(folder.with_name("unbroken")), "report_to": "none"}
-        assert ended(elastic.start(straight)) == 0
+        assert ended(start(straight)) == 0
         unbroken.update(weights(folder.with_name("unbroken")))
     found = weights(folder)
     return found.keys() == unbroken.keys() and all(torch.equal(found[name], value) for name, value in unbroken.items())
@@ -87,7 +91,7 @@ MOMENTS = {
 @pytest.mark.parametrize("whom", ["all", "one"])
 def test_sigterm_stops_all_ranks_at_one_step_with_a_checkpoint(command, unbroken, whom, moment):
     folder = Path(command["output_dir"])
-    process = elastic.start(command)
+    process = start(command)
     until(lambda: MOMENTS[moment](folder), moment)
     time.sleep(random.random() * 0.3 if moment == "rollout" else 0)
     os.kill(process.pid if whom == "all" else pid(folder, 1), signal.SIGTERM)
@@ -98,14 +102,14 @@ def test_sigterm_stops_all_ranks_at_one_step_with_a_checkpoint(command, unbroken
     newest = checkpoint.found(folder / "checkpoints")[-1]
     assert checkpoint.step_of(newest) == told["step"] and iterations(folder) == told["step"]
     assert not list((folder / "checkpoints").glob("*.tmp"))
-    assert ended(elastic.start(command)) == 0
+    assert ended(start(command)) == 0
     assert (status(folder)["state"], status(folder)["step"]) == ("done", LAST) and same_as_unbroken(command, unbroken)
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_dead_rank_does_not_end_the_run(command, unbroken, moment):
     folder = Path(command["output_dir"])
-    process = elastic.start(command, max_restarts=2)
+    process = start(command, max_restarts=2)
     until(lambda: MOMENTS[moment](folder), moment)
     os.kill(pid(folder, 1), signal.SIGKILL)
     assert ended(process) == 0
@@ -115,7 +119,7 @@ def test_a_dead_rank_does_not_end_the_run(command, unbroken, moment):
 
 def test_a_rank_that_hangs_ends_the_run_with_evidence(command):
     folder, timeout = Path(command["output_dir"]), 3.0
-    process = elastic.start(command | {"collective_timeout": timeout}, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="1")
+    process = start(command | {"collective_timeout": timeout}, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="1")
     until(lambda: iterations(folder) >= 3, "iterations")
     asleep = pid(folder, 1)
     os.kill(asleep, signal.SIGSTOP)
@@ -134,11 +138,11 @@ def test_a_rank_that_hangs_ends_the_run_with_evidence(command):
 
 def test_a_run_that_lost_its_newest_checkpoint_goes_on_from_the_one_before(command, unbroken):
     folder = Path(command["output_dir"])
-    assert ended(elastic.start(command)) == 0
+    assert ended(start(command)) == 0
     newest = checkpoint.found(folder / "checkpoints")[-1]
     with (newest / "trainer" / "rank-00000.safetensors").open("r+b") as file:
         file.seek(-3, os.SEEK_END)
         file.write(b"\x00\x01\x02")
-    assert ended(elastic.start(command)) == 0
+    assert ended(start(command)) == 0
     assert '"kind": "run", "step": 8' in (folder / "metrics.jsonl").read_text()
     assert same_as_unbroken(command, unbroken)
