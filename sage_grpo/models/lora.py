@@ -3,16 +3,18 @@
 import hashlib
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
 from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from peft import LoraConfig
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from sage_grpo.models.weights import Weights
 from sage_grpo.parallel.fsdp import local, rows, whole
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
@@ -120,3 +122,22 @@ def load_adapter(transformer: nn.Module, folder: Path, adapter: str) -> None:
         raise ValueError(f"{file} does not fit lora_r and lora_target_modules: {wrong[0]} differs")
     for name, parameter in mine.items():
         local(parameter).copy_(values[name][slice(*rows(parameter))])
+
+
+def merged(weights: Weights, file: Path) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a transformer, one at a time, `alpha / r * B A` of a saved adapter added; their dtype stays."""
+    adapter = {name.removeprefix("transformer."): value for name, value in load_file(file).items()}
+    with safe_open(file, "pt") as opened:
+        config = json.loads(opened.metadata()[LORA_ADAPTER_METADATA_KEY])
+    downs = {name.replace(".lora_A.", "."): name for name in adapter if ".lora_A." in name}
+    for name, down in downs.items():
+        shape = (len(adapter[down.replace(".lora_A.", ".lora_B.")]), adapter[down].shape[1])
+        if name not in weights.names or weights.shape(name) != shape:
+            raise ValueError(f"{file} does not fit '{weights.where}': {name} of shape {shape} is not there")
+    for name in weights.names:
+        value = weights.read(name)
+        if name in downs:
+            down, up = adapter[downs[name]], adapter[downs[name].replace(".lora_A.", ".lora_B.")]
+            change = config["lora_alpha"] / config["r"] * (up.double() @ down.double())
+            value = (value.double() + change).to(value.dtype)
+        yield name, value
