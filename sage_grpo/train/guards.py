@@ -120,13 +120,16 @@ class Guards:
         with heard(self._hear):
             threading.Thread(target=self._watch, args=(stop,), daemon=True).start()
             try:
-                yield
-                self.report("done")
-            except Preempted as told:
-                save()
-                self.report("preempted", str(told))
+                try:
+                    yield
+                    self.report("done")
+                except Preempted as told:
+                    save()
+                    self.report("preempted", str(told))
+                    raise
+            except Preempted:
                 raise
-            except Exception as error:
+            except Exception as error:  # of that save too
                 explained = self._explained(error)
                 if explained is error:
                     raise

@@ -73,6 +73,7 @@ class Trainer:
 
     def train(self) -> None:
         """Run the iterations that are left; validate and save as configured, at the end, and save at a signal."""
+        self.guards.step = self.step
         with self.guards.watching(self.save), self.progress() as bar:
             self.catch_up()
             while self.step < self.config.max_steps:
