@@ -247,3 +247,13 @@ def test_the_status_of_a_resumed_run_tells_where_it_goes_on(make, monkeypatch):
     with pytest.raises(Preempted, match="stopped by a signal in iteration 3, rollout"):
         resumed.train()
     assert seen[0]["state"] == "running" and seen[0]["step"] == 2
+
+
+def test_a_validation_that_cannot_be_written_is_told_and_counted(make, capfd):
+    trainer = make(holdout_reward="shapes", validation_interval=1)
+    (trainer.run.folder / "validation").write_text("in the way")
+    trainer.train()
+    assert "note: a validation could not be written" in capfd.readouterr().err
+    run = read_run(trainer.run.folder)
+    assert [line["step"] for line in run.validations] == [1, 2] and run.validations[1]["count"] == 3
+    assert math.isfinite(run.validations[1]["reward/total"]) and status(trainer)["state"] == "done"
