@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 # spinning threads slow a busy machine down tenfold
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: venv demo study test lint clean
+.PHONY: venv demo study test chaos lint clean
 
 venv: $(STAMP)
 
@@ -25,6 +25,10 @@ study: venv
 
 test: venv
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+chaos: venv
+	rm -rf outputs/chaos
+	$(BIN)/python scripts/chaos.py --faults 20 --seed 0 --output outputs/chaos
 
 lint: venv
 	$(BIN)/ruff check .
