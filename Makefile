@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 # spinning threads slow a busy machine down tenfold
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: venv demo study figures test golden lint clean
+.PHONY: venv demo study figures test golden chaos lint clean
 
 venv: $(STAMP)
 
@@ -33,6 +33,10 @@ test: venv
 
 golden: venv
 	$(BIN)/python -m tests.golden.test_golden
+
+chaos: venv
+	rm -rf outputs/chaos
+	$(BIN)/python scripts/chaos.py --faults 20 --seed 0 --output outputs/chaos
 
 lint: venv
 	$(BIN)/ruff check .

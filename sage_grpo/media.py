@@ -26,6 +26,8 @@ def write_mp4(path: Path, clip: Tensor, fps: int) -> None:
     with imageio.get_writer(path, fps=fps, codec="libx264", quality=9, macro_block_size=2, format="FFMPEG") as writer:
         for frame in enlarge(clip, 256 if min(clip.shape[1:3]) < 128 else 1):
             writer.append_data(frame)
+    if not path.is_file() or not path.stat().st_size:  # ffmpeg tells nobody
+        raise OSError(f"{path} could not be written; is the disk full?")
 
 
 def read_mp4(path: Path) -> tuple[Tensor, float]:

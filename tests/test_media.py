@@ -26,6 +26,12 @@ def test_mp4_plays_back_as_it_was(tmp_path):
     assert error.mean() < 4
 
 
+def test_an_mp4_that_ffmpeg_could_not_write_is_an_error(tmp_path):
+    (tmp_path / "a.mp4").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"a\.mp4"):
+        write_mp4(tmp_path / "a.mp4", clips(1)[0][:1], fps=8)
+
+
 def test_larger_clips_keep_their_size(tmp_path):
     write_mp4(tmp_path / "a.mp4", torch.zeros(5, 128, 160, 3, dtype=torch.uint8), fps=24)
     with imageio.get_reader(tmp_path / "a.mp4") as reader:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from peft import LoraConfig
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from sage_grpo.models.weights import open_safetensors
+from sage_grpo.models.weights import Weights, open_safetensors
 from sage_grpo.parallel.fsdp import local, rows, whole
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
@@ -148,3 +148,22 @@ def load_adapter(transformer: nn.Module, folder: Path, adapter: str) -> None:
         raise ValueError(f"{file} does not fit lora_r and lora_target_modules: {wrong[0]} differs")
     for name, parameter in mine.items():
         local(parameter).copy_(values[name][slice(*rows(parameter))])
+
+
+def merged(weights: Weights, file: Path) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a transformer, one at a time, `alpha / r * B A` of a saved adapter added; their dtype stays."""
+    adapter, config = read_adapter(file)
+    if not config or not {"lora_alpha", "r"} <= config.keys():
+        raise ValueError(f"{file} does not tell its rank and scale, without which it cannot be merged; save it again")
+    downs = {name.replace(".lora_A.", "."): name for name in adapter if ".lora_A." in name}
+    for name, down in downs.items():
+        shape = (len(adapter[down.replace(".lora_A.", ".lora_B.")]), adapter[down].shape[1])
+        if name not in weights.names or weights.shape(name) != shape:
+            raise ValueError(f"{file} does not fit '{weights.where}': {name} of shape {shape} is not there")
+    for name in weights.names:
+        value = weights.read(name)
+        if name in downs:
+            down, up = adapter[downs[name]], adapter[downs[name].replace(".lora_A.", ".lora_B.")]
+            change = config["lora_alpha"] / config["r"] * (up.double() @ down.double())
+            value = (value.double() + change).to(value.dtype)
+        yield name, value

@@ -168,21 +168,23 @@ def read_version(name: str) -> Version:
     return Version({"480p": 640, "720p": 960}[match[1]], match[2], match[3] is not None)
 
 
+SETTINGS = {
+    "out_channels": "out_channels",
+    "heads_num": "num_attention_heads",
+    "mm_double_blocks_depth": "num_layers",
+    "mlp_width_ratio": "mlp_ratio",
+    "text_states_dim": "text_embed_dim",
+    "byt5_states_dim": "text_embed_2_dim",
+    "vision_states_dim": "image_embed_dim",
+    "rope_theta": "rope_theta",
+    "rope_dim_list": "rope_axes_dim",
+    "use_meanflow": "use_meanflow",
+}
+
+
 def transformer_config(config: dict[str, Any], version: str) -> dict[str, Any]:
     """Arguments of diffusers' transformer; what Tencent's config does not tell is diffusers' default."""
-    names = {
-        "out_channels": "out_channels",
-        "heads_num": "num_attention_heads",
-        "mm_double_blocks_depth": "num_layers",
-        "mlp_width_ratio": "mlp_ratio",
-        "text_states_dim": "text_embed_dim",
-        "byt5_states_dim": "text_embed_2_dim",
-        "vision_states_dim": "image_embed_dim",
-        "rope_theta": "rope_theta",
-        "rope_dim_list": "rope_axes_dim",
-        "use_meanflow": "use_meanflow",
-    }
-    values = {new: config[old] for old, new in names.items() if config.get(old) is not None}
+    values = {new: config[old] for old, new in SETTINGS.items() if config.get(old) is not None}
     if "in_channels" in config:  # Tencent counts the latent alone; beside it are the condition and its mask
         concatenated = config.get("concat_condition", True)
         values["in_channels"] = 2 * config["in_channels"] + 1 if concatenated else config["in_channels"]
@@ -192,6 +194,14 @@ def transformer_config(config: dict[str, Any], version: str) -> dict[str, Any]:
         values["patch_size_t"], values["patch_size"], _ = config["patch_size"]
     size, task, _ = read_version(version)
     return values | {"target_size": size, "task_type": task}
+
+
+def tencent_transformer_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The inverse, from all arguments. Size and task are in the folder's name; refiner layers and norm are not told."""
+    patch = [config["patch_size_t"], config["patch_size"], config["patch_size"]]
+    width = config["num_attention_heads"] * config["attention_head_dim"]
+    own = {"in_channels": (config["in_channels"] - 1) // 2, "concat_condition": True, "mm_single_blocks_depth": 0}
+    return {old: config[new] for old, new in SETTINGS.items()} | own | {"hidden_size": width, "patch_size": patch}
 
 
 def vae_config(config: dict[str, Any]) -> dict[str, Any]:

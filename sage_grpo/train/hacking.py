@@ -44,6 +44,8 @@ def validations(folder: Path) -> dict[int, list[Record]]:
 def divergence(folder: Path, step: int) -> str:
     """What is wrong with the validation at `step` of a run folder, in a sentence; empty where nothing is."""
     found = validations(folder)
+    if step not in found:  # its clips did not fit on the disk
+        return ""
     first = min(found)
     reward, holdout = (change(found[first], found[step], value) for value in (trained, held_out))
     if reward.sign < 1 or holdout.sign > -1:

@@ -99,11 +99,9 @@ class Tracker:
         self.file = folder / "metrics.jsonl"
         drop_unfinished_line(self.file)
         self.waiting: list[str] = []  # lines that did not fit on the disk
+        self.board_folder = folder / "tensorboard" if "tensorboard" in report_to else None
         self.board = self.wandb = None
-        if "tensorboard" in report_to:
-            from torch.utils.tensorboard import SummaryWriter  # slow to import, and not everybody's
-
-            self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+        self._to_board(lambda board: None, purge_step=step + 1)
         if "wandb" in report_to:
             import wandb
 
@@ -116,9 +114,8 @@ class Tracker:
         self._append()
         prefix = "" if kind == "train" else f"{kind}/"
         scalars = {prefix + k: v for k, v in line.items() if "/" in k and isinstance(v, (int, float))}
-        if kind != "run" and self.board:
-            for name, value in scalars.items():
-                self.board.add_scalar(name, value, step)
+        if kind != "run":
+            self._to_board(lambda board: [board.add_scalar(name, value, step) for name, value in scalars.items()])
         if kind != "run" and self.wandb:
             self.wandb.log(scalars, step=step)
 
@@ -135,10 +132,24 @@ class Tracker:
             return
         self.waiting = []
 
+    def _to_board(self, send: Callable[[Any], Any], **opening: int) -> None:
+        """Tell TensorBoard, once lines fit on the disk. Its writer never recovers from an error: a new one is made."""
+        if self.board_folder is None or self.waiting:
+            return
+        from torch.utils.tensorboard import SummaryWriter  # slow to import, and not everybody's
+
+        for _ in range(2):
+            try:
+                self.board = self.board or SummaryWriter(str(self.board_folder), **opening)
+                send(self.board)
+                return
+            except OSError as error:
+                self.board = None
+                print(f"note: {self.board_folder} could not be written ({error})", file=sys.stderr, flush=True)
+
     def show(self, name: str, sheet: Tensor, step: int) -> None:
         """An image (H, W, 3) uint8 for the trackers."""
-        if self.board:
-            self.board.add_image(name, sheet.numpy(), step, dataformats="HWC")
+        self._to_board(lambda board: board.add_image(name, sheet.numpy(), step, dataformats="HWC"))
         if self.wandb:
             import wandb
 
@@ -146,7 +157,7 @@ class Tracker:
 
     def close(self) -> None:
         if self.board:
-            self.board.close()
+            self._to_board(lambda board: board.close())
         if self.wandb:
             self.wandb.finish()
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,6 @@ class Validation:
 
         between: called before each clip, on all ranks; it may raise.
         """
-        folder.mkdir(parents=True, exist_ok=True)
         mine = self.prompts[self.ranks.rank :: self.ranks.count]
         # A forward of a sharded model needs all ranks, so those that have fewer clips make one for nothing.
         each = -(-len(self.prompts) // self.ranks.count)
@@ -65,17 +65,35 @@ class Validation:
             clips.append(self.sample(prompt))
         clips = clips[: len(mine)]
         records = self.ranks.from_leader(lambda: self.judge(clips, mine))
-        for clip, record in zip(clips, records, strict=True):
-            if clip is not None:
-                write_mp4(folder / record["file"], clip, self.config.fps)
+        self._keep(lambda: self._write_clips(folder, clips, records))
         shared = self.ranks.texts(json.dumps(records, ensure_ascii=False, allow_nan=False))
         everything = sorted((r for text in shared for r in json.loads(text)), key=lambda record: record["file"])
         if self.ranks.first:
-            (folder / "clips.json").write_text(
-                json.dumps(everything, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-            )
-            self._sheet(folder / "sheet.png", clips, records)
+            self._keep(lambda: self._write_list(folder, everything))
+            self._keep(lambda: self._sheet(folder / "sheet.png", clips, records))
         return summary(everything)
+
+    @staticmethod
+    def _keep(write: Callable[[], None]) -> None:
+        """Files are for people to look at; a disk that is full is no reason to stop."""
+        try:
+            write()
+        except OSError as error:
+            first = str(error).partition("\n")[0]  # ffmpeg's errors are long
+            print(f"note: a validation could not be written: {first}", file=sys.stderr, flush=True)
+
+    def _write_clips(self, folder: Path, clips: Sequence[Tensor | None], records: Sequence[dict[str, Any]]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for clip, record in zip(clips, records, strict=True):
+            if clip is not None:
+                write_mp4(folder / record["file"], clip, self.config.fps)
+
+    @staticmethod
+    def _write_list(folder: Path, records: Sequence[dict[str, Any]]) -> None:
+        """Whole or absent."""
+        draft = folder / "clips.json.tmp"
+        draft.write_text(json.dumps(records, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        draft.replace(folder / "clips.json")
 
     @torch.no_grad()
     def sample(self, prompt: Prompt) -> Tensor | None:

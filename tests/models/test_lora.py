@@ -16,10 +16,12 @@ from sage_grpo.models.lora import (
     copy_adapter,
     init_adapters,
     load_adapter,
+    merged,
     save_adapter,
     target_layers,
     use_adapter,
 )
+from sage_grpo.models.weights import open_weights
 
 NAMES = ("to_q", "add_q_proj", "to_add_out")
 
@@ -122,3 +124,18 @@ def test_a_saved_adapter_is_loaded_or_refused(policy, tiny_folder, tmp_path):
     add_adapters(wider.transformer, 8, 8, NAMES, torch.float32, False)
     with pytest.raises(ValueError, match="does not fit lora_r"):
         load_adapter(wider.transformer, tmp_path, POLICY)
+
+
+def test_a_merged_adapter_is_the_adapter(policy, tiny_folder, tmp_path):
+    add(policy)
+    for parameter in adapter_parameters(policy.transformer, POLICY).values():
+        parameter.data += 0.1
+    save_adapter(policy.transformer, POLICY, tmp_path)
+    base, plain = open_weights(tiny_folder, "transformer"), Hunyuan15(tiny_folder)
+    tensors = dict(merged(base, tmp_path / LORA_FILE))
+    changed = {name for name, value in tensors.items() if not torch.equal(value, base.read(name))}
+    assert changed == {f"{layer}.weight" for layer in target_layers(plain.transformer, NAMES)}
+    plain.transformer.load_state_dict(tensors)
+    torch.testing.assert_close(velocity(plain), velocity(policy), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="does not fit"):
+        dict(merged(open_weights(tiny_folder, "vae"), tmp_path / LORA_FILE))

@@ -12,7 +12,14 @@ from transformers import Qwen2_5_VLTextModel
 from sage_grpo.models.encoders import glyph_tokens, load_tokenizers, qwen_text_model
 from sage_grpo.models.hunyuan15 import Hunyuan15
 from sage_grpo.models.layout import part_config
-from sage_grpo.models.tencent import read_version, to_diffusers, to_tencent, transformer_config, vae_config
+from sage_grpo.models.tencent import (
+    read_version,
+    tencent_transformer_config,
+    to_diffusers,
+    to_tencent,
+    transformer_config,
+    vae_config,
+)
 from sage_grpo.models.weights import STEM, open_folder, open_weights, save_tencent
 
 PROMPTS = ['a green letter "B" moving right', "a red circle moving left", ""]
@@ -179,6 +186,9 @@ def test_the_published_settings_are_the_defaults_of_diffusers():
     }
     default = full_size(HunyuanVideo15Transformer3DModel)
     assert full_size(HunyuanVideo15Transformer3DModel, **transformer_config(config, "480p_t2v")) == default
+    with torch.device("meta"):
+        written = tencent_transformer_config(dict(HunyuanVideo15Transformer3DModel().config))
+    assert {name: written.get(name) for name in config} == config | {"rope_dim_list": (16, 56, 56)}
     vae = {"latent_channels": 32, "block_out_channels": [128, 256, 512, 1024, 1024], "layers_per_block": 2}
     vae |= {"in_channels": 3, "out_channels": 3, "ffactor_spatial": 16, "ffactor_temporal": 4, "shift_factor": None}
     assert full_size(AutoencoderKLHunyuanVideo15, **vae_config(vae)) == full_size(AutoencoderKLHunyuanVideo15)

@@ -11,7 +11,8 @@ from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.rewards.shapes import ShapesReward
 from sage_grpo.tools.report import troubles
 from sage_grpo.tools.run_folder import read_run
-from sage_grpo.train.guards import TrainingError
+from sage_grpo.train.checkpoint import CheckpointError
+from sage_grpo.train.guards import Preempted, TrainingError
 
 
 class Broken(ShapesReward):
@@ -218,3 +219,41 @@ def test_one_gradient_that_is_not_finite_costs_one_update(make):
     assert set(calls) == {0, 1, 2} and trainer.vote.in_a_row == 0
     assert [(line["updates"], line["policy/skipped_updates"]) for line in lines(trainer)] == [(1, 0), (1, 1), (2, 1)]
     assert all(p.isfinite().all() for p in trainer.optimization.parameters.values())
+
+
+def status(trainer):
+    return json.loads((trainer.run.folder / "status.json").read_text())
+
+
+def test_a_signal_whose_checkpoint_cannot_be_written_is_a_failure(make, monkeypatch):
+    trainer = make()
+
+    def full(_):
+        raise CheckpointError("step-000000 could not be written: No space left on device")
+
+    monkeypatch.setattr(trainer.run, "save", full)
+    trainer.guards.signalled = 0.0  # as if a signal had come
+    with pytest.raises(TrainingError, match="No space left"):
+        trainer.train()
+    assert status(trainer)["state"] == "failed" and "No space left" in status(trainer)["message"]
+    assert (trainer.run.folder / "flight" / "rank-00000.json").is_file()
+
+
+def test_the_status_of_a_resumed_run_tells_where_it_goes_on(make, monkeypatch):
+    make(max_steps=2).train()
+    resumed, seen = make(max_steps=3, resume_from_checkpoint="auto"), []
+    monkeypatch.setattr(resumed, "catch_up", lambda: seen.append(status(resumed)))
+    resumed.guards.signalled = 0.0
+    with pytest.raises(Preempted, match="stopped by a signal in iteration 3, rollout"):
+        resumed.train()
+    assert seen[0]["state"] == "running" and seen[0]["step"] == 2
+
+
+def test_a_validation_that_cannot_be_written_is_told_and_counted(make, capfd):
+    trainer = make(holdout_reward="shapes", validation_interval=1)
+    (trainer.run.folder / "validation").write_text("in the way")
+    trainer.train()
+    assert "note: a validation could not be written" in capfd.readouterr().err
+    run = read_run(trainer.run.folder)
+    assert [line["step"] for line in run.validations] == [1, 2] and run.validations[1]["count"] == 3
+    assert math.isfinite(run.validations[1]["reward/total"]) and status(trainer)["state"] == "done"

@@ -2,6 +2,8 @@
 
 import json
 import math
+import shutil
+import time
 
 import pytest
 import torch
@@ -85,3 +87,38 @@ def test_a_line_is_found_by_kind_and_step(tmp_path):
     file = tmp_path / "metrics.jsonl"
     found = [has_line(file, kind, step) for kind, step in (("validation", 12), ("validation", 1), ("train", 12))]
     assert found == [True, False, False] and not has_line(tmp_path / "none.jsonl", "train", 1)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own thread
+def test_tensorboard_goes_on_after_an_error_of_the_disk(tmp_path, capfd):
+    tracker = Tracker(tmp_path, ["tensorboard"], {}, 0)
+    tracker.write("train", 1, {"reward/total": 0.5})
+    first, step = tracker.board, 1
+    tracker.board.flush()
+    shutil.rmtree(tmp_path / "tensorboard")
+    while tracker.board is first:  # its writer works in a thread, ten lines at a time
+        step += 1
+        tracker.write("train", step, {"reward/total": 0.5})
+        time.sleep(0.01)
+        assert step < 1000
+    tracker.close()
+    assert "tensorboard could not be written" in capfd.readouterr().err
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == step
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("reward/total")] == [(step, 0.5)]
+
+
+def test_tensorboard_waits_as_long_as_the_lines_do(tmp_path):
+    run, away = tmp_path / "run", tmp_path / "away"
+    run.mkdir()
+    tracker = Tracker(run, ["tensorboard"], {}, 0)
+    tracker.board.flush()
+    run.rename(away)  # nothing can be written, as on a full disk
+    tracker.write("train", 1, {"reward/total": 0.5})
+    assert tracker.waiting
+    away.rename(run)
+    tracker.write("train", 2, {"reward/total": 0.25})
+    tracker.close()
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 2
+    events = EventAccumulator(str(run / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("reward/total")] == [2]

@@ -1,0 +1,132 @@
+"""What is exported samples as the checkpoint does, in either layout, and what cannot be exported is refused."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from sage_grpo import manifest
+from sage_grpo.flags import from_values
+from sage_grpo.models.hunyuan15 import Hunyuan15
+from sage_grpo.models.lora import LORA_FILE
+from sage_grpo.parallel.ranks import Ranks
+from sage_grpo.train.build import build_trainer
+from tests.scripts.load import load_script
+
+script = load_script("export_checkpoint")
+PROMPT = "a red circle moving left"
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tiny_folder, tmp_path_factory):
+    """Of one iteration each, by what was trained. Read-only."""
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "prompts.txt").write_text(PROMPT + "\n")
+    flags = {
+        "pretrained_model_root": str(tiny_folder), "train_prompts": str(folder / "prompts.txt"), "batch_size": 2,
+        "validation_prompts": str(folder / "prompts.txt"), "validation_num_inference_steps": 2,
+        "num_generations": 2, "num_sampling_steps": 2, "num_frames": 5, "guidance_scale": 1.0, "max_steps": 1,
+        "learning_rate": 0.02, "reward_model": "shapes", "report_to": "none", "lora_r": 4, "lora_alpha": 12,
+    }  # fmt: skip
+    made = {}
+    for name, own in {"full": {"ema_decay": 0.5}, "lora": {"use_lora": True}}.items():
+        trainer = build_trainer(
+            from_values(flags | own | {"output_dir": str(folder / name)}), Ranks(0, 1, torch.device("cpu"))
+        )
+        trainer.train()
+        made[name] = folder / name / "checkpoints" / "step-000001"
+    return made
+
+
+@torch.no_grad()
+def velocity(model, checkpoint=None):
+    """Of one fixed noisy clip."""
+    policy = Hunyuan15(model)
+    if checkpoint:
+        policy.load_weights(checkpoint)
+    x = torch.randn(1, *policy.latent_shape(5, 32, 32), generator=torch.Generator().manual_seed(3))
+    return policy.velocity(x, 0.5, policy.encode([PROMPT])[0])
+
+
+def replaced(model, target, place, exported):
+    """A model folder with an exported transformer."""
+    shutil.copytree(model, target)
+    shutil.rmtree(target / place)
+    shutil.copytree(exported, target / place)
+    return target
+
+
+def run(checkpoint, output, layout, *more):
+    return script.main(["--checkpoint", str(checkpoint), "--output", str(output), "--layout", layout, *map(str, more)])
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize("layout, place", [("diffusers", "transformer"), ("tencent", "transformer/480p_t2v")])
+def test_an_exported_transformer_samples_as_its_checkpoint(
+    checkpoints, tiny_folder, tencent_folder, tmp_path, kind, layout, place
+):
+    assert run(checkpoints[kind], tmp_path / "out", layout) == 0
+    manifest.check(tmp_path / "out")
+    base = tiny_folder if layout == "diffusers" else tencent_folder
+    found = velocity(replaced(base, tmp_path / "model", place, tmp_path / "out"))
+    expected = velocity(tiny_folder, checkpoints[kind])
+    assert (expected - velocity(tiny_folder)).abs().max() > 0.01
+    if kind == "full":
+        assert torch.equal(found, expected)
+    else:
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
+
+
+def test_stock_diffusers_loads_a_merged_adapter(checkpoints, tmp_path):
+    from diffusers import HunyuanVideo15Transformer3DModel
+
+    assert run(checkpoints["lora"], tmp_path / "out", "diffusers") == 0
+    model, info = HunyuanVideo15Transformer3DModel.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert model.config.task_type == "t2v" and model.config.num_layers == 2
+
+
+def test_an_adapter_in_a_model_of_tencents_layout(checkpoints, tiny_folder, tencent_folder, tmp_path):
+    assert run(checkpoints["lora"], tmp_path / "out", "diffusers", "--model_path", tencent_folder) == 0
+    found = velocity(replaced(tiny_folder, tmp_path / "model", "transformer", tmp_path / "out"))
+    torch.testing.assert_close(found, velocity(tiny_folder, checkpoints["lora"]), rtol=1e-5, atol=1e-5)
+
+
+def test_an_adapter_is_copied(checkpoints, tiny_folder, tmp_path):
+    assert run(checkpoints["lora"], tmp_path / "out", "lora") == 0
+    assert (tmp_path / "out" / LORA_FILE).read_bytes() == (checkpoints["lora"] / LORA_FILE).read_bytes()
+    assert torch.equal(velocity(tiny_folder, tmp_path / "out"), velocity(tiny_folder, checkpoints["lora"]))
+
+
+def test_what_cannot_be_exported_is_one_sentence(checkpoints, tiny_folder, tmp_path, capsys):
+    def refused(words, *arguments):
+        assert run(*arguments) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert words in line
+        assert not (tmp_path / "out").exists() and not (tmp_path / "out.tmp").exists()
+
+    out = tmp_path / "out"
+    damaged = shutil.copytree(checkpoints["lora"], tmp_path / "damaged")
+    content = bytearray((damaged / LORA_FILE).read_bytes())
+    content[-1] ^= 1
+    (damaged / LORA_FILE).write_bytes(content)
+    refused(f"{LORA_FILE} was changed after it was written", damaged, out, "lora")
+    refused("manifest.json cannot be read", tiny_folder, out, "diffusers")
+    refused("holds all weights and no adapter", checkpoints["full"], out, "lora")
+    refused("--model_path is for adapters", checkpoints["full"], out, "diffusers", "--model_path", tiny_folder)
+    refused("Model folder 'nowhere' does not exist", checkpoints["lora"], out, "diffusers", "--model_path", "nowhere")
+    other = shutil.copytree(tiny_folder, tmp_path / "other")
+    shutil.copytree(script.ROOT / "assets" / "tiny" / "transformer", other / "transformer", dirs_exist_ok=True)
+    refused("does not fit", checkpoints["lora"], out, "diffusers", "--model_path", other)
+    (tmp_path / "there").mkdir()
+    assert run(checkpoints["lora"], tmp_path / "there", "lora") == 2 and "exists" in capsys.readouterr().err
+
+
+def test_settings_that_tencent_cannot_tell_are_refused(checkpoints, tmp_path):
+    folder = shutil.copytree(checkpoints["full"] / "transformer", tmp_path / "transformer")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_refiner_layers": 1}))
+    with pytest.raises(ValueError, match="cannot tell that num_refiner_layers is 1"):
+        script.write_tencent(folder, tmp_path / "tencent")
