@@ -51,9 +51,15 @@ class Training:
         self.command = [sys.executable, "-m", *launcher, "post_train.py", *flags, "--output_dir", str(folder)]
 
     def launch(self) -> None:
-        words = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
-        environment = os.environ | ENVIRONMENT | {MARK: self.mark}
-        self.launcher = subprocess.Popen(self.command, cwd=ROOT, env=environment, **words)
+        self.launcher = subprocess.Popen(
+            self.command,
+            cwd=ROOT,
+            env=os.environ | ENVIRONMENT | {MARK: self.mark},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
         threading.Thread(target=self._listen, args=(self.launcher.stdout,), daemon=True).start()
 
     def _listen(self, pipe: Any) -> None:

@@ -153,8 +153,8 @@ def load_adapter(transformer: nn.Module, folder: Path, adapter: str) -> None:
 def merged(weights: Weights, file: Path) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a transformer, one at a time, `alpha / r * B A` of a saved adapter added; their dtype stays."""
     adapter, config = read_adapter(file)
-    if not config or not {"lora_alpha", "r"} <= config.keys():
-        raise ValueError(f"{file} does not tell its rank and scale, without which it cannot be merged; save it again")
+    if not config or not {"lora_alpha", "r"} <= config.keys() or any(config.get(name) for name in SETTINGS[3:]):
+        raise ValueError(f"{file} does not tell one rank and one scale for all layers; merge it by other means")
     downs = {name.replace(".lora_A.", "."): name for name in adapter if ".lora_A." in name}
     for name, down in downs.items():
         shape = (len(adapter[down.replace(".lora_A.", ".lora_B.")]), adapter[down].shape[1])
