@@ -27,10 +27,10 @@ STARTS = (
     r"(?:[A-Z_]+=\S+ )*(make|bash|sbatch|python|torchrun|\.venv/bin/python|\./?\S+\.sh|(post_train|generate)\.py)\b"
 )
 NOT_RUN = {  # why a command is only read
-    r"\.\.\.|FILE|RUN|OURS|GOOD_CLIPS|FOLDER|\[any flag|\bN\b": "is a pattern",
+    r"^(post_train|generate)\.py|\.\.\.|FILE|RUN|OURS|GOOD_CLIPS|FOLDER|\[any flag|\bN\b": "is a pattern",
     r"download_weights": "needs the network",
     r"^(?!.*tools\.plan).*(hunyuan15|ckpts|videoalign|nproc_per_node 8|run_|multinode|sbatch)": "needs weights or GPUs",
-    r"bench_transformer|bench_grpo|random_model|pretrain_tiny": "needs a GPU",
+    r"bench_|random_model|pretrain_tiny": "needs a GPU, or many minutes",
     r"make (test|lint|golden|chaos|figures)|reward_server|scaling_tables": "is run elsewhere, or never ends",
 }
 
