@@ -11,6 +11,7 @@ checkpoint and the metrics of every iteration; and all its checkpoints must be w
 import argparse
 import json
 import random
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,7 @@ from transformers.utils.logging import disable_progress_bar
 from sage_grpo import manifest
 from sage_grpo.tools.run_folder import read_run
 from sage_grpo.train.checkpoint import found
+from sage_grpo.train.guards import heard
 from scripts.chaos_faults import KINDS, Chaos, Fault, Outcome
 from scripts.chaos_world import MoodyReward, Stuck, Training, own_disk, serving, write_model
 
@@ -183,7 +185,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     outcomes: list[Outcome] = []
     failed: dict[str, list[str]] = {}
     disable_progress_bar()  # that of writing weights
-    with serving(reward := MoodyReward()) as url, tqdm(total=args.faults, unit="fault") as bar:
+    told, bar = heard(lambda *_: sys.exit(143), [signal.SIGTERM]), tqdm(total=args.faults, unit="fault")
+    with told, bar, serving(reward := MoodyReward()) as url:  # told to end, it still ends what it started
 
         def tell(outcome: Outcome) -> None:
             outcomes.append(outcome)
