@@ -15,16 +15,13 @@ is wrong.
 
 import argparse
 import math
-import multiprocessing
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Collection, Mapping, Sequence
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,26 +36,9 @@ from scripts import packing, results
 from scripts.studies import RECIPE, STUDIES, Plan, Run, Study, core_seconds, identity
 
 THREADS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-LAST_WORDS = 20.0  # seconds before the end of the budget in which stopped runs save
+LAST_WORDS = 30.0  # seconds before the end of the budget in which stopped runs save
 POLL = 0.2
 LOST = "not finite"  # in the last words of a run whose gradients or clips are: a result, and no fault
-CRASHED = 70  # exit code of a run that ended with an exception that nobody expected
-
-
-def train(arguments: list[str], log: Path) -> None:
-    """In a process of its own: post_train.py with its output in a file."""
-    import post_train
-
-    os.chdir(ROOT)  # recipes name the model by its place in the repository
-    with log.open("a") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-        try:
-            code = post_train.main(arguments)
-        except Exception:
-            traceback.print_exc()
-            code = CRASHED
-        sys.exit(code)
 
 
 class Grid:
@@ -70,11 +50,9 @@ class Grid:
             path.mkdir(parents=True, exist_ok=True)
         self.runs, self.left = runs, [run for run in runs if not self.finished(run)]
         self.left.sort(key=lambda run: -self.step(run))  # stable: what has begun, then in the order of the studies
-        self.running: dict[BaseProcess, tuple[Run, float]] = {}
+        self.running: dict[subprocess.Popen[bytes], tuple[Run, float]] = {}
         self.broken: list[str] = []
         self.pace: list[float] = []  # seconds per planned core-second, of runs that ended
-        self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(["post_train"])
 
     def finished(self, run: Run) -> bool:
         """Whether a run has its results; another configuration under its name is refused."""
@@ -109,26 +87,35 @@ class Grid:
         folder = self.work / run.name
         folder.mkdir(exist_ok=True)
         write_json(folder / "run.json", identity(run.config))
-        arguments = ["--config", str(folder / "run.json"), "--output_dir", str(folder)]
-        arguments += ["--resume_from_checkpoint", "auto"]
-        process = self.context.Process(target=train, args=(arguments, self.work / f"{run.name}.log"))
-        process.start()
-        self.running[process] = (run, time.monotonic())
+        command = [sys.executable, str(ROOT / "post_train.py"), "--config", str(folder / "run.json")]
+        command += ["--output_dir", str(folder), "--resume_from_checkpoint", "auto"]
+        with self.log(run).open("ab") as log:  # in ROOT: the recipe names the model by its place in the repository
+            words = {"cwd": ROOT, "env": os.environ | THREADS, "stdout": log, "stderr": subprocess.STDOUT}
+            self.running[subprocess.Popen(command, **words)] = (run, time.monotonic())
+
+    def log(self, run: Run) -> Path:
+        return self.work / f"{run.name}.log"
 
     def collect(self) -> None:
         """Take the results of the runs that have ended."""
-        for process in [process for process in self.running if process.exitcode is not None]:
+        for process in [process for process in self.running if process.poll() is not None]:
             run, begun = self.running.pop(process)
-            folder, code = self.work / run.name, process.exitcode
-            failure = read_object(folder / "status.json")["message"] if code == FAILED else ""
-            if code == DONE or LOST in failure:
-                results.write(self.folder / f"{run.name}.json", results.distil(run, folder, self.commit, failure))
-                shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+            code, failure = process.returncode, self.failure(run)
+            if code == DONE or (code == FAILED and LOST in failure):
+                record = results.distil(run, self.work / run.name, self.commit, failure)
+                results.write(self.folder / f"{run.name}.json", record)
+                shutil.rmtree(self.work / run.name / "checkpoints", ignore_errors=True)
                 self.pace.append((time.monotonic() - begun) / core_seconds(run.config))
             elif code in (PREEMPTED, -signal.SIGTERM, -signal.SIGKILL):
                 self.left.insert(0, run)
             else:
-                self.broken.append(f"{run.name} ended with exit code {code}: see {self.work / run.name}.log")
+                self.broken.append(f"{run.name} ended with exit code {code}: see {self.log(run)}")
+
+    def failure(self, run: Run) -> str:
+        """The sentence with which training had to stop, if it had to."""
+        status = self.work / run.name / "status.json"
+        told = read_object(status) if status.is_file() else {}
+        return told["message"] if told.get("state") == "failed" else ""
 
     def stop(self) -> None:
         """Tell all runs to save and end, and end those that do not."""
@@ -136,10 +123,11 @@ class Grid:
             process.terminate()
         patience = time.monotonic() + LAST_WORDS
         for process in self.running:
-            process.join(max(0.0, patience - time.monotonic()))
-            if process.exitcode is None:
+            try:
+                process.wait(max(0.0, patience - time.monotonic()))
+            except subprocess.TimeoutExpired:
                 process.kill()
-                process.join()
+                process.wait()
         self.collect()
 
     def progress(self) -> int:
@@ -151,8 +139,8 @@ class Grid:
 def work_off(grid: Grid, jobs: int, deadline: float, cut: bool) -> None:
     """Until all is done, the budget ends, a signal comes, or nothing that is left can end in time."""
     told: list[int] = []
-    total = sum(run.config.max_steps for run in grid.runs)
-    with heard(lambda number, _: told.append(number)), tqdm(total=total, initial=grid.progress(), unit="it") as bar:
+    words = {"total": sum(run.config.max_steps for run in grid.runs), "initial": grid.progress(), "mininterval": 2}
+    with heard(lambda number, _: told.append(number)), tqdm(**words, unit="it") as bar:
         while not told and time.monotonic() < deadline - LAST_WORDS:
             grid.collect()
             grid.fill(jobs, deadline, cut)
@@ -225,7 +213,6 @@ def main(arguments: Sequence[str] | None = None, studies: Mapping[str, Study] = 
     except (ValueError, FileNotFoundError) as error:
         print(f"ablate.py: {error}", file=sys.stderr)
         return WRONG_INPUT
-    os.environ.update(THREADS)
     work_off(grid, args.jobs, deadline + 60 * args.budget_minutes, args.cut)
     if args.pack:
         names = [run.name for run in sorted(grid.left, key=lambda run: -grid.step(run))]

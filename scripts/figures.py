@@ -65,7 +65,7 @@ def draw_curves(axes: np.ndarray, arms: Arms) -> None:
         for (arm, records), colour in zip(arms.items(), COLOURS, strict=False):
             band(ax, list(records.values()), key, colour, arm)
         ax.set(title=title, xlabel="iteration")
-    axes.flat[0].legend(fontsize=7)
+    axes.flat[0].legend()
 
 
 def draw_balancing(axes: np.ndarray, arms: Arms) -> None:
@@ -76,7 +76,7 @@ def draw_balancing(axes: np.ndarray, arms: Arms) -> None:
                 band(ax, list(arms[arm].values()), key, colour, label)
             ax.set(title=name if key == "reward/total" else "", xlabel="iteration")
         row[0].set_ylabel(CURVES[key])
-    axes[0, 0].legend(title="equalizer", fontsize=7)
+    axes[0, 0].legend(title="equalizer")
 
 
 def draw_gradients(axes: np.ndarray, arms: Arms) -> None:
@@ -98,7 +98,7 @@ def draw_gradients(axes: np.ndarray, arms: Arms) -> None:
             ax.plot(sigma, measured[noisy], "o", ms=4, color=colour, label=name)
         ax.set(title=title, xlabel="noise level sigma of the step", yscale="log")
     axes.flat[0].set_ylabel("norm of dL/dv")
-    axes.flat[0].legend(title="dots measured, lines |b|/std", fontsize=7)
+    axes.flat[0].legend(title="dots measured, lines |b|/std")
 
 
 def schedule_of(record: Record) -> Schedule:
@@ -117,7 +117,7 @@ def draw_schedules(axes: np.ndarray, arms: Arms) -> None:
             for arm, colour in zip(names, COLOURS, strict=False):
                 band(ax, list(arms[arm].values()), key, colour, arm)
             ax.set(title=title, xlabel="iteration")
-        row[0].legend(fontsize=7)
+        row[0].legend()
 
 
 FIGURES: dict[str, tuple[tuple[int, int], Draw]] = {  # study -> rows and columns, what is drawn; others: draw_curves
@@ -126,11 +126,11 @@ FIGURES: dict[str, tuple[tuple[int, int], Draw]] = {  # study -> rows and column
 }
 
 
-def draw(path: Path, shape: tuple[int, int], plot: Callable[[np.ndarray], None]) -> None:
-    """A figure of so many rows and columns of panels."""
-    with matplotlib.rc_context(STYLE):
+def draw(path: Path, shape: tuple[int, int], plot: Callable[[np.ndarray], None], share: bool | str = False) -> None:
+    """A figure of so many rows and columns of panels; `share`: their vertical axes, as matplotlib names it."""
+    with matplotlib.rc_context(STYLE | {"axes.titlesize": 9, "legend.fontsize": 7}):
         figure = Figure(figsize=(SIZE[0] * shape[1], SIZE[1] * shape[0]), layout="constrained")
-        plot(figure.subplots(*shape, squeeze=False))
+        plot(figure.subplots(*shape, squeeze=False, sharey=share))
         figure.savefig(path, dpi=110, metadata={"Software": None})
 
 
@@ -143,7 +143,8 @@ def draw_all(plan: Plan, studies: Mapping[str, Study], found: Mapping[str, Recor
             continue
         shape, plot = FIGURES.get(name, ((1, 4), draw_curves))
         paths[name] = folder / f"results_{name}.png"
-        draw(paths[name], shape, lambda axes, plot=plot, arms=arms: plot(axes, arms))
+        share = "row" if name == "balancing" else False
+        draw(paths[name], shape, lambda axes, plot=plot, arms=arms: plot(axes, arms), share)
         if name == "balancing":
             paths["gradients"] = folder / "results_gradients.png"
             draw(paths["gradients"], (1, 2), lambda axes, arms=arms: draw_gradients(axes, arms))

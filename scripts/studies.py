@@ -16,11 +16,11 @@ from typing import Any
 
 from sage_grpo.config import Config, ConfigError
 from sage_grpo.flags import from_values, yaml_mapping
+from sage_grpo.train.checkpoint import PLACES
 from sage_grpo.train.rollout import exploring_steps
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "configs" / "tiny_ablation.yaml"
-PLACES = ("output_dir", "overwrite", "resume_from_checkpoint", "init_from_checkpoint", "prompt_cache")  # not what it is
 POINTS = 40  # of a curve
 Flags = Mapping[str, Any]
 
@@ -77,6 +77,10 @@ EQUAL_ENERGY = {"sage": 0.4623, "dance": 1.3229, "flow": 0.5410, "cps": 0.4778, 
 PUSHED = {"learning_rate": 5e-4, "updates_per_rollout": 2}  # hard, and so that the velocity term has a say
 WARMING = {"kl_schedule": "two_stage", "kl_warmup_steps": 60}
 ADAPTIVE = {"kl_schedule": "adaptive", "kl_warmup_steps": 10, "kl_coef": 0.01, "kl_min_coef": 0.01, "kl_weight": 10.0}
+PUBLISHED = {
+    "sde_window": "all", "eta": 0.5, "kl_weight": 1e-5, "kl_coef": 1e-7, "kl_min_coef": 1e-7, "kl_target": 1e-5,
+    "kl_schedule": "adaptive", "step_kl_estimator": "logprob",
+}  # fmt: skip
 
 
 def table2_arms() -> dict[str, Flags]:
@@ -187,6 +191,10 @@ STUDIES: dict[str, Study] = {
     "advantage": Study(
         "Divide advantages by the spread of the group or of the batch?",
         {"group": {}, "batch": {"advantage_std": "batch"}},
+    ),
+    "published": Study(
+        "The published settings of exploration and KL, at the learning rate and batch of the others?",
+        {"ours": {}, "published": PUBLISHED},
     ),
     "table2": Study(
         "The paper's Table 2: reward settings, SDEs, with and without KL",

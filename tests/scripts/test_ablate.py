@@ -10,6 +10,7 @@ import time
 import pytest
 import yaml
 
+import post_train
 from sage_grpo.train.guards import DONE, FAILED, PREEMPTED, WRONG_INPUT
 from scripts import ablate, results
 from scripts.studies import Plan, Study, core_seconds, identity
@@ -28,9 +29,9 @@ def recipe(tiny_folder, tmp_path_factory):
     (folder / "prompts.txt").write_text("a red circle moving left\na green square moving right\n")
     flags = {
         "pretrained_model_root": str(tiny_folder), "train_prompts": [str(folder / "prompts.txt")],
-        "validation_prompts": [str(folder / "prompts.txt")], "batch_size": 4, "num_generations": 2, "max_steps": 20,
+        "validation_prompts": [str(folder / "prompts.txt")], "batch_size": 4, "num_generations": 2, "max_steps": 12,
         "num_sampling_steps": 2, "num_frames": 5, "guidance_scale": 1.0, "validation_num_inference_steps": 2,
-        "validate_at_step0": True, "validation_interval": 10, "save_interval": 0, "reward_model": ["shapes"],
+        "validate_at_step0": True, "validation_interval": 6, "save_interval": 0, "reward_model": ["shapes"],
         "kl_weight": 0.3, "kl_schedule": "fixed", "enable_gradient_checkpointing": False, "report_to": ["none"],
     }  # fmt: skip
     (folder / "recipe.yaml").write_text(yaml.safe_dump(flags))
@@ -50,23 +51,12 @@ def call(recipe):
 
 @pytest.fixture(scope="module")
 def done(call, tmp_path_factory):
-    """The folders of the whole grid."""
-    place = tmp_path_factory.mktemp("done")
-    assert call(place, "--jobs", 2) == DONE
-    return place
-
-
-def test_every_configuration_runs_once_and_leaves_one_file(call, done, capsys):
-    files = sorted((done / "results").iterdir())
-    assert [file.name for file in files] == ["first-base-1.json", "first-more-1.json"]
-    record = results.read(files[1])
-    assert (record["study"], record["arm"], record["seed"], record["commit"]) == ("first", "more", 1, "abc")
-    assert record["config"]["eta"] == 0.9 and record["config"]["kl_weight"] == 0.3
-    assert record["steps"] == [1, 2] and record["validation"]["step"] == [0, 2] and "torch" in record["versions"]
-    assert not list((done / "work").glob("*/checkpoints"))
-    written = [file.stat().st_mtime_ns for file in files]
-    assert call(done) == DONE and [file.stat().st_mtime_ns for file in files] == written
-    assert "2 of 2 runs are done" in capsys.readouterr().out
+    """The grid, stopped in its first run, packed and finished elsewhere: the places of both parts."""
+    here, there = (tmp_path_factory.mktemp(name) for name in ("here", "there"))
+    when_begun(here / "work" / "first-base-1" / "status.json", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert call(here, "--studies", "second", "--pack", here / "slice.tar") == PREEMPTED
+    assert call(there, "--unpack", here / "slice.tar") == DONE
+    return here, there
 
 
 def when_begun(status, then):
@@ -82,22 +72,34 @@ def when_begun(status, then):
     threading.Thread(target=watch, daemon=True).start()
 
 
-def test_a_run_that_is_stopped_and_resumed_elsewhere_gives_the_same_numbers(call, done, tmp_path, capsys):
-    here, there, file = tmp_path / "here", tmp_path / "there", tmp_path / "slice.tar"
-    run = here / "work" / "first-base-1"
-    when_begun(run / "status.json", lambda: os.kill(os.getpid(), signal.SIGTERM))
-    assert call(here, "--studies", "second", "--pack", file) == PREEMPTED
-    stopped = json.loads((run / "status.json").read_text())
-    assert stopped["state"] == "preempted" and 1 <= stopped["step"] < 20
-    assert "0 of 1 runs are done" in capsys.readouterr().out and not list((here / "results").iterdir())
-    with tarfile.open(file) as tar:
-        assert f"runs/first-base-1/checkpoints/step-{stopped['step']:06d}/manifest.json" in tar.getnames()
+def test_every_configuration_runs_once_and_leaves_one_file(call, done, capsys):
+    _, there = done
+    files = sorted((there / "results").iterdir())
+    assert [file.name for file in files] == ["first-base-1.json", "first-more-1.json"]
+    record = results.read(files[1])
+    assert (record["study"], record["arm"], record["seed"], record["commit"]) == ("first", "more", 1, "abc")
+    assert record["config"]["eta"] == 0.9 and record["config"]["kl_weight"] == 0.3
+    assert record["steps"] == [1, 2] and record["validation"]["step"] == [0, 2] and "torch" in record["versions"]
+    assert not list((there / "work").glob("*/checkpoints"))
+    written = [file.stat().st_mtime_ns for file in files]
+    assert call(there) == DONE and [file.stat().st_mtime_ns for file in files] == written
+    assert "2 of 2 runs are done" in capsys.readouterr().out
 
-    assert call(there, "--studies", "second", "--unpack", file) == DONE
-    resumed, whole = (results.read(place / "results" / "first-base-1.json") for place in (there, done))
+
+def test_a_run_that_is_stopped_and_resumed_elsewhere_gives_the_same_numbers(done, recipe, tmp_path):
+    here, there = done
+    stopped = json.loads((here / "work" / "first-base-1" / "status.json").read_text())
+    assert stopped["state"] == "preempted" and 1 <= stopped["step"] < 12 and not list((here / "results").iterdir())
+    with tarfile.open(here / "slice.tar") as tar:
+        assert f"runs/first-base-1/checkpoints/step-{stopped['step']:06d}/manifest.json" in tar.getnames()
     starts = (there / "work" / "first-base-1" / "metrics.jsonl").read_text().count('"kind": "run"')
-    assert starts == 2 and len(whole["steps"]) == 20
-    assert {name: resumed[name] for name in NUMBERS} == {name: whole[name] for name in NUMBERS}
+    resumed = results.read(there / "results" / "first-base-1.json")
+    assert starts == 2 and resumed["steps"] == list(range(1, 13))
+
+    run = next(iter(Plan(recipe=recipe, studies=DEMO).runs.values()))
+    assert post_train.main(["--config", str(recipe), "--seed", "1", "--output_dir", str(tmp_path / "run")]) == DONE
+    straight = results.distil(run, tmp_path / "run", "abc")
+    assert {name: resumed[name] for name in NUMBERS} == {name: straight[name] for name in NUMBERS}
 
 
 def test_a_changed_configuration_is_refused(call, recipe, tmp_path, capsys):
@@ -110,7 +112,7 @@ def test_a_changed_configuration_is_refused(call, recipe, tmp_path, capsys):
 
 
 def test_results_of_another_configuration_are_refused(call, done, tmp_path, capsys):
-    record = results.read(done / "results" / "first-more-1.json")
+    record = results.read(done[1] / "results" / "first-more-1.json")
     (tmp_path / "results").mkdir()
     results.write(tmp_path / "results" / "first-base-1.json", record)
     assert call(tmp_path) == WRONG_INPUT
@@ -123,7 +125,7 @@ def test_an_unknown_study_is_refused(call, tmp_path, capsys):
 
 
 def test_the_list_counts_shared_runs_once(call, done, capsys):
-    assert call(done, "--list") == DONE
+    assert call(done[1], "--list") == DONE
     rows = {line.split()[0]: line.split()[1:5] for line in capsys.readouterr().out.splitlines()}
     assert rows["first"] == ["2", "1", "2", "2"] and rows["second"] == ["1", "1", "0", "0"]
     assert rows["all"][:2] == ["2", "2"]
@@ -149,13 +151,19 @@ def test_only_numbers_that_are_lost_are_a_result(call, done, recipe, tmp_path, c
     """A run that training had to stop is a collapse; one that a machine stopped is not."""
 
     class Ended:
-        exitcode = FAILED
+        returncode = FAILED
+
+        def poll(self):
+            return self.returncode
 
     runs = [run for run in Plan(recipe=recipe, studies=DEMO).runs.values() if run.arm == "more"]
     grid = ablate.Grid(runs, tmp_path / "work", tmp_path / "results", "abc")
     (tmp_path / "work" / runs[0].name).mkdir()
-    for name, text in (("status.json", json.dumps({"step": 2, "message": message})), ("metrics.jsonl", None)):
-        text = text or (done / "work" / runs[0].name / name).read_text()
+    for name, text in (
+        ("status.json", json.dumps({"step": 2, "state": "failed", "message": message})),
+        ("metrics.jsonl", None),
+    ):
+        text = text or (done[1] / "work" / runs[0].name / name).read_text()
         (tmp_path / "work" / runs[0].name / name).write_text(text)
     grid.left, grid.running = [], {Ended(): (runs[0], time.monotonic())}
     grid.collect()
