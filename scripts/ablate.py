@@ -50,7 +50,9 @@ class Grid:
             path.mkdir(parents=True, exist_ok=True)
         self.runs, self.left = runs, [run for run in runs if not self.finished(run)]
         self.left.sort(key=lambda run: -self.step(run))  # stable: what has begun, then in the order of the studies
-        self.running: dict[subprocess.Popen[bytes], tuple[Run, float]] = {}
+        # with when they were started and how many core-seconds were planned for the rest of them
+        self.running: dict[subprocess.Popen[bytes], tuple[Run, float, float]] = {}
+        self.stopping = False
         self.broken: list[str] = []
         self.pace: list[float] = []  # seconds per planned core-second, of runs that ended
 
@@ -70,8 +72,11 @@ class Grid:
 
     def seconds(self, run: Run) -> float:
         """What the rest of a run will take, judged by the runs that ended."""
-        pace = sorted(self.pace)[len(self.pace) // 2] if self.pace else 1.0
-        return pace * core_seconds(run.config) * (1 - self.step(run) / max(run.config.max_steps, 1))
+        return (sorted(self.pace)[len(self.pace) // 2] if self.pace else 1.0) * self.planned(run)
+
+    def planned(self, run: Run) -> float:
+        """Core-seconds of the rest of a run."""
+        return core_seconds(run.config) * max(0.01, 1 - self.step(run) / max(run.config.max_steps, 1))
 
     def fill(self, jobs: int, deadline: float, cut: bool) -> None:
         """Start runs on free places: those that have begun, and new ones that can end in time or may be cut."""
@@ -89,9 +94,15 @@ class Grid:
         write_json(folder / "run.json", identity(run.config))
         command = [sys.executable, str(ROOT / "post_train.py"), "--config", str(folder / "run.json")]
         command += ["--output_dir", str(folder), "--resume_from_checkpoint", "auto"]
-        with self.log(run).open("ab") as log:  # in ROOT: the recipe names the model by its place in the repository
-            words = {"cwd": ROOT, "env": os.environ | THREADS, "stdout": log, "stderr": subprocess.STDOUT}
-            self.running[subprocess.Popen(command, **words)] = (run, time.monotonic())
+        with self.log(run).open("ab") as log:
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,  # the recipe names the model by its place in the repository
+                env=os.environ | THREADS,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        self.running[process] = (run, time.monotonic(), self.planned(run))
 
     def log(self, run: Run) -> Path:
         return self.work / f"{run.name}.log"
@@ -99,14 +110,14 @@ class Grid:
     def collect(self) -> None:
         """Take the results of the runs that have ended."""
         for process in [process for process in self.running if process.poll() is not None]:
-            run, begun = self.running.pop(process)
+            run, begun, planned = self.running.pop(process)
             code, failure = process.returncode, self.failure(run)
             if code == DONE or (code == FAILED and LOST in failure):
                 record = results.distil(run, self.work / run.name, self.commit, failure)
                 results.write(self.folder / f"{run.name}.json", record)
                 shutil.rmtree(self.work / run.name / "checkpoints", ignore_errors=True)
-                self.pace.append((time.monotonic() - begun) / core_seconds(run.config))
-            elif code in (PREEMPTED, -signal.SIGTERM, -signal.SIGKILL):
+                self.pace.append((time.monotonic() - begun) / planned)
+            elif code in (PREEMPTED, -signal.SIGTERM) or (self.stopping and code == -signal.SIGKILL):
                 self.left.insert(0, run)
             else:
                 self.broken.append(f"{run.name} ended with exit code {code}: see {self.log(run)}")
@@ -119,6 +130,7 @@ class Grid:
 
     def stop(self) -> None:
         """Tell all runs to save and end, and end those that do not."""
+        self.stopping = True
         for process in self.running:
             process.terminate()
         patience = time.monotonic() + LAST_WORDS
@@ -132,7 +144,7 @@ class Grid:
 
     def progress(self) -> int:
         """Iterations done, of all runs."""
-        unfinished = {run.name for run in self.left} | {run.name for run, _ in self.running.values()}
+        unfinished = {run.name for run in self.left} | {run.name for run, _, _ in self.running.values()}
         return sum(self.step(run) if run.name in unfinished else run.config.max_steps for run in self.runs)
 
 

@@ -165,10 +165,10 @@ def test_only_numbers_that_are_lost_are_a_result(call, done, recipe, tmp_path, c
     ):
         text = text or (done[1] / "work" / runs[0].name / name).read_text()
         (tmp_path / "work" / runs[0].name / name).write_text(text)
-    grid.left, grid.running = [], {Ended(): (runs[0], time.monotonic())}
+    grid.left, grid.running = [], {Ended(): (runs[0], time.monotonic() - 30, 10.0)}
     grid.collect()
     assert bool(grid.broken) == (code == FAILED)
     written = tmp_path / "results" / "first-more-1.json"
     assert written.is_file() == (code == DONE)
     if code == DONE:
-        assert results.read(written)["collapsed"] == message
+        assert results.read(written)["collapsed"] == message and grid.pace == [pytest.approx(3, abs=0.2)]

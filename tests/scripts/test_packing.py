@@ -69,7 +69,9 @@ def test_what_is_there_and_as_far_stays(here, tmp_path):
     there = tmp_path / "there"
     make_run(there, NAMES[1], 6)
     make_run(there, NAMES[2], 6)
+    results.write(folder / f"{NAMES[0]}.json", invented(RUNS[0]) | {"commit": "ours"})
     packing.unpack(tmp_path / "a.tar", folder, there, NAMES)
+    assert results.read(folder / f"{NAMES[0]}.json")["commit"] == "ours"
     assert (there / NAMES[1] / "metrics.jsonl").read_text() == "metrics.jsonl of 6"
     assert (there / NAMES[2] / "metrics.jsonl").read_text() == "metrics.jsonl of 7"
     assert not (there / NAMES[2] / "validation").exists()  # it goes on from the other's state, with the other's files
