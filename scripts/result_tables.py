@@ -2,7 +2,9 @@
 
 Runs are paired by seed. A difference has its 95 % interval by Student's t over pairs. It counts as better or worse only
 if this interval leaves out 0 and its p-value, corrected by Holm over the arms of the study, is below 0.05; all else is
-undecided. A run that training had to stop has no last validation: it leaves the pairs and is counted as collapsed.
+undecided. A run that training had to stop has no last validation: it leaves the pairs and is counted as collapsed. So
+is one whose last validation, against its first, has a reward lower by more than two standard errors of the clips, or a
+distance to the manifold half as large again.
 """
 
 import math

@@ -5,9 +5,12 @@ import pytest
 from sage_grpo.algo.sde import build_schedule, flow_sigmas
 from sage_grpo.config import check
 from sage_grpo.models.layout import sampling_defaults
+from sage_grpo.train.build import check_steps
+from sage_grpo.train.rollout import exploring_steps
 from scripts.studies import EQUAL_ENERGY, RECIPE, ROOT, SDES, STUDIES, Plan, core_seconds, lasting
 
 PLAN = Plan()
+SHIFT = sampling_defaults(ROOT / "assets" / "tiny").shift
 
 
 def configs(name):
@@ -15,8 +18,10 @@ def configs(name):
 
 
 def test_every_run_is_sound_and_has_a_name_of_its_own():
-    for run in PLAN.runs.values():
-        check(run.config)
+    for config in (run.config for run in PLAN.runs.values()):
+        check(config)
+        sampler = build_schedule(config.sde_type, flow_sigmas(config.num_sampling_steps, SHIFT), config.eta)
+        check_steps(config, sampler.window(exploring_steps(config.sde_window, sampler.num_steps, 0, config.seed)))
     names = [run.name for run in PLAN.runs.values()]
     assert len(set(names)) == len(names) and all(set(name) <= set(NAME_LETTERS) for name in names)
     assert len(PLAN.runs) < len(PLAN.keys)
@@ -45,9 +50,8 @@ def test_arms_of_a_pair_differ_in_nothing_but_the_equalizer():
 
 
 def test_equal_energy_is_equal():
-    shift = sampling_defaults(ROOT / "assets" / "tiny").shift
     for name, config in configs("energy").items():
-        schedule = build_schedule(config.sde_type, flow_sigmas(config.num_sampling_steps, shift), EQUAL_ENERGY[name])
+        schedule = build_schedule(config.sde_type, flow_sigmas(config.num_sampling_steps, SHIFT), EQUAL_ENERGY[name])
         assert config.eta == EQUAL_ENERGY[name] and config.sde_window == "all_but_last"
         assert schedule.std[:-1].square().sum() == pytest.approx(1.0, abs=5e-4)
 
