@@ -1,0 +1,182 @@
+"""The figures and tables of docs/results.md, from the files in results/ and from nothing else.
+
+    python scripts/figures.py                                     after scripts/ablate.py has added results
+    python scripts/figures.py --results DIR --page FILE.md        of a trial
+
+Draws docs/figures/results_STUDY.png of every study that has results, the paper's Figures 3, 4, 7, 8 and 9 among them,
+and refreshes the tables that stand between marks in the page; a page that is not there yet is begun. Bands are 95 %
+intervals over seeds.
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from sage_grpo.algo.equalizer import equalizer, gradient_scale
+from sage_grpo.algo.sde import Schedule, build_schedule, flow_sigmas
+from sage_grpo.intervals import interval
+from sage_grpo.models.layout import sampling_defaults
+from sage_grpo.tools.report_figures import BLUE, GREEN, GREY, ORANGE, PURPLE, STYLE
+from sage_grpo.train.rollout import exploring_steps
+from scripts.result_tables import Arms, arms_of, first_page, refreshed, tables
+from scripts.results import Record, curve, mean, read_all
+from scripts.sde_study import plot_std
+from scripts.studies import RECIPE, SDES, STUDIES, Plan, Study
+
+COLOURS = (BLUE, ORANGE, GREEN, PURPLE, "#b4433a", GREY, "#c9b458", "#1f2933")
+CURVES = {"reward/total": "reward", "reward/group_std": "exploration: reward std inside a group",
+          "gold/match": "gold match", "gold/distance": "distance to the manifold"}  # fmt: skip
+WINDOW = 5  # points of a running mean
+SIZE = (3.3, 2.5)  # inches of one panel
+Draw = Callable[[np.ndarray, Arms], None]
+
+
+def smooth(values: np.ndarray) -> np.ndarray:
+    """Running mean over WINDOW points, shorter at the ends; what is missing has no part in it."""
+    there, window = np.isfinite(values), np.ones(min(WINDOW, len(values)))
+    sums, counts = (np.convolve(v, window, "same") for v in (np.where(there, values, 0.0), there.astype(float)))
+    return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
+
+
+def band(ax: Axes, records: Sequence[Record], key: str, colour: str, label: str) -> None:
+    """Mean over seeds of a smoothed curve with its interval; points where all of them have a value."""
+    if not records:
+        return
+    length = min(len(record["steps"]) for record in records)
+    steps = records[0]["steps"][:length]
+    points = [interval(column) for column in np.array([smooth(curve(r, key))[:length] for r in records]).T]
+    middle, half = (np.array([getattr(point, name) for point in points]) for name in ("mean", "half"))
+    ax.plot(steps, middle, color=colour, label=label)
+    ax.fill_between(steps, middle - half, middle + half, color=colour, alpha=0.15, lw=0)
+
+
+def draw_curves(axes: np.ndarray, arms: Arms) -> None:
+    """Reward, exploration and gold in training, an arm each colour."""
+    for ax, (key, title) in zip(axes.flat, CURVES.items(), strict=True):
+        for (arm, records), colour in zip(arms.items(), COLOURS, strict=False):
+            band(ax, list(records.values()), key, colour, arm)
+        ax.set(title=title, xlabel="iteration")
+    axes.flat[0].legend()
+
+
+def draw_balancing(axes: np.ndarray, arms: Arms) -> None:
+    """Figure 3: with and without the equalizer, a column for each SDE; reward, then the gold metrics."""
+    for row, key in zip(axes, ("reward/total", "gold/match", "gold/distance"), strict=True):
+        for ax, name in zip(row, SDES, strict=True):
+            for arm, colour, label in ((name, BLUE, "with"), (f"{name} off", ORANGE, "without")):
+                band(ax, list(arms[arm].values()), key, colour, label)
+            ax.set(title=name if key == "reward/total" else "", xlabel="iteration")
+        row[0].set_ylabel(CURVES[key])
+    axes[0, 0].legend(title="equalizer")
+
+
+def draw_gradients(axes: np.ndarray, arms: Arms) -> None:
+    """Figure 4: measured norm of dL/dv by noise level, and |b|/std of the sampler scaled to it, without and with S."""
+    for ax, word, title in zip(axes.flat, (" off", ""), ("without the equalizer", "with the equalizer"), strict=True):
+        for name, colour in zip(SDES, COLOURS, strict=False):
+            records = list(arms[f"{name}{word}"].values())
+            if not records:
+                continue
+            schedule = schedule_of(records[0])
+            measured = np.array([[math.nan if v is None else v for v in r["per_step"]["grad_v"]] for r in records])
+            measured = np.array([mean(column) for column in measured.T])
+            factor = equalizer(schedule, enabled=not word).numpy()
+            noisy = schedule.stochastic.numpy()
+            predicted = (factor * gradient_scale(schedule).numpy())[noisy]
+            scale = np.exp(mean(np.log(measured[noisy]) - np.log(predicted)))
+            sigma = schedule.sigmas[:-1].numpy()[noisy]
+            ax.plot(sigma, scale * predicted, lw=1, color=colour)
+            ax.plot(sigma, measured[noisy], "o", ms=4, color=colour, label=name)
+        ax.set(title=title, xlabel="noise level sigma of the step", yscale="log")
+    axes.flat[0].set_ylabel("norm of dL/dv")
+    axes.flat[0].legend(title="dots measured, lines |b|/std")
+
+
+def schedule_of(record: Record) -> Schedule:
+    """The sampler of a run's first iteration, computed from its configuration."""
+    c = record["config"]
+    shift = c["timestep_shift"] or sampling_defaults(ROOT / c["pretrained_model_root"]).shift
+    whole = build_schedule(c["sde_type"], flow_sigmas(c["num_sampling_steps"], shift), c["eta"])
+    return whole.window(exploring_steps(c["sde_window"], whole.num_steps, 0, c["seed"]))
+
+
+def draw_schedules(axes: np.ndarray, arms: Arms) -> None:
+    """Figure 7: VQ, MQ, TA and the coefficient under three schedules, at the published scale and at one that acts."""
+    keys = {"reward/VQ": "VQ", "reward/MQ": "MQ", "reward/TA": "TA", "kl/coef": "KL coefficient"}
+    for row, names in zip(axes, (list(arms)[:3], list(arms)[3:]), strict=True):
+        for ax, (key, title) in zip(row, keys.items(), strict=True):
+            for arm, colour in zip(names, COLOURS, strict=False):
+                band(ax, list(arms[arm].values()), key, colour, arm)
+            ax.set(title=title, xlabel="iteration")
+        row[0].legend()
+
+
+FIGURES: dict[str, tuple[tuple[int, int], Draw]] = {  # study -> rows and columns, what is drawn; others: draw_curves
+    "balancing": ((3, 5), draw_balancing),
+    "schedules": ((2, 4), draw_schedules),
+}
+
+
+def draw(path: Path, shape: tuple[int, int], plot: Callable[[np.ndarray], None], share: bool | str = False) -> None:
+    """A figure of so many rows and columns of panels; `share`: their vertical axes, as matplotlib names it."""
+    with matplotlib.rc_context(STYLE | {"axes.titlesize": 9, "legend.fontsize": 7}):
+        figure = Figure(figsize=(SIZE[0] * shape[1], SIZE[1] * shape[0]), layout="constrained")
+        plot(figure.subplots(*shape, squeeze=False, sharey=share))
+        figure.savefig(path, dpi=110, metadata={"Software": None})
+
+
+def draw_all(plan: Plan, studies: Mapping[str, Study], found: Mapping[str, Record], folder: Path) -> dict[str, Path]:
+    """Figures by name: one of each study with results, Figure 4 as `gradients`, Figure 9 as `std`."""
+    paths = {}
+    for name, study in studies.items():
+        arms = arms_of(plan, name, study, found)
+        if not any(arms.values()) or name == "table2":
+            continue
+        shape, plot = FIGURES.get(name, ((1, 4), draw_curves))
+        paths[name] = folder / f"results_{name}.png"
+        share = "row" if name == "balancing" else False
+        draw(paths[name], shape, lambda axes, plot=plot, arms=arms: plot(axes, arms), share)
+        if name == "balancing":
+            paths["gradients"] = folder / "results_gradients.png"
+            draw(paths["gradients"], (1, 2), lambda axes, arms=arms: draw_gradients(axes, arms))
+    paths["std"] = folder / "results_std.png"
+    draw(paths["std"], (1, 3), lambda axes: plot_std(list(axes.flat)))
+    return paths
+
+
+def main(arguments: Sequence[str] | None = None, studies: Mapping[str, Study] = STUDIES) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=ROOT / "results")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "results.md")
+    parser.add_argument("--recipe", type=Path, default=RECIPE, help="YAML file that the studies vary")
+    args = parser.parse_args(arguments)
+    try:
+        plan, found = Plan(recipe=args.recipe, studies=studies), read_all(args.results)
+    except (ValueError, FileNotFoundError) as error:
+        print(f"figures.py: {error}", file=sys.stderr)
+        return 2
+    if unknown := sorted(f"{r['study']}-{r['arm']}-{r['seed']}" for key, r in found.items() if key not in plan.runs):
+        print(f"figures.py: {len(unknown)} results are of no study any more, such as {unknown[0]}", file=sys.stderr)
+        return 2
+    folder = args.page.parent / "figures"
+    folder.mkdir(parents=True, exist_ok=True)
+    paths, made = draw_all(plan, studies, found, folder), tables(plan, studies, found)
+    links = {name: path.relative_to(args.page.parent).as_posix() for name, path in paths.items()}
+    page = args.page.read_text(encoding="utf-8") if args.page.is_file() else first_page(studies, made, links)
+    args.page.write_text(refreshed(page, made), encoding="utf-8")
+    for path in (args.page, *paths.values()):
+        print("wrote", path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

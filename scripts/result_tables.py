@@ -1,0 +1,205 @@
+"""From results to tables: each arm of a study, and its difference from the arm that it is compared with.
+
+Runs are paired by seed. A difference has its 95 % interval by Student's t over pairs. It counts as better or worse only
+if this interval leaves out 0 and its p-value, corrected by Holm over the arms of the study, is below 0.05; all else is
+undecided. A run that training had to stop has no last validation: it leaves the pairs and is counted as collapsed. So
+is one whose last validation, against its first, has a reward lower by more than two standard errors of the clips, or a
+distance to the manifold half as large again.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from sage_grpo.intervals import Interval, holm, interval, p_value
+from sage_grpo.tools.paired import number
+from scripts.results import Record, curve, mean, validated
+from scripts.studies import Plan, Study
+
+LEVEL = 0.05
+BLOCK = re.compile(r"(<!-- results (\w+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
+REWARD = {"VQ": 0.5, "MQ": 0.5, "TA": 1.0}  # the paper's setting B, the default
+OVERALL = {"VQ": 1.0, "MQ": 1.0, "TA": 1.0}
+NOTE = __doc__.partition("\n\n")[2].strip().replace("\n", " ")
+
+
+def late(record: Record, key: str) -> float:
+    """Mean of a metric of training over the last third of the run."""
+    values = curve(record, key)
+    return mean(values[-(len(values) // 3 or 1) :])
+
+
+def weighted(record: Record, weights: Mapping[str, float], at: int = -1) -> float:
+    """The scores of a validation under weights that are the same for all runs, whatever theirs were."""
+    return sum(weight * validated(record, f"reward/{name}", at) for name, weight in weights.items())
+
+
+@dataclass(frozen=True)
+class Measure:
+    value: Callable[[Record], float]
+    better: int = 0  # +1 where more is better, -1 where less is, 0 where neither
+    decimals: int = 3
+
+
+MEASURES = {  # of the last validation; then of training
+    "reward": Measure(partial(weighted, weights=REWARD), 1),
+    "gold match": Measure(partial(validated, key="gold/match"), 1),
+    "gold distance": Measure(partial(validated, key="gold/distance"), -1, 4),
+    "exploration": Measure(partial(late, key="reward/group_std")),
+    "KL to the anchor": Measure(partial(late, key="kl/anchor"), decimals=6),
+    "seconds an iteration": Measure(lambda record: record["seconds"]["total"] or math.nan, decimals=2),
+}
+VERDICTS = {1: "**better**", -1: "**worse**", 0: "undecided"}
+
+Arms = Mapping[str, Mapping[int, Record]]  # arm -> seed -> results
+
+
+def arms_of(plan: Plan, name: str, study: Study, found: Mapping[str, Record]) -> Arms:
+    """The results of a study by arm and seed, as far as there are any."""
+    arms: dict[str, dict[int, Record]] = {arm: {} for arm in study.arms}
+    for (owner, arm, seed), key in plan.keys.items():
+        if owner == name and key in found:
+            arms[arm][seed] = found[key]
+    return arms
+
+
+def at_equal_reward(record: Record, other: Record, key: str) -> float:
+    """A gold metric where validation first has the reward that the better of both runs shares with the other.
+
+    Straight lines between validations; NaN where a run has but one.
+    """
+    rewards = [
+        sum(w * np.array(r["validation"][f"reward/{name}"], float) for name, w in REWARD.items())
+        for r in (record, other)
+    ]
+    level = min(float(np.nanmax(values)) for values in rewards)
+    gold = np.array(record["validation"][key], dtype=float)
+    for i in range(len(gold) - 1):
+        low, high = rewards[0][i], rewards[0][i + 1]
+        if min(low, high) <= level <= max(low, high) and low != high:
+            return float(gold[i] + (gold[i + 1] - gold[i]) * (level - low) / (high - low))
+    return math.nan
+
+
+def differences(arm: Mapping[int, Record], reference: Mapping[int, Record]) -> dict[str, list[float]]:
+    """Arm less reference by measure, one for each seed that both have."""
+    pairs = [(arm[seed], reference[seed]) for seed in sorted(arm.keys() & reference.keys())]
+    found = {name: [m.value(a) - m.value(b) for a, b in pairs] for name, m in MEASURES.items() if m.better}
+    for name, key in (("gold match", "gold/match"), ("gold distance", "gold/distance")):
+        equal = [at_equal_reward(a, b, key) - at_equal_reward(b, a, key) for a, b in pairs]
+        found[f"{name} at equal reward"] = equal
+    return found
+
+
+@dataclass(frozen=True)
+class Difference:
+    of: Interval
+    pairs: int
+    p: float  # corrected
+    better: int
+
+    @property
+    def verdict(self) -> int:
+        """+1 better, -1 worse, 0 undecided."""
+        return self.better * self.of.sign if self.p < LEVEL else 0
+
+
+def compared(study: Study, arms: Arms) -> dict[str, dict[str, Difference]]:
+    """By arm and measure; p-values are corrected over the arms of the study, for each measure by itself."""
+    asked = {arm: differences(arms[arm], arms[reference]) for arm in arms if (reference := study.reference(arm))}
+    result: dict[str, dict[str, Difference]] = {arm: {} for arm in asked}
+    for name in next(iter(asked.values()), {}):
+        better = MEASURES[name.removesuffix(" at equal reward")].better
+        corrected = holm([p_value(values[name]) for values in asked.values()])
+        for (arm, values), p in zip(asked.items(), corrected, strict=True):
+            pairs = sum(map(math.isfinite, values[name]))
+            result[arm][name] = Difference(interval(values[name]), pairs, p, better)
+    return result
+
+
+def study_table(study: Study, arms: Arms) -> str:
+    """Markdown: means and spreads of the arms, then the differences."""
+    rows = [["arm", "runs", "collapsed", *MEASURES]]
+    for arm, records in arms.items():
+        collapsed = sum(bool(record["collapsed"]) for record in records.values())
+        rows.append([arm, str(len(records)), str(collapsed), *(spread(m, records.values()) for m in MEASURES.values())])
+    text = "Mean ± standard deviation over seeds.\n\n" + markdown(rows)
+    found = compared(study, arms)
+    names = list(next(iter(found.values()), {}))
+    rows = [["difference", "pairs", *names]]
+    for arm, values in found.items():
+        pairs = max((d.pairs for d in values.values()), default=0)
+        cells = [shown(d, MEASURES[name.removesuffix(" at equal reward")].decimals) for name, d in values.items()]
+        rows.append([f"{arm} less {study.reference(arm)}", str(pairs), *cells])
+    corrected = f", p-values corrected over {len(found)} arms" if len(found) > 1 else ""
+    return f"{text}\nPaired differences with 95 % intervals{corrected}.\n\n{markdown(rows)}"
+
+
+def spread(measure: Measure, records: Iterable[Record]) -> str:
+    values = np.array([value for value in map(measure.value, records) if math.isfinite(value)])
+    middle = number(float(values.mean()) if len(values) else math.nan, measure.decimals)
+    return middle if len(values) < 2 else f"{middle} ± {number(float(values.std(ddof=1)), measure.decimals)}"
+
+
+def shown(difference: Difference, decimals: int) -> str:
+    """The difference, its interval and the verdict; fewer than 3 pairs decide nothing and have no interval."""
+    middle = number(difference.of.mean, decimals, "+")
+    if math.isnan(difference.of.half):
+        return middle
+    ends = " to ".join(
+        number(difference.of.mean + end, decimals, "+") for end in (-difference.of.half, difference.of.half)
+    )
+    return f"{middle} ({ends}), p {difference.p:.2g}: {VERDICTS[difference.verdict]}"
+
+
+def table2(arms: Arms) -> str:
+    """The paper's Table 2 on the embedded world: the base model, then each arm, with 95 % intervals over seeds."""
+    columns: dict[str, tuple[Callable[..., float], int]] = {"Overall": (partial(weighted, weights=OVERALL), 3)}
+    columns |= {name: (partial(validated, key=f"reward/{name}"), 3) for name in ("VQ", "MQ", "TA")}
+    columns |= {"gold match": (partial(validated, key="gold/match"), 3)}
+    columns |= {"gold distance": (partial(validated, key="gold/distance"), 4)}
+    rows = [["method", "runs", *columns]]
+    records = [record for found in arms.values() for record in found.values()]
+    if records:  # all runs start with the same clips
+        rows.append(
+            ["base model", "", *(number(value(records[0], at=0), digits) for value, digits in columns.values())]
+        )
+    for arm, found in arms.items():
+        cells = [interval([value(record) for record in found.values()]) for value, _ in columns.values()]
+        digits = [decimals for _, decimals in columns.values()]
+        shown = [f"{number(c.mean, d)} ± {number(c.half, d)}" for c, d in zip(cells, digits, strict=True)]
+        rows.append([arm, str(len(found)), *shown])
+    return markdown(rows)
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]) + "\n"
+
+
+def tables(plan: Plan, studies: Mapping[str, Study], found: Mapping[str, Record]) -> dict[str, str]:
+    """The Markdown of each study that has results."""
+    made = {}
+    for name, study in studies.items():
+        arms = arms_of(plan, name, study, found)
+        if any(arms.values()):
+            made[name] = (table2(arms) + "\n" if name == "table2" else "") + study_table(study, arms)
+    return made
+
+
+def refreshed(page: str, made: Mapping[str, str]) -> str:
+    """The page with each block between its marks made anew; a block without results says so."""
+    return BLOCK.sub(lambda block: block[1] + made.get(block[2], "No results yet.\n") + block[3], page)
+
+
+def first_page(studies: Mapping[str, Study], made: Mapping[str, str], figures: Mapping[str, str]) -> str:
+    """A page to begin with: the questions, their tables and figures, and no word about what they mean."""
+    parts = [f"# Results\n\n{NOTE}\n"]
+    for name in made:
+        picture = f"![{name}]({figures[name]})\n\n" if name in figures else ""
+        parts.append(f"## {studies[name].question}\n\n{picture}<!-- results {name} -->\n<!-- end of results -->\n")
+    return refreshed("\n".join(parts), made)

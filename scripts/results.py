@@ -1,0 +1,148 @@
+"""One small JSON file per finished run: what it was, and what it measured.
+
+    study, arm, seed, commit, versions, device     where it comes from
+    config       all flags that decide what it computes; `digest` is their hash, by which runs are found
+    steps        iterations of the curves
+    curves       metrics of training at these iterations; one number where a metric never changed
+    validation   at start, middle and end: held-out prompts by the ODE, with standard errors over clips
+    per_step     means over the run by denoising step
+    seconds      means by phase of an iteration
+    collapsed    empty, or the reason by the rule of `collapse`
+
+A run that training had to stop is finished too: its `collapsed` says so.
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sage_grpo.config import ConfigError
+from sage_grpo.json_files import read_object
+from sage_grpo.tools.run_folder import Run as Folder
+from sage_grpo.tools.run_folder import as_float, column, read_run
+from scripts.studies import Run, digest, identity
+
+CURVES = (
+    "reward/total", "reward/VQ", "reward/MQ", "reward/TA", "reward/group_std", "gold/match", "gold/distance",
+    "kl/anchor", "kl/rollout", "kl/coef", "policy/grad_norm", "policy/clip_low", "policy/clip_high",
+    "policy/skipped_updates",
+)  # fmt: skip
+VALIDATED = (
+    "reward/total",
+    "reward/VQ",
+    "reward/MQ",
+    "reward/TA",
+    "gold/match",
+    "gold/distance",
+    "gold/prompt_distance",
+)
+PER_STEP = ("grad_v", "kl_anchor")
+PHASES = ("rollout", "decode", "reward", "gold", "anchor", "update", "total")
+DIGITS = 4
+LOST_DISTANCE = 1.5  # times the first validation's distance to the manifold
+
+Record = dict[str, Any]
+
+
+def distil(run: Run, folder: Path, commit: str, failure: str = "") -> Record:
+    """The results of a finished run, or of one that training had to stop with the sentence `failure`."""
+    found = read_run(folder)
+    validation = {
+        key: rounded(column(found.validations, key)) for name in VALIDATED for key in (name, f"{name}_stderr")
+    }
+    head = found.head
+    return {
+        "study": run.study, "arm": run.arm, "seed": run.seed, "commit": commit, "versions": head.get("versions"),
+        "device": head.get("device"), "digest": digest(identity(run.config)), "config": identity(run.config),
+        "steps": [line["step"] for line in found.train],
+        "curves": {key: shortened(rounded(column(found.train, key), DIGITS)) for key in CURVES},
+        "validation": {"step": [line["step"] for line in found.validations]} | validation,
+        "per_step": {key: rounded(step_means(found, key), DIGITS) for key in PER_STEP},
+        "seconds": {name: rounded([mean(column(found.train, f"time/{name}"))], DIGITS)[0] for name in PHASES},
+        "collapsed": failure or collapse(validation),
+    }  # fmt: skip
+
+
+def collapse(validation: Mapping[str, Sequence[float | None]]) -> str:
+    """Why a run counts as collapsed, if it does.
+
+    The rule, the last validation against the first: the reward is lower by more than two standard errors of the
+    first's clips, or the distance to the manifold is half as large again. Stopped runs have collapsed anyway.
+    """
+    first, last = ({key: as_float(values[at]) for key, values in validation.items()} for at in (0, -1))
+    if last["reward/total"] < first["reward/total"] - 2 * first["reward/total_stderr"]:
+        return "the reward fell below that of the start"
+    if last["gold/distance"] > LOST_DISTANCE * first["gold/distance"]:
+        return "the clips left the manifold"
+    return ""
+
+
+def step_means(run: Folder, key: str) -> np.ndarray:
+    """Mean over the run of a metric by denoising step, (T,); NaN where a step was never trained."""
+    grid = run.grid(key)
+    return np.array([mean(values) for values in grid.T])
+
+
+def mean(values: np.ndarray) -> float:
+    """Of the finite values; NaN where there is none."""
+    found = values[np.isfinite(values)]
+    return float(found.mean()) if len(found) else math.nan
+
+
+def rounded(values: Sequence[float] | np.ndarray, digits: int = DIGITS + 1) -> list[float | None]:
+    """To so many significant digits; None for what JSON does not know."""
+    return [float(f"{value:.{digits}g}") if math.isfinite(value) else None for value in values]
+
+
+def shortened(values: list[float | None]) -> list[float | None] | float | None:
+    """A curve that never changes is one number."""
+    return values[0] if values and all(value == values[0] for value in values) else values
+
+
+def curve(record: Record, key: str) -> np.ndarray:
+    """A metric at the record's `steps`, NaN where it has no value."""
+    values = record["curves"][key]
+    return np.array([as_float(v) for v in (values if isinstance(values, list) else [values] * len(record["steps"]))])
+
+
+def validated(record: Record, key: str, at: int = -1) -> float:
+    """A metric of the first (0), middle or last (-1) validation; NaN if training was stopped before the last."""
+    steps = record["validation"]["step"]
+    wanted = record["config"]["max_steps"] if at == -1 else steps[at] if at < len(steps) else None
+    return as_float(record["validation"][key][steps.index(wanted)]) if wanted in steps else math.nan
+
+
+def write(path: Path, record: Record) -> None:
+    """A file that is whole or absent, a line for each entry."""
+    parts = ",\n".join(f'"{key}": {json.dumps(value, separators=(",", ":"))}' for key, value in record.items())
+    draft = path.with_suffix(".tmp")
+    draft.write_text("{\n" + parts + "\n}\n", encoding="utf-8")
+    os.replace(draft, path)
+
+
+def read(path: Path) -> Record:
+    record = read_object(path)
+    if digest(record.get("config") or {}) != record.get("digest"):
+        raise ConfigError(f"{path} was edited: its configuration is not that of its digest; restore or delete it")
+    return record
+
+
+def read_all(folder: Path) -> dict[str, Record]:
+    """The results of a folder by digest."""
+    return {record["digest"]: record for record in map(read, sorted(folder.glob("*.json")))}
+
+
+def check_same(run: Run, path: Path, there: Mapping[str, Any]) -> None:
+    """Refuse a file or folder of this run's name that holds another configuration."""
+    now = identity(run.config)
+    other = sorted(key for key in now.keys() | there.keys() if now.get(key) != there.get(key))
+    if other:
+        raise ConfigError(
+            f"{path} was made with {other[0]} {there.get(other[0])!r}, but the study now says {now.get(other[0])!r}: "
+            "delete or move it to run it again, or change the study back"
+        )

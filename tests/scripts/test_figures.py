@@ -1,0 +1,93 @@
+"""One command makes page and figures from the results alone; the page of the repository is what it makes."""
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from scripts import figures, result_tables, results
+from scripts.studies import SDES, STUDIES, Plan
+from tests.scripts.invented_results import invented
+
+SOME = {name: STUDIES[name] for name in ("last_step", "balancing", "schedules")}
+PLAN = Plan(seeds=3, studies=SOME)
+
+
+@pytest.fixture
+def place(tmp_path):
+    (tmp_path / "results").mkdir()
+    for run in PLAN.runs.values():
+        gain = 0.4 - 0.2 * (run.arm == "all") + 0.01 * run.seed**2 * (1 + (run.arm == "all"))
+        results.write(tmp_path / "results" / f"{run.name}.json", invented(run, gain))
+    return tmp_path
+
+
+def call(place):
+    return figures.main(["--results", str(place / "results"), "--page", str(place / "docs" / "results.md")], SOME)
+
+
+def test_one_command_makes_the_page_and_the_figures(place):
+    assert call(place) == 0
+    page, folder = place / "docs" / "results.md", place / "docs" / "figures"
+    names = {"last_step", "balancing", "schedules", "gradients", "std"}
+    assert {path.name for path in folder.iterdir()} == {f"results_{name}.png" for name in names}
+    text = page.read_text()
+    made = result_tables.tables(Plan(studies=SOME), SOME, results.read_all(place / "results"))
+    assert all(made[name] in text for name in SOME) and "figures/results_last_step.png" in text
+    row = next(line for line in text.splitlines() if line.startswith("| all less all but last |"))
+    assert row.split("|")[3].strip().startswith("−0.153 (−0.254 to −0.053)")
+    page.write_text(text.replace("# Results", "# Results and what they mean").replace(made["last_step"], "stale\n"))
+    assert call(place) == 0
+    assert page.read_text() == text.replace("# Results", "# Results and what they mean")
+
+
+def test_results_of_no_study_are_refused(place, capsys):
+    path = next((place / "results").glob("last_step-all-1.json"))
+    record = results.read(path)
+    config = record["config"] | {"eta": 0.1}
+    results.write(path, record | {"config": config, "digest": results.digest(config)})
+    assert call(place) == 2
+    assert "1 results are of no study any more, such as last_step-all-1" in capsys.readouterr().err
+
+
+def test_the_page_of_the_repository_is_what_its_results_say():
+    page, folder = figures.ROOT / "docs" / "results.md", figures.ROOT / "results"
+    found = results.read_all(folder)
+    assert page.is_file() == bool(found)
+    if found:
+        text = page.read_text()
+        assert result_tables.refreshed(text, result_tables.tables(Plan(), STUDIES, found)) == text
+
+
+def lines_of(plot, shape):
+    axes = Figure().subplots(*shape, squeeze=False)
+    arms = result_tables.arms_of(PLAN, "balancing", SOME["balancing"], {k: invented(r) for k, r in PLAN.runs.items()})
+    plot(axes, arms)
+    return axes
+
+
+def test_measured_gradients_stand_beside_the_prediction():
+    """Without the equalizer the line is |b|/std, scaled to the dots 1, 2, 4, 8; with it the line is flat."""
+    without, with_it = lines_of(figures.draw_gradients, (1, 2)).flat
+    sage_line, sage_dots = without.lines[:2]
+    assert sage_dots.get_ydata().tolist() == [1, 2, 4, 8] and sage_dots.get_label() == "sage"
+    scale = np.array([0.0617, 0.1978, 0.3735, 0.7161])  # of sage at eta 0.7, from the exact schedule
+    line = sage_line.get_ydata()
+    assert line / line[0] == pytest.approx(scale / scale[0], rel=1e-3)
+    assert np.log(line).mean() == pytest.approx(np.log([1, 2, 4, 8]).mean(), rel=1e-6)
+    assert np.ptp(with_it.lines[0].get_ydata()) < 1e-5 and len(with_it.lines) == 2 * len(SDES)
+
+
+def test_bands_are_intervals_over_seeds():
+    ax = Figure().subplots()
+    run = next(iter(PLAN.runs.values()))
+    found = [invented(run, gain) for gain in (0.1, 0.2, 0.3)]
+    figures.band(ax, found, "reward/total", "red", "arm")
+    (line,), (area,) = ax.lines, ax.collections
+    assert line.get_xdata().tolist() == found[0]["steps"] and line.get_ydata()[20] == pytest.approx(0.7026, abs=1e-3)
+    reach = area.get_paths()[0].vertices[:, 1]
+    assert reach.max() == pytest.approx(line.get_ydata()[-1] + 4.303 * 0.095 / 3**0.5, rel=0.01)
+
+
+def test_running_means_leave_gaps_out():
+    values = np.array([1.0, np.nan, 3.0, 3.0, 3.0, 5.0])
+    assert figures.smooth(values) == pytest.approx([2.0, 7 / 3, 2.5, 3.5, 3.5, 11 / 3])

@@ -1,0 +1,79 @@
+"""What is kept of a run, how much room it takes, and when a run counts as collapsed."""
+
+import math
+
+import numpy as np
+import pytest
+
+from sage_grpo.config import ConfigError
+from scripts import results
+from scripts.studies import Plan
+from tests.tools.fake_run import run_line, train_line, write_lines
+
+RUN = next(iter(Plan(["last_step"], 1).runs.values()))
+
+
+def validation_line(step, reward=0.5, distance=0.05):
+    values = dict.fromkeys(results.VALIDATED, 0.3) | {"reward/total": reward, "gold/distance": distance}
+    return {"kind": "validation", "step": step, **values, **{f"{name}_stderr": 0.1 for name in values}}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    rng = np.random.default_rng(0)
+    lines = [run_line(), validation_line(0)]
+    lines += [train_line(step, rng) for step in range(3, 121, 3)]
+    write_lines(tmp_path, [*lines, validation_line(60), validation_line(120, 0.71234567)])
+    return tmp_path
+
+
+def test_a_run_becomes_a_small_file_and_comes_back(folder):
+    record = results.distil(RUN, folder, "abc")
+    results.write(folder / "a.json", record)
+    assert results.read(folder / "a.json") == record
+    assert (folder / "a.json").stat().st_size < 8000  # every curve changes here, which none of a real run does
+    assert list(results.read_all(folder)) == [record["digest"]]
+    assert record["steps"] == list(range(3, 121, 3)) and record["device"] == "NVIDIA H200"
+    assert results.validated(record, "reward/total") == 0.71235
+    assert results.validated(record, "reward/total", 0) == 0.5
+    assert record["curves"]["policy/skipped_updates"] == 0.0 and len(record["curves"]["reward/total"]) == 40
+    assert results.curve(record, "policy/skipped_updates").tolist() == [0.0] * 40
+    assert len(record["per_step"]["grad_v"]) == 20 and record["seconds"]["update"] == pytest.approx(14.3, abs=0.2)
+
+
+def test_numbers_that_are_none_stay_none():
+    assert results.rounded([1.23456789e-5, math.nan, 0.0], 4) == [1.235e-5, None, 0.0]
+    assert results.shortened([2.0, 2.0]) == 2.0 and results.shortened([None, 2.0]) == [None, 2.0]
+
+
+def test_a_run_that_was_stopped_has_no_last_validation(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    (folder / "metrics.jsonl").write_text("\n".join(lines[:30]) + "\n")  # before the one in the middle
+    record = results.distil(RUN, folder, "abc", "the gradient was not finite")
+    assert record["collapsed"] == "the gradient was not finite"
+    assert math.isnan(results.validated(record, "reward/total")) and results.validated(record, "gold/match", 0) == 0.3
+    assert math.isnan(results.validated(record, "gold/match", 1))
+
+
+@pytest.mark.parametrize(
+    "reward, distance, reason",
+    [
+        (0.5, 0.05, ""),
+        (0.31, 0.05, ""),
+        (0.29, 0.05, "the reward fell"),
+        (0.5, 0.074, ""),
+        (0.5, 0.076, "the clips left"),
+    ],
+)
+def test_collapse(folder, reward, distance, reason):
+    """Two standard errors of the first validation are 0.2; half as far again is 0.075."""
+    write_lines(folder, [run_line(), validation_line(0), validation_line(120, reward, distance)])
+    found = results.distil(RUN, folder, "abc")["collapsed"]
+    assert found.startswith(reason) and bool(found) == bool(reason)
+
+
+def test_results_that_were_edited_are_refused(folder):
+    record = results.distil(RUN, folder, "abc")
+    results.write(folder / "a.json", record | {"config": record["config"] | {"eta": 0.9}})
+    with pytest.raises(ConfigError, match=r"a\.json was edited"):
+        results.read(folder / "a.json")
