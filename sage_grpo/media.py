@@ -27,6 +27,7 @@ def write_mp4(path: Path, clip: Tensor, fps: int) -> None:
         for frame in enlarge(clip, 256 if min(clip.shape[1:3]) < 128 else 1):
             writer.append_data(frame)
     if not path.is_file() or not path.stat().st_size:  # ffmpeg tells nobody
+        path.unlink(missing_ok=True)
         raise OSError(f"{path} could not be written; is the disk full?")
 
 
@@ -56,7 +57,11 @@ def contact_sheet(path: Path, rows: Sequence[np.ndarray], labels: Sequence[str])
         for number, frame in enumerate(row):
             sheet.paste(Image.fromarray(frame), (number * (frame.shape[1] + GAP), top + LABEL_HEIGHT))
         top += height
-    sheet.save(path)
+    try:
+        sheet.save(path)
+    except OSError:  # half an image would be read as one
+        path.unlink(missing_ok=True)
+        raise
 
 
 def printable(label: str, width: int) -> str:

@@ -26,10 +26,15 @@ def test_mp4_plays_back_as_it_was(tmp_path):
     assert error.mean() < 4
 
 
-def test_an_mp4_that_ffmpeg_could_not_write_is_an_error(tmp_path):
-    (tmp_path / "a.mp4").symlink_to("/dev/full")
+def test_a_full_disk_is_an_error_and_leaves_no_file(tmp_path):
+    (clip,), mp4, png = clips(1), tmp_path / "a.mp4", tmp_path / "a.png"
+    for path in (mp4, png):
+        path.symlink_to("/dev/full")
     with pytest.raises(OSError, match=r"a\.mp4"):
-        write_mp4(tmp_path / "a.mp4", clips(1)[0][:1], fps=8)
+        write_mp4(mp4, clip[:1], fps=8)
+    with pytest.raises(OSError, match="No space left"):
+        contact_sheet(png, [thumbnails(clip)], ["a clip"])
+    assert not list(tmp_path.iterdir())
 
 
 def test_larger_clips_keep_their_size(tmp_path):
