@@ -3,9 +3,9 @@
     python scripts/figures.py                                     after scripts/ablate.py has added results
     python scripts/figures.py --results DIR --page FILE.md        of a trial
 
-Draws docs/figures/results_STUDY.png of every study that has results, the paper's Figures 3, 4, 7, 8 and 9 among them,
-and refreshes the tables that stand between marks in the page; a page that is not there yet is begun. Bands are 95 %
-intervals over seeds.
+Draws docs/figures/results_STUDY.png of every study in which two arms have results, the paper's Figures 3, 4, 7, 8 and
+9 among them, and refreshes the tables that stand between marks in the page; a page that is not there yet is begun.
+Bands are 95 % intervals over seeds.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from sage_grpo.intervals import interval
 from sage_grpo.models.layout import sampling_defaults
 from sage_grpo.tools.report_figures import BLUE, GREEN, GREY, ORANGE, PURPLE, STYLE
 from sage_grpo.train.rollout import exploring_steps
-from scripts.result_tables import Arms, arms_of, first_page, refreshed, tables
+from scripts.result_tables import Arms, arms_of, comparable, first_page, refreshed, tables
 from scripts.results import Record, curve, mean, read_all
 from scripts.sde_study import plot_std
 from scripts.studies import RECIPE, SDES, STUDIES, Plan, Study
@@ -59,13 +59,19 @@ def band(ax: Axes, records: Sequence[Record], key: str, colour: str, label: str)
     ax.fill_between(steps, middle - half, middle + half, color=colour, alpha=0.15, lw=0)
 
 
+def finish(ax: Axes, title: str | None = None) -> None:
+    """A legend, where there is something to tell."""
+    if ax.lines:
+        ax.legend(title=title)
+
+
 def draw_curves(axes: np.ndarray, arms: Arms) -> None:
     """Reward, exploration and gold in training, an arm each colour."""
     for ax, (key, title) in zip(axes.flat, CURVES.items(), strict=True):
         for (arm, records), colour in zip(arms.items(), COLOURS, strict=False):
             band(ax, list(records.values()), key, colour, arm)
         ax.set(title=title, xlabel="iteration")
-    axes.flat[0].legend()
+    finish(axes.flat[0])
 
 
 def draw_balancing(axes: np.ndarray, arms: Arms) -> None:
@@ -76,7 +82,7 @@ def draw_balancing(axes: np.ndarray, arms: Arms) -> None:
                 band(ax, list(arms[arm].values()), key, colour, label)
             ax.set(title=name if key == "reward/total" else "", xlabel="iteration")
         row[0].set_ylabel(CURVES[key])
-    axes[0, 0].legend(title="equalizer")
+    finish(axes[0, 0], "equalizer")
 
 
 def draw_gradients(axes: np.ndarray, arms: Arms) -> None:
@@ -98,7 +104,7 @@ def draw_gradients(axes: np.ndarray, arms: Arms) -> None:
             ax.plot(sigma, measured[noisy], "o", ms=4, color=colour, label=name)
         ax.set(title=title, xlabel="noise level sigma of the step", yscale="log")
     axes.flat[0].set_ylabel("norm of dL/dv")
-    axes.flat[0].legend(title="dots measured, lines |b|/std")
+    finish(axes.flat[0], "dots measured, lines |b|/std")
 
 
 def schedule_of(record: Record) -> Schedule:
@@ -117,7 +123,7 @@ def draw_schedules(axes: np.ndarray, arms: Arms) -> None:
             for arm, colour in zip(names, COLOURS, strict=False):
                 band(ax, list(arms[arm].values()), key, colour, arm)
             ax.set(title=title, xlabel="iteration")
-        row[0].legend()
+        finish(row[0])
 
 
 FIGURES: dict[str, tuple[tuple[int, int], Draw]] = {  # study -> rows and columns, what is drawn; others: draw_curves
@@ -139,7 +145,7 @@ def draw_all(plan: Plan, studies: Mapping[str, Study], found: Mapping[str, Recor
     paths = {}
     for name, study in studies.items():
         arms = arms_of(plan, name, study, found)
-        if not any(arms.values()) or name == "table2":
+        if not comparable(arms) or name == "table2":
             continue
         shape, plot = FIGURES.get(name, ((1, 4), draw_curves))
         paths[name] = folder / f"results_{name}.png"

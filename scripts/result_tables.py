@@ -67,6 +67,11 @@ def arms_of(plan: Plan, name: str, study: Study, found: Mapping[str, Record]) ->
     return arms
 
 
+def comparable(arms: Arms) -> bool:
+    """Whether more than one arm has results; a shared one alone answers no question."""
+    return sum(map(bool, arms.values())) > 1
+
+
 def at_equal_reward(record: Record, other: Record, key: str) -> float:
     """A gold metric where validation first has the reward that the better of both runs shares with the other.
 
@@ -182,11 +187,11 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 
 
 def tables(plan: Plan, studies: Mapping[str, Study], found: Mapping[str, Record]) -> dict[str, str]:
-    """The Markdown of each study that has results."""
+    """The Markdown of each study that has something to compare."""
     made = {}
     for name, study in studies.items():
         arms = arms_of(plan, name, study, found)
-        if any(arms.values()):
+        if comparable(arms):
             made[name] = (table2(arms) + "\n" if name == "table2" else "") + study_table(study, arms)
     return made
 
