@@ -5,7 +5,7 @@
 
 Draws docs/figures/results_STUDY.png of every study in which two arms have results, the paper's Figures 3, 4, 7, 8 and
 9 among them, and refreshes the tables that stand between marks in the page; a page that is not there yet is begun.
-Bands are 95 % intervals over seeds.
+Lines are running means of training, dots are validation; bands and bars are 95 % intervals over seeds.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from sage_grpo.models.layout import sampling_defaults
 from sage_grpo.tools.report_figures import BLUE, GREEN, GREY, ORANGE, PURPLE, STYLE
 from sage_grpo.train.rollout import exploring_steps
 from scripts.result_tables import Arms, arms_of, comparable, first_page, refreshed, tables
-from scripts.results import Record, curve, mean, read_all
+from scripts.results import VALIDATED, Record, curve, mean, read_all, validated
 from scripts.sde_study import plot_std
 from scripts.studies import RECIPE, SDES, STUDIES, Plan, Study
 
@@ -48,15 +48,25 @@ def smooth(values: np.ndarray) -> np.ndarray:
 
 
 def band(ax: Axes, records: Sequence[Record], key: str, colour: str, label: str) -> None:
-    """Mean over seeds of a smoothed curve with its interval; points where all of them have a value."""
+    """Mean over seeds of a smoothed curve with its interval, as far as all runs go; validation as dots with bars."""
     if not records:
         return
     length = min(len(record["steps"]) for record in records)
     steps = records[0]["steps"][:length]
-    points = [interval(column) for column in np.array([smooth(curve(r, key))[:length] for r in records]).T]
-    middle, half = (np.array([getattr(point, name) for point in points]) for name in ("mean", "half"))
+    middle, half = over_seeds([smooth(curve(record, key))[:length] for record in records])
     ax.plot(steps, middle, color=colour, label=label)
     ax.fill_between(steps, middle - half, middle + half, color=colour, alpha=0.15, lw=0)
+    whole = [record["validation"] for record in records if not math.isnan(validated(record, "reward/total"))]
+    if key in VALIDATED and whole:
+        middle, half = over_seeds([np.array(validation[key], dtype=float) for validation in whole])
+        style = {"fmt": "o", "ms": 4, "capsize": 2, "lw": 1.2, "color": colour, "zorder": 3}
+        ax.errorbar(whole[0]["step"], middle, np.nan_to_num(half), **style)
+
+
+def over_seeds(rows: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Means and halves of their intervals over rows of equal length."""
+    found = [interval(column) for column in np.array(rows).T]
+    return np.array([point.mean for point in found]), np.array([point.half for point in found])
 
 
 def finish(ax: Axes, title: str | None = None) -> None:

@@ -25,6 +25,10 @@ BLOCK = re.compile(r"(<!-- results (\w+) -->\n).*?(<!-- end of results -->)", re
 REWARD = {"VQ": 0.5, "MQ": 0.5, "TA": 1.0}  # the paper's setting B, the default
 OVERALL = {"VQ": 1.0, "MQ": 1.0, "TA": 1.0}
 NOTE = __doc__.partition("\n\n")[2].strip().replace("\n", " ")
+LEGEND = (
+    "In the figures, lines are running means of training, whose clips carry exploration noise; dots are validation, "
+    "without noise. Bands and bars are 95 % intervals over seeds."
+)
 
 
 def late(record: Record, key: str) -> float:
@@ -203,7 +207,7 @@ def refreshed(page: str, made: Mapping[str, str]) -> str:
 
 def first_page(studies: Mapping[str, Study], made: Mapping[str, str], figures: Mapping[str, str]) -> str:
     """A page to begin with: the questions, their tables and figures, and no word about what they mean."""
-    parts = [f"# Results\n\n{NOTE}\n"]
+    parts = [f"# Results\n\n{NOTE}\n\n{LEGEND}\n"]
     for name in made:
         picture = f"![{name}]({figures[name]})\n\n" if name in figures else ""
         parts.append(f"## {studies[name].question}\n\n{picture}<!-- results {name} -->\n<!-- end of results -->\n")
