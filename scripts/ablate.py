@@ -153,16 +153,20 @@ def work_off(grid: Grid, jobs: int, deadline: float, cut: bool) -> None:
     told: list[int] = []
     words = {"total": sum(run.config.max_steps for run in grid.runs), "initial": grid.progress(), "mininterval": 2}
     with heard(lambda number, _: told.append(number)), tqdm(**words, unit="it") as bar:
-        while not told and time.monotonic() < deadline - LAST_WORDS:
-            grid.collect()
-            grid.fill(jobs, deadline, cut)
-            bar.set_postfix({"running": len(grid.running), "runs left": len(grid.left)}, refresh=False)
-            bar.update(grid.progress() - bar.n)
-            if not grid.running:
-                break
-            time.sleep(POLL)
-        grid.stop()
+        try:
+            while not told and time.monotonic() < deadline - LAST_WORDS:
+                grid.collect()
+                grid.fill(jobs, deadline, cut)
+                bar.set_postfix({"running": len(grid.running), "runs left": len(grid.left)}, refresh=False)
+                bar.update(grid.progress() - bar.n)
+                if not grid.running:
+                    break
+                time.sleep(POLL)
+        finally:
+            grid.stop()
         bar.update(grid.progress() - bar.n)
+    if told:
+        print(f"ablate.py: stopped by {signal.Signals(told[0]).name}", file=sys.stderr)
 
 
 def commit_of(given: str | None) -> str:
@@ -180,7 +184,7 @@ def commit_of(given: str | None) -> str:
 def listing(studies: Mapping[str, Study], plan: Plan, folder: Path) -> str:
     """The studies with what is new in each after those above it, and what that costs."""
     done = {run.name for run in plan.runs.values() if (folder / f"{run.name}.json").is_file()}
-    rows = [["study", "arms", "seeds", "runs", "of them done", "core-minutes", "question"]]
+    rows = [["study", "arms", "seeds", "new runs", "of them done", "core-minutes", "question"]]
     for name in dict.fromkeys(study for study, _, _ in plan.keys):
         own = [run for run in plan.runs.values() if run.study == name]
         seeds = len({seed for study, _, seed in plan.keys if study == name})

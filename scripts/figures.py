@@ -3,9 +3,9 @@
     python scripts/figures.py                                     after scripts/ablate.py has added results
     python scripts/figures.py --results DIR --page FILE.md        of a trial
 
-Draws docs/figures/results_STUDY.png of every study that has results, the paper's Figures 3, 4, 7, 8 and 9 among them,
-and refreshes the tables that stand between marks in the page; a page that is not there yet is begun. Bands are 95 %
-intervals over seeds.
+Draws docs/figures/results_STUDY.png of every study in which two arms have results, the paper's Figures 3, 4, 7, 8 and
+9 among them, and refreshes the tables that stand between marks in the page; a page that is not there yet is begun.
+Lines are running means of training, dots are validation; bands and bars are 95 % intervals over seeds.
 """
 
 import argparse
@@ -27,8 +27,8 @@ from sage_grpo.intervals import interval
 from sage_grpo.models.layout import sampling_defaults
 from sage_grpo.tools.report_figures import BLUE, GREEN, GREY, ORANGE, PURPLE, STYLE
 from sage_grpo.train.rollout import exploring_steps
-from scripts.result_tables import Arms, arms_of, first_page, refreshed, tables
-from scripts.results import Record, curve, mean, read_all
+from scripts.result_tables import Arms, arms_of, comparable, first_page, refreshed, tables
+from scripts.results import VALIDATED, Record, curve, mean, read_all, validated
 from scripts.sde_study import plot_std
 from scripts.studies import RECIPE, SDES, STUDIES, Plan, Study
 
@@ -48,15 +48,31 @@ def smooth(values: np.ndarray) -> np.ndarray:
 
 
 def band(ax: Axes, records: Sequence[Record], key: str, colour: str, label: str) -> None:
-    """Mean over seeds of a smoothed curve with its interval; points where all of them have a value."""
+    """Mean over seeds of a smoothed curve with its interval, as far as all runs go; validation as dots with bars."""
     if not records:
         return
     length = min(len(record["steps"]) for record in records)
     steps = records[0]["steps"][:length]
-    points = [interval(column) for column in np.array([smooth(curve(r, key))[:length] for r in records]).T]
-    middle, half = (np.array([getattr(point, name) for point in points]) for name in ("mean", "half"))
+    middle, half = over_seeds([smooth(curve(record, key))[:length] for record in records])
     ax.plot(steps, middle, color=colour, label=label)
     ax.fill_between(steps, middle - half, middle + half, color=colour, alpha=0.15, lw=0)
+    whole = [record["validation"] for record in records if not math.isnan(validated(record, "reward/total"))]
+    if key in VALIDATED and whole:
+        middle, half = over_seeds([np.array(validation[key], dtype=float) for validation in whole])
+        style = {"fmt": "o", "ms": 4, "capsize": 2, "lw": 1.2, "color": colour, "zorder": 3}
+        ax.errorbar(whole[0]["step"], middle, np.nan_to_num(half), **style)
+
+
+def over_seeds(rows: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Means and halves of their intervals over rows of equal length."""
+    found = [interval(column) for column in np.array(rows).T]
+    return np.array([point.mean for point in found]), np.array([point.half for point in found])
+
+
+def finish(ax: Axes, title: str | None = None) -> None:
+    """A legend, where there is something to tell."""
+    if ax.lines:
+        ax.legend(title=title)
 
 
 def draw_curves(axes: np.ndarray, arms: Arms) -> None:
@@ -65,7 +81,7 @@ def draw_curves(axes: np.ndarray, arms: Arms) -> None:
         for (arm, records), colour in zip(arms.items(), COLOURS, strict=False):
             band(ax, list(records.values()), key, colour, arm)
         ax.set(title=title, xlabel="iteration")
-    axes.flat[0].legend()
+    finish(axes.flat[0])
 
 
 def draw_balancing(axes: np.ndarray, arms: Arms) -> None:
@@ -76,7 +92,7 @@ def draw_balancing(axes: np.ndarray, arms: Arms) -> None:
                 band(ax, list(arms[arm].values()), key, colour, label)
             ax.set(title=name if key == "reward/total" else "", xlabel="iteration")
         row[0].set_ylabel(CURVES[key])
-    axes[0, 0].legend(title="equalizer")
+    finish(axes[0, 0], "equalizer")
 
 
 def draw_gradients(axes: np.ndarray, arms: Arms) -> None:
@@ -98,7 +114,7 @@ def draw_gradients(axes: np.ndarray, arms: Arms) -> None:
             ax.plot(sigma, measured[noisy], "o", ms=4, color=colour, label=name)
         ax.set(title=title, xlabel="noise level sigma of the step", yscale="log")
     axes.flat[0].set_ylabel("norm of dL/dv")
-    axes.flat[0].legend(title="dots measured, lines |b|/std")
+    finish(axes.flat[0], "dots measured, lines |b|/std")
 
 
 def schedule_of(record: Record) -> Schedule:
@@ -117,7 +133,7 @@ def draw_schedules(axes: np.ndarray, arms: Arms) -> None:
             for arm, colour in zip(names, COLOURS, strict=False):
                 band(ax, list(arms[arm].values()), key, colour, arm)
             ax.set(title=title, xlabel="iteration")
-        row[0].legend()
+        finish(row[0])
 
 
 FIGURES: dict[str, tuple[tuple[int, int], Draw]] = {  # study -> rows and columns, what is drawn; others: draw_curves
@@ -139,7 +155,7 @@ def draw_all(plan: Plan, studies: Mapping[str, Study], found: Mapping[str, Recor
     paths = {}
     for name, study in studies.items():
         arms = arms_of(plan, name, study, found)
-        if not any(arms.values()) or name == "table2":
+        if not comparable(arms) or name == "table2":
             continue
         shape, plot = FIGURES.get(name, ((1, 4), draw_curves))
         paths[name] = folder / f"results_{name}.png"

@@ -25,6 +25,10 @@ BLOCK = re.compile(r"(<!-- results (\w+) -->\n).*?(<!-- end of results -->)", re
 REWARD = {"VQ": 0.5, "MQ": 0.5, "TA": 1.0}  # the paper's setting B, the default
 OVERALL = {"VQ": 1.0, "MQ": 1.0, "TA": 1.0}
 NOTE = __doc__.partition("\n\n")[2].strip().replace("\n", " ")
+LEGEND = (
+    "In the figures, lines are running means of training, whose clips carry exploration noise; dots are validation, "
+    "without noise. Bands and bars are 95 % intervals over seeds."
+)
 
 
 def late(record: Record, key: str) -> float:
@@ -65,6 +69,11 @@ def arms_of(plan: Plan, name: str, study: Study, found: Mapping[str, Record]) ->
         if owner == name and key in found:
             arms[arm][seed] = found[key]
     return arms
+
+
+def comparable(arms: Arms) -> bool:
+    """Whether more than one arm has results; a shared one alone answers no question."""
+    return sum(map(bool, arms.values())) > 1
 
 
 def at_equal_reward(record: Record, other: Record, key: str) -> float:
@@ -182,11 +191,11 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 
 
 def tables(plan: Plan, studies: Mapping[str, Study], found: Mapping[str, Record]) -> dict[str, str]:
-    """The Markdown of each study that has results."""
+    """The Markdown of each study that has something to compare."""
     made = {}
     for name, study in studies.items():
         arms = arms_of(plan, name, study, found)
-        if any(arms.values()):
+        if comparable(arms):
             made[name] = (table2(arms) + "\n" if name == "table2" else "") + study_table(study, arms)
     return made
 
@@ -198,7 +207,7 @@ def refreshed(page: str, made: Mapping[str, str]) -> str:
 
 def first_page(studies: Mapping[str, Study], made: Mapping[str, str], figures: Mapping[str, str]) -> str:
     """A page to begin with: the questions, their tables and figures, and no word about what they mean."""
-    parts = [f"# Results\n\n{NOTE}\n"]
+    parts = [f"# Results\n\n{NOTE}\n\n{LEGEND}\n"]
     for name in made:
         picture = f"![{name}]({figures[name]})\n\n" if name in figures else ""
         parts.append(f"## {studies[name].question}\n\n{picture}<!-- results {name} -->\n<!-- end of results -->\n")

@@ -82,7 +82,9 @@ def test_bands_are_intervals_over_seeds():
     run = next(iter(PLAN.runs.values()))
     found = [invented(run, gain) for gain in (0.1, 0.2, 0.3)]
     figures.band(ax, found, "reward/total", "red", "arm")
-    (line,), (area,) = ax.lines, ax.collections
+    line, dots, *_ = ax.lines
+    area = ax.collections[0]
+    assert dots.get_xdata().tolist() == [0, 60, 120] and dots.get_ydata() == pytest.approx([0.6, 0.7, 0.8])
     assert line.get_xdata().tolist() == found[0]["steps"] and line.get_ydata()[20] == pytest.approx(0.7026, abs=1e-3)
     reach = area.get_paths()[0].vertices[:, 1]
     assert reach.max() == pytest.approx(line.get_ydata()[-1] + 4.303 * 0.095 / 3**0.5, rel=0.01)

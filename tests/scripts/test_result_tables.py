@@ -108,3 +108,7 @@ def test_a_page_keeps_its_words_and_gets_new_tables():
     found = tables.refreshed(page, made)
     assert "before\n<!-- results demo -->\nnew\n<!-- end of results -->\nafter\n" in found and "old" not in found
     assert "No results yet." in found and tables.refreshed(found, made) == found
+
+
+def test_a_shared_arm_alone_is_no_answer():
+    assert tables.tables(PLAN, STUDIES, {k: r for k, r in records().items() if r["arm"] == "base"}) == {}
