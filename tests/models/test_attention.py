@@ -32,3 +32,19 @@ def test_only_long_sequences_with_something_left_over_are_parted(monkeypatch):
 
 def test_a_cpu_has_no_tiles_to_fill():
     assert best_attention(torch.zeros(1)) is attention
+
+
+@pytest.mark.parametrize("tokens", [129, 300])
+def test_the_compiler_is_told_the_truth_about_the_operators(tokens):
+    *inputs, gradient = tensors(tokens)
+    torch.library.opcheck(module._parted, inputs)
+    out, total = module._parted(*inputs)
+    torch.library.opcheck(module._parted_backward, [x.detach() for x in (gradient, *inputs, out, total)])
+
+
+def test_compiled_with_any_number_of_tokens_it_stays_the_same():
+    compiled = torch.compile(parted_attention, dynamic=True, backend="aot_eager", fullgraph=True)
+    for tokens in (300, 401):
+        *inputs, gradient = tensors(tokens)
+        found, expected = (torch.autograd.grad(f(*inputs), inputs, gradient) for f in (compiled, parted_attention))
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
