@@ -12,6 +12,7 @@ import argparse
 import datetime
 import gc
 import platform
+import re
 import shlex
 import statistics
 import sys
@@ -84,11 +85,17 @@ class Row:
 
 
 class Bench:
-    def __init__(self, device: torch.device, dtype: torch.dtype, repeat: int) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, repeat: int, only: str = "") -> None:
         self.device, self.dtype, self.repeat, self.rows = device, dtype, repeat, []
+        self.only = re.compile(only)
+
+    def wants(self, name: str) -> bool:
+        return self.only.search(name) is not None
 
     def run(self, name: str, call: Callable[[], object], work: float, times: int = 1, note: str = "") -> None:
         """Time a call; `times` multiplies time and work of one call."""
+        if not self.wants(name):
+            return
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -222,7 +229,7 @@ def training_cases(
     variants = {"checkpointed": (1.0, False, False), "checkpointed, compiled": (1.0, False, True)}
     variants |= {"attention kept, compiled": (1.0, True, True)}
     for name, arguments in variants.items():
-        if kind != "LoRA" and name == "checkpointed":
+        if (kind != "LoRA" and name == "checkpointed") or not bench.wants(f"{kind}, {name}"):
             continue
         set_blocks(model, *arguments)
         bench.run(f"{kind}, {name}", training_step(forward, model), useful)
@@ -258,7 +265,8 @@ def page(bench: Bench, peak_rate: float, facts: list[str], short: Clip, long: Cl
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument("--only", default="", metavar="PATTERN", help="rows whose names match this regular expression")
     parser.add_argument("--steps", type=int, default=50, help="of the sampler")
     parser.add_argument("--layers", type=int, help="blocks; default: all 54")
     parser.add_argument("--width", type=int, help="of a head; default: 128")
@@ -270,7 +278,7 @@ def main(arguments: list[str] | None = None) -> None:
     sizes = {} if options.layers is None else {"num_layers": options.layers}
     if options.width is not None:
         sizes |= {"attention_head_dim": options.width, "rope_axes_dim": (options.width // 2, *[options.width // 4] * 2)}
-    bench, short, long = Bench(device, dtype, options.repeat), Clip(*options.clip), Clip(*options.long)
+    bench, short, long = Bench(device, dtype, options.repeat, options.only), Clip(*options.clip), Clip(*options.long)
     peak_rate = rate(device, dtype, 8192 if device.type == "cuda" else 512)
     facts: list[str] = []
     try:

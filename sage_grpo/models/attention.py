@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sage_grpo.models.join import add_keys
 from sage_grpo.parallel.ulysses import Attend
 
 TILE = 128
@@ -43,20 +44,25 @@ def best_attention(x: Tensor) -> Attend:
     return tiled_attention if x.is_cuda and half and torch.cuda.get_device_capability(x.device)[0] == 9 else attention
 
 
-# Operators of their own: compiled, the same kernels run as without. The compiler's own version of these lines reads beyond
-# its memory (torch 2.11, lengths of text marked as dynamic).
+# An operator of its own, which the compiler leaves as it is: given these lines, torch 2.11 wrote a kernel that read
+# beyond its memory.
 @torch.library.custom_op("sage_grpo::parted_attention", mutates_args=())
 def _parted(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """(B, S, H, E) each -> output (B, S, H, E) and the log of the softmax's denominator (B, H, S)."""
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     full = key.shape[2] // TILE * TILE
     out, normaliser = _kernel(query, key[:, :, :full], value[:, :, :full])
-    scores = _products(query, key[:, :, full:].mT) * query.shape[-1] ** -0.5  # (B, H, S, R)
+    add = add_keys if query.is_cuda else _add_keys
+    out, total = add(query, key[:, :, full:], value[:, :, full:], out, normaliser)
+    return out.to(query.dtype).transpose(1, 2).contiguous(), total.contiguous()
+
+
+def _add_keys(query: Tensor, key: Tensor, value: Tensor, out: Tensor, normaliser: Tensor) -> tuple[Tensor, Tensor]:
+    """What `add_keys` of join.py says, in plain products."""
+    scores = query @ key.mT * query.shape[-1] ** -0.5  # (B, H, S, R)
     total = torch.logaddexp(normaliser, scores.logsumexp(-1))
-    weights = (scores - total[..., None]).exp().to(query.dtype)
-    tail = _products(weights, value[:, :, full:])
-    out = (out * (normaliser - total).exp()[..., None] + tail).to(query.dtype)
-    return out.transpose(1, 2).contiguous(), total.contiguous()
+    weights = (scores - total[..., None]).exp()
+    return out * (normaliser - total).exp()[..., None] + weights @ value, total
 
 
 @_parted.register_fake

@@ -48,3 +48,14 @@ def test_compiled_with_any_number_of_tokens_it_stays_the_same():
         *inputs, gradient = tensors(tokens)
         found, expected = (torch.autograd.grad(f(*inputs), inputs, gradient) for f in (compiled, parted_attention))
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("tokens", [129, 511, 1024 + 33])
+def test_the_kernel_that_joins_the_parts_on_a_gpu(tokens):
+    *inputs, gradient = (x.detach().cuda().repeat(1, 1, 1, 16).bfloat16() for x in tensors(tokens))
+    inputs = [x.requires_grad_() for x in inputs]
+    whole, parted = attention(*inputs), parted_attention(*inputs)
+    found, expected = ((out, *torch.autograd.grad(out, inputs, gradient)) for out in (parted, whole))
+    for one, other in zip(found, expected, strict=True):
+        assert (one.float() - other.float()).norm() < 0.01 * other.float().norm()
