@@ -158,6 +158,7 @@ class Config:
     validation_num_inference_steps: int = flag(40, "denoising steps, by the ODE", low=1)
     validation_fixed_size: str | None = flag(None, "HEIGHTxWIDTH")
     validation_global_seed: int = flag(930, "of prompts that name none", low=0)
+    validation_videos: int | None = flag(None, "clips of a validation kept as videos, its first; default: all", low=0)
     save_interval: int = flag(100, "iterations; 0: only at the end", low=0)
     keep_checkpoints: int = flag(3, "the newest that are kept", low=1)
     resume_from_checkpoint: str | None = flag(

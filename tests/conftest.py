@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: spinning threads slow a busy machine down tenfold
@@ -14,6 +15,9 @@ from sage_grpo.models.policy import Sampling
 from sage_grpo.torch_files import convert
 from sage_grpo.worlds.tiny import TinyConfig, build_tiny
 from tests.models.tencent_folder import write_tencent_folder
+
+# what is started in the background ignores Ctrl-C, and so would all that tests start
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 FIXTURES = Path(__file__).parent / "fixtures"
 WORDS = ("a", "the", "red", "green", "circle", "square", "moving", "left", "right", "letter")

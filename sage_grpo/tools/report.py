@@ -191,7 +191,8 @@ def validation_section(run: Run, comparison: Comparison) -> str:
 
 
 def clips_section(comparison: Comparison) -> str:
-    cards = [clip_card(pair, comparison.steps) for pair in choose_pairs(comparison.pairs, MOST_PROMPTS)]
+    kept = [pair for pair in comparison.pairs if all(clip.path.is_file() for clip in pair)]
+    cards = [clip_card(pair, comparison.steps) for pair in choose_pairs(kept, MOST_PROMPTS)]
     intro = "Same seed before and after. First the largest gains of reward, then the middle, last the largest losses."
     return section("Clips", cards, intro)
 

@@ -58,7 +58,8 @@ def assemble(config: Config, ranks: Ranks) -> Trainer:
     policy.release_text_encoders()  # before the transformer needs their place
     guidance = Guidance(config.guidance_scale, policy.encode([config.negative_prompt])[0])
     parameters = prepare_transformer(policy, config, ranks)
-    seen = (policy, config, held_out, guidance, reward, holdout, GOLD.get(world), ranks)
+    oracle = GOLD.get(world) and (lambda clips, texts: GOLD[world](clips.to(ranks.device), texts))
+    seen = (policy, config, held_out, guidance, reward, holdout, oracle, ranks)
     trainer = Trainer(
         config=config,
         ranks=ranks,
@@ -68,7 +69,7 @@ def assemble(config: Config, ranks: Ranks) -> Trainer:
         prompts=train,
         guidance=guidance,
         reward=reward,
-        gold=GOLD.get(world),
+        gold=oracle,
         validation=Validation(*seen) if held_out else None,
         run=run,
     )

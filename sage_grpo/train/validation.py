@@ -84,8 +84,9 @@ class Validation:
 
     def _write_clips(self, folder: Path, clips: Sequence[Tensor | None], records: Sequence[dict[str, Any]]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        kept = {self.file(prompt) for prompt in self.prompts[: self.config.validation_videos]}
         for clip, record in zip(clips, records, strict=True):
-            if clip is not None:
+            if clip is not None and record["file"] in kept:
                 write_mp4(folder / record["file"], clip, self.config.fps)
 
     @staticmethod

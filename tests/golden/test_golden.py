@@ -21,11 +21,11 @@ FILE = Path(__file__).with_name("numbers.json")
 SHARED = {
     "num_frames": 5, "num_sampling_steps": 4, "batch_size": 4, "num_generations": 4, "max_steps": 3, "save_interval": 0,
     "validation_num_inference_steps": 3, "validation_interval": 3, "report_to": "none", "learning_rate": 1e-3,
-    "enable_gradient_checkpointing": False, "lora_r": 4, "lora_alpha": 8, "guidance_scale": 2.0, "kl_weight": 0.1,
+    "enable_gradient_checkpointing": False, "lora_r": 4, "lora_alpha": 8, "guidance_scale": 1.0, "kl_weight": 0.1,
     "kl_warmup_steps": 2,
 }  # fmt: skip
 RUNS = {
-    "published": {"step_kl_estimator": "logprob"},
+    "published": {"step_kl_estimator": "logprob", "guidance_scale": 2.0},
     "sage": {"use_lora": True, "updates_per_rollout": 2, "update_ref_model_step": 2, "ema_decay": 0.5},
     "precise": {"sde_type": "precise", "kl_feedback": "trust_region", "optimizer": "muon", "use_moving_KL": False},
     "dance": {"sde_type": "dance_grpo", "use_grad_balancing": False, "kl_weight": 0, "advantage_std": "batch"},

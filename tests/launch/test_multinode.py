@@ -1,6 +1,5 @@
 """Two hosts train as one does, and both can die on the way. The hosts are namespaces, the rest is the real thing."""
 
-import json
 import subprocess
 import time
 from contextlib import contextmanager
@@ -10,7 +9,7 @@ import pytest
 from tests.launch import hosts
 from tests.launch.shell import ROOT, environment, launch
 
-STEPS = 9
+STEPS = 6
 PATIENCE = 120  # seconds
 WHY_NOT = hosts.missing()
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
@@ -57,7 +56,7 @@ def launched(settings, said):
             launcher.wait(PATIENCE)
 
 
-def test_a_run_survives_the_loss_of_each_host_and_a_stop(settings, tmp_path):
+def test_a_run_survives_the_loss_of_each_host(settings, tmp_path):
     one, two, said = tmp_path / "one", tmp_path / "two", tmp_path / "said"
     alone = launch("run_post_train.sh", NUM_GPUS=2, OUTPUT_DIR=one, **settings)
     assert alone.returncode == 0, alone.stdout[-3000:]
@@ -71,15 +70,9 @@ def test_a_run_survives_the_loss_of_each_host_and_a_stop(settings, tmp_path):
             wait_for(1, two, launcher)
             assert hosts.kill_all(second) > 3  # shell, launcher, torchrun, worker
             wait_for(3, two, launcher)
-            launcher.terminate()
-            assert launcher.wait(PATIENCE) == 75, said.read_text()[-3000:]
-        assert json.loads((two / "status.json").read_text())["state"] == "preempted"
-        assert not (two / "checkpoints" / f"step-{STEPS:06d}").exists()
-        with launched(settings, said) as launcher:
-            wait_for(6, two, launcher)
             assert hosts.kill_all(first) > 3
             assert launcher.wait(PATIENCE) == 0, said.read_text()[-3000:]
     text = said.read_text()
     assert f"{second} was lost and is started again (loss 1 of 3)" in text
-    assert f"{first} was lost, and the rendezvous with it: all nodes are started again (loss 1 of 3)" in text
+    assert f"{first} was lost, and the rendezvous with it: all nodes are started again (loss 2 of 3)" in text
     assert weights(two) == weights(one) and len(weights(one)) == 2

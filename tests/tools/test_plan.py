@@ -44,10 +44,17 @@ def test_held_out_training_with_recomputed_attention(compiled, seconds):
     assert training_time(made(f"{LORA} {CLIP} --compile {compiled}")) == pytest.approx(seconds, rel=0.15)
 
 
-def test_held_out_forward_of_121_frames():
-    plan = made(f"{LORA} --num_frames 121 --height 480 --width 848")
+@pytest.mark.parametrize(("kept", "seconds"), [(False, 5.393), (True, 4.554)])
+def test_held_out_training_of_all_weights(kept, seconds):
+    flags = f"{LORA} --use_lora False {CLIP} --compile True --keep_attention {kept}"
+    assert training_time(made(flags)) == pytest.approx(seconds, rel=0.15)
+
+
+@pytest.mark.parametrize(("compiled", "seconds"), [(False, 2.910), (True, 2.268)])
+def test_held_out_forward_of_121_frames(compiled, seconds):
+    plan = made(f"{LORA} --num_frames 121 --height 480 --width 848 --compile {compiled}")
     assert plan.tokens == 49_440
-    assert compute_time(plan) == pytest.approx(2.910, rel=0.15)
+    assert compute_time(plan) == pytest.approx(seconds, rel=0.15)
 
 
 @pytest.mark.parametrize(("tokens", "forward", "both"), [(49_440, 34.7e-3, 127e-3), (18_168, 4.4e-3, 17.3e-3)])

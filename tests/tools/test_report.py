@@ -84,6 +84,18 @@ def test_clips_are_embedded_in_pairs(whole, text):
     assert text.count("<video autoplay loop muted playsinline") == 24
 
 
+def test_clips_without_a_video_are_counted_and_not_shown(copy):
+    kept = sorted((copy / "validation/step-000000").glob("*.mp4"))[:2]
+    for file in copy.glob("validation/step-*/*.mp4"):
+        if file.name not in [path.name for path in kept]:
+            file.unlink()
+    found = page(read_run(copy))
+    assert found.count("<video") == 4 and "14 clips of held-out prompts" in found
+    for path in kept:
+        path.unlink()
+    assert headings(page(read_run(copy))) == [title for title in HEADINGS if title != "Clips"]
+
+
 def test_numbers_of_the_table(whole, text):
     clips = [json.loads((whole / f"validation/step-{step:06d}/clips.json").read_text()) for step in (0, 12)]
     before, after = (np.array([clip["scores"]["total"] for clip in part]) for part in clips)

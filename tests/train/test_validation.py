@@ -69,6 +69,14 @@ def test_a_clip_with_broken_pixels_is_missing_and_the_others_are_not(make, tmp_p
     assert result["reward/failed"] == 1 and result["count"] == 3 and math.isfinite(result["reward/total"])
 
 
+@pytest.mark.parametrize("count, kept", [(None, 3), (2, 2), (0, 0)])
+def test_some_clips_are_kept_as_videos_and_all_are_judged(make, tmp_path, count, kept):
+    validation = make(validation_videos=count).validation
+    assert validation.run(tmp_path / "clips")["count"] == 3
+    files = [record["file"] for record in json.loads((tmp_path / "clips" / "clips.json").read_text())]
+    assert [file.name for file in sorted((tmp_path / "clips").glob("*.mp4"))] == files[:kept] and len(files) == 3
+
+
 def test_summary_is_over_what_has_a_value():
     records = [{"scores": {"total": v, "VQ": 1.0}, "holdout": {}, "gold": {"match": m}} for v, m in
                ((1.0, 1), (3.0, 0), (None, None))]  # fmt: skip

@@ -15,7 +15,7 @@ def seeded(seed=0):
 
 
 def test_exact_on_rendered_clips():
-    scenes = sample_scenes(800, seeded())
+    scenes = sample_scenes(200, seeded())
     reading = read(render(scenes, 9, 32, 32))
     for name in ATTRIBUTES:
         assert torch.equal(reading.attributes[name], getattr(scenes, name)), name
