@@ -132,6 +132,7 @@ class Config:
     dual_kl_moving_weight: float = flag(1.0, "of the KL to the anchor", low=0)
     dual_kl_step_weight: float = flag(0.1, "of the KL to the rollout's policy", low=0)
     kl_compute_mode: str = flag("rollout_phase", "anchor velocities come once per rollout", choices=("rollout_phase",))
+    use_kl_balancing: bool = flag(False, "a change of velocity costs the same KL at every step")
     step_kl_estimator: str = flag("exact", "of the KL to the rollout's policy", choices=ESTIMATORS)
     reference_mode_offload: bool = flag(False, "a full anchor waits in host memory while unused")
     # reward

@@ -30,7 +30,7 @@ NOT_RUN = {  # why a command is only read
     r"^(post_train|generate)\.py|\.\.\.|FILE|RUN|OURS|GOOD_CLIPS|FOLDER|\[any flag|\bN\b": "is a pattern",
     r"download_weights": "needs the network",
     r"^(?!.*tools\.plan).*(hunyuan15|ckpts|videoalign|nproc_per_node 8|run_|multinode|sbatch)": "needs weights or GPUs",
-    r"bench_|random_model|pretrain_tiny": "needs a GPU, or many minutes",
+    r"bench_|random_model|pretrain_tiny|ablate.py --studies|figures.py": "needs a GPU, many minutes, or their results",
     r"make (test|lint|golden|chaos|figures)|reward_server|scaling_tables": "is run elsewhere, or never ends",
 }
 

@@ -111,6 +111,15 @@ STUDIES: dict[str, Study] = {
         {"0": NO_KL} | {f"{weight:g}": {"kl_weight": weight} for weight in (1e-5, 0.03, 0.3, 3.0)},
         seeds=8,
     ),
+    "kl_steps": Study(
+        "Should a change of velocity cost the same KL at every step?",
+        {
+            f"{weight:g}{word}": {"kl_weight": weight} | flags
+            for weight in (0.3, 3.0)
+            for word, flags in (("", {}), (" balanced", {"use_kl_balancing": True}))
+        },
+        against={"0.3 balanced": "0.3", "3 balanced": "3"},
+    ),
     "sde": Study("Which exploration SDE, at equal eta?", SDES),
     "energy": Study(
         "Which exploration SDE, at equal injected energy?",

@@ -20,7 +20,7 @@ def gradient_scale(schedule: Schedule, ratio_norm: bool = False) -> Tensor:
 
 
 def equalizer(schedule: Schedule, enabled: bool = True, ratio_norm: bool = False, eps: float = 1e-8) -> Tensor:
-    """S_t (T,), Eq. 9: the factor of step t's policy loss (never of its KL).
+    """S_t (T,), Eq. 9: the factor of step t's policy loss (and, squared, of its KL where asked for).
 
     The median runs over all stochastic steps of the schedule or window, whichever of them a rollout trains, so S_t is
     a constant of the run. S_t = 0 at deterministic steps; 1 elsewhere when not `enabled`.

@@ -186,8 +186,7 @@ def check_update(trainer: Trainer) -> Iterator[Finding]:
         yield judged("rollout", False, f"{lost} of {len(trajectory.x)} paths are not finite", remedy)
         return
     trainer.prepare_anchor([trajectory], schedule)
-    scale = equalizer(schedule, c.use_grad_balancing, c.ratio_norm)
-    goal = Objective(trainer.policy, trainer.guidance, schedule, scale, c, trainer.controller.coef, pairs)
+    goal = Objective(trainer.policy, trainer.guidance, schedule, c, trainer.controller.coef, pairs)
     stats = UpdateStats.empty(schedule.num_steps, trainer.ranks.device)
     signs = 1 - 2 * (torch.arange(len(trajectory.x), device=trajectory.x.device) % 2.0)  # stand in for advantages
     for steps in tqdm(trajectory.order.T, "training forward", unit="step", leave=False):

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from sage_grpo.algo.equalizer import equalizer
 from sage_grpo.algo.grpo import Advantages, group_advantages
 from sage_grpo.algo.sde import Schedule, build_schedule, flow_sigmas
 from sage_grpo.config import Config
@@ -203,12 +202,11 @@ class Trainer:
         rows = len(advantages.values) // self.ranks.count
         mine = advantages.values[self.ranks.rank * rows :][:rows].to(self.ranks.device, torch.float32)
         pieces = list(zip(batch, mine.split([len(trajectory.x) for trajectory in batch]), strict=True))
-        scale = equalizer(schedule, c.use_grad_balancing, c.ratio_norm)
         record: dict[str, Any] = {"lr": self.optimization.learning_rate, "kl/coef": self.controller.coef}
         total = UpdateStats.empty(schedule.num_steps, self.ranks.device)
         for update, part in enumerate(torch.arange(batch[0].order.shape[1]).tensor_split(c.updates_per_rollout)):
             pairs = c.gradient_accumulation_steps * len(advantages.values) * len(part)
-            goal = Objective(self.policy, self.guidance, schedule, scale, c, self.controller.coef, pairs)
+            goal = Objective(self.policy, self.guidance, schedule, c, self.controller.coef, pairs)
             stats = UpdateStats.empty(schedule.num_steps, self.ranks.device)
             micro_steps = [(column, *piece) for column in part.tolist() for piece in pieces]
             for number, (column, trajectory, advantage) in enumerate(micro_steps, 1):

@@ -4,11 +4,13 @@ Shapes: B clips of a micro-batch, one denoising step each: B pairs.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from sage_grpo.algo.equalizer import equalizer
 from sage_grpo.algo.grpo import normalised_log_ratio, objective, policy_loss, policy_stats
 from sage_grpo.algo.sde import Schedule
 from sage_grpo.algo.trust_region import velocity_kl
@@ -26,7 +28,7 @@ class Terms(NamedTuple):
     policy: Tensor  # clipped policy loss
     to_anchor: Tensor  # closed-form KL
     to_rollout: Tensor  # closed-form KL
-    kl: Tensor  # L_KL of Eq. 40
+    kl: Tensor  # L_KL of Eq. 40, weighted by step
 
 
 @dataclass(frozen=True)
@@ -36,10 +38,19 @@ class Objective:
     policy: Policy
     guidance: Guidance
     schedule: Schedule
-    scale: Tensor  # (T,) the equalizer
     config: Config
     kl_coef: float
     num_pairs: int  # planned pairs of the whole optimizer step, over all ranks
+
+    @cached_property
+    def scale(self) -> Tensor:
+        """(T,), of the policy loss of each step."""
+        return equalizer(self.schedule, self.config.use_grad_balancing, self.config.ratio_norm)
+
+    @cached_property
+    def kl_scale(self) -> Tensor:
+        """(T,), of the KL of each step. It is N_t^2 |v - v'|^2 / 2, and with S_t^2 depends on the velocities alone."""
+        return equalizer(self.schedule, self.config.use_kl_balancing).square()
 
     def backward(self, trajectory: Trajectory, steps: Tensor, advantages: Tensor, stats: UpdateStats) -> Tensor:
         """Add the gradient of these pairs: `steps` (B,) and `advantages` (B,), one of each clip.
@@ -69,7 +80,7 @@ class Objective:
             to_anchor = schedule.kl(steps, velocity, at_steps(anchor, steps))
         estimator = self.config.step_kl_estimator
         step_kl = velocity_kl(estimator, schedule, steps, velocity, old_velocity, log_prob, old_log_prob)
-        kl = torch.where(trajectory.sound, region.kl(to_anchor, step_kl), 0.0)
+        kl = torch.where(trajectory.sound, self.kl_scale[steps] * region.kl(to_anchor, step_kl), 0.0)
         return Terms(
             velocity, log_ratio, policy_loss(log_ratio, advantages, self.config.clip_range), to_anchor, to_rollout, kl
         )

@@ -219,7 +219,7 @@ def test_the_loss_falls_on_what_it_was_computed_from(make):
     advantages = trainer.advantages(trainer.score(batch, trainer.decode(batch)))
 
     def value():
-        goal = Objective(trainer.policy, trainer.guidance, schedule, torch.ones(3), trainer.config, 0.0, num_pairs=1)
+        goal = Objective(trainer.policy, trainer.guidance, schedule, trainer.config, 0.0, num_pairs=1)
         rows = advantages.values.float().split([len(t.x) for t in batch])
         with torch.no_grad():
             return sum(

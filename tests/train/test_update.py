@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from sage_grpo.algo.equalizer import equalizer
 from sage_grpo.train.metrics import UpdateStats
 from sage_grpo.train.update import Objective
 
@@ -15,6 +16,7 @@ STRATEGIES = {
     "logprob": {"step_kl_estimator": "logprob"},
     "none": {"kl_weight": 0},
     "unbalanced": {"use_grad_balancing": False},
+    "balanced_kl": {"use_kl_balancing": True},
 }
 
 
@@ -56,6 +58,7 @@ def reference_gradients(trainer, batch, rewards, eta, error=None):
                     step_kl = old - new
                 sign = -1 if error == "sign of the KL" else 1
                 weight = 0.1 * config.use_dual_kl
+                sign *= (median / norms[t]) ** 2 if config.use_kl_balancing else 1
                 total = total + scale * loss + sign * trainer.controller.coef * (kl + weight * step_kl)
                 count += 1
     (total / (count if error != "sum over steps" else count / 3)).backward()
@@ -140,7 +143,7 @@ def test_a_broken_path_leaves_the_others_gradients_alone(make):
 
 def measured(trainer, schedule, trajectory, num_pairs, coef=0.5):
     """The statistics of the first step of a trajectory's two clips."""
-    goal = Objective(trainer.policy, trainer.guidance, schedule, torch.full((3,), 2.0), trainer.config, coef, num_pairs)
+    goal = Objective(trainer.policy, trainer.guidance, schedule, trainer.config, coef, num_pairs)
     stats = UpdateStats.empty(3, torch.device("cpu"))
     goal.backward(trajectory, torch.tensor([0, 0]), torch.tensor([0.5, -1.0]), stats)
     trainer.optimization.forget()
@@ -150,8 +153,8 @@ def measured(trainer, schedule, trajectory, num_pairs, coef=0.5):
 def test_what_is_measured_is_what_is_minimised_whatever_the_size_of_the_batch(prepared):
     trainer, schedule, batch, _ = prepared()
     stats, among_many = (measured(trainer, schedule, batch[0], pairs) for pairs in (2, 24))
-    kl = stats.mean("kl_anchor") + 0.1 * stats.mean("kl_rollout")
-    assert kl > 0 and stats.mean("objective") == pytest.approx(2 * stats.mean("loss") + 0.5 * kl)
+    kl, scale = stats.mean("kl_anchor") + 0.1 * stats.mean("kl_rollout"), equalizer(schedule)[0].item()
+    assert kl > 0 and scale > 1.1 and stats.mean("objective") == pytest.approx(scale * stats.mean("loss") + 0.5 * kl)
     assert 0 < stats.mean("grad_v") == pytest.approx(among_many.mean("grad_v"))
 
 
