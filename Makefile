@@ -29,7 +29,7 @@ figures: demo
 	$(BIN)/python scripts/sde_study.py --output docs/figures
 
 test: venv
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 golden: venv
 	$(BIN)/python -m tests.golden.test_golden

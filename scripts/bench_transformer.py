@@ -31,6 +31,7 @@ from sage_grpo.config import ATTENTION
 from sage_grpo.models import cost
 from sage_grpo.models.lora import POLICY, add_adapters, init_adapters
 from sage_grpo.models.packed import PackedTransformer
+from sage_grpo.train.guards import heard
 from sage_grpo.train.optimization import trainable_parameters
 
 PADDING = {"text": 1000, "glyph": 256, "image": 729}  # tokens that the stock pipeline gives every prompt
@@ -282,10 +283,11 @@ def main(arguments: list[str] | None = None) -> None:
     peak_rate = rate(device, dtype, 8192 if device.type == "cuda" else 512)
     facts: list[str] = []
     try:
-        for fact in cases(bench, sizes, short, long, options.steps):
-            print(fact, flush=True)
-            facts.append(fact)
-    finally:
+        with heard(lambda *_: sys.exit("bench_transformer.py: stopped by a signal")):
+            for fact in cases(bench, sizes, short, long, options.steps):
+                print(fact, flush=True)
+                facts.append(fact)
+    finally:  # what is measured is kept
         options.output.write_text(page(bench, peak_rate, facts, short, long))
         print(options.output.read_text())
 

@@ -1,7 +1,9 @@
 """The benchmark of the transformer at a size where a CPU is enough: every row is there, and all compute the same."""
 
 import functools
+import os
 import re
+import signal
 
 import pytest
 import torch
@@ -31,3 +33,21 @@ def test_every_row_is_measured_and_all_agree(tmp_path, monkeypatch):
     apart = [float(number) for number in re.findall(r"velocity (\S+) apart", text)]
     assert len(apart) == 2 and max(apart) < 1e-5
     assert re.findall(r"rollout to training (\S+)", text) == ["0"] * 5
+
+
+def test_rows_are_chosen_by_name_and_those_measured_are_kept(tmp_path, monkeypatch):
+    script = load_script("bench_transformer")
+
+    def stopped_later(bench, *_):
+        for name in ("forward, stock", "forward, packed", "LoRA, attention kept"):
+            bench.run(name, lambda: None, 1.0)
+        yield "a fact"
+        os.kill(os.getpid(), signal.SIGTERM)
+        yield "too late"
+
+    monkeypatch.setattr(script, "cases", stopped_later)
+    with pytest.raises(SystemExit, match="stopped by a signal"):
+        script.main(["--only", "packed|kept", "--output", str(tmp_path / "page.md")])
+    text = (tmp_path / "page.md").read_text()
+    assert re.findall(r"^\| (\w.*?) \|", text, re.MULTILINE) == ["forward, packed", "LoRA, attention kept"]
+    assert "- a fact" in text and "too late" not in text
