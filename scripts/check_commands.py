@@ -16,6 +16,7 @@ import shlex
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -87,7 +88,8 @@ def flags_of(name: str) -> frozenset[str]:
     out, argv = io.StringIO(), sys.argv
     sys.argv = [name, "--help"]
     try:
-        with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        quiet = warnings.catch_warnings(action="ignore", category=RuntimeWarning)  # the module is imported already
+        with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit), quiet:
             if name.endswith(".py"):
                 runpy.run_path(str(ROOT / name), run_name="__main__")
             else:

@@ -58,10 +58,8 @@ class Run:
 
 def lasting(iterations: int) -> dict[str, int]:
     """Flags of a run of this length: validated at its start, middle and end, with some 40 points of each curve."""
-    logged, quarter = -(-iterations // POINTS), iterations // 4
-    return {
-        "max_steps": iterations, "validation_interval": 2 * quarter, "save_interval": quarter, "log_interval": logged
-    }  # fmt: skip
+    logged, half = -(-iterations // POINTS), iterations // 2
+    return {"max_steps": iterations, "validation_interval": half, "save_interval": half, "log_interval": logged}
 
 
 OFF = {"use_grad_balancing": False}
