@@ -1,7 +1,7 @@
 """One small JSON file per finished run: what it was, and what it measured.
 
     study, arm, seed, commit, versions, device     where it comes from
-    config       all flags that decide what it computes; `digest` is their hash, by which runs are found
+    config       all flags that decide what it computes; `digest` is the hash of those not at their default
     steps        iterations of the curves
     curves       metrics of training at these iterations; one number where a metric never changed
     validation   at start, middle and end: held-out prompts by the ODE, with standard errors over clips
@@ -25,7 +25,7 @@ from sage_grpo.config import ConfigError
 from sage_grpo.json_files import read_object
 from sage_grpo.tools.run_folder import Run as Folder
 from sage_grpo.tools.run_folder import as_float, column, read_run
-from scripts.studies import Run, digest, identity
+from scripts.studies import DEFAULTS, Run, digest, identity
 
 CURVES = (
     "reward/total", "reward/VQ", "reward/MQ", "reward/TA", "reward/group_std", "gold/match", "gold/distance",
@@ -128,7 +128,10 @@ def write(path: Path, record: Record) -> None:
 def read(path: Path) -> Record:
     record = read_object(path)
     if digest(record.get("config") or {}) != record.get("digest"):
-        raise ConfigError(f"{path} was edited: its configuration is not that of its digest; restore or delete it")
+        raise ConfigError(
+            f"{path} was edited, or a default has changed since: its configuration is not that of its digest; "
+            "restore or delete it"
+        )
     return record
 
 
@@ -139,7 +142,7 @@ def read_all(folder: Path) -> dict[str, Record]:
 
 def check_same(run: Run, path: Path, there: Mapping[str, Any]) -> None:
     """Refuse a file or folder of this run's name that holds another configuration."""
-    now = identity(run.config)
+    now, there = identity(run.config), DEFAULTS | dict(there)
     other = sorted(key for key in now.keys() | there.keys() if now.get(key) != there.get(key))
     if other:
         raise ConfigError(

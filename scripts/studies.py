@@ -218,7 +218,12 @@ def identity(config: Config) -> dict[str, Any]:
 
 
 def digest(values: Flags) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
+    """A hash of what is not at its default, so that flags which come later change nothing."""
+    own = {name: value for name, value in values.items() if name not in DEFAULTS or value != DEFAULTS[name]}
+    return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()[:12]
+
+
+DEFAULTS = identity(Config())  # a flag that came later has this value in what was made before
 
 
 class Plan:

@@ -1,13 +1,14 @@
 """What is kept of a run, how much room it takes, and when a run counts as collapsed."""
 
+import dataclasses
 import math
 
 import numpy as np
 import pytest
 
 from sage_grpo.config import ConfigError
-from scripts import results
-from scripts.studies import Plan
+from scripts import results, studies
+from scripts.studies import Plan, identity
 from tests.tools.fake_run import run_line, train_line, write_lines
 
 RUN = next(iter(Plan(["last_step"], 1).runs.values()))
@@ -39,6 +40,25 @@ def test_a_run_becomes_a_small_file_and_comes_back(folder):
     assert record["curves"]["policy/skipped_updates"] == 0.0 and len(record["curves"]["reward/total"]) == 40
     assert results.curve(record, "policy/skipped_updates").tolist() == [0.0] * 40
     assert len(record["per_step"]["grad_v"]) == 20 and record["seconds"]["update"] == pytest.approx(14.3, abs=0.2)
+
+
+def test_a_flag_that_came_later_has_its_default_in_older_results(folder):
+    record = results.distil(RUN, folder, "abc")
+    older = {name: value for name, value in record["config"].items() if name != "use_kl_balancing"}
+    results.write(folder / "a.json", record | {"config": older})
+    assert results.read(folder / "a.json")["digest"] == record["digest"]
+    results.check_same(RUN, folder, older)
+    changed = dataclasses.replace(RUN, config=dataclasses.replace(RUN.config, use_kl_balancing=True))
+    assert results.digest(identity(changed.config)) != record["digest"]
+    with pytest.raises(ConfigError, match="was made with use_kl_balancing False, but the study now says True"):
+        results.check_same(changed, folder, older)
+
+
+def test_a_default_that_has_changed_since_is_noticed(folder, monkeypatch):
+    results.write(folder / "a.json", results.distil(RUN, folder, "abc"))
+    monkeypatch.setitem(studies.DEFAULTS, "adv_clip_max", 4.0)
+    with pytest.raises(ConfigError, match="or a default has changed since"):
+        results.read(folder / "a.json")
 
 
 def test_numbers_that_are_none_stay_none():
