@@ -42,7 +42,7 @@ LOST = "not finite"  # in the last words of a run whose gradients or clips are: 
 
 
 class Grid:
-    """Runs that are left, running and finished; `work` holds a folder and a log for each."""
+    """Runs that are left, running and finished; `work` holds a folder and a log for each, and embeddings of prompts."""
 
     def __init__(self, runs: Sequence[Run], work: Path, folder: Path, commit: str) -> None:
         self.work, self.folder, self.commit = work.resolve(), folder, commit
@@ -94,6 +94,7 @@ class Grid:
         write_json(folder / "run.json", identity(run.config))
         command = [sys.executable, str(ROOT / "post_train.py"), "--config", str(folder / "run.json")]
         command += ["--output_dir", str(folder), "--resume_from_checkpoint", "auto"]
+        command += ["--prompt_cache", str(self.work / "prompts")]  # encoded once for all runs
         with self.log(run).open("ab") as log:
             process = subprocess.Popen(
                 command,

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 PAGES = ("README.md", "checkpoints-download.md", "CONTRIBUTING.md", "SECURITY.md", "assets/tiny/README.md", "docs/*.md")
 STARTS = (
-    r"(?:[A-Z_]+=\S+ )*(make|bash|sbatch|python|torchrun|\.venv/bin/python|\./?\S+\.sh|(post_train|generate)\.py)\b"
+    r"(?:[A-Z_]+=\S+ )*(make|bash|sbatch|(?:\.venv/bin/)?(?:python|torchrun)|\./?\S+\.sh|(post_train|generate)\.py)\b"
 )
 NOT_RUN = {  # why a command is only read
     r"^(post_train|generate)\.py|\.\.\.|FILE|RUN|OURS|GOOD_CLIPS|FOLDER|\[any flag|\bN\b": "is a pattern",
