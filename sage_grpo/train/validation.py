@@ -135,8 +135,12 @@ class Validation:
     def _sheet(path: Path, clips: Sequence[Tensor | None], records: Sequence[dict[str, Any]]) -> None:
         rows = [(thumbnails(c), r) for c, r in zip(clips, records, strict=True) if c is not None][:SHEET_ROWS]
         if rows:
-            labels = [f"{record['scores']['total']}  {record['prompt']}" for _, record in rows]
-            contact_sheet(path, [row for row, _ in rows], labels)
+            contact_sheet(path, [row for row, _ in rows], [sheet_label(record) for _, record in rows])
+
+
+def sheet_label(record: dict[str, Any]) -> str:
+    reward = record["scores"]["total"]
+    return f"{'failed' if reward is None else f'{reward:.3f}'}  {record['prompt']}"
 
 
 def validation_size(config: Config) -> tuple[int, int]:

@@ -8,7 +8,7 @@ import imageio.v2 as imageio
 import pytest
 import torch
 
-from sage_grpo.train.validation import gold_columns, summary, validation_size
+from sage_grpo.train.validation import gold_columns, sheet_label, summary, validation_size
 
 # imageio's reader leaves the pipes of its ffmpeg process to the garbage collector
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
@@ -75,6 +75,11 @@ def test_some_clips_are_kept_as_videos_and_all_are_judged(make, tmp_path, count,
     assert validation.run(tmp_path / "clips")["count"] == 3
     files = [record["file"] for record in json.loads((tmp_path / "clips" / "clips.json").read_text())]
     assert [file.name for file in sorted((tmp_path / "clips").glob("*.mp4"))] == files[:kept] and len(files) == 3
+
+
+def test_the_sheet_names_reward_and_prompt():
+    labels = [sheet_label({"scores": {"total": total}, "prompt": "a cat"}) for total in (0.63701756, None)]
+    assert labels == ["0.637  a cat", "failed  a cat"]
 
 
 def test_summary_is_over_what_has_a_value():
