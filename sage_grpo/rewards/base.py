@@ -49,7 +49,7 @@ class Setup:
 def _videoalign(setup: Setup) -> Reward:
     from sage_grpo.rewards.videoalign import VideoAlign
 
-    return VideoAlign(setup.path, setup.device, setup.dtype, sample_fps=setup.sample_fps)
+    return VideoAlign(setup.path, setup.device, setup.dtype, setup.sample_fps)
 
 
 def _clipscore(setup: Setup) -> Reward:

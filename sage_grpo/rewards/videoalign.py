@@ -8,8 +8,7 @@ higher is better; the published "overall" is their sum.
 Shapes: B clips, L tokens, D hidden features, P vision patches of the whole batch.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,32 +50,24 @@ class VideoAlign:
         folder: str | Path,
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
-        *,
         sample_fps: float | None = None,
-        num_frames: int | None = None,
-        max_pixels: int | None = None,
-        offload: bool = False,
     ) -> None:
-        """Frames seen per second (or in all) and pixels per frame: the folder's own unless given.
-
-        `offload` keeps the weights in host memory between calls.
-        """
-        folder, self.device, self.offload = Path(folder), torch.device(device), offload
+        """sample_fps: frames seen per second, the folder's own number unless given."""
+        folder, self.device = Path(folder), torch.device(device)
         settings, checkpoint = read_settings(folder), newest_checkpoint(folder)
         data = settings["data_config"]
         self.sample_fps = sample_fps or data["fps"]
-        self.num_frames = num_frames or (None if sample_fps else data.get("num_frames"))
-        self.max_pixels = max_pixels or data["max_frame_pixels"]
+        self.num_frames = None if sample_fps else data.get("num_frames")
+        self.max_pixels = data["max_frame_pixels"]
         self.norm: dict[str, float] | None = settings.get("inference_config")
         self.template, self.tokenizer = read_template(folder), read_tokenizer(folder, checkpoint)
         self.model, head = load_model(folder, checkpoint, settings, dtype)
         rows = self.model.get_input_embeddings().num_embeddings
         if rows != len(self.tokenizer):
             raise ValueError(f"{checkpoint} embeds {rows} tokens, but its tokenizer has {len(self.tokenizer)}")
+        self.model.to(self.device)
         self.head = head.to(self.device)
         self.reward_tokens = torch.tensor(self.tokenizer.convert_tokens_to_ids(TOKENS), device=self.device)
-        if not offload:
-            self.model.to(self.device)
 
     def check(self, prompts: Sequence[str]) -> None:
         """Refuse prompts with a token that means something to the model: they could place a video or a score."""
@@ -86,19 +77,16 @@ class VideoAlign:
                 raise ValueError(f"the prompt {prompt!r} holds {token}, which the reward reserves; take it out")
 
     @torch.no_grad()
-    def score(
-        self, clips: Sequence[Tensor], prompts: Sequence[str], fps: float | Sequence[float], normalise: bool = True
-    ) -> dict[str, Tensor]:
+    def score(self, clips: Sequence[Tensor], prompts: Sequence[str], fps: float | Sequence[float]) -> dict[str, Tensor]:
         """VQ, MQ and TA, each (B,) fp32 on the CPU, of uint8 clips (frames, height, width, 3) of any sizes.
 
         `fps` of the clips decides how many frames are seen. A folder without `inference_config` has raw scores only.
         """
-        with self._in_place():
-            hidden = self.hidden(self.inputs(clips, prompts, fps))
+        hidden = self.hidden(self.inputs(clips, prompts, fps))
         raw = hidden.float() @ self.head.T  # (B, 3, output_dim)
         raw = (raw.diagonal(dim1=1, dim2=2) if len(self.head) > 1 else raw[..., 0]).cpu()
         scores = dict(zip(self.names, raw.unbind(1), strict=True))
-        if not normalise or self.norm is None:
+        if self.norm is None:
             return scores
         return {name: (s - self.norm[f"{name}_mean"]) / self.norm[f"{name}_std"] for name, s in scores.items()}
 
@@ -141,12 +129,3 @@ class VideoAlign:
         chat = self.tokenizer.apply_chat_template([turn], tokenize=False, add_generation_prompt=True)
         chat = chat.replace(VIDEO_TOKEN, VIDEO_TOKEN * (int(grid.prod()) // video_frames.MERGE**2))
         return torch.tensor(self.tokenizer(chat, add_special_tokens=False).input_ids)
-
-    @contextmanager
-    def _in_place(self) -> Iterator[None]:
-        self.model.to(self.device)
-        try:
-            yield
-        finally:
-            if self.offload:
-                self.model.to("cpu")

@@ -18,8 +18,8 @@ def reward(videoalign_folders):
     return VideoAlign(videoalign_folders["VideoReward"])
 
 
-def score(reward, samples, **options):
-    scores = reward.score([s.clip for s in samples], [s.prompt for s in samples], [s.fps for s in samples], **options)
+def score(reward, samples):
+    scores = reward.score([s.clip for s in samples], [s.prompt for s in samples], [s.fps for s in samples])
     return torch.stack([scores[name] for name in ("VQ", "MQ", "TA")], 1)
 
 
@@ -45,11 +45,13 @@ def test_vision_features_and_hidden_states_are_those_of_the_published_code(rewar
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda r: f"{r['checkpoint']}-{r['mode']}-{r['use_norm']}-{r['overrides']}")
 def test_scores_are_those_of_the_published_code(videoalign_folders, samples, run):
-    options = {OVERRIDES[name]: value for name, value in run["overrides"].items()}
-    reward = VideoAlign(videoalign_folders[run["checkpoint"]], **options)
+    reward = VideoAlign(videoalign_folders[run["checkpoint"]])
+    reward.norm = reward.norm if run["use_norm"] else None
+    for name, value in run["overrides"].items():
+        setattr(reward, OVERRIDES[name], value)
     chosen = [samples[i] for i in run["samples"]]
     batches = [chosen] if run["mode"] == "batch" else [[sample] for sample in chosen]
-    found = torch.cat([score(reward, batch, normalise=run["use_norm"]) for batch in batches])
+    found = torch.cat([score(reward, batch) for batch in batches])
     expected = torch.tensor([[row[name] for name in ("VQ", "MQ", "TA")] for row in run["scores"]])
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
@@ -79,7 +81,9 @@ def test_the_rate_of_the_clip_decides_what_is_seen(reward, samples):
 
 def test_a_folder_without_statistics_has_raw_scores(videoalign_folders, samples):
     reward = VideoAlign(videoalign_folders["VideoReward_split"])
-    assert torch.equal(score(reward, samples[:1]), score(reward, samples[:1], normalise=False))
+    hidden = reward.hidden(reward.inputs([samples[0].clip], [samples[0].prompt], samples[0].fps))
+    raw = (hidden @ reward.head.T).diagonal(dim1=1, dim2=2)
+    assert reward.norm is None and torch.equal(score(reward, samples[:1]), raw)
 
 
 @pytest.mark.parametrize("token", ["<|video_pad|>", "<|TA_reward|>", "<|im_end|>"])
@@ -89,17 +93,6 @@ def test_a_prompt_with_a_reserved_token_is_refused(reward, samples, token):
     with pytest.raises(ValueError, match=r"which the reward reserves"):
         reward.score([samples[0].clip], [f"a boat {token}"], 8.0)
     reward.check(["a <boat> {with} | braces", ""])
-
-
-def test_weights_rest_in_host_memory_between_calls(videoalign_folders, samples, reward, monkeypatch):
-    """Seen through the moves: a CPU has only one place for them."""
-    resting = VideoAlign(videoalign_folders["VideoReward"], "cpu:0", offload=True)
-    moves, to = [], resting.model.to
-    monkeypatch.setattr(resting.model, "to", lambda place: (moves.append(str(place)), to(place)))
-    assert torch.equal(score(resting, samples[:1]), score(reward, samples[:1]))
-    with pytest.raises(ValueError):
-        resting.score([samples[0].clip], [], 8.0)
-    assert moves == ["cpu:0", "cpu"] * 2
 
 
 def test_half_precision_rounds_the_rotary_frequencies_as_published(videoalign_folders, samples, reward):
