@@ -6,6 +6,7 @@ Shapes: B clips of one prompt, C latent channels, (T, y, x) latent frames, rows 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from sage_grpo import rng
@@ -61,7 +62,7 @@ def counter_noise(
     """
 
     def draw(kind: str, numbers: Sequence[int], index: int = 0) -> Tensor:
-        key = {"step": step, "prompts": [prompt] * len(samples), "samples": numbers, "index": index}
-        return rng.normal_batch(shape, seed, f"{purpose}_{kind}", **key)
+        key = {"step": step, "prompt": prompt, "index": index}
+        return torch.stack([rng.normal(shape, seed, f"{purpose}_{kind}", sample=n, **key) for n in numbers])
 
     return draw("init", init_samples or samples), lambda i: draw("sde", samples, i)

@@ -41,6 +41,16 @@ def test_without_noise_every_sampler_is_the_euler_ode(tiny_folder):
         torch.testing.assert_close(quiet, last, rtol=1e-5, atol=1e-6)
 
 
+def test_any_split_of_the_clips_has_the_same_noise():
+    key = {"purpose": "rollout", "prompt": 7, "step": 3}
+    whole, whole_noise = counter_noise((4, 3, 5), 42, range(8), **key)
+    for samples in (range(3), [6], [1, 4, 7]):
+        x, noise = counter_noise((4, 3, 5), 42, samples, **key)
+        assert torch.equal(x, whole[list(samples)]) and torch.equal(noise(1), whole_noise(1)[list(samples)])
+    assert not torch.equal(whole, counter_noise((4, 3, 5), 42, range(8), **key | {"prompt": 8})[0])
+    assert not torch.equal(whole_noise(0), whole_noise(1))
+
+
 def test_a_clip_does_not_depend_on_its_batch(tiny_folder):
     policy, schedule = Hunyuan15(tiny_folder), build_schedule("sage_grpo", flow_sigmas(4, 5.0), 0.5)
     together = finished(policy, schedule, [0, 1, 2])[-1].x_next
