@@ -19,7 +19,6 @@ Noise = Callable[[int], Tensor]  # denoising step -> standard normal (B, C, T, y
 class Transition(NamedTuple):
     """One denoising step of B clips."""
 
-    step: int
     x: Tensor  # (B, C, T, y, x)
     velocity: Tensor  # (B, C, T, y, x)
     x_next: Tensor  # (B, C, T, y, x)
@@ -43,7 +42,7 @@ def denoise(
     for i in range(schedule.num_steps):
         velocity = policy.velocity(x, schedule.sigmas[i].expand(len(x)), cond, guidance, negative)
         x_next, log_prob = schedule.step(i, x, velocity, noise(i).to(x.device))
-        yield Transition(i, x, velocity, x_next, log_prob)
+        yield Transition(x, velocity, x_next, log_prob)
         x = x_next
 
 

@@ -20,6 +20,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from sage_grpo.rewards.video_frames import check_clips
 from sage_grpo.worlds.geometry import NAMES, coverage
 from sage_grpo.worlds.shapes import (
     ATTRIBUTES,
@@ -93,19 +94,13 @@ def perfect_scores(count: int = 64, frames: int = 9, height: int = 32, width: in
 
 
 def _as_floats(clips: Tensor | Sequence[Tensor], prompts: Sequence[str], fps: float) -> Tensor:
-    if fps <= 0:
-        raise ValueError(f"fps is {fps}, but must be positive")
-    if len(clips) != len(prompts) or not len(prompts):
-        raise ValueError(f"{len(clips)} clips and {len(prompts)} prompts: give one prompt for each clip, at least one")
+    check_clips(clips, prompts, fps)
     shapes = {tuple(clip.shape) for clip in clips}
     if len(shapes) > 1:
         raise ValueError(f"clips have shapes {sorted(shapes)}: score clips of one shape at a time")
-    batch = clips if isinstance(clips, Tensor) else torch.stack(list(clips))
-    if batch.ndim != 5 or batch.shape[-1] != 3 or batch.dtype != torch.uint8:
-        raise ValueError(f"clips are {batch.dtype} {tuple(batch.shape)}, but must be uint8 (B, F, H, W, 3)")
-    if batch.shape[1] < 5:
-        raise ValueError(f"clips have {batch.shape[1]} frames; motion can be judged from 5 frames on")
-    return batch.float() / 255
+    if len(clips[0]) < 5:
+        raise ValueError(f"clips have {len(clips[0])} frames; motion can be judged from 5 frames on")
+    return torch.stack(list(clips)).float() / 255
 
 
 def measure_look(clips: Tensor) -> Look:

@@ -123,8 +123,11 @@ class Guards:
         with heard(self._hear):
             threading.Thread(target=self._watch, args=(stop,), daemon=True).start()
             try:
-                with self._obeyed(save):
+                try:
                     yield
+                except Preempted:
+                    save()
+                    raise
                 self.report("done")
             except Preempted as told:
                 self.report("preempted", str(told))
@@ -137,14 +140,6 @@ class Guards:
             finally:
                 stop.set()
                 self.listening = False
-
-    @contextmanager
-    def _obeyed(self, save: Callable[[], None]) -> Iterator[None]:
-        try:
-            yield
-        except Preempted:
-            save()
-            raise
 
     def _hear(self, number: int, _: Any) -> None:
         """The first signal is obeyed at the next `stop_if_told`, another one at once."""

@@ -73,16 +73,9 @@ class Scenes:
     def __len__(self) -> int:
         return len(self.x)
 
-    def __getitem__(self, index: int | slice | Tensor | Sequence[int]) -> Scenes:
-        """A batch of the chosen scenes; an integer gives a batch of one."""
-        if isinstance(index, int):
-            index = [index]
+    def __getitem__(self, index: slice | Tensor) -> Scenes:
+        """A batch of the chosen scenes."""
         return Scenes(**{name: value[index] for name, value in self.items()})
-
-    def to(self, *args, **kwargs) -> Scenes:
-        """Move to a device; a floating dtype changes the continuous numbers only."""
-        moved = {name: value.to(*args, **kwargs) for name, value in self.items()}
-        return Scenes(**{name: value.long() if name in ATTRIBUTES else value for name, value in moved.items()})
 
     def items(self) -> list[tuple[str, Tensor]]:
         """(field name, values) in order."""

@@ -20,11 +20,11 @@ def finished(policy, schedule, samples, seed=3):
 def test_transitions_chain_and_carry_their_log_probs(tiny_folder):
     schedule = build_schedule("sage_grpo", flow_sigmas(4, 5.0), 0.5)
     steps = finished(Hunyuan15(tiny_folder), schedule, [0, 1])
-    assert [t.step for t in steps] == [0, 1, 2, 3]
+    assert len(steps) == 4
     for before, after in itertools.pairwise(steps):
         assert torch.equal(before.x_next, after.x)
-    for t in steps:
-        assert torch.equal(t.log_prob, schedule.log_prob(t.step, t.x, t.velocity, t.x_next))
+    for i, t in enumerate(steps):
+        assert torch.equal(t.log_prob, schedule.log_prob(i, t.x, t.velocity, t.x_next))
 
 
 def test_without_noise_every_sampler_is_the_euler_ode(tiny_folder):
