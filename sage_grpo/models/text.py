@@ -92,9 +92,12 @@ class PromptEncoder:
     @torch.no_grad()
     def _encode(self, prompt: str) -> Conditioning:
         if self._models is None:
-            self._tokenizers = load_tokenizers(self.folder, self.version)
-            self._models = load_encoders(self.folder, self.version, self.device, self.dtype)
+            self._load()
         return Conditioning(text=self._text(prompt), glyph=self._glyph(prompt))
+
+    def _load(self) -> None:
+        self._tokenizers = load_tokenizers(self.folder, self.version)
+        self._models = load_encoders(self.folder, self.version, self.device, self.dtype)
 
     def _text(self, prompt: str) -> Tensor:
         """(L, text_dim). Right padding cannot reach the tokens before it in a causal model, so there is none."""

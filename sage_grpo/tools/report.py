@@ -88,10 +88,15 @@ def page(run: Run) -> str:
     if comparison:
         sections.insert(0, validation_section(run, comparison))
         sections.insert(4, clips_section(comparison))  # after reward, hold-out and gold
+    return document(name, head(run) + "".join(sections))
+
+
+def document(title: str, body: str) -> str:
+    """A page under its title, both HTML already."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
-        f'content="width=device-width, initial-scale=1"><title>{name}</title><style>{CSS}</style></head>\n'
-        f"<body><main><h1>{name}</h1>{head(run)}{''.join(sections)}</main></body></html>\n"
+        f'content="width=device-width, initial-scale=1"><title>{title}</title><style>{CSS}</style></head>\n'
+        f"<body><main><h1>{title}</h1>{body}</main></body></html>\n"
     )
 
 
@@ -191,8 +196,7 @@ def validation_section(run: Run, comparison: Comparison) -> str:
 
 
 def clips_section(comparison: Comparison) -> str:
-    kept = [pair for pair in comparison.pairs if all(clip.path.is_file() for clip in pair)]
-    cards = [clip_card(pair, comparison.steps) for pair in choose_pairs(kept, MOST_PROMPTS)]
+    cards = [clip_card(pair, comparison.steps) for pair in choose_pairs(comparison.pairs, MOST_PROMPTS)]
     intro = "Same seed before and after. First the largest gains of reward, then the middle, last the largest losses."
     return section("Clips", cards, intro)
 

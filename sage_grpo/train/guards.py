@@ -23,6 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from sage_grpo.json_files import write_json
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.rewards.composite import Scores
 
@@ -201,10 +202,3 @@ def heard(handler: Callable[[int, Any], None], signals: Sequence[signal.Signals]
     finally:
         for number, old in before.items():
             signal.signal(number, old)
-
-
-def write_json(path: Path, values: dict[str, Any]) -> None:
-    """A file that is whole or as it was."""
-    draft = path.with_name(f"{path.name}.tmp")
-    draft.write_text(json.dumps(values, indent=1) + "\n")
-    os.replace(draft, path)

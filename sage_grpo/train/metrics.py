@@ -1,7 +1,6 @@
 """What an update measures, by denoising step, and where numbers go: metrics.jsonl, TensorBoard, wandb."""
 
 import json
-import math
 import os
 import sys
 import time
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sage_grpo.algo.grpo import PolicyStats, policy_stats
+from sage_grpo.json_files import finite
 from sage_grpo.parallel.ranks import Ranks
 
 SUMS = ("pairs", "loss", "objective", "kl_anchor", "kl_rollout", "grad_v")
@@ -175,12 +175,3 @@ def drop_unfinished_line(file: Path) -> None:
     if file.is_file():
         text = file.read_bytes()
         os.truncate(file, text.rfind(b"\n") + 1)
-
-
-def finite(value: Any) -> Any:
-    """The same with None for numbers that JSON does not know."""
-    if isinstance(value, Mapping):
-        return {key: finite(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
