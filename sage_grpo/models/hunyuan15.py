@@ -55,9 +55,7 @@ class Hunyuan15:
 
     def empty_transformer(self) -> PackedTransformer:
         """The denoiser without memory for its weights, to be given adapters or sharded before it is filled."""
-        with torch.device("meta"):
-            model = PackedTransformer.from_config(part_config(self.folder, "transformer", self.version))
-        return model.eval()
+        return self._empty("transformer", PackedTransformer)
 
     def fill_transformer(self, model: PackedTransformer, checkpoint: Path | None = None) -> None:
         """Give such a model its memory and its weights, of which each rank reads its own part, and use it.
@@ -76,10 +74,13 @@ class Hunyuan15:
         model.enable_tiling()
         return allow_batches(model).requires_grad_(False)
 
-    def _load(self, part: str, kind: type[ModelMixin]) -> ModelMixin:
+    def _empty(self, part: str, kind: type[ModelMixin]) -> ModelMixin:
         with torch.device("meta"):
-            model = kind.from_config(part_config(self.folder, part, self.version))
-        return load_model(model, open_weights(self.folder, part, self.version), self.device, self.dtype).eval()
+            return kind.from_config(part_config(self.folder, part, self.version)).eval()
+
+    def _load(self, part: str, kind: type[ModelMixin]) -> ModelMixin:
+        weights = open_weights(self.folder, part, self.version)
+        return load_model(self._empty(part, kind), weights, self.device, self.dtype)
 
     def load_weights(self, path: str | Path) -> None:
         """Put post-trained weights into the transformer: a folder with `transformer/`, a LoRA folder, or a file."""

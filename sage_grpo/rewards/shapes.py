@@ -11,8 +11,6 @@ whose search and fit share no code with this.
 Shapes: B clips, F frames, H rows, W columns.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -85,10 +83,10 @@ class ShapesReward:
         return {"VQ": visual_quality(look), "MQ": motion_quality(track), "TA": text_alignment(look, track, named)}
 
 
-def perfect_scores(count: int = 64, frames: int = 9, height: int = 32, width: int = 32) -> dict[str, float]:
+def perfect_scores() -> dict[str, float]:
     """Mean scores of clips that the world itself draws, under their full captions."""
-    scenes = sample_scenes(count, torch.Generator().manual_seed(0))
-    clips = (render(scenes, frames, height, width) * 255).round().to(torch.uint8)
+    scenes = sample_scenes(64, torch.Generator().manual_seed(0))
+    clips = (render(scenes, 9, 32, 32) * 255).round().to(torch.uint8)
     scores = ShapesReward().score(clips, captions(scenes), fps=8.0)
     return {name: value.mean().item() for name, value in scores.items()}
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sage_grpo.models.hunyuan15 import Hunyuan15
-from sage_grpo.models.lora import ANCHOR, POLICY, adapter_parameters, copy_adapter, use_adapter
+from sage_grpo.models.lora import ANCHOR, POLICY, adapter_parameters, use_adapter
 from sage_grpo.parallel.fsdp import local, put, replaced
 
 
@@ -55,7 +55,7 @@ class AdapterAnchor(Anchor):
     """A second adapter: a refresh is a local copy of the adapter."""
 
     def copy_policy(self) -> None:
-        copy_adapter(self.policy.transformer, POLICY, ANCHOR)
+        put(self.tensors(), adapter_parameters(self.policy.transformer, POLICY))
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

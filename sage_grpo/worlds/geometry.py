@@ -8,8 +8,6 @@ which keeps the coverage smooth where a minimum of distances would have kinks.
 Shapes: u and v broadcast to (..., H, W) and are pixel centres seen from the object's centre, in radii, v downwards.
 """
 
-from __future__ import annotations
-
 import math
 from functools import reduce
 from operator import add, mul

@@ -8,8 +8,6 @@ This is the gold metric of the world, which training never sees: rewards must no
 Shapes: B clips, F frames, H rows, W columns; N candidate scenes, each owned by a clip.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 

@@ -9,8 +9,6 @@ Shapes: B clips, F frames, H rows, W columns, N hypotheses; M motions (direction
 of the speed class), T templates (shape, size).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

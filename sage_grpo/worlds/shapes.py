@@ -8,8 +8,6 @@ Shapes: B clips, F frames, H rows, W columns. Lengths are fractions of the frame
 y and vertical travel of its height, radius of its shorter side; y grows downwards.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -73,7 +71,7 @@ class Scenes:
     def __len__(self) -> int:
         return len(self.x)
 
-    def __getitem__(self, index: slice | Tensor) -> Scenes:
+    def __getitem__(self, index: slice | Tensor) -> "Scenes":
         """A batch of the chosen scenes."""
         return Scenes(**{name: value[index] for name, value in self.items()})
 
