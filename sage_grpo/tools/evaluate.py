@@ -162,8 +162,8 @@ class Evaluation:
         """Tables and pages over all systems; 1 where a score is missing."""
         lost = []
         for name, path in systems.items():
-            own = [Path(e["file"]).stem for e in read_folder(path)] if path in self.options.clips else None
-            files = [self.options.output / name / f"{clip}.json" for clip in own or map(stem, self.prompts)]
+            listed = [Path(e["file"]).stem for e in read_folder(path)] if path in self.options.clips else None
+            files = [self.options.output / name / f"{clip}.json" for clip in listed or map(stem, self.prompts)]
             records = [json.loads(file.read_text()) for file in files]
             lost += [record for file, record in zip(files, records, strict=True) if not self.done(file)]
             write_json(self.options.output / name / "clips.json", records)
@@ -201,13 +201,11 @@ def read_folder(folder: Path) -> list[dict[str, Any]]:
     else:
         files = sorted(file for file in folder.glob("*.mp4") if file.with_suffix(".json").is_file())
         entries = [json.loads(file.with_suffix(".json").read_text()) | {"file": file.name} for file in files]
-    if not entries:
-        raise ConfigError(f"clips {folder} holds neither clips.json nor mp4 files with a JSON of prompt and seed each")
-    clips = [
-        {"file": str(beside(listed, e["file"]).resolve()), "prompt": e["prompt"], "seed": e.get("seed", 0)}
-        for e in entries
-    ]
-    return [clip for clip in clips if Path(clip["file"]).is_file()]
+    clips = [(beside(listed, entry["file"]).resolve(), entry) for entry in entries]
+    kept = [{"file": str(file), "prompt": e["prompt"], "seed": e.get("seed", 0)} for file, e in clips if file.is_file()]
+    if not kept:
+        raise ConfigError(f"clips {folder} holds no mp4 file that its clips.json lists, or that has a JSON beside it")
+    return kept
 
 
 def fingerprint(path: Path) -> list[float]:
