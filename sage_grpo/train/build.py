@@ -19,7 +19,7 @@ from sage_grpo.rewards.base import Setup, build_rewards
 from sage_grpo.rewards.composite import Composite
 from sage_grpo.rewards.shapes import perfect_scores
 from sage_grpo.train import checkpoint
-from sage_grpo.train.anchor import AdapterAnchor, Anchor, FullAnchor
+from sage_grpo.train.anchor import Anchor, adapter_anchor, full_anchor
 from sage_grpo.train.optimization import Optimization, trainable_parameters
 from sage_grpo.train.rollout import Guidance, num_trained
 from sage_grpo.train.run import Run
@@ -168,8 +168,9 @@ def build_anchor(policy: Hunyuan15, config: Config, parameters: dict[str, torch.
         return None
     every = config.update_ref_model_step if kind == "moving" else None
     if config.use_lora:
-        return AdapterAnchor(policy, every)
-    return FullAnchor(policy, every, parameters, DTYPES[config.dtype], config.reference_mode_offload)
+        return adapter_anchor(policy.transformer, every)
+    home = torch.device("cpu") if config.reference_mode_offload else policy.device
+    return full_anchor(parameters, every, DTYPES[config.dtype], home)
 
 
 def about(trainer: Trainer, world: str | None) -> dict[str, Any]:
