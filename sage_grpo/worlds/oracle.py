@@ -54,15 +54,11 @@ def read(clips: Tensor, prompts: Sequence[str]) -> Reading:
     allowed = _allowed([parse(prompt) for prompt in prompts], clips.device)
     prompt_scenes, prompt_distance = _nearest_to_prompt(clips, allowed, scenes, distance)
     # what agrees with the prompt is a scene too: where the narrower search did better, it counts for both
-    scenes = _choose(prompt_distance < distance, prompt_scenes, scenes)
+    nearer, found = prompt_distance < distance, dict(prompt_scenes.items())
+    scenes = Scenes(**{name: torch.where(nearer, found[name], value) for name, value in scenes.items()})
     distance = distance.minimum(prompt_distance)
     attributes = {name: getattr(scenes, name) for name in ATTRIBUTES}
     return Reading(attributes, distance, scenes, prompt_distance, prompt_scenes, match=_agree(scenes, allowed))
-
-
-def _choose(first: Tensor, these: Scenes, those: Scenes) -> Scenes:
-    """`these` where `first` (B,) holds, else `those`."""
-    return Scenes(**{name: torch.where(first, value, getattr(those, name)) for name, value in these.items()})
 
 
 def _checked(clips: Tensor) -> Tensor:

@@ -195,7 +195,7 @@ def parse(prompt: str) -> dict[str, int]:
 def _says_nothing(word: str, following: str) -> bool:
     """Whether a word names no attribute by itself; "a background" and "letter" lack what they should name."""
     if word == "letter":
-        return following[:1] in ('"', "“") and bool(following)
+        return following[:1] in ('"', "“")
     return word == "background" or (word in FILLERS and following != "background")
 
 
