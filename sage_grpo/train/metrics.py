@@ -97,7 +97,8 @@ class Tracker:
     def __init__(self, folder: Path, report_to: Sequence[str], config: Mapping[str, Any], step: int) -> None:
         """step: the iteration after which the run goes on."""
         self.file = folder / "metrics.jsonl"
-        drop_unfinished_line(self.file)
+        if self.file.is_file():  # a killed run may have left half a line
+            os.truncate(self.file, self.file.read_bytes().rfind(b"\n") + 1)
         self.waiting: list[str] = []  # lines that did not fit on the disk
         self.board_folder = folder / "tensorboard" if "tensorboard" in report_to else None
         self.board = self.wandb = None
@@ -168,10 +169,3 @@ def has_line(file: Path, kind: str, step: int) -> bool:
     return file.is_file() and any(
         line.startswith((f"{start},", f"{start}}}")) for line in file.read_text().splitlines()
     )
-
-
-def drop_unfinished_line(file: Path) -> None:
-    """What a killed run left behind its last line break."""
-    if file.is_file():
-        text = file.read_bytes()
-        os.truncate(file, text.rfind(b"\n") + 1)
