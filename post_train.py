@@ -15,9 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 from sage_grpo.config import warnings
 from sage_grpo.flags import parse
 from sage_grpo.parallel.ranks import join_ranks
-from sage_grpo.tools.paired import text_table
-from sage_grpo.tools.report import write_report
-from sage_grpo.tools.run_folder import read_run
+from sage_grpo.tools.report import tell
 from sage_grpo.train.build import build_trainer
 from sage_grpo.train.guards import DONE, FAILED, PREEMPTED, WRONG_INPUT, Preempted, TrainingError
 from sage_grpo.train.trainer import Trainer
@@ -50,8 +48,7 @@ def train(trainer: Trainer) -> int:
     finally:
         trainer.run.close()
     if trainer.ranks.first:
-        print(text_table(read_run(trainer.run.folder)))
-        print(f"report: {write_report(trainer.run.folder)}")
+        tell(trainer.run.folder)
     return DONE
 
 

@@ -1,6 +1,9 @@
-"""JSON files that others wrote, read so that whatever is wrong with one is a sentence that names it."""
+"""JSON files: read so that whatever is wrong with one is a sentence that names it, and written whole."""
 
 import json
+import math
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,3 +19,19 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"{path} is not a JSON object; download it again")
     return values
+
+
+def write_json(path: Path, values: Any) -> None:
+    """A file that is whole or as it was."""
+    draft = path.with_name(f"{path.name}.tmp")
+    draft.write_text(json.dumps(finite(values), indent=1) + "\n")
+    os.replace(draft, path)
+
+
+def finite(value: Any) -> Any:
+    """The same with None for numbers that JSON does not know."""
+    if isinstance(value, Mapping):
+        return {key: finite(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

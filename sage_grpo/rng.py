@@ -43,22 +43,6 @@ def normal(shape: Sequence[int], seed: int, purpose: str, **key: int) -> Tensor:
     return torch.from_numpy(generator(seed, purpose, **key).standard_normal(tuple(shape), dtype=np.float32))
 
 
-def normal_batch(
-    shape: Sequence[int],
-    seed: int,
-    purpose: str,
-    *,
-    step: int,
-    prompts: Sequence[int],
-    samples: Sequence[int],
-    index: int = 0,
-) -> Tensor:
-    """One draw of `shape` per (prompt, sample), stacked: (B, *shape)."""
-    pairs = zip(prompts, samples, strict=True)
-    draws = [normal(shape, seed, purpose, step=step, prompt=p, sample=s, index=index) for p, s in pairs]
-    return torch.stack(draws)
-
-
 def permutation(n: int, seed: int, purpose: str, **key: int) -> Tensor:
     """Random order of 0..n-1, as a LongTensor."""
     return torch.from_numpy(generator(seed, purpose, **key).permutation(n))

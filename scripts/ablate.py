@@ -29,9 +29,9 @@ sys.path.insert(0, str(ROOT))
 from tqdm import tqdm
 
 from sage_grpo.config import ConfigError
-from sage_grpo.json_files import read_object
+from sage_grpo.json_files import read_object, write_json
 from sage_grpo.tools.paired import aligned
-from sage_grpo.train.guards import DONE, FAILED, PREEMPTED, WRONG_INPUT, heard, write_json
+from sage_grpo.train.guards import DONE, FAILED, PREEMPTED, WRONG_INPUT, heard
 from scripts import packing, results
 from scripts.studies import RECIPE, STUDIES, Plan, Run, Study, core_seconds, identity
 

@@ -106,6 +106,6 @@ def test_generate_works_out_of_the_box(tmp_path, monkeypatch):
         frames = np.stack(list(reader.iter_data()))
         assert reader.get_meta_data()["fps"] == 8
     assert frames.shape == (9, 256, 256, 3)
-    reading = read(torch.from_numpy(frames[None, :, 4::8, 4::8]))  # back to 32 pixels
+    reading = read(torch.from_numpy(frames[None, :, 4::8, 4::8]), [prompt])  # back to 32 pixels
     for name in ("colour", "direction", "background"):
         assert reading.attributes[name].item() == parse(prompt)[name]

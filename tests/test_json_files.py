@@ -1,8 +1,11 @@
 """JSON files: an object, or a sentence that names the file."""
 
+import json
+import math
+
 import pytest
 
-from sage_grpo.json_files import read_object
+from sage_grpo.json_files import read_object, write_json
 
 
 @pytest.mark.parametrize("content, words", [
@@ -22,3 +25,13 @@ def test_an_object_is_read_and_a_missing_file_is_named(tmp_path):
     assert read_object(tmp_path / "a.json") == {"a": [1]}
     with pytest.raises(FileNotFoundError, match=r"none\.json is missing; download"):
         read_object(tmp_path / "none.json")
+
+
+def test_a_file_is_written_whole_and_what_json_does_not_know_is_null(tmp_path):
+    file = tmp_path / "a.json"
+    write_json(file, {"a": (1, math.nan), "b": {"c": -math.inf, "d": 0.5}})
+    assert json.loads(file.read_text()) == {"a": [1, None], "b": {"c": None, "d": 0.5}}
+    (tmp_path / "a.json.tmp").mkdir()  # where a draft cannot be written
+    with pytest.raises(OSError):
+        write_json(file, {})
+    assert json.loads(file.read_text())["b"]["d"] == 0.5

@@ -25,20 +25,6 @@ def test_seeds_32_bits_apart_differ():
     assert not torch.equal(rng.normal(SHAPE, 5, "rollout_init"), rng.normal(SHAPE, 5 + 2**32, "rollout_init"))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-def test_any_split_of_the_batch_gives_the_same_values(ranks):
-    prompts, samples = [7, 7, 7, 9, 9, 9, 2, 2], [0, 1, 2, 0, 1, 2, 0, 1]
-    whole = rng.normal_batch(SHAPE, 42, "rollout_sde", step=3, prompts=prompts, samples=samples, index=1)
-    parts = [
-        rng.normal_batch(
-            SHAPE, 42, "rollout_sde", step=3, prompts=prompts[r::ranks], samples=samples[r::ranks], index=1
-        )
-        for r in range(ranks)
-    ]
-    for rank, part in enumerate(parts):
-        assert torch.equal(part, whole[rank::ranks])
-
-
 def test_the_global_generators_are_neither_read_nor_moved():
     torch.manual_seed(0)
     before = torch.get_rng_state()

@@ -11,7 +11,6 @@ BACKWARD_OF_ATTENTION = 2.5  # times its forward: five products instead of two
 class Forward:
     """Operations of one forward of one clip in the blocks; all else is under 1 %."""
 
-    tokens: int  # video and context
     linear: float
     attention: float
 
@@ -34,4 +33,4 @@ def forward(config: Mapping[str, Any], num_video: int, num_context: int) -> Forw
     width, tokens = config["num_attention_heads"] * config["attention_head_dim"], num_video + num_context
     matrices = (4 + 2 * config["mlp_ratio"]) * width**2  # query, key, value, output; feed-forward
     layers = config["num_layers"]
-    return Forward(tokens, 2 * matrices * tokens * layers, 4 * tokens**2 * width * layers)
+    return Forward(2 * matrices * tokens * layers, 4 * tokens**2 * width * layers)

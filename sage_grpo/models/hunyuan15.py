@@ -38,15 +38,10 @@ class Hunyuan15:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         cache_dir: str | Path | None = None,
-        vae_dtype: torch.dtype | None = None,
         version: str = DEFAULT_VERSION,
     ) -> None:
-        """Open a model folder. `cache_dir` keeps prompt embeddings between runs; `vae_dtype` defaults to `dtype`.
-
-        version: the folder under `transformer/` in Tencent's layout.
-        """
+        """cache_dir: keeps prompt embeddings between runs. version: a folder in `transformer/` of Tencent's layout."""
         self.folder, self.device, self.dtype, self.version = Path(folder), torch.device(device), dtype, version
-        self.vae_dtype = vae_dtype or dtype
         check_folder(self.folder, version)
         self.sampling = sampling_defaults(self.folder, version)
         self.prompt_encoder = PromptEncoder(
@@ -56,13 +51,11 @@ class Hunyuan15:
     @cached_property
     def transformer(self) -> PackedTransformer:
         """The denoiser, in evaluation mode: it has no dropout, and rollout and training must agree."""
-        return self._load("transformer", PackedTransformer, self.dtype)
+        return self._load("transformer", PackedTransformer)
 
     def empty_transformer(self) -> PackedTransformer:
         """The denoiser without memory for its weights, to be given adapters or sharded before it is filled."""
-        with torch.device("meta"):
-            model = PackedTransformer.from_config(part_config(self.folder, "transformer", self.version))
-        return model.eval()
+        return self._empty("transformer", PackedTransformer)
 
     def fill_transformer(self, model: PackedTransformer, checkpoint: Path | None = None) -> None:
         """Give such a model its memory and its weights, of which each rank reads its own part, and use it.
@@ -77,14 +70,17 @@ class Hunyuan15:
     @cached_property
     def vae(self) -> AutoencoderKLHunyuanVideo15:
         """The autoencoder, frozen; clips above 256 pixels go through it in tiles."""
-        model = self._load("vae", AutoencoderKLHunyuanVideo15, self.vae_dtype)
+        model = self._load("vae", AutoencoderKLHunyuanVideo15)
         model.enable_tiling()
         return allow_batches(model).requires_grad_(False)
 
-    def _load(self, part: str, kind: type[ModelMixin], dtype: torch.dtype) -> ModelMixin:
+    def _empty(self, part: str, kind: type[ModelMixin]) -> ModelMixin:
         with torch.device("meta"):
-            model = kind.from_config(part_config(self.folder, part, self.version))
-        return load_model(model, open_weights(self.folder, part, self.version), self.device, dtype).eval()
+            return kind.from_config(part_config(self.folder, part, self.version)).eval()
+
+    def _load(self, part: str, kind: type[ModelMixin]) -> ModelMixin:
+        weights = open_weights(self.folder, part, self.version)
+        return load_model(self._empty(part, kind), weights, self.device, self.dtype)
 
     def load_weights(self, path: str | Path) -> None:
         """Put post-trained weights into the transformer: a folder with `transformer/`, a LoRA folder, or a file."""
@@ -157,7 +153,7 @@ class Hunyuan15:
         return torch.cat([self._decode(part) for part in latents.split(together)])
 
     def _decode(self, latents: Tensor) -> Tensor:
-        unscaled = latents.to(self.vae.device, self.vae_dtype) / self.vae.config.scaling_factor
+        unscaled = latents.to(self.vae.device, self.dtype) / self.vae.config.scaling_factor
         pixels = _at_least_fp32(self.vae.decode(unscaled, return_dict=False)[0])
         if not pixels.isfinite().all():  # a cast to uint8 would make black pixels of them, and a reward a number
             raise BrokenClip("a decoded clip has pixels that are not finite: the latents or the weights are broken")
@@ -171,7 +167,7 @@ class Hunyuan15:
 
     def _encode_one(self, clip: Tensor) -> Tensor:
         pixels = clip.to(self.vae.device).permute(0, 4, 1, 2, 3) / 127.5 - 1
-        mode = self.vae.encode(pixels.to(self.vae_dtype)).latent_dist.mode()
+        mode = self.vae.encode(pixels.to(self.dtype)).latent_dist.mode()
         return _at_least_fp32(mode) * self.vae.config.scaling_factor
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:

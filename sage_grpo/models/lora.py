@@ -98,13 +98,6 @@ def use_adapter(transformer: HunyuanVideo15Transformer3DModel, adapter: str) -> 
             parameter.requires_grad_(name == POLICY)
 
 
-@torch.no_grad()
-def copy_adapter(transformer: nn.Module, source: str, target: str) -> None:
-    values: dict[str, Tensor] = dict(adapter_parameters(transformer, source))
-    for name, parameter in adapter_parameters(transformer, target).items():
-        local(parameter).copy_(local(values[name]))
-
-
 def save_adapter(transformer: HunyuanVideo15Transformer3DModel, adapter: str, folder: Path | None) -> None:
     """Write an adapter as diffusers does. All ranks of a sharded model call; those without a folder only take part."""
     tensors = {n: whole(p.detach()).cpu() for n, p in adapter_parameters(transformer, adapter).items()}

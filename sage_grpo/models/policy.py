@@ -70,22 +70,17 @@ class Policy(Protocol):
 
     def encode(self, prompts: Sequence[str]) -> list[Conditioning]:
         """One conditioning per prompt."""
-        ...
 
     def velocity(
         self, x: Tensor, sigma: Tensor | float, cond: Conditioning, guidance: float, negative: Conditioning | None
     ) -> Tensor:
         """Guided velocity, fp32, of latents x (B, C, ...) at noise level sigma (one number, or (B,))."""
-        ...
 
     def decode(self, latents: Tensor) -> Tensor:
         """Latents (B, C, ...) in the model's own scaling -> uint8 clips (B, F, Y, X, 3), or BrokenClip."""
-        ...
 
     def encode_video(self, clips: Tensor) -> Tensor:
         """uint8 clips (B, F, Y, X, 3) -> latents (B, C, ...) in the model's own scaling."""
-        ...
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
         """Shape (C, T, y, x) of the latents of one clip of that many frames and pixels."""
-        ...

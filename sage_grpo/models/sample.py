@@ -6,6 +6,7 @@ Shapes: B clips of one prompt, C latent channels, (T, y, x) latent frames, rows 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from sage_grpo import rng
@@ -18,7 +19,6 @@ Noise = Callable[[int], Tensor]  # denoising step -> standard normal (B, C, T, y
 class Transition(NamedTuple):
     """One denoising step of B clips."""
 
-    step: int
     x: Tensor  # (B, C, T, y, x)
     velocity: Tensor  # (B, C, T, y, x)
     x_next: Tensor  # (B, C, T, y, x)
@@ -42,7 +42,7 @@ def denoise(
     for i in range(schedule.num_steps):
         velocity = policy.velocity(x, schedule.sigmas[i].expand(len(x)), cond, guidance, negative)
         x_next, log_prob = schedule.step(i, x, velocity, noise(i).to(x.device))
-        yield Transition(i, x, velocity, x_next, log_prob)
+        yield Transition(x, velocity, x_next, log_prob)
         x = x_next
 
 
@@ -61,7 +61,7 @@ def counter_noise(
     """
 
     def draw(kind: str, numbers: Sequence[int], index: int = 0) -> Tensor:
-        key = {"step": step, "prompts": [prompt] * len(samples), "samples": numbers, "index": index}
-        return rng.normal_batch(shape, seed, f"{purpose}_{kind}", **key)
+        key = {"step": step, "prompt": prompt, "index": index}
+        return torch.stack([rng.normal(shape, seed, f"{purpose}_{kind}", sample=n, **key) for n in numbers])
 
     return draw("init", init_samples or samples), lambda i: draw("sde", samples, i)

@@ -20,11 +20,9 @@ class Reward(Protocol):
 
     def check(self, prompts: Sequence[str]) -> None:
         """Refuse prompts that cannot be scored, before anything is sampled for them."""
-        ...
 
     def score(self, clips: Sequence[Tensor], prompts: Sequence[str], fps: float) -> dict[str, Tensor]:
         """Named scores, each (B,), higher is better, of uint8 clips (F, H, W, 3) with one prompt each."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -102,8 +100,3 @@ def build_reward(name: str, setup: Setup) -> Reward:
     if name not in REWARDS:
         raise ValueError(f"the reward is {name!r}; choose one of {', '.join(REWARDS)}")
     return REWARDS[name](setup)
-
-
-def perfect_scores(name: str) -> dict[str, float] | None:
-    """Mean scores of perfect clips, where the reward knows what perfect is."""
-    return shapes.perfect_scores() if name == "shapes" else None

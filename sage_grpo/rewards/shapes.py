@@ -11,8 +11,6 @@ whose search and fit share no code with this.
 Shapes: B clips, F frames, H rows, W columns.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -20,6 +18,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from sage_grpo.rewards.video_frames import check_clips
 from sage_grpo.worlds.geometry import NAMES, coverage
 from sage_grpo.worlds.shapes import (
     ATTRIBUTES,
@@ -84,28 +83,22 @@ class ShapesReward:
         return {"VQ": visual_quality(look), "MQ": motion_quality(track), "TA": text_alignment(look, track, named)}
 
 
-def perfect_scores(count: int = 64, frames: int = 9, height: int = 32, width: int = 32) -> dict[str, float]:
+def perfect_scores() -> dict[str, float]:
     """Mean scores of clips that the world itself draws, under their full captions."""
-    scenes = sample_scenes(count, torch.Generator().manual_seed(0))
-    clips = (render(scenes, frames, height, width) * 255).round().to(torch.uint8)
+    scenes = sample_scenes(64, torch.Generator().manual_seed(0))
+    clips = (render(scenes, 9, 32, 32) * 255).round().to(torch.uint8)
     scores = ShapesReward().score(clips, captions(scenes), fps=8.0)
     return {name: value.mean().item() for name, value in scores.items()}
 
 
 def _as_floats(clips: Tensor | Sequence[Tensor], prompts: Sequence[str], fps: float) -> Tensor:
-    if fps <= 0:
-        raise ValueError(f"fps is {fps}, but must be positive")
-    if len(clips) != len(prompts) or not len(prompts):
-        raise ValueError(f"{len(clips)} clips and {len(prompts)} prompts: give one prompt for each clip, at least one")
+    check_clips(clips, prompts, fps)
     shapes = {tuple(clip.shape) for clip in clips}
     if len(shapes) > 1:
         raise ValueError(f"clips have shapes {sorted(shapes)}: score clips of one shape at a time")
-    batch = clips if isinstance(clips, Tensor) else torch.stack(list(clips))
-    if batch.ndim != 5 or batch.shape[-1] != 3 or batch.dtype != torch.uint8:
-        raise ValueError(f"clips are {batch.dtype} {tuple(batch.shape)}, but must be uint8 (B, F, H, W, 3)")
-    if batch.shape[1] < 5:
-        raise ValueError(f"clips have {batch.shape[1]} frames; motion can be judged from 5 frames on")
-    return batch.float() / 255
+    if len(clips[0]) < 5:
+        raise ValueError(f"clips have {len(clips[0])} frames; motion can be judged from 5 frames on")
+    return torch.stack(list(clips)).float() / 255
 
 
 def measure_look(clips: Tensor) -> Look:

@@ -137,16 +137,12 @@ def read_checkpoint(folder: Path, checkpoint: Path) -> dict[str, Tensor]:
     if not base:
         raise FileNotFoundError(f"{folder / 'base_config'} has no weights (*.safetensors), which {checkpoint} adapts")
     files = [*base, checkpoint / "non_lora_state_dict.safetensors", checkpoint / "adapter_model.safetensors"]
-    return {_plain(name): tensor for file in files for name, tensor in read_weights(file).items()}
-
-
-def _plain(name: str) -> str:
-    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+    return {name: tensor for file in files for name, tensor in read_weights(file).items()}
 
 
 def model_weights(published: Mapping[str, Tensor], lora_scale: float, dtype: torch.dtype) -> dict[str, Tensor]:
     """Weights under the names of `Qwen2VLModel`, LoRA merged in fp32, and the fp32 head `rm_head.weight`."""
-    weights = {_plain(name): tensor for name, tensor in published.items()}
+    weights = {name.removeprefix("base_model.model.").replace(".base_layer.", "."): w for name, w in published.items()}
     weights.pop("lm_head.weight", None)
     for name in [name for name in weights if ".lora_A." in name]:
         layer, up = name.split(".lora_A.")[0] + ".weight", name.replace(".lora_A.", ".lora_B.")

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sage_grpo.rewards.video_frames import check_clips
+
 TOKEN_VARIABLE = "SAGE_REWARD_TOKEN"
 MAX_HEADER = 1 << 20  # bytes
 MAX_FPS = 1_000_000  # frames per second of a clip
@@ -43,9 +45,7 @@ def read_token() -> str:
 
 def pack(clips: Sequence[Tensor], prompts: Sequence[str], fps: float) -> list[bytes | memoryview]:
     """The parts of a message about uint8 clips (F, H, W, 3), one prompt each."""
-    for clip in clips:
-        if clip.dtype != torch.uint8 or clip.ndim != 4 or clip.shape[-1] != 3:
-            raise WireError(f"a clip is {clip.dtype} {tuple(clip.shape)}, but must be uint8 (frames, height, width, 3)")
+    check_clips(clips, prompts, fps)
     header = {"fps": fps, "prompts": list(prompts), "shapes": [list(clip.shape[:3]) for clip in clips]}
     line = json.dumps(header, allow_nan=False).encode() + b"\n"
     if len(line) > MAX_HEADER:

@@ -9,7 +9,6 @@ configuration cannot run, with the sentence that post_train.py would say.
 
 import argparse
 import dataclasses
-import json
 import os
 import sys
 import traceback
@@ -22,11 +21,11 @@ from transformers.utils.logging import disable_progress_bar
 
 from sage_grpo.config import Config, ConfigError, warnings
 from sage_grpo.flags import parse
+from sage_grpo.json_files import write_json
 from sage_grpo.parallel.ranks import Ranks, check_layout, join_ranks
 from sage_grpo.tools.doctor_checks import CHECKS, Finding, judged
 from sage_grpo.tools.preflight import check_samplers
 from sage_grpo.train.build import assemble
-from sage_grpo.train.metrics import finite
 from sage_grpo.train.run import Run
 from sage_grpo.train.trainer import Trainer
 
@@ -106,8 +105,7 @@ def examine(options: argparse.Namespace, trainer: Trainer, findings: list[Findin
             print(finding, flush=True)
             findings.append(finding)
             wrong += [finding.check] if finding.mark == "WRONG" else []
-    record = {"findings": [dataclasses.asdict(finding) for finding in findings]}
-    (options.output / "doctor.json").write_text(json.dumps(finite(record), indent=1) + "\n")
+    write_json(options.output / "doctor.json", {"findings": [dataclasses.asdict(finding) for finding in findings]})
     print(f"WRONG: {', '.join(wrong)}" if wrong else "All is well.", f"Numbers: {options.output / 'doctor.json'}")
     return 1 if wrong else 0
 

@@ -25,6 +25,7 @@ from transformers.utils.logging import disable_progress_bar
 from sage_grpo.config import Config, ConfigError, resolve
 from sage_grpo.data.prompts import Prompt
 from sage_grpo.flags import parse
+from sage_grpo.json_files import write_json
 from sage_grpo.media import read_mp4, write_mp4
 from sage_grpo.models.hunyuan15 import Hunyuan15
 from sage_grpo.models.layout import sampling_defaults
@@ -33,7 +34,6 @@ from sage_grpo.tools.calibration import DEFECTS, DRAWN_DEFECTS, drawn_clips, mea
 from sage_grpo.tools.evaluation_page import compared, pages
 from sage_grpo.tools.run_folder import beside
 from sage_grpo.train.build import DTYPES, GOLD, build_composite, prompts_of
-from sage_grpo.train.metrics import finite
 from sage_grpo.train.rollout import Guidance
 from sage_grpo.train.validation import Validation
 from sage_grpo.worlds import check_prompts, world_of
@@ -67,10 +67,9 @@ class Evaluation:
         self.options, self.ranks = options, ranks
         self.config = resolve(config, sampling_defaults(folder, version), ranks.device.type)
         self.world = world_of(folder)
-        prompts = prompts_of(config.validation_prompts, folder, "valid")
-        self.prompts = (
-            [dataclasses.replace(p, seed=seed) for seed in options.seeds for p in prompts] if options.seeds else prompts
-        )
+        prompts, usual = prompts_of(config.validation_prompts, folder, "valid"), config.validation_global_seed
+        own = [dataclasses.replace(p, seed=usual if p.seed is None else p.seed) for p in prompts]
+        self.prompts = [dataclasses.replace(p, seed=seed) for seed in options.seeds or () for p in prompts] or own
         names = config.reward_model or (self.world or "videoalign",)
         self.reward = build_composite(self.config, names, None, ranks.device)
         self.encoder: Any = None
@@ -99,7 +98,7 @@ class Evaluation:
         self.ranks.barrier()
         if self.ranks.first:
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(before | now, indent=1) + "\n")
+            write_json(file, before | now)
 
     def run(self) -> int:
         systems = self.systems()
@@ -113,27 +112,23 @@ class Evaluation:
 
     def done(self, file: Path) -> bool:
         """Whether the clip has all scores."""
-        scores = json.loads(file.read_text())["scores"] if file.is_file() else {}
+        scores = scores_in(file)
         return all(scores.get(name) is not None for name in self.reward.names)
 
     def generate(self, name: str, checkpoint: Path | None, home: Path) -> None:
         """The clips of a model that this process is to make and that are not there yet."""
         mine = self.prompts[self.ranks.rank :: self.ranks.count]
-        if all(self.done(home / f"{self.stem(prompt)}.json") for prompt in mine):
+        left = [prompt for prompt in mine if not self.done(home / f"{stem(prompt)}.json")]
+        if not left:
             return
-        validation = self.validation(checkpoint)
-        left = [prompt for prompt in mine if not self.done(home / f"{self.stem(prompt)}.json")]
-        size = self.config.reward_batch_size
+        validation, size = self.validation(checkpoint), self.config.reward_batch_size
         for i in tqdm(range(0, len(left), size), name, unit="batch", disable=not self.ranks.first):
             batch = left[i : i + size]
             clips = [validation.sample(prompt) for prompt in batch]
             for prompt, clip, record in zip(batch, clips, validation.judge(clips, batch), strict=True):
                 if clip is not None:
                     write_mp4(home / record["file"], clip, self.config.fps)
-                keep(home / f"{self.stem(prompt)}.json", record)
-
-    def stem(self, prompt: Prompt) -> str:
-        return f"{prompt.name}-{self.config.validation_global_seed if prompt.seed is None else prompt.seed}"
+                keep(home / f"{stem(prompt)}.json", record)
 
     def validation(self, checkpoint: Path | None) -> Validation:
         c, device = self.config, self.ranks.device
@@ -165,15 +160,13 @@ class Evaluation:
 
     def conclude(self, systems: Mapping[str, Path | None]) -> int:
         """Tables and pages over all systems; 1 where a score is missing."""
-        records = {}
+        lost = []
         for name, path in systems.items():
-            own = [Path(e["file"]).stem for e in read_folder(path)] if path in self.options.clips else None
-            stems = own or [self.stem(prompt) for prompt in self.prompts]
-            records[name] = [json.loads((self.options.output / name / f"{stem}.json").read_text()) for stem in stems]
-            (self.options.output / name / "clips.json").write_text(json.dumps(records[name], indent=1) + "\n")
-        lost = [
-            r for part in records.values() for r in part if any(r["scores"].get(n) is None for n in self.reward.names)
-        ]
+            listed = [Path(e["file"]).stem for e in read_folder(path)] if path in self.options.clips else None
+            files = [self.options.output / name / f"{clip}.json" for clip in listed or map(stem, self.prompts)]
+            records = [json.loads(file.read_text()) for file in files]
+            lost += [record for file, record in zip(files, records, strict=True) if not self.done(file)]
+            write_json(self.options.output / name / "clips.json", records)
         result = compared(self.options.output, list(systems))
         print(pages(self.options.output, result))
         for record in lost[:3]:
@@ -196,7 +189,7 @@ def calibrate(evaluation: Evaluation) -> int:
     o.output.mkdir(parents=True, exist_ok=True)
     means = {kind: {name: values.mean().item() for name, values in scores.items()} for kind, scores in found.items()}
     marks = [dataclasses.asdict(order) | {"mark": order.mark} for order in expected]
-    (o.output / "calibration.json").write_text(json.dumps(finite({"means": means, "orders": marks}), indent=1) + "\n")
+    write_json(o.output / "calibration.json", {"means": means, "orders": marks})
     return 1 if any(order.mark == "WRONG" for order in expected) else 0
 
 
@@ -208,13 +201,11 @@ def read_folder(folder: Path) -> list[dict[str, Any]]:
     else:
         files = sorted(file for file in folder.glob("*.mp4") if file.with_suffix(".json").is_file())
         entries = [json.loads(file.with_suffix(".json").read_text()) | {"file": file.name} for file in files]
-    if not entries:
-        raise ConfigError(f"clips {folder} holds neither clips.json nor mp4 files with a JSON of prompt and seed each")
-    clips = [
-        {"file": str(beside(listed, e["file"]).resolve()), "prompt": e["prompt"], "seed": e.get("seed", 0)}
-        for e in entries
-    ]
-    return [clip for clip in clips if Path(clip["file"]).is_file()]
+    clips = [(beside(listed, entry["file"]).resolve(), entry) for entry in entries]
+    kept = [{"file": str(file), "prompt": e["prompt"], "seed": e.get("seed", 0)} for file, e in clips if file.is_file()]
+    if not kept:
+        raise ConfigError(f"clips {folder} holds no mp4 file that its clips.json lists, or that has a JSON beside it")
+    return kept
 
 
 def fingerprint(path: Path) -> list[float]:
@@ -225,13 +216,19 @@ def fingerprint(path: Path) -> list[float]:
     return [sum(file.stat().st_size for file in files), max(file.stat().st_mtime for file in files)]
 
 
+def stem(prompt: Prompt) -> str:
+    """What the files of a clip are called."""
+    return f"{prompt.name}-{prompt.seed}"
+
+
+def scores_in(file: Path) -> dict[str, float | None]:
+    """The scores that a clip has already."""
+    return json.loads(file.read_text())["scores"] if file.is_file() else {}
+
+
 def keep(file: Path, record: Mapping[str, Any]) -> None:
     """Write the record of a clip at once; scores of other rewards that it had stay."""
-    old = json.loads(file.read_text())["scores"] if file.is_file() else {}
-    draft = file.with_suffix(".tmp")
-    text = json.dumps(finite({**record, "scores": old | dict(record["scores"])}), ensure_ascii=False)
-    draft.write_text(text + "\n", encoding="utf-8")
-    draft.replace(file)
+    write_json(file, {**record, "scores": scores_in(file) | record["scores"]})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

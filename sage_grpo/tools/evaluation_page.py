@@ -1,6 +1,5 @@
 """The tables of an evaluation: means with 95 % intervals, and each system against the first, clip by clip."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -8,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from sage_grpo.intervals import interval
+from sage_grpo.json_files import write_json
 from sage_grpo.tools.paired import Clip, aligned, number, pair_clips, read_clips
-from sage_grpo.tools.report import CSS, video
-from sage_grpo.train.metrics import finite
+from sage_grpo.tools.report import document, video
 
 MOST_PROMPTS = 12
 TABLE_2 = ("Overall", "VQ", "MQ", "TA", "CLIPScore", "PickScore")  # the paper's columns
@@ -83,14 +82,11 @@ def _shown(cell: Mapping[str, Any], mean: str, half: str, sign: str = "") -> str
 def pages(output: Path, result: Mapping[str, Any]) -> str:
     """Write evaluation.json, .md and .html; returns the tables for the terminal."""
     both = [rows for rows in tables(result) if len(rows) > 1]
-    (output / "evaluation.json").write_text(json.dumps(finite(result), indent=1) + "\n")
+    write_json(output / "evaluation.json", result)
     (output / "evaluation.md").write_text("\n".join(map(markdown, both)), encoding="utf-8")
     html = "".join(f'<div class="scroll"><table>{"".join(map(_row, rows))}</table></div>' for rows in both)
     html += f'<h2>Clips</h2><div class="maps">{"".join(_cards(output, list(result["systems"])))}</div>'
-    head = f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Evaluation</title><style>{CSS}</style>'
-    (output / "evaluation.html").write_text(
-        f"{head}</head><body><main><h1>Evaluation</h1>{html}</main></body></html>\n"
-    )
+    (output / "evaluation.html").write_text(document("Evaluation", html), encoding="utf-8")
     return "\n\n".join(map(aligned, both)) + f"\n\n{output / 'evaluation.html'}"
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from sage_grpo.intervals import Interval, interval
 from sage_grpo.tools.run_folder import Run, as_float, beside
-from sage_grpo.train.hacking import change, held_out, trained, validations
+from sage_grpo.train import hacking
 
 VERDICTS = {1: "better", -1: "worse", 0: "not significant"}
 
@@ -65,7 +65,8 @@ def compare(run: Run) -> Comparison | None:
     measures = {}
     for key in sorted(names, key=lambda key: key != "reward/total"):
         means = [as_float(line.get(name)) for line in (first, last) for name in (key, f"{key}_stderr")]
-        measures[key] = Measure(*means, *paired_difference(pairs, key), -1 if key.endswith("distance") else 1)
+        change = interval(after.values.get(key, math.nan) - before.values.get(key, math.nan) for before, after in pairs)
+        measures[key] = Measure(*means, change.mean, change.half, -1 if key.endswith("distance") else 1)
     return Comparison((first["step"], last["step"]), measures, pairs)
 
 
@@ -74,14 +75,14 @@ def drift(run: Run) -> dict[str, dict[int, Interval]]:
 
     In standard deviations of the first one's clips, so that both have one scale. Empty where no hold-out was measured.
     """
-    found = validations(run.folder)
+    found = hacking.validations(run.folder)
     steps = [line["step"] for line in run.validations if line["step"] in found]
-    if len(steps) < 2 or not any(map(math.isfinite, map(held_out, found[steps[-1]]))):
+    if len(steps) < 2 or not any(map(math.isfinite, map(hacking.held_out, found[steps[-1]]))):
         return {}
     first, changes = found[steps[0]], {}
-    for name, value in (("trained", trained), ("held out", held_out)):
+    for name, value in (("trained", hacking.trained), ("held out", hacking.held_out)):
         spread = float(np.nanstd([value(record) for record in first])) or 1.0
-        moved = {step: change(first, found[step], value) for step in steps}
+        moved = {step: hacking.change(first, found[step], value) for step in steps}
         changes[name] = {step: Interval(c.mean / spread, c.half / spread) for step, c in moved.items()}
     return changes
 
@@ -138,12 +139,6 @@ def pair_clips(before: Sequence[Clip], after: Sequence[Clip]) -> list[Pair]:
     """Clips of the same prompt and seed, in the order of `before`."""
     found = {(clip.prompt, clip.seed): clip for clip in after}
     return [(clip, found[clip.prompt, clip.seed]) for clip in before if (clip.prompt, clip.seed) in found]
-
-
-def paired_difference(pairs: Sequence[Pair], key: str) -> tuple[float, float]:
-    """Mean of after - before over the pairs that both have the metric, and half of its 95 % interval."""
-    found = interval(after.values.get(key, math.nan) - before.values.get(key, math.nan) for before, after in pairs)
-    return found.mean, found.half
 
 
 def gain(pair: Pair) -> float:

@@ -17,7 +17,7 @@ import yaml
 
 from sage_grpo.config import Config
 from sage_grpo.flags import yaml_mapping
-from sage_grpo.tools.paired import Comparison, Pair, choose_pairs, compare, gain, number, table
+from sage_grpo.tools.paired import Comparison, Pair, choose_pairs, compare, gain, number, table, text_table
 from sage_grpo.tools.report_figures import panels
 from sage_grpo.tools.run_folder import Run, RunError, as_float, column, read_run
 from sage_grpo.train.hacking import divergence, validations
@@ -88,10 +88,15 @@ def page(run: Run) -> str:
     if comparison:
         sections.insert(0, validation_section(run, comparison))
         sections.insert(4, clips_section(comparison))  # after reward, hold-out and gold
+    return document(name, head(run) + "".join(sections))
+
+
+def document(title: str, body: str) -> str:
+    """A page under its title, both HTML already."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
-        f'content="width=device-width, initial-scale=1"><title>{name}</title><style>{CSS}</style></head>\n'
-        f"<body><main><h1>{name}</h1>{head(run)}{''.join(sections)}</main></body></html>\n"
+        f'content="width=device-width, initial-scale=1"><title>{title}</title><style>{CSS}</style></head>\n'
+        f"<body><main><h1>{title}</h1>{body}</main></body></html>\n"
     )
 
 
@@ -191,8 +196,7 @@ def validation_section(run: Run, comparison: Comparison) -> str:
 
 
 def clips_section(comparison: Comparison) -> str:
-    kept = [pair for pair in comparison.pairs if all(clip.path.is_file() for clip in pair)]
-    cards = [clip_card(pair, comparison.steps) for pair in choose_pairs(kept, MOST_PROMPTS)]
+    cards = [clip_card(pair, comparison.steps) for pair in choose_pairs(comparison.pairs, MOST_PROMPTS)]
     intro = "Same seed before and after. First the largest gains of reward, then the middle, last the largest losses."
     return section("Clips", cards, intro)
 
@@ -215,6 +219,16 @@ def video(path: Path) -> str:
     """The clip itself, inside the page."""
     data = base64.b64encode(path.read_bytes()).decode()
     return f'<video autoplay loop muted playsinline src="data:video/mp4;base64,{data}"></video>'
+
+
+def tell(folder: Path) -> None:
+    """What came out of a run, as a table and the page; without room for the page it is done all the same."""
+    try:
+        print(text_table(read_run(folder)))
+        print(f"report: {write_report(folder)}")
+    except (OSError, RunError) as error:
+        later = f"`python -m sage_grpo.tools.report {folder}` makes it"
+        print(f"the run is done, but its report could not be written: {error}; {later}", file=sys.stderr)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

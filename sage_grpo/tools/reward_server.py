@@ -29,10 +29,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from torch import Tensor
 
+from sage_grpo.json_files import finite
 from sage_grpo.rewards.base import REWARDS, Setup, build_rewards
 from sage_grpo.rewards.composite import Composite
 from sage_grpo.rewards.wire import TooMuch, WireError, read_json, read_token, unpack
-from sage_grpo.train.metrics import finite
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,11 @@ from sage_grpo.models.layout import sampling_defaults
 from sage_grpo.models.lora import ANCHOR, LORA_FILE, POLICY, add_adapters, init_adapters, load_adapter
 from sage_grpo.parallel.fsdp import shard
 from sage_grpo.parallel.ranks import Ranks
-from sage_grpo.rewards.base import Setup, build_rewards, perfect_scores
+from sage_grpo.rewards.base import Setup, build_rewards
 from sage_grpo.rewards.composite import Composite
+from sage_grpo.rewards.shapes import perfect_scores
 from sage_grpo.train import checkpoint
-from sage_grpo.train.anchor import AdapterAnchor, Anchor, FullAnchor
+from sage_grpo.train.anchor import Anchor, adapter_anchor, full_anchor
 from sage_grpo.train.optimization import Optimization, trainable_parameters
 from sage_grpo.train.rollout import Guidance, num_trained
 from sage_grpo.train.run import Run
@@ -167,18 +168,18 @@ def build_anchor(policy: Hunyuan15, config: Config, parameters: dict[str, torch.
         return None
     every = config.update_ref_model_step if kind == "moving" else None
     if config.use_lora:
-        return AdapterAnchor(policy, every)
-    return FullAnchor(policy, every, parameters, DTYPES[config.dtype], config.reference_mode_offload)
+        return adapter_anchor(policy.transformer, every)
+    home = torch.device("cpu") if config.reference_mode_offload else policy.device
+    return full_anchor(parameters, every, DTYPES[config.dtype], home)
 
 
 def about(trainer: Trainer, world: str | None) -> dict[str, Any]:
     """What the report needs to know of a run beside its configuration."""
     schedule, reward = trainer.schedule(), trainer.reward
-    perfect = {name: perfect_scores(name) for name in reward.rewards}
-    whole = perfect[next(iter(perfect))] if len(perfect) == 1 else None
+    perfect = perfect_scores() if list(reward.rewards) == ["shapes"] else None
     return {
         "world": world,
-        "perfect": whole | {"total": reward.total(whole)} if whole else None,
+        "perfect": perfect | {"total": reward.total(perfect)} if perfect else None,
         "vae_floor": {"distance": vae_floor(trainer.policy)} if world else None,
         "trainable_parameters": sum(p.numel() for p in trainer.optimization.parameters.values()),
         "schedule": {

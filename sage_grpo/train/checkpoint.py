@@ -205,7 +205,7 @@ def _parts(trainer: "Trainer") -> dict[str, Mapping[str, Tensor]]:
     return {
         "weights": trainer.optimization.parameters,
         "optimizer": trainer.optimization.tensors(),
-        "anchor": trainer.anchor.tensors() if trainer.anchor else {},
+        "anchor": trainer.anchor.values if trainer.anchor else {},
         "average": trainer.optimization.average,
     }
 

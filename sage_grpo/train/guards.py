@@ -23,6 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from sage_grpo.json_files import write_json
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.rewards.composite import Scores
 
@@ -123,8 +124,11 @@ class Guards:
         with heard(self._hear):
             threading.Thread(target=self._watch, args=(stop,), daemon=True).start()
             try:
-                with self._obeyed(save):
+                try:
                     yield
+                except Preempted:
+                    save()
+                    raise
                 self.report("done")
             except Preempted as told:
                 self.report("preempted", str(told))
@@ -137,14 +141,6 @@ class Guards:
             finally:
                 stop.set()
                 self.listening = False
-
-    @contextmanager
-    def _obeyed(self, save: Callable[[], None]) -> Iterator[None]:
-        try:
-            yield
-        except Preempted:
-            save()
-            raise
 
     def _hear(self, number: int, _: Any) -> None:
         """The first signal is obeyed at the next `stop_if_told`, another one at once."""
@@ -206,10 +202,3 @@ def heard(handler: Callable[[int, Any], None], signals: Sequence[signal.Signals]
     finally:
         for number, old in before.items():
             signal.signal(number, old)
-
-
-def write_json(path: Path, values: dict[str, Any]) -> None:
-    """A file that is whole or as it was."""
-    draft = path.with_name(f"{path.name}.tmp")
-    draft.write_text(json.dumps(values, indent=1) + "\n")
-    os.replace(draft, path)

@@ -16,17 +16,14 @@ Record = Mapping[str, Any]
 
 
 def trained(record: Record) -> float:
-    return _sum([record["scores"]["total"]])
+    total = record["scores"]["total"]
+    return math.nan if total is None else total
 
 
 def held_out(record: Record) -> float:
-    return _sum(record.get("holdout", {}).values())
-
-
-def _sum(values: Iterable[float | None]) -> float:
     """NaN where there is none, or one is missing."""
-    found = list(values)
-    return math.nan if None in found or not found else math.fsum(found)
+    values = record.get("holdout", {}).values()
+    return math.nan if None in values or not values else math.fsum(values)
 
 
 def change(before: Iterable[Record], after: Iterable[Record], value: Callable[[Record], float]) -> Interval:

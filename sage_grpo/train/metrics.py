@@ -1,7 +1,6 @@
 """What an update measures, by denoising step, and where numbers go: metrics.jsonl, TensorBoard, wandb."""
 
 import json
-import math
 import os
 import sys
 import time
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sage_grpo.algo.grpo import PolicyStats, policy_stats
+from sage_grpo.json_files import finite
 from sage_grpo.parallel.ranks import Ranks
 
 SUMS = ("pairs", "loss", "objective", "kl_anchor", "kl_rollout", "grad_v")
@@ -97,7 +97,8 @@ class Tracker:
     def __init__(self, folder: Path, report_to: Sequence[str], config: Mapping[str, Any], step: int) -> None:
         """step: the iteration after which the run goes on."""
         self.file = folder / "metrics.jsonl"
-        drop_unfinished_line(self.file)
+        if self.file.is_file():  # a killed run may have left half a line
+            os.truncate(self.file, self.file.read_bytes().rfind(b"\n") + 1)
         self.waiting: list[str] = []  # lines that did not fit on the disk
         self.board_folder = folder / "tensorboard" if "tensorboard" in report_to else None
         self.board = self.wandb = None
@@ -168,19 +169,3 @@ def has_line(file: Path, kind: str, step: int) -> bool:
     return file.is_file() and any(
         line.startswith((f"{start},", f"{start}}}")) for line in file.read_text().splitlines()
     )
-
-
-def drop_unfinished_line(file: Path) -> None:
-    """What a killed run left behind its last line break."""
-    if file.is_file():
-        text = file.read_bytes()
-        os.truncate(file, text.rfind(b"\n") + 1)
-
-
-def finite(value: Any) -> Any:
-    """The same with None for numbers that JSON does not know."""
-    if isinstance(value, Mapping):
-        return {key: finite(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -85,15 +85,12 @@ class Optimization:
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Put back what `tensors` gave, of sharded tensors this rank's part."""
-        names = {id(p): name for name, p in self.parameters.items()}
+        states: dict[str, dict[str, Tensor]] = {name: {} for name in self.parameters}
+        for full_name, value in tensors.items():
+            name, _, key = full_name.rpartition(".")
+            parameter = self.parameters[name]
+            home = value.clone() if value.ndim == 0 else like(parameter, value.to(parameter.device, copy=True))
+            states[name][key] = home
         for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    prefix = names[id(parameter)] + "."
-                    state = {
-                        k.removeprefix(prefix): v for k, v in tensors.items() if k.rpartition(".")[0] + "." == prefix
-                    }
-                    optimizer.state[parameter] = {
-                        k: v.clone() if v.ndim == 0 else like(parameter, v.to(parameter.device, copy=True))
-                        for k, v in state.items()
-                    }
+            (group,) = optimizer.param_groups
+            optimizer.state.update(zip(group["params"], map(states.get, group["param_names"]), strict=True))

@@ -23,7 +23,6 @@ class Piece:
     """Clips of one prompt that go through the model together."""
 
     prompt: int  # position in the prompt list
-    group: int  # number of the group in the iteration, counted over all ranks
     samples: tuple[int, ...]  # number of each clip among all clips of this prompt in this iteration
 
 
@@ -73,13 +72,13 @@ def plan(
     A prompt that comes twice in an iteration goes on counting its samples, so no noise is used twice.
     """
     rows, seen = [], dict.fromkeys(positions, 0)
-    for group, prompt in enumerate(positions):
-        rows += [(prompt, group, seen[prompt] + number) for number in range(group_size)]
+    for prompt in positions:
+        rows += [(prompt, seen[prompt] + number) for number in range(group_size)]
         seen[prompt] += group_size
     mine = rows[rank * batch_size : (rank + 1) * batch_size]
     size = micro_batch_size or min(batch_size, group_size)
     chunks = [mine[start : start + size] for start in range(0, len(mine), size)]
-    return [Piece(chunk[0][0], chunk[0][1], tuple(sample for _, _, sample in chunk)) for chunk in chunks]
+    return [Piece(chunk[0][0], tuple(sample for _, sample in chunk)) for chunk in chunks]
 
 
 def exploring_steps(window: str, num_steps: int, step: int, seed: int) -> Tensor:

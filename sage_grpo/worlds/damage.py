@@ -3,8 +3,6 @@
 Every function takes clips (B,F,H,W,3) in [0,1] and a strength, 0 meaning none, and returns clips of the same shape.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import affine_grid, conv2d, grid_sample, pad

@@ -7,8 +7,6 @@ Bounds keep the fit on the manifold: radius and travel inside their class, the w
 Shapes: N fits, F frames, H rows, W columns; P = 4 parameters in the order x, y, radius, travel.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

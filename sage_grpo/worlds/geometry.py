@@ -8,8 +8,6 @@ which keeps the coverage smooth where a minimum of distances would have kinks.
 Shapes: u and v broadcast to (..., H, W) and are pixel centres seen from the object's centre, in radii, v downwards.
 """
 
-from __future__ import annotations
-
 import math
 from functools import reduce
 from operator import add, mul
@@ -43,11 +41,6 @@ def _combine(u: Tensor, v: Tensor, a: float, b: float) -> Tensor:
     return a * u if a else b * v
 
 
-def _plane(u: Tensor, v: Tensor, a: float, b: float, c: float) -> Primitive:
-    """Signed distance to a half-plane, and its gradient."""
-    return _combine(u, v, a, b) - c, a, b
-
-
 def _stroke(u: Tensor, v: Tensor, u0: float, v0: float, u1: float, v1: float, half: float) -> Primitive:
     """Signed distance to a round-ended stroke, and its gradient; softened at the axis, where a norm has a kink."""
     du, dv, soft = u1 - u0, v1 - v0, 0.0025
@@ -63,7 +56,7 @@ def _primitives(shape: int, u: Tensor, v: Tensor) -> tuple[list[Primitive], bool
     """(distance, d/du, d/dv) of each primitive, and whether they are joined by union (else by intersection)."""
     name = NAMES[shape]
     if name in _PLANES:
-        return [_plane(u, v, *plane) for plane in _PLANES[name]], False
+        return [(_combine(u, v, a, b) - c, a, b) for a, b, c in _PLANES[name]], False
     half = 1.0 if name == "circle" else THICKNESS
     return [_stroke(u, v, *stroke, half) for stroke in _STROKES[name]], True
 

@@ -8,8 +8,6 @@ This is the gold metric of the world, which training never sees: rewards must no
 Shapes: B clips, F frames, H rows, W columns; N candidate scenes, each owned by a clip.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
@@ -31,7 +29,7 @@ COARSE_SIDE = 32  # pixels of the shorter side at which the search works
 
 @dataclass(frozen=True)
 class Reading:
-    """What the oracle finds in B clips; the last three fields are None where no prompts were given.
+    """What the oracle finds in B clips.
 
     attributes: name -> (B,) class indices of the nearest scene. distance: (B,) RMS pixel difference to it, 1 being the
     full range. scenes: that scene. prompt_distance, prompt_scenes: the same among the scenes that agree with the
@@ -41,35 +39,26 @@ class Reading:
     attributes: dict[str, Tensor]
     distance: Tensor
     scenes: Scenes
-    prompt_distance: Tensor | None = None
-    prompt_scenes: Scenes | None = None
-    match: Tensor | None = None
+    prompt_distance: Tensor
+    prompt_scenes: Scenes
+    match: Tensor
 
 
 @torch.no_grad()
-def read(clips: Tensor, prompts: Sequence[str] | None = None) -> Reading:
-    """Read clips (B,F,H,W,3), uint8 or float in [0,1], against one prompt for each clip where prompts are given."""
+def read(clips: Tensor, prompts: Sequence[str]) -> Reading:
+    """Read clips (B,F,H,W,3), uint8 or float in [0,1], against one prompt each; an empty one allows everything."""
     clips = _checked(clips)
     scenes, distance = _nearest(clips, _allowed([{}] * len(clips), clips.device))
-    if prompts is None:
-        return Reading(_attributes(scenes), distance, scenes)
     if len(prompts) != len(clips):
         raise ValueError(f"{len(prompts)} prompts for {len(clips)} clips: give one prompt for each clip")
     allowed = _allowed([parse(prompt) for prompt in prompts], clips.device)
     prompt_scenes, prompt_distance = _nearest_to_prompt(clips, allowed, scenes, distance)
     # what agrees with the prompt is a scene too: where the narrower search did better, it counts for both
-    scenes = _choose(prompt_distance < distance, prompt_scenes, scenes)
+    nearer, found = prompt_distance < distance, dict(prompt_scenes.items())
+    scenes = Scenes(**{name: torch.where(nearer, found[name], value) for name, value in scenes.items()})
     distance = distance.minimum(prompt_distance)
-    return Reading(_attributes(scenes), distance, scenes, prompt_distance, prompt_scenes, match=_agree(scenes, allowed))
-
-
-def _attributes(scenes: Scenes) -> dict[str, Tensor]:
-    return {name: getattr(scenes, name) for name in ATTRIBUTES}
-
-
-def _choose(first: Tensor, these: Scenes, those: Scenes) -> Scenes:
-    """`these` where `first` (B,) holds, else `those`."""
-    return Scenes(**{name: torch.where(first, value, getattr(those, name)) for name, value in these.items()})
+    attributes = {name: getattr(scenes, name) for name in ATTRIBUTES}
+    return Reading(attributes, distance, scenes, prompt_distance, prompt_scenes, match=_agree(scenes, allowed))
 
 
 def _checked(clips: Tensor) -> Tensor:

@@ -15,11 +15,10 @@ from sage_grpo.worlds.shapes import ATTRIBUTES, captions, parse, render, sample_
 GOLD = ("match", "distance", "prompt_distance")
 
 
-def random_prompts(count: int, seed: int, partial: bool = False) -> list[str]:
-    """Distinct captions drawn evenly; with `partial` some leave out size, speed or background."""
-    generator = torch.Generator().manual_seed(seed)
-    scenes = sample_scenes(4 * count, generator)
-    return list(dict.fromkeys(captions(scenes, generator if partial else None)))[:count]
+def random_prompts(count: int, seed: int) -> list[str]:
+    """Distinct captions drawn evenly."""
+    scenes = sample_scenes(4 * count, torch.Generator().manual_seed(seed))
+    return list(dict.fromkeys(captions(scenes)))[:count]
 
 
 @torch.no_grad()

@@ -9,8 +9,6 @@ Shapes: B clips, F frames, H rows, W columns, N hypotheses; M motions (direction
 of the speed class), T templates (shape, size).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -36,12 +34,6 @@ PARTS = (0.25, 0.75)  # of the way through a speed class: ends of a fast path wo
 CLASSES = {name: len(ATTRIBUTES[name]) for name in ("direction", "speed", "shape", "size")}
 
 
-def pair_tables(like: Tensor) -> tuple[Tensor, Tensor]:
-    """Background colour, and object colour minus background, each (colours, backgrounds, 3)."""
-    front, back = table(PALETTE, like)[:, None], table(BACKGROUNDS, like)[None]
-    return back.expand(len(PALETTE), -1, -1), front - back
-
-
 def pair_errors(clips: Tensor) -> Tensor:
     """How badly each pair of colours explains the local averages of a clip, (B, colours * backgrounds).
 
@@ -65,7 +57,8 @@ def project_on_pair(clips: Tensor, colour: Tensor, background: Tensor) -> tuple[
 
     |clip - rendering|^2 = rest + length * |target - mask|^2 for every mask, with rest and length (N,).
     """
-    back, axis = (values[colour, background] for values in pair_tables(clips))
+    back = table(BACKGROUNDS, clips)[background]
+    axis = table(PALETTE, clips)[colour] - back
     length = axis.square().sum(-1)
     offset = clips - back[:, None, None, None]
     target = (offset.flatten(1, 3) @ (axis / length[:, None])[:, :, None]).view(clips.shape[:4])

@@ -8,8 +8,6 @@ Shapes: B clips, F frames, H rows, W columns. Lengths are fractions of the frame
 y and vertical travel of its height, radius of its shorter side; y grows downwards.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -73,16 +71,9 @@ class Scenes:
     def __len__(self) -> int:
         return len(self.x)
 
-    def __getitem__(self, index: int | slice | Tensor | Sequence[int]) -> Scenes:
-        """A batch of the chosen scenes; an integer gives a batch of one."""
-        if isinstance(index, int):
-            index = [index]
+    def __getitem__(self, index: slice | Tensor) -> "Scenes":
+        """A batch of the chosen scenes."""
         return Scenes(**{name: value[index] for name, value in self.items()})
-
-    def to(self, *args, **kwargs) -> Scenes:
-        """Move to a device; a floating dtype changes the continuous numbers only."""
-        moved = {name: value.to(*args, **kwargs) for name, value in self.items()}
-        return Scenes(**{name: value.long() if name in ATTRIBUTES else value for name, value in moved.items()})
 
     def items(self) -> list[tuple[str, Tensor]]:
         """(field name, values) in order."""
@@ -204,7 +195,7 @@ def parse(prompt: str) -> dict[str, int]:
 def _says_nothing(word: str, following: str) -> bool:
     """Whether a word names no attribute by itself; "a background" and "letter" lack what they should name."""
     if word == "letter":
-        return following[:1] in ('"', "“") and bool(following)
+        return following[:1] in ('"', "“")
     return word == "background" or (word in FILLERS and following != "background")
 
 

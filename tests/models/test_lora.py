@@ -13,7 +13,6 @@ from sage_grpo.models.lora import (
     POLICY,
     adapter_parameters,
     add_adapters,
-    copy_adapter,
     init_adapters,
     load_adapter,
     merged,
@@ -22,6 +21,7 @@ from sage_grpo.models.lora import (
     use_adapter,
 )
 from sage_grpo.models.weights import open_weights
+from sage_grpo.parallel.fsdp import put
 
 NAMES = ("to_q", "add_q_proj", "to_add_out")
 
@@ -95,7 +95,7 @@ def test_two_adapters_are_apart_and_only_the_policy_is_trained(policy):
     moved = velocity(policy)
     use_adapter(policy.transformer, ANCHOR)
     assert torch.equal(velocity(policy), plain) and not torch.allclose(moved, plain)
-    copy_adapter(policy.transformer, POLICY, ANCHOR)
+    put(adapter_parameters(policy.transformer, ANCHOR), adapter_parameters(policy.transformer, POLICY))
     assert torch.equal(velocity(policy), moved)
     trained = {name for name, p in policy.transformer.named_parameters() if p.requires_grad and "lora_" in name}
     assert trained and all(f".{POLICY}." in name for name in trained)

@@ -20,11 +20,11 @@ def finished(policy, schedule, samples, seed=3):
 def test_transitions_chain_and_carry_their_log_probs(tiny_folder):
     schedule = build_schedule("sage_grpo", flow_sigmas(4, 5.0), 0.5)
     steps = finished(Hunyuan15(tiny_folder), schedule, [0, 1])
-    assert [t.step for t in steps] == [0, 1, 2, 3]
+    assert len(steps) == 4
     for before, after in itertools.pairwise(steps):
         assert torch.equal(before.x_next, after.x)
-    for t in steps:
-        assert torch.equal(t.log_prob, schedule.log_prob(t.step, t.x, t.velocity, t.x_next))
+    for i, t in enumerate(steps):
+        assert torch.equal(t.log_prob, schedule.log_prob(i, t.x, t.velocity, t.x_next))
 
 
 def test_without_noise_every_sampler_is_the_euler_ode(tiny_folder):
@@ -39,6 +39,16 @@ def test_without_noise_every_sampler_is_the_euler_ode(tiny_folder):
     for sde_type in ("sage_grpo", "cps", "precise"):
         quiet = finished(policy, build_schedule(sde_type, sigmas, 0.0), [0])[-1].x_next
         torch.testing.assert_close(quiet, last, rtol=1e-5, atol=1e-6)
+
+
+def test_any_split_of_the_clips_has_the_same_noise():
+    key = {"purpose": "rollout", "prompt": 7, "step": 3}
+    whole, whole_noise = counter_noise((4, 3, 5), 42, range(8), **key)
+    for samples in (range(3), [6], [1, 4, 7]):
+        x, noise = counter_noise((4, 3, 5), 42, samples, **key)
+        assert torch.equal(x, whole[list(samples)]) and torch.equal(noise(1), whole_noise(1)[list(samples)])
+    assert not torch.equal(whole, counter_noise((4, 3, 5), 42, range(8), **key | {"prompt": 8})[0])
+    assert not torch.equal(whole_noise(0), whole_noise(1))
 
 
 def test_a_clip_does_not_depend_on_its_batch(tiny_folder):

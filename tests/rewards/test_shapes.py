@@ -161,7 +161,7 @@ def test_other_sizes_lists_and_repeatability():
     listed = ShapesReward().score(list(clips), captions(scenes), fps=24)
     for name, values in first.items():
         assert torch.equal(values, listed[name]) and values.mean().item() == pytest.approx(1, abs=0.3)
-    alone = ShapesReward().score(clips[5:6], captions(scenes[5]), fps=8.0)
+    alone = ShapesReward().score(clips[5:6], captions(scenes[5:6]), fps=8.0)
     torch.testing.assert_close(alone["TA"], first["TA"][5:6])
 
 
@@ -169,7 +169,7 @@ def test_other_sizes_lists_and_repeatability():
     ("clips", "prompts", "fps", "message"),
     [
         (torch.zeros(1, 5, 16, 16, 3), ["a red circle"], 8, "uint8"),
-        (torch.zeros(2, 5, 16, 16, 3, dtype=torch.uint8), ["a red circle"], 8, "2 clips and 1 prompts"),
+        (torch.zeros(2, 5, 16, 16, 3, dtype=torch.uint8), ["a red circle"], 8, "2 clips, 1 prompts"),
         ([torch.zeros(n, 16, 16, 3, dtype=torch.uint8) for n in (5, 9)], ["a", "a"], 8, "one shape at a time"),
         (torch.zeros(1, 5, 16, 16, 3, dtype=torch.uint8), ["a purple circle"], 8, "unknown word 'purple'"),
         (torch.zeros(1, 5, 16, 16, 3, dtype=torch.uint8), ["a red circle"], 0, "fps is 0"),

@@ -65,7 +65,7 @@ def test_limits():
     with pytest.raises(WireError, match="the prompts take"):
         pack(CLIPS[:1], ["a" * MAX_HEADER], 8.0)
     for clip in (CLIPS[0].float(), CLIPS[0][0], CLIPS[0][..., :2]):
-        with pytest.raises(WireError, match="must be uint8"):
+        with pytest.raises(ValueError, match="must be uint8"):
             pack([clip], ["a"], 8.0)
 
 

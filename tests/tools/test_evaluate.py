@@ -167,7 +167,10 @@ def test_folders_of_clips(command, tmp_path, level, capsys):
     assert evaluate.main(words) == 0 and level.seen == 8
     (tmp_path / "empty").mkdir()
     assert evaluate.main(command("--clips", tmp_path / "empty", reward_model="level")) == 2
-    capsys.readouterr()
+    for file in theirs.glob("*.mp4"):  # a validation that kept no videos
+        file.unlink()
+    assert evaluate.main(command("--clips", theirs, reward_model="level", output=tmp_path / "other")) == 2
+    assert "theirs holds no mp4 file that its clips.json lists" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["../secret.mp4", "/secret.mp4", 7])

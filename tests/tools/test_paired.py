@@ -11,7 +11,6 @@ from sage_grpo.tools.paired import (
     choose_pairs,
     compare,
     pair_clips,
-    paired_difference,
     read_clips,
     text_table,
 )
@@ -28,13 +27,6 @@ def entry(seed: int, total: float | None, distance: float) -> dict:
     return {"file": f"{seed}.mp4", "prompt": "a", "seed": seed, "number": 0, "scores": {"total": total}, "gold": gold}
 
 
-def test_interval_by_hand():
-    pairs = [(clip(seed, total=0.5), clip(seed, total=0.5 + seed)) for seed in (1, 2, 3, 4)]
-    mean, half = paired_difference(pairs, "reward/total")
-    assert mean == 2.5
-    assert half == pytest.approx(3.182 * math.sqrt(5 / 3) / 2, rel=0.01)  # t of 3 degrees of freedom
-
-
 def test_clips_are_paired_by_prompt_and_seed_in_any_order():
     before = [clip(1), clip(2), clip(2, "b"), clip(3)]
     after = [clip(2, "b"), clip(2), clip(4), clip(1)]
@@ -43,20 +35,6 @@ def test_clips_are_paired_by_prompt_and_seed_in_any_order():
         (2, "a", 2, "a"),
         (2, "b", 2, "b"),
     ]
-
-
-def test_pairs_with_a_failed_reward_do_not_count():
-    pairs = [(clip(seed, total=0.0), clip(seed, total=float(seed))) for seed in (1, 2, 3)]
-    mean, half = paired_difference(
-        [*pairs, (clip(4, total=math.nan), clip(4, total=100.0)), (clip(5), clip(5))], "reward/total"
-    )
-    assert (mean, half) == paired_difference(pairs, "reward/total") and mean == 2
-
-
-def test_too_few_pairs_have_no_interval():
-    mean, half = paired_difference([(clip(1, total=0.0), clip(1, total=1.0))], "reward/total")
-    assert mean == 1 and math.isnan(half)
-    assert math.isnan(paired_difference([], "reward/total")[0])
 
 
 @pytest.mark.parametrize(
@@ -94,6 +72,14 @@ def test_comparison_of_a_folder(tmp_path):
     assert (total.before, total.after, total.difference) == pytest.approx((1.0, 1.65, 0.65))
     assert total.after_error == pytest.approx(math.sqrt(0.05 / 3) / 2)
     assert distance.difference == pytest.approx(-0.0085) and (total.verdict, distance.verdict) == (1, 1)
+
+
+def test_the_interval_is_of_differences_and_pairs_with_a_failed_reward_do_not_count(tmp_path):
+    before = [entry(seed, 0.5, 0.1) for seed in (1, 2, 3, 4)] + [entry(5, None, 0.1), entry(6, 0.5, 0.1)]
+    after = [entry(seed, 0.5 + seed, 0.1) for seed in (1, 2, 3, 4)] + [entry(5, 100.0, 0.1), entry(6, None, 0.1)]
+    total = compare(read_run(two_validations(tmp_path, before, after))).measures["reward/total"]
+    assert total.difference == 2.5
+    assert total.half == pytest.approx(3.182 * math.sqrt(5 / 3) / 2, rel=0.01)  # t of 3 degrees of freedom
 
 
 def test_one_validation_is_no_comparison(tmp_path):

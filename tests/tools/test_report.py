@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from sage_grpo.tools.paired import compare, number
-from sage_grpo.tools.report import hacking, main, page, troubles, write_report
+from sage_grpo.tools.report import hacking, main, page, tell, troubles, write_report
 from sage_grpo.tools.report_figures import draw_map, panel, phase_seconds
 from sage_grpo.tools.run_folder import Run, read_run
 from tests.tools.fake_run import make_run, read_lines, run_line, train_line, write_lines
@@ -311,3 +311,11 @@ def test_every_metric_is_explained():
     keys |= {*run_line()["schedule"], "perfect", "vae_floor", "schedule", "time/validation"}
     words = set(re.findall(r"`([^`]+)`", (ROOT / "docs" / "metrics.md").read_text()))
     assert len(keys) > 55 and not keys - words
+
+
+def test_a_run_is_done_without_its_report(copy, capsys):
+    (copy / "report.html").mkdir()  # no file can be written there
+    tell(copy)
+    out, err = capsys.readouterr()
+    assert "reward total" in out and "report:" not in out
+    assert "the run is done, but its report could not be written: " in err and f"tools.report {copy}` makes it" in err

@@ -10,8 +10,8 @@ from sage_grpo.train import build
 def in_fp64():
     """The same code in higher precision; this process has no other work."""
     build.DTYPES["fp32"] = torch.float64
-    drawn = rng.normal_batch
-    rng.normal_batch = lambda *key, **words: drawn(*key, **words).double()
+    drawn = rng.normal
+    rng.normal = lambda *key, **words: drawn(*key, **words).double()
 
 
 def next_gradients(trainer):

@@ -122,7 +122,7 @@ def test_a_run_can_start_from_the_weights_of_another(make, tmp_path, use_lora):
     assert again.step == again.optimization.updates == 0 and not again.optimization.tensors()
     for name, parameter in first.optimization.parameters.items():
         assert torch.equal(parameter, again.optimization.parameters[name])
-        assert torch.equal(parameter, again.anchor.tensors()[name])
+        assert torch.equal(parameter, again.anchor.values[name])
     with pytest.raises(ConfigError, match=f"init_from_checkpoint .* has no .* use_lora {not use_lora}"):
         make(use_lora=not use_lora, init_from_checkpoint=str(folder), output_dir=str(tmp_path / "third"))
 

@@ -23,14 +23,14 @@ def test_ranks_share_the_rows_of_the_whole_batch():
     ]
     for batch, ranks in ((4, 3), (2, 6), (1, 12)):
         parts = [piece for rank in range(ranks) for piece in plan([7, 2, 9], 4, batch, rank, None)]
-        rows = [(piece.prompt, piece.group, sample) for piece in parts for sample in piece.samples]
-        assert rows == [(piece.prompt, piece.group, sample) for piece in whole for sample in piece.samples]
+        rows = [(piece.prompt, sample) for piece in parts for sample in piece.samples]
+        assert rows == [(piece.prompt, sample) for piece in whole for sample in piece.samples]
     assert [len(piece.samples) for piece in plan([7, 2], 4, 8, 0, 2)] == [2, 2, 2, 2]
 
 
 def test_a_prompt_that_comes_twice_never_repeats_its_noise():
     pieces = plan([5, 5], 2, 4, 0, None)
-    assert [piece.samples for piece in pieces] == [(0, 1), (2, 3)] and [piece.group for piece in pieces] == [0, 1]
+    assert [piece.samples for piece in pieces] == [(0, 1), (2, 3)]
 
 
 @pytest.mark.parametrize(
@@ -65,13 +65,13 @@ def test_a_wrong_window_is_refused(window):
 
 
 def test_orders_are_permutations_of_the_stochastic_steps():
-    stochastic, piece = torch.tensor([True, False, True, True, True]), Piece(3, 0, (0, 1, 2, 3))
+    stochastic, piece = torch.tensor([True, False, True, True, True]), Piece(3, (0, 1, 2, 3))
     order = training_order(stochastic, 1.0, True, 0, 5, piece)
     assert all(sorted(row) == [0, 2, 3, 4] for row in order.tolist()) and len({tuple(r) for r in order.tolist()}) > 1
     assert training_order(stochastic, 0.5, False, 0, 5, piece).tolist() == [[0, 2]] * 4
     assert training_order(stochastic, 0.01, True, 0, 5, piece).shape == (4, 1)
     assert training_order(stochastic, 0.7, True, 0, 5, piece).shape == (4, 3)  # 2.8 steps
-    assert not torch.equal(order, training_order(stochastic, 1.0, True, 0, 5, Piece(4, 0, (0, 1, 2, 3))))
+    assert not torch.equal(order, training_order(stochastic, 1.0, True, 0, 5, Piece(4, (0, 1, 2, 3))))
     assert not torch.equal(order, training_order(stochastic, 1.0, True, 0, 6, piece))
 
 

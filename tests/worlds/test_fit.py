@@ -8,7 +8,8 @@ from sage_grpo.worlds.shapes import object_mask, sample_scenes
 
 
 def doubles(count, seed=0):
-    return sample_scenes(count, torch.Generator().manual_seed(seed)).to(torch.float64)
+    scenes = sample_scenes(count, torch.Generator().manual_seed(seed))
+    return with_parameters(scenes, parameters(scenes).double())
 
 
 def test_normal_equations_equal_differences():
