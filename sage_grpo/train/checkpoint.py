@@ -69,11 +69,13 @@ def _write(trainer: "Trainer", draft: Path) -> dict[str, str]:
     ranks, mine = trainer.ranks, []
     with trainer.optimization.averaged():
         export(trainer, draft)
+    shared = draft / "trainer"  # where other ranks write at the same time, under other names first
     if ranks.first:
-        (draft / "trainer" / "state.json").write_text(json.dumps(_state(trainer), indent=1) + "\n")
-        mine = [path for path in draft.rglob("*") if path.is_file() and not path.name.startswith("rank-")]
+        mine = [path for path in draft.rglob("*") if path.is_file() and path.parent != shared]
+        mine.append(shared / "state.json")
+        mine[-1].write_text(json.dumps(_state(trainer), indent=1) + "\n")
     if ranks.writes_shards:
-        mine.append(draft / "trainer" / f"rank-{ranks.world_rank:05d}.safetensors")
+        mine.append(shared / f"rank-{ranks.world_rank:05d}.safetensors")
         _write_rows(trainer, mine[-1])
     return manifest.sealed(draft, mine)
 
