@@ -83,7 +83,8 @@ class ShapesReward:
         return {"VQ": visual_quality(look), "MQ": motion_quality(track), "TA": text_alignment(look, track, named)}
 
 
-def perfect_scores() -> dict[str, float]:
+@cache
+def perfect_scores() -> Mapping[str, float]:
     """Mean scores of clips that the world itself draws, under their full captions."""
     scenes = sample_scenes(64, torch.Generator().manual_seed(0))
     clips = (render(scenes, 9, 32, 32) * 255).round().to(torch.uint8)

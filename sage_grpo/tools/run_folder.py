@@ -14,6 +14,7 @@ import numpy as np
 
 # of reward/: not scores
 BATCH_STATISTICS = ("total", "std", "group_std", "failed", "starved_groups", "flat_groups", "error")
+KINDS = ("run", "train", "validation")  # of lines in metrics.jsonl
 
 
 class RunError(ValueError):
@@ -97,6 +98,8 @@ def _lines(path: Path) -> list[tuple[str, int, dict[str, Any]]]:
     for number, text in enumerate(raw, 1):
         try:
             line = json.loads(text)
+            if line["kind"] not in KINDS:
+                raise ValueError(line["kind"])
             lines.append((line["kind"], line["step"], line))
         except (ValueError, KeyError, TypeError) as error:
             if number < len(raw):

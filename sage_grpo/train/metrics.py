@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -106,7 +107,8 @@ class Tracker:
         if "wandb" in report_to:
             import wandb
 
-            self.wandb = wandb.init(project="sage-grpo", dir=str(folder), config=dict(config), resume="allow")
+            words = {"id": lasting_id(folder / "wandb_id"), "resume": "allow"}
+            self.wandb = wandb.init(project="sage-grpo", dir=str(folder), config=dict(config), **words)
 
     def write(self, kind: str, step: int, record: Mapping[str, Any]) -> None:
         """One line, numbers that are not finite as null; scalars go to the trackers too."""
@@ -161,6 +163,13 @@ class Tracker:
             self._to_board(lambda board: board.close())
         if self.wandb:
             self.wandb.finish()
+
+
+def lasting_id(file: Path) -> str:
+    """A name for this run that a resumed one finds again."""
+    if not file.is_file():
+        file.write_text(secrets.token_hex(8))
+    return file.read_text()
 
 
 def has_line(file: Path, kind: str, step: int) -> bool:

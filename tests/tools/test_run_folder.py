@@ -63,7 +63,9 @@ def test_an_unfinished_last_line_is_left_out(tmp_path, tail):
     assert column(read_run(tmp_path).train, "step").tolist() == [1]
 
 
-@pytest.mark.parametrize("damage", ['{"kind": "train", "st', "[]", '{"kind": "train"}', ""])
+@pytest.mark.parametrize(
+    "damage", ['{"kind": "train", "st', "[]", '{"kind": "train"}', '{"kind": "lunch", "step": 1}', ""]
+)
 def test_a_damaged_line_is_named(tmp_path, damage):
     good = json.dumps(train(1, 0.0))
     (tmp_path / "metrics.jsonl").write_text(f"{good}\n{damage}\n{good}\n")

@@ -3,7 +3,9 @@
 import json
 import math
 import shutil
+import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -122,3 +124,13 @@ def test_tensorboard_waits_as_long_as_the_lines_do(tmp_path):
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 2
     events = EventAccumulator(str(run / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("reward/total")] == [2]
+
+
+def test_a_resumed_run_goes_on_under_its_name_at_wandb(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **words: calls.append(words)))
+    for folder in ("one", "one", "two"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        Tracker(tmp_path / folder, ["wandb"], {"eta": 0.5}, 0)
+    first, resumed, other = (words["id"] for words in calls)
+    assert first == resumed != other and all(words["resume"] == "allow" for words in calls)
