@@ -22,7 +22,7 @@ from tests.scripts.load import load_script
 
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "assets" / "tiny"
-SUBSET = 16  # prompts of the card's table that are sampled again
+SUBSET = 10  # prompts of the card's table that are sampled again
 
 
 @pytest.fixture(scope="module")

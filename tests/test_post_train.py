@@ -34,6 +34,13 @@ def command(tiny_folder, tmp_path):
     return build
 
 
+@pytest.fixture(autouse=True)
+def no_report(monkeypatch, request):
+    """It takes seconds; one test looks at it."""
+    if request.function is not test_a_run_leaves_everything_to_look_at:
+        monkeypatch.setattr(post_train, "tell", lambda folder: None)
+
+
 def test_the_entry_script_is_short():
     assert len((ROOT / "post_train.py").read_text().splitlines()) < 60
 

@@ -38,6 +38,7 @@ from sage_grpo.train.rollout import Guidance
 from sage_grpo.train.validation import Validation
 from sage_grpo.worlds import check_prompts, world_of
 
+DAY = 24 * 3600.0  # seconds
 CALIBRATION_CLIPS = 32
 # what decides how a clip looks and is scored: clips of two evaluations may share a folder only if these agree
 SETTINGS = ("pretrained_model_root", "pretrained_transformer_version", "negative_prompt", "guidance_scale", "height")
@@ -236,6 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options, config = options_of(sys.argv[1:] if arguments is None else arguments)
         with join_ranks(config.start_timeout) as ranks:
+            ranks.set_timeout(DAY)  # they work apart until the end, on shares that may differ
             evaluation = Evaluation(options, config, ranks)
             return calibrate(evaluation) if options.calibrate else evaluation.run()
     except (ValueError, FileNotFoundError) as error:
