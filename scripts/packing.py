@@ -9,7 +9,7 @@ import shutil
 import tarfile
 import tempfile
 from collections.abc import Collection, Iterable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from sage_grpo.config import ConfigError
 from sage_grpo.train import checkpoint
@@ -60,6 +60,18 @@ def _anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo:
     return entry
 
 
+def extract(tar: tarfile.TarFile, folder: Path) -> None:
+    """Its files into `folder`, and nowhere else; Python before 3.11.4 cannot promise that."""
+    for entry in tar:
+        name = PurePosixPath(entry.name)
+        if name.is_absolute() or ".." in name.parts or not (entry.isreg() or entry.isdir()):
+            raise tarfile.TarError(f"it holds {entry.name!r}, which is no file below its folder")
+        if source := tar.extractfile(entry):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            with source, (folder / name).open("wb") as target:
+                shutil.copyfileobj(source, target)
+
+
 def unpack(file: Path, folder: Path, work: Path, known: Collection[str]) -> None:
     """Put results and runs in their places; what is there already, and for runs has come as far, stays."""
     if not file.is_file():
@@ -69,7 +81,7 @@ def unpack(file: Path, folder: Path, work: Path, known: Collection[str]) -> None
     with tempfile.TemporaryDirectory(dir=work) as temporary:
         try:
             with tarfile.open(file, "r:") as tar:
-                tar.extractall(temporary, filter="data")
+                extract(tar, Path(temporary))
         except tarfile.TarError as error:
             raise ConfigError(f"--unpack {file} cannot be read as a file that --pack wrote: {error}") from error
         found = [*Path(temporary).glob("results/*.json"), *Path(temporary).glob("runs/*")]

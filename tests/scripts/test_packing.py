@@ -91,6 +91,15 @@ def test_hostile_files_are_refused(tmp_path, name, words):
     assert not [path for path in (tmp_path / "in").rglob("*") if path.is_file()]
 
 
+def test_links_are_refused(tmp_path):
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        entry = tarfile.TarInfo("runs/link")
+        entry.type, entry.linkname = tarfile.SYMTYPE, "/etc"
+        tar.addfile(entry)
+    with pytest.raises(ConfigError, match="it holds 'runs/link', which is no file below its folder"):
+        packing.unpack(tmp_path / "a.tar", tmp_path / "r", tmp_path / "w", NAMES)
+
+
 def test_a_file_that_is_missing_or_no_tar_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="does not exist"):
         packing.unpack(tmp_path / "a.tar", tmp_path / "r", tmp_path / "w", NAMES)
