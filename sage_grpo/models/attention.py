@@ -1,8 +1,8 @@
 """Softmax attention without a mask, by the best kernel of the device.
 
 On Hopper that is cuDNN's through SDPA, which takes keys in tiles of 128 and is 8 % slower where the last tile is not
-full. So the keys of a long sequence are parted: the full tiles go to the kernel, the few that are left over to plain
-products, and the two results are joined exactly by their normalisers, as flash attention joins its tiles.
+full. So the keys of a long sequence are parted: the full tiles go to the kernel, the few that are left over to one of
+our own (join.py), and the two results are joined exactly by their normalisers, as flash attention joins its tiles.
 
 Shapes: B clips, H heads of E, S tokens, of which R keys are left over.
 """
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sage_grpo.models.join import add_keys
+from sage_grpo.models.join import add_keys, triton
 from sage_grpo.parallel.ulysses import Attend
 
 TILE = 128
@@ -41,7 +41,8 @@ def parted_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 def best_attention(x: Tensor) -> Attend:
     """The one of the two that is faster on the device and in the precision of `x`."""
     half = x.dtype in (torch.bfloat16, torch.float16)
-    return tiled_attention if x.is_cuda and half and torch.cuda.get_device_capability(x.device)[0] == 9 else attention
+    hopper = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] == 9
+    return tiled_attention if half and hopper and triton else attention
 
 
 # An operator of its own, which the compiler leaves as it is: given these lines, torch 2.11 wrote a kernel that read
