@@ -22,7 +22,7 @@ from sage_grpo.models.policy import Sampling
 from sage_grpo.rewards.composite import Composite
 from sage_grpo.rewards.shapes import ShapesReward
 from sage_grpo.rewards.wire import TOKEN_VARIABLE
-from sage_grpo.tools.reward_server import Limits, build_server
+from sage_grpo.tools.reward_server import Limits, build_server, in_background
 from sage_grpo.train.checkpoint import found
 from sage_grpo.worlds.tiny import TinyConfig, build_tiny
 
@@ -185,15 +185,8 @@ def serving(reward: ShapesReward) -> Iterator[str]:
     os.environ[TOKEN_VARIABLE] = secrets.token_hex(32)
     served = Composite({"shapes": reward}, dict.fromkeys(reward.names, 1.0), batch_size=1, timeout=PATIENCE)
     server = build_server(served, Limits(seconds=PATIENCE), os.environ[TOKEN_VARIABLE], "127.0.0.1", 0)
-    listener = server.config.bind_socket()
-    listener.listen()
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(10)
+    with in_background(server) as address:
+        yield address
 
 
 @contextmanager

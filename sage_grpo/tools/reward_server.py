@@ -11,9 +11,11 @@ length beforehand, and is turned away where the requests already inside leave no
 import argparse
 import asyncio
 import hmac
+import socket
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -199,6 +201,28 @@ def build_server(reward: Composite, limits: Limits, token: str, host: str, port:
     return uvicorn.Server(uvicorn.Config(Service(reward, limits).app(token), host, port, **settings))
 
 
+def listen(server: uvicorn.Server) -> tuple[socket.socket, str]:
+    """Its socket, where those who ask before it is up wait for it, and its address."""
+    listener = server.config.bind_socket()
+    listener.listen()
+    return listener, f"http://{server.config.host}:{listener.getsockname()[1]}"
+
+
+@contextmanager
+def in_background(server: uvicorn.Server) -> Iterator[str]:
+    """The address of a server that runs in a thread of this process."""
+    listener, address = listen(server)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    try:
+        yield address
+    finally:
+        server.should_exit = True
+        thread.join(10)
+        if thread.is_alive():
+            raise RuntimeError(f"the reward server at {address} does not end")
+
+
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m sage_grpo.tools.reward_server", description="Rewards over HTTP.")
     add, served = parser.add_argument, [name for name in REWARDS if name != "remote"]
@@ -228,9 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     limits = Limits(args.max_clips, args.max_request_mb << 20, args.max_waiting_mb << 20, args.timeout)
     server = build_server(reward, limits, token, args.host, args.port)
-    listener = server.config.bind_socket()
-    listener.listen()  # who asks before the server is up waits for it
-    address = f"http://{args.host}:{listener.getsockname()[1]}"
+    listener, address = listen(server)
     print(f"{address} scores {', '.join(reward.names)}, up to {args.reward_batch_size} clips together", flush=True)
     server.run(sockets=[listener])
     return 0

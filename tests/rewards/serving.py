@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import torch
 
 from sage_grpo.rewards.composite import Composite
-from sage_grpo.tools.reward_server import Limits, build_server
+from sage_grpo.tools.reward_server import Limits, build_server, in_background
 
 TOKEN = "a-token-for-the-tests-0123456789"
 INFO = {"names": ["light"], "rewards": ["x"], "max_clips": 8, "max_bytes": 1 << 20}
@@ -49,16 +49,8 @@ def composite(rewards, batch_size=4, timeout=30.0):
 def serving(reward, limits=None):
     """The address of a server for a composite reward, and its service."""
     server = build_server(reward, limits or Limits(seconds=30.0), TOKEN, "127.0.0.1", 0)
-    listener = server.config.bind_socket()
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    listener.listen()  # who asks before the server is up waits for it
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(10)
-        assert not thread.is_alive()
+    with in_background(server) as address:
+        yield address
 
 
 @contextmanager
