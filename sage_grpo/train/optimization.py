@@ -92,5 +92,6 @@ class Optimization:
             home = value.clone() if value.ndim == 0 else like(parameter, value.to(parameter.device, copy=True))
             states[name][key] = home
         for optimizer in self.optimizers:
-            (group,) = optimizer.param_groups
-            optimizer.state.update(zip(group["params"], map(states.get, group["param_names"]), strict=True))
+            (group,) = groups = optimizer.state_dict()["param_groups"]
+            own = dict(zip(group["params"], map(states.get, group["param_names"]), strict=True))
+            optimizer.load_state_dict({"state": own, "param_groups": groups})  # a fused one's counters go to the device

@@ -52,3 +52,16 @@ def test_warmup_ends_at_the_learning_rate():
     assert rates == pytest.approx([0.05, 0.1, 0.1, 0.1]) and math.isclose(
         optimized.optimizers[0].param_groups[0]["lr"], 0.1
     )
+
+
+def test_counters_of_a_fused_optimizer_come_back_to_the_device_of_its_weights():
+    """A GPU refuses to step otherwise; the meta device stands in for it here."""
+    weights = {"w": torch.nn.Parameter(torch.ones(2, device="meta"))}
+    stored = {"w.step": torch.tensor(7.0), "w.exp_avg": torch.ones(2), "w.exp_avg_sq": torch.ones(2)}
+    for fused, home in ((True, "meta"), (None, "cpu")):
+        optimized = Optimization(weights, Config())
+        optimized.optimizers[0].param_groups[0]["fused"] = fused
+        optimized.load_tensors(stored)
+        state = optimized.tensors()
+        assert state["w.step"].device.type == home and state["w.exp_avg"].device.type == "meta"
+    assert state["w.step"].item() == 7
