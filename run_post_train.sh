@@ -3,7 +3,8 @@
 #
 #   bash run_post_train.sh [--dry_run] [flags of post_train.py, which beat everything]
 #
-# The values are those of configs/hunyuan15_8gpu.yaml. CONFIG, NUM_GPUS, OUTPUT_DIR, MODEL_ROOT, LEARNING_RATE and more
+# The values are those of configs/hunyuan15_8gpu.yaml: the published command but for the weight of the KL; as published
+# with CONFIG=configs/hunyuan15_8gpu_published.yaml. CONFIG, NUM_GPUS, OUTPUT_DIR, MODEL_ROOT, LEARNING_RATE and more
 # in the environment replace them: docs/multinode.md lists them all.
 set -euo pipefail
 exec env NNODES=1 NODE_RANK=0 bash "$(dirname "$0")/scripts/post_train/train_grpo.sh" "$@"

@@ -5,7 +5,8 @@
 
 Draws docs/figures/results_STUDY.png of every study in which two arms have results, the paper's Figures 3, 4, 7, 8 and
 9 among them, and refreshes the tables that stand between marks in the page; a page that is not there yet is begun.
-Lines are running means of training, dots are validation; bands and bars are 95 % intervals over seeds.
+Lines are running means of training, dots are validation; bands and bars are 95 % intervals over seeds. Bands of three
+seeds may leave their panel.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,6 +39,7 @@ CURVES = {"reward/total": "reward", "reward/group_std": "exploration: reward std
           "gold/match": "gold match", "gold/distance": "distance to the manifold"}  # fmt: skip
 WINDOW = 5  # points of a running mean
 SIZE = (3.3, 2.5)  # inches of one panel
+MARGIN = 0.15  # of a panel's height, above and below
 Draw = Callable[[np.ndarray, Arms], None]
 
 
@@ -55,7 +58,8 @@ def band(ax: Axes, records: Sequence[Record], key: str, colour: str, label: str)
     steps = records[0]["steps"][:length]
     middle, half = over_seeds([smooth(curve(record, key))[:length] for record in records])
     ax.plot(steps, middle, color=colour, label=label)
-    ax.fill_between(steps, middle - half, middle + half, color=colour, alpha=0.15, lw=0)
+    faint = 0.15 if len(records) > 3 else 0.06
+    ax.fill_between(steps, middle - half, middle + half, color=colour, alpha=faint, lw=0)
     whole = [record["validation"] for record in records if not math.isnan(validated(record, "reward/total"))]
     if key in VALIDATED and whole:
         middle, half = over_seeds([np.array(validation[key], dtype=float) for validation in whole])
@@ -69,10 +73,30 @@ def over_seeds(rows: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     return np.array([point.mean for point in found]), np.array([point.half for point in found])
 
 
-def finish(ax: Axes, title: str | None = None) -> None:
-    """A legend, where there is something to tell."""
-    if ax.lines:
-        ax.legend(title=title)
+def finish(axes: np.ndarray, title: str | None = None, below: bool = False) -> None:
+    """A legend in the first panel or below all; panels as high as their lines and bars are, not their bands."""
+    for ax in axes.flat:
+        together = ax.get_shared_y_axes().get_siblings(ax)
+        values = np.concatenate([heights(other) for other in together])
+        if ax.get_yscale() == "linear" and len(values) and np.ptp(values):
+            margin, (bottom, top) = MARGIN * np.ptp(values), ax.get_ylim()
+            ax.set_ylim(max(bottom, values.min() - margin), min(top, values.max() + margin))
+    first = axes.flat[0]
+    handles, labels = first.get_legend_handles_labels()
+    if handles and below:
+        first.figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8)
+    elif handles:
+        first.legend(title=title)
+
+
+def heights(ax: Axes) -> np.ndarray:
+    """All values of a panel's lines and bars."""
+    lines = [np.asarray(line.get_ydata(), dtype=float) for line in ax.lines]
+    bars = [
+        segment[:, 1] for part in ax.collections if isinstance(part, LineCollection) for segment in part.get_segments()
+    ]
+    values = np.concatenate([*lines, *bars, []])
+    return values[np.isfinite(values)]
 
 
 def draw_curves(axes: np.ndarray, arms: Arms) -> None:
@@ -81,7 +105,7 @@ def draw_curves(axes: np.ndarray, arms: Arms) -> None:
         for (arm, records), colour in zip(arms.items(), COLOURS, strict=False):
             band(ax, list(records.values()), key, colour, arm)
         ax.set(title=title, xlabel="iteration")
-    finish(axes.flat[0])
+    finish(axes, below=True)
 
 
 def draw_balancing(axes: np.ndarray, arms: Arms) -> None:
@@ -92,7 +116,7 @@ def draw_balancing(axes: np.ndarray, arms: Arms) -> None:
                 band(ax, list(arms[arm].values()), key, colour, label)
             ax.set(title=name if key == "reward/total" else "", xlabel="iteration")
         row[0].set_ylabel(CURVES[key])
-    finish(axes[0, 0], "equalizer")
+    finish(axes, "equalizer")
 
 
 def draw_gradients(axes: np.ndarray, arms: Arms) -> None:
@@ -114,7 +138,7 @@ def draw_gradients(axes: np.ndarray, arms: Arms) -> None:
             ax.plot(sigma, measured[noisy], "o", ms=4, color=colour, label=name)
         ax.set(title=title, xlabel="noise level sigma of the step", yscale="log")
     axes.flat[0].set_ylabel("norm of dL/dv")
-    finish(axes.flat[0], "dots measured, lines |b|/std")
+    finish(axes, "dots measured, lines |b|/std")
 
 
 def schedule_of(record: Record) -> Schedule:
@@ -133,7 +157,7 @@ def draw_schedules(axes: np.ndarray, arms: Arms) -> None:
             for arm, colour in zip(names, COLOURS, strict=False):
                 band(ax, list(arms[arm].values()), key, colour, arm)
             ax.set(title=title, xlabel="iteration")
-        finish(row[0])
+        finish(row)
 
 
 FIGURES: dict[str, tuple[tuple[int, int], Draw]] = {  # study -> rows and columns, what is drawn; others: draw_curves
@@ -150,6 +174,12 @@ def draw(path: Path, shape: tuple[int, int], plot: Callable[[np.ndarray], None],
         figure.savefig(path, dpi=110, metadata={"Software": None})
 
 
+def paired(arms: Arms) -> Arms:
+    """The seeds that all arms with results share, so that curves differ by nothing but the arm."""
+    shared = set.intersection(*(set(records) for records in arms.values() if records))
+    return {arm: {seed: record for seed, record in records.items() if seed in shared} for arm, records in arms.items()}
+
+
 def draw_all(plan: Plan, studies: Mapping[str, Study], found: Mapping[str, Record], folder: Path) -> dict[str, Path]:
     """Figures by name: one of each study with results, Figure 4 as `gradients`, Figure 9 as `std`."""
     paths = {}
@@ -157,6 +187,7 @@ def draw_all(plan: Plan, studies: Mapping[str, Study], found: Mapping[str, Recor
         arms = arms_of(plan, name, study, found)
         if not comparable(arms) or name == "table2":
             continue
+        arms = paired(arms)
         shape, plot = FIGURES.get(name, ((1, 4), draw_curves))
         paths[name] = folder / f"results_{name}.png"
         share = "row" if name == "balancing" else False

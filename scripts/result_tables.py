@@ -4,11 +4,13 @@ Runs are paired by seed. A difference has its 95 % interval by Student's t over 
 if this interval leaves out 0 and its p-value, corrected by Holm over the arms of the study, is below 0.05; all else is
 undecided. A run that training had to stop has no last validation: it leaves the pairs and is counted as collapsed. So
 is one whose last validation, against its first, has a reward lower by more than two standard errors of the clips, or a
-distance to the manifold half as large again.
+distance to the manifold half as large again. Gold metrics at equal reward are compared in pairs in which both runs
+gained.
 """
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +19,7 @@ import numpy as np
 
 from sage_grpo.intervals import Interval, holm, interval, p_value
 from sage_grpo.tools.paired import number
-from scripts.results import Record, curve, mean, validated
+from scripts.results import Record, as_float, curve, mean, validated
 from scripts.studies import Plan, Study
 
 LEVEL = 0.05
@@ -27,7 +29,7 @@ OVERALL = {"VQ": 1.0, "MQ": 1.0, "TA": 1.0}
 NOTE = __doc__.partition("\n\n")[2].strip().replace("\n", " ")
 LEGEND = (
     "In the figures, lines are running means of training, whose clips carry exploration noise; dots are validation, "
-    "without noise. Bands and bars are 95 % intervals over seeds."
+    "without noise. Bands and bars are 95 % intervals over seeds; bands of three seeds may leave their panel."
 )
 
 
@@ -79,13 +81,15 @@ def comparable(arms: Arms) -> bool:
 def at_equal_reward(record: Record, other: Record, key: str) -> float:
     """A gold metric where validation first has the reward that the better of both runs shares with the other.
 
-    Straight lines between validations; NaN where a run has but one.
+    Straight lines between validations; NaN where a run has but one, or where one never gained over the start.
     """
     rewards = [
         sum(w * np.array(r["validation"][f"reward/{name}"], float) for name, w in REWARD.items())
         for r in (record, other)
     ]
     level = min(float(np.nanmax(values)) for values in rewards)
+    if level <= max(values[0] for values in rewards):
+        return math.nan
     gold = np.array(record["validation"][key], dtype=float)
     for i in range(len(gold) - 1):
         low, high = rewards[0][i], rewards[0][i + 1]
@@ -119,7 +123,11 @@ class Difference:
 
 def compared(study: Study, arms: Arms) -> dict[str, dict[str, Difference]]:
     """By arm and measure; p-values are corrected over the arms of the study, for each measure by itself."""
-    asked = {arm: differences(arms[arm], arms[reference]) for arm in arms if (reference := study.reference(arm))}
+    asked = {
+        arm: differences(arms[arm], arms[reference])
+        for arm in arms
+        if (reference := study.reference(arm)) and arms.get(reference)
+    }
     result: dict[str, dict[str, Difference]] = {arm: {} for arm in asked}
     for name in next(iter(asked.values()), {}):
         better = MEASURES[name.removesuffix(" at equal reward")].better
@@ -131,8 +139,10 @@ def compared(study: Study, arms: Arms) -> dict[str, dict[str, Difference]]:
 
 
 def study_table(study: Study, arms: Arms) -> str:
-    """Markdown: means and spreads of the arms, then the differences."""
+    """Markdown: means and spreads of the arms, then the differences, of what has results; the rest is named."""
     rows = [["arm", "runs", "collapsed", *MEASURES]]
+    missing = [arm for arm, records in arms.items() if not records]
+    arms = {arm: records for arm, records in arms.items() if records}
     for arm, records in arms.items():
         collapsed = sum(bool(record["collapsed"]) for record in records.values())
         rows.append([arm, str(len(records)), str(collapsed), *(spread(m, records.values()) for m in MEASURES.values())])
@@ -142,10 +152,16 @@ def study_table(study: Study, arms: Arms) -> str:
     rows = [["difference", "pairs", *names]]
     for arm, values in found.items():
         pairs = max((d.pairs for d in values.values()), default=0)
-        cells = [shown(d, MEASURES[name.removesuffix(" at equal reward")].decimals) for name, d in values.items()]
+        cells = [
+            shown(d, MEASURES[name.removesuffix(" at equal reward")].decimals)
+            + (f" ({d.pairs} pairs)" if 0 < d.pairs < pairs else "")
+            for name, d in values.items()
+        ]
         rows.append([f"{arm} less {study.reference(arm)}", str(pairs), *cells])
-    corrected = f", p-values corrected over {len(found)} arms" if len(found) > 1 else ""
-    return f"{text}\nPaired differences with 95 % intervals{corrected}.\n\n{markdown(rows)}"
+    if found:
+        corrected = f", p-values corrected over {len(found)} arms" if len(found) > 1 else ""
+        text += f"\nPaired differences with 95 % intervals{corrected}.\n\n{markdown(rows)}"
+    return text + (f"\nNot run yet: {'; '.join(missing)}.\n" if missing else "")
 
 
 def spread(measure: Measure, records: Iterable[Record]) -> str:
@@ -177,12 +193,44 @@ def table2(arms: Arms) -> str:
         rows.append(
             ["base model", "", *(number(value(records[0], at=0), digits) for value, digits in columns.values())]
         )
-    for arm, found in arms.items():
+    for arm, found in ((arm, found) for arm, found in arms.items() if found):
         cells = [interval([value(record) for record in found.values()]) for value, _ in columns.values()]
         digits = [decimals for _, decimals in columns.values()]
         shown = [f"{number(c.mean, d)} ± {number(c.half, d)}" for c, d in zip(cells, digits, strict=True)]
         rows.append([arm, str(len(found)), *shown])
     return markdown(rows)
+
+
+PER_STEP = {  # arms whose statistics by denoising step tell most
+    "last_step": ("all but last", "all"), "equalizer": ("off",), "updates": ("2", "4"), "kl_steps": ("0.3 balanced",),
+    "sde": ("dance", "precise"), "strategies": ("fixed", "dual moving"),
+}  # fmt: skip
+
+
+def per_step_table(plan: Plan, studies: Mapping[str, Study], found: Mapping[str, Record]) -> str:
+    """Means over a run and over seeds: the gradient's norm and the share of the KL by step, and what is clipped."""
+    rows = [
+        ["study", "arm", "runs", "1000 x norm of dL/dv by step", "% of the KL by step", "% clipped, A < 0 and A > 0"]
+    ]
+    for name, arms in ((name, arms_of(plan, name, studies[name], found)) for name in PER_STEP if name in studies):
+        for arm, records in ((arm, list(arms[arm].values())) for arm in PER_STEP[name] if arms[arm]):
+            norms, kls = (
+                np.array([[as_float(v) for v in record["per_step"][key]] for record in records]).mean(0)
+                for key in ("grad_v", "kl_anchor")
+            )
+            clipped = (
+                mean(np.array([mean(curve(r, f"policy/{key}")) for r in records])) for key in ("clip_low", "clip_high")
+            )
+            cells = (1000 * norms, 100 * kls / np.nansum(kls), 100 * np.array(list(clipped)))
+            rows.append([name, arm, str(len(records)), *(", ".join(number(v, 1) for v in cell) for cell in cells)])
+    return markdown(rows)
+
+
+def origins(found: Mapping[str, Record]) -> str:
+    """How many runs were made on which device with which code."""
+    counted = Counter((r["device"], (r["versions"] or {}).get("torch"), r["commit"]) for r in found.values())
+    rows = [["device", "torch", "commit", "runs"]]
+    return markdown(rows + [[*map(str, key), str(count)] for key, count in sorted(counted.items(), key=str)])
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
@@ -191,12 +239,14 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 
 
 def tables(plan: Plan, studies: Mapping[str, Study], found: Mapping[str, Record]) -> dict[str, str]:
-    """The Markdown of each study that has something to compare."""
+    """The Markdown of each study that has something to compare, of `per_step` statistics and of the `runs`."""
     made = {}
     for name, study in studies.items():
         arms = arms_of(plan, name, study, found)
         if comparable(arms):
             made[name] = (table2(arms) + "\n" if name == "table2" else "") + study_table(study, arms)
+    if found:
+        made |= {"per_step": per_step_table(plan, studies, found), "runs": origins(found)}
     return made
 
 
@@ -208,7 +258,7 @@ def refreshed(page: str, made: Mapping[str, str]) -> str:
 def first_page(studies: Mapping[str, Study], made: Mapping[str, str], figures: Mapping[str, str]) -> str:
     """A page to begin with: the questions, their tables and figures, and no word about what they mean."""
     parts = [f"# Results\n\n{NOTE}\n\n{LEGEND}\n"]
-    for name in made:
+    for name in (name for name in made if name in studies):
         picture = f"![{name}]({figures[name]})\n\n" if name in figures else ""
         parts.append(f"## {studies[name].question}\n\n{picture}<!-- results {name} -->\n<!-- end of results -->\n")
     return refreshed("\n".join(parts), made)

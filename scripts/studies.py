@@ -133,6 +133,18 @@ STUDIES: dict[str, Study] = {
         {"dual moving": {}, "none": NO_KL, "fixed": FIXED_KL, "step-wise": STEPWISE, "moving": MOVING},
         flags=PUSHED | lasting(300),
     ),
+    "anchor": Study(
+        "When the proxy is pushed hard: how far may the anchor move, and at which weight?",
+        {
+            "fixed": FIXED_KL,
+            "moved every 10 updates": {},
+            "moved every 40 updates": {"update_ref_model_step": 40},
+            "moved every 160 updates": {"update_ref_model_step": 160},
+            "moved every 10 updates, weight 3": {"kl_weight": 3.0},
+        },
+        seeds=5,
+        flags=PUSHED | lasting(300),
+    ),
     "feedback": Study(
         "Which feedback rule holds the KL at its target?",
         {"constant": {}, "paper": ADAPTIVE, "trust region": ADAPTIVE | {"kl_feedback": "trust_region"}},

@@ -32,13 +32,17 @@ def test_one_machine_runs_this_command():
     ]  # fmt: skip
 
 
-def test_its_values_are_those_of_the_published_command(monkeypatch):
+def test_its_values_are_those_of_the_published_command_but_for_the_weight_of_the_kl(monkeypatch):
+    """docs/results.md has the reason; with the published recipe there is no difference."""
     monkeypatch.chdir(ROOT)
-    (words,) = commands("run_post_train.sh")
-    ours, theirs = parse(words[words.index("post_train.py") + 1 :]), parse(PUBLISHED)
+    theirs = parse(PUBLISHED)
     names = {word[2:] for word in PUBLISHED if word.startswith("--")} - {"output_dir", "pretrained_model_root"}
-    assert {name: getattr(ours, name) for name in names} == {name: getattr(theirs, name) for name in names}
-    assert ours.pretrained_model_root == "ckpts" and len(names) == 18
+    assert len(names) == 18
+    for settings, other in (({}, {"kl_weight"}), ({"CONFIG": "configs/hunyuan15_8gpu_published.yaml"}, set())):
+        (words,) = commands("run_post_train.sh", **settings)
+        ours = parse(words[words.index("post_train.py") + 1 :])
+        assert {name for name in names if getattr(ours, name) != getattr(theirs, name)} == other
+        assert ours.pretrained_model_root == "ckpts"
 
 
 def test_environment_beats_the_file_and_flags_beat_the_environment(tmp_path):

@@ -90,6 +90,23 @@ def test_bands_are_intervals_over_seeds():
     assert reach.max() == pytest.approx(line.get_ydata()[-1] + 4.303 * 0.095 / 3**0.5, rel=0.01)
 
 
+def test_panels_are_as_high_as_their_lines_and_bars():
+    """A wide band is cut, a bar is not, and panels that share an axis have one height."""
+    axes = Figure().subplots(1, 2, squeeze=False, sharey=True)
+    axes[0, 0].plot([1, 2], [1.0, 2.0], label="arm")
+    axes[0, 0].fill_between([1, 2], [-50.0, -50.0], [50.0, 50.0])
+    axes[0, 1].errorbar([1, 2], [3.0, 3.0], [0.0, 8.0])
+    figures.finish(axes)
+    for ax in axes.flat:
+        assert ax.get_ylim() == pytest.approx((-5 - 0.15 * 16, 11 + 0.15 * 16))
+    assert [text.get_text() for text in axes[0, 0].get_legend().get_texts()] == ["arm"]
+
+
+def test_curves_are_of_the_seeds_that_all_arms_have():
+    arms = {"a": {1: "a1", 2: "a2"}, "b": {2: "b2", 3: "b3"}, "c": {}}
+    assert figures.paired(arms) == {"a": {2: "a2"}, "b": {2: "b2"}, "c": {}}
+
+
 def test_running_means_leave_gaps_out():
     values = np.array([1.0, np.nan, 3.0, 3.0, 3.0, 5.0])
     assert figures.smooth(values) == pytest.approx([2.0, 7 / 3, 2.5, 3.5, 3.5, 11 / 3])

@@ -72,6 +72,9 @@ def test_gold_at_equal_reward():
     far, near = invented(runs[0], gain=0.4, match=0.4), invented(runs[1], gain=0.2, match=0.55)
     assert tables.at_equal_reward(far, near, "gold/match") == pytest.approx(0.5)
     assert tables.at_equal_reward(near, far, "gold/match") == pytest.approx(0.55)
+    fallen = invented(runs[1], gain=-0.1, match=0.3)
+    assert math.isnan(tables.at_equal_reward(far, fallen, "gold/match"))  # equal at the start says nothing
+    assert math.isnan(tables.at_equal_reward(fallen, far, "gold/match"))
     for record in (far, near):
         record["validation"] = {name: values[:1] for name, values in record["validation"].items()}
     assert math.isnan(tables.at_equal_reward(far, near, "gold/match"))
@@ -110,5 +113,34 @@ def test_a_page_keeps_its_words_and_gets_new_tables():
     assert "No results yet." in found and tables.refreshed(found, made) == found
 
 
+def test_arms_without_results_are_named_and_have_no_row():
+    found = {key: record for key, record in records().items() if record["arm"] not in ("good", "bad")}
+    text = tables.tables(PLAN, STUDIES, found)["demo"]
+    assert "Not run yet: good; bad.\n" in text and "| same less base | 8 |" in text and "| good" not in text
+    found = {key: record for key, record in records().items() if record["arm"] not in ("base", "bad")}
+    text = tables.tables(PLAN, STUDIES, found)["demo"]
+    assert "Not run yet: base; bad.\n" in text and "less" not in text
+
+
+def test_pairs_that_one_measure_lacks_are_told():
+    found = records()
+    key = PLAN.keys["demo", "good", 2]
+    found[key] = invented(PLAN.runs[key], gain=-0.5)  # never gained: not comparable at equal reward
+    row = next(line for line in tables.tables(PLAN, STUDIES, found)["demo"].splitlines() if "good less base" in line)
+    assert row.count("(7 pairs)") == 2 and row.startswith("| good less base | 8 |")
+
+
 def test_a_shared_arm_alone_is_no_answer():
-    assert tables.tables(PLAN, STUDIES, {k: r for k, r in records().items() if r["arm"] == "base"}) == {}
+    alone = {key: record for key, record in records().items() if record["arm"] == "base"}
+    assert set(tables.tables(PLAN, STUDIES, alone)) == {"per_step", "runs"}
+
+
+def test_statistics_by_step_and_the_origin_of_the_runs():
+    studies = {"equalizer": Study("What?", {"on": {}, "off": {"use_grad_balancing": False}}, seeds=2)}
+    plan = Plan(studies=studies)
+    found = {key: invented(run) for key, run in plan.runs.items()}
+    next(iter(found.values()))["device"] = "GPU"
+    made = tables.tables(plan, studies, found)
+    norms, shares = "1000.0, 2000.0, 4000.0, 8000.0, –", "6.7, 13.3, 26.7, 53.3, –"
+    assert f"| equalizer | off | 2 | {norms} | {shares} | 10.0, 10.0 |" in made["per_step"]
+    assert "| CPU | None | abc | 3 |" in made["runs"] and "| GPU | None | abc | 1 |" in made["runs"]

@@ -30,8 +30,9 @@ def test_every_run_is_sound_and_has_a_name_of_its_own():
 NAME_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-"
 
 
-def test_the_four_first_questions_have_eight_seeds_and_the_others_three():
-    assert [study.seeds for study in STUDIES.values()] == [8] * 4 + [3] * (len(STUDIES) - 4)
+def test_the_four_first_questions_have_eight_seeds_and_the_others_three_at_least():
+    seeds = [study.seeds for study in STUDIES.values()]
+    assert seeds[:4] == [8] * 4 and min(seeds) == 3
 
 
 @pytest.mark.parametrize("name", STUDIES)
