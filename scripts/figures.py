@@ -24,13 +24,10 @@ from matplotlib.figure import Figure
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from sage_grpo.algo.equalizer import equalizer, gradient_scale
-from sage_grpo.algo.sde import Schedule, build_schedule, flow_sigmas
 from sage_grpo.intervals import interval
-from sage_grpo.models.layout import sampling_defaults
 from sage_grpo.tools.report_figures import BLUE, GREEN, GREY, ORANGE, PURPLE, STYLE
-from sage_grpo.train.rollout import exploring_steps
 from scripts.result_tables import Arms, arms_of, comparable, first_page, refreshed, tables
-from scripts.results import VALIDATED, Record, curve, mean, read_all, validated
+from scripts.results import VALIDATED, Record, curve, mean, read_all, schedule_of, validated
 from scripts.sde_study import plot_std
 from scripts.studies import RECIPE, SDES, STUDIES, Plan, Study
 
@@ -126,7 +123,7 @@ def draw_gradients(axes: np.ndarray, arms: Arms) -> None:
             records = list(arms[f"{name}{word}"].values())
             if not records:
                 continue
-            schedule = schedule_of(records[0])
+            schedule = schedule_of(records[0]["config"])
             measured = np.array([[math.nan if v is None else v for v in r["per_step"]["grad_v"]] for r in records])
             measured = np.array([mean(column) for column in measured.T])
             factor = equalizer(schedule, enabled=not word).numpy()
@@ -139,14 +136,6 @@ def draw_gradients(axes: np.ndarray, arms: Arms) -> None:
         ax.set(title=title, xlabel="noise level sigma of the step", yscale="log")
     axes.flat[0].set_ylabel("norm of dL/dv")
     finish(axes, "dots measured, lines |b|/std")
-
-
-def schedule_of(record: Record) -> Schedule:
-    """The sampler of a run's first iteration, computed from its configuration."""
-    c = record["config"]
-    shift = c["timestep_shift"] or sampling_defaults(ROOT / c["pretrained_model_root"]).shift
-    whole = build_schedule(c["sde_type"], flow_sigmas(c["num_sampling_steps"], shift), c["eta"])
-    return whole.window(exploring_steps(c["sde_window"], whole.num_steps, 0, c["seed"]))
 
 
 def draw_schedules(axes: np.ndarray, arms: Arms) -> None:

@@ -14,12 +14,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 
+from sage_grpo.algo.equalizer import equalizer, gradient_scale
 from sage_grpo.intervals import Interval, holm, interval, p_value
 from sage_grpo.tools.paired import number
-from scripts.results import Record, as_float, curve, mean, validated
+from scripts.results import Record, as_float, curve, mean, schedule_of, validated
 from scripts.studies import Plan, Study
 
 LEVEL = 0.05
@@ -44,6 +46,11 @@ def weighted(record: Record, weights: Mapping[str, float], at: int = -1) -> floa
     return sum(weight * validated(record, f"reward/{name}", at) for name, weight in weights.items())
 
 
+def seconds(record: Record) -> float:
+    """Of an iteration, where it is to be compared: CPUs are of many kinds."""
+    return math.nan if record["device"] == "CPU" else record["seconds"]["total"] or math.nan
+
+
 @dataclass(frozen=True)
 class Measure:
     value: Callable[[Record], float]
@@ -54,10 +61,11 @@ class Measure:
 MEASURES = {  # of the last validation; then of training
     "reward": Measure(partial(weighted, weights=REWARD), 1),
     "gold match": Measure(partial(validated, key="gold/match"), 1),
+    "gold prompt distance": Measure(partial(validated, key="gold/prompt_distance"), -1, 4),
     "gold distance": Measure(partial(validated, key="gold/distance"), -1, 4),
     "exploration": Measure(partial(late, key="reward/group_std")),
     "KL to the anchor": Measure(partial(late, key="kl/anchor"), decimals=6),
-    "seconds an iteration": Measure(lambda record: record["seconds"]["total"] or math.nan, decimals=2),
+    "seconds an iteration on a GPU": Measure(seconds, decimals=2),
 }
 VERDICTS = {1: "**better**", -1: "**worse**", 0: "undecided"}
 
@@ -81,8 +89,10 @@ def comparable(arms: Arms) -> bool:
 def at_equal_reward(record: Record, other: Record, key: str) -> float:
     """A gold metric where validation first has the reward that the better of both runs shares with the other.
 
-    Straight lines between validations; NaN where a run has but one, or where one never gained over the start.
+    Straight lines between validations; NaN where a run was stopped, or where one never gained over the start.
     """
+    if math.isnan(validated(record, key) + validated(other, key)):
+        return math.nan
     rewards = [
         sum(w * np.array(r["validation"][f"reward/{name}"], float) for name, w in REWARD.items())
         for r in (record, other)
@@ -102,7 +112,7 @@ def differences(arm: Mapping[int, Record], reference: Mapping[int, Record]) -> d
     """Arm less reference by measure, one for each seed that both have."""
     pairs = [(arm[seed], reference[seed]) for seed in sorted(arm.keys() & reference.keys())]
     found = {name: [m.value(a) - m.value(b) for a, b in pairs] for name, m in MEASURES.items() if m.better}
-    for name, key in (("gold match", "gold/match"), ("gold distance", "gold/distance")):
+    for name, key in (("gold match", "gold/match"), ("gold prompt distance", "gold/prompt_distance")):
         equal = [at_equal_reward(a, b, key) - at_equal_reward(b, a, key) for a, b in pairs]
         found[f"{name} at equal reward"] = equal
     return found
@@ -121,18 +131,25 @@ class Difference:
         return self.better * self.of.sign if self.p < LEVEL else 0
 
 
+def comparisons(study: Study) -> int:
+    """How many differences a study asks for."""
+    return sum(study.reference(arm) is not None for arm in study.arms)
+
+
 def compared(study: Study, arms: Arms) -> dict[str, dict[str, Difference]]:
-    """By arm and measure; p-values are corrected over the arms of the study, for each measure by itself."""
+    """By arm and measure; p-values are corrected over all arms of the study, run or not, for each measure by itself."""
     asked = {
         arm: differences(arms[arm], arms[reference])
         for arm in arms
-        if (reference := study.reference(arm)) and arms.get(reference)
+        if (reference := study.reference(arm)) and arms[arm] and arms[reference]
     }
+    missing = comparisons(study) - len(asked)
     result: dict[str, dict[str, Difference]] = {arm: {} for arm in asked}
     for name in next(iter(asked.values()), {}):
         better = MEASURES[name.removesuffix(" at equal reward")].better
-        corrected = holm([p_value(values[name]) for values in asked.values()])
-        for (arm, values), p in zip(asked.items(), corrected, strict=True):
+        found = [p_value(values[name]) for values in asked.values()]
+        corrected = holm([1.0 if math.isnan(p) else p for p in found] + [1.0] * missing)
+        for (arm, values), p in zip(asked.items(), corrected, strict=False):
             pairs = sum(map(math.isfinite, values[name]))
             result[arm][name] = Difference(interval(values[name]), pairs, p, better)
     return result
@@ -142,8 +159,7 @@ def study_table(study: Study, arms: Arms) -> str:
     """Markdown: means and spreads of the arms, then the differences, of what has results; the rest is named."""
     rows = [["arm", "runs", "collapsed", *MEASURES]]
     missing = [arm for arm, records in arms.items() if not records]
-    arms = {arm: records for arm, records in arms.items() if records}
-    for arm, records in arms.items():
+    for arm, records in ((arm, records) for arm, records in arms.items() if records):
         collapsed = sum(bool(record["collapsed"]) for record in records.values())
         rows.append([arm, str(len(records)), str(collapsed), *(spread(m, records.values()) for m in MEASURES.values())])
     text = "Mean ± standard deviation over seeds.\n\n" + markdown(rows)
@@ -159,7 +175,8 @@ def study_table(study: Study, arms: Arms) -> str:
         ]
         rows.append([f"{arm} less {study.reference(arm)}", str(pairs), *cells])
     if found:
-        corrected = f", p-values corrected over {len(found)} arms" if len(found) > 1 else ""
+        asked = comparisons(study)
+        corrected = f", p-values corrected over {asked} comparisons" if asked > 1 else ""
         text += f"\nPaired differences with 95 % intervals{corrected}.\n\n{markdown(rows)}"
     return text + (f"\nNot run yet: {'; '.join(missing)}.\n" if missing else "")
 
@@ -186,6 +203,7 @@ def table2(arms: Arms) -> str:
     columns: dict[str, tuple[Callable[..., float], int]] = {"Overall": (partial(weighted, weights=OVERALL), 3)}
     columns |= {name: (partial(validated, key=f"reward/{name}"), 3) for name in ("VQ", "MQ", "TA")}
     columns |= {"gold match": (partial(validated, key="gold/match"), 3)}
+    columns |= {"gold prompt distance": (partial(validated, key="gold/prompt_distance"), 4)}
     columns |= {"gold distance": (partial(validated, key="gold/distance"), 4)}
     rows = [["method", "runs", *columns]]
     records = [record for found in arms.values() for record in found.values()]
@@ -198,7 +216,7 @@ def table2(arms: Arms) -> str:
         digits = [decimals for _, decimals in columns.values()]
         shown = [f"{number(c.mean, d)} ± {number(c.half, d)}" for c, d in zip(cells, digits, strict=True)]
         rows.append([arm, str(len(found)), *shown])
-    return markdown(rows)
+    return "Mean ± half of the 95 % interval over seeds.\n\n" + markdown(rows)
 
 
 PER_STEP = {  # arms whose statistics by denoising step tell most
@@ -207,10 +225,27 @@ PER_STEP = {  # arms whose statistics by denoising step tell most
 }  # fmt: skip
 
 
+def kl_pull(config: Mapping[str, Any]) -> float:
+    """How hard the KL pulls beside the policy loss, at weight 1 and the same change of velocity in every step."""
+    schedule = schedule_of(config)
+    noisy = schedule.stochastic
+    scale, balance = gradient_scale(schedule)[noisy], equalizer(schedule)[noisy]
+    kl = scale**2 * (balance**2 if config["use_kl_balancing"] else 1.0)
+    return (kl.mean() / (scale * (balance if config["use_grad_balancing"] else 1.0)).mean()).item()
+
+
 def per_step_table(plan: Plan, studies: Mapping[str, Study], found: Mapping[str, Record]) -> str:
     """Means over a run and over seeds: the gradient's norm and the share of the KL by step, and what is clipped."""
     rows = [
-        ["study", "arm", "runs", "1000 x norm of dL/dv by step", "% of the KL by step", "% clipped, A < 0 and A > 0"]
+        [
+            "study",
+            "arm",
+            "runs",
+            "1000 x norm of dL/dv by step",
+            "% of the KL by step",
+            "% clipped: A < 0, A > 0",
+            "KL's pull",
+        ]
     ]
     for name, arms in ((name, arms_of(plan, name, studies[name], found)) for name in PER_STEP if name in studies):
         for arm, records in ((arm, list(arms[arm].values())) for arm in PER_STEP[name] if arms[arm]):
@@ -222,7 +257,8 @@ def per_step_table(plan: Plan, studies: Mapping[str, Study], found: Mapping[str,
                 mean(np.array([mean(curve(r, f"policy/{key}")) for r in records])) for key in ("clip_low", "clip_high")
             )
             cells = (1000 * norms, 100 * kls / np.nansum(kls), 100 * np.array(list(clipped)))
-            rows.append([name, arm, str(len(records)), *(", ".join(number(v, 1) for v in cell) for cell in cells)])
+            words = (", ".join(number(v, 1) for v in cell) for cell in cells)
+            rows.append([name, arm, str(len(records)), *words, number(kl_pull(records[0]["config"]), 2)])
     return markdown(rows)
 
 

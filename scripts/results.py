@@ -21,11 +21,14 @@ from typing import Any
 
 import numpy as np
 
+from sage_grpo.algo.sde import Schedule, build_schedule, flow_sigmas
 from sage_grpo.config import ConfigError
 from sage_grpo.json_files import read_object
+from sage_grpo.models.layout import sampling_defaults
 from sage_grpo.tools.run_folder import Run as Folder
 from sage_grpo.tools.run_folder import as_float, column, read_run
-from scripts.studies import DEFAULTS, Run, digest, identity
+from sage_grpo.train.rollout import exploring_steps
+from scripts.studies import DEFAULTS, ROOT, Run, digest, identity
 
 CURVES = (
     "reward/total", "reward/VQ", "reward/MQ", "reward/TA", "reward/group_std", "gold/match", "gold/distance",
@@ -115,6 +118,13 @@ def validated(record: Record, key: str, at: int = -1) -> float:
     steps = record["validation"]["step"]
     wanted = record["config"]["max_steps"] if at == -1 else steps[at] if at < len(steps) else None
     return as_float(record["validation"][key][steps.index(wanted)]) if wanted in steps else math.nan
+
+
+def schedule_of(config: Mapping[str, Any]) -> Schedule:
+    """The sampler of a run's first iteration, computed from its configuration."""
+    shift = config["timestep_shift"] or sampling_defaults(ROOT / config["pretrained_model_root"]).shift
+    whole = build_schedule(config["sde_type"], flow_sigmas(config["num_sampling_steps"], shift), config["eta"])
+    return whole.window(exploring_steps(config["sde_window"], whole.num_steps, 0, config["seed"]))
 
 
 def write(path: Path, record: Record) -> None:

@@ -118,6 +118,22 @@ STUDIES: dict[str, Study] = {
         },
         against={"0.3 balanced": "0.3", "3 balanced": "3"},
     ),
+    "controls": Study(
+        "Do the first answers hold without a KL, and at an equal total of the learning rate?",
+        {
+            "no KL": NO_KL,
+            "no KL, equalizer off": NO_KL | OFF,
+            "no KL, noise in all steps": NO_KL | {"sde_window": "all"},
+            "1 update": {},
+            "2 updates at half the rate": {"updates_per_rollout": 2, "learning_rate": 1e-4},
+        },
+        seeds=5,
+        against={
+            "no KL, equalizer off": "no KL",
+            "no KL, noise in all steps": "no KL",
+            "2 updates at half the rate": "1 update",
+        },
+    ),
     "sde": Study("Which exploration SDE, at equal eta?", SDES),
     "energy": Study(
         "Which exploration SDE, at equal injected energy?",

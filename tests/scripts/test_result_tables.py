@@ -2,10 +2,11 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from scripts import result_tables as tables
-from scripts.studies import Plan, Study
+from scripts.studies import Plan, Study, identity
 from tests.scripts.invented_results import invented
 
 STUDIES = {
@@ -56,6 +57,13 @@ def test_three_arms_need_more_evidence_than_one():
     assert alone.of == found.of and alone.p == pytest.approx(found.p / 3) and alone.verdict == 1
 
 
+def test_arms_that_are_not_run_yet_count_as_asked():
+    """Else a verdict would change when they are."""
+    found = {key: record for key, record in records().items() if record["arm"] in ("base", "good")}
+    one, all_three = compared(found)["good"]["reward"], compared(records())["good"]["reward"]
+    assert one.of == all_three.of and one.p == pytest.approx(all_three.p)
+
+
 def test_two_pairs_decide_nothing():
     found = compared(records(seeds=(1, 2)))["good"]["reward"]
     assert found.pairs == 2 and found.verdict == 0 and tables.shown(found, 3) == "+0.115"
@@ -75,6 +83,8 @@ def test_gold_at_equal_reward():
     fallen = invented(runs[1], gain=-0.1, match=0.3)
     assert math.isnan(tables.at_equal_reward(far, fallen, "gold/match"))  # equal at the start says nothing
     assert math.isnan(tables.at_equal_reward(fallen, far, "gold/match"))
+    stopped = invented(runs[1], gain=0.2, match=0.55, collapsed="stopped")
+    assert math.isnan(tables.at_equal_reward(far, stopped, "gold/match"))
     for record in (far, near):
         record["validation"] = {name: values[:1] for name, values in record["validation"].items()}
     assert math.isnan(tables.at_equal_reward(far, near, "gold/match"))
@@ -92,16 +102,16 @@ def test_stopped_runs_are_counted_and_leave_the_pairs():
 def test_the_words_of_the_table():
     text = tables.tables(PLAN, STUDIES, records())["demo"]
     assert "| good less base | 8 | +0.100 (+0.083 to +0.117), p 8e-06: **better** |" in text
-    assert "p-values corrected over 3 arms" in text and "**worse**" in text and "undecided" in text
+    assert "p-values corrected over 3 comparisons" in text and "**worse**" in text and "undecided" in text
 
 
 def test_table_2_has_the_base_model_and_intervals_over_seeds():
     keys = {arm: [PLAN.keys["table2", arm, seed] for seed in (1, 2, 3)] for arm in ("base", "good")}
     found = {key: invented(PLAN.runs[key], 0.2 + 0.1 * place) for arm in keys for place, key in enumerate(keys[arm])}
     rows = tables.tables(PLAN, STUDIES, found)["table2"].splitlines()
-    assert rows[0].startswith("| method | runs | Overall | VQ | MQ | TA | gold match | gold distance |")
-    assert rows[2].startswith("| base model |  | 1.000 | 0.400 | 0.400 | 0.200 | 0.600 | 0.0500 |")
-    assert rows[3].startswith("| base | 3 | 1.450 ± 0.373 | 0.550 ± 0.124 |")
+    assert rows[2] == "| method | runs | Overall | VQ | MQ | TA | gold match | gold prompt distance | gold distance |"
+    assert rows[4] == "| base model |  | 1.000 | 0.400 | 0.400 | 0.200 | 0.600 | 0.0500 | 0.0500 |"
+    assert rows[5].startswith("| base | 3 | 1.450 ± 0.373 | 0.550 ± 0.124 |")
 
 
 def test_a_page_keeps_its_words_and_gets_new_tables():
@@ -142,5 +152,18 @@ def test_statistics_by_step_and_the_origin_of_the_runs():
     next(iter(found.values()))["device"] = "GPU"
     made = tables.tables(plan, studies, found)
     norms, shares = "1000.0, 2000.0, 4000.0, 8000.0, –", "6.7, 13.3, 26.7, 53.3, –"
-    assert f"| equalizer | off | 2 | {norms} | {shares} | 10.0, 10.0 |" in made["per_step"]
+    assert f"| equalizer | off | 2 | {norms} | {shares} | 10.0, 10.0 | 0.52 |" in made["per_step"]
     assert "| CPU | None | abc | 3 |" in made["runs"] and "| GPU | None | abc | 1 |" in made["runs"]
+
+
+def test_the_pull_of_the_kl_depends_on_the_sampler():
+    """By hand from |b|/std = 0.0617, 0.1978, 0.3735, 0.7161 of sage's four exploring steps."""
+    scale = np.array([0.0617, 0.1978, 0.3735, 0.7161])
+    config = identity(next(iter(PLAN.runs.values())).config)
+    assert tables.kl_pull(config) == pytest.approx((scale**2).mean() / 0.1978, rel=1e-3)
+    assert tables.kl_pull(config | {"use_grad_balancing": False}) == pytest.approx(
+        (scale**2).sum() / scale.sum(), rel=1e-3
+    )
+    assert tables.kl_pull(config | {"use_kl_balancing": True}) == pytest.approx(0.1978, rel=1e-3)
+    twenty = {"num_sampling_steps": 20, "sde_window": "all", "eta": 0.5, "timestep_shift": 5.0}
+    assert tables.kl_pull(config | twenty) == pytest.approx(3.70, abs=0.01)

@@ -1,4 +1,9 @@
-"""Trainers on an untrained miniature model: real classes, two iterations in a fraction of a second."""
+"""Trainers on an untrained miniature model: real classes, two iterations in a fraction of a second.
+
+On a machine with a GPU, `TEST_DEVICE=cuda pytest tests/train` has them there.
+"""
+
+import os
 
 import pytest
 import torch
@@ -7,6 +12,7 @@ from sage_grpo.flags import from_values
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.train.build import build_trainer
 
+DEVICE = torch.device(os.environ.get("TEST_DEVICE", "cpu"))
 PROMPTS = ("a red circle moving left", "a green square moving right", "a red square moving right")
 
 
@@ -36,6 +42,7 @@ def flags(tiny_folder, tmp_path):
         "lora_alpha": 8,
         "kl_weight": 0.1,
         "enable_gradient_checkpointing": False,
+        "dtype": "fp32",
     }
 
 
@@ -44,7 +51,6 @@ def make(flags):
     """make(flag=value, ...) -> a Trainer on one rank."""
 
     def build(**changes):
-        changes = dict(changes.items())
-        return build_trainer(from_values(flags | changes), Ranks(0, 1, torch.device("cpu")))
+        return build_trainer(from_values(flags | changes), Ranks(0, 1, DEVICE))
 
     return build
