@@ -30,7 +30,10 @@ def main(arguments: list[str] | None = None) -> int:
             ranks.set_timeout(config.collective_timeout)
             for text in warnings(trainer.config):
                 ranks.say(text)
-            return train(trainer)
+            code = train(trainer)
+            if code == FAILED:
+                ranks.abandon(code)
+            return code
     except (ValueError, FileNotFoundError) as error:
         print(f"post_train.py: {error}", file=sys.stderr)
         return WRONG_INPUT

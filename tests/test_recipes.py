@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from sage_grpo.config import FIELDS, check
+from sage_grpo.config import FIELDS, check, resolve
 from sage_grpo.flags import parse, yaml_mapping
+from sage_grpo.models.layout import sampling_defaults
 
 CONFIGS = Path(__file__).parents[1] / "configs"
+TINY = CONFIGS.parent / "assets" / "tiny"
 RANKS = {"hunyuan15_8gpu": 8, "hunyuan15_8gpu_published": 8, "hunyuan15_64gpu": 64}
 PUBLISHED = {  # the published README and the paper's appendix; kl_target as in the published code
     "learning_rate": 1e-5, "num_generations": 4, "sde_type": "sage_grpo", "eta": 0.5, "num_sampling_steps": 20,
@@ -28,7 +30,8 @@ LAUNCHED = {
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_recipe_can_run(path):
     config = parse(["--config", str(path)])
-    check(config, RANKS.get(path.stem, 1))
+    for device in ("cpu", "cuda"):
+        check(resolve(config, sampling_defaults(TINY), device), RANKS.get(path.stem, 1))
     assert config.output_dir == f"outputs/{path.stem}"
 
 

@@ -94,7 +94,7 @@ class Hunyuan15:
         weights = open_file(path) if single else open_folder(path / "transformer")
         if any("lora_" in name for name in weights.names):
             raise ValueError(f"checkpoint_path {path} is a LoRA, which is loaded from a folder with {LORA_FILE}")
-        load_model(self.transformer, weights, self.device, self.transformer.dtype)
+        fill_model(self.transformer, weights)
 
     def _load_lora(self, file: Path) -> None:
         """diffusers skips what it does not find, silently."""

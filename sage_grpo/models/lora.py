@@ -59,8 +59,10 @@ def add_adapters(
 ) -> None:
     """Layers for a policy adapter, and with `anchor` for a second one, on the transformer's device."""
     config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=target_layers(transformer, names))
+    device = transformer.device
+    drawn = [device] if device.type == "cuda" else []
     for adapter in (POLICY, ANCHOR)[: 1 + anchor]:
-        with warnings.catch_warnings(), torch.random.fork_rng(), torch.device(transformer.device):
+        with warnings.catch_warnings(), torch.random.fork_rng(drawn), torch.device(device):
             warnings.filterwarnings("ignore", "Already found a `peft_config` attribute")  # two are the intention
             transformer.add_adapter(config, adapter)
         for parameter in adapter_parameters(transformer, adapter).values():

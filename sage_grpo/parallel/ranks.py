@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+NCCL_GRACE = 60  # seconds that a collective has longer than a run's own watch, which keeps a record of what it ended
+
 S = TypeVar("S")
 T = TypeVar("T")
 
@@ -175,13 +177,21 @@ class Ranks:
     def set_timeout(self, seconds: float) -> None:
         """How long ranks wait for each other from now on; before, loading a model may take its time."""
         meshes = [mesh for mesh in (self.mesh, self.shards) if mesh is not None]
+        patience = timedelta(seconds=seconds + NCCL_GRACE * (self.device.type == "cuda"))
         for group in (None, *(group for mesh in meshes for group in mesh.get_all_groups())) if meshes else ():
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+            dist.distributed_c10d._set_pg_timeout(patience, group)
 
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.world > 1:
-            dist.barrier()
+            dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
+
+    def abandon(self, code: int) -> None:
+        """End this process where leaving could take long: NCCL waits for collectives that others may never join."""
+        if self.world > 1 and self.device.type == "cuda":
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
 
 
 @contextmanager
@@ -195,6 +205,8 @@ def join_ranks(timeout: float, sp_size: int = 1, sharded: bool = False, replicas
     check_layout(world, sp_size, sharded, replicas)
     device = torch.device("cuda", home) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
+        if home >= torch.cuda.device_count():
+            raise ValueError(f"process {home + 1} of this machine finds {torch.cuda.device_count()} GPUs; start fewer")
         torch.cuda.set_device(device)
     if world == 1 and not sharded:
         yield Ranks(0, 1, device)

@@ -32,8 +32,9 @@ class ClipScore:
     names: tuple[str, ...] = ("cosine",)
 
     def __init__(self, folder: str | Path, device: torch.device, dtype: torch.dtype, sample_fps: float) -> None:
-        self.model, self.tokenizer = load_clip(Path(folder), dtype)
-        self.model.to(device)
+        self.model, self.tokenizer = load_clip(Path(folder))
+        self.scale = self.model.logit_scale.exp().item()  # before the cast: bf16 would make it 1 % less
+        self.model.to(device, dtype)
         self.device, self.sample_fps = device, sample_fps
 
     def check(self, prompts: Sequence[str]) -> None:
@@ -76,12 +77,11 @@ class PickScore(ClipScore):
 
     @torch.no_grad()
     def score(self, clips: Sequence[Tensor], prompts: Sequence[str], fps: float | Sequence[float]) -> dict[str, Tensor]:
-        raw = self.model.logit_scale.exp().item() * self.cosine(clips, prompts, fps)
-        return {"pickscore": raw / PICKSCORE_SCALE}
+        return {"pickscore": self.scale * self.cosine(clips, prompts, fps) / PICKSCORE_SCALE}
 
 
-def load_clip(folder: Path, dtype: torch.dtype) -> tuple[CLIPModel, CLIPTokenizer]:
-    """The model of a folder, complete, and its tokenizer."""
+def load_clip(folder: Path) -> tuple[CLIPModel, CLIPTokenizer]:
+    """The model of a folder, complete, in fp32, and its tokenizer."""
     for pattern in ("config.json", "*.safetensors", "merges.txt", "vocab.json"):
         if not any(folder.glob(pattern)):
             raise FileNotFoundError(f"{folder} has no {pattern}; download a CLIP model with its tokenizer into it")
@@ -91,7 +91,7 @@ def load_clip(folder: Path, dtype: torch.dtype) -> tuple[CLIPModel, CLIPTokenize
         raise ValueError(f"{folder} holds an adapter_config.json, which no CLIP model needs; delete it")
     # The attention is named here because a config could name one that is downloaded and run.
     safe = {"local_files_only": True, "use_safetensors": True, "attn_implementation": "sdpa"}
-    model, report = CLIPModel.from_pretrained(folder, dtype=dtype, output_loading_info=True, **safe)
+    model, report = CLIPModel.from_pretrained(folder, dtype=torch.float32, output_loading_info=True, **safe)
     if report["missing_keys"]:
         raise ValueError(f"the weights in {folder} lack {min(report['missing_keys'])}; download them again")
     return model.eval(), CLIPTokenizer.from_pretrained(folder, local_files_only=True)

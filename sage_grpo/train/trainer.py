@@ -158,7 +158,7 @@ class Trainer:
 
     def _decode(self, latents: Sequence[Tensor]) -> list[Tensor | None]:
         try:
-            return list(self.policy.decode(torch.cat(latents)).cpu())
+            return [clip.clone() for clip in self.policy.decode(torch.cat(latents)).cpu()]  # sent without the others
         except BrokenClip:  # some pixels are not finite: find out whose
             return [None] if len(latents) == 1 else [clip for latent in latents for clip in self._decode([latent])]
 

@@ -1,10 +1,12 @@
 """What ranks tell each other: over data-parallel groups, inside sequence-parallel ones, and over all."""
 
+import os
+
 import pytest
 import torch
 from torch import nn
 
-from sage_grpo.parallel.ranks import check_layout
+from sage_grpo.parallel.ranks import Ranks, check_layout, join_ranks
 from tests.dist import run_ranks
 
 
@@ -63,3 +65,20 @@ def test_layouts_that_do_not_divide_are_refused(world, sp_size, sharded, replica
 @pytest.mark.parametrize("layout", [(64, 2, True, 8), (8, 8, True, 1), (1, 1, True, 1), (4, 2, True, 2)])
 def test_layouts_that_divide_pass(layout):
     check_layout(*layout)
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for name, value in (("WORLD_SIZE", "2"), ("RANK", "1"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="process 2 of this machine finds 1 GPUs; start fewer"), join_ranks(1.0):
+        pass
+
+
+@pytest.mark.parametrize("device, count, ended", [("cuda", 2, [1]), ("cuda", 1, []), ("cpu", 2, [])])
+def test_a_failed_rank_does_not_wait_for_nccl(monkeypatch, device, count, ended):
+    codes = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    Ranks(0, count, torch.device(device)).abandon(1)
+    assert codes == ended

@@ -86,6 +86,16 @@ def test_scores_are_those_of_the_formulas(folder, clips):
     assert cosine.abs().max() <= 1
 
 
+def test_half_precision_does_not_round_the_scale(folder, clips):
+    """Of published models exp(logit_scale) is 100, and would be 99 in bf16."""
+    halves = {kind: kind(folder, CPU, torch.bfloat16, 2.0) for kind in (ClipScore, PickScore)}
+    assert all(reward.model.dtype == torch.bfloat16 for reward in halves.values())
+    scale = CLIPModel.from_pretrained(folder).logit_scale.exp().item()
+    assert abs(torch.tensor(scale).log().bfloat16().exp().item() - scale) > 1e-3 * scale
+    found = halves[PickScore].score(clips, PROMPTS, 8.0)["pickscore"]
+    torch.testing.assert_close(found, scale * halves[ClipScore].score(clips, PROMPTS, 8.0)["cosine"] / 26)
+
+
 def test_all_sampled_frames_count(folder, clips):
     reward = ClipScore(folder, CPU, torch.float32, 2.0)
     assert [len(reward._pixels(clip, 8.0)) for clip in clips] == [4, 4, 6]

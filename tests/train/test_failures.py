@@ -179,6 +179,13 @@ def test_broken_pixels_are_lost_alone(make):
     assert all((clips[i].int() - sound[i].int()).abs().max() <= 1 for i in (0, 2, 3))  # alone, a pixel may round over
 
 
+def test_a_clip_does_not_carry_the_others_along(make):
+    """Ranks send clips to each other, and what is pickled is a tensor's whole storage."""
+    trainer = make()
+    clips = trainer.decode(trainer.roll_out(trainer.schedule()))
+    assert len(clips) == 4 and all(clip.untyped_storage().nbytes() == clip.nbytes for clip in clips)
+
+
 def test_an_error_of_the_decoder_is_no_broken_clip(make):
     trainer = make()
     batch = trainer.roll_out(trainer.schedule())
