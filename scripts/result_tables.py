@@ -236,17 +236,8 @@ def kl_pull(config: Mapping[str, Any]) -> float:
 
 def per_step_table(plan: Plan, studies: Mapping[str, Study], found: Mapping[str, Record]) -> str:
     """Means over a run and over seeds: the gradient's norm and the share of the KL by step, and what is clipped."""
-    rows = [
-        [
-            "study",
-            "arm",
-            "runs",
-            "1000 x norm of dL/dv by step",
-            "% of the KL by step",
-            "% clipped: A < 0, A > 0",
-            "KL's pull",
-        ]
-    ]
+    columns = ("1000 x norm of dL/dv by step", "% of the KL by step", "% clipped: A < 0, A > 0", "KL's pull")
+    rows = [["study", "arm", "runs", *columns]]
     for name, arms in ((name, arms_of(plan, name, studies[name], found)) for name in PER_STEP if name in studies):
         for arm, records in ((arm, list(arms[arm].values())) for arm in PER_STEP[name] if arms[arm]):
             norms, kls = (

@@ -45,7 +45,9 @@ def _rank(words):
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork has the agent's handler; a rank of torchrun has none
     folder = Path(words[words.index("--output_dir") + 1]).parent / "ranks"
     folder.mkdir(exist_ok=True)
-    (folder / f"{os.environ['RANK']}.pid").write_text(str(os.getpid()))
+    draft = folder / f"{os.environ['RANK']}.tmp"
+    draft.write_text(str(os.getpid()))
+    draft.rename(draft.with_suffix(".pid"))  # whoever finds it reads a number
     code = post_train.main(words)
     (folder / f"{os.environ['RANK']}.code").write_text(str(code))
     sys.exit(code)

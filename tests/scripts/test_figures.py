@@ -25,19 +25,24 @@ def call(place):
     return figures.main(["--results", str(place / "results"), "--page", str(place / "docs" / "results.md")], SOME)
 
 
-def test_one_command_makes_the_page_and_the_figures(place):
-    assert call(place) == 0
+def test_one_command_makes_the_figures_and_the_tables_of_a_page(place):
     page, folder = place / "docs" / "results.md", place / "docs" / "figures"
+    page.parent.mkdir()
+    page.write_text("# Mine\n\n<!-- results last_step -->\nstale\n<!-- end of results -->\n\nWhat it means.\n")
+    assert call(place) == 0
     names = {"last_step", "balancing", "schedules", "gradients", "std"}
     assert {path.name for path in folder.iterdir()} == {f"results_{name}.png" for name in names}
     text = page.read_text()
-    made = result_tables.tables(Plan(studies=SOME), SOME, results.read_all(place / "results"))
-    assert all(made[name] in text for name in SOME) and "figures/results_last_step.png" in text
+    assert text.startswith("# Mine\n") and text.endswith("\nWhat it means.\n") and "stale" not in text
     row = next(line for line in text.splitlines() if line.startswith("| all less all but last |"))
     assert row.split("|")[3].strip().startswith("−0.153 (−0.254 to −0.053)")
-    page.write_text(text.replace("# Results", "# Results and what they mean").replace(made["last_step"], "stale\n"))
-    assert call(place) == 0
-    assert page.read_text() == text.replace("# Results", "# Results and what they mean")
+
+
+def test_a_page_begins_with_all_tables_and_figures(place):
+    made = result_tables.tables(PLAN, SOME, results.read_all(place / "results"))
+    text = result_tables.first_page(SOME, made, {"last_step": "figures/results_last_step.png"})
+    assert all(made[name] in text and SOME[name].question in text for name in SOME)
+    assert "![last_step](figures/results_last_step.png)" in text and "![balancing]" not in text
 
 
 def test_results_of_no_study_are_refused(place, capsys):
