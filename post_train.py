@@ -9,22 +9,20 @@ configuration or a file is wrong, and nothing was written but prompt embeddings.
 
 import sys
 import traceback
-
-from transformers.utils.logging import disable_progress_bar
+from typing import Any
 
 from sage_grpo.config import warnings
 from sage_grpo.flags import parse
 from sage_grpo.parallel.ranks import join_ranks
 from sage_grpo.tools.report import tell
-from sage_grpo.train.build import build_trainer
 from sage_grpo.train.guards import DONE, FAILED, PREEMPTED, WRONG_INPUT, Preempted, TrainingError
-from sage_grpo.train.trainer import Trainer
 
 
 def main(arguments: list[str] | None = None) -> int:
-    disable_progress_bar()  # that of loading weights
     try:
         config = parse(sys.argv[1:] if arguments is None else arguments)
+        from sage_grpo.train.build import build_trainer  # takes seconds, which --help should not
+
         with join_ranks(config.start_timeout, config.sp_size, config.enable_fsdp, config.dp_replicate) as ranks:
             trainer = build_trainer(config, ranks)
             ranks.set_timeout(config.collective_timeout)
@@ -39,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
         return WRONG_INPUT
 
 
-def train(trainer: Trainer) -> int:
+def train(trainer: Any) -> int:
     try:
         trainer.train()
     except (Preempted, TrainingError) as end:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from sage_grpo.algo.equalizer import equalizer, gradient_scale
 from sage_grpo.algo.sde import Schedule
@@ -35,6 +36,7 @@ PROMPTS = Path(__file__).parents[2] / "assets" / "prompts"
 
 def build_trainer(config: Config, ranks: Ranks) -> Trainer:
     """A trainer whose run folder is open."""
+    disable_progress_bar()  # that of loading weights
     trainer = assemble(config, ranks)
     trainer.run.open(trainer.step)
     if ranks.first:
