@@ -3,8 +3,8 @@
     python scripts/figures.py                                     after scripts/ablate.py has added results
     python scripts/figures.py --results DIR --page FILE.md        of a trial
 
-Draws docs/figures/results_STUDY.png of every study in which two arms have results, the paper's Figures 3, 4, 7, 8 and
-9 among them, and refreshes the tables that stand between marks in the page; a page that is not there yet is begun.
+Draws those figures docs/figures/results_STUDY.png that the page shows, the paper's Figures 3, 4, 7, 8 and 9 among them,
+and refreshes the tables that stand between marks in it; a page that is not there yet is begun with all there is.
 Lines are running means of training, dots are validation; bands and bars are 95 % intervals over seeds. Bands of three
 seeds may leave their panel.
 """
@@ -13,7 +13,9 @@ import argparse
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -34,10 +36,17 @@ from scripts.studies import RECIPE, SDES, STUDIES, Plan, Study
 COLOURS = (BLUE, ORANGE, GREEN, PURPLE, "#b4433a", GREY, "#c9b458", "#1f2933")
 CURVES = {"reward/total": "reward", "reward/group_std": "exploration: reward std inside a group",
           "gold/match": "gold match", "gold/distance": "distance to the manifold"}  # fmt: skip
+HELD = {
+    "reward/total": "reward",
+    "gold/match": "gold match",
+    "kl/anchor": "KL to the anchor",
+    "kl/coef": "KL coefficient",
+}
+LOGARITHMIC = ("kl/anchor", "kl/coef")
 WINDOW = 5  # points of a running mean
 SIZE = (3.3, 2.5)  # inches of one panel
 MARGIN = 0.15  # of a panel's height, above and below
-Draw = Callable[[np.ndarray, Arms], None]
+Draw = Callable[..., None]
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
@@ -96,12 +105,12 @@ def heights(ax: Axes) -> np.ndarray:
     return values[np.isfinite(values)]
 
 
-def draw_curves(axes: np.ndarray, arms: Arms) -> None:
-    """Reward, exploration and gold in training, an arm each colour."""
-    for ax, (key, title) in zip(axes.flat, CURVES.items(), strict=True):
+def draw_curves(axes: np.ndarray, arms: Arms, curves: Mapping[str, str] = CURVES) -> None:
+    """Reward, exploration and gold in training, or other curves, an arm each colour."""
+    for ax, (key, title) in zip(axes.flat, curves.items(), strict=True):
         for (arm, records), colour in zip(arms.items(), COLOURS, strict=False):
             band(ax, list(records.values()), key, colour, arm)
-        ax.set(title=title, xlabel="iteration")
+        ax.set(title=title, xlabel="iteration", yscale="log" if key in LOGARITHMIC else "linear")
     finish(axes, below=True)
 
 
@@ -151,6 +160,7 @@ def draw_schedules(axes: np.ndarray, arms: Arms) -> None:
 
 FIGURES: dict[str, tuple[tuple[int, int], Draw]] = {  # study -> rows and columns, what is drawn; others: draw_curves
     "balancing": ((3, 5), draw_balancing),
+    "feedback": ((1, 4), partial(draw_curves, curves=HELD)),
     "schedules": ((2, 4), draw_schedules),
 }
 
@@ -169,24 +179,20 @@ def paired(arms: Arms) -> Arms:
     return {arm: {seed: record for seed, record in records.items() if seed in shared} for arm, records in arms.items()}
 
 
-def draw_all(plan: Plan, studies: Mapping[str, Study], found: Mapping[str, Record], folder: Path) -> dict[str, Path]:
-    """Figures by name: one of each study with results, Figure 4 as `gradients`, Figure 9 as `std`."""
-    paths = {}
+def drawings(plan: Plan, studies: Mapping[str, Study], found: Mapping[str, Record]) -> dict[str, tuple[Any, ...]]:
+    """What `draw` needs, by name: a figure of each study with results, Figure 4 as `gradients`, Figure 9 as `std`."""
+    made: dict[str, tuple[Any, ...]] = {}
     for name, study in studies.items():
         arms = arms_of(plan, name, study, found)
         if not comparable(arms) or name == "table2":
             continue
         arms = paired(arms)
         shape, plot = FIGURES.get(name, ((1, 4), draw_curves))
-        paths[name] = folder / f"results_{name}.png"
-        share = "row" if name == "balancing" else False
-        draw(paths[name], shape, lambda axes, plot=plot, arms=arms: plot(axes, arms), share)
+        made[name] = (shape, partial(plot, arms=arms), "row" if name == "balancing" else False)
         if name == "balancing":
-            paths["gradients"] = folder / "results_gradients.png"
-            draw(paths["gradients"], (1, 2), lambda axes, arms=arms: draw_gradients(axes, arms))
-    paths["std"] = folder / "results_std.png"
-    draw(paths["std"], (1, 3), lambda axes: plot_std(list(axes.flat)))
-    return paths
+            made["gradients"] = ((1, 2), partial(draw_gradients, arms=arms))
+    made["std"] = ((1, 3), lambda axes: plot_std(list(axes.flat)))
+    return made
 
 
 def main(arguments: Sequence[str] | None = None, studies: Mapping[str, Study] = STUDIES) -> int:
@@ -205,12 +211,14 @@ def main(arguments: Sequence[str] | None = None, studies: Mapping[str, Study] = 
         return 2
     folder = args.page.parent / "figures"
     folder.mkdir(parents=True, exist_ok=True)
-    paths, made = draw_all(plan, studies, found, folder), tables(plan, studies, found)
-    links = {name: path.relative_to(args.page.parent).as_posix() for name, path in paths.items()}
+    made, drawn = tables(plan, studies, found), drawings(plan, studies, found)
+    links = {name: f"figures/results_{name}.png" for name in drawn}
     page = args.page.read_text(encoding="utf-8") if args.page.is_file() else first_page(studies, made, links)
+    for name in (name for name in drawn if links[name] in page):
+        draw(args.page.parent / links[name], *drawn[name])
+        print("wrote", args.page.parent / links[name])
     args.page.write_text(refreshed(page, made), encoding="utf-8")
-    for path in (args.page, *paths.values()):
-        print("wrote", path)
+    print("wrote", args.page)
     return 0
 
 
