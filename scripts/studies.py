@@ -236,6 +236,11 @@ STUDIES: dict[str, Study] = {
         table2_arms(),
         against=dict.fromkeys(table2_arms(), "B sage, dual moving KL"),
     ),
+    "fixed_anchor": Study(
+        "At the ordinary pace: the fixed anchor at smaller weights, or the moving one?",
+        {"dual moving, 0.3": {}} | {f"fixed, {weight:g}": FIXED_KL | {"kl_weight": weight} for weight in (0.3, 0.1, 0.03)},
+        seeds=5,
+    ),
 }  # fmt: skip
 
 
