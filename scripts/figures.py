@@ -45,6 +45,7 @@ HELD = {
 LOGARITHMIC = ("kl/anchor", "kl/coef")
 WINDOW = 5  # points of a running mean
 SIZE = (3.3, 2.5)  # inches of one panel
+APART = 0.012  # of the horizontal axis, from one arm's dots to the next one's
 MARGIN = 0.15  # of a panel's height, above and below
 Draw = Callable[..., None]
 
@@ -56,7 +57,13 @@ def smooth(values: np.ndarray) -> np.ndarray:
     return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
 
 
-def band(ax: Axes, records: Sequence[Record], key: str, colour: str, label: str) -> None:
+def bands(ax: Axes, arms: Arms, key: str) -> None:
+    """Each arm in its colour, with dots side by side so that none hides another."""
+    for i, ((arm, records), colour) in enumerate(zip(arms.items(), COLOURS, strict=False)):
+        band(ax, list(records.values()), key, colour, arm, i - (len(arms) - 1) / 2)
+
+
+def band(ax: Axes, records: Sequence[Record], key: str, colour: str, label: str, place: float = 0.0) -> None:
     """Mean over seeds of a smoothed curve with its interval, as far as all runs go; validation as dots with bars."""
     if not records:
         return
@@ -70,7 +77,8 @@ def band(ax: Axes, records: Sequence[Record], key: str, colour: str, label: str)
     if key in VALIDATED and whole:
         middle, half = over_seeds([np.array(validation[key], dtype=float) for validation in whole])
         style = {"fmt": "o", "ms": 4, "capsize": 2, "lw": 1.2, "color": colour, "zorder": 3}
-        ax.errorbar(whole[0]["step"], middle, np.nan_to_num(half), **style)
+        at = np.array(whole[0]["step"]) + place * APART * steps[-1]
+        ax.errorbar(at, middle, np.nan_to_num(half), **style)
 
 
 def over_seeds(rows: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -108,8 +116,7 @@ def heights(ax: Axes) -> np.ndarray:
 def draw_curves(axes: np.ndarray, arms: Arms, curves: Mapping[str, str] = CURVES) -> None:
     """Reward, exploration and gold in training, or other curves, an arm each colour."""
     for ax, (key, title) in zip(axes.flat, curves.items(), strict=True):
-        for (arm, records), colour in zip(arms.items(), COLOURS, strict=False):
-            band(ax, list(records.values()), key, colour, arm)
+        bands(ax, arms, key)
         ax.set(title=title, xlabel="iteration", yscale="log" if key in LOGARITHMIC else "linear")
     finish(axes, below=True)
 
@@ -118,8 +125,7 @@ def draw_balancing(axes: np.ndarray, arms: Arms) -> None:
     """Figure 3: with and without the equalizer, a column for each SDE; reward, then the gold metrics."""
     for row, key in zip(axes, ("reward/total", "gold/match", "gold/distance"), strict=True):
         for ax, name in zip(row, SDES, strict=True):
-            for arm, colour, label in ((name, BLUE, "with"), (f"{name} off", ORANGE, "without")):
-                band(ax, list(arms[arm].values()), key, colour, label)
+            bands(ax, {"with": arms[name], "without": arms[f"{name} off"]}, key)
             ax.set(title=name if key == "reward/total" else "", xlabel="iteration")
         row[0].set_ylabel(CURVES[key])
     finish(axes, "equalizer")
@@ -152,8 +158,7 @@ def draw_schedules(axes: np.ndarray, arms: Arms) -> None:
     keys = {"reward/VQ": "VQ", "reward/MQ": "MQ", "reward/TA": "TA", "kl/coef": "KL coefficient"}
     for row, names in zip(axes, (list(arms)[:3], list(arms)[3:]), strict=True):
         for ax, (key, title) in zip(row, keys.items(), strict=True):
-            for arm, colour in zip(names, COLOURS, strict=False):
-                band(ax, list(arms[arm].values()), key, colour, arm)
+            bands(ax, {arm: arms[arm] for arm in names}, key)
             ax.set(title=title, xlabel="iteration")
         finish(row)
 

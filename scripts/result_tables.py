@@ -30,8 +30,9 @@ REWARD = {"VQ": 0.5, "MQ": 0.5, "TA": 1.0}  # the paper's setting B, the default
 OVERALL = {"VQ": 1.0, "MQ": 1.0, "TA": 1.0}
 NOTE = __doc__.partition("\n\n")[2].strip().replace("\n", " ")
 LEGEND = (
-    "In the figures, lines are running means of training, whose clips carry exploration noise; dots are validation, "
-    "without noise. Bands and bars are 95 % intervals over seeds; bands of three seeds may leave their panel."
+    "In the figures, lines are running means of training, whose clips carry exploration noise; dots, those of the arms "
+    "side by side, are validation, without noise. Bands and bars are 95 % intervals over seeds; bands of three seeds may "
+    "leave their panel."
 )
 
 

@@ -238,7 +238,8 @@ STUDIES: dict[str, Study] = {
     ),
     "fixed_anchor": Study(
         "At the ordinary pace: the fixed anchor at smaller weights, or the moving one?",
-        {"dual moving, 0.3": {}} | {f"fixed, {weight:g}": FIXED_KL | {"kl_weight": weight} for weight in (0.3, 0.1, 0.03)},
+        {"dual moving, 0.3": {}}
+        | {f"fixed, {weight:g}": FIXED_KL | {"kl_weight": weight} for weight in (0.3, 0.1, 0.03)},
         seeds=5,
     ),
 }  # fmt: skip

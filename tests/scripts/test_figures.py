@@ -97,6 +97,15 @@ def test_bands_are_intervals_over_seeds():
     assert reach.max() == pytest.approx(line.get_ydata()[-1] + 4.303 * 0.095 / 3**0.5, rel=0.01)
 
 
+def test_dots_of_arms_stand_side_by_side_around_their_iteration():
+    ax = Figure().subplots()
+    found = invented(next(iter(PLAN.runs.values())), 0.1)
+    figures.bands(ax, {"a": {1: found}, "b": {}, "c": {1: found}}, "reward/total")
+    lines = {line.get_color(): line for line in ax.lines if line.get_marker() == "o"}
+    first, last = (lines[colour].get_xdata() for colour in (figures.COLOURS[0], figures.COLOURS[2]))
+    assert (first + last) / 2 == pytest.approx([0, 60, 120]) and (last - first > 1).all()
+
+
 def test_panels_are_as_high_as_their_lines_and_bars():
     """A wide band is cut, a bar is not, and panels that share an axis have one height."""
     axes = Figure().subplots(1, 2, squeeze=False, sharey=True)
