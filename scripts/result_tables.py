@@ -222,7 +222,8 @@ def table2(arms: Arms) -> str:
 
 PER_STEP = {  # arms whose statistics by denoising step tell most
     "last_step": ("all but last", "all"), "equalizer": ("off",), "updates": ("2", "4"), "kl_steps": ("0.3 balanced",),
-    "sde": ("dance", "precise"), "strategies": ("fixed", "dual moving"),
+    "sde": ("dance", "precise"), "energy": ("dance", "precise"), "eta": ("0.3",), "strategies": ("fixed", "dual moving"),
+    "ratio_norm": ("on",),
 }  # fmt: skip
 
 
