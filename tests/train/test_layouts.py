@@ -58,6 +58,7 @@ def values_of(flags, use_lora, layout):
             "num_generations": 4,
             "micro_batch_size": 1,
             "num_frames": 5,
+            "num_sampling_steps": 2,
             "guidance_scale": 2.0 if use_lora else 1.0,
             "enable_gradient_checkpointing": True,
             "keep_attention": "sp_size" in layout,

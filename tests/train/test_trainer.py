@@ -33,9 +33,15 @@ def snapshot(trainer):
     return {name: p.detach().clone() for name, p in trainer.optimization.parameters.items()}
 
 
-@pytest.mark.parametrize("use_lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("sde_type", [name for name in SDES if name != "ode"])
+# each SDE with each strategy, and both of them with LoRA and without
+CASES = [
+    (sde_type, strategy, (i + j) % 2 == 0)
+    for i, sde_type in enumerate(name for name in SDES if name != "ode")
+    for j, strategy in enumerate(STRATEGIES)
+]
+
+
+@pytest.mark.parametrize("sde_type, strategy, use_lora", CASES)
 def test_two_iterations(make, sde_type, strategy, use_lora):
     trainer = make(sde_type=sde_type, use_lora=use_lora, updates_per_rollout=2, **STRATEGIES[strategy])
     trainer.validation = None
