@@ -31,8 +31,8 @@ OVERALL = {"VQ": 1.0, "MQ": 1.0, "TA": 1.0}
 NOTE = __doc__.partition("\n\n")[2].strip().replace("\n", " ")
 LEGEND = (
     "In the figures, lines are running means of training, whose clips carry exploration noise; dots, those of the arms "
-    "side by side, are validation, without noise. Bands and bars are 95 % intervals over seeds; bands of three seeds may "
-    "leave their panel."
+    "side by side, are validation, without noise. Bands and bars are 95 % intervals over seeds; bands of three seeds "
+    "may leave their panel."
 )
 
 
@@ -222,8 +222,8 @@ def table2(arms: Arms) -> str:
 
 PER_STEP = {  # arms whose statistics by denoising step tell most
     "last_step": ("all but last", "all"), "equalizer": ("off",), "updates": ("2", "4"), "kl_steps": ("0.3 balanced",),
-    "sde": ("dance", "precise"), "energy": ("dance", "precise"), "eta": ("0.3",), "strategies": ("fixed", "dual moving"),
-    "ratio_norm": ("on",),
+    "sde": ("dance", "precise"), "energy": ("dance", "precise"), "eta": ("0.3",),
+    "strategies": ("fixed", "dual moving"), "ratio_norm": ("on",),
 }  # fmt: skip
 
 
