@@ -1,6 +1,7 @@
 """Slopes are those of known lines, and a short run leaves its samples, numbers and picture."""
 
 import json
+import mmap
 import os
 import time
 
@@ -37,16 +38,18 @@ def test_too_few_iterations_have_no_slope():
 
 def test_a_sample_sees_a_file_and_memory():
     before = soak.sample()
-    kept = np.ones(2**24)  # 128 MB
+    kept = np.ones(2**24)  # 128 MB asked for, and perhaps still held from earlier: 128 more from the system itself
+    region = mmap.mmap(-1, 2**27)
+    np.frombuffer(region, np.uint8)[:] = 1
     with open(os.devnull) as _:
         for _ in range(100):  # some kernels count a process's pages only now and then
             after = soak.sample()
-            if after["rss"] > before["rss"]:
+            if after["rss"] > before["rss"] + 120:
                 break
             time.sleep(0.1)
     assert after["files"] == before["files"] + 1 and after["threads"] >= 1
     assert after["allocated"] - before["allocated"] == pytest.approx(128, abs=1)
-    assert after["rss"] - before["rss"] == pytest.approx(128, abs=8) and kept[0] == 1
+    assert 120 < after["rss"] - before["rss"] < 264 and kept[0] == region[0] == 1
 
 
 def test_a_short_soak(tmp_path, capfd):
