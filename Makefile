@@ -1,32 +1,33 @@
-# Every target makes .venv and installs by itself; nothing is installed again until a requirements file changes.
+# Every target creates .venv and installs what it needs; nothing is reinstalled until a requirements file changes.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
-# spinning threads slow a busy machine down tenfold
+# spinning threads slow down a busy machine tenfold
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .PHONY: venv demo study figures test golden chaos lint clean
 
 venv: $(STAMP)
 
-$(STAMP): requirements.txt requirements-dev.txt requirements-ocr.txt
+$(STAMP): requirements.txt requirements-dev.txt requirements-ocr.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
 	@echo "installing the requirements into .venv (a minute or two, once)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-ocr.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $@
 
 demo: venv
 	$(BIN)/python post_train.py --config configs/tiny_cpu.yaml --overwrite
 
 study: venv
-	$(BIN)/python scripts/sde_study.py --output outputs/sde_study
+	$(BIN)/python -m studies.sde_study --output outputs/sde_study
 
-# the pictures of README.md and docs/method.md
+# regenerates the figures of README.md and docs/method.md
 figures: demo
-	$(BIN)/python scripts/readme_figures.py outputs/tiny_cpu --output docs/figures
-	$(BIN)/python scripts/sde_study.py --output docs/figures
+	$(BIN)/python -m studies.readme_figures outputs/tiny_cpu --output docs/figures
+	$(BIN)/python -m studies.sde_study --output docs/figures
 
 test: venv
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
@@ -36,7 +37,7 @@ golden: venv
 
 chaos: venv
 	rm -rf outputs/chaos
-	$(BIN)/python scripts/chaos.py --faults 20 --seed 0 --output outputs/chaos
+	$(BIN)/python -m tests.chaos.chaos --faults 20 --seed 0 --output outputs/chaos
 
 lint: venv
 	$(BIN)/ruff check .
@@ -44,4 +45,4 @@ lint: venv
 	$(BIN)/mypy
 
 clean:
-	rm -rf .venv outputs .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv outputs *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,4 +1,4 @@
-"""Sample videos from a HunyuanVideo-1.5 folder, or from what post-training made of it.
+"""Sample videos from a model folder, or from what post-training made of it.
 
     python generate.py --prompt "a small red circle moving left slowly on a black background"
     python generate.py --model_path FOLDER --valid_video_csv prompts.csv --num_videos 4
@@ -6,8 +6,8 @@
     torchrun --nproc_per_node 8 generate.py --sp_size 4 ...            (four share each clip)
 
 Writes for each clip an mp4 and a JSON with prompt, seed, settings and scores, and one contact sheet for all. Clips are
-sampled one at a time from noise that depends on the seed and the clip's number alone, so a seed gives the same clip in
-whatever company.
+sampled one at a time from noise that depends on the seed and the clip's number alone: a clip is independent of batch
+and rank.
 """
 
 import argparse
@@ -21,14 +21,15 @@ from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from sage_grpo.algo.sde import SDES, build_schedule, flow_sigmas
-from sage_grpo.data.prompts import Prompt, check_text, read_prompts
-from sage_grpo.media import contact_sheet, thumbnails, write_mp4
-from sage_grpo.models.hunyuan15 import Hunyuan15
-from sage_grpo.models.layout import DEFAULT_VERSION
-from sage_grpo.models.policy import Sampling
+from sage_grpo.data.requests import Request, check_text, read_requests
+from sage_grpo.models import open_backbone
+from sage_grpo.models.backbone import Backbone, Guidance, Sampling
+from sage_grpo.models.hunyuan15 import DEFAULT_VERSION
 from sage_grpo.models.sample import counter_noise, denoise
 from sage_grpo.parallel.ranks import Ranks, join_ranks
-from sage_grpo.rewards.base import REWARDS, Setup, build_reward
+from sage_grpo.rewards import REWARDS
+from sage_grpo.rewards.base import Setup, build_reward
+from sage_grpo.runs.media import contact_sheet, thumbnails, write_mp4
 from sage_grpo.worlds import check_prompts
 
 TIMEOUT = 1800  # seconds that processes wait for each other
@@ -50,17 +51,16 @@ def main(arguments: list[str] | None = None) -> None:
 def generate(args: argparse.Namespace, ranks: Ranks) -> None:
     device, rank, world = ranks.device, ranks.rank, ranks.count
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    policy = Hunyuan15(args.model_path, device, dtype, version=args.pretrained_transformer_version)
-    if args.checkpoint_path:
-        policy.load_weights(args.checkpoint_path)
-    policy.transformer.requires_grad_(False).split_sequence(ranks.sequence_group)
-    policy.transformer.prepare_blocks(compiled=args.compile)
-    settings = resolve(args, policy)
+    backbone = open_backbone(args.model_path, device, dtype, version=args.pretrained_transformer_version)
+    backbone.load_weights(args.checkpoint_path)
+    backbone.transformer.requires_grad_(False).split_sequence(ranks.sequence_group)
+    backbone.transformer.prepare_blocks(compiled=args.compile)
+    settings = resolve(args, backbone)
     check_text(args.prompt or "", "--prompt")
-    prompts = read_prompts(args.valid_video_csv) if args.valid_video_csv else [Prompt(args.prompt, 0)]
-    check_prompts(policy.folder, [prompt.text for prompt in prompts])
+    prompts = read_requests(args.valid_video_csv) if args.valid_video_csv else [Request(args.prompt, 0)]
+    check_prompts(backbone.folder, [prompt.text for prompt in prompts])
     schedule = build_schedule(args.sde_type, flow_sigmas(settings.num_steps, settings.shift), args.eta).to(device)
-    shape = policy.latent_shape(settings.frames, settings.height, settings.width)
+    shape = backbone.latent_shape(settings.frames, settings.height, settings.width)
     setup = Setup(Path(args.model_path) / "VideoReward", device)
     reward = build_reward(args.score, setup) if args.score and ranks.leader else None
     if reward:
@@ -68,18 +68,16 @@ def generate(args: argparse.Namespace, ranks: Ranks) -> None:
     args.output_path.mkdir(parents=True, exist_ok=True)
 
     mine = [(prompt, number) for prompt in prompts for number in range(args.num_videos)][rank::world]
-    texts = list(dict.fromkeys([args.negative_prompt, *(prompt.text for prompt, _ in mine)]))
-    conditions = dict(zip(texts, policy.encode(texts), strict=True))
-    policy.release_text_encoders()
-    negative, rows, labels = conditions[args.negative_prompt], [], []
+    negative, rows, labels = Request(args.negative_prompt), [], []
+    backbone.prepare([negative, *(prompt for prompt, _ in mine)])
+    guidance = Guidance(settings.guidance, backbone.encode([negative])[0])
     for prompt, number in tqdm(mine, "clips", unit="clip", disable=not ranks.first):
         seed = args.seed if prompt.seed is None else prompt.seed
         x, noise = counter_noise(shape, seed, [number])
-        guided = (conditions[prompt.text], settings.guidance, negative)
-        *_, last = denoise(policy, schedule, x.to(device), *guided, noise)
+        *_, last = denoise(backbone, schedule, x.to(device), *backbone.encode([prompt]), guidance, noise)
         if not ranks.leader:  # it has helped with the velocities; the clip is made once
             continue
-        (clip,) = policy.decode(last.x_next).cpu()
+        (clip,) = backbone.decode(last.x_next).cpu()
         record = {"prompt": prompt.text, "seed": seed, "number": number, "model_path": str(args.model_path)}
         record |= {"checkpoint_path": args.checkpoint_path, "sde_type": args.sde_type, "eta": args.eta}
         record |= vars(settings)
@@ -103,10 +101,10 @@ def label(record: dict) -> str:
     return f"{record['seed']}/{record['number']}  {scores}  {record['prompt']}"
 
 
-def resolve(args: argparse.Namespace, policy: Hunyuan15) -> Sampling:
+def resolve(args: argparse.Namespace, backbone: Backbone) -> Sampling:
     """The model's own settings with those of the command line on top."""
-    own = policy.sampling
-    height, width = frame_size(args, policy)
+    own = backbone.sampling
+    height, width = frame_size(args, backbone)
     return Sampling(
         frames=args.num_frames or own.frames,
         height=height,
@@ -118,9 +116,9 @@ def resolve(args: argparse.Namespace, policy: Hunyuan15) -> Sampling:
     )
 
 
-def frame_size(args: argparse.Namespace, policy: Hunyuan15) -> tuple[int, int]:
+def frame_size(args: argparse.Namespace, backbone: Backbone) -> tuple[int, int]:
     """`--fixed_size`, else the area of `--resolution` in the shape of `--aspect_ratio`, else the model's own."""
-    own, multiple = policy.sampling, policy.vae.spatial_compression_ratio
+    own, multiple = backbone.sampling, backbone.multiple
     if args.fixed_size:
         return args.fixed_size
     if not args.resolution and not args.aspect_ratio:

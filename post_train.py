@@ -1,4 +1,4 @@
-"""Post-train HunyuanVideo-1.5 by GRPO.
+"""Post-train a video model by GRPO.
 
     python post_train.py --config configs/tiny_cpu.yaml                         (the embedded model, on a CPU)
     torchrun --nproc_per_node 8 post_train.py --config FILE.yaml --FLAG VALUE   (flags beat the file; --help lists them)
@@ -11,25 +11,23 @@ import sys
 import traceback
 from typing import Any
 
-from sage_grpo.config import warnings
+from sage_grpo.exit_codes import DONE, FAILED, PREEMPTED, WRONG_INPUT
 from sage_grpo.flags import parse
-from sage_grpo.parallel.ranks import join_ranks
-from sage_grpo.tools.report import tell
-from sage_grpo.train.guards import DONE, FAILED, PREEMPTED, WRONG_INPUT, Preempted, TrainingError
 
 
 def main(arguments: list[str] | None = None) -> int:
     try:
-        config = parse(sys.argv[1:] if arguments is None else arguments)
-        from sage_grpo.train.build import build_trainer  # takes seconds, which --help should not
+        config = parse(sys.argv[1:] if arguments is None else arguments)  # before imports that take seconds
+        from sage_grpo.checks import warnings
+        from sage_grpo.parallel.ranks import join_ranks
+        from sage_grpo.train.build import build_trainer
 
         with join_ranks(config.start_timeout, config.sp_size, config.enable_fsdp, config.dp_replicate) as ranks:
             trainer = build_trainer(config, ranks)
             ranks.set_timeout(config.collective_timeout)
             for text in warnings(trainer.config):
-                ranks.say(text)
-            code = train(trainer)
-            if code == FAILED:
+                ranks.log_once(text)
+            if (code := train(trainer)) == FAILED:
                 ranks.abandon(code)
             return code
     except (ValueError, FileNotFoundError) as error:
@@ -38,6 +36,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def train(trainer: Any) -> int:
+    from sage_grpo.train.guards import Preempted, TrainingError
+
     try:
         trainer.train()
     except (Preempted, TrainingError) as end:
@@ -49,7 +49,9 @@ def train(trainer: Any) -> int:
     finally:
         trainer.run.close()
     if trainer.ranks.first:
-        tell(trainer.run.folder)
+        from sage_grpo.tools import report  # loads matplotlib, which other ranks need not
+
+        report.print_summary(trainer.run.path)
     return DONE
 
 

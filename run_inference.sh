@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Generates videos with what a run has learnt.
+# Generates videos with a run's checkpoint.
 #
-#   PROMPT="a cat" bash run_inference.sh [--dry_run] [flags of generate.py, which beat everything]
+#   PROMPT="a cat" bash run_inference.sh [--dry_run] [flags of generate.py, which override everything]
 #
-# OUTPUT_DIR is the run (default: that of configs/hunyuan15_8gpu.yaml), CHECKPOINT one of its checkpoints (default: the
-# newest), MODEL_ROOT the model that it began with (default: as the run's config.yaml says). PROMPT or PROMPTS (a .csv,
-# .txt or .jsonl file) and NUM_GPUS (default 1) say the rest.
+# OUTPUT_DIR is the run (default: from configs/hunyuan15_8gpu.yaml), CHECKPOINT one of its checkpoints (default: the
+# newest), MODEL_ROOT the model it started from (default: from the run's config.yaml). Also set PROMPT or PROMPTS (a
+# .csv, .txt or .jsonl file) and NUM_GPUS (default 1).
 set -euo pipefail
 shopt -s inherit_errexit
 cd "$(dirname "${BASH_SOURCE[0]}")"
@@ -18,7 +18,7 @@ newest_checkpoint() {
     echo "$newest"
 }
 
-run_value() { # NAME: what the run's configuration says
+run_value() { # NAME: its value in the run's configuration
     if [[ -f $OUTPUT_DIR/config.yaml ]]; then yaml_value "$1" "$OUTPUT_DIR/config.yaml"; fi
 }
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Post-trains HunyuanVideo-1.5 on one machine with 8 GPUs; the same command again goes on where it stopped.
+# Post-trains HunyuanVideo-1.5 on one machine with 8 GPUs; run the same command again to resume.
 #
-#   bash run_post_train.sh [--dry_run] [flags of post_train.py, which beat everything]
+#   bash run_post_train.sh [--dry_run] [flags of post_train.py, which override everything]
 #
-# The values are those of configs/hunyuan15_8gpu.yaml: the published command but for the weight of the KL; as published
-# with CONFIG=configs/hunyuan15_8gpu_published.yaml. CONFIG, NUM_GPUS, OUTPUT_DIR, MODEL_ROOT, LEARNING_RATE and more
-# in the environment replace them: docs/multinode.md lists them all.
+# Values come from configs/hunyuan15_8gpu.yaml: the published command except for the KL weight; for the exact published
+# one, set CONFIG=configs/hunyuan15_8gpu_published.yaml. CONFIG, NUM_GPUS, OUTPUT_DIR, MODEL_ROOT, LEARNING_RATE and
+# more in the environment override them: docs/multinode.md lists them all.
 set -euo pipefail
 exec env NNODES=1 NODE_RANK=0 bash "$(dirname "$0")/scripts/post_train/train_grpo.sh" "$@"

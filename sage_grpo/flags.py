@@ -1,7 +1,7 @@
-"""From a YAML file and a command line to a `Config`.
+"""Builds a `Config` from a YAML file and a command line.
 
-A flag beats the file, the file beats the default. What is unknown, of another type or out of range is refused with the
-option, the value and the way out, in one sentence.
+A flag overrides the file, the file overrides the default. Unknown options, wrong types and out-of-range values are
+rejected with the option, the value and the remedy in one sentence.
 """
 
 import argparse
@@ -17,31 +17,40 @@ from typing import Any
 
 import yaml
 
-from sage_grpo.config import FIELDS, Config, ConfigError
+from sage_grpo.config import FIELDS, SECTIONS, Config, ConfigError
 
 ALIASES = {"train_video_csv": "train_prompts", "valid_video_csv": "validation_prompts"}
 HINTS = typing.get_type_hints(Config)
+# Published flags with a single legal value, accepted so that published commands and old config files work.
+RETIRED = {
+    "kl_compute_mode": ("rollout_phase", "anchor velocities are always computed once per rollout"),
+    "lora_dropout": (0.0, "dropout would make the first ratio differ from 1"),
+}
+KNOWN = (*FIELDS, *ALIASES, *RETIRED)
 
 
 def parse(arguments: Sequence[str]) -> Config:
-    """The configuration of a command line; ConfigError when it is wrong."""
+    """Parse a command line; raises ConfigError if it is wrong."""
     known, unknown = _parser().parse_known_args(list(arguments))
     if unknown:
-        raise ConfigError(_unknown("flag", unknown[0].split("=")[0], [f"--{name}" for name in (*FIELDS, *ALIASES)]))
+        raise ConfigError(_unknown("flag", unknown[0].split("=")[0], [f"--{name}" for name in KNOWN]))
     given = vars(known)
     file = given.pop("config", None)
     return from_values(_read_yaml(file) if file is not None else {}, given)
 
 
 def from_values(*sources: Mapping[str, Any]) -> Config:
-    """A configuration from mappings of raw values; later ones beat earlier ones."""
+    """Build a configuration from mappings of raw values; later ones override earlier ones."""
     values: dict[str, Any] = {}
     for source in sources:
         named: dict[str, str] = {}
         for key, raw in source.items():
+            if key in RETIRED:
+                _check_retired(key, raw)
+                continue
             name = ALIASES.get(key, key)
             if name not in FIELDS:
-                raise ConfigError(_unknown("key", key, [*FIELDS, *ALIASES]))
+                raise ConfigError(_unknown("key", key, KNOWN))
             if name in named:
                 raise ConfigError(f"{named[name]} and {key} mean the same; give one of them")
             named[name] = key
@@ -49,8 +58,21 @@ def from_values(*sources: Mapping[str, Any]) -> Config:
     return Config(**values)
 
 
+def _check_retired(name: str, raw: Any) -> None:
+    only, reason = RETIRED[name]
+    if str(raw) != str(only) and not (isinstance(only, float) and _is_number(raw, only)):
+        raise ConfigError(f"{name} is {raw!r}; only {only} is possible: {reason}")
+
+
+def _is_number(raw: Any, expected: float) -> bool:
+    try:
+        return float(raw) == expected
+    except (TypeError, ValueError):
+        return False
+
+
 def base_type(name: str) -> type:
-    """tuple, dict, bool, int, float or str: what a flag is where it is not None."""
+    """Type of a flag when it is not None: tuple, dict, bool, int, float or str."""
     hint = HINTS[name]
     if NoneType in typing.get_args(hint):
         (hint,) = (kind for kind in typing.get_args(hint) if kind is not NoneType)
@@ -58,7 +80,7 @@ def base_type(name: str) -> type:
 
 
 def _value(name: str, raw: Any) -> Any:
-    """A raw value, text or what YAML makes of it, as the type of its field and inside its range."""
+    """Convert a raw value (text or parsed YAML) to its field's type and check its range."""
     optional = NoneType in typing.get_args(HINTS[name])
     if optional and (raw is None or str(raw).lower() in ("none", "null")):
         return None
@@ -102,10 +124,10 @@ def _mapping(raw: Any) -> dict[str, Any]:
 
 
 def _boolean(raw: Any) -> bool:
-    words = {"true": True, "false": False}
-    if str(raw).lower() not in words:
+    values = {"true": True, "false": False}
+    if str(raw).lower() not in values:
         raise ValueError("it must be True or False")
-    return words[str(raw).lower()]
+    return values[str(raw).lower()]
 
 
 def _whole(raw: Any) -> int:
@@ -160,11 +182,11 @@ def _read_yaml(path: str) -> dict[str, Any]:
 
 
 def yaml_mapping(text: str, where: str) -> dict[str, Any]:
-    """What a YAML text says, keys being words. An alias is refused: a few lines of them unfold into gigabytes."""
+    """Parse YAML into a mapping with string keys. Aliases are rejected: a few lines can expand into gigabytes."""
     try:
         aliases = any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text))
         values = None if aliases else yaml.safe_load(text)
-    except Exception as error:  # pyyaml lets through whatever a value of a wrong form leads to
+    except Exception as error:  # pyyaml passes on whatever a malformed value raises
         raise ConfigError(f"{where} cannot be read: {' '.join(str(error).split())}") from error
     if aliases:
         raise ConfigError(f"{where} repeats a value by an alias (*name); write it out")
@@ -178,23 +200,45 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
+METAVARS = {bool: "True|False", int: "N", float: "X", str: "TEXT", tuple: "TEXT", dict: "JSON"}
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser("post_train.py", description="GRPO post-training of HunyuanVideo-1.5.", allow_abbrev=False)
+    parser = _Parser(
+        "post_train.py",
+        usage="post_train.py [--config FILE.yaml] [--FLAG VALUE ...]",
+        description="Post-train a video model with GRPO. A YAML file may hold any flag; the command line beats it.",
+        allow_abbrev=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=110),
+    )
     parser.add_argument("--config", metavar="FILE.yaml", help="values of any of the flags below")
-    for name, field in FIELDS.items():
-        options = [f"--{key}" for key in (name, *(alias for alias, target in ALIASES.items() if target == name))]
-        default = "" if field.default is None else f" (default: {_shown(field)})"
-        words: dict[str, Any] = {"help": (field.metadata["help"] + default).replace("%", "%%"), "dest": name}
-        if base_type(name) is bool:
-            words |= {"nargs": "?", "const": True, "metavar": "True|False"}
-        elif base_type(name) is tuple:
-            words |= {"nargs": "+", "metavar": "X"}
-        else:
-            words |= {"metavar": "|".join(field.metadata["choices"] or ()) or "X"}
-        parser.add_argument(*options, default=argparse.SUPPRESS, **words)
+    for section in SECTIONS:
+        group = parser.add_argument_group(section.__doc__)
+        for name in (field.name for field in dataclasses.fields(section)):
+            _add_flag(group, name)
+    group = parser.add_argument_group("Accepted for compatibility")
+    for name, (only, reason) in RETIRED.items():
+        group.add_argument(f"--{name}", metavar=str(only), default=argparse.SUPPRESS, help=f"only {only}: {reason}")
     return parser
 
 
+def _add_flag(group: Any, name: str) -> None:
+    field, kind = FIELDS[name], base_type(name)
+    options = [f"--{key}" for key in (name, *(alias for alias, target in ALIASES.items() if target == name))]
+    kwargs: dict[str, Any] = {"metavar": "|".join(field.metadata["choices"] or ()) or METAVARS[kind]}
+    if kind is bool:
+        kwargs |= {"nargs": "?", "const": True}
+    elif kind is tuple:
+        kwargs |= {"nargs": "+"}
+    help = f"{field.metadata['help']} (default: {_shown(field)})".replace("%", "%%")
+    group.add_argument(*options, default=argparse.SUPPRESS, dest=name, help=help, **kwargs)
+
+
 def _shown(field: dataclasses.Field) -> Any:
+    """The default as shown in the help."""
     default = field.default_factory() if field.default is dataclasses.MISSING else field.default
-    return " ".join(default) if isinstance(default, tuple) else default
+    if default is None:
+        return field.metadata["shown"]
+    if isinstance(default, dict):
+        return json.dumps(default)
+    return " ".join(default) if isinstance(default, tuple) else "empty" if default == "" else default

@@ -1,4 +1,4 @@
-"""JSON files: read so that whatever is wrong with one is a sentence that names it, and written whole."""
+"""JSON files: errors name the file in one sentence, and writes are atomic."""
 
 import json
 import math
@@ -22,14 +22,14 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, values: Any) -> None:
-    """A file that is whole or as it was."""
+    """Replace a file atomically: readers see either the old or the new content."""
     draft = path.with_name(f"{path.name}.tmp")
     draft.write_text(json.dumps(finite(values), indent=1) + "\n")
     os.replace(draft, path)
 
 
 def finite(value: Any) -> Any:
-    """The same with None for numbers that JSON does not know."""
+    """The value with NaN and infinities, which JSON lacks, replaced by None."""
     if isinstance(value, Mapping):
         return {key: finite(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):

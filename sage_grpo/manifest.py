@@ -1,4 +1,4 @@
-"""A folder that is whole or absent: it appears by one rename, with a list of its files and their SHA-256.
+"""Folders that are either complete or absent: they appear by one rename, with their files' SHA-256 listed.
 
 FOLDER/manifest.json    {"files": {"trainer/state.json": "9f86d0...", ...}}
 """
@@ -14,7 +14,7 @@ NAME = "manifest.json"
 
 
 class Damaged(ValueError):
-    """A folder that is not what its manifest says, in one sentence."""
+    """How a folder differs from its manifest, in one sentence."""
 
 
 def file_sha256(path: Path) -> str:
@@ -23,7 +23,7 @@ def file_sha256(path: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
+    """Wait until a file, or a folder's entries, are on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -32,7 +32,7 @@ def sync(path: Path) -> None:
 
 
 def sealed(folder: Path, files: Iterable[Path]) -> dict[str, str]:
-    """The hashes of files by their name in `folder`, once they are on the disk."""
+    """Sync files to disk and return their hashes by name in `folder`."""
     hashes = {}
     for file in files:
         sync(file)
@@ -41,7 +41,7 @@ def sealed(folder: Path, files: Iterable[Path]) -> dict[str, str]:
 
 
 def commit(draft: Path, target: Path, hashes: Mapping[str, str]) -> None:
-    """Give a finished draft its manifest and its name; what had that name goes."""
+    """Write a finished draft's manifest and rename it to `target`; an existing target is replaced."""
     missing = [name for name in hashes if not (draft / name).is_file()]
     if missing:
         raise FileNotFoundError(
@@ -57,7 +57,7 @@ def commit(draft: Path, target: Path, hashes: Mapping[str, str]) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Delete a folder that may be killed half-way: it loses its name first."""
+    """Delete a folder; it is renamed first, in case the process is killed halfway."""
     trash = folder.with_name(f"{folder.name}.old.tmp")
     shutil.rmtree(trash, ignore_errors=True)
     os.rename(folder, trash)
@@ -65,19 +65,19 @@ def remove(folder: Path) -> None:
 
 
 def read(folder: Path) -> dict[str, str]:
-    """The hashes of a folder's files by name."""
+    """Hashes from a folder's manifest, by file name."""
     try:
         files = json.loads((folder / NAME).read_text())["files"]
         sound = isinstance(files, dict) and all(isinstance(value, str) for value in files.values())
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise Damaged(f"{folder / NAME} cannot be read ({type(error).__name__}: {_line(error)})") from error
     if not sound or any(Path(name).is_absolute() or ".." in Path(name).parts for name in files):
-        raise Damaged(f"{folder / NAME} is no list of files in this folder with their hashes")
+        raise Damaged(f"{folder / NAME} is not a list of files in this folder with their hashes")
     return files
 
 
 def check_names(folder: Path) -> list[str]:
-    """The files of a folder; refused if one is missing or is not in the manifest."""
+    """The files of a folder; rejects missing files and files not in the manifest."""
     listed = set(read(folder))
     there = {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()} - {NAME}
     if listed - there:
@@ -88,7 +88,7 @@ def check_names(folder: Path) -> list[str]:
 
 
 def check_file(folder: Path, name: str) -> None:
-    """Refuse a file whose bytes are not those that were written."""
+    """Reject a file whose bytes changed since it was written."""
     try:
         found = file_sha256(folder / name)
     except OSError as error:
@@ -98,7 +98,7 @@ def check_file(folder: Path, name: str) -> None:
 
 
 def check(folder: Path, part: str = "") -> None:
-    """Refuse a folder of which a file that begins with `part` is not as it was written."""
+    """Reject a folder in which a file whose name begins with `part` changed since it was written."""
     for name in check_names(folder):
         if name.startswith(part):
             check_file(folder, name)

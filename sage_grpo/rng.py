@@ -1,8 +1,8 @@
 """Random draws as pure functions of (seed, purpose, step, prompt, sample): there is no generator state to save.
 
-Each draw seeds a Philox generator with a 128-bit hash of its key and runs on the CPU, so a rollout is the same
-whatever the number of ranks, the batch split or the device, and a resumed run continues exactly. (torch's CPU
-generator uses only 32 bits of its seed: the draws of one long run would repeat each other.)
+Each draw seeds a Philox generator with a 128-bit hash of its key and runs on the CPU, so a rollout does not depend on
+the number of ranks, the batch split or the device, and a resumed run continues exactly. (torch's CPU generator uses
+only 32 bits of its seed: draws within one long run would collide.)
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from torch import Tensor
 PURPOSES = (
     "rollout_init",
     "rollout_sde",
-    "generate_init",  # generation and validation, so that they never show training's own noise
+    "generate_init",  # generation and validation, so that they never reuse training noise
     "generate_sde",
     "permutation",
     "prompt_order",
@@ -26,10 +26,10 @@ PURPOSES = (
 def generator(
     seed: int, purpose: str, *, step: int = 0, prompt: int = 0, sample: int = 0, index: int = 0
 ) -> np.random.Generator:
-    """The generator of one draw.
+    """The generator for one draw.
 
     step: GRPO iteration, or epoch for the prompt order. prompt: index in the prompt file. sample: member of the group.
-    index: further counter inside a sample, such as the denoising step of SDE noise.
+    index: additional counter within a sample, such as the denoising step of SDE noise.
     """
     if purpose not in PURPOSES:
         raise ValueError(f"purpose is {purpose!r}; choose one of {', '.join(PURPOSES)}")
@@ -44,7 +44,7 @@ def normal(shape: Sequence[int], seed: int, purpose: str, **key: int) -> Tensor:
 
 
 def permutation(n: int, seed: int, purpose: str, **key: int) -> Tensor:
-    """Random order of 0..n-1, as a LongTensor."""
+    """Random permutation of 0..n-1, as a LongTensor."""
     return torch.from_numpy(generator(seed, purpose, **key).permutation(n))
 
 

@@ -1,7 +1,7 @@
-"""Weights that are published only as torch files, made into safetensors once.
+"""Converts weights published only as torch files to safetensors, once.
 
-Only tensors are taken from a torch file (`weights_only=True`); code in one is refused. The new file stands beside the
-old one and holds its SHA-256, so that it is made anew only if the old one changed.
+Only tensors are read from a torch file (`weights_only=True`); code is rejected. The new file is next to the old one
+and stores its SHA-256, so that it is rewritten only if the old one changed.
 """
 
 import os
@@ -18,16 +18,16 @@ from sage_grpo.manifest import file_sha256
 
 
 def read_tensors(source: Path) -> Any:
-    """What a torch file holds: tensors, and plain containers of them."""
+    """Contents of a torch file: tensors, and plain containers of them."""
     try:
         return torch.load(source, map_location="cpu", weights_only=True)
-    except Exception as error:  # damaged bytes raise whatever they lead to
+    except Exception as error:  # damaged bytes can raise anything
         reason = str(error).partition("\n")[0]
         raise ValueError(f"{source} is damaged or holds more than tensors ({reason}); download it again.") from error
 
 
 def convert(source: Path, tensors_of: Callable[[Any], dict[str, Tensor]] = dict) -> str:
-    """Write `source` as safetensors unless that was done already; says which. `tensors_of` chooses and names."""
+    """Write `source` as safetensors unless already done; returns which. `tensors_of` selects and names the tensors."""
     target, sha256 = source.with_suffix(".safetensors"), file_sha256(source)
     if target.is_file() and _made_from(target) == sha256:
         return f"{target} is up to date"

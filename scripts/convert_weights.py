@@ -1,9 +1,9 @@
-"""Make safetensors files of the weights that are only published as torch files.
+"""Convert weights that are only published as torch files to safetensors.
 
     python scripts/convert_weights.py ckpts
 
-Converts what it finds of the table below, once: the new file stands beside the old one and names the sha256 of what it
-was made from. Torch files are read with `weights_only=True`.
+Converts every file of the table below that it finds, once: the new file is next to the old one and stores its sha256.
+Torch files are read with `weights_only=True`.
 """
 
 import argparse
@@ -14,7 +14,6 @@ from typing import Any
 
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from sage_grpo.torch_files import convert
 
 GLYPH_PREFIX = "module.text_tower.encoder."
@@ -36,7 +35,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def glyph_tensors(content: dict[str, Any]) -> dict[str, Tensor]:
-    """The ByT5 encoder of Glyph-SDXL-v2 with the names of T5EncoderModel; a whole training state holds more."""
+    """The ByT5 encoder of Glyph-SDXL-v2 under T5EncoderModel names; a full training state holds more."""
     if "state_dict" in content:
         tensors = content["state_dict"]
         content = {n.removeprefix(GLYPH_PREFIX): t for n, t in tensors.items() if n.startswith(GLYPH_PREFIX)}

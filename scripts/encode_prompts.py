@@ -3,8 +3,8 @@
     python scripts/encode_prompts.py --model_root FOLDER --prompt_cache CACHE
     torchrun --nproc_per_node 8 scripts/encode_prompts.py ...          (the ranks share the prompts)
 
-What the cache holds already is left alone, so a run that was stopped goes on where it was. Encoders of other weights or
-another precision have a folder of their own in the cache.
+Cached prompts are skipped, so an interrupted run continues where it stopped. Encoders with other weights or another
+precision get a separate folder in the cache.
 """
 
 import argparse
@@ -17,32 +17,32 @@ from pathlib import Path
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from sage_grpo.data.prompts import Prompt, read_prompts
-from sage_grpo.models.text import PromptEncoder
+from sage_grpo.data.requests import Request, read_requests
+from sage_grpo.models import open_backbone
 from sage_grpo.train.build import DTYPES, prompts_of
 
 
-def prompts_to_encode(files: Sequence[str] | None, folder: Path) -> list[Prompt]:
-    """Those of the files, else what post_train.py would train on and validate with."""
+def prompts_to_encode(files: Sequence[str] | None, folder: Path) -> list[Request]:
+    """Prompts from the files, else those that post_train.py would train on and validate with."""
     if files is None:
         return prompts_of(None, folder, "train") + prompts_of(None, folder, "valid")
-    return [prompt for file in files for prompt in read_prompts(file)]
+    return [prompt for file in files for prompt in read_requests(file)]
 
 
 def encode(args: argparse.Namespace, rank: int, count: int) -> str:
-    """Fill the cache; says what it then holds of these prompts."""
+    """Fill the cache; returns a summary of these prompts in it."""
     device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if args.device == "cuda" else "cpu")
     dtype = DTYPES[args.dtype or ("fp32" if device.type == "cpu" else "bf16")]
-    named = [prompt.text for prompt in prompts_to_encode(args.prompts, args.model_root)]
-    texts = list(dict.fromkeys([args.negative_prompt, *named]))
+    named = prompts_to_encode(args.prompts, args.model_root)
+    requests = list(dict.fromkeys(request.content for request in (Request(args.negative_prompt), *named)))
     begun = time.perf_counter()
-    encoder = PromptEncoder(args.model_root, device, dtype, args.prompt_cache)
-    missing = sum(text not in encoder.cache for text in texts)
-    encoder.prepare(texts, rank, count)
-    size = sum(encoder.cache.path(text).stat().st_size for text in texts)
+    backbone = open_backbone(args.model_root, device, dtype, args.prompt_cache, complete=False)
+    cache = backbone.embeddings.cache
+    missing = sum(request not in cache for request in requests)
+    backbone.prepare(requests, rank, count)
+    size = sum(cache.path(request).stat().st_size for request in requests)
     seconds = time.perf_counter() - begun
-    text = f"{len(texts)} prompts, {missing} of which were missing: {size:,} bytes in {encoder.cache.folder}"
+    text = f"{len(requests)} prompts, {missing} of which were missing: {size:,} bytes in {cache.folder}"
     return f"{text}, {seconds:.1f} s on {count} rank(s)"
 
 
@@ -61,7 +61,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    disable_progress_bar()  # that of loading weights
+    disable_progress_bar()  # the one for loading weights
     rank, count = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     try:
         said = encode(parse_arguments(arguments), rank, count)

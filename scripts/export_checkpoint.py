@@ -1,35 +1,35 @@
-"""A run's checkpoint as the folder of a transformer, for whoever samples HunyuanVideo-1.5 by other means.
+"""Export a run's checkpoint as a transformer folder, for sampling HunyuanVideo-1.5 with other software.
 
     python scripts/export_checkpoint.py --checkpoint RUN/checkpoints/step-000100 --output FOLDER --layout diffusers
 
-layout diffusers   FOLDER takes the place of transformer/ in a model folder of diffusers
-       tencent     FOLDER takes the place of transformer/480p_t2v, or which version it was, in one of Tencent's
-       lora        FOLDER holds the adapter, as diffusers loads it
-An adapter is merged into the model that it was trained on for the first two. The weights are the averaged ones of a run
-that has some. Every file of the checkpoint is checked by its hash before, and FOLDER appears once it is whole.
+layout diffusers   FOLDER replaces transformer/ in a diffusers model folder
+       tencent     FOLDER replaces transformer/480p_t2v, or the matching version, in Tencent's layout
+       lora        FOLDER holds the adapter in diffusers format
+For the first two, an adapter is merged into the model it was trained on. If the run averaged its weights, the averaged
+ones are exported. Every file of the checkpoint is first verified by its hash; FOLDER appears once it is complete.
 """
 
 import argparse
 import json
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
 import torch
+from torch import Tensor
 
 from sage_grpo import manifest
-from sage_grpo.models.layout import DEFAULT_VERSION, is_tencent, part_config
-from sage_grpo.models.lora import LORA_FILE, merged
-from sage_grpo.models.packed import PackedTransformer
-from sage_grpo.models.tencent import tencent_transformer_config, transformer_config
-from sage_grpo.models.weights import open_folder, open_weights, save_tencent, save_weights
+from sage_grpo.models.hunyuan15 import DEFAULT_VERSION
+from sage_grpo.models.hunyuan15.folder import ModelFolder
+from sage_grpo.models.hunyuan15.tencent import RULES, SETTINGS, transformer_config, translate
+from sage_grpo.models.hunyuan15.transformer import PackedTransformer
+from sage_grpo.models.lora import LORA_FILE, read_adapter
+from sage_grpo.models.lora import SETTINGS as LORA_SETTINGS
+from sage_grpo.models.weights import Rows, Weights, open_folder, save_weights
 
-NAMED = ("target_size", "task_type")  # what Tencent tells by the name of the folder
+NAMED = ("target_size", "task_type")  # encoded in the folder name in Tencent's layout
 
 
 def full_config(config: dict[str, Any]) -> str:
@@ -39,21 +39,41 @@ def full_config(config: dict[str, Any]) -> str:
 
 
 def write_diffusers(checkpoint: Path, folder: Path, model_path: Path | None) -> None:
-    """The transformer of a checkpoint; an adapter is merged into that of `model_path`, or of the run's own model."""
+    """Write a checkpoint's transformer; an adapter is merged into `model_path`, by default the run's model."""
     if not (checkpoint / LORA_FILE).is_file():
         if model_path is not None:
             raise ValueError(f"--model_path is for adapters, but {checkpoint} holds all weights; leave it out")
         shutil.copytree(checkpoint / "transformer", folder)
         return
     run = json.loads((checkpoint / "trainer" / "state.json").read_text())["config"]
-    base = model_path or Path(run["pretrained_model_root"])
-    version = run["pretrained_transformer_version"] if is_tencent(base) else DEFAULT_VERSION
-    save_weights(folder, merged(open_weights(base, "transformer", version), checkpoint / LORA_FILE))
-    (folder / "config.json").write_text(full_config(part_config(base, "transformer", version)))
+    base = ModelFolder(model_path or Path(run["pretrained_model_root"]))
+    if base.is_tencent:
+        base = ModelFolder(base.root, run["pretrained_transformer_version"])
+    save_weights(folder, merged(base.weights("transformer"), checkpoint / LORA_FILE))
+    (folder / "config.json").write_text(full_config(base.config("transformer")))
+
+
+def merged(weights: Weights, file: Path) -> Iterator[tuple[str, Tensor]]:
+    """Transformer tensors, one at a time, with a saved adapter's `alpha / r * B A` added; dtypes are kept."""
+    adapter, config = read_adapter(file)
+    if not config or not {"lora_alpha", "r"} <= config.keys() or any(config.get(name) for name in LORA_SETTINGS[3:]):
+        raise ValueError(f"{file} does not tell one rank and one scale for all layers; merge it by other means")
+    downs = {name.replace(".lora_A.", "."): name for name in adapter if ".lora_A." in name}
+    for name, down in downs.items():
+        shape = (len(adapter[down.replace(".lora_A.", ".lora_B.")]), adapter[down].shape[1])
+        if name not in weights.names or weights.shape(name) != shape:
+            raise ValueError(f"{file} does not fit '{weights.where}': {name} of shape {shape} is not there")
+    for name in weights.names:
+        value = weights.read(name)
+        if name in downs:
+            down, up = adapter[downs[name]], adapter[downs[name].replace(".lora_A.", ".lora_B.")]
+            change = config["lora_alpha"] / config["r"] * (up.double() @ down.double())
+            value = (value.double() + change).to(value.dtype)
+        yield name, value
 
 
 def write_tencent(diffusers: Path, folder: Path) -> None:
-    """The same in Tencent's layout, refused if its config.json cannot tell the settings."""
+    """Write the transformer in Tencent's layout; rejects settings that its config.json cannot express."""
     ours = json.loads((diffusers / "config.json").read_text())
     theirs = tencent_transformer_config(ours)
     told = json.loads(full_config(transformer_config(theirs, DEFAULT_VERSION)))
@@ -64,8 +84,45 @@ def write_tencent(diffusers: Path, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(theirs, indent=2) + "\n")
 
 
+def to_tencent(part: str, names: Iterable[str]) -> dict[str, tuple[Rows, ...]]:
+    """The inverse of `to_diffusers`: the diffusers rows that make up each Tencent tensor.
+
+    Names that are not in the tables are rejected.
+    """
+    blocks: dict[str, list[Rows | None]] = {}
+    for name in names:
+        known = [(rule, new) for rule in RULES[part] if (new := translate(name, rule.diffusers, rule.tencent))]
+        if not known:
+            raise ValueError(f"the {part} tensor {name} has no place in Tencent's layout")
+        [(rule, new)] = known
+        found = blocks.setdefault(new, [None] * rule.of)
+        for position, block in enumerate(rule.blocks):
+            found[block] = Rows(name, position, len(rule.blocks))
+    for new, found in blocks.items():
+        if None in found:
+            raise ValueError(f"{new} of Tencent's layout cannot be put together: {found.count(None)} parts are missing")
+    return {new: tuple(rows for rows in found if rows) for new, found in blocks.items()}
+
+
+def tencent_transformer_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `transformer_config`, from all arguments.
+
+    Size and task are in the folder name; refiner layers and norm cannot be expressed.
+    """
+    patch = [config["patch_size_t"], config["patch_size"], config["patch_size"]]
+    width = config["num_attention_heads"] * config["attention_head_dim"]
+    own = {"in_channels": (config["in_channels"] - 1) // 2, "concat_condition": True, "mm_single_blocks_depth": 0}
+    return {old: config[new] for old, new in SETTINGS.items()} | own | {"hidden_size": width, "patch_size": patch}
+
+
+def save_tencent(folder: Path, part: str, weights: Weights, max_shard_bytes: float = 5e9) -> None:
+    """Write weights with diffusers names, such as a checkpoint's, to a folder in Tencent's layout."""
+    theirs = weights.renamed(to_tencent(part, weights.names))
+    save_weights(folder, ((name, theirs.read(name)) for name in theirs.names), max_shard_bytes)
+
+
 def export(checkpoint: Path, output: Path, layout: str, model_path: Path | None = None) -> None:
-    """Write it all to a draft, then give that its name."""
+    """Write everything to a draft folder, then rename it."""
     if output.exists():
         raise ValueError(f"--output {output} exists; name another folder")
     manifest.check(checkpoint)

@@ -1,9 +1,9 @@
-"""Take VideoReward's prompt template out of the source file that it is published in.
+"""Extract VideoReward's prompt template from its published source file.
 
     python scripts/prompt_template.py prompt_template.py ckpts/VideoReward/prompt_template.txt
 
-The text is part of the trained reward model: a changed blank changes the scores. It is therefore written byte for byte,
-and only if it is the one that the model was trained with. The source is read, never run.
+The text is part of the trained reward model: changing a single space changes the scores. It is therefore written byte
+for byte, and only if it is the one the model was trained with. The source is parsed, never executed.
 """
 
 import ast
@@ -27,7 +27,7 @@ def main(source: Path, target: Path) -> int:
 
 
 def constant(source: str, name: str) -> str:
-    """The value of the string that a module assigns to `name`."""
+    """The string value that a module assigns to `name`."""
     for node in ast.parse(source).body:
         if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
             return ast.literal_eval(node.value)

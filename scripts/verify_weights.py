@@ -1,10 +1,10 @@
-"""Compare downloaded files with the sha256 that their hub publishes. download_weights.sh runs this after each part.
+"""Compare downloaded files with the sha256 published by their hub. download_weights.sh runs this after each part.
 
     python scripts/verify_weights.py tencent/HunyuanVideo-1.5 ckpts --include "vae/*"
     python scripts/verify_weights.py AI-ModelScope/Glyph-SDXL-v2 FOLDER --hub modelscope --include "checkpoints/*"
 
-Hubs publish it for large files; small text files are only looked for. Exit code 1: a file is missing or not what was
-published. A hub that cannot be reached leaves the files unchecked, and this says so.
+Hubs publish hashes for large files; small text files are only checked for existence. Exit code 1: a file is missing or
+differs from the published one. If a hub cannot be reached, the files stay unchecked, and a message says so.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def differences(folder: Path, published: Mapping[str, str | None]) -> list[str]:
-    """One sentence for each file that is not what was published; None is a file whose sum is not known."""
+    """One sentence per file that differs from the published one; None means its hash is not known."""
     wrong = []
     for name, expected in published.items():
         path = folder / name

@@ -1,8 +1,9 @@
-"""A saved tiny model that the tests share; its weights are random, its classes are the real ones."""
+"""A saved tiny model shared by the tests: random weights, real classes."""
 
 import os
 import shutil
 import signal
+from collections import Counter
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: spinning threads slow a busy machine down tenfold
@@ -11,17 +12,29 @@ import pytest
 import torch
 from diffusers import HunyuanVideo15Pipeline
 
-from sage_grpo.models.policy import Sampling
+from embedded.tiny import TinyConfig, build_tiny
+from sage_grpo.models.backbone import Sampling
 from sage_grpo.torch_files import convert
-from sage_grpo.worlds.tiny import TinyConfig, build_tiny
-from tests.models.tencent_folder import write_tencent_folder
+from tests.models.hunyuan15.tencent_folder import write_tencent_folder
 
-# what is started in the background ignores Ctrl-C, and so would all that tests start
+# what is started in the background ignores Ctrl-C, or with nohup a hangup, and so would all that tests start
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 FIXTURES = Path(__file__).parent / "fixtures"
 WORDS = ("a", "the", "red", "green", "circle", "square", "moving", "left", "right", "letter")
 SAMPLING = Sampling(frames=9, height=32, width=32, fps=8, shift=5.0, guidance=6.0, num_steps=20)
+
+
+@pytest.fixture(autouse=True)
+def same_kernels():
+    """On a processor without bf16, the first bf16 product makes torch turn oneDNN off for the rest of the process.
+
+    Later fp32 runs in that process would use other kernels than a process of their own, and differ in the last bits.
+    """
+    before = torch.backends.mkldnn.enabled
+    yield
+    torch.backends.mkldnn.set_flags(before)
 
 
 @pytest.fixture(scope="session")
@@ -64,3 +77,15 @@ def videoalign_folders(tmp_path_factory):
             convert(source)
             source.unlink()
     return folders
+
+
+def pytest_unconfigure(config):
+    """The last line of a run: which promises were not tested here, and what to install for them."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or hasattr(config, "workerinput"):  # a process of xdist reports to the first one
+        return
+    skipped = reporter.stats.get("skipped", [])
+    reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in skipped)
+    if reasons:
+        what = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
+        reporter.write_line(f"{len(skipped)} promises were not tested here: {what}")

@@ -1,4 +1,4 @@
-"""Disks that are full, for real."""
+"""Disks that are really full."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""Ranks as processes of one machine, forked from a server that has imported the heavy packages once."""
+"""Ranks as processes on one machine, forked from a server that has imported the heavy packages once."""
 
 import multiprocessing
 import os

@@ -1,4 +1,4 @@
-"""post_train.py under the elastic agent of torchrun, in processes forked from one that has imported everything."""
+"""post_train.py under torchrun's elastic agent, in processes forked from one that has imported everything."""
 
 import os
 import signal
@@ -40,8 +40,9 @@ def _agent(words, ranks, max_restarts, environment):
 
 def _rank(words):
     import post_train
+    from sage_grpo.tools import report
 
-    post_train.tell = lambda folder: None  # seconds of drawing that no test of ranks looks at
+    report.print_summary = lambda run: None  # seconds of drawing that no test of ranks looks at
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork has the agent's handler; a rank of torchrun has none
     folder = Path(words[words.index("--output_dir") + 1]).parent / "ranks"
     folder.mkdir(exist_ok=True)

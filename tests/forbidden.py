@@ -1,12 +1,13 @@
-"""What the code of this repository must not do, found in its syntax: run what a file holds, or what a setting names.
+"""Finds forbidden code in this repository's syntax trees: executing file contents, or code that a setting names.
 
-It is made for slips and for quick changes, not for somebody who hides: an alias is followed, a riddle is not.
+It catches slips and hasty changes, not deliberate obfuscation: an alias is followed, a riddle is not.
 """
 
 import ast
 
 TORCH_FILES = "sage_grpo/torch_files.py"  # the one place where published torch files are opened
 RANKS = "sage_grpo/parallel/ranks.py"  # the one place where ranks, which trust each other, exchange Python objects
+PLUGINS = "sage_grpo/plugins.py"  # the one place where a module is imported by name, out of a table in the code
 
 MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib", "builtins"}
 NAMES = {"eval", "exec", "compile", "__builtins__", "os.system", "os.popen", "asyncio.create_subprocess_shell"}
@@ -14,6 +15,7 @@ NAMES |= {"subprocess.getoutput", "subprocess.getstatusoutput", "torch.hub", "to
 YAML = {"safe_load", "safe_dump", "YAMLError", "parse", "AliasEvent"}  # `parse` gives events and makes nothing of them
 ARGUMENTS = {"weights_only": True, "allow_pickle": False, "shell": False, "trust_remote_code": False}
 DCP = "torch.distributed.checkpoint"
+LOAD = "sage_grpo.plugins.load"
 
 
 def forbidden(source: str, file: str = "") -> list[str]:
@@ -42,8 +44,10 @@ def _name(name: str, call: ast.Call | None, file: str, names: "_Names") -> str |
         return f"{name} hides which names there are"
     if root == "yaml" and name != "yaml" and name.split(".")[1] not in YAML:
         return f"{name} makes objects of any class; use yaml.safe_load"
-    if name in ("importlib.import_module", "__import__") and not literal:
+    if name in ("importlib.import_module", "__import__") and not literal and file != PLUGINS:
         return f"{name} needs the name of the module in place"
+    if name == LOAD and call is None:
+        return f"{name} must be called where it is named, with its table"
     if name.startswith(DCP):
         reader = call and next((k.value for k in call.keywords if k.arg == "storage_reader"), None)
         safe = isinstance(reader, ast.Call) and (names.of(reader.func) or "").endswith(".HuggingFaceStorageReader")
@@ -73,6 +77,8 @@ def _call(call: ast.Call, names: "_Names") -> str | None:
     hidden = any(keyword.arg is None for keyword in call.keywords) or any(isinstance(a, ast.Starred) for a in call.args)
     if (name == "numpy.load" or name.startswith("subprocess.")) and (hidden or len(call.args) > most):
         return f"{name} must show its arguments by name"
+    if name == LOAD and not (call.args and isinstance(call.args[0], ast.Name) and call.args[0].id.isupper()):
+        return f"{name} takes a table of the code, named by a constant"
     if name == "getattr" and not isinstance(call.args[1], ast.Constant) and names.is_imported(call.args[0]):
         return "getattr on a module needs the name in place"
     return None

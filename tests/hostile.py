@@ -1,4 +1,4 @@
-"""Files that run code when they are loaded the unsafe way."""
+"""Files that run code when loaded unsafely."""
 
 import json
 import pickle

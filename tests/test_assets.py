@@ -1,4 +1,4 @@
-"""The committed tiny model: it loads anywhere, knows its world as its card says, and generate.py runs on it."""
+"""The committed tiny model: it loads anywhere, its quality matches its card, and generate.py runs on it."""
 
 import json
 import math
@@ -13,12 +13,14 @@ import torch
 from diffusers import HunyuanVideo15Pipeline
 
 import generate
-from sage_grpo.data.prompts import read_prompts
-from sage_grpo.models.hunyuan15 import Hunyuan15
-from sage_grpo.worlds.oracle import read
-from sage_grpo.worlds.quality import random_prompts, round_trip
-from sage_grpo.worlds.shapes import ATTRIBUTES, object_mask, parse, sample_scenes
-from tests.scripts.load import load_script
+from embedded import card as model_card
+from embedded import pretrain
+from embedded.quality import random_prompts
+from embedded.shapes.oracle import read
+from embedded.shapes.scenes import ATTRIBUTES, object_mask, parse, sample_scenes
+from embedded.shapes.world import round_trip
+from sage_grpo.data.requests import read_requests
+from sage_grpo.models import open_backbone
 
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "assets" / "tiny"
@@ -26,8 +28,8 @@ SUBSET = 10  # prompts of the card's table that are sampled again
 
 
 @pytest.fixture(scope="module")
-def policy():
-    return Hunyuan15(TINY)
+def backbone():
+    return open_backbone(TINY)
 
 
 @pytest.fixture(scope="module")
@@ -35,12 +37,12 @@ def card():
     return json.loads((TINY / "quality.json").read_text())
 
 
-def test_the_stock_pipeline_loads_it_without_a_network(monkeypatch, policy):
+def test_the_stock_pipeline_loads_it_without_a_network(monkeypatch, backbone):
     monkeypatch.setattr(socket.socket, "connect", lambda *_: pytest.fail("something asked for the network"))
     pipe = HunyuanVideo15Pipeline.from_pretrained(TINY)
     assert pipe.transformer.config.task_type == "t2v" and pipe.transformer.dtype == torch.float32
-    assert pipe.guider.guidance_scale == policy.sampling.guidance and pipe.scheduler.shift == policy.sampling.shift
-    ours = policy.transformer.state_dict()
+    assert pipe.guider.guidance_scale == backbone.sampling.guidance and pipe.scheduler.shift == backbone.sampling.shift
+    ours = backbone.transformer.state_dict()
     assert all(torch.equal(value, ours[name]) for name, value in pipe.transformer.state_dict().items())
 
 
@@ -48,9 +50,9 @@ def test_it_is_small():
     assert sum(path.stat().st_size for path in (ROOT / "assets").rglob("*") if path.is_file()) < 20e6
 
 
-def test_encode_then_decode_is_near_identity(policy):
+def test_encode_then_decode_is_near_identity(backbone):
     """A blur of 0.75 pixels costs about 0.02 (docs/world.md): the round trip is no worse, and no attribute is lost."""
-    clips, decoded, sentences = round_trip(policy, 24)
+    clips, decoded, sentences = round_trip(backbone, 24)
     gap = (decoded.float() - clips.float()).square().mean(-1) / 255**2
     scenes = sample_scenes(24, torch.Generator().manual_seed(0))  # those of round_trip
     inside = object_mask(scenes, *clips.shape[1:4])
@@ -60,7 +62,7 @@ def test_encode_then_decode_is_near_identity(policy):
 
 
 def test_the_card_shows_what_was_measured(card):
-    assert load_script("tiny_quality").table(card) in (TINY / "README.md").read_text()
+    assert model_card.table(card) in (TINY / "README.md").read_text()
 
 
 def test_quality_leaves_room_and_no_attribute_is_at_chance(card):
@@ -71,11 +73,11 @@ def test_quality_leaves_room_and_no_attribute_is_at_chance(card):
             assert share > chance + 4 * math.sqrt(chance * (1 - chance) / card[name]["clips"])
 
 
-def test_the_cards_table_can_be_measured_again(policy, card):
+def test_the_cards_table_can_be_measured_again(backbone, card):
     """The first prompts of the table. Two standard errors and one clip of tolerance: other machines round otherwise."""
-    stored = card[f"guidance {policy.sampling.guidance:g}"]
+    stored = card[f"guidance {backbone.sampling.guidance:g}"]
     prompts = random_prompts(stored["clips"], seed=1)[:SUBSET]
-    row, _ = load_script("tiny_quality").measure(policy, prompts, policy.sampling.guidance)
+    row, _ = model_card.measure(backbone, prompts, backbone.sampling.guidance)
     for name in ("match", *ATTRIBUTES):
         share = stored[name]
         assert abs(row[name] - share) * SUBSET <= 2 * math.sqrt(SUBSET * share * (1 - share)) + 1, name
@@ -85,12 +87,12 @@ def test_the_cards_table_can_be_measured_again(policy, card):
 def test_the_command_of_the_record_still_means_the_same():
     """Changed defaults of the script would make another model than the one that is here."""
     record = json.loads((TINY / "training.json").read_text())
-    args = load_script("pretrain_tiny").arguments().parse_args(shlex.split(record["command"])[2:])
+    args = pretrain.arguments().parse_args(shlex.split(record["command"])[3:])
     assert {name: str(getattr(args, name)) for name in record["flags"]} == record["flags"]
 
 
 def test_its_prompts_are_complete_and_kept_apart():
-    train, valid = ([prompt.text for prompt in read_prompts(TINY / f"prompts_{n}.txt")] for n in ("train", "valid"))
+    train, valid = ([prompt.text for prompt in read_requests(TINY / f"prompts_{n}.txt")] for n in ("train", "valid"))
     assert (len(set(train)), len(set(valid))) == (512, 64) and not set(train) & set(valid)
     assert all(set(parse(prompt)) == set(ATTRIBUTES) for prompt in (*train, *valid))
 

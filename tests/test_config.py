@@ -1,16 +1,21 @@
-"""Flags, YAML and the command line; and that no flag is idle."""
+"""Flags, YAML and the command line; and that no flag is without effect."""
 
 import ast
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from sage_grpo.config import FIELDS, Config, ConfigError, check, resolve, warnings
-from sage_grpo.flags import from_values, parse
-from sage_grpo.models.policy import Sampling
+from sage_grpo import config as config_module
+from sage_grpo.algo import grpo, sde, trust_region
+from sage_grpo.checks import check, warnings
+from sage_grpo.config import FIELDS, Config, ConfigError, resolve
+from sage_grpo.flags import RETIRED, from_values, parse
+from sage_grpo.models.backbone import Sampling
 
 ROOT = Path(__file__).parents[1]
 SAMPLING = Sampling(frames=9, height=32, width=48, fps=8, shift=3.0, guidance=2.0, num_steps=20)
+BACKBONE = SimpleNamespace(sampling=SAMPLING, lora_targets=("to_q", "to_k"))
 
 
 def test_no_arguments_give_the_defaults():
@@ -40,6 +45,18 @@ def test_aliases():
         from_values({"train_video_csv": "x.csv", "train_prompts": "y.csv"})
 
 
+def test_retired_flags_of_published_commands_are_accepted(tmp_path):
+    assert set(RETIRED) == {"kl_compute_mode", "lora_dropout"} and not set(RETIRED) & set(FIELDS)
+    for zero in ("0", "0.0", "0.00"):
+        assert parse(["--kl_compute_mode", "rollout_phase", "--lora_dropout", zero]) == Config()
+    file = tmp_path / "c.yaml"
+    file.write_text("kl_compute_mode: rollout_phase\nlora_dropout: 0.0\neta: 0.7\n")
+    assert parse(["--config", str(file)]) == Config(eta=0.7)
+    file.write_text("lora_dropout: 0.1\n")
+    with pytest.raises(ConfigError, match=r"lora_dropout is 0\.1; only 0\.0 is possible"):
+        parse(["--config", str(file)])
+
+
 def test_what_is_written_is_read_back(tmp_path):
     config = parse(["--eta", "0.25", "--train_prompts", "a", "b", "--reward_model", "shapes", "--kl_weight", "3e-7"])
     file = tmp_path / "config.yaml"
@@ -59,7 +76,9 @@ def test_what_is_written_is_read_back(tmp_path):
         ("--use_lora maybe", "use_lora is 'maybe'; it must be True or False"),
         ("--max_steps 1.5", "a whole number is expected"),
         ("--timestep_fraction 1.2", "it must be above 0 and at most 1"),
-        ("--lora_dropout 0.1", "lora_dropout is 0.1"),
+        ("--lora_dropout 0.1", "lora_dropout is '0.1'; only 0.0 is possible: dropout would make the first ratio"),
+        ("--lora_dropout x", "lora_dropout is 'x'; only 0.0 is possible"),
+        ("--kl_compute_mode update_phase", "kl_compute_mode is 'update_phase'; only rollout_phase is possible"),
         ("--reward_weights [1]", "a JSON object is expected"),
         ("--reward_weights {", "reward_weights is '{'"),
         ("--seed", "expected one argument"),
@@ -132,11 +151,13 @@ def test_batches_of_whole_groups_pass(batch, group, ranks):
 
 
 def test_the_model_fills_in_what_was_not_said():
-    config = resolve(from_values({"height": 64}), SAMPLING, "cpu")
+    config = resolve(from_values({"height": 64}), BACKBONE, "cpu")
     assert (config.num_frames, config.height, config.width, config.fps) == (9, 64, 48, 8)
     assert (config.timestep_shift, config.guidance_scale, config.dtype) == (3.0, 2.0, "fp32")
     assert (config.validate_video_length, config.validation_timestep_shift) == (9, 3.0)
-    assert resolve(Config(), SAMPLING, "cuda").dtype == "bf16"
+    assert config.lora_target_modules == ("to_q", "to_k")
+    assert resolve(Config(), BACKBONE, "cuda").dtype == "bf16"
+    assert resolve(from_values({"lora_target_modules": "to_v"}), BACKBONE, "cpu").lora_target_modules == ("to_v",)
 
 
 def test_a_velocity_term_without_a_second_update_is_pointed_out():
@@ -159,8 +180,20 @@ def test_every_flag_is_read_somewhere():
     functions = [node for node in ast.walk(own) if isinstance(node, ast.FunctionDef)]
     used |= {n.attr for f in functions for n in ast.walk(f) if isinstance(n, ast.Attribute)}
     used |= {n.value for f in functions for n in ast.walk(f) if isinstance(n, ast.Constant)}
-    single = {"lora_dropout", "kl_compute_mode"}  # they have one legal value
-    assert not sorted(set(FIELDS) - used - single)
+    assert not sorted(set(FIELDS) - used)
+
+
+def test_choices_are_those_of_the_maths():
+    """Written down a second time, because `--help` does not wait for torch."""
+    assert set(config_module.SDE_TYPES) == sde.SDES.keys() - {"ode"}  # which explores nothing
+    assert config_module.ADVANTAGE_STDS == grpo.ADVANTAGE_STDS
+    assert config_module.KL_SCHEDULES == trust_region.SCHEDULES
+    assert tuple(trust_region.FEEDBACKS) == config_module.KL_FEEDBACKS
+    assert config_module.KL_ESTIMATORS == trust_region.ESTIMATORS
+    flags = ("sde_type", "advantage_std", "kl_schedule", "kl_feedback", "step_kl_estimator")
+    names = ("SDE_TYPES", "ADVANTAGE_STDS", "KL_SCHEDULES", "KL_FEEDBACKS", "KL_ESTIMATORS")
+    for flag, name in zip(flags, names, strict=True):
+        assert FIELDS[flag].metadata["choices"] == getattr(config_module, name)
 
 
 @pytest.mark.parametrize(

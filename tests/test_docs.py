@@ -1,33 +1,43 @@
-"""README and docs stay true: links lead somewhere, and the map names every file."""
+"""The docs stay accurate: links resolve, and the files, modules and tests they name exist."""
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests.check_commands import PAGES as PATTERNS
+from tests.check_commands import is_module
+
 ROOT = Path(__file__).parents[1]
-PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "assets" / "tiny" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [page for pattern in PATTERNS for page in sorted(ROOT.glob(pattern))]
+FOLDERS = "sage_grpo|scripts|configs|assets|tests|docs|benchmarks|studies|embedded"
+PACKAGE_FOLDERS = "algo|models|rewards|train|tools|parallel|data|worlds|runs"
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_all_pages_are_checked():
+    names = {str(page.relative_to(ROOT)) for page in PAGES}
+    expected = {"README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/method.md", "studies/results.md"}
+    assert expected | {"assets/tiny/README.md", "checkpoints-download.md"} <= names
+
+
+def test_the_readme_is_short_and_names_every_folder():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 150
+    listed = subprocess.run(["git", "-C", str(ROOT), "ls-files"], capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("this is not a git repository")
+    folders = {file.split("/")[0] for file in listed.stdout.splitlines() if "/" in file and not file.startswith(".")}
+    assert {"sage_grpo", "studies", "tests"} <= folders
+    assert not [folder for folder in sorted(folders) if not re.search(rf"(?<![\w/]){folder}/", text)]
+
+
+@every_page
 def test_links_lead_somewhere(page):
     targets = re.findall(r"\]\(([^)#]+)", page.read_text())
     missing = [target for target in targets if "://" not in target and not (page.parent / target).exists()]
     assert not missing
-
-
-def test_the_map_names_every_file():
-    text = (ROOT / "README.md").read_text()
-    files = [*(ROOT / "sage_grpo").rglob("*.py"), *(ROOT / "scripts").glob("*.py"), *(ROOT / "docs").glob("*.md")]
-    missing = [path.name for path in files if path.name != "__init__.py" and path.name not in text]
-    assert not missing
-
-
-def test_nothing_named_in_the_map_is_missing():
-    block = re.search(r"## Map of the code\n+```\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL).group(1)
-    names = re.findall(r"^\s*([\w./-]+\.\w+)\s{2,}", block, re.MULTILINE)
-    here = {path.name for path in ROOT.rglob("*") if ".venv" not in path.parts} | {"README.md"}
-    assert names and not [name for name in names if Path(name).name not in here]
 
 
 def test_tests_that_the_pages_name_exist():
@@ -37,10 +47,31 @@ def test_tests_that_the_pages_name_exist():
     assert len(named) > 30 and not missing
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_files_that_a_page_names_exist(page):
+def missing_files(text: str) -> list[str]:
     """Names in backticks that begin in a folder of ours; `RUN/...`, `outputs/...` and patterns are somebody else's."""
-    names = re.findall(r"`((?:sage_grpo|scripts|configs|assets|tests|docs|benchmarks)/[\w./-]+)", page.read_text())
-    packaged = re.findall(r"`((?:algo|models|rewards|train|tools|parallel|data|worlds)/\w+\.py)`", page.read_text())
-    missing = [n for n in names if not (ROOT / n).exists() and not list(ROOT.glob(f"{n}*"))]
-    assert not missing + [name for name in packaged if not (ROOT / "sage_grpo" / name).exists()]
+    names = re.findall(rf"`((?:{FOLDERS})/[\w./-]+)", text)
+    packaged = re.findall(rf"`((?:{PACKAGE_FOLDERS})/[\w/]+\.py)\b", text)
+    missing = [name for name in names if not (ROOT / name).exists() and not list(ROOT.glob(f"{name}*"))]
+    return missing + [name for name in packaged if not (ROOT / "sage_grpo" / name).exists()]
+
+
+def missing_modules(text: str) -> list[str]:
+    """Modules after `python -m`; capital letters stand for a name."""
+    return [name for name in re.findall(r"python -m\s+([\w.]+\w)", text) if name.islower() and not is_module(name)]
+
+
+@every_page
+def test_files_and_modules_that_a_page_names_exist(page):
+    text = page.read_text()
+    assert not missing_files(text) + missing_modules(text)
+
+
+def test_what_is_missing_is_noticed():
+    wrong = ["studies/none.py", "embedded/none.py", "benchmarks/none.py", "sage_grpo/none", "runs/none.py"]
+    wrong += ["models/hunyuan15/none.py"]
+    right = ["studies/results", "embedded/tiny.py", "benchmarks/2026-", "sage_grpo/config.py", "runs/folder.py"]
+    right += ["models/hunyuan15/text.py", "outputs/none.py", "RUN/none.json"]
+    text = "".join(f"`{name}` and " for name in (*wrong, *right))
+    assert missing_files(text) == wrong
+    text = "`python -m studies.none` and `python -m\nstudies.ablate` and python -m sage_grpo.tools.NAME"
+    assert missing_modules(text) == ["studies.none"]

@@ -1,6 +1,6 @@
-"""Whatever is in a file or on a command line, it is read or refused in one line, and nothing is written.
+"""Any file or command line is either read or rejected in one line, and nothing is written.
 
-Cases are drawn by hypothesis from a fixed seed, so that a failure is everybody's failure.
+Cases are drawn by hypothesis from a fixed seed, so that failures are reproducible.
 """
 
 import json
@@ -13,10 +13,11 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sage_grpo.config import FIELDS, check
-from sage_grpo.data.prompts import read_prompts
+from sage_grpo.checks import check
+from sage_grpo.config import FIELDS
+from sage_grpo.data.requests import read_requests
 from sage_grpo.flags import ALIASES, base_type, from_values, parse
-from sage_grpo.models.layout import sampling_defaults
+from sage_grpo.models.hunyuan15.folder import ModelFolder
 from sage_grpo.rewards.wire import WireError, unpack
 from sage_grpo.worlds import world_of
 
@@ -114,7 +115,7 @@ def test_prompt_files(tmp_path, suffix, data):
     file = tmp_path / f"prompts{suffix}"
     text = PROMPTS[suffix].map(lambda text: text.encode(errors="surrogatepass"))
     file.write_bytes(data.draw(text | st.binary(max_size=80)))
-    for prompt in either(read_prompts, file) or ():
+    for prompt in either(read_requests, file) or ():
         assert prompt.text.strip() and set(prompt.name) <= set("0123456789abcdef-") and len(prompt.name) < 40
     assert os.listdir(tmp_path) == [file.name]
 
@@ -148,7 +149,7 @@ def test_files_of_a_model_folder(folder, name, data):
     text = spoilt.map(lambda values: json.dumps(values, default=str).encode()) | st.binary(max_size=40)
     (folder / name).write_bytes(data.draw(text))
     either(world_of, folder)
-    sampling = either(sampling_defaults, folder)
+    sampling = either(lambda: ModelFolder(folder).sampling())
     assert sampling is None or all(math.isfinite(value) for value in vars(sampling).values())
 
 

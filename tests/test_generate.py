@@ -12,7 +12,8 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
 import generate
-from sage_grpo.models.hunyuan15 import LORA_FILE, Hunyuan15
+from sage_grpo.models.hunyuan15.backbone import Hunyuan15
+from sage_grpo.models.lora import LORA_FILE
 from tests.dist import run_ranks
 
 # imageio's reader leaves the pipes of its ffmpeg process to the garbage collector
@@ -91,8 +92,8 @@ def sample(ranks, *arguments):
 
 @pytest.mark.parametrize("world, sp_size", [(2, 1), (4, 2)])
 def test_ranks_share_prompts_and_clips(folder, tmp_path, world, sp_size):
-    words = ("--model_path", str(folder), *FAST, "--prompt", PROMPT, "--num_videos", "3")
-    run_ranks(world, sample, *words, "--output_path", str(tmp_path / "many"), sp_size=sp_size)
+    arguments = ("--model_path", str(folder), *FAST, "--prompt", PROMPT, "--num_videos", "3")
+    run_ranks(world, sample, *arguments, "--output_path", str(tmp_path / "many"), sp_size=sp_size)
     one, _ = run(folder, tmp_path / "one", "--prompt", PROMPT, "--num_videos", "3")
     many = sorted((tmp_path / "many").glob("*.mp4"))
     assert [path.name for path in many] == [path.name for path in one] and len(one) == 3

@@ -1,4 +1,4 @@
-"""Files made to run code are refused or ignored: the marker that their code would leave never appears."""
+"""Files made to run code are rejected or ignored: the marker that their code would leave never appears."""
 
 import json
 import pickle
@@ -10,14 +10,16 @@ import torch
 from safetensors.torch import save_file
 
 import post_train
-from sage_grpo.data.prompts import read_prompts
-from sage_grpo.models.hunyuan15 import LORA_FILE, Hunyuan15
-from sage_grpo.models.layout import DIFFUSERS_FILES
-from sage_grpo.models.text import PromptEncoder
+from sage_grpo.data.requests import Request, read_requests
+from sage_grpo.models.embeddings import Embeddings
+from sage_grpo.models.hunyuan15.backbone import Hunyuan15
+from sage_grpo.models.hunyuan15.folder import DIFFUSERS_FILES, ModelFolder
+from sage_grpo.models.hunyuan15.text import TextEncoder
+from sage_grpo.models.lora import LORA_FILE
 from sage_grpo.rewards.videoalign_folder import read_weights
 from tests.hostile import change, write_bomb
 
-PROMPT = 'the letter "B" moving left'
+REQUEST = Request('the letter "B" moving left')
 CODE = "!!python/object/apply:os.system ['touch {marker}']"
 
 
@@ -41,10 +43,10 @@ def unopened(monkeypatch):
 
 
 def embed(folder):
-    policy = Hunyuan15(folder)
-    [cond] = policy.encode([PROMPT])
-    assert policy.transformer.config and policy.vae.config
-    return policy, cond
+    backbone = Hunyuan15(folder)
+    [cond] = backbone.encode([REQUEST])
+    assert backbone.transformer.config and backbone.vae.config
+    return backbone, cond
 
 
 @pytest.mark.parametrize("name", ["a.safetensors", "a.bin"])
@@ -66,15 +68,17 @@ def test_torch_files_beside_safetensors_are_never_opened(tiny_folder, folder, ma
 def test_a_bomb_in_the_place_of_weights_is_refused(folder, marker, part):
     (file,) = (folder / part).glob("*.safetensors")
     write_bomb(file, marker)
-    with pytest.raises(ValueError, match=f"{file} is not a whole safetensors file"):
+    with pytest.raises(ValueError, match=f"{file} is not a complete safetensors file"):
         embed(folder)
 
 
 def test_a_bomb_in_the_prompt_cache_is_refused(tiny_folder, tmp_path, marker):
-    encoder = PromptEncoder(tiny_folder, torch.device("cpu"), torch.float32, tmp_path / "cache")
-    write_bomb(encoder.cache.path(PROMPT), marker)
+    cpu = torch.device("cpu")
+    encoder = TextEncoder(ModelFolder(tiny_folder), cpu, torch.float32)
+    embeddings = Embeddings(encoder, cpu, tmp_path / "cache")
+    write_bomb(embeddings.cache.path(REQUEST), marker)
     with pytest.raises(ValueError, match=r"is damaged .*; delete it"):
-        encoder([PROMPT])
+        embeddings([REQUEST])
 
 
 def test_a_model_cannot_bring_its_own_classes(tiny_folder, folder, marker):
@@ -90,8 +94,8 @@ def test_a_model_cannot_bring_its_own_classes(tiny_folder, folder, marker):
 def test_a_model_cannot_choose_an_attention_to_download(folder, key):
     for part in ("text_encoder", "text_encoder_2"):
         change(folder / part / "config.json", **{key: "somebody/attention"})
-    policy, _ = embed(folder)
-    assert {model.config._attn_implementation for model in policy.prompt_encoder._models} <= {"sdpa", "eager"}
+    backbone, _ = embed(folder)
+    assert {model.config._attn_implementation for model in backbone.embeddings.encoder._models} <= {"sdpa", "eager"}
 
 
 def test_a_model_cannot_lead_to_another_one(tiny_folder, folder):
@@ -128,11 +132,11 @@ SETTINGS = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_lora_cannot_choose_what_peft_does(tiny_folder, tmp_path, name):
-    policy = Hunyuan15(tiny_folder)
-    width = policy.transformer.transformer_blocks[0].attn.to_q.in_features
-    with pytest.raises(ValueError, match=f"is no plain LoRA: its settings name '{name}'"):
-        policy.load_weights(lora(tmp_path / "bad", width, **{name: SETTINGS[name]}))
-    policy.load_weights(lora(tmp_path / "good", width))
+    backbone = Hunyuan15(tiny_folder)
+    width = backbone.transformer.transformer_blocks[0].attn.to_q.in_features
+    with pytest.raises(ValueError, match=f"is not a plain LoRA: its settings name '{name}'"):
+        backbone.load_weights(lora(tmp_path / "bad", width, **{name: SETTINGS[name]}))
+    backbone.load_weights(lora(tmp_path / "good", width))
 
 
 def test_a_bomb_in_the_place_of_a_lora_is_refused(tiny_folder, tmp_path, marker, unopened):
@@ -140,7 +144,7 @@ def test_a_bomb_in_the_place_of_a_lora_is_refused(tiny_folder, tmp_path, marker,
     with pytest.raises(FileNotFoundError, match="has neither"):
         Hunyuan15(tiny_folder).load_weights(tmp_path / "lora")
     write_bomb(tmp_path / "lora" / LORA_FILE, marker)
-    with pytest.raises(ValueError, match=f"{LORA_FILE} is not a whole safetensors file"):
+    with pytest.raises(ValueError, match=f"{LORA_FILE} is not a complete safetensors file"):
         Hunyuan15(tiny_folder).load_weights(tmp_path / "lora")
 
 
@@ -173,13 +177,13 @@ def test_yaml_makes_no_objects(tmp_path, marker, capsys, key, line):
 def test_a_prompt_is_text(tmp_path, marker, suffix, content):
     file = tmp_path / f"prompts{suffix}"
     file.write_text(content.format(marker=marker) if suffix != ".jsonl" else content.replace("{marker}", str(marker)))
-    assert [prompt.text for prompt in read_prompts(file)] == [CODE.format(marker=marker)]
+    assert [prompt.text for prompt in read_requests(file)] == [CODE.format(marker=marker)]
     write_bomb(file, marker)
     with pytest.raises(ValueError):
-        read_prompts(file)
+        read_requests(file)
 
 
-@pytest.mark.parametrize("value", ["os.system", "sage_grpo.rewards.shapes.ShapesReward", "own:Own", "/tmp/own.py",
+@pytest.mark.parametrize("value", ["os.system", "embedded.shapes.reward.ShapesReward", "own:Own", "/tmp/own.py",
                                    "own.py", "../own", "!own", "os"])  # fmt: skip
 @pytest.mark.parametrize("flag", ["reward_model", "holdout_reward", "sde_type", "optimizer", "report_to", "dtype",
                                   "advantage_std", "kl_schedule", "kl_feedback", "step_kl_estimator"])  # fmt: skip
@@ -187,8 +191,8 @@ def test_a_configuration_cannot_name_code(tiny_folder, tmp_path, monkeypatch, ca
     monkeypatch.chdir(tmp_path)
     Path("own.py").write_text("open('ran', 'w')\nclass Own: pass\n")
     monkeypatch.syspath_prepend(tmp_path)
-    words = ["--pretrained_model_root", str(tiny_folder), "--batch_size", "4", "--output_dir", "run"]
-    assert post_train.main([*words, f"--{flag}", value]) == 2
+    arguments = ["--pretrained_model_root", str(tiny_folder), "--batch_size", "4", "--output_dir", "run"]
+    assert post_train.main([*arguments, f"--{flag}", value]) == 2
     said = capsys.readouterr().err
     assert value in said and "choose" in said and said.count("\n") == 1
     assert not Path("ran").exists() and not Path("run").exists()

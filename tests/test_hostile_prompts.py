@@ -1,4 +1,4 @@
-"""Prompts that look like paths, commands or markup: every file that is named after one stays in its folder."""
+"""Prompts that look like paths, commands or markup: every file named after one stays in its folder."""
 
 import json
 import re
@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import generate
-from sage_grpo.data.prompts import read_prompts
-from sage_grpo.rewards.base import REWARDS
+from sage_grpo.data.requests import read_requests
+from sage_grpo.rewards import REWARDS
 from sage_grpo.tools import evaluate
 
 # imageio's reader leaves the pipes of its ffmpeg process to the garbage collector
@@ -42,7 +42,7 @@ def prompts(tmp_path):
     path = tmp_path / "in" / "prompts.jsonl"
     path.parent.mkdir()
     path.write_text("\n".join(json.dumps({"prompt": text, "seed": 5}) for text in PROMPTS))
-    assert [prompt.text for prompt in read_prompts(path)] == PROMPTS
+    assert [prompt.text for prompt in read_requests(path)] == PROMPTS
     return path
 
 
@@ -53,8 +53,8 @@ def names(folder):
 
 def test_clips_of_generate(tiny_folder, tmp_path, prompts):
     fast = ("--num_inference_steps", "1", "--num_frames", "1", "--fixed_size", "16x16", "--guidance_scale", "1")
-    words = ("--model_path", str(tiny_folder), "--prompt_file", str(prompts), *fast)
-    generate.main([*words, "--output_path", str(tmp_path / "out" / "clips")])
+    arguments = ("--model_path", str(tiny_folder), "--prompt_file", str(prompts), *fast)
+    generate.main([*arguments, "--output_path", str(tmp_path / "out" / "clips")])
     made = names(tmp_path / "out" / "clips")
     clips = [name for name in made if re.fullmatch(r"\d{4}-[0-9a-f]{8}-5-0\.(mp4|json)", name)]
     assert len(clips) == 2 * len(PROMPTS) and set(made) - set(clips) == {"sheet.png"}

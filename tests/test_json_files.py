@@ -1,4 +1,4 @@
-"""JSON files: an object, or a sentence that names the file."""
+"""JSON files: either an object, or an error that names the file."""
 
 import json
 import math

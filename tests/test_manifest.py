@@ -1,4 +1,4 @@
-"""A committed folder is what it was when it was written, or it is refused by the name of a file."""
+"""A committed folder is either unchanged or rejected with the name of a file."""
 
 import json
 
@@ -48,10 +48,10 @@ DAMAGE = {
     "no manifest": (lambda f: (f / manifest.NAME).unlink(), "manifest.json cannot be read"),
     "cut manifest": (lambda f: (f / manifest.NAME).write_text('{"files": {"a.t'), "manifest.json cannot be read"),
     "empty list": (lambda f: (f / manifest.NAME).write_text('{"files": {}}'), "a.txt is not in manifest.json"),
-    "no list": (lambda f: (f / manifest.NAME).write_text('{"files": [1]}'), "manifest.json is no list"),
+    "no list": (lambda f: (f / manifest.NAME).write_text('{"files": [1]}'), "manifest.json is not a list"),
     "a number": (lambda f: (f / manifest.NAME).write_text("7"), "manifest.json cannot be read"),
-    "outside": (lambda f: (f / manifest.NAME).write_text('{"files": {"../x": "0"}}'), "manifest.json is no list"),
-    "absolute": (lambda f: (f / manifest.NAME).write_text('{"files": {"/etc/passwd": "0"}}'), "is no list"),
+    "outside": (lambda f: (f / manifest.NAME).write_text('{"files": {"../x": "0"}}'), "manifest.json is not a list"),
+    "absolute": (lambda f: (f / manifest.NAME).write_text('{"files": {"/etc/passwd": "0"}}'), "is not a list"),
 }
 
 

@@ -1,4 +1,4 @@
-"""post_train.py as a user meets it: a run from the command line, wrong input, and two ranks."""
+"""post_train.py as a user runs it: from the command line, with wrong input, and on two ranks."""
 
 import json
 from pathlib import Path
@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 import post_train
+from embedded.shapes.reward import ShapesReward
 from sage_grpo.rewards import remote
-from sage_grpo.rewards.shapes import ShapesReward
 from sage_grpo.rewards.wire import TOKEN_VARIABLE
+from sage_grpo.tools import report
 from sage_grpo.train.trainer import Trainer
 from tests import elastic
 from tests.rewards.serving import TOKEN, composite, serving
@@ -24,7 +25,8 @@ def command(tiny_folder, tmp_path):
     flags = {
         "pretrained_model_root": tiny_folder, "output_dir": tmp_path / "run", "train_prompts": prompts,
         "validation_prompts": prompts, "reward_model": "shapes", "batch_size": 4, "num_generations": 2,
-        "num_sampling_steps": 2, "num_frames": 5, "guidance_scale": 1.0, "max_steps": 1, "report_to": "none",
+        "num_sampling_steps": 2, "num_frames": 5, "height": 16, "width": 16, "guidance_scale": 1.0,
+        "max_steps": 1, "report_to": "none",
         "validation_num_inference_steps": 2, "validate_at_step0": True, "learning_rate": 1e-3,
     }  # fmt: skip
 
@@ -38,7 +40,7 @@ def command(tiny_folder, tmp_path):
 def no_report(monkeypatch, request):
     """It takes seconds; one test looks at it."""
     if request.function is not test_a_run_leaves_everything_to_look_at:
-        monkeypatch.setattr(post_train, "tell", lambda folder: None)
+        monkeypatch.setattr(report, "print_summary", lambda folder: None)
 
 
 def test_the_entry_script_is_short():
@@ -69,7 +71,7 @@ def test_a_run_leaves_everything_to_look_at(command, tmp_path, capfd):
         ([], {"train_prompts": "empty.txt"}, "holds no prompt"),
         ([], {"train_prompts": "missing.txt"}, "does not exist"),
         ([], {"train_prompts": "strange.txt"}, "purple"),
-        ([], {"reward_model": "applause"}, "choose one of shapes"),
+        ([], {"reward_model": "applause"}, "choose one of videoalign, .*, shapes"),
         ([], {"reward_weights": '{"beauty": 1}'}, "reward_weights names beauty"),
         ([], {"num_frames": 6}, "num_frames 6 is not 4n \\+ 1"),
         ([], {"sde_window": "random:9"}, "sde_window is 'random:9'"),
@@ -78,7 +80,7 @@ def test_a_run_leaves_everything_to_look_at(command, tmp_path, capfd):
         ([], {"validation_fixed_size": "big"}, "write HEIGHTxWIDTH"),
         (["--use_lora", "--lora_target_modules", "to_z"], {}, "lora_target_modules names to_z"),
         (["--use_lora", "--pretrained_lora_path", "nowhere"], {}, "pretrained_lora_path nowhere"),
-        (["--resume_from_checkpoint", "nowhere"], {}, "nowhere is no whole checkpoint"),
+        (["--resume_from_checkpoint", "nowhere"], {}, "nowhere is not a complete checkpoint"),
         (["--init_from_checkpoint", "nowhere"], {}, "init_from_checkpoint nowhere has no transformer"),
     ],
     ids=lambda value: str(value)[:40],

@@ -1,14 +1,14 @@
-"""The prompts for models of the real world: enough, of many lengths, some to be written on screen, none said twice."""
+"""The prompts for real-world models: enough, of many lengths, some with on-screen text, no duplicates."""
 
 import re
 from itertools import combinations
 
 import pytest
 
-from sage_grpo.data.prompts import read_prompts
+from sage_grpo.data.requests import read_requests
 from sage_grpo.train.build import PROMPTS
 
-TRAIN, VALID = (read_prompts(PROMPTS / f"{kind}.csv") for kind in ("train", "valid"))
+TRAIN, VALID = (read_requests(PROMPTS / f"{kind}.csv") for kind in ("train", "valid"))
 
 
 def words(text):

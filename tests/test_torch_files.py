@@ -1,4 +1,4 @@
-"""Published torch files become safetensors with the same numbers; what is not plain tensors is refused."""
+"""Published torch files become safetensors with the same numbers; anything but plain tensors is rejected."""
 
 import hashlib
 import shutil

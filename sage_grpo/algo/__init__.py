@@ -1,1 +1,1 @@
-"""The method as pure maths: tensors in, tensors out. Imports nothing but torch and the standard library."""
+"""The method as pure math: tensors in, tensors out. Imports only torch and the standard library."""

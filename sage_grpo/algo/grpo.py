@@ -1,7 +1,7 @@
-"""GRPO (Eq. 4, 10, 33-35): advantages inside a group, the clipped loss, and what to watch while it trains.
+"""GRPO (Eq. 4, 10, 33-35): group-relative advantages, the clipped loss, and training diagnostics.
 
-What differs from textbook GRPO: a log-probability is the mean over the elements of a video, hence the tiny clip
-range; a reward may fail, and then it is no number anywhere; there is no reference model here (trust_region.py).
+Differences from textbook GRPO: a log-probability is the mean over the elements of a video, hence the tiny clip range;
+a reward may fail, and then stays NaN; the reference model is in trust_region.py.
 Shapes: N rollouts, P (rollout, step) pairs, T denoising steps.
 """
 
@@ -27,9 +27,9 @@ def group_advantages(
 ) -> Advantages:
     """A_i = (r_i - mean) / (std + eps) over the finite rewards of i's group, population std, clipped (Eq. 10).
 
-    `rewards` (N,) of the whole batch, gathered over ranks; `groups` (N,) any integer per prompt. A NaN reward has
-    failed: its rollout leaves the statistics. `advantage_std`: `group`; `batch`, one std over all finite rewards;
-    `none`, no division.
+    `rewards` (N,) of the full batch, gathered over ranks; `groups` (N,) any integer per prompt. A NaN reward has
+    failed: its rollout is excluded from the statistics. `advantage_std`: `group`; `batch`, one std over all finite
+    rewards; `none`, no division.
     """
     if advantage_std not in ADVANTAGE_STDS:
         raise ValueError(f"advantage_std is {advantage_std!r}; choose one of {', '.join(ADVANTAGE_STDS)}")
@@ -39,7 +39,7 @@ def group_advantages(
         raise ValueError(f"rewards are {rewards.dtype}; pass floating-point numbers, advantages are fractions")
     names, group_of = torch.unique(groups, return_inverse=True)
     finite = rewards.isfinite()
-    r, home = rewards[finite].double(), group_of[finite]  # what counts, and the group it counts in
+    r, home = rewards[finite].double(), group_of[finite]  # finite rewards and their groups
 
     def per_group(values: Tensor, reduce: str) -> Tensor:
         return values.new_zeros(len(names)).scatter_reduce(0, home, values, reduce, include_self=False)
@@ -63,11 +63,11 @@ def group_advantages(
     )
 
 
-def normalised_log_ratio(log_ratio: Tensor, kl_to_rollout: Tensor, std: Tensor) -> Tensor:
-    """`ratio_norm` (GRPO-Guard, arXiv 2510.22319): centre and rescale the log-ratio of each step.
+def normalized_log_ratio(log_ratio: Tensor, kl_to_rollout: Tensor, std: Tensor) -> Tensor:
+    """`ratio_norm` (GRPO-Guard, arXiv 2510.22319): center and rescale the log-ratio of each step.
 
     Over the rollout's noise the log-ratio has mean -KL, so a clip range around 1 catches only bad samples once the KL
-    passes it. Adding the closed-form KL (P,) takes the mean away; times std (P,) the spread no longer grows as 1/std.
+    exceeds it. Adding the closed-form KL (P,) removes the mean; times std (P,), the spread no longer grows as 1/std.
     """
     return std * (log_ratio + kl_to_rollout)
 
@@ -75,16 +75,16 @@ def normalised_log_ratio(log_ratio: Tensor, kl_to_rollout: Tensor, std: Tensor) 
 def policy_loss(log_ratio: Tensor, advantages: Tensor, clip_range: float = 1e-4) -> Tensor:
     """max(-A ratio, -A clip(ratio, 1 +- clip_range)) for each (rollout, step) pair: (P,).
 
-    A pair without an advantage, such as one of a failed rollout, adds exactly 0, even where its ratio is not finite.
+    A pair with zero advantage, such as one from a failed rollout, adds exactly 0, even if its ratio is not finite.
     """
     ratio = torch.where(advantages != 0, log_ratio, 0.0).exp()
     return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_range, 1 + clip_range))
 
 
 def objective(policy: Tensor, scale: Tensor, kl: Tensor | float, kl_coef: float, num_pairs: int) -> Tensor:
-    """Eq. 43, with the plus: sum over these pairs of S_t policy_t + lambda L_KL, over the planned number of pairs.
+    """Eq. 43, with a plus: sum over these pairs of S_t policy_t + lambda L_KL, divided by the planned number of pairs.
 
-    `num_pairs` counts all pairs of the update on all ranks, trained or failed, so that parts of a batch add up.
+    `num_pairs` counts all pairs of the update on all ranks, trained or failed, so that micro-batches add up.
     """
     return (scale * policy + kl_coef * kl).sum() / num_pairs
 
@@ -94,7 +94,7 @@ SUMS = ("count", "ratio_mean", "log_ratio_mean", "approx_kl", "clip_fraction", "
 
 @dataclass(frozen=True)
 class PolicyStats:
-    """Sums over pairs for each denoising step. Parts of a batch, or ranks (sum and max), add up to the whole."""
+    """Sums over pairs per denoising step. Micro-batches and ranks (sum and max) can be combined exactly."""
 
     sums: Tensor  # (len(SUMS), T) fp64
     max_deviation: Tensor  # (T,) largest |ratio - 1|
@@ -103,7 +103,7 @@ class PolicyStats:
         return PolicyStats(self.sums + other.sums, torch.maximum(self.max_deviation, other.max_deviation))
 
     def overall(self) -> dict[str, float]:
-        """Each metric over all pairs; NaN when there was none."""
+        """Each metric over all pairs; NaN if there are none."""
         total = self.sums.sum(1)
         means = (total[1:] / total[0]).tolist()
         deviation = self.max_deviation.max().item() if total[0] > 0 else float("nan")
@@ -120,10 +120,10 @@ class PolicyStats:
 def policy_stats(
     log_ratio: Tensor, advantages: Tensor, steps: Tensor, num_steps: int, clip_range: float
 ) -> PolicyStats:
-    """What PPO users expect to see, by denoising step `steps` (P,).
+    """The usual PPO diagnostics, by denoising step `steps` (P,).
 
     approx_kl is Schulman's non-negative estimator mean(ratio - 1 - log ratio). clip_fraction counts |ratio - 1| beyond
-    the range; clip_high and clip_low the pairs where that takes the gradient away (A > 0 above, A < 0 below).
+    the range; clip_high and clip_low, the pairs where that removes the gradient (A > 0 above, A < 0 below).
     """
     log_ratio = log_ratio.double()
     deviation = log_ratio.expm1()

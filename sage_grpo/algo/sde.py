@@ -1,16 +1,16 @@
 """Exploration SDEs: every sampler is a table of three numbers per denoising step.
 
-    x_next ~ N(a x + b v, std^2 I)            a, b, std depend only on (sigma, next, eta)
+    x_next ~ N(a x + b v, std^2 I)            a, b, std depend only on (sigma, sigma_next, eta)
 
 sigma is the noise level, 1 = pure noise, 0 = video; x = (1 - sigma) x0 + sigma z; the model predicts v = E[z - x0 | x].
-A step goes from `sigma` to `next` < sigma, delta = sigma - next. The variance decides the sampler, and one of two
-means goes with it:
+A step goes from `sigma` to `sigma_next` < sigma; delta = sigma - sigma_next. The variance defines the sampler, together
+with one of two means:
 
-    Euler-Maruyama (Eq. 7)     x - delta v + std^2/2 score           with the exact score -(x + (1 - sigma) v) / sigma
-    coefficient preserving     (1 - next) x0_hat + r z_hat           with r^2 = next^2 - std^2
+    Euler-Maruyama (Eq. 7)     x - delta v + std^2/2 score            with the exact score -(x + (1 - sigma) v) / sigma
+    coefficient preserving     (1 - sigma_next) x0_hat + r z_hat      with r^2 = sigma_next^2 - std^2
 
-Equation numbers are those of SAGE-GRPO (arXiv 2603.21872). docs/method.md says where we depart from its print.
-To add a sampler, write its variance and one row of SDES.
+Equation numbers refer to SAGE-GRPO (arXiv 2603.21872). docs/method.md lists where we deviate from the paper.
+To add a sampler, write its variance, add a row to SDES, and name it in `SDE_TYPES` of config.py.
 
 Shapes: B samples, T steps, ... any sample shape.
 """
@@ -24,19 +24,19 @@ from torch import Tensor
 
 Step = int | Tensor  # a denoising step for all samples, or one per sample as a LongTensor (B,)
 SIGMA_CEILING = 0.997  # (1 - sigma) >= 3e-3, the paper's Appendix A.2
-MIN_STD = 1e-6  # less noise than this is lost in the rounding of fp32 latents: the step counts as deterministic
+MIN_STD = 1e-6  # less noise than this is lost to fp32 rounding: the step counts as deterministic
 
 
 @dataclass(frozen=True)
 class Schedule:
     """The transition tables of one sampler; fp32, one row per step. Build it with `build_schedule`."""
 
-    sigmas: Tensor  # (T+1,) falling to 0
+    sigmas: Tensor  # (T+1,) decreasing to 0
     a: Tensor  # (T,)
     b: Tensor  # (T,)
-    std: Tensor  # (T,), 0 where the step is deterministic
-    inv_std: Tensor  # (T,), 1/std, and 0 where the step is deterministic
-    log_norm: Tensor  # (T,), log of the density's peak, and 0 where the step is deterministic
+    std: Tensor  # (T,), 0 at deterministic steps
+    inv_std: Tensor  # (T,), 1/std, and 0 at deterministic steps
+    log_norm: Tensor  # (T,), log of the density's peak, and 0 at deterministic steps
 
     @property
     def num_steps(self) -> int:
@@ -57,8 +57,8 @@ class Schedule:
     def step(self, i: Step, x: Tensor, v: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Next state (B, ...) and its log-probability (B,).
 
-        The log-probability is that of the rounded next state, not of the noise: only so does `log_prob` return the
-        same bits during training, and the first ratio is exactly 1.
+        The log-probability is computed from the rounded next state, not from the noise: only then does `log_prob`
+        return the same bits during training, so that the first ratio is exactly 1.
         """
         x_next = self.mean(i, x, v) + _per_sample(self.std, i, x) * noise
         return x_next, self.log_prob(i, x, v, x_next)
@@ -74,13 +74,13 @@ class Schedule:
     def kl(self, i: Step, v: Tensor, v_ref: Tensor) -> Tensor:
         """KL between the transitions of two velocities from the same state, averaged over elements: (B,).
 
-        Equal covariances: b^2 (v - v_ref)^2 / (2 std^2) (Eq. 11 with the variance in its denominator).
+        With equal covariances: b^2 (v - v_ref)^2 / (2 std^2) (Eq. 11 with the variance in its denominator).
         """
         gap = _per_sample(self.b * self.inv_std, i, v) * (_wide(v) - _wide(v_ref))
         return 0.5 * _sample_mean(gap.square())
 
     def window(self, steps: Tensor | Sequence[int]) -> "Schedule":
-        """The same sampler with noise only in `steps` (indices, or a bool per step); the others run the ODE."""
+        """This sampler with noise only in `steps` (indices, or a bool per step); the others run the ODE."""
         steps = torch.as_tensor(steps, device=self.std.device)
         inside = torch.zeros(self.num_steps, dtype=torch.bool, device=self.std.device)
         inside[steps if steps.dtype == torch.bool else steps.long()] = True
@@ -99,54 +99,54 @@ def flow_sigmas(num_steps: int, shift: float) -> Tensor:
     return shift * u / (1 + (shift - 1) * u)
 
 
-def sage_variance(sigma: Tensor, next: Tensor, eta: float, ceiling: float = SIGMA_CEILING) -> Tensor:
-    """Eq. 5: the integral of eta^2 s/(1-s) over the step, eta^2 (-delta + log((1 - next) / (1 - sigma))).
+def sage_variance(sigma: Tensor, sigma_next: Tensor, eta: float, ceiling: float = SIGMA_CEILING) -> Tensor:
+    """Eq. 5: the integral of eta^2 s/(1-s) over the step, eta^2 (-delta + log((1 - sigma_next) / (1 - sigma))).
 
-    The logarithm starts at `ceiling`; a step that lies above it has a negative rest, and so no noise.
+    The logarithm starts at `ceiling`; a step above it would get a negative variance, so it gets no noise.
     """
     top = sigma.clamp(max=ceiling)
-    log_ratio = torch.log1p((top - next) / (1 - top))
-    return eta**2 * (log_ratio - (sigma - next)).clamp(min=0)
+    log_ratio = torch.log1p((top - sigma_next) / (1 - top))
+    return eta**2 * (log_ratio - (sigma - sigma_next)).clamp(min=0)
 
 
-def dance_variance(sigma: Tensor, next: Tensor, eta: float) -> Tensor:
-    """DanceGRPO: a constant diffusion coefficient."""
-    return eta**2 * (sigma - next)
+def dance_variance(sigma: Tensor, sigma_next: Tensor, eta: float) -> Tensor:
+    """DanceGRPO: constant diffusion coefficient."""
+    return eta**2 * (sigma - sigma_next)
 
 
-def flow_variance(sigma: Tensor, next: Tensor, eta: float, ceiling: float | None = None) -> Tensor:
+def flow_variance(sigma: Tensor, sigma_next: Tensor, eta: float, ceiling: float | None = None) -> Tensor:
     """Flow-GRPO: the integrand of Eq. 5 at the start of the step, times delta.
 
-    At sigma = 1 it would be infinite; the published code puts the schedule's second sigma in the denominator.
+    At sigma = 1 it would be infinite; the published code uses the schedule's second sigma in the denominator.
     """
     if ceiling is None:
         ceiling = float(sigma[sigma < 1].max()) if (sigma < 1).any() else 0.0
-    return eta**2 * sigma / (1 - sigma.clamp(max=ceiling)) * (sigma - next)
+    return eta**2 * sigma / (1 - sigma.clamp(max=ceiling)) * (sigma - sigma_next)
 
 
-def cps_split(sigma: Tensor, next: Tensor, eta: float) -> tuple[Tensor, Tensor]:
-    """Flow-CPS: the noise part of the next state, `next`, as (std, r) on a circle."""
-    return next * math.sin(eta * math.pi / 2), next * math.cos(eta * math.pi / 2)
+def cps_split(sigma: Tensor, sigma_next: Tensor, eta: float) -> tuple[Tensor, Tensor]:
+    """Flow-CPS: the noise part of the next state, `sigma_next`, split into (std, r) on a circle."""
+    return sigma_next * math.sin(eta * math.pi / 2), sigma_next * math.cos(eta * math.pi / 2)
 
 
-def precise_split(sigma: Tensor, next: Tensor, eta: float) -> tuple[Tensor, Tensor]:
-    """(std, r) of the exact solution, for a frozen x0_hat, of the SDE of Eq. 5 (arXiv 2605.23522).
+def precise_split(sigma: Tensor, sigma_next: Tensor, eta: float) -> tuple[Tensor, Tensor]:
+    """(std, r) of the exact solution of the SDE of Eq. 5 for a frozen x0_hat (arXiv 2605.23522).
 
-    std^2 = next^2 (1 - rho^(eta^2)), r = next rho^(eta^2/2), both without cancellation; xlogy because rho = 0 at the
-    ends of the schedule and eta may be 0 too.
+    std^2 = sigma_next^2 (1 - rho^(eta^2)) and r = sigma_next rho^(eta^2/2), both without cancellation; xlogy because
+    rho = 0 at the ends of the schedule, and eta may be 0.
     """
-    rho = next * (1 - sigma) / (sigma * (1 - next))
+    rho = sigma_next * (1 - sigma) / (sigma * (1 - sigma_next))
     log_power = torch.special.xlogy(eta**2, rho)
-    return next * (-torch.expm1(log_power)).sqrt(), next * (log_power / 2).exp()
+    return sigma_next * (-torch.expm1(log_power)).sqrt(), sigma_next * (log_power / 2).exp()
 
 
 Table = tuple[Tensor, Tensor, Tensor]  # a, b, std
 
 
 def euler_maruyama(variance: Callable[[Tensor, Tensor, float], Tensor]) -> Callable[[Tensor, Tensor, float], Table]:
-    def table(sigma: Tensor, next: Tensor, eta: float) -> Table:
-        var = variance(sigma, next, eta)
-        return 1 - var / (2 * sigma), next - sigma - var * (1 - sigma) / (2 * sigma), var.sqrt()
+    def table(sigma: Tensor, sigma_next: Tensor, eta: float) -> Table:
+        var = variance(sigma, sigma_next, eta)
+        return 1 - var / (2 * sigma), sigma_next - sigma - var * (1 - sigma) / (2 * sigma), var.sqrt()
 
     return table
 
@@ -154,9 +154,9 @@ def euler_maruyama(variance: Callable[[Tensor, Tensor, float], Tensor]) -> Calla
 def coefficient_preserving(
     split: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]],
 ) -> Callable[[Tensor, Tensor, float], Table]:
-    def table(sigma: Tensor, next: Tensor, eta: float) -> Table:
-        std, r = split(sigma, next, eta)
-        return 1 - next + r, (1 - sigma) * r - sigma * (1 - next), std
+    def table(sigma: Tensor, sigma_next: Tensor, eta: float) -> Table:
+        std, r = split(sigma, sigma_next, eta)
+        return 1 - sigma_next + r, (1 - sigma) * r - sigma * (1 - sigma_next), std
 
     return table
 
@@ -167,12 +167,12 @@ SDES: dict[str, Callable[[Tensor, Tensor, float], Table]] = {
     "flow_grpo": euler_maruyama(flow_variance),
     "cps": coefficient_preserving(cps_split),
     "precise": coefficient_preserving(precise_split),
-    "ode": euler_maruyama(lambda sigma, next, eta: torch.zeros_like(sigma)),
+    "ode": euler_maruyama(lambda sigma, sigma_next, eta: torch.zeros_like(sigma)),
 }
 
 
 def build_schedule(sde_type: str, sigmas: Tensor | Sequence[float], eta: float) -> Schedule:
-    """Tables of one sampler over the noise levels `sigmas` (T+1,), computed in fp64 and kept in fp32."""
+    """Tables of one sampler over the noise levels `sigmas` (T+1,), computed in fp64 and stored in fp32."""
     sigmas = torch.as_tensor(sigmas, dtype=torch.float64)
     _check(sde_type, sigmas, eta)
     a, b, std = SDES[sde_type](sigmas[:-1], sigmas[1:], eta)

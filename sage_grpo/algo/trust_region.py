@@ -2,8 +2,8 @@
 
     L_KL = beta_pos KL(pi || pi_anchor) + beta_vel KL(pi || pi_prev)          (Eq. 40)
 
-It is added to the minimised loss with a plus (the print of Eq. 43 has a minus), scaled by the coefficient lambda
-that `KLController` moves (Eq. 41-42). Shapes: B samples.
+It is added to the minimized loss with a plus (Eq. 43 as printed has a minus), scaled by the coefficient lambda that
+`KLController` adjusts (Eq. 41-42). Shapes: B samples.
 """
 
 from collections import deque
@@ -16,19 +16,19 @@ from sage_grpo.algo.sde import Schedule, Step
 
 ESTIMATORS = ("exact", "logprob")
 SCHEDULES = ("fixed", "two_stage", "adaptive")
-FEEDBACKS = {"paper": (0.9, 1.1), "trust_region": (1.1, 0.9)}  # factor of lambda when the KL is too high, too low
+FEEDBACKS = {"paper": (0.9, 1.1), "trust_region": (1.1, 0.9)}  # factors on lambda when the KL is too high, too low
 
 
 @dataclass(frozen=True)
 class TrustRegion:
-    """A strategy: which anchor is held, and the two weights."""
+    """A strategy: which anchor to keep, and the two weights."""
 
     anchor: str | None  # None, "fixed" (the pretrained policy) or "moving"
     position_weight: float
     velocity_weight: float
 
     def kl(self, to_anchor: Tensor | float, to_rollout: Tensor | float) -> Tensor | float:
-        """L_KL of Eq. 40. A term that the strategy leaves out is passed as 0."""
+        """L_KL of Eq. 40. Pass 0 for a term that the strategy does not use."""
         return self.position_weight * to_anchor + self.velocity_weight * to_rollout
 
 
@@ -39,7 +39,7 @@ def trust_region(
     dual_kl_moving_weight: float,
     dual_kl_step_weight: float,
 ) -> TrustRegion:
-    """The strategy that the flags name: no, fixed, step-wise, moving, dual moving or dual fixed KL."""
+    """The strategy selected by the flags: no, fixed, step-wise, moving, dual moving or dual fixed KL."""
     position, velocity = dual_kl_moving_weight, dual_kl_step_weight * use_dual_kl
     weights = {"kl_weight": kl_weight, "dual_kl_moving_weight": position, "dual_kl_step_weight": velocity}
     for name, value in weights.items():
@@ -62,10 +62,10 @@ def velocity_kl(
     log_prob: Tensor,
     log_prob_rollout: Tensor,
 ) -> Tensor:
-    """KL (B,) of the policy to the one that made the rollout, as `step_kl_estimator` asks.
+    """KL (B,) from the current policy to the rollout policy, computed as `step_kl_estimator` says.
 
     `exact` is the closed form. `logprob` is the published estimator (Eq. 15); on-policy its value is 0 and its
-    gradient is that of -log_prob, which has mean zero: noise.
+    gradient equals that of -log_prob, which has mean zero: pure noise.
     """
     if estimator not in ESTIMATORS:
         raise ValueError(f"step_kl_estimator is {estimator!r}; choose one of {', '.join(ESTIMATORS)}")
@@ -78,7 +78,7 @@ class KLController:
     `fixed` holds kl_weight. `two_stage` rises linearly from kl_coef to kl_weight over the warm-up and stays (Eq. 41).
     `adaptive` does the same and then follows the mean of the last 10 KL values (Eq. 42): above 1.5 x target, lambda is
     multiplied by 0.9 under the published rule, which loosens the region as the policy leaves it, and by 1.1 under
-    `trust_region`, as a Lagrange multiplier would move; below 0.5 x target the other way round.
+    `trust_region`, as a Lagrange multiplier would; below 0.5 x target, the factors are swapped.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class KLController:
             raise ValueError(f"kl_schedule is {kl_schedule!r}; choose one of {', '.join(SCHEDULES)}")
         if kl_feedback not in FEEDBACKS:
             raise ValueError(f"kl_feedback is {kl_feedback!r}; choose one of {', '.join(FEEDBACKS)}")
-        if kl_schedule == "fixed" or kl_weight == 0:  # start and floor have no say then
+        if kl_schedule == "fixed" or kl_weight == 0:  # start and floor have no effect then
             kl_coef = kl_min_coef = kl_weight
         for name, value in {"kl_coef": kl_coef, "kl_min_coef": kl_min_coef}.items():
             if not 0 <= value <= kl_weight:
@@ -113,7 +113,7 @@ class KLController:
         self.coef = kl_weight if kl_schedule == "fixed" else self._warmed_up()
 
     def update(self, kl: float) -> float:
-        """Take in the KL of one optimizer step (mean over all ranks); returns the coefficient of the next."""
+        """Record the KL of one optimizer step (mean over all ranks); returns the coefficient for the next."""
         if not 0 <= kl < float("inf"):
             raise ValueError(f"the KL is {kl}; the controller takes finite values of at least 0 only")
         self.step += 1

@@ -1,1 +1,1 @@
-"""Prompts in, nothing else: a GRPO run has no other data."""
+"""Requests for clips: the only data of a GRPO run."""

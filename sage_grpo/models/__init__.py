@@ -1,0 +1,33 @@
+"""Backbones by the pipeline that a model folder names. To add one, write a `Backbone` and add a row here."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sage_grpo import plugins
+from sage_grpo.json_files import read_object
+
+if TYPE_CHECKING:
+    from sage_grpo.models.backbone import Backbone
+
+BACKBONES = {"HunyuanVideo15Pipeline": "sage_grpo.models.hunyuan15.backbone:Hunyuan15"}
+DEFAULT = "HunyuanVideo15Pipeline"  # for Tencent's layout and missing folders, which name no pipeline
+
+
+def open_backbone(folder: str | Path, *args: Any, complete: bool = True, **kwargs: Any) -> "Backbone":
+    """Open the backbone in a model folder, which must be complete; other arguments go to `Backbone`.
+
+    Without `complete`, a folder that does not exist stands for the full-size model, with sizes but no weights.
+    """
+    backbone = plugins.load(BACKBONES, pipeline_of(Path(folder)))(folder, *args, **kwargs)
+    if complete:
+        backbone.check()
+    return backbone
+
+
+def pipeline_of(folder: Path) -> str:
+    """The row of BACKBONES for a folder: the class that its `model_index.json` names."""
+    index = folder / "model_index.json"
+    name = read_object(index).get("_class_name", DEFAULT) if index.is_file() else DEFAULT
+    if name not in list(BACKBONES):
+        raise ValueError(f"{index} names {name!r}, which cannot be trained here; choose one of {', '.join(BACKBONES)}")
+    return name

@@ -1,10 +1,10 @@
-"""Softmax attention without a mask, by the best kernel of the device.
+"""Softmax attention without a mask, using the device's best kernel.
 
-On Hopper that is cuDNN's through SDPA, which takes keys in tiles of 128 and is 8 % slower where the last tile is not
-full. So the keys of a long sequence are parted: the full tiles go to the kernel, the few that are left over to one of
-our own (join.py), and the two results are joined exactly by their normalisers, as flash attention joins its tiles.
+On Hopper that is cuDNN through SDPA, which processes keys in tiles of 128 and is 8 % slower if the last tile is not
+full. So the keys of a long sequence are split: full tiles go to that kernel, the remainder to a custom one (join.py),
+and the two results are merged exactly by their normalizers, as flash attention merges its tiles.
 
-Shapes: B clips, H heads of E, S tokens, of which R keys are left over.
+Shapes: B clips, H heads of E, S tokens, R remainder keys.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from sage_grpo.models.join import add_keys, triton
 from sage_grpo.parallel.ulysses import Attend
 
 TILE = 128
-LONG = 32768  # tokens from which parting the keys pays, whatever is left over
+LONG = 32768  # tokens from which splitting the keys pays off, whatever the remainder
 aten = torch.ops.aten
 
 
@@ -27,43 +27,43 @@ def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def tiled_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """The same for kernels that like full tiles of keys."""
+    """Attention for kernels that prefer full tiles of keys, (B, S, H, E) each -> (B, S, H, E)."""
     if key.shape[1] < LONG or key.shape[1] % TILE == 0:
         return attention(query, key, value)
     return parted_attention(query, key, value)
 
 
 def parted_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """The same in two parts; needs a full tile and something left over."""
+    """Attention with the keys split in two; needs at least one full tile and a remainder."""
     return _parted(query, key, value)[0]
 
 
 def best_attention(x: Tensor) -> Attend:
-    """The one of the two that is faster on the device and in the precision of `x`."""
+    """The faster of `attention` and `tiled_attention` for the device and dtype of `x`."""
     half = x.dtype in (torch.bfloat16, torch.float16)
     hopper = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] == 9
     return tiled_attention if half and hopper and triton else attention
 
 
-# An operator of its own, which the compiler leaves as it is: given these lines, torch 2.11 wrote a kernel that read
-# beyond its memory.
+# A custom operator, which the compiler treats as opaque: from these lines, torch 2.11 generated a kernel that read
+# out of bounds.
 @torch.library.custom_op("sage_grpo::parted_attention", mutates_args=())
 def _parted(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, S, H, E) each -> output (B, S, H, E) and the log of the softmax's denominator (B, H, S)."""
+    """(B, S, H, E) each -> output (B, S, H, E) and log of the softmax denominator (B, H, S)."""
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     full = key.shape[2] // TILE * TILE
-    out, normaliser = _kernel(query, key[:, :, :full], value[:, :, :full])
+    out, normalizer = _kernel(query, key[:, :, :full], value[:, :, :full])
     add = add_keys if query.is_cuda else _add_keys
-    out, total = add(query, key[:, :, full:], value[:, :, full:], out, normaliser)
+    out, total = add(query, key[:, :, full:], value[:, :, full:], out, normalizer)
     return out.to(query.dtype).transpose(1, 2).contiguous(), total.contiguous()
 
 
-def _add_keys(query: Tensor, key: Tensor, value: Tensor, out: Tensor, normaliser: Tensor) -> tuple[Tensor, Tensor]:
-    """What `add_keys` of join.py says, in plain products."""
+def _add_keys(query: Tensor, key: Tensor, value: Tensor, out: Tensor, normalizer: Tensor) -> tuple[Tensor, Tensor]:
+    """Reference implementation of `add_keys` in join.py, in plain matmuls."""
     scores = query @ key.mT * query.shape[-1] ** -0.5  # (B, H, S, R)
-    total = torch.logaddexp(normaliser, scores.logsumexp(-1))
+    total = torch.logaddexp(normalizer, scores.logsumexp(-1))
     weights = (scores - total[..., None]).exp()
-    return out * (normaliser - total).exp()[..., None] + weights @ value, total
+    return out * (normalizer - total).exp()[..., None] + weights @ value, total
 
 
 @_parted.register_fake
@@ -108,7 +108,7 @@ def _gradients(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Tensor, ..
 
 
 _parted.register_autograd(_gradients, setup_context=_keep)
-KEPT = {  # what selective checkpointing keeps: the results of attention
+KEPT = {  # operators whose outputs selective checkpointing keeps: attention
     torch.ops.sage_grpo.parted_attention.default,
     *(
         getattr(aten, f"_scaled_dot_product_{name}").default
@@ -118,18 +118,18 @@ KEPT = {  # what selective checkpointing keeps: the results of attention
 
 
 def _products(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b of half-precision tensors (B, H, ., .), with sums and result in fp32."""
+    """a @ b for half-precision tensors (B, H, ., .), with fp32 accumulation and result."""
     if a.dtype in (torch.float32, torch.float64):
         return a @ b
     return torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32).unflatten(0, a.shape[:2])
 
 
 def _kernel(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Output (B, H, S, E) and the log of the softmax's denominator (B, H, S)."""
+    """Output (B, H, S, E) and log of the softmax denominator (B, H, S)."""
     if not query.is_cuda:
         return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)
-    out, normaliser, *_ = aten._scaled_dot_product_cudnn_attention(query, key, value, None, True)
-    return out, normaliser.reshape(out.shape[:3])
+    out, normalizer, *_ = aten._scaled_dot_product_cudnn_attention(query, key, value, None, True)
+    return out, normalizer.reshape(out.shape[:3])
 
 
 def _kernel_backward(

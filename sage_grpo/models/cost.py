@@ -1,15 +1,13 @@
-"""Tokens and floating-point operations of HunyuanVideo-1.5, counted from its sizes."""
+"""Sizes of a backbone, and the token and FLOP counts derived from them."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-BACKWARD_OF_ATTENTION = 2.5  # times its forward: five products instead of two
+BACKWARD_OF_ATTENTION = 2.5  # times its forward: five matmuls instead of two
 
 
 @dataclass(frozen=True)
 class Forward:
-    """Operations of one forward of one clip in the blocks; all else is under 1 %."""
+    """FLOPs of one forward of one clip in the blocks; everything else is under 1 %."""
 
     linear: float
     attention: float
@@ -19,18 +17,29 @@ class Forward:
         return self.linear + self.attention
 
     def backward(self, trains_weights: bool) -> float:
-        """Of the backward pass, without recomputation. Frozen weights need the gradient of their input only."""
+        """FLOPs of the backward pass, without recomputation. Frozen weights need only their input's gradient."""
         return self.linear * (2 if trains_weights else 1) + self.attention * BACKWARD_OF_ATTENTION
 
 
-def video_tokens(frames: int, height: int, width: int, temporal: int = 4, spatial: int = 16) -> int:
-    """One for each place of the latents: the model's patch is 1."""
-    return ((frames - 1) // temporal + 1) * (height // spatial) * (width // spatial)
+@dataclass(frozen=True)
+class Architecture:
+    """A model whose blocks attend over all tokens, one token per latent position. Other models override this."""
 
+    layers: int  # blocks
+    heads: int
+    width: int  # channels per token
+    mlp_ratio: float
+    parameters: int  # in the full denoiser
+    block: int  # of these, in one block
+    vae: int  # parameters of the VAE
+    channels: int = 32  # latent channels
+    temporal: int = 4  # frames per latent frame, after the first
+    spatial: int = 16  # pixels per latent row and column
 
-def forward(config: Mapping[str, Any], num_video: int, num_context: int) -> Forward:
-    """`config` of the transformer as diffusers writes it."""
-    width, tokens = config["num_attention_heads"] * config["attention_head_dim"], num_video + num_context
-    matrices = (4 + 2 * config["mlp_ratio"]) * width**2  # query, key, value, output; feed-forward
-    layers = config["num_layers"]
-    return Forward(2 * matrices * tokens * layers, 4 * tokens**2 * width * layers)
+    def video_tokens(self, frames: int, height: int, width: int) -> int:
+        return ((frames - 1) // self.temporal + 1) * (height // self.spatial) * (width // self.spatial)
+
+    def forward(self, num_video: int, num_context: int) -> Forward:
+        matrices = (4 + 2 * self.mlp_ratio) * self.width**2  # query, key, value, output; feed-forward
+        tokens = num_video + num_context
+        return Forward(2 * matrices * tokens * self.layers, 4 * tokens**2 * self.width * self.layers)

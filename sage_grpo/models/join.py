@@ -1,6 +1,6 @@
-"""A kernel that lets queries attend to a few more keys after attention has run: one pass over queries and output.
+"""A kernel that adds a few more keys to finished attention: one pass over queries and output.
 
-Triton comes with torch for CUDA; elsewhere this module can be imported, not used.
+Triton ships with torch for CUDA; elsewhere this module can be imported but not used.
 """
 
 import torch
@@ -12,22 +12,22 @@ try:
 except ImportError:
     triton = None
 
-ROWS = 64  # queries of one program
+ROWS = 64  # queries per program
 
 
-def add_keys(query: Tensor, key: Tensor, value: Tensor, out: Tensor, normaliser: Tensor) -> tuple[Tensor, Tensor]:
-    """The output and log-denominator over all keys, given those over the keys before these R.
+def add_keys(query: Tensor, key: Tensor, value: Tensor, out: Tensor, normalizer: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and log-denominator over all keys, given those over the keys before these R.
 
     query (B, H, S, E), key and value (B, H, R, E) with R at most 128, out (B, H, S, E), which is overwritten, and
-    normaliser (B, H, S), fp32.
+    normalizer (B, H, S), fp32.
     """
     (batch, heads, rows, width), extra = query.shape, key.shape[2]
     query, key, value = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value))
-    normaliser, total = normaliser.contiguous(), torch.empty_like(normaliser, memory_format=torch.contiguous_format)
+    normalizer, total = normalizer.contiguous(), torch.empty_like(normalizer, memory_format=torch.contiguous_format)
     strides = [x.stride()[:3] for x in (query, key, value, out)]
     columns = max(16, triton.next_power_of_2(extra))
     _add_keys[triton.cdiv(rows, ROWS), batch * heads](
-        query, key, value, out, normaliser, total, *(n for three in strides for n in three),
+        query, key, value, out, normalizer, total, *(n for three in strides for n in three),
         heads, rows, extra, width**-0.5, width, ROWS, columns,
     )  # fmt: skip
     return out, total
@@ -37,10 +37,10 @@ if triton is not None:
 
     @triton.jit
     def _add_keys(
-        query, key, value, out, normaliser, total, qb, qh, qs, kb, kh, ks, vb, vh, vs, ob, oh, os,
+        query, key, value, out, normalizer, total, qb, qh, qs, kb, kh, ks, vb, vh, vs, ob, oh, os,
         heads, rows, extra, scale, width: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     ):  # fmt: skip
-        pair = tl.program_id(1).to(tl.int64)  # of a clip and a head
+        pair = tl.program_id(1).to(tl.int64)  # index of (clip, head)
         b, h = pair // heads, pair % heads
         row = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
         column, feature = tl.arange(0, COLUMNS), tl.arange(0, width)
@@ -50,7 +50,7 @@ if triton is not None:
         v = tl.load(value + b * vb + h * vh + column[:, None] * vs + feature, mask=there[:, None], other=0.0)
         place = out + b * ob + h * oh + row[:, None] * os + feature
         before = tl.load(place, mask=here[:, None], other=0.0).to(tl.float32)
-        known = tl.load(normaliser + pair * rows + row, mask=here, other=0.0)
+        known = tl.load(normalizer + pair * rows + row, mask=here, other=0.0)
         scores = tl.where(there, tl.dot(q, tl.trans(k)) * scale, -float("inf"))
         top = tl.maximum(known, tl.max(scores, 1))
         weights, old = tl.exp(scores - top[:, None]), tl.exp(known - top)

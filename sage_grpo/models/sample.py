@@ -1,4 +1,4 @@
-"""The denoising loop: one function for generation, for rollouts and for validation.
+"""The denoising loop, shared by generation, rollouts and validation.
 
 Shapes: B clips of one prompt, C latent channels, (T, y, x) latent frames, rows and columns.
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sage_grpo import rng
 from sage_grpo.algo.sde import Schedule
-from sage_grpo.models.policy import Conditioning, Policy
+from sage_grpo.models.backbone import Backbone, Conditioning, Guidance
 
 Noise = Callable[[int], Tensor]  # denoising step -> standard normal (B, C, T, y, x), on any device
 
@@ -26,21 +26,20 @@ class Transition(NamedTuple):
 
 
 def denoise(
-    policy: Policy,
+    backbone: Backbone,
     schedule: Schedule,
     x: Tensor,
     cond: Conditioning,
-    guidance: float,
-    negative: Conditioning | None,
+    guidance: Guidance,
     noise: Noise,
 ) -> Iterator[Transition]:
-    """Run all steps from the initial noise x; the last transition's `x_next` are the finished latents.
+    """Run all steps from the initial noise x; the last transition's `x_next` holds the final latents.
 
-    Each clip gets its own noise level, though they are all equal: training gives clips different ones, and only a
-    forward of the same shape gives the same bits.
+    Each clip is passed its own noise level, though all are equal: in training they differ, and only a forward of the
+    same shape gives the same bits.
     """
     for i in range(schedule.num_steps):
-        velocity = policy.velocity(x, schedule.sigmas[i].expand(len(x)), cond, guidance, negative)
+        velocity = backbone.velocity(x, schedule.sigmas[i].expand(len(x)), cond, guidance)
         x_next, log_prob = schedule.step(i, x, velocity, noise(i).to(x.device))
         yield Transition(x, velocity, x_next, log_prob)
         x = x_next
@@ -55,9 +54,9 @@ def counter_noise(
     step: int = 0,
     init_samples: Sequence[int] | None = None,
 ) -> tuple[Tensor, Noise]:
-    """Initial noise, and the noise of each step, of clips numbered `samples`: the same clip in whatever batch.
+    """Initial noise and per-step noise for the clips numbered `samples`, independent of batch and rank.
 
-    purpose: `generate`, or `rollout` for training. init_samples: clips whose initial noise is taken instead.
+    purpose: `generate`, or `rollout` for training. init_samples: clips whose initial noise is used instead.
     """
 
     def draw(kind: str, numbers: Sequence[int], index: int = 0) -> Tensor:

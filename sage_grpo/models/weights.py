@@ -1,36 +1,43 @@
-"""The tensors of a model part, read from safetensors files piece by piece, in either layout; and written.
+"""Reads a model part's tensors lazily from safetensors files, and writes them.
 
-A rank of a sharded run reads only the rows that it keeps, whatever the layout is called.
+A rank of a sharded run reads only the rows it keeps, whatever the names and order in the files.
 """
 
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from sage_grpo.models.layout import DEFAULT_VERSION, component, is_tencent, read_index
-from sage_grpo.models.tencent import Rows, to_diffusers, to_tencent
-from sage_grpo.parallel.fsdp import local, rows
+from sage_grpo.json_files import read_object
+from sage_grpo.parallel.fsdp import local_shard, rows
 
 STEM = "diffusion_pytorch_model"
-SHOWN = 3  # names in an error
+SHOWN = 3  # names shown in an error
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
+class Rows(NamedTuple):
+    """Block `block` of the tensor `source`, split into `of` equal blocks of rows; all of it by default."""
+
+    source: str
+    block: int = 0
+    of: int = 1
+
+
 class Weights:
-    """Tensors by name, each put together from rows of stored tensors; nothing is read before it is asked for."""
+    """Tensors by name, each assembled from rows of stored tensors; nothing is read until requested."""
 
     def __init__(
         self, where: Path, files: Mapping[str, Path], recipes: Mapping[str, Sequence[Rows]] | None = None
     ) -> None:
-        """`files` maps stored tensors to their files. Without `recipes` the names are those of the stored tensors."""
+        """`files` maps stored tensors to their files. Without `recipes`, stored names are used."""
         self.where, self._files = where, dict(files)
         self._recipes = recipes if recipes is not None else {name: (Rows(name),) for name in files}
         self._open: dict[Path, Any] = {}
@@ -40,35 +47,35 @@ class Weights:
         return list(self._recipes)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the whole tensor; () for a single number."""
+        """Shape of the full tensor; () for a scalar."""
         recipe = self._recipes[name]
         shape = self._stored(recipe[0].source).get_shape()
         return (sum(map(self._count, recipe)), *shape[1:]) if shape else ()
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """A copy of rows start:stop of the tensor, on the CPU; no other bytes are read."""
+        """Copy rows start:stop of the tensor to the CPU; no other bytes are read."""
         recipe = self._recipes[name]
         if not self.shape(name):
             return self._file(self._files[recipe[0].source]).get_tensor(recipe[0].source).clone()
         start, stop, _ = slice(start, stop).indices(self.shape(name)[0])
-        pieces, before = [], 0  # rows of the pieces before this one
+        pieces, before = [], 0  # rows before this piece
         for part in recipe:
             count = self._count(part)
             first, last = max(start - before, 0), min(stop - before, count)
-            if first < last or not pieces:  # an empty range still has a dtype and the other dimensions
+            if first < last or not pieces:  # an empty range still needs a dtype and its other dimensions
                 offset = part.block * count
                 pieces.append(self._stored(part.source)[offset + first : offset + max(first, last)])
             before += count
         return torch.cat(pieces)  # pieces are views of the file, which may change or vanish
 
     def renamed(self, recipes: Mapping[str, Sequence[Rows]]) -> "Weights":
-        """The same stored tensors under other names."""
+        """A view of the stored tensors under other names."""
         return Weights(self.where, self._files, recipes)
 
     def _count(self, part: Rows) -> int:
         length = self._stored(part.source).get_shape()[0]
         if length % part.of:
-            raise ValueError(f"{part.source} in '{self.where}' has {length} rows, which is no multiple of {part.of}.")
+            raise ValueError(f"{part.source} in '{self.where}' has {length} rows, not a multiple of {part.of}.")
         return length // part.of
 
     def _stored(self, source: str) -> Any:
@@ -80,19 +87,13 @@ class Weights:
         return self._open[path]
 
 
-def open_weights(folder: Path, part: str, version: str = DEFAULT_VERSION) -> Weights:
-    """The `transformer` or the `vae` of a model folder, named as in diffusers whichever layout the folder has."""
-    weights = open_folder(component(Path(folder), part, version))
-    return weights.renamed(to_diffusers(part, weights.names)) if is_tencent(Path(folder)) else weights
-
-
 def open_file(path: Path) -> Weights:
     """The tensors of one file."""
     return Weights(path, _stored_names([path], path.parent))
 
 
 def open_folder(folder: Path) -> Weights:
-    """All safetensors files of one folder. Where there is an index, files and index must agree."""
+    """All safetensors files in a folder. If there is an index, it must match the files."""
     index = next(iter(sorted(folder.glob("*.safetensors.index.json"))), None)
     if index is None:
         return Weights(folder, _stored_names(sorted(folder.glob("*.safetensors")), folder))
@@ -106,13 +107,24 @@ def open_folder(folder: Path) -> Weights:
     return Weights(folder, files)
 
 
+def read_index(path: Path) -> dict[str, str]:
+    """The file of each tensor, from a `*.safetensors.index.json`; files outside its folder are rejected."""
+    files = read_object(path).get("weight_map")
+    if not isinstance(files, dict) or not files:
+        raise ValueError(f"{path} has no weight_map; download it again.")
+    for file in files.values():
+        if not isinstance(file, str) or not re.fullmatch(r"[\w.-]+\.safetensors", file):
+            raise ValueError(f"{path} names {file!r}, which is not a safetensors file beside it; download it again.")
+    return files
+
+
 def _stored_names(paths: Sequence[Path], folder: Path) -> dict[str, Path]:
-    """The file of each tensor; shards that are not there, and tensors in two files, are refused."""
+    """The file of each tensor; missing shards and duplicate tensors are rejected."""
     if not paths:
         raise FileNotFoundError(f"'{folder}' has no *.safetensors; download that folder again.")
     files: dict[str, Path] = {}
     for path in paths:
-        for name in open_safetensors(path).keys():  # noqa: SIM118 - it is no dict
+        for name in open_safetensors(path).keys():  # noqa: SIM118 - not a dict
             if name in files:
                 raise ValueError(f"{name} is in both {files[name]} and {path}; keep one of these files.")
             files[name] = path
@@ -126,11 +138,11 @@ def open_safetensors(path: Path) -> Any:
     try:
         return safe_open(path, "pt")
     except SafetensorError as error:
-        raise ValueError(f"{path} is not a whole safetensors file ({error}); download it again.") from error
+        raise ValueError(f"{path} is not a complete safetensors file ({error}); download it again.") from error
 
 
 def check_names(weights: Weights, expected: Mapping[str, Sequence[int]]) -> None:
-    """Refuse weights that have not exactly the expected tensors and shapes, before anything is loaded."""
+    """Reject weights without exactly the expected tensors and shapes, before anything is loaded."""
     found = dict.fromkeys(weights.names)
     missing = [name for name in expected if name not in found]
     unexpected = [name for name in found if name not in expected]
@@ -147,7 +159,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def load_model(model: Model, weights: Weights, device: torch.device | str, dtype: torch.dtype) -> Model:
-    """Give a model its weights, one tensor at a time; it may have been made on the meta device."""
+    """Load weights into a model one tensor at a time; the model may be on the meta device."""
     check_names(weights, {name: tensor.shape for name, tensor in model.state_dict().items()})
     tensors = {name: weights.read(name).to(device, dtype) for name in weights.names}
     model.load_state_dict(tensors, assign=next(model.parameters()).is_meta)
@@ -156,15 +168,15 @@ def load_model(model: Model, weights: Weights, device: torch.device | str, dtype
 
 @torch.no_grad()
 def fill_model(model: nn.Module, weights: Weights) -> None:
-    """Fill the parameters in place, each rank its rows of those that are sharded; adapters are left alone."""
+    """Fill the parameters in place (each rank only its rows of sharded ones); adapters are left alone."""
     own = {name.replace(".base_layer.", "."): p for name, p in model.named_parameters() if ".lora_" not in name}
     check_names(weights, {name: parameter.shape for name, parameter in own.items()})
     for name, parameter in own.items():
-        local(parameter).copy_(weights.read(name, *rows(parameter)))
+        local_shard(parameter).copy_(weights.read(name, *rows(parameter)))
 
 
 def save_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: float = 5e9) -> None:
-    """Write files named as diffusers names them. One shard at a time is in memory if `tensors` is a generator."""
+    """Write files with diffusers' names. If `tensors` is a generator, only one shard at a time is in memory."""
     folder.mkdir(parents=True, exist_ok=True)
     if old := sorted(folder.glob(f"{STEM}*.safetensors*")):
         raise ValueError(f"'{folder}' already holds {old[0].name}; write to another folder.")
@@ -173,7 +185,7 @@ def save_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], max_shard_
         drafts.append((folder / f"{STEM}-{len(drafts) + 1:05d}.tmp", list(shard)))
         total += sum(tensor.nbytes for tensor in shard.values())
         save_file(shard, drafts[-1][0], metadata={"format": "pt"})
-        del shard  # before the next one fills
+        del shard  # before filling the next one
     weight_map = {}
     for number, (draft, names) in enumerate(drafts, 1):
         count = f"-{number:05d}-of-{len(drafts):05d}" if len(drafts) > 1 else ""
@@ -192,9 +204,3 @@ def _shards(tensors: Iterable[tuple[str, Tensor]], max_bytes: float) -> Iterator
             shard = {}
         shard[name] = tensor.detach().cpu().contiguous()
     yield shard
-
-
-def save_tencent(folder: Path, part: str, weights: Weights, max_shard_bytes: float = 5e9) -> None:
-    """Write weights with diffusers names, such as those of a checkpoint, into a folder of Tencent's layout."""
-    theirs = weights.renamed(to_tencent(part, weights.names))
-    save_weights(folder, ((name, theirs.read(name)) for name in theirs.names), max_shard_bytes)

@@ -1,6 +1,6 @@
-"""The transformer sharded over ranks by FSDP2: fp32 master weights and reductions, the forward in `compute` precision.
+"""FSDP2 sharding of the transformer: fp32 master weights and reductions, the forward in `compute` precision.
 
-Each block is one unit, the rest of the model another. Losses are divided by the number of pairs of all ranks, and every
+Each block is one unit, the rest of the model another. Losses are divided by the number of pairs on all ranks, and each
 rank of a sequence-parallel group holds part of its gradient, so gradients are summed over all ranks, never averaged.
 """
 
@@ -29,19 +29,19 @@ def shard(model: nn.Module, blocks: Iterable[nn.Module], mesh: DeviceMesh, compu
 
 
 def units(model: nn.Module) -> list[FSDPModule]:
-    """The sharded modules; none where nothing was sharded."""
+    """The sharded modules; empty if nothing is sharded."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def reduce_gradients_in_next_backward(model: nn.Module, wanted: bool) -> None:
-    """Where not wanted, each rank adds up its own gradients, unsharded, until a backward pass that reduces them."""
+    """If not wanted, each rank accumulates unsharded gradients locally until a backward pass that reduces them."""
     for unit in units(model):
         unit.set_requires_gradient_sync(wanted, recurse=False)
 
 
 @contextmanager
 def gathered(model: nn.Module, wanted: bool = True) -> Iterator[None]:
-    """Context in which weights stay gathered after a forward; nothing may change them meanwhile."""
+    """Context in which weights stay gathered after a forward; they must not change inside it."""
     kept = units(model) if wanted else []
     for unit in kept:
         unit.set_reshard_after_forward(False, recurse=False)
@@ -53,13 +53,13 @@ def gathered(model: nn.Module, wanted: bool = True) -> Iterator[None]:
             unit.reshard()
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor, sharing its memory; another tensor as it is."""
+def local_shard(tensor: Tensor) -> Tensor:
+    """This rank's shard of a tensor, sharing its memory; an unsharded tensor is returned as is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def like(tensor: Tensor, part: Tensor) -> Tensor:
-    """`part` as this rank's part of a tensor that is sharded as `tensor` is."""
+def shard_like(tensor: Tensor, part: Tensor) -> Tensor:
+    """Wrap `part` as this rank's shard of a tensor with the same sharding as `tensor`."""
     if not isinstance(tensor, DTensor):
         return part
     words = {"shape": tensor.shape, "stride": tensor.stride()}
@@ -67,32 +67,32 @@ def like(tensor: Tensor, part: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def put(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    """Copy values into this rank's parts of the parameters of the same names."""
+def copy_into(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Copy values into this rank's shards of the parameters with the same names."""
     for name, value in values.items():
-        local(parameters[name]).copy_(local(value))
+        local_shard(parameters[name]).copy_(local_shard(value))
 
 
 @contextmanager
 def replaced(
     parameters: Mapping[str, Tensor], values: Mapping[str, Tensor], home: torch.device | None = None
 ) -> Iterator[None]:
-    """Context in which parameters have other values; their own wait meanwhile, at `home` if it is named."""
-    kept = {name: local(parameters[name]).detach().to(home, copy=True) for name in values}
-    put(parameters, values)
+    """Context in which parameters have other values; the originals are kept meanwhile, on `home` if given."""
+    kept = {name: local_shard(parameters[name]).detach().to(home, copy=True) for name in values}
+    copy_into(parameters, values)
     try:
         yield
     finally:
-        put(parameters, kept)
+        copy_into(parameters, kept)
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """All of a sharded tensor, on every rank; all ranks must call. Another tensor as it is."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Gather a sharded tensor on every rank; all ranks must call. An unsharded tensor is returned as is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def rows(tensor: Tensor) -> tuple[int, int]:
-    """Which rows (start, stop) of dim 0 of the whole tensor are local."""
+    """Which rows (start, stop) of dim 0 of the full tensor are local."""
     if not isinstance(tensor, DTensor):
         return 0, tensor.shape[0] if tensor.ndim else 1
     if any(isinstance(p, Shard) and p.dim for p in tensor.placements):

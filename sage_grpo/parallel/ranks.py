@@ -1,7 +1,7 @@
-"""The ranks of a run and what they tell each other. One process needs no group.
+"""The ranks of a run and how they communicate. A single process needs no process group.
 
-The `sp_size` ranks of a sequence-parallel group work on the same clips, and the first of them, the leader, does for its
-group what only one has to do. The groups are data-parallel: this rank's is number `rank` of `count`.
+The `sp_size` ranks of a sequence-parallel group work on the same clips; the first one, the leader, does what only one
+rank per group has to do. The groups are data-parallel: this rank's group is number `rank` of `count`.
 """
 
 import os
@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-NCCL_GRACE = 60  # seconds that a collective has longer than a run's own watch, which keeps a record of what it ended
+NCCL_GRACE = 60  # seconds by which a collective outlasts the run's watchdog, which records what it ended
 
 S = TypeVar("S")
 T = TypeVar("T")
 
 
 class RankError(RuntimeError):
-    """What went wrong on one rank, told to all, in one sentence."""
+    """A failure on one rank, raised on all of them, in one sentence."""
 
 
 @dataclass(frozen=True)
@@ -36,16 +36,16 @@ class Ranks:
     sp_rank: int = 0
     sp_size: int = 1
     mesh: DeviceMesh | None = None  # (dp, sp)
-    shards: DeviceMesh | None = None  # (shard,) or (replicate, shard), where the model is to be sharded
+    shards: DeviceMesh | None = None  # (shard,) or (replicate, shard), if the model is sharded
 
     @property
     def first(self) -> bool:
-        """Whether this rank writes what exists once."""
+        """Whether this is the rank that writes shared files."""
         return self.rank == 0 and self.leader
 
     @property
     def leader(self) -> bool:
-        """Whether this rank works for its sequence-parallel group."""
+        """Whether this rank leads its sequence-parallel group."""
         return self.sp_rank == 0
 
     @property
@@ -58,7 +58,7 @@ class Ranks:
 
     @property
     def writes_shards(self) -> bool:
-        """Whether this rank's part of the model is written: one copy of each part is enough."""
+        """Whether this rank writes its shard of the model: one copy of each shard is enough."""
         if self.shards is None:
             return self.first
         return self.shards.ndim == 1 or self.shards.get_local_rank("replicate") == 0
@@ -77,11 +77,11 @@ class Ranks:
         return torch.cat(parts).to(values.device)
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum over data-parallel ranks; the argument is left as it is."""
+        """Sum over data-parallel ranks; the argument is not modified."""
         return self._reduce(values, dist.ReduceOp.SUM)
 
     def max(self, values: Tensor) -> Tensor:
-        """Largest over data-parallel ranks."""
+        """Maximum over data-parallel ranks."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
     def _reduce(self, values: Tensor, how: dist.ReduceOp) -> Tensor:
@@ -104,7 +104,7 @@ class Ranks:
         return found
 
     def from_leader(self, call: Callable[[], T]) -> T:
-        """What a call gives on the leader, its exception too, for all ranks of the sequence-parallel group."""
+        """Run a call on the leader; all ranks of the sequence-parallel group get its result or its exception."""
         if self.sequence_group is None:
             return call()
         outcome: list = [None, None]
@@ -119,13 +119,13 @@ class Ranks:
         return outcome[0]
 
     def on_leader(self, call: Callable[[], T]) -> T | None:
-        """The same for what cannot be sent: the others get None."""
+        """`from_leader` for results that cannot be sent: the other ranks get None."""
         kept: list[T] = []
         self.from_leader(lambda: kept.append(call()))
         return kept[0] if kept else None
 
     def shared(self, items: Sequence[S], work: Callable[[Sequence[S]], list[T]]) -> list[T]:
-        """`work(items)`, of which each rank of the sequence-parallel group does a part; all get all."""
+        """`work(items)`, split across the ranks of the sequence-parallel group; every rank gets all results."""
         if self.sequence_group is None:
             return work(items)
         per_rank = -(-len(items) // self.sp_size)
@@ -135,7 +135,7 @@ class Ranks:
         return [result for part in found for result in part]
 
     def together(self, call: Callable[[], T]) -> list[T]:
-        """What a call gives on every rank. If it fails on one, it fails on all: none is left waiting for another."""
+        """Results of a call from every rank. If it fails on one, it fails on all, so that none is left waiting."""
         try:
             mine: tuple[T | None, str] = (call(), "")
         except Exception as error:
@@ -150,20 +150,20 @@ class Ranks:
         return [result for result, _ in found]
 
     def any(self, mine: bool) -> bool:
-        """Whether it holds on any rank."""
+        """Whether `mine` is true on any rank."""
         if self.world == 1:
             return mine
         flag = torch.tensor(int(mine), device=self.device)
         dist.all_reduce(flag, dist.ReduceOp.MAX)
         return bool(flag)
 
-    def say(self, text: str) -> None:
-        """Tell the operator, once."""
+    def log_once(self, text: str) -> None:
+        """Print a note for the operator, on one rank only."""
         if self.first:
             print(f"note: {text}", file=sys.stderr, flush=True)
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Add up the gradients of all ranks in place, as one message; those of a sharded model are summed already."""
+        """Sum the gradients over all ranks in place, in one message; those of a sharded model are already summed."""
         if self.world == 1:
             return
         gradients = [p.grad for p in parameters if p.grad is not None and not isinstance(p.grad, DTensor)]
@@ -175,7 +175,7 @@ class Ranks:
             gradient.copy_(total.view_as(gradient))
 
     def set_timeout(self, seconds: float) -> None:
-        """How long ranks wait for each other from now on; before, loading a model may take its time."""
+        """Set how long ranks wait for each other from now on; until then, loading a model may take long."""
         meshes = [mesh for mesh in (self.mesh, self.shards) if mesh is not None]
         patience = timedelta(seconds=seconds + NCCL_GRACE * (self.device.type == "cuda"))
         for group in (None, *(group for mesh in meshes for group in mesh.get_all_groups())) if meshes else ():
@@ -187,7 +187,7 @@ class Ranks:
             dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
 
     def abandon(self, code: int) -> None:
-        """End this process where leaving could take long: NCCL waits for collectives that others may never join."""
+        """Exit immediately: a normal exit can hang while NCCL waits for collectives that others may never join."""
         if self.world > 1 and self.device.type == "cuda":
             sys.stdout.flush()
             sys.stderr.flush()
@@ -196,9 +196,9 @@ class Ranks:
 
 @contextmanager
 def join_ranks(timeout: float, sp_size: int = 1, sharded: bool = False, replicas: int = 1) -> Iterator[Ranks]:
-    """The ranks that torchrun started, or this process alone; they wait `timeout` seconds for each other.
+    """Join the ranks that torchrun started, or run this process alone; ranks wait `timeout` seconds for each other.
 
-    sharded: with a mesh to shard the model over, in `replicas` copies; one process can have that too.
+    sharded: create a mesh to shard the model over, with `replicas` copies; also works with one process.
     """
     world, rank, home = (int(os.environ.get(name, default)) for name, default in
                          (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)))  # fmt: skip
@@ -230,7 +230,7 @@ def join_ranks(timeout: float, sp_size: int = 1, sharded: bool = False, replicas
 
 
 def check_layout(world: int, sp_size: int, sharded: bool, replicas: int) -> None:
-    """Refuse sizes that do not divide each other."""
+    """Reject sizes that do not divide each other."""
     if world % sp_size:
         raise ValueError(f"sp_size is {sp_size}; it must divide the number of processes, which is {world}")
     if replicas > 1 and not sharded:

@@ -1,9 +1,9 @@
-"""Sequence parallelism (Ulysses, arXiv 2309.14509): ranks hold some of the tokens, and in attention some of the heads.
+"""Sequence parallelism (Ulysses, arXiv 2309.14509): each rank holds some tokens and, in attention, some heads.
 
-Parts may be of any length, also empty. Every rank of the group ends with the whole output and the same loss, so the
+Shares may have any length, including 0. Every rank of the group ends with the full output and the same loss, so the
 gradient of a parameter is the SUM over the group.
 
-Shapes: B clips, N video and K context tokens in all, n and k of this rank, s = n + k, S = N + K, H heads of E.
+Shapes: B clips, N video and K context tokens in total, n and k on this rank, s = n + k, S = N + K, H heads of E.
 """
 
 from collections.abc import Callable
@@ -13,13 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class _AllToAll(torch.autograd.Function):
-    """Rows of dim 0 change ranks: `given[r]` of them go to rank r, `taken[r]` come from it. The gradient goes back."""
+    """Exchange rows of dim 0: `given[r]` of them go to rank r, `taken[r]` come from it. The gradient goes back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, taken: list[int], given: list[int], group: dist.ProcessGroup) -> Tensor:
@@ -34,7 +35,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _Join(torch.autograd.Function):
-    """Parts (B, n, D) of all ranks -> the whole (B, N, D). Every rank has the same loss, so each keeps its own part."""
+    """All ranks' (B, n, D) -> full (B, N, D). Every rank has the same loss, so each keeps its part of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, sizes: list[int], rank: int, group: dist.ProcessGroup) -> Tensor:
@@ -50,15 +51,15 @@ class _Join(torch.autograd.Function):
 
 
 def part_sizes(length: int, count: int) -> list[int]:
-    """As even as can be; the first ranks take what is left over."""
+    """Split `length` as evenly as possible; the first ranks take the remainder."""
     return [length // count + (rank < length % count) for rank in range(count)]
 
 
 @dataclass(frozen=True)
 class Shares:
-    """How the tokens of one forward are spread. Without a group this rank has them all."""
+    """How the tokens of one forward are split across ranks. Without a group, this rank has them all."""
 
-    kernel: Attend  # attention of whole sequences, (B, S, H, E) each -> (B, S, H, E)
+    kernel: Attend  # attention over full sequences, (B, S, H, E) each -> (B, S, H, E)
     group: dist.ProcessGroup | None
     rank: int
     video: list[int]  # tokens of each rank
@@ -79,14 +80,14 @@ class Shares:
         return part if self.group is None else _Join.apply(part, self.video, self.rank, self.group)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attention of all tokens, (B, s, H, E) of this rank each -> (B, s, H, E)."""
+        """Attention over all tokens, from this rank's (B, s, H, E) each -> (B, s, H, E)."""
         if self.group is None:
             return self.kernel(query, key, value)
         totals = [n + k for n, k in zip(self.video, self.context, strict=True)]
         count, mine = len(totals), totals[self.rank]
-        joint = torch.stack([query, key, value])  # (3, B, s, H, E)
-        outgoing = joint.unflatten(3, (count, -1)).permute(3, 2, 0, 1, 4, 5).flatten(0, 1)  # (count * s, 3, B, h, E)
+        joint = torch.stack([query, key, value])
+        outgoing = rearrange(joint, "three b s (count h) e -> (count s) three b h e", count=count)
         incoming = _AllToAll.apply(outgoing, totals, [mine] * count, self.group)  # (S, 3, B, h, E)
-        out = self.kernel(*incoming.permute(1, 2, 0, 3, 4))  # (B, S, h, E)
-        back = _AllToAll.apply(out.transpose(0, 1), [mine] * count, totals, self.group)  # (count * s, B, h, E)
-        return back.unflatten(0, (count, mine)).permute(2, 1, 0, 3, 4).flatten(2, 3)
+        out = self.kernel(*rearrange(incoming, "s three b h e -> three b s h e"))
+        back = _AllToAll.apply(rearrange(out, "b s h e -> s b h e"), [mine] * count, totals, self.group)
+        return rearrange(back, "(count s) b h e -> b s (count h) e", count=count)

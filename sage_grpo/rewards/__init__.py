@@ -1,0 +1,12 @@
+"""Rewards that a command line can name. To add one, write a file like `ocr.py` and add a row (docs/extending.md)."""
+
+REWARDS = {
+    "videoalign": "sage_grpo.rewards.videoalign:build",
+    "clipscore": "sage_grpo.rewards.clip:build_clipscore",
+    "pickscore": "sage_grpo.rewards.clip:build_pickscore",
+    "ocr": "sage_grpo.rewards.ocr:build",
+    "remote": "sage_grpo.rewards.remote:build",
+    "shapes": "embedded.shapes.reward:build",
+}
+ALIASES = {"videoalign_local": "videoalign"}
+DEFAULT = "videoalign"  # for real-world models

@@ -1,10 +1,9 @@
-"""What a reward is, and the closed table of those that a command line can name.
+"""What a reward is, and how one is built from its name.
 
-A reward gets clips in memory, never files. To add one, write a class and a line in REWARDS: docs/rewards.md. Classes
-with large models are imported when they are built, so that this file stays light.
+Rewards receive clips in memory, never files. `REWARDS` in `sage_grpo/rewards/__init__.py` is the table of names.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -12,91 +11,47 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sage_grpo.rewards import shapes
+from sage_grpo import plugins
+from sage_grpo.rewards import ALIASES, REWARDS
 
 
 class Reward(Protocol):
-    names: tuple[str, ...]  # the scores that it gives
+    names: tuple[str, ...]  # names of the scores it returns
 
     def check(self, prompts: Sequence[str]) -> None:
-        """Refuse prompts that cannot be scored, before anything is sampled for them."""
+        """Reject prompts that cannot be scored, before anything is sampled for them."""
 
     def score(self, clips: Sequence[Tensor], prompts: Sequence[str], fps: float) -> dict[str, Tensor]:
-        """Named scores, each (B,), higher is better, of uint8 clips (F, H, W, 3) with one prompt each."""
+        """Named scores, each (B,), higher is better, for uint8 clips (F, H, W, 3) with one prompt each."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a reward may need to be built."""
+    """Everything a reward may need at construction."""
 
-    path: Path  # VideoAlign's folder; other weights lie beside it
+    path: Path  # VideoAlign's folder; other rewards' weights are in sibling folders
     device: torch.device
-    sample_fps: float = 2.0  # frames seen of each second
-    url: str | None = None  # of a reward server
-    timeout: float = 300.0  # seconds that it may take
+    sample_fps: float = 2.0  # frames sampled per second
+    url: str | None = None  # address of a reward server
+    timeout: float = 300.0  # seconds a call may take
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of a reward's model, whatever the policy's is."""
+        """Precision of a reward's model, independent of the policy's."""
         return torch.float32 if self.device.type == "cpu" else torch.bfloat16
 
     def beside(self, name: str) -> Path:
+        """Folder of another reward's weights."""
         return self.path.with_name(name)
 
 
-def _videoalign(setup: Setup) -> Reward:
-    from sage_grpo.rewards.videoalign import VideoAlign
-
-    return VideoAlign(setup.path, setup.device, setup.dtype, sample_fps=setup.sample_fps)
-
-
-def _clipscore(setup: Setup) -> Reward:
-    from sage_grpo.rewards.clip import ClipScore
-
-    return ClipScore(setup.beside("clip-vit-large-patch14"), setup.device, setup.dtype, setup.sample_fps)
-
-
-def _pickscore(setup: Setup) -> Reward:
-    from sage_grpo.rewards.clip import PickScore
-
-    return PickScore(setup.beside("PickScore_v1"), setup.device, setup.dtype, setup.sample_fps)
-
-
-def _ocr(setup: Setup) -> Reward:
-    try:
-        from sage_grpo.rewards.ocr import OcrReward
-    except ImportError as error:
-        raise ValueError(
-            f"the reward ocr needs a package ({error}): pip install --no-deps -r requirements-ocr.txt"
-        ) from error
-    return OcrReward(setup.sample_fps)
-
-
-def _remote(setup: Setup) -> Reward:
-    from sage_grpo.rewards.remote import RemoteReward
-
-    if setup.url is None:
-        raise ValueError("the reward remote needs the address of its server: give --remote_reward_url")
-    return RemoteReward(setup.url, setup.timeout)
-
-
-REWARDS: dict[str, Callable[[Setup], Reward]] = {
-    "shapes": lambda setup: shapes.ShapesReward(),
-    "videoalign": _videoalign,
-    "clipscore": _clipscore,
-    "pickscore": _pickscore,
-    "ocr": _ocr,
-    "remote": _remote,
-}
-ALIASES = {"videoalign_local": "videoalign"}
-
-
 def build_rewards(names: Sequence[str], setup: Setup) -> dict[str, Reward]:
-    """The named rewards, aliases under their proper name. Weights are loaded here and nowhere else."""
+    """Build the named rewards, with aliases resolved. Weights are loaded here and nowhere else."""
     return {name: build_reward(name, setup) for name in (ALIASES.get(name, name) for name in names)}
 
 
 def build_reward(name: str, setup: Setup) -> Reward:
+    """Call the `build(setup)` that the table names."""
     if name not in REWARDS:
         raise ValueError(f"the reward is {name!r}; choose one of {', '.join(REWARDS)}")
-    return REWARDS[name](setup)
+    return plugins.load(REWARDS, name)(setup)

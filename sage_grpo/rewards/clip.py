@@ -1,15 +1,15 @@
-"""CLIPScore and PickScore: how well frames fit the prompt, by the cosine of CLIP's image and text embeddings.
+"""CLIPScore and PickScore: how well frames match the prompt, as the cosine of CLIP image and text embeddings.
 
 Each sampled frame is scored and the mean over frames is the clip's score. Scales in the literature:
 
-    cosine      of the reward `clipscore`: the raw cosine of CLIP ViT-L/14. CLIPScore as first published is 2.5 times
-                it, with 0 below 0; many tables print it times 100.
+    cosine      the reward `clipscore`: the raw cosine of CLIP ViT-L/14. The original CLIPScore is 2.5 times that,
+                clamped at 0; many tables print it times 100.
     pickscore   exp(logit_scale) * cosine / 26, as in the GRPO papers, where 0.74 is a raw PickScore of 19.2. Others
-                divide the raw one by 100, or take (raw - 18) / 8.
+                divide the raw score by 100, or use (raw - 18) / 8.
 
-Folders are those of transformers: config.json, *.safetensors, the tokenizer. Prompts are cut after 77 tokens.
+Folders use the transformers layout: config.json, *.safetensors, the tokenizer. Prompts are cut after 77 tokens.
 
-Shapes: B clips, N frames of all of them, D embedding features.
+Shapes: B clips, N frames in total, D embedding features.
 """
 
 from collections.abc import Sequence
@@ -19,33 +19,34 @@ import torch
 from torch import Tensor
 from transformers import CLIPModel, CLIPTokenizer
 
-from sage_grpo.models.layout import read_index
+from sage_grpo.models.weights import read_index
 from sage_grpo.rewards import video_frames
+from sage_grpo.rewards.base import Setup
 
 MAX_TOKENS = 77
 PICKSCORE_SCALE = 26
 
 
 class ClipScore:
-    """The raw cosine."""
+    """Mean cosine of frame and prompt embeddings."""
 
     names: tuple[str, ...] = ("cosine",)
 
     def __init__(self, folder: str | Path, device: torch.device, dtype: torch.dtype, sample_fps: float) -> None:
         self.model, self.tokenizer = load_clip(Path(folder))
-        self.scale = self.model.logit_scale.exp().item()  # before the cast: bf16 would make it 1 % less
+        self.scale = self.model.logit_scale.exp().item()  # before the cast: bf16 would make it 1 % smaller
         self.model.to(device, dtype)
         self.device, self.sample_fps = device, sample_fps
 
     def check(self, prompts: Sequence[str]) -> None:
-        """Any text will do."""
+        """Any text is accepted."""
 
     def score(self, clips: Sequence[Tensor], prompts: Sequence[str], fps: float | Sequence[float]) -> dict[str, Tensor]:
         return {"cosine": self.cosine(clips, prompts, fps)}
 
     @torch.no_grad()
     def cosine(self, clips: Sequence[Tensor], prompts: Sequence[str], fps: float | Sequence[float]) -> Tensor:
-        """(B,) mean over the sampled frames."""
+        """Cosine (B,), averaged over the sampled frames."""
         rates = video_frames.check_clips(clips, prompts, fps)
         frames = [self._pixels(clip, rate) for clip, rate in zip(clips, rates, strict=True)]
         images = self.model.get_image_features(torch.cat(frames).to(self.model.dtype)).pooler_output  # (N, D)
@@ -59,7 +60,7 @@ class ClipScore:
         return torch.stack([part.mean() for part in cosines.split(counts)]).cpu()
 
     def _pixels(self, clip: Tensor, fps: float) -> Tensor:
-        """(n, 3, side, side): the shorter side fitted, the middle of the longer one."""
+        """(n, 3, side, side): resized to fit the shorter side, center-cropped along the longer one."""
         side = self.model.config.vision_config.image_size
         chosen = video_frames.sample_indices(len(clip), fps, self.sample_fps)
         frames = clip[chosen.to(clip.device)].to(self.device)
@@ -67,11 +68,11 @@ class ClipScore:
         size = (side, side * width // height) if height < width else (side * height // width, side)
         top, left = ((length - side) // 2 for length in size)
         pixels = video_frames.resize(frames, size)[:, :, top : top + side, left : left + side]
-        return video_frames.normalise(pixels)
+        return video_frames.normalize(pixels)
 
 
 class PickScore(ClipScore):
-    """The cosine of a CLIP ViT-H/14 that was taught human preferences, on the scale of the GRPO papers."""
+    """The cosine of a CLIP ViT-H/14 fine-tuned on human preferences, on the scale of the GRPO papers."""
 
     names = ("pickscore",)
 
@@ -81,17 +82,25 @@ class PickScore(ClipScore):
 
 
 def load_clip(folder: Path) -> tuple[CLIPModel, CLIPTokenizer]:
-    """The model of a folder, complete, in fp32, and its tokenizer."""
+    """Load a folder's complete model in fp32 and its tokenizer."""
     for pattern in ("config.json", "*.safetensors", "merges.txt", "vocab.json"):
         if not any(folder.glob(pattern)):
             raise FileNotFoundError(f"{folder} has no {pattern}; download a CLIP model with its tokenizer into it")
     for index in folder.glob("*.safetensors.index.json"):
         read_index(index)
-    if (folder / "adapter_config.json").exists():  # transformers would load the base model and adapter that it names
+    if (folder / "adapter_config.json").exists():  # transformers would load the base model and adapter it names
         raise ValueError(f"{folder} holds an adapter_config.json, which no CLIP model needs; delete it")
-    # The attention is named here because a config could name one that is downloaded and run.
+    # Set the attention explicitly: a config could name one that would be downloaded and run.
     safe = {"local_files_only": True, "use_safetensors": True, "attn_implementation": "sdpa"}
     model, report = CLIPModel.from_pretrained(folder, dtype=torch.float32, output_loading_info=True, **safe)
     if report["missing_keys"]:
         raise ValueError(f"the weights in {folder} lack {min(report['missing_keys'])}; download them again")
     return model.eval(), CLIPTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def build_clipscore(setup: Setup) -> ClipScore:
+    return ClipScore(setup.beside("clip-vit-large-patch14"), setup.device, setup.dtype, setup.sample_fps)
+
+
+def build_pickscore(setup: Setup) -> PickScore:
+    return PickScore(setup.beside("PickScore_v1"), setup.device, setup.dtype, setup.sample_fps)

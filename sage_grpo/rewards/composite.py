@@ -1,4 +1,4 @@
-"""One number per clip from one or several rewards, and what happens when a reward fails: it is NaN, never a number."""
+"""Combines one or more rewards into one number per clip; a failed reward is NaN, never a number."""
 
 import math
 import threading
@@ -14,7 +14,7 @@ from sage_grpo.rewards.base import Reward
 
 @dataclass
 class Scores:
-    """Of N clips: the weighted total and every named score, fp64 on the CPU, NaN where it failed."""
+    """Rewards of N clips: the weighted total and every named score, fp64 on the CPU, NaN where scoring failed."""
 
     total: Tensor  # (N,)
     named: dict[str, Tensor]  # each (N,)
@@ -22,15 +22,15 @@ class Scores:
 
 
 class Composite:
-    """Weighted sum of the named scores of several rewards; asks each for `batch_size` clips at a time."""
+    """Weighted sum of the named scores of several rewards; each scores `batch_size` clips at a time."""
 
     def __init__(
         self, rewards: Mapping[str, Reward], weights: Mapping[str, Any], batch_size: int = 4, timeout: float = 300.0
     ) -> None:
-        """`weights`: by score name, or with several rewards by reward and then name (a number if it has one score)."""
+        """`weights`: by score name; with several rewards, by reward and then name (a number if it has one score)."""
         self.rewards, self.batch_size, self.timeout = dict(rewards), batch_size, timeout
         self.weights = _flat_weights(self.rewards, weights)
-        self.on_batch: Callable[[], None] = lambda: None  # hears of each batch before it is scored
+        self.on_batch: Callable[[], None] = lambda: None  # called before each batch is scored
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -43,11 +43,11 @@ class Composite:
             reward.check(prompts)
 
     def total(self, named: Mapping[str, Any]) -> Any:
-        """The weighted sum; a score that weighs nothing may be NaN."""
+        """The weighted sum; a score with weight 0 may be NaN."""
         return sum(weight * named[name] for name, weight in self.weights.items() if weight)
 
     def score(self, clips: Sequence[Tensor | None], prompts: Sequence[str], fps: float) -> Scores:
-        """Score uint8 clips (F, H, W, 3); None is a clip that could not be decoded, and fails."""
+        """Score uint8 clips (F, H, W, 3); None is a clip that could not be decoded and counts as failed."""
         named = {name: torch.full((len(clips),), math.nan, dtype=torch.float64) for name in self.names}
         errors: list[str] = []
         there = [i for i, clip in enumerate(clips) if clip is not None]
@@ -58,10 +58,10 @@ class Composite:
                 batch = ([clips[i] for i in rows], [prompts[i] for i in rows], fps)
                 try:
                     scores = _checked(reward, within(self.timeout, reward.score, *batch), len(rows))
-                except TimeoutError as error:  # the next batch would wait as long
+                except TimeoutError as error:  # the next batch would wait just as long
                     errors.append(f"{name}: {error}")
                     break
-                except Exception as error:  # any failure of a reward is the same: no score
+                except Exception as error:  # any failure of a reward means no score
                     errors.append(f"{name}: {type(error).__name__}: {error}")
                     continue
                 for score, values in scores.items():
@@ -74,14 +74,14 @@ class Composite:
 
 
 def within(seconds: float, call: Callable[..., Any], *arguments: Any) -> Any:
-    """The result of a call, or TimeoutError; a call that hangs is left behind in its thread."""
+    """The result of a call, or TimeoutError; a hanging call is abandoned in its thread."""
     outcome: dict[str, Any] = {}
 
     def run() -> None:
         try:
-            with torch.no_grad():  # a thread starts with gradients on
+            with torch.no_grad():  # a thread starts with gradients enabled
                 outcome["value"] = call(*arguments)
-        except BaseException as error:  # handed to the caller
+        except BaseException as error:  # re-raised in the caller
             outcome["error"] = error
 
     thread = threading.Thread(target=run, daemon=True)
@@ -95,7 +95,7 @@ def within(seconds: float, call: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _checked(reward: Reward, scores: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
-    """Scores as fp64 on the CPU; wrong names or lengths are refused."""
+    """Scores as fp64 on the CPU; rejects wrong names or lengths."""
     if set(scores) != set(reward.names):
         raise ValueError(f"the scores are {', '.join(sorted(scores))}; expected {', '.join(reward.names)}")
     values = {name: torch.as_tensor(value).double().cpu() for name, value in scores.items()}

@@ -1,33 +1,39 @@
-"""Text rendering, as in Flow-GRPO: how much of what the prompt puts into double quotes can be read in the clip.
+"""Text rendering, as in Flow-GRPO: how much of the prompt's double-quoted text is legible in the clip.
 
-A frame scores 1 - distance / length of the wanted text: 1 when the wanted text is among what is read, 0 when nothing
-of it is. The mean over the sampled frames is the clip's score (Flow-GRPO's video variant leaves out frames that score
-0, which rewards text that flashes up). Case and spaces do not count. Reads with rapidocr, whose package holds its
-weights, without looking for turned text, as Flow-GRPO's PaddleOCR does: 0.1 s for a 352 x 624 frame on one core.
+A frame scores 1 - distance / length of the target text: 1 if the text read contains it, 0 if nothing of it is read.
+The mean over the sampled frames is the clip's score (Flow-GRPO's video variant skips frames that score 0, which
+rewards text that only flashes up). Case and spaces are ignored. Uses rapidocr, whose package includes its weights,
+without detecting rotated text, like Flow-GRPO's PaddleOCR: 0.1 s for a 352 x 624 frame on one core.
 """
 
 import re
 from collections.abc import Sequence
 
 import torch
-from rapidocr_onnxruntime import RapidOCR
 from torch import Tensor
 
 from sage_grpo.rewards import video_frames
+from sage_grpo.rewards.base import Setup
 
 
 class OcrReward:
     names = ("ocr",)
 
     def __init__(self, sample_fps: float) -> None:
+        try:
+            from rapidocr_onnxruntime import RapidOCR
+        except ImportError as error:
+            raise ValueError(
+                f"the reward ocr needs a package ({error}): pip install --no-deps -r requirements-ocr.txt"
+            ) from error
         self.sample_fps = sample_fps
-        # By default it would take all cores, enlarge small frames and look for upside-down text.
+        # By default it would use all cores, enlarge small frames and look for upside-down text.
         self.reader = RapidOCR(
             intra_op_num_threads=torch.get_num_threads(), det_limit_side_len=960, det_limit_type="max", use_cls=False
         )
 
     def check(self, prompts: Sequence[str]) -> None:
-        """Refuse prompts that quote nothing to be shown."""
+        """Reject prompts without quoted text."""
         for prompt in prompts:
             wanted_text(prompt)
 
@@ -41,8 +47,8 @@ class OcrReward:
         return sum(likeness(self.read(frame), wanted) for frame in frames) / len(frames)
 
     def read(self, frame: Tensor) -> str:
-        """All that stands in a uint8 frame (H, W, 3), without spaces, in small letters."""
-        lines, _ = self.reader(frame.flip(-1).numpy())  # the reader takes blue, green, red
+        """All text in a uint8 frame (H, W, 3), lowercase, without spaces."""
+        lines, _ = self.reader(frame.flip(-1).numpy())  # the reader expects BGR
         return plain("".join(text for _, text, _ in lines or ()))
 
 
@@ -58,15 +64,19 @@ def plain(text: str) -> str:
 
 
 def likeness(read: str, wanted: str) -> float:
-    """1 where the wanted text was read, maybe among more; else less by each letter to change, down to 0."""
+    """1 if the wanted text occurs in `read`; otherwise less for each letter to change, down to 0."""
     return 1.0 if wanted in read else max(0.0, 1 - edit_distance(read, wanted) / len(wanted))
 
 
 def edit_distance(one: str, other: str) -> int:
-    """Letters to insert, delete or replace (Levenshtein)."""
+    """Levenshtein distance: letters to insert, delete or replace."""
     row = list(range(len(other) + 1))
     for i, letter in enumerate(one, 1):
         above, row = row, [i]
         for j, wanted in enumerate(other, 1):
             row.append(min(above[j] + 1, row[-1] + 1, above[j - 1] + (letter != wanted)))
     return row[-1]
+
+
+def build(setup: Setup) -> OcrReward:
+    return OcrReward(setup.sample_fps)

@@ -1,6 +1,6 @@
-"""From clips to what vision models read: which frames are seen, at which size, cut into which patches.
+"""Preprocesses clips for vision models: which frames are sampled, at what size, cut into which patches.
 
-The rules are those with which VideoAlign was trained; its scores move by whole points when one of them is off.
+The rules match VideoAlign's training; if one of them is off, its scores change by whole points.
 
 Shapes: T frames of a clip, n of them sampled, H rows, W columns; a vision patch covers 2 frames of 14 x 14 pixels.
 """
@@ -10,17 +10,18 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 
-PATCH, MERGE, PAIR = 14, 2, 2  # side of a patch in pixels, of a token in patches, frames of a patch
+PATCH, MERGE, PAIR = 14, 2, 2  # patch side in pixels, token side in patches, frames per patch
 SIDE = PATCH * MERGE
 MIN_FRAMES, MIN_PIXELS = 4, 128 * SIDE * SIDE
-MAX_RATIO = 200  # of the longer side to the shorter
+MAX_RATIO = 200  # longer side to shorter side
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
 def check_clips(clips: Sequence[Tensor], prompts: Sequence[str], fps: float | Sequence[float]) -> list[float]:
-    """The fps of each clip; refuses what is not one prompt and one uint8 (T, H, W, 3) each."""
+    """The fps of each clip; rejects anything but one prompt and one uint8 (T, H, W, 3) each."""
     rates = [float(fps)] * len(clips) if isinstance(fps, (int, float)) else [float(rate) for rate in fps]
     if not len(clips) or {len(prompts), len(rates)} != {len(clips)}:
         raise ValueError(
@@ -37,19 +38,19 @@ def check_clips(clips: Sequence[Tensor], prompts: Sequence[str], fps: float | Se
 
 
 def sample_indices(frames: int, fps: float, sample_fps: float, num_frames: int | None = None) -> Tensor:
-    """(n,) numbers of the frames that are seen, n even: `num_frames`, or `sample_fps` of them for each second."""
+    """(n,) indices of the sampled frames, n even: `num_frames`, or `sample_fps` per second."""
     if num_frames is None:
         wanted = min(max(frames / fps * sample_fps, MIN_FRAMES), frames // PAIR * PAIR)
     else:
         wanted = num_frames
-    count = round(wanted / PAIR) * PAIR  # halves go to the even number, as in training
+    count = round(wanted / PAIR) * PAIR  # halves round to even, as in training
     if not PAIR <= count <= frames:
         raise ValueError(f"{count} frames cannot be sampled from a clip of {frames}; at least {PAIR} are needed")
     return torch.linspace(0, frames - 1, count).round().long()
 
 
 def frame_size(height: int, width: int, max_pixels: int) -> tuple[int, int]:
-    """Sides near the clip's own that are multiples of 28, with MIN_PIXELS to `max_pixels` pixels."""
+    """The nearest (height, width) in multiples of 28, with MIN_PIXELS to `max_pixels` pixels."""
     if max(height, width) > MAX_RATIO * min(height, width):
         raise ValueError(f"frames are {height}x{width}; one side may be at most {MAX_RATIO} times the other")
     near = tuple(max(SIDE, round(side / SIDE) * SIDE) for side in (height, width))
@@ -63,24 +64,25 @@ def frame_size(height: int, width: int, max_pixels: int) -> tuple[int, int]:
 
 
 def resize(frames: Tensor, size: tuple[int, int]) -> Tensor:
-    """uint8 (n, H, W, 3) to float (n, 3, *size) in whole numbers from 0 to 255, as an image file would hold."""
-    pixels = frames.permute(0, 3, 1, 2).contiguous().float()  # colours apart: twice as fast from here on
+    """uint8 (n, H, W, 3) to float (n, 3, *size), integers from 0 to 255 as in an image file."""
+    pixels = frames.permute(0, 3, 1, 2).contiguous().float()  # channels first: twice as fast from here on
     if pixels.shape[2:] == size:
         return pixels
     return F.interpolate(pixels, size, mode="bicubic", antialias=True).round().clamp(0, 255)
 
 
-def normalise(pixels: Tensor) -> Tensor:
-    """(n, 3, H, W) of 0 to 255, by the mean and deviation that CLIP and Qwen2-VL use."""
+def normalize(pixels: Tensor) -> Tensor:
+    """Normalize (n, 3, H, W) in 0 to 255 with the mean and standard deviation of CLIP and Qwen2-VL."""
     mean, std = (pixels.new_tensor(values)[:, None, None] for values in (MEAN, STD))
     return pixels.div(255).sub_(mean).div_(std)
 
 
 def patches(pixels: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
-    """Rows of 3 * 2 * 14 * 14 numbers, the four patches of a token together, and the grid of patches (time, H, W)."""
-    count, colours, height, width = pixels.shape
-    grid = (count // PAIR, height // PATCH, width // PATCH)
-    cut = pixels.reshape(
-        grid[0], PAIR, colours, grid[1] // MERGE, MERGE, PATCH, grid[2] // MERGE, MERGE, PATCH
-    )  # time, frame, colour, token row, row in it, pixel row, token column, column in it, pixel column
-    return cut.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(math.prod(grid), -1), grid
+    """Rows of 3 * 2 * 14 * 14 values, the four patches of a token adjacent, and the patch grid (time, H, W)."""
+    count, _, height, width = pixels.shape
+    rows = rearrange(
+        pixels,  # t, f: time, frame in a pair; y, i, p: token row, patch row in it, pixel row; x, j, q: columns
+        "(t f) c (y i p) (x j q) -> (t y x i j) (c f p q)",
+        f=PAIR, i=MERGE, p=PATCH, j=MERGE, q=PATCH,
+    )  # fmt: skip
+    return rows, (count // PAIR, height // PATCH, width // PATCH)

@@ -1,11 +1,11 @@
-"""VideoAlign ("VideoReward"): visual quality, motion quality and text alignment by a Qwen2-VL that was taught to judge.
+"""VideoAlign ("VideoReward"): visual quality, motion quality and text alignment from a fine-tuned Qwen2-VL.
 
-The model reads a rubric with the clip in front and the prompt near the end; after each of the three parts stands a
-reward token, and the final hidden state there, times one vector, is the score. Attention is causal and the prompt comes
-after VQ and MQ, so only TA depends on it. Normalised scores are z-scores by the mean and deviation in the folder,
-higher is better; the published "overall" is their sum.
+The model reads a rubric with the clip in front and the prompt near the end. Each of the three parts ends in a reward
+token; the final hidden state there, times one vector, is the score. Attention is causal and the prompt comes after VQ
+and MQ, so only TA depends on it. Normalized scores are z-scores using the mean and standard deviation in the folder;
+higher is better. The published "overall" is their sum.
 
-Shapes: B clips, L tokens, D hidden features, P vision patches of the whole batch.
+Shapes: B clips, L tokens, D hidden features, P vision patches in the batch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from sage_grpo.rewards import video_frames
+from sage_grpo.rewards.base import Setup
 from sage_grpo.rewards.videoalign_folder import (
     DIMENSIONS,
     PLACEHOLDER,
@@ -34,11 +35,11 @@ VIDEO_TOKEN, PAD_TOKEN = "<|video_pad|>", "<|endoftext|>"
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the model reads."""
+    """Model inputs."""
 
     tokens: Tensor  # (B, L), padded on the right
     patches: Tensor  # (P, 1176)
-    grids: Tensor  # (B, 3) patches of each clip in time, height and width
+    grids: Tensor  # (B, 3) patches per clip in time, height and width
 
 
 class VideoAlign:
@@ -57,7 +58,7 @@ class VideoAlign:
         max_pixels: int | None = None,
         offload: bool = False,
     ) -> None:
-        """Frames seen per second (or in all) and pixels per frame: the folder's own unless given.
+        """Frames sampled per second (or in total) and pixels per frame default to the folder's settings.
 
         `offload` keeps the weights in host memory between calls.
         """
@@ -79,7 +80,7 @@ class VideoAlign:
             self.model.to(self.device)
 
     def check(self, prompts: Sequence[str]) -> None:
-        """Refuse prompts with a token that means something to the model: they could place a video or a score."""
+        """Reject prompts that contain special tokens: they could insert a video or a score."""
         for prompt in prompts:
             token = next((token for token in self.tokenizer.get_added_vocab() if token in prompt), None)
             if token:
@@ -87,18 +88,18 @@ class VideoAlign:
 
     @torch.no_grad()
     def score(
-        self, clips: Sequence[Tensor], prompts: Sequence[str], fps: float | Sequence[float], normalise: bool = True
+        self, clips: Sequence[Tensor], prompts: Sequence[str], fps: float | Sequence[float], normalize: bool = True
     ) -> dict[str, Tensor]:
-        """VQ, MQ and TA, each (B,) fp32 on the CPU, of uint8 clips (frames, height, width, 3) of any sizes.
+        """VQ, MQ and TA, each (B,) fp32 on the CPU, for uint8 clips (frames, height, width, 3) of any sizes.
 
-        `fps` of the clips decides how many frames are seen. A folder without `inference_config` has raw scores only.
+        The clips' `fps` determines how many frames are sampled. Without `inference_config`, scores are raw only.
         """
         with self._in_place():
             hidden = self.hidden(self.inputs(clips, prompts, fps))
         raw = hidden.float() @ self.head.T  # (B, 3, output_dim)
         raw = (raw.diagonal(dim1=1, dim2=2) if len(self.head) > 1 else raw[..., 0]).cpu()
         scores = dict(zip(self.names, raw.unbind(1), strict=True))
-        if not normalise or self.norm is None:
+        if not normalize or self.norm is None:
             return scores
         return {name: (s - self.norm[f"{name}_mean"]) / self.norm[f"{name}_std"] for name, s in scores.items()}
 
@@ -132,10 +133,10 @@ class VideoAlign:
         chosen = video_frames.sample_indices(len(clip), fps, self.sample_fps, self.num_frames)
         frames = clip[chosen.to(clip.device)].to(self.device)
         size = video_frames.frame_size(*frames.shape[1:3], self.max_pixels)
-        return video_frames.patches(video_frames.normalise(video_frames.resize(frames, size)))
+        return video_frames.patches(video_frames.normalize(video_frames.resize(frames, size)))
 
     def _tokens(self, prompt: str, grid: Tensor) -> Tensor:
-        """(L,) one chat turn: a video token for every four patches, then the rubric with the prompt put in."""
+        """(L,) one chat turn: a video token per four patches, then the rubric with the prompt inserted."""
         text = self.template.replace(PLACEHOLDER, prompt)
         turn = {"role": "user", "content": [{"type": "video"}, {"type": "text", "text": text}]}
         chat = self.tokenizer.apply_chat_template([turn], tokenize=False, add_generation_prompt=True)
@@ -150,3 +151,7 @@ class VideoAlign:
         finally:
             if self.offload:
                 self.model.to("cpu")
+
+
+def build(setup: Setup) -> VideoAlign:
+    return VideoAlign(setup.path, setup.device, setup.dtype, sample_fps=setup.sample_fps)

@@ -1,14 +1,14 @@
-"""The folder of VideoAlign's weights: what must be in it, read and checked. Errors name the file.
+"""Reads and checks the folder of VideoAlign's weights. Errors name the file.
 
 VideoReward/
-  model_config.json           sampling of frames, LoRA, mean and deviation of each score
-  prompt_template.txt         the rubric that the model was trained with, byte for byte
+  model_config.json           frame sampling, LoRA, mean and standard deviation of each score
+  prompt_template.txt         the rubric the model was trained with, byte for byte
   base_config/                config, preprocessor_config and chat_template .json of Qwen2-VL
-  checkpoint-N/tokenizer/     its tokenizer with the three reward tokens
+  checkpoint-N/tokenizer/     tokenizer with the three reward tokens
   checkpoint-N/model.safetensors    all weights; or, split: adapter_model.safetensors and
                                     non_lora_state_dict.safetensors, on the weights in base_config/*.safetensors
 
-The published folder has model.pth (or non_lora_state_dict.pth) instead; the safetensors file is made of it once.
+The published folder has model.pth (or non_lora_state_dict.pth) instead, which is converted to safetensors once.
 """
 
 import os
@@ -30,7 +30,7 @@ from sage_grpo.torch_files import convert, read_tensors
 DIMENSIONS = ("VQ", "MQ", "TA")
 TOKENS = tuple(f"<|{name}_reward|>" for name in DIMENSIONS)
 PLACEHOLDER = "{text_prompt}"
-MODEL_CONFIG = {  # what this code does; a folder that says otherwise holds another model
+MODEL_CONFIG = {  # what this code implements; a folder with other values holds a different model
     "data_config": {"eval_dim": list(DIMENSIONS), "prompt_template_type": "detailed_special", "sample_type": "uniform"},
     "model_config": {"use_special_tokens": True, "reward_token": "special"},
     "peft_lora_config": {"use_rslora": False},
@@ -40,7 +40,7 @@ PREPROCESSOR |= {"image_mean": list(MEAN), "image_std": list(STD)}
 
 
 def read_json(path: Path, expected: Mapping[str, Any]) -> dict[str, Any]:
-    """A JSON object; `expected` are values, also nested, that it must hold."""
+    """Read a JSON object; `expected` lists values, possibly nested, that it must contain."""
     values = read_object(path)
     _expect(path, values, expected)
     return values
@@ -56,7 +56,7 @@ def _expect(path: Path, values: Any, expected: Mapping[str, Any]) -> None:
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """`model_config.json`, and a look at the files that must agree with this code."""
+    """Read `model_config.json` and check the files that must match this code."""
     if not folder.is_dir():
         raise FileNotFoundError(f"the reward folder {folder} does not exist; name it with --reward_path")
     read_json(folder / "base_config" / "preprocessor_config.json", PREPROCESSOR)
@@ -82,7 +82,7 @@ def newest_checkpoint(folder: Path) -> Path:
 
 
 def read_template(folder: Path) -> str:
-    """The rubric: nothing stripped, no line ending converted, for each of these moves the scores."""
+    """The rubric: nothing stripped, no line endings converted, because either would change the scores."""
     path = folder / "prompt_template.txt"
     try:
         text = path.read_bytes().decode()
@@ -104,7 +104,7 @@ def read_tokenizer(folder: Path, checkpoint: Path) -> PreTrainedTokenizerFast:
     read_json(file, {})
     try:
         tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file), chat_template=chat)
-    except Exception as error:  # the tokenizers package raises nothing narrower
+    except Exception as error:  # tokenizers raises nothing more specific
         raise ValueError(f"{file} is not a tokenizer ({error}); download it again") from error
     missing = sorted({*TOKENS, "<|video_pad|>", "<|endoftext|>"} - tokenizer.get_added_vocab().keys())
     if missing:
@@ -113,7 +113,7 @@ def read_tokenizer(folder: Path, checkpoint: Path) -> PreTrainedTokenizerFast:
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, all of them finite; it is made of the published torch file where missing."""
+    """Read a safetensors file, all values finite; if it is missing, convert the published torch file first."""
     source = path.with_suffix(".pth")
     if not path.is_file() and not source.is_file():
         raise FileNotFoundError(f"{path} is missing; download that folder again")
@@ -130,7 +130,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def read_checkpoint(folder: Path, checkpoint: Path) -> dict[str, Tensor]:
-    """All weights under their published names, of either layout."""
+    """All weights under their published names, from either layout."""
     if not (checkpoint / "adapter_model.safetensors").is_file():
         return read_weights(checkpoint / "model.safetensors")
     base = sorted((folder / "base_config").glob("*.safetensors"))
@@ -141,12 +141,12 @@ def read_checkpoint(folder: Path, checkpoint: Path) -> dict[str, Tensor]:
 
 
 def model_weights(published: Mapping[str, Tensor], lora_scale: float, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Weights under the names of `Qwen2VLModel`, LoRA merged in fp32, and the fp32 head `rm_head.weight`."""
+    """Weights under `Qwen2VLModel` names with LoRA merged in fp32, and the fp32 head `rm_head.weight`."""
     weights = {name.removeprefix("base_model.model.").replace(".base_layer.", "."): w for name, w in published.items()}
     weights.pop("lm_head.weight", None)
     for name in [name for name in weights if ".lora_A." in name]:
         layer, up = name.split(".lora_A.")[0] + ".weight", name.replace(".lora_A.", ".lora_B.")
-        if layer in weights and up in weights:  # what finds no partner stays, and is refused as a stranger
+        if layer in weights and up in weights:  # unmatched tensors stay, and are rejected later as unexpected
             change = weights.pop(up).float() @ weights.pop(name).float()
             weights[layer] = weights[layer].float() + lora_scale * change
     head = weights.pop("rm_head.weight", None)
@@ -166,7 +166,7 @@ def load_model(folder: Path, checkpoint: Path, settings: Mapping[str, Any], dtyp
         )
     weights = model_weights(published, lora["lora_alpha"] / lora["lora_r"], dtype)
     embedding = weights.get("language_model.embed_tokens.weight", ())
-    config.text_config.vocab_size = len(embedding)  # the base model has more rows than its tokenizer has tokens
+    config.text_config.vocab_size = len(embedding)  # the base model has more rows than the tokenizer has tokens
     with init_empty_weights():
         model = Qwen2VLModel(config)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -174,7 +174,7 @@ def load_model(folder: Path, checkpoint: Path, settings: Mapping[str, Any], dtyp
     _fit(checkpoint, weights, shapes)
     head = weights.pop("rm_head.weight")
     model.load_state_dict(weights, assign=True)
-    # This rounds the rotary frequencies too, which moves scores: so the model was trained, and so it is run.
+    # This also rounds the rotary frequencies, which changes scores; the model was trained that way.
     return model.to(dtype).eval().requires_grad_(False), head
 
 

@@ -1,8 +1,8 @@
-"""What a reward server and its clients say to each other: a line of JSON, then the raw bytes of the clips.
+"""The format between a reward server and its clients: one line of JSON, then the raw bytes of the clips.
 
     {"fps": 8, "prompts": ["a red circle"], "shapes": [[9, 32, 32]]}\n<9 * 32 * 32 * 3 bytes>
 
-Nothing that arrives can name code, and every length is checked before it is used.
+Messages cannot name code, and every length is checked before use.
 """
 
 import json
@@ -24,7 +24,7 @@ KEYS = {"fps", "prompts", "shapes"}
 
 
 class WireError(ValueError):
-    """A message that cannot be read, in one sentence."""
+    """Why a message cannot be read, in one sentence."""
 
 
 class TooMuch(WireError):
@@ -32,7 +32,7 @@ class TooMuch(WireError):
 
 
 def read_token() -> str:
-    """The shared secret, from the environment; what is wrong with it is said without showing it."""
+    """Read the shared secret from the environment; errors never show it."""
     token = os.environ.get(TOKEN_VARIABLE, "")
     if not re.fullmatch(r"[\w.~+/=-]{16,}", token, re.ASCII):
         what = "does not look like a token" if token else "is not set"
@@ -54,7 +54,7 @@ def pack(clips: Sequence[Tensor], prompts: Sequence[str], fps: float) -> list[by
 
 
 def unpack(body: bytearray, max_clips: int) -> tuple[list[Tensor], list[str], float]:
-    """Clips, which share the memory of `body`, prompts and fps; WireError where anything is not as it should be."""
+    """Clips (sharing the memory of `body`), prompts and fps; WireError if anything is invalid."""
     end = body.find(b"\n", 0, MAX_HEADER)
     if end < 0:
         raise WireError(f"the first {MAX_HEADER} bytes hold no line of JSON")

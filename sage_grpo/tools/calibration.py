@@ -1,11 +1,10 @@
-"""Does a reward rank clips of known quality as it should? Good ones against the same clips, spoilt in known ways.
+"""Does a reward rank clips of known quality correctly? Compares good clips with known corruptions of them.
 
-Good clips come from the model's world where it can draw them, or from a folder of one's own.
+Good clips come from the model's world if it can render them, or from a folder.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,24 +14,22 @@ from sage_grpo.intervals import Interval, interval
 from sage_grpo.rewards.composite import Composite
 from sage_grpo.tools.paired import aligned, number
 from sage_grpo.worlds import world_of
-from sage_grpo.worlds.damage import add_noise
-from sage_grpo.worlds.shapes import render, scenes_from_prompt
 
-NOISE = 0.3  # standard deviation, of the range of a pixel
-# kinds of bad clips, and the scores that are about their defect
+NOISE = 0.3  # standard deviation, relative to the pixel range
+# kinds of bad clips, and the scores that should detect their defect
 DEFECTS: dict[str, tuple[str, ...]] = {
     "frozen": ("MQ",),
     "noisy": ("VQ",),
     "wrong prompt": ("TA", "cosine", "pickscore", "ocr"),
-    "reversed": (),  # of the real world, most things may as well happen backwards
+    "reversed": (),  # in the real world, most things could also happen backwards
 }
-DRAWN_DEFECTS = DEFECTS | {"reversed": ("TA",)}  # prompts of a world name directions
+DRAWN_DEFECTS = DEFECTS | {"reversed": ("TA",)}  # a world's prompts name directions
 Scores = dict[str, dict[str, Tensor]]  # kind of clips -> score -> (N,)
 
 
 @dataclass(frozen=True)
 class Order:
-    """A score that must be lower for a kind of bad clips, and by how much it is, clip by clip."""
+    """A score that must be lower for a kind of bad clips, and by how much it is, paired by clip."""
 
     score: str
     kind: str
@@ -46,18 +43,18 @@ class Order:
 
 
 def drawn_clips(config: Config, prompts: Sequence[str], count: int) -> tuple[list[Tensor], list[str]] | None:
-    """uint8 clips that show exactly what their prompts say, where the model's world can draw them."""
-    if world_of(Path(config.pretrained_model_root)) is None:
+    """uint8 clips that show exactly what their prompts say, if the model's world can render them."""
+    world = world_of(config.pretrained_model_root)
+    if world is None:
         return None
     texts = list(dict.fromkeys(prompts))[:count]
-    scenes = scenes_from_prompt(texts, torch.Generator().manual_seed(config.seed))
-    return list((render(scenes, config.num_frames, config.height, config.width) * 255).round().to(torch.uint8)), texts
+    return list(world.draw(texts, config.num_frames, config.height, config.width, config.seed)), texts
 
 
 def spoilt(good: Sequence[Tensor], prompts: Sequence[str]) -> dict[str, tuple[list[Tensor], list[str]]]:
-    """Kind -> clips and prompts, the good ones first; no prompt is wrong where all are equal."""
+    """Kind -> clips and prompts, the good ones first; without wrong prompts if all prompts are equal."""
     generator, texts = torch.Generator().manual_seed(0), list(prompts)
-    noisy = [(add_noise(clip[None] / 255, NOISE, generator)[0] * 255).round().to(torch.uint8) for clip in good]
+    noisy = [with_noise(clip, generator) for clip in good]
     kinds = {"good": (list(good), texts), "frozen": ([clip[:1].expand_as(clip) for clip in good], texts)}
     kinds |= {"noisy": (noisy, texts), "reversed": ([clip.flip(0) for clip in good], texts)}
     distinct = list(dict.fromkeys(texts))
@@ -65,8 +62,14 @@ def spoilt(good: Sequence[Tensor], prompts: Sequence[str]) -> dict[str, tuple[li
     return kinds | ({"wrong prompt": (list(good), wrong)} if len(distinct) > 1 else {})
 
 
+def with_noise(clip: Tensor, generator: torch.Generator) -> Tensor:
+    """A uint8 clip with white noise added to every pixel."""
+    pixels = clip / 255 + NOISE * torch.randn(clip.shape, generator=generator)
+    return (pixels.clamp(0, 1) * 255).round().to(torch.uint8)
+
+
 def measure(reward: Composite, good: Sequence[Tensor], prompts: Sequence[str], fps: float) -> Scores:
-    """Scores of each kind of clips, the total first; ValueError where the reward fails."""
+    """Scores of each kind of clip, the total first; ValueError if the reward fails."""
     found: Scores = {}
     for kind, (clips, texts) in spoilt(good, prompts).items():
         scores = reward.score(clips, texts, fps)
@@ -77,7 +80,7 @@ def measure(reward: Composite, good: Sequence[Tensor], prompts: Sequence[str], f
 
 
 def orders(found: Scores, defects: Mapping[str, Sequence[str]]) -> list[Order]:
-    """What each defect must lower; the total only for people to see."""
+    """The scores that each defect must lower; the total is only reported."""
     names = [(kind, name) for kind in defects if kind in found for name in found["good"]]
     about = [(kind, name) for kind, name in names if name.rpartition(".")[2] in defects[kind]]
     return [Order(name, kind, interval((found[kind][name] - found["good"][name]).tolist())) for kind, name in about]

@@ -1,10 +1,10 @@
-"""Checks a configuration before it costs GPU hours: what was measured, what is wrong, and the remedy.
+"""Checks a configuration before it costs GPU hours: reports measurements, problems and remedies.
 
     python -m sage_grpo.tools.doctor --config FILE.yaml [--FLAG VALUE ...]     (any flag of post_train.py)
 
-One process plays the first rank of the run; nothing is trained, and the run folder is left alone. At the end every
-exploration SDE is compared on the model and the prompts. Exit code 0: all is well; 1: something is WRONG; 2: the
-configuration cannot run, with the sentence that post_train.py would say.
+One process acts as the first rank of the run; nothing is trained, and the run folder is not touched. At the end, all
+exploration SDEs are compared on the model and the prompts. Exit code 0: no problems; 1: something is WRONG; 2: the
+configuration cannot run, with the error that post_train.py would print.
 """
 
 import argparse
@@ -19,19 +19,20 @@ from pathlib import Path
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from sage_grpo.config import Config, ConfigError, warnings
+from sage_grpo.checks import warnings
+from sage_grpo.config import Config, ConfigError
 from sage_grpo.flags import parse
 from sage_grpo.json_files import write_json
 from sage_grpo.parallel.ranks import Ranks, check_layout, join_ranks
+from sage_grpo.runs.folder import RunFolder
 from sage_grpo.tools.doctor_checks import CHECKS, Finding, judged
 from sage_grpo.tools.preflight import check_samplers
 from sage_grpo.train.build import assemble
-from sage_grpo.train.run import Run
 from sage_grpo.train.trainer import Trainer
 
 
 def options_of(arguments: Sequence[str]) -> tuple[argparse.Namespace, Config]:
-    """The doctor's own flags; the rest are those of post_train.py."""
+    """Parse the doctor's flags; all others go to post_train.py's parser."""
     about = "Check a configuration before it costs GPU hours. Takes all flags of post_train.py, and these:"
     parser = argparse.ArgumentParser("python -m sage_grpo.tools.doctor", description=about, allow_abbrev=False)
     parser.add_argument("--output", type=Path, default=Path("outputs/doctor"), help="folder; default: %(default)s")
@@ -45,21 +46,21 @@ def options_of(arguments: Sequence[str]) -> tuple[argparse.Namespace, Config]:
         if getattr(options, name) < least:
             raise ConfigError(f"{name} is {getattr(options, name)}; it must be at least {least}")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise ConfigError("the doctor is one process: start it without torchrun and say --ranks N")
+        raise ConfigError("the doctor is one process: start it without torchrun and pass --ranks N")
     if options.output.resolve() == Path(config.output_dir).resolve():
         raise ConfigError(f"output and output_dir are both {options.output}; the doctor stays out of the run folder")
     return options, config
 
 
 def prepare(config: Config, alone: Ranks, count: int) -> tuple[Trainer, list[Finding]]:
-    """The first of `count` ranks, and what to say beforehand. A folder that holds a run is no obstacle here."""
+    """A trainer for the first of `count` ranks, and early findings. An existing run folder is not an error here."""
     check_layout(count, config.sp_size, config.enable_fsdp, config.dp_replicate)
     ranks = dataclasses.replace(alone, count=count // config.sp_size, sp_size=config.sp_size, mesh=None)
     trainer = assemble(dataclasses.replace(config, overwrite=True), ranks)
     notes, c = warnings(trainer.config), trainer.config
     try:
-        Run(config, ranks)
-    except ConfigError as error:  # what post_train.py will say about the folder
+        RunFolder(config, ranks)
+    except ConfigError as error:  # post_train.py's error about the folder
         notes.append(str(error))
     size = sum(p.numel() for p in trainer.optimization.parameters.values())
     text = f"trains {size:,} numbers of {c.pretrained_model_root}, {c.dtype} on {ranks.device.type}; clips of "
@@ -69,7 +70,7 @@ def prepare(config: Config, alone: Ranks, count: int) -> tuple[Trainer, list[Fin
 
 
 def attempt(name: str, check: Callable[[Trainer], Iterator[Finding]], trainer: Trainer) -> Iterator[Finding]:
-    """What the check finds; one that cannot be finished is WRONG too."""
+    """The check's findings; a check that fails to finish is also WRONG."""
     try:
         yield from check(trainer)
     except (RuntimeError, ValueError) as error:
@@ -81,7 +82,7 @@ def attempt(name: str, check: Callable[[Trainer], Iterator[Finding]], trainer: T
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    disable_progress_bar()  # of the text encoders
+    disable_progress_bar()  # from the text encoders
     try:
         options, config = options_of(sys.argv[1:] if arguments is None else arguments)
         with join_ranks(config.start_timeout, sharded=config.enable_fsdp) as alone:
@@ -93,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def examine(options: argparse.Namespace, trainer: Trainer, findings: list[Finding]) -> int:
-    """Run the checks and write what they found."""
+    """Run the checks and print their findings."""
     print(*findings, sep="\n")
     options.output.mkdir(parents=True, exist_ok=True)
     wrong = []

@@ -1,4 +1,4 @@
-"""What the doctor measures. A check takes an assembled trainer and yields findings; nothing is trained or written."""
+"""The doctor's checks. Each takes an assembled trainer and yields findings; nothing is trained or written."""
 
 import math
 import textwrap
@@ -15,7 +15,6 @@ from tqdm import tqdm
 from sage_grpo.algo.equalizer import equalizer, gradient_scale
 from sage_grpo.algo.sde import build_schedule
 from sage_grpo.models.sample import counter_noise, denoise
-from sage_grpo.models.text import MAX_TEXT_TOKENS
 from sage_grpo.tools.calibration import DRAWN_DEFECTS, drawn_clips, measure, orders
 from sage_grpo.tools.paired import aligned
 from sage_grpo.tools.plan import plan_of, remedies
@@ -27,8 +26,8 @@ from sage_grpo.train.trainer import Trainer
 from sage_grpo.train.update import Objective
 
 REWARD_CLIPS, VAE_CLIPS = 16, 4
-VAE_BOUND = 0.05  # RMS, of the range of a pixel: 26 dB, where details are plainly lost
-PATH_BOUND = {"fp32": 1e-4, "bf16": 0.05}  # relative: how far rounding may drive two equal paths apart
+VAE_BOUND = 0.05  # RMS, relative to the pixel range: 26 dB, where details are visibly lost
+PATH_BOUND = {"fp32": 1e-4, "bf16": 0.05}  # relative: how far rounding may drive two identical trajectories apart
 BALANCE = ("step", "sigma", "std", "N_t", "gradient", "S_t", "equalized")
 
 
@@ -53,23 +52,24 @@ def judged(check: str, good: bool, text: str, remedy: str, table: str = "", **nu
 
 
 def check_batch(trainer: Trainer) -> Iterator[Finding]:
-    """What one iteration is made of. That whole groups fit was found when the trainer was put together."""
-    c, pieces, ranks = trainer.config, trainer.pieces(), trainer.ranks.count
+    """Describe one iteration. Whether complete groups fit was checked when the trainer was assembled."""
+    c, micro_batches, ranks = trainer.config, trainer.micro_batches(), trainer.ranks.count
     trained = num_trained(trainer.schedule().stochastic, c.timestep_fraction)
     videos = c.batch_size * ranks
     pairs = c.gradient_accumulation_steps * videos * trained // c.updates_per_rollout
     text = f"{videos} videos per iteration: prompts x group = {videos // c.num_generations} x {c.num_generations}, "
-    text += f"ranks x micro-batches x clips = {ranks} x {len(pieces)} x {len(pieces[0].samples)}; {trained} of "
-    text += f"{c.num_sampling_steps} denoising steps are trained, {pairs} (video, step) pairs in each optimizer step"
+    text += f"ranks x micro-batches x clips = {ranks} x {len(micro_batches)} x {len(micro_batches[0].samples)}; "
+    text += f"{trained} of {c.num_sampling_steps} denoising steps are trained, "
+    text += f"{pairs} (video, step) pairs in each optimizer step"
     yield Finding("batch", "ok", text)
 
 
 def check_plan(trainer: Trainer) -> Iterator[Finding]:
-    """Whether the sizes of the layout divide, and whether the run fits the GPU that is here."""
+    """Whether the layout's sizes divide, and whether the run fits on this machine's GPU."""
     try:
         plan = plan_of(trainer.config, trainer.ranks.world)
     except ValueError as error:
-        yield judged("layout", False, str(error), "change it, or tell the processes of the run with --ranks")
+        yield judged("layout", False, str(error), "change it, or give the number of processes of the run with --ranks")
         return
     sp, device = plan.config.sp_size, trainer.ranks.device
     text = f"data-parallel x sequence-parallel ranks = {plan.gpus // sp} x {sp}, the model in {plan.shards} part(s)"
@@ -88,16 +88,17 @@ def memory_finding(plan: Plan, gpu_bytes: float) -> Finding:
 
 
 def check_prompts(trainer: Trainer) -> Iterator[Finding]:
-    train = [prompt.text for prompt in trainer.prompts]
-    held_out = [prompt.text for prompt in trainer.validation.prompts] if trainer.validation else []
-    tokens = len(trainer.policy.encode([max(train + held_out, key=len)])[0].text)
+    backbone, validation = trainer.backbone, trainer.validation.prompts if trainer.validation else []
+    train, held_out = ([prompt.text for prompt in prompts] for prompts in (trainer.prompts, validation))
+    longest = max([*trainer.prompts, *validation], key=lambda prompt: len(prompt.text))
+    tokens = backbone.num_tokens(*backbone.encode([longest]))
     yield Finding("prompts", "ok", f"{len(train)} to train, {len(held_out)} held out; the longest has {tokens} tokens")
     repeated, shared = len(train) - len(set(train)), set(train) & set(held_out)
     notes = {
         f"{repeated} of the training prompts repeat another one and weigh that much more": repeated,
         f"{len(shared)} of the held-out prompts are trained on, so validation will flatter": shared,
         "nothing is held out, so nothing will be validated: give --validation_prompts": not held_out,
-        f"the model reads only {MAX_TEXT_TOKENS} tokens of the longest prompt": tokens >= MAX_TEXT_TOKENS,
+        f"the model reads only {backbone.max_tokens} tokens of the longest prompt": tokens >= backbone.max_tokens,
     }
     yield from (Finding("prompts", "note", text) for text, so in notes.items() if so)
 
@@ -107,13 +108,13 @@ def good_clips(trainer: Trainer, count: int) -> tuple[list[Tensor], list[str]] |
 
 
 def check_vae(trainer: Trainer) -> Iterator[Finding]:
-    """Clips of the model's world, or one whose colours are the time and place of its pixels."""
+    """Encode and decode clips of the model's world, or one whose colors encode each pixel's time and position."""
     c, known = trainer.config, good_clips(trainer, VAE_CLIPS)
     places = torch.meshgrid(*(torch.linspace(0, 255, n) for n in (c.num_frames, c.height, c.width)), indexing="ij")
     clips = torch.stack(known[0]) if known else torch.stack(places, -1)[None].byte()
     kind = "rendered" if known else "smooth synthetic"
-    latents = trainer.policy.encode_video(clips)
-    decoded = trainer.policy.decode(latents).cpu()
+    latents = trainer.backbone.encode_video(clips)
+    decoded = trainer.backbone.decode(latents).cpu()
     rms = ((decoded.float() - clips.float()) / 255).square().mean().sqrt().item()
     text = f"{kind} clips, encoded and decoded, differ by an RMS of {rms:.3f} of the pixel range (at most {VAE_BOUND})"
     text += f"; their latents have mean {latents.mean():.2f} and standard deviation {latents.std():.2f}"
@@ -122,7 +123,7 @@ def check_vae(trainer: Trainer) -> Iterator[Finding]:
 
 
 def check_reward(trainer: Trainer) -> Iterator[Finding]:
-    """Each kind of bad clips must be behind good ones in the score that is about its defect, and none lead in total."""
+    """Bad clips must score below good ones on the score for their defect, and must not have a higher total."""
     known = good_clips(trainer, REWARD_CLIPS)
     if known is None:
         yield Finding("reward", "note", "not checked: this model has no world that can draw a clip known to be good")
@@ -134,7 +135,7 @@ def check_reward(trainer: Trainer) -> Iterator[Finding]:
         return
     means = {kind: {name: values.mean().item() for name, values in scores.items()} for kind, scores in found.items()}
     wrong = [f"{o.score} of {o.kind} clips" for o in orders(found, DRAWN_DEFECTS) if o.mark == "WRONG"]
-    # weights may leave a defect out on purpose, so equal totals are fine
+    # weights may ignore a defect on purpose, so equal totals are fine
     wrong += [f"total of {kind} clips" for kind in means if means[kind]["total"] > means["good"]["total"]]
     shown = (f"{kind} {', '.join(f'{name} {value:.2f}' for name, value in row.items())}" for kind, row in means.items())
     remedy = f"{', '.join(wrong)} should be below that of good ones: mind the reward's sign and the reward_weights"
@@ -142,7 +143,7 @@ def check_reward(trainer: Trainer) -> Iterator[Finding]:
 
 
 def check_exploration(trainer: Trainer) -> Iterator[Finding]:
-    """How the injected noise compares with the noise level of the state that it goes into."""
+    """Compare the injected noise with the noise level of the state it is added to."""
     schedule, c = trainer.schedule(), trainer.config
     std, after = schedule.std.tolist(), schedule.sigmas[1:].tolist()
     over = [i for i in range(schedule.num_steps - 1) if std[i] > after[i]]
@@ -161,15 +162,15 @@ def check_exploration(trainer: Trainer) -> Iterator[Finding]:
 
 @torch.no_grad()
 def check_noise_free(trainer: Trainer) -> Iterator[Finding]:
-    """Without noise the sampler must be the ODE: the same initial noise then ends in the same latents."""
+    """Without noise the sampler must equal the ODE: the same initial noise must give the same latents."""
     c, guidance, sigmas = trainer.config, trainer.guidance, trainer.sampler.sigmas
-    cond = trainer.policy.encode([trainer.prompts[0].text])[0].to(sigmas.device)
+    cond = trainer.backbone.encode([trainer.prompts[0]])[0].to(sigmas.device)
     x, noise = counter_noise(trainer.shape, c.seed, [0])
     x = ode = x.to(sigmas.device)
     for sigma, after in pairwise(sigmas):
-        ode = ode + (after - sigma) * guidance.velocity(trainer.policy, ode, sigma.expand(1), cond)
+        ode = ode + (after - sigma) * trainer.backbone.velocity(ode, sigma.expand(1), cond, guidance)
     silent = build_schedule(c.sde_type, sigmas.cpu(), 0.0).to(sigmas.device)
-    *_, last = denoise(trainer.policy, silent, x, cond, guidance.scale, guidance.negative, noise)
+    *_, last = denoise(trainer.backbone, silent, x, cond, guidance, noise)
     difference = ((last.x_next - ode).norm() / ode.norm()).item()
     text = f"{c.sde_type} at eta 0 against a plain Euler ODE: the latents differ by {difference:.1g} of their norm"
     remedy = f"in algo/sde.py the table of {c.sde_type} must become a = 1, b = next - sigma, std = 0 at eta 0"
@@ -177,18 +178,18 @@ def check_noise_free(trainer: Trainer) -> Iterator[Finding]:
 
 
 def check_update(trainer: Trainer) -> Iterator[Finding]:
-    """One micro-batch through the trainer's own rollout and loss, without an optimizer step."""
+    """Run one micro-batch through the trainer's rollout and loss, without an optimizer step."""
     schedule, c = trainer.schedule(), trainer.config
-    (trajectory,) = trainer.roll_out(schedule, trainer.pieces()[:1])
-    lost, pairs = int((~trajectory.sound).sum()), trajectory.order.numel()
+    (trajectory,) = trainer.roll_out(schedule, trainer.micro_batches()[:1])
+    lost, pairs = int((~trajectory.is_finite).sum()), trajectory.order.numel()
     if lost:
         remedy = f"lower eta ({c.eta:g}) or guidance_scale ({c.guidance_scale:g}), try dtype fp32, check the weights"
         yield judged("rollout", False, f"{lost} of {len(trajectory.x)} paths are not finite", remedy)
         return
     trainer.prepare_anchor([trajectory], schedule)
-    goal = Objective(trainer.policy, trainer.guidance, schedule, c, trainer.controller.coef, pairs)
+    goal = Objective(trainer.backbone, trainer.guidance, schedule, c, trainer.controller.coef, pairs)
     stats = UpdateStats.empty(schedule.num_steps, trainer.ranks.device)
-    signs = 1 - 2 * (torch.arange(len(trajectory.x), device=trajectory.x.device) % 2.0)  # stand in for advantages
+    signs = 1 - 2 * (torch.arange(len(trajectory.x), device=trajectory.x.device) % 2.0)  # in place of advantages
     for steps in tqdm(trajectory.order.T, "training forward", unit="step", leave=False):
         goal.backward(trajectory, steps, signs, stats)
     deviation = stats.policy.max_deviation.max().item()
@@ -198,17 +199,17 @@ def check_update(trainer: Trainer) -> Iterator[Finding]:
     remedy += "autocast, another attention kernel or batch shape, or code that asks whether gradients are on"
     yield judged("ratio", deviation == 0, text, remedy, deviation=deviation)
     yield gradient_finding(trainer, trajectory)
-    trainer.optimization.forget()
+    trainer.optimization.zero_grad()
     yield balance_finding(trainer, goal, trajectory, signs)
 
 
 def gradient_finding(trainer: Trainer, trajectory: Trajectory) -> Finding:
-    """After a backward pass: gradients where something is trained, and only there."""
+    """After a backward pass: trained parameters, and only those, must have gradients."""
     trained = trainer.optimization.parameters
-    ours, quoted = {id(p) for p in trained.values()}, len(trajectory.cond.glyph) + len(trainer.guidance.negative.glyph)
-    leaked = [n for n, p in trainer.policy.transformer.named_parameters() if p.grad is not None and id(p) not in ours]
+    ours, seen = {id(p) for p in trained.values()}, (trajectory.cond, trainer.guidance.negative)
+    leaked = [n for n, p in trainer.backbone.transformer.named_parameters() if p.grad is not None and id(p) not in ours]
     silent = [name for name, p in trained.items() if p.grad is None or not p.grad.any()]
-    reasons = {name: waits_for(name, trained, quoted) for name in silent}
+    reasons = {name: waits_for(name, trained) or trainer.backbone.awaits(name, seen) for name in silent}
     wrong = [f"{name} has no gradient although it is trained" for name in silent if not reasons[name]]
     wrong += [f"{name} has a gradient although it is frozen" for name in leaked]
     norm = trainer.optimization.clip()
@@ -219,23 +220,21 @@ def gradient_finding(trainer: Trainer, trajectory: Trajectory) -> Finding:
     return judged("gradients", not wrong, text, remedy, wrong=wrong)
 
 
-def waits_for(name: str, trained: Mapping[str, nn.Parameter], quoted: int) -> str:
-    """Why a trained tensor may be without a gradient; empty where it may not."""
+def waits_for(name: str, trained: Mapping[str, nn.Parameter]) -> str:
+    """Why an adapter tensor may lack a gradient; empty if it must have one."""
     if "lora_A" in name and not trained[name.replace("lora_A", "lora_B")].any():
         return "lora_A wait for their lora_B, which starts at 0"
-    if name.startswith("context_embedder_2.") and not quoted:
-        return "of the glyph embedder wait for a prompt that quotes text"
     return ""
 
 
 def balance_finding(trainer: Trainer, goal: Objective, trajectory: Trajectory, signs: Tensor) -> Finding:
-    """Norm of the policy loss's gradient, one denoising step at a time; theory expects it to go with N_t."""
+    """Gradient norm of the policy loss per denoising step; in theory it is proportional to N_t."""
     schedule, c, rows = goal.schedule, trainer.config, []
     expected, balance = gradient_scale(schedule, c.ratio_norm), equalizer(schedule, True, c.ratio_norm)
     for step in tqdm(schedule.stochastic.nonzero().flatten().tolist(), "gradient per step", unit="step", leave=False):
         goal.terms(trajectory, torch.full_like(trajectory.order[:, 0], step), signs).policy.mean().backward()
         norm = trainer.optimization.clip()
-        trainer.optimization.forget()
+        trainer.optimization.zero_grad()
         known = (schedule.sigmas[step], schedule.std[step], expected[step], norm, balance[step], norm * balance[step])
         rows.append([step, *map(float, known)])
     plain, equalized = (max(norms) / max(min(norms), 1e-30) for norms in ([r[4] for r in rows], [r[6] for r in rows]))

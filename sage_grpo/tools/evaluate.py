@@ -1,13 +1,13 @@
-"""Base model against checkpoints, or folders of clips against each other: the same prompts, seeds and rewards for all.
+"""Compares checkpoints with the base model, or folders of clips: same prompts, seeds and rewards for all.
 
     python -m sage_grpo.tools.evaluate --config RUN/config.yaml --checkpoints RUN/checkpoints/step-000100 \\
         --reward_model videoalign clipscore pickscore
     python -m sage_grpo.tools.evaluate --clips OURS THEIRS --reward_model videoalign
     python -m sage_grpo.tools.evaluate --calibrate --reward_model videoalign --clips GOOD
 
-Takes every flag of post_train.py; those of validation say how clips are made, reward_weights play no part. Each clip
-is kept with its scores as soon as it is there, so a second call goes on where the first ended. Under torchrun every
-process has a whole model and its share of the prompts. Exit code 0: done; 1: a score is missing, or a reward ranks
+Takes every flag of post_train.py; the validation flags control how clips are made, and reward_weights are ignored. Each
+clip is saved with its scores right away, so a second call continues where the first one stopped. Under torchrun every
+process has a full model and its share of the prompts. Exit code 0: done; 1: a score is missing, or a reward ranks
 known clips wrongly; 2: the configuration or a file is wrong.
 """
 
@@ -23,31 +23,30 @@ from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from sage_grpo.config import Config, ConfigError, resolve
-from sage_grpo.data.prompts import Prompt
+from sage_grpo.data.requests import Request
 from sage_grpo.flags import parse
 from sage_grpo.json_files import write_json
-from sage_grpo.media import read_mp4, write_mp4
-from sage_grpo.models.hunyuan15 import Hunyuan15
-from sage_grpo.models.layout import sampling_defaults
+from sage_grpo.models import open_backbone
+from sage_grpo.models.backbone import Guidance
 from sage_grpo.parallel.ranks import Ranks, join_ranks
+from sage_grpo.runs.clips import beside
+from sage_grpo.runs.media import read_mp4, write_mp4
 from sage_grpo.tools.calibration import DEFECTS, DRAWN_DEFECTS, drawn_clips, means_table, measure, orders, orders_table
 from sage_grpo.tools.evaluation_page import compared, pages
-from sage_grpo.tools.run_folder import beside
-from sage_grpo.train.build import DTYPES, GOLD, build_composite, prompts_of
-from sage_grpo.train.rollout import Guidance
+from sage_grpo.train.build import DTYPES, build_composite, default_dtype, default_reward, prompts_of
 from sage_grpo.train.validation import Validation
-from sage_grpo.worlds import check_prompts, world_of
+from sage_grpo.worlds import world_of
 
 DAY = 24 * 3600.0  # seconds
 CALIBRATION_CLIPS = 32
-# what decides how a clip looks and is scored: clips of two evaluations may share a folder only if these agree
+# flags that determine a clip's content and scores: two evaluations may share a folder only if these match
 SETTINGS = ("pretrained_model_root", "pretrained_transformer_version", "negative_prompt", "guidance_scale", "height")
 SETTINGS += ("width", "fps", "dtype", "validate_video_length", "validation_timestep_shift", "validation_fixed_size")
 SETTINGS += ("validation_num_inference_steps", "reward_path", "reward_fps")
 
 
 def options_of(arguments: Sequence[str]) -> tuple[argparse.Namespace, Config]:
-    """The tool's own flags; the rest are those of post_train.py."""
+    """Parse this tool's flags; all others go to post_train.py's parser."""
     parser = argparse.ArgumentParser("python -m sage_grpo.tools.evaluate", description=__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
@@ -61,32 +60,32 @@ def options_of(arguments: Sequence[str]) -> tuple[argparse.Namespace, Config]:
 
 
 class Evaluation:
-    """Everything that all systems share."""
+    """State shared by all systems."""
 
     def __init__(self, options: argparse.Namespace, config: Config, ranks: Ranks) -> None:
         folder, version = Path(config.pretrained_model_root), config.pretrained_transformer_version
-        self.options, self.ranks = options, ranks
-        self.config = resolve(config, sampling_defaults(folder, version), ranks.device.type)
-        self.world = world_of(folder)
+        dtype = DTYPES[config.dtype or default_dtype(ranks.device)]
+        self.options, self.ranks, self.world = options, ranks, world_of(folder)
+        self.backbone = open_backbone(folder, ranks.device, dtype, config.prompt_cache, version)
+        self.config = resolve(config, self.backbone, ranks.device.type)
         prompts, usual = prompts_of(config.validation_prompts, folder, "valid"), config.validation_global_seed
         own = [dataclasses.replace(p, seed=usual if p.seed is None else p.seed) for p in prompts]
         self.prompts = [dataclasses.replace(p, seed=seed) for seed in options.seeds or () for p in prompts] or own
-        names = config.reward_model or (self.world or "videoalign",)
+        names = config.reward_model or (default_reward(self.world),)
         self.reward = build_composite(self.config, names, None, ranks.device)
-        self.encoder: Any = None
 
     def systems(self) -> dict[str, Path | None]:
-        """Name -> checkpoint or folder of clips, None for the base model; the others are compared with the first."""
+        """Name -> checkpoint or folder of clips, None for the base model; all others are compared with the first."""
         o, found = self.options, {} if self.options.clips and not self.options.checkpoints else {"base": None}
         for path in (*o.checkpoints, *o.clips):
-            parts = path.resolve().parts[1:]  # without the root, which would lead out of the output folder
+            parts = path.resolve().parts[1:]  # without the root, which would escape the output folder
             name = "-".join(part for part in parts[-3:] if part not in ("checkpoints", "validation"))
             if found.setdefault(name, path) != path:
                 raise ConfigError(f"{path} and {found[name]} would both be called {name}; rename one of their folders")
         return found
 
     def settle(self) -> None:
-        """Refuse an output folder whose clips were made in another way."""
+        """Reject an output folder whose clips were made with other settings."""
         now = {name: getattr(self.config, name) for name in SETTINGS}
         now |= {f"weights of {name}": fingerprint(path) for name, path in self.systems().items() if path}
         file = self.options.output / "settings.json"
@@ -112,12 +111,12 @@ class Evaluation:
         return self.conclude(systems) if self.ranks.first else 0
 
     def done(self, file: Path) -> bool:
-        """Whether the clip has all scores."""
+        """Whether a clip has all scores."""
         scores = scores_in(file)
         return all(scores.get(name) is not None for name in self.reward.names)
 
     def generate(self, name: str, checkpoint: Path | None, home: Path) -> None:
-        """The clips of a model that this process is to make and that are not there yet."""
+        """Generate this process's share of a model's clips, except those that exist."""
         mine = self.prompts[self.ranks.rank :: self.ranks.count]
         left = [prompt for prompt in mine if not self.done(home / f"{stem(prompt)}.json")]
         if not left:
@@ -132,22 +131,23 @@ class Evaluation:
                 keep(home / f"{stem(prompt)}.json", record)
 
     def validation(self, checkpoint: Path | None) -> Validation:
-        c, device = self.config, self.ranks.device
-        policy = Hunyuan15(
-            c.pretrained_model_root, device, DTYPES[c.dtype], c.prompt_cache, version=c.pretrained_transformer_version
-        )
-        texts = [prompt.text for prompt in self.prompts]
-        check_prompts(policy.folder, texts)
+        """A validation that samples and scores the prompts with the base model or a checkpoint."""
+        texts, negative = [prompt.text for prompt in self.prompts], Request(self.config.negative_prompt)
+        if self.world:
+            self.world.check(texts)
         self.reward.check(texts)
-        if self.encoder:
-            policy.prompt_encoder = self.encoder  # each prompt is encoded once
-        policy.encode([c.negative_prompt, *dict.fromkeys(texts)])
-        policy.release_text_encoders()
-        self.encoder = policy.prompt_encoder
-        if checkpoint:
-            policy.load_weights(checkpoint)
-        guidance = Guidance(c.guidance_scale, policy.encode([c.negative_prompt])[0].to(device))
-        return Validation(policy, c, self.prompts, guidance, self.reward, None, GOLD.get(self.world), self.ranks)
+        self.backbone.prepare([negative, *self.prompts])
+        self.backbone.load_weights(checkpoint)
+        return Validation(
+            backbone=self.backbone,
+            config=self.config,
+            prompts=self.prompts,
+            guidance=Guidance(self.config.guidance_scale, self.backbone.encode([negative])[0]),
+            reward=self.reward,
+            holdout=None,
+            gold=self.world and self.world.gold,
+            ranks=self.ranks,
+        )
 
     def score_files(self, folder: Path, home: Path) -> None:
         entries = read_folder(folder)[self.ranks.rank :: self.ranks.count]
@@ -160,7 +160,7 @@ class Evaluation:
                 keep(file, entry | {"scores": named} | ({"error": scores.errors[0]} if scores.errors else {}))
 
     def conclude(self, systems: Mapping[str, Path | None]) -> int:
-        """Tables and pages over all systems; 1 where a score is missing."""
+        """Write tables and pages for all systems; returns 1 if a score is missing."""
         lost = []
         for name, path in systems.items():
             listed = [Path(e["file"]).stem for e in read_folder(path)] if path in self.options.clips else None
@@ -195,7 +195,7 @@ def calibrate(evaluation: Evaluation) -> int:
 
 
 def read_folder(folder: Path) -> list[dict[str, Any]]:
-    """File, prompt and seed of each clip of a folder that generate.py or a validation wrote, or that looks like it."""
+    """File, prompt and seed of each clip in a folder written by generate.py or a validation, or laid out like one."""
     listed = folder / "clips.json"
     if listed.is_file():
         entries = json.loads(listed.read_text())
@@ -210,25 +210,25 @@ def read_folder(folder: Path) -> list[dict[str, Any]]:
 
 
 def fingerprint(path: Path) -> list[float]:
-    """Bytes and the latest change of what lies under a path: other weights under an old name are noticed."""
+    """Total size and latest modification time under a path, to detect new weights under an old name."""
     files = [file for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file()]
     if not files:
         raise FileNotFoundError(f"{path} does not exist or is empty")
     return [sum(file.stat().st_size for file in files), max(file.stat().st_mtime for file in files)]
 
 
-def stem(prompt: Prompt) -> str:
-    """What the files of a clip are called."""
+def stem(prompt: Request) -> str:
+    """File name stem of a clip."""
     return f"{prompt.name}-{prompt.seed}"
 
 
 def scores_in(file: Path) -> dict[str, float | None]:
-    """The scores that a clip has already."""
+    """The scores that a clip already has."""
     return json.loads(file.read_text())["scores"] if file.is_file() else {}
 
 
 def keep(file: Path, record: Mapping[str, Any]) -> None:
-    """Write the record of a clip at once; scores of other rewards that it had stay."""
+    """Write a clip's record immediately; existing scores of other rewards are kept."""
     write_json(file, {**record, "scores": scores_in(file) | record["scores"]})
 
 
@@ -237,7 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options, config = options_of(sys.argv[1:] if arguments is None else arguments)
         with join_ranks(config.start_timeout) as ranks:
-            ranks.set_timeout(DAY)  # they work apart until the end, on shares that may differ
+            ranks.set_timeout(DAY)  # ranks work independently until the end, on shares that may differ
             evaluation = Evaluation(options, config, ranks)
             return calibrate(evaluation) if options.calibrate else evaluation.run()
     except (ValueError, FileNotFoundError) as error:

@@ -1,23 +1,23 @@
-"""The tables of an evaluation: means with 95 % intervals, and each system against the first, clip by clip."""
+"""Tables of an evaluation: means with 95 % intervals, and each system paired with the first, clip by clip."""
 
 import math
 from collections.abc import Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from sage_grpo.intervals import interval
 from sage_grpo.json_files import write_json
-from sage_grpo.tools.paired import Clip, aligned, number, pair_clips, read_clips
-from sage_grpo.tools.report import document, video
+from sage_grpo.runs.clips import Clip, pair_clips, read_clips
+from sage_grpo.tools.paired import aligned, number
+from sage_grpo.tools.templating import render
 
 MOST_PROMPTS = 12
 TABLE_2 = ("Overall", "VQ", "MQ", "TA", "CLIPScore", "PickScore")  # the paper's columns
-CLIPSCORE = 2.5  # times the cosine, 0 below 0: the scale on which the paper's numbers can be
+CLIPSCORE = 2.5  # times the cosine, clamped at 0: a scale that the paper's numbers can be on
 
 
 def columns(clip: Clip) -> dict[str, float]:
-    """The columns of the paper's Table 2 as far as they were scored, then whatever else was."""
+    """The columns of the paper's Table 2 that were scored, then all other scores."""
     found: dict[str, float] = {}
     for key, value in clip.values.items():
         label = key.removeprefix("reward/")
@@ -34,7 +34,7 @@ def columns(clip: Clip) -> dict[str, float]:
 
 
 def compared(output: Path, systems: Sequence[str]) -> dict[str, Any]:
-    """By system and column: mean and interval, paired difference to the first system and share of clips that won."""
+    """By system and column: mean and interval, paired difference to the first system, and win rate over clips."""
     clips = {name: read_clips(output / name, anywhere=True) for name in systems}
     found: dict[str, Any] = {"reference": systems[0], "systems": {}}
     for name, own in clips.items():
@@ -60,7 +60,7 @@ def _column(name: str, clips: Sequence[Clip], pairs: Sequence[tuple[Mapping[str,
 
 
 def tables(result: Mapping[str, Any]) -> tuple[list[list[str]], list[list[str]]]:
-    """For people: means, and differences to the reference with win rates."""
+    """Two tables as text: means, and differences to the reference with win rates."""
     names = list(dict.fromkeys(n for system in result["systems"].values() for n in system["columns"]))
     means = [["mean ± 95 %", "clips", *names]]
     against = [[f"against {result['reference']}", "pairs", *names]]
@@ -84,9 +84,8 @@ def pages(output: Path, result: Mapping[str, Any]) -> str:
     both = [rows for rows in tables(result) if len(rows) > 1]
     write_json(output / "evaluation.json", result)
     (output / "evaluation.md").write_text("\n".join(map(markdown, both)), encoding="utf-8")
-    html = "".join(f'<div class="scroll"><table>{"".join(map(_row, rows))}</table></div>' for rows in both)
-    html += f'<h2>Clips</h2><div class="maps">{"".join(_cards(output, list(result["systems"])))}</div>'
-    (output / "evaluation.html").write_text(document("Evaluation", html), encoding="utf-8")
+    html = render("evaluation.html", title="Evaluation", tables=both, cards=_cards(output, list(result["systems"])))
+    (output / "evaluation.html").write_text(html, encoding="utf-8")
     return "\n\n".join(map(aligned, both)) + f"\n\n{output / 'evaluation.html'}"
 
 
@@ -95,20 +94,13 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in (rows[0], rules, *rows[1:]))
 
 
-def _row(cells: Sequence[str]) -> str:
-    return f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
-
-
-def _cards(output: Path, systems: Sequence[str]) -> list[str]:
-    """The clips of all systems side by side, for the first prompts."""
-    clips: dict[tuple[str, int], str] = {}
+def _cards(output: Path, systems: Sequence[str]) -> list[dict[str, Any]]:
+    """Clips of all systems side by side, for the first prompts."""
+    sides: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for name in systems:
         for clip in read_clips(output / name, anywhere=True):
             if clip.path.is_file():
-                words = ", ".join(f"{key} {number(value)}" for key, value in columns(clip).items())
-                side = f"<div>{video(clip.path)}<b>{escape(name)}</b><br><small>{escape(words)}</small></div>"
-                clips[clip.prompt, clip.seed] = clips.get((clip.prompt, clip.seed), "") + side
-    shown = list(clips.items())[:MOST_PROMPTS]
-    return [
-        f'<figure><h3>{escape(prompt)}</h3><div class="pair">{sides}</div></figure>' for (prompt, _), sides in shown
-    ]
+                scores = ", ".join(f"{key} {number(value)}" for key, value in columns(clip).items())
+                side = {"path": clip.path, "system": name, "scores": scores}
+                sides.setdefault((clip.prompt, clip.seed), []).append(side)
+    return [{"prompt": prompt, "sides": found} for (prompt, _), found in list(sides.items())[:MOST_PROMPTS]]

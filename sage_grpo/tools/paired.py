@@ -1,38 +1,22 @@
-"""The first validation of a run against its last, clip by clip: same prompt, same seed, other weights."""
+"""Compares a run's first validation with its last, clip by clip: same prompt, same seed, different weights."""
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from sage_grpo.intervals import Interval, interval
-from sage_grpo.tools.run_folder import Run, as_float, beside
-from sage_grpo.train import hacking
+from sage_grpo.runs import hacking
+from sage_grpo.runs.clips import Pair, pair_clips, read_clips, read_validations
+from sage_grpo.runs.history import RunHistory, as_float
 
 VERDICTS = {1: "better", -1: "worse", 0: "not significant"}
 
 
 @dataclass(frozen=True)
-class Clip:
-    path: Path
-    prompt: str
-    seed: int
-    values: dict[str, float]  # "reward/VQ", "gold/match", ...: named as in the lines of validation
-
-    @property
-    def reward(self) -> float:
-        return self.values.get("reward/total", math.nan)
-
-
-Pair = tuple[Clip, Clip]  # before, after
-
-
-@dataclass(frozen=True)
 class Measure:
-    """One metric before and after, and the mean of its differences over pairs with a 95 % interval of +- `half`."""
+    """One metric before and after, and its mean difference over pairs with a 95 % interval of +- `half`."""
 
     before: float
     before_error: float  # standard errors, NaN where unknown
@@ -40,23 +24,23 @@ class Measure:
     after_error: float
     difference: float
     half: float
-    better: int  # +1 where more is better, -1 where less is
+    better: int  # +1 if higher is better, -1 if lower is
 
     @property
     def verdict(self) -> int:
-        """+1 better, -1 worse, 0 where the interval holds 0."""
+        """+1 better, -1 worse, 0 if the interval contains 0."""
         return self.better * int(np.sign(self.difference)) if abs(self.difference) > self.half else 0
 
 
 @dataclass(frozen=True)
 class Comparison:
     steps: tuple[int, int]  # iterations of the two validations
-    measures: dict[str, Measure]  # of the metrics that both have; the total first
+    measures: dict[str, Measure]  # metrics that both have; the total first
     pairs: list[Pair]
 
 
-def compare(run: Run) -> Comparison | None:
-    """None where there are no two validations."""
+def compare(run: RunHistory) -> Comparison | None:
+    """Compare the first and last validation; None if there are fewer than two."""
     if len(run.validations) < 2:
         return None
     first, last = run.validations[0], run.validations[-1]
@@ -70,12 +54,12 @@ def compare(run: Run) -> Comparison | None:
     return Comparison((first["step"], last["step"]), measures, pairs)
 
 
-def drift(run: Run) -> dict[str, dict[int, Interval]]:
-    """By name and iteration: reward and hold-out less those of the first validation, clip by clip.
+def drift(run: RunHistory) -> dict[str, dict[int, Interval]]:
+    """By name and iteration: reward and hold-out minus their values in the first validation, clip by clip.
 
-    In standard deviations of the first one's clips, so that both have one scale. Empty where no hold-out was measured.
+    In standard deviations over the first validation's clips, so that scales match. Empty without a hold-out.
     """
-    found = hacking.validations(run.folder)
+    found = read_validations(run.folder)
     steps = [line["step"] for line in run.validations if line["step"] in found]
     if len(steps) < 2 or not any(map(math.isfinite, map(hacking.held_out, found[steps[-1]]))):
         return {}
@@ -87,14 +71,14 @@ def drift(run: Run) -> dict[str, dict[int, Interval]]:
     return changes
 
 
-def table(run: Run, comparison: Comparison) -> list[list[str]]:
-    """Before and after for people: titles, then a row for each metric."""
+def table(run: RunHistory, comparison: Comparison) -> list[list[str]]:
+    """Before and after as text: titles, then one row per metric."""
     steps = [f"iteration {step}" for step in comparison.steps]
     rows = [["held-out prompts", *steps, "paired difference", "95 % interval", "", "perfect clips"]]
     perfect = {f"reward/{name}": value for name, value in (run.head.get("perfect") or {}).items()}
     for key, m in comparison.measures.items():
         name = key.replace("/", " ", 1).replace("_", " ")
-        decimals = 4 if m.better < 0 else 3  # distances are small parts of the range of a pixel
+        decimals = 4 if m.better < 0 else 3  # distances are small fractions of the pixel range
         means = ((m.before, m.before_error), (m.after, m.after_error))
         row = [f"{name} (lower is better)" if m.better < 0 else name]
         row += [f"{number(mean, decimals)} ± {number(error, decimals)}" for mean, error in means]
@@ -104,8 +88,8 @@ def table(run: Run, comparison: Comparison) -> list[list[str]]:
     return rows
 
 
-def text_table(run: Run) -> str:
-    """The table for the terminal; empty where there are no two validations."""
+def text_table(run: RunHistory) -> str:
+    """The table for the terminal; empty with fewer than two validations."""
     comparison = compare(run)
     return aligned(table(run, comparison)) if comparison else ""
 
@@ -116,29 +100,11 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def number(value: float, decimals: int = 3, sign: str = "") -> str:
-    """One digit where the decimals would show none; a dash for NaN."""
+    """Format a number: one significant digit if the decimals would show none; a dash for NaN."""
     if not math.isfinite(value):
         return "–"
     form = f".{decimals}f" if value == 0 or round(value, decimals) else ".1g"
     return f"{value:{sign}{form}}".replace("-", "−")
-
-
-def read_clips(folder: Path, anywhere: bool = False) -> list[Clip]:
-    """The clips of one validation; empty where they were not kept. `anywhere`: the list is our own, and may point."""
-    path, clips = folder / "clips.json", []
-    for entry in json.loads(path.read_bytes()) if path.is_file() else ():
-        values = {}
-        for kind, place in (("reward", "scores"), ("holdout", "holdout"), ("gold", "gold")):
-            values |= {f"{kind}/{name}": as_float(value) for name, value in entry.get(place, {}).items()}
-        file = folder / entry["file"] if anywhere else beside(path, entry["file"])
-        clips.append(Clip(file, entry["prompt"], entry["seed"], values))
-    return clips
-
-
-def pair_clips(before: Sequence[Clip], after: Sequence[Clip]) -> list[Pair]:
-    """Clips of the same prompt and seed, in the order of `before`."""
-    found = {(clip.prompt, clip.seed): clip for clip in after}
-    return [(clip, found[clip.prompt, clip.seed]) for clip in before if (clip.prompt, clip.seed) in found]
 
 
 def gain(pair: Pair) -> float:
@@ -146,7 +112,7 @@ def gain(pair: Pair) -> float:
 
 
 def choose_pairs(pairs: Iterable[Pair], most: int) -> list[Pair]:
-    """Up to `most` pairs with files and different prompts: the best, the middle and the worst third by their gain."""
+    """Up to `most` pairs with files and different prompts, in thirds by gain: best, middle and worst."""
     firsts: dict[str, Pair] = {}
     for pair in pairs:
         if all(clip.path.is_file() for clip in pair) and math.isfinite(gain(pair)):

@@ -1,10 +1,10 @@
-"""What a run needs and how long it takes, before it is started and without its weights.
+"""Estimates a run's memory and time before it starts, without its weights.
 
     python -m sage_grpo.tools.plan --config FILE.yaml --gpus N --gpu_memory GB [--FLAG VALUE ...]
-    ... --vary num_frames 49 81 121        one line for each value of a flag (or of gpus) instead
+    ... --vary num_frames 49 81 121        one line per value of a flag (or of gpus) instead
 
 Takes every flag of post_train.py. A model folder that does not exist stands for the full-size model. Exit code 0: the
-run fits; 1: it does not, and what to change is said; 2: the configuration cannot run.
+run fits; 1: it does not, and remedies are printed; 2: the configuration cannot run.
 """
 
 import argparse
@@ -15,25 +15,22 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import torch
-from diffusers import AutoencoderKLHunyuanVideo15
-
 from sage_grpo.config import Config, ConfigError, resolve
 from sage_grpo.flags import parse
-from sage_grpo.models.layout import SAMPLING, part_config, sampling_defaults
+from sage_grpo.models import open_backbone
+from sage_grpo.models.backbone import Backbone
+from sage_grpo.models.cost import Architecture
 from sage_grpo.models.lora import target_layers
-from sage_grpo.models.packed import PackedTransformer
-from sage_grpo.models.policy import Sampling
-from sage_grpo.models.tencent import read_version
 from sage_grpo.tools.paired import aligned
 from sage_grpo.tools.plan_memory import MOMENTS, fits, memory, peak
-from sage_grpo.tools.plan_model import Model, Plan, times, volumes
+from sage_grpo.tools.plan_model import Plan, Trained, times, volumes
+from sage_grpo.train.build import default_reward
 from sage_grpo.train.optimization import trainable_parameters
 from sage_grpo.worlds import world_of
 
 GB = 1e9
 Remedy = tuple[str, Callable[[Config], Any], str]
-# What may be given up for memory, the cheapest first: a flag, its new value, and the price.
+# What to trade for memory, cheapest first: a flag, its new value, and the cost.
 REMEDIES: tuple[Remedy, ...] = (
     ("micro_batch_size", lambda c: 1, "hardly anything at full size"),
     ("enable_fsdp", lambda c: True, "weights are gathered from other GPUs"),
@@ -51,57 +48,45 @@ REMEDIES: tuple[Remedy, ...] = (
 )
 
 
-def sampling_of(folder: Path, version: str) -> Sampling:
-    """Of the folder; where there is none, of the published model that the version names."""
-    if folder.is_dir():
-        return sampling_defaults(folder, version)
-    size, task, distilled = read_version(version)
-    if (size, task) not in SAMPLING:
-        raise ConfigError(f"pretrained_transformer_version is {version}; only t2v can be trained")
-    return replace(SAMPLING[size, task], guidance=1.0) if distilled else SAMPLING[size, task]
-
-
-def model_of(config: Config) -> Model:
-    """Sizes of the model of a configuration."""
-    c = config
-    lora = (c.lora_r, c.lora_target_modules) if c.use_lora else None
-    return _count(Path(c.pretrained_model_root), c.pretrained_transformer_version, lora)
+@lru_cache
+def backbone_of(folder: str, version: str) -> Backbone:
+    """A folder's backbone without weights; if there is no folder, the published model that the version names."""
+    return open_backbone(folder, version=version, complete=False)
 
 
 @lru_cache
-def _count(folder: Path, version: str, lora: tuple[int, tuple[str, ...]] | None) -> Model:
-    """Counted on the real classes, without memory for weights. `lora`: rank and layers of the adapter."""
-    parts = {p: part_config(folder, p, version) if folder.is_dir() else {} for p in ("transformer", "vae")}
-    with torch.device("meta"):
-        transformer = PackedTransformer.from_config(parts["transformer"])
-        vae = AutoencoderKLHunyuanVideo15.from_config(parts["vae"])
+def architecture_of(backbone: Backbone) -> Architecture:
+    return backbone.architecture()
+
+
+def trained_of(config: Config, backbone: Backbone) -> Trained:
+    """Parameter counts that a configuration trains."""
+    return _count(backbone, (config.lora_r, config.lora_target_modules) if config.use_lora else None)
+
+
+@lru_cache
+def _count(backbone: Backbone, lora: tuple[int, tuple[str, ...]] | None) -> Trained:
+    """Count parameters on the real classes, on the meta device. `lora`: rank and layers of the adapter."""
+    transformer = backbone.empty_transformer()
+    parameters = dict(transformer.named_parameters())
     sizes = {name: p.numel() for name, p in trainable_parameters(transformer, False).items()}
     if lora:
         layers = {name: transformer.get_submodule(name) for name in target_layers(transformer, lora[1])}
         sizes = {name: lora[0] * (layer.in_features + layer.out_features) for name, layer in layers.items()}
-    flat = {name for name, p in transformer.named_parameters() if p.ndim < 2}
-    return Model(
-        transformer=dict(transformer.config),
-        parameters=sum(p.numel() for p in transformer.parameters()),
-        block=sum(p.numel() for p in transformer.transformer_blocks[0].parameters()),
-        trained=sum(sizes.values()),
-        matrices=sum(size for n, size in sizes.items() if n.startswith("transformer_blocks.") and n not in flat),
-        vae=sum(p.numel() for p in vae.parameters()),
-        channels=vae.config.latent_channels,
-        temporal=vae.temporal_compression_ratio,
-        spatial=vae.spatial_compression_ratio,
-    )
+    matrices = [size for n, size in sizes.items() if lora or transformer.is_block_matrix(n, parameters[n])]
+    return Trained(total=sum(sizes.values()), matrices=sum(matrices))
 
 
 def plan_of(config: Config, gpus: int, text_tokens: int = 150) -> Plan:
-    folder, version = Path(config.pretrained_model_root), config.pretrained_transformer_version
-    resolved = resolve(config, sampling_of(folder, version), "cuda")
-    resolved = replace(resolved, reward_model=resolved.reward_model or (world_of(folder) or "videoalign",))
-    return Plan(resolved, model_of(resolved), gpus, text_tokens)
+    backbone = backbone_of(config.pretrained_model_root, config.pretrained_transformer_version)
+    resolved = resolve(config, backbone, "cuda")
+    rewards = resolved.reward_model or (default_reward(world_of(config.pretrained_model_root)),)
+    resolved = replace(resolved, reward_model=rewards)
+    return Plan(resolved, architecture_of(backbone), trained_of(resolved, backbone), gpus, text_tokens)
 
 
 def remedies(plan: Plan, gpu_bytes: float) -> list[tuple[str, str, Plan]]:
-    """Changes that together make the plan fit, none of them idle; or all that help, where they are not enough."""
+    """A minimal set of changes that makes the plan fit; or all that help, if they are not enough."""
     chosen, reached = [], plan
     for remedy in REMEDIES:
         while not fits(reached, gpu_bytes) and (other := changed(reached, *remedy[:2])):
@@ -116,7 +101,7 @@ def remedies(plan: Plan, gpu_bytes: float) -> list[tuple[str, str, Plan]]:
 
 
 def steps(plan: Plan, chosen: Sequence[Remedy]) -> list[Plan]:
-    """The plan, and after each of the changes."""
+    """The plan, and the plan after each change."""
     plans = [plan]
     for name, value, _ in chosen:
         plans.append(changed(plans[-1], name, value) or plans[-1])
@@ -124,10 +109,11 @@ def steps(plan: Plan, chosen: Sequence[Remedy]) -> list[Plan]:
 
 
 def changed(plan: Plan, name: str, value: Callable[[Config], Any]) -> Plan | None:
-    """The plan with another value of a flag; None where that saves nothing or cannot run."""
+    """The plan with another value of a flag; None if that saves nothing or cannot run."""
     config = replace(plan.config, **{name: value(plan.config)})
     try:
-        other = replace(plan, config=config, model=model_of(config) if name == "use_lora" else plan.model)
+        backbone = backbone_of(config.pretrained_model_root, config.pretrained_transformer_version)
+        other = replace(plan, config=config, trained=trained_of(config, backbone))
     except ValueError:  # a layout that does not divide
         return None
     return other if peak(other)[1] < peak(plan)[1] else None
@@ -138,11 +124,12 @@ def shown(name: str, plan: Plan) -> str:
 
 
 def describe(plan: Plan, gpu_bytes: float) -> str:
-    """All that is known of a plan, for the terminal."""
+    """Full description of a plan, for the terminal."""
     c, m = plan.config, plan.model
     built_in = "" if Path(c.pretrained_model_root).is_dir() else " (no such folder: the full-size model)"
     lines = [
-        f"{c.pretrained_model_root}{built_in}: {m.parameters / 1e9:.2f} B parameters, {m.trained / 1e6:,.0f} M trained",
+        f"{c.pretrained_model_root}{built_in}: {m.parameters / 1e9:.2f} B parameters, "
+        f"{plan.trained.total / 1e6:,.0f} M trained",
         f"{c.num_frames} x {c.height} x {c.width}: {plan.tokens:,} tokens, {plan.text_tokens} of them text; "
         f"{plan.branches} forward(s) in each of {c.num_sampling_steps} steps, {plan.trained_steps} steps trained",
         f"{plan.gpus} GPU(s): {plan.gpus // c.sp_size} data-parallel x {c.sp_size} sequence-parallel, weights in "
@@ -170,7 +157,7 @@ def describe(plan: Plan, gpu_bytes: float) -> str:
 
 
 def memory_table(plan: Plan) -> str:
-    """GB per GPU, parts by moments; parts that take nothing are left out."""
+    """GB per GPU, parts by moments; empty parts are left out."""
     parts = {name: row for name, row in memory(plan).items() if any(row.values())}
     total = {moment: sum(row[moment] for row in parts.values()) for moment in MOMENTS}
     rows = [
@@ -193,7 +180,7 @@ def time_table(plan: Plan) -> str:
 
 
 def comparison(rows: Sequence[tuple[str, Plan]], name: str, gpu_bytes: float) -> str:
-    """One line for each value of a flag."""
+    """One line per value of a flag."""
     head = (
         name,
         "tokens",

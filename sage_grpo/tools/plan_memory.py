@@ -1,22 +1,22 @@
-"""What a run keeps on one GPU, part by part: on the rank that leads its group, which holds the reward."""
+"""Memory of a run on one GPU, part by part: on a sequence-parallel leader, which also holds the reward."""
 
 from sage_grpo.tools.plan_model import BYTES, Plan
 
-# When memory may peak: the phases of an iteration, and the optimizer step, when activations are gone.
+# When memory may peak: the phases of an iteration, and the optimizer step, when activations are freed.
 MOMENTS = ("rollout", "decode", "reward", "anchor", "update", "step")
 
 
 def at(base: float, **more: float) -> dict[str, float]:
-    """`base` at every moment, more at some."""
+    """`base` at every moment, plus `more` at some."""
     return {moment: base + more.get(moment, 0.0) for moment in MOMENTS}
 
 
 def memory(plan: Plan) -> dict[str, dict[str, float]]:
     """Bytes by part and moment."""
     c, m, r = plan.config, plan.model, plan.rates
-    master, compute, mine = BYTES[c.master_weight_type], BYTES[c.dtype], plan.model.trained / plan.shards
+    master, compute, mine = BYTES[c.master_weight_type], BYTES[c.dtype], plan.trained.total / plan.shards
     base = m.parameters / plan.shards * (compute if c.use_lora else master) + (mine * master if c.use_lora else 0.0)
-    muon = m.matrices / plan.shards if c.optimizer == "muon" else 0.0
+    muon = plan.trained.matrices / plan.shards if c.optimizer == "muon" else 0.0
     anchored = c.trust_region.anchor is not None
     on_gpu = anchored and (c.use_lora or not c.reference_mode_offload)
     swapped = 0.0 if c.use_lora else mine * master
@@ -26,7 +26,7 @@ def memory(plan: Plan) -> dict[str, dict[str, float]]:
         "weights": at(base),
         "gathered weights": gathered(plan),
         "gradients": gradients(plan),
-        "optimizer": at((2 * mine - muon) * master, step=(mine - muon) * master),  # AdamW's step takes a copy of one
+        "optimizer": at((2 * mine - muon) * master, step=(mine - muon) * master),  # AdamW's step copies one
         "anchor": at(mine * (master if c.use_lora else compute), anchor=swapped) if on_gpu else at(0.0),
         "EMA": at(mine * master if c.ema_decay else 0.0),
         "activations": activations(plan),
@@ -37,40 +37,40 @@ def memory(plan: Plan) -> dict[str, dict[str, float]]:
 
 
 def gathered(plan: Plan) -> dict[str, float]:
-    """The block at work, the next one, and what belongs to no block; or all weights while clips are made."""
+    """The current block, the next one, and everything outside blocks; or all weights during rollout."""
     c, m = plan.config, plan.model
     if not c.enable_fsdp:
         return at(0.0)
-    few = m.parameters - (m.transformer["num_layers"] - 2) * m.block
+    few = m.parameters - (m.layers - 2) * m.block
     rollout = m.parameters if c.gather_for_rollout else few
     sizes = {"rollout": rollout, "anchor": few, "update": few}
     return at(0.0, **{moment: size * BYTES[c.dtype] for moment, size in sizes.items()})
 
 
 def gradients(plan: Plan) -> dict[str, float]:
-    c, m = plan.config, plan.model
-    mine = m.trained / plan.shards * BYTES[c.master_weight_type]
+    c, trained = plan.config, plan.trained.total
+    mine = trained / plan.shards * BYTES[c.master_weight_type]
     if not c.enable_fsdp:
         return at(0.0, update=mine, step=mine * (2 if plan.gpus > 1 else 1))  # summed as one flat copy
-    whole = m.trained if c.reduces_once else m.trained * 2 / m.transformer["num_layers"]  # two blocks on their way
+    whole = trained if c.reduces_once else trained * 2 / plan.model.layers  # two blocks in flight
     kept = mine if c.gradient_accumulation_steps > 1 else 0.0
     return at(kept, update=mine - kept + whole * 4, step=mine - kept)
 
 
 def activations(plan: Plan) -> dict[str, float]:
-    """Each branch of guidance keeps the input of every block, or more; one block at a time is worked on."""
-    c, m, r, layers = plan.config, plan.model, plan.rates, plan.model.transformer["num_layers"]
+    """Each guidance branch keeps every block's input, or more; one block at a time is active."""
+    c, m, r, layers = plan.config, plan.model, plan.rates, plan.model.layers
     tokens = plan.tokens * plan.micro_batch / c.sp_size
     unit, exchange = tokens * m.width * BYTES[c.dtype], r.exchange if c.sp_size > 1 else 0.0
-    normalisers = tokens * m.transformer["num_attention_heads"] * 4
-    block = 2 * unit + normalisers if c.keep_attention else unit
+    normalizers = tokens * m.heads * 4
+    block = 2 * unit + normalizers if c.keep_attention else unit
     graph = layers * (plan.recomputed * block + (1 - plan.recomputed) * r.saved * unit)
     forward, training = (unit * (plan.variant(pair) + exchange) for pair in (r.inner_forward, r.inner_training))
     return at(0.0, rollout=forward, anchor=forward, update=plan.branches * graph + training)
 
 
 def peak(plan: Plan) -> tuple[str, float]:
-    """The fullest moment and its bytes."""
+    """The moment of peak memory, and its bytes."""
     parts = memory(plan).values()
     totals = {moment: sum(part[moment] for part in parts) for moment in MOMENTS}
     return max(totals.items(), key=lambda item: item[1])

@@ -1,20 +1,20 @@
-"""What an iteration takes: counts of work and traffic from configuration, model and layout, times from measured rates.
+"""Cost of an iteration: work and traffic from configuration, model and layout; times from measured rates.
 
-`Calibration` holds all that had to be measured or assumed, for the memory of `plan_memory.py` too: a re-calibration
-changes that class and nothing else.
+`Calibration` holds everything measured or assumed, including for `plan_memory.py`: recalibrating changes that class
+and nothing else.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 from sage_grpo.algo.sde import build_schedule, flow_sigmas
-from sage_grpo.config import Config, check
-from sage_grpo.models import cost
+from sage_grpo.checks import check
+from sage_grpo.config import Config
+from sage_grpo.models.cost import BACKWARD_OF_ATTENTION, Architecture
 from sage_grpo.parallel.ranks import check_layout
-from sage_grpo.rewards.base import ALIASES
+from sage_grpo.rewards import ALIASES
 from sage_grpo.train.rollout import exploring_steps, num_trained
 
 BYTES = {"fp32": 4, "bf16": 2}
@@ -24,23 +24,23 @@ BYTES = {"fp32": 4, "bf16": 2}
 class Calibration:
     """One H200, bf16, one clip per forward. Pairs are (compiled, eager).
 
-    T: benchmarks/2026-11-15-planner-figures.md, "transformer"; V: there, "the rest"; A: assumed, not measured.
-    A unit is one bf16 number for each token and channel of the model.
+    T: benchmarks/2026-11-15-planner-figures.md, "transformer"; V: same file, "the rest"; A: assumed, not measured.
+    A unit is one bf16 number per token and model channel.
     """
 
     attention: float = 560e12  # operations/s, forward (T: 888 ms of the compiled forward)
     attention_backward: float = 532e12  # operations/s, 2.5 times those of the forward (T)
     linear: float = 744e12  # operations/s (T: 245 ms of the compiled forward)
-    rest: tuple[float, float] = (59e-9, 232e-9)  # s per token and block: what else a forward does (T: its rows)
-    rest_backward: tuple[float, float] = (59e-9, 372e-9)  # the same, backward, adapters included (T: attention kept)
+    rest: tuple[float, float] = (59e-9, 232e-9)  # s per token and block for the rest of a forward (T: its rows)
+    rest_backward: tuple[float, float] = (59e-9, 372e-9)  # backward, with adapters (T: attention kept)
     inner_forward: tuple[float, float] = (8.0, 23.0)  # units inside a forward (T: its peaks less the weights)
     inner_training: tuple[float, float] = (29.0, 33.0)  # units inside a recomputed block and its backward (T)
-    saved: float = 24.0  # units that a block keeps which is not recomputed (A)
-    exchange: float = 8.0  # units more inside a block that exchanges tokens with other ranks (A)
-    decode: float = 125e-6  # s per place of the latents, VAE (V: 9.0 s for 4 clips)
+    saved: float = 24.0  # units kept by a block that is not recomputed (A)
+    exchange: float = 8.0  # extra units inside a block that exchanges tokens with other ranks (A)
+    decode: float = 125e-6  # s per latent position, VAE (V: 9.0 s for 4 clips)
     decode_bytes: float = 6e9  # inside the VAE, tiles of 256 pixels, 81 frames (A)
     rewards: Mapping[str, tuple[float, float, float]] = field(
-        # bytes of weights, bytes inside a forward, s per clip (A, but for the sizes of the published weights)
+        # bytes of weights, bytes inside a forward, s per clip (A, except the sizes of the published weights)
         default_factory=lambda: {
             "videoalign": (4.5e9, 2e9, 0.3),
             "clipscore": (0.9e9, 0.5e9, 0.05),
@@ -54,40 +54,30 @@ class Calibration:
     nvlink: float = 300e9  # bytes/s into a GPU inside a node (A: two thirds of 450 GB/s)
     nic: float = 33e9  # bytes/s into a GPU between nodes (A: two thirds of 400 Gbit/s)
     host: float = 20e9  # bytes/s between a GPU and host memory (A)
-    reserve: float = 4e9  # bytes that no tensor has: CUDA, NCCL, what the allocator cannot use (A)
+    reserve: float = 4e9  # bytes outside tensors: CUDA, NCCL, allocator fragmentation (A)
 
 
 @dataclass(frozen=True)
-class Model:
-    """Numbers of parameters, and the sizes that tokens follow from."""
+class Trained:
+    """How many parameters a run trains."""
 
-    transformer: Mapping[str, Any]  # its config as diffusers writes it
-    parameters: int
-    block: int  # of one transformer block
-    trained: int  # the adapter's with LoRA
-    matrices: int  # of the trained: 2-D weights of the blocks
-    vae: int
-    channels: int = 32  # of the latents
-    temporal: int = 4
-    spatial: int = 16
-
-    @property
-    def width(self) -> int:
-        return self.transformer["num_attention_heads"] * self.transformer["attention_head_dim"]
+    total: int  # the adapter's with LoRA
+    matrices: int  # of these, in 2-D block weights
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A resolved configuration on a number of GPUs. Building one refuses layouts that do not divide."""
+    """A resolved configuration on a number of GPUs. Building one rejects layouts that do not divide."""
 
     config: Config
-    model: Model
+    model: Architecture
+    trained: Trained
     gpus: int
     text_tokens: int = 150
     rates: Calibration = field(default_factory=Calibration)
 
     def __post_init__(self) -> None:
-        c, heads = self.config, self.model.transformer["num_attention_heads"]
+        c, heads = self.config, self.model.heads
         check_layout(self.gpus, c.sp_size, c.enable_fsdp, c.dp_replicate)
         if heads % c.sp_size:
             raise ValueError(f"sp_size is {c.sp_size}; it must divide the model's {heads} heads")
@@ -95,9 +85,9 @@ class Plan:
 
     @property
     def latents(self) -> int:
-        """Places of the latents of a clip, which are its video tokens."""
-        c, m = self.config, self.model
-        return cost.video_tokens(c.num_frames, c.height, c.width, m.temporal, m.spatial)
+        """Latent positions of a clip, equal to its video tokens."""
+        c = self.config
+        return self.model.video_tokens(c.num_frames, c.height, c.width)
 
     @property
     def tokens(self) -> int:
@@ -105,7 +95,7 @@ class Plan:
 
     @property
     def clips(self) -> int:
-        """Of an iteration, over all ranks."""
+        """Clips per iteration, over all ranks."""
         return self.config.batch_size * self.gpus // self.config.sp_size
 
     @property
@@ -130,7 +120,7 @@ class Plan:
 
     @property
     def anchored(self) -> float:
-        """Share of the iterations that run the anchor: one that is the policy itself is not run."""
+        """Fraction of iterations that run the anchor: it is skipped while it equals the policy."""
         c = self.config
         if c.trust_region.anchor != "moving":
             return float(c.trust_region.anchor is not None)
@@ -143,7 +133,7 @@ class Plan:
         return [self.rates.rewards[name] for name in names if name in self.rates.rewards]
 
     def variant(self, pair: tuple[float, float]) -> float:
-        """Of a pair of the calibration, the one that the run uses."""
+        """The value of a (compiled, eager) calibration pair that applies to the run."""
         return pair[not self.config.compile]
 
     @property
@@ -152,7 +142,7 @@ class Plan:
 
     @property
     def slices(self) -> int:
-        """Micro-batches of a rank in an iteration."""
+        """Micro-batches per rank and iteration."""
         return self.config.batch_size // self.micro_batch
 
     @property
@@ -161,7 +151,7 @@ class Plan:
 
     @property
     def training_passes(self) -> int:
-        """Forwards of an update, each with its backward; as many of the anchor, where it is run."""
+        """Forward-backward passes per update; the anchor, if run, has as many forwards."""
         return self.slices * self.branches * self.trained_steps
 
     @property
@@ -170,7 +160,7 @@ class Plan:
 
     @property
     def reductions(self) -> float:
-        """Passes of an update that sum gradients over ranks."""
+        """Passes per update that sum gradients over ranks."""
         c = self.config
         if not c.enable_fsdp:
             return c.updates_per_rollout / c.gradient_accumulation_steps
@@ -182,33 +172,33 @@ class Plan:
 
 
 def compute_time(plan: Plan, backward: bool = False) -> float:
-    """Seconds of one pass of a micro-batch on one rank, without any waiting for others."""
-    c, r, layers = plan.config, plan.rates, plan.model.transformer["num_layers"]
-    work = cost.forward(plan.model.transformer, plan.latents, plan.text_tokens)
+    """Seconds for one pass of a micro-batch on one rank, without waiting for others."""
+    c, r, layers = plan.config, plan.rates, plan.model.layers
+    work = plan.model.forward(plan.latents, plan.text_tokens)
     attention, linear = work.attention / r.attention, work.linear / r.linear
     rest = plan.tokens * layers * plan.variant(r.rest)
     seconds = attention + linear + rest
     if backward:
         again = plan.recomputed * (linear + rest + (0 if c.keep_attention else attention))
-        seconds = work.attention * cost.BACKWARD_OF_ATTENTION / r.attention_backward + again
+        seconds = work.attention * BACKWARD_OF_ATTENTION / r.attention_backward + again
         seconds += linear * (1 if c.use_lora else 2) + plan.tokens * layers * plan.variant(r.rest_backward)
     return seconds * plan.micro_batch / c.sp_size
 
 
 def traffic(plan: Plan) -> dict[str, float]:
-    """Bytes into one GPU: weights and tokens of a forward, gradients of a reduction and then between replicas."""
+    """Bytes into one GPU: weights and tokens per forward, gradients per reduction and then between replicas."""
     c, m, shards, sp = plan.config, plan.model, plan.shards, plan.config.sp_size
     replicas, unit = plan.gpus // shards, plan.tokens * plan.micro_batch / sp * m.width * BYTES[c.dtype]
     return {
         "gather": m.parameters * BYTES[c.dtype] * (shards - 1) / shards,
-        "exchange": 4 * unit * m.transformer["num_layers"] * (sp - 1) / sp,  # query, key, value; the output
-        "reduce": m.trained * 4 * (shards - 1) / shards,
-        "replicas": m.trained * 4 / shards * 2 * (replicas - 1) / replicas,
+        "exchange": 4 * unit * m.layers * (sp - 1) / sp,  # query, key, value; the output
+        "reduce": plan.trained.total * 4 * (shards - 1) / shards,
+        "replicas": plan.trained.total * 4 / shards * 2 * (replicas - 1) / replicas,
     }
 
 
 def waits(plan: Plan) -> dict[str, float]:
-    """Seconds of this traffic. A ring uses the network of all GPUs of a node, an exchange that of each by itself."""
+    """Seconds for the traffic. A ring uses the network of all GPUs in a node, an exchange only each GPU's own."""
     r, node = plan.rates, plan.rates.gpus_per_node
     ring = r.nvlink if plan.shards <= node else min(r.nvlink, r.nic * node)
     speeds = {
@@ -221,12 +211,12 @@ def waits(plan: Plan) -> dict[str, float]:
 
 
 def times(plan: Plan, overlap: bool = True) -> dict[str, float]:
-    """Seconds of each phase, warm, the mean over iterations.
+    """Seconds per phase, after warm-up, averaged over iterations.
 
-    overlap: weights and gradients travel while blocks compute, so only what takes longer than that shows. Exchanges of
-    tokens always do.
+    overlap: weights and gradients travel while blocks compute, so only the excess counts. Token exchanges always count
+    in full.
     """
-    c, r, m, wait = plan.config, plan.rates, plan.model, waits(plan)
+    c, r, wait = plan.config, plan.rates, waits(plan)
     forward, backward, passes = compute_time(plan), compute_time(plan, backward=True), plan.training_passes
     during, during_backward = (forward, backward) if overlap and c.enable_fsdp else (0.0, 0.0)
     gather, regather = max(0.0, wait["gather"] - during), max(0.0, wait["gather"] - during_backward)
@@ -234,10 +224,10 @@ def times(plan: Plan, overlap: bool = True) -> dict[str, float]:
     forward += wait["exchange"]
     update = passes * (forward + gather + backward + regather + (1 + plan.recomputed) * wait["exchange"])
     left = max(0.0, during_backward - wait["gather"])
-    update += plan.reductions * max(0.0, reduction - left) + steps * m.trained / plan.shards / r.optimizer
+    update += plan.reductions * max(0.0, reduction - left) + steps * plan.trained.total / plan.shards / r.optimizer
     anchor = passes * (forward + gather)
     if c.reference_mode_offload and not c.use_lora:  # parameters out, the anchor in, parameters back
-        anchor += m.trained / plan.shards * (2 * BYTES[c.master_weight_type] + BYTES[c.dtype]) / r.host
+        anchor += plan.trained.total / plan.shards * (2 * BYTES[c.master_weight_type] + BYTES[c.dtype]) / r.host
     return {
         "rollout": plan.rollout_passes * forward + plan.rollout_gathers * gather,
         "decode": math.ceil(c.batch_size / c.sp_size) * plan.latents * r.decode,

@@ -1,4 +1,4 @@
-"""Every exploration SDE on the user's own model and prompts, from the same noise, before one is trained with."""
+"""Compares all exploration SDEs on the user's model and prompts, from the same noise, before training."""
 
 import argparse
 import math
@@ -13,10 +13,10 @@ from tqdm import tqdm
 
 from sage_grpo.algo.sde import SDES, Schedule, build_schedule, flow_sigmas
 from sage_grpo.config import Config
-from sage_grpo.media import contact_sheet, thumbnails
+from sage_grpo.runs.media import contact_sheet, thumbnails
 from sage_grpo.tools.doctor_checks import Finding, judged
 from sage_grpo.tools.paired import aligned
-from sage_grpo.train.rollout import Piece, exploring_steps, plan, prompt_positions
+from sage_grpo.train.rollout import MicroBatch, exploring_steps, plan_micro_batches, prompt_positions
 from sage_grpo.train.trainer import Trainer
 from sage_grpo.train.validation import gold_columns
 
@@ -30,15 +30,15 @@ group, which advantages are made of. Good exploration widens it and hardly lower
 
 @dataclass(frozen=True)
 class Arm:
-    """What one sampler gave, from the same noise as the others. P prompts with G clips each."""
+    """Results of one sampler, from the same noise as the others. P prompts with G clips each."""
 
     noise: float  # injected energy
-    clips: list[Tensor | None]  # P * G, prompt after prompt
-    columns: dict[str, Tensor]  # (P, G): reward, scores, gold metrics; NaN where they failed
-    errors: list[str]  # of the reward
+    clips: list[Tensor | None]  # P * G, grouped by prompt
+    columns: dict[str, Tensor]  # (P, G): reward, scores, gold metrics; NaN on failure
+    errors: list[str]  # from the reward
 
     def numbers(self, ode: "Arm") -> dict[str, float]:
-        """One row of the table. Clips of one prompt resemble each other, so standard errors count prompts."""
+        """One row of the table. Clips of one prompt are correlated, so standard errors count prompts."""
         means = {name: values.nanmean(1) for name, values in self.columns.items()}
         reward = means.pop("reward")
         row = {"noise": self.noise, "failed": int((~self.columns["reward"].isfinite()).sum())}
@@ -51,19 +51,21 @@ class Arm:
 
 
 def check_samplers(trainer: Trainer, options: argparse.Namespace) -> Iterator[Finding]:
-    """A table and a sheet of all samplers; whether the configured one gives training something to learn."""
+    """A table and a contact sheet of all samplers; whether the configured one gives a training signal."""
     c, sheet = trainer.config, options.output / "samplers.png"
     positions = prompt_positions(trainer.step, options.prompts, len(trainer.prompts), c.seed)
-    micro = math.gcd(options.clips, len(trainer.pieces()[0].samples))  # never more clips at a time than training has
-    pieces = plan(positions, options.clips, options.clips * len(positions), 0, micro)
+    micro = math.gcd(
+        options.clips, len(trainer.micro_batches()[0].samples)
+    )  # never more clips at once than in training
+    micro_batches = plan_micro_batches(positions, options.clips, options.clips * len(positions), 0, micro)
     arms, left_out = {}, []
     for name in sorted(SDES, key=lambda name: name != "ode"):
         try:
             schedule = build_schedule(name, flow_sigmas(c.num_sampling_steps, c.timestep_shift), c.eta)
-        except ValueError as error:  # cps refuses an eta above 1
+        except ValueError as error:  # cps rejects an eta above 1
             left_out.append(f"{name} is left out: {error}")
         else:
-            arms[name] = sample(trainer, schedule, tqdm(pieces, name, unit="batch", leave=False), options.clips)
+            arms[name] = sample(trainer, schedule, tqdm(micro_batches, name, unit="batch", leave=False), options.clips)
     rows = {name: arm.numbers(arms["ode"]) for name, arm in arms.items()}
     write_sheet(sheet, arms, rows, [trainer.prompts[position].text for position in positions], c)
     arm, row = arms[c.sde_type], rows[c.sde_type]
@@ -78,14 +80,14 @@ def check_samplers(trainer: Trainer, options: argparse.Namespace) -> Iterator[Fi
     yield judged("samplers", row["spread"] > 0 and not failing, text, remedy, shown, rows=rows, left_out=left_out)
 
 
-def sample(trainer: Trainer, schedule: Schedule, pieces: Iterable[Piece], group: int) -> Arm:
-    """Clips by a sampler in the trainer's window of this iteration, decoded and scored."""
+def sample(trainer: Trainer, schedule: Schedule, micro_batches: Iterable[MicroBatch], group: int) -> Arm:
+    """Clips from a sampler within the trainer's window for this iteration, decoded and scored."""
     c, clips, texts = trainer.config, [], []
     inside = exploring_steps(c.sde_window, schedule.num_steps, trainer.step, c.seed)
     schedule = schedule.window(inside).to(trainer.ranks.device)
-    for piece in pieces:  # one by one: only the clips are kept
-        clips += trainer.decode(trainer.roll_out(schedule, [piece]))
-        texts += [trainer.prompts[piece.prompt].text] * len(piece.samples)
+    for micro_batch in micro_batches:  # one at a time: only the clips are kept
+        clips += trainer.decode(trainer.roll_out(schedule, [micro_batch]))
+        texts += [trainer.prompts[micro_batch.prompt].text] * len(micro_batch.samples)
     scores = trainer.reward.score(clips, texts, c.fps)
     columns = {"reward": scores.total} | scores.named | gold_columns(trainer.gold, clips, texts)
     columns = {name: values.view(-1, group) for name, values in columns.items()}
@@ -93,7 +95,7 @@ def sample(trainer: Trainer, schedule: Schedule, pieces: Iterable[Piece], group:
 
 
 def write_sheet(path: Path, arms: Mapping[str, Arm], rows: Mapping, prompts: Sequence[str], config: Config) -> None:
-    """One row of frames per sampler; a column is the same prompt and noise in all rows. Lost clips are black."""
+    """Write one row of frames per sampler; a column shares prompt and noise across rows. Failed clips are black."""
     black = torch.zeros(config.num_frames, config.height, config.width, 3, dtype=torch.uint8)
     strips, labels = [], [" | ".join(prompts[:SHEET_CLIPS])]
     for name, arm in arms.items():

@@ -1,28 +1,29 @@
-"""The figures of a report and the words under them, as HTML. What a run did not measure is left out.
+"""The figures of a report and their captions. Metrics that a run did not record are left out.
 
-Shapes: N iterations that left a line, T denoising steps.
+Shapes: N logged iterations, T denoising steps.
 """
 
 import io
-import re
 from collections.abc import Callable, Mapping
-from html import escape
+from dataclasses import dataclass
 from typing import Any
 
 import matplotlib
 import numpy as np
+from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, Normalize, SymLogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from sage_grpo.intervals import Interval
+from sage_grpo.runs.history import RunHistory, column
 from sage_grpo.tools.paired import drift
-from sage_grpo.tools.run_folder import Run, column
+from sage_grpo.tools.templating import inline_svg
 
 BLUE, ORANGE, GREEN, PURPLE, GREY, MASKED = "#2f6690", "#d9822b", "#3a7d5c", "#8a5a83", "#7b8794", "#d5dae0"
-SMALL, WIDE, MAP = (3.9, 2.5), (6.0, 2.8), (4.8, 2.4)  # inches; the page shows them at 0.6 to 1.4 times that
-MANY = 40  # points, from which on a curve is drawn with its running mean
+SMALL, WIDE, MAP = (3.9, 2.5), (6.0, 2.8), (4.8, 2.4)  # inches; the page scales them by 0.6 to 1.4
+MANY = 40  # points above which a curve is drawn with its running mean
 STYLE = {
     "font.size": 8.5,
     "axes.spines.top": False,
@@ -37,9 +38,9 @@ STYLE = {
     "xtick.color": "#7b8794",
     "ytick.color": "#7b8794",
     "legend.frameon": False,
-    "svg.fonttype": "none",  # text stays text: small, searchable, in the page's own font
+    "svg.fonttype": "none",  # text stays text: small, searchable, in the page's font
 }
-Lines = Mapping[str, tuple[str, str]]  # metric -> colour, label
+Lines = Mapping[str, tuple[str, str]]  # metric -> color, label
 REWARD: dict[str, Lines] = {
     "Reward": {"reward/total": (BLUE, "training")},
     "Exploration": {"reward/group_std": (BLUE, "inside a group"), "reward/std": (GREY, "over the batch")},
@@ -69,7 +70,7 @@ SCHEDULE: dict[str, Lines] = {
     "Equalizer": {"equalizer": (BLUE, "S, factor of the loss"), "gradient_scale": (ORANGE, "N, size of the gradient")},
 }
 PHASES = {"rollout": BLUE, "decode": "#7fa6c4", "reward": ORANGE, "gold": GREEN, "anchor": "#c9b458", "update": PURPLE}
-WORDS = {  # what a figure shows, and what is healthy
+WORDS = {  # what a figure shows, and what healthy looks like
     "Score": "Mean of this score. One that falls while the total rises is being traded away.",
     "Reward": "Training explores with noise, validation does not, so levels differ; both should rise, fast at first.",
     "Exploration": "Spread of the reward. A slow decline is learning; near 0 in groups nothing is left to learn from.",
@@ -95,7 +96,15 @@ WORDS = {  # what a figure shows, and what is healthy
 }
 
 
-def panels(run: Run) -> dict[str, list[str]]:
+@dataclass(frozen=True)
+class Panel:
+    title: str
+    svg: Markup
+    words: str
+    wide: bool
+
+
+def panels(run: RunHistory) -> dict[str, list[Panel]]:
     """The figures of each section."""
     scores = {name: {f"reward/{name}": (BLUE, "training")} for name in run.scores}
     holdouts = {key: {key: (GREEN, "")} for key in sorted(run.holdouts)}
@@ -116,7 +125,7 @@ def panels(run: Run) -> dict[str, list[str]]:
     return found
 
 
-def curve_panels(run: Run, titles: Mapping[str, Lines]) -> list[str]:
+def curve_panels(run: RunHistory, titles: Mapping[str, Lines]) -> list[Panel]:
     return [
         panel(title, draw_curves, run, lines, size=WIDE if title == "Reward" else SMALL)
         for title, lines in titles.items()
@@ -124,40 +133,35 @@ def curve_panels(run: Run, titles: Mapping[str, Lines]) -> list[str]:
     ]
 
 
-def phase_seconds(run: Run) -> dict[str, np.ndarray]:
-    """Seconds (N,) of each phase that took any; `other` is what time/total has beyond them."""
+def phase_seconds(run: RunHistory) -> dict[str, np.ndarray]:
+    """Seconds (N,) of each phase that took time; `other` is the remainder of time/total."""
     phases = {name: column(run.train, f"time/{name}") for name in PHASES}
     phases = {name: np.nan_to_num(values) for name, values in phases.items() if np.nansum(values) > 0}
     rest = np.nan_to_num(column(run.train, "time/total")) - sum(phases.values())
     return phases | ({"other": rest.clip(min=0)} if phases and rest.max() > 0 else {})
 
 
-def panel(title: str, draw: Callable[..., None], *args: Any, size: tuple[float, float] = SMALL) -> str:
-    """One plot, made by `draw(axes, *args)`, with its title and words."""
-    with matplotlib.rc_context(STYLE | {"svg.hashsalt": title}):  # ids: the same each time, and no other panel's
+def panel(title: str, draw: Callable[..., None], *args: Any, size: tuple[float, float] = SMALL) -> Panel:
+    """One plot, drawn by `draw(axes, *args)`, with its title and caption."""
+    with matplotlib.rc_context(STYLE | {"svg.hashsalt": title}):  # ids: reproducible, and unique per panel
         figure, buffer = Figure(figsize=size, layout="constrained"), io.StringIO()
         axes = figure.subplots()
         axes.set_xlabel("iteration")
         draw(axes, *args)
         figure.savefig(buffer, format="svg")
-    # an element of a page: no prologue, metadata or namespaces, no ids but those it refers to
-    svg = re.sub(r"<metadata>.*?</metadata>", "", buffer.getvalue(), flags=re.DOTALL)
-    svg = re.sub(r' xmlns(:\w+)?="[^"]*"', "", re.sub(r'<g id="[^"]*">', "<g>", svg[svg.index("<svg") + 4 :]))
-    name, words, style = escape(title), escape(WORDS.get(title, WORDS["Score"])), "wide" if size == WIDE else ""
-    svg = f'<svg role="img" aria-label="{name}"{svg}<figcaption>{words}</figcaption>'
-    return f'<figure class="{style}"><h3>{name}</h3>{svg}</figure>'
+    return Panel(title, inline_svg(buffer.getvalue(), title), WORDS.get(title, WORDS["Score"]), wide=size == WIDE)
 
 
-def draw_curves(ax: Axes, run: Run, lines: Lines) -> None:
-    """Metrics in training and, with standard errors, in validation; a dashed line to compare them with."""
+def draw_curves(ax: Axes, run: RunHistory, lines: Lines) -> None:
+    """Draw metrics from training and, with standard errors, from validation; a dashed reference line."""
     steps, known = column(run.train, "step"), references(run)
-    for key, (colour, label) in lines.items():
+    for key, (color, label) in lines.items():
         values = column(run.train, key)
         if key == "reward/total" and len(steps) > 1:
             std = column(run.train, "reward/std")
             ax.fill_between(steps, values - std, values + std, color=BLUE, alpha=0.12, lw=0, label="std of the batch")
         if run.has(key):
-            draw_curve(ax, steps, values, colour, label)
+            draw_curve(ax, steps, values, color, label)
         values = column(run.validations, key)
         if np.isfinite(values).any():
             error = np.nan_to_num(column(run.validations, f"{key}_stderr"))
@@ -168,20 +172,20 @@ def draw_curves(ax: Axes, run: Run, lines: Lines) -> None:
     finish(ax, lines)
 
 
-def draw_curve(ax: Axes, x: np.ndarray, y: np.ndarray, colour: str, label: str) -> None:
-    """The finite points as a line; many measured ones faint, under their running mean over a twentieth of them."""
+def draw_curve(ax: Axes, x: np.ndarray, y: np.ndarray, color: str, label: str) -> None:
+    """Draw the finite points as a line; if there are many, faint, under a running mean over a twentieth of them."""
     x, y = x[np.isfinite(y)], y[np.isfinite(y)]
-    if len(y) < MANY or colour == PURPLE:
-        ax.plot(x, y, "o-" if len(y) < MANY else "-", ms=3, color=colour, label=label)
+    if len(y) < MANY or color == PURPLE:
+        ax.plot(x, y, "o-" if len(y) < MANY else "-", ms=3, color=color, label=label)
         return
     window = np.ones(2 * (len(y) // MANY) + 1)
     mean = np.convolve(y, window, "same") / np.convolve(np.ones_like(y), window, "same")
-    ax.plot(x, y, color=colour, lw=0.8, alpha=0.35)
-    ax.plot(x, mean, color=colour, label=label)
+    ax.plot(x, y, color=color, lw=0.8, alpha=0.35)
+    ax.plot(x, mean, color=color, label=label)
 
 
-def references(run: Run) -> dict[str, tuple[str, float]]:
-    """Metric -> label and value of what it can reach."""
+def references(run: RunHistory) -> dict[str, tuple[str, float]]:
+    """Metric -> label and value of its attainable limit."""
     perfect, floor = run.head.get("perfect") or {}, run.head.get("vae_floor") or {}
     known = {f"reward/{name}": ("perfect clips", value) for name, value in perfect.items()}
     known |= {f"gold/{name}": ("VAE alone", value) for name, value in floor.items()}
@@ -189,7 +193,7 @@ def references(run: Run) -> dict[str, tuple[str, float]]:
 
 
 def finish(ax: Axes, lines: Lines) -> None:
-    """A logarithmic axis if the metric asks for one and a value allows it; a legend if there is something to tell."""
+    """Use a log axis if the metric asks for one and its values allow it; add a legend if needed."""
     if LOGARITHMIC & lines.keys() and any((np.asarray(line.get_ydata()) > 0).any() for line in ax.lines):
         ax.set_yscale("log", nonpositive="mask")
     if len(ax.get_legend_handles_labels()[1]) > 1:
@@ -197,14 +201,14 @@ def finish(ax: Axes, lines: Lines) -> None:
 
 
 def draw_schedule(ax: Axes, schedule: Mapping[str, list[float | None]], lines: Lines) -> None:
-    for key, (colour, label) in lines.items():
-        ax.plot(np.array(schedule[key], dtype=float), "o-", ms=2.5, color=colour, label=label)
+    for key, (color, label) in lines.items():
+        ax.plot(np.array(schedule[key], dtype=float), "o-", ms=2.5, color=color, label=label)
     ax.set_xlabel("denoising step")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     finish(ax, lines)
 
 
-def draw_scatter(ax: Axes, run: Run) -> None:
+def draw_scatter(ax: Axes, run: RunHistory) -> None:
     steps, reward, gold = (column(run.train, key) for key in ("step", "reward/total", "gold/match"))
     dots = ax.scatter(reward, gold, c=steps, s=12, linewidths=0)
     ax.figure.colorbar(dots, ax=ax, label="iteration").outline.set_visible(False)
@@ -213,19 +217,19 @@ def draw_scatter(ax: Axes, run: Run) -> None:
 
 
 def draw_drift(ax: Axes, changes: Mapping[str, Mapping[int, Interval]]) -> None:
-    for (name, moved), colour in zip(changes.items(), (BLUE, ORANGE), strict=True):
+    for (name, moved), color in zip(changes.items(), (BLUE, ORANGE), strict=True):
         means, halves = ([getattr(value, part) for value in moved.values()] for part in ("mean", "half"))
-        ax.errorbar(list(moved), means, np.nan_to_num(halves), fmt="o-", color=colour, ms=4, capsize=2, label=name)
+        ax.errorbar(list(moved), means, np.nan_to_num(halves), fmt="o-", color=color, ms=4, capsize=2, label=name)
     ax.axhline(0, ls="--", lw=1, color=GREY)
     ax.legend()
 
 
-def draw_map(ax: Axes, run: Run, key: str) -> None:
-    """A metric by iteration and denoising step; grey where a step was not trained."""
+def draw_map(ax: Axes, run: RunHistory, key: str) -> None:
+    """Draw a metric by iteration and denoising step; gray where a step was not trained."""
     grid = np.ma.masked_invalid(run.grid(key).T)
-    norm, colours = map_scale(key, grid.compressed())
+    norm, colors = map_scale(key, grid.compressed())
     extent = (run.train[0]["step"] - 0.5, run.train[-1]["step"] + 0.5, len(grid) - 0.5, -0.5)
-    picture = ax.imshow(grid, colours, norm, aspect="auto", extent=extent, interpolation="none")
+    picture = ax.imshow(grid, colors, norm, aspect="auto", extent=extent, interpolation="none")
     ax.set_facecolor(MASKED)
     ax.grid(False)
     ax.yaxis.set_major_locator(MaxNLocator(integer=True))
@@ -234,7 +238,7 @@ def draw_map(ax: Axes, run: Run, key: str) -> None:
 
 
 def map_scale(key: str, values: np.ndarray) -> tuple[Normalize, str]:
-    """Scale and colours of a heat map; `values` are its finite cells."""
+    """Scale and color map of a heat map; `values` are its finite cells."""
     if key == "clip_fraction":
         return Normalize(0, 1), "Blues"
     if key == "log_ratio_mean":
@@ -245,12 +249,12 @@ def map_scale(key: str, values: np.ndarray) -> tuple[Normalize, str]:
     return LogNorm(positive.min(), positive.max()) if varied else Normalize(), "viridis"
 
 
-def draw_stack(ax: Axes, run: Run, layers: Mapping[str, np.ndarray]) -> None:
-    """Seconds on top of each other, phase -> (N,); the legend has their means and shares."""
+def draw_stack(ax: Axes, run: RunHistory, layers: Mapping[str, np.ndarray]) -> None:
+    """Draw stacked seconds, phase -> (N,); the legend has their means and shares."""
     whole = sum(values.sum() for values in layers.values())
     labels = [f"{name} {values.mean():.3g} s, {values.sum() / whole:.0%}" for name, values in layers.items()]
-    colours = [PHASES.get(name, MASKED) for name in layers]
-    ax.stackplot(column(run.train, "step"), *layers.values(), colors=colours, labels=labels, lw=0)
+    colors = [PHASES.get(name, MASKED) for name in layers]
+    ax.stackplot(column(run.train, "step"), *layers.values(), colors=colors, labels=labels, lw=0)
     ax.figure.legend(loc="outside right center", reverse=True)
     ax.set_ylabel("seconds")
     ax.margins(x=0)

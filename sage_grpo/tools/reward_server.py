@@ -1,11 +1,11 @@
-"""Serves rewards over HTTP, so that their models live off the training GPUs, or in another environment.
+"""Serves rewards over HTTP, so that their models run off the training GPUs or in another environment.
 
     export SAGE_REWARD_TOKEN=$(openssl rand -hex 32)     (the same on the clients)
     python -m sage_grpo.tools.reward_server --reward videoalign --reward_path ckpts/VideoReward
 
-Clients are `--reward_model remote --remote_reward_url http://HOST:PORT`; `rewards/wire.py` tells how both speak.
-Clips that wait while a batch is scored make up the next one, whoever sent them. Memory is bounded: a request says its
-length beforehand, and is turned away where the requests already inside leave no room for it.
+Clients are `--reward_model remote --remote_reward_url http://HOST:PORT`; `rewards/wire.py` defines the format.
+Clips that arrive while a batch is scored form the next batch, whoever sent them. Memory is bounded: a request declares
+its length up front and is rejected if pending requests leave no room for it.
 """
 
 import argparse
@@ -32,44 +32,45 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from torch import Tensor
 
 from sage_grpo.json_files import finite
-from sage_grpo.rewards.base import REWARDS, Setup, build_rewards
+from sage_grpo.rewards import REWARDS
+from sage_grpo.rewards.base import Setup, build_rewards
 from sage_grpo.rewards.composite import Composite
 from sage_grpo.rewards.wire import TooMuch, WireError, read_json, read_token, unpack
 
 
 @dataclass(frozen=True)
 class Limits:
-    clips: int = 64  # in a request
-    request: int = 512 << 20  # bytes of a request
-    waiting: int = 4 << 30  # bytes of all requests that are inside
-    seconds: float = 300.0  # that a request may take to arrive, and then to be scored
+    clips: int = 64  # per request
+    request: int = 512 << 20  # bytes per request
+    waiting: int = 4 << 30  # bytes of all pending requests
+    seconds: float = 300.0  # for a request to arrive, and again to be scored
     connections: int = 256
 
 
 @dataclass(frozen=True, eq=False)
 class Item:
-    """A clip that waits for its scores."""
+    """A clip waiting for its scores."""
 
     clip: Tensor
     prompt: str
     fps: float
-    result: asyncio.Future  # of its named scores and, where it has none, the error
+    result: asyncio.Future  # resolves to its named scores and the error, if it has none
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Clips of one kind can be scored together by any reward."""
+        """Shape and fps: clips of one kind can be batched by any reward."""
         return (*self.clip.shape, self.fps)
 
 
 class Batcher:
-    """Scores one batch after another, each of up to `reward.batch_size` waiting clips of one kind, oldest first."""
+    """Scores one batch at a time: up to `reward.batch_size` waiting clips of one kind, oldest first."""
 
     def __init__(self, reward: Composite) -> None:
         self.reward, self.arrived = reward, asyncio.Event()
         self.waiting: list[Item] = []
 
     async def scores(self, clips: Sequence[Tensor], prompts: Sequence[str], fps: float, seconds: float) -> list[Any]:
-        """A pair of named scores and error for each clip; TimeoutError after `seconds`."""
+        """Named scores and error for each clip; TimeoutError after `seconds`."""
         new = asyncio.get_running_loop().create_future
         items = [Item(clip, prompt, fps, new()) for clip, prompt in zip(clips, prompts, strict=True)]
         self.waiting += items
@@ -77,7 +78,7 @@ class Batcher:
         try:
             async with asyncio.timeout(seconds):
                 return await asyncio.gather(*(item.result for item in items))
-        finally:  # who is not waited for any more must not hold memory
+        finally:  # abandoned clips must not hold memory
             self.waiting = [item for item in self.waiting if not item.result.done()]
 
     async def work(self) -> None:
@@ -95,7 +96,7 @@ class Batcher:
         found = await asyncio.to_thread(self.reward.score, clips, prompts, batch[0].fps)
         for i, item in enumerate(batch):
             lost = not found.total[i].isfinite()
-            if lost and len(batch) > 1 and not item.result.done():  # it may not be the one that is at fault
+            if lost and len(batch) > 1 and not item.result.done():  # another clip may be at fault
                 await self._score([item])
             elif not item.result.done():
                 row = {name: values[i].item() for name, values in found.named.items()}
@@ -103,7 +104,7 @@ class Batcher:
 
 
 class TokenGate:
-    """Lets nobody in without the token."""
+    """Rejects requests without the token."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self.app, self.expected = app, f"Bearer {token}".encode()
@@ -118,7 +119,7 @@ class TokenGate:
 
 
 class Service:
-    """The three things that a client can ask: what is scored here, are these prompts fine, score these clips."""
+    """The three endpoints: which scores are available, check prompts, score clips."""
 
     def __init__(self, reward: Composite, limits: Limits) -> None:
         self.reward, self.limits, self.inside = reward, limits, 0
@@ -164,7 +165,7 @@ class Service:
 
     @asynccontextmanager
     async def body(self, request: Request) -> AsyncIterator[bytearray]:
-        """The whole body, whose memory counts as taken until the answer is there."""
+        """The complete body; its memory counts as reserved until the response is ready."""
         told = request.headers.get("content-length", "")
         if not told.isascii() or not told.isdigit():
             raise HTTPException(411, "say the length of the request in Content-Length")
@@ -189,7 +190,7 @@ STATUS = {HTTPException: 0, TooMuch: 413, WireError: 400, TimeoutError: 504, Cli
 
 
 async def refusal(request: Request, error: Exception) -> JSONResponse:
-    """What went wrong, with the status for it; the connection ends, for the rest of a body may still be on its way."""
+    """The error response and its status; closes the connection, as the rest of a body may still be in transit."""
     status = getattr(error, "status_code", None) or STATUS[type(error)]
     told = getattr(error, "detail", None) or str(error) or "the request took too long, or broke off"
     return JSONResponse({"error": told}, status, headers={"Connection": "close"})
@@ -202,7 +203,7 @@ def build_server(reward: Composite, limits: Limits, token: str, host: str, port:
 
 
 def listen(server: uvicorn.Server) -> tuple[socket.socket, str]:
-    """Its socket, where those who ask before it is up wait for it, and its address."""
+    """The server's bound socket, which queues early clients, and its address."""
     listener = server.config.bind_socket()
     listener.listen()
     return listener, f"http://{server.config.host}:{listener.getsockname()[1]}"
@@ -210,7 +211,7 @@ def listen(server: uvicorn.Server) -> tuple[socket.socket, str]:
 
 @contextmanager
 def in_background(server: uvicorn.Server) -> Iterator[str]:
-    """The address of a server that runs in a thread of this process."""
+    """Run a server in a background thread; yields its address."""
     listener, address = listen(server)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()

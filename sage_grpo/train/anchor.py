@@ -1,7 +1,7 @@
 """The anchor of the trust region: a frozen earlier policy.
 
-With LoRA it is a second adapter in the same model, else a second set of values for the trained parameters, of which
-each rank of a sharded model holds its own part. It is refreshed from the policy (moving), or never (fixed).
+With LoRA it is a second adapter in the same model; otherwise a second set of values for the trained parameters,
+sharded across ranks as the model is. It is refreshed from the policy (moving) or never (fixed).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -11,13 +11,13 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from sage_grpo.models.denoiser import Denoiser
 from sage_grpo.models.lora import ANCHOR, POLICY, adapter_parameters, use_adapter
-from sage_grpo.models.packed import PackedTransformer
-from sage_grpo.parallel.fsdp import local, put, replaced
+from sage_grpo.parallel.fsdp import copy_into, local_shard, replaced
 
 
 class Anchor:
-    """Counts optimizer steps: while none was taken since the last copy, the anchor is the policy."""
+    """Counts optimizer steps: until the first one after a copy, the anchor equals the policy."""
 
     def __init__(
         self,
@@ -26,10 +26,10 @@ class Anchor:
         in_place: Callable[[], AbstractContextManager[None]],
         refresh_every: int | None,
     ) -> None:
-        """parameters: of the policy; values: the anchor's, by the same names, which a checkpoint has to keep.
+        """parameters: the policy's; values: the anchor's, under the same names, which a checkpoint must include.
 
-        in_place: context in which the policy's forward is the anchor's. refresh_every: optimizer steps between
-        refreshes; None for an anchor that stays.
+        in_place: context in which the model runs with the anchor's values. refresh_every: optimizer steps between
+        refreshes; None for a fixed anchor.
         """
         self.parameters, self.values, self.in_place = parameters, values, in_place
         self.refresh_every, self.age = refresh_every, 0
@@ -42,18 +42,18 @@ class Anchor:
         self.age += 1
 
     def refresh_if_due(self) -> None:
-        """Between iterations: copy the policy once enough optimizer steps have passed."""
+        """Called between iterations: copy the policy once enough optimizer steps have passed."""
         if self.refresh_every is not None and self.age >= self.refresh_every:
             self.copy_policy()
             self.age = 0
 
     def copy_policy(self) -> None:
-        """Make the anchor the policy of now."""
-        put(self.values, self.parameters)
+        """Copy the current policy into the anchor."""
+        copy_into(self.values, self.parameters)
 
 
-def adapter_anchor(transformer: PackedTransformer, refresh_every: int | None) -> Anchor:
-    """A second adapter of the model."""
+def adapter_anchor(transformer: Denoiser, refresh_every: int | None) -> Anchor:
+    """An anchor stored as a second adapter of the model."""
 
     @contextmanager
     def in_place() -> Iterator[None]:
@@ -70,6 +70,6 @@ def adapter_anchor(transformer: PackedTransformer, refresh_every: int | None) ->
 def full_anchor(
     parameters: Mapping[str, nn.Parameter], refresh_every: int | None, dtype: torch.dtype, home: torch.device
 ) -> Anchor:
-    """Values that wait at `home`, in the precision of the forward, which changes none of its numbers."""
-    values = {n: local(p).detach().to(home, dtype, copy=True) for n, p in parameters.items()}
+    """An anchor stored as values on `home`, in the forward's precision, so rounding them changes no result."""
+    values = {n: local_shard(p).detach().to(home, dtype, copy=True) for n, p in parameters.items()}
     return Anchor(parameters, values, partial(replaced, parameters, values, home), refresh_every)

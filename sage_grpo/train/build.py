@@ -1,4 +1,4 @@
-"""From a configuration to a trainer. Everything that can be wrong is found here, before the run folder appears."""
+"""Builds a trainer from a configuration. All errors in it surface here, before the run folder is created."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,83 +9,97 @@ from transformers.utils.logging import disable_progress_bar
 
 from sage_grpo.algo.equalizer import equalizer, gradient_scale
 from sage_grpo.algo.sde import Schedule
-from sage_grpo.config import Config, ConfigError, check, resolve
-from sage_grpo.data.prompts import Prompt, read_prompts
-from sage_grpo.models.hunyuan15 import Hunyuan15, check_exported
-from sage_grpo.models.layout import sampling_defaults
+from sage_grpo.checks import check
+from sage_grpo.config import Config, ConfigError, resolve
+from sage_grpo.data.requests import Request, read_requests
+from sage_grpo.models import open_backbone
+from sage_grpo.models.backbone import Backbone, Guidance, check_exported
 from sage_grpo.models.lora import ANCHOR, LORA_FILE, POLICY, add_adapters, init_adapters, load_adapter
 from sage_grpo.parallel.fsdp import shard
 from sage_grpo.parallel.ranks import Ranks
+from sage_grpo.rewards import DEFAULT as DEFAULT_REWARD
 from sage_grpo.rewards.base import Setup, build_rewards
 from sage_grpo.rewards.composite import Composite
-from sage_grpo.rewards.shapes import perfect_scores
+from sage_grpo.runs.folder import RunFolder
 from sage_grpo.train import checkpoint
 from sage_grpo.train.anchor import Anchor, adapter_anchor, full_anchor
 from sage_grpo.train.optimization import Optimization, trainable_parameters
-from sage_grpo.train.rollout import Guidance, num_trained
-from sage_grpo.train.run import Run
+from sage_grpo.train.rollout import num_trained
 from sage_grpo.train.trainer import Trainer
 from sage_grpo.train.validation import Validation
-from sage_grpo.worlds import check_prompts, world_of
-from sage_grpo.worlds.quality import gold, vae_floor
+from sage_grpo.worlds import World, world_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-GOLD = {"shapes": gold}
 PROMPTS = Path(__file__).parents[2] / "assets" / "prompts"
 
 
 def build_trainer(config: Config, ranks: Ranks) -> Trainer:
-    """A trainer whose run folder is open."""
-    disable_progress_bar()  # that of loading weights
+    """Assemble a trainer and open its run folder."""
+    disable_progress_bar()  # the one for loading weights
     trainer = assemble(config, ranks)
+    ranks.barrier()  # every rank has looked for an older run before the first one writes
     trainer.run.open(trainer.step)
     if ranks.first:
-        trainer.run.introduce(trainer.step, about(trainer, world_of(trainer.policy.folder)))
+        checkpoint.tidy(trainer.run.checkpoints, trainer.step)
+        trainer.run.log_start(trainer.step, about(trainer, world_of(config.pretrained_model_root)))
     return trainer
 
 
 def assemble(config: Config, ranks: Ranks) -> Trainer:
     """Load the model, prompts and rewards, check them, resume if asked. Nothing is written."""
     folder, version = Path(config.pretrained_model_root), config.pretrained_transformer_version
-    config = resolve(config, sampling_defaults(folder, version), ranks.device.type)
+    dtype = DTYPES[config.dtype or default_dtype(ranks.device)]
+    backbone = open_backbone(folder, ranks.device, dtype, config.prompt_cache, version)
+    config = resolve(config, backbone, ranks.device.type)
     check(config, ranks.world)
-    run = Run(config, ranks)
-    policy = Hunyuan15(folder, ranks.device, DTYPES[config.dtype], config.prompt_cache, version=version)
-    world = world_of(folder)
+    run, world = RunFolder(config, ranks), world_of(folder)
     train = prompts_of(config.train_prompts, folder, "train")
     held_out = prompts_of(config.validation_prompts, folder, "valid")
     texts = [prompt.text for prompt in (*train, *held_out)]
-    check_prompts(folder, texts)
+    if world:
+        world.check(texts)
     reward, holdout = ranks.on_leader(lambda: build_rewards_of(config, world, texts, ranks.device)) or (None, None)
-    policy.prompt_encoder.prepare([config.negative_prompt, *texts], ranks.world_rank, ranks.world)
-    policy.release_text_encoders()  # before the transformer needs their place
-    guidance = Guidance(config.guidance_scale, policy.encode([config.negative_prompt])[0])
-    parameters = prepare_transformer(policy, config, ranks)
-    oracle = GOLD.get(world) and (lambda clips, texts: GOLD[world](clips.to(ranks.device), texts))
-    seen = (policy, config, held_out, guidance, reward, holdout, oracle, ranks)
+    negative = Request(config.negative_prompt)
+    # frees the encoders before the transformer needs their memory
+    backbone.prepare([negative, *train, *held_out], ranks.world_rank, ranks.world)
+    guidance = Guidance(config.guidance_scale, backbone.encode([negative])[0])
+    parameters = prepare_transformer(backbone, config, ranks)
+    gold = world and (lambda clips, texts: world.gold(clips.to(ranks.device), texts))
+    validation = None
+    if held_out:
+        validation = Validation(
+            backbone=backbone,
+            config=config,
+            prompts=held_out,
+            guidance=guidance,
+            reward=reward,
+            holdout=holdout,
+            gold=gold,
+            ranks=ranks,
+        )
     trainer = Trainer(
         config=config,
         ranks=ranks,
-        policy=policy,
-        optimization=Optimization(parameters, config),
-        anchor=build_anchor(policy, config, parameters),
+        backbone=backbone,
+        optimization=Optimization(backbone.transformer, parameters, config),
+        anchor=build_anchor(backbone, config, parameters),
         prompts=train,
         guidance=guidance,
         reward=reward,
-        gold=oracle,
-        validation=Validation(*seen) if held_out else None,
+        gold=gold,
+        validation=validation,
         run=run,
     )
     check_steps(config, trainer.schedule())
-    if config.resume_from_checkpoint and (path := checkpoint.choose(run.folder, config.resume_from_checkpoint, ranks)):
+    if config.resume_from_checkpoint and (path := checkpoint.choose(run.path, config.resume_from_checkpoint, ranks)):
         checkpoint.load(trainer, path)
-        if path.parent == run.folder / "checkpoints":
+        if path.parent == run.checkpoints:
             trainer.saved_step = trainer.step
     return trainer
 
 
 def check_steps(config: Config, schedule: Schedule) -> None:
-    """There must be steps to train, at least one for each update."""
+    """Require steps to train, at least one per update."""
     equalizer(schedule)
     steps = num_trained(schedule.stochastic, config.timestep_fraction)
     if config.updates_per_rollout > steps:
@@ -94,8 +108,8 @@ def check_steps(config: Config, schedule: Schedule) -> None:
         )
 
 
-def prompts_of(files: Sequence[str] | None, folder: Path, kind: str) -> list[Prompt]:
-    """The prompts of several files, else of the model's own file; ours where a model of the real world has none."""
+def prompts_of(files: Sequence[str] | None, folder: Path, kind: str) -> list[Request]:
+    """Prompts from `files`, else from the model folder; for real-world models without any, from the bundled file."""
     if files is None:
         own = folder / f"prompts_{kind}.txt"
         if not own.is_file() and world_of(folder):
@@ -103,14 +117,14 @@ def prompts_of(files: Sequence[str] | None, folder: Path, kind: str) -> list[Pro
                 return []
             raise ConfigError(f"the model folder has no {own.name}; name a prompt file with --train_prompts")
         files = (str(own if own.is_file() else PROMPTS / f"{kind}.csv"),)
-    prompts = [prompt for file in files for prompt in read_prompts(file)]
-    return prompts if len(files) == 1 else [Prompt(p.text, i, p.seed) for i, p in enumerate(prompts)]
+    prompts = [prompt for file in files for prompt in read_requests(file)]
+    return prompts if len(files) == 1 else [Request(p.text, i, p.seed) for i, p in enumerate(prompts)]
 
 
 def build_composite(
     config: Config, names: Sequence[str], weights: dict[str, Any] | None, device: torch.device
 ) -> Composite:
-    """The named rewards; without weights every score counts once."""
+    """Combine the named rewards; without weights, every score has weight 1."""
     path = Path(config.reward_path or Path(config.pretrained_model_root) / "VideoReward")
     timeout = config.collective_timeout / 2
     rewards = build_rewards(names, Setup(path, device, config.reward_fps, config.remote_reward_url, timeout))
@@ -120,19 +134,27 @@ def build_composite(
 
 
 def build_rewards_of(
-    config: Config, world: str | None, texts: Sequence[str], device: torch.device
+    config: Config, world: World | None, texts: Sequence[str], device: torch.device
 ) -> tuple[Composite, Composite | None]:
-    """The reward that is trained on, and the one that is held out."""
-    names = config.reward_model or (world or "videoalign",)
+    """The training reward and the held-out reward, if any."""
+    names = config.reward_model or (default_reward(world),)
     reward = build_composite(config, names, config.reward_weights, device)
     reward.check(texts)
     return reward, build_composite(config, (config.holdout_reward,), None, device) if config.holdout_reward else None
 
 
-def prepare_transformer(policy: Hunyuan15, config: Config, ranks: Ranks) -> dict[str, torch.nn.Parameter]:
-    """The transformer with adapters, checkpointing, sharding and, at last, weights; returns what is trained."""
+def default_reward(world: World | None) -> str:
+    return world.reward if world else DEFAULT_REWARD
+
+
+def default_dtype(device: torch.device) -> str:
+    return "fp32" if device.type == "cpu" else "bf16"
+
+
+def prepare_transformer(backbone: Backbone, config: Config, ranks: Ranks) -> dict[str, torch.nn.Parameter]:
+    """Add adapters, checkpointing and sharding to the transformer, then load weights; returns what is trained."""
     source = starting_point(config)
-    transformer, master = policy.empty_transformer(), DTYPES[config.master_weight_type]
+    transformer, master = backbone.empty_transformer(), DTYPES[config.master_weight_type]
     for parameter in transformer.parameters():
         parameter.data = parameter.data.to(DTYPES[config.dtype] if config.use_lora else master)
     held = config.trust_region.anchor is not None
@@ -143,8 +165,8 @@ def prepare_transformer(policy: Hunyuan15, config: Config, ranks: Ranks) -> dict
     recomputed = config.checkpointing_fraction if config.enable_gradient_checkpointing else 0.0
     transformer.prepare_blocks(recomputed, config.keep_attention, config.compile)
     if ranks.shards is not None:
-        shard(transformer, transformer.transformer_blocks, ranks.shards, DTYPES[config.dtype])
-    policy.fill_transformer(transformer, None if config.use_lora else source)
+        shard(transformer, transformer.all_blocks, ranks.shards, DTYPES[config.dtype])
+    backbone.fill_transformer(transformer, None if config.use_lora else source)
     if config.use_lora:
         init_adapters(transformer, config.seed)
         for adapter in (POLICY, ANCHOR)[: 1 + held] if source else ():
@@ -153,7 +175,7 @@ def prepare_transformer(policy: Hunyuan15, config: Config, ranks: Ranks) -> dict
 
 
 def starting_point(config: Config) -> Path | None:
-    """The folder of trained weights that a run begins with, if it is not the model's own."""
+    """Folder of post-trained weights to start from; None to start from the model's weights."""
     name = "init_from_checkpoint" if config.init_from_checkpoint else "pretrained_lora_path"
     if (value := getattr(config, name)) is None:
         return None
@@ -164,25 +186,25 @@ def starting_point(config: Config) -> Path | None:
     return Path(value)
 
 
-def build_anchor(policy: Hunyuan15, config: Config, parameters: dict[str, torch.nn.Parameter]) -> Anchor | None:
+def build_anchor(backbone: Backbone, config: Config, parameters: dict[str, torch.nn.Parameter]) -> Anchor | None:
     kind = config.trust_region.anchor
     if kind is None:
         return None
     every = config.update_ref_model_step if kind == "moving" else None
     if config.use_lora:
-        return adapter_anchor(policy.transformer, every)
-    home = torch.device("cpu") if config.reference_mode_offload else policy.device
+        return adapter_anchor(backbone.transformer, every)
+    home = torch.device("cpu") if config.reference_mode_offload else backbone.device
     return full_anchor(parameters, every, DTYPES[config.dtype], home)
 
 
-def about(trainer: Trainer, world: str | None) -> dict[str, Any]:
-    """What the report needs to know of a run beside its configuration."""
+def about(trainer: Trainer, world: World | None) -> dict[str, Any]:
+    """What the report needs to know about a run besides its configuration."""
     schedule, reward = trainer.schedule(), trainer.reward
-    perfect = perfect_scores() if list(reward.rewards) == ["shapes"] else None
+    perfect = world.perfect_scores() if world and list(reward.rewards) == [world.reward] else None
     return {
-        "world": world,
+        "world": world.name if world else None,
         "perfect": perfect | {"total": reward.total(perfect)} if perfect else None,
-        "vae_floor": {"distance": vae_floor(trainer.policy)} if world else None,
+        "vae_floor": world.vae_floor(trainer.backbone) if world else None,
         "trainable_parameters": sum(p.numel() for p in trainer.optimization.parameters.values()),
         "schedule": {
             "sigmas": schedule.sigmas.tolist(),

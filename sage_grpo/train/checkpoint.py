@@ -1,12 +1,12 @@
-"""Checkpoints: everything that a run needs to go on exactly, in safetensors and JSON.
+"""Checkpoints: everything a run needs to resume exactly, in safetensors and JSON.
 
     checkpoints/step-000100/
-      transformer/ or pytorch_lora_weights.safetensors    what `generate.py --checkpoint_path` samples, averaged
+      transformer/ or pytorch_lora_weights.safetensors    what `generate.py --checkpoint_path` loads, EMA applied
       trainer/state.json                                  iteration, counters, KL controller, configuration
-      trainer/rank-00000.safetensors ...                  what changes in training, each rank its rows of it
-      manifest.json                                       the SHA-256 of each of these files
+      trainer/rank-00000.safetensors ...                  everything that training changes, each rank's rows
+      manifest.json                                       SHA-256 of each of these files
 
-A folder has its final name only once it is complete and on the disk. Any number of ranks can load it.
+A folder gets its final name only once it is complete and on disk. Any number of ranks can load it.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,15 +23,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sage_grpo import manifest
+from sage_grpo.algo.trust_region import KLController
 from sage_grpo.config import Config, ConfigError
-from sage_grpo.models.lora import POLICY, save_adapter
-from sage_grpo.models.weights import save_weights
-from sage_grpo.parallel.fsdp import local, rows, whole
+from sage_grpo.models.backbone import Backbone
+from sage_grpo.parallel.fsdp import local_shard, rows
 from sage_grpo.parallel.ranks import RankError, Ranks
-
-if TYPE_CHECKING:
-    from sage_grpo.train.trainer import Trainer
-
+from sage_grpo.train.anchor import Anchor
+from sage_grpo.train.guards import StepVote
+from sage_grpo.train.optimization import Optimization
 
 PLACES = ("output_dir", "overwrite", "resume_from_checkpoint", "init_from_checkpoint", "prompt_cache")
 
@@ -39,15 +38,29 @@ STATE = {"step": int, "updates": int, "skipped": int, "skipped_in_a_row": int, "
          "controller": dict, "config": dict}  # fmt: skip
 
 
+class Checkpointed(Protocol):
+    """What a checkpoint needs from a trainer."""
+
+    config: Config
+    ranks: Ranks
+    backbone: Backbone
+    optimization: Optimization
+    anchor: Anchor | None
+    controller: KLController
+    vote: StepVote
+    step: int
+    settled_step: int
+
+
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, in one sentence; those before it are as they were."""
+    """A checkpoint could not be written, in one sentence; earlier checkpoints are untouched."""
 
 
-def save(trainer: "Trainer", folder: Path) -> Path:
-    """Write the trainer's state after its last optimizer step, and drop the oldest beyond `keep_checkpoints`.
+def save(trainer: Checkpointed, folder: Path) -> Path:
+    """Write the trainer's state after its last optimizer step, and delete the oldest beyond `keep_checkpoints`.
 
-    All ranks call. Those of one copy of the model write what they hold, the first rank what exists once. If one of
-    them fails, all raise CheckpointError, and no folder appears.
+    All ranks call this. The ranks of one model replica write their shards; the first rank writes everything unsharded.
+    If any of them fails, all raise CheckpointError and no folder appears.
     """
     ranks, target = trainer.ranks, folder / f"step-{trainer.settled_step:06d}"
     draft = target.with_suffix(".tmp")
@@ -64,12 +77,12 @@ def save(trainer: "Trainer", folder: Path) -> Path:
     return target
 
 
-def _write(trainer: "Trainer", draft: Path) -> dict[str, str]:
-    """This rank's files, and their hashes by name."""
+def _write(trainer: Checkpointed, draft: Path) -> dict[str, str]:
+    """Write this rank's files; returns their hashes by name."""
     ranks, mine = trainer.ranks, []
     with trainer.optimization.averaged():
-        export(trainer, draft)
-    shared = draft / "trainer"  # where other ranks write at the same time, under other names first
+        trainer.backbone.export(draft if ranks.first else None, trainer.config.use_lora)
+    shared = draft / "trainer"  # other ranks write here at the same time, first under temporary names
     if ranks.first:
         mine = [path for path in draft.rglob("*") if path.is_file() and path.parent != shared]
         mine.append(shared / "state.json")
@@ -87,24 +100,8 @@ def _finish(draft: Path, target: Path, hashes: Mapping[str, str], keep: int) -> 
         manifest.remove(old)
 
 
-def export(trainer: "Trainer", folder: Path) -> None:
-    """The weights alone, in the layout of diffusers. All ranks call; the first writes."""
-    transformer, first = trainer.policy.transformer, trainer.ranks.first
-    if trainer.config.use_lora:
-        save_adapter(transformer, POLICY, folder if first else None)
-        return
-    tensors = ((name, whole(p.detach())) for name, p in transformer.named_parameters())
-    try:
-        if first:
-            save_weights(folder / "transformer", tensors)
-            (folder / "transformer" / "config.json").write_text(transformer.to_json_string())
-    finally:
-        for _ in tensors:  # take part in gathering all of them, even where the disk is full
-            pass
-
-
 def found(folder: Path) -> list[Path]:
-    """Checkpoints by name, oldest first; drafts have other names."""
+    """Checkpoint folders by name, oldest first; drafts are named differently."""
     paths = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name) and path.is_dir()]
     return sorted(paths, key=step_of)
 
@@ -114,7 +111,7 @@ def step_of(path: Path) -> int:
 
 
 def tidy(folder: Path, step: int) -> None:
-    """Before a run goes on after `step`: remove drafts, and set later checkpoints aside, which are void or damaged."""
+    """Before resuming after `step`: remove drafts, and move later checkpoints aside (superseded or damaged)."""
     for draft in folder.glob("step-*.tmp"):
         shutil.rmtree(draft)
     for later in (path for path in found(folder) if step_of(path) > step):
@@ -123,7 +120,7 @@ def tidy(folder: Path, step: int) -> None:
 
 
 def check_files(path: Path, ranks: Ranks) -> None:
-    """Read every byte and compare; each rank takes a share of the files. RankError names the first that is wrong."""
+    """Verify every byte; each rank checks a share of the files. RankError names the first bad file."""
 
     def mine() -> None:
         for name in manifest.check_names(path)[ranks.world_rank :: ranks.world]:
@@ -133,12 +130,12 @@ def check_files(path: Path, ranks: Ranks) -> None:
 
 
 def choose(run_folder: Path, wanted: str, ranks: Ranks) -> Path | None:
-    """The checkpoint that `resume_from_checkpoint` names; `auto` is the newest good one of the run, if there is any."""
+    """The checkpoint that `resume_from_checkpoint` names; `auto` is the run's newest intact one, if any."""
     if wanted != "auto":
         try:
             check_files(Path(wanted), ranks)
         except RankError as error:
-            raise ConfigError(f"resume_from_checkpoint {wanted} is no whole checkpoint: {error}") from error
+            raise ConfigError(f"resume_from_checkpoint {wanted} is not a complete checkpoint: {error}") from error
         return Path(wanted)
     candidates = ranks.together(lambda: found(run_folder / "checkpoints"))[0]
     for path in reversed(candidates):
@@ -146,15 +143,15 @@ def choose(run_folder: Path, wanted: str, ranks: Ranks) -> Path | None:
             check_files(path, ranks)
             return path
         except RankError as error:
-            ranks.say(f"{path.name} is damaged and left out: {error}")
+            ranks.log_once(f"{path.name} is damaged and left out: {error}")
     if candidates:
         raise ConfigError(f"resume_from_checkpoint is auto, but all checkpoints in {run_folder} are damaged")
-    ranks.say(f"{run_folder} holds no checkpoint: starting from the beginning")
+    ranks.log_once(f"{run_folder} holds no checkpoint: starting from the beginning")
     return None
 
 
-def load(trainer: "Trainer", path: Path) -> None:
-    """Put a checkpoint's state into a freshly built trainer."""
+def load(trainer: Checkpointed, path: Path) -> None:
+    """Load a checkpoint's state into a freshly built trainer."""
     try:
         _load(trainer, _Rows(path / "trainer"), _read_state(path / "trainer" / "state.json"), path)
     except ConfigError:
@@ -173,7 +170,7 @@ def _read_state(file: Path) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _load(trainer: "Trainer", stored: "_Rows", state: dict[str, Any], path: Path) -> None:
+def _load(trainer: Checkpointed, stored: "_Rows", state: dict[str, Any], path: Path) -> None:
     parts, optimization = _parts(trainer), trainer.optimization
     for part in ("weights", "anchor", "average"):
         names = stored.names(part)
@@ -182,12 +179,12 @@ def _load(trainer: "Trainer", stored: "_Rows", state: dict[str, Any], path: Path
             raise ConfigError(f"the {part} in {path} do not fit this configuration: {difference} differs")
         for name, target in parts[part].items():
             value = stored.read(f"{part}/{name}", *rows(optimization.parameters[name]))
-            if value.shape != local(target).shape:  # a copy would stretch one row over many
+            if value.shape != local_shard(target).shape:  # copy_ would broadcast one row over many
                 raise ConfigError(
                     f"the {part} in {path} do not fit this configuration, or a rank's file is missing: of {name} there "
-                    f"is {tuple(value.shape)} where {tuple(local(target).shape)} is needed"
+                    f"is {tuple(value.shape)} where {tuple(local_shard(target).shape)} is needed"
                 )
-            local(target).copy_(value)
+            local_shard(target).copy_(value)
     optimization.load_tensors({
         name: stored.read(f"optimizer/{name}", *_optimizer_rows(trainer, name)) for name in stored.names("optimizer")
     })  # fmt: skip
@@ -199,11 +196,11 @@ def _load(trainer: "Trainer", stored: "_Rows", state: dict[str, Any], path: Path
     now = _plain(trainer.config)
     changed = [f"{k} {old!r} -> {now[k]!r}" for k, old in state["config"].items() if k in now and now[k] != old]
     if changed:
-        trainer.ranks.say(f"other than before: {', '.join(sorted(changed))}")
+        trainer.ranks.log_once(f"changed since the checkpoint: {', '.join(sorted(changed))}")
 
 
-def _parts(trainer: "Trainer") -> dict[str, Mapping[str, Tensor]]:
-    """Tensors that change in training and are not derived, by the name of their parameter."""
+def _parts(trainer: Checkpointed) -> dict[str, Mapping[str, Tensor]]:
+    """Tensors that training changes and that cannot be recomputed, by parameter name."""
     return {
         "weights": trainer.optimization.parameters,
         "optimizer": trainer.optimization.tensors(),
@@ -212,19 +209,19 @@ def _parts(trainer: "Trainer") -> dict[str, Mapping[str, Tensor]]:
     }
 
 
-def _optimizer_rows(trainer: "Trainer", name: str) -> tuple[int, int | None]:
-    """The rows that this rank keeps of a tensor of the optimizer's state: its parameter's, or all of a number."""
+def _optimizer_rows(trainer: Checkpointed, name: str) -> tuple[int, int | None]:
+    """Rows of an optimizer-state tensor on this rank: its parameter's rows, or everything for a scalar."""
     parameter, _, key = name.rpartition(".")
     return (0, None) if key == "step" else rows(trainer.optimization.parameters[parameter])
 
 
-def _write_rows(trainer: "Trainer", file: Path) -> None:
-    """What this rank holds, and which rows of the whole that is."""
+def _write_rows(trainer: Checkpointed, file: Path) -> None:
+    """Write this rank's shards, and which rows of the full tensors they are."""
     tensors, starts = {}, {}
     for part, values in _parts(trainer).items():
         for name, value in values.items():
             of = _optimizer_rows(trainer, name) if part == "optimizer" else rows(trainer.optimization.parameters[name])
-            tensors[f"{part}/{name}"] = local(value.detach()).contiguous().cpu()
+            tensors[f"{part}/{name}"] = local_shard(value.detach()).contiguous().cpu()
             starts[f"{part}/{name}"] = of[0]
     save_file(tensors, file, metadata={"starts": json.dumps(starts)})
 
@@ -243,7 +240,7 @@ class _Rows:
         return [name.removeprefix(f"{part}/") for name in self.places if name.startswith(f"{part}/")]
 
     def read(self, name: str, start: int, stop: int | None) -> Tensor:
-        """Rows start:stop of a tensor; all of a single number."""
+        """Rows start:stop of a tensor; a scalar is returned as is."""
         if not self.places[name][0][1].get_slice(name).get_shape():
             return self.places[name][0][1].get_tensor(name)
         pieces = []
@@ -255,7 +252,7 @@ class _Rows:
         return torch.cat(pieces)
 
 
-def _state(trainer: "Trainer") -> dict[str, Any]:
+def _state(trainer: Checkpointed) -> dict[str, Any]:
     return {
         "step": trainer.settled_step,
         "updates": trainer.optimization.updates,
@@ -268,6 +265,6 @@ def _state(trainer: "Trainer") -> dict[str, Any]:
 
 
 def _plain(config: Config) -> dict[str, Any]:
-    """The configuration as JSON gives it back, without what only says where and how a run starts."""
+    """The configuration after a JSON round trip, without flags that only say where and how a run starts."""
     values = {name: value for name, value in dataclasses.asdict(config).items() if name not in PLACES}
     return json.loads(json.dumps(values))

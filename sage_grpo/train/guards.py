@@ -1,9 +1,9 @@
-"""What keeps a run from going wrong in silence: signals, hangs, steps that are not finite, rewards that fail.
+"""Keeps a run from failing silently: signals, hangs, non-finite steps, failing rewards.
 
     RUN/status.json               running, done, preempted or failed, with the iteration and a sentence
-    RUN/flight/rank-00000.json    of a run that failed or hung: what each rank did last, and where it is
+    RUN/flight/rank-00000.json    of a run that failed or hung: each rank's last events and its stack
 
-A signal ends a run between two pieces of work, at the same one on all ranks, with a checkpoint of the last iteration.
+A signal stops a run at the next safe point, the same on all ranks, with a checkpoint of the last iteration.
 """
 
 import json
@@ -18,24 +18,24 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from sage_grpo.exit_codes import FAILED, PREEMPTED
 from sage_grpo.json_files import write_json
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.rewards.composite import Scores
+from sage_grpo.runs.folder import RunFolder
 
-DONE, FAILED, WRONG_INPUT, PREEMPTED = 0, 1, 2, 75  # exit codes; a scheduler reads the last as: start me again
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-ECHO = 1.0  # seconds in which a second signal is the first one, sent on by a launcher
-MAX_SKIPPED = 5  # optimizer steps in a row that may be skipped because they are not finite
+ECHO = 1.0  # seconds within which a second signal is the first one, forwarded by a launcher
+MAX_SKIPPED = 5  # consecutive optimizer steps that may be skipped as non-finite
 EVENTS = 200  # kept in the flight record
 
 
 class TrainingError(RuntimeError):
-    """Training cannot go on, in one sentence."""
+    """Why training cannot continue, in one sentence."""
 
 
 class Preempted(Exception):
@@ -44,27 +44,27 @@ class Preempted(Exception):
 
 @dataclass
 class StepVote:
-    """Which optimizer steps are taken. The norm is that of all ranks' gradients, so that all decide alike."""
+    """Decides which optimizer steps to take. The gradient norm is global, so all ranks decide alike."""
 
     skipped: int = 0
-    in_a_row: int = 0  # skipped because they were not finite
+    in_a_row: int = 0  # consecutive steps skipped as non-finite
 
-    def takes(self, norm: float, taught: bool) -> bool:
-        """taught: some rollout has an advantage; without one the gradient says nothing."""
-        if taught and math.isfinite(norm):
+    def should_step(self, grad_norm: float, has_signal: bool) -> bool:
+        """has_signal: some rollout has a nonzero advantage; otherwise the gradient carries no information."""
+        if has_signal and math.isfinite(grad_norm):
             self.in_a_row = 0
             return True
         self.skipped += 1
-        self.in_a_row += not math.isfinite(norm)
+        self.in_a_row += not math.isfinite(grad_norm)
         return False
 
     @property
-    def hopeless(self) -> bool:
+    def too_many_skips(self) -> bool:
         return self.in_a_row > MAX_SKIPPED
 
 
 def check_rewards(scores: Scores, limit: float, iteration: int) -> None:
-    """Stop a run in which more than the share `limit` of the rewards failed."""
+    """Stop a run in which more than a fraction `limit` of the rewards failed."""
     failed = (~scores.total.isfinite()).double().mean().item()
     if failed > limit:
         raise TrainingError(
@@ -74,17 +74,17 @@ def check_rewards(scores: Scores, limit: float, iteration: int) -> None:
 
 
 class Guards:
-    """Watches one rank of a run. `enter` and `stop_if_told` are for all ranks together."""
+    """Watches one rank of a run. `enter` and `stop_if_told` are collective: all ranks must call them."""
 
-    def __init__(self, ranks: Ranks, folder: Path, timeout: float) -> None:
-        """timeout: seconds without any progress after which this process ends itself."""
-        self.ranks, self.folder, self.timeout = ranks, folder, timeout
+    def __init__(self, ranks: Ranks, run: RunFolder, timeout: float) -> None:
+        """timeout: seconds without progress after which this process exits."""
+        self.ranks, self.run, self.timeout = ranks, run, timeout
         self.step, self.phase, self.last_beat = 0, "start", time.monotonic()
         self.events: deque[tuple[float, int, str]] = deque(maxlen=EVENTS)
-        self.listening, self.signalled = False, math.inf  # when a signal came
+        self.listening, self.signalled = False, math.inf  # when a signal arrived
 
     def enter(self, phase: str) -> None:
-        """The next phase begins, unless the run was told to stop."""
+        """Begin the next phase, unless the run was told to stop."""
         self.note(phase)
         self.stop_if_told()
 
@@ -94,29 +94,24 @@ class Guards:
         self.beat()
 
     def beat(self) -> None:
-        """There is progress."""
+        """Record progress: resets the hang timer."""
         self.last_beat = time.monotonic()
 
     def stop_if_told(self) -> None:
-        """Raise Preempted on all ranks if any of them got a signal."""
+        """Raise Preempted on all ranks if any of them received a signal."""
         if self.listening and self.ranks.any(self.signalled < math.inf):
             raise Preempted(
-                f"stopped by a signal in iteration {self.step + 1}, {self.phase}; --resume_from_checkpoint auto goes on"
+                f"stopped by a signal in iteration {self.step + 1}, {self.phase}; "
+                "resume with --resume_from_checkpoint auto"
             )
 
     def report(self, state: str, message: str = "") -> None:
-        """Write status.json; a disk that is full is no reason to stop."""
-        if not self.ranks.first:
-            return
-        values = {"state": state, "step": self.step, "message": message, "time": time.strftime("%Y-%m-%dT%H:%M:%S")}
-        try:
-            write_json(self.folder / "status.json", values)
-        except OSError as error:
-            self.ranks.say(f"status.json could not be written: {error}")
+        """Write status.json."""
+        self.run.write_status(state, self.step, message)
 
     @contextmanager
     def watching(self, step: int, save: Callable[[], None]) -> Iterator[None]:
-        """Context of training after iteration `step`: signals are heard and obeyed after `save`, and hangs end."""
+        """Context for training after iteration `step`: a signal stops the run after `save`; a hang ends the process."""
         self.step = step
         self.report("running")
         stop, self.listening = threading.Event(), True
@@ -133,7 +128,7 @@ class Guards:
             except Preempted as told:
                 self.report("preempted", str(told))
                 raise
-            except Exception as error:  # of `save` too
+            except Exception as error:  # including one from `save`
                 explained = self._explained(error)
                 if explained is error:
                     raise
@@ -143,14 +138,14 @@ class Guards:
                 self.listening = False
 
     def _hear(self, number: int, _: Any) -> None:
-        """The first signal is obeyed at the next `stop_if_told`, another one at once."""
+        """The first signal takes effect at the next `stop_if_told`, a second one immediately."""
         now = time.monotonic()
         if now - self.signalled > ECHO:
             os._exit(PREEMPTED)
         self.signalled = min(self.signalled, now)
 
     def _watch(self, stop: threading.Event) -> None:
-        """In a thread of its own: end a process in which nothing moves, whatever its main thread waits for."""
+        """Runs in a thread: end a process without progress, whatever its main thread waits for."""
         while not stop.wait(min(0.5, self.timeout / 10)):
             idle = time.monotonic() - self.last_beat
             if idle > self.timeout:
@@ -161,17 +156,18 @@ class Guards:
                 os._exit(FAILED)
 
     def _explained(self, error: Exception) -> Exception:
-        """The same error, or what it means where ranks lost each other; kept in the flight record and the status."""
+        """The error, or its likely cause if a rank died; also written to the flight record and the status."""
         trace = traceback.format_exception(error)
         if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
             first = str(error).partition("\n")[0]
-            error = TrainingError(f"iteration {self.step + 1}, {self.phase}: the ranks lost each other ({first})")
+            text = f"iteration {self.step + 1}, {self.phase}: a rank died or the process group failed ({first})"
+            error = TrainingError(text)
         self._record(str(error), trace)
         self.report("failed", str(error))
         return error
 
     def _record(self, message: str, trace: Sequence[str] = ()) -> None:
-        """The flight record of this rank."""
+        """Write this rank's flight record."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         frames = sys._current_frames().items()
         record = {
@@ -184,7 +180,7 @@ class Guards:
             "events": list(self.events),
             "stacks": {names.get(ident, str(ident)): traceback.format_stack(frame) for ident, frame in frames},
         }
-        file = self.folder / "flight" / f"rank-{self.ranks.world_rank:05d}.json"
+        file = self.run.path / "flight" / f"rank-{self.ranks.world_rank:05d}.json"
         try:
             file.parent.mkdir(exist_ok=True)
             write_json(file, record)
@@ -194,7 +190,7 @@ class Guards:
 
 @contextmanager
 def heard(handler: Callable[[int, Any], None], signals: Sequence[signal.Signals] = SIGNALS) -> Iterator[None]:
-    """Context in which signals go to `handler`; only the main thread can hear them."""
+    """Context in which signals go to `handler`; only the main thread can receive them."""
     mine = signals if threading.current_thread() is threading.main_thread() else ()
     before = {number: signal.signal(number, handler) for number in mine}
     try:

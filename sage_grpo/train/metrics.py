@@ -1,29 +1,25 @@
-"""What an update measures, by denoising step, and where numbers go: metrics.jsonl, TensorBoard, wandb."""
+"""Metrics of an update per denoising step, and the duration of each phase."""
 
-import json
-import os
-import secrets
-import sys
+import resource
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sage_grpo.algo.grpo import PolicyStats, policy_stats
-from sage_grpo.json_files import finite
+from sage_grpo.algo.grpo import Advantages, PolicyStats, policy_stats
 from sage_grpo.parallel.ranks import Ranks
+from sage_grpo.rewards.composite import Scores
 
 SUMS = ("pairs", "loss", "objective", "kl_anchor", "kl_rollout", "grad_v")
 
 
 @dataclass
 class UpdateStats:
-    """Sums over (rollout, step) pairs for each denoising step. Micro-batches, updates and ranks add up."""
+    """Sums over (rollout, step) pairs per denoising step; they add up over micro-batches, updates and ranks."""
 
     policy: PolicyStats
     sums: Tensor  # (len(SUMS), T) fp64
@@ -36,7 +32,7 @@ class UpdateStats:
         return cls(policy_stats(none, none, steps, num_steps, 1.0), sums)
 
     def add(self, steps: Tensor, columns: Mapping[str, Tensor]) -> None:
-        """Sort the pairs (P,) of `columns` into their denoising `steps` (P,)."""
+        """Add the pairs (P,) of `columns` to their denoising `steps` (P,)."""
         rows = torch.stack(
             [torch.ones_like(steps, dtype=torch.float64), *(columns[name].double() for name in SUMS[1:])]
         )
@@ -46,17 +42,17 @@ class UpdateStats:
         return UpdateStats(self.policy + other.policy, self.sums + other.sums)
 
     def over(self, ranks: Ranks) -> "UpdateStats":
-        """The same for all ranks together."""
+        """These statistics summed over all ranks."""
         policy = PolicyStats(ranks.sum(self.policy.sums), ranks.max(self.policy.max_deviation))
         return UpdateStats(policy, ranks.sum(self.sums))
 
     def mean(self, name: str) -> float:
-        """Of one of SUMS over all pairs; NaN when there was none."""
+        """Mean of one of SUMS over all pairs; NaN if there are none."""
         totals = self.sums.sum(1)
         return (totals[SUMS.index(name)] / totals[0]).item()
 
     def record(self) -> dict[str, Any]:
-        """Metrics by the names of docs/metrics.md."""
+        """Metrics under their names in docs/metrics.md."""
         overall = {f"policy/{name}": value for name, value in self.policy.overall().items()}
         overall |= {"policy/loss": self.mean("loss"), "policy/objective": self.mean("objective")}
         overall |= {"kl/anchor": self.mean("kl_anchor"), "kl/rollout": self.mean("kl_rollout")}
@@ -68,7 +64,7 @@ class UpdateStats:
 
 
 class Stopwatch:
-    """Seconds of each phase of an iteration; `on_phase` hears of each before it begins."""
+    """Seconds per phase of an iteration; `on_phase` is called before each one begins."""
 
     def __init__(self, device: torch.device, on_phase: Callable[[str], None] = lambda name: None) -> None:
         self.device, self.on_phase, self.seconds = device, on_phase, {}
@@ -92,89 +88,24 @@ class Stopwatch:
         return time.perf_counter()
 
 
-class Tracker:
-    """Writes records to RUN/metrics.jsonl and to the trackers of `report_to`; only the first rank has one."""
-
-    def __init__(self, folder: Path, report_to: Sequence[str], config: Mapping[str, Any], step: int) -> None:
-        """step: the iteration after which the run goes on."""
-        self.file = folder / "metrics.jsonl"
-        if self.file.is_file():  # a killed run may have left half a line
-            os.truncate(self.file, self.file.read_bytes().rfind(b"\n") + 1)
-        self.waiting: list[str] = []  # lines that did not fit on the disk
-        self.board_folder = folder / "tensorboard" if "tensorboard" in report_to else None
-        self.board = self.wandb = None
-        self._to_board(lambda board: None, purge_step=step + 1)
-        if "wandb" in report_to:
-            import wandb
-
-            words = {"id": lasting_id(folder / "wandb_id"), "resume": "allow"}
-            self.wandb = wandb.init(project="sage-grpo", dir=str(folder), config=dict(config), **words)
-
-    def write(self, kind: str, step: int, record: Mapping[str, Any]) -> None:
-        """One line, numbers that are not finite as null; scalars go to the trackers too."""
-        line = finite({"kind": kind, "step": step, **record})
-        self.waiting.append(json.dumps(line, allow_nan=False) + "\n")
-        self._append()
-        prefix = "" if kind == "train" else f"{kind}/"
-        scalars = {prefix + k: v for k, v in line.items() if "/" in k and isinstance(v, (int, float))}
-        if kind != "run":
-            self._to_board(lambda board: [board.add_scalar(name, value, step) for name, value in scalars.items()])
-        if kind != "run" and self.wandb:
-            self.wandb.log(scalars, step=step)
-
-    def _append(self) -> None:
-        """Write the lines that wait; on a full disk they go on waiting, and the file stays as it was."""
-        size = self.file.stat().st_size if self.file.exists() else 0
-        try:
-            with self.file.open("a") as file:
-                file.write("".join(self.waiting))
-        except OSError as error:
-            if self.file.exists():
-                os.truncate(self.file, size)
-            print(f"note: {self.file} could not be written ({error}); its lines wait", file=sys.stderr, flush=True)
-            return
-        self.waiting = []
-
-    def _to_board(self, send: Callable[[Any], Any], **opening: int) -> None:
-        """Tell TensorBoard, once lines fit on the disk. Its writer never recovers from an error: a new one is made."""
-        if self.board_folder is None or self.waiting:
-            return
-        from torch.utils.tensorboard import SummaryWriter  # slow to import, and not everybody's
-
-        for _ in range(2):
-            try:
-                self.board = self.board or SummaryWriter(str(self.board_folder), **opening)
-                send(self.board)
-                return
-            except OSError as error:
-                self.board = None
-                print(f"note: {self.board_folder} could not be written ({error})", file=sys.stderr, flush=True)
-
-    def show(self, name: str, sheet: Tensor, step: int) -> None:
-        """An image (H, W, 3) uint8 for the trackers."""
-        self._to_board(lambda board: board.add_image(name, sheet.numpy(), step, dataformats="HWC"))
-        if self.wandb:
-            import wandb
-
-            self.wandb.log({name: wandb.Image(sheet.numpy())}, step=step)
-
-    def close(self) -> None:
-        if self.board:
-            self._to_board(lambda board: board.close())
-        if self.wandb:
-            self.wandb.finish()
-
-
-def lasting_id(file: Path) -> str:
-    """A name for this run that a resumed one finds again."""
-    if not file.is_file():
-        file.write_text(secrets.token_hex(8))
-    return file.read_text()
-
-
-def has_line(file: Path, kind: str, step: int) -> bool:
-    """Whether `Tracker` wrote such a line."""
-    start = f'{{"kind": "{kind}", "step": {step}'
-    return file.is_file() and any(
-        line.startswith((f"{start},", f"{start}}}")) for line in file.read_text().splitlines()
+def reward_record(scores: Scores, advantages: Advantages, group_size: int) -> dict[str, Any]:
+    """Reward statistics of a batch: means, spread over the batch and within groups, and failures."""
+    total = scores.total
+    groups = total.view(-1, group_size)
+    spread = (groups - groups.nanmean(1, keepdim=True)).square().nanmean(1).sqrt().nanmean()
+    record = {"reward/total": total.nanmean(), "reward/std": (total - total.nanmean()).square().nanmean().sqrt()}
+    record |= {"reward/group_std": spread} | {f"reward/{n}": values.nanmean() for n, values in scores.named.items()}
+    counts = {"failed": advantages.failed, "starved_groups": advantages.starved_groups}
+    counts |= {"flat_groups": advantages.flat_groups}
+    return (
+        {name: value.item() for name, value in record.items()}
+        | {f"reward/{name}": value for name, value in counts.items()}
+        | ({"reward/error": scores.errors[0]} if scores.errors else {})
     )
+
+
+def peak_memory() -> float:
+    """Peak memory in GB of the GPU, or of the process if there is no GPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9

@@ -7,18 +7,18 @@ import torch
 from torch import Tensor, nn
 
 from sage_grpo.config import Config
-from sage_grpo.models.lora import POLICY, adapter_parameters, dead_modules
-from sage_grpo.models.packed import PackedTransformer
-from sage_grpo.parallel.fsdp import like, local, replaced, whole
+from sage_grpo.models.denoiser import Denoiser
+from sage_grpo.models.lora import POLICY, adapter_parameters
+from sage_grpo.parallel.fsdp import full_tensor, local_shard, replaced, shard_like
 
 
-def trainable_parameters(transformer: PackedTransformer, use_lora: bool) -> dict[str, nn.Parameter]:
-    """The adapter's parameters, or all that a text-to-video forward uses; everything else is frozen."""
+def trainable_parameters(transformer: Denoiser, use_lora: bool) -> dict[str, nn.Parameter]:
+    """The adapter's parameters, or all parameters the forward uses; everything else is frozen."""
     if use_lora:
         chosen = adapter_parameters(transformer, POLICY)
     else:
-        dead = dead_modules(transformer)
-        chosen = {name: p for name, p in transformer.named_parameters() if not name.startswith(dead)}
+        unused = transformer.never_trained
+        chosen = {name: p for name, p in transformer.named_parameters() if not name.startswith(unused)}
     transformer.requires_grad_(False)
     for parameter in chosen.values():
         parameter.requires_grad_(True)
@@ -28,32 +28,30 @@ def trainable_parameters(transformer: PackedTransformer, use_lora: bool) -> dict
 class Optimization:
     """AdamW, or Muon for the 2-D weights of the blocks and AdamW for the rest; warm-up, clipping, averaged weights."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], config: Config) -> None:
+    def __init__(self, transformer: Denoiser, parameters: Mapping[str, nn.Parameter], config: Config) -> None:
+        """parameters: the transformer's trained parameters."""
         self.parameters, self.config, self.updates = dict(parameters), config, 0
         shared = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
-        muon = {
-            name: p
-            for name, p in parameters.items()
-            if config.optimizer == "muon" and p.ndim == 2 and name.startswith("transformer_blocks.")
-        }
+        matrices = {name: p for name, p in parameters.items() if transformer.is_block_matrix(name, p)}
+        muon = matrices if config.optimizer == "muon" else {}
         rest = {name: p for name, p in parameters.items() if name not in muon}
         self.optimizers: list[torch.optim.Optimizer] = []
         if rest:
-            fused = next(iter(rest.values())).is_cuda  # the other kind copies all parameters once
+            fused = next(iter(rest.values())).is_cuda  # the non-fused one makes a copy of all parameters
             self.optimizers.append(torch.optim.AdamW(list(rest.items()), fused=fused or None, **shared))
-        if muon:  # scaled so that one learning rate serves both
+        if muon:  # scaled so that both use one learning rate
             self.optimizers.append(torch.optim.Muon(list(muon.items()), adjust_lr_fn="match_rms_adamw", **shared))
         self.average = {n: p.detach().clone() for n, p in parameters.items()} if config.ema_decay else {}
 
     @property
     def learning_rate(self) -> float:
-        """Of the next step."""
+        """Learning rate of the next step."""
         warmup = self.config.warmup_steps
         return self.config.learning_rate * (min(1.0, (self.updates + 1) / warmup) if warmup else 1.0)
 
     def clip(self) -> float:
-        """Clip the gradient; returns its norm before."""
-        return whole(nn.utils.clip_grad_norm_(self.parameters.values(), self.config.max_grad_norm)).item()
+        """Clip the gradient; returns its norm before clipping."""
+        return full_tensor(nn.utils.clip_grad_norm_(self.parameters.values(), self.config.max_grad_norm)).item()
 
     def step(self) -> None:
         for optimizer in self.optimizers:
@@ -63,15 +61,15 @@ class Optimization:
         self.updates += 1
         with torch.no_grad():
             for name, average in self.average.items():
-                local(average).lerp_(local(self.parameters[name]), 1 - self.config.ema_decay)
+                local_shard(average).lerp_(local_shard(self.parameters[name]), 1 - self.config.ema_decay)
 
-    def forget(self) -> None:
+    def zero_grad(self) -> None:
         """Drop the gradients."""
         for parameter in self.parameters.values():
             parameter.grad = None
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Context in which the model has the averaged weights, if there are any."""
+        """Context in which the model uses the averaged weights, if averaging is on."""
         return replaced(self.parameters, self.average)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -84,14 +82,14 @@ class Optimization:
         }
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put back what `tensors` gave, of sharded tensors this rank's part."""
+        """Restore the state that `tensors` returned; for sharded tensors, this rank's shard."""
         states: dict[str, dict[str, Tensor]] = {name: {} for name in self.parameters}
         for full_name, value in tensors.items():
             name, _, key = full_name.rpartition(".")
             parameter = self.parameters[name]
-            home = value.clone() if value.ndim == 0 else like(parameter, value.to(parameter.device, copy=True))
+            home = value.clone() if value.ndim == 0 else shard_like(parameter, value.to(parameter.device, copy=True))
             states[name][key] = home
         for optimizer in self.optimizers:
             (group,) = groups = optimizer.state_dict()["param_groups"]
             own = dict(zip(group["params"], map(states.get, group["param_names"]), strict=True))
-            optimizer.load_state_dict({"state": own, "param_groups": groups})  # a fused one's counters go to the device
+            optimizer.load_state_dict({"state": own, "param_groups": groups})  # moves fused counters to the device

@@ -1,7 +1,6 @@
 """GRPO post-training, one loop for every size: prompts, rollout, score, advantage, update."""
 
 import math
-import resource
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -13,65 +12,64 @@ from tqdm import tqdm
 from sage_grpo.algo.grpo import Advantages, group_advantages
 from sage_grpo.algo.sde import Schedule, build_schedule, flow_sigmas
 from sage_grpo.config import Config
-from sage_grpo.data.prompts import Prompt
-from sage_grpo.models.hunyuan15 import Hunyuan15
-from sage_grpo.models.policy import BrokenClip
+from sage_grpo.data.requests import Request
+from sage_grpo.models.backbone import Backbone, BrokenClip, Guidance
 from sage_grpo.parallel.fsdp import gathered, reduce_gradients_in_next_backward
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.rewards.composite import Composite, Scores
+from sage_grpo.runs.folder import RunFolder
+from sage_grpo.train import checkpoint
 from sage_grpo.train.anchor import Anchor
 from sage_grpo.train.checkpoint import CheckpointError
 from sage_grpo.train.guards import Guards, StepVote, TrainingError, check_rewards
-from sage_grpo.train.metrics import Stopwatch, UpdateStats
+from sage_grpo.train.metrics import Stopwatch, UpdateStats, peak_memory, reward_record
 from sage_grpo.train.optimization import Optimization
 from sage_grpo.train.rollout import (
-    Guidance,
-    Piece,
+    MicroBatch,
     Trajectory,
     exploring_steps,
-    plan,
+    plan_micro_batches,
     prompt_positions,
     roll_out,
     training_order,
 )
-from sage_grpo.train.run import Run
 from sage_grpo.train.update import Objective, anchor_velocities
 from sage_grpo.train.validation import Gold, Validation, gold_columns
 
 
 class Trainer:
-    """What a run is made of; `step` counts the iterations done. `build.py` puts one together."""
+    """The state of a run; `step` counts completed iterations. `build.py` assembles one."""
 
     def __init__(
         self,
         config: Config,
         ranks: Ranks,
-        policy: Hunyuan15,
+        backbone: Backbone,
         optimization: Optimization,
         anchor: Anchor | None,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[Request],
         guidance: Guidance,
         reward: Composite,
         gold: Gold | None,
         validation: Validation | None,
-        run: Run,
+        run: RunFolder,
     ) -> None:
-        self.config, self.ranks, self.policy, self.run = config, ranks, policy, run
+        self.config, self.ranks, self.backbone, self.run = config, ranks, backbone, run
         self.optimization, self.anchor, self.controller = optimization, anchor, config.kl_controller()
         self.prompts, self.guidance, self.reward, self.gold = list(prompts), guidance, reward, gold
         self.validation = validation
         sigmas = flow_sigmas(config.num_sampling_steps, config.timestep_shift)
         self.sampler = build_schedule(config.sde_type, sigmas, config.eta).to(ranks.device)
-        self.shape = policy.latent_shape(config.num_frames, config.height, config.width)
-        self.guards, self.vote = Guards(ranks, run.folder, config.collective_timeout), StepVote()
+        self.shape = backbone.latent_shape(config.num_frames, config.height, config.width)
+        self.guards, self.vote = Guards(ranks, run, config.collective_timeout), StepVote()
         self.step, self.saved_step, self.save_failed = 0, -1, False
         self.trained_since_update, self.ratio_checked = False, False
-        # of accumulated rollouts that wait for their optimizer step: what they measured, and which clips were finite
+        # accumulated rollouts that await their optimizer step: their metrics, and which clips were finite
         self.pending: list[UpdateStats] = []
-        self.finite: list[tuple[Piece, Tensor]] = []
+        self.finite: list[tuple[MicroBatch, Tensor]] = []
 
     def train(self) -> None:
-        """Run the iterations that are left; validate and save as configured, at the end, and save at a signal."""
+        """Run the remaining iterations; validate and save as configured and at the end; also save on a signal."""
         with self.guards.watching(self.step, self.save), self.progress() as bar:
             self.catch_up()
             while self.step < self.config.max_steps:
@@ -91,132 +89,144 @@ class Trainer:
                 with watch.phase("update"):
                     record = self.update(batch, schedule, advantages)
                 self.step += 1
-                record |= self.describe(scores, advantages) | gold | watch.record() | {"memory/peak_gb": peak_memory()}
+                record |= reward_record(scores, advantages, self.config.num_generations) | gold | watch.record()
+                record |= {"kl/anchor_age": self.anchor.age if self.anchor else None, "memory/peak_gb": peak_memory()}
                 self.log(record, bar)
                 self.finish_iteration()
 
     @contextmanager
     def progress(self) -> Iterator[tqdm]:
-        """A bar for people, and a heartbeat for the guards: every forward of the model, every batch of the reward."""
-        heartbeat = self.policy.transformer.register_forward_pre_hook(lambda *_: self.guards.beat())
+        """Progress bar, and heartbeat for the guards: ticks on every model forward and every reward batch."""
+        heartbeat = self.backbone.transformer.register_forward_pre_hook(lambda *_: self.guards.beat())
         for reward in (self.reward, self.validation and self.validation.holdout):
             if reward:
                 reward.on_batch = self.guards.beat
         try:
-            words = {"total": self.config.max_steps, "initial": self.step, "unit": "it"}
-            with tqdm(**words, disable=not self.ranks.first) as bar:
+            hidden = not self.ranks.first
+            with tqdm(total=self.config.max_steps, initial=self.step, unit="it", disable=hidden) as bar:
                 yield bar
         finally:
             heartbeat.remove()
 
     def catch_up(self) -> None:
-        """The validation that is due before the first iteration, or that a run did not live to make."""
+        """Run the validation due before the first iteration, or one that an interrupted run missed."""
         due = self.due(self.config.validation_interval) if self.step else self.config.validate_at_step0
         if due and self.ranks.any(self.ranks.first and not self.run.has("validation", self.step)):
             self.validate()
 
     def schedule(self) -> Schedule:
-        """The sampler of this iteration: noise only in its window."""
+        """This iteration's sampler: noise only inside its window."""
         steps = exploring_steps(self.config.sde_window, self.sampler.num_steps, self.step, self.config.seed)
         return self.sampler.window(steps.to(self.ranks.device))
 
-    def pieces(self) -> list[Piece]:
-        """The micro-batches of this rank in this iteration."""
+    def micro_batches(self) -> list[MicroBatch]:
+        """This rank's micro-batches for this iteration."""
         c = self.config
         groups = c.batch_size * self.ranks.count // c.num_generations
         positions = prompt_positions(self.step, groups, len(self.prompts), c.seed)
-        return plan(positions, c.num_generations, c.batch_size, self.ranks.rank, c.micro_batch_size)
+        return plan_micro_batches(positions, c.num_generations, c.batch_size, self.ranks.rank, c.micro_batch_size)
 
-    def roll_out(self, schedule: Schedule, pieces: Sequence[Piece] | None = None) -> list[Trajectory]:
-        """The clips of `pieces`, which are this rank's share of the iteration unless others are named."""
+    def roll_out(self, schedule: Schedule, micro_batches: Sequence[MicroBatch] | None = None) -> list[Trajectory]:
+        """Sample trajectories for `micro_batches`, by default this rank's share of the iteration."""
         c, batch = self.config, []
-        pieces = self.pieces() if pieces is None else pieces
-        texts = list(dict.fromkeys(self.prompts[piece.prompt].text for piece in pieces))
-        conditions = dict(zip(texts, self.policy.encode(texts), strict=True))
-        for piece in pieces:
+        micro_batches = self.micro_batches() if micro_batches is None else micro_batches
+        positions = list(dict.fromkeys(micro_batch.prompt for micro_batch in micro_batches))
+        encoded = self.backbone.encode([self.prompts[position] for position in positions])
+        conditions = dict(zip(positions, encoded, strict=True))
+        for micro_batch in micro_batches:
             self.guards.stop_if_told()
-            cond = conditions[self.prompts[piece.prompt].text].to(self.ranks.device)
+            samples, group = micro_batch.samples, c.num_generations
             order = training_order(
-                schedule.stochastic, c.timestep_fraction, c.enable_timestep_permutation, c.seed, self.step, piece
+                schedule.stochastic, c.timestep_fraction, c.enable_timestep_permutation, c.seed, self.step, micro_batch
             )
-            firsts = [s // c.num_generations * c.num_generations for s in piece.samples] if c.same_init_noise else None
-            words = (piece, cond, self.guidance, self.shape, c.seed, self.step, order, firsts)
             with self.gathered():
-                batch.append(roll_out(self.policy, schedule, *words))
+                trajectory = roll_out(
+                    self.backbone,
+                    schedule,
+                    micro_batch,
+                    cond=conditions[micro_batch.prompt].to(self.ranks.device),
+                    guidance=self.guidance,
+                    shape=self.shape,
+                    seed=c.seed,
+                    step=self.step,
+                    order=order,
+                    init_samples=[s // group * group for s in samples] if c.same_init_noise else None,
+                )
+            batch.append(trajectory)
         return batch
 
     def gathered(self) -> AbstractContextManager[None]:
-        """Context of many forwards, in which the weights of a sharded model may stay gathered."""
-        return gathered(self.policy.transformer, self.config.gather_for_rollout)
+        """Context for many forwards, in which a sharded model's weights may stay gathered."""
+        return gathered(self.backbone.transformer, self.config.gather_for_rollout)
 
     def decode(self, batch: Sequence[Trajectory]) -> list[Tensor | None]:
-        """uint8 clips (F, H, W, 3) on the CPU; None where the path or the pixels are not finite."""
+        """uint8 clips (F, H, W, 3) on the CPU; None where the trajectory or the pixels are not finite."""
         latents = torch.cat([trajectory.latents for trajectory in batch]).split(1)
-        sound = torch.cat([trajectory.sound for trajectory in batch]).tolist()
+        is_finite = torch.cat([trajectory.is_finite for trajectory in batch]).tolist()
         clips = self.ranks.shared(latents, self._decode)
-        return [clip if fine else None for clip, fine in zip(clips, sound, strict=True)]
+        return [clip if finite else None for clip, finite in zip(clips, is_finite, strict=True)]
 
     def _decode(self, latents: Sequence[Tensor]) -> list[Tensor | None]:
         try:
-            return [clip.clone() for clip in self.policy.decode(torch.cat(latents)).cpu()]  # sent without the others
-        except BrokenClip:  # some pixels are not finite: find out whose
+            return [clip.clone() for clip in self.backbone.decode(torch.cat(latents)).cpu()]  # clone: send one, not all
+        except BrokenClip:  # some pixels are not finite: find the clip
             return [None] if len(latents) == 1 else [clip for latent in latents for clip in self._decode([latent])]
 
     def score(self, batch: Sequence[Trajectory], clips: Sequence[Tensor | None]) -> Scores:
-        """Scores of the whole batch and the first error of each rank; too many failures end the run."""
+        """Scores of the full batch and the first error from each rank; too many failures stop the run."""
         mine = self.ranks.from_leader(lambda: self.reward.score(clips, self.texts(batch), self.config.fps))
         named = {name: self.ranks.gather(values) for name, values in mine.named.items()}
         scores = Scores(self.ranks.gather(mine.total), named)
-        if not scores.total.isfinite().all():  # on any rank: all of them are here, or none
+        if not scores.total.isfinite().all():  # gathered scores, so all ranks take this branch or none does
             errors = [text for text in self.ranks.texts("".join(mine.errors[:1])) if text]
             scores.errors = errors or ["a clip could not be decoded, its numbers are not finite"]
         check_rewards(scores, self.config.max_reward_failures, self.step + 1)
         return scores
 
     def measure_gold(self, batch: Sequence[Trajectory], clips: Sequence[Tensor | None]) -> dict[str, float]:
-        """What the oracle says, for people to read; nothing in training depends on it."""
+        """The oracle's metrics, for reporting only; nothing in training depends on them."""
         if not self.logged(self.step + 1):
             return {}
         columns = self.ranks.from_leader(lambda: gold_columns(self.gold, clips, self.texts(batch)))
         names = dict.fromkeys(name for text in self.ranks.texts(" ".join(columns)) for name in text.split())
-        missing = torch.full((len(clips),), math.nan, dtype=torch.float64)  # of a rank that has no clip to measure
+        missing = torch.full((len(clips),), math.nan, dtype=torch.float64)  # for a rank that has no clip to measure
         found = {name: self.ranks.gather(columns.get(name, missing)) for name in names}
         return {f"gold/{name}": values.nanmean().item() for name, values in found.items()}
 
     def advantages(self, scores: Scores) -> Advantages:
-        """Over all ranks: rows are clips in the order of the plan, groups one after the other."""
+        """Advantages over all ranks: rows are clips in plan order, group by group."""
         groups = torch.arange(len(scores.total)) // self.config.num_generations
         return group_advantages(scores.total, groups, self.config.advantage_std, self.config.adv_clip_max)
 
     def prepare_anchor(self, batch: Sequence[Trajectory], schedule: Schedule) -> None:
-        """The anchor's velocities along the rollout; while it equals the policy, the rollout's own serve."""
+        """Store the anchor's velocities along the rollout; while it equals the policy, the rollout's are used."""
         if self.anchor is None or self.anchor.is_policy:
             return
         with self.anchor.in_place(), self.gathered():
             for trajectory in batch:
-                trajectory.anchor_velocity = anchor_velocities(self.policy, self.guidance, schedule, trajectory)
+                trajectory.anchor_velocity = anchor_velocities(self.backbone, self.guidance, schedule, trajectory)
 
     def update(self, batch: Sequence[Trajectory], schedule: Schedule, advantages: Advantages) -> dict[str, Any]:
-        """Train the steps of the rollout in `updates_per_rollout` parts, an optimizer step after each."""
+        """Train the rollout's steps in `updates_per_rollout` parts, with an optimizer step after each."""
         c = self.config
         rows = len(advantages.values) // self.ranks.count
         mine = advantages.values[self.ranks.rank * rows :][:rows].to(self.ranks.device, torch.float32)
-        pieces = list(zip(batch, mine.split([len(trajectory.x) for trajectory in batch]), strict=True))
+        shares = list(zip(batch, mine.split([len(trajectory.x) for trajectory in batch]), strict=True))
         record: dict[str, Any] = {"lr": self.optimization.learning_rate, "kl/coef": self.controller.coef}
         total = UpdateStats.empty(schedule.num_steps, self.ranks.device)
         for update, part in enumerate(torch.arange(batch[0].order.shape[1]).tensor_split(c.updates_per_rollout)):
             pairs = c.gradient_accumulation_steps * len(advantages.values) * len(part)
-            goal = Objective(self.policy, self.guidance, schedule, c, self.controller.coef, pairs)
+            goal = Objective(self.backbone, self.guidance, schedule, c, self.controller.coef, pairs)
             stats = UpdateStats.empty(schedule.num_steps, self.ranks.device)
-            micro_steps = [(column, *piece) for column in part.tolist() for piece in pieces]
+            micro_steps = [(column, *share) for column in part.tolist() for share in shares]
             for number, (column, trajectory, advantage) in enumerate(micro_steps, 1):
-                if update == 0:  # later, the weights have begun to change
+                if update == 0:  # later updates see changed weights
                     self.guards.stop_if_told()
                 reduce_gradients_in_next_backward(
-                    self.policy.transformer, not c.reduces_once or number == len(micro_steps)
+                    self.backbone.transformer, not c.reduces_once or number == len(micro_steps)
                 )
                 finite = goal.backward(trajectory, trajectory.order[:, column], advantage, stats)
-                self.finite.append((trajectory.piece, finite))
+                self.finite.append((trajectory.micro_batch, finite))
             stats = stats.over(self.ranks)
             self.check_first_ratio(stats)
             self.pending.append(stats)
@@ -231,7 +241,7 @@ class Trainer:
         )
 
     def check_first_ratio(self, stats: UpdateStats) -> None:
-        """Once per run: before any update the policy is the rollout's, so every ratio is 1 to the last bit."""
+        """Once per run: before any update the policy equals the rollout's, so every ratio must be exactly 1."""
         deviation = stats.policy.max_deviation.max().item()
         if not self.ratio_checked and deviation:
             raise TrainingError(
@@ -241,32 +251,32 @@ class Trainer:
         self.ratio_checked = True
 
     def optimizer_step(self) -> float:
-        """Step on the gradients of all ranks, unless they teach nothing or are not finite; returns their norm."""
+        """Step on the gradients of all ranks, unless they carry no signal or are not finite; returns their norm."""
         self.ranks.sum_gradients(self.optimization.parameters.values())
-        norm = self.optimization.clip()
+        grad_norm = self.optimization.clip()
         pending = sum(self.pending[1:], self.pending[0])
-        if self.vote.takes(norm, self.trained_since_update):
+        if self.vote.should_step(grad_norm, self.trained_since_update):
             self.optimization.step()
             if self.anchor:
                 self.anchor.count_update()
             self.controller.update(pending.mean("kl_anchor" if self.config.trust_region.anchor else "kl_rollout"))
-        if self.vote.hopeless:
+        if self.vote.too_many_skips:
             raise TrainingError(
                 f"the gradient was not finite {self.vote.in_a_row} times in a row, at last in iteration "
-                f"{self.step + 1} at {self.culprit()} with seed {self.config.seed}: lower learning_rate"
+                f"{self.step + 1} at {self.first_nonfinite_clip()} with seed {self.config.seed}: lower learning_rate"
             )
-        self.optimization.forget()
+        self.optimization.zero_grad()
         self.pending, self.finite, self.trained_since_update = [], [], False
-        return norm
+        return grad_norm
 
-    def culprit(self) -> str:
+    def first_nonfinite_clip(self) -> str:
         """The first clip of this optimizer step whose loss or gradient is not finite, on any rank."""
-        clips = ((piece, i) for piece, finite in self.finite for i in (~finite).nonzero().flatten().tolist())
-        mine = next((f"{self.prompts[piece.prompt].text!r}, clip {piece.samples[i]}" for piece, i in clips), "")
+        clips = ((one, i) for one, finite in self.finite for i in (~finite).nonzero().flatten().tolist())
+        mine = next((f"{self.prompts[one.prompt].text!r}, clip {one.samples[i]}" for one, i in clips), "")
         return next((text for text in self.ranks.texts(mine) if text), "the parameters")
 
     def finish_iteration(self) -> None:
-        """Between iterations: refresh the anchor; validate and save when it is time, and at the end."""
+        """Called between iterations: refresh the anchor; validate and save when due and at the end."""
         if self.anchor:
             self.anchor.refresh_if_due()
         last = self.step == self.config.max_steps
@@ -276,25 +286,25 @@ class Trainer:
             self.validate()
 
     def due(self, interval: int) -> bool:
-        """Whether something that comes every `interval` iterations, and at the end, comes now."""
+        """Whether something scheduled every `interval` iterations, and at the end, is due now."""
         return bool(interval and self.step % interval == 0) or self.step == self.config.max_steps
 
     @property
     def settled_step(self) -> int:
-        """The last iteration whose gradients are in the weights: those of accumulated rollouts are made again."""
+        """The last iteration whose gradients are in the weights; rollouts still accumulating are redone on resume."""
         return self.step - self.step % self.config.gradient_accumulation_steps
 
     def save(self, must: bool = True) -> None:
-        """A checkpoint, unless this state has one; if it need not be now, a failure is told and mended later."""
+        """Write a checkpoint, unless this state has one; unless `must`, a failure is logged and retried later."""
         if self.saved_step == self.settled_step:
             return
         self.guards.note("save")
         try:
-            self.run.save(self)
+            checkpoint.save(self, self.run.checkpoints)
         except CheckpointError as error:
             if must:
                 raise TrainingError(str(error)) from error
-            self.ranks.say(f"{error}; trying again after the next iteration")
+            self.ranks.log_once(f"{error}; trying again after the next iteration")
             self.save_failed = True
             return
         self.saved_step, self.save_failed = self.settled_step, False
@@ -307,26 +317,9 @@ class Trainer:
             record = self.validation.run(folder, self.guards.stop_if_told)
         hacked = self.ranks.from_leader(lambda: "".join(self.ranks.texts(self.run.divergence(self.step))))
         record |= {"holdout/diverged": int(bool(hacked))} if self.config.holdout_reward else {}
-        self.run.validated(self.step, record | watch.record(), folder)
+        self.run.log_validation(self.step, record | watch.record())
         if self.config.stop_on_hacking and hacked:
             raise TrainingError(hacked)
-
-    def describe(self, scores: Scores, advantages: Advantages) -> dict[str, Any]:
-        """The reward and the trust region in numbers."""
-        total = scores.total
-        groups = total.view(-1, self.config.num_generations)
-        spread = (groups - groups.nanmean(1, keepdim=True)).square().nanmean(1).sqrt().nanmean()
-        record = {"reward/total": total.nanmean(), "reward/std": (total - total.nanmean()).square().nanmean().sqrt()}
-        record |= {"reward/group_std": spread} | {f"reward/{n}": values.nanmean() for n, values in scores.named.items()}
-        counts = {"failed": advantages.failed, "starved_groups": advantages.starved_groups}
-        counts |= {"flat_groups": advantages.flat_groups}
-        anchor_age = self.anchor.age if self.anchor else None
-        return (
-            {name: value.item() for name, value in record.items()}
-            | {f"reward/{name}": value for name, value in counts.items()}
-            | ({"reward/error": scores.errors[0]} if scores.errors else {})
-            | {"kl/anchor_age": anchor_age}
-        )
 
     def log(self, record: dict[str, Any], bar: tqdm) -> None:
         self.guards.step = self.step
@@ -338,16 +331,9 @@ class Trainer:
         bar.update()
 
     def logged(self, step: int) -> bool:
-        """Whether the metrics of the iteration that ends as number `step` are written."""
+        """Whether iteration `step` writes its metrics."""
         return step % self.config.log_interval == 0 or step == self.config.max_steps
 
     def texts(self, batch: Sequence[Trajectory]) -> list[str]:
         """The prompt of each of this rank's clips."""
-        return [self.prompts[t.piece.prompt].text for t in batch for _ in t.piece.samples]
-
-
-def peak_memory() -> float:
-    """GB: of the GPU, or of the process where there is none."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 1e9
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+        return [self.prompts[t.micro_batch.prompt].text for t in batch for _ in t.micro_batch.samples]

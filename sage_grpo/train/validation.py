@@ -1,4 +1,4 @@
-"""Validation: held-out prompts sampled by the ODE from fixed seeds, scored, and written as clips to look at."""
+"""Validation: held-out prompts sampled with the ODE from fixed seeds, scored, and saved as clips."""
 
 import json
 import math
@@ -9,53 +9,50 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
 from sage_grpo.algo.sde import build_schedule, flow_sigmas
 from sage_grpo.config import Config
-from sage_grpo.data.prompts import Prompt
-from sage_grpo.media import contact_sheet, thumbnails, write_mp4
-from sage_grpo.models.policy import BrokenClip, Policy
+from sage_grpo.data.requests import Request
+from sage_grpo.json_files import finite
+from sage_grpo.models.backbone import Backbone, BrokenClip, Guidance
 from sage_grpo.models.sample import counter_noise, denoise
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.rewards.composite import Composite
-from sage_grpo.train.metrics import finite
-from sage_grpo.train.rollout import Guidance
+from sage_grpo.runs.clips import PLACES, write_listing, write_sheet, write_videos
 
 Gold = Callable[[Tensor, Sequence[str]], dict[str, Tensor]]
-SHEET_ROWS = 16
 
 
 class Validation:
-    """The same prompts and noise every time, so that clips of two steps can be compared one by one."""
+    """Samples the same prompts from the same noise every time, so clips from two steps can be compared one by one."""
 
     def __init__(
         self,
-        policy: Policy,
+        backbone: Backbone,
         config: Config,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[Request],
         guidance: Guidance,
         reward: Composite,
         holdout: Composite | None,
         gold: Gold | None,
         ranks: Ranks,
     ) -> None:
-        self.policy, self.config, self.ranks = policy, config, ranks
+        self.backbone, self.config, self.ranks = backbone, config, ranks
         self.prompts, self.guidance = list(prompts), guidance
         self.reward, self.holdout, self.gold = reward, holdout, gold
         sigmas = flow_sigmas(config.validation_num_inference_steps, config.validation_timestep_shift)
         self.schedule = build_schedule("ode", sigmas, 0.0).to(ranks.device)
-        self.shape = policy.latent_shape(config.validate_video_length, *validation_size(config))
+        self.shape = backbone.latent_shape(config.validate_video_length, *validation_size(config))
 
     def run(self, folder: Path, between: Callable[[], None] = lambda: None) -> dict[str, Any]:
         """Write the clips and clips.json into `folder`; returns means and their standard errors.
 
-        between: called before each clip, on all ranks; it may raise.
+        between: called on all ranks before each clip; it may raise.
         """
         mine = self.prompts[self.ranks.rank :: self.ranks.count]
-        # A forward of a sharded model needs all ranks, so those that have fewer clips make one for nothing.
+        # A sharded model's forward needs all ranks, so ranks with fewer clips sample an extra one and discard it.
         each = -(-len(self.prompts) // self.ranks.count)
         made = [*mine, *self.prompts[: each - len(mine)]]
         bar = tqdm(made, "validation", unit="clip", leave=False, disable=not self.ranks.first)
@@ -65,58 +62,45 @@ class Validation:
             clips.append(self.sample(prompt))
         clips = clips[: len(mine)]
         records = self.ranks.from_leader(lambda: self.judge(clips, mine))
-        self._keep(lambda: self._write_clips(folder, clips, records))
+        kept = {self.file(prompt) for prompt in self.prompts[: self.config.validation_videos]}
+        self._keep(lambda: write_videos(folder, clips, records, kept, self.config.fps))
         shared = self.ranks.texts(json.dumps(records, ensure_ascii=False, allow_nan=False))
         everything = sorted((r for text in shared for r in json.loads(text)), key=lambda record: record["file"])
         if self.ranks.first:
-            self._keep(lambda: self._write_list(folder, everything))
-            self._keep(lambda: self._sheet(folder / "sheet.png", clips, records))
+            self._keep(lambda: write_listing(folder, everything))
+            self._keep(lambda: write_sheet(folder, clips, records))
         return summary(everything)
 
     @staticmethod
     def _keep(write: Callable[[], None]) -> None:
-        """Files are for people to look at; a disk that is full is no reason to stop."""
+        """Write files that are only for viewing; a full disk must not stop the run."""
         try:
             write()
         except OSError as error:
             first = str(error).partition("\n")[0]  # ffmpeg's errors are long
             print(f"note: a validation could not be written: {first}", file=sys.stderr, flush=True)
 
-    def _write_clips(self, folder: Path, clips: Sequence[Tensor | None], records: Sequence[dict[str, Any]]) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        kept = {self.file(prompt) for prompt in self.prompts[: self.config.validation_videos]}
-        for clip, record in zip(clips, records, strict=True):
-            if clip is not None and record["file"] in kept:
-                write_mp4(folder / record["file"], clip, self.config.fps)
-
-    @staticmethod
-    def _write_list(folder: Path, records: Sequence[dict[str, Any]]) -> None:
-        """Whole or absent."""
-        draft = folder / "clips.json.tmp"
-        draft.write_text(json.dumps(records, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        draft.replace(folder / "clips.json")
-
     @torch.no_grad()
-    def sample(self, prompt: Prompt) -> Tensor | None:
+    def sample(self, prompt: Request) -> Tensor | None:
         """One clip (F, H, W, 3) on the leader; None elsewhere, and if its latents or pixels are not finite."""
         x, noise = counter_noise(self.shape, self.seed(prompt), [0], prompt=prompt.index)
-        (cond,), x = self.policy.encode([prompt.text]), x.to(self.ranks.device)
-        *_, last = denoise(self.policy, self.schedule, x, cond, self.guidance.scale, self.guidance.negative, noise)
+        (cond,), x = self.backbone.encode([prompt]), x.to(self.ranks.device)
+        *_, last = denoise(self.backbone, self.schedule, x, cond, self.guidance, noise)
         if not self.ranks.leader or not last.x_next.isfinite().all():
             return None
         try:
-            return self.policy.decode(last.x_next)[0].cpu()
+            return self.backbone.decode(last.x_next)[0].cpu()
         except BrokenClip:
             return None
 
-    def seed(self, prompt: Prompt) -> int:
+    def seed(self, prompt: Request) -> int:
         return self.config.validation_global_seed if prompt.seed is None else prompt.seed
 
-    def file(self, prompt: Prompt) -> str:
+    def file(self, prompt: Request) -> str:
         return f"{prompt.name}-{self.seed(prompt)}.mp4"
 
-    def judge(self, clips: Sequence[Tensor | None], prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
-        """A record for each clip: its file, prompt, seed and scores, and what the reward said where it failed."""
+    def judge(self, clips: Sequence[Tensor | None], prompts: Sequence[Request]) -> list[dict[str, Any]]:
+        """One record per clip: file, prompt, seed and scores, plus the reward's error if it failed."""
         texts = [prompt.text for prompt in prompts]
         scores = self.reward.score(clips, texts, self.config.fps)
         columns = {
@@ -130,17 +114,6 @@ class Validation:
             | {kind: finite({name: v[i].item() for name, v in named.items()}) for kind, named in columns.items()}
             for i, prompt in enumerate(prompts)
         ]
-
-    @staticmethod
-    def _sheet(path: Path, clips: Sequence[Tensor | None], records: Sequence[dict[str, Any]]) -> None:
-        rows = [(thumbnails(c), r) for c, r in zip(clips, records, strict=True) if c is not None][:SHEET_ROWS]
-        if rows:
-            contact_sheet(path, [row for row, _ in rows], [sheet_label(record) for _, record in rows])
-
-
-def sheet_label(record: dict[str, Any]) -> str:
-    reward = record["scores"]["total"]
-    return f"{'failed' if reward is None else f'{reward:.3f}'}  {record['prompt']}"
 
 
 def validation_size(config: Config) -> tuple[int, int]:
@@ -156,7 +129,7 @@ def validation_size(config: Config) -> tuple[int, int]:
 
 
 def gold_columns(gold: Gold | None, clips: Sequence[Tensor | None], prompts: Sequence[str]) -> dict[str, Tensor]:
-    """Gold metrics of each clip, (N,), NaN for clips that are missing; nothing where the world has no oracle."""
+    """Gold metrics of each clip, (N,), NaN for missing clips; empty if the world has no oracle."""
     there = [i for i, clip in enumerate(clips) if clip is not None]
     if gold is None or not there:
         return {}
@@ -168,9 +141,9 @@ def gold_columns(gold: Gold | None, clips: Sequence[Tensor | None], prompts: Seq
 
 
 def summary(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Means with standard errors over the clips that have a value."""
+    """Means and standard errors over the clips that have a value."""
     result: dict[str, Any] = {"count": len(records)}
-    for kind, place in (("reward", "scores"), ("holdout", "holdout"), ("gold", "gold")):
+    for kind, place in PLACES.items():
         for name in dict.fromkeys(name for record in records for name in record[place]):
             values = np.array([r[place][name] for r in records if r[place].get(name) is not None], dtype=float)
             result[f"{kind}/{name}"] = values.mean().item() if len(values) else math.nan
@@ -178,8 +151,3 @@ def summary(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
             result[f"{kind}/{name}_stderr"] = float(spread)
     result["reward/failed"] = sum(record["scores"]["total"] is None for record in records)
     return result
-
-
-def sheet_image(path: Path) -> Tensor:
-    """The sheet as an image (H, W, 3) for the trackers."""
-    return torch.from_numpy(np.array(Image.open(path).convert("RGB")))

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# What has to hold on a node before it trains: `check_node` says one line for each check that fails. Sourced by
-# train_grpo.sh --check, with its settings read.
+# Checks of a node before it trains: `check_node` prints one line per failed check. Sourced by train_grpo.sh --check
+# after it has read its settings.
 
 source_commit() { git rev-parse HEAD 2>/dev/null || echo none; }
 source_changes() { git diff HEAD 2>/dev/null | sha256sum | cut -c 1-12; }
@@ -22,7 +22,7 @@ check_node() { # FLAG...
     return $((problems > 0))
 }
 
-# LAUNCH_COMMIT, LAUNCH_CHANGES and LAUNCH_CONFIG are those of the machine that launches.
+# LAUNCH_COMMIT, LAUNCH_CHANGES and LAUNCH_CONFIG describe the launching machine.
 check_source() {
     local commit
     commit=$(source_commit)
@@ -36,7 +36,7 @@ check_source() {
     fi
 }
 
-# Imports the package, reads the flags as training will, and looks for the model that they name.
+# Imports the package, parses the flags as training will, and looks for the model they name.
 check_python() { # FLAG...
     local model
     if ! model=$(resolved pretrained_model_root "$@" 2>&1); then
@@ -74,7 +74,7 @@ check_disk() {
     ((free >= least)) || problem "OUTPUT_DIR $OUTPUT_DIR has $free GB of room; make some, or lower MIN_FREE_GB=$least"
 }
 
-# The first node listens where the rendezvous will be, the others call it: all checks run at the same time.
+# The first node listens at the rendezvous address, the others connect to it: all nodes run their checks at once.
 check_rendezvous() {
     local said role=call
     ((NNODES > 1)) || return 0

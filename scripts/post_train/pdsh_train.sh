@@ -1,12 +1,11 @@
 #!/usr/bin/env bash
-# Runs a script on every node by pdsh, after checking the nodes, and starts again what is lost.
+# Runs a script on every node with pdsh, after checking the nodes, and restarts lost nodes.
 #
 #   NODES=a,b,c bash scripts/post_train/pdsh_train.sh SCRIPT [--dry_run | --check | --stop | --kill] [flags]
 #
-# SCRIPT is scripts/post_train/train_grpo.sh or one that understands the same switches, the flags are those of
-# post_train.py. The nodes come from NODES or HOSTFILE, the first hosts the rendezvous, all have the repository at the
-# same path and share OUTPUT_DIR. docs/multinode.md lists the settings. Exit code: that of the worst node, 255 for one
-# that was lost.
+# SCRIPT is scripts/post_train/train_grpo.sh or a script with the same switches; the flags are those of post_train.py.
+# The nodes come from NODES or HOSTFILE; the first hosts the rendezvous; all have the repository at the same path and
+# share OUTPUT_DIR. docs/multinode.md lists the settings. Exit code: the worst node's, 255 for a lost node.
 set -euo pipefail
 shopt -s inherit_errexit
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -17,7 +16,7 @@ read_launch_settings() { # SCRIPT FLAG...
     take_switches "$@"
     ((${#flags[@]})) || fail "name the script that the nodes run, such as scripts/post_train/train_grpo.sh"
     script=${flags[0]} flags=("${flags[@]:1}")
-    [[ -f $script ]] || fail "script '$script' is no file in $PWD"
+    [[ -f $script ]] || fail "script '$script' is not a file in $PWD"
     read_nodes
     NNODES=${#nodes[@]} MASTER_ADDR=${MASTER_ADDR:-${nodes[0]}} MASTER_PORT=${MASTER_PORT:-29400}
     NODE_RESTARTS=${NODE_RESTARTS:-3} FAIL_GRACE=${FAIL_GRACE:-90} JOIN_TIMEOUT=${JOIN_TIMEOUT:-1800}
@@ -33,13 +32,13 @@ read_launch_settings() { # SCRIPT FLAG...
             ;;
         *) fail "PDSH_RCMD_TYPE is '$PDSH_RCMD_TYPE'; choose ssh or exec" ;;
     esac
-    # without these a node that loses power is waited for without end, and a password is asked for in vain
+    # without these, a node that loses power is waited for forever, and ssh prompts for a password in vain
     local careful='-oBatchMode=yes -oServerAliveInterval=15 -oServerAliveCountMax=4'
     export PDSH_SSH_ARGS_APPEND=${PDSH_SSH_ARGS_APPEND:-$careful}
 }
 
-# Sets `settings` and `variables` to NAME=VALUE of what goes to every node: what is set of the launchers' settings, and
-# of NCCL_*, GLOO_*, SAGE_* and the names in PASS_ENV.
+# Sets `settings` and `variables` to the NAME=VALUE pairs sent to every node: the launcher settings that are set, and
+# NCCL_*, GLOO_*, SAGE_* and the names in PASS_ENV.
 read_passed() {
     local name secret='(TOKEN|SECRET|PASSWORD|KEY)'
     settings=() variables=()
@@ -61,19 +60,19 @@ read_passed() {
     done
 }
 
-node_command() { # INDEX SWITCH...: what a shell on that node has to run
+node_command() { # INDEX SWITCH...: the command for a shell on that node
     local place=(NNODES="$NNODES" NODE_RANK="$1" NODE_NAME="${nodes[$1]}")
     place+=(MASTER_ADDR="$MASTER_ADDR" MASTER_PORT="$MASTER_PORT")
     echo "$(pasteable cd "$PWD") && $(pasteable env "${variables[@]}" "${settings[@]}" "${place[@]}" \
         bash "$script" "${@:2}" "${flags[@]}")"
 }
 
-# The last line tells the exit code, because pdsh takes a command that was killed for one that went well. A session of
-# its own keeps a terminal's Ctrl-C from pdsh: the nodes are stopped by end_others.
+# The last line reports the exit code, because pdsh treats a killed command as successful. A separate session shields
+# pdsh from a terminal's Ctrl-C: the nodes are stopped by end_others.
 on_node() { # INDEX SWITCH...
     local text
     text="$(node_command "$@"); code=\$?; echo; echo \"exit code \$code\"; exit \$code"
-    text=${text//%/%%} # pdsh fills in %h and others
+    text=${text//%/%%} # pdsh expands %h and others
     if [[ $PDSH_RCMD_TYPE == ssh ]]; then
         setsid -w pdsh -S -R ssh -w "${nodes[$1]}" "bash -c $(printf %q "$text")"
     else
@@ -82,7 +81,7 @@ on_node() { # INDEX SWITCH...
     fi
 }
 
-on_all_nodes() { # SWITCH...: in parallel, each into a file; sets `failed` to how many did not end with 0
+on_all_nodes() { # SWITCH...: in parallel, each into a file; sets `failed` to the number of nonzero exits
     local index
     for index in "${!nodes[@]}"; do
         on_node "$index" "$@" &>"$scratch/$index.said" &
@@ -94,14 +93,14 @@ on_all_nodes() { # SWITCH...: in parallel, each into a file; sets `failed` to ho
     done
 }
 
-exit_code() { # FILE: what on_node said at the end; 255 for a node that was lost
+exit_code() { # FILE: the exit code that on_node reported; 255 for a lost node
     local code
     code=$(sed -n -E 's/^[^ ]+: exit code ([0-9]+)$/\1/p' "$1" | tail -n 1)
     if [[ -z $code ]] || ((code > 128)); then code=255; fi
     echo "$code"
 }
 
-said() { # INDEX: what a node said, without the exit code
+said() { # INDEX: a node's output, without the exit code
     grep -vE '^[^ ]+: (exit code [0-9]+)?$|^pdsh@.* exited with exit code' "$scratch/$1.said" || true
     if (($(exit_code "$scratch/$1.said") == 255)); then echo "${nodes[$1]}: no answer through $PDSH_RCMD_TYPE"; fi
 }
@@ -122,14 +121,14 @@ start_node() { # INDEX FUNCTION: run it for that node in the background; its out
     running[$1]=$!
 }
 
-# Waits for a node that may have to boot, ends what is left of the run there, and starts it, unless all are told to end.
+# Waits for a node that may be rebooting, ends leftovers of the run there, and restarts it, unless all are to stop.
 on_node_again() { # INDEX
     local end=$((SECONDS + JOIN_TIMEOUT))
     until on_node "$1" --kill &>"$scratch/$1.cleared" || [[ -e $scratch/told ]] || ((SECONDS > end)); do sleep 2; done
     if [[ -e $scratch/told ]]; then echo "${nodes[$1]}: exit code 75"; else on_node "$1"; fi
 }
 
-end_others() { # SWITCH: ask the nodes that still run to --stop or --kill what they do
+end_others() { # SWITCH: ask the nodes that still run to --stop or --kill
     local index
     ending=told
     touch "$scratch/told"
@@ -138,7 +137,7 @@ end_others() { # SWITCH: ask the nodes that still run to --stop or --kill what t
     done
 }
 
-# `ending` is no, then `failed` from the first failure on, and `told` once the nodes were told to end.
+# `ending` is no, then `failed` after the first failure, and `told` once the nodes were told to stop.
 node_ended() { # INDEX
     unset "running[$1]"
     codes[$1]=$(exit_code "$scratch/$1.said")
@@ -155,8 +154,8 @@ node_ended() { # INDEX
     esac
 }
 
-# The rendezvous lives on the first node. Another one that is lost comes back to it; without the first, all begin anew,
-# also where others have failed meanwhile, which they do because they miss it.
+# The rendezvous is on the first node. Any other lost node rejoins it; if the first is lost, all nodes restart, even if
+# others have failed meanwhile, which they do because they lost it.
 node_lost() { # INDEX
     local count="loss $((restarts + 1)) of $NODE_RESTARTS"
     if ((restarts == NODE_RESTARTS)) || { (($1)) && [[ $ending == failed ]]; }; then
@@ -174,7 +173,7 @@ node_lost() { # INDEX
     fi
 }
 
-node_failed() { # INDEX: the others get time to say what they know, and us to notice that the first node is lost
+node_failed() { # INDEX: gives the others time to report, and us time to notice that the first node is lost
     if [[ $ending == no ]]; then
         ending=failed culprit=$1 kill_at=$((SECONDS + FAIL_GRACE))
     fi
@@ -200,7 +199,7 @@ run_nodes() { # FUNCTION: one attempt on all nodes; sets `again` if it has to be
     done
 }
 
-report() { # of the nodes that failed, the first: what it said, and where its log is
+report() { # the first node that failed: its output, and where its log is
     local index code node how
     for index in "$culprit" "${!nodes[@]}"; do
         code=${codes[$index]} node=${nodes[$index]}
@@ -209,7 +208,7 @@ report() { # of the nodes that failed, the first: what it said, and where its lo
         if ((code == 255)); then how='was lost'; fi
         {
             echo "${0##*/}: $node $how, after these lines:"
-            said "$index" | grep -F ': [default' | tail -n 12 || true # of workers, before torchrun's long farewell
+            said "$index" | grep -F ': [default' | tail -n 12 || true # worker output, before torchrun's long summary
             said "$index" | tail -n 3
             echo "${0##*/}: the log of $node is $OUTPUT_DIR/logs/$node.log"
         } >&2

@@ -1,4 +1,4 @@
-"""Whether the nodes of a run can meet: the first listens at the rendezvous address, each of the others calls it once.
+"""Checks that the nodes of a run can connect: the first listens at the rendezvous address, the others call it once.
 
 python rendezvous_probe.py listen|call HOST PORT CALLERS SECONDS
 """
@@ -9,7 +9,7 @@ import time
 
 
 def listen(host: str, port: int, callers: int, seconds: float) -> None:
-    """Wait until all callers have come. Binds to all interfaces, as the rendezvous does; `host` is what they call."""
+    """Wait until all callers have connected. Binds to all interfaces, as the rendezvous does; callers use `host`."""
     dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
     try:
@@ -28,7 +28,7 @@ def listen(host: str, port: int, callers: int, seconds: float) -> None:
 
 
 def call(host: str, port: int, seconds: float) -> None:
-    """Connect once; the listener may not be there yet."""
+    """Connect once; the listener may not be up yet."""
     end = time.monotonic() + seconds
     while True:
         try:

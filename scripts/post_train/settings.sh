@@ -1,15 +1,15 @@
 # shellcheck shell=bash disable=SC2034,SC2153 # variables of and for those who source this
-# What the launchers share: settings, flags that are read ahead of post_train.py, the list of nodes. Sourced from the
-# repository's root, never run; docs/multinode.md lists the settings.
+# Shared by the launchers: settings, flags that are read before post_train.py, the list of nodes. Sourced from the
+# repository root, never executed; docs/multinode.md lists the settings.
 
-# Flags of post_train.py that can be set in the environment by their name in capitals.
+# post_train.py flags that can be set in the environment by their uppercase names.
 ENVIRONMENT_FLAGS=(
     pretrained_transformer_version train_prompts validation_prompts prompt_cache learning_rate batch_size
     num_generations max_steps sp_size dp_replicate enable_fsdp enable_gradient_checkpointing sde_type
     use_grad_balancing enable_timestep_permutation kl_weight kl_coef use_moving_KL update_ref_model_step use_dual_kl
     dual_kl_moving_weight dual_kl_step_weight reference_mode_offload save_interval seed
 )
-# Settings of the launchers themselves that every node has to know.
+# Launcher settings that every node needs.
 NODE_SETTINGS=(
     CONFIG MODEL_ROOT OUTPUT_DIR RESUME_FROM_CHECKPOINT PYTHON ENV_FILE NUM_GPUS MAX_RESTARTS JOIN_TIMEOUT RDZV_CONF
     STOP_GRACE MIN_FREE_GB MAX_USED_GPU_MB
@@ -20,7 +20,7 @@ fail() {
     exit 2
 }
 
-whole() { # NAME...: each of these settings is a whole number
+whole() { # NAME...: require each of these settings to be an integer
     local name
     for name in "$@"; do
         [[ ${!name} =~ ^[0-9]+$ ]] || fail "$name is '${!name}'; a whole number is expected"
@@ -37,7 +37,7 @@ python_path() {
     fi
 }
 
-pasteable() { # WORD...: a command line that a shell reads back as these words
+pasteable() { # WORD...: quote the words as a shell command line
     local line
     printf -v line '%q ' "$@"
     echo "${line% }"
@@ -55,7 +55,7 @@ take_switches() {
     done
 }
 
-flag_value() { # NAME WORD...: what the words give this flag, where it is given last; nothing where it is not
+flag_value() { # NAME WORD...: the last value given to this flag in the words; empty if there is none
     local name=--$1 value='' previous=''
     shift
     local word
@@ -67,7 +67,7 @@ flag_value() { # NAME WORD...: what the words give this flag, where it is given 
     echo "$value"
 }
 
-yaml_value() { # NAME FILE: a plain value of a flat YAML file; nothing where it has none
+yaml_value() { # NAME FILE: a plain value from a flat YAML file; empty if there is none
     sed -n -E "/^$1:/{s/^[^:]*:[[:space:]]*//; s/[[:space:]]+#.*$//; s/^([\"'])(.*)\1\$/\2/; p}" "$2"
 }
 
@@ -79,16 +79,16 @@ first() { # VALUE...: the first that is not empty
     echo "$value"
 }
 
-# Sets CONFIG and OUTPUT_DIR to what post_train.py will find: a flag beats the environment, that beats the file.
+# Sets CONFIG and OUTPUT_DIR as post_train.py will see them: a flag overrides the environment, which overrides the file.
 read_config() { # FLAG...
     local recipe=hunyuan15_8gpu
     if ((NNODES > 1)); then recipe=hunyuan15_64gpu; fi
     CONFIG=$(first "$(flag_value config "$@")" "${CONFIG:-}" "configs/$recipe.yaml")
-    [[ -f $CONFIG ]] || fail "CONFIG is '$CONFIG', which is no file; configs/ holds the recipes"
+    [[ -f $CONFIG ]] || fail "CONFIG is '$CONFIG', which is not a file; configs/ holds the recipes"
     OUTPUT_DIR=$(first "$(flag_value output_dir "$@")" "${OUTPUT_DIR:-}" "$(yaml_value output_dir "$CONFIG")" outputs)
 }
 
-overwrites() { # FLAG...: whether the run begins by removing what OUTPUT_DIR holds
+overwrites() { # FLAG...: whether the run starts by deleting the contents of OUTPUT_DIR
     local word
     for word in "$@"; do
         if [[ $word == --overwrite* ]]; then return 0; fi
@@ -100,7 +100,7 @@ resumes_from() { # FLAG...
     first "$(flag_value resume_from_checkpoint "$@")" "${RESUME_FROM_CHECKPOINT:-}" auto
 }
 
-# What is started again has to go on with the newest checkpoint, or nothing is gained.
+# A restart must resume from the newest checkpoint, or it gains nothing.
 refuse_starting_over() { # REMEDY FLAG...
     local from
     from=$(resumes_from "${@:2}")
@@ -111,7 +111,7 @@ refuse_starting_over() { # REMEDY FLAG...
     fi
 }
 
-# Sets `training` to the flags of post_train.py: the file, then the environment, then those of the command line.
+# Sets `training` to the flags of post_train.py: the file, then the environment, then the command line.
 training_flags() { # FLAG...
     local flag name
     training=(--config "$CONFIG" --output_dir "$OUTPUT_DIR")
@@ -124,7 +124,7 @@ training_flags() { # FLAG...
     training+=("$@")
 }
 
-# The value of a setting as post_train.py reads it; what is wrong with the flags is said in its words.
+# The value of a setting as post_train.py reads it; wrong flags give post_train.py's error message.
 resolved() { # NAME FLAG...
     "$(python_path)" -c '
 import sys
@@ -168,7 +168,7 @@ refuse_odd_nodes() {
     local node twice
     ((${#nodes[@]})) || fail "${NODES:+NODES }${NODES:-HOSTFILE $HOSTFILE} names no node"
     for node in "${nodes[@]}"; do
-        [[ $node =~ ^[A-Za-z0-9][A-Za-z0-9._-]*$ ]] || fail "'$node' is no host name; name each node in full"
+        [[ $node =~ ^[A-Za-z0-9][A-Za-z0-9._-]*$ ]] || fail "'$node' is not a host name; name each node in full"
     done
     twice=$(printf '%s\n' "${nodes[@]}" | sort | uniq -d | head -n 1)
     [[ -z $twice ]] || fail "node $twice is named twice; one line for each node is enough"

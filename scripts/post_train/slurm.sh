@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Post-trains on the nodes of a Slurm job. Submit it from the repository's root; options of sbatch beat those below:
+# Post-trains on the nodes of a Slurm job. Submit it from the repository root; sbatch options override those below:
 #
 #   sbatch --nodes 8 scripts/post_train/slurm.sh [flags of post_train.py]
 #   NODES=a,b bash scripts/post_train/slurm.sh --dry_run [flags]      (prints what each node would run)
 #
-# Ten minutes before the time limit, and when the job is preempted, this script gets SIGTERM and hands it on: training
-# finishes its iteration and saves, and the job goes back into the queue. The site's GraceTime bounds what preemption
-# really allows; --signal and STOP_GRACE should not be longer.
+# Ten minutes before the time limit, and when the job is preempted, this script gets SIGTERM and forwards it: training
+# finishes its iteration and saves, and the job is requeued. The site's GraceTime limits the time preemption really
+# allows; --signal and STOP_GRACE should not be longer.
 #SBATCH --job-name=sage_grpo
 #SBATCH --nodes=8
 #SBATCH --ntasks-per-node=1
@@ -18,7 +18,7 @@
 #SBATCH --signal=B:TERM@600
 set -euo pipefail
 shopt -s inherit_errexit
-cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../..}" # Slurm runs a copy from elsewhere
+cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../..}" # Slurm runs a copy from another folder
 [[ -f scripts/post_train/settings.sh ]] || {
     echo "slurm.sh: $PWD is not the repository; submit from its root" >&2
     exit 2
@@ -26,7 +26,7 @@ cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../..}" # Slurm runs a co
 source scripts/post_train/settings.sh
 
 # NODE_RANK and NODE_NAME are known only on the node.
-# shellcheck disable=SC2016 # so they are filled in there
+# shellcheck disable=SC2016 # so they are expanded there
 on_node='NODE_RANK=${SLURM_NODEID} NODE_NAME=${SLURMD_NODENAME} exec bash scripts/post_train/train_grpo.sh "$@"'
 
 dry_run() {

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Trains on this node, alone or as one of several: the one place where torchrun is called.
+# Trains on this node, alone or as one of several: the only place where torchrun is called.
 #
 #   bash scripts/post_train/train_grpo.sh [--dry_run | --check | --stop | --kill] [flags of post_train.py]
 #
-# --dry_run prints the command, --check looks whether it could run. --stop and --kill end the same run on this node,
-# with and without the time to save; of a run on several nodes stop all, by pdsh_train.sh.
-# NNODES, NODE_RANK, NODE_NAME, MASTER_ADDR and MASTER_PORT say which of how many nodes this is; docs/multinode.md lists
-# all settings. Exit code 0: done; 75: preempted, the same command goes on; 1: failed; 2: a setting or flag is
+# --dry_run prints the command, --check checks whether it could run. --stop and --kill end the same run on this node,
+# with and without time to save; stop a multi-node run on all nodes with pdsh_train.sh.
+# NNODES, NODE_RANK, NODE_NAME, MASTER_ADDR and MASTER_PORT describe this node's place in the run; docs/multinode.md
+# lists all settings. Exit code 0: done; 75: preempted, the same command resumes; 1: failed; 2: a setting or flag is
 # wrong; above 128: torchrun was killed by a signal.
 set -euo pipefail
 shopt -s inherit_errexit
@@ -35,16 +35,16 @@ read_settings() {
     read_config "$@"
     if ((MAX_RESTARTS)); then refuse_starting_over MAX_RESTARTS=0 "$@"; fi
     logs=$OUTPUT_DIR/logs
-    # found again in the environment of torchrun and its workers, also of those that outlive torchrun
+    # used to find torchrun and its workers by their environment, including workers that outlive torchrun
     mark=SAGE_LAUNCH=$NODE_NAME:$(realpath -m "$OUTPUT_DIR")
 }
 
-# Sets `command`. Nodes are ranked by NODE_NAME, so a node that comes back gets its old ranks; NODE_RANK only says who
-# hosts the rendezvous, because guessing that from host names fails where a name is not the machine's own.
+# Sets `command`. Nodes are ranked by NODE_NAME, so a node that comes back gets its old ranks; NODE_RANK only determines
+# who hosts the rendezvous, because guessing that from host names fails if a name is not the machine's hostname.
 torchrun_command() { # FLAG...
     training_flags "$@"
     command=(
-        env TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # without it restarted workers meet the store of the dead ones
+        env TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # without it, restarted workers connect to the dead workers' store
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=$STOP_GRACE" PYTHONUNBUFFERED=1 TQDM_MININTERVAL=10 "$mark"
         "$(python_path)" -m torch.distributed.run --nnodes "$NNODES" --nproc_per_node "$NUM_GPUS"
         --rdzv_backend c10d --rdzv_endpoint "$MASTER_ADDR:$MASTER_PORT" --rdzv_id "${OUTPUT_DIR//\//_}"
@@ -54,11 +54,11 @@ torchrun_command() { # FLAG...
     )
 }
 
-marked() { # the processes of this run on this node, by id
+marked() { # PIDs of this run on this node
     grep -lzsxF "$mark" /proc/[0-9]*/environ | cut -d / -f 3 || true
 }
 
-# Asks the train_grpo.sh that runs here to stop, as a signal would, and kills whoever is left after the grace.
+# Asks the train_grpo.sh running here to stop, as a signal would, and kills any process left after the grace period.
 stop_run() { # GRACE: seconds
     local pid end=$((SECONDS + $1))
     pid=$(cat "$logs/$NODE_NAME.pid" 2>/dev/null || true)
@@ -69,33 +69,33 @@ stop_run() { # GRACE: seconds
     kill_marked
 }
 
-trains() { # PID: whether that process is such a script, and not another one that has got its number
+trains() { # PID: whether that process is such a script, and not another one that reused its PID
     [[ $(tr '\0' ' ' 2>/dev/null <"/proc/$1/cmdline") == *train_grpo.sh* ]]
 }
 
 kill_marked() {
     local left
-    for _ in {1..300}; do # a process that waits for its GPU takes time to die
+    for _ in {1..300}; do # a process waiting for its GPU takes time to die
         left=$(marked)
         if [[ -z $left ]]; then return; fi
-        # shellcheck disable=SC2086 # one word for each process
+        # shellcheck disable=SC2086 # one word per process
         kill -KILL $left 2>/dev/null || true
         sleep 0.2
     done
     fail "processes of the run on $NODE_NAME cannot be killed: ${left//$'\n'/ }"
 }
 
-state() { # what status.json says of the run; nothing where there is none
+state() { # the run's state in status.json; empty if there is none
     if [[ -f $OUTPUT_DIR/status.json ]]; then
         "$(python_path)" -c 'import json, sys; print(json.load(open(sys.argv[1]))["state"])' "$OUTPUT_DIR/status.json"
     fi
 }
 
-# Prints the exit code of the run. torchrun's says only whether all went well; status.json tells the rest, unless an
-# earlier run has left it. A run that was asked to stop and could not even write that is as resumable as it was.
+# Prints the exit code of the run. torchrun's exit code only tells success from failure; status.json has the details,
+# unless an earlier run left it. A run that was asked to stop and could not even write that is still resumable.
 verdict() { # CODE BEFORE ASKED
     local now=''
-    for _ in {1..20}; do # another node may be about to write it
+    for _ in {1..20}; do # another node may still be writing it
         if [[ $(stamp) != "$2" ]]; then now=$(state); fi
         if (($1 == 0)) || killed "$1" "$3" || [[ $now != running ]]; then break; fi
         sleep 0.5
@@ -111,7 +111,7 @@ killed() { (($1 > 128)) && [[ $2 == no ]]; } # CODE ASKED: torchrun itself was k
 
 stamp() { stat -c '%i %y' "$OUTPUT_DIR/status.json" 2>/dev/null || true; }
 
-# A signal is handed on to torchrun. That has a session of its own, so that a terminal's Ctrl-C does not reach it twice.
+# A signal is forwarded to torchrun, which runs in a separate session, so that a terminal's Ctrl-C reaches it only once.
 train() {
     local agent='' before code asked=no signalled=no
     before=$(stamp)
@@ -154,9 +154,9 @@ case $mode in
     kill) stop_run 0 ;;
     run)
         refuse_second_start
-        resolved output_dir "${training[@]}" >/dev/null || exit 2 # else torchrun would try wrong flags again and again
+        resolved output_dir "${training[@]}" >/dev/null || exit 2 # otherwise torchrun would keep retrying wrong flags
         mkdir -p "$logs"
-        # the log goes on when whoever reads the output has gone, and outlives a signal to all of this process group
+        # the log continues when the reader of the output is gone, and survives a signal to this process group
         exec > >(trap '' TERM INT HUP && exec tee -p -a "$logs/$NODE_NAME.log") 2>&1
         train
         ;;

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from sage_grpo.algo.equalizer import equalizer, gradient_scale
-from sage_grpo.algo.grpo import normalised_log_ratio
+from sage_grpo.algo.grpo import normalized_log_ratio
 from sage_grpo.algo.sde import SDES, Schedule, build_schedule, flow_sigmas
 
 NOISY = [name for name in SDES if name != "ode"]
@@ -19,7 +19,7 @@ def gradient_norms(schedule: Schedule, ratio_norm: bool = False) -> torch.Tensor
         v = v.requires_grad_()
         value = schedule.log_prob(i, x, v, x_next)
         if ratio_norm:
-            value = normalised_log_ratio(value - rollout_log_prob, schedule.kl(i, v, v.detach()), schedule.std[i])
+            value = normalized_log_ratio(value - rollout_log_prob, schedule.kl(i, v, v.detach()), schedule.std[i])
         (gradient,) = torch.autograd.grad(value.sum(), v)
         norms.append(gradient.norm(dim=1).mean() * ELEMENTS**0.5)
     return torch.stack(norms)

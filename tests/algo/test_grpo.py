@@ -6,7 +6,7 @@ import torch
 from sage_grpo.algo.grpo import (
     PolicyStats,
     group_advantages,
-    normalised_log_ratio,
+    normalized_log_ratio,
     objective,
     policy_loss,
     policy_stats,
@@ -131,7 +131,7 @@ def test_objective_adds_the_kl_and_parts_add_up():
 
 
 def test_ratio_norm_takes_the_mean_away_and_the_spread_of_std():
-    """Off-policy the log-ratio has mean -KL. Normalised, its mean is 0 and its std |b| rms(dv) / sqrt(D)."""
+    """Off-policy the log-ratio has mean -KL. Normalized, its mean is 0 and its std |b| rms(dv) / sqrt(D)."""
     generator = torch.Generator().manual_seed(0)
     schedule = build_schedule("sage_grpo", flow_sigmas(20, 5.0), 0.5)
     x, v_old, noise = (torch.randn(20000, 16, generator=generator, dtype=torch.float64) for _ in range(3))
@@ -140,7 +140,7 @@ def test_ratio_norm_takes_the_mean_away_and_the_spread_of_std():
         x_next, old = schedule.step(i, x, v_old, noise)
         log_ratio, kl = schedule.log_prob(i, x, v, x_next) - old, schedule.kl(i, v, v_old)
         assert log_ratio.mean().item() == pytest.approx(-kl.mean().item(), abs=4 * log_ratio.std().item() / 20000**0.5)
-        normal = normalised_log_ratio(log_ratio, kl, schedule.std[i])
+        normal = normalized_log_ratio(log_ratio, kl, schedule.std[i])
         spread = schedule.b[i].abs().item() * 0.3 / 4
         assert abs(normal.mean().item()) < 4 * spread / 20000**0.5
         assert normal.std().item() == pytest.approx(spread, rel=0.03)

@@ -1,4 +1,4 @@
-"""Marginals along the way, in closed form: with Gaussian data the velocity is linear, so moments propagate exactly."""
+"""Marginals along the trajectory, in closed form: with Gaussian data the velocity is linear, so moments are exact."""
 
 from functools import cache
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sage_grpo.algo.sde import SDES, flow_sigmas
-from sage_grpo.worlds.analytic import Mixture, marginal, velocity
+from studies.analytic import Mixture, marginal, velocity
 
 DATA = Mixture(torch.tensor([[1.0]], dtype=torch.float64), width=0.5)  # one Gaussian, mean 1, std 0.5
 CONVERGENT = ("ode", "dance_grpo", "sage_grpo", "precise")

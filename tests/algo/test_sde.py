@@ -1,4 +1,4 @@
-"""The sampler tables: others' published numbers, the paper's numbers, and properties over random schedules."""
+"""The sampler tables against other publications, the paper's numbers, and properties over random schedules."""
 
 import json
 import math
@@ -68,7 +68,7 @@ def test_precise_forgets_its_start_at_pure_noise():
     assert schedule.std[-1] == 0
 
 
-def test_precise_is_real_between_neighbouring_floats():
+def test_precise_is_real_between_neighboring_floats():
     """rho = next (1 - sigma) / (sigma (1 - next)) stays at most 1 when rounded, so it needs no clamp."""
     sigma = torch.linspace(0.001, 0.999, 9999, dtype=torch.float64)
     std, r = precise_split(sigma, torch.nextafter(sigma, torch.zeros_like(sigma)), 0.5)

@@ -1,4 +1,4 @@
-"""Hosts on one machine: network namespaces with addresses and names of their own, joined by a wire."""
+"""Simulated hosts on one machine: network namespaces with separate addresses and names, connected by a virtual link."""
 
 import os
 import shutil

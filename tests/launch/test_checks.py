@@ -1,4 +1,4 @@
-"""The checks of a node before training: one line for each that fails, and none where all is well."""
+"""Checks of a node before training: one line per failure, and none if all pass."""
 
 import socket
 import subprocess

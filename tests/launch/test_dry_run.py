@@ -1,4 +1,4 @@
-"""What the launchers would run, word by word, and what they refuse."""
+"""What the launchers would run, word for word, and what they reject."""
 
 import shlex
 import shutil
@@ -33,7 +33,7 @@ def test_one_machine_runs_this_command():
 
 
 def test_its_values_are_those_of_the_published_command_but_for_the_weight_of_the_kl(monkeypatch):
-    """docs/results.md has the reason; with the published recipe there is no difference."""
+    """studies/results.md has the reason; with the published recipe there is no difference."""
     monkeypatch.chdir(ROOT)
     theirs = parse(PUBLISHED)
     names = {word[2:] for word in PUBLISHED if word.startswith("--")} - {"output_dir", "pretrained_model_root"}
@@ -114,7 +114,7 @@ def test_variables_for_the_nodes_are_shown_and_secrets_stay():
     "script, words, settings, sentence",
     [
         ("run_post_train.sh", (), {"NUM_GPUS": "many"}, "NUM_GPUS is 'many'; a whole number is expected"),
-        ("run_post_train.sh", (), {"CONFIG": "none.yaml"}, "CONFIG is 'none.yaml', which is no file; configs/ holds"),
+        ("run_post_train.sh", (), {"CONFIG": "none.yaml"}, "CONFIG is 'none.yaml', which is not a file; configs/"),
         ("run_post_train.sh", ("--overwrite",), {}, "--overwrite would remove the run at each restart; remove outputs"),
         (
             TRAIN,
@@ -129,13 +129,13 @@ def test_variables_for_the_nodes_are_shown_and_secrets_stay():
         (TRAIN, (), {"NNODES": 2, "NODE_RANK": 2, "MASTER_ADDR": "a"}, "NODE_RANK is 2; with 2 nodes it is at most 1"),
         (TRAIN, (), {"ENV_FILE": "gone"}, "ENV_FILE is 'gone', which cannot be read"),
         (PDSH, (), {"NODES": "a"}, "name the script that the nodes run"),
-        (PDSH, ("gone.sh",), {"NODES": "a"}, "script 'gone.sh' is no file in"),
+        (PDSH, ("gone.sh",), {"NODES": "a"}, "script 'gone.sh' is not a file in"),
         (PDSH, (TRAIN,), {}, "no nodes are given; set NODES=a,b,c or HOSTFILE=FILE"),
         (PDSH, (TRAIN,), {"HOSTFILE": "gone"}, "HOSTFILE is 'gone', which cannot be read"),
         (PDSH, (TRAIN,), {"HOSTFILE": "/dev/null"}, "HOSTFILE /dev/null names no node"),
         (PDSH, (TRAIN,), {"NODES": "a,b,a"}, "node a is named twice"),
-        (PDSH, (TRAIN,), {"NODES": "n[1-4]"}, "'n[1-4]' is no host name; name each node in full"),
-        (PDSH, (TRAIN,), {"NODES": "-oProxyCommand=x"}, "'-oProxyCommand=x' is no host name"),
+        (PDSH, (TRAIN,), {"NODES": "n[1-4]"}, "'n[1-4]' is not a host name; name each node in full"),
+        (PDSH, (TRAIN,), {"NODES": "-oProxyCommand=x"}, "'-oProxyCommand=x' is not a host name"),
         (PDSH, (TRAIN,), {"NODES": "a", "PDSH_RCMD_TYPE": "rsh"}, "PDSH_RCMD_TYPE is 'rsh'; choose ssh or exec"),
         (PDSH, (TRAIN,), {"NODES": "a", "PDSH_RCMD_TYPE": "exec"}, "set REMOTE_SHELL to what runs a command there"),
         (PDSH, (TRAIN,), {"NODES": "a", "PASS_ENV": "GONE"}, "PASS_ENV names GONE, which is not set"),
@@ -187,7 +187,7 @@ def test_inference_takes_the_newest_checkpoint_and_the_model_of_the_run(tmp_path
     )
 
 
-@pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed")
+@pytest.mark.skipif(not shutil.which("shellcheck"), reason="install shellcheck")
 def test_shellcheck_finds_nothing():
     scripts = [*ROOT.glob("*.sh"), *(ROOT / "scripts").rglob("*.sh"), ROOT / ".ci" / "run"]
     checked = subprocess.run(["shellcheck", "-x", *scripts], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""Two hosts train as one does, and both can die on the way. The hosts are namespaces, the rest is the real thing."""
+"""Two hosts train exactly as one does, and either can die midway. The hosts are namespaces; everything else is real."""
 
 import subprocess
 import time
@@ -25,6 +25,7 @@ def settings(tiny_folder, tmp_path):
     flags = {
         "pretrained_model_root": tiny_folder, "train_prompts": [str(prompts)], "validation_prompts": [str(prompts)],
         "reward_model": "shapes", "batch_size": 2, "num_generations": 2, "num_sampling_steps": 2, "num_frames": 5,
+        "height": 16, "width": 16,
         "guidance_scale": 1.0, "max_steps": STEPS, "save_interval": 1, "keep_checkpoints": STEPS, "report_to": "none",
         "validation_interval": 0, "validation_num_inference_steps": 1, "learning_rate": 1e-3,
         "collective_timeout": 60, "start_timeout": 60,

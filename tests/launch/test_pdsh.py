@@ -1,4 +1,4 @@
-"""pdsh_train.sh with small scripts in place of training: who failed, what is started again, what reaches the nodes."""
+"""pdsh_train.sh with small scripts in place of training: who failed, what is restarted, what reaches the nodes."""
 
 import shutil
 import signal
@@ -9,7 +9,7 @@ import pytest
 
 from tests.launch.shell import PDSH, ROOT, environment, launch, program
 
-pytestmark = pytest.mark.skipif(not shutil.which("pdsh"), reason="pdsh is not installed")
+pytestmark = pytest.mark.skipif(not shutil.which("pdsh"), reason="install pdsh")
 LOST = "kill -KILL $PPID $$"  # the shell that runs the script, and the script: no exit code comes back
 
 

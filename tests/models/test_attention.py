@@ -1,4 +1,4 @@
-"""Attention in two parts is attention, and is used where it pays."""
+"""Split attention equals attention, and is used where it pays off."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Adapters: where they sit, what they change, and that the two of them are apart."""
+"""Adapters: which layers have them, what they change, and that the two are independent."""
 
 import json
 
@@ -6,7 +6,10 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from sage_grpo.models.hunyuan15 import Hunyuan15
+from sage_grpo.data.requests import Request
+from sage_grpo.models.backbone import Guidance
+from sage_grpo.models.hunyuan15.backbone import Hunyuan15
+from sage_grpo.models.hunyuan15.folder import ModelFolder
 from sage_grpo.models.lora import (
     ANCHOR,
     LORA_FILE,
@@ -15,35 +18,34 @@ from sage_grpo.models.lora import (
     add_adapters,
     init_adapters,
     load_adapter,
-    merged,
     save_adapter,
     target_layers,
     use_adapter,
 )
-from sage_grpo.models.weights import open_weights
-from sage_grpo.parallel.fsdp import put
+from sage_grpo.parallel.fsdp import copy_into
+from scripts.export_checkpoint import merged
 
 NAMES = ("to_q", "add_q_proj", "to_add_out")
 
 
 @pytest.fixture
-def policy(tiny_folder):
+def backbone(tiny_folder):
     return Hunyuan15(tiny_folder)
 
 
-def add(policy, anchor=True, seed=0):
-    add_adapters(policy.transformer, 4, 8, NAMES, torch.float32, anchor)
-    init_adapters(policy.transformer, seed)
+def add(backbone, anchor=True, seed=0):
+    add_adapters(backbone.transformer, 4, 8, NAMES, torch.float32, anchor)
+    init_adapters(backbone.transformer, seed)
 
 
-def velocity(policy):
-    x = torch.randn(1, *policy.latent_shape(5, 32, 32), generator=torch.Generator().manual_seed(0))
+def velocity(backbone):
+    x = torch.randn(1, *backbone.latent_shape(5, 32, 32), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        return policy.velocity(x, 0.5, policy.encode(["a red circle"])[0])
+        return backbone.velocity(x, 0.5, backbone.encode([Request("a red circle")])[0], Guidance())
 
 
-def test_layers_are_those_of_the_blocks_that_matter(policy):
-    found = target_layers(policy.transformer, NAMES)
+def test_layers_are_those_of_the_blocks_that_matter(backbone):
+    found = target_layers(backbone.transformer, NAMES)
     assert found == [
         "transformer_blocks.0.attn.to_q",
         "transformer_blocks.0.attn.add_q_proj",
@@ -51,35 +53,35 @@ def test_layers_are_those_of_the_blocks_that_matter(policy):
         "transformer_blocks.1.attn.to_q",  # the context that leaves the last block is not read
     ]
     with pytest.raises(ValueError, match=r"names to_z; linear layers of the blocks are .*to_q"):
-        target_layers(policy.transformer, ["to_q", "to_z"])
+        target_layers(backbone.transformer, ["to_q", "to_z"])
 
 
-def test_a_new_adapter_changes_nothing_and_follows_from_the_seed(policy, tiny_folder):
-    before = velocity(policy)
-    add(policy)
-    torch.testing.assert_close(velocity(policy), before)
+def test_a_new_adapter_changes_nothing_and_follows_from_the_seed(backbone, tiny_folder):
+    before = velocity(backbone)
+    add(backbone)
+    torch.testing.assert_close(velocity(backbone), before)
     others = [Hunyuan15(tiny_folder) for _ in range(2)]
     for other, seed in zip(others, (0, 1), strict=True):
         add(other, seed=seed)
-    mine, same, different = (adapter_parameters(p.transformer, POLICY) for p in (policy, *others))
+    mine, same, different = (adapter_parameters(p.transformer, POLICY) for p in (backbone, *others))
     name = next(name for name in mine if "lora_A" in name)
     assert torch.equal(mine[name], same[name]) and not torch.equal(mine[name], different[name])
 
 
-def test_an_adapter_adds_its_product_scaled_by_alpha_over_rank(policy):
+def test_an_adapter_adds_its_product_scaled_by_alpha_over_rank(backbone):
     layer_name = "transformer_blocks.0.attn.to_q"
-    layer = policy.transformer.get_submodule(layer_name)
+    layer = backbone.transformer.get_submodule(layer_name)
     x = torch.randn(3, layer.in_features, generator=torch.Generator().manual_seed(0))
     before = layer(x)
-    add(policy)  # rank 4, alpha 8
-    mine = adapter_parameters(policy.transformer, POLICY)
+    add(backbone)  # rank 4, alpha 8
+    mine = adapter_parameters(backbone.transformer, POLICY)
     down, up = (mine[f"{layer_name}.lora_{part}.weight"] for part in "AB")
     up.data.fill_(0.1)
-    torch.testing.assert_close(policy.transformer.get_submodule(layer_name)(x), before + 8 / 4 * x @ down.T @ up.T)
+    torch.testing.assert_close(backbone.transformer.get_submodule(layer_name)(x), before + 8 / 4 * x @ down.T @ up.T)
 
 
-def test_adapters_have_their_own_precision_and_leave_other_draws_alone(policy):
-    transformer, state = policy.transformer, torch.get_rng_state()
+def test_adapters_have_their_own_precision_and_leave_other_draws_alone(backbone):
+    transformer, state = backbone.transformer, torch.get_rng_state()
     add_adapters(transformer, 4, 8, NAMES, torch.bfloat16, True)
     assert torch.equal(torch.get_rng_state(), state)
     for adapter in (POLICY, ANCHOR):
@@ -87,17 +89,17 @@ def test_adapters_have_their_own_precision_and_leave_other_draws_alone(policy):
     assert transformer.transformer_blocks[0].attn.to_q.base_layer.weight.dtype == torch.float32
 
 
-def test_two_adapters_are_apart_and_only_the_policy_is_trained(policy):
-    add(policy)
-    plain = velocity(policy)
-    for parameter in adapter_parameters(policy.transformer, POLICY).values():
+def test_two_adapters_are_apart_and_only_the_policy_is_trained(backbone):
+    add(backbone)
+    plain = velocity(backbone)
+    for parameter in adapter_parameters(backbone.transformer, POLICY).values():
         parameter.data += 0.1
-    moved = velocity(policy)
-    use_adapter(policy.transformer, ANCHOR)
-    assert torch.equal(velocity(policy), plain) and not torch.allclose(moved, plain)
-    put(adapter_parameters(policy.transformer, ANCHOR), adapter_parameters(policy.transformer, POLICY))
-    assert torch.equal(velocity(policy), moved)
-    trained = {name for name, p in policy.transformer.named_parameters() if p.requires_grad and "lora_" in name}
+    moved = velocity(backbone)
+    use_adapter(backbone.transformer, ANCHOR)
+    assert torch.equal(velocity(backbone), plain) and not torch.allclose(moved, plain)
+    copy_into(adapter_parameters(backbone.transformer, ANCHOR), adapter_parameters(backbone.transformer, POLICY))
+    assert torch.equal(velocity(backbone), moved)
+    trained = {name for name, p in backbone.transformer.named_parameters() if p.requires_grad and "lora_" in name}
     assert trained and all(f".{POLICY}." in name for name in trained)
 
 
@@ -109,33 +111,33 @@ def contents(file):
     return settings | {"target_modules": sorted(settings["target_modules"])}, tensors
 
 
-def test_a_saved_adapter_is_loaded_or_refused(policy, tiny_folder, tmp_path):
-    add(policy)
-    for parameter in adapter_parameters(policy.transformer, POLICY).values():
+def test_a_saved_adapter_is_loaded_or_refused(backbone, tiny_folder, tmp_path):
+    add(backbone)
+    for parameter in adapter_parameters(backbone.transformer, POLICY).values():
         parameter.data += 0.1
-    save_adapter(policy.transformer, POLICY, tmp_path)
-    policy.transformer.save_lora_adapter(tmp_path / "stock", adapter_name=POLICY, weight_name=LORA_FILE)
+    save_adapter(backbone.transformer, POLICY, tmp_path)
+    backbone.transformer.save_lora_adapter(tmp_path / "stock", adapter_name=POLICY, weight_name=LORA_FILE)
     assert contents(tmp_path / LORA_FILE) == contents(tmp_path / "stock" / LORA_FILE)
     other = Hunyuan15(tiny_folder)
     add(other, anchor=False)
     load_adapter(other.transformer, tmp_path, POLICY)
-    assert torch.equal(velocity(other), velocity(policy))
+    assert torch.equal(velocity(other), velocity(backbone))
     wider = Hunyuan15(tiny_folder)
     add_adapters(wider.transformer, 8, 8, NAMES, torch.float32, False)
     with pytest.raises(ValueError, match="does not fit lora_r"):
         load_adapter(wider.transformer, tmp_path, POLICY)
 
 
-def test_a_merged_adapter_is_the_adapter(policy, tiny_folder, tmp_path):
-    add(policy)
-    for parameter in adapter_parameters(policy.transformer, POLICY).values():
+def test_a_merged_adapter_is_the_adapter(backbone, tiny_folder, tmp_path):
+    add(backbone)
+    for parameter in adapter_parameters(backbone.transformer, POLICY).values():
         parameter.data += 0.1
-    save_adapter(policy.transformer, POLICY, tmp_path)
-    base, plain = open_weights(tiny_folder, "transformer"), Hunyuan15(tiny_folder)
+    save_adapter(backbone.transformer, POLICY, tmp_path)
+    base, plain = ModelFolder(tiny_folder).weights("transformer"), Hunyuan15(tiny_folder)
     tensors = dict(merged(base, tmp_path / LORA_FILE))
     changed = {name for name, value in tensors.items() if not torch.equal(value, base.read(name))}
     assert changed == {f"{layer}.weight" for layer in target_layers(plain.transformer, NAMES)}
     plain.transformer.load_state_dict(tensors)
-    torch.testing.assert_close(velocity(plain), velocity(policy), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(velocity(plain), velocity(backbone), rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="does not fit"):
-        dict(merged(open_weights(tiny_folder, "vae"), tmp_path / LORA_FILE))
+        dict(merged(ModelFolder(tiny_folder).weights("vae"), tmp_path / LORA_FILE))

@@ -3,18 +3,20 @@ import itertools
 import torch
 
 from sage_grpo.algo.sde import build_schedule, flow_sigmas
-from sage_grpo.models.hunyuan15 import Hunyuan15
+from sage_grpo.data.requests import Request
+from sage_grpo.models.backbone import Guidance
+from sage_grpo.models.hunyuan15.backbone import Hunyuan15
 from sage_grpo.models.sample import counter_noise, denoise
 
-PROMPT = "a red circle moving left"
+PROMPT, NEGATIVE = Request("a red circle moving left"), Request("")
 
 
-def finished(policy, schedule, samples, seed=3):
-    shape = policy.latent_shape(5, 16, 16)
-    cond, negative = policy.encode([PROMPT, ""])
+def finished(backbone, schedule, samples, seed=3):
+    shape = backbone.latent_shape(5, 16, 16)
+    cond, negative = backbone.encode([PROMPT, NEGATIVE])
     x, noise = counter_noise(shape, seed, samples)
     with torch.no_grad():
-        return list(denoise(policy, schedule, x, cond, 3.0, negative, noise))
+        return list(denoise(backbone, schedule, x, cond, Guidance(3.0, negative), noise))
 
 
 def test_transitions_chain_and_carry_their_log_probs(tiny_folder):
@@ -28,16 +30,16 @@ def test_transitions_chain_and_carry_their_log_probs(tiny_folder):
 
 
 def test_without_noise_every_sampler_is_the_euler_ode(tiny_folder):
-    policy, sigmas = Hunyuan15(tiny_folder, dtype=torch.float64), flow_sigmas(4, 5.0)
-    last = finished(policy, build_schedule("ode", sigmas, 0.0), [0])[-1].x_next
-    x, _ = counter_noise(policy.latent_shape(5, 16, 16), 3, [0])
-    cond, negative = policy.encode([PROMPT, ""])
+    backbone, sigmas = Hunyuan15(tiny_folder, dtype=torch.float64), flow_sigmas(4, 5.0)
+    last = finished(backbone, build_schedule("ode", sigmas, 0.0), [0])[-1].x_next
+    x, _ = counter_noise(backbone.latent_shape(5, 16, 16), 3, [0])
+    cond, negative = backbone.encode([PROMPT, NEGATIVE])
     with torch.no_grad():
         for sigma, after in zip(sigmas[:-1].float(), sigmas[1:].float(), strict=True):
-            x = x + (after - sigma) * policy.velocity(x, sigma, cond, 3.0, negative)
+            x = x + (after - sigma) * backbone.velocity(x, sigma, cond, Guidance(3.0, negative))
     torch.testing.assert_close(last, x, rtol=1e-5, atol=1e-6)
     for sde_type in ("sage_grpo", "cps", "precise"):
-        quiet = finished(policy, build_schedule(sde_type, sigmas, 0.0), [0])[-1].x_next
+        quiet = finished(backbone, build_schedule(sde_type, sigmas, 0.0), [0])[-1].x_next
         torch.testing.assert_close(quiet, last, rtol=1e-5, atol=1e-6)
 
 
@@ -52,9 +54,9 @@ def test_any_split_of_the_clips_has_the_same_noise():
 
 
 def test_a_clip_does_not_depend_on_its_batch(tiny_folder):
-    policy, schedule = Hunyuan15(tiny_folder), build_schedule("sage_grpo", flow_sigmas(4, 5.0), 0.5)
-    together = finished(policy, schedule, [0, 1, 2])[-1].x_next
-    alone = finished(policy, schedule, [1])[-1].x_next
+    backbone, schedule = Hunyuan15(tiny_folder), build_schedule("sage_grpo", flow_sigmas(4, 5.0), 0.5)
+    together = finished(backbone, schedule, [0, 1, 2])[-1].x_next
+    alone = finished(backbone, schedule, [1])[-1].x_next
     torch.testing.assert_close(together[1:2], alone, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(together[0], together[1], atol=0.1)
-    assert not torch.allclose(finished(policy, schedule, [1], seed=4)[-1].x_next, alone, atol=0.1)
+    assert not torch.allclose(finished(backbone, schedule, [1], seed=4)[-1].x_next, alone, atol=0.1)

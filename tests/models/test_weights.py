@@ -1,4 +1,4 @@
-"""Weights read piece by piece: the same numbers as the whole, and files that are not right are named."""
+"""Weights read in slices equal the full tensors, and bad files are named."""
 
 import json
 import shutil
@@ -11,11 +11,10 @@ from diffusers import HunyuanVideo15Transformer3DModel
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from sage_grpo.models.hunyuan15 import Hunyuan15
-from sage_grpo.models.layout import component
-from sage_grpo.models.tencent import Rows
-from sage_grpo.models.weights import STEM, Weights, check_names, load_model, open_folder, open_weights, save_weights
-from sage_grpo.parallel.fsdp import shard, whole
+from sage_grpo.models.hunyuan15.backbone import Hunyuan15
+from sage_grpo.models.hunyuan15.folder import ModelFolder
+from sage_grpo.models.weights import STEM, Rows, Weights, check_names, load_model, open_folder, save_weights
+from sage_grpo.parallel.fsdp import full_tensor, shard
 from tests.dist import run_ranks
 
 SINGLE = f"{STEM}.safetensors"
@@ -58,7 +57,7 @@ def test_shards_have_the_usual_names_and_an_index(tmp_path, tensors):
 
 
 def test_a_sharded_transformer_is_what_diffusers_loads(tiny_folder, tmp_path):
-    weights = open_weights(tiny_folder, "transformer")
+    weights = ModelFolder(tiny_folder).weights("transformer")
     save_weights(tmp_path, ((name, weights.read(name)) for name in weights.names), 1e6)
     shutil.copy(tiny_folder / "transformer" / "config.json", tmp_path)
     stock = HunyuanVideo15Transformer3DModel.from_pretrained(tmp_path).state_dict()
@@ -126,7 +125,7 @@ def test_what_was_read_does_not_change_with_the_file(tmp_path):
 def test_rows_that_cannot_be_split_are_refused(tmp_path):
     save_weights(tmp_path, [("qkv", torch.zeros(7, 2))])
     weights = open_folder(tmp_path).renamed({"q": (Rows("qkv", 0, 3),)})
-    with pytest.raises(ValueError, match=r"^qkv in '.*' has 7 rows, which is no multiple of 3\.$"):
+    with pytest.raises(ValueError, match=r"^qkv in '.*' has 7 rows, not a multiple of 3\.$"):
         weights.shape("q")
 
 
@@ -135,7 +134,9 @@ def test_a_truncated_file_is_named(tmp_path, tensors, keep):
     save_weights(tmp_path, tensors.items())
     path = tmp_path / SINGLE
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(ValueError, match=rf"^.*{SINGLE} is not a whole safetensors file \(.*\); download it again\.$"):
+    with pytest.raises(
+        ValueError, match=rf"^.*{SINGLE} is not a complete safetensors file \(.*\); download it again\.$"
+    ):
         open_folder(tmp_path)
 
 
@@ -170,8 +171,10 @@ def test_an_index_cannot_lead_out_of_its_folder(tmp_path, tensors, name):
     name = str(tmp_path / name[1:]) if str(name).startswith("/") else name
     index = folder / f"{SINGLE}.index.json"
     index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, name)}))
-    for read in (open_folder, lambda _: component(tmp_path, "transformer")):
-        with pytest.raises(ValueError, match=r"index\.json names .*, which is no safetensors file beside it; download"):
+    for read in (open_folder, lambda _: ModelFolder(tmp_path).part("transformer")):
+        with pytest.raises(
+            ValueError, match=r"index\.json names .*, which is not a safetensors file beside it; download"
+        ):
             read(folder)
     index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, SINGLE)}))
     assert sorted(open_folder(folder).names) == sorted(tensors)
@@ -222,13 +225,13 @@ def test_a_transformer_with_an_extra_tensor_is_refused_before_anything_is_loaded
     with torch.device("meta"):
         model = HunyuanVideo15Transformer3DModel.from_config(json.loads((path.parent / "config.json").read_text()))
     with pytest.raises(ValueError, match=r"of its tensors 1 unexpected \(guidance_in\.weight\)\.$"):
-        load_model(model, open_weights(folder, "transformer"), "cpu", torch.float32)
+        load_model(model, ModelFolder(folder).weights("transformer"), "cpu", torch.float32)
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
 def fill(ranks, folder):
     """Numbers that this rank read from the files, those of the whole model, and the model put together."""
-    policy, read, plain = Hunyuan15(folder), [], Weights.read
+    backbone, read, plain = Hunyuan15(folder), [], Weights.read
 
     def counted(self, name, *rows):
         found = plain(self, name, *rows)
@@ -236,10 +239,10 @@ def fill(ranks, folder):
         return found
 
     Weights.read = counted  # this process has no other work
-    model = policy.empty_transformer()
+    model = backbone.empty_transformer()
     shard(model, model.transformer_blocks, ranks.shards, torch.float32)
-    policy.fill_transformer(model)
-    weights = {name: whole(p).detach() for name, p in model.named_parameters()}
+    backbone.fill_transformer(model)
+    weights = {name: full_tensor(p).detach() for name, p in model.named_parameters()}
     return sum(read), sum(value.numel() for value in weights.values()), weights
 
 

@@ -1,9 +1,18 @@
-"""Sharded parameters: which rows a rank has, and that nothing stale is ever computed with."""
+"""Sharded parameters: which rows a rank has, and that stale values are never used."""
 
 import torch
 from torch import nn
 
-from sage_grpo.parallel.fsdp import gathered, like, local, put, reduce_gradients_in_next_backward, rows, shard, whole
+from sage_grpo.parallel.fsdp import (
+    copy_into,
+    full_tensor,
+    gathered,
+    local_shard,
+    reduce_gradients_in_next_backward,
+    rows,
+    shard,
+    shard_like,
+)
 from tests.dist import run_ranks
 
 
@@ -22,8 +31,8 @@ def parts(ranks):
     shard(sharded, list(sharded), ranks.shards, torch.float64)
     weight = sharded[0].weight
     start, stop = rows(weight)
-    again = like(weight, local(weight).detach().clone())
-    return (start, stop), local(weight).detach(), whole(weight).detach(), whole(again)
+    again = shard_like(weight, local_shard(weight).detach().clone())
+    return (start, stop), local_shard(weight).detach(), full_tensor(weight).detach(), full_tensor(again)
 
 
 def test_each_rank_has_its_rows_and_all_have_the_whole():
@@ -42,11 +51,11 @@ def outputs(ranks):
     with torch.no_grad():
         with gathered(sharded):
             seen += [sharded(x), sharded(x)]
-        doubled = {name: 2 * local(p) for name, p in sharded.named_parameters()}
-        put(dict(sharded.named_parameters()), doubled)
+        doubled = {name: 2 * local_shard(p) for name, p in sharded.named_parameters()}
+        copy_into(dict(sharded.named_parameters()), doubled)
         seen.append(sharded(x))
         with gathered(sharded, wanted=False):
-            put(dict(sharded.named_parameters()), {name: value / 2 for name, value in doubled.items()})
+            copy_into(dict(sharded.named_parameters()), {name: value / 2 for name, value in doubled.items()})
             seen.append(sharded(x))
     return seen
 
@@ -69,7 +78,7 @@ def reduced(ranks, once):
     for number in range(3):
         reduce_gradients_in_next_backward(sharded, not once or number == 2)
         sharded(inputs(ranks.rank) + number).square().sum().backward()
-    return whole(sharded[0].weight.grad)
+    return full_tensor(sharded[0].weight.grad)
 
 
 def test_gradients_are_the_sum_over_ranks_and_backward_passes():

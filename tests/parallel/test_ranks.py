@@ -1,4 +1,4 @@
-"""What ranks tell each other: over data-parallel groups, inside sequence-parallel ones, and over all."""
+"""Communication between ranks: across data-parallel groups, within sequence-parallel groups, and across all ranks."""
 
 import os
 

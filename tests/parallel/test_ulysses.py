@@ -1,4 +1,4 @@
-"""A forward that is spread over ranks is the forward of one, in values and in gradients."""
+"""A forward split across ranks equals a single-rank forward, in values and gradients."""
 
 import functools
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from sage_grpo.models.packed import PackedTransformer
+from sage_grpo.models.hunyuan15.transformer import PackedTransformer
 from sage_grpo.parallel.ulysses import part_sizes
 from tests.dist import run_ranks
 

@@ -1,4 +1,4 @@
-"""Clips, prompts and numbers of the published VideoAlign code."""
+"""Clips, prompts and reference numbers from the published VideoAlign code."""
 
 import json
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""Reward servers for tests: the real one, and one that answers whatever it is told, each in a thread of this process.
+"""Reward servers for tests: the real one, and one with scripted responses, each in a thread of this process.
 
-As a program: the real one with the reward Light, room for argv[1] bytes; prints its address.
+Run as a program: serves the reward Light with room for argv[1] bytes; prints its address.
 """
 
 import json

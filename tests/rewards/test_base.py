@@ -1,4 +1,4 @@
-"""The table of rewards: closed, light, and each entry finds its weights."""
+"""The table of rewards: fixed, cheap to import, and each entry finds its weights."""
 
 import re
 import subprocess
@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sage_grpo.rewards.base import REWARDS, Setup, build_reward, build_rewards
+from sage_grpo.rewards import REWARDS
+from sage_grpo.rewards.base import Setup, build_reward, build_rewards
 from sage_grpo.rewards.videoalign import VideoAlign
 
 ROOT = Path(__file__).parents[2]

@@ -51,7 +51,7 @@ PROMPTS = ["a red boat", "boat", "two cats, " * 30]
 
 
 def pil_pixels(frame):
-    """Shorter side to SIDE, middle square, normalised: by PIL."""
+    """Shorter side to SIDE, middle square, normalized: by PIL."""
     image = Image.fromarray(frame.numpy())
     scale = SIDE / min(image.size)
     image = image.resize([int(side * scale) for side in image.size], Image.Resampling.BICUBIC)
@@ -125,7 +125,7 @@ def test_a_folder_cannot_lead_elsewhere(folder, tmp_path):
     with pytest.raises(ValueError, match="holds an adapter_config"):
         ClipScore(copy, CPU, torch.float32, 2.0)
     (copy / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../a.safetensors"}}')
-    with pytest.raises(ValueError, match="is no safetensors file beside it"):
+    with pytest.raises(ValueError, match="is not a safetensors file beside it"):
         ClipScore(copy, CPU, torch.float32, 2.0)
     assert not (tmp_path / "marker").exists()
 

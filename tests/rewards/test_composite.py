@@ -1,4 +1,4 @@
-"""Weights, names and failures: whatever goes wrong in a reward is NaN for its clips, with the reason kept."""
+"""Weights, names and failures: any failure of a reward gives NaN for its clips, and the reason is kept."""
 
 import math
 import time

@@ -1,4 +1,4 @@
-"""Text that is drawn is read by the real weights of the package, without a network."""
+"""The package's real weights read rendered text, without network access."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The client of a reward server: good answers, and every way in which a server can be bad."""
+"""The reward server's client: good responses, and every way a server can misbehave."""
 
 import math
 import re
@@ -57,6 +57,27 @@ def test_several_rewards_keep_their_names_apart():
         assert found["two.light"].tolist() == [10, 20, 30]
 
 
+def test_clips_are_sent_in_chunks_of_a_known_total(monkeypatch):
+    monkeypatch.setattr(remote, "MAX_CHUNK", 10)
+    with serving(composite({"light": Light()})) as url:
+        assert RemoteReward(url).score(CLIPS, PROMPTS, 8.0)["light"].tolist() == [10, 20, 30]
+    seen = {}
+
+    def answer(handler):
+        seen.update(handler.headers)
+        handler.say(200, {"scores": {"light": [1, 2, 3]}, "errors": []})
+
+    assert scored(answer) == [1, 2, 3]
+    assert int(seen["Content-Length"]) > 3 * CLIPS[0].numel() and "Transfer-Encoding" not in seen
+    assert seen["Authorization"] == f"Bearer {TOKEN}" and seen["Accept-Encoding"] == "identity"
+
+
+def test_proxies_of_the_environment_are_ignored(monkeypatch):
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    assert scored(lambda handler: handler.say(200, {"scores": {"light": [1, 2, 3]}, "errors": []})) == [1, 2, 3]
+
+
 def test_a_wrong_token_is_an_error_that_does_not_show_it(monkeypatch):
     with serving(composite({"light": Light()})) as url:
         monkeypatch.setenv(TOKEN_VARIABLE, "another-token-0123456789")
@@ -85,10 +106,10 @@ def test_what_is_no_number_is_nan(body):
 @pytest.mark.parametrize(
     "value, words",
     [
-        ({"scores": {"light": [1, 2]}, "errors": []}, "no 3 values of light"),
-        ({"scores": {"dim": [1, 2, 3]}, "errors": []}, "no 3 values of light"),
-        ({"scores": {"light": [1, "2", 3]}, "errors": []}, "no number"),
-        ({"scores": {"light": [1, True, 3]}, "errors": []}, "no number"),
+        ({"scores": {"light": [1, 2]}, "errors": []}, "returned 2 values for light; expected 3, one per clip"),
+        ({"scores": {"dim": [1, 2, 3]}, "errors": []}, "returned no values for light; expected 3"),
+        ({"scores": {"light": [1, "2", 3]}, "errors": []}, "a value for light that is not a number"),
+        ({"scores": {"light": [1, True, 3]}, "errors": []}, "a value for light that is not a number"),
         ({"scores": [1, 2, 3], "errors": []}, "no scores and errors"),
         ({"scores": {"light": [None] * 3}, "errors": ["out of memory\nat line 3"]}, "out of memory at line 3"),
         ([1, 2, 3], "refused"),
@@ -151,18 +172,23 @@ def test_a_server_that_is_not_there():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    with pytest.raises(RemoteError, match=rf"remote_reward_url {re.escape(url)} .*ConnectionRefusedError"):
+    with pytest.raises(RemoteError, match=rf"remote_reward_url {re.escape(url)} .*ConnectError: .*Connection refused"):
         RemoteReward(url)
 
 
 def test_something_else_is_no_reward_server():
     with (
         answering(lambda handler: handler.say(200, {"hello": 1})) as (url, _),
-        pytest.raises(RemoteError, match="is no"),
+        pytest.raises(RemoteError, match="is not a reward server"),
     ):
         RemoteReward(url)
     with answering(lambda handler: time.sleep(0.5)) as (url, _), pytest.raises(RemoteError, match=r"within 0\.1 s"):
         RemoteReward(url, timeout=0.1)
+
+
+def test_an_address_with_control_characters():
+    with pytest.raises(RemoteError, match=r"remote_reward_url is 'http://h\\x01'; Invalid non-printable"):
+        RemoteReward("http://h\x01")
 
 
 @pytest.mark.parametrize("url", ["ftp://host", "host:80", "http://", "http://h:port", "http://h/?a=1", "http://h:0"])

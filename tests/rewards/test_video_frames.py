@@ -1,4 +1,4 @@
-"""Frames, sizes and patches against those of the published code, and the rules at their edges."""
+"""Frames, sizes and patches against the published code, and edge cases of the rules."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def test_patches_are_those_of_the_published_code(samples, upstream):
         frames = sample.clip[sample.sampled_frames]
         pixels = vf.resize(frames, (sample.resized_height, sample.resized_width))
         assert torch.equal(pixels, pixels.round()) and pixels.min() >= 0 and pixels.max() <= 255
-        cut, grid = vf.patches(vf.normalise(pixels))
+        cut, grid = vf.patches(vf.normalize(pixels))
         rows.append(cut)
         grids.append(grid)
     rows = torch.cat(rows)

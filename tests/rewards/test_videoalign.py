@@ -49,7 +49,7 @@ def test_scores_are_those_of_the_published_code(videoalign_folders, samples, run
     reward = VideoAlign(videoalign_folders[run["checkpoint"]], **options)
     chosen = [samples[i] for i in run["samples"]]
     batches = [chosen] if run["mode"] == "batch" else [[sample] for sample in chosen]
-    found = torch.cat([score(reward, batch, normalise=run["use_norm"]) for batch in batches])
+    found = torch.cat([score(reward, batch, normalize=run["use_norm"]) for batch in batches])
     expected = torch.tensor([[row[name] for name in ("VQ", "MQ", "TA")] for row in run["scores"]])
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
@@ -79,7 +79,7 @@ def test_the_rate_of_the_clip_decides_what_is_seen(reward, samples):
 
 def test_a_folder_without_statistics_has_raw_scores(videoalign_folders, samples):
     reward = VideoAlign(videoalign_folders["VideoReward_split"])
-    assert torch.equal(score(reward, samples[:1]), score(reward, samples[:1], normalise=False))
+    assert torch.equal(score(reward, samples[:1]), score(reward, samples[:1], normalize=False))
 
 
 @pytest.mark.parametrize("token", ["<|video_pad|>", "<|TA_reward|>", "<|im_end|>"])

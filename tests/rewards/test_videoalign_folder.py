@@ -1,4 +1,4 @@
-"""A VideoAlign folder that is not what it should be is refused in one sentence that names the file."""
+"""An invalid VideoAlign folder is rejected with one sentence that names the file."""
 
 import json
 import os

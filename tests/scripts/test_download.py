@@ -1,4 +1,4 @@
-"""download_weights.sh and the scripts that it calls: what would be done, what stops it, what is checked."""
+"""download_weights.sh and the scripts it calls: planned actions, what stops it, what is verified."""
 
 import hashlib
 import shutil
@@ -11,10 +11,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from tests.scripts.load import load_script
+from scripts import convert_weights as convert
+from scripts import prompt_template as template
+from scripts import verify_weights as verify
 
 ROOT = Path(__file__).parents[2]
-convert, verify, template = (load_script(name) for name in ("convert_weights", "verify_weights", "prompt_template"))
 NOBODY = "http://127.0.0.1:9"  # answers no request
 GLYPH = "text_encoder/Glyph-SDXL-v2/checkpoints/byt5_model.pt"
 
@@ -27,7 +28,6 @@ def download(tmp_path):
     shutil.copy(ROOT / "download_weights.sh", copy)
     for name in ("convert_weights", "verify_weights", "prompt_template"):
         shutil.copy(ROOT / "scripts" / f"{name}.py", copy / "scripts")
-    (copy / "sage_grpo").symlink_to(ROOT / "sage_grpo")
 
     def run(*options, tools=None):
         bin_folder = tmp_path / "bin"

@@ -1,13 +1,13 @@
-"""The cache that is filled ahead of a run: whole, resumable, shared by ranks, and enough for post_train.py."""
+"""The prompt cache filled ahead of a run: complete, resumable, shared by ranks, and sufficient for post_train.py."""
+
+import shutil
 
 import pytest
 
 import post_train
-from sage_grpo.models.text import PromptEncoder
+from sage_grpo.models.hunyuan15.text import TextEncoder
 from sage_grpo.train.build import PROMPTS
-from tests.scripts.load import load_script
-
-script = load_script("encode_prompts")
+from scripts import encode_prompts as script
 
 
 @pytest.fixture
@@ -15,10 +15,10 @@ def encode(tiny_folder, tmp_path, capsys):
     """encode(file, ...) -> what the script says."""
 
     def run(*files, **options):
-        words = ["--model_root", tiny_folder, "--prompt_cache", tmp_path / "cache", "--device", "cpu"]
-        words += [word for name, value in options.items() for word in (f"--{name}", value)]
-        words += ["--prompts", *files] if files else []
-        status = script.main([str(word) for word in words])
+        arguments = ["--model_root", tiny_folder, "--prompt_cache", tmp_path / "cache", "--device", "cpu"]
+        arguments += [word for name, value in options.items() for word in (f"--{name}", value)]
+        arguments += ["--prompts", *files] if files else []
+        status = script.main([str(word) for word in arguments])
         said = capsys.readouterr()
         return (status, said.err) if status else said.out
 
@@ -36,8 +36,8 @@ def prompts(tmp_path):
 
 @pytest.fixture
 def loads(monkeypatch):
-    plain, seen = PromptEncoder._load, []
-    monkeypatch.setattr(PromptEncoder, "_load", lambda self: (seen.append(self.folder), plain(self)))
+    plain, seen = TextEncoder._load, []
+    monkeypatch.setattr(TextEncoder, "_load", lambda self: (seen.append(self.folder), plain(self)))
     return seen
 
 
@@ -72,6 +72,19 @@ def test_the_default_is_what_post_train_would_use(tiny_folder):
     assert names == [prompt.text for prompt in ours]
 
 
+def test_the_text_encoders_are_enough(encode, prompts, tiny_folder, tmp_path):
+    """Prompts can be encoded while the transformer is still downloading."""
+    folder = shutil.copytree(tiny_folder, tmp_path / "model")
+    for part in ("transformer", "vae"):
+        shutil.rmtree(folder / part)
+    (folder / "sampling.json").unlink()
+    assert "3 prompts, 3 of which were missing" in encode(prompts[0], model_root=folder)
+    assert "3 prompts, 0 of which were missing" in encode(prompts[0])  # the same encoders
+    shutil.rmtree(folder / "text_encoder_2")
+    status, said = encode(prompts[0], model_root=folder)
+    assert status == 2 and "lacks" in said and "text_encoder_2/config.json" in said and said.count("\n") == 1
+
+
 def test_a_missing_file_is_one_sentence(encode, tmp_path):
     status, said = encode(tmp_path / "nowhere.txt")
     assert status == 2 and said == f"encode_prompts.py: prompt file {tmp_path / 'nowhere.txt'} does not exist\n"
@@ -83,10 +96,10 @@ def test_post_train_then_loads_no_encoder(encode, prompts, loads, tiny_folder, t
     flags = {
         "pretrained_model_root": tiny_folder, "output_dir": tmp_path / "run", "prompt_cache": tmp_path / "cache",
         "validation_prompts": prompts[1], "reward_model": "shapes", "batch_size": 2, "num_generations": 2,
-        "num_sampling_steps": 2, "num_frames": 5, "guidance_scale": 2, "max_steps": 1, "report_to": "none",
-        "validation_num_inference_steps": 2, "dtype": "fp32",
+        "num_sampling_steps": 2, "num_frames": 5, "height": 16, "width": 16, "guidance_scale": 2, "max_steps": 1,
+        "report_to": "none", "validation_num_inference_steps": 2, "dtype": "fp32",
     }  # fmt: skip
-    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    assert post_train.main([*words, "--train_prompts", *map(str, prompts)]) == 0
+    arguments = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    assert post_train.main([*arguments, "--train_prompts", *map(str, prompts)]) == 0
     assert not loads
     assert len(list((tmp_path / "cache").glob("*/*"))) == 4

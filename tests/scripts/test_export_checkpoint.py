@@ -1,20 +1,23 @@
-"""What is exported samples as the checkpoint does, in either layout, and what cannot be exported is refused."""
+"""An export samples exactly like its checkpoint, in either layout, and what cannot be exported is rejected."""
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 
 from sage_grpo import manifest
+from sage_grpo.data.requests import Request
 from sage_grpo.flags import from_values
-from sage_grpo.models.hunyuan15 import Hunyuan15
+from sage_grpo.models import open_backbone
+from sage_grpo.models.backbone import Guidance
 from sage_grpo.models.lora import LORA_FILE
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.train.build import build_trainer
-from tests.scripts.load import load_script
+from scripts import export_checkpoint as script
 
-script = load_script("export_checkpoint")
+ROOT = Path(__file__).parents[2]
 PROMPT = "a red circle moving left"
 
 
@@ -25,8 +28,8 @@ def checkpoints(tiny_folder, tmp_path_factory):
     (folder / "prompts.txt").write_text(PROMPT + "\n")
     flags = {
         "pretrained_model_root": str(tiny_folder), "train_prompts": str(folder / "prompts.txt"), "batch_size": 2,
-        "validation_prompts": str(folder / "prompts.txt"), "validation_num_inference_steps": 2,
-        "num_generations": 2, "num_sampling_steps": 2, "num_frames": 5, "guidance_scale": 1.0, "max_steps": 1,
+        "validation_prompts": str(folder / "prompts.txt"), "validation_num_inference_steps": 2, "num_generations": 2,
+        "num_sampling_steps": 2, "num_frames": 5, "height": 16, "width": 16, "guidance_scale": 1.0, "max_steps": 1,
         "learning_rate": 0.02, "reward_model": "shapes", "report_to": "none", "lora_r": 4, "lora_alpha": 12,
     }  # fmt: skip
     made = {}
@@ -41,12 +44,11 @@ def checkpoints(tiny_folder, tmp_path_factory):
 
 @torch.no_grad()
 def velocity(model, checkpoint=None):
-    """Of one fixed noisy clip."""
-    policy = Hunyuan15(model)
-    if checkpoint:
-        policy.load_weights(checkpoint)
-    x = torch.randn(1, *policy.latent_shape(5, 32, 32), generator=torch.Generator().manual_seed(3))
-    return policy.velocity(x, 0.5, policy.encode([PROMPT])[0])
+    """The model's velocity for one fixed noisy clip."""
+    backbone = open_backbone(model)
+    backbone.load_weights(checkpoint)
+    x = torch.randn(1, *backbone.latent_shape(5, 32, 32), generator=torch.Generator().manual_seed(3))
+    return backbone.velocity(x, 0.5, backbone.encode([Request(PROMPT)])[0], Guidance())
 
 
 def replaced(model, target, place, exported):
@@ -118,7 +120,7 @@ def test_what_cannot_be_exported_is_one_sentence(checkpoints, tiny_folder, tmp_p
     refused("--model_path is for adapters", checkpoints["full"], out, "diffusers", "--model_path", tiny_folder)
     refused("Model folder 'nowhere' does not exist", checkpoints["lora"], out, "diffusers", "--model_path", "nowhere")
     other = shutil.copytree(tiny_folder, tmp_path / "other")
-    shutil.copytree(script.ROOT / "assets" / "tiny" / "transformer", other / "transformer", dirs_exist_ok=True)
+    shutil.copytree(ROOT / "assets" / "tiny" / "transformer", other / "transformer", dirs_exist_ok=True)
     refused("does not fit", checkpoints["lora"], out, "diffusers", "--model_path", other)
     (tmp_path / "there").mkdir()
     assert run(checkpoints["lora"], tmp_path / "there", "lora") == 2 and "exists" in capsys.readouterr().err
@@ -130,3 +132,11 @@ def test_settings_that_tencent_cannot_tell_are_refused(checkpoints, tmp_path):
     (folder / "config.json").write_text(json.dumps(config | {"num_refiner_layers": 1}))
     with pytest.raises(ValueError, match="cannot tell that num_refiner_layers is 1"):
         script.write_tencent(folder, tmp_path / "tencent")
+
+
+def test_weights_without_a_place_in_tencents_layout_are_not_written():
+    with pytest.raises(ValueError, match=r"^the transformer tensor lora\.weight has no place in Tencent's layout$"):
+        script.to_tencent("transformer", ["lora.weight"])
+    names = ["context_embedder.token_refiner.refiner_blocks.0.attn.to_q.weight"]
+    with pytest.raises(ValueError, match=r"self_attn_qkv\.weight .* cannot be put together: 2 parts are missing$"):
+        script.to_tencent("transformer", names)

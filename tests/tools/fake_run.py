@@ -1,4 +1,4 @@
-"""A run folder as the trainer leaves it, with invented but plausible numbers; the same each time."""
+"""A run folder as the trainer leaves it, with made-up but plausible, deterministic numbers."""
 
 import json
 import math
@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from embedded.shapes.scenes import captions, render, sample_scenes
 from sage_grpo.algo.equalizer import equalizer, gradient_scale
 from sage_grpo.algo.sde import build_schedule, flow_sigmas
 from sage_grpo.config import Config
-from sage_grpo.media import write_mp4
-from sage_grpo.worlds.damage import add_noise, fade, jitter
-from sage_grpo.worlds.shapes import captions, render, sample_scenes
+from sage_grpo.runs.media import write_mp4
+from studies.damage import add_noise, fade, jitter
 
 STEPS = 20  # denoising
 WEIGHTS = {"VQ": 0.5, "MQ": 0.5, "TA": 1.0}

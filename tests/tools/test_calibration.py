@@ -1,4 +1,4 @@
-"""Known clips: what is done to them, and what counts as a sane order."""
+"""Clips of known quality: how they are corrupted, and which orders count as correct."""
 
 import pytest
 import torch

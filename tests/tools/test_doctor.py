@@ -1,4 +1,4 @@
-"""The doctor on the embedded model: all is well, and everything that it looks at is broken once for real."""
+"""The doctor on the embedded model: no problems, and then everything it checks is really broken once."""
 
 import dataclasses
 import json
@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import post_train
+from embedded.shapes.reward import ShapesReward
 from sage_grpo.algo.sde import SDES, build_schedule, euler_maruyama, flow_sigmas
 from sage_grpo.flags import parse
-from sage_grpo.models.hunyuan15 import Hunyuan15
+from sage_grpo.models.hunyuan15.backbone import Hunyuan15
 from sage_grpo.parallel.ranks import Ranks
-from sage_grpo.rewards.base import REWARDS
-from sage_grpo.rewards.shapes import ShapesReward
+from sage_grpo.rewards import REWARDS
 from sage_grpo.tools import doctor
 from sage_grpo.tools.doctor_checks import memory_finding
 from sage_grpo.tools.plan import plan_of

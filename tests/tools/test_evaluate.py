@@ -1,4 +1,4 @@
-"""Evaluation on real tiny models: numbers, resuming, folders of clips, two processes, and known clips."""
+"""Evaluation on real tiny models: numbers, resuming, folders of clips, two processes, and calibration."""
 
 import json
 import os
@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sage_grpo.media import write_mp4
-from sage_grpo.models.hunyuan15 import Hunyuan15
-from sage_grpo.rewards.base import REWARDS
-from sage_grpo.rewards.shapes import ShapesReward
+from embedded.shapes.reward import ShapesReward
+from embedded.shapes.scenes import captions, render, sample_scenes
+from sage_grpo.models.hunyuan15.backbone import Hunyuan15
+from sage_grpo.rewards import REWARDS
+from sage_grpo.runs.media import write_mp4
 from sage_grpo.tools import evaluate
-from sage_grpo.worlds.shapes import captions, render, sample_scenes
 from tests.dist import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +54,8 @@ def command(tiny_folder, tmp_path):
     prompts.write_text("\n".join(PROMPTS))
     flags = {
         "pretrained_model_root": tiny_folder, "validation_prompts": prompts, "validation_num_inference_steps": 2,
-        "num_frames": 5, "guidance_scale": 1.0, "reward_batch_size": 2, "output": tmp_path / "out",
+        "num_frames": 5, "height": 16, "width": 16, "guidance_scale": 1.0, "reward_batch_size": 2,
+        "output": tmp_path / "out",
     }  # fmt: skip
 
     def build(*extra, **changes):

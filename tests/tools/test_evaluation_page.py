@@ -1,12 +1,12 @@
-"""The columns and tables of an evaluation, against numbers by hand."""
+"""The columns and tables of an evaluation, against hand-computed numbers."""
 
 import json
 from pathlib import Path
 
 import pytest
 
+from sage_grpo.runs.clips import Clip
 from sage_grpo.tools.evaluation_page import columns, compared, pages
-from sage_grpo.tools.paired import Clip
 
 
 def clip(**values):
@@ -57,3 +57,17 @@ def test_differences_are_paired_and_smaller_distances_win(tmp_path):
     text = (tmp_path / "evaluation.html").read_text()
     assert "<h3>&lt;b&gt;</h3>" in text and text.count("<video") == 2
     assert json.loads((tmp_path / "evaluation.json").read_text())["reference"] == "one"
+
+
+def test_names_and_prompts_are_escaped(tmp_path):
+    bad, system = "<script>alert(1)</script>", "<img src=x>"
+    for name in ("one", system):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.mp4").write_bytes(b"clip")
+        entry = {"file": "a.mp4", "prompt": bad, "seed": bad, "scores": {bad: 1.0}, "gold": {bad: 0.5}}
+        (tmp_path / name / "clips.json").write_text(json.dumps([entry]))
+    pages(tmp_path, compared(tmp_path, [system, "one"]))
+    text, escaped = (tmp_path / "evaluation.html").read_text(), "&lt;script&gt;alert(1)&lt;/script&gt;"
+    assert "<script" not in text and "<img" not in text
+    assert f"<h3>{escaped}</h3>" in text and f"<small>{escaped} 1.000" in text and f"<td>{escaped}</td>" in text
+    assert all(f"{tag}&lt;img src=x&gt;<" in text for tag in ("<td>", "<td>against ", "<b>"))

@@ -5,16 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from sage_grpo.tools.paired import (
-    Clip,
-    Measure,
-    choose_pairs,
-    compare,
-    pair_clips,
-    read_clips,
-    text_table,
-)
-from sage_grpo.tools.run_folder import RunError, read_run
+from sage_grpo.runs.clips import Clip
+from sage_grpo.runs.history import read_run
+from sage_grpo.tools.paired import Measure, choose_pairs, compare, text_table
 from tests.tools.fake_run import validation_line, write_lines
 
 
@@ -25,16 +18,6 @@ def clip(seed: int, prompt: str = "a", path: Path = Path("none.mp4"), **values: 
 def entry(seed: int, total: float | None, distance: float) -> dict:
     gold = {"distance": distance}
     return {"file": f"{seed}.mp4", "prompt": "a", "seed": seed, "number": 0, "scores": {"total": total}, "gold": gold}
-
-
-def test_clips_are_paired_by_prompt_and_seed_in_any_order():
-    before = [clip(1), clip(2), clip(2, "b"), clip(3)]
-    after = [clip(2, "b"), clip(2), clip(4), clip(1)]
-    assert [(a.seed, a.prompt, b.seed, b.prompt) for a, b in pair_clips(before, after)] == [
-        (1, "a", 1, "a"),
-        (2, "a", 2, "a"),
-        (2, "b", 2, "b"),
-    ]
 
 
 @pytest.mark.parametrize(
@@ -85,21 +68,6 @@ def test_the_interval_is_of_differences_and_pairs_with_a_failed_reward_do_not_co
 def test_one_validation_is_no_comparison(tmp_path):
     write_lines(tmp_path, [validation_line(0, [entry(1, 1.0, 0.1)] * 3)])
     assert compare(read_run(tmp_path)) is None
-
-
-def test_clips_have_all_that_was_measured(tmp_path):
-    (tmp_path / "clips.json").write_text(json.dumps([entry(3, None, 0.2) | {"holdout": {"CLIP": 0.7}}]))
-    (read,) = read_clips(tmp_path)
-    assert (read.path, read.prompt, read.seed) == (tmp_path / "3.mp4", "a", 3)
-    assert math.isnan(read.values.pop("reward/total"))
-    assert read.values == {"holdout/CLIP": 0.7, "gold/distance": 0.2}
-
-
-@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "sub/clip.mp4", None])
-def test_a_list_of_clips_cannot_put_other_files_into_a_report(tmp_path, name):
-    (tmp_path / "clips.json").write_text(json.dumps([entry(3, 1.0, 0.2) | {"file": name}]))
-    with pytest.raises(RunError, match=r"clips\.json names the file .*, which does not lie beside it"):
-        read_clips(tmp_path)
 
 
 def test_table_of_the_terminal(tmp_path):

@@ -1,4 +1,4 @@
-"""The planner: measured settings that it was not calibrated with, the command, and the tables of docs/scaling.md."""
+"""The planner: measured settings it was not calibrated on, the command line, and the tables of docs/scaling.md."""
 
 import re
 import shlex
@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from sage_grpo.flags import parse
-from sage_grpo.models import cost
+from sage_grpo.models.cost import BACKWARD_OF_ATTENTION, Architecture
 from sage_grpo.tools import plan as program
-from sage_grpo.tools.plan import model_of, plan_of, remedies
+from sage_grpo.tools.plan import plan_of, remedies
 from sage_grpo.tools.plan_memory import fits, memory, peak
-from sage_grpo.tools.plan_model import Calibration, Plan, compute_time, times
+from sage_grpo.tools.plan_model import Calibration, Plan, Trained, compute_time, times
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
@@ -59,14 +59,11 @@ def test_held_out_forward_of_121_frames(compiled, seconds):
 
 @pytest.mark.parametrize(("tokens", "forward", "both"), [(49_440, 34.7e-3, 127e-3), (18_168, 4.4e-3, 17.3e-3)])
 def test_held_out_attention(tokens, forward, both):
-    sizes, rates = (
-        {"num_attention_heads": 16, "attention_head_dim": 128, "mlp_ratio": 4, "num_layers": 1},
-        Calibration(),
-    )
-    work = cost.forward(sizes, tokens, 0).attention
+    one_block = Architecture(layers=1, heads=16, width=16 * 128, mlp_ratio=4, parameters=0, block=0, vae=0)
+    work, rates = one_block.forward(tokens, 0).attention, Calibration()
     predicted = work / rates.attention
     assert predicted == pytest.approx(forward, rel=0.15)
-    backward = work * cost.BACKWARD_OF_ATTENTION / rates.attention_backward
+    backward = work * BACKWARD_OF_ATTENTION / rates.attention_backward
     assert predicted + backward == pytest.approx(both, rel=0.15)
 
 
@@ -137,15 +134,16 @@ def test_sizes_come_from_the_model_folder():
     folder = ROOT / "assets" / "tiny"
     plan = plan_of(parse(["--pretrained_model_root", str(folder), "--dtype", "fp32", "--batch_size", "4"]), 1)
     assert plan.config.reward_model == ("shapes",) and plan.config.num_frames == 9
-    assert plan.latents == 3 * 8 * 8 and plan.model.parameters == pytest.approx(plan.model.trained, rel=0.3)
-    assert plan.model.transformer["num_layers"] < 54
+    assert plan.latents == 3 * 8 * 8 and plan.model.parameters == pytest.approx(plan.trained.total, rel=0.3)
+    assert plan.model.layers < 54
 
 
 def test_full_size_counts():
-    full, lora = (model_of(parse(["--pretrained_model_root", "none", "--use_lora", v])) for v in ("False", "True"))
-    assert full.parameters == 8_326_608_160 and full.trained == 8_280_954_656 and full.matrices == 8_111_783_936
+    full, lora = (made(f"--enable_fsdp True --batch_size 4 --use_lora {value}") for value in ("False", "True"))
+    assert full.model == lora.model and full.model.parameters == 8_326_608_160
+    assert full.trained == Trained(total=8_280_954_656, matrices=8_111_783_936)
     blocks, ends = 54 * 8 * 32 * 2 * 2048, 2 * 32 * 2 * 2048  # two layers of the last block lead nowhere
-    assert lora.trained == lora.matrices == blocks - ends
+    assert lora.trained == Trained(total=blocks - ends, matrices=blocks - ends)
 
 
 def test_several_remedies_add_up():

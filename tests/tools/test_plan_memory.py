@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 
 from sage_grpo.config import Config
+from sage_grpo.models.cost import Architecture
 from sage_grpo.tools.plan_memory import MOMENTS, activations, fits, gathered, gradients, memory, peak
-from sage_grpo.tools.plan_model import Calibration, Model, Plan
+from sage_grpo.tools.plan_model import Calibration, Plan, Trained
 
-SIZES = {"num_attention_heads": 4, "attention_head_dim": 16, "mlp_ratio": 4, "num_layers": 5}
-MODEL = Model(SIZES, parameters=1600, block=240, trained=1200, matrices=1000, vae=100)
+MODEL = Architecture(layers=5, heads=4, width=64, mlp_ratio=4, parameters=1600, block=240, vae=100)
+TRAINED = Trained(total=1200, matrices=1000)
 FULL = Config(
     enable_fsdp=True, batch_size=2, num_generations=2, num_sampling_steps=3, reward_model=("videoalign",), dtype="bf16",
     guidance_scale=6.0, timestep_shift=5.0, num_frames=9, height=32, width=48, ema_decay=0.9, report_to=("none",),
@@ -19,7 +20,7 @@ LORA = replace(FULL, use_lora=True, reduce_once=None)
 
 
 def made(config: Config = FULL, gpus: int = 4, **flags: object) -> Plan:
-    return Plan(replace(config, **flags), MODEL, gpus, text_tokens=2)
+    return Plan(replace(config, **flags), MODEL, TRAINED, gpus, text_tokens=2)
 
 
 def part(name: str, *arguments: object, **flags: object) -> list[float]:

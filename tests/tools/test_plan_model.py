@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from sage_grpo.config import Config
-from sage_grpo.models import cost
-from sage_grpo.tools.plan_model import Calibration, Model, Plan, compute_time, times, traffic, volumes, waits
+from sage_grpo.models.cost import Architecture
+from sage_grpo.tools.plan_model import Calibration, Plan, Trained, compute_time, times, traffic, volumes, waits
 
-SIZES = {"num_attention_heads": 4, "attention_head_dim": 16, "mlp_ratio": 4, "num_layers": 5}
-MODEL = Model(SIZES, parameters=1600, block=240, trained=1200, matrices=1000, vae=100)
+MODEL = Architecture(layers=5, heads=4, width=64, mlp_ratio=4, parameters=1600, block=240, vae=100)
+TRAINED = Trained(total=1200, matrices=1000)
 CONFIG = Config(
     enable_fsdp=True, batch_size=4, num_generations=4, num_sampling_steps=5, reward_model=("videoalign",), dtype="bf16",
     guidance_scale=6.0, timestep_shift=5.0, num_frames=9, height=32, width=48, micro_batch_size=2, report_to=("none",),
@@ -18,7 +18,7 @@ FREE = Calibration(nvlink=1e30, nic=1e30, host=1e30, optimizer=1e30)
 
 
 def made(gpus: int = 4, rates: Calibration = FREE, **flags: object) -> Plan:
-    return Plan(replace(CONFIG, **flags), MODEL, gpus, 2, rates)
+    return Plan(replace(CONFIG, **flags), MODEL, TRAINED, gpus, 2, rates)
 
 
 def test_counts():
@@ -47,7 +47,7 @@ def test_a_layout_that_does_not_divide_is_refused():
 
 
 def test_a_pass_is_its_parts():
-    work, r, rest = cost.forward(SIZES, 18, 2), Calibration(), 20 * 5
+    work, r, rest = MODEL.forward(18, 2), Calibration(), 20 * 5
     attention, linear = work.attention / r.attention, work.linear / r.linear
     forward = attention + linear + rest * r.rest[1]
     assert compute_time(made()) == pytest.approx(2 * forward)  # two clips

@@ -1,4 +1,4 @@
-"""The reward server: who gets in, what is turned away, and that clips of many clients are never mixed up."""
+"""The reward server: authentication, rejected requests, and that clips of many clients are never mixed up."""
 
 import hmac
 import http.client

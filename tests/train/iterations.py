@@ -3,7 +3,7 @@
 import torch
 
 from sage_grpo import rng
-from sage_grpo.parallel.fsdp import whole
+from sage_grpo.parallel.fsdp import full_tensor
 from sage_grpo.train import build
 
 
@@ -20,7 +20,7 @@ def next_gradients(trainer):
 
     def optimizer_step():
         trainer.ranks.sum_gradients(parameters.values())
-        found.update({name: whole(parameter.grad).clone() for name, parameter in parameters.items()})
+        found.update({name: full_tensor(parameter.grad).clone() for name, parameter in parameters.items()})
         return 1.0
 
     trainer.optimizer_step = optimizer_step

@@ -1,4 +1,4 @@
-"""Putting a trainer together: default prompts, and text encoders that are loaded once or never."""
+"""Assembling a trainer: default prompts, and text encoders that are loaded once or never."""
 
 import json
 import shutil
@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from sage_grpo.config import ConfigError
-from sage_grpo.models.text import PromptEncoder
+from sage_grpo.models.hunyuan15.text import TextEncoder
 from sage_grpo.train.build import PROMPTS, prompts_of
 
 
 @pytest.fixture
 def loads(monkeypatch):
     """One entry for every time that text encoders are loaded."""
-    plain, seen = PromptEncoder._load, []
-    monkeypatch.setattr(PromptEncoder, "_load", lambda self: (seen.append(self.folder), plain(self)))
+    plain, seen = TextEncoder._load, []
+    monkeypatch.setattr(TextEncoder, "_load", lambda self: (seen.append(self.folder), plain(self)))
     return seen
 
 
@@ -24,7 +24,7 @@ def weights(trainer):
 
 
 def validated(trainer):
-    lines = map(json.loads, (trainer.run.folder / "metrics.jsonl").read_text().splitlines())
+    lines = map(json.loads, (trainer.run.path / "metrics.jsonl").read_text().splitlines())
     return [line["reward/total"] for line in lines if line["kind"] == "validation"]
 
 
@@ -34,7 +34,7 @@ def test_encoders_are_loaded_once_or_never_and_change_nothing(make, loads, tmp_p
     for number, cache in enumerate((None, "cache", "cache")):
         cache = cache and str(tmp_path / cache)
         trainer = make(prompt_cache=cache, output_dir=str(tmp_path / str(number)), guidance_scale=2.0)
-        assert trainer.policy.prompt_encoder._models is None
+        assert trainer.backbone.embeddings.encoder._models is None
         at_build = len(loads)
         trainer.train()
         assert len(loads) == at_build  # neither rollout nor validation loads them again

@@ -9,7 +9,8 @@ import torch
 from sage_grpo import manifest
 from sage_grpo.config import ConfigError
 from sage_grpo.flags import from_values
-from sage_grpo.models.hunyuan15 import Hunyuan15
+from sage_grpo.models.backbone import Guidance
+from sage_grpo.models.hunyuan15.backbone import Hunyuan15
 from sage_grpo.models.lora import LORA_FILE
 from sage_grpo.train import checkpoint
 from sage_grpo.train.build import assemble, build_trainer
@@ -31,43 +32,43 @@ def files(folder):
 def test_counts_of_skipped_updates_come_back(make):
     trainer = make(max_steps=1)
     trainer.step, trainer.vote.skipped, trainer.vote.in_a_row = 1, 7, 2
-    checkpoint.save(trainer, trainer.run.folder / "checkpoints")
+    checkpoint.save(trainer, trainer.run.path / "checkpoints")
     resumed = make(max_steps=1, resume_from_checkpoint="auto")
     assert (resumed.step, resumed.vote.skipped, resumed.vote.in_a_row) == (1, 7, 2)
 
 
 def test_resuming_keeps_the_run_even_when_told_to_overwrite(make):
     trainer = make(max_steps=1)
-    checkpoint.save(trainer, trainer.run.folder / "checkpoints")
+    checkpoint.save(trainer, trainer.run.path / "checkpoints")
     make(max_steps=1, resume_from_checkpoint="auto", overwrite=True)
-    assert [path.name for path in checkpoint.found(trainer.run.folder / "checkpoints")] == ["step-000000"]
-    assert (trainer.run.folder / "metrics.jsonl").read_text().count('"kind": "run"') == 2
+    assert [path.name for path in checkpoint.found(trainer.run.path / "checkpoints")] == ["step-000000"]
+    assert (trainer.run.path / "metrics.jsonl").read_text().count('"kind": "run"') == 2
 
 
 @pytest.mark.parametrize("use_lora", [True, False])
 def test_a_checkpoint_samples_as_the_policy_it_holds(make, use_lora):
     trainer = make(use_lora=use_lora, max_steps=2)
     trainer.train()
-    (folder,) = checkpoint.found(trainer.run.folder / "checkpoints")
+    (folder,) = checkpoint.found(trainer.run.path / "checkpoints")
     fresh = Hunyuan15(trainer.config.pretrained_model_root)
     x, cond = torch.randn(1, *trainer.shape), trainer.guidance.negative
     with torch.no_grad():
-        untrained = fresh.velocity(x, 0.5, cond)
+        untrained = fresh.velocity(x, 0.5, cond, Guidance())
         fresh.load_weights(folder)
-        velocity = fresh.velocity(x, 0.5, cond)
+        velocity = fresh.velocity(x, 0.5, cond, Guidance())
         assert not torch.allclose(velocity, untrained)
-        torch.testing.assert_close(velocity, trainer.policy.velocity(x, 0.5, cond), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(velocity, trainer.backbone.velocity(x, 0.5, cond, Guidance()), rtol=1e-4, atol=1e-5)
 
 
 def test_only_the_newest_are_kept_and_drafts_do_not_count(make):
     trainer = make(max_steps=4, save_interval=1, keep_checkpoints=2)
-    (trainer.run.folder / "checkpoints" / "step-000009.tmp").mkdir(parents=True)
+    (trainer.run.path / "checkpoints" / "step-000009.tmp").mkdir(parents=True)
     trainer.train()
-    names = [path.name for path in checkpoint.found(trainer.run.folder / "checkpoints")]
+    names = [path.name for path in checkpoint.found(trainer.run.path / "checkpoints")]
     assert names == ["step-000003", "step-000004"]
-    assert checkpoint.choose(trainer.run.folder, "auto", trainer.ranks).name == "step-000004"
+    assert checkpoint.choose(trainer.run.path, "auto", trainer.ranks).name == "step-000004"
     make(max_steps=4, resume_from_checkpoint="auto")
-    assert not (trainer.run.folder / "checkpoints" / "step-000009.tmp").exists()
+    assert not (trainer.run.path / "checkpoints" / "step-000009.tmp").exists()
 
 
 @pytest.mark.parametrize("use_lora", [True, False])
@@ -84,9 +85,9 @@ def test_files_that_other_ranks_are_writing_are_left_to_them(make, tmp_path, use
 
 def test_a_folder_that_is_no_checkpoint_takes_no_place(make):
     trainer = make(max_steps=4, save_interval=1, keep_checkpoints=2)
-    (trainer.run.folder / "checkpoints" / "step-000009").mkdir(parents=True)
+    (trainer.run.path / "checkpoints" / "step-000009").mkdir(parents=True)
     trainer.train()
-    names = [path.name for path in checkpoint.found(trainer.run.folder / "checkpoints")]
+    names = [path.name for path in checkpoint.found(trainer.run.path / "checkpoints")]
     assert names == ["step-000003", "step-000004", "step-000009"]
 
 
@@ -122,7 +123,7 @@ def test_a_missing_file_of_a_rank_is_noticed(flags):
 def test_nothing_to_resume_is_a_fresh_start_only_for_auto(make, tmp_path, capfd):
     assert make(resume_from_checkpoint="auto").step == 0
     assert "holds no checkpoint: starting from the beginning" in capfd.readouterr().err
-    with pytest.raises(ConfigError, match=r"is no whole checkpoint: .*manifest.json cannot be read"):
+    with pytest.raises(ConfigError, match=r"is not a complete checkpoint: .*manifest.json cannot be read"):
         make(resume_from_checkpoint=str(tmp_path))
 
 
@@ -130,7 +131,7 @@ def test_nothing_to_resume_is_a_fresh_start_only_for_auto(make, tmp_path, capfd)
 def test_a_run_can_start_from_the_weights_of_another(make, tmp_path, use_lora):
     first = make(use_lora=use_lora, max_steps=1)
     first.train()
-    (folder,) = checkpoint.found(first.run.folder / "checkpoints")
+    (folder,) = checkpoint.found(first.run.path / "checkpoints")
     again = make(use_lora=use_lora, init_from_checkpoint=str(folder), output_dir=str(tmp_path / "other"))
     assert again.step == again.optimization.updates == 0 and not again.optimization.tensors()
     for name, parameter in first.optimization.parameters.items():
@@ -144,13 +145,14 @@ def test_what_changed_since_the_checkpoint_is_said(make, capfd):
     make(max_steps=1).train()
     capfd.readouterr()
     make(max_steps=2, learning_rate=5e-4, resume_from_checkpoint="auto")
-    assert "note: other than before: learning_rate 0.001 -> 0.0005, max_steps 1 -> 2\n" in capfd.readouterr().err
+    said = "note: changed since the checkpoint: learning_rate 0.001 -> 0.0005, max_steps 1 -> 2\n"
+    assert said in capfd.readouterr().err
 
 
 def test_a_line_that_was_cut_off_does_not_spoil_the_metrics(make):
     trainer = make(max_steps=1, save_interval=1)
     trainer.train()
-    file = trainer.run.folder / "metrics.jsonl"
+    file = trainer.run.path / "metrics.jsonl"
     with file.open("a") as handle:
         handle.write('{"kind": "train", "ste')
     make(max_steps=2, resume_from_checkpoint="auto").train()

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from sage_grpo import manifest
 from sage_grpo.config import ConfigError
 from sage_grpo.flags import from_values
-from sage_grpo.parallel.fsdp import local
+from sage_grpo.models import backbone
+from sage_grpo.parallel.fsdp import local_shard
 from sage_grpo.parallel.ranks import RankError
 from sage_grpo.train import checkpoint
 from sage_grpo.train.build import build_trainer
@@ -29,7 +30,7 @@ WRITES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "os
 
 
 def folder_of(trainer):
-    return trainer.run.folder / "checkpoints"
+    return trainer.run.path / "checkpoints"
 
 
 def names(trainer):
@@ -37,7 +38,7 @@ def names(trainer):
 
 
 def weights(trainer):
-    return {name: local(p).detach().clone() for name, p in trainer.optimization.parameters.items()}
+    return {name: local_shard(p).detach().clone() for name, p in trainer.optimization.parameters.items()}
 
 
 def kill_before_write(number, folder):
@@ -75,7 +76,7 @@ def die_in_save(ranks, values):
             assert os.WEXITSTATUS(status) == 0
             break
         assert os.WTERMSIG(status) == signal.SIGKILL
-        path = checkpoint.choose(trainer.run.folder, "auto", ranks)
+        path = checkpoint.choose(trainer.run.path, "auto", ranks)
         checkpoint.check_files(path, ranks)
         seen.append(path.name)
         checkpoint.tidy(folder, checkpoint.step_of(path))
@@ -97,19 +98,20 @@ def fail_in_save(ranks, values, guilty, function):
     trainer = build_trainer(from_values(values | {"batch_size": 4 // ranks.count}), ranks)
     trainer.validation = None
     trainer.train()
-    before, works = weights(trainer), getattr(checkpoint, function)
+    place = backbone if function == "save_weights" else checkpoint
+    before, works = weights(trainer), getattr(place, function)
     trainer.step += 1
 
     def fails(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     if ranks.world_rank == guilty:
-        setattr(checkpoint, function, fails)
+        setattr(place, function, fails)
     with pytest.raises(CheckpointError) as error:
         checkpoint.save(trainer, folder_of(trainer))
     ranks.barrier()
     there = names(trainer)
-    setattr(checkpoint, function, works)
+    setattr(place, function, works)
     ranks.barrier()
     again = checkpoint.save(trainer, folder_of(trainer)).name
     same = all(torch.equal(value, weights(trainer)[name]) for name, value in before.items())
@@ -142,7 +144,7 @@ def test_a_full_disk_loses_nothing(make, tmp_path, capfd):
 
         trainer.finish_iteration = fill_in_fourth_iteration
         trainer.train()
-        lines = (trainer.run.folder / "metrics.jsonl").read_text().splitlines()
+        lines = (trainer.run.path / "metrics.jsonl").read_text().splitlines()
         checkpoint.check_files(folder_of(trainer) / "step-000006", trainer.ranks)
     said = capfd.readouterr().err
     assert "step-000004 could not be written" in said and "o space left on device" in said
@@ -203,11 +205,11 @@ def test_auto_steps_back_to_the_last_good_one_and_says_so(make, three, capfd):
 def test_a_named_checkpoint_that_is_damaged_is_refused_by_file_name(make, three):
     path = folder_of(three) / "step-000003"
     damage_byte(path / "trainer" / "state.json")
-    with pytest.raises(ConfigError, match=r"step-000003 is no whole checkpoint: .*state.json was changed"):
+    with pytest.raises(ConfigError, match=r"step-000003 is not a complete checkpoint: .*state.json was changed"):
         make(use_lora=True, resume_from_checkpoint=str(path))
     with pytest.raises(manifest.Damaged, match=r"pytorch_lora_weights.safetensors was changed"):
         damage_byte(path / "pytorch_lora_weights.safetensors")
-        three.policy.load_weights(path)
+        three.backbone.load_weights(path)
 
 
 def test_when_all_are_damaged_nothing_starts_over(make, three):
@@ -266,6 +268,6 @@ def test_the_path_of_a_loaded_checkpoint_stays_inside(three, tmp_path):
     path = folder_of(three) / "step-000003"
     text = (path / manifest.NAME).read_text().replace("trainer/state.json", "../step-000002/trainer/state.json")
     (path / manifest.NAME).write_text(text)
-    with pytest.raises(RankError, match="is no list of files in this folder"):
+    with pytest.raises(RankError, match="is not a list of files in this folder"):
         checkpoint.check_files(path, three.ranks)
     assert Path(path).is_dir()

@@ -1,4 +1,4 @@
-"""A reward that fails in training: statistics, stopping, and nothing that turns into a number."""
+"""A reward that fails in training: statistics, stopping, and that failures never become numbers."""
 
 import json
 import math
@@ -7,10 +7,11 @@ import time
 import pytest
 import torch
 
+from embedded.shapes.reward import ShapesReward
 from sage_grpo.parallel.ranks import Ranks
-from sage_grpo.rewards.shapes import ShapesReward
+from sage_grpo.runs.history import read_run
 from sage_grpo.tools.report import troubles
-from sage_grpo.tools.run_folder import read_run
+from sage_grpo.train import checkpoint
 from sage_grpo.train.checkpoint import CheckpointError
 from sage_grpo.train.guards import Preempted, TrainingError
 
@@ -46,7 +47,7 @@ def with_reward(make, how, bad, **flags):
 
 
 def lines(trainer):
-    return [json.loads(line) for line in (trainer.run.folder / "metrics.jsonl").read_text().splitlines()][1:]
+    return [json.loads(line) for line in (trainer.run.path / "metrics.jsonl").read_text().splitlines()][1:]
 
 
 @pytest.mark.parametrize("how", ["raise", "nan", "length"])
@@ -70,9 +71,9 @@ def test_a_failure_that_is_tolerated_keeps_its_words(make, how, words):
     trainer = with_reward(make, how, [1], report_to="tensorboard")  # which takes numbers alone
     trainer.train()
     trainer.run.close()
-    failed, sound = lines(trainer)
-    assert failed["reward/error"] == words and "reward/error" not in sound
-    run = read_run(trainer.run.folder)
+    failed, good = lines(trainer)
+    assert failed["reward/error"] == words and "reward/error" not in good
+    run = read_run(trainer.run.path)
     assert run.scores == ["VQ", "MQ", "TA"]
     assert troubles(run).endswith(f" 0 skipped updates. The first error of a reward: {words}")
 
@@ -154,17 +155,17 @@ def test_no_reward_left_means_no_update_and_is_counted(make):
 def test_broken_latents_are_a_failed_reward(make, monkeypatch):
     trainer = make(max_steps=1, kl_weight=0)
     trainer.validation = None
-    velocity = trainer.policy.velocity
+    velocity = trainer.backbone.velocity
 
     def explode(x, *rest):
         v = velocity(x, *rest)
         return torch.cat([v[:1] * math.nan, v[1:]]) if not torch.is_grad_enabled() and broken else v
 
     broken = True
-    monkeypatch.setattr(trainer.policy, "velocity", explode)
+    monkeypatch.setattr(trainer.backbone, "velocity", explode)
     batch = trainer.roll_out(trainer.schedule())
     broken = False
-    assert [trajectory.sound.tolist() for trajectory in batch] == [[False, True], [False, True]]
+    assert [trajectory.is_finite.tolist() for trajectory in batch] == [[False, True], [False, True]]
     assert all(trajectory.x.isfinite().all() for trajectory in batch)
     assert [clip is None for clip in trainer.decode(batch)] == [True, False, True, False]
 
@@ -172,11 +173,11 @@ def test_broken_latents_are_a_failed_reward(make, monkeypatch):
 def test_broken_pixels_are_lost_alone(make):
     trainer = make()
     batch = trainer.roll_out(trainer.schedule())
-    sound = [clip for trajectory in batch for clip in trainer.policy.decode(trajectory.latents)]
+    alone = [clip for trajectory in batch for clip in trainer.backbone.decode(trajectory.latents)]
     batch[0].x[1, -1, 0, 0, 0, 0] = math.nan
     clips = trainer.decode(batch)
     assert [clip is None for clip in clips] == [False, True, False, False]
-    assert all((clips[i].int() - sound[i].int()).abs().max() <= 1 for i in (0, 2, 3))  # alone, a pixel may round over
+    assert all((clips[i].int() - alone[i].int()).abs().max() <= 1 for i in (0, 2, 3))  # alone, a pixel may round over
 
 
 def test_a_clip_does_not_carry_the_others_along(make):
@@ -193,7 +194,7 @@ def test_an_error_of_the_decoder_is_no_broken_clip(make):
     def refuse(*_):
         raise ValueError("no kernel for this size")
 
-    trainer.policy.vae.decoder.register_forward_pre_hook(refuse)
+    trainer.backbone.vae.decoder.register_forward_pre_hook(refuse)
     with pytest.raises(ValueError, match="no kernel"):
         trainer.decode(batch)
     with pytest.raises(ValueError, match="no kernel"):
@@ -229,21 +230,21 @@ def test_one_gradient_that_is_not_finite_costs_one_update(make):
 
 
 def status(trainer):
-    return json.loads((trainer.run.folder / "status.json").read_text())
+    return json.loads((trainer.run.path / "status.json").read_text())
 
 
 def test_a_signal_whose_checkpoint_cannot_be_written_is_a_failure(make, monkeypatch):
     trainer = make()
 
-    def full(_):
+    def full(*_):
         raise CheckpointError("step-000000 could not be written: No space left on device")
 
-    monkeypatch.setattr(trainer.run, "save", full)
+    monkeypatch.setattr(checkpoint, "save", full)
     trainer.guards.signalled = 0.0  # as if a signal had come
     with pytest.raises(TrainingError, match="No space left"):
         trainer.train()
     assert status(trainer)["state"] == "failed" and "No space left" in status(trainer)["message"]
-    assert (trainer.run.folder / "flight" / "rank-00000.json").is_file()
+    assert (trainer.run.path / "flight" / "rank-00000.json").is_file()
 
 
 def test_the_status_of_a_resumed_run_tells_where_it_goes_on(make, monkeypatch):
@@ -258,9 +259,9 @@ def test_the_status_of_a_resumed_run_tells_where_it_goes_on(make, monkeypatch):
 
 def test_a_validation_that_cannot_be_written_is_told_and_counted(make, capfd):
     trainer = make(holdout_reward="shapes", validation_interval=1)
-    (trainer.run.folder / "validation").write_text("in the way")
+    (trainer.run.path / "validation").write_text("in the way")
     trainer.train()
     assert "note: a validation could not be written" in capfd.readouterr().err
-    run = read_run(trainer.run.folder)
+    run = read_run(trainer.run.path)
     assert [line["step"] for line in run.validations] == [1, 2] and run.validations[1]["count"] == 3
     assert math.isfinite(run.validations[1]["reward/total"]) and status(trainer)["state"] == "done"

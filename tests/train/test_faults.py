@@ -1,4 +1,4 @@
-"""Signals, dead ranks and hanging ranks under torchrun's own agent: what is lost, what is said, what goes on."""
+"""Signals, dead ranks and hanging ranks under torchrun's agent: what is lost, reported and resumed."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Guards by themselves: votes, signals, hangs, status; and on two ranks, of which one goes wrong."""
+"""Guards in isolation: votes, signals, hangs, status; and on two ranks, one of which fails."""
 
 import errno
 import json
@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from embedded.shapes.reward import ShapesReward
+from sage_grpo.config import Config
 from sage_grpo.flags import from_values
-from sage_grpo.parallel.fsdp import local
+from sage_grpo.parallel.fsdp import local_shard
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.rewards.composite import Scores
-from sage_grpo.rewards.shapes import ShapesReward
+from sage_grpo.runs.folder import RunFolder
 from sage_grpo.train import checkpoint, guards
 from sage_grpo.train.build import build_trainer
 from sage_grpo.train.guards import MAX_SKIPPED, Guards, Preempted, StepVote, TrainingError, check_rewards
@@ -25,19 +27,20 @@ from tests.dist import CONTEXT, run_ranks
 
 
 def alone(folder, timeout=600.0):
-    return Guards(Ranks(0, 1, torch.device("cpu")), folder, timeout)
+    ranks = Ranks(0, 1, torch.device("cpu"))
+    return Guards(ranks, RunFolder(Config(output_dir=str(folder), overwrite=True), ranks), timeout)
 
 
 def test_a_step_is_taken_if_it_is_finite_and_teaches_something():
     vote = StepVote()
-    assert vote.takes(1.0, True) and vote == StepVote(0, 0)
-    assert not vote.takes(1.0, False) and vote == StepVote(1, 0)
+    assert vote.should_step(1.0, True) and vote == StepVote(0, 0)
+    assert not vote.should_step(1.0, False) and vote == StepVote(1, 0)
     for bad in (math.nan, math.inf):
-        assert not vote.takes(bad, True)
-    assert vote == StepVote(3, 2) and vote.takes(0.0, True) and vote == StepVote(3, 0)
+        assert not vote.should_step(bad, True)
+    assert vote == StepVote(3, 2) and vote.should_step(0.0, True) and vote == StepVote(3, 0)
     for _ in range(MAX_SKIPPED):
-        assert not vote.takes(math.nan, True) and not vote.hopeless
-    assert not vote.takes(math.nan, True) and vote.hopeless
+        assert not vote.should_step(math.nan, True) and not vote.too_many_skips
+    assert not vote.should_step(math.nan, True) and vote.too_many_skips
 
 
 def test_rewards_may_fail_up_to_the_limit():
@@ -86,7 +89,7 @@ def test_a_status_is_left_however_training_ends(tmp_path):
 
 def test_ranks_that_lost_each_other_are_one_sentence(tmp_path):
     watched = alone(tmp_path)
-    words = r"iteration 1, reward: the ranks lost each other \(.*Connection closed by peer\)$"
+    words = r"iteration 1, reward: a rank died or the process group failed \(.*Connection closed by peer\)$"
     with pytest.raises(TrainingError, match=words), watched.watching(0, lambda: None):
         watched.enter("reward")
         raise RuntimeError("[third_party/gloo/tcp/pair.cc:1] Connection closed by peer\nmore\nlines")
@@ -173,7 +176,7 @@ def on_ranks(ranks, values, **changes):
 
 def state(trainer):
     tensors = trainer.optimization.parameters | trainer.optimization.tensors()
-    return {name: local(value).detach().clone() for name, value in tensors.items()}
+    return {name: local_shard(value).detach().clone() for name, value in tensors.items()}
 
 
 def unchanged(trainer, before):
@@ -221,7 +224,7 @@ def test_too_many_failures_stop_all_ranks_with_the_first_words(flags):
 def train_with_nan(ranks, values, where, always):
     """One number of one rank is not finite, in the second iteration or from it on."""
     trainer = on_ranks(ranks, values)
-    velocity, states, parameter = trainer.policy.velocity, [], next(iter(trainer.optimization.parameters.values()))
+    velocity, states, parameter = trainer.backbone.velocity, [], next(iter(trainer.optimization.parameters.values()))
 
     def guilty():
         return ranks.rank == 1 and (trainer.step == 1 or (always and trainer.step > 1))
@@ -233,7 +236,7 @@ def train_with_nan(ranks, values, where, always):
         return torch.cat([v[:1], v[1:] * math.nan]) if where == "log_prob" else v * math.nan
 
     if where in ("loss", "log_prob"):
-        trainer.policy.velocity = broken_velocity
+        trainer.backbone.velocity = broken_velocity
     if where == "gradient":
         parameter.register_hook(lambda gradient: gradient * math.nan if guilty() else gradient)
     step = trainer.optimizer_step
@@ -302,7 +305,7 @@ def test_a_signal_whose_checkpoint_cannot_be_written_is_a_failure(make, monkeypa
     trainer.decode = lambda batch: os.kill(os.getpid(), signal.SIGTERM) or [None] * 4
     with pytest.raises(TrainingError, match="step-000000 could not be written: OSError"):
         trainer.train()
-    assert json.loads((trainer.run.folder / "status.json").read_text())["state"] == "failed"
+    assert json.loads((trainer.run.path / "status.json").read_text())["state"] == "failed"
 
 
 def test_a_signal_before_the_first_update_drops_the_iteration(make):
@@ -331,7 +334,7 @@ def test_a_validation_that_was_cut_short_is_made_up_for(make):
     again = make(max_steps=2, save_interval=1, validation_interval=1, resume_from_checkpoint="auto")
     again.train()
     assert again.run.has("validation", 1) and again.run.has("validation", 2)
-    lines = (again.run.folder / "metrics.jsonl").read_text().splitlines()
+    lines = (again.run.path / "metrics.jsonl").read_text().splitlines()
     assert sum('"kind": "validation"' in line for line in lines) == 2
     idle = make(max_steps=2, validation_interval=1, resume_from_checkpoint="auto")
     idle.validation.run = None  # nothing is owed

@@ -1,4 +1,4 @@
-"""A checkpoint that holds more than tensors and JSON: nothing of it runs."""
+"""A checkpoint that contains more than tensors and JSON: none of it is executed."""
 
 import pytest
 
@@ -11,14 +11,14 @@ from tests.hostile import sealed_again, write_bomb
 def saved(make):
     """The folder of a checkpoint of a fresh trainer."""
     trainer = make(use_lora=True)
-    return checkpoint.save(trainer, trainer.run.folder / "checkpoints")
+    return checkpoint.save(trainer, trainer.run.path / "checkpoints")
 
 
 @pytest.mark.parametrize("name", ["rank-00000.safetensors", "rank-00001.safetensors", "state.json"])
 def test_a_bomb_in_the_place_of_a_file_is_refused(make, saved, tmp_path, name):
     """Even with a hash to match."""
     write_bomb(saved / "trainer" / name, tmp_path / "marker")
-    with pytest.raises(ConfigError, match="is no whole checkpoint"):
+    with pytest.raises(ConfigError, match="is not a complete checkpoint"):
         make(use_lora=True, resume_from_checkpoint=str(saved))
     sealed_again(saved)
     with pytest.raises(ConfigError, match="cannot be read as a checkpoint of this version"):

@@ -1,10 +1,10 @@
-"""The result does not depend on the layout: gradients of sharded and sequence-parallel ranks are one process's."""
+"""The result does not depend on the layout: sharded and sequence-parallel gradients equal a single process's."""
 
 import pytest
 import torch
 
 from sage_grpo.flags import from_values
-from sage_grpo.parallel.fsdp import local, rows, units
+from sage_grpo.parallel.fsdp import local_shard, rows, units
 from sage_grpo.train import build
 from tests.dist import run_ranks
 from tests.train.iterations import in_fp64, next_gradients
@@ -27,7 +27,7 @@ def nudge(parameters):
     """Set the policy apart from its anchor, each rank its rows of the same numbers."""
     for number, parameter in enumerate(parameters):
         drawn = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
-        local(parameter).add_(0.01 * drawn[slice(*rows(parameter))])
+        local_shard(parameter).add_(0.01 * drawn[slice(*rows(parameter))])
 
 
 def gradients(ranks, values, error=None):
@@ -37,7 +37,7 @@ def gradients(ranks, values, error=None):
     nudge(trainer.optimization.parameters.values())
     trainer.anchor.count_update()
     if error == "mean":
-        for unit in units(trainer.policy.transformer):
+        for unit in units(trainer.backbone.transformer):
             unit.set_gradient_divide_factor(2.0)
 
     found, record, advantages = next_gradients(trainer)
@@ -58,6 +58,8 @@ def values_of(flags, use_lora, layout):
             "num_generations": 4,
             "micro_batch_size": 1,
             "num_frames": 5,
+            "height": 16,
+            "width": 16,
             "num_sampling_steps": 2,
             "guidance_scale": 2.0 if use_lora else 1.0,
             "enable_gradient_checkpointing": True,

@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from sage_grpo.config import Config
+from sage_grpo.models.denoiser import Denoiser
 from sage_grpo.train.optimization import Optimization
 
 
 def optimization(**flags):
-    return Optimization({"w": torch.nn.Parameter(torch.tensor([3.0, 4.0]))}, Config(learning_rate=0.1, **flags))
+    weights = {"w": torch.nn.Parameter(torch.tensor([3.0, 4.0]))}
+    return Optimization(Denoiser(), weights, Config(learning_rate=0.1, **flags))
 
 
 def test_the_gradient_is_clipped_to_its_norm_and_no_further():
@@ -59,7 +61,7 @@ def test_counters_of_a_fused_optimizer_come_back_to_the_device_of_its_weights():
     weights = {"w": torch.nn.Parameter(torch.ones(2, device="meta"))}
     stored = {"w.step": torch.tensor(7.0), "w.exp_avg": torch.ones(2), "w.exp_avg_sq": torch.ones(2)}
     for fused, home in ((True, "meta"), (None, "cpu")):
-        optimized = Optimization(weights, Config())
+        optimized = Optimization(Denoiser(), weights, Config())
         optimized.optimizers[0].param_groups[0]["fused"] = fused
         optimized.load_tensors(stored)
         state = optimized.tensors()

@@ -1,4 +1,4 @@
-"""Stopping and going on gives the numbers of a run that never stopped, to the last bit."""
+"""A stopped and resumed run gives the same numbers as an uninterrupted one, to the last bit."""
 
 import hashlib
 import re
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sage_grpo.flags import from_values
-from sage_grpo.parallel.fsdp import like, local, whole
+from sage_grpo.parallel.fsdp import full_tensor, local_shard, shard_like
 from sage_grpo.train import checkpoint
 from sage_grpo.train.build import build_trainer
 from tests.dist import run_ranks
@@ -48,18 +48,18 @@ def state(trainer):
 def test_four_and_four_iterations_are_eight(make, strategy, use_lora):
     changes = {"use_lora": use_lora, "max_steps": 8, "save_interval": 4} | STRATEGIES[strategy] | EXTRAS[strategy]
     straight = run(make, **changes)
-    shutil.rmtree(straight.run.folder / "checkpoints" / "step-000008")
+    shutil.rmtree(straight.run.path / "checkpoints" / "step-000008")
     again = run(make, resume_from_checkpoint="auto", **changes)
     (tensors, numbers), (expected, expected_numbers) = state(again), state(straight)
     assert numbers == expected_numbers and numbers["step"] == 8 and numbers["updates"] > 0
     assert same(tensors, expected)
-    assert (straight.run.folder / "metrics.jsonl").read_text().count('"kind": "run", "step": 4') == 1
+    assert (straight.run.path / "metrics.jsonl").read_text().count('"kind": "run", "step": 4') == 1
 
 
 def test_accumulated_rollouts_are_made_again(make):
     """A stop between two optimizer steps loses the rollouts since the last one, and no more."""
     changes = {"gradient_accumulation_steps": 2, "max_steps": 4}
-    straight = run(make, **changes, output_dir=str(make().run.folder.with_name("straight")))
+    straight = run(make, **changes, output_dir=str(make().run.path.with_name("straight")))
     stopped = make(num_sampling_steps=2, kl_target=1e-9, overwrite=True, **changes)
     finish = stopped.finish_iteration
 
@@ -73,7 +73,7 @@ def test_accumulated_rollouts_are_made_again(make):
     with pytest.raises(KeyboardInterrupt):
         stopped.train()
     again = run(make, resume_from_checkpoint="auto", **changes)
-    assert (again.run.folder / "metrics.jsonl").read_text().count('"kind": "run", "step": 2') == 1
+    assert (again.run.path / "metrics.jsonl").read_text().count('"kind": "run", "step": 2') == 1
     assert same(state(again)[0], state(straight)[0])
 
 
@@ -83,19 +83,19 @@ SAVED = (
     r"anchor\.(values|policy)\..*", r"anchor\.age", r"controller\.(step|coef|recent).*", r"vote\..*",
 )  # fmt: skip
 DERIVED = (
-    r"policy\.transformer\..*",  # the trained parameters, and the anchor's adapter
-    r"(guidance|validation)\..*policy.*", r"anchor\.parameters\..*",  # the same objects again
+    r"backbone\.transformer\..*",  # the trained parameters, and the anchor's adapter
+    r"(guidance|validation)\..*backbone.*", r"anchor\.parameters\..*",  # the same objects again
     r"ratio_checked",  # checked again
     r"saved_step", r"save_failed",  # what lies in the folder
     r"optimization\.optimizers\..*lr",  # follows from `updates`
     r"guards\.(step|phase|last_beat|events).*",  # of this process
-    r"run\..*", r"reward\..*", r"policy\.prompt_encoder\..*",  # files, and caches
+    r"run\..*", r"reward\..*", r"backbone\.embeddings\..*",  # files, and caches
 )  # fmt: skip
 
 
 def digest(value):
     if isinstance(value, Tensor):
-        return hashlib.sha256(local(value.detach()).reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+        return hashlib.sha256(local_shard(value.detach()).reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
     return repr(value)
 
 
@@ -151,8 +151,8 @@ def whole_state(trainer):
     for part, tensors in checkpoint._parts(trainer).items():
         for name, value in tensors.items():
             parameter = trainer.optimization.parameters[name.rpartition(".")[0] if part == "optimizer" else name]
-            sharded = value if value.ndim == 0 else like(parameter, local(value))
-            found[f"{part}.{name}"] = whole(sharded).detach().clone()
+            sharded = value if value.ndim == 0 else shard_like(parameter, local_shard(value))
+            found[f"{part}.{name}"] = full_tensor(sharded).detach().clone()
     return found
 
 

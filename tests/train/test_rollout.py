@@ -1,9 +1,16 @@
-"""Which clips are made, with which noise, and which steps are trained."""
+"""Which clips are sampled, with which noise, and which steps are trained."""
 
 import pytest
 import torch
 
-from sage_grpo.train.rollout import Piece, at_steps, exploring_steps, plan, prompt_positions, training_order
+from sage_grpo.train.rollout import (
+    MicroBatch,
+    at_steps,
+    exploring_steps,
+    plan_micro_batches,
+    prompt_positions,
+    training_order,
+)
 
 
 def test_every_epoch_has_each_prompt_once_in_a_fresh_order():
@@ -15,22 +22,22 @@ def test_every_epoch_has_each_prompt_once_in_a_fresh_order():
 
 
 def test_ranks_share_the_rows_of_the_whole_batch():
-    whole = plan([7, 2, 9], 4, 12, 0, None)
-    assert [(piece.prompt, piece.samples) for piece in whole] == [
+    whole = plan_micro_batches([7, 2, 9], 4, 12, 0, None)
+    assert [(one.prompt, one.samples) for one in whole] == [
         (7, (0, 1, 2, 3)),
         (2, (0, 1, 2, 3)),
         (9, (0, 1, 2, 3)),
     ]
     for batch, ranks in ((4, 3), (2, 6), (1, 12)):
-        parts = [piece for rank in range(ranks) for piece in plan([7, 2, 9], 4, batch, rank, None)]
-        rows = [(piece.prompt, sample) for piece in parts for sample in piece.samples]
-        assert rows == [(piece.prompt, sample) for piece in whole for sample in piece.samples]
-    assert [len(piece.samples) for piece in plan([7, 2], 4, 8, 0, 2)] == [2, 2, 2, 2]
+        parts = [one for rank in range(ranks) for one in plan_micro_batches([7, 2, 9], 4, batch, rank, None)]
+        rows = [(one.prompt, sample) for one in parts for sample in one.samples]
+        assert rows == [(one.prompt, sample) for one in whole for sample in one.samples]
+    assert [len(one.samples) for one in plan_micro_batches([7, 2], 4, 8, 0, 2)] == [2, 2, 2, 2]
 
 
 def test_a_prompt_that_comes_twice_never_repeats_its_noise():
-    pieces = plan([5, 5], 2, 4, 0, None)
-    assert [piece.samples for piece in pieces] == [(0, 1), (2, 3)]
+    micro_batches = plan_micro_batches([5, 5], 2, 4, 0, None)
+    assert [one.samples for one in micro_batches] == [(0, 1), (2, 3)]
 
 
 @pytest.mark.parametrize(
@@ -65,14 +72,14 @@ def test_a_wrong_window_is_refused(window):
 
 
 def test_orders_are_permutations_of_the_stochastic_steps():
-    stochastic, piece = torch.tensor([True, False, True, True, True]), Piece(3, (0, 1, 2, 3))
-    order = training_order(stochastic, 1.0, True, 0, 5, piece)
+    stochastic, one = torch.tensor([True, False, True, True, True]), MicroBatch(3, (0, 1, 2, 3))
+    order = training_order(stochastic, 1.0, True, 0, 5, one)
     assert all(sorted(row) == [0, 2, 3, 4] for row in order.tolist()) and len({tuple(r) for r in order.tolist()}) > 1
-    assert training_order(stochastic, 0.5, False, 0, 5, piece).tolist() == [[0, 2]] * 4
-    assert training_order(stochastic, 0.01, True, 0, 5, piece).shape == (4, 1)
-    assert training_order(stochastic, 0.7, True, 0, 5, piece).shape == (4, 3)  # 2.8 steps
-    assert not torch.equal(order, training_order(stochastic, 1.0, True, 0, 5, Piece(4, (0, 1, 2, 3))))
-    assert not torch.equal(order, training_order(stochastic, 1.0, True, 0, 6, piece))
+    assert training_order(stochastic, 0.5, False, 0, 5, one).tolist() == [[0, 2]] * 4
+    assert training_order(stochastic, 0.01, True, 0, 5, one).shape == (4, 1)
+    assert training_order(stochastic, 0.7, True, 0, 5, one).shape == (4, 3)  # 2.8 steps
+    assert not torch.equal(order, training_order(stochastic, 1.0, True, 0, 5, MicroBatch(4, (0, 1, 2, 3))))
+    assert not torch.equal(order, training_order(stochastic, 1.0, True, 0, 6, one))
 
 
 def test_at_steps_takes_each_row_at_its_own_step():

@@ -1,4 +1,4 @@
-"""The loop itself: it runs in every combination, it moves what it should, and its numbers mean what they say."""
+"""The training loop: it runs in every combination, updates what it should, and reports correct numbers."""
 
 import json
 import math
@@ -8,10 +8,12 @@ import torch
 from safetensors.torch import load_file
 
 from sage_grpo.algo.sde import SDES
+from sage_grpo.models.backbone import Guidance
 from sage_grpo.models.lora import ANCHOR, POLICY, adapter_parameters
 from sage_grpo.rewards.composite import Scores
 from sage_grpo.train import checkpoint
 from sage_grpo.train.guards import TrainingError
+from sage_grpo.train.metrics import reward_record
 from sage_grpo.train.update import Objective
 
 STRATEGIES = {
@@ -25,7 +27,7 @@ STRATEGIES = {
 
 
 def records(trainer, kind="train"):
-    lines = (trainer.run.folder / "metrics.jsonl").read_text().splitlines()
+    lines = (trainer.run.path / "metrics.jsonl").read_text().splitlines()
     return [line for line in map(json.loads, lines) if line["kind"] == kind]
 
 
@@ -63,7 +65,7 @@ def test_the_anchor_starts_as_the_policy_follows_or_stays(make):
     for moving, equal in ((True, True), (False, False)):
         trainer = make(use_lora=True, use_moving_KL=moving, update_ref_model_step=2, overwrite=True)
         trainer.train()  # two updates: a refresh is due at the end
-        policy, anchor = (adapter_parameters(trainer.policy.transformer, name) for name in (POLICY, ANCHOR))
+        policy, anchor = (adapter_parameters(trainer.backbone.transformer, name) for name in (POLICY, ANCHOR))
         assert all(torch.equal(policy[name], anchor[name]) for name in policy) == equal
         assert trainer.anchor.is_policy == equal
 
@@ -88,7 +90,7 @@ def test_the_anchor_takes_the_policys_place_and_gives_it_back(make):
 
     def velocity():
         with torch.no_grad():
-            return trainer.policy.velocity(x, 0.5, cond)
+            return trainer.backbone.velocity(x, 0.5, cond, Guidance())
 
     before = velocity()
     with torch.no_grad():
@@ -125,9 +127,9 @@ def test_the_first_ratio_is_one_to_the_last_bit(make):
 
 def test_a_forward_that_differs_in_training_stops_the_run(make, monkeypatch):
     trainer = make()
-    velocity = trainer.policy.velocity
+    velocity = trainer.backbone.velocity
     monkeypatch.setattr(
-        trainer.policy, "velocity", lambda *a: velocity(*a) * (1 + 1e-6 * torch.is_grad_enabled()), raising=True
+        trainer.backbone, "velocity", lambda *a: velocity(*a) * (1 + 1e-6 * torch.is_grad_enabled()), raising=True
     )
     with pytest.raises(TrainingError, match=r"first ratio differs from 1 by .*e-"):
         trainer.train()
@@ -135,20 +137,20 @@ def test_a_forward_that_differs_in_training_stops_the_run(make, monkeypatch):
 
 @pytest.mark.parametrize("permute", [True, False])
 @pytest.mark.parametrize("fraction, trained", [(1.0, 6), (0.5, 3)])
-def test_the_right_steps_are_trained_with_the_right_normalisation(make, monkeypatch, permute, fraction, trained):
+def test_the_right_steps_are_trained_with_the_right_normalization(make, monkeypatch, permute, fraction, trained):
     seen = []
     backward = Objective.backward
 
     def spy(self, trajectory, steps, advantages, stats):
-        seen.append((trajectory.piece, steps, self.num_pairs))
+        seen.append((trajectory.micro_batch, steps, self.num_pairs))
         backward(self, trajectory, steps, advantages, stats)
 
     monkeypatch.setattr(Objective, "backward", spy)
     trainer = make(num_sampling_steps=6, timestep_fraction=fraction, enable_timestep_permutation=permute, max_steps=1)
     trainer.train()
     assert {pairs for _, _, pairs in seen} == {4 * trained}
-    for piece in {piece for piece, _, _ in seen}:
-        steps = torch.stack([steps for p, steps, _ in seen if p == piece], 1)  # (clips, trained)
+    for one in {one for one, _, _ in seen}:
+        steps = torch.stack([steps for other, steps, _ in seen if other == one], 1)  # (clips, trained)
         assert steps.shape == (2, trained)
         assert all(len(set(row.tolist())) == trained for row in steps)
         if permute:
@@ -225,7 +227,7 @@ def test_the_loss_falls_on_what_it_was_computed_from(make):
     advantages = trainer.advantages(trainer.score(batch, trainer.decode(batch)))
 
     def value():
-        goal = Objective(trainer.policy, trainer.guidance, schedule, trainer.config, 0.0, num_pairs=1)
+        goal = Objective(trainer.backbone, trainer.guidance, schedule, trainer.config, 0.0, num_pairs=1)
         rows = advantages.values.float().split([len(t.x) for t in batch])
         with torch.no_grad():
             return sum(
@@ -254,7 +256,7 @@ def test_average_is_validated_and_exported_but_not_trained(make, monkeypatch):
     expected = 0.9 * start[name] + 0.1 * now[name]
     torch.testing.assert_close(trainer.optimization.average[name], expected)
     torch.testing.assert_close(validated[name], expected)
-    (folder,) = checkpoint.found(trainer.run.folder / "checkpoints")
+    (folder,) = checkpoint.found(trainer.run.path / "checkpoints")
     (file,) = (folder / "transformer").glob("*.safetensors")
     assert torch.equal(load_file(file)[name], trainer.optimization.average[name])
     assert torch.equal(load_file(folder / "trainer" / "rank-00000.safetensors")[f"weights/{name}"], now[name])
@@ -300,12 +302,12 @@ def test_lines_come_at_their_interval_and_at_the_end(make):
 def test_spreads_of_the_reward_are_those_of_their_definition(make):
     trainer = make()
     scores = Scores(torch.tensor([0.0, 2.0, 10.0, 14.0], dtype=torch.float64), {"VQ": torch.arange(4.0)})
-    record = trainer.describe(scores, trainer.advantages(scores))
+    record = reward_record(scores, trainer.advantages(scores), trainer.config.num_generations)
     assert record["reward/total"] == 6.5 and record["reward/VQ"] == 1.5 and record["reward/failed"] == 0
     assert record["reward/std"] == pytest.approx(math.sqrt((6.5**2 + 4.5**2 + 3.5**2 + 7.5**2) / 4))
     assert record["reward/group_std"] == pytest.approx((1 + 2) / 2)
     scores.total[1] = math.nan
-    record = trainer.describe(scores, trainer.advantages(scores))
+    record = reward_record(scores, trainer.advantages(scores), trainer.config.num_generations)
     assert record["reward/total"] == 8 and record["reward/failed"] == 1 and record["reward/starved_groups"] == 1
     assert record["reward/group_std"] == pytest.approx((0 + 2) / 2)
 
@@ -337,7 +339,7 @@ def test_recomputing_blocks_changes_no_number(make):
     results = []
     for fraction in (0.0, 0.5, 1.0):
         trainer = make(overwrite=True, enable_gradient_checkpointing=True, checkpointing_fraction=fraction)
-        assert trainer.policy.transformer.num_recomputed == 2 * fraction
+        assert trainer.backbone.transformer.num_recomputed == 2 * fraction
         trainer.train()
         results.append(snapshot(trainer))
     assert all(torch.equal(results[0][name], other[name]) for other in results[1:] for name in results[0])

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from sage_grpo.algo.equalizer import equalizer
+from sage_grpo.models.backbone import Guidance
 from sage_grpo.train.metrics import UpdateStats
 from sage_grpo.train.update import Objective
 
@@ -25,7 +26,7 @@ def reference_gradients(trainer, batch, rewards, eta, error=None):
 
     `error` names one deliberate mistake.
     """
-    config, model = trainer.config, trainer.policy
+    config, model = trainer.config, trainer.backbone
     sigmas = [5 * u / (1 + 4 * u) for u in (1, 2 / 3, 1 / 3, 0)]
     rows = []
     for sigma, following in itertools.pairwise(sigmas):
@@ -43,7 +44,7 @@ def reference_gradients(trainer, batch, rewards, eta, error=None):
             for t, (a, b, std) in enumerate(rows):
                 x, following = trajectory.x[i, t], trajectory.x[i, t + 1]
                 both = trajectory.x[:, t], torch.full((2,), sigmas[t])
-                v = model.velocity(*both, trajectory.cond)[i]
+                v = model.velocity(*both, trajectory.cond, Guidance())[i]
                 with torch.no_grad():
                     old = -(((following - a * x - b * trajectory.velocity[i, t]) ** 2) / (2 * std**2)).mean()
                 new = -(((following - a * x - b * v) ** 2) / (2 * std**2)).mean()
@@ -63,7 +64,7 @@ def reference_gradients(trainer, batch, rewards, eta, error=None):
                 count += 1
     (total / (count if error != "sum over steps" else count / 3)).backward()
     found = {name: p.grad.clone() for name, p in trainer.optimization.parameters.items()}
-    trainer.optimization.forget()
+    trainer.optimization.zero_grad()
     return found
 
 
@@ -130,7 +131,7 @@ def test_a_broken_path_leaves_the_others_gradients_alone(make):
     trainer = make(kl_weight=0.5)
     schedule = trainer.schedule()
     batch = trainer.roll_out(schedule)
-    batch[0].sound[1] = False
+    batch[0].is_finite[1] = False
     batch[0].x[1], batch[0].velocity[1] = 0.0, 7.0  # as roll_out leaves it, but with a KL that would show
     rewards = torch.tensor([0.1, math.nan, -2.0, 0.3], dtype=torch.float64)
     found = our_gradients(trainer, schedule, batch, rewards)
@@ -143,14 +144,14 @@ def test_a_broken_path_leaves_the_others_gradients_alone(make):
 
 def measured(trainer, schedule, trajectory, num_pairs, coef=0.5):
     """The statistics of the first step of a trajectory's two clips."""
-    goal = Objective(trainer.policy, trainer.guidance, schedule, trainer.config, coef, num_pairs)
+    goal = Objective(trainer.backbone, trainer.guidance, schedule, trainer.config, coef, num_pairs)
     stats = UpdateStats.empty(3, torch.device("cpu"))
     goal.backward(trajectory, torch.tensor([0, 0]), torch.tensor([0.5, -1.0]), stats)
-    trainer.optimization.forget()
+    trainer.optimization.zero_grad()
     return stats
 
 
-def test_what_is_measured_is_what_is_minimised_whatever_the_size_of_the_batch(prepared):
+def test_what_is_measured_is_what_is_minimized_whatever_the_size_of_the_batch(prepared):
     trainer, schedule, batch, _ = prepared()
     stats, among_many = (measured(trainer, schedule, batch[0], pairs) for pairs in (2, 24))
     kl, scale = stats.mean("kl_anchor") + 0.1 * stats.mean("kl_rollout"), equalizer(schedule)[0].item()
@@ -161,7 +162,7 @@ def test_what_is_measured_is_what_is_minimised_whatever_the_size_of_the_batch(pr
 def test_a_broken_path_is_not_measured(prepared):
     trainer, schedule, batch, _ = prepared()
     whole = measured(trainer, schedule, batch[0], 2)
-    batch[0].sound[1] = False
+    batch[0].is_finite[1] = False
     stats = measured(trainer, schedule, batch[0], 2)
     assert stats.sums[0].tolist() == [1, 0, 0] == stats.policy.sums[0].tolist()
     assert whole.sums[0].tolist() == [2, 0, 0] and stats.mean("loss") != whole.mean("loss")

@@ -1,4 +1,4 @@
-"""Validation: fixed noise, honest statistics, every flag of it."""
+"""Validation: fixed noise, correct statistics, and all of its flags."""
 
 import dataclasses
 import json
@@ -8,7 +8,7 @@ import imageio.v2 as imageio
 import pytest
 import torch
 
-from sage_grpo.train.validation import gold_columns, sheet_label, summary, validation_size
+from sage_grpo.train.validation import gold_columns, summary, validation_size
 
 # imageio's reader leaves the pipes of its ffmpeg process to the garbage collector
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
@@ -45,7 +45,7 @@ def test_its_flags_take_effect(make, tmp_path, flags):
     )
     torch.testing.assert_close(trainer.validation.schedule.sigmas, torch.tensor([1.0, 0.8, 0.5, 0.0]))
     trainer.train()
-    folder = trainer.run.folder / "validation" / "step-000001"
+    folder = trainer.run.path / "validation" / "step-000001"
     (record,) = json.loads((folder / "clips.json").read_text())
     assert record["seed"] == 11 and record["file"].startswith("0004-") and record["file"].endswith("-11.mp4")
     assert record["holdout"]["VQ"] == record["scores"]["VQ"]
@@ -61,7 +61,7 @@ def test_a_clip_with_broken_pixels_is_missing_and_the_others_are_not(make, tmp_p
         calls.append(1)
         return pixels * math.nan if len(calls) == 2 else pixels
 
-    trainer.policy.vae.decoder.register_forward_hook(break_second)
+    trainer.backbone.vae.decoder.register_forward_hook(break_second)
     result = trainer.validation.run(tmp_path / "clips")
     records = json.loads((tmp_path / "clips" / "clips.json").read_text())
     assert [record["scores"]["total"] is None for record in records] == [False, True, False]
@@ -75,11 +75,6 @@ def test_some_clips_are_kept_as_videos_and_all_are_judged(make, tmp_path, count,
     assert validation.run(tmp_path / "clips")["count"] == 3
     files = [record["file"] for record in json.loads((tmp_path / "clips" / "clips.json").read_text())]
     assert [file.name for file in sorted((tmp_path / "clips").glob("*.mp4"))] == files[:kept] and len(files) == 3
-
-
-def test_the_sheet_names_reward_and_prompt():
-    labels = [sheet_label({"scores": {"total": total}, "prompt": "a cat"}) for total in (0.63701756, None)]
-    assert labels == ["0.637  a cat", "failed  a cat"]
 
 
 def test_summary_is_over_what_has_a_value():
@@ -105,4 +100,4 @@ def test_a_size_that_is_none_is_refused(make):
         with pytest.raises(ValueError, match="validation_fixed_size"):
             make(validation_fixed_size=text, overwrite=True)
     trainer = make(overwrite=True)
-    assert validation_size(trainer.config) == (32, 32)
+    assert validation_size(trainer.config) == (16, 16)

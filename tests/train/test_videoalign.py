@@ -15,7 +15,7 @@ def test_training_on_videoalign(make, videoalign_folders):
     before = {name: p.detach().clone() for name, p in trainer.optimization.parameters.items()}
     trainer.train()
     trainer.run.close()
-    lines = [json.loads(line) for line in (trainer.run.folder / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (trainer.run.path / "metrics.jsonl").read_text().splitlines()]
     records = [line for line in lines if line["kind"] == "train"]
     assert [record["updates"] for record in records] == [1, 2]
     for record in records:

@@ -1,0 +1,348 @@
+"""Train the embedded model: a tiny HunyuanVideo-1.5 on the moving-shapes world, saved in the diffusers layout.
+
+    python -m embedded.pretrain --output assets/tiny           (one GPU, minutes; fully determined by --seed)
+
+First trains the VAE on rendered clips, then the transformer by flow matching on VAE latents with captions, a tenth of
+them dropped for guidance. The learning rate is constant and the weights are averaged, so a shorter run is a prefix of
+a longer one: `--snapshots` saves the averaged weights at several steps, to choose how much is left for RL to learn.
+Each folder gets a contact sheet of samples, samples.png.
+"""
+
+import argparse
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with a fixed workspace
+import diffusers
+import torch
+from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Pipeline
+from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanVideo15CausalConv3d
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from embedded.quality import random_prompts, sample_clips
+from embedded.shapes.scenes import (
+    Scenes,
+    captions,
+    object_mask,
+    render,
+    sample_scenes,
+    scenes_from_prompt,
+    vocabulary,
+)
+from embedded.tiny import TinyConfig, build_tiny
+from sage_grpo.algo.sde import build_schedule, flow_sigmas
+from sage_grpo.data.requests import Request
+from sage_grpo.models import open_backbone
+from sage_grpo.models.backbone import Sampling
+from sage_grpo.models.embeddings import Embeddings
+from sage_grpo.models.hunyuan15.backbone import TIMESTEPS
+from sage_grpo.models.hunyuan15.folder import ModelFolder
+from sage_grpo.models.hunyuan15.text import TextConditioning, TextEncoder
+from sage_grpo.models.hunyuan15.transformer import PackedTransformer
+from sage_grpo.models.hunyuan15.vae import allow_batches
+from sage_grpo.runs.media import contact_sheet, thumbnails
+
+CLIP = {"frames": 9, "height": 32, "width": 32}
+KL_WEIGHT = 1e-5  # keeps the latents near a unit Gaussian
+OBJECT_WEIGHT = 8.0  # objects cover a tenth of a frame; unweighted, their colors are learned last
+CAPTION_DROP = 0.1
+PROMPTS = {"train": 512, "valid": 64}  # full captions shipped with the folder, none in both
+EMA_DECAY, EMA_EVERY = 0.98, 20  # averages over about 1000 steps
+ENCODED = 512  # clips per VAE batch when no gradient is needed
+SHEET = {"prompts": 8, "steps": 10}  # contents of samples.png: a few seconds on a CPU
+
+
+@dataclass
+class Bucket:
+    """Latents whose captions have equal lengths, so that a batch needs no padding."""
+
+    latents: Tensor  # (N, C, T, y, x)
+    text: Tensor  # (N, L, text_dim)
+    glyph: Tensor  # (N, M, glyph_dim)
+
+
+def pixels(scenes: Scenes) -> Tensor:
+    """Clips (B, 3, F, H, W) in [-1, 1], quantized as a video file would be."""
+    return ((render(scenes, **CLIP) * 255).round() / 127.5 - 1).permute(0, 4, 1, 2, 3).contiguous()
+
+
+def replicate_pad(x: Tensor, padding: Sequence[int]) -> Tensor:
+    """F.pad(mode="replicate") built from slices: the stock backward is slow on a GPU in deterministic mode."""
+    for axis, (before, after) in zip((-1, -2, -3), zip(padding[::2], padding[1::2], strict=True), strict=True):
+        first, last = x.narrow(axis, 0, 1), x.narrow(axis, x.shape[axis] - 1, 1)
+        x = torch.cat([first] * before + [x] + [last] * after, dim=axis)
+    return x
+
+
+def train_vae(vae: AutoencoderKLHunyuanVideo15, args: argparse.Namespace, generator: torch.Generator) -> None:
+    """Train reconstruction (L1 + L2) with a small KL; then set the scaling factor that gives latents unit variance."""
+    allow_batches(vae).train().requires_grad_(True)
+    for module in vae.modules():
+        if isinstance(module, HunyuanVideo15CausalConv3d):
+            module.forward = lambda x, conv=module: conv.conv(replicate_pad(x, conv.time_causal_padding))
+    optimizer = torch.optim.AdamW(vae.parameters(), args.vae_lr, betas=(0.9, 0.99))
+    warm_up = max(0.05, 1.5 / args.vae_steps)  # OneCycleLR divides by zero if it peaks at its first step
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.vae_lr, args.vae_steps, pct_start=warm_up)
+    bar = tqdm(range(args.vae_steps), "VAE", unit="step", mininterval=5)
+    for step in bar:
+        scenes = sample_scenes(args.vae_batch, generator)
+        clips, mask = pixels(scenes), object_mask(scenes, **CLIP)[:, None]
+        posterior = vae.encode(clips).latent_dist
+        noise = torch.randn(posterior.mean.shape, generator=generator, device=clips.device)
+        gap = vae.decode(posterior.mean + posterior.std * noise).sample - clips
+        weight = 1 + OBJECT_WEIGHT * mask
+        kl = 0.5 * (posterior.mean.square() + posterior.var - 1 - posterior.logvar).mean()
+        loss = (weight * (gap.abs() + gap.square())).mean() / weight.mean() + KL_WEIGHT * kl
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % 20 == 0:
+            inside = ((mask * gap.square()).sum() / (3 * mask.sum())).sqrt()
+            errors = {"rms": gap.square().mean().sqrt() / 2, "inside": inside / 2}
+            bar.set_postfix({name: f"{value.item():.4f}" for name, value in errors.items()}, refresh=False)
+    vae.eval().requires_grad_(False)
+    with torch.no_grad():
+        latents = vae.encode(pixels(sample_scenes(ENCODED, generator))).latent_dist.mode()
+    vae.register_to_config(scaling_factor=round(1 / latents.std().item(), 5))
+
+
+@torch.no_grad()
+def build_buckets(
+    vae: AutoencoderKLHunyuanVideo15, embeddings: Embeddings, count: int, prompts: int, generator: torch.Generator
+) -> list[Bucket]:
+    """`count` latents of clips that match one of `prompts` captions, grouped by caption length."""
+    sentences = captions(sample_scenes(prompts, generator), generator)
+    conditions = embeddings(tqdm([Request(text) for text in sentences], "captions", unit="caption", mininterval=5))
+    members: dict[tuple[int, int], list[tuple[Tensor, TextConditioning]]] = defaultdict(list)
+    for _ in tqdm(range(count // ENCODED), "latents", unit="batch", mininterval=5):
+        chosen = torch.randint(prompts, (ENCODED,), generator=generator, device=generator.device).tolist()
+        clips = pixels(scenes_from_prompt([sentences[i] for i in chosen], generator))
+        latents = vae.encode(clips).latent_dist.mode() * vae.config.scaling_factor
+        for latent, i in zip(latents, chosen, strict=True):
+            members[len(conditions[i].text), len(conditions[i].glyph)].append((latent, conditions[i].to(latent.device)))
+    return [
+        Bucket(*(torch.stack(column) for column in zip(*((x, c.text, c.glyph) for x, c in rows), strict=True)))
+        for _, rows in sorted(members.items())
+    ]
+
+
+class FlowMatching:
+    """One optimizer step on mean((v - (z - x0))^2), with static input buffers.
+
+    The model is so small that a GPU would mostly wait for kernel launches. So on a GPU, each bucket's step is recorded
+    once as a CUDA graph and replayed, which is several times faster. The graphs share stream and memory.
+    """
+
+    def __init__(
+        self,
+        model: PackedTransformer,
+        optimizer: torch.optim.Optimizer,
+        batch: int,
+        like: Bucket,
+        recorder: tuple[torch.cuda.Stream, tuple[int, int]] | None,
+    ) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.latents, self.noise = (torch.zeros_like(like.latents[:1]).repeat(batch, 1, 1, 1, 1) for _ in range(2))
+        self.text, self.glyph = (part[:1].repeat(batch, 1, 1) for part in (like.text, like.glyph))
+        self.sigma = torch.full((batch,), 0.5, device=self.latents.device)
+        self.replay = self._record(*recorder) if recorder else self._step
+
+    def __call__(
+        self, latents: Tensor, text: Tensor, glyph: Tensor, shift: float, generator: torch.Generator
+    ) -> Tensor:
+        """Train on a batch with noise levels distributed as in the sampler; returns the loss."""
+        u = torch.rand(len(latents), generator=generator, device=latents.device)
+        self.sigma.copy_(shift * u / (1 + (shift - 1) * u))
+        self.noise.normal_(generator=generator)
+        for mine, new in ((self.latents, latents), (self.text, text), (self.glyph, glyph)):
+            mine.copy_(new)
+        return self.replay()
+
+    def _step(self) -> Tensor:
+        self.optimizer.zero_grad(set_to_none=True)
+        level = self.sigma.view(-1, 1, 1, 1, 1)
+        x = (1 - level) * self.latents + level * self.noise
+        blank = x.new_zeros(len(x), self.model.config.in_channels - x.shape[1], *x.shape[2:])
+        velocity = self.model(torch.cat([x, blank], 1), TIMESTEPS * self.sigma, self.text, self.glyph)
+        loss = (velocity - (self.noise - self.latents)).square().mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        return loss.detach()
+
+    def _record(self, stream: torch.cuda.Stream, pool: tuple[int, int]) -> Callable[[], Tensor]:
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):  # warm up at learning rate 0: library handles, optimizer state
+                self._step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
+            loss = self._step()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return loss
+
+        return replay
+
+
+def train_transformer(
+    model: PackedTransformer,
+    buckets: list[Bucket],
+    empty: Bucket,
+    args: argparse.Namespace,
+    generator: torch.Generator,
+    save: Callable[[int, dict[str, Tensor]], None],
+) -> None:
+    """Train by flow matching; averaged weights are saved at each of `--snapshots` and at the end."""
+    model.train()
+    sizes = torch.tensor([float(len(bucket.latents)) for bucket in buckets])
+    lr = torch.zeros((), device=generator.device)
+    parameters = [p for name, p in model.named_parameters() if not name.startswith("image_embedder")]  # text to video
+    optimizer = torch.optim.AdamW(parameters, lr, betas=(0.9, 0.99), weight_decay=0.01, capturable=lr.is_cuda)
+    recorder = (torch.cuda.Stream(), torch.cuda.graph_pool_handle()) if lr.is_cuda else None
+    trainers = [FlowMatching(model, optimizer, args.batch, bucket, recorder) for bucket in (*buckets, empty)]
+    for state in optimizer.state.values():  # reset the warm-up in place: the graphs hold these tensors
+        for value in state.values():
+            value.zero_()
+    weights = model.state_dict()
+    average = {name: value.clone() for name, value in weights.items()}
+    choice = torch.Generator().manual_seed(args.seed)  # on the CPU, so that choosing a bucket needs no GPU sync
+    bar = tqdm(range(1, args.steps + 1), "transformer", unit="step", mininterval=5)
+    for step in bar:
+        lr.fill_(args.lr * min(1.0, step / 200))
+        drawn = torch.multinomial(sizes, 1, generator=choice).item()
+        bucket = buckets[drawn]
+        rows = torch.randint(len(bucket.latents), (args.batch,), generator=generator, device=generator.device)
+        if torch.rand((), generator=choice) < CAPTION_DROP:  # the full batch: its captions have one length
+            loss = trainers[-1](bucket.latents[rows], empty.text, empty.glyph, args.shift, generator)
+        else:
+            loss = trainers[drawn](bucket.latents[rows], bucket.text[rows], bucket.glyph[rows], args.shift, generator)
+        if step % EMA_EVERY == 0:
+            torch._foreach_lerp_(
+                list(average.values()), list(weights.values()), 1 - min(EMA_DECAY, step / (step + 100))
+            )
+        if step % 100 == 0:
+            bar.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
+        if step in args.snapshots or step == args.steps:
+            save(step, average)
+
+
+def main() -> None:
+    args = arguments().parse_args()
+    if args.clips < ENCODED or args.clips % ENCODED:
+        sys.exit(f"--clips is {args.clips}; it must be a multiple of {ENCODED}")
+    if args.vae_steps < 2:
+        sys.exit(f"--vae_steps is {args.vae_steps}; it must be at least 2")
+    if any(step > args.steps for step in args.snapshots):
+        sys.exit(f"--snapshots are {args.snapshots}; none may lie beyond --steps {args.steps}")
+    started, device = time.time(), torch.device(args.device)
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # would only cost time: every tensor here is written
+    generator = torch.Generator(device).manual_seed(args.seed)
+    sizes = TinyConfig(args.heads, tuple(args.rope), args.layers, shift=args.shift, guidance=args.guidance)
+    pipe = build_tiny(args.seed, vocabulary(), sizes)
+    sampling = Sampling(**CLIP, fps=8, shift=args.shift, guidance=args.guidance, num_steps=20)
+
+    if args.vae_from:
+        pipe.vae = open_backbone(args.vae_from, device).vae
+    else:
+        train_vae(pipe.vae.to(device), args, generator)
+    vae_seconds = time.time() - started
+    with tempfile.TemporaryDirectory() as folder:  # --output appears only with trained weights
+        write(pipe, Path(folder), sampling)
+        cpu = torch.device("cpu")  # faster for such small encoders
+        embeddings = Embeddings(TextEncoder(ModelFolder(Path(folder)), cpu, torch.float32), cpu)
+        buckets = build_buckets(pipe.vae, embeddings, args.clips, args.prompts, generator)
+        (bare,) = embeddings([Request("")])
+    empty = Bucket(buckets[0].latents, bare.text[None].to(device), bare.glyph[None].to(device))
+    model = PackedTransformer(**dict(pipe.transformer.config)).to(device)
+    model.load_state_dict(pipe.transformer.state_dict())
+
+    def save(step: int, weights: dict[str, Tensor]) -> None:
+        pipe.transformer.load_state_dict(weights)
+        suffix = "" if step == args.steps else f"-{step}"
+        folder = args.output.with_name(args.output.name + suffix)
+        write(pipe, folder, sampling)
+        seconds = {"vae_seconds": round(vae_seconds), "seconds": round(time.time() - started)}
+        describe(folder, args, seconds | {"steps": step}, device)
+        draw_samples(folder)
+
+    train_transformer(model, buckets, empty, args, generator, save)
+
+
+def write(pipe: HunyuanVideo15Pipeline, output: Path, sampling: Sampling) -> None:
+    """Write the folder in half precision, with its sampling settings, its world, and prompts of that world."""
+    parts = (pipe.transformer, pipe.vae, pipe.text_encoder, pipe.text_encoder_2)
+    for part in parts:
+        part.half()
+    pipe.save_pretrained(output)
+    for part in parts:
+        part.float()
+    sampling.to_json(output / "sampling.json")
+    (output / "world.json").write_text(json.dumps({"world": "shapes"}, indent=2) + "\n")
+    prompts = random_prompts(PROMPTS["train"] + PROMPTS["valid"], seed=0)
+    for name, chosen in {"valid": prompts[: PROMPTS["valid"]], "train": prompts[PROMPTS["valid"] :]}.items():
+        (output / f"prompts_{name}.txt").write_text("\n".join(chosen) + "\n")
+
+
+def describe(output: Path, args: argparse.Namespace, result: dict[str, int], device: torch.device) -> None:
+    """Write training.json: how the folder was made; `embedded/card.py` turns it into the model card."""
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "diffusers": diffusers.__version__}
+    flags = {key: value for key, value in vars(args).items() if key not in ("output", "device", "snapshots", "steps")}
+    changed = {key: value for key, value in flags.items() if value != arguments().get_default(key)}
+    command = f"python -m embedded.pretrain --output assets/tiny --steps {result['steps']}"
+    command += "".join(f" --{key} {value}" for key, value in changed.items())
+    record = {"command": command, "flags": {k: str(v) for k, v in flags.items()}, "device": name, **versions, **result}
+    (output / "training.json").write_text(json.dumps(record, indent=2) + "\n")
+    print(f"wrote {output} after {result['seconds']} s on {name}")
+
+
+def draw_samples(folder: Path) -> None:
+    """Write samples.png: clips of the first validation prompts. Runs on the CPU, apart from the GPU's recorded steps;
+    its noise is counter-based, so training draws the same numbers with or without it."""
+    backbone = open_backbone(folder)
+    prompts = (folder / "prompts_valid.txt").read_text().splitlines()[: SHEET["prompts"]]
+    schedule = build_schedule("ode", flow_sigmas(SHEET["steps"], backbone.sampling.shift), 0.0)
+    clips = torch.cat(list(sample_clips(backbone, schedule, prompts, 1, backbone.sampling.guidance)))
+    contact_sheet(folder / "samples.png", [thumbnails(clip) for clip in clips], prompts)
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("outputs/tiny"))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--rope", type=int, nargs=3, default=(8, 8, 8), help="channels of a head for time, row, column")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--shift", type=float, default=3.0)
+    parser.add_argument("--guidance", type=float, default=2.0)
+    parser.add_argument("--vae_from", type=Path, help="take the VAE of this model folder instead of training one")
+    parser.add_argument("--vae_steps", type=int, default=3200)
+    parser.add_argument("--vae_batch", type=int, default=32)
+    parser.add_argument("--vae_lr", type=float, default=8e-4)
+    parser.add_argument("--clips", type=int, default=40960, help="latents that the transformer learns from")
+    parser.add_argument("--prompts", type=int, default=2048, help="captions that these clips have")
+    parser.add_argument("--steps", type=int, default=20000)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--lr", type=float, default=7e-4)
+    parser.add_argument("--snapshots", type=int, nargs="*", default=[])
+    return parser
+
+
+if __name__ == "__main__":
+    main()

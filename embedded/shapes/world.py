@@ -1,0 +1,52 @@
+"""The moving-shapes world's interface for training and tools."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from embedded.shapes.oracle import read
+from embedded.shapes.reward import ShapesReward, perfect_scores
+from embedded.shapes.scenes import captions, render, sample_scenes, scenes_from_prompt
+from sage_grpo.models.backbone import Backbone
+
+GOLD_METRICS = ("match", "distance", "prompt_distance")
+FLOOR_CLIPS = 16
+
+
+class ShapesWorld:
+    """Implements `World`."""
+
+    name, reward = "shapes", "shapes"
+
+    def check(self, prompts: Sequence[str]) -> None:
+        ShapesReward().check(prompts)
+
+    def gold(self, clips: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
+        """`match`: whether the clip shows everything its prompt names. `distance`: RMS pixel distance to the manifold;
+        `prompt_distance`: to the part of the manifold that the prompt allows."""
+        reading = read(clips, prompts)
+        return {name: getattr(reading, name).double().cpu() for name in GOLD_METRICS}
+
+    def draw(self, prompts: Sequence[str], frames: int, height: int, width: int, seed: int) -> Tensor:
+        scenes = scenes_from_prompt(prompts, torch.Generator().manual_seed(seed))
+        return as_uint8(render(scenes, frames, height, width))
+
+    def perfect_scores(self) -> Mapping[str, float]:
+        return perfect_scores()
+
+    def vae_floor(self, backbone: Backbone) -> dict[str, float]:
+        _, decoded, prompts = round_trip(backbone, FLOOR_CLIPS)
+        return {"distance": self.gold(decoded, prompts)["distance"].mean().item()}
+
+
+def round_trip(backbone: Backbone, count: int, seed: int = 0) -> tuple[Tensor, Tensor, list[str]]:
+    """Rendered clips, their VAE reconstructions, uint8 (count, F, H, W, 3) each, and their full captions."""
+    settings, scenes = backbone.sampling, sample_scenes(count, torch.Generator().manual_seed(seed))
+    clips = as_uint8(render(scenes, settings.frames, settings.height, settings.width))
+    return clips, backbone.decode(backbone.encode_video(clips)).cpu(), captions(scenes)
+
+
+def as_uint8(clips: Tensor) -> Tensor:
+    """Quantize clips in [0, 1] as a video file would."""
+    return (clips * 255).round().to(torch.uint8)

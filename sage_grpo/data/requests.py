@@ -1,0 +1,124 @@
+"""Requests for clips, and the files that list them.
+
+Prompt files are .txt (one prompt per line), .csv (`prompt`, optional `index` and `seed`) or .jsonl (the same keys).
+"""
+
+import csv
+import hashlib
+import io
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+COLUMNS = ("prompt", "index", "seed")
+MOST = 2**63 - 1  # the index and the seed are part of file names
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request for a clip: a prompt, its index, and the seed that validation and generation use for it.
+
+    Training never uses the seed.
+    """
+
+    text: str
+    index: int = 0
+    seed: int | None = None
+
+    @property
+    def content(self) -> "Request":
+        """The request without index and seed: everything that a model encodes."""
+        return Request(self.text)
+
+    @property
+    def key(self) -> str:
+        """Content hash: requests with equal keys have equal conditionings."""
+        return hashlib.sha256(self.text.encode()).hexdigest()[:32]
+
+    @property
+    def name(self) -> str:
+        """A file name made of the index and a short hash, so that no prompt can escape the folder."""
+        return f"{self.index:04d}-{self.key[:8]}"
+
+
+def read_requests(path: str | Path) -> list[Request]:
+    """All prompts of a file, in order. An empty or unreadable file is rejected, naming the bad line."""
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"prompt file {path} does not exist")
+    readers = {".txt": _txt, ".csv": _csv, ".jsonl": _jsonl}
+    if path.suffix not in readers:
+        raise ValueError(f"prompt file {path} must end in {', '.join(readers)}")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"prompt file {path} is not UTF-8 text: {error}") from error
+    prompts = [_request(row, number, where) for number, (where, row) in enumerate(readers[path.suffix](text, path))]
+    if not prompts:
+        raise ValueError(f"prompt file {path} holds no prompt")
+    seen: dict[int, str] = {}
+    for prompt in prompts:  # the index determines file names and noise
+        if prompt.index in seen:
+            raise ValueError(f"{path}: index {prompt.index} is that of {seen[prompt.index]!r} and of {prompt.text!r}")
+        seen[prompt.index] = prompt.text
+    return prompts
+
+
+def _request(row: dict, number: int, where: str) -> Request:
+    unknown = sorted(str(key) for key in row if key not in COLUMNS)
+    if unknown:
+        raise ValueError(f"{where}: unknown column {unknown[0]!r}; known are {', '.join(COLUMNS)}")
+    text = row.get("prompt")
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError(f"{where}: the prompt is missing or empty")
+    check_text(text, where)
+    index, seed = (_integer(row.get(key), key, where) for key in ("index", "seed"))
+    return Request(text, number if index is None else index, seed)
+
+
+def check_text(text: str, where: str) -> None:
+    """Reject text that files or tokenizers cannot handle."""
+    if "\0" in text:
+        raise ValueError(f"{where}: the prompt holds a NUL character")
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise ValueError(f"{where}: the prompt {text!r} holds half a character; write it as UTF-8 text")
+
+
+def _integer(value: object, key: str, where: str) -> int | None:
+    if value is None or value == "":
+        return None
+    text = str(value) if isinstance(value, (str, int)) else f"a {type(value).__name__}"
+    if not re.fullmatch(r"\s*\d{1,19}\s*", text) or int(text) > MOST:
+        raise ValueError(f"{where}: {key} is {text[:50]!r}; it must be a whole number from 0 to {MOST}")
+    return int(text)
+
+
+def _txt(text: str, path: Path) -> Iterator[tuple[str, dict]]:
+    for number, line in enumerate(io.StringIO(text, newline=None), 1):
+        if line.strip():
+            yield f"{path} line {number}", {"prompt": line.strip()}
+
+
+def _csv(text: str, path: Path) -> Iterable[tuple[str, dict]]:
+    reader = csv.DictReader(io.StringIO(text, newline=""))
+    try:
+        if "prompt" not in (reader.fieldnames or ()):
+            raise ValueError(f"{path}: the first line must name the columns, `prompt` among them")
+        return [(f"{path} line {reader.line_num}", row) for row in reader]
+    except csv.Error as error:
+        raise ValueError(f"{path} line {reader.line_num}: not CSV ({error})") from error
+
+
+def _jsonl(text: str, path: Path) -> Iterator[tuple[str, dict]]:
+    for number, line in enumerate(io.StringIO(text, newline=None), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path} line {number}: not JSON ({error})") from error
+        if not isinstance(row, dict):
+            raise ValueError(f"{path} line {number}: expected an object with the key `prompt`")
+        yield f"{path} line {number}", row

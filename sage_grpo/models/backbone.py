@@ -1,0 +1,252 @@
+"""The interface that the trainer, the tools and `generate.py` need from a video model, and nothing more.
+
+A backbone has two halves. `Backbone` wraps a model folder: it encodes requests, predicts velocities, decodes and
+encodes clips, loads and exports weights. Its `Denoiser` is the trained module: the blocks that are sharded,
+recomputed, compiled and adapted, and the layers that are never trained.
+
+To add a backbone, write a `Backbone` subclass and add a row to BACKBONES (docs/extending.md).
+
+Shapes: B clips of one request, F frames of (Y, X) pixels, C latent channels, (T, y, x) latent frames, rows, columns.
+"""
+
+import dataclasses
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sage_grpo import manifest
+from sage_grpo.data.requests import Request
+from sage_grpo.json_files import read_object
+from sage_grpo.models.cost import Architecture
+from sage_grpo.models.denoiser import Denoiser
+from sage_grpo.models.embeddings import Conditioning, Embeddings, Encoder
+from sage_grpo.models.lora import LORA_FILE, POLICY, read_adapter, save_adapter
+from sage_grpo.models.weights import Weights, fill_model, load_model, open_file, open_folder, save_weights
+from sage_grpo.parallel.fsdp import full_tensor
+
+LARGEST = 2**31  # far above any real model setting
+
+
+@dataclass(frozen=True)
+class Guidance:
+    """Classifier-free guidance; at scale 1 it is off, and the negative conditioning is not used."""
+
+    scale: float = 1.0
+    negative: Conditioning | None = None
+
+    @property
+    def active(self) -> bool:
+        return not math.isclose(self.scale, 1.0)
+
+    def velocity(self, branch: Callable[[Conditioning], Tensor], cond: Conditioning) -> Tensor:
+        """`v_neg + scale * (v_pos - v_neg)`, where `branch` gives the velocity under one conditioning.
+
+        Both branches carry gradients.
+        """
+        positive = branch(cond)
+        if not self.active:
+            return positive
+        if self.negative is None:
+            raise ValueError(f"guidance {self.scale} needs a negative conditioning; encode the negative prompt ('').")
+        unguided = branch(self.negative)
+        return unguided + self.scale * (positive - unguided)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a model is meant to be sampled: clip size, frames per second and ODE settings."""
+
+    frames: int
+    height: int
+    width: int
+    fps: int
+    shift: float
+    guidance: float
+    num_steps: int
+
+    @classmethod
+    def from_json(cls, path: Path) -> "Sampling":
+        """Read a `sampling.json`; missing keys, unknown keys and values other than positive numbers are errors."""
+        values, kinds = read_object(path), {field.name: field.type for field in dataclasses.fields(cls)}
+        if sorted(values) != sorted(kinds):
+            raise ValueError(f"{path} has keys {sorted(values)}; it needs exactly {sorted(kinds)}.")
+        for name, value in values.items():
+            if type(value) not in (int, kinds[name]) or not 0 < value < LARGEST:
+                whole = "whole " if kinds[name] is int else ""
+                raise ValueError(f"{path} has {name} {value!r}; it must be a {whole}number above 0, below {LARGEST}.")
+        return cls(**values)
+
+    def to_json(self, path: Path) -> None:
+        """Write what `from_json` reads."""
+        path.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
+
+
+class BrokenClip(ValueError):
+    """A clip has non-finite pixels: it cannot be shown or scored."""
+
+
+class Backbone(ABC):
+    """A flow model: x = (1 - sigma) x0 + sigma z, velocity v = dx/dsigma.
+
+    Parts are loaded on first use. `dtype` is the compute precision; latents and velocities are always fp32 (fp64 with
+    an fp64 model).
+    """
+
+    sampling: Sampling
+    lora_targets: tuple[str, ...]  # linear layers of a block that get an adapter by default
+
+    def __init__(
+        self,
+        folder: str | Path,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        cache_dir: str | Path | None = None,
+        version: str | None = None,
+    ) -> None:
+        """cache_dir: keeps embeddings between runs. version: selects a transformer if the folder has several."""
+        self.folder, self.device, self.dtype = Path(folder), torch.device(device), dtype
+        self.cache_dir, self.version = cache_dir, version
+
+    def check(self) -> None:  # noqa: B027 - not every layout has something to check
+        """Reject an incomplete folder before anything is loaded."""
+
+    # requests
+
+    @abstractmethod
+    def encoder(self) -> Encoder:
+        """The folder's encoders, not yet loaded."""
+
+    @cached_property
+    def embeddings(self) -> Embeddings:
+        return Embeddings(self.encoder(), self.device, self.cache_dir)
+
+    def encode(self, requests: Sequence[Request]) -> list[Conditioning]:
+        """One conditioning per request, on the backbone's device, each encoded once."""
+        return self.embeddings(requests)
+
+    def prepare(self, requests: Sequence[Request], rank: int = 0, count: int = 1) -> None:
+        """Encode all requests that `encode` will need, then free the encoders; `count` ranks share the work."""
+        self.embeddings.prepare(requests, rank, count)
+
+    def num_tokens(self, cond: Conditioning) -> int:
+        """Text tokens of a conditioning."""
+        return 0
+
+    max_tokens: float = math.inf  # most text tokens that the model reads
+
+    # sampling
+
+    @abstractmethod
+    def branch(self, x: Tensor, sigma: Tensor | float, cond: Conditioning) -> Tensor:
+        """Velocity without guidance, at least fp32, for latents x (B, C, T, y, x); sigma is a scalar or (B,)."""
+
+    def velocity(self, x: Tensor, sigma: Tensor | float, cond: Conditioning, guidance: Guidance) -> Tensor:
+        """Guided velocity, shape of x (B, C, T, y, x), at least fp32."""
+        return guidance.velocity(lambda one: self.branch(x, sigma, one), cond)
+
+    @abstractmethod
+    def decode(self, latents: Tensor) -> Tensor:
+        """Latents (B, C, T, y, x) in the model's scaling -> uint8 clips (B, F, Y, X, 3); may raise BrokenClip."""
+
+    @abstractmethod
+    def encode_video(self, clips: Tensor) -> Tensor:
+        """uint8 clips (B, F, Y, X, 3) -> latents (B, C, T, y, x) in the model's scaling."""
+
+    @abstractmethod
+    def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
+        """Latent shape (C, T, y, x) of one clip; rejects sizes that the model cannot generate."""
+
+    @property
+    @abstractmethod
+    def multiple(self) -> int:
+        """Clip height and width must be multiples of this many pixels."""
+
+    # weights
+
+    @abstractmethod
+    def empty_transformer(self) -> Denoiser:
+        """The denoiser on the meta device, so that adapters and sharding can be added before weights are loaded."""
+
+    @abstractmethod
+    def open_weights(self) -> Weights:
+        """The denoiser weights in the folder."""
+
+    @cached_property
+    def transformer(self) -> Denoiser:
+        """The denoiser in eval mode: it has no dropout, and rollout and training must agree."""
+        return load_model(self.empty_transformer(), self.open_weights(), self.device, self.dtype)
+
+    def fill_transformer(self, model: Denoiser, checkpoint: Path | None = None) -> None:
+        """Allocate an empty model, load its weights (each rank reads only its shard) and use it.
+
+        checkpoint: of a full fine-tuning run, whose weights replace the folder's.
+        """
+        model.to_empty(device=self.device)
+        fill_model(model, self.open_weights() if checkpoint is None else open_folder(checkpoint / "transformer"))
+        self.transformer = model
+
+    def load_weights(self, path: str | Path | None) -> None:
+        """Use post-trained weights: a folder with `transformer/`, a LoRA folder, or a file; None for the base model."""
+        self.__dict__.pop("transformer", None)  # reloaded on next use
+        if path is None:
+            return
+        path = Path(path)
+        check_exported(path)
+        if (path / LORA_FILE).is_file():
+            return self._load_lora(path / LORA_FILE)
+        single = path.suffix == ".safetensors" and path.is_file()
+        if not single and not any((path / "transformer").glob("*.safetensors")):
+            raise FileNotFoundError(f"checkpoint_path {path} has neither transformer/*.safetensors nor {LORA_FILE}")
+        weights = open_file(path) if single else open_folder(path / "transformer")
+        if any("lora_" in name for name in weights.names):
+            raise ValueError(f"checkpoint_path {path} is a LoRA, which is loaded from a folder with {LORA_FILE}")
+        fill_model(self.transformer, weights)
+
+    def _load_lora(self, file: Path) -> None:
+        """Load a LoRA file. diffusers silently skips tensors it cannot place, so they are counted."""
+        tensors, settings = read_adapter(file)
+        self.transformer.load_lora_adapter(tensors, prefix=None, metadata=settings)
+        loaded = sum("lora_" in name for name in self.transformer.state_dict())
+        if loaded != len(tensors):
+            raise ValueError(f"{file} holds {len(tensors)} LoRA tensors, of which this transformer took {loaded}")
+
+    def export(self, folder: Path | None, use_lora: bool) -> None:
+        """Write the trained weights in diffusers layout. All ranks must call; those without a folder only take part."""
+        if use_lora:
+            return save_adapter(self.transformer, POLICY, folder)
+        tensors = ((name, full_tensor(p.detach())) for name, p in self.transformer.named_parameters())
+        try:
+            if folder is not None:
+                save_weights(folder / "transformer", tensors)
+                (folder / "transformer" / "config.json").write_text(self.transformer.to_json_string())
+        finally:
+            for _ in tensors:  # keep participating in the gathers, even if the disk is full
+                pass
+
+    # for the planner and the doctor
+
+    @abstractmethod
+    def architecture(self) -> Architecture:
+        """The sizes that determine a run's memory and time; needs no weights."""
+
+    def awaits(self, name: str, seen: Sequence[Conditioning]) -> str:
+        """Why a trained tensor may lack a gradient after these conditionings; empty if it must have one."""
+        return ""
+
+
+def check_exported(checkpoint: Path) -> None:
+    """Reject a checkpoint whose weights changed since they were written."""
+    if (checkpoint / manifest.NAME).is_file():
+        manifest.check(checkpoint, "transformer/" if (checkpoint / "transformer").is_dir() else LORA_FILE)
+
+
+def at_least_fp32(tensor: Tensor) -> Tensor:
+    """Cast half precision to fp32; fp64 stays, for tests that compare exactly."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -1,0 +1,90 @@
+"""The trained part of a backbone, independent of architecture: its blocks and how they run.
+
+Blocks are the units of sharding, activation recomputation, compilation and LoRA.
+"""
+
+import functools
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from diffusers.loaders import PeftAdapterMixin
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from sage_grpo.models.attention import KEPT
+
+
+class Denoiser(PeftAdapterMixin):
+    """Mixin for a transformer (an nn.Module), which must call `run_block` for each of its blocks."""
+
+    block_list = "transformer_blocks"  # name of the module list
+    varying: tuple[int, int] | None = None  # (input, dim) of a block whose length varies between requests
+    num_recomputed, compiled, trained = 0, False, False
+    sequence_group: dist.ProcessGroup | None = None
+
+    @property
+    def all_blocks(self) -> nn.ModuleList:
+        return self.get_submodule(self.block_list)
+
+    @property
+    def never_trained(self) -> tuple[str, ...]:
+        """Names or name prefixes of modules whose outputs the forward never uses: they get no gradient."""
+        return ()
+
+    def is_block_matrix(self, name: str, parameter: Tensor) -> bool:
+        """Whether a parameter is a 2-D weight of a block, which Muon may train."""
+        return parameter.ndim == 2 and name.startswith(f"{self.block_list}.")
+
+    def split_sequence(self, group: dist.ProcessGroup | None) -> None:
+        """Split the tokens of every forward across the ranks of a group; every rank gets the full velocity."""
+        if group is not None:
+            raise ValueError(f"sp_size is {dist.get_world_size(group)}; this model has no sequence parallelism")
+
+    def to_json_string(self) -> str:
+        """The config of the stock class, so that exported folders load without this package."""
+        return "{}\n"
+
+    def prepare_blocks(self, recomputed: float = 0.0, keep_attention: bool = False, compiled: bool = False) -> None:
+        """Recompute a leading fraction of the blocks and compile all of them. Call once it is known what is trained.
+
+        keep_attention: keep the outputs of attention, the most expensive part, instead of recomputing them.
+        """
+        self.num_recomputed, self.compiled = math.ceil(recomputed * len(self.all_blocks)), compiled
+        self.trained = any(parameter.requires_grad for parameter in self.parameters())
+        if compiled:  # other adapters and text lengths get separate graphs; too many are an error
+            torch._dynamo.config.recompile_limit = 64
+            torch._dynamo.config.fail_on_recompile_limit_hit = True
+        kwargs: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        if keep_attention:
+            kwargs["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_attention)
+        for number, block in enumerate(self.all_blocks):
+            if number < self.num_recomputed:
+                block.forward = functools.partial(checkpoint, block.forward, **kwargs)
+            if compiled:
+                block.forward = torch.compile(block.forward)
+
+    def run_block(self, block: nn.Module, inputs: tuple[Tensor, ...], *others: Any) -> Any:
+        """Run one block; if compiled and trained, rollout and training use the same graph.
+
+        The compiler fuses a forward without gradients differently, which would round differently. So such blocks always
+        run with gradients enabled, and the autograd history is dropped where it is not needed. All blocks see the same
+        kind of inputs and so share a graph.
+        """
+        if not self.compiled:
+            return block(*inputs, *others)
+        wanted = torch.is_grad_enabled()
+        if self.trained:
+            inputs = tuple(x if x.requires_grad else x.detach().requires_grad_() for x in inputs)
+        if self.varying is not None:  # all other sizes are constant in a run
+            torch._dynamo.maybe_mark_dynamic(inputs[self.varying[0]], self.varying[1])
+        with torch.set_grad_enabled(wanted or self.trained):
+            outputs = block(*inputs, *others)
+        if wanted:
+            return outputs
+        return outputs.detach() if isinstance(outputs, Tensor) else tuple(output.detach() for output in outputs)
+
+
+def _keep_attention(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,148 @@
+"""HunyuanVideo-1.5 text-to-video backbone, built on `PackedTransformer` and the stock VAE and text encoders.
+
+Shapes: B clips of one prompt, F frames of (Y, X) pixels, C latent channels, (T, y, x) latent frames, rows, columns.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from diffusers import AutoencoderKLHunyuanVideo15, ModelMixin
+from torch import Tensor
+
+from sage_grpo.models.backbone import Backbone, BrokenClip, Sampling, at_least_fp32
+from sage_grpo.models.cost import Architecture
+from sage_grpo.models.hunyuan15 import DEFAULT_VERSION
+from sage_grpo.models.hunyuan15.folder import ModelFolder
+from sage_grpo.models.hunyuan15.text import MAX_TEXT_TOKENS, TextConditioning, TextEncoder
+from sage_grpo.models.hunyuan15.transformer import PackedTransformer
+from sage_grpo.models.hunyuan15.vae import allow_batches
+from sage_grpo.models.weights import Weights, load_model
+
+TIMESTEPS = 1000  # the model's timestep is TIMESTEPS * sigma
+DECODED = 512  # latent positions decoded together: small clips in batches, which is faster, large ones one by one
+
+
+class Hunyuan15(Backbone):
+    lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+    max_tokens = MAX_TEXT_TOKENS
+
+    @cached_property
+    def parts(self) -> ModelFolder:
+        return ModelFolder(self.folder, self.version or DEFAULT_VERSION)
+
+    @cached_property
+    def sampling(self) -> Sampling:
+        """Read on first use: a folder with only encoders has no sampling settings but can still encode."""
+        return self.parts.sampling()
+
+    def check(self) -> None:
+        self.parts.check()
+
+    def encoder(self) -> TextEncoder:
+        return TextEncoder(self.parts, self.device, self.dtype)
+
+    def num_tokens(self, cond: TextConditioning) -> int:
+        return len(cond.text)
+
+    def branch(self, x: Tensor, sigma: Tensor | float, cond: TextConditioning) -> Tensor:
+        """Velocity under one conditioning. In text-to-video the condition latents and their mask are all zero."""
+        cond = cond.to(x.device, self.dtype)
+        batch, channels, *grid = x.shape
+        blank = x.new_zeros(batch, self.transformer.config.in_channels - channels, *grid, dtype=self.dtype)
+        timestep = TIMESTEPS * torch.as_tensor(sigma, dtype=torch.float32, device=x.device).reshape(-1)
+        velocity = self.transformer(
+            torch.cat([x.to(self.dtype), blank], dim=1), timestep, cond.text[None], cond.glyph[None]
+        )
+        return at_least_fp32(velocity)
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """Latents (B, C, T, y, x) -> uint8 clips (B, F, Y, X, 3). The only place where latents are unscaled.
+
+        Raises BrokenClip if any clip has non-finite pixels.
+        """
+        together = max(1, DECODED // latents[0, 0].numel())
+        return torch.cat([self._decode(part) for part in latents.split(together)])
+
+    def _decode(self, latents: Tensor) -> Tensor:
+        unscaled = latents.to(self.vae.device, self.dtype) / self.vae.config.scaling_factor
+        pixels = at_least_fp32(self.vae.decode(unscaled, return_dict=False)[0])
+        if not pixels.isfinite().all():  # a uint8 cast would turn them black, and a reward would score them
+            raise BrokenClip("a decoded clip has pixels that are not finite: the latents or the weights are broken")
+        return ((pixels + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 4, 1)
+
+    @torch.no_grad()
+    def encode_video(self, clips: Tensor) -> Tensor:
+        """uint8 clips (B, F, Y, X, 3) -> scaled latents (B, C, T, y, x), fp32, the mode of the posterior."""
+        self.latent_shape(*clips.shape[1:4])
+        return torch.cat([self._encode_one(clip) for clip in clips.split(1)])
+
+    def _encode_one(self, clip: Tensor) -> Tensor:
+        pixels = clip.to(self.vae.device).permute(0, 4, 1, 2, 3) / 127.5 - 1
+        mode = self.vae.encode(pixels.to(self.dtype)).latent_dist.mode()
+        return at_least_fp32(mode) * self.vae.config.scaling_factor
+
+    def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
+        """Latent shape (C, T, y, x) of one clip; rejects sizes that the VAE cannot encode."""
+        temporal, spatial = self.vae.temporal_compression_ratio, self.multiple
+        if frames < 1 or (frames - 1) % temporal:
+            nearest = max(0, round((frames - 1) / temporal)) * temporal + 1
+            raise ValueError(f"num_frames {frames} is not {temporal}n + 1; the nearest is {nearest}.")
+        for name, size in (("height", height), ("width", width)):
+            if size < spatial or size % spatial:
+                raise ValueError(f"{name} {size} is not a multiple of {spatial}, the VAE's spatial compression.")
+        channels = self.vae.config.latent_channels
+        return channels, (frames - 1) // temporal + 1, height // spatial, width // spatial
+
+    @property
+    def multiple(self) -> int:
+        return self.vae.spatial_compression_ratio
+
+    def empty_transformer(self) -> PackedTransformer:
+        return self._empty("transformer", PackedTransformer)
+
+    def open_weights(self) -> Weights:
+        return self.parts.weights("transformer")
+
+    @cached_property
+    def vae(self) -> AutoencoderKLHunyuanVideo15:
+        """The frozen autoencoder; clips larger than 256 pixels are tiled."""
+        empty = self._empty("vae", AutoencoderKLHunyuanVideo15)
+        model = load_model(empty, self.parts.weights("vae"), self.device, self.dtype)
+        model.enable_tiling()
+        return allow_batches(model).requires_grad_(False)
+
+    def _empty(self, part: str, kind: type[ModelMixin]) -> ModelMixin:
+        with torch.device("meta"):
+            return kind.from_config(self.parts.config(part)).eval()
+
+    def architecture(self) -> Architecture:
+        return architecture_of(self.empty_transformer(), self._empty("vae", AutoencoderKLHunyuanVideo15))
+
+    def awaits(self, name: str, seen: Sequence[TextConditioning]) -> str:
+        quoted = any(len(cond.glyph) for cond in seen)
+        if name.startswith("context_embedder_2.") and not quoted:
+            return "of the glyph embedder wait for a prompt that quotes text"
+        return ""
+
+
+def architecture_of(transformer: PackedTransformer, vae: AutoencoderKLHunyuanVideo15) -> Architecture:
+    """The sizes of these models, which may be on the meta device."""
+    config = transformer.config
+    return Architecture(
+        layers=config.num_layers,
+        heads=config.num_attention_heads,
+        width=config.num_attention_heads * config.attention_head_dim,
+        mlp_ratio=config.mlp_ratio,
+        parameters=count(transformer),
+        block=count(transformer.all_blocks[0]),
+        vae=count(vae),
+        channels=vae.config.latent_channels,
+        temporal=vae.temporal_compression_ratio,
+        spatial=vae.spatial_compression_ratio,
+    )
+
+
+def count(model: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())

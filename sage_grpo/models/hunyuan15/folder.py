@@ -1,0 +1,169 @@
+"""Locates the parts of a model folder, in diffusers or Tencent layout, and reads how the model is sampled.
+
+diffusers   transformer/  vae/  text_encoder/  tokenizer/  text_encoder_2/  tokenizer_2/
+Tencent     transformer/VERSION/  vae/  text_encoder/{llm, byt5-small, Glyph-SDXL-v2}/
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from sage_grpo.json_files import read_object
+from sage_grpo.models.backbone import LARGEST, Sampling
+from sage_grpo.models.hunyuan15 import DEFAULT_VERSION, tencent
+from sage_grpo.models.weights import Weights, open_folder, read_index
+
+GLYPH_WEIGHTS = "checkpoints/byt5_model.safetensors"
+FONTS, COLOURS = "assets/multilingual_10-lang_idx.json", "assets/color_idx.json"
+
+# Files required to load each part.
+MODEL = ("config.json", "*.safetensors")
+DIFFUSERS_FILES = {
+    "transformer": MODEL,
+    "vae": MODEL,
+    "text_encoder": MODEL,
+    "text_encoder_2": MODEL,
+    "tokenizer": ("tokenizer_config.json",),
+    "tokenizer_2": ("tokenizer_config.json",),
+}
+TENCENT_FILES = DIFFUSERS_FILES | {
+    "text_encoder_2": (COLOURS, FONTS, GLYPH_WEIGHTS),
+    "tokenizer_2": ("config.json", "tokenizer_config.json"),
+}
+TENCENT_FOLDERS = {
+    "transformer": "transformer/{version}",
+    "vae": "vae",
+    "text_encoder": "text_encoder/llm",
+    "tokenizer": "text_encoder/llm",
+    "text_encoder_2": "text_encoder/Glyph-SDXL-v2",
+    "tokenizer_2": "text_encoder/byt5-small",
+}
+
+# (target_size, task_type) of the transformer. Distilled versions share these and differ in guidance.
+SAMPLING = {
+    (640, "t2v"): Sampling(frames=81, height=352, width=624, fps=24, shift=5.0, guidance=6.0, num_steps=20),
+    (960, "t2v"): Sampling(frames=81, height=720, width=1280, fps=24, shift=9.0, guidance=6.0, num_steps=20),
+}
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A model folder and the selected transformer. A folder that does not exist stands for the full-size model."""
+
+    root: Path
+    version: str = DEFAULT_VERSION  # selects a transformer in Tencent's layout
+
+    @cached_property
+    def is_tencent(self) -> bool:
+        """Whether the layout is Tencent's: several transformer versions instead of one, or Tencent's encoders."""
+        if (self.root / "transformer" / "config.json").is_file():
+            return False
+        return (self.root / "text_encoder" / "llm").is_dir() or bool(self.versions)
+
+    @cached_property
+    def versions(self) -> list[str]:
+        """The transformer versions in a Tencent-layout folder."""
+        return sorted(path.parent.name for path in (self.root / "transformer").glob("*/config.json"))
+
+    def check(self) -> None:
+        """Reject an incomplete folder."""
+        self.check_version()
+        if self.missing_files():
+            raise FileNotFoundError(self._incomplete())
+
+    def check_version(self) -> None:
+        """Require that the folder exists, and that a version is selected if there are several."""
+        if not self.root.is_dir():
+            raise FileNotFoundError(f"Model folder '{self.root}' does not exist; download_weights.sh makes one.")
+        if self.is_tencent:
+            if self.versions and self.version not in self.versions:
+                raise FileNotFoundError(
+                    f"'{self.root}/transformer' has no {self.version}; choose pretrained_transformer_version from "
+                    f"{', '.join(self.versions)}, or get it: bash download_weights.sh --version {self.version}."
+                )
+        elif self.version != DEFAULT_VERSION:
+            raise ValueError(
+                f"pretrained_transformer_version {self.version} chooses a folder in Tencent's layout, but "
+                f"'{self.root}' has the layout of diffusers, which holds one transformer; leave it out."
+            )
+
+    def missing_files(self) -> list[str]:
+        """Missing files, relative to this folder; given as a pattern where any name will do."""
+        return list(dict.fromkeys(file for part in DIFFUSERS_FILES for file in self._missing(part)))
+
+    def _missing(self, part: str) -> list[str]:
+        place = self._place(part)
+        needed = (TENCENT_FILES if self.is_tencent else DIFFUSERS_FILES)[part]
+        for index in (self.root / place).glob("*.safetensors.index.json"):
+            needed += tuple(sorted(set(read_index(index).values())))
+        return [f"{place}/{file}" for file in needed if not any((self.root / place).glob(file))]
+
+    def _incomplete(self) -> str:
+        missing = self.missing_files()
+        text = f"Model folder '{self.root}' lacks {', '.join(missing)}; download_weights.sh gets what is missing"
+        if any(file.endswith(GLYPH_WEIGHTS) for file in missing):
+            made = f"'python scripts/convert_weights.py {self.root}' makes {Path(GLYPH_WEIGHTS).name} of byt5_model.pt"
+            text += f", and {made}"
+        return f"{text}."
+
+    def _place(self, part: str) -> str:
+        return TENCENT_FOLDERS[part].format(version=self.version) if self.is_tencent else part
+
+    def part(self, name: str) -> Path:
+        """The subfolder of one part; if it is incomplete, the error lists everything missing from the model folder."""
+        self.check_version()
+        if self._missing(name):
+            raise FileNotFoundError(self._incomplete())
+        return self.root / self._place(name)
+
+    def config(self, part: str) -> dict[str, Any]:
+        """Settings of the `transformer` or `vae` under diffusers' names; diffusers' defaults if there is no folder."""
+        if not self.root.is_dir():
+            return {}
+        config = read_object(self.part(part) / "config.json")
+        if not self.is_tencent:
+            return config
+        return tencent.transformer_config(config, self.version) if part == "transformer" else tencent.vae_config(config)
+
+    def weights(self, part: str) -> Weights:
+        """Weights of the `transformer` or `vae`, with diffusers' tensor names."""
+        stored = open_folder(self.part(part))
+        return stored.renamed(tencent.to_diffusers(part, stored.names)) if self.is_tencent else stored
+
+    def sampling(self) -> Sampling:
+        """The folder's `sampling.json`, else the built-in table with the guidance the model was trained for."""
+        if not self.root.is_dir():
+            return self._published_sampling()
+        if (self.root / "sampling.json").is_file():
+            return Sampling.from_json(self.root / "sampling.json")
+        config = self.config("transformer")
+        kind = (config.get("target_size"), config.get("task_type"))
+        if kind not in list(SAMPLING):
+            known = ", ".join(f"{size} {task}" for size, task in SAMPLING)
+            raise ValueError(
+                f"'{self.root}/transformer' has target_size and task_type {kind[0]!r} {kind[1]!r}, which is none of "
+                f"{known}; put a sampling.json into the folder to say how it is sampled."
+            )
+        guidance = self._own_guidance()
+        return SAMPLING[kind] if guidance is None else replace(SAMPLING[kind], guidance=guidance)
+
+    def _published_sampling(self) -> Sampling:
+        """Sampling settings of the published model that the version names."""
+        size, task, distilled = tencent.read_version(self.version)
+        if (size, task) not in SAMPLING:
+            raise ValueError(f"pretrained_transformer_version is {self.version}; only t2v can be trained")
+        return replace(SAMPLING[size, task], guidance=1.0) if distilled else SAMPLING[size, task]
+
+    def _own_guidance(self) -> float | None:
+        if self.is_tencent:
+            return 1.0 if tencent.read_version(self.version).distilled else None
+        guider = self.root / "guider" / "guider_config.json"
+        if not guider.is_file():
+            return None
+        guidance = read_object(guider).get("guidance_scale")
+        if type(guidance) not in (int, float) or not 0 <= guidance < LARGEST:
+            raise ValueError(
+                f"{guider} has guidance_scale {guidance!r}; it must be a number of at least 0, below {LARGEST}."
+            )
+        return guidance

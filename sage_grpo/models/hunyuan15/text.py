@@ -1,0 +1,117 @@
+"""Prompts to packed text embeddings.
+
+Same result as the stock pipeline's `encode_prompt` without padding: Qwen2.5-VL reads the chat template, its
+third-to-last hidden state is kept and the template's 108 tokens are cropped; ByT5 reads only quoted text.
+
+Shapes: L text tokens, M glyph tokens.
+"""
+
+import hashlib
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from diffusers import HunyuanVideo15Pipeline
+from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import extract_glyph_texts, format_text_input
+from torch import Tensor
+from transformers import ByT5Tokenizer, Qwen2_5_VLTextModel, Qwen2Tokenizer, T5EncoderModel
+
+from sage_grpo.data.requests import Request
+from sage_grpo.models.embeddings import Conditioning
+from sage_grpo.models.hunyuan15.encoders import load_encoders, load_tokenizers
+from sage_grpo.models.hunyuan15.folder import ModelFolder
+
+_STOCK = inspect.signature(HunyuanVideo15Pipeline._get_mllm_prompt_embeds).parameters
+SYSTEM_MESSAGE: str = _STOCK["system_message"].default
+TEMPLATE_TOKENS: int = _STOCK["crop_start"].default
+MAX_TEXT_TOKENS: int = _STOCK["tokenizer_max_length"].default
+HIDDEN_STATE = -(_STOCK["num_hidden_layers_to_skip"].default + 1)
+MAX_GLYPH_TOKENS: int = (
+    inspect.signature(HunyuanVideo15Pipeline._get_byt5_prompt_embeds).parameters["tokenizer_max_length"].default
+)
+
+ENCODER_PARTS = ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2")
+
+
+@dataclass(frozen=True)
+class TextConditioning(Conditioning):
+    """Text embeddings of one prompt without padding."""
+
+    text: Tensor  # (L, text_dim)
+    glyph: Tensor  # (M, glyph_dim), M = 0 if the prompt quotes nothing
+
+
+class TextEncoder:
+    """Both text encoders of a model folder, loaded on the first prompt."""
+
+    kind = TextConditioning
+
+    def __init__(self, folder: ModelFolder, device: torch.device, dtype: torch.dtype) -> None:
+        self.folder, self.device, self.dtype = folder, device, dtype
+        self._models: tuple[Qwen2_5_VLTextModel, T5EncoderModel] | None = None
+        self._tokenizers: tuple[Qwen2Tokenizer, ByT5Tokenizer] | None = None
+
+    @torch.no_grad()
+    def encode(self, request: Request) -> TextConditioning:
+        if self._models is None:
+            self._load()
+        return TextConditioning(text=self._text(request.text), glyph=self._glyph(request.text))
+
+    def release(self) -> None:
+        """Free the encoders; the next prompt loads them again."""
+        self._models = None
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # gigabytes that other parts may need
+
+    def identity(self) -> str:
+        """Fingerprint of all that determines an embedding: tokenizers, encoder weights, template and precision."""
+        digest = hashlib.sha256(f"{self.dtype} {TEMPLATE_TOKENS} {HIDDEN_STATE} {SYSTEM_MESSAGE}".encode())
+        for name in ENCODER_PARTS:
+            part = self.folder.part(name)
+            files = (path for path in part.rglob("*") if path.is_file())
+            for path in sorted(path for path in files if ".cache" not in path.parts):  # Hugging Face Hub metadata
+                digest.update(path.relative_to(self.folder.root).as_posix().encode())
+                digest.update(file_fingerprint(path))
+        return digest.hexdigest()[:16]
+
+    def _load(self) -> None:
+        self._tokenizers = load_tokenizers(self.folder)
+        self._models = load_encoders(self.folder, self.device, self.dtype)
+
+    def _text(self, prompt: str) -> Tensor:
+        """(L, text_dim), without padding: in a causal model, right padding cannot affect earlier tokens."""
+        tokens = self._tokenizers[0].apply_chat_template(
+            format_text_input([prompt], SYSTEM_MESSAGE),
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            truncation=True,
+            max_length=MAX_TEXT_TOKENS + TEMPLATE_TOKENS,
+            return_tensors="pt",
+        )
+        hidden = self._models[0](input_ids=tokens.input_ids.to(self.device), output_hidden_states=True).hidden_states
+        return hidden[HIDDEN_STATE][0, TEMPLATE_TOKENS:].clone()
+
+    def _glyph(self, prompt: str) -> Tensor:
+        """(M, glyph_dim); M = 0 if the prompt quotes nothing."""
+        quoted = extract_glyph_texts(prompt)
+        if quoted is None:
+            return torch.zeros(0, self._models[1].config.d_model, dtype=self.dtype, device=self.device)
+        tokens = self._tokenizers[1](quoted, truncation=True, max_length=MAX_GLYPH_TOKENS, return_tensors="pt")
+        return self._models[1](input_ids=tokens.input_ids.to(self.device)).last_hidden_state[0]
+
+
+def file_fingerprint(path: Path, blocks: int = 64, block_size: int = 1 << 20) -> bytes:
+    """Hash of a file's size and evenly spaced blocks; files up to `blocks * block_size` bytes are hashed completely.
+
+    Reading 16 GB of weights at every start would take a minute; a different encoder differs in nearly every block.
+    """
+    size = path.stat().st_size
+    stride = max(block_size, -(-size // blocks))
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        for start in range(0, size, stride):
+            file.seek(start)
+            digest.update(file.read(block_size))
+    return digest.digest()

@@ -1,0 +1,144 @@
+"""HunyuanVideo-1.5's transformer without padding, masks or device syncs.
+
+The stock forward pads every text to a fixed length and builds a square mask in each layer. A batch that shares one
+prompt (a GRPO group) needs neither, because its text has a single length. Parameters and their names are the stock
+ones, so `from_pretrained` and LoRA files work unchanged.
+
+Shapes: B clips of one prompt, C latent channels, (T, Y, X) latent frames, rows and columns, N = T*Y*X video tokens
+(patch 1), L text tokens, M glyph tokens, I image tokens, K = I + M + L context tokens, H heads of E, D = H*E. Under
+sequence parallelism the blocks see this rank's share of N and K.
+"""
+
+import functools
+import json
+
+import torch
+import torch.distributed as dist
+from diffusers import HunyuanVideo15Transformer3DModel
+from diffusers.models.attention_processor import Attention
+from diffusers.models.embeddings import apply_rotary_emb
+from einops import rearrange
+from torch import Tensor
+
+from sage_grpo.models.attention import best_attention
+from sage_grpo.models.denoiser import Denoiser
+from sage_grpo.parallel.ulysses import Attend, Shares
+
+TEXT, GLYPH, IMAGE = range(3)  # rows of `cond_type_embed`
+
+Rope = tuple[Tensor, Tensor]
+
+
+class PackedAttention:
+    """Attention processor of a double-stream block: video and context tokens attend to each other, all valid."""
+
+    def __call__(
+        self,
+        attn: Attention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        attention_mask: Attend,
+        image_rotary_emb: Rope | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Video (B, N, D) and context (B or 1, K, D) -> their attention outputs (B, N, D) and (B, K, D).
+
+        The stock block passes `attention_mask` through unread. No mask is needed, so it carries the attention function.
+        """
+        video = self._heads(attn, hidden_states, (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k))
+        video[:2] = [apply_rotary_emb(x, image_rotary_emb, sequence_dim=1) for x in video[:2]]
+        context = self._heads(
+            attn,
+            encoder_hidden_states,
+            (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj),
+            (attn.norm_added_q, attn.norm_added_k),
+        )
+        batch, num_video = hidden_states.shape[:2]
+        # A context still shared by the group is expanded here, the last point where that is exact.
+        joint = [torch.cat([v, c.expand(batch, -1, -1, -1)], dim=1) for v, c in zip(video, context, strict=True)]
+        out = attention_mask(*joint).flatten(2)
+        video_out, context_out = out[:, :num_video], out[:, num_video:]
+        return attn.to_out[1](attn.to_out[0](video_out)), attn.to_add_out(context_out)
+
+    @staticmethod
+    def _heads(attn: Attention, tokens: Tensor, projections: tuple, norms: tuple) -> list[Tensor]:
+        """Tokens (B, S, D) -> normalized query, normalized key, value, each (B, S, H, E)."""
+        query, key, value = (project(tokens).unflatten(2, (attn.heads, -1)) for project in projections)
+        return [norms[0](query), norms[1](key), value]
+
+
+class PackedTransformer(HunyuanVideo15Transformer3DModel, Denoiser):
+    """The stock model with a packed forward for clips that share one prompt."""
+
+    varying = (1, 1)  # tokens of the context
+
+    # `from_pretrained` reads the accepted config keys from the signature.
+    @functools.wraps(HunyuanVideo15Transformer3DModel.__init__)
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        for block in self.all_blocks:
+            block.attn.set_processor(PackedAttention())
+
+    @property
+    def never_trained(self) -> tuple[str, ...]:
+        """Text-to-video has no image tokens; the last block's context output is dropped, so its queries are unused."""
+        last = f"{self.block_list}.{len(self.all_blocks) - 1}"
+        unread = ("attn.add_q_proj", "attn.norm_added_q", "attn.to_add_out", "ff_context")
+        return ("image_embedder", *(f"{last}.{name}" for name in unread))
+
+    def split_sequence(self, group: dist.ProcessGroup | None) -> None:
+        """Split the tokens of every forward across the ranks of a group; every rank gets the full velocity."""
+        heads = self.config.num_attention_heads
+        if group is not None and heads % dist.get_world_size(group):
+            raise ValueError(f"sp_size is {dist.get_world_size(group)}; it must divide the model's {heads} heads")
+        self.sequence_group = group
+
+    def forward(
+        self, hidden_states: Tensor, timestep: Tensor, text: Tensor, glyph: Tensor, image: Tensor | None = None
+    ) -> Tensor:
+        """Velocity (B, C, T, Y, X) in the dtype of the input.
+
+        hidden_states: (B, in_channels, T, Y, X), latents with condition and mask channels.
+        timestep: fp32, 1000 * sigma; (1,) if the clips share it, which is cheaper, else (B,).
+        text: (1, L, text_dim) valid prompt tokens; glyph: (1, M, glyph_dim), M = 0 without quoted text.
+        image: (1, I, image_dim) tokens of a first frame; None means text-to-video, decided without reading values.
+        """
+        temb = self._time_embedding(timestep, hidden_states.dtype)
+        video, context = self.x_embedder(hidden_states), self._context(timestep, text, glyph, image)
+        shares = Shares.of(video.shape[1], context.shape[1], best_attention(video), self.sequence_group)
+        rope = tuple(shares.own_video(table, dim=0) for table in self.rope(hidden_states))
+        video, context = shares.own_video(video), shares.own_context(context)
+        for block in self.all_blocks:
+            video, context = self.run_block(block, (video, context, temb), shares.attend, rope)
+        velocity = shares.join_video(self.proj_out(self.norm_out(video, temb)))
+        return self._unpatch(velocity, hidden_states.shape[2:])
+
+    def to_json_string(self) -> str:
+        """The config as the stock class writes it, so that saved folders load without this package."""
+        config = json.loads(super().to_json_string())
+        config["_class_name"] = HunyuanVideo15Transformer3DModel.__name__
+        return json.dumps(config, indent=2, sort_keys=True) + "\n"
+
+    def _time_embedding(self, timestep: Tensor, dtype: torch.dtype) -> Tensor:
+        """(1 or B,) -> (1 or B, D). The sinusoid stays fp32: bf16 cannot distinguish neighboring timesteps."""
+        sinusoid = self.time_embed.time_proj(timestep.float())
+        return self.time_embed.timestep_embedder(sinusoid.to(dtype))
+
+    def _context(self, timestep: Tensor, text: Tensor, glyph: Tensor, image: Tensor | None) -> Tensor:
+        """Image, glyph and text tokens in the stock order, (1 or B, K, D).
+
+        The batch is 1 unless the timesteps differ: then only the refiner's gates, and what follows them, are per clip.
+        The glyph projection runs even for M = 0: under FSDP every rank must enter the same modules.
+        """
+        refined = self.context_embedder(text, timestep.float()) + self.cond_type_embed.weight[TEXT]
+        parts = [self.context_embedder_2(glyph) + self.cond_type_embed.weight[GLYPH], refined]
+        if image is not None:
+            parts.insert(0, self.image_embedder(image) + self.cond_type_embed.weight[IMAGE])
+        return torch.cat([part.expand(len(refined), -1, -1) for part in parts], dim=1)
+
+    def _unpatch(self, tokens: Tensor, grid: torch.Size) -> Tensor:
+        """Output tokens (B, N, C * patch volume) -> (B, C, T, Y, X), copied, because FSDP does not accept views."""
+        c = self.config
+        sizes = {"t": grid[0] // c.patch_size_t, "y": grid[1] // c.patch_size, "x": grid[2] // c.patch_size}
+        patch = {"pt": c.patch_size_t, "py": c.patch_size, "px": c.patch_size}
+        velocity = rearrange(tokens, "b (t y x) (c pt py px) -> b c (t pt) (y py) (x px)", **sizes, **patch)
+        return velocity.clone(memory_format=torch.contiguous_format)

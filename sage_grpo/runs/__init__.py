@@ -1,0 +1,1 @@
+"""The run folder: written during training, read back by tools."""

@@ -1,0 +1,50 @@
+"""Reward hacking: the training reward rises while a held-out reward, which training never sees, falls.
+
+Clips of the first validation and of a later one are compared one by one, same prompt and seed. A change counts if the
+95 % interval of its mean excludes 0. A record is an entry of clips.json; each held-out score has weight 1.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from sage_grpo.intervals import Interval, interval
+from sage_grpo.runs.clips import read_validations
+
+Record = Mapping[str, Any]
+
+
+def trained(record: Record) -> float:
+    total = record["scores"]["total"]
+    return math.nan if total is None else total
+
+
+def held_out(record: Record) -> float:
+    """Total held-out score of a record; NaN if there is none or one is missing."""
+    values = record.get("holdout", {}).values()
+    return math.nan if None in values or not values else math.fsum(values)
+
+
+def change(before: Iterable[Record], after: Iterable[Record], value: Callable[[Record], float]) -> Interval:
+    """Mean of after - before over the clips that both contain."""
+    known = {(record["prompt"], record["seed"]): value(record) for record in before}
+    return interval(value(record) - known.get((record["prompt"], record["seed"]), math.nan) for record in after)
+
+
+def divergence(folder: Path, step: int) -> str:
+    """What is wrong with the validation at `step` of a run folder, in one sentence; empty if nothing is."""
+    found = read_validations(folder)
+    if step not in found:  # its clips were not saved: the disk was full
+        return ""
+    first = min(found)
+    reward, holdout = (change(found[first], found[step], value) for value in (trained, held_out))
+    if reward.sign < 1 or holdout.sign > -1:
+        return ""
+    shown = [
+        f"{c.mean:+.3g} (95 % interval {c.mean - c.half:+.3g} to {c.mean + c.half:+.3g})" for c in (reward, holdout)
+    ]
+    return (
+        f"reward hacking: from iteration {first} to {step} the trained reward changed by {shown[0]} and the held-out "
+        f"one by {shown[1]}; look at the clips, go back to an earlier checkpoint, change reward_weights or the KL"
+    )

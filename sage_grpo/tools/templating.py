@@ -1,0 +1,39 @@
+"""HTML pages from the files in templates/. Every value is escaped; only our own drawings are `Markup`."""
+
+import base64
+import re
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+ENVIRONMENT = jinja2.Environment(
+    loader=jinja2.PackageLoader("sage_grpo.tools"),
+    autoescape=True,
+    undefined=jinja2.StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+
+
+def data_uri(path: Path) -> str:
+    """An MP4 file as a data URI."""
+    return f"data:video/mp4;base64,{base64.b64encode(path.read_bytes()).decode()}"
+
+
+def inline_svg(svg: str, label: str) -> Markup:
+    """A matplotlib SVG, in which text is already escaped, as an element of a page.
+
+    Removes its prologue, metadata, namespaces, and all ids without references.
+    """
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") + 4 :], flags=re.DOTALL)
+    svg = re.sub(r' xmlns(:\w+)?="[^"]*"', "", re.sub(r'<g id="[^"]*">', "<g>", svg))
+    return Markup('<svg role="img" aria-label="{}"').format(label) + Markup(svg)
+
+
+ENVIRONMENT.filters["data_uri"] = data_uri
+
+
+def render(template: str, **values: Any) -> str:
+    return ENVIRONMENT.get_template(template).render(values) + "\n"

@@ -1,0 +1,233 @@
+"""The faults of `chaos.py`: what can happen to a run, when, how it recovers, and what must not happen."""
+
+import random
+import re
+import resource
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sage_grpo.train.checkpoint import step_of
+from tests.chaos.world import MoodyReward, Stuck, Training
+
+ANY = ("start", "iteration", "save")
+KINDS = {  # and the moments at which they occur
+    "kill_rank": ANY,
+    "kill_all": ANY,  # including the launcher
+    "term_launcher": ANY,
+    "term_rank": ANY,
+    "hang_rank": ANY[1:],  # a start may take long
+    "full_disk": ("iteration",),
+    "damage": ANY[1:],  # kill_all, then change, truncate or delete a file of the newest checkpoint
+    "reward_raises": ("iteration",),
+    "reward_hangs": ("iteration",),
+}
+RELAUNCHES = 5  # after the last fault, before an operator would give up
+SMALL_FILE = 1 << 14  # bytes
+FREE = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+SAVE_FAILED = r"step-\d+ could not be written"
+
+
+@dataclass(frozen=True)
+class Fault:
+    kind: str
+    moment: str
+    step: int  # it occurs once this iteration is done
+    fraction: float  # of the start, the iteration or the save's files that passes first
+    rank: int
+    seed: int  # determines what is damaged, and how
+
+    def __str__(self) -> str:
+        who = f" {self.rank}" if self.kind.endswith("rank") else ""
+        return f"{self.kind}{who} in {self.moment}" + ("" if self.moment == "start" else f" after {self.step}")
+
+
+@dataclass
+class Outcome:
+    run: str
+    fault: str
+    ended: str
+    resumed: int | None  # iteration after which training resumed; None: it never stopped, or the next fault came first
+    seconds: float  # from the fault until then
+    wrong: str  # what should not have happened
+
+    def __str__(self) -> str:
+        where = "" if self.resumed is None else f", resumed after {self.resumed}"
+        return f"{self.run}: {self.fault}: {self.ended}{where}, {self.seconds:.1f} s{self.wrong and ': ' + self.wrong}"
+
+
+class Chaos:
+    """Injects faults into a run, and keeps it going."""
+
+    def __init__(self, training: Training, reward: MoodyReward, pace: tuple[float, float], disk: bool) -> None:
+        """pace: seconds of a start and of an iteration. disk: whether the run folder is on a separate disk."""
+        self.training, self.reward, self.pace, self.disk = training, reward, pace, disk
+
+    def outcomes(self, faults: Sequence[Fault]) -> Iterator[Outcome]:
+        self.training.launch()
+        try:
+            for fault, after in zip(faults, (*faults[1:], None), strict=True):
+                yield self.bring(fault, interrupted=after is not None and after.moment == "start")
+            self.finish()
+        finally:
+            self.training.kill_all()
+
+    def bring(self, fault: Fault, interrupted: bool) -> Outcome:
+        """Inject a fault. interrupted: the next fault occurs before training resumes."""
+        training = self.training
+        self.await_moment(fault)
+        step, starts, pids = training.step, len(training.starts), self.all_ranks()
+        begun, clock, spoken = time.monotonic(), time.time(), len(training.said)
+        self.strike(fault, pids)
+        training.wait("the end of the ranks", lambda: self.over(fault, pids, training.said[spoken:]))
+        state, newest = training.status(), max(map(step_of, training.checkpoints()), default=0)
+        self.relieve(pids)
+        ended = self.go_on(fault, pids)
+        if not interrupted and not ended.startswith("went on"):
+            training.wait("training", lambda: len(training.starts) > starts, tended=True)
+        resumed = training.starts[-1] if len(training.starts) > starts else None
+        said, flight = training.said[spoken:], self.flight_records(clock)
+        wrong = broken_promise(fault, step, state, newest, None if interrupted else said, flight)
+        ended = f"{ended}{exit_codes(said)}; {state['state']}"
+        return Outcome(training.folder.name, str(fault), ended, resumed, time.monotonic() - begun, wrong)
+
+    def await_moment(self, fault: Fault) -> None:
+        training = self.training
+        self.all_ranks()
+        if fault.moment == "start":
+            time.sleep(fault.fraction * self.pace[0])
+            return
+        training.wait(f"iteration {fault.step}", lambda: training.trains_after(fault.step), tended=True)
+        if fault.kind == "damage":  # otherwise there would be none to fall back to
+            training.wait("two checkpoints", lambda: len(training.checkpoints()) > 1, tended=True)
+        if fault.moment == "save":
+            training.wait("a save", training.draft_files, tended=True, pause=0.001)
+            files = 1 + int(6 * fault.fraction)
+            training.wait("more of a save", lambda: not 0 < training.draft_files() < files, pause=0.001)
+        else:
+            time.sleep(fault.fraction * self.pace[1])
+
+    def all_ranks(self) -> dict[int, int]:
+        """The processes by rank, once all are running."""
+        training = self.training
+        training.wait("all ranks", lambda: len(training.pids()) == training.ranks, tended=True)
+        return training.pids()
+
+    def strike(self, fault: Fault, pids: Mapping[int, int]) -> None:
+        training = self.training
+        match fault.kind:
+            case "kill_rank":
+                training.send(signal.SIGKILL, pids[fault.rank])
+            case "kill_all":
+                training.kill_all()
+            case "term_launcher":
+                training.send(signal.SIGTERM, training.launcher.pid)
+            case "term_rank":
+                training.send(signal.SIGTERM, pids[fault.rank])
+            case "hang_rank":
+                training.send(signal.SIGSTOP, pids[fault.rank])
+            case "full_disk":
+                self.fill(pids)
+            case "damage":
+                training.kill_all()
+                damage(training.checkpoints()[-1], random.Random(fault.seed))
+            case "reward_raises" | "reward_hangs":
+                self.reward.turn(fault.kind.removeprefix("reward_"))
+
+    def fill(self, pids: Mapping[int, int]) -> None:
+        """Fill the run's disk; if it has no separate one, limit the size of its files."""
+        if not self.disk:
+            for pid in pids.values():
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (SMALL_FILE, resource.RLIM_INFINITY))
+            return
+        with (self.training.folder / "filler").open("wb", buffering=0) as file:
+            for size in (1 << 20, 1):
+                try:
+                    while file.write(bytes(size)):
+                        pass
+                except OSError:  # full
+                    continue
+
+    def over(self, fault: Fault, pids: Mapping[int, int], said: str) -> bool:
+        """Whether the ranks have exited, or continued without the missing resource."""
+        without = fault.kind == "full_disk" and re.search(SAVE_FAILED, said)
+        return bool(without) or not self.left(pids)
+
+    def left(self, pids: Mapping[int, int]) -> set[int]:
+        return set(pids.values()) & set(self.training.pids().values())
+
+    def relieve(self, pids: Mapping[int, int]) -> None:
+        """Free the disk and let the reward respond again."""
+        self.reward.turn("good")
+        (self.training.folder / "filler").unlink(missing_ok=True)
+        for pid in self.left(pids):
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, FREE)
+
+    def go_on(self, fault: Fault, pids: Mapping[int, int]) -> str:
+        """Wait until torchrun has started new ranks, or start it; returns which of the two."""
+        training, newest = self.training, self.training.checkpoints()[-1:]
+        if fault.kind == "full_disk":
+            training.wait("the next checkpoint", lambda: not self.left(pids) or training.checkpoints()[-1:] != newest)
+            if self.left(pids):
+                return f"went on ({'tmpfs' if self.disk else 'file limit'})"
+        training.wait("new ranks", lambda: training.ended or set(training.pids().values()) - set(pids.values()))
+        if not training.ended:
+            return "ranks restarted"
+        code = training.launcher.returncode
+        training.launch()
+        return f"launcher {code}"
+
+    def flight_records(self, since: float) -> int:
+        return sum(file.stat().st_mtime >= since for file in self.training.folder.glob("flight/rank-*.json"))
+
+    def finish(self) -> None:
+        """Keep the run going until it is done."""
+        for _ in range(RELAUNCHES):
+            self.training.wait("the end of the run", lambda: self.training.ended)
+            if self.training.launcher.returncode == 0 and self.training.status()["state"] == "done":
+                return
+            self.training.launch()
+        raise Stuck(f"{self.training.folder.name} was not done after {RELAUNCHES} more starts")
+
+
+def damage(checkpoint: Path, rng: random.Random) -> None:
+    """Flip a bit of some file, truncate it, or delete it."""
+    file = rng.choice(sorted(path for path in checkpoint.rglob("*") if path.is_file()))
+    content, place = bytearray(file.read_bytes()), rng.randrange(file.stat().st_size)
+    how = rng.choice(("change", "cut", "delete"))
+    content[place] ^= 1 << rng.randrange(8)
+    if how == "delete":
+        file.unlink()
+    else:
+        file.write_bytes(content if how == "change" else content[:place])
+
+
+def exit_codes(said: str) -> str:
+    """Exit codes of ranks as reported by torchrun."""
+    codes = re.findall(r"exitcode: (-?\d+)\)", said)
+    return f" (exit {', '.join(codes)})" if codes else ""
+
+
+def broken_promise(
+    fault: Fault, step: int, state: Mapping[str, Any], newest: int, said: str | None, flight: int
+) -> str:
+    """What a fault after iteration `step` should not have caused.
+
+    state, newest: status.json and the newest checkpoint once the ranks had exited. said: the run's output until it
+    trained again, None if it was interrupted. flight: new flight records.
+    """
+    if fault.kind.startswith("term") and fault.moment != "start":
+        if state["state"] != "preempted":
+            return f"the status is {state['state']} instead of preempted"
+        if newest < step:
+            return f"the newest checkpoint is that of {newest}, but the signal came after {step}"
+    if fault.kind.startswith("reward") and "of the rewards failed" not in state["message"]:
+        return f"the run did not stop for its reward: {state['message']}"
+    if fault.kind == "hang_rank" and not flight:
+        return "there is no flight record"
+    if fault.kind == "damage" and said is not None and "is damaged and left out" not in said:
+        return "the damage was not noticed"
+    return ""

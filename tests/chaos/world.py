@@ -1,0 +1,206 @@
+"""What `chaos.py` breaks: a run under torchrun on a miniature model, its disk, and its reward server.
+
+Everything is observed from outside: processes through /proc, progress through the files of the run folder.
+"""
+
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from embedded.shapes.reward import ShapesReward
+from embedded.tiny import TinyConfig, build_tiny
+from sage_grpo.models.backbone import Sampling
+from sage_grpo.rewards.composite import Composite
+from sage_grpo.rewards.wire import TOKEN_VARIABLE
+from sage_grpo.tools.reward_server import Limits, build_server, in_background
+from sage_grpo.train.checkpoint import found
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE = 180.0  # seconds after which a run counts as stuck; torchrun alone waits 30 for a rank that does not exit
+MARK = "SAGE_CHAOS_RUN"  # identifies the processes of a run
+DISK = "640m"  # size of the tmpfs: four checkpoints and some headroom
+PROMPTS = ("a red circle moving left", "a green square moving right", "a red square moving right")
+ENVIRONMENT = {  # without the first, most restarts of ranks fail
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE",
+}  # fmt: skip
+
+T = TypeVar("T")
+
+
+class Stuck(RuntimeError):
+    """What the run never did."""
+
+
+class Training:
+    """A run folder, and the torchrun process working on it."""
+
+    def __init__(self, folder: Path, flags: Sequence[str], ranks: int) -> None:
+        self.folder, self.ranks, self.mark, self.said = folder, ranks, secrets.token_hex(8), ""
+        launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), "--max_restarts", "3"]
+        self.command = [sys.executable, "-m", *launcher, "post_train.py", *flags, "--output_dir", str(folder)]
+
+    def launch(self) -> None:
+        self.launcher = subprocess.Popen(
+            self.command,
+            cwd=ROOT,
+            env=os.environ | ENVIRONMENT | {MARK: self.mark},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        threading.Thread(target=self._listen, args=(self.launcher.stdout,), daemon=True).start()
+
+    def _listen(self, pipe: Any) -> None:
+        """Read the output from a pipe, because a file size limit would also apply to a log file."""
+        with self.folder.with_suffix(".log").open("a") as log, pipe:
+            for line in pipe:
+                self.said += line
+                log.write(line)
+                log.flush()
+
+    @property
+    def ended(self) -> bool:
+        return self.launcher.poll() is not None
+
+    def pids(self) -> dict[int, int]:
+        """The live processes by rank."""
+        living = {}
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                values = (process / "environ").read_bytes().split(b"\0")
+                ours = b"post_train.py" in (process / "cmdline").read_bytes()
+            except OSError:  # it has exited, or belongs to another user
+                continue
+            if ours and f"{MARK}={self.mark}".encode() in values:
+                living |= {int(value[5:]): int(process.name) for value in values if value.startswith(b"RANK=")}
+        return living
+
+    def send(self, number: signal.Signals, *pids: int) -> None:
+        for pid in set(pids) & {self.launcher.pid, *self.pids().values()}:
+            os.kill(pid, number)
+
+    def kill_all(self) -> None:
+        """Kill the launcher first, because it would restart ranks."""
+        self.launcher.kill()
+        self.launcher.wait()
+        while alive := self.pids():
+            self.send(signal.SIGKILL, *alive.values())
+            time.sleep(0.02)
+
+    def wait(self, what: str, condition: Callable[[], T], tended: bool = False, pause: float = 0.03) -> T:
+        """Wait for the condition and return its value. tended: restart the launcher if it has exited."""
+        end = time.monotonic() + PATIENCE
+        while not (value := condition()):
+            if time.monotonic() > end:
+                raise Stuck(f"{self.folder.name}: {what} did not come within {PATIENCE:g} s")
+            if tended and self.ended:
+                self.launch()
+            time.sleep(pause)
+        return value
+
+    def lines(self) -> list[tuple[str, int]]:
+        """Kind and iteration of each metrics line."""
+        file = self.folder / "metrics.jsonl"
+        text = file.read_text() if file.is_file() else ""
+        return [(kind, int(step)) for kind, step in re.findall(r'^\{"kind": "(\w+)", "step": (\d+)', text, re.M)]
+
+    @property
+    def step(self) -> int:
+        """The last completed iteration."""
+        return self.lines()[-1][1] if self.lines() else 0
+
+    def trains_after(self, step: int) -> bool:
+        """Whether that iteration is done, and at least one since the last start."""
+        return self.step >= step and self.lines()[-1][0] != "run"
+
+    @property
+    def starts(self) -> list[int]:
+        """The iteration after which each start resumed."""
+        return [step for kind, step in self.lines() if kind == "run"]
+
+    def status(self) -> dict[str, Any]:
+        file = self.folder / "status.json"
+        return json.loads(file.read_text()) if file.is_file() else {"state": "no status", "message": ""}
+
+    def checkpoints(self) -> list[Path]:
+        return found(self.folder / "checkpoints")
+
+    def draft_files(self) -> int:
+        """During a save: 1 plus the number of its files so far. 0 if there is no save."""
+        try:
+            drafts = list((self.folder / "checkpoints").glob("step-??????.tmp"))
+            return sum(1 + sum(path.is_file() for path in draft.rglob("*")) for draft in drafts)
+        except OSError:  # it was just renamed
+            return 0
+
+
+def write_model(folder: Path) -> list[str]:
+    """Write a miniature model and its prompts; returns the flags that name them."""
+    words = sorted({word for prompt in PROMPTS for word in prompt.split()})
+    sizes = TinyConfig(heads=2, rope=(4, 6, 6), layers=2, refiner_layers=1, text_dim=32, latent_channels=4)
+    build_tiny(0, words, sizes).save_pretrained(folder)
+    sampling = Sampling(frames=5, height=32, width=32, fps=8, shift=5.0, guidance=1.0, num_steps=2)
+    sampling.to_json(folder / "sampling.json")
+    for name in ("prompts_train.txt", "prompts_valid.txt"):
+        (folder / name).write_text("\n".join(PROMPTS) + "\n")
+    return ["--pretrained_model_root", str(folder)]
+
+
+class MoodyReward(ShapesReward):
+    """A reward that raises or hangs on demand."""
+
+    def __init__(self) -> None:
+        self.mood, self.released = "good", threading.Event()
+
+    def score(self, *batch: Any) -> Any:
+        if self.mood == "raises":
+            raise OSError("the reward was told to fail")
+        if self.mood == "hangs":
+            self.released.wait(PATIENCE)
+        return super().score(*batch)
+
+    def turn(self, mood: str) -> None:
+        self.mood = mood
+        if mood == "good":
+            self.released.set()
+        else:
+            self.released.clear()
+
+
+@contextmanager
+def serving(reward: ShapesReward) -> Iterator[str]:
+    """Serve the reward; yields its address. The token is in the environment. Scores are independent of the batch."""
+    os.environ[TOKEN_VARIABLE] = secrets.token_hex(32)
+    served = Composite({"shapes": reward}, dict.fromkeys(reward.names, 1.0), batch_size=1, timeout=PATIENCE)
+    server = build_server(served, Limits(seconds=PATIENCE), os.environ[TOKEN_VARIABLE], "127.0.0.1", 0)
+    with in_background(server) as address:
+        yield address
+
+
+@contextmanager
+def own_disk(folder: Path, wanted: bool) -> Iterator[bool]:
+    """Put the folder on a small tmpfs if wanted and permitted; yields whether it is. Its files are kept afterwards."""
+    folder.mkdir(parents=True)
+    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(folder)]
+    mounted = wanted and shutil.which("mount") and not subprocess.run(command, capture_output=True).returncode
+    try:
+        yield bool(mounted)
+    finally:
+        if mounted:
+            kept = folder.with_suffix(".kept")
+            shutil.copytree(folder, kept)
+            subprocess.run(["umount", str(folder)], check=True)
+            folder.rmdir()
+            kept.rename(folder)

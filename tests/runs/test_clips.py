@@ -1,0 +1,94 @@
+"""The clips of a validation: written, read back, and paired with another validation's."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from sage_grpo.runs.clips import (
+    SHEET,
+    SHEET_ROWS,
+    Clip,
+    pair_clips,
+    read_clips,
+    read_validations,
+    sheet_label,
+    write_listing,
+    write_sheet,
+    write_videos,
+)
+from sage_grpo.runs.history import RunError
+
+
+def clip(seed: int, prompt: str = "a") -> Clip:
+    return Clip(Path("none.mp4"), prompt, seed, {})
+
+
+def entry(seed: int, total: float | None, distance: float) -> dict:
+    gold = {"distance": distance}
+    return {"file": f"{seed}.mp4", "prompt": "a", "seed": seed, "number": 0, "scores": {"total": total}, "gold": gold}
+
+
+def test_clips_are_paired_by_prompt_and_seed_in_any_order():
+    before = [clip(1), clip(2), clip(2, "b"), clip(3)]
+    after = [clip(2, "b"), clip(2), clip(4), clip(1)]
+    assert [(a.seed, a.prompt, b.seed, b.prompt) for a, b in pair_clips(before, after)] == [
+        (1, "a", 1, "a"),
+        (2, "a", 2, "a"),
+        (2, "b", 2, "b"),
+    ]
+
+
+def test_clips_have_all_that_was_measured(tmp_path):
+    (tmp_path / "clips.json").write_text(json.dumps([entry(3, None, 0.2) | {"holdout": {"CLIP": 0.7}}]))
+    (read,) = read_clips(tmp_path)
+    assert (read.path, read.prompt, read.seed) == (tmp_path / "3.mp4", "a", 3)
+    assert math.isnan(read.values.pop("reward/total"))
+    assert read.values == {"holdout/CLIP": 0.7, "gold/distance": 0.2}
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "sub/clip.mp4", None])
+def test_a_list_of_clips_cannot_put_other_files_into_a_report(tmp_path, name):
+    (tmp_path / "clips.json").write_text(json.dumps([entry(3, 1.0, 0.2) | {"file": name}]))
+    with pytest.raises(RunError, match=r"clips\.json names the file .*, which does not lie beside it"):
+        read_clips(tmp_path)
+
+
+def test_the_sheet_names_reward_and_prompt():
+    labels = [sheet_label({"scores": {"total": total}, "prompt": "a cat"}) for total in (0.63701756, None)]
+    assert labels == ["0.637  a cat", "failed  a cat"]
+
+
+def test_only_clips_that_exist_and_are_kept_become_videos(tmp_path):
+    pixels = torch.zeros(5, 16, 16, 3, dtype=torch.uint8)
+    records = [entry(seed, 1.0, 0.1) for seed in (1, 2, 3)]
+    write_videos(tmp_path / "step", [pixels, None, pixels], records, {"1.mp4", "2.mp4"}, 8)
+    assert [file.name for file in (tmp_path / "step").iterdir()] == ["1.mp4"]
+
+
+def test_the_sheet_shows_the_first_clips_and_none_where_all_are_lost(tmp_path):
+    pixels = torch.zeros(5, 16, 16, 3, dtype=torch.uint8)
+    records = [entry(seed, 1.0, 0.1) for seed in range(SHEET_ROWS + 2)]
+    write_sheet(tmp_path, [None] * len(records), records)
+    assert not (tmp_path / SHEET).exists()
+    heights = []
+    for clips in ([None, pixels], [pixels] * len(records)):
+        write_sheet(tmp_path, clips, records[: len(clips)])
+        with Image.open(tmp_path / SHEET) as sheet:
+            heights.append(sheet.height)
+    assert heights[1] == SHEET_ROWS * heights[0]
+
+
+def test_every_validation_is_found_by_its_iteration(tmp_path):
+    for step in (0, 100):
+        folder = tmp_path / "validation" / f"step-{step:06d}"
+        folder.mkdir(parents=True)
+        write_listing(folder, [entry(step, 1.0, 0.1) | {"prompt": "é"}])
+        assert [file.name for file in folder.iterdir()] == ["clips.json"]
+    found = read_validations(tmp_path)
+    assert list(found) == [0, 100] and [records[0]["seed"] for records in found.values()] == [0, 100]
+    assert read_clips(tmp_path / "validation" / "step-000100")[0].prompt == "é"
+    assert read_clips(tmp_path) == [] and read_validations(tmp_path / "none") == {}

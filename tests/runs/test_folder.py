@@ -1,0 +1,69 @@
+"""The run folder: what may be written where, and what each of its small files says."""
+
+import json
+
+import pytest
+import torch
+import yaml
+
+from sage_grpo.config import Config, ConfigError
+from sage_grpo.parallel.ranks import Ranks
+from sage_grpo.runs.folder import CONTENTS, RunFolder
+
+FIRST, SECOND = (Ranks(rank, 2, torch.device("cpu")) for rank in (0, 1))
+
+
+def made(folder, ranks=FIRST, **flags):
+    return RunFolder(Config(output_dir=str(folder), report_to=("none",), **flags), ranks)
+
+
+@pytest.mark.parametrize("name", CONTENTS)
+def test_a_folder_that_holds_a_run_is_refused(tmp_path, name):
+    (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match=f"already holds a run .{name}.*--resume_from_checkpoint auto.*--overwrite"):
+        made(tmp_path)
+
+
+def test_nothing_is_written_before_it_is_opened_and_nothing_by_other_ranks(tmp_path):
+    for run in (made(tmp_path / "run"), made(tmp_path / "run", SECOND)):
+        assert not run.path.exists()
+    run.open(0)
+    run.log("train", 1, {})
+    run.write_status("running", 1, "")
+    run.close()
+    assert not run.path.exists()
+
+
+def test_only_what_a_run_writes_is_replaced(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    for name in ("metrics.jsonl", "checkpoints/old", "notes.txt"):
+        (tmp_path / name).write_text("old")
+    made(tmp_path, resume_from_checkpoint="auto", overwrite=True).open(3)
+    assert (tmp_path / "checkpoints" / "old").is_file()
+    run = made(tmp_path, overwrite=True)
+    run.open(0)
+    assert {path.name for path in tmp_path.iterdir()} == {"config.yaml", "command.txt", "notes.txt"}
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["output_dir"] == str(tmp_path)
+    assert run.checkpoints == tmp_path / "checkpoints" and run.validation_folder(7).name == "step-000007"
+
+
+def test_a_run_opens_with_what_it_is(tmp_path):
+    run = made(tmp_path)
+    run.open(0)
+    run.log_start(0, {"world": "shapes"})
+    line = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert (line["kind"], line["step"], line["ranks"], line["device"], line["world"]) == ("run", 0, 2, "CPU", "shapes")
+    assert line["versions"]["torch"] == torch.__version__
+    assert run.has("run", 0) and not run.has("run", 1) and not run.has("train", 0)
+
+
+def test_the_status_is_replaced_and_a_folder_that_is_gone_is_only_noted(tmp_path, capfd):
+    run = made(tmp_path / "run")
+    run.open(0)
+    for step in (1, 2):
+        run.write_status("running", step, "on its way")
+    status = json.loads((run.path / "status.json").read_text())
+    assert (status["state"], status["step"], status["message"]) == ("running", 2, "on its way")
+    run.path.rename(tmp_path / "away")
+    run.write_status("running", 3, "")
+    assert "status.json could not be written" in capfd.readouterr().err

@@ -1,0 +1,108 @@
+"""Reward hacking is detected in real miniature runs, without false alarms."""
+
+import json
+
+import pytest
+import torch
+
+import post_train
+from sage_grpo.intervals import Interval
+from sage_grpo.rewards import REWARDS
+from sage_grpo.runs.hacking import change, divergence, held_out, trained
+from sage_grpo.runs.history import read_run
+from sage_grpo.tools.paired import drift
+from sage_grpo.tools.report import parted
+
+
+class Bright:
+    """How light a clip is, times `sign`."""
+
+    names = ("light",)
+
+    def __init__(self, sign):
+        self.sign = sign
+
+    def check(self, prompts):
+        pass
+
+    def score(self, clips, prompts, fps):
+        return {"light": self.sign * torch.stack([clip.double().mean() / 255 for clip in clips])}
+
+
+@pytest.fixture
+def hacked(flags, tmp_path, monkeypatch):
+    """Flags of a run that learns to make clips lighter, which the held-out reward does not like."""
+    monkeypatch.setitem(REWARDS, "bright", lambda setup: Bright(1))
+    monkeypatch.setitem(REWARDS, "dark", lambda setup: Bright(-1))
+    prompts = tmp_path / "held_out.txt"
+    prompts.write_text("".join(f"a {c} circle moving {d}\n" for c in ("red", "green") for d in ("left", "right")))
+    return flags | {
+        "reward_model": "bright", "reward_weights": {"light": 1.0}, "holdout_reward": "dark", "kl_weight": 0,
+        "validation_prompts": str(prompts), "validate_at_step0": True, "validation_interval": 4, "max_steps": 8,
+        "learning_rate": 3e-3, "batch_size": 8, "num_generations": 4, "num_sampling_steps": 2,
+    }  # fmt: skip
+
+
+def arguments(flags):
+    words = {name: json.dumps(value) if isinstance(value, dict) else str(value) for name, value in flags.items()}
+    return [word for pair in words.items() for word in (f"--{pair[0]}", pair[1])]
+
+
+def test_a_run_that_is_hacked_says_so_and_stops_if_asked(hacked, tmp_path, capfd):
+    assert post_train.main(arguments(hacked)) == 0
+    run = read_run(tmp_path / "run")
+    diverged = [line["holdout/diverged"] for line in run.validations]
+    assert diverged[0] == 0 and diverged[-1] == 1 and len(diverged) == 3
+    assert run.validations[-1]["reward/total"] > run.validations[0]["reward/total"]
+    assert parted(run).startswith("reward hacking: from iteration 0 to 8 the trained reward changed by +")
+    text = (tmp_path / "run" / "report.html").read_text()
+    assert "reward hacking: from iteration 0 to 8" in text and "<h3>Trained against held out</h3>" in text
+    moved = drift(run)
+    assert moved["trained"][0].mean == 0 and moved["trained"][8].sign == 1 and moved["held out"][8].sign == -1
+    assert moved["trained"][8].mean == pytest.approx(-moved["held out"][8].mean)  # one is minus the other
+    capfd.readouterr()
+
+    assert post_train.main(arguments(hacked | {"stop_on_hacking": True, "overwrite": True})) == 1
+    told = capfd.readouterr().err
+    stopped = read_run(tmp_path / "run").validations[-1]
+    assert stopped["step"] == 4 * diverged.index(1) and stopped["holdout/diverged"] == 1
+    assert (
+        f"from iteration 0 to {stopped['step']} the trained reward changed by +" in told and "held-out one by -" in told
+    )
+
+
+def test_a_holdout_that_follows_is_no_hacking(hacked, make):
+    trainer = make(**hacked | {"holdout_reward": "bright", "stop_on_hacking": True, "max_steps": 4})
+    trainer.train()
+    trainer.run.close()
+    run = read_run(trainer.run.path)
+    assert [line["holdout/diverged"] for line in run.validations] == [0, 0] and parted(run) == ""
+    assert drift(run)["held out"] == drift(run)["trained"]
+
+
+def record(seed, total, holdout, prompt="a"):
+    return {"prompt": prompt, "seed": seed, "scores": {"total": total}, "holdout": holdout}
+
+
+def test_clips_are_compared_one_by_one():
+    before = [record(seed, float(seed), {"x": 1.0, "y": 2.0 * seed}) for seed in range(5)]
+    after = [record(seed, seed + 1.0, {"x": 0.5, "y": 2.0 * seed}) for seed in (4, 2, 1, 3)]
+    assert change(before, after, trained) == Interval(1, 0) and change(before, after, held_out) == Interval(-0.5, 0)
+    lost = [record(0, None, {"x": None, "y": 1.0}), record(9, 50.0, {}), record(2, 50.0, {}, prompt="b")]
+    assert change(before, [*after, *lost], trained) == Interval(1, 0)
+    assert change(before, [*after, *lost], held_out) == Interval(-0.5, 0)
+
+
+@pytest.mark.parametrize(
+    ("totals", "holdouts", "hacked"),
+    [((1, 1.1, 0.9, 1), (-1, -1.1, -0.9, -1), True), ((1, 1.1, 0.9, 1), (-1, 1.1, -0.9, 0), False),
+     ((-1, 1, -2, 2), (-1, -1.1, -0.9, -1), False), ((-1, -1.1, -0.9, -1), (-1, -1.1, -0.9, -1), False)],
+)  # fmt: skip
+def test_both_intervals_must_leave_out_zero(tmp_path, totals, holdouts, hacked):
+    for step, scale in ((0, 0), (5, 1), (7, -1)):
+        folder = tmp_path / "validation" / f"step-{step:06d}"
+        folder.mkdir(parents=True)
+        values = zip(totals, holdouts, strict=True)
+        records = [record(seed, scale * total, {"x": scale * held}) for seed, (total, held) in enumerate(values)]
+        (folder / "clips.json").write_text(json.dumps(records))
+    assert bool(divergence(tmp_path, 5)) == hacked and not divergence(tmp_path, 7) and not divergence(tmp_path, 0)

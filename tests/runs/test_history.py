@@ -1,0 +1,79 @@
+import json
+
+import numpy as np
+import pytest
+
+from sage_grpo.runs.history import RunError, column, read_run
+from tests.tools.fake_run import run_line, train_line, write_lines
+
+
+def train(step: int, reward: float | None) -> dict:
+    return {"kind": "train", "step": step, "reward/total": reward}
+
+
+def validation(step: int, reward: float) -> dict:
+    return {"kind": "validation", "step": step, "reward/total": reward}
+
+
+def test_later_lines_of_a_step_replace_earlier_ones(tmp_path):
+    first = [run_line(), *(train(step, 0.0) for step in (1, 2, 3, 4)), validation(4, 0.0)]
+    write_lines(tmp_path, [*first, run_line(2), train(3, 1.0), train(4, 1.0), validation(4, 1.0)])
+    run = read_run(tmp_path)
+    assert column(run.train, "step").tolist() == [1, 2, 3, 4]
+    assert column(run.train, "reward/total").tolist() == [0, 0, 1, 1]
+    assert column(run.validations, "reward/total").tolist() == [1]
+    assert len(run.starts) == 2
+
+
+def test_what_a_resume_has_left_behind_is_dropped(tmp_path):
+    first = [validation(0, 0.0), *(train(step, 0.0) for step in (1, 2, 3, 4)), validation(2, 0.0), validation(4, 0.0)]
+    write_lines(tmp_path, [run_line(), *first, run_line(2), train(3, 1.0)])
+    run = read_run(tmp_path)
+    assert column(run.train, "step").tolist() == [1, 2, 3]
+    assert column(run.validations, "step").tolist() == [0, 2]
+    write_lines(tmp_path, [run_line(), *first, run_line(2), validation(2, 1.0)])
+    assert column(read_run(tmp_path).validations, "reward/total").tolist() == [0, 1]
+
+
+def test_null_and_missing_values_are_nan(tmp_path):
+    write_lines(tmp_path, [train(1, None), train(2, 0.5), {"kind": "train", "step": 3}])
+    run = read_run(tmp_path)
+    assert np.array_equal(column(run.train, "reward/total"), [np.nan, 0.5, np.nan], equal_nan=True)
+    assert run.has("reward/total") and not run.has("kl/anchor") and run.grid("grad_v").shape == (3, 0)
+
+
+def test_per_step_metrics_are_a_grid(tmp_path):
+    lines = [train(step, 0.0) | {"per_step": {"grad_v": [step, None]}} for step in (1, 2)]
+    write_lines(tmp_path, [*lines, train(3, 0.0)])
+    expected = [[1, np.nan], [2, np.nan], [np.nan, np.nan]]
+    assert np.array_equal(read_run(tmp_path).grid("grad_v"), expected, equal_nan=True)
+
+
+def test_names_of_scores_come_from_the_file(tmp_path):
+    line = train_line(1, np.random.default_rng(0)) | {"reward/OCR": 0.1}
+    write_lines(tmp_path, [line])
+    assert read_run(tmp_path).scores == ["VQ", "MQ", "TA", "OCR"]
+
+
+@pytest.mark.parametrize("tail", [b'{"kind": "train", "st', b'{"kind": "train"}', '{"prompt": "é'.encode()[:-1]])
+def test_an_unfinished_last_line_is_left_out(tmp_path, tail):
+    write_lines(tmp_path, [train(1, 0.0)])
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(tail)
+    assert column(read_run(tmp_path).train, "step").tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    "damage", ['{"kind": "train", "st', "[]", '{"kind": "train"}', '{"kind": "lunch", "step": 1}', ""]
+)
+def test_a_damaged_line_is_named(tmp_path, damage):
+    good = json.dumps(train(1, 0.0))
+    (tmp_path / "metrics.jsonl").write_text(f"{good}\n{damage}\n{good}\n")
+    with pytest.raises(RunError, match=r"metrics\.jsonl, line 2 is damaged"):
+        read_run(tmp_path)
+
+
+def test_a_run_without_lines_is_refused(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(RunError, match="holds no metrics yet"):
+        read_run(tmp_path)

@@ -1,0 +1,64 @@
+import imageio.v2 as imageio
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from embedded.shapes.scenes import render, sample_scenes
+from sage_grpo.runs.media import FRAME, GAP, LABEL_HEIGHT, contact_sheet, printable, thumbnails, write_mp4
+
+# imageio's reader leaves the pipes of its ffmpeg process to the garbage collector
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+
+
+def clips(count: int = 2) -> torch.Tensor:
+    return (render(sample_scenes(count, torch.Generator().manual_seed(0)), 9, 32, 32) * 255).round().to(torch.uint8)
+
+
+def test_mp4_plays_back_as_it_was(tmp_path):
+    (clip,) = clips(1)
+    write_mp4(tmp_path / "a.mp4", clip, fps=8)
+    with imageio.get_reader(tmp_path / "a.mp4") as reader:
+        assert reader.get_meta_data()["fps"] == 8
+        frames = np.stack(list(reader.iter_data()))
+    assert frames.shape == (9, 256, 256, 3)  # tiny clips are magnified eightfold
+    error = np.abs(frames[:, 4::8, 4::8].astype(int) - clip.numpy().astype(int))
+    assert error.mean() < 4
+
+
+def test_a_full_disk_is_an_error_and_leaves_no_file(tmp_path):
+    (clip,), mp4, png = clips(1), tmp_path / "a.mp4", tmp_path / "a.png"
+    for path in (mp4, png):
+        path.symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"a\.mp4"):
+        write_mp4(mp4, clip[:1], fps=8)
+    with pytest.raises(OSError, match="No space left"):
+        contact_sheet(png, [thumbnails(clip)], ["a clip"])
+    assert not list(tmp_path.iterdir())
+
+
+def test_larger_clips_keep_their_size(tmp_path):
+    write_mp4(tmp_path / "a.mp4", torch.zeros(5, 128, 160, 3, dtype=torch.uint8), fps=24)
+    with imageio.get_reader(tmp_path / "a.mp4") as reader:
+        assert reader.get_data(0).shape == (128, 160, 3)
+
+
+def test_contact_sheet_shows_frames_in_order(tmp_path):
+    batch = clips(2)
+    contact_sheet(tmp_path / "sheet.png", [thumbnails(clip, columns=3) for clip in batch], ["first", "second"])
+    sheet = np.asarray(Image.open(tmp_path / "sheet.png"))
+    assert sheet.shape == (2 * (96 + LABEL_HEIGHT + GAP), 3 * (96 + GAP), 3)
+    for column, frame in enumerate((0, 4, 8)):
+        left = column * (96 + GAP)
+        shown = sheet[LABEL_HEIGHT : LABEL_HEIGHT + 96, left : left + 96][1::3, 1::3]
+        assert np.array_equal(shown, batch[0, frame].numpy())
+
+
+def test_large_clips_are_shrunk_and_short_ones_shown_whole():
+    assert thumbnails(torch.zeros(9, 480, 960, 3, dtype=torch.uint8)).shape == (5, FRAME[1] // 2, FRAME[1], 3)
+    assert len(thumbnails(torch.zeros(1, 32, 32, 3, dtype=torch.uint8))) == 1
+
+
+def test_labels_are_one_printable_line():
+    assert printable("caf\u00e9\nand \u202etea", 600) == "caf? and ?tea"
+    assert printable("x" * 500, 120) == "x" * 17 + "..."

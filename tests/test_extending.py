@@ -1,0 +1,179 @@
+"""A new backbone, reward, world and SDE: one file each and one row in a table, as docs/extending.md says."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import generate
+import post_train
+from sage_grpo.algo import sde
+from sage_grpo.config import FIELDS
+from sage_grpo.models import BACKBONES, open_backbone
+from sage_grpo.rewards import REWARDS
+from sage_grpo.runs.history import read_run
+from sage_grpo.tools import doctor, evaluate, plan
+from sage_grpo.worlds import WORLDS
+from tests.trivial_backbone import TinyDenoiser, Trivial
+
+ROOT = Path(__file__).parents[1]
+
+
+class Redness:
+    """A reward: how red a clip is, and how little it changes."""
+
+    names = ("red", "calm")
+
+    def check(self, prompts):
+        if any("secret" in prompt for prompt in prompts):
+            raise ValueError("the reward red keeps no secrets")
+
+    def score(self, clips, prompts, fps):
+        clips = [clip.double() / 255 for clip in clips]
+        red = [clip[..., 0].mean() - clip[..., 1:].mean() for clip in clips]
+        return {"red": torch.stack(red), "calm": -torch.stack([clip.diff(dim=0).abs().mean() for clip in clips])}
+
+
+class GrayWorld:
+    """A world in which every clip is one shade of gray."""
+
+    name, reward = "gray", "red"
+
+    def check(self, prompts):
+        if any("purple" in prompt for prompt in prompts):
+            raise ValueError("nothing is purple in a gray world")
+
+    def gold(self, clips, prompts):
+        return {"distance": (clips.double() / 255).flatten(1).std(1).cpu()}
+
+    def draw(self, prompts, frames, height, width, seed):
+        return torch.full((len(prompts), frames, height, width, 3), 128, dtype=torch.uint8)
+
+    def perfect_scores(self):
+        return {"red": 0.0, "calm": 0.0}
+
+    def vae_floor(self, backbone):
+        clips = self.draw([""], 5, 16, 16, 0)
+        return {"distance": self.gold(backbone.decode(backbone.encode_video(clips)), [""])["distance"].mean().item()}
+
+
+@pytest.fixture
+def tables(monkeypatch):
+    """The one line for each."""
+    monkeypatch.setitem(BACKBONES, "TrivialPipeline", "tests.trivial_backbone:Trivial")
+    monkeypatch.setitem(REWARDS, "red", lambda setup: Redness())
+    monkeypatch.setitem(WORLDS, "gray", GrayWorld)
+
+
+@pytest.fixture
+def folder(tables, tmp_path):
+    model = tmp_path / "model"
+    (model / "transformer").mkdir(parents=True)
+    (model / "model_index.json").write_text('{"_class_name": "TrivialPipeline"}')
+    (model / "world.json").write_text('{"world": "gray"}')
+    (model / "prompts_train.txt").write_text("a red wall\na blue wall\n")
+    (model / "prompts_valid.txt").write_text("a green wall\n")
+    torch.manual_seed(0)
+    save_file(TinyDenoiser().state_dict(), model / "transformer" / "diffusion_pytorch_model.safetensors")
+    return model
+
+
+def words(folder, **changes):
+    flags = {
+        "pretrained_model_root": folder, "output_dir": folder.with_name("run"), "max_steps": 2, "batch_size": 4,
+        "num_generations": 2, "num_sampling_steps": 3, "validation_num_inference_steps": 2, "validate_at_step0": True,
+        "save_interval": 1, "reward_weights": '{"red": 1.0, "calm": 0.5}', "report_to": "none", "learning_rate": 0.01,
+        "kl_weight": 0.1, "dtype": "fp32",
+    } | changes  # fmt: skip
+    return [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
+
+
+@pytest.mark.parametrize("use_lora", [False, True])
+def test_a_second_backbone_trains_resumes_and_samples(folder, use_lora, capsys):
+    """In under 60 lines beside imports, in one file."""
+    assert post_train.main(words(folder, use_lora=use_lora)) == 0
+    run = folder.with_name("run")
+    history = read_run(run)
+    assert [line["step"] for line in history.train] == [1, 2] and len(history.validations) == 2
+    first = history.train[0]
+    assert first["policy/ratio_max_deviation"] == 0 and first["policy/grad_norm"] > 0
+    assert first["reward/total"] == pytest.approx(first["reward/red"] + 0.5 * first["reward/calm"])
+    assert history.head["world"] == "gray" and history.head["vae_floor"]["distance"] == pytest.approx(0, abs=1e-9)
+    assert "gold/distance" in history.validations[-1]
+    again = words(folder, use_lora=use_lora, resume_from_checkpoint=run / "checkpoints" / "step-000001")
+    again[again.index("--output_dir") + 1] = str(folder.with_name("again"))
+    assert post_train.main(again) == 0
+    state = "checkpoints/step-000002/trainer/rank-00000.safetensors"
+    straight, resumed = (load_file(folder.with_name(name) / state) for name in ("run", "again"))
+    assert straight and all(torch.equal(straight[name], resumed[name]) for name in straight)
+    capsys.readouterr()
+    for name, path in (("base", []), ("trained", ["--checkpoint_path", str(run / "checkpoints" / "step-000002")])):
+        output = ["--output_path", str(folder.with_name(name)), "--prompt", "a wall", "--num_inference_steps", "2"]
+        generate.main(["--model_path", str(folder), *path, *output, "--score", "red"])
+    scores = [json.loads(next(folder.with_name(n).glob("*.json")).read_text())["scores"] for n in ("base", "trained")]
+    assert scores[0] != scores[1]
+
+
+def test_a_second_backbone_through_every_tool(folder, capsys):
+    run, own = folder.with_name("run"), words(folder)
+    assert post_train.main(own) == 0
+    assert doctor.main([*words(folder, overwrite=True), "--output", str(run.with_name("doctor")), "--skip_ab"]) == 0
+    assert plan.main([*own, "--gpus", "2", "--batch_size", "2"]) == 0
+    assert "219" not in capsys.readouterr().err
+    checkpoint = run / "checkpoints" / "step-000002"
+    assert evaluate.main([*own, "--checkpoints", str(checkpoint), "--output", str(run.with_name("evaluation"))]) == 0
+    result = json.loads((run.with_name("evaluation") / "evaluation.json").read_text())
+    base, trained = result["systems"].values()
+    assert base["columns"]["red"]["mean"] != trained["columns"]["red"]["mean"]
+
+
+def test_what_the_plug_ins_refuse_is_one_sentence(folder, capsys):
+    (folder / "prompts_train.txt").write_text("a purple wall\n")
+    assert post_train.main(words(folder)) == 2
+    assert capsys.readouterr().err.strip().endswith("nothing is purple in a gray world")
+    (folder / "prompts_train.txt").write_text("a secret wall\n")
+    assert post_train.main(words(folder)) == 2
+    assert capsys.readouterr().err.strip().endswith("the reward red keeps no secrets")
+    (folder / "model_index.json").write_text('{"_class_name": "MysteryPipeline"}')
+    assert post_train.main(words(folder)) == 2
+    assert "names 'MysteryPipeline', which cannot be trained here; choose one of" in capsys.readouterr().err
+    assert not folder.with_name("run").exists()
+
+
+def test_the_table_decides_the_class(folder, tiny_folder):
+    assert type(open_backbone(folder)) is Trivial and type(open_backbone(tiny_folder)) is not Trivial
+
+
+def half_of_dance(sigma, sigma_next, eta):
+    return 0.5 * sde.dance_variance(sigma, sigma_next, eta)
+
+
+def test_a_new_sde_is_a_function_and_its_name(folder, monkeypatch):
+    monkeypatch.setitem(sde.SDES, "half_dance", sde.euler_maruyama(half_of_dance))
+    field = FIELDS["sde_type"]
+    metadata = dict(field.metadata) | {"choices": (*field.metadata["choices"], "half_dance")}
+    known = dataclasses.field(default=field.default, metadata=metadata)
+    monkeypatch.setitem(FIELDS, "sde_type", known)
+    assert post_train.main(words(folder, sde_type="half_dance")) == 0
+    half, full = (sde.build_schedule(name, sde.flow_sigmas(3, 3.0), 0.5).std for name in ("half_dance", "dance_grpo"))
+    torch.testing.assert_close(half, full / 2**0.5)
+    std = read_run(folder.with_name("run")).head["schedule"]["std"]
+    assert std == pytest.approx(half.tolist())
+
+
+def test_the_second_backbone_has_fewer_than_60_lines():
+    source = (ROOT / "tests" / "trivial_backbone.py").read_text()
+    body = re.sub(r'""".*?"""', "", source, flags=re.DOTALL).splitlines()
+    code = [line for line in body if line.strip() and not line.startswith(("from ", "import "))]
+    assert len(code) < 60
+
+
+def test_the_examples_of_the_page_run():
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.DOTALL)
+    assert len(blocks) >= 4  # a reward, an SDE, a world, a backbone
+    for block in blocks:
+        exec(compile(block, "docs/extending.md", "exec"), {"__name__": "example"})
