@@ -83,6 +83,11 @@ def replicate_pad(x: Tensor, padding: Sequence[int]) -> Tensor:
     return x
 
 
+def one_cycle(optimizer: torch.optim.Optimizer, lr: float, steps: int) -> torch.optim.lr_scheduler.OneCycleLR:
+    """Warm up for a twentieth of the steps, but more than one: OneCycleLR divides by zero if it peaks at step 1."""
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, steps, pct_start=max(0.05, 1.5 / steps))
+
+
 def train_vae(vae: AutoencoderKLHunyuanVideo15, args: argparse.Namespace, generator: torch.Generator) -> None:
     """Train reconstruction (L1 + L2) with a small KL; then set the scaling factor that gives latents unit variance."""
     allow_batches(vae).train().requires_grad_(True)
@@ -90,8 +95,7 @@ def train_vae(vae: AutoencoderKLHunyuanVideo15, args: argparse.Namespace, genera
         if isinstance(module, HunyuanVideo15CausalConv3d):
             module.forward = lambda x, conv=module: conv.conv(replicate_pad(x, conv.time_causal_padding))
     optimizer = torch.optim.AdamW(vae.parameters(), args.vae_lr, betas=(0.9, 0.99))
-    warm_up = max(0.05, 1.5 / args.vae_steps)  # OneCycleLR divides by zero if it peaks at its first step
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.vae_lr, args.vae_steps, pct_start=warm_up)
+    schedule = one_cycle(optimizer, args.vae_lr, args.vae_steps)
     bar = tqdm(range(args.vae_steps), "VAE", unit="step", mininterval=5)
     for step in bar:
         scenes = sample_scenes(args.vae_batch, generator)

@@ -18,7 +18,7 @@ FEW = "--vae_steps 2 --vae_batch 2 --clips 32 --prompts 8 --batch 4 --snapshots 
 RUNS = {
     "first": "--seed 0 --steps 3",
     "same": "--seed 0 --steps 3",
-    "other": "--seed 1 --steps 3 --vae_steps 20",  # with 20 steps a warm-up of a twentieth would be a single step
+    "other": "--seed 1 --steps 3",
     "short": "--seed 0 --steps 2",
 }
 
@@ -47,6 +47,18 @@ def test_everything_follows_from_the_seed(runs):
         first, same, other = (weights(runs / name, part) for name in ("first", "same", "other"))
         assert all(torch.equal(first[name], same[name]) for name in first)
         assert any(not torch.equal(first[name], other[name]) for name in first)
+
+
+@pytest.mark.parametrize("steps", [3, 20, 21, 200])  # with 20 steps a warm-up of a twentieth would be a single step
+def test_the_learning_rate_rises_and_falls_whatever_the_number_of_steps(steps):
+    optimizer = torch.optim.SGD([torch.zeros(1)], 0.1)
+    schedule = pretrain.one_cycle(optimizer, 0.1, steps)
+    rates = schedule.get_last_lr()
+    for _ in range(steps - 1):
+        optimizer.step()
+        schedule.step()
+        rates += schedule.get_last_lr()
+    assert rates[0] < max(rates) <= 0.1 + 1e-9 and rates[-1] < 0.1 * max(rates)
 
 
 def test_training_moves_both_parts(runs):
