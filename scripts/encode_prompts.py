@@ -53,7 +53,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--model_root", type=Path, default=Path("assets/tiny"), help="model folder; default: %(default)s")
     add("--prompts", nargs="+", metavar="FILE", help=".txt, .csv or .jsonl; default: as post_train.py, both kinds")
-    add("--negative_prompt", default="", help="of guidance; default: the empty one")
+    add("--negative_prompt", default="", help="prompt of the negative branch of guidance; default: empty")
     add("--prompt_cache", type=Path, required=True, metavar="DIR", help="the folder to give post_train.py")
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     add("--dtype", choices=DTYPES, help="as that of the run; default: bf16 on a GPU, fp32 on a CPU")

@@ -53,7 +53,7 @@ def tiny_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tencent_folder(tiny_folder, tmp_path_factory):
-    """The same model in Tencent's layout, read-only too."""
+    """`tiny_folder` in Tencent's layout. Read-only: copy it before changing a file."""
     return write_tencent_folder(tiny_folder, tmp_path_factory.mktemp("ckpts"))
 
 

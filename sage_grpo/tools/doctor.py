@@ -38,8 +38,8 @@ def options_of(arguments: Sequence[str]) -> tuple[argparse.Namespace, Config]:
     parser.add_argument("--output", type=Path, default=Path("outputs/doctor"), help="folder; default: %(default)s")
     parser.add_argument("--skip_ab", action="store_true", help="leave out the comparison of the exploration SDEs")
     parser.add_argument("--ranks", type=int, default=1, help="processes that the run will have; default: %(default)s")
-    parser.add_argument("--prompts", type=int, default=4, help="of the comparison; default: %(default)s")
-    parser.add_argument("--clips", type=int, default=4, help="of each of these prompts; default: %(default)s")
+    parser.add_argument("--prompts", type=int, default=4, help="prompts to compare the SDEs on; default: %(default)s")
+    parser.add_argument("--clips", type=int, default=4, help="clips per prompt compared; default: %(default)s")
     options, rest = parser.parse_known_args(arguments)
     config = parse(rest)
     for name, least in {"ranks": 1, "prompts": 1, "clips": 2}.items():

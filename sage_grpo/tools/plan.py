@@ -213,7 +213,7 @@ def options_of(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     parser = argparse.ArgumentParser("python -m sage_grpo.tools.plan", description=about, allow_abbrev=False)
     parser.add_argument("--gpus", type=int, default=1, help="processes of the run; default: %(default)s")
     parser.add_argument("--gpu_memory", type=float, default=80.0, help="GB of each GPU; default: %(default)s")
-    parser.add_argument("--text_tokens", type=int, default=150, help="of a prompt; default: %(default)s")
+    parser.add_argument("--text_tokens", type=int, default=150, help="tokens of a prompt; default: %(default)s")
     parser.add_argument("--vary", nargs="+", metavar=("FLAG", "VALUE"), help="compare values of a flag, or of gpus")
     options, rest = parser.parse_known_args(arguments)
     for name in ("gpus", "gpu_memory", "text_tokens"):

@@ -236,7 +236,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--max_clips", type=int, default=Limits.clips, help="in a request")
     add("--max_request_mb", type=int, default=Limits.request >> 20)
-    add("--max_waiting_mb", type=int, default=Limits.waiting >> 20, help="of all requests that are inside")
+    add("--max_waiting_mb", type=int, default=Limits.waiting >> 20, help="megabytes of all pending requests")
     add("--timeout", type=float, default=Limits.seconds, help="seconds for a request")
     return parser.parse_args(arguments)
 

@@ -89,7 +89,7 @@ def test_saving_leaves_older_weights_alone(tmp_path, tensors):
 
 
 def test_every_range_of_rows_equals_the_slice_of_the_whole(tmp_path):
-    """Of whole tensors, of one block of three, of swapped halves, and of tensors stacked from several."""
+    """Rows of complete tensors, of one block of three, of swapped halves, and of tensors stacked from several."""
     stored = {"qkv": draw(6, 2), "swap": draw(4), "q": draw(2, 3), "k": draw(2, 3) + 1}
     save_weights(tmp_path, stored.items())
     recipes = {
