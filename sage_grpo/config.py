@@ -269,6 +269,11 @@ class Config(*reversed(SECTIONS)):  # type: ignore[misc] - dataclasses collect f
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
 
 
+def default_dtype(device: str) -> str:
+    """Precision of the computation on a type of device."""
+    return "fp32" if device == "cpu" else "bf16"
+
+
 def resolve(config: Config, backbone: "Backbone", device: str) -> Config:
     """Fill in defaults that depend on the model (sampling, LoRA layers) or on the device."""
     sampling = backbone.sampling
@@ -280,7 +285,7 @@ def resolve(config: Config, backbone: "Backbone", device: str) -> Config:
         "timestep_shift": sampling.shift,
         "guidance_scale": sampling.guidance,
         "lora_target_modules": backbone.lora_targets,
-        "dtype": "fp32" if device == "cpu" else "bf16",
+        "dtype": default_dtype(device),
     }
     config = dataclasses.replace(config, **{k: v for k, v in own.items() if getattr(config, k) is None})
     later = {"validate_video_length": config.num_frames, "validation_timestep_shift": config.timestep_shift}

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from transformers.utils.logging import disable_progress_bar
 
+from sage_grpo.config import default_dtype
 from sage_grpo.data.requests import Request, read_requests
 from sage_grpo.models import open_backbone
 from sage_grpo.train.build import DTYPES, prompts_of
@@ -32,7 +33,7 @@ def prompts_to_encode(files: Sequence[str] | None, folder: Path) -> list[Request
 def encode(args: argparse.Namespace, rank: int, count: int) -> str:
     """Fill the cache; returns a summary of these prompts in it."""
     device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if args.device == "cuda" else "cpu")
-    dtype = DTYPES[args.dtype or ("fp32" if device.type == "cpu" else "bf16")]
+    dtype = DTYPES[args.dtype or default_dtype(device.type)]
     named = prompts_to_encode(args.prompts, args.model_root)
     requests = list(dict.fromkeys(request.content for request in (Request(args.negative_prompt), *named)))
     begun = time.perf_counter()

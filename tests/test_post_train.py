@@ -146,7 +146,7 @@ def launch(ranks, words):
 
 
 def test_two_ranks_train_as_one_does(command, tmp_path):
-    """The same clips, rewards and gradient whichever rank makes them: groups split over ranks, sequences split."""
+    """Clips, rewards and gradient do not depend on the rank: groups split over ranks, sequences split."""
     records = []
     layouts = (1, {"batch_size": 4}), (2, {"batch_size": 2}), (2, {"batch_size": 4, "sp_size": 2, "enable_fsdp": True})
     for number, (ranks, layout) in enumerate(layouts):

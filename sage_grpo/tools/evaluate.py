@@ -22,7 +22,7 @@ from typing import Any
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
-from sage_grpo.config import Config, ConfigError, resolve
+from sage_grpo.config import Config, ConfigError, default_dtype, resolve
 from sage_grpo.data.requests import Request
 from sage_grpo.flags import parse
 from sage_grpo.json_files import write_json
@@ -33,7 +33,7 @@ from sage_grpo.runs.clips import beside
 from sage_grpo.runs.media import read_mp4, write_mp4
 from sage_grpo.tools.calibration import DEFECTS, DRAWN_DEFECTS, drawn_clips, means_table, measure, orders, orders_table
 from sage_grpo.tools.evaluation_page import compared, pages
-from sage_grpo.train.build import DTYPES, build_composite, default_dtype, default_reward, prompts_of
+from sage_grpo.train.build import DTYPES, build_composite, default_reward, prompts_of
 from sage_grpo.train.validation import Validation
 from sage_grpo.worlds import world_of
 
@@ -64,7 +64,7 @@ class Evaluation:
 
     def __init__(self, options: argparse.Namespace, config: Config, ranks: Ranks) -> None:
         folder, version = Path(config.pretrained_model_root), config.pretrained_transformer_version
-        dtype = DTYPES[config.dtype or default_dtype(ranks.device)]
+        dtype = DTYPES[config.dtype or default_dtype(ranks.device.type)]
         self.options, self.ranks, self.world = options, ranks, world_of(folder)
         self.backbone = open_backbone(folder, ranks.device, dtype, config.prompt_cache, version)
         self.config = resolve(config, self.backbone, ranks.device.type)

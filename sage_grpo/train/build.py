@@ -10,7 +10,7 @@ from transformers.utils.logging import disable_progress_bar
 from sage_grpo.algo.equalizer import equalizer, gradient_scale
 from sage_grpo.algo.sde import Schedule
 from sage_grpo.checks import check
-from sage_grpo.config import Config, ConfigError, resolve
+from sage_grpo.config import Config, ConfigError, default_dtype, resolve
 from sage_grpo.data.requests import Request, read_requests
 from sage_grpo.models import open_backbone
 from sage_grpo.models.backbone import Backbone, Guidance, check_exported
@@ -48,7 +48,7 @@ def build_trainer(config: Config, ranks: Ranks) -> Trainer:
 def assemble(config: Config, ranks: Ranks) -> Trainer:
     """Load the model, prompts and rewards, check them, resume if asked. Nothing is written."""
     folder, version = Path(config.pretrained_model_root), config.pretrained_transformer_version
-    dtype = DTYPES[config.dtype or default_dtype(ranks.device)]
+    dtype = DTYPES[config.dtype or default_dtype(ranks.device.type)]
     backbone = open_backbone(folder, ranks.device, dtype, config.prompt_cache, version)
     config = resolve(config, backbone, ranks.device.type)
     check(config, ranks.world)
@@ -145,10 +145,6 @@ def build_rewards_of(
 
 def default_reward(world: World | None) -> str:
     return world.reward if world else DEFAULT_REWARD
-
-
-def default_dtype(device: torch.device) -> str:
-    return "fp32" if device.type == "cpu" else "bf16"
 
 
 def prepare_transformer(backbone: Backbone, config: Config, ranks: Ranks) -> dict[str, torch.nn.Parameter]:

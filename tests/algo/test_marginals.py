@@ -61,7 +61,7 @@ def test_marginals_are_preserved_to_first_order(sde_type, eta):
 
 
 def test_the_printed_score_does_not_preserve_them():
-    """The same check fails with Eq. 7's score, which lacks the factor (1 - sigma): the error stays at 0.3."""
+    """This check fails with Eq. 7's score, which lacks the factor (1 - sigma): the error stays at 0.3."""
     worst = worst_errors("sage_grpo", 0.5, printed_score=True)
     assert not is_first_order(worst)
     assert min(worst.values()) > 0.3

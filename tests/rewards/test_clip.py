@@ -87,7 +87,7 @@ def test_scores_are_those_of_the_formulas(folder, clips):
 
 
 def test_half_precision_does_not_round_the_scale(folder, clips):
-    """Of published models exp(logit_scale) is 100, and would be 99 in bf16."""
+    """Published models have exp(logit_scale) = 100, which bf16 would round to 99."""
     halves = {kind: kind(folder, CPU, torch.bfloat16, 2.0) for kind in (ClipScore, PickScore)}
     assert all(reward.model.dtype == torch.bfloat16 for reward in halves.values())
     scale = CLIPModel.from_pretrained(folder).logit_scale.exp().item()

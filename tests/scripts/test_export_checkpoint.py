@@ -23,7 +23,7 @@ PROMPT = "a red circle moving left"
 
 @pytest.fixture(scope="module")
 def checkpoints(tiny_folder, tmp_path_factory):
-    """Of one iteration each, by what was trained. Read-only."""
+    """Checkpoints of one iteration each, by what was trained. Read-only."""
     folder = tmp_path_factory.mktemp("runs")
     (folder / "prompts.txt").write_text(PROMPT + "\n")
     flags = {

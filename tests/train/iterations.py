@@ -8,14 +8,14 @@ from sage_grpo.train import build
 
 
 def in_fp64():
-    """The same code in higher precision; this process has no other work."""
+    """Run all code in fp64; this process does nothing else."""
     build.DTYPES["fp32"] = torch.float64
     drawn = rng.normal
     rng.normal = lambda *key, **words: drawn(*key, **words).double()
 
 
 def next_gradients(trainer):
-    """Of the next iteration, over all ranks, before the optimizer; with its record and advantages. Ends the trainer."""
+    """Gradients of the next iteration over all ranks, with its record and advantages. Ends the trainer."""
     found, parameters = {}, trainer.optimization.parameters
 
     def optimizer_step():

@@ -2,13 +2,18 @@
 
 import json
 import shutil
+import time
+from pathlib import Path
 
 import pytest
 import torch
 
 from sage_grpo.config import ConfigError
+from sage_grpo.flags import from_values
 from sage_grpo.models.hunyuan15.text import TextEncoder
-from sage_grpo.train.build import PROMPTS, prompts_of
+from sage_grpo.train import build
+from sage_grpo.train.build import PROMPTS, build_trainer, prompts_of
+from tests.dist import run_ranks
 
 
 @pytest.fixture
@@ -88,3 +93,22 @@ def test_prompts_of_several_files_are_numbered_through(tmp_path):
 def test_a_reward_may_take_half_of_what_ranks_wait_for_each_other(make):
     trainer = make(collective_timeout=100, reward_batch_size=3)
     assert (trainer.reward.timeout, trainer.reward.batch_size) == (50, 3)
+
+
+def build_slowly(ranks, values):
+    """The second rank looks for an older run only after the first had time to write its own."""
+    if ranks.rank == 1:
+        look, config = build.RunFolder, Path(values["output_dir"]) / "config.yaml"
+
+        def late(*arguments):
+            end = time.monotonic() + 6
+            while time.monotonic() < end and not config.is_file():
+                time.sleep(0.05)
+            return look(*arguments)
+
+        build.RunFolder = late
+    return build_trainer(from_values(values), ranks).step
+
+
+def test_a_slow_rank_does_not_take_the_new_run_for_an_older_one(flags):
+    assert run_ranks(2, build_slowly, flags | {"batch_size": 2}) == [0, 0]

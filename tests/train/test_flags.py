@@ -35,7 +35,7 @@ def recorded(kind: type) -> tuple[type, set[str]]:
 
 @pytest.fixture
 def flags_read(flags, monkeypatch):
-    """Of a class of configurations: the flags that a run with LoRA and one of all weights read."""
+    """The flags of a configuration class that a run with LoRA and one of all weights read."""
 
     def run(kind):
         kind, read = recorded(kind)

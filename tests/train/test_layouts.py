@@ -31,7 +31,7 @@ def nudge(parameters):
 
 
 def gradients(ranks, values, error=None):
-    """Of one iteration, before the optimizer, of a policy that is not its anchor."""
+    """Gradients of one iteration, before the optimizer, of a policy that is not its anchor."""
     in_fp64()
     trainer = build.assemble(from_values(values | {"batch_size": CLIPS // ranks.count}), ranks)
     nudge(trainer.optimization.parameters.values())
