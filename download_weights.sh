@@ -11,6 +11,7 @@ bash download_weights.sh [options]
   --layout NAME       tencent (default) or diffusers
   --version NAME      transformer; default: 480p_t2v
   --skip_reward       leave VideoReward out
+  --prompt_template X VideoReward's prompt template: a file or an address to try before the built-in ones
   --dry_run           print what would be done
 TEXT
 }
@@ -20,15 +21,16 @@ fail() {
     exit 2
 }
 
-output=$PWD/ckpts layout=tencent version=480p_t2v reward=yes dry=no
+output=$PWD/ckpts layout=tencent version=480p_t2v reward=yes dry=no template=${PROMPT_TEMPLATE:-}
 while (($#)); do
     case $1 in
-        --output | --layout | --version)
+        --output | --layout | --version | --prompt_template)
             (($# > 1)) || fail "$1 needs a value"
             case $1 in
                 --output) output=$(realpath -m "$2") ;;
                 --layout) layout=$2 ;;
                 --version) version=$2 ;;
+                --prompt_template) template=$2 ;;
             esac
             shift
             ;;
@@ -43,7 +45,9 @@ while (($#)); do
     shift
 done
 [[ $layout == tencent || $layout == diffusers ]] || fail "layout is $layout; choose tencent or diffusers"
+if [[ -f $template ]]; then template=$(realpath "$template"); fi
 cd "$(dirname "$0")"
+trap 'exit 130' INT
 
 python=${PYTHON:-python3}
 if [[ -z ${PYTHON:-} && -x .venv/bin/python ]]; then python=$PWD/.venv/bin/python; fi
@@ -92,58 +96,122 @@ space() {
     fi
 }
 
-# fetch REPOSITORY PATTERN FOLDER: the matching files of a Hugging Face repository, compared with their published sha256
-fetch() {
-    run "$hf" download "$1" --include "$2" --local-dir "$3"
-    run "$python" scripts/verify_weights.py "$1" "$3" --include "$2"
+# verified REPOSITORY FOLDER PATTERN...: whether the files are the published ones; wrong ones are deleted
+verified() {
+    run "$python" scripts/verify_weights.py "$1" "$2" --include "${@:3}" --remove_wrong
 }
 
-# web URL FILE: one file, which must be complete to get its name
+# fetch PATTERN FOLDER REPOSITORY [OLD_NAME...]: the matching files of a Hugging Face repository, compared with their
+# published sha256; a wrong file is fetched once more
+fetch() {
+    local pattern=$1 folder=$2 name code attempt
+    shift 2
+    for attempt in first second; do
+        for name in "$@"; do
+            code=0
+            run "$hf" download "$name" --include "$pattern" --local-dir "$folder" || code=$?
+            if ((code == 0)); then break; fi
+            echo "$name could not be downloaded: $hf ended with exit code $code" >&2
+        done
+        if ((code)); then exit "$code"; fi
+        if (($# > 1)); then echo "using $name, which has had the names $*"; fi
+        if verified "$name" "$folder" "$pattern"; then return; fi
+        echo "the $attempt download of $name $pattern was wrong" >&2
+    done
+    fail "$name $pattern was wrong twice; wrong files were deleted from $folder"
+}
+
+# web URL FILE: one file, which must be complete to get its name; a partial one is continued
 web() {
+    local code=0 get=(curl --fail --location --silent --show-error --retry 5 --output "$2.part")
     [[ ! -s $2 ]] || return 0
     run mkdir -p "$(dirname "$2")"
-    run curl --fail --location --silent --show-error --retry 5 --continue-at - --output "$2.part" "$1"
+    run "${get[@]}" --continue-at - "$1" || code=$?
+    if [[ -e $2.part && $code =~ ^(22|33|36)$ ]]; then # the server does not continue it: it may be too long or outdated
+        run rm "$2.part"
+        code=0
+        run "${get[@]}" "$1" || code=$?
+    fi
+    if ((code)); then exit "$code"; fi
     run mv "$2.part" "$2"
 }
 
-tencent() {
-    local repository=tencent/HunyuanVideo-1.5 texts=$output/text_encoder notes=.cache/huggingface
-    space "transformer $version" 34 "$output/transformer/$version" "$output/$notes"
-    fetch $repository "transformer/$version/*" "$output"
-    space vae 6 "$output/vae"
-    fetch $repository "vae/*" "$output"
-    fetch $repository "scheduler/*" "$output"
-    fetch $repository config.json "$output"
-    space "text encoder" 17 "$texts/llm"
-    fetch Qwen/Qwen2.5-VL-7B-Instruct "*" "$texts/llm"
-    fetch google/byt5-small "*.json" "$texts/byt5-small"
-    space "glyph encoder" 2 "$texts/Glyph-SDXL-v2"
-    local file scope=${MODELSCOPE_ENDPOINT:-https://modelscope.cn}
-    for file in assets/color_idx.json assets/multilingual_10-lang_idx.json checkpoints/byt5_model.pt; do
-        web "$scope/models/AI-ModelScope/Glyph-SDXL-v2/resolve/master/$file" "$texts/Glyph-SDXL-v2/$file"
-        run "$python" scripts/verify_weights.py AI-ModelScope/Glyph-SDXL-v2 "$texts/Glyph-SDXL-v2" --hub modelscope \
-            --include "$file"
+# modelscope REPOSITORY PATH FOLDER: one file of a repository, compared with its published sha256
+modelscope() {
+    local attempt
+    for attempt in first second; do
+        web "${MODELSCOPE_ENDPOINT:-https://modelscope.cn}/models/$1/resolve/master/$2" "$3/$2"
+        if verified "$1" "$3" "$2" --hub modelscope; then return; fi
+        echo "the $attempt download of $1 $2 was wrong" >&2
     done
+    fail "$1 $2 was wrong twice; it was deleted from $3"
+}
+
+tencent() {
+    local repository=tencent/HunyuanVideo-1.5 texts=$output/text_encoder notes=.cache/huggingface file
+    space "transformer $version" 34 "$output/transformer/$version" "$output/$notes"
+    fetch "transformer/$version/*" "$output" $repository
+    space vae 6 "$output/vae"
+    fetch "vae/*" "$output" $repository
+    fetch "scheduler/*" "$output" $repository
+    fetch config.json "$output" $repository
+    space "text encoder" 17 "$texts/llm"
+    fetch "*" "$texts/llm" Qwen/Qwen2.5-VL-7B-Instruct
+    fetch "*.json" "$texts/byt5-small" google/byt5-small
+    space "glyph encoder" 2 "$texts/Glyph-SDXL-v2"
+    for file in assets/color_idx.json assets/multilingual_10-lang_idx.json checkpoints/byt5_model.pt; do
+        modelscope AI-ModelScope/Glyph-SDXL-v2 $file "$texts/Glyph-SDXL-v2"
+    done
+    run "$python" scripts/convert_weights.py "$output"
 }
 
 diffusers() {
     space "model $version" 58 "$output"
-    fetch "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-$version" "*" "$output"
+    fetch "*" "$output" "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-$version"
 }
 
 videoreward() {
     local folder=$output/VideoReward file
-    local commit=219ab9db64c045e5181a2202d11f686439351292
     space VideoReward 11 "$folder"
-    fetch KwaiVGI/VideoReward "*" "$folder"
+    fetch "*" "$folder" KlingTeam/VideoReward KwaiVGI/VideoReward
+    run "$python" scripts/convert_weights.py "$output"
     for file in config preprocessor_config chat_template; do
-        fetch Qwen/Qwen2-VL-2B-Instruct "$file.json" "$folder/base_config"
+        fetch "$file.json" "$folder/base_config" Qwen/Qwen2-VL-2B-Instruct
     done
-    web "https://raw.githubusercontent.com/KwaiVGI/VideoAlign/$commit/prompt_template.py" "$folder/source/prompt_template.py"
-    run "$python" scripts/prompt_template.py "$folder/source/prompt_template.py" "$folder/prompt_template.txt"
+    prompt_template "$folder"
+}
+
+# prompt_template FOLDER: the first copy of VideoReward's prompt template that has the pinned sha256
+prompt_template() {
+    local target=$1/prompt_template.txt source=$1/source/prompt_template.py commit owner address file addresses=()
+    local github=${GITHUB_ENDPOINT:-https://raw.githubusercontent.com} cdn=${JSDELIVR_ENDPOINT:-https://cdn.jsdelivr.net}
+    if [[ -n $template ]]; then addresses+=("$template"); fi
+    commit=219ab9db64c045e5181a2202d11f686439351292
+    for owner in KlingAIResearch KlingTeam KwaiVGI; do # names of one organization, newest first
+        addresses+=("$github/$owner/VideoAlign/$commit/prompt_template.py")
+    done
+    addresses+=("$cdn/gh/KlingAIResearch/VideoAlign@$commit/prompt_template.py")
+    commit=15cc71d53cc2e6e18a68ee607d5fb6ba9a99e344
+    addresses+=("$github/XueZeyue/DanceGRPO/$commit/fastvideo/models/videoalign/prompt_template.py")
+    if [[ -f $target ]] && run "$python" scripts/prompt_template.py "$target" "$target"; then return; fi
+    run mkdir -p "$1/source"
+    for address in "${addresses[@]}"; do
+        file=$source
+        if [[ -f $address ]]; then
+            file=$address
+        elif ! run curl --fail --location --silent --show-error --retry 2 --output "$source" "$address"; then
+            echo "$address did not answer with the prompt template" >&2
+            continue
+        fi
+        if run "$python" scripts/prompt_template.py "$file" "$target"; then
+            echo "prompt template: $address"
+            if [[ $dry == no ]]; then return; fi
+        fi
+    done
+    if [[ $dry == yes ]]; then return; fi
+    fail "no address has the prompt template of VideoReward; name a copy with --prompt_template FILE"
 }
 
 $layout
 if [[ $reward == yes ]]; then videoreward; fi
-if [[ $layout == tencent || $reward == yes ]]; then run "$python" scripts/convert_weights.py "$output"; fi
 if [[ $dry == no ]]; then echo "$output is complete"; fi

@@ -21,8 +21,9 @@ from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from sage_grpo.algo.sde import SDES, build_schedule, flow_sigmas
-from sage_grpo.data.requests import Request, check_text, read_requests
-from sage_grpo.models import open_backbone
+from sage_grpo.config import FIELDS, LARGEST
+from sage_grpo.data.requests import MOST, Request, check_text, read_requests
+from sage_grpo.models import device_for, open_backbone
 from sage_grpo.models.backbone import Backbone, Guidance, Sampling
 from sage_grpo.models.hunyuan15 import DEFAULT_VERSION
 from sage_grpo.models.sample import counter_noise, denoise
@@ -40,7 +41,8 @@ def main(arguments: list[str] | None = None) -> None:
     disable_progress_bar()  # that of loading weights
     args = parse_arguments(arguments)
     try:
-        with join_ranks(TIMEOUT, args.sp_size) as ranks:
+        device = device_for(args.device, args.model_path, args.pretrained_transformer_version)
+        with join_ranks(TIMEOUT, args.sp_size, device_type=device) as ranks:
             generate(args, ranks)
     except (ValueError, FileNotFoundError) as error:
         print(f"generate.py: {error}", file=sys.stderr)
@@ -56,6 +58,8 @@ def generate(args: argparse.Namespace, ranks: Ranks) -> None:
     backbone.transformer.requires_grad_(False).split_sequence(ranks.sequence_group)
     backbone.transformer.prepare_blocks(compiled=args.compile)
     settings = resolve(args, backbone)
+    if ranks.first:
+        print(f"sampling: {settings}", flush=True)
     check_text(args.prompt or "", "--prompt")
     prompts = read_requests(args.valid_video_csv) if args.valid_video_csv else [Request(args.prompt, 0)]
     check_prompts(backbone.folder, [prompt.text for prompt in prompts])
@@ -118,13 +122,13 @@ def resolve(args: argparse.Namespace, backbone: Backbone) -> Sampling:
 
 def frame_size(args: argparse.Namespace, backbone: Backbone) -> tuple[int, int]:
     """`--fixed_size`, else the area of `--resolution` in the shape of `--aspect_ratio`, else the model's own."""
-    own, multiple = backbone.sampling, backbone.multiple
+    own = backbone.sampling
     if args.fixed_size:
         return args.fixed_size
     if not args.resolution and not args.aspect_ratio:
         return own.height, own.width
     area = AREAS[args.resolution] if args.resolution else own.height * own.width
-    ratio = args.aspect_ratio or own.width / own.height
+    ratio, multiple = args.aspect_ratio or own.width / own.height, backbone.multiple
     sides = math.sqrt(area / ratio), math.sqrt(area * ratio)
     height, width = (max(multiple, int(side / multiple) * multiple) for side in sides)
     return height, width
@@ -132,14 +136,14 @@ def frame_size(args: argparse.Namespace, backbone: Backbone) -> tuple[int, int]:
 
 def size(text: str) -> tuple[int, int]:
     parts = text.lower().split("x")
-    if len(parts) != 2 or not all(part.isdigit() for part in parts):
+    if len(parts) != 2 or not all(part.isdigit() and len(part) < 7 for part in parts):
         raise argparse.ArgumentTypeError(f"{text!r} is not HEIGHTxWIDTH, such as 480x848")
     return int(parts[0]), int(parts[1])
 
 
 def aspect(text: str) -> float:
     parts = text.split(":")
-    if len(parts) != 2 or not all(part.isdigit() and int(part) for part in parts):
+    if len(parts) != 2 or not all(part.isdigit() and len(part) < 7 and int(part) for part in parts):
         raise argparse.ArgumentTypeError(f"{text!r} is not WIDTH:HEIGHT, such as 16:9")
     return int(parts[0]) / int(parts[1])
 
@@ -149,14 +153,20 @@ def finite(text: str) -> float:
         number = float(text)
     except ValueError:
         number = math.nan
-    if not math.isfinite(number):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number")
+    if not abs(number) <= LARGEST:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number up to {LARGEST}")
     return number
 
 
 def positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    if not text.isdigit() or len(text) > 6 or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 999999")
+    return int(text)
+
+
+def seed_number(text: str) -> int:
+    if not text.isdigit() or len(text) > 19 or int(text) > MOST:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {MOST}")
     return int(text)
 
 
@@ -183,10 +193,12 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--num_inference_steps", type=positive)
     add("--guidance_scale", type=finite)
     add("--timestep_shift", type=finite)
-    add("--seed", type=int, default=42)
+    add("--seed", type=seed_number, default=42)
     add("--num_videos", type=positive, default=1, help="clips per prompt")
     add("--sde_type", choices=SDES, default="ode", help="look at a sampler's exploration noise")
-    add("--eta", type=float, default=0.5, help="exploration scale of --sde_type")
+    add("--eta", type=finite, default=0.5, help="exploration scale of --sde_type")
+    device = FIELDS["device"].metadata
+    add("--device", choices=device["choices"], default="auto", help=device["help"])
     add("--sp_size", type=positive, default=1, help="processes of torchrun that share each clip; others share prompts")
     add("--compile", action="store_true", help="compile the transformer blocks: faster from the second clip on")
     add("--output_path", type=Path, default=Path("outputs/generated"))

@@ -19,10 +19,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         config = parse(sys.argv[1:] if arguments is None else arguments)  # before imports that take seconds
         from sage_grpo.checks import warnings
-        from sage_grpo.parallel.ranks import join_ranks
-        from sage_grpo.train.build import build_trainer
+        from sage_grpo.train.build import build_trainer, join_run
 
-        with join_ranks(config.start_timeout, config.sp_size, config.enable_fsdp, config.dp_replicate) as ranks:
+        with join_run(config) as ranks:
             trainer = build_trainer(config, ranks)
             ranks.set_timeout(config.collective_timeout)
             for text in warnings(trainer.config):

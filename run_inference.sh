@@ -12,26 +12,25 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 source scripts/post_train/settings.sh
 
 newest_checkpoint() {
-    local newest
-    newest=$(find "$OUTPUT_DIR/checkpoints" -maxdepth 1 -name 'step-*[0-9]' 2>/dev/null | sort -V | tail -n 1) || true
-    [[ -n $newest ]] || fail "$OUTPUT_DIR/checkpoints holds no checkpoint; set CHECKPOINT, or OUTPUT_DIR to a run"
+    local newest folder=$OUTPUT_DIR/checkpoints
+    newest=$(find "$folder" -maxdepth 1 -regex '.*/step-[0-9]+' 2>/dev/null | sort -V | tail -n 1) || true
+    [[ -n $newest ]] || fail "$folder holds no checkpoint; set CHECKPOINT, or OUTPUT_DIR to a run"
     echo "$newest"
-}
-
-run_value() { # NAME: its value in the run's configuration
-    if [[ -f $OUTPUT_DIR/config.yaml ]]; then yaml_value "$1" "$OUTPUT_DIR/config.yaml"; fi
 }
 
 take_switches "$@"
 [[ $mode == run || $mode == dry_run ]] || fail "--$mode is for training"
-NNODES=1 NUM_GPUS=${NUM_GPUS:-1}
+NUM_GPUS=${NUM_GPUS:-1}
 whole NUM_GPUS
-read_config "${flags[@]}"
+ask output_dir -- --config "${CONFIG:-configs/hunyuan15_8gpu.yaml}" ${OUTPUT_DIR:+--output_dir "$OUTPUT_DIR"}
+OUTPUT_DIR=${answers[0]}
+run=(--pretrained_model_root ckpts)
+if [[ -f $OUTPUT_DIR/config.yaml ]]; then run=(--config "$OUTPUT_DIR/config.yaml"); fi
+ask pretrained_model_root pretrained_transformer_version -- "${run[@]}" \
+    ${MODEL_ROOT:+--pretrained_model_root "$MODEL_ROOT"}
 command=("$(python_path)")
 if ((NUM_GPUS > 1)); then command+=(-m torch.distributed.run --standalone --nproc_per_node "$NUM_GPUS"); fi
-command+=(generate.py --model_path "$(first "${MODEL_ROOT:-}" "$(run_value pretrained_model_root)" ckpts)")
-version=$(run_value pretrained_transformer_version)
-if [[ -n $version ]]; then command+=(--pretrained_transformer_version "$version"); fi
+command+=(generate.py --model_path "${answers[0]}" --pretrained_transformer_version "${answers[1]}")
 command+=(--checkpoint_path "${CHECKPOINT:-$(newest_checkpoint)}")
 if [[ -n ${PROMPT:-} ]]; then command+=(--prompt "$PROMPT"); fi
 if [[ -n ${PROMPTS:-} ]]; then command+=(--valid_video_csv "$PROMPTS"); fi

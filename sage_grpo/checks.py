@@ -38,6 +38,10 @@ def check(config: Config, world_size: int = 1) -> None:
         raise ConfigError(
             f"report_to names {missing[0]}, which is not installed: pip install {missing[0]}, or leave it out"
         )
+    if config.validation_videos != 0 and find_spec("imageio_ffmpeg") is None:
+        raise ConfigError(
+            "validation writes videos, which needs ffmpeg: pip install imageio-ffmpeg, or set validation_videos 0"
+        )
     try:  # the strategy and its controller validate themselves
         config.trust_region  # noqa: B018
         config.kl_controller()

@@ -24,7 +24,8 @@ SDE_TYPES = ("sage_grpo", "dance_grpo", "flow_grpo", "cps", "precise")
 ADVANTAGE_STDS = ("group", "batch", "none")
 KL_SCHEDULES, KL_FEEDBACKS = ("fixed", "two_stage", "adaptive"), ("paper", "trust_region")
 KL_ESTIMATORS = ("exact", "logprob")
-MOST_VIDEOS = 65536
+MOST_VIDEOS, MOST_FRAMES, MOST_PIXELS, MOST_STEPS, MOST_RANK = 65536, 10000, 65536, 10000, 4096  # far above any use
+LARGEST = 10**9  # of all other numbers: seconds, steps, factors
 OWN = "the model's own"
 
 
@@ -41,7 +42,7 @@ def flag(
     *,
     choices: Sequence[str] | None = None,
     low: float = -math.inf,
-    high: float = math.inf,
+    high: float = LARGEST,
     above: float = -math.inf,
     shown: str | None = None,
 ) -> Any:
@@ -70,6 +71,9 @@ class OptimizerFlags:
 
     learning_rate: float = flag(1e-5, "learning rate after the warm-up", low=0)
     weight_decay: float = flag(0.01, "decoupled weight decay", low=0)
+    adam_eps: float = flag(
+        1e-15, "eps of AdamW and Muon: gradients far below it do not move a parameter", low=1e-30, high=1
+    )
     max_grad_norm: float = flag(1.0, "norm to which the gradient is clipped", above=0)
     warmup_steps: int = flag(0, "linear warm-up of the learning rate, in optimizer steps", low=0)
     optimizer: str = flag(
@@ -80,13 +84,18 @@ class OptimizerFlags:
     num_generations: int = flag(4, "videos per prompt: the size of a group", low=2, high=MOST_VIDEOS)
     gradient_accumulation_steps: int = flag(1, "rollout batches per optimizer step", low=1)
     updates_per_rollout: int = flag(1, "optimizer steps per rollout batch", low=1)
-    seed: int = flag(42, "seed from which every random draw follows", low=0)
+    seed: int = flag(42, "seed from which every random draw follows", low=0, high=2**63)
 
 
 @dataclass(frozen=True)
 class ParallelFlags:
     """Parallelism and precision"""
 
+    device: str = flag(
+        "auto",
+        "auto is the GPU, or if none can be used and the model has at most 100 M parameters, the CPU",
+        choices=("auto", "cuda", "cpu"),
+    )
     sp_size: int = flag(1, "sequence-parallel degree: ranks that share each clip", low=1)
     dp_replicate: int = flag(1, "replicas of the sharded model (HSDP)", low=1)
     enable_fsdp: bool = flag(False, "shard the model over all ranks; bf16 with fp32 master weights needs it")
@@ -115,7 +124,7 @@ class LoraFlags:
     """LoRA"""
 
     use_lora: bool = flag(False, "train an adapter instead of all weights")
-    lora_r: int = flag(32, "rank of the adapter", low=1)
+    lora_r: int = flag(32, "rank of the adapter", low=1, high=MOST_RANK)
     lora_alpha: float = flag(64, "scale of the adapter: lora_alpha / lora_r", above=0)
     lora_target_modules: tuple[str, ...] | None = flag(
         None, "linear layers of the transformer blocks that get an adapter", shown="all of attention"
@@ -129,15 +138,15 @@ class RolloutFlags:
 
     sde_type: str = flag("sage_grpo", "exploration sampler", choices=SDE_TYPES)
     eta: float = flag(0.5, "exploration scale", above=0)
-    num_sampling_steps: int = flag(20, "denoising steps of a rollout", low=1)
+    num_sampling_steps: int = flag(20, "denoising steps of a rollout", low=1, high=MOST_STEPS)
     timestep_shift: float | None = flag(None, "shift of the noise schedule", above=0, shown=OWN)
     guidance_scale: float | None = flag(
         None, "classifier-free guidance, in rollout and training alike", low=0, shown=OWN
     )
-    num_frames: int | None = flag(None, "frames of a clip", low=1, shown=OWN)
-    height: int | None = flag(None, "height of a clip in pixels", low=1, shown=OWN)
-    width: int | None = flag(None, "width of a clip in pixels", low=1, shown=OWN)
-    fps: int | None = flag(None, "frames per second of a clip", low=1, shown=OWN)
+    num_frames: int | None = flag(None, "frames of a clip", low=1, high=MOST_FRAMES, shown=OWN)
+    height: int | None = flag(None, "height of a clip in pixels", low=1, high=MOST_PIXELS, shown=OWN)
+    width: int | None = flag(None, "width of a clip in pixels", low=1, high=MOST_PIXELS, shown=OWN)
+    fps: int | None = flag(None, "frames per second of a clip", low=1, high=MOST_FRAMES, shown=OWN)
     negative_prompt: str = flag("", "prompt of the negative branch of guidance")
     micro_batch_size: int | None = flag(None, "videos per forward", low=1, shown="all of one prompt on the rank")
     same_init_noise: bool = flag(False, "start all clips of a group from the same noise")
@@ -207,13 +216,14 @@ class ValidationFlags:
     validation_interval: int = flag(100, "iterations between validations; 0: only at the end", low=0)
     validate_at_step0: bool = flag(False, "validate before training too")
     validation_prompts: tuple[str, ...] | None = flag(None, "prompt files to validate with", shown=OWN)
-    validate_video_length: int | None = flag(None, "frames of a validation clip", low=1, shown="num_frames")
-    validation_timestep_shift: float | None = flag(
-        None, "shift of validation's noise schedule", above=0, shown="timestep_shift"
+    num_validation_prompts: int | None = flag(None, "how many of them are used, the first ones", low=1, shown="all")
+    validate_video_length: int | None = flag(None, "frames of a validation clip", low=1, high=MOST_FRAMES, shown=OWN)
+    validation_timestep_shift: float | None = flag(None, "shift of validation's noise schedule", above=0, shown=OWN)
+    validation_num_inference_steps: int | None = flag(
+        None, "denoising steps of validation, by the ODE", low=1, high=MOST_STEPS, shown=OWN
     )
-    validation_num_inference_steps: int = flag(40, "denoising steps of validation, by the ODE", low=1)
-    validation_fixed_size: str | None = flag(None, "size of a validation clip, HEIGHTxWIDTH", shown="height x width")
-    validation_global_seed: int = flag(930, "seed of validation prompts that name none", low=0)
+    validation_fixed_size: str | None = flag(None, "size of a validation clip, HEIGHTxWIDTH", shown=OWN)
+    validation_global_seed: int = flag(930, "seed of validation prompts that name none", low=0, high=2**63)
     validation_videos: int | None = flag(None, "clips of a validation that are kept as videos", low=0, shown="all")
 
 
@@ -222,9 +232,17 @@ class OutputFlags:
     """Checkpoints and logging"""
 
     save_interval: int = flag(100, "iterations between checkpoints; 0: only at the end", low=0)
+    save_minutes: float = flag(0, "also save when the last checkpoint is this many minutes old; 0: never", low=0)
+    async_save: bool = flag(True, "write checkpoints during training, from a copy in host memory")
+    export_interval: int = flag(
+        0, "iterations between checkpoints that also hold all weights in diffusers layout; 0: only the last", low=0
+    )
     keep_checkpoints: int = flag(3, "number of newest checkpoints that are kept", low=1)
     resume_from_checkpoint: str | None = flag(
-        None, "a checkpoint folder, or auto: the newest good one, else the beginning", shown="a new run"
+        None,
+        "a checkpoint folder; auto: the newest intact one, else the beginning; last_good: the newest one that was not "
+        "written while the run diverged",
+        shown="a new run",
     )
     init_from_checkpoint: str | None = flag(
         None, "checkpoint of another run whose weights, and nothing else, start this one", shown="none"
@@ -277,16 +295,15 @@ def default_dtype(device: str) -> str:
 def resolve(config: Config, backbone: "Backbone", device: str) -> Config:
     """Fill in defaults that depend on the model (sampling, LoRA layers) or on the device."""
     sampling = backbone.sampling
-    own = {
-        "num_frames": sampling.frames,
-        "height": sampling.height,
-        "width": sampling.width,
+    own = dict(zip(("num_frames", "height", "width"), backbone.rollout_size, strict=True)) | {
         "fps": sampling.fps,
         "timestep_shift": sampling.shift,
         "guidance_scale": sampling.guidance,
+        "validate_video_length": sampling.frames,
+        "validation_fixed_size": f"{sampling.height}x{sampling.width}",
+        "validation_timestep_shift": sampling.shift,
+        "validation_num_inference_steps": sampling.num_steps,
         "lora_target_modules": backbone.lora_targets,
         "dtype": default_dtype(device),
     }
-    config = dataclasses.replace(config, **{k: v for k, v in own.items() if getattr(config, k) is None})
-    later = {"validate_video_length": config.num_frames, "validation_timestep_shift": config.timestep_shift}
-    return dataclasses.replace(config, **{k: v for k, v in later.items() if getattr(config, k) is None})
+    return dataclasses.replace(config, **{k: v for k, v in own.items() if getattr(config, k) is None})

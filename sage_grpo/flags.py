@@ -9,7 +9,11 @@ import dataclasses
 import difflib
 import json
 import math
+import os
+import re
+import sys
 import typing
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
@@ -17,7 +21,8 @@ from typing import Any
 
 import yaml
 
-from sage_grpo.config import FIELDS, SECTIONS, Config, ConfigError
+from sage_grpo.config import FIELDS, LARGEST, SECTIONS, Config, ConfigError
+from sage_grpo.rewards import HOSTS_VARIABLE, TOKEN_VARIABLE
 
 ALIASES = {"train_video_csv": "train_prompts", "valid_video_csv": "validation_prompts"}
 HINTS = typing.get_type_hints(Config)
@@ -27,16 +32,49 @@ RETIRED = {
     "lora_dropout": (0.0, "dropout would make the first ratio differ from 1"),
 }
 KNOWN = (*FIELDS, *ALIASES, *RETIRED)
+MOST_LEVELS = 50  # of a YAML file
+PATHS = ("pretrained_model_root", "output_dir", "train_prompts", "prompt_cache", "pretrained_lora_path", "reward_path")
+PATHS += ("validation_prompts", "resume_from_checkpoint", "init_from_checkpoint")
 
 
 def parse(arguments: Sequence[str]) -> Config:
-    """Parse a command line; raises ConfigError if it is wrong."""
+    """Parse a command line; raises ConfigError if it is wrong. With --print_config, print the result and exit."""
     known, unknown = _parser().parse_known_args(list(arguments))
     if unknown:
         raise ConfigError(_unknown("flag", unknown[0].split("=")[0], [f"--{name}" for name in KNOWN]))
     given = vars(known)
-    file = given.pop("config", None)
-    return from_values(_read_yaml(file) if file is not None else {}, given)
+    file, printed = given.pop("config", None), given.pop("print_config", None)
+    stored = _read_yaml(file) if file is not None else {}
+    config = from_values(stored, given)
+    if printed is not None:
+        _print({"config": file, "given": sorted({*stored, *given})} | dataclasses.asdict(config), printed)
+        raise SystemExit(0)
+    if "remote_reward_url" not in given and config.remote_reward_url and os.environ.get(TOKEN_VARIABLE):
+        _check_address(config.remote_reward_url, file)
+    return config
+
+
+def _check_address(url: str, file: str) -> None:
+    """A configuration may come from others: it cannot choose by itself where the token of a reward server goes."""
+    place = re.fullmatch(r"https?://([\w.-]+|\[[0-9a-f:]+\])(:\d+)?/?", url.lower())
+    allowed = os.environ.get(HOSTS_VARIABLE, "").lower().replace(",", " ").split()
+    if not place or not {place[1], place[1] + (place[2] or "")} & set(allowed):
+        host = place[1] + (place[2] or "") if place else "HOST:PORT"
+        raise ConfigError(
+            f"only config {file} names remote_reward_url {url}, and a file alone may not choose where {TOKEN_VARIABLE} "
+            f"is sent; give --remote_reward_url {url}, or set {HOSTS_VARIABLE}={host} in the environment"
+        )
+
+
+def _print(values: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Print all values as JSON; or those of `names` for a shell, each followed by a NUL."""
+    if unknown := [name for name in names if name not in values]:
+        raise ConfigError(_unknown("flag", unknown[0], list(values)))
+    found = (values[name] for name in names)
+    words = ("" if v is None else v if isinstance(v, str) else json.dumps(v) for v in found)
+    text = "".join(f"{word}\0" for word in words) if names else json.dumps(values, indent=1) + "\n"
+    sys.stdout.buffer.write(os.fsencode(text))
+    sys.stdout.flush()
 
 
 def from_values(*sources: Mapping[str, Any]) -> Config:
@@ -87,6 +125,8 @@ def _value(name: str, raw: Any) -> Any:
     field = FIELDS[name].metadata
     try:
         value = CONVERTERS[base_type(name)](raw)
+        if name in PATHS:
+            value = tuple(map(_path, value)) if isinstance(value, tuple) else _path(value)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{name} is {raw!r}; {error}") from error
     if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -102,7 +142,7 @@ def _check_range(name: str, value: float, field: Mapping[str, Any]) -> None:
     if value < field["low"] or value > field["high"] or value <= field["above"]:
         limits = [f"above {field['above']}"] if field["above"] > -math.inf else []
         limits += [f"at least {field['low']}"] if field["low"] > -math.inf else []
-        limits += [f"at most {field['high']}"] if field["high"] < math.inf else []
+        limits += [f"at most {field['high']}"] if field["high"] < LARGEST or value > field["high"] else []
         raise ConfigError(f"{name} is {value}; it must be {' and '.join(limits)}")
 
 
@@ -158,6 +198,12 @@ def _text(raw: Any) -> str:
     return str(raw)
 
 
+def _path(text: str) -> str:
+    if not text or text[0] == "-" or any(unicodedata.category(c) in ("Cc", "Cs") for c in text):
+        raise ValueError("a path is expected, without control characters and not beginning with -")
+    return os.path.expanduser(text)
+
+
 CONVERTERS: dict[type, Callable[[Any], Any]] = {
     tuple: _words,
     dict: _mapping,
@@ -182,17 +228,37 @@ def _read_yaml(path: str) -> dict[str, Any]:
 
 
 def yaml_mapping(text: str, where: str) -> dict[str, Any]:
-    """Parse YAML into a mapping with string keys. Aliases are rejected: a few lines can expand into gigabytes."""
+    """Parse YAML into a mapping with string keys."""
     try:
-        aliases = any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text))
-        values = None if aliases else yaml.safe_load(text)
+        _check_structure(text, where)
+        values = yaml.safe_load(text)
+    except ConfigError:
+        raise
     except Exception as error:  # pyyaml passes on whatever a malformed value raises
         raise ConfigError(f"{where} cannot be read: {' '.join(str(error).split())}") from error
-    if aliases:
-        raise ConfigError(f"{where} repeats a value by an alias (*name); write it out")
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ConfigError(f"{where} must be a mapping of flags to values")
     return values
+
+
+def _check_structure(text: str, where: str) -> None:
+    """Reject aliases, which can expand into gigabytes, deep nesting, which takes hours, and keys given twice."""
+    levels: list[list[Any]] = []  # of each open collection: lines by key (None in a list), and whether a key comes next
+    for event in yaml.parse(text):
+        if isinstance(event, yaml.AliasEvent):
+            raise ConfigError(f"{where} repeats a value by an alias (*name); write it out")
+        if isinstance(event, yaml.CollectionEndEvent):
+            levels.pop()
+        elif isinstance(event, yaml.NodeEvent) and levels and levels[-1][0] is not None:
+            lines, is_key = levels[-1]
+            line, key = event.start_mark.line + 1, getattr(event, "value", None) if is_key else None
+            if key in lines:
+                raise ConfigError(f"{where} has the key {key!r} in lines {lines[key]} and {line}; keep one of them")
+            levels[-1] = [lines if key is None else lines | {key: line}, not is_key]
+        if isinstance(event, yaml.CollectionStartEvent):
+            levels.append([{} if isinstance(event, yaml.MappingStartEvent) else None, True])
+        if len(levels) > MOST_LEVELS:
+            raise ConfigError(f"{where} is nested too deeply")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -212,6 +278,8 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=110),
     )
     parser.add_argument("--config", metavar="FILE.yaml", help="values of any of the flags below")
+    printed = "print all values as JSON, or these for a shell, each followed by a NUL, and exit"
+    parser.add_argument("--print_config", nargs="*", metavar="NAME", default=argparse.SUPPRESS, help=printed)
     for section in SECTIONS:
         group = parser.add_argument_group(section.__doc__)
         for name in (field.name for field in dataclasses.fields(section)):

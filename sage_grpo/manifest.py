@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 NAME = "manifest.json"
@@ -40,36 +40,51 @@ def sealed(folder: Path, files: Iterable[Path]) -> dict[str, str]:
     return hashes
 
 
-def commit(draft: Path, target: Path, hashes: Mapping[str, str]) -> None:
-    """Write a finished draft's manifest and rename it to `target`; an existing target is replaced."""
+def commit(draft: Path, target: Path, hashes: Mapping[str, str], on_sync: Callable[[], None] = lambda: None) -> None:
+    """Write a finished draft's manifest and rename it to `target`; `on_sync` is called as the disk follows.
+
+    A draft with a manifest is complete: it replaces an existing target, which is deleted only after that.
+    """
     missing = [name for name in hashes if not (draft / name).is_file()]
     if missing:
         raise FileNotFoundError(
             f"{draft / missing[0]} was written by another process and is not here; its folder must be shared"
         )
-    (draft / NAME).write_text(json.dumps({"files": dict(sorted(hashes.items()))}, indent=1) + "\n")
-    for path in (draft / NAME, *(p for p in draft.rglob("*") if p.is_dir()), draft):
+    for path in (*(p for p in draft.rglob("*") if p.is_dir()), draft):
         sync(path)
-    if target.exists():
-        remove(target)
+        on_sync()
+    text = json.dumps({"files": dict(sorted(hashes.items()))}, indent=1) + "\n"
+    (draft / f"{NAME}.tmp").write_text(text)
+    sync(draft / f"{NAME}.tmp")
+    on_sync()
+    os.rename(draft / f"{NAME}.tmp", draft / NAME)
+    sync(draft)
+    on_sync()
+    old = _set_aside(target) if target.exists() else None
     os.rename(draft, target)
     sync(target.parent)
+    on_sync()
+    if old:
+        shutil.rmtree(old)
 
 
 def remove(folder: Path) -> None:
     """Delete a folder; it is renamed first, in case the process is killed halfway."""
-    trash = folder.with_name(f"{folder.name}.old.tmp")
-    shutil.rmtree(trash, ignore_errors=True)
-    os.rename(folder, trash)
-    shutil.rmtree(trash)
+    shutil.rmtree(_set_aside(folder))
+
+
+def _set_aside(folder: Path) -> Path:
+    old = folder.with_name(f"{folder.name}.old.tmp")
+    shutil.rmtree(old, ignore_errors=True)
+    return folder.rename(old)
 
 
 def read(folder: Path) -> dict[str, str]:
     """Hashes from a folder's manifest, by file name."""
     try:
-        files = json.loads((folder / NAME).read_text())["files"]
+        files = json.loads(_regular(folder / NAME).read_text())["files"]
         sound = isinstance(files, dict) and all(isinstance(value, str) for value in files.values())
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise Damaged(f"{folder / NAME} cannot be read ({type(error).__name__}: {_line(error)})") from error
     if not sound or any(Path(name).is_absolute() or ".." in Path(name).parts for name in files):
         raise Damaged(f"{folder / NAME} is not a list of files in this folder with their hashes")
@@ -90,7 +105,7 @@ def check_names(folder: Path) -> list[str]:
 def check_file(folder: Path, name: str) -> None:
     """Reject a file whose bytes changed since it was written."""
     try:
-        found = file_sha256(folder / name)
+        found = file_sha256(_regular(folder / name))
     except OSError as error:
         raise Damaged(f"{folder / name} cannot be read ({_line(error)})") from error
     if found != read(folder).get(name):
@@ -102,6 +117,13 @@ def check(folder: Path, part: str = "") -> None:
     for name in check_names(folder):
         if name.startswith(part):
             check_file(folder, name)
+
+
+def _regular(path: Path) -> Path:
+    """The path of a file; a pipe in its place would be waited for."""
+    if path.exists() and not path.is_file():
+        raise OSError("not a file")
+    return path
 
 
 def _line(error: Exception) -> str:

@@ -5,7 +5,8 @@
 layout diffusers   FOLDER replaces transformer/ in a diffusers model folder
        tencent     FOLDER replaces transformer/480p_t2v, or the matching version, in Tencent's layout
        lora        FOLDER holds the adapter in diffusers format
-For the first two, an adapter is merged into the model it was trained on. If the run averaged its weights, the averaged
+For the first two, an adapter is merged into the model it was trained on. A run of all weights needs this only for
+checkpoints without a transformer/ folder, which `export_interval` adds. If the run averaged its weights, the averaged
 ones are exported. Every file of the checkpoint is first verified by its hash; FOLDER appears once it is complete.
 """
 
@@ -26,8 +27,8 @@ from sage_grpo.models.hunyuan15.folder import ModelFolder
 from sage_grpo.models.hunyuan15.tencent import RULES, SETTINGS, transformer_config, translate
 from sage_grpo.models.hunyuan15.transformer import PackedTransformer
 from sage_grpo.models.lora import LORA_FILE, read_adapter
-from sage_grpo.models.lora import SETTINGS as LORA_SETTINGS
-from sage_grpo.models.weights import Rows, Weights, open_folder, save_weights
+from sage_grpo.models.shards import TrainedWeights
+from sage_grpo.models.weights import Rows, Weights, check_names, open_folder, save_weights
 
 NAMED = ("target_size", "task_type")  # encoded in the folder name in Tencent's layout
 
@@ -39,24 +40,32 @@ def full_config(config: dict[str, Any]) -> str:
 
 
 def write_diffusers(checkpoint: Path, folder: Path, model_path: Path | None) -> None:
-    """Write a checkpoint's transformer; an adapter is merged into `model_path`, by default the run's model."""
-    if not (checkpoint / LORA_FILE).is_file():
+    """Write a checkpoint's transformer. Adapters and shards change `model_path`, by default the run's model."""
+    if (checkpoint / "transformer").is_dir():
         if model_path is not None:
-            raise ValueError(f"--model_path is for adapters, but {checkpoint} holds all weights; leave it out")
+            raise ValueError(f"--model_path is for adapters and shards; {checkpoint} has transformer/: leave it out")
         shutil.copytree(checkpoint / "transformer", folder)
         return
     run = json.loads((checkpoint / "trainer" / "state.json").read_text())["config"]
     base = ModelFolder(model_path or Path(run["pretrained_model_root"]))
     if base.is_tencent:
         base = ModelFolder(base.root, run["pretrained_transformer_version"])
-    save_weights(folder, merged(base.weights("transformer"), checkpoint / LORA_FILE))
+    weights, adapter = base.weights("transformer"), checkpoint / LORA_FILE
+    save_weights(folder, merged(weights, adapter) if adapter.is_file() else trained(checkpoint, weights))
     (folder / "config.json").write_text(full_config(base.config("transformer")))
+
+
+def trained(checkpoint: Path, base: Weights) -> Iterator[tuple[str, Tensor]]:
+    """Transformer tensors, one at a time, from the ranks' shards; the model gives what was never trained."""
+    weights = TrainedWeights(checkpoint, base)
+    check_names(weights, {name: base.shape(name) for name in base.names})
+    return ((name, weights.read(name)) for name in weights.names)
 
 
 def merged(weights: Weights, file: Path) -> Iterator[tuple[str, Tensor]]:
     """Transformer tensors, one at a time, with a saved adapter's `alpha / r * B A` added; dtypes are kept."""
     adapter, config = read_adapter(file)
-    if not config or not {"lora_alpha", "r"} <= config.keys() or any(config.get(name) for name in LORA_SETTINGS[3:]):
+    if not config or config["use_rslora"]:
         raise ValueError(f"{file} does not tell one rank and one scale for all layers; merge it by other means")
     downs = {name.replace(".lora_A.", "."): name for name in adapter if ".lora_A." in name}
     for name, down in downs.items():
@@ -151,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--checkpoint", type=Path, required=True, help="RUN/checkpoints/step-N")
     parser.add_argument("--output", type=Path, required=True, help="folder to make")
     parser.add_argument("--layout", choices=("diffusers", "tencent", "lora"), default="diffusers")
-    parser.add_argument("--model_path", type=Path, help="model folder of an adapter; default: where the run had it")
+    parser.add_argument("--model_path", type=Path, help="model that the run began with; default: where the run had it")
     args = parser.parse_args(arguments)
     try:
         export(args.checkpoint, args.output, args.layout, args.model_path)

@@ -3,7 +3,8 @@
     python scripts/prompt_template.py prompt_template.py ckpts/VideoReward/prompt_template.txt
 
 The text is part of the trained reward model: changing a single space changes the scores. It is therefore written byte
-for byte, and only if it is the one the model was trained with. The source is parsed, never executed.
+for byte, and only if it is the one the model was trained with. The source is parsed, never executed; it may also be the
+text itself. Exit code 1: the source does not hold that text.
 """
 
 import ast
@@ -16,7 +17,13 @@ SHA256 = "fdb6309bac618dd0c8b1b589d3a0970a974f7856eecbb355a190b2dce54af700"
 
 
 def main(source: Path, target: Path) -> int:
-    content = constant(source.read_text(encoding="utf-8"), CONSTANT).encode()
+    content = source.read_bytes()
+    try:
+        if hashlib.sha256(content).hexdigest() != SHA256:
+            content = constant(content.decode(), CONSTANT).encode()
+    except (SyntaxError, ValueError) as error:
+        print(f"{source} is not the source of the prompt template ({error}); nothing was written.", file=sys.stderr)
+        return 1
     found = hashlib.sha256(content).hexdigest()
     if found != SHA256:
         print(f"{source}: {CONSTANT} has sha256 {found} instead of {SHA256}; nothing was written.", file=sys.stderr)
@@ -30,7 +37,9 @@ def constant(source: str, name: str) -> str:
     """The string value that a module assigns to `name`."""
     for node in ast.parse(source).body:
         if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
-            return ast.literal_eval(node.value)
+            value = ast.literal_eval(node.value)
+            if isinstance(value, str):
+                return value
     raise ValueError(f"{name} is not assigned in this source.")
 
 

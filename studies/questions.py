@@ -253,7 +253,7 @@ def identity(config: Config) -> dict[str, Any]:
     return json.loads(json.dumps(values))
 
 
-DEFAULTS = identity(Config())  # value of a newer flag in older results
+DEFAULTS = identity(Config(adam_eps=1e-8))  # value of a newer flag in older results
 # Former defaults that appear in results: the model now names its layers, and the two other flags, which had one legal
 # value each, were removed. They mean the same as today's defaults, so the results stay valid.
 FORMER_DEFAULTS = {

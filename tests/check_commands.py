@@ -33,7 +33,7 @@ NOT_RUN = {  # why a command is only read
     r"^(post_train|generate)\.py|\.\.\.|FILE|RUN|OURS|GOOD_CLIPS|FOLDER|\[any flag|\bN\b": "is a pattern",
     r"download_weights": "needs the network",
     r"^(?!.*tools\.plan).*(hunyuan15|ckpts|videoalign|nproc_per_node 8|run_|multinode|sbatch)": "needs weights or GPUs",
-    r"-m (benchmarks|embedded)\.|studies\.(ablate (?!--list)|learning)": "needs a GPU or many minutes",
+    r"-m (benchmarks|embedded|tests\.fuzz)\b|studies\.(ablate (?!--list)|learning)": "needs a GPU or many minutes",
     r"studies\.(page|readme_figures)": "would draw the figures of the pages",
     r"make (test|lint|golden|chaos|figures)|-m pytest|reward_server": "is run elsewhere, or never ends",
 }

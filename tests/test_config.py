@@ -1,21 +1,25 @@
 """Flags, YAML and the command line; and that no flag is without effect."""
 
 import ast
+import dataclasses
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
 
+from sage_grpo import checks, flags
 from sage_grpo import config as config_module
 from sage_grpo.algo import grpo, sde, trust_region
 from sage_grpo.checks import check, warnings
 from sage_grpo.config import FIELDS, Config, ConfigError, resolve
-from sage_grpo.flags import RETIRED, from_values, parse
+from sage_grpo.flags import RETIRED, base_type, from_values, parse
 from sage_grpo.models.backbone import Sampling
 
 ROOT = Path(__file__).parents[1]
 SAMPLING = Sampling(frames=9, height=32, width=48, fps=8, shift=3.0, guidance=2.0, num_steps=20)
-BACKBONE = SimpleNamespace(sampling=SAMPLING, lora_targets=("to_q", "to_k"))
+BACKBONE = SimpleNamespace(sampling=SAMPLING, rollout_size=(5, 16, 24), lora_targets=("to_q", "to_k"))
 
 
 def test_no_arguments_give_the_defaults():
@@ -95,7 +99,8 @@ def test_a_wrong_flag_is_one_sentence(arguments, words):
 
 @pytest.mark.parametrize("text", ["- a\n- b\n", "eta: [1, 2]\n", "eta:\n", "etta: 1\n", "a: b: c\n", "1: 2\n",
                                   "eta: true\n", "seed: yes\n", "seed: !!int ''\n", "seed: 2000-99-99\n",
-                                  "seed: !!timestamp x\n", "[" * 1000, '"a\\nb": 1\n', "eta: \0\n",
+                                  "seed: !!timestamp x\n", "[" * 100000, "a: " + "{a: " * 50000,
+                                  '"a\\nb": 1\n', "eta: \0\n",
                                   f"seed: {2**63}\n", "batch_size: 1000000000\n", "reward_weights: '" + "[" * 99999
                                   + "'\n"])  # fmt: skip
 def test_a_wrong_file_is_one_sentence(tmp_path, text):
@@ -112,6 +117,111 @@ def test_a_file_cannot_unfold_into_gigabytes(tmp_path):
     file.write_text("\n".join(lines))
     with pytest.raises(ConfigError, match=r"c\.yaml repeats a value by an alias .*; write it out"):
         parse(["--config", str(file)])
+
+
+@pytest.mark.parametrize("text, words", [
+    ("eta: 0.5\nseed: 1\neta: 0.7\n", "the key 'eta' in lines 1 and 3"),
+    ("{eta: 0.5, eta: 0.5}", "the key 'eta' in lines 1 and 1"),
+    ('eta: 1\n"eta": 2\n', "the key 'eta' in lines 1 and 2"),
+    ("reward_weights:\n  VQ: 1\n  VQ: 2\n", "the key 'VQ' in lines 2 and 3"),
+    ("report_to: [{a: 1, a: 2}]\n", "the key 'a' in lines 1 and 1"),
+])  # fmt: skip
+def test_a_key_is_written_once(tmp_path, text, words):
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=rf"c\.yaml has {words}.*; keep one of them"):
+        parse(["--config", str(file)])
+
+
+def test_the_same_key_in_two_mappings_is_not_twice(tmp_path):
+    weights = {"videoalign": {"TA": 1.0}, "ocr": {"TA": 2.0}}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({"reward_weights": weights}))
+    assert parse(["--config", str(tmp_path / "c.yaml")]).reward_weights == weights
+
+
+HOSTS = {  # of the environment, with the address in the file
+    ("", "http://there:8900"): False,
+    ("there", "http://there:8900"): True,
+    ("THERE:8900", "http://there:8900/"): True,
+    ("there:8900", "https://there"): False,
+    ("there:8901", "http://there:8900"): False,
+    ("elsewhere, there:8900", "https://there:8900"): True,
+    ("there", "http://there.evil:8900"): False,
+    ("there", "http://there@evil:8900"): False,
+    ("there", "http://evil:8900/?there"): False,
+    ("there", "http://evil\\@there"): False,
+    ("127.0.0.1", "http://localhost:8900"): False,
+    ("[::1]:8900", "http://[::1]:8900"): True,
+}
+
+
+@pytest.mark.parametrize("hosts, url, allowed", [(*case, allowed) for case, allowed in HOSTS.items()])
+def test_a_file_alone_does_not_choose_where_the_token_goes(tmp_path, monkeypatch, hosts, url, allowed):
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({"reward_model": "remote", "remote_reward_url": url}))
+    arguments = ["--config", str(tmp_path / "c.yaml")]
+    monkeypatch.delenv("SAGE_REWARD_TOKEN", raising=False)
+    assert parse(arguments).remote_reward_url == url  # nothing to send
+    monkeypatch.setenv("SAGE_REWARD_TOKEN", "hush-hush-hush-hush")
+    monkeypatch.setenv("SAGE_REWARD_HOSTS", hosts)
+    assert parse([*arguments, "--remote_reward_url", url]).remote_reward_url == url
+    if allowed:
+        assert parse(arguments).remote_reward_url == url
+        return
+    with pytest.raises(ConfigError, match=r"only config .*c\.yaml names .*; give --remote_reward_url") as caught:
+        parse(arguments)
+    assert "or set SAGE_REWARD_HOSTS=" in str(caught.value) and "hush" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["a\nb", "a\x7f", "\x1b[2J", "", "-rf", "a\udc80", "a\0b"])
+@pytest.mark.parametrize("name", flags.PATHS)
+def test_a_path_has_no_control_characters(name, value):
+    with pytest.raises(ConfigError, match=f"{name} is .*; a (path|list of words) is expected"):
+        from_values({name: value})
+
+
+def test_every_flag_for_a_file_or_folder_is_a_path():
+    named = {name for name in FIELDS if name.endswith(("_dir", "_root", "_path", "_cache", "_prompts", "_checkpoint"))}
+    assert named - {"num_validation_prompts"} == set(flags.PATHS)
+
+
+def test_a_home_folder_is_the_users(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    config = from_values({"output_dir": "~/run", "train_prompts": ["~/a.txt", "b~.txt"], "negative_prompt": "~"})
+    assert (config.output_dir, config.train_prompts) == ("/home/me/run", ("/home/me/a.txt", "b~.txt"))
+    assert config.negative_prompt == "~"
+
+
+def printed(capsysbinary, *words):
+    with pytest.raises(SystemExit) as stop:
+        parse([*words])
+    assert stop.value.code == 0
+    return capsysbinary.readouterr().out
+
+
+def test_the_configuration_can_be_printed(tmp_path, capsysbinary):
+    file = tmp_path / "c.yaml"
+    file.write_text("output_dir: 'two words é'\nseed: 7\n")
+    words = ["--config", str(file), "--seed", "9", "--use_lora", "--print_config"]
+    values = json.loads(printed(capsysbinary, *words))
+    assert values.pop("config") == str(file) and values.pop("given") == ["output_dir", "seed", "use_lora"]
+    config = parse(words[:-1])
+    assert values == json.loads(json.dumps(dataclasses.asdict(config))) and config.seed == 9
+    names = ["output_dir", "seed", "use_lora", "prompt_cache", "config"]
+    assert printed(capsysbinary, *words, *names).decode().split("\0") == [
+        "two words é", "9", "true", "", str(file), ""
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match="unknown flag outptu_dir; did you mean output_dir"):
+        parse([*words, "outptu_dir"])
+
+
+@pytest.mark.parametrize("name", [name for name in FIELDS if base_type(name) in (int, float)])
+def test_a_number_beyond_all_use_is_refused(name):
+    value = {int: 2**62, float: 1e300}[base_type(name)]
+    if name in ("seed", "validation_global_seed"):
+        assert getattr(from_values({name: value}), name) == value
+        return
+    with pytest.raises(ConfigError, match=rf"^{name} is .*; it must be .*at most \d"):
+        from_values({name: value})
 
 
 def test_what_a_terminal_would_obey_is_escaped():
@@ -145,16 +255,25 @@ def test_flags_that_do_not_go_together(values, ranks, words):
         check(from_values(values), ranks)
 
 
+def test_videos_without_ffmpeg_are_refused_before_a_run_makes_any(monkeypatch):
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install imageio-ffmpeg, or set validation_videos 0"):
+        check(from_values({"batch_size": 4, "report_to": "none"}))
+    check(from_values({"batch_size": 4, "report_to": "none", "validation_videos": 0}))
+
+
 @pytest.mark.parametrize("batch, group, ranks", [(4, 4, 1), (2, 4, 2), (8, 4, 1), (2, 4, 32), (4, 2, 3), (1, 4, 4)])
 def test_batches_of_whole_groups_pass(batch, group, ranks):
     check(from_values({"batch_size": batch, "num_generations": group}), ranks)
 
 
 def test_the_model_fills_in_what_was_not_said():
-    config = resolve(from_values({"height": 64}), BACKBONE, "cpu")
-    assert (config.num_frames, config.height, config.width, config.fps) == (9, 64, 48, 8)
-    assert (config.timestep_shift, config.guidance_scale, config.dtype) == (3.0, 2.0, "fp32")
-    assert (config.validate_video_length, config.validation_timestep_shift) == (9, 3.0)
+    """Rollouts are smaller than what the model is meant for; validation takes the latter, whatever the rollout has."""
+    config = resolve(from_values({"height": 64, "timestep_shift": 7.0}), BACKBONE, "cpu")
+    assert (config.num_frames, config.height, config.width, config.fps) == (5, 64, 24, 8)
+    assert (config.timestep_shift, config.guidance_scale, config.dtype) == (7.0, 2.0, "fp32")
+    assert (config.validate_video_length, config.validation_fixed_size) == (9, "32x48")
+    assert (config.validation_num_inference_steps, config.validation_timestep_shift) == (20, 3.0)
     assert config.lora_target_modules == ("to_q", "to_k")
     assert resolve(Config(), BACKBONE, "cuda").dtype == "bf16"
     assert resolve(from_values({"lora_target_modules": "to_v"}), BACKBONE, "cpu").lora_target_modules == ("to_v",)

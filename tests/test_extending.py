@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ import generate
 import post_train
 from sage_grpo.algo import sde
 from sage_grpo.config import FIELDS
+from sage_grpo.data.requests import Request, read_requests
 from sage_grpo.models import BACKBONES, open_backbone
 from sage_grpo.rewards import REWARDS
 from sage_grpo.runs.history import read_run
@@ -177,3 +180,15 @@ def test_the_examples_of_the_page_run():
     assert len(blocks) >= 4  # a reward, an SDE, a world, a backbone
     for block in blocks:
         exec(compile(block, "docs/extending.md", "exec"), {"__name__": "example"})
+
+
+def test_a_rewriter_makes_the_long_prompts_from_the_short_ones(tmp_path):
+    """The script of docs/extending.md with a command that shouts."""
+    page = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+    (tmp_path / "rewrite.py").write_text(re.search(r"```python\n(.*?rewrite\.py.*?)```", page, re.DOTALL)[1])
+    (tmp_path / "short.csv").write_text('index,seed,prompt\n4,11,"a sign, ""OPEN"""\n7,,a café\n', encoding="utf-8")
+    shout = [sys.executable, "-c", "print('A caption:', input().upper(), '', sep='\\n')"]
+    command = [sys.executable, "rewrite.py", "short.csv", "long.csv", *shout]
+    subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "PYTHONUTF8": "1"}, check=True)
+    expected = [Request('A caption: A SIGN, "OPEN"', 4, 11), Request("A caption: A CAFÉ", 7, None)]
+    assert read_requests(tmp_path / "long.csv") == expected

@@ -6,7 +6,11 @@ Cases are drawn by hypothesis from a fixed seed, so that failures are reproducib
 import json
 import math
 import os
+import signal
 import string
+import threading
+from collections import Counter
+from itertools import count
 
 import pytest
 import yaml
@@ -20,6 +24,8 @@ from sage_grpo.flags import ALIASES, base_type, from_values, parse
 from sage_grpo.models.hunyuan15.folder import ModelFolder
 from sage_grpo.rewards.wire import WireError, unpack
 from sage_grpo.worlds import world_of
+from tests import fuzz as fuzz_module
+from tests.fuzz import SHARES, Bench, ended, set_timers
 
 fuzz = settings(
     max_examples=400, deadline=None, derandomize=True, database=None,
@@ -151,6 +157,46 @@ def test_files_of_a_model_folder(folder, name, data):
     either(world_of, folder)
     sampling = either(lambda: ModelFolder(folder).sampling())
     assert sampling is None or all(math.isfinite(value) for value in vars(sampling).values())
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory):
+    before = {number: signal.getsignal(number) for number in (signal.SIGPROF, signal.SIGALRM)}
+    set_timers()
+    yield Bench(tmp_path_factory.mktemp("bench"))
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("kind", SHARES)
+def test_damaged_folders(bench, kind):
+    """The first cases of `python -m tests.fuzz`."""
+    ends = Counter()
+    for number in range(SHARES[kind] // 2 if kind != "run" else 4):
+        end, said, did = bench.case(kind, number, seed=0)
+        assert end in ("success", "refused"), f"{kind}:{number}, {did}: {said}"
+        ends[end] += 1
+    assert ends["refused"]
+
+
+def raising(error):
+    raise error
+
+
+@pytest.mark.parametrize("call, end", [
+    (lambda: None, "success"), (lambda: raising(ValueError("no")), "refused"),
+    (lambda: raising(ValueError("two\nlines")), "traceback"), (lambda: raising(ValueError("")), "traceback"),
+    (lambda: {}["key"], "traceback"), (lambda: raising(SystemExit(0)), "traceback"),
+    (lambda: [0 for _ in count()], "hang"), (lambda: threading.Event().wait(60), "hang"),
+])  # fmt: skip
+def test_how_a_case_ended_is_noticed(monkeypatch, call, end):
+    monkeypatch.setattr(fuzz_module, "LIMIT", 0.3)
+    monkeypatch.setattr(fuzz_module, "PATIENCE", 1.5)
+    before = {number: signal.getsignal(number) for number in (signal.SIGPROF, signal.SIGALRM)}
+    set_timers()
+    assert ended(call)[0] == end
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @fuzz

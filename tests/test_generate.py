@@ -12,6 +12,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
 import generate
+from sage_grpo.models import open_backbone
 from sage_grpo.models.hunyuan15.backbone import Hunyuan15
 from sage_grpo.models.lora import LORA_FILE
 from tests.dist import run_ranks
@@ -129,6 +130,12 @@ def test_checkpoints_full_and_lora_change_the_clip(folder, tmp_path):
         (("--prompt", PROMPT, "--checkpoint_path", "tests/fixtures/sde/index.json"), "has neither transformer/"),
         (("--prompt", PROMPT, "--score", "beauty"), "invalid choice: 'beauty'"),
         (("--prompt", PROMPT, "--guidance_scale", "nan"), "'nan' is not a finite number"),
+        (("--prompt", PROMPT, "--eta", "1e308"), "'1e308' is not a finite number up to 1000000000"),
+        (("--prompt", PROMPT, "--num_inference_steps", "9" * 13), "is not a whole number from 1 to 999999"),
+        (("--prompt", PROMPT, "--num_frames", "9" * 400), "is not a whole number from 1 to 999999"),
+        (("--prompt", PROMPT, "--num_frames", "800001", "--fixed_size", "3200x3200"), "and no machine holds 16777216"),
+        (("--prompt", PROMPT, "--seed", str(2**70)), "is not a whole number from 0 to 9223372036854775807"),
+        (("--prompt", PROMPT, "--fixed_size", "9999996x16"), "is not HEIGHTxWIDTH"),
         (("--prompt", PROMPT, "--timestep_shift", "0"), "timestep_shift is 0.0; it must be positive"),
         (("--valid_video_csv", "nowhere.csv"), "nowhere.csv does not exist"),
         ((), "one of the arguments --prompt --valid_video_csv"),
@@ -164,6 +171,21 @@ def test_broken_weights_give_no_clip(folder, tmp_path, capsys):
 def test_a_missing_model_folder_is_named(tmp_path, capsys):
     message = refused(capsys, tmp_path / "no_model", tmp_path / "out", "--prompt", PROMPT)
     assert "no_model" in message and "does not exist" in message
+
+
+def test_the_defaults_are_those_of_the_model_and_are_printed(folder, tmp_path, capsys):
+    generate.main(["--model_path", str(folder), "--output_path", str(tmp_path / "out"), "--prompt", PROMPT])
+    record = json.loads(next((tmp_path / "out").glob("*.json")).read_text())
+    assert (record["frames"], record["height"], record["width"], record["num_steps"]) == (9, 32, 32, 20)
+    assert "sampling: 9 frames of 32 x 32, 20 steps, shift 5, guidance 6\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("version, size", [("480p_t2v", "480 x 848"), ("720p_t2v", "720 x 1280")])
+def test_the_published_models_are_sampled_as_their_authors_do(tmp_path, version, size):
+    """The folder stands for the published model: nothing but its configuration is needed."""
+    backbone = open_backbone(tmp_path / "absent", version=version, complete=False)
+    settings = generate.resolve(generate.parse_arguments(["--prompt", PROMPT]), backbone)
+    assert str(settings).startswith(f"121 frames of {size}, 50 steps, shift ")
 
 
 @pytest.mark.parametrize(

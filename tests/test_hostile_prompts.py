@@ -67,7 +67,7 @@ def test_clips_and_embeddings_of_an_evaluation(tiny_folder, tmp_path, prompts, m
     monkeypatch.setitem(REWARDS, "level", lambda setup: Level())
     flags = {
         "pretrained_model_root": tiny_folder, "validation_prompts": prompts, "validation_num_inference_steps": 1,
-        "num_frames": 1, "height": 16, "width": 16, "guidance_scale": 1, "reward_model": "level",
+        "validate_video_length": 1, "validation_fixed_size": "16x16", "guidance_scale": 1, "reward_model": "level",
         "output": tmp_path / "out", "prompt_cache": tmp_path / "cache",
     }  # fmt: skip
     assert evaluate.main([word for name, value in flags.items() for word in (f"--{name}", str(value))]) == 0

@@ -12,7 +12,19 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "sage_grpo"
 LAYERS = [  # folders and modules of the package; each imports from its own layer and from those before it
-    {"algo", "parallel", "json_files", "manifest", "torch_files", "intervals", "rng", "plugins", "exit_codes"},
+    {
+        "algo",
+        "parallel",
+        "json_files",
+        "manifest",
+        "tensor_files",
+        "torch_files",
+        "intervals",
+        "rng",
+        "plugins",
+        "host",
+        "exit_codes",
+    },
     {"data", "models", "rewards", "worlds"},
     {"config", "flags", "checks"},
     {"runs"},

@@ -1,6 +1,7 @@
 """A committed folder is either unchanged or rejected with the name of a file."""
 
 import json
+import os
 
 import pytest
 
@@ -95,3 +96,14 @@ def test_removing_takes_the_name_first(folder, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         manifest.remove(folder)
     assert {path.name for path in folder.parent.iterdir()} == {"whole.old.tmp"}
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "a.txt"])
+@pytest.mark.parametrize("damage", ["pipe", "folder", "nested"])
+def test_what_is_no_file_is_damage(folder, name, damage):
+    """A pipe in the place of a file is not waited for."""
+    file = folder / name
+    file.unlink()
+    {"pipe": lambda: os.mkfifo(file), "folder": file.mkdir, "nested": lambda: file.write_text("[" * 100_000)}[damage]()
+    with pytest.raises(manifest.Damaged, match=name):
+        manifest.check(folder)

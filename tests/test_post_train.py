@@ -27,7 +27,8 @@ def command(tiny_folder, tmp_path):
         "validation_prompts": prompts, "reward_model": "shapes", "batch_size": 4, "num_generations": 2,
         "num_sampling_steps": 2, "num_frames": 5, "height": 16, "width": 16, "guidance_scale": 1.0,
         "max_steps": 1, "report_to": "none",
-        "validation_num_inference_steps": 2, "validate_at_step0": True, "learning_rate": 1e-3,
+        "validation_num_inference_steps": 2, "validate_at_step0": True,
+        "validate_video_length": 5, "validation_fixed_size": "16x16", "learning_rate": 1e-3,
     }  # fmt: skip
 
     def build(*extra, **changes):
@@ -134,7 +135,8 @@ def test_an_existing_run_is_not_touched_without_being_told(command, tmp_path, ca
     assert "already holds a run" in capfd.readouterr().err
     assert [path.name for path in run.iterdir()] == ["metrics.jsonl"]
     assert (run / "metrics.jsonl").read_text() == "precious\n"
-    (run / "notes.txt").write_text("mine")
+    for name in ("notes.txt", "config.yaml", "command.txt"):
+        (run / name).write_text("mine")
     assert post_train.main(command("--overwrite")) == 0
     assert (run / "notes.txt").read_text() == "mine" and "precious" not in (run / "metrics.jsonl").read_text()
 

@@ -1,4 +1,7 @@
-"""The prompts for real-world models: enough, of many lengths, some with on-screen text, no duplicates."""
+"""The prompts for real-world models: enough, of many lengths, some with on-screen text, no duplicates.
+
+Each short one has a long version: the kind of caption that HunyuanVideo-1.5 was trained with.
+"""
 
 import re
 from itertools import combinations
@@ -6,9 +9,13 @@ from itertools import combinations
 import pytest
 
 from sage_grpo.data.requests import read_requests
+from sage_grpo.models.hunyuan15.text import MAX_TEXT_TOKENS
 from sage_grpo.train.build import PROMPTS
 
 TRAIN, VALID = (read_requests(PROMPTS / f"{kind}.csv") for kind in ("train", "valid"))
+LONG_TRAIN, LONG_VALID = (read_requests(PROMPTS / f"{kind}_long.csv") for kind in ("train", "valid"))
+SHARED = 6  # words in a row that two long prompts may not have in common
+COMMON = "with from into that over unde afte befo then when whil wher each ever anot same unti thro towa agai betw alon"
 
 
 def words(text):
@@ -27,14 +34,15 @@ def test_counts_lengths_and_quotes(prompts, least, most):
 
 
 def test_quotes_and_spaces_are_clean():
-    for prompt in TRAIN + VALID:
+    for prompt in TRAIN + VALID + LONG_TRAIN + LONG_VALID:
         assert prompt.text.count('"') % 2 == 0 and not set(prompt.text) & set("“”„«»\t\n"), prompt
         assert prompt.text == " ".join(prompt.text.split()) and prompt.text.endswith("."), prompt
 
 
-def test_every_prompt_is_its_own():
+@pytest.mark.parametrize("prompts", [TRAIN + VALID, LONG_TRAIN + LONG_VALID], ids=["short", "long"])
+def test_every_prompt_is_its_own(prompts):
     """Over both files, so nothing that validates is trained on in other words: at most 4 of 10 words are shared."""
-    sets = [(prompt.text, set(words(prompt.text))) for prompt in TRAIN + VALID]
+    sets = [(prompt.text, set(words(prompt.text))) for prompt in prompts]
     alike = [(a, b) for (a, left), (b, right) in combinations(sets, 2) if len(left & right) > 0.4 * len(left | right)]
     assert not alike
 
@@ -43,3 +51,30 @@ def test_only_held_out_prompts_have_seeds_and_each_another():
     assert {prompt.seed for prompt in TRAIN} == {None}
     seeds = [prompt.seed for prompt in VALID]
     assert None not in seeds and len(set(seeds)) == len(VALID)
+
+
+@pytest.mark.parametrize("short, long", [(TRAIN, LONG_TRAIN), (VALID, LONG_VALID)], ids=["train", "valid"])
+def test_long_prompts_say_what_the_short_ones_say(short, long):
+    """The same index, seed and on-screen text; of the short one's nouns and verbs at least half."""
+    assert [(p.index, p.seed) for p in long] == [(p.index, p.seed) for p in short]
+    for brief, full in zip(short, long, strict=True):
+        assert re.findall('"(.+?)"', full.text) == re.findall('"(.+?)"', brief.text), full
+        stems, found = (
+            {word[:4] for word in words(p.text) if len(word) > 3} - set(COMMON.split()) for p in (brief, full)
+        )
+        assert len(stems & found) >= 0.5 * len(stems), (brief.text, sorted(stems - found))
+
+
+def test_long_prompts_are_captions_of_one_length_that_fit_the_text_encoder():
+    for prompt in LONG_TRAIN + LONG_VALID:
+        assert 60 <= len(words(prompt.text)) <= 120 and len(re.split(r"(?<=[.!?]) ", prompt.text)) >= 3, prompt
+        assert len(prompt.text.encode()) <= MAX_TEXT_TOKENS, prompt  # a token has at least one byte
+
+
+def test_no_phrase_is_repeated_in_long_prompts():
+    seen = {}
+    for prompt in LONG_TRAIN + LONG_VALID:
+        found = words(prompt.text)
+        for phrase in {tuple(found[i : i + SHARED]) for i in range(len(found) - SHARED + 1)}:
+            assert phrase not in seen, (seen[phrase], prompt.text)
+            seen[phrase] = prompt.text

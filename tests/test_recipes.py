@@ -1,5 +1,6 @@
 """Every recipe in configs/ is valid on the machine it names; the published ones are as published."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -8,10 +9,17 @@ from sage_grpo.checks import check
 from sage_grpo.config import FIELDS, resolve
 from sage_grpo.flags import parse, yaml_mapping
 from sage_grpo.models import open_backbone
+from sage_grpo.tools.plan import plan_of
+from sage_grpo.tools.plan_memory import checkpoint_bytes
+from sage_grpo.tools.plan_model import times, validation_time
+from sage_grpo.train.build import prompts_of
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 TINY = CONFIGS.parent / "assets" / "tiny"
 RANKS = {"hunyuan15_8gpu": 8, "hunyuan15_8gpu_published": 8, "hunyuan15_64gpu": 64}
+FULL_SIZE = RANKS | {"hunyuan15_1gpu_lora": 1}
+HALF_HOUR = 1800
+START, DISK = 300, 1e9  # assumed: seconds to load and compile, bytes per second to the disk
 PUBLISHED = {  # the published README and the paper's appendix; kl_target as in the published code
     "learning_rate": 1e-5, "num_generations": 4, "sde_type": "sage_grpo", "eta": 0.5, "num_sampling_steps": 20,
     "sde_window": "all", "use_grad_balancing": True, "enable_timestep_permutation": True, "updates_per_rollout": 1,
@@ -23,8 +31,8 @@ PUBLISHED = {  # the published README and the paper's appendix; kl_target as in 
 }  # fmt: skip
 LAUNCHED = {
     "batch_size": 2, "max_steps": 10000, "enable_fsdp": True, "enable_gradient_checkpointing": True, "sp_size": 2,
-    "reference_mode_offload": True, "validate_at_step0": False, "validate_video_length": 81,
-    "validation_timestep_shift": 5.0, "reward_model": ("videoalign",),
+    "reference_mode_offload": True, "validate_video_length": 81,
+    "validation_timestep_shift": 5.0, "validation_num_inference_steps": 40, "reward_model": ("videoalign",),
 }  # fmt: skip
 
 
@@ -45,3 +53,23 @@ def test_the_published_recipes_write_out_what_was_published(name, values):
     config, written = parse(["--config", str(path)]), yaml_mapping(path.read_text(), name)
     assert {key: getattr(config, key) for key in values} == values
     assert set(values) <= set(written) <= set(FIELDS)
+
+
+@pytest.mark.parametrize("name", FULL_SIZE)
+def test_half_an_hour_shows_clips_and_is_never_lost(name):
+    """By the planner, without overlap: first clips, first checkpoint, and the time between two later ones."""
+    plan = plan_of(
+        parse(["--config", str(CONFIGS / f"{name}.yaml"), "--pretrained_model_root", "none"]), FULL_SIZE[name]
+    )
+    c, iteration = plan.config, sum(times(plan, overlap=False).values())
+    prompts = prompts_of(c.validation_prompts, Path("none"), "valid")[: c.num_validation_prompts]
+    clock = validation_time(plan, len(prompts))
+    assert c.validate_at_step0 and prompts and START + clock < HALF_HOUR
+    saved = [0.0]
+    for step in range(1, 101):
+        clock += iteration
+        if step % c.save_interval == 0 or clock - saved[-1] > 60 * c.save_minutes:
+            saved.append(clock)
+    assert START + saved[1] + checkpoint_bytes(c, plan.trained) / DISK < HALF_HOUR
+    assert len(saved) > 2 and all(later - earlier < HALF_HOUR for earlier, later in pairwise(saved[1:]))
+    assert not c.use_lora or 5 <= c.save_interval <= 10

@@ -24,6 +24,13 @@ def open_backbone(folder: str | Path, *args: Any, complete: bool = True, **kwarg
     return backbone
 
 
+def device_for(wanted: str, folder: str | Path, version: str | None = None) -> str:
+    """The type of device for a model folder and the flag `device`; refuses a large model if no GPU can be used."""
+    from sage_grpo.parallel.device import choose_device  # imports torch
+
+    return choose_device(wanted, lambda: open_backbone(folder, version=version).architecture().parameters)
+
+
 def pipeline_of(folder: Path) -> str:
     """The row of BACKBONES for a folder: the class that its `model_index.json` names."""
     index = folder / "model_index.json"

@@ -10,6 +10,7 @@ Shapes: B clips of one request, F frames of (Y, X) pixels, C latent channels, (T
 """
 
 import dataclasses
+import hashlib
 import json
 import math
 from abc import ABC, abstractmethod
@@ -23,15 +24,24 @@ from torch import Tensor
 
 from sage_grpo import manifest
 from sage_grpo.data.requests import Request
-from sage_grpo.json_files import read_object
+from sage_grpo.json_files import check_kinds, naming, read_object
 from sage_grpo.models.cost import Architecture
 from sage_grpo.models.denoiser import Denoiser
 from sage_grpo.models.embeddings import Conditioning, Embeddings, Encoder
-from sage_grpo.models.lora import LORA_FILE, POLICY, read_adapter, save_adapter
-from sage_grpo.models.weights import Weights, fill_model, load_model, open_file, open_folder, save_weights
+from sage_grpo.models.lora import LORA_FILE, POLICY, adapter_file, read_adapter
+from sage_grpo.models.shards import TrainedWeights, rank_file
+from sage_grpo.models.weights import (
+    INDEX,
+    Weights,
+    fill_model,
+    index_text,
+    load_model,
+    open_file,
+    open_folder,
+    plan_files,
+)
 from sage_grpo.parallel.fsdp import full_tensor
-
-LARGEST = 2**31  # far above any real model setting
+from sage_grpo.tensor_files import TensorFile, host_copy
 
 
 @dataclass(frozen=True)
@@ -71,16 +81,17 @@ class Sampling:
     guidance: float
     num_steps: int
 
+    def __str__(self) -> str:
+        clip = f"{self.frames} frames of {self.height} x {self.width}"
+        return f"{clip}, {self.num_steps} steps, shift {self.shift:g}, guidance {self.guidance:g}"
+
     @classmethod
     def from_json(cls, path: Path) -> "Sampling":
         """Read a `sampling.json`; missing keys, unknown keys and values other than positive numbers are errors."""
         values, kinds = read_object(path), {field.name: field.type for field in dataclasses.fields(cls)}
         if sorted(values) != sorted(kinds):
             raise ValueError(f"{path} has keys {sorted(values)}; it needs exactly {sorted(kinds)}.")
-        for name, value in values.items():
-            if type(value) not in (int, kinds[name]) or not 0 < value < LARGEST:
-                whole = "whole " if kinds[name] is int else ""
-                raise ValueError(f"{path} has {name} {value!r}; it must be a {whole}number above 0, below {LARGEST}.")
+        check_kinds(path, values, kinds)
         return cls(**values)
 
     def to_json(self, path: Path) -> None:
@@ -99,7 +110,7 @@ class Backbone(ABC):
     an fp64 model).
     """
 
-    sampling: Sampling
+    sampling: Sampling  # of generate.py and validation
     lora_targets: tuple[str, ...]  # linear layers of a block that get an adapter by default
 
     def __init__(
@@ -143,6 +154,11 @@ class Backbone(ABC):
 
     # sampling
 
+    @property
+    def rollout_size(self) -> tuple[int, int, int]:
+        """Frames, height and width of a rollout; full-size models roll out less than they can sample."""
+        return self.sampling.frames, self.sampling.height, self.sampling.width
+
     @abstractmethod
     def branch(self, x: Tensor, sigma: Tensor | float, cond: Conditioning) -> Tensor:
         """Velocity without guidance, at least fp32, for latents x (B, C, T, y, x); sigma is a scalar or (B,)."""
@@ -178,6 +194,16 @@ class Backbone(ABC):
     def open_weights(self) -> Weights:
         """The denoiser weights in the folder."""
 
+    def fingerprint(self) -> str:
+        """Tells the folder's denoiser weights from others: a hash of all names, shapes and some rows."""
+        weights, digest = self.open_weights(), hashlib.sha256()
+        for name in sorted(weights.names):
+            shape = weights.shape(name)
+            digest.update(f"{name} {shape}".encode())
+            for row in sorted({0, shape[0] // 2, shape[0] - 1}) if shape and shape[0] else ():
+                digest.update(weights.read(name, row, row + 1).contiguous().view(torch.uint8).numpy())
+        return digest.hexdigest()[:16]
+
     @cached_property
     def transformer(self) -> Denoiser:
         """The denoiser in eval mode: it has no dropout, and rollout and training must agree."""
@@ -189,8 +215,13 @@ class Backbone(ABC):
         checkpoint: of a full fine-tuning run, whose weights replace the folder's.
         """
         model.to_empty(device=self.device)
-        fill_model(model, self.open_weights() if checkpoint is None else open_folder(checkpoint / "transformer"))
+        fill_model(model, self.open_weights() if checkpoint is None else self.trained_weights(checkpoint))
         self.transformer = model
+
+    def trained_weights(self, checkpoint: Path) -> Weights:
+        """All weights of a full fine-tuning run's checkpoint."""
+        folder = checkpoint / "transformer"
+        return open_folder(folder) if folder.is_dir() else TrainedWeights(checkpoint, self.open_weights())
 
     def load_weights(self, path: str | Path | None) -> None:
         """Use post-trained weights: a folder with `transformer/`, a LoRA folder, or a file; None for the base model."""
@@ -202,9 +233,9 @@ class Backbone(ABC):
         if (path / LORA_FILE).is_file():
             return self._load_lora(path / LORA_FILE)
         single = path.suffix == ".safetensors" and path.is_file()
-        if not single and not any((path / "transformer").glob("*.safetensors")):
+        if not single and not holds_all_weights(path):
             raise FileNotFoundError(f"checkpoint_path {path} has neither transformer/*.safetensors nor {LORA_FILE}")
-        weights = open_file(path) if single else open_folder(path / "transformer")
+        weights = open_file(path) if single else self.trained_weights(path)
         if any("lora_" in name for name in weights.names):
             raise ValueError(f"checkpoint_path {path} is a LoRA, which is loaded from a folder with {LORA_FILE}")
         fill_model(self.transformer, weights)
@@ -212,23 +243,34 @@ class Backbone(ABC):
     def _load_lora(self, file: Path) -> None:
         """Load a LoRA file. diffusers silently skips tensors it cannot place, so they are counted."""
         tensors, settings = read_adapter(file)
-        self.transformer.load_lora_adapter(tensors, prefix=None, metadata=settings)
+        with naming(file):
+            self.transformer.load_lora_adapter(tensors, prefix=None, metadata=settings)
         loaded = sum("lora_" in name for name in self.transformer.state_dict())
         if loaded != len(tensors):
             raise ValueError(f"{file} holds {len(tensors)} LoRA tensors, of which this transformer took {loaded}")
 
-    def export(self, folder: Path | None, use_lora: bool) -> None:
-        """Write the trained weights in diffusers layout. All ranks must call; those without a folder only take part."""
+    def exported(self, use_lora: bool, rank: int = 0, count: int = 1) -> dict[str, TensorFile | str]:
+        """The trained weights in diffusers layout: this rank's share of the files, copied to the host.
+
+        All `count` ranks must call.
+        """
         if use_lora:
-            return save_adapter(self.transformer, POLICY, folder)
-        tensors = ((name, full_tensor(p.detach())) for name, p in self.transformer.named_parameters())
-        try:
-            if folder is not None:
-                save_weights(folder / "transformer", tensors)
-                (folder / "transformer" / "config.json").write_text(self.transformer.to_json_string())
-        finally:
-            for _ in tensors:  # keep participating in the gathers, even if the disk is full
-                pass
+            adapter = adapter_file(self.transformer, POLICY)
+            return {} if rank else {LORA_FILE: adapter}
+        parameters, files = dict(self.transformer.named_parameters()), {}
+        plan = plan_files({name: p.numel() * p.element_size() for name, p in parameters.items()})
+        for number, (file, names) in enumerate(plan.items()):
+            mine = number % count == rank
+            found = ((name, full_tensor(parameters[name])) for name in names)
+            tensors = {name: host_copy(value) for name, value in found if mine}
+            files |= {f"transformer/{file}": TensorFile(tensors, {"format": "pt"})} if mine else {}
+        if not rank:
+            files["transformer/config.json"] = self.transformer.to_json_string()
+        if not rank and len(plan) > 1:
+            total = sum(p.numel() * p.element_size() for p in parameters.values())
+            weight_map = {name: file for file, names in plan.items() for name in names}
+            files[f"transformer/{INDEX}"] = index_text(weight_map, total)
+        return files
 
     # for the planner and the doctor
 
@@ -241,10 +283,17 @@ class Backbone(ABC):
         return ""
 
 
+def holds_all_weights(checkpoint: Path) -> bool:
+    """Whether a checkpoint has all weights, in diffusers layout or as the ranks' shards."""
+    exported = any((checkpoint / "transformer").glob("*.safetensors"))
+    return exported or ((checkpoint / rank_file(0)).is_file() and not (checkpoint / LORA_FILE).is_file())
+
+
 def check_exported(checkpoint: Path) -> None:
     """Reject a checkpoint whose weights changed since they were written."""
     if (checkpoint / manifest.NAME).is_file():
-        manifest.check(checkpoint, "transformer/" if (checkpoint / "transformer").is_dir() else LORA_FILE)
+        parts = [name for name in (LORA_FILE, "transformer") if (checkpoint / name).exists()]
+        manifest.check(checkpoint, (parts or ["trainer"])[0])
 
 
 def at_least_fp32(tensor: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ Blocks are the units of sharding, activation recomputation, compilation and LoRA
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ class Denoiser(PeftAdapterMixin):
             if number < self.num_recomputed:
                 block.forward = functools.partial(checkpoint, block.forward, **kwargs)
             if compiled:
-                block.forward = torch.compile(block.forward)
+                block.forward = functools.partial(self._run_compiled, torch.compile(block.forward))
 
     def run_block(self, block: nn.Module, inputs: tuple[Tensor, ...], *others: Any) -> Any:
         """Run one block; if compiled and trained, rollout and training use the same graph.
@@ -77,13 +78,21 @@ class Denoiser(PeftAdapterMixin):
         wanted = torch.is_grad_enabled()
         if self.trained:
             inputs = tuple(x if x.requires_grad else x.detach().requires_grad_() for x in inputs)
-        if self.varying is not None:  # all other sizes are constant in a run
-            torch._dynamo.maybe_mark_dynamic(inputs[self.varying[0]], self.varying[1])
         with torch.set_grad_enabled(wanted or self.trained):
             outputs = block(*inputs, *others)
         if wanted:
             return outputs
         return outputs.detach() if isinstance(outputs, Tensor) else tuple(output.detach() for output in outputs)
+
+    def _run_compiled(self, compiled: Callable[..., Any], *inputs: Any) -> Any:
+        """Call a compiled forward with the varying length marked, so that one graph serves all lengths.
+
+        Otherwise the first length would get a graph of its own besides the one for all lengths, and which of the two
+        runs would depend on what ran before. This comes after FSDP's hooks, whose copies of the inputs lose the mark.
+        """
+        if self.varying is not None:  # all other sizes are constant in a run
+            torch._dynamo.maybe_mark_dynamic(inputs[self.varying[0]], self.varying[1])
+        return compiled(*inputs)
 
 
 def _keep_attention(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:

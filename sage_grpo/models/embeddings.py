@@ -1,7 +1,9 @@
 """Encodes each request once, so that the encoders can leave the device."""
 
 import dataclasses
+import hashlib
 import os
+import sys
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from sage_grpo.data.requests import Request
+from sage_grpo.json_files import printable
 
 
 @dataclass(frozen=True)
@@ -84,18 +87,33 @@ class EmbeddingCache:
     """A dictionary backed by a folder with one safetensors file per request; processes may share it."""
 
     def __init__(self, folder: Path, kind: type[Conditioning]) -> None:
-        self.folder, self.kind = folder, kind
+        """folder: named after the identity of the encoder."""
+        self.folder, self.kind, self.noted = folder, kind, False
 
     def __contains__(self, request: Request) -> bool:
-        """Whether the request is stored; a damaged file is rejected here, long before it is needed."""
+        """Whether the request is stored; a damaged file is rejected here, long before it is needed.
+
+        A file that was made for another prompt or by another encoder, whatever its name says, counts as missing.
+        """
         path = self.path(request)
         if not path.exists():
             return False
         try:
-            with safe_open(path, "pt"):
-                return True
-        except SafetensorError as error:
-            raise ValueError(f"prompt_cache: {path} is damaged ({error}); delete it") from error
+            with safe_open(path, "pt") as file:
+                names, made_for = set(file.keys()), (file.metadata() or {}).get("made_for")
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"prompt_cache: {path} is damaged ({printable(error)}); delete it") from error
+        if made_for == self.label(request) and names == {field.name for field in dataclasses.fields(self.kind)}:
+            return True
+        if not self.noted:
+            text = f"{path} was not made for its prompt by this encoder; encoding such prompts again"
+            print(f"note: prompt_cache: {text}", file=sys.stderr, flush=True)
+        self.noted = True
+        return False
+
+    def label(self, request: Request) -> str:
+        """Fingerprint of encoder and prompt, stored inside the file."""
+        return hashlib.sha256(f"{self.folder.name} {request.text}".encode()).hexdigest()
 
     def __getitem__(self, request: Request) -> Conditioning:
         """The stored conditioning, on the CPU."""
@@ -110,7 +128,7 @@ class EmbeddingCache:
         path = self.path(request)
         unfinished = path.with_suffix(f".{uuid.uuid4().hex}.tmp")
         tensors = {name: value.contiguous() for name, value in cond.tensors().items()}
-        save_file(tensors, unfinished, metadata={"prompt": request.text})
+        save_file(tensors, unfinished, metadata={"prompt": request.text, "made_for": self.label(request)})
         os.replace(unfinished, path)
 
     def path(self, request: Request) -> Path:

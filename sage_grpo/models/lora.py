@@ -2,26 +2,29 @@
 
 import hashlib
 import json
+import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from peft import LoraConfig
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from sage_grpo.json_files import check_kinds, naming
 from sage_grpo.models.denoiser import Denoiser
 from sage_grpo.models.weights import open_safetensors
 from sage_grpo.parallel.fsdp import full_tensor, local_shard, rows
+from sage_grpo.tensor_files import TensorFile, host_copy
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
 POLICY, ANCHOR = "policy", "anchor"
 PREFIX = "transformer."
 # allowed settings of a saved adapter: those that affect its forward, and those without effect once it is loaded
-SETTINGS = ("r", "lora_alpha", "target_modules", "rank_pattern", "alpha_pattern", "use_rslora")
+KINDS = {"r": int, "lora_alpha": float, "use_rslora": bool}
+SETTINGS = (*KINDS, "target_modules")
 UNUSED = ("peft_type", "peft_version", "task_type", "base_model_name_or_path", "revision", "auto_mapping")
 UNUSED += ("inference_mode", "init_lora_weights", "lora_dropout")
 
@@ -89,15 +92,13 @@ def use_adapter(transformer: Denoiser, adapter: str) -> None:
             parameter.requires_grad_(name == POLICY)
 
 
-def save_adapter(transformer: Denoiser, adapter: str, folder: Path | None) -> None:
-    """Write an adapter in diffusers format. All ranks of a sharded model call; those without a folder only join in."""
-    tensors = {n: full_tensor(p.detach()).cpu() for n, p in adapter_parameters(transformer, adapter).items()}
-    if folder is not None:
-        config = {
-            k: sorted(v) if isinstance(v, set) else v for k, v in transformer.peft_config[adapter].to_dict().items()
-        }
-        metadata = {"format": "pt", LORA_ADAPTER_METADATA_KEY: json.dumps(config, indent=2, sort_keys=True)}
-        save_file(tensors, folder / LORA_FILE, metadata=metadata)
+def adapter_file(transformer: Denoiser, adapter: str) -> TensorFile:
+    """A copy of an adapter in diffusers format, on the host. All ranks of a sharded model must call."""
+    tensors = {n: host_copy(full_tensor(p)) for n, p in adapter_parameters(transformer, adapter).items()}
+    config = {k: sorted(v) if isinstance(v, set) else v for k, v in transformer.peft_config[adapter].to_dict().items()}
+    return TensorFile(
+        tensors, {"format": "pt", LORA_ADAPTER_METADATA_KEY: json.dumps(config, indent=2, sort_keys=True)}
+    )
 
 
 def read_adapter(file: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
@@ -105,9 +106,10 @@ def read_adapter(file: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
 
     Only the settings of a plain LoRA are accepted: peft would follow others wherever they lead.
     """
-    with open_safetensors(file) as stored:
+    with open_safetensors(file) as stored, naming(file):
         tensors = {name.removeprefix(PREFIX): stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
         text = (stored.metadata() or {}).get(LORA_ADAPTER_METADATA_KEY)
+    ranks = _ranks(file, tensors)
     if text is None:
         return tensors, None
     try:
@@ -118,17 +120,45 @@ def read_adapter(file: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
     strange = [n for n, value in settings.items() if n not in SETTINGS + UNUSED and value and value != plain.get(n)]
     if strange:
         raise ValueError(f"{file} is not a plain LoRA: its settings name {strange[0]!r}; merge it into the weights")
-    return tensors, {name: settings[name] for name in SETTINGS if name in settings}
+    settings = {name: settings.get(name, plain[name]) for name in KINDS}
+    check_kinds(file, settings, KINDS)
+    if set(ranks.values()) != {settings["r"]}:  # peft would allocate it before it compares
+        raise ValueError(f"{file} has r {settings['r']}, but tensors of rank {max(ranks.values())}; save it again")
+    return tensors, settings | {"target_modules": sorted(ranks)}
+
+
+def _ranks(file: Path, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """The rank of each layer's pair of matrices. Anything but such pairs is rejected.
+
+    So are names that are not plain: diffusers and peft take them as regular expressions, which can run for ever.
+    """
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    layers = dict.fromkeys(name.rpartition(".lora_")[0] for name in tensors)
+    pairs = {layer: [shapes.pop(f"{layer}.lora_{side}.weight", ()) for side in "AB"] for layer in layers}
+    wrong = [n for n, (a, b) in pairs.items() if not len(a) == len(b) == 2 or a[0] != b[1] or not a[0]] + list(shapes)
+    if wrong or not pairs:
+        raise ValueError(f"{file} has no lora_A and lora_B of one rank for {(wrong or ['any layer'])[0]!r:.100}")
+    if strange := [layer for layer in layers if not re.fullmatch(r"[\w.]{1,200}", layer)]:
+        raise ValueError(f"{file} names {strange[0]!r:.100}, which is not the name of a layer; save it again")
+    return {layer: a[0] for layer, (a, _) in pairs.items()}
 
 
 @torch.no_grad()
 def load_adapter(transformer: nn.Module, folder: Path, adapter: str) -> None:
-    """Fill an adapter from a saved one with the same rank and layers."""
+    """Fill an adapter from a saved one with the same rank, scale and layers."""
     file = folder / LORA_FILE
-    values, _ = read_adapter(file)
+    values, settings = read_adapter(file)
     mine = adapter_parameters(transformer, adapter)
     wrong = sorted(set(values) ^ set(mine)) or [n for n, p in mine.items() if p.shape != values[n].shape]
     if wrong:
         raise ValueError(f"{file} does not fit lora_r and lora_target_modules: {wrong[0]} differs")
+    own = transformer.peft_config[adapter]
+    settings = settings or {"lora_alpha": own.r}  # what diffusers takes if a file does not say it
+    for name in KINDS:
+        if (found := settings.get(name, getattr(own, name))) != getattr(own, name):
+            raise ValueError(
+                f"{file} has {name} {found}, but lora_r and lora_alpha make it {getattr(own, name)}: an adapter with "
+                "another scale is another model; give the flags that it was trained with"
+            )
     for name, parameter in mine.items():
         local_shard(parameter).copy_(values[name][slice(*rows(parameter))])

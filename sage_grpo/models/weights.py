@@ -14,10 +14,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from sage_grpo.json_files import read_object
+from sage_grpo.json_files import printable, read_object
 from sage_grpo.parallel.fsdp import local_shard, rows
 
 STEM = "diffusion_pytorch_model"
+INDEX = f"{STEM}.safetensors.index.json"
 SHOWN = 3  # names shown in an error
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -126,7 +127,7 @@ def _stored_names(paths: Sequence[Path], folder: Path) -> dict[str, Path]:
     for path in paths:
         for name in open_safetensors(path).keys():  # noqa: SIM118 - not a dict
             if name in files:
-                raise ValueError(f"{name} is in both {files[name]} and {path}; keep one of these files.")
+                raise ValueError(f"{printable(name)} is in both {files[name]} and {path}; keep one of these files.")
             files[name] = path
     counts = {int(match[1]) for path in paths if (match := re.search(r"-\d+-of-(\d+)$", path.stem))}
     if counts and counts != {len(paths)}:
@@ -136,9 +137,12 @@ def _stored_names(paths: Sequence[Path], folder: Path) -> dict[str, Path]:
 
 def open_safetensors(path: Path) -> Any:
     try:
+        if not path.is_file():
+            raise OSError("not a file")
         return safe_open(path, "pt")
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not a complete safetensors file ({error}); download it again.") from error
+    except (SafetensorError, OSError) as error:
+        reason = printable(error)
+        raise ValueError(f"{path} is not a complete safetensors file ({reason}); download it again.") from error
 
 
 def check_names(weights: Weights, expected: Mapping[str, Sequence[int]]) -> None:
@@ -155,7 +159,7 @@ def check_names(weights: Weights, expected: Mapping[str, Sequence[int]]) -> None
 
 
 def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:SHOWN]) + (" and others" if len(names) > SHOWN else "")
+    return printable(", ".join(names[:SHOWN])) + (" and others" if len(names) > SHOWN else "")
 
 
 def load_model(model: Model, weights: Weights, device: torch.device | str, dtype: torch.dtype) -> Model:
@@ -187,13 +191,32 @@ def save_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], max_shard_
         save_file(shard, drafts[-1][0], metadata={"format": "pt"})
         del shard  # before filling the next one
     weight_map = {}
-    for number, (draft, names) in enumerate(drafts, 1):
-        count = f"-{number:05d}-of-{len(drafts):05d}" if len(drafts) > 1 else ""
-        path = draft.rename(folder / f"{STEM}{count}.safetensors")
-        weight_map |= dict.fromkeys(names, path.name)
+    for name, (draft, names) in zip(file_names(len(drafts)), drafts, strict=True):
+        draft.rename(folder / name)
+        weight_map |= dict.fromkeys(names, name)
     if len(drafts) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / f"{STEM}.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        (folder / INDEX).write_text(index_text(weight_map, total))
+
+
+def file_names(count: int) -> list[str]:
+    """diffusers' names of `count` files of weights."""
+    parts = [f"-{number:05d}-of-{count:05d}" for number in range(1, count + 1)] if count > 1 else [""]
+    return [f"{STEM}{part}.safetensors" for part in parts]
+
+
+def index_text(weight_map: Mapping[str, str], total: int) -> str:
+    """The index of weights in several files: the file of each tensor, and the bytes of all."""
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"
+
+
+def plan_files(sizes: Mapping[str, int], max_bytes: float = 5e9) -> dict[str, list[str]]:
+    """The tensors of each file, for tensors of these bytes in this order."""
+    groups: list[list[str]] = [[]]
+    for name, size in sizes.items():
+        if groups[-1] and sum(sizes[other] for other in groups[-1]) + size > max_bytes:
+            groups.append([])
+        groups[-1].append(name)
+    return dict(zip(file_names(len(groups)), groups, strict=True))
 
 
 def _shards(tensors: Iterable[tuple[str, Tensor]], max_bytes: float) -> Iterator[dict[str, Tensor]]:

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from sage_grpo.parallel.device import choose_device
+
 NCCL_GRACE = 60  # seconds by which a collective outlasts the run's watchdog, which records what it ended
 
 S = TypeVar("S")
@@ -143,7 +145,7 @@ class Ranks:
                 raise RankError(f"{type(error).__name__}: {error}") from error
             mine = (None, f"rank {self.world_rank}: {type(error).__name__}: {error}")
         found: list = [mine] * self.world
-        if self.world > 1:
+        if self.world > 1 and self.mesh is not None:  # the doctor is one process that stands for many
             dist.all_gather_object(found, mine)
         if failed := [text for _, text in found if text]:
             raise RankError(failed[0])
@@ -195,15 +197,18 @@ class Ranks:
 
 
 @contextmanager
-def join_ranks(timeout: float, sp_size: int = 1, sharded: bool = False, replicas: int = 1) -> Iterator[Ranks]:
+def join_ranks(
+    timeout: float, sp_size: int = 1, sharded: bool = False, replicas: int = 1, device_type: str = "auto"
+) -> Iterator[Ranks]:
     """Join the ranks that torchrun started, or run this process alone; ranks wait `timeout` seconds for each other.
 
     sharded: create a mesh to shard the model over, with `replicas` copies; also works with one process.
+    device_type: cuda, cpu, or auto: cuda if there is any.
     """
     world, rank, home = (int(os.environ.get(name, default)) for name, default in
                          (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)))  # fmt: skip
     check_layout(world, sp_size, sharded, replicas)
-    device = torch.device("cuda", home) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device("cuda", home) if choose_device(device_type, lambda: 0) == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         if home >= torch.cuda.device_count():
             raise ValueError(f"process {home + 1} of this machine finds {torch.cuda.device_count()} GPUs; start fewer")

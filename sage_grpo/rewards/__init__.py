@@ -10,3 +10,4 @@ REWARDS = {
 }
 ALIASES = {"videoalign_local": "videoalign"}
 DEFAULT = "videoalign"  # for real-world models
+TOKEN_VARIABLE, HOSTS_VARIABLE = "SAGE_REWARD_TOKEN", "SAGE_REWARD_HOSTS"  # of remote rewards, in the environment

@@ -34,6 +34,7 @@ class Setup:
     sample_fps: float = 2.0  # frames sampled per second
     url: str | None = None  # address of a reward server
     timeout: float = 300.0  # seconds a call may take
+    start_timeout: float = 1800.0  # seconds until a server has answered what it scores
 
     @property
     def dtype(self) -> torch.dtype:

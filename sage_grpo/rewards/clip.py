@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import CLIPModel, CLIPTokenizer
 
+from sage_grpo.json_files import naming, read_config
 from sage_grpo.models.weights import read_index
 from sage_grpo.rewards import video_frames
 from sage_grpo.rewards.base import Setup
@@ -90,12 +91,15 @@ def load_clip(folder: Path) -> tuple[CLIPModel, CLIPTokenizer]:
         read_index(index)
     if (folder / "adapter_config.json").exists():  # transformers would load the base model and adapter it names
         raise ValueError(f"{folder} holds an adapter_config.json, which no CLIP model needs; delete it")
+    read_config(folder / "config.json")
     # Set the attention explicitly: a config could name one that would be downloaded and run.
     safe = {"local_files_only": True, "use_safetensors": True, "attn_implementation": "sdpa"}
-    model, report = CLIPModel.from_pretrained(folder, dtype=torch.float32, output_loading_info=True, **safe)
+    with naming(folder):
+        model, report = CLIPModel.from_pretrained(folder, dtype=torch.float32, output_loading_info=True, **safe)
+        tokenizer = CLIPTokenizer.from_pretrained(folder, local_files_only=True)
     if report["missing_keys"]:
         raise ValueError(f"the weights in {folder} lack {min(report['missing_keys'])}; download them again")
-    return model.eval(), CLIPTokenizer.from_pretrained(folder, local_files_only=True)
+    return model.eval(), tokenizer
 
 
 def build_clipscore(setup: Setup) -> ClipScore:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sage_grpo.rewards.base import Setup
+from sage_grpo.rewards.composite import within
 from sage_grpo.rewards.wire import WireError, is_number, pack, read_json, read_token, total_bytes
 
 if TYPE_CHECKING:
@@ -32,15 +33,16 @@ class RemoteError(ValueError):
 
 
 class RemoteReward:
-    """The rewards of the server at `url`; `timeout` is the longest wait for its next bytes, in seconds."""
+    """The rewards of the server at `url`.
 
-    def __init__(self, url: str, timeout: float = 300.0) -> None:
-        self.url, self.timeout = url.rstrip("/"), timeout
+    `timeout` is the longest wait for its next bytes, in seconds; a complete answer before training may take
+    `start_timeout`, and later ones as long as `Composite` allows.
+    """
+
+    def __init__(self, url: str, timeout: float = 300.0, start_timeout: float = 1800.0) -> None:
+        self.url, self.timeout, self.start_timeout = url.rstrip("/"), timeout, start_timeout
         self.client = _open_client(url, timeout, read_token())
-        try:
-            about = self._ask("GET", "/info")
-        except TimeoutError as error:
-            raise RemoteError(str(error)) from error
+        about = self._ask_in_time("GET", "/info")
         if not isinstance(about.get("names"), list) or not is_number(about.get("max_bytes")):
             raise RemoteError(f"{self.url} is not a reward server: its /info lists no names and limits")
         self.names: tuple[str, ...] = tuple(map(str, about["names"]))
@@ -48,7 +50,7 @@ class RemoteReward:
 
     def check(self, prompts: Sequence[str]) -> None:
         """Reject prompts that the server's rewards reject."""
-        self._ask("POST", "/check", [json.dumps({"prompts": list(prompts)}).encode()])
+        self._ask_in_time("POST", "/check", [json.dumps({"prompts": list(prompts)}).encode()])
 
     def score(self, clips: Sequence[Tensor], prompts: Sequence[str], fps: float) -> dict[str, Tensor]:
         """Scores (B,) fp64; NaN for clips that the server could not score, an error if it scored none."""
@@ -74,6 +76,13 @@ class RemoteReward:
         if not all(value is None or is_number(value) for value in values):
             raise RemoteError(f"{self.url} returned a value for {name} that is not a number")
         return torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float64)
+
+    def _ask_in_time(self, *request: Any) -> dict[str, Any]:
+        """`_ask` with a deadline for everything together: a server may send byte after byte, each of them in time."""
+        try:
+            return within(self.start_timeout, self._ask, *request)
+        except TimeoutError as error:
+            raise RemoteError(f"remote_reward_url {self.url} cannot be used: {error}") from error
 
     def _ask(self, method: str, path: str, parts: Sequence[bytes | memoryview] = ()) -> dict[str, Any]:
         """The JSON body of a 200 response; anything else is an error."""
@@ -171,4 +180,4 @@ def _line(text: Any) -> str:
 def build(setup: Setup) -> RemoteReward:
     if setup.url is None:
         raise ValueError("the reward remote needs the address of its server: give --remote_reward_url")
-    return RemoteReward(setup.url, setup.timeout)
+    return RemoteReward(setup.url, setup.timeout, setup.start_timeout)

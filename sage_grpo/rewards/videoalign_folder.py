@@ -20,10 +20,10 @@ import torch
 from accelerate import init_empty_weights
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, Qwen2VLConfig, Qwen2VLModel
 
-from sage_grpo.json_files import read_object
+from sage_grpo.json_files import naming, printable, read_config, read_object
 from sage_grpo.rewards.video_frames import MEAN, MERGE, PAIR, PATCH, STD
 from sage_grpo.torch_files import convert, read_tensors
 
@@ -41,7 +41,7 @@ PREPROCESSOR |= {"image_mean": list(MEAN), "image_std": list(STD)}
 
 def read_json(path: Path, expected: Mapping[str, Any]) -> dict[str, Any]:
     """Read a JSON object; `expected` lists values, possibly nested, that it must contain."""
-    values = read_object(path)
+    values = read_config(path)
     _expect(path, values, expected)
     return values
 
@@ -65,13 +65,15 @@ def read_settings(folder: Path) -> dict[str, Any]:
     if settings["model_config"].get("output_dim") not in (1, len(DIMENSIONS)):
         raise ValueError(f"{path} has output_dim {settings['model_config'].get('output_dim')}, which must be 1 or 3")
     norm = settings.get("inference_config") or {}
+    if not isinstance(norm, dict):
+        raise ValueError(f"{path} has inference_config {norm!r:.100}, which must be an object; download it again")
     numbers = {name: settings["data_config"].get(name) for name in ("fps", "max_frame_pixels")}
     numbers |= {name: settings["peft_lora_config"].get(name) for name in ("lora_r", "lora_alpha")}
     numbers |= {f"{name}_std": norm.get(f"{name}_std") for name in DIMENSIONS if norm}
     for name, value in numbers.items():
         if not isinstance(value, (int, float)) or value <= 0:
-            raise ValueError(f"{path} has {name} {value}, which must be a positive number; download it again")
-    return settings
+            raise ValueError(f"{path} has {name} {value!r:.100}, which must be a positive number; download it again")
+    return settings | {"inference_config": norm or None}
 
 
 def newest_checkpoint(folder: Path) -> Path:
@@ -101,15 +103,25 @@ def read_tokenizer(folder: Path, checkpoint: Path) -> PreTrainedTokenizerFast:
     chat = read_json(chat_file, {}).get("chat_template")
     if not isinstance(chat, str):
         raise ValueError(f"{chat_file} has no chat_template; download it again")
-    read_json(file, {})
+    read_object(file)
     try:
         tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file), chat_template=chat)
     except Exception as error:  # tokenizers raises nothing more specific
-        raise ValueError(f"{file} is not a tokenizer ({error}); download it again") from error
+        raise ValueError(f"{file} is not a tokenizer ({printable(error)}); download it again") from error
     missing = sorted({*TOKENS, "<|video_pad|>", "<|endoftext|>"} - tokenizer.get_added_vocab().keys())
     if missing:
         raise ValueError(f"{file} does not know {missing[0]}; it is not the tokenizer of this reward")
     return tokenizer
+
+
+def check_folder(folder: Path) -> None:
+    """Reject an incomplete folder without loading its weights."""
+    read_settings(folder)
+    read_template(folder)
+    read_tokenizer(folder, checkpoint := newest_checkpoint(folder))
+    files = ("model.safetensors", "model.pth", "adapter_model.safetensors")
+    if not any((checkpoint / name).is_file() for name in files):
+        raise FileNotFoundError(f"{checkpoint / 'model.safetensors'} is missing; download that folder again")
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -121,11 +133,12 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         if not path.is_file() and os.access(path.parent, os.W_OK):
             convert(source)
         tensors = load_file(path) if path.is_file() else read_tensors(source)
-    except SafetensorError as error:
-        raise ValueError(f"{path} is damaged ({error}); download or convert it again") from error
-    broken = next((name for name, tensor in tensors.items() if not tensor.isfinite().all()), None)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is damaged ({printable(error)}); download or convert it again") from error
+    with naming(path):  # some types of numbers cannot be asked
+        broken = next((name for name, tensor in tensors.items() if not tensor.isfinite().all()), None)
     if broken:
-        raise ValueError(f"{path} is damaged: {broken} is not finite; download or convert it again")
+        raise ValueError(f"{path} is damaged: {printable(broken)} is not finite; download or convert it again")
     return tensors
 
 
@@ -157,25 +170,39 @@ def model_weights(published: Mapping[str, Tensor], lora_scale: float, dtype: tor
 def load_model(folder: Path, checkpoint: Path, settings: Mapping[str, Any], dtype: torch.dtype) -> tuple[Any, Tensor]:
     """Qwen2-VL without its language head, and the reward head (output_dim, hidden) in fp32, both on the CPU."""
     read_json(folder / "base_config" / "config.json", {"model_type": "qwen2_vl"})
-    config = Qwen2VLConfig.from_pretrained(folder / "base_config", attn_implementation="sdpa")
+    with naming(folder / "base_config" / "config.json"):
+        config = Qwen2VLConfig.from_pretrained(folder / "base_config", attn_implementation="sdpa")
     lora = settings["peft_lora_config"]
     published = read_checkpoint(folder, checkpoint)
     if any(".lora_A." in name for name in published) != lora.get("lora_enable"):
         raise ValueError(
             f"{checkpoint} does not fit lora_enable {lora.get('lora_enable')} of {folder / 'model_config.json'}"
         )
-    weights = model_weights(published, lora["lora_alpha"] / lora["lora_r"], dtype)
-    embedding = weights.get("language_model.embed_tokens.weight", ())
-    config.text_config.vocab_size = len(embedding)  # the base model has more rows than the tokenizer has tokens
-    with init_empty_weights():
+    with naming(checkpoint):
+        weights = model_weights(published, lora["lora_alpha"] / lora["lora_r"], dtype)
+        rows = len(weights.get("language_model.embed_tokens.weight", ()))
+    config.text_config.vocab_size = rows  # the base model has more rows than the tokenizer has tokens
+    with naming(folder / "base_config" / "config.json"), init_empty_weights():
         model = Qwen2VLModel(config)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     shapes["rm_head.weight"] = (settings["model_config"]["output_dim"], config.text_config.hidden_size)
     _fit(checkpoint, weights, shapes)
     head = weights.pop("rm_head.weight")
     model.load_state_dict(weights, assign=True)
+    _keep_precision(model.visual.rotary_pos_emb)
     # This also rounds the rotary frequencies, which changes scores; the model was trained that way.
     return model.to(dtype).eval().requires_grad_(False), head
+
+
+def _keep_precision(rotary: nn.Module) -> None:
+    """Vision angles, cosines and sines in the precision of the frequencies, as in training; later versions use fp32."""
+
+    def forward(_: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        angles = position_ids[..., None] * rotary.inv_freq
+        return rotary.recomposition_frequencies(angles.cos()), rotary.recomposition_frequencies(angles.sin())
+
+    if hasattr(rotary, "recomposition_frequencies"):
+        rotary.forward = forward
 
 
 def _fit(checkpoint: Path, weights: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -183,6 +210,6 @@ def _fit(checkpoint: Path, weights: Mapping[str, Tensor], shapes: Mapping[str, t
     for name in sorted(shapes.keys() | found.keys()):
         if shapes.get(name) != found.get(name):
             raise ValueError(
-                f"the weights in {checkpoint} are not those of base_config/config.json: {name} is "
+                f"the weights in {checkpoint} are not those of base_config/config.json: {printable(name)} is "
                 f"{found.get(name, 'absent')} and should be {shapes.get(name, 'absent')}; download both again"
             )

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sage_grpo.rewards import TOKEN_VARIABLE
 from sage_grpo.rewards.video_frames import check_clips
 
-TOKEN_VARIABLE = "SAGE_REWARD_TOKEN"
 MAX_HEADER = 1 << 20  # bytes
 MAX_FPS = 1_000_000  # frames per second of a clip
 KEYS = {"fps", "prompts", "shapes"}

@@ -6,6 +6,7 @@ RUN/validation/step-000100/*.mp4, sheet.png
 
 import json
 import math
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,13 +70,33 @@ Pair = tuple[Clip, Clip]  # before, after
 def read_clips(folder: Path, anywhere: bool = False) -> list[Clip]:
     """The clips of one validation; empty if none were kept. `anywhere`: trust the listing to point to other folders."""
     path, clips = folder / LISTING, []
-    for entry in json.loads(path.read_bytes()) if path.is_file() else ():
-        values = {}
-        for kind, place in PLACES.items():
-            values |= {f"{kind}/{name}": as_float(value) for name, value in entry.get(place, {}).items()}
+    for entry in read_listing(path) if path.is_file() else ():
+        values = {f"{kind}/{name}": value for kind, place in PLACES.items() for name, value in entry[place].items()}
         file = folder / entry["file"] if anywhere else beside(path, entry["file"])
         clips.append(Clip(file, entry["prompt"], entry["seed"], values))
     return clips
+
+
+def read_listing(path: Path) -> list[Record]:
+    """The records of a clips.json; scores are numbers, NaN where there is none."""
+    try:
+        records = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise RunError(f"{path} is damaged ({error}); delete it, or the folder that it is in") from error
+    if not isinstance(records, list):
+        raise RunError(f"{path} is not a list of clips; delete it, or the folder that it is in")
+    return [checked(record, f"{path}, clip {number}") for number, record in enumerate(records, 1)]
+
+
+def checked(record: Any, where: str) -> Record:
+    """A record with all of its parts; one that lacks file or prompt, or has a part of another kind, is rejected."""
+    record = {"seed": 0} | {place: {} for place in PLACES.values()} | (record if isinstance(record, dict) else {})
+    kinds = {"file": str, "prompt": str, "seed": int} | dict.fromkeys(PLACES.values(), dict)
+    for name, kind in kinds.items():
+        if not isinstance(record.get(name), kind):
+            raise RunError(f"{where} has {name} {record.get(name)!r:.100}; correct or delete that entry")
+    named = {place: record[place].items() for place in PLACES.values()}
+    return record | {place: {k: as_float(v, f"{k} in {where}") for k, v in items} for place, items in named.items()}
 
 
 def pair_clips(before: Sequence[Clip], after: Sequence[Clip]) -> list[Pair]:
@@ -86,12 +107,13 @@ def pair_clips(before: Sequence[Clip], after: Sequence[Clip]) -> list[Pair]:
 
 def read_validations(run: Path) -> dict[int, list[Record]]:
     """The records of each validation in a run, by iteration."""
-    files = sorted(run.glob(f"validation/step-*/{LISTING}"))
-    return {int(file.parent.name.removeprefix("step-")): json.loads(file.read_bytes()) for file in files}
+    files = {file.parent.name.removeprefix("step-"): file for file in sorted(run.glob(f"validation/step-*/{LISTING}"))}
+    return {int(n): read_listing(file) for n, file in files.items() if re.fullmatch(r"\d{1,16}", n) and file.is_file()}
 
 
 def beside(listing: Path, name: Any) -> Path:
     """A file named by a listing. It must be in the listing's folder, because it will be shown to others."""
-    if not isinstance(name, str) or Path(name).name != name:
-        raise RunError(f"{listing} names the file {name!r}, which does not lie beside it; correct or delete that entry")
+    sound = isinstance(name, str) and name.isprintable() and Path(name).name == name and len(name.encode()) < 256
+    if not sound or (listing.parent / name).is_symlink():
+        raise RunError(f"{listing} names the file {name!r:.60}, which does not lie beside it; delete that entry")
     return listing.parent / name

@@ -21,26 +21,68 @@ from sage_grpo.config import Config, ConfigError
 from sage_grpo.json_files import write_json
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.runs.hacking import divergence
+from sage_grpo.runs.lock import WAIT, Lock
 from sage_grpo.runs.tracker import Tracker, has_line
 
 CONTENTS = (
     "config.yaml", "command.txt", "status.json", "metrics.jsonl", "report.html", "validation", "checkpoints", "flight",
     "tensorboard",
 )  # fmt: skip
+WRITTEN_FIRST = CONTENTS[:2]
 
 
 class RunFolder:
-    """Constructing it writes nothing; `open` creates the folder."""
+    """Constructing it writes nothing; `take` locks the folder, `open` begins a run in it, `close` unlocks it."""
 
     def __init__(self, config: Config, ranks: Ranks) -> None:
         self.config, self.ranks, self.path = config, ranks, Path(config.output_dir)
         self.tracker: Tracker | None = None
-        old = [name for name in CONTENTS if (self.path / name).exists()]
-        if old and not (config.overwrite or config.resume_from_checkpoint):
+        self.lock: Lock | None = None
+        self._check()
+
+    def _check(self) -> set[str]:
+        """Refuse a folder that holds an older run, unless told what to do with it; returns the names in the folder."""
+        try:
+            names = {path.name for path in self.path.iterdir()}
+        except FileNotFoundError:
+            return set()
+        except OSError as error:
+            raise ConfigError(f"output_dir {self.path} cannot be used: {error.strerror}") from error
+        old = [name for name in CONTENTS if name in names]
+        if old and not (self.config.overwrite or self.config.resume_from_checkpoint):
             raise ConfigError(
                 f"output_dir {self.path} already holds a run ({old[0]}); give another one, "
                 "--resume_from_checkpoint auto to continue it, or --overwrite to replace it"
             )
+        return names
+
+    def take(self) -> None:
+        """Keep other runs out of the folder until `close`; all ranks call this, and get the same error."""
+        if problem := self.ranks.together(lambda: self._take() if self.ranks.first else "")[0]:
+            self.close()
+            raise ConfigError(problem)
+
+    def _take(self) -> str:
+        """Lock the folder; returns why it cannot be used."""
+        patient = self.config.resume_from_checkpoint in ("auto", "last_good")
+        try:
+            others = {name for name in self._check() if not name.startswith(("lock", "logs"))}  # logs: the launcher's
+            if self._replaces and others and not others.issuperset(WRITTEN_FIRST):
+                return (
+                    f"overwrite is True, but output_dir {self.path} holds {min(others)} and never was a run, which has "
+                    f"{' and '.join(WRITTEN_FIRST)}; give another one, or empty it yourself"
+                )
+            self.lock = Lock(self.path, patient, min(WAIT, self.config.start_timeout / 2))
+            self._check()  # a run may have ended since
+        except ConfigError as error:
+            return str(error)
+        except OSError as error:
+            return f"output_dir {self.path} cannot be written: {error.strerror}"
+        return ""
+
+    @property
+    def _replaces(self) -> bool:
+        return self.config.overwrite and not self.config.resume_from_checkpoint
 
     @property
     def checkpoints(self) -> Path:
@@ -51,9 +93,8 @@ class RunFolder:
         if not self.ranks.first:
             return
         self.path.mkdir(parents=True, exist_ok=True)
-        for name in CONTENTS if self.config.overwrite and not self.config.resume_from_checkpoint else ():
-            path = self.path / name
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        for path in (self.path / name for name in CONTENTS if self._replaces):
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
         (self.path / "config.yaml").write_text(self.config.to_yaml())
         (self.path / "command.txt").write_text(shlex.join(sys.orig_argv) + "\n")
         self.tracker = Tracker(self.path, self.config.report_to, dataclasses.asdict(self.config), step)
@@ -101,3 +142,5 @@ class RunFolder:
     def close(self) -> None:
         if self.tracker:
             self.tracker.close()
+        if self.lock:
+            self.lock.release()

@@ -5,18 +5,20 @@ Clips of the first validation and of a later one are compared one by one, same p
 """
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from sage_grpo.intervals import Interval, interval
 from sage_grpo.runs.clips import read_validations
+from sage_grpo.runs.history import RunError
 
 Record = Mapping[str, Any]
 
 
 def trained(record: Record) -> float:
-    total = record["scores"]["total"]
+    total = record["scores"].get("total")
     return math.nan if total is None else total
 
 
@@ -34,7 +36,11 @@ def change(before: Iterable[Record], after: Iterable[Record], value: Callable[[R
 
 def divergence(folder: Path, step: int) -> str:
     """What is wrong with the validation at `step` of a run folder, in one sentence; empty if nothing is."""
-    found = read_validations(folder)
+    try:
+        found = read_validations(folder)
+    except RunError as error:  # a listing that a crash has cut short must not stop the training
+        print(f"note: not checked for reward hacking: {error}", file=sys.stderr, flush=True)
+        return ""
     if step not in found:  # its clips were not saved: the disk was full
         return ""
     first = min(found)

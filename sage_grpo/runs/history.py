@@ -12,12 +12,17 @@ from typing import Any
 
 import numpy as np
 
+from sage_grpo.config import ConfigError
+
 # metrics under reward/ that are not scores
 BATCH_STATISTICS = ("total", "std", "group_std", "failed", "starved_groups", "flat_groups", "error")
 KINDS = ("run", "train", "validation")  # of line in metrics.jsonl
+FIELDS = dict.fromkeys(("time", "device", "world"), str) | dict.fromkeys(("step", "ranks", "trainable_parameters"), int)
+FIELDS |= dict.fromkeys(("versions", "perfect", "vae_floor", "schedule", "per_step"), dict)
+LARGEST_STEP, LARGEST = 2**53, 1e100  # beyond LARGEST a value is shown as missing: axes and squares would overflow
 
 
-class RunError(ValueError):
+class RunError(ConfigError):
     """Why a folder cannot be reported on, in one sentence."""
 
 
@@ -57,18 +62,28 @@ class RunHistory:
 
     def grid(self, key: str) -> np.ndarray:
         """A metric by iteration and denoising step, (N, T); T is 0 if no line has it."""
-        rows = [line.get("per_step", {}).get(key) or [] for line in self.train]
+        rows = [numbers((line.get("per_step") or {}).get(key), key) for line in self.train]
         steps = max(map(len, rows), default=0)
-        return np.array([row + [None] * (steps - len(row)) for row in rows], dtype=float).reshape(len(rows), steps)
+        return np.array([[*row, *[math.nan] * (steps - len(row))] for row in rows]).reshape(len(rows), steps)
 
 
 def column(lines: Sequence[Mapping[str, Any]], key: str) -> np.ndarray:
     """A metric over lines, (N,); NaN where a line lacks it."""
-    return np.array([as_float(line.get(key)) for line in lines])
+    return np.array([as_float(line.get(key), key) for line in lines])
 
 
-def as_float(value: float | None) -> float:
-    return math.nan if value is None else float(value)
+def numbers(values: Any, name: str) -> list[float]:
+    """A list of numbers from a file; nothing stands for an empty one."""
+    if not isinstance(values or [], list):
+        raise RunError(f"{name} is {values!r:.100}; a list of numbers is expected")
+    return [as_float(value, name) for value in values or ()]
+
+
+def as_float(value: Any, name: str = "a metric") -> float:
+    """A number from a file; NaN for null and for what is too large to be shown."""
+    if value is not None and not isinstance(value, (int, float)):
+        raise RunError(f"{name} is {value!r:.100}; a number is expected")
+    return math.nan if value is None or not abs(value) < LARGEST else float(value)
 
 
 def read_run(folder: Path) -> RunHistory:
@@ -93,10 +108,11 @@ def _lines(path: Path) -> list[tuple[str, int, dict[str, Any]]]:
     for number, text in enumerate(raw, 1):
         try:
             line = json.loads(text)
-            if line["kind"] not in KINDS:
-                raise ValueError(line["kind"])
+            wrong = [key for key, kind in FIELDS.items() if not isinstance(line.get(key), kind | None)]
+            if wrong or line["kind"] not in KINDS or not abs(line["step"]) < LARGEST_STEP:
+                raise ValueError(wrong)
             lines.append((line["kind"], line["step"], line))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             if number < len(raw):
                 raise RunError(f"{path}, line {number} is damaged; fix or delete that line") from error
     return lines

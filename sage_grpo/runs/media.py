@@ -9,6 +9,8 @@ import torch
 from PIL import Image, ImageDraw
 from torch import Tensor
 
+from sage_grpo.json_files import naming
+
 GAP, LABEL_HEIGHT = 4, 14  # pixels
 FRAME = (96, 320)  # pixels: minimum shorter side and maximum longer side of a thumbnail
 COLUMNS = 5
@@ -33,7 +35,7 @@ def write_mp4(path: Path, clip: Tensor, fps: int) -> None:
 
 def read_mp4(path: Path) -> tuple[Tensor, float]:
     """Read a clip (F, H, W, 3) and its frames per second."""
-    with imageio.get_reader(path, format="FFMPEG") as reader:
+    with naming(path), imageio.get_reader(path, format="FFMPEG") as reader:
         return torch.from_numpy(np.stack(list(reader.iter_data()))), float(reader.get_meta_data()["fps"])
 
 

@@ -1,10 +1,11 @@
 """Checks a configuration before it costs GPU hours: reports measurements, problems and remedies.
 
     python -m sage_grpo.tools.doctor --config FILE.yaml [--FLAG VALUE ...]     (any flag of post_train.py)
+    python -m sage_grpo.tools.doctor --short --config FILE.yaml ...            (only the machine, in seconds)
 
 One process acts as the first rank of the run; nothing is trained, and the run folder is not touched. At the end, all
 exploration SDEs are compared on the model and the prompts. Exit code 0: no problems; 1: something is WRONG; 2: the
-configuration cannot run, with the error that post_train.py would print.
+configuration cannot run, with the error that post_train.py would print, or the machine cannot run it.
 """
 
 import argparse
@@ -23,11 +24,13 @@ from sage_grpo.checks import warnings
 from sage_grpo.config import Config, ConfigError
 from sage_grpo.flags import parse
 from sage_grpo.json_files import write_json
+from sage_grpo.models import device_for
 from sage_grpo.parallel.ranks import Ranks, check_layout, join_ranks
 from sage_grpo.runs.folder import RunFolder
 from sage_grpo.tools.doctor_checks import CHECKS, Finding, judged
+from sage_grpo.tools.machine_checks import examine_machine, machine_of
 from sage_grpo.tools.preflight import check_samplers
-from sage_grpo.train.build import assemble
+from sage_grpo.train.build import assemble, rollout_sampling
 from sage_grpo.train.trainer import Trainer
 
 
@@ -36,8 +39,10 @@ def options_of(arguments: Sequence[str]) -> tuple[argparse.Namespace, Config]:
     about = "Check a configuration before it costs GPU hours. Takes all flags of post_train.py, and these:"
     parser = argparse.ArgumentParser("python -m sage_grpo.tools.doctor", description=about, allow_abbrev=False)
     parser.add_argument("--output", type=Path, default=Path("outputs/doctor"), help="folder; default: %(default)s")
+    parser.add_argument("--short", action="store_true", help="check the machine only, a line per check")
     parser.add_argument("--skip_ab", action="store_true", help="leave out the comparison of the exploration SDEs")
     parser.add_argument("--ranks", type=int, default=1, help="processes that the run will have; default: %(default)s")
+    parser.add_argument("--ranks_here", type=int, help="of these, on this machine; default: all")
     parser.add_argument("--prompts", type=int, default=4, help="prompts to compare the SDEs on; default: %(default)s")
     parser.add_argument("--clips", type=int, default=4, help="clips per prompt compared; default: %(default)s")
     options, rest = parser.parse_known_args(arguments)
@@ -64,8 +69,8 @@ def prepare(config: Config, alone: Ranks, count: int) -> tuple[Trainer, list[Fin
         notes.append(str(error))
     size = sum(p.numel() for p in trainer.optimization.parameters.values())
     text = f"trains {size:,} numbers of {c.pretrained_model_root}, {c.dtype} on {ranks.device.type}; clips of "
-    text += f"{c.num_frames} x {c.height} x {c.width} by {c.sde_type}, eta {c.eta:g}, {c.num_sampling_steps} steps, "
-    text += f"shift {c.timestep_shift:g}, guidance {c.guidance_scale:g}"
+    text += f"{rollout_sampling(c)}, by {c.sde_type}, eta {c.eta:g}"
+    text += f"; validation: {trainer.validation.sampling}" if trainer.validation else ""
     return trainer, [Finding("config", "ok", text), *(Finding("config", "note", note) for note in notes)]
 
 
@@ -85,7 +90,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     disable_progress_bar()  # from the text encoders
     try:
         options, config = options_of(sys.argv[1:] if arguments is None else arguments)
-        with join_ranks(config.start_timeout, sharded=config.enable_fsdp) as alone:
+        if options.short:
+            good = examine_machine(machine_of(config, options.ranks, options.ranks_here or options.ranks))
+            return 0 if good else 2
+        device = device_for(config.device, config.pretrained_model_root, config.pretrained_transformer_version)
+        with join_ranks(config.start_timeout, sharded=config.enable_fsdp, device_type=device) as alone:
             trainer, findings = prepare(config, alone, options.ranks)
             return examine(options, trainer, findings)
     except (ValueError, FileNotFoundError) as error:

@@ -13,7 +13,6 @@ known clips wrongly; 2: the configuration or a file is wrong.
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,11 +24,11 @@ from transformers.utils.logging import disable_progress_bar
 from sage_grpo.config import Config, ConfigError, default_dtype, resolve
 from sage_grpo.data.requests import Request
 from sage_grpo.flags import parse
-from sage_grpo.json_files import write_json
-from sage_grpo.models import open_backbone
+from sage_grpo.json_files import read_object, write_json
+from sage_grpo.models import device_for, open_backbone
 from sage_grpo.models.backbone import Guidance
 from sage_grpo.parallel.ranks import Ranks, join_ranks
-from sage_grpo.runs.clips import beside
+from sage_grpo.runs.clips import beside, checked, read_listing
 from sage_grpo.runs.media import read_mp4, write_mp4
 from sage_grpo.tools.calibration import DEFECTS, DRAWN_DEFECTS, drawn_clips, means_table, measure, orders, orders_table
 from sage_grpo.tools.evaluation_page import compared, pages
@@ -40,8 +39,8 @@ from sage_grpo.worlds import world_of
 DAY = 24 * 3600.0  # seconds
 CALIBRATION_CLIPS = 32
 # flags that determine a clip's content and scores: two evaluations may share a folder only if these match
-SETTINGS = ("pretrained_model_root", "pretrained_transformer_version", "negative_prompt", "guidance_scale", "height")
-SETTINGS += ("width", "fps", "dtype", "validate_video_length", "validation_timestep_shift", "validation_fixed_size")
+SETTINGS = ("pretrained_model_root", "pretrained_transformer_version", "negative_prompt", "guidance_scale", "fps")
+SETTINGS += ("dtype", "validate_video_length", "validation_timestep_shift", "validation_fixed_size")
 SETTINGS += ("validation_num_inference_steps", "reward_path", "reward_fps")
 
 
@@ -68,7 +67,8 @@ class Evaluation:
         self.options, self.ranks, self.world = options, ranks, world_of(folder)
         self.backbone = open_backbone(folder, ranks.device, dtype, config.prompt_cache, version)
         self.config = resolve(config, self.backbone, ranks.device.type)
-        prompts, usual = prompts_of(config.validation_prompts, folder, "valid"), config.validation_global_seed
+        prompts = prompts_of(config.validation_prompts, folder, "valid")[: config.num_validation_prompts]
+        usual = config.validation_global_seed
         own = [dataclasses.replace(p, seed=usual if p.seed is None else p.seed) for p in prompts]
         self.prompts = [dataclasses.replace(p, seed=seed) for seed in options.seeds or () for p in prompts] or own
         names = config.reward_model or (default_reward(self.world),)
@@ -89,7 +89,7 @@ class Evaluation:
         now = {name: getattr(self.config, name) for name in SETTINGS}
         now |= {f"weights of {name}": fingerprint(path) for name, path in self.systems().items() if path}
         file = self.options.output / "settings.json"
-        before = json.loads(file.read_text()) if file.is_file() else {}
+        before = read_object(file) if file.is_file() else {}
         other = next((name for name in now if name in before and before[name] != now[name]), None)
         if other:
             raise ConfigError(
@@ -165,7 +165,7 @@ class Evaluation:
         for name, path in systems.items():
             listed = [Path(e["file"]).stem for e in read_folder(path)] if path in self.options.clips else None
             files = [self.options.output / name / f"{clip}.json" for clip in listed or map(stem, self.prompts)]
-            records = [json.loads(file.read_text()) for file in files]
+            records = [read_object(file) for file in files]
             lost += [record for file, record in zip(files, records, strict=True) if not self.done(file)]
             write_json(self.options.output / name / "clips.json", records)
         result = compared(self.options.output, list(systems))
@@ -198,12 +198,13 @@ def read_folder(folder: Path) -> list[dict[str, Any]]:
     """File, prompt and seed of each clip in a folder written by generate.py or a validation, or laid out like one."""
     listed = folder / "clips.json"
     if listed.is_file():
-        entries = json.loads(listed.read_text())
+        entries = read_listing(listed)
     else:
-        files = sorted(file for file in folder.glob("*.mp4") if file.with_suffix(".json").is_file())
-        entries = [json.loads(file.with_suffix(".json").read_text()) | {"file": file.name} for file in files]
+        files = {file: file.with_suffix(".json") for file in sorted(folder.glob("*.mp4"))}
+        told = {file: path for file, path in files.items() if path.is_file()}
+        entries = [checked(read_object(path) | {"file": file.name}, str(path)) for file, path in told.items()]
     clips = [(beside(listed, entry["file"]).resolve(), entry) for entry in entries]
-    kept = [{"file": str(file), "prompt": e["prompt"], "seed": e.get("seed", 0)} for file, e in clips if file.is_file()]
+    kept = [{"file": str(file), "prompt": e["prompt"], "seed": e["seed"]} for file, e in clips if file.is_file()]
     if not kept:
         raise ConfigError(f"clips {folder} holds no mp4 file that its clips.json lists, or that has a JSON beside it")
     return kept
@@ -224,7 +225,8 @@ def stem(prompt: Request) -> str:
 
 def scores_in(file: Path) -> dict[str, float | None]:
     """The scores that a clip already has."""
-    return json.loads(file.read_text())["scores"] if file.is_file() else {}
+    scores = read_object(file).get("scores") if file.is_file() else None
+    return scores if isinstance(scores, dict) else {}
 
 
 def keep(file: Path, record: Mapping[str, Any]) -> None:
@@ -236,7 +238,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     disable_progress_bar()
     try:
         options, config = options_of(sys.argv[1:] if arguments is None else arguments)
-        with join_ranks(config.start_timeout) as ranks:
+        model = (config.pretrained_model_root, config.pretrained_transformer_version)
+        device = device_for(config.device, *model) if options.checkpoints else config.device
+        with join_ranks(config.start_timeout, device_type=device) as ranks:
             ranks.set_timeout(DAY)  # ranks work independently until the end, on shares that may differ
             evaluation = Evaluation(options, config, ranks)
             return calibrate(evaluation) if options.calibrate else evaluation.run()

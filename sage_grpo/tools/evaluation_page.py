@@ -85,7 +85,7 @@ def pages(output: Path, result: Mapping[str, Any]) -> str:
     write_json(output / "evaluation.json", result)
     (output / "evaluation.md").write_text("\n".join(map(markdown, both)), encoding="utf-8")
     html = render("evaluation.html", title="Evaluation", tables=both, cards=_cards(output, list(result["systems"])))
-    (output / "evaluation.html").write_text(html, encoding="utf-8")
+    (output / "evaluation.html").write_text(html, encoding="utf-8", errors="replace")
     return "\n\n".join(map(aligned, both)) + f"\n\n{output / 'evaluation.html'}"
 
 

@@ -48,7 +48,7 @@ def compare(run: RunHistory) -> Comparison | None:
     names = [key for key in last if first.get(key) is not None and f"{key}_stderr" in last]
     measures = {}
     for key in sorted(names, key=lambda key: key != "reward/total"):
-        means = [as_float(line.get(name)) for line in (first, last) for name in (key, f"{key}_stderr")]
+        means = [as_float(line.get(name), name) for line in (first, last) for name in (key, f"{key}_stderr")]
         change = interval(after.values.get(key, math.nan) - before.values.get(key, math.nan) for before, after in pairs)
         measures[key] = Measure(*means, change.mean, change.half, -1 if key.endswith("distance") else 1)
     return Comparison((first["step"], last["step"]), measures, pairs)
@@ -65,7 +65,8 @@ def drift(run: RunHistory) -> dict[str, dict[int, Interval]]:
         return {}
     first, changes = found[steps[0]], {}
     for name, value in (("trained", hacking.trained), ("held out", hacking.held_out)):
-        spread = float(np.nanstd([value(record) for record in first])) or 1.0
+        known = [number for number in map(value, first) if math.isfinite(number)]
+        spread = float(np.std(known or [0.0])) or 1.0
         moved = {step: hacking.change(first, found[step], value) for step in steps}
         changes[name] = {step: Interval(c.mean / spread, c.half / spread) for step, c in moved.items()}
     return changes
@@ -75,7 +76,7 @@ def table(run: RunHistory, comparison: Comparison) -> list[list[str]]:
     """Before and after as text: titles, then one row per metric."""
     steps = [f"iteration {step}" for step in comparison.steps]
     rows = [["held-out prompts", *steps, "paired difference", "95 % interval", "", "perfect clips"]]
-    perfect = {f"reward/{name}": value for name, value in (run.head.get("perfect") or {}).items()}
+    perfect = {f"reward/{name}": as_float(value, name) for name, value in (run.head.get("perfect") or {}).items()}
     for key, m in comparison.measures.items():
         name = key.replace("/", " ", 1).replace("_", " ")
         decimals = 4 if m.better < 0 else 3  # distances are small fractions of the pixel range
@@ -83,7 +84,7 @@ def table(run: RunHistory, comparison: Comparison) -> list[list[str]]:
         row = [f"{name} (lower is better)" if m.better < 0 else name]
         row += [f"{number(mean, decimals)} ± {number(error, decimals)}" for mean, error in means]
         interval = " to ".join(number(m.difference + end, decimals, "+") for end in (-m.half, m.half))
-        row += [number(m.difference, decimals, "+"), interval, VERDICTS[m.verdict], number(as_float(perfect.get(key)))]
+        row += [number(m.difference, decimals, "+"), interval, VERDICTS[m.verdict], number(perfect.get(key, math.nan))]
         rows.append(row)
     return rows
 

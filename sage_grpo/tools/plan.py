@@ -1,4 +1,4 @@
-"""Estimates a run's memory and time before it starts, without its weights.
+"""Estimates a run's memory, time and checkpoints before it starts, without its weights.
 
     python -m sage_grpo.tools.plan --config FILE.yaml --gpus N --gpu_memory GB [--FLAG VALUE ...]
     ... --vary num_frames 49 81 121        one line per value of a flag (or of gpus) instead
@@ -22,13 +22,24 @@ from sage_grpo.models.backbone import Backbone
 from sage_grpo.models.cost import Architecture
 from sage_grpo.models.lora import target_layers
 from sage_grpo.tools.paired import aligned
-from sage_grpo.tools.plan_memory import MOMENTS, fits, memory, peak
-from sage_grpo.tools.plan_model import Plan, Trained, times, volumes
-from sage_grpo.train.build import default_reward
+from sage_grpo.tools.plan_memory import (
+    MOMENTS,
+    checkpoint_bytes,
+    disk_bytes,
+    export_bytes,
+    fits,
+    memory,
+    peak,
+    snapshot_bytes,
+)
+from sage_grpo.tools.plan_model import Plan, Trained, times, validation_time, volumes
+from sage_grpo.train.build import default_reward, prompts_of
 from sage_grpo.train.optimization import trainable_parameters
+from sage_grpo.train.validation import validation_sampling
 from sage_grpo.worlds import world_of
 
 GB = 1e9
+DISKS = (0.3, 1, 3)  # GB/s
 Remedy = tuple[str, Callable[[Config], Any], str]
 # What to trade for memory, cheapest first: a flag, its new value, and the cost.
 REMEDIES: tuple[Remedy, ...] = (
@@ -138,6 +149,9 @@ def describe(plan: Plan, gpu_bytes: float) -> str:
         memory_table(plan),
         "",
         time_table(plan),
+        validation_line(plan),
+        "",
+        checkpoint_table(plan),
         "",
     ]
     moment, most = peak(plan)
@@ -177,6 +191,28 @@ def time_table(plan: Plan) -> str:
         longest = sum(times(plan, overlap=False).values())
         rate += f"; {longest:.1f} s if no communication overlaps; GB into each GPU per iteration: {sent}"
     return f"{table}\n{rate}"
+
+
+def validation_line(plan: Plan) -> str:
+    """What a validation costs, and its share of the run."""
+    c, every = plan.config, plan.config.validation_interval
+    prompts = prompts_of(c.validation_prompts, Path(c.pretrained_model_root), "valid")[: c.num_validation_prompts]
+    seconds = validation_time(plan, len(prompts))
+    share = seconds / (seconds + every * sum(times(plan).values()))
+    often = f"every {every} iterations, {share:.0%} of the time" if every else "at the end"
+    return f"validation: {seconds / 60:.1f} min {often}; {len(prompts)} clips, {validation_sampling(c)}"
+
+
+def checkpoint_table(plan: Plan) -> str:
+    """Sizes of what is saved, the seconds that a disk takes for it, and the space it needs."""
+    c, kept = plan.config, plan.config.keep_checkpoints + 1
+    sizes = {"checkpoint": checkpoint_bytes(c, plan.trained) / GB, "export": export_bytes(plan) / GB}
+    rows = [(name, f"{gb:.1f}", *(f"{gb / speed:.3g}" for speed in DISKS)) for name, gb in sizes.items() if gb]
+    table = aligned([("", "GB", *(f"s at {speed:g} GB/s" for speed in DISKS)), *rows])
+    exports = "" if c.use_lora else f" and {kept if c.export_interval else 1} export(s)"
+    need = f"Disk: {disk_bytes(plan) / GB:.1f} GB for {kept} checkpoints (keep_checkpoints + 1){exports}"
+    held = f"; host memory: {snapshot_bytes(plan) / GB:.1f} GB on each node that writes" if c.async_save else ""
+    return f"{table}\n{need}{held}."
 
 
 def comparison(rows: Sequence[tuple[str, Plan]], name: str, gpu_bytes: float) -> str:

@@ -1,6 +1,10 @@
-"""Memory of a run on one GPU, part by part: on a sequence-parallel leader, which also holds the reward."""
+"""Memory of a run on one GPU, part by part: on a sequence-parallel leader, which also holds the reward.
 
-from sage_grpo.tools.plan_model import BYTES, Plan
+And the size of its checkpoints, on disk and in host memory.
+"""
+
+from sage_grpo.config import Config
+from sage_grpo.tools.plan_model import BYTES, Plan, Trained
 
 # When memory may peak: the phases of an iteration, and the optimizer step, when activations are freed.
 MOMENTS = ("rollout", "decode", "reward", "anchor", "update", "step")
@@ -31,19 +35,19 @@ def memory(plan: Plan) -> dict[str, dict[str, float]]:
         "EMA": at(mine * master if c.ema_decay else 0.0),
         "activations": activations(plan),
         "trajectories": at(states * plan.latents * m.channels * 4 * c.batch_size),
-        "VAE": at(m.vae * compute, decode=r.decode_bytes * c.num_frames / 81),
+        "VAE": at(m.vae * compute, decode=r.decode_bytes * max(c.num_frames, c.validate_video_length) / 81),
         "reward": at(sum(size for size, *_ in rewards), reward=max(inside for _, inside, _ in rewards)),
     }
 
 
 def gathered(plan: Plan) -> dict[str, float]:
-    """The current block, the next one, and everything outside blocks; or all weights during rollout."""
+    """The current block, the next one, and everything outside blocks; or all weights during rollout and anchor."""
     c, m = plan.config, plan.model
     if not c.enable_fsdp:
         return at(0.0)
     few = m.parameters - (m.layers - 2) * m.block
-    rollout = m.parameters if c.gather_for_rollout else few
-    sizes = {"rollout": rollout, "anchor": few, "update": few}
+    kept = m.parameters if c.gather_for_rollout else few
+    sizes = {"rollout": kept, "anchor": kept, "update": few}
     return at(0.0, **{moment: size * BYTES[c.dtype] for moment, size in sizes.items()})
 
 
@@ -78,3 +82,30 @@ def peak(plan: Plan) -> tuple[str, float]:
 
 def fits(plan: Plan, gpu_bytes: float) -> bool:
     return peak(plan)[1] + plan.rates.reserve <= gpu_bytes
+
+
+def checkpoint_bytes(config: Config, trained: Trained) -> int:
+    """One checkpoint: weights, optimizer state, anchor, averaged weights; an adapter also as diffusers reads it."""
+    master, anchored = BYTES[config.master_weight_type], config.trust_region.anchor is not None
+    anchor = BYTES[config.master_weight_type if config.use_lora else config.dtype] * anchored
+    copies = 3 + bool(config.ema_decay) + config.use_lora
+    halved = trained.matrices if config.optimizer == "muon" else 0  # one moment instead of two
+    return trained.total * (copies * master + anchor) - halved * master
+
+
+def export_bytes(plan: Plan) -> int:
+    """All weights in diffusers layout, which some checkpoints hold besides; with LoRA none do."""
+    return 0 if plan.config.use_lora else plan.model.parameters * BYTES[plan.config.master_weight_type]
+
+
+def disk_bytes(plan: Plan) -> int:
+    """What a run needs at most: the kept checkpoints, the next one, and the exports in them."""
+    count = plan.config.keep_checkpoints + 1
+    exports = count if plan.config.export_interval else 1
+    return count * checkpoint_bytes(plan.config, plan.trained) + exports * export_bytes(plan)
+
+
+def snapshot_bytes(plan: Plan) -> float:
+    """Host memory of an asynchronous save: what the ranks of the fullest node write."""
+    share = min(1.0, plan.rates.gpus_per_node / plan.shards)
+    return checkpoint_bytes(plan.config, plan.trained) * share if plan.config.async_save else 0.0

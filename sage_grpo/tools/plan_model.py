@@ -6,7 +6,7 @@ and nothing else.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from sage_grpo.algo.sde import build_schedule, flow_sigmas
@@ -16,6 +16,7 @@ from sage_grpo.models.cost import BACKWARD_OF_ATTENTION, Architecture
 from sage_grpo.parallel.ranks import check_layout
 from sage_grpo.rewards import ALIASES
 from sage_grpo.train.rollout import exploring_steps, num_trained
+from sage_grpo.train.validation import validation_sampling
 
 BYTES = {"fp32": 4, "bf16": 2}
 
@@ -235,6 +236,17 @@ def times(plan: Plan, overlap: bool = True) -> dict[str, float]:
         "anchor": plan.anchored * anchor,
         "update": update,
     }
+
+
+def validation_time(plan: Plan, clips: int) -> float:
+    """Seconds of a validation, which samples one clip at a time on each data-parallel rank."""
+    c, own = plan.config, validation_sampling(plan.config)
+    size = {"num_frames": own.frames, "height": own.height, "width": own.width}
+    one = replace(plan, config=replace(c, **size, micro_batch_size=1))
+    forward, wait = compute_time(one), waits(one)
+    step = plan.branches * (max(forward, wait["gather"]) + wait["exchange"])
+    seconds = own.num_steps * step + one.latents * plan.rates.decode + sum(s for *_, s in plan.rewards)
+    return math.ceil(clips * c.sp_size / plan.gpus) * seconds
 
 
 def volumes(plan: Plan) -> dict[str, float]:

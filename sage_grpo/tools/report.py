@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from sage_grpo.config import Config
+from sage_grpo.config import Config, ConfigError
 from sage_grpo.flags import yaml_mapping
 from sage_grpo.runs.clips import Clip, read_validations
 from sage_grpo.runs.hacking import divergence
@@ -24,6 +24,7 @@ from sage_grpo.tools.report_figures import panels
 from sage_grpo.tools.templating import render
 
 MOST_PROMPTS = 12
+TEXTS = ("command.txt", "config.yaml")
 HEADLINES = {
     "validation reward": "reward/total",
     "gold match": "gold/match",
@@ -40,14 +41,22 @@ TROUBLES = {
 def write_report(run: Path, output: Path | None = None) -> Path:
     """Write the page for the run folder `run`, by default into that folder; returns its path."""
     output = Path(output) if output else Path(run) / "report.html"
-    output.write_text(page(read_run(Path(run))), encoding="utf-8")
+    refuse_links(Path(run))
+    output.write_text(page(read_run(Path(run))), encoding="utf-8", errors="replace")
     return output
+
+
+def refuse_links(run: Path) -> None:
+    """A page is shown to others: a link in a run folder from elsewhere could put any file of this machine into it."""
+    for pattern in (*TEXTS, "metrics.jsonl", "report.html", "validation", "validation/*", "validation/*/*"):
+        if link := next((path for path in run.glob(pattern) if path.is_symlink()), None):
+            raise RunError(f"{link} is a link, which a report does not follow; replace it by what it leads to")
 
 
 def page(run: RunHistory) -> str:
     comparison = compare(run)
-    files = [run.folder / name for name in ("command.txt", "config.yaml")]
-    command, config = (file.read_text().strip() if file.is_file() else "" for file in files)
+    files = [run.folder / name for name in TEXTS]
+    command, config = (f.read_text("utf-8", "replace").strip() if f.is_file() else "" for f in files)
     return render(
         "report.html",
         title=run.folder.resolve().name,
@@ -80,24 +89,25 @@ def results(run: RunHistory) -> dict[str, str]:
     for name, key in HEADLINES.items():
         if ends and run.measured(key):
             shown[name] = " → ".join(map(number, column(ends, key)))
-    perfect, totals = as_float((run.head.get("perfect") or {}).get("total")), column(ends, "reward/total")
+    perfect, totals = as_float((run.head.get("perfect") or {}).get("total"), "total"), column(ends, "reward/total")
     if len(totals) == 2 and perfect > totals[0]:
         shown["of the gap to perfect clips"] = f"{100 * (totals[1] - totals[0]) / (perfect - totals[0]):.0f} %"
-    if run.has("time/total", "memory/peak_gb"):
+    if run.has("time/total"):
         unlogged = run.train[-1]["step"] / len(run.train)  # iterations per logged line
         shown["in iterations"] = f"{unlogged * np.nansum(column(run.train, 'time/total')) / 60:.3g} min"
+    if run.has("memory/peak_gb"):
         shown["peak memory"] = f"{np.nanmax(column(run.train, 'memory/peak_gb')):.3g} GB"
     return shown
 
 
 def facts(run: RunHistory) -> str:
     """Machine, size and versions, as far as the run recorded them."""
-    line = {"ranks": 1, "versions": {}} | run.head
+    line, trained = run.head, run.head.get("trainable_parameters")
     parts = [line.get("device"), line.get("world") and f"world {line['world']}"]
-    parts += [f"{line['ranks']} ranks"] if line["ranks"] > 1 else []
-    parts += [f"{line['trainable_parameters']:,} trainable parameters"] if "trainable_parameters" in line else []
-    parts += [f"{name} {version}" for name, version in line["versions"].items()]
-    parts += [f"started {start['time']}" for start in run.starts[:1]]
+    parts += [f"{line['ranks']} ranks"] if (line.get("ranks") or 1) > 1 else []
+    parts += [f"{trained:,} trainable parameters"] if trained is not None else []
+    parts += [f"{name} {version}" for name, version in (line.get("versions") or {}).items()]
+    parts += [f"started {start['time']}" for start in run.starts[:1] if "time" in start]
     parts += [f"resumed {len(run.starts) - 1} ×"] if len(run.starts) > 1 else []
     return " · ".join(part for part in parts if part)
 
@@ -155,7 +165,7 @@ def print_summary(folder: Path) -> None:
     try:
         print(text_table(read_run(folder)))
         print(f"report: {write_report(folder)}")
-    except (OSError, RunError) as error:
+    except (OSError, ConfigError) as error:
         later = f"`python -m sage_grpo.tools.report {folder}` makes it"
         print(f"the run is done, but its report could not be written: {error}; {later}", file=sys.stderr)
 
@@ -167,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         print(write_report(options.run, options.output))
-    except RunError as error:
+    except (OSError, ConfigError) as error:
         print(error, file=sys.stderr)
         return 2
     return 0

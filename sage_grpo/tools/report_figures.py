@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from sage_grpo.intervals import Interval
-from sage_grpo.runs.history import RunHistory, column
+from sage_grpo.runs.history import RunHistory, as_float, column, numbers
 from sage_grpo.tools.paired import drift
 from sage_grpo.tools.templating import inline_svg
 
@@ -187,9 +187,9 @@ def draw_curve(ax: Axes, x: np.ndarray, y: np.ndarray, color: str, label: str) -
 def references(run: RunHistory) -> dict[str, tuple[str, float]]:
     """Metric -> label and value of its attainable limit."""
     perfect, floor = run.head.get("perfect") or {}, run.head.get("vae_floor") or {}
-    known = {f"reward/{name}": ("perfect clips", value) for name, value in perfect.items()}
-    known |= {f"gold/{name}": ("VAE alone", value) for name, value in floor.items()}
-    return {key: reference for key, reference in known.items() if reference[1] is not None}
+    known = {f"reward/{name}": ("perfect clips", as_float(value, name)) for name, value in perfect.items()}
+    known |= {f"gold/{name}": ("VAE alone", as_float(value, name)) for name, value in floor.items()}
+    return {key: reference for key, reference in known.items() if np.isfinite(reference[1])}
 
 
 def finish(ax: Axes, lines: Lines) -> None:
@@ -202,7 +202,7 @@ def finish(ax: Axes, lines: Lines) -> None:
 
 def draw_schedule(ax: Axes, schedule: Mapping[str, list[float | None]], lines: Lines) -> None:
     for key, (color, label) in lines.items():
-        ax.plot(np.array(schedule[key], dtype=float), "o-", ms=2.5, color=color, label=label)
+        ax.plot(numbers(schedule.get(key), key), "o-", ms=2.5, color=color, label=label)
     ax.set_xlabel("denoising step")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     finish(ax, lines)

@@ -103,19 +103,20 @@ class Batcher:
                 item.result.set_result((row, found.errors[0] if lost else None))
 
 
-class TokenGate:
-    """Rejects requests without the token."""
+class Gate:
+    """Rejects requests without the token, and those that give their length twice: two readers could disagree."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self.app, self.expected = app, f"Bearer {token}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        given = dict(scope.get("headers", ())).get(b"authorization", b"")
-        if scope["type"] == "lifespan" or hmac.compare_digest(given, self.expected):
-            await self.app(scope, receive, send)
-        else:
-            told = "the token is missing or wrong: set SAGE_REWARD_TOKEN to that of the server"
-            await JSONResponse({"error": told}, 401)(scope, receive, send)
+        answer, headers = self.app, scope.get("headers", ())
+        given = dict(headers).get(b"authorization", b"")
+        if scope["type"] != "lifespan" and not hmac.compare_digest(given, self.expected):
+            answer = error_response(401, "the token is missing or wrong: set SAGE_REWARD_TOKEN to that of the server")
+        elif sum(name in (b"content-length", b"transfer-encoding") for name, _ in headers) > 1:
+            answer = error_response(400, "say the length of the request once, in Content-Length")
+        await answer(scope, receive, send)
 
 
 class Service:
@@ -127,7 +128,7 @@ class Service:
     def app(self, token: str) -> Starlette:
         paths = {"/info": (self.info, "GET"), "/check": (self.check, "POST"), "/score": (self.score, "POST")}
         routes = [Route(path, call, methods=[method]) for path, (call, method) in paths.items()]
-        gate, turned_away = [Middleware(TokenGate, token=token)], dict.fromkeys(STATUS, refusal)
+        gate, turned_away = [Middleware(Gate, token=token)], dict.fromkeys(STATUS, refusal)
         app = Starlette(routes=routes, middleware=gate, exception_handlers=turned_away, lifespan=self.lifespan)
         app.router.redirect_slashes = False
         return app
@@ -169,7 +170,7 @@ class Service:
         told = request.headers.get("content-length", "")
         if not told.isascii() or not told.isdigit():
             raise HTTPException(411, "say the length of the request in Content-Length")
-        length = int(told)
+        length = int(told[:20])
         if length > self.limits.request:
             raise HTTPException(413, f"the request has {length} bytes; at most {self.limits.request} are allowed")
         if self.inside + length > self.limits.waiting:
@@ -179,6 +180,8 @@ class Service:
             body, place = bytearray(length), 0
             async with asyncio.timeout(self.limits.seconds):
                 async for chunk in request.stream():
+                    if place + len(chunk) > length:
+                        raise WireError(f"more than the {length} bytes of Content-Length came")
                     body[place : place + len(chunk)] = chunk
                     place += len(chunk)
             yield body
@@ -190,15 +193,20 @@ STATUS = {HTTPException: 0, TooMuch: 413, WireError: 400, TimeoutError: 504, Cli
 
 
 async def refusal(request: Request, error: Exception) -> JSONResponse:
-    """The error response and its status; closes the connection, as the rest of a body may still be in transit."""
+    """The response to a request that was turned away."""
     status = getattr(error, "status_code", None) or STATUS[type(error)]
     told = getattr(error, "detail", None) or str(error) or "the request took too long, or broke off"
+    return error_response(status, told)
+
+
+def error_response(status: int, told: str) -> JSONResponse:
+    """Closes the connection, as the rest of a body may still be in transit."""
     return JSONResponse({"error": told}, status, headers={"Connection": "close"})
 
 
 def build_server(reward: Composite, limits: Limits, token: str, host: str, port: int) -> uvicorn.Server:
     settings = {"log_level": "warning", "access_log": False, "server_header": False, "proxy_headers": False}
-    settings |= {"limit_concurrency": limits.connections, "timeout_graceful_shutdown": 5, "ws": "none"}
+    settings |= {"limit_concurrency": limits.connections, "timeout_graceful_shutdown": 5, "ws": "none", "http": "h11"}
     return uvicorn.Server(uvicorn.Config(Service(reward, limits).app(token), host, port, **settings))
 
 

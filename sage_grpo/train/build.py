@@ -1,6 +1,8 @@
 """Builds a trainer from a configuration. All errors in it surface here, before the run folder is created."""
 
+import hashlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,11 @@ from sage_grpo.algo.sde import Schedule
 from sage_grpo.checks import check
 from sage_grpo.config import Config, ConfigError, default_dtype, resolve
 from sage_grpo.data.requests import Request, read_requests
-from sage_grpo.models import open_backbone
-from sage_grpo.models.backbone import Backbone, Guidance, check_exported
+from sage_grpo.models import device_for, open_backbone
+from sage_grpo.models.backbone import Backbone, Guidance, Sampling, check_exported, holds_all_weights
 from sage_grpo.models.lora import ANCHOR, LORA_FILE, POLICY, add_adapters, init_adapters, load_adapter
 from sage_grpo.parallel.fsdp import shard
-from sage_grpo.parallel.ranks import Ranks
+from sage_grpo.parallel.ranks import Ranks, join_ranks
 from sage_grpo.rewards import DEFAULT as DEFAULT_REWARD
 from sage_grpo.rewards.base import Setup, build_rewards
 from sage_grpo.rewards.composite import Composite
@@ -33,28 +35,56 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PROMPTS = Path(__file__).parents[2] / "assets" / "prompts"
 
 
+def join_run(config: Config) -> AbstractContextManager[Ranks]:
+    """Join the ranks of a run, on the device that it may use."""
+    device = device_for(config.device, config.pretrained_model_root, config.pretrained_transformer_version)
+    return join_ranks(config.start_timeout, config.sp_size, config.enable_fsdp, config.dp_replicate, device)
+
+
 def build_trainer(config: Config, ranks: Ranks) -> Trainer:
     """Assemble a trainer and open its run folder."""
     disable_progress_bar()  # the one for loading weights
-    trainer = assemble(config, ranks)
+    trainer = assemble(config, ranks, lock=True)
     ranks.barrier()  # every rank has looked for an older run before the first one writes
     trainer.run.open(trainer.step)
     if ranks.first:
-        checkpoint.tidy(trainer.run.checkpoints, trainer.step)
+        checkpoint.tidy(trainer.run.checkpoints, trainer.step, trainer.resumed_from)
         trainer.run.log_start(trainer.step, about(trainer, world_of(config.pretrained_model_root)))
+    ranks.log_once(f"rollout: {rollout_sampling(trainer.config)}")
+    if trainer.validation:
+        ranks.log_once(f"validation: {len(trainer.validation.prompts)} clips, {trainer.validation.sampling}")
     return trainer
 
 
-def assemble(config: Config, ranks: Ranks) -> Trainer:
-    """Load the model, prompts and rewards, check them, resume if asked. Nothing is written."""
+def rollout_sampling(c: Config) -> Sampling:
+    """How a resolved configuration samples rollouts, but for the exploration noise."""
+    size = {"frames": c.num_frames, "height": c.height, "width": c.width, "fps": c.fps}
+    return Sampling(**size, shift=c.timestep_shift, guidance=c.guidance_scale, num_steps=c.num_sampling_steps)
+
+
+def assemble(config: Config, ranks: Ranks, lock: bool = False) -> Trainer:
+    """Load the model, prompts and rewards, check them, resume if asked. Nothing is written, except a lock if asked."""
     folder, version = Path(config.pretrained_model_root), config.pretrained_transformer_version
     dtype = DTYPES[config.dtype or default_dtype(ranks.device.type)]
     backbone = open_backbone(folder, ranks.device, dtype, config.prompt_cache, version)
     config = resolve(config, backbone, ranks.device.type)
     check(config, ranks.world)
-    run, world = RunFolder(config, ranks), world_of(folder)
+    run = RunFolder(config, ranks)
+    if lock:
+        run.take()
+    try:
+        return fill(run, backbone, config, ranks)
+    except BaseException:
+        run.close()
+        raise
+
+
+def fill(run: RunFolder, backbone: Backbone, config: Config, ranks: Ranks) -> Trainer:
+    """A trainer with all its parts, for a checked configuration."""
+    folder = Path(config.pretrained_model_root)
+    world = world_of(folder)
     train = prompts_of(config.train_prompts, folder, "train")
-    held_out = prompts_of(config.validation_prompts, folder, "valid")
+    held_out = prompts_of(config.validation_prompts, folder, "valid")[: config.num_validation_prompts]
     texts = [prompt.text for prompt in (*train, *held_out)]
     if world:
         world.check(texts)
@@ -91,11 +121,20 @@ def assemble(config: Config, ranks: Ranks) -> Trainer:
         run=run,
     )
     check_steps(config, trainer.schedule())
+    trainer.fingerprints = fingerprints(backbone, train, ranks)
     if config.resume_from_checkpoint and (path := checkpoint.choose(run.path, config.resume_from_checkpoint, ranks)):
         checkpoint.load(trainer, path)
+        trainer.resumed_from = path
         if path.parent == run.checkpoints:
-            trainer.saved_step = trainer.step
+            trainer.saves.resumed(trainer.step)
     return trainer
+
+
+def fingerprints(backbone: Backbone, prompts: Sequence[Request], ranks: Ranks) -> dict[str, Any]:
+    """What a run was started with and a resumed one must have too, or be told that it has not."""
+    weights = ranks.together(lambda: backbone.fingerprint() if ranks.first else "")[0]
+    texts = hashlib.sha256(repr([(prompt.text, prompt.seed) for prompt in prompts]).encode()).hexdigest()[:8]
+    return {"base weights": weights, "training prompts": f"{len(prompts)}, {texts}", "ranks": ranks.world}
 
 
 def check_steps(config: Config, schedule: Schedule) -> None:
@@ -116,7 +155,7 @@ def prompts_of(files: Sequence[str] | None, folder: Path, kind: str) -> list[Req
             if kind == "valid":
                 return []
             raise ConfigError(f"the model folder has no {own.name}; name a prompt file with --train_prompts")
-        files = (str(own if own.is_file() else PROMPTS / f"{kind}.csv"),)
+        files = (str(own if own.is_file() else PROMPTS / f"{kind}_long.csv"),)
     prompts = [prompt for file in files for prompt in read_requests(file)]
     return prompts if len(files) == 1 else [Request(p.text, i, p.seed) for i, p in enumerate(prompts)]
 
@@ -127,7 +166,8 @@ def build_composite(
     """Combine the named rewards; without weights, every score has weight 1."""
     path = Path(config.reward_path or Path(config.pretrained_model_root) / "VideoReward")
     timeout = config.collective_timeout / 2
-    rewards = build_rewards(names, Setup(path, device, config.reward_fps, config.remote_reward_url, timeout))
+    where = (config.remote_reward_url, timeout, config.start_timeout)
+    rewards = build_rewards(names, Setup(path, device, config.reward_fps, *where))
     if weights is None:
         weights = {name: dict.fromkeys(reward.names, 1.0) for name, reward in rewards.items()}
     return Composite(rewards, weights, config.reward_batch_size, timeout)
@@ -175,8 +215,9 @@ def starting_point(config: Config) -> Path | None:
     name = "init_from_checkpoint" if config.init_from_checkpoint else "pretrained_lora_path"
     if (value := getattr(config, name)) is None:
         return None
-    needed = LORA_FILE if config.use_lora else "transformer"
-    if not (Path(value) / needed).exists():
+    fits = (Path(value) / LORA_FILE).is_file() if config.use_lora else holds_all_weights(Path(value))
+    if not fits:
+        needed = LORA_FILE if config.use_lora else "transformer"
         raise ConfigError(f"{name} {value} has no {needed}, with which a run with use_lora {config.use_lora} begins")
     check_exported(Path(value))
     return Path(value)

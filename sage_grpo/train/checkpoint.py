@@ -1,10 +1,11 @@
 """Checkpoints: everything a run needs to resume exactly, in safetensors and JSON.
 
     checkpoints/step-000100/
-      transformer/ or pytorch_lora_weights.safetensors    what `generate.py --checkpoint_path` loads, EMA applied
-      trainer/state.json                                  iteration, counters, KL controller, configuration
-      trainer/rank-00000.safetensors ...                  everything that training changes, each rank's rows
-      manifest.json                                       SHA-256 of each of these files
+      trainer/state.json                     iteration, counters, KL controller, configuration, fingerprints
+      trainer/rank-00000.safetensors ...     everything that training changes, each rank's rows
+      pytorch_lora_weights.safetensors       with LoRA: the adapter for other software, EMA applied
+      transformer/                           of all weights, when `export_interval` wants it: the same
+      manifest.json                          SHA-256 of each of these files
 
 A folder gets its final name only once it is complete and on disk. Any number of ranks can load it.
 """
@@ -13,26 +14,31 @@ import dataclasses
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 from torch import Tensor
 
 from sage_grpo import manifest
 from sage_grpo.algo.trust_region import KLController
 from sage_grpo.config import Config, ConfigError
+from sage_grpo.host import available_memory, local_ranks
 from sage_grpo.models.backbone import Backbone
+from sage_grpo.models.shards import Shards, rank_file, shards
 from sage_grpo.parallel.fsdp import local_shard, rows
 from sage_grpo.parallel.ranks import RankError, Ranks
+from sage_grpo.tensor_files import TensorFile, host_copy, write_file
 from sage_grpo.train.anchor import Anchor
 from sage_grpo.train.guards import StepVote
 from sage_grpo.train.optimization import Optimization
 
 PLACES = ("output_dir", "overwrite", "resume_from_checkpoint", "init_from_checkpoint", "prompt_cache")
+
+NEWEST, LAST_GOOD = "auto", "last_good"  # values of `resume_from_checkpoint` that are no folder
+MOST_MEMORY = 0.8  # share of the available host memory that a copy for a save may take
 
 STATE = {"step": int, "updates": int, "skipped": int, "skipped_in_a_row": int, "anchor_age": int | None,
          "controller": dict, "config": dict}  # fmt: skip
@@ -50,73 +56,88 @@ class Checkpointed(Protocol):
     vote: StepVote
     step: int
     settled_step: int
+    fingerprints: dict[str, Any]
 
 
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, in one sentence; earlier checkpoints are untouched."""
+def first_nonfinite(trainer: Checkpointed) -> str:
+    """The first tensor on this rank that would be saved and is not finite; empty if there is none."""
+    named = ((f"{part}/{name}", local_shard(value)) for part, v in _parts(trainer).items() for name, value in v.items())
+    return next((name for name, value in named if not value.isfinite().all()), "")
 
 
-def save(trainer: Checkpointed, folder: Path) -> Path:
-    """Write the trainer's state after its last optimizer step, and delete the oldest beyond `keep_checkpoints`.
-
-    All ranks call this. The ranks of one model replica write their shards; the first rank writes everything unsharded.
-    If any of them fails, all raise CheckpointError and no folder appears.
-    """
-    ranks, target = trainer.ranks, folder / f"step-{trainer.settled_step:06d}"
-    draft = target.with_suffix(".tmp")
-    try:
-        ranks.together(lambda: shutil.rmtree(draft, ignore_errors=True) if ranks.first else None)
-        ranks.together(lambda: (draft / "trainer").mkdir(parents=True, exist_ok=True))
-        hashes = ranks.together(lambda: _write(trainer, draft))
-        files = {name: digest for part in hashes for name, digest in part.items()}
-        ranks.together(lambda: _finish(draft, target, files, trainer.config.keep_checkpoints) if ranks.first else None)
-    except RankError as error:
-        if ranks.first:
-            shutil.rmtree(draft, ignore_errors=True)
-        raise CheckpointError(f"{target.name} could not be written: {error}") from error
-    return target
+def fits_in_memory(trainer: Checkpointed) -> bool:
+    """Whether this machine has room for a copy of what its ranks write."""
+    mine = sum(local_shard(value).nbytes for values in _parts(trainer).values() for value in values.values())
+    return MOST_MEMORY * available_memory() > local_ranks() * mine
 
 
-def _write(trainer: Checkpointed, draft: Path) -> dict[str, str]:
-    """Write this rank's files; returns their hashes by name."""
-    ranks, mine = trainer.ranks, []
-    with trainer.optimization.averaged():
-        trainer.backbone.export(draft if ranks.first else None, trainer.config.use_lora)
-    shared = draft / "trainer"  # other ranks write here at the same time, first under temporary names
+def planned_files(trainer: Checkpointed, export: bool, copied: bool) -> dict[str, TensorFile | str]:
+    """This rank's files; all ranks must call. copied: from copies in host memory, so that training can go on."""
+    ranks, files = trainer.ranks, {}
+    if export:
+        with trainer.optimization.averaged():
+            files = trainer.backbone.exported(trainer.config.use_lora, ranks.world_rank, ranks.world)
     if ranks.first:
-        mine = [path for path in draft.rglob("*") if path.is_file() and path.parent != shared]
-        mine.append(shared / "state.json")
-        mine[-1].write_text(json.dumps(_state(trainer), indent=1) + "\n")
+        files["trainer/state.json"] = json.dumps(_state(trainer), indent=1) + "\n"
     if ranks.writes_shards:
-        mine.append(shared / f"rank-{ranks.world_rank:05d}.safetensors")
-        _write_rows(trainer, mine[-1])
-    return manifest.sealed(draft, mine)
+        files[rank_file(ranks.world_rank)] = _rows(trainer, copied)
+    return files
 
 
-def _finish(draft: Path, target: Path, hashes: Mapping[str, str], keep: int) -> None:
-    manifest.commit(draft, target, hashes)
-    committed = [path for path in found(target.parent) if (path / manifest.NAME).is_file()]
-    for old in committed[:-keep]:
+def write_files(draft: Path, files: Mapping[str, TensorFile | str], on_piece: Callable[[], None]) -> dict[str, str]:
+    """Write files below `draft`; returns their hashes by name."""
+    hashes = {}
+    for name, contents in files.items():
+        (draft / name).parent.mkdir(exist_ok=True)
+        hashes[name] = write_file(draft / name, contents, on_piece)
+    return hashes
+
+
+def finish(draft: Path, target: Path, hashes: Mapping[str, str], config: Config, on_step: Callable[[], None]) -> None:
+    """Commit a draft and delete the checkpoints beyond `keep_checkpoints`."""
+    manifest.commit(draft, target, hashes, on_step)
+    for old in surplus(found(target.parent), config.keep_checkpoints, config.save_interval):
         manifest.remove(old)
+        on_step()
+
+
+def surplus(folders: Sequence[Path], keep: int, interval: int) -> list[Path]:
+    """All but `keep` of these checkpoints, and never the newest: first those that time or a signal asked for."""
+    committed = [path for path in folders if (path / manifest.NAME).is_file()]
+    order = sorted(committed[:-1], key=lambda path: not interval or step_of(path) % interval == 0)
+    return order[: max(0, len(committed) - keep)]
 
 
 def found(folder: Path) -> list[Path]:
     """Checkpoint folders by name, oldest first; drafts are named differently."""
-    paths = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name) and path.is_dir()]
-    return sorted(paths, key=step_of)
+    return [path for path in _folders(folder) if path.suffix != ".tmp"]
+
+
+def _folders(folder: Path) -> list[Path]:
+    """Checkpoints and drafts, oldest first; of one step, the checkpoint comes last, before it a draft of it."""
+    paths = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+((\.old)?\.tmp)?", path.name)]
+    folders = [path for path in paths if path.is_dir() and not path.is_symlink()]
+    return sorted(folders, key=lambda path: (step_of(path), -len(path.suffixes)))
 
 
 def step_of(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
+    return int(path.name.removeprefix("step-").partition(".")[0])
 
 
-def tidy(folder: Path, step: int) -> None:
-    """Before resuming after `step`: remove drafts, and move later checkpoints aside (superseded or damaged)."""
-    for draft in folder.glob("step-*.tmp"):
-        shutil.rmtree(draft)
-    for later in (path for path in found(folder) if step_of(path) > step):
+def tidy(folder: Path, step: int, taken: Path | None = None) -> None:
+    """Before resuming after `step`: move later checkpoints aside (superseded or damaged), and remove drafts.
+
+    A draft from which the run was `taken` up gets its final name.
+    """
+    adopted = taken is not None and taken.parent == folder and taken.suffix == ".tmp"
+    for later in (path for path in found(folder) if step_of(path) > step - adopted):
         number = 1 + len(list(folder.glob(f"{later.name}.aside*")))
         later.rename(later.with_name(f"{later.name}.aside{number}"))
+    if taken and adopted:
+        taken.rename(folder / f"step-{step:06d}")
+        manifest.sync(folder)
+    for draft in folder.glob("step-*.tmp"):
+        draft.unlink() if draft.is_symlink() else shutil.rmtree(draft)
 
 
 def check_files(path: Path, ranks: Ranks) -> None:
@@ -125,35 +146,59 @@ def check_files(path: Path, ranks: Ranks) -> None:
     def mine() -> None:
         for name in manifest.check_names(path)[ranks.world_rank :: ranks.world]:
             manifest.check_file(path, name)
+        if re.match(r"step-\d+", path.name) and (step := _read_state(path)["step"]) != step_of(path):
+            raise manifest.Damaged(f"{path} holds iteration {step}: it was renamed")
+
+    ranks.together(mine)
+
+
+def check_good(path: Path, ranks: Ranks) -> None:
+    """Reject a checkpoint that was written while the run diverged."""
+
+    def mine() -> None:
+        if skipped := _read_state(path)["skipped_in_a_row"]:
+            raise manifest.Damaged(f"{skipped} updates before it were skipped as not finite")
+        for number, (name, tensor) in enumerate(Shards(path).pieces()):
+            if number % ranks.world == ranks.world_rank and not tensor.isfinite().all():
+                raise manifest.Damaged(f"its {name} is not finite")
 
     ranks.together(mine)
 
 
 def choose(run_folder: Path, wanted: str, ranks: Ranks) -> Path | None:
-    """The checkpoint that `resume_from_checkpoint` names; `auto` is the run's newest intact one, if any."""
-    if wanted != "auto":
+    """The checkpoint that `resume_from_checkpoint` names; `auto` is the run's newest intact one, if any.
+
+    A complete draft counts: its writer was killed just before it got its name.
+    """
+    if wanted not in (NEWEST, LAST_GOOD):
         try:
             check_files(Path(wanted), ranks)
         except RankError as error:
             raise ConfigError(f"resume_from_checkpoint {wanted} is not a complete checkpoint: {error}") from error
         return Path(wanted)
-    candidates = ranks.together(lambda: found(run_folder / "checkpoints"))[0]
+    candidates = ranks.together(lambda: _candidates(run_folder / "checkpoints"))[0]
     for path in reversed(candidates):
         try:
             check_files(path, ranks)
+            if wanted == LAST_GOOD:
+                check_good(path, ranks)
             return path
         except RankError as error:
             ranks.log_once(f"{path.name} is damaged and left out: {error}")
     if candidates:
-        raise ConfigError(f"resume_from_checkpoint is auto, but all checkpoints in {run_folder} are damaged")
+        raise ConfigError(f"resume_from_checkpoint is {wanted}, but all checkpoints in {run_folder} are damaged")
     ranks.log_once(f"{run_folder} holds no checkpoint: starting from the beginning")
     return None
+
+
+def _candidates(folder: Path) -> list[Path]:
+    return [path for path in _folders(folder) if path.suffix != ".tmp" or (path / manifest.NAME).is_file()]
 
 
 def load(trainer: Checkpointed, path: Path) -> None:
     """Load a checkpoint's state into a freshly built trainer."""
     try:
-        _load(trainer, _Rows(path / "trainer"), _read_state(path / "trainer" / "state.json"), path)
+        _load(trainer, Shards(path), _read_state(path), path)
     except ConfigError:
         raise
     except (KeyError, TypeError, AttributeError, ValueError, OSError, RuntimeError, SafetensorError) as error:
@@ -161,8 +206,12 @@ def load(trainer: Checkpointed, path: Path) -> None:
         raise ConfigError(f"{path} cannot be read as a checkpoint of this version: {reason}") from error
 
 
-def _read_state(file: Path) -> dict[str, Any]:
-    state = json.loads(file.read_text())
+def _read_state(path: Path) -> dict[str, Any]:
+    file = path / "trainer" / "state.json"
+    try:
+        state = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise manifest.Damaged(f"{file} cannot be read ({type(error).__name__})") from error
     for name, kind in STATE.items():
         if not isinstance(state[name], kind):
             raise TypeError(f"{name} in {file} is {state[name]!r}")
@@ -170,8 +219,12 @@ def _read_state(file: Path) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _load(trainer: Checkpointed, stored: "_Rows", state: dict[str, Any], path: Path) -> None:
+def _load(trainer: Checkpointed, stored: Shards, state: dict[str, Any], path: Path) -> None:
     parts, optimization = _parts(trainer), trainer.optimization
+    _compare(trainer, state, path)
+    for part, count in state.get("tensors", {}).items():
+        if count != len(stored.names(part)):
+            raise ConfigError(f"{path} has {len(stored.names(part))} tensors of the {part}, but was saved with {count}")
     for part in ("weights", "anchor", "average"):
         names = stored.names(part)
         if set(names) != set(parts[part]):
@@ -193,8 +246,21 @@ def _load(trainer: Checkpointed, stored: "_Rows", state: dict[str, Any], path: P
     trainer.controller.load_state_dict(state["controller"])
     if trainer.anchor:
         trainer.anchor.age = state["anchor_age"]
-    now = _plain(trainer.config)
-    changed = [f"{k} {old!r} -> {now[k]!r}" for k, old in state["config"].items() if k in now and now[k] != old]
+
+
+def _compare(trainer: Checkpointed, state: dict[str, Any], path: Path) -> None:
+    """Refuse other base weights; name everything else that is not as it was when the checkpoint was written."""
+    now, before = _plain(trainer.config), state["config"]
+    changed = [f"{k} {old!r} -> {now[k]!r}" for k, old in before.items() if k in now and now[k] != old]
+    for name, old in state.get("fingerprints", {}).items():
+        if old == trainer.fingerprints[name]:
+            continue
+        if name == "base weights":
+            raise ConfigError(
+                f"{path} was trained from other weights than those in {trainer.config.pretrained_model_root}; "
+                "name the model it began with, or start a new run with init_from_checkpoint"
+            )
+        changed.append(f"{name} {old!r} -> {trainer.fingerprints[name]!r}")
     if changed:
         trainer.ranks.log_once(f"changed since the checkpoint: {', '.join(sorted(changed))}")
 
@@ -215,41 +281,16 @@ def _optimizer_rows(trainer: Checkpointed, name: str) -> tuple[int, int | None]:
     return (0, None) if key == "step" else rows(trainer.optimization.parameters[parameter])
 
 
-def _write_rows(trainer: Checkpointed, file: Path) -> None:
-    """Write this rank's shards, and which rows of the full tensors they are."""
+def _rows(trainer: Checkpointed, copied: bool) -> TensorFile:
+    """This rank's shards, and which rows of the full tensors they are."""
     tensors, starts = {}, {}
     for part, values in _parts(trainer).items():
         for name, value in values.items():
             of = _optimizer_rows(trainer, name) if part == "optimizer" else rows(trainer.optimization.parameters[name])
-            tensors[f"{part}/{name}"] = local_shard(value.detach()).contiguous().cpu()
+            mine = local_shard(value.detach())
+            tensors[f"{part}/{name}"] = host_copy(mine) if copied else mine
             starts[f"{part}/{name}"] = of[0]
-    save_file(tensors, file, metadata={"starts": json.dumps(starts)})
-
-
-class _Rows:
-    """The tensors of all rank files of a checkpoint, by name and rows."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.places = folder, {}
-        for path in sorted(folder.glob("rank-*.safetensors")):
-            file = safe_open(path, "pt")
-            for name, start in json.loads(file.metadata()["starts"]).items():
-                self.places.setdefault(name, []).append((start, file))
-
-    def names(self, part: str) -> list[str]:
-        return [name.removeprefix(f"{part}/") for name in self.places if name.startswith(f"{part}/")]
-
-    def read(self, name: str, start: int, stop: int | None) -> Tensor:
-        """Rows start:stop of a tensor; a scalar is returned as is."""
-        if not self.places[name][0][1].get_slice(name).get_shape():
-            return self.places[name][0][1].get_tensor(name)
-        pieces = []
-        for begin, file in sorted(self.places[name], key=lambda place: place[0]):
-            piece = file.get_slice(name)
-            end = begin + piece.get_shape()[0]
-            first, last = max(start, begin), end if stop is None else min(stop, end)
-            pieces.append(piece[first - begin : max(first, last) - begin] if first < end else piece[0:0])
-        return torch.cat(pieces)
+    return shards(tensors, starts)
 
 
 def _state(trainer: Checkpointed) -> dict[str, Any]:
@@ -261,6 +302,8 @@ def _state(trainer: Checkpointed) -> dict[str, Any]:
         "anchor_age": trainer.anchor.age if trainer.anchor else None,
         "controller": trainer.controller.state_dict(),
         "config": _plain(trainer.config),
+        "fingerprints": trainer.fingerprints,
+        "tensors": {part: len(values) for part, values in _parts(trainer).items()},
     }
 
 

@@ -74,7 +74,7 @@ def check_rewards(scores: Scores, limit: float, iteration: int) -> None:
 
 
 class Guards:
-    """Watches one rank of a run. `enter` and `stop_if_told` are collective: all ranks must call them."""
+    """Watches one rank of a run. `stop_if_told` is collective: all ranks must call it."""
 
     def __init__(self, ranks: Ranks, run: RunFolder, timeout: float) -> None:
         """timeout: seconds without progress after which this process exits."""
@@ -82,11 +82,6 @@ class Guards:
         self.step, self.phase, self.last_beat = 0, "start", time.monotonic()
         self.events: deque[tuple[float, int, str]] = deque(maxlen=EVENTS)
         self.listening, self.signalled = False, math.inf  # when a signal arrived
-
-    def enter(self, phase: str) -> None:
-        """Begin the next phase, unless the run was told to stop."""
-        self.note(phase)
-        self.stop_if_told()
 
     def note(self, phase: str) -> None:
         self.phase = phase
@@ -110,8 +105,11 @@ class Guards:
         self.run.write_status(state, self.step, message)
 
     @contextmanager
-    def watching(self, step: int, save: Callable[[], None]) -> Iterator[None]:
-        """Context for training after iteration `step`: a signal stops the run after `save`; a hang ends the process."""
+    def watching(self, step: int, save: Callable[[], None], settle: Callable[[bool], None] = bool) -> Iterator[None]:
+        """Context for training after iteration `step`: a signal stops the run after `save`; a hang ends the process.
+
+        If training has to stop, a checkpoint that is being written is waited for: `settle(True)`.
+        """
         self.step = step
         self.report("running")
         stop, self.listening = threading.Event(), True
@@ -123,6 +121,9 @@ class Guards:
                     yield
                 except Preempted:
                     save()
+                    raise
+                except TrainingError:  # raised by all ranks
+                    settle(True)
                     raise
                 self.report("done")
             except Preempted as told:

@@ -1,5 +1,6 @@
 """Which parameters are trained, and one optimizer step on them: clip, warm up, average."""
 
+import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 
@@ -10,6 +11,8 @@ from sage_grpo.config import Config
 from sage_grpo.models.denoiser import Denoiser
 from sage_grpo.models.lora import POLICY, adapter_parameters
 from sage_grpo.parallel.fsdp import full_tensor, local_shard, replaced, shard_like
+
+FEW_EPS = 100  # a gradient whose RMS is fewer eps than this loses part of its step
 
 
 def trainable_parameters(transformer: Denoiser, use_lora: bool) -> dict[str, nn.Parameter]:
@@ -31,7 +34,7 @@ class Optimization:
     def __init__(self, transformer: Denoiser, parameters: Mapping[str, nn.Parameter], config: Config) -> None:
         """parameters: the transformer's trained parameters."""
         self.parameters, self.config, self.updates = dict(parameters), config, 0
-        shared = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
+        shared = {"lr": config.learning_rate, "weight_decay": config.weight_decay, "eps": config.adam_eps}
         matrices = {name: p for name, p in parameters.items() if transformer.is_block_matrix(name, p)}
         muon = matrices if config.optimizer == "muon" else {}
         rest = {name: p for name, p in parameters.items() if name not in muon}
@@ -41,6 +44,7 @@ class Optimization:
             self.optimizers.append(torch.optim.AdamW(list(rest.items()), fused=fused or None, **shared))
         if muon:  # scaled so that both use one learning rate
             self.optimizers.append(torch.optim.Muon(list(muon.items()), adjust_lr_fn="match_rms_adamw", **shared))
+        self.warned = False
         self.average = {n: p.detach().clone() for n, p in parameters.items()} if config.ema_decay else {}
 
     @property
@@ -53,6 +57,19 @@ class Optimization:
         """Clip the gradient; returns its norm before clipping."""
         return full_tensor(nn.utils.clip_grad_norm_(self.parameters.values(), self.config.max_grad_norm)).item()
 
+    def rms(self, grad_norm: float) -> float:
+        """RMS over all trained parameters of a gradient that had this norm before it was clipped."""
+        count = sum(p.numel() for p in self.parameters.values())
+        return min(grad_norm, self.config.max_grad_norm) / math.sqrt(count)
+
+    def warning(self, grad_norm: float) -> str:
+        """Once per run: why a gradient of this norm is too small for the optimizer; empty if it is not."""
+        rms, eps = self.rms(grad_norm), self.config.adam_eps
+        if self.warned or not 0 < rms < FEW_EPS * eps:
+            return ""
+        self.warned = True
+        return f"the gradient's RMS {rms:.2g} is near adam_eps {eps:g}, which shortens the optimizer's steps: lower it"
+
     def step(self) -> None:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -62,6 +79,11 @@ class Optimization:
         with torch.no_grad():
             for name, average in self.average.items():
                 local_shard(average).lerp_(local_shard(self.parameters[name]), 1 - self.config.ema_decay)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether this rank's shards of the parameters are finite."""
+        return bool(torch.stack([local_shard(p).detach().isfinite().all() for p in self.parameters.values()]).all())
 
     def zero_grad(self) -> None:
         """Drop the gradients."""

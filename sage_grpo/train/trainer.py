@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +19,7 @@ from sage_grpo.parallel.fsdp import gathered, reduce_gradients_in_next_backward
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.rewards.composite import Composite, Scores
 from sage_grpo.runs.folder import RunFolder
-from sage_grpo.train import checkpoint
 from sage_grpo.train.anchor import Anchor
-from sage_grpo.train.checkpoint import CheckpointError
 from sage_grpo.train.guards import Guards, StepVote, TrainingError, check_rewards
 from sage_grpo.train.metrics import Stopwatch, UpdateStats, peak_memory, reward_record
 from sage_grpo.train.optimization import Optimization
@@ -33,6 +32,7 @@ from sage_grpo.train.rollout import (
     roll_out,
     training_order,
 )
+from sage_grpo.train.saving import Saves
 from sage_grpo.train.update import Objective, anchor_velocities
 from sage_grpo.train.validation import Gold, Validation, gold_columns
 
@@ -62,7 +62,9 @@ class Trainer:
         self.sampler = build_schedule(config.sde_type, sigmas, config.eta).to(ranks.device)
         self.shape = backbone.latent_shape(config.num_frames, config.height, config.width)
         self.guards, self.vote = Guards(ranks, run, config.collective_timeout), StepVote()
-        self.step, self.saved_step, self.save_failed = 0, -1, False
+        self.step, self.saves = 0, Saves(self, run.checkpoints)
+        self.fingerprints: dict[str, Any] = {}
+        self.resumed_from: Path | None = None
         self.trained_since_update, self.ratio_checked = False, False
         # accumulated rollouts that await their optimizer step: their metrics, and which clips were finite
         self.pending: list[UpdateStats] = []
@@ -70,10 +72,10 @@ class Trainer:
 
     def train(self) -> None:
         """Run the remaining iterations; validate and save as configured and at the end; also save on a signal."""
-        with self.guards.watching(self.step, self.save), self.progress() as bar:
+        with self.guards.watching(self.step, self.save, self.saves.settle), self.progress() as bar:
             self.catch_up()
             while self.step < self.config.max_steps:
-                watch = Stopwatch(self.ranks.device, self.guards.enter)
+                watch = Stopwatch(self.ranks.device, self.enter)
                 schedule = self.schedule()
                 with watch.phase("rollout"):
                     batch = self.roll_out(schedule)
@@ -108,6 +110,16 @@ class Trainer:
         finally:
             heartbeat.remove()
 
+    def enter(self, phase: str) -> None:
+        """Begin the next phase, at a safe point."""
+        self.guards.note(phase)
+        self.safe_point()
+
+    def safe_point(self) -> None:
+        """Stop if told to, and commit a checkpoint whose files are on disk; all ranks must call."""
+        self.guards.stop_if_told()
+        self.saves.settle()
+
     def catch_up(self) -> None:
         """Run the validation due before the first iteration, or one that an interrupted run missed."""
         due = self.due(self.config.validation_interval) if self.step else self.config.validate_at_step0
@@ -134,7 +146,7 @@ class Trainer:
         encoded = self.backbone.encode([self.prompts[position] for position in positions])
         conditions = dict(zip(positions, encoded, strict=True))
         for micro_batch in micro_batches:
-            self.guards.stop_if_told()
+            self.safe_point()
             samples, group = micro_batch.samples, c.num_generations
             order = training_order(
                 schedule.stochastic, c.timestep_fraction, c.enable_timestep_permutation, c.seed, self.step, micro_batch
@@ -221,7 +233,7 @@ class Trainer:
             micro_steps = [(column, *share) for column in part.tolist() for share in shares]
             for number, (column, trajectory, advantage) in enumerate(micro_steps, 1):
                 if update == 0:  # later updates see changed weights
-                    self.guards.stop_if_told()
+                    self.safe_point()
                 reduce_gradients_in_next_backward(
                     self.backbone.transformer, not c.reduces_once or number == len(micro_steps)
                 )
@@ -233,7 +245,8 @@ class Trainer:
             self.trained_since_update |= bool(advantages.trained.any())
             total = total + stats
             if (self.step + 1) % c.gradient_accumulation_steps == 0:
-                record["policy/grad_norm"] = self.optimizer_step()
+                norm = self.optimizer_step()
+                record |= {"policy/grad_norm": norm, "policy/grad_rms": self.optimization.rms(norm)}
         return (
             record
             | total.record()
@@ -256,14 +269,18 @@ class Trainer:
         grad_norm = self.optimization.clip()
         pending = sum(self.pending[1:], self.pending[0])
         if self.vote.should_step(grad_norm, self.trained_since_update):
+            if warning := self.optimization.warning(grad_norm):
+                self.ranks.log_once(warning)
             self.optimization.step()
+            if self.ranks.any(not self.optimization.is_finite):
+                raise self.saves.diverged(f"the weights are not finite after iteration {self.step + 1}")
             if self.anchor:
                 self.anchor.count_update()
             self.controller.update(pending.mean("kl_anchor" if self.config.trust_region.anchor else "kl_rollout"))
         if self.vote.too_many_skips:
-            raise TrainingError(
+            raise self.saves.diverged(
                 f"the gradient was not finite {self.vote.in_a_row} times in a row, at last in iteration "
-                f"{self.step + 1} at {self.first_nonfinite_clip()} with seed {self.config.seed}: lower learning_rate"
+                f"{self.step + 1} at {self.first_nonfinite_clip()} with seed {self.config.seed}"
             )
         self.optimization.zero_grad()
         self.pending, self.finite, self.trained_since_update = [], [], False
@@ -280,7 +297,7 @@ class Trainer:
         if self.anchor:
             self.anchor.refresh_if_due()
         last = self.step == self.config.max_steps
-        if self.due(self.config.save_interval) or self.save_failed:
+        if self.due(self.config.save_interval) or self.saves.is_due:
             self.save(must=last)
         if self.due(self.config.validation_interval):
             self.validate()
@@ -296,25 +313,14 @@ class Trainer:
 
     def save(self, must: bool = True) -> None:
         """Write a checkpoint, unless this state has one; unless `must`, a failure is logged and retried later."""
-        if self.saved_step == self.settled_step:
-            return
-        self.guards.note("save")
-        try:
-            checkpoint.save(self, self.run.checkpoints)
-        except CheckpointError as error:
-            if must:
-                raise TrainingError(str(error)) from error
-            self.ranks.log_once(f"{error}; trying again after the next iteration")
-            self.save_failed = True
-            return
-        self.saved_step, self.save_failed = self.settled_step, False
+        self.saves.begin(must)
 
     def validate(self) -> None:
         if self.validation is None:
             return
-        watch, folder = Stopwatch(self.ranks.device, self.guards.enter), self.run.validation_folder(self.step)
+        watch, folder = Stopwatch(self.ranks.device, self.enter), self.run.validation_folder(self.step)
         with watch.phase("validation"), self.optimization.averaged(), self.gathered():
-            record = self.validation.run(folder, self.guards.stop_if_told)
+            record = self.validation.run(folder, self.safe_point)
         hacked = self.ranks.from_leader(lambda: "".join(self.ranks.texts(self.run.divergence(self.step))))
         record |= {"holdout/diverged": int(bool(hacked))} if self.config.holdout_reward else {}
         self.run.log_validation(self.step, record | watch.record())

@@ -16,7 +16,7 @@ from sage_grpo.algo.sde import build_schedule, flow_sigmas
 from sage_grpo.config import Config
 from sage_grpo.data.requests import Request
 from sage_grpo.json_files import finite
-from sage_grpo.models.backbone import Backbone, BrokenClip, Guidance
+from sage_grpo.models.backbone import Backbone, BrokenClip, Guidance, Sampling
 from sage_grpo.models.sample import counter_noise, denoise
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.rewards.composite import Composite
@@ -42,25 +42,21 @@ class Validation:
         self.backbone, self.config, self.ranks = backbone, config, ranks
         self.prompts, self.guidance = list(prompts), guidance
         self.reward, self.holdout, self.gold = reward, holdout, gold
-        sigmas = flow_sigmas(config.validation_num_inference_steps, config.validation_timestep_shift)
-        self.schedule = build_schedule("ode", sigmas, 0.0).to(ranks.device)
-        self.shape = backbone.latent_shape(config.validate_video_length, *validation_size(config))
+        self.sampling = own = validation_sampling(config)
+        self.schedule = build_schedule("ode", flow_sigmas(own.num_steps, own.shift), 0.0).to(ranks.device)
+        self.shape = backbone.latent_shape(own.frames, own.height, own.width)
 
     def run(self, folder: Path, between: Callable[[], None] = lambda: None) -> dict[str, Any]:
         """Write the clips and clips.json into `folder`; returns means and their standard errors.
 
-        between: called on all ranks before each clip; it may raise.
+        between: called on all ranks after each denoising step; it may raise.
         """
         mine = self.prompts[self.ranks.rank :: self.ranks.count]
         # A sharded model's forward needs all ranks, so ranks with fewer clips sample an extra one and discard it.
         each = -(-len(self.prompts) // self.ranks.count)
         made = [*mine, *self.prompts[: each - len(mine)]]
         bar = tqdm(made, "validation", unit="clip", leave=False, disable=not self.ranks.first)
-        clips = []
-        for prompt in bar:
-            between()
-            clips.append(self.sample(prompt))
-        clips = clips[: len(mine)]
+        clips = [self.sample(prompt, between) for prompt in bar][: len(mine)]
         records = self.ranks.from_leader(lambda: self.judge(clips, mine))
         kept = {self.file(prompt) for prompt in self.prompts[: self.config.validation_videos]}
         self._keep(lambda: write_videos(folder, clips, records, kept, self.config.fps))
@@ -81,15 +77,17 @@ class Validation:
             print(f"note: a validation could not be written: {first}", file=sys.stderr, flush=True)
 
     @torch.no_grad()
-    def sample(self, prompt: Request) -> Tensor | None:
+    def sample(self, prompt: Request, between: Callable[[], None] = lambda: None) -> Tensor | None:
         """One clip (F, H, W, 3) on the leader; None elsewhere, and if its latents or pixels are not finite."""
         x, noise = counter_noise(self.shape, self.seed(prompt), [0], prompt=prompt.index)
         (cond,), x = self.backbone.encode([prompt]), x.to(self.ranks.device)
-        *_, last = denoise(self.backbone, self.schedule, x, cond, self.guidance, noise)
-        if not self.ranks.leader or not last.x_next.isfinite().all():
+        for step in denoise(self.backbone, self.schedule, x, cond, self.guidance, noise):
+            x = step.x_next
+            between()  # a full-size clip takes minutes
+        if not self.ranks.leader or not x.isfinite().all():
             return None
         try:
-            return self.backbone.decode(last.x_next)[0].cpu()
+            return self.backbone.decode(x)[0].cpu()
         except BrokenClip:
             return None
 
@@ -116,16 +114,14 @@ class Validation:
         ]
 
 
-def validation_size(config: Config) -> tuple[int, int]:
-    """Height and width of validation clips."""
-    if config.validation_fixed_size is None:
-        return config.height, config.width
-    height, _, width = config.validation_fixed_size.lower().partition("x")
+def validation_sampling(c: Config) -> Sampling:
+    """How a resolved configuration samples validation clips."""
+    height, _, width = c.validation_fixed_size.lower().partition("x")
     if not (height.isdigit() and width.isdigit()):
-        raise ValueError(
-            f"validation_fixed_size is {config.validation_fixed_size!r}; write HEIGHTxWIDTH, such as 480x848"
-        )
-    return int(height), int(width)
+        raise ValueError(f"validation_fixed_size is {c.validation_fixed_size!r}; write HEIGHTxWIDTH, such as 480x848")
+    size = {"frames": c.validate_video_length, "height": int(height), "width": int(width), "fps": c.fps}
+    ode = {"shift": c.validation_timestep_shift, "num_steps": c.validation_num_inference_steps}
+    return Sampling(**size, **ode, guidance=c.guidance_scale)
 
 
 def gold_columns(gold: Gold | None, clips: Sequence[Tensor | None], prompts: Sequence[str]) -> dict[str, Tensor]:

@@ -1,84 +1,72 @@
-# shellcheck shell=bash
-# Checks of a node before it trains: `check_node` prints one line per failed check. Sourced by train_grpo.sh --check
-# after it has read its settings.
+# shellcheck shell=bash disable=SC2154 # variables of train_grpo.sh
+# Checks before a node trains: `check_node` prints one line per check, ok or FAIL with its remedy. Sourced by
+# train_grpo.sh after it has read its settings, and by pdsh_train.sh.
 
 source_commit() { git rev-parse HEAD 2>/dev/null || echo none; }
 source_changes() { git diff HEAD 2>/dev/null | sha256sum | cut -c 1-12; }
 file_hash() { sha256sum <"$1" | cut -c 1-12; }
 
-problem() {
-    echo "check failed: $*"
+problem() { # CHECK TEXT
+    printf '%-6s%-8s%s\n' FAIL "$1" "$2"
     problems=$((problems + 1))
 }
 
-check_node() { # FLAG...
+check_node() {
+    local name before
     problems=0
     refuse_second_start
-    check_source
-    check_python "$@"
-    check_gpus
-    check_disk
-    check_rendezvous
-    return $((problems > 0))
+    for name in source idle port; do
+        before=$problems text=''
+        "check_$name"
+        if ((problems == before)); then printf '%-6s%-8s%s\n' ok "$name" "$text"; fi
+    done
+    # with the mark --stop finds it, and in the background it does not delay a signal
+    env "$mark" "$(python_path)" -m sage_grpo.tools.doctor --short --ranks $((NNODES * NUM_GPUS)) \
+        --ranks_here "$NUM_GPUS" "${training[@]}" &
+    wait $! || problems=$((problems + 1))
+    ((problems == 0))
 }
 
 # LAUNCH_COMMIT, LAUNCH_CHANGES and LAUNCH_CONFIG describe the launching machine.
 check_source() {
     local commit
     commit=$(source_commit)
+    text="commit ${commit:0:12}, $CONFIG"
     if [[ ${LAUNCH_COMMIT:-$commit} != "$commit" ]]; then
-        problem "the commit is ${commit:0:12}, on the launching machine ${LAUNCH_COMMIT:0:12}; check out the same"
+        problem source "the commit is ${commit:0:12}, on the launching machine ${LAUNCH_COMMIT:0:12}; check out the same"
     elif [[ ${LAUNCH_CHANGES:-$(source_changes)} != "$(source_changes)" ]]; then
-        problem "uncommitted changes differ from those of the launching machine; commit them and check out the same"
+        problem source "uncommitted changes differ from those of the launching machine; commit them, check out the same"
     fi
     if [[ ${LAUNCH_CONFIG:-$(file_hash "$CONFIG")} != "$(file_hash "$CONFIG")" ]]; then
-        problem "$CONFIG is not the file of the launching machine; copy it"
+        problem source "$CONFIG is not the file of the launching machine; copy it"
     fi
 }
 
-# Imports the package, parses the flags as training will, and looks for the model they name.
-check_python() { # FLAG...
-    local model
-    if ! model=$(resolved pretrained_model_root "$@" 2>&1); then
-        problem "$(python_path) cannot read the flags: ${model##*$'\n'}"
-    elif [[ ! -e ${model##*$'\n'} ]]; then
-        problem "pretrained_model_root ${model##*$'\n'} does not exist; bash download_weights.sh gets the weights"
-    fi
-}
-
-check_gpus() {
+# Whether others use the GPUs; whether torch can use them is for the doctor to say.
+check_idle() {
     local used number most=${MAX_USED_GPU_MB:-1000}
-    if ! command -v nvidia-smi >/dev/null; then
-        echo "note: no nvidia-smi here, so GPUs are not checked"
-        return
-    fi
+    text="no nvidia-smi here, so not checked"
+    command -v nvidia-smi >/dev/null || return 0
     if ! used=$(nvidia-smi ${CUDA_VISIBLE_DEVICES:+-i "$CUDA_VISIBLE_DEVICES"} --query-gpu=memory.used \
         --format=csv,noheader,nounits 2>&1); then
-        problem "nvidia-smi fails: ${used%%$'\n'*}"
+        problem idle "nvidia-smi fails: ${used%%$'\n'*}; install a driver, or mind CUDA_VISIBLE_DEVICES"
         return
     fi
     mapfile -t used <<<"$used"
-    ((${#used[@]} >= NUM_GPUS)) || problem "${#used[@]} GPUs are here, NUM_GPUS is $NUM_GPUS"
+    text="GPUs with ${used[*]} MB in use"
+    ((${#used[@]} >= NUM_GPUS)) || problem idle "${#used[@]} GPUs are here, NUM_GPUS is $NUM_GPUS; lower it"
     for number in "${!used[@]}"; do
         ((number >= NUM_GPUS || used[number] <= most)) ||
-            problem "GPU $number has ${used[number]} MB in use; end what uses it, or raise MAX_USED_GPU_MB=$most"
+            problem idle "GPU $number has ${used[number]} MB in use; end what uses it, or raise MAX_USED_GPU_MB=$most"
     done
 }
 
-check_disk() {
-    local folder free least=${MIN_FREE_GB:-100}
-    folder=$(realpath -m "$OUTPUT_DIR")
-    while [[ ! -d $folder ]]; do folder=$(dirname "$folder"); done
-    [[ -w $folder ]] || problem "OUTPUT_DIR $OUTPUT_DIR cannot be made: $folder is not writable"
-    free=$(($(df -Pk "$folder" | awk 'NR == 2 { print $4 }') * 1024 / 1000000000))
-    ((free >= least)) || problem "OUTPUT_DIR $OUTPUT_DIR has $free GB of room; make some, or lower MIN_FREE_GB=$least"
-}
-
 # The first node listens at the rendezvous address, the others connect to it: all nodes run their checks at once.
-check_rendezvous() {
+check_port() {
     local said role=call
-    ((NNODES > 1)) || return 0
+    text="$MASTER_ADDR:$MASTER_PORT"
+    if ((MASTER_PORT == 0)); then text="a free one is chosen"; fi
     if ((NODE_RANK == 0)); then role=listen; fi
     said=$("$(python_path)" scripts/post_train/rendezvous_probe.py "$role" "$MASTER_ADDR" "$MASTER_PORT" \
-        $((NNODES - 1)) "${CHECK_TIMEOUT:-20}" 2>&1) || problem "${said##*$'\n'}"
+        $((NNODES - 1)) "${CHECK_TIMEOUT:-20}" 2>&1) || problem port "${said##*$'\n'}"
 }

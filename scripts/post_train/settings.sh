@@ -12,11 +12,12 @@ ENVIRONMENT_FLAGS=(
 # Launcher settings that every node needs.
 NODE_SETTINGS=(
     CONFIG MODEL_ROOT OUTPUT_DIR RESUME_FROM_CHECKPOINT PYTHON ENV_FILE NUM_GPUS MAX_RESTARTS JOIN_TIMEOUT RDZV_CONF
-    STOP_GRACE MIN_FREE_GB MAX_USED_GPU_MB
+    STOP_GRACE MAX_USED_GPU_MB
 )
 
 fail() {
-    echo "${0##*/}: $*" >&2
+    local text=$*
+    echo "${0##*/}: ${text//[[:cntrl:]]/?}" >&2
     exit 2
 }
 
@@ -37,6 +38,10 @@ python_path() {
     fi
 }
 
+host_name() { # NAME: require it to be one
+    [[ $1 =~ ^[A-Za-z0-9][A-Za-z0-9._-]*$ ]] || fail "'$1' is not a host name; name each node in full"
+}
+
 pasteable() { # WORD...: quote the words as a shell command line
     local line
     printf -v line '%q ' "$@"
@@ -55,84 +60,50 @@ take_switches() {
     done
 }
 
-flag_value() { # NAME WORD...: the last value given to this flag in the words; empty if there is none
-    local name=--$1 value='' previous=''
-    shift
-    local word
-    for word in "$@"; do
-        if [[ $previous == "$name" ]]; then value=$word; fi
-        if [[ $word == "$name="* ]]; then value=${word#*=}; fi
-        previous=$word
+# Sets `answers` to values of the configuration as post_train.py reads it, which is the only reader of YAML and flags.
+ask() { # NAME... -- FLAG...
+    local names=() code
+    while [[ $1 != -- ]]; do
+        names+=("$1")
+        shift
     done
-    echo "$value"
+    mapfile -d '' -t answers < <(
+        code=0
+        "$(python_path)" post_train.py "${@:2}" --print_config "${names[@]}" || code=$?
+        printf '%s\0' "$code"
+    )
+    code=${answers[-1]}
+    if ((code == 2)); then exit 2; fi # post_train.py has said why
+    ((code == 0)) || fail "$(python_path) cannot read the flags; PYTHON must name one with the requirements installed"
 }
 
-yaml_value() { # NAME FILE: a plain value from a flat YAML file; empty if there is none
-    sed -n -E "/^$1:/{s/^[^:]*:[[:space:]]*//; s/[[:space:]]+#.*$//; s/^([\"'])(.*)\1\$/\2/; p}" "$2"
-}
-
-first() { # VALUE...: the first that is not empty
-    local value
-    for value in "$@"; do
-        if [[ -n $value ]]; then break; fi
-    done
-    echo "$value"
-}
-
-# Sets CONFIG and OUTPUT_DIR as post_train.py will see them: a flag overrides the environment, which overrides the file.
+# Sets CONFIG and OUTPUT_DIR to what training will use, and `training` to the flags of post_train.py: the file, then the
+# environment, then the command line. `resume` and `overwrite` say how the run starts.
 read_config() { # FLAG...
-    local recipe=hunyuan15_8gpu
+    local recipe=hunyuan15_8gpu flag name chosen=()
     if ((NNODES > 1)); then recipe=hunyuan15_64gpu; fi
-    CONFIG=$(first "$(flag_value config "$@")" "${CONFIG:-}" "configs/$recipe.yaml")
-    [[ -f $CONFIG ]] || fail "CONFIG is '$CONFIG', which is not a file; configs/ holds the recipes"
-    OUTPUT_DIR=$(first "$(flag_value output_dir "$@")" "${OUTPUT_DIR:-}" "$(yaml_value output_dir "$CONFIG")" outputs)
-}
-
-overwrites() { # FLAG...: whether the run starts by deleting the contents of OUTPUT_DIR
-    local word
-    for word in "$@"; do
-        if [[ $word == --overwrite* ]]; then return 0; fi
+    if [[ -n ${MODEL_ROOT:-} ]]; then chosen+=(--pretrained_model_root "$MODEL_ROOT"); fi
+    if [[ -n ${RESUME_FROM_CHECKPOINT:-} ]]; then chosen+=(--resume_from_checkpoint "$RESUME_FROM_CHECKPOINT"); fi
+    for flag in "${ENVIRONMENT_FLAGS[@]}"; do
+        name=${flag^^}
+        if [[ -n ${!name:-} ]]; then chosen+=("--$flag" "${!name}"); fi
     done
-    return 1
-}
-
-resumes_from() { # FLAG...
-    first "$(flag_value resume_from_checkpoint "$@")" "${RESUME_FROM_CHECKPOINT:-}" auto
+    training=(--config "${CONFIG:-configs/$recipe.yaml}" ${OUTPUT_DIR:+--output_dir "$OUTPUT_DIR"} "${chosen[@]}" "$@")
+    ask config output_dir resume_from_checkpoint overwrite given -- "${training[@]}"
+    CONFIG=${answers[0]} OUTPUT_DIR=${answers[1]} resume=${answers[2]:-none} overwrite=${answers[3]}
+    if [[ $overwrite == false && ${answers[4]} != *'"resume_from_checkpoint"'* ]]; then
+        resume=auto chosen=(--resume_from_checkpoint auto "${chosen[@]}")
+    fi
+    training=(--config "$CONFIG" --output_dir "$OUTPUT_DIR" "${chosen[@]}" "$@")
 }
 
 # A restart must resume from the newest checkpoint, or it gains nothing.
-refuse_starting_over() { # REMEDY FLAG...
-    local from
-    from=$(resumes_from "${@:2}")
-    if overwrites "${@:2}"; then
+refuse_starting_over() { # REMEDY
+    if [[ $overwrite == true ]]; then
         fail "--overwrite would remove the run at each restart; remove $OUTPUT_DIR by hand, or set $1"
-    elif [[ $from != auto ]]; then
-        fail "resume_from_checkpoint is $from, to which each restart would go back; leave it auto, or set $1"
+    elif [[ $resume != auto && $resume != last_good ]]; then
+        fail "resume_from_checkpoint is $resume, to which each restart would go back; leave it auto, or set $1"
     fi
-}
-
-# Sets `training` to the flags of post_train.py: the file, then the environment, then the command line.
-training_flags() { # FLAG...
-    local flag name
-    training=(--config "$CONFIG" --output_dir "$OUTPUT_DIR")
-    if [[ -n ${MODEL_ROOT:-} ]]; then training+=(--pretrained_model_root "$MODEL_ROOT"); fi
-    for flag in "${ENVIRONMENT_FLAGS[@]}"; do
-        name=${flag^^}
-        if [[ -n ${!name:-} ]]; then training+=("--$flag" "${!name}"); fi
-    done
-    if ! overwrites "$@"; then training+=(--resume_from_checkpoint "$(resumes_from "$@")"); fi
-    training+=("$@")
-}
-
-# The value of a setting as post_train.py reads it; wrong flags give post_train.py's error message.
-resolved() { # NAME FLAG...
-    "$(python_path)" -c '
-import sys
-from sage_grpo.flags import parse
-try:
-    print(getattr(parse(sys.argv[2:]), sys.argv[1]))
-except ValueError as error:
-    sys.exit(f"post_train.py: {error}")' "$@"
 }
 
 # Sets `nodes`, from NODES ("a,b,c") or else from the lines of HOSTFILE ("a" or "a slots=8", # begins a comment).
@@ -167,9 +138,7 @@ take_slots() { # slots=N or nothing, for each node
 refuse_odd_nodes() {
     local node twice
     ((${#nodes[@]})) || fail "${NODES:+NODES }${NODES:-HOSTFILE $HOSTFILE} names no node"
-    for node in "${nodes[@]}"; do
-        [[ $node =~ ^[A-Za-z0-9][A-Za-z0-9._-]*$ ]] || fail "'$node' is not a host name; name each node in full"
-    done
+    for node in "${nodes[@]}"; do host_name "$node"; done
     twice=$(printf '%s\n' "${nodes[@]}" | sort | uniq -d | head -n 1)
     [[ -z $twice ]] || fail "node $twice is named twice; one line for each node is enough"
 }

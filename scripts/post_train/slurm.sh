@@ -60,7 +60,7 @@ read_nodes
 export NNODES=${#nodes[@]} MASTER_ADDR=${MASTER_ADDR:-${nodes[0]}} MASTER_PORT=${MASTER_PORT:-29400}
 export STOP_GRACE=${STOP_GRACE:-570}
 read_config "${flags[@]}"
-if [[ ${REQUEUE:=1} == 1 ]]; then refuse_starting_over REQUEUE=0 "${flags[@]}"; fi
+if [[ ${REQUEUE:=1} == 1 ]]; then refuse_starting_over REQUEUE=0; fi
 case $mode in
     dry_run) dry_run ;;
     run)

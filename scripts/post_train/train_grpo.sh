@@ -3,6 +3,7 @@
 #
 #   bash scripts/post_train/train_grpo.sh [--dry_run | --check | --stop | --kill] [flags of post_train.py]
 #
+# A run on one node begins with the checks of checks.sh; SKIP_CHECKS=1 leaves them out.
 # --dry_run prints the command, --check checks whether it could run. --stop and --kill end the same run on this node,
 # with and without time to save; stop a multi-node run on all nodes with pdsh_train.sh.
 # NNODES, NODE_RANK, NODE_NAME, MASTER_ADDR and MASTER_PORT describe this node's place in the run; docs/multinode.md
@@ -12,6 +13,7 @@ set -euo pipefail
 shopt -s inherit_errexit
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source scripts/post_train/settings.sh
+source scripts/post_train/checks.sh
 
 read_settings() {
     if [[ -n ${ENV_FILE:-} ]]; then
@@ -32,17 +34,19 @@ read_settings() {
     fi
     whole MASTER_PORT
     ((NODE_RANK < NNODES)) || fail "NODE_RANK is $NODE_RANK; with $NNODES nodes it is at most $((NNODES - 1))"
+    host_name "$NODE_NAME"
     read_config "$@"
-    if ((MAX_RESTARTS)); then refuse_starting_over MAX_RESTARTS=0 "$@"; fi
+    if ((MAX_RESTARTS)); then refuse_starting_over MAX_RESTARTS=0; fi
     logs=$OUTPUT_DIR/logs
     # used to find torchrun and its workers by their environment, including workers that outlive torchrun
-    mark=SAGE_LAUNCH=$NODE_NAME:$(realpath -m "$OUTPUT_DIR")
+    IFS= read -r -d '' mark < <(realpath -mz "$OUTPUT_DIR")
+    mark=SAGE_LAUNCH=$NODE_NAME:$mark
+    [[ $mark != *[[:cntrl:]]* ]] || fail "$(pasteable "$OUTPUT_DIR") leads to a path with control characters; rename that"
 }
 
 # Sets `command`. Nodes are ranked by NODE_NAME, so a node that comes back gets its old ranks; NODE_RANK only determines
 # who hosts the rendezvous, because guessing that from host names fails if a name is not the machine's hostname.
-torchrun_command() { # FLAG...
-    training_flags "$@"
+torchrun_command() {
     command=(
         env TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # without it, restarted workers connect to the dead workers' store
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=$STOP_GRACE" PYTHONUNBUFFERED=1 TQDM_MININTERVAL=10 "$mark"
@@ -54,30 +58,45 @@ torchrun_command() { # FLAG...
     )
 }
 
-marked() { # PIDs of this run on this node
+marked() { # PIDs of this run on this node: those with exactly this variable; -F would take lines for several patterns
     grep -lzsxF "$mark" /proc/[0-9]*/environ | cut -d / -f 3 || true
+}
+
+own() { # PIDs of what this script started; another one may have started the same run at the same moment
+    local pid
+    for pid in $(marked); do
+        if grep -qzsxF "SAGE_LAUNCHER=$$" "/proc/$pid/environ"; then echo "$pid"; fi
+    done
 }
 
 # Asks the train_grpo.sh running here to stop, as a signal would, and kills any process left after the grace period.
 stop_run() { # GRACE: seconds
     local pid end=$((SECONDS + $1))
-    pid=$(cat "$logs/$NODE_NAME.pid" 2>/dev/null || true)
-    if (($1)) && trains "$pid"; then
-        kill -TERM "$pid"
-        while ((SECONDS < end)) && trains "$pid"; do sleep 0.5; done
+    pid=$(launcher)
+    if (($1)) && [[ -n $pid ]]; then
+        kill -TERM "$pid" || true
+        while ((SECONDS < end)) && [[ $(launcher) == "$pid" ]]; do sleep 0.5; done
     fi
     kill_marked
 }
 
-trains() { # PID: whether that process is such a script, and not another one that reused its PID
-    [[ $(tr '\0' ' ' 2>/dev/null <"/proc/$1/cmdline") == *train_grpo.sh* ]]
+launcher() { # PID of the train_grpo.sh that started this run: the parent of one of its processes
+    local pid parent words
+    for pid in $(marked); do
+        parent=$(sed -n -E 's/^PPid:\s*//p' "/proc/$pid/status" 2>/dev/null || true)
+        mapfile -d '' -t words < <(cat "/proc/$parent/cmdline" 2>/dev/null || true)
+        if [[ ${words[1]:-} == *train_grpo.sh ]]; then
+            echo "$parent"
+            return
+        fi
+    done
 }
 
-kill_marked() {
+kill_marked() { # FUNCTION that lists them; by default all of this run
     local left
     for _ in {1..300}; do # a process waiting for its GPU takes time to die
-        left=$(marked)
-        if [[ -z $left ]]; then return; fi
+        left=$("${1:-marked}")
+        if [[ -z $left ]]; then return 0; fi # 0: in a trap, return alone repeats what it interrupted
         # shellcheck disable=SC2086 # one word per process
         kill -KILL $left 2>/dev/null || true
         sleep 0.2
@@ -116,9 +135,8 @@ train() {
     local agent='' before code asked=no signalled=no
     before=$(stamp)
     trap 'asked=yes signalled=yes; if [[ -n $agent ]]; then kill -TERM "$agent" 2>/dev/null || true; fi' TERM INT HUP
-    echo $$ >"$logs/$NODE_NAME.pid"
     pasteable "${command[@]}"
-    setsid "${command[@]}" &
+    SAGE_LAUNCHER=$$ setsid "${command[@]}" &
     agent=$!
     if [[ $asked == yes ]]; then kill -TERM "$agent"; fi
     while
@@ -126,7 +144,7 @@ train() {
         wait "$agent" || code=$?
         [[ $signalled == yes ]]
     do signalled=no; done
-    kill_marked
+    kill_marked own
     code=$(verdict "$code" "$before" "$asked")
     echo "train_grpo.sh: $NODE_NAME ends with exit code $code; its log is $logs/$NODE_NAME.log"
     exit "$code"
@@ -140,21 +158,21 @@ refuse_second_start() {
 
 take_switches "$@"
 read_settings "${flags[@]}"
-torchrun_command "${flags[@]}"
+torchrun_command
 case $mode in
     dry_run)
         pasteable cd "$PWD"
         pasteable "${command[@]}"
         ;;
-    check)
-        source scripts/post_train/checks.sh
-        check_node "${training[@]}"
-        ;;
+    check) check_node || exit 2 ;;
     stop) stop_run "$STOP_GRACE" ;;
     kill) stop_run 0 ;;
     run)
         refuse_second_start
-        resolved output_dir "${training[@]}" >/dev/null || exit 2 # otherwise torchrun would keep retrying wrong flags
+        if ((NNODES == 1)) && [[ ${SKIP_CHECKS:-0} != 1 ]]; then # pdsh_train.sh checks several nodes before it starts any
+            trap 'kill_marked; exit 75' TERM INT HUP
+            check_node || fail "$NODE_NAME is not ready, nothing was started; SKIP_CHECKS=1 leaves the checks out"
+        fi
         mkdir -p "$logs"
         # the log continues when the reader of the output is gone, and survives a signal to this process group
         exec > >(trap '' TERM INT HUP && exec tee -p -a "$logs/$NODE_NAME.log") 2>&1

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import checkpoint as bench
-from sage_grpo.train import checkpoint
+from sage_grpo.train import saving
 
 ROOT = Path(__file__).parents[2]
 SMALL = "--height 16 --width 16"
@@ -15,19 +15,19 @@ LIGHT = f"--batch_size 2 --num_generations 2 --num_sampling_steps 2 --num_frames
 def test_every_second_block_is_saved(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = ["--config", f"{ROOT}/configs/tiny_cpu.yaml", "--pretrained_model_root", f"{ROOT}/assets/tiny"]
-    saved, blocks, measure, save = [], [], bench.measure, checkpoint.save
+    saved, blocks, measure, save = [], [], bench.measure, saving.Save
 
     def watched(trainer):
         blocks.extend(measure(trainer))
         return blocks
 
-    monkeypatch.setattr(checkpoint, "save", lambda it, folder: saved.append(it.step) or save(it, folder))
+    monkeypatch.setattr(saving, "Save", lambda it, *rest: saved.append(it.step) or save(it, *rest))
     monkeypatch.setattr(bench, "measure", watched)
     bench.main([*model, *LIGHT.split(), "--output", "page.md"])
     assert saved == [1, 3] and len(blocks) == 4 and blocks[2].save > blocks[3].save
     page = Path("page.md").read_text()
     assert (
-        "A checkpoint of 145.8 MB takes" in page and f"{blocks[2].save:.3f} s in the median, every 1 iterations" in page
+        "A checkpoint of 121.2 MB takes" in page and f"{blocks[2].save:.3f} s in the median, every 1 iterations" in page
     )
     assert list(Path("outputs").iterdir()) == []
 

@@ -5,7 +5,7 @@ import re
 import resource
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,13 @@ ANY = ("start", "iteration", "save")
 KINDS = {  # and the moments at which they occur
     "kill_rank": ANY,
     "kill_all": ANY,  # including the launcher
+    "kill_launcher": ANY,  # alone, and start it again while its ranks live on
+    "two_starts": ANY,  # kill_all, then start two launchers
     "term_launcher": ANY,
     "term_rank": ANY,
     "hang_rank": ANY[1:],  # a start may take long
     "full_disk": ("iteration",),
+    "slow_disk": ANY[1:],  # a save takes longer than ranks wait for each other
     "damage": ANY[1:],  # kill_all, then change, truncate or delete a file of the newest checkpoint
     "reward_raises": ("iteration",),
     "reward_hangs": ("iteration",),
@@ -29,6 +32,8 @@ RELAUNCHES = 5  # after the last fault, before an operator would give up
 SMALL_FILE = 1 << 14  # bytes
 FREE = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
 SAVE_FAILED = r"step-\d+ could not be written"
+BUSY = "is in use by process"
+SLOW = {signal.SIGCONT: 0.1, signal.SIGSTOP: 0.4}  # seconds
 
 
 @dataclass(frozen=True)
@@ -80,8 +85,9 @@ class Chaos:
         training = self.training
         self.await_moment(fault)
         step, starts, pids = training.step, len(training.starts), self.all_ranks()
+        self.newest = training.checkpoints()[-1:]
         begun, clock, spoken = time.monotonic(), time.time(), len(training.said)
-        self.strike(fault, pids)
+        wrong = self.strike(fault, pids)
         training.wait("the end of the ranks", lambda: self.over(fault, pids, training.said[spoken:]))
         state, newest = training.status(), max(map(step_of, training.checkpoints()), default=0)
         self.relieve(pids)
@@ -90,7 +96,7 @@ class Chaos:
             training.wait("training", lambda: len(training.starts) > starts, tended=True)
         resumed = training.starts[-1] if len(training.starts) > starts else None
         said, flight = training.said[spoken:], self.flight_records(clock)
-        wrong = broken_promise(fault, step, state, newest, None if interrupted else said, flight)
+        wrong = wrong or broken_promise(fault, step, state, newest, None if interrupted else said, flight)
         ended = f"{ended}{exit_codes(said)}; {state['state']}"
         return Outcome(training.folder.name, str(fault), ended, resumed, time.monotonic() - begun, wrong)
 
@@ -116,13 +122,19 @@ class Chaos:
         training.wait("all ranks", lambda: len(training.pids()) == training.ranks, tended=True)
         return training.pids()
 
-    def strike(self, fault: Fault, pids: Mapping[int, int]) -> None:
+    def strike(self, fault: Fault, pids: Mapping[int, int]) -> str:
+        """Returns what must not be, if anything is seen at once."""
         training = self.training
         match fault.kind:
             case "kill_rank":
                 training.send(signal.SIGKILL, pids[fault.rank])
             case "kill_all":
                 training.kill_all()
+            case "kill_launcher":
+                return self.orphan(set(pids.values()), fault.moment == "start")
+            case "two_starts":
+                training.kill_all()
+                return self.start_twice()
             case "term_launcher":
                 training.send(signal.SIGTERM, training.launcher.pid)
             case "term_rank":
@@ -131,11 +143,53 @@ class Chaos:
                 training.send(signal.SIGSTOP, pids[fault.rank])
             case "full_disk":
                 self.fill(pids)
+            case "slow_disk":
+                training.slow.touch()
             case "damage":
                 training.kill_all()
                 damage(training.checkpoints()[-1], random.Random(fault.seed))
             case "reward_raises" | "reward_hangs":
                 self.reward.turn(fault.kind.removeprefix("reward_"))
+        return ""
+
+    def orphan(self, orphans: set[int], loading: bool) -> str:
+        """Kill the launcher alone and start it again; once one of the two runs has seen the other, kill the first.
+
+        While it trains, the first one is slowed down, or it would be done before the second one has started.
+        loading: it does not train yet, and the second one may be the first to do so.
+        """
+        training, spoken, most = self.training, len(self.training.said), len(self.training.starts) + loading
+        training.launcher.kill()
+        training.launcher.wait()
+        training.launch()
+
+        def met() -> bool:
+            for number, seconds in SLOW.items() if len(training.starts) == most else ():
+                training.send(number, *orphans)
+                time.sleep(seconds)
+            return BUSY in training.said[spoken:] or len(training.starts) > most
+
+        training.wait("a start that finds a run", met)
+        training.send(signal.SIGCONT, *orphans)
+        step = training.step
+        training.wait("an iteration beside a waiting start", lambda: training.step > step or not self.left(orphans))
+        joined = len(training.starts) > most and self.left(orphans)
+        training.send(signal.SIGKILL, *orphans)
+        return "a second run joined the first" if joined else ""
+
+    def start_twice(self) -> str:
+        """Start two launchers; once one of their runs trains and the other one has seen it, end the other one."""
+        training, spoken, most = self.training, len(self.training.said), len(self.training.starts) + 1
+        training.launch()
+        training.launch()
+        training.wait("a start that finds a run", lambda: BUSY in training.said[spoken:] or len(training.starts) > most)
+        training.wait("training", lambda: len(training.starts) >= most)
+        training.wait("an iteration beside a waiting start", lambda: training.trains_after(0))
+        if len(training.starts) > most:
+            training.kill_all()
+            return "a second run joined the first"
+        training.keep_one()
+        return ""
 
     def fill(self, pids: Mapping[int, int]) -> None:
         """Fill the run's disk; if it has no separate one, limit the size of its files."""
@@ -154,28 +208,35 @@ class Chaos:
     def over(self, fault: Fault, pids: Mapping[int, int], said: str) -> bool:
         """Whether the ranks have exited, or continued without the missing resource."""
         without = fault.kind == "full_disk" and re.search(SAVE_FAILED, said)
-        return bool(without) or not self.left(pids)
+        slowly = fault.kind == "slow_disk" and self.training.checkpoints()[-1:] != self.newest
+        return bool(without) or slowly or not self.left(pids.values())
 
-    def left(self, pids: Mapping[int, int]) -> set[int]:
-        return set(pids.values()) & set(self.training.pids().values())
+    def left(self, pids: Iterable[int]) -> set[int]:
+        """Which of these ranks live."""
+        return set(pids) & {pid for *_, pid in self.training.living(*self.training.launchers)}
 
     def relieve(self, pids: Mapping[int, int]) -> None:
         """Free the disk and let the reward respond again."""
         self.reward.turn("good")
         (self.training.folder / "filler").unlink(missing_ok=True)
-        for pid in self.left(pids):
+        self.training.slow.unlink(missing_ok=True)
+        for pid in self.left(pids.values()):
             resource.prlimit(pid, resource.RLIMIT_FSIZE, FREE)
 
     def go_on(self, fault: Fault, pids: Mapping[int, int]) -> str:
         """Wait until torchrun has started new ranks, or start it; returns which of the two."""
         training, newest = self.training, self.training.checkpoints()[-1:]
         if fault.kind == "full_disk":
-            training.wait("the next checkpoint", lambda: not self.left(pids) or training.checkpoints()[-1:] != newest)
-            if self.left(pids):
+            training.wait(
+                "the next checkpoint", lambda: not self.left(pids.values()) or training.checkpoints()[-1:] != newest
+            )
+            if self.left(pids.values()):
                 return f"went on ({'tmpfs' if self.disk else 'file limit'})"
+        if fault.kind == "slow_disk" and self.left(pids.values()):
+            return "went on"
         training.wait("new ranks", lambda: training.ended or set(training.pids().values()) - set(pids.values()))
         if not training.ended:
-            return "ranks restarted"
+            return "one start waited" if fault.kind in ("kill_launcher", "two_starts") else "ranks restarted"
         code = training.launcher.returncode
         training.launch()
         return f"launcher {code}"
@@ -228,6 +289,10 @@ def broken_promise(
         return f"the run did not stop for its reward: {state['message']}"
     if fault.kind == "hang_rank" and not flight:
         return "there is no flight record"
+    if fault.kind in ("kill_launcher", "two_starts") and said is not None and BUSY not in said:
+        return "no start found the run folder in use"
+    if fault.kind == "slow_disk" and flight:
+        return f"a slow disk ended the run: {state['message']}"
     if fault.kind == "damage" and said is not None and "is damaged and left out" not in said:
         return "the damage was not noticed"
     return ""

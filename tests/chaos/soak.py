@@ -39,6 +39,7 @@ FLAGS = """
     --batch_size 2 --num_generations 2 --num_sampling_steps 2 --num_frames 5 --guidance_scale 1 --learning_rate 1e-4
     --kl_weight 0.1 --ema_decay 0.9 --validation_interval 10 --validation_num_inference_steps 2 --save_interval 10
     --keep_checkpoints 2 --report_to tensorboard --reward_model shapes --height 16 --width 16
+    --validation_fixed_size 16x16
 """
 COLUMNS = {"rss": "memory, MB", "allocated": "allocated, MB", "files": "open files", "threads": "threads"}
 COLOURS = (BLUE, ORANGE, GREEN, PURPLE)

@@ -22,16 +22,23 @@ ALL = list(KINDS)
 
 
 def test_the_same_seed_gives_the_same_plans():
-    plans = chaos.draw_plans(3, 18, ALL, 2)
-    assert plans == chaos.draw_plans(3, 18, ALL, 2) != chaos.draw_plans(4, 18, ALL, 2)
+    count = 2 * len(ALL)
+    plans = chaos.draw_plans(3, count, ALL, 2)
+    assert plans == chaos.draw_plans(3, count, ALL, 2) != chaos.draw_plans(4, count, ALL, 2)
     faults = [fault for plan in plans for fault in plan.faults]
-    assert [len(plan.faults) for plan in plans] == [5, 5, 5, 3]
+    assert len(faults) == count and all(len(plan.faults) == 5 for plan in plans[:-1])
     assert {plan.layout for plan in plans} == set(chaos.LAYOUTS)
     assert all(sum(fault.kind == kind for fault in faults) == 2 for kind in ALL)
     assert all(fault.moment in KINDS[fault.kind] and fault.rank in (0, 1) for fault in faults)
     for plan in plans:
         steps = [fault.step for fault in plan.faults]
         assert steps == sorted(set(steps)) and steps[0] >= 1 and steps[-1] <= 20
+
+
+def test_a_whole_campaign_has_every_kind():
+    for seed in range(20):
+        plans = chaos.draw_plans(seed, chaos.read_flags(["--output", "nowhere"]).faults, ALL, 2)
+        assert {fault.kind for plan in plans for fault in plan.faults} == set(ALL)
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +120,11 @@ def test_damage_of_every_sort_is_noticed(trained, tmp_path):
         ("hang_rank", {"flight": 0}, "no flight record"),
         ("damage", {}, "the damage was not noticed"),
         ("damage", {"said": "step-000004 is damaged and left out"}, ""),
+        ("kill_launcher", {}, "no start found the run folder in use"),
+        ("two_starts", {"said": "output_dir x is in use by process 7 on a since b"}, ""),
+        ("two_starts", {"said": None}, ""),
+        ("slow_disk", {"flight": 1}, "a slow disk ended the run"),
+        ("slow_disk", {"flight": 0}, ""),
         ("kill_all", {"state": "running", "newest": 0, "flight": 0}, ""),
     ],
 )
@@ -127,10 +139,10 @@ def test_a_short_campaign(tmp_path, monkeypatch, capfd):
     """One rank, because starts take half of the time; `make chaos` uses two, and all kinds."""
     monkeypatch.setenv(TOKEN_VARIABLE, "the script makes its own")
     monkeypatch.setattr(chaos, "STEPS_PER_FAULT", 3)
-    kinds = ["damage"]
-    flags = ["--faults", "1", "--seed", "4", "--ranks", "1", "--output", str(tmp_path / "out"), "--kinds", *kinds]
+    kinds = ["damage", "kill_launcher", "two_starts"]
+    flags = ["--faults", "3", "--seed", "24", "--ranks", "1", "--output", str(tmp_path / "out"), "--kinds", *kinds]
     assert chaos.main(flags) == 0, capfd.readouterr().out
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert {outcome["fault"].split()[0] for outcome in results["outcomes"]} == set(kinds)
     assert all(outcome["resumed"] is not None or "went on" in outcome["ended"] for outcome in results["outcomes"])
-    assert capfd.readouterr().out.count("| yes |") == 1
+    assert capfd.readouterr().out.count("| yes |") == len(kinds)

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,6 +33,7 @@ DISK = "640m"  # size of the tmpfs: four checkpoints and some headroom
 PROMPTS = ("a red circle moving left", "a green square moving right", "a red square moving right")
 ENVIRONMENT = {  # without the first, most restarts of ranks fail
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE",
+    "PYTHONPATH": f"{Path(__file__).parent / 'slow_disk'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
 }  # fmt: skip
 
 T = TypeVar("T")
@@ -43,18 +44,22 @@ class Stuck(RuntimeError):
 
 
 class Training:
-    """A run folder, and the torchrun process working on it."""
+    """A run folder, and the torchrun processes working on it; only the last one should."""
 
     def __init__(self, folder: Path, flags: Sequence[str], ranks: int) -> None:
-        self.folder, self.ranks, self.mark, self.said = folder, ranks, secrets.token_hex(8), ""
+        self.folder, self.ranks = folder, ranks
+        self.slow = folder.with_suffix(".slow")  # while this file exists, the disk is slow
+        self.launchers: dict[str, subprocess.Popen] = {}  # by mark
+        self.output: list[str] = []
         launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), "--max_restarts", "3"]
         self.command = [sys.executable, "-m", *launcher, "post_train.py", *flags, "--output_dir", str(folder)]
 
     def launch(self) -> None:
-        self.launcher = subprocess.Popen(
+        self.mark = secrets.token_hex(8)
+        self.launchers[self.mark] = subprocess.Popen(
             self.command,
             cwd=ROOT,
-            env=os.environ | ENVIRONMENT | {MARK: self.mark},
+            env=os.environ | ENVIRONMENT | {MARK: self.mark, "SAGE_CHAOS_SLOW": str(self.slow)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -66,38 +71,61 @@ class Training:
         """Read the output from a pipe, because a file size limit would also apply to a log file."""
         with self.folder.with_suffix(".log").open("a") as log, pipe:
             for line in pipe:
-                self.said += line
+                self.output.append(line)
                 log.write(line)
                 log.flush()
+
+    @property
+    def said(self) -> str:
+        return "".join(self.output)
+
+    @property
+    def launcher(self) -> subprocess.Popen:
+        return self.launchers[self.mark]
 
     @property
     def ended(self) -> bool:
         return self.launcher.poll() is not None
 
     def pids(self) -> dict[int, int]:
-        """The live processes by rank."""
-        living = {}
+        """The live processes of the last launcher by rank."""
+        return {rank: pid for _, rank, pid in self.living(self.mark)}
+
+    def living(self, *marks: str) -> set[tuple[str, int, int]]:
+        """Mark, rank and process of each live rank of these launchers."""
+        living = set()
         for process in Path("/proc").glob("[0-9]*"):
             try:
                 values = (process / "environ").read_bytes().split(b"\0")
                 ours = b"post_train.py" in (process / "cmdline").read_bytes()
             except OSError:  # it has exited, or belongs to another user
                 continue
-            if ours and f"{MARK}={self.mark}".encode() in values:
-                living |= {int(value[5:]): int(process.name) for value in values if value.startswith(b"RANK=")}
+            for mark in marks if ours else ():
+                if f"{MARK}={mark}".encode() in values:
+                    living |= {(mark, int(value[5:]), int(process.name)) for value in values if value[:5] == b"RANK="}
         return living
 
     def send(self, number: signal.Signals, *pids: int) -> None:
-        for pid in set(pids) & {self.launcher.pid, *self.pids().values()}:
-            os.kill(pid, number)
+        ranks = {pid for *_, pid in self.living(*self.launchers)}
+        for pid in set(pids) & {self.launcher.pid, *ranks}:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
-    def kill_all(self) -> None:
-        """Kill the launcher first, because it would restart ranks."""
-        self.launcher.kill()
-        self.launcher.wait()
-        while alive := self.pids():
-            self.send(signal.SIGKILL, *alive.values())
+    def kill_all(self, *marks: str) -> None:
+        """Kill launchers, by default all, and their ranks; launchers first, because they would restart ranks."""
+        for mark in marks or self.launchers:
+            self.launchers[mark].kill()
+            self.launchers[mark].wait()
+        while alive := self.living(*marks or self.launchers):
+            self.send(signal.SIGKILL, *(pid for *_, pid in alive))
             time.sleep(0.02)
+
+    def keep_one(self) -> None:
+        """Of several launchers, keep the one whose ranks hold the run folder."""
+        owner = int((self.folder / "lock").read_text().split()[1])  # "process 123 on ..."
+        (self.mark,) = (mark for mark, _, pid in self.living(*self.launchers) if pid == owner)
+        if others := self.launchers.keys() - {self.mark}:
+            self.kill_all(*others)
 
     def wait(self, what: str, condition: Callable[[], T], tended: bool = False, pause: float = 0.03) -> T:
         """Wait for the condition and return its value. tended: restart the launcher if it has exited."""

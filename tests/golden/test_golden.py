@@ -27,7 +27,7 @@ SHARED = {
     "num_frames": 5, "num_sampling_steps": 4, "batch_size": 4, "num_generations": 4, "max_steps": 3, "save_interval": 0,
     "validation_num_inference_steps": 3, "validation_interval": 3, "report_to": "none", "learning_rate": 1e-3,
     "enable_gradient_checkpointing": False, "lora_r": 4, "lora_alpha": 8, "guidance_scale": 1.0, "kl_weight": 0.1,
-    "kl_warmup_steps": 2,
+    "kl_warmup_steps": 2, "adam_eps": 1e-8, "validate_video_length": 5,
 }  # fmt: skip
 RUNS = {
     "published": {"step_kl_estimator": "logprob", "guidance_scale": 2.0},
@@ -37,7 +37,7 @@ RUNS = {
     "flow": {"sde_type": "flow_grpo", "ratio_norm": True, "use_dual_kl": False, "updates_per_rollout": 2},
     "cps": {"sde_type": "cps", "sde_window": "random:2", "timestep_fraction": 0.5, "gradient_accumulation_steps": 3},
 }  # fmt: skip
-LEFT_OUT = ("time", "memory")
+LEFT_OUT = ("time", "memory", "policy/grad_rms")  # the last one is the norm in other units
 PROMPTS = 3
 
 

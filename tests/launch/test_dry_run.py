@@ -72,6 +72,51 @@ def test_the_run_folder_is_the_one_that_training_will_use(flag, tmp_path):
     assert options(words)["log_dir"] == "out of the file/logs/localhost"
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '"output_dir": quoted key',
+        "{seed: 1, output_dir: flow}",
+        "output_dir: >-\n  folded\n  words",
+        r'output_dir: "escape \x41"',
+        "output_dir: 'hash #1'",
+        "output_dir : space",
+        "output_dir: 0x10",
+        "output_dir: a/../b//c/",
+        "output_dir: ~/run",
+        "output_dir: $(touch pwned) `x` *",
+        "seed: 3",
+    ],
+)
+def test_every_spelling_of_yaml_gives_launcher_and_trainer_the_same_folder(text, tmp_path, monkeypatch):
+    config = tmp_path / "mine.yaml"
+    config.write_text(text + "\n")
+    (words,) = commands(TRAIN, CONFIG=config)
+    folder = parse(["--config", str(config)]).output_dir
+    assert options(words)["output_dir"] == folder and options(words)["log_dir"] == f"{folder}/logs/localhost"
+    assert f"SAGE_LAUNCH=localhost:{(ROOT / folder).resolve()}" in words and not folder.startswith("~")
+
+
+def test_a_file_says_how_its_run_starts(tmp_path):
+    config = tmp_path / "mine.yaml"
+    config.write_text("resume_from_checkpoint: last_good\n")
+    (words,) = commands(TRAIN, CONFIG=config)
+    assert (
+        "auto" not in words and parse(words[words.index("post_train.py") + 1 :]).resume_from_checkpoint == "last_good"
+    )
+    assert options(commands(TRAIN, CONFIG=config, RESUME_FROM_CHECKPOINT="auto")[0])["resume_from_checkpoint"] == "auto"
+    for text, sentence in {
+        "resume_from_checkpoint: there": "resume_from_checkpoint is there, to which each restart would go back",
+        "resume_from_checkpoint: null": "resume_from_checkpoint is none, to which each restart would go back",
+        "overwrite: true": "--overwrite would remove the run at each restart",
+    }.items():
+        config.write_text(text + "\n")
+        refused = launch(TRAIN, "--dry_run", CONFIG=config)
+        assert refused.returncode == 2 and sentence in refused.stderr
+        (words,) = commands(TRAIN, CONFIG=config, MAX_RESTARTS=0)
+        assert "--resume_from_checkpoint" not in words
+
+
 AWKWARD = "a cat, \"two\" 'dogs' $HOME `x` 100% \\ * \n ; é"
 
 
@@ -114,7 +159,9 @@ def test_variables_for_the_nodes_are_shown_and_secrets_stay():
     "script, words, settings, sentence",
     [
         ("run_post_train.sh", (), {"NUM_GPUS": "many"}, "NUM_GPUS is 'many'; a whole number is expected"),
-        ("run_post_train.sh", (), {"CONFIG": "none.yaml"}, "CONFIG is 'none.yaml', which is not a file; configs/"),
+        ("run_post_train.sh", (), {"CONFIG": "none.yaml"}, "post_train.py: config none.yaml cannot be read"),
+        (TRAIN, ("--output_dir", "a\nb"), {}, r"post_train.py: output_dir is 'a\nb'; a path is expected, without"),
+        (TRAIN, (), {"NODE_NAME": "a/../b"}, "'a/../b' is not a host name"),
         ("run_post_train.sh", ("--overwrite",), {}, "--overwrite would remove the run at each restart; remove outputs"),
         (
             TRAIN,
@@ -149,7 +196,7 @@ def test_variables_for_the_nodes_are_shown_and_secrets_stay():
 def test_wrong_input_is_one_sentence(script, words, settings, sentence):
     result = launch(script, "--dry_run", *words, **settings)
     assert result.returncode == 2 and sentence in result.stderr and not result.stdout
-    speaker = TRAIN if script == "run_post_train.sh" else script
+    speaker = "post_train.py" if "post_train.py: " in sentence else TRAIN if script == "run_post_train.sh" else script
     assert len(result.stderr.splitlines()) == 1 and result.stderr.startswith(f"{speaker.split('/')[-1]}: ")
 
 
@@ -173,9 +220,9 @@ def test_slurm_shows_each_node():
 
 
 def test_inference_takes_the_newest_checkpoint_and_the_model_of_the_run(tmp_path):
-    for name in ("step-000900", "step-001000", "step-001100.tmp"):
+    for name in ("step-000900", "step-001000", "step-001100.tmp", "step-x\n/step-9", "step-1 2"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    (tmp_path / "config.yaml").write_text("pretrained_model_root: my/model\npretrained_transformer_version: 720p_t2v\n")
+    (tmp_path / "config.yaml").write_text("{pretrained_model_root: my/model, pretrained_transformer_version: 720p_t2v}")
     settings = {"OUTPUT_DIR": tmp_path, "PROMPT": "two words"}
     result = launch("run_inference.sh", "--dry_run", "--seed", "7", **settings)
     line = result.stdout.splitlines()[-1]

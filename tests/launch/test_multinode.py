@@ -28,6 +28,7 @@ def settings(tiny_folder, tmp_path):
         "height": 16, "width": 16,
         "guidance_scale": 1.0, "max_steps": STEPS, "save_interval": 1, "keep_checkpoints": STEPS, "report_to": "none",
         "validation_interval": 0, "validation_num_inference_steps": 1, "learning_rate": 1e-3,
+        "validate_video_length": 5, "validation_fixed_size": "16x16",
         "collective_timeout": 60, "start_timeout": 60,
     }  # fmt: skip
     config.write_text("".join(f"{name}: {value}\n" for name, value in flags.items()))

@@ -141,12 +141,13 @@ def test_nothing_starts_when_a_node_is_not_ready(tmp_path):
     script = tmp_path / "script.sh"
     script.write_text(f"""
         echo "$@" >>{tmp_path}/calls
-        [ $NODE_NAME = alpha ] || {{ echo "check failed: no GPU"; exit 1; }}
+        echo "ok    source  commit 1"
+        [ $NODE_NAME = alpha ] || {{ echo "FAIL  gpus    there is none"; exit 2; }}
     """)
     settings = {"NODES": "alpha,beta", "PDSH_RCMD_TYPE": "exec", "REMOTE_SHELL": "env"}
     result = launch(PDSH, script, **settings)
     assert result.returncode == 2 and (tmp_path / "calls").read_text() == "--check\n--check\n"
     assert result.stderr.splitlines() == [
-        "beta: check failed: no GPU",
+        "beta: FAIL  gpus    there is none",
         "pdsh_train.sh: 1 of 2 nodes are not ready, nothing was started; SKIP_CHECKS=1 leaves the checks out",
     ]

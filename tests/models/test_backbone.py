@@ -9,6 +9,7 @@ from sage_grpo.data.requests import Request
 from sage_grpo.models import open_backbone
 from sage_grpo.models.backbone import Guidance, Sampling
 from sage_grpo.models.lora import POLICY, adapter_parameters, add_adapters, init_adapters
+from sage_grpo.tensor_files import write_file
 
 SAMPLING = Sampling(frames=9, height=32, width=48, fps=8, shift=5.0, guidance=3.5, num_steps=20)
 
@@ -67,8 +68,9 @@ def test_loaded_weights_start_from_the_base_model_each_time(tiny_folder, tmp_pat
             changed = trained.transformer.parameters()
         for parameter in changed:
             parameter.data += 0.1
-        (tmp_path / name).mkdir()
-        trained.export(tmp_path / name, use_lora=name == "lora")
+        (tmp_path / name / "transformer").mkdir(parents=True)
+        for file, contents in trained.exported(use_lora=name == "lora").items():
+            write_file(tmp_path / name / file, contents)
         backbone = open_backbone(tiny_folder)
         backbone.load_weights(tmp_path / name)
         assert torch.equal(velocity(backbone), velocity(trained)) and not torch.equal(velocity(trained), base)

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from sage_grpo.data.requests import Request
 from sage_grpo.models.backbone import Guidance
@@ -14,15 +15,16 @@ from sage_grpo.models.lora import (
     ANCHOR,
     LORA_FILE,
     POLICY,
+    adapter_file,
     adapter_parameters,
     add_adapters,
     init_adapters,
     load_adapter,
-    save_adapter,
     target_layers,
     use_adapter,
 )
 from sage_grpo.parallel.fsdp import copy_into
+from sage_grpo.tensor_files import write_file
 from scripts.export_checkpoint import merged
 
 NAMES = ("to_q", "add_q_proj", "to_add_out")
@@ -115,7 +117,7 @@ def test_a_saved_adapter_is_loaded_or_refused(backbone, tiny_folder, tmp_path):
     add(backbone)
     for parameter in adapter_parameters(backbone.transformer, POLICY).values():
         parameter.data += 0.1
-    save_adapter(backbone.transformer, POLICY, tmp_path)
+    write_file(tmp_path / LORA_FILE, adapter_file(backbone.transformer, POLICY))
     backbone.transformer.save_lora_adapter(tmp_path / "stock", adapter_name=POLICY, weight_name=LORA_FILE)
     assert contents(tmp_path / LORA_FILE) == contents(tmp_path / "stock" / LORA_FILE)
     other = Hunyuan15(tiny_folder)
@@ -128,11 +130,102 @@ def test_a_saved_adapter_is_loaded_or_refused(backbone, tiny_folder, tmp_path):
         load_adapter(wider.transformer, tmp_path, POLICY)
 
 
+def save(backbone, folder):
+    write_file(folder / LORA_FILE, adapter_file(backbone.transformer, POLICY))
+
+
+def rewrite(folder, tensors=None, **settings):
+    """Change a saved adapter: tensors by name, settings by name (None takes one away)."""
+    with safe_open(folder / LORA_FILE, "pt") as file:
+        old = json.loads(file.metadata()["lora_adapter_metadata"])
+        kept = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+    told = {name: value for name, value in (old | settings).items() if value is not None}
+    save_file(kept | (tensors or {}), folder / LORA_FILE, {"lora_adapter_metadata": json.dumps(told)})
+
+
+@pytest.mark.parametrize("settings, words", [
+    ({"lora_alpha": 16}, "has lora_alpha 16, but lora_r and lora_alpha make it 8"),
+    ({"use_rslora": True}, "has use_rslora True"),
+    ({"alpha_pattern": {"transformer_blocks.0.attn.to_q": 1}}, "its settings name 'alpha_pattern'"),
+    ({"rank_pattern": {"transformer_blocks.0.attn.to_q": 2}}, "its settings name 'rank_pattern'"),
+    ({"r": 2}, "has r 2, but tensors of rank 4"),
+])  # fmt: skip
+def test_an_adapter_of_another_scale_is_refused(backbone, tmp_path, settings, words):
+    add(backbone)
+    save(backbone, tmp_path)
+    load_adapter(backbone.transformer, tmp_path, POLICY)
+    rewrite(tmp_path, **settings)
+    with pytest.raises(ValueError, match=words):
+        load_adapter(backbone.transformer, tmp_path, POLICY)
+
+
+def test_an_adapter_without_settings_has_scale_1_as_in_diffusers(backbone, tiny_folder, tmp_path):
+    add(backbone)
+    save(backbone, tmp_path)
+    tensors = load_file(tmp_path / LORA_FILE)
+    save_file(tensors, tmp_path / LORA_FILE)
+    with pytest.raises(ValueError, match="has lora_alpha 4, but lora_r and lora_alpha make it 8"):
+        load_adapter(backbone.transformer, tmp_path, POLICY)
+    other = Hunyuan15(tiny_folder)
+    add_adapters(other.transformer, 4, 4, NAMES, torch.float32, False)
+    load_adapter(other.transformer, tmp_path, POLICY)
+
+
+SLOW = "(a+)+" * 20 + "b"  # a regular expression that takes for ever
+LAYER = "transformer_blocks.0.attn.to_q"
+
+
+@pytest.mark.parametrize("settings", [
+    {"rank_pattern": {SLOW: 4}}, {"alpha_pattern": {SLOW: 4}}, {"alpha_pattern": [1]},
+    {"alpha_pattern": {LAYER: "x"}}, {"rank_pattern": {LAYER: -1}}, {"rank_pattern": 3}, {"r": 2**40}, {"r": 0},
+    {"r": "4"}, {"r": 2**30}, {"rank_pattern": {LAYER: 2**30}}, {"lora_alpha": 1e308}, {"lora_alpha": None, "r": 1.5},
+    {"use_rslora": 1},
+], ids=str)  # fmt: skip
+def test_a_hostile_setting_is_refused_before_peft_sees_it(backbone, tmp_path, settings):
+    add(backbone)
+    save(backbone, tmp_path)
+    rewrite(tmp_path, **settings)
+    with pytest.raises(ValueError) as caught:
+        backbone.load_weights(tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path / LORA_FILE} ") and len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("layers", [SLOW, [SLOW], ".*", [1], None, "", {}], ids=str)
+def test_only_the_tensors_say_which_layers_have_an_adapter(backbone, tiny_folder, tmp_path, layers):
+    add(backbone, anchor=False)
+    save(backbone, tmp_path)
+    rewrite(tmp_path, target_modules=layers)
+    other = Hunyuan15(tiny_folder)
+    other.load_weights(tmp_path)
+    torch.testing.assert_close(velocity(other), velocity(backbone))
+
+
+@pytest.mark.parametrize("tensors", [
+    {f"{SLOW}.lora_A.weight": torch.zeros(2, 2), f"{SLOW}.lora_B.weight": torch.zeros(2, 2)},
+    {f"{LAYER}.lora_A.weight": torch.zeros(4, 3)}, {f"{LAYER}.lora_B.weight": torch.zeros(3, 4)},
+    {f"{LAYER}.lora_A.weight": torch.zeros(5, 64)}, {f"{LAYER}.lora_A.weight": torch.zeros(())},
+    {f"{LAYER}.lora_A.weight": torch.zeros(0, 64)}, {f"{LAYER}.lora_A.weight": torch.zeros(4, 64, 1)},
+    {"nowhere.lora_A.weight": torch.zeros(4, 64), "nowhere.lora_B.weight": torch.zeros(64, 4)},
+    {f"{LAYER}.lora_magnitude_vector": torch.zeros(4)}, {"x": torch.zeros(1)},
+], ids=lambda tensors: next(iter(tensors))[-30:])  # fmt: skip
+@pytest.mark.parametrize("told", [True, False], ids=["settings", "no settings"])
+def test_an_adapter_with_other_tensors_is_refused_in_one_sentence(backbone, tmp_path, tensors, told):
+    add(backbone)
+    save(backbone, tmp_path)
+    rewrite(tmp_path, tensors)
+    if not told:
+        save_file(load_file(tmp_path / LORA_FILE), tmp_path / LORA_FILE)
+    for load in (lambda folder: load_adapter(backbone.transformer, folder, POLICY), backbone.load_weights):
+        with pytest.raises(ValueError) as caught:
+            load(tmp_path)
+        assert str(caught.value).startswith(f"{tmp_path / LORA_FILE} ") and len(str(caught.value).splitlines()) == 1
+
+
 def test_a_merged_adapter_is_the_adapter(backbone, tiny_folder, tmp_path):
     add(backbone)
     for parameter in adapter_parameters(backbone.transformer, POLICY).values():
         parameter.data += 0.1
-    save_adapter(backbone.transformer, POLICY, tmp_path)
+    write_file(tmp_path / LORA_FILE, adapter_file(backbone.transformer, POLICY))
     base, plain = ModelFolder(tiny_folder).weights("transformer"), Hunyuan15(tiny_folder)
     tensors = dict(merged(base, tmp_path / LORA_FILE))
     changed = {name for name, value in tensors.items() if not torch.equal(value, base.read(name))}

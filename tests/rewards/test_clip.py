@@ -21,7 +21,12 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("clip")
+    return write_clip(tmp_path_factory.mktemp("clip") / "folder")
+
+
+def write_clip(folder):
+    """A tiny CLIP with random weights."""
+    folder.mkdir()
     letters = string.ascii_lowercase + string.digits + "!,."
     words = [*letters, *(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
     (folder / "vocab.json").write_text(json.dumps({word: i for i, word in enumerate(words)}))

@@ -1,14 +1,17 @@
 """The reward server's client: good responses, and every way a server can misbehave."""
 
+import json
 import math
 import re
 import socket
 import time
+from contextlib import suppress
 
 import pytest
 import torch
 
-from sage_grpo.rewards import remote
+import post_train
+from sage_grpo.rewards import HOSTS_VARIABLE, remote
 from sage_grpo.rewards.base import Setup, build_reward
 from sage_grpo.rewards.remote import RemoteError, RemoteReward
 from sage_grpo.rewards.wire import TOKEN_VARIABLE
@@ -174,6 +177,52 @@ def test_a_server_that_is_not_there():
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
     with pytest.raises(RemoteError, match=rf"remote_reward_url {re.escape(url)} .*ConnectError: .*Connection refused"):
         RemoteReward(url)
+
+
+def drip(handler):
+    """A good answer, one byte at a time, each of them well in time."""
+    handler.send_response(200)
+    handler.end_headers()
+    with suppress(OSError):
+        for letter in json.dumps(INFO):
+            handler.wfile.write(letter.encode())
+            time.sleep(0.05)
+
+
+def drip_header(handler):
+    with suppress(OSError):
+        for _ in range(60):
+            handler.wfile.write(b"x")
+            time.sleep(0.05)
+
+
+@pytest.mark.parametrize("slow", [drip, drip_header])
+def test_a_server_that_drips_is_ended_by_the_deadline_of_the_start(slow):
+    with answering(slow) as (url, _), pytest.raises(RemoteError, match=r"cannot be used: no answer within 0\.3 s"):
+        RemoteReward(url, timeout=30, start_timeout=0.3)
+
+    def slow_check(handler):
+        return handler.say(200, INFO) if handler.path == "/info" else slow(handler)
+
+    with answering(slow_check) as (url, _):
+        reward = RemoteReward(url, timeout=30, start_timeout=0.5)
+        with pytest.raises(RemoteError, match=r"no answer within 0\.5 s"):
+            reward.check(["a"])
+
+
+def test_the_token_is_not_sent_where_only_a_file_says_so(tiny_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv(HOSTS_VARIABLE, raising=False)
+    config = tmp_path / "config.yaml"
+    with answering(lambda handler: handler.say(500, {"error": "seen"})) as (url, asked):
+        values = {"reward_model": "remote", "remote_reward_url": url, "batch_size": 4, "output_dir": tmp_path / "run"}
+        values |= {"pretrained_model_root": tiny_folder, "train_prompts": tmp_path / "prompts.txt"}
+        config.write_text("".join(f"{name}: {value}\n" for name, value in values.items()))
+        (tmp_path / "prompts.txt").write_text("a red circle\n")
+        assert post_train.main(["--config", str(config)]) == 2
+        assert not asked and f"set {HOSTS_VARIABLE}={url.removeprefix('http://')}" in capsys.readouterr().err
+        monkeypatch.setenv(HOSTS_VARIABLE, "127.0.0.1")
+        assert post_train.main(["--config", str(config)]) == 2
+        assert asked == ["/info"] and "refused (500): seen" in capsys.readouterr().err
 
 
 def test_something_else_is_no_reward_server():

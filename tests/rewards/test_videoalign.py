@@ -107,7 +107,17 @@ def test_half_precision_rounds_the_rotary_frequencies_as_published(videoalign_fo
     frequencies = half.model.language_model.rotary_emb.inv_freq
     exact = reward.model.language_model.rotary_emb.inv_freq
     assert torch.equal(frequencies.float(), exact.bfloat16().float()) and not torch.equal(frequencies.float(), exact)
+    seen = []
+    first = half.model.visual.blocks[0]
+    first.register_forward_pre_hook(lambda _, args, words: seen.append(words["position_embeddings"]), with_kwargs=True)
     assert (score(half, samples[:1]) - score(reward, samples[:1])).abs().max() < 0.5
+    frames, height, width = half.inputs([samples[0].clip], ["p"], samples[0].fps).grids[0].tolist()
+    blocks = [(y, x) for y in range(0, height, 2) for x in range(0, width, 2)]  # patches come in blocks of 2 x 2
+    places = torch.tensor([(y + dy, x + dx) for y, x in blocks for dy in (0, 1) for dx in (0, 1)] * frames)
+    rounded = reward.model.visual.rotary_pos_emb.inv_freq.bfloat16()
+    angles = torch.outer(torch.arange(max(height, width), dtype=torch.bfloat16), rounded)[places].flatten(1)
+    for found, expected in zip(seen[0], (angles.cos(), angles.sin()), strict=True):
+        assert torch.equal(found.float(), torch.cat([expected, expected], 1).float())
 
 
 def test_numbers_that_break_later_never_train(videoalign_folders, samples):

@@ -152,6 +152,14 @@ def test_weights_that_are_not_finite_are_refused(broken, key, value):
     assert f"{file} is damaged: base_model.model.{key} is not finite" in refused(folder)
 
 
+def test_numbers_that_cannot_be_checked_are_refused(broken):
+    folder = broken()
+    file = folder / "checkpoint-11352" / "model.safetensors"
+    weights = {name: tensor.to(torch.float8_e4m3fn) for name, tensor in load_file(file).items()}
+    save_file(weights, file)
+    assert f"{file} cannot be used (NotImplementedError: " in refused(folder)
+
+
 @pytest.mark.parametrize("lost", ["rm_head.weight", "model.embed_tokens.weight", "visual.merger.mlp.2.bias",
                                   "model.layers.1.mlp.up_proj.lora_B.default.weight"])  # fmt: skip
 def test_a_lost_tensor_is_refused(broken, lost):

@@ -20,6 +20,7 @@ from sage_grpo.runs.clips import (
     write_sheet,
     write_videos,
 )
+from sage_grpo.runs.hacking import divergence
 from sage_grpo.runs.history import RunError
 
 
@@ -50,11 +51,54 @@ def test_clips_have_all_that_was_measured(tmp_path):
     assert read.values == {"holdout/CLIP": 0.7, "gold/distance": 0.2}
 
 
-@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "sub/clip.mp4", None])
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "sub/clip.mp4", "a\0b", "\ud800", "x" * 300, "link.mp4"])
 def test_a_list_of_clips_cannot_put_other_files_into_a_report(tmp_path, name):
+    (tmp_path / "link.mp4").symlink_to("/etc/passwd")
     (tmp_path / "clips.json").write_text(json.dumps([entry(3, 1.0, 0.2) | {"file": name}]))
     with pytest.raises(RunError, match=r"clips\.json names the file .*, which does not lie beside it"):
         read_clips(tmp_path)
+
+
+GOOD = json.dumps([entry(3, 1.0, 0.2)])
+
+
+@pytest.mark.parametrize("text", ["", GOOD[:-5], "{}", "3", "[3]", "[null]", "[" * 99999, "[{}]", "\0"])
+def test_a_damaged_list_of_clips_is_named(tmp_path, text, capsys):
+    for step in (0, 1):
+        folder = tmp_path / "validation" / f"step-{step:06d}"
+        folder.mkdir(parents=True)
+        (folder / "clips.json").write_text(text if step else GOOD)
+    with pytest.raises(RunError, match=r"step-000001/clips\.json"):
+        read_clips(folder)
+    with pytest.raises(RunError, match=r"step-000001/clips\.json"):
+        read_validations(tmp_path)
+    assert divergence(tmp_path, 1) == ""  # training goes on
+    assert "note: not checked for reward hacking: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("change", [
+    {"file": None}, {"file": 3}, {"prompt": None}, {"prompt": ["a"]}, {"seed": "3"}, {"seed": None}, {"scores": []},
+    {"scores": {"total": "1"}}, {"scores": {"total": [1]}}, {"gold": 3}, {"holdout": {"x": {}}},
+    {"gold": {"a\nb": "x"}},
+], ids=str)  # fmt: skip
+def test_a_value_of_another_kind_is_named(tmp_path, change):
+    (tmp_path / "clips.json").write_text(json.dumps([entry(3, 1.0, 0.2), entry(4, 1.0, 0.2) | change]))
+    with pytest.raises(RunError, match=r"clips\.json, clip 2") as caught:
+        read_clips(tmp_path)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_numbers_beyond_all_scales_are_missing(tmp_path):
+    (tmp_path / "clips.json").write_text(json.dumps([entry(3, 1e308, 10**400) | {"holdout": {"x": float("inf")}}]))
+    assert all(map(math.isnan, read_clips(tmp_path)[0].values.values()))
+
+
+def test_folders_that_are_no_validations_are_left_out(tmp_path):
+    for name in ("step-x", "step-", "step-1.5", "step-" + "9" * 40):
+        (tmp_path / "validation" / name).mkdir(parents=True)
+        (tmp_path / "validation" / name / "clips.json").write_text(GOOD)
+    (tmp_path / "validation" / "step-000002" / "clips.json").mkdir(parents=True)
+    assert read_validations(tmp_path) == {}
 
 
 def test_the_sheet_names_reward_and_prompt():

@@ -1,6 +1,7 @@
 """The run folder: what may be written where, and what each of its small files says."""
 
 import json
+import subprocess
 
 import pytest
 import torch
@@ -9,8 +10,10 @@ import yaml
 from sage_grpo.config import Config, ConfigError
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.runs.folder import CONTENTS, RunFolder
+from tests.disks import small_disk
 
 FIRST, SECOND = (Ranks(rank, 2, torch.device("cpu")) for rank in (0, 1))
+ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
 def made(folder, ranks=FIRST, **flags):
@@ -45,6 +48,77 @@ def test_only_what_a_run_writes_is_replaced(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"config.yaml", "command.txt", "notes.txt"}
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["output_dir"] == str(tmp_path)
     assert run.checkpoints == tmp_path / "checkpoints" and run.validation_folder(7).name == "step-000007"
+
+
+def mine(folder):
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("name", [*CONTENTS, "notes.txt"])
+def test_overwriting_what_never_was_a_run_is_refused(tmp_path, name):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / name).write_text("mine")
+    with pytest.raises(ConfigError, match=f"overwrite is True, but output_dir {run} holds {name} and never was a run"):
+        made(run, ALONE, overwrite=True).take()
+    assert mine(run) == {name: "mine"}
+
+
+def test_a_launchers_logs_and_a_left_lock_are_no_reason_not_to_overwrite(tmp_path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "lock.after-1").touch()
+    run = made(tmp_path, ALONE, overwrite=True)
+    run.take()
+    run.open(0)
+    run.close()
+    (tmp_path / "report.html").touch()
+    again = made(tmp_path, ALONE, overwrite=True)
+    again.take()
+    again.open(0)
+    assert {path.name for path in tmp_path.iterdir()} == {"config.yaml", "command.txt", "logs", "lock"}
+    again.close()
+    assert not (tmp_path / "lock").exists()
+
+
+def test_a_link_is_replaced_and_what_it_leads_to_is_not(tmp_path):
+    (tmp_path / "disk" / "precious").mkdir(parents=True)
+    run = made(tmp_path / "run", ALONE)
+    run.open(0)
+    (run.path / "checkpoints").symlink_to(tmp_path / "disk")
+    made(run.path, ALONE, overwrite=True).open(0)
+    assert (tmp_path / "disk" / "precious").is_dir() and not (run.path / "checkpoints").is_symlink()
+
+
+def test_a_run_that_ended_while_another_one_waited_is_not_continued_by_it(tmp_path):
+    first, second = made(tmp_path, ALONE), made(tmp_path, ALONE)  # neither finds a run
+    first.take()
+    first.open(0)
+    first.close()
+    before = mine(tmp_path)
+    with pytest.raises(ConfigError, match="already holds a run"):
+        second.take()
+    assert mine(tmp_path) == before
+
+
+def test_an_output_dir_that_is_no_folder_is_one_sentence(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    for place, why in {
+        "file": "Not a directory",
+        "file/run": "Not a directory",
+        "x" * 300: "File name too long",
+    }.items():
+        with pytest.raises(ConfigError, match=f"output_dir {tmp_path / place} cannot be used: {why}"):
+            made(tmp_path / place, ALONE)
+    assert mine(tmp_path) == {"file": "mine"}
+
+
+def test_an_output_dir_that_cannot_be_written_is_one_sentence(tmp_path):
+    with small_disk(tmp_path / "disk", 1):
+        (tmp_path / "disk" / "run").mkdir()
+        subprocess.run(["mount", "-o", "remount,ro", str(tmp_path / "disk")], check=True)
+        for name in ("run", "new", "new/er"):
+            with pytest.raises(ConfigError, match=f"disk/{name} cannot be written: Read-only file system"):
+                made(tmp_path / "disk" / name, ALONE).take()
 
 
 def test_a_run_opens_with_what_it_is(tmp_path):

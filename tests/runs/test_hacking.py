@@ -81,7 +81,7 @@ def test_a_holdout_that_follows_is_no_hacking(hacked, make):
 
 
 def record(seed, total, holdout, prompt="a"):
-    return {"prompt": prompt, "seed": seed, "scores": {"total": total}, "holdout": holdout}
+    return {"file": "a.mp4", "prompt": prompt, "seed": seed, "scores": {"total": total}, "holdout": holdout}
 
 
 def test_clips_are_compared_one_by_one():

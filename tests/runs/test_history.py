@@ -49,6 +49,24 @@ def test_per_step_metrics_are_a_grid(tmp_path):
     assert np.array_equal(read_run(tmp_path).grid("grad_v"), expected, equal_nan=True)
 
 
+@pytest.mark.parametrize("value", ["0.5", [0.5], {"a": 1}])
+def test_what_is_no_number_is_named(tmp_path, value):
+    write_lines(tmp_path, [train(1, value) | {"per_step": {"grad_v": value, "kl_anchor": [value]}}, train(2, 0.5)])
+    run = read_run(tmp_path)
+    with pytest.raises(RunError, match=r"reward/total is .*; a number is expected"):
+        column(run.train, "reward/total")
+    with pytest.raises(RunError, match=r"kl_anchor is .*; a number is expected"):
+        run.grid("kl_anchor")
+    if value != [0.5]:
+        with pytest.raises(RunError, match=r"grad_v is .*; a list of numbers is expected"):
+            run.grid("grad_v")
+
+
+def test_numbers_beyond_all_scales_are_missing(tmp_path):
+    write_lines(tmp_path, [train(step, value) for step, value in enumerate((1e308, 10**400, float("-inf"), 1e30))])
+    assert np.array_equal(column(read_run(tmp_path).train, "reward/total"), [np.nan] * 3 + [1e30], equal_nan=True)
+
+
 def test_names_of_scores_come_from_the_file(tmp_path):
     line = train_line(1, np.random.default_rng(0)) | {"reward/OCR": 0.1}
     write_lines(tmp_path, [line])
@@ -63,9 +81,12 @@ def test_an_unfinished_last_line_is_left_out(tmp_path, tail):
     assert column(read_run(tmp_path).train, "step").tolist() == [1]
 
 
-@pytest.mark.parametrize(
-    "damage", ['{"kind": "train", "st', "[]", '{"kind": "train"}', '{"kind": "lunch", "step": 1}', ""]
-)
+@pytest.mark.parametrize("damage", [
+    '{"kind": "train", "st', "[]", '{"kind": "train"}', '{"kind": "lunch", "step": 1}', "", "[" * 99999, "3", "null",
+    '{"kind": ["train"], "step": 1}', '{"kind": "train", "step": "1"}', '{"kind": "train", "step": [1]}',
+    '{"kind": "run", "step": 0, "versions": 3}', '{"kind": "run", "step": 0, "ranks": "many"}',
+    '{"kind": "train", "step": 1, "per_step": []}', '{"kind": "train", "step": 1e999}',
+])  # fmt: skip
 def test_a_damaged_line_is_named(tmp_path, damage):
     good = json.dumps(train(1, 0.0))
     (tmp_path / "metrics.jsonl").write_text(f"{good}\n{damage}\n{good}\n")

@@ -1,9 +1,13 @@
 """download_weights.sh and the scripts it calls: planned actions, what stops it, what is verified."""
 
 import hashlib
+import http.server
+import json
+import re
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -18,6 +22,11 @@ from scripts import verify_weights as verify
 ROOT = Path(__file__).parents[2]
 NOBODY = "http://127.0.0.1:9"  # answers no request
 GLYPH = "text_encoder/Glyph-SDXL-v2/checkpoints/byt5_model.pt"
+MODEL = "checkpoint-11352/model.pth"
+USUAL = ("bash", "awk", "basename", "cat", "cut", "df", "dirname", "du", "mkdir", "mv", "realpath", "rm")
+COMMIT = "219ab9db64c045e5181a2202d11f686439351292"
+TEMPLATE = "first line \n{text_prompt} {other} \u00e9\n"
+SOURCE = f"{template.CONSTANT} = {TEMPLATE!r}\n"
 
 
 @pytest.fixture
@@ -29,21 +38,86 @@ def download(tmp_path):
     for name in ("convert_weights", "verify_weights", "prompt_template"):
         shutil.copy(ROOT / "scripts" / f"{name}.py", copy / "scripts")
 
-    def run(*options, tools=None):
+    def run(*options, tools=None, **variables):
         bin_folder = tmp_path / "bin"
-        bin_folder.mkdir()
-        for name in ("bash", "awk", "basename", "cat", "cut", "df", "dirname", "du", "mkdir", "mv", "realpath"):
+        bin_folder.mkdir(exist_ok=True)
+        for name in USUAL:
+            (bin_folder / name).unlink(missing_ok=True)
             (bin_folder / name).symlink_to(shutil.which(name))
         for name, text in (tools or {}).items():
             (bin_folder / name).unlink(missing_ok=True)
             (bin_folder / name).write_text(f"#!{shutil.which('bash')}\n{text}\n")
             (bin_folder / name).chmod(0o755)
         environment = {"PATH": str(bin_folder), "PYTHON": sys.executable}
-        environment |= {"HF_ENDPOINT": NOBODY, "MODELSCOPE_ENDPOINT": NOBODY}
+        environment |= dict.fromkeys(("HF_ENDPOINT", "MODELSCOPE_ENDPOINT"), NOBODY)
+        environment |= dict.fromkeys(("GITHUB_ENDPOINT", "JSDELIVR_ENDPOINT"), NOBODY) | variables
         command = ["bash", str(copy / "download_weights.sh"), "--output", str(tmp_path / "ckpts"), *options]
         return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
 
     return run
+
+
+@pytest.fixture
+def pinned(download, tmp_path):
+    """pinned(sha256=..., size=...): the copy of the scripts asks for this reward model, and for TEMPLATE."""
+
+    def change(sha256, size):
+        scripts = tmp_path / "repository" / "scripts"
+        known = verify.VIDEOREWARD[MODEL]
+        text = (scripts / "verify_weights.py").read_text()
+        assert known.sha256 in text and f"{known.size:_}" in text
+        text = text.replace(known.sha256, sha256).replace(f"{known.size:_}", str(size))
+        (scripts / "verify_weights.py").write_text(text)
+        text = (scripts / "prompt_template.py").read_text()
+        text = text.replace(template.SHA256, hashlib.sha256(TEMPLATE.encode()).hexdigest())
+        (scripts / "prompt_template.py").write_text(text)
+
+    return change
+
+
+@pytest.fixture
+def serve():
+    """serve({path: bytes}) answers these paths, with ranges, and 404 to others; returns its address and the log."""
+    servers = []
+
+    def start(files):
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self):
+                body = files.get(self.path)
+                begin = int(re.search(r"\d+", self.headers.get("Range", "0"))[0])
+                log.append((self.path, begin))
+                if body is None or begin >= len(body):
+                    return self.send_error(416 if body else 404)
+                self.send_response(206 if begin else 200)
+                self.send_header("Content-Length", str(len(body) - begin))
+                if begin:
+                    self.send_header("Content-Range", f"bytes {begin}-{len(body) - 1}/{len(body)}")
+                self.end_headers()
+                self.wfile.write(body[begin:])
+
+            def log_message(self, *_):
+                pass
+
+        log, server = [], http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        servers.append(server)
+        return f"http://127.0.0.1:{server.server_port}", log
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def torch_bytes(folder, content):
+    torch.save(content, folder / "made.pt")
+    return (folder / "made.pt").read_bytes()
+
+
+def hf_of(reward):
+    """An hf that copies this file as the reward model unless one is there; of other repositories it gets nothing."""
+    copy = f"mkdir -p $6/{Path(MODEL).parent}; cat {reward} > $6/{MODEL}"
+    return f'echo "hf $2"\nif [[ $2 == */VideoReward && ! -e $6/{MODEL} ]]; then {copy}; fi'
 
 
 def free(gigabytes):
@@ -55,13 +129,13 @@ def test_a_dry_run_names_every_part_and_does_nothing(download, tmp_path):
     result = download("--dry_run", tools={"df": free(1)})  # too little room, which it only mentions
     assert result.returncode == 0, result.stderr
     for repository in ("tencent/HunyuanVideo-1.5", "Qwen/Qwen2.5-VL-7B-Instruct", "google/byt5-small",
-                       "KwaiVGI/VideoReward", "Qwen/Qwen2-VL-2B-Instruct"):  # fmt: skip
+                       "KlingTeam/VideoReward", "Qwen/Qwen2-VL-2B-Instruct"):  # fmt: skip
         assert f"hf download {repository} --include" in result.stdout
         assert f"scripts/verify_weights.py {repository}" in result.stdout
     assert "transformer 480p_t2v: up to 34 GB, 1 GB free" in result.stdout
     assert "transformer/480p_t2v/" in result.stdout and "Glyph-SDXL-v2/checkpoints/byt5_model.pt" in result.stdout
-    assert "VideoAlign/219ab9db64c045e5181a2202d11f686439351292/prompt_template.py" in result.stdout
-    assert result.stdout.rstrip().endswith(f"scripts/convert_weights.py {tmp_path / 'ckpts'}")
+    for place in (f"KlingAIResearch/VideoAlign/{COMMIT}", f"KwaiVGI/VideoAlign/{COMMIT}", "XueZeyue/DanceGRPO"):
+        assert place in result.stdout
     assert not (tmp_path / "ckpts").exists()
 
 
@@ -128,12 +202,120 @@ def test_all_parts_in_turn_then_the_conversion(download, tmp_path):
     assert result.stdout.endswith(f"{tmp_path / 'ckpts'} is complete\n")
 
 
-def test_another_prompt_template_is_refused(download, tmp_path):
-    made_up = template.CONSTANT + ' = "another {text_prompt}"'
-    curl = f"while [[ $1 != --output ]]; do shift; done\necho '{made_up}' > \"$2\""
-    result = download("--layout", "diffusers", tools={"hf": "", "curl": curl, "df": free(99)})
-    assert result.returncode == 1
-    assert result.stderr.rstrip().endswith(f"instead of {template.SHA256}; nothing was written.")
+def test_the_model_is_converted_even_if_the_reward_cannot_be_had(download, tmp_path):
+    glyph = torch_bytes(tmp_path, {"final_layer_norm.weight": torch.ones(2)})
+    (tmp_path / "glyph.pt").write_bytes(glyph)
+    curl = f'while [[ $1 != --output ]]; do shift; done\ncat {tmp_path / "glyph.pt"} > "$2"'
+    result = download(tools={"hf": "[[ $2 != */VideoReward ]] || exit 7", "curl": curl, "df": free(99)})
+    assert result.returncode == 7 and "VideoReward could not be downloaded" in result.stderr
+    assert (tmp_path / "ckpts" / GLYPH).with_suffix(".safetensors").is_file()
+
+
+def test_a_repository_is_found_under_its_old_name(download, pinned, tmp_path):
+    model = torch_bytes(tmp_path, {"w": torch.zeros(2)})
+    pinned(hashlib.sha256(model).hexdigest(), len(model))
+    (tmp_path / "source.py").write_text(SOURCE)
+    absent = "[[ $2 != KlingTeam/* ]] || exit 7\n"
+    tools = {"hf": absent + hf_of(tmp_path / "made.pt"), "curl": "exit 6", "df": free(99)}
+    result = download("--layout", "diffusers", "--prompt_template", str(tmp_path / "source.py"), tools=tools)
+    assert result.returncode == 0, result.stderr
+    assert "using KwaiVGI/VideoReward" in result.stdout
+    assert "KlingTeam/VideoReward could not be downloaded: hf ended with exit code 7" in result.stderr
+    assert (tmp_path / "ckpts" / "VideoReward" / MODEL).with_suffix(".safetensors").is_file()
+
+
+def test_a_wrong_file_of_hugging_face_is_deleted_and_fetched_again(download, pinned, tmp_path):
+    """hf takes a file that is there for complete, so a damaged one would be found wrong again and again."""
+    model = torch_bytes(tmp_path, {"w": torch.zeros(2)})
+    pinned(hashlib.sha256(model).hexdigest(), len(model))
+    damaged = tmp_path / "ckpts" / "VideoReward" / MODEL
+    damaged.parent.mkdir(parents=True)
+    damaged.write_bytes(model[:-1] + b"?")
+    (tmp_path / "source.py").write_text(SOURCE)
+    tools = {"hf": hf_of(tmp_path / "made.pt"), "curl": "exit 6", "df": free(99)}
+    result = download("--layout", "diffusers", tools=tools, PROMPT_TEMPLATE=str(tmp_path / "source.py"))
+    assert result.returncode == 0, result.stderr
+    assert "NOT CHECKED, except checkpoint-11352/model.pth" in result.stderr and "instead of" in result.stderr
+    assert "using KlingTeam/VideoReward" in result.stdout and damaged.read_bytes() == model
+    assert result.stdout.count("hf KlingTeam/VideoReward") == 2
+
+
+def test_a_file_that_is_wrong_twice_ends_the_download(download, pinned, tmp_path):
+    model = torch_bytes(tmp_path, {"w": torch.zeros(2)})
+    pinned(hashlib.sha256(model).hexdigest(), len(model) + 1)
+    tools = {"hf": hf_of(tmp_path / "made.pt"), "curl": "exit 6", "df": free(99)}
+    result = download("--layout", "diffusers", tools=tools)
+    assert result.returncode == 2 and result.stdout.count("hf KlingTeam/VideoReward") == 2
+    assert f"has {len(model):,} bytes instead of {len(model) + 1:,}" in result.stderr
+    assert "KlingTeam/VideoReward * was wrong twice; wrong files were deleted" in result.stderr
+    assert not (tmp_path / "ckpts" / "VideoReward" / MODEL).exists()
+
+
+def modelscope_files(files):
+    """Answers of ModelScope: its listing with sizes and sums, and the files."""
+    root, listing = "models/AI-ModelScope/Glyph-SDXL-v2", [{"Path": "assets", "Type": "tree"}]
+    for name, body in files.items():
+        listing.append({"Path": name, "Type": "blob", "Size": len(body), "Sha256": hashlib.sha256(body).hexdigest()})
+    answers = {f"/{root}/resolve/master/{name}": body for name, body in files.items()}
+    listed = json.dumps({"Data": {"Files": listing}}).encode()
+    return answers | {f"/api/v1/{root}/repo/files?Recursive=true": listed}
+
+
+@pytest.mark.skipif(not shutil.which("curl"), reason="needs curl")
+def test_what_an_interrupted_download_left_is_continued_and_checked(download, serve, tmp_path):
+    """A partial file is continued; what does not become the published file is fetched anew in the same run."""
+    glyph = torch_bytes(tmp_path, {"final_layer_norm.weight": torch.ones(2)})
+    files = {"assets/color_idx.json": b'{"white": 0}', "assets/multilingual_10-lang_idx.json": b'{"en": 0}'}
+    files |= {"checkpoints/byt5_model.pt": glyph}
+    address, log = serve(modelscope_files(files))
+    folder, half = tmp_path / "ckpts" / "text_encoder" / "Glyph-SDXL-v2", len(glyph) // 2
+    left = {"assets/color_idx.json.part": b'{"white": 0}?', "assets/multilingual_10-lang_idx.json": b'{"en": 1}'}
+    for name, content in (left | {"checkpoints/byt5_model.pt.part": b"?" * half}).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    tools = {"hf": "", "curl": f'exec {shutil.which("curl")} "$@"', "df": free(99)}
+    result = download("--skip_reward", tools=tools, MODELSCOPE_ENDPOINT=address)
+    assert result.returncode == 0, result.stderr
+    begun = [(Path(path).name, begin) for path, begin in log if path.startswith("/models/")]
+    assert begun == [("color_idx.json", 13), ("color_idx.json", 0), ("multilingual_10-lang_idx.json", 0),
+                     ("byt5_model.pt", half), ("byt5_model.pt", 0)]  # fmt: skip
+    assert not list(folder.rglob("*.part"))
+    for name, body in files.items():
+        assert (folder / name).read_bytes() == body
+
+
+@pytest.mark.skipif(not shutil.which("curl"), reason="needs curl")
+def test_the_prompt_template_is_taken_from_the_first_address_that_has_it(download, pinned, serve, tmp_path):
+    """The newest name answers with a page, the second with another template, the third not at all."""
+    model = torch_bytes(tmp_path, {"w": torch.zeros(2)})
+    pinned(hashlib.sha256(model).hexdigest(), len(model))
+    names = {"KlingAIResearch": b"<html>moved</html>", "KlingTeam": f"{template.CONSTANT} = 'another'".encode()}
+    files = {f"/{name}/VideoAlign/{COMMIT}/prompt_template.py": body for name, body in names.items()}
+    mirror = f"/gh/KlingAIResearch/VideoAlign@{COMMIT}/prompt_template.py"
+    (github, log), (cdn, _) = serve(files), serve({mirror: SOURCE.encode()})
+    curl = f'exec {shutil.which("curl")} "$@"'
+    tools = {"hf": hf_of(tmp_path / "made.pt"), "curl": curl, "df": free(99)}
+    places = {"GITHUB_ENDPOINT": github, "JSDELIVR_ENDPOINT": cdn}
+    file = tmp_path / "ckpts" / "VideoReward" / "prompt_template.txt"
+    file.parent.mkdir(parents=True)
+    file.write_text("damaged")
+    result = download("--layout", "diffusers", tools=tools, **places)
+    assert result.returncode == 0, result.stderr
+    assert f"prompt template: {cdn}{mirror}" in result.stdout and "has sha256" in result.stderr
+    assert [path.split("/")[1] for path, _ in log] == ["KlingAIResearch", "KlingTeam", "KwaiVGI"]
+    assert file.read_bytes() == TEMPLATE.encode()
+    assert download("--layout", "diffusers", tools=tools, **places).returncode == 0 and len(log) == 3  # it is kept
+
+
+def test_a_prompt_template_that_nobody_has_is_one_sentence(download, pinned, tmp_path):
+    model = torch_bytes(tmp_path, {"w": torch.zeros(2)})
+    pinned(hashlib.sha256(model).hexdigest(), len(model))
+    (tmp_path / "other.txt").write_text("another {text_prompt}")
+    tools = {"hf": hf_of(tmp_path / "made.pt"), "curl": "exit 6", "df": free(99)}
+    result = download("--layout", "diffusers", "--prompt_template", "other.txt", tools=tools)
+    assert result.returncode == 2
+    assert result.stderr.rstrip().endswith("name a copy with --prompt_template FILE")
+    assert "other.txt is not the source of the prompt template" in result.stderr
     assert not (tmp_path / "ckpts" / "VideoReward" / "prompt_template.txt").exists()
 
 
@@ -142,19 +324,37 @@ def test_files_are_compared_with_the_published_sums(tmp_path):
     (tmp_path / "bad.bin").write_bytes(b"abd")
     (tmp_path / "small.json").write_text("{}")
     right = hashlib.sha256(b"abc").hexdigest()
-    published = {"good.bin": right, "bad.bin": right, "small.json": None, "gone.json": None}
-    wrong = verify.differences(tmp_path, published)
-    assert len(wrong) == 2 and f"bad.bin has sha256 {hashlib.sha256(b'abd').hexdigest()} instead of {right}" in wrong[0]
-    assert wrong[1].endswith("gone.json is missing; run download_weights.sh again.")
+    (tmp_path / "short.bin").write_bytes(b"ab")
+    large, small = verify.Published(3, right), verify.Published(size=2)
+    published = {"good.bin": large, "bad.bin": large, "short.bin": large, "small.json": small}
+    published |= {"gone.json": verify.Published()}
+    wrong = {path.name: reason for path, reason in verify.differences(tmp_path, published).items()}
+    assert wrong.pop("bad.bin").startswith(f"has sha256 {hashlib.sha256(b'abd').hexdigest()} instead of {right}")
+    assert wrong.pop("short.bin").startswith("has 2 bytes instead of 3")
+    assert wrong == {"gone.json": "is missing; run download_weights.sh again."}
+
+
+def test_the_reward_model_is_pinned_under_both_names_of_its_repository(tmp_path, monkeypatch, capsys):
+    """Its hub is not needed to find it wrong, nor believed about it."""
+    listed = {"siblings": [{"rfilename": MODEL, "size": 3, "lfs": {"sha256": hashlib.sha256(b"abc").hexdigest()}}]}
+    monkeypatch.setattr(verify, "ask", lambda url: listed)
+    (tmp_path / MODEL).parent.mkdir()
+    for name in ("KlingTeam", "KwaiVGI"):
+        (tmp_path / MODEL).write_bytes(b"abc")
+        assert verify.main([f"{name}/VideoReward", str(tmp_path), "--remove_wrong"]) == 1
+        assert "has 3 bytes instead of 5,031,072,529" in capsys.readouterr().err and not (tmp_path / MODEL).exists()
 
 
 def test_answers_of_both_hubs_are_read(monkeypatch):
-    small, large = {"rfilename": "a.json"}, {"rfilename": "b.bin", "lfs": {"sha256": "12", "size": 3}}
+    small, large = {"rfilename": "a.json"}, {"rfilename": "b.bin", "size": 3, "lfs": {"sha256": "12"}}
     monkeypatch.setattr(verify, "ask", lambda url: {"siblings": [small, large]})
-    assert verify.of_huggingface("x/y") == {"a.json": None, "b.bin": "12"}
-    folder, file = {"Path": "d", "Type": "tree", "Sha256": ""}, {"Path": "d/b.pt", "Type": "blob", "Sha256": "34"}
+    assert verify.of_huggingface("x/y") == {"a.json": (None, None), "b.bin": (3, "12")}
+    folder, file = (
+        {"Path": "d", "Type": "tree", "Sha256": ""},
+        {"Path": "d/b.pt", "Type": "blob", "Size": 5, "Sha256": "34"},
+    )
     monkeypatch.setattr(verify, "ask", lambda url: {"Data": {"Files": [folder, file]}})
-    assert verify.of_modelscope("x/y") == {"d/b.pt": "34"}
+    assert verify.of_modelscope("x/y") == {"d/b.pt": (5, "34")}
 
 
 def test_the_template_is_taken_byte_for_byte_without_running_the_source(tmp_path, monkeypatch):

@@ -68,7 +68,7 @@ def test_only_the_first_rank_talks_and_any_rank_is_enough(encode, prompts, monke
 
 def test_the_default_is_what_post_train_would_use(tiny_folder):
     names = [prompt.text for prompt in script.prompts_to_encode(None, tiny_folder)]
-    ours = script.prompts_to_encode([str(PROMPTS / "train.csv"), str(PROMPTS / "valid.csv")], tiny_folder)
+    ours = script.prompts_to_encode([str(PROMPTS / "train_long.csv"), str(PROMPTS / "valid_long.csv")], tiny_folder)
     assert names == [prompt.text for prompt in ours]
 
 
@@ -98,6 +98,7 @@ def test_post_train_then_loads_no_encoder(encode, prompts, loads, tiny_folder, t
         "validation_prompts": prompts[1], "reward_model": "shapes", "batch_size": 2, "num_generations": 2,
         "num_sampling_steps": 2, "num_frames": 5, "height": 16, "width": 16, "guidance_scale": 2, "max_steps": 1,
         "report_to": "none", "validation_num_inference_steps": 2, "dtype": "fp32",
+        "validate_video_length": 5, "validation_fixed_size": "16x16",
     }  # fmt: skip
     arguments = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     assert post_train.main([*arguments, "--train_prompts", *map(str, prompts)]) == 0

@@ -29,6 +29,7 @@ def checkpoints(tiny_folder, tmp_path_factory):
     flags = {
         "pretrained_model_root": str(tiny_folder), "train_prompts": str(folder / "prompts.txt"), "batch_size": 2,
         "validation_prompts": str(folder / "prompts.txt"), "validation_num_inference_steps": 2, "num_generations": 2,
+        "validate_video_length": 5, "validation_fixed_size": "16x16",
         "num_sampling_steps": 2, "num_frames": 5, "height": 16, "width": 16, "guidance_scale": 1.0, "max_steps": 1,
         "learning_rate": 0.02, "reward_model": "shapes", "report_to": "none", "lora_r": 4, "lora_alpha": 12,
     }  # fmt: skip

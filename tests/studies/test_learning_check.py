@@ -24,7 +24,8 @@ def flags(tiny_folder, tmp_path):
         "validation_prompts": prompts, "reward_model": "shapes", "batch_size": 4, "num_generations": 2,
         "num_sampling_steps": 2, "num_frames": 5, "height": 16, "width": 16, "guidance_scale": 1.0,
         "max_steps": 1, "report_to": "none",
-        "validation_num_inference_steps": 2, "enable_gradient_checkpointing": False,
+        "validation_num_inference_steps": 2, "validate_video_length": 5, "validation_fixed_size": "16x16",
+        "enable_gradient_checkpointing": False,
     }  # fmt: skip
     return [word for name, value in words.items() for word in (f"--{name}", str(value))]
 

@@ -54,7 +54,7 @@ def command(tiny_folder, tmp_path):
     prompts.write_text("\n".join(PROMPTS))
     flags = {
         "pretrained_model_root": tiny_folder, "validation_prompts": prompts, "validation_num_inference_steps": 2,
-        "num_frames": 5, "height": 16, "width": 16, "guidance_scale": 1.0, "reward_batch_size": 2,
+        "validate_video_length": 5, "validation_fixed_size": "16x16", "guidance_scale": 1.0, "reward_batch_size": 2,
         "output": tmp_path / "out",
     }  # fmt: skip
 
@@ -174,14 +174,31 @@ def test_folders_of_clips(command, tmp_path, level, capsys):
     assert "theirs holds no mp4 file that its clips.json lists" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["../secret.mp4", "/secret.mp4", 7])
+@pytest.mark.parametrize("damage", ["listing", "record", "video", "output"])
+def test_damaged_clips_are_named(command, tmp_path, level, capsys, damage):
+    folder = folder_of_clips(tmp_path / "clips", listed=damage == "listing")
+    words = command("--clips", folder, reward_model="level")
+    if damage == "output":
+        assert evaluate.main(words) == 0
+    broken = {"listing": folder / "clips.json", "record": folder / "1.json", "video": folder / "1.mp4"}
+    broken["output"] = tmp_path / "out" / "settings.json"
+    broken[damage].write_bytes(broken[damage].read_bytes()[:40])
+    capsys.readouterr()
+    assert evaluate.main(words) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith(f"evaluate: {broken[damage]} ") and "Traceback" not in said
+
+
+@pytest.mark.parametrize("name", ["../secret.mp4", "/secret.mp4", "link.mp4", 7])
 def test_a_list_of_clips_cannot_lead_out_of_its_folder(command, tmp_path, level, capsys, name):
     folder = folder_of_clips(tmp_path / "clips", listed=True)
     shutil.copy(folder / "0.mp4", tmp_path / "secret.mp4")
+    (folder / "link.mp4").symlink_to(tmp_path / "secret.mp4")
     name = str(tmp_path / "secret.mp4") if name == "/secret.mp4" else name
     (folder / "clips.json").write_text(json.dumps([{"file": name, "prompt": "a red circle", "seed": 1}]))
     assert evaluate.main(command("--clips", folder, reward_model="level")) == 2
-    assert level.seen == 0 and "does not lie beside it" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert level.seen == 0 and ("does not lie beside it" in said or "clip 1 has file 7; " in said)
 
 
 @pytest.mark.parametrize("path", ["/weights", "/data/weights", "/a/b/c/weights", "../weights"])

@@ -64,7 +64,7 @@ def test_names_and_prompts_are_escaped(tmp_path):
     for name in ("one", system):
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.mp4").write_bytes(b"clip")
-        entry = {"file": "a.mp4", "prompt": bad, "seed": bad, "scores": {bad: 1.0}, "gold": {bad: 0.5}}
+        entry = {"file": "a.mp4", "prompt": bad, "seed": 1, "scores": {bad: 1.0}, "gold": {bad: 0.5}}
         (tmp_path / name / "clips.json").write_text(json.dumps([entry]))
     pages(tmp_path, compared(tmp_path, [system, "one"]))
     text, escaped = (tmp_path / "evaluation.html").read_text(), "&lt;script&gt;alert(1)&lt;/script&gt;"

@@ -12,7 +12,7 @@ from sage_grpo.models.cost import BACKWARD_OF_ATTENTION, Architecture
 from sage_grpo.tools import plan as program
 from sage_grpo.tools.plan import plan_of, remedies
 from sage_grpo.tools.plan_memory import fits, memory, peak
-from sage_grpo.tools.plan_model import Calibration, Plan, Trained, compute_time, times
+from sage_grpo.tools.plan_model import Calibration, Plan, Trained, compute_time, times, validation_time
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
@@ -105,6 +105,32 @@ def test_command_says_that_a_recipe_fits(capsys, monkeypatch):
     total = sum(row["update"] for row in memory(plan).values())
     assert re.search(rf"^total .* {total / 1e9:.1f} +\d", text, re.MULTILINE)
     assert f"{plan.clips_per_gpu_hour:.1f} clips per GPU-hour" in text
+
+
+def test_command_says_how_long_a_checkpoint_takes(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    _, text, _ = run(capsys, "--config configs/hunyuan15_8gpu.yaml --gpus 8 --use_moving_KL True --keep_checkpoints 2")
+    rows = [line.split() for line in text.splitlines() if line.startswith(("checkpoint", "export"))]
+    assert rows == [["checkpoint", "115.9", "386", "116", "38.6"], ["export", "33.3", "111", "33.3", "11.1"]]
+    assert "Disk: 381.1 GB for 3 checkpoints (keep_checkpoints + 1) and 1 export(s)" in text
+    assert "host memory: 115.9 GB on each node that writes" in text
+
+
+def test_command_says_what_a_validation_costs(capsys, monkeypatch):
+    """Twice the clips take twice the time; 64 clips on 1 GPU are why the recipes take fewer."""
+    monkeypatch.chdir(ROOT)
+    found = {}
+    for count in (4, 8, 64):
+        flags = f"--config configs/hunyuan15_1gpu_lora.yaml --validation_interval 100 --num_validation_prompts {count}"
+        (line,) = [line for line in run(capsys, flags)[1].splitlines() if line.startswith("validation: ")]
+        assert line.endswith(f"{count} clips, 121 frames of 480 x 848, 50 steps, shift 5, guidance 6")
+        found[count] = float(line.split()[1])
+    assert found[8] == pytest.approx(2 * found[4], rel=0.01) and 3 < found[4] / 4 < 6 and found[64] > 200
+
+
+def test_validation_ranks_share_the_clips():
+    plan = made("--sp_size 2 --enable_fsdp True --batch_size 4 --num_generations 4 --reward_model shapes", gpus=8)
+    assert validation_time(plan, 8) == pytest.approx(2 * validation_time(plan, 4)) == 2 * validation_time(plan, 1)
 
 
 def test_command_says_what_to_change(capsys):

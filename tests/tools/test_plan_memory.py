@@ -1,20 +1,39 @@
-"""Bytes of each part, counted by hand for a small imaginary model."""
+"""Bytes of each part, counted by hand for a small imaginary model; checkpoints as real runs write them."""
 
 from dataclasses import replace
 
 import pytest
+import torch
+from safetensors import safe_open
 
 from sage_grpo.config import Config
+from sage_grpo.flags import from_values
 from sage_grpo.models.cost import Architecture
-from sage_grpo.tools.plan_memory import MOMENTS, activations, fits, gathered, gradients, memory, peak
+from sage_grpo.models.lora import LORA_FILE
+from sage_grpo.parallel.ranks import Ranks
+from sage_grpo.tools.plan import plan_of
+from sage_grpo.tools.plan_memory import (
+    MOMENTS,
+    activations,
+    checkpoint_bytes,
+    disk_bytes,
+    export_bytes,
+    fits,
+    gathered,
+    gradients,
+    memory,
+    peak,
+    snapshot_bytes,
+)
 from sage_grpo.tools.plan_model import Calibration, Plan, Trained
+from sage_grpo.train.build import build_trainer
 
 MODEL = Architecture(layers=5, heads=4, width=64, mlp_ratio=4, parameters=1600, block=240, vae=100)
 TRAINED = Trained(total=1200, matrices=1000)
 FULL = Config(
     enable_fsdp=True, batch_size=2, num_generations=2, num_sampling_steps=3, reward_model=("videoalign",), dtype="bf16",
     guidance_scale=6.0, timestep_shift=5.0, num_frames=9, height=32, width=48, ema_decay=0.9, report_to=("none",),
-    reduce_once=False, micro_batch_size=1,
+    reduce_once=False, micro_batch_size=1, validate_video_length=9,
 )  # fmt: skip
 LORA = replace(FULL, use_lora=True, reduce_once=None)
 
@@ -49,7 +68,7 @@ def test_anchor_is_bf16_and_keeps_the_policy_meanwhile():
 def test_gathered_weights():
     few = 2 * (1600 - 3 * 240)  # two blocks, and what is in none
     assert list(gathered(made()).values()) == [few, 0, 0, few, few, 0]
-    assert list(gathered(made(gather_for_rollout=True)).values()) == [2 * 1600, 0, 0, few, few, 0]
+    assert list(gathered(made(gather_for_rollout=True)).values()) == [2 * 1600, 0, 0, 2 * 1600, few, 0]
     alone = made(enable_fsdp=False, master_weight_type="bf16")
     assert not any(gathered(alone).values())
 
@@ -96,3 +115,52 @@ def test_peak_is_the_fullest_moment_and_needs_a_reserve():
     assert peak(plan) == ("reward", totals["reward"]) and totals["reward"] == max(totals.values())
     reserve = plan.rates.reserve
     assert fits(plan, totals["reward"] + reserve) and not fits(plan, totals["reward"] + reserve - 1)
+
+
+RUN = {
+    "reward_model": "shapes", "batch_size": 2, "num_generations": 2, "num_sampling_steps": 1, "num_frames": 5,
+    "height": 16, "width": 16, "guidance_scale": 1.0, "max_steps": 1, "validation_num_inference_steps": 1,
+    "report_to": "none", "kl_weight": 0.1, "dtype": "fp32", "lora_r": 16,
+}  # fmt: skip
+ALONE = {"kl_weight": 0.0, "use_dual_kl": False}
+
+
+def stored_bytes(files):
+    """Bytes of the tensors in safetensors files."""
+    opened = [safe_open(file, "pt") for file in files]
+    return sum(file.get_tensor(name).nbytes for file in opened for name in file.keys())  # noqa: SIM118
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"use_lora": True},
+        {"use_lora": True, "ema_decay": 0.9, **ALONE},
+        {"ema_decay": 0.9},
+        {"optimizer": "muon", **ALONE},
+        {"master_weight_type": "bf16", "dtype": "bf16"},
+    ],
+)
+def test_checkpoints_have_the_size_that_was_planned(tiny_folder, tmp_path, changes):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a red circle moving left\n")
+    places = {"pretrained_model_root": str(tiny_folder), "output_dir": str(tmp_path / "run")}
+    places |= {"train_prompts": str(prompts), "validation_prompts": str(prompts)}
+    config = from_values(RUN | places | changes)
+    build_trainer(config, Ranks(0, 1, torch.device("cpu"))).train()
+    (folder,) = (tmp_path / "run" / "checkpoints").glob("step-*")
+    adapter = [folder / LORA_FILE] if config.use_lora else []
+    plan = plan_of(config, 1)
+    written = stored_bytes([*(folder / "trainer").glob("rank-*.safetensors"), *adapter])
+    assert checkpoint_bytes(plan.config, plan.trained) == pytest.approx(written, rel=0.02)
+    assert export_bytes(plan) == pytest.approx(stored_bytes((folder / "transformer").glob("*.safetensors")), rel=0.02)
+
+
+def test_disk_and_host_memory_of_checkpoints():
+    one = 1200 * (3 * 4 + 2 + 4)  # weights and moments, the anchor in bf16, the average
+    assert checkpoint_bytes(FULL, TRAINED) == one and export_bytes(made()) == 4 * 1600
+    assert disk_bytes(made()) == 4 * one + 4 * 1600
+    assert disk_bytes(made(keep_checkpoints=1, export_interval=5)) == 2 * (one + 4 * 1600)
+    assert disk_bytes(made(LORA)) == 4 * 1200 * 6 * 4 and export_bytes(made(LORA)) == 0
+    assert snapshot_bytes(made()) == one and snapshot_bytes(made(async_save=False)) == 0
+    assert snapshot_bytes(made(gpus=16)) == one / 2 and snapshot_bytes(made(gpus=16, dp_replicate=4)) == one

@@ -5,11 +5,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
+import pytest
 import yaml
 
-from sage_grpo.config import Config
-from sage_grpo.runs.history import read_run
-from sage_grpo.tools.report import page
+from sage_grpo.config import Config, ConfigError
+from sage_grpo.runs.history import RunError, read_run
+from sage_grpo.tools.report import page, write_report
 from tests.tools.fake_run import make_run, read_lines, run_line, train_line, write_lines
 
 HOSTILE = "<script>alert(1)</script>"
@@ -28,7 +29,7 @@ def test_text_from_files_is_escaped(tmp_path):
     extra = {"run": about, "train": failed, "validation": {f"holdout/{bad}": 0.5}}
     write_lines(run, [line | extra[line["kind"]] for line in lines])
     for path in run.glob("validation/*/clips.json"):
-        clips = [clip | {"prompt": bad, "seed": bad} for clip in json.loads(path.read_text())]
+        clips = [clip | {"prompt": bad} for clip in json.loads(path.read_text())]
         path.write_text(json.dumps([clip | {"gold": {bad: 2.0}} for clip in clips]))
     text = page(read_run(run))
     assert "<script" not in text and 'alert("' not in text and "<img" not in text
@@ -42,7 +43,6 @@ def test_text_from_files_is_escaped(tmp_path):
         " · started ",
         "The first error of a reward: ",
         "<figure>\n<h3>",
-        ", seed ",
         'aria-label="',
         '<figure class=""><h3>',
         '<figure class=""><h3>holdout/',
@@ -68,10 +68,11 @@ def poisoned(value):
 
 
 def hostile_page(folder: Path) -> str:
-    """The page of a run; empty where the run is refused, because a number is none or a key is missing."""
+    """The page of a run; empty where the run is refused in one sentence, because a number is none."""
     try:
         return page(read_run(folder))
-    except (LookupError, TypeError, ValueError):
+    except ConfigError as error:
+        assert len(str(error).splitlines()) == 1
         return ""
 
 
@@ -90,8 +91,49 @@ def test_no_field_of_a_metrics_line_is_markup(tmp_path):
             texts.append(hostile_page(tmp_path))
             assert "<script" not in texts[-1], bad
     assert sum(ESCAPED in text for text in texts) > 20
-    write_lines(tmp_path, [{"kind": "train", "step": HOSTILE}])
-    assert f"<b>{ESCAPED}</b><span>iterations</span>" in page(read_run(tmp_path))
+
+
+@pytest.mark.parametrize("step", [HOSTILE, [1], {}, 1.5, None, 2**60, "1"], ids=str)
+@pytest.mark.parametrize("kind", ["run", "train", "validation"])
+def test_a_step_is_a_number(tmp_path, kind, step):
+    write_lines(tmp_path, [{"kind": kind, "step": step}, {"kind": "train", "step": 1}])
+    with pytest.raises(RunError, match=r"metrics\.jsonl, line 1 is damaged"):
+        read_run(tmp_path)
+
+
+VALUES = {"text": "x", "list": [[1]], "object": {"a": {}}, "huge": 10**400, "half a letter": "\ud800"}
+
+
+@pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
+def test_a_value_of_another_kind_gives_a_page_or_one_sentence(tmp_path, value):
+    """Each field of each kind of line in turn."""
+    lines = [run_line(), train_line(1, np.random.default_rng(0))]
+    lines += [{"kind": "validation", "step": 1, "reward/total": 1.0, "reward/total_stderr": 0.1, "reward/error": "x"}]
+    shown = [
+        bool(hostile_page(tmp_path))
+        for line in lines
+        for key in line
+        if not write_lines(tmp_path, [{"kind": line["kind"], "step": 1, key: value}, {"kind": "train", "step": 2}])
+    ]
+    assert len(shown) > 40 and any(shown) and not all(shown)
+
+
+def test_a_page_follows_no_links(tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("a password")
+    run = make_run(tmp_path / "run", iterations=1, every=1, prompts=2)
+    clip = next(run.glob("validation/step-000000/*.mp4"))
+    inner = tmp_path / "elsewhere"
+    places = [clip, clip.with_name("clips.json"), clip.parent, clip.parents[1]]
+    for path in (*places, *(run / name for name in ("command.txt", "config.yaml", "metrics.jsonl", "report.html"))):
+        kept = path.rename(inner) if path.exists() else secret
+        path.symlink_to(kept)
+        with pytest.raises(RunError, match=rf"{path} is a link, which a report does not follow"):
+            write_report(run)
+        path.unlink()
+        if kept == inner:
+            inner.rename(path)
+    assert secret.read_text() == "a password" and write_report(run).is_file()
 
 
 def test_no_field_of_a_clip_or_the_configuration_is_markup(tmp_path):
@@ -108,6 +150,6 @@ def test_no_field_of_a_clip_or_the_configuration_is_markup(tmp_path):
             (folder / "clips.json").write_text(json.dumps([bad]))
         text = hostile_page(tmp_path)
         assert "<script" not in text, bad
-        shown += f"<h3>{ESCAPED}" in text or f"seed {ESCAPED}" in text or f"{ESCAPED}&nbsp;" in text
+        shown += f"<h3>{ESCAPED}" in text or f"{ESCAPED}&nbsp;" in text
         assert not text or text.count(ESCAPED) > 2 * len(asdict(Config()))
     assert shown > 5

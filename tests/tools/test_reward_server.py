@@ -6,12 +6,13 @@ import json
 import logging
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -94,7 +95,11 @@ def test_bodies_that_are_turned_away(light_server):
 
 
 def test_the_announced_length_decides_before_a_byte_is_read(light_server):
-    for headers, status in (({"Content-Length": "1001"}, 413), ({"Transfer-Encoding": "chunked"}, 411)):
+    for headers, status in (
+        ({"Content-Length": "1001"}, 413),
+        ({"Content-Length": "9" * 19}, 413),
+        ({"Transfer-Encoding": "chunked"}, 411),
+    ):
         connection = http.client.HTTPConnection(urlsplit(light_server).netloc, timeout=10)
         connection.putrequest("POST", "/score")
         for name, value in (GOOD | headers).items():
@@ -102,6 +107,42 @@ def test_the_announced_length_decides_before_a_byte_is_read(light_server):
         connection.endheaders()
         assert connection.getresponse().status == status
         connection.close()
+
+
+LENGTHS = {
+    "chunked too": "Content-Length: 6\r\nTransfer-Encoding: chunked",
+    "chunked first": "Transfer-Encoding: chunked\r\nContent-Length: 6",
+    "another encoding too": "Content-Length: 6\r\nTransfer-Encoding: identity",
+    "chunked twice": "Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked",
+    "two lengths": "Content-Length: 6\r\nContent-Length: 7",
+    "a list": "Content-Length: 6, 7",
+    "negative": "Content-Length: -6",
+    "hexadecimal": "Content-Length: 0x6",
+    "5000 digits": f"Content-Length: {'9' * 5000}",
+}
+
+
+LARGE = {
+    "POST /score": message([clip(1, 30)], ["a"]),
+    "POST /check": b'{"prompts": ["%s"]}' % (b"a" * 1000),
+    "GET /info": b"x",
+}
+
+
+@pytest.mark.parametrize("path", LARGE)
+@pytest.mark.parametrize("length", LENGTHS.values(), ids=LENGTHS)
+def test_a_length_is_given_once(light_server, path, length):
+    """A good message of more than 1000 bytes, in one chunk, must not get past that limit."""
+    head = f"{path} HTTP/1.1\r\nHost: here\r\nAuthorization: Bearer {TOKEN}\r\n{length}\r\n\r\n"
+    parts = urlsplit(light_server)
+    with socket.create_connection((parts.hostname, parts.port), timeout=10) as connection:
+        connection.sendall(head.encode() + f"{len(LARGE[path]):x}\r\n".encode() + LARGE[path] + b"\r\n0\r\n\r\n")
+        answer = b""
+        with suppress(ConnectionResetError):
+            while part := connection.recv(1 << 16):  # ends where the server closes
+                answer += part
+    assert answer.startswith(b"HTTP/1.1 400 ") and b"onnection: close" in answer
+    assert ask(light_server, "GET", "/info")[0] == 200
 
 
 def test_a_body_that_never_comes_is_given_up():

@@ -36,6 +36,8 @@ def flags(tiny_folder, tmp_path):
         "guidance_scale": 1.0,
         "max_steps": 2,
         "learning_rate": 1e-3,
+        "validate_video_length": 5,
+        "validation_fixed_size": "16x16",
         "validation_num_inference_steps": 2,
         "validation_interval": 1000,
         "save_interval": 0,

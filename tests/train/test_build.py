@@ -66,7 +66,7 @@ def test_a_run_goes_on_the_same_with_embeddings_from_disk(make, loads, tmp_path)
 
 def test_prompts_are_those_of_the_flag_the_folder_or_ours(tmp_path):
     trained = prompts_of(None, tmp_path, "train")
-    assert len(trained) > 300 and prompts_of((str(PROMPTS / "train.csv"),), tmp_path, "valid") == trained
+    assert len(trained) > 300 and prompts_of((str(PROMPTS / "train_long.csv"),), tmp_path, "valid") == trained
     assert all(prompt.seed is not None for prompt in prompts_of(None, tmp_path, "valid"))
     (tmp_path / "prompts_train.txt").write_text("a red circle\n")
     assert [prompt.text for prompt in prompts_of(None, tmp_path, "train")] == ["a red circle"]

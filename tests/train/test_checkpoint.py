@@ -11,8 +11,7 @@ from sage_grpo.config import ConfigError
 from sage_grpo.flags import from_values
 from sage_grpo.models.backbone import Guidance
 from sage_grpo.models.hunyuan15.backbone import Hunyuan15
-from sage_grpo.models.lora import LORA_FILE
-from sage_grpo.train import checkpoint
+from sage_grpo.train import checkpoint, saving
 from sage_grpo.train.build import assemble, build_trainer
 from tests.dist import run_ranks
 
@@ -32,14 +31,14 @@ def files(folder):
 def test_counts_of_skipped_updates_come_back(make):
     trainer = make(max_steps=1)
     trainer.step, trainer.vote.skipped, trainer.vote.in_a_row = 1, 7, 2
-    checkpoint.save(trainer, trainer.run.path / "checkpoints")
+    saving.save(trainer, trainer.run.path / "checkpoints")
     resumed = make(max_steps=1, resume_from_checkpoint="auto")
     assert (resumed.step, resumed.vote.skipped, resumed.vote.in_a_row) == (1, 7, 2)
 
 
 def test_resuming_keeps_the_run_even_when_told_to_overwrite(make):
     trainer = make(max_steps=1)
-    checkpoint.save(trainer, trainer.run.path / "checkpoints")
+    saving.save(trainer, trainer.run.path / "checkpoints")
     make(max_steps=1, resume_from_checkpoint="auto", overwrite=True)
     assert [path.name for path in checkpoint.found(trainer.run.path / "checkpoints")] == ["step-000000"]
     assert (trainer.run.path / "metrics.jsonl").read_text().count('"kind": "run"') == 2
@@ -69,18 +68,6 @@ def test_only_the_newest_are_kept_and_drafts_do_not_count(make):
     assert checkpoint.choose(trainer.run.path, "auto", trainer.ranks).name == "step-000004"
     make(max_steps=4, resume_from_checkpoint="auto")
     assert not (trainer.run.path / "checkpoints" / "step-000009.tmp").exists()
-
-
-@pytest.mark.parametrize("use_lora", [True, False])
-def test_files_that_other_ranks_are_writing_are_left_to_them(make, tmp_path, use_lora):
-    """safetensors writes under another name first, which may be gone a moment later."""
-    trainer, draft = make(use_lora=use_lora, max_steps=1), tmp_path / "draft"
-    (draft / "trainer").mkdir(parents=True)
-    for name in (".tmpXYZ", "rank-00001.safetensors"):
-        (draft / "trainer" / name).write_bytes(b"half")
-    weights = {LORA_FILE} if use_lora else {"config.json", "diffusion_pytorch_model.safetensors"}
-    hashes = checkpoint._write(trainer, draft)
-    assert {Path(name).name for name in hashes} == weights | {"state.json", "rank-00000.safetensors"}
 
 
 def test_a_folder_that_is_no_checkpoint_takes_no_place(make):

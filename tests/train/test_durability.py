@@ -16,12 +16,11 @@ from hypothesis import strategies as st
 from sage_grpo import manifest
 from sage_grpo.config import ConfigError
 from sage_grpo.flags import from_values
-from sage_grpo.models import backbone
 from sage_grpo.parallel.fsdp import local_shard
 from sage_grpo.parallel.ranks import RankError
-from sage_grpo.train import checkpoint
+from sage_grpo.train import checkpoint, saving
 from sage_grpo.train.build import build_trainer
-from sage_grpo.train.checkpoint import CheckpointError
+from sage_grpo.train.saving import CheckpointError
 from tests.disks import fill, small_disk
 from tests.dist import run_ranks
 from tests.hostile import change, sealed_again
@@ -55,13 +54,16 @@ def kill_before_write(number, folder):
     sys.addaudithook(audit)
 
 
-def die_in_save(ranks, values):
-    """Kill the writer before each of its writes, and look at what the loader finds: (name, whole) of each time."""
+def die_in_save(ranks, values, steps):
+    """Kill the writer before each of its writes; returns the checkpoint that the loader finds each time.
+
+    steps: by how many the new checkpoint is later than the one that is there.
+    """
     trainer = build_trainer(from_values(values), ranks)
     trainer.validation = None
     trainer.train()
     folder, seen = folder_of(trainer), []
-    trainer.step += 1  # the next checkpoint has another name
+    trainer.step += steps
     shutil.copytree(folder, folder.with_name("before"))
     for number in range(1, 200):
         shutil.rmtree(folder)
@@ -69,7 +71,7 @@ def die_in_save(ranks, values):
         child = os.fork()
         if child == 0:
             kill_before_write(number, folder)
-            checkpoint.save(trainer, folder)
+            saving.save(trainer, folder)
             os._exit(0)
         _, status = os.waitpid(child, 0)
         if os.WIFEXITED(status):
@@ -78,19 +80,27 @@ def die_in_save(ranks, values):
         assert os.WTERMSIG(status) == signal.SIGKILL
         path = checkpoint.choose(trainer.run.path, "auto", ranks)
         checkpoint.check_files(path, ranks)
-        seen.append(path.name)
-        checkpoint.tidy(folder, checkpoint.step_of(path))
-        left = {p.name for p in folder.iterdir()}
-        assert left <= {"step-000001", "step-000002"} and path.name in left
+        step = checkpoint.step_of(path)
+        checkpoint.tidy(folder, step, path)
+        left = {p.name.partition(".aside")[0] for p in folder.iterdir()}
+        seen.append(f"step-{step:06d}")
+        assert left <= {"step-000001", "step-000002"} and seen[-1] in left
+        checkpoint.check_files(folder / seen[-1], ranks)
     return seen
 
 
 @pytest.mark.parametrize("use_lora", [True, False], ids=["lora", "full"])
 def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(flags, use_lora):
     values = flags | {"use_lora": use_lora, "max_steps": 1, "keep_checkpoints": 1}
-    (seen,) = run_ranks(1, die_in_save, values)
+    (seen,) = run_ranks(1, die_in_save, values, 1)
     turn = seen.index("step-000002")
     assert turn >= 6 and set(seen[:turn]) == {"step-000001"} and set(seen[turn:]) == {"step-000002"}
+
+
+def test_a_writer_killed_while_it_replaces_a_checkpoint_leaves_one_of_them(flags):
+    values = flags | {"use_lora": True, "max_steps": 1, "keep_checkpoints": 1}
+    (seen,) = run_ranks(1, die_in_save, values, 0)
+    assert len(seen) >= 8 and set(seen) == {"step-000001"}
 
 
 def fail_in_save(ranks, values, guilty, function):
@@ -98,27 +108,26 @@ def fail_in_save(ranks, values, guilty, function):
     trainer = build_trainer(from_values(values | {"batch_size": 4 // ranks.count}), ranks)
     trainer.validation = None
     trainer.train()
-    place = backbone if function == "save_weights" else checkpoint
-    before, works = weights(trainer), getattr(place, function)
+    before, works = weights(trainer), getattr(saving, function)
     trainer.step += 1
 
-    def fails(*_):
+    def fails(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     if ranks.world_rank == guilty:
-        setattr(place, function, fails)
+        setattr(saving, function, fails)
     with pytest.raises(CheckpointError) as error:
-        checkpoint.save(trainer, folder_of(trainer))
+        saving.save(trainer, folder_of(trainer))
     ranks.barrier()
     there = names(trainer)
-    setattr(place, function, works)
+    setattr(saving, function, works)
     ranks.barrier()
-    again = checkpoint.save(trainer, folder_of(trainer)).name
+    again = saving.save(trainer, folder_of(trainer)).name
     same = all(torch.equal(value, weights(trainer)[name]) for name, value in before.items())
     return str(error.value), there, again, same
 
 
-@pytest.mark.parametrize("guilty, function", [(0, "save_weights"), (1, "_write_rows"), (0, "_finish")])
+@pytest.mark.parametrize("guilty, function", [(0, "write_files"), (1, "write_files"), (0, "finish")])
 def test_one_rank_that_cannot_write_is_an_error_of_all(flags, guilty, function):
     values = flags | {"max_steps": 1, "num_generations": 4, "enable_fsdp": True}
     for said, there, again, same in run_ranks(2, fail_in_save, values, guilty, function, sharded=True):
@@ -136,11 +145,11 @@ def test_a_full_disk_loses_nothing(make, tmp_path, capfd):
         finish, seen = trainer.finish_iteration, []
 
         def fill_in_fourth_iteration():
+            filler.unlink(missing_ok=True)
             if trainer.step == 4:
                 fill(filler, leave=4096)
             finish()
-            seen.append(names(trainer))
-            filler.unlink(missing_ok=True)
+            seen.append([path.name for path in checkpoint.found(folder_of(trainer))])
 
         trainer.finish_iteration = fill_in_fourth_iteration
         trainer.train()
@@ -148,12 +157,8 @@ def test_a_full_disk_loses_nothing(make, tmp_path, capfd):
         checkpoint.check_files(folder_of(trainer) / "step-000006", trainer.ranks)
     said = capfd.readouterr().err
     assert "step-000004 could not be written" in said and "o space left on device" in said
-    assert seen[1:5] == [
-        ["step-000002"],
-        ["step-000002"],
-        ["step-000002"],
-        ["step-000002", "step-000005"],  # not only at the next interval
-    ]
+    assert seen[2:4] == [["step-000002"], ["step-000002"]]
+    assert seen[5] == ["step-000002", "step-000005", "step-000006"]  # tried again before the next interval
     assert [line[:30] for line in lines if '"train"' in line] == [
         f'{{"kind": "train", "step": {step}, "'[:30] for step in range(1, 7)
     ]
@@ -166,7 +171,7 @@ def test_a_last_checkpoint_that_cannot_be_written_ends_the_run_with_an_error(mak
         raise OSError(errno.ENOSPC, "No space left on device")
 
     trainer = make(max_steps=1)
-    monkeypatch.setattr(checkpoint, "_write_rows", fails)
+    monkeypatch.setattr(saving, "write_files", fails)
     with pytest.raises(RuntimeError, match="step-000001 could not be written: OSError"):
         trainer.train()
     assert names(trainer) == []

@@ -1,5 +1,6 @@
 """A reward that fails in training: statistics, stopping, and that failures never become numbers."""
 
+import errno
 import json
 import math
 import time
@@ -11,8 +12,7 @@ from embedded.shapes.reward import ShapesReward
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.runs.history import read_run
 from sage_grpo.tools.report import troubles
-from sage_grpo.train import checkpoint
-from sage_grpo.train.checkpoint import CheckpointError
+from sage_grpo.train import saving
 from sage_grpo.train.guards import Preempted, TrainingError
 
 
@@ -237,9 +237,9 @@ def test_a_signal_whose_checkpoint_cannot_be_written_is_a_failure(make, monkeypa
     trainer = make()
 
     def full(*_):
-        raise CheckpointError("step-000000 could not be written: No space left on device")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "save", full)
+    monkeypatch.setattr(saving, "write_files", full)
     trainer.guards.signalled = 0.0  # as if a signal had come
     with pytest.raises(TrainingError, match="No space left"):
         trainer.train()

@@ -41,7 +41,7 @@ def flags_read(flags, monkeypatch):
         kind, read = recorded(kind)
         monkeypatch.setattr(report, "print_summary", lambda run: None)  # it reads files alone, and is slow
         for use_lora in (True, False):
-            values = flags | {"use_lora": use_lora, "max_steps": 1, "overwrite": True}
+            values = flags | {"use_lora": use_lora, "max_steps": 2, "overwrite": True}
             values |= {"enable_gradient_checkpointing": True, "validation_fixed_size": "16x16"}
             config = kind(**vars(from_values(values)))
             monkeypatch.setattr(post_train, "parse", lambda arguments, config=config: config)

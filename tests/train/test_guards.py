@@ -20,7 +20,7 @@ from sage_grpo.parallel.fsdp import local_shard
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.rewards.composite import Scores
 from sage_grpo.runs.folder import RunFolder
-from sage_grpo.train import checkpoint, guards
+from sage_grpo.train import guards, saving
 from sage_grpo.train.build import build_trainer
 from sage_grpo.train.guards import MAX_SKIPPED, Guards, Preempted, StepVote, TrainingError, check_rewards
 from tests.dist import CONTEXT, run_ranks
@@ -56,7 +56,7 @@ def test_a_signal_is_heard_at_the_next_chance_with_a_checkpoint(tmp_path, number
     words = "stopped by a signal in iteration 8, reward"
     with pytest.raises(Preempted, match=words), watched.watching(0, lambda: saved.append(watched.phase)):
         watched.step = 7
-        watched.enter("reward")
+        watched.note("reward")
         os.kill(os.getpid(), number)
         assert not saved
         watched.stop_if_told()
@@ -69,7 +69,7 @@ def test_a_signal_is_heard_at_the_next_chance_with_a_checkpoint(tmp_path, number
 def test_nobody_is_told_to_stop_outside_of_training(tmp_path):
     watched = alone(tmp_path)
     watched.signalled = 0.0
-    watched.enter("rollout")
+    watched.note("rollout")
     watched.stop_if_told()
 
 
@@ -79,7 +79,7 @@ def test_a_status_is_left_however_training_ends(tmp_path):
         assert json.loads((tmp_path / "status.json").read_text())["state"] == "running"
     assert json.loads((tmp_path / "status.json").read_text())["state"] == "done"
     with pytest.raises(KeyError), watched.watching(0, lambda: None):
-        watched.enter("decode")
+        watched.note("decode")
         raise KeyError("a bug")
     status = json.loads((tmp_path / "status.json").read_text())
     assert (status["state"], status["message"]) == ("failed", "'a bug'")
@@ -91,7 +91,7 @@ def test_ranks_that_lost_each_other_are_one_sentence(tmp_path):
     watched = alone(tmp_path)
     words = r"iteration 1, reward: a rank died or the process group failed \(.*Connection closed by peer\)$"
     with pytest.raises(TrainingError, match=words), watched.watching(0, lambda: None):
-        watched.enter("reward")
+        watched.note("reward")
         raise RuntimeError("[third_party/gloo/tcp/pair.cc:1] Connection closed by peer\nmore\nlines")
 
 
@@ -105,7 +105,7 @@ def test_a_status_that_cannot_be_written_is_told_and_stops_nothing(tmp_path, cap
 def signalled_twice(folder, pipe, pause):
     watched = alone(folder)
     with watched.watching(0, lambda: None):
-        watched.enter("update")
+        watched.note("update")
         pipe.send("ready")
         for _ in range(2):  # sleep goes on after a signal
             os.kill(os.getpid(), signal.SIGTERM)
@@ -136,7 +136,7 @@ def stuck(folder):
             time.sleep(0.2)
             watched.beat()
         watched.step = 4
-        watched.enter("anchor")
+        watched.note("anchor")
         threading.Event().wait(60)
 
 
@@ -292,7 +292,7 @@ def test_a_signal_between_two_updates_of_a_rollout_waits_for_the_second(make):
     trainer.optimizer_step = optimizer_step
     with pytest.raises(Preempted, match="iteration 2, rollout"):
         trainer.train()
-    assert steps == [0, 0] and trainer.saved_step == 1
+    assert steps == [0, 0] and trainer.saves.step == 1
     again = make(max_steps=2, updates_per_rollout=2, use_lora=True, resume_from_checkpoint="auto")
     again.validation = None
     again.train()
@@ -301,7 +301,7 @@ def test_a_signal_between_two_updates_of_a_rollout_waits_for_the_second(make):
 
 def test_a_signal_whose_checkpoint_cannot_be_written_is_a_failure(make, monkeypatch):
     trainer = make(max_steps=2)
-    monkeypatch.setattr(checkpoint, "_write_rows", full_disk)
+    monkeypatch.setattr(saving, "write_files", full_disk)
     trainer.decode = lambda batch: os.kill(os.getpid(), signal.SIGTERM) or [None] * 4
     with pytest.raises(TrainingError, match="step-000000 could not be written: OSError"):
         trainer.train()
@@ -314,23 +314,23 @@ def test_a_signal_before_the_first_update_drops_the_iteration(make):
     trainer.decode = lambda batch: os.kill(os.getpid(), signal.SIGTERM) or [None] * 4
     with pytest.raises(Preempted, match="iteration 1, reward"):
         trainer.train()
-    assert unchanged(trainer, before) and trainer.saved_step == 0 and make(resume_from_checkpoint="auto").step == 0
+    assert unchanged(trainer, before) and trainer.saves.step == 0 and make(resume_from_checkpoint="auto").step == 0
 
 
 def test_a_validation_that_was_cut_short_is_made_up_for(make):
     trainer = make(max_steps=2, save_interval=1, validation_interval=1)
     sample, seen = trainer.validation.sample, []
 
-    def stop_in_second(prompt):
+    def stop_in_second(prompt, between):
         seen.append(prompt)
         if len(seen) == 2:
             os.kill(os.getpid(), signal.SIGTERM)
-        return sample(prompt)
+        return sample(prompt, between)
 
     trainer.validation.sample = stop_in_second
     with pytest.raises(Preempted, match="iteration 2, validation"):
         trainer.train()
-    assert len(seen) == 2 and trainer.saved_step == 1 and not trainer.run.has("validation", 1)
+    assert len(seen) == 2 and trainer.saves.step == 1 and not trainer.run.has("validation", 1)
     again = make(max_steps=2, save_interval=1, validation_interval=1, resume_from_checkpoint="auto")
     again.train()
     assert again.run.has("validation", 1) and again.run.has("validation", 2)

@@ -3,7 +3,7 @@
 import pytest
 
 from sage_grpo.config import ConfigError
-from sage_grpo.train import checkpoint
+from sage_grpo.train import saving
 from tests.hostile import sealed_again, write_bomb
 
 
@@ -11,7 +11,7 @@ from tests.hostile import sealed_again, write_bomb
 def saved(make):
     """The folder of a checkpoint of a fresh trainer."""
     trainer = make(use_lora=True)
-    return checkpoint.save(trainer, trainer.run.path / "checkpoints")
+    return saving.save(trainer, trainer.run.path / "checkpoints")
 
 
 @pytest.mark.parametrize("name", ["rank-00000.safetensors", "rank-00001.safetensors", "state.json"])
@@ -21,7 +21,7 @@ def test_a_bomb_in_the_place_of_a_file_is_refused(make, saved, tmp_path, name):
     with pytest.raises(ConfigError, match="is not a complete checkpoint"):
         make(use_lora=True, resume_from_checkpoint=str(saved))
     sealed_again(saved)
-    with pytest.raises(ConfigError, match="cannot be read as a checkpoint of this version"):
+    with pytest.raises(ConfigError, match=r"cannot be read as a checkpoint of this version|state.json cannot be read"):
         make(use_lora=True, resume_from_checkpoint=str(saved))
     assert not (tmp_path / "marker").exists()
 

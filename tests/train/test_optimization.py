@@ -1,5 +1,6 @@
 """One optimizer step on two numbers: clipping, decay, averaging."""
 
+import json
 import math
 
 import pytest
@@ -67,3 +68,51 @@ def test_counters_of_a_fused_optimizer_come_back_to_the_device_of_its_weights():
         state = optimized.tensors()
         assert state["w.step"].device.type == home and state["w.exp_avg"].device.type == "meta"
     assert state["w.step"].item() == 7
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fused", [None, True])
+def test_tiny_gradients_count_and_absent_ones_do_not(dtype, fused):
+    weights = {"w": torch.nn.Parameter(torch.zeros(3, dtype=dtype))}
+    optimized = Optimization(Denoiser(), weights, Config(learning_rate=0.1))
+    optimized.optimizers[0].param_groups[0]["fused"] = fused
+    for _ in range(3):
+        weights["w"].grad = torch.tensor([1e-9, -1e-12, 0.0], dtype=dtype)
+        optimized.step()
+    torch.testing.assert_close(weights["w"].detach().float(), torch.tensor([-0.3, 0.3, 0.0]), rtol=0.01, atol=0)
+
+
+class Matrices(Denoiser):
+    def is_block_matrix(self, name, parameter):
+        return parameter.ndim == 2
+
+
+@pytest.mark.parametrize("size", [1e-9, 0.0])
+def test_muon_takes_tiny_gradients_as_it_takes_large_ones(size):
+    moved = []
+    for scale in (1.0, size):
+        weights = {"w": torch.nn.Parameter(torch.zeros(4, 6))}
+        optimized = Optimization(Matrices(), weights, Config(learning_rate=0.1, optimizer="muon"))
+        weights["w"].grad = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)) * scale
+        optimized.step()
+        moved.append(weights["w"].detach().norm().item())
+    assert moved[0] > 0.05 and moved[1] == pytest.approx(moved[0] if size else 0.0, rel=0.02)
+
+
+def test_a_gradient_near_eps_is_said_once(make, capsys):
+    trainer = make(adam_eps=0.01, max_grad_norm=1e-3, validation_interval=0)
+    trainer.train()
+    lines = [json.loads(line) for line in (trainer.run.path / "metrics.jsonl").read_text().splitlines()]
+    norms = [(line["policy/grad_norm"], line["policy/grad_rms"]) for line in lines if line["kind"] == "train"]
+    count = sum(p.numel() for p in trainer.optimization.parameters.values())
+    assert len(norms) == 2 and all(norm > 1e-3 for norm, _ in norms)
+    assert [rms for _, rms in norms] == pytest.approx([1e-3 / math.sqrt(count)] * 2)
+    assert capsys.readouterr().err.count("is near adam_eps 0.01") == 1
+
+
+def test_a_gradient_far_above_eps_is_no_cause_for_warning():
+    optimized = optimization(max_grad_norm=2.0)
+    assert optimized.rms(1.0) == pytest.approx(1 / math.sqrt(2)) and optimized.rms(5.0) == pytest.approx(math.sqrt(2))
+    assert optimized.warning(1e-9) == "" and optimized.warning(0.0) == "" and optimized.warning(math.nan) == ""
+    assert "RMS 7.1e-14 is near adam_eps 1e-15" in optimized.warning(1e-13)
+    assert optimized.warning(1e-13) == ""

@@ -39,7 +39,8 @@ def run(make, **changes):
 def state(trainer):
     """Everything that a checkpoint has to bring back."""
     tensors = {f"{part}.{n}": v for part, values in checkpoint._parts(trainer).items() for n, v in values.items()}
-    numbers = {name: value for name, value in checkpoint._state(trainer).items() if name != "config"}
+    numbers = checkpoint._state(trainer)
+    del numbers["config"], numbers["fingerprints"]
     return {name: value.detach().clone() for name, value in tensors.items()}, numbers
 
 
@@ -86,7 +87,7 @@ DERIVED = (
     r"backbone\.transformer\..*",  # the trained parameters, and the anchor's adapter
     r"(guidance|validation)\..*backbone.*", r"anchor\.parameters\..*",  # the same objects again
     r"ratio_checked",  # checked again
-    r"saved_step", r"save_failed",  # what lies in the folder
+    r"saves\.(step|good_step|failed|begun|current).*",  # what lies in the folder
     r"optimization\.optimizers\..*lr",  # follows from `updates`
     r"guards\.(step|phase|last_beat|events).*",  # of this process
     r"run\..*", r"reward\..*", r"backbone\.embeddings\..*",  # files, and caches

@@ -8,7 +8,8 @@ import imageio.v2 as imageio
 import pytest
 import torch
 
-from sage_grpo.train.validation import gold_columns, summary, validation_size
+from sage_grpo.models.backbone import Sampling
+from sage_grpo.train.validation import gold_columns, summary
 
 # imageio's reader leaves the pipes of its ffmpeg process to the garbage collector
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
@@ -54,6 +55,20 @@ def test_its_flags_take_effect(make, tmp_path, flags):
     assert len(frames) == 9 and frames[0].shape[:2] == (256, 512)  # magnified for players
 
 
+def test_the_defaults_are_those_of_the_model_whatever_the_rollout_does(make, flags, capfd):
+    for name in [
+        name for name in flags if name.startswith(("validation_", "validate_")) and name != "validation_prompts"
+    ]:
+        del flags[name]
+    trainer = make(timestep_shift=3.0, num_validation_prompts=2)
+    assert trainer.validation.sampling == Sampling(9, 32, 32, fps=8, shift=5.0, guidance=1.0, num_steps=20)
+    assert trainer.validation.shape == trainer.backbone.latent_shape(9, 32, 32)
+    assert len(trainer.validation.schedule.sigmas) == 21 and len(trainer.validation.prompts) == 2
+    said = capfd.readouterr().err.splitlines()
+    assert "note: rollout: 5 frames of 16 x 16, 3 steps, shift 3, guidance 1" in said
+    assert "note: validation: 2 clips, 9 frames of 32 x 32, 20 steps, shift 5, guidance 1" in said
+
+
 def test_a_clip_with_broken_pixels_is_missing_and_the_others_are_not(make, tmp_path):
     trainer, calls = make(), []
 
@@ -75,6 +90,13 @@ def test_some_clips_are_kept_as_videos_and_all_are_judged(make, tmp_path, count,
     assert validation.run(tmp_path / "clips")["count"] == 3
     files = [record["file"] for record in json.loads((tmp_path / "clips" / "clips.json").read_text())]
     assert [file.name for file in sorted((tmp_path / "clips").glob("*.mp4"))] == files[:kept] and len(files) == 3
+
+
+def test_a_run_can_be_stopped_at_every_denoising_step(make, tmp_path):
+    """A full-size clip takes minutes, more than a scheduler waits after its signal."""
+    validation, calls = make().validation, []
+    validation.run(tmp_path / "clips", lambda: calls.append(1))
+    assert len(calls) == 3 * 2  # three clips of two steps
 
 
 def test_summary_is_over_what_has_a_value():
@@ -99,5 +121,3 @@ def test_a_size_that_is_none_is_refused(make):
     for text in ("big", "32", "32x", "x32", "-32x32"):
         with pytest.raises(ValueError, match="validation_fixed_size"):
             make(validation_fixed_size=text, overwrite=True)
-    trainer = make(overwrite=True)
-    assert validation_size(trainer.config) == (16, 16)

@@ -3,22 +3,28 @@
 Shapes: B clips of one prompt, F frames of (Y, X) pixels, C latent channels, (T, y, x) latent frames, rows, columns.
 """
 
-from collections.abc import Sequence
+import inspect
+import math
+from collections.abc import Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import AutoencoderKLHunyuanVideo15, ModelMixin
 from torch import Tensor
 
+from sage_grpo.json_files import check_kinds, naming
 from sage_grpo.models.backbone import Backbone, BrokenClip, Sampling, at_least_fp32
 from sage_grpo.models.cost import Architecture
 from sage_grpo.models.hunyuan15 import DEFAULT_VERSION
-from sage_grpo.models.hunyuan15.folder import ModelFolder
+from sage_grpo.models.hunyuan15.folder import ROLLOUT, ModelFolder
 from sage_grpo.models.hunyuan15.text import MAX_TEXT_TOKENS, TextConditioning, TextEncoder
 from sage_grpo.models.hunyuan15.transformer import PackedTransformer
 from sage_grpo.models.hunyuan15.vae import allow_batches
 from sage_grpo.models.weights import Weights, load_model
 
+MOST_POSITIONS = 1 << 24  # of a clip; 720p has 110,000
 TIMESTEPS = 1000  # the model's timestep is TIMESTEPS * sigma
 DECODED = 512  # latent positions decoded together: small clips in batches, which is faster, large ones one by one
 
@@ -35,6 +41,10 @@ class Hunyuan15(Backbone):
     def sampling(self) -> Sampling:
         """Read on first use: a folder with only encoders has no sampling settings but can still encode."""
         return self.parts.sampling()
+
+    @property
+    def rollout_size(self) -> tuple[int, int, int]:
+        return ROLLOUT.get(super().rollout_size, super().rollout_size)
 
     def check(self) -> None:
         self.parts.check()
@@ -66,11 +76,22 @@ class Hunyuan15(Backbone):
         return torch.cat([self._decode(part) for part in latents.split(together)])
 
     def _decode(self, latents: Tensor) -> Tensor:
-        unscaled = latents.to(self.vae.device, self.dtype) / self.vae.config.scaling_factor
-        pixels = at_least_fp32(self.vae.decode(unscaled, return_dict=False)[0])
+        pixels = self._pixels(latents)
+        broken = ~pixels.isfinite().flatten(1).all(1)
+        if broken.any() and self.vae.dtype == torch.float16:  # beyond its range; overflows always end in NaN
+            try:
+                self.vae.float()
+                pixels[broken] = self._pixels(latents[broken.to(latents.device)])
+            finally:
+                self.vae.half()
         if not pixels.isfinite().all():  # a uint8 cast would turn them black, and a reward would score them
             raise BrokenClip("a decoded clip has pixels that are not finite: the latents or the weights are broken")
         return ((pixels + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 4, 1)
+
+    def _pixels(self, latents: Tensor) -> Tensor:
+        exact = torch.promote_types(self.vae.dtype, torch.float32)
+        unscaled = latents.to(self.vae.device, exact) / self.vae.config.scaling_factor
+        return at_least_fp32(self.vae.decode(unscaled.to(self.vae.dtype), return_dict=False)[0])
 
     @torch.no_grad()
     def encode_video(self, clips: Tensor) -> Tensor:
@@ -80,7 +101,7 @@ class Hunyuan15(Backbone):
 
     def _encode_one(self, clip: Tensor) -> Tensor:
         pixels = clip.to(self.vae.device).permute(0, 4, 1, 2, 3) / 127.5 - 1
-        mode = self.vae.encode(pixels.to(self.dtype)).latent_dist.mode()
+        mode = self.vae.encode(pixels.to(self.vae.dtype)).latent_dist.mode()
         return at_least_fp32(mode) * self.vae.config.scaling_factor
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
@@ -92,8 +113,13 @@ class Hunyuan15(Backbone):
         for name, size in (("height", height), ("width", width)):
             if size < spatial or size % spatial:
                 raise ValueError(f"{name} {size} is not a multiple of {spatial}, the VAE's spatial compression.")
-        channels = self.vae.config.latent_channels
-        return channels, (frames - 1) // temporal + 1, height // spatial, width // spatial
+        grid = ((frames - 1) // temporal + 1, height // spatial, width // spatial)
+        if math.prod(grid) > MOST_POSITIONS:
+            raise ValueError(
+                f"{frames} frames of {height} x {width} have {math.prod(grid)} latent positions, and no machine holds "
+                f"{MOST_POSITIONS}; lower num_frames, height or width."
+            )
+        return (self.vae.config.latent_channels, *grid)
 
     @property
     def multiple(self) -> int:
@@ -105,17 +131,27 @@ class Hunyuan15(Backbone):
     def open_weights(self) -> Weights:
         return self.parts.weights("transformer")
 
+    @property
+    def vae_dtype(self) -> torch.dtype:
+        """For a bf16 model fp16, which rounds an eighth as much, as Tencent decodes; fp32 where fp16 is not faster."""
+        half = torch.float16 if self.device.type == "cuda" else torch.float32
+        return half if self.dtype == torch.bfloat16 else self.dtype
+
     @cached_property
     def vae(self) -> AutoencoderKLHunyuanVideo15:
         """The frozen autoencoder; clips larger than 256 pixels are tiled."""
         empty = self._empty("vae", AutoencoderKLHunyuanVideo15)
-        model = load_model(empty, self.parts.weights("vae"), self.device, self.dtype)
+        model = load_model(empty, self.parts.weights("vae"), self.device, self.vae_dtype)
         model.enable_tiling()
         return allow_batches(model).requires_grad_(False)
 
     def _empty(self, part: str, kind: type[ModelMixin]) -> ModelMixin:
-        with torch.device("meta"):
-            return kind.from_config(self.parts.config(part)).eval()
+        config, path = self.parts.config(part), self.parts.place(part) / "config.json"
+        defaults = {name: one.default for name, one in inspect.signature(kind.__init__).parameters.items()}
+        check_kinds(path, config, {name: type(defaults[name]) for name in config if name in defaults})
+        check_sizes(path, defaults | config)
+        with naming(path), torch.device("meta"):
+            return kind.from_config(config).eval()
 
     def architecture(self) -> Architecture:
         return architecture_of(self.empty_transformer(), self._empty("vae", AutoencoderKLHunyuanVideo15))
@@ -125,6 +161,16 @@ class Hunyuan15(Backbone):
         if name.startswith("context_embedder_2.") and not quoted:
             return "of the glyph embedder wait for a prompt that quotes text"
         return ""
+
+
+def check_sizes(path: Path, config: Mapping[str, Any]) -> None:
+    """Reject sizes of a transformer or a VAE that contradict each other where the weights would not tell."""
+    axes, width = config.get("rope_axes_dim", ()), config.get("attention_head_dim", 0)
+    if sum(axes) != width:
+        raise ValueError(f"{path} has rope_axes_dim {list(axes)}, whose sum must be attention_head_dim, {width}")
+    time, space = (config.get(f"{axis}_compression_ratio", 1) for axis in ("temporal", "spatial"))
+    if time & (time - 1) or space & (space - 1) or time > space:
+        raise ValueError(f"{path} compresses time by {time} and space by {space}; download it again")
 
 
 def architecture_of(transformer: PackedTransformer, vae: AutoencoderKLHunyuanVideo15) -> Architecture:

@@ -9,8 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from sage_grpo.json_files import read_object
-from sage_grpo.models.backbone import LARGEST, Sampling
+from sage_grpo.json_files import LARGEST, naming, read_config, read_object
+from sage_grpo.models.backbone import Sampling
 from sage_grpo.models.hunyuan15 import DEFAULT_VERSION, tencent
 from sage_grpo.models.weights import Weights, open_folder, read_index
 
@@ -42,9 +42,11 @@ TENCENT_FOLDERS = {
 
 # (target_size, task_type) of the transformer. Distilled versions share these and differ in guidance.
 SAMPLING = {
-    (640, "t2v"): Sampling(frames=81, height=352, width=624, fps=24, shift=5.0, guidance=6.0, num_steps=20),
-    (960, "t2v"): Sampling(frames=81, height=720, width=1280, fps=24, shift=9.0, guidance=6.0, num_steps=20),
+    (640, "t2v"): Sampling(frames=121, height=480, width=848, fps=24, shift=5.0, guidance=6.0, num_steps=50),
+    (960, "t2v"): Sampling(frames=121, height=720, width=1280, fps=24, shift=9.0, guidance=6.0, num_steps=50),
 }
+# Frames, height and width of a rollout, by those of the model: what the published training used.
+ROLLOUT = {(121, 480, 848): (81, 352, 624), (121, 720, 1280): (81, 720, 1280)}
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class ModelFolder:
         self.check_version()
         if self.missing_files():
             raise FileNotFoundError(self._incomplete())
+        self.config("transformer")
 
     def check_version(self) -> None:
         """Require that the folder exists, and that a version is selected if there are several."""
@@ -107,6 +110,9 @@ class ModelFolder:
             text += f", and {made}"
         return f"{text}."
 
+    def place(self, part: str) -> Path:
+        return self.root / self._place(part)
+
     def _place(self, part: str) -> str:
         return TENCENT_FOLDERS[part].format(version=self.version) if self.is_tencent else part
 
@@ -115,16 +121,26 @@ class ModelFolder:
         self.check_version()
         if self._missing(name):
             raise FileNotFoundError(self._incomplete())
-        return self.root / self._place(name)
+        return self.place(name)
 
     def config(self, part: str) -> dict[str, Any]:
         """Settings of the `transformer` or `vae` under diffusers' names; diffusers' defaults if there is no folder."""
         if not self.root.is_dir():
             return {}
-        config = read_object(self.part(part) / "config.json")
+        path = self.part(part) / "config.json"
+        config = read_config(path)
+        if config.get("use_meanflow"):
+            raise ValueError(
+                f"{path} has use_meanflow {config['use_meanflow']!r}: this step-distilled transformer takes a second "
+                "timestep, which is not supported; use one that is not step-distilled, such as 480p_t2v"
+            )
         if not self.is_tencent:
             return config
-        return tencent.transformer_config(config, self.version) if part == "transformer" else tencent.vae_config(config)
+        tencent.read_version(self.version)  # its error is not about the file
+        with naming(path):
+            if part == "transformer":
+                return tencent.transformer_config(config, self.version)
+            return tencent.vae_config(config)
 
     def weights(self, part: str) -> Weights:
         """Weights of the `transformer` or `vae`, with diffusers' tensor names."""

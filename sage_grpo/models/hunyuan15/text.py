@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import ByT5Tokenizer, Qwen2_5_VLTextModel, Qwen2Tokenizer, T5EncoderModel
 
 from sage_grpo.data.requests import Request
+from sage_grpo.json_files import naming
 from sage_grpo.models.embeddings import Conditioning
 from sage_grpo.models.hunyuan15.encoders import load_encoders, load_tokenizers
 from sage_grpo.models.hunyuan15.folder import ModelFolder
@@ -81,25 +82,33 @@ class TextEncoder:
 
     def _text(self, prompt: str) -> Tensor:
         """(L, text_dim), without padding: in a causal model, right padding cannot affect earlier tokens."""
-        tokens = self._tokenizers[0].apply_chat_template(
-            format_text_input([prompt], SYSTEM_MESSAGE),
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-            truncation=True,
-            max_length=MAX_TEXT_TOKENS + TEMPLATE_TOKENS,
-            return_tensors="pt",
-        )
-        hidden = self._models[0](input_ids=tokens.input_ids.to(self.device), output_hidden_states=True).hidden_states
-        return hidden[HIDDEN_STATE][0, TEMPLATE_TOKENS:].clone()
+        with naming(self.folder.part("tokenizer")):
+            tokens = (
+                self._tokenizers[0]
+                .apply_chat_template(
+                    format_text_input([prompt], SYSTEM_MESSAGE),
+                    add_generation_prompt=True,
+                    tokenize=True,
+                    return_dict=True,
+                    truncation=True,
+                    max_length=MAX_TEXT_TOKENS + TEMPLATE_TOKENS,
+                    return_tensors="pt",
+                )
+                .input_ids.to(self.device)
+            )
+        with naming(self.folder.part("text_encoder")):
+            hidden = self._models[0](input_ids=tokens, output_hidden_states=True).hidden_states[HIDDEN_STATE]
+        return hidden[0, TEMPLATE_TOKENS:].clone()
 
     def _glyph(self, prompt: str) -> Tensor:
         """(M, glyph_dim); M = 0 if the prompt quotes nothing."""
         quoted = extract_glyph_texts(prompt)
         if quoted is None:
             return torch.zeros(0, self._models[1].config.d_model, dtype=self.dtype, device=self.device)
-        tokens = self._tokenizers[1](quoted, truncation=True, max_length=MAX_GLYPH_TOKENS, return_tensors="pt")
-        return self._models[1](input_ids=tokens.input_ids.to(self.device)).last_hidden_state[0]
+        with naming(self.folder.part("tokenizer_2")):
+            tokens = self._tokenizers[1](quoted, truncation=True, max_length=MAX_GLYPH_TOKENS, return_tensors="pt")
+        with naming(self.folder.part("text_encoder_2")):
+            return self._models[1](input_ids=tokens.input_ids.to(self.device)).last_hidden_state[0]
 
 
 def file_fingerprint(path: Path, blocks: int = 64, block_size: int = 1 << 20) -> bytes:

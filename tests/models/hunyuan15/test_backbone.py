@@ -68,6 +68,33 @@ def test_pixels_that_are_not_finite_are_no_clip(backbone):
         backbone.decode(latents)
 
 
+def test_the_vae_is_as_precise_as_its_device_affords(tiny_folder):
+    found = {place: Hunyuan15(tiny_folder, place, torch.bfloat16).vae_dtype for place in ("cuda", "cpu")}
+    assert found == {"cuda": torch.float16, "cpu": torch.float32}
+    assert Hunyuan15(tiny_folder, "cuda", torch.float32).vae_dtype == torch.float32
+    assert Hunyuan15(tiny_folder, dtype=torch.bfloat16).vae.dtype == torch.float32
+
+
+@torch.no_grad()
+def test_a_clip_beyond_the_range_of_fp16_is_decoded_in_fp32(tiny_folder):
+    small = Hunyuan15(tiny_folder)
+    small.vae.decoder.conv_in.conv.weight.mul_(3e4)
+    small.vae.half()
+    latents = draw(3, *small.latent_shape(1, 8, 8))
+    latents[1] *= 1e-6
+    broken = ~small._pixels(latents).isfinite().flatten(1).all(1)
+    assert broken.tolist() == [True, False, True]  # in fp16 alone
+    clips = small.decode(latents)
+    assert small.vae.dtype == torch.float16
+    assert torch.equal(clips[1:2], small.decode(latents[1:2]))
+    small.vae.float()
+    assert torch.equal(clips[broken], small.decode(latents[broken]))
+    latents[2] = torch.nan
+    small.vae.half()
+    with pytest.raises(BrokenClip, match="not finite"):
+        small.decode(latents)
+
+
 def test_latents_are_scaled_once_each_way(backbone):
     assert backbone.vae.config.scaling_factor == 0.4
     clips = torch.randint(0, 256, (2, 5, 16, 16, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)

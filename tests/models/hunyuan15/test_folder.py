@@ -44,6 +44,17 @@ def test_part_without_weights_is_named(tiny_folder, tmp_path):
         ModelFolder(folder).part("vae")
 
 
+@pytest.mark.parametrize("place", ["transformer", "transformer/480p_t2v"])
+def test_a_step_distilled_transformer_is_refused(tiny_folder, tencent_folder, tmp_path, place):
+    folder = shutil.copytree(tiny_folder if place == "transformer" else tencent_folder, tmp_path / "model")
+    ModelFolder(folder).check()
+    path = folder / place / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"use_meanflow": True}))
+    for look in (ModelFolder(folder).check, open_backbone(folder, complete=False).empty_transformer):
+        with pytest.raises(ValueError, match=r"config\.json has use_meanflow True: this step-distilled transformer"):
+            look()
+
+
 def test_layouts_are_told_apart(tiny_folder, tencent_folder, tmp_path):
     folders = (tiny_folder, tencent_folder, tmp_path)
     assert [ModelFolder(folder).is_tencent for folder in folders] == [False, True, False]
@@ -100,10 +111,10 @@ def test_a_version_means_nothing_in_the_layout_of_diffusers(tiny_folder):
 @pytest.mark.parametrize(
     ("version", "expected"),
     [
-        ("480p_t2v", Sampling(81, 352, 624, 24, 5.0, 6.0, 20)),
-        ("720p_t2v", Sampling(81, 720, 1280, 24, 9.0, 6.0, 20)),
-        ("480p_t2v_distilled", Sampling(81, 352, 624, 24, 5.0, 1.0, 20)),
-        ("720p_t2v_cfg_distilled", Sampling(81, 720, 1280, 24, 9.0, 1.0, 20)),
+        ("480p_t2v", Sampling(121, 480, 848, 24, 5.0, 6.0, 50)),
+        ("720p_t2v", Sampling(121, 720, 1280, 24, 9.0, 6.0, 50)),
+        ("480p_t2v_distilled", Sampling(121, 480, 848, 24, 5.0, 1.0, 50)),
+        ("720p_t2v_cfg_distilled", Sampling(121, 720, 1280, 24, 9.0, 1.0, 50)),
     ],
 )
 def test_versions_of_tencents_layout_take_the_built_in_table(tmp_path, version, expected):
@@ -121,13 +132,22 @@ def test_folder_with_its_own_sampling_file(tiny_folder):
 @pytest.mark.parametrize(
     "version, guidance, expected",
     [
-        ((640, "t2v"), None, Sampling(81, 352, 624, 24, 5.0, 6.0, 20)),
-        ((640, "t2v"), 1.0, Sampling(81, 352, 624, 24, 5.0, 1.0, 20)),
-        ((960, "t2v"), 6.0, Sampling(81, 720, 1280, 24, 9.0, 6.0, 20)),
+        ((640, "t2v"), None, Sampling(121, 480, 848, 24, 5.0, 6.0, 50)),
+        ((640, "t2v"), 1.0, Sampling(121, 480, 848, 24, 5.0, 1.0, 50)),
+        ((960, "t2v"), 6.0, Sampling(121, 720, 1280, 24, 9.0, 6.0, 50)),
     ],
 )
 def test_hub_folders_take_the_built_in_table(tmp_path, version, guidance, expected):
     assert ModelFolder(hub_folder(tmp_path, *version, guidance)).sampling() == expected
+
+
+@pytest.mark.parametrize("version, expected", [("480p_t2v", (81, 352, 624)), ("720p_t2v", (81, 720, 1280))])
+def test_rollouts_are_those_of_the_published_training(tmp_path, version, expected):
+    assert open_backbone(tmp_path / "absent", version=version, complete=False).rollout_size == expected
+
+
+def test_other_models_roll_out_what_they_are_meant_for(tiny_folder):
+    assert open_backbone(tiny_folder).rollout_size == (9, 32, 32)
 
 
 def test_unknown_version_says_what_to_do(tmp_path):
@@ -138,7 +158,7 @@ def test_unknown_version_says_what_to_do(tmp_path):
 def test_a_folder_that_does_not_exist_stands_for_the_published_model(tmp_path):
     absent = ModelFolder(tmp_path / "absent", "720p_t2v_distilled")
     assert absent.config("transformer") == absent.config("vae") == {}  # the defaults of diffusers
-    assert absent.sampling() == Sampling(81, 720, 1280, 24, 9.0, 1.0, 20)
+    assert absent.sampling() == Sampling(121, 720, 1280, 24, 9.0, 1.0, 50)
     with pytest.raises(ValueError, match="pretrained_transformer_version is 480p_i2v; only t2v can be trained"):
         ModelFolder(tmp_path / "absent", "480p_i2v").sampling()
     with pytest.raises(FileNotFoundError, match="absent' does not exist"):

@@ -13,7 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sage_grpo.models.attention import KEPT
 from sage_grpo.models.hunyuan15.transformer import PackedTransformer
 from sage_grpo.models.lora import add_adapters, init_adapters
+from sage_grpo.parallel.fsdp import shard
 from sage_grpo.train.optimization import trainable_parameters
+from tests.dist import run_ranks
 
 TEXT_LEN, TEXT_PAD, GLYPH_PAD = 7, 4, 9
 
@@ -189,3 +191,26 @@ def test_compiled_blocks_run_one_arithmetic_and_few_graphs(tiny_folder, monkeypa
     velocity.square().sum().backward()
     assert all(parameter.grad is not None for parameter in trained.values())
     assert counters["stats"]["unique_graphs"] <= 2 and not counters["graph_break"]  # the last block trains less
+
+
+def graphs_of_a_sharded_model(ranks, folder):
+    """Graphs after prompts of three lengths; FSDP's hooks run between `run_block` and the compiled forward."""
+    torch.compile = functools.partial(torch.compile, backend="eager")  # this process has no other work
+    packed = PackedTransformer.from_pretrained(folder, subfolder="transformer", dtype=torch.float64)
+    add_adapters(packed, 4, 8, ("to_q", "to_out.0"), torch.float64, anchor=False)
+    init_adapters(packed, 0)
+    trainable_parameters(packed, True)
+    packed.prepare_blocks(recomputed=1.0, keep_attention=True, compiled=True)
+    shard(packed, packed.all_blocks, ranks.shards, torch.float64)
+    for length in (7, 5, 6):
+        x, timestep, text, glyph, _ = inputs(2, 0)
+        with torch.no_grad():
+            rollout = packed(x, timestep, text[:, :length], glyph)
+        assert torch.equal(rollout, packed(x, timestep, text[:, :length], glyph))
+    return counters["stats"]["unique_graphs"]
+
+
+def test_lengths_of_text_share_a_graph_under_fsdp_too(tiny_folder):
+    """With a second graph for the first length, what runs would depend on what ran before: a ratio that is not 1."""
+    (graphs,) = run_ranks(1, graphs_of_a_sharded_model, tiny_folder, sharded=True)
+    assert graphs <= 2

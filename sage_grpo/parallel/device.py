@@ -1,0 +1,45 @@
+"""Which device a process computes on, and why there is no GPU where one is needed."""
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+SMALL = 100_000_000  # parameters; larger models are useless on a CPU
+DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def choose_device(wanted: str, parameters: Callable[[], int]) -> str:
+    """`cuda` or `cpu`. If `wanted` is auto and there is no usable GPU, only a model of at most SMALL gets the CPU."""
+    if wanted == "cpu":
+        return "cpu"
+    if torch.cuda.is_available():
+        return "cuda"
+    if wanted == "auto" and parameters() <= SMALL:
+        return "cpu"
+    raise ValueError(
+        f"no GPU can be used: {why_no_gpu()}; {versions()}: repair that (README.md names the driver to install), or "
+        f"give --device cpu, on which a model of more than {SMALL // 10**6} M parameters takes months"
+    )
+
+
+def why_no_gpu() -> str:
+    """Why torch finds no GPU, in half a sentence."""
+    if torch.version.cuda is None:
+        return "this torch is built without CUDA"
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None and not re.match(r"\d|GPU-|MIG-", visible):
+        return f"CUDA_VISIBLE_DEVICES is {visible!r}"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return str(error).partition("\n")[0].split(". ")[0].removesuffix(".")
+    return "torch counts none"
+
+
+def versions() -> str:
+    """The NVIDIA driver, torch, and the CUDA version that torch is built for."""
+    found = re.search(r"\d{3,}\.\d+(\.\d+)?", DRIVER.read_text()) if DRIVER.is_file() else None
+    driver, cuda = found[0] if found else "none", torch.version.cuda or "none"
+    return f"NVIDIA driver {driver}, torch {torch.__version__} for CUDA {cuda}"

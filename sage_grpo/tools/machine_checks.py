@@ -1,0 +1,146 @@
+"""The short doctor: whether this machine can run a configuration, in seconds and without loading the model."""
+
+import math
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from sage_grpo.config import Config, default_dtype
+from sage_grpo.host import available_memory
+from sage_grpo.models import open_backbone
+from sage_grpo.parallel.device import choose_device, versions
+from sage_grpo.rewards import ALIASES
+from sage_grpo.rewards.base import Setup, build_reward
+from sage_grpo.rewards.videoalign_folder import check_folder
+from sage_grpo.tools.doctor_checks import Finding, judged, memory_finding
+from sage_grpo.tools.plan import GB, architecture_of, backbone_of, plan_of
+from sage_grpo.tools.plan_memory import checkpoint_bytes, disk_bytes, snapshot_bytes
+from sage_grpo.tools.plan_model import BYTES, Plan, times
+
+PROCESS = 6e9  # host bytes of a rank: Python, CUDA, and the largest tensors while encoders load (assumed)
+BLOCK, LARGEST, LONGEST = 32 << 20, 1 << 30, 3.0  # of the write test: bytes at once, bytes and seconds at most
+REWARD_TIMEOUT = 20.0  # seconds
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A run, and its part on this machine."""
+
+    plan: Plan
+    device: str  # cuda or cpu
+    refused: str  # why that device cannot be used
+    ranks: int  # processes on this machine
+    place: Path  # the run folder, or as much of its path as exists
+
+
+def machine_of(config: Config, ranks: int, ranks_here: int) -> Machine:
+    backbone = backbone_of(config.pretrained_model_root, config.pretrained_transformer_version)
+    device, refused, run = "cuda", "", Path(config.output_dir).absolute()
+    try:
+        device = choose_device(config.device, lambda: architecture_of(backbone).parameters)
+    except ValueError as error:
+        refused = str(error)
+    plan = plan_of(replace(config, dtype=config.dtype or default_dtype(device)), ranks)
+    return Machine(plan, device, refused, ranks_here, next(p for p in (run, *run.parents) if p.exists()))
+
+
+def check_model(machine: Machine) -> Iterator[Finding]:
+    folder, size = machine.plan.config.pretrained_model_root, machine.plan.model.parameters / 1e9
+    open_backbone(folder, version=machine.plan.config.pretrained_transformer_version)
+    yield Finding("model", "ok", f"{folder} is complete: {size:.2f} B parameters")
+
+
+def check_gpus(machine: Machine) -> Iterator[Finding]:
+    """Whether torch can compute on each GPU, and whether the run fits."""
+    if machine.refused or machine.device == "cpu":
+        yield judged("gpus", not machine.refused, machine.refused or "none needed: the run is on the CPU", "")
+        return
+    here, count = range(machine.ranks), torch.cuda.device_count()
+    if count < machine.ranks:
+        remedy = "set NUM_GPUS, or mind CUDA_VISIBLE_DEVICES"
+        yield judged("gpus", False, f"torch finds {count} for {machine.ranks} processes; {versions()}", remedy)
+        return
+    squares = [torch.ones(64, 64, device=f"cuda:{number}", dtype=torch.bfloat16) for number in here]
+    wrong = [number for number, square in enumerate(squares) if (square @ square).sum().item() != 64**3]
+    text = f"{machine.ranks} of {count} x {torch.cuda.get_device_name()}; {versions()}"
+    yield judged("gpus", not wrong, text, f"GPUs {wrong} compute wrong results: leave them out")
+    yield memory_finding(machine.plan, min(torch.cuda.get_device_properties(number).total_memory for number in here))
+
+
+def check_host(machine: Machine) -> Iterator[Finding]:
+    """Host memory for loading, and then for an anchor that is kept there and for asynchronous saves."""
+    plan, c, free = machine.plan, machine.plan.config, available_memory()
+    offloaded = c.trust_region.anchor is not None and c.reference_mode_offload and not c.use_lora
+    anchor = machine.ranks * plan.trained.total / plan.shards * BYTES[c.dtype] * offloaded
+    loading = 2 * sum(size for size, *_ in plan.rewards) * machine.ranks / c.sp_size  # as stored, and as used
+    base = PROCESS * machine.ranks * (machine.device == "cuda")
+    needed, copy = base + max(loading, anchor), snapshot_bytes(plan)
+    text = f"{free / GB:.0f} GB of host memory are free, {needed / GB:.0f} GB are needed"
+    if needed <= free < base + anchor + copy:
+        text += f"; async_save finds no {copy / GB:.0f} GB for a copy, so training will wait for each save"
+    yield judged("host", needed <= free, text, "end other programs, or set reference_mode_offload False")
+
+
+def check_disk(machine: Machine) -> Iterator[Finding]:
+    """Room for the checkpoints of the run, of which a resumed one has some already."""
+    c, needed, free = machine.plan.config, disk_bytes(machine.plan), shutil.disk_usage(machine.place).free
+    saved = sum(file.stat().st_size for file in Path(c.output_dir, "checkpoints").rglob("*") if file.is_file())
+    text = f"{machine.place} has {free / GB:.1f} GB of room; keep_checkpoints + 1 need {needed / GB:.1f} GB"
+    text += f", of which {saved / GB:.1f} GB are there" if saved else ""
+    yield judged("disk", saved + free >= needed, text, "make room, lower keep_checkpoints, or name another output_dir")
+
+
+def check_speed(machine: Machine) -> Iterator[Finding]:
+    """Write an unnamed file where the run will be; a checkpoint must take less time than lies between two."""
+    plan, c, speed = machine.plan, machine.plan.config, write_speed(machine.place)
+    seconds = checkpoint_bytes(c, plan.trained) / speed
+    limits = [60 * c.save_minutes, c.save_interval * sum(times(plan).values()) * (machine.device == "cuda")]
+    between = min(filter(None, limits), default=math.inf)
+    text = f"{machine.place} takes {speed / GB:.2f} GB/s: {seconds:.0f} s for a checkpoint"
+    text += f", one every {between:.0f} s" if between < math.inf else ""
+    yield judged("speed", seconds <= between, text, "use a faster disk, or raise save_interval and save_minutes")
+
+
+def write_speed(folder: Path) -> float:
+    """Bytes per second that reach the disk."""
+    block, written, start = os.urandom(BLOCK), 0, time.perf_counter()
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        while written < LARGEST and time.perf_counter() - start < LONGEST:
+            written += file.write(block)
+            os.fsync(file.fileno())
+    return written / (time.perf_counter() - start)
+
+
+def check_reward(machine: Machine) -> Iterator[Finding]:
+    """Whether servers answer and folders are complete; VideoAlign's weights are not loaded."""
+    c = machine.plan.config
+    path = Path(c.reward_path or Path(c.pretrained_model_root) / "VideoReward")
+    setup = Setup(path, torch.device("cpu"), c.reward_fps, c.remote_reward_url, REWARD_TIMEOUT, REWARD_TIMEOUT)
+    names = [ALIASES.get(name, name) for name in (*c.reward_model, c.holdout_reward) if name]
+    for name in names:
+        check_folder(path) if name == "videoalign" else build_reward(name, setup)
+    yield Finding("reward", "ok", f"{' and '.join(names)} can be used")
+
+
+CHECKS = (check_model, check_gpus, check_host, check_disk, check_speed, check_reward)
+
+
+def examine_machine(machine: Machine) -> bool:
+    """Print a line per finding; returns whether all is well."""
+    good = True
+    for check in CHECKS:
+        try:
+            found = list(check(machine))
+        except (ValueError, OSError, RuntimeError) as error:  # names its remedy
+            found = [judged(check.__name__.removeprefix("check_"), False, " ".join(str(error).split()), "")]
+        for finding in found:
+            mark = "FAIL" if finding.mark == "WRONG" else finding.mark
+            print(f"{mark:<6}{finding.check:<8}{'; '.join(filter(None, (finding.text, finding.remedy)))}", flush=True)
+            good = good and mark != "FAIL"
+    return good
