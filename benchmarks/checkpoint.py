@@ -39,7 +39,7 @@ class Block(NamedTuple):
 def measure(trainer: Trainer) -> list[Block]:
     """Train; returns the blocks in order, alternating with and without a save."""
     blocks: list[Block] = []
-    save, begun = trainer.save, time.perf_counter()
+    save, begun = trainer.saves.begin, time.perf_counter()
 
     def save_every_second(must: bool = True) -> None:
         nonlocal begun
@@ -50,7 +50,7 @@ def measure(trainer: Trainer) -> list[Block]:
         blocks.append(Block(reached - begun, now - reached))
         begun = now
 
-    trainer.save = save_every_second
+    trainer.saves.begin = save_every_second
     trainer.train()
     return blocks
 

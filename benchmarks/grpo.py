@@ -125,7 +125,7 @@ def measure(trainer: Trainer) -> tuple[list[dict[str, Any]], list[dict[str, floa
         plain()
 
     watched_phases(meter)
-    trainer.finish_iteration, trainer.save = finish, lambda must=True: None
+    trainer.finish_iteration, trainer.saves.begin = finish, lambda must=True: None
     with meter.watch():
         trainer.train()
     lines = map(json.loads, (trainer.run.path / "metrics.jsonl").read_text().splitlines())

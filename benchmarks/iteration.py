@@ -124,7 +124,7 @@ class PlainLoop:
         watch, trainer = Stopwatch(self.device), self.trainer
         micro_batches = [trajectory.micro_batch for trajectory in batch]
         with watch.phase("text encoding"):
-            conditions = self.encode([trainer.prompts[one.prompt].text for one in micro_batches])
+            conditions = self.encode([trainer.prompts[one.prompts[0]].text for one in micro_batches])
         with watch.phase("rollout"):
             planned = zip(micro_batches, conditions, strict=True)
             paths = [self.roll_out(one, cond, step, schedule) for one, cond in planned]
@@ -167,7 +167,7 @@ class PlainLoop:
     @torch.no_grad()
     def roll_out(self, micro_batch: MicroBatch, cond: list[Tensor], step: int, schedule: Schedule) -> Rollout:
         first, noise = counter_noise(
-            self.trainer.shape, self.config.seed, micro_batch.samples, "rollout", micro_batch.prompt, step
+            self.trainer.shape, self.config.seed, micro_batch.samples, "rollout", micro_batch.prompts, step
         )
         path = Rollout(cond, [first.to(self.device)], [])
         for i in tqdm(range(schedule.num_steps), "rollout", leave=False):

@@ -41,7 +41,7 @@ from benchmarks.parts import (
     stop_on_signal,
 )
 from sage_grpo.flags import parse
-from sage_grpo.models.shards import Shards
+from sage_grpo.models.shards import open_shards
 from sage_grpo.models.weights import open_folder
 from sage_grpo.tools.plan import plan_of
 from sage_grpo.tools.plan_memory import memory
@@ -304,13 +304,13 @@ def compared(reference: Path, run: Path, model: Path) -> Results:
 
 def weights_apart(reference: Path, run: Path, model: Path) -> Results:
     """Largest difference, share of equal weights, and the norm of the difference over that of the change."""
-    ours, theirs = (Shards(newest_checkpoint(path)) for path in (run, reference))
-    if set(ours.names("weights")) != set(theirs.names("weights")):
+    ours, theirs = (open_shards(newest_checkpoint(path))["weights"] for path in (run, reference))
+    if set(ours.names) != set(theirs.names):
         raise ValueError("the runs train different tensors")
     start, largest = open_folder(model / "transformer"), 0.0
     sums = dict.fromkeys(("equal", "count", "apart", "change"), 0.0)
-    for name in theirs.names("weights"):
-        a, b = (shards.read(f"weights/{name}") for shards in (ours, theirs))
+    for name in theirs.names:
+        a, b = ours.read(name), theirs.read(name)
         largest = max(largest, (a - b).abs().max().item())
         sums["equal"] += (a == b).sum().item()
         sums["count"] += a.numel()

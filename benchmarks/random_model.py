@@ -60,9 +60,7 @@ class Writer:
         sizes = {name: math.prod(shape) * self.dtype.itemsize for name, shape in shapes.items()}
         files = plan_files(sizes, FILE_BYTES)
         if len(files) > 1:
-            (folder / INDEX).write_text(
-                index_text({n: f for f, names in files.items() for n in names}, sum(sizes.values()))
-            )
+            (folder / INDEX).write_text(index_text(files, sum(sizes.values())))
         for file, names in files.items():
             self.file(folder / file, {name: shapes[name] for name in names})
         return sum(p.numel() for p in model.parameters())

@@ -22,6 +22,7 @@ from pathlib import Path
 import diffusers
 import torch
 from diffusers import AutoencoderKLHunyuanVideo15
+from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanVideo15CausalConv3d
 from torch import Tensor, nn
 
 from sage_grpo.models.hunyuan15.backbone import Hunyuan15
@@ -65,7 +66,7 @@ def moving_disc(frames: int, height: int, width: int) -> Tensor:
 def decoded(backbone: Hunyuan15, latents: Tensor) -> tuple[Tensor, float]:
     """Pixels in gray levels, and the largest absolute output of a layer."""
     largest: list[Tensor] = []
-    layers = [layer for layer in backbone.vae.modules() if isinstance(layer, nn.Conv3d)]
+    layers = [layer for layer in backbone.vae.modules() if isinstance(layer, (nn.Conv3d, HunyuanVideo15CausalConv3d))]
     hooks = [
         layer.register_forward_hook(lambda _, inputs, output: largest.append(output.abs().max().double()))
         for layer in layers

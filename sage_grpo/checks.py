@@ -89,6 +89,8 @@ def _check_batch(config: Config, ranks: int) -> None:
             f"{' or '.join(map(str, nearest))}"
         )
     slice_size = min(batch, group)
+    if config.prompts_per_forward > 1 and config.enable_fsdp:
+        raise ConfigError("prompts_per_forward is above 1; ranks of a sharded model would run different forwards")
     if config.micro_batch_size and slice_size % config.micro_batch_size:
         raise ConfigError(
             f"micro_batch_size is {config.micro_batch_size}; it must divide the {slice_size} videos of a prompt"

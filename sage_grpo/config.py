@@ -71,14 +71,10 @@ class OptimizerFlags:
 
     learning_rate: float = flag(1e-5, "learning rate after the warm-up", low=0)
     weight_decay: float = flag(0.01, "decoupled weight decay", low=0)
-    adam_eps: float = flag(
-        1e-15, "eps of AdamW and Muon: gradients far below it do not move a parameter", low=1e-30, high=1
-    )
+    adam_eps: float = flag(1e-15, "eps of AdamW and Muon: far smaller gradients have no effect", low=1e-30, high=1)
     max_grad_norm: float = flag(1.0, "norm to which the gradient is clipped", above=0)
     warmup_steps: int = flag(0, "linear warm-up of the learning rate, in optimizer steps", low=0)
-    optimizer: str = flag(
-        "adamw", "muon trains the 2-D weights of the blocks with Muon, the rest with AdamW", choices=("adamw", "muon")
-    )
+    optimizer: str = flag("adamw", "muon: Muon for the blocks' matrices, AdamW for the rest", choices=("adamw", "muon"))
     max_steps: int = flag(10000, "GRPO iterations, one rollout batch each", low=0)
     batch_size: int = flag(2, "videos per data-parallel rank and rollout", low=1, high=MOST_VIDEOS)
     num_generations: int = flag(4, "videos per prompt: the size of a group", low=2, high=MOST_VIDEOS)
@@ -91,31 +87,19 @@ class OptimizerFlags:
 class ParallelFlags:
     """Parallelism and precision"""
 
-    device: str = flag(
-        "auto",
-        "auto is the GPU, or if none can be used and the model has at most 100 M parameters, the CPU",
-        choices=("auto", "cuda", "cpu"),
-    )
+    device: str = flag("auto", "auto: a GPU; for at most 100 M parameters also a CPU", choices=("auto", "cuda", "cpu"))
     sp_size: int = flag(1, "sequence-parallel degree: ranks that share each clip", low=1)
     dp_replicate: int = flag(1, "replicas of the sharded model (HSDP)", low=1)
     enable_fsdp: bool = flag(False, "shard the model over all ranks; bf16 with fp32 master weights needs it")
-    reduce_once: bool | None = flag(
-        None,
-        "sum gradients over ranks once per optimizer step; with all weights this takes 33 GB more",
-        shown="True with LoRA",
-    )
+    reduce_once: bool | None = flag(None, "sum gradients once per step; all weights: 33 GB more", shown="with LoRA")
     gather_for_rollout: bool = flag(False, "keep weights gathered during a rollout: faster, 17 GB more")
     enable_gradient_checkpointing: bool = flag(True, "recompute blocks in the backward pass")
     checkpointing_fraction: float = flag(1.0, "share of the blocks that are recomputed", low=0, high=1)
     keep_attention: bool = flag(False, "keep the attention of recomputed blocks: faster, more memory")
-    dtype: str | None = flag(
-        None, "precision of the computation", choices=("fp32", "bf16"), shown="bf16 on a GPU, fp32 on a CPU"
-    )
+    dtype: str | None = flag(None, "compute precision", choices=("fp32", "bf16"), shown="fp32 on a CPU, else bf16")
     master_weight_type: str = flag("fp32", "precision of the trained parameters", choices=("fp32", "bf16"))
     compile: bool = flag(False, "compile the transformer blocks")
-    collective_timeout: float = flag(
-        600, "seconds that ranks wait for each other, and twice what a reward may take", above=0
-    )
+    collective_timeout: float = flag(600, "seconds that ranks wait for each other; a reward may take half", above=0)
     start_timeout: float = flag(1800, "seconds that ranks wait for each other at the start", above=0)
 
 
@@ -126,9 +110,7 @@ class LoraFlags:
     use_lora: bool = flag(False, "train an adapter instead of all weights")
     lora_r: int = flag(32, "rank of the adapter", low=1, high=MOST_RANK)
     lora_alpha: float = flag(64, "scale of the adapter: lora_alpha / lora_r", above=0)
-    lora_target_modules: tuple[str, ...] | None = flag(
-        None, "linear layers of the transformer blocks that get an adapter", shown="all of attention"
-    )
+    lora_target_modules: tuple[str, ...] | None = flag(None, "layers of a block to adapt", shown="all of attention")
     pretrained_lora_path: str | None = flag(None, "adapter folder to start from", shown="a new adapter")
 
 
@@ -140,15 +122,14 @@ class RolloutFlags:
     eta: float = flag(0.5, "exploration scale", above=0)
     num_sampling_steps: int = flag(20, "denoising steps of a rollout", low=1, high=MOST_STEPS)
     timestep_shift: float | None = flag(None, "shift of the noise schedule", above=0, shown=OWN)
-    guidance_scale: float | None = flag(
-        None, "classifier-free guidance, in rollout and training alike", low=0, shown=OWN
-    )
+    guidance_scale: float | None = flag(None, "classifier-free guidance, in training too", low=0, shown=OWN)
     num_frames: int | None = flag(None, "frames of a clip", low=1, high=MOST_FRAMES, shown=OWN)
     height: int | None = flag(None, "height of a clip in pixels", low=1, high=MOST_PIXELS, shown=OWN)
     width: int | None = flag(None, "width of a clip in pixels", low=1, high=MOST_PIXELS, shown=OWN)
     fps: int | None = flag(None, "frames per second of a clip", low=1, high=MOST_FRAMES, shown=OWN)
     negative_prompt: str = flag("", "prompt of the negative branch of guidance")
     micro_batch_size: int | None = flag(None, "videos per forward", low=1, shown="all of one prompt on the rank")
+    prompts_per_forward: int = flag(1, "prompts that share a forward if their texts are equally long", low=1)
     same_init_noise: bool = flag(False, "start all clips of a group from the same noise")
     sde_window: str = flag("all", "steps that explore: all, all_but_last, random:SIZE or slide:SIZE[:EVERY]")
     timestep_fraction: float = flag(1.0, "share of the exploring steps that each rollout trains", above=0, high=1)
@@ -195,12 +176,8 @@ class RewardFlags:
     reward_weights: dict[str, Any] = flag(  # noqa: RUF009 - flag makes a default factory of it
         {"VQ": 0.5, "MQ": 0.5, "TA": 1.0}, "JSON object of score weights; with several rewards one object for each"
     )
-    reward_path: str | None = flag(
-        None, "VideoReward folder, with the weights of other rewards beside it", shown="in the model folder"
-    )
-    remote_reward_url: str | None = flag(
-        None, "http://HOST:PORT of a reward server, whose token is in the environment", shown="none"
-    )
+    reward_path: str | None = flag(None, "VideoReward folder, other rewards beside it", shown="in the model folder")
+    remote_reward_url: str | None = flag(None, "http://HOST:PORT of a reward server", shown="none")
     holdout_reward: str | None = flag(None, "reward that validation reports and training never sees", shown="none")
     stop_on_hacking: bool = flag(False, "stop when validation finds the reward up and the held-out one down")
     max_reward_failures: float = flag(0.25, "share of failed rewards in a batch that stops the run", low=0, high=1)
@@ -219,9 +196,7 @@ class ValidationFlags:
     num_validation_prompts: int | None = flag(None, "how many of them are used, the first ones", low=1, shown="all")
     validate_video_length: int | None = flag(None, "frames of a validation clip", low=1, high=MOST_FRAMES, shown=OWN)
     validation_timestep_shift: float | None = flag(None, "shift of validation's noise schedule", above=0, shown=OWN)
-    validation_num_inference_steps: int | None = flag(
-        None, "denoising steps of validation, by the ODE", low=1, high=MOST_STEPS, shown=OWN
-    )
+    validation_num_inference_steps: int | None = flag(None, "steps of its ODE", low=1, high=MOST_STEPS, shown=OWN)
     validation_fixed_size: str | None = flag(None, "size of a validation clip, HEIGHTxWIDTH", shown=OWN)
     validation_global_seed: int = flag(930, "seed of validation prompts that name none", low=0, high=2**63)
     validation_videos: int | None = flag(None, "clips of a validation that are kept as videos", low=0, shown="all")
@@ -234,9 +209,7 @@ class OutputFlags:
     save_interval: int = flag(100, "iterations between checkpoints; 0: only at the end", low=0)
     save_minutes: float = flag(0, "also save when the last checkpoint is this many minutes old; 0: never", low=0)
     async_save: bool = flag(True, "write checkpoints during training, from a copy in host memory")
-    export_interval: int = flag(
-        0, "iterations between checkpoints that also hold all weights in diffusers layout; 0: only the last", low=0
-    )
+    export_interval: int = flag(0, "iterations between checkpoints that diffusers can read; 0: only the last", low=0)
     keep_checkpoints: int = flag(3, "number of newest checkpoints that are kept", low=1)
     resume_from_checkpoint: str | None = flag(
         None,
@@ -244,9 +217,7 @@ class OutputFlags:
         "written while the run diverged",
         shown="a new run",
     )
-    init_from_checkpoint: str | None = flag(
-        None, "checkpoint of another run whose weights, and nothing else, start this one", shown="none"
-    )
+    init_from_checkpoint: str | None = flag(None, "checkpoint whose weights alone start a new run", shown="none")
     log_interval: int = flag(1, "iterations between lines of metrics", low=1)
     report_to: tuple[str, ...] = flag(("tensorboard",), "trackers: tensorboard, wandb, none")
 

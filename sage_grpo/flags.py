@@ -15,6 +15,7 @@ import sys
 import typing
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -98,15 +99,10 @@ def from_values(*sources: Mapping[str, Any]) -> Config:
 
 def _check_retired(name: str, raw: Any) -> None:
     only, reason = RETIRED[name]
-    if str(raw) != str(only) and not (isinstance(only, float) and _is_number(raw, only)):
-        raise ConfigError(f"{name} is {raw!r}; only {only} is possible: {reason}")
-
-
-def _is_number(raw: Any, expected: float) -> bool:
-    try:
-        return float(raw) == expected
-    except (TypeError, ValueError):
-        return False
+    with suppress(ValueError):
+        if CONVERTERS[type(only)](raw) == only:
+            return
+    raise ConfigError(f"{name} is {raw!r}; only {only} is possible: {reason}")
 
 
 def base_type(name: str) -> type:
@@ -171,25 +167,20 @@ def _boolean(raw: Any) -> bool:
 
 
 def _whole(raw: Any) -> int:
-    if isinstance(raw, bool) or (isinstance(raw, float) and not raw.is_integer()):
-        raise ValueError("a whole number is expected")
-    value = _number(int, raw, "a whole number is expected")
+    value = _number(raw, int, "a whole number is expected")
     if abs(value) >= 2**63:
         raise ValueError("a whole number of at most 63 bits is expected")
     return value
 
 
-def _real(raw: Any) -> float:
-    if isinstance(raw, bool):
-        raise ValueError("a number is expected")
-    return _number(float, raw, "a number is expected")
-
-
-def _number(kind: Callable[[Any], Any], raw: Any, complaint: str) -> Any:
+def _number(raw: Any, kind: type = float, complaint: str = "a number is expected") -> Any:
     try:
-        return kind(raw)
+        value = kind(raw)
     except (ValueError, TypeError, OverflowError) as error:
         raise ValueError(complaint) from error
+    if isinstance(raw, bool) or (isinstance(raw, float) and value != raw == raw):
+        raise ValueError(complaint)
+    return value
 
 
 def _text(raw: Any) -> str:
@@ -209,7 +200,7 @@ CONVERTERS: dict[type, Callable[[Any], Any]] = {
     dict: _mapping,
     bool: _boolean,
     int: _whole,
-    float: _real,
+    float: _number,
     str: _text,
 }
 

@@ -77,10 +77,10 @@ def printable(text: Any) -> str:
     return "".join(letter for letter in " ".join(str(text).split()) if letter.isprintable())[:300]
 
 
-def write_json(path: Path, values: Any) -> None:
+def write_json(path: Path, values: Any, ensure_ascii: bool = True) -> None:
     """Replace a file atomically: readers see either the old or the new content."""
     draft = path.with_name(f"{path.name}.tmp")
-    draft.write_text(json.dumps(finite(values), indent=1) + "\n")
+    draft.write_text(json.dumps(finite(values), indent=1, ensure_ascii=ensure_ascii) + "\n", encoding="utf-8")
     os.replace(draft, path)
 
 

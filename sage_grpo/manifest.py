@@ -10,6 +10,8 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
+from sage_grpo.json_files import printable
+
 NAME = "manifest.json"
 
 
@@ -50,20 +52,21 @@ def commit(draft: Path, target: Path, hashes: Mapping[str, str], on_sync: Callab
         raise FileNotFoundError(
             f"{draft / missing[0]} was written by another process and is not here; its folder must be shared"
         )
-    for path in (*(p for p in draft.rglob("*") if p.is_dir()), draft):
+
+    def settle(path: Path) -> None:
         sync(path)
         on_sync()
+
+    for path in (*(p for p in draft.rglob("*") if p.is_dir()), draft):
+        settle(path)
     text = json.dumps({"files": dict(sorted(hashes.items()))}, indent=1) + "\n"
     (draft / f"{NAME}.tmp").write_text(text)
-    sync(draft / f"{NAME}.tmp")
-    on_sync()
+    settle(draft / f"{NAME}.tmp")
     os.rename(draft / f"{NAME}.tmp", draft / NAME)
-    sync(draft)
-    on_sync()
+    settle(draft)
     old = _set_aside(target) if target.exists() else None
     os.rename(draft, target)
-    sync(target.parent)
-    on_sync()
+    settle(target.parent)
     if old:
         shutil.rmtree(old)
 
@@ -85,7 +88,7 @@ def read(folder: Path) -> dict[str, str]:
         files = json.loads(_regular(folder / NAME).read_text())["files"]
         sound = isinstance(files, dict) and all(isinstance(value, str) for value in files.values())
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise Damaged(f"{folder / NAME} cannot be read ({type(error).__name__}: {_line(error)})") from error
+        raise Damaged(f"{folder / NAME} cannot be read ({type(error).__name__}: {printable(error)})") from error
     if not sound or any(Path(name).is_absolute() or ".." in Path(name).parts for name in files):
         raise Damaged(f"{folder / NAME} is not a list of files in this folder with their hashes")
     return files
@@ -107,7 +110,7 @@ def check_file(folder: Path, name: str) -> None:
     try:
         found = file_sha256(_regular(folder / name))
     except OSError as error:
-        raise Damaged(f"{folder / name} cannot be read ({_line(error)})") from error
+        raise Damaged(f"{folder / name} cannot be read ({printable(error)})") from error
     if found != read(folder).get(name):
         raise Damaged(f"{folder / name} was changed after it was written: its SHA-256 is not that of {NAME}")
 
@@ -124,7 +127,3 @@ def _regular(path: Path) -> Path:
     if path.exists() and not path.is_file():
         raise OSError("not a file")
     return path
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())

@@ -20,6 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 from sage_grpo.config import default_dtype
 from sage_grpo.data.requests import Request, read_requests
 from sage_grpo.models import open_backbone
+from sage_grpo.parallel.device import choose_device
 from sage_grpo.train.build import DTYPES, prompts_of
 
 
@@ -30,9 +31,15 @@ def prompts_to_encode(files: Sequence[str] | None, folder: Path) -> list[Request
     return [prompt for file in files for prompt in read_requests(file)]
 
 
+def encoder_size(folder: Path) -> int:
+    """Parameters of the text encoders, which are stored in bf16."""
+    return sum(file.stat().st_size for file in folder.glob("text_encoder*/**/*.safetensors")) // 2
+
+
 def encode(args: argparse.Namespace, rank: int, count: int) -> str:
     """Fill the cache; returns a summary of these prompts in it."""
-    device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if args.device == "cuda" else "cpu")
+    kind = choose_device(args.device, lambda: encoder_size(args.model_root))
+    device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if kind == "cuda" else "cpu")
     dtype = DTYPES[args.dtype or default_dtype(device.type)]
     named = prompts_to_encode(args.prompts, args.model_root)
     requests = list(dict.fromkeys(request.content for request in (Request(args.negative_prompt), *named)))
@@ -56,7 +63,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--prompts", nargs="+", metavar="FILE", help=".txt, .csv or .jsonl; default: as post_train.py, both kinds")
     add("--negative_prompt", default="", help="prompt of the negative branch of guidance; default: empty")
     add("--prompt_cache", type=Path, required=True, metavar="DIR", help="the folder to give post_train.py")
-    add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="as that of the run; default: %(default)s")
     add("--dtype", choices=DTYPES, help="as that of the run; default: bf16 on a GPU, fp32 on a CPU")
     return parser.parse_args(arguments)
 

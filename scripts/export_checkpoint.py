@@ -27,7 +27,7 @@ from sage_grpo.models.hunyuan15.folder import ModelFolder
 from sage_grpo.models.hunyuan15.tencent import RULES, SETTINGS, transformer_config, translate
 from sage_grpo.models.hunyuan15.transformer import PackedTransformer
 from sage_grpo.models.lora import LORA_FILE, read_adapter
-from sage_grpo.models.shards import TrainedWeights
+from sage_grpo.models.shards import trained_weights
 from sage_grpo.models.weights import Rows, Weights, check_names, open_folder, save_weights
 
 NAMED = ("target_size", "task_type")  # encoded in the folder name in Tencent's layout
@@ -57,7 +57,7 @@ def write_diffusers(checkpoint: Path, folder: Path, model_path: Path | None) -> 
 
 def trained(checkpoint: Path, base: Weights) -> Iterator[tuple[str, Tensor]]:
     """Transformer tensors, one at a time, from the ranks' shards; the model gives what was never trained."""
-    weights = TrainedWeights(checkpoint, base)
+    weights = trained_weights(checkpoint, base)
     check_names(weights, {name: base.shape(name) for name in base.names})
     return ((name, weights.read(name)) for name in weights.names)
 

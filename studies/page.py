@@ -170,7 +170,7 @@ FIGURES: dict[str, tuple[tuple[int, int], Draw]] = {  # study -> rows and column
 
 def draw(path: Path, shape: tuple[int, int], plot: Callable[[np.ndarray], None], share: bool | str = False) -> None:
     """A figure with a grid of panels; `share` is matplotlib's `sharey`."""
-    with matplotlib.rc_context(STYLE | {"axes.titlesize": 9, "legend.fontsize": 7}):
+    with matplotlib.rc_context({"axes.titlesize": 9, "legend.fontsize": 7}, STYLE):
         figure = Figure(figsize=(SIZE[0] * shape[1], SIZE[1] * shape[0]), layout="constrained")
         plot(figure.subplots(*shape, squeeze=False, sharey=share))
         figure.savefig(path, dpi=110, metadata={"Software": None})

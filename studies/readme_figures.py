@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> None:
     except RunError as error:
         sys.exit(f"readme_figures.py: {error}")
     args.output.mkdir(parents=True, exist_ok=True)
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(fname=STYLE):
         before_after(args.run, steps[0], steps[-1]).savefig(args.output / "before_after.png", dpi=110)
         curves(run).savefig(args.output / "demo_curves.png", dpi=130)
 

@@ -14,6 +14,7 @@ PACKAGE = ROOT / "sage_grpo"
 LAYERS = [  # folders and modules of the package; each imports from its own layer and from those before it
     {
         "algo",
+        "background",
         "parallel",
         "json_files",
         "manifest",
@@ -32,7 +33,7 @@ LAYERS = [  # folders and modules of the package; each imports from its own laye
     {"tools"},
 ]
 OUTSIDE = {"studies", "benchmarks", "embedded", "scripts", "tests", "post_train", "generate"}
-GOLD = {f"embedded.shapes.{name}" for name in ("oracle", "search", "fit", "world")}
+GOLD = {f"embedded.shapes.{name}" for name in ("judge", "oracle", "search", "fit", "world")}
 
 
 def import_statements(node: ast.AST, in_functions: bool) -> Iterator[ast.Import | ast.ImportFrom]:

@@ -29,7 +29,7 @@ PHASES = {  # what is wrapped in each module, and the name of its phase
     "sage_grpo.models.embeddings": {"Embeddings.prepare": "encode prompts"},
     "sage_grpo.train.build": {"build_rewards_of": "load reward", "prepare_transformer": "load transformer"},
     "sage_grpo.train.checkpoint": {"load": "load checkpoint"},
-    "sage_grpo.train.trainer": {"Trainer.save": "save"},
+    "sage_grpo.train.saving": {"Saves.begin": "save"},
     "sage_grpo.train.metrics": {"Stopwatch.phase": ""},  # a context that is given its name
     "sage_grpo.models.hunyuan15.backbone": {"Hunyuan15.decode": "decode clips"},
     "sage_grpo.models.backbone": {"Backbone.load_weights": "load weights"},

@@ -33,11 +33,7 @@ class TrustRegion:
 
 
 def trust_region(
-    kl_weight: float,
-    use_moving_KL: bool,
-    use_dual_kl: bool,
-    dual_kl_moving_weight: float,
-    dual_kl_step_weight: float,
+    kl_weight: float, use_moving_KL: bool, use_dual_kl: bool, dual_kl_moving_weight: float, dual_kl_step_weight: float
 ) -> TrustRegion:
     """The strategy selected by the flags: no, fixed, step-wise, moving, dual moving or dual fixed KL."""
     position, velocity = dual_kl_moving_weight, dual_kl_step_weight * use_dual_kl

@@ -95,10 +95,14 @@ def _integer(value: object, key: str, where: str) -> int | None:
     return int(text)
 
 
+def _lines(text: str, path: Path) -> Iterator[tuple[str, str]]:
+    """Lines that are not empty, and where they are."""
+    lines = enumerate(io.StringIO(text, newline=None), 1)
+    return ((f"{path} line {number}", line.strip()) for number, line in lines if line.strip())
+
+
 def _txt(text: str, path: Path) -> Iterator[tuple[str, dict]]:
-    for number, line in enumerate(io.StringIO(text, newline=None), 1):
-        if line.strip():
-            yield f"{path} line {number}", {"prompt": line.strip()}
+    return ((where, {"prompt": line}) for where, line in _lines(text, path))
 
 
 def _csv(text: str, path: Path) -> Iterable[tuple[str, dict]]:
@@ -112,13 +116,11 @@ def _csv(text: str, path: Path) -> Iterable[tuple[str, dict]]:
 
 
 def _jsonl(text: str, path: Path) -> Iterator[tuple[str, dict]]:
-    for number, line in enumerate(io.StringIO(text, newline=None), 1):
-        if not line.strip():
-            continue
+    for where, line in _lines(text, path):
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} line {number}: not JSON ({error})") from error
+            raise ValueError(f"{where}: not JSON ({error})") from error
         if not isinstance(row, dict):
-            raise ValueError(f"{path} line {number}: expected an object with the key `prompt`")
-        yield f"{path} line {number}", row
+            raise ValueError(f"{where}: expected an object with the key `prompt`")
+        yield where, row

@@ -29,7 +29,7 @@ from sage_grpo.models.cost import Architecture
 from sage_grpo.models.denoiser import Denoiser
 from sage_grpo.models.embeddings import Conditioning, Embeddings, Encoder
 from sage_grpo.models.lora import LORA_FILE, POLICY, adapter_file, read_adapter
-from sage_grpo.models.shards import TrainedWeights, rank_file
+from sage_grpo.models.shards import rank_file, trained_weights
 from sage_grpo.models.weights import (
     INDEX,
     Weights,
@@ -161,7 +161,10 @@ class Backbone(ABC):
 
     @abstractmethod
     def branch(self, x: Tensor, sigma: Tensor | float, cond: Conditioning) -> Tensor:
-        """Velocity without guidance, at least fp32, for latents x (B, C, T, y, x); sigma is a scalar or (B,)."""
+        """Velocity without guidance, at least fp32, for latents x (B, C, T, y, x); sigma is a scalar or (B,).
+
+        With prompts_per_forward, `cond` may be of several prompts: its tensors then have the B clips as first axis.
+        """
 
     def velocity(self, x: Tensor, sigma: Tensor | float, cond: Conditioning, guidance: Guidance) -> Tensor:
         """Guided velocity, shape of x (B, C, T, y, x), at least fp32."""
@@ -221,7 +224,7 @@ class Backbone(ABC):
     def trained_weights(self, checkpoint: Path) -> Weights:
         """All weights of a full fine-tuning run's checkpoint."""
         folder = checkpoint / "transformer"
-        return open_folder(folder) if folder.is_dir() else TrainedWeights(checkpoint, self.open_weights())
+        return open_folder(folder) if folder.is_dir() else trained_weights(checkpoint, self.open_weights())
 
     def load_weights(self, path: str | Path | None) -> None:
         """Use post-trained weights: a folder with `transformer/`, a LoRA folder, or a file; None for the base model."""
@@ -258,7 +261,8 @@ class Backbone(ABC):
             adapter = adapter_file(self.transformer, POLICY)
             return {} if rank else {LORA_FILE: adapter}
         parameters, files = dict(self.transformer.named_parameters()), {}
-        plan = plan_files({name: p.numel() * p.element_size() for name, p in parameters.items()})
+        sizes = {name: p.numel() * p.element_size() for name, p in parameters.items()}
+        plan = plan_files(sizes)
         for number, (file, names) in enumerate(plan.items()):
             mine = number % count == rank
             found = ((name, full_tensor(parameters[name])) for name in names)
@@ -267,9 +271,7 @@ class Backbone(ABC):
         if not rank:
             files["transformer/config.json"] = self.transformer.to_json_string()
         if not rank and len(plan) > 1:
-            total = sum(p.numel() * p.element_size() for p in parameters.values())
-            weight_map = {name: file for file, names in plan.items() for name in names}
-            files[f"transformer/{INDEX}"] = index_text(weight_map, total)
+            files[f"transformer/{INDEX}"] = index_text(plan, sum(sizes.values()))
         return files
 
     # for the planner and the doctor

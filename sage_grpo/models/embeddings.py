@@ -33,6 +33,15 @@ class Conditioning:
         moved = {name: value.to(device=device, dtype=dtype) for name, value in self.tensors().items()}
         return dataclasses.replace(self, **moved)
 
+    @property
+    def shapes(self) -> tuple[torch.Size, ...]:
+        return tuple(value.shape for value in self.tensors().values())
+
+    def together(self, others: "Sequence[Conditioning]") -> "Conditioning":
+        """The conditionings of several clips, equal in shape, with the clips as the first axis of each tensor."""
+        rows = [other.tensors() for other in others]
+        return dataclasses.replace(self, **{name: torch.stack([row[name] for row in rows]) for name in rows[0]})
+
 
 class Encoder(Protocol):
     """The encoders of a model folder, loaded on first use."""

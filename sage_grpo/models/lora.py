@@ -24,9 +24,8 @@ POLICY, ANCHOR = "policy", "anchor"
 PREFIX = "transformer."
 # allowed settings of a saved adapter: those that affect its forward, and those without effect once it is loaded
 KINDS = {"r": int, "lora_alpha": float, "use_rslora": bool}
-SETTINGS = (*KINDS, "target_modules")
-UNUSED = ("peft_type", "peft_version", "task_type", "base_model_name_or_path", "revision", "auto_mapping")
-UNUSED += ("inference_mode", "init_lora_weights", "lora_dropout")
+ALLOWED = (*KINDS, "target_modules", "peft_type", "peft_version", "task_type", "base_model_name_or_path", "revision")
+ALLOWED += ("auto_mapping", "inference_mode", "init_lora_weights", "lora_dropout")
 
 
 def target_layers(transformer: Denoiser, names: Sequence[str]) -> list[str]:
@@ -42,12 +41,7 @@ def target_layers(transformer: Denoiser, names: Sequence[str]) -> list[str]:
 
 
 def add_adapters(
-    transformer: Denoiser,
-    rank: int,
-    alpha: float,
-    names: Sequence[str],
-    dtype: torch.dtype,
-    anchor: bool,
+    transformer: Denoiser, rank: int, alpha: float, names: Sequence[str], dtype: torch.dtype, anchor: bool
 ) -> None:
     """Add layers for a policy adapter and, with `anchor`, for a second one, on the transformer's device."""
     config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=target_layers(transformer, names))
@@ -117,7 +111,7 @@ def read_adapter(file: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
     except (ValueError, RecursionError, AttributeError) as error:
         raise ValueError(f"{file} has settings that are not a JSON object ({error}); save it again") from error
     plain = LoraConfig().to_dict()
-    strange = [n for n, value in settings.items() if n not in SETTINGS + UNUSED and value and value != plain.get(n)]
+    strange = [n for n, value in settings.items() if n not in ALLOWED and value and value != plain.get(n)]
     if strange:
         raise ValueError(f"{file} is not a plain LoRA: its settings name {strange[0]!r}; merge it into the weights")
     settings = {name: settings.get(name, plain[name]) for name in KINDS}

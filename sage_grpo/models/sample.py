@@ -26,12 +26,7 @@ class Transition(NamedTuple):
 
 
 def denoise(
-    backbone: Backbone,
-    schedule: Schedule,
-    x: Tensor,
-    cond: Conditioning,
-    guidance: Guidance,
-    noise: Noise,
+    backbone: Backbone, schedule: Schedule, x: Tensor, cond: Conditioning, guidance: Guidance, noise: Noise
 ) -> Iterator[Transition]:
     """Run all steps from the initial noise x; the last transition's `x_next` holds the final latents.
 
@@ -50,17 +45,19 @@ def counter_noise(
     seed: int,
     samples: Sequence[int],
     purpose: str = "generate",
-    prompt: int = 0,
+    prompt: int | Sequence[int] = 0,
     step: int = 0,
     init_samples: Sequence[int] | None = None,
 ) -> tuple[Tensor, Noise]:
     """Initial noise and per-step noise for the clips numbered `samples`, independent of batch and rank.
 
-    purpose: `generate`, or `rollout` for training. init_samples: clips whose initial noise is used instead.
+    purpose: `generate`, or `rollout` for training. prompt: of all clips, or one for each. init_samples: clips whose
+    initial noise is used instead.
     """
+    prompts = [prompt] * len(samples) if isinstance(prompt, int) else prompt
 
     def draw(kind: str, numbers: Sequence[int], index: int = 0) -> Tensor:
-        key = {"step": step, "prompt": prompt, "index": index}
-        return torch.stack([rng.normal(shape, seed, f"{purpose}_{kind}", sample=n, **key) for n in numbers])
+        keys = [{"step": step, "prompt": p, "sample": n, "index": index} for p, n in zip(prompts, numbers, strict=True)]
+        return torch.stack([rng.normal(shape, seed, f"{purpose}_{kind}", **key) for key in keys])
 
     return draw("init", init_samples or samples), lambda i: draw("sde", samples, i)

@@ -5,7 +5,7 @@ A rank of a sharded run reads only the rows it keeps, whatever the names and ord
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,6 +22,7 @@ INDEX = f"{STEM}.safetensors.index.json"
 SHOWN = 3  # names shown in an error
 
 Model = TypeVar("Model", bound=nn.Module)
+T = TypeVar("T")
 
 
 class Rows(NamedTuple):
@@ -32,80 +33,83 @@ class Rows(NamedTuple):
     of: int = 1
 
 
+class Piece(NamedTuple):
+    """`count` rows of a stored tensor, from row `first` on; a scalar counts as one row."""
+
+    stored: Any  # a slice of an open safetensors file
+    first: int
+    count: int
+
+    @classmethod
+    def whole(cls, file: Any, name: str) -> "Piece":
+        shape = (stored := file.get_slice(name)).get_shape()
+        return cls(stored, 0, shape[0] if shape else 1)
+
+    @property
+    def shape(self) -> list[int]:
+        """Of the full stored tensor."""
+        return self.stored.get_shape()
+
+
 class Weights:
     """Tensors by name, each assembled from rows of stored tensors; nothing is read until requested."""
 
-    def __init__(
-        self, where: Path, files: Mapping[str, Path], recipes: Mapping[str, Sequence[Rows]] | None = None
-    ) -> None:
-        """`files` maps stored tensors to their files. Without `recipes`, stored names are used."""
-        self.where, self._files = where, dict(files)
-        self._recipes = recipes if recipes is not None else {name: (Rows(name),) for name in files}
-        self._open: dict[Path, Any] = {}
+    def __init__(self, where: Path, pieces: Mapping[str, Sequence[Piece]]) -> None:
+        self.where, self.pieces = where, dict(pieces)
 
     @property
     def names(self) -> list[str]:
-        return list(self._recipes)
+        return list(self.pieces)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of the full tensor; () for a scalar."""
-        recipe = self._recipes[name]
-        shape = self._stored(recipe[0].source).get_shape()
-        return (sum(map(self._count, recipe)), *shape[1:]) if shape else ()
+        pieces = self.pieces[name]
+        return (sum(piece.count for piece in pieces), *pieces[0].shape[1:]) if pieces[0].shape else ()
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Copy rows start:stop of the tensor to the CPU; no other bytes are read."""
-        recipe = self._recipes[name]
-        if not self.shape(name):
-            return self._file(self._files[recipe[0].source]).get_tensor(recipe[0].source).clone()
-        start, stop, _ = slice(start, stop).indices(self.shape(name)[0])
-        pieces, before = [], 0  # rows before this piece
-        for part in recipe:
-            count = self._count(part)
+        """Copy rows start:stop of the tensor to the CPU, or all of a scalar; no other bytes are read."""
+        shape, found, before = self.shape(name), [], 0  # rows before this piece
+        if not shape:
+            return self.pieces[name][0].stored[...].clone()
+        start, stop, _ = slice(start, stop).indices(shape[0])
+        for stored, offset, count in self.pieces[name]:
             first, last = max(start - before, 0), min(stop - before, count)
-            if first < last or not pieces:  # an empty range still needs a dtype and its other dimensions
-                offset = part.block * count
-                pieces.append(self._stored(part.source)[offset + first : offset + max(first, last)])
+            if first < last or not found:  # an empty range still needs a dtype and its other dimensions
+                found.append(stored[offset + first : offset + max(first, last)])
             before += count
-        return torch.cat(pieces)  # pieces are views of the file, which may change or vanish
+        return torch.cat(found)  # a copy: what was found are views of the file, which may change or vanish
 
     def renamed(self, recipes: Mapping[str, Sequence[Rows]]) -> "Weights":
         """A view of the stored tensors under other names."""
-        return Weights(self.where, self._files, recipes)
+        return Weights(self.where, {name: [self._rows(*rows) for rows in recipe] for name, recipe in recipes.items()})
 
-    def _count(self, part: Rows) -> int:
-        length = self._stored(part.source).get_shape()[0]
-        if length % part.of:
-            raise ValueError(f"{part.source} in '{self.where}' has {length} rows, not a multiple of {part.of}.")
-        return length // part.of
-
-    def _stored(self, source: str) -> Any:
-        return self._file(self._files[source]).get_slice(source)
-
-    def _file(self, path: Path) -> Any:
-        if path not in self._open:
-            self._open[path] = open_safetensors(path)
-        return self._open[path]
+    def _rows(self, source: str, block: int, of: int) -> Piece:
+        [piece] = self.pieces[source]
+        if piece.count % of:
+            raise ValueError(f"{source} in '{self.where}' has {piece.count} rows, not a multiple of {of}.")
+        count = piece.count // of
+        return piece._replace(first=block * count, count=count)
 
 
 def open_file(path: Path) -> Weights:
     """The tensors of one file."""
-    return Weights(path, _stored_names([path], path.parent))
+    return _open(path, [path])[0]
 
 
 def open_folder(folder: Path) -> Weights:
     """All safetensors files in a folder. If there is an index, it must match the files."""
     index = next(iter(sorted(folder.glob("*.safetensors.index.json"))), None)
-    if index is None:
-        return Weights(folder, _stored_names(sorted(folder.glob("*.safetensors")), folder))
-    promised = read_index(index)
-    paths = sorted({folder / file for file in promised.values()})
-    if missing := [path.name for path in paths if not path.is_file()]:
+    promised = read_index(index) if index else {}
+    paths = sorted({folder / file for file in promised.values()} or folder.glob("*.safetensors"))
+    if not paths:
+        raise FileNotFoundError(f"'{folder}' has no *.safetensors; download that folder again.")
+    if missing := [path.name for path in paths if index and not path.is_file()]:
         raise FileNotFoundError(f"'{folder}' lacks {_some(missing)} of the files in {index.name}; download it again.")
-    files = _stored_names(paths, folder)
-    if wrong := sorted(name for name in {*promised, *files} if files.get(name) != folder / promised.get(name, "")):
+    weights, files = _open(folder, paths)
+    wrong = sorted(name for name in {*promised, *files} if files.get(name) != folder / promised.get(name, ""))
+    if index and wrong:
         raise ValueError(f"{index} disagrees with its files about {_some(wrong)}; download that folder again.")
-    return Weights(folder, files)
+    return weights
 
 
 def read_index(path: Path) -> dict[str, str]:
@@ -119,20 +123,20 @@ def read_index(path: Path) -> dict[str, str]:
     return files
 
 
-def _stored_names(paths: Sequence[Path], folder: Path) -> dict[str, Path]:
-    """The file of each tensor; missing shards and duplicate tensors are rejected."""
-    if not paths:
-        raise FileNotFoundError(f"'{folder}' has no *.safetensors; download that folder again.")
-    files: dict[str, Path] = {}
+def _open(where: Path, paths: Sequence[Path]) -> tuple[Weights, dict[str, Path]]:
+    """The tensors of some files of a folder, and the file of each; missing shards and duplicates are rejected."""
+    pieces, files = {}, {}
     for path in paths:
-        for name in open_safetensors(path).keys():  # noqa: SIM118 - not a dict
+        file = open_safetensors(path)
+        for name in file.keys():  # noqa: SIM118 - not a dict
             if name in files:
                 raise ValueError(f"{printable(name)} is in both {files[name]} and {path}; keep one of these files.")
-            files[name] = path
+            pieces[name], files[name] = [Piece.whole(file, name)], path
     counts = {int(match[1]) for path in paths if (match := re.search(r"-\d+-of-(\d+)$", path.stem))}
     if counts and counts != {len(paths)}:
+        folder = paths[0].parent
         raise FileNotFoundError(f"'{folder}' has {len(paths)} of {max(counts)} shards; download that folder again.")
-    return files
+    return Weights(where, pieces), files
 
 
 def open_safetensors(path: Path) -> Any:
@@ -185,45 +189,45 @@ def save_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], max_shard_
     if old := sorted(folder.glob(f"{STEM}*.safetensors*")):
         raise ValueError(f"'{folder}' already holds {old[0].name}; write to another folder.")
     drafts, total = [], 0
-    for shard in _shards(tensors, max_shard_bytes):
-        drafts.append((folder / f"{STEM}-{len(drafts) + 1:05d}.tmp", list(shard)))
-        total += sum(tensor.nbytes for tensor in shard.values())
+    for group in _groups(tensors, lambda tensor: tensor.nbytes, max_shard_bytes):
+        drafts.append((folder / f"{STEM}-{len(drafts) + 1:05d}.tmp", list(group)))
+        total += sum(tensor.nbytes for tensor in group.values())
+        shard = {name: tensor.detach().cpu().contiguous() for name, tensor in group.items()}
         save_file(shard, drafts[-1][0], metadata={"format": "pt"})
-        del shard  # before filling the next one
-    weight_map = {}
-    for name, (draft, names) in zip(file_names(len(drafts)), drafts, strict=True):
+        del group, shard  # before filling the next one
+    files = _by_file(drafts)
+    for name, (draft, _) in files.items():
         draft.rename(folder / name)
-        weight_map |= dict.fromkeys(names, name)
     if len(drafts) > 1:
-        (folder / INDEX).write_text(index_text(weight_map, total))
+        (folder / INDEX).write_text(index_text({name: held for name, (_, held) in files.items()}, total))
 
 
-def file_names(count: int) -> list[str]:
-    """diffusers' names of `count` files of weights."""
-    parts = [f"-{number:05d}-of-{count:05d}" for number in range(1, count + 1)] if count > 1 else [""]
-    return [f"{STEM}{part}.safetensors" for part in parts]
+def _by_file(shards: Sequence[T]) -> dict[str, T]:
+    """What belongs into each file of weights, under diffusers' names."""
+    count = len(shards)
+    names = [f"{STEM}-{number:05d}-of-{count:05d}" for number in range(1, count + 1)] if count > 1 else [STEM]
+    return {f"{name}.safetensors": shard for name, shard in zip(names, shards, strict=True)}
 
 
-def index_text(weight_map: Mapping[str, str], total: int) -> str:
-    """The index of weights in several files: the file of each tensor, and the bytes of all."""
-    return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"
+def index_text(files: Mapping[str, Iterable[str]], total: int) -> str:
+    """The index of weights in several files, given the tensors in each and the bytes of all."""
+    places = {name: file for file, names in files.items() for name in names}
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2, sort_keys=True) + "\n"
 
 
 def plan_files(sizes: Mapping[str, int], max_bytes: float = 5e9) -> dict[str, list[str]]:
     """The tensors of each file, for tensors of these bytes in this order."""
-    groups: list[list[str]] = [[]]
-    for name, size in sizes.items():
-        if groups[-1] and sum(sizes[other] for other in groups[-1]) + size > max_bytes:
-            groups.append([])
-        groups[-1].append(name)
-    return dict(zip(file_names(len(groups)), groups, strict=True))
+    return _by_file([list(group) for group in _groups(sizes.items(), int, max_bytes)])
 
 
-def _shards(tensors: Iterable[tuple[str, Tensor]], max_bytes: float) -> Iterator[dict[str, Tensor]]:
-    shard: dict[str, Tensor] = {}
-    for name, tensor in tensors:
-        if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > max_bytes:
-            yield shard
-            shard = {}
-        shard[name] = tensor.detach().cpu().contiguous()
-    yield shard
+def _groups(items: Iterable[tuple[str, T]], size: Callable[[T], int], most: float) -> Iterator[dict[str, T]]:
+    """Items in order, as many together as have `most` bytes."""
+    group: dict[str, T] = {}
+    total = 0
+    for name, item in items:
+        if group and total + size(item) > most:
+            yield group
+            group, total = {}, 0
+        group[name] = item
+        total += size(item)
+    yield group

@@ -221,15 +221,8 @@ def join_ranks(
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **alone)
     try:
         mesh = init_device_mesh(device.type, (world // sp_size, sp_size), mesh_dim_names=("dp", "sp"))
-        yield Ranks(
-            rank // sp_size,
-            world // sp_size,
-            device,
-            rank % sp_size,
-            sp_size,
-            mesh,
-            shard_mesh(device.type, world, replicas) if sharded else None,
-        )
+        shards = shard_mesh(device.type, world, replicas) if sharded else None
+        yield Ranks(rank // sp_size, world // sp_size, device, rank % sp_size, sp_size, mesh, shards)
     finally:
         dist.destroy_process_group()
 

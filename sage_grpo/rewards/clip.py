@@ -42,12 +42,8 @@ class ClipScore:
     def check(self, prompts: Sequence[str]) -> None:
         """Any text is accepted."""
 
-    def score(self, clips: Sequence[Tensor], prompts: Sequence[str], fps: float | Sequence[float]) -> dict[str, Tensor]:
-        return {"cosine": self.cosine(clips, prompts, fps)}
-
     @torch.no_grad()
-    def cosine(self, clips: Sequence[Tensor], prompts: Sequence[str], fps: float | Sequence[float]) -> Tensor:
-        """Cosine (B,), averaged over the sampled frames."""
+    def score(self, clips: Sequence[Tensor], prompts: Sequence[str], fps: float | Sequence[float]) -> dict[str, Tensor]:
         rates = video_frames.check_clips(clips, prompts, fps)
         frames = [self._pixels(clip, rate) for clip, rate in zip(clips, rates, strict=True)]
         images = self.model.get_image_features(torch.cat(frames).to(self.model.dtype)).pooler_output  # (N, D)
@@ -58,7 +54,7 @@ class ClipScore:
         counts = [len(part) for part in frames]
         repeated = texts.repeat_interleave(torch.tensor(counts, device=self.device), 0)
         cosines = torch.cosine_similarity(images.float(), repeated.float())
-        return torch.stack([part.mean() for part in cosines.split(counts)]).cpu()
+        return {"cosine": torch.stack([part.mean() for part in cosines.split(counts)]).cpu()}
 
     def _pixels(self, clip: Tensor, fps: float) -> Tensor:
         """(n, 3, side, side): resized to fit the shorter side, center-cropped along the longer one."""
@@ -77,9 +73,8 @@ class PickScore(ClipScore):
 
     names = ("pickscore",)
 
-    @torch.no_grad()
     def score(self, clips: Sequence[Tensor], prompts: Sequence[str], fps: float | Sequence[float]) -> dict[str, Tensor]:
-        return {"pickscore": self.scale * self.cosine(clips, prompts, fps) / PICKSCORE_SCALE}
+        return {"pickscore": self.scale * super().score(clips, prompts, fps)["cosine"] / PICKSCORE_SCALE}
 
 
 def load_clip(folder: Path) -> tuple[CLIPModel, CLIPTokenizer]:

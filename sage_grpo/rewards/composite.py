@@ -1,7 +1,6 @@
 """Combines one or more rewards into one number per clip; a failed reward is NaN, never a number."""
 
 import math
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sage_grpo.background import within
 from sage_grpo.rewards.base import Reward
 
 
@@ -25,10 +25,19 @@ class Composite:
     """Weighted sum of the named scores of several rewards; each scores `batch_size` clips at a time."""
 
     def __init__(
-        self, rewards: Mapping[str, Reward], weights: Mapping[str, Any], batch_size: int = 4, timeout: float = 300.0
+        self,
+        rewards: Mapping[str, Reward],
+        weights: Mapping[str, Any] | None,
+        batch_size: int = 4,
+        timeout: float = 300,
     ) -> None:
-        """`weights`: by score name; with several rewards, by reward and then name (a number if it has one score)."""
+        """`weights`: by score name; with several rewards, by reward and then name (a number if it has one score).
+
+        Without weights, every score has weight 1.
+        """
         self.rewards, self.batch_size, self.timeout = dict(rewards), batch_size, timeout
+        if weights is None:
+            weights = {name: dict.fromkeys(reward.names, 1.0) for name, reward in rewards.items()}
         self.weights = _flat_weights(self.rewards, weights)
         self.on_batch: Callable[[], None] = lambda: None  # called before each batch is scored
 
@@ -71,27 +80,6 @@ class Composite:
         if lost and not errors:
             errors.append(f"{lost} score(s) are not finite")
         return Scores(total, named, errors)
-
-
-def within(seconds: float, call: Callable[..., Any], *arguments: Any) -> Any:
-    """The result of a call, or TimeoutError; a hanging call is abandoned in its thread."""
-    outcome: dict[str, Any] = {}
-
-    def run() -> None:
-        try:
-            with torch.no_grad():  # a thread starts with gradients enabled
-                outcome["value"] = call(*arguments)
-        except BaseException as error:  # re-raised in the caller
-            outcome["error"] = error
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
-        raise TimeoutError(f"no answer within {seconds:g} s")
-    if "error" in outcome:
-        raise outcome["error"]
-    return outcome["value"]
 
 
 def _checked(reward: Reward, scores: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:

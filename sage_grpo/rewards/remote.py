@@ -15,8 +15,9 @@ from urllib.parse import SplitResult, urlsplit
 import torch
 from torch import Tensor
 
+from sage_grpo.background import within
+from sage_grpo.json_files import printable
 from sage_grpo.rewards.base import Setup
-from sage_grpo.rewards.composite import within
 from sage_grpo.rewards.wire import WireError, is_number, pack, read_json, read_token, total_bytes
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class RemoteReward:
             raise RemoteError(f"the answer of {self.url} holds no scores and errors")
         found = {name: self._column(name, scores.get(name), len(clips)) for name in self.names}
         if errors and all(values.isnan().all() for values in found.values()):
-            raise RemoteError(f"{self.url}: {_line(errors[0])}")
+            raise RemoteError(f"{self.url}: {printable(errors[0])}")
         return found
 
     def _column(self, name: str, values: Any, count: int) -> Tensor:
@@ -93,7 +94,7 @@ class RemoteReward:
                     return self._read(status, body)
                 problem = "its queue is full"
             except ConnectionError as error:
-                problem = _line(error)
+                problem = printable(error)
             if pause is not None:
                 time.sleep(pause)
         raise RemoteError(
@@ -129,7 +130,7 @@ class RemoteReward:
             raise RemoteError(f"{self.url} answered {status} without JSON") from error
         if status != 200 or not isinstance(answer, dict):
             told = answer.get("error") if isinstance(answer, dict) else None
-            raise RemoteError(f"{self.url} refused ({status}): {_line(told or 'it did not say why')}")
+            raise RemoteError(f"{self.url} refused ({status}): {printable(told or 'it did not say why')}")
         return answer
 
 
@@ -171,10 +172,6 @@ def _chunks(parts: Sequence[bytes | memoryview]) -> Iterator[memoryview]:
     for part in parts:
         view = memoryview(part)
         yield from (view[start : start + MAX_CHUNK] for start in range(0, len(view), MAX_CHUNK))
-
-
-def _line(text: Any) -> str:
-    return " ".join(str(text).split())[:300]
 
 
 def build(setup: Setup) -> RemoteReward:

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from sage_grpo.json_files import write_json
 from sage_grpo.runs.history import RunError, as_float
 from sage_grpo.runs.media import contact_sheet, thumbnails, write_mp4
 
@@ -35,10 +36,7 @@ def write_videos(
 
 
 def write_listing(folder: Path, records: Sequence[Record]) -> None:
-    """Replace clips.json in one step."""
-    draft = folder / f"{LISTING}.tmp"
-    draft.write_text(json.dumps(records, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    draft.replace(folder / LISTING)
+    write_json(folder / LISTING, records, ensure_ascii=False)
 
 
 def write_sheet(folder: Path, clips: Sequence[Tensor | None], records: Sequence[Record]) -> None:
@@ -105,10 +103,11 @@ def pair_clips(before: Sequence[Clip], after: Sequence[Clip]) -> list[Pair]:
     return [(clip, found[clip.prompt, clip.seed]) for clip in before if (clip.prompt, clip.seed) in found]
 
 
-def read_validations(run: Path) -> dict[int, list[Record]]:
-    """The records of each validation in a run, by iteration."""
-    files = {file.parent.name.removeprefix("step-"): file for file in sorted(run.glob(f"validation/step-*/{LISTING}"))}
-    return {int(n): read_listing(file) for n, file in files.items() if re.fullmatch(r"\d{1,16}", n) and file.is_file()}
+def read_validations(run: Path) -> dict[int, list[Clip]]:
+    """The clips of each validation in a run, by iteration."""
+    files = [file for file in sorted(run.glob(f"validation/step-*/{LISTING}")) if file.is_file()]
+    found = {file.parent.name.removeprefix("step-"): file.parent for file in files}
+    return {int(n): read_clips(folder, anywhere=True) for n, folder in found.items() if re.fullmatch(r"\d{1,16}", n)}
 
 
 def beside(listing: Path, name: Any) -> Path:

@@ -1,37 +1,31 @@
 """Reward hacking: the training reward rises while a held-out reward, which training never sees, falls.
 
 Clips of the first validation and of a later one are compared one by one, same prompt and seed. A change counts if the
-95 % interval of its mean excludes 0. A record is an entry of clips.json; each held-out score has weight 1.
+95 % interval of its mean excludes 0. Each held-out score has weight 1.
 """
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 from sage_grpo.intervals import Interval, interval
-from sage_grpo.runs.clips import read_validations
+from sage_grpo.runs.clips import Clip, pair_clips, read_validations
 from sage_grpo.runs.history import RunError
 
-Record = Mapping[str, Any]
+trained = attrgetter("reward")
 
 
-def trained(record: Record) -> float:
-    total = record["scores"].get("total")
-    return math.nan if total is None else total
+def held_out(clip: Clip) -> float:
+    """Total held-out score of a clip; NaN if there is none or one is missing."""
+    values = [value for name, value in clip.values.items() if name.startswith("holdout/")]
+    return math.fsum(values) if values else math.nan
 
 
-def held_out(record: Record) -> float:
-    """Total held-out score of a record; NaN if there is none or one is missing."""
-    values = record.get("holdout", {}).values()
-    return math.nan if None in values or not values else math.fsum(values)
-
-
-def change(before: Iterable[Record], after: Iterable[Record], value: Callable[[Record], float]) -> Interval:
+def change(before: Sequence[Clip], after: Sequence[Clip], value: Callable[[Clip], float]) -> Interval:
     """Mean of after - before over the clips that both contain."""
-    known = {(record["prompt"], record["seed"]): value(record) for record in before}
-    return interval(value(record) - known.get((record["prompt"], record["seed"]), math.nan) for record in after)
+    return interval(value(new) - value(old) for old, new in pair_clips(before, after))
 
 
 def divergence(folder: Path, step: int) -> str:

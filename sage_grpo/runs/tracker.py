@@ -28,10 +28,11 @@ class Tracker:
         if "wandb" in report_to:
             import wandb
 
-            run_id = lasting_id(folder / "wandb_id")
-            self.wandb = wandb.init(
-                project="sage-grpo", dir=str(folder), config=dict(config), id=run_id, resume="allow"
-            )
+            file = folder / "wandb_id"  # the same run after a resume
+            if not file.is_file():
+                file.write_text(secrets.token_hex(8))
+            about = {"project": "sage-grpo", "dir": str(folder), "config": dict(config)}
+            self.wandb = wandb.init(**about, id=file.read_text(), resume="allow")
 
     def write(self, kind: str, step: int, record: Mapping[str, Any]) -> None:
         """Write one line, with non-finite numbers as null; scalars also go to the trackers."""
@@ -87,13 +88,6 @@ class Tracker:
             self._to_board(lambda board: board.close())
         if self.wandb:
             self.wandb.finish()
-
-
-def lasting_id(file: Path) -> str:
-    """A run id that survives a resume."""
-    if not file.is_file():
-        file.write_text(secrets.token_hex(8))
-    return file.read_text()
 
 
 def has_line(file: Path, kind: str, step: int) -> bool:

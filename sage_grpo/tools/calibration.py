@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sage_grpo.config import Config
+from sage_grpo.data.requests import Request
 from sage_grpo.intervals import Interval, interval
 from sage_grpo.rewards.composite import Composite
 from sage_grpo.tools.paired import aligned, number
@@ -42,12 +43,12 @@ class Order:
         return "ok" if self.change.sign < 0 else "weak"
 
 
-def drawn_clips(config: Config, prompts: Sequence[str], count: int) -> tuple[list[Tensor], list[str]] | None:
+def drawn_clips(config: Config, prompts: Sequence[Request], count: int) -> tuple[list[Tensor], list[str]] | None:
     """uint8 clips that show exactly what their prompts say, if the model's world can render them."""
     world = world_of(config.pretrained_model_root)
     if world is None:
         return None
-    texts = list(dict.fromkeys(prompts))[:count]
+    texts = list(dict.fromkeys(prompt.text for prompt in prompts))[:count]
     return list(world.draw(texts, config.num_frames, config.height, config.width, config.seed)), texts
 
 
@@ -86,13 +87,10 @@ def orders(found: Scores, defects: Mapping[str, Sequence[str]]) -> list[Order]:
     return [Order(name, kind, interval((found[kind][name] - found["good"][name]).tolist())) for kind, name in about]
 
 
-def means_table(found: Scores) -> str:
-    rows = [["mean of", *found]]
-    rows += [[name, *(number(found[kind][name].mean().item()) for kind in found)] for name in found["good"]]
-    return aligned(rows)
-
-
-def orders_table(found: Sequence[Order]) -> str:
-    rows = [["should be", "difference", "+-", ""]]
-    rows += [[f"{o.score}: {o.kind} < good", number(o.change.mean), number(o.change.half), o.mark] for o in found]
-    return aligned(rows)
+def tables(found: Scores, expected: Sequence[Order]) -> str:
+    """Mean scores of each kind of clips, and the orders that were expected, for the terminal."""
+    means = [["mean of", *found]]
+    means += [[name, *(number(found[kind][name].mean().item()) for kind in found)] for name in found["good"]]
+    marks = [["should be", "difference", "+-", ""]]
+    marks += [[f"{o.score}: {o.kind} < good", number(o.change.mean), number(o.change.half), o.mark] for o in expected]
+    return f"{aligned(means)}\n\n{aligned(marks)}"

@@ -34,7 +34,7 @@ from sage_grpo.train.build import assemble, rollout_sampling
 from sage_grpo.train.trainer import Trainer
 
 
-def options_of(arguments: Sequence[str]) -> tuple[argparse.Namespace, Config]:
+def options_of(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Config]:
     """Parse the doctor's flags; all others go to post_train.py's parser."""
     about = "Check a configuration before it costs GPU hours. Takes all flags of post_train.py, and these:"
     parser = argparse.ArgumentParser("python -m sage_grpo.tools.doctor", description=about, allow_abbrev=False)
@@ -89,7 +89,7 @@ def attempt(name: str, check: Callable[[Trainer], Iterator[Finding]], trainer: T
 def main(arguments: Sequence[str] | None = None) -> int:
     disable_progress_bar()  # from the text encoders
     try:
-        options, config = options_of(sys.argv[1:] if arguments is None else arguments)
+        options, config = options_of(arguments)
         if options.short:
             good = examine_machine(machine_of(config, options.ranks, options.ranks_here or options.ranks))
             return 0 if good else 2
@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with join_ranks(config.start_timeout, sharded=config.enable_fsdp, device_type=device) as alone:
             trainer, findings = prepare(config, alone, options.ranks)
             return examine(options, trainer, findings)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         print(f"doctor: {error}", file=sys.stderr)
         return 2
 

@@ -103,13 +103,9 @@ def check_prompts(trainer: Trainer) -> Iterator[Finding]:
     yield from (Finding("prompts", "note", text) for text, so in notes.items() if so)
 
 
-def good_clips(trainer: Trainer, count: int) -> tuple[list[Tensor], list[str]] | None:
-    return drawn_clips(trainer.config, [prompt.text for prompt in trainer.prompts], count)
-
-
 def check_vae(trainer: Trainer) -> Iterator[Finding]:
     """Encode and decode clips of the model's world, or one whose colors encode each pixel's time and position."""
-    c, known = trainer.config, good_clips(trainer, VAE_CLIPS)
+    c, known = trainer.config, drawn_clips(trainer.config, trainer.prompts, VAE_CLIPS)
     places = torch.meshgrid(*(torch.linspace(0, 255, n) for n in (c.num_frames, c.height, c.width)), indexing="ij")
     clips = torch.stack(known[0]) if known else torch.stack(places, -1)[None].byte()
     kind = "rendered" if known else "smooth synthetic"
@@ -124,7 +120,7 @@ def check_vae(trainer: Trainer) -> Iterator[Finding]:
 
 def check_reward(trainer: Trainer) -> Iterator[Finding]:
     """Bad clips must score below good ones on the score for their defect, and must not have a higher total."""
-    known = good_clips(trainer, REWARD_CLIPS)
+    known = drawn_clips(trainer.config, trainer.prompts, REWARD_CLIPS)
     if known is None:
         yield Finding("reward", "note", "not checked: this model has no world that can draw a clip known to be good")
         return
@@ -150,10 +146,9 @@ def check_exploration(trainer: Trainer) -> Iterator[Finding]:
     text = f"{c.sde_type} at eta {c.eta:g} injects noise of energy {sum(s * s for s in std):.3g} (the sum of std^2)"
     yield Finding("noise", "ok", text + ("" if over else ", at no step more than the noise level that it leads to"))
     if over:
-        text = (
-            f"step {over[0]} injects noise of std {std[over[0]]:.2g}, more than the noise level {after[over[0]]:.2g} "
-        )
-        text += "that it leads to, and leaves what the model has learnt: less eta, more steps or sde_type precise help"
+        i = over[0]
+        text = f"step {i} injects noise of std {std[i]:.2g}, more than the noise level {after[i]:.2g} that it leads "
+        text += "to, and leaves what the model has learnt: less eta, more steps or sde_type precise help"
         yield Finding("noise", "note", text)
     if std[-1]:
         text = f"the noise of the last step, std {std[-1]:.2g}, stays in the clip that is judged"
@@ -243,14 +238,13 @@ def balance_finding(trainer: Trainer, goal: Objective, trajectory: Trajectory, s
     return judged("balance", True, text, "", textwrap.indent(table, " " * 17), columns=BALANCE, rows=rows)
 
 
-ALL = (
-    check_batch,
-    check_plan,
-    check_prompts,
-    check_vae,
-    check_reward,
-    check_exploration,
-    check_noise_free,
-    check_update,
-)
-CHECKS = {check.__name__.removeprefix("check_"): check for check in ALL}
+CHECKS = {
+    "batch": check_batch,
+    "plan": check_plan,
+    "prompts": check_prompts,
+    "vae": check_vae,
+    "reward": check_reward,
+    "exploration": check_exploration,
+    "noise_free": check_noise_free,
+    "update": check_update,
+}

@@ -21,18 +21,18 @@ from typing import Any
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
-from sage_grpo.config import Config, ConfigError, default_dtype, resolve
+from sage_grpo.config import Config, ConfigError
 from sage_grpo.data.requests import Request
 from sage_grpo.flags import parse
 from sage_grpo.json_files import read_object, write_json
-from sage_grpo.models import device_for, open_backbone
+from sage_grpo.models import device_for
 from sage_grpo.models.backbone import Guidance
 from sage_grpo.parallel.ranks import Ranks, join_ranks
 from sage_grpo.runs.clips import beside, checked, read_listing
 from sage_grpo.runs.media import read_mp4, write_mp4
-from sage_grpo.tools.calibration import DEFECTS, DRAWN_DEFECTS, drawn_clips, means_table, measure, orders, orders_table
+from sage_grpo.tools.calibration import DEFECTS, DRAWN_DEFECTS, drawn_clips, measure, orders, tables
 from sage_grpo.tools.evaluation_page import compared, pages
-from sage_grpo.train.build import DTYPES, build_composite, default_reward, prompts_of
+from sage_grpo.train.build import build_composite, default_reward, held_out_prompts, open_model
 from sage_grpo.train.validation import Validation
 from sage_grpo.worlds import world_of
 
@@ -44,7 +44,7 @@ SETTINGS += ("dtype", "validate_video_length", "validation_timestep_shift", "val
 SETTINGS += ("validation_num_inference_steps", "reward_path", "reward_fps")
 
 
-def options_of(arguments: Sequence[str]) -> tuple[argparse.Namespace, Config]:
+def options_of(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Config]:
     """Parse this tool's flags; all others go to post_train.py's parser."""
     parser = argparse.ArgumentParser("python -m sage_grpo.tools.evaluate", description=__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -62,13 +62,9 @@ class Evaluation:
     """State shared by all systems."""
 
     def __init__(self, options: argparse.Namespace, config: Config, ranks: Ranks) -> None:
-        folder, version = Path(config.pretrained_model_root), config.pretrained_transformer_version
-        dtype = DTYPES[config.dtype or default_dtype(ranks.device.type)]
-        self.options, self.ranks, self.world = options, ranks, world_of(folder)
-        self.backbone = open_backbone(folder, ranks.device, dtype, config.prompt_cache, version)
-        self.config = resolve(config, self.backbone, ranks.device.type)
-        prompts = prompts_of(config.validation_prompts, folder, "valid")[: config.num_validation_prompts]
-        usual = config.validation_global_seed
+        self.options, self.ranks, self.world = options, ranks, world_of(config.pretrained_model_root)
+        self.backbone, self.config = open_model(config, ranks.device)
+        prompts, usual = held_out_prompts(config), config.validation_global_seed
         own = [dataclasses.replace(p, seed=usual if p.seed is None else p.seed) for p in prompts]
         self.prompts = [dataclasses.replace(p, seed=seed) for seed in options.seeds or () for p in prompts] or own
         names = config.reward_model or (default_reward(self.world),)
@@ -84,17 +80,16 @@ class Evaluation:
                 raise ConfigError(f"{path} and {found[name]} would both be called {name}; rename one of their folders")
         return found
 
-    def settle(self) -> None:
+    def settle(self, systems: Mapping[str, Path | None]) -> None:
         """Reject an output folder whose clips were made with other settings."""
         now = {name: getattr(self.config, name) for name in SETTINGS}
-        now |= {f"weights of {name}": fingerprint(path) for name, path in self.systems().items() if path}
+        now |= {f"weights of {name}": fingerprint(path) for name, path in systems.items() if path}
         file = self.options.output / "settings.json"
         before = read_object(file) if file.is_file() else {}
-        other = next((name for name in now if name in before and before[name] != now[name]), None)
-        if other:
-            raise ConfigError(
-                f"output {self.options.output} holds clips with {other} {before[other]}, not {now[other]}; give another"
-            )
+        for name, value in now.items():
+            if before.get(name, value) != value:
+                old = f"output {file.parent} holds clips with {name} {before[name]}"
+                raise ConfigError(f"{old}, not {value}; give another")
         self.ranks.barrier()
         if self.ranks.first:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -102,11 +97,11 @@ class Evaluation:
 
     def run(self) -> int:
         systems = self.systems()
-        self.settle()
+        self.settle(systems)
         for name, path in systems.items():
             home = self.options.output / name
             home.mkdir(parents=True, exist_ok=True)
-            self.score_files(path, home) if path in self.options.clips else self.generate(name, path, home)
+            self.score_files(path, home) if path in self.options.clips else self.generate(path, home)
         self.ranks.barrier()
         return self.conclude(systems) if self.ranks.first else 0
 
@@ -115,14 +110,14 @@ class Evaluation:
         scores = scores_in(file)
         return all(scores.get(name) is not None for name in self.reward.names)
 
-    def generate(self, name: str, checkpoint: Path | None, home: Path) -> None:
+    def generate(self, checkpoint: Path | None, home: Path) -> None:
         """Generate this process's share of a model's clips, except those that exist."""
         mine = self.prompts[self.ranks.rank :: self.ranks.count]
         left = [prompt for prompt in mine if not self.done(home / f"{stem(prompt)}.json")]
         if not left:
             return
         validation, size = self.validation(checkpoint), self.config.reward_batch_size
-        for i in tqdm(range(0, len(left), size), name, unit="batch", disable=not self.ranks.first):
+        for i in tqdm(range(0, len(left), size), home.name, unit="batch", disable=not self.ranks.first):
             batch = left[i : i + size]
             clips = [validation.sample(prompt) for prompt in batch]
             for prompt, clip, record in zip(batch, clips, validation.judge(clips, batch), strict=True):
@@ -138,16 +133,9 @@ class Evaluation:
         self.reward.check(texts)
         self.backbone.prepare([negative, *self.prompts])
         self.backbone.load_weights(checkpoint)
-        return Validation(
-            backbone=self.backbone,
-            config=self.config,
-            prompts=self.prompts,
-            guidance=Guidance(self.config.guidance_scale, self.backbone.encode([negative])[0]),
-            reward=self.reward,
-            holdout=None,
-            gold=self.world and self.world.gold,
-            ranks=self.ranks,
-        )
+        guidance = Guidance(self.config.guidance_scale, self.backbone.encode([negative])[0])
+        gold = self.world and self.world.gold
+        return Validation(self.backbone, self.config, self.prompts, guidance, self.reward, None, gold, self.ranks)
 
     def score_files(self, folder: Path, home: Path) -> None:
         entries = read_folder(folder)[self.ranks.rank :: self.ranks.count]
@@ -168,8 +156,7 @@ class Evaluation:
             records = [read_object(file) for file in files]
             lost += [record for file, record in zip(files, records, strict=True) if not self.done(file)]
             write_json(self.options.output / name / "clips.json", records)
-        result = compared(self.options.output, list(systems))
-        print(pages(self.options.output, result))
+        print(pages(self.options.output, compared(self.options.output, list(systems))))
         for record in lost[:3]:
             print(f"{record['file']} has no score: {record.get('error', 'it could not be made')}", file=sys.stderr)
         return 1 if lost else 0
@@ -178,7 +165,7 @@ class Evaluation:
 def calibrate(evaluation: Evaluation) -> int:
     o, c = evaluation.options, evaluation.config
     files = [(*read_mp4(entry["file"]), entry["prompt"]) for folder in o.clips for entry in read_folder(folder)]
-    drawn = None if files else drawn_clips(c, [p.text for p in evaluation.prompts], CALIBRATION_CLIPS)
+    drawn = None if files else drawn_clips(c, evaluation.prompts, CALIBRATION_CLIPS)
     if not files and not drawn:
         raise ConfigError("this model has no world that can draw a clip known to be good: name a folder with --clips")
     if len({fps for _, fps, _ in files}) > 1:
@@ -186,7 +173,7 @@ def calibrate(evaluation: Evaluation) -> int:
     clips, texts, fps = (*drawn, c.fps) if drawn else ([f[0] for f in files], [f[2] for f in files], files[0][1])
     found = measure(evaluation.reward, clips, texts, fps)
     expected = orders(found, DRAWN_DEFECTS if drawn else DEFECTS)
-    print(f"{len(clips)} clips\n{means_table(found)}\n\n{orders_table(expected)}")
+    print(f"{len(clips)} clips\n{tables(found, expected)}")
     o.output.mkdir(parents=True, exist_ok=True)
     means = {kind: {name: values.mean().item() for name, values in scores.items()} for kind, scores in found.items()}
     marks = [dataclasses.asdict(order) | {"mark": order.mark} for order in expected]
@@ -200,9 +187,8 @@ def read_folder(folder: Path) -> list[dict[str, Any]]:
     if listed.is_file():
         entries = read_listing(listed)
     else:
-        files = {file: file.with_suffix(".json") for file in sorted(folder.glob("*.mp4"))}
-        told = {file: path for file, path in files.items() if path.is_file()}
-        entries = [checked(read_object(path) | {"file": file.name}, str(path)) for file, path in told.items()]
+        told = [path for file in sorted(folder.glob("*.mp4")) if (path := file.with_suffix(".json")).is_file()]
+        entries = [checked(read_object(path) | {"file": f"{path.stem}.mp4"}, str(path)) for path in told]
     clips = [(beside(listed, entry["file"]).resolve(), entry) for entry in entries]
     kept = [{"file": str(file), "prompt": e["prompt"], "seed": e["seed"]} for file, e in clips if file.is_file()]
     if not kept:
@@ -237,14 +223,15 @@ def keep(file: Path, record: Mapping[str, Any]) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     disable_progress_bar()
     try:
-        options, config = options_of(sys.argv[1:] if arguments is None else arguments)
+        options, config = options_of(arguments)
         model = (config.pretrained_model_root, config.pretrained_transformer_version)
-        device = device_for(config.device, *model) if options.checkpoints else config.device
+        sampled = options.checkpoints or not (options.clips or options.calibrate)
+        device = device_for(config.device, *model) if sampled else config.device
         with join_ranks(config.start_timeout, device_type=device) as ranks:
             ranks.set_timeout(DAY)  # ranks work independently until the end, on shares that may differ
             evaluation = Evaluation(options, config, ranks)
             return calibrate(evaluation) if options.calibrate else evaluation.run()
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         print(f"evaluate: {error}", file=sys.stderr)
         return 2
 

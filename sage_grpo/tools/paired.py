@@ -72,8 +72,10 @@ def drift(run: RunHistory) -> dict[str, dict[int, Interval]]:
     return changes
 
 
-def table(run: RunHistory, comparison: Comparison) -> list[list[str]]:
-    """Before and after as text: titles, then one row per metric."""
+def table(run: RunHistory, comparison: Comparison | None) -> list[list[str]]:
+    """Before and after as text: titles, then one row per metric. Without a comparison it is empty."""
+    if comparison is None:
+        return []
     steps = [f"iteration {step}" for step in comparison.steps]
     rows = [["held-out prompts", *steps, "paired difference", "95 % interval", "", "perfect clips"]]
     perfect = {f"reward/{name}": as_float(value, name) for name, value in (run.head.get("perfect") or {}).items()}
@@ -87,12 +89,6 @@ def table(run: RunHistory, comparison: Comparison) -> list[list[str]]:
         row += [number(m.difference, decimals, "+"), interval, VERDICTS[m.verdict], number(perfect.get(key, math.nan))]
         rows.append(row)
     return rows
-
-
-def text_table(run: RunHistory) -> str:
-    """The table for the terminal; empty with fewer than two validations."""
-    comparison = compare(run)
-    return aligned(table(run, comparison)) if comparison else ""
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from sage_grpo.tools.plan_memory import (
     snapshot_bytes,
 )
 from sage_grpo.tools.plan_model import Plan, Trained, times, validation_time, volumes
-from sage_grpo.train.build import default_reward, prompts_of
+from sage_grpo.train.build import default_reward, held_out_prompts
 from sage_grpo.train.optimization import trainable_parameters
 from sage_grpo.train.validation import validation_sampling
 from sage_grpo.worlds import world_of
@@ -70,68 +71,57 @@ def architecture_of(backbone: Backbone) -> Architecture:
     return backbone.architecture()
 
 
-def trained_of(config: Config, backbone: Backbone) -> Trained:
-    """Parameter counts that a configuration trains."""
-    return _count(backbone, (config.lora_r, config.lora_target_modules) if config.use_lora else None)
-
-
 @lru_cache
-def _count(backbone: Backbone, lora: tuple[int, tuple[str, ...]] | None) -> Trained:
+def count_trained(backbone: Backbone, lora: tuple[int, tuple[str, ...]] | None) -> Trained:
     """Count parameters on the real classes, on the meta device. `lora`: rank and layers of the adapter."""
     transformer = backbone.empty_transformer()
-    parameters = dict(transformer.named_parameters())
-    sizes = {name: p.numel() for name, p in trainable_parameters(transformer, False).items()}
     if lora:
-        layers = {name: transformer.get_submodule(name) for name in target_layers(transformer, lora[1])}
-        sizes = {name: lora[0] * (layer.in_features + layer.out_features) for name, layer in layers.items()}
-    matrices = [size for n, size in sizes.items() if lora or transformer.is_block_matrix(n, parameters[n])]
-    return Trained(total=sum(sizes.values()), matrices=sum(matrices))
+        rank, targets = lora
+        layers = [transformer.get_submodule(name) for name in target_layers(transformer, targets)]
+        total = sum(rank * (layer.in_features + layer.out_features) for layer in layers)
+        return Trained(total=total, matrices=total)
+    trained = trainable_parameters(transformer, False)
+    matrices = [p.numel() for name, p in trained.items() if transformer.is_block_matrix(name, p)]
+    return Trained(total=sum(p.numel() for p in trained.values()), matrices=sum(matrices))
 
 
 def plan_of(config: Config, gpus: int, text_tokens: int = 150) -> Plan:
     backbone = backbone_of(config.pretrained_model_root, config.pretrained_transformer_version)
     resolved = resolve(config, backbone, "cuda")
     rewards = resolved.reward_model or (default_reward(world_of(config.pretrained_model_root)),)
-    resolved = replace(resolved, reward_model=rewards)
-    return Plan(resolved, architecture_of(backbone), trained_of(resolved, backbone), gpus, text_tokens)
+    lora = (resolved.lora_r, resolved.lora_target_modules) if resolved.use_lora else None
+    trained = count_trained(backbone, lora)
+    return Plan(replace(resolved, reward_model=rewards), architecture_of(backbone), trained, gpus, text_tokens)
 
 
 def remedies(plan: Plan, gpu_bytes: float) -> list[tuple[str, str, Plan]]:
     """A minimal set of changes that makes the plan fit; or all that help, if they are not enough."""
     chosen, reached = [], plan
     for remedy in REMEDIES:
-        while not fits(reached, gpu_bytes) and (other := changed(reached, *remedy[:2])):
+        while not fits(reached, gpu_bytes) and (other := changed(reached, remedy)):
             reached = other
             chosen.append(remedy)
     for remedy in REMEDIES:
         rest = [other for other in chosen if other is not remedy]
         if fits(steps(plan, rest)[-1], gpu_bytes):
             chosen = rest
-    plans = steps(plan, chosen)[1:]
-    return [(shown(name, after), price, after) for (name, _, price), after in zip(chosen, plans, strict=True)]
+    plans = zip(chosen, steps(plan, chosen)[1:], strict=True)
+    return [(f"--{name} {getattr(after.config, name)}", price, after) for (name, _, price), after in plans]
 
 
 def steps(plan: Plan, chosen: Sequence[Remedy]) -> list[Plan]:
     """The plan, and the plan after each change."""
-    plans = [plan]
-    for name, value, _ in chosen:
-        plans.append(changed(plans[-1], name, value) or plans[-1])
-    return plans
+    return list(accumulate(chosen, lambda before, remedy: changed(before, remedy) or before, initial=plan))
 
 
-def changed(plan: Plan, name: str, value: Callable[[Config], Any]) -> Plan | None:
+def changed(plan: Plan, remedy: Remedy) -> Plan | None:
     """The plan with another value of a flag; None if that saves nothing or cannot run."""
-    config = replace(plan.config, **{name: value(plan.config)})
+    name, value, _ = remedy
     try:
-        backbone = backbone_of(config.pretrained_model_root, config.pretrained_transformer_version)
-        other = replace(plan, config=config, trained=trained_of(config, backbone))
+        other = plan_of(replace(plan.config, **{name: value(plan.config)}), plan.gpus, plan.text_tokens)
     except ValueError:  # a layout that does not divide
         return None
     return other if peak(other)[1] < peak(plan)[1] else None
-
-
-def shown(name: str, plan: Plan) -> str:
-    return f"--{name} {getattr(plan.config, name)}"
 
 
 def describe(plan: Plan, gpu_bytes: float) -> str:
@@ -195,11 +185,12 @@ def time_table(plan: Plan) -> str:
 
 def validation_line(plan: Plan) -> str:
     """What a validation costs, and its share of the run."""
-    c, every = plan.config, plan.config.validation_interval
-    prompts = prompts_of(c.validation_prompts, Path(c.pretrained_model_root), "valid")[: c.num_validation_prompts]
+    c, often = plan.config, "at the end"
+    prompts = held_out_prompts(c)
     seconds = validation_time(plan, len(prompts))
-    share = seconds / (seconds + every * sum(times(plan).values()))
-    often = f"every {every} iterations, {share:.0%} of the time" if every else "at the end"
+    if every := c.validation_interval:
+        share = seconds / (seconds + every * sum(times(plan).values()))
+        often = f"every {every} iterations, {share:.0%} of the time"
     return f"validation: {seconds / 60:.1f} min {often}; {len(prompts)} clips, {validation_sampling(c)}"
 
 
@@ -217,24 +208,17 @@ def checkpoint_table(plan: Plan) -> str:
 
 def comparison(rows: Sequence[tuple[str, Plan]], name: str, gpu_bytes: float) -> str:
     """One line per value of a flag."""
-    head = (
-        name,
-        "tokens",
-        "peak GB",
-        "fits",
-        "s per iteration",
-        "no overlap",
-        "clips",
-        "clips per GPU-hour",
-        "GB received",
-    )
-    lines = []
-    for value, plan in rows:
-        seconds, longest = (sum(times(plan, overlap).values()) for overlap in (True, False))
-        memory = (f"{peak(plan)[1] / GB:.1f}", "yes" if fits(plan, gpu_bytes) else "no")
-        rate = (plan.clips, f"{plan.clips_per_gpu_hour:.1f}", f"{sum(volumes(plan).values()) / GB:,.0f}")
-        lines.append((value, f"{plan.tokens:,}", *memory, f"{seconds:.0f}", f"{longest:.0f}", *map(str, rate)))
-    return aligned([head, *lines])
+    columns: dict[str, Callable[[Plan], str]] = {
+        "tokens": lambda plan: f"{plan.tokens:,}",
+        "peak GB": lambda plan: f"{peak(plan)[1] / GB:.1f}",
+        "fits": lambda plan: "yes" if fits(plan, gpu_bytes) else "no",
+        "s per iteration": lambda plan: f"{sum(times(plan).values()):.0f}",
+        "no overlap": lambda plan: f"{sum(times(plan, overlap=False).values()):.0f}",
+        "clips": lambda plan: str(plan.clips),
+        "clips per GPU-hour": lambda plan: f"{plan.clips_per_gpu_hour:.1f}",
+        "GB received": lambda plan: f"{sum(volumes(plan).values()) / GB:,.0f}",
+    }
+    return aligned([(name, *columns), *((value, *(show(plan) for show in columns.values())) for value, plan in rows)])
 
 
 def varied(rest: Sequence[str], options: argparse.Namespace) -> list[tuple[str, Plan]]:
@@ -244,7 +228,7 @@ def varied(rest: Sequence[str], options: argparse.Namespace) -> list[tuple[str, 
     return [(v, plan_of(parse([*rest, f"--{name}", v]), options.gpus, options.text_tokens)) for v in values]
 
 
-def options_of(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+def options_of(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     about = "Memory and time of a run. Takes all flags of post_train.py, and these:"
     parser = argparse.ArgumentParser("python -m sage_grpo.tools.plan", description=about, allow_abbrev=False)
     parser.add_argument("--gpus", type=int, default=1, help="processes of the run; default: %(default)s")
@@ -252,19 +236,18 @@ def options_of(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     parser.add_argument("--text_tokens", type=int, default=150, help="tokens of a prompt; default: %(default)s")
     parser.add_argument("--vary", nargs="+", metavar=("FLAG", "VALUE"), help="compare values of a flag, or of gpus")
     options, rest = parser.parse_known_args(arguments)
-    for name in ("gpus", "gpu_memory", "text_tokens"):
-        if getattr(options, name) <= 0:
+    for name in ("gpu_memory", "text_tokens"):
+        if not getattr(options, name) > 0:  # nor may it be NaN
             raise ConfigError(f"{name} is {getattr(options, name)}; it must be above 0")
     return options, rest
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     try:
-        options, rest = options_of(sys.argv[1:] if arguments is None else arguments)
+        options, rest = options_of(arguments)
         gpu_bytes = options.gpu_memory * GB
         if options.vary:
-            rows = varied(rest, options)
-            print(comparison(rows, options.vary[0], gpu_bytes))
+            print(comparison(varied(rest, options), options.vary[0], gpu_bytes))
             return 0
         plan = plan_of(parse(rest), options.gpus, options.text_tokens)
     except (ValueError, FileNotFoundError) as error:

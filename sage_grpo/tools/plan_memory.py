@@ -45,10 +45,9 @@ def gathered(plan: Plan) -> dict[str, float]:
     c, m = plan.config, plan.model
     if not c.enable_fsdp:
         return at(0.0)
-    few = m.parameters - (m.layers - 2) * m.block
-    kept = m.parameters if c.gather_for_rollout else few
-    sizes = {"rollout": kept, "anchor": kept, "update": few}
-    return at(0.0, **{moment: size * BYTES[c.dtype] for moment, size in sizes.items()})
+    few = (m.parameters - (m.layers - 2) * m.block) * BYTES[c.dtype]
+    kept = m.parameters * BYTES[c.dtype] if c.gather_for_rollout else few
+    return at(0.0, rollout=kept, anchor=kept, update=few)
 
 
 def gradients(plan: Plan) -> dict[str, float]:

@@ -19,7 +19,7 @@ from sage_grpo.flags import yaml_mapping
 from sage_grpo.runs.clips import Clip, read_validations
 from sage_grpo.runs.hacking import divergence
 from sage_grpo.runs.history import RunError, RunHistory, as_float, column, read_run
-from sage_grpo.tools.paired import Comparison, choose_pairs, compare, gain, number, table, text_table
+from sage_grpo.tools.paired import Comparison, aligned, choose_pairs, compare, gain, number, table
 from sage_grpo.tools.report_figures import panels
 from sage_grpo.tools.templating import render
 
@@ -40,9 +40,9 @@ TROUBLES = {
 
 def write_report(run: Path, output: Path | None = None) -> Path:
     """Write the page for the run folder `run`, by default into that folder; returns its path."""
-    output = Path(output) if output else Path(run) / "report.html"
-    refuse_links(Path(run))
-    output.write_text(page(read_run(Path(run))), encoding="utf-8", errors="replace")
+    output = output or run / "report.html"
+    refuse_links(run)
+    output.write_text(page(read_run(run)), encoding="utf-8", errors="replace")
     return output
 
 
@@ -65,7 +65,7 @@ def page(run: RunHistory) -> str:
         facts=facts(run),
         changed=changed(config),
         config=config,
-        table=table(run, comparison) if comparison else [],
+        table=table(run, comparison),
         num_pairs=len(comparison.pairs) if comparison else 0,
         cards=clip_cards(comparison) if comparison else [],
         panels=panels(run),
@@ -163,7 +163,8 @@ def clip_side(clip: Clip, step: int) -> dict[str, Any]:
 def print_summary(folder: Path) -> None:
     """Print a table of a run's results and write the page; a full disk does not make the run fail."""
     try:
-        print(text_table(read_run(folder)))
+        run = read_run(folder)
+        print(aligned(table(run, compare(run))))
         print(f"report: {write_report(folder)}")
     except (OSError, ConfigError) as error:
         later = f"`python -m sage_grpo.tools.report {folder}` makes it"

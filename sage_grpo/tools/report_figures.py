@@ -4,13 +4,13 @@ Shapes: N logged iterations, T denoising steps.
 """
 
 import io
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
-from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, Normalize, SymLogNorm
 from matplotlib.figure import Figure
@@ -21,26 +21,13 @@ from sage_grpo.runs.history import RunHistory, as_float, column, numbers
 from sage_grpo.tools.paired import drift
 from sage_grpo.tools.templating import inline_svg
 
+TEMPLATES = Path(__file__).with_name("templates")
+STYLE = TEMPLATES / "report.mplstyle"
 BLUE, ORANGE, GREEN, PURPLE, GREY, MASKED = "#2f6690", "#d9822b", "#3a7d5c", "#8a5a83", "#7b8794", "#d5dae0"
 SMALL, WIDE, MAP = (3.9, 2.5), (6.0, 2.8), (4.8, 2.4)  # inches; the page scales them by 0.6 to 1.4
 MANY = 40  # points above which a curve is drawn with its running mean
-STYLE = {
-    "font.size": 8.5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#9aa5b1",
-    "axes.labelcolor": "#52606d",
-    "axes.formatter.limits": (-3, 4),
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "axes.axisbelow": True,
-    "grid.color": "#e8ecf0",
-    "xtick.color": "#7b8794",
-    "ytick.color": "#7b8794",
-    "legend.frameon": False,
-    "svg.fonttype": "none",  # text stays text: small, searchable, in the page's font
-}
 Lines = Mapping[str, tuple[str, str]]  # metric -> color, label
+Panel = dict[str, Any]  # title, svg, words, wide
 REWARD: dict[str, Lines] = {
     "Reward": {"reward/total": (BLUE, "training")},
     "Exploration": {"reward/group_std": (BLUE, "inside a group"), "reward/std": (GREY, "over the batch")},
@@ -70,38 +57,8 @@ SCHEDULE: dict[str, Lines] = {
     "Equalizer": {"equalizer": (BLUE, "S, factor of the loss"), "gradient_scale": (ORANGE, "N, size of the gradient")},
 }
 PHASES = {"rollout": BLUE, "decode": "#7fa6c4", "reward": ORANGE, "gold": GREEN, "anchor": "#c9b458", "update": PURPLE}
-WORDS = {  # what a figure shows, and what healthy looks like
-    "Score": "Mean of this score. One that falls while the total rises is being traded away.",
-    "Reward": "Training explores with noise, validation does not, so levels differ; both should rise, fast at first.",
-    "Exploration": "Spread of the reward. A slow decline is learning; near 0 in groups nothing is left to learn from.",
-    "Match": "Share of clips that show all that their prompt names, as the oracle reads them. Higher is better.",
-    "Distance to the manifold": "RMS pixel distance to the nearest true clip. A rise means leaving the manifold.",
-    "Trained against held out": "Mean change of a clip since the first validation, with its 95 % interval, in standard "
-    "deviations of the clips then. The held-out reward should rise too, or stay; falling, it says reward hacking.",
-    "Gold against proxy": "One dot per iteration: right and up is good. Reward up and gold down is reward hacking.",
-    "KL": "It should level off; to a moving anchor it is a saw-tooth. Exponential growth is a run-away.",
-    "KL coefficient": "Weight of the KL in the loss. Stuck at a limit, it no longer controls anything.",
-    "Clipped pairs": "Share that the clip silences. Far more below than above: the KL has passed the clip range.",
-    "Gradient norm": "Before clipping. Steady or slowly falling is healthy; a climb asks for a lower learning rate.",
-    "Learning rate": "As the optimizer used it.",
-    "Largest ratio deviation": "Largest |ratio - 1| of an iteration; exactly 0 with one update per rollout.",
-    "Log-ratio": "Mean of log(new / old probability): minus the KL to the rollout, so 0 or slightly negative.",
-    "Clipped share": "Pairs whose ratio left the clip range. Dark rows are denoising steps that hardly learn.",
-    "Gradient at the velocity": "Norm of dL/dv. With the equalizer all rows look alike; without, the last dominate.",
-    "KL to the anchor": "The last steps carry most of it, since their noise is smallest.",
-    "Noise level": "sigma before each denoising step, from 1 (pure noise) to 0 (the clip).",
-    "Exploration noise": "Standard deviation injected at each step; 0 is a deterministic step.",
-    "Equalizer": "S times N is the same at every step: all steps push equally hard.",
-    "Time per iteration": "Phases, stacked; the legend has their means. A slow climb is a leak or a busy machine.",
-}
-
-
-@dataclass(frozen=True)
-class Panel:
-    title: str
-    svg: Markup
-    words: str
-    wide: bool
+# what a figure shows, and what healthy looks like
+WORDS = json.loads((TEMPLATES / "captions.json").read_text())
 
 
 def panels(run: RunHistory) -> dict[str, list[Panel]]:
@@ -143,13 +100,14 @@ def phase_seconds(run: RunHistory) -> dict[str, np.ndarray]:
 
 def panel(title: str, draw: Callable[..., None], *args: Any, size: tuple[float, float] = SMALL) -> Panel:
     """One plot, drawn by `draw(axes, *args)`, with its title and caption."""
-    with matplotlib.rc_context(STYLE | {"svg.hashsalt": title}):  # ids: reproducible, and unique per panel
+    with matplotlib.rc_context({"svg.hashsalt": title}, STYLE):  # ids: reproducible, and unique per panel
         figure, buffer = Figure(figsize=size, layout="constrained"), io.StringIO()
         axes = figure.subplots()
         axes.set_xlabel("iteration")
         draw(axes, *args)
         figure.savefig(buffer, format="svg")
-    return Panel(title, inline_svg(buffer.getvalue(), title), WORDS.get(title, WORDS["Score"]), wide=size == WIDE)
+    svg, words = inline_svg(buffer.getvalue(), title), WORDS.get(title, WORDS["Score"])
+    return {"title": title, "svg": svg, "words": words, "wide": size == WIDE}
 
 
 def draw_curves(ax: Axes, run: RunHistory, lines: Lines) -> None:

@@ -13,9 +13,8 @@ import asyncio
 import hmac
 import socket
 import sys
-import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -217,21 +216,6 @@ def listen(server: uvicorn.Server) -> tuple[socket.socket, str]:
     return listener, f"http://{server.config.host}:{listener.getsockname()[1]}"
 
 
-@contextmanager
-def in_background(server: uvicorn.Server) -> Iterator[str]:
-    """Run a server in a background thread; yields its address."""
-    listener, address = listen(server)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    try:
-        yield address
-    finally:
-        server.should_exit = True
-        thread.join(10)
-        if thread.is_alive():
-            raise RuntimeError(f"the reward server at {address} does not end")
-
-
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m sage_grpo.tools.reward_server", description="Rewards over HTTP.")
     add, served = parser.add_argument, [name for name in REWARDS if name != "remote"]
@@ -252,17 +236,20 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse_arguments(arguments)
     try:
+        for name in ("reward_fps", "reward_batch_size", "max_clips", "max_request_mb", "max_waiting_mb", "timeout"):
+            if not getattr(args, name) > 0:
+                raise ValueError(f"{name} is {getattr(args, name)}; it must be above 0")
         token = read_token()
         rewards = build_rewards(args.reward, Setup(args.reward_path, torch.device(args.device), args.reward_fps))
-        weights = {name: dict.fromkeys(reward.names, 1.0) for name, reward in rewards.items()}
-        reward = Composite(rewards, weights, args.reward_batch_size, args.timeout)
+        reward = Composite(rewards, None, args.reward_batch_size, args.timeout)
     except (ValueError, FileNotFoundError) as error:
         print(f"reward_server: {error}", file=sys.stderr)
         return 2
     limits = Limits(args.max_clips, args.max_request_mb << 20, args.max_waiting_mb << 20, args.timeout)
     server = build_server(reward, limits, token, args.host, args.port)
     listener, address = listen(server)
-    print(f"{address} scores {', '.join(reward.names)}, up to {args.reward_batch_size} clips together", flush=True)
+    told = f"up to {args.reward_batch_size} clips together, on {args.device}"
+    print(f"{address} scores {', '.join(reward.names)}, {told}", flush=True)
     server.run(sockets=[listener])
     return 0
 

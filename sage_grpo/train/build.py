@@ -62,12 +62,16 @@ def rollout_sampling(c: Config) -> Sampling:
     return Sampling(**size, shift=c.timestep_shift, guidance=c.guidance_scale, num_steps=c.num_sampling_steps)
 
 
+def open_model(config: Config, device: torch.device) -> tuple[Backbone, Config]:
+    """The backbone of a configuration, and the configuration with what the model decides filled in."""
+    dtype, version = DTYPES[config.dtype or default_dtype(device.type)], config.pretrained_transformer_version
+    backbone = open_backbone(config.pretrained_model_root, device, dtype, config.prompt_cache, version)
+    return backbone, resolve(config, backbone, device.type)
+
+
 def assemble(config: Config, ranks: Ranks, lock: bool = False) -> Trainer:
     """Load the model, prompts and rewards, check them, resume if asked. Nothing is written, except a lock if asked."""
-    folder, version = Path(config.pretrained_model_root), config.pretrained_transformer_version
-    dtype = DTYPES[config.dtype or default_dtype(ranks.device.type)]
-    backbone = open_backbone(folder, ranks.device, dtype, config.prompt_cache, version)
-    config = resolve(config, backbone, ranks.device.type)
+    backbone, config = open_model(config, ranks.device)
     check(config, ranks.world)
     run = RunFolder(config, ranks)
     if lock:
@@ -81,10 +85,8 @@ def assemble(config: Config, ranks: Ranks, lock: bool = False) -> Trainer:
 
 def fill(run: RunFolder, backbone: Backbone, config: Config, ranks: Ranks) -> Trainer:
     """A trainer with all its parts, for a checked configuration."""
-    folder = Path(config.pretrained_model_root)
-    world = world_of(folder)
-    train = prompts_of(config.train_prompts, folder, "train")
-    held_out = prompts_of(config.validation_prompts, folder, "valid")[: config.num_validation_prompts]
+    world, held_out = world_of(config.pretrained_model_root), held_out_prompts(config)
+    train = prompts_of(config.train_prompts, Path(config.pretrained_model_root), "train")
     texts = [prompt.text for prompt in (*train, *held_out)]
     if world:
         world.check(texts)
@@ -95,29 +97,14 @@ def fill(run: RunFolder, backbone: Backbone, config: Config, ranks: Ranks) -> Tr
     guidance = Guidance(config.guidance_scale, backbone.encode([negative])[0])
     parameters = prepare_transformer(backbone, config, ranks)
     gold = world and (lambda clips, texts: world.gold(clips.to(ranks.device), texts))
-    validation = None
-    if held_out:
-        validation = Validation(
-            backbone=backbone,
-            config=config,
-            prompts=held_out,
-            guidance=guidance,
-            reward=reward,
-            holdout=holdout,
-            gold=gold,
-            ranks=ranks,
-        )
+    shared = {"config": config, "ranks": ranks, "backbone": backbone, "guidance": guidance, "gold": gold}
+    shared |= {"reward": reward}
     trainer = Trainer(
-        config=config,
-        ranks=ranks,
-        backbone=backbone,
+        **shared,
         optimization=Optimization(backbone.transformer, parameters, config),
         anchor=build_anchor(backbone, config, parameters),
         prompts=train,
-        guidance=guidance,
-        reward=reward,
-        gold=gold,
-        validation=validation,
+        validation=Validation(**shared, prompts=held_out, holdout=holdout) if held_out else None,
         run=run,
     )
     check_steps(config, trainer.schedule())
@@ -160,16 +147,20 @@ def prompts_of(files: Sequence[str] | None, folder: Path, kind: str) -> list[Req
     return prompts if len(files) == 1 else [Request(p.text, i, p.seed) for i, p in enumerate(prompts)]
 
 
+def held_out_prompts(config: Config) -> list[Request]:
+    """The prompts of a validation."""
+    folder = Path(config.pretrained_model_root)
+    return prompts_of(config.validation_prompts, folder, "valid")[: config.num_validation_prompts]
+
+
 def build_composite(
     config: Config, names: Sequence[str], weights: dict[str, Any] | None, device: torch.device
 ) -> Composite:
-    """Combine the named rewards; without weights, every score has weight 1."""
+    """Combine the named rewards."""
     path = Path(config.reward_path or Path(config.pretrained_model_root) / "VideoReward")
     timeout = config.collective_timeout / 2
     where = (config.remote_reward_url, timeout, config.start_timeout)
     rewards = build_rewards(names, Setup(path, device, config.reward_fps, *where))
-    if weights is None:
-        weights = {name: dict.fromkeys(reward.names, 1.0) for name, reward in rewards.items()}
     return Composite(rewards, weights, config.reward_batch_size, timeout)
 
 

@@ -16,24 +16,23 @@ import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
 from sage_grpo import manifest
-from sage_grpo.algo.trust_region import KLController
 from sage_grpo.config import Config, ConfigError
 from sage_grpo.host import available_memory, local_ranks
-from sage_grpo.models.backbone import Backbone
-from sage_grpo.models.shards import Shards, rank_file, shards
+from sage_grpo.models.shards import open_shards, rank_file, shards
+from sage_grpo.models.weights import Weights
 from sage_grpo.parallel.fsdp import local_shard, rows
 from sage_grpo.parallel.ranks import RankError, Ranks
 from sage_grpo.tensor_files import TensorFile, host_copy, write_file
-from sage_grpo.train.anchor import Anchor
-from sage_grpo.train.guards import StepVote
-from sage_grpo.train.optimization import Optimization
+
+if TYPE_CHECKING:
+    from sage_grpo.train.trainer import Trainer
 
 PLACES = ("output_dir", "overwrite", "resume_from_checkpoint", "init_from_checkpoint", "prompt_cache")
 
@@ -44,34 +43,19 @@ STATE = {"step": int, "updates": int, "skipped": int, "skipped_in_a_row": int, "
          "controller": dict, "config": dict}  # fmt: skip
 
 
-class Checkpointed(Protocol):
-    """What a checkpoint needs from a trainer."""
-
-    config: Config
-    ranks: Ranks
-    backbone: Backbone
-    optimization: Optimization
-    anchor: Anchor | None
-    controller: KLController
-    vote: StepVote
-    step: int
-    settled_step: int
-    fingerprints: dict[str, Any]
-
-
-def first_nonfinite(trainer: Checkpointed) -> str:
+def first_nonfinite(trainer: "Trainer") -> str:
     """The first tensor on this rank that would be saved and is not finite; empty if there is none."""
     named = ((f"{part}/{name}", local_shard(value)) for part, v in _parts(trainer).items() for name, value in v.items())
     return next((name for name, value in named if not value.isfinite().all()), "")
 
 
-def fits_in_memory(trainer: Checkpointed) -> bool:
+def fits_in_memory(trainer: "Trainer") -> bool:
     """Whether this machine has room for a copy of what its ranks write."""
     mine = sum(local_shard(value).nbytes for values in _parts(trainer).values() for value in values.values())
     return MOST_MEMORY * available_memory() > local_ranks() * mine
 
 
-def planned_files(trainer: Checkpointed, export: bool, copied: bool) -> dict[str, TensorFile | str]:
+def planned_files(trainer: "Trainer", export: bool, copied: bool) -> dict[str, TensorFile | str]:
     """This rank's files; all ranks must call. copied: from copies in host memory, so that training can go on."""
     ranks, files = trainer.ranks, {}
     if export:
@@ -158,9 +142,10 @@ def check_good(path: Path, ranks: Ranks) -> None:
     def mine() -> None:
         if skipped := _read_state(path)["skipped_in_a_row"]:
             raise manifest.Damaged(f"{skipped} updates before it were skipped as not finite")
-        for number, (name, tensor) in enumerate(Shards(path).pieces()):
-            if number % ranks.world == ranks.world_rank and not tensor.isfinite().all():
-                raise manifest.Damaged(f"its {name} is not finite")
+        stored = [(part, name, weights) for part, weights in open_shards(path).items() for name in weights.names]
+        for part, name, weights in stored[ranks.world_rank :: ranks.world]:
+            if not weights.read(name).isfinite().all():
+                raise manifest.Damaged(f"its {part}/{name} is not finite")
 
     ranks.together(mine)
 
@@ -195,10 +180,10 @@ def _candidates(folder: Path) -> list[Path]:
     return [path for path in _folders(folder) if path.suffix != ".tmp" or (path / manifest.NAME).is_file()]
 
 
-def load(trainer: Checkpointed, path: Path) -> None:
+def load(trainer: "Trainer", path: Path) -> None:
     """Load a checkpoint's state into a freshly built trainer."""
     try:
-        _load(trainer, Shards(path), _read_state(path), path)
+        _load(trainer, open_shards(path), _read_state(path), path)
     except ConfigError:
         raise
     except (KeyError, TypeError, AttributeError, ValueError, OSError, RuntimeError, SafetensorError) as error:
@@ -219,28 +204,25 @@ def _read_state(path: Path) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _load(trainer: Checkpointed, stored: Shards, state: dict[str, Any], path: Path) -> None:
+def _load(trainer: "Trainer", stored: Mapping[str, Weights], state: dict[str, Any], path: Path) -> None:
     parts, optimization = _parts(trainer), trainer.optimization
     _compare(trainer, state, path)
     for part, count in state.get("tensors", {}).items():
-        if count != len(stored.names(part)):
-            raise ConfigError(f"{path} has {len(stored.names(part))} tensors of the {part}, but was saved with {count}")
+        if count != len(stored[part].names):
+            raise ConfigError(f"{path} has {len(stored[part].names)} tensors of the {part}, but was saved with {count}")
     for part in ("weights", "anchor", "average"):
-        names = stored.names(part)
-        if set(names) != set(parts[part]):
-            difference = sorted(set(names) ^ set(parts[part]))[0]
-            raise ConfigError(f"the {part} in {path} do not fit this configuration: {difference} differs")
+        if difference := sorted(set(stored[part].names) ^ set(parts[part])):
+            raise ConfigError(f"the {part} in {path} do not fit this configuration: {difference[0]} differs")
         for name, target in parts[part].items():
-            value = stored.read(f"{part}/{name}", *rows(optimization.parameters[name]))
+            value = stored[part].read(name, *rows(optimization.parameters[name]))
             if value.shape != local_shard(target).shape:  # copy_ would broadcast one row over many
                 raise ConfigError(
                     f"the {part} in {path} do not fit this configuration, or a rank's file is missing: of {name} there "
                     f"is {tuple(value.shape)} where {tuple(local_shard(target).shape)} is needed"
                 )
             local_shard(target).copy_(value)
-    optimization.load_tensors({
-        name: stored.read(f"optimizer/{name}", *_optimizer_rows(trainer, name)) for name in stored.names("optimizer")
-    })  # fmt: skip
+    held = stored["optimizer"]
+    optimization.load_tensors({name: held.read(name, *_optimizer_rows(trainer, name)) for name in held.names})
     trainer.step, optimization.updates = state["step"], state["updates"]
     trainer.vote.skipped, trainer.vote.in_a_row = state["skipped"], state["skipped_in_a_row"]
     trainer.controller.load_state_dict(state["controller"])
@@ -248,7 +230,7 @@ def _load(trainer: Checkpointed, stored: Shards, state: dict[str, Any], path: Pa
         trainer.anchor.age = state["anchor_age"]
 
 
-def _compare(trainer: Checkpointed, state: dict[str, Any], path: Path) -> None:
+def _compare(trainer: "Trainer", state: dict[str, Any], path: Path) -> None:
     """Refuse other base weights; name everything else that is not as it was when the checkpoint was written."""
     now, before = _plain(trainer.config), state["config"]
     changed = [f"{k} {old!r} -> {now[k]!r}" for k, old in before.items() if k in now and now[k] != old]
@@ -265,7 +247,7 @@ def _compare(trainer: Checkpointed, state: dict[str, Any], path: Path) -> None:
         trainer.ranks.log_once(f"changed since the checkpoint: {', '.join(sorted(changed))}")
 
 
-def _parts(trainer: Checkpointed) -> dict[str, Mapping[str, Tensor]]:
+def _parts(trainer: "Trainer") -> dict[str, Mapping[str, Tensor]]:
     """Tensors that training changes and that cannot be recomputed, by parameter name."""
     return {
         "weights": trainer.optimization.parameters,
@@ -275,13 +257,13 @@ def _parts(trainer: Checkpointed) -> dict[str, Mapping[str, Tensor]]:
     }
 
 
-def _optimizer_rows(trainer: Checkpointed, name: str) -> tuple[int, int | None]:
+def _optimizer_rows(trainer: "Trainer", name: str) -> tuple[int, int | None]:
     """Rows of an optimizer-state tensor on this rank: its parameter's rows, or everything for a scalar."""
     parameter, _, key = name.rpartition(".")
     return (0, None) if key == "step" else rows(trainer.optimization.parameters[parameter])
 
 
-def _rows(trainer: Checkpointed, copied: bool) -> TensorFile:
+def _rows(trainer: "Trainer", copied: bool) -> TensorFile:
     """This rank's shards, and which rows of the full tensors they are."""
     tensors, starts = {}, {}
     for part, values in _parts(trainer).items():
@@ -293,7 +275,7 @@ def _rows(trainer: Checkpointed, copied: bool) -> TensorFile:
     return shards(tensors, starts)
 
 
-def _state(trainer: Checkpointed) -> dict[str, Any]:
+def _state(trainer: "Trainer") -> dict[str, Any]:
     return {
         "step": trainer.settled_step,
         "updates": trainer.optimization.updates,

@@ -1,12 +1,12 @@
 """Rollouts: which clips a rank samples, with what exploration noise, and what training keeps.
 
-All clips in one forward share a prompt (packed text). Training runs the same micro-batches through the same function,
-which is why the first ratio is exactly 1.
+All clips in one forward share a prompt (packed text), or have prompts of equal length. Training runs the same
+micro-batches through the same function, which is why the first ratio is exactly 1.
 
 Shapes: B clips of a micro-batch, T denoising steps, ... the latent shape (C, t, y, x).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,10 +20,10 @@ from sage_grpo.models.sample import counter_noise, denoise
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Clips of one prompt that run through the model together."""
+    """Clips that run through the model together."""
 
-    prompt: int  # position in the prompt list
-    samples: tuple[int, ...]  # index of each clip among all clips of this prompt in this iteration
+    prompts: tuple[int, ...]  # of each clip, its position in the prompt list
+    samples: tuple[int, ...]  # index of each clip among all clips of its prompt in this iteration
 
 
 @dataclass
@@ -67,7 +67,17 @@ def plan_micro_batches(
     mine = rows[rank * batch_size : (rank + 1) * batch_size]
     size = micro_batch_size or min(batch_size, group_size)
     chunks = [mine[start : start + size] for start in range(0, len(mine), size)]
-    return [MicroBatch(chunk[0][0], tuple(sample for _, sample in chunk)) for chunk in chunks]
+    return [MicroBatch(*zip(*chunk, strict=True)) for chunk in chunks]
+
+
+def join_prompts(micro_batches: Sequence[MicroBatch], alike: Callable[[int], Hashable], most: int) -> list[MicroBatch]:
+    """Join up to `most` micro-batches whose prompts are `alike`; clips of one prompt stay next to each other."""
+    kinds: dict[Hashable, list[MicroBatch]] = {}
+    for one in micro_batches:
+        kinds.setdefault(alike(one.prompts[0]), []).append(one)
+    parts = [ones[start : start + most] for ones in kinds.values() for start in range(0, len(ones), most)]
+    clips = [[pair for one in part for pair in zip(one.prompts, one.samples, strict=True)] for part in parts]
+    return [MicroBatch(*zip(*pairs, strict=True)) for pairs in clips]
 
 
 def exploring_steps(window: str, num_steps: int, step: int, seed: int) -> Tensor:
@@ -106,8 +116,8 @@ def training_order(
     if not permute:
         return steps[:kept].expand(len(micro_batch.samples), -1)
     orders = [
-        rng.permutation(len(steps), seed, "permutation", step=step, prompt=micro_batch.prompt, sample=s)
-        for s in micro_batch.samples
+        rng.permutation(len(steps), seed, "permutation", step=step, prompt=p, sample=s)
+        for p, s in zip(micro_batch.prompts, micro_batch.samples, strict=True)
     ]
     return torch.stack([steps[order[:kept]] for order in orders])
 
@@ -130,7 +140,7 @@ def roll_out(
     Non-finite trajectories are zeroed and flagged: they must not turn other clips' gradients into NaN.
     """
     device = schedule.sigmas.device
-    x, noise = counter_noise(shape, seed, micro_batch.samples, "rollout", micro_batch.prompt, step, init_samples)
+    x, noise = counter_noise(shape, seed, micro_batch.samples, "rollout", micro_batch.prompts, step, init_samples)
     transitions = list(denoise(backbone, schedule, x.to(device), cond, guidance, noise))
     path = torch.stack([x.to(device), *(t.x_next for t in transitions)], 1)
     velocity = torch.stack([t.velocity for t in transitions], 1)

@@ -4,16 +4,19 @@ However slow the disk is, a save that moves is progress; one that does not ends 
 """
 
 import shutil
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from sage_grpo.background import Work
 from sage_grpo.parallel.ranks import RankError
 from sage_grpo.train import checkpoint
-from sage_grpo.train.checkpoint import Checkpointed, finish, planned_files, write_files
-from sage_grpo.train.guards import Guards, TrainingError
+from sage_grpo.train.checkpoint import finish, planned_files, write_files
+from sage_grpo.train.guards import TrainingError
+
+if TYPE_CHECKING:
+    from sage_grpo.train.trainer import Trainer
 
 PAUSE = 0.05  # seconds between looks at a save that is waited for
 
@@ -26,45 +29,6 @@ class NotFinite(CheckpointError):
     """The state is not worth saving: it has a tensor that is not finite."""
 
 
-class Saved(Checkpointed, Protocol):
-    """What saving needs from a trainer."""
-
-    guards: Guards
-
-
-class Work:
-    """A call in a thread, which tells its progress by `advance`."""
-
-    def __init__(self, call: Callable[[Callable[[], None]], Any]) -> None:
-        self._call, self._moved, self._value, self._error = call, True, None, None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._value = self._call(self.advance)
-        except Exception as error:
-            self._error = error
-
-    def advance(self) -> None:
-        self._moved = True
-
-    @property
-    def done(self) -> bool:
-        return not self._thread.is_alive()
-
-    def moved(self) -> bool:
-        """Whether it made progress since this was last asked, or is done."""
-        moved, self._moved = self._moved, False
-        return moved or self.done
-
-    def result(self) -> Any:
-        """The call's result, once done, or its error."""
-        if self._error:
-            raise self._error
-        return self._value
-
-
 class Save:
     """A checkpoint of a trainer's state after its last optimizer step.
 
@@ -72,7 +36,7 @@ class Save:
     everything unsharded. If any of them fails, all raise CheckpointError, and no folder appears.
     """
 
-    def __init__(self, trainer: Checkpointed, folder: Path, export: bool) -> None:
+    def __init__(self, trainer: "Trainer", folder: Path, export: bool) -> None:
         self.ranks, self.config, self.step = trainer.ranks, trainer.config, trainer.settled_step
         self.good, self.committing = trainer.vote.in_a_row == 0, False
         self.target = folder / f"step-{self.step:06d}"
@@ -115,7 +79,7 @@ class Save:
             raise CheckpointError(f"{self.target.name} could not be written: {error}") from error
 
 
-def save(trainer: Checkpointed, folder: Path, export: bool = True) -> Path:
+def save(trainer: "Trainer", folder: Path, export: bool = True) -> Path:
     """Write a checkpoint and wait for it."""
     started = Save(trainer, folder, export)
     started.wait()
@@ -125,13 +89,10 @@ def save(trainer: Checkpointed, folder: Path, export: bool = True) -> Path:
 class Saves:
     """A run's checkpoints: what is saved, what is being written, what failed and must be tried again."""
 
-    def __init__(self, trainer: Saved, folder: Path) -> None:
-        self.trainer, self.folder, self.current = trainer, folder, None
-        self.step, self.good_step, self.failed = -1, None, False  # of the last committed one, of the last good one
-        self.begun = time.monotonic()
-
-    current: Save | None
-    good_step: int | None
+    def __init__(self, trainer: "Trainer", folder: Path) -> None:
+        self.trainer, self.folder, self.failed, self.begun = trainer, folder, False, time.monotonic()
+        self.step, self.good_step = -1, None  # of the last committed one, of the last good one
+        self.current: Save | None = None
 
     def resumed(self, step: int) -> None:
         """The run continues from its own checkpoint."""
@@ -145,8 +106,9 @@ class Saves:
             return self.failed
         return self.trainer.ranks.any(since > limit)
 
-    def begin(self, must: bool) -> None:
-        """Save the state, unless it is saved; if it `must` be, wait for it, and a failure ends the run."""
+    def begin(self, must: bool = True) -> None:
+        """Save the state, unless it is saved. If it `must` be, this waits for it, and a failure ends the run; else a
+        failure is logged and tried again later."""
         trainer = self.trainer
         self.settle(wait=True)
         if self.step == trainer.settled_step:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from sage_grpo.train.rollout import (
     MicroBatch,
     Trajectory,
     exploring_steps,
+    join_prompts,
     plan_micro_batches,
     prompt_positions,
     roll_out,
@@ -37,32 +39,29 @@ from sage_grpo.train.update import Objective, anchor_velocities
 from sage_grpo.train.validation import Gold, Validation, gold_columns
 
 
+@dataclass(eq=False)
 class Trainer:
     """The state of a run; `step` counts completed iterations. `build.py` assembles one."""
 
-    def __init__(
-        self,
-        config: Config,
-        ranks: Ranks,
-        backbone: Backbone,
-        optimization: Optimization,
-        anchor: Anchor | None,
-        prompts: Sequence[Request],
-        guidance: Guidance,
-        reward: Composite,
-        gold: Gold | None,
-        validation: Validation | None,
-        run: RunFolder,
-    ) -> None:
-        self.config, self.ranks, self.backbone, self.run = config, ranks, backbone, run
-        self.optimization, self.anchor, self.controller = optimization, anchor, config.kl_controller()
-        self.prompts, self.guidance, self.reward, self.gold = list(prompts), guidance, reward, gold
-        self.validation = validation
-        sigmas = flow_sigmas(config.num_sampling_steps, config.timestep_shift)
-        self.sampler = build_schedule(config.sde_type, sigmas, config.eta).to(ranks.device)
-        self.shape = backbone.latent_shape(config.num_frames, config.height, config.width)
-        self.guards, self.vote = Guards(ranks, run, config.collective_timeout), StepVote()
-        self.step, self.saves = 0, Saves(self, run.checkpoints)
+    config: Config
+    ranks: Ranks
+    backbone: Backbone
+    optimization: Optimization
+    anchor: Anchor | None
+    prompts: Sequence[Request]
+    guidance: Guidance
+    reward: Composite
+    gold: Gold | None
+    validation: Validation | None
+    run: RunFolder
+
+    def __post_init__(self) -> None:
+        c = self.config
+        sigmas = flow_sigmas(c.num_sampling_steps, c.timestep_shift)
+        self.sampler = build_schedule(c.sde_type, sigmas, c.eta).to(self.ranks.device)
+        self.shape = self.backbone.latent_shape(c.num_frames, c.height, c.width)
+        self.guards, self.vote = Guards(self.ranks, self.run, c.collective_timeout), StepVote()
+        self.step, self.saves, self.controller = 0, Saves(self, self.run.checkpoints), c.kl_controller()
         self.fingerprints: dict[str, Any] = {}
         self.resumed_from: Path | None = None
         self.trained_since_update, self.ratio_checked = False, False
@@ -72,7 +71,7 @@ class Trainer:
 
     def train(self) -> None:
         """Run the remaining iterations; validate and save as configured and at the end; also save on a signal."""
-        with self.guards.watching(self.step, self.save, self.saves.settle), self.progress() as bar:
+        with self.guards.watching(self.step, self.saves.begin, self.saves.settle), self.progress() as bar:
             self.catch_up()
             while self.step < self.config.max_steps:
                 watch = Stopwatch(self.ranks.device, self.enter)
@@ -115,10 +114,14 @@ class Trainer:
         self.guards.note(phase)
         self.safe_point()
 
-    def safe_point(self) -> None:
-        """Stop if told to, and commit a checkpoint whose files are on disk; all ranks must call."""
-        self.guards.stop_if_told()
-        self.saves.settle()
+    def safe_point(self, inside: bool = False) -> None:
+        """Stop if told to, and commit a checkpoint whose files are on disk; all ranks must call.
+
+        inside: a phase, in which ranks that join prompts may run different numbers of micro-batches.
+        """
+        if not inside or self.config.prompts_per_forward == 1:
+            self.guards.stop_if_told()
+            self.saves.settle()
 
     def catch_up(self) -> None:
         """Run the validation due before the first iteration, or one that an interrupted run missed."""
@@ -132,7 +135,7 @@ class Trainer:
         return self.sampler.window(steps.to(self.ranks.device))
 
     def micro_batches(self) -> list[MicroBatch]:
-        """This rank's micro-batches for this iteration."""
+        """This rank's micro-batches for this iteration, each of one prompt."""
         c = self.config
         groups = c.batch_size * self.ranks.count // c.num_generations
         positions = prompt_positions(self.step, groups, len(self.prompts), c.seed)
@@ -142,29 +145,22 @@ class Trainer:
         """Sample trajectories for `micro_batches`, by default this rank's share of the iteration."""
         c, batch = self.config, []
         micro_batches = self.micro_batches() if micro_batches is None else micro_batches
-        positions = list(dict.fromkeys(micro_batch.prompt for micro_batch in micro_batches))
+        positions = list(dict.fromkeys(one.prompts[0] for one in micro_batches))
         encoded = self.backbone.encode([self.prompts[position] for position in positions])
         conditions = dict(zip(positions, encoded, strict=True))
+        if c.prompts_per_forward > 1:
+            micro_batches = join_prompts(micro_batches, lambda p: conditions[p].shapes, c.prompts_per_forward)
         for micro_batch in micro_batches:
-            self.safe_point()
-            samples, group = micro_batch.samples, c.num_generations
+            self.safe_point(inside=True)
+            cond, *others = (conditions[position].to(self.ranks.device) for position in micro_batch.prompts)
+            cond = cond if len(set(micro_batch.prompts)) == 1 else cond.together([cond, *others])
+            first = [s - s % c.num_generations for s in micro_batch.samples] if c.same_init_noise else None
             order = training_order(
                 schedule.stochastic, c.timestep_fraction, c.enable_timestep_permutation, c.seed, self.step, micro_batch
             )
+            sampling = (cond, self.guidance, self.shape, c.seed, self.step, order, first)
             with self.gathered():
-                trajectory = roll_out(
-                    self.backbone,
-                    schedule,
-                    micro_batch,
-                    cond=conditions[micro_batch.prompt].to(self.ranks.device),
-                    guidance=self.guidance,
-                    shape=self.shape,
-                    seed=c.seed,
-                    step=self.step,
-                    order=order,
-                    init_samples=[s // group * group for s in samples] if c.same_init_noise else None,
-                )
-            batch.append(trajectory)
+                batch.append(roll_out(self.backbone, schedule, micro_batch, *sampling))
         return batch
 
     def gathered(self) -> AbstractContextManager[None]:
@@ -233,7 +229,7 @@ class Trainer:
             micro_steps = [(column, *share) for column in part.tolist() for share in shares]
             for number, (column, trajectory, advantage) in enumerate(micro_steps, 1):
                 if update == 0:  # later updates see changed weights
-                    self.safe_point()
+                    self.safe_point(inside=True)
                 reduce_gradients_in_next_backward(
                     self.backbone.transformer, not c.reduces_once or number == len(micro_steps)
                 )
@@ -289,7 +285,7 @@ class Trainer:
     def first_nonfinite_clip(self) -> str:
         """The first clip of this optimizer step whose loss or gradient is not finite, on any rank."""
         clips = ((one, i) for one, finite in self.finite for i in (~finite).nonzero().flatten().tolist())
-        mine = next((f"{self.prompts[one.prompt].text!r}, clip {one.samples[i]}" for one, i in clips), "")
+        mine = next((f"{self.prompts[one.prompts[i]].text!r}, clip {one.samples[i]}" for one, i in clips), "")
         return next((text for text in self.ranks.texts(mine) if text), "the parameters")
 
     def finish_iteration(self) -> None:
@@ -298,7 +294,7 @@ class Trainer:
             self.anchor.refresh_if_due()
         last = self.step == self.config.max_steps
         if self.due(self.config.save_interval) or self.saves.is_due:
-            self.save(must=last)
+            self.saves.begin(must=last)
         if self.due(self.config.validation_interval):
             self.validate()
 
@@ -310,10 +306,6 @@ class Trainer:
     def settled_step(self) -> int:
         """The last iteration whose gradients are in the weights; rollouts still accumulating are redone on resume."""
         return self.step - self.step % self.config.gradient_accumulation_steps
-
-    def save(self, must: bool = True) -> None:
-        """Write a checkpoint, unless this state has one; unless `must`, a failure is logged and retried later."""
-        self.saves.begin(must)
 
     def validate(self) -> None:
         if self.validation is None:
@@ -342,4 +334,4 @@ class Trainer:
 
     def texts(self, batch: Sequence[Trajectory]) -> list[str]:
         """The prompt of each of this rank's clips."""
-        return [self.prompts[t.micro_batch.prompt].text for t in batch for _ in t.micro_batch.samples]
+        return [self.prompts[position].text for t in batch for position in t.micro_batch.prompts]

@@ -4,6 +4,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,26 +26,23 @@ from sage_grpo.runs.clips import PLACES, write_listing, write_sheet, write_video
 Gold = Callable[[Tensor, Sequence[str]], dict[str, Tensor]]
 
 
+@dataclass(eq=False)
 class Validation:
     """Samples the same prompts from the same noise every time, so clips from two steps can be compared one by one."""
 
-    def __init__(
-        self,
-        backbone: Backbone,
-        config: Config,
-        prompts: Sequence[Request],
-        guidance: Guidance,
-        reward: Composite,
-        holdout: Composite | None,
-        gold: Gold | None,
-        ranks: Ranks,
-    ) -> None:
-        self.backbone, self.config, self.ranks = backbone, config, ranks
-        self.prompts, self.guidance = list(prompts), guidance
-        self.reward, self.holdout, self.gold = reward, holdout, gold
-        self.sampling = own = validation_sampling(config)
-        self.schedule = build_schedule("ode", flow_sigmas(own.num_steps, own.shift), 0.0).to(ranks.device)
-        self.shape = backbone.latent_shape(own.frames, own.height, own.width)
+    backbone: Backbone
+    config: Config
+    prompts: Sequence[Request]
+    guidance: Guidance
+    reward: Composite
+    holdout: Composite | None
+    gold: Gold | None
+    ranks: Ranks
+
+    def __post_init__(self) -> None:
+        self.sampling = own = validation_sampling(self.config)
+        self.schedule = build_schedule("ode", flow_sigmas(own.num_steps, own.shift), 0.0).to(self.ranks.device)
+        self.shape = self.backbone.latent_shape(own.frames, own.height, own.width)
 
     def run(self, folder: Path, between: Callable[[], None] = lambda: None) -> dict[str, Any]:
         """Write the clips and clips.json into `folder`; returns means and their standard errors.

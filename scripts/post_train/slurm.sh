@@ -38,8 +38,13 @@ dry_run() {
 }
 
 train() {
-    local step code signalled=no
-    srun --kill-on-bad-exit=0 --wait=60 bash -c "$on_node" node "${flags[@]}" &
+    local step code signalled=no tasks=(srun --kill-on-bad-exit=0 --wait=60 bash -c "$on_node" node)
+    if [[ ${SKIP_CHECKS:-0} != 1 ]]; then
+        "${tasks[@]}" --check "${flags[@]}" ||
+            fail "not all nodes are ready, nothing was started; SKIP_CHECKS=1 leaves the checks out"
+    fi
+    export SKIP_CHECKS=1 # they are done
+    "${tasks[@]}" "${flags[@]}" &
     step=$!
     trap 'signalled=yes; kill -TERM "$step"' TERM
     while

@@ -68,7 +68,8 @@ def test_the_planner_is_asked_without_the_reward(tmp_path):
     flags += ["--pretrained_model_root", str(tmp_path / "none")]
     found = script.planned(flags, 4)
     assert 21 < found["memory"]["rollout"] < 30 and found["traffic"]["weights"] > 30
-    assert found["memory"]["anchor"] < found["memory"]["rollout"]
+    assert set(found["memory"]) == set(script.MOMENTS)
+    assert found["memory"]["rollout"] == pytest.approx(found["memory"]["anchor"], rel=0.05)
 
 
 @pytest.fixture

@@ -137,7 +137,7 @@ def table(found: dict[str, dict[str, dict[str, float]]]) -> str:
 
 
 def draw(runs: dict[str, dict[str, np.ndarray]], file: Path) -> None:
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(fname=STYLE):
         figure = Figure(figsize=(7.5, 2.2), layout="constrained")
         panels = {"memory, MB": ("rss", "allocated"), "open files": ("files",), "threads": ("threads",)}
         for axes, (title, names) in zip(figure.subplots(1, 3), panels.items(), strict=True):

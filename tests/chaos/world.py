@@ -23,8 +23,9 @@ from embedded.tiny import TinyConfig, build_tiny
 from sage_grpo.models.backbone import Sampling
 from sage_grpo.rewards.composite import Composite
 from sage_grpo.rewards.wire import TOKEN_VARIABLE
-from sage_grpo.tools.reward_server import Limits, build_server, in_background
+from sage_grpo.tools.reward_server import Limits
 from sage_grpo.train.checkpoint import found
+from tests.rewards import serving as servers
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 180.0  # seconds after which a run counts as stuck; torchrun alone waits 30 for a rank that does not exit
@@ -212,8 +213,7 @@ def serving(reward: ShapesReward) -> Iterator[str]:
     """Serve the reward; yields its address. The token is in the environment. Scores are independent of the batch."""
     os.environ[TOKEN_VARIABLE] = secrets.token_hex(32)
     served = Composite({"shapes": reward}, dict.fromkeys(reward.names, 1.0), batch_size=1, timeout=PATIENCE)
-    server = build_server(served, Limits(seconds=PATIENCE), os.environ[TOKEN_VARIABLE], "127.0.0.1", 0)
-    with in_background(server) as address:
+    with servers.serving(served, Limits(seconds=PATIENCE), os.environ[TOKEN_VARIABLE]) as address:
         yield address
 
 

@@ -200,17 +200,26 @@ def test_a_file_of_variables_is_read_on_the_node(settings, tmp_path):
     assert result.returncode == 0 and "hush" not in result.stdout
 
 
-@pytest.mark.parametrize("act, code", [("exit 0", 0), ("status preempted; exit 1", 75), ("wait", 75), ("exit 1", 1)])
-def test_a_preempted_job_of_slurm_goes_back_into_the_queue(settings, tmp_path, act, code):
+@pytest.fixture
+def slurm(settings, tmp_path):
     """srun and scontrol are small programs that start a task per node and note what they were asked."""
-    tools = tmp_path / "tools"
-    program(tools, "srun", SRUN)
-    path = program(
-        tools, "scontrol", f'if [[ $1 == show ]]; then printf "n0\\nn1\\n"; else echo "$@" >{tmp_path}/asked; fi'
-    )
-    settings |= {"PATH": path, "SLURM_JOB_NODELIST": "n[0-1]", "SLURM_JOB_ID": 7, "SLURM_SUBMIT_DIR": ROOT, "DO": act}
+    program(tmp_path / "tools", "srun", SRUN)
+    asked = f'if [[ $1 == show ]]; then printf "n0\\nn1\\n"; else echo "$@" >{tmp_path}/asked; fi'
+    path = program(tmp_path / "tools", "scontrol", asked)
     copy = shutil.copy(ROOT / "scripts/post_train/slurm.sh", tmp_path)  # as Slurm does
-    with subprocess.Popen(["bash", copy], env=environment(**settings), stdout=subprocess.DEVNULL) as job:
+    settings |= {"PATH": path, "SLURM_JOB_NODELIST": "n[0-1]", "SLURM_JOB_ID": 7, "SLURM_SUBMIT_DIR": ROOT}
+
+    def start(**more):
+        return subprocess.Popen(
+            ["bash", copy], env=environment(**settings | more), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        )
+
+    return start
+
+
+@pytest.mark.parametrize("act, code", [("exit 0", 0), ("status preempted; exit 1", 75), ("wait", 75), ("exit 1", 1)])
+def test_a_preempted_job_of_slurm_goes_back_into_the_queue(slurm, tmp_path, act, code):
+    with slurm(DO=act) as job:
         if act == "wait":
             for number in (0, 1):
                 wait_for(tmp_path / "run" / f"ready.{number}")
@@ -219,3 +228,14 @@ def test_a_preempted_job_of_slurm_goes_back_into_the_queue(settings, tmp_path, a
     assert (tmp_path / "asked").exists() == (code == 75)
     if code == 75:
         assert (tmp_path / "asked").read_text() == "requeue 7\n"
+
+
+@pytest.mark.parametrize("bad, code", [("n1", 2), ("none", 0)])
+def test_a_job_of_slurm_checks_all_nodes_before_it_starts_any(slurm, tmp_path, bad, code):
+    act = f'if [[ $2 == *doctor ]]; then touch "$OUT/checked.$SLURM_NODEID"; [[ $SLURMD_NODENAME != {bad} ]]; fi'
+    with slurm(DO=act, SKIP_CHECKS=0) as job:
+        assert job.wait(60) == code
+        said = job.stderr.read().decode()
+    assert all((tmp_path / "run" / f"checked.{number}").exists() for number in (0, 1))
+    assert (tmp_path / "run" / "logs").exists() == (code == 0)
+    assert ("not all nodes are ready, nothing was started" in said) == (code == 2)

@@ -53,8 +53,8 @@ def test_so_are_sampling_and_the_tools(large, tmp_path, capsys):
     assert stop.value.code == 2 and sentence(capsys).startswith("generate.py: ")
     flags = ["--pretrained_model_root", str(large), "--output", str(tmp_path / "out")]
     assert doctor.main(flags) == 2 and sentence(capsys).startswith("doctor: ")
-    assert evaluate.main([*flags, "--checkpoints", str(tmp_path)]) == 2
-    assert sentence(capsys).startswith("evaluate: ")
+    for words in ([], ["--checkpoints", str(tmp_path)]):
+        assert evaluate.main([*flags, *words]) == 2 and sentence(capsys).startswith("evaluate: ")
 
 
 def test_a_gpu_that_was_asked_for_must_be_there(tiny_folder, tmp_path, capsys):

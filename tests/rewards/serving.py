@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import torch
 
 from sage_grpo.rewards.composite import Composite
-from sage_grpo.tools.reward_server import Limits, build_server, in_background
+from sage_grpo.tools.reward_server import Limits, build_server, listen
 
 TOKEN = "a-token-for-the-tests-0123456789"
 INFO = {"names": ["light"], "rewards": ["x"], "max_clips": 8, "max_bytes": 1 << 20}
@@ -46,11 +46,19 @@ def composite(rewards, batch_size=4, timeout=30.0):
 
 
 @contextmanager
-def serving(reward, limits=None):
-    """The address of a server for a composite reward, and its service."""
-    server = build_server(reward, limits or Limits(seconds=30.0), TOKEN, "127.0.0.1", 0)
-    with in_background(server) as address:
+def serving(reward, limits=None, token=TOKEN):
+    """The address of a server for a composite reward; it runs in a thread."""
+    server = build_server(reward, limits or Limits(seconds=30.0), token, "127.0.0.1", 0)
+    listener, address = listen(server)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    try:
         yield address
+    finally:
+        server.should_exit = True
+        thread.join(10)
+        if thread.is_alive():
+            raise RuntimeError(f"the reward server at {address} does not end")
 
 
 @contextmanager

@@ -91,17 +91,6 @@ def test_a_prompt_with_a_reserved_token_is_refused(reward, samples, token):
     reward.check(["a <boat> {with} | braces", ""])
 
 
-def test_weights_rest_in_host_memory_between_calls(videoalign_folders, samples, reward, monkeypatch):
-    """Seen through the moves: a CPU has only one place for them."""
-    resting = VideoAlign(videoalign_folders["VideoReward"], "cpu:0", offload=True)
-    moves, to = [], resting.model.to
-    monkeypatch.setattr(resting.model, "to", lambda place: (moves.append(str(place)), to(place)))
-    assert torch.equal(score(resting, samples[:1]), score(reward, samples[:1]))
-    with pytest.raises(ValueError):
-        resting.score([samples[0].clip], [], 8.0)
-    assert moves == ["cpu:0", "cpu"] * 2
-
-
 def test_half_precision_rounds_the_rotary_frequencies_as_published(videoalign_folders, samples, reward):
     half = VideoAlign(videoalign_folders["VideoReward"], dtype=torch.bfloat16)
     frequencies = half.model.language_model.rotary_emb.inv_freq

@@ -133,6 +133,6 @@ def test_every_validation_is_found_by_its_iteration(tmp_path):
         write_listing(folder, [entry(step, 1.0, 0.1) | {"prompt": "é"}])
         assert [file.name for file in folder.iterdir()] == ["clips.json"]
     found = read_validations(tmp_path)
-    assert list(found) == [0, 100] and [records[0]["seed"] for records in found.values()] == [0, 100]
+    assert list(found) == [0, 100] and [clips[0].seed for clips in found.values()] == [0, 100]
     assert read_clips(tmp_path / "validation" / "step-000100")[0].prompt == "é"
     assert read_clips(tmp_path) == [] and read_validations(tmp_path / "none") == {}

@@ -3,9 +3,11 @@
 import shutil
 
 import pytest
+import torch
 
 import post_train
 from sage_grpo.models.hunyuan15.text import TextEncoder
+from sage_grpo.parallel import device
 from sage_grpo.train.build import PROMPTS
 from scripts import encode_prompts as script
 
@@ -15,7 +17,7 @@ def encode(tiny_folder, tmp_path, capsys):
     """encode(file, ...) -> what the script says."""
 
     def run(*files, **options):
-        arguments = ["--model_root", tiny_folder, "--prompt_cache", tmp_path / "cache", "--device", "cpu"]
+        arguments = ["--model_root", tiny_folder, "--prompt_cache", tmp_path / "cache"]
         arguments += [word for name, value in options.items() for word in (f"--{name}", value)]
         arguments += ["--prompts", *files] if files else []
         status = script.main([str(word) for word in arguments])
@@ -50,6 +52,14 @@ def test_it_encodes_what_is_missing_and_says_how_much(encode, prompts, loads, tm
     assert len(loads) == 2
     assert "4 prompts, 0 of which were missing" in encode(*prompts)
     assert len(loads) == 2  # nothing was missing, so nothing was loaded
+
+
+def test_a_large_model_is_not_encoded_on_the_cpu_unless_asked(encode, prompts, monkeypatch):
+    monkeypatch.setattr(device, "SMALL", 10**5)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    status, said = encode(prompts[1])
+    assert status == 2 and said.startswith("encode_prompts.py: no GPU can be used: ")
+    assert "2 prompts, 2 of which" in encode(prompts[1], device="cpu")
 
 
 def test_precision_and_negative_prompt_are_those_of_the_run(encode, prompts, tmp_path):

@@ -301,6 +301,8 @@ def test_a_wrong_configuration_gets_the_sentence_of_the_trainer(run_doctor, caps
 def test_its_own_flags(run_doctor, monkeypatch):
     assert run_doctor("--clips", "1") == 2 and "clips is 1" in run_doctor.errors
     assert run_doctor(output_dir=run_doctor.output) == 2 and "stays out of the run folder" in run_doctor.errors
+    (run_doctor.folder / "file").touch()
+    assert run_doctor("--output", f"{run_doctor.folder}/file/out") == 2 and "file/out" in run_doctor.errors
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert run_doctor() == 2 and "without torchrun" in run_doctor.errors
 

@@ -168,6 +168,8 @@ def test_folders_of_clips(command, tmp_path, level, capsys):
     assert evaluate.main(words) == 0 and level.seen == 8
     (tmp_path / "empty").mkdir()
     assert evaluate.main(command("--clips", tmp_path / "empty", reward_model="level")) == 2
+    assert evaluate.main(command("--clips", ours, reward_model="level", output=tmp_path / "prompts.txt" / "out")) == 2
+    assert "prompts.txt" in capsys.readouterr().err
     for file in theirs.glob("*.mp4"):  # a validation that kept no videos
         file.unlink()
     assert evaluate.main(command("--clips", theirs, reward_model="level", output=tmp_path / "other")) == 2

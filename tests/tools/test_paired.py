@@ -7,7 +7,7 @@ import pytest
 
 from sage_grpo.runs.clips import Clip
 from sage_grpo.runs.history import read_run
-from sage_grpo.tools.paired import Measure, choose_pairs, compare, text_table
+from sage_grpo.tools.paired import Measure, aligned, choose_pairs, compare, table
 from tests.tools.fake_run import validation_line, write_lines
 
 
@@ -74,7 +74,7 @@ def test_table_of_the_terminal(tmp_path):
     before = [entry(seed, 1.0, 0.05) for seed in range(4)]
     after = [entry(seed, 1.5 + 0.1 * seed, 0.05 + 0.001 * (seed % 2)) for seed in range(4)]
     run = read_run(two_validations(tmp_path, before, after))
-    titles, total, distance = text_table(run).splitlines()
+    titles, total, distance = aligned(table(run, compare(run))).splitlines()
     assert titles.split("  ")[0] == "held-out prompts" and "iteration 7" in titles
     assert re.split("  +", total) == [
         "reward total",
@@ -87,7 +87,8 @@ def test_table_of_the_terminal(tmp_path):
     ]
     assert distance.startswith("gold distance (lower is better)") and "not significant" in distance
     write_lines(tmp_path, [validation_line(0, before)])
-    assert text_table(read_run(tmp_path)) == ""
+    run = read_run(tmp_path)
+    assert aligned(table(run, compare(run))) == ""
 
 
 def test_chosen_clips_spread_over_gains_and_losses(tmp_path):

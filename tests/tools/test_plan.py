@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -128,6 +129,14 @@ def test_command_says_what_a_validation_costs(capsys, monkeypatch):
     assert found[8] == pytest.approx(2 * found[4], rel=0.01) and 3 < found[4] / 4 < 6 and found[64] > 200
 
 
+def test_a_run_without_validation_is_planned_too(capsys, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(ROOT / "assets" / "tiny", folder)
+    (folder / "prompts_valid.txt").unlink()
+    flags = f"--pretrained_model_root {folder} --dtype fp32 --batch_size 4 --validation_interval 0"
+    assert "validation: 0.0 min at the end; 0 clips" in run(capsys, flags)[1]
+
+
 def test_validation_ranks_share_the_clips():
     plan = made("--sp_size 2 --enable_fsdp True --batch_size 4 --num_generations 4 --reward_model shapes", gpus=8)
     assert validation_time(plan, 8) == pytest.approx(2 * validation_time(plan, 4)) == 2 * validation_time(plan, 1)
@@ -146,6 +155,8 @@ def test_command_says_what_to_change(capsys):
         ("--gpus 3 --sp_size 2", "sp_size is 2; it must divide the number of processes"),
         ("--gpus 3 --sp_size 3 --batch_size 4", "must divide the model's 16 heads"),
         ("--gpus 0", "gpus is 0"),
+        ("--vary gpus 0", "gpus is 0"),
+        ("--gpu_memory nan", "gpu_memory is nan"),
         ("--sp_sise 2", "unknown flag --sp_sise; did you mean --sp_size?"),
         ("--pretrained_transformer_version 480p_i2v", "only t2v can be trained"),
         ("--batch_size 4", "needs enable_fsdp True"),

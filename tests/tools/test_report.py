@@ -262,7 +262,7 @@ def test_a_damaged_run(tmp_path, capsys):
 
 def grey_pixels(line: dict) -> float:
     """Share of a heat map that lets the grey behind it through, as cells do that were not trained."""
-    picture = panel("map", draw_map, RunHistory(Path(), [], [line], []), "grad_v").svg
+    picture = panel("map", draw_map, RunHistory(Path(), [], [line], []), "grad_v")["svg"]
     data = re.search(r'data:image/png;base64,([^"]+)"', picture).group(1)
     return float((np.asarray(Image.open(io.BytesIO(base64.b64decode(data))).convert("RGBA"))[..., 3] == 0).mean())
 

@@ -267,6 +267,12 @@ def test_it_does_not_start_without_a_token_or_weights(monkeypatch, capsys, tmp_p
         reward_server.main(["--reward", "remote"])
 
 
+@pytest.mark.parametrize("flag", ["reward_fps", "reward_batch_size", "max_clips", "timeout"])
+def test_it_does_not_start_with_limits_that_let_nothing_through(flag, capsys):
+    assert reward_server.main(["--reward", "shapes", f"--{flag}", "0"]) == 2
+    assert f"{flag} is 0" in capsys.readouterr().err
+
+
 def test_the_program_serves_on_loopback():
     with program("sage_grpo.tools.reward_server", "--reward", "shapes", "--port", "0") as (line, _):
         (url,) = re.findall(r"^(http://127\.0\.0\.1:\d+) scores VQ, MQ, TA, up to 8", line)

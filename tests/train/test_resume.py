@@ -67,7 +67,7 @@ def test_accumulated_rollouts_are_made_again(make):
     def stop_in_third():
         finish()
         if stopped.step == 3:
-            stopped.save()
+            stopped.saves.begin()
             raise KeyboardInterrupt
 
     stopped.finish_iteration, stopped.validation = stop_in_third, None

@@ -1,5 +1,7 @@
 """Which clips are sampled, with which noise, and which steps are trained."""
 
+import json
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from sage_grpo.train.rollout import (
     MicroBatch,
     at_steps,
     exploring_steps,
+    join_prompts,
     plan_micro_batches,
     prompt_positions,
     training_order,
@@ -23,15 +26,15 @@ def test_every_epoch_has_each_prompt_once_in_a_fresh_order():
 
 def test_ranks_share_the_rows_of_the_whole_batch():
     whole = plan_micro_batches([7, 2, 9], 4, 12, 0, None)
-    assert [(one.prompt, one.samples) for one in whole] == [
+    assert [(one.prompts[0], one.samples) for one in whole] == [
         (7, (0, 1, 2, 3)),
         (2, (0, 1, 2, 3)),
         (9, (0, 1, 2, 3)),
     ]
     for batch, ranks in ((4, 3), (2, 6), (1, 12)):
         parts = [one for rank in range(ranks) for one in plan_micro_batches([7, 2, 9], 4, batch, rank, None)]
-        rows = [(one.prompt, sample) for one in parts for sample in one.samples]
-        assert rows == [(one.prompt, sample) for one in whole for sample in one.samples]
+        rows = [(one.prompts[0], sample) for one in parts for sample in one.samples]
+        assert rows == [(one.prompts[0], sample) for one in whole for sample in one.samples]
     assert [len(one.samples) for one in plan_micro_batches([7, 2], 4, 8, 0, 2)] == [2, 2, 2, 2]
 
 
@@ -72,13 +75,13 @@ def test_a_wrong_window_is_refused(window):
 
 
 def test_orders_are_permutations_of_the_stochastic_steps():
-    stochastic, one = torch.tensor([True, False, True, True, True]), MicroBatch(3, (0, 1, 2, 3))
+    stochastic, one = torch.tensor([True, False, True, True, True]), MicroBatch((3,) * 4, (0, 1, 2, 3))
     order = training_order(stochastic, 1.0, True, 0, 5, one)
     assert all(sorted(row) == [0, 2, 3, 4] for row in order.tolist()) and len({tuple(r) for r in order.tolist()}) > 1
     assert training_order(stochastic, 0.5, False, 0, 5, one).tolist() == [[0, 2]] * 4
     assert training_order(stochastic, 0.01, True, 0, 5, one).shape == (4, 1)
     assert training_order(stochastic, 0.7, True, 0, 5, one).shape == (4, 3)  # 2.8 steps
-    assert not torch.equal(order, training_order(stochastic, 1.0, True, 0, 5, MicroBatch(4, (0, 1, 2, 3))))
+    assert not torch.equal(order, training_order(stochastic, 1.0, True, 0, 5, MicroBatch((4,) * 4, (0, 1, 2, 3))))
     assert not torch.equal(order, training_order(stochastic, 1.0, True, 0, 6, one))
 
 
@@ -95,6 +98,38 @@ def test_rollouts_do_not_depend_on_the_split(make):
         paths.append(torch.cat([t.x for t in trainer.roll_out(trainer.schedule())]))
     torch.testing.assert_close(paths[0], paths[1], rtol=1e-4, atol=1e-4)
     assert torch.equal(paths[0][:, 0], paths[1][:, 0])
+
+
+def test_prompts_of_equal_length_share_a_forward():
+    ones = plan_micro_batches([7, 2, 9, 4, 2], 2, 10, 0, None)
+    lengths = {7: "short", 2: "long", 9: "short", 4: "short"}
+    joined = join_prompts(ones, lengths.get, 2)
+    assert [(one.prompts, one.samples) for one in joined] == [
+        ((7, 7, 9, 9), (0, 1, 0, 1)), ((4, 4), (0, 1)), ((2, 2, 2, 2), (0, 1, 2, 3)),
+    ]  # fmt: skip
+    assert join_prompts(ones, lengths.get, 1) != ones and {*join_prompts(ones, lengths.get, 1)} == {*ones}
+
+
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+def test_joined_prompts_are_trained_as_each_alone(make, tmp_path, guidance):
+    """Two of the three texts are equally long; the clips, the gradient and the metrics stay what they were."""
+    (tmp_path / "three.txt").write_text("a red circle moving left\na red moving left\na green square moving right\n")
+    flags = {"batch_size": 6, "num_generations": 2, "max_steps": 1, "guidance_scale": guidance, "overwrite": True}
+    sizes, clips, lines = [], [], []
+    for together in (1, 3):
+        trainer = make(prompts_per_forward=together, train_prompts=str(tmp_path / "three.txt"), **flags)
+        trainer.validation, batch = None, trainer.roll_out(trainer.schedule())
+        sizes.append([len(one.x) for one in batch])
+        rows = sorted(range(6), key=lambda i: (trainer.texts(batch)[i], i))
+        clips.append(torch.cat([one.x for one in batch])[rows])
+        trainer.train()
+        lines.append(json.loads((trainer.run.path / "metrics.jsonl").read_text().splitlines()[-1]))
+    assert sizes[0] == [2, 2, 2] and sorted(sizes[1]) == [2, 4]
+    assert torch.equal(clips[0][:, 0], clips[1][:, 0])
+    torch.testing.assert_close(*clips, rtol=1e-4, atol=1e-4)
+    assert lines[1]["policy/ratio_max_deviation"] == 0
+    for name in ("reward/total", "policy/grad_norm", "reward/group_std"):
+        assert lines[0][name] == pytest.approx(lines[1][name], rel=1e-2), name  # pixels are rounded
 
 
 def test_same_init_noise_is_shared_by_the_group_alone(make, tmp_path):

@@ -13,15 +13,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sage_grpo import manifest, tensor_files
+from sage_grpo.background import Work
 from sage_grpo.config import ConfigError
 from sage_grpo.flags import from_values
 from sage_grpo.models import backbone, open_backbone
 from sage_grpo.models.backbone import Guidance
+from sage_grpo.models.weights import open_safetensors
 from sage_grpo.parallel.fsdp import full_tensor
 from sage_grpo.train import checkpoint, saving
 from sage_grpo.train.build import build_trainer
 from sage_grpo.train.guards import TrainingError
-from sage_grpo.train.saving import NotFinite, Work
+from sage_grpo.train.saving import NotFinite
 from tests.dist import CONTEXT, run_ranks
 from tests.hostile import change, sealed_again
 
@@ -122,7 +124,7 @@ def test_without_room_for_a_copy_the_run_waits(make, monkeypatch):
 
 def test_a_run_that_must_stop_waits_for_what_is_being_written(make, monkeypatch):
     trainer = make(max_steps=3, save_interval=1)
-    monkeypatch.setattr(saving, "write_files", slowly(saving.write_files, 0.3))
+    monkeypatch.setattr(saving, "write_files", slowly(saving.write_files, 0.005))
     trainer.validation, score = None, trainer.score
 
     def fails_in_second(*rest):
@@ -239,7 +241,7 @@ def test_a_state_that_is_not_finite_is_never_committed(make, part):
         saving.save(trainer, folder_of(trainer))
     assert sorted(path.name for path in folder_of(trainer).iterdir()) == ["step-000001"]
     with pytest.raises(TrainingError, match=r"lower learning_rate .*last_good goes back to step-000001"):
-        trainer.save()
+        trainer.saves.begin()
 
 
 def test_last_good_leaves_out_what_was_written_while_the_run_diverged(make, capfd):
@@ -249,7 +251,7 @@ def test_last_good_leaves_out_what_was_written_while_the_run_diverged(make, capf
     third, second = (folder_of(trainer) / f"step-{step:06d}" for step in (3, 2))
     change(third / "trainer" / "state.json", skipped_in_a_row=2)
     file = second / "trainer" / "rank-00000.safetensors"
-    tensors, starts = load_file(file), checkpoint.Shards(second).files[0].metadata()
+    tensors, starts = load_file(file), open_safetensors(file).metadata()
     next(value for name, value in tensors.items() if "exp_avg" in name).view(-1)[0] = math.inf
     save_file(tensors, file, metadata=starts)
     for path in (third, second):
@@ -312,7 +314,7 @@ def test_a_missing_optimizer_tensor_is_noticed(make):
     trainer.train()
     (path,) = checkpoint.found(folder_of(trainer))
     file = path / "trainer" / "rank-00000.safetensors"
-    tensors, starts = load_file(file), json.loads(checkpoint.Shards(path).files[0].metadata()["starts"])
+    tensors, starts = load_file(file), json.loads(open_safetensors(file).metadata()["starts"])
     gone = next(name for name in tensors if "exp_avg_sq" in name)
     del tensors[gone], starts[gone]
     save_file(tensors, file, metadata={"starts": json.dumps(starts)})

@@ -21,7 +21,7 @@ from sage_grpo.models.hunyuan15 import DEFAULT_VERSION
 from sage_grpo.models.hunyuan15.folder import ROLLOUT, ModelFolder
 from sage_grpo.models.hunyuan15.text import MAX_TEXT_TOKENS, TextConditioning, TextEncoder
 from sage_grpo.models.hunyuan15.transformer import PackedTransformer
-from sage_grpo.models.hunyuan15.vae import allow_batches
+from sage_grpo.models.hunyuan15.vae import allow_batches, convolve_in_2d
 from sage_grpo.models.weights import Weights, load_model
 
 MOST_POSITIONS = 1 << 24  # of a clip; 720p has 110,000
@@ -61,9 +61,8 @@ class Hunyuan15(Backbone):
         batch, channels, *grid = x.shape
         blank = x.new_zeros(batch, self.transformer.config.in_channels - channels, *grid, dtype=self.dtype)
         timestep = TIMESTEPS * torch.as_tensor(sigma, dtype=torch.float32, device=x.device).reshape(-1)
-        velocity = self.transformer(
-            torch.cat([x.to(self.dtype), blank], dim=1), timestep, cond.text[None], cond.glyph[None]
-        )
+        text, glyph = (part if part.ndim == 3 else part[None] for part in (cond.text, cond.glyph))
+        velocity = self.transformer(torch.cat([x.to(self.dtype), blank], dim=1), timestep, text, glyph)
         return at_least_fp32(velocity)
 
     @torch.no_grad()
@@ -143,6 +142,8 @@ class Hunyuan15(Backbone):
         empty = self._empty("vae", AutoencoderKLHunyuanVideo15)
         model = load_model(empty, self.parts.weights("vae"), self.device, self.vae_dtype)
         model.enable_tiling()
+        if self.device.type == "cpu":
+            convolve_in_2d(model)
         return allow_batches(model).requires_grad_(False)
 
     def _empty(self, part: str, kind: type[ModelMixin]) -> ModelMixin:

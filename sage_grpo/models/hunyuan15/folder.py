@@ -18,15 +18,9 @@ GLYPH_WEIGHTS = "checkpoints/byt5_model.safetensors"
 FONTS, COLOURS = "assets/multilingual_10-lang_idx.json", "assets/color_idx.json"
 
 # Files required to load each part.
-MODEL = ("config.json", "*.safetensors")
-DIFFUSERS_FILES = {
-    "transformer": MODEL,
-    "vae": MODEL,
-    "text_encoder": MODEL,
-    "text_encoder_2": MODEL,
-    "tokenizer": ("tokenizer_config.json",),
-    "tokenizer_2": ("tokenizer_config.json",),
-}
+MODELS, TOKENIZERS = ("transformer", "vae", "text_encoder", "text_encoder_2"), ("tokenizer", "tokenizer_2")
+DIFFUSERS_FILES = dict.fromkeys(MODELS, ("config.json", "*.safetensors"))
+DIFFUSERS_FILES |= dict.fromkeys(TOKENIZERS, ("tokenizer_config.json",))
 TENCENT_FILES = DIFFUSERS_FILES | {
     "text_encoder_2": (COLOURS, FONTS, GLYPH_WEIGHTS),
     "tokenizer_2": ("config.json", "tokenizer_config.json"),
@@ -70,9 +64,8 @@ class ModelFolder:
 
     def check(self) -> None:
         """Reject an incomplete folder."""
-        self.check_version()
-        if self.missing_files():
-            raise FileNotFoundError(self._incomplete())
+        for part in DIFFUSERS_FILES:
+            self.part(part)
         self.config("transformer")
 
     def check_version(self) -> None:
@@ -96,11 +89,11 @@ class ModelFolder:
         return list(dict.fromkeys(file for part in DIFFUSERS_FILES for file in self._missing(part)))
 
     def _missing(self, part: str) -> list[str]:
-        place = self._place(part)
+        place = self.place(part)
         needed = (TENCENT_FILES if self.is_tencent else DIFFUSERS_FILES)[part]
-        for index in (self.root / place).glob("*.safetensors.index.json"):
+        for index in place.glob("*.safetensors.index.json"):
             needed += tuple(sorted(set(read_index(index).values())))
-        return [f"{place}/{file}" for file in needed if not any((self.root / place).glob(file))]
+        return [(place / file).relative_to(self.root).as_posix() for file in needed if not any(place.glob(file))]
 
     def _incomplete(self) -> str:
         missing = self.missing_files()
@@ -111,10 +104,7 @@ class ModelFolder:
         return f"{text}."
 
     def place(self, part: str) -> Path:
-        return self.root / self._place(part)
-
-    def _place(self, part: str) -> str:
-        return TENCENT_FOLDERS[part].format(version=self.version) if self.is_tencent else part
+        return self.root / (TENCENT_FOLDERS[part].format(version=self.version) if self.is_tencent else part)
 
     def part(self, name: str) -> Path:
         """The subfolder of one part; if it is incomplete, the error lists everything missing from the model folder."""

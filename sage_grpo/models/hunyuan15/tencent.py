@@ -1,12 +1,12 @@
 """Tencent's HunyuanVideo-1.5 layout: maps its tensor and setting names to those of diffusers.
 
-The tables work in both directions. Rules match name prefixes: `#` stands for a number, and the suffix after the match
-(`.weight`, `.bias`, `.gamma`) is kept. All tensors are simply renamed, with two exceptions: Tencent stacks query, key
-and value of the text refiner in one tensor, and its last modulation has shift before scale.
+The rules in tencent_names.txt work in both directions. All tensors are simply renamed, with two exceptions: Tencent
+stacks query, key and value of the text refiner in one tensor, and its last modulation has shift before scale.
 """
 
 import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from sage_grpo.models.weights import Rows
@@ -21,90 +21,19 @@ class Rule(NamedTuple):
     of: int = 1
 
 
-def _under(tencent: str, diffusers: str, *rules: tuple) -> list[Rule]:
-    return [Rule(f"{tencent}.{rule[0]}", f"{diffusers}.{rule[1]}", *rule[2:]) for rule in rules]
+def _read_rules() -> dict[str, list[Rule]]:
+    rules: dict[str, list[Rule]] = {}
+    for line in Path(__file__).with_name("tencent_names.txt").read_text().splitlines():
+        if line.startswith("["):
+            rules[line[1:-1]] = found = []
+        elif line and not line.startswith("# "):
+            tencent, diffusers, *stacked = line.split()
+            blocks, _, of = (stacked or ["0/1"])[0].partition("/")
+            found.append(Rule(tencent, diffusers, tuple(map(int, blocks.split(","))), int(of)))
+    return rules
 
 
-TRANSFORMER = [
-    Rule("time_in.mlp.0", "time_embed.timestep_embedder.linear_1"),
-    Rule("time_in.mlp.2", "time_embed.timestep_embedder.linear_2"),
-    Rule("time_r_in.mlp.0", "time_embed.timestep_embedder_r.linear_1"),
-    Rule("time_r_in.mlp.2", "time_embed.timestep_embedder_r.linear_2"),
-    Rule("txt_in.t_embedder.mlp.0", "context_embedder.time_text_embed.timestep_embedder.linear_1"),
-    Rule("txt_in.t_embedder.mlp.2", "context_embedder.time_text_embed.timestep_embedder.linear_2"),
-    Rule("txt_in.c_embedder", "context_embedder.time_text_embed.text_embedder"),
-    Rule("txt_in.input_embedder", "context_embedder.proj_in"),
-    *_under(
-        "txt_in.individual_token_refiner.blocks.#",
-        "context_embedder.token_refiner.refiner_blocks.#",
-        ("norm1", "norm1"),
-        ("norm2", "norm2"),
-        ("self_attn_qkv", "attn.to_q", (0,), 3),
-        ("self_attn_qkv", "attn.to_k", (1,), 3),
-        ("self_attn_qkv", "attn.to_v", (2,), 3),
-        ("self_attn_proj", "attn.to_out.0"),
-        ("mlp.fc1", "ff.net.0.proj"),
-        ("mlp.fc2", "ff.net.2"),
-        ("adaLN_modulation.1", "norm_out.linear"),
-    ),
-    Rule("byt5_in.layernorm", "context_embedder_2.norm"),
-    Rule("byt5_in.fc1", "context_embedder_2.linear_1"),
-    Rule("byt5_in.fc2", "context_embedder_2.linear_2"),
-    Rule("byt5_in.fc3", "context_embedder_2.linear_3"),
-    Rule("vision_in.proj.0", "image_embedder.norm_in"),
-    Rule("vision_in.proj.1", "image_embedder.linear_1"),
-    Rule("vision_in.proj.3", "image_embedder.linear_2"),
-    Rule("vision_in.proj.4", "image_embedder.norm_out"),
-    Rule("img_in.proj", "x_embedder.proj"),
-    Rule("cond_type_embedding", "cond_type_embed"),
-    *_under(
-        "double_blocks.#",
-        "transformer_blocks.#",
-        ("img_mod.linear", "norm1.linear"),
-        ("img_attn_q", "attn.to_q"),
-        ("img_attn_k", "attn.to_k"),
-        ("img_attn_v", "attn.to_v"),
-        ("img_attn_q_norm", "attn.norm_q"),
-        ("img_attn_k_norm", "attn.norm_k"),
-        ("img_attn_proj", "attn.to_out.0"),
-        ("img_mlp.fc1", "ff.net.0.proj"),
-        ("img_mlp.fc2", "ff.net.2"),
-        ("txt_mod.linear", "norm1_context.linear"),
-        ("txt_attn_q", "attn.add_q_proj"),
-        ("txt_attn_k", "attn.add_k_proj"),
-        ("txt_attn_v", "attn.add_v_proj"),
-        ("txt_attn_q_norm", "attn.norm_added_q"),
-        ("txt_attn_k_norm", "attn.norm_added_k"),
-        ("txt_attn_proj", "attn.to_add_out"),
-        ("txt_mlp.fc1", "ff_context.net.0.proj"),
-        ("txt_mlp.fc2", "ff_context.net.2"),
-    ),
-    Rule("final_layer.adaLN_modulation.1", "norm_out.linear", (1, 0), 2),
-    Rule("final_layer.linear", "proj_out"),
-]
-
-VAE = [
-    rule
-    for half in ("encoder", "decoder")
-    for rule in _under(
-        half,
-        half,
-        *((same, same) for same in ("conv_in", "norm_out", "conv_out")),
-        ("mid.block_1", "mid_block.resnets.0"),
-        ("mid.block_2", "mid_block.resnets.1"),
-        ("mid.attn_1.norm", "mid_block.attentions.0.norm"),
-        ("mid.attn_1.q", "mid_block.attentions.0.to_q"),
-        ("mid.attn_1.k", "mid_block.attentions.0.to_k"),
-        ("mid.attn_1.v", "mid_block.attentions.0.to_v"),
-        ("mid.attn_1.proj_out", "mid_block.attentions.0.proj_out"),
-        ("down.#.block.#", "down_blocks.#.resnets.#"),
-        ("down.#.downsample", "down_blocks.#.downsamplers.0"),
-        ("up.#.block.#", "up_blocks.#.resnets.#"),
-        ("up.#.upsample", "up_blocks.#.upsamplers.0"),
-    )
-]
-
-RULES = {"transformer": TRANSFORMER, "vae": VAE}
+RULES = _read_rules()
 
 
 def to_diffusers(part: str, names: Iterable[str]) -> dict[str, tuple[Rows, ...]]:

@@ -83,22 +83,18 @@ class TextEncoder:
     def _text(self, prompt: str) -> Tensor:
         """(L, text_dim), without padding: in a causal model, right padding cannot affect earlier tokens."""
         with naming(self.folder.part("tokenizer")):
-            tokens = (
-                self._tokenizers[0]
-                .apply_chat_template(
-                    format_text_input([prompt], SYSTEM_MESSAGE),
-                    add_generation_prompt=True,
-                    tokenize=True,
-                    return_dict=True,
-                    truncation=True,
-                    max_length=MAX_TEXT_TOKENS + TEMPLATE_TOKENS,
-                    return_tensors="pt",
-                )
-                .input_ids.to(self.device)
+            tokens = self._tokenizers[0].apply_chat_template(
+                format_text_input([prompt], SYSTEM_MESSAGE),
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=True,
+                truncation=True,
+                max_length=MAX_TEXT_TOKENS + TEMPLATE_TOKENS,
+                return_tensors="pt",
             )
         with naming(self.folder.part("text_encoder")):
-            hidden = self._models[0](input_ids=tokens, output_hidden_states=True).hidden_states[HIDDEN_STATE]
-        return hidden[0, TEMPLATE_TOKENS:].clone()
+            output = self._models[0](input_ids=tokens.input_ids.to(self.device), output_hidden_states=True)
+            return output.hidden_states[HIDDEN_STATE][0, TEMPLATE_TOKENS:].clone()
 
     def _glyph(self, prompt: str) -> Tensor:
         """(M, glyph_dim); M = 0 if the prompt quotes nothing."""

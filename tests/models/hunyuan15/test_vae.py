@@ -1,10 +1,12 @@
-"""The patched VAE mask: the stock result for one clip, and the same for each clip of a batch."""
+"""The adapted VAE: the stock result for one clip, the same for each clip of a batch, and with 2-D convolutions."""
 
+import pytest
 import torch
 from diffusers import AutoencoderKLHunyuanVideo15
 from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanVideo15AttnBlock
 
-from sage_grpo.models.hunyuan15.vae import allow_batches, causal_frame_mask
+from sage_grpo.models import open_backbone
+from sage_grpo.models.hunyuan15.vae import allow_batches, causal_frame_mask, convolve_in_2d
 
 
 def test_mask_is_the_stock_mask_with_a_head_axis():
@@ -13,10 +15,11 @@ def test_mask_is_the_stock_mask_with_a_head_axis():
     assert torch.equal(causal_frame_mask(*args)[0, 0], stock)
 
 
-def test_batches_equal_single_clips_of_the_stock_vae(tiny_folder):
+@pytest.mark.parametrize("adapt", [allow_batches, lambda vae: convolve_in_2d(allow_batches(vae))], ids=["3d", "2d"])
+def test_batches_equal_single_clips_of_the_stock_vae(tiny_folder, adapt):
     load = {"subfolder": "vae", "dtype": torch.float64}
     stock = AutoencoderKLHunyuanVideo15.from_pretrained(tiny_folder, **load)
-    batched = allow_batches(AutoencoderKLHunyuanVideo15.from_pretrained(tiny_folder, **load))
+    batched = adapt(AutoencoderKLHunyuanVideo15.from_pretrained(tiny_folder, **load))
     clips = torch.randn(3, 3, 5, 16, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     with torch.no_grad():
         modes = batched.encode(clips).latent_dist.mode()
@@ -24,3 +27,15 @@ def test_batches_equal_single_clips_of_the_stock_vae(tiny_folder):
         torch.testing.assert_close(modes, singles, rtol=0, atol=1e-12)
         decoded = torch.cat([stock.decode(mode).sample for mode in singles.split(1)])
         torch.testing.assert_close(batched.decode(modes).sample, decoded, rtol=0, atol=1e-12)
+
+
+def test_no_convolution_in_three_dimensions_is_left_on_a_cpu(tiny_folder, monkeypatch):
+    """Those of 1 x 1 x 1 are products of matrices in any case."""
+    vae, plain = open_backbone(tiny_folder).vae, torch.nn.Conv3d.forward
+
+    def small(layer, x):
+        assert layer.kernel_size == (1, 1, 1)
+        return plain(layer, x)
+
+    monkeypatch.setattr(torch.nn.Conv3d, "forward", small)
+    vae.decode(vae.encode(torch.zeros(1, 3, 5, 16, 16)).latent_dist.mode())
