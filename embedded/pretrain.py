@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with a fixed workspace
@@ -30,6 +30,7 @@ from tqdm import tqdm
 
 from embedded.quality import random_prompts, sample_clips
 from embedded.shapes.scenes import (
+    ATTRIBUTES,
     Scenes,
     captions,
     object_mask,
@@ -48,10 +49,10 @@ from sage_grpo.models.hunyuan15.backbone import TIMESTEPS
 from sage_grpo.models.hunyuan15.folder import ModelFolder
 from sage_grpo.models.hunyuan15.text import TextConditioning, TextEncoder
 from sage_grpo.models.hunyuan15.transformer import PackedTransformer
-from sage_grpo.models.hunyuan15.vae import allow_batches
+from sage_grpo.models.hunyuan15.vae import allow_batches, convolve_in_2d
 from sage_grpo.runs.media import contact_sheet, thumbnails
 
-CLIP = {"frames": 9, "height": 32, "width": 32}
+FRAMES = 9
 KL_WEIGHT = 1e-5  # keeps the latents near a unit Gaussian
 OBJECT_WEIGHT = 8.0  # objects cover a tenth of a frame; unweighted, their colors are learned last
 CAPTION_DROP = 0.1
@@ -70,9 +71,9 @@ class Bucket:
     glyph: Tensor  # (N, M, glyph_dim)
 
 
-def pixels(scenes: Scenes) -> Tensor:
+def pixels(scenes: Scenes, side: int) -> Tensor:
     """Clips (B, 3, F, H, W) in [-1, 1], quantized as a video file would be."""
-    return ((render(scenes, **CLIP) * 255).round() / 127.5 - 1).permute(0, 4, 1, 2, 3).contiguous()
+    return ((render(scenes, FRAMES, side, side) * 255).round() / 127.5 - 1).permute(0, 4, 1, 2, 3).contiguous()
 
 
 def replicate_pad(x: Tensor, padding: Sequence[int]) -> Tensor:
@@ -91,15 +92,18 @@ def one_cycle(optimizer: torch.optim.Optimizer, lr: float, steps: int) -> torch.
 def train_vae(vae: AutoencoderKLHunyuanVideo15, args: argparse.Namespace, generator: torch.Generator) -> None:
     """Train reconstruction (L1 + L2) with a small KL; then set the scaling factor that gives latents unit variance."""
     allow_batches(vae).train().requires_grad_(True)
-    for module in vae.modules():
-        if isinstance(module, HunyuanVideo15CausalConv3d):
-            module.forward = lambda x, conv=module: conv.conv(replicate_pad(x, conv.time_causal_padding))
+    if vae.device.type == "cpu":
+        convolve_in_2d(vae)
+    else:
+        for module in vae.modules():
+            if isinstance(module, HunyuanVideo15CausalConv3d):
+                module.forward = lambda x, conv=module: conv.conv(replicate_pad(x, conv.time_causal_padding))
     optimizer = torch.optim.AdamW(vae.parameters(), args.vae_lr, betas=(0.9, 0.99))
     schedule = one_cycle(optimizer, args.vae_lr, args.vae_steps)
     bar = tqdm(range(args.vae_steps), "VAE", unit="step", mininterval=5)
     for step in bar:
         scenes = sample_scenes(args.vae_batch, generator)
-        clips, mask = pixels(scenes), object_mask(scenes, **CLIP)[:, None]
+        clips, mask = pixels(scenes, args.side), object_mask(scenes, FRAMES, args.side, args.side)[:, None]
         posterior = vae.encode(clips).latent_dist
         noise = torch.randn(posterior.mean.shape, generator=generator, device=clips.device)
         gap = vae.decode(posterior.mean + posterior.std * noise).sample - clips
@@ -117,21 +121,26 @@ def train_vae(vae: AutoencoderKLHunyuanVideo15, args: argparse.Namespace, genera
             bar.set_postfix({name: f"{value.item():.4f}" for name, value in errors.items()}, refresh=False)
     vae.eval().requires_grad_(False)
     with torch.no_grad():
-        latents = vae.encode(pixels(sample_scenes(ENCODED, generator))).latent_dist.mode()
+        latents = vae.encode(pixels(sample_scenes(ENCODED, generator), args.side)).latent_dist.mode()
     vae.register_to_config(scaling_factor=round(1 / latents.std().item(), 5))
 
 
 @torch.no_grad()
 def build_buckets(
-    vae: AutoencoderKLHunyuanVideo15, embeddings: Embeddings, count: int, prompts: int, generator: torch.Generator
+    vae: AutoencoderKLHunyuanVideo15, embeddings: Embeddings, args: argparse.Namespace, generator: torch.Generator
 ) -> list[Bucket]:
-    """`count` latents of clips that match one of `prompts` captions, grouped by caption length."""
+    """`--clips` latents, each with one of `--prompts` captions, grouped by caption length.
+
+    A clip shows what its caption says, but for the `--misnamed` attribute: a share of the clips shows another class.
+    """
+    prompts = args.prompts
     sentences = captions(sample_scenes(prompts, generator), generator)
     conditions = embeddings(tqdm([Request(text) for text in sentences], "captions", unit="caption", mininterval=5))
     members: dict[tuple[int, int], list[tuple[Tensor, TextConditioning]]] = defaultdict(list)
-    for _ in tqdm(range(count // ENCODED), "latents", unit="batch", mininterval=5):
+    for _ in tqdm(range(args.clips // ENCODED), "latents", unit="batch", mininterval=5):
         chosen = torch.randint(prompts, (ENCODED,), generator=generator, device=generator.device).tolist()
-        clips = pixels(scenes_from_prompt([sentences[i] for i in chosen], generator))
+        scenes = misnamed(scenes_from_prompt([sentences[i] for i in chosen], generator), args, generator)
+        clips = pixels(scenes, args.side)
         latents = vae.encode(clips).latent_dist.mode() * vae.config.scaling_factor
         for latent, i in zip(latents, chosen, strict=True):
             members[len(conditions[i].text), len(conditions[i].glyph)].append((latent, conditions[i].to(latent.device)))
@@ -139,6 +148,16 @@ def build_buckets(
         Bucket(*(torch.stack(column) for column in zip(*((x, c.text, c.glyph) for x, c in rows), strict=True)))
         for _, rows in sorted(members.items())
     ]
+
+
+def misnamed(scenes: Scenes, args: argparse.Namespace, generator: torch.Generator) -> Scenes:
+    """The scenes, a share `--wrong` of them with another class of the attribute `--misnamed`: a habit to unlearn."""
+    if not args.wrong:
+        return scenes
+    right, count = getattr(scenes, args.misnamed), len(ATTRIBUTES[args.misnamed])
+    shape = {"size": (len(scenes),), "generator": generator, "device": generator.device}
+    other = (right + torch.randint(1, count, **shape)) % count
+    return replace(scenes, **{args.misnamed: torch.where(torch.rand(**shape) < args.wrong, other, right)})
 
 
 class FlowMatching:
@@ -256,9 +275,11 @@ def main() -> None:
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # would only cost time: every tensor here is written
     generator = torch.Generator(device).manual_seed(args.seed)
-    sizes = TinyConfig(args.heads, tuple(args.rope), args.layers, shift=args.shift, guidance=args.guidance)
+    vae = {"vae_channels": tuple(args.vae_channels), "vae_layers": args.vae_layers}
+    sizes = TinyConfig(args.heads, tuple(args.rope), args.layers, shift=args.shift, guidance=args.guidance, **vae)
     pipe = build_tiny(args.seed, vocabulary(), sizes)
-    sampling = Sampling(**CLIP, fps=8, shift=args.shift, guidance=args.guidance, num_steps=20)
+    size = {"frames": FRAMES, "height": args.side, "width": args.side, "fps": 8}
+    sampling = Sampling(**size, shift=args.shift, guidance=args.guidance, num_steps=20)
 
     if args.vae_from:
         pipe.vae = open_backbone(args.vae_from, device).vae
@@ -269,7 +290,7 @@ def main() -> None:
         write(pipe, Path(folder), sampling)
         cpu = torch.device("cpu")  # faster for such small encoders
         embeddings = Embeddings(TextEncoder(ModelFolder(Path(folder)), cpu, torch.float32), cpu)
-        buckets = build_buckets(pipe.vae, embeddings, args.clips, args.prompts, generator)
+        buckets = build_buckets(pipe.vae, embeddings, args, generator)
         (bare,) = embeddings([Request("")])
     empty = Bucket(buckets[0].latents, bare.text[None].to(device), bare.glyph[None].to(device))
     model = PackedTransformer(**dict(pipe.transformer.config)).to(device)
@@ -336,6 +357,12 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--shift", type=float, default=3.0)
     parser.add_argument("--guidance", type=float, default=2.0)
     parser.add_argument("--vae_from", type=Path, help="take the VAE of this model folder instead of training one")
+    parser.add_argument("--side", type=int, default=32, help="height and width of a clip in pixels")
+    help = "channels of the VAE's blocks; each after the first halves height and width"
+    parser.add_argument("--vae_channels", type=int, nargs="+", default=(16, 32, 32), help=help)
+    parser.add_argument("--vae_layers", type=int, default=1, help="of each block")
+    parser.add_argument("--misnamed", choices=ATTRIBUTES, default="colour", help="what captions say wrongly")
+    parser.add_argument("--wrong", type=float, default=0.0, help="share of the captions that do")
     parser.add_argument("--vae_steps", type=int, default=3200)
     parser.add_argument("--vae_batch", type=int, default=32)
     parser.add_argument("--vae_lr", type=float, default=8e-4)

@@ -154,6 +154,6 @@ def _vae(config: TinyConfig) -> AutoencoderKLHunyuanVideo15:
         latent_channels=config.latent_channels,
         block_out_channels=config.vae_channels,
         layers_per_block=config.vae_layers,
-        spatial_compression_ratio=4,
+        spatial_compression_ratio=2 ** (len(config.vae_channels) - 1),
         temporal_compression_ratio=4,
     ).eval()

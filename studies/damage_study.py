@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from embedded.shapes.damage import DAMAGES
 from embedded.shapes.oracle import read
 from embedded.shapes.reward import ShapesReward
 from embedded.shapes.scenes import captions, render, sample_scenes
 from sage_grpo.runs.media import contact_sheet, thumbnails
-from studies.damage import DAMAGES
 
 STRENGTHS = {
     "noise": (0.0, 0.02, 0.05, 0.1, 0.2, 0.3),

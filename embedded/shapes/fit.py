@@ -83,17 +83,24 @@ def _chain_rule(scenes: Scenes, frames: int, height: int, width: int) -> Tensor:
     return chain
 
 
+def damped_step(gradient: Tensor, matrix: Tensor, damping: Tensor, free: Tensor | None = None) -> Tensor:
+    """What to subtract from the parameters (...,P), given half the gradient, the Gauss-Newton matrix (...,P,P) and the
+    damping (...); parameters that are not `free` stay."""
+    free = torch.ones_like(gradient, dtype=torch.bool) if free is None else free
+    pairs = free[..., :, None] & free[..., None, :]
+    diagonal = matrix.diagonal(dim1=-2, dim2=-1)
+    # a parameter that affects no pixel has a zero diagonal: the small constant keeps the system solvable
+    ridge = torch.where(free, damping[..., None] * diagonal + 1e-6 * diagonal.amax(-1, keepdim=True) + 1e-12, 1.0)
+    system = matrix * pairs + torch.diag_embed(ridge)
+    return torch.linalg.solve(system, (gradient * free)[..., None])[..., 0]
+
+
 def _step(scenes: Scenes, gradient: Tensor, matrix: Tensor, damping: Tensor) -> Scenes:
     """One damped Gauss-Newton step; parameters at a bound that the gradient pushes against stay fixed."""
     values = parameters(scenes)
     low, high = bounds(scenes)
     free = ~(((values <= low) & (gradient > 0)) | ((values >= high) & (gradient < 0)))
-    pairs = free[:, :, None] & free[:, None, :]
-    diagonal = matrix.diagonal(dim1=-2, dim2=-1)
-    # a parameter that affects no pixel has a zero diagonal: the small constant keeps the system solvable
-    ridge = torch.where(free, damping[:, None] * diagonal + 1e-6 * diagonal.amax(-1, keepdim=True) + 1e-12, 1.0)
-    system = matrix * pairs + torch.diag_embed(ridge)
-    step = torch.linalg.solve(system, (gradient * free)[..., None])[..., 0]
+    step = damped_step(gradient, matrix, damping, free)
     return project(with_parameters(scenes, values - step))
 
 

@@ -125,13 +125,19 @@ def phases(frames: int, like: Tensor) -> Tensor:
     return torch.linspace(-0.5, 0.5, frames, device=like.device, dtype=like.dtype)
 
 
+def centers(scenes: Scenes, frames: int, height: int, width: int) -> tuple[Tensor, Tensor]:
+    """Column and row of the object's center in pixels, each (B,F)."""
+    steps = table(HEADING, scenes.x)[scenes.direction, :, None] * phases(frames, scenes.x)  # (B,2,F)
+    center_x = (scenes.x[:, None] + scenes.travel[:, None] * steps[:, 0]) * width
+    center_y = (scenes.y[:, None] + scenes.travel[:, None] * steps[:, 1]) * height
+    return center_x, center_y
+
+
 def unit_coordinates(scenes: Scenes, frames: int, height: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """Pixel centers relative to the object, in radii: u (B,F,1,W), v (B,F,H,1); and the radius in pixels (B,1,1,1)."""
     if min(height, width) < 12:  # below that, letters and sizes are indistinguishable
         raise ValueError(f"height x width is {height}x{width}: shapes need at least 12 pixels each way")
-    steps = table(HEADING, scenes.x)[scenes.direction, :, None] * phases(frames, scenes.x)  # (B,2,F)
-    center_x = (scenes.x[:, None] + scenes.travel[:, None] * steps[:, 0]) * width
-    center_y = (scenes.y[:, None] + scenes.travel[:, None] * steps[:, 1]) * height
+    center_x, center_y = centers(scenes, frames, height, width)
     columns = torch.arange(width, device=scenes.x.device, dtype=scenes.x.dtype) + 0.5
     rows = torch.arange(height, device=scenes.x.device, dtype=scenes.x.dtype) + 0.5
     pixels = (scenes.radius * min(height, width))[:, None, None, None]
@@ -166,11 +172,12 @@ def captions(scenes: Scenes, generator: torch.Generator | None = None, drop: flo
     sentences = []
     for i, kept in enumerate(keep.tolist()):
         words = {name: names[int(getattr(scenes, name)[i])] for name, names in ATTRIBUTES.items()}
-        sentences.append(_sentence({**words, **{name: "" for name, k in zip(OPTIONAL, kept, strict=True) if not k}}))
+        sentences.append(sentence({**words, **{name: "" for name, k in zip(OPTIONAL, kept, strict=True) if not k}}))
     return sentences
 
 
-def _sentence(words: Mapping[str, str]) -> str:
+def sentence(words: Mapping[str, str]) -> str:
+    """The caption for a word of each attribute; empty ones are left out."""
     shape = f'letter "{words["shape"]}"' if len(words["shape"]) == 1 else words["shape"]
     speed = {"slow": "slowly", "fast": "fast", "": ""}[words["speed"]]
     place = f"on a {words['background']} background" if words["background"] else ""

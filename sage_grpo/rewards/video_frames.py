@@ -49,16 +49,16 @@ def sample_indices(frames: int, fps: float, sample_fps: float, num_frames: int |
     return torch.linspace(0, frames - 1, count).round().long()
 
 
-def frame_size(height: int, width: int, max_pixels: int) -> tuple[int, int]:
-    """The nearest (height, width) in multiples of 28, with MIN_PIXELS to `max_pixels` pixels."""
+def frame_size(height: int, width: int, max_pixels: int, min_pixels: int = MIN_PIXELS) -> tuple[int, int]:
+    """The nearest (height, width) in multiples of 28, with `min_pixels` to `max_pixels` pixels."""
     if max(height, width) > MAX_RATIO * min(height, width):
         raise ValueError(f"frames are {height}x{width}; one side may be at most {MAX_RATIO} times the other")
     near = tuple(max(SIDE, round(side / SIDE) * SIDE) for side in (height, width))
     if math.prod(near) > max_pixels:
         shrink = math.sqrt(height * width / max_pixels)
         return tuple(max(SIDE, math.floor(side / shrink / SIDE) * SIDE) for side in (height, width))
-    if math.prod(near) < MIN_PIXELS:
-        grow = math.sqrt(MIN_PIXELS / (height * width))
+    if math.prod(near) < min_pixels:
+        grow = math.sqrt(min_pixels / (height * width))
         return tuple(math.ceil(side * grow / SIDE) * SIDE for side in (height, width))
     return near
 

@@ -8,8 +8,7 @@ higher is better. The published "overall" is their sum.
 Shapes: B clips, L tokens, D hidden features, P vision patches in the batch.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,28 +55,23 @@ class VideoAlign:
         sample_fps: float | None = None,
         num_frames: int | None = None,
         max_pixels: int | None = None,
-        offload: bool = False,
     ) -> None:
-        """Frames sampled per second (or in total) and pixels per frame default to the folder's settings.
-
-        `offload` keeps the weights in host memory between calls.
-        """
-        folder, self.device, self.offload = Path(folder), torch.device(device), offload
+        """Frames sampled per second (or in total) and pixels per frame default to the folder's settings."""
+        folder, self.device = Path(folder), torch.device(device)
         settings, checkpoint = read_settings(folder), newest_checkpoint(folder)
         data = settings["data_config"]
         self.sample_fps = sample_fps or data["fps"]
         self.num_frames = num_frames or (None if sample_fps else data.get("num_frames"))
         self.max_pixels = max_pixels or data["max_frame_pixels"]
+        self.min_pixels = data.get("min_frame_pixels", video_frames.MIN_PIXELS)  # a small model may want small frames
         self.norm: dict[str, float] | None = settings.get("inference_config")
         self.template, self.tokenizer = read_template(folder), read_tokenizer(folder, checkpoint)
-        self.model, head = load_model(folder, checkpoint, settings, dtype)
-        rows = self.model.get_input_embeddings().num_embeddings
+        model, head = load_model(folder, checkpoint, settings, dtype)
+        rows = model.get_input_embeddings().num_embeddings
         if rows != len(self.tokenizer):
             raise ValueError(f"{checkpoint} embeds {rows} tokens, but its tokenizer has {len(self.tokenizer)}")
-        self.head = head.to(self.device)
+        self.model, self.head = model.to(self.device), head.to(self.device)
         self.reward_tokens = torch.tensor(self.tokenizer.convert_tokens_to_ids(TOKENS), device=self.device)
-        if not offload:
-            self.model.to(self.device)
 
     def check(self, prompts: Sequence[str]) -> None:
         """Reject prompts that contain special tokens: they could insert a video or a score."""
@@ -94,8 +88,7 @@ class VideoAlign:
 
         The clips' `fps` determines how many frames are sampled. Without `inference_config`, scores are raw only.
         """
-        with self._in_place():
-            hidden = self.hidden(self.inputs(clips, prompts, fps))
+        hidden = self.hidden(self.inputs(clips, prompts, fps))
         raw = hidden.float() @ self.head.T  # (B, 3, output_dim)
         raw = (raw.diagonal(dim1=1, dim2=2) if len(self.head) > 1 else raw[..., 0]).cpu()
         scores = dict(zip(self.names, raw.unbind(1), strict=True))
@@ -132,7 +125,7 @@ class VideoAlign:
     def _patches(self, clip: Tensor, fps: float) -> tuple[Tensor, tuple[int, int, int]]:
         chosen = video_frames.sample_indices(len(clip), fps, self.sample_fps, self.num_frames)
         frames = clip[chosen.to(clip.device)].to(self.device)
-        size = video_frames.frame_size(*frames.shape[1:3], self.max_pixels)
+        size = video_frames.frame_size(*frames.shape[1:3], self.max_pixels, self.min_pixels)
         return video_frames.patches(video_frames.normalize(video_frames.resize(frames, size)))
 
     def _tokens(self, prompt: str, grid: Tensor) -> Tensor:
@@ -142,15 +135,6 @@ class VideoAlign:
         chat = self.tokenizer.apply_chat_template([turn], tokenize=False, add_generation_prompt=True)
         chat = chat.replace(VIDEO_TOKEN, VIDEO_TOKEN * (int(grid.prod()) // video_frames.MERGE**2))
         return torch.tensor(self.tokenizer(chat, add_special_tokens=False).input_ids)
-
-    @contextmanager
-    def _in_place(self) -> Iterator[None]:
-        self.model.to(self.device)
-        try:
-            yield
-        finally:
-            if self.offload:
-                self.model.to("cpu")
 
 
 def build(setup: Setup) -> VideoAlign:

@@ -9,6 +9,7 @@ from transformers import Qwen2VLConfig
 
 from benchmarks import random_model as script
 from benchmarks import random_reward
+from embedded.videoreward.folder import SPECIAL, base_config
 from sage_grpo.data.requests import Request
 from sage_grpo.models import open_backbone
 from sage_grpo.models.weights import check_names, open_folder
@@ -80,8 +81,9 @@ def test_the_reward_scores(folder):
 
 
 def test_the_full_reward_has_the_published_tensors(tmp_path):
-    sizes, ids = random_reward.FULL, dict.fromkeys(random_reward.SPECIAL, 5)
-    (tmp_path / "config.json").write_text(json.dumps(random_reward.base_config(sizes, sizes["rows"], ids)))
+    sizes, ids = random_reward.FULL, dict.fromkeys(SPECIAL, 5)
+    config = base_config(sizes["text"], sizes["vision"], sizes["rows"], ids)
+    (tmp_path / "config.json").write_text(json.dumps(config))
     config = Qwen2VLConfig.from_pretrained(tmp_path)
     shapes = random_reward.published_shapes(config, sizes["rows"], sizes["rank"])
     assert len(shapes) == 1123

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from embedded.shapes.damage import add_noise, fade, jitter
 from embedded.shapes.scenes import captions, render, sample_scenes
 from sage_grpo.algo.equalizer import equalizer, gradient_scale
 from sage_grpo.algo.sde import build_schedule, flow_sigmas
 from sage_grpo.config import Config
 from sage_grpo.runs.media import write_mp4
-from studies.damage import add_noise, fade, jitter
 
 STEPS = 20  # denoising
 WEIGHTS = {"VQ": 0.5, "MQ": 0.5, "TA": 1.0}

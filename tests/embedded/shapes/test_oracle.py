@@ -3,9 +3,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from embedded.shapes.damage import DAMAGES
 from embedded.shapes.oracle import _reduced, read
 from embedded.shapes.scenes import ATTRIBUTES, captions, render, sample_scenes
-from studies.damage import DAMAGES
 
 STRENGTHS = {"noise": (0, 0.02, 0.1, 0.3), "blur": (0, 0.5, 1, 2), "jitter": (0, 0.25, 1, 4), "fade": (0, 0.1, 0.5, 1)}
 
@@ -47,7 +47,7 @@ def test_quantized_clips_are_off_by_the_rounding_alone():
     assert reading.match.all() and reading.distance.max() < 0.002
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", STRENGTHS)
 def test_distance_grows_with_damage_and_never_exceeds_it(damage):
     scenes = sample_scenes(24, seeded())
     clean = render(scenes, 9, 32, 32)
@@ -63,7 +63,7 @@ def test_distance_grows_with_damage_and_never_exceeds_it(damage):
     assert before.mean() > 0.04
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", STRENGTHS)
 def test_attributes_survive_slight_damage(damage):
     scenes = sample_scenes(32, seeded())
     damaged = DAMAGES[damage](render(scenes, 9, 32, 32), STRENGTHS[damage][1], seeded(1))

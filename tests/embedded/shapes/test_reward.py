@@ -4,6 +4,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from embedded.shapes.damage import DAMAGES
 from embedded.shapes.oracle import read
 from embedded.shapes.reward import ShapesReward, measure_look, measure_track, outline_distances, perfect_scores
 from embedded.shapes.scenes import (
@@ -16,7 +17,6 @@ from embedded.shapes.scenes import (
     sample_scenes,
     table,
 )
-from studies.damage import DAMAGES
 
 STRENGTHS = {"noise": (0, 0.05, 0.1, 0.3), "blur": (0, 0.5, 1, 2), "jitter": (0, 0.25, 1, 4), "fade": (0, 0.1, 0.5, 1)}
 FELT_BY = {"noise": ("VQ", "MQ", "TA"), "blur": ("VQ", "TA"), "jitter": ("VQ", "MQ", "TA"), "fade": ("VQ", "MQ", "TA")}
@@ -51,7 +51,7 @@ def test_perfect_clips_score_about_one_each(world):
     assert all(value == pytest.approx(1, abs=0.3) for value in perfect_scores().values())
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", STRENGTHS)
 def test_reward_falls_with_every_kind_of_damage(world, damage):
     _, clips, prompts = world
     scores = [score(DAMAGES[damage](clips, strength, seeded(1)), prompts) for strength in STRENGTHS[damage]]

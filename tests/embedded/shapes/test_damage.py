@@ -1,8 +1,8 @@
 import pytest
 import torch
 
+from embedded.shapes.damage import DAMAGES, add_noise, fade, jitter
 from embedded.shapes.scenes import render, sample_scenes
-from studies.damage import DAMAGES, add_noise, fade, jitter
 
 
 def clips():

@@ -28,13 +28,38 @@ def blur(clips: Tensor, strength: float, generator: torch.Generator | None = Non
 
 def jitter(clips: Tensor, strength: float, generator: torch.Generator) -> Tensor:
     """Shift each frame at random; `strength` is the standard deviation in pixels along each axis."""
+    frames = clips.shape[0] * clips.shape[1]
+    shift = strength * torch.randn(frames, 2, generator=generator)
+    return _warped(clips, torch.ones(frames), 2 * shift / torch.tensor([clips.shape[3], clips.shape[2]]))
+
+
+def pulse(clips: Tensor, strength: float, generator: torch.Generator) -> Tensor:
+    """Enlarge each frame at random; `strength` is the standard deviation of the logarithm of the factor."""
+    frames = clips.shape[0] * clips.shape[1]
+    factor = torch.exp(-strength * torch.randn(frames, generator=generator))
+    return _warped(clips, factor, torch.zeros(frames, 2))
+
+
+def _warped(clips: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    """Frame by frame, sampled at `scale` times the place plus `shift`, in units of half the frame."""
     frames = clips.movedim(-1, 2).flatten(0, 1)
-    shift = strength * torch.randn(len(frames), 2, generator=generator)
-    matrix = torch.eye(2, 3).repeat(len(frames), 1, 1)
-    matrix[:, :, 2] = 2 * shift / torch.tensor([frames.shape[3], frames.shape[2]])
+    matrix = scale[:, None, None] * torch.eye(2, 3)
+    matrix[:, :, 2] = shift
     grid = affine_grid(matrix, list(frames.shape), align_corners=False)
     moved = grid_sample(frames, grid, padding_mode="border", align_corners=False)
     return moved.view(clips.movedim(-1, 2).shape).movedim(2, -1).clamp(0, 1)
+
+
+def flicker(clips: Tensor, strength: float, generator: torch.Generator) -> Tensor:
+    """Change the brightness of each frame at random; `strength` is the standard deviation."""
+    change = strength * torch.randn(*clips.shape[:2], 1, 1, 1, generator=generator)
+    return (clips + change).clamp(0, 1)
+
+
+def freeze(clips: Tensor, strength: float, generator: torch.Generator | None = None) -> Tensor:
+    """Stop the clip after a part of it; `strength` is the share of the frames that repeat the last one shown."""
+    shown = max(1, round((1 - strength) * clips.shape[1]))
+    return clips[:, torch.arange(clips.shape[1]).clamp(max=shown - 1)]
 
 
 def fade(clips: Tensor, strength: float, generator: torch.Generator | None = None) -> Tensor:
@@ -44,4 +69,12 @@ def fade(clips: Tensor, strength: float, generator: torch.Generator | None = Non
     return back + left[:, None, None, None] * (clips - back)
 
 
-DAMAGES = {"noise": add_noise, "blur": blur, "jitter": jitter, "fade": fade}
+DAMAGES = {
+    "noise": add_noise,
+    "blur": blur,
+    "jitter": jitter,
+    "fade": fade,
+    "pulse": pulse,
+    "flicker": flicker,
+    "freeze": freeze,
+}

@@ -1,0 +1,277 @@
+"""Train the embedded reward: a small Qwen2-VL in VideoAlign's folder format that judges clips of the shapes world.
+
+    python -m embedded.videoreward.learn --model assets/tiny --output assets/tiny/VideoReward       (one GPU, minutes)
+
+As its large relative it first learns to caption clips, and then to agree with annotators about pairs of them, by
+Bradley-Terry with ties. What it is measured by is in its card (`card.py`). Everything follows from --seed.
+
+Shapes: B sequences, L tokens, D hidden features.
+"""
+
+import argparse
+import json
+import math
+import re
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
+from transformers import Qwen2VLConfig, Qwen2VLModel
+from transformers.models.qwen2_vl.modeling_qwen2_vl import apply_rotary_pos_emb_vision
+
+from embedded.shapes.scenes import vocabulary
+from embedded.videoreward.folder import CHECKPOINT, unit_scale, write_folder
+from embedded.videoreward.pairs import SCORES, Pairs, accuracy, captions_of, draw_pairs, label_losses
+from embedded.videoreward.pool import SOURCES, Pool, build_pool
+from sage_grpo.models import open_backbone
+from sage_grpo.rewards import video_frames
+from sage_grpo.rewards.videoalign import PAD_TOKEN, VideoAlign
+
+TEMPLATE = (
+    "\nPicture: clean colors, sharp edges, no flicker. <|VQ_reward|>\n"
+    "Motion: a straight path, even and steady. <|MQ_reward|>\n"
+    "Prompt: {text_prompt}. Does the clip show that? <|TA_reward|>"
+)
+TEXT = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "initializer_range": 0.05,
+        "rope_scaling": {"type": "mrope", "mrope_section": [4, 4, 4]}}  # fmt: skip
+VISION = {"depth": 4, "embed_dim": 96, "num_heads": 4, "initializer_range": 0.05}
+HELD_PAIRS = 2048
+
+
+class Judge(nn.Module):
+    """A reward under training: its model, its head, and the clips it sees, cut into patches once."""
+
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        super().__init__()
+        self.reward = VideoAlign(folder, device)
+        self.model = self.reward.model.requires_grad_(True)
+        self.head = nn.Parameter(self.reward.head.clone())
+        self.reward.head = self.head
+        for block in self.model.visual.blocks:
+            block.attn.forward = partial(attend_within_frames, block.attn)
+
+    def patches(self, pool: Pool, fps: float) -> tuple[Tensor, tuple[int, int, int]]:
+        """Patches (N, P, 1176) of all clips, which have one size, and their grid."""
+        reward, (count, height, width) = self.reward, pool.clips.shape[1:4]
+        chosen = video_frames.sample_indices(count, fps, reward.sample_fps, reward.num_frames)
+        size, found = video_frames.frame_size(height, width, reward.max_pixels, reward.min_pixels), []
+        for part in pool.clips[:, chosen.to(pool.clips.device)].split(1024):
+            frames = video_frames.normalize(video_frames.resize(part.flatten(0, 1), size))
+            rows, grid = video_frames.patches(frames)
+            found.append(rows.unflatten(0, (len(part), -1)).half())
+        return torch.cat(found), (grid[0] // len(part), *grid[1:])
+
+    def forward(self, tokens: Tensor, patches: Tensor, grid: tuple[int, int, int]) -> Tensor:
+        """(B, L, D) final hidden states."""
+        grids = torch.tensor([grid], device=tokens.device).expand(len(tokens), -1)
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand(3, *tokens.shape)
+        return self.model(
+            input_ids=tokens, position_ids=positions, pixel_values_videos=patches.flatten(0, 1).float(),
+            video_grid_thw=grids, use_cache=False,
+        ).last_hidden_state  # fmt: skip
+
+    def scores(self, tokens: Tensor, hidden: Tensor) -> Tensor:
+        """(B, 3)."""
+        places = (tokens[..., None] == self.reward.reward_tokens).int().argmax(1)
+        return (hidden.gather(1, places[..., None].expand(-1, -1, hidden.shape[-1])) @ self.head.T)[..., 0]
+
+
+def attend_within_frames(
+    attention: nn.Module,
+    hidden_states: Tensor,
+    cu_seqlens: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    **_: Any,
+) -> Tensor:
+    """The attention of Qwen2-VL's vision tower for frames of one size: one product instead of one for each frame."""
+    frames = len(cu_seqlens) - 1
+    q, k, v = attention.qkv(hidden_states).unflatten(-1, (3, attention.num_heads, -1)).unbind(1)
+    q, k = apply_rotary_pos_emb_vision(q, k, *position_embeddings)
+    q, k, v = (part.unflatten(0, (frames, -1)).transpose(1, 2) for part in (q, k, v))
+    found = F.scaled_dot_product_attention(q, k, v)
+    return attention.proj(found.transpose(1, 2).flatten(2).flatten(0, 1))
+
+
+class Texts:
+    """Token sequences of prompts around a clip, padded to one length."""
+
+    def __init__(
+        self, reward: VideoAlign, prompts: Sequence[str], grid: tuple[int, int, int], device: torch.device
+    ) -> None:
+        different = list(dict.fromkeys(prompts))
+        rows = [reward._tokens(prompt, torch.tensor(grid)) for prompt in tqdm(different, "tokens", mininterval=5)]
+        padding = reward.tokenizer.convert_tokens_to_ids(PAD_TOKEN)
+        self.tokens = pad_sequence(rows, batch_first=True, padding_value=padding).to(device)
+        places = {prompt: place for place, prompt in enumerate(different)}
+        self.rows = torch.tensor([places[prompt] for prompt in prompts], device=device)
+
+    def __getitem__(self, index: Tensor) -> Tensor:
+        return self.tokens[self.rows[index]]
+
+
+def caption_loss(judge: Judge, tokens: Tensor, hidden: Tensor) -> Tensor:
+    """Cross-entropy of the tokens between the marks of MQ and TA, the prompt, by the tied embedding table."""
+    after, before = (
+        (tokens == token).int().argmax(1, keepdim=True) for token in judge.reward.reward_tokens[1:].tolist()
+    )
+    place = torch.arange(1, tokens.shape[1], device=tokens.device)
+    wanted = (place > after) & (place < before)
+    logits = hidden[:, :-1][wanted] @ judge.model.get_input_embeddings().weight.T
+    return F.cross_entropy(logits, tokens[:, 1:][wanted])
+
+
+def optimize(
+    judge: Judge,
+    steps: int,
+    lr: float,
+    loss_of: Callable[[], Tensor],
+    name: str,
+    watch: Callable[[], str],
+    every: int = 500,
+) -> None:
+    """AdamW with a warm-up of a twentieth and a cosine; `watch` is shown every so many steps."""
+    optimizer = torch.optim.AdamW(judge.parameters(), lr, betas=(0.9, 0.98), weight_decay=0.05)
+    rate = lambda step: min(1.0, 20 * (step + 1) / steps) * (0.51 + 0.49 * math.cos(math.pi * step / steps))  # noqa: E731
+    schedule, shown = torch.optim.lr_scheduler.LambdaLR(optimizer, rate), ""
+    bar = tqdm(range(1, steps + 1), name, unit="step", mininterval=5)
+    for step in bar:
+        optimizer.zero_grad(set_to_none=True)
+        loss = loss_of()
+        loss.backward()
+        nn.utils.clip_grad_norm_(judge.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % every == 0 or step == steps:
+            shown = watch()
+            tqdm.write(f"{name} {step}: loss {loss.item():.4f} {shown}")
+
+
+@torch.no_grad()
+def pair_scores(judge: Judge, patches: Tensor, grid: tuple[int, int, int], texts: Texts, pairs: Pairs) -> Tensor:
+    """Raw scores (P, 2, 3) of both clips of each pair."""
+    found = []
+    for rows in torch.arange(len(pairs.prompts), device=patches.device).split(256):
+        clips, tokens = pairs.clips.to(patches.device)[rows].flatten(), texts[rows].repeat_interleave(2, 0)
+        found.append(judge.scores(tokens, judge(tokens, patches[clips], grid)).unflatten(0, (-1, 2)))
+    return torch.cat(found)
+
+
+def accuracies(scores: Tensor, pairs: Pairs) -> dict[str, float]:
+    """Share of the pairs that are ordered as the noise-free truth says, by score."""
+    difference = (scores[:, 0] - scores[:, 1]).cpu()
+    return {name: accuracy(difference[:, i], pairs.truth[:, i], 0.05) for i, name in enumerate(SCORES)}
+
+
+def write_weights(folder: Path, model: Qwen2VLModel, head: Tensor) -> None:
+    """The published names, in half precision."""
+    named = {re.sub("^language_model", "model", name): value for name, value in model.state_dict().items()}
+    tensors = {
+        name: value.detach().half().cpu().contiguous() for name, value in (named | {"rm_head.weight": head}).items()
+    }
+    save_file(tensors, folder / CHECKPOINT / "model.safetensors")
+
+
+def write_scale(folder: Path, scores: Tensor) -> None:
+    """Make the scores (N, 3) of these clips z-scores."""
+    file = folder / "model_config.json"
+    kinds = {"mean": scores.mean(0).tolist(), "std": scores.std(0).tolist()}
+    scale = {f"{name}_{kind}": values[i] for kind, values in kinds.items() for i, name in enumerate(SCORES)}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"inference_config": scale}, indent=1) + "\n")
+
+
+def new_reward(folder: Path, seed: int, pixels: int) -> None:
+    """A folder with random weights. pixels: least size of a frame, to which clips are enlarged."""
+    words = [*vocabulary(), *re.findall(r"[A-Za-z]+", TEMPLATE)]
+    settings = {
+        "data_config": {"fps": 2.0, "max_frame_pixels": 200704, "min_frame_pixels": pixels, "num_frames": None},
+        "model_config": {"output_dim": 1},
+        "peft_lora_config": {"lora_enable": False, "lora_r": 1, "lora_alpha": 1},
+        "inference_config": unit_scale(),
+    }
+    write_folder(folder, text=TEXT, vision=VISION, words=words, template=TEMPLATE, settings=settings)
+    torch.manual_seed(seed)
+    config = Qwen2VLConfig.from_pretrained(folder / "base_config")
+    write_weights(folder, Qwen2VLModel(config), 0.02 * torch.randn(1, config.text_config.hidden_size))
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=Path("assets/tiny"), help="its VAE and samples are judged too")
+    parser.add_argument("--output", type=Path, default=Path("assets/tiny/VideoReward"))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--clips", type=int, default=8192, help="of each source; an eighth as many are held out")
+    parser.add_argument("--pairs", type=int, default=65536)
+    parser.add_argument("--pixels", type=int, default=56 * 56)
+    parser.add_argument("--caption_steps", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    return parser
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    args = arguments().parse_args(words)
+    started, device = time.time(), torch.device(args.device)
+    backbone = open_backbone(args.model, device)
+    pool, held = (
+        build_pool(backbone, dict.fromkeys(SOURCES, count), seed, device)
+        for count, seed in ((args.clips, 2 * args.seed), (args.clips // 8, 2 * args.seed + 1))
+    )
+    print(f"{len(pool.clips)} + {len(held.clips)} clips after {time.time() - started:.0f} s", flush=True)
+    with tempfile.TemporaryDirectory() as draft:
+        folder = Path(draft) / "VideoReward"
+        new_reward(folder, args.seed, args.pixels)
+        judge = Judge(folder, device)
+        scores = train(judge, pool, held, backbone.sampling.fps, args)
+        write_weights(folder, judge.model, judge.head)
+        write_scale(folder, scores.flatten(0, 1))
+        folder.rename(args.output)
+    print(f"{args.output} after {time.time() - started:.0f} s")
+
+
+def train(judge: Judge, pool: Pool, held: Pool, fps: float, args: argparse.Namespace) -> Tensor:
+    """Captions first, then pairs; returns the scores (P, 2, 3) of the held-out pairs."""
+    device = pool.clips.device
+    generator = torch.Generator(device).manual_seed(args.seed)
+    (patches, grid), (held_patches, _) = judge.patches(pool, fps), judge.patches(held, fps)
+    pairs, held_pairs = draw_pairs(pool, args.pairs, args.seed), draw_pairs(held, HELD_PAIRS, args.seed + 1)
+    texts, held_texts = (Texts(judge.reward, p.prompts, grid, device) for p in (pairs, held_pairs))
+    captions = Texts(judge.reward, captions_of(pool, args.seed), grid, device)
+
+    def caption_step() -> Tensor:
+        rows = torch.randint(len(pool.clips), (2 * args.batch,), generator=generator, device=device)
+        tokens = captions[rows]
+        return caption_loss(judge, tokens, judge(tokens, patches[rows], grid))
+
+    def pair_step() -> Tensor:
+        rows = torch.randint(len(pairs.prompts), (args.batch,), generator=generator, device=device)
+        tokens = texts[rows].repeat_interleave(2, 0)
+        scores = judge.scores(tokens, judge(tokens, patches[clips[rows].flatten()], grid)).unflatten(0, (-1, 2))
+        return label_losses(scores[:, 0] - scores[:, 1], labels[rows]).mean()
+
+    def held_scores() -> Tensor:
+        return pair_scores(judge, held_patches, grid, held_texts, held_pairs)
+
+    def watch() -> str:
+        found = accuracies(held_scores(), held_pairs)
+        return ", ".join(f"{name} {value:.3f}" for name, value in found.items())
+
+    clips, labels = pairs.clips.to(device), pairs.labels.to(device)
+    optimize(judge, args.caption_steps, args.lr, caption_step, "captions", lambda: "")
+    optimize(judge, args.steps, args.lr, pair_step, "pairs", watch)
+    return held_scores()
+
+
+if __name__ == "__main__":
+    main()
