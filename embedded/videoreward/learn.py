@@ -215,7 +215,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--caption_steps", type=int, default=2000)
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--lr", type=float, default=1e-3, help="for captions")
+    parser.add_argument("--pair_lr", type=float, default=1e-4, help="for pairs, whose labels tell far less")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser
 
@@ -269,7 +270,7 @@ def train(judge: Judge, pool: Pool, held: Pool, fps: float, args: argparse.Names
 
     clips, labels = pairs.clips.to(device), pairs.labels.to(device)
     optimize(judge, args.caption_steps, args.lr, caption_step, "captions", lambda: "")
-    optimize(judge, args.steps, args.lr, pair_step, "pairs", watch)
+    optimize(judge, args.steps, args.pair_lr, pair_step, "pairs", watch)
     return held_scores()
 
 
