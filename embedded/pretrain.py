@@ -360,7 +360,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--side", type=int, default=32, help="height and width of a clip in pixels")
     help = "channels of the VAE's blocks; each after the first halves height and width"
     parser.add_argument("--vae_channels", type=int, nargs="+", default=(16, 32, 32), help=help)
-    parser.add_argument("--vae_layers", type=int, default=1, help="of each block")
+    parser.add_argument("--vae_layers", type=int, default=1, help="layers per VAE block")
     parser.add_argument("--misnamed", choices=ATTRIBUTES, default="colour", help="what captions say wrongly")
     parser.add_argument("--wrong", type=float, default=0.0, help="share of the captions that do")
     parser.add_argument("--vae_steps", type=int, default=3200)

@@ -209,7 +209,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--model", type=Path, default=Path("assets/tiny"), help="its VAE and samples are judged too")
     parser.add_argument("--output", type=Path, default=Path("assets/tiny/VideoReward"))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--clips", type=int, default=8192, help="of each source; an eighth as many are held out")
+    parser.add_argument("--clips", type=int, default=8192, help="clips per source; an eighth as many are held out")
     parser.add_argument("--pairs", type=int, default=65536)
     parser.add_argument("--pixels", type=int, default=56 * 56)
     parser.add_argument("--caption_steps", type=int, default=2000)

@@ -47,7 +47,7 @@ class Piece(NamedTuple):
 
     @property
     def shape(self) -> list[int]:
-        """Of the full stored tensor."""
+        """Shape of the full stored tensor."""
         return self.stored.get_shape()
 
 
