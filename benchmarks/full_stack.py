@@ -7,11 +7,9 @@ one must end it with exit code 75; the same command resumes. generate.py then sa
 model (write the folder, 41 GB, unless it exists), train, resume, generate.
 """
 
-import argparse
 import json
 import math
 import signal
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,17 +17,15 @@ from typing import Any
 
 from benchmarks.parts import (
     PartError,
-    Parts,
     Program,
     Results,
     about,
-    arguments,
+    begin,
     failure,
     heading,
     metrics,
     python,
     recorded,
-    stop_on_signal,
     table,
     wrapped,
 )
@@ -91,7 +87,7 @@ class FullStack:
         return found | {"stop_seconds": found["ended"] - told}
 
     def resume(self, limit: float) -> Results:
-        """The same command again, with the second iteration left to do."""
+        """Start the command again; its second iteration is still to do."""
         program, phases = self.start("resume", "post_train.py", *self.flags(), "--resume_from_checkpoint", "auto")
         found = self.outcome(program, phases, limit, DONE)
         if [line["step"] for line in found["iterations"]] != [1, 2]:
@@ -171,15 +167,7 @@ def planned(flags: Sequence[str]) -> dict[str, float]:
 
 
 def main(words: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments(parser, NAMES, 540)
-    options = parser.parse_args(words)
-    parts = Parts(options, page)
-    if options.page_only:
-        parts.write()
-        return
-    stop_on_signal()
-    options.scratch.mkdir(parents=True, exist_ok=True)
+    options, parts = begin(__doc__, NAMES, page, words)
     stack = FullStack(options.scratch, options.rehearse)
     parts.results |= {"about": about(), "flags": stack.flags()}
     parts.run("model", LIMITS["model"], stack.write_model)
@@ -188,8 +176,7 @@ def main(words: list[str] | None = None) -> None:
     works: dict[str, Callable[[float], Results]] = {"train": stack.train, "resume": stack.resume}
     for name, work in (works | {"generate": stack.generate}).items():
         parts.run(name, LIMITS[name], work)
-    failed = [name for name, part in parts.results["parts"].items() if "error" in part]
-    sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
+    parts.end()
 
 
 def page(results: Results) -> str:

@@ -13,7 +13,6 @@ Times say nothing about several GPUs: all ranks share one, and sockets are slow.
     kill      the same, with a rank killed in a rollout
 """
 
-import argparse
 import json
 import math
 import os
@@ -30,15 +29,13 @@ from benchmarks.nccl_page import page
 from benchmarks.parts import (
     ROOT,
     PartError,
-    Parts,
     Program,
     Results,
     about,
-    arguments,
+    begin,
     metrics,
     python,
     recorded,
-    stop_on_signal,
 )
 from sage_grpo.flags import parse
 from sage_grpo.models.shards import open_shards
@@ -340,15 +337,7 @@ def recovery(records: Sequence[Mapping[str, Any]]) -> Results:
 
 
 def main(words: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments(parser, NAMES, 540)
-    options = parser.parse_args(words)
-    parts = Parts(options, page)
-    if options.page_only:
-        parts.write()
-        return
-    stop_on_signal()
-    options.scratch.mkdir(parents=True, exist_ok=True)
+    options, parts = begin(__doc__, NAMES, page, words)
     ranks = Ranks(options.scratch, CPU if options.rehearse else GPU)
     parts.results |= {
         "about": about("bash benchmarks/nccl_one_gpu.sh "),
@@ -370,8 +359,7 @@ def main(words: list[str] | None = None) -> None:
             parts.run(name, LIMITS[name] * (3 if options.rehearse else 1), work[name])
     finally:
         ranks.writer.kill()
-    failed = [name for name, part in parts.results["parts"].items() if "error" in part]
-    sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
+    parts.end()
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).parents[1]
 ONE_GPU = ROOT / "benchmarks" / "one_gpu"
@@ -78,6 +78,11 @@ class Parts:
         except (KeyError, TypeError, ValueError, IndexError) as error:  # --page_only tries again
             print(f"{self.options.output} could not be made: {error!r}", file=sys.stderr, flush=True)
 
+    def end(self) -> NoReturn:
+        """Exit, with an error if a part failed."""
+        failed = [name for name, part in self.results["parts"].items() if "error" in part]
+        sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
+
 
 def arguments(parser: argparse.ArgumentParser, names: Sequence[str], limit: float) -> None:
     """Flags that all such benchmarks share."""
@@ -90,6 +95,22 @@ def arguments(parser: argparse.ArgumentParser, names: Sequence[str], limit: floa
     parser.add_argument("--limit", type=float, default=limit, help="seconds for all parts; default: %(default)s")
     parser.add_argument("--rehearse", action="store_true", help="try the script with small models on the CPU")
     parser.add_argument("--page_only", action="store_true", help="make the page again from the results")
+
+
+def begin(
+    about: str, names: Sequence[str], page: Callable[[Results], str], words: Sequence[str] | None
+) -> tuple[argparse.Namespace, "Parts"]:
+    """Read the command line of a benchmark; with --page_only, make the page and exit."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments(parser, names, 540)
+    options = parser.parse_args(words)
+    parts = Parts(options, page)
+    if options.page_only:
+        parts.write()
+        sys.exit(0)
+    stop_on_signal()
+    options.scratch.mkdir(parents=True, exist_ok=True)
+    return options, parts
 
 
 class Program:

@@ -55,7 +55,7 @@ def test_only_held_out_prompts_have_seeds_and_each_another():
 
 @pytest.mark.parametrize("short, long", [(TRAIN, LONG_TRAIN), (VALID, LONG_VALID)], ids=["train", "valid"])
 def test_long_prompts_say_what_the_short_ones_say(short, long):
-    """The same index, seed and on-screen text; of the short one's nouns and verbs at least half."""
+    """Index, seed and on-screen text agree, and at least half of the short prompt's nouns and verbs appear."""
     assert [(p.index, p.seed) for p in long] == [(p.index, p.seed) for p in short]
     for brief, full in zip(short, long, strict=True):
         assert re.findall('"(.+?)"', full.text) == re.findall('"(.+?)"', brief.text), full

@@ -67,8 +67,8 @@ def read_settings(folder: Path) -> dict[str, Any]:
     norm = settings.get("inference_config") or {}
     if not isinstance(norm, dict):
         raise ValueError(f"{path} has inference_config {norm!r:.100}, which must be an object; download it again")
-    numbers = {name: settings["data_config"].get(name) for name in ("fps", "max_frame_pixels")}
-    numbers |= {name: settings["peft_lora_config"].get(name) for name in ("lora_r", "lora_alpha")}
+    known = {"min_frame_pixels": 1} | settings["data_config"] | settings["peft_lora_config"]
+    numbers = {n: known.get(n) for n in ("fps", "max_frame_pixels", "min_frame_pixels", "lora_r", "lora_alpha")}
     numbers |= {f"{name}_std": norm.get(f"{name}_std") for name in DIMENSIONS if norm}
     for name, value in numbers.items():
         if not isinstance(value, (int, float)) or value <= 0:

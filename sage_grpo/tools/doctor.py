@@ -42,7 +42,7 @@ def options_of(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Con
     parser.add_argument("--short", action="store_true", help="check the machine only, a line per check")
     parser.add_argument("--skip_ab", action="store_true", help="leave out the comparison of the exploration SDEs")
     parser.add_argument("--ranks", type=int, default=1, help="processes that the run will have; default: %(default)s")
-    parser.add_argument("--ranks_here", type=int, help="of these, on this machine; default: all")
+    parser.add_argument("--ranks_here", type=int, help="how many of them run on this machine; default: all")
     parser.add_argument("--prompts", type=int, default=4, help="prompts to compare the SDEs on; default: %(default)s")
     parser.add_argument("--clips", type=int, default=4, help="clips per prompt compared; default: %(default)s")
     options, rest = parser.parse_known_args(arguments)

@@ -149,8 +149,8 @@ def prompts_of(files: Sequence[str] | None, folder: Path, kind: str) -> list[Req
 
 def held_out_prompts(config: Config) -> list[Request]:
     """The prompts of a validation."""
-    folder = Path(config.pretrained_model_root)
-    return prompts_of(config.validation_prompts, folder, "valid")[: config.num_validation_prompts]
+    prompts = prompts_of(config.validation_prompts, Path(config.pretrained_model_root), "valid")
+    return prompts[: config.num_validation_prompts]
 
 
 def build_composite(

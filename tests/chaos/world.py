@@ -122,7 +122,7 @@ class Training:
             time.sleep(0.02)
 
     def keep_one(self) -> None:
-        """Of several launchers, keep the one whose ranks hold the run folder."""
+        """Keep the launcher whose ranks hold the run folder, and kill the others."""
         owner = int((self.folder / "lock").read_text().split()[1])  # "process 123 on ..."
         (self.mark,) = (mark for mark, _, pid in self.living(*self.launchers) if pid == owner)
         if others := self.launchers.keys() - {self.mark}:

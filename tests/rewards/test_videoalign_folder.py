@@ -124,6 +124,7 @@ def test_a_published_folder_is_converted_the_first_time(tmp_path, monkeypatch, w
         ("model_config.json", {"peft_lora_config__lora_enable": False}, "lora_enable False"),
         ("model_config.json", {"data_config": {}}, "eval_dim None"),
         ("model_config.json", {"data_config__fps": None}, "fps None, which must be a positive number"),
+        ("model_config.json", {"data_config__min_frame_pixels": "x"}, "min_frame_pixels 'x', which must be a positive"),
         ("model_config.json", {"inference_config": {"VQ_std": 1}}, "MQ_std None"),
         ("model_config.json", {"inference_config__VQ_std": 0}, "VQ_std 0, which must be a positive number"),
         ("base_config/preprocessor_config.json", {"patch_size": 16}, "patch_size 16"),

@@ -263,7 +263,7 @@ def modelscope_files(files):
 
 @pytest.mark.skipif(not shutil.which("curl"), reason="needs curl")
 def test_what_an_interrupted_download_left_is_continued_and_checked(download, serve, tmp_path):
-    """A partial file is continued; what does not become the published file is fetched anew in the same run."""
+    """A partial file is continued; if the result is not the published file, it is downloaded again in the same run."""
     glyph = torch_bytes(tmp_path, {"final_layer_norm.weight": torch.ones(2)})
     files = {"assets/color_idx.json": b'{"white": 0}', "assets/multilingual_10-lang_idx.json": b'{"en": 0}'}
     files |= {"checkpoints/byt5_model.pt": glyph}

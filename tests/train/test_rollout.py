@@ -91,7 +91,7 @@ def test_at_steps_takes_each_row_at_its_own_step():
 
 
 def test_rollouts_do_not_depend_on_the_split(make):
-    """The same clips in one micro-batch or several: noise belongs to the clip."""
+    """Noise belongs to the clip, so one micro-batch gives the clips of several."""
     paths = []
     for size in (2, 1):
         trainer = make(micro_batch_size=size, overwrite=True)
