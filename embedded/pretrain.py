@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,22 +24,21 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is determi
 import diffusers
 import torch
 from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Pipeline
-from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanVideo15CausalConv3d
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from embedded.learn_vae import ENCODED, FRAMES, pixels, train_vae
 from embedded.quality import random_prompts, sample_clips
 from embedded.shapes.scenes import (
     ATTRIBUTES,
     Scenes,
     captions,
-    object_mask,
-    render,
     sample_scenes,
     scenes_from_prompt,
     vocabulary,
 )
 from embedded.tiny import TinyConfig, build_tiny
+from embedded.training import Recorder, forget
 from sage_grpo.algo.sde import build_schedule, flow_sigmas
 from sage_grpo.data.requests import Request
 from sage_grpo.models import open_backbone
@@ -49,16 +48,11 @@ from sage_grpo.models.hunyuan15.backbone import TIMESTEPS
 from sage_grpo.models.hunyuan15.folder import ModelFolder
 from sage_grpo.models.hunyuan15.text import TextConditioning, TextEncoder
 from sage_grpo.models.hunyuan15.transformer import PackedTransformer
-from sage_grpo.models.hunyuan15.vae import allow_batches, convolve_in_2d
 from sage_grpo.runs.media import contact_sheet, thumbnails
 
-FRAMES = 9
-KL_WEIGHT = 1e-5  # keeps the latents near a unit Gaussian
-OBJECT_WEIGHT = 8.0  # objects cover a tenth of a frame; unweighted, their colors are learned last
 CAPTION_DROP = 0.1
 PROMPTS = {"train": 512, "valid": 64}  # full captions shipped with the folder, none in both
 EMA_DECAY, EMA_EVERY = 0.98, 20  # averages over about 1000 steps
-ENCODED = 512  # clips per VAE batch when no gradient is needed
 SHEET = {"prompts": 8, "steps": 10}  # contents of samples.png: a few seconds on a CPU
 
 
@@ -69,60 +63,6 @@ class Bucket:
     latents: Tensor  # (N, C, T, y, x)
     text: Tensor  # (N, L, text_dim)
     glyph: Tensor  # (N, M, glyph_dim)
-
-
-def pixels(scenes: Scenes, side: int) -> Tensor:
-    """Clips (B, 3, F, H, W) in [-1, 1], quantized as a video file would be."""
-    return ((render(scenes, FRAMES, side, side) * 255).round() / 127.5 - 1).permute(0, 4, 1, 2, 3).contiguous()
-
-
-def replicate_pad(x: Tensor, padding: Sequence[int]) -> Tensor:
-    """F.pad(mode="replicate") built from slices: the stock backward is slow on a GPU in deterministic mode."""
-    for axis, (before, after) in zip((-1, -2, -3), zip(padding[::2], padding[1::2], strict=True), strict=True):
-        first, last = x.narrow(axis, 0, 1), x.narrow(axis, x.shape[axis] - 1, 1)
-        x = torch.cat([first] * before + [x] + [last] * after, dim=axis)
-    return x
-
-
-def one_cycle(optimizer: torch.optim.Optimizer, lr: float, steps: int) -> torch.optim.lr_scheduler.OneCycleLR:
-    """Warm up for a twentieth of the steps, but more than one: OneCycleLR divides by zero if it peaks at step 1."""
-    return torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, steps, pct_start=max(0.05, 1.5 / steps))
-
-
-def train_vae(vae: AutoencoderKLHunyuanVideo15, args: argparse.Namespace, generator: torch.Generator) -> None:
-    """Train reconstruction (L1 + L2) with a small KL; then set the scaling factor that gives latents unit variance."""
-    allow_batches(vae).train().requires_grad_(True)
-    if vae.device.type == "cpu":
-        convolve_in_2d(vae)
-    else:
-        for module in vae.modules():
-            if isinstance(module, HunyuanVideo15CausalConv3d):
-                module.forward = lambda x, conv=module: conv.conv(replicate_pad(x, conv.time_causal_padding))
-    optimizer = torch.optim.AdamW(vae.parameters(), args.vae_lr, betas=(0.9, 0.99))
-    schedule = one_cycle(optimizer, args.vae_lr, args.vae_steps)
-    bar = tqdm(range(args.vae_steps), "VAE", unit="step", mininterval=5)
-    for step in bar:
-        scenes = sample_scenes(args.vae_batch, generator)
-        clips, mask = pixels(scenes, args.side), object_mask(scenes, FRAMES, args.side, args.side)[:, None]
-        posterior = vae.encode(clips).latent_dist
-        noise = torch.randn(posterior.mean.shape, generator=generator, device=clips.device)
-        gap = vae.decode(posterior.mean + posterior.std * noise).sample - clips
-        weight = 1 + OBJECT_WEIGHT * mask
-        kl = 0.5 * (posterior.mean.square() + posterior.var - 1 - posterior.logvar).mean()
-        loss = (weight * (gap.abs() + gap.square())).mean() / weight.mean() + KL_WEIGHT * kl
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        if step % 20 == 0:
-            inside = ((mask * gap.square()).sum() / (3 * mask.sum())).sqrt()
-            errors = {"rms": gap.square().mean().sqrt() / 2, "inside": inside / 2}
-            bar.set_postfix({name: f"{value.item():.4f}" for name, value in errors.items()}, refresh=False)
-    vae.eval().requires_grad_(False)
-    with torch.no_grad():
-        latents = vae.encode(pixels(sample_scenes(ENCODED, generator), args.side)).latent_dist.mode()
-    vae.register_to_config(scaling_factor=round(1 / latents.std().item(), 5))
 
 
 @torch.no_grad()
@@ -161,11 +101,7 @@ def misnamed(scenes: Scenes, args: argparse.Namespace, generator: torch.Generato
 
 
 class FlowMatching:
-    """One optimizer step on mean((v - (z - x0))^2), with static input buffers.
-
-    The model is so small that a GPU would mostly wait for kernel launches. So on a GPU, each bucket's step is recorded
-    once as a CUDA graph and replayed, which is several times faster. The graphs share stream and memory.
-    """
+    """One optimizer step on mean((v - (z - x0))^2), over static buffers."""
 
     def __init__(
         self,
@@ -173,13 +109,13 @@ class FlowMatching:
         optimizer: torch.optim.Optimizer,
         batch: int,
         like: Bucket,
-        recorder: tuple[torch.cuda.Stream, tuple[int, int]] | None,
+        recorder: Recorder,
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self.latents, self.noise = (torch.zeros_like(like.latents[:1]).repeat(batch, 1, 1, 1, 1) for _ in range(2))
         self.text, self.glyph = (part[:1].repeat(batch, 1, 1) for part in (like.text, like.glyph))
         self.sigma = torch.full((batch,), 0.5, device=self.latents.device)
-        self.replay = self._record(*recorder) if recorder else self._step
+        self.replay = recorder(self._step)
 
     def __call__(
         self, latents: Tensor, text: Tensor, glyph: Tensor, shift: float, generator: torch.Generator
@@ -204,22 +140,6 @@ class FlowMatching:
         self.optimizer.step()
         return loss.detach()
 
-    def _record(self, stream: torch.cuda.Stream, pool: tuple[int, int]) -> Callable[[], Tensor]:
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):  # warm up at learning rate 0: library handles, optimizer state
-                self._step()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
-            loss = self._step()
-
-        def replay() -> Tensor:
-            graph.replay()
-            return loss
-
-        return replay
-
 
 def train_transformer(
     model: PackedTransformer,
@@ -235,11 +155,9 @@ def train_transformer(
     lr = torch.zeros((), device=generator.device)
     parameters = [p for name, p in model.named_parameters() if not name.startswith("image_embedder")]  # text to video
     optimizer = torch.optim.AdamW(parameters, lr, betas=(0.9, 0.99), weight_decay=0.01, capturable=lr.is_cuda)
-    recorder = (torch.cuda.Stream(), torch.cuda.graph_pool_handle()) if lr.is_cuda else None
+    recorder = Recorder(lr.device)
     trainers = [FlowMatching(model, optimizer, args.batch, bucket, recorder) for bucket in (*buckets, empty)]
-    for state in optimizer.state.values():  # reset the warm-up in place: the graphs hold these tensors
-        for value in state.values():
-            value.zero_()
+    forget(optimizer)
     weights = model.state_dict()
     average = {name: value.clone() for name, value in weights.items()}
     choice = torch.Generator().manual_seed(args.seed)  # on the CPU, so that choosing a bucket needs no GPU sync
@@ -267,15 +185,13 @@ def main() -> None:
     args = arguments().parse_args()
     if args.clips < ENCODED or args.clips % ENCODED:
         sys.exit(f"--clips is {args.clips}; it must be a multiple of {ENCODED}")
-    if args.vae_steps < 2:
-        sys.exit(f"--vae_steps is {args.vae_steps}; it must be at least 2")
     if any(step > args.steps for step in args.snapshots):
         sys.exit(f"--snapshots are {args.snapshots}; none may lie beyond --steps {args.steps}")
     started, device = time.time(), torch.device(args.device)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # would only cost time: every tensor here is written
     generator = torch.Generator(device).manual_seed(args.seed)
-    vae = {"vae_channels": tuple(args.vae_channels), "vae_layers": args.vae_layers}
+    vae = {"vae_channels": tuple(args.vae_channels), "vae_layers": args.vae_layers, "latent_channels": args.latents}
     sizes = TinyConfig(args.heads, tuple(args.rope), args.layers, shift=args.shift, guidance=args.guidance, **vae)
     pipe = build_tiny(args.seed, vocabulary(), sizes)
     size = {"frames": FRAMES, "height": args.side, "width": args.side, "fps": 8}
@@ -330,7 +246,8 @@ def describe(output: Path, args: argparse.Namespace, result: dict[str, int], dev
     flags = {key: value for key, value in vars(args).items() if key not in ("output", "device", "snapshots", "steps")}
     changed = {key: value for key, value in flags.items() if value != arguments().get_default(key)}
     command = f"python -m embedded.pretrain --output assets/tiny --steps {result['steps']}"
-    command += "".join(f" --{key} {value}" for key, value in changed.items())
+    for key, value in changed.items():
+        command += f" --{key} {' '.join(map(str, value)) if isinstance(value, list) else value}"
     record = {"command": command, "flags": {k: str(v) for k, v in flags.items()}, "device": name, **versions, **result}
     (output / "training.json").write_text(json.dumps(record, indent=2) + "\n")
     print(f"wrote {output} after {result['seconds']} s on {name}")
@@ -361,6 +278,8 @@ def arguments() -> argparse.ArgumentParser:
     help = "channels of the VAE's blocks; each after the first halves height and width"
     parser.add_argument("--vae_channels", type=int, nargs="+", default=(16, 32, 32), help=help)
     parser.add_argument("--vae_layers", type=int, default=1, help="layers per VAE block")
+    parser.add_argument("--latents", type=int, default=16, help="channels of a latent")
+    parser.add_argument("--vae_clips", type=int, default=16384, help="rendered clips that the VAE learns from")
     parser.add_argument("--misnamed", choices=ATTRIBUTES, default="colour", help="what captions say wrongly")
     parser.add_argument("--wrong", type=float, default=0.0, help="share of the captions that do")
     parser.add_argument("--vae_steps", type=int, default=3200)

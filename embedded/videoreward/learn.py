@@ -10,7 +10,6 @@ Shapes: B sequences, L tokens, D hidden features.
 
 import argparse
 import json
-import math
 import re
 import tempfile
 import time
@@ -29,6 +28,7 @@ from transformers import Qwen2VLConfig, Qwen2VLModel
 from transformers.models.qwen2_vl.modeling_qwen2_vl import apply_rotary_pos_emb_vision
 
 from embedded.shapes.scenes import vocabulary
+from embedded.training import warm_cosine
 from embedded.videoreward.folder import CHECKPOINT, unit_scale, write_folder
 from embedded.videoreward.pairs import SCORES, Pairs, accuracy, captions_of, draw_pairs, label_losses
 from embedded.videoreward.pool import SOURCES, Pool, build_pool
@@ -141,8 +141,7 @@ def optimize(
 ) -> None:
     """AdamW with a warm-up of a twentieth and a cosine; `watch` is shown every so many steps."""
     optimizer = torch.optim.AdamW(judge.parameters(), lr, betas=(0.9, 0.98), weight_decay=0.05)
-    rate = lambda step: min(1.0, 20 * (step + 1) / steps) * (0.51 + 0.49 * math.cos(math.pi * step / steps))  # noqa: E731
-    schedule, shown = torch.optim.lr_scheduler.LambdaLR(optimizer, rate), ""
+    schedule, shown = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warm_cosine(step, steps)), ""
     bar = tqdm(range(1, steps + 1), name, unit="step", mininterval=5)
     for step in bar:
         optimizer.zero_grad(set_to_none=True)

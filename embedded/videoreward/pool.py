@@ -57,8 +57,8 @@ def round_trips(backbone: Backbone, count: int, generator: torch.Generator) -> I
 
 
 def samples(backbone: Backbone, count: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Clips of random prompts; each prompt and sampler in turn gives eight."""
-    shift, each = backbone.sampling.shift, 8
+    """Clips of random prompts; each prompt and sampler in turn gives sixteen."""
+    shift, each = backbone.sampling.shift, 16
     prompts = random_prompts(count // each, int(torch.randint(2**31, (), generator=generator)))
     for number, (steps, guidance, sde) in enumerate(SAMPLERS):
         schedule = build_schedule(sde, flow_sigmas(steps, shift), ETA).to(backbone.device)
