@@ -11,6 +11,7 @@ Shapes: B sequences, L tokens, D hidden features.
 import argparse
 import json
 import re
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -188,6 +189,16 @@ def write_scale(folder: Path, scores: Tensor) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | {"inference_config": scale}, indent=1) + "\n")
 
 
+def describe(folder: Path, args: argparse.Namespace, seconds: int, device: torch.device) -> None:
+    """Write training.json: how the folder was made."""
+    left_out = ("model", "output", "device")
+    changed = {k: v for k, v in vars(args).items() if k not in left_out and v != arguments().get_default(k)}
+    command = "python -m embedded.videoreward.learn" + "".join(f" --{key} {value}" for key, value in changed.items())
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    record = {"command": command, "seconds": seconds, "device": name, "torch": torch.__version__}
+    (folder / "training.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
 def new_reward(folder: Path, seed: int, pixels: int) -> None:
     """A folder with random weights. pixels: least size of a frame, to which clips are enlarged."""
     words = [*vocabulary(), *re.findall(r"[A-Za-z]+", TEMPLATE)]
@@ -236,7 +247,8 @@ def main(words: Sequence[str] | None = None) -> None:
         scores = train(judge, pool, held, backbone.sampling.fps, args)
         write_weights(folder, judge.model, judge.head)
         write_scale(folder, scores.flatten(0, 1))
-        folder.rename(args.output)
+        describe(folder, args, round(time.time() - started), device)
+        shutil.move(folder, args.output)
     print(f"{args.output} after {time.time() - started:.0f} s")
 
 

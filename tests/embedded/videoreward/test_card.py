@@ -1,0 +1,65 @@
+"""The card of the embedded reward: the oracle gets full marks, a blind reward guesses, the page is its figures."""
+
+import json
+
+import pytest
+import torch
+
+from embedded.shapes.judge import judge
+from embedded.shapes.scenes import ATTRIBUTES
+from embedded.videoreward import card, learn, pool
+from embedded.videoreward.pairs import SCORES, draw_pairs
+from sage_grpo.models import open_backbone
+
+
+class Oracle:
+    """Scores as the judge does."""
+
+    def score(self, clips, prompts, fps):
+        found = judge(torch.stack(clips))
+        return {"VQ": found.VQ, "MQ": found.MQ, "TA": found.alignment(prompts)}
+
+
+class Blind:
+    """Scores by the order in which clips come."""
+
+    def score(self, clips, prompts, fps):
+        generator = torch.Generator().manual_seed(len(prompts[0]))
+        return {name: torch.randn(len(clips), generator=generator) for name in SCORES}
+
+
+@pytest.fixture(scope="module")
+def clips():
+    backbone = open_backbone("assets/tiny")
+    return pool.build_pool(backbone, {"rendered": 32, "damaged": 32, "VAE": 16, "sampled": 0}, 5, torch.device("cpu"))
+
+
+def test_the_oracle_as_reward_is_always_right(clips):
+    rows = card.pair_accuracy(Oracle(), clips, draw_pairs(clips, 100, 1), 8.0)
+    assert rows["all"] == {"VQ": 1, "MQ": 1, "TA": 1, "pairs": 100}
+    assert sum(rows[name]["pairs"] for name in rows if name not in ("all", "annotators")) == 100
+    assert all(0.6 < rows["annotators"][name] < 1 for name in SCORES)
+    assert card.word_accuracy(Oracle(), clips, 8.0, 24) == dict.fromkeys(ATTRIBUTES, 1)
+
+
+def test_a_blind_reward_guesses(clips):
+    rows = card.pair_accuracy(Blind(), clips, draw_pairs(clips, 200, 1), 8.0)
+    assert all(0.3 < rows["all"][name] < 0.7 for name in SCORES)
+
+
+def test_every_damage_lowers_what_the_oracle_says():
+    found = card.damage_effects(Oracle(), (9, 32, 32), 8.0, 8)
+    assert all(row["VQ"] < 0 or row["MQ"] < 0 for row in found.values()) and all(
+        row["fooled"] < 0.3 for row in found.values()
+    )
+
+
+def test_the_page_shows_the_figures_that_were_measured(monkeypatch, tmp_path):
+    monkeypatch.setattr(pool, "SAMPLERS", pool.SAMPLERS[:1])
+    learn.new_reward(tmp_path / "VideoReward", 0, 56 * 56)
+    (tmp_path / "VideoReward" / "training.json").write_text('{"command": "python -m learnt"}')
+    card.main(["--reward", str(tmp_path / "VideoReward"), "--clips", "16", "--pairs", "20", "--device", "cpu"])
+    page = (tmp_path / "VideoReward" / "README.md").read_text()
+    figures = json.loads((tmp_path / "VideoReward" / "card.json").read_text())
+    assert f"| all | {figures['pairs']['all']['VQ']:.1%} |" in page and "python -m learnt" in page
+    assert f"| blur | {figures['damages']['blur']['VQ']:+.2f} |" in page and len(figures["words"]) == 6
