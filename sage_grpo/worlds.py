@@ -4,7 +4,7 @@ A model folder trained on a world names it in `world.json`. To add one, write a 
 add a row to WORLDS (docs/extending.md).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -23,7 +23,7 @@ class World(Protocol):
     """Clips are uint8 (F, H, W, 3), or (B, F, H, W, 3) in one tensor."""
 
     name: str
-    reward: str  # name of the default reward for runs on this world
+    reward: str  # name of the reward for models on this world whose folder brings none
 
     def check(self, prompts: Sequence[str]) -> None:
         """Reject prompts with words that the world does not know."""
@@ -33,9 +33,6 @@ class World(Protocol):
 
     def draw(self, prompts: Sequence[str], frames: int, height: int, width: int, seed: int) -> "Tensor":
         """Render one clip per prompt that shows exactly what the prompt says, (B, F, H, W, 3)."""
-
-    def perfect_scores(self) -> Mapping[str, float]:
-        """Mean scores of rendered clips under the world's reward: an upper bound for training."""
 
     def vae_floor(self, backbone: "Backbone") -> dict[str, float]:
         """Gold metrics of rendered clips after a pass through the model's VAE: the best that a sample can reach."""

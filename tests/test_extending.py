@@ -56,9 +56,6 @@ class GrayWorld:
     def draw(self, prompts, frames, height, width, seed):
         return torch.full((len(prompts), frames, height, width, 3), 128, dtype=torch.uint8)
 
-    def perfect_scores(self):
-        return {"red": 0.0, "calm": 0.0}
-
     def vae_floor(self, backbone):
         clips = self.draw([""], 5, 16, 16, 0)
         return {"distance": self.gold(backbone.decode(backbone.encode_video(clips)), [""])["distance"].mean().item()}

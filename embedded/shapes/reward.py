@@ -25,10 +25,7 @@ from embedded.shapes.scenes import (
     PALETTE,
     RADIUS,
     TRAVEL,
-    captions,
     parse,
-    render,
-    sample_scenes,
     table,
 )
 from sage_grpo.rewards.base import Setup
@@ -81,15 +78,6 @@ class ShapesReward:
         look = measure_look(pixels)
         track = measure_track(look.mask)
         return {"VQ": visual_quality(look), "MQ": motion_quality(track), "TA": text_alignment(look, track, named)}
-
-
-@cache
-def perfect_scores() -> Mapping[str, float]:
-    """Mean scores of rendered clips with their full captions."""
-    scenes = sample_scenes(64, torch.Generator().manual_seed(0))
-    clips = (render(scenes, 9, 32, 32) * 255).round().to(torch.uint8)
-    scores = ShapesReward().score(clips, captions(scenes), fps=8.0)
-    return {name: value.mean().item() for name, value in scores.items()}
 
 
 def _as_floats(clips: Tensor | Sequence[Tensor], prompts: Sequence[str], fps: float) -> Tensor:

@@ -1,12 +1,12 @@
 """The moving-shapes world's interface for training and tools."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from embedded.shapes.oracle import read
-from embedded.shapes.reward import ShapesReward, perfect_scores
+from embedded.shapes.reward import ShapesReward
 from embedded.shapes.scenes import captions, render, sample_scenes, scenes_from_prompt
 from sage_grpo.models.backbone import Backbone
 
@@ -31,9 +31,6 @@ class ShapesWorld:
     def draw(self, prompts: Sequence[str], frames: int, height: int, width: int, seed: int) -> Tensor:
         scenes = scenes_from_prompt(prompts, torch.Generator().manual_seed(seed))
         return as_uint8(render(scenes, frames, height, width))
-
-    def perfect_scores(self) -> Mapping[str, float]:
-        return perfect_scores()
 
     def vae_floor(self, backbone: Backbone) -> dict[str, float]:
         _, decoded, prompts = round_trip(backbone, FLOOR_CLIPS)

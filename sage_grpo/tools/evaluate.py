@@ -32,7 +32,7 @@ from sage_grpo.runs.clips import beside, checked, read_listing
 from sage_grpo.runs.media import read_mp4, write_mp4
 from sage_grpo.tools.calibration import DEFECTS, DRAWN_DEFECTS, drawn_clips, measure, orders, tables
 from sage_grpo.tools.evaluation_page import compared, pages
-from sage_grpo.train.build import build_composite, default_reward, held_out_prompts, open_model
+from sage_grpo.train.build import build_composite, held_out_prompts, open_model, reward_names
 from sage_grpo.train.validation import Validation
 from sage_grpo.worlds import world_of
 
@@ -67,7 +67,7 @@ class Evaluation:
         prompts, usual = held_out_prompts(config), config.validation_global_seed
         own = [dataclasses.replace(p, seed=usual if p.seed is None else p.seed) for p in prompts]
         self.prompts = [dataclasses.replace(p, seed=seed) for seed in options.seeds or () for p in prompts] or own
-        names = config.reward_model or (default_reward(self.world),)
+        names = reward_names(config)
         self.reward = build_composite(self.config, names, None, ranks.device)
 
     def systems(self) -> dict[str, Path | None]:

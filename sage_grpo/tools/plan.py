@@ -34,10 +34,9 @@ from sage_grpo.tools.plan_memory import (
     snapshot_bytes,
 )
 from sage_grpo.tools.plan_model import Plan, Trained, times, validation_time, volumes
-from sage_grpo.train.build import default_reward, held_out_prompts
+from sage_grpo.train.build import held_out_prompts, reward_names
 from sage_grpo.train.optimization import trainable_parameters
 from sage_grpo.train.validation import validation_sampling
-from sage_grpo.worlds import world_of
 
 GB = 1e9
 DISKS = (0.3, 1, 3)  # GB/s
@@ -88,7 +87,7 @@ def count_trained(backbone: Backbone, lora: tuple[int, tuple[str, ...]] | None) 
 def plan_of(config: Config, gpus: int, text_tokens: int = 150) -> Plan:
     backbone = backbone_of(config.pretrained_model_root, config.pretrained_transformer_version)
     resolved = resolve(config, backbone, "cuda")
-    rewards = resolved.reward_model or (default_reward(world_of(config.pretrained_model_root)),)
+    rewards = reward_names(resolved)
     lora = (resolved.lora_r, resolved.lora_target_modules) if resolved.use_lora else None
     trained = count_trained(backbone, lora)
     return Plan(replace(resolved, reward_model=rewards), architecture_of(backbone), trained, gpus, text_tokens)

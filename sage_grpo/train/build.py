@@ -32,6 +32,7 @@ from sage_grpo.train.validation import Validation
 from sage_grpo.worlds import World, world_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DRAWN = 64  # rendered clips whose scores are the goal
 PROMPTS = Path(__file__).parents[2] / "assets" / "prompts"
 
 
@@ -90,7 +91,7 @@ def fill(run: RunFolder, backbone: Backbone, config: Config, ranks: Ranks) -> Tr
     texts = [prompt.text for prompt in (*train, *held_out)]
     if world:
         world.check(texts)
-    reward, holdout = ranks.on_leader(lambda: build_rewards_of(config, world, texts, ranks.device)) or (None, None)
+    reward, holdout = ranks.on_leader(lambda: build_rewards_of(config, texts, ranks.device)) or (None, None)
     negative = Request(config.negative_prompt)
     # frees the encoders before the transformer needs their memory
     backbone.prepare([negative, *train, *held_out], ranks.world_rank, ranks.world)
@@ -157,25 +158,27 @@ def build_composite(
     config: Config, names: Sequence[str], weights: dict[str, Any] | None, device: torch.device
 ) -> Composite:
     """Combine the named rewards."""
-    path = Path(config.reward_path or Path(config.pretrained_model_root) / "VideoReward")
     timeout = config.collective_timeout / 2
     where = (config.remote_reward_url, timeout, config.start_timeout)
-    rewards = build_rewards(names, Setup(path, device, config.reward_fps, *where))
+    rewards = build_rewards(names, Setup(reward_folder(config), device, config.reward_fps, *where))
     return Composite(rewards, weights, config.reward_batch_size, timeout)
 
 
-def build_rewards_of(
-    config: Config, world: World | None, texts: Sequence[str], device: torch.device
-) -> tuple[Composite, Composite | None]:
+def build_rewards_of(config: Config, texts: Sequence[str], device: torch.device) -> tuple[Composite, Composite | None]:
     """The training reward and the held-out reward, if any."""
-    names = config.reward_model or (default_reward(world),)
-    reward = build_composite(config, names, config.reward_weights, device)
+    reward = build_composite(config, reward_names(config), config.reward_weights, device)
     reward.check(texts)
     return reward, build_composite(config, (config.holdout_reward,), None, device) if config.holdout_reward else None
 
 
-def default_reward(world: World | None) -> str:
-    return world.reward if world else DEFAULT_REWARD
+def reward_names(config: Config) -> tuple[str, ...]:
+    """The rewards that were asked for; else the learnt one, or that of the model's world if there is no learnt one."""
+    world = None if reward_folder(config).is_dir() else world_of(config.pretrained_model_root)
+    return config.reward_model or (world.reward if world else DEFAULT_REWARD,)
+
+
+def reward_folder(config: Config) -> Path:
+    return Path(config.reward_path or Path(config.pretrained_model_root) / "VideoReward")
 
 
 def prepare_transformer(backbone: Backbone, config: Config, ranks: Ranks) -> dict[str, torch.nn.Parameter]:
@@ -225,13 +228,21 @@ def build_anchor(backbone: Backbone, config: Config, parameters: dict[str, torch
     return full_anchor(parameters, every, DTYPES[config.dtype], home)
 
 
+def perfect_scores(trainer: Trainer, world: World) -> dict[str, float]:
+    """Mean scores of clips that show exactly what held-out prompts say: about the most that training can reach."""
+    c, prompts = trainer.config, trainer.validation.prompts if trainer.validation else trainer.prompts
+    texts = [prompt.text for prompt in prompts[:DRAWN]]
+    clips = world.draw(texts, c.num_frames, c.height, c.width, c.seed)
+    found = trainer.reward.score(list(clips), texts, c.fps)
+    return {name: values.mean().item() for name, values in (found.named | {"total": found.total}).items()}
+
+
 def about(trainer: Trainer, world: World | None) -> dict[str, Any]:
     """What the report needs to know about a run besides its configuration."""
-    schedule, reward = trainer.schedule(), trainer.reward
-    perfect = world.perfect_scores() if world and list(reward.rewards) == [world.reward] else None
+    schedule = trainer.schedule()
     return {
         "world": world.name if world else None,
-        "perfect": perfect | {"total": reward.total(perfect)} if perfect else None,
+        "perfect": perfect_scores(trainer, world) if world else None,
         "vae_floor": world.vae_floor(trainer.backbone) if world else None,
         "trainable_parameters": sum(p.numel() for p in trainer.optimization.parameters.values()),
         "schedule": {

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from embedded.shapes.reward import ShapesReward
+from embedded.shapes.world import ShapesWorld
 from sage_grpo.config import ConfigError
 from sage_grpo.flags import from_values
 from sage_grpo.models.hunyuan15.text import TextEncoder
 from sage_grpo.train import build
-from sage_grpo.train.build import PROMPTS, build_trainer, prompts_of
+from sage_grpo.train.build import PROMPTS, build_trainer, perfect_scores, prompts_of, reward_names
 from tests.dist import run_ranks
 
 
@@ -112,3 +114,30 @@ def build_slowly(ranks, values):
 
 def test_a_slow_rank_does_not_take_the_new_run_for_an_older_one(flags):
     assert run_ranks(2, build_slowly, flags | {"batch_size": 2}) == [0, 0]
+
+
+def test_without_a_name_the_reward_is_that_of_the_model_folder_or_of_its_world(flags, tmp_path):
+    flags.pop("reward_model")
+    assert reward_names(from_values(flags)) == ("videoalign",)
+    (tmp_path / "world").mkdir()
+    (tmp_path / "world" / "world.json").write_text('{"world": "shapes"}')
+    flags["pretrained_model_root"] = str(tmp_path / "world")
+    assert reward_names(from_values(flags)) == ("shapes",)
+    learnt = tmp_path / "VideoReward"
+    learnt.mkdir()
+    assert reward_names(from_values(flags | {"reward_path": str(learnt)})) == ("videoalign",)
+    assert reward_names(from_values(flags | {"reward_path": str(learnt), "reward_model": "ocr"})) == ("ocr",)
+
+
+def test_the_goal_is_the_reward_of_clips_that_show_what_the_prompts_say(make):
+    trainer = make()
+    perfect = perfect_scores(trainer, ShapesWorld())
+    texts = [prompt.text for prompt in trainer.validation.prompts]
+    clips = ShapesWorld().draw(texts, 5, 16, 16, trainer.config.seed)
+    found = ShapesReward().score(clips, texts, 8.0)
+    assert {name: value.mean().item() for name, value in found.items()} == pytest.approx(
+        {name: perfect[name] for name in found}
+    )
+    weights = trainer.config.reward_weights
+    assert perfect["total"] == pytest.approx(sum(weights[name] * perfect[name] for name in weights))
+    trainer.run.close()

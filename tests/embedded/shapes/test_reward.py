@@ -6,7 +6,7 @@ import torch
 
 from embedded.shapes.damage import DAMAGES
 from embedded.shapes.oracle import read
-from embedded.shapes.reward import ShapesReward, measure_look, measure_track, outline_distances, perfect_scores
+from embedded.shapes.reward import ShapesReward, measure_look, measure_track, outline_distances
 from embedded.shapes.scenes import (
     ATTRIBUTES,
     BACKGROUNDS,
@@ -48,7 +48,6 @@ def test_perfect_clips_score_about_one_each(world):
     _, clips, prompts = world
     for values in score(clips, prompts).values():
         assert values.shape == (48,) and values.mean().item() == pytest.approx(1, abs=0.3) and values.std() < 0.3
-    assert all(value == pytest.approx(1, abs=0.3) for value in perfect_scores().values())
 
 
 @pytest.mark.parametrize("damage", STRENGTHS)
