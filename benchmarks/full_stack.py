@@ -23,6 +23,7 @@ from benchmarks.parts import (
     begin,
     failure,
     heading,
+    host_gb,
     metrics,
     python,
     recorded,
@@ -108,6 +109,7 @@ class FullStack:
             "clip_bytes": clip.stat().st_size,
             "sampling": {name: record[name] for name in ("frames", "height", "width", "num_steps", "guidance")},
             "checkpoint": newest.name,
+            "host_gb": host_gb(phases),
         }
 
     def start(self, name: str, *words: object) -> tuple[Program, Path]:
@@ -137,6 +139,7 @@ class FullStack:
             "prompts": len(list((self.scratch / "embeddings").rglob("*.safetensors"))),
             "iterations": metrics(self.run) if (self.run / "metrics.jsonl").is_file() else [],
             "checkpoints": {path.name: gigabytes(path) for path in checkpoints},
+            "host_gb": host_gb(phases),
         }
 
 
@@ -232,14 +235,15 @@ def run_facts(train: Results | None, resume: Results | None) -> list[str]:
         lines.append(
             f"- SIGTERM in the second rollout: exit code {train['exit_code']} after {train['stop_seconds']:.1f} s, "
             f"with {checkpoint_text(train)}. The first process ran {train['whole']:.0f} s and encoded "
-            f"{train['prompts']} prompts; that time includes loading the encoders."
+            f"{train['prompts']} prompts; that time includes loading the encoders. It took {train['host_gb']:.1f} GB "
+            "of host memory without mapped files."
         )
     if resume and "exit_code" in resume:
         deviations = [f"{line['policy/ratio_max_deviation']:.3g}" for line in resume["iterations"]]
         rewards = [f"{line['reward/total']:.4g}" for line in resume["iterations"]]
         lines += [
             f"- The same command resumed: exit code {resume['exit_code']} after {resume['whole']:.0f} s, with "
-            f"{checkpoint_text(resume)}.",
+            f"{checkpoint_text(resume)} and {resume['host_gb']:.1f} GB of host memory.",
             f"- Largest ratio deviation of the two iterations: {', '.join(deviations)}. Reward: {', '.join(rewards)}.",
         ]
     return lines
@@ -254,7 +258,8 @@ def generated_lines(part: Results) -> list[str]:
     rows = [[r["phase"], f"{r['seconds']:.1f}", f"{r['peak_gb']:.1f}"] for r in part["records"]]
     return [
         f"{s['frames']} x {s['height']} x {s['width']}, {s['num_steps']} steps, guidance {s['guidance']:g}, from "
-        f"{part['checkpoint']}: {part['whole']:.0f} s in all, an mp4 of {part['clip_bytes']:,} bytes.",
+        f"{part['checkpoint']}: {part['whole']:.0f} s in all, {part['host_gb']:.1f} GB of host memory, an mp4 of "
+        f"{part['clip_bytes']:,} bytes.",
         "",
         *table(("phase", "s", "peak GB"), rows),
     ]

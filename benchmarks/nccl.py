@@ -266,12 +266,13 @@ def kept(line: Mapping[str, Any]) -> Results:
 
 
 def peaks(phases: Path) -> list[dict[str, float]]:
-    """For each rank, the largest peak of each phase in GB."""
+    """For each rank, the largest peak of each phase in GB, and that of the host memory."""
     found: dict[int, dict[str, float]] = {}
     for record in recorded(phases):
         if record["event"] == "end":
             rank = found.setdefault(record["rank"], {})
             rank[record["phase"]] = max(rank.get(record["phase"], 0.0), record["peak_gb"])
+            rank["host"] = max(rank.get("host", 0.0), record["host_gb"])
     return [found[rank] for rank in sorted(found)]
 
 

@@ -11,7 +11,7 @@ NO_MPS = "MPS was not there: the ranks took turns."
 TRICK = (
     "All ranks share one GPU: `NCCL_HOSTID` differs for each, so NCCL takes them for different hosts and connects them "
     "by sockets over the loopback; MPS lets their kernels run side by side (`benchmarks/nccl_one_gpu.sh`). Times are "
-    "those of this setup and say nothing about several GPUs."
+    "those of this setup and say nothing about several GPUs. Host memory is without mapped files."
 )
 
 
@@ -36,6 +36,7 @@ def page(results: Results) -> str:
             describe = run_lines
         if part is not None and ("error" not in part or "peaks" in part):
             lines += [*describe(part, parts), ""]
+    lines += ["## Models", ""]
     written = parts.get("models", {})
     lines += failure("models", written) if "error" in written else [f"- {line}" for line in written.get("lines", ())]
     return wrapped(lines)
@@ -97,12 +98,13 @@ def run_lines(part: Results, parts: Mapping[str, Any]) -> list[str]:
 
 
 def memory_table(peaks: Sequence[Mapping[str, float]], planned: Mapping[str, float]) -> list[str]:
-    """Peaks by phase: planned, and measured on every rank."""
+    """Peaks by phase: planned, and measured on every rank; and of host memory."""
     rows = []
     for moment in MOMENTS:
         measured = [rank.get(moment, 0.0) for rank in peaks]
         difference = f"{planned[moment] / max(measured) - 1:+.0%}" if measured and max(measured) else ""
         rows.append([moment, f"{planned[moment]:.1f}", *(f"{value:.1f}" for value in measured), difference])
+    rows.append(["host", "", *(f"{rank['host']:.1f}" for rank in peaks), ""])
     head = ("peak GB", "planned", *(f"rank {rank}" for rank in range(len(peaks))), "planned to largest")
     return table(head, rows)
 
@@ -131,19 +133,23 @@ def killed(part: Results, parts: Mapping[str, Any]) -> list[str]:
         *table(("until", "s"), rows),
         "",
         f"The restarted ranks did {part['iterations_after']} of the 3 iterations; {part['whole']:.0f} s in all, "
-        f"{parts.get('recipe', {}).get('whole', 0):.0f} s unbroken. {same_result(part)}",
+        f"{parts.get('recipe', {}).get('whole', 0):.0f} s unbroken. {same_result(part, parts.get('recipe', {}))}",
     ]
 
 
-def same_result(part: Results) -> str:
+def same_result(part: Results, unbroken: Results) -> str:
     """How the final weights compare with those of the unbroken run."""
     if "metrics" not in part:
         return f"The result could not be compared: {part['not_compared']}."
     if part["largest"] == 0:
         return "The final weights are bit-equal to those of the unbroken run."
     apart = part["metrics"]
+    norms = [line["policy/grad_norm"] for run in (part, unbroken) for line in run.get("iterations", ())[:1]]
+    before = max(norms) / min(norms) - 1
+    kept = part["iterations_after"] < len(part["iterations"])  # the first was not repeated
+    already = f" Before the kill, the first gradient norm differs by {before:.1e} already." if before and kept else ""
     return (
         f"The final weights differ from those of the unbroken run by at most {part['largest']:.1e}, in norm by "
         f"{part['of_change']:.1e} of what training changed; {part['equal']:.2%} are equal. Rewards differ by "
-        f"{apart['reward/total']:.1e}, the gradient norm by {apart['policy/grad_norm']:.1e} (relative)."
+        f"{apart['reward/total']:.1e}, the gradient norm by {apart['policy/grad_norm']:.1e} (relative).{already}"
     )

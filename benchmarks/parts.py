@@ -168,6 +168,11 @@ def recorded(folder: Path) -> list[dict[str, Any]]:
     return sorted(lines, key=lambda record: record["time"])
 
 
+def host_gb(phases: Path) -> float:
+    """The most host memory of any process, without mapped files."""
+    return max((record.get("host_gb", 0.0) for record in recorded(phases)), default=0.0)
+
+
 def metrics(run: Path) -> list[dict[str, Any]]:
     """The training iterations of a run; of one that was repeated after a restart, the last."""
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())

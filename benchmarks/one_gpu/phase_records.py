@@ -3,7 +3,8 @@
     FOLDER/rank-00000-PID.jsonl    a line when a phase begins, and one with seconds and peak GB when it ends
 
 Functions of the package are wrapped when their module is imported. Peaks are those of torch's allocator, reset for
-each phase, so `memory/peak_gb` in the metrics of such a run is the peak of its last phase only.
+each phase, so `memory/peak_gb` in the metrics of such a run is the peak of its last phase only. Host GB are the most so
+far, without mapped files (RssAnon).
 KILL=RANK:COUNT:PHASE kills that rank half a second after the phase has begun for that many times, if nothing was
 restarted before.
 """
@@ -36,6 +37,7 @@ PHASES = {  # what is wrapped in each module, and the name of its phase
     "sage_grpo.models.sample": {"denoise": "sample"},
 }
 DELAY = 0.5  # seconds between the beginning of the phase and the kill
+SAMPLING = 0.2  # seconds between two looks at the host memory
 
 
 class Recorder:
@@ -47,6 +49,7 @@ class Recorder:
         self.started = time.time()
         self.peaks: list[float] = []  # of the open phases
         self.counts: dict[str, int] = {}
+        self.host_gb = 0.0
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -65,7 +68,7 @@ class Recorder:
             peak = self.peaks.pop()
             if self.peaks:
                 self.peaks[-1] = max(self.peaks[-1], peak)
-            self.write("end", name, seconds=time.time() - begun, peak_gb=peak)
+            self.write("end", name, seconds=time.time() - begun, peak_gb=peak, host_gb=self.host_gb)
 
     def write(self, event: str, name: str, **values: float) -> None:
         attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
@@ -74,8 +77,16 @@ class Recorder:
         if not self.path.exists():  # many processes inherit the environment; only those with phases leave a file
             self.path.parent.mkdir(parents=True, exist_ok=True)
             lines.insert(0, record | {"event": "start", "phase": "", "time": self.started})
+            threading.Thread(target=self._watch_host, daemon=True).start()
         with self.path.open("a") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
+
+    def _watch_host(self) -> None:
+        while Path("/proc/self/status").is_file():
+            for line in Path("/proc/self/status").read_text().splitlines():
+                if line.startswith("RssAnon:"):
+                    self.host_gb = max(self.host_gb, int(line.split()[1]) * 1024 / 1e9)
+            time.sleep(SAMPLING)
 
     def _take_peak(self) -> None:
         """Add the memory since the last call to the innermost open phase."""

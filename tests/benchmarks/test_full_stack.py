@@ -21,13 +21,14 @@ def records(rows):
 def outcome(**more):
     line = {"policy/ratio_max_deviation": 0.0, "reward/total": 0.125}
     run = {"records": records(LOAD + ITERATION), "before": 9.0, "ready": 50.0, "prompts": 415, "whole": 200.0}
+    run |= {"host_gb": 7.5}
     return run | {"checkpoints": {"step-000001": 0.91}, "iterations": [line, line], "exit_code": 0, "seconds": 1} | more
 
 
 @pytest.fixture
 def results():
     sampling = {"frames": 81, "height": 352, "width": 624, "num_steps": 10, "guidance": 6.0}
-    generated = {"records": records([("sample", 9.0, 20.0)]), "whole": 40.0, "clip_bytes": 12345, "seconds": 1}
+    generated = {"records": records([("sample", 9.0, 20.0)]), "whole": 40.0, "clip_bytes": 12345, "host_gb": 1.75}
     return {
         "about": ABOUT,
         "flags": ["--config", "x.yaml"],
@@ -36,7 +37,7 @@ def results():
             "model": {"line": "model: 41.0 GB in 30 s", "gb": 41.0, "seconds": 1},
             "train": outcome(exit_code=75, stop_seconds=6.0),
             "resume": outcome(),
-            "generate": generated | {"sampling": sampling, "checkpoint": "step-000002"},
+            "generate": generated | {"sampling": sampling, "checkpoint": "step-000002", "seconds": 1},
         },
     }
 
@@ -48,6 +49,7 @@ def test_the_page_has_time_and_peak_of_every_phase(results):
     for name, *_ in LOAD + ITERATION:
         assert f"\n| {name} | " in text
     assert "exit code 75 after 6.0 s, with step-000001 of 0.91 GB" in prose and "415 prompts" in prose
+    assert prose.count("7.5 GB of host memory") == 2 and "1.8 GB of host memory" in prose
     assert "the two iterations: 0, 0. Reward: 0.125, 0.125" in prose
     assert "81 x 352 x 624, 10 steps, guidance 6, from step-000002" in prose and "| sample | 9.0 | 20.0 |" in text
     assert text.startswith("# All parts at full size, a card, 2026-01-01\n") and "    python -m this\n" in text
@@ -75,6 +77,7 @@ def test_a_run_is_measured_and_stopped_in_its_second_rollout(tmp_path, monkeypat
     assert names[:3] == ["load reward", "load encoders", "encode prompts"] and names.count("rollout") == 2
     assert {"load transformer", "decode", "reward", "update", "save"} < set(names)
     assert found["exit_code"] == 75 and list(found["checkpoints"]) == ["step-000001"]
+    assert 0.1 < found["host_gb"] < 10
     assert 0 < found["before"] < found["ready"] and found["prompts"] == 2
     assert parts.metrics(tmp_path / "run")[-1]["step"] == 1
     assert "| update | " in (tmp_path / "page.md").read_text()

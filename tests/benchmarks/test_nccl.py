@@ -76,7 +76,7 @@ def test_the_planner_is_asked_without_the_reward(tmp_path):
 def results():
     iteration = script.kept(LINE | {"step": 1, "time/rollout": 12.5, "time/update": 20.25, "other": 1})
     run = {"ranks": 2, "command": "torchrun x", "whole": 60.0, "iterations": [iteration], "saves": [1.25], "seconds": 1}
-    run |= {"peaks": [{"rollout": 20.0, "update": 22.0}, {"rollout": 19.0, "update": 24.0}]}
+    run |= {"peaks": [{"rollout": 20.0, "update": 22.0, "host": 2.5}, {"rollout": 19.0, "update": 24.0, "host": 3.0}]}
     run |= {"planned": {"memory": dict.fromkeys(script.MOMENTS, 21.0), "traffic": {"weights": 30.5}}}
     far = dict.fromkeys(script.COMPARED, 1e-6)
     layout = {"largest": 2e-5, "equal": 0.5, "of_change": 1e-4, "metrics": far, "ratio": 0.0}
@@ -102,9 +102,20 @@ def test_the_page_has_every_part(results):
     assert "| sp 2 | failed |" in text and "| groups of 2 | 2.50 | 1.50 |" in text
     assert text.count("| 1 | 12.5 | 0.0 | 0.0 | 0.0 | 20.2 | 0 | 1 |") == 3
     assert "| update | 21.0 | 22.0 | 24.0 | -12% |" in text and "weights 30.5" in prose
+    assert text.count("| host |  | 2.5 | 3.0 |  |") == 3
     assert "6.6 GB; saves kept the run waiting for 1.2 s" in prose
     assert "| the next iteration is done | 32.0 |" in text and "by at most 2.0e-05, in norm by 1.0e-04" in prose
     assert "- a: 19 GB in 20 s" in text and text.startswith("# NCCL with several ranks on one GPU, a card")
+
+
+def test_the_page_says_whether_the_runs_differed_before_the_kill(results):
+    sentence = "the first gradient norm differs by 5.0e-01 already"
+    assert sentence not in " ".join(nccl_page.page(results).split())
+    line = results["parts"]["kill"]["iterations"][0]
+    results["parts"]["kill"] |= {"iterations": [line | {"policy/grad_norm": 6.0}]}
+    assert sentence not in " ".join(nccl_page.page(results).split())  # the restarted ranks did all of it
+    results["parts"]["kill"] |= {"iterations_after": 0}
+    assert sentence in " ".join(nccl_page.page(results).split())
 
 
 def test_the_page_says_when_the_recovery_is_exact(results):
