@@ -68,6 +68,7 @@ class Recorder:
             peak = self.peaks.pop()
             if self.peaks:
                 self.peaks[-1] = max(self.peaks[-1], peak)
+            self._look_at_host()
             self.write("end", name, seconds=time.time() - begun, peak_gb=peak, host_gb=self.host_gb)
 
     def write(self, event: str, name: str, **values: float) -> None:
@@ -82,11 +83,15 @@ class Recorder:
             file.writelines(json.dumps(line) + "\n" for line in lines)
 
     def _watch_host(self) -> None:
-        while Path("/proc/self/status").is_file():
-            for line in Path("/proc/self/status").read_text().splitlines():
-                if line.startswith("RssAnon:"):
-                    self.host_gb = max(self.host_gb, int(line.split()[1]) * 1024 / 1e9)
+        while True:
+            self._look_at_host()
             time.sleep(SAMPLING)
+
+    def _look_at_host(self) -> None:
+        status = Path("/proc/self/status")
+        for line in status.read_text().splitlines() if status.is_file() else ():
+            if line.startswith("RssAnon:"):
+                self.host_gb = max(self.host_gb, int(line.split()[1]) * 1024 / 1e9)
 
     def _take_peak(self) -> None:
         """Add the memory since the last call to the innermost open phase."""

@@ -39,7 +39,7 @@ class Calibration:
     saved: float = 24.0  # units kept by a block that is not recomputed (A)
     exchange: float = 8.0  # extra units inside a block that exchanges tokens with other ranks (A)
     decode: float = 125e-6  # s per latent position, VAE (V: 9.0 s for 4 clips)
-    decode_bytes: float = 6e9  # inside the VAE, tiles of 256 pixels, 81 frames (A)
+    decode_bytes: float = 9.8e9  # inside the VAE, tiles of 256 pixels, 81 frames (2026-11-16-full-stack-h200.md)
     rewards: Mapping[str, tuple[float, float, float]] = field(
         # bytes of weights, bytes inside a forward, s per clip (A, except the sizes of the published weights)
         default_factory=lambda: {

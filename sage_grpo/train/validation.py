@@ -4,6 +4,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,17 +45,25 @@ class Validation:
         self.schedule = build_schedule("ode", flow_sigmas(own.num_steps, own.shift), 0.0).to(self.ranks.device)
         self.shape = self.backbone.latent_shape(own.frames, own.height, own.width)
 
-    def run(self, folder: Path, between: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    def run(
+        self,
+        folder: Path,
+        between: Callable[[], None] = lambda: None,
+        gathered: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> dict[str, Any]:
         """Write the clips and clips.json into `folder`; returns means and their standard errors.
 
-        between: called on all ranks after each denoising step; it may raise.
+        between: called on all ranks after each denoising step and each clip; it may raise. gathered: context for the
+        denoising alone, because weights that stay gathered would take the VAE's memory.
         """
         mine = self.prompts[self.ranks.rank :: self.ranks.count]
         # A sharded model's forward needs all ranks, so ranks with fewer clips sample an extra one and discard it.
         each = -(-len(self.prompts) // self.ranks.count)
         made = [*mine, *self.prompts[: each - len(mine)]]
         bar = tqdm(made, "validation", unit="clip", leave=False, disable=not self.ranks.first)
-        clips = [self.sample(prompt, between) for prompt in bar][: len(mine)]
+        with gathered():
+            latents = [self.latents(prompt, between) for prompt in bar]
+        clips = [self.decode(x, between) for x in latents][: len(mine)]
         records = self.ranks.from_leader(lambda: self.judge(clips, mine))
         kept = {self.file(prompt) for prompt in self.prompts[: self.config.validation_videos]}
         self._keep(lambda: write_videos(folder, clips, records, kept, self.config.fps))
@@ -74,14 +83,22 @@ class Validation:
             first = str(error).partition("\n")[0]  # ffmpeg's errors are long
             print(f"note: a validation could not be written: {first}", file=sys.stderr, flush=True)
 
-    @torch.no_grad()
-    def sample(self, prompt: Request, between: Callable[[], None] = lambda: None) -> Tensor | None:
+    def sample(self, prompt: Request) -> Tensor | None:
         """One clip (F, H, W, 3) on the leader; None elsewhere, and if its latents or pixels are not finite."""
+        return self.decode(self.latents(prompt))
+
+    @torch.no_grad()
+    def latents(self, prompt: Request, between: Callable[[], None] = lambda: None) -> Tensor:
         x, noise = counter_noise(self.shape, self.seed(prompt), [0], prompt=prompt.index)
         (cond,), x = self.backbone.encode([prompt]), x.to(self.ranks.device)
         for step in denoise(self.backbone, self.schedule, x, cond, self.guidance, noise):
             x = step.x_next
             between()  # a full-size clip takes minutes
+        return x
+
+    @torch.no_grad()
+    def decode(self, x: Tensor, between: Callable[[], None] = lambda: None) -> Tensor | None:
+        between()
         if not self.ranks.leader or not x.isfinite().all():
             return None
         try:

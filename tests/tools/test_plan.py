@@ -200,7 +200,7 @@ def test_one_remedy_is_enough_where_it_is():
 
 
 def test_comparison_has_a_line_for_each_value(capsys):
-    flags = f"--pretrained_model_root none {LORA} --gpu_memory 42 --vary num_frames 49 81 241"
+    flags = f"--pretrained_model_root none {LORA} --gpu_memory 44 --vary num_frames 49 81 241"
     code, text, _ = run(capsys, flags)
     rows = [line.split() for line in text.splitlines()[1:]]
     assert code == 0 and [row[:2] for row in rows] == [["49", "11,304"], ["81", "18,168"], ["241", "52,488"]]

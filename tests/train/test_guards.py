@@ -319,15 +319,15 @@ def test_a_signal_before_the_first_update_drops_the_iteration(make):
 
 def test_a_validation_that_was_cut_short_is_made_up_for(make):
     trainer = make(max_steps=2, save_interval=1, validation_interval=1)
-    sample, seen = trainer.validation.sample, []
+    latents, seen = trainer.validation.latents, []
 
     def stop_in_second(prompt, between):
         seen.append(prompt)
         if len(seen) == 2:
             os.kill(os.getpid(), signal.SIGTERM)
-        return sample(prompt, between)
+        return latents(prompt, between)
 
-    trainer.validation.sample = stop_in_second
+    trainer.validation.latents = stop_in_second
     with pytest.raises(Preempted, match="iteration 2, validation"):
         trainer.train()
     assert len(seen) == 2 and trainer.saves.step == 1 and not trainer.run.has("validation", 1)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from contextlib import contextmanager
 
 import imageio.v2 as imageio
 import pytest
@@ -92,11 +93,28 @@ def test_some_clips_are_kept_as_videos_and_all_are_judged(make, tmp_path, count,
     assert [file.name for file in sorted((tmp_path / "clips").glob("*.mp4"))] == files[:kept] and len(files) == 3
 
 
-def test_a_run_can_be_stopped_at_every_denoising_step(make, tmp_path):
+def test_a_run_can_be_stopped_at_every_denoising_step_and_clip(make, tmp_path):
     """A full-size clip takes minutes, more than a scheduler waits after its signal."""
     validation, calls = make().validation, []
     validation.run(tmp_path / "clips", lambda: calls.append(1))
-    assert len(calls) == 3 * 2  # three clips of two steps
+    assert len(calls) == 3 * (2 + 1)  # three clips of two steps
+
+
+def test_weights_are_not_gathered_while_clips_are_decoded(make, monkeypatch, tmp_path):
+    """Both at once do not fit on an 80 GB card at full size."""
+    validation, seen = make().validation, []
+
+    @contextmanager
+    def gathered():
+        seen.append("gathered")
+        yield
+        seen.append("freed")
+
+    for name in ("latents", "decode"):
+        plain = getattr(validation, name)
+        monkeypatch.setattr(validation, name, lambda *words, n=name, f=plain: seen.append(n) or f(*words))
+    validation.run(tmp_path / "clips", gathered=gathered)
+    assert seen == ["gathered", *["latents"] * 3, "freed", *["decode"] * 3]
 
 
 def test_summary_is_over_what_has_a_value():
