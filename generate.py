@@ -21,12 +21,13 @@ from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from sage_grpo.algo.sde import SDES, build_schedule, flow_sigmas
+from sage_grpo.algo.solver import SOLVERS
 from sage_grpo.config import FIELDS, LARGEST
 from sage_grpo.data.requests import MOST, Request, check_text, read_requests
 from sage_grpo.models import device_for, open_backbone
 from sage_grpo.models.backbone import Backbone, Guidance, Sampling
 from sage_grpo.models.hunyuan15 import DEFAULT_VERSION
-from sage_grpo.models.sample import counter_noise, denoise
+from sage_grpo.models.sample import counter_noise, denoise, integrate
 from sage_grpo.parallel.ranks import Ranks, join_ranks
 from sage_grpo.rewards import REWARDS
 from sage_grpo.rewards.base import Setup, build_reward
@@ -63,7 +64,8 @@ def generate(args: argparse.Namespace, ranks: Ranks) -> None:
     check_text(args.prompt or "", "--prompt")
     prompts = read_requests(args.valid_video_csv) if args.valid_video_csv else [Request(args.prompt, 0)]
     check_prompts(backbone.folder, [prompt.text for prompt in prompts])
-    schedule = build_schedule(args.sde_type, flow_sigmas(settings.num_steps, settings.shift), args.eta).to(device)
+    sigmas = flow_sigmas(settings.num_steps, settings.shift)
+    schedule = build_schedule(args.sde_type, sigmas, args.eta).to(device)
     shape = backbone.latent_shape(settings.frames, settings.height, settings.width)
     setup = Setup(Path(args.model_path) / "VideoReward", device)
     reward = build_reward(args.score, setup) if args.score and ranks.leader else None
@@ -78,12 +80,17 @@ def generate(args: argparse.Namespace, ranks: Ranks) -> None:
     for prompt, number in tqdm(mine, "clips", unit="clip", disable=not ranks.first):
         seed = args.seed if prompt.seed is None else prompt.seed
         x, noise = counter_noise(shape, seed, [number])
-        *_, last = denoise(backbone, schedule, x.to(device), *backbone.encode([prompt]), guidance, noise)
+        start = (x.to(device), *backbone.encode([prompt]), guidance)
+        if args.sde_type == "ode":
+            latents = integrate(backbone, sigmas, *start, args.solver)
+        else:
+            *_, (_, _, latents, _) = denoise(backbone, schedule, *start, noise)
         if not ranks.leader:  # it has helped with the velocities; the clip is made once
             continue
-        (clip,) = backbone.decode(last.x_next).cpu()
+        (clip,) = backbone.decode(latents).cpu()
         record = {"prompt": prompt.text, "seed": seed, "number": number, "model_path": str(args.model_path)}
         record |= {"checkpoint_path": args.checkpoint_path, "sde_type": args.sde_type, "eta": args.eta}
+        record |= {"solver": args.solver}
         record |= vars(settings)
         path = args.output_path / f"{prompt.name}-{seed}-{number}.mp4"
         write_mp4(path, clip, settings.fps)
@@ -196,6 +203,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--seed", type=seed_number, default=42)
     add("--num_videos", type=positive, default=1, help="clips per prompt")
     add("--sde_type", choices=SDES, default="ode", help="look at a sampler's exploration noise")
+    add("--solver", choices=SOLVERS, default="euler", help="of the ODE; dpm is of second order and needs fewer steps")
     add("--eta", type=finite, default=0.5, help="exploration scale of --sde_type")
     device = FIELDS["device"].metadata
     add("--device", choices=device["choices"], default="auto", help=device["help"])

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 SDE_TYPES = ("sage_grpo", "dance_grpo", "flow_grpo", "cps", "precise")
 ADVANTAGE_STDS = ("group", "batch", "none")
 KL_SCHEDULES, KL_FEEDBACKS = ("fixed", "two_stage", "adaptive"), ("paper", "trust_region")
-KL_ESTIMATORS = ("exact", "logprob")
+KL_ESTIMATORS, SOLVERS = ("exact", "logprob"), ("euler", "dpm")
 MOST_VIDEOS, MOST_FRAMES, MOST_PIXELS, MOST_STEPS, MOST_RANK = 65536, 10000, 65536, 10000, 4096  # far above any use
 LARGEST = 10**9  # of all other numbers: seconds, steps, factors
 OWN = "the model's own"
@@ -131,7 +131,12 @@ class RolloutFlags:
     micro_batch_size: int | None = flag(None, "videos per forward", low=1, shown="all of one prompt on the rank")
     prompts_per_forward: int = flag(1, "prompts that share a forward if their texts are equally long", low=1)
     same_init_noise: bool = flag(False, "start all clips of a group from the same noise")
-    sde_window: str = flag("all", "steps that explore: all, all_but_last, random:SIZE or slide:SIZE[:EVERY]")
+    sde_window: str = flag(
+        "all",
+        "steps that explore: all, all_but_last, random:SIZE or slide:SIZE[:EVERY] for each prompt, "
+        "random_iteration:SIZE or slide_iteration:SIZE[:EVERY] for all prompts of an iteration",
+    )
+    tail_steps: int = flag(0, "second-order steps after the window; 0: the steps that are left", low=0, high=MOST_STEPS)
     timestep_fraction: float = flag(1.0, "share of the exploring steps that each rollout trains", above=0, high=1)
     enable_timestep_permutation: bool = flag(True, "train the steps of each rollout in an order of its own")
 
@@ -197,6 +202,7 @@ class ValidationFlags:
     validate_video_length: int | None = flag(None, "frames of a validation clip", low=1, high=MOST_FRAMES, shown=OWN)
     validation_timestep_shift: float | None = flag(None, "shift of validation's noise schedule", above=0, shown=OWN)
     validation_num_inference_steps: int | None = flag(None, "steps of its ODE", low=1, high=MOST_STEPS, shown=OWN)
+    validation_solver: str = flag("euler", "solver of its ODE, dpm is of second order", choices=SOLVERS)
     validation_fixed_size: str | None = flag(None, "size of a validation clip, HEIGHTxWIDTH", shown=OWN)
     validation_global_seed: int = flag(930, "seed of validation prompts that name none", low=0, high=2**63)
     validation_videos: int | None = flag(None, "clips of a validation that are kept as videos", low=0, shown="all")

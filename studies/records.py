@@ -26,7 +26,7 @@ from sage_grpo.config import ConfigError
 from sage_grpo.json_files import read_object
 from sage_grpo.models import open_backbone
 from sage_grpo.runs.history import RunHistory, as_float, column, read_run
-from sage_grpo.train.rollout import exploring_steps
+from sage_grpo.train.windows import parse_windows
 from studies.questions import ROOT, StudyRun, digest, identity, updated
 
 CURVES = (
@@ -123,7 +123,11 @@ def schedule_of(config: Mapping[str, Any]) -> Schedule:
     """The sampler of a run's first iteration, computed from its configuration."""
     shift = config["timestep_shift"] or open_backbone(ROOT / config["pretrained_model_root"]).sampling.shift
     whole = build_schedule(config["sde_type"], flow_sigmas(config["num_sampling_steps"], shift), config["eta"])
-    return whole.window(exploring_steps(config["sde_window"], whole.num_steps, 0, config["seed"]))
+    kind, *size = config["sde_window"].split(":")
+    kind += "_iteration" if size and not kind.endswith("_iteration") else ""  # as the runs of these studies had them
+    windows = parse_windows(":".join([kind, *size]), whole.stochastic, config["seed"])
+    start = windows.start(0, 0, 0)
+    return whole.window(range(start, start + windows.size))
 
 
 def write(path: Path, record: Record) -> None:

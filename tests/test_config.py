@@ -11,7 +11,7 @@ import yaml
 
 from sage_grpo import checks, flags
 from sage_grpo import config as config_module
-from sage_grpo.algo import grpo, sde, trust_region
+from sage_grpo.algo import grpo, sde, solver, trust_region
 from sage_grpo.checks import check, warnings
 from sage_grpo.config import FIELDS, Config, ConfigError, resolve
 from sage_grpo.flags import RETIRED, base_type, from_values, parse
@@ -310,8 +310,9 @@ def test_choices_are_those_of_the_maths():
     assert config_module.KL_SCHEDULES == trust_region.SCHEDULES
     assert tuple(trust_region.FEEDBACKS) == config_module.KL_FEEDBACKS
     assert config_module.KL_ESTIMATORS == trust_region.ESTIMATORS
-    flags = ("sde_type", "advantage_std", "kl_schedule", "kl_feedback", "step_kl_estimator")
-    names = ("SDE_TYPES", "ADVANTAGE_STDS", "KL_SCHEDULES", "KL_FEEDBACKS", "KL_ESTIMATORS")
+    assert config_module.SOLVERS == solver.SOLVERS
+    flags = ("sde_type", "advantage_std", "kl_schedule", "kl_feedback", "step_kl_estimator", "validation_solver")
+    names = ("SDE_TYPES", "ADVANTAGE_STDS", "KL_SCHEDULES", "KL_FEEDBACKS", "KL_ESTIMATORS", "SOLVERS")
     for flag, name in zip(flags, names, strict=True):
         assert FIELDS[flag].metadata["choices"] == getattr(config_module, name)
 

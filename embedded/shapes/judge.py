@@ -44,18 +44,20 @@ def alignment(attributes: Mapping[str, Tensor], named: Sequence[Mapping[str, int
 
 
 @torch.no_grad()
-def judge(clips: Tensor) -> Judgement:
-    """Judge uint8 clips (B,F,H,W,3) on their device."""
-    parts = [_judge(part) for part in clips.split(CHUNK)]
+def judge(clips: Tensor, scenes: Scenes | None = None) -> Judgement:
+    """Judge uint8 clips (B,F,H,W,3) on their device. scenes: what they are to show, if it is known; else it is read."""
+    rows = torch.arange(len(clips), device=clips.device).split(CHUNK)
+    parts = [_judge(clips[row], scenes and scenes[row]) for row in rows]
     attributes = {name: torch.cat([part.attributes[name] for part in parts]) for name in ATTRIBUTES}
     return Judgement(*(torch.cat([getattr(part, name) for part in parts]) for name in ("VQ", "MQ")), attributes)
 
 
-def _judge(clips: Tensor) -> Judgement:
-    reading = read(clips, [""] * len(clips))
-    picture, wobble, swelling = defects(clips.float() / 255, reading.scenes)
+def _judge(clips: Tensor, scenes: Scenes | None) -> Judgement:
+    scenes = scenes or read(clips, [""] * len(clips)).scenes
+    picture, wobble, swelling = defects(clips.float() / 255, scenes)
     motion = -torch.log1p(wobble / WOBBLE) - 0.5 * torch.log1p(swelling / SWELLING)
-    return Judgement(-torch.log1p(picture / PICTURE), motion, reading.attributes)
+    attributes = {name: getattr(scenes, name) for name in ATTRIBUTES}
+    return Judgement(-torch.log1p(picture / PICTURE), motion, attributes)
 
 
 def defects(clips: Tensor, scenes: Scenes) -> tuple[Tensor, Tensor, Tensor]:

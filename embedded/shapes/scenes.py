@@ -75,6 +75,9 @@ class Scenes:
         """A batch of the selected scenes."""
         return Scenes(**{name: value[index] for name, value in self.items()})
 
+    def to(self, device: torch.device) -> "Scenes":
+        return Scenes(**{name: value.to(device) for name, value in self.items()})
+
     def items(self) -> list[tuple[str, Tensor]]:
         """(field name, values) in order."""
         return [(field.name, getattr(self, field.name)) for field in fields(self)]

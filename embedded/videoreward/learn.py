@@ -29,13 +29,13 @@ from transformers import Qwen2VLConfig, Qwen2VLModel
 from transformers.models.qwen2_vl.modeling_qwen2_vl import apply_rotary_pos_emb_vision
 
 from embedded.shapes.scenes import vocabulary
-from embedded.training import warm_cosine
+from embedded.training import Recorder, forget, warm_cosine
 from embedded.videoreward.folder import CHECKPOINT, unit_scale, write_folder
 from embedded.videoreward.pairs import SCORES, Pairs, accuracy, captions_of, draw_pairs, label_losses
 from embedded.videoreward.pool import SOURCES, Pool, build_pool
 from sage_grpo.models import open_backbone
 from sage_grpo.rewards import video_frames
-from sage_grpo.rewards.videoalign import PAD_TOKEN, VideoAlign
+from sage_grpo.rewards.videoalign import PAD_TOKEN, VIDEO_TOKEN, VideoAlign
 
 TEMPLATE = (
     "\nPicture: clean colors, sharp edges, no flicker. <|VQ_reward|>\n"
@@ -47,6 +47,8 @@ TEXT = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 4, "nu
         "rope_scaling": {"type": "mrope", "mrope_section": [4, 4, 4]}}  # fmt: skip
 VISION = {"depth": 4, "embed_dim": 96, "num_heads": 4, "initializer_range": 0.05}
 HELD_PAIRS = 2048
+FRAMES = 8  # of a clip that are seen; two make a token
+IGNORED = -100
 
 
 class Judge(nn.Module):
@@ -58,8 +60,6 @@ class Judge(nn.Module):
         self.model = self.reward.model.requires_grad_(True)
         self.head = nn.Parameter(self.reward.head.clone())
         self.reward.head = self.head
-        for block in self.model.visual.blocks:
-            block.attn.forward = partial(attend_within_frames, block.attn)
 
     def patches(self, pool: Pool, fps: float) -> tuple[Tensor, tuple[int, int, int]]:
         """Patches (N, P, 1176) of all clips, which have one size, and their grid."""
@@ -70,16 +70,39 @@ class Judge(nn.Module):
             frames = video_frames.normalize(video_frames.resize(part.flatten(0, 1), size))
             rows, grid = video_frames.patches(frames)
             found.append(rows.unflatten(0, (len(part), -1)).half())
-        return torch.cat(found), (grid[0] // len(part), *grid[1:])
+        grid = (grid[0] // len(part), *grid[1:])
+        self._prepare(found[0][:1], grid)
+        return torch.cat(found), grid
 
-    def forward(self, tokens: Tensor, patches: Tensor, grid: tuple[int, int, int]) -> Tensor:
-        """(B, L, D) final hidden states."""
-        grids = torch.tensor([grid], device=tokens.device).expand(len(tokens), -1)
+    @torch.no_grad()
+    def _prepare(self, patches: Tensor, grid: tuple[int, int, int]) -> None:
+        """Find what is the same for all clips of this grid: the angles of the vision tower, and where the clip stands.
+
+        With it a forward needs no look at the numbers, and a GPU can record it.
+        """
+        visual, seen = self.model.visual, {}
+        hook = visual.blocks[0].register_forward_pre_hook(lambda _, __, named: seen.update(named), with_kwargs=True)
+        visual(patches.flatten(0, 1).float(), grid_thw=torch.tensor([grid], device=patches.device))
+        hook.remove()
+        self.angles = tuple(part.clone() for part in seen["position_embeddings"])
+        tokens = self.reward._tokens("", torch.tensor(grid))
+        places = (tokens == self.reward.tokenizer.convert_tokens_to_ids(VIDEO_TOKEN)).nonzero().flatten()
+        self.place = slice(int(places[0]), int(places[-1]) + 1)
+        for block in visual.blocks:
+            block.attn.forward = partial(attend_within_frames, block.attn, grid[1] * grid[2])
+
+    def forward(self, tokens: Tensor, patches: Tensor) -> Tensor:
+        """(B, L, D) final hidden states: the forward of Qwen2-VL for clips of one grid."""
+        visual, angles = self.model.visual, tuple(part.repeat(len(tokens), 1) for part in self.angles)
+        x = visual.patch_embed(patches.flatten(0, 1).float())
+        for block in visual.blocks:
+            x = block(x, cu_seqlens=None, position_embeddings=angles)
+        embedded, clip = self.model.get_input_embeddings()(tokens), visual.merger(x).unflatten(0, (len(tokens), -1))
+        embedded = torch.cat([embedded[:, : self.place.start], clip, embedded[:, self.place.stop :]], 1)
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand(3, *tokens.shape)
-        return self.model(
-            input_ids=tokens, position_ids=positions, pixel_values_videos=patches.flatten(0, 1).float(),
-            video_grid_thw=grids, use_cache=False,
-        ).last_hidden_state  # fmt: skip
+        return self.model.language_model(
+            inputs_embeds=embedded, position_ids=positions, use_cache=False
+        ).last_hidden_state
 
     def scores(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """(B, 3)."""
@@ -88,17 +111,12 @@ class Judge(nn.Module):
 
 
 def attend_within_frames(
-    attention: nn.Module,
-    hidden_states: Tensor,
-    cu_seqlens: Tensor,
-    position_embeddings: tuple[Tensor, Tensor],
-    **_: Any,
+    attention: nn.Module, patches: int, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: Any
 ) -> Tensor:
-    """The attention of Qwen2-VL's vision tower for frames of one size: one product instead of one for each frame."""
-    frames = len(cu_seqlens) - 1
+    """The attention of Qwen2-VL's vision tower for frames of as many patches: one product, not one for each frame."""
     q, k, v = attention.qkv(hidden_states).unflatten(-1, (3, attention.num_heads, -1)).unbind(1)
     q, k = apply_rotary_pos_emb_vision(q, k, *position_embeddings)
-    q, k, v = (part.unflatten(0, (frames, -1)).transpose(1, 2) for part in (q, k, v))
+    q, k, v = (part.unflatten(0, (-1, patches)).transpose(1, 2) for part in (q, k, v))
     found = F.scaled_dot_product_attention(q, k, v)
     return attention.proj(found.transpose(1, 2).flatten(2).flatten(0, 1))
 
@@ -123,46 +141,59 @@ class Texts:
 def caption_loss(judge: Judge, tokens: Tensor, hidden: Tensor) -> Tensor:
     """Cross-entropy of the tokens between the marks of MQ and TA, the prompt, by the tied embedding table."""
     after, before = (
-        (tokens == token).int().argmax(1, keepdim=True) for token in judge.reward.reward_tokens[1:].tolist()
+        (tokens == token).int().argmax(1, keepdim=True) for token in judge.reward.reward_tokens[1:].unbind()
     )
     place = torch.arange(1, tokens.shape[1], device=tokens.device)
-    wanted = (place > after) & (place < before)
-    logits = hidden[:, :-1][wanted] @ judge.model.get_input_embeddings().weight.T
-    return F.cross_entropy(logits, tokens[:, 1:][wanted])
+    wanted = torch.where((place > after) & (place < before), tokens[:, 1:], IGNORED)
+    logits = hidden[:, :-1] @ judge.model.get_input_embeddings().weight.T
+    return F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), ignore_index=IGNORED)
+
+
+Batch = tuple[Tensor, ...]  # tokens, patches, and what else the loss needs
 
 
 def optimize(
     judge: Judge,
     steps: int,
     lr: float,
-    loss_of: Callable[[], Tensor],
+    draw: Callable[[], Batch],
+    loss_of: Callable[..., Tensor],
     name: str,
     watch: Callable[[], str],
-    every: int = 500,
+    every: int = 1000,
 ) -> None:
-    """AdamW with a warm-up of a twentieth and a cosine; `watch` is shown every so many steps."""
-    optimizer = torch.optim.AdamW(judge.parameters(), lr, betas=(0.9, 0.98), weight_decay=0.05)
-    schedule, shown = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warm_cosine(step, steps)), ""
-    bar = tqdm(range(1, steps + 1), name, unit="step", mininterval=5)
-    for step in bar:
+    """AdamW on batches of one shape; `watch` is shown every so many steps."""
+    buffers, rate = tuple(part.clone() for part in draw()), torch.zeros((), device=judge.head.device)
+    optimizer = torch.optim.AdamW(
+        judge.parameters(), rate, betas=(0.9, 0.98), weight_decay=0.05, capturable=rate.is_cuda
+    )
+
+    def step() -> Tensor:
         optimizer.zero_grad(set_to_none=True)
-        loss = loss_of()
+        loss = loss_of(*buffers)
         loss.backward()
         nn.utils.clip_grad_norm_(judge.parameters(), 1.0)
         optimizer.step()
-        schedule.step()
-        if step % every == 0 or step == steps:
-            shown = watch()
-            tqdm.write(f"{name} {step}: loss {loss.item():.4f} {shown}")
+        return loss.detach()
+
+    replay = Recorder(rate.device)(step)
+    forget(optimizer)
+    for number in tqdm(range(1, steps + 1), name, unit="step", mininterval=5):
+        rate.fill_(lr * warm_cosine(number - 1, steps))
+        for mine, new in zip(buffers, draw(), strict=True):
+            mine.copy_(new)
+        loss = replay()
+        if number % every == 0 or number == steps:
+            tqdm.write(f"{name} {number}: loss {loss.item():.4f} {watch()}")
 
 
 @torch.no_grad()
-def pair_scores(judge: Judge, patches: Tensor, grid: tuple[int, int, int], texts: Texts, pairs: Pairs) -> Tensor:
+def pair_scores(judge: Judge, patches: Tensor, texts: Texts, pairs: Pairs) -> Tensor:
     """Raw scores (P, 2, 3) of both clips of each pair."""
     found = []
     for rows in torch.arange(len(pairs.prompts), device=patches.device).split(256):
         clips, tokens = pairs.clips.to(patches.device)[rows].flatten(), texts[rows].repeat_interleave(2, 0)
-        found.append(judge.scores(tokens, judge(tokens, patches[clips], grid)).unflatten(0, (-1, 2)))
+        found.append(judge.scores(tokens, judge(tokens, patches[clips])).unflatten(0, (-1, 2)))
     return torch.cat(found)
 
 
@@ -203,7 +234,7 @@ def new_reward(folder: Path, seed: int, pixels: int) -> None:
     """A folder with random weights. pixels: least size of a frame, to which clips are enlarged."""
     words = [*vocabulary(), *re.findall(r"[A-Za-z]+", TEMPLATE)]
     settings = {
-        "data_config": {"fps": 2.0, "max_frame_pixels": 200704, "min_frame_pixels": pixels, "num_frames": None},
+        "data_config": {"fps": 2.0, "max_frame_pixels": 200704, "min_frame_pixels": pixels, "num_frames": FRAMES},
         "model_config": {"output_dim": 1},
         "peft_lora_config": {"lora_enable": False, "lora_r": 1, "lora_alpha": 1},
         "inference_config": unit_scale(),
@@ -261,27 +292,29 @@ def train(judge: Judge, pool: Pool, held: Pool, fps: float, args: argparse.Names
     texts, held_texts = (Texts(judge.reward, p.prompts, grid, device) for p in (pairs, held_pairs))
     captions = Texts(judge.reward, captions_of(pool, args.seed), grid, device)
 
-    def caption_step() -> Tensor:
+    def caption_batch() -> Batch:
         rows = torch.randint(len(pool.clips), (2 * args.batch,), generator=generator, device=device)
-        tokens = captions[rows]
-        return caption_loss(judge, tokens, judge(tokens, patches[rows], grid))
+        return captions[rows], patches[rows]
 
-    def pair_step() -> Tensor:
+    def pair_batch() -> Batch:
         rows = torch.randint(len(pairs.prompts), (args.batch,), generator=generator, device=device)
-        tokens = texts[rows].repeat_interleave(2, 0)
-        scores = judge.scores(tokens, judge(tokens, patches[clips[rows].flatten()], grid)).unflatten(0, (-1, 2))
-        return label_losses(scores[:, 0] - scores[:, 1], labels[rows]).mean()
+        return texts[rows].repeat_interleave(2, 0), patches[clips[rows].flatten()], labels[rows]
+
+    def pair_loss(tokens: Tensor, patches: Tensor, labels: Tensor) -> Tensor:
+        scores = judge.scores(tokens, judge(tokens, patches)).unflatten(0, (-1, 2))
+        return label_losses(scores[:, 0] - scores[:, 1], labels).mean()
 
     def held_scores() -> Tensor:
-        return pair_scores(judge, held_patches, grid, held_texts, held_pairs)
+        return pair_scores(judge, held_patches, held_texts, held_pairs)
 
     def watch() -> str:
         found = accuracies(held_scores(), held_pairs)
         return ", ".join(f"{name} {value:.3f}" for name, value in found.items())
 
     clips, labels = pairs.clips.to(device), pairs.labels.to(device)
-    optimize(judge, args.caption_steps, args.lr, caption_step, "captions", lambda: "")
-    optimize(judge, args.steps, args.pair_lr, pair_step, "pairs", watch)
+    caption = lambda tokens, patches: caption_loss(judge, tokens, judge(tokens, patches))  # noqa: E731
+    optimize(judge, args.caption_steps, args.lr, caption_batch, caption, "captions", lambda: "")
+    optimize(judge, args.steps, args.pair_lr, pair_batch, pair_loss, "pairs", watch)
     return held_scores()
 
 

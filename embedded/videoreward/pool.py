@@ -16,13 +16,13 @@ from tqdm import tqdm
 from embedded.quality import random_prompts, sample_clips
 from embedded.shapes.damage import DAMAGES
 from embedded.shapes.judge import judge
-from embedded.shapes.scenes import ATTRIBUTES, render, sample_scenes
+from embedded.shapes.scenes import ATTRIBUTES, Scenes, render, sample_scenes
 from embedded.shapes.world import as_uint8
 from sage_grpo.algo.sde import build_schedule, flow_sigmas
 from sage_grpo.models.backbone import Backbone
 
 BATCH = 256
-STRONGEST = {"noise": 0.3, "blur": 2.0, "jitter": 3.0, "fade": 1.0, "pulse": 0.3, "flicker": 0.2, "freeze": 1.0}
+STRONGEST = {"noise": 0.3, "blur": 2.0, "jitter": 3.0, "fade": 1.0, "pulse": 0.3, "flicker": 0.2, "freeze": 0.5}
 SAMPLERS = [
     (steps, guidance, sde) for steps in (2, 3, 5, 10) for guidance in (1.0, 2.0) for sde in ("ode", "sage_grpo")
 ]
@@ -40,33 +40,43 @@ class Pool:
     source: Tensor  # (N,) index into SOURCES
 
 
-def rendered(backbone: Backbone, count: int, generator: torch.Generator) -> Tensor:
+Made = tuple[Tensor, Scenes | None]  # uint8 clips (N,F,H,W,3) and what they are to show, if it is known
+
+
+def rendered(backbone: Backbone, count: int, generator: torch.Generator) -> Iterator[Made]:
     s = backbone.sampling
-    return render(sample_scenes(count, generator), s.frames, s.height, s.width)
+    for start in range(0, count, BATCH):
+        scenes = sample_scenes(min(BATCH, count - start), generator)
+        yield as_uint8(render(scenes, s.frames, s.height, s.width)), scenes
 
 
-def damaged(backbone: Backbone, count: int, generator: torch.Generator) -> Iterator[Tensor]:
+def damaged(backbone: Backbone, count: int, generator: torch.Generator) -> Iterator[Made]:
     """Rendered clips with each kind of damage in turn, of a strength between nothing and STRONGEST."""
-    for clip, (name, strongest) in zip(rendered(backbone, count, generator).split(1), cycle(STRONGEST.items())):
-        yield DAMAGES[name](clip, strongest * torch.rand((), generator=generator).item(), generator)
+    for clips, scenes in rendered(backbone, count, generator):
+        hurt = [
+            DAMAGES[name](clip / 255, strongest * torch.rand((), generator=generator).item(), generator)
+            for clip, (name, strongest) in zip(clips.split(1), cycle(STRONGEST.items()))
+        ]
+        yield as_uint8(torch.cat(hurt)), scenes
 
 
-def round_trips(backbone: Backbone, count: int, generator: torch.Generator) -> Iterator[Tensor]:
-    for part in rendered(backbone, count, generator).split(BATCH):
-        yield backbone.decode(backbone.encode_video(as_uint8(part))).cpu()
+def round_trips(backbone: Backbone, count: int, generator: torch.Generator) -> Iterator[Made]:
+    for clips, scenes in rendered(backbone, count, generator):
+        yield backbone.decode(backbone.encode_video(clips)), scenes
 
 
-def samples(backbone: Backbone, count: int, generator: torch.Generator) -> Iterator[Tensor]:
+def samples(backbone: Backbone, count: int, generator: torch.Generator) -> Iterator[Made]:
     """Clips of random prompts; each prompt and sampler in turn gives sixteen."""
     shift, each = backbone.sampling.shift, 16
     prompts = random_prompts(count // each, int(torch.randint(2**31, (), generator=generator)))
     for number, (steps, guidance, sde) in enumerate(SAMPLERS):
         schedule = build_schedule(sde, flow_sigmas(steps, shift), ETA).to(backbone.device)
-        yield from sample_clips(backbone, schedule, prompts[number :: len(SAMPLERS)], each, guidance, seed=number)
+        mine = prompts[number :: len(SAMPLERS)]
+        yield from ((clips, None) for clips in sample_clips(backbone, schedule, mine, each, guidance, seed=number))
 
 
-SOURCES: dict[str, Callable[[Backbone, int, torch.Generator], Iterator[Tensor]]] = {
-    "rendered": lambda *rest: iter(rendered(*rest).split(BATCH)),
+SOURCES: dict[str, Callable[[Backbone, int, torch.Generator], Iterator[Made]]] = {
+    "rendered": rendered,
     "damaged": damaged,
     "VAE": round_trips,
     "sampled": samples,
@@ -75,16 +85,13 @@ SOURCES: dict[str, Callable[[Backbone, int, torch.Generator], Iterator[Tensor]]]
 
 def build_pool(backbone: Backbone, counts: dict[str, int], seed: int, device: torch.device) -> Pool:
     """Judged clips; counts: how many of each source."""
-    clips, source = [], []
+    clips, judged, source = [], [], []
     for number, (name, make) in enumerate(SOURCES.items()):
         generator = torch.Generator().manual_seed(seed * len(SOURCES) + number)
-        found = [
-            part if part.dtype == torch.uint8 else as_uint8(part) for part in make(backbone, counts[name], generator)
-        ]
-        clips += found
-        source += [number] * sum(map(len, found))
-    clips = torch.cat([part.cpu() for part in clips]).to(device)
-    parts = [judge(part) for part in tqdm(clips.split(BATCH), "oracle", unit="batch", mininterval=5)]
-    attributes = [torch.cat([part.attributes[name] for part in parts]) for name in ATTRIBUTES]
-    scores = (torch.cat([getattr(part, name) for part in parts]) for name in ("VQ", "MQ"))
-    return Pool(clips, *scores, torch.stack(attributes, 1), torch.tensor(source, device=device))
+        for part, scenes in tqdm(make(backbone, counts[name], generator), name, unit="batch", mininterval=5):
+            clips.append(part.to(device))
+            judged.append(judge(clips[-1], scenes and scenes.to(device)))
+            source += [number] * len(part)
+    attributes = [torch.cat([part.attributes[name] for part in judged]) for name in ATTRIBUTES]
+    scores = (torch.cat([getattr(part, name) for part in judged]) for name in ("VQ", "MQ"))
+    return Pool(torch.cat(clips), *scores, torch.stack(attributes, 1), torch.tensor(source, device=device))

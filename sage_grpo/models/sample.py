@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from sage_grpo import rng
-from sage_grpo.algo.sde import Schedule
+from sage_grpo.algo.sde import Schedule, Step
+from sage_grpo.algo.solver import ode_tables
 from sage_grpo.models.backbone import Backbone, Conditioning, Guidance
 
-Noise = Callable[[int], Tensor]  # denoising step -> standard normal (B, C, T, y, x), on any device
+Noise = Callable[[Step], Tensor]  # denoising step, or one per clip -> standard normal (B, C, T, y, x), on any device
 
 
 class Transition(NamedTuple):
@@ -40,6 +41,31 @@ def denoise(
         x = x_next
 
 
+def integrate(
+    backbone: Backbone,
+    sigmas: Tensor,
+    x: Tensor,
+    cond: Conditioning,
+    guidance: Guidance,
+    solver: str = "euler",
+    between: Callable[[], None] = lambda: None,
+) -> Tensor:
+    """Follow the ODE from x over the noise levels `sigmas`, (n+1,) or (B, n+1); `between` is called after each step."""
+    delta, factor = (table.float().to(x) for table in ode_tables(sigmas, solver))
+    levels, each, before = sigmas.to(x.device, torch.float32), (-1, *[1] * (x.ndim - 1)), None
+    for i in range(sigmas.shape[-1] - 1):
+        sigma = levels[..., i].expand(len(x))
+        velocity = backbone.velocity(x, sigma, cond, guidance)
+        x_next = x - delta[..., i].reshape(each) * velocity
+        if solver != "euler":
+            clean = x - sigma.reshape(each) * velocity
+            x_next = x_next if before is None else x_next + factor[..., i].reshape(each) * (clean - before)
+            before = clean
+        x = x_next
+        between()
+    return x
+
+
 def counter_noise(
     shape: Sequence[int],
     seed: int,
@@ -56,8 +82,9 @@ def counter_noise(
     """
     prompts = [prompt] * len(samples) if isinstance(prompt, int) else prompt
 
-    def draw(kind: str, numbers: Sequence[int], index: int = 0) -> Tensor:
-        keys = [{"step": step, "prompt": p, "sample": n, "index": index} for p, n in zip(prompts, numbers, strict=True)]
-        return torch.stack([rng.normal(shape, seed, f"{purpose}_{kind}", **key) for key in keys])
+    def draw(kind: str, numbers: Sequence[int], index: int | Tensor = 0) -> Tensor:
+        keys = zip(prompts, numbers, torch.as_tensor(index).expand(len(numbers)).tolist(), strict=True)
+        draws = [{"step": step, "prompt": p, "sample": n, "index": i} for p, n, i in keys]
+        return torch.stack([rng.normal(shape, seed, f"{purpose}_{kind}", **key) for key in draws])
 
     return draw("init", init_samples or samples), lambda i: draw("sde", samples, i)

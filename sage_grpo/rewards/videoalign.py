@@ -56,12 +56,13 @@ class VideoAlign:
         num_frames: int | None = None,
         max_pixels: int | None = None,
     ) -> None:
-        """Frames sampled per second (or in total) and pixels per frame default to the folder's settings."""
+        """Frames sampled per second and pixels per frame default to the folder's settings; a number of frames that the
+        folder itself fixes is kept."""
         folder, self.device = Path(folder), torch.device(device)
         settings, checkpoint = read_settings(folder), newest_checkpoint(folder)
         data = settings["data_config"]
         self.sample_fps = sample_fps or data["fps"]
-        self.num_frames = num_frames or (None if sample_fps else data.get("num_frames"))
+        self.num_frames = num_frames or data.get("num_frames")
         self.max_pixels = max_pixels or data["max_frame_pixels"]
         self.min_pixels = data.get("min_frame_pixels", video_frames.MIN_PIXELS)  # a small model may want small frames
         self.norm: dict[str, float] | None = settings.get("inference_config")

@@ -54,7 +54,7 @@ def judged(check: str, good: bool, text: str, remedy: str, table: str = "", **nu
 def check_batch(trainer: Trainer) -> Iterator[Finding]:
     """Describe one iteration. Whether complete groups fit was checked when the trainer was assembled."""
     c, micro_batches, ranks = trainer.config, trainer.micro_batches(), trainer.ranks.count
-    trained = num_trained(trainer.schedule().stochastic, c.timestep_fraction)
+    trained = num_trained(trainer.windows.size, c.timestep_fraction)
     videos = c.batch_size * ranks
     pairs = c.gradient_accumulation_steps * videos * trained // c.updates_per_rollout
     text = f"{videos} videos per iteration: prompts x group = {videos // c.num_generations} x {c.num_generations}, "
@@ -140,7 +140,7 @@ def check_reward(trainer: Trainer) -> Iterator[Finding]:
 
 def check_exploration(trainer: Trainer) -> Iterator[Finding]:
     """Compare the injected noise with the noise level of the state it is added to."""
-    schedule, c = trainer.schedule(), trainer.config
+    schedule, c = trainer.sampler.window(trainer.windows.steps), trainer.config
     std, after = schedule.std.tolist(), schedule.sigmas[1:].tolist()
     over = [i for i in range(schedule.num_steps - 1) if std[i] > after[i]]
     text = f"{c.sde_type} at eta {c.eta:g} injects noise of energy {sum(s * s for s in std):.3g} (the sum of std^2)"
@@ -174,19 +174,19 @@ def check_noise_free(trainer: Trainer) -> Iterator[Finding]:
 
 def check_update(trainer: Trainer) -> Iterator[Finding]:
     """Run one micro-batch through the trainer's rollout and loss, without an optimizer step."""
-    schedule, c = trainer.schedule(), trainer.config
-    (trajectory,) = trainer.roll_out(schedule, trainer.micro_batches()[:1])
+    schedule, c = trainer.sampler, trainer.config
+    (trajectory,) = trainer.roll_out(trainer.micro_batches()[:1])
     lost, pairs = int((~trajectory.is_finite).sum()), trajectory.order.numel()
     if lost:
         remedy = f"lower eta ({c.eta:g}) or guidance_scale ({c.guidance_scale:g}), try dtype fp32, check the weights"
         yield judged("rollout", False, f"{lost} of {len(trajectory.x)} paths are not finite", remedy)
         return
-    trainer.prepare_anchor([trajectory], schedule)
+    trainer.prepare_anchor([trajectory])
     goal = Objective(trainer.backbone, trainer.guidance, schedule, c, trainer.controller.coef, pairs)
     stats = UpdateStats.empty(schedule.num_steps, trainer.ranks.device)
     signs = 1 - 2 * (torch.arange(len(trajectory.x), device=trajectory.x.device) % 2.0)  # in place of advantages
-    for steps in tqdm(trajectory.order.T, "training forward", unit="step", leave=False):
-        goal.backward(trajectory, steps, signs, stats)
+    for places in tqdm(trajectory.order.T, "training forward", unit="step", leave=False):
+        goal.backward(trajectory, places, signs, stats)
     deviation = stats.policy.max_deviation.max().item()
     shown = f"off by up to {deviation:.3g}" if deviation else "exactly 1, so training repeats the rollout's arithmetic"
     text = f"the first ratio of {pairs} (video, step) pairs is {shown}"
@@ -226,8 +226,8 @@ def balance_finding(trainer: Trainer, goal: Objective, trajectory: Trajectory, s
     """Gradient norm of the policy loss per denoising step; in theory it is proportional to N_t."""
     schedule, c, rows = goal.schedule, trainer.config, []
     expected, balance = gradient_scale(schedule, c.ratio_norm), equalizer(schedule, True, c.ratio_norm)
-    for step in tqdm(schedule.stochastic.nonzero().flatten().tolist(), "gradient per step", unit="step", leave=False):
-        goal.terms(trajectory, torch.full_like(trajectory.order[:, 0], step), signs).policy.mean().backward()
+    for place, step in enumerate(tqdm(trajectory.steps[0].tolist(), "gradient per step", unit="step", leave=False)):
+        goal.terms(trajectory, torch.full_like(trajectory.order[:, 0], place), signs).policy.mean().backward()
         norm = trainer.optimization.clip()
         trainer.optimization.zero_grad()
         known = (schedule.sigmas[step], schedule.std[step], expected[step], norm, balance[step], norm * balance[step])

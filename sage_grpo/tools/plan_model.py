@@ -15,8 +15,9 @@ from sage_grpo.config import Config
 from sage_grpo.models.cost import BACKWARD_OF_ATTENTION, Architecture
 from sage_grpo.parallel.ranks import check_layout
 from sage_grpo.rewards import ALIASES
-from sage_grpo.train.rollout import exploring_steps, num_trained
+from sage_grpo.train.rollout import num_trained
 from sage_grpo.train.validation import validation_sampling
+from sage_grpo.train.windows import parse_windows
 
 BYTES = {"fp32": 4, "bf16": 2}
 
@@ -118,8 +119,7 @@ class Plan:
     def trained_steps(self) -> int:
         c = self.config
         sampler = build_schedule(c.sde_type, flow_sigmas(c.num_sampling_steps, c.timestep_shift), c.eta)
-        steps = exploring_steps(c.sde_window, c.num_sampling_steps, 0, c.seed)
-        return num_trained(sampler.window(steps).stochastic, c.timestep_fraction)
+        return num_trained(parse_windows(c.sde_window, sampler.stochastic, c.seed).size, c.timestep_fraction)
 
     @property
     def anchored(self) -> float:

@@ -16,7 +16,7 @@ from sage_grpo.config import Config
 from sage_grpo.runs.media import contact_sheet, thumbnails
 from sage_grpo.tools.doctor_checks import Finding, judged
 from sage_grpo.tools.paired import aligned
-from sage_grpo.train.rollout import MicroBatch, exploring_steps, plan_micro_batches, prompt_positions
+from sage_grpo.train.rollout import MicroBatch, plan_micro_batches, prompt_positions
 from sage_grpo.train.trainer import Trainer
 from sage_grpo.train.validation import gold_columns
 
@@ -81,10 +81,9 @@ def check_samplers(trainer: Trainer, options: argparse.Namespace) -> Iterator[Fi
 def sample(trainer: Trainer, schedule: Schedule, micro_batches: Iterable[MicroBatch], group: int) -> Arm:
     """Clips from a sampler within the trainer's window for this iteration, decoded and scored."""
     c, clips, texts = trainer.config, [], []
-    inside = exploring_steps(c.sde_window, schedule.num_steps, trainer.step, c.seed)
-    schedule = schedule.window(inside).to(trainer.ranks.device)
+    schedule = schedule.window(trainer.windows.steps).to(trainer.ranks.device)
     for micro_batch in micro_batches:  # one at a time: only the clips are kept
-        clips += trainer.decode(trainer.roll_out(schedule, [micro_batch]))
+        clips += trainer.decode(trainer.roll_out([micro_batch], schedule))
         texts += [trainer.prompts[position].text for position in micro_batch.prompts]
     scores = trainer.reward.score(clips, texts, c.fps)
     columns = {"reward": scores.total} | scores.named | gold_columns(trainer.gold, clips, texts)

@@ -10,7 +10,6 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from sage_grpo.algo.equalizer import equalizer, gradient_scale
-from sage_grpo.algo.sde import Schedule
 from sage_grpo.checks import check
 from sage_grpo.config import Config, ConfigError, default_dtype, resolve
 from sage_grpo.data.requests import Request, read_requests
@@ -29,6 +28,7 @@ from sage_grpo.train.optimization import Optimization, trainable_parameters
 from sage_grpo.train.rollout import num_trained
 from sage_grpo.train.trainer import Trainer
 from sage_grpo.train.validation import Validation
+from sage_grpo.train.windows import Windows
 from sage_grpo.worlds import World, world_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -108,7 +108,7 @@ def fill(run: RunFolder, backbone: Backbone, config: Config, ranks: Ranks) -> Tr
         validation=Validation(**shared, prompts=held_out, holdout=holdout) if held_out else None,
         run=run,
     )
-    check_steps(config, trainer.schedule())
+    check_steps(config, trainer.windows)
     trainer.fingerprints = fingerprints(backbone, train, ranks)
     if config.resume_from_checkpoint and (path := checkpoint.choose(run.path, config.resume_from_checkpoint, ranks)):
         checkpoint.load(trainer, path)
@@ -125,10 +125,9 @@ def fingerprints(backbone: Backbone, prompts: Sequence[Request], ranks: Ranks) -
     return {"base weights": weights, "training prompts": f"{len(prompts)}, {texts}", "ranks": ranks.world}
 
 
-def check_steps(config: Config, schedule: Schedule) -> None:
+def check_steps(config: Config, windows: Windows) -> None:
     """Require steps to train, at least one per update."""
-    equalizer(schedule)
-    steps = num_trained(schedule.stochastic, config.timestep_fraction)
+    steps = num_trained(windows.size, config.timestep_fraction)
     if config.updates_per_rollout > steps:
         raise ConfigError(
             f"updates_per_rollout is {config.updates_per_rollout}, but a rollout trains {steps} denoising step(s)"
@@ -239,7 +238,7 @@ def perfect_scores(trainer: Trainer, world: World) -> dict[str, float]:
 
 def about(trainer: Trainer, world: World | None) -> dict[str, Any]:
     """What the report needs to know about a run besides its configuration."""
-    schedule = trainer.schedule()
+    schedule, c = trainer.sampler, trainer.config
     return {
         "world": world.name if world else None,
         "perfect": perfect_scores(trainer, world) if world else None,
@@ -247,8 +246,8 @@ def about(trainer: Trainer, world: World | None) -> dict[str, Any]:
         "trainable_parameters": sum(p.numel() for p in trainer.optimization.parameters.values()),
         "schedule": {
             "sigmas": schedule.sigmas.tolist(),
-            "std": schedule.std.tolist(),
-            "equalizer": equalizer(schedule, trainer.config.use_grad_balancing, trainer.config.ratio_norm).tolist(),
-            "gradient_scale": gradient_scale(schedule, trainer.config.ratio_norm).tolist(),
+            "std": schedule.window(trainer.windows.steps).std.tolist(),
+            "equalizer": equalizer(schedule, c.use_grad_balancing, c.ratio_norm).tolist(),
+            "gradient_scale": gradient_scale(schedule, c.ratio_norm).tolist(),
         },
     }

@@ -3,19 +3,25 @@
 All clips in one forward share a prompt (packed text), or have prompts of equal length. Training runs the same
 micro-batches through the same function, which is why the first ratio is exactly 1.
 
-Shapes: B clips of a micro-batch, T denoising steps, ... the latent shape (C, t, y, x).
+Shapes: B clips of a micro-batch, W denoising steps of a window, ... the latent shape (C, t, y, x).
 """
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from sage_grpo import rng
 from sage_grpo.algo.sde import Schedule
+from sage_grpo.algo.solver import levels_to_zero
+from sage_grpo.config import Config
 from sage_grpo.models.backbone import Backbone, Conditioning, Guidance
-from sage_grpo.models.sample import counter_noise, denoise
+from sage_grpo.models.sample import counter_noise, integrate
+from sage_grpo.train.windows import Windows
+
+Group = tuple[int, int]  # position of the prompt, and which of its groups
 
 
 @dataclass(frozen=True)
@@ -28,20 +34,18 @@ class MicroBatch:
 
 @dataclass
 class Trajectory:
-    """A micro-batch and its trajectory from noise to latents, fp32."""
+    """A micro-batch and its way from noise to latents, fp32; of the ODE outside its windows, only the end is kept."""
 
     micro_batch: MicroBatch
     cond: Conditioning
-    x: Tensor  # (B, T + 1, ...)
-    velocity: Tensor  # (B, T, ...) predicted by the policy that sampled it
-    log_prob: Tensor  # (B, T)
-    is_finite: Tensor  # (B,) bool: the entire trajectory is finite
-    order: Tensor  # (B, K) the steps to train, in training order
-    anchor_velocity: Tensor | None = None  # (B, T, ...) at the steps to train
-
-    @property
-    def latents(self) -> Tensor:
-        return self.x[:, -1]
+    steps: Tensor  # (B, W) the denoising steps of each clip's window
+    x: Tensor  # (B, W + 1, ...) states before and after them
+    velocity: Tensor  # (B, W, ...) predicted by the policy that sampled it
+    log_prob: Tensor  # (B, W)
+    latents: Tensor  # (B, ...) the result
+    is_finite: Tensor  # (B,) bool: all of the above is finite
+    order: Tensor  # (B, K) the places in the window to train, in training order
+    anchor_velocity: Tensor | None = None  # (B, W, ...) at the places to train
 
 
 def prompt_positions(step: int, per_step: int, count: int, seed: int) -> list[int]:
@@ -80,83 +84,122 @@ def join_prompts(micro_batches: Sequence[MicroBatch], alike: Callable[[int], Has
     return [MicroBatch(*zip(*pairs, strict=True)) for pairs in clips]
 
 
-def exploring_steps(window: str, num_steps: int, step: int, seed: int) -> Tensor:
-    """(T,) bool: the steps that get noise in iteration `step`; the others run the ODE and are not trained.
-
-    `all`; `all_but_last`; `random:SIZE`, a window drawn per iteration; `slide:SIZE:EVERY`, a window that starts at the
-    first step, advances by one every EVERY (25) iterations and wraps around (MixGRPO). All ranks get the same steps.
-    """
-    inside = torch.zeros(num_steps, dtype=torch.bool)
-    kind, *numbers = window.split(":")
-    if not numbers and kind in ("all", "all_but_last"):
-        inside[: num_steps - (kind == "all_but_last")] = True
-        return inside
-    if kind not in ("random", "slide") or not 1 <= len(numbers) <= 1 + (kind == "slide") or "" in numbers:
-        raise ValueError(f"sde_window is {window!r}; write all, all_but_last, random:SIZE or slide:SIZE[:EVERY]")
-    if not all(number.isdigit() and int(number) for number in numbers) or int(numbers[0]) > num_steps:
-        raise ValueError(f"sde_window is {window!r}; its numbers must be whole, and SIZE at most {num_steps} steps")
-    size, every = int(numbers[0]), int(numbers[1]) if len(numbers) > 1 else 25
-    places = num_steps - size + 1
-    start = rng.integer(places, seed, "window", step=step) if kind == "random" else (step // every) % places
-    inside[start : start + size] = True
-    return inside
-
-
-def num_trained(stochastic: Tensor, fraction: float) -> int:
-    """How many denoising steps each clip trains."""
-    return max(1, round(fraction * int(stochastic.sum())))
+def num_trained(window: int, fraction: float) -> int:
+    """How many of a window's denoising steps each clip trains."""
+    return max(1, round(fraction * window))
 
 
 def training_order(
-    stochastic: Tensor, fraction: float, permute: bool, seed: int, step: int, micro_batch: MicroBatch
+    window: int, fraction: float, permute: bool, seed: int, step: int, micro_batch: MicroBatch
 ) -> Tensor:
-    """(B, K) denoising steps that each clip trains: a subset of the stochastic ones, in a separate order per clip."""
-    steps = stochastic.nonzero().flatten().cpu()
-    kept = num_trained(stochastic, fraction)
+    """(B, K) places in the window that each clip trains, in a separate order per clip."""
+    kept = num_trained(window, fraction)
     if not permute:
-        return steps[:kept].expand(len(micro_batch.samples), -1)
+        return torch.arange(kept).expand(len(micro_batch.samples), -1)
     orders = [
-        rng.permutation(len(steps), seed, "permutation", step=step, prompt=p, sample=s)
+        rng.permutation(window, seed, "permutation", step=step, prompt=p, sample=s)
         for p, s in zip(micro_batch.prompts, micro_batch.samples, strict=True)
     ]
-    return torch.stack([steps[order[:kept]] for order in orders])
+    return torch.stack([order[:kept] for order in orders])
 
 
-@torch.no_grad()
-def roll_out(
-    backbone: Backbone,
-    schedule: Schedule,
-    micro_batch: MicroBatch,
-    cond: Conditioning,
-    guidance: Guidance,
-    shape: Sequence[int],
-    seed: int,
-    step: int,
-    order: Tensor,
-    init_samples: Sequence[int] | None = None,
-) -> Trajectory:
-    """Sample a micro-batch with the exploration noise of iteration `step`.
+@dataclass
+class Rollouts:
+    """Samples the micro-batches of iteration `step` on one rank: the ODE, noise in each clip's window, the ODE again.
 
-    Non-finite trajectories are zeroed and flagged: they must not turn other clips' gradients into NaN.
+    With `same_init_noise` the clips of a group are one until their window, and the way there is computed once.
     """
-    device = schedule.sigmas.device
-    x, noise = counter_noise(shape, seed, micro_batch.samples, "rollout", micro_batch.prompts, step, init_samples)
-    transitions = list(denoise(backbone, schedule, x.to(device), cond, guidance, noise))
-    path = torch.stack([x.to(device), *(t.x_next for t in transitions)], 1)
-    velocity = torch.stack([t.velocity for t in transitions], 1)
-    is_finite = path.flatten(1).isfinite().all(1) & velocity.flatten(1).isfinite().all(1)
-    for values in (path, velocity):
-        values[~is_finite] = 0.0
-    log_prob = torch.stack([t.log_prob for t in transitions], 1)
-    return Trajectory(
-        micro_batch=micro_batch,
-        cond=cond,
-        x=path,
-        velocity=velocity,
-        log_prob=torch.where(is_finite[:, None], log_prob, 0.0),
-        is_finite=is_finite,
-        order=order.to(device),
-    )
+
+    backbone: Backbone
+    sampler: Schedule
+    windows: Windows
+    guidance: Guidance
+    shape: Sequence[int]
+    config: Config
+    step: int
+    conditions: Mapping[int, Conditioning]  # by position in the prompt list
+    begun: dict[Group, Tensor] = field(default_factory=dict)  # states in which groups enter their windows
+
+    @torch.no_grad()
+    def __call__(self, micro_batch: MicroBatch) -> Trajectory:
+        """Non-finite trajectories are zeroed and flagged: they must not turn other clips' gradients into NaN."""
+        c, device, groups = self.config, self.sampler.sigmas.device, self.groups(micro_batch)
+        start = torch.tensor([self.windows.start(self.step, *group) for group in groups])
+        steps, cond = start[:, None] + torch.arange(self.windows.size), self.conditioning(micro_batch.prompts)
+        first = [s - s % c.num_generations for s in micro_batch.samples] if c.same_init_noise else None
+        key = (micro_batch.samples, "rollout", micro_batch.prompts, self.step, first)
+        x, noise = counter_noise(self.shape, c.seed, *key)
+        x = self.begin(x.to(device), micro_batch.prompts, groups, start)
+        path, velocities, log_probs = [x], [], []
+        for i in steps.T:
+            at = i.to(device)
+            velocities.append(self.backbone.velocity(x, self.sampler.sigmas[at], cond, self.guidance))
+            x, log_prob = self.sampler.step(at, x, velocities[-1], noise(i).to(device))
+            path.append(x)
+            log_probs.append(log_prob)
+        latents = self.follow(self.levels_after(steps[:, -1] + 1), x, cond, "dpm" if c.tail_steps else "euler")
+        x, velocity, log_prob = torch.stack(path, 1), torch.stack(velocities, 1), torch.stack(log_probs, 1)
+        is_finite = torch.stack([values.flatten(1).isfinite().all(1) for values in (x, velocity, latents)]).all(0)
+        for values in (x, velocity, log_prob, latents):
+            values[~is_finite] = 0.0
+        order = training_order(
+            self.windows.size, c.timestep_fraction, c.enable_timestep_permutation, c.seed, self.step, micro_batch
+        )
+        on = (steps.to(device), x, velocity, log_prob, latents, is_finite, order.to(device))
+        return Trajectory(micro_batch, cond, *on)
+
+    def groups(self, micro_batch: MicroBatch) -> list[Group]:
+        """Each clip's group: its prompt, and which of the prompt's groups if it occurs more than once."""
+        pairs = zip(micro_batch.prompts, micro_batch.samples, strict=True)
+        return [(prompt, sample // self.config.num_generations) for prompt, sample in pairs]
+
+    def conditioning(self, prompts: Sequence[int]) -> Conditioning:
+        one, *others = (self.conditions[prompt] for prompt in prompts)
+        return one if len(set(prompts)) == 1 else one.together([one, *others])
+
+    def begin(self, x: Tensor, prompts: Sequence[int], groups: Sequence[Group], start: Tensor) -> Tensor:
+        """The states (B, ...) in which the clips enter their windows."""
+        if not self.config.same_init_noise:
+            return self.follow(self.levels_before(start), x, self.conditioning(prompts))
+        rows = {group: row for row, group in reversed(list(enumerate(groups))) if group not in self.begun}
+        if rows:
+            chosen = list(rows.values())
+            cond = self.conditioning([prompts[row] for row in chosen])
+            self.begun |= dict(zip(rows, self.follow(self.levels_before(start[chosen]), x[chosen], cond), strict=True))
+        return torch.stack([self.begun[group] for group in groups])
+
+    def levels_before(self, start: Tensor) -> Tensor:
+        """Noise levels (B, n+1) up to the windows that begin at `start` (B,); short rows end with repetitions."""
+        return self.sampler.sigmas.cpu()[torch.arange(int(start.max()) + 1).minimum(start[:, None])]
+
+    def levels_after(self, end: Tensor) -> Tensor:
+        """Noise levels (B, n+1) to 0 from the windows that end before step `end` (B,); short rows end with zeros."""
+        sigmas, c = self.sampler.sigmas.cpu(), self.config
+        rows = [sigmas[i:] for i in end.tolist()]
+        if c.tail_steps:
+            rows = [levels_to_zero(r[0].item(), min(len(r) - 1, c.tail_steps), c.timestep_shift) for r in rows]
+        return pad_sequence(rows, batch_first=True)
+
+    def follow(self, sigmas: Tensor, x: Tensor, cond: Conditioning, solver: str = "euler") -> Tensor:
+        return integrate(self.backbone, sigmas, x, cond, self.guidance, solver)
+
+    @torch.no_grad()
+    def idle(self, trajectory: Trajectory) -> None:
+        """A forward of which nothing is kept."""
+        sigma = self.sampler.sigmas[trajectory.steps[:, 0]]
+        self.backbone.velocity(trajectory.x[:, 0], sigma, trajectory.cond, self.guidance)
+
+    def forwards(self, micro_batches: Sequence[MicroBatch]) -> list[int]:
+        """How often the model runs for each micro-batch, if they are sampled in this order."""
+        counts, begun = [], set()
+        for one in micro_batches:
+            groups = self.groups(one)
+            start = torch.tensor([self.windows.start(self.step, *group) for group in groups])
+            fresh = not (self.config.same_init_noise and begun.issuperset(groups))
+            before, after = self.levels_before(start), self.levels_after(start + self.windows.size)
+            counts.append(fresh * (before.shape[1] - 1) + self.windows.size + after.shape[1] - 1)
+            begun.update(groups)
+        return counts
 
 
 def at_steps(values: Tensor, steps: Tensor) -> Tensor:

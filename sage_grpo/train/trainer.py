@@ -26,17 +26,16 @@ from sage_grpo.train.metrics import Stopwatch, UpdateStats, peak_memory, reward_
 from sage_grpo.train.optimization import Optimization
 from sage_grpo.train.rollout import (
     MicroBatch,
+    Rollouts,
     Trajectory,
-    exploring_steps,
     join_prompts,
     plan_micro_batches,
     prompt_positions,
-    roll_out,
-    training_order,
 )
 from sage_grpo.train.saving import Saves
 from sage_grpo.train.update import Objective, anchor_velocities
 from sage_grpo.train.validation import Gold, Validation, gold_columns
+from sage_grpo.train.windows import parse_windows
 
 
 @dataclass(eq=False)
@@ -59,6 +58,7 @@ class Trainer:
         c = self.config
         sigmas = flow_sigmas(c.num_sampling_steps, c.timestep_shift)
         self.sampler = build_schedule(c.sde_type, sigmas, c.eta).to(self.ranks.device)
+        self.windows = parse_windows(c.sde_window, self.sampler.stochastic, c.seed)
         self.shape = self.backbone.latent_shape(c.num_frames, c.height, c.width)
         self.guards, self.vote = Guards(self.ranks, self.run, c.collective_timeout), StepVote()
         self.step, self.saves, self.controller = 0, Saves(self, self.run.checkpoints), c.kl_controller()
@@ -75,9 +75,8 @@ class Trainer:
             self.catch_up()
             while self.step < self.config.max_steps:
                 watch = Stopwatch(self.ranks.device, self.enter)
-                schedule = self.schedule()
                 with watch.phase("rollout"):
-                    batch = self.roll_out(schedule)
+                    batch = self.roll_out()
                 with watch.phase("decode"):
                     clips = self.decode(batch)
                 with watch.phase("reward"):
@@ -86,9 +85,9 @@ class Trainer:
                     gold = self.measure_gold(batch, clips)
                 advantages = self.advantages(scores)
                 with watch.phase("anchor"):
-                    self.prepare_anchor(batch, schedule)
+                    self.prepare_anchor(batch)
                 with watch.phase("update"):
-                    record = self.update(batch, schedule, advantages)
+                    record = self.update(batch, advantages)
                 self.step += 1
                 record |= reward_record(scores, advantages, self.config.num_generations) | gold | watch.record()
                 record |= {"kl/anchor_age": self.anchor.age if self.anchor else None, "memory/peak_gb": peak_memory()}
@@ -129,39 +128,38 @@ class Trainer:
         if due and self.ranks.any(self.ranks.first and not self.run.has("validation", self.step)):
             self.validate()
 
-    def schedule(self) -> Schedule:
-        """This iteration's sampler: noise only inside its window."""
-        steps = exploring_steps(self.config.sde_window, self.sampler.num_steps, self.step, self.config.seed)
-        return self.sampler.window(steps.to(self.ranks.device))
-
-    def micro_batches(self) -> list[MicroBatch]:
-        """This rank's micro-batches for this iteration, each of one prompt."""
-        c = self.config
+    def micro_batches(self, rank: int | None = None) -> list[MicroBatch]:
+        """The micro-batches of this rank, or another one, for this iteration, each of one prompt."""
+        c, rank = self.config, self.ranks.rank if rank is None else rank
         groups = c.batch_size * self.ranks.count // c.num_generations
         positions = prompt_positions(self.step, groups, len(self.prompts), c.seed)
-        return plan_micro_batches(positions, c.num_generations, c.batch_size, self.ranks.rank, c.micro_batch_size)
+        return plan_micro_batches(positions, c.num_generations, c.batch_size, rank, c.micro_batch_size)
 
-    def roll_out(self, schedule: Schedule, micro_batches: Sequence[MicroBatch] | None = None) -> list[Trajectory]:
+    def roll_out(
+        self, micro_batches: Sequence[MicroBatch] | None = None, sampler: Schedule | None = None
+    ) -> list[Trajectory]:
         """Sample trajectories for `micro_batches`, by default this rank's share of the iteration."""
-        c, batch = self.config, []
-        micro_batches = self.micro_batches() if micro_batches is None else micro_batches
+        c, own, batch = self.config, micro_batches is None, []
+        micro_batches = self.micro_batches() if own else micro_batches
         positions = list(dict.fromkeys(one.prompts[0] for one in micro_batches))
-        encoded = self.backbone.encode([self.prompts[position] for position in positions])
-        conditions = dict(zip(positions, encoded, strict=True))
+        encoded = (cond.to(self.ranks.device) for cond in self.backbone.encode([self.prompts[p] for p in positions]))
+        how = (self.backbone, sampler or self.sampler, self.windows, self.guidance, self.shape, c, self.step)
+        rollouts = Rollouts(*how, conditions=dict(zip(positions, encoded, strict=True)))
         if c.prompts_per_forward > 1:
-            micro_batches = join_prompts(micro_batches, lambda p: conditions[p].shapes, c.prompts_per_forward)
-        for micro_batch in micro_batches:
+            micro_batches = join_prompts(micro_batches, lambda p: rollouts.conditions[p].shapes, c.prompts_per_forward)
+        idle = self.idle_forwards(rollouts) if own and c.enable_fsdp and not c.gather_for_rollout else None
+        for number, micro_batch in enumerate(micro_batches):
             self.safe_point(inside=True)
-            cond, *others = (conditions[position].to(self.ranks.device) for position in micro_batch.prompts)
-            cond = cond if len(set(micro_batch.prompts)) == 1 else cond.together([cond, *others])
-            first = [s - s % c.num_generations for s in micro_batch.samples] if c.same_init_noise else None
-            order = training_order(
-                schedule.stochastic, c.timestep_fraction, c.enable_timestep_permutation, c.seed, self.step, micro_batch
-            )
-            sampling = (cond, self.guidance, self.shape, c.seed, self.step, order, first)
             with self.gathered():
-                batch.append(roll_out(self.backbone, schedule, micro_batch, *sampling))
+                batch.append(rollouts(micro_batch))
+            for _ in range(idle[number] if idle else 0):
+                rollouts.idle(batch[-1])
         return batch
+
+    def idle_forwards(self, rollouts: Rollouts) -> list[int]:
+        """Forwards without use after each micro-batch: those of a sharded model need all ranks, and windows differ."""
+        counts = [rollouts.forwards(self.micro_batches(rank)) for rank in range(self.ranks.count)]
+        return [max(column) - column[self.ranks.rank] for column in zip(*counts, strict=True)]
 
     def gathered(self) -> AbstractContextManager[None]:
         """Context for many forwards, in which a sharded model's weights may stay gathered."""
@@ -206,26 +204,26 @@ class Trainer:
         groups = torch.arange(len(scores.total)) // self.config.num_generations
         return group_advantages(scores.total, groups, self.config.advantage_std, self.config.adv_clip_max)
 
-    def prepare_anchor(self, batch: Sequence[Trajectory], schedule: Schedule) -> None:
+    def prepare_anchor(self, batch: Sequence[Trajectory]) -> None:
         """Store the anchor's velocities along the rollout; while it equals the policy, the rollout's are used."""
         if self.anchor is None or self.anchor.is_policy:
             return
         with self.anchor.in_place(), self.gathered():
             for trajectory in batch:
-                trajectory.anchor_velocity = anchor_velocities(self.backbone, self.guidance, schedule, trajectory)
+                trajectory.anchor_velocity = anchor_velocities(self.backbone, self.guidance, self.sampler, trajectory)
 
-    def update(self, batch: Sequence[Trajectory], schedule: Schedule, advantages: Advantages) -> dict[str, Any]:
+    def update(self, batch: Sequence[Trajectory], advantages: Advantages) -> dict[str, Any]:
         """Train the rollout's steps in `updates_per_rollout` parts, with an optimizer step after each."""
         c = self.config
         rows = len(advantages.values) // self.ranks.count
         mine = advantages.values[self.ranks.rank * rows :][:rows].to(self.ranks.device, torch.float32)
         shares = list(zip(batch, mine.split([len(trajectory.x) for trajectory in batch]), strict=True))
         record: dict[str, Any] = {"lr": self.optimization.learning_rate, "kl/coef": self.controller.coef}
-        total = UpdateStats.empty(schedule.num_steps, self.ranks.device)
+        total = UpdateStats.empty(self.sampler.num_steps, self.ranks.device)
         for update, part in enumerate(torch.arange(batch[0].order.shape[1]).tensor_split(c.updates_per_rollout)):
             pairs = c.gradient_accumulation_steps * len(advantages.values) * len(part)
-            goal = Objective(self.backbone, self.guidance, schedule, c, self.controller.coef, pairs)
-            stats = UpdateStats.empty(schedule.num_steps, self.ranks.device)
+            goal = Objective(self.backbone, self.guidance, self.sampler, c, self.controller.coef, pairs)
+            stats = UpdateStats.empty(self.sampler.num_steps, self.ranks.device)
             micro_steps = [(column, *share) for column in part.tolist() for share in shares]
             for number, (column, trajectory, advantage) in enumerate(micro_steps, 1):
                 if update == 0:  # later updates see changed weights

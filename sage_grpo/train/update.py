@@ -52,24 +52,24 @@ class Objective:
         """Factor of each step's KL, (T,). The KL is N_t^2 |v - v'|^2 / 2; scaled by S_t^2 only velocities matter."""
         return equalizer(self.schedule, self.config.use_kl_balancing).square()
 
-    def backward(self, trajectory: Trajectory, steps: Tensor, advantages: Tensor, stats: UpdateStats) -> Tensor:
-        """Accumulate the gradient of these pairs: `steps` (B,) and `advantages` (B,), one per clip.
+    def backward(self, trajectory: Trajectory, places: Tensor, advantages: Tensor, stats: UpdateStats) -> Tensor:
+        """Accumulate the gradient of these pairs: `places` (B,) in the windows and `advantages` (B,), one per clip.
 
         Returns (B,) bool: whether loss and gradient are finite.
         """
-        terms = self.terms(trajectory, steps, advantages)
+        steps, terms = at_steps(trajectory.steps, places), self.terms(trajectory, places, advantages)
         terms.velocity.retain_grad()
         total = objective(terms.policy, self.scale[steps], terms.kl, self.kl_coef, self.num_pairs)
         total.backward()
         self._measure(stats, trajectory.is_finite, steps, advantages, terms)
         return (terms.policy + terms.kl).isfinite() & terms.velocity.grad.flatten(1).isfinite().all(1)
 
-    def terms(self, trajectory: Trajectory, steps: Tensor, advantages: Tensor) -> Terms:
+    def terms(self, trajectory: Trajectory, places: Tensor, advantages: Tensor) -> Terms:
         """Rerun the rollout's forward with the current parameters and compute the loss terms."""
-        schedule, x = self.schedule, at_steps(trajectory.x, steps)
+        schedule, x, steps = self.schedule, at_steps(trajectory.x, places), at_steps(trajectory.steps, places)
         velocity = self.backbone.velocity(x, schedule.sigmas[steps], trajectory.cond, self.guidance)
-        log_prob = schedule.log_prob(steps, x, velocity, at_steps(trajectory.x, steps + 1))
-        old_velocity, old_log_prob = at_steps(trajectory.velocity, steps), at_steps(trajectory.log_prob, steps)
+        log_prob = schedule.log_prob(steps, x, velocity, at_steps(trajectory.x, places + 1))
+        old_velocity, old_log_prob = at_steps(trajectory.velocity, places), at_steps(trajectory.log_prob, places)
         to_rollout = schedule.kl(steps, velocity, old_velocity)
         log_ratio = log_prob - old_log_prob
         if self.config.ratio_norm:
@@ -77,7 +77,7 @@ class Objective:
         region, to_anchor = self.config.trust_region, torch.zeros_like(to_rollout)
         if region.anchor:  # without stored velocities, the anchor is the policy that made the rollout
             anchor = trajectory.velocity if trajectory.anchor_velocity is None else trajectory.anchor_velocity
-            to_anchor = schedule.kl(steps, velocity, at_steps(anchor, steps))
+            to_anchor = schedule.kl(steps, velocity, at_steps(anchor, places))
         estimator = self.config.step_kl_estimator
         step_kl = velocity_kl(estimator, schedule, steps, velocity, old_velocity, log_prob, old_log_prob)
         kl = torch.where(trajectory.is_finite, self.kl_scale[steps] * region.kl(to_anchor, step_kl), 0.0)
@@ -100,9 +100,9 @@ class Objective:
 
 @torch.no_grad()
 def anchor_velocities(backbone: Backbone, guidance: Guidance, schedule: Schedule, trajectory: Trajectory) -> Tensor:
-    """The anchor's velocities (B, T, ...) along a trajectory at its trained steps, 0 elsewhere."""
+    """The anchor's velocities (B, W, ...) along a trajectory at its trained steps, 0 elsewhere."""
     found, rows = torch.zeros_like(trajectory.velocity), torch.arange(len(trajectory.x), device=trajectory.x.device)
-    for steps in trajectory.order.T:
-        x = at_steps(trajectory.x, steps)
-        found[rows, steps] = backbone.velocity(x, schedule.sigmas[steps], trajectory.cond, guidance)
+    for places in trajectory.order.T:
+        sigma = schedule.sigmas[at_steps(trajectory.steps, places)]
+        found[rows, places] = backbone.velocity(at_steps(trajectory.x, places), sigma, trajectory.cond, guidance)
     return found

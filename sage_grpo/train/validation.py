@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from sage_grpo.algo.sde import build_schedule, flow_sigmas
+from sage_grpo.algo.sde import flow_sigmas
 from sage_grpo.config import Config
 from sage_grpo.data.requests import Request
 from sage_grpo.json_files import finite
 from sage_grpo.models.backbone import Backbone, BrokenClip, Guidance, Sampling
-from sage_grpo.models.sample import counter_noise, denoise
+from sage_grpo.models.sample import counter_noise, integrate
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.rewards.composite import Composite
 from sage_grpo.runs.clips import PLACES, write_listing, write_sheet, write_videos
@@ -42,7 +42,7 @@ class Validation:
 
     def __post_init__(self) -> None:
         self.sampling = own = validation_sampling(self.config)
-        self.schedule = build_schedule("ode", flow_sigmas(own.num_steps, own.shift), 0.0).to(self.ranks.device)
+        self.sigmas = flow_sigmas(own.num_steps, own.shift)
         self.shape = self.backbone.latent_shape(own.frames, own.height, own.width)
 
     def run(
@@ -89,12 +89,10 @@ class Validation:
 
     @torch.no_grad()
     def latents(self, prompt: Request, between: Callable[[], None] = lambda: None) -> Tensor:
-        x, noise = counter_noise(self.shape, self.seed(prompt), [0], prompt=prompt.index)
-        (cond,), x = self.backbone.encode([prompt]), x.to(self.ranks.device)
-        for step in denoise(self.backbone, self.schedule, x, cond, self.guidance, noise):
-            x = step.x_next
-            between()  # a full-size clip takes minutes
-        return x
+        start, _ = counter_noise(self.shape, self.seed(prompt), [0], prompt=prompt.index)
+        (cond,), x = self.backbone.encode([prompt]), start.to(self.ranks.device)
+        # a full-size clip takes minutes
+        return integrate(self.backbone, self.sigmas, x, cond, self.guidance, self.config.validation_solver, between)
 
     @torch.no_grad()
     def decode(self, x: Tensor, between: Callable[[], None] = lambda: None) -> Tensor | None:

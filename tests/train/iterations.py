@@ -24,9 +24,8 @@ def next_gradients(trainer):
         return 1.0
 
     trainer.optimizer_step = optimizer_step
-    schedule = trainer.schedule()
-    batch = trainer.roll_out(schedule)
+    batch = trainer.roll_out()
     advantages = trainer.advantages(trainer.score(batch, trainer.decode(batch)))
-    trainer.prepare_anchor(batch, schedule)
-    record = trainer.update(batch, schedule, advantages)
+    trainer.prepare_anchor(batch)
+    record = trainer.update(batch, advantages)
     return found, record, advantages.values

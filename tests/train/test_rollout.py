@@ -8,7 +8,6 @@ import torch
 from sage_grpo.train.rollout import (
     MicroBatch,
     at_steps,
-    exploring_steps,
     join_prompts,
     plan_micro_batches,
     prompt_positions,
@@ -43,46 +42,15 @@ def test_a_prompt_that_comes_twice_never_repeats_its_noise():
     assert [one.samples for one in micro_batches] == [(0, 1), (2, 3)]
 
 
-@pytest.mark.parametrize(
-    "window, step, expected",
-    [
-        ("all", 0, [0, 1, 2, 3, 4]),
-        ("all_but_last", 0, [0, 1, 2, 3]),
-        ("slide:2", 24, [0, 1]),
-        ("slide:2", 25, [1, 2]),
-        ("slide:2:10", 39, [3, 4]),
-        ("slide:2:10", 40, [0, 1]),
-        ("slide:5:1", 3, [0, 1, 2, 3, 4]),
-    ],
-)
-def test_windows(window, step, expected):
-    assert exploring_steps(window, 5, step, seed=0).nonzero().flatten().tolist() == expected
-
-
-def test_a_random_window_moves_and_is_whole():
-    found = [exploring_steps("random:2", 5, step, seed=1).nonzero().flatten().tolist() for step in range(40)]
-    assert all(len(steps) == 2 and steps[1] == steps[0] + 1 for steps in found)
-    assert {steps[0] for steps in found} == {0, 1, 2, 3}
-
-
-WRONG = ("", "some", "random", "random:0", "random:6", "slide:2:0", "slide:a", "all:2", "slide:1:2:3", "random:2:3")
-
-
-@pytest.mark.parametrize("window", WRONG)
-def test_a_wrong_window_is_refused(window):
-    with pytest.raises(ValueError, match="sde_window"):
-        exploring_steps(window, 5, 0, seed=0)
-
-
-def test_orders_are_permutations_of_the_stochastic_steps():
-    stochastic, one = torch.tensor([True, False, True, True, True]), MicroBatch((3,) * 4, (0, 1, 2, 3))
-    order = training_order(stochastic, 1.0, True, 0, 5, one)
-    assert all(sorted(row) == [0, 2, 3, 4] for row in order.tolist()) and len({tuple(r) for r in order.tolist()}) > 1
-    assert training_order(stochastic, 0.5, False, 0, 5, one).tolist() == [[0, 2]] * 4
-    assert training_order(stochastic, 0.01, True, 0, 5, one).shape == (4, 1)
-    assert training_order(stochastic, 0.7, True, 0, 5, one).shape == (4, 3)  # 2.8 steps
-    assert not torch.equal(order, training_order(stochastic, 1.0, True, 0, 5, MicroBatch((4,) * 4, (0, 1, 2, 3))))
-    assert not torch.equal(order, training_order(stochastic, 1.0, True, 0, 6, one))
+def test_orders_are_permutations_of_the_window():
+    one = MicroBatch((3,) * 4, (0, 1, 2, 3))
+    order = training_order(4, 1.0, True, 0, 5, one)
+    assert all(sorted(row) == [0, 1, 2, 3] for row in order.tolist()) and len({tuple(r) for r in order.tolist()}) > 1
+    assert training_order(4, 0.5, False, 0, 5, one).tolist() == [[0, 1]] * 4
+    assert training_order(4, 0.01, True, 0, 5, one).shape == (4, 1)
+    assert training_order(4, 0.7, True, 0, 5, one).shape == (4, 3)  # 2.8 steps
+    assert not torch.equal(order, training_order(4, 1.0, True, 0, 5, MicroBatch((4,) * 4, (0, 1, 2, 3))))
+    assert not torch.equal(order, training_order(4, 1.0, True, 0, 6, one))
 
 
 def test_at_steps_takes_each_row_at_its_own_step():
@@ -95,7 +63,7 @@ def test_rollouts_do_not_depend_on_the_split(make):
     paths = []
     for size in (2, 1):
         trainer = make(micro_batch_size=size, overwrite=True)
-        paths.append(torch.cat([t.x for t in trainer.roll_out(trainer.schedule())]))
+        paths.append(torch.cat([t.x for t in trainer.roll_out()]))
     torch.testing.assert_close(paths[0], paths[1], rtol=1e-4, atol=1e-4)
     assert torch.equal(paths[0][:, 0], paths[1][:, 0])
 
@@ -118,7 +86,7 @@ def test_joined_prompts_are_trained_as_each_alone(make, tmp_path, guidance):
     sizes, clips, lines = [], [], []
     for together in (1, 3):
         trainer = make(prompts_per_forward=together, train_prompts=str(tmp_path / "three.txt"), **flags)
-        trainer.validation, batch = None, trainer.roll_out(trainer.schedule())
+        trainer.validation, batch = None, trainer.roll_out()
         sizes.append([len(one.x) for one in batch])
         rows = sorted(range(6), key=lambda i: (trainer.texts(batch)[i], i))
         clips.append(torch.cat([one.x for one in batch])[rows])
@@ -135,13 +103,13 @@ def test_joined_prompts_are_trained_as_each_alone(make, tmp_path, guidance):
 def test_same_init_noise_is_shared_by_the_group_alone(make, tmp_path):
     (tmp_path / "one.txt").write_text("a red circle moving left\n")  # both groups are of the same prompt
     trainer = make(same_init_noise=True, train_prompts=str(tmp_path / "one.txt"))
-    first, second = trainer.roll_out(trainer.schedule())
+    first, second = trainer.roll_out()
     assert torch.equal(first.x[0, 0], first.x[1, 0]) and not torch.equal(first.x[0, 0], second.x[0, 0])
     assert not torch.equal(first.x[0, 1], first.x[1, 1])
 
 
 def test_each_iteration_has_fresh_noise(make):
     trainer = make()
-    first = trainer.roll_out(trainer.schedule())[0].x[:, 0]
+    first = trainer.roll_out()[0].x[:, 0]
     trainer.step = 3  # one epoch of three prompts later, two prompts per iteration: the same prompts come again
-    assert not any(torch.equal(first, t.x[:, 0]) for t in trainer.roll_out(trainer.schedule()))
+    assert not any(torch.equal(first, t.x[:, 0]) for t in trainer.roll_out())

@@ -72,12 +72,11 @@ def test_the_anchor_starts_as_the_policy_follows_or_stays(make):
 
 def test_the_anchor_forward_is_skipped_only_while_it_would_change_nothing(make):
     trainer = make(use_lora=False)
-    schedule = trainer.schedule()
-    batch = trainer.roll_out(schedule)
-    trainer.prepare_anchor(batch, schedule)
+    batch = trainer.roll_out()
+    trainer.prepare_anchor(batch)
     assert batch[0].anchor_velocity is None
     trainer.anchor.count_update()  # as after an update that changed nothing
-    trainer.prepare_anchor(batch, schedule)
+    trainer.prepare_anchor(batch)
     rows = torch.arange(2)
     for steps in batch[0].order.T:  # the same forward, so the same bits
         assert torch.equal(batch[0].anchor_velocity[rows, steps], batch[0].velocity[rows, steps])
@@ -160,7 +159,7 @@ def test_the_right_steps_are_trained_with_the_right_normalization(make, monkeypa
 
 
 def test_steps_outside_the_window_are_not_trained(make):
-    trainer = make(num_sampling_steps=5, sde_window="slide:2:1", max_steps=2)
+    trainer = make(num_sampling_steps=5, sde_window="slide_iteration:2:1", max_steps=2)
     trainer.train()
     counts = [record["per_step"]["count"] for record in records(trainer)]
     assert counts == [[4, 4, 0, 0, 0], [0, 4, 4, 0, 0]]
@@ -173,18 +172,17 @@ def test_accumulation_equals_a_bigger_batch(make):
     parts = []
     for step in (0, 1):
         trainer.step = step
-        schedule = trainer.schedule()
-        batch = trainer.roll_out(schedule)
+        batch = trainer.roll_out()
         advantages = trainer.advantages(trainer.score(batch, trainer.decode(batch)))
         parts.append((batch, advantages))
         if step == 0:
-            trainer.update(batch, schedule, advantages)
+            trainer.update(batch, advantages)
     kept = {}
     trainer.optimization.step = lambda: kept.update(
         {name: p.grad.clone() for name, p in trainer.optimization.parameters.items()}
     )
     trainer.optimization.clip = lambda: 1.0
-    trainer.update(*(parts[1][0], schedule, parts[1][1]))
+    trainer.update(*parts[1])
 
     together = make(gradient_accumulation_steps=1, overwrite=True)
     whole = {}
@@ -195,7 +193,7 @@ def test_accumulation_equals_a_bigger_batch(make):
     joined = type(parts[0][1])(
         torch.cat([part[1].values for part in parts]), torch.cat([part[1].trained for part in parts]), 0, 0, 0
     )
-    together.update([t for batch, _ in parts for t in batch], schedule, joined)
+    together.update([t for batch, _ in parts for t in batch], joined)
     assert kept.keys() == whole.keys()
     assert any(value.abs().max() > 0 for value in whole.values())
     for name, value in whole.items():
@@ -204,13 +202,12 @@ def test_accumulation_equals_a_bigger_batch(make):
 
 def test_gradients_are_zero_only_where_nothing_depends_on_the_parameter(make):
     trainer = make(guidance_scale=2.0)
-    schedule = trainer.schedule()
-    batch = trainer.roll_out(schedule)
+    batch = trainer.roll_out()
     found = {}
     trainer.optimization.step = lambda: found.update(
         {name: p.grad.abs().max().item() for name, p in trainer.optimization.parameters.items()}
     )
-    trainer.update(batch, schedule, trainer.advantages(trainer.score(batch, trainer.decode(batch))))
+    trainer.update(batch, trainer.advantages(trainer.score(batch, trainer.decode(batch))))
     silent = {name for name, value in found.items() if value == 0}
     assert set(found) == set(trainer.optimization.parameters)
     # the prompts quote no text, so the glyph encoder's tokens are absent
@@ -222,8 +219,8 @@ def test_gradients_are_zero_only_where_nothing_depends_on_the_parameter(make):
 def test_the_loss_falls_on_what_it_was_computed_from(make):
     """A small step down the gradient lowers the objective of the same rollout: the sign is right."""
     trainer = make(kl_weight=0, use_grad_balancing=True)
-    schedule = trainer.schedule()
-    batch = trainer.roll_out(schedule)
+    schedule = trainer.sampler
+    batch = trainer.roll_out()
     advantages = trainer.advantages(trainer.score(batch, trainer.decode(batch)))
 
     def value():
@@ -242,7 +239,7 @@ def test_the_loss_falls_on_what_it_was_computed_from(make):
     trainer.optimization.config = trainer.config.__class__(
         **{**trainer.config.__dict__, "learning_rate": 1e-7, "weight_decay": 0.0}
     )
-    trainer.update(batch, schedule, advantages)
+    trainer.update(batch, advantages)
     assert value() < before
 
 

@@ -74,8 +74,8 @@ def prepared(make):
 
     def prepare(**flags):
         trainer = make(kl_schedule="fixed", kl_weight=flags.pop("kl_weight", 0.5), clip_range=1e-3, **flags)
-        schedule = trainer.schedule()
-        batch = trainer.roll_out(schedule)
+        schedule = trainer.sampler
+        batch = trainer.roll_out()
         rewards = torch.tensor([0.1, 0.9, -2.0, 0.3], dtype=torch.float64)
 
         def move(size, seed):
@@ -87,7 +87,7 @@ def prepared(make):
         if trainer.anchor:  # a third policy
             trainer.anchor.copy_policy()
             trainer.anchor.count_update()
-            trainer.prepare_anchor(batch, schedule)
+            trainer.prepare_anchor(batch)
         move(2e-3, 1000)
         return trainer, schedule, batch, rewards
 
@@ -102,7 +102,7 @@ def our_gradients(trainer, schedule, batch, rewards):
         {name: p.grad.clone() for name, p in trainer.optimization.parameters.items()}
     )
     scores = type("Scores", (), {"total": rewards})
-    trainer.update(batch, schedule, trainer.advantages(scores))
+    trainer.update(batch, trainer.advantages(scores))
     return found
 
 
@@ -129,8 +129,8 @@ def test_the_comparison_sees_a_mistake(prepared, error):
 def test_a_broken_path_leaves_the_others_gradients_alone(make):
     """A clip whose path is not finite adds nothing: not to the policy loss, not to the KL, and no NaN."""
     trainer = make(kl_weight=0.5)
-    schedule = trainer.schedule()
-    batch = trainer.roll_out(schedule)
+    schedule = trainer.sampler
+    batch = trainer.roll_out()
     batch[0].is_finite[1] = False
     batch[0].x[1], batch[0].velocity[1] = 0.0, 7.0  # as roll_out leaves it, but with a KL that would show
     rewards = torch.tensor([0.1, math.nan, -2.0, 0.3], dtype=torch.float64)

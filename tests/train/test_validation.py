@@ -45,7 +45,7 @@ def test_its_flags_take_effect(make, tmp_path, flags):
         validation_interval=1,
         max_steps=1,
     )
-    torch.testing.assert_close(trainer.validation.schedule.sigmas, torch.tensor([1.0, 0.8, 0.5, 0.0]))
+    torch.testing.assert_close(trainer.validation.sigmas.float(), torch.tensor([1.0, 0.8, 0.5, 0.0]))
     trainer.train()
     folder = trainer.run.path / "validation" / "step-000001"
     (record,) = json.loads((folder / "clips.json").read_text())
@@ -64,7 +64,7 @@ def test_the_defaults_are_those_of_the_model_whatever_the_rollout_does(make, fla
     trainer = make(timestep_shift=3.0, num_validation_prompts=2)
     assert trainer.validation.sampling == Sampling(9, 32, 32, fps=8, shift=5.0, guidance=1.0, num_steps=20)
     assert trainer.validation.shape == trainer.backbone.latent_shape(9, 32, 32)
-    assert len(trainer.validation.schedule.sigmas) == 21 and len(trainer.validation.prompts) == 2
+    assert len(trainer.validation.sigmas) == 21 and len(trainer.validation.prompts) == 2
     said = capfd.readouterr().err.splitlines()
     assert "note: rollout: 5 frames of 16 x 16, 3 steps, shift 3, guidance 1" in said
     assert "note: validation: 2 clips, 9 frames of 32 x 32, 20 steps, shift 5, guidance 1" in said

@@ -10,6 +10,7 @@ from sage_grpo.rewards.videoalign import VideoAlign
 from sage_grpo.rewards.videoalign_folder import check_folder
 
 FEW = "--clips 16 --pairs 32 --caption_steps 2 --steps 2 --batch 4 --device cpu"
+GRID = (4, 4, 4)  # of 8 frames of 56 x 56
 PROMPTS = ["a small red circle moving left", 'a large cyan letter "T" moving up fast on a white background']
 
 
@@ -37,10 +38,10 @@ def test_the_folder_is_complete_and_videoalign_gives_the_scores_of_training(trai
     check_folder(folder)
     reward = VideoAlign(folder)
     found = torch.stack(list(reward.score(list(clips()), PROMPTS, 8.0, normalize=False).values()), 1)
-    tokens = learn.Texts(judge.reward, PROMPTS, (2, 4, 4), torch.device("cpu"))[torch.arange(2)]
+    tokens = learn.Texts(judge.reward, PROMPTS, GRID, torch.device("cpu"))[torch.arange(2)]
     patches = torch.stack([judge.reward._patches(clip, 8.0)[0] for clip in clips()])
     with torch.no_grad():
-        mine = judge.scores(tokens, judge(tokens, patches, (2, 4, 4)))
+        mine = judge.scores(tokens, judge(tokens, patches))
     torch.testing.assert_close(found, mine, atol=2e-3, rtol=2e-3)  # stored in half precision
     assert json.loads((folder / "model_config.json").read_text())["data_config"]["min_frame_pixels"] == 56 * 56
 
@@ -83,7 +84,7 @@ def test_attention_within_frames_is_that_of_the_stock_model(trained):
 
 def test_captions_are_learnt_from_the_tokens_of_the_prompt_alone(trained):
     judge, _ = trained
-    tokens = learn.Texts(judge.reward, PROMPTS, (2, 4, 4), torch.device("cpu"))[torch.arange(2)]
+    tokens = learn.Texts(judge.reward, PROMPTS, GRID, torch.device("cpu"))[torch.arange(2)]
     hidden = torch.zeros(*tokens.shape, judge.head.shape[1], requires_grad=True)
     learn.caption_loss(judge, tokens, hidden).backward()
     used = hidden.grad.abs().sum(-1) > 0

@@ -1,0 +1,191 @@
+"""Windows of exploration: where they lie, what they cost, and that nothing but their place changes what is learnt."""
+
+import json
+
+import pytest
+import torch
+
+from sage_grpo.algo.equalizer import equalizer
+from sage_grpo.algo.sde import build_schedule, flow_sigmas
+from sage_grpo.models.backbone import Backbone
+from sage_grpo.train.windows import parse_windows
+
+ALL = torch.ones(5, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    "text, step, expected",
+    [
+        ("all", 0, [0, 1, 2, 3, 4]),
+        ("all_but_last", 7, [0, 1, 2, 3]),
+        ("slide_iteration:2", 24, [0, 1]),
+        ("slide_iteration:2", 25, [1, 2]),
+        ("slide_iteration:2:10", 39, [3, 4]),
+        ("slide_iteration:2:10", 40, [0, 1]),
+        ("slide:5:1", 3, [0, 1, 2, 3, 4]),
+    ],
+)
+def test_places(text, step, expected):
+    windows = parse_windows(text, ALL, seed=0)
+    start = windows.start(step, prompt=7, group=0)
+    assert list(range(start, start + windows.size)) == expected
+
+
+def test_a_random_window_differs_between_prompts_groups_and_iterations():
+    windows = parse_windows("random:2", ALL, seed=1)
+    assert {windows.start(step, 0, 0) for step in range(40)} == {0, 1, 2, 3}
+    assert {windows.start(0, prompt, 0) for prompt in range(40)} == {0, 1, 2, 3}
+    assert {windows.start(0, 0, group) for group in range(40)} == {0, 1, 2, 3}
+    whole = parse_windows("random_iteration:2", ALL, seed=1)
+    assert len({whole.start(3, prompt, group) for prompt in range(9) for group in range(9)}) == 1
+    assert {whole.start(step, 0, 0) for step in range(40)} == {0, 1, 2, 3}
+
+
+def test_sliding_windows_advance_together_from_places_of_their_own():
+    windows = parse_windows("slide:2:10", ALL, seed=1)
+    now, later = ([windows.start(step, prompt, 0) for prompt in range(40)] for step in (5, 15))
+    assert set(now) == {0, 1, 2, 3} and [(start + 1) % 4 for start in now] == later
+
+
+def test_windows_lie_where_the_sampler_has_noise():
+    stochastic = torch.tensor([False, True, True, True, False])
+    assert parse_windows("all", stochastic, 0).steps == range(1, 4)
+    assert {parse_windows("random:2", stochastic, 0).start(step, 0, 0) for step in range(40)} == {1, 2}
+    with pytest.raises(ValueError, match="SIZE at most 3 steps"):
+        parse_windows("random:4", stochastic, 0)
+    with pytest.raises(ValueError, match="no stochastic step"):
+        parse_windows("all", ~ALL, 0)
+    with pytest.raises(ValueError, match="without gaps"):
+        parse_windows("all", torch.tensor([True, False, True]), 0)
+
+
+WRONG = ("", "some", "random", "random:0", "random:6", "slide:2:0", "slide:a", "all:2", "slide:1:2:3", "random:2:3")
+
+
+@pytest.mark.parametrize("text", [*WRONG, "all_iteration", "random_iteration", "all_but_last_iteration:2"])
+def test_a_wrong_window_is_refused(text):
+    with pytest.raises(ValueError, match="sde_window"):
+        parse_windows(text, ALL, seed=0)
+
+
+def pushes(make, steps):
+    """Gradient with respect to the velocity, by step, of windows of one step each."""
+    found = {}
+    for step in steps:
+        trainer = make(sde_window="slide_iteration:1:1", num_sampling_steps=4, kl_weight=0.0, overwrite=True)
+        trainer.validation, trainer.step, trainer.config = None, step, trainer.config
+        batch = trainer.roll_out()
+        assert batch[0].steps.flatten().unique().tolist() == [step]
+        record = trainer.update(batch, trainer.advantages(type("Scores", (), {"total": torch.tensor([0.0, 1, 0, 1])})))
+        found[step] = record["per_step"]["grad_v"][step]
+        trainer.run.close()
+    return found
+
+
+def test_two_windows_push_with_the_ratio_of_the_whole_sampler(make):
+    """With a median over the window, each would have a scale of 1 and push as hard as its noise is small."""
+    found = pushes(make, (0, 2))
+    whole = build_schedule("sage_grpo", flow_sigmas(4, 5.0), 0.5)
+    plain = pushes(lambda **flags: make(use_grad_balancing=False, **flags), (0, 2))
+    scale = equalizer(whole)
+    assert found[0] / found[2] == pytest.approx((scale[0] * plain[0] / (scale[2] * plain[2])).item(), rel=1e-4)
+    assert 0.3 < found[0] / found[2] < 3 < plain[2] / plain[0]
+
+
+class Forwards:
+    """Counts clips and calls of a backbone's velocity."""
+
+    def __init__(self, monkeypatch):
+        plain, self.sizes = Backbone.velocity, []
+        monkeypatch.setattr(Backbone, "velocity", lambda *words: self.sizes.append(len(words[1])) or plain(*words))
+
+
+@pytest.mark.parametrize("size", [None, 1])
+def test_a_shared_way_to_the_window_is_that_of_each_clip(make, monkeypatch, size):
+    """To the bit where each clip runs alone; a group of several clips is rounded as its batch shape has it."""
+    flags = {"sde_window": "slide_iteration:1:1", "num_sampling_steps": 4, "micro_batch_size": size, "overwrite": True}
+    shared = make(same_init_noise=True, **flags)
+    shared.step = 2
+    forwards = Forwards(monkeypatch)
+    batch = shared.roll_out()
+    counted = list(forwards.sizes)
+    monkeypatch.setattr("sage_grpo.train.rollout.Rollouts.begin", begin_each)
+    plain = make(same_init_noise=True, **flags)
+    plain.step = 2
+    each = plain.roll_out()
+    ours, theirs = (torch.cat([t.x for t in found]) for found in (batch, each))
+    if size == 1:
+        assert torch.equal(ours, theirs) and counted == 2 * ([1] * 2 + [1, 1] + [1, 1])  # the second clip: no way there
+    else:
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+        assert counted == 2 * ([1] * 2 + [2] + [2])
+    assert torch.equal(ours[0, 0], ours[1, 0]) and not torch.equal(ours[0, 1], ours[1, 1])
+
+
+def begin_each(self, x, prompts, groups, start):
+    return self.follow(self.levels_before(start), x, self.conditioning(prompts))
+
+
+def test_windows_per_prompt_in_one_forward_are_those_of_each_alone(make, tmp_path):
+    """Prompts of equal length share forwards although their windows differ."""
+    (tmp_path / "three.txt").write_text("".join(f"a {c} circle moving left\n" for c in ("red", "green", "blue")))
+    flags = {"batch_size": 6, "num_generations": 2, "num_sampling_steps": 6, "sde_window": "random:2"}
+    flags |= {"tail_steps": 1, "train_prompts": str(tmp_path / "three.txt"), "overwrite": True, "seed": 4}
+    clips, lines = [], []
+    for together in (1, 3):
+        trainer = make(prompts_per_forward=together, same_init_noise=True, max_steps=1, **flags)
+        trainer.validation, batch = None, trainer.roll_out()
+        assert len(torch.cat([t.steps[:, 0] for t in batch]).unique()) > 1
+        clips.append(torch.cat([t.latents for t in batch]))
+        trainer.train()
+        lines.append(json.loads((trainer.run.path / "metrics.jsonl").read_text().splitlines()[-1]))
+    torch.testing.assert_close(*clips, rtol=1e-4, atol=1e-4)
+    assert lines[0]["policy/ratio_max_deviation"] == lines[1]["policy/ratio_max_deviation"] == 0
+    assert lines[0]["policy/grad_norm"] == pytest.approx(lines[1]["policy/grad_norm"], rel=2e-2)
+
+
+def test_the_tail_is_coarse_and_of_second_order(make, monkeypatch):
+    flags = {"sde_window": "slide_iteration:2:1", "num_sampling_steps": 8, "overwrite": True}
+    trainer = make(tail_steps=3, **flags)
+    forwards = Forwards(monkeypatch)
+    batch = trainer.roll_out()
+    assert forwards.sizes == [2] * (2 + 3) * 2
+    x = batch[0].x[:, -1]
+    sigma = trainer.sampler.sigmas[2].item()
+    u = [sigma / (5 - 4 * sigma) * part for part in (1, 2 / 3, 1 / 3, 0)]
+    levels = [5 * value / (1 + 4 * value) for value in u]
+    lam = [torch.tensor((1 - s) / s).double().log() if s else None for s in levels]
+    before = None
+    for i in range(3):
+        velocity = trainer.backbone.velocity(x, torch.full((2,), levels[i]), batch[0].cond, trainer.guidance)
+        clean = guess = x - levels[i] * velocity
+        if 0 < i < 2:
+            r = (lam[i] - lam[i - 1]) / (lam[i + 1] - lam[i])
+            guess = (1 + 1 / (2 * r)) * clean - 1 / (2 * r) * before
+        ratio = levels[i + 1] / levels[i]
+        x = ratio * x + ((1 - levels[i + 1]) - ratio * (1 - levels[i])) * guess
+        before = clean
+    torch.testing.assert_close(batch[0].latents, x.float(), rtol=1e-4, atol=1e-5)
+    trainer.step = 6  # the window ends with the sampler: nothing is left to do
+    assert torch.equal(trainer.roll_out()[0].latents, trainer.roll_out()[0].x[:, -1])
+
+
+def test_forwards_are_known_before_they_run(make, monkeypatch):
+    trainer = make(sde_window="random:2", num_sampling_steps=6, tail_steps=1, same_init_noise=True, micro_batch_size=1)
+    forwards, expected = Forwards(monkeypatch), []
+    monkeypatch.setattr("sage_grpo.train.trainer.Rollouts.__init__", kept(expected))
+    trainer.roll_out()
+    (rollouts,) = expected
+    assert sum(rollouts.forwards(trainer.micro_batches())) == len(forwards.sizes)
+
+
+def kept(found):
+    from sage_grpo.train.rollout import Rollouts
+
+    plain = Rollouts.__init__
+
+    def begin(self, *words, **named):
+        found.append(self)
+        plain(self, *words, **named)
+
+    return begin
