@@ -4,8 +4,8 @@
 #   bash run_post_train.sh [--dry_run] [flags of post_train.py, which override everything]
 #
 # Checks this machine first: GPUs, driver, memory, disk, model, reward; SKIP_CHECKS=1 leaves that out.
-# Values come from configs/hunyuan15_8gpu.yaml: the published command except for the KL weight; for the exact published
-# one, set CONFIG=configs/hunyuan15_8gpu_published.yaml. CONFIG, NUM_GPUS, OUTPUT_DIR, MODEL_ROOT, LEARNING_RATE and
-# more in the environment override them: docs/multinode.md lists them all.
+# Values come from configs/hunyuan15_8gpu.yaml: the published command with another KL weight, cheaper rollouts and larger
+# batches; for the exact published one, set CONFIG=configs/hunyuan15_8gpu_published.yaml. CONFIG, NUM_GPUS, OUTPUT_DIR,
+# MODEL_ROOT, LEARNING_RATE and more in the environment override them: docs/multinode.md lists them all.
 set -euo pipefail
 exec env NNODES=1 NODE_RANK=0 bash "$(dirname "$0")/scripts/post_train/train_grpo.sh" "$@"

@@ -19,7 +19,7 @@ from sage_grpo.tools.calibration import DRAWN_DEFECTS, drawn_clips, measure, ord
 from sage_grpo.tools.paired import aligned
 from sage_grpo.tools.plan import plan_of, remedies
 from sage_grpo.tools.plan_memory import fits, peak
-from sage_grpo.tools.plan_model import Plan
+from sage_grpo.tools.plan_model import Plan, few_prompts
 from sage_grpo.train.metrics import UpdateStats
 from sage_grpo.train.rollout import Trajectory, num_trained
 from sage_grpo.train.trainer import Trainer
@@ -62,6 +62,8 @@ def check_batch(trainer: Trainer) -> Iterator[Finding]:
     text += f"{trained} of {c.num_sampling_steps} denoising steps are trained, "
     text += f"{pairs} (video, step) pairs in each optimizer step"
     yield Finding("batch", "ok", text)
+    if few := few_prompts(c.gradient_accumulation_steps * videos // c.num_generations):
+        yield Finding("batch", "note", few)
 
 
 def check_plan(trainer: Trainer) -> Iterator[Finding]:

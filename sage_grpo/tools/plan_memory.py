@@ -24,7 +24,7 @@ def memory(plan: Plan) -> dict[str, dict[str, float]]:
     anchored = c.trust_region.anchor is not None
     on_gpu = anchored and (c.use_lora or not c.reference_mode_offload)
     swapped = 0.0 if c.use_lora else mine * master
-    states = (2 + anchored) * c.num_sampling_steps + 1
+    states = (2 + anchored) * plan.windows.size + 2
     rewards = [*plan.rewards, (0.0, 0.0, 0.0)]
     return {
         "weights": at(base),

@@ -17,9 +17,10 @@ from sage_grpo.parallel.ranks import check_layout
 from sage_grpo.rewards import ALIASES
 from sage_grpo.train.rollout import num_trained
 from sage_grpo.train.validation import validation_sampling
-from sage_grpo.train.windows import parse_windows
+from sage_grpo.train.windows import Windows, parse_windows
 
 BYTES = {"fp32": 4, "bf16": 2}
+ENOUGH = 8  # prompts of an update
 
 
 @dataclass(frozen=True)
@@ -116,10 +117,23 @@ class Plan:
         return 1 if math.isclose(self.config.guidance_scale, 1.0) else 2
 
     @cached_property
-    def trained_steps(self) -> int:
+    def windows(self) -> Windows:
         c = self.config
         sampler = build_schedule(c.sde_type, flow_sigmas(c.num_sampling_steps, c.timestep_shift), c.eta)
-        return num_trained(parse_windows(c.sde_window, sampler.stochastic, c.seed).size, c.timestep_fraction)
+        return parse_windows(c.sde_window, sampler.stochastic, c.seed)
+
+    @property
+    def trained_steps(self) -> int:
+        return num_trained(self.windows.size, self.config.timestep_fraction)
+
+    @property
+    def ode_steps(self) -> tuple[float, float]:
+        """Denoising steps before and after the window, averaged over its places."""
+        c, w = self.config, self.windows
+        before = [w.first + place for place in range(w.places)]
+        after = [c.num_sampling_steps - start - w.size for start in before]
+        after = [min(left, c.tail_steps) for left in after] if c.tail_steps else after
+        return sum(before) / w.places, sum(after) / w.places
 
     @property
     def anchored(self) -> float:
@@ -149,8 +163,11 @@ class Plan:
         return self.config.batch_size // self.micro_batch
 
     @property
-    def rollout_passes(self) -> int:
-        return self.slices * self.branches * self.config.num_sampling_steps
+    def rollout_passes(self) -> float:
+        """Forwards of a micro-batch per iteration; a way to the window that a group shares counts as one clip's."""
+        c, (before, after) = self.config, self.ode_steps
+        ways = math.ceil(c.batch_size / c.num_generations) / self.micro_batch if c.same_init_noise else self.slices
+        return self.branches * (ways * before + self.slices * (self.windows.size + after))
 
     @property
     def training_passes(self) -> int:
@@ -172,6 +189,14 @@ class Plan:
     @property
     def clips_per_gpu_hour(self) -> float:
         return 3600 * self.clips / self.gpus / sum(times(self).values())
+
+
+def few_prompts(prompts: int) -> str:
+    """What to say about an update of so few prompts; empty if they are enough."""
+    if prompts >= ENOUGH:
+        return ""
+    text = f"{prompts} prompt(s) per update: below {ENOUGH}, reward was gained at the price of what prompts ask for"
+    return f"{text} (docs/efficiency.md); raise gradient_accumulation_steps"
 
 
 def compute_time(plan: Plan, backward: bool = False) -> float:

@@ -122,7 +122,7 @@ def test_command_says_what_a_validation_costs(capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     found = {}
     for count in (4, 8, 64):
-        flags = f"--config configs/hunyuan15_1gpu_lora.yaml --validation_interval 100 --num_validation_prompts {count}"
+        flags = f"--config configs/hunyuan15_1gpu_lora.yaml --validation_interval 96 --num_validation_prompts {count}"
         (line,) = [line for line in run(capsys, flags)[1].splitlines() if line.startswith("validation: ")]
         assert line.endswith(f"{count} clips, 121 frames of 480 x 848, 50 steps, shift 5, guidance 6")
         found[count] = float(line.split()[1])

@@ -14,8 +14,8 @@ import pytest
 from PIL import Image
 
 from sage_grpo.runs.history import RunHistory, read_run
-from sage_grpo.tools.paired import compare, number
-from sage_grpo.tools.report import clip_cards, hacking, main, page, print_summary, troubles, write_report
+from sage_grpo.tools.paired import choose_pairs, compare, number
+from sage_grpo.tools.report import MOST_PROMPTS, hacking, main, page, print_summary, troubles, write_report
 from sage_grpo.tools.report_figures import draw_map, panel, phase_seconds
 from tests.tools.fake_run import make_run, read_lines, run_line, train_line, write_lines
 
@@ -95,11 +95,12 @@ def test_clips_without_a_video_are_counted_and_not_shown(copy):
         if file.name not in [path.name for path in kept]:
             file.unlink()
     comparison = compare(read_run(copy))
-    shown = [card[side]["path"].name for card in clip_cards(comparison) for side in ("before", "after")]
+    shown = [clip.path.name for pair in choose_pairs(comparison.pairs, MOST_PROMPTS) for clip in pair]
     assert shown == [path.name for path in kept for _ in range(2)] and len(comparison.pairs) == 14
     for path in kept:
         path.unlink()
-    assert clip_cards(compare(read_run(copy))) == []
+    text = page(read_run(copy))
+    assert "14 clips of held-out prompts" in text and "<video" not in text
 
 
 def test_numbers_of_the_table(whole, text):

@@ -6,6 +6,8 @@ import torch
 from sage_grpo.flags import from_values
 from sage_grpo.parallel.fsdp import local_shard, rows, units
 from sage_grpo.train import build
+from sage_grpo.train.rollout import prompt_positions
+from sage_grpo.train.windows import parse_windows
 from tests.dist import run_ranks
 from tests.train.iterations import in_fp64, next_gradients
 
@@ -49,6 +51,11 @@ def expected():
     return {}
 
 
+# two groups, whose windows begin at different steps, so that ranks run the model differently often
+WINDOWS = {"num_generations": 2, "num_sampling_steps": 5, "sde_window": "random:2", "seed": 2}
+WINDOWS |= {"same_init_noise": True, "tail_steps": 1}
+
+
 def values_of(flags, use_lora, layout):
     return (
         flags
@@ -75,11 +82,11 @@ def values_of(flags, use_lora, layout):
     )
 
 
-def run(flags, use_lora, name, error=None):
+def run(flags, use_lora, name, error=None, **changes):
     world, layout = LAYOUTS[name]
     words = {"sp_size": layout.get("sp_size", 1), "sharded": layout.get("enable_fsdp", False)}
     words |= {"replicas": layout.get("dp_replicate", 1)}
-    return run_ranks(world, gradients, values_of(flags, use_lora, layout), error, **words)
+    return run_ranks(world, gradients, values_of(flags, use_lora, layout) | changes, error, **words)
 
 
 def of_one_process(expected, flags, use_lora):
@@ -106,6 +113,21 @@ def test_gradients_of_an_iteration_are_those_of_one_process(flags, expected, use
         torch.testing.assert_close(found_advantages, advantages, rtol=1e-8, atol=1e-8)
         assert found_kl == pytest.approx(kl, rel=1e-8)
         assert found.keys() == wanted.keys() and deviation(found, wanted) < 1e-8
+
+
+@pytest.mark.parametrize("name", ["dp2", "sp2", "fsdp2", "fsdp2 x sp2", "hsdp 2 x 2"])
+def test_windows_of_prompts_are_those_of_one_process(flags, expected, name):
+    """Under FSDP ranks wait for each other in every forward; the one with fewer runs idle ones."""
+    windows = parse_windows(WINDOWS["sde_window"], torch.ones(5, dtype=torch.bool), WINDOWS["seed"])
+    first, second = prompt_positions(0, 2, 3, WINDOWS["seed"])
+    assert windows.start(0, first, 0) != windows.start(0, second, 0)
+    if "windows" not in expected:
+        (expected["windows"],) = run(flags, True, "one", **WINDOWS)
+    wanted, kl, advantages = expected["windows"]
+    assert kl > 0 and advantages.abs().max() > 0.5
+    for found, found_kl, found_advantages in run(flags, True, name, **WINDOWS):
+        torch.testing.assert_close(found_advantages, advantages, rtol=1e-8, atol=1e-8)
+        assert found_kl == pytest.approx(kl, rel=1e-8) and deviation(found, wanted) < 1e-8
 
 
 def test_a_wrong_reduction_is_seen(flags, expected):
