@@ -17,7 +17,6 @@ from embedded.training import Recorder, forget, warm_cosine
 from sage_grpo.models.hunyuan15.vae import allow_batches, convolve_in_2d
 
 FRAMES = 9
-KL_WEIGHT = 1e-5  # keeps the latents near a unit Gaussian
 OBJECT_WEIGHT = 8.0  # objects cover a tenth of a frame; unweighted, their colors are learned last
 BORDER = 2  # pixels around an object that weigh as much: edges stay sharp
 ENCODED = 512  # clips per batch when no gradient is needed
@@ -46,9 +45,14 @@ class Step:
     """One optimizer step on reconstruction (L1 + L2) with a small KL, over static buffers."""
 
     def __init__(
-        self, vae: AutoencoderKLHunyuanVideo15, optimizer: torch.optim.Optimizer, clips: Tensor, weight: Tensor
+        self,
+        vae: AutoencoderKLHunyuanVideo15,
+        optimizer: torch.optim.Optimizer,
+        clips: Tensor,
+        weight: Tensor,
+        kl_weight: float,
     ) -> None:
-        self.vae, self.optimizer = vae, optimizer
+        self.vae, self.optimizer, self.kl_weight = vae, optimizer, kl_weight
         self.clips, self.weight = clips.clone(), weight.clone()
         with torch.no_grad():
             self.noise = torch.zeros_like(vae.encode(clips).latent_dist.mean)
@@ -59,7 +63,7 @@ class Step:
         posterior = self.vae.encode(self.clips).latent_dist
         gap = self.vae.decode(posterior.mean + posterior.std * self.noise).sample - self.clips
         kl = 0.5 * (posterior.mean.square() + posterior.var - 1 - posterior.logvar).mean()
-        loss = (self.weight * (gap.abs() + gap.square())).mean() / self.weight.mean() + KL_WEIGHT * kl
+        loss = (self.weight * (gap.abs() + gap.square())).mean() / self.weight.mean() + self.kl_weight * kl
         loss.backward()
         nn.utils.clip_grad_norm_(self.vae.parameters(), 1.0)
         self.optimizer.step()
@@ -83,7 +87,7 @@ def train_vae(vae: AutoencoderKLHunyuanVideo15, args: argparse.Namespace, genera
     clips, weights = (torch.cat(parts) for parts in zip(*drawn, strict=True))
     lr = torch.zeros((), device=device)
     optimizer = torch.optim.AdamW(vae.parameters(), lr, betas=(0.9, 0.99), capturable=lr.is_cuda)
-    step = Step(vae, optimizer, clips[: args.vae_batch] / 127.5 - 1, weights[: args.vae_batch])
+    step = Step(vae, optimizer, clips[: args.vae_batch] / 127.5 - 1, weights[: args.vae_batch], args.vae_kl)
     replay = Recorder(device)(step)
     forget(optimizer)
     bar = tqdm(range(args.vae_steps), "VAE", unit="step", mininterval=5)

@@ -280,6 +280,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--vae_layers", type=int, default=1, help="layers per VAE block")
     parser.add_argument("--latents", type=int, default=16, help="channels of a latent")
     parser.add_argument("--vae_clips", type=int, default=16384, help="rendered clips that the VAE learns from")
+    parser.add_argument("--vae_kl", type=float, default=1e-5, help="keeps latents near a unit Gaussian")
     parser.add_argument("--misnamed", choices=ATTRIBUTES, default="colour", help="what captions say wrongly")
     parser.add_argument("--wrong", type=float, default=0.0, help="share of the captions that do")
     parser.add_argument("--vae_steps", type=int, default=3200)

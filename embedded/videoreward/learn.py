@@ -46,7 +46,7 @@ TEXT = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 4, "nu
         "num_key_value_heads": 2, "initializer_range": 0.05,
         "rope_scaling": {"type": "mrope", "mrope_section": [4, 4, 4]}}  # fmt: skip
 VISION = {"depth": 4, "embed_dim": 96, "num_heads": 4, "initializer_range": 0.05}
-HELD_PAIRS = 2048
+HELD_CLIPS, HELD_PAIRS = 512, 2048  # per source, and in all
 FRAMES = 8  # of a clip that are seen; two make a token
 IGNORED = -100
 
@@ -250,11 +250,12 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--model", type=Path, default=Path("assets/tiny"), help="its VAE and samples are judged too")
     parser.add_argument("--output", type=Path, default=Path("assets/tiny/VideoReward"))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--clips", type=int, default=8192, help="clips per source; an eighth as many are held out")
-    parser.add_argument("--pairs", type=int, default=65536)
+    parser.add_argument("--clips", type=int, default=16384, help="rendered, damaged and reconstructed clips, each")
+    parser.add_argument("--sampled", type=int, default=4096, help="clips sampled from the model")
+    parser.add_argument("--pairs", type=int, default=524288)
     parser.add_argument("--pixels", type=int, default=56 * 56)
-    parser.add_argument("--caption_steps", type=int, default=2000)
-    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--caption_steps", type=int, default=6000)
+    parser.add_argument("--steps", type=int, default=12000)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--lr", type=float, default=1e-3, help="for captions")
     parser.add_argument("--pair_lr", type=float, default=1e-4, help="for pairs, whose labels tell far less")
@@ -266,10 +267,9 @@ def main(words: Sequence[str] | None = None) -> None:
     args = arguments().parse_args(words)
     started, device = time.time(), torch.device(args.device)
     backbone = open_backbone(args.model, device)
-    pool, held = (
-        build_pool(backbone, dict.fromkeys(SOURCES, count), seed, device)
-        for count, seed in ((args.clips, 2 * args.seed), (args.clips // 8, 2 * args.seed + 1))
-    )
+    counts = dict.fromkeys(SOURCES, args.clips) | {"sampled": args.sampled}
+    pool = build_pool(backbone, counts, 2 * args.seed, device)
+    held = build_pool(backbone, {name: HELD_CLIPS for name in counts}, 2 * args.seed + 1, device)
     print(f"{len(pool.clips)} + {len(held.clips)} clips after {time.time() - started:.0f} s", flush=True)
     with tempfile.TemporaryDirectory() as draft:
         folder = Path(draft) / "VideoReward"

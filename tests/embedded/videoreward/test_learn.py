@@ -9,7 +9,7 @@ from embedded.videoreward import learn, pool
 from sage_grpo.rewards.videoalign import VideoAlign
 from sage_grpo.rewards.videoalign_folder import check_folder
 
-FEW = "--clips 16 --pairs 32 --caption_steps 2 --steps 2 --batch 4 --device cpu"
+FEW = "--clips 16 --sampled 16 --pairs 32 --caption_steps 2 --steps 2 --batch 4 --device cpu"
 GRID = (4, 4, 4)  # of 8 frames of 56 x 56
 PROMPTS = ["a small red circle moving left", 'a large cyan letter "T" moving up fast on a white background']
 
@@ -21,6 +21,7 @@ def trained(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pool, "SAMPLERS", pool.SAMPLERS[:1])
         patch.setattr(learn, "HELD_PAIRS", 16)
+        patch.setattr(learn, "HELD_CLIPS", 16)
         plain = learn.train
         patch.setattr(learn, "train", lambda judge, *rest: kept.append(judge) or plain(judge, *rest))
         learn.main(["--output", str(folder), *FEW.split()])
