@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 # spinning threads slow down a busy machine tenfold
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: venv demo study figures test golden chaos lint clean
+.PHONY: venv demo demo-gpu study figures test golden chaos lint clean
 
 venv: $(STAMP)
 
@@ -20,6 +20,9 @@ $(STAMP): requirements.txt requirements-dev.txt requirements-ocr.txt pyproject.t
 
 demo: venv
 	$(BIN)/python post_train.py --config configs/tiny_cpu.yaml --overwrite
+
+demo-gpu: venv
+	$(BIN)/python post_train.py --config configs/tiny_gpu.yaml --device cuda --overwrite
 
 study: venv
 	$(BIN)/python -m studies.sde_study --output outputs/sde_study

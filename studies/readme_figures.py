@@ -10,6 +10,7 @@ import json
 import sys
 from pathlib import Path
 
+import imageio.v2 as imageio
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
@@ -19,6 +20,7 @@ from sage_grpo.runs.media import read_mp4
 from sage_grpo.tools.report_figures import BLUE, GREEN, GREY, STYLE, draw_curve
 
 EVERY, FRAMES = 16, 4  # prompt stride, and frames shown per clip
+ENLARGED, MOTION_FPS = 3, 6  # of the GIF
 CURVES = {
     "reward/total": ("reward, which is trained", BLUE),
     "gold/match": ("gold: share of clips that match their prompt", GREEN),
@@ -41,6 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
     args.output.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context(fname=STYLE):
         before_after(args.run, steps[0], steps[-1]).savefig(args.output / "before_after.png", dpi=110)
+        write_motion(args.output / "before_after.gif", args.run, steps[0], steps[-1])
         curves(run).savefig(args.output / "demo_curves.png", dpi=130)
 
 
@@ -59,6 +62,19 @@ def before_after(folder: Path, first: int, last: int) -> Figure:
             ax.axis("off")
         row[0].text(0, 1.22, pair[0]["prompt"], transform=row[0].transAxes, fontsize=9)
     return figure
+
+
+def write_motion(path: Path, folder: Path, first: int, last: int) -> None:
+    """The same clips in motion: those before in the upper row, those after in the lower one."""
+    rows = []
+    for step in (first, last):
+        side = folder / "validation" / f"step-{step:06d}"
+        records = json.loads((side / "clips.json").read_text(encoding="utf-8"))[::EVERY]
+        clips = [read_mp4(side / record["file"])[0] for record in records]
+        edges = [np.pad(clip, ((0, 0), (2, 2), (2, 2), (0, 0)), constant_values=255) for clip in clips]
+        rows.append(np.concatenate(edges, axis=2))
+    frames = np.concatenate(rows, axis=1).repeat(ENLARGED, axis=1).repeat(ENLARGED, axis=2)
+    imageio.mimwrite(path, list(frames), duration=1000 / MOTION_FPS, loop=0)
 
 
 def curves(run: RunHistory) -> Figure:

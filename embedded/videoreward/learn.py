@@ -269,7 +269,7 @@ def main(words: Sequence[str] | None = None) -> None:
     backbone = open_backbone(args.model, device)
     counts = dict.fromkeys(SOURCES, args.clips) | {"sampled": args.sampled}
     pool = build_pool(backbone, counts, 2 * args.seed, device)
-    held = build_pool(backbone, {name: HELD_CLIPS for name in counts}, 2 * args.seed + 1, device)
+    held = build_pool(backbone, dict.fromkeys(counts, HELD_CLIPS), 2 * args.seed + 1, device)
     print(f"{len(pool.clips)} + {len(held.clips)} clips after {time.time() - started:.0f} s", flush=True)
     with tempfile.TemporaryDirectory() as draft:
         folder = Path(draft) / "VideoReward"

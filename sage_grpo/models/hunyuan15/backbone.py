@@ -26,7 +26,8 @@ from sage_grpo.models.weights import Weights, load_model
 
 MOST_POSITIONS = 1 << 24  # of a clip; 720p has 110,000
 TIMESTEPS = 1000  # the model's timestep is TIMESTEPS * sigma
-DECODED = 512  # latent positions decoded together: small clips in batches, which is faster, large ones one by one
+# latent positions decoded together: small clips in batches, which is faster, large ones one by one
+DECODED = {"cpu": 512, "cuda": 4096}
 
 
 class Hunyuan15(Backbone):
@@ -71,7 +72,7 @@ class Hunyuan15(Backbone):
 
         Raises BrokenClip if any clip has non-finite pixels.
         """
-        together = max(1, DECODED // latents[0, 0].numel())
+        together = max(1, DECODED[self.vae.device.type] // latents[0, 0].numel())
         return torch.cat([self._decode(part) for part in latents.split(together)])
 
     def _decode(self, latents: Tensor) -> Tensor:

@@ -1,0 +1,27 @@
+"""The figures of the README: drawn from a run, from every sixteenth prompt."""
+
+import imageio.v2 as imageio
+import pytest
+
+from studies import readme_figures
+from tests.tools.fake_run import make_run
+
+
+def test_the_figures_are_drawn_from_the_first_and_the_last_validation(tmp_path):
+    folder = make_run(tmp_path / "run", iterations=2, every=2, prompts=17)
+    readme_figures.main([str(folder), "--output", str(tmp_path)])
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "run",
+        "before_after.png",
+        "before_after.gif",
+        "demo_curves.png",
+    }
+    frames = imageio.mimread(tmp_path / "before_after.gif")
+    side = 3 * (32 + 4)  # pixels and borders, enlarged
+    assert len(frames) == 9 and frames[0].shape[:2] == (2 * side, 2 * side)
+
+
+def test_a_run_without_a_validation_at_the_start_is_refused(tmp_path):
+    folder = make_run(tmp_path / "run", iterations=1, every=50, prompts=2)
+    with pytest.raises(SystemExit, match="two are needed: validate_at_step0 True"):
+        readme_figures.main([str(folder), "--output", str(tmp_path)])
