@@ -160,10 +160,9 @@ def _mapping(raw: Any) -> dict[str, Any]:
 
 
 def _boolean(raw: Any) -> bool:
-    values = {"true": True, "false": False}
-    if str(raw).lower() not in values:
+    if (text := str(raw).lower()) not in ("true", "false"):
         raise ValueError("it must be True or False")
-    return values[str(raw).lower()]
+    return text == "true"
 
 
 def _whole(raw: Any) -> int:

@@ -29,8 +29,10 @@ def read_tensors(source: Path) -> Any:
 def convert(source: Path, tensors_of: Callable[[Any], dict[str, Tensor]] = dict) -> str:
     """Write `source` as safetensors unless already done; returns which. `tensors_of` selects and names the tensors."""
     target, sha256 = source.with_suffix(".safetensors"), file_sha256(source)
-    if target.is_file() and _made_from(target) == sha256:
-        return f"{target} is up to date"
+    if target.is_file():
+        with safe_open(target, "pt") as file:
+            if (file.metadata() or {}).get("source_sha256") == sha256:
+                return f"{target} is up to date"
     tensors = tensors_of(read_tensors(source))
     if not tensors:
         raise ValueError(f"{source} holds none of the expected tensors; download it again.")
@@ -40,8 +42,3 @@ def convert(source: Path, tensors_of: Callable[[Any], dict[str, Tensor]] = dict)
     save_file(copies, draft, metadata={"format": "pt", "source": source.name, "source_sha256": sha256})
     os.replace(draft, target)
     return f"wrote {target}, {len(tensors)} tensors, from {source.name} with sha256 {sha256}"
-
-
-def _made_from(target: Path) -> str | None:
-    with safe_open(target, "pt") as file:
-        return (file.metadata() or {}).get("source_sha256")

@@ -18,7 +18,11 @@ def open_backbone(folder: str | Path, *args: Any, complete: bool = True, **kwarg
 
     Without `complete`, a folder that does not exist stands for the full-size model, with sizes but no weights.
     """
-    backbone = plugins.load(BACKBONES, pipeline_of(Path(folder)))(folder, *args, **kwargs)
+    index = Path(folder) / "model_index.json"
+    name = read_object(index).get("_class_name", DEFAULT) if index.is_file() else DEFAULT
+    if name not in list(BACKBONES):
+        raise ValueError(f"{index} names {name!r}, which cannot be trained here; choose one of {', '.join(BACKBONES)}")
+    backbone = plugins.load(BACKBONES, name)(folder, *args, **kwargs)
     if complete:
         backbone.check()
     return backbone
@@ -29,12 +33,3 @@ def device_for(wanted: str, folder: str | Path, version: str | None = None) -> s
     from sage_grpo.parallel.device import choose_device  # imports torch
 
     return choose_device(wanted, lambda: open_backbone(folder, version=version).architecture().parameters)
-
-
-def pipeline_of(folder: Path) -> str:
-    """The row of BACKBONES for a folder: the class that its `model_index.json` names."""
-    index = folder / "model_index.json"
-    name = read_object(index).get("_class_name", DEFAULT) if index.is_file() else DEFAULT
-    if name not in list(BACKBONES):
-        raise ValueError(f"{index} names {name!r}, which cannot be trained here; choose one of {', '.join(BACKBONES)}")
-    return name

@@ -92,9 +92,7 @@ def _parted_backward(
 
 
 @_parted_backward.register_fake
-def _(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, total: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.new_empty(x.shape) for x in (query, key, value))
 
 
@@ -103,18 +101,11 @@ def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -
     ctx.mark_non_differentiable(output[1])
 
 
-def _gradients(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Tensor, ...]:
-    return _parted_backward(gradient, *ctx.saved_tensors)
-
-
-_parted.register_autograd(_gradients, setup_context=_keep)
-KEPT = {  # operators whose outputs selective checkpointing keeps: attention
-    torch.ops.sage_grpo.parted_attention.default,
-    *(
-        getattr(aten, f"_scaled_dot_product_{name}").default
-        for name in ("cudnn_attention", "flash_attention", "efficient_attention", "flash_attention_for_cpu")
-    ),
-}
+_parted.register_autograd(lambda ctx, out, _: _parted_backward(out, *ctx.saved_tensors), setup_context=_keep)
+KERNELS = ("cudnn_attention", "flash_attention", "efficient_attention", "flash_attention_for_cpu")
+# operators whose outputs selective checkpointing keeps: attention
+KEPT = {getattr(aten, f"_scaled_dot_product_{name}").default for name in KERNELS}
+KEPT.add(torch.ops.sage_grpo.parted_attention.default)
 
 
 def _products(a: Tensor, b: Tensor) -> Tensor:

@@ -72,10 +72,8 @@ def init_adapters(transformer: nn.Module, seed: int) -> None:
 
 def adapter_parameters(transformer: nn.Module, adapter: str) -> dict[str, nn.Parameter]:
     """Parameters of one adapter, with its name removed from the keys: both adapters have equal keys."""
-    part = f".{adapter}."
-    return {
-        name.replace(part, "."): p for name, p in transformer.named_parameters() if part in name and "lora_" in name
-    }
+    part, named = f".{adapter}.", transformer.named_parameters()
+    return {name.replace(part, "."): p for name, p in named if part in name and "lora_" in name}
 
 
 def use_adapter(transformer: Denoiser, adapter: str) -> None:
@@ -90,9 +88,8 @@ def adapter_file(transformer: Denoiser, adapter: str) -> TensorFile:
     """A copy of an adapter in diffusers format, on the host. All ranks of a sharded model must call."""
     tensors = {n: host_copy(full_tensor(p)) for n, p in adapter_parameters(transformer, adapter).items()}
     config = {k: sorted(v) if isinstance(v, set) else v for k, v in transformer.peft_config[adapter].to_dict().items()}
-    return TensorFile(
-        tensors, {"format": "pt", LORA_ADAPTER_METADATA_KEY: json.dumps(config, indent=2, sort_keys=True)}
-    )
+    about = {LORA_ADAPTER_METADATA_KEY: json.dumps(config, indent=2, sort_keys=True)}
+    return TensorFile(tensors, {"format": "pt"} | about)
 
 
 def read_adapter(file: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:

@@ -31,15 +31,13 @@ def shards(tensors: Mapping[str, Tensor], starts: Mapping[str, int]) -> TensorFi
 
 def open_shards(checkpoint: Path) -> dict[str, Weights]:
     """The tensors of all rank files of a checkpoint, by part and name."""
-    found: dict[str, list[tuple[int, Piece]]] = {}
+    found: dict[str, dict[str, list[tuple[int, Piece]]]] = {part: {} for part in PARTS}
     for path in sorted((checkpoint / FOLDER).glob("rank-*.safetensors")):
         file = open_safetensors(path)
         for name, start in _starts(path, file).items():
-            found.setdefault(name, []).append((start, Piece.whole(file, name)))
-    parts: dict[str, dict[str, list[Piece]]] = {part: {} for part in PARTS}
-    for name, pieces in found.items():
-        part, _, rest = name.partition("/")
-        parts.setdefault(part, {})[rest] = _in_order(name, pieces)
+            part, _, rest = name.partition("/")
+            found.setdefault(part, {}).setdefault(rest, []).append((start, Piece.whole(file, name)))
+    parts = {part: {n: _in_order(f"{part}/{n}", pieces) for n, pieces in found[part].items()} for part in found}
     return {part: Weights(checkpoint, tensors) for part, tensors in parts.items()}
 
 

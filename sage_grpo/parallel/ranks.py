@@ -221,7 +221,8 @@ def join_ranks(
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **alone)
     try:
         mesh = init_device_mesh(device.type, (world // sp_size, sp_size), mesh_dim_names=("dp", "sp"))
-        shards = shard_mesh(device.type, world, replicas) if sharded else None
+        axes = {"replicate": replicas, "shard": world // replicas} if replicas > 1 else {"shard": world}
+        shards = init_device_mesh(device.type, (*axes.values(),), mesh_dim_names=(*axes,)) if sharded else None
         yield Ranks(rank // sp_size, world // sp_size, device, rank % sp_size, sp_size, mesh, shards)
     finally:
         dist.destroy_process_group()
@@ -238,9 +239,3 @@ def check_layout(world: int, sp_size: int, sharded: bool, replicas: int) -> None
             f"dp_replicate is {replicas}; each of the replicas must have an equal part of the {world} processes, "
             f"a multiple of sp_size ({sp_size})"
         )
-
-
-def shard_mesh(device: str, world: int, replicas: int) -> DeviceMesh:
-    if replicas == 1:
-        return init_device_mesh(device, (world,), mesh_dim_names=("shard",))
-    return init_device_mesh(device, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))

@@ -47,9 +47,8 @@ class ClipScore:
         rates = video_frames.check_clips(clips, prompts, fps)
         frames = [self._pixels(clip, rate) for clip, rate in zip(clips, rates, strict=True)]
         images = self.model.get_image_features(torch.cat(frames).to(self.model.dtype)).pooler_output  # (N, D)
-        tokens = self.tokenizer(
-            list(prompts), padding=True, truncation=True, max_length=MAX_TOKENS, return_tensors="pt"
-        ).to(self.device)
+        limits = {"padding": True, "truncation": True, "max_length": MAX_TOKENS}
+        tokens = self.tokenizer(list(prompts), return_tensors="pt", **limits).to(self.device)
         texts = self.model.get_text_features(**tokens).pooler_output  # (B, D)
         counts = [len(part) for part in frames]
         repeated = texts.repeat_interleave(torch.tensor(counts, device=self.device), 0)

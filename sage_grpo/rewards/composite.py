@@ -38,14 +38,15 @@ class Composite:
         self.rewards, self.batch_size, self.timeout = dict(rewards), batch_size, timeout
         if weights is None:
             weights = {name: dict.fromkeys(reward.names, 1.0) for name, reward in rewards.items()}
-        self.weights = _flat_weights(self.rewards, weights)
+        self.weights = {self._label(*key): weight for key, weight in _flat_weights(self.rewards, weights).items()}
         self.on_batch: Callable[[], None] = lambda: None  # called before each batch is scored
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(
-            _label(self.rewards, name, score) for name, reward in self.rewards.items() for score in reward.names
-        )
+        return tuple(self._label(name, score) for name, reward in self.rewards.items() for score in reward.names)
+
+    def _label(self, name: str, score: str) -> str:
+        return score if len(self.rewards) == 1 else f"{name}.{score}"
 
     def check(self, prompts: Sequence[str]) -> None:
         for reward in self.rewards.values():
@@ -74,7 +75,7 @@ class Composite:
                     errors.append(f"{name}: {type(error).__name__}: {error}")
                     continue
                 for score, values in scores.items():
-                    named[_label(self.rewards, name, score)][rows] = values
+                    named[self._label(name, score)][rows] = values
         total = self.total(named)
         lost = int((~total.isfinite()).sum()) - (len(clips) - len(there))
         if lost and not errors:
@@ -93,14 +94,11 @@ def _checked(reward: Reward, scores: Mapping[str, Tensor], count: int) -> dict[s
     return {name: torch.where(value.isfinite(), value, math.nan) for name, value in values.items()}
 
 
-def _label(rewards: Mapping[str, Reward], name: str, score: str) -> str:
-    return score if len(rewards) == 1 else f"{name}.{score}"
-
-
-def _flat_weights(rewards: Mapping[str, Reward], weights: Mapping[str, Any]) -> dict[str, float]:
+def _flat_weights(rewards: Mapping[str, Reward], weights: Mapping[str, Any]) -> dict[tuple[str, str], float]:
+    """Weights by reward and score."""
     if len(rewards) == 1 and not set(weights) <= set(rewards):
         weights = dict.fromkeys(rewards, weights)
-    flat: dict[str, float] = {}
+    flat: dict[tuple[str, str], float] = {}
     for name in weights:
         if name not in rewards:
             raise ValueError(f"reward_weights names {name}; the rewards are {', '.join(rewards)}")
@@ -115,7 +113,7 @@ def _flat_weights(rewards: Mapping[str, Reward], weights: Mapping[str, Any]) -> 
                 raise ValueError(f"reward_weights names {score}; {name} has the scores {', '.join(reward.names)}")
             if not isinstance(weight, (int, float)) or not math.isfinite(weight):
                 raise ValueError(f"reward_weights gives {score} the weight {weight!r}; it must be a number")
-            flat[_label(rewards, name, score)] = float(weight)
+            flat[name, score] = float(weight)
     if not any(flat.values()):
         raise ValueError("reward_weights are all 0: nothing to learn from")
     return flat

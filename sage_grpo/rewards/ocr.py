@@ -39,12 +39,11 @@ class OcrReward:
 
     def score(self, clips: Sequence[Tensor], prompts: Sequence[str], fps: float | Sequence[float]) -> dict[str, Tensor]:
         rates = video_frames.check_clips(clips, prompts, fps)
-        means = [self._clip(*one) for one in zip(clips, map(wanted_text, prompts), rates, strict=True)]
+        means = []
+        for clip, wanted, rate in zip(clips, map(wanted_text, prompts), rates, strict=True):
+            frames = clip[video_frames.sample_indices(len(clip), rate, self.sample_fps).to(clip.device)].cpu()
+            means.append(sum(likeness(self.read(frame), wanted) for frame in frames) / len(frames))
         return {"ocr": torch.tensor(means)}
-
-    def _clip(self, clip: Tensor, wanted: str, fps: float) -> float:
-        frames = clip[video_frames.sample_indices(len(clip), fps, self.sample_fps).to(clip.device)].cpu()
-        return sum(likeness(self.read(frame), wanted) for frame in frames) / len(frames)
 
     def read(self, frame: Tensor) -> str:
         """All text in a uint8 frame (H, W, 3), lowercase, without spaces."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from sage_grpo.background import within
 from sage_grpo.json_files import printable
 from sage_grpo.rewards.base import Setup
-from sage_grpo.rewards.wire import WireError, is_number, pack, read_json, read_token, total_bytes
+from sage_grpo.rewards.wire import WireError, is_number, pack, read_json, read_token
 
 if TYPE_CHECKING:
     import httpx2  # imported at run time only where used: it takes 0.1 s
@@ -56,9 +56,10 @@ class RemoteReward:
     def score(self, clips: Sequence[Tensor], prompts: Sequence[str], fps: float) -> dict[str, Tensor]:
         """Scores (B,) fp64; NaN for clips that the server could not score, an error if it scored none."""
         parts = pack(clips, prompts, fps)
-        if len(clips) > self.limits[0] or total_bytes(parts) > self.limits[1]:
+        size = sum(map(len, parts))
+        if len(clips) > self.limits[0] or size > self.limits[1]:
             raise RemoteError(
-                f"{len(clips)} clips of {total_bytes(parts)} bytes are more than {self.url} takes at once ("
+                f"{len(clips)} clips of {size} bytes are more than {self.url} takes at once ("
                 f"{self.limits[0]} clips, {self.limits[1]} bytes): lower reward_batch_size or raise the server's limits"
             )
         answer = self._ask("POST", "/score", parts)
@@ -106,7 +107,7 @@ class RemoteReward:
         """Status and body of a complete response, or the first bytes of one over MAX_ANSWER; errors are OSErrors."""
         import httpx2
 
-        length, body = {"Content-Length": str(total_bytes(parts))}, bytearray()
+        length, body = {"Content-Length": str(sum(map(len, parts)))}, bytearray()
         try:
             with self.client.stream(method, path, content=_chunks(parts), headers=length) as response:
                 for chunk in response.iter_raw():

@@ -39,11 +39,8 @@ def check_clips(clips: Sequence[Tensor], prompts: Sequence[str], fps: float | Se
 
 def sample_indices(frames: int, fps: float, sample_fps: float, num_frames: int | None = None) -> Tensor:
     """(n,) indices of the sampled frames, n even: `num_frames`, or `sample_fps` per second."""
-    if num_frames is None:
-        wanted = min(max(frames / fps * sample_fps, MIN_FRAMES), frames // PAIR * PAIR)
-    else:
-        wanted = num_frames
-    count = round(wanted / PAIR) * PAIR  # halves round to even, as in training
+    by_rate = min(max(frames / fps * sample_fps, MIN_FRAMES), frames // PAIR * PAIR)
+    count = round((by_rate if num_frames is None else num_frames) / PAIR) * PAIR  # halves round to even, as in training
     if not PAIR <= count <= frames:
         raise ValueError(f"{count} frames cannot be sampled from a clip of {frames}; at least {PAIR} are needed")
     return torch.linspace(0, frames - 1, count).round().long()

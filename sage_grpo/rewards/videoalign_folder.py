@@ -39,29 +39,24 @@ PREPROCESSOR = {"patch_size": PATCH, "merge_size": MERGE, "temporal_patch_size":
 PREPROCESSOR |= {"image_mean": list(MEAN), "image_std": list(STD)}
 
 
-def read_json(path: Path, expected: Mapping[str, Any]) -> dict[str, Any]:
-    """Read a JSON object; `expected` lists values, possibly nested, that it must contain."""
-    values = read_config(path)
-    _expect(path, values, expected)
-    return values
-
-
-def _expect(path: Path, values: Any, expected: Mapping[str, Any]) -> None:
+def expect(path: Path, values: Any, expected: Mapping[str, Any]) -> Any:
+    """The values of a JSON object in a file; `expected` lists some, possibly nested, that it must contain."""
     for name, wanted in expected.items():
         found = values.get(name) if isinstance(values, dict) else None
         if isinstance(wanted, Mapping):
-            _expect(path, found, wanted)
+            expect(path, found, wanted)
         elif found != wanted:
             raise ValueError(f"{path} has {name} {found!r}, but only {wanted!r} is known; it is of another version")
+    return values
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
     """Read `model_config.json` and check the files that must match this code."""
     if not folder.is_dir():
         raise FileNotFoundError(f"the reward folder {folder} does not exist; name it with --reward_path")
-    read_json(folder / "base_config" / "preprocessor_config.json", PREPROCESSOR)
-    path = folder / "model_config.json"
-    settings = read_json(path, MODEL_CONFIG)
+    preprocessor, path = folder / "base_config" / "preprocessor_config.json", folder / "model_config.json"
+    expect(preprocessor, read_config(preprocessor), PREPROCESSOR)
+    settings = expect(path, read_config(path), MODEL_CONFIG)
     if settings["model_config"].get("output_dim") not in (1, len(DIMENSIONS)):
         raise ValueError(f"{path} has output_dim {settings['model_config'].get('output_dim')}, which must be 1 or 3")
     norm = settings.get("inference_config") or {}
@@ -100,7 +95,7 @@ def read_template(folder: Path) -> str:
 
 def read_tokenizer(folder: Path, checkpoint: Path) -> PreTrainedTokenizerFast:
     chat_file, file = folder / "base_config" / "chat_template.json", checkpoint / "tokenizer" / "tokenizer.json"
-    chat = read_json(chat_file, {}).get("chat_template")
+    chat = read_config(chat_file).get("chat_template")
     if not isinstance(chat, str):
         raise ValueError(f"{chat_file} has no chat_template; download it again")
     read_object(file)
@@ -169,8 +164,9 @@ def model_weights(published: Mapping[str, Tensor], lora_scale: float, dtype: tor
 
 def load_model(folder: Path, checkpoint: Path, settings: Mapping[str, Any], dtype: torch.dtype) -> tuple[Any, Tensor]:
     """Qwen2-VL without its language head, and the reward head (output_dim, hidden) in fp32, both on the CPU."""
-    read_json(folder / "base_config" / "config.json", {"model_type": "qwen2_vl"})
-    with naming(folder / "base_config" / "config.json"):
+    path = folder / "base_config" / "config.json"
+    expect(path, read_config(path), {"model_type": "qwen2_vl"})
+    with naming(path):
         config = Qwen2VLConfig.from_pretrained(folder / "base_config", attn_implementation="sdpa")
     lora = settings["peft_lora_config"]
     published = read_checkpoint(folder, checkpoint)
@@ -182,7 +178,7 @@ def load_model(folder: Path, checkpoint: Path, settings: Mapping[str, Any], dtyp
         weights = model_weights(published, lora["lora_alpha"] / lora["lora_r"], dtype)
         rows = len(weights.get("language_model.embed_tokens.weight", ()))
     config.text_config.vocab_size = rows  # the base model has more rows than the tokenizer has tokens
-    with naming(folder / "base_config" / "config.json"), init_empty_weights():
+    with naming(path), init_empty_weights():
         model = Qwen2VLModel(config)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     shapes["rm_head.weight"] = (settings["model_config"]["output_dim"], config.text_config.hidden_size)

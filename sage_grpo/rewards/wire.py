@@ -9,7 +9,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -90,7 +90,3 @@ def is_number(value: Any) -> bool:
 
 def _is_shape(shape: Any) -> bool:
     return isinstance(shape, list) and len(shape) == 3 and all(type(n) is int and n > 0 for n in shape)
-
-
-def total_bytes(parts: Iterable[bytes | memoryview]) -> int:
-    return sum(len(part) for part in parts)

@@ -132,8 +132,7 @@ class RunFolder:
         self.log("validation", step, record)
         sheet = self.validation_folder(step) / "sheet.png"
         if self.tracker and sheet.is_file():
-            image = torch.from_numpy(np.array(Image.open(sheet).convert("RGB")))
-            self.tracker.show("validation/clips", image, step)
+            self.tracker.show("validation/clips", np.array(Image.open(sheet).convert("RGB")), step)
 
     def divergence(self, step: int) -> str:
         """On the first rank, a warning if reward and held-out reward have diverged; else empty."""

@@ -41,9 +41,8 @@ def divergence(folder: Path, step: int) -> str:
     reward, holdout = (change(found[first], found[step], value) for value in (trained, held_out))
     if reward.sign < 1 or holdout.sign > -1:
         return ""
-    shown = [
-        f"{c.mean:+.3g} (95 % interval {c.mean - c.half:+.3g} to {c.mean + c.half:+.3g})" for c in (reward, holdout)
-    ]
+    ends = [(c.mean, c.mean - c.half, c.mean + c.half) for c in (reward, holdout)]
+    shown = [f"{mean:+.3g} (95 % interval {low:+.3g} to {high:+.3g})" for mean, low, high in ends]
     return (
         f"reward hacking: from iteration {first} to {step} the trained reward changed by {shown[0]} and the held-out "
         f"one by {shown[1]}; look at the clips, go back to an earlier checkpoint, change reward_weights or the KL"

@@ -2,13 +2,14 @@
 
 import json
 import os
+import re
 import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import numpy as np
 
 from sage_grpo.json_files import finite
 
@@ -75,13 +76,13 @@ class Tracker:
                 self.board = None
                 print(f"note: {self.board_folder} could not be written ({error})", file=sys.stderr, flush=True)
 
-    def show(self, name: str, sheet: Tensor, step: int) -> None:
+    def show(self, name: str, sheet: np.ndarray, step: int) -> None:
         """Send an image (H, W, 3) uint8 to the trackers."""
-        self._to_board(lambda board: board.add_image(name, sheet.numpy(), step, dataformats="HWC"))
+        self._to_board(lambda board: board.add_image(name, sheet, step, dataformats="HWC"))
         if self.wandb:
             import wandb
 
-            self.wandb.log({name: wandb.Image(sheet.numpy())}, step=step)
+            self.wandb.log({name: wandb.Image(sheet)}, step=step)
 
     def close(self) -> None:
         if self.board:
@@ -92,7 +93,5 @@ class Tracker:
 
 def has_line(file: Path, kind: str, step: int) -> bool:
     """Whether `Tracker` wrote a line of this kind and step."""
-    start = f'{{"kind": "{kind}", "step": {step}'
-    return file.is_file() and any(
-        line.startswith((f"{start},", f"{start}}}")) for line in file.read_text().splitlines()
-    )
+    start = re.compile(rf'^{{"kind": "{kind}", "step": {step}[,}}]', re.MULTILINE)
+    return file.is_file() and start.search(file.read_text()) is not None

@@ -55,18 +55,13 @@ def drawn_clips(config: Config, prompts: Sequence[Request], count: int) -> tuple
 def spoilt(good: Sequence[Tensor], prompts: Sequence[str]) -> dict[str, tuple[list[Tensor], list[str]]]:
     """Kind -> clips and prompts, the good ones first; without wrong prompts if all prompts are equal."""
     generator, texts = torch.Generator().manual_seed(0), list(prompts)
-    noisy = [with_noise(clip, generator) for clip in good]
+    bright = [clip / 255 + NOISE * torch.randn(clip.shape, generator=generator) for clip in good]
+    noisy = [(pixels.clamp(0, 1) * 255).round().to(torch.uint8) for pixels in bright]
     kinds = {"good": (list(good), texts), "frozen": ([clip[:1].expand_as(clip) for clip in good], texts)}
     kinds |= {"noisy": (noisy, texts), "reversed": ([clip.flip(0) for clip in good], texts)}
     distinct = list(dict.fromkeys(texts))
     wrong = [distinct[(distinct.index(text) + 1) % len(distinct)] for text in texts]
     return kinds | ({"wrong prompt": (list(good), wrong)} if len(distinct) > 1 else {})
-
-
-def with_noise(clip: Tensor, generator: torch.Generator) -> Tensor:
-    """A uint8 clip with white noise added to every pixel."""
-    pixels = clip / 255 + NOISE * torch.randn(clip.shape, generator=generator)
-    return (pixels.clamp(0, 1) * 255).round().to(torch.uint8)
 
 
 def measure(reward: Composite, good: Sequence[Tensor], prompts: Sequence[str], fps: float) -> Scores:

@@ -8,6 +8,7 @@ run fits; 1: it does not, and remedies are printed; 2: the configuration cannot 
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,16 +24,7 @@ from sage_grpo.models.backbone import Backbone
 from sage_grpo.models.cost import Architecture
 from sage_grpo.models.lora import target_layers
 from sage_grpo.tools.paired import aligned
-from sage_grpo.tools.plan_memory import (
-    MOMENTS,
-    checkpoint_bytes,
-    disk_bytes,
-    export_bytes,
-    fits,
-    memory,
-    peak,
-    snapshot_bytes,
-)
+from sage_grpo.tools.plan_memory import checkpoint_bytes, disk_bytes, export_bytes, fits, memory, peak, snapshot_bytes
 from sage_grpo.tools.plan_model import Plan, Trained, times, validation_time, volumes
 from sage_grpo.train.build import held_out_prompts, reward_names
 from sage_grpo.train.optimization import trainable_parameters
@@ -40,23 +32,9 @@ from sage_grpo.train.validation import validation_sampling
 
 GB = 1e9
 DISKS = (0.3, 1, 3)  # GB/s
-Remedy = tuple[str, Callable[[Config], Any], str]
+Remedy = tuple[str, Any, str]
 # What to trade for memory, cheapest first: a flag, its new value, and the cost.
-REMEDIES: tuple[Remedy, ...] = (
-    ("micro_batch_size", lambda c: 1, "hardly anything at full size"),
-    ("enable_fsdp", lambda c: True, "weights are gathered from other GPUs"),
-    ("reduce_once", lambda c: False, "gradients are summed over ranks in every backward"),
-    ("gather_for_rollout", lambda c: False, "weights are gathered in every forward of a rollout"),
-    ("reference_mode_offload", lambda c: True, "the anchor comes from host memory"),
-    ("enable_gradient_checkpointing", lambda c: True, "blocks are computed again in every backward"),
-    ("checkpointing_fraction", lambda c: 1.0, "blocks are computed again in every backward"),
-    ("keep_attention", lambda c: False, "attention is computed again in every backward"),
-    ("dp_replicate", lambda c: 1, "weights are gathered from other nodes"),
-    ("ema_decay", lambda c: 0.0, "no averaged weights"),
-    ("sp_size", lambda c: 2 * c.sp_size, "tokens travel between GPUs, fewer clips per iteration"),
-    ("use_lora", lambda c: True, "an adapter is trained instead of all weights"),
-    ("num_frames", lambda c: c.num_frames // 8 * 4 + 1, "shorter clips"),
-)
+REMEDIES: list[Remedy] = json.loads(Path(__file__).with_name("templates").joinpath("remedies.json").read_text())
 
 
 @lru_cache
@@ -115,9 +93,10 @@ def steps(plan: Plan, chosen: Sequence[Remedy]) -> list[Plan]:
 
 def changed(plan: Plan, remedy: Remedy) -> Plan | None:
     """The plan with another value of a flag; None if that saves nothing or cannot run."""
-    name, value, _ = remedy
+    (name, value, _), c = remedy, plan.config
+    relative = {"twice the ranks": 2 * c.sp_size, "half the frames": c.num_frames // 8 * 4 + 1}
     try:
-        other = plan_of(replace(plan.config, **{name: value(plan.config)}), plan.gpus, plan.text_tokens)
+        other = plan_of(replace(c, **{name: relative.get(value, value)}), plan.gpus, plan.text_tokens)
     except ValueError:  # a layout that does not divide
         return None
     return other if peak(other)[1] < peak(plan)[1] else None
@@ -162,11 +141,9 @@ def describe(plan: Plan, gpu_bytes: float) -> str:
 def memory_table(plan: Plan) -> str:
     """GB per GPU, parts by moments; empty parts are left out."""
     parts = {name: row for name, row in memory(plan).items() if any(row.values())}
-    total = {moment: sum(row[moment] for row in parts.values()) for moment in MOMENTS}
-    rows = [
-        (name, *(f"{row[moment] / GB:.1f}" for moment in MOMENTS)) for name, row in (*parts.items(), ("total", total))
-    ]
-    return aligned([("GB per GPU", *MOMENTS), *rows])
+    parts["total"] = {moment: sum(row[moment] for row in parts.values()) for moment in parts["weights"]}
+    rows = [(name, *(f"{size / GB:.1f}" for size in row.values())) for name, row in parts.items()]
+    return aligned([("GB per GPU", *parts["total"]), *rows])
 
 
 def time_table(plan: Plan) -> str:

@@ -9,17 +9,16 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import yaml
 
 from sage_grpo.config import Config, ConfigError
 from sage_grpo.flags import yaml_mapping
-from sage_grpo.runs.clips import Clip, read_validations
+from sage_grpo.runs.clips import read_validations
 from sage_grpo.runs.hacking import divergence
 from sage_grpo.runs.history import RunError, RunHistory, as_float, column, read_run
-from sage_grpo.tools.paired import Comparison, aligned, choose_pairs, compare, gain, number, table
+from sage_grpo.tools.paired import Comparison, aligned, choose_pairs, compare, number, table
 from sage_grpo.tools.report_figures import panels
 from sage_grpo.tools.templating import render
 
@@ -66,8 +65,8 @@ def page(run: RunHistory) -> str:
         changed=changed(config),
         config=config,
         table=table(run, comparison),
-        num_pairs=len(comparison.pairs) if comparison else 0,
-        cards=clip_cards(comparison) if comparison else [],
+        comparison=comparison,
+        pairs=choose_pairs(comparison.pairs, MOST_PROMPTS) if comparison else [],
         panels=panels(run),
         troubles=troubles(run),
         divergence=parted(run),
@@ -137,27 +136,6 @@ def parted(run: RunHistory) -> str:
     kept = read_validations(run.folder)
     known = [line["step"] for line in run.validations if line["step"] in kept] if run.holdouts else []
     return divergence(run.folder, known[-1]) if known else ""
-
-
-def clip_cards(comparison: Comparison) -> list[dict[str, Any]]:
-    """Pairs of clips to show, with captions."""
-    return [
-        {
-            "prompt": pair[0].prompt,
-            "seed": pair[0].seed,
-            "gain": number(gain(pair), sign="+"),
-            "verdict": "better" if gain(pair) > 0 else "worse",
-            "before": clip_side(pair[0], comparison.steps[0]),
-            "after": clip_side(pair[1], comparison.steps[1]),
-        }
-        for pair in choose_pairs(comparison.pairs, MOST_PROMPTS)
-    ]
-
-
-def clip_side(clip: Clip, step: int) -> dict[str, Any]:
-    names = {key: key.partition("/")[2].replace("_", " ") for key in clip.values}
-    scores = {name: number(clip.values[key]) for key, name in names.items() if name != "total"}
-    return {"path": clip.path, "step": step, "reward": number(clip.reward), "scores": scores}
 
 
 def print_summary(folder: Path) -> None:

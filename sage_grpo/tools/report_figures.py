@@ -28,34 +28,9 @@ SMALL, WIDE, MAP = (3.9, 2.5), (6.0, 2.8), (4.8, 2.4)  # inches; the page scales
 MANY = 40  # points above which a curve is drawn with its running mean
 Lines = Mapping[str, tuple[str, str]]  # metric -> color, label
 Panel = dict[str, Any]  # title, svg, words, wide
-REWARD: dict[str, Lines] = {
-    "Reward": {"reward/total": (BLUE, "training")},
-    "Exploration": {"reward/group_std": (BLUE, "inside a group"), "reward/std": (GREY, "over the batch")},
-}
-GOLD: dict[str, Lines] = {
-    "Match": {"gold/match": (GREEN, "training")},
-    "Distance to the manifold": {"gold/distance": (GREEN, "training")},
-}
-UPDATES: dict[str, Lines] = {
-    "KL": {"kl/anchor": (BLUE, "to the anchor"), "kl/rollout": (ORANGE, "to the rollout")},
-    "KL coefficient": {"kl/coef": (PURPLE, "")},
-    "Clipped pairs": {"policy/clip_high": (BLUE, "A > 0, above"), "policy/clip_low": (ORANGE, "A < 0, below")},
-    "Gradient norm": {"policy/grad_norm": (BLUE, "")},
-    "Learning rate": {"lr": (PURPLE, "")},
-    "Largest ratio deviation": {"policy/ratio_max_deviation": (BLUE, "")},
-}
+FIGURES = json.loads((TEMPLATES / "figures.json").read_text())  # section -> title -> lines, or the metric of a map
+COLORS = {"blue": BLUE, "orange": ORANGE, "green": GREEN, "purple": PURPLE, "grey": GREY}  # by their names in FIGURES
 LOGARITHMIC = {"kl/anchor", "kl/coef", "policy/grad_norm", "policy/ratio_max_deviation", "equalizer"}
-MAPS = {
-    "Log-ratio": "log_ratio_mean",
-    "Clipped share": "clip_fraction",
-    "Gradient at the velocity": "grad_v",
-    "KL to the anchor": "kl_anchor",
-}
-SCHEDULE: dict[str, Lines] = {
-    "Noise level": {"sigmas": (BLUE, "")},
-    "Exploration noise": {"std": (BLUE, "")},
-    "Equalizer": {"equalizer": (BLUE, "S, factor of the loss"), "gradient_scale": (ORANGE, "N, size of the gradient")},
-}
 PHASES = {"rollout": BLUE, "decode": "#7fa6c4", "reward": ORANGE, "gold": GREEN, "anchor": "#c9b458", "update": PURPLE}
 # what a figure shows, and what healthy looks like
 WORDS = json.loads((TEMPLATES / "captions.json").read_text())
@@ -63,17 +38,18 @@ WORDS = json.loads((TEMPLATES / "captions.json").read_text())
 
 def panels(run: RunHistory) -> dict[str, list[Panel]]:
     """The figures of each section."""
-    scores = {name: {f"reward/{name}": (BLUE, "training")} for name in run.scores}
-    holdouts = {key: {key: (GREEN, "")} for key in sorted(run.holdouts)}
-    maps = {title: key for title, key in MAPS.items() if np.isfinite(run.grid(key)).any()}
+    scores = {name: {f"reward/{name}": ("blue", "training")} for name in run.scores}
+    holdouts = {key: {key: ("green", "")} for key in sorted(run.holdouts)}
+    maps = {title: key for title, key in FIGURES["Maps"].items() if np.isfinite(run.grid(key)).any()}
     schedule, phases = run.head.get("schedule"), phase_seconds(run)
+    plans = FIGURES["Schedule"] if schedule else {}
     found = {
-        "Reward": curve_panels(run, REWARD | scores),
+        "Reward": curve_panels(run, FIGURES["Reward"] | scores),
         "Hold-out": curve_panels(run, holdouts),
-        "Gold": curve_panels(run, GOLD),
-        "Trust region and updates": curve_panels(run, UPDATES),
+        "Gold": curve_panels(run, FIGURES["Gold"]),
+        "Trust region and updates": curve_panels(run, FIGURES["Updates"]),
         "By denoising step": [panel(title, draw_map, run, key, size=MAP) for title, key in maps.items()],
-        "Schedule": [panel(title, draw_schedule, schedule, SCHEDULE[title]) for title in SCHEDULE if schedule],
+        "Schedule": [panel(title, draw_schedule, schedule, lines) for title, lines in plans.items()],
         "Time": [panel("Time per iteration", draw_stack, run, phases, size=WIDE)] if phases else [],
     }
     if changes := drift(run):
@@ -83,11 +59,9 @@ def panels(run: RunHistory) -> dict[str, list[Panel]]:
 
 
 def curve_panels(run: RunHistory, titles: Mapping[str, Lines]) -> list[Panel]:
-    return [
-        panel(title, draw_curves, run, lines, size=WIDE if title == "Reward" else SMALL)
-        for title, lines in titles.items()
-        if any(map(run.measured, lines))
-    ]
+    shown = {title: lines for title, lines in titles.items() if any(map(run.measured, lines))}
+    sizes = {"Reward": WIDE}
+    return [panel(title, draw_curves, run, lines, size=sizes.get(title, SMALL)) for title, lines in shown.items()]
 
 
 def phase_seconds(run: RunHistory) -> dict[str, np.ndarray]:
@@ -119,7 +93,7 @@ def draw_curves(ax: Axes, run: RunHistory, lines: Lines) -> None:
             std = column(run.train, "reward/std")
             ax.fill_between(steps, values - std, values + std, color=BLUE, alpha=0.12, lw=0, label="std of the batch")
         if run.has(key):
-            draw_curve(ax, steps, values, color, label)
+            draw_curve(ax, steps, values, COLORS[color], label)
         values = column(run.validations, key)
         if np.isfinite(values).any():
             error = np.nan_to_num(column(run.validations, f"{key}_stderr"))
@@ -160,7 +134,7 @@ def finish(ax: Axes, lines: Lines) -> None:
 
 def draw_schedule(ax: Axes, schedule: Mapping[str, list[float | None]], lines: Lines) -> None:
     for key, (color, label) in lines.items():
-        ax.plot(numbers(schedule.get(key), key), "o-", ms=2.5, color=color, label=label)
+        ax.plot(numbers(schedule.get(key), key), "o-", ms=2.5, color=COLORS[color], label=label)
     ax.set_xlabel("denoising step")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     finish(ax, lines)

@@ -55,11 +55,6 @@ class Item:
     fps: float
     result: asyncio.Future  # resolves to its named scores and the error, if it has none
 
-    @property
-    def kind(self) -> tuple[Any, ...]:
-        """Shape and fps: clips of one kind can be batched by any reward."""
-        return (*self.clip.shape, self.fps)
-
 
 class Batcher:
     """Scores one batch at a time: up to `reward.batch_size` waiting clips of one kind, oldest first."""
@@ -85,7 +80,8 @@ class Batcher:
             await self.arrived.wait()
             self.arrived.clear()
             while self.waiting:
-                alike = [item for item in self.waiting if item.kind == self.waiting[0].kind]
+                kinds = [(item.clip.shape, item.fps) for item in self.waiting]  # any reward can batch one kind
+                alike = [item for item, kind in zip(self.waiting, kinds, strict=True) if kind == kinds[0]]
                 batch = alike[: self.reward.batch_size]
                 self.waiting = [item for item in self.waiting if item not in batch]
                 await self._score(batch)

@@ -8,6 +8,8 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from sage_grpo.tools.paired import number
+
 ENVIRONMENT = jinja2.Environment(
     loader=jinja2.PackageLoader("sage_grpo.tools"),
     autoescape=True,
@@ -32,7 +34,7 @@ def inline_svg(svg: str, label: str) -> Markup:
     return Markup('<svg role="img" aria-label="{}"').format(label) + Markup(svg)
 
 
-ENVIRONMENT.filters["data_uri"] = data_uri
+ENVIRONMENT.filters |= {"data_uri": data_uri, "number": number}
 
 
 def render(template: str, **values: Any) -> str:

@@ -123,8 +123,7 @@ class Rollouts:
     @torch.no_grad()
     def __call__(self, micro_batch: MicroBatch) -> Trajectory:
         """Non-finite trajectories are zeroed and flagged: they must not turn other clips' gradients into NaN."""
-        c, device, groups = self.config, self.sampler.sigmas.device, self.groups(micro_batch)
-        start = torch.tensor([self.windows.start(self.step, *group) for group in groups])
+        c, device, (groups, start) = self.config, self.sampler.sigmas.device, self.groups(micro_batch)
         steps, cond = start[:, None] + torch.arange(self.windows.size), self.conditioning(micro_batch.prompts)
         first = [s - s % c.num_generations for s in micro_batch.samples] if c.same_init_noise else None
         key = (micro_batch.samples, "rollout", micro_batch.prompts, self.step, first)
@@ -148,10 +147,11 @@ class Rollouts:
         on = (steps.to(device), x, velocity, log_prob, latents, is_finite, order.to(device))
         return Trajectory(micro_batch, cond, *on)
 
-    def groups(self, micro_batch: MicroBatch) -> list[Group]:
-        """Each clip's group: its prompt, and which of the prompt's groups if it occurs more than once."""
+    def groups(self, micro_batch: MicroBatch) -> tuple[list[Group], Tensor]:
+        """Each clip's group (its prompt, and which of the prompt's groups), and the first step of its window (B,)."""
         pairs = zip(micro_batch.prompts, micro_batch.samples, strict=True)
-        return [(prompt, sample // self.config.num_generations) for prompt, sample in pairs]
+        groups = [(prompt, sample // self.config.num_generations) for prompt, sample in pairs]
+        return groups, torch.tensor([self.windows.start(self.step, *group) for group in groups])
 
     def conditioning(self, prompts: Sequence[int]) -> Conditioning:
         one, *others = (self.conditions[prompt] for prompt in prompts)
@@ -193,8 +193,7 @@ class Rollouts:
         """How often the model runs for each micro-batch, if they are sampled in this order."""
         counts, begun = [], set()
         for one in micro_batches:
-            groups = self.groups(one)
-            start = torch.tensor([self.windows.start(self.step, *group) for group in groups])
+            groups, start = self.groups(one)
             fresh = not (self.config.same_init_noise and begun.issuperset(groups))
             before, after = self.levels_before(start), self.levels_after(start + self.windows.size)
             counts.append(fresh * (before.shape[1] - 1) + self.windows.size + after.shape[1] - 1)

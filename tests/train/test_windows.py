@@ -136,7 +136,9 @@ def test_windows_per_prompt_in_one_forward_are_those_of_each_alone(make, tmp_pat
         trainer = make(prompts_per_forward=together, same_init_noise=True, max_steps=1, **flags)
         trainer.validation, batch = None, trainer.roll_out()
         assert len(torch.cat([t.steps[:, 0] for t in batch]).unique()) > 1
-        clips.append(torch.cat([t.latents for t in batch]))
+        names = [pair for t in batch for pair in zip(t.micro_batch.prompts, t.micro_batch.samples, strict=True)]
+        rows = sorted(range(6), key=names.__getitem__)
+        clips.append(torch.cat([t.latents for t in batch])[rows])
         trainer.train()
         lines.append(json.loads((trainer.run.path / "metrics.jsonl").read_text().splitlines()[-1]))
     torch.testing.assert_close(*clips, rtol=1e-4, atol=1e-4)

@@ -21,11 +21,11 @@ Model = TypeVar("Model", Qwen2_5_VLTextModel, T5EncoderModel)
 
 def load_tokenizers(folder: ModelFolder) -> tuple[Qwen2Tokenizer, ByT5Tokenizer]:
     """Tokenizers for the prompt and for the text it quotes."""
-    parts = [folder.part(name) for name in ("tokenizer", "tokenizer_2")]
-    with naming(parts[0] / "tokenizer_config.json"):
-        text = Qwen2Tokenizer.from_pretrained(parts[0], local_files_only=True)
-    with naming(parts[1] / "tokenizer_config.json"):
-        glyph = ByT5Tokenizer.from_pretrained(parts[1], local_files_only=True)
+    found = []
+    for kind, part in ((Qwen2Tokenizer, folder.part("tokenizer")), (ByT5Tokenizer, folder.part("tokenizer_2"))):
+        with naming(part / "tokenizer_config.json"):
+            found.append(kind.from_pretrained(part, local_files_only=True))
+    text, glyph = found
     if folder.is_tencent:
         glyph.add_tokens(glyph_tokens(folder.part("text_encoder_2")), special_tokens=True)
     return text, glyph
@@ -67,16 +67,13 @@ def glyph_tokens(folder: Path) -> list[str]:
 def qwen_text_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Qwen2_5_VLTextModel:
     """Load the language model of a Qwen2.5-VL folder; old files call it `model`, newer ones `model.language_model`."""
     stored, model = open_folder(folder), empty_model(Qwen2_5_VLTextModel, folder)
-    load_model(model, stored.renamed(_language_names(stored)), device, dtype)
+    # without the vision tower and the output head; a folder with only the language model has no prefix
+    names = [name for name in stored.names if "visual." not in name and not name.startswith("lm_head.")]
+    recipes = {name.removeprefix("model.").removeprefix("language_model."): (Rows(name),) for name in names}
+    load_model(model, stored.renamed(recipes), device, dtype)
     with naming(folder / "config.json"):
         model.rotary_emb = type(model.rotary_emb)(config=model.config)  # its tables are computed, not stored
     return model.to(device).eval()
-
-
-def _language_names(weights: Weights) -> dict[str, tuple[Rows, ...]]:
-    """Tensor names without the vision tower and output head; a folder with only the language model has no prefix."""
-    names = [name for name in weights.names if "visual." not in name and not name.startswith("lm_head.")]
-    return {name.removeprefix("model.").removeprefix("language_model."): (Rows(name),) for name in names}
 
 
 def glyph_model(stored: Weights, model: T5EncoderModel, device: torch.device, dtype: torch.dtype) -> T5EncoderModel:

@@ -25,14 +25,7 @@ TENCENT_FILES = DIFFUSERS_FILES | {
     "text_encoder_2": (COLOURS, FONTS, GLYPH_WEIGHTS),
     "tokenizer_2": ("config.json", "tokenizer_config.json"),
 }
-TENCENT_FOLDERS = {
-    "transformer": "transformer/{version}",
-    "vae": "vae",
-    "text_encoder": "text_encoder/llm",
-    "tokenizer": "text_encoder/llm",
-    "text_encoder_2": "text_encoder/Glyph-SDXL-v2",
-    "tokenizer_2": "text_encoder/byt5-small",
-}
+TENCENT_FOLDERS = {rule.diffusers: rule.tencent for rule in tencent.RULES["folders"]}
 
 # (target_size, task_type) of the transformer. Distilled versions share these and differ in guidance.
 SAMPLING = {
@@ -95,23 +88,20 @@ class ModelFolder:
             needed += tuple(sorted(set(read_index(index).values())))
         return [(place / file).relative_to(self.root).as_posix() for file in needed if not any(place.glob(file))]
 
-    def _incomplete(self) -> str:
-        missing = self.missing_files()
-        text = f"Model folder '{self.root}' lacks {', '.join(missing)}; download_weights.sh gets what is missing"
-        if any(file.endswith(GLYPH_WEIGHTS) for file in missing):
-            made = f"'python scripts/convert_weights.py {self.root}' makes {Path(GLYPH_WEIGHTS).name} of byt5_model.pt"
-            text += f", and {made}"
-        return f"{text}."
-
     def place(self, part: str) -> Path:
         return self.root / (TENCENT_FOLDERS[part].format(version=self.version) if self.is_tencent else part)
 
     def part(self, name: str) -> Path:
         """The subfolder of one part; if it is incomplete, the error lists everything missing from the model folder."""
         self.check_version()
-        if self._missing(name):
-            raise FileNotFoundError(self._incomplete())
-        return self.place(name)
+        if not self._missing(name):
+            return self.place(name)
+        missing = self.missing_files()
+        text = f"Model folder '{self.root}' lacks {', '.join(missing)}; download_weights.sh gets what is missing"
+        if any(file.endswith(GLYPH_WEIGHTS) for file in missing):
+            made = f"'python scripts/convert_weights.py {self.root}' makes {Path(GLYPH_WEIGHTS).name} of byt5_model.pt"
+            text += f", and {made}"
+        raise FileNotFoundError(f"{text}.")
 
     def config(self, part: str) -> dict[str, Any]:
         """Settings of the `transformer` or `vae` under diffusers' names; diffusers' defaults if there is no folder."""
@@ -139,8 +129,11 @@ class ModelFolder:
 
     def sampling(self) -> Sampling:
         """The folder's `sampling.json`, else the built-in table with the guidance the model was trained for."""
-        if not self.root.is_dir():
-            return self._published_sampling()
+        if not self.root.is_dir():  # the published model that the version names
+            size, task, distilled = tencent.read_version(self.version)
+            if (size, task) not in SAMPLING:
+                raise ValueError(f"pretrained_transformer_version is {self.version}; only t2v can be trained")
+            return replace(SAMPLING[size, task], guidance=1.0) if distilled else SAMPLING[size, task]
         if (self.root / "sampling.json").is_file():
             return Sampling.from_json(self.root / "sampling.json")
         config = self.config("transformer")
@@ -153,13 +146,6 @@ class ModelFolder:
             )
         guidance = self._own_guidance()
         return SAMPLING[kind] if guidance is None else replace(SAMPLING[kind], guidance=guidance)
-
-    def _published_sampling(self) -> Sampling:
-        """Sampling settings of the published model that the version names."""
-        size, task, distilled = tencent.read_version(self.version)
-        if (size, task) not in SAMPLING:
-            raise ValueError(f"pretrained_transformer_version is {self.version}; only t2v can be trained")
-        return replace(SAMPLING[size, task], guidance=1.0) if distilled else SAMPLING[size, task]
 
     def _own_guidance(self) -> float | None:
         if self.is_tencent:

@@ -1,7 +1,8 @@
 """Tencent's HunyuanVideo-1.5 layout: maps its tensor and setting names to those of diffusers.
 
-The rules in tencent_names.txt work in both directions. All tensors are simply renamed, with two exceptions: Tencent
-stacks query, key and value of the text refiner in one tensor, and its last modulation has shift before scale.
+The rules in tencent_names.txt work in both directions; it also lists settings and folders. All tensors are simply
+renamed, with two exceptions: Tencent stacks query, key and value of the text refiner in one tensor, and its last
+modulation has shift before scale.
 """
 
 import re
@@ -74,23 +75,17 @@ def read_version(name: str) -> Version:
     return Version({"480p": 640, "720p": 960}[match[1]], match[2], match[3] is not None)
 
 
-SETTINGS = {
-    "out_channels": "out_channels",
-    "heads_num": "num_attention_heads",
-    "mm_double_blocks_depth": "num_layers",
-    "mlp_width_ratio": "mlp_ratio",
-    "text_states_dim": "text_embed_dim",
-    "byt5_states_dim": "text_embed_2_dim",
-    "vision_states_dim": "image_embed_dim",
-    "rope_theta": "rope_theta",
-    "rope_dim_list": "rope_axes_dim",
-    "use_meanflow": "use_meanflow",
-}
+SETTINGS = {rule.tencent: rule.diffusers for rule in RULES["transformer settings"]}
+VAE_SETTINGS = {rule.tencent: rule.diffusers for rule in RULES["vae settings"]}
+
+
+def _renamed(config: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    return {new: config[old] for old, new in names.items() if config.get(old) is not None}
 
 
 def transformer_config(config: dict[str, Any], version: str) -> dict[str, Any]:
     """Arguments for diffusers' transformer; settings missing from Tencent's config take diffusers' defaults."""
-    values = {new: config[old] for old, new in SETTINGS.items() if config.get(old) is not None}
+    values = _renamed(config, SETTINGS)
     if "in_channels" in config:  # Tencent counts only the latent; diffusers adds the condition and its mask
         concatenated = config.get("concat_condition", True)
         values["in_channels"] = 2 * config["in_channels"] + 1 if concatenated else config["in_channels"]
@@ -104,8 +99,4 @@ def transformer_config(config: dict[str, Any], version: str) -> dict[str, Any]:
 
 def vae_config(config: dict[str, Any]) -> dict[str, Any]:
     """Arguments for diffusers' VAE; settings missing from Tencent's config take diffusers' defaults."""
-    same = ("in_channels", "out_channels", "latent_channels", "block_out_channels", "layers_per_block")
-    same += ("downsample_match_channel", "upsample_match_channel", "scaling_factor")
-    names = {name: name for name in same}
-    names |= {"ffactor_spatial": "spatial_compression_ratio", "ffactor_temporal": "temporal_compression_ratio"}
-    return {new: config[old] for old, new in names.items() if config.get(old) is not None}
+    return _renamed(config, VAE_SETTINGS)

@@ -46,12 +46,8 @@ class PackedAttention:
         """
         video = self._heads(attn, hidden_states, (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k))
         video[:2] = [apply_rotary_emb(x, image_rotary_emb, sequence_dim=1) for x in video[:2]]
-        context = self._heads(
-            attn,
-            encoder_hidden_states,
-            (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj),
-            (attn.norm_added_q, attn.norm_added_k),
-        )
+        added, norms = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj), (attn.norm_added_q, attn.norm_added_k)
+        context = self._heads(attn, encoder_hidden_states, added, norms)
         batch, num_video = hidden_states.shape[:2]
         # A context still shared by the group is expanded here, the last point where that is exact.
         joint = [torch.cat([v, c.expand(batch, -1, -1, -1)], dim=1) for v, c in zip(video, context, strict=True)]

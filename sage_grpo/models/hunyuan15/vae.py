@@ -5,10 +5,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKLHunyuanVideo15
-from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import (
-    HunyuanVideo15AttnBlock,
-    HunyuanVideo15CausalConv3d,
-)
+from diffusers.models.autoencoders import autoencoder_kl_hunyuanvideo15 as stock
 from torch import Tensor
 
 
@@ -27,12 +24,12 @@ def causal_frame_mask(
 def allow_batches(vae: AutoencoderKLHunyuanVideo15) -> AutoencoderKLHunyuanVideo15:
     """Patch the attention mask in place: the stock one lacks the head axis, so any batch larger than 1 fails."""
     for module in vae.modules():
-        if isinstance(module, HunyuanVideo15AttnBlock):
+        if isinstance(module, stock.HunyuanVideo15AttnBlock):
             module.prepare_causal_attention_mask = causal_frame_mask
     return vae
 
 
-def causal_convolution(layer: HunyuanVideo15CausalConv3d, x: Tensor) -> Tensor:
+def causal_convolution(layer: stock.HunyuanVideo15CausalConv3d, x: Tensor) -> Tensor:
     """The layer's forward as one 2-D convolution, in which each frame has the frames before it as further channels.
 
     torch has fast 2-D convolutions for every CPU, but 3-D ones for x86_64 alone. In half precision the fast ones sum in
@@ -50,6 +47,6 @@ def causal_convolution(layer: HunyuanVideo15CausalConv3d, x: Tensor) -> Tensor:
 def convolve_in_2d(vae: AutoencoderKLHunyuanVideo15) -> AutoencoderKLHunyuanVideo15:
     """Replace the forward of all causal convolutions; none of them has a stride."""
     for module in vae.modules():
-        if isinstance(module, HunyuanVideo15CausalConv3d):
+        if isinstance(module, stock.HunyuanVideo15CausalConv3d):
             module.forward = partial(causal_convolution, module)
     return vae
