@@ -27,7 +27,7 @@ from diffusers import AutoencoderKLHunyuanVideo15
 from torch import Tensor, nn
 
 from benchmarks.stock import StockTransformer
-from sage_grpo.models.cost import Forward
+from sage_grpo.models.cost import BACKWARD_OF_ATTENTION, Forward
 from sage_grpo.models.denoiser import Denoiser
 from sage_grpo.models.hunyuan15.backbone import Hunyuan15, architecture_of
 from sage_grpo.models.hunyuan15.transformer import PackedTransformer
@@ -212,7 +212,8 @@ def cases(bench: Bench, sizes: dict[str, int], short: Clip, long: Clip, steps: i
         bench.run(f"{steps} steps with guidance, compiled", lambda: [model(*far) for _ in range(4)],
                   4 * long.work(model).total, steps // 2, f"{2 * steps} forwards, four timed")  # fmt: skip
     for kind in ("LoRA", "all weights"):
-        useful = work.total + work.backward(trains_weights=kind != "LoRA")
+        backward = work.linear * (1 if kind == "LoRA" else 2) + work.attention * BACKWARD_OF_ATTENTION
+        useful = work.total + backward  # without recomputation
         for name, target, forward in (("stock", twin, stock), ("packed", model, ours)):
             adapted(target, bench.dtype, kind != "LoRA")
             if name == "stock":

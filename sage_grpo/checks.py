@@ -89,6 +89,12 @@ def _check_batch(config: Config, ranks: int) -> None:
             f"{' or '.join(map(str, nearest))}"
         )
     slice_size = min(batch, group)
+    kind = config.sde_window.partition(":")[0]
+    if kind in ("random", "slide") and config.enable_fsdp and not config.gather_for_rollout:
+        raise ConfigError(
+            f"sde_window is {config.sde_window}; ranks of a sharded model would run different numbers of forwards: set "
+            f"gather_for_rollout True, or take {kind}_iteration"
+        )
     if config.prompts_per_forward > 1 and config.enable_fsdp:
         raise ConfigError("prompts_per_forward is above 1; ranks of a sharded model would run different forwards")
     if config.micro_batch_size and slice_size % config.micro_batch_size:

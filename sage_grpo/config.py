@@ -131,11 +131,7 @@ class RolloutFlags:
     micro_batch_size: int | None = flag(None, "videos per forward", low=1, shown="all of one prompt on the rank")
     prompts_per_forward: int = flag(1, "prompts that share a forward if their texts are equally long", low=1)
     same_init_noise: bool = flag(False, "start all clips of a group from the same noise")
-    sde_window: str = flag(
-        "all",
-        "steps that explore: all, all_but_last, random:SIZE or slide:SIZE[:EVERY] for each prompt, "
-        "random_iteration:SIZE or slide_iteration:SIZE[:EVERY] for all prompts of an iteration",
-    )
+    sde_window: str = flag("all", "steps that explore: all, all_but_last, [random|slide][_iteration]:SIZE[:EVERY]")
     tail_steps: int = flag(0, "second-order steps after the window; 0: the steps that are left", low=0, high=MOST_STEPS)
     timestep_fraction: float = flag(1.0, "share of the exploring steps that each rollout trains", above=0, high=1)
     enable_timestep_permutation: bool = flag(True, "train the steps of each rollout in an order of its own")

@@ -12,15 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-PURPOSES = (
-    "rollout_init",
-    "rollout_sde",
-    "generate_init",  # generation and validation, so that they never reuse training noise
-    "generate_sde",
-    "permutation",
-    "prompt_order",
-    "window",
-)
+# "generate" is for generation and validation, so that they never reuse training noise
+PURPOSES = ("rollout_init", "rollout_sde", "generate_init", "generate_sde", "permutation", "prompt_order", "window")
 
 
 def generator(

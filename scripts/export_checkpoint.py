@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from sage_grpo import manifest
@@ -28,7 +29,7 @@ from sage_grpo.models.hunyuan15.tencent import RULES, SETTINGS, transformer_conf
 from sage_grpo.models.hunyuan15.transformer import PackedTransformer
 from sage_grpo.models.lora import LORA_FILE, read_adapter
 from sage_grpo.models.shards import trained_weights
-from sage_grpo.models.weights import Rows, Weights, check_names, open_folder, save_weights
+from sage_grpo.models.weights import INDEX, STEM, Rows, Weights, by_file, check_names, grouped, index_text, open_folder
 
 NAMED = ("target_size", "task_type")  # encoded in the folder name in Tencent's layout
 
@@ -122,6 +123,25 @@ def tencent_transformer_config(config: dict[str, Any]) -> dict[str, Any]:
     width = config["num_attention_heads"] * config["attention_head_dim"]
     own = {"in_channels": (config["in_channels"] - 1) // 2, "concat_condition": True, "mm_single_blocks_depth": 0}
     return {old: config[new] for old, new in SETTINGS.items()} | own | {"hidden_size": width, "patch_size": patch}
+
+
+def save_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: float = 5e9) -> None:
+    """Write files with diffusers' names. If `tensors` is a generator, only one shard at a time is in memory."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if old := sorted(folder.glob(f"{STEM}*.safetensors*")):
+        raise ValueError(f"'{folder}' already holds {old[0].name}; write to another folder.")
+    drafts, total = [], 0
+    for group in grouped(tensors, lambda tensor: tensor.nbytes, max_shard_bytes):
+        drafts.append((folder / f"{STEM}-{len(drafts) + 1:05d}.tmp", list(group)))
+        total += sum(tensor.nbytes for tensor in group.values())
+        shard = {name: tensor.detach().cpu().contiguous() for name, tensor in group.items()}
+        save_file(shard, drafts[-1][0], metadata={"format": "pt"})
+        del group, shard  # before filling the next one
+    files = by_file(drafts)
+    for name, (draft, _) in files.items():
+        draft.rename(folder / name)
+    if len(drafts) > 1:
+        (folder / INDEX).write_text(index_text({name: held for name, (_, held) in files.items()}, total))
 
 
 def save_tencent(folder: Path, part: str, weights: Weights, max_shard_bytes: float = 5e9) -> None:

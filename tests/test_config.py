@@ -238,6 +238,7 @@ def test_what_a_terminal_would_obey_is_escaped():
         ({"batch_size": 4, "micro_batch_size": 3}, 1, "must divide the 4 videos"),
         ({"batch_size": 8, "micro_batch_size": 8}, 1, "must divide the 4 videos"),
         ({"batch_size": 8, "prompts_per_forward": 2, "enable_fsdp": True}, 1, "prompts_per_forward is above 1"),
+        ({"batch_size": 4, "sde_window": "random:2", "enable_fsdp": True}, 1, "or take random_iteration"),
         ({"batch_size": 4, "updates_per_rollout": 2, "gradient_accumulation_steps": 2}, 1, "one of them must be 1"),
         ({"batch_size": 4, "gradient_accumulation_steps": 3}, 1, "max_steps is 10000; it must be a multiple"),
         ({"batch_size": 4, "gradient_accumulation_steps": 2, "save_interval": 3}, 1, "save_interval is 3"),

@@ -79,11 +79,9 @@ class Schedule:
         gap = _per_sample(self.b * self.inv_std, i, v) * (_wide(v) - _wide(v_ref))
         return 0.5 * _sample_mean(gap.square())
 
-    def window(self, steps: Tensor | Sequence[int]) -> "Schedule":
-        """This sampler with noise only in `steps` (indices, or a bool per step); the others run the ODE."""
-        steps = torch.as_tensor(steps, device=self.std.device)
-        inside = torch.zeros(self.num_steps, dtype=torch.bool, device=self.std.device)
-        inside[steps if steps.dtype == torch.bool else steps.long()] = True
+    def window(self, steps: Sequence[int]) -> "Schedule":
+        """This sampler with noise only in `steps`; the others run the ODE."""
+        inside = torch.tensor([step in steps for step in range(self.num_steps)], device=self.std.device)
         ode = build_schedule("ode", self.sigmas, 0.0)
         rows = {f.name: torch.where(inside, getattr(self, f.name), getattr(ode, f.name)) for f in fields(self)[1:]}
         return Schedule(sigmas=self.sigmas, **rows)

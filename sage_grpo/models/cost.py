@@ -16,10 +16,6 @@ class Forward:
     def total(self) -> float:
         return self.linear + self.attention
 
-    def backward(self, trains_weights: bool) -> float:
-        """FLOPs of the backward pass, without recomputation. Frozen weights need only their input's gradient."""
-        return self.linear * (2 if trains_weights else 1) + self.attention * BACKWARD_OF_ATTENTION
-
 
 @dataclass(frozen=True)
 class Architecture:

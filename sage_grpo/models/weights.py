@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from sage_grpo.json_files import printable, read_object
@@ -183,26 +182,7 @@ def fill_model(model: nn.Module, weights: Weights) -> None:
         local_shard(parameter).copy_(weights.read(name, *rows(parameter)))
 
 
-def save_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: float = 5e9) -> None:
-    """Write files with diffusers' names. If `tensors` is a generator, only one shard at a time is in memory."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if old := sorted(folder.glob(f"{STEM}*.safetensors*")):
-        raise ValueError(f"'{folder}' already holds {old[0].name}; write to another folder.")
-    drafts, total = [], 0
-    for group in _groups(tensors, lambda tensor: tensor.nbytes, max_shard_bytes):
-        drafts.append((folder / f"{STEM}-{len(drafts) + 1:05d}.tmp", list(group)))
-        total += sum(tensor.nbytes for tensor in group.values())
-        shard = {name: tensor.detach().cpu().contiguous() for name, tensor in group.items()}
-        save_file(shard, drafts[-1][0], metadata={"format": "pt"})
-        del group, shard  # before filling the next one
-    files = _by_file(drafts)
-    for name, (draft, _) in files.items():
-        draft.rename(folder / name)
-    if len(drafts) > 1:
-        (folder / INDEX).write_text(index_text({name: held for name, (_, held) in files.items()}, total))
-
-
-def _by_file(shards: Sequence[T]) -> dict[str, T]:
+def by_file(shards: Sequence[T]) -> dict[str, T]:
     """What belongs into each file of weights, under diffusers' names."""
     count = len(shards)
     names = [f"{STEM}-{number:05d}-of-{count:05d}" for number in range(1, count + 1)] if count > 1 else [STEM]
@@ -217,10 +197,10 @@ def index_text(files: Mapping[str, Iterable[str]], total: int) -> str:
 
 def plan_files(sizes: Mapping[str, int], max_bytes: float = 5e9) -> dict[str, list[str]]:
     """The tensors of each file, for tensors of these bytes in this order."""
-    return _by_file([list(group) for group in _groups(sizes.items(), int, max_bytes)])
+    return by_file([list(group) for group in grouped(sizes.items(), int, max_bytes)])
 
 
-def _groups(items: Iterable[tuple[str, T]], size: Callable[[T], int], most: float) -> Iterator[dict[str, T]]:
+def grouped(items: Iterable[tuple[str, T]], size: Callable[[T], int], most: float) -> Iterator[dict[str, T]]:
     """Items in order, as many together as have `most` bytes."""
     group: dict[str, T] = {}
     total = 0

@@ -5,7 +5,6 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from tqdm import tqdm
 
 from sage_grpo.algo.equalizer import equalizer, gradient_scale
 from sage_grpo.algo.sde import build_schedule
-from sage_grpo.models.sample import counter_noise, denoise
+from sage_grpo.models.sample import counter_noise, denoise, integrate
 from sage_grpo.tools.calibration import DRAWN_DEFECTS, drawn_clips, measure, orders
 from sage_grpo.tools.paired import aligned
 from sage_grpo.tools.plan import plan_of, remedies
@@ -163,9 +162,8 @@ def check_noise_free(trainer: Trainer) -> Iterator[Finding]:
     c, guidance, sigmas = trainer.config, trainer.guidance, trainer.sampler.sigmas
     cond = trainer.backbone.encode([trainer.prompts[0]])[0].to(sigmas.device)
     x, noise = counter_noise(trainer.shape, c.seed, [0])
-    x = ode = x.to(sigmas.device)
-    for sigma, after in pairwise(sigmas):
-        ode = ode + (after - sigma) * trainer.backbone.velocity(ode, sigma.expand(1), cond, guidance)
+    x = x.to(sigmas.device)
+    ode = integrate(trainer.backbone, sigmas.cpu(), x, cond, guidance)
     silent = build_schedule(c.sde_type, sigmas.cpu(), 0.0).to(sigmas.device)
     *_, last = denoise(trainer.backbone, silent, x, cond, guidance, noise)
     difference = ((last.x_next - ode).norm() / ode.norm()).item()

@@ -25,12 +25,12 @@ from sage_grpo.models.cost import Architecture
 from sage_grpo.models.lora import target_layers
 from sage_grpo.tools.paired import aligned
 from sage_grpo.tools.plan_memory import checkpoint_bytes, disk_bytes, export_bytes, fits, memory, peak, snapshot_bytes
-from sage_grpo.tools.plan_model import Plan, Trained, times, validation_time, volumes
+from sage_grpo.tools.plan_model import Plan, Trained, few_prompts, times, validation_time, volumes
 from sage_grpo.train.build import held_out_prompts, reward_names
 from sage_grpo.train.optimization import trainable_parameters
 from sage_grpo.train.validation import validation_sampling
 
-GB = 1e9
+GB, PAPER = 1e9, 25_600  # bytes; clips that the paper trained on
 DISKS = (0.3, 1, 3)  # GB/s
 Remedy = tuple[str, Any, str]
 # What to trade for memory, cheapest first: a flag, its new value, and the cost.
@@ -133,6 +133,8 @@ def describe(plan: Plan, gpu_bytes: float) -> str:
             lines.append("  That is not enough: more GPUs with enable_fsdp True, or smaller clips.")
     unknown = ", ".join(name for name in c.reward_model if name not in plan.rates.rewards)
     lines += [f"Not counted, for nothing is known of it: the reward {unknown}."] if unknown else []
+    if few := few_prompts(c.gradient_accumulation_steps * plan.clips // c.num_generations):
+        lines.append(f"Note: {few}.")
     if c.dtype != "bf16":
         lines.append(f"Times are those of bf16; {c.dtype} takes several times as long.")
     return "\n".join(lines)
@@ -152,7 +154,8 @@ def time_table(plan: Plan) -> str:
     rows = [(name, f"{value:.1f}", f"{value / whole:.0%}") for name, value in seconds.items()]
     sent = ", ".join(f"{name} {volume / GB:,.0f}" for name, volume in volumes(plan).items())
     table = aligned([("s per iteration", "", ""), *rows, ("total", f"{whole:.1f}", "")])
-    rate = f"{plan.clips_per_gpu_hour:.1f} clips per GPU-hour"
+    hours = f"{PAPER / plan.clips_per_gpu_hour:,.0f} GPU-hours for {PAPER:,} clips, as in the paper"
+    rate = f"{plan.clips_per_gpu_hour:.1f} clips per GPU-hour, {hours}"
     if plan.gpus > 1:
         longest = sum(times(plan, overlap=False).values())
         rate += f"; {longest:.1f} s if no communication overlaps; GB into each GPU per iteration: {sent}"

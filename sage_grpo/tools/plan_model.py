@@ -193,10 +193,8 @@ class Plan:
 
 def few_prompts(prompts: int) -> str:
     """What to say about an update of so few prompts; empty if they are enough."""
-    if prompts >= ENOUGH:
-        return ""
     text = f"{prompts} prompt(s) per update: below {ENOUGH}, reward was gained at the price of what prompts ask for"
-    return f"{text} (docs/efficiency.md); raise gradient_accumulation_steps"
+    return "" if prompts >= ENOUGH else f"{text} (docs/efficiency.md); raise gradient_accumulation_steps"
 
 
 def compute_time(plan: Plan, backward: bool = False) -> float:

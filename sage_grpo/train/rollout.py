@@ -89,20 +89,6 @@ def num_trained(window: int, fraction: float) -> int:
     return max(1, round(fraction * window))
 
 
-def training_order(
-    window: int, fraction: float, permute: bool, seed: int, step: int, micro_batch: MicroBatch
-) -> Tensor:
-    """(B, K) places in the window that each clip trains, in a separate order per clip."""
-    kept = num_trained(window, fraction)
-    if not permute:
-        return torch.arange(kept).expand(len(micro_batch.samples), -1)
-    orders = [
-        rng.permutation(window, seed, "permutation", step=step, prompt=p, sample=s)
-        for p, s in zip(micro_batch.prompts, micro_batch.samples, strict=True)
-    ]
-    return torch.stack([order[:kept] for order in orders])
-
-
 @dataclass
 class Rollouts:
     """Samples the micro-batches of iteration `step` on one rank: the ODE, noise in each clip's window, the ODE again.
@@ -136,16 +122,23 @@ class Rollouts:
             x, log_prob = self.sampler.step(at, x, velocities[-1], noise(i).to(device))
             path.append(x)
             log_probs.append(log_prob)
-        latents = self.follow(self.levels_after(steps[:, -1] + 1), x, cond, "dpm" if c.tail_steps else "euler")
+        left, solver = self.levels_after(steps[:, -1] + 1), "dpm" if c.tail_steps else "euler"
+        latents = integrate(self.backbone, left, x, cond, self.guidance, solver)
         x, velocity, log_prob = torch.stack(path, 1), torch.stack(velocities, 1), torch.stack(log_probs, 1)
         is_finite = torch.stack([values.flatten(1).isfinite().all(1) for values in (x, velocity, latents)]).all(0)
         for values in (x, velocity, log_prob, latents):
             values[~is_finite] = 0.0
-        order = training_order(
-            self.windows.size, c.timestep_fraction, c.enable_timestep_permutation, c.seed, self.step, micro_batch
-        )
-        on = (steps.to(device), x, velocity, log_prob, latents, is_finite, order.to(device))
-        return Trajectory(micro_batch, cond, *on)
+        order = self.order(micro_batch).to(device)
+        return Trajectory(micro_batch, cond, steps.to(device), x, velocity, log_prob, latents, is_finite, order)
+
+    def order(self, micro_batch: MicroBatch) -> Tensor:
+        """(B, K) places in the window that each clip trains, in a separate order per clip."""
+        c, size = self.config, self.windows.size
+        kept, pairs = num_trained(size, c.timestep_fraction), zip(micro_batch.prompts, micro_batch.samples, strict=True)
+        keys = [{"step": self.step, "prompt": prompt, "sample": sample} for prompt, sample in pairs]
+        if not c.enable_timestep_permutation:
+            return torch.arange(kept).expand(len(keys), -1)
+        return torch.stack([rng.permutation(size, c.seed, "permutation", **key)[:kept] for key in keys])
 
     def groups(self, micro_batch: MicroBatch) -> tuple[list[Group], Tensor]:
         """Each clip's group (its prompt, and which of the prompt's groups), and the first step of its window (B,)."""
@@ -160,12 +153,13 @@ class Rollouts:
     def begin(self, x: Tensor, prompts: Sequence[int], groups: Sequence[Group], start: Tensor) -> Tensor:
         """The states (B, ...) in which the clips enter their windows."""
         if not self.config.same_init_noise:
-            return self.follow(self.levels_before(start), x, self.conditioning(prompts))
+            return integrate(self.backbone, self.levels_before(start), x, self.conditioning(prompts), self.guidance)
         rows = {group: row for row, group in reversed(list(enumerate(groups))) if group not in self.begun}
         if rows:
             chosen = list(rows.values())
             cond = self.conditioning([prompts[row] for row in chosen])
-            self.begun |= dict(zip(rows, self.follow(self.levels_before(start[chosen]), x[chosen], cond), strict=True))
+            found = integrate(self.backbone, self.levels_before(start[chosen]), x[chosen], cond, self.guidance)
+            self.begun |= dict(zip(rows, found, strict=True))
         return torch.stack([self.begun[group] for group in groups])
 
     def levels_before(self, start: Tensor) -> Tensor:
@@ -176,29 +170,8 @@ class Rollouts:
         """Noise levels (B, n+1) to 0 from the windows that end before step `end` (B,); short rows end with zeros."""
         sigmas, c = self.sampler.sigmas.cpu(), self.config
         rows = [sigmas[i:] for i in end.tolist()]
-        if c.tail_steps:
-            rows = [levels_to_zero(r[0].item(), min(len(r) - 1, c.tail_steps), c.timestep_shift) for r in rows]
-        return pad_sequence(rows, batch_first=True)
-
-    def follow(self, sigmas: Tensor, x: Tensor, cond: Conditioning, solver: str = "euler") -> Tensor:
-        return integrate(self.backbone, sigmas, x, cond, self.guidance, solver)
-
-    @torch.no_grad()
-    def idle(self, trajectory: Trajectory) -> None:
-        """A forward of which nothing is kept."""
-        sigma = self.sampler.sigmas[trajectory.steps[:, 0]]
-        self.backbone.velocity(trajectory.x[:, 0], sigma, trajectory.cond, self.guidance)
-
-    def forwards(self, micro_batches: Sequence[MicroBatch]) -> list[int]:
-        """How often the model runs for each micro-batch, if they are sampled in this order."""
-        counts, begun = [], set()
-        for one in micro_batches:
-            groups, start = self.groups(one)
-            fresh = not (self.config.same_init_noise and begun.issuperset(groups))
-            before, after = self.levels_before(start), self.levels_after(start + self.windows.size)
-            counts.append(fresh * (before.shape[1] - 1) + self.windows.size + after.shape[1] - 1)
-            begun.update(groups)
-        return counts
+        short = [levels_to_zero(r[0].item(), min(len(r) - 1, c.tail_steps), c.timestep_shift) for r in rows]
+        return pad_sequence(short if c.tail_steps else rows, batch_first=True)
 
 
 def at_steps(values: Tensor, steps: Tensor) -> Tensor:

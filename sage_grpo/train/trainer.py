@@ -128,38 +128,30 @@ class Trainer:
         if due and self.ranks.any(self.ranks.first and not self.run.has("validation", self.step)):
             self.validate()
 
-    def micro_batches(self, rank: int | None = None) -> list[MicroBatch]:
-        """The micro-batches of this rank, or another one, for this iteration, each of one prompt."""
-        c, rank = self.config, self.ranks.rank if rank is None else rank
+    def micro_batches(self) -> list[MicroBatch]:
+        """This rank's micro-batches for this iteration, each of one prompt."""
+        c = self.config
         groups = c.batch_size * self.ranks.count // c.num_generations
         positions = prompt_positions(self.step, groups, len(self.prompts), c.seed)
-        return plan_micro_batches(positions, c.num_generations, c.batch_size, rank, c.micro_batch_size)
+        return plan_micro_batches(positions, c.num_generations, c.batch_size, self.ranks.rank, c.micro_batch_size)
 
     def roll_out(
         self, micro_batches: Sequence[MicroBatch] | None = None, sampler: Schedule | None = None
     ) -> list[Trajectory]:
         """Sample trajectories for `micro_batches`, by default this rank's share of the iteration."""
-        c, own, batch = self.config, micro_batches is None, []
-        micro_batches = self.micro_batches() if own else micro_batches
+        c, batch = self.config, []
+        micro_batches = self.micro_batches() if micro_batches is None else micro_batches
         positions = list(dict.fromkeys(one.prompts[0] for one in micro_batches))
         encoded = (cond.to(self.ranks.device) for cond in self.backbone.encode([self.prompts[p] for p in positions]))
         how = (self.backbone, sampler or self.sampler, self.windows, self.guidance, self.shape, c, self.step)
         rollouts = Rollouts(*how, conditions=dict(zip(positions, encoded, strict=True)))
         if c.prompts_per_forward > 1:
             micro_batches = join_prompts(micro_batches, lambda p: rollouts.conditions[p].shapes, c.prompts_per_forward)
-        idle = self.idle_forwards(rollouts) if own and c.enable_fsdp and not c.gather_for_rollout else None
-        for number, micro_batch in enumerate(micro_batches):
+        for micro_batch in micro_batches:
             self.safe_point(inside=True)
             with self.gathered():
                 batch.append(rollouts(micro_batch))
-            for _ in range(idle[number] if idle else 0):
-                rollouts.idle(batch[-1])
         return batch
-
-    def idle_forwards(self, rollouts: Rollouts) -> list[int]:
-        """Forwards without use after each micro-batch: those of a sharded model need all ranks, and windows differ."""
-        counts = [rollouts.forwards(self.micro_batches(rank)) for rank in range(self.ranks.count)]
-        return [max(column) - column[self.ranks.rank] for column in zip(*counts, strict=True)]
 
     def gathered(self) -> AbstractContextManager[None]:
         """Context for many forwards, in which a sharded model's weights may stay gathered."""

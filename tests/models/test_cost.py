@@ -38,7 +38,6 @@ def test_operations_are_those_that_torch_counts(tiny_folder):
     counted = sum(sum(counts.values()) for counts in blocks.values())
     work = backbone.architecture().forward(4 * 8 * 8, 40)
     assert counted == pytest.approx(work.total, rel=0.01)
-    assert work.backward(True) - work.backward(False) == work.linear
 
 
 def test_the_full_model_needs_680_tera_operations(full_size):

@@ -13,8 +13,9 @@ from torch import nn
 
 from sage_grpo.models.hunyuan15.backbone import Hunyuan15
 from sage_grpo.models.hunyuan15.folder import ModelFolder
-from sage_grpo.models.weights import STEM, Rows, Weights, check_names, load_model, open_folder, save_weights
+from sage_grpo.models.weights import STEM, Rows, Weights, check_names, load_model, open_folder
 from sage_grpo.parallel.fsdp import full_tensor, shard
+from scripts.export_checkpoint import save_weights
 from tests.dist import run_ranks
 
 SINGLE = f"{STEM}.safetensors"

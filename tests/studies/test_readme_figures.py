@@ -6,7 +6,7 @@ from PIL import Image
 from studies import readme_figures
 from tests.tools.fake_run import make_run
 
-pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # imageio's reader leaves its pipes open
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # of imageio
 
 
 def test_the_figures_are_drawn_from_the_first_and_the_last_validation(tmp_path):

@@ -102,7 +102,7 @@ def test_trajectories_and_the_small_models():
     states = 5 + 3 + 3  # states and the result, velocities of policy and anchor
     assert part("trajectories") == [states * 18 * 32 * 4 * 2] * 6
     assert part("trajectories", kl_weight=0.0, use_dual_kl=False) == [(5 + 3) * 18 * 32 * 4 * 2] * 6
-    assert part("trajectories", sde_window="random:1") == [(3 + 1 + 1) * 18 * 32 * 4 * 2] * 6
+    assert part("trajectories", sde_window="random_iteration:1") == [(3 + 1 + 1) * 18 * 32 * 4 * 2] * 6
     rates = Calibration()
     assert part("VAE") == [200, 200 + rates.decode_bytes / 9, 200, 200, 200, 200]
     size, inside, _ = rates.rewards["videoalign"]

@@ -26,7 +26,7 @@ def test_counts():
     assert (plan.latents, plan.tokens, plan.clips, plan.shards, plan.slices) == (18, 20, 16, 4, 2)
     assert (plan.branches, plan.trained_steps) == (2, 2)
     assert plan.rollout_passes == 2 * 2 * 5 and plan.training_passes == 2 * 2 * 2
-    windows = made(sde_window="random:1", tail_steps=1, same_init_noise=True)
+    windows = made(sde_window="random:1", tail_steps=1, same_init_noise=True, gather_for_rollout=True)
     assert windows.ode_steps == (2, 4 / 5) and windows.rollout_passes == 2 * (2 / 2 + 2 * (1 + 4 / 5))
     assert made(guidance_scale=1.0).branches == 1 and made(micro_batch_size=None).micro_batch == 4
 

@@ -53,7 +53,7 @@ def expected():
 
 # two groups, whose windows begin at different steps, so that ranks run the model differently often
 WINDOWS = {"num_generations": 2, "num_sampling_steps": 5, "sde_window": "random:2", "seed": 2}
-WINDOWS |= {"same_init_noise": True, "tail_steps": 1}
+WINDOWS |= {"same_init_noise": True, "tail_steps": 1, "gather_for_rollout": True}
 
 
 def values_of(flags, use_lora, layout):
@@ -117,7 +117,7 @@ def test_gradients_of_an_iteration_are_those_of_one_process(flags, expected, use
 
 @pytest.mark.parametrize("name", ["dp2", "sp2", "fsdp2", "fsdp2 x sp2", "hsdp 2 x 2"])
 def test_windows_of_prompts_are_those_of_one_process(flags, expected, name):
-    """Under FSDP ranks wait for each other in every forward; the one with fewer runs idle ones."""
+    """Under FSDP ranks wait for each other in every forward, unless the weights stay gathered in the rollout."""
     windows = parse_windows(WINDOWS["sde_window"], torch.ones(5, dtype=torch.bool), WINDOWS["seed"])
     first, second = prompt_positions(0, 2, 3, WINDOWS["seed"])
     assert windows.start(0, first, 0) != windows.start(0, second, 0)

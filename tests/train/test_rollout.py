@@ -6,12 +6,10 @@ import pytest
 import torch
 
 from sage_grpo.train.rollout import (
-    MicroBatch,
     at_steps,
     join_prompts,
     plan_micro_batches,
     prompt_positions,
-    training_order,
 )
 
 
@@ -42,15 +40,17 @@ def test_a_prompt_that_comes_twice_never_repeats_its_noise():
     assert [one.samples for one in micro_batches] == [(0, 1), (2, 3)]
 
 
-def test_orders_are_permutations_of_the_window():
-    one = MicroBatch((3,) * 4, (0, 1, 2, 3))
-    order = training_order(4, 1.0, True, 0, 5, one)
-    assert all(sorted(row) == [0, 1, 2, 3] for row in order.tolist()) and len({tuple(r) for r in order.tolist()}) > 1
-    assert training_order(4, 0.5, False, 0, 5, one).tolist() == [[0, 1]] * 4
-    assert training_order(4, 0.01, True, 0, 5, one).shape == (4, 1)
-    assert training_order(4, 0.7, True, 0, 5, one).shape == (4, 3)  # 2.8 steps
-    assert not torch.equal(order, training_order(4, 1.0, True, 0, 5, MicroBatch((4,) * 4, (0, 1, 2, 3))))
-    assert not torch.equal(order, training_order(4, 1.0, True, 0, 6, one))
+def test_orders_are_permutations_of_the_window(make):
+    def order(step=0, **flags):
+        trainer = make(num_sampling_steps=4, batch_size=4, num_generations=4, overwrite=True, **flags)
+        trainer.step = step
+        return trainer.roll_out()[0].order.tolist()
+
+    found = order()
+    assert all(sorted(row) == [0, 1, 2, 3] for row in found) and len({tuple(row) for row in found}) > 1
+    assert order(timestep_fraction=0.5, enable_timestep_permutation=False) == [[0, 1]] * 4
+    assert [len(order(timestep_fraction=share)[0]) for share in (0.01, 0.7)] == [1, 3]  # 0.04 and 2.8 steps
+    assert found != order(step=1)
 
 
 def test_at_steps_takes_each_row_at_its_own_step():

@@ -8,6 +8,7 @@ import torch
 from sage_grpo.algo.equalizer import equalizer
 from sage_grpo.algo.sde import build_schedule, flow_sigmas
 from sage_grpo.models.backbone import Backbone
+from sage_grpo.models.sample import integrate
 from sage_grpo.train.windows import parse_windows
 
 ALL = torch.ones(5, dtype=torch.bool)
@@ -123,7 +124,7 @@ def test_a_shared_way_to_the_window_is_that_of_each_clip(make, monkeypatch, size
 
 
 def begin_each(self, x, prompts, groups, start):
-    return self.follow(self.levels_before(start), x, self.conditioning(prompts))
+    return integrate(self.backbone, self.levels_before(start), x, self.conditioning(prompts), self.guidance)
 
 
 def test_windows_per_prompt_in_one_forward_are_those_of_each_alone(make, tmp_path):
@@ -170,24 +171,3 @@ def test_the_tail_is_coarse_and_of_second_order(make, monkeypatch):
     torch.testing.assert_close(batch[0].latents, x.float(), rtol=1e-4, atol=1e-5)
     trainer.step = 6  # the window ends with the sampler: nothing is left to do
     assert torch.equal(trainer.roll_out()[0].latents, trainer.roll_out()[0].x[:, -1])
-
-
-def test_forwards_are_known_before_they_run(make, monkeypatch):
-    trainer = make(sde_window="random:2", num_sampling_steps=6, tail_steps=1, same_init_noise=True, micro_batch_size=1)
-    forwards, expected = Forwards(monkeypatch), []
-    monkeypatch.setattr("sage_grpo.train.trainer.Rollouts.__init__", kept(expected))
-    trainer.roll_out()
-    (rollouts,) = expected
-    assert sum(rollouts.forwards(trainer.micro_batches())) == len(forwards.sizes)
-
-
-def kept(found):
-    from sage_grpo.train.rollout import Rollouts
-
-    plain = Rollouts.__init__
-
-    def begin(self, *words, **named):
-        found.append(self)
-        plain(self, *words, **named)
-
-    return begin
