@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.parts import (
+    ALL_STEPS,
     PartError,
     Program,
     Results,
@@ -38,6 +39,7 @@ PROMPT = "A small red boat crosses a quiet lake in the morning light."
 CONFIG = "configs/hunyuan15_1gpu_lora.yaml"
 # Fewer denoising steps than the recipe's, one of them trained, and one clip of validation: two iterations in 4 minutes.
 TRAIN = (
+    f"{ALL_STEPS} --batch_size 4 --num_generations 4 "
     "--max_steps 2 --num_sampling_steps 4 --timestep_fraction 0.25 --report_to none --validate_at_step0 False "
     "--validation_num_inference_steps 4 --validate_video_length 81 --validation_fixed_size 352x624"
 )

@@ -152,7 +152,7 @@ def page(trainer: Trainer, records: list[dict[str, Any]], inside: list[dict[str,
     last, model = records[-1], inside[-1]
     spent, needed = (sum(x[phase] for phase in IN_MODEL) for x in ({p: last[f"time/{p}"] for p in PHASES}, model))
     steps = c.num_sampling_steps
-    trained = num_trained(trainer.schedule().stochastic, c.timestep_fraction)
+    trained = num_trained(trainer.windows.size, c.timestep_fraction)
     whole = sum(last[f"time/{p}"] * (steps / trained if p in ("anchor", "update") else 1) for p in PHASES)
     lines += [
         "",

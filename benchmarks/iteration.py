@@ -187,7 +187,7 @@ class PlainLoop:
     def update(self, paths: list[Rollout], advantages: Tensor, schedule: Schedule, watch: Stopwatch) -> Tensor:
         """One optimizer step on all clips and steps; returns the gradient."""
         c, steps = self.config, schedule.stochastic.nonzero().flatten().tolist()
-        scale = equalizer(schedule, c.use_grad_balancing)
+        scale = equalizer(self.trainer.sampler, c.use_grad_balancing)
         pairs = len(advantages) * len(steps)
         groups = list(zip(paths, advantages.split([len(path.x[0]) for path in paths]), strict=True))
         for i in tqdm(steps, "update", leave=False):
@@ -242,10 +242,11 @@ def watch_trainer(trainer: Trainer, then: Callable[[int, Schedule, Sequence[Traj
     def log_and_go_on(record: dict[str, Any], bar: tqdm) -> None:
         seconds, latents = logged_seconds(record, seen["encode seconds"]), [t.latents for t in seen["roll_out"]]
         ours = Outcome(seconds, torch.cat(latents), seen["score"].total, seen["gradient"])
-        then(trainer.step - 1, seen["schedule"], seen["roll_out"], ours)
+        schedule = trainer.sampler.window(trainer.windows.steps)
+        then(trainer.step - 1, schedule, seen["roll_out"], ours)
         log(record, bar)
 
-    for owner, name in ((trainer.backbone, "encode"), *((trainer, name) for name in ("schedule", "roll_out", "score"))):
+    for owner, name in ((trainer.backbone, "encode"), *((trainer, name) for name in ("roll_out", "score"))):
         keep(owner, name)
     trainer.optimization.clip, trainer.log = keep_gradient, log_and_go_on
     trainer.train()

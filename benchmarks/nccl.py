@@ -27,6 +27,7 @@ from typing import Any
 
 from benchmarks.nccl_page import page
 from benchmarks.parts import (
+    ALL_STEPS,
     ROOT,
     PartError,
     Program,
@@ -62,10 +63,12 @@ VALIDATION = "--report_to none --validate_at_step0 False --validation_num_infere
 AGREE = f"--config configs/tiny_cpu.yaml --max_steps 3 --log_interval 1 --adam_eps 1e-8 {VALIDATION}"
 FULL = (
     "--config configs/hunyuan15_1gpu_lora.yaml --sp_size 2 --num_generations 2 --guidance_scale 1 "
+    f"{ALL_STEPS} "
     "--num_sampling_steps 4 --timestep_fraction 0.25 --num_frames 17 --height 352 --width 624 --compile False "
     f"--max_steps 2 --validate_video_length 5 --validation_fixed_size 64x64 {VALIDATION}"
 )
 RECIPE = (
+    f"{ALL_STEPS} --gather_for_rollout False --num_generations 4 "
     "--batch_size 1 --guidance_scale 1 --num_sampling_steps 2 --timestep_fraction 0.5 --num_frames 9 --height 128 "
     "--width 224 --compile False --max_steps 3 --save_interval 1 --keep_checkpoints 1 --validate_video_length 5 "
     f"--validation_fixed_size 64x64 {VALIDATION}"

@@ -24,6 +24,8 @@ from typing import Any, NoReturn
 ROOT = Path(__file__).parents[1]
 ONE_GPU = ROOT / "benchmarks" / "one_gpu"
 TAIL = 1500  # characters of a failed program's output that are kept
+# noise in all steps and an update in each iteration, whatever a recipe has
+ALL_STEPS = "--sde_window all --same_init_noise False --tail_steps 0 --gradient_accumulation_steps 1"
 
 Results = dict[str, Any]
 

@@ -56,8 +56,7 @@ class VideoAlign:
         num_frames: int | None = None,
         max_pixels: int | None = None,
     ) -> None:
-        """Frames sampled per second and pixels per frame default to the folder's settings; a number of frames that the
-        folder itself fixes is kept."""
+        """Frames per second and pixels per frame default to the folder's settings; a fixed number of frames stays."""
         folder, self.device = Path(folder), torch.device(device)
         settings, checkpoint = read_settings(folder), newest_checkpoint(folder)
         data = settings["data_config"]

@@ -40,7 +40,7 @@ class Windows:
 
 
 def parse_windows(text: str, stochastic: Tensor, seed: int) -> Windows:
-    """Windows within the steps that can have noise, `stochastic` (T,) bool.
+    """Windows within the steps that can have noise, `stochastic` (T,) bool, which follow each other in every sampler.
 
     `all`; `all_but_last`; `random:SIZE`, drawn for each group of clips; `slide:SIZE:EVERY`, which begins at another
     place for each prompt, advances by one every EVERY (25) iterations and wraps around (MixGRPO). With `_iteration` all
@@ -52,8 +52,6 @@ def parse_windows(text: str, stochastic: Tensor, seed: int) -> Windows:
         noisy = [step for step in noisy if step < len(stochastic) - 1]
     if not noisy:
         raise ValueError("the schedule has no stochastic step to train: choose an sde_type other than ode, or eta > 0")
-    if noisy != list(range(noisy[0], noisy[-1] + 1)):
-        raise ValueError(f"steps {noisy} of the sampler have noise; a window needs steps without gaps")
     if not numbers and kind in ("all", "all_but_last"):
         return Windows("all", len(noisy), 1, noisy[0], 1, seed)
     name = kind.removesuffix("_iteration")

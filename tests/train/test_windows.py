@@ -56,8 +56,6 @@ def test_windows_lie_where_the_sampler_has_noise():
         parse_windows("random:4", stochastic, 0)
     with pytest.raises(ValueError, match="no stochastic step"):
         parse_windows("all", ~ALL, 0)
-    with pytest.raises(ValueError, match="without gaps"):
-        parse_windows("all", torch.tensor([True, False, True]), 0)
 
 
 WRONG = ("", "some", "random", "random:0", "random:6", "slide:2:0", "slide:a", "all:2", "slide:1:2:3", "random:2:3")

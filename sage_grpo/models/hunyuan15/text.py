@@ -56,8 +56,7 @@ class TextEncoder:
     @torch.no_grad()
     def encode(self, request: Request) -> TextConditioning:
         if self._models is None:
-            self._tokenizers = load_tokenizers(self.folder)
-            self._models = load_encoders(self.folder, self.device, self.dtype)
+            self._load()
         return TextConditioning(text=self._text(request.text), glyph=self._glyph(request.text))
 
     def release(self) -> None:
@@ -76,6 +75,10 @@ class TextEncoder:
                 digest.update(path.relative_to(self.folder.root).as_posix().encode())
                 digest.update(file_fingerprint(path))
         return digest.hexdigest()[:16]
+
+    def _load(self) -> None:
+        self._tokenizers = load_tokenizers(self.folder)
+        self._models = load_encoders(self.folder, self.device, self.dtype)
 
     def _text(self, prompt: str) -> Tensor:
         """(L, text_dim), without padding: in a causal model, right padding cannot affect earlier tokens."""
