@@ -203,7 +203,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--seed", type=seed_number, default=42)
     add("--num_videos", type=positive, default=1, help="clips per prompt")
     add("--sde_type", choices=SDES, default="ode", help="look at a sampler's exploration noise")
-    add("--solver", choices=SOLVERS, default="euler", help="of the ODE; dpm is of second order and needs fewer steps")
+    add("--solver", choices=SOLVERS, default="euler", help="ODE solver; dpm has second order and needs fewer steps")
     add("--eta", type=finite, default=0.5, help="exploration scale of --sde_type")
     device = FIELDS["device"].metadata
     add("--device", choices=device["choices"], default="auto", help=device["help"])
@@ -215,7 +215,10 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         choices=[name for name in REWARDS if name != "remote"],
         help="write this reward's scores into each JSON",
     )
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    if args.solver != "euler" and args.sde_type != "ode":
+        parser.error(f"--solver {args.solver} solves the ODE, and --sde_type {args.sde_type} adds noise: leave one out")
+    return args
 
 
 if __name__ == "__main__":

@@ -285,6 +285,9 @@ def test_a_velocity_term_without_a_second_update_is_pointed_out():
     assert "no effect" in warnings(Config())[0]
     assert not warnings(from_values({"updates_per_rollout": 2}))
     assert not warnings(from_values({"use_dual_kl": False}))
+    (found,) = warnings(from_values({"use_dual_kl": False, "tail_steps": 3}))
+    assert found == "tail_steps is 3, but sde_window all leaves no steps to shorten"
+    assert not warnings(from_values({"use_dual_kl": False, "tail_steps": 3, "sde_window": "random:2"}))
 
 
 def reads(path):

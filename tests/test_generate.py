@@ -87,6 +87,15 @@ def test_exploration_noise_changes_the_clip(folder, tmp_path):
     assert record["sde_type"] == "sage_grpo" and not np.array_equal(frames(ode), frames(sde))
 
 
+def test_the_second_order_solver_gives_another_clip_and_is_recorded(folder, tmp_path, capsys):
+    words = ("--prompt", PROMPT, "--num_inference_steps", "5")
+    (plain,), (first,) = run(folder, tmp_path / "euler", *words)
+    (other,), (second,) = run(folder, tmp_path / "dpm", *words, "--solver", "dpm")
+    assert (first["solver"], second["solver"]) == ("euler", "dpm") and (frames(plain) != frames(other)).any()
+    error = refused(capsys, folder, tmp_path / "none", *words, "--solver", "dpm", "--sde_type", "cps")
+    assert "--solver dpm solves the ODE, and --sde_type cps adds noise" in error
+
+
 def sample(ranks, *arguments):
     generate.generate(generate.parse_arguments(list(arguments)), ranks)
 

@@ -87,13 +87,13 @@ class Schedule:
         return Schedule(sigmas=self.sigmas, **rows)
 
 
-def flow_sigmas(num_steps: int, shift: float) -> Tensor:
-    """Noise levels (T+1,) from 1 to 0, fp64: u evenly spaced, sigma = shift u / (1 + (shift - 1) u)."""
+def flow_sigmas(num_steps: int, shift: float, start: float = 1.0) -> Tensor:
+    """Noise levels (T+1,) from `start` to 0, fp64: u evenly spaced, sigma = shift u / (1 + (shift - 1) u)."""
     if num_steps < 1:
         raise ValueError(f"num_sampling_steps is {num_steps}; at least 1 step is needed")
     if not 0 < shift < math.inf:
         raise ValueError(f"timestep_shift is {shift}; it must be positive (5 for 480p, 9 for 720p)")
-    u = torch.linspace(1, 0, num_steps + 1, dtype=torch.float64)
+    u = torch.linspace(start / (shift - (shift - 1) * start), 0, num_steps + 1, dtype=torch.float64)
     return shift * u / (1 + (shift - 1) * u)
 
 

@@ -31,9 +31,3 @@ def ode_tables(sigmas: Tensor, solver: str = "euler") -> tuple[Tensor, Tensor]:
         found = delta[..., 1:] / sigmas[..., 1:-1] * h[..., 1:] / (2 * h[..., :-1])
         factor[..., 1:] = torch.where(h[..., 1:].isfinite() & h[..., :-1].isfinite() & (h[..., :-1] > 0), found, 0.0)
     return delta, factor
-
-
-def levels_to_zero(sigma: float, steps: int, shift: float) -> Tensor:
-    """Noise levels (steps+1,) from `sigma` to 0, fp64, spaced as `flow_sigmas` spaces them."""
-    u = torch.linspace(sigma / (shift - (shift - 1) * sigma), 0, steps + 1, dtype=torch.float64)
-    return shift * u / (1 + (shift - 1) * u)

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from sage_grpo import rng
-from sage_grpo.algo.sde import Schedule
-from sage_grpo.algo.solver import levels_to_zero
+from sage_grpo.algo.sde import Schedule, flow_sigmas
 from sage_grpo.config import Config
 from sage_grpo.models.backbone import Backbone, Conditioning, Guidance
 from sage_grpo.models.sample import counter_noise, integrate
@@ -168,10 +167,12 @@ class Rollouts:
 
     def levels_after(self, end: Tensor) -> Tensor:
         """Noise levels (B, n+1) to 0 from the windows that end before step `end` (B,); short rows end with zeros."""
-        sigmas, c = self.sampler.sigmas.cpu(), self.config
+        sigmas, c = self.sampler.sigmas.cpu().double(), self.config
         rows = [sigmas[i:] for i in end.tolist()]
-        short = [levels_to_zero(r[0].item(), min(len(r) - 1, c.tail_steps), c.timestep_shift) for r in rows]
-        return pad_sequence(short if c.tail_steps else rows, batch_first=True)
+        if c.tail_steps:  # unless fewer are left
+            few = c.tail_steps
+            rows = [flow_sigmas(few, c.timestep_shift, r[0].item()) if len(r) > few + 1 else r for r in rows]
+        return pad_sequence(rows, batch_first=True)
 
 
 def at_steps(values: Tensor, steps: Tensor) -> Tensor:

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from sage_grpo.algo.sde import flow_sigmas
-from sage_grpo.algo.solver import levels_to_zero, ode_tables
+from sage_grpo.algo.solver import ode_tables
 
 STD = 0.3
 
 
 def velocity(x, sigma):
-    """Of data N(0.5, STD^2): E[z - x0 | x]."""
+    """E[z - x0 | x] for data from N(0.5, STD^2)."""
     variance = (1 - sigma) ** 2 * STD**2 + sigma**2
     rest = x - (1 - sigma) * 0.5
     return (sigma - (1 - sigma) * STD**2) / variance * rest - 0.5
@@ -82,8 +82,7 @@ def test_repeated_levels_and_the_ends_are_euler():
         ode_tables(sigmas, "heun")
 
 
-def test_levels_to_zero_continue_the_schedule():
+def test_levels_from_the_middle_continue_the_schedule():
     whole = flow_sigmas(20, 5.0)
-    torch.testing.assert_close(levels_to_zero(whole[8].item(), 12, 5.0), whole[8:])
-    coarse = levels_to_zero(whole[8].item(), 4, 5.0)
-    torch.testing.assert_close(coarse, whole[8::3])
+    torch.testing.assert_close(flow_sigmas(12, 5.0, whole[8].item()), whole[8:])
+    torch.testing.assert_close(flow_sigmas(4, 5.0, whole[8].item()), whole[8::3])

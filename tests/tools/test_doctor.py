@@ -89,6 +89,7 @@ def test_all_is_well(run_doctor):
     }
     assert (
         "2 videos per iteration: prompts x group = 1 x 2, ranks x micro-batches x clips = 1 x 1 x 2" in run_doctor.text
+        and "1 prompt(s) per update" in run_doctor.text
     )
     assert run_doctor.findings("ratio")[0]["numbers"]["deviation"] == 0
     means = run_doctor.findings("reward")[0]["numbers"]["means"]

@@ -129,6 +129,14 @@ def test_command_says_what_a_validation_costs(capsys, monkeypatch):
     assert found[8] == pytest.approx(2 * found[4], rel=0.01) and 3 < found[4] / 4 < 6 and found[64] > 200
 
 
+def test_command_warns_of_updates_with_few_prompts_and_counts_the_hours_of_the_paper(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    text = run(capsys, "--config configs/hunyuan15_1gpu_lora.yaml")[1]
+    assert "Note: " not in text and "120 GPU-hours for 25,600 clips" in text
+    few = run(capsys, "--config configs/hunyuan15_1gpu_lora.yaml --gradient_accumulation_steps 4")[1]
+    assert "Note: 4 prompt(s) per update" in few
+
+
 def test_a_run_without_validation_is_planned_too(capsys, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(ROOT / "assets" / "tiny", folder)

@@ -6,7 +6,17 @@ import pytest
 
 from sage_grpo.config import Config
 from sage_grpo.models.cost import Architecture
-from sage_grpo.tools.plan_model import Calibration, Plan, Trained, compute_time, times, traffic, volumes, waits
+from sage_grpo.tools.plan_model import (
+    Calibration,
+    Plan,
+    Trained,
+    compute_time,
+    few_prompts,
+    times,
+    traffic,
+    volumes,
+    waits,
+)
 
 MODEL = Architecture(layers=5, heads=4, width=64, mlp_ratio=4, parameters=1600, block=240, vae=100)
 TRAINED = Trained(total=1200, matrices=1000)
@@ -150,3 +160,8 @@ def test_volumes_of_an_iteration():
     assert found["gradients"] == pytest.approx(one["reduce"] * 20)
     assert found["tokens"] == pytest.approx(one["exchange"] * (20 + 20 * 3.9))
     assert volumes(made(gather_for_rollout=True))["weights"] == pytest.approx(one["gather"] * (2 + 20 * 2.9))
+
+
+def test_few_prompts_per_update_are_named():
+    assert few_prompts(8) == ""
+    assert few_prompts(7).startswith("7 prompt(s) per update: below 8") and "accumulation" in few_prompts(7)

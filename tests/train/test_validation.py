@@ -9,7 +9,9 @@ import imageio.v2 as imageio
 import pytest
 import torch
 
+from sage_grpo.algo.solver import ode_tables
 from sage_grpo.models.backbone import Sampling
+from sage_grpo.models.sample import counter_noise
 from sage_grpo.train.validation import gold_columns, summary
 
 # imageio's reader leaves the pipes of its ffmpeg process to the garbage collector
@@ -139,3 +141,20 @@ def test_a_size_that_is_none_is_refused(make):
     for text in ("big", "32", "32x", "x32", "-32x32"):
         with pytest.raises(ValueError, match="validation_fixed_size"):
             make(validation_fixed_size=text, overwrite=True)
+
+
+def test_validation_may_use_the_second_order_solver(make):
+    """Its clips are those of the solver's tables, computed here step by step."""
+    trainer = make(validation_solver="dpm", validation_num_inference_steps=4)
+    validation, prompt = trainer.validation, trainer.validation.prompts[0]
+    (cond,), sigmas = trainer.backbone.encode([prompt]), validation.sigmas.float()
+    delta, factor = (table.float() for table in ode_tables(validation.sigmas, "dpm"))
+    x, before = counter_noise(validation.shape, validation.seed(prompt), [0], prompt=prompt.index)[0], 0.0
+    with torch.no_grad():
+        for i in range(4):
+            velocity = trainer.backbone.velocity(x, sigmas[i].expand(1), cond, trainer.guidance)
+            clean = x - sigmas[i] * velocity
+            x, before = x - delta[i] * velocity + factor[i] * (clean - before), clean
+    torch.testing.assert_close(validation.latents(prompt), x)
+    assert factor.abs().max() > 0.05
+    trainer.run.close()

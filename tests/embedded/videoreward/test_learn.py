@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from embedded.videoreward import learn, pool
-from sage_grpo.rewards.videoalign import VideoAlign
+from sage_grpo.rewards.base import Setup
+from sage_grpo.rewards.videoalign import VideoAlign, build
 from sage_grpo.rewards.videoalign_folder import check_folder
 
 FEW = "--clips 16 --sampled 16 --pairs 32 --caption_steps 2 --steps 2 --batch 4 --device cpu"
@@ -92,3 +93,8 @@ def test_captions_are_learnt_from_the_tokens_of_the_prompt_alone(trained):
     for row, prompt in zip(range(2), PROMPTS, strict=True):
         text = judge.reward.tokenizer.decode(tokens[row, 1:][used[row, :-1]])
         assert prompt in text and "Motion" not in text and "Picture" not in text
+
+
+def test_the_number_of_frames_that_the_folder_fixes_beats_the_rate_of_a_run(trained):
+    reward = build(Setup(trained[1], torch.device("cpu"), sample_fps=2.0))
+    assert reward._patches(clips(1)[0], 8.0)[1] == GRID
