@@ -33,7 +33,6 @@ from tqdm import tqdm
 from benchmarks.stock import StockTransformer
 from sage_grpo.algo.equalizer import equalizer
 from sage_grpo.algo.grpo import objective, policy_loss
-from sage_grpo.algo.sde import Schedule
 from sage_grpo.config import Config, ConfigError
 from sage_grpo.data.requests import Request
 from sage_grpo.flags import parse
@@ -118,8 +117,9 @@ class PlainLoop:
         self.parameters = trainable_parameters(self.policy, c.use_lora)
         self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=c.learning_rate, weight_decay=c.weight_decay)
         self.negative = self.encode([c.negative_prompt])[0]
+        self.schedule = trainer.sampler.window(trainer.windows.steps)
 
-    def iteration(self, step: int, schedule: Schedule, batch: Sequence[Trajectory]) -> Outcome:
+    def iteration(self, step: int, batch: Sequence[Trajectory]) -> Outcome:
         """Regenerate the clips of the trainer's `batch` in iteration `step`, and train on them."""
         watch, trainer = Stopwatch(self.device), self.trainer
         micro_batches = [trajectory.micro_batch for trajectory in batch]
@@ -127,13 +127,13 @@ class PlainLoop:
             conditions = self.encode([trainer.prompts[one.prompts[0]].text for one in micro_batches])
         with watch.phase("rollout"):
             planned = zip(micro_batches, conditions, strict=True)
-            paths = [self.roll_out(one, cond, step, schedule) for one, cond in planned]
+            paths = [self.roll_out(one, cond, step) for one, cond in planned]
         with watch.phase("decode"):
             clips = [clip for path in paths for clip in self.decode(path.x[-1])]
         with watch.phase("reward"):
             scores = trainer.reward.score(clips, trainer.texts(batch), self.config.fps)
         advantages = trainer.advantages(scores).values.to(self.device, torch.float32)
-        gradient = self.update(paths, advantages, schedule, watch)
+        gradient = self.update(paths, advantages, watch)
         seconds = with_other(watch.seconds, watch.record()["time/total"])
         return Outcome(seconds, torch.cat([path.x[-1] for path in paths]), scores.total, gradient)
 
@@ -165,10 +165,9 @@ class PlainLoop:
         )[0]
 
     @torch.no_grad()
-    def roll_out(self, micro_batch: MicroBatch, cond: list[Tensor], step: int, schedule: Schedule) -> Rollout:
-        first, noise = counter_noise(
-            self.trainer.shape, self.config.seed, micro_batch.samples, "rollout", micro_batch.prompts, step
-        )
+    def roll_out(self, micro_batch: MicroBatch, cond: list[Tensor], step: int) -> Rollout:
+        key, schedule = (micro_batch.samples, "rollout", micro_batch.prompts, step), self.schedule
+        first, noise = counter_noise(self.trainer.shape, self.config.seed, *key)
         path = Rollout(cond, [first.to(self.device)], [])
         for i in tqdm(range(schedule.num_steps), "rollout", leave=False):
             velocity = self.velocity(self.policy, path.x[i], schedule.sigmas[i], cond)
@@ -184,9 +183,9 @@ class PlainLoop:
         video = self.pipe.video_processor.postprocess_video(video, output_type="pt")  # (B, F, 3, H, W) in 0..1
         return list((255 * video).round().to(torch.uint8).permute(0, 1, 3, 4, 2).cpu())
 
-    def update(self, paths: list[Rollout], advantages: Tensor, schedule: Schedule, watch: Stopwatch) -> Tensor:
+    def update(self, paths: list[Rollout], advantages: Tensor, watch: Stopwatch) -> Tensor:
         """One optimizer step on all clips and steps; returns the gradient."""
-        c, steps = self.config, schedule.stochastic.nonzero().flatten().tolist()
+        c, schedule, steps = self.config, self.schedule, list(self.trainer.windows.steps)
         scale = equalizer(self.trainer.sampler, c.use_grad_balancing)
         pairs = len(advantages) * len(steps)
         groups = list(zip(paths, advantages.split([len(path.x[0]) for path in paths]), strict=True))
@@ -219,7 +218,7 @@ def with_other(seconds: dict[str, float], total: float) -> dict[str, float]:
     return named | {"other": total - sum(named.values()), "total": total}
 
 
-def watch_trainer(trainer: Trainer, then: Callable[[int, Schedule, Sequence[Trajectory], Outcome], None]) -> None:
+def watch_trainer(trainer: Trainer, then: Callable[[int, Sequence[Trajectory], Outcome], None]) -> None:
     """Run `Trainer.train`, calling `then` after each iteration, outside its timings."""
     parameters, clip, log = trainer.optimization.parameters, trainer.optimization.clip, trainer.log
     seen: dict[str, Any] = {}  # results and durations of the methods named below, in this iteration
@@ -242,8 +241,7 @@ def watch_trainer(trainer: Trainer, then: Callable[[int, Schedule, Sequence[Traj
     def log_and_go_on(record: dict[str, Any], bar: tqdm) -> None:
         seconds, latents = logged_seconds(record, seen["encode seconds"]), [t.latents for t in seen["roll_out"]]
         ours = Outcome(seconds, torch.cat(latents), seen["score"].total, seen["gradient"])
-        schedule = trainer.sampler.window(trainer.windows.steps)
-        then(trainer.step - 1, schedule, seen["roll_out"], ours)
+        then(trainer.step - 1, seen["roll_out"], ours)
         log(record, bar)
 
     for owner, name in ((trainer.backbone, "encode"), *((trainer, name) for name in ("roll_out", "score"))):
@@ -287,8 +285,8 @@ def measure(config: Config, ranks: Ranks) -> Result:
     found: dict[str, list[Outcome]] = {name: [] for name in (OURS, *loops)}
     agreement: list[str] = []
 
-    def run_others(step: int, schedule: Schedule, batch: Sequence[Trajectory], ours: Outcome) -> None:
-        outcomes = {OURS: ours} | {name: loop.iteration(step, schedule, batch) for name, loop in loops.items()}
+    def run_others(step: int, batch: Sequence[Trajectory], ours: Outcome) -> None:
+        outcomes = {OURS: ours} | {name: loop.iteration(step, batch) for name, loop in loops.items()}
         if step == 0:
             agreement.extend(f"- {name}: {check_equal(ours, outcomes[name])}" for name in loops)
         else:
