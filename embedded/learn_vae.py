@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from embedded.shapes.scenes import Scenes, object_mask, render, sample_scenes
 from embedded.training import Recorder, forget, warm_cosine
-from sage_grpo.models.hunyuan15.vae import allow_batches, convolve_in_2d
+from sage_grpo.models.hunyuan15.vae import allow_batches, fast_on_cpu
 
 FRAMES = 9
 OBJECT_WEIGHT = 8.0  # objects cover a tenth of a frame; unweighted, their colors are learned last
@@ -75,7 +75,7 @@ def train_vae(vae: AutoencoderKLHunyuanVideo15, args: argparse.Namespace, genera
     allow_batches(vae).train().requires_grad_(True)
     device = generator.device
     if device.type == "cpu":
-        convolve_in_2d(vae)
+        fast_on_cpu(vae)
     else:
         for module in vae.modules():
             if isinstance(module, HunyuanVideo15CausalConv3d):

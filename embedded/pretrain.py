@@ -52,7 +52,7 @@ from sage_grpo.runs.media import contact_sheet, thumbnails
 
 CAPTION_DROP = 0.1
 PROMPTS = {"train": 512, "valid": 64}  # full captions shipped with the folder, none in both
-EMA_DECAY, EMA_EVERY = 0.98, 20  # averages over about 1000 steps
+EMA_DECAY, EMA_EVERY = 0.99, 20  # averages over about 2000 steps
 SHEET = {"prompts": 8, "steps": 10}  # contents of samples.png: a few seconds on a CPU
 
 
@@ -189,6 +189,7 @@ def main() -> None:
         sys.exit(f"--snapshots are {args.snapshots}; none may lie beyond --steps {args.steps}")
     started, device = time.time(), torch.device(args.device)
     torch.use_deterministic_algorithms(True)
+    torch.set_float32_matmul_precision("high")
     torch.utils.deterministic.fill_uninitialized_memory = False  # would only cost time: every tensor here is written
     generator = torch.Generator(device).manual_seed(args.seed)
     vae = {"vae_channels": tuple(args.vae_channels), "vae_layers": args.vae_layers, "latent_channels": args.latents}

@@ -57,9 +57,10 @@ def warnings(config: Config) -> list[str]:
             "updates_per_rollout is 1: the policy still equals the rollout's when it is compared with it, so the "
             "step-wise KL has no effect (its logprob estimator only adds noise), nor has the clip; 2 makes them act"
         )
-    if config.tail_steps and config.sde_window.startswith("all"):
+    if (config.tail_steps or config.outside_window != "exact") and config.sde_window.startswith("all"):
+        name = "tail_steps" if config.tail_steps else "outside_window"
         found.append(
-            f"tail_steps is {config.tail_steps}, but sde_window {config.sde_window} leaves no steps to shorten"
+            f"{name} is {getattr(config, name)}, but sde_window {config.sde_window} leaves no steps to make cheaper"
         )
     return found
 

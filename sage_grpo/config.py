@@ -99,6 +99,7 @@ class ParallelFlags:
     dtype: str | None = flag(None, "compute precision", choices=("fp32", "bf16"), shown="fp32 on a CPU, else bf16")
     master_weight_type: str = flag("fp32", "precision of the trained parameters", choices=("fp32", "bf16"))
     compile: bool = flag(False, "compile the transformer blocks")
+    decode_gb: float = flag(0, "clips whose decode fits into so many GB are not tiled: faster", low=0)
     collective_timeout: float = flag(600, "seconds that ranks wait for each other; a reward may take half", above=0)
     start_timeout: float = flag(1800, "seconds that ranks wait for each other at the start", above=0)
 
@@ -133,6 +134,7 @@ class RolloutFlags:
     same_init_noise: bool = flag(False, "start all clips of a group from the same noise")
     sde_window: str = flag("all", "steps that explore: all, all_but_last, [random|slide][_iteration]:SIZE[:EVERY]")
     tail_steps: int = flag(0, "second-order steps after the window; 0: the steps that are left", low=0, high=MOST_STEPS)
+    outside_window: str = flag("exact", "linear layers in steps without noise", choices=("exact", "fp8"))
     timestep_fraction: float = flag(1.0, "share of the exploring steps that each rollout trains", above=0, high=1)
     enable_timestep_permutation: bool = flag(True, "train the steps of each rollout in an order of its own")
 

@@ -286,7 +286,9 @@ def test_a_velocity_term_without_a_second_update_is_pointed_out():
     assert not warnings(from_values({"updates_per_rollout": 2}))
     assert not warnings(from_values({"use_dual_kl": False}))
     (found,) = warnings(from_values({"use_dual_kl": False, "tail_steps": 3}))
-    assert found == "tail_steps is 3, but sde_window all leaves no steps to shorten"
+    assert found == "tail_steps is 3, but sde_window all leaves no steps to make cheaper"
+    (found,) = warnings(from_values({"use_dual_kl": False, "outside_window": "fp8", "sde_window": "all_but_last"}))
+    assert found.startswith("outside_window is fp8, but sde_window all_but_last leaves no steps")
     assert not warnings(from_values({"use_dual_kl": False, "tail_steps": 3, "sde_window": "random:2"}))
 
 

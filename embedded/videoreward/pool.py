@@ -7,7 +7,7 @@ Shapes: N clips, F frames, H rows, W columns.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import cycle, islice
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ def rendered(backbone: Backbone, count: int, generator: torch.Generator) -> Iter
     s = backbone.sampling
     for start in range(0, count, BATCH):
         scenes = sample_scenes(min(BATCH, count - start), generator)
-        yield as_uint8(render(scenes, s.frames, s.height, s.width)), scenes
+        yield as_uint8(render(scenes.to(backbone.device), s.frames, s.height, s.width)).cpu(), scenes
 
 
 def damaged(backbone: Backbone, count: int, generator: torch.Generator) -> Iterator[Made]:
@@ -72,7 +72,9 @@ def samples(backbone: Backbone, count: int, generator: torch.Generator) -> Itera
     for number, (steps, guidance, sde) in enumerate(SAMPLERS):
         schedule = build_schedule(sde, flow_sigmas(steps, shift), ETA).to(backbone.device)
         mine = prompts[number :: len(SAMPLERS)]
-        yield from ((clips, None) for clips in sample_clips(backbone, schedule, mine, each, guidance, seed=number))
+        found = sample_clips(backbone, schedule, mine, each, guidance, seed=number)
+        while clips := list(islice(found, BATCH // each)):
+            yield torch.cat(clips), None
 
 
 SOURCES: dict[str, Callable[[Backbone, int, torch.Generator], Iterator[Made]]] = {

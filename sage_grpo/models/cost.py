@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+UNTILED = 1.9e6  # bytes inside the VAE per latent position of a clip that is decoded untiled, in half precision
 BACKWARD_OF_ATTENTION = 2.5  # times its forward: five matmuls instead of two
 
 

@@ -6,6 +6,7 @@ Blocks are the units of sharding, activation recomputation, compilation and LoRA
 import functools
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from diffusers.loaders import PeftAdapterMixin
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from sage_grpo.models import fp8
 from sage_grpo.models.attention import KEPT
 
 
@@ -23,6 +25,7 @@ class Denoiser(PeftAdapterMixin):
     block_list = "transformer_blocks"  # name of the module list
     varying: tuple[int, int] | None = None  # (input, dim) of a block whose length varies between requests
     num_recomputed, compiled, trained = 0, False, False
+    in_8_bits: fp8.Switch | None = None
     sequence_group: dist.ProcessGroup | None = None
 
     @property
@@ -47,11 +50,17 @@ class Denoiser(PeftAdapterMixin):
         """The config of the stock class, so that exported folders load without this package."""
         return "{}\n"
 
-    def prepare_blocks(self, recomputed: float = 0.0, keep_attention: bool = False, compiled: bool = False) -> None:
+    def prepare_blocks(
+        self, recomputed: float = 0.0, keep_attention: bool = False, compiled: bool = False, lossy: str = "exact"
+    ) -> None:
         """Recompute a leading fraction of the blocks and compile all of them. Call once it is known what is trained.
 
         keep_attention: keep the outputs of attention, the most expensive part, instead of recomputing them.
+        lossy: what the blocks do inside `lossy`, exact or fp8.
         """
+        if lossy == "fp8":
+            self.in_8_bits = fp8.Switch()
+            fp8.add_switch(self.all_blocks, self.in_8_bits)
         self.num_recomputed, self.compiled = math.ceil(recomputed * len(self.all_blocks)), compiled
         self.trained = any(parameter.requires_grad for parameter in self.parameters())
         if compiled:  # other adapters and text lengths get separate graphs; too many are an error
@@ -66,6 +75,10 @@ class Denoiser(PeftAdapterMixin):
             if compiled:
                 block.forward = functools.partial(self._run_compiled, torch.compile(block.forward))
 
+    def lossy(self) -> AbstractContextManager[None]:
+        """Context for forwards on which no log-probability depends: blocks may be faster and less exact."""
+        return self.in_8_bits or nullcontext()
+
     def run_block(self, block: nn.Module, inputs: tuple[Tensor, ...], *others: Any) -> Any:
         """Run one block; if compiled and trained, rollout and training use the same graph.
 
@@ -76,9 +89,10 @@ class Denoiser(PeftAdapterMixin):
         if not self.compiled:
             return block(*inputs, *others)
         wanted = torch.is_grad_enabled()
-        if self.trained:
+        trained = self.trained and not (self.in_8_bits and self.in_8_bits.on)
+        if trained:
             inputs = tuple(x if x.requires_grad else x.detach().requires_grad_() for x in inputs)
-        with torch.set_grad_enabled(wanted or self.trained):
+        with torch.set_grad_enabled(wanted or trained):
             outputs = block(*inputs, *others)
         if wanted:
             return outputs

@@ -4,7 +4,11 @@ And the size of its checkpoints, on disk and in host memory.
 """
 
 from sage_grpo.config import Config
+from sage_grpo.models.backbone import Sampling
+from sage_grpo.models.cost import UNTILED
 from sage_grpo.tools.plan_model import BYTES, Plan, Trained
+from sage_grpo.train.build import rollout_sampling
+from sage_grpo.train.validation import validation_sampling
 
 # When memory may peak: the phases of an iteration, and the optimizer step, when activations are freed.
 MOMENTS = ("rollout", "decode", "reward", "anchor", "update", "step")
@@ -17,7 +21,7 @@ def at(base: float, **more: float) -> dict[str, float]:
 
 def memory(plan: Plan) -> dict[str, dict[str, float]]:
     """Bytes by part and moment."""
-    c, m, r = plan.config, plan.model, plan.rates
+    c, m, clips = plan.config, plan.model, (rollout_sampling(plan.config), validation_sampling(plan.config))
     master, compute, mine = BYTES[c.master_weight_type], BYTES[c.dtype], plan.trained.total / plan.shards
     base = m.parameters / plan.shards * (compute if c.use_lora else master) + (mine * master if c.use_lora else 0.0)
     muon = plan.trained.matrices / plan.shards if c.optimizer == "muon" else 0.0
@@ -35,9 +39,15 @@ def memory(plan: Plan) -> dict[str, dict[str, float]]:
         "EMA": at(mine * master if c.ema_decay else 0.0),
         "activations": activations(plan),
         "trajectories": at(states * plan.latents * m.channels * 4 * c.batch_size),
-        "VAE": at(m.vae * compute, decode=r.decode_bytes * max(c.num_frames, c.validate_video_length) / 81),
+        "VAE": at(m.vae * compute, decode=max(decoding(plan, clip) for clip in clips)),
         "reward": at(sum(size for size, *_ in rewards), reward=max(inside for _, inside, _ in rewards)),
     }
+
+
+def decoding(plan: Plan, clip: Sampling) -> float:
+    """Bytes inside the VAE."""
+    untiled = plan.model.video_tokens(clip.frames, clip.height, clip.width) * UNTILED
+    return untiled if untiled <= plan.config.decode_gb * 1e9 else plan.rates.decode_bytes * clip.frames / 81
 
 
 def gathered(plan: Plan) -> dict[str, float]:

@@ -12,7 +12,7 @@ from functools import cached_property
 from sage_grpo.algo.sde import build_schedule, flow_sigmas
 from sage_grpo.checks import check
 from sage_grpo.config import Config
-from sage_grpo.models.cost import BACKWARD_OF_ATTENTION, Architecture
+from sage_grpo.models.cost import BACKWARD_OF_ATTENTION, UNTILED, Architecture
 from sage_grpo.parallel.ranks import check_layout
 from sage_grpo.rewards import ALIASES
 from sage_grpo.train.rollout import num_trained
@@ -41,6 +41,7 @@ class Calibration:
     saved: float = 24.0  # units kept by a block that is not recomputed (A)
     exchange: float = 8.0  # extra units inside a block that exchanges tokens with other ranks (A)
     decode: float = 125e-6  # s per latent position, VAE (V: 9.0 s for 4 clips)
+    decode_untiled: float = 97e-6  # the same for a clip that is not tiled
     decode_bytes: float = 9.8e9  # inside the VAE, tiles of 256 pixels, 81 frames (2026-11-16-full-stack-h200.md)
     rewards: Mapping[str, tuple[float, float, float]] = field(
         # bytes of weights, bytes inside a forward, s per clip (A, except the sizes of the published weights)
@@ -97,6 +98,12 @@ class Plan:
     @property
     def tokens(self) -> int:
         return self.latents + self.text_tokens
+
+    @property
+    def decode(self) -> float:
+        """Seconds of a clip in the VAE."""
+        untiled = self.latents * UNTILED <= self.config.decode_gb * 1e9
+        return self.latents * (self.rates.decode_untiled if untiled else self.rates.decode)
 
     @property
     def clips(self) -> int:
@@ -256,7 +263,7 @@ def times(plan: Plan, overlap: bool = True) -> dict[str, float]:
         anchor += plan.trained.total / plan.shards * (2 * BYTES[c.master_weight_type] + BYTES[c.dtype]) / r.host
     return {
         "rollout": plan.rollout_passes * forward + plan.rollout_gathers * gather,
-        "decode": math.ceil(c.batch_size / c.sp_size) * plan.latents * r.decode,
+        "decode": math.ceil(c.batch_size / c.sp_size) * plan.decode,
         "reward": c.batch_size * sum(seconds for *_, seconds in plan.rewards),
         "anchor": plan.anchored * anchor,
         "update": update,
@@ -270,7 +277,7 @@ def validation_time(plan: Plan, clips: int) -> float:
     one = replace(plan, config=replace(c, **size, micro_batch_size=1))
     forward, wait = compute_time(one), waits(one)
     step = plan.branches * (max(forward, wait["gather"]) + wait["exchange"])
-    seconds = own.num_steps * step + one.latents * plan.rates.decode + sum(s for *_, s in plan.rewards)
+    seconds = own.num_steps * step + one.decode + sum(s for *_, s in plan.rewards)
     return math.ceil(clips * c.sp_size / plan.gpus) * seconds
 
 

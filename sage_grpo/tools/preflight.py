@@ -64,6 +64,12 @@ def check_samplers(trainer: Trainer, options: argparse.Namespace) -> Iterator[Fi
             left_out.append(f"{name} is left out: {error}")
         else:
             arms[name] = sample(trainer, schedule, tqdm(micro_batches, name, unit="batch", leave=False), options.clips)
+    transformer = trainer.backbone.transformer
+    if lossy := transformer.in_8_bits:
+        transformer.in_8_bits = None
+        shown = tqdm(micro_batches, "exact", unit="batch", leave=False)
+        arms["exact"] = sample(trainer, trainer.sampler, shown, options.clips)
+        transformer.in_8_bits = lossy
     rows = {name: arm.numbers(arms["ode"]) for name, arm in arms.items()}
     write_sheet(sheet, arms, rows, [trainer.prompts[position].text for position in positions], c)
     arm, row = arms[c.sde_type], rows[c.sde_type]
@@ -76,6 +82,20 @@ def check_samplers(trainer: Trainer, options: argparse.Namespace) -> Iterator[Fi
     cells = [[f"{' *'[name == c.sde_type]} {name}", *(f"{x:.3g}" for x in row.values())] for name, row in rows.items()]
     shown = "\n".join(["", aligned([titles, *cells]), *left_out, EXPLANATION])
     yield judged("samplers", row["spread"] > 0 and not failing, text, remedy, shown, rows=rows, left_out=left_out)
+    if lossy:
+        yield compare_exact(arm, arms["exact"])
+
+
+def compare_exact(arm: Arm, exact: Arm) -> Finding:
+    """What lossy steps outside the window do to the same clips and their rewards."""
+    row = arm.numbers(exact)
+    change, error, spread = row["vs ode"], row["vs ode +-"], row["spread"]
+    both = [(a, b) for a, b in zip(arm.clips, exact.clips, strict=True) if a is not None and b is not None]
+    pixels = math.sqrt(sum((a.float() - b).square().mean().item() for a, b in both) / max(1, len(both)))
+    text = f"8 bits outside the window change pixels by {pixels:.2g} of 255 (RMS) and the reward by {change:.2g} +- "
+    text += f"{error:.2g}; inside a group it varies by {spread:.2g}"
+    good = abs(change) < max(2 * error, 0.1 * spread)
+    return judged("lossy steps", good, text, "set outside_window exact", pixels=pixels, change=change, error=error)
 
 
 def sample(trainer: Trainer, schedule: Schedule, micro_batches: Iterable[MicroBatch], group: int) -> Arm:

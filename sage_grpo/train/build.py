@@ -13,7 +13,7 @@ from sage_grpo.algo.equalizer import equalizer, gradient_scale
 from sage_grpo.checks import check
 from sage_grpo.config import Config, ConfigError, default_dtype, resolve
 from sage_grpo.data.requests import Request, read_requests
-from sage_grpo.models import device_for, open_backbone
+from sage_grpo.models import device_for, fp8, open_backbone
 from sage_grpo.models.backbone import Backbone, Guidance, Sampling, check_exported, holds_all_weights
 from sage_grpo.models.lora import ANCHOR, LORA_FILE, POLICY, add_adapters, init_adapters, load_adapter
 from sage_grpo.parallel.fsdp import shard
@@ -67,6 +67,7 @@ def open_model(config: Config, device: torch.device) -> tuple[Backbone, Config]:
     """The backbone of a configuration, and the configuration with what the model decides filled in."""
     dtype, version = DTYPES[config.dtype or default_dtype(device.type)], config.pretrained_transformer_version
     backbone = open_backbone(config.pretrained_model_root, device, dtype, config.prompt_cache, version)
+    backbone.decode_gb = config.decode_gb
     return backbone, resolve(config, backbone, device.type)
 
 
@@ -191,8 +192,10 @@ def prepare_transformer(backbone: Backbone, config: Config, ranks: Ranks) -> dic
         add_adapters(transformer, config.lora_r, config.lora_alpha, config.lora_target_modules, master, held)
     trainable_parameters(transformer, config.use_lora)
     transformer.split_sequence(ranks.sequence_group)
+    if config.outside_window == "fp8":
+        fp8.check(backbone.device)
     recomputed = config.checkpointing_fraction if config.enable_gradient_checkpointing else 0.0
-    transformer.prepare_blocks(recomputed, config.keep_attention, config.compile)
+    transformer.prepare_blocks(recomputed, config.keep_attention, config.compile, config.outside_window)
     if ranks.shards is not None:
         shard(transformer, transformer.all_blocks, ranks.shards, DTYPES[config.dtype])
     backbone.fill_transformer(transformer, None if config.use_lora else source)

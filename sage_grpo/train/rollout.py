@@ -122,7 +122,7 @@ class Rollouts:
             path.append(x)
             log_probs.append(log_prob)
         left, solver = self.levels_after(steps[:, -1] + 1), "dpm" if c.tail_steps else "euler"
-        latents = integrate(self.backbone, left, x, cond, self.guidance, solver)
+        latents = self.integrate(left, x, cond, solver)
         x, velocity, log_prob = torch.stack(path, 1), torch.stack(velocities, 1), torch.stack(log_probs, 1)
         is_finite = torch.stack([values.flatten(1).isfinite().all(1) for values in (x, velocity, latents)]).all(0)
         for values in (x, velocity, log_prob, latents):
@@ -152,14 +152,19 @@ class Rollouts:
     def begin(self, x: Tensor, prompts: Sequence[int], groups: Sequence[Group], start: Tensor) -> Tensor:
         """The states (B, ...) in which the clips enter their windows."""
         if not self.config.same_init_noise:
-            return integrate(self.backbone, self.levels_before(start), x, self.conditioning(prompts), self.guidance)
+            return self.integrate(self.levels_before(start), x, self.conditioning(prompts))
         rows = {group: row for row, group in reversed(list(enumerate(groups))) if group not in self.begun}
         if rows:
             chosen = list(rows.values())
             cond = self.conditioning([prompts[row] for row in chosen])
-            found = integrate(self.backbone, self.levels_before(start[chosen]), x[chosen], cond, self.guidance)
+            found = self.integrate(self.levels_before(start[chosen]), x[chosen], cond)
             self.begun |= dict(zip(rows, found, strict=True))
         return torch.stack([self.begun[group] for group in groups])
+
+    def integrate(self, sigmas: Tensor, x: Tensor, cond: Conditioning, solver: str = "euler") -> Tensor:
+        """Follow the ODE outside the windows, where no log-probability is taken."""
+        with self.backbone.transformer.lossy():
+            return integrate(self.backbone, sigmas, x, cond, self.guidance, solver)
 
     def levels_before(self, start: Tensor) -> Tensor:
         """Noise levels (B, n+1) up to the windows that begin at `start` (B,); short rows end with repetitions."""

@@ -115,6 +115,15 @@ def check_comparison(run_doctor: Doctor) -> None:
     assert "* sage_grpo" in run_doctor.text and "prompt_distance" in run_doctor.text
 
 
+def test_lossy_steps_are_compared_with_exact_ones(run_doctor):
+    flags = {"num_sampling_steps": 4, "sde_window": "random:1", "outside_window": "fp8"}
+    run_doctor("--prompts", "2", "--clips", "2", **flags)
+    (found,) = run_doctor.findings("lossy steps")
+    assert 0 < found["numbers"]["pixels"] < 30 and found["numbers"]["change"] != 0
+    assert "exact" in run_doctor.findings("samplers")[0]["numbers"]["rows"]
+    assert run_doctor.findings("ratio")[0]["numbers"]["deviation"] == 0
+
+
 def test_balance_is_the_gradient_of_each_step(run_doctor):
     assert run_doctor("--skip_ab", num_sampling_steps=3, use_grad_balancing=False) == 0
     rows = run_doctor.findings("balance")[0]["numbers"]["rows"]

@@ -8,7 +8,7 @@ from safetensors import safe_open
 
 from sage_grpo.config import Config
 from sage_grpo.flags import from_values
-from sage_grpo.models.cost import Architecture
+from sage_grpo.models.cost import UNTILED, Architecture
 from sage_grpo.models.lora import LORA_FILE
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.tools.plan import plan_of
@@ -33,7 +33,7 @@ TRAINED = Trained(total=1200, matrices=1000)
 FULL = Config(
     enable_fsdp=True, batch_size=2, num_generations=2, num_sampling_steps=3, reward_model=("videoalign",), dtype="bf16",
     guidance_scale=6.0, timestep_shift=5.0, num_frames=9, height=32, width=48, ema_decay=0.9, report_to=("none",),
-    reduce_once=False, micro_batch_size=1, validate_video_length=9,
+    reduce_once=False, micro_batch_size=1, validate_video_length=9, validation_fixed_size="32x48",
 )  # fmt: skip
 LORA = replace(FULL, use_lora=True, reduce_once=None)
 
@@ -105,6 +105,9 @@ def test_trajectories_and_the_small_models():
     assert part("trajectories", sde_window="random_iteration:1") == [(3 + 1 + 1) * 18 * 32 * 4 * 2] * 6
     rates = Calibration()
     assert part("VAE") == [200, 200 + rates.decode_bytes / 9, 200, 200, 200, 200]
+    untiled, positions = 200 + 18 * UNTILED, 3 * 2 * 3
+    assert part("VAE", decode_gb=positions * UNTILED / 1e9) == [200, untiled, 200, 200, 200, 200]
+    assert part("VAE", decode_gb=0.03)[1] == 200 + rates.decode_bytes / 9
     size, inside, _ = rates.rewards["videoalign"]
     assert part("reward") == [size, size, size + inside, size, size, size]
     assert part("reward", reward_model=("shapes",)) == [0] * 6

@@ -169,3 +169,20 @@ def test_the_tail_is_coarse_and_of_second_order(make, monkeypatch):
     torch.testing.assert_close(batch[0].latents, x.float(), rtol=1e-4, atol=1e-5)
     trainer.step = 6  # the window ends with the sampler: nothing is left to do
     assert torch.equal(trainer.roll_out()[0].latents, trainer.roll_out()[0].x[:, -1])
+
+
+@pytest.mark.parametrize("use_lora", [True, False])
+def test_steps_outside_the_window_may_be_lossy_and_the_ratio_stays_1(make, tmp_path, use_lora):
+    flags = {"num_sampling_steps": 4, "sde_window": "random:1", "same_init_noise": True, "use_lora": use_lora}
+    found = {}
+    for kind in ("exact", "fp8"):
+        trainer = make(**flags, outside_window=kind, output_dir=str(tmp_path / kind))
+        (batch, *_) = trainer.roll_out()
+        assert trainer.windows.start(0, batch.micro_batch.prompts[0], 0) > 0  # there is a way to the window
+        found[kind] = batch
+        trainer.train()  # stops if the first ratio is not exactly 1
+        assert trainer.ratio_checked
+    assert torch.equal(found["exact"].steps, found["fp8"].steps)
+    for part in ("x", "latents"):
+        exact, lossy = (getattr(found[kind], part) for kind in ("exact", "fp8"))
+        assert 0 < (exact - lossy).norm() / exact.norm() < 0.1

@@ -16,18 +16,18 @@ from torch import Tensor
 
 from sage_grpo.json_files import check_kinds, naming
 from sage_grpo.models.backbone import Backbone, BrokenClip, Sampling, at_least_fp32
-from sage_grpo.models.cost import Architecture
+from sage_grpo.models.cost import UNTILED, Architecture
 from sage_grpo.models.hunyuan15 import DEFAULT_VERSION
 from sage_grpo.models.hunyuan15.folder import ROLLOUT, ModelFolder
 from sage_grpo.models.hunyuan15.text import MAX_TEXT_TOKENS, TextConditioning, TextEncoder
 from sage_grpo.models.hunyuan15.transformer import PackedTransformer
-from sage_grpo.models.hunyuan15.vae import allow_batches, convolve_in_2d
+from sage_grpo.models.hunyuan15.vae import allow_batches, fast_on_cpu
 from sage_grpo.models.weights import Weights, load_model
 
 MOST_POSITIONS = 1 << 24  # of a clip; 720p has 110,000
 TIMESTEPS = 1000  # the model's timestep is TIMESTEPS * sigma
-# latent positions decoded together: small clips in batches, which is faster, large ones one by one
-DECODED = {"cpu": 512, "cuda": 4096}
+# latent positions that the VAE takes together: small clips in batches, which is faster, large ones one by one
+BATCHED = {"cpu": 512, "cuda": 4096}
 
 
 class Hunyuan15(Backbone):
@@ -72,8 +72,11 @@ class Hunyuan15(Backbone):
 
         Raises BrokenClip if any clip has non-finite pixels.
         """
-        together = max(1, DECODED[self.vae.device.type] // latents[0, 0].numel())
-        return torch.cat([self._decode(part) for part in latents.split(together)])
+        return torch.cat([self._decode(part) for part in latents.split(self._together(latents[0, 0].numel()))])
+
+    def _together(self, positions: int) -> int:
+        """Clips of so many latent positions that go through the VAE at a time."""
+        return max(1, BATCHED[self.vae.device.type] // positions)
 
     def _decode(self, latents: Tensor) -> Tensor:
         pixels = self._pixels(latents)
@@ -89,6 +92,7 @@ class Hunyuan15(Backbone):
         return ((pixels + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 4, 1)
 
     def _pixels(self, latents: Tensor) -> Tensor:
+        self.vae.use_tiling = latents[0, 0].numel() * len(latents) * UNTILED > self.decode_gb * 1e9
         exact = torch.promote_types(self.vae.dtype, torch.float32)
         unscaled = latents.to(self.vae.device, exact) / self.vae.config.scaling_factor
         return at_least_fp32(self.vae.decode(unscaled.to(self.vae.dtype), return_dict=False)[0])
@@ -96,11 +100,12 @@ class Hunyuan15(Backbone):
     @torch.no_grad()
     def encode_video(self, clips: Tensor) -> Tensor:
         """uint8 clips (B, F, Y, X, 3) -> scaled latents (B, C, T, y, x), fp32, the mode of the posterior."""
-        self.latent_shape(*clips.shape[1:4])
-        return torch.cat([self._encode_one(clip) for clip in clips.split(1)])
+        together = self._together(math.prod(self.latent_shape(*clips.shape[1:4])[1:]))
+        return torch.cat([self._encode(part) for part in clips.split(together)])
 
-    def _encode_one(self, clip: Tensor) -> Tensor:
-        pixels = clip.to(self.vae.device).permute(0, 4, 1, 2, 3) / 127.5 - 1
+    def _encode(self, clips: Tensor) -> Tensor:
+        self.vae.use_tiling = True
+        pixels = clips.to(self.vae.device).permute(0, 4, 1, 2, 3) / 127.5 - 1
         mode = self.vae.encode(pixels.to(self.vae.dtype)).latent_dist.mode()
         return at_least_fp32(mode) * self.vae.config.scaling_factor
 
@@ -139,12 +144,12 @@ class Hunyuan15(Backbone):
 
     @cached_property
     def vae(self) -> AutoencoderKLHunyuanVideo15:
-        """The frozen autoencoder; clips larger than 256 pixels are tiled."""
+        """The frozen autoencoder; `_pixels` says which clips are tiled, if they are larger than 256 pixels."""
         empty = self._empty("vae", AutoencoderKLHunyuanVideo15)
         model = load_model(empty, self.parts.weights("vae"), self.device, self.vae_dtype)
         model.enable_tiling()
         if self.device.type == "cpu":
-            convolve_in_2d(model)
+            fast_on_cpu(model)
         return allow_batches(model).requires_grad_(False)
 
     def _empty(self, part: str, kind: type[ModelMixin]) -> ModelMixin:

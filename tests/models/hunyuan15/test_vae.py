@@ -6,7 +6,8 @@ from diffusers import AutoencoderKLHunyuanVideo15
 from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanVideo15AttnBlock
 
 from sage_grpo.models import open_backbone
-from sage_grpo.models.hunyuan15.vae import allow_batches, causal_frame_mask, convolve_in_2d
+from sage_grpo.models.cost import UNTILED
+from sage_grpo.models.hunyuan15.vae import allow_batches, causal_frame_mask, fast_on_cpu
 
 
 def test_mask_is_the_stock_mask_with_a_head_axis():
@@ -15,7 +16,7 @@ def test_mask_is_the_stock_mask_with_a_head_axis():
     assert torch.equal(causal_frame_mask(*args)[0, 0], stock)
 
 
-@pytest.mark.parametrize("adapt", [allow_batches, lambda vae: convolve_in_2d(allow_batches(vae))], ids=["3d", "2d"])
+@pytest.mark.parametrize("adapt", [allow_batches, lambda vae: fast_on_cpu(allow_batches(vae))], ids=["3d", "2d"])
 def test_batches_equal_single_clips_of_the_stock_vae(tiny_folder, adapt):
     load = {"subfolder": "vae", "dtype": torch.float64}
     stock = AutoencoderKLHunyuanVideo15.from_pretrained(tiny_folder, **load)
@@ -39,3 +40,18 @@ def test_no_convolution_in_three_dimensions_is_left_on_a_cpu(tiny_folder, monkey
 
     monkeypatch.setattr(torch.nn.Conv3d, "forward", small)
     vae.decode(vae.encode(torch.zeros(1, 3, 5, 16, 16)).latent_dist.mode())
+
+
+def test_clips_are_tiled_unless_their_decode_fits(tiny_folder, monkeypatch):
+    backbone, tiled = open_backbone(tiny_folder), []
+    plain = type(backbone.vae).decode
+    seen = lambda vae, *args, **named: tiled.append(vae.use_tiling) or plain(vae, *args, **named)  # noqa: E731
+    monkeypatch.setattr(type(backbone.vae), "decode", seen)
+    latents = torch.zeros(2, *backbone.latent_shape(5, 16, 16))
+    needed = latents[:, 0].numel() * UNTILED / 1e9
+    for gb in (0, 0.99 * needed, 1.01 * needed):
+        backbone.decode_gb = gb
+        backbone.decode(latents)
+    assert tiled == [True, True, False]
+    backbone.encode_video(torch.zeros(1, 5, 16, 16, 3, dtype=torch.uint8))
+    assert backbone.vae.use_tiling
