@@ -89,55 +89,20 @@ def objective(policy: Tensor, scale: Tensor, kl: Tensor | float, kl_coef: float,
     return (scale * policy + kl_coef * kl).sum() / num_pairs
 
 
-SUMS = ("count", "ratio_mean", "log_ratio_mean", "approx_kl", "clip_fraction", "clip_low", "clip_high")
+def policy_columns(log_ratio: Tensor, advantages: Tensor, clip_range: float) -> dict[str, Tensor]:
+    """The usual PPO diagnostics of each (rollout, step) pair, (P,) fp64; their means are the metrics.
 
-
-@dataclass(frozen=True)
-class PolicyStats:
-    """Sums over pairs per denoising step. Micro-batches and ranks (sum and max) can be combined exactly."""
-
-    sums: Tensor  # (len(SUMS), T) fp64
-    max_deviation: Tensor  # (T,) largest |ratio - 1|
-
-    def __add__(self, other: "PolicyStats") -> "PolicyStats":
-        return PolicyStats(self.sums + other.sums, torch.maximum(self.max_deviation, other.max_deviation))
-
-    def overall(self) -> dict[str, float]:
-        """Each metric over all pairs; NaN if there are none."""
-        total = self.sums.sum(1)
-        means = (total[1:] / total[0]).tolist()
-        deviation = self.max_deviation.max().item() if total[0] > 0 else float("nan")
-        return dict(zip(SUMS[1:], means, strict=True)) | {"ratio_max_deviation": deviation}
-
-    def per_step(self) -> dict[str, list[float]]:
-        """Each metric for each denoising step; NaN at steps that were not trained."""
-        means = (self.sums[1:] / self.sums[0]).tolist()
-        deviation = torch.where(self.sums[0] > 0, self.max_deviation, torch.nan)
-        return dict(zip(SUMS[1:], means, strict=True)) | {"ratio_max_deviation": deviation.tolist()}
-
-
-@torch.no_grad()
-def policy_stats(
-    log_ratio: Tensor, advantages: Tensor, steps: Tensor, num_steps: int, clip_range: float
-) -> PolicyStats:
-    """The usual PPO diagnostics, by denoising step `steps` (P,).
-
-    approx_kl is Schulman's non-negative estimator mean(ratio - 1 - log ratio). clip_fraction counts |ratio - 1| beyond
-    the range; clip_high and clip_low, the pairs where that removes the gradient (A > 0 above, A < 0 below).
+    approx_kl is Schulman's non-negative estimator ratio - 1 - log ratio. clip_fraction counts |ratio - 1| beyond the
+    range; clip_high and clip_low, the pairs where that removes the gradient (A > 0 above, A < 0 below).
     """
     log_ratio = log_ratio.double()
     deviation = log_ratio.expm1()
     above, below = deviation > clip_range, deviation < -clip_range
-    columns = (
-        torch.ones_like(deviation),
-        1 + deviation,
-        log_ratio,
-        deviation - log_ratio,
-        (above | below).double(),
-        (below & (advantages < 0)).double(),
-        (above & (advantages > 0)).double(),
-    )
-    sums = torch.zeros(len(SUMS), num_steps, dtype=torch.float64, device=log_ratio.device)
-    sums.index_add_(1, steps, torch.stack(columns))
-    largest = torch.zeros_like(sums[0]).scatter_reduce(0, steps, deviation.abs(), "amax")
-    return PolicyStats(sums, largest)
+    return {
+        "ratio_mean": 1 + deviation,
+        "log_ratio_mean": log_ratio,
+        "approx_kl": deviation - log_ratio,
+        "clip_fraction": (above | below).double(),
+        "clip_low": (below & (advantages < 0)).double(),
+        "clip_high": (above & (advantages > 0)).double(),
+    }

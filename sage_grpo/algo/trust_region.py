@@ -12,8 +12,6 @@ from typing import Any
 
 from torch import Tensor
 
-from sage_grpo.algo.sde import Schedule, Step
-
 ESTIMATORS = ("exact", "logprob")
 SCHEDULES = ("fixed", "two_stage", "adaptive")
 FEEDBACKS = {"paper": (0.9, 1.1), "trust_region": (1.1, 0.9)}  # factors on lambda when the KL is too high, too low
@@ -49,23 +47,15 @@ def trust_region(
     return TrustRegion(anchor, position, velocity)
 
 
-def velocity_kl(
-    estimator: str,
-    schedule: Schedule,
-    i: Step,
-    v: Tensor,
-    v_rollout: Tensor,
-    log_prob: Tensor,
-    log_prob_rollout: Tensor,
-) -> Tensor:
+def velocity_kl(estimator: str, exact: Tensor, log_prob: Tensor, log_prob_rollout: Tensor) -> Tensor:
     """KL (B,) from the current policy to the rollout policy, computed as `step_kl_estimator` says.
 
-    `exact` is the closed form. `logprob` is the published estimator (Eq. 15); on-policy its value is 0 and its
-    gradient equals that of -log_prob, which has mean zero: pure noise.
+    `exact` is the closed form, `Schedule.kl`. `logprob` is the published estimator (Eq. 15); on-policy its value is 0
+    and its gradient equals that of -log_prob, which has mean zero: pure noise.
     """
     if estimator not in ESTIMATORS:
         raise ValueError(f"step_kl_estimator is {estimator!r}; choose one of {', '.join(ESTIMATORS)}")
-    return schedule.kl(i, v, v_rollout) if estimator == "exact" else log_prob_rollout - log_prob
+    return exact if estimator == "exact" else log_prob_rollout - log_prob
 
 
 class KLController:

@@ -187,7 +187,7 @@ def check_update(trainer: Trainer) -> Iterator[Finding]:
     signs = 1 - 2 * (torch.arange(len(trajectory.x), device=trajectory.x.device) % 2.0)  # in place of advantages
     for places in tqdm(trajectory.order.T, "training forward", unit="step", leave=False):
         goal.backward(trajectory, places, signs, stats)
-    deviation = stats.policy.max_deviation.max().item()
+    deviation = stats.max_deviation.max().item()
     shown = f"off by up to {deviation:.3g}" if deviation else "exactly 1, so training repeats the rollout's arithmetic"
     text = f"the first ratio of {pairs} (video, step) pairs is {shown}"
     remedy = "training runs other arithmetic than the rollout, and every gradient would be wrong: look for dropout, "

@@ -1,5 +1,6 @@
 """Metrics of an update per denoising step, and the duration of each phase."""
 
+import math
 import resource
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -10,41 +11,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage_grpo.algo.grpo import Advantages, PolicyStats, policy_stats
+from sage_grpo.algo.grpo import Advantages
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.rewards.composite import Scores
 
-SUMS = ("pairs", "loss", "objective", "kl_anchor", "kl_rollout", "grad_v")
+POLICY = ("ratio_mean", "log_ratio_mean", "approx_kl", "clip_fraction", "clip_low", "clip_high")  # `policy_columns`
+SUMS = ("pairs", "loss", "objective", "kl_anchor", "kl_rollout", "grad_v", *POLICY)
 
 
 @dataclass
 class UpdateStats:
     """Sums over (rollout, step) pairs per denoising step; they add up over micro-batches, updates and ranks."""
 
-    policy: PolicyStats
     sums: Tensor  # (len(SUMS), T) fp64
+    max_deviation: Tensor  # (T,) largest |ratio - 1|
 
     @classmethod
     def empty(cls, num_steps: int, device: torch.device) -> "UpdateStats":
-        none = torch.zeros(0, device=device)
-        steps = torch.zeros(0, dtype=torch.long, device=device)
         sums = torch.zeros(len(SUMS), num_steps, dtype=torch.float64, device=device)
-        return cls(policy_stats(none, none, steps, num_steps, 1.0), sums)
+        return cls(sums, torch.zeros_like(sums[0]))
 
     def add(self, steps: Tensor, columns: Mapping[str, Tensor]) -> None:
         """Add the pairs (P,) of `columns` to their denoising `steps` (P,)."""
-        rows = torch.stack(
-            [torch.ones_like(steps, dtype=torch.float64), *(columns[name].double() for name in SUMS[1:])]
-        )
-        self.sums.index_add_(1, steps, rows)
+        rows = [columns[name].double() for name in SUMS[1:]]
+        self.sums.index_add_(1, steps, torch.stack([torch.ones_like(rows[0]), *rows]))
+        self.max_deviation.scatter_reduce_(0, steps, columns["log_ratio_mean"].double().expm1().abs(), "amax")
 
     def __add__(self, other: "UpdateStats") -> "UpdateStats":
-        return UpdateStats(self.policy + other.policy, self.sums + other.sums)
+        return UpdateStats(self.sums + other.sums, torch.maximum(self.max_deviation, other.max_deviation))
 
     def over(self, ranks: Ranks) -> "UpdateStats":
         """These statistics summed over all ranks."""
-        policy = PolicyStats(ranks.sum(self.policy.sums), ranks.max(self.policy.max_deviation))
-        return UpdateStats(policy, ranks.sum(self.sums))
+        return UpdateStats(ranks.sum(self.sums), ranks.max(self.max_deviation))
 
     def mean(self, name: str) -> float:
         """Mean of one of SUMS over all pairs; NaN if there are none."""
@@ -52,15 +50,15 @@ class UpdateStats:
         return (totals[SUMS.index(name)] / totals[0]).item()
 
     def record(self) -> dict[str, Any]:
-        """Metrics under their names in docs/metrics.md."""
-        overall = {f"policy/{name}": value for name, value in self.policy.overall().items()}
-        overall |= {"policy/loss": self.mean("loss"), "policy/objective": self.mean("objective")}
+        """Metrics under their names in docs/metrics.md; NaN where there are no pairs."""
+        pairs, means = self.sums[0], dict(zip(SUMS, (self.sums / self.sums[0]).tolist(), strict=True))
+        deviation = torch.where(pairs > 0, self.max_deviation, torch.nan)
+        overall = {f"policy/{name}": self.mean(name) for name in ("loss", "objective", *POLICY)}
+        largest = self.max_deviation.max().item() if pairs.any() else math.nan
         overall |= {"kl/anchor": self.mean("kl_anchor"), "kl/rollout": self.mean("kl_rollout")}
-        means = (self.sums / self.sums[0]).tolist()
-        steps = self.policy.per_step() | {
-            name: means[SUMS.index(name)] for name in ("kl_anchor", "kl_rollout", "grad_v")
-        }
-        return overall | {"per_step": steps | {"count": self.sums[0].tolist()}}
+        steps = {name: means[name] for name in ("kl_anchor", "kl_rollout", "grad_v", *POLICY)}
+        steps |= {"ratio_max_deviation": deviation.tolist(), "count": pairs.tolist()}
+        return overall | {"policy/ratio_max_deviation": largest, "per_step": steps}
 
 
 class Stopwatch:

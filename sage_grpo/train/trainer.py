@@ -24,14 +24,7 @@ from sage_grpo.train.anchor import Anchor
 from sage_grpo.train.guards import Guards, StepVote, TrainingError, check_rewards
 from sage_grpo.train.metrics import Stopwatch, UpdateStats, peak_memory, reward_record
 from sage_grpo.train.optimization import Optimization
-from sage_grpo.train.rollout import (
-    MicroBatch,
-    Rollouts,
-    Trajectory,
-    join_prompts,
-    plan_micro_batches,
-    prompt_positions,
-)
+from sage_grpo.train.rollout import MicroBatch, Rollouts, Trajectory, join_prompts, plan_micro_batches, prompt_positions
 from sage_grpo.train.saving import Saves
 from sage_grpo.train.update import Objective, anchor_velocities
 from sage_grpo.train.validation import Gold, Validation, gold_columns
@@ -220,9 +213,8 @@ class Trainer:
             for number, (column, trajectory, advantage) in enumerate(micro_steps, 1):
                 if update == 0:  # later updates see changed weights
                     self.safe_point(inside=True)
-                reduce_gradients_in_next_backward(
-                    self.backbone.transformer, not c.reduces_once or number == len(micro_steps)
-                )
+                reduced = not c.reduces_once or number == len(micro_steps)
+                reduce_gradients_in_next_backward(self.backbone.transformer, reduced)
                 finite = goal.backward(trajectory, trajectory.order[:, column], advantage, stats)
                 self.finite.append((trajectory.micro_batch, finite))
             stats = stats.over(self.ranks)
@@ -233,15 +225,12 @@ class Trainer:
             if (self.step + 1) % c.gradient_accumulation_steps == 0:
                 norm = self.optimizer_step()
                 record |= {"policy/grad_norm": norm, "policy/grad_rms": self.optimization.rms(norm)}
-        return (
-            record
-            | total.record()
-            | {"updates": self.optimization.updates, "policy/skipped_updates": self.vote.skipped}
-        )
+        counts = {"updates": self.optimization.updates, "policy/skipped_updates": self.vote.skipped}
+        return record | total.record() | counts
 
     def check_first_ratio(self, stats: UpdateStats) -> None:
         """Once per run: before any update the policy equals the rollout's, so every ratio must be exactly 1."""
-        deviation = stats.policy.max_deviation.max().item()
+        deviation = stats.max_deviation.max().item()
         if not self.ratio_checked and deviation:
             raise TrainingError(
                 f"the first ratio differs from 1 by {deviation:.3g}: rollout and training run different arithmetic "

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sage_grpo.algo.equalizer import equalizer
-from sage_grpo.algo.grpo import normalized_log_ratio, objective, policy_loss, policy_stats
+from sage_grpo.algo.grpo import normalized_log_ratio, objective, policy_columns, policy_loss
 from sage_grpo.algo.sde import Schedule
 from sage_grpo.algo.trust_region import velocity_kl
 from sage_grpo.config import Config
@@ -69,8 +69,8 @@ class Objective:
         schedule, x, steps = self.schedule, at_steps(trajectory.x, places), at_steps(trajectory.steps, places)
         velocity = self.backbone.velocity(x, schedule.sigmas[steps], trajectory.cond, self.guidance)
         log_prob = schedule.log_prob(steps, x, velocity, at_steps(trajectory.x, places + 1))
-        old_velocity, old_log_prob = at_steps(trajectory.velocity, places), at_steps(trajectory.log_prob, places)
-        to_rollout = schedule.kl(steps, velocity, old_velocity)
+        old_log_prob = at_steps(trajectory.log_prob, places)
+        to_rollout = schedule.kl(steps, velocity, at_steps(trajectory.velocity, places))
         log_ratio = log_prob - old_log_prob
         if self.config.ratio_norm:
             log_ratio = normalized_log_ratio(log_ratio, to_rollout, schedule.std[steps])
@@ -78,24 +78,22 @@ class Objective:
         if region.anchor:  # without stored velocities, the anchor is the policy that made the rollout
             anchor = trajectory.velocity if trajectory.anchor_velocity is None else trajectory.anchor_velocity
             to_anchor = schedule.kl(steps, velocity, at_steps(anchor, places))
-        estimator = self.config.step_kl_estimator
-        step_kl = velocity_kl(estimator, schedule, steps, velocity, old_velocity, log_prob, old_log_prob)
+        step_kl = velocity_kl(self.config.step_kl_estimator, to_rollout, log_prob, old_log_prob)
         kl = torch.where(trajectory.is_finite, self.kl_scale[steps] * region.kl(to_anchor, step_kl), 0.0)
-        return Terms(
-            velocity, log_ratio, policy_loss(log_ratio, advantages, self.config.clip_range), to_anchor, to_rollout, kl
-        )
+        policy = policy_loss(log_ratio, advantages, self.config.clip_range)
+        return Terms(velocity, log_ratio, policy, to_anchor, to_rollout, kl)
 
     @torch.no_grad()
     def _measure(self, stats: UpdateStats, is_finite: Tensor, steps: Tensor, advantages: Tensor, terms: Terms) -> None:
         """Record statistics; `grad_v` is the norm of each pair's gradient, as if it were the full batch."""
-        gradient = self.num_pairs * terms.velocity.grad.flatten(1).norm(dim=1)
-        own = self.scale[steps] * terms.policy + self.kl_coef * terms.kl
-        columns = {"loss": terms.policy, "objective": own, "kl_anchor": terms.to_anchor}
-        columns |= {"kl_rollout": terms.to_rollout, "grad_v": gradient}
-        kept = steps[is_finite]
-        stats.add(kept, {name: values[is_finite] for name, values in columns.items()})
-        log_ratio, advantages = terms.log_ratio[is_finite], advantages[is_finite]
-        stats.policy += policy_stats(log_ratio, advantages, kept, self.schedule.num_steps, self.config.clip_range)
+        columns = policy_columns(terms.log_ratio, advantages, self.config.clip_range) | {
+            "loss": terms.policy,
+            "objective": self.scale[steps] * terms.policy + self.kl_coef * terms.kl,
+            "kl_anchor": terms.to_anchor,
+            "kl_rollout": terms.to_rollout,
+            "grad_v": self.num_pairs * terms.velocity.grad.flatten(1).norm(dim=1),
+        }
+        stats.add(steps[is_finite], {name: values[is_finite] for name, values in columns.items()})
 
 
 @torch.no_grad()

@@ -3,14 +3,7 @@ import math
 import pytest
 import torch
 
-from sage_grpo.algo.grpo import (
-    PolicyStats,
-    group_advantages,
-    normalized_log_ratio,
-    objective,
-    policy_loss,
-    policy_stats,
-)
+from sage_grpo.algo.grpo import group_advantages, normalized_log_ratio, objective, policy_columns, policy_loss
 from sage_grpo.algo.sde import build_schedule, flow_sigmas
 
 NAN = math.nan
@@ -146,41 +139,17 @@ def test_ratio_norm_takes_the_mean_away_and_the_spread_of_std():
         assert normal.std().item() == pytest.approx(spread, rel=0.03)
 
 
-def stats_case() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    ratio = torch.tensor([1.0, 1.2, 0.8, 1.05, 0.7], dtype=torch.float64)
-    return ratio.log(), torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0]), torch.tensor([0, 0, 2, 2, 2])
+def test_diagnostics_by_hand():
+    log_ratio = torch.tensor([1.0, 1.2, 0.8, 1.05, 0.7], dtype=torch.float64).log()
+    found = policy_columns(log_ratio, torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0]), clip_range=0.1)
+    assert found["ratio_mean"].tolist() == pytest.approx([1.0, 1.2, 0.8, 1.05, 0.7])
+    assert torch.equal(found["log_ratio_mean"], log_ratio)
+    assert found["approx_kl"].tolist() == pytest.approx((log_ratio.exp() - 1 - log_ratio).tolist())
+    assert found["clip_fraction"].tolist() == [0, 1, 1, 0, 1]
+    assert found["clip_high"].tolist() == [0, 1, 0, 0, 0] and found["clip_low"].tolist() == [0, 0, 0, 0, 1]
 
 
-def test_stats_by_hand():
-    log_ratio, weight, steps = stats_case()
-    stats = policy_stats(log_ratio, weight, steps, num_steps=4, clip_range=0.1)
-    overall, per_step = stats.overall(), stats.per_step()
-    assert overall["ratio_mean"] == pytest.approx(0.95) and overall["ratio_max_deviation"] == pytest.approx(0.3)
-    assert overall["clip_fraction"] == pytest.approx(3 / 5)
-    assert overall["clip_high"] == pytest.approx(1 / 5) and overall["clip_low"] == pytest.approx(1 / 5)
-    assert overall["log_ratio_mean"] == pytest.approx(log_ratio.mean().item())
-    assert overall["approx_kl"] == pytest.approx((log_ratio.exp() - 1 - log_ratio).mean().item())
-    assert per_step["ratio_mean"] == pytest.approx([1.1, NAN, 2.55 / 3, NAN], nan_ok=True)
-    assert per_step["ratio_max_deviation"] == pytest.approx([0.2, NAN, 0.3, NAN], nan_ok=True)
-    assert per_step["clip_fraction"] == pytest.approx([0.5, NAN, 2 / 3, NAN], nan_ok=True)
-    assert per_step["approx_kl"][0] == pytest.approx((log_ratio.exp() - 1 - log_ratio)[:2].mean().item())
-
-
-def test_stats_of_parts_add_up():
-    log_ratio, weight, steps = stats_case()
-    whole = policy_stats(log_ratio, weight, steps, 4, 0.1)
-    parts = [policy_stats(log_ratio[p], weight[p], steps[p], 4, 0.1) for p in (slice(0, 3), slice(3, 5))]
-    total: PolicyStats = parts[0] + parts[1]
-    torch.testing.assert_close(total.sums, whole.sums)
-    assert torch.equal(total.max_deviation, whole.max_deviation)
-
-
-def test_stats_of_nothing_are_not_numbers():
-    stats = policy_stats(torch.zeros(0), torch.zeros(0), torch.zeros(0, dtype=torch.long), 3, 1e-4)
-    assert all(math.isnan(value) for value in stats.overall().values())
-
-
-def test_on_policy_stats_are_exact():
-    stats = policy_stats(torch.zeros(6), torch.randn(6), torch.arange(6), 6, 1e-4).overall()
-    assert stats["ratio_mean"] == 1.0
-    assert all(value == 0.0 for name, value in stats.items() if name != "ratio_mean")
+def test_on_policy_diagnostics_are_exact():
+    found = policy_columns(torch.zeros(6), torch.randn(6), 1e-4)
+    assert torch.equal(found.pop("ratio_mean"), torch.ones(6, dtype=torch.float64))
+    assert not any(values.any() for values in found.values())

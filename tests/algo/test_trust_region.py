@@ -62,14 +62,14 @@ def test_velocity_kl_estimators_on_policy():
     for estimator in ("exact", "logprob"):
         v = v_rollout.clone().requires_grad_()
         log_prob = SCHEDULE.log_prob(5, x, v, x_next)
-        kl = velocity_kl(estimator, SCHEDULE, 5, v, v_rollout, log_prob, log_prob_rollout)
+        kl = velocity_kl(estimator, SCHEDULE.kl(5, v, v_rollout), log_prob, log_prob_rollout)
         assert torch.equal(kl, torch.zeros(4))
         (gradients[estimator],) = torch.autograd.grad(kl.sum(), v)
     assert torch.equal(gradients["exact"], torch.zeros(4, 64))
     expected = -SCHEDULE.b[5] / SCHEDULE.std[5] * noise / 64
     torch.testing.assert_close(gradients["logprob"], expected, rtol=1e-3, atol=1e-6)
     with pytest.raises(ValueError, match="step_kl_estimator is 'exakt'"):
-        velocity_kl("exakt", SCHEDULE, 5, x, x, x, x)
+        velocity_kl("exakt", x, x, x)
 
 
 def test_exact_and_logprob_agree_in_expectation_off_policy():
@@ -78,8 +78,9 @@ def test_exact_and_logprob_agree_in_expectation_off_policy():
     v = v_rollout + 2.0
     x_next, log_prob_rollout = SCHEDULE.step(5, x, v_rollout, noise)
     log_prob = SCHEDULE.log_prob(5, x, v, x_next)
-    estimate = velocity_kl("logprob", SCHEDULE, 5, v, v_rollout, log_prob, log_prob_rollout)
-    exact = velocity_kl("exact", SCHEDULE, 5, v, v_rollout, log_prob, log_prob_rollout).mean().item()
+    kl = SCHEDULE.kl(5, v, v_rollout)
+    estimate = velocity_kl("logprob", kl, log_prob, log_prob_rollout)
+    exact = velocity_kl("exact", kl, log_prob, log_prob_rollout).mean().item()
     assert estimate.mean().item() == pytest.approx(exact, abs=4 * estimate.std().item() / 4000**0.5)
     assert exact > 10 * estimate.std().item() / 4000**0.5  # the sample is large enough to tell it from 0
 

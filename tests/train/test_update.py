@@ -164,5 +164,5 @@ def test_a_broken_path_is_not_measured(prepared):
     whole = measured(trainer, schedule, batch[0], 2)
     batch[0].is_finite[1] = False
     stats = measured(trainer, schedule, batch[0], 2)
-    assert stats.sums[0].tolist() == [1, 0, 0] == stats.policy.sums[0].tolist()
+    assert stats.sums[0].tolist() == [1, 0, 0]
     assert whole.sums[0].tolist() == [2, 0, 0] and stats.mean("loss") != whole.mean("loss")
