@@ -143,6 +143,8 @@ class RolloutFlags:
 class LossFlags:
     """Loss"""
 
+    algorithm: str = flag("grpo", "grpo; without an SDE: awm, nft (algo/matching.py)", choices=("grpo", "awm", "nft"))
+    nft_beta: float = flag(1.0, "how far nft's two policies are from the old one", above=0)
     use_grad_balancing: bool = flag(True, "use the temporal gradient equalizer")
     clip_range: float = flag(1e-4, "PPO clip range around ratio 1", above=0)
     adv_clip_max: float = flag(5.0, "largest absolute advantage", above=0)
