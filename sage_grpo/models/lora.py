@@ -85,9 +85,10 @@ def use_adapter(transformer: Denoiser, adapter: str) -> None:
 
 
 def adapter_file(transformer: Denoiser, adapter: str) -> TensorFile:
-    """A copy of an adapter in diffusers format, on the host. All ranks of a sharded model must call."""
-    tensors = {n: host_copy(full_tensor(p)) for n, p in adapter_parameters(transformer, adapter).items()}
-    config = {k: sorted(v) if isinstance(v, set) else v for k, v in transformer.peft_config[adapter].to_dict().items()}
+    """A copy of an adapter in the format of diffusers' pipelines, on the host. All ranks of a sharded model must call."""
+    tensors = {f"{PREFIX}{n}": host_copy(full_tensor(p)) for n, p in adapter_parameters(transformer, adapter).items()}
+    settings = transformer.peft_config[adapter].to_dict().items()
+    config = {f"{PREFIX}{k}": sorted(v) if isinstance(v, set) else v for k, v in settings}
     about = {LORA_ADAPTER_METADATA_KEY: json.dumps(config, indent=2, sort_keys=True)}
     return TensorFile(tensors, {"format": "pt"} | about)
 

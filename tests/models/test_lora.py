@@ -15,6 +15,7 @@ from sage_grpo.models.lora import (
     ANCHOR,
     LORA_FILE,
     POLICY,
+    PREFIX,
     adapter_file,
     adapter_parameters,
     add_adapters,
@@ -106,10 +107,14 @@ def test_two_adapters_are_apart_and_only_the_policy_is_trained(backbone):
 
 
 def contents(file):
-    """Tensors and settings of an adapter's file; the order of the layers' names is nobody's business."""
+    """Tensors and settings of an adapter's file, without the prefix that pipelines give them.
+
+    The order of the layers' names is nobody's business.
+    """
     with safe_open(file, "pt") as handle:
         settings = json.loads(handle.metadata()["lora_adapter_metadata"])
-        tensors = {name: handle.get_tensor(name).tolist() for name in handle.keys()}  # noqa: SIM118 - it is no dict
+        tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 - it is no dict
+    settings, tensors = ({n.removeprefix(PREFIX): v for n, v in part.items()} for part in (settings, tensors))
     return settings | {"target_modules": sorted(settings["target_modules"])}, tensors
 
 
@@ -119,7 +124,9 @@ def test_a_saved_adapter_is_loaded_or_refused(backbone, tiny_folder, tmp_path):
         parameter.data += 0.1
     write_file(tmp_path / LORA_FILE, adapter_file(backbone.transformer, POLICY))
     backbone.transformer.save_lora_adapter(tmp_path / "stock", adapter_name=POLICY, weight_name=LORA_FILE)
-    assert contents(tmp_path / LORA_FILE) == contents(tmp_path / "stock" / LORA_FILE)
+    (settings, tensors), (theirs, stock) = (contents(folder / LORA_FILE) for folder in (tmp_path, tmp_path / "stock"))
+    assert settings == theirs and tensors.keys() == stock.keys()
+    assert all(torch.equal(value, stock[name]) for name, value in tensors.items())
     other = Hunyuan15(tiny_folder)
     add(other, anchor=False)
     load_adapter(other.transformer, tmp_path, POLICY)
@@ -130,15 +137,24 @@ def test_a_saved_adapter_is_loaded_or_refused(backbone, tiny_folder, tmp_path):
         load_adapter(wider.transformer, tmp_path, POLICY)
 
 
+def test_stock_diffusers_loads_it_into_the_transformer_of_a_pipeline(backbone, tiny_folder, tmp_path):
+    add(backbone)
+    for parameter in adapter_parameters(backbone.transformer, POLICY).values():
+        parameter.data += 0.1
+    save(backbone, tmp_path)
+    stock = Hunyuan15(tiny_folder)
+    plain = velocity(stock)
+    stock.transformer.load_lora_adapter(tmp_path, weight_name=LORA_FILE)  # and the prefix that it expects
+    assert torch.equal(velocity(stock), velocity(backbone)) and not torch.equal(velocity(stock), plain)
+
+
 def save(backbone, folder):
     write_file(folder / LORA_FILE, adapter_file(backbone.transformer, POLICY))
 
 
 def rewrite(folder, tensors=None, **settings):
     """Change a saved adapter: tensors by name, settings by name (None takes one away)."""
-    with safe_open(folder / LORA_FILE, "pt") as file:
-        old = json.loads(file.metadata()["lora_adapter_metadata"])
-        kept = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+    old, kept = contents(folder / LORA_FILE)
     told = {name: value for name, value in (old | settings).items() if value is not None}
     save_file(kept | (tensors or {}), folder / LORA_FILE, {"lora_adapter_metadata": json.dumps(told)})
 

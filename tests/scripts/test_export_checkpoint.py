@@ -1,18 +1,22 @@
 """An export samples exactly like its checkpoint, in either layout, and what cannot be exported is rejected."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+import generate
 from sage_grpo import manifest
 from sage_grpo.data.requests import Request
 from sage_grpo.flags import from_values
 from sage_grpo.models import open_backbone
 from sage_grpo.models.backbone import Guidance
 from sage_grpo.models.lora import LORA_FILE
+from sage_grpo.models.sample import counter_noise
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.train.build import build_trainer
 from scripts import export_checkpoint as script
@@ -141,3 +145,31 @@ def test_weights_without_a_place_in_tencents_layout_are_not_written():
     names = ["context_embedder.token_refiner.refiner_blocks.0.attn.to_q.weight"]
     with pytest.raises(ValueError, match=r"self_attn_qkv\.weight .* cannot be put together: 2 parts are missing$"):
         script.to_tencent("transformer", names)
+
+
+@pytest.mark.parametrize("name", ["lora", "full"])
+def test_the_documented_lines_sample_what_generate_samples(checkpoints, tiny_folder, tmp_path, monkeypatch, name):
+    """The blocks of docs/use.md with other paths: stock diffusers and generate.py, from the same latents."""
+    adapter, weights, clip = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "use.md").read_text(), re.DOTALL)
+    run(checkpoints[name], tmp_path / "transformer", "diffusers")
+    places = {"assets/tiny": tiny_folder, "outputs/mine/checkpoints/step-000020": checkpoints[name],
+              "outputs/mine/transformer": tmp_path / "transformer"}  # fmt: skip
+    lines = {"lora": adapter, "full": weights}[name]
+    for written, place in places.items():
+        lines = lines.replace(f'"{written}"', f'"{place}"')
+    said = {}
+    exec(lines, said)
+    pipe = said["pipe"]
+    pipe.set_progress_bar_config(disable=True)
+    exec(clip.replace("48", "16").replace("=9", "=5").replace("=20", "=2"), said)
+    assert np.shape(said["clip"]) == (5, 16, 16, 3)
+
+    seen = []
+    monkeypatch.setattr(generate, "write_mp4", lambda path, clip, fps: seen.append(clip))
+    words = ["--model_path", tiny_folder, "--checkpoint_path", checkpoints[name], "--output_path", tmp_path / "clips"]
+    words += ["--prompt", PROMPT, "--fixed_size", "16x16", "--num_frames", 5, "--num_inference_steps", 3]
+    generate.main([str(word) for word in (*words, "--seed", 7)])
+    latents, _ = counter_noise(open_backbone(tiny_folder).latent_shape(5, 16, 16), 7, [0])
+    size = {"height": 16, "width": 16, "num_frames": 5, "num_inference_steps": 3}
+    found = pipe(PROMPT, latents=latents, output_type="np", **size).frames[0]
+    assert np.abs(255 * found - seen[0].numpy()).max() <= 1
