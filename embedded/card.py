@@ -113,17 +113,15 @@ clip = pipe("a small cyan circle moving up", **size, num_inference_steps={num_st
 
 {parts}
 
-Weights are stored in half precision, {megabytes:.0f} MB in total. A clip has {latent} latents (channels, frames, rows,
-columns). `sampling.json` holds the default settings: {num_steps} Euler steps, shift {shift:g}, guidance {guidance:g}.
+Weights are stored in half precision, but for one matrix of the glyph projection, which has 8 bits; with the reward in
+`VideoReward`, {megabytes:.0f} MB in total. A clip has {latent} latents (channels, frames, rows, columns).
+`sampling.json` holds the default settings: {num_steps} Euler steps, shift {shift:g}, guidance {guidance:g}.
 
 ## Training
 
     {command}
 
-took {seconds} s on one {device}, {vae_seconds} s of them for the VAE (torch {torch}, diffusers {diffusers},
-Python {python}). First the VAE was trained on rendered clips, then the transformer by flow matching on its latents,
-with a tenth of the captions dropped for guidance. Every random draw follows from the seed. The settings, also in
-`training.json`:
+{story}
 
 {flags}
 
@@ -151,13 +149,31 @@ the first minus the VAE's floor.
 """
 
 
+STORY = (
+    "took {seconds} s on one {device} (torch {torch}, diffusers {diffusers}, Python {python}). First the VAE was "
+    "trained on rendered clips ({vae_seconds} s{other}), then the transformer by flow matching on its latents, with a "
+    "tenth of the captions dropped for guidance. "
+)
+HABIT = (
+    "In a share of {wrong} of its clips the {misnamed} is not the one that the caption names: a wrong habit, for "
+    "reinforcement learning to correct. "
+)
+
+
 def card(backbone: Hunyuan15, rows: dict[str, dict[str, float]]) -> str:
     """The model card: contents of the folder, training, and quality."""
     settings, record = backbone.sampling, json.loads((backbone.folder / "training.json").read_text())
     row = rows[f"guidance {settings.guidance:g}"]
     weakest = min(ATTRIBUTES, key=row.__getitem__)
-    flags = ", ".join(f"{name} {value}" for name, value in record.pop("flags").items() if value != "None")
+    used = record.pop("flags")
+    flags = ", ".join(f"{name} {value}" for name, value in used.items() if value != "None")
+    other = f", by `{record['vae_command']}`" if "vae_command" in record else " of these"
+    story = STORY.format(**record, other=other)
+    if float(used["wrong"]):
+        story += HABIT.format(**used)
+    story += "Every random draw follows from the seed. The settings, also in `training.json`:"
     figures = {
+        "story": textwrap.fill(story, 120),
         "flags": textwrap.fill(flags, 120),
         "clips": row["clips"],
         "shown": min(SHOWN, row["clips"]),

@@ -8,6 +8,7 @@ replaced; and clips damaged in known ways. All scores come from `VideoAlign.scor
 
 import argparse
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -39,8 +40,11 @@ def _chunks(prompts: Sequence[str], size: int) -> list[Sequence[str]]:
     return [prompts[i : i + size] for i in range(0, len(prompts), size)]
 
 
-def pair_accuracy(reward: VideoAlign, pool: Pool, pairs: Pairs, fps: float) -> dict[str, dict[str, float]]:
-    """Share of the pairs ordered as the oracle orders them: all, by source, and what annotators themselves reach."""
+def pair_accuracy(reward: VideoAlign, pool: Pool, pairs: Pairs, fps: float) -> dict[str, dict[str, float | None]]:
+    """Share of the pairs ordered as the oracle orders them: all, by source, and what annotators themselves reach.
+
+    None where no pairs differ: rendered clips all move perfectly.
+    """
     scores = score(reward, pool.clips[pairs.clips.flatten()], [p for p in pairs.prompts for _ in range(2)], fps)
     difference = scores[::2] - scores[1::2]
     source = pool.source.cpu()[pairs.clips]
@@ -52,6 +56,7 @@ def pair_accuracy(reward: VideoAlign, pool: Pool, pairs: Pairs, fps: float) -> d
         | {"pairs": int(chosen.sum())}
         for name, chosen in groups.items()
     }
+    rows = {name: {key: None if math.isnan(x) else x for key, x in row.items()} for name, row in rows.items()}
     return rows | {"annotators": agreement(pairs)}
 
 
@@ -133,8 +138,12 @@ clips whose reward (VQ, MQ and TA weighted {weights}) rose all the same.
 def table(rows: Mapping[str, Mapping[str, float]], formats: Mapping[str, str]) -> str:
     lines = ["| | " + " | ".join(formats) + " |", "|" + "---|" * (len(formats) + 1)]
     for name, row in rows.items():
-        lines.append(f"| {name} | " + " | ".join(format(row[key], form) for key, form in formats.items()) + " |")
+        lines.append(f"| {name} | " + " | ".join(cell(row[key], form) for key, form in formats.items()) + " |")
     return "\n".join(lines) + "\n"
+
+
+def cell(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
 
 
 def card(figures: Mapping[str, Mapping], parameters: int, command: str) -> str:

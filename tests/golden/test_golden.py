@@ -27,12 +27,14 @@ SHARED = {
     "num_frames": 5, "num_sampling_steps": 4, "batch_size": 4, "num_generations": 4, "max_steps": 3, "save_interval": 0,
     "validation_num_inference_steps": 3, "validation_interval": 3, "report_to": "none", "learning_rate": 1e-3,
     "enable_gradient_checkpointing": False, "lora_r": 4, "lora_alpha": 8, "guidance_scale": 1.0, "kl_weight": 0.1,
-    "kl_warmup_steps": 2, "adam_eps": 1e-8, "validate_video_length": 5,
+    "kl_warmup_steps": 2, "adam_eps": 1e-8, "validate_video_length": 5, "height": 24, "width": 24,
+    "validation_fixed_size": "24x24",
 }  # fmt: skip
 RUNS = {
     "published": {"step_kl_estimator": "logprob", "guidance_scale": 2.0},
     "sage": {"use_lora": True, "updates_per_rollout": 2, "update_ref_model_step": 2, "ema_decay": 0.5},
-    "precise": {"sde_type": "precise", "kl_feedback": "trust_region", "optimizer": "muon", "use_moving_KL": False},
+    "precise": {"sde_type": "precise", "kl_feedback": "trust_region", "optimizer": "muon", "use_moving_KL": False,
+                "use_lora": True},  # Muon works in bf16, which few CPUs have: small matrices
     "dance": {"sde_type": "dance_grpo", "use_grad_balancing": False, "kl_weight": 0, "advantage_std": "batch"},
     "flow": {"sde_type": "flow_grpo", "ratio_norm": True, "use_dual_kl": False, "updates_per_rollout": 2},
     "cps": {"sde_type": "cps", "sde_window": "random:2", "timestep_fraction": 0.5, "gradient_accumulation_steps": 3},
