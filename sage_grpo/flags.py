@@ -14,7 +14,7 @@ import re
 import sys
 import typing
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import NoneType
@@ -194,14 +194,7 @@ def _path(text: str) -> str:
     return os.path.expanduser(text)
 
 
-CONVERTERS: dict[type, Callable[[Any], Any]] = {
-    tuple: _words,
-    dict: _mapping,
-    bool: _boolean,
-    int: _whole,
-    float: _number,
-    str: _text,
-}
+CONVERTERS = {tuple: _words, dict: _mapping, bool: _boolean, int: _whole, float: _number, str: _text}
 
 
 def _unknown(what: str, name: str, known: Sequence[str]) -> str:

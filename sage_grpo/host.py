@@ -1,6 +1,5 @@
 """What this machine, or the container it lends us, has to offer."""
 
-import os
 from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
@@ -16,8 +15,3 @@ def available_memory() -> int:
     except OSError:
         return free
     return free if limit == "max" else min(free, int(limit) - int(used) + int(cache["file"]))
-
-
-def local_ranks() -> int:
-    """Ranks of the run on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))

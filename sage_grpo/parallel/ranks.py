@@ -184,7 +184,6 @@ class Ranks:
             dist.distributed_c10d._set_pg_timeout(patience, group)
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
         if self.world > 1:
             dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
 

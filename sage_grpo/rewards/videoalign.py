@@ -16,26 +16,14 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from sage_grpo.rewards import video_frames
+from sage_grpo.rewards import video_frames, videoalign_folder
 from sage_grpo.rewards.base import Setup
-from sage_grpo.rewards.videoalign_folder import (
-    DIMENSIONS,
-    PLACEHOLDER,
-    TOKENS,
-    load_model,
-    newest_checkpoint,
-    read_settings,
-    read_template,
-    read_tokenizer,
-)
 
 VIDEO_TOKEN, PAD_TOKEN = "<|video_pad|>", "<|endoftext|>"
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Model inputs."""
-
     tokens: Tensor  # (B, L), padded on the right
     patches: Tensor  # (P, 1176)
     grids: Tensor  # (B, 3) patches per clip in time, height and width
@@ -44,7 +32,7 @@ class Inputs:
 class VideoAlign:
     """A folder of weights as a reward; see `videoalign_folder.py` for what the folder holds."""
 
-    names = DIMENSIONS
+    names = videoalign_folder.DIMENSIONS
 
     def __init__(
         self,
@@ -58,20 +46,22 @@ class VideoAlign:
     ) -> None:
         """Frames per second and pixels per frame default to the folder's settings; a fixed number of frames stays."""
         folder, self.device = Path(folder), torch.device(device)
-        settings, checkpoint = read_settings(folder), newest_checkpoint(folder)
+        settings, checkpoint = videoalign_folder.read_settings(folder), videoalign_folder.newest_checkpoint(folder)
         data = settings["data_config"]
         self.sample_fps = sample_fps or data["fps"]
         self.num_frames = num_frames or data.get("num_frames")
         self.max_pixels = max_pixels or data["max_frame_pixels"]
         self.min_pixels = data.get("min_frame_pixels", video_frames.MIN_PIXELS)  # a small model may want small frames
         self.norm: dict[str, float] | None = settings.get("inference_config")
-        self.template, self.tokenizer = read_template(folder), read_tokenizer(folder, checkpoint)
-        model, head = load_model(folder, checkpoint, settings, dtype)
+        self.template = videoalign_folder.read_template(folder)
+        self.tokenizer = videoalign_folder.read_tokenizer(folder, checkpoint)
+        model, head = videoalign_folder.load_model(folder, checkpoint, settings, dtype)
         rows = model.get_input_embeddings().num_embeddings
         if rows != len(self.tokenizer):
             raise ValueError(f"{checkpoint} embeds {rows} tokens, but its tokenizer has {len(self.tokenizer)}")
         self.model, self.head = model.to(self.device), head.to(self.device)
-        self.reward_tokens = torch.tensor(self.tokenizer.convert_tokens_to_ids(TOKENS), device=self.device)
+        ids = self.tokenizer.convert_tokens_to_ids(videoalign_folder.TOKENS)
+        self.reward_tokens = torch.tensor(ids, device=self.device)
 
     def check(self, prompts: Sequence[str]) -> None:
         """Reject prompts that contain special tokens: they could insert a video or a score."""
@@ -112,14 +102,10 @@ class VideoAlign:
         batch, length = inputs.tokens.shape
         # Plain positions on all three axes, as in training. No mask: padding comes last and attention is causal.
         positions = torch.arange(length, device=self.device).expand(3, batch, length)
-        hidden = self.model(
-            input_ids=inputs.tokens,
-            position_ids=positions,
-            pixel_values_videos=inputs.patches,
-            video_grid_thw=inputs.grids,
-            use_cache=False,
-        ).last_hidden_state
+        video = {"pixel_values_videos": inputs.patches, "video_grid_thw": inputs.grids}
+        output = self.model(input_ids=inputs.tokens, position_ids=positions, use_cache=False, **video)
         places = (inputs.tokens[..., None] == self.reward_tokens).int().argmax(1)  # (B, 3)
+        hidden = output.last_hidden_state
         return hidden.gather(1, places[..., None].expand(-1, -1, hidden.shape[-1]))
 
     def _patches(self, clip: Tensor, fps: float) -> tuple[Tensor, tuple[int, int, int]]:
@@ -130,7 +116,7 @@ class VideoAlign:
 
     def _tokens(self, prompt: str, grid: Tensor) -> Tensor:
         """(L,) one chat turn: a video token per four patches, then the rubric with the prompt inserted."""
-        text = self.template.replace(PLACEHOLDER, prompt)
+        text = self.template.replace(videoalign_folder.PLACEHOLDER, prompt)
         turn = {"role": "user", "content": [{"type": "video"}, {"type": "text", "text": text}]}
         chat = self.tokenizer.apply_chat_template([turn], tokenize=False, add_generation_prompt=True)
         chat = chat.replace(VIDEO_TOKEN, VIDEO_TOKEN * (int(grid.prod()) // video_frames.MERGE**2))

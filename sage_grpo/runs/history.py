@@ -28,8 +28,6 @@ class RunError(ConfigError):
 
 @dataclass(frozen=True)
 class RunHistory:
-    """The metrics of a run by iteration."""
-
     folder: Path
     starts: list[dict[str, Any]]  # the "run" lines: the start and each resume
     train: list[dict[str, Any]]  # one line per iteration, in order
@@ -52,9 +50,9 @@ class RunHistory:
         keys = {key for line in self.validations for key in line if key.startswith("holdout/")}
         return {key for key in keys if not key.endswith(("_stderr", "/diverged"))}
 
-    def has(self, *keys: str) -> bool:
-        """Whether any of the metrics has a value in training."""
-        return any(np.isfinite(column(self.train, key)).any() for key in keys)
+    def has(self, key: str) -> bool:
+        """Whether the metric has a value in training."""
+        return bool(np.isfinite(column(self.train, key)).any())
 
     def measured(self, key: str) -> bool:
         """Whether the metric has a value in training or in validation."""

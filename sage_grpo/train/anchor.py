@@ -6,6 +6,7 @@ sharded across ranks as the model is. It is refreshed from the policy (moving) o
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -16,23 +17,15 @@ from sage_grpo.models.lora import ANCHOR, POLICY, adapter_parameters, use_adapte
 from sage_grpo.parallel.fsdp import copy_into, local_shard, replaced
 
 
+@dataclass(eq=False)
 class Anchor:
     """Counts optimizer steps: until the first one after a copy, the anchor equals the policy."""
 
-    def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        values: Mapping[str, Tensor],
-        in_place: Callable[[], AbstractContextManager[None]],
-        refresh_every: int | None,
-    ) -> None:
-        """parameters: the policy's; values: the anchor's, under the same names, which a checkpoint must include.
-
-        in_place: context in which the model runs with the anchor's values. refresh_every: optimizer steps between
-        refreshes; None for a fixed anchor.
-        """
-        self.parameters, self.values, self.in_place = parameters, values, in_place
-        self.refresh_every, self.age = refresh_every, 0
+    parameters: Mapping[str, nn.Parameter]  # the policy's
+    values: Mapping[str, Tensor]  # the anchor's, under the same names, which a checkpoint must include
+    in_place: Callable[[], AbstractContextManager[None]]  # context in which the model runs with the anchor's values
+    refresh_every: int | None  # optimizer steps between refreshes; None for a fixed anchor
+    age: int = 0  # optimizer steps since the last copy
 
     @property
     def is_policy(self) -> bool:
@@ -48,7 +41,6 @@ class Anchor:
             self.age = 0
 
     def copy_policy(self) -> None:
-        """Copy the current policy into the anchor."""
         copy_into(self.values, self.parameters)
 
 

@@ -12,6 +12,7 @@ A folder gets its final name only once it is complete and on disk. Any number of
 
 import dataclasses
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from sage_grpo import manifest
 from sage_grpo.config import Config, ConfigError
-from sage_grpo.host import available_memory, local_ranks
+from sage_grpo.host import available_memory
 from sage_grpo.models.shards import open_shards, rank_file, shards
 from sage_grpo.models.weights import Weights
 from sage_grpo.parallel.fsdp import local_shard, rows
@@ -52,7 +53,7 @@ def first_nonfinite(trainer: "Trainer") -> str:
 def fits_in_memory(trainer: "Trainer") -> bool:
     """Whether this machine has room for a copy of what its ranks write."""
     mine = sum(local_shard(value).nbytes for values in _parts(trainer).values() for value in values.values())
-    return MOST_MEMORY * available_memory() > local_ranks() * mine
+    return MOST_MEMORY * available_memory() > int(os.environ.get("LOCAL_WORLD_SIZE", 1)) * mine
 
 
 def planned_files(trainer: "Trainer", export: bool, copied: bool) -> dict[str, TensorFile | str]:

@@ -101,7 +101,6 @@ class Guards:
             )
 
     def report(self, state: str, message: str = "") -> None:
-        """Write status.json."""
         self.run.write_status(state, self.step, message)
 
     @contextmanager

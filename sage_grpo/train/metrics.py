@@ -91,15 +91,11 @@ def reward_record(scores: Scores, advantages: Advantages, group_size: int) -> di
     total = scores.total
     groups = total.view(-1, group_size)
     spread = (groups - groups.nanmean(1, keepdim=True)).square().nanmean(1).sqrt().nanmean()
-    record = {"reward/total": total.nanmean(), "reward/std": (total - total.nanmean()).square().nanmean().sqrt()}
-    record |= {"reward/group_std": spread} | {f"reward/{n}": values.nanmean() for n, values in scores.named.items()}
-    counts = {"failed": advantages.failed, "starved_groups": advantages.starved_groups}
-    counts |= {"flat_groups": advantages.flat_groups}
-    return (
-        {name: value.item() for name, value in record.items()}
-        | {f"reward/{name}": value for name, value in counts.items()}
-        | ({"reward/error": scores.errors[0]} if scores.errors else {})
-    )
+    found = {"total": total.nanmean(), "std": (total - total.nanmean()).square().nanmean().sqrt(), "group_std": spread}
+    found |= {name: values.nanmean() for name, values in scores.named.items()}
+    record = {f"reward/{name}": value.item() for name, value in found.items()}
+    record |= {f"reward/{name}": getattr(advantages, name) for name in ("failed", "starved_groups", "flat_groups")}
+    return record | ({"reward/error": scores.errors[0]} if scores.errors else {})
 
 
 def peak_memory() -> float:

@@ -86,7 +86,6 @@ class Optimization:
         return bool(torch.stack([local_shard(p).detach().isfinite().all() for p in self.parameters.values()]).all())
 
     def zero_grad(self) -> None:
-        """Drop the gradients."""
         for parameter in self.parameters.values():
             parameter.grad = None
 
