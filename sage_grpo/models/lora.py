@@ -85,7 +85,7 @@ def use_adapter(transformer: Denoiser, adapter: str) -> None:
 
 
 def adapter_file(transformer: Denoiser, adapter: str) -> TensorFile:
-    """A copy of an adapter in the format of diffusers' pipelines, on the host. All ranks of a sharded model must call."""
+    """A copy of an adapter as diffusers' pipelines save it, on the host. All ranks of a sharded model must call."""
     tensors = {f"{PREFIX}{n}": host_copy(full_tensor(p)) for n, p in adapter_parameters(transformer, adapter).items()}
     settings = transformer.peft_config[adapter].to_dict().items()
     config = {f"{PREFIX}{k}": sorted(v) if isinstance(v, set) else v for k, v in settings}
