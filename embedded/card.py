@@ -113,8 +113,8 @@ clip = pipe("a small cyan circle moving up", **size, num_inference_steps={num_st
 
 {parts}
 
-Weights are stored in half precision, but for one matrix of the glyph projection, which has 8 bits; with the reward in
-`VideoReward`, {megabytes:.0f} MB in total. A clip has {latent} latents (channels, frames, rows, columns).
+Weights are stored in half precision, but for one matrix of the glyph projection, which has 8 bits; {megabytes:.0f} MB
+in total. A clip has {latent} latents (channels, frames, rows, columns).
 `sampling.json` holds the default settings: {num_steps} Euler steps, shift {shift:g}, guidance {guidance:g}.
 
 ## Training

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from sage_grpo.json_files import printable
@@ -31,15 +31,6 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def sealed(folder: Path, files: Iterable[Path]) -> dict[str, str]:
-    """Sync files to disk and return their hashes by name in `folder`."""
-    hashes = {}
-    for file in files:
-        sync(file)
-        hashes[str(file.relative_to(folder))] = file_sha256(file)
-    return hashes
 
 
 def commit(draft: Path, target: Path, hashes: Mapping[str, str], on_sync: Callable[[], None] = lambda: None) -> None:

@@ -22,7 +22,7 @@ from sage_grpo.algo.sde import build_schedule, flow_sigmas
 from sage_grpo.models.backbone import Backbone
 
 BATCH = 256
-STRONGEST = {"noise": 0.3, "blur": 2.0, "jitter": 3.0, "fade": 1.0, "pulse": 0.3, "flicker": 0.2, "freeze": 0.5}
+STRONGEST = {"noise": 0.3, "blur": 2.0, "jitter": 3.0, "fade": 1.0, "pulse": 0.3, "flicker": 0.2, "freeze": 1.0}
 SAMPLERS = [
     (steps, guidance, sde) for steps in (2, 3, 5, 10) for guidance in (1.0, 2.0) for sde in ("ode", "sage_grpo")
 ]

@@ -1,5 +1,8 @@
 """The clips of one validation in a run folder: videos, their scores in clips.json, and a contact sheet.
 
+Two validations are compared clip by clip, same prompt and seed. That shows reward hacking: the training reward rises
+while a held-out reward, which training never sees, falls. A change counts if the 95 % interval of its mean excludes 0.
+
 RUN/validation/step-000100/clips.json      a record per clip: file, prompt, seed, scores, holdout, gold
 RUN/validation/step-000100/*.mp4, sheet.png
 """
@@ -7,6 +10,7 @@ RUN/validation/step-000100/*.mp4, sheet.png
 import json
 import math
 import re
+import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
+from sage_grpo.intervals import Interval, interval
 from sage_grpo.json_files import write_json
 from sage_grpo.runs.history import RunError, as_float
 from sage_grpo.runs.media import contact_sheet, thumbnails, write_mp4
@@ -60,6 +65,12 @@ class Clip:
     @property
     def reward(self) -> float:
         return self.values.get("reward/total", math.nan)
+
+    @property
+    def held_out(self) -> float:
+        """The sum of all held-out scores; NaN if there is none or one is missing."""
+        values = [value for name, value in self.values.items() if name.startswith("holdout/")]
+        return math.fsum(values) if values else math.nan
 
 
 Pair = tuple[Clip, Clip]  # before, after
@@ -116,3 +127,29 @@ def beside(listing: Path, name: Any) -> Path:
     if not sound or (listing.parent / name).is_symlink():
         raise RunError(f"{listing} names the file {name!r:.60}, which does not lie beside it; delete that entry")
     return listing.parent / name
+
+
+def change(before: Sequence[Clip], after: Sequence[Clip], name: str) -> Interval:
+    """Mean of after - before, of `reward` or `held_out`, over the clips that both contain."""
+    return interval(getattr(new, name) - getattr(old, name) for old, new in pair_clips(before, after))
+
+
+def divergence(folder: Path, step: int) -> str:
+    """What is wrong with the validation at `step` of a run folder, in one sentence; empty if nothing is."""
+    try:
+        found = read_validations(folder)
+    except RunError as error:  # a listing that a crash has cut short must not stop the training
+        print(f"note: not checked for reward hacking: {error}", file=sys.stderr, flush=True)
+        return ""
+    if step not in found:  # its clips were not saved: the disk was full
+        return ""
+    first = min(found)
+    reward, holdout = (change(found[first], found[step], value) for value in ("reward", "held_out"))
+    if reward.sign < 1 or holdout.sign > -1:
+        return ""
+    ends = [(c.mean, c.mean - c.half, c.mean + c.half) for c in (reward, holdout)]
+    shown = [f"{mean:+.3g} (95 % interval {low:+.3g} to {high:+.3g})" for mean, low, high in ends]
+    return (
+        f"reward hacking: from iteration {first} to {step} the trained reward changed by {shown[0]} and the held-out "
+        f"one by {shown[1]}; look at the clips, go back to an earlier checkpoint, change reward_weights or the KL"
+    )

@@ -20,7 +20,7 @@ from PIL import Image
 from sage_grpo.config import Config, ConfigError
 from sage_grpo.json_files import write_json
 from sage_grpo.parallel.ranks import Ranks
-from sage_grpo.runs.hacking import divergence
+from sage_grpo.runs.clips import divergence
 from sage_grpo.runs.lock import WAIT, Lock
 from sage_grpo.runs.tracker import Tracker, has_line
 

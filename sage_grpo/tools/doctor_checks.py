@@ -3,12 +3,12 @@
 import math
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from sage_grpo.algo.equalizer import equalizer, gradient_scale
@@ -204,7 +204,9 @@ def gradient_finding(trainer: Trainer, trajectory: Trajectory) -> Finding:
     ours, seen = {id(p) for p in trained.values()}, (trajectory.cond, trainer.guidance.negative)
     leaked = [n for n, p in trainer.backbone.transformer.named_parameters() if p.grad is not None and id(p) not in ours]
     silent = [name for name, p in trained.items() if p.grad is None or not p.grad.any()]
-    reasons = {name: waits_for(name, trained) or trainer.backbone.awaits(name, seen) for name in silent}
+    early = {name for name in silent if "lora_A" in name and not trained[name.replace("lora_A", "lora_B")].any()}
+    reasons = {name: trainer.backbone.awaits(name, seen) for name in silent}
+    reasons |= dict.fromkeys(early, "lora_A wait for their lora_B, which starts at 0")
     wrong = [f"{name} has no gradient although it is trained" for name in silent if not reasons[name]]
     wrong += [f"{name} has a gradient although it is frozen" for name in leaked]
     norm = trainer.optimization.clip()
@@ -213,13 +215,6 @@ def gradient_finding(trainer: Trainer, trajectory: Trajectory) -> Finding:
     text += "".join(f"; {count} {reason}" for reason, count in Counter(reasons.values()).items() if reason)
     remedy = f"{'; '.join(wrong[:3])} ({len(wrong)} in all): mind requires_grad, and what the forward uses"
     return judged("gradients", not wrong, text, remedy, wrong=wrong)
-
-
-def waits_for(name: str, trained: Mapping[str, nn.Parameter]) -> str:
-    """Why an adapter tensor may lack a gradient; empty if it must have one."""
-    if "lora_A" in name and not trained[name.replace("lora_A", "lora_B")].any():
-        return "lora_A wait for their lora_B, which starts at 0"
-    return ""
 
 
 def balance_finding(trainer: Trainer, goal: Objective, trajectory: Trajectory, signs: Tensor) -> Finding:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sage_grpo.intervals import Interval, interval
-from sage_grpo.runs import hacking
-from sage_grpo.runs.clips import Pair, pair_clips, read_clips, read_validations
+from sage_grpo.runs.clips import Pair, change, pair_clips, read_clips, read_validations
 from sage_grpo.runs.history import RunHistory, as_float
 
 VERDICTS = {1: "better", -1: "worse", 0: "not significant"}
@@ -61,13 +60,13 @@ def drift(run: RunHistory) -> dict[str, dict[int, Interval]]:
     """
     found = read_validations(run.folder)
     steps = [line["step"] for line in run.validations if line["step"] in found]
-    if len(steps) < 2 or not any(map(math.isfinite, map(hacking.held_out, found[steps[-1]]))):
+    if len(steps) < 2 or not any(math.isfinite(clip.held_out) for clip in found[steps[-1]]):
         return {}
     first, changes = found[steps[0]], {}
-    for name, value in (("trained", hacking.trained), ("held out", hacking.held_out)):
-        known = [number for number in map(value, first) if math.isfinite(number)]
+    for name, value in (("trained", "reward"), ("held out", "held_out")):
+        known = [number for clip in first if math.isfinite(number := getattr(clip, value))]
         spread = float(np.std(known or [0.0])) or 1.0
-        moved = {step: hacking.change(first, found[step], value) for step in steps}
+        moved = {step: change(first, found[step], value) for step in steps}
         changes[name] = {step: Interval(c.mean / spread, c.half / spread) for step, c in moved.items()}
     return changes
 

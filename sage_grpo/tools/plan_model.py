@@ -102,8 +102,8 @@ class Plan:
     @property
     def decode(self) -> float:
         """Seconds of a clip in the VAE."""
-        untiled = self.latents * UNTILED <= self.config.decode_gb * 1e9
-        return self.latents * (self.rates.decode_untiled if untiled else self.rates.decode)
+        tiled = self.latents * UNTILED > self.config.decode_gb * 1e9
+        return self.latents * (self.rates.decode if tiled else self.rates.decode_untiled)
 
     @property
     def clips(self) -> int:

@@ -15,8 +15,7 @@ import yaml
 
 from sage_grpo.config import Config, ConfigError
 from sage_grpo.flags import yaml_mapping
-from sage_grpo.runs.clips import read_validations
-from sage_grpo.runs.hacking import divergence
+from sage_grpo.runs.clips import divergence, read_validations
 from sage_grpo.runs.history import RunError, RunHistory, as_float, column, read_run
 from sage_grpo.tools.paired import Comparison, aligned, choose_pairs, compare, number, table
 from sage_grpo.tools.report_figures import panels

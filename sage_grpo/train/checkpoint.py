@@ -162,7 +162,10 @@ def choose(run_folder: Path, wanted: str, ranks: Ranks) -> Path | None:
         except RankError as error:
             raise ConfigError(f"resume_from_checkpoint {wanted} is not a complete checkpoint: {error}") from error
         return Path(wanted)
-    candidates = ranks.together(lambda: _candidates(run_folder / "checkpoints"))[0]
+    listed = ranks.together(lambda: [(p, (p / manifest.NAME).is_file()) for p in _folders(run_folder / "checkpoints")])[
+        0
+    ]
+    candidates = [path for path, is_complete in listed if is_complete or path.suffix != ".tmp"]
     for path in reversed(candidates):
         try:
             check_files(path, ranks)
@@ -175,10 +178,6 @@ def choose(run_folder: Path, wanted: str, ranks: Ranks) -> Path | None:
         raise ConfigError(f"resume_from_checkpoint is {wanted}, but all checkpoints in {run_folder} are damaged")
     ranks.log_once(f"{run_folder} holds no checkpoint: starting from the beginning")
     return None
-
-
-def _candidates(folder: Path) -> list[Path]:
-    return [path for path in _folders(folder) if path.suffix != ".tmp" or (path / manifest.NAME).is_file()]
 
 
 def load(trainer: "Trainer", path: Path) -> None:

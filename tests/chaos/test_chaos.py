@@ -17,6 +17,7 @@ from sage_grpo.train.build import build_trainer
 from tests.chaos import chaos
 from tests.chaos.faults import KINDS, Fault, broken_promise, damage
 from tests.chaos.world import write_model
+from tests.hostile import hashes_of
 
 ALL = list(KINDS)
 
@@ -74,7 +75,7 @@ def test_one_changed_bit_is_noticed(trained, copy):
     tensors[name].view(torch.uint8).flatten()[7] ^= 1
     save_file(tensors, file, metadata)
     files = [path for path in checkpoint.rglob("*") if path.is_file() and path.name != manifest.NAME]
-    (checkpoint / manifest.NAME).write_text(json.dumps({"files": manifest.sealed(checkpoint, files)}))
+    (checkpoint / manifest.NAME).write_text(json.dumps({"files": hashes_of(checkpoint, files)}))
     assert chaos.differences(copy, trained) == [f"{name} in {file} differs"]
 
 

@@ -16,7 +16,8 @@ from embedded.training import warm_cosine
 from sage_grpo.data.requests import read_requests
 from sage_grpo.models.hunyuan15.backbone import Hunyuan15
 
-FEW = "--vae_steps 2 --vae_batch 2 --vae_clips 16 --clips 32 --prompts 8 --batch 4 --snapshots 2 --device cpu"
+FEW = "--vae_steps 2 --vae_batch 2 --vae_clips 16 --clips 32 --prompts 8 --batch 4 --snapshots 2 --device cpu "
+FEW += "--heads 4 --side 32 --vae_channels 16 32 32 --latents 16 --guidance 2"
 RUNS = {
     "first": "--seed 0 --steps 3",
     "same": "--seed 0 --steps 3",
@@ -63,7 +64,7 @@ def test_training_moves_both_parts(runs):
     untrained = pretrain.build_tiny(0, pretrain.vocabulary())
     for part in ("transformer", "vae"):
         before = {name: value.half() for name, value in getattr(untrained, part).state_dict().items()}
-        after = weights(runs / "first", part)
+        after = {name: value.half() for name, value in weights(runs / "first", part).items()}
         assert set(before) == set(after) and any(not torch.equal(before[name], after[name]) for name in before)
 
 
@@ -86,7 +87,8 @@ def test_the_folder_brings_its_prompts_and_its_history(runs):
     assert (len(train), len(valid)) == (512, 64)
     assert not {prompt.text for prompt in train} & {prompt.text for prompt in valid}
     record = json.loads((runs / "first-2" / "training.json").read_text())
-    assert "--steps 2 --vae_clips 16 --vae_steps 2 --vae_batch 2 --clips 32 --prompts 8 --batch 4" in record["command"]
+    assert "--steps 2 --heads 4 --guidance 2.0 --side 32 --vae_channels 16 32 32 --latents 16 " in record["command"]
+    assert record["command"].endswith("--vae_clips 16 --vae_steps 2 --vae_batch 2 --clips 32 --prompts 8 --batch 4")
     assert record["flags"]["seed"] == "0" and record["device"] == "CPU"
 
 
@@ -103,7 +105,7 @@ def test_the_card_is_made_of_measured_figures(runs, tmp_path):
     assert set(rows) == {"chance", "VAE round trip", "guidance 1", "guidance 2"}
     assert f"{rows['VAE round trip']['distance']:.3f}" in card and "One clip for each of 2 random prompts" in card
     assert (
-        "--steps 3 --vae_clips 16 --vae_steps 2" in card
+        "--latents 16 --vae_clips 16 --vae_steps 2" in card
         and "`HunyuanVideo15Transformer3DModel` | 4 layers, 4 heads of 24" in card
     )
     sheets = {"world", "round_trip", "samples_guidance_1", "samples_guidance_2", "samplers"}

@@ -12,6 +12,7 @@ from sage_grpo.runs.clips import (
     SHEET,
     SHEET_ROWS,
     Clip,
+    divergence,
     pair_clips,
     read_clips,
     read_validations,
@@ -20,7 +21,6 @@ from sage_grpo.runs.clips import (
     write_sheet,
     write_videos,
 )
-from sage_grpo.runs.hacking import divergence
 from sage_grpo.runs.history import RunError
 
 

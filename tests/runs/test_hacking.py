@@ -8,8 +8,7 @@ import torch
 import post_train
 from sage_grpo.intervals import Interval
 from sage_grpo.rewards import REWARDS
-from sage_grpo.runs.clips import read_clips, write_listing
-from sage_grpo.runs.hacking import change, divergence, held_out, trained
+from sage_grpo.runs.clips import change, divergence, read_clips, write_listing
 from sage_grpo.runs.history import read_run
 from sage_grpo.tools.paired import drift
 from sage_grpo.tools.report import parted
@@ -94,11 +93,11 @@ def test_clips_are_compared_one_by_one(tmp_path):
     before = read_again(tmp_path, [record(seed, float(seed), {"x": 1.0, "y": 2.0 * seed}) for seed in range(5)])
     records = [record(seed, seed + 1.0, {"x": 0.5, "y": 2.0 * seed}) for seed in (4, 2, 1, 3)]
     after = read_again(tmp_path, records)
-    assert change(before, after, trained) == Interval(1, 0) and change(before, after, held_out) == Interval(-0.5, 0)
+    assert change(before, after, "reward") == Interval(1, 0) and change(before, after, "held_out") == Interval(-0.5, 0)
     lost = [record(0, None, {"x": None, "y": 1.0}), record(9, 50.0, {}), record(2, 50.0, {}, prompt="b")]
     after = read_again(tmp_path, [*records, *lost])
-    assert change(before, after, trained) == Interval(1, 0)
-    assert change(before, after, held_out) == Interval(-0.5, 0)
+    assert change(before, after, "reward") == Interval(1, 0)
+    assert change(before, after, "held_out") == Interval(-0.5, 0)
 
 
 @pytest.mark.parametrize(

@@ -327,7 +327,7 @@ def test_layouts_and_memory(run_doctor):
     for flags, words in {
         ("sp_size", 3): "sp_size is 3; it must divide the number of processes, which is 4",
         ("dp_replicate", 2): "dp_replicate is 2; that needs enable_fsdp True",
-        ("sp_size", 8): "sp_size is 8; it must divide the model's 4 heads",
+        ("sp_size", 8): "sp_size is 8; it must divide the model's 6 heads",
     }.items():
         trainer.config = dataclasses.replace(resolved, **dict([flags]))
         trainer.ranks = dataclasses.replace(trainer.ranks, count=8 if flags[1] == 8 else 4)

@@ -14,6 +14,7 @@ from sage_grpo.models.hunyuan15.backbone import Hunyuan15
 from sage_grpo.train import checkpoint, saving
 from sage_grpo.train.build import assemble, build_trainer
 from tests.dist import run_ranks
+from tests.hostile import hashes_of
 
 
 def train(ranks, values):
@@ -101,7 +102,7 @@ def test_a_missing_file_of_a_rank_is_noticed(flags):
     (folder / "trainer" / "rank-00001.safetensors").unlink()
     with pytest.raises(AssertionError, match=r"rank-00001.safetensors is missing"):
         run_ranks(1, assemble_on, values | {"resume_from_checkpoint": str(folder)}, sharded=True)
-    hashes = manifest.sealed(folder, files(folder))
+    hashes = hashes_of(folder, files(folder))
     manifest.commit(folder.rename(folder.with_suffix(".tmp")), folder, hashes)  # as if it had been written so
     with pytest.raises(AssertionError, match="a rank's file is missing"):
         run_ranks(1, assemble_on, values | {"resume_from_checkpoint": str(folder)}, sharded=True)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from sage_grpo.models.hunyuan15.backbone import Hunyuan15
-from sage_grpo.models.hunyuan15.encoders import load_encoders, load_tokenizers
 from sage_grpo.models.hunyuan15.folder import ModelFolder
+from sage_grpo.models.hunyuan15.text import load_encoders, load_tokenizers
 
 LARGE = 2**62
 ANY = (None, "x", [], {}, -1, LARGE, 1e308, 0.5, [[1]])

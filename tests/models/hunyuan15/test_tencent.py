@@ -12,9 +12,9 @@ from transformers import Qwen2_5_VLTextModel
 from sage_grpo.data.requests import Request
 from sage_grpo.models.backbone import Guidance
 from sage_grpo.models.hunyuan15.backbone import Hunyuan15
-from sage_grpo.models.hunyuan15.encoders import glyph_tokens, load_tokenizers, qwen_text_model
 from sage_grpo.models.hunyuan15.folder import ModelFolder
 from sage_grpo.models.hunyuan15.tencent import read_version, to_diffusers, transformer_config, vae_config
+from sage_grpo.models.hunyuan15.text import glyph_tokens, load_tokenizers, qwen_text_model
 from sage_grpo.models.weights import STEM, open_folder
 from scripts.export_checkpoint import save_tencent, tencent_transformer_config, to_tencent
 
