@@ -13,6 +13,7 @@ and rank.
 import argparse
 import json
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from sage_grpo.parallel.ranks import Ranks, join_ranks
 from sage_grpo.rewards import REWARDS
 from sage_grpo.rewards.base import Setup, build_reward
 from sage_grpo.runs.media import contact_sheet, thumbnails, write_mp4
+from sage_grpo.train.checkpoint import found
 from sage_grpo.worlds import check_prompts
 
 TIMEOUT = 1800  # seconds that processes wait for each other
@@ -42,12 +44,24 @@ def main(arguments: list[str] | None = None) -> None:
     disable_progress_bar()  # that of loading weights
     args = parse_arguments(arguments)
     try:
+        args.checkpoint_path = checkpoint_of(args.checkpoint_path)
         device = device_for(args.device, args.model_path, args.pretrained_transformer_version)
         with join_ranks(TIMEOUT, args.sp_size, device_type=device) as ranks:
             generate(args, ranks)
     except (ValueError, FileNotFoundError) as error:
         print(f"generate.py: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+def checkpoint_of(path: str | None) -> str | None:
+    """The weights that `--checkpoint_path` names; a run folder means its newest checkpoint."""
+    if path is None or not (Path(path) / "checkpoints").is_dir():
+        if path is not None and not Path(path).exists():
+            raise FileNotFoundError(f"checkpoint_path {path} does not exist")
+        return path
+    if not (complete := found(Path(path) / "checkpoints")):
+        raise FileNotFoundError(f"checkpoint_path {path} is a run folder that holds no checkpoint yet")
+    return str(complete[-1])
 
 
 @torch.no_grad()
@@ -104,7 +118,7 @@ def generate(args: argparse.Namespace, ranks: Ranks) -> None:
     if rows:
         sheet = args.output_path / ("sheet.png" if world == 1 else f"sheet-{rank}.png")
         contact_sheet(sheet, rows, labels)
-        print(f"wrote {len(rows)} clips and {sheet}")
+        print(f"wrote {len(rows)} clip{'s' * (len(rows) > 1)} and {sheet}")
 
 
 def label(record: dict) -> str:
@@ -188,7 +202,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         default=DEFAULT_VERSION,
         help="sub-folder of transformer/ in Tencent's layout",
     )
-    add("--checkpoint_path", help="post-trained weights: a folder with transformer/ or a LoRA, or a .safetensors file")
+    add("--checkpoint_path", help="a run, or weights: a folder with transformer/ or a LoRA, or a .safetensors file")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt")
     what.add_argument("--valid_video_csv", "--prompt_file", help="prompts in a .csv, .txt or .jsonl file")
@@ -215,7 +229,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         choices=[name for name in REWARDS if name != "remote"],
         help="write this reward's scores into each JSON",
     )
-    args = parser.parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    words = [re.sub(r"^--[\w-]+", lambda flag: "--" + flag[0][2:].replace("-", "_"), word) for word in words]
+    args = parser.parse_args(words)
     if args.solver != "euler" and args.sde_type != "ode":
         parser.error(f"--solver {args.solver} solves the ODE, and --sde_type {args.sde_type} adds noise: leave one out")
     return args

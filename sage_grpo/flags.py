@@ -40,7 +40,8 @@ PATHS += ("validation_prompts", "resume_from_checkpoint", "init_from_checkpoint"
 
 def parse(arguments: Sequence[str]) -> Config:
     """Parse a command line; raises ConfigError if it is wrong. With --print_config, print the result and exit."""
-    known, unknown = _parser().parse_known_args(list(arguments))
+    words = [re.sub(r"^--[\w-]+", lambda flag: "--" + flag[0][2:].replace("-", "_"), word) for word in arguments]
+    known, unknown = _parser().parse_known_args(words)
     if unknown:
         raise ConfigError(_unknown("flag", unknown[0].split("=")[0], [f"--{name}" for name in KNOWN]))
     given = vars(known)

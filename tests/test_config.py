@@ -309,6 +309,13 @@ def test_every_flag_is_read_somewhere():
     assert not sorted(set(FIELDS) - used)
 
 
+def test_hyphens_and_underscores_mean_the_same_in_a_flag():
+    words = ["--learning-rate", "1e-3", "--train-prompts=my-file.txt", "--negative_prompt", "well-lit --not-a-flag"]
+    config = parse(words)
+    assert (config.learning_rate, config.train_prompts) == (1e-3, ("my-file.txt",))
+    assert config.negative_prompt == "well-lit --not-a-flag"
+
+
 def test_choices_are_those_of_the_maths():
     """Written down a second time, because `--help` does not wait for torch."""
     assert set(config_module.SDE_TYPES) == sde.SDES.keys() - {"ode"}  # which explores nothing

@@ -137,7 +137,7 @@ def test_checkpoints_full_and_lora_change_the_clip(folder, tmp_path):
         (("--prompt", PROMPT, "--fixed_size", "wide"), "'wide' is not HEIGHTxWIDTH"),
         (("--prompt", PROMPT, "--aspect_ratio", "16/9"), "'16/9' is not WIDTH:HEIGHT"),
         (("--prompt", PROMPT, "--sde_type", "cps", "--eta", "2"), "eta is 2.0 with sde_type cps"),
-        (("--prompt", PROMPT, "--checkpoint_path", "nowhere"), "checkpoint_path nowhere has neither"),
+        (("--prompt", PROMPT, "--checkpoint_path", "nowhere"), "checkpoint_path nowhere does not exist"),
         (("--prompt", PROMPT, "--checkpoint_path", "tests/fixtures/sde/index.json"), "has neither transformer/"),
         (("--prompt", PROMPT, "--score", "beauty"), "invalid choice: 'beauty'"),
         (("--prompt", PROMPT, "--guidance_scale", "nan"), "'nan' is not a finite number"),
@@ -155,6 +155,22 @@ def test_checkpoints_full_and_lora_change_the_clip(folder, tmp_path):
 def test_bad_input_is_one_clear_sentence_and_writes_nothing(folder, tmp_path, capsys, arguments, message):
     assert message in refused(capsys, folder, tmp_path / "out", *arguments)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_folder_means_its_newest_checkpoint_and_hyphens_are_fine(folder, tmp_path, capsys):
+    model, run_folder = HunyuanVideo15Transformer3DModel.from_pretrained(folder / "transformer"), tmp_path / "run"
+    (run_folder / "checkpoints").mkdir(parents=True)
+    words = ("--prompt", PROMPT, "--checkpoint-path")
+    assert "holds no checkpoint yet" in refused(capsys, folder, tmp_path, *words, str(run_folder))
+    for step, std in (("step-000001", 0.1), ("step-000010", 0.3)):
+        torch.nn.init.normal_(model.proj_out.weight, std=std, generator=torch.Generator().manual_seed(0))
+        model.save_pretrained(run_folder / "checkpoints" / step / "transformer")
+    sampled = [
+        run(folder, tmp_path / path.name, *words, str(path))[0]
+        for path in (run_folder, run_folder / "checkpoints" / "step-000010")
+    ]
+    assert "wrote 1 clip and " in capsys.readouterr().out
+    assert np.array_equal(*(frames(paths[0]) for paths in sampled))
 
 
 def test_a_checkpoint_of_another_model_is_refused(folder, tmp_path, capsys):
