@@ -169,7 +169,11 @@ def export(checkpoint: Path, output: Path, layout: str, model_path: Path | None 
             write_diffusers(checkpoint, drafts / "diffusers", model_path)
         if layout == "tencent":
             write_tencent(drafts / "diffusers", draft)
-        manifest.commit(draft, output, manifest.sealed(draft, sorted(draft.iterdir())))
+        hashes = {}
+        for file in sorted(draft.iterdir()):
+            manifest.sync(file)
+            hashes[file.name] = manifest.file_sha256(file)
+        manifest.commit(draft, output, hashes)
     finally:
         shutil.rmtree(drafts)
 

@@ -6,6 +6,7 @@ import os
 import pytest
 
 from sage_grpo import manifest
+from tests.hostile import hashes_of
 
 
 @pytest.fixture
@@ -15,7 +16,7 @@ def folder(tmp_path):
     (draft / "a.txt").write_text("alpha")
     (draft / "part" / "b.txt").write_text("beta")
     files = [draft / "a.txt", draft / "part" / "b.txt"]
-    manifest.commit(draft, tmp_path / "whole", manifest.sealed(draft, files))
+    manifest.commit(draft, tmp_path / "whole", hashes_of(draft, files))
     return tmp_path / "whole"
 
 
@@ -82,7 +83,7 @@ def test_a_committed_folder_replaces_its_namesake(folder):
     draft = folder.with_name("draft")
     draft.mkdir()
     (draft / "c.txt").write_text("gamma")
-    manifest.commit(draft, folder, manifest.sealed(draft, [draft / "c.txt"]))
+    manifest.commit(draft, folder, hashes_of(draft, [draft / "c.txt"]))
     assert json.loads((folder / manifest.NAME).read_text())["files"].keys() == {"c.txt"}
     assert {path.name for path in folder.parent.iterdir()} == {"whole"}
 

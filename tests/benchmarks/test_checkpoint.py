@@ -27,7 +27,7 @@ def test_every_second_block_is_saved(tmp_path, monkeypatch):
     assert saved == [1, 3] and len(blocks) == 4 and blocks[2].save > blocks[3].save
     page = Path("page.md").read_text()
     assert (
-        "A checkpoint of 121.2 MB takes" in page and f"{blocks[2].save:.3f} s in the median, every 1 iterations" in page
+        "A checkpoint of 162.6 MB takes" in page and f"{blocks[2].save:.3f} s in the median, every 1 iterations" in page
     )
     assert list(Path("outputs").iterdir()) == []
 
