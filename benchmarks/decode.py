@@ -37,7 +37,9 @@ def sliced(vae: VAE) -> None:
 
 
 def channels_last(vae: VAE) -> None:
-    vae.to(memory_format=torch.channels_last_3d)
+    for module in vae.modules():
+        if isinstance(module, torch.nn.Conv3d):
+            module.to(memory_format=torch.channels_last_3d)
 
 
 def compiled(vae: VAE) -> None:

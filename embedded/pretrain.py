@@ -190,7 +190,7 @@ def main() -> None:
         sys.exit(f"--snapshots are {args.snapshots}; none may lie beyond --steps {args.steps}")
     started, device = time.time(), torch.device(args.device)
     torch.use_deterministic_algorithms(True)
-    torch.set_float32_matmul_precision("high")
+    torch.backends.cuda.matmul.allow_tf32 = True
     torch.utils.deterministic.fill_uninitialized_memory = False  # would only cost time: every tensor here is written
     generator = torch.Generator(device).manual_seed(args.seed)
     vae = {"vae_channels": tuple(args.vae_channels), "vae_layers": args.vae_layers, "latent_channels": args.latents}
@@ -235,7 +235,8 @@ def write(pipe: HunyuanVideo15Pipeline, output: Path, sampling: Sampling) -> Non
     parts = (pipe.transformer, pipe.vae, pipe.text_encoder, pipe.text_encoder_2)
     for part in parts:
         part.half()
-    pipe.transformer.context_embedder_2.linear_2.to(torch.float8_e4m3fn)
+    matrix = pipe.transformer.context_embedder_2.linear_2.weight
+    matrix.data = matrix.data.to(torch.float8_e4m3fn)
     pipe.save_pretrained(output)
     for part in parts:
         part.float()

@@ -65,7 +65,7 @@ def before_after(folder: Path, first: int, last: int) -> Figure:
 
 
 def write_motion(path: Path, folder: Path, first: int, last: int) -> None:
-    """The same clips in motion: before training in the upper row, after training in the lower row."""
+    """The same clips as an animation, those before training on top."""
     rows = []
     for step in (first, last):
         side = folder / "validation" / f"step-{step:06d}"

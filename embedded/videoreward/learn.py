@@ -266,7 +266,7 @@ def arguments() -> argparse.ArgumentParser:
 def main(words: Sequence[str] | None = None) -> None:
     args = arguments().parse_args(words)
     started, device = time.time(), torch.device(args.device)
-    torch.set_float32_matmul_precision("high")
+    torch.backends.cuda.matmul.allow_tf32 = True
     backbone = open_backbone(args.model, device)
     counts = dict.fromkeys(SOURCES, args.clips) | {"sampled": args.sampled}
     pool = build_pool(backbone, counts, 2 * args.seed, device)

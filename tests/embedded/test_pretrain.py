@@ -68,6 +68,13 @@ def test_training_moves_both_parts(runs):
         assert set(before) == set(after) and any(not torch.equal(before[name], after[name]) for name in before)
 
 
+def test_half_of_the_weights_are_stored_in_8_bits_and_all_others_in_16(runs):
+    stored = weights(runs / "first")
+    (small,) = [name for name, value in stored.items() if value.dtype == torch.float8_e4m3fn]
+    assert small == "context_embedder_2.linear_2.weight"
+    assert all(value.dtype == torch.float16 for name, value in stored.items() if name != small)
+
+
 def test_a_shorter_run_is_a_prefix(runs):
     snapshot, short = weights(runs / "first-2"), weights(runs / "short")
     assert all(torch.equal(snapshot[name], short[name]) for name in short)

@@ -40,6 +40,17 @@ def test_the_product_is_that_of_the_rounded_factors(device):
     )
 
 
+def test_a_gpu_that_is_too_old_is_refused(monkeypatch):
+    for capability, fits in (((8, 0), False), ((8, 9), True), ((9, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        if fits:
+            fp8.check(torch.device("cuda"))
+        else:
+            with pytest.raises(ValueError, match="this GPU cannot multiply 8-bit floats: set outside_window exact"):
+                fp8.check(torch.device("cuda"))
+    fp8.check(torch.device("cpu"))
+
+
 def test_layers_follow_the_switch_but_for_adapters_and_odd_sizes():
     layers = nn.ModuleDict({"plain": nn.Linear(32, 32), "lora_A": nn.Linear(32, 32), "odd": nn.Linear(32, 17)})
     x, switch = drawn(4, 32), fp8.Switch()
