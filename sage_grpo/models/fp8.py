@@ -1,8 +1,8 @@
 """Linear layers in 8 bits, for forwards on which no log-probability depends.
 
 Both factors of a product are rounded to 8-bit floats with one scale per row, which the tensor cores of recent GPUs
-multiply at twice the rate of bf16. Weights are rounded when they are used: nothing is stored twice, sharded and trained
-weights work as well, and beside 18,000 tokens it costs little. Elsewhere the same rounding runs in full precision.
+multiply at twice the rate of bf16; elsewhere the same rounding runs in full precision. Weights are rounded when used,
+so that sharded and trained ones work as well.
 
 Shapes: S tokens, I and O features.
 """
@@ -19,9 +19,7 @@ CAPABILITY = (8, 9)  # the first that multiplies them
 MULTIPLE = 16  # of both sizes of a weight, for the tensor cores
 
 
-class Switch:
-    """The context in which layers run in 8 bits."""
-
+class Switch:  # the context in which layers run in 8 bits
     on = False
 
     def __enter__(self) -> None:

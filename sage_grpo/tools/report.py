@@ -91,8 +91,9 @@ def results(run: RunHistory) -> dict[str, str]:
     if len(totals) == 2 and perfect > totals[0]:
         shown["of the gap to perfect clips"] = f"{100 * (totals[1] - totals[0]) / (perfect - totals[0]):.0f} %"
     if run.has("time/total"):
-        unlogged = run.train[-1]["step"] / len(run.train)  # iterations per logged line
-        shown["in iterations"] = f"{unlogged * np.nansum(column(run.train, 'time/total')) / 60:.3g} min"
+        each = run.train[-1]["step"] / len(run.train)  # iterations per logged line, which alone have gold
+        total, gold = (np.nansum(column(run.train, f"time/{part}")) for part in ("total", "gold"))
+        shown["in iterations"] = f"{(each * (total - gold) + gold) / 60:.3g} min"
     if run.has("memory/peak_gb"):
         shown["peak memory"] = f"{np.nanmax(column(run.train, 'memory/peak_gb')):.3g} GB"
     return shown

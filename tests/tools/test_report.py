@@ -1,6 +1,7 @@
 """The page of a complete run, of incomplete runs, and of folders that are not runs."""
 
 import base64
+import dataclasses
 import io
 import json
 import re
@@ -15,7 +16,7 @@ from PIL import Image
 
 from sage_grpo.runs.history import RunHistory, read_run
 from sage_grpo.tools.paired import choose_pairs, compare, number
-from sage_grpo.tools.report import MOST_PROMPTS, hacking, main, page, print_summary, troubles, write_report
+from sage_grpo.tools.report import MOST_PROMPTS, hacking, main, page, print_summary, results, troubles, write_report
 from sage_grpo.tools.report_figures import draw_map, panel, phase_seconds
 from tests.tools.fake_run import make_run, read_lines, run_line, train_line, write_lines
 
@@ -302,3 +303,10 @@ def test_a_run_is_done_without_its_report(copy, capsys):
     out, err = capsys.readouterr()
     assert "reward total" in out and "report:" not in out
     assert "the run is done, but its report could not be written: " in err and f"tools.report {copy}` makes it" in err
+
+
+def test_only_logged_iterations_wait_for_the_oracle(copy):
+    """Ten iterations per line, each of 60 s and 30 s more for the oracle if it is logged."""
+    run = read_run(copy)
+    lines = [{"step": step, "time/total": 90.0, "time/gold": 30.0} for step in (10, 20)]
+    assert results(dataclasses.replace(run, train=lines))["in iterations"] == "21 min"
