@@ -5,8 +5,9 @@
         --pretrained_model_root /tmp/random_model
 
 Each way runs one iteration of the unmodified trainer, whose anchor is not the policy, after every graph was compiled.
-A synthetic reward costs nothing. `all steps` trains half of the steps of two clips; what the others would have cost is
-added and marked. Flags of post_train.py apply to all ways.
+A synthetic reward costs nothing. `all steps` trains a tenth of the steps of two clips; what the others would have cost
+is added and marked. The last column compares forwards and a decode on two streams with one after the other. Flags of
+post_train.py apply to all ways.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import platform
 import shlex
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,7 +35,7 @@ from sage_grpo.train.rollout import num_trained
 from sage_grpo.train.trainer import Trainer
 
 ALL = (
-    "--sde_window all --same_init_noise False --tail_steps 0 --batch_size 2 --num_generations 2 --timestep_fraction 0.5"
+    "--sde_window all --same_init_noise False --tail_steps 0 --batch_size 2 --num_generations 2 --timestep_fraction 0.1"
 )
 WAYS = {
     "all steps": ALL,
@@ -56,12 +58,14 @@ class Result:
     forward: float
     lossy: float  # the same, outside the window
     deviation: float  # of the ratio from 1
+    overlap: float  # seconds of a forward and a decode on two streams, relative to one after the other
 
     def row(self, name: str) -> str:
         total = sum(self.seconds.values())
         cells = [f"{self.seconds[phase] / self.clips:.2f}" for phase in PHASES]
         cells += [f"{total / self.clips:.1f}", f"**{3600 * self.clips / total:.0f}**", f"{self.overhead:.2%}"]
         cells += [f"{self.forward:.3f}", f"{self.lossy:.3f}", f"{self.peak:.1f}", f"{self.deviation:.3g}"]
+        cells.append(f"{self.overlap:.2f}")
         return f"| {name} | {self.clips} | " + " | ".join(cells) + " |"
 
 
@@ -78,8 +82,26 @@ def seconds_of(call: Callable[[], object]) -> float:
     return (time.perf_counter() - begin) / REPEATS
 
 
-def warm(trainer: Trainer) -> tuple[float, float]:
-    """Compile every graph that the iteration needs; returns the seconds of a forward, exact and outside the window."""
+def side_by_side(first: Callable[[], object], second: Callable[[], object]) -> None:
+    """Both at once: the second from a thread, on a stream of its own."""
+    stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+
+    def run() -> None:
+        with torch.no_grad(), torch.cuda.stream(stream):
+            second()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    first()
+    thread.join()
+
+
+def warm(trainer: Trainer) -> tuple[float, float, float]:
+    """Compile every graph that the iteration needs.
+
+    Returns the seconds of a forward, exact and outside the window, and of a forward beside a decode, relative to both
+    one after the other.
+    """
     backbone, device = trainer.backbone, trainer.ranks.device
     x, sigma = torch.randn(1, *trainer.shape, device=device), torch.full((1,), 0.5, device=device)
     (cond,) = backbone.encode([trainer.prompts[0]])
@@ -93,11 +115,13 @@ def warm(trainer: Trainer) -> tuple[float, float]:
             lossy = seconds_of(forward)
         with trainer.anchor.in_place():
             forward()
+        few = [lambda: [forward() for _ in range(2)], lambda: backbone.decode(x)]
+        apart = sum(map(seconds_of, few))
+        overlap = seconds_of(lambda: side_by_side(*few)) / apart
     forward().square().mean().backward()
     trainer.optimization.zero_grad()
-    backbone.decode(x)
     trainer.anchor.count_update()  # as if it were older than the policy
-    return exact, lossy
+    return exact, lossy, overlap
 
 
 def run(name: str, flags: list[str], ranks: Ranks, folder: Path) -> Result:
@@ -106,7 +130,7 @@ def run(name: str, flags: list[str], ranks: Ranks, folder: Path) -> Result:
     config = parse([*flags, *fixed.split(), *WAYS[name].split(), "--output_dir", str(folder / name.replace(" ", "_"))])
     trainer = build_trainer(config, ranks)
     trainer.validation = None
-    forward, lossy = warm(trainer)
+    forward, lossy, overlap = warm(trainer)
     (record,), (inside,) = measure(trainer)
     seconds = {phase: record[f"time/{phase}"] for phase in PHASES}
     overhead = sum(seconds[phase] for phase in IN_MODEL) / sum(inside[phase] for phase in IN_MODEL) - 1
@@ -115,7 +139,7 @@ def run(name: str, flags: list[str], ranks: Ranks, folder: Path) -> Result:
         seconds[phase] *= trainer.windows.size / trained
     result = Result(
         seconds, config.batch_size, overhead, record["memory/peak_gb"], forward, lossy,
-        record["policy/ratio_max_deviation"],
+        record["policy/ratio_max_deviation"], overlap,
     )  # fmt: skip
     trainer.run.close()
     return result
@@ -136,13 +160,13 @@ def main(arguments: list[str] | None = None) -> None:
         "clips per GPU-hour",
         "trainer's share",
     ]
-    titles += ["forward, s", "outside the window, s", "peak GB", "largest ratio deviation"]
+    titles += ["forward, s", "outside the window, s", "peak GB", "largest ratio deviation", "two streams"]
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
     lines = [
         f"# Clips per GPU-hour, {where}, {datetime.date.today()}", "",
         f"    {shlex.join(['python', *sys.orig_argv[1:]])}", "",
         f"torch {torch.__version__}. Seconds of the phases are per clip; a forward has all branches of the guidance. "
-        "All steps: half of them were trained, and the anchor's and the update's seconds doubled.", "",
+        "All steps: a tenth of them was trained, and the anchor's and the update's seconds multiplied by 10.", "",
         f"| {' | '.join(titles)} |", "|---" * len(titles) + "|",
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch, join_ranks(600, sharded=parse(flags).enable_fsdp) as ranks:
