@@ -34,7 +34,6 @@ from embedded.videoreward.folder import CHECKPOINT, unit_scale, write_folder
 from embedded.videoreward.pairs import SCORES, Pairs, accuracy, captions_of, draw_pairs, label_losses
 from embedded.videoreward.pool import SOURCES, Pool, build_pool
 from sage_grpo.models import open_backbone
-from sage_grpo.rewards import video_frames
 from sage_grpo.rewards.videoalign import PAD_TOKEN, VIDEO_TOKEN, VideoAlign
 
 TEMPLATE = (
@@ -63,14 +62,10 @@ class Judge(nn.Module):
 
     def patches(self, pool: Pool, fps: float) -> tuple[Tensor, tuple[int, int, int]]:
         """Patches (N, P, 1176) of all clips, which have one size, and their grid."""
-        reward, (count, height, width) = self.reward, pool.clips.shape[1:4]
-        chosen = video_frames.sample_indices(count, fps, reward.sample_fps, reward.num_frames)
-        size, found = video_frames.frame_size(height, width, reward.max_pixels, reward.min_pixels), []
-        for part in pool.clips[:, chosen.to(pool.clips.device)].split(1024):
-            frames = video_frames.normalize(video_frames.resize(part.flatten(0, 1), size))
-            rows, grid = video_frames.patches(frames)
-            found.append(rows.unflatten(0, (len(part), -1)).half())
-        grid = (grid[0] // len(part), *grid[1:])
+        found = []
+        for part in pool.clips.split(1024):
+            rows, grid = self.reward._patches(part, fps)
+            found.append(rows.half())
         self._prepare(found[0][:1], grid)
         return torch.cat(found), grid
 
@@ -85,7 +80,7 @@ class Judge(nn.Module):
         visual(patches.flatten(0, 1).float(), grid_thw=torch.tensor([grid], device=patches.device))
         hook.remove()
         self.angles = tuple(part.clone() for part in seen["position_embeddings"])
-        tokens = self.reward._tokens("", torch.tensor(grid))
+        tokens = self.reward._tokens("", grid)
         places = (tokens == self.reward.tokenizer.convert_tokens_to_ids(VIDEO_TOKEN)).nonzero().flatten()
         self.place = slice(int(places[0]), int(places[-1]) + 1)
         for block in visual.blocks:
@@ -128,7 +123,7 @@ class Texts:
         self, reward: VideoAlign, prompts: Sequence[str], grid: tuple[int, int, int], device: torch.device
     ) -> None:
         different = list(dict.fromkeys(prompts))
-        rows = [reward._tokens(prompt, torch.tensor(grid)) for prompt in tqdm(different, "tokens", mininterval=5)]
+        rows = [reward._tokens(prompt, grid) for prompt in tqdm(different, "tokens", mininterval=5)]
         padding = reward.tokenizer.convert_tokens_to_ids(PAD_TOKEN)
         self.tokens = pad_sequence(rows, batch_first=True, padding_value=padding).to(device)
         places = {prompt: place for place, prompt in enumerate(different)}
@@ -254,11 +249,11 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--sampled", type=int, default=4096, help="clips sampled from the model")
     parser.add_argument("--pairs", type=int, default=524288)
     parser.add_argument("--pixels", type=int, default=56 * 56)
-    parser.add_argument("--caption_steps", type=int, default=6000)
-    parser.add_argument("--steps", type=int, default=12000)
+    parser.add_argument("--caption_steps", type=int, default=4000)
+    parser.add_argument("--steps", type=int, default=9000)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--lr", type=float, default=1e-3, help="for captions")
-    parser.add_argument("--pair_lr", type=float, default=1e-4, help="for pairs, whose labels tell far less")
+    parser.add_argument("--pair_lr", type=float, default=4e-4, help="for pairs, whose labels tell far less")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser
 

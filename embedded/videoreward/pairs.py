@@ -6,6 +6,7 @@ with the loss of VideoAlign: Bradley-Terry with ties.
 Shapes: P pairs, N clips of the pool.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -90,9 +91,8 @@ def _text(classes: Sequence[int]) -> str:
 def label_losses(difference: Tensor, labels: Tensor) -> Tensor:
     """Minus the log-probability of each label under Bradley-Terry with ties (Rao and Kupper), for scores that differ by
     `difference`: P(first) = 1 / (1 + TIES exp(-difference)), and a tie is what is left."""
-    limit = torch.log(difference.new_tensor(TIES))
-    first, second = F.softplus(limit - difference), F.softplus(limit + difference)
-    tie = first + second - torch.log(difference.new_tensor(TIES**2 - 1))
+    first, second = F.softplus(math.log(TIES) - difference), F.softplus(math.log(TIES) + difference)
+    tie = first + second - math.log(TIES**2 - 1)
     return torch.where(labels > 0, first, torch.where(labels < 0, second, tie))
 
 

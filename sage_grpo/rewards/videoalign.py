@@ -8,6 +8,7 @@ higher is better. The published "overall" is their sum.
 Shapes: B clips, L tokens, D hidden features, P vision patches in the batch.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,7 +66,7 @@ class VideoAlign:
 
     def check(self, prompts: Sequence[str]) -> None:
         """Reject prompts that contain special tokens: they could insert a video or a score."""
-        for prompt in prompts:
+        for prompt in set(prompts):
             token = next((token for token in self.tokenizer.get_added_vocab() if token in prompt), None)
             if token:
                 raise ValueError(f"the prompt {prompt!r} holds {token}, which the reward reserves; take it out")
@@ -89,13 +90,14 @@ class VideoAlign:
     def inputs(self, clips: Sequence[Tensor], prompts: Sequence[str], fps: float | Sequence[float]) -> Inputs:
         rates = video_frames.check_clips(clips, prompts, fps)
         self.check(prompts)
-        seen = [self._patches(clip, rate) for clip, rate in zip(clips, rates, strict=True)]
-        grids = torch.tensor([grid for _, grid in seen])
-        tokens = [self._tokens(prompt, grid) for prompt, grid in zip(prompts, grids, strict=True)]
+        size = len(clips) if len({(clip.shape, rate) for clip, rate in zip(clips, rates, strict=True)}) == 1 else 1
+        seen = [self._patches(torch.stack(clips[i : i + size]), rates[i]) for i in range(0, len(clips), size)]
+        asked = list(zip(prompts, (grid for patches, grid in seen for _ in patches), strict=True))
+        tokens = {key: self._tokens(*key) for key in set(asked)}
         padding = self.tokenizer.convert_tokens_to_ids(PAD_TOKEN)
-        padded = pad_sequence(tokens, batch_first=True, padding_value=padding)
-        rows = torch.cat([rows for rows, _ in seen])
-        return Inputs(padded.to(self.device), rows, grids.to(self.device))
+        padded = pad_sequence([tokens[key] for key in asked], batch_first=True, padding_value=padding)
+        grids = torch.tensor([grid for _, grid in asked], device=self.device)
+        return Inputs(padded.to(self.device), torch.cat([patches.flatten(0, 1) for patches, _ in seen]), grids)
 
     def hidden(self, inputs: Inputs) -> Tensor:
         """(B, 3, D) final hidden states at the reward tokens."""
@@ -108,18 +110,20 @@ class VideoAlign:
         hidden = output.last_hidden_state
         return hidden.gather(1, places[..., None].expand(-1, -1, hidden.shape[-1]))
 
-    def _patches(self, clip: Tensor, fps: float) -> tuple[Tensor, tuple[int, int, int]]:
-        chosen = video_frames.sample_indices(len(clip), fps, self.sample_fps, self.num_frames)
-        frames = clip[chosen.to(clip.device)].to(self.device)
+    def _patches(self, clips: Tensor, fps: float) -> tuple[Tensor, tuple[int, int, int]]:
+        """Patches (B, P, 1176) of clips of one size (B, F, H, W, 3), and the grid of each."""
+        chosen = video_frames.sample_indices(clips.shape[1], fps, self.sample_fps, self.num_frames)
+        frames = clips[:, chosen.to(clips.device)].to(self.device).flatten(0, 1)
         size = video_frames.frame_size(*frames.shape[1:3], self.max_pixels, self.min_pixels)
-        return video_frames.patches(video_frames.normalize(video_frames.resize(frames, size)))
+        rows, (times, *side) = video_frames.patches(video_frames.normalize(video_frames.resize(frames, size)))
+        return rows.unflatten(0, (len(clips), -1)), (times // len(clips), *side)
 
-    def _tokens(self, prompt: str, grid: Tensor) -> Tensor:
+    def _tokens(self, prompt: str, grid: tuple[int, int, int]) -> Tensor:
         """(L,) one chat turn: a video token per four patches, then the rubric with the prompt inserted."""
         text = self.template.replace(videoalign_folder.PLACEHOLDER, prompt)
         turn = {"role": "user", "content": [{"type": "video"}, {"type": "text", "text": text}]}
         chat = self.tokenizer.apply_chat_template([turn], tokenize=False, add_generation_prompt=True)
-        chat = chat.replace(VIDEO_TOKEN, VIDEO_TOKEN * (int(grid.prod()) // video_frames.MERGE**2))
+        chat = chat.replace(VIDEO_TOKEN, VIDEO_TOKEN * (math.prod(grid) // video_frames.MERGE**2))
         return torch.tensor(self.tokenizer(chat, add_special_tokens=False).input_ids)
 
 

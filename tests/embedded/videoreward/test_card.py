@@ -1,6 +1,7 @@
 """The card of the embedded reward: the oracle gets full marks, a blind reward guesses, the page is its figures."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,9 @@ from embedded.shapes.scenes import ATTRIBUTES
 from embedded.videoreward import card, learn, pool
 from embedded.videoreward.pairs import SCORES, draw_pairs
 from sage_grpo.models import open_backbone
+from sage_grpo.rewards.videoalign import VideoAlign
+
+SHIPPED = Path("assets/tiny/VideoReward")
 
 
 class Oracle:
@@ -64,3 +68,18 @@ def test_the_page_shows_the_figures_that_were_measured(monkeypatch, tmp_path):
     figures = json.loads((tmp_path / "VideoReward" / "card.json").read_text())
     assert f"| all | {figures['pairs']['all']['VQ']:.1%} |" in page and "python -m learnt" in page
     assert f"| blur | {figures['damages']['blur']['VQ']:+.2f} |" in page and len(figures["words"]) == 6
+
+
+def test_the_card_of_the_shipped_reward_can_be_measured_again(clips):
+    """A part of it, on fewer clips."""
+    figures, reward = json.loads((SHIPPED / "card.json").read_text()), VideoAlign(SHIPPED)
+    rows = card.pair_accuracy(reward, clips, draw_pairs(clips, 60, 1), 8.0)
+    expected = sum(figures["pairs"][name]["TA"] for name in ("both rendered", "both VAE")) / 2
+    assert abs(rows["all"]["TA"] - expected) < 0.05  # two clips of sixty
+    found = card.damage_effects(reward, (9, 48, 48), 8.0, 16)
+    for name, score in {"noise": "VQ", "flicker": "VQ", "jitter": "MQ", "pulse": "MQ"}.items():
+        assert abs(found[name][score] - figures["damages"][name][score]) < 0.5, name
+    assert (
+        card.table(figures["pairs"], dict.fromkeys(SCORES, ".1%") | {"pairs": "d"})
+        in SHIPPED.joinpath("README.md").read_text()
+    )

@@ -41,7 +41,7 @@ def test_the_folder_is_complete_and_videoalign_gives_the_scores_of_training(trai
     reward = VideoAlign(folder)
     found = torch.stack(list(reward.score(list(clips()), PROMPTS, 8.0, normalize=False).values()), 1)
     tokens = learn.Texts(judge.reward, PROMPTS, GRID, torch.device("cpu"))[torch.arange(2)]
-    patches = torch.stack([judge.reward._patches(clip, 8.0)[0] for clip in clips()])
+    patches = judge.reward._patches(clips(), 8.0)[0]
     with torch.no_grad():
         mine = judge.scores(tokens, judge(tokens, patches))
     torch.testing.assert_close(found, mine, atol=2e-3, rtol=2e-3)  # stored in half precision
@@ -68,9 +68,9 @@ def test_patches_of_many_clips_are_those_of_each(trained):
     many = pool.Pool(clips(3), *(torch.zeros(3),) * 2, torch.zeros(3, 6), torch.zeros(3))
     found, grid = judge.patches(many, 8.0)
     for rows, clip in zip(found, clips(3), strict=True):
-        wanted, wanted_grid = judge.reward._patches(clip, 8.0)
+        wanted, wanted_grid = judge.reward._patches(clip[None], 8.0)
         assert grid == wanted_grid
-        torch.testing.assert_close(rows.float(), wanted, atol=2e-3, rtol=0)
+        torch.testing.assert_close(rows.float(), wanted[0], atol=2e-3, rtol=0)
 
 
 def test_attention_within_frames_is_that_of_the_stock_model(trained):
@@ -97,4 +97,4 @@ def test_captions_are_learnt_from_the_tokens_of_the_prompt_alone(trained):
 
 def test_the_number_of_frames_that_the_folder_fixes_beats_the_rate_of_a_run(trained):
     reward = build(Setup(trained[1], torch.device("cpu"), sample_fps=2.0))
-    assert reward._patches(clips(1)[0], 8.0)[1] == GRID
+    assert reward._patches(clips(1), 8.0)[1] == GRID
