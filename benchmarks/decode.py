@@ -42,6 +42,14 @@ def channels_last(vae: VAE) -> None:
             module.to(memory_format=torch.channels_last_3d)
 
 
+def compiled_blocks(vae: VAE) -> None:
+    """Each residual block by itself: norms, activations and padding become one kernel, in a graph for each size."""
+    torch._dynamo.config.recompile_limit = 64
+    for module in vae.decoder.modules():
+        if isinstance(module, stock.HunyuanVideo15ResnetBlock):
+            module.forward = torch.compile(module.forward, dynamic=False)
+
+
 def compiled(vae: VAE) -> None:
     for module in vae.modules():
         if isinstance(module, stock.HunyuanVideo15Upsample):  # a numpy bool, which would split the graph
@@ -54,6 +62,8 @@ WAYS: dict[str, Sequence[Callable[[VAE], None]]] = {
     "untiled": (untiled,),
     "untiled, sliced": (untiled, sliced),
     "untiled, sliced, channels last": (untiled, sliced, channels_last),
+    "untiled, compiled blocks": (untiled, compiled_blocks),
+    "untiled, sliced, channels last, compiled blocks": (untiled, sliced, channels_last, compiled_blocks),
     "untiled, sliced, channels last, compiled": (untiled, sliced, channels_last, compiled),
     "untiled, compiled": (untiled, compiled),
     "tiled, compiled": (compiled,),
