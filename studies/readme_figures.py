@@ -2,7 +2,8 @@
 
     python -m studies.readme_figures outputs/tiny_cpu --output docs/figures        (make figures does this)
 
-Clips are from every sixteenth held-out prompt, sampled without noise from the same seeds; none are hand-picked.
+Clips are of held-out prompts, sampled without noise from the same seeds. None are hand-picked: all are shown small, and
+four in detail, at the quantiles 1/8, 3/8, 5/8 and 7/8 of the gain in reward.
 """
 
 import argparse
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from PIL import Image
 
@@ -19,7 +21,8 @@ from sage_grpo.runs.history import RunError, RunHistory, column, read_run
 from sage_grpo.runs.media import read_mp4
 from sage_grpo.tools.report_figures import BLUE, GREEN, GREY, STYLE, draw_curve
 
-EVERY, FRAMES = 16, 4  # prompt stride, and frames shown per clip
+SHOWN, FRAMES = 4, 4  # clips in detail, and frames of each
+COLUMNS, EDGE = 8, 10  # of the clips that are shown small, and the width of their frame in pixels
 MOTION_FPS = 6  # of the GIF, in which every other pixel of the enlarged clips is shown
 CURVES = {
     "reward/total": ("reward, which is trained", BLUE),
@@ -47,15 +50,32 @@ def main(arguments: list[str] | None = None) -> None:
         curves(run).savefig(args.output / "demo_curves.png", dpi=130)
 
 
+def sides_of(folder: Path, *steps: int) -> list[list[dict]]:
+    """The records of the validations after `steps`, with the clips' paths."""
+    sides = [folder / "validation" / f"step-{step:06d}" for step in steps]
+    records = [json.loads((side / "clips.json").read_text(encoding="utf-8")) for side in sides]
+    return [[r | {"path": side / r["file"]} for r in rows] for side, rows in zip(sides, records, strict=True)]
+
+
+def chosen(sides: list[list[dict]]) -> list[tuple[dict, dict]]:
+    """The clips at evenly spaced quantiles of the gain in reward, before and after."""
+    pairs = sorted(zip(*sides, strict=True), key=lambda pair: pair[1]["scores"]["total"] - pair[0]["scores"]["total"])
+    return [pairs[len(pairs) * (2 * i + 1) // (2 * SHOWN)] for i in range(SHOWN)]
+
+
 def before_after(folder: Path, first: int, last: int) -> Figure:
-    """One row per prompt: frames of the clip before and after, with the reward above each."""
-    sides = [folder / "validation" / f"step-{step:06d}" for step in (first, last)]
-    records = [json.loads((side / "clips.json").read_text(encoding="utf-8"))[::EVERY] for side in sides]
-    figure = Figure(figsize=(9.6, 1.32 * len(records[0])), layout="constrained")
-    axes = figure.subplots(len(records[0]), 2, squeeze=False)
-    for row, pair in zip(axes, zip(*records, strict=True), strict=True):
-        for ax, side, record, when in zip(row, sides, pair, ("before", "after"), strict=True):
-            clip, _ = read_mp4(side / record["file"])
+    """One frame of every clip; below them four prompts with frames of their clips and the reward above each."""
+    sides = sides_of(folder, first, last)
+    figure = Figure(figsize=(9.6, 9.9), layout="constrained")
+    top, bottom = figure.subfigures(2, 1, height_ratios=(4.9, 1.2 * SHOWN))
+    for ax, records, when in zip(top.subplots(1, 2), sides, ("before", "after"), strict=True):
+        ax.imshow(mosaic(records))
+        right = sum(record["gold"]["match"] > 0 for record in records)
+        ax.set_title(f"{when}: {right} of {len(records)} clips match their prompt", fontsize=9, loc="left")
+        ax.axis("off")
+    for row, pair in zip(bottom.subplots(SHOWN, 2), chosen(sides), strict=True):
+        for ax, record, when in zip(row, pair, ("before", "after"), strict=True):
+            clip, _ = read_mp4(record["path"])
             shown = clip[np.linspace(0, len(clip) - 1, FRAMES).round().astype(int)]
             ax.imshow(np.concatenate([np.pad(f, ((0, 0), (0, 12), (0, 0)), constant_values=255) for f in shown], 1))
             ax.set_title(f"{when}: {record['scores']['total']:+.2f}", fontsize=8, loc="left", color="#52606d", pad=2)
@@ -64,13 +84,26 @@ def before_after(folder: Path, first: int, last: int) -> Figure:
     return figure
 
 
+def mosaic(records: list[dict]) -> np.ndarray:
+    """The middle frame of each clip, with a green frame where the oracle finds all that the prompt names."""
+    cells = []
+    for record in records:
+        clip, _ = read_mp4(record["path"])
+        middle = np.asarray(clip[len(clip) // 2])
+        color = np.array(to_rgb(GREEN if record["gold"]["match"] else "#d5dae0")) * 255
+        cell = np.full((middle.shape[0] + 4 * EDGE, middle.shape[1] + 4 * EDGE, 3), 255, np.uint8)
+        cell[EDGE:-EDGE, EDGE:-EDGE] = color.astype(np.uint8)
+        cell[2 * EDGE : -2 * EDGE, 2 * EDGE : -2 * EDGE] = middle
+        cells.append(cell)
+    rows = [np.concatenate(cells[i : i + COLUMNS], axis=1) for i in range(0, len(cells), COLUMNS)]
+    return np.concatenate([row for row in rows if row.shape == rows[0].shape])
+
+
 def write_motion(path: Path, folder: Path, first: int, last: int) -> None:
     """The same clips as an animation, those before training on top."""
     rows = []
-    for step in (first, last):
-        side = folder / "validation" / f"step-{step:06d}"
-        records = json.loads((side / "clips.json").read_text(encoding="utf-8"))[::EVERY]
-        clips = [read_mp4(side / record["file"])[0] for record in records]
+    for records in zip(*chosen(sides_of(folder, first, last)), strict=True):
+        clips = [read_mp4(record["path"])[0] for record in records]
         edges = [np.pad(clip, ((0, 0), (2, 2), (2, 2), (0, 0)), constant_values=255) for clip in clips]
         rows.append(np.concatenate(edges, axis=2))
     frames = np.concatenate(rows, axis=1)[:, ::2, ::2]

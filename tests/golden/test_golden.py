@@ -28,7 +28,7 @@ SHARED = {
     "validation_num_inference_steps": 3, "validation_interval": 3, "report_to": "none", "learning_rate": 1e-3,
     "enable_gradient_checkpointing": False, "lora_r": 4, "lora_alpha": 8, "guidance_scale": 1.0, "kl_weight": 0.1,
     "kl_warmup_steps": 2, "adam_eps": 1e-8, "validate_video_length": 5, "height": 24, "width": 24,
-    "validation_fixed_size": "24x24",
+    "validation_fixed_size": "24x24", "reward_model": "shapes",
 }  # fmt: skip
 RUNS = {
     "published": {"step_kl_estimator": "logprob", "guidance_scale": 2.0},

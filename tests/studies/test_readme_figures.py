@@ -1,4 +1,4 @@
-"""The figures of the README: drawn from a run, from every sixteenth prompt."""
+"""The figures of the README: drawn from a run, with clips chosen by their gain in reward."""
 
 import pytest
 from PIL import Image
@@ -15,7 +15,12 @@ def test_the_figures_are_drawn_from_the_first_and_the_last_validation(tmp_path):
     assert {path.name for path in tmp_path.glob("*.*")} == {"before_after.png", "before_after.gif", "demo_curves.png"}
     side = (256 + 4) // 2  # a clip is enlarged in its file, and has a border
     with Image.open(tmp_path / "before_after.gif") as motion:
-        assert motion.n_frames == 9 and motion.size == (2 * side, 2 * side)
+        assert motion.n_frames == 9 and motion.size == (4 * side, 2 * side)
+
+
+def test_clips_are_chosen_at_quantiles_of_the_gain():
+    sides = [[{"scores": {"total": -gain * after}} for gain in range(16)] for after in (0, 1)]
+    assert [after["scores"]["total"] for _, after in readme_figures.chosen(sides)] == [-13, -9, -5, -1]
 
 
 def test_a_run_without_a_validation_at_the_start_is_refused(tmp_path):
