@@ -1,4 +1,4 @@
-"""HTML pages from the files in templates/. Every value is escaped; only our own drawings are `Markup`."""
+"""Texts from the files in templates/. Every value in a page is escaped; only our own drawings are `Markup`."""
 
 import base64
 import re
@@ -35,6 +35,7 @@ def inline_svg(svg: str, label: str) -> Markup:
 
 
 ENVIRONMENT.filters |= {"data_uri": data_uri, "number": number}
+ENVIRONMENT.filters["billions"] = lambda value, form=".1f": format(value / 1e9, form)
 
 
 def render(template: str, **values: Any) -> str:
