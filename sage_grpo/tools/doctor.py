@@ -35,17 +35,13 @@ from sage_grpo.runs.media import contact_sheet, thumbnails
 from sage_grpo.tools.doctor_checks import CHECKS, Finding, judged
 from sage_grpo.tools.machine_checks import examine_machine, machine_of
 from sage_grpo.tools.paired import aligned
+from sage_grpo.tools.templating import render
 from sage_grpo.train.build import assemble, join_run, rollout_sampling
 from sage_grpo.train.rollout import MicroBatch, plan_micro_batches, prompt_positions
 from sage_grpo.train.trainer import Trainer
 from sage_grpo.train.validation import gold_columns
 
 SHEET_CLIPS, SHEET_FRAMES = 3, 4  # in one row of the contact sheet
-EXPLANATION = """
-* is the configured sampler. noise: the sum of std^2 over the steps; +-: standard errors over prompts; vs ode: from the
-same initial noise, so the change is the work of the exploration; spread: standard deviation of the reward inside a
-group, which advantages are made of. Good exploration widens it and hardly lowers the reward. Then scores and gold.
-"""
 
 
 def options_of(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Config]:
@@ -151,7 +147,7 @@ def check_samplers(trainer: Trainer, options: argparse.Namespace) -> Iterator[Fi
         remedy = f"{row['failed']} rewards failed, see max_reward_failures: {[*arm.errors, 'clips are not finite'][0]}"
     titles = ["  sampler", *row]
     cells = [[f"{' *'[name == c.sde_type]} {name}", *(f"{x:.3g}" for x in row.values())] for name, row in rows.items()]
-    shown = "\n".join(["", aligned([titles, *cells]), *left_out, EXPLANATION])
+    shown = render("samplers.txt", table=aligned([titles, *cells]), left_out=left_out)
     yield judged("samplers", row["spread"] > 0 and not failing, text, remedy, shown, rows=rows, left_out=left_out)
     if lossy:
         yield compare_exact(arm, arms["exact"])

@@ -19,7 +19,7 @@ from sage_grpo.rewards import ALIASES
 from sage_grpo.rewards.base import Setup, build_reward
 from sage_grpo.rewards.videoalign_folder import check_folder
 from sage_grpo.tools.doctor_checks import Finding, judged, memory_finding
-from sage_grpo.tools.plan import GB, architecture_of, backbone_of, plan_of
+from sage_grpo.tools.plan import GB, backbone_of, plan_of
 from sage_grpo.tools.plan_memory import checkpoint_bytes, disk_bytes, snapshot_bytes
 from sage_grpo.tools.plan_model import BYTES, Plan, times
 from sage_grpo.train.build import reward_folder
@@ -44,7 +44,7 @@ def machine_of(config: Config, ranks: int, ranks_here: int) -> Machine:
     backbone = backbone_of(config.pretrained_model_root, config.pretrained_transformer_version)
     device, refused, run = "cuda", "", Path(config.output_dir).absolute()
     try:
-        device = choose_device(config.device, lambda: architecture_of(backbone).parameters)
+        device = choose_device(config.device, lambda: backbone.architecture().parameters)
     except ValueError as error:
         refused = str(error)
     plan = plan_of(replace(config, dtype=config.dtype or default_dtype(device)), ranks)

@@ -45,31 +45,24 @@ def backbone_of(folder: str, version: str) -> Backbone:
 
 
 @lru_cache
-def architecture_of(backbone: Backbone) -> Architecture:
-    return backbone.architecture()
-
-
-@lru_cache
-def count_trained(backbone: Backbone, lora: tuple[int, tuple[str, ...]] | None) -> Trained:
+def sizes_of(backbone: Backbone, lora: tuple[int, tuple[str, ...]] | None) -> tuple[Architecture, Trained]:
     """Count parameters on the real classes, on the meta device. `lora`: rank and layers of the adapter."""
-    transformer = backbone.empty_transformer()
+    transformer, model = backbone.empty_transformer(), backbone.architecture()
     if lora:
         rank, targets = lora
         layers = [transformer.get_submodule(name) for name in target_layers(transformer, targets)]
         total = sum(rank * (layer.in_features + layer.out_features) for layer in layers)
-        return Trained(total=total, matrices=total)
+        return model, Trained(total=total, matrices=total)
     trained = trainable_parameters(transformer, False)
     matrices = [p.numel() for name, p in trained.items() if transformer.is_block_matrix(name, p)]
-    return Trained(total=sum(p.numel() for p in trained.values()), matrices=sum(matrices))
+    return model, Trained(total=sum(p.numel() for p in trained.values()), matrices=sum(matrices))
 
 
 def plan_of(config: Config, gpus: int, text_tokens: int = 150) -> Plan:
     backbone = backbone_of(config.pretrained_model_root, config.pretrained_transformer_version)
-    resolved = resolve(config, backbone, "cuda")
-    rewards = reward_names(resolved)
-    lora = (resolved.lora_r, resolved.lora_target_modules) if resolved.use_lora else None
-    trained = count_trained(backbone, lora)
-    return Plan(replace(resolved, reward_model=rewards), architecture_of(backbone), trained, gpus, text_tokens)
+    c = resolve(config, backbone, "cuda")
+    sizes = sizes_of(backbone, (c.lora_r, c.lora_target_modules) if c.use_lora else None)
+    return Plan(replace(c, reward_model=reward_names(c)), *sizes, gpus, text_tokens)
 
 
 def remedies(plan: Plan, gpu_bytes: float) -> list[tuple[str, str, Plan]]:

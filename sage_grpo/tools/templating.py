@@ -1,4 +1,4 @@
-"""Texts from the files in templates/. Every value in a page is escaped; only our own drawings are `Markup`."""
+"""Pages and texts from the files in templates/. HTML escapes every value; only our own drawings are `Markup`."""
 
 import base64
 import re
@@ -12,7 +12,7 @@ from sage_grpo.tools.paired import number
 
 ENVIRONMENT = jinja2.Environment(
     loader=jinja2.PackageLoader("sage_grpo.tools"),
-    autoescape=True,
+    autoescape=jinja2.select_autoescape(["html"]),
     undefined=jinja2.StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,
