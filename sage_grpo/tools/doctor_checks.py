@@ -233,13 +233,6 @@ def balance_finding(trainer: Trainer, goal: Objective, trajectory: Trajectory, s
     return judged("balance", True, text, "", textwrap.indent(table, " " * 17), columns=BALANCE, rows=rows)
 
 
-CHECKS = {
-    "batch": check_batch,
-    "plan": check_plan,
-    "prompts": check_prompts,
-    "vae": check_vae,
-    "reward": check_reward,
-    "exploration": check_exploration,
-    "noise_free": check_noise_free,
-    "update": check_update,
-}
+ALL = (check_batch, check_plan, check_prompts, check_vae, check_reward, check_exploration)
+ALL += (check_noise_free, check_update)
+CHECKS = {check.__name__.removeprefix("check_"): check for check in ALL}  # in this order

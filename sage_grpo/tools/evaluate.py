@@ -34,7 +34,7 @@ from sage_grpo.tools.calibration import DEFECTS, DRAWN_DEFECTS, drawn_clips, mea
 from sage_grpo.tools.evaluation_page import compared, pages
 from sage_grpo.train.build import build_composite, held_out_prompts, open_model, reward_names
 from sage_grpo.train.validation import Validation
-from sage_grpo.worlds import world_of
+from sage_grpo.worlds import check_prompts, world_of
 
 DAY = 24 * 3600.0  # seconds
 CALIBRATION_CLIPS = 32
@@ -67,8 +67,7 @@ class Evaluation:
         prompts, usual = held_out_prompts(config), config.validation_global_seed
         own = [dataclasses.replace(p, seed=usual if p.seed is None else p.seed) for p in prompts]
         self.prompts = [dataclasses.replace(p, seed=seed) for seed in options.seeds or () for p in prompts] or own
-        names = reward_names(config)
-        self.reward = build_composite(self.config, names, None, ranks.device)
+        self.reward = build_composite(self.config, reward_names(config), None, ranks.device)
 
     def systems(self) -> dict[str, Path | None]:
         """Name -> checkpoint or folder of clips, None for the base model; all others are compared with the first."""
@@ -84,15 +83,14 @@ class Evaluation:
         """Reject an output folder whose clips were made with other settings."""
         now = {name: getattr(self.config, name) for name in SETTINGS}
         now |= {f"weights of {name}": fingerprint(path) for name, path in systems.items() if path}
-        file = self.options.output / "settings.json"
+        home, file = self.options.output, self.options.output / "settings.json"
         before = read_object(file) if file.is_file() else {}
         for name, value in now.items():
             if before.get(name, value) != value:
-                old = f"output {file.parent} holds clips with {name} {before[name]}"
-                raise ConfigError(f"{old}, not {value}; give another")
+                raise ConfigError(f"output {home} holds clips with {name} {before[name]}, not {value}; give another")
         self.ranks.barrier()
         if self.ranks.first:
-            file.parent.mkdir(parents=True, exist_ok=True)
+            home.mkdir(parents=True, exist_ok=True)
             write_json(file, before | now)
 
     def run(self) -> int:
@@ -128,8 +126,7 @@ class Evaluation:
     def validation(self, checkpoint: Path | None) -> Validation:
         """A validation that samples and scores the prompts with the base model or a checkpoint."""
         texts, negative = [prompt.text for prompt in self.prompts], Request(self.config.negative_prompt)
-        if self.world:
-            self.world.check(texts)
+        check_prompts(self.config.pretrained_model_root, texts)
         self.reward.check(texts)
         self.backbone.prepare([negative, *self.prompts])
         self.backbone.load_weights(checkpoint)

@@ -94,13 +94,11 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in (rows[0], rules, *rows[1:]))
 
 
-def _cards(output: Path, systems: Sequence[str]) -> list[dict[str, Any]]:
-    """Clips of all systems side by side, for the first prompts."""
-    sides: dict[tuple[str, int], list[dict[str, Any]]] = {}
+def _cards(output: Path, systems: Sequence[str]) -> list[list[tuple[str, Clip, dict[str, float]]]]:
+    """Clips of all systems side by side, with their columns, for the first prompts."""
+    cards: dict[tuple[str, int], list[Any]] = {}
     for name in systems:
         for clip in read_clips(output / name, anywhere=True):
             if clip.path.is_file():
-                scores = ", ".join(f"{key} {number(value)}" for key, value in columns(clip).items())
-                side = {"path": clip.path, "system": name, "scores": scores}
-                sides.setdefault((clip.prompt, clip.seed), []).append(side)
-    return [{"prompt": prompt, "sides": found} for (prompt, _), found in list(sides.items())[:MOST_PROMPTS]]
+                cards.setdefault((clip.prompt, clip.seed), []).append((name, clip, columns(clip)))
+    return list(cards.values())[:MOST_PROMPTS]

@@ -19,9 +19,10 @@ from sage_grpo.rewards import ALIASES
 from sage_grpo.rewards.base import Setup, build_reward
 from sage_grpo.rewards.videoalign_folder import check_folder
 from sage_grpo.tools.doctor_checks import Finding, judged, memory_finding
-from sage_grpo.tools.plan import GB, architecture_of, backbone_of, plan_of
+from sage_grpo.tools.plan import GB, backbone_of, plan_of
 from sage_grpo.tools.plan_memory import checkpoint_bytes, disk_bytes, snapshot_bytes
 from sage_grpo.tools.plan_model import BYTES, Plan, times
+from sage_grpo.train.build import reward_folder
 
 PROCESS = 6e9  # host bytes of a rank: Python, CUDA, tensors on their way; 2.3 to 5.3 GB measured, without mapped files
 BLOCK, LARGEST, LONGEST = 32 << 20, 1 << 30, 3.0  # of the write test: bytes at once, bytes and seconds at most
@@ -43,7 +44,7 @@ def machine_of(config: Config, ranks: int, ranks_here: int) -> Machine:
     backbone = backbone_of(config.pretrained_model_root, config.pretrained_transformer_version)
     device, refused, run = "cuda", "", Path(config.output_dir).absolute()
     try:
-        device = choose_device(config.device, lambda: architecture_of(backbone).parameters)
+        device = choose_device(config.device, lambda: backbone.architecture().parameters)
     except ValueError as error:
         refused = str(error)
     plan = plan_of(replace(config, dtype=config.dtype or default_dtype(device)), ranks)
@@ -119,8 +120,7 @@ def write_speed(folder: Path) -> float:
 
 def check_reward(machine: Machine) -> Iterator[Finding]:
     """Whether servers answer and folders are complete; VideoAlign's weights are not loaded."""
-    c = machine.plan.config
-    path = Path(c.reward_path or Path(c.pretrained_model_root) / "VideoReward")
+    c, path = machine.plan.config, reward_folder(machine.plan.config)
     setup = Setup(path, torch.device("cpu"), c.reward_fps, c.remote_reward_url, REWARD_TIMEOUT, REWARD_TIMEOUT)
     names = [ALIASES.get(name, name) for name in (*c.reward_model, c.holdout_reward) if name]
     for name in names:
@@ -131,9 +131,9 @@ def check_reward(machine: Machine) -> Iterator[Finding]:
 CHECKS = (check_model, check_gpus, check_host, check_disk, check_speed, check_reward)
 
 
-def examine_machine(machine: Machine) -> bool:
-    """Print a line per finding; returns whether all is well."""
-    good = True
+def examine_machine(machine: Machine) -> int:
+    """Print a line per finding; returns the exit code."""
+    code = 0
     for check in CHECKS:
         try:
             found = list(check(machine))
@@ -142,5 +142,5 @@ def examine_machine(machine: Machine) -> bool:
         for finding in found:
             mark = "FAIL" if finding.mark == "WRONG" else finding.mark
             print(f"{mark:<6}{finding.check:<8}{'; '.join(filter(None, (finding.text, finding.remedy)))}", flush=True)
-            good = good and mark != "FAIL"
-    return good
+            code = 2 if mark == "FAIL" else code
+    return code

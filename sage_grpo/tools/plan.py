@@ -26,11 +26,12 @@ from sage_grpo.models.lora import target_layers
 from sage_grpo.tools.paired import aligned
 from sage_grpo.tools.plan_memory import checkpoint_bytes, disk_bytes, export_bytes, fits, memory, peak, snapshot_bytes
 from sage_grpo.tools.plan_model import Plan, Trained, few_prompts, times, validation_time, volumes
+from sage_grpo.tools.templating import render
 from sage_grpo.train.build import held_out_prompts, reward_names
 from sage_grpo.train.optimization import trainable_parameters
 from sage_grpo.train.validation import validation_sampling
 
-GB, PAPER = 1e9, 25_600  # bytes; clips that the paper trained on
+GB = 1e9  # bytes
 DISKS = (0.3, 1, 3)  # GB/s
 Remedy = tuple[str, Any, str]
 # What to trade for memory, cheapest first: a flag, its new value, and the cost.
@@ -44,31 +45,24 @@ def backbone_of(folder: str, version: str) -> Backbone:
 
 
 @lru_cache
-def architecture_of(backbone: Backbone) -> Architecture:
-    return backbone.architecture()
-
-
-@lru_cache
-def count_trained(backbone: Backbone, lora: tuple[int, tuple[str, ...]] | None) -> Trained:
+def sizes_of(backbone: Backbone, lora: tuple[int, tuple[str, ...]] | None) -> tuple[Architecture, Trained]:
     """Count parameters on the real classes, on the meta device. `lora`: rank and layers of the adapter."""
-    transformer = backbone.empty_transformer()
+    transformer, model = backbone.empty_transformer(), backbone.architecture()
     if lora:
         rank, targets = lora
         layers = [transformer.get_submodule(name) for name in target_layers(transformer, targets)]
         total = sum(rank * (layer.in_features + layer.out_features) for layer in layers)
-        return Trained(total=total, matrices=total)
+        return model, Trained(total=total, matrices=total)
     trained = trainable_parameters(transformer, False)
     matrices = [p.numel() for name, p in trained.items() if transformer.is_block_matrix(name, p)]
-    return Trained(total=sum(p.numel() for p in trained.values()), matrices=sum(matrices))
+    return model, Trained(total=sum(p.numel() for p in trained.values()), matrices=sum(matrices))
 
 
 def plan_of(config: Config, gpus: int, text_tokens: int = 150) -> Plan:
     backbone = backbone_of(config.pretrained_model_root, config.pretrained_transformer_version)
-    resolved = resolve(config, backbone, "cuda")
-    rewards = reward_names(resolved)
-    lora = (resolved.lora_r, resolved.lora_target_modules) if resolved.use_lora else None
-    trained = count_trained(backbone, lora)
-    return Plan(replace(resolved, reward_model=rewards), architecture_of(backbone), trained, gpus, text_tokens)
+    c = resolve(config, backbone, "cuda")
+    sizes = sizes_of(backbone, (c.lora_r, c.lora_target_modules) if c.use_lora else None)
+    return Plan(replace(c, reward_model=reward_names(c)), *sizes, gpus, text_tokens)
 
 
 def remedies(plan: Plan, gpu_bytes: float) -> list[tuple[str, str, Plan]]:
@@ -104,40 +98,30 @@ def changed(plan: Plan, remedy: Remedy) -> Plan | None:
 
 def describe(plan: Plan, gpu_bytes: float) -> str:
     """Full description of a plan, for the terminal."""
-    c, m = plan.config, plan.model
-    built_in = "" if Path(c.pretrained_model_root).is_dir() else " (no such folder: the full-size model)"
-    lines = [
-        f"{c.pretrained_model_root}{built_in}: {m.parameters / 1e9:.2f} B parameters, "
-        f"{plan.trained.total / 1e6:,.0f} M trained",
-        f"{c.num_frames} x {c.height} x {c.width}: {plan.tokens:,} tokens, {plan.text_tokens} of them text; "
-        f"{plan.branches} forward(s) in each of {c.num_sampling_steps} steps, {plan.trained_steps} steps trained",
-        f"{plan.gpus} GPU(s): {plan.gpus // c.sp_size} data-parallel x {c.sp_size} sequence-parallel, weights in "
-        f"{plan.shards} part(s); {plan.clips} clips of {plan.clips // c.num_generations} prompt(s) per iteration",
-        "",
-        memory_table(plan),
-        "",
-        time_table(plan),
-        validation_line(plan),
-        "",
-        checkpoint_table(plan),
-        "",
-    ]
-    moment, most = peak(plan)
-    verdict = "fits" if fits(plan, gpu_bytes) else "does NOT fit"
-    reserve = f"{plan.rates.reserve / GB:.0f} GB in reserve"
-    lines.append(f"Peak {most / GB:.1f} GB ({moment}) and {reserve}: {verdict} {gpu_bytes / GB:g} GB.")
-    if not fits(plan, gpu_bytes):
-        found = remedies(plan, gpu_bytes)
-        lines += [f"  {flag}: {peak(other)[1] / GB:.1f} GB; {price}" for flag, price, other in found]
-        if not found or not fits(found[-1][2], gpu_bytes):
-            lines.append("  That is not enough: more GPUs with enable_fsdp True, or smaller clips.")
-    unknown = ", ".join(name for name in c.reward_model if name not in plan.rates.rewards)
-    lines += [f"Not counted, for nothing is known of it: the reward {unknown}."] if unknown else []
-    if few := few_prompts(c.gradient_accumulation_steps * plan.clips // c.num_generations):
-        lines.append(f"Note: {few}.")
-    if c.dtype != "bf16":
-        lines.append(f"Times are those of bf16; {c.dtype} takes several times as long.")
-    return "\n".join(lines)
+    c, clips, found = plan.config, len(held_out_prompts(plan.config)), remedies(plan, gpu_bytes)
+    return render(
+        "plan.txt",
+        plan=plan,
+        exists=Path(c.pretrained_model_root).is_dir(),
+        memory_table=memory_table(plan),
+        time_table=time_table(plan),
+        whole=sum(times(plan).values()),
+        no_overlap=sum(times(plan, overlap=False).values()),
+        volumes=volumes(plan),
+        validation=validation_time(plan, clips),
+        clips=clips,
+        sampling=validation_sampling(c),
+        checkpoint_table=checkpoint_table(plan),
+        disk=disk_bytes(plan),
+        snapshot=snapshot_bytes(plan),
+        peak=peak(plan),
+        gpu_bytes=gpu_bytes,
+        fits=fits(plan, gpu_bytes),
+        remedies=[(flag, peak(other)[1], price) for flag, price, other in found],
+        enough=fits(found[-1][2] if found else plan, gpu_bytes),
+        unknown=", ".join(name for name in c.reward_model if name not in plan.rates.rewards),
+        few=few_prompts(c.gradient_accumulation_steps * plan.clips // c.num_generations),
+    ).rstrip()
 
 
 def memory_table(plan: Plan) -> str:
@@ -152,37 +136,14 @@ def time_table(plan: Plan) -> str:
     seconds = times(plan)
     whole = sum(seconds.values())
     rows = [(name, f"{value:.1f}", f"{value / whole:.0%}") for name, value in seconds.items()]
-    sent = ", ".join(f"{name} {volume / GB:,.0f}" for name, volume in volumes(plan).items())
-    table = aligned([("s per iteration", "", ""), *rows, ("total", f"{whole:.1f}", "")])
-    hours = f"{PAPER / plan.clips_per_gpu_hour:,.0f} GPU-hours for {PAPER:,} clips, as in the paper"
-    rate = f"{plan.clips_per_gpu_hour:.1f} clips per GPU-hour, {hours}"
-    if plan.gpus > 1:
-        longest = sum(times(plan, overlap=False).values())
-        rate += f"; {longest:.1f} s if no communication overlaps; GB into each GPU per iteration: {sent}"
-    return f"{table}\n{rate}"
-
-
-def validation_line(plan: Plan) -> str:
-    """What a validation costs, and its share of the run."""
-    c, often = plan.config, "at the end"
-    prompts = held_out_prompts(c)
-    seconds = validation_time(plan, len(prompts))
-    if every := c.validation_interval:
-        share = seconds / (seconds + every * sum(times(plan).values()))
-        often = f"every {every} iterations, {share:.0%} of the time"
-    return f"validation: {seconds / 60:.1f} min {often}; {len(prompts)} clips, {validation_sampling(c)}"
+    return aligned([("s per iteration", "", ""), *rows, ("total", f"{whole:.1f}", "")])
 
 
 def checkpoint_table(plan: Plan) -> str:
-    """Sizes of what is saved, the seconds that a disk takes for it, and the space it needs."""
-    c, kept = plan.config, plan.config.keep_checkpoints + 1
-    sizes = {"checkpoint": checkpoint_bytes(c, plan.trained) / GB, "export": export_bytes(plan) / GB}
+    """Sizes of what is saved, and the seconds that a disk takes for it."""
+    sizes = {"checkpoint": checkpoint_bytes(plan.config, plan.trained) / GB, "export": export_bytes(plan) / GB}
     rows = [(name, f"{gb:.1f}", *(f"{gb / speed:.3g}" for speed in DISKS)) for name, gb in sizes.items() if gb]
-    table = aligned([("", "GB", *(f"s at {speed:g} GB/s" for speed in DISKS)), *rows])
-    exports = "" if c.use_lora else f" and {kept if c.export_interval else 1} export(s)"
-    need = f"Disk: {disk_bytes(plan) / GB:.1f} GB for {kept} checkpoints (keep_checkpoints + 1){exports}"
-    held = f"; host memory: {snapshot_bytes(plan) / GB:.1f} GB on each node that writes" if c.async_save else ""
-    return f"{table}\n{need}{held}."
+    return aligned([("", "GB", *(f"s at {speed:g} GB/s" for speed in DISKS)), *rows])
 
 
 def comparison(rows: Sequence[tuple[str, Plan]], name: str, gpu_bytes: float) -> str:

@@ -92,8 +92,7 @@ class Plan:
     @property
     def latents(self) -> int:
         """Latent positions of a clip, equal to its video tokens."""
-        c = self.config
-        return self.model.video_tokens(c.num_frames, c.height, c.width)
+        return self.model.video_tokens(self.config.num_frames, self.config.height, self.config.width)
 
     @property
     def tokens(self) -> int:
@@ -116,8 +115,7 @@ class Plan:
 
     @property
     def micro_batch(self) -> int:
-        c = self.config
-        return c.micro_batch_size or min(c.batch_size, c.num_generations)
+        return self.config.micro_batch_size or min(self.config.batch_size, self.config.num_generations)
 
     @property
     def branches(self) -> int:

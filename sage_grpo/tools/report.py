@@ -60,7 +60,7 @@ def page(run: RunHistory) -> str:
         title=run.folder.resolve().name,
         results=results(run),
         command=command,
-        facts=facts(run),
+        run=run,
         changed=changed(config),
         config=config,
         table=table(run, comparison),
@@ -97,18 +97,6 @@ def results(run: RunHistory) -> dict[str, str]:
     if run.has("memory/peak_gb"):
         shown["peak memory"] = f"{np.nanmax(column(run.train, 'memory/peak_gb')):.3g} GB"
     return shown
-
-
-def facts(run: RunHistory) -> str:
-    """Machine, size and versions, as far as the run recorded them."""
-    line, trained = run.head, run.head.get("trainable_parameters")
-    parts = [line.get("device"), line.get("world") and f"world {line['world']}"]
-    parts += [f"{line['ranks']} ranks"] if (line.get("ranks") or 1) > 1 else []
-    parts += [f"{trained:,} trainable parameters"] if trained is not None else []
-    parts += [f"{name} {version}" for name, version in (line.get("versions") or {}).items()]
-    parts += [f"started {start['time']}" for start in run.starts[:1] if "time" in start]
-    parts += [f"resumed {len(run.starts) - 1} ×"] if len(run.starts) > 1 else []
-    return " · ".join(part for part in parts if part)
 
 
 def troubles(run: RunHistory) -> str:

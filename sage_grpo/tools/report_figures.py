@@ -144,8 +144,7 @@ def draw_scatter(ax: Axes, run: RunHistory) -> None:
     steps, reward, gold = (column(run.train, key) for key in ("step", "reward/total", "gold/match"))
     dots = ax.scatter(reward, gold, c=steps, s=12, linewidths=0)
     ax.figure.colorbar(dots, ax=ax, label="iteration").outline.set_visible(False)
-    ax.set_xlabel("reward in training")
-    ax.set_ylabel("gold/match")
+    ax.set(xlabel="reward in training", ylabel="gold/match")
 
 
 def draw_drift(ax: Axes, changes: Mapping[str, Mapping[int, Interval]]) -> None:
@@ -162,10 +161,9 @@ def draw_map(ax: Axes, run: RunHistory, key: str) -> None:
     norm, colors = map_scale(key, grid.compressed())
     extent = (run.train[0]["step"] - 0.5, run.train[-1]["step"] + 0.5, len(grid) - 0.5, -0.5)
     picture = ax.imshow(grid, colors, norm, aspect="auto", extent=extent, interpolation="none")
-    ax.set_facecolor(MASKED)
+    ax.set(facecolor=MASKED, ylabel="denoising step")
     ax.grid(False)
     ax.yaxis.set_major_locator(MaxNLocator(integer=True))
-    ax.set_ylabel("denoising step")
     ax.figure.colorbar(picture, ax=ax, pad=0.02).outline.set_visible(False)
 
 

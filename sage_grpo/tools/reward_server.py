@@ -13,7 +13,7 @@ import asyncio
 import hmac
 import socket
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,14 +46,7 @@ class Limits:
     connections: int = 256
 
 
-@dataclass(frozen=True, eq=False)
-class Item:
-    """A clip waiting for its scores."""
-
-    clip: Tensor
-    prompt: str
-    fps: float
-    result: asyncio.Future  # resolves to its named scores and the error, if it has none
+Item = tuple[Tensor, str, float]  # a clip, its prompt and its frames per second
 
 
 class Batcher:
@@ -61,41 +54,40 @@ class Batcher:
 
     def __init__(self, reward: Composite) -> None:
         self.reward, self.arrived = reward, asyncio.Event()
-        self.waiting: list[Item] = []
+        self.waiting: dict[asyncio.Future, Item] = {}  # by their results: named scores, and the error if there are none
 
     async def scores(self, clips: Sequence[Tensor], prompts: Sequence[str], fps: float, seconds: float) -> list[Any]:
         """Named scores and error for each clip; TimeoutError after `seconds`."""
         new = asyncio.get_running_loop().create_future
-        items = [Item(clip, prompt, fps, new()) for clip, prompt in zip(clips, prompts, strict=True)]
-        self.waiting += items
+        items = {new(): (clip, prompt, fps) for clip, prompt in zip(clips, prompts, strict=True)}
+        self.waiting |= items
         self.arrived.set()
         try:
             async with asyncio.timeout(seconds):
-                return await asyncio.gather(*(item.result for item in items))
+                return await asyncio.gather(*items)
         finally:  # abandoned clips must not hold memory
-            self.waiting = [item for item in self.waiting if not item.result.done()]
+            self.waiting = {result: item for result, item in self.waiting.items() if not result.done()}
 
     async def work(self) -> None:
         while True:
             await self.arrived.wait()
             self.arrived.clear()
             while self.waiting:
-                kinds = [(item.clip.shape, item.fps) for item in self.waiting]  # any reward can batch one kind
-                alike = [item for item, kind in zip(self.waiting, kinds, strict=True) if kind == kinds[0]]
-                batch = alike[: self.reward.batch_size]
-                self.waiting = [item for item in self.waiting if item not in batch]
-                await self._score(batch)
+                kinds = {result: (clip.shape, fps) for result, (clip, _, fps) in self.waiting.items()}
+                oldest = next(iter(kinds.values()))
+                alike = [result for result, kind in kinds.items() if kind == oldest]  # any reward can batch one kind
+                await self._score({result: self.waiting.pop(result) for result in alike[: self.reward.batch_size]})
 
-    async def _score(self, batch: Sequence[Item]) -> None:
-        clips, prompts = [item.clip for item in batch], [item.prompt for item in batch]
-        found = await asyncio.to_thread(self.reward.score, clips, prompts, batch[0].fps)
-        for i, item in enumerate(batch):
+    async def _score(self, batch: Mapping[asyncio.Future, Item]) -> None:
+        clips, prompts, rates = zip(*batch.values(), strict=True)
+        found = await asyncio.to_thread(self.reward.score, clips, prompts, rates[0])
+        for i, (result, item) in enumerate(batch.items()):
             lost = not found.total[i].isfinite()
-            if lost and len(batch) > 1 and not item.result.done():  # another clip may be at fault
-                await self._score([item])
-            elif not item.result.done():
+            if lost and len(batch) > 1 and not result.done():  # another clip may be at fault
+                await self._score({result: item})
+            elif not result.done():
                 row = {name: values[i].item() for name, values in found.named.items()}
-                item.result.set_result((row, found.errors[0] if lost else None))
+                result.set_result((row, found.errors[0] if lost else None))
 
 
 class Gate:

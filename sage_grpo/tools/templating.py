@@ -1,4 +1,4 @@
-"""HTML pages from the files in templates/. Every value is escaped; only our own drawings are `Markup`."""
+"""Pages and texts from the files in templates/. HTML escapes every value; only our own drawings are `Markup`."""
 
 import base64
 import re
@@ -12,7 +12,7 @@ from sage_grpo.tools.paired import number
 
 ENVIRONMENT = jinja2.Environment(
     loader=jinja2.PackageLoader("sage_grpo.tools"),
-    autoescape=True,
+    autoescape=jinja2.select_autoescape(["html"]),
     undefined=jinja2.StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,
@@ -35,6 +35,7 @@ def inline_svg(svg: str, label: str) -> Markup:
 
 
 ENVIRONMENT.filters |= {"data_uri": data_uri, "number": number}
+ENVIRONMENT.filters["billions"] = lambda value, form=".1f": format(value / 1e9, form)
 
 
 def render(template: str, **values: Any) -> str:
