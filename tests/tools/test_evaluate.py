@@ -231,15 +231,15 @@ class Backwards(ShapesReward):
 
 
 def test_calibration_in_the_world_and_on_clips_of_ones_own(command, tmp_path, monkeypatch, capsys, tiny_folder):
-    drawn = command(
-        "--calibrate", pretrained_model_root=TINY, validation_prompts=TINY / "prompts_valid.txt", num_frames=9
-    )
+    model = {"pretrained_model_root": TINY, "validation_prompts": TINY / "prompts_valid.txt", "num_frames": 9}
+    drawn = command("--calibrate", **model, reward_model="shapes")
     assert evaluate.main(drawn) == 0
     found = json.loads((tmp_path / "out" / "calibration.json").read_text())
     marks = {(order["score"], order["kind"]): order["mark"] for order in found["orders"]}
     expected = {("MQ", "frozen"), ("VQ", "noisy"), ("TA", "wrong prompt"), ("TA", "reversed")}
     assert marks == dict.fromkeys(expected, "ok")
     assert "TA: reversed < good" in capsys.readouterr().out
+    assert evaluate.main(command("--calibrate", **model)) == 0, "the learnt reward"
     monkeypatch.setitem(REWARDS, "shapes", lambda setup: Backwards())
     assert evaluate.main(drawn) == 1 and "WRONG" in capsys.readouterr().out
     assert evaluate.main(command("--calibrate", reward_model="shapes")) == 2

@@ -178,7 +178,7 @@ def test_command_refuses(capsys, flags, words):
 def test_sizes_come_from_the_model_folder():
     folder = ROOT / "assets" / "tiny"
     plan = plan_of(parse(["--pretrained_model_root", str(folder), "--dtype", "fp32", "--batch_size", "4"]), 1)
-    assert plan.config.reward_model == ("shapes",) and plan.config.num_frames == 9
+    assert plan.config.reward_model == ("videoalign",) and plan.config.num_frames == 9
     assert plan.latents == 3 * 6 * 6 and plan.model.parameters == pytest.approx(plan.trained.total, rel=0.3)
     assert plan.model.layers < 54
 
