@@ -12,6 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from sage_grpo.config import Config
+from sage_grpo.models.backbone import Backbone
 from sage_grpo.models.denoiser import Denoiser
 from sage_grpo.models.lora import ANCHOR, POLICY, adapter_parameters, use_adapter
 from sage_grpo.parallel.fsdp import copy_into, local_shard, replaced
@@ -31,37 +33,33 @@ class Anchor:
     def is_policy(self) -> bool:
         return self.age == 0
 
-    def count_update(self) -> None:
-        self.age += 1
-
     def refresh_if_due(self) -> None:
         """Called between iterations: copy the policy once enough optimizer steps have passed."""
         if self.refresh_every is not None and self.age >= self.refresh_every:
-            self.copy_policy()
+            copy_into(self.values, self.parameters)
             self.age = 0
 
-    def copy_policy(self) -> None:
-        copy_into(self.values, self.parameters)
+
+def build_anchor(backbone: Backbone, config: Config, parameters: Mapping[str, nn.Parameter]) -> Anchor | None:
+    """The anchor of the policy that has these parameters; None if the trust region needs none."""
+    kind = config.trust_region.anchor
+    if kind is None:
+        return None
+    every = config.update_ref_model_step if kind == "moving" else None
+    if config.use_lora:
+        values = adapter_parameters(backbone.transformer, ANCHOR)
+        return Anchor(parameters, values, partial(anchor_adapter, backbone.transformer), every)
+    home = torch.device("cpu") if config.reference_mode_offload else backbone.device
+    # in the forward's precision, so rounding them changes no result
+    values = {n: local_shard(p).detach().to(home, backbone.dtype, copy=True) for n, p in parameters.items()}
+    return Anchor(parameters, values, partial(replaced, parameters, values, home), every)
 
 
-def adapter_anchor(transformer: Denoiser, refresh_every: int | None) -> Anchor:
-    """An anchor stored as a second adapter of the model."""
-
-    @contextmanager
-    def in_place() -> Iterator[None]:
-        use_adapter(transformer, ANCHOR)
-        try:
-            yield
-        finally:
-            use_adapter(transformer, POLICY)
-
-    parameters, values = (adapter_parameters(transformer, name) for name in (POLICY, ANCHOR))
-    return Anchor(parameters, values, in_place, refresh_every)
-
-
-def full_anchor(
-    parameters: Mapping[str, nn.Parameter], refresh_every: int | None, dtype: torch.dtype, home: torch.device
-) -> Anchor:
-    """An anchor stored as values on `home`, in the forward's precision, so rounding them changes no result."""
-    values = {n: local_shard(p).detach().to(home, dtype, copy=True) for n, p in parameters.items()}
-    return Anchor(parameters, values, partial(replaced, parameters, values, home), refresh_every)
+@contextmanager
+def anchor_adapter(transformer: Denoiser) -> Iterator[None]:
+    """Context in which the forward uses the anchor's adapter instead of the policy's."""
+    use_adapter(transformer, ANCHOR)
+    try:
+        yield
+    finally:
+        use_adapter(transformer, POLICY)

@@ -250,7 +250,7 @@ class Trainer:
             if self.ranks.any(not self.optimization.is_finite):
                 raise self.saves.diverged(f"the weights are not finite after iteration {self.step + 1}")
             if self.anchor:
-                self.anchor.count_update()
+                self.anchor.age += 1
             self.controller.update(pending.mean("kl_anchor" if self.config.trust_region.anchor else "kl_rollout"))
         if self.vote.too_many_skips:
             raise self.saves.diverged(

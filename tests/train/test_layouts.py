@@ -37,7 +37,7 @@ def gradients(ranks, values, error=None):
     in_fp64()
     trainer = build.assemble(from_values(values | {"batch_size": CLIPS // ranks.count}), ranks)
     nudge(trainer.optimization.parameters.values())
-    trainer.anchor.count_update()
+    trainer.anchor.age += 1
     if error == "mean":
         for unit in units(trainer.backbone.transformer):
             unit.set_gradient_divide_factor(2.0)
