@@ -21,7 +21,7 @@ from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.rewards.composite import Composite, Scores
 from sage_grpo.runs.folder import RunFolder
 from sage_grpo.train.anchor import Anchor
-from sage_grpo.train.guards import Guards, StepVote, TrainingError, check_rewards
+from sage_grpo.train.guards import MAX_SKIPPED, Guards, StepVote, TrainingError, check_rewards
 from sage_grpo.train.metrics import Stopwatch, UpdateStats, peak_memory, reward_record
 from sage_grpo.train.optimization import Optimization
 from sage_grpo.train.rollout import MicroBatch, Rollouts, Trajectory, Windows, plan_micro_batches, prompt_positions
@@ -93,12 +93,9 @@ class Trainer:
         for reward in (self.reward, self.validation and self.validation.holdout):
             if reward:
                 reward.on_batch = self.guards.beat
-        try:
-            hidden = not self.ranks.first
-            with tqdm(total=self.config.max_steps, initial=self.step, unit="it", disable=hidden) as bar:
-                yield bar
-        finally:
-            heartbeat.remove()
+        total, hidden = self.config.max_steps, not self.ranks.first
+        with heartbeat, tqdm(total=total, initial=self.step, unit="it", disable=hidden) as bar:
+            yield bar
 
     def enter(self, phase: str) -> None:
         """Begin the next phase, at a safe point."""
@@ -249,7 +246,7 @@ class Trainer:
             if self.anchor:
                 self.anchor.age += 1
             self.controller.update(pending.mean("kl_anchor" if self.config.trust_region.anchor else "kl_rollout"))
-        if self.vote.too_many_skips:
+        if self.vote.in_a_row > MAX_SKIPPED:
             raise self.saves.diverged(
                 f"the gradient was not finite {self.vote.in_a_row} times in a row, at last in iteration "
                 f"{self.step + 1} at {self.first_nonfinite_clip()} with seed {self.config.seed}"
