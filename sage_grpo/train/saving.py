@@ -63,7 +63,7 @@ class Save:
         self.work = Work(lambda advance: finish(*place, advance) if self.ranks.first else None)
         return False
 
-    def wait(self, beat: Callable[[], None] = lambda: None) -> None:
+    def wait(self, beat: Callable[[], None]) -> None:
         """Wait until it is committed. `beat` is called as long as this rank's files grow."""
         while not self.poll():
             if self.work.moved():
@@ -77,13 +77,6 @@ class Save:
             if self.ranks.first:
                 shutil.rmtree(self.draft, ignore_errors=True)
             raise CheckpointError(f"{self.target.name} could not be written: {error}") from error
-
-
-def save(trainer: "Trainer", folder: Path, export: bool = True) -> Path:
-    """Write a checkpoint and wait for it."""
-    started = Save(trainer, folder, export)
-    started.wait()
-    return started.target
 
 
 class Saves:

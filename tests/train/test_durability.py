@@ -24,6 +24,7 @@ from sage_grpo.train.saving import CheckpointError
 from tests.disks import fill, small_disk
 from tests.dist import run_ranks
 from tests.hostile import change, sealed_again
+from tests.train.iterations import save
 
 WRITES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "os.truncate"}
 
@@ -71,7 +72,7 @@ def die_in_save(ranks, values, steps):
         child = os.fork()
         if child == 0:
             kill_before_write(number, folder)
-            saving.save(trainer, folder)
+            save(trainer, folder)
             os._exit(0)
         _, status = os.waitpid(child, 0)
         if os.WIFEXITED(status):
@@ -117,12 +118,12 @@ def fail_in_save(ranks, values, guilty, function):
     if ranks.world_rank == guilty:
         setattr(saving, function, fails)
     with pytest.raises(CheckpointError) as error:
-        saving.save(trainer, folder_of(trainer))
+        save(trainer, folder_of(trainer))
     ranks.barrier()
     there = names(trainer)
     setattr(saving, function, works)
     ranks.barrier()
-    again = saving.save(trainer, folder_of(trainer)).name
+    again = save(trainer, folder_of(trainer)).name
     same = all(torch.equal(value, weights(trainer)[name]) for name, value in before.items())
     return str(error.value), there, again, same
 
