@@ -23,16 +23,10 @@ from sage_grpo.config import Config
 from sage_grpo.models.backbone import Backbone, Conditioning, Guidance
 from sage_grpo.models.sample import counter_noise, integrate
 
+ClipId = tuple[int, int]  # position of its prompt in the list, and index among the prompt's clips in this iteration
+MicroBatch = tuple[ClipId, ...]  # clips that run through the model together
 Group = tuple[int, int]  # position of the prompt, and which of its groups
 FORMS = "all, all_but_last, random:SIZE, slide:SIZE[:EVERY], random_iteration:SIZE or slide_iteration:SIZE[:EVERY]"
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """Clips that run through the model together."""
-
-    prompts: tuple[int, ...]  # of each clip, its position in the prompt list
-    samples: tuple[int, ...]  # index of each clip among all clips of its prompt in this iteration
 
 
 @dataclass
@@ -72,18 +66,16 @@ def plan_micro_batches(
         seen[prompt] += group_size
     mine = rows[rank * batch_size : (rank + 1) * batch_size]
     size = micro_batch_size or min(batch_size, group_size)
-    chunks = [mine[start : start + size] for start in range(0, len(mine), size)]
-    return [MicroBatch(*zip(*chunk, strict=True)) for chunk in chunks]
+    return [tuple(mine[start : start + size]) for start in range(0, len(mine), size)]
 
 
 def join_prompts(micro_batches: Sequence[MicroBatch], alike: Callable[[int], Hashable], most: int) -> list[MicroBatch]:
     """Join up to `most` micro-batches whose prompts are `alike`; clips of one prompt stay next to each other."""
     kinds: dict[Hashable, list[MicroBatch]] = {}
     for one in micro_batches:
-        kinds.setdefault(alike(one.prompts[0]), []).append(one)
+        kinds.setdefault(alike(one[0][0]), []).append(one)
     parts = [ones[start : start + most] for ones in kinds.values() for start in range(0, len(ones), most)]
-    clips = [[pair for one in part for pair in zip(one.prompts, one.samples, strict=True)] for part in parts]
-    return [MicroBatch(*zip(*pairs, strict=True)) for pairs in clips]
+    return [tuple(clip for one in part for clip in one) for part in parts]
 
 
 @dataclass(frozen=True)
@@ -169,11 +161,11 @@ class Rollouts:
     def __call__(self, micro_batch: MicroBatch) -> Trajectory:
         """Non-finite trajectories are zeroed and flagged: they must not turn other clips' gradients into NaN."""
         c, device, (groups, start) = self.config, self.sampler.sigmas.device, self.groups(micro_batch)
-        steps, cond = start[:, None] + torch.arange(self.windows.size), self.conditioning(micro_batch.prompts)
-        first = [s - s % c.num_generations for s in micro_batch.samples] if c.same_init_noise else None
-        key = (micro_batch.samples, "rollout", micro_batch.prompts, self.step, first)
-        x, noise = counter_noise(self.shape, c.seed, *key)
-        x = self.begin(x.to(device), micro_batch.prompts, groups, start)
+        prompts, samples = zip(*micro_batch, strict=True)
+        steps, cond = start[:, None] + torch.arange(self.windows.size), self.conditioning(prompts)
+        first = [s - s % c.num_generations for s in samples] if c.same_init_noise else None
+        x, noise = counter_noise(self.shape, c.seed, samples, "rollout", prompts, self.step, first)
+        x = self.begin(x.to(device), prompts, groups, start)
         path, velocities, log_probs = [x], [], []
         for i in steps.T:
             at = i.to(device)
@@ -193,16 +185,15 @@ class Rollouts:
     def order(self, micro_batch: MicroBatch) -> Tensor:
         """(B, K) places in the window that each clip trains, in a separate order per clip."""
         c, size = self.config, self.windows.size
-        kept, pairs = num_trained(size, c.timestep_fraction), zip(micro_batch.prompts, micro_batch.samples, strict=True)
-        keys = [{"step": self.step, "prompt": prompt, "sample": sample} for prompt, sample in pairs]
+        kept = num_trained(size, c.timestep_fraction)
         if not c.enable_timestep_permutation:
-            return torch.arange(kept).expand(len(keys), -1)
+            return torch.arange(kept).expand(len(micro_batch), -1)
+        keys = [{"step": self.step, "prompt": prompt, "sample": sample} for prompt, sample in micro_batch]
         return torch.stack([rng.permutation(size, c.seed, "permutation", **key)[:kept] for key in keys])
 
     def groups(self, micro_batch: MicroBatch) -> tuple[list[Group], Tensor]:
         """Each clip's group (its prompt, and which of the prompt's groups), and the first step of its window (B,)."""
-        pairs = zip(micro_batch.prompts, micro_batch.samples, strict=True)
-        groups = [(prompt, sample // self.config.num_generations) for prompt, sample in pairs]
+        groups = [(prompt, sample // self.config.num_generations) for prompt, sample in micro_batch]
         return groups, torch.tensor([self.windows.start(self.step, *group) for group in groups])
 
     def conditioning(self, prompts: Sequence[int]) -> Conditioning:

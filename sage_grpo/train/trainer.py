@@ -129,7 +129,7 @@ class Trainer:
         """Sample trajectories for `micro_batches`, by default this rank's share of the iteration."""
         c, batch = self.config, []
         micro_batches = self.micro_batches() if micro_batches is None else micro_batches
-        positions = list(dict.fromkeys(one.prompts[0] for one in micro_batches))
+        positions = list(dict.fromkeys(prompt for one in micro_batches for prompt, _ in one))
         encoded = (cond.to(self.ranks.device) for cond in self.backbone.encode([self.prompts[p] for p in positions]))
         how = (self.backbone, sampler or self.sampler, self.windows, self.guidance, self.shape, c, self.step)
         rollouts = Rollouts(*how, conditions=dict(zip(positions, encoded, strict=True)))
@@ -256,8 +256,8 @@ class Trainer:
 
     def first_nonfinite_clip(self) -> str:
         """The first clip of this optimizer step whose loss or gradient is not finite, on any rank."""
-        clips = ((one, i) for one, finite in self.finite for i in (~finite).nonzero().flatten().tolist())
-        mine = next((f"{self.prompts[one.prompts[i]].text!r}, clip {one.samples[i]}" for one, i in clips), "")
+        clips = (one[i] for one, finite in self.finite for i in (~finite).nonzero().flatten().tolist())
+        mine = next((f"{self.prompts[prompt].text!r}, clip {sample}" for prompt, sample in clips), "")
         return next((text for text in self.ranks.texts(mine) if text), "the parameters")
 
     def finish_iteration(self) -> None:
@@ -305,4 +305,4 @@ class Trainer:
 
     def texts(self, batch: Sequence[Trajectory]) -> list[str]:
         """The prompt of each of this rank's clips."""
-        return [self.prompts[position].text for t in batch for position in t.micro_batch.prompts]
+        return [self.prompts[prompt].text for t in batch for prompt, _ in t.micro_batch]

@@ -135,7 +135,7 @@ def test_windows_per_prompt_in_one_forward_are_those_of_each_alone(make, tmp_pat
         trainer = make(prompts_per_forward=together, same_init_noise=True, max_steps=1, **flags)
         trainer.validation, batch = None, trainer.roll_out()
         assert len(torch.cat([t.steps[:, 0] for t in batch]).unique()) > 1
-        names = [pair for t in batch for pair in zip(t.micro_batch.prompts, t.micro_batch.samples, strict=True)]
+        names = [clip for t in batch for clip in t.micro_batch]
         rows = sorted(range(6), key=names.__getitem__)
         clips.append(torch.cat([t.latents for t in batch])[rows])
         trainer.train()
@@ -178,7 +178,7 @@ def test_steps_outside_the_window_may_be_lossy_and_the_ratio_stays_1(make, tmp_p
     for kind in ("exact", "fp8"):
         trainer = make(**flags, outside_window=kind, output_dir=str(tmp_path / kind))
         (batch, *_) = trainer.roll_out()
-        assert trainer.windows.start(0, batch.micro_batch.prompts[0], 0) > 0  # there is a way to the window
+        assert trainer.windows.start(0, batch.micro_batch[0][0], 0) > 0  # there is a way to the window
         found[kind] = batch
         trainer.train()  # stops if the first ratio is not exactly 1
         assert trainer.ratio_checked
