@@ -120,7 +120,7 @@ def warm(trainer: Trainer) -> tuple[float, float, float]:
         overlap = seconds_of(lambda: side_by_side(*few)) / apart
     forward().square().mean().backward()
     trainer.optimization.zero_grad()
-    trainer.anchor.count_update()  # as if it were older than the policy
+    trainer.anchor.age += 1  # as if it were older than the policy
     return exact, lossy, overlap
 
 

@@ -124,7 +124,7 @@ class PlainLoop:
         watch, trainer = Stopwatch(self.device), self.trainer
         micro_batches = [trajectory.micro_batch for trajectory in batch]
         with watch.phase("text encoding"):
-            conditions = self.encode([trainer.prompts[one.prompts[0]].text for one in micro_batches])
+            conditions = self.encode([trainer.prompts[one[0][0]].text for one in micro_batches])
         with watch.phase("rollout"):
             planned = zip(micro_batches, conditions, strict=True)
             paths = [self.roll_out(one, cond, step) for one, cond in planned]
@@ -166,8 +166,8 @@ class PlainLoop:
 
     @torch.no_grad()
     def roll_out(self, micro_batch: MicroBatch, cond: list[Tensor], step: int) -> Rollout:
-        key, schedule = (micro_batch.samples, "rollout", micro_batch.prompts, step), self.schedule
-        first, noise = counter_noise(self.trainer.shape, self.config.seed, *key)
+        (prompts, samples), schedule = zip(*micro_batch, strict=True), self.schedule
+        first, noise = counter_noise(self.trainer.shape, self.config.seed, samples, "rollout", prompts, step)
         path = Rollout(cond, [first.to(self.device)], [])
         for i in tqdm(range(schedule.num_steps), "rollout", leave=False):
             velocity = self.velocity(self.policy, path.x[i], schedule.sigmas[i], cond)

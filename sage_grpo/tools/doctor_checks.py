@@ -57,7 +57,7 @@ def check_batch(trainer: Trainer) -> Iterator[Finding]:
     videos = c.batch_size * ranks
     pairs = c.gradient_accumulation_steps * videos * trained // c.updates_per_rollout
     text = f"{videos} videos per iteration: prompts x group = {videos // c.num_generations} x {c.num_generations}, "
-    text += f"ranks x micro-batches x clips = {ranks} x {len(micro_batches)} x {len(micro_batches[0].samples)}; "
+    text += f"ranks x micro-batches x clips = {ranks} x {len(micro_batches)} x {len(micro_batches[0])}; "
     text += f"{trained} of {c.num_sampling_steps} denoising steps are trained, "
     text += f"{pairs} (video, step) pairs in each optimizer step"
     yield Finding("batch", "ok", text)

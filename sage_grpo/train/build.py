@@ -23,12 +23,10 @@ from sage_grpo.rewards.base import Setup, build_rewards
 from sage_grpo.rewards.composite import Composite
 from sage_grpo.runs.folder import RunFolder
 from sage_grpo.train import checkpoint
-from sage_grpo.train.anchor import Anchor, adapter_anchor, full_anchor
-from sage_grpo.train.optimization import Optimization, trainable_parameters
-from sage_grpo.train.rollout import num_trained
+from sage_grpo.train.optimization import Optimization, build_anchor, trainable_parameters
+from sage_grpo.train.rollout import Windows, num_trained
 from sage_grpo.train.trainer import Trainer
 from sage_grpo.train.validation import Validation
-from sage_grpo.train.windows import Windows
 from sage_grpo.worlds import World, world_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -217,17 +215,6 @@ def starting_point(config: Config) -> Path | None:
         raise ConfigError(f"{name} {value} has no {needed}, with which a run with use_lora {config.use_lora} begins")
     check_exported(Path(value))
     return Path(value)
-
-
-def build_anchor(backbone: Backbone, config: Config, parameters: dict[str, torch.nn.Parameter]) -> Anchor | None:
-    kind = config.trust_region.anchor
-    if kind is None:
-        return None
-    every = config.update_ref_model_step if kind == "moving" else None
-    if config.use_lora:
-        return adapter_anchor(backbone.transformer, every)
-    home = torch.device("cpu") if config.reference_mode_offload else backbone.device
-    return full_anchor(parameters, every, DTYPES[config.dtype], home)
 
 
 def perfect_scores(trainer: Trainer, world: World) -> dict[str, float]:

@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -126,29 +127,21 @@ def tidy(folder: Path, step: int, taken: Path | None = None) -> None:
 
 
 def check_files(path: Path, ranks: Ranks) -> None:
-    """Verify every byte; each rank checks a share of the files. RankError names the first bad file."""
-
-    def mine() -> None:
-        for name in manifest.check_names(path)[ranks.world_rank :: ranks.world]:
-            manifest.check_file(path, name)
-        if re.match(r"step-\d+", path.name) and (step := _read_state(path)["step"]) != step_of(path):
-            raise manifest.Damaged(f"{path} holds iteration {step}: it was renamed")
-
-    ranks.together(mine)
+    """Verify every byte of this rank's share of the files."""
+    for name in manifest.check_names(path)[ranks.world_rank :: ranks.world]:
+        manifest.check_file(path, name)
+    if re.match(r"step-\d+", path.name) and (step := _read_state(path)["step"]) != step_of(path):
+        raise manifest.Damaged(f"{path} holds iteration {step}: it was renamed")
 
 
 def check_good(path: Path, ranks: Ranks) -> None:
-    """Reject a checkpoint that was written while the run diverged."""
-
-    def mine() -> None:
-        if skipped := _read_state(path)["skipped_in_a_row"]:
-            raise manifest.Damaged(f"{skipped} updates before it were skipped as not finite")
-        stored = [(part, name, weights) for part, weights in open_shards(path).items() for name in weights.names]
-        for part, name, weights in stored[ranks.world_rank :: ranks.world]:
-            if not weights.read(name).isfinite().all():
-                raise manifest.Damaged(f"its {part}/{name} is not finite")
-
-    ranks.together(mine)
+    """Reject a checkpoint that was written while the run diverged; each rank reads its share of the tensors."""
+    if skipped := _read_state(path)["skipped_in_a_row"]:
+        raise manifest.Damaged(f"{skipped} updates before it were skipped as not finite")
+    stored = [(part, name, weights) for part, weights in open_shards(path).items() for name in weights.names]
+    for part, name, weights in stored[ranks.world_rank :: ranks.world]:
+        if not weights.read(name).isfinite().all():
+            raise manifest.Damaged(f"its {part}/{name} is not finite")
 
 
 def choose(run_folder: Path, wanted: str, ranks: Ranks) -> Path | None:
@@ -158,19 +151,16 @@ def choose(run_folder: Path, wanted: str, ranks: Ranks) -> Path | None:
     """
     if wanted not in (NEWEST, LAST_GOOD):
         try:
-            check_files(Path(wanted), ranks)
+            ranks.together(partial(check_files, Path(wanted), ranks))
         except RankError as error:
             raise ConfigError(f"resume_from_checkpoint {wanted} is not a complete checkpoint: {error}") from error
         return Path(wanted)
-    listed = ranks.together(lambda: [(p, (p / manifest.NAME).is_file()) for p in _folders(run_folder / "checkpoints")])[
-        0
-    ]
-    candidates = [path for path, is_complete in listed if is_complete or path.suffix != ".tmp"]
+    listed = ranks.together(lambda: [(p, (p / manifest.NAME).is_file()) for p in _folders(run_folder / "checkpoints")])
+    candidates = [path for path, is_complete in listed[0] if is_complete or path.suffix != ".tmp"]
     for path in reversed(candidates):
         try:
-            check_files(path, ranks)
-            if wanted == LAST_GOOD:
-                check_good(path, ranks)
+            for check in (check_files, check_good) if wanted == LAST_GOOD else (check_files,):
+                ranks.together(partial(check, path, ranks))
             return path
         except RankError as error:
             ranks.log_once(f"{path.name} is damaged and left out: {error}")

@@ -58,10 +58,6 @@ class StepVote:
         self.in_a_row += not math.isfinite(grad_norm)
         return False
 
-    @property
-    def too_many_skips(self) -> bool:
-        return self.in_a_row > MAX_SKIPPED
-
 
 def check_rewards(scores: Scores, limit: float, iteration: int) -> None:
     """Stop a run in which more than a fraction `limit` of the rewards failed."""
@@ -129,10 +125,11 @@ class Guards:
                 self.report("preempted", str(told))
                 raise
             except Exception as error:  # including one from `save`
-                explained = self._explained(error)
-                if explained is error:
-                    raise
-                raise explained from error
+                died = self._death_of_rank(error)
+                self._fail(died or str(error), traceback.format_exception(error))
+                if died:
+                    raise TrainingError(died) from error
+                raise
             finally:
                 stop.set()
                 self.listening = False
@@ -150,24 +147,19 @@ class Guards:
             idle = time.monotonic() - self.last_beat
             if idle > self.timeout:
                 text = f"iteration {self.step + 1}, {self.phase}: nothing moved for {idle:.0f} s (collective_timeout)"
-                self._record(text)
-                self.report("failed", text)
+                self._fail(text)
                 print(f"post_train.py: rank {self.ranks.world_rank}: {text}", file=sys.stderr, flush=True)
                 os._exit(FAILED)
 
-    def _explained(self, error: Exception) -> Exception:
-        """The error, or its likely cause if a rank died; also written to the flight record and the status."""
-        trace = traceback.format_exception(error)
-        if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
-            first = str(error).partition("\n")[0]
-            text = f"iteration {self.step + 1}, {self.phase}: a rank died or the process group failed ({first})"
-            error = TrainingError(text)
-        self._record(str(error), trace)
-        self.report("failed", str(error))
-        return error
+    def _death_of_rank(self, error: Exception) -> str:
+        """The likely cause of an error that shows when a rank has died; empty for other errors."""
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error).lower():
+            return ""
+        first = str(error).partition("\n")[0]
+        return f"iteration {self.step + 1}, {self.phase}: a rank died or the process group failed ({first})"
 
-    def _record(self, message: str, trace: Sequence[str] = ()) -> None:
-        """Write this rank's flight record."""
+    def _fail(self, message: str, trace: Sequence[str] = ()) -> None:
+        """Write this rank's flight record and the status."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         frames = sys._current_frames().items()
         record = {
@@ -186,6 +178,7 @@ class Guards:
             write_json(file, record)
         except OSError as error:
             print(f"{file} could not be written ({error}): {json.dumps(record)}", file=sys.stderr, flush=True)
+        self.report("failed", message)
 
 
 @contextmanager

@@ -1,4 +1,8 @@
-"""Rollouts: which clips a rank samples, with what exploration noise, and what training keeps.
+"""Rollouts: which clips a rank samples, where they explore, with what noise, and what training keeps.
+
+Every group of clips has noise in some consecutive denoising steps, its window, and trains on these. Outside of it a
+clip follows the ODE, which has no log-probability: there it may be computed in any way that is cheap, and the first
+ratio is still exactly 1.
 
 All clips in one forward share a prompt (packed text), or have prompts of equal length. Training runs the same
 micro-batches through the same function, which is why the first ratio is exactly 1.
@@ -18,17 +22,11 @@ from sage_grpo.algo.sde import Schedule, flow_sigmas
 from sage_grpo.config import Config
 from sage_grpo.models.backbone import Backbone, Conditioning, Guidance
 from sage_grpo.models.sample import counter_noise, integrate
-from sage_grpo.train.windows import Windows
 
+ClipId = tuple[int, int]  # position of its prompt in the list, and index among the prompt's clips in this iteration
+MicroBatch = tuple[ClipId, ...]  # clips that run through the model together
 Group = tuple[int, int]  # position of the prompt, and which of its groups
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """Clips that run through the model together."""
-
-    prompts: tuple[int, ...]  # of each clip, its position in the prompt list
-    samples: tuple[int, ...]  # index of each clip among all clips of its prompt in this iteration
+FORMS = "all, all_but_last, random:SIZE, slide:SIZE[:EVERY], random_iteration:SIZE or slide_iteration:SIZE[:EVERY]"
 
 
 @dataclass
@@ -50,9 +48,8 @@ class Trajectory:
 def prompt_positions(step: int, per_step: int, count: int, seed: int) -> list[int]:
     """Prompt positions for iteration `step`: each epoch goes through all `count` prompts in a new order."""
     numbers = range(step * per_step, (step + 1) * per_step)
-    orders = {
-        epoch: rng.permutation(count, seed, "prompt_order", step=epoch) for epoch in {n // count for n in numbers}
-    }
+    epochs = {n // count for n in numbers}
+    orders = {epoch: rng.permutation(count, seed, "prompt_order", step=epoch) for epoch in epochs}
     return [int(orders[n // count][n % count]) for n in numbers]
 
 
@@ -69,18 +66,68 @@ def plan_micro_batches(
         seen[prompt] += group_size
     mine = rows[rank * batch_size : (rank + 1) * batch_size]
     size = micro_batch_size or min(batch_size, group_size)
-    chunks = [mine[start : start + size] for start in range(0, len(mine), size)]
-    return [MicroBatch(*zip(*chunk, strict=True)) for chunk in chunks]
+    return [tuple(mine[start : start + size]) for start in range(0, len(mine), size)]
 
 
 def join_prompts(micro_batches: Sequence[MicroBatch], alike: Callable[[int], Hashable], most: int) -> list[MicroBatch]:
     """Join up to `most` micro-batches whose prompts are `alike`; clips of one prompt stay next to each other."""
     kinds: dict[Hashable, list[MicroBatch]] = {}
     for one in micro_batches:
-        kinds.setdefault(alike(one.prompts[0]), []).append(one)
+        kinds.setdefault(alike(one[0][0]), []).append(one)
     parts = [ones[start : start + most] for ones in kinds.values() for start in range(0, len(ones), most)]
-    clips = [[pair for one in part for pair in zip(one.prompts, one.samples, strict=True)] for part in parts]
-    return [MicroBatch(*zip(*pairs, strict=True)) for pairs in clips]
+    return [tuple(clip for one in part for clip in one) for part in parts]
+
+
+@dataclass(frozen=True)
+class Windows:
+    """The windows of a run; `parse` makes them from `sde_window`."""
+
+    kind: str
+    size: int  # denoising steps
+    every: int  # iterations after which a sliding window advances
+    first: int  # step
+    places: int  # where the window may begin, from `first` on
+    seed: int
+
+    @classmethod
+    def parse(cls, text: str, stochastic: Tensor, seed: int) -> "Windows":
+        """Windows among the steps that can have noise, `stochastic` (T,) bool; these are consecutive in every sampler.
+
+        `all`; `all_but_last`; `random:SIZE`, drawn for each group of clips; `slide:SIZE:EVERY`, which begins at another
+        place for each prompt, advances by one every EVERY (25) iterations and wraps around (MixGRPO). With `_iteration`
+        all groups of an iteration have the same window, and one that slides begins at the first step.
+        """
+        noisy = stochastic.nonzero().flatten().tolist()
+        kind, *numbers = text.split(":")
+        if kind == "all_but_last":
+            noisy = [step for step in noisy if step < len(stochastic) - 1]
+        if not noisy:
+            raise ValueError(
+                "the schedule has no stochastic step to train: choose an sde_type other than ode, or eta > 0"
+            )
+        if not numbers and kind in ("all", "all_but_last"):
+            return cls("all", len(noisy), 1, noisy[0], 1, seed)
+        name = kind.removesuffix("_iteration")
+        if name not in ("random", "slide") or not 1 <= len(numbers) <= 1 + (name == "slide") or "" in numbers:
+            raise ValueError(f"sde_window is {text!r}; write {FORMS}")
+        if not all(number.isdigit() and int(number) for number in numbers) or int(numbers[0]) > len(noisy):
+            raise ValueError(f"sde_window is {text!r}; its numbers must be whole, and SIZE at most {len(noisy)} steps")
+        size, every = int(numbers[0]), int(numbers[1]) if len(numbers) > 1 else 25
+        return cls(kind, size, every, noisy[0], len(noisy) - size + 1, seed)
+
+    @property
+    def steps(self) -> range:
+        """All steps that may be in a window."""
+        return range(self.first, self.first + self.places - 1 + self.size)
+
+    def start(self, step: int, prompt: int, group: int) -> int:
+        """First denoising step of the window of a prompt's group in iteration `step`."""
+        kind, *of_all = self.kind.split("_")
+        own = {} if of_all else {"prompt": prompt, "sample": group}
+        if kind == "random":
+            return self.first + rng.integer(self.places, self.seed, "window", step=step, **own)
+        phase = rng.integer(self.places, self.seed, "window", prompt=prompt) if own else 0
+        return self.first + (phase + step // self.every) % self.places
 
 
 def num_trained(window: int, fraction: float) -> int:
@@ -105,15 +152,20 @@ class Rollouts:
     conditions: Mapping[int, Conditioning]  # by position in the prompt list
     begun: dict[Group, Tensor] = field(default_factory=dict)  # states in which groups enter their windows
 
+    def joined(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """The micro-batches as they run: up to `prompts_per_forward` prompts of one shape together."""
+        most = self.config.prompts_per_forward
+        return micro_batches if most == 1 else join_prompts(micro_batches, lambda p: self.conditions[p].shapes, most)
+
     @torch.no_grad()
     def __call__(self, micro_batch: MicroBatch) -> Trajectory:
         """Non-finite trajectories are zeroed and flagged: they must not turn other clips' gradients into NaN."""
         c, device, (groups, start) = self.config, self.sampler.sigmas.device, self.groups(micro_batch)
-        steps, cond = start[:, None] + torch.arange(self.windows.size), self.conditioning(micro_batch.prompts)
-        first = [s - s % c.num_generations for s in micro_batch.samples] if c.same_init_noise else None
-        key = (micro_batch.samples, "rollout", micro_batch.prompts, self.step, first)
-        x, noise = counter_noise(self.shape, c.seed, *key)
-        x = self.begin(x.to(device), micro_batch.prompts, groups, start)
+        prompts, samples = zip(*micro_batch, strict=True)
+        steps, cond = start[:, None] + torch.arange(self.windows.size), self.conditioning(prompts)
+        first = [s - s % c.num_generations for s in samples] if c.same_init_noise else None
+        x, noise = counter_noise(self.shape, c.seed, samples, "rollout", prompts, self.step, first)
+        x = self.begin(x.to(device), prompts, groups, start)
         path, velocities, log_probs = [x], [], []
         for i in steps.T:
             at = i.to(device)
@@ -133,16 +185,15 @@ class Rollouts:
     def order(self, micro_batch: MicroBatch) -> Tensor:
         """(B, K) places in the window that each clip trains, in a separate order per clip."""
         c, size = self.config, self.windows.size
-        kept, pairs = num_trained(size, c.timestep_fraction), zip(micro_batch.prompts, micro_batch.samples, strict=True)
-        keys = [{"step": self.step, "prompt": prompt, "sample": sample} for prompt, sample in pairs]
+        kept = num_trained(size, c.timestep_fraction)
         if not c.enable_timestep_permutation:
-            return torch.arange(kept).expand(len(keys), -1)
+            return torch.arange(kept).expand(len(micro_batch), -1)
+        keys = [{"step": self.step, "prompt": prompt, "sample": sample} for prompt, sample in micro_batch]
         return torch.stack([rng.permutation(size, c.seed, "permutation", **key)[:kept] for key in keys])
 
     def groups(self, micro_batch: MicroBatch) -> tuple[list[Group], Tensor]:
         """Each clip's group (its prompt, and which of the prompt's groups), and the first step of its window (B,)."""
-        pairs = zip(micro_batch.prompts, micro_batch.samples, strict=True)
-        groups = [(prompt, sample // self.config.num_generations) for prompt, sample in pairs]
+        groups = [(prompt, sample // self.config.num_generations) for prompt, sample in micro_batch]
         return groups, torch.tensor([self.windows.start(self.step, *group) for group in groups])
 
     def conditioning(self, prompts: Sequence[int]) -> Conditioning:
@@ -172,11 +223,10 @@ class Rollouts:
 
     def levels_after(self, end: Tensor) -> Tensor:
         """Noise levels (B, n+1) to 0 from the windows that end before step `end` (B,); short rows end with zeros."""
-        sigmas, c = self.sampler.sigmas.cpu().double(), self.config
-        rows = [sigmas[i:] for i in end.tolist()]
-        if c.tail_steps:  # unless fewer are left
-            few = c.tail_steps
-            rows = [flow_sigmas(few, c.timestep_shift, r[0].item()) if len(r) > few + 1 else r for r in rows]
+        sigmas, few = self.sampler.sigmas.cpu().double(), self.config.tail_steps
+        rows, shift = [sigmas[i:] for i in end.tolist()], self.config.timestep_shift
+        if few:  # unless fewer are left
+            rows = [flow_sigmas(few, shift, r[0].item()) if len(r) > few + 1 else r for r in rows]
         return pad_sequence(rows, batch_first=True)
 
 

@@ -63,7 +63,7 @@ class Save:
         self.work = Work(lambda advance: finish(*place, advance) if self.ranks.first else None)
         return False
 
-    def wait(self, beat: Callable[[], None] = lambda: None) -> None:
+    def wait(self, beat: Callable[[], None]) -> None:
         """Wait until it is committed. `beat` is called as long as this rank's files grow."""
         while not self.poll():
             if self.work.moved():
@@ -77,13 +77,6 @@ class Save:
             if self.ranks.first:
                 shutil.rmtree(self.draft, ignore_errors=True)
             raise CheckpointError(f"{self.target.name} could not be written: {error}") from error
-
-
-def save(trainer: "Trainer", folder: Path, export: bool = True) -> Path:
-    """Write a checkpoint and wait for it."""
-    started = Save(trainer, folder, export)
-    started.wait()
-    return started.target
 
 
 class Saves:
@@ -109,13 +102,12 @@ class Saves:
     def begin(self, must: bool = True) -> None:
         """Save the state, unless it is saved. If it `must` be, this waits for it, and a failure ends the run; else a
         failure is logged and tried again later."""
-        trainer = self.trainer
+        trainer, config = self.trainer, self.trainer.config
         self.settle(wait=True)
         if self.step == trainer.settled_step:
             return
         trainer.guards.note("save")
         self.begun = time.monotonic()
-        config = trainer.config
         every, last = config.export_interval, trainer.settled_step == config.max_steps
         export = config.use_lora or last or bool(every and trainer.settled_step % every == 0)
         try:

@@ -20,15 +20,13 @@ from sage_grpo.parallel.fsdp import gathered, reduce_gradients_in_next_backward
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.rewards.composite import Composite, Scores
 from sage_grpo.runs.folder import RunFolder
-from sage_grpo.train.anchor import Anchor
-from sage_grpo.train.guards import Guards, StepVote, TrainingError, check_rewards
+from sage_grpo.train.guards import MAX_SKIPPED, Guards, StepVote, TrainingError, check_rewards
 from sage_grpo.train.metrics import Stopwatch, UpdateStats, peak_memory, reward_record
-from sage_grpo.train.optimization import Optimization
-from sage_grpo.train.rollout import MicroBatch, Rollouts, Trajectory, join_prompts, plan_micro_batches, prompt_positions
+from sage_grpo.train.optimization import Anchor, Optimization
+from sage_grpo.train.rollout import MicroBatch, Rollouts, Trajectory, Windows, plan_micro_batches, prompt_positions
 from sage_grpo.train.saving import Saves
 from sage_grpo.train.update import Objective, anchor_velocities
 from sage_grpo.train.validation import Gold, Validation, gold_columns
-from sage_grpo.train.windows import parse_windows
 
 
 @dataclass(eq=False)
@@ -51,7 +49,7 @@ class Trainer:
         c = self.config
         sigmas = flow_sigmas(c.num_sampling_steps, c.timestep_shift)
         self.sampler = build_schedule(c.sde_type, sigmas, c.eta).to(self.ranks.device)
-        self.windows = parse_windows(c.sde_window, self.sampler.stochastic, c.seed)
+        self.windows = Windows.parse(c.sde_window, self.sampler.stochastic, c.seed)
         self.shape = self.backbone.latent_shape(c.num_frames, c.height, c.width)
         self.guards, self.vote = Guards(self.ranks, self.run, c.collective_timeout), StepVote()
         self.step, self.saves, self.controller = 0, Saves(self, self.run.checkpoints), c.kl_controller()
@@ -94,12 +92,9 @@ class Trainer:
         for reward in (self.reward, self.validation and self.validation.holdout):
             if reward:
                 reward.on_batch = self.guards.beat
-        try:
-            hidden = not self.ranks.first
-            with tqdm(total=self.config.max_steps, initial=self.step, unit="it", disable=hidden) as bar:
-                yield bar
-        finally:
-            heartbeat.remove()
+        total, hidden = self.config.max_steps, not self.ranks.first
+        with heartbeat, tqdm(total=total, initial=self.step, unit="it", disable=hidden) as bar:
+            yield bar
 
     def enter(self, phase: str) -> None:
         """Begin the next phase, at a safe point."""
@@ -134,13 +129,11 @@ class Trainer:
         """Sample trajectories for `micro_batches`, by default this rank's share of the iteration."""
         c, batch = self.config, []
         micro_batches = self.micro_batches() if micro_batches is None else micro_batches
-        positions = list(dict.fromkeys(one.prompts[0] for one in micro_batches))
+        positions = list(dict.fromkeys(prompt for one in micro_batches for prompt, _ in one))
         encoded = (cond.to(self.ranks.device) for cond in self.backbone.encode([self.prompts[p] for p in positions]))
         how = (self.backbone, sampler or self.sampler, self.windows, self.guidance, self.shape, c, self.step)
         rollouts = Rollouts(*how, conditions=dict(zip(positions, encoded, strict=True)))
-        if c.prompts_per_forward > 1:
-            micro_batches = join_prompts(micro_batches, lambda p: rollouts.conditions[p].shapes, c.prompts_per_forward)
-        for micro_batch in micro_batches:
+        for micro_batch in rollouts.joined(micro_batches):
             self.safe_point(inside=True)
             with self.gathered():
                 batch.append(rollouts(micro_batch))
@@ -250,9 +243,9 @@ class Trainer:
             if self.ranks.any(not self.optimization.is_finite):
                 raise self.saves.diverged(f"the weights are not finite after iteration {self.step + 1}")
             if self.anchor:
-                self.anchor.count_update()
+                self.anchor.age += 1
             self.controller.update(pending.mean("kl_anchor" if self.config.trust_region.anchor else "kl_rollout"))
-        if self.vote.too_many_skips:
+        if self.vote.in_a_row > MAX_SKIPPED:
             raise self.saves.diverged(
                 f"the gradient was not finite {self.vote.in_a_row} times in a row, at last in iteration "
                 f"{self.step + 1} at {self.first_nonfinite_clip()} with seed {self.config.seed}"
@@ -263,17 +256,16 @@ class Trainer:
 
     def first_nonfinite_clip(self) -> str:
         """The first clip of this optimizer step whose loss or gradient is not finite, on any rank."""
-        clips = ((one, i) for one, finite in self.finite for i in (~finite).nonzero().flatten().tolist())
-        mine = next((f"{self.prompts[one.prompts[i]].text!r}, clip {one.samples[i]}" for one, i in clips), "")
+        clips = (one[i] for one, finite in self.finite for i in (~finite).nonzero().flatten().tolist())
+        mine = next((f"{self.prompts[prompt].text!r}, clip {sample}" for prompt, sample in clips), "")
         return next((text for text in self.ranks.texts(mine) if text), "the parameters")
 
     def finish_iteration(self) -> None:
         """Called between iterations: refresh the anchor; validate and save when due and at the end."""
         if self.anchor:
             self.anchor.refresh_if_due()
-        last = self.step == self.config.max_steps
         if self.due(self.config.save_interval) or self.saves.is_due:
-            self.saves.begin(must=last)
+            self.saves.begin(must=self.step == self.config.max_steps)
         if self.due(self.config.validation_interval):
             self.validate()
 
@@ -313,4 +305,4 @@ class Trainer:
 
     def texts(self, batch: Sequence[Trajectory]) -> list[str]:
         """The prompt of each of this rank's clips."""
-        return [self.prompts[position].text for t in batch for position in t.micro_batch.prompts]
+        return [self.prompts[prompt].text for t in batch for prompt, _ in t.micro_batch]

@@ -59,9 +59,18 @@ class Objective:
         """
         steps, terms = at_steps(trajectory.steps, places), self.terms(trajectory, places, advantages)
         terms.velocity.retain_grad()
-        total = objective(terms.policy, self.scale[steps], terms.kl, self.kl_coef, self.num_pairs)
-        total.backward()
-        self._measure(stats, trajectory.is_finite, steps, advantages, terms)
+        objective(terms.policy, self.scale[steps], terms.kl, self.kl_coef, self.num_pairs).backward()
+        with torch.no_grad():
+            columns = policy_columns(terms.log_ratio, advantages, self.config.clip_range) | {
+                "loss": terms.policy,
+                "objective": self.scale[steps] * terms.policy + self.kl_coef * terms.kl,
+                "kl_anchor": terms.to_anchor,
+                "kl_rollout": terms.to_rollout,
+                # the norm of each pair's gradient, as if it were the full batch
+                "grad_v": self.num_pairs * terms.velocity.grad.flatten(1).norm(dim=1),
+            }
+            kept = trajectory.is_finite
+            stats.add(steps[kept], {name: values[kept] for name, values in columns.items()})
         return (terms.policy + terms.kl).isfinite() & terms.velocity.grad.flatten(1).isfinite().all(1)
 
     def terms(self, trajectory: Trajectory, places: Tensor, advantages: Tensor) -> Terms:
@@ -82,18 +91,6 @@ class Objective:
         kl = torch.where(trajectory.is_finite, self.kl_scale[steps] * region.kl(to_anchor, step_kl), 0.0)
         policy = policy_loss(log_ratio, advantages, self.config.clip_range)
         return Terms(velocity, log_ratio, policy, to_anchor, to_rollout, kl)
-
-    @torch.no_grad()
-    def _measure(self, stats: UpdateStats, is_finite: Tensor, steps: Tensor, advantages: Tensor, terms: Terms) -> None:
-        """Record statistics; `grad_v` is the norm of each pair's gradient, as if it were the full batch."""
-        columns = policy_columns(terms.log_ratio, advantages, self.config.clip_range) | {
-            "loss": terms.policy,
-            "objective": self.scale[steps] * terms.policy + self.kl_coef * terms.kl,
-            "kl_anchor": terms.to_anchor,
-            "kl_rollout": terms.to_rollout,
-            "grad_v": self.num_pairs * terms.velocity.grad.flatten(1).norm(dim=1),
-        }
-        stats.add(steps[is_finite], {name: values[is_finite] for name, values in columns.items()})
 
 
 @torch.no_grad()

@@ -50,6 +50,15 @@ def test_only_what_a_run_writes_is_replaced(tmp_path):
     assert run.checkpoints == tmp_path / "checkpoints" and run.validation_folder(7).name == "step-000007"
 
 
+def test_a_line_is_found_by_kind_and_step(tmp_path):
+    run = made(tmp_path / "run")
+    assert not run.has("train", 1)
+    run.open(0)
+    run.log("validation", 12, {})
+    found = [run.has(kind, step) for kind, step in (("validation", 12), ("validation", 1), ("train", 12))]
+    assert found == [True, False, False]
+
+
 def mine(folder):
     return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from sage_grpo.runs.tracker import Tracker, has_line
+from sage_grpo.runs.folder import Tracker
 from tests.disks import fill, small_disk
 
 
@@ -41,13 +41,6 @@ def test_lines_wait_for_room_on_a_full_disk(tmp_path, capfd):
         (tmp_path / "disk" / "filler").unlink()
         tracker.write("train", 4, {})
         assert [json.loads(line)["step"] for line in tracker.file.read_text().splitlines()] == [1, 2, 3, 4]
-
-
-def test_a_line_is_found_by_kind_and_step(tmp_path):
-    Tracker(tmp_path, ["none"], {}, 0).write("validation", 12, {})
-    file = tmp_path / "metrics.jsonl"
-    found = [has_line(file, kind, step) for kind, step in (("validation", 12), ("validation", 1), ("train", 12))]
-    assert found == [True, False, False] and not has_line(tmp_path / "none.jsonl", "train", 1)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own thread

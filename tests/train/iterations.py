@@ -1,10 +1,11 @@
-"""Parts of an iteration, for tests."""
+"""Parts of an iteration, and a checkpoint after it, for tests."""
 
 import torch
 
 from sage_grpo import rng
 from sage_grpo.parallel.fsdp import full_tensor
 from sage_grpo.train import build
+from sage_grpo.train.saving import Save
 
 
 def in_fp64():
@@ -29,3 +30,10 @@ def next_gradients(trainer):
     trainer.prepare_anchor(batch)
     record = trainer.update(batch, advantages)
     return found, record, advantages.values
+
+
+def save(trainer, folder):
+    """Write a checkpoint and wait for it; returns its folder."""
+    started = Save(trainer, folder, export=True)
+    started.wait(trainer.guards.beat)
+    return started.target

@@ -11,10 +11,11 @@ from sage_grpo.config import ConfigError
 from sage_grpo.flags import from_values
 from sage_grpo.models.backbone import Guidance
 from sage_grpo.models.hunyuan15.backbone import Hunyuan15
-from sage_grpo.train import checkpoint, saving
+from sage_grpo.train import checkpoint
 from sage_grpo.train.build import assemble, build_trainer
 from tests.dist import run_ranks
 from tests.hostile import hashes_of
+from tests.train.iterations import save
 
 
 def train(ranks, values):
@@ -32,14 +33,14 @@ def files(folder):
 def test_counts_of_skipped_updates_come_back(make):
     trainer = make(max_steps=1)
     trainer.step, trainer.vote.skipped, trainer.vote.in_a_row = 1, 7, 2
-    saving.save(trainer, trainer.run.path / "checkpoints")
+    save(trainer, trainer.run.path / "checkpoints")
     resumed = make(max_steps=1, resume_from_checkpoint="auto")
     assert (resumed.step, resumed.vote.skipped, resumed.vote.in_a_row) == (1, 7, 2)
 
 
 def test_resuming_keeps_the_run_even_when_told_to_overwrite(make):
     trainer = make(max_steps=1)
-    saving.save(trainer, trainer.run.path / "checkpoints")
+    save(trainer, trainer.run.path / "checkpoints")
     make(max_steps=1, resume_from_checkpoint="auto", overwrite=True)
     assert [path.name for path in checkpoint.found(trainer.run.path / "checkpoints")] == ["step-000000"]
     assert (trainer.run.path / "metrics.jsonl").read_text().count('"kind": "run"') == 2

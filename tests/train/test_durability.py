@@ -24,6 +24,7 @@ from sage_grpo.train.saving import CheckpointError
 from tests.disks import fill, small_disk
 from tests.dist import run_ranks
 from tests.hostile import change, sealed_again
+from tests.train.iterations import save
 
 WRITES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "os.truncate"}
 
@@ -71,7 +72,7 @@ def die_in_save(ranks, values, steps):
         child = os.fork()
         if child == 0:
             kill_before_write(number, folder)
-            saving.save(trainer, folder)
+            save(trainer, folder)
             os._exit(0)
         _, status = os.waitpid(child, 0)
         if os.WIFEXITED(status):
@@ -117,12 +118,12 @@ def fail_in_save(ranks, values, guilty, function):
     if ranks.world_rank == guilty:
         setattr(saving, function, fails)
     with pytest.raises(CheckpointError) as error:
-        saving.save(trainer, folder_of(trainer))
+        save(trainer, folder_of(trainer))
     ranks.barrier()
     there = names(trainer)
     setattr(saving, function, works)
     ranks.barrier()
-    again = saving.save(trainer, folder_of(trainer)).name
+    again = save(trainer, folder_of(trainer)).name
     same = all(torch.equal(value, weights(trainer)[name]) for name, value in before.items())
     return str(error.value), there, again, same
 
@@ -252,7 +253,7 @@ def test_a_strange_checkpoint_is_refused_in_one_sentence(three, tmp_path, data):
         victim.unlink()
     sealed_again(path)
     try:
-        checkpoint.check_files(path, three.ranks)
+        three.ranks.together(lambda: checkpoint.check_files(path, three.ranks))
         checkpoint.load(three, path)
     except (ConfigError, RankError) as error:
         assert str(error) and "\n" not in str(error) and len(str(error)) < 1000
@@ -273,6 +274,6 @@ def test_the_path_of_a_loaded_checkpoint_stays_inside(three, tmp_path):
     path = folder_of(three) / "step-000003"
     text = (path / manifest.NAME).read_text().replace("trainer/state.json", "../step-000002/trainer/state.json")
     (path / manifest.NAME).write_text(text)
-    with pytest.raises(RankError, match="is not a list of files in this folder"):
+    with pytest.raises(manifest.Damaged, match="is not a list of files in this folder"):
         checkpoint.check_files(path, three.ranks)
     assert Path(path).is_dir()

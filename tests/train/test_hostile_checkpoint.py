@@ -3,15 +3,15 @@
 import pytest
 
 from sage_grpo.config import ConfigError
-from sage_grpo.train import saving
 from tests.hostile import sealed_again, write_bomb
+from tests.train.iterations import save
 
 
 @pytest.fixture
 def saved(make):
     """The folder of a checkpoint of a fresh trainer."""
     trainer = make(use_lora=True)
-    return saving.save(trainer, trainer.run.path / "checkpoints")
+    return save(trainer, trainer.run.path / "checkpoints")
 
 
 @pytest.mark.parametrize("name", ["rank-00000.safetensors", "rank-00001.safetensors", "state.json"])

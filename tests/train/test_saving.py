@@ -26,6 +26,7 @@ from sage_grpo.train.guards import TrainingError
 from sage_grpo.train.saving import NotFinite
 from tests.dist import CONTEXT, run_ranks
 from tests.hostile import change, sealed_again
+from tests.train.iterations import save
 
 
 def folder_of(trainer):
@@ -238,7 +239,7 @@ def test_a_state_that_is_not_finite_is_never_committed(make, part):
     tensor = [value for value in checkpoint._parts(trainer)[part].values() if value.ndim][-1]
     tensor.data.view(-1)[-1] = math.nan
     with pytest.raises(NotFinite, match=f"step-000002 was not written: {part}/.* is not finite"):
-        saving.save(trainer, folder_of(trainer))
+        save(trainer, folder_of(trainer))
     assert sorted(path.name for path in folder_of(trainer).iterdir()) == ["step-000001"]
     with pytest.raises(TrainingError, match=r"lower learning_rate .*last_good goes back to step-000001"):
         trainer.saves.begin()

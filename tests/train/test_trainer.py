@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from sage_grpo.algo.sde import SDES
 from sage_grpo.models.backbone import Guidance
 from sage_grpo.models.lora import ANCHOR, POLICY, adapter_parameters
+from sage_grpo.parallel.fsdp import copy_into
 from sage_grpo.rewards.composite import Scores
 from sage_grpo.train import checkpoint
 from sage_grpo.train.guards import TrainingError
@@ -75,7 +76,7 @@ def test_the_anchor_forward_is_skipped_only_while_it_would_change_nothing(make):
     batch = trainer.roll_out()
     trainer.prepare_anchor(batch)
     assert batch[0].anchor_velocity is None
-    trainer.anchor.count_update()  # as after an update that changed nothing
+    trainer.anchor.age += 1  # as after an update that changed nothing
     trainer.prepare_anchor(batch)
     rows = torch.arange(2)
     for steps in batch[0].order.T:  # the same forward, so the same bits
@@ -100,7 +101,7 @@ def test_the_anchor_takes_the_policys_place_and_gives_it_back(make):
         assert torch.equal(velocity(), before)
     assert torch.equal(velocity(), after) and not torch.allclose(after, before)
     assert all(torch.equal(p, kept[name]) for name, p in trainer.optimization.parameters.items())
-    trainer.anchor.copy_policy()
+    copy_into(trainer.anchor.values, trainer.anchor.parameters)
     with trainer.anchor.in_place():
         assert torch.equal(velocity(), after)
 

@@ -8,6 +8,7 @@ import torch
 
 from sage_grpo.algo.equalizer import equalizer
 from sage_grpo.models.backbone import Guidance
+from sage_grpo.parallel.fsdp import copy_into
 from sage_grpo.train.metrics import UpdateStats
 from sage_grpo.train.update import Objective
 
@@ -85,8 +86,8 @@ def prepared(make):
 
         move(2e-3, 0)
         if trainer.anchor:  # a third policy
-            trainer.anchor.copy_policy()
-            trainer.anchor.count_update()
+            copy_into(trainer.anchor.values, trainer.anchor.parameters)
+            trainer.anchor.age += 1
             trainer.prepare_anchor(batch)
         move(2e-3, 1000)
         return trainer, schedule, batch, rewards
