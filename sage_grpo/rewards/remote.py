@@ -18,7 +18,7 @@ from torch import Tensor
 from sage_grpo.background import within
 from sage_grpo.json_files import printable
 from sage_grpo.rewards.base import Setup
-from sage_grpo.rewards.wire import WireError, is_number, pack, read_json, read_token
+from sage_grpo.rewards.wire import WireError, pack, read_json, read_token
 
 if TYPE_CHECKING:
     import httpx2  # imported at run time only where used: it takes 0.1 s
@@ -44,7 +44,7 @@ class RemoteReward:
         self.url, self.timeout, self.start_timeout = url.rstrip("/"), timeout, start_timeout
         self.client = _open_client(url, timeout, read_token())
         about = self._ask_in_time("GET", "/info")
-        if not isinstance(about.get("names"), list) or not is_number(about.get("max_bytes")):
+        if not isinstance(about.get("names"), list) or type(about.get("max_bytes")) not in (int, float):
             raise RemoteError(f"{self.url} is not a reward server: its /info lists no names and limits")
         self.names: tuple[str, ...] = tuple(map(str, about["names"]))
         self.limits = (about.get("max_clips", math.inf), about["max_bytes"])
@@ -75,7 +75,7 @@ class RemoteReward:
         found = len(values) if isinstance(values, list) else "no"
         if found != count:
             raise RemoteError(f"{self.url} returned {found} values for {name}; expected {count}, one per clip")
-        if not all(value is None or is_number(value) for value in values):
+        if not all(value is None or type(value) in (int, float) for value in values):
             raise RemoteError(f"{self.url} returned a value for {name} that is not a number")
         return torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float64)
 
