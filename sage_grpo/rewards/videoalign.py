@@ -10,8 +10,8 @@ Shapes: B clips, L tokens, D hidden features, P vision patches in the batch.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +23,7 @@ from sage_grpo.rewards.base import Setup
 VIDEO_TOKEN, PAD_TOKEN = "<|video_pad|>", "<|endoftext|>"
 
 
-@dataclass(frozen=True)
-class Inputs:
+class Inputs(NamedTuple):
     tokens: Tensor  # (B, L), padded on the right
     patches: Tensor  # (P, 1176)
     grids: Tensor  # (B, 3) patches per clip in time, height and width
@@ -67,8 +66,7 @@ class VideoAlign:
     def check(self, prompts: Sequence[str]) -> None:
         """Reject prompts that contain special tokens: they could insert a video or a score."""
         for prompt in set(prompts):
-            token = next((token for token in self.tokenizer.get_added_vocab() if token in prompt), None)
-            if token:
+            if token := next((token for token in self.tokenizer.get_added_vocab() if token in prompt), None):
                 raise ValueError(f"the prompt {prompt!r} holds {token}, which the reward reserves; take it out")
 
     @torch.no_grad()

@@ -103,8 +103,7 @@ def read_tokenizer(folder: Path, checkpoint: Path) -> PreTrainedTokenizerFast:
         tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file), chat_template=chat)
     except Exception as error:  # tokenizers raises nothing more specific
         raise ValueError(f"{file} is not a tokenizer ({printable(error)}); download it again") from error
-    missing = sorted({*TOKENS, "<|video_pad|>", "<|endoftext|>"} - tokenizer.get_added_vocab().keys())
-    if missing:
+    if missing := sorted({*TOKENS, "<|video_pad|>", "<|endoftext|>"} - tokenizer.get_added_vocab().keys()):
         raise ValueError(f"{file} does not know {missing[0]}; it is not the tokenizer of this reward")
     return tokenizer
 
