@@ -36,12 +36,7 @@ def tiled_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Attention for kernels that prefer full tiles of keys, (B, S, H, E) each -> (B, S, H, E)."""
     if key.shape[1] < LONG or key.shape[1] % TILE == 0:
         return attention(query, key, value)
-    return parted_attention(query, key, value)
-
-
-def parted_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attention with the keys split in two; needs at least one full tile and a remainder."""
-    return _parted(query, key, value)[0]
+    return parted_attention(query, key, value)[0]
 
 
 def best_attention(x: Tensor) -> Attend:
@@ -54,8 +49,11 @@ def best_attention(x: Tensor) -> Attend:
 # A custom operator, which the compiler treats as opaque: from these lines, torch 2.11 generated a kernel that read
 # out of bounds.
 @torch.library.custom_op("sage_grpo::parted_attention", mutates_args=())
-def _parted(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, S, H, E) each -> output (B, S, H, E) and log of the softmax denominator (B, H, S)."""
+def parted_attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention with the keys split in two; needs at least one full tile and a remainder.
+
+    (B, S, H, E) each -> output (B, S, H, E) and log of the softmax denominator (B, H, S).
+    """
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     full = key.shape[2] // TILE * TILE
     out, normalizer = _kernel(query, key[:, :, :full], value[:, :, :full])
@@ -75,7 +73,7 @@ def _add_keys(query: Tensor, key: Tensor, value: Tensor, out: Tensor, normalizer
     return out * (normalizer - total).exp()[..., None] + weights @ value, total
 
 
-@_parted.register_fake
+@parted_attention.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     batch, tokens, heads, _ = query.shape
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -110,7 +108,7 @@ def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -
     ctx.mark_non_differentiable(output[1])
 
 
-_parted.register_autograd(lambda ctx, out, _: _parted_backward(out, *ctx.saved_tensors), setup_context=_keep)
+parted_attention.register_autograd(lambda ctx, out, _: _parted_backward(out, *ctx.saved_tensors), setup_context=_keep)
 KERNELS = ("cudnn_attention", "flash_attention", "efficient_attention", "flash_attention_for_cpu")
 # operators whose outputs selective checkpointing keeps: attention
 KEPT = {getattr(aten, f"_scaled_dot_product_{name}").default for name in KERNELS}

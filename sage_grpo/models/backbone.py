@@ -14,7 +14,7 @@ import hashlib
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -41,19 +41,6 @@ class Guidance:
 
     scale: float = 1.0
     negative: Conditioning | None = None
-
-    def velocity(self, branch: Callable[[Conditioning], Tensor], cond: Conditioning) -> Tensor:
-        """`v_neg + scale * (v_pos - v_neg)`, where `branch` gives the velocity under one conditioning.
-
-        Both branches carry gradients.
-        """
-        positive = branch(cond)
-        if math.isclose(self.scale, 1.0):
-            return positive
-        if self.negative is None:
-            raise ValueError(f"guidance {self.scale} needs a negative conditioning; encode the negative prompt ('').")
-        unguided = branch(self.negative)
-        return unguided + self.scale * (positive - unguided)
 
 
 @dataclass(frozen=True)
@@ -155,8 +142,17 @@ class Backbone(ABC):
         """
 
     def velocity(self, x: Tensor, sigma: Tensor | float, cond: Conditioning, guidance: Guidance) -> Tensor:
-        """Guided velocity, shape of x (B, C, T, y, x), at least fp32."""
-        return guidance.velocity(lambda one: self.branch(x, sigma, one), cond)
+        """Guided velocity, shape of x (B, C, T, y, x), at least fp32: `v_neg + scale * (v_pos - v_neg)`.
+
+        Both branches carry gradients.
+        """
+        positive, scale, negative = self.branch(x, sigma, cond), guidance.scale, guidance.negative
+        if math.isclose(scale, 1.0):
+            return positive
+        if negative is None:
+            raise ValueError(f"guidance {scale} needs a negative conditioning; encode the negative prompt ('').")
+        unguided = self.branch(x, sigma, negative)
+        return unguided + scale * (positive - unguided)
 
     @abstractmethod
     def decode(self, latents: Tensor) -> Tensor:

@@ -65,13 +65,12 @@ class ModelFolder:
         """Require that the folder exists, and that a version is selected if there are several."""
         if not self.root.is_dir():
             raise FileNotFoundError(f"Model folder '{self.root}' does not exist; download_weights.sh makes one.")
-        if self.is_tencent:
-            if self.versions and self.version not in self.versions:
-                raise FileNotFoundError(
-                    f"'{self.root}/transformer' has no {self.version}; choose pretrained_transformer_version from "
-                    f"{', '.join(self.versions)}, or get it: bash download_weights.sh --version {self.version}."
-                )
-        elif self.version != DEFAULT_VERSION:
+        if self.is_tencent and self.versions and self.version not in self.versions:
+            raise FileNotFoundError(
+                f"'{self.root}/transformer' has no {self.version}; choose pretrained_transformer_version from "
+                f"{', '.join(self.versions)}, or get it: bash download_weights.sh --version {self.version}."
+            )
+        if not self.is_tencent and self.version != DEFAULT_VERSION:
             raise ValueError(
                 f"pretrained_transformer_version {self.version} chooses a folder in Tencent's layout, but "
                 f"'{self.root}' has the layout of diffusers, which holds one transformer; leave it out."
@@ -146,7 +145,8 @@ class ModelFolder:
 
     def _guidance(self, usual: float) -> float:
         if self.is_tencent:
-            return 1.0 if tencent.read_version(self.version).distilled else usual
+            *_, distilled = tencent.read_version(self.version)
+            return 1.0 if distilled else usual
         guider = self.root / "guider" / "guider_config.json"
         if not guider.is_file():
             return usual

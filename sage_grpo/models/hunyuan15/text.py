@@ -31,9 +31,8 @@ SYSTEM_MESSAGE: str = _STOCK["system_message"].default
 TEMPLATE_TOKENS: int = _STOCK["crop_start"].default
 MAX_TEXT_TOKENS: int = _STOCK["tokenizer_max_length"].default
 HIDDEN_STATE = -(_STOCK["num_hidden_layers_to_skip"].default + 1)
-MAX_GLYPH_TOKENS: int = (
-    inspect.signature(HunyuanVideo15Pipeline._get_byt5_prompt_embeds).parameters["tokenizer_max_length"].default
-)
+_STOCK_GLYPH = inspect.signature(HunyuanVideo15Pipeline._get_byt5_prompt_embeds).parameters
+MAX_GLYPH_TOKENS: int = _STOCK_GLYPH["tokenizer_max_length"].default
 
 EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight")  # of ByT5, one table; Glyph-SDXL-v2 has the second name
 ENCODER_PARTS = ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2")
@@ -75,11 +74,10 @@ class TextEncoder:
         """Fingerprint of all that determines an embedding: tokenizers, encoder weights, template and precision."""
         digest = hashlib.sha256(f"{self.dtype} {TEMPLATE_TOKENS} {HIDDEN_STATE} {SYSTEM_MESSAGE}".encode())
         for name in ENCODER_PARTS:
-            part = self.folder.part(name)
-            files = (path for path in part.rglob("*") if path.is_file())
-            for path in sorted(path for path in files if ".cache" not in path.parts):  # Hugging Face Hub metadata
-                digest.update(path.relative_to(self.folder.root).as_posix().encode())
-                digest.update(file_fingerprint(path))
+            for path in sorted(self.folder.part(name).rglob("*")):
+                if path.is_file() and ".cache" not in path.parts:  # Hugging Face Hub metadata
+                    digest.update(path.relative_to(self.folder.root).as_posix().encode())
+                    digest.update(file_fingerprint(path))
         return digest.hexdigest()[:16]
 
     def _load(self) -> None:

@@ -82,7 +82,6 @@ class PackedTransformer(HunyuanVideo15Transformer3DModel, Denoiser):
         return ("image_embedder", *(f"{last}.{name}" for name in unread))
 
     def split_sequence(self, group: dist.ProcessGroup | None) -> None:
-        """Split the tokens of every forward across the ranks of a group; every rank gets the full velocity."""
         heads = self.config.num_attention_heads
         if group is not None and heads % dist.get_world_size(group):
             raise ValueError(f"sp_size is {dist.get_world_size(group)}; it must divide the model's {heads} heads")
