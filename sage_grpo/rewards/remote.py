@@ -10,7 +10,7 @@ import ssl
 import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
@@ -140,7 +140,14 @@ def _open_client(url: str, timeout: float, token: str) -> "httpx2.Client":
     import httpx2
 
     parts = urlsplit(url)
-    _check_url(url, parts)
+    if parts.username is not None or parts.password is not None:
+        raise RemoteError("remote_reward_url holds a user name or password, but it is logged: take them out")
+    try:
+        host = parts.hostname and parts.port != 0
+    except ValueError:  # a port that is not a number
+        host = None
+    if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
+        raise RemoteError(f"remote_reward_url is {url!r}; write http://HOST:PORT or https://HOST:PORT")
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # trusts no certificate
     if parts.scheme == "https":
         tls = ssl.create_default_context()  # reads the system certificates, which takes 50 ms
@@ -156,17 +163,6 @@ def _open_client(url: str, timeout: float, token: str) -> "httpx2.Client":
         )
     except httpx2.InvalidURL as error:
         raise RemoteError(f"remote_reward_url is {url!r}; {error}") from error
-
-
-def _check_url(url: str, parts: SplitResult) -> None:
-    if parts.username is not None or parts.password is not None:
-        raise RemoteError("remote_reward_url holds a user name or password, but it is logged: take them out")
-    try:
-        host = parts.hostname and parts.port != 0
-    except ValueError:  # a port that is not a number
-        host = None
-    if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
-        raise RemoteError(f"remote_reward_url is {url!r}; write http://HOST:PORT or https://HOST:PORT")
 
 
 def _chunks(parts: Sequence[bytes | memoryview]) -> Iterator[memoryview]:
