@@ -155,8 +155,7 @@ def check_names(weights: Weights, expected: Mapping[str, Sequence[int]]) -> None
     shapes = [(name, weights.shape(name), tuple(expected[name])) for name in weights.pieces if name in expected]
     other = [f"{name} {ours} instead of {theirs}" for name, ours, theirs in shapes if ours != theirs]
     kinds = {"missing": missing, "unexpected": unexpected, "of another shape": other}
-    if any(kinds.values()):
-        problems = [f"{len(names)} {kind} ({_some(names)})" for kind, names in kinds.items() if names]
+    if problems := [f"{len(names)} {kind} ({_some(names)})" for kind, names in kinds.items() if names]:
         raise ValueError(f"'{weights.where}' does not fit this model: of its tensors {', '.join(problems)}.")
 
 

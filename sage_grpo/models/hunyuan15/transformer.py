@@ -108,7 +108,6 @@ class PackedTransformer(HunyuanVideo15Transformer3DModel, Denoiser):
         return self._unpatch(velocity, hidden_states.shape[2:])
 
     def to_json_string(self) -> str:
-        """The config as the stock class writes it, so that saved folders load without this package."""
         config = json.loads(super().to_json_string())
         config["_class_name"] = HunyuanVideo15Transformer3DModel.__name__
         return json.dumps(config, indent=2, sort_keys=True) + "\n"
