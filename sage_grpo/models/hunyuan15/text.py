@@ -76,8 +76,7 @@ class TextEncoder:
         for name in ENCODER_PARTS:
             for path in sorted(self.folder.part(name).rglob("*")):
                 if path.is_file() and ".cache" not in path.parts:  # Hugging Face Hub metadata
-                    digest.update(path.relative_to(self.folder.root).as_posix().encode())
-                    digest.update(file_fingerprint(path))
+                    digest.update(path.relative_to(self.folder.root).as_posix().encode() + file_fingerprint(path))
         return digest.hexdigest()[:16]
 
     def _load(self) -> None:
