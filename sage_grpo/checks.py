@@ -16,8 +16,7 @@ def check(config: Config, world_size: int = 1) -> None:
             f"updates_per_rollout is {updates} and gradient_accumulation_steps {accumulation}; one of them must be 1"
         )
     for name in ("max_steps", "save_interval", "validation_interval"):
-        value = getattr(config, name)
-        if value % accumulation:
+        if (value := getattr(config, name)) % accumulation:
             raise ConfigError(
                 f"{name} is {value}; it must be a multiple of gradient_accumulation_steps ({accumulation})"
             )
@@ -30,11 +29,9 @@ def check(config: Config, world_size: int = 1) -> None:
             f"dtype {config.dtype} with master_weight_type {config.master_weight_type} needs enable_fsdp True, which "
             f"works on one GPU too; else choose one of them for both"
         )
-    unknown = sorted(set(config.report_to) - {"tensorboard", "wandb", "none"})
-    if unknown:
+    if unknown := sorted(set(config.report_to) - {"tensorboard", "wandb", "none"}):
         raise ConfigError(f"report_to names {unknown[0]}; choose from tensorboard, wandb, none")
-    missing = [name for name in config.report_to if name != "none" and find_spec(name) is None]
-    if missing:
+    if missing := [name for name in config.report_to if name != "none" and find_spec(name) is None]:
         raise ConfigError(
             f"report_to names {missing[0]}, which is not installed: pip install {missing[0]}, or leave it out"
         )

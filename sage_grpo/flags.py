@@ -116,10 +116,9 @@ def base_type(name: str) -> type:
 
 def _value(name: str, raw: Any) -> Any:
     """Convert a raw value (text or parsed YAML) to its field's type and check its range."""
-    optional = NoneType in typing.get_args(HINTS[name])
+    field, optional = FIELDS[name].metadata, NoneType in typing.get_args(HINTS[name])
     if optional and (raw is None or str(raw).lower() in ("none", "null")):
         return None
-    field = FIELDS[name].metadata
     try:
         value = CONVERTERS[base_type(name)](raw)
         if name in PATHS:
@@ -251,6 +250,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 METAVARS = {bool: "True|False", int: "N", float: "X", str: "TEXT", tuple: "TEXT", dict: "JSON"}
+COUNTS: dict[type, dict[str, Any]] = {bool: {"nargs": "?", "const": True}, tuple: {"nargs": "+"}}  # of values; else one
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -277,13 +277,9 @@ def _parser() -> argparse.ArgumentParser:
 def _add_flag(group: Any, name: str) -> None:
     field, kind = FIELDS[name], base_type(name)
     options = [f"--{key}" for key in (name, *(alias for alias, target in ALIASES.items() if target == name))]
-    kwargs: dict[str, Any] = {"metavar": "|".join(field.metadata["choices"] or ()) or METAVARS[kind]}
-    if kind is bool:
-        kwargs |= {"nargs": "?", "const": True}
-    elif kind is tuple:
-        kwargs |= {"nargs": "+"}
+    metavar, counts = "|".join(field.metadata["choices"] or ()) or METAVARS[kind], COUNTS.get(kind, {})
     help = f"{field.metadata['help']} (default: {_shown(field)})".replace("%", "%%")
-    group.add_argument(*options, default=argparse.SUPPRESS, dest=name, help=help, **kwargs)
+    group.add_argument(*options, default=argparse.SUPPRESS, dest=name, help=help, metavar=metavar, **counts)
 
 
 def _shown(field: dataclasses.Field) -> Any:

@@ -38,8 +38,7 @@ def commit(draft: Path, target: Path, hashes: Mapping[str, str], on_sync: Callab
 
     A draft with a manifest is complete: it replaces an existing target, which is deleted only after that.
     """
-    missing = [name for name in hashes if not (draft / name).is_file()]
-    if missing:
+    if missing := [name for name in hashes if not (draft / name).is_file()]:
         raise FileNotFoundError(
             f"{draft / missing[0]} was written by another process and is not here; its folder must be shared"
         )

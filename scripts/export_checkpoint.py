@@ -58,7 +58,7 @@ def write_diffusers(checkpoint: Path, folder: Path, model_path: Path | None) -> 
 
 def trained(checkpoint: Path, base: Weights) -> Iterator[tuple[str, Tensor]]:
     """Transformer tensors, one at a time, from the ranks' shards; the model gives what was never trained."""
-    weights = trained_weights(checkpoint, base)
+    weights = trained_weights(checkpoint, lambda: base)
     check_names(weights, {name: base.shape(name) for name in base.names})
     return ((name, weights.read(name)) for name in weights.names)
 

@@ -69,15 +69,16 @@ class Schedule:
         0, with a zero gradient, at deterministic steps.
         """
         z = (x_next - self.mean(i, x, v)) * _per_sample(self.inv_std, i, x)
-        return self.log_norm[i] - 0.5 * _sample_mean(z.square())
+        return self.log_norm[i] - 0.5 * z.square().flatten(1).mean(1)
 
     def kl(self, i: Step, v: Tensor, v_ref: Tensor) -> Tensor:
         """KL between the transitions of two velocities from the same state, averaged over elements: (B,).
 
         With equal covariances: b^2 (v - v_ref)^2 / (2 std^2) (Eq. 11 with the variance in its denominator).
         """
-        gap = _per_sample(self.b * self.inv_std, i, v) * (_wide(v) - _wide(v_ref))
-        return 0.5 * _sample_mean(gap.square())
+        wide = torch.promote_types(v.dtype, torch.float32)
+        gap = _per_sample(self.b * self.inv_std, i, v) * (v.to(wide) - v_ref)
+        return 0.5 * gap.square().flatten(1).mean(1)
 
     def window(self, steps: Sequence[int]) -> "Schedule":
         """This sampler with noise only in `steps`; the others run the ODE."""
@@ -139,9 +140,10 @@ def precise_split(sigma: Tensor, sigma_next: Tensor, eta: float) -> tuple[Tensor
 
 
 Table = tuple[Tensor, Tensor, Tensor]  # a, b, std
+Sampler = Callable[[Tensor, Tensor, float], Table]  # of sigma, sigma_next and eta
 
 
-def euler_maruyama(variance: Callable[[Tensor, Tensor, float], Tensor]) -> Callable[[Tensor, Tensor, float], Table]:
+def euler_maruyama(variance: Callable[[Tensor, Tensor, float], Tensor]) -> Sampler:
     def table(sigma: Tensor, sigma_next: Tensor, eta: float) -> Table:
         var = variance(sigma, sigma_next, eta)
         return 1 - var / (2 * sigma), sigma_next - sigma - var * (1 - sigma) / (2 * sigma), var.sqrt()
@@ -149,9 +151,7 @@ def euler_maruyama(variance: Callable[[Tensor, Tensor, float], Tensor]) -> Calla
     return table
 
 
-def coefficient_preserving(
-    split: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]],
-) -> Callable[[Tensor, Tensor, float], Table]:
+def coefficient_preserving(split: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]) -> Sampler:
     def table(sigma: Tensor, sigma_next: Tensor, eta: float) -> Table:
         std, r = split(sigma, sigma_next, eta)
         return 1 - sigma_next + r, (1 - sigma) * r - sigma * (1 - sigma_next), std
@@ -159,7 +159,7 @@ def coefficient_preserving(
     return table
 
 
-SDES: dict[str, Callable[[Tensor, Tensor, float], Table]] = {
+SDES: dict[str, Sampler] = {
     "sage_grpo": euler_maruyama(sage_variance),
     "dance_grpo": euler_maruyama(dance_variance),
     "flow_grpo": euler_maruyama(flow_variance),
@@ -197,11 +197,3 @@ def _check(sde_type: str, sigmas: Tensor, eta: float) -> None:
 def _per_sample(column: Tensor, i: Step, like: Tensor) -> Tensor:
     """Row i of a table, shaped to scale `like` (B, ...). Never 0-dim, so that a bf16 velocity is promoted to fp32."""
     return column[i].reshape(-1, *[1] * (like.ndim - 1))
-
-
-def _sample_mean(values: Tensor) -> Tensor:
-    return values.flatten(1).mean(1)
-
-
-def _wide(values: Tensor) -> Tensor:
-    return values.to(torch.promote_types(values.dtype, torch.float32))

@@ -76,7 +76,6 @@ class KLController:
         kl_warmup_steps: int = 100,
         kl_schedule: str = "adaptive",
         kl_feedback: str = "paper",
-        history: int = 10,
     ) -> None:
         if kl_schedule not in SCHEDULES:
             raise ValueError(f"kl_schedule is {kl_schedule!r}; choose one of {', '.join(SCHEDULES)}")
@@ -95,7 +94,7 @@ class KLController:
         self.target, self.warmup = kl_target, kl_warmup_steps
         self.schedule, self.when_high_low = kl_schedule, FEEDBACKS[kl_feedback]
         self.step = 0
-        self.recent: deque[float] = deque(maxlen=history)
+        self.recent: deque[float] = deque(maxlen=10)
         self.coef = kl_weight if kl_schedule == "fixed" else self._warmed_up()
 
     def update(self, kl: float) -> float:
@@ -107,7 +106,9 @@ class KLController:
         if self.schedule != "fixed" and self.step <= self.warmup:
             self.coef = self._warmed_up()
         elif self.schedule == "adaptive":
-            self.coef = min(max(self.coef * self._feedback(), self.floor), self.ceiling)
+            mean, (high, low) = sum(self.recent) / len(self.recent), self.when_high_low
+            factor = high if mean > 1.5 * self.target else low if mean < 0.5 * self.target else 1.0
+            self.coef = min(max(self.coef * factor, self.floor), self.ceiling)
         return self.coef
 
     def state_dict(self) -> dict[str, Any]:
@@ -120,8 +121,3 @@ class KLController:
     def _warmed_up(self) -> float:
         share = min(self.step / self.warmup, 1.0) if self.warmup else 1.0
         return self.start + (self.ceiling - self.start) * share
-
-    def _feedback(self) -> float:
-        mean = sum(self.recent) / len(self.recent)
-        high, low = self.when_high_low
-        return high if mean > 1.5 * self.target else low if mean < 0.5 * self.target else 1.0

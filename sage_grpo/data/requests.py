@@ -67,8 +67,7 @@ def read_requests(path: str | Path) -> list[Request]:
 
 
 def _request(row: dict, number: int, where: str) -> Request:
-    unknown = sorted(str(key) for key in row if key not in COLUMNS)
-    if unknown:
+    if unknown := sorted(str(key) for key in row if key not in COLUMNS):
         raise ValueError(f"{where}: unknown column {unknown[0]!r}; known are {', '.join(COLUMNS)}")
     text = row.get("prompt")
     if not isinstance(text, str) or not text.strip():

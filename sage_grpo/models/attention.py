@@ -1,7 +1,7 @@
 """Softmax attention without a mask, using the device's best kernel.
 
 On Hopper that is cuDNN through SDPA, which processes keys in tiles of 128 and is 8 % slower if the last tile is not
-full. So the keys of a long sequence are split: full tiles go to that kernel, the remainder to a custom one (join.py),
+full. So the keys of a long sequence are split: full tiles go to that kernel, the remainder to a custom one,
 and the two results are merged exactly by their normalizers, as flash attention merges its tiles.
 
 Shapes: B clips, H heads of E, S tokens, R remainder keys.
@@ -13,10 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sage_grpo.models.join import add_keys, triton
 from sage_grpo.parallel.ulysses import Attend
 
+try:  # ships with torch for CUDA
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+
 TILE = 128
+ROWS = 64  # queries per program of the kernel
 LONG = 32768  # tokens from which splitting the keys pays off, whatever the remainder
 aten = torch.ops.aten
 
@@ -30,12 +36,7 @@ def tiled_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Attention for kernels that prefer full tiles of keys, (B, S, H, E) each -> (B, S, H, E)."""
     if key.shape[1] < LONG or key.shape[1] % TILE == 0:
         return attention(query, key, value)
-    return parted_attention(query, key, value)
-
-
-def parted_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attention with the keys split in two; needs at least one full tile and a remainder."""
-    return _parted(query, key, value)[0]
+    return parted_attention(query, key, value)[0]
 
 
 def best_attention(x: Tensor) -> Attend:
@@ -48,25 +49,31 @@ def best_attention(x: Tensor) -> Attend:
 # A custom operator, which the compiler treats as opaque: from these lines, torch 2.11 generated a kernel that read
 # out of bounds.
 @torch.library.custom_op("sage_grpo::parted_attention", mutates_args=())
-def _parted(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, S, H, E) each -> output (B, S, H, E) and log of the softmax denominator (B, H, S)."""
+def parted_attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention with the keys split in two; needs at least one full tile and a remainder.
+
+    (B, S, H, E) each -> output (B, S, H, E) and log of the softmax denominator (B, H, S).
+    """
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     full = key.shape[2] // TILE * TILE
     out, normalizer = _kernel(query, key[:, :, :full], value[:, :, :full])
-    add = add_keys if query.is_cuda else _add_keys
-    out, total = add(query, key[:, :, full:], value[:, :, full:], out, normalizer)
+    add_keys = _add_keys_gpu if query.is_cuda else _add_keys
+    out, total = add_keys(query, key[:, :, full:], value[:, :, full:], out, normalizer)
     return out.to(query.dtype).transpose(1, 2).contiguous(), total.contiguous()
 
 
 def _add_keys(query: Tensor, key: Tensor, value: Tensor, out: Tensor, normalizer: Tensor) -> tuple[Tensor, Tensor]:
-    """Reference implementation of `add_keys` in join.py, in plain matmuls."""
+    """Output and log-denominator over all keys, given those over the keys before these R, in plain matmuls.
+
+    query (B, H, S, E), key and value (B, H, R, E), out (B, H, S, E), normalizer (B, H, S).
+    """
     scores = query @ key.mT * query.shape[-1] ** -0.5  # (B, H, S, R)
     total = torch.logaddexp(normalizer, scores.logsumexp(-1))
     weights = (scores - total[..., None]).exp()
     return out * (normalizer - total).exp()[..., None] + weights @ value, total
 
 
-@_parted.register_fake
+@parted_attention.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     batch, tokens, heads, _ = query.shape
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -101,7 +108,7 @@ def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -
     ctx.mark_non_differentiable(output[1])
 
 
-_parted.register_autograd(lambda ctx, out, _: _parted_backward(out, *ctx.saved_tensors), setup_context=_keep)
+parted_attention.register_autograd(lambda ctx, out, _: _parted_backward(out, *ctx.saved_tensors), setup_context=_keep)
 KERNELS = ("cudnn_attention", "flash_attention", "efficient_attention", "flash_attention_for_cpu")
 # operators whose outputs selective checkpointing keeps: attention
 KEPT = {getattr(aten, f"_scaled_dot_product_{name}").default for name in KERNELS}
@@ -135,3 +142,44 @@ def _kernel_backward(
         gradient, query, key, value, out, total[..., None], no_dropout, no_dropout, None, None, None,
         query.shape[2], key.shape[2], 0.0, False,
     )  # fmt: skip
+
+
+def _add_keys_gpu(query: Tensor, key: Tensor, value: Tensor, out: Tensor, normalizer: Tensor) -> tuple[Tensor, Tensor]:
+    """`_add_keys` in one pass over queries and output, for R of at most 128; out is overwritten, normalizer fp32."""
+    (batch, heads, rows, width), extra = query.shape, key.shape[2]
+    query, key, value = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value))
+    normalizer, total = normalizer.contiguous(), torch.empty_like(normalizer, memory_format=torch.contiguous_format)
+    strides = [x.stride()[:3] for x in (query, key, value, out)]
+    columns = max(16, triton.next_power_of_2(extra))
+    _add_keys_kernel[triton.cdiv(rows, ROWS), batch * heads](
+        query, key, value, out, normalizer, total, *(n for three in strides for n in three),
+        heads, rows, extra, width**-0.5, width, ROWS, columns,
+    )  # fmt: skip
+    return out, total
+
+
+if triton is not None:
+
+    @triton.jit
+    def _add_keys_kernel(
+        query, key, value, out, normalizer, total, qb, qh, qs, kb, kh, ks, vb, vh, vs, ob, oh, os,
+        heads, rows, extra, scale, width: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ):  # fmt: skip
+        pair = tl.program_id(1).to(tl.int64)  # index of (clip, head)
+        b, h = pair // heads, pair % heads
+        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
+        column, feature = tl.arange(0, COLUMNS), tl.arange(0, width)
+        here, there = row < rows, column < extra
+        q = tl.load(query + b * qb + h * qh + row[:, None] * qs + feature, mask=here[:, None], other=0.0)
+        k = tl.load(key + b * kb + h * kh + column[:, None] * ks + feature, mask=there[:, None], other=0.0)
+        v = tl.load(value + b * vb + h * vh + column[:, None] * vs + feature, mask=there[:, None], other=0.0)
+        place = out + b * ob + h * oh + row[:, None] * os + feature
+        before = tl.load(place, mask=here[:, None], other=0.0).to(tl.float32)
+        known = tl.load(normalizer + pair * rows + row, mask=here, other=0.0)
+        scores = tl.where(there, tl.dot(q, tl.trans(k)) * scale, -float("inf"))
+        top = tl.maximum(known, tl.max(scores, 1))
+        weights, old = tl.exp(scores - top[:, None]), tl.exp(known - top)
+        denominator = old + tl.sum(weights, 1)
+        after = before * old[:, None] + tl.dot(weights.to(v.dtype), v)
+        tl.store(place, (after / denominator[:, None]).to(q.dtype), mask=here[:, None])
+        tl.store(total + pair * rows + row, top + tl.log(denominator), mask=here)

@@ -14,7 +14,7 @@ import hashlib
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -30,16 +30,7 @@ from sage_grpo.models.denoiser import Denoiser
 from sage_grpo.models.embeddings import Conditioning, Embeddings, Encoder
 from sage_grpo.models.lora import LORA_FILE, POLICY, adapter_file, read_adapter
 from sage_grpo.models.shards import rank_file, trained_weights
-from sage_grpo.models.weights import (
-    INDEX,
-    Weights,
-    fill_model,
-    index_text,
-    load_model,
-    open_file,
-    open_folder,
-    plan_files,
-)
+from sage_grpo.models.weights import INDEX, Weights, fill_model, index_text, load_model, open_file, plan_files
 from sage_grpo.parallel.fsdp import full_tensor
 from sage_grpo.tensor_files import TensorFile, host_copy
 
@@ -50,23 +41,6 @@ class Guidance:
 
     scale: float = 1.0
     negative: Conditioning | None = None
-
-    @property
-    def active(self) -> bool:
-        return not math.isclose(self.scale, 1.0)
-
-    def velocity(self, branch: Callable[[Conditioning], Tensor], cond: Conditioning) -> Tensor:
-        """`v_neg + scale * (v_pos - v_neg)`, where `branch` gives the velocity under one conditioning.
-
-        Both branches carry gradients.
-        """
-        positive = branch(cond)
-        if not self.active:
-            return positive
-        if self.negative is None:
-            raise ValueError(f"guidance {self.scale} needs a negative conditioning; encode the negative prompt ('').")
-        unguided = branch(self.negative)
-        return unguided + self.scale * (positive - unguided)
 
 
 @dataclass(frozen=True)
@@ -168,8 +142,17 @@ class Backbone(ABC):
         """
 
     def velocity(self, x: Tensor, sigma: Tensor | float, cond: Conditioning, guidance: Guidance) -> Tensor:
-        """Guided velocity, shape of x (B, C, T, y, x), at least fp32."""
-        return guidance.velocity(lambda one: self.branch(x, sigma, one), cond)
+        """Guided velocity, shape of x (B, C, T, y, x), at least fp32: `v_neg + scale * (v_pos - v_neg)`.
+
+        Both branches carry gradients.
+        """
+        positive, scale, negative = self.branch(x, sigma, cond), guidance.scale, guidance.negative
+        if math.isclose(scale, 1.0):
+            return positive
+        if negative is None:
+            raise ValueError(f"guidance {scale} needs a negative conditioning; encode the negative prompt ('').")
+        unguided = self.branch(x, sigma, negative)
+        return unguided + scale * (positive - unguided)
 
     @abstractmethod
     def decode(self, latents: Tensor) -> Tensor:
@@ -219,13 +202,8 @@ class Backbone(ABC):
         checkpoint: of a full fine-tuning run, whose weights replace the folder's.
         """
         model.to_empty(device=self.device)
-        fill_model(model, self.open_weights() if checkpoint is None else self.trained_weights(checkpoint))
+        fill_model(model, trained_weights(checkpoint, self.open_weights) if checkpoint else self.open_weights())
         self.transformer = model
-
-    def trained_weights(self, checkpoint: Path) -> Weights:
-        """All weights of a full fine-tuning run's checkpoint."""
-        folder = checkpoint / "transformer"
-        return open_folder(folder) if folder.is_dir() else trained_weights(checkpoint, self.open_weights())
 
     def load_weights(self, path: str | Path | None) -> None:
         """Use post-trained weights: a folder with `transformer/`, a LoRA folder, or a file; None for the base model."""
@@ -239,7 +217,7 @@ class Backbone(ABC):
         single = path.suffix == ".safetensors" and path.is_file()
         if not single and not holds_all_weights(path):
             raise FileNotFoundError(f"checkpoint_path {path} has neither transformer/*.safetensors nor {LORA_FILE}")
-        weights = open_file(path) if single else self.trained_weights(path)
+        weights = open_file(path) if single else trained_weights(path, self.open_weights)
         if any("lora_" in name for name in weights.names):
             raise ValueError(f"checkpoint_path {path} is a LoRA, which is loaded from a folder with {LORA_FILE}")
         fill_model(self.transformer, weights)

@@ -24,6 +24,7 @@ class Denoiser(PeftAdapterMixin):
 
     block_list = "transformer_blocks"  # name of the module list
     varying: tuple[int, int] | None = None  # (input, dim) of a block whose length varies between requests
+    never_trained: tuple[str, ...] = ()  # (prefixes of) modules whose outputs the forward never uses: no gradient
     num_recomputed, compiled, trained = 0, False, False
     in_8_bits: fp8.Switch | None = None
     sequence_group: dist.ProcessGroup | None = None
@@ -31,11 +32,6 @@ class Denoiser(PeftAdapterMixin):
     @property
     def all_blocks(self) -> nn.ModuleList:
         return self.get_submodule(self.block_list)
-
-    @property
-    def never_trained(self) -> tuple[str, ...]:
-        """Names or name prefixes of modules whose outputs the forward never uses: they get no gradient."""
-        return ()
 
     def is_block_matrix(self, name: str, parameter: Tensor) -> bool:
         """Whether a parameter is a 2-D weight of a block, which Muon may train."""

@@ -32,8 +32,7 @@ def target_layers(transformer: Denoiser, names: Sequence[str]) -> list[str]:
     """Full names of the linear layers in the blocks whose names end in one of `names`."""
     linears = [name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)]
     blocks = [name for name in linears if name.startswith(f"{transformer.block_list}.")]
-    missing = [name for name in names if not any(layer.endswith(f".{name}") for layer in blocks)]
-    if missing:
+    if missing := [name for name in names if not any(layer.endswith(f".{name}") for layer in blocks)]:
         known = sorted({layer.split(".", 2)[2].removeprefix("attn.") for layer in blocks})
         raise ValueError(f"lora_target_modules names {missing[0]}; linear layers of the blocks are {', '.join(known)}")
     chosen = [layer for layer in blocks if any(layer.endswith(f".{name}") for name in names)]
@@ -109,8 +108,7 @@ def read_adapter(file: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
     except (ValueError, RecursionError, AttributeError) as error:
         raise ValueError(f"{file} has settings that are not a JSON object ({error}); save it again") from error
     plain = LoraConfig().to_dict()
-    strange = [n for n, value in settings.items() if n not in ALLOWED and value and value != plain.get(n)]
-    if strange:
+    if strange := [n for n, value in settings.items() if n not in ALLOWED and value and value != plain.get(n)]:
         raise ValueError(f"{file} is not a plain LoRA: its settings name {strange[0]!r}; merge it into the weights")
     settings = {name: settings.get(name, plain[name]) for name in KINDS}
     check_kinds(file, settings, KINDS)
@@ -141,8 +139,7 @@ def load_adapter(transformer: nn.Module, folder: Path, adapter: str) -> None:
     file = folder / LORA_FILE
     values, settings = read_adapter(file)
     mine = adapter_parameters(transformer, adapter)
-    wrong = sorted(set(values) ^ set(mine)) or [n for n, p in mine.items() if p.shape != values[n].shape]
-    if wrong:
+    if wrong := sorted(set(values) ^ set(mine)) or [n for n, p in mine.items() if p.shape != values[n].shape]:
         raise ValueError(f"{file} does not fit lora_r and lora_target_modules: {wrong[0]} differs")
     own = transformer.peft_config[adapter]
     settings = settings or {"lora_alpha": own.r}  # what diffusers takes if a file does not say it

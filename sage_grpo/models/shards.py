@@ -6,14 +6,14 @@ Parts are weights, optimizer, anchor and average.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from sage_grpo.models.weights import Piece, Weights, open_safetensors
+from sage_grpo.models.weights import Piece, Weights, open_folder, open_safetensors
 from sage_grpo.tensor_files import TensorFile
 
 FOLDER = "trainer"
@@ -64,8 +64,10 @@ def _in_order(name: str, pieces: list[tuple[int, Piece]]) -> list[Piece]:
     return [piece for _, piece in ordered]
 
 
-def trained_weights(checkpoint: Path, base: Weights) -> Weights:
-    """A model's weights, replaced by those that a checkpoint holds: the averaged ones, if the run had any."""
+def trained_weights(checkpoint: Path, base: Callable[[], Weights]) -> Weights:
+    """All weights of a full fine-tuning run's checkpoint: as exported, else those of the model, `base()`, replaced by
+    what the ranks trained, or by its average if the run had one."""
+    if (checkpoint / "transformer").is_dir():
+        return open_folder(checkpoint / "transformer")
     parts = open_shards(checkpoint)
-    part = parts["average"] if parts["average"].names else parts["weights"]
-    return Weights(checkpoint, base.pieces | part.pieces)
+    return Weights(checkpoint, base().pieces | (parts["average"].pieces or parts["weights"].pieces))

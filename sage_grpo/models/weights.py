@@ -150,14 +150,12 @@ def open_safetensors(path: Path) -> Any:
 
 def check_names(weights: Weights, expected: Mapping[str, Sequence[int]]) -> None:
     """Reject weights without exactly the expected tensors and shapes, before anything is loaded."""
-    found = dict.fromkeys(weights.names)
-    missing = [name for name in expected if name not in found]
-    unexpected = [name for name in found if name not in expected]
-    shapes = [(name, weights.shape(name), tuple(expected[name])) for name in found if name in expected]
+    missing = [name for name in expected if name not in weights.pieces]
+    unexpected = [name for name in weights.pieces if name not in expected]
+    shapes = [(name, weights.shape(name), tuple(expected[name])) for name in weights.pieces if name in expected]
     other = [f"{name} {ours} instead of {theirs}" for name, ours, theirs in shapes if ours != theirs]
     kinds = {"missing": missing, "unexpected": unexpected, "of another shape": other}
-    if any(kinds.values()):
-        problems = [f"{len(names)} {kind} ({_some(names)})" for kind, names in kinds.items() if names]
+    if problems := [f"{len(names)} {kind} ({_some(names)})" for kind, names in kinds.items() if names]:
         raise ValueError(f"'{weights.where}' does not fit this model: of its tensors {', '.join(problems)}.")
 
 

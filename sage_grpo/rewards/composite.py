@@ -88,8 +88,7 @@ def _checked(reward: Reward, scores: Mapping[str, Tensor], count: int) -> dict[s
     if set(scores) != set(reward.names):
         raise ValueError(f"the scores are {', '.join(sorted(scores))}; expected {', '.join(reward.names)}")
     values = {name: torch.as_tensor(value).double().cpu() for name, value in scores.items()}
-    wrong = next((name for name, value in values.items() if value.shape != (count,)), None)
-    if wrong:
+    if wrong := next((name for name, value in values.items() if value.shape != (count,)), None):
         raise ValueError(f"{wrong} has shape {tuple(values[wrong].shape)} for {count} clips")
     return {name: torch.where(value.isfinite(), value, math.nan) for name, value in values.items()}
 

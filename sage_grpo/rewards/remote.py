@@ -10,7 +10,7 @@ import ssl
 import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from sage_grpo.background import within
 from sage_grpo.json_files import printable
 from sage_grpo.rewards.base import Setup
-from sage_grpo.rewards.wire import WireError, is_number, pack, read_json, read_token
+from sage_grpo.rewards.wire import WireError, pack, read_json, read_token
 
 if TYPE_CHECKING:
     import httpx2  # imported at run time only where used: it takes 0.1 s
@@ -44,7 +44,7 @@ class RemoteReward:
         self.url, self.timeout, self.start_timeout = url.rstrip("/"), timeout, start_timeout
         self.client = _open_client(url, timeout, read_token())
         about = self._ask_in_time("GET", "/info")
-        if not isinstance(about.get("names"), list) or not is_number(about.get("max_bytes")):
+        if not isinstance(about.get("names"), list) or type(about.get("max_bytes")) not in (int, float):
             raise RemoteError(f"{self.url} is not a reward server: its /info lists no names and limits")
         self.names: tuple[str, ...] = tuple(map(str, about["names"]))
         self.limits = (about.get("max_clips", math.inf), about["max_bytes"])
@@ -75,7 +75,7 @@ class RemoteReward:
         found = len(values) if isinstance(values, list) else "no"
         if found != count:
             raise RemoteError(f"{self.url} returned {found} values for {name}; expected {count}, one per clip")
-        if not all(value is None or is_number(value) for value in values):
+        if not all(value is None or type(value) in (int, float) for value in values):
             raise RemoteError(f"{self.url} returned a value for {name} that is not a number")
         return torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float64)
 
@@ -140,7 +140,14 @@ def _open_client(url: str, timeout: float, token: str) -> "httpx2.Client":
     import httpx2
 
     parts = urlsplit(url)
-    _check_url(url, parts)
+    if parts.username is not None or parts.password is not None:
+        raise RemoteError("remote_reward_url holds a user name or password, but it is logged: take them out")
+    try:
+        host = parts.hostname and parts.port != 0
+    except ValueError:  # a port that is not a number
+        host = None
+    if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
+        raise RemoteError(f"remote_reward_url is {url!r}; write http://HOST:PORT or https://HOST:PORT")
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # trusts no certificate
     if parts.scheme == "https":
         tls = ssl.create_default_context()  # reads the system certificates, which takes 50 ms
@@ -156,17 +163,6 @@ def _open_client(url: str, timeout: float, token: str) -> "httpx2.Client":
         )
     except httpx2.InvalidURL as error:
         raise RemoteError(f"remote_reward_url is {url!r}; {error}") from error
-
-
-def _check_url(url: str, parts: SplitResult) -> None:
-    if parts.username is not None or parts.password is not None:
-        raise RemoteError("remote_reward_url holds a user name or password, but it is logged: take them out")
-    try:
-        host = parts.hostname and parts.port != 0
-    except ValueError:  # a port that is not a number
-        host = None
-    if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
-        raise RemoteError(f"remote_reward_url is {url!r}; write http://HOST:PORT or https://HOST:PORT")
 
 
 def _chunks(parts: Sequence[bytes | memoryview]) -> Iterator[memoryview]:

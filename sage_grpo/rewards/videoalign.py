@@ -9,8 +9,7 @@ Shapes: B clips, L tokens, D hidden features, P vision patches in the batch.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -21,13 +20,6 @@ from sage_grpo.rewards import video_frames, videoalign_folder
 from sage_grpo.rewards.base import Setup
 
 VIDEO_TOKEN, PAD_TOKEN = "<|video_pad|>", "<|endoftext|>"
-
-
-@dataclass(frozen=True)
-class Inputs:
-    tokens: Tensor  # (B, L), padded on the right
-    patches: Tensor  # (P, 1176)
-    grids: Tensor  # (B, 3) patches per clip in time, height and width
 
 
 class VideoAlign:
@@ -67,8 +59,7 @@ class VideoAlign:
     def check(self, prompts: Sequence[str]) -> None:
         """Reject prompts that contain special tokens: they could insert a video or a score."""
         for prompt in set(prompts):
-            token = next((token for token in self.tokenizer.get_added_vocab() if token in prompt), None)
-            if token:
+            if token := next((token for token in self.tokenizer.get_added_vocab() if token in prompt), None):
                 raise ValueError(f"the prompt {prompt!r} holds {token}, which the reward reserves; take it out")
 
     @torch.no_grad()
@@ -87,7 +78,10 @@ class VideoAlign:
             return scores
         return {name: (s - self.norm[f"{name}_mean"]) / self.norm[f"{name}_std"] for name, s in scores.items()}
 
-    def inputs(self, clips: Sequence[Tensor], prompts: Sequence[str], fps: float | Sequence[float]) -> Inputs:
+    def inputs(
+        self, clips: Sequence[Tensor], prompts: Sequence[str], fps: float | Sequence[float]
+    ) -> dict[str, Tensor]:
+        """Tokens (B, L), padded on the right; patches (P, 1176); patches per clip in time, height and width (B, 3)."""
         rates = video_frames.check_clips(clips, prompts, fps)
         self.check(prompts)
         size = len(clips) if len({(clip.shape, rate) for clip, rate in zip(clips, rates, strict=True)}) == 1 else 1
@@ -97,17 +91,16 @@ class VideoAlign:
         padding = self.tokenizer.convert_tokens_to_ids(PAD_TOKEN)
         padded = pad_sequence([tokens[key] for key in asked], batch_first=True, padding_value=padding)
         grids = torch.tensor([grid for _, grid in asked], device=self.device)
-        return Inputs(padded.to(self.device), torch.cat([patches.flatten(0, 1) for patches, _ in seen]), grids)
+        rows = torch.cat([patches.flatten(0, 1) for patches, _ in seen])
+        return {"input_ids": padded.to(self.device), "pixel_values_videos": rows, "video_grid_thw": grids}
 
-    def hidden(self, inputs: Inputs) -> Tensor:
+    def hidden(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """(B, 3, D) final hidden states at the reward tokens."""
-        batch, length = inputs.tokens.shape
+        tokens = inputs["input_ids"]
         # Plain positions on all three axes, as in training. No mask: padding comes last and attention is causal.
-        positions = torch.arange(length, device=self.device).expand(3, batch, length)
-        video = {"pixel_values_videos": inputs.patches, "video_grid_thw": inputs.grids}
-        output = self.model(input_ids=inputs.tokens, position_ids=positions, use_cache=False, **video)
-        places = (inputs.tokens[..., None] == self.reward_tokens).int().argmax(1)  # (B, 3)
-        hidden = output.last_hidden_state
+        positions = torch.arange(tokens.shape[1], device=self.device).expand(3, *tokens.shape)
+        hidden = self.model(**inputs, position_ids=positions, use_cache=False).last_hidden_state
+        places = (tokens[..., None] == self.reward_tokens).int().argmax(1)  # (B, 3)
         return hidden.gather(1, places[..., None].expand(-1, -1, hidden.shape[-1]))
 
     def _patches(self, clips: Tensor, fps: float) -> tuple[Tensor, tuple[int, int, int]]:

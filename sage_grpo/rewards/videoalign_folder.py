@@ -103,8 +103,7 @@ def read_tokenizer(folder: Path, checkpoint: Path) -> PreTrainedTokenizerFast:
         tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file), chat_template=chat)
     except Exception as error:  # tokenizers raises nothing more specific
         raise ValueError(f"{file} is not a tokenizer ({printable(error)}); download it again") from error
-    missing = sorted({*TOKENS, "<|video_pad|>", "<|endoftext|>"} - tokenizer.get_added_vocab().keys())
-    if missing:
+    if missing := sorted({*TOKENS, "<|video_pad|>", "<|endoftext|>"} - tokenizer.get_added_vocab().keys()):
         raise ValueError(f"{file} does not know {missing[0]}; it is not the tokenizer of this reward")
     return tokenizer
 
@@ -182,7 +181,13 @@ def load_model(folder: Path, checkpoint: Path, settings: Mapping[str, Any], dtyp
         model = Qwen2VLModel(config)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     shapes["rm_head.weight"] = (settings["model_config"]["output_dim"], config.text_config.hidden_size)
-    _fit(checkpoint, weights, shapes)
+    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    for name in sorted(shapes.keys() | found.keys()):
+        if shapes.get(name) != found.get(name):
+            raise ValueError(
+                f"the weights in {checkpoint} are not those of base_config/config.json: {printable(name)} is "
+                f"{found.get(name, 'absent')} and should be {shapes.get(name, 'absent')}; download both again"
+            )
     head = weights.pop("rm_head.weight")
     model.load_state_dict(weights, assign=True)
     _keep_precision(model.visual.rotary_pos_emb)
@@ -199,13 +204,3 @@ def _keep_precision(rotary: nn.Module) -> None:
 
     if hasattr(rotary, "recomposition_frequencies"):
         rotary.forward = forward
-
-
-def _fit(checkpoint: Path, weights: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    for name in sorted(shapes.keys() | found.keys()):
-        if shapes.get(name) != found.get(name):
-            raise ValueError(
-                f"the weights in {checkpoint} are not those of base_config/config.json: {printable(name)} is "
-                f"{found.get(name, 'absent')} and should be {shapes.get(name, 'absent')}; download both again"
-            )

@@ -62,7 +62,7 @@ def unpack(body: bytearray, max_clips: int) -> tuple[list[Tensor], list[str], fl
     if not isinstance(header, dict) or set(header) != KEYS:
         raise WireError(f"the header must be an object with the keys {', '.join(sorted(KEYS))}")
     fps, prompts, shapes = header["fps"], header["prompts"], header["shapes"]
-    if not is_number(fps) or not 0 < fps <= MAX_FPS:
+    if type(fps) not in (int, float) or not 0 < fps <= MAX_FPS:
         raise WireError(f"fps is {fps!r}; it must be a positive number of at most {MAX_FPS}")
     if not (isinstance(prompts, list) and isinstance(shapes, list)) or not 0 < len(prompts) == len(shapes):
         raise WireError("prompts and shapes must be lists with one entry for each clip, at least one")
@@ -82,10 +82,6 @@ def read_json(text: bytes | bytearray) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise WireError(f"this is not JSON: {error}") from error
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _is_shape(shape: Any) -> bool:

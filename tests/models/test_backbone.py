@@ -1,13 +1,14 @@
 """The small data classes of the backbone interface, and behavior shared by every backbone."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from sage_grpo.data.requests import Request
 from sage_grpo.models import open_backbone
-from sage_grpo.models.backbone import Guidance, Sampling
+from sage_grpo.models.backbone import Backbone, Guidance, Sampling
 from sage_grpo.models.lora import POLICY, adapter_parameters, add_adapters, init_adapters
 from sage_grpo.tensor_files import write_file
 
@@ -43,9 +44,9 @@ def test_sampling_file_with_other_values_is_refused(tmp_path, change):
     "scale, runs", [(1.0, ["positive"]), (3.0, ["positive", "negative"]), (0.0, ["positive", "negative"])]
 )
 def test_the_negative_branch_runs_only_where_it_counts(scale, runs):
-    seen, guidance = [], Guidance(scale, "negative")
-    velocities = {"positive": torch.tensor([5.0]), "negative": torch.tensor([2.0])}
-    velocity = guidance.velocity(lambda cond: (seen.append(cond), velocities[cond])[1], "positive")
+    seen, velocities = [], {"positive": torch.tensor([5.0]), "negative": torch.tensor([2.0])}
+    model = SimpleNamespace(branch=lambda x, sigma, cond: (seen.append(cond), velocities[cond])[1])
+    velocity = Backbone.velocity(model, None, 0.5, "positive", Guidance(scale, "negative"))
     assert seen == runs and velocity.item() == 2 + scale * 3
 
 

@@ -29,15 +29,17 @@ def inputs(reward, samples):
 
 
 def test_tokens_are_those_of_the_published_code(reward, inputs, upstream):
-    assert torch.equal(inputs.tokens, upstream["input_ids"].long())
-    places = [[row.index(token) for token in reward.reward_tokens.tolist()] for row in inputs.tokens.tolist()]
+    tokens = inputs["input_ids"]
+    assert torch.equal(tokens, upstream["input_ids"].long())
+    places = [[row.index(token) for token in reward.reward_tokens.tolist()] for row in tokens.tolist()]
     assert places == upstream["reward_positions"].tolist()
-    assert torch.equal(inputs.grids, upstream["video_grid_thw"])
+    assert torch.equal(inputs["video_grid_thw"], upstream["video_grid_thw"])
 
 
 @torch.no_grad()
 def test_vision_features_and_hidden_states_are_those_of_the_published_code(reward, inputs, upstream):
-    features = torch.cat(reward.model.get_video_features(inputs.patches, inputs.grids).pooler_output)
+    seen = reward.model.get_video_features(inputs["pixel_values_videos"], inputs["video_grid_thw"])
+    features = torch.cat(seen.pooler_output)
     torch.testing.assert_close(features[upstream["vision_rows_index"]], upstream["vision_rows"], atol=1e-4, rtol=0)
     torch.testing.assert_close(features.sum(1), upstream["vision_row_sum"], atol=1e-3, rtol=0)
     torch.testing.assert_close(reward.hidden(inputs), upstream["reward_hidden"], atol=1e-4, rtol=0)
@@ -73,8 +75,8 @@ def test_only_text_alignment_sees_the_prompt(reward, samples):
 
 
 def test_the_rate_of_the_clip_decides_what_is_seen(reward, samples):
-    slow, fast = (reward.inputs([samples[1].clip], ["p"], fps).grids[0, 0].item() for fps in (8.0, 16))
-    assert (slow, fast) == (10, 5)
+    slow, fast = (reward.inputs([samples[1].clip], ["p"], fps)["video_grid_thw"] for fps in (8.0, 16))
+    assert (slow[0, 0].item(), fast[0, 0].item()) == (10, 5)
 
 
 def test_a_folder_without_statistics_has_raw_scores(videoalign_folders, samples):
@@ -100,7 +102,7 @@ def test_half_precision_rounds_the_rotary_frequencies_as_published(videoalign_fo
     first = half.model.visual.blocks[0]
     first.register_forward_pre_hook(lambda _, args, words: seen.append(words["position_embeddings"]), with_kwargs=True)
     assert (score(half, samples[:1]) - score(reward, samples[:1])).abs().max() < 0.5
-    frames, height, width = half.inputs([samples[0].clip], ["p"], samples[0].fps).grids[0].tolist()
+    frames, height, width = half.inputs([samples[0].clip], ["p"], samples[0].fps)["video_grid_thw"][0].tolist()
     blocks = [(y, x) for y in range(0, height, 2) for x in range(0, width, 2)]  # patches come in blocks of 2 x 2
     places = torch.tensor([(y + dy, x + dx) for y, x in blocks for dy in (0, 1) for dx in (0, 1)] * frames)
     rounded = reward.model.visual.rotary_pos_emb.inv_freq.bfloat16()

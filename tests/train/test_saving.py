@@ -18,7 +18,7 @@ from sage_grpo.config import ConfigError
 from sage_grpo.flags import from_values
 from sage_grpo.models import backbone, open_backbone
 from sage_grpo.models.backbone import Guidance
-from sage_grpo.models.weights import open_safetensors
+from sage_grpo.models.weights import open_folder, open_safetensors
 from sage_grpo.parallel.fsdp import full_tensor
 from sage_grpo.train import checkpoint, saving
 from sage_grpo.train.build import build_trainer
@@ -203,7 +203,7 @@ def export_in_parts(ranks, values):
     if not ranks.first:
         return None
     folder = folder_of(trainer) / "step-000001" / "transformer"
-    weights = backbone.open_folder(folder)  # compares the index with the files
+    weights = open_folder(folder)  # compares the index with the files
     equal = all(torch.equal(weights.read(name), value) for name, value in held.items())
     return len(list(folder.glob("*.safetensors"))), sorted(weights.names) == sorted(held), equal
 

@@ -65,13 +65,12 @@ class ModelFolder:
         """Require that the folder exists, and that a version is selected if there are several."""
         if not self.root.is_dir():
             raise FileNotFoundError(f"Model folder '{self.root}' does not exist; download_weights.sh makes one.")
-        if self.is_tencent:
-            if self.versions and self.version not in self.versions:
-                raise FileNotFoundError(
-                    f"'{self.root}/transformer' has no {self.version}; choose pretrained_transformer_version from "
-                    f"{', '.join(self.versions)}, or get it: bash download_weights.sh --version {self.version}."
-                )
-        elif self.version != DEFAULT_VERSION:
+        if self.is_tencent and self.versions and self.version not in self.versions:
+            raise FileNotFoundError(
+                f"'{self.root}/transformer' has no {self.version}; choose pretrained_transformer_version from "
+                f"{', '.join(self.versions)}, or get it: bash download_weights.sh --version {self.version}."
+            )
+        if not self.is_tencent and self.version != DEFAULT_VERSION:
             raise ValueError(
                 f"pretrained_transformer_version {self.version} chooses a folder in Tencent's layout, but "
                 f"'{self.root}' has the layout of diffusers, which holds one transformer; leave it out."
@@ -118,9 +117,7 @@ class ModelFolder:
             return config
         tencent.read_version(self.version)  # its error is not about the file
         with naming(path):
-            if part == "transformer":
-                return tencent.transformer_config(config, self.version)
-            return tencent.vae_config(config)
+            return tencent.vae_config(config) if part == "vae" else tencent.transformer_config(config, self.version)
 
     def weights(self, part: str) -> Weights:
         """Weights of the `transformer` or `vae`, with diffusers' tensor names."""
@@ -144,15 +141,15 @@ class ModelFolder:
                 f"'{self.root}/transformer' has target_size and task_type {kind[0]!r} {kind[1]!r}, which is none of "
                 f"{known}; put a sampling.json into the folder to say how it is sampled."
             )
-        guidance = self._own_guidance()
-        return SAMPLING[kind] if guidance is None else replace(SAMPLING[kind], guidance=guidance)
+        return replace(SAMPLING[kind], guidance=self._guidance(SAMPLING[kind].guidance))
 
-    def _own_guidance(self) -> float | None:
+    def _guidance(self, usual: float) -> float:
         if self.is_tencent:
-            return 1.0 if tencent.read_version(self.version).distilled else None
+            *_, distilled = tencent.read_version(self.version)
+            return 1.0 if distilled else usual
         guider = self.root / "guider" / "guider_config.json"
         if not guider.is_file():
-            return None
+            return usual
         guidance = read_object(guider).get("guidance_scale")
         if type(guidance) not in (int, float) or not 0 <= guidance < LARGEST:
             raise ValueError(

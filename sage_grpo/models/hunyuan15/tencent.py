@@ -56,23 +56,15 @@ def translate(name: str, pattern: str, template: str) -> str | None:
     return re.sub("#", lambda _: next(numbers), template) + name[match.end() :]
 
 
-class Version(NamedTuple):
-    """Properties encoded in the name of a transformer folder."""
-
-    target_size: int
-    task_type: str
-    distilled: bool
-
-
-def read_version(name: str) -> Version:
-    """Parse a folder name: 480p_t2v, 720p_t2v_distilled, 480p_t2v_cfg_distilled and so on."""
+def read_version(name: str) -> tuple[int, str, bool]:
+    """Target size, task and whether it is distilled, from a folder name such as 480p_t2v or 720p_t2v_distilled."""
     match = re.fullmatch(r"(480p|720p)_(t2v|i2v)((?:_cfg|_step)?_distilled)?", name)
     if not match:
         raise ValueError(
             f"pretrained_transformer_version {name} cannot be sampled by this code; "
             "it must be 480p_t2v, 720p_t2v, or one of these with _distilled behind it."
         )
-    return Version({"480p": 640, "720p": 960}[match[1]], match[2], match[3] is not None)
+    return {"480p": 640, "720p": 960}[match[1]], match[2], match[3] is not None
 
 
 SETTINGS = {rule.tencent: rule.diffusers for rule in RULES["transformer settings"]}

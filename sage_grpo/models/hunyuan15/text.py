@@ -24,18 +24,17 @@ from sage_grpo.data.requests import Request
 from sage_grpo.json_files import naming, read_config, read_object
 from sage_grpo.models.embeddings import Conditioning
 from sage_grpo.models.hunyuan15.folder import COLOURS, FONTS, GLYPH_WEIGHTS, ModelFolder
-from sage_grpo.models.weights import Rows, Weights, load_model, open_file, open_folder
+from sage_grpo.models.weights import Weights, load_model, open_file, open_folder
 
 _STOCK = inspect.signature(HunyuanVideo15Pipeline._get_mllm_prompt_embeds).parameters
 SYSTEM_MESSAGE: str = _STOCK["system_message"].default
 TEMPLATE_TOKENS: int = _STOCK["crop_start"].default
 MAX_TEXT_TOKENS: int = _STOCK["tokenizer_max_length"].default
 HIDDEN_STATE = -(_STOCK["num_hidden_layers_to_skip"].default + 1)
-MAX_GLYPH_TOKENS: int = (
-    inspect.signature(HunyuanVideo15Pipeline._get_byt5_prompt_embeds).parameters["tokenizer_max_length"].default
-)
+_STOCK_GLYPH = inspect.signature(HunyuanVideo15Pipeline._get_byt5_prompt_embeds).parameters
+MAX_GLYPH_TOKENS: int = _STOCK_GLYPH["tokenizer_max_length"].default
 
-EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight")  # names of one table of ByT5
+EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight")  # of ByT5, one table; Glyph-SDXL-v2 has the second name
 ENCODER_PARTS = ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2")
 
 Model = TypeVar("Model", Qwen2_5_VLTextModel, T5EncoderModel)
@@ -75,11 +74,9 @@ class TextEncoder:
         """Fingerprint of all that determines an embedding: tokenizers, encoder weights, template and precision."""
         digest = hashlib.sha256(f"{self.dtype} {TEMPLATE_TOKENS} {HIDDEN_STATE} {SYSTEM_MESSAGE}".encode())
         for name in ENCODER_PARTS:
-            part = self.folder.part(name)
-            files = (path for path in part.rglob("*") if path.is_file())
-            for path in sorted(path for path in files if ".cache" not in path.parts):  # Hugging Face Hub metadata
-                digest.update(path.relative_to(self.folder.root).as_posix().encode())
-                digest.update(file_fingerprint(path))
+            for path in sorted(self.folder.part(name).rglob("*")):
+                if path.is_file() and ".cache" not in path.parts:  # Hugging Face Hub metadata
+                    digest.update(path.relative_to(self.folder.root).as_posix().encode() + file_fingerprint(path))
         return digest.hexdigest()[:16]
 
     def _load(self) -> None:
@@ -88,16 +85,11 @@ class TextEncoder:
 
     def _text(self, prompt: str) -> Tensor:
         """(L, text_dim), without padding: in a causal model, right padding cannot affect earlier tokens."""
+        turns = format_text_input([prompt], SYSTEM_MESSAGE)
+        limits = {"truncation": True, "max_length": MAX_TEXT_TOKENS + TEMPLATE_TOKENS}
+        wanted = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
         with naming(self.folder.part("tokenizer")):
-            tokens = self._tokenizers[0].apply_chat_template(
-                format_text_input([prompt], SYSTEM_MESSAGE),
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=True,
-                truncation=True,
-                max_length=MAX_TEXT_TOKENS + TEMPLATE_TOKENS,
-                return_tensors="pt",
-            )
+            tokens = self._tokenizers[0].apply_chat_template(turns, **limits, **wanted)
         with naming(self.folder.part("text_encoder")):
             output = self._models[0](input_ids=tokens.input_ids.to(self.device), output_hidden_states=True)
             return output.hidden_states[HIDDEN_STATE][0, TEMPLATE_TOKENS:].clone()
@@ -147,10 +139,13 @@ def load_encoders(
     text, glyph = (folder.part(name) for name in ("text_encoder", "text_encoder_2"))
     if folder.is_tencent:
         empty = empty_model(T5EncoderModel, folder.part("tokenizer_2"), vocab_size=len(load_tokenizers(folder)[1]))
-        weights = open_file(glyph / GLYPH_WEIGHTS)
+        stored = open_file(glyph / GLYPH_WEIGHTS)
     else:
-        empty, weights = empty_model(T5EncoderModel, glyph), open_folder(glyph)
-    return qwen_text_model(text, device, dtype), glyph_model(weights, empty, device, dtype)
+        empty, stored = empty_model(T5EncoderModel, glyph), open_folder(glyph)
+    # one table has both names in the model, but a file holds one of them
+    table = next((stored.pieces[name] for name in EMBEDDINGS if name in stored.pieces), None)
+    stored.pieces |= dict.fromkeys(EMBEDDINGS, table) if table else {}
+    return qwen_text_model(text, device, dtype), load_model(empty, stored, device, dtype).eval()
 
 
 def empty_model(kind: type[Model], folder: Path, **settings: int) -> Model:
@@ -178,16 +173,8 @@ def qwen_text_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Q
     stored, model = open_folder(folder), empty_model(Qwen2_5_VLTextModel, folder)
     # without the vision tower and the output head; a folder with only the language model has no prefix
     names = [name for name in stored.names if "visual." not in name and not name.startswith("lm_head.")]
-    recipes = {name.removeprefix("model.").removeprefix("language_model."): (Rows(name),) for name in names}
-    load_model(model, stored.renamed(recipes), device, dtype)
+    pieces = {name.removeprefix("model.").removeprefix("language_model."): stored.pieces[name] for name in names}
+    load_model(model, Weights(folder, pieces), device, dtype)
     with naming(folder / "config.json"):
         model.rotary_emb = type(model.rotary_emb)(config=model.config)  # its tables are computed, not stored
     return model.to(device).eval()
-
-
-def glyph_model(stored: Weights, model: T5EncoderModel, device: torch.device, dtype: torch.dtype) -> T5EncoderModel:
-    """ByT5's encoder. Its embedding table has two names, and a file holds one of them: in Glyph-SDXL-v2 the second."""
-    recipes = {name: (Rows(name),) for name in stored.names}
-    table = next((recipes[name] for name in EMBEDDINGS if name in recipes), None)
-    recipes |= dict.fromkeys(EMBEDDINGS, table) if table else {}
-    return load_model(model, stored.renamed(recipes), device, dtype).eval()

@@ -82,7 +82,6 @@ class PackedTransformer(HunyuanVideo15Transformer3DModel, Denoiser):
         return ("image_embedder", *(f"{last}.{name}" for name in unread))
 
     def split_sequence(self, group: dist.ProcessGroup | None) -> None:
-        """Split the tokens of every forward across the ranks of a group; every rank gets the full velocity."""
         heads = self.config.num_attention_heads
         if group is not None and heads % dist.get_world_size(group):
             raise ValueError(f"sp_size is {dist.get_world_size(group)}; it must divide the model's {heads} heads")
@@ -109,7 +108,6 @@ class PackedTransformer(HunyuanVideo15Transformer3DModel, Denoiser):
         return self._unpatch(velocity, hidden_states.shape[2:])
 
     def to_json_string(self) -> str:
-        """The config as the stock class writes it, so that saved folders load without this package."""
         config = json.loads(super().to_json_string())
         config["_class_name"] = HunyuanVideo15Transformer3DModel.__name__
         return json.dumps(config, indent=2, sort_keys=True) + "\n"

@@ -78,9 +78,8 @@ def test_attention_within_frames_is_that_of_the_stock_model(trained):
     stock = VideoAlign(folder)
     stock.model.load_state_dict(judge.model.state_dict())
     inputs = stock.inputs(list(clips()), PROMPTS, 8.0)
-    ours, theirs = (
-        model.visual(inputs.patches, grid_thw=inputs.grids).pooler_output for model in (judge.model, stock.model)
-    )
+    patches, grids = inputs["pixel_values_videos"], inputs["video_grid_thw"]
+    ours, theirs = (model.visual(patches, grid_thw=grids).pooler_output for model in (judge.model, stock.model))
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
