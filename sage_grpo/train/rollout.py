@@ -223,10 +223,11 @@ class Rollouts:
 
     def levels_after(self, end: Tensor) -> Tensor:
         """Noise levels (B, n+1) to 0 from the windows that end before step `end` (B,); short rows end with zeros."""
-        sigmas, few = self.sampler.sigmas.cpu().double(), self.config.tail_steps
-        rows, shift = [sigmas[i:] for i in end.tolist()], self.config.timestep_shift
-        if few:  # unless fewer are left
-            rows = [flow_sigmas(few, shift, r[0].item()) if len(r) > few + 1 else r for r in rows]
+        sigmas, c = self.sampler.sigmas.cpu().double(), self.config
+        rows = [sigmas[i:] for i in end.tolist()]
+        if c.tail_steps:  # unless fewer are left
+            few = c.tail_steps
+            rows = [flow_sigmas(few, c.timestep_shift, r[0].item()) if len(r) > few + 1 else r for r in rows]
         return pad_sequence(rows, batch_first=True)
 
 

@@ -20,9 +20,10 @@ from sage_grpo.parallel.fsdp import gathered, reduce_gradients_in_next_backward
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.rewards.composite import Composite, Scores
 from sage_grpo.runs.folder import RunFolder
+from sage_grpo.train.anchor import Anchor
 from sage_grpo.train.guards import MAX_SKIPPED, Guards, StepVote, TrainingError, check_rewards
 from sage_grpo.train.metrics import Stopwatch, UpdateStats, peak_memory, reward_record
-from sage_grpo.train.optimization import Anchor, Optimization
+from sage_grpo.train.optimization import Optimization
 from sage_grpo.train.rollout import MicroBatch, Rollouts, Trajectory, Windows, plan_micro_batches, prompt_positions
 from sage_grpo.train.saving import Saves
 from sage_grpo.train.update import Objective, anchor_velocities
@@ -264,8 +265,9 @@ class Trainer:
         """Called between iterations: refresh the anchor; validate and save when due and at the end."""
         if self.anchor:
             self.anchor.refresh_if_due()
+        last = self.step == self.config.max_steps
         if self.due(self.config.save_interval) or self.saves.is_due:
-            self.saves.begin(must=self.step == self.config.max_steps)
+            self.saves.begin(must=last)
         if self.due(self.config.validation_interval):
             self.validate()
 
