@@ -19,7 +19,8 @@ import torch
 from sage_grpo.config import Config, ConfigError
 from sage_grpo.flags import from_values, yaml_mapping
 from sage_grpo.train.checkpoint import PLACES
-from sage_grpo.train.rollout import Windows, num_trained
+from sage_grpo.train.rollout import num_trained
+from sage_grpo.train.windows import parse_windows
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "configs" / "tiny_ablation.yaml"
@@ -315,7 +316,7 @@ VALIDATION_CLIP, VALIDATION_STEP, VALIDATION_CLIPS = 0.1, 0.03, 64
 
 def core_seconds(config: Config) -> float:
     """Approximate cost of a run on one core: for planning, not for results."""
-    explored = Windows.parse(config.sde_window, torch.ones(config.num_sampling_steps), config.seed).size
+    explored = parse_windows(config.sde_window, torch.ones(config.num_sampling_steps), config.seed).size
     trained = num_trained(explored, config.timestep_fraction)
     anchor = ANCHOR_STEP if config.trust_region.anchor else 0.0
     iteration = config.num_sampling_steps * ROLLOUT_STEP + DECODE + trained * (UPDATE_STEP + anchor)

@@ -26,7 +26,7 @@ from sage_grpo.config import ConfigError
 from sage_grpo.json_files import read_object
 from sage_grpo.models import open_backbone
 from sage_grpo.runs.history import RunHistory, as_float, column, read_run
-from sage_grpo.train.rollout import Windows
+from sage_grpo.train.windows import parse_windows
 from studies.questions import ROOT, StudyRun, digest, identity, updated
 
 CURVES = (
@@ -125,7 +125,7 @@ def schedule_of(config: Mapping[str, Any]) -> Schedule:
     whole = build_schedule(config["sde_type"], flow_sigmas(config["num_sampling_steps"], shift), config["eta"])
     kind, *size = config["sde_window"].split(":")
     kind += "_iteration" if size and not kind.endswith("_iteration") else ""  # as the runs of these studies had them
-    windows = Windows.parse(":".join([kind, *size]), whole.stochastic, config["seed"])
+    windows = parse_windows(":".join([kind, *size]), whole.stochastic, config["seed"])
     start = windows.start(0, 0, 0)
     return whole.window(range(start, start + windows.size))
 

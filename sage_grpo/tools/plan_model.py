@@ -15,8 +15,9 @@ from sage_grpo.config import Config
 from sage_grpo.models.cost import BACKWARD_OF_ATTENTION, UNTILED, Architecture
 from sage_grpo.parallel.ranks import check_layout
 from sage_grpo.rewards import ALIASES
-from sage_grpo.train.rollout import Windows, num_trained
+from sage_grpo.train.rollout import num_trained
 from sage_grpo.train.validation import validation_sampling
+from sage_grpo.train.windows import Windows, parse_windows
 
 BYTES = {"fp32": 4, "bf16": 2}
 ENOUGH = 8  # prompts of an update
@@ -124,7 +125,7 @@ class Plan:
     def windows(self) -> Windows:
         c = self.config
         sampler = build_schedule(c.sde_type, flow_sigmas(c.num_sampling_steps, c.timestep_shift), c.eta)
-        return Windows.parse(c.sde_window, sampler.stochastic, c.seed)
+        return parse_windows(c.sde_window, sampler.stochastic, c.seed)
 
     @property
     def trained_steps(self) -> int:

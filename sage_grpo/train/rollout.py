@@ -1,8 +1,4 @@
-"""Rollouts: which clips a rank samples, where they explore, with what noise, and what training keeps.
-
-Every group of clips has noise in some consecutive denoising steps, its window, and trains on these. Outside of it a
-clip follows the ODE, which has no log-probability: there it may be computed in any way that is cheap, and the first
-ratio is still exactly 1.
+"""Rollouts: which clips a rank samples, with what exploration noise, and what training keeps.
 
 All clips in one forward share a prompt (packed text), or have prompts of equal length. Training runs the same
 micro-batches through the same function, which is why the first ratio is exactly 1.
@@ -22,11 +18,11 @@ from sage_grpo.algo.sde import Schedule, flow_sigmas
 from sage_grpo.config import Config
 from sage_grpo.models.backbone import Backbone, Conditioning, Guidance
 from sage_grpo.models.sample import counter_noise, integrate
+from sage_grpo.train.windows import Windows
 
 ClipId = tuple[int, int]  # position of its prompt in the list, and index among the prompt's clips in this iteration
 MicroBatch = tuple[ClipId, ...]  # clips that run through the model together
 Group = tuple[int, int]  # position of the prompt, and which of its groups
-FORMS = "all, all_but_last, random:SIZE, slide:SIZE[:EVERY], random_iteration:SIZE or slide_iteration:SIZE[:EVERY]"
 
 
 @dataclass
@@ -48,8 +44,9 @@ class Trajectory:
 def prompt_positions(step: int, per_step: int, count: int, seed: int) -> list[int]:
     """Prompt positions for iteration `step`: each epoch goes through all `count` prompts in a new order."""
     numbers = range(step * per_step, (step + 1) * per_step)
-    epochs = {n // count for n in numbers}
-    orders = {epoch: rng.permutation(count, seed, "prompt_order", step=epoch) for epoch in epochs}
+    orders = {
+        epoch: rng.permutation(count, seed, "prompt_order", step=epoch) for epoch in {n // count for n in numbers}
+    }
     return [int(orders[n // count][n % count]) for n in numbers]
 
 
@@ -78,58 +75,6 @@ def join_prompts(micro_batches: Sequence[MicroBatch], alike: Callable[[int], Has
     return [tuple(clip for one in part for clip in one) for part in parts]
 
 
-@dataclass(frozen=True)
-class Windows:
-    """The windows of a run; `parse` makes them from `sde_window`."""
-
-    kind: str
-    size: int  # denoising steps
-    every: int  # iterations after which a sliding window advances
-    first: int  # step
-    places: int  # where the window may begin, from `first` on
-    seed: int
-
-    @classmethod
-    def parse(cls, text: str, stochastic: Tensor, seed: int) -> "Windows":
-        """Windows among the steps that can have noise, `stochastic` (T,) bool; these are consecutive in every sampler.
-
-        `all`; `all_but_last`; `random:SIZE`, drawn for each group of clips; `slide:SIZE:EVERY`, which begins at another
-        place for each prompt, advances by one every EVERY (25) iterations and wraps around (MixGRPO). With `_iteration`
-        all groups of an iteration have the same window, and one that slides begins at the first step.
-        """
-        noisy = stochastic.nonzero().flatten().tolist()
-        kind, *numbers = text.split(":")
-        if kind == "all_but_last":
-            noisy = [step for step in noisy if step < len(stochastic) - 1]
-        if not noisy:
-            raise ValueError(
-                "the schedule has no stochastic step to train: choose an sde_type other than ode, or eta > 0"
-            )
-        if not numbers and kind in ("all", "all_but_last"):
-            return cls("all", len(noisy), 1, noisy[0], 1, seed)
-        name = kind.removesuffix("_iteration")
-        if name not in ("random", "slide") or not 1 <= len(numbers) <= 1 + (name == "slide") or "" in numbers:
-            raise ValueError(f"sde_window is {text!r}; write {FORMS}")
-        if not all(number.isdigit() and int(number) for number in numbers) or int(numbers[0]) > len(noisy):
-            raise ValueError(f"sde_window is {text!r}; its numbers must be whole, and SIZE at most {len(noisy)} steps")
-        size, every = int(numbers[0]), int(numbers[1]) if len(numbers) > 1 else 25
-        return cls(kind, size, every, noisy[0], len(noisy) - size + 1, seed)
-
-    @property
-    def steps(self) -> range:
-        """All steps that may be in a window."""
-        return range(self.first, self.first + self.places - 1 + self.size)
-
-    def start(self, step: int, prompt: int, group: int) -> int:
-        """First denoising step of the window of a prompt's group in iteration `step`."""
-        kind, *of_all = self.kind.split("_")
-        own = {} if of_all else {"prompt": prompt, "sample": group}
-        if kind == "random":
-            return self.first + rng.integer(self.places, self.seed, "window", step=step, **own)
-        phase = rng.integer(self.places, self.seed, "window", prompt=prompt) if own else 0
-        return self.first + (phase + step // self.every) % self.places
-
-
 def num_trained(window: int, fraction: float) -> int:
     """How many of a window's denoising steps each clip trains."""
     return max(1, round(fraction * window))
@@ -151,11 +96,6 @@ class Rollouts:
     step: int
     conditions: Mapping[int, Conditioning]  # by position in the prompt list
     begun: dict[Group, Tensor] = field(default_factory=dict)  # states in which groups enter their windows
-
-    def joined(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """The micro-batches as they run: up to `prompts_per_forward` prompts of one shape together."""
-        most = self.config.prompts_per_forward
-        return micro_batches if most == 1 else join_prompts(micro_batches, lambda p: self.conditions[p].shapes, most)
 
     @torch.no_grad()
     def __call__(self, micro_batch: MicroBatch) -> Trajectory:

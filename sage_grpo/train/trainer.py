@@ -24,10 +24,11 @@ from sage_grpo.train.anchor import Anchor
 from sage_grpo.train.guards import MAX_SKIPPED, Guards, StepVote, TrainingError, check_rewards
 from sage_grpo.train.metrics import Stopwatch, UpdateStats, peak_memory, reward_record
 from sage_grpo.train.optimization import Optimization
-from sage_grpo.train.rollout import MicroBatch, Rollouts, Trajectory, Windows, plan_micro_batches, prompt_positions
+from sage_grpo.train.rollout import MicroBatch, Rollouts, Trajectory, join_prompts, plan_micro_batches, prompt_positions
 from sage_grpo.train.saving import Saves
 from sage_grpo.train.update import Objective, anchor_velocities
 from sage_grpo.train.validation import Gold, Validation, gold_columns
+from sage_grpo.train.windows import parse_windows
 
 
 @dataclass(eq=False)
@@ -50,7 +51,7 @@ class Trainer:
         c = self.config
         sigmas = flow_sigmas(c.num_sampling_steps, c.timestep_shift)
         self.sampler = build_schedule(c.sde_type, sigmas, c.eta).to(self.ranks.device)
-        self.windows = Windows.parse(c.sde_window, self.sampler.stochastic, c.seed)
+        self.windows = parse_windows(c.sde_window, self.sampler.stochastic, c.seed)
         self.shape = self.backbone.latent_shape(c.num_frames, c.height, c.width)
         self.guards, self.vote = Guards(self.ranks, self.run, c.collective_timeout), StepVote()
         self.step, self.saves, self.controller = 0, Saves(self, self.run.checkpoints), c.kl_controller()
@@ -134,7 +135,9 @@ class Trainer:
         encoded = (cond.to(self.ranks.device) for cond in self.backbone.encode([self.prompts[p] for p in positions]))
         how = (self.backbone, sampler or self.sampler, self.windows, self.guidance, self.shape, c, self.step)
         rollouts = Rollouts(*how, conditions=dict(zip(positions, encoded, strict=True)))
-        for micro_batch in rollouts.joined(micro_batches):
+        if c.prompts_per_forward > 1:
+            micro_batches = join_prompts(micro_batches, lambda p: rollouts.conditions[p].shapes, c.prompts_per_forward)
+        for micro_batch in micro_batches:
             self.safe_point(inside=True)
             with self.gathered():
                 batch.append(rollouts(micro_batch))

@@ -6,7 +6,8 @@ import torch
 from sage_grpo.flags import from_values
 from sage_grpo.parallel.fsdp import local_shard, rows, units
 from sage_grpo.train import build
-from sage_grpo.train.rollout import Windows, prompt_positions
+from sage_grpo.train.rollout import prompt_positions
+from sage_grpo.train.windows import parse_windows
 from tests.dist import run_ranks
 from tests.train.iterations import in_fp64, next_gradients
 
@@ -117,7 +118,7 @@ def test_gradients_of_an_iteration_are_those_of_one_process(flags, expected, use
 @pytest.mark.parametrize("name", ["dp2", "sp2", "fsdp2", "fsdp2 x sp2", "hsdp 2 x 2"])
 def test_windows_of_prompts_are_those_of_one_process(flags, expected, name):
     """Under FSDP ranks wait for each other in every forward, unless the weights stay gathered in the rollout."""
-    windows = Windows.parse(WINDOWS["sde_window"], torch.ones(5, dtype=torch.bool), WINDOWS["seed"])
+    windows = parse_windows(WINDOWS["sde_window"], torch.ones(5, dtype=torch.bool), WINDOWS["seed"])
     first, second = prompt_positions(0, 2, 3, WINDOWS["seed"])
     assert windows.start(0, first, 0) != windows.start(0, second, 0)
     if "windows" not in expected:

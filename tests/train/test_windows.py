@@ -9,7 +9,7 @@ from sage_grpo.algo.equalizer import equalizer
 from sage_grpo.algo.sde import build_schedule, flow_sigmas
 from sage_grpo.models.backbone import Backbone
 from sage_grpo.models.sample import integrate
-from sage_grpo.train.rollout import Windows
+from sage_grpo.train.windows import parse_windows
 
 ALL = torch.ones(5, dtype=torch.bool)
 
@@ -27,35 +27,35 @@ ALL = torch.ones(5, dtype=torch.bool)
     ],
 )
 def test_places(text, step, expected):
-    windows = Windows.parse(text, ALL, seed=0)
+    windows = parse_windows(text, ALL, seed=0)
     start = windows.start(step, prompt=7, group=0)
     assert list(range(start, start + windows.size)) == expected
 
 
 def test_a_random_window_differs_between_prompts_groups_and_iterations():
-    windows = Windows.parse("random:2", ALL, seed=1)
+    windows = parse_windows("random:2", ALL, seed=1)
     assert {windows.start(step, 0, 0) for step in range(40)} == {0, 1, 2, 3}
     assert {windows.start(0, prompt, 0) for prompt in range(40)} == {0, 1, 2, 3}
     assert {windows.start(0, 0, group) for group in range(40)} == {0, 1, 2, 3}
-    whole = Windows.parse("random_iteration:2", ALL, seed=1)
+    whole = parse_windows("random_iteration:2", ALL, seed=1)
     assert len({whole.start(3, prompt, group) for prompt in range(9) for group in range(9)}) == 1
     assert {whole.start(step, 0, 0) for step in range(40)} == {0, 1, 2, 3}
 
 
 def test_sliding_windows_advance_together_from_places_of_their_own():
-    windows = Windows.parse("slide:2:10", ALL, seed=1)
+    windows = parse_windows("slide:2:10", ALL, seed=1)
     now, later = ([windows.start(step, prompt, 0) for prompt in range(40)] for step in (5, 15))
     assert set(now) == {0, 1, 2, 3} and [(start + 1) % 4 for start in now] == later
 
 
 def test_windows_lie_where_the_sampler_has_noise():
     stochastic = torch.tensor([False, True, True, True, False])
-    assert Windows.parse("all", stochastic, 0).steps == range(1, 4)
-    assert {Windows.parse("random:2", stochastic, 0).start(step, 0, 0) for step in range(40)} == {1, 2}
+    assert parse_windows("all", stochastic, 0).steps == range(1, 4)
+    assert {parse_windows("random:2", stochastic, 0).start(step, 0, 0) for step in range(40)} == {1, 2}
     with pytest.raises(ValueError, match="SIZE at most 3 steps"):
-        Windows.parse("random:4", stochastic, 0)
+        parse_windows("random:4", stochastic, 0)
     with pytest.raises(ValueError, match="no stochastic step"):
-        Windows.parse("all", ~ALL, 0)
+        parse_windows("all", ~ALL, 0)
 
 
 WRONG = ("", "some", "random", "random:0", "random:6", "slide:2:0", "slide:a", "all:2", "slide:1:2:3", "random:2:3")
@@ -64,7 +64,7 @@ WRONG = ("", "some", "random", "random:0", "random:6", "slide:2:0", "slide:a", "
 @pytest.mark.parametrize("text", [*WRONG, "all_iteration", "random_iteration", "all_but_last_iteration:2"])
 def test_a_wrong_window_is_refused(text):
     with pytest.raises(ValueError, match="sde_window"):
-        Windows.parse(text, ALL, seed=0)
+        parse_windows(text, ALL, seed=0)
 
 
 def pushes(make, steps):
