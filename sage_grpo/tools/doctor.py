@@ -122,7 +122,7 @@ def check_samplers(trainer: Trainer, options: argparse.Namespace) -> Iterator[Fi
     """A table and a contact sheet of all samplers; whether the configured one gives a training signal."""
     c, sheet = trainer.config, options.output / "samplers.png"
     positions = prompt_positions(trainer.step, options.prompts, len(trainer.prompts), c.seed)
-    micro = math.gcd(options.clips, len(trainer.micro_batches()[0].samples))  # at most as many at once as in training
+    micro = math.gcd(options.clips, len(trainer.micro_batches()[0]))  # at most as many at once as in training
     micro_batches = plan_micro_batches(positions, options.clips, options.clips * len(positions), 0, micro)
     arms, left_out = {}, []
     for name in sorted(SDES, key=lambda name: name != "ode"):
@@ -171,7 +171,7 @@ def sample(trainer: Trainer, name: str, schedule: Schedule, micro_batches: Seque
     schedule = schedule.window(trainer.windows.steps).to(trainer.ranks.device)
     for micro_batch in tqdm(micro_batches, name, unit="batch", leave=False):  # one at a time: only clips are kept
         clips += trainer.decode(trainer.roll_out([micro_batch], schedule))
-        texts += [trainer.prompts[position].text for position in micro_batch.prompts]
+        texts += [trainer.prompts[position].text for position, _ in micro_batch]
     scores = trainer.reward.score(clips, texts, c.fps)
     columns = {"reward": scores.total} | scores.named | gold_columns(trainer.gold, clips, texts)
     columns = {name: values.view(-1, group) for name, values in columns.items()}
