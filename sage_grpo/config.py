@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from sage_grpo.models.backbone import Backbone
 
 # Choices of the algorithm; a test compares them with the tables in `algo/`, which import torch.
+ALGORITHMS = ("grpo", "awm", "nft")
 SDE_TYPES = ("sage_grpo", "dance_grpo", "flow_grpo", "cps", "precise")
 ADVANTAGE_STDS = ("group", "batch", "none")
 KL_SCHEDULES, KL_FEEDBACKS = ("fixed", "two_stage", "adaptive"), ("paper", "trust_region")
@@ -143,6 +144,8 @@ class RolloutFlags:
 class LossFlags:
     """Loss"""
 
+    algorithm: str = flag("grpo", "grpo; without an SDE: awm, nft (algo/matching.py)", choices=ALGORITHMS)
+    nft_beta: float = flag(1.0, "how far nft's two policies are from the old one", above=0)
     use_grad_balancing: bool = flag(True, "use the temporal gradient equalizer")
     clip_range: float = flag(1e-4, "PPO clip range around ratio 1", above=0)
     adv_clip_max: float = flag(5.0, "largest absolute advantage", above=0)

@@ -16,6 +16,7 @@ from sage_grpo.checks import check, warnings
 from sage_grpo.config import FIELDS, Config, ConfigError, resolve
 from sage_grpo.flags import RETIRED, base_type, from_values, parse
 from sage_grpo.models.backbone import Sampling
+from sage_grpo.train import algorithms
 
 ROOT = Path(__file__).parents[1]
 SAMPLING = Sampling(frames=9, height=32, width=48, fps=8, shift=3.0, guidance=2.0, num_steps=20)
@@ -324,8 +325,10 @@ def test_choices_are_those_of_the_maths():
     assert tuple(trust_region.FEEDBACKS) == config_module.KL_FEEDBACKS
     assert config_module.KL_ESTIMATORS == trust_region.ESTIMATORS
     assert config_module.SOLVERS == solver.SOLVERS
+    assert tuple(algorithms.ALGORITHMS) == config_module.ALGORITHMS
     flags = ("sde_type", "advantage_std", "kl_schedule", "kl_feedback", "step_kl_estimator", "validation_solver")
-    names = ("SDE_TYPES", "ADVANTAGE_STDS", "KL_SCHEDULES", "KL_FEEDBACKS", "KL_ESTIMATORS", "SOLVERS")
+    flags += ("algorithm",)
+    names = ("SDE_TYPES", "ADVANTAGE_STDS", "KL_SCHEDULES", "KL_FEEDBACKS", "KL_ESTIMATORS", "SOLVERS", "ALGORITHMS")
     for flag, name in zip(flags, names, strict=True):
         assert FIELDS[flag].metadata["choices"] == getattr(config_module, name)
 

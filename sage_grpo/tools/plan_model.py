@@ -9,12 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from sage_grpo.algo.sde import build_schedule, flow_sigmas
+from sage_grpo.algo.sde import flow_sigmas
 from sage_grpo.checks import check
 from sage_grpo.config import Config
 from sage_grpo.models.cost import BACKWARD_OF_ATTENTION, UNTILED, Architecture
 from sage_grpo.parallel.ranks import check_layout
 from sage_grpo.rewards import ALIASES
+from sage_grpo.train.algorithms import ALGORITHMS, Algorithm
 from sage_grpo.train.rollout import num_trained
 from sage_grpo.train.validation import validation_sampling
 from sage_grpo.train.windows import Windows, parse_windows
@@ -121,10 +122,18 @@ class Plan:
     def branches(self) -> int:
         return 1 if math.isclose(self.config.guidance_scale, 1.0) else 2
 
+    @property
+    def algorithm(self) -> Algorithm:
+        return ALGORITHMS[self.config.algorithm]
+
+    @property
+    def trained_branches(self) -> int:
+        return self.branches if self.algorithm.explores else 1
+
     @cached_property
     def windows(self) -> Windows:
         c = self.config
-        sampler = build_schedule(c.sde_type, flow_sigmas(c.num_sampling_steps, c.timestep_shift), c.eta)
+        sampler = self.algorithm.schedule(c, flow_sigmas(c.num_sampling_steps, c.timestep_shift))
         return parse_windows(c.sde_window, sampler.stochastic, c.seed)
 
     @property
@@ -171,13 +180,15 @@ class Plan:
     def rollout_passes(self) -> float:
         """Forwards of a micro-batch per iteration; a way to the window that a group shares counts as one clip's."""
         c, (before, after) = self.config, self.ode_steps
+        if not self.algorithm.explores:  # the ODE, and the old policy at the trained states
+            return self.slices * (self.branches * (c.tail_steps or c.num_sampling_steps) + self.trained_steps)
         ways = math.ceil(c.batch_size / c.num_generations) / self.micro_batch if c.same_init_noise else self.slices
         return self.branches * (ways * before + self.slices * (self.windows.size + after))
 
     @property
     def training_passes(self) -> int:
         """Forward-backward passes per update; the anchor, if run, has as many forwards."""
-        return self.slices * self.branches * self.trained_steps
+        return self.slices * self.trained_branches * self.trained_steps
 
     @property
     def rollout_gathers(self) -> int:
@@ -189,7 +200,7 @@ class Plan:
         c = self.config
         if not c.enable_fsdp:
             return c.updates_per_rollout / c.gradient_accumulation_steps
-        return c.updates_per_rollout * self.branches if c.reduces_once else self.training_passes
+        return c.updates_per_rollout * self.trained_branches if c.reduces_once else self.training_passes
 
     @property
     def clips_per_gpu_hour(self) -> float:

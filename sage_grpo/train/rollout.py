@@ -17,7 +17,7 @@ from sage_grpo import rng
 from sage_grpo.algo.sde import Schedule, flow_sigmas
 from sage_grpo.config import Config
 from sage_grpo.models.backbone import Backbone, Conditioning, Guidance
-from sage_grpo.models.sample import counter_noise, integrate
+from sage_grpo.models.sample import Noise, counter_noise, integrate
 from sage_grpo.train.windows import Windows
 
 ClipId = tuple[int, int]  # position of its prompt in the list, and index among the prompt's clips in this iteration
@@ -32,7 +32,8 @@ class Trajectory:
     micro_batch: MicroBatch
     cond: Conditioning
     steps: Tensor  # (B, W) the denoising steps of each clip's window
-    x: Tensor  # (B, W + 1, ...) states before and after them
+    x: Tensor  # (B, W, ...) states before them
+    x_next: Tensor  # (B, W, ...) what has the log-probability: the states after them, or targets to match
     velocity: Tensor  # (B, W, ...) predicted by the policy that sampled it
     log_prob: Tensor  # (B, W)
     latents: Tensor  # (B, ...) the result
@@ -99,12 +100,10 @@ class Rollouts:
 
     @torch.no_grad()
     def __call__(self, micro_batch: MicroBatch) -> Trajectory:
-        """Non-finite trajectories are zeroed and flagged: they must not turn other clips' gradients into NaN."""
-        c, device, (groups, start) = self.config, self.sampler.sigmas.device, self.groups(micro_batch)
-        prompts, samples = zip(*micro_batch, strict=True)
+        device, (groups, start) = self.sampler.sigmas.device, self.groups(micro_batch)
+        prompts = [prompt for prompt, _ in micro_batch]
         steps, cond = start[:, None] + torch.arange(self.windows.size), self.conditioning(prompts)
-        first = [s - s % c.num_generations for s in samples] if c.same_init_noise else None
-        x, noise = counter_noise(self.shape, c.seed, samples, "rollout", prompts, self.step, first)
+        x, noise = self.noise(micro_batch)
         x = self.begin(x.to(device), prompts, groups, start)
         path, velocities, log_probs = [x], [], []
         for i in steps.T:
@@ -113,14 +112,31 @@ class Rollouts:
             x, log_prob = self.sampler.step(at, x, velocities[-1], noise(i).to(device))
             path.append(x)
             log_probs.append(log_prob)
-        left, solver = self.levels_after(steps[:, -1] + 1), "dpm" if c.tail_steps else "euler"
-        latents = self.integrate(left, x, cond, solver)
-        x, velocity, log_prob = torch.stack(path, 1), torch.stack(velocities, 1), torch.stack(log_probs, 1)
-        is_finite = torch.stack([values.flatten(1).isfinite().all(1) for values in (x, velocity, latents)]).all(0)
-        for values in (x, velocity, log_prob, latents):
+        latents = self.integrate(self.levels_after(steps[:, -1] + 1), x, cond, self.last_solver)
+        columns = (torch.stack(parts, 1) for parts in (path[:-1], path[1:], velocities, log_probs))
+        return self.trajectory(micro_batch, cond, steps, *columns, latents)
+
+    def trajectory(
+        self, micro_batch: MicroBatch, cond: Conditioning, steps: Tensor, x: Tensor, x_next: Tensor, *others: Tensor
+    ) -> Trajectory:
+        """Non-finite trajectories are zeroed and flagged: they must not turn other clips' gradients into NaN."""
+        parts = (x, x_next, *others)
+        is_finite = torch.stack([values.flatten(1).isfinite().all(1) for values in parts]).all(0)
+        for values in parts:
             values[~is_finite] = 0.0
-        order = self.order(micro_batch).to(device)
-        return Trajectory(micro_batch, cond, steps.to(device), x, velocity, log_prob, latents, is_finite, order)
+        order = self.order(micro_batch).to(x.device)
+        return Trajectory(micro_batch, cond, steps.to(x.device), *parts, is_finite, order)
+
+    def noise(self, micro_batch: MicroBatch) -> tuple[Tensor, Noise]:
+        """The clips' initial noise, and that of their steps."""
+        c, (prompts, samples) = self.config, zip(*micro_batch, strict=True)
+        first = [s - s % c.num_generations for s in samples] if c.same_init_noise else None
+        return counter_noise(self.shape, c.seed, samples, "rollout", prompts, self.step, first)
+
+    @property
+    def last_solver(self) -> str:
+        """Of the steps after the window."""
+        return "dpm" if self.config.tail_steps else "euler"
 
     def order(self, micro_batch: MicroBatch) -> Tensor:
         """(B, K) places in the window that each clip trains, in a separate order per clip."""

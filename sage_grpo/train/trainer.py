@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from sage_grpo.algo.grpo import Advantages, group_advantages
-from sage_grpo.algo.sde import Schedule, build_schedule, flow_sigmas
+from sage_grpo.algo.sde import Schedule, flow_sigmas
 from sage_grpo.config import Config
 from sage_grpo.data.requests import Request
 from sage_grpo.models.backbone import Backbone, BrokenClip, Guidance
@@ -20,6 +20,7 @@ from sage_grpo.parallel.fsdp import gathered, reduce_gradients_in_next_backward
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.rewards.composite import Composite, Scores
 from sage_grpo.runs.folder import RunFolder
+from sage_grpo.train.algorithms import ALGORITHMS
 from sage_grpo.train.anchor import Anchor
 from sage_grpo.train.guards import MAX_SKIPPED, Guards, StepVote, TrainingError, check_rewards
 from sage_grpo.train.metrics import Stopwatch, UpdateStats, peak_memory, reward_record
@@ -48,9 +49,10 @@ class Trainer:
     run: RunFolder
 
     def __post_init__(self) -> None:
-        c = self.config
+        c, self.algorithm = self.config, ALGORITHMS[self.config.algorithm]
+        self.trained_guidance = self.guidance if self.algorithm.explores else Guidance()
         sigmas = flow_sigmas(c.num_sampling_steps, c.timestep_shift)
-        self.sampler = build_schedule(c.sde_type, sigmas, c.eta).to(self.ranks.device)
+        self.sampler = self.algorithm.schedule(c, sigmas).to(self.ranks.device)
         self.windows = parse_windows(c.sde_window, self.sampler.stochastic, c.seed)
         self.shape = self.backbone.latent_shape(c.num_frames, c.height, c.width)
         self.guards, self.vote = Guards(self.ranks, self.run, c.collective_timeout), StepVote()
@@ -128,20 +130,28 @@ class Trainer:
     def roll_out(
         self, micro_batches: Sequence[MicroBatch] | None = None, sampler: Schedule | None = None
     ) -> list[Trajectory]:
-        """Sample trajectories for `micro_batches`, by default this rank's share of the iteration."""
+        """Sample trajectories for `micro_batches`, by default this rank's share of the iteration.
+
+        With a `sampler` of its own they explore by its noise, whatever the algorithm.
+        """
         c, batch = self.config, []
         micro_batches = self.micro_batches() if micro_batches is None else micro_batches
         positions = list(dict.fromkeys(prompt for one in micro_batches for prompt, _ in one))
         encoded = (cond.to(self.ranks.device) for cond in self.backbone.encode([self.prompts[p] for p in positions]))
         how = (self.backbone, sampler or self.sampler, self.windows, self.guidance, self.shape, c, self.step)
-        rollouts = Rollouts(*how, conditions=dict(zip(positions, encoded, strict=True)))
+        kind = self.algorithm.rollouts if sampler is None else Rollouts
+        rollouts = kind(*how, conditions=dict(zip(positions, encoded, strict=True)))
         if c.prompts_per_forward > 1:
             micro_batches = join_prompts(micro_batches, lambda p: rollouts.conditions[p].shapes, c.prompts_per_forward)
         for micro_batch in micro_batches:
             self.safe_point(inside=True)
-            with self.gathered():
+            with self.rollout_policy(), self.gathered():
                 batch.append(rollouts(micro_batch))
         return batch
+
+    def rollout_policy(self) -> AbstractContextManager[None]:
+        """Context in which the model is the policy that samples: the trained one, or the average that follows it."""
+        return self.optimization.averaged() if self.algorithm.lagging else nullcontext()
 
     def gathered(self) -> AbstractContextManager[None]:
         """Context for many forwards, in which a sharded model's weights may stay gathered."""
@@ -188,11 +198,13 @@ class Trainer:
 
     def prepare_anchor(self, batch: Sequence[Trajectory]) -> None:
         """Store the anchor's velocities along the rollout; while it equals the policy, the rollout's are used."""
-        if self.anchor is None or self.anchor.is_policy:
+        if self.anchor is None or (self.anchor.is_policy and not self.algorithm.lagging):
             return
         with self.anchor.in_place(), self.gathered():
             for trajectory in batch:
-                trajectory.anchor_velocity = anchor_velocities(self.backbone, self.guidance, self.sampler, trajectory)
+                trajectory.anchor_velocity = anchor_velocities(
+                    self.backbone, self.trained_guidance, self.sampler, trajectory
+                )
 
     def update(self, batch: Sequence[Trajectory], advantages: Advantages) -> dict[str, Any]:
         """Train the rollout's steps in `updates_per_rollout` parts, with an optimizer step after each."""
@@ -204,7 +216,7 @@ class Trainer:
         total = UpdateStats.empty(self.sampler.num_steps, self.ranks.device)
         for update, part in enumerate(torch.arange(batch[0].order.shape[1]).tensor_split(c.updates_per_rollout)):
             pairs = c.gradient_accumulation_steps * len(advantages.values) * len(part)
-            goal = Objective(self.backbone, self.guidance, self.sampler, c, self.controller.coef, pairs)
+            goal = Objective(self.backbone, self.trained_guidance, self.sampler, c, self.controller.coef, pairs)
             stats = UpdateStats.empty(self.sampler.num_steps, self.ranks.device)
             micro_steps = [(column, *share) for column in part.tolist() for share in shares]
             for number, (column, trajectory, advantage) in enumerate(micro_steps, 1):
@@ -226,9 +238,12 @@ class Trainer:
         return record | total.record() | counts
 
     def check_first_ratio(self, stats: UpdateStats) -> None:
-        """Once per run: before any update the policy equals the rollout's, so every ratio must be exactly 1."""
-        deviation = stats.max_deviation.max().item()
-        if not self.ratio_checked and deviation:
+        """Once per run: before any update the policy equals the rollout's, so every ratio must be exactly 1.
+
+        A resumed policy equals it too, unless that one lags behind.
+        """
+        deviation, behind = stats.max_deviation.max().item(), self.algorithm.lagging and self.optimization.updates
+        if not self.ratio_checked and not behind and deviation:
             raise TrainingError(
                 f"the first ratio differs from 1 by {deviation:.3g}: rollout and training run different arithmetic "
                 "(another kernel, precision or batch shape), and every gradient would be wrong"

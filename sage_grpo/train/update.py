@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sage_grpo.algo.equalizer import equalizer
 from sage_grpo.algo.grpo import normalized_log_ratio, objective, policy_columns, policy_loss
+from sage_grpo.algo.matching import nft_loss
 from sage_grpo.algo.sde import Schedule
 from sage_grpo.algo.trust_region import velocity_kl
 from sage_grpo.config import Config
@@ -76,10 +77,11 @@ class Objective:
     def terms(self, trajectory: Trajectory, places: Tensor, advantages: Tensor) -> Terms:
         """Rerun the rollout's forward with the current parameters and compute the loss terms."""
         schedule, x, steps = self.schedule, at_steps(trajectory.x, places), at_steps(trajectory.steps, places)
-        velocity = self.backbone.velocity(x, schedule.sigmas[steps], trajectory.cond, self.guidance)
-        log_prob = schedule.log_prob(steps, x, velocity, at_steps(trajectory.x, places + 1))
-        old_log_prob = at_steps(trajectory.log_prob, places)
-        to_rollout = schedule.kl(steps, velocity, at_steps(trajectory.velocity, places))
+        sigma, x_next = schedule.sigmas[steps], at_steps(trajectory.x_next, places)
+        velocity = self.backbone.velocity(x, sigma, trajectory.cond, self.guidance)
+        log_prob = schedule.log_prob(steps, x, velocity, x_next)
+        old_velocity, old_log_prob = at_steps(trajectory.velocity, places), at_steps(trajectory.log_prob, places)
+        to_rollout = schedule.kl(steps, velocity, old_velocity)
         log_ratio = log_prob - old_log_prob
         if self.config.ratio_norm:
             log_ratio = normalized_log_ratio(log_ratio, to_rollout, schedule.std[steps])
@@ -89,7 +91,9 @@ class Objective:
             to_anchor = schedule.kl(steps, velocity, at_steps(anchor, places))
         step_kl = velocity_kl(self.config.step_kl_estimator, to_rollout, log_prob, old_log_prob)
         kl = torch.where(trajectory.is_finite, self.kl_scale[steps] * region.kl(to_anchor, step_kl), 0.0)
-        policy = policy_loss(log_ratio, advantages, self.config.clip_range)
+        c, policy = self.config, policy_loss(log_ratio, advantages, self.config.clip_range)
+        if c.algorithm == "nft":
+            policy = nft_loss(velocity, old_velocity, x_next, sigma, advantages, c.nft_beta, c.adv_clip_max)
         return Terms(velocity, log_ratio, policy, to_anchor, to_rollout, kl)
 
 

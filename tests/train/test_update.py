@@ -43,7 +43,7 @@ def reference_gradients(trainer, batch, rewards, eta, error=None):
         for i in range(2):
             advantage = (group[i] - group.mean()) / (group.std(correction=0) + 1e-6)
             for t, (a, b, std) in enumerate(rows):
-                x, following = trajectory.x[i, t], trajectory.x[i, t + 1]
+                x, following = trajectory.x[i, t], trajectory.x_next[i, t]
                 both = trajectory.x[:, t], torch.full((2,), sigmas[t])
                 v = model.velocity(*both, trajectory.cond, Guidance())[i]
                 with torch.no_grad():

@@ -1,0 +1,66 @@
+"""The algorithms behind `--algorithm`: how each samples clips, and what its log-probabilities are of.
+
+Losses are in `algo/`, and chosen in `update.py`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sage_grpo.algo.matching import matching_schedule, noised
+from sage_grpo.algo.sde import Schedule, build_schedule
+from sage_grpo.config import Config
+from sage_grpo.models.backbone import Guidance
+from sage_grpo.train.rollout import MicroBatch, Rollouts, Trajectory
+
+
+class NoisedRollouts(Rollouts):
+    """Samples by the ODE, in `tail_steps` of second order if given, and noises the clips again, as matching needs it.
+
+    Of the noise levels in the window, each clip gets those that it trains.
+    """
+
+    @torch.no_grad()
+    def __call__(self, micro_batch: MicroBatch) -> Trajectory:
+        device, (_, start) = self.sampler.sigmas.device, self.groups(micro_batch)
+        cond, order = self.conditioning([prompt for prompt, _ in micro_batch]), self.order(micro_batch)
+        x, noise = self.noise(micro_batch)
+        latents = self.integrate(self.levels_after(torch.zeros_like(start)), x.to(device), cond, self.last_solver)
+        steps = start[:, None] + torch.arange(self.windows.size)
+        states, targets, velocities = (latents.new_zeros(*steps.shape, *latents.shape[1:]) for _ in range(3))
+        log_probs, rows = latents.new_zeros(steps.shape), torch.arange(len(steps))
+        for places in order.T:
+            i = steps[rows, places]
+            at = i.to(device)
+            state, target = noised(latents, self.sampler.sigmas[at], noise(i).to(device))
+            velocity = self.backbone.velocity(state, self.sampler.sigmas[at], cond, Guidance())
+            states[rows, places], targets[rows, places], velocities[rows, places] = state, target, velocity
+            log_probs[rows, places] = self.sampler.log_prob(at, state, velocity, target)
+        return self.trajectory(micro_batch, cond, steps, states, targets, velocities, log_probs, latents)
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """What differs between algorithms."""
+
+    rollouts: type[Rollouts]
+    schedule: Callable[[Config, Tensor], Schedule]  # of log-probabilities, from the noise levels
+    explores: bool  # by the noise of an SDE, whose guided velocities it trains; else without guidance
+    lagging: bool = False  # the rollout's policy is the average of the trained ones
+
+
+def exploring(c: Config, sigmas: Tensor) -> Schedule:
+    return build_schedule(c.sde_type, sigmas, c.eta)
+
+
+def matching(c: Config, sigmas: Tensor) -> Schedule:
+    return matching_schedule(sigmas)
+
+
+ALGORITHMS = {
+    "grpo": Algorithm(Rollouts, exploring, explores=True),
+    "awm": Algorithm(NoisedRollouts, matching, explores=False),
+    "nft": Algorithm(NoisedRollouts, matching, explores=False, lagging=True),
+}
