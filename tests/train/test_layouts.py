@@ -38,6 +38,7 @@ def gradients(ranks, values, error=None):
     trainer = build.assemble(from_values(values | {"batch_size": CLIPS // ranks.count}), ranks)
     nudge(trainer.optimization.parameters.values())
     trainer.anchor.age += 1
+    trainer.ratio_checked = trainer.algorithm.lagging  # rollouts are those of the average, which was not nudged
     if error == "mean":
         for unit in units(trainer.backbone.transformer):
             unit.set_gradient_divide_factor(2.0)
@@ -127,6 +128,20 @@ def test_windows_of_prompts_are_those_of_one_process(flags, expected, name):
     assert kl > 0 and advantages.abs().max() > 0.5
     for found, found_kl, found_advantages in run(flags, True, name, **WINDOWS):
         torch.testing.assert_close(found_advantages, advantages, rtol=1e-8, atol=1e-8)
+        assert found_kl == pytest.approx(kl, rel=1e-8) and deviation(found, wanted) < 1e-8
+
+
+RIVALS = {"awm": {"algorithm": "awm"}, "nft": {"algorithm": "nft", "ema_decay": 0.9, "nft_beta": 0.5}}
+
+
+@pytest.mark.parametrize("name", ["dp2", "fsdp2 x sp2"])
+@pytest.mark.parametrize("rival", RIVALS)
+def test_rivals_are_those_of_one_process(flags, expected, rival, name):
+    if rival not in expected:
+        (expected[rival],) = run(flags, True, "one", **RIVALS[rival])
+    wanted, kl, advantages = expected[rival]
+    assert kl > 0 and advantages.abs().max() > 0.5 and deviation(wanted, of_one_process(expected, flags, True)[0]) > 0.1
+    for found, found_kl, _ in run(flags, True, name, **RIVALS[rival]):
         assert found_kl == pytest.approx(kl, rel=1e-8) and deviation(found, wanted) < 1e-8
 
 
