@@ -18,14 +18,13 @@ from sage_grpo.flags import parse
 def main(arguments: list[str] | None = None) -> int:
     try:
         config = parse(sys.argv[1:] if arguments is None else arguments)  # before imports that take seconds
-        from sage_grpo.checks import warnings
+        from sage_grpo.train import console
         from sage_grpo.train.build import build_trainer, join_run
 
         with join_run(config) as ranks:
             trainer = build_trainer(config, ranks)
             ranks.set_timeout(config.collective_timeout)
-            for text in warnings(trainer.config):
-                ranks.log_once(text)
+            console.begin(trainer)
             if (code := train(trainer)) == FAILED:
                 ranks.abandon(code)
             return code
@@ -49,8 +48,10 @@ def train(trainer: Any) -> int:
         trainer.run.close()
     if trainer.ranks.first:
         from sage_grpo.tools import report  # loads matplotlib, which other ranks need not
+        from sage_grpo.train import console
 
         report.print_summary(trainer.run.path)
+        print(console.ending(trainer))
     return DONE
 
 

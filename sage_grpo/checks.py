@@ -49,11 +49,6 @@ def check(config: Config, world_size: int = 1) -> None:
 def warnings(config: Config) -> list[str]:
     """Settings that run but do less than they seem to."""
     found = []
-    if config.updates_per_rollout == 1 and config.trust_region.velocity_weight:
-        found.append(
-            "updates_per_rollout is 1: the policy still equals the rollout's when it is compared with it, so the "
-            "step-wise KL has no effect (its logprob estimator only adds noise), nor has the clip; 2 makes them act"
-        )
     if (config.tail_steps or config.outside_window != "exact") and config.sde_window.startswith("all"):
         name = "tail_steps" if config.tail_steps else "outside_window"
         found.append(

@@ -51,9 +51,6 @@ def build_trainer(config: Config, ranks: Ranks) -> Trainer:
     if ranks.first:
         checkpoint.tidy(trainer.run.checkpoints, trainer.step, trainer.resumed_from)
         trainer.run.log_start(trainer.step, about(trainer, world_of(config.pretrained_model_root)))
-    ranks.log_once(f"rollout: {rollout_sampling(trainer.config)}")
-    if trainer.validation:
-        ranks.log_once(f"validation: {len(trainer.validation.prompts)} clips, {trainer.validation.sampling}")
     return trainer
 
 

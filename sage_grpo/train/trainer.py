@@ -316,7 +316,8 @@ class Trainer:
         if self.logged(self.step):
             self.run.log("train", self.step, record)
         shown = {"reward": record["reward/total"], "kl": record["kl/anchor"], "match": record.get("gold/match")}
-        bar.set_postfix({k: f"{v:.3g}" for k, v in shown.items() if v is not None}, refresh=False)
+        shown["clips/h"] = 3600 * self.config.batch_size * self.ranks.count / record["time/total"]
+        bar.set_postfix({k: f"{float(f'{v:.3g}'):g}" for k, v in shown.items() if v is not None}, refresh=False)
         bar.update()
 
     def logged(self, step: int) -> bool:

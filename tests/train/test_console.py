@@ -1,0 +1,58 @@
+"""What a run says at its start and at its end."""
+
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from sage_grpo.train import console
+
+
+def said(text):
+    """Text by name."""
+    return {line[:12].strip(): line[12:] for line in text.splitlines()}
+
+
+def test_the_banner_says_what_is_about_to_run(make, flags, tmp_path, capfd):
+    asked = {"max_steps": 9, "save_interval": 4, "save_minutes": 15, "validation_interval": 6}
+    trainer = make(**asked, validate_at_step0=True, num_validation_prompts=2, gradient_accumulation_steps=1)
+    console.begin(trainer)
+    found = said(capfd.readouterr().out)
+    count = sum(p.numel() for p in trainer.backbone.transformer.parameters())
+    trained = sum(p.numel() for p in trainer.optimization.parameters.values())
+    assert found["run"] == f"{trainer.run.path}, iteration 0 of 9"
+    assert found["model"].endswith(f": {trained:,} of {count:,} parameters are trained, fp32")
+    assert found["machine"] == "1 x CPU: 1 data-parallel x 1 sequence-parallel"
+    c = trainer.config
+    assert found["update"].startswith(f"{c.batch_size // c.num_generations} prompts x {c.num_generations} clips of 5 ")
+    assert f"; {c.sde_type}, eta {c.eta:g}, window {c.sde_window}" in found["update"]
+    assert found["reward"] == "0.5 VQ + 0.5 MQ + 1 TA (shapes)"
+    assert found["checkpoint"] == "after iteration 4, or every 15 minutes"
+    assert found["validation"].startswith("now and after iteration 6: 2 clips of ")
+    assert "\033" not in "".join(found)
+
+
+def test_a_resumed_run_says_so_and_what_comes_next(make, tmp_path):
+    make(max_steps=2, save_interval=0).train()
+    trainer = make(max_steps=7, save_interval=5, validation_interval=0, resume_from_checkpoint="auto")
+    found = said(console.banner(trainer))
+    assert found["run"].endswith("iteration 2 of 7, resumed from step-000002")
+    assert found["checkpoint"] == "after iteration 5" and found["validation"].startswith("after iteration 7: ")
+
+
+def test_the_end_names_the_checkpoint_and_the_next_command(make):
+    trainer = make(max_steps=1)
+    trainer.train()
+    found = said(console.ending(trainer))
+    assert (trainer.run.checkpoints / "step-000001").is_dir() and found["checkpoint"].endswith(
+        "checkpoints/step-000001"
+    )
+    text = trainer.validation.prompts[0].text
+    assert found["next"] == f'python generate.py --checkpoint_path {trainer.run.path} --prompt "{text}"'
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_names_are_bold_on_a_terminal_alone(monkeypatch, terminal):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
+    assert console.table({"run": "here"}) == ("\033[1mrun         \033[0mhere" if terminal else "run         here")
