@@ -45,11 +45,9 @@ def test_the_end_names_the_checkpoint_and_the_next_command(make):
     trainer = make(max_steps=1)
     trainer.train()
     found = said(console.ending(trainer))
-    assert (trainer.run.checkpoints / "step-000001").is_dir() and found["checkpoint"].endswith(
-        "checkpoints/step-000001"
-    )
-    text = trainer.validation.prompts[0].text
-    assert found["next"] == f'python generate.py --checkpoint_path {trainer.run.path} --prompt "{text}"'
+    assert found["checkpoint"].endswith("checkpoints/step-000001") and Path(found["checkpoint"]).is_dir()
+    words = ["python", "generate.py", "--checkpoint_path", str(trainer.run.path), "--prompt"]
+    assert shlex.split(found["next"]) == [*words, trainer.validation.prompts[0].text]
 
 
 @pytest.mark.parametrize("terminal", [True, False])
