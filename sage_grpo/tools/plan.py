@@ -9,6 +9,7 @@ run fits; 1: it does not, and remedies are printed; 2: the configuration cannot 
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -25,7 +26,7 @@ from sage_grpo.models.cost import Architecture
 from sage_grpo.models.lora import target_layers
 from sage_grpo.tools.paired import aligned
 from sage_grpo.tools.plan_memory import checkpoint_bytes, disk_bytes, export_bytes, fits, memory, peak, snapshot_bytes
-from sage_grpo.tools.plan_model import Plan, Trained, few_prompts, times, validation_time, volumes
+from sage_grpo.tools.plan_model import CARDS, Plan, Trained, calibration, few_prompts, times, validation_time, volumes
 from sage_grpo.tools.templating import render
 from sage_grpo.train.build import held_out_prompts, reward_names
 from sage_grpo.train.optimization import trainable_parameters
@@ -58,11 +59,11 @@ def sizes_of(backbone: Backbone, lora: tuple[int, tuple[str, ...]] | None) -> tu
     return model, Trained(total=sum(p.numel() for p in trained.values()), matrices=sum(matrices))
 
 
-def plan_of(config: Config, gpus: int, text_tokens: int = 150) -> Plan:
+def plan_of(config: Config, gpus: int, text_tokens: int = 150, card: str = "h200") -> Plan:
     backbone = backbone_of(config.pretrained_model_root, config.pretrained_transformer_version)
     c = resolve(config, backbone, "cuda")
     sizes = sizes_of(backbone, (c.lora_r, c.lora_target_modules) if c.use_lora else None)
-    return Plan(replace(c, reward_model=reward_names(c)), *sizes, gpus, text_tokens)
+    return Plan(replace(c, reward_model=reward_names(c)), *sizes, gpus, text_tokens, calibration(card))
 
 
 def remedies(plan: Plan, gpu_bytes: float) -> list[tuple[str, str, Plan]]:
@@ -90,25 +91,30 @@ def changed(plan: Plan, remedy: Remedy) -> Plan | None:
     (name, value, _), c = remedy, plan.config
     relative = {"twice the ranks": 2 * c.sp_size, "half the frames": c.num_frames // 8 * 4 + 1}
     try:
-        other = plan_of(replace(c, **{name: relative.get(value, value)}), plan.gpus, plan.text_tokens)
+        other = plan_of(replace(c, **{name: relative.get(value, value)}), plan.gpus, plan.text_tokens, plan.rates.card)
     except ValueError:  # a layout that does not divide
         return None
     return other if peak(other)[1] < peak(plan)[1] else None
 
 
-def describe(plan: Plan, gpu_bytes: float) -> str:
-    """Full description of a plan, for the terminal."""
+def describe(plan: Plan, gpu_bytes: float, price: float | None = None) -> str:
+    """Full description of a plan, for the terminal. price: of an hour of a GPU."""
     c, clips, found = plan.config, len(held_out_prompts(plan.config)), remedies(plan, gpu_bytes)
+    whole, validation = sum(times(plan).values()), validation_time(plan, clips)
+    validations = c.validate_at_step0 + math.ceil(c.max_steps / (c.validation_interval or max(c.max_steps, 1)))
     return render(
         "plan.txt",
         plan=plan,
         exists=Path(c.pretrained_model_root).is_dir(),
         memory_table=memory_table(plan),
         time_table=time_table(plan),
-        whole=sum(times(plan).values()),
+        whole=whole,
+        hours=(c.max_steps * whole + validations * validation) / 3600,
+        between=min(60 * c.save_minutes or math.inf, (c.save_interval or c.max_steps) * whole),
+        price=price,
         no_overlap=sum(times(plan, overlap=False).values()),
         volumes=volumes(plan),
-        validation=validation_time(plan, clips),
+        validation=validation,
         clips=clips,
         sampling=validation_sampling(c),
         checkpoint_table=checkpoint_table(plan),
@@ -164,8 +170,9 @@ def comparison(rows: Sequence[tuple[str, Plan]], name: str, gpu_bytes: float) ->
 def varied(rest: Sequence[str], options: argparse.Namespace) -> list[tuple[str, Plan]]:
     name, *values = options.vary
     if name == "gpus":
-        return [(value, plan_of(parse(rest), int(value), options.text_tokens)) for value in values]
-    return [(v, plan_of(parse([*rest, f"--{name}", v]), options.gpus, options.text_tokens)) for v in values]
+        return [(value, plan_of(parse(rest), int(value), options.text_tokens, options.gpu)) for value in values]
+    how = (options.gpus, options.text_tokens, options.gpu)
+    return [(value, plan_of(parse([*rest, f"--{name}", value]), *how)) for value in values]
 
 
 def options_of(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
@@ -173,11 +180,14 @@ def options_of(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, lis
     parser = argparse.ArgumentParser("python -m sage_grpo.tools.plan", description=about, allow_abbrev=False)
     parser.add_argument("--gpus", type=int, default=1, help="processes of the run; default: %(default)s")
     parser.add_argument("--gpu_memory", type=float, default=80.0, help="GB of each GPU; default: %(default)s")
+    card = "whose rates are taken: measured for h200, else scaled by data sheets; default: %(default)s"
+    parser.add_argument("--gpu", choices=CARDS, default="h200", help=card)
+    parser.add_argument("--price", type=float, help="of an hour of a GPU, in any currency")
     parser.add_argument("--text_tokens", type=int, default=150, help="tokens of a prompt; default: %(default)s")
     parser.add_argument("--vary", nargs="+", metavar=("FLAG", "VALUE"), help="compare values of a flag, or of gpus")
     options, rest = parser.parse_known_args(arguments)
-    for name in ("gpu_memory", "text_tokens"):
-        if not getattr(options, name) > 0:  # nor may it be NaN
+    for name in ("gpu_memory", "text_tokens", "price"):
+        if getattr(options, name) is not None and not getattr(options, name) > 0:  # nor may it be NaN
             raise ConfigError(f"{name} is {getattr(options, name)}; it must be above 0")
     return options, rest
 
@@ -189,11 +199,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.vary:
             print(comparison(varied(rest, options), options.vary[0], gpu_bytes))
             return 0
-        plan = plan_of(parse(rest), options.gpus, options.text_tokens)
+        plan = plan_of(parse(rest), options.gpus, options.text_tokens, options.gpu)
     except (ValueError, FileNotFoundError) as error:
         print(f"plan: {error}", file=sys.stderr)
         return 2
-    print(describe(plan, gpu_bytes))
+    print(describe(plan, gpu_bytes, options.price))
     return 0 if fits(plan, gpu_bytes) else 1
 
 

@@ -59,7 +59,25 @@ class Calibration:
     nvlink: float = 300e9  # bytes/s into a GPU inside a node (A: two thirds of 450 GB/s)
     nic: float = 33e9  # bytes/s into a GPU between nodes (A: two thirds of 400 Gbit/s)
     host: float = 20e9  # bytes/s between a GPU and host memory (A)
+    card: str = "h200"  # one of CARDS
     reserve: float = 4e9  # bytes outside tensors: CUDA, NCCL, allocator fragmentation (A)
+
+
+# operations/s in bf16, bytes/s of its memory, bytes/s of NVLink into it, by NVIDIA's data sheets (SXM)
+CARDS = {"h200": (989e12, 4.8e12, 450e9), "h100": (989e12, 3.35e12, 450e9), "a100": (312e12, 2.04e12, 300e9)}
+
+
+def calibration(card: str) -> Calibration:
+    """The measured rates, scaled to another card by what bounds each: its arithmetic, its memory, or its links."""
+    work, memory, links = (mine / measured for mine, measured in zip(CARDS[card], CARDS["h200"], strict=True))
+    rates = Calibration()
+    faster = {"attention": work, "attention_backward": work, "linear": work, "optimizer": memory, "nvlink": links}
+    slower = {"rest": memory, "rest_backward": memory, "decode": memory, "decode_untiled": memory}
+    scaled = {name: getattr(rates, name) * factor for name, factor in faster.items()}
+    for name, factor in slower.items():
+        value = getattr(rates, name)
+        scaled[name] = tuple(part / factor for part in value) if isinstance(value, tuple) else value / factor
+    return replace(rates, card=card, **scaled)
 
 
 @dataclass(frozen=True)

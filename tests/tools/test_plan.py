@@ -137,6 +137,22 @@ def test_command_warns_of_updates_with_few_prompts_and_counts_the_hours_of_the_p
     assert "Note: 4 prompt(s) per update" in few
 
 
+def test_command_says_what_the_whole_run_costs(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    recipe = "--config configs/hunyuan15_8gpu.yaml --gpus 8"
+    lines = {line.partition(":")[0]: line for line in run(capsys, f"{recipe} --price 2")[1].splitlines()}
+    plan = made("--config configs/hunyuan15_8gpu.yaml", 8)
+    hours = 8 * (800 * sum(times(plan).values()) + 9 * validation_time(plan, 16)) / 3600  # the first before training
+    said = (
+        f"whole run: 800 iterations, 25,600 clips, {hours / 8 / 24:.1f} days, {hours:,.0f} GPU-hours, {2 * hours:,.0f}"
+    )
+    assert lines["whole run"] == f"{said} at 2 an hour; a checkpoint every 15 min"
+    assert lines["rates"] == "rates: measured on one H200"
+    other = run(capsys, f"{recipe} --gpu a100 --save_minutes 0")[1]
+    assert "rates: scaled from an H200 to an A100 by their data sheets, not measured" in other
+    assert " an hour" not in other and "a checkpoint every 15 min" not in other
+
+
 def test_a_run_without_validation_is_planned_too(capsys, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(ROOT / "assets" / "tiny", folder)

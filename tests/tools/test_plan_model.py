@@ -10,6 +10,7 @@ from sage_grpo.tools.plan_model import (
     Calibration,
     Plan,
     Trained,
+    calibration,
     compute_time,
     few_prompts,
     times,
@@ -39,6 +40,15 @@ def test_counts():
     windows = made(sde_window="random:1", tail_steps=1, same_init_noise=True, gather_for_rollout=True)
     assert windows.ode_steps == (2, 4 / 5) and windows.rollout_passes == 2 * (2 / 2 + 2 * (1 + 4 / 5))
     assert made(guidance_scale=1.0).branches == 1 and made(micro_batch_size=None).micro_batch == 4
+
+
+def test_rates_of_another_card_are_scaled_by_what_bounds_them():
+    measured, other = Calibration(), calibration("a100")
+    assert calibration("h200") == measured and other.card == "a100"
+    assert other.linear / measured.linear == other.attention / measured.attention == pytest.approx(312 / 989)
+    assert other.decode / measured.decode == other.rest[1] / measured.rest[1] == pytest.approx(4.8 / 2.04)
+    assert other.nvlink == pytest.approx(measured.nvlink * 300 / 450) and other.decode_bytes == measured.decode_bytes
+    assert calibration("h100").linear == measured.linear and calibration("h100").decode > measured.decode
 
 
 def test_share_of_iterations_with_an_anchor():
