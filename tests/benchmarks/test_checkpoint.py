@@ -8,7 +8,7 @@ from benchmarks import checkpoint as bench
 from sage_grpo.train import saving
 
 ROOT = Path(__file__).parents[2]
-SMALL = "--height 16 --width 16"
+SMALL = "--height 16 --width 16 --reward_model shapes"
 LIGHT = f"--batch_size 2 --num_generations 2 --num_sampling_steps 2 --num_frames 5 {SMALL} --pairs 1 --save_interval 1"
 
 

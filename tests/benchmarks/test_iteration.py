@@ -12,7 +12,7 @@ from benchmarks import iteration as bench
 from sage_grpo.config import Config, ConfigError
 
 ROOT = Path(__file__).parents[2]
-SMALL = "--batch_size 4 --height 16 --width 16"
+SMALL = "--batch_size 4 --height 16 --width 16 --reward_model shapes"
 LIGHT = f"--iterations 1 --num_generations 2 --num_sampling_steps 2 --num_frames 5 {SMALL} --guidance_scale 2"
 # of torch and its friends, about what this script cannot change
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
