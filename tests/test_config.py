@@ -282,15 +282,13 @@ def test_the_model_fills_in_what_was_not_said():
     assert resolve(from_values({"lora_target_modules": "to_v"}), BACKBONE, "cpu").lora_target_modules == ("to_v",)
 
 
-def test_a_velocity_term_without_a_second_update_is_pointed_out():
-    assert "no effect" in warnings(Config())[0]
-    assert not warnings(from_values({"updates_per_rollout": 2}))
-    assert not warnings(from_values({"use_dual_kl": False}))
-    (found,) = warnings(from_values({"use_dual_kl": False, "tail_steps": 3}))
+def test_settings_that_do_less_than_they_seem_to_are_pointed_out():
+    assert not warnings(Config())
+    (found,) = warnings(from_values({"tail_steps": 3}))
     assert found == "tail_steps is 3, but sde_window all leaves no steps to make cheaper"
-    (found,) = warnings(from_values({"use_dual_kl": False, "outside_window": "fp8", "sde_window": "all_but_last"}))
+    (found,) = warnings(from_values({"outside_window": "fp8", "sde_window": "all_but_last"}))
     assert found.startswith("outside_window is fp8, but sde_window all_but_last leaves no steps")
-    assert not warnings(from_values({"use_dual_kl": False, "tail_steps": 3, "sde_window": "random:2"}))
+    assert not warnings(from_values({"tail_steps": 3, "sde_window": "random:2"}))
 
 
 def reads(path):

@@ -32,7 +32,7 @@ def test_a_run_becomes_a_small_file_and_comes_back(folder):
     record = records.distil(RUN, folder, "abc")
     records.write(folder / "a.json", record)
     assert records.read(folder / "a.json") == record
-    assert (folder / "a.json").stat().st_size < 8000  # every curve changes here, which none of a real run does
+    assert (folder / "a.json").stat().st_size < 8500  # every curve changes here, which none of a real run does
     assert list(records.read_all(folder)) == [record["digest"]]
     assert record["steps"] == list(range(3, 121, 3)) and record["device"] == "NVIDIA H200"
     assert records.validated(record, "reward/total") == 0.71235

@@ -192,14 +192,14 @@ def test_clips_of_other_shapes_are_scored_apart_and_a_broken_one_alone():
 
 
 def test_a_reward_that_hangs_frees_its_place_and_the_queue_is_bounded():
-    light = Light(delay=0.6)
+    light = Light(delay=1.2)
     body = message([clip(1)], ["a"])
-    limits = Limits(seconds=0.3, waiting=2 * len(body))
+    limits = Limits(seconds=0.8, waiting=2 * len(body))
     with serving(composite({"light": light}, batch_size=1, timeout=30), limits) as url, ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(lambda _: ask(url, "POST", "/score", body), range(4)))
         assert sorted(status for status, _ in answers) == [503, 503, 504, 504]
         light.delay = 0
-        time.sleep(0.5)
+        time.sleep(0.8)
         assert ask(url, "POST", "/score", body)[0] == 200  # nothing of the former ones is left inside
         assert len(light.batches) == 2  # who was not waited for any more was not scored
 

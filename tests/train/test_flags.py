@@ -35,7 +35,7 @@ def recorded(kind: type) -> tuple[type, set[str]]:
 
 @pytest.fixture
 def flags_read(flags, monkeypatch):
-    """The flags of a configuration class that a run with LoRA and one of all weights read."""
+    """The flags of a configuration class that a run with LoRA, and one of all weights and another algorithm, read."""
 
     def run(kind):
         kind, read = recorded(kind)
@@ -43,6 +43,7 @@ def flags_read(flags, monkeypatch):
         for use_lora in (True, False):
             values = flags | {"use_lora": use_lora, "max_steps": 2, "overwrite": True}
             values |= {"enable_gradient_checkpointing": True, "validation_fixed_size": "16x16"}
+            values |= {} if use_lora else {"algorithm": "nft", "ema_decay": 0.5}
             config = kind(**vars(from_values(values)))
             monkeypatch.setattr(post_train, "parse", lambda arguments, config=config: config)
             assert post_train.main([]) == 0
