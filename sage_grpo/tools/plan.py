@@ -98,7 +98,7 @@ def changed(plan: Plan, remedy: Remedy) -> Plan | None:
 
 
 def describe(plan: Plan, gpu_bytes: float, price: float | None = None) -> str:
-    """Full description of a plan, for the terminal. price: of an hour of a GPU."""
+    """Full description of a plan, for the terminal. `price` is that of one GPU-hour."""
     c, clips, found = plan.config, len(held_out_prompts(plan.config)), remedies(plan, gpu_bytes)
     whole, validation = sum(times(plan).values()), validation_time(plan, clips)
     validations = c.validate_at_step0 + math.ceil(c.max_steps / (c.validation_interval or max(c.max_steps, 1)))
@@ -123,7 +123,7 @@ def describe(plan: Plan, gpu_bytes: float, price: float | None = None) -> str:
         peak=peak(plan),
         gpu_bytes=gpu_bytes,
         fits=fits(plan, gpu_bytes),
-        remedies=[(flag, peak(other)[1], price) for flag, price, other in found],
+        remedies=[(flag, peak(other)[1], cost) for flag, cost, other in found],
         enough=fits(found[-1][2] if found else plan, gpu_bytes),
         unknown=", ".join(name for name in c.reward_model if name not in plan.rates.rewards),
         few=few_prompts(c.gradient_accumulation_steps * plan.clips // c.num_generations),
@@ -180,9 +180,9 @@ def options_of(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, lis
     parser = argparse.ArgumentParser("python -m sage_grpo.tools.plan", description=about, allow_abbrev=False)
     parser.add_argument("--gpus", type=int, default=1, help="processes of the run; default: %(default)s")
     parser.add_argument("--gpu_memory", type=float, default=80.0, help="GB of each GPU; default: %(default)s")
-    card = "whose rates are taken: measured for h200, else scaled by data sheets; default: %(default)s"
+    card = "card of the run; rates are measured for h200, else scaled by data sheets; default: %(default)s"
     parser.add_argument("--gpu", choices=CARDS, default="h200", help=card)
-    parser.add_argument("--price", type=float, help="of an hour of a GPU, in any currency")
+    parser.add_argument("--price", type=float, help="price of one GPU-hour, in any currency")
     parser.add_argument("--text_tokens", type=int, default=150, help="tokens of a prompt; default: %(default)s")
     parser.add_argument("--vary", nargs="+", metavar=("FLAG", "VALUE"), help="compare values of a flag, or of gpus")
     options, rest = parser.parse_known_args(arguments)

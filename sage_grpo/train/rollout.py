@@ -135,7 +135,7 @@ class Rollouts:
 
     @property
     def last_solver(self) -> str:
-        """Of the steps after the window."""
+        """Solver of the steps after the window."""
         return "dpm" if self.config.tail_steps else "euler"
 
     def order(self, micro_batch: MicroBatch) -> Tensor:
