@@ -17,9 +17,9 @@ import platform
 import shlex
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,10 +90,10 @@ def side_by_side(first: Callable[[], object], second: Callable[[], object]) -> N
         with torch.no_grad(), torch.cuda.stream(stream):
             second()
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    first()
-    thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(run)
+        first()
+        beside.result()  # raises what went wrong there
 
 
 def warm(trainer: Trainer) -> tuple[float, float, float]:

@@ -95,8 +95,8 @@ def mosaic(records: list[dict]) -> np.ndarray:
         cell[EDGE:-EDGE, EDGE:-EDGE] = color.astype(np.uint8)
         cell[2 * EDGE : -2 * EDGE, 2 * EDGE : -2 * EDGE] = middle
         cells.append(cell)
-    rows = [np.concatenate(cells[i : i + COLUMNS], axis=1) for i in range(0, len(cells), COLUMNS)]
-    return np.concatenate([row for row in rows if row.shape == rows[0].shape])
+    cells += [np.full_like(cells[0], 255)] * (-len(cells) % COLUMNS)  # white to the end of the last row
+    return np.concatenate([np.concatenate(cells[i : i + COLUMNS], axis=1) for i in range(0, len(cells), COLUMNS)])
 
 
 def write_motion(path: Path, folder: Path, first: int, last: int) -> None:

@@ -38,6 +38,11 @@ def test_a_row_counts_per_clip_and_per_hour():
     assert row == f"| way | 2 | 5.00 | 2.00 | 0.00 | 1.00 | 4.00 | 12.0 | **300** | {rest}"
 
 
+def test_a_failure_beside_the_forwards_is_raised():
+    with pytest.raises(ZeroDivisionError):
+        script.side_by_side(lambda: None, lambda: 1 / 0)
+
+
 @pytest.mark.parametrize("name", script.WAYS)
 def test_the_ways_are_flags_of_the_recipe(name):
     config = script.parse(["--config", str(ROOT / "configs/hunyuan15_1gpu_lora.yaml"), *script.WAYS[name].split()])

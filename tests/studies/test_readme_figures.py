@@ -23,6 +23,12 @@ def test_clips_are_chosen_at_quantiles_of_the_gain():
     assert [after["scores"]["total"] for _, after in readme_figures.chosen(sides)] == [-13, -9, -5, -1]
 
 
+def test_all_clips_are_in_the_mosaic(tmp_path):
+    folder = make_run(tmp_path / "run", iterations=2, every=2, prompts=9)
+    records, _ = readme_figures.sides_of(folder, 0, 2)
+    assert readme_figures.mosaic(records).shape == (2 * (256 + 40), 8 * (256 + 40), 3)
+
+
 def test_a_run_without_a_validation_at_the_start_is_refused(tmp_path):
     folder = make_run(tmp_path / "run", iterations=1, every=50, prompts=2)
     with pytest.raises(SystemExit, match="two are needed: validate_at_step0 True"):
