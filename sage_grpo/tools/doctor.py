@@ -124,10 +124,10 @@ def check_samplers(trainer: Trainer, options: argparse.Namespace) -> Iterator[Fi
     positions = prompt_positions(trainer.step, options.prompts, len(trainer.prompts), c.seed)
     micro = math.gcd(options.clips, len(trainer.micro_batches()[0]))  # at most as many at once as in training
     micro_batches = plan_micro_batches(positions, options.clips, options.clips * len(positions), 0, micro)
-    arms, left_out = {}, []
+    sigmas, arms, left_out = flow_sigmas(c.num_sampling_steps, c.timestep_shift), {}, []
     for name in sorted(SDES, key=lambda name: name != "ode"):
         try:
-            schedule = build_schedule(name, flow_sigmas(c.num_sampling_steps, c.timestep_shift), c.eta)
+            schedule = build_schedule(name, sigmas, c.eta)
         except ValueError as error:  # cps rejects an eta above 1
             left_out.append(f"{name} is left out: {error}")
         else:
@@ -135,7 +135,8 @@ def check_samplers(trainer: Trainer, options: argparse.Namespace) -> Iterator[Fi
     transformer = trainer.backbone.transformer
     if lossy := transformer.in_8_bits:
         transformer.in_8_bits = None
-        arms["exact"] = sample(trainer, "exact", trainer.sampler, micro_batches, options.clips)
+        exact = build_schedule(c.sde_type, sigmas, c.eta)  # the trainer's own, unless it has no SDE
+        arms["exact"] = sample(trainer, "exact", exact, micro_batches, options.clips)
         transformer.in_8_bits = lossy
     rows = {name: arm.numbers(arms["ode"]) for name, arm in arms.items()}
     write_sheet(sheet, arms, rows, [trainer.prompts[position].text for position in positions], c)
