@@ -15,6 +15,7 @@ import json
 import math
 import re
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -30,6 +31,7 @@ from sage_grpo.models.backbone import Backbone, Guidance, Sampling
 from sage_grpo.models.hunyuan15 import DEFAULT_VERSION
 from sage_grpo.models.sample import counter_noise, denoise, integrate
 from sage_grpo.parallel.ranks import Ranks, join_ranks
+from sage_grpo.plugins import in_file, resolved
 from sage_grpo.rewards import REWARDS
 from sage_grpo.rewards.base import Setup, build_reward
 from sage_grpo.runs.media import contact_sheet, thumbnails, write_mp4
@@ -79,7 +81,7 @@ def generate(args: argparse.Namespace, ranks: Ranks) -> None:
     prompts = read_requests(args.valid_video_csv) if args.valid_video_csv else [Request(args.prompt, 0)]
     check_prompts(backbone.folder, [prompt.text for prompt in prompts])
     sigmas = flow_sigmas(settings.num_steps, settings.shift)
-    schedule = build_schedule(args.sde_type, sigmas, args.eta).to(device)
+    schedule = build_schedule(resolved(args.sde_type), sigmas, args.eta).to(device)
     shape = backbone.latent_shape(settings.frames, settings.height, settings.width)
     setup = Setup(Path(args.model_path) / "VideoReward", device)
     reward = build_reward(args.score, setup) if args.score and ranks.leader else None
@@ -185,6 +187,17 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def one_of(names: Iterable[str]) -> Callable[[str], str]:
+    """Accepts one of `names`, or a plug-in."""
+
+    def convert(text: str) -> str:
+        if text not in names and not in_file(text):
+            raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(names)}, or FILE.py:NAME")
+        return text
+
+    return convert
+
+
 def seed_number(text: str) -> int:
     if not text.isdigit() or len(text) > 19 or int(text) > MOST:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {MOST}")
@@ -216,7 +229,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--timestep_shift", type=finite)
     add("--seed", type=seed_number, default=42)
     add("--num_videos", type=positive, default=1, help="clips per prompt")
-    add("--sde_type", choices=SDES, default="ode", help="look at a sampler's exploration noise")
+    add("--sde_type", type=one_of(SDES), default="ode", help="look at a sampler's exploration noise")
     add("--solver", choices=SOLVERS, default="euler", help="ODE solver; dpm has second order and needs fewer steps")
     add("--eta", type=finite, default=0.5, help="exploration scale of --sde_type")
     device = FIELDS["device"].metadata
@@ -224,11 +237,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--sp_size", type=positive, default=1, help="processes of torchrun that share each clip; others share prompts")
     add("--compile", action="store_true", help="compile the transformer blocks: faster from the second clip on")
     add("--output_path", type=Path, default=Path("outputs/generated"))
-    add(
-        "--score",
-        choices=[name for name in REWARDS if name != "remote"],
-        help="write this reward's scores into each JSON",
-    )
+    rewards = [name for name in REWARDS if name != "remote"]
+    add("--score", type=one_of(rewards), metavar="REWARD", help="write this reward's scores into each JSON")
     words = sys.argv[1:] if arguments is None else arguments
     words = [re.sub(r"^--[\w-]+", lambda flag: "--" + flag[0][2:].replace("-", "_"), word) for word in words]
     args = parser.parse_args(words)

@@ -3,6 +3,7 @@
 from importlib.util import find_spec
 
 from sage_grpo.config import Config, ConfigError
+from sage_grpo.plugins import in_file
 from sage_grpo.rewards import ALIASES, REWARDS
 
 
@@ -60,8 +61,8 @@ def warnings(config: Config) -> list[str]:
 def _check_rewards(config: Config) -> None:
     named = [("reward_model", name) for name in config.reward_model or ()]
     for flag, name in (*named, ("holdout_reward", config.holdout_reward)):
-        if name is not None and name not in {*REWARDS, *ALIASES}:
-            raise ConfigError(f"{flag} names {name!r}; choose one of {', '.join(REWARDS)}")
+        if name is not None and name not in {*REWARDS, *ALIASES} and not in_file(name):
+            raise ConfigError(f"{flag} names {name!r}; choose one of {', '.join(REWARDS)}, or FILE.py:NAME")
     remote = "remote" in (*(config.reward_model or ()), config.holdout_reward)
     if remote and config.remote_reward_url is None:
         raise ConfigError("the reward remote needs the address of its server: give remote_reward_url")

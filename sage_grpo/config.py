@@ -46,9 +46,14 @@ def flag(
     high: float = LARGEST,
     above: float = -math.inf,
     shown: str | None = None,
+    code: bool = False,
 ) -> Any:
-    """A `Config` field: `low` and `high` are inclusive bounds, `above` is exclusive; `shown` describes default None."""
+    """A `Config` field: `low` and `high` are inclusive bounds, `above` is exclusive; `shown` describes default None.
+
+    `code`: a command line may name `FILE.py:NAME` instead of a choice.
+    """
     metadata = {"help": help, "choices": choices, "low": low, "high": high, "above": above, "shown": shown}
+    metadata["code"] = code
     if isinstance(default, dict):
         return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -120,7 +125,7 @@ class LoraFlags:
 class RolloutFlags:
     """Rollout"""
 
-    sde_type: str = flag("sage_grpo", "exploration sampler", choices=SDE_TYPES)
+    sde_type: str = flag("sage_grpo", "exploration sampler, or FILE.py:NAME", choices=SDE_TYPES, code=True)
     eta: float = flag(0.5, "exploration scale", above=0)
     num_sampling_steps: int = flag(20, "denoising steps of a rollout", low=1, high=MOST_STEPS)
     timestep_shift: float | None = flag(None, "shift of the noise schedule", above=0, shown=OWN)
@@ -178,13 +183,17 @@ class TrustRegionFlags:
 class RewardFlags:
     """Reward"""
 
-    reward_model: tuple[str, ...] | None = flag(None, f"one or several of {', '.join(REWARDS)}", shown=OWN)
+    reward_model: tuple[str, ...] | None = flag(
+        None, f"one or several of {', '.join(REWARDS)}, or FILE.py:NAME", shown=OWN, code=True
+    )
     reward_weights: dict[str, Any] = flag(  # noqa: RUF009 - flag makes a default factory of it
         {"VQ": 0.5, "MQ": 0.5, "TA": 1.0}, "JSON object of score weights; with several rewards one object for each"
     )
     reward_path: str | None = flag(None, "VideoReward folder, other rewards beside it", shown="in the model folder")
     remote_reward_url: str | None = flag(None, "http://HOST:PORT of a reward server", shown="none")
-    holdout_reward: str | None = flag(None, "reward that validation reports and training never sees", shown="none")
+    holdout_reward: str | None = flag(
+        None, "reward that validation reports and training never sees", shown="none", code=True
+    )
     stop_on_hacking: bool = flag(False, "stop when validation finds the reward up and the held-out one down")
     max_reward_failures: float = flag(0.25, "share of failed rewards in a batch that stops the run", low=0, high=1)
     reward_fps: float = flag(2.0, "frames per second that videoalign, clipscore, pickscore and ocr see", above=0)

@@ -23,6 +23,7 @@ from typing import Any
 import yaml
 
 from sage_grpo.config import FIELDS, LARGEST, SECTIONS, Config, ConfigError
+from sage_grpo.plugins import in_file
 from sage_grpo.rewards import HOSTS_VARIABLE, TOKEN_VARIABLE
 
 ALIASES = {"train_video_csv": "train_prompts", "valid_video_csv": "validation_prompts"}
@@ -36,6 +37,7 @@ KNOWN = (*FIELDS, *ALIASES, *RETIRED)
 MOST_LEVELS = 50  # of a YAML file
 PATHS = ("pretrained_model_root", "output_dir", "train_prompts", "prompt_cache", "pretrained_lora_path", "reward_path")
 PATHS += ("validation_prompts", "resume_from_checkpoint", "init_from_checkpoint")
+CODE = [name for name, field in FIELDS.items() if field.metadata["code"]]
 
 
 def parse(arguments: Sequence[str]) -> Config:
@@ -51,6 +53,11 @@ def parse(arguments: Sequence[str]) -> Config:
     if printed is not None:
         _print({"config": file, "given": sorted({*stored, *given})} | dataclasses.asdict(config), printed)
         raise SystemExit(0)
+    for name in set(CODE) - set(given):
+        words = _words(getattr(config, name) or "none")
+        if any(map(in_file, words)):
+            words = " ".join((f"--{name}", *words))
+            raise ConfigError(f"only config {file} names code, which a file alone may not choose; give {words}")
     if "remote_reward_url" not in given and config.remote_reward_url and os.environ.get(TOKEN_VARIABLE):
         _check_address(config.remote_reward_url, file)
     return config
@@ -127,7 +134,7 @@ def _value(name: str, raw: Any) -> Any:
         raise ConfigError(f"{name} is {raw!r}; {error}") from error
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         _check_range(name, value, field)
-    if field["choices"] and value not in field["choices"]:
+    if field["choices"] and value not in field["choices"] and not (field["code"] and in_file(value)):
         raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(field['choices'])}")
     return value
 

@@ -1,10 +1,15 @@
-"""Fixed tables of everything that a command line or a model folder can name: rewards, worlds, backbones.
+"""Everything that can be named: rows of fixed tables, and on a command line also `FILE.py:NAME`.
 
 A row maps a name to `module:attribute`, so that a table can be read without importing what it names.
 """
 
+import hashlib
+import re
+import sys
 from collections.abc import Mapping
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import Any
 
 
@@ -15,3 +20,35 @@ def load(table: Mapping[str, Any], name: str) -> Any:
         return row
     module, _, attribute = row.partition(":")
     return getattr(import_module(module), attribute)
+
+
+def in_file(name: str | None) -> bool:
+    """Whether `name` is `FILE.py:NAME`. `flags.parse` lets only a command line name one."""
+    return bool(re.fullmatch(r".+\.py:[^\W\d]\w*", name or ""))
+
+
+def label(name: str) -> str:
+    """What `name` is called in weights and metrics: of `FILE.py:NAME`, the second half."""
+    return name.rpartition(":")[2]
+
+
+def load_file(name: str) -> Any:
+    """Run `FILE.py` and return its `NAME`; whatever goes wrong there is one sentence."""
+    path = Path(name.rpartition(":")[0])
+    spec = spec_from_file_location(f"plugin_{path.stem}", path)
+    module = sys.modules[spec.name] = module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        return getattr(module, label(name))
+    except Exception as error:  # the file may do anything
+        raise ValueError(f"{name} cannot be loaded: {type(error).__name__}: {error}") from error
+
+
+def resolved(name: str) -> Any:
+    """What `FILE.py:NAME` defines; any other name is returned as it is."""
+    return load_file(name) if in_file(name) else name
+
+
+def file_hash(name: str) -> str:
+    """Start of the SHA-256 of the file that `FILE.py:NAME` names."""
+    return hashlib.sha256(Path(name.rpartition(":")[0]).read_bytes()).hexdigest()[:8]

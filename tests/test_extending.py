@@ -1,6 +1,7 @@
 """A new backbone, reward, world and SDE: one file each and one row in a table, as docs/extending.md says."""
 
 import dataclasses
+import hashlib
 import json
 import re
 import subprocess
@@ -163,6 +164,116 @@ def test_a_new_sde_is_a_function_and_its_name(folder, monkeypatch):
     torch.testing.assert_close(half, full / 2**0.5)
     std = read_run(folder.with_name("run")).head["schedule"]["std"]
     assert std == pytest.approx(half.tolist())
+
+
+PLUGINS = """
+import torch
+
+
+class Shade:
+    names = ("light", "dark")
+
+    def __init__(self, setup):
+        self.device = setup.device
+
+    def score(self, clips, prompts, fps):
+        light = torch.stack([clip.double().mean() / 255 for clip in clips])
+        return {"light": light, "dark": 1 - light}
+
+
+def build(setup):
+    return Shade(setup)
+
+
+def table(sigma, sigma_next, eta):
+    return torch.ones_like(sigma), sigma_next - sigma, eta * sigma_next
+
+
+def short(sigma, sigma_next, eta):
+    return table(sigma[1:], sigma_next[1:], eta)
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+    for file, name in (("my_reward.py", "def calm"), ("my_sde.py", "def level_variance")):
+        Path(file).write_text(next(b for b in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if name in b))
+    Path("own.py").write_text(PLUGINS)
+    return "own.py"
+
+
+def test_plug_ins_from_a_file_train_without_touching_the_package(folder, own, capsys):
+    flags = words(
+        folder, reward_weights='{"calm": 2, "Shade": {"light": 1, "dark": 0}}', sde_type="my_sde.py:level_variance"
+    )
+    flags += ["--reward_model", "my_reward.py:calm", f"{own}:Shade", "--holdout_reward", "my_reward.py:calm"]
+    assert post_train.main(flags) == 0
+    run = folder.with_name("run")
+    history = read_run(run)
+    first, last = history.train[0], history.validations[-1]
+    assert first["reward/total"] == pytest.approx(2 * first["reward/calm.calm"] + first["reward/Shade.light"])
+    assert last["holdout/calm"] == pytest.approx(last["reward/calm.calm"])
+    variance = (0.5 * sde.flow_sigmas(3, 3.0)[1:]) ** 2
+    assert history.head["schedule"]["std"] == pytest.approx(variance.sqrt().tolist())
+    digest = hashlib.sha256(PLUGINS.encode()).hexdigest()[:8]
+    assert history.head["fingerprints"]["plug-ins"][own] == digest
+    Path(own).write_text(PLUGINS + "\n# changed\n")
+    capsys.readouterr()
+    assert post_train.main([*flags, "--max_steps", "3", "--resume_from_checkpoint", "auto"]) == 0
+    assert f"'own.py': '{digest}'" in capsys.readouterr().err
+    output = ["--output_path", str(folder.with_name("clips")), "--prompt", "a wall", "--num_inference_steps", "2"]
+    generate.main(["--model_path", str(folder), *output, "--score", f"{own}:Shade", "--sde_type", f"{own}:table"])
+    record = json.loads(next(folder.with_name("clips").glob("*.json")).read_text())
+    assert record["scores"].keys() == {"light", "dark"} and record["sde_type"] == f"{own}:table"
+
+
+def test_a_plug_in_is_seen_by_the_doctor_and_counts_1_if_it_has_a_single_score(folder, own, capsys):
+    flags = words(folder, reward_model="my_reward.py:calm", sde_type="my_sde.py:level_variance")
+    del flags[flags.index("--reward_weights") : flags.index("--reward_weights") + 2]
+    output = folder.with_name("doctor")
+    doctor.main([*flags, "--output", str(output), "--prompts", "2", "--clips", "2"])
+    said = capsys.readouterr().out
+    assert "* my_sde.py:level_variance" in said and "my_sde.py:level_variance at eta 0" in said
+    assert post_train.main(flags) == 0
+    first = read_run(folder.with_name("run")).train[0]
+    assert first["reward/total"] == first["reward/calm"]
+
+
+@pytest.mark.parametrize(("flag", "name", "sentence"), [
+    ("reward_model", "none.py:calm", "none.py:calm cannot be loaded: FileNotFoundError"),
+    ("reward_model", "own.py:Calm", "own.py:Calm cannot be loaded: AttributeError"),
+    ("reward_model", "own.py:PLUGINS", "own.py:PLUGINS cannot be loaded: AttributeError"),
+    ("reward_model", "own.py:torch", "the reward own.py:torch cannot be built: TypeError"),
+    ("reward_model", "bad.py:calm", "bad.py:calm cannot be loaded: SyntaxError"),
+    ("reward_model", "own.py:build", "reward_weights must have a number for each score of build: light, dark"),
+    ("sde_type", "own.py:short", "the sampler's a is"),
+    ("sde_type", "own.py:Calm", "own.py:Calm cannot be loaded: AttributeError"),
+])  # fmt: skip
+def test_a_plug_in_that_cannot_be_used_is_one_sentence(folder, own, capsys, flag, name, sentence):
+    Path("bad.py").write_text("def calm(clips, prompts:\n")
+    flags = words(folder, **({"reward_model": "my_reward.py:calm"} | {flag: name}))
+    del flags[flags.index("--reward_weights") : flags.index("--reward_weights") + 2]
+    assert post_train.main(flags) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"post_train.py: {sentence}") and said.count("\n") == 1
+    assert not folder.with_name("run").exists()
+
+
+def test_two_plug_ins_of_one_name_are_refused(folder, own, capsys):
+    Path("other.py").write_text(Path("my_reward.py").read_text())
+    assert post_train.main([*words(folder), "--reward_model", "my_reward.py:calm", "other.py:calm"]) == 2
+    assert "two rewards are called calm; rename one of them" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["reward_model", "holdout_reward", "sde_type"])
+def test_a_configuration_alone_cannot_name_a_file(folder, own, capsys, flag):
+    Path(own).write_text("open('ran', 'w')\n" + PLUGINS)
+    Path("c.yaml").write_text(f"{flag}: {own}:calm\n")
+    assert post_train.main([*words(folder), "--config", "c.yaml"]) == 2
+    said = capsys.readouterr().err
+    assert f"a file alone may not choose; give --{flag} {own}:calm" in said and not Path("ran").exists()
 
 
 def test_the_second_backbone_has_fewer_than_60_lines():

@@ -10,7 +10,7 @@ with one of two means:
     coefficient preserving     (1 - sigma_next) x0_hat + r z_hat      with r^2 = sigma_next^2 - std^2
 
 Equation numbers refer to SAGE-GRPO (arXiv 2603.21872). docs/method.md lists where we deviate from the paper.
-To add a sampler, write its variance, add a row to SDES, and name it in `SDE_TYPES` of config.py.
+To try a sampler, give --sde_type FILE.py:NAME; to keep it, add a row to SDES and its name to `SDE_TYPES` of config.py.
 
 Shapes: B samples, T steps, ... any sample shape.
 """
@@ -169,11 +169,19 @@ SDES: dict[str, Sampler] = {
 }
 
 
-def build_schedule(sde_type: str, sigmas: Tensor | Sequence[float], eta: float) -> Schedule:
-    """Tables of one sampler over the noise levels `sigmas` (T+1,), computed in fp64 and stored in fp32."""
+def build_schedule(sde_type: str | Callable, sigmas: Tensor | Sequence[float], eta: float) -> Schedule:
+    """Tables of one sampler over the noise levels `sigmas` (T+1,), computed in fp64 and stored in fp32.
+
+    `sde_type` is a row of SDES, or a function of your own that returns a table, or only a variance for Euler-Maruyama.
+    """
     sigmas = torch.as_tensor(sigmas, dtype=torch.float64)
     _check(sde_type, sigmas, eta)
-    a, b, std = SDES[sde_type](sigmas[:-1], sigmas[1:], eta)
+    steps = sigmas[:-1], sigmas[1:], eta
+    found = SDES[sde_type](*steps) if isinstance(sde_type, str) else sde_type(*steps)
+    a, b, std = euler_maruyama(lambda *_: found)(*steps) if isinstance(found, Tensor) else found
+    for name, column in (("a", a), ("b", b), ("std", std)):
+        if column.shape != sigmas[1:].shape or not bool(column.isfinite().all()):
+            raise ValueError(f"the sampler's {name} is {column.tolist()}; it must be a finite number for each step")
     noisy = std >= MIN_STD
     std = torch.where(noisy, std, 0.0)
     inv_std = torch.where(noisy, 1 / std, 0.0)
@@ -181,8 +189,8 @@ def build_schedule(sde_type: str, sigmas: Tensor | Sequence[float], eta: float) 
     return Schedule(*(column.float() for column in (sigmas, a, b, std, inv_std, log_norm)))
 
 
-def _check(sde_type: str, sigmas: Tensor, eta: float) -> None:
-    if sde_type not in SDES:
+def _check(sde_type: str | Callable, sigmas: Tensor, eta: float) -> None:
+    if isinstance(sde_type, str) and sde_type not in SDES:
         raise ValueError(f"sde_type is {sde_type!r}; choose one of {', '.join(SDES)}")
     if not 0 <= eta < math.inf:
         raise ValueError(f"eta is {eta}; the exploration scale must be finite and at least 0")

@@ -3,10 +3,11 @@
 Rewards receive clips in memory, never files. `REWARDS` in `sage_grpo/rewards/__init__.py` is the table of names.
 """
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -48,11 +49,46 @@ class Setup:
 
 def build_rewards(names: Sequence[str], setup: Setup) -> dict[str, Reward]:
     """Build the named rewards, with aliases resolved. Weights are loaded here and nowhere else."""
-    return {name: build_reward(name, setup) for name in (ALIASES.get(name, name) for name in names)}
+    names = list(dict.fromkeys(ALIASES.get(name, name) for name in names))
+    labels = [plugins.label(name) for name in names]
+    if twice := next((label for label in labels if labels.count(label) > 1), None):
+        raise ValueError(f"two rewards are called {twice}; rename one of them")
+    return {label: build_reward(name, setup) for label, name in zip(labels, names, strict=True)}
 
 
 def build_reward(name: str, setup: Setup) -> Reward:
-    """Call the `build(setup)` that the table names."""
+    """Call the `build(setup)` that the table names, or make a reward of what a file defines."""
+    if plugins.in_file(name):
+        return FileReward(name, setup)
     if name not in REWARDS:
-        raise ValueError(f"the reward is {name!r}; choose one of {', '.join(REWARDS)}")
+        raise ValueError(f"the reward is {name!r}; choose one of {', '.join(REWARDS)}, or FILE.py:NAME")
     return plugins.load(REWARDS, name)(setup)
+
+
+class FileReward:
+    """A reward from `FILE.py:NAME`: a function of clips, prompts and perhaps fps; a class; or a `build(setup)`.
+
+    A class may take the setup, and may leave out `check`; with a single score it may also leave out `names`, which is
+    then NAME, and return plain values.
+    """
+
+    def __init__(self, name: str, setup: Setup) -> None:
+        made = plugins.load_file(name)
+        try:
+            count = len(inspect.signature(made).parameters)
+            if isinstance(made, type) or count < 2:
+                made = made(*[setup][:count])
+            self._score = getattr(made, "score", made)
+            self._count = len(inspect.signature(self._score).parameters)
+        except Exception as error:  # the file may do anything
+            raise ValueError(f"the reward {name} cannot be built: {type(error).__name__}: {error}") from error
+        self.names = tuple(getattr(made, "names", [plugins.label(name)]))
+        self._check = getattr(made, "check", None)
+
+    def check(self, prompts: Sequence[str]) -> None:
+        if self._check:
+            self._check(prompts)
+
+    def score(self, clips: Sequence[Tensor], prompts: Sequence[str], fps: float) -> dict[str, Any]:
+        scores = self._score(*(clips, prompts, fps)[: self._count])
+        return dict(scores) if isinstance(scores, Mapping) else dict.fromkeys(self.names, scores)

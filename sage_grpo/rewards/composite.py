@@ -105,7 +105,8 @@ def _flat_weights(rewards: Mapping[str, Reward], weights: Mapping[str, Any]) -> 
         given = weights.get(name, {})
         if not isinstance(given, Mapping):
             if len(reward.names) > 1:
-                raise ValueError(f"reward_weights gives {name} one number; it has the scores {', '.join(reward.names)}")
+                scores = ", ".join(reward.names)
+                raise ValueError(f"reward_weights must have a number for each score of {name}: {scores}")
             given = {reward.names[0]: given}
         for score, weight in given.items():
             if score not in reward.names:

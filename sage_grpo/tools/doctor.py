@@ -30,6 +30,7 @@ from sage_grpo.config import Config, ConfigError
 from sage_grpo.flags import parse
 from sage_grpo.json_files import write_json
 from sage_grpo.parallel.ranks import Ranks, check_layout
+from sage_grpo.plugins import resolved
 from sage_grpo.runs.folder import RunFolder
 from sage_grpo.runs.media import contact_sheet, thumbnails
 from sage_grpo.tools.doctor_checks import CHECKS, Finding, judged
@@ -125,9 +126,9 @@ def check_samplers(trainer: Trainer, options: argparse.Namespace) -> Iterator[Fi
     micro = math.gcd(options.clips, len(trainer.micro_batches()[0]))  # at most as many at once as in training
     micro_batches = plan_micro_batches(positions, options.clips, options.clips * len(positions), 0, micro)
     sigmas, arms, left_out = flow_sigmas(c.num_sampling_steps, c.timestep_shift), {}, []
-    for name in sorted(SDES, key=lambda name: name != "ode"):
+    for name in dict.fromkeys(["ode", *SDES, c.sde_type]):
         try:
-            schedule = build_schedule(name, sigmas, c.eta)
+            schedule = build_schedule(resolved(name), sigmas, c.eta)
         except ValueError as error:  # cps rejects an eta above 1
             left_out.append(f"{name} is left out: {error}")
         else:
@@ -135,7 +136,7 @@ def check_samplers(trainer: Trainer, options: argparse.Namespace) -> Iterator[Fi
     transformer = trainer.backbone.transformer
     if lossy := transformer.in_8_bits:
         transformer.in_8_bits = None
-        exact = build_schedule(c.sde_type, sigmas, c.eta)  # the trainer's own, unless it has no SDE
+        exact = build_schedule(resolved(c.sde_type), sigmas, c.eta)  # the trainer's own, unless it has no SDE
         arms["exact"] = sample(trainer, "exact", exact, micro_batches, options.clips)
         transformer.in_8_bits = lossy
     rows = {name: arm.numbers(arms["ode"]) for name, arm in arms.items()}

@@ -14,6 +14,7 @@ from tqdm import tqdm
 from sage_grpo.algo.equalizer import equalizer, gradient_scale
 from sage_grpo.algo.sde import build_schedule
 from sage_grpo.models.sample import counter_noise, denoise, integrate
+from sage_grpo.plugins import resolved
 from sage_grpo.tools.calibration import DRAWN_DEFECTS, drawn_clips, measure, orders
 from sage_grpo.tools.paired import aligned
 from sage_grpo.tools.plan import plan_of, remedies
@@ -164,11 +165,11 @@ def check_noise_free(trainer: Trainer) -> Iterator[Finding]:
     x, noise = counter_noise(trainer.shape, c.seed, [0])
     x = x.to(sigmas.device)
     ode = integrate(trainer.backbone, sigmas.cpu(), x, cond, guidance)
-    silent = build_schedule(c.sde_type, sigmas.cpu(), 0.0).to(sigmas.device)
+    silent = build_schedule(resolved(c.sde_type), sigmas.cpu(), 0.0).to(sigmas.device)
     *_, last = denoise(trainer.backbone, silent, x, cond, guidance, noise)
     difference = ((last.x_next - ode).norm() / ode.norm()).item()
     text = f"{c.sde_type} at eta 0 against a plain Euler ODE: the latents differ by {difference:.1g} of their norm"
-    remedy = f"in algo/sde.py the table of {c.sde_type} must become a = 1, b = next - sigma, std = 0 at eta 0"
+    remedy = f"the table of {c.sde_type} (algo/sde.py) must become a = 1, b = next - sigma, std = 0 at eta 0"
     yield judged("noise 0", difference <= PATH_BOUND[c.dtype], text, remedy, difference=difference)
 
 

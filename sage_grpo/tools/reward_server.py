@@ -207,7 +207,7 @@ def listen(server: uvicorn.Server) -> tuple[socket.socket, str]:
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m sage_grpo.tools.reward_server", description="Rewards over HTTP.")
     add, served = parser.add_argument, [name for name in REWARDS if name != "remote"]
-    add("--reward", nargs="+", required=True, choices=served, help="one or several")
+    add("--reward", nargs="+", required=True, metavar="NAME", help=f"{', '.join(served)}, or FILE.py:NAME")
     add("--reward_path", type=Path, default=Path("ckpts/VideoReward"), help="VideoReward folder, others beside it")
     add("--reward_fps", type=float, default=2.0, help="frames of each second that are seen")
     add("--reward_batch_size", type=int, default=8, help="clips that are scored together")

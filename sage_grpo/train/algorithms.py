@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from sage_grpo.algo.matching import matching_schedule, noised
-from sage_grpo.algo.sde import Schedule, build_schedule
+from sage_grpo.algo.sde import Schedule, build_schedule, flow_sigmas
 from sage_grpo.config import Config
 from sage_grpo.models.backbone import Guidance
+from sage_grpo.plugins import resolved
 from sage_grpo.train.rollout import MicroBatch, Rollouts, Trajectory
 
 
@@ -52,7 +53,7 @@ class Algorithm:
 
 
 def exploring(c: Config, sigmas: Tensor) -> Schedule:
-    return build_schedule(c.sde_type, sigmas, c.eta)
+    return build_schedule(resolved(c.sde_type), sigmas, c.eta)
 
 
 def matching(c: Config, sigmas: Tensor) -> Schedule:
@@ -64,3 +65,8 @@ ALGORITHMS = {
     "awm": Algorithm(NoisedRollouts, matching, explores=False),
     "nft": Algorithm(NoisedRollouts, matching, explores=False, lagging=True),
 }
+
+
+def sampler_of(c: Config) -> Schedule:
+    """The schedule of the algorithm's log-probabilities."""
+    return ALGORITHMS[c.algorithm].schedule(c, flow_sigmas(c.num_sampling_steps, c.timestep_shift))

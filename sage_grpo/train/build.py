@@ -18,11 +18,13 @@ from sage_grpo.models.backbone import Backbone, Guidance, Sampling, check_export
 from sage_grpo.models.lora import ANCHOR, LORA_FILE, POLICY, add_adapters, init_adapters, load_adapter
 from sage_grpo.parallel.fsdp import shard
 from sage_grpo.parallel.ranks import Ranks, join_ranks
+from sage_grpo.plugins import file_hash, in_file
 from sage_grpo.rewards import DEFAULT as DEFAULT_REWARD
 from sage_grpo.rewards.base import Setup, build_rewards
 from sage_grpo.rewards.composite import Composite
 from sage_grpo.runs.folder import RunFolder
 from sage_grpo.train import checkpoint
+from sage_grpo.train.algorithms import sampler_of
 from sage_grpo.train.anchor import build_anchor
 from sage_grpo.train.optimization import Optimization, trainable_parameters
 from sage_grpo.train.rollout import num_trained
@@ -72,6 +74,7 @@ def assemble(config: Config, ranks: Ranks, lock: bool = False) -> Trainer:
     """Load the model, prompts and rewards, check them, resume if asked. Nothing is written, except a lock if asked."""
     backbone, config = open_model(config, ranks.device)
     check(config, ranks.world)
+    sampler_of(config)  # refuses what cannot sample, before weights are loaded
     run = RunFolder(config, ranks)
     if lock:
         run.take()
@@ -107,7 +110,7 @@ def fill(run: RunFolder, backbone: Backbone, config: Config, ranks: Ranks) -> Tr
         run=run,
     )
     check_steps(config, trainer.windows)
-    trainer.fingerprints = fingerprints(backbone, train, ranks)
+    trainer.fingerprints = fingerprints(backbone, train, ranks) | {"plug-ins": code_hashes(config)}
     if config.resume_from_checkpoint and (path := checkpoint.choose(run.path, config.resume_from_checkpoint, ranks)):
         checkpoint.load(trainer, path)
         trainer.resumed_from = path
@@ -121,6 +124,12 @@ def fingerprints(backbone: Backbone, prompts: Sequence[Request], ranks: Ranks) -
     weights = ranks.together(lambda: backbone.fingerprint() if ranks.first else "")[0]
     texts = hashlib.sha256(repr([(prompt.text, prompt.seed) for prompt in prompts]).encode()).hexdigest()[:8]
     return {"base weights": weights, "training prompts": f"{len(prompts)}, {texts}", "ranks": ranks.world}
+
+
+def code_hashes(config: Config) -> dict[str, str]:
+    """By plug-in file of a command line, the start of its SHA-256."""
+    names = [*(config.reward_model or ()), config.holdout_reward, config.sde_type]
+    return {name.rpartition(":")[0]: file_hash(name) for name in names if in_file(name)}
 
 
 def check_steps(config: Config, windows: Windows) -> None:
@@ -154,10 +163,12 @@ def held_out_prompts(config: Config) -> list[Request]:
 def build_composite(
     config: Config, names: Sequence[str], weights: dict[str, Any] | None, device: torch.device
 ) -> Composite:
-    """Combine the named rewards."""
+    """Combine the named rewards; weights that nobody gave fit themselves to the scores."""
     timeout = config.collective_timeout / 2
     where = (config.remote_reward_url, timeout, config.start_timeout)
     rewards = build_rewards(names, Setup(reward_folder(config), device, config.reward_fps, *where))
+    if weights == (default := Config().reward_weights):  # VideoAlign's; the single score of another reward counts 1
+        weights = {name: {s: default[s] for s in r.names if s in default} or 1.0 for name, r in rewards.items()}
     return Composite(rewards, weights, config.reward_batch_size, timeout)
 
 
@@ -232,6 +243,7 @@ def about(trainer: Trainer, world: World | None) -> dict[str, Any]:
         "world": world.name if world else None,
         "perfect": perfect_scores(trainer, world) if world else None,
         "vae_floor": world.vae_floor(trainer.backbone) if world else None,
+        "fingerprints": trainer.fingerprints,
         "trainable_parameters": sum(p.numel() for p in trainer.optimization.parameters.values()),
         "schedule": {
             "sigmas": schedule.sigmas.tolist(),

@@ -12,7 +12,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from sage_grpo.algo.grpo import Advantages, group_advantages
-from sage_grpo.algo.sde import Schedule, flow_sigmas
+from sage_grpo.algo.sde import Schedule
 from sage_grpo.config import Config
 from sage_grpo.data.requests import Request
 from sage_grpo.models.backbone import Backbone, BrokenClip, Guidance
@@ -20,7 +20,7 @@ from sage_grpo.parallel.fsdp import gathered, reduce_gradients_in_next_backward
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.rewards.composite import Composite, Scores
 from sage_grpo.runs.folder import RunFolder
-from sage_grpo.train.algorithms import ALGORITHMS
+from sage_grpo.train.algorithms import ALGORITHMS, sampler_of
 from sage_grpo.train.anchor import Anchor
 from sage_grpo.train.guards import MAX_SKIPPED, Guards, StepVote, TrainingError, check_rewards
 from sage_grpo.train.metrics import Stopwatch, UpdateStats, peak_memory, reward_record
@@ -51,8 +51,7 @@ class Trainer:
     def __post_init__(self) -> None:
         c, self.algorithm = self.config, ALGORITHMS[self.config.algorithm]
         self.trained_guidance = self.guidance if self.algorithm.explores else Guidance()
-        sigmas = flow_sigmas(c.num_sampling_steps, c.timestep_shift)
-        self.sampler = self.algorithm.schedule(c, sigmas).to(self.ranks.device)
+        self.sampler = sampler_of(c).to(self.ranks.device)
         self.windows = parse_windows(c.sde_window, self.sampler.stochastic, c.seed)
         self.shape = self.backbone.latent_shape(c.num_frames, c.height, c.width)
         self.guards, self.vote = Guards(self.ranks, self.run, c.collective_timeout), StepVote()
