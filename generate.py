@@ -13,42 +13,38 @@ and rank.
 import argparse
 import json
 import math
-import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from tqdm import tqdm
-from transformers.utils.logging import disable_progress_bar
-
-from sage_grpo.algo.sde import SDES, build_schedule, flow_sigmas
-from sage_grpo.algo.solver import SOLVERS
-from sage_grpo.config import FIELDS, LARGEST
+from sage_grpo.config import FIELDS, LARGEST, SDE_TYPES, SOLVERS
 from sage_grpo.data.requests import MOST, Request, check_text, read_requests
-from sage_grpo.models import device_for, open_backbone
-from sage_grpo.models.backbone import Backbone, Guidance, Sampling
-from sage_grpo.models.hunyuan15 import DEFAULT_VERSION
-from sage_grpo.models.sample import counter_noise, denoise, integrate
-from sage_grpo.parallel.ranks import Ranks, join_ranks
+from sage_grpo.flags import Parser
 from sage_grpo.plugins import in_file, resolved
 from sage_grpo.rewards import REWARDS
-from sage_grpo.rewards.base import Setup, build_reward
-from sage_grpo.runs.media import contact_sheet, thumbnails, write_mp4
-from sage_grpo.train.checkpoint import found
-from sage_grpo.worlds import check_prompts
+
+if TYPE_CHECKING:
+    from sage_grpo.models.backbone import Backbone, Sampling
+    from sage_grpo.parallel.ranks import Ranks
 
 TIMEOUT = 1800  # seconds that processes wait for each other
 AREAS = {"480p": 640 * 640, "720p": 960 * 960}  # pixels per frame, whatever the aspect ratio
 
 
 def main(arguments: list[str] | None = None) -> None:
-    disable_progress_bar()  # that of loading weights
-    args = parse_arguments(arguments)
     try:
+        args = parse_arguments(arguments)  # before imports that take seconds
+        import torch
+        from transformers.utils.logging import disable_progress_bar
+
+        from sage_grpo.models import device_for
+        from sage_grpo.parallel.ranks import join_ranks
+
+        disable_progress_bar()  # that of loading weights
         args.checkpoint_path = checkpoint_of(args.checkpoint_path)
         device = device_for(args.device, args.model_path, args.pretrained_transformer_version)
-        with join_ranks(TIMEOUT, args.sp_size, device_type=device) as ranks:
+        with torch.no_grad(), join_ranks(TIMEOUT, args.sp_size, device_type=device) as ranks:
             generate(args, ranks)
     except (ValueError, FileNotFoundError) as error:
         print(f"generate.py: {error}", file=sys.stderr)
@@ -61,13 +57,25 @@ def checkpoint_of(path: str | None) -> str | None:
         if path is not None and not Path(path).exists():
             raise FileNotFoundError(f"checkpoint_path {path} does not exist")
         return path
+    from sage_grpo.train.checkpoint import found
+
     if not (complete := found(Path(path) / "checkpoints")):
         raise FileNotFoundError(f"checkpoint_path {path} is a run folder that holds no checkpoint yet")
     return str(complete[-1])
 
 
-@torch.no_grad()
-def generate(args: argparse.Namespace, ranks: Ranks) -> None:
+def generate(args: argparse.Namespace, ranks: "Ranks") -> None:
+    import torch
+    from tqdm import tqdm
+
+    from sage_grpo.algo.sde import build_schedule, flow_sigmas
+    from sage_grpo.models import open_backbone
+    from sage_grpo.models.backbone import Guidance
+    from sage_grpo.models.sample import counter_noise, denoise, integrate
+    from sage_grpo.rewards.base import Setup, build_reward
+    from sage_grpo.runs.media import contact_sheet, thumbnails, write_mp4
+    from sage_grpo.worlds import check_prompts
+
     device, rank, world = ranks.device, ranks.rank, ranks.count
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     backbone = open_backbone(args.model_path, device, dtype, version=args.pretrained_transformer_version)
@@ -128,8 +136,10 @@ def label(record: dict) -> str:
     return f"{record['seed']}/{record['number']}  {scores}  {record['prompt']}"
 
 
-def resolve(args: argparse.Namespace, backbone: Backbone) -> Sampling:
+def resolve(args: argparse.Namespace, backbone: "Backbone") -> "Sampling":
     """The model's own settings with those of the command line on top."""
+    from sage_grpo.models.backbone import Sampling
+
     own = backbone.sampling
     height, width = frame_size(args, backbone)
     return Sampling(
@@ -143,7 +153,7 @@ def resolve(args: argparse.Namespace, backbone: Backbone) -> Sampling:
     )
 
 
-def frame_size(args: argparse.Namespace, backbone: Backbone) -> tuple[int, int]:
+def frame_size(args: argparse.Namespace, backbone: "Backbone") -> tuple[int, int]:
     """`--fixed_size`, else the area of `--resolution` in the shape of `--aspect_ratio`, else the model's own."""
     own = backbone.sampling
     if args.fixed_size:
@@ -205,43 +215,44 @@ def seed_number(text: str) -> int:
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    parser = Parser("generate.py", __doc__, usage="generate.py (--prompt TEXT | --prompt_file FILE) [--FLAG VALUE ...]")
+    add = parser.add_argument_group("Model").add_argument
+    names = ("pretrained_model_root", "pretrained_transformer_version", "device")
+    root, version, device = (FIELDS[name] for name in names)
+    add("--model_path", type=Path, metavar="FOLDER", default=Path(root.default), help=root.metadata["help"])
+    add(f"--{version.name}", metavar="NAME", default=version.default, help=version.metadata["help"])
+    weights = "a run, or weights: a folder with transformer/ or a LoRA, or a .safetensors file"
+    add("--checkpoint_path", metavar="PATH", help=f"{weights}; without it, the model as it is")
+    group = parser.add_argument_group("Prompts")
+    what, add = group.add_mutually_exclusive_group(required=True), group.add_argument
+    what.add_argument("--prompt", metavar="TEXT", help="prompt of the clips")
+    what.add_argument(
+        "--valid_video_csv", "--prompt_file", metavar="FILE", help="prompts in a .csv, .txt or .jsonl file"
     )
-    add = parser.add_argument
-    add("--model_path", type=Path, default=Path("assets/tiny"), help="model folder, layout of diffusers or Tencent")
-    add(
-        "--pretrained_transformer_version",
-        default=DEFAULT_VERSION,
-        help="sub-folder of transformer/ in Tencent's layout",
-    )
-    add("--checkpoint_path", help="a run, or weights: a folder with transformer/ or a LoRA, or a .safetensors file")
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--prompt")
-    what.add_argument("--valid_video_csv", "--prompt_file", help="prompts in a .csv, .txt or .jsonl file")
-    add("--negative_prompt", default="")
-    add("--resolution", choices=AREAS, help="area of a frame; default: the model's own size")
-    add("--aspect_ratio", type=aspect, metavar="W:H")
-    add("--fixed_size", type=size, metavar="HxW", help="exact size; overrides the two above")
-    add("--num_frames", type=positive)
-    add("--num_inference_steps", type=positive)
-    add("--guidance_scale", type=finite)
-    add("--timestep_shift", type=finite)
-    add("--seed", type=seed_number, default=42)
-    add("--num_videos", type=positive, default=1, help="clips per prompt")
-    add("--sde_type", type=one_of(SDES), default="ode", help="look at a sampler's exploration noise")
+    add("--negative_prompt", metavar="TEXT", default="", help="prompt of the negative branch of guidance")
+    add("--num_videos", type=positive, metavar="N", default=1, help="clips per prompt")
+    add("--seed", type=seed_number, metavar="N", default=42, help="seed of prompts that name none")
+    add = parser.add_argument_group("Sampling; what is not given is the model's own").add_argument
+    add("--resolution", choices=AREAS, help="area of a frame")
+    add("--aspect_ratio", type=aspect, metavar="W:H", help="shape of a frame, such as 16:9")
+    add("--fixed_size", type=size, metavar="HxW", help="exact size of a frame; overrides the two above")
+    add("--num_frames", type=positive, metavar="N", help="frames of a clip")
+    add("--num_inference_steps", type=positive, metavar="N", help="denoising steps")
+    add("--guidance_scale", type=finite, metavar="X", help="classifier-free guidance")
+    add("--timestep_shift", type=finite, metavar="X", help="shift of the noise schedule")
     add("--solver", choices=SOLVERS, default="euler", help="ODE solver; dpm has second order and needs fewer steps")
-    add("--eta", type=finite, default=0.5, help="exploration scale of --sde_type")
-    device = FIELDS["device"].metadata
-    add("--device", choices=device["choices"], default="auto", help=device["help"])
-    add("--sp_size", type=positive, default=1, help="processes of torchrun that share each clip; others share prompts")
+    noise = f"look at the exploration noise of {', '.join(SDE_TYPES)} or FILE.py:NAME"
+    add("--sde_type", type=one_of(("ode", *SDE_TYPES)), metavar="NAME", default="ode", help=noise)
+    add("--eta", type=finite, metavar="X", default=0.5, help="exploration scale of --sde_type")
+    add = parser.add_argument_group("Machine and output").add_argument
+    add("--device", choices=device.metadata["choices"], default=device.default, help=device.metadata["help"])
+    add("--sp_size", type=positive, metavar="N", default=1, help="ranks that share each clip; the others share prompts")
     add("--compile", action="store_true", help="compile the transformer blocks: faster from the second clip on")
-    add("--output_path", type=Path, default=Path("outputs/generated"))
+    add("--output_path", type=Path, metavar="FOLDER", default=Path("outputs/generated"), help="where clips are written")
     rewards = [name for name in REWARDS if name != "remote"]
-    add("--score", type=one_of(rewards), metavar="REWARD", help="write this reward's scores into each JSON")
-    words = sys.argv[1:] if arguments is None else arguments
-    words = [re.sub(r"^--[\w-]+", lambda flag: "--" + flag[0][2:].replace("-", "_"), word) for word in words]
-    args = parser.parse_args(words)
+    score = f"write scores into each JSON: {', '.join(rewards)} or FILE.py:NAME"
+    add("--score", type=one_of(rewards), metavar="REWARD", help=score)
+    args = parser.parse_args(arguments)
     if args.solver != "euler" and args.sde_type != "ode":
         parser.error(f"--solver {args.solver} solves the ODE, and --sde_type {args.sde_type} adds noise: leave one out")
     return args

@@ -6,6 +6,7 @@
 # OUTPUT_DIR is the run (default: from configs/hunyuan15_8gpu.yaml), CHECKPOINT one of its checkpoints (default: the
 # newest), MODEL_ROOT the model it started from (default: from the run's config.yaml). Also set PROMPT or PROMPTS (a
 # .csv, .txt or .jsonl file) and NUM_GPUS (default 1).
+# `python generate.py --help` lists the flags.
 set -euo pipefail
 shopt -s inherit_errexit
 cd "$(dirname "${BASH_SOURCE[0]}")"

@@ -7,5 +7,10 @@
 # Values come from configs/hunyuan15_8gpu.yaml: the published command with another KL weight, cheaper rollouts and larger
 # batches; for the exact published one, set CONFIG=configs/hunyuan15_8gpu_published.yaml. CONFIG, NUM_GPUS, OUTPUT_DIR,
 # MODEL_ROOT, LEARNING_RATE and more in the environment override them: docs/multinode.md lists them all.
+# `python post_train.py --help` lists the flags.
 set -euo pipefail
-exec env NNODES=1 NODE_RANK=0 bash "$(dirname "$0")/scripts/post_train/train_grpo.sh" "$@"
+here=$(dirname "$0")/scripts/post_train
+# shellcheck source=scripts/post_train/settings.sh
+source "$here/settings.sh"
+help_if_asked "$@"
+exec env NNODES=1 NODE_RANK=0 bash "$here/train_grpo.sh" "$@"

@@ -47,9 +47,15 @@ def check(config: Config, world_size: int = 1) -> None:
         raise ConfigError(str(error)) from error
 
 
-def warnings(config: Config) -> list[str]:
+def warnings(config: Config, ranks: int) -> list[str]:
     """Settings that run but do less than they seem to."""
     found = []
+    if config.gpus not in (None, ranks):
+        found.append(
+            f"the configuration is for {config.gpus} rank(s) and there are {ranks}: an iteration has "
+            f"{config.batch_size * ranks // config.sp_size} clips instead of "
+            f"{config.batch_size * config.gpus // config.sp_size}"
+        )
     if (config.tail_steps or config.outside_window != "exact") and config.sde_window.startswith("all"):
         name = "tail_steps" if config.tail_steps else "outside_window"
         found.append(

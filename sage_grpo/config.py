@@ -86,6 +86,7 @@ class OptimizerFlags:
     num_generations: int = flag(4, "videos per prompt: the size of a group", low=2, high=MOST_VIDEOS)
     gradient_accumulation_steps: int = flag(1, "rollout batches per optimizer step", low=1)
     updates_per_rollout: int = flag(1, "optimizer steps per rollout batch", low=1)
+    gpus: int | None = flag(None, "ranks that this configuration is meant for", low=1, high=MOST_VIDEOS, shown="any")
     seed: int = flag(42, "seed from which every random draw follows", low=0, high=2**63)
 
 

@@ -14,7 +14,7 @@ import re
 import sys
 import typing
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import NoneType
@@ -22,7 +22,9 @@ from typing import Any
 
 import yaml
 
+from sage_grpo import __version__
 from sage_grpo.config import FIELDS, LARGEST, SECTIONS, Config, ConfigError
+from sage_grpo.exit_codes import WRONG_INPUT
 from sage_grpo.plugins import in_file
 from sage_grpo.rewards import HOSTS_VARIABLE, TOKEN_VARIABLE
 
@@ -33,20 +35,19 @@ RETIRED = {
     "kl_compute_mode": ("rollout_phase", "anchor velocities are always computed once per rollout"),
     "lora_dropout": (0.0, "dropout would make the first ratio differ from 1"),
 }
-KNOWN = (*FIELDS, *ALIASES, *RETIRED)
+KNOWN = (*FIELDS, *ALIASES, *RETIRED)  # keys of a file
 MOST_LEVELS = 50  # of a YAML file
 PATHS = ("pretrained_model_root", "output_dir", "train_prompts", "prompt_cache", "pretrained_lora_path", "reward_path")
 PATHS += ("validation_prompts", "resume_from_checkpoint", "init_from_checkpoint")
 CODE = [name for name, field in FIELDS.items() if field.metadata["code"]]
 
 
-def parse(arguments: Sequence[str]) -> Config:
-    """Parse a command line; raises ConfigError if it is wrong. With --print_config, print the result and exit."""
-    words = [re.sub(r"^--[\w-]+", lambda flag: "--" + flag[0][2:].replace("-", "_"), word) for word in arguments]
-    known, unknown = _parser().parse_known_args(words)
-    if unknown:
-        raise ConfigError(_unknown("flag", unknown[0].split("=")[0], [f"--{name}" for name in KNOWN]))
-    given = vars(known)
+def parse(arguments: Sequence[str], also: Sequence[str] = ()) -> Config:
+    """Parse a command line; raises ConfigError if it is wrong. With --print_config, print the result and exit.
+
+    `also` are flags that the program has taken already; a misspelt flag may have meant one of them.
+    """
+    given = vars(_parser().parse_args(arguments, also=also))
     file, printed = given.pop("config", None), given.pop("print_config", None)
     stored = _read_yaml(file) if file is not None else {}
     config = from_values(stored, given)
@@ -212,6 +213,9 @@ def _unknown(what: str, name: str, known: Sequence[str]) -> str:
 def _read_yaml(path: str) -> dict[str, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        others = ", ".join(sorted(map(str, Path("configs").glob("*.yaml"))))
+        raise ConfigError(f"config {path} does not exist{others and f'; there are {others}'}") from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"config {path} cannot be read: {error}") from error
     return yaml_mapping(text, f"config {path}")
@@ -225,7 +229,10 @@ def yaml_mapping(text: str, where: str) -> dict[str, Any]:
     except ConfigError:
         raise
     except Exception as error:  # pyyaml passes on whatever a malformed value raises
-        raise ConfigError(f"{where} cannot be read: {' '.join(str(error).split())}") from error
+        mark, problem = (getattr(error, name, None) for name in ("problem_mark", "problem"))
+        place = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        text = " ".join(str(problem or error).split())
+        raise ConfigError(f"{where} cannot be read{place}: {text}") from error
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ConfigError(f"{where} must be a mapping of flags to values")
     return values
@@ -251,23 +258,67 @@ def _check_structure(text: str, where: str) -> None:
             raise ConfigError(f"{where} is nested too deeply")
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Flags in full, with hyphens or underscores; what is wrong with them is a ConfigError, one sentence."""
+
+    def __init__(self, program: str, about: str, **kwargs: Any) -> None:
+        form = {"formatter_class": lambda prog: _Help(prog, max_help_position=32, width=110)}
+        super().__init__(program, description=about, allow_abbrev=False, **form, **kwargs)
+        self.add_argument("--version", action="version", version=f"sage-grpo {__version__}")
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        return super().parse_known_args(_underscored(sys.argv[1:] if args is None else args), namespace)
+
+    def parse_args(self, args: Sequence[str] | None = None, also: Sequence[str] = ()) -> argparse.Namespace:
+        words = _underscored(sys.argv[1:] if args is None else args)
+        named = [found[1] for word in words if (found := re.match(r"(--\w+)(=|$)", word))]
+        unknown = [name for name in named if name not in self.flags]  # said before that a required one is missing
+        known, rest = (None, unknown) if unknown else self.parse_known_args(words)
+        if rest:
+            raise ConfigError(_unknown("flag", rest[0], [*self.flags, *also]))
+        return known
+
+    def parse_with_config(self, args: Sequence[str] | None) -> tuple[argparse.Namespace, Config]:
+        """This program's own flags, and all others as those of post_train.py."""
+        known, rest = self.parse_known_args(args)
+        return known, parse(rest, self.flags)
+
+    @property
+    def flags(self) -> list[str]:
+        return [word for word in self._option_string_actions if word.startswith("--")]
+
     def error(self, message: str) -> typing.NoReturn:
         raise ConfigError(message)
+
+
+def answer_early(parse_arguments: Callable[[None], Any]) -> None:
+    """For a program whose imports take seconds: answer --help and wrong flags before them."""
+    try:
+        parse_arguments(None)
+    except ConfigError as error:
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        sys.exit(WRONG_INPUT)
+
+
+def _underscored(words: Sequence[str]) -> list[str]:
+    return [re.sub(r"^--[\w-]+", lambda flag: "--" + flag[0][2:].replace("-", "_"), word) for word in words]
+
+
+class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """The description as written; the default of each flag that has one to show."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        hidden = action.default in (None, False, "", [], argparse.SUPPRESS)
+        return (action.help or "") if hidden else (super()._get_help_string(action) or "")
 
 
 METAVARS = {bool: "True|False", int: "N", float: "X", str: "TEXT", tuple: "TEXT", dict: "JSON"}
 COUNTS: dict[type, dict[str, Any]] = {bool: {"nargs": "?", "const": True}, tuple: {"nargs": "+"}}  # of values; else one
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        "post_train.py",
-        usage="post_train.py [--config FILE.yaml] [--FLAG VALUE ...]",
-        description="Post-train a video model with GRPO. A YAML file may hold any flag; the command line beats it.",
-        allow_abbrev=False,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=110),
-    )
+def _parser() -> Parser:
+    about = "Post-train a video model with GRPO. A YAML file may hold any flag; the command line beats it."
+    parser = Parser("post_train.py", about, usage="post_train.py [--config FILE.yaml] [--FLAG VALUE ...]")
     parser.add_argument("--config", metavar="FILE.yaml", help="values of any of the flags below")
     printed = "print all values as JSON, or these for a shell, each followed by a NUL, and exit"
     parser.add_argument("--print_config", nargs="*", metavar="NAME", default=argparse.SUPPRESS, help=printed)

@@ -6,24 +6,26 @@ Converts every file of the table below that it finds, once: the new file is next
 Torch files are read with `weights_only=True`.
 """
 
-import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from sage_grpo.flags import Parser
 
-from sage_grpo.torch_files import convert
+if TYPE_CHECKING:
+    from torch import Tensor
 
 GLYPH_PREFIX = "module.text_tower.encoder."
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="model folder in Tencent's layout")
-    folder = parser.parse_args(arguments).folder
+    parser = Parser("scripts/convert_weights.py", __doc__)
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="model folder in Tencent's layout")
     try:
+        folder = parser.parse_args(arguments).folder  # before imports that take seconds
+        from sage_grpo.torch_files import convert
+
         found = [(path, of) for pattern, of in CONVERSIONS.items() for path in sorted(folder.glob(pattern))]
         if not found:
             raise FileNotFoundError(f"'{folder}' has none of {', '.join(CONVERSIONS)}; run download_weights.sh first.")
@@ -34,7 +36,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(2)
 
 
-def glyph_tensors(content: dict[str, Any]) -> dict[str, Tensor]:
+def glyph_tensors(content: dict[str, Any]) -> "dict[str, Tensor]":
     """The ByT5 encoder of Glyph-SDXL-v2 under T5EncoderModel names; a full training state holds more."""
     if "state_dict" in content:
         tensors = content["state_dict"]
@@ -42,7 +44,7 @@ def glyph_tensors(content: dict[str, Any]) -> dict[str, Tensor]:
     return {f"encoder.{name}": tensor for name, tensor in content.items()}
 
 
-CONVERSIONS: dict[str, Callable[[Any], dict[str, Tensor]]] = {
+CONVERSIONS: "dict[str, Callable[[Any], dict[str, Tensor]]]" = {
     "text_encoder/Glyph-SDXL-v2/checkpoints/byt5_model.pt": glyph_tensors,
     "VideoReward/checkpoint-*/model.pth": dict,
     "VideoReward/checkpoint-*/non_lora_state_dict.pth": dict,

@@ -14,18 +14,15 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-from transformers.utils.logging import disable_progress_bar
-
-from sage_grpo.config import default_dtype
+from sage_grpo.config import FIELDS, default_dtype
 from sage_grpo.data.requests import Request, read_requests
-from sage_grpo.models import open_backbone
-from sage_grpo.parallel.device import choose_device
-from sage_grpo.train.build import DTYPES, prompts_of
+from sage_grpo.flags import Parser
 
 
 def prompts_to_encode(files: Sequence[str] | None, folder: Path) -> list[Request]:
     """Prompts from the files, else those that post_train.py would train on and validate with."""
+    from sage_grpo.train.build import prompts_of
+
     if files is None:
         return prompts_of(None, folder, "train") + prompts_of(None, folder, "valid")
     return [prompt for file in files for prompt in read_requests(file)]
@@ -38,6 +35,14 @@ def encoder_size(folder: Path) -> int:
 
 def encode(args: argparse.Namespace, rank: int, count: int) -> str:
     """Fill the cache; returns a summary of these prompts in it."""
+    import torch
+    from transformers.utils.logging import disable_progress_bar
+
+    from sage_grpo.models import open_backbone
+    from sage_grpo.parallel.device import choose_device
+    from sage_grpo.train.build import DTYPES
+
+    disable_progress_bar()  # the one for loading weights
     kind = choose_device(args.device, lambda: encoder_size(args.model_root))
     device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if kind == "cuda" else "cpu")
     dtype = DTYPES[args.dtype or default_dtype(device.type)]
@@ -55,21 +60,24 @@ def encode(args: argparse.Namespace, rank: int, count: int) -> str:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser("scripts/encode_prompts.py", __doc__)
     add = parser.add_argument
-    add("--model_root", type=Path, default=Path("assets/tiny"), help="model folder; default: %(default)s")
-    add("--prompts", nargs="+", metavar="FILE", help=".txt, .csv or .jsonl; default: as post_train.py, both kinds")
-    add("--negative_prompt", default="", help="prompt of the negative branch of guidance; default: empty")
-    add("--prompt_cache", type=Path, required=True, metavar="DIR", help="the folder to give post_train.py")
-    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="as that of the run; default: %(default)s")
-    add("--dtype", choices=DTYPES, help="as that of the run; default: bf16 on a GPU, fp32 on a CPU")
+    add("--model_root", type=Path, metavar="FOLDER", default=Path("assets/tiny"), help="model folder")
+    add("--prompts", nargs="+", metavar="FILE", help=".txt, .csv or .jsonl (default: as post_train.py, both kinds)")
+    add(
+        "--negative_prompt",
+        metavar="TEXT",
+        default="",
+        help="prompt of the negative branch of guidance",
+    )
+    add("--prompt_cache", type=Path, required=True, metavar="FOLDER", help="the folder to give post_train.py")
+    add("--device", choices=FIELDS["device"].metadata["choices"], default="auto", help="as that of the run")
+    kinds = FIELDS["dtype"].metadata
+    add("--dtype", choices=kinds["choices"], help=f"as that of the run (default: {kinds['shown']})")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    disable_progress_bar()  # the one for loading weights
     rank, count = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     try:
         said = encode(parse_arguments(arguments), rank, count)

@@ -18,6 +18,22 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from sage_grpo.flags import Parser, answer_early
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser("scripts/export_checkpoint.py", __doc__)
+    add = parser.add_argument
+    add("--checkpoint", type=Path, metavar="FOLDER", required=True, help="RUN/checkpoints/step-N")
+    add("--output", type=Path, metavar="FOLDER", required=True, help="folder to make")
+    add("--layout", choices=("diffusers", "tencent", "lora"), default="diffusers", help="as above")
+    add("--model_path", type=Path, metavar="FOLDER", help="model of the run (default: where the run had it)")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    answer_early(parse_arguments)
+
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -179,14 +195,8 @@ def export(checkpoint: Path, output: Path, layout: str, model_path: Path | None 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    parser.add_argument("--checkpoint", type=Path, required=True, help="RUN/checkpoints/step-N")
-    parser.add_argument("--output", type=Path, required=True, help="folder to make")
-    parser.add_argument("--layout", choices=("diffusers", "tencent", "lora"), default="diffusers")
-    parser.add_argument("--model_path", type=Path, help="model that the run began with; default: where the run had it")
-    args = parser.parse_args(arguments)
     try:
+        args = parse_arguments(arguments)
         export(args.checkpoint, args.output, args.layout, args.model_path)
     except (ValueError, FileNotFoundError) as error:
         print(f"export_checkpoint.py: {error}", file=sys.stderr)

@@ -87,7 +87,7 @@ def test_what_is_written_is_read_back(tmp_path):
         ("--reward_weights [1]", "a JSON object is expected"),
         ("--reward_weights {", "reward_weights is '{'"),
         ("--seed", "expected one argument"),
-        ("--config missing.yaml", "config missing.yaml cannot be read"),
+        ("--config missing.yaml", "config missing.yaml does not exist; there are configs/"),
         ("--max_steps none", "max_steps is 'none'"),
         ("stray", "unknown flag stray"),
     ],
@@ -283,12 +283,23 @@ def test_the_model_fills_in_what_was_not_said():
 
 
 def test_settings_that_do_less_than_they_seem_to_are_pointed_out():
-    assert not warnings(Config())
-    (found,) = warnings(from_values({"tail_steps": 3}))
+    assert not warnings(Config(), 1)
+    (found,) = warnings(from_values({"tail_steps": 3}), 1)
     assert found == "tail_steps is 3, but sde_window all leaves no steps to make cheaper"
-    (found,) = warnings(from_values({"outside_window": "fp8", "sde_window": "all_but_last"}))
+    (found,) = warnings(from_values({"outside_window": "fp8", "sde_window": "all_but_last"}), 1)
     assert found.startswith("outside_window is fp8, but sde_window all_but_last leaves no steps")
-    assert not warnings(from_values({"tail_steps": 3, "sde_window": "random:2"}))
+    assert not warnings(from_values({"tail_steps": 3, "sde_window": "random:2"}), 1)
+    recipe = from_values({"gpus": 8, "sp_size": 2, "batch_size": 4})
+    assert not warnings(recipe, 8)
+    assert warnings(recipe, 2) == [
+        "the configuration is for 8 rank(s) and there are 2: an iteration has 4 clips instead of 16"
+    ]
+
+
+def test_a_malformed_file_is_told_by_line_and_column(tmp_path):
+    (tmp_path / "c.yaml").write_text("eta: [1\nseed: 2\n")
+    with pytest.raises(ConfigError, match=r"c\.yaml cannot be read in line 2, column 5: expected ',' or '\]'"):
+        parse(["--config", str(tmp_path / "c.yaml")])
 
 
 def reads(path):

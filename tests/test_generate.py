@@ -139,7 +139,7 @@ def test_checkpoints_full_and_lora_change_the_clip(folder, tmp_path):
         (("--prompt", PROMPT, "--sde_type", "cps", "--eta", "2"), "eta is 2.0 with sde_type cps"),
         (("--prompt", PROMPT, "--checkpoint_path", "nowhere"), "checkpoint_path nowhere does not exist"),
         (("--prompt", PROMPT, "--checkpoint_path", "tests/fixtures/sde/index.json"), "has neither transformer/"),
-        (("--prompt", PROMPT, "--score", "beauty"), "invalid choice: 'beauty'"),
+        (("--prompt", PROMPT, "--score", "beauty"), "'beauty' is not one of videoalign"),
         (("--prompt", PROMPT, "--guidance_scale", "nan"), "'nan' is not a finite number"),
         (("--prompt", PROMPT, "--eta", "1e308"), "'1e308' is not a finite number up to 1000000000"),
         (("--prompt", PROMPT, "--num_inference_steps", "9" * 13), "is not a whole number from 1 to 999999"),

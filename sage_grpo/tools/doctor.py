@@ -3,220 +3,62 @@
     python -m sage_grpo.tools.doctor --config FILE.yaml [--FLAG VALUE ...]     (any flag of post_train.py)
     python -m sage_grpo.tools.doctor --short --config FILE.yaml ...            (only the machine, in seconds)
 
-One process acts as the first rank of the run; nothing is trained, and the run folder is not touched. At the end, all
-exploration SDEs are compared on the model and the prompts. Exit code 0: no problems; 1: something is WRONG; 2: the
-configuration cannot run, with the error that post_train.py would print, or the machine cannot run it.
+First comes what needs no weights: this machine and the files. Then one process acts as the first rank of the run;
+nothing is trained, and the run folder is not touched. At the end, all exploration SDEs are compared on the model and
+the prompts. Exit code 0: no problems; 1: something is WRONG; 2: the configuration cannot run, with the error that
+post_train.py would print, or the machine cannot run it.
 """
 
 import argparse
-import math
 import os
 import sys
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-import torch
-from torch import Tensor
-from tqdm import tqdm
-from transformers.utils.logging import disable_progress_bar
-
-from sage_grpo.algo.sde import SDES, Schedule, build_schedule, flow_sigmas
-from sage_grpo.checks import warnings
 from sage_grpo.config import Config, ConfigError
-from sage_grpo.flags import parse
-from sage_grpo.json_files import write_json
-from sage_grpo.parallel.ranks import Ranks, check_layout
-from sage_grpo.plugins import resolved
-from sage_grpo.runs.folder import RunFolder
-from sage_grpo.runs.media import contact_sheet, thumbnails
-from sage_grpo.tools.doctor_checks import CHECKS, Finding, judged
-from sage_grpo.tools.machine_checks import examine_machine, machine_of
-from sage_grpo.tools.paired import aligned
-from sage_grpo.tools.templating import render
-from sage_grpo.train.build import assemble, join_run, rollout_sampling
-from sage_grpo.train.rollout import MicroBatch, plan_micro_batches, prompt_positions
-from sage_grpo.train.trainer import Trainer
-from sage_grpo.train.validation import gold_columns
-
-SHEET_CLIPS, SHEET_FRAMES = 3, 4  # in one row of the contact sheet
+from sage_grpo.flags import Parser
 
 
 def options_of(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Config]:
     """Parse the doctor's flags; all others go to post_train.py's parser."""
-    about = "Check a configuration before it costs GPU hours. Takes all flags of post_train.py, and these:"
-    parser = argparse.ArgumentParser("python -m sage_grpo.tools.doctor", description=about, allow_abbrev=False)
-    parser.add_argument("--output", type=Path, default=Path("outputs/doctor"), help="folder; default: %(default)s")
-    parser.add_argument("--short", action="store_true", help="check the machine only, a line per check")
-    parser.add_argument("--skip_ab", action="store_true", help="leave out the comparison of the exploration SDEs")
-    parser.add_argument("--ranks", type=int, default=1, help="processes that the run will have; default: %(default)s")
-    parser.add_argument("--ranks_here", type=int, help="how many of them run on this machine; default: all")
-    parser.add_argument("--prompts", type=int, default=4, help="prompts to compare the SDEs on; default: %(default)s")
-    parser.add_argument("--clips", type=int, default=4, help="clips per prompt compared; default: %(default)s")
-    options, rest = parser.parse_known_args(arguments)
-    config = parse(rest)
+    parser = Parser("python -m sage_grpo.tools.doctor", __doc__)
+    add = parser.add_argument
+    add("--output", type=Path, metavar="FOLDER", help="where numbers and pictures go (default: OUTPUT_DIR-doctor)")
+    add("--short", action="store_true", help="check the machine only, a line per check")
+    add("--skip_ab", action="store_true", help="leave out the comparison of the exploration SDEs")
+    add("--ranks", type=int, metavar="N", help="processes that the run will have (default: gpus of the configuration)")
+    add("--ranks_here", type=int, metavar="N", help="how many of them run on this machine (default: all, if --short)")
+    add("--prompts", type=int, metavar="N", default=4, help="prompts to compare the SDEs on")
+    add("--clips", type=int, metavar="N", default=4, help="clips per prompt compared")
+    options, config = parser.parse_with_config(arguments)
+    run = Path(config.output_dir)
+    options.output = options.output or run.with_name(f"{run.resolve().name}-doctor")
+    options.ranks = config.gpus or 1 if options.ranks is None else options.ranks
+    options.ranks_here = options.ranks_here or (options.ranks if options.short else 1)
     for name, least in {"ranks": 1, "prompts": 1, "clips": 2}.items():
         if getattr(options, name) < least:
             raise ConfigError(f"{name} is {getattr(options, name)}; it must be at least {least}")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ConfigError("the doctor is one process: start it without torchrun and pass --ranks N")
-    if options.output.resolve() == Path(config.output_dir).resolve():
+    if options.output.resolve() == run.resolve():
         raise ConfigError(f"output and output_dir are both {options.output}; the doctor stays out of the run folder")
     return options, config
 
 
-def prepare(config: Config, alone: Ranks, count: int) -> tuple[Trainer, list[Finding]]:
-    """A trainer for the first of `count` ranks, and early findings. An existing run folder is not an error here."""
-    check_layout(count, config.sp_size, config.enable_fsdp, config.dp_replicate)
-    ranks = replace(alone, count=count // config.sp_size, sp_size=config.sp_size, mesh=None)
-    trainer = assemble(replace(config, overwrite=True), ranks)
-    notes, c = warnings(trainer.config), trainer.config
-    try:
-        RunFolder(config, ranks)
-    except ConfigError as error:  # post_train.py's error about the folder
-        notes.append(str(error))
-    size = sum(p.numel() for p in trainer.optimization.parameters.values())
-    text = f"trains {size:,} numbers of {c.pretrained_model_root}, {c.dtype} on {ranks.device.type}; clips of "
-    text += f"{rollout_sampling(c)}, by {c.sde_type}, eta {c.eta:g}"
-    text += f"; validation: {trainer.validation.sampling}" if trainer.validation else ""
-    return trainer, [Finding("config", "ok", text), *(Finding("config", "note", note) for note in notes)]
-
-
-def attempt(name: str, check: Callable[[Trainer], Iterator[Finding]], trainer: Trainer) -> Iterator[Finding]:
-    """The check's findings; a check that fails to finish is also WRONG."""
-    try:
-        yield from check(trainer)
-    except (RuntimeError, ValueError) as error:
-        remedy = "doctor.json has the traceback"
-        if isinstance(error, torch.OutOfMemoryError):
-            remedy = "lower micro_batch_size or the size of the clips, or set enable_gradient_checkpointing True"
-        text = f"it ended with {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        yield judged(name, False, text, remedy, traceback=traceback.format_exc())
-
-
-@dataclass(frozen=True)
-class Arm:
-    """Results of one sampler, from the same noise as the others. P prompts with G clips each."""
-
-    noise: float  # injected energy
-    clips: list[Tensor | None]  # P * G, grouped by prompt
-    columns: dict[str, Tensor]  # (P, G): reward, scores, gold metrics; NaN on failure
-    errors: list[str]  # from the reward
-
-    def numbers(self, ode: "Arm") -> dict[str, float]:
-        """One row of the table. Clips of one prompt are correlated, so standard errors count prompts."""
-        means = {name: values.nanmean(1) for name, values in self.columns.items()}
-        reward = means.pop("reward")
-        row = {"noise": self.noise, "failed": int((~self.columns["reward"].isfinite()).sum())}
-        for name, values in (("reward", reward), ("vs ode", reward - ode.columns["reward"].nanmean(1))):
-            known = values[values.isfinite()]
-            error = known.std().item() / math.sqrt(len(known)) if len(known) > 1 else math.nan
-            row |= {name: known.mean().item(), f"{name} +-": error}
-        row["spread"] = (self.columns["reward"] - reward[:, None]).square().nanmean(1).sqrt().nanmean().item()
-        return row | {name: values.nanmean().item() for name, values in means.items()}
-
-
-def check_samplers(trainer: Trainer, options: argparse.Namespace) -> Iterator[Finding]:
-    """A table and a contact sheet of all samplers; whether the configured one gives a training signal."""
-    c, sheet = trainer.config, options.output / "samplers.png"
-    positions = prompt_positions(trainer.step, options.prompts, len(trainer.prompts), c.seed)
-    micro = math.gcd(options.clips, len(trainer.micro_batches()[0]))  # at most as many at once as in training
-    micro_batches = plan_micro_batches(positions, options.clips, options.clips * len(positions), 0, micro)
-    sigmas, arms, left_out = flow_sigmas(c.num_sampling_steps, c.timestep_shift), {}, []
-    for name in dict.fromkeys(["ode", *SDES, c.sde_type]):
-        try:
-            schedule = build_schedule(resolved(name), sigmas, c.eta)
-        except ValueError as error:  # cps rejects an eta above 1
-            left_out.append(f"{name} is left out: {error}")
-        else:
-            arms[name] = sample(trainer, name, schedule, micro_batches, options.clips)
-    transformer = trainer.backbone.transformer
-    if lossy := transformer.in_8_bits:
-        transformer.in_8_bits = None
-        exact = build_schedule(resolved(c.sde_type), sigmas, c.eta)  # the trainer's own, unless it has no SDE
-        arms["exact"] = sample(trainer, "exact", exact, micro_batches, options.clips)
-        transformer.in_8_bits = lossy
-    rows = {name: arm.numbers(arms["ode"]) for name, arm in arms.items()}
-    write_sheet(sheet, arms, rows, [trainer.prompts[position].text for position in positions], c)
-    arm, row = arms[c.sde_type], rows[c.sde_type]
-    failing = row["failed"] > c.max_reward_failures * len(arm.clips)
-    text = f"with {c.sde_type} the reward varies by {row['spread']:.3g} inside a group; {sheet} shows the first clips"
-    remedy = "equal rewards teach nothing: raise eta, or choose another reward or other prompts"
-    if failing:
-        remedy = f"{row['failed']} rewards failed, see max_reward_failures: {[*arm.errors, 'clips are not finite'][0]}"
-    titles = ["  sampler", *row]
-    cells = [[f"{' *'[name == c.sde_type]} {name}", *(f"{x:.3g}" for x in row.values())] for name, row in rows.items()]
-    shown = render("samplers.txt", table=aligned([titles, *cells]), left_out=left_out)
-    yield judged("samplers", row["spread"] > 0 and not failing, text, remedy, shown, rows=rows, left_out=left_out)
-    if lossy:
-        yield compare_exact(arm, arms["exact"])
-
-
-def compare_exact(arm: Arm, exact: Arm) -> Finding:
-    """What lossy steps outside the window do to the same clips and their rewards."""
-    row = arm.numbers(exact)
-    change, error, spread = row["vs ode"], row["vs ode +-"], row["spread"]
-    both = [(a, b) for a, b in zip(arm.clips, exact.clips, strict=True) if a is not None and b is not None]
-    pixels = math.sqrt(sum((a.float() - b).square().mean().item() for a, b in both) / max(1, len(both)))
-    text = f"8 bits outside the window change pixels by {pixels:.2g} of 255 (RMS) and the reward by {change:.2g} +- "
-    text += f"{error:.2g}; inside a group it varies by {spread:.2g}"
-    good = abs(change) < max(2 * error, 0.1 * spread)
-    return judged("lossy steps", good, text, "set outside_window exact", pixels=pixels, change=change, error=error)
-
-
-def sample(trainer: Trainer, name: str, schedule: Schedule, micro_batches: Sequence[MicroBatch], group: int) -> Arm:
-    """Clips from a sampler within the trainer's window for this iteration, decoded and scored."""
-    c, clips, texts = trainer.config, [], []
-    schedule = schedule.window(trainer.windows.steps).to(trainer.ranks.device)
-    for micro_batch in tqdm(micro_batches, name, unit="batch", leave=False):  # one at a time: only clips are kept
-        clips += trainer.decode(trainer.roll_out([micro_batch], schedule))
-        texts += [trainer.prompts[position].text for position, _ in micro_batch]
-    scores = trainer.reward.score(clips, texts, c.fps)
-    columns = {"reward": scores.total} | scores.named | gold_columns(trainer.gold, clips, texts)
-    columns = {name: values.view(-1, group) for name, values in columns.items()}
-    return Arm(schedule.std.double().square().sum().item(), clips, columns, scores.errors)
-
-
-def write_sheet(path: Path, arms: Mapping[str, Arm], rows: Mapping, prompts: Sequence[str], config: Config) -> None:
-    """Write one row of frames per sampler; a column shares prompt and noise across rows. Failed clips are black."""
-    black = torch.zeros(config.num_frames, config.height, config.width, 3, dtype=torch.uint8)
-    strips, labels = [], [" | ".join(prompts[:SHEET_CLIPS])]
-    for name, arm in arms.items():
-        firsts = arm.clips[:: len(arm.clips) // len(prompts)][:SHEET_CLIPS]
-        strips.append(np.concatenate([thumbnails(black if clip is None else clip, SHEET_FRAMES) for clip in firsts]))
-        numbers = ", ".join(f"{key} {rows[name][key]:.3f}" for key in ("noise", "reward", "spread"))
-        labels.append(f"{name}{' (configured)' if name == config.sde_type else ''}: {numbers}")
-    heading = np.full_like(strips[0][:, :1], 255)  # a white line under the prompts
-    contact_sheet(path, [heading, *strips], labels)
-
-
-def examine(options: argparse.Namespace, trainer: Trainer, findings: list[Finding]) -> int:
-    """Run the checks and print their findings."""
-    print(*findings, sep="\n")
-    options.output.mkdir(parents=True, exist_ok=True)
-    wrong = []
-    for name, check in (CHECKS | {"samplers": partial(check_samplers, options=options)}).items():
-        if name == "samplers" and (wrong or options.skip_ab):
-            print(f"The samplers are not compared{' before this is repaired' if wrong else ''}.")
-            break
-        for finding in attempt(name, check, trainer):
-            print(finding, flush=True)
-            findings.append(finding)
-            wrong += [finding.check] if finding.mark == "WRONG" else []
-    write_json(options.output / "doctor.json", {"findings": [asdict(finding) for finding in findings]})
-    print(f"WRONG: {', '.join(wrong)}" if wrong else "All is well.", f"Numbers: {options.output / 'doctor.json'}")
-    return 1 if wrong else 0
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    disable_progress_bar()  # from the text encoders
     try:
-        options, config = options_of(arguments)
-        if options.short:
-            return examine_machine(machine_of(config, options.ranks, options.ranks_here or options.ranks))
+        options, config = options_of(arguments)  # before imports that take seconds
+        from transformers.utils.logging import disable_progress_bar
+
+        from sage_grpo.tools.examination import examine, prepare
+        from sage_grpo.tools.machine_checks import examine_machine, machine_of
+        from sage_grpo.train.build import join_run
+
+        disable_progress_bar()  # from the text encoders
+        code = examine_machine(machine_of(config, options.ranks, options.ranks_here))
+        if code or options.short:
+            return code
         with join_run(replace(config, sp_size=1, dp_replicate=1)) as alone:
             return examine(options, *prepare(config, alone, options.ranks))
     except (ValueError, OSError) as error:

@@ -47,7 +47,11 @@ def machine_of(config: Config, ranks: int, ranks_here: int) -> Machine:
         device = choose_device(config.device, lambda: backbone.architecture().parameters)
     except ValueError as error:
         refused = str(error)
-    plan = plan_of(replace(config, dtype=config.dtype or default_dtype(device)), ranks)
+    try:
+        plan = plan_of(replace(config, dtype=config.dtype or default_dtype(device)), ranks)
+    except ValueError:  # a missing folder, which stands for the full-size model here, explains more
+        open_backbone(config.pretrained_model_root, version=config.pretrained_transformer_version)
+        raise
     return Machine(plan, device, refused, ranks_here, next(p for p in (run, *run.parents) if p.exists()))
 
 
@@ -99,8 +103,9 @@ def check_disk(machine: Machine) -> Iterator[Finding]:
 
 def check_speed(machine: Machine) -> Iterator[Finding]:
     """Write an unnamed file where the run will be; a checkpoint must take less time than lies between two."""
-    plan, c, speed = machine.plan, machine.plan.config, write_speed(machine.place)
-    seconds = checkpoint_bytes(c, plan.trained) / speed
+    plan, c, size = machine.plan, machine.plan.config, checkpoint_bytes(machine.plan.config, machine.plan.trained)
+    speed = write_speed(machine.place, size)
+    seconds = size / speed
     limits = [60 * c.save_minutes, c.save_interval * sum(times(plan).values()) * (machine.device == "cuda")]
     between = min(filter(None, limits), default=math.inf)
     text = f"{machine.place} takes {speed / GB:.2f} GB/s: {seconds:.0f} s for a checkpoint"
@@ -108,11 +113,11 @@ def check_speed(machine: Machine) -> Iterator[Finding]:
     yield judged("speed", seconds <= between, text, "use a faster disk, or raise save_interval and save_minutes")
 
 
-def write_speed(folder: Path) -> float:
-    """Bytes per second that reach the disk."""
+def write_speed(folder: Path, most: float) -> float:
+    """Bytes per second that reach the disk, from a file of at most that size."""
     block, written, start = os.urandom(BLOCK), 0, time.perf_counter()
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-        while written < LARGEST and time.perf_counter() - start < LONGEST:
+        while written < min(LARGEST, most) and time.perf_counter() - start < LONGEST:
             written += file.write(block)
             os.fsync(file.fileno())
     return written / (time.perf_counter() - start)

@@ -15,7 +15,7 @@ def begin(trainer: Trainer) -> None:
     """Say what is about to run, and what in it does less than it seems to; all ranks call this."""
     if trainer.ranks.first:
         print(banner(trainer), flush=True)
-    for text in warnings(trainer.config):
+    for text in warnings(trainer.config, trainer.ranks.world):
         trainer.ranks.log_once(text)
 
 

@@ -42,6 +42,18 @@ host_name() { # NAME: require it to be one
     [[ $1 =~ ^[A-Za-z0-9][A-Za-z0-9._-]*$ ]] || fail "'$1' is not a host name; name each node in full"
 }
 
+# Prints the comment at the top of a launcher if a word asks for help; then nothing is launched.
+help_if_asked() { # WORD...
+    local word file=$0
+    if [[ ! -f $file ]]; then file=$OLDPWD/$0; fi # the launcher has changed to the root folder
+    for word in "$@"; do
+        if [[ $word == -h || $word == --help ]]; then
+            sed -n '2,${/^#/!q;/^#SBATCH/!s/^# \{0,1\}//p}' "$file"
+            exit 0
+        fi
+    done
+}
+
 pasteable() { # WORD...: quote the words as a shell command line
     local line
     printf -v line '%q ' "$@"
@@ -50,6 +62,7 @@ pasteable() { # WORD...: quote the words as a shell command line
 
 # Sets `mode` to run, dry_run, check, stop or kill and `flags` to all other words.
 take_switches() {
+    help_if_asked "$@"
     mode=run flags=()
     local word
     for word in "$@"; do

@@ -160,7 +160,12 @@ def test_variables_for_the_nodes_are_shown_and_secrets_stay():
     "script, words, settings, sentence",
     [
         ("run_post_train.sh", (), {"NUM_GPUS": "many"}, "NUM_GPUS is 'many'; a whole number is expected"),
-        ("run_post_train.sh", (), {"CONFIG": "none.yaml"}, "post_train.py: config none.yaml cannot be read"),
+        (
+            "run_post_train.sh",
+            (),
+            {"CONFIG": "none.yaml"},
+            "post_train.py: config none.yaml does not exist; there are configs/",
+        ),
         (TRAIN, ("--output_dir", "a\nb"), {}, r"post_train.py: output_dir is 'a\nb'; a path is expected, without"),
         (TRAIN, (), {"NODE_NAME": "a/../b"}, "'a/../b' is not a host name"),
         ("run_post_train.sh", ("--overwrite",), {}, "--overwrite would remove the run at each restart; remove outputs"),

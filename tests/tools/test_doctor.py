@@ -16,7 +16,7 @@ from sage_grpo.flags import parse
 from sage_grpo.models.hunyuan15.backbone import Hunyuan15
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.rewards import REWARDS
-from sage_grpo.tools import doctor
+from sage_grpo.tools import doctor, examination
 from sage_grpo.tools.doctor_checks import memory_finding
 from sage_grpo.tools.plan import plan_of
 from sage_grpo.train import build
@@ -281,7 +281,7 @@ def test_a_sampler_that_is_no_ode_without_noise(run_doctor, monkeypatch):
         run_doctor,
         "noise 0",
         "sage_grpo at eta 0 against a plain Euler ODE",
-        "the table of sage_grpo must become a = 1",
+        "the table of sage_grpo (algo/sde.py) must become a = 1",
     )
 
 
@@ -314,11 +314,29 @@ def test_its_own_flags(run_doctor, monkeypatch):
     assert run_doctor() == 2 and "without torchrun" in run_doctor.errors
 
 
+def test_a_recipe_is_examined_with_its_ranks_and_without_its_weights(run_doctor):
+    """The machine comes first: what is missing here is said at once, and the weights are never looked for."""
+    folder = run_doctor.folder / "none"
+    recipe = ["--config", str(TINY.parents[1] / "configs" / "hunyuan15_8gpu.yaml"), "--device", "cuda"]
+    code = doctor.main(
+        [*recipe, "--pretrained_model_root", str(folder), "--output_dir", str(run_doctor.folder / "run")]
+    )
+    said = run_doctor.capsys.readouterr()
+    assert code == 2 and said.err == ""
+    assert (
+        f"FAIL  model   Model folder '{folder}' does not exist" in said.out and "keep_checkpoints + 1 need" in said.out
+    )
+    assert not (run_doctor.folder / "run-doctor").exists()
+    options, config = doctor.options_of([*recipe, "--output_dir", "some/run"])
+    assert (options.ranks, options.ranks_here, str(options.output)) == (8, 1, "some/run-doctor")
+    assert doctor.options_of([*recipe, "--short", "--ranks", "4"])[0].ranks_here == 4 and config.gpus == 8
+
+
 def test_layouts_and_memory(run_doctor):
     alone = Ranks(0, 1, torch.device("cpu"))
-    trainer, _ = doctor.prepare(doctor.options_of(run_doctor.arguments())[1], alone, 4)
+    trainer, _ = examination.prepare(doctor.options_of(run_doctor.arguments())[1], alone, 4)
     resolved = trainer.config
-    layout, memory = doctor.CHECKS["plan"](trainer)
+    layout, memory = examination.CHECKS["plan"](trainer)
     assert layout.mark == "ok" and "ranks = 4 x 1, the model in 1 part(s)" in layout.text
     assert memory.mark == "note" and "not checked: there is no GPU" in memory.text
     for flags, words in {
@@ -328,7 +346,7 @@ def test_layouts_and_memory(run_doctor):
     }.items():
         trainer.config = dataclasses.replace(resolved, **dict([flags]))
         trainer.ranks = dataclasses.replace(trainer.ranks, count=8 if flags[1] == 8 else 4)
-        (finding,) = doctor.CHECKS["plan"](trainer)
+        (finding,) = examination.CHECKS["plan"](trainer)
         assert finding.mark == "WRONG" and words in finding.text and "--ranks" in finding.remedy
 
 

@@ -1,0 +1,64 @@
+"""Every program: help and wrong flags are answered before anything heavy is imported, and nothing is launched."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sage_grpo import __version__
+
+ROOT = Path(__file__).parents[1]
+TOOLS = [f"sage_grpo.tools.{name}" for name in ("doctor",)]
+SCRIPTS = [f"scripts/{name}.py" for name in ("convert_weights", "encode_prompts", "export_checkpoint")]
+PROGRAMS = ["post_train.py", "generate.py", *TOOLS, *SCRIPTS]
+LAUNCHERS = ["run_post_train.sh", "run_post_train_multinode.sh", "run_inference.sh", "scripts/post_train/train_grpo.sh",
+             "scripts/post_train/pdsh_train.sh", "scripts/post_train/slurm.sh"]  # fmt: skip
+HEAVY = """
+import runpy, sys
+sys.argv = [{name!r}, *{words!r}]
+sys.path[0] = {folder!r}
+code = None
+try:
+    if {name!r}.endswith(".py"):
+        runpy.run_path({name!r}, run_name="__main__")
+    else:
+        runpy.run_module({name!r}, run_name="__main__", alter_sys=True)
+except SystemExit as end:
+    code = end.code
+heavy = {{"torch", "transformers", "diffusers", "matplotlib", "scipy", "uvicorn"}} & sys.modules.keys()
+print(code, *sorted(heavy), file=sys.stderr)
+"""
+
+
+def answer(name, *words):
+    folder = str(ROOT / name.rpartition("/")[0]) if name.endswith(".py") else str(ROOT)
+    code = HEAVY.format(name=name, words=list(words), folder=folder)
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_help_and_wrong_flags_need_no_torch(name):
+    helped = answer(name, "--help")
+    assert helped.stderr.split() in (["0"], ["None"]), helped.stderr
+    assert helped.stdout.startswith("usage: ") and "--version" in helped.stdout
+    *said, last = answer(name, "--verison").stderr.splitlines()
+    assert last == "2" and len(said) == 1 and "unknown flag --verison; did you mean --version?" in said[0]
+    assert answer(name, "--version").stdout == f"sage-grpo {__version__}\n"
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_flag_says_what_it_is(name):
+    lines = answer(name, "--help").stdout.split("options:")[1].splitlines()
+    for line, following in zip(lines, [*lines[1:], ""], strict=True):
+        if line.startswith("  -"):
+            assert "  " in line.strip() or (following.startswith(" " * 8) and following.strip()), line
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_a_launcher_that_is_asked_for_help_launches_nothing(name, tmp_path):
+    said = subprocess.run(
+        ["bash", str(ROOT / name), "--eta", "1", "--help"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert said.returncode == 0 and said.stderr == "" and Path(name).name in said.stdout
+    assert "#" not in said.stdout and not list(tmp_path.iterdir())
