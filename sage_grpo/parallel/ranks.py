@@ -69,6 +69,13 @@ class Ranks:
     def sequence_group(self) -> dist.ProcessGroup | None:
         return self.mesh["sp"].get_group() if self.mesh is not None and self.sp_size > 1 else None
 
+    def _objects(self, mine: T, group: dist.ProcessGroup | None, count: int) -> list[T]:
+        """One object from each of the `count` ranks of a group."""
+        found = [mine] * count
+        if count > 1 and self.mesh is not None:  # the doctor is one process that stands for many
+            dist.all_gather_object(found, mine, group)
+        return found
+
     def gather(self, values: Tensor) -> Tensor:
         """Tensors (N, ...) of equal shape from all data-parallel ranks, joined in their order: (count * N, ...)."""
         if self.count == 1:
@@ -94,31 +101,23 @@ class Ranks:
         return total.to(values.device)
 
     @property
-    def _dp(self) -> dist.ProcessGroup:
-        return self.mesh["dp"].get_group()
+    def _dp(self) -> dist.ProcessGroup | None:
+        return self.mesh["dp"].get_group() if self.mesh is not None else None
 
     def texts(self, mine: str) -> list[str]:
         """One text from every data-parallel rank."""
-        if self.count == 1:
-            return [mine]
-        found: list[str] = [""] * self.count
-        dist.all_gather_object(found, mine, self._dp)
-        return found
+        return self._objects(mine, self._dp, self.count)
 
     def from_leader(self, call: Callable[[], T]) -> T:
         """Run a call on the leader; all ranks of the sequence-parallel group get its result or its exception."""
-        if self.sequence_group is None:
-            return call()
-        outcome: list = [None, None]
-        if self.leader:
-            try:
-                outcome = [call(), None]
-            except Exception as error:
-                outcome = [None, error]
-        dist.broadcast_object_list(outcome, group=self.sequence_group, group_src=0)
-        if outcome[1] is not None:
-            raise outcome[1]
-        return outcome[0]
+        try:
+            mine = (call() if self.leader else None, None)
+        except Exception as error:
+            mine = (None, error)
+        result, failure = self._objects(mine, self.sequence_group, self.sp_size)[0]
+        if failure is not None:
+            raise failure
+        return result
 
     def on_leader(self, call: Callable[[], T]) -> T | None:
         """`from_leader` for results that cannot be sent: the other ranks get None."""
@@ -132,8 +131,7 @@ class Ranks:
             return work(items)
         per_rank = -(-len(items) // self.sp_size)
         mine = items[self.sp_rank * per_rank :][:per_rank]
-        found: list[list[T]] = [[]] * self.sp_size
-        dist.all_gather_object(found, work(mine) if mine else [], self.sequence_group)
+        found = self._objects(work(mine) if mine else [], self.sequence_group, self.sp_size)
         return [result for part in found for result in part]
 
     def together(self, call: Callable[[], T]) -> list[T]:
@@ -144,9 +142,7 @@ class Ranks:
             if self.world == 1:
                 raise RankError(f"{type(error).__name__}: {error}") from error
             mine = (None, f"rank {self.world_rank}: {type(error).__name__}: {error}")
-        found: list = [mine] * self.world
-        if self.world > 1 and self.mesh is not None:  # the doctor is one process that stands for many
-            dist.all_gather_object(found, mine)
+        found = self._objects(mine, None, self.world)
         if failed := [text for _, text in found if text]:
             raise RankError(failed[0])
         return [result for result, _ in found]

@@ -52,18 +52,10 @@ class Algorithm:
     lagging: bool = False  # the rollout's policy is the average of the trained ones
 
 
-def exploring(c: Config, sigmas: Tensor) -> Schedule:
-    return build_schedule(resolved(c.sde_type), sigmas, c.eta)
-
-
-def matching(c: Config, sigmas: Tensor) -> Schedule:
-    return matching_schedule(sigmas)
-
-
 ALGORITHMS = {
-    "grpo": Algorithm(Rollouts, exploring, explores=True),
-    "awm": Algorithm(NoisedRollouts, matching, explores=False),
-    "nft": Algorithm(NoisedRollouts, matching, explores=False, lagging=True),
+    "grpo": Algorithm(Rollouts, lambda c, sigmas: build_schedule(resolved(c.sde_type), sigmas, c.eta), explores=True),
+    "awm": Algorithm(NoisedRollouts, lambda c, sigmas: matching_schedule(sigmas), explores=False),
+    "nft": Algorithm(NoisedRollouts, lambda c, sigmas: matching_schedule(sigmas), explores=False, lagging=True),
 }
 
 
