@@ -85,15 +85,12 @@ class Ranks:
         dist.all_gather(parts, home.contiguous(), self._dp)
         return torch.cat(parts).to(values.device)
 
-    def sum(self, values: Tensor) -> Tensor:
-        """Sum over data-parallel ranks; the argument is not modified."""
-        return self._reduce(values, dist.ReduceOp.SUM)
-
     def max(self, values: Tensor) -> Tensor:
         """Maximum over data-parallel ranks."""
-        return self._reduce(values, dist.ReduceOp.MAX)
+        return self.sum(values, dist.ReduceOp.MAX)
 
-    def _reduce(self, values: Tensor, how: dist.ReduceOp) -> Tensor:
+    def sum(self, values: Tensor, how: dist.ReduceOp = dist.ReduceOp.SUM) -> Tensor:
+        """Sum over data-parallel ranks; the argument is not modified."""
         if self.count == 1:
             return values
         total = values.to(self.device, copy=True)

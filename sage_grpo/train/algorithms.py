@@ -28,7 +28,7 @@ class NoisedRollouts(Rollouts):
         device, (_, start) = self.sampler.sigmas.device, self.groups(micro_batch)
         cond, order = self.conditioning([prompt for prompt, _ in micro_batch]), self.order(micro_batch)
         x, noise = self.noise(micro_batch)
-        latents = self.integrate(self.levels_after(torch.zeros_like(start)), x.to(device), cond, self.last_solver)
+        latents = self.finish(x.to(device), torch.zeros_like(start), cond)
         steps = start[:, None] + torch.arange(self.windows.size)
         states, targets, velocities = (latents.new_zeros(*steps.shape, *latents.shape[1:]) for _ in range(3))
         log_probs, rows = latents.new_zeros(steps.shape), torch.arange(len(steps))

@@ -144,13 +144,9 @@ class Trainer:
             micro_batches = join_prompts(micro_batches, lambda p: rollouts.conditions[p].shapes, c.prompts_per_forward)
         for micro_batch in micro_batches:
             self.safe_point(inside=True)
-            with self.rollout_policy(), self.gathered():
+            with self.optimization.averaged() if self.algorithm.lagging else nullcontext(), self.gathered():
                 batch.append(rollouts(micro_batch))
         return batch
-
-    def rollout_policy(self) -> AbstractContextManager[None]:
-        """Context in which the model is the policy that samples: the trained one, or the average that follows it."""
-        return self.optimization.averaged() if self.algorithm.lagging else nullcontext()
 
     def gathered(self) -> AbstractContextManager[None]:
         """Context for many forwards, in which a sharded model's weights may stay gathered."""
@@ -200,10 +196,8 @@ class Trainer:
         if self.anchor is None or (self.anchor.is_policy and not self.algorithm.lagging):
             return
         with self.anchor.in_place(), self.gathered():
-            for trajectory in batch:
-                trajectory.anchor_velocity = anchor_velocities(
-                    self.backbone, self.trained_guidance, self.sampler, trajectory
-                )
+            for one in batch:
+                one.anchor_velocity = anchor_velocities(self.backbone, self.trained_guidance, self.sampler, one)
 
     def update(self, batch: Sequence[Trajectory], advantages: Advantages) -> dict[str, Any]:
         """Train the rollout's steps in `updates_per_rollout` parts, with an optimizer step after each."""
