@@ -134,11 +134,9 @@ def code_hashes(config: Config) -> dict[str, str]:
 
 def check_steps(config: Config, windows: Windows) -> None:
     """Require steps to train, at least one per update."""
-    steps = num_trained(windows.size, config.timestep_fraction)
-    if config.updates_per_rollout > steps:
-        raise ConfigError(
-            f"updates_per_rollout is {config.updates_per_rollout}, but a rollout trains {steps} denoising step(s)"
-        )
+    steps, updates = num_trained(windows.size, config.timestep_fraction), config.updates_per_rollout
+    if updates > steps:
+        raise ConfigError(f"updates_per_rollout is {updates}, but a rollout trains {steps} denoising step(s)")
 
 
 def prompts_of(files: Sequence[str] | None, folder: Path, kind: str) -> list[Request]:

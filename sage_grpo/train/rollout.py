@@ -45,9 +45,8 @@ class Trajectory:
 def prompt_positions(step: int, per_step: int, count: int, seed: int) -> list[int]:
     """Prompt positions for iteration `step`: each epoch goes through all `count` prompts in a new order."""
     numbers = range(step * per_step, (step + 1) * per_step)
-    orders = {
-        epoch: rng.permutation(count, seed, "prompt_order", step=epoch) for epoch in {n // count for n in numbers}
-    }
+    epochs = {n // count for n in numbers}
+    orders = {epoch: rng.permutation(count, seed, "prompt_order", step=epoch) for epoch in epochs}
     return [int(orders[n // count][n % count]) for n in numbers]
 
 
