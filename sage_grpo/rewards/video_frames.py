@@ -25,7 +25,7 @@ def check_clips(clips: Sequence[Tensor], prompts: Sequence[str], fps: float | Se
     rates = [float(fps)] * len(clips) if isinstance(fps, (int, float)) else [float(rate) for rate in fps]
     if not len(clips) or {len(prompts), len(rates)} != {len(clips)}:
         raise ValueError(
-            f"{len(clips)} clips, {len(prompts)} prompts, {len(rates)} fps: give one of each for every clip"
+            f"{len(clips)} clips, {len(prompts)} prompts and {len(rates)} fps: give one of each per clip"
         )
     for clip in clips:
         if clip.dtype != torch.uint8 or clip.ndim != 4 or clip.shape[-1] != 3:

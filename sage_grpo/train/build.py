@@ -25,8 +25,7 @@ from sage_grpo.rewards.composite import Composite
 from sage_grpo.runs.folder import RunFolder
 from sage_grpo.train import checkpoint
 from sage_grpo.train.algorithms import sampler_of
-from sage_grpo.train.anchor import build_anchor
-from sage_grpo.train.optimization import Optimization, trainable_parameters
+from sage_grpo.train.optimization import Optimization, build_anchor, trainable_parameters
 from sage_grpo.train.rollout import num_trained
 from sage_grpo.train.trainer import Trainer
 from sage_grpo.train.validation import Validation
