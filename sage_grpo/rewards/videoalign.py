@@ -28,18 +28,18 @@ class VideoAlign:
     names = videoalign_folder.DIMENSIONS
 
     def __init__(
-        self, folder: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32,
+        self,
+        folder: str | Path,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype = torch.float32,
         sample_fps: float | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """sample_fps: frames per second, if not those of the folder's settings."""
         folder, self.device = Path(folder), torch.device(device)
         settings, checkpoint = videoalign_folder.read_settings(folder), videoalign_folder.newest_checkpoint(folder)
         data = settings["data_config"]
-        self.sample_fps, self.num_frames = (
-            sample_fps or data["fps"],
-            data.get("num_frames"),
-        )  # the latter, if given, wins
-        self.max_pixels = data["max_frame_pixels"]
+        self.sample_fps, self.max_pixels = sample_fps or data["fps"], data["max_frame_pixels"]
+        self.num_frames = data.get("num_frames")  # in place of a rate
         self.min_pixels = data.get("min_frame_pixels", video_frames.MIN_PIXELS)  # a small model may want small frames
         self.norm: dict[str, float] | None = settings.get("inference_config")
         self.template = videoalign_folder.read_template(folder)
