@@ -30,7 +30,7 @@ class RankError(RuntimeError):
     """A failure on one rank, raised on all of them, in one sentence."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Ranks:
     rank: int  # data-parallel
     count: int
@@ -40,34 +40,15 @@ class Ranks:
     mesh: DeviceMesh | None = None  # (dp, sp)
     shards: DeviceMesh | None = None  # (shard,) or (replicate, shard), if the model is sharded
 
-    @property
-    def first(self) -> bool:
-        """Whether this is the rank that writes shared files."""
-        return self.rank == 0 and self.leader
-
-    @property
-    def leader(self) -> bool:
-        """Whether this rank leads its sequence-parallel group."""
-        return self.sp_rank == 0
-
-    @property
-    def world(self) -> int:
-        return self.count * self.sp_size
-
-    @property
-    def world_rank(self) -> int:
-        return self.rank * self.sp_size + self.sp_rank
-
-    @property
-    def writes_shards(self) -> bool:
-        """Whether this rank writes its shard of the model: one copy of each shard is enough."""
-        if self.shards is None:
-            return self.first
-        return self.shards.ndim == 1 or self.shards.get_local_rank("replicate") == 0
-
-    @property
-    def sequence_group(self) -> dist.ProcessGroup | None:
-        return self.mesh["sp"].get_group() if self.mesh is not None and self.sp_size > 1 else None
+    def __post_init__(self) -> None:
+        self.leader = self.sp_rank == 0  # of its sequence-parallel group
+        self.first = self.leader and self.rank == 0  # the rank that writes shared files
+        self.world, self.world_rank = self.count * self.sp_size, self.rank * self.sp_size + self.sp_rank
+        self.sequence_group = self.mesh["sp"].get_group() if self.mesh is not None and self.sp_size > 1 else None
+        self._dp = self.mesh["dp"].get_group() if self.mesh is not None else None
+        self.writes_shards = self.first  # its part of the model: one copy of each is enough
+        if self.shards is not None:
+            self.writes_shards = self.shards.ndim == 1 or self.shards.get_local_rank("replicate") == 0
 
     def _objects(self, mine: T, group: dist.ProcessGroup | None, count: int) -> list[T]:
         """One object from each of the `count` ranks of a group."""
@@ -96,10 +77,6 @@ class Ranks:
         total = values.to(self.device, copy=True)
         dist.all_reduce(total, how, self._dp)
         return total.to(values.device)
-
-    @property
-    def _dp(self) -> dist.ProcessGroup | None:
-        return self.mesh["dp"].get_group() if self.mesh is not None else None
 
     def texts(self, mine: str) -> list[str]:
         """One text from every data-parallel rank."""
