@@ -12,13 +12,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from sage_grpo.algo.sde import flow_sigmas
 from sage_grpo.checks import check
 from sage_grpo.config import Config
 from sage_grpo.models.cost import BACKWARD_OF_ATTENTION, UNTILED, Architecture
 from sage_grpo.parallel.ranks import check_layout
 from sage_grpo.rewards import ALIASES
-from sage_grpo.train.algorithms import ALGORITHMS
+from sage_grpo.train.algorithms import ALGORITHMS, sampler_of
 from sage_grpo.train.rollout import num_trained
 from sage_grpo.train.validation import validation_sampling
 from sage_grpo.train.windows import parse_windows
@@ -85,8 +84,7 @@ class Plan:
         self.micro_batch = c.micro_batch_size or min(c.batch_size, c.num_generations)
         self.slices = c.batch_size // self.micro_batch  # micro-batches per rank and iteration
         self.algorithm = ALGORITHMS[c.algorithm]
-        sampler = self.algorithm.schedule(c, flow_sigmas(c.num_sampling_steps, c.timestep_shift))
-        self.windows = parse_windows(c.sde_window, sampler.stochastic, c.seed)
+        self.windows = parse_windows(c.sde_window, sampler_of(c).stochastic, c.seed)
         self.trained_steps = num_trained(self.windows.size, c.timestep_fraction)
         self.branches = 1 if math.isclose(c.guidance_scale, 1.0) else 2
         self.trained_branches = self.branches if self.algorithm.explores else 1
