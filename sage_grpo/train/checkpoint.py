@@ -26,9 +26,9 @@ from torch import Tensor
 
 from sage_grpo import manifest
 from sage_grpo.config import Config, ConfigError
-from sage_grpo.host import available_memory
 from sage_grpo.models.shards import open_shards, rank_file, shards
 from sage_grpo.models.weights import Weights
+from sage_grpo.parallel.device import available_memory
 from sage_grpo.parallel.fsdp import local_shard, rows
 from sage_grpo.parallel.ranks import RankError, Ranks
 from sage_grpo.tensor_files import TensorFile, host_copy, write_file
