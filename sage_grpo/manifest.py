@@ -39,9 +39,8 @@ def commit(draft: Path, target: Path, hashes: Mapping[str, str], on_sync: Callab
     A draft with a manifest is complete: it replaces an existing target, which is deleted only after that.
     """
     if missing := [name for name in hashes if not (draft / name).is_file()]:
-        raise FileNotFoundError(
-            f"{draft / missing[0]} was written by another process and is not here; its folder must be shared"
-        )
+        text = "was written by another process and is not here; its folder must be shared"
+        raise FileNotFoundError(f"{draft / missing[0]} {text}")
 
     def settle(path: Path) -> None:
         sync(path)

@@ -23,7 +23,6 @@ LAYERS = [  # folders and modules of the package; each imports from its own laye
         "intervals",
         "rng",
         "plugins",
-        "host",
         "exit_codes",
     },
     {"data", "models", "rewards", "worlds"},

@@ -58,6 +58,7 @@ def velocity_kl(estimator: str, exact: Tensor, log_prob: Tensor, log_prob_rollou
     return exact if estimator == "exact" else log_prob_rollout - log_prob
 
 
+@dataclass(eq=False)
 class KLController:
     """lambda_KL, one state for all ranks. Read `coef`, then call `update` once per optimizer step.
 
@@ -67,35 +68,31 @@ class KLController:
     `trust_region`, as a Lagrange multiplier would; below 0.5 x target, the factors are swapped.
     """
 
-    def __init__(
-        self,
-        kl_weight: float = 1e-5,
-        kl_coef: float = 1e-7,
-        kl_min_coef: float = 1e-7,
-        kl_target: float = 1e-4,
-        kl_warmup_steps: int = 100,
-        kl_schedule: str = "adaptive",
-        kl_feedback: str = "paper",
-    ) -> None:
-        if kl_schedule not in SCHEDULES:
-            raise ValueError(f"kl_schedule is {kl_schedule!r}; choose one of {', '.join(SCHEDULES)}")
-        if kl_feedback not in FEEDBACKS:
-            raise ValueError(f"kl_feedback is {kl_feedback!r}; choose one of {', '.join(FEEDBACKS)}")
-        if kl_schedule == "fixed" or kl_weight == 0:  # start and floor have no effect then
-            kl_coef = kl_min_coef = kl_weight
-        for name, value in {"kl_coef": kl_coef, "kl_min_coef": kl_min_coef}.items():
-            if not 0 <= value <= kl_weight:
-                raise ValueError(f"{name} is {value}; it must lie between 0 and kl_weight, the maximum ({kl_weight})")
-        if not kl_target > 0:
-            raise ValueError(f"kl_target is {kl_target}; it must be positive")
-        if kl_warmup_steps < 0:
-            raise ValueError(f"kl_warmup_steps is {kl_warmup_steps}; it must be at least 0")
-        self.start, self.floor, self.ceiling = kl_coef, kl_min_coef, kl_weight
-        self.target, self.warmup = kl_target, kl_warmup_steps
-        self.schedule, self.when_high_low = kl_schedule, FEEDBACKS[kl_feedback]
-        self.step = 0
+    kl_weight: float = 1e-5  # the maximum
+    kl_coef: float = 1e-7  # the start
+    kl_min_coef: float = 1e-7
+    kl_target: float = 1e-4
+    kl_warmup_steps: int = 100
+    kl_schedule: str = "adaptive"
+    kl_feedback: str = "paper"
+
+    def __post_init__(self) -> None:
+        for name, choices in {"kl_schedule": SCHEDULES, "kl_feedback": FEEDBACKS}.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(choices)}")
+        if self.kl_schedule == "fixed" or self.kl_weight == 0:  # start and floor have no effect then
+            self.kl_coef = self.kl_min_coef = self.kl_weight
+        for name, value in {"kl_coef": self.kl_coef, "kl_min_coef": self.kl_min_coef}.items():
+            if not 0 <= value <= self.kl_weight:
+                raise ValueError(
+                    f"{name} is {value}; it must lie between 0 and kl_weight, the maximum ({self.kl_weight})"
+                )
+        if not self.kl_target > 0:
+            raise ValueError(f"kl_target is {self.kl_target}; it must be positive")
+        if self.kl_warmup_steps < 0:
+            raise ValueError(f"kl_warmup_steps is {self.kl_warmup_steps}; it must be at least 0")
+        self.step, self.coef = 0, self._warmed_up(0)
         self.recent: deque[float] = deque(maxlen=10)
-        self.coef = kl_weight if kl_schedule == "fixed" else self._warmed_up()
 
     def update(self, kl: float) -> float:
         """Record the KL of one optimizer step (mean over all ranks); returns the coefficient for the next."""
@@ -103,12 +100,12 @@ class KLController:
             raise ValueError(f"the KL is {kl}; the controller takes finite values of at least 0 only")
         self.step += 1
         self.recent.append(kl)
-        if self.schedule != "fixed" and self.step <= self.warmup:
-            self.coef = self._warmed_up()
-        elif self.schedule == "adaptive":
-            mean, (high, low) = sum(self.recent) / len(self.recent), self.when_high_low
-            factor = high if mean > 1.5 * self.target else low if mean < 0.5 * self.target else 1.0
-            self.coef = min(max(self.coef * factor, self.floor), self.ceiling)
+        if self.step <= self.kl_warmup_steps:
+            self.coef = self._warmed_up(self.step)
+        elif self.kl_schedule == "adaptive":
+            mean, (high, low) = sum(self.recent) / len(self.recent), FEEDBACKS[self.kl_feedback]
+            factor = high if mean > 1.5 * self.kl_target else low if mean < 0.5 * self.kl_target else 1.0
+            self.coef = min(max(self.coef * factor, self.kl_min_coef), self.kl_weight)
         return self.coef
 
     def state_dict(self) -> dict[str, Any]:
@@ -118,6 +115,6 @@ class KLController:
         self.step, self.coef = state["step"], state["coef"]
         self.recent = deque(state["recent"], maxlen=self.recent.maxlen)
 
-    def _warmed_up(self) -> float:
-        share = min(self.step / self.warmup, 1.0) if self.warmup else 1.0
-        return self.start + (self.ceiling - self.start) * share
+    def _warmed_up(self, step: int) -> float:
+        share = min(step / self.kl_warmup_steps, 1.0) if self.kl_warmup_steps else 1.0
+        return self.kl_coef + (self.kl_weight - self.kl_coef) * share

@@ -57,20 +57,8 @@ def parted_attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor,
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     full = key.shape[2] // TILE * TILE
     out, normalizer = _kernel(query, key[:, :, :full], value[:, :, :full])
-    add_keys = _add_keys_gpu if query.is_cuda else _add_keys
-    out, total = add_keys(query, key[:, :, full:], value[:, :, full:], out, normalizer)
+    out, total = _add_keys(query, key[:, :, full:], value[:, :, full:], out, normalizer)
     return out.to(query.dtype).transpose(1, 2).contiguous(), total.contiguous()
-
-
-def _add_keys(query: Tensor, key: Tensor, value: Tensor, out: Tensor, normalizer: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and log-denominator over all keys, given those over the keys before these R, in plain matmuls.
-
-    query (B, H, S, E), key and value (B, H, R, E), out (B, H, S, E), normalizer (B, H, S).
-    """
-    scores = query @ key.mT * query.shape[-1] ** -0.5  # (B, H, S, R)
-    total = torch.logaddexp(normalizer, scores.logsumexp(-1))
-    weights = (scores - total[..., None]).exp()
-    return out * (normalizer - total).exp()[..., None] + weights @ value, total
 
 
 @parted_attention.register_fake
@@ -117,15 +105,11 @@ KEPT.add(torch.ops.sage_grpo.parted_attention.default)
 
 def _products(a: Tensor, b: Tensor) -> Tensor:
     """a @ b for half-precision tensors (B, H, ., .), with fp32 accumulation and result."""
-    if a.dtype in (torch.float32, torch.float64):
-        return a @ b
     return torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32).unflatten(0, a.shape[:2])
 
 
 def _kernel(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Output (B, H, S, E) and log of the softmax denominator (B, H, S)."""
-    if not query.is_cuda:
-        return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)
     out, normalizer, *_ = aten._scaled_dot_product_cudnn_attention(query, key, value, None, True)
     return out, normalizer.reshape(out.shape[:3])
 
@@ -134,9 +118,6 @@ def _kernel_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, total: Tensor
 ) -> tuple[Tensor, ...]:
     """Gradients of query, key and value, given the output and the denominator over ALL keys."""
-    if not query.is_cuda:
-        args = (gradient, query, key, value, out, total, 0.0, False)
-        return aten._scaled_dot_product_flash_attention_for_cpu_backward(*args)
     no_dropout = torch.zeros((), dtype=torch.int64, device=query.device)
     return aten._scaled_dot_product_cudnn_attention_backward(
         gradient, query, key, value, out, total[..., None], no_dropout, no_dropout, None, None, None,
@@ -144,8 +125,11 @@ def _kernel_backward(
     )  # fmt: skip
 
 
-def _add_keys_gpu(query: Tensor, key: Tensor, value: Tensor, out: Tensor, normalizer: Tensor) -> tuple[Tensor, Tensor]:
-    """`_add_keys` in one pass over queries and output, for R of at most 128; out is overwritten, normalizer fp32."""
+def _add_keys(query: Tensor, key: Tensor, value: Tensor, out: Tensor, normalizer: Tensor) -> tuple[Tensor, Tensor]:
+    """Output (B, H, S, E) and log-denominator (B, H, S) over all keys, given those over the keys before these R.
+
+    One pass over queries and output, for R of at most 128; out is overwritten, normalizer fp32.
+    """
     (batch, heads, rows, width), extra = query.shape, key.shape[2]
     query, key, value = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value))
     normalizer, total = normalizer.contiguous(), torch.empty_like(normalizer, memory_format=torch.contiguous_format)

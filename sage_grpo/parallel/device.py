@@ -1,4 +1,4 @@
-"""Which device a process computes on, and why there is no GPU where one is needed."""
+"""Which device a process computes on, why there is no GPU where one is needed, and what memory its machine has."""
 
 import os
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 SMALL = 100_000_000  # parameters; larger models are useless on a CPU
-DRIVER = Path("/proc/driver/nvidia/version")
+DRIVER, CGROUP = Path("/proc/driver/nvidia/version"), Path("/sys/fs/cgroup")
 
 
 def choose_device(wanted: str, parameters: Callable[[], int]) -> str:
@@ -43,3 +43,15 @@ def versions() -> str:
     found = re.search(r"\d{3,}\.\d+(\.\d+)?", DRIVER.read_text()) if DRIVER.is_file() else None
     driver, cuda = found[0] if found else "none", torch.version.cuda or "none"
     return f"NVIDIA driver {driver}, torch {torch.__version__} for CUDA {cuda}"
+
+
+def available_memory() -> int:
+    """Bytes of host memory that can still be allocated."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(lines["MemAvailable"].split()[0]) * 1024
+    try:  # a container's limit; caches count as used, but can be dropped
+        limit, used = ((CGROUP / f"memory.{name}").read_text().strip() for name in ("max", "current"))
+        cache = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+    except OSError:
+        return free
+    return free if limit == "max" else min(free, int(limit) - int(used) + int(cache["file"]))

@@ -30,7 +30,7 @@ class RankError(RuntimeError):
     """A failure on one rank, raised on all of them, in one sentence."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Ranks:
     rank: int  # data-parallel
     count: int
@@ -40,34 +40,22 @@ class Ranks:
     mesh: DeviceMesh | None = None  # (dp, sp)
     shards: DeviceMesh | None = None  # (shard,) or (replicate, shard), if the model is sharded
 
-    @property
-    def first(self) -> bool:
-        """Whether this is the rank that writes shared files."""
-        return self.rank == 0 and self.leader
+    def __post_init__(self) -> None:
+        self.leader = self.sp_rank == 0  # of its sequence-parallel group
+        self.first = self.leader and self.rank == 0  # the rank that writes shared files
+        self.world, self.world_rank = self.count * self.sp_size, self.rank * self.sp_size + self.sp_rank
+        self.sequence_group = self.mesh["sp"].get_group() if self.mesh is not None and self.sp_size > 1 else None
+        self._dp = self.mesh["dp"].get_group() if self.mesh is not None else None
+        self.writes_shards = self.first  # its part of the model: one copy of each is enough
+        if self.shards is not None:
+            self.writes_shards = self.shards.ndim == 1 or self.shards.get_local_rank("replicate") == 0
 
-    @property
-    def leader(self) -> bool:
-        """Whether this rank leads its sequence-parallel group."""
-        return self.sp_rank == 0
-
-    @property
-    def world(self) -> int:
-        return self.count * self.sp_size
-
-    @property
-    def world_rank(self) -> int:
-        return self.rank * self.sp_size + self.sp_rank
-
-    @property
-    def writes_shards(self) -> bool:
-        """Whether this rank writes its shard of the model: one copy of each shard is enough."""
-        if self.shards is None:
-            return self.first
-        return self.shards.ndim == 1 or self.shards.get_local_rank("replicate") == 0
-
-    @property
-    def sequence_group(self) -> dist.ProcessGroup | None:
-        return self.mesh["sp"].get_group() if self.mesh is not None and self.sp_size > 1 else None
+    def _objects(self, mine: T, group: dist.ProcessGroup | None, count: int) -> list[T]:
+        """One object from each of the `count` ranks of a group."""
+        found = [mine] * count
+        if count > 1 and self.mesh is not None:  # the doctor is one process that stands for many
+            dist.all_gather_object(found, mine, group)
+        return found
 
     def gather(self, values: Tensor) -> Tensor:
         """Tensors (N, ...) of equal shape from all data-parallel ranks, joined in their order: (count * N, ...)."""
@@ -78,47 +66,32 @@ class Ranks:
         dist.all_gather(parts, home.contiguous(), self._dp)
         return torch.cat(parts).to(values.device)
 
-    def sum(self, values: Tensor) -> Tensor:
-        """Sum over data-parallel ranks; the argument is not modified."""
-        return self._reduce(values, dist.ReduceOp.SUM)
-
     def max(self, values: Tensor) -> Tensor:
         """Maximum over data-parallel ranks."""
-        return self._reduce(values, dist.ReduceOp.MAX)
+        return self.sum(values, dist.ReduceOp.MAX)
 
-    def _reduce(self, values: Tensor, how: dist.ReduceOp) -> Tensor:
+    def sum(self, values: Tensor, how: dist.ReduceOp = dist.ReduceOp.SUM) -> Tensor:
+        """Sum over data-parallel ranks; the argument is not modified."""
         if self.count == 1:
             return values
         total = values.to(self.device, copy=True)
         dist.all_reduce(total, how, self._dp)
         return total.to(values.device)
 
-    @property
-    def _dp(self) -> dist.ProcessGroup:
-        return self.mesh["dp"].get_group()
-
     def texts(self, mine: str) -> list[str]:
         """One text from every data-parallel rank."""
-        if self.count == 1:
-            return [mine]
-        found: list[str] = [""] * self.count
-        dist.all_gather_object(found, mine, self._dp)
-        return found
+        return self._objects(mine, self._dp, self.count)
 
     def from_leader(self, call: Callable[[], T]) -> T:
         """Run a call on the leader; all ranks of the sequence-parallel group get its result or its exception."""
-        if self.sequence_group is None:
-            return call()
-        outcome: list = [None, None]
-        if self.leader:
-            try:
-                outcome = [call(), None]
-            except Exception as error:
-                outcome = [None, error]
-        dist.broadcast_object_list(outcome, group=self.sequence_group, group_src=0)
-        if outcome[1] is not None:
-            raise outcome[1]
-        return outcome[0]
+        try:
+            mine = (call() if self.leader else None, None)
+        except Exception as error:
+            mine = (None, error)
+        result, failure = self._objects(mine, self.sequence_group, self.sp_size)[0]
+        if failure is not None:
+            raise failure
+        return result
 
     def on_leader(self, call: Callable[[], T]) -> T | None:
         """`from_leader` for results that cannot be sent: the other ranks get None."""
@@ -132,8 +105,7 @@ class Ranks:
             return work(items)
         per_rank = -(-len(items) // self.sp_size)
         mine = items[self.sp_rank * per_rank :][:per_rank]
-        found: list[list[T]] = [[]] * self.sp_size
-        dist.all_gather_object(found, work(mine) if mine else [], self.sequence_group)
+        found = self._objects(work(mine) if mine else [], self.sequence_group, self.sp_size)
         return [result for part in found for result in part]
 
     def together(self, call: Callable[[], T]) -> list[T]:
@@ -144,9 +116,7 @@ class Ranks:
             if self.world == 1:
                 raise RankError(f"{type(error).__name__}: {error}") from error
             mine = (None, f"rank {self.world_rank}: {type(error).__name__}: {error}")
-        found: list = [mine] * self.world
-        if self.world > 1 and self.mesh is not None:  # the doctor is one process that stands for many
-            dist.all_gather_object(found, mine)
+        found = self._objects(mine, None, self.world)
         if failed := [text for _, text in found if text]:
             raise RankError(failed[0])
         return [result for result, _ in found]

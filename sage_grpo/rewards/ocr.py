@@ -23,14 +23,12 @@ class OcrReward:
         try:
             from rapidocr_onnxruntime import RapidOCR
         except ImportError as error:
-            raise ValueError(
-                f"the reward ocr needs a package ({error}): pip install --no-deps -r requirements-ocr.txt"
-            ) from error
+            text = f"the reward ocr needs a package ({error}): pip install --no-deps -r requirements-ocr.txt"
+            raise ValueError(text) from error
         self.sample_fps = sample_fps
         # By default it would use all cores, enlarge small frames and look for upside-down text.
-        self.reader = RapidOCR(
-            intra_op_num_threads=torch.get_num_threads(), det_limit_side_len=960, det_limit_type="max", use_cls=False
-        )
+        limits = {"intra_op_num_threads": torch.get_num_threads(), "det_limit_side_len": 960, "det_limit_type": "max"}
+        self.reader = RapidOCR(**limits, use_cls=False)
 
     def check(self, prompts: Sequence[str]) -> None:
         """Reject prompts without quoted text."""

@@ -24,14 +24,10 @@ def check_clips(clips: Sequence[Tensor], prompts: Sequence[str], fps: float | Se
     """The fps of each clip; rejects anything but one prompt and one uint8 (T, H, W, 3) each."""
     rates = [float(fps)] * len(clips) if isinstance(fps, (int, float)) else [float(rate) for rate in fps]
     if not len(clips) or {len(prompts), len(rates)} != {len(clips)}:
-        raise ValueError(
-            f"{len(clips)} clips, {len(prompts)} prompts and {len(rates)} fps: give one of each for every clip"
-        )
+        raise ValueError(f"{len(clips)} clips, {len(prompts)} prompts and {len(rates)} fps: give one of each per clip")
     for clip in clips:
         if clip.dtype != torch.uint8 or clip.ndim != 4 or clip.shape[-1] != 3:
-            raise ValueError(
-                f"a clip is {clip.dtype} {tuple(clip.shape)}, but must be uint8 (frames, height, width, 3)"
-            )
+            raise ValueError(f"a clip is {clip.dtype} {tuple(clip.shape)}; it must be uint8 (frames, height, width, 3)")
     if not all(0 < rate < math.inf for rate in rates):
         raise ValueError(f"fps is {fps}, but must be positive")
     return rates

@@ -32,18 +32,14 @@ class VideoAlign:
         folder: str | Path,
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
-        *,
         sample_fps: float | None = None,
-        num_frames: int | None = None,
-        max_pixels: int | None = None,
     ) -> None:
-        """Frames per second and pixels per frame default to the folder's settings; a fixed number of frames stays."""
+        """sample_fps: frames per second, if not those of the folder's settings."""
         folder, self.device = Path(folder), torch.device(device)
         settings, checkpoint = videoalign_folder.read_settings(folder), videoalign_folder.newest_checkpoint(folder)
         data = settings["data_config"]
-        self.sample_fps = sample_fps or data["fps"]
-        self.num_frames = num_frames or data.get("num_frames")
-        self.max_pixels = max_pixels or data["max_frame_pixels"]
+        self.sample_fps, self.max_pixels = sample_fps or data["fps"], data["max_frame_pixels"]
+        self.num_frames = data.get("num_frames")  # in place of a rate
         self.min_pixels = data.get("min_frame_pixels", video_frames.MIN_PIXELS)  # a small model may want small frames
         self.norm: dict[str, float] | None = settings.get("inference_config")
         self.template = videoalign_folder.read_template(folder)
@@ -121,4 +117,4 @@ class VideoAlign:
 
 
 def build(setup: Setup) -> VideoAlign:
-    return VideoAlign(setup.path, setup.device, setup.dtype, sample_fps=setup.sample_fps)
+    return VideoAlign(setup.path, setup.device, setup.dtype, setup.sample_fps)

@@ -170,9 +170,8 @@ def load_model(folder: Path, checkpoint: Path, settings: Mapping[str, Any], dtyp
     lora = settings["peft_lora_config"]
     published = read_checkpoint(folder, checkpoint)
     if any(".lora_A." in name for name in published) != lora.get("lora_enable"):
-        raise ValueError(
-            f"{checkpoint} does not fit lora_enable {lora.get('lora_enable')} of {folder / 'model_config.json'}"
-        )
+        enabled = lora.get("lora_enable")
+        raise ValueError(f"{checkpoint} does not fit lora_enable {enabled} of {folder / 'model_config.json'}")
     with naming(checkpoint):
         weights = model_weights(published, lora["lora_alpha"] / lora["lora_r"], dtype)
         rows = len(weights.get("language_model.embed_tokens.weight", ()))

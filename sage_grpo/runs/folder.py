@@ -40,6 +40,10 @@ class RunFolder:
 
     def __init__(self, config: Config, ranks: Ranks) -> None:
         self.config, self.ranks, self.path = config, ranks, Path(config.output_dir)
+        self.checkpoints, self._replaces = (
+            self.path / "checkpoints",
+            config.overwrite and not config.resume_from_checkpoint,
+        )
         self.tracker: Tracker | None = None
         self.lock: Lock | None = None
         self._check()
@@ -83,14 +87,6 @@ class RunFolder:
         except OSError as error:
             return f"output_dir {self.path} cannot be written: {error.strerror}"
         return ""
-
-    @property
-    def _replaces(self) -> bool:
-        return self.config.overwrite and not self.config.resume_from_checkpoint
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
 
     def open(self, step: int) -> None:
         """Create the folder and write the run's description before it continues after iteration `step`."""

@@ -37,7 +37,7 @@ def prepare(config: Config, alone: Ranks, count: int) -> tuple[Trainer, list[Fin
     check_layout(count, config.sp_size, config.enable_fsdp, config.dp_replicate)
     ranks = replace(alone, count=count // config.sp_size, sp_size=config.sp_size, mesh=None)
     trainer = assemble(replace(config, overwrite=True), ranks)
-    notes, c = warnings(trainer.config, count), trainer.config
+    notes, c = list(warnings(trainer.config, count)), trainer.config
     try:
         RunFolder(config, ranks)
     except ConfigError as error:  # post_train.py's error about the folder

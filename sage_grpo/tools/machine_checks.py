@@ -12,9 +12,8 @@ from pathlib import Path
 import torch
 
 from sage_grpo.config import Config, default_dtype
-from sage_grpo.host import available_memory
 from sage_grpo.models import open_backbone
-from sage_grpo.parallel.device import choose_device, versions
+from sage_grpo.parallel.device import available_memory, choose_device, versions
 from sage_grpo.rewards import ALIASES
 from sage_grpo.rewards.base import Setup, build_reward
 from sage_grpo.rewards.videoalign_folder import check_folder

@@ -102,25 +102,20 @@ def describe(plan: Plan, gpu_bytes: float, price: float | None = None) -> str:
     c, clips, found = plan.config, len(held_out_prompts(plan.config)), remedies(plan, gpu_bytes)
     whole, validation = sum(times(plan).values()), validation_time(plan, clips)
     validations = c.validate_at_step0 + math.ceil(c.max_steps / (c.validation_interval or max(c.max_steps, 1)))
+    shown = (memory_table, time_table, checkpoint_table, volumes, disk_bytes, snapshot_bytes, peak)
     return render(
         "plan.txt",
+        **{of.__name__: of(plan) for of in shown},
         plan=plan,
         exists=Path(c.pretrained_model_root).is_dir(),
-        memory_table=memory_table(plan),
-        time_table=time_table(plan),
         whole=whole,
         hours=(c.max_steps * whole + validations * validation) / 3600,
         between=min(60 * c.save_minutes or math.inf, (c.save_interval or c.max_steps) * whole),
         price=price,
         no_overlap=sum(times(plan, overlap=False).values()),
-        volumes=volumes(plan),
         validation=validation,
         clips=clips,
         sampling=validation_sampling(c),
-        checkpoint_table=checkpoint_table(plan),
-        disk=disk_bytes(plan),
-        snapshot=snapshot_bytes(plan),
-        peak=peak(plan),
         gpu_bytes=gpu_bytes,
         fits=fits(plan, gpu_bytes),
         remedies=[(flag, peak(other)[1], cost) for flag, cost, other in found],

@@ -1,83 +1,48 @@
 """Cost of an iteration: work and traffic from configuration, model and layout; times from measured rates.
 
-`Calibration` holds everything measured or assumed, including for `plan_memory.py`: recalibrating changes that class
+`Calibration` holds everything measured or assumed, including for `plan_memory.py`: recalibrating changes its file
 and nothing else.
 """
 
 import math
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-from sage_grpo.algo.sde import flow_sigmas
 from sage_grpo.checks import check
 from sage_grpo.config import Config
 from sage_grpo.models.cost import BACKWARD_OF_ATTENTION, UNTILED, Architecture
 from sage_grpo.parallel.ranks import check_layout
 from sage_grpo.rewards import ALIASES
-from sage_grpo.train.algorithms import ALGORITHMS, Algorithm
+from sage_grpo.train.algorithms import ALGORITHMS, sampler_of
 from sage_grpo.train.rollout import num_trained
 from sage_grpo.train.validation import validation_sampling
-from sage_grpo.train.windows import Windows, parse_windows
+from sage_grpo.train.windows import parse_windows
 
 BYTES = {"fp32": 4, "bf16": 2}
 ENOUGH = 8  # prompts of an update
+FIGURES = tomllib.loads(Path(__file__).with_name("templates").joinpath("calibration.toml").read_text())
+CARDS = FIGURES.pop("cards")
 
 
-@dataclass(frozen=True)
-class Calibration:
-    """One H200, bf16, one clip per forward. Pairs are (compiled, eager).
+class Calibration(SimpleNamespace):
+    """The figures of templates/calibration.toml, each with its source there; tests give others."""
 
-    T: benchmarks/2026-11-15-planner-figures.md, "transformer"; V: same file, "the rest"; A: assumed, not measured.
-    A unit is one bf16 number per token and model channel.
-    """
-
-    attention: float = 560e12  # operations/s, forward (T: 888 ms of the compiled forward)
-    attention_backward: float = 532e12  # operations/s, 2.5 times those of the forward (T)
-    linear: float = 744e12  # operations/s (T: 245 ms of the compiled forward)
-    rest: tuple[float, float] = (59e-9, 232e-9)  # s per token and block for the rest of a forward (T: its rows)
-    rest_backward: tuple[float, float] = (59e-9, 372e-9)  # backward, with adapters (T: attention kept)
-    inner_forward: tuple[float, float] = (8.0, 23.0)  # units inside a forward (T: its peaks less the weights)
-    inner_training: tuple[float, float] = (29.0, 33.0)  # units inside a recomputed block and its backward (T)
-    saved: float = 24.0  # units kept by a block that is not recomputed (A)
-    exchange: float = 8.0  # extra units inside a block that exchanges tokens with other ranks (A)
-    decode: float = 125e-6  # s per latent position, VAE (V: 9.0 s for 4 clips)
-    decode_untiled: float = 97e-6  # the same for a clip that is not tiled
-    decode_bytes: float = 9.8e9  # inside the VAE, tiles of 256 pixels, 81 frames (2026-11-16-full-stack-h200.md)
-    rewards: Mapping[str, tuple[float, float, float]] = field(
-        # bytes of weights, bytes inside a forward, s per clip (A, except the sizes of the published weights)
-        default_factory=lambda: {
-            "videoalign": (4.5e9, 2e9, 0.3),
-            "clipscore": (0.9e9, 0.5e9, 0.05),
-            "pickscore": (2.0e9, 0.5e9, 0.05),
-            "ocr": (0.0, 0.0, 1.0),
-            "shapes": (0.0, 0.0, 0.05),
-        }
-    )
-    optimizer: float = 30e9  # parameters/s of an optimizer step (A)
-    gpus_per_node: int = 8
-    nvlink: float = 300e9  # bytes/s into a GPU inside a node (A: two thirds of 450 GB/s)
-    nic: float = 33e9  # bytes/s into a GPU between nodes (A: two thirds of 400 Gbit/s)
-    host: float = 20e9  # bytes/s between a GPU and host memory (A)
-    card: str = "h200"  # one of CARDS
-    reserve: float = 4e9  # bytes outside tensors: CUDA, NCCL, allocator fragmentation (A)
-
-
-# operations/s in bf16, bytes/s of its memory, bytes/s of NVLink into it, by NVIDIA's data sheets (SXM)
-CARDS = {"h200": (989e12, 4.8e12, 450e9), "h100": (989e12, 3.35e12, 450e9), "a100": (312e12, 2.04e12, 300e9)}
+    def __init__(self, **others: Any) -> None:
+        super().__init__(**FIGURES | others)
 
 
 def calibration(card: str) -> Calibration:
     """The measured rates, scaled to another card by what bounds each: its arithmetic, its memory, or its links."""
     work, memory, links = (mine / measured for mine, measured in zip(CARDS[card], CARDS["h200"], strict=True))
-    rates = Calibration()
     faster = {"attention": work, "attention_backward": work, "linear": work, "optimizer": memory, "nvlink": links}
-    slower = {"rest": memory, "rest_backward": memory, "decode": memory, "decode_untiled": memory}
-    scaled = {name: getattr(rates, name) * factor for name, factor in faster.items()}
-    for name, factor in slower.items():
-        value = getattr(rates, name)
-        scaled[name] = tuple(part / factor for part in value) if isinstance(value, tuple) else value / factor
-    return replace(rates, card=card, **scaled)
+    scaled = {name: FIGURES[name] * factor for name, factor in faster.items()}
+    scaled |= {name: FIGURES[name] / memory for name in ("decode", "decode_untiled")}
+    scaled |= {name: [part / memory for part in FIGURES[name]] for name in ("rest", "rest_backward")}
+    return Calibration(card=card, **scaled)
 
 
 @dataclass(frozen=True)
@@ -88,7 +53,7 @@ class Trained:
     matrices: int  # of these, in 2-D block weights
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Plan:
     """A resolved configuration on a number of GPUs. Building one rejects layouts that do not divide."""
 
@@ -100,63 +65,32 @@ class Plan:
     rates: Calibration = field(default_factory=Calibration)
 
     def __post_init__(self) -> None:
-        c, heads = self.config, self.model.heads
+        c, heads, r = self.config, self.model.heads, self.rates
         if self.gpus < 1:
             raise ValueError(f"gpus is {self.gpus}; it must be above 0")
         check_layout(self.gpus, c.sp_size, c.enable_fsdp, c.dp_replicate)
         if heads % c.sp_size:
             raise ValueError(f"sp_size is {c.sp_size}; it must divide the model's {heads} heads")
         check(c, self.gpus)
-
-    @property
-    def latents(self) -> int:
-        """Latent positions of a clip, equal to its video tokens."""
-        return self.model.video_tokens(self.config.num_frames, self.config.height, self.config.width)
-
-    @property
-    def tokens(self) -> int:
-        return self.latents + self.text_tokens
-
-    @property
-    def decode(self) -> float:
-        """Seconds of a clip in the VAE."""
-        tiled = self.latents * UNTILED > self.config.decode_gb * 1e9
-        return self.latents * (self.rates.decode if tiled else self.rates.decode_untiled)
-
-    @property
-    def clips(self) -> int:
-        """Clips per iteration, over all ranks."""
-        return self.config.batch_size * self.gpus // self.config.sp_size
-
-    @property
-    def shards(self) -> int:
-        return self.gpus // self.config.dp_replicate if self.config.enable_fsdp else 1
-
-    @property
-    def micro_batch(self) -> int:
-        return self.config.micro_batch_size or min(self.config.batch_size, self.config.num_generations)
-
-    @property
-    def branches(self) -> int:
-        return 1 if math.isclose(self.config.guidance_scale, 1.0) else 2
-
-    @property
-    def algorithm(self) -> Algorithm:
-        return ALGORITHMS[self.config.algorithm]
-
-    @property
-    def trained_branches(self) -> int:
-        return self.branches if self.algorithm.explores else 1
-
-    @cached_property
-    def windows(self) -> Windows:
-        c = self.config
-        sampler = self.algorithm.schedule(c, flow_sigmas(c.num_sampling_steps, c.timestep_shift))
-        return parse_windows(c.sde_window, sampler.stochastic, c.seed)
-
-    @property
-    def trained_steps(self) -> int:
-        return num_trained(self.windows.size, self.config.timestep_fraction)
+        self.clips = c.batch_size * self.gpus // c.sp_size  # per iteration, over all ranks
+        self.shards = self.gpus // c.dp_replicate if c.enable_fsdp else 1
+        self.latents = self.model.video_tokens(c.num_frames, c.height, c.width)  # positions of a clip
+        self.tokens = self.latents + self.text_tokens
+        tiled = self.latents * UNTILED > c.decode_gb * 1e9
+        self.decode = self.latents * (r.decode if tiled else r.decode_untiled)  # seconds of a clip in the VAE
+        names = (ALIASES.get(name, name) for name in c.reward_model)
+        self.rewards = [r.rewards[name] for name in names if name in r.rewards]  # those that the calibration knows
+        self.recomputed = c.checkpointing_fraction if c.enable_gradient_checkpointing else 0.0
+        self.micro_batch = c.micro_batch_size or min(c.batch_size, c.num_generations)
+        self.slices = c.batch_size // self.micro_batch  # micro-batches per rank and iteration
+        self.algorithm = ALGORITHMS[c.algorithm]
+        self.windows = parse_windows(c.sde_window, sampler_of(c).stochastic, c.seed)
+        self.trained_steps = num_trained(self.windows.size, c.timestep_fraction)
+        self.branches = 1 if math.isclose(c.guidance_scale, 1.0) else 2
+        self.trained_branches = self.branches if self.algorithm.explores else 1
+        # forward-backward passes per update; the anchor, if run, has as many forwards
+        self.training_passes = self.slices * self.trained_branches * self.trained_steps
+        self.rollout_gathers = self.slices if c.gather_for_rollout else self.rollout_passes
 
     @property
     def ode_steps(self) -> tuple[float, float]:
@@ -175,24 +109,9 @@ class Plan:
             return float(c.trust_region.anchor is not None)
         return 1 - 1 / math.ceil(c.update_ref_model_step / c.updates_per_rollout)
 
-    @property
-    def rewards(self) -> list[tuple[float, float, float]]:
-        """The rewards that the calibration knows."""
-        names = (ALIASES.get(name, name) for name in self.config.reward_model)
-        return [self.rates.rewards[name] for name in names if name in self.rates.rewards]
-
-    def variant(self, pair: tuple[float, float]) -> float:
+    def variant(self, pair: Sequence[float]) -> float:
         """The value of a (compiled, eager) calibration pair that applies to the run."""
         return pair[not self.config.compile]
-
-    @property
-    def recomputed(self) -> float:
-        return self.config.checkpointing_fraction if self.config.enable_gradient_checkpointing else 0.0
-
-    @property
-    def slices(self) -> int:
-        """Micro-batches per rank and iteration."""
-        return self.config.batch_size // self.micro_batch
 
     @property
     def rollout_passes(self) -> float:
@@ -202,15 +121,6 @@ class Plan:
             return self.slices * (self.branches * (c.tail_steps or c.num_sampling_steps) + self.trained_steps)
         ways = math.ceil(c.batch_size / c.num_generations) / self.micro_batch if c.same_init_noise else self.slices
         return self.branches * (ways * before + self.slices * (self.windows.size + after))
-
-    @property
-    def training_passes(self) -> int:
-        """Forward-backward passes per update; the anchor, if run, has as many forwards."""
-        return self.slices * self.trained_branches * self.trained_steps
-
-    @property
-    def rollout_gathers(self) -> int:
-        return self.slices if self.config.gather_for_rollout else self.rollout_passes
 
     @property
     def reductions(self) -> float:

@@ -14,7 +14,7 @@ import hmac
 import socket
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,7 +110,7 @@ class Service:
     """The three endpoints: which scores are available, check prompts, score clips."""
 
     def __init__(self, reward: Composite, limits: Limits) -> None:
-        self.reward, self.limits, self.inside = reward, limits, 0
+        self.reward, self.limits, self.inside, self.batcher = reward, limits, 0, Batcher(reward)
 
     def app(self, token: str) -> Starlette:
         paths = {"/info": (self.info, "GET"), "/check": (self.check, "POST"), "/score": (self.score, "POST")}
@@ -122,12 +122,10 @@ class Service:
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        self.batcher = Batcher(self.reward)
-        work = asyncio.create_task(self.batcher.work())
-        yield
-        work.cancel()
-        with suppress(asyncio.CancelledError):
-            await work
+        async with asyncio.TaskGroup() as tasks:
+            work = tasks.create_task(self.batcher.work())
+            yield
+            work.cancel()
 
     async def info(self, request: Request) -> JSONResponse:
         limits = {"max_clips": self.limits.clips, "max_bytes": self.limits.request}

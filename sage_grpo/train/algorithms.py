@@ -28,7 +28,7 @@ class NoisedRollouts(Rollouts):
         device, (_, start) = self.sampler.sigmas.device, self.groups(micro_batch)
         cond, order = self.conditioning([prompt for prompt, _ in micro_batch]), self.order(micro_batch)
         x, noise = self.noise(micro_batch)
-        latents = self.integrate(self.levels_after(torch.zeros_like(start)), x.to(device), cond, self.last_solver)
+        latents = self.finish(x.to(device), torch.zeros_like(start), cond)
         steps = start[:, None] + torch.arange(self.windows.size)
         states, targets, velocities = (latents.new_zeros(*steps.shape, *latents.shape[1:]) for _ in range(3))
         log_probs, rows = latents.new_zeros(steps.shape), torch.arange(len(steps))
@@ -52,18 +52,10 @@ class Algorithm:
     lagging: bool = False  # the rollout's policy is the average of the trained ones
 
 
-def exploring(c: Config, sigmas: Tensor) -> Schedule:
-    return build_schedule(resolved(c.sde_type), sigmas, c.eta)
-
-
-def matching(c: Config, sigmas: Tensor) -> Schedule:
-    return matching_schedule(sigmas)
-
-
 ALGORITHMS = {
-    "grpo": Algorithm(Rollouts, exploring, explores=True),
-    "awm": Algorithm(NoisedRollouts, matching, explores=False),
-    "nft": Algorithm(NoisedRollouts, matching, explores=False, lagging=True),
+    "grpo": Algorithm(Rollouts, lambda c, sigmas: build_schedule(resolved(c.sde_type), sigmas, c.eta), explores=True),
+    "awm": Algorithm(NoisedRollouts, lambda c, sigmas: matching_schedule(sigmas), explores=False),
+    "nft": Algorithm(NoisedRollouts, lambda c, sigmas: matching_schedule(sigmas), explores=False, lagging=True),
 }
 
 

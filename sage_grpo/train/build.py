@@ -25,8 +25,7 @@ from sage_grpo.rewards.composite import Composite
 from sage_grpo.runs.folder import RunFolder
 from sage_grpo.train import checkpoint
 from sage_grpo.train.algorithms import sampler_of
-from sage_grpo.train.anchor import build_anchor
-from sage_grpo.train.optimization import Optimization, trainable_parameters
+from sage_grpo.train.optimization import Optimization, build_anchor, trainable_parameters
 from sage_grpo.train.rollout import num_trained
 from sage_grpo.train.trainer import Trainer
 from sage_grpo.train.validation import Validation
@@ -134,11 +133,9 @@ def code_hashes(config: Config) -> dict[str, str]:
 
 def check_steps(config: Config, windows: Windows) -> None:
     """Require steps to train, at least one per update."""
-    steps = num_trained(windows.size, config.timestep_fraction)
-    if config.updates_per_rollout > steps:
-        raise ConfigError(
-            f"updates_per_rollout is {config.updates_per_rollout}, but a rollout trains {steps} denoising step(s)"
-        )
+    steps, updates = num_trained(windows.size, config.timestep_fraction), config.updates_per_rollout
+    if updates > steps:
+        raise ConfigError(f"updates_per_rollout is {updates}, but a rollout trains {steps} denoising step(s)")
 
 
 def prompts_of(files: Sequence[str] | None, folder: Path, kind: str) -> list[Request]:

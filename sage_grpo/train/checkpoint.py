@@ -26,9 +26,9 @@ from torch import Tensor
 
 from sage_grpo import manifest
 from sage_grpo.config import Config, ConfigError
-from sage_grpo.host import available_memory
 from sage_grpo.models.shards import open_shards, rank_file, shards
 from sage_grpo.models.weights import Weights
+from sage_grpo.parallel.device import available_memory
 from sage_grpo.parallel.fsdp import local_shard, rows
 from sage_grpo.parallel.ranks import RankError, Ranks
 from sage_grpo.tensor_files import TensorFile, host_copy, write_file
@@ -47,13 +47,12 @@ STATE = {"step": int, "updates": int, "skipped": int, "skipped_in_a_row": int, "
 
 def first_nonfinite(trainer: "Trainer") -> str:
     """The first tensor on this rank that would be saved and is not finite; empty if there is none."""
-    named = ((f"{part}/{name}", local_shard(value)) for part, v in _parts(trainer).items() for name, value in v.items())
-    return next((name for name, value in named if not value.isfinite().all()), "")
+    return next((name for name, value in _shards(trainer).items() if not value.isfinite().all()), "")
 
 
 def fits_in_memory(trainer: "Trainer") -> bool:
     """Whether this machine has room for a copy of what its ranks write."""
-    mine = sum(local_shard(value).nbytes for values in _parts(trainer).values() for value in values.values())
+    mine = sum(value.nbytes for value in _shards(trainer).values())
     return MOST_MEMORY * available_memory() > int(os.environ.get("LOCAL_WORLD_SIZE", 1)) * mine
 
 
@@ -66,7 +65,9 @@ def planned_files(trainer: "Trainer", export: bool, copied: bool) -> dict[str, T
     if ranks.first:
         files["trainer/state.json"] = json.dumps(_state(trainer), indent=1) + "\n"
     if ranks.writes_shards:
-        files[rank_file(ranks.world_rank)] = _rows(trainer, copied)
+        tensors = {name: host_copy(mine) if copied else mine for name, mine in _shards(trainer).items()}
+        starts = {name: _rows(trainer, *name.split("/", 1))[0] for name in tensors}
+        files[rank_file(ranks.world_rank)] = shards(tensors, starts)
     return files
 
 
@@ -204,7 +205,7 @@ def _load(trainer: "Trainer", stored: Mapping[str, Weights], state: dict[str, An
         if difference := sorted(set(stored[part].names) ^ set(parts[part])):
             raise ConfigError(f"the {part} in {path} do not fit this configuration: {difference[0]} differs")
         for name, target in parts[part].items():
-            value = stored[part].read(name, *rows(optimization.parameters[name]))
+            value = stored[part].read(name, *_rows(trainer, part, name))
             if value.shape != local_shard(target).shape:  # copy_ would broadcast one row over many
                 raise ConfigError(
                     f"the {part} in {path} do not fit this configuration, or a rank's file is missing: of {name} there "
@@ -212,7 +213,7 @@ def _load(trainer: "Trainer", stored: Mapping[str, Weights], state: dict[str, An
                 )
             local_shard(target).copy_(value)
     held = stored["optimizer"]
-    optimization.load_tensors({name: held.read(name, *_optimizer_rows(trainer, name)) for name in held.names})
+    optimization.load_tensors({n: held.read(n, *_rows(trainer, "optimizer", n)) for n in held.names})
     trainer.step, optimization.updates = state["step"], state["updates"]
     trainer.vote.skipped, trainer.vote.in_a_row = state["skipped"], state["skipped_in_a_row"]
     trainer.controller.load_state_dict(state["controller"])
@@ -222,18 +223,14 @@ def _load(trainer: "Trainer", stored: Mapping[str, Weights], state: dict[str, An
 
 def _compare(trainer: "Trainer", state: dict[str, Any], path: Path) -> None:
     """Refuse other base weights; name everything else that is not as it was when the checkpoint was written."""
-    now, before = _plain(trainer.config), state["config"]
-    changed = [f"{k} {old!r} -> {now[k]!r}" for k, old in before.items() if k in now and now[k] != old]
-    for name, old in state.get("fingerprints", {}).items():
-        if old == trainer.fingerprints[name]:
-            continue
-        if name == "base weights":
-            raise ConfigError(
-                f"{path} was trained from other weights than those in {trainer.config.pretrained_model_root}; "
-                "name the model it began with, or start a new run with init_from_checkpoint"
-            )
-        changed.append(f"{name} {old!r} -> {trainer.fingerprints[name]!r}")
-    if changed:
+    now = _plain(trainer.config) | trainer.fingerprints
+    before = state["config"] | state.get("fingerprints", {})
+    if before.get("base weights", now["base weights"]) != now["base weights"]:
+        raise ConfigError(
+            f"{path} was trained from other weights than those in {trainer.config.pretrained_model_root}; "
+            "name the model it began with, or start a new run with init_from_checkpoint"
+        )
+    if changed := [f"{k} {old!r} -> {now[k]!r}" for k, old in before.items() if k in now and now[k] != old]:
         trainer.ranks.log_once(f"changed since the checkpoint: {', '.join(sorted(changed))}")
 
 
@@ -247,22 +244,16 @@ def _parts(trainer: "Trainer") -> dict[str, Mapping[str, Tensor]]:
     }
 
 
-def _optimizer_rows(trainer: "Trainer", name: str) -> tuple[int, int | None]:
-    """Rows of an optimizer-state tensor on this rank: its parameter's rows, or everything for a scalar."""
-    parameter, _, key = name.rpartition(".")
+def _shards(trainer: "Trainer") -> dict[str, Tensor]:
+    """This rank's shards of these tensors, named PART/NAME."""
+    parts = _parts(trainer).items()
+    return {f"{part}/{n}": local_shard(value.detach()) for part, values in parts for n, value in values.items()}
+
+
+def _rows(trainer: "Trainer", part: str, name: str) -> tuple[int, int | None]:
+    """Which rows of a tensor are on this rank: those of its parameter, or everything for the optimizer's scalars."""
+    parameter, _, key = name.rpartition(".") if part == "optimizer" else (name, "", "")
     return (0, None) if key == "step" else rows(trainer.optimization.parameters[parameter])
-
-
-def _rows(trainer: "Trainer", copied: bool) -> TensorFile:
-    """This rank's shards, and which rows of the full tensors they are."""
-    tensors, starts = {}, {}
-    for part, values in _parts(trainer).items():
-        for name, value in values.items():
-            of = _optimizer_rows(trainer, name) if part == "optimizer" else rows(trainer.optimization.parameters[name])
-            mine = local_shard(value.detach())
-            tensors[f"{part}/{name}"] = host_copy(mine) if copied else mine
-            starts[f"{part}/{name}"] = of[0]
-    return shards(tensors, starts)
 
 
 def _state(trainer: "Trainer") -> dict[str, Any]:

@@ -91,10 +91,8 @@ class Guards:
     def stop_if_told(self) -> None:
         """Raise Preempted on all ranks if any of them received a signal."""
         if self.listening and self.ranks.any(self.signalled < math.inf):
-            raise Preempted(
-                f"stopped by a signal in iteration {self.step + 1}, {self.phase}; "
-                "resume with --resume_from_checkpoint auto"
-            )
+            where = f"iteration {self.step + 1}, {self.phase}"
+            raise Preempted(f"stopped by a signal in {where}; resume with --resume_from_checkpoint auto")
 
     def report(self, state: str, message: str = "") -> None:
         self.run.write_status(state, self.step, message)

@@ -1,16 +1,19 @@
-"""Which parameters are trained, and one optimizer step on them: clip, warm up, average."""
+"""Which parameters are trained, one optimizer step on them (clip, warm up, average), and the anchor behind them."""
 
 import math
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from sage_grpo.config import Config
+from sage_grpo.models.backbone import Backbone
 from sage_grpo.models.denoiser import Denoiser
-from sage_grpo.models.lora import POLICY, adapter_parameters
-from sage_grpo.parallel.fsdp import full_tensor, local_shard, replaced, shard_like
+from sage_grpo.models.lora import ANCHOR, POLICY, adapter_parameters, use_adapter
+from sage_grpo.parallel.fsdp import copy_into, full_tensor, local_shard, replaced, shard_like
 
 FEW_EPS = 100  # a gradient whose RMS is fewer eps than this loses part of its step
 
@@ -114,3 +117,54 @@ class Optimization:
             (group,) = groups = optimizer.state_dict()["param_groups"]
             own = dict(zip(group["params"], map(states.get, group["param_names"]), strict=True))
             optimizer.load_state_dict({"state": own, "param_groups": groups})  # moves fused counters to the device
+
+
+@dataclass(eq=False)
+class Anchor:
+    """The anchor of the trust region, a frozen earlier policy, refreshed from the policy (moving) or never (fixed).
+
+    With LoRA it is a second adapter in the same model; otherwise a second set of values for the trained parameters,
+    sharded across ranks as the model is. It counts optimizer steps: until the first one after a copy, it equals the
+    policy.
+    """
+
+    parameters: Mapping[str, nn.Parameter]  # the policy's
+    values: Mapping[str, Tensor]  # the anchor's, under the same names, which a checkpoint must include
+    in_place: Callable[[], AbstractContextManager[None]]  # context in which the model runs with the anchor's values
+    refresh_every: int | None  # optimizer steps between refreshes; None for a fixed anchor
+    age: int = 0  # optimizer steps since the last copy
+
+    @property
+    def is_policy(self) -> bool:
+        return self.age == 0
+
+    def refresh_if_due(self) -> None:
+        """Called between iterations: copy the policy once enough optimizer steps have passed."""
+        if self.refresh_every is not None and self.age >= self.refresh_every:
+            copy_into(self.values, self.parameters)
+            self.age = 0
+
+
+def build_anchor(backbone: Backbone, config: Config, parameters: Mapping[str, nn.Parameter]) -> Anchor | None:
+    """The anchor of the policy that has these parameters; None if the trust region needs none."""
+    kind = config.trust_region.anchor
+    if kind is None:
+        return None
+    every = config.update_ref_model_step if kind == "moving" else None
+    if config.use_lora:
+        values = adapter_parameters(backbone.transformer, ANCHOR)
+        return Anchor(parameters, values, partial(anchor_adapter, backbone.transformer), every)
+    home = torch.device("cpu") if config.reference_mode_offload else backbone.device
+    # in the forward's precision, so rounding them changes no result
+    values = {n: local_shard(p).detach().to(home, backbone.dtype, copy=True) for n, p in parameters.items()}
+    return Anchor(parameters, values, partial(replaced, parameters, values, home), every)
+
+
+@contextmanager
+def anchor_adapter(transformer: Denoiser) -> Iterator[None]:
+    """Context in which the forward uses the anchor's adapter instead of the policy's."""
+    use_adapter(transformer, ANCHOR)
+    try:
+        yield
+    finally:
+        use_adapter(transformer, POLICY)

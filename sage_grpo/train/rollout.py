@@ -45,9 +45,8 @@ class Trajectory:
 def prompt_positions(step: int, per_step: int, count: int, seed: int) -> list[int]:
     """Prompt positions for iteration `step`: each epoch goes through all `count` prompts in a new order."""
     numbers = range(step * per_step, (step + 1) * per_step)
-    orders = {
-        epoch: rng.permutation(count, seed, "prompt_order", step=epoch) for epoch in {n // count for n in numbers}
-    }
+    epochs = {n // count for n in numbers}
+    orders = {epoch: rng.permutation(count, seed, "prompt_order", step=epoch) for epoch in epochs}
     return [int(orders[n // count][n % count]) for n in numbers]
 
 
@@ -112,7 +111,7 @@ class Rollouts:
             x, log_prob = self.sampler.step(at, x, velocities[-1], noise(i).to(device))
             path.append(x)
             log_probs.append(log_prob)
-        latents = self.integrate(self.levels_after(steps[:, -1] + 1), x, cond, self.last_solver)
+        latents = self.finish(x, steps[:, -1] + 1, cond)
         columns = (torch.stack(parts, 1) for parts in (path[:-1], path[1:], velocities, log_probs))
         return self.trajectory(micro_batch, cond, steps, *columns, latents)
 
@@ -132,11 +131,6 @@ class Rollouts:
         c, (prompts, samples) = self.config, zip(*micro_batch, strict=True)
         first = [s - s % c.num_generations for s in samples] if c.same_init_noise else None
         return counter_noise(self.shape, c.seed, samples, "rollout", prompts, self.step, first)
-
-    @property
-    def last_solver(self) -> str:
-        """Solver of the steps after the window."""
-        return "dpm" if self.config.tail_steps else "euler"
 
     def order(self, micro_batch: MicroBatch) -> Tensor:
         """(B, K) places in the window that each clip trains, in a separate order per clip."""
@@ -177,14 +171,13 @@ class Rollouts:
         """Noise levels (B, n+1) up to the windows that begin at `start` (B,); short rows end with repetitions."""
         return self.sampler.sigmas.cpu()[torch.arange(int(start.max()) + 1).minimum(start[:, None])]
 
-    def levels_after(self, end: Tensor) -> Tensor:
-        """Noise levels (B, n+1) to 0 from the windows that end before step `end` (B,); short rows end with zeros."""
-        sigmas, c = self.sampler.sigmas.cpu().double(), self.config
+    def finish(self, x: Tensor, end: Tensor, cond: Conditioning) -> Tensor:
+        """Follow the ODE to the clips, from windows that end before step `end` (B,); short rows of levels get zeros."""
+        sigmas, c, few = self.sampler.sigmas.cpu().double(), self.config, self.config.tail_steps
         rows = [sigmas[i:] for i in end.tolist()]
-        if c.tail_steps:  # unless fewer are left
-            few = c.tail_steps
+        if few:  # unless fewer are left
             rows = [flow_sigmas(few, c.timestep_shift, r[0].item()) if len(r) > few + 1 else r for r in rows]
-        return pad_sequence(rows, batch_first=True)
+        return self.integrate(pad_sequence(rows, batch_first=True), x, cond, "dpm" if few else "euler")
 
 
 def at_steps(values: Tensor, steps: Tensor) -> Tensor:

@@ -147,6 +147,5 @@ class Saves:
         config, way = self.trainer.config, "there is no good checkpoint to go back to"
         if self.good_step is not None:
             way = f"--resume_from_checkpoint last_good goes back to step-{self.good_step:06d}"
-        return TrainingError(
-            f"{what}: lower learning_rate ({config.learning_rate:g}) or weight_decay ({config.weight_decay:g}); {way}"
-        )
+        rates = f"learning_rate ({config.learning_rate:g}) or weight_decay ({config.weight_decay:g})"
+        return TrainingError(f"{what}: lower {rates}; {way}")

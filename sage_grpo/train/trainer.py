@@ -21,10 +21,9 @@ from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.rewards.composite import Composite, Scores
 from sage_grpo.runs.folder import RunFolder
 from sage_grpo.train.algorithms import ALGORITHMS, sampler_of
-from sage_grpo.train.anchor import Anchor
 from sage_grpo.train.guards import MAX_SKIPPED, Guards, StepVote, TrainingError, check_rewards
 from sage_grpo.train.metrics import Stopwatch, UpdateStats, peak_memory, reward_record
-from sage_grpo.train.optimization import Optimization
+from sage_grpo.train.optimization import Anchor, Optimization
 from sage_grpo.train.rollout import MicroBatch, Rollouts, Trajectory, join_prompts, plan_micro_batches, prompt_positions
 from sage_grpo.train.saving import Saves
 from sage_grpo.train.update import Objective, anchor_velocities
@@ -144,13 +143,9 @@ class Trainer:
             micro_batches = join_prompts(micro_batches, lambda p: rollouts.conditions[p].shapes, c.prompts_per_forward)
         for micro_batch in micro_batches:
             self.safe_point(inside=True)
-            with self.rollout_policy(), self.gathered():
+            with self.optimization.averaged() if self.algorithm.lagging else nullcontext(), self.gathered():
                 batch.append(rollouts(micro_batch))
         return batch
-
-    def rollout_policy(self) -> AbstractContextManager[None]:
-        """Context in which the model is the policy that samples: the trained one, or the average that follows it."""
-        return self.optimization.averaged() if self.algorithm.lagging else nullcontext()
 
     def gathered(self) -> AbstractContextManager[None]:
         """Context for many forwards, in which a sharded model's weights may stay gathered."""
@@ -200,10 +195,8 @@ class Trainer:
         if self.anchor is None or (self.anchor.is_policy and not self.algorithm.lagging):
             return
         with self.anchor.in_place(), self.gathered():
-            for trajectory in batch:
-                trajectory.anchor_velocity = anchor_velocities(
-                    self.backbone, self.trained_guidance, self.sampler, trajectory
-                )
+            for one in batch:
+                one.anchor_velocity = anchor_velocities(self.backbone, self.trained_guidance, self.sampler, one)
 
     def update(self, batch: Sequence[Trajectory], advantages: Advantages) -> dict[str, Any]:
         """Train the rollout's steps in `updates_per_rollout` parts, with an optimizer step after each."""

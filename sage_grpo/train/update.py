@@ -4,7 +4,6 @@ Shapes: B clips of a micro-batch, one denoising step each: B pairs.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -32,7 +31,7 @@ class Terms(NamedTuple):
     kl: Tensor  # L_KL of Eq. 40, weighted by step
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Objective:
     """What one optimizer step minimizes."""
 
@@ -43,15 +42,11 @@ class Objective:
     kl_coef: float
     num_pairs: int  # planned pairs of the full optimizer step, over all ranks
 
-    @cached_property
-    def scale(self) -> Tensor:
-        """Factor of each step's policy loss, (T,)."""
-        return equalizer(self.schedule, self.config.use_grad_balancing, self.config.ratio_norm)
-
-    @cached_property
-    def kl_scale(self) -> Tensor:
-        """Factor of each step's KL, (T,). The KL is N_t^2 |v - v'|^2 / 2; scaled by S_t^2 only velocities matter."""
-        return equalizer(self.schedule, self.config.use_kl_balancing).square()
+    def __post_init__(self) -> None:
+        """Factors of each step's policy loss and KL, (T,). The KL is N_t^2 |v - v'|^2 / 2; scaled by S_t^2 only
+        velocities matter."""
+        self.scale = equalizer(self.schedule, self.config.use_grad_balancing, self.config.ratio_norm)
+        self.kl_scale = equalizer(self.schedule, self.config.use_kl_balancing).square()
 
     def backward(self, trajectory: Trajectory, places: Tensor, advantages: Tensor, stats: UpdateStats) -> Tensor:
         """Accumulate the gradient of these pairs: `places` (B,) in the windows and `advantages` (B,), one per clip.

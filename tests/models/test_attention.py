@@ -7,6 +7,29 @@ from sage_grpo.models import attention as module
 from sage_grpo.models.attention import attention, best_attention, parted_attention, tiled_attention
 
 
+@pytest.fixture(autouse=True)
+def kernels_for_a_cpu(monkeypatch):
+    """The same steps for tensors on the CPU: its own kernels, and plain matmuls to add the remaining keys."""
+    on_gpu = {name: getattr(module, name) for name in ("_kernel", "_kernel_backward", "_products", "_add_keys")}
+
+    def kernel(query, key, value):
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)
+
+    def kernel_backward(*tensors):
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, 0.0, False)
+
+    def add_keys(query, key, value, out, normalizer):
+        scores = query @ key.mT * query.shape[-1] ** -0.5  # (B, H, S, R)
+        total = torch.logaddexp(normalizer, scores.logsumexp(-1))
+        weights = (scores - total[..., None]).exp()
+        return out * (normalizer - total).exp()[..., None] + weights @ value, total
+
+    on_cpu = {"_kernel": kernel, "_kernel_backward": kernel_backward, "_products": torch.matmul, "_add_keys": add_keys}
+    for name, call in on_cpu.items():
+        either = lambda x, *others, name=name, call=call: (on_gpu[name] if x.is_cuda else call)(x, *others)  # noqa: E731
+        monkeypatch.setattr(module, name, either)
+
+
 def tensors(tokens, dtype=torch.float64):
     draw = torch.Generator().manual_seed(0)
     return [torch.randn(2, tokens, 3, 8, generator=draw, dtype=dtype).mul(2).requires_grad_() for _ in range(4)]

@@ -48,7 +48,8 @@ def test_vision_features_and_hidden_states_are_those_of_the_published_code(rewar
 @pytest.mark.parametrize("run", RUNS, ids=lambda r: f"{r['checkpoint']}-{r['mode']}-{r['use_norm']}-{r['overrides']}")
 def test_scores_are_those_of_the_published_code(videoalign_folders, samples, run):
     options = {OVERRIDES[name]: value for name, value in run["overrides"].items()}
-    reward = VideoAlign(videoalign_folders[run["checkpoint"]], **options)
+    reward = VideoAlign(videoalign_folders[run["checkpoint"]])
+    vars(reward).update(options)
     chosen = [samples[i] for i in run["samples"]]
     batches = [chosen] if run["mode"] == "batch" else [[sample] for sample in chosen]
     found = torch.cat([score(reward, batch, normalize=run["use_norm"]) for batch in batches])

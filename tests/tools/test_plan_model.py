@@ -28,6 +28,10 @@ CONFIG = Config(
 FREE = Calibration(nvlink=1e30, nic=1e30, host=1e30, optimizer=1e30)
 
 
+def varied(**rates: float) -> Calibration:
+    return Calibration(**vars(FREE) | rates)
+
+
 def made(gpus: int = 4, rates: Calibration = FREE, **flags: object) -> Plan:
     return Plan(replace(CONFIG, **flags), MODEL, TRAINED, gpus, 2, rates)
 
@@ -120,9 +124,9 @@ def test_phases_without_any_wait():
 
 def test_only_what_outlasts_the_computation_is_waited_for():
     forward, backward = compute_time(made()), compute_time(made(), backward=True)
-    fast = replace(FREE, nvlink=traffic(made())["gather"] / (0.9 * forward))
+    fast = varied(nvlink=traffic(made())["gather"] / (0.9 * forward))
     assert times(made(rates=fast))["rollout"] == pytest.approx(20 * forward)
-    slow = replace(FREE, nvlink=traffic(made())["gather"] / (3 * forward))
+    slow = varied(nvlink=traffic(made())["gather"] / (3 * forward))
     assert times(made(rates=slow))["rollout"] == pytest.approx(20 * 3 * forward)
     assert times(made(rates=slow, gather_for_rollout=True))["rollout"] == pytest.approx((18 + 2 * 3) * forward)
     seconds = waits(made(rates=slow))
@@ -137,14 +141,14 @@ def test_only_what_outlasts_the_computation_is_waited_for():
 
 def test_gradients_have_the_time_that_the_gather_leaves():
     forward, backward = compute_time(made()), compute_time(made(), backward=True)
-    half = replace(FREE, nvlink=traffic(made())["gather"] / (backward / 2))
+    half = varied(nvlink=traffic(made())["gather"] / (backward / 2))
     assert waits(made(rates=half))["reduce"] == pytest.approx(0.75 * backward)
     gather = max(0, backward / 2 - forward)
     assert times(made(rates=half))["update"] == pytest.approx(20 * (forward + gather + 1.25 * backward))
 
 
 def test_nothing_overlaps_where_that_is_asked():
-    slow = replace(FREE, nvlink=traffic(made())["gather"] / (0.9 * compute_time(made())))
+    slow = varied(nvlink=traffic(made())["gather"] / (0.9 * compute_time(made())))
     plan, wait = made(rates=slow), waits(made(rates=slow))
     found, free = times(plan, overlap=False), times(made())
     assert found["rollout"] - free["rollout"] == pytest.approx(20 * wait["gather"])
@@ -152,14 +156,14 @@ def test_nothing_overlaps_where_that_is_asked():
 
 
 def test_exchanges_are_always_waited_for():
-    plan = made(rates=replace(FREE, nvlink=1e9), sp_size=2, enable_fsdp=True)
+    plan = made(rates=varied(nvlink=1e9), sp_size=2, enable_fsdp=True)
     free, wait = made(sp_size=2), waits(plan)["exchange"]
     assert times(plan)["rollout"] - times(free)["rollout"] == pytest.approx(20 * wait)
     assert times(plan)["update"] - times(free)["update"] == pytest.approx(20 * 3 * wait, rel=0.05)
 
 
 def test_an_offloaded_anchor_travels():
-    slow = replace(FREE, host=1e3)
+    slow = varied(host=1e3)
     more = times(made(rates=slow, reference_mode_offload=True))["anchor"] - times(made(rates=slow))["anchor"]
     assert more == pytest.approx(0.9 * 1200 / 4 * (4 + 4 + 2) / 1e3)
 

@@ -13,8 +13,9 @@ from sage_grpo.tools import report
 BOOKKEEPING = {
     "resolve",
     "check",
-    "_check_rewards",
-    "_check_batch",
+    "_rewards",
+    "_batch",
+    "_others",
 }  # functions that fill flags in or compare them, and use none
 
 

@@ -161,7 +161,15 @@ class Hunyuan15(Backbone):
             return kind.from_config(config).eval()
 
     def architecture(self) -> Architecture:
-        return architecture_of(self.empty_transformer(), self._empty("vae", AutoencoderKLHunyuanVideo15))
+        transformer, vae = self.empty_transformer(), self._empty("vae", AutoencoderKLHunyuanVideo15)
+        config, heads = transformer.config, transformer.config.num_attention_heads
+        parts = (transformer, transformer.all_blocks[0], vae)
+        parameters, block, in_vae = (sum(p.numel() for p in part.parameters()) for part in parts)
+        return Architecture(
+            layers=config.num_layers, heads=heads, width=heads * config.attention_head_dim, mlp_ratio=config.mlp_ratio,
+            parameters=parameters, block=block, vae=in_vae, channels=vae.config.latent_channels,
+            temporal=vae.temporal_compression_ratio, spatial=vae.spatial_compression_ratio,
+        )  # fmt: skip
 
     def awaits(self, name: str, seen: Sequence[TextConditioning]) -> str:
         quoted = any(len(cond.glyph) for cond in seen)
@@ -178,24 +186,3 @@ def check_sizes(path: Path, config: Mapping[str, Any]) -> None:
     time, space = (config.get(f"{axis}_compression_ratio", 1) for axis in ("temporal", "spatial"))
     if time & (time - 1) or space & (space - 1) or time > space:
         raise ValueError(f"{path} compresses time by {time} and space by {space}; download it again")
-
-
-def architecture_of(transformer: PackedTransformer, vae: AutoencoderKLHunyuanVideo15) -> Architecture:
-    """The sizes of these models, which may be on the meta device."""
-    config = transformer.config
-    return Architecture(
-        layers=config.num_layers,
-        heads=config.num_attention_heads,
-        width=config.num_attention_heads * config.attention_head_dim,
-        mlp_ratio=config.mlp_ratio,
-        parameters=count(transformer),
-        block=count(transformer.all_blocks[0]),
-        vae=count(vae),
-        channels=vae.config.latent_channels,
-        temporal=vae.temporal_compression_ratio,
-        spatial=vae.spatial_compression_ratio,
-    )
-
-
-def count(model: torch.nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
