@@ -31,13 +31,14 @@ def host_copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
-def write_file(path: Path, contents: TensorFile | str, on_piece: Callable[[], None] = lambda: None) -> str:
+def write_file(path: Path, contents: TensorFile | str | bytes, on_piece: Callable[[], None] = lambda: None) -> str:
     """Write a file and wait until it is on disk; returns its SHA-256. `on_piece` is called as it grows.
 
     Tensors come to the host one at a time.
     """
     digest, unsynced = hashlib.sha256(), 0
-    pieces = iter([contents.encode()]) if isinstance(contents, str) else _pieces(contents)
+    contents = contents.encode() if isinstance(contents, str) else contents
+    pieces = iter([contents]) if isinstance(contents, bytes) else _pieces(contents)
     with ThreadPoolExecutor(1) as hasher, path.open("wb") as file:
         for piece in pieces:
             hashing = hasher.submit(digest.update, piece)

@@ -5,6 +5,7 @@
       trainer/rank-00000.safetensors ...     everything that training changes, each rank's rows
       pytorch_lora_weights.safetensors       with LoRA: the adapter for other software, EMA applied
       transformer/                           of all weights, when `export_interval` wants it: the same
+      README.md, curves.png                  with either of them: the model card
       manifest.json                          SHA-256 of each of these files
 
 A folder gets its final name only once it is complete and on disk. Any number of ranks can load it.
@@ -31,6 +32,8 @@ from sage_grpo.models.weights import Weights
 from sage_grpo.parallel.device import available_memory
 from sage_grpo.parallel.fsdp import local_shard, rows
 from sage_grpo.parallel.ranks import RankError, Ranks
+from sage_grpo.runs.card import model_card
+from sage_grpo.runs.history import read_run
 from sage_grpo.tensor_files import TensorFile, host_copy, write_file
 
 if TYPE_CHECKING:
@@ -62,6 +65,8 @@ def planned_files(trainer: "Trainer", export: bool, copied: bool) -> dict[str, T
     if export:
         with trainer.optimization.averaged():
             files = trainer.backbone.exported(trainer.config.use_lora, ranks.world_rank, ranks.world)
+    if ranks.first and export:
+        files |= _card(trainer)
     if ranks.first:
         files["trainer/state.json"] = json.dumps(_state(trainer), indent=1) + "\n"
     if ranks.writes_shards:
@@ -268,6 +273,15 @@ def _state(trainer: "Trainer") -> dict[str, Any]:
         "fingerprints": trainer.fingerprints,
         "tensors": {part: len(values) for part, values in _parts(trainer).items()},
     }
+
+
+def _card(trainer: "Trainer") -> dict[str, str | bytes]:
+    """The model card, with the settings that are not defaults."""
+    default = _plain(Config()) | {"pretrained_model_root": "", "use_lora": ""}  # these two are always named
+    own = {name: value for name, value in _plain(trainer.config).items() if value != default[name]}
+    scores = " + ".join(f"{weight:g} {name}" for name, weight in trainer.reward.weights.items() if weight)
+    base = trainer.fingerprints.get("base weights", "unknown")
+    return model_card(own, read_run(trainer.run.path), step=trainer.settled_step, reward=scores, base=base)
 
 
 def _plain(config: Config) -> dict[str, Any]:

@@ -8,11 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
+from safetensors.torch import load_file
 
 import generate
 from sage_grpo import manifest
+from sage_grpo.config import Config
 from sage_grpo.data.requests import Request
-from sage_grpo.flags import from_values
+from sage_grpo.flags import from_values, parse
 from sage_grpo.models import open_backbone
 from sage_grpo.models.backbone import Guidance
 from sage_grpo.models.lora import LORA_FILE
@@ -174,3 +177,29 @@ def test_the_documented_lines_sample_what_generate_samples(checkpoints, tiny_fol
     size = {"height": 16, "width": 16, "num_frames": 5, "num_inference_steps": 3}
     found = pipe(PROMPT, latents=latents, output_type="np", **size).frames[0]
     assert np.abs(255 * found - seen[0].numpy()).max() <= 1
+
+
+@pytest.mark.parametrize("name", ["lora", "full"])
+def test_the_lines_of_the_model_card_load_the_trained_weights(checkpoints, tiny_folder, name):
+    card = (checkpoints[name] / "README.md").read_text()
+    (lines,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    said = {}
+    exec(lines.replace("MODEL", str(tiny_folder)).replace("FOLDER", str(checkpoints[name])), said)
+    found = said["pipe"].transformer.state_dict()
+    base = load_file(next((tiny_folder / "transformer").glob("*.safetensors")))
+    if name == "full":
+        assert any(not torch.equal(found[key], base[key]) for key in base)
+    else:
+        assert any("lora_B" in key and value.any() for key, value in found.items())
+
+
+@pytest.mark.parametrize("name", ["lora", "full"])
+def test_the_model_card_says_what_was_trained_and_how_to_repeat_it(checkpoints, name, tmp_path):
+    card = (checkpoints[name] / "README.md").read_text()
+    front, recipe = card.split("---\n")[1], re.search(r"```yaml\n(.*?)```", card, re.DOTALL)[1]
+    assert yaml.safe_load(front)["library_name"] == "diffusers" and "license applies" in card
+    (tmp_path / "again.yaml").write_text(recipe)
+    config = parse(["--config", str(tmp_path / "again.yaml")])
+    assert config.use_lora == (name == "lora") and config.learning_rate != Config().learning_rate
+    assert "output_dir" not in recipe
+    assert "1 iterations" in card and "to raise the reward" in card
