@@ -156,6 +156,7 @@ class LossFlags:
     clip_range: float = flag(1e-4, "PPO clip range around ratio 1", above=0)
     adv_clip_max: float = flag(5.0, "largest absolute advantage", above=0)
     advantage_std: str = flag("group", "standard deviation that advantages are divided by", choices=ADVANTAGE_STDS)
+    advantage_per_score: bool = flag(False, "normalize each score by itself, then add advantages instead of scores")
     ratio_norm: bool = flag(False, "center and rescale the log-ratio of each step (GRPO-Guard)")
 
 

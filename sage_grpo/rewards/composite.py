@@ -19,6 +19,7 @@ class Scores:
     total: Tensor  # (N,)
     named: dict[str, Tensor]  # each (N,)
     errors: list[str] = field(default_factory=list)  # one sentence per failure
+    weights: Mapping[str, float] = field(default_factory=dict)  # of the named scores in the total
 
 
 class Composite:
@@ -80,7 +81,7 @@ class Composite:
         lost = int((~total.isfinite()).sum()) - (len(clips) - len(there))
         if lost and not errors:
             errors.append(f"{lost} score(s) are not finite")
-        return Scores(total, named, errors)
+        return Scores(total, named, errors, self.weights)
 
 
 def _checked(reward: Reward, scores: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
