@@ -66,17 +66,12 @@ def group_advantages(
 
 
 def score_advantages(
-    scores: Mapping[str, Tensor],
-    weights: Mapping[str, float],
-    groups: Tensor,
-    advantage_std: str = "group",
-    adv_clip_max: float = 5.0,
+    scores: Mapping[str, Tensor], weights: Mapping[str, float], groups: Tensor, advantage_std: str, adv_clip_max: float
 ) -> Advantages:
     """A_i = sum_k w_k A_ki / sum_k |w_k|, where A_k are the advantages of score k alone; then clipped.
 
-    So a score with a large spread cannot drown one with a small spread. Without division (`none`) it is the plain
-    advantage of the weighted sum. `scores` (N,) each; a rollout without one of the weighted scores has failed. A score
-    without spread in a group adds 0 there; a group is flat if no score has spread.
+    So scores of a large scale do not drown the others. Without division (`none`) it is the advantage of the weighted
+    sum. `scores` (N,) each; a rollout that lacks one has failed. A group is flat if all of its scores are.
     """
     used = {name: weight for name, weight in weights.items() if weight}
     failed = torch.stack([~scores[name].isfinite() for name in used]).any(0)

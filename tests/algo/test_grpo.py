@@ -95,9 +95,9 @@ def test_bad_arguments_are_refused():
         group_advantages(torch.tensor([1, 2, 5]), torch.tensor([0, 0, 0]))
 
 
-def per_score(scores, weights, groups, **options):
+def per_score(scores, weights, groups, adv_clip_max=5.0):
     scores = {name: torch.tensor(values, dtype=torch.float64) for name, values in scores.items()}
-    return score_advantages(scores, weights, torch.tensor(groups), **options)
+    return score_advantages(scores, weights, torch.tensor(groups), "group", adv_clip_max)
 
 
 def test_scores_of_different_scales_count_by_their_weights_alone():
