@@ -346,7 +346,7 @@ def test_choices_are_those_of_the_maths():
     [
         ({"reward_model": "remote"}, "the reward remote needs .* remote_reward_url"),
         ({"holdout_reward": "remote"}, "the reward remote needs .* remote_reward_url"),
-        ({"remote_reward_url": "http://there:8900"}, "neither reward_model nor holdout_reward names remote"),
+        ({"remote_reward_url": "http://there:8900"}, "no reward_model or holdout_reward is remote or judge"),
         ({"stop_on_hacking": True}, "stop_on_hacking is True, .* give holdout_reward"),
     ],
 )

@@ -75,6 +75,7 @@ class Composite:
                 except Exception as error:  # any failure of a reward means no score
                     errors.append(f"{name}: {type(error).__name__}: {error}")
                     continue
+                errors += [f"{name}: {text}" for text in getattr(reward, "failures", ())]  # of single clips
                 for score, values in scores.items():
                     named[self._label(name, score)][rows] = values
         total = self.total(named)

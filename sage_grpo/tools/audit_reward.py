@@ -68,9 +68,9 @@ def audit(options: argparse.Namespace, config: Config) -> int:
     told = edits.conclude(found, verdicts := edits.give_verdicts(found, drawn=not options.clips))
     options.output.mkdir(parents=True, exist_ok=True)
     rows = {kind: (kinds[kind] or edits.edited(clips[:1], kind))[0] for kind in kinds}
-    marks = {v.edit: f"{v.edit}: total {v} {v.mark}".replace("±", "+-") for v in verdicts if v.score == edits.TOTAL}
+    marks = {v.edit: f"{v.change.mean:+.3f} +- {v.change.half:.3f} {v.mark}" for v in verdicts if v.score == "total"}
     sheet = [thumbnails(clip) for clip in (clips[0], *rows.values())]
-    contact_sheet(options.output / "sheet.png", sheet, ["good", *(marks[kind] for kind in rows)])
+    contact_sheet(options.output / "sheet.png", sheet, ["good", *(f"{kind}: total {marks[kind]}" for kind in rows)])
     record = {"clips": len(clips), "weights": reward.weights, "fit": not told["wrong"]} | told
     write_json(options.output / "audit.json", record | {"verdicts": [asdict(v) | {"mark": v.mark} for v in verdicts]})
     print(render("audit.txt", table=edits.table(found, verdicts), output=options.output, **told), end="")

@@ -74,7 +74,9 @@ def test_the_learnt_reward_passes_and_its_weaknesses_are_named(audit, tmp_path):
     for kind in ("slowed", "blurred"):
         assert any(f"notice {kind} clips" in text.replace("notices", "notice") for text in record["weak"])
     marks = {(v["edit"], v["score"]): v["mark"] for v in record["verdicts"]}
-    assert marks["noisy", "VQ"] == marks["shaky", "MQ"] == marks[WRONG_PROMPT, "TA"] == marks["reversed", "TA"] == "falls"
+    assert (
+        marks["noisy", "VQ"] == marks["shaky", "MQ"] == marks[WRONG_PROMPT, "TA"] == marks["reversed", "TA"] == "falls"
+    )
     assert marks[WRONG_PROMPT, "VQ"] == "same", "VQ never sees the prompt"
     assert "16 clips" in printed.out and "weak: hardly notices blurred clips" in printed.out
     with Image.open(tmp_path / "audit" / "sheet.png") as sheet:

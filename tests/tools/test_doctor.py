@@ -93,7 +93,9 @@ def test_all_is_well(run_doctor):
         and "1 prompt(s) per update" in run_doctor.text
     )
     assert run_doctor.findings("ratio")[0]["numbers"]["deviation"] == 0
-    assert run_doctor.findings("reward")[0]["numbers"]["wrong"] == [] and "3 clips total VQ MQ TA good" in run_doctor.text
+    assert (
+        run_doctor.findings("reward")[0]["numbers"]["wrong"] == [] and "3 clips total VQ MQ TA good" in run_doctor.text
+    )
     check_comparison(run_doctor)
 
 

@@ -31,7 +31,9 @@ def test_an_edit_keeps_the_kind_of_clip_and_changes_it(kind):
 
 
 def test_edits_by_hand():
-    frames = {kind: edited(CLIPS, kind)[0][:, 0, 0, 0].tolist() for kind in ("frozen", "reversed", "slowed", "brighter")}
+    frames = {
+        kind: edited(CLIPS, kind)[0][:, 0, 0, 0].tolist() for kind in ("frozen", "reversed", "slowed", "brighter")
+    }
     assert frames["frozen"] == [0] * 6 and frames["reversed"] == [50, 40, 30, 20, 10, 0]
     assert frames["slowed"] == [0, 0, 10, 10, 20, 20] and frames["brighter"] == [0, 12, 24, 36, 48, 60]
     spread = (edited(CLIPS, "noisy")[1].float() - CLIPS[1].float()).std() / 255
@@ -42,7 +44,11 @@ def test_edits_by_hand():
     gray = torch.full((2, 8, 8, 3), 90, dtype=torch.uint8)
     color = gray + torch.tensor([20, 0, 10], dtype=torch.uint8)
     assert torch.equal(edited([gray], "saturated")[0], gray)
-    assert edited([color], "saturated")[0][0, 0, 0].tolist() == [115, 85, 100]  # the mean stays, differences grow by half
+    assert edited([color], "saturated")[0][0, 0, 0].tolist() == [
+        115,
+        85,
+        100,
+    ]  # the mean stays, differences grow by half
     sharp, soft = ((clip[:, :, 1:].float() - clip[:, :, :-1].float()).abs().amax() for clip in
                    (clip, edited([clip], "blurred")[0]))  # fmt: skip
     assert soft < 0.6 * sharp
