@@ -181,7 +181,11 @@ def test_a_path_has_no_control_characters(name, value):
 
 
 def test_every_flag_for_a_file_or_folder_is_a_path():
-    named = {name for name in FIELDS if name.endswith(("_dir", "_root", "_path", "_cache", "_prompts", "_checkpoint"))}
+    named = {
+        name
+        for name in FIELDS
+        if name.endswith(("_dir", "_root", "_path", "_cache", "_prompts", "_checkpoint", "_rubric"))
+    }
     assert named - {"num_validation_prompts"} == set(flags.PATHS)
 
 

@@ -90,6 +90,7 @@ def test_the_hand_written_reward_passes(audit):
     changes = {(v["edit"], v["score"]): v["change"] for v in record["verdicts"]}
     assert changes["noisy", "VQ"]["mean"] < -1 and 0 < changes["noisy", "VQ"]["half"] < 0.5
     assert not any("slowed" in text for text in record["weak"]), "it sees speed, as the rendered slow clips show"
+    assert ("reversed", "TA") in {(v["edit"], v["score"]) for v in record["verdicts"] if v["must_fall"]}
 
 
 @pytest.mark.parametrize(
