@@ -35,11 +35,11 @@ def _rewards(c: Config, ranks: int) -> Iterator[str]:
     for flag, name in (*named, ("holdout_reward", c.holdout_reward)):
         if name is not None and name not in {*REWARDS, *ALIASES} and not in_file(name):
             yield f"{flag} names {name!r}; choose one of {', '.join(REWARDS)}, or FILE.py:NAME"
-    remote = "remote" in (*(c.reward_model or ()), c.holdout_reward)
+    remote = [name for name in (*(c.reward_model or ()), c.holdout_reward) if name in ("remote", "judge")]
     if remote and c.remote_reward_url is None:
-        yield "the reward remote needs the address of its server: give remote_reward_url"
+        yield f"the reward {remote[0]} needs the address of its server: give remote_reward_url"
     if c.remote_reward_url is not None and not remote:
-        yield f"remote_reward_url is {c.remote_reward_url}, but neither reward_model nor holdout_reward names remote"
+        yield f"remote_reward_url is {c.remote_reward_url}, but no reward_model or holdout_reward is remote or judge"
     if c.stop_on_hacking and c.holdout_reward is None:
         yield "stop_on_hacking is True, but there is nothing to compare with: give holdout_reward"
 

@@ -156,6 +156,7 @@ class LossFlags:
     clip_range: float = flag(1e-4, "PPO clip range around ratio 1", above=0)
     adv_clip_max: float = flag(5.0, "largest absolute advantage", above=0)
     advantage_std: str = flag("group", "standard deviation that advantages are divided by", choices=ADVANTAGE_STDS)
+    advantage_per_score: bool = flag(False, "normalize each score by itself, then add advantages instead of scores")
     ratio_norm: bool = flag(False, "center and rescale the log-ratio of each step (GRPO-Guard)")
 
 
@@ -191,13 +192,16 @@ class RewardFlags:
         {"VQ": 0.5, "MQ": 0.5, "TA": 1.0}, "JSON object of score weights; with several rewards one object for each"
     )
     reward_path: str | None = flag(None, "VideoReward folder, other rewards beside it", shown="in the model folder")
-    remote_reward_url: str | None = flag(None, "http://HOST:PORT of a reward server", shown="none")
+    remote_reward_url: str | None = flag(None, "http://HOST:PORT of a reward server or a judge", shown="none")
+    judge_model: str | None = flag(None, "model that judges", shown="the only one that its server has")
+    judge_rubric: str | None = flag(None, "file of what the judge is asked", shown="sage_grpo/rewards/rubric.txt")
+    judge_cache: str | None = flag(None, "folder that keeps a judge's scores between runs", shown="host memory")
     holdout_reward: str | None = flag(
         None, "reward that validation reports and training never sees", shown="none", code=True
     )
     stop_on_hacking: bool = flag(False, "stop when validation finds the reward up and the held-out one down")
     max_reward_failures: float = flag(0.25, "share of failed rewards in a batch that stops the run", low=0, high=1)
-    reward_fps: float = flag(2.0, "frames per second that videoalign, clipscore, pickscore and ocr see", above=0)
+    reward_fps: float = flag(2.0, "frames per second that rewards other than shapes see", above=0)
     reward_batch_size: int = flag(4, "clips per reward call", low=1)
 
 

@@ -38,7 +38,7 @@ RETIRED = {
 KNOWN = (*FIELDS, *ALIASES, *RETIRED)  # keys of a file
 MOST_LEVELS = 50  # of a YAML file
 PATHS = ("pretrained_model_root", "output_dir", "train_prompts", "prompt_cache", "pretrained_lora_path", "reward_path")
-PATHS += ("validation_prompts", "resume_from_checkpoint", "init_from_checkpoint")
+PATHS += ("validation_prompts", "resume_from_checkpoint", "init_from_checkpoint", "judge_rubric", "judge_cache")
 CODE = [name for name, field in FIELDS.items() if field.metadata["code"]]
 
 

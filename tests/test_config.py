@@ -181,7 +181,11 @@ def test_a_path_has_no_control_characters(name, value):
 
 
 def test_every_flag_for_a_file_or_folder_is_a_path():
-    named = {name for name in FIELDS if name.endswith(("_dir", "_root", "_path", "_cache", "_prompts", "_checkpoint"))}
+    named = {
+        name
+        for name in FIELDS
+        if name.endswith(("_dir", "_root", "_path", "_cache", "_prompts", "_checkpoint", "_rubric"))
+    }
     assert named - {"num_validation_prompts"} == set(flags.PATHS)
 
 
@@ -346,7 +350,7 @@ def test_choices_are_those_of_the_maths():
     [
         ({"reward_model": "remote"}, "the reward remote needs .* remote_reward_url"),
         ({"holdout_reward": "remote"}, "the reward remote needs .* remote_reward_url"),
-        ({"remote_reward_url": "http://there:8900"}, "neither reward_model nor holdout_reward names remote"),
+        ({"remote_reward_url": "http://there:8900"}, "no reward_model or holdout_reward is remote or judge"),
         ({"stop_on_hacking": True}, "stop_on_hacking is True, .* give holdout_reward"),
     ],
 )

@@ -5,7 +5,9 @@ a reward may fail, and then stays NaN; the reference model is in trust_region.py
 Shapes: N rollouts, P (rollout, step) pairs, T denoising steps.
 """
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -61,6 +63,25 @@ def group_advantages(
         starved_groups=int((count < 2).sum()),
         flat_groups=int((flat & (count >= 2)).sum()),
     )
+
+
+def score_advantages(
+    scores: Mapping[str, Tensor], weights: Mapping[str, float], groups: Tensor, advantage_std: str, adv_clip_max: float
+) -> Advantages:
+    """A_i = sum_k w_k A_ki / sum_k |w_k|, where A_k are the advantages of score k alone; then clipped.
+
+    So scores of a large scale do not drown the others. Without division (`none`) it is the advantage of the weighted
+    sum. `scores` (N,) each; a rollout that lacks one has failed. A group is flat if all of its scores are.
+    """
+    used = {name: weight for name, weight in weights.items() if weight}
+    failed = torch.stack([~scores[name].isfinite() for name in used]).any(0)
+    how = (groups, advantage_std, math.inf)
+    alone = [group_advantages(scores[name].masked_fill(failed, math.nan), *how) for name in used]
+    scale = 1.0 if advantage_std == "none" else sum(map(abs, used.values()))
+    values = sum(weight / scale * each.values for weight, each in zip(used.values(), alone, strict=True))
+    trained = torch.stack([each.trained for each in alone]).any(0)
+    flat = len(groups.unique()) - alone[0].starved_groups - len(groups[trained].unique())
+    return replace(alone[0], values=values.clamp(-adv_clip_max, adv_clip_max), trained=trained, flat_groups=flat)
 
 
 def normalized_log_ratio(log_ratio: Tensor, kl_to_rollout: Tensor, std: Tensor) -> Tensor:

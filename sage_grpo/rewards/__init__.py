@@ -5,6 +5,7 @@ REWARDS = {
     "clipscore": "sage_grpo.rewards.clip:build_clipscore",
     "pickscore": "sage_grpo.rewards.clip:build_pickscore",
     "ocr": "sage_grpo.rewards.ocr:build",
+    "judge": "sage_grpo.rewards.judge:build",
     "remote": "sage_grpo.rewards.remote:build",
     "shapes": "embedded.shapes.reward:build",
 }

@@ -36,6 +36,7 @@ class Setup:
     url: str | None = None  # address of a reward server
     timeout: float = 300.0  # seconds a call may take
     start_timeout: float = 1800.0  # seconds until a server has answered what it scores
+    judge: tuple[str | None, ...] = (None, None, None)  # its model, file of its rubric, folder of its answers
 
     @property
     def dtype(self) -> torch.dtype:

@@ -19,6 +19,7 @@ class Scores:
     total: Tensor  # (N,)
     named: dict[str, Tensor]  # each (N,)
     errors: list[str] = field(default_factory=list)  # one sentence per failure
+    weights: Mapping[str, float] = field(default_factory=dict)  # of the named scores in the total
 
 
 class Composite:
@@ -74,13 +75,14 @@ class Composite:
                 except Exception as error:  # any failure of a reward means no score
                     errors.append(f"{name}: {type(error).__name__}: {error}")
                     continue
+                errors += [f"{name}: {text}" for text in getattr(reward, "failures", ())]  # of single clips
                 for score, values in scores.items():
                     named[self._label(name, score)][rows] = values
         total = self.total(named)
         lost = int((~total.isfinite()).sum()) - (len(clips) - len(there))
         if lost and not errors:
             errors.append(f"{lost} score(s) are not finite")
-        return Scores(total, named, errors)
+        return Scores(total, named, errors, self.weights)
 
 
 def _checked(reward: Reward, scores: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:

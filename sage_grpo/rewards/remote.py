@@ -1,6 +1,6 @@
-"""A reward that runs elsewhere: the client of `python -m sage_grpo.tools.reward_server`.
+"""Rewards that run elsewhere: how a server is asked, and the client of `python -m sage_grpo.tools.reward_server`.
 
-Scoring is stateless on the server, so a request lost to a broken connection or a full queue is retried a few times.
+Scoring is stateless on the server, so a request lost to a broken connection or a busy server is retried a few times.
 Rejected or timed-out requests are not. Redirects are errors, because the token would follow them.
 """
 
@@ -23,26 +23,92 @@ from sage_grpo.rewards.wire import WireError, pack, read_json, read_token
 if TYPE_CHECKING:
     import httpx2  # imported at run time only where used: it takes 0.1 s
 
-PAUSES = (1.0, 2.0, 4.0, 8.0)  # seconds before each retry
+PAUSES, LONGEST_PAUSE = (1.0, 2.0, 4.0, 8.0), 60.0  # seconds before each retry, unless the server asks for more
 MAX_ANSWER = 1 << 24  # bytes
 MAX_CHUNK = 1 << 22  # bytes sent at once; the most of a clip that is ever copied
-BUSY = 503
 
 
 class RemoteError(ValueError):
     """Why the server cannot be used or did not score, in one sentence."""
 
 
-class RemoteReward:
-    """The rewards of the server at `url`.
+class Server:
+    """Asks the server at `url`, with the token. `retried`: statuses that mean busy; `hint`: what should run there.
 
     `timeout` is the longest wait for its next bytes, in seconds; a complete answer before training may take
     `start_timeout`, and later ones as long as `Composite` allows.
     """
 
-    def __init__(self, url: str, timeout: float = 300.0, start_timeout: float = 1800.0) -> None:
+    retried, hint, content_type = (503,), "python -m sage_grpo.tools.reward_server", "application/octet-stream"
+
+    def __init__(self, url: str | None, timeout: float, start_timeout: float) -> None:
+        if url is None:
+            raise RemoteError("this reward needs the address of its server: give --remote_reward_url")
         self.url, self.timeout, self.start_timeout = url.rstrip("/"), timeout, start_timeout
         self.client = _open_client(url, timeout, read_token())
+
+    def _ask_in_time(self, *request: Any) -> dict[str, Any]:
+        """`_ask` with a deadline for everything together: a server may send byte after byte, each of them in time."""
+        try:
+            return within(self.start_timeout, self._ask, *request)
+        except TimeoutError as error:
+            raise RemoteError(f"remote_reward_url {self.url} cannot be used: {error}") from error
+
+    def _ask(self, method: str, path: str, parts: Sequence[bytes | memoryview] = ()) -> dict[str, Any]:
+        """The JSON body of a 200 response; anything else is an error."""
+        for pause in (*PAUSES, None):
+            try:
+                status, body, wanted = self._exchange(method, path, parts)
+                if status not in self.retried:
+                    return self._read(status, body)
+                problem = f"it answered {status}"
+            except ConnectionError as error:
+                problem, wanted = printable(error), 0.0
+            if pause is not None:
+                time.sleep(max(pause, min(wanted, LONGEST_PAUSE)))
+        raise RemoteError(
+            f"remote_reward_url {self.url} could not be used {len(PAUSES) + 1} times in a row ({problem}); is "
+            f"{self.hint} running there?"
+        )
+
+    def _exchange(self, method: str, path: str, parts: Sequence[bytes | memoryview]) -> tuple[int, bytes, float]:
+        """Status, body (at most the first bytes over MAX_ANSWER) and Retry-After of a response; errors are OSErrors."""
+        import httpx2
+
+        body, about = bytearray(), {"Content-Length": str(sum(map(len, parts))), "Content-Type": self.content_type}
+        try:
+            with self.client.stream(method, path, content=_chunks(parts), headers=about) as response:
+                for chunk in response.iter_raw():
+                    body += chunk
+                    if len(body) > MAX_ANSWER:
+                        break
+                later = response.headers.get("Retry-After", "")
+                return response.status_code, bytes(body), float(later) if later.isdecimal() else 0.0
+        except httpx2.TimeoutException as error:
+            raise TimeoutError(f"{self.url} did not answer within {self.timeout:g} s") from error
+        except httpx2.TransportError as error:  # includes a response shorter than its Content-Length
+            raise ConnectionError(f"{type(error).__name__}: {error}") from error
+
+    def _read(self, status: int, body: bytes) -> dict[str, Any]:
+        if 300 <= status < 400:
+            raise RemoteError(f"{self.url} answers with a redirect ({status}), which is not followed: name its target")
+        if len(body) > MAX_ANSWER:
+            raise RemoteError(f"the answer of {self.url} has more than {MAX_ANSWER} bytes")
+        try:
+            answer = read_json(body)
+        except WireError as error:
+            raise RemoteError(f"{self.url} answered {status} without JSON") from error
+        if status != 200 or not isinstance(answer, dict):
+            told = answer.get("error") if isinstance(answer, dict) else None
+            raise RemoteError(f"{self.url} refused ({status}): {printable(told or 'it did not say why')}")
+        return answer
+
+
+class RemoteReward(Server):
+    """The rewards of a reward server."""
+
+    def __init__(self, url: str | None, timeout: float = 300.0, start_timeout: float = 1800.0) -> None:
+        super().__init__(url, timeout, start_timeout)
         about = self._ask_in_time("GET", "/info")
         if not isinstance(about.get("names"), list) or type(about.get("max_bytes")) not in (int, float):
             raise RemoteError(f"{self.url} is not a reward server: its /info lists no names and limits")
@@ -78,61 +144,6 @@ class RemoteReward:
         if not all(value is None or type(value) in (int, float) for value in values):
             raise RemoteError(f"{self.url} returned a value for {name} that is not a number")
         return torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float64)
-
-    def _ask_in_time(self, *request: Any) -> dict[str, Any]:
-        """`_ask` with a deadline for everything together: a server may send byte after byte, each of them in time."""
-        try:
-            return within(self.start_timeout, self._ask, *request)
-        except TimeoutError as error:
-            raise RemoteError(f"remote_reward_url {self.url} cannot be used: {error}") from error
-
-    def _ask(self, method: str, path: str, parts: Sequence[bytes | memoryview] = ()) -> dict[str, Any]:
-        """The JSON body of a 200 response; anything else is an error."""
-        for pause in (*PAUSES, None):
-            try:
-                status, body = self._exchange(method, path, parts)
-                if status != BUSY:
-                    return self._read(status, body)
-                problem = "its queue is full"
-            except ConnectionError as error:
-                problem = printable(error)
-            if pause is not None:
-                time.sleep(pause)
-        raise RemoteError(
-            f"remote_reward_url {self.url} could not be used {len(PAUSES) + 1} times in a row ({problem}); is "
-            "python -m sage_grpo.tools.reward_server running there?"
-        )
-
-    def _exchange(self, method: str, path: str, parts: Sequence[bytes | memoryview]) -> tuple[int, bytes]:
-        """Status and body of a complete response, or the first bytes of one over MAX_ANSWER; errors are OSErrors."""
-        import httpx2
-
-        length, body = {"Content-Length": str(sum(map(len, parts)))}, bytearray()
-        try:
-            with self.client.stream(method, path, content=_chunks(parts), headers=length) as response:
-                for chunk in response.iter_raw():
-                    body += chunk
-                    if len(body) > MAX_ANSWER:
-                        break
-                return response.status_code, bytes(body)
-        except httpx2.TimeoutException as error:
-            raise TimeoutError(f"{self.url} did not answer within {self.timeout:g} s") from error
-        except httpx2.TransportError as error:  # includes a response shorter than its Content-Length
-            raise ConnectionError(f"{type(error).__name__}: {error}") from error
-
-    def _read(self, status: int, body: bytes) -> dict[str, Any]:
-        if 300 <= status < 400:
-            raise RemoteError(f"{self.url} answers with a redirect ({status}), which is not followed: name its target")
-        if len(body) > MAX_ANSWER:
-            raise RemoteError(f"the answer of {self.url} has more than {MAX_ANSWER} bytes")
-        try:
-            answer = read_json(body)
-        except WireError as error:
-            raise RemoteError(f"{self.url} answered {status} without JSON") from error
-        if status != 200 or not isinstance(answer, dict):
-            told = answer.get("error") if isinstance(answer, dict) else None
-            raise RemoteError(f"{self.url} refused ({status}): {printable(told or 'it did not say why')}")
-        return answer
 
 
 def _open_client(url: str, timeout: float, token: str) -> "httpx2.Client":
@@ -172,6 +183,4 @@ def _chunks(parts: Sequence[bytes | memoryview]) -> Iterator[memoryview]:
 
 
 def build(setup: Setup) -> RemoteReward:
-    if setup.url is None:
-        raise ValueError("the reward remote needs the address of its server: give --remote_reward_url")
     return RemoteReward(setup.url, setup.timeout, setup.start_timeout)

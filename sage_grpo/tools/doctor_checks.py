@@ -15,7 +15,7 @@ from sage_grpo.algo.equalizer import equalizer, gradient_scale
 from sage_grpo.algo.sde import build_schedule
 from sage_grpo.models.sample import counter_noise, denoise, integrate
 from sage_grpo.plugins import resolved
-from sage_grpo.tools.calibration import DRAWN_DEFECTS, drawn_clips, measure, orders
+from sage_grpo.tools import edits
 from sage_grpo.tools.paired import aligned
 from sage_grpo.tools.plan import plan_of, remedies
 from sage_grpo.tools.plan_memory import fits, peak
@@ -107,7 +107,7 @@ def check_prompts(trainer: Trainer) -> Iterator[Finding]:
 
 def check_vae(trainer: Trainer) -> Iterator[Finding]:
     """Encode and decode clips of the model's world, or one whose colors encode each pixel's time and position."""
-    c, known = trainer.config, drawn_clips(trainer.config, trainer.prompts, VAE_CLIPS)
+    c, known = trainer.config, edits.drawn_clips(trainer.config, trainer.prompts, VAE_CLIPS)
     places = torch.meshgrid(*(torch.linspace(0, 255, n) for n in (c.num_frames, c.height, c.width)), indexing="ij")
     clips = torch.stack(known[0]) if known else torch.stack(places, -1)[None].byte()
     kind = "rendered" if known else "smooth synthetic"
@@ -121,23 +121,22 @@ def check_vae(trainer: Trainer) -> Iterator[Finding]:
 
 
 def check_reward(trainer: Trainer) -> Iterator[Finding]:
-    """Bad clips must score below good ones on the score for their defect, and must not have a higher total."""
-    known = drawn_clips(trainer.config, trainer.prompts, REWARD_CLIPS)
+    """The audit's short form: damage must lower the score that is about it, and nothing may raise the total."""
+    known = edits.drawn_clips(trainer.config, trainer.prompts, REWARD_CLIPS)
     if known is None:
         yield Finding("reward", "note", "not checked: this model has no world that can draw a clip known to be good")
         return
     try:
-        found = measure(trainer.reward, *known, trainer.config.fps)
+        found = edits.measure(trainer.reward, *known, trainer.config.fps, dict.fromkeys(edits.SHORT, ()))
     except ValueError as error:
         yield judged("reward", False, str(error), "repair the reward")
         return
-    means = {kind: {name: values.mean().item() for name, values in scores.items()} for kind, scores in found.items()}
-    wrong = [f"{o.score} of {o.kind} clips" for o in orders(found, DRAWN_DEFECTS) if o.mark == "WRONG"]
-    # weights may ignore a defect on purpose, so equal totals are fine
-    wrong += [f"total of {kind} clips" for kind in means if means[kind]["total"] > means["good"]["total"]]
-    shown = (f"{kind} {', '.join(f'{name} {value:.2f}' for name, value in row.items())}" for kind, row in means.items())
-    remedy = f"{', '.join(wrong)} should be below that of good ones: mind the reward's sign and the reward_weights"
-    yield judged("reward", not wrong, f"means of known clips: {'; '.join(shown)}", remedy, means=means)
+    told = edits.conclude(found, verdicts := edits.give_verdicts(found, drawn=True))
+    remedy = f"{'; '.join(told['wrong'])}: mind the reward's sign and the reward_weights"
+    text, shown = "how known edits change the scores of clips known to be good", edits.table(found, verdicts)
+    yield judged("reward", not told["wrong"], text, remedy, textwrap.indent(shown, " " * 17), **told)
+    if told["unclear"]:
+        yield Finding("reward", "note", f"too few clips to tell ({len(known[0])}): {', '.join(told['unclear'])}")
 
 
 def check_exploration(trainer: Trainer) -> Iterator[Finding]:

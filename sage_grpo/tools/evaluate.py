@@ -3,12 +3,11 @@
     python -m sage_grpo.tools.evaluate --config RUN/config.yaml --checkpoints RUN/checkpoints/step-000100 \\
         --reward_model videoalign clipscore pickscore
     python -m sage_grpo.tools.evaluate --clips OURS THEIRS --reward_model videoalign
-    python -m sage_grpo.tools.evaluate --calibrate --reward_model videoalign --clips GOOD
 
 Takes every flag of post_train.py; the validation flags control how clips are made, and reward_weights are ignored. Each
 clip is saved with its scores right away, so a second call continues where the first one stopped. Under torchrun every
-process has a full model and its share of the prompts. Exit code 0: done; 1: a score is missing, or a reward ranks
-known clips wrongly; 2: the configuration or a file is wrong.
+process has a full model and its share of the prompts. Exit code 0: done; 1: a score is missing; 2: the configuration
+or a file is wrong.
 """
 
 import argparse
@@ -30,14 +29,12 @@ from sage_grpo.models.backbone import Guidance
 from sage_grpo.parallel.ranks import Ranks, join_ranks
 from sage_grpo.runs.clips import beside, checked, read_listing
 from sage_grpo.runs.media import read_mp4, write_mp4
-from sage_grpo.tools.calibration import DEFECTS, DRAWN_DEFECTS, drawn_clips, measure, orders, tables
 from sage_grpo.tools.evaluation_page import compared, pages
 from sage_grpo.train.build import build_composite, held_out_prompts, open_model, reward_names
 from sage_grpo.train.validation import Validation
 from sage_grpo.worlds import check_prompts, world_of
 
 DAY = 24 * 3600.0  # seconds
-CALIBRATION_CLIPS = 32
 # flags that determine a clip's content and scores: two evaluations may share a folder only if these match
 SETTINGS = ("pretrained_model_root", "pretrained_transformer_version", "negative_prompt", "guidance_scale", "fps")
 SETTINGS += ("dtype", "validate_video_length", "validation_timestep_shift", "validation_fixed_size")
@@ -53,7 +50,6 @@ def options_of(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Con
     add("--clips", type=Path, nargs="+", default=[], help="folders of mp4 files with clips.json, or a JSON each")
     add("--seeds", type=int, nargs="+", help="clips per prompt; default: the prompt's own, or validation_global_seed")
     add("--output", type=Path, default=Path("outputs/evaluation"), help="folder; default: %(default)s")
-    add("--calibrate", action="store_true", help="rank known clips instead: of the model's world, or of --clips")
     options, rest = parser.parse_known_args(arguments)
     return options, parse(rest)
 
@@ -159,25 +155,6 @@ class Evaluation:
         return 1 if lost else 0
 
 
-def calibrate(evaluation: Evaluation) -> int:
-    o, c = evaluation.options, evaluation.config
-    files = [(*read_mp4(entry["file"]), entry["prompt"]) for folder in o.clips for entry in read_folder(folder)]
-    drawn = None if files else drawn_clips(c, evaluation.prompts, CALIBRATION_CLIPS)
-    if not files and not drawn:
-        raise ConfigError("this model has no world that can draw a clip known to be good: name a folder with --clips")
-    if len({fps for _, fps, _ in files}) > 1:
-        raise ConfigError("the clips have several frame rates; the reward would see more of some than of others")
-    clips, texts, fps = (*drawn, c.fps) if drawn else ([f[0] for f in files], [f[2] for f in files], files[0][1])
-    found = measure(evaluation.reward, clips, texts, fps)
-    expected = orders(found, DRAWN_DEFECTS if drawn else DEFECTS)
-    print(f"{len(clips)} clips\n{tables(found, expected)}")
-    o.output.mkdir(parents=True, exist_ok=True)
-    means = {kind: {name: values.mean().item() for name, values in scores.items()} for kind, scores in found.items()}
-    marks = [dataclasses.asdict(order) | {"mark": order.mark} for order in expected]
-    write_json(o.output / "calibration.json", {"means": means, "orders": marks})
-    return 1 if any(order.mark == "WRONG" for order in expected) else 0
-
-
 def read_folder(folder: Path) -> list[dict[str, Any]]:
     """File, prompt and seed of each clip in a folder written by generate.py or a validation, or laid out like one."""
     listed = folder / "clips.json"
@@ -222,12 +199,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options, config = options_of(arguments)
         model = (config.pretrained_model_root, config.pretrained_transformer_version)
-        sampled = options.checkpoints or not (options.clips or options.calibrate)
+        sampled = options.checkpoints or not options.clips
         device = device_for(config.device, *model) if sampled else config.device
         with join_ranks(config.start_timeout, device_type=device) as ranks:
             ranks.set_timeout(DAY)  # ranks work independently until the end, on shares that may differ
-            evaluation = Evaluation(options, config, ranks)
-            return calibrate(evaluation) if options.calibrate else evaluation.run()
+            return Evaluation(options, config, ranks).run()
     except (ValueError, OSError) as error:
         print(f"evaluate: {error}", file=sys.stderr)
         return 2

@@ -163,6 +163,7 @@ def build_composite(
     """Combine the named rewards; weights that nobody gave fit themselves to the scores."""
     timeout = config.collective_timeout / 2
     where = (config.remote_reward_url, timeout, config.start_timeout)
+    where += ((config.judge_model, config.judge_rubric, config.judge_cache),)
     rewards = build_rewards(names, Setup(reward_folder(config), device, config.reward_fps, *where))
     if weights == (default := Config().reward_weights):  # VideoAlign's; the single score of another reward counts 1
         weights = {name: {s: default[s] for s in r.names if s in default} or 1.0 for name, r in rewards.items()}

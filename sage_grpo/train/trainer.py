@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from sage_grpo.algo.grpo import Advantages, group_advantages
+from sage_grpo.algo.grpo import Advantages, group_advantages, score_advantages
 from sage_grpo.algo.sde import Schedule
 from sage_grpo.config import Config
 from sage_grpo.data.requests import Request
@@ -168,7 +168,7 @@ class Trainer:
         """Scores of the full batch and the first error from each rank; too many failures stop the run."""
         mine = self.ranks.from_leader(lambda: self.reward.score(clips, self.texts(batch), self.config.fps))
         named = {name: self.ranks.gather(values) for name, values in mine.named.items()}
-        scores = Scores(self.ranks.gather(mine.total), named)
+        scores = Scores(self.ranks.gather(mine.total), named, weights=mine.weights)
         if not scores.total.isfinite().all():  # gathered scores, so all ranks take this branch or none does
             errors = [text for text in self.ranks.texts("".join(mine.errors[:1])) if text]
             scores.errors = errors or ["a clip could not be decoded, its numbers are not finite"]
@@ -187,8 +187,10 @@ class Trainer:
 
     def advantages(self, scores: Scores) -> Advantages:
         """Advantages over all ranks: rows are clips in plan order, group by group."""
-        groups = torch.arange(len(scores.total)) // self.config.num_generations
-        return group_advantages(scores.total, groups, self.config.advantage_std, self.config.adv_clip_max)
+        c, groups = self.config, torch.arange(len(scores.total)) // self.config.num_generations
+        if c.advantage_per_score:
+            return score_advantages(scores.named, scores.weights, groups, c.advantage_std, c.adv_clip_max)
+        return group_advantages(scores.total, groups, c.advantage_std, c.adv_clip_max)
 
     def prepare_anchor(self, batch: Sequence[Trajectory]) -> None:
         """Store the anchor's velocities along the rollout; while it equals the policy, the rollout's are used."""

@@ -3,7 +3,14 @@ import math
 import pytest
 import torch
 
-from sage_grpo.algo.grpo import group_advantages, normalized_log_ratio, objective, policy_columns, policy_loss
+from sage_grpo.algo.grpo import (
+    group_advantages,
+    normalized_log_ratio,
+    objective,
+    policy_columns,
+    policy_loss,
+    score_advantages,
+)
 from sage_grpo.algo.sde import build_schedule, flow_sigmas
 
 NAN = math.nan
@@ -86,6 +93,54 @@ def test_bad_arguments_are_refused():
         advantages([1.0, 2.0], [0])
     with pytest.raises(ValueError, match=r"rewards are torch\.int64"):
         group_advantages(torch.tensor([1, 2, 5]), torch.tensor([0, 0, 0]))
+
+
+def per_score(scores, weights, groups, adv_clip_max=5.0):
+    scores = {name: torch.tensor(values, dtype=torch.float64) for name, values in scores.items()}
+    return score_advantages(scores, weights, torch.tensor(groups), "group", adv_clip_max)
+
+
+def test_scores_of_different_scales_count_by_their_weights_alone():
+    """In each group, a is -1, +1 and b is +1, -1 of its own standard deviations."""
+    scores, groups = {"a": [0.0, 2.0, 1.0, 1.02], "b": [500.0, 100.0, 0.0, -7.0]}, [0, 0, 1, 1]
+    found = per_score(scores, {"a": 3.0, "b": 1.0}, groups).values
+    torch.testing.assert_close(found, torch.tensor([-0.5, 0.5, -0.5, 0.5]).double(), rtol=2e-4, atol=0)
+    summed = advantages([3 * a + b for a, b in zip(scores["a"], scores["b"], strict=True)], groups).values
+    assert summed.sign().tolist() == [1, -1, 1, -1], "in the sum, the large score drowns the small one"
+    doubled = per_score(scores, {"a": 6.0, "b": 2.0, "unused": 0}, groups).values
+    torch.testing.assert_close(doubled, found)
+    torch.testing.assert_close(per_score(scores, {"b": -2.0}, groups).values, -advantages(scores["b"], groups).values)
+    assert per_score(scores, {"a": 3.0, "b": 1.0}, groups, adv_clip_max=0.25).values.abs().tolist() == [0.25] * 4
+
+
+@pytest.mark.parametrize("mode", ["group", "batch", "none"])
+def test_each_score_is_normalized_as_it_would_be_alone(mode):
+    generator = torch.Generator().manual_seed(0)
+    a, b, groups = torch.randn(12, generator=generator), 40 * torch.rand(12, generator=generator), torch.arange(12) // 4
+    found = score_advantages({"a": a, "b": b}, {"a": 0.5, "b": 1.5}, groups, mode, 1000.0)
+    if mode == "none":  # nothing is divided, so advantages add up as scores do
+        expected = group_advantages(0.5 * a + 1.5 * b, groups, mode, 1000.0).values
+    else:
+        alone = [group_advantages(values, groups, mode, 1000.0).values for values in (a, b)]
+        expected = 0.25 * alone[0] + 0.75 * alone[1]
+    torch.testing.assert_close(found.values, expected)
+
+
+def test_a_rollout_that_lacks_one_score_leaves_the_statistics_of_all():
+    found = per_score({"a": [1.0, 3.0, 9.0, 5.0], "b": [2.0, 0.0, NAN, NAN]}, {"a": 1.0, "b": 0.5}, [0, 0, 0, 1])
+    third = 1 / 3
+    torch.testing.assert_close(found.values, torch.tensor([-third, third, 0, 0]).double(), rtol=1e-5, atol=1e-12)
+    assert found.trained.tolist() == [True, True, False, False]
+    assert (found.failed, found.starved_groups, found.flat_groups) == (2, 1, 0)
+    unweighted = per_score({"a": [1.0, 3.0, 9.0, 5.0], "b": [NAN] * 4}, {"a": 1.0, "b": 0.0}, [0, 0, 0, 0])
+    assert unweighted.failed == 0 and unweighted.trained.all()
+
+
+def test_a_flat_score_adds_nothing_and_a_group_is_flat_if_all_are():
+    scores = {"a": [0.1, 0.1, 0.1, 0.1, 1.0, 2.0], "b": [0.0, 1.0, 7.0, 7.0, 3.0, 4.0]}
+    found = per_score(scores, {"a": 1.0, "b": 1.0}, [0, 0, 1, 1, 2, 2])
+    torch.testing.assert_close(found.values, torch.tensor([-0.5, 0.5, 0, 0, -1, 1]).double(), rtol=1e-5, atol=1e-12)
+    assert found.flat_groups == 1 and found.trained.tolist() == [True, True, False, False, True, True]
 
 
 def test_clipped_loss_by_hand():

@@ -69,7 +69,7 @@ def answering(answer):
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
             asked.append(self.path)
-            self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             answer(self)
 
         do_POST = do_GET

@@ -148,7 +148,7 @@ def test_a_full_queue_is_asked_again_and_not_for_ever():
         handler.say(status, {"scores": {"light": [1, 2, 3]}, "errors": []} if status == 200 else {})
 
     assert scored(busy) == [1, 2, 3] and scored.times == 3
-    with pytest.raises(RemoteError, match=r"3 times in a row \(its queue is full\)"):
+    with pytest.raises(RemoteError, match=r"3 times in a row \(it answered 503\)"):
         scored(lambda handler: handler.say(503, {}))
     assert scored.times == 3
 

@@ -93,8 +93,9 @@ def test_all_is_well(run_doctor):
         and "1 prompt(s) per update" in run_doctor.text
     )
     assert run_doctor.findings("ratio")[0]["numbers"]["deviation"] == 0
-    means = run_doctor.findings("reward")[0]["numbers"]["means"]
-    assert means["good"]["total"] > max(mean["total"] for case, mean in means.items() if case != "good")
+    assert (
+        run_doctor.findings("reward")[0]["numbers"]["wrong"] == [] and "3 clips total VQ MQ TA good" in run_doctor.text
+    )
     check_comparison(run_doctor)
 
 
@@ -231,20 +232,39 @@ class Fails(ShapesReward):
         raise OSError("no answer")
 
 
-class Flat(ShapesReward):
+class Coarse(ShapesReward):
+    """Tells good clips from others, but nothing about the clips of a model that is far from good."""
+
     names = ("style",)
 
     def score(self, clips, prompts, fps):
-        return {"style": torch.ones(len(clips))}
+        return {"style": (super().score(clips, prompts, fps)["TA"] > 0.6).double()}
 
 
 def test_a_reward_that_prefers_noise(run_doctor, monkeypatch):
     monkeypatch.setitem(REWARDS, "shapes", lambda setup: LovesNoise())
-    expect_wrong(run_doctor, "reward", "VQ of noisy clips", "total of wrong prompt clips", "mind the reward's sign")
+    words = ("VQ does not fall for noisy clips", "prompt-blind: with wrong prompts", "mind the reward's sign")
+    expect_wrong(run_doctor, "reward", *words)
 
 
 def test_weights_that_prefer_frozen_clips(run_doctor):
-    expect_wrong(run_doctor, "reward", "total of frozen clips", reward_weights='{"VQ": 1, "MQ": -1}')
+    expect_wrong(run_doctor, "reward", "prefers frozen clips", reward_weights='{"VQ": 1, "MQ": -1}')
+
+
+def test_a_reward_that_is_constant(run_doctor, monkeypatch):
+    monkeypatch.setattr(Coarse, "score", lambda self, clips, prompts, fps: {"style": torch.ones(len(clips))})
+    monkeypatch.setitem(REWARDS, "shapes", lambda setup: Coarse())
+    expect_wrong(run_doctor, "reward", "constant: every clip gets the same total", reward_weights='{"style": 1}')
+
+
+def test_two_clips_are_too_few_to_call_a_reward_wrong(run_doctor, monkeypatch):
+    """Its mean does not fall, but that could be chance."""
+    run_doctor.train.write_text("".join(PROMPTS.splitlines(keepends=True)[:2]))
+    monkeypatch.setitem(REWARDS, "shapes", lambda setup: LovesNoise())
+    assert run_doctor("--skip_ab") == 0
+    marks = [(finding["mark"], finding["text"]) for finding in run_doctor.findings("reward")]
+    assert [mark for mark, _ in marks] == ["ok", "note"]
+    assert marks[1][1].startswith("too few clips to tell (2): ") and "VQ of noisy clips" in marks[1][1]
 
 
 def test_a_reward_that_fails(run_doctor, monkeypatch):
@@ -253,7 +273,7 @@ def test_a_reward_that_fails(run_doctor, monkeypatch):
 
 
 def test_a_reward_that_teaches_nothing(run_doctor, monkeypatch):
-    monkeypatch.setitem(REWARDS, "shapes", lambda setup: Flat())
+    monkeypatch.setitem(REWARDS, "shapes", lambda setup: Coarse())
     flags = {"reward_weights": '{"style": 1}', "sde_type": "precise", "eta": 1.2}
     expect_wrong(run_doctor, "samplers", "varies by 0 inside a group", "equal rewards teach nothing", **flags)
     assert "cps is left out: eta is 1.2 with sde_type cps" in run_doctor.text

@@ -44,6 +44,20 @@ CASES = [
 ]
 
 
+def test_advantages_of_each_score_by_itself(make):
+    """VQ 100 times as large as TA: the sum follows VQ, the advantages of each score follow both."""
+    trainer = make(advantage_per_score=True, reward_weights='{"VQ": 1.0, "MQ": 0.0, "TA": 3.0}')
+    batch = trainer.roll_out()
+    found = trainer.score(batch, trainer.decode(batch))
+    assert found.weights == {"VQ": 1.0, "MQ": 0.0, "TA": 3.0}
+    named = {"VQ": [100.0, 0.0, 0.0, 100.0], "MQ": [math.nan] * 4, "TA": [0.0, 1.0, 0.0, 1.0]}
+    named = {name: torch.tensor(values, dtype=torch.float64) for name, values in named.items()}
+    scores = Scores(named["VQ"] + 3 * named["TA"], named, weights=found.weights)
+    assert trainer.advantages(scores).values.tolist() == pytest.approx([-0.5, 0.5, -1, 1], rel=1e-4)
+    plain = make(overwrite=True).advantages(scores).values.tolist()
+    assert plain == pytest.approx([1, -1, -1, 1], rel=1e-4)
+
+
 @pytest.mark.parametrize("sde_type, strategy, use_lora", CASES)
 def test_two_iterations(make, sde_type, strategy, use_lora):
     trainer = make(sde_type=sde_type, use_lora=use_lora, updates_per_rollout=2, **STRATEGIES[strategy])
