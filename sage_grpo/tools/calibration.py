@@ -13,7 +13,7 @@ from sage_grpo.config import Config
 from sage_grpo.data.requests import Request
 from sage_grpo.intervals import Interval, interval
 from sage_grpo.rewards.composite import Composite
-from sage_grpo.tools.paired import aligned, number
+from sage_grpo.tools.paired import aligned, number, verdict
 from sage_grpo.worlds import world_of
 
 NOISE = 0.3  # standard deviation, relative to the pixel range
@@ -40,7 +40,7 @@ class Order:
     def mark(self) -> str:
         if not self.change.mean < 0:
             return "WRONG"
-        return "ok" if self.change.sign < 0 else "weak"
+        return {"worse": "ok", "not significant": "weak"}.get(said := verdict(self.change), said)
 
 
 def drawn_clips(config: Config, prompts: Sequence[Request], count: int) -> tuple[list[Tensor], list[str]] | None:
@@ -82,10 +82,10 @@ def orders(found: Scores, defects: Mapping[str, Sequence[str]]) -> list[Order]:
     return [Order(name, kind, interval((found[kind][name] - found["good"][name]).tolist())) for kind, name in about]
 
 
-def tables(found: Scores, expected: Sequence[Order]) -> str:
+def order_tables(found: Scores, expected: Sequence[Order]) -> str:
     """Mean scores of each kind of clips, and the orders that were expected, for the terminal."""
     means = [["mean of", *found]]
     means += [[name, *(number(found[kind][name].mean().item()) for kind in found)] for name in found["good"]]
-    marks = [["should be", "difference", "+-", ""]]
+    marks = [["should be", "difference", "± 95 %", ""]]
     marks += [[f"{o.score}: {o.kind} < good", number(o.change.mean), number(o.change.half), o.mark] for o in expected]
     return f"{aligned(means)}\n\n{aligned(marks)}"

@@ -24,7 +24,7 @@ def test_each_kind_has_its_defect_and_no_other():
 
 
 def test_the_score_that_is_about_a_defect_must_fall():
-    good = {"total": torch.ones(4), "videoalign.VQ": torch.ones(4), "videoalign.TA": torch.ones(4)}
+    good = {"total": torch.ones(8), "videoalign.VQ": torch.ones(8), "videoalign.TA": torch.ones(8)}
     found = {"good": good, "noisy": {n: v - 0.5 for n, v in good.items()}, "reversed": good}
     (noisy,) = orders(found, DEFECTS)
     assert (noisy.score, noisy.kind, noisy.mark) == ("videoalign.VQ", "noisy", "ok") and noisy.change == Interval(
@@ -38,5 +38,7 @@ def test_the_score_that_is_about_a_defect_must_fall():
 
 @pytest.mark.parametrize(("mean", "half", "mark"), [(-1, 0.5, "ok"), (-1, 2, "weak"), (0, 0, "WRONG"), (1, 2, "WRONG")])
 def test_marks(mean, half, mark):
-    assert Order("VQ", "noisy", Interval(mean, half)).mark == mark
-    assert Order("VQ", "noisy", Interval(float("nan"), half)).mark == "WRONG"
+    assert Order("VQ", "noisy", Interval(mean, half, 8)).mark == mark
+    assert Order("VQ", "noisy", Interval(float("nan"), half, 8)).mark == "WRONG"
+    few = Order("VQ", "noisy", Interval(mean, half, 7)).mark
+    assert few == ("WRONG" if mark == "WRONG" else "too few clips")
