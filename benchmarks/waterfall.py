@@ -10,9 +10,9 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from sage_grpo.flags import parse
+from sage_grpo.tools.figure_style import BLUE, GREEN, GREY, ORANGE, PURPLE, STYLE
 from sage_grpo.tools.plan import plan_of
 from sage_grpo.tools.plan_model import Plan, times
-from sage_grpo.tools.report_figures import BLUE, GREEN, GREY, ORANGE, PURPLE, STYLE
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = "configs/hunyuan15_1gpu_lora.yaml"

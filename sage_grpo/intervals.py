@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -16,6 +16,7 @@ class Interval:
 
     mean: float
     half: float
+    count: int = field(default=0, compare=False)  # values behind it
 
     @property
     def sign(self) -> int:
@@ -27,9 +28,9 @@ def interval(values: Iterable[float]) -> Interval:
     """Mean and interval of the finite values; the mean of none is NaN."""
     found = np.array([value for value in values if math.isfinite(value)])
     if len(found) < 3:
-        return Interval(float(found.mean()) if len(found) else math.nan, math.nan)
+        return Interval(float(found.mean()) if len(found) else math.nan, math.nan, len(found))
     half = student_95(len(found) - 1) * float(found.std(ddof=1)) / math.sqrt(len(found))
-    return Interval(float(found.mean()), half)
+    return Interval(float(found.mean()), half, len(found))
 
 
 def student_95(freedom: int) -> float:

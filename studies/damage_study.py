@@ -8,7 +8,9 @@ Writes table.md, a plot of the responses, and a contact sheet of the world and e
 import argparse
 from pathlib import Path
 
+import matplotlib
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 
@@ -17,6 +19,7 @@ from embedded.shapes.oracle import read
 from embedded.shapes.reward import ShapesReward
 from embedded.shapes.scenes import captions, render, sample_scenes
 from sage_grpo.runs.media import contact_sheet, thumbnails
+from sage_grpo.tools.figure_style import STYLE
 
 STRENGTHS = {
     "noise": (0.0, 0.02, 0.05, 0.1, 0.2, 0.3),
@@ -48,12 +51,8 @@ def table(rows: dict[tuple[str, float], dict[str, float]]) -> str:
 
 
 def draw(rows: dict[tuple[str, float], dict[str, float]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(2, len(STRENGTHS), figsize=(4 * len(STRENGTHS), 6), sharey="row", layout="constrained")
+    figure = Figure(figsize=(4 * len(STRENGTHS), 6), layout="constrained")
+    axes = figure.subplots(2, len(STRENGTHS), sharey="row")
     for (damage, strengths), (above, below) in zip(STRENGTHS.items(), axes.T, strict=True):
         series = {name: [rows[damage, s][name] for s in strengths] for name in rows[damage, 0.0]}
         for name, style in {"distance": "o-", "match": "s--"}.items():
@@ -64,10 +63,9 @@ def draw(rows: dict[tuple[str, float], dict[str, float]], path: Path) -> None:
         below.set_xlabel("strength")
     axes[0, 0].set_ylabel("gold: the oracle")
     axes[1, 0].set_ylabel("proxy: the reward")
-    axes[0, 0].legend(frameon=False)
-    axes[1, 0].legend(frameon=False)
+    axes[0, 0].legend(title="oracle")
+    axes[1, 0].legend(title="score")
     figure.savefig(path, dpi=90)
-    plt.close(figure)
 
 
 def main() -> None:
@@ -81,7 +79,8 @@ def main() -> None:
     cells = [(damage, strength) for damage, strengths in STRENGTHS.items() for strength in strengths]
     rows = {cell: respond(clips, sentences, *cell) for cell in tqdm(cells, "damage", unit="cell")}
     (args.output / "table.md").write_text(table(rows))
-    draw(rows, args.output / "damage.png")
+    with matplotlib.rc_context(fname=STYLE):
+        draw(rows, args.output / "damage.png")
     strongest = [DAMAGES[name](clips[7:8], s[-1], torch.Generator().manual_seed(1)) for name, s in STRENGTHS.items()]
     sheet = [*quantized(clips[:8]), *(quantized(clip)[0] for clip in strongest)]
     labels = [*sentences[:8], *(f"the last one with {name} {s[-1]:g}" for name, s in STRENGTHS.items())]

@@ -19,11 +19,12 @@ from sage_grpo.flags import parse
 from sage_grpo.parallel.ranks import join_ranks
 from sage_grpo.rewards.composite import Composite, Scores
 from sage_grpo.runs.history import read_run
-from sage_grpo.tools.paired import compare
+from sage_grpo.tools.paired import compared
+from sage_grpo.tools.report import before_after
 from sage_grpo.train.build import build_trainer
 from sage_grpo.train.trainer import Trainer
 
-METRICS = ("reward/total", "gold/match", "gold/distance", "gold/prompt_distance")
+METRICS = ("total reward", "gold match", "gold distance", "gold prompt distance")
 
 
 def shuffled(reward: Composite, trainer: Trainer) -> Composite:
@@ -63,13 +64,15 @@ def main() -> None:
             if not (folder / "done").is_file():
                 print(f"{kind} reward, seed {seed}")
                 train(kind, seed, folder, flags)
-            measures = compare(read_run(folder)).measures
-            results[folder.name] = {name: vars(measures[name]) for name in METRICS if name in measures}
+            before, after = compared(before_after(read_run(folder)), total=True)["systems"].values()
+            first, last = before["columns"], after["columns"]
+            results[folder.name] = {n: last[n] | {"before": first[n]["mean"]} for n in METRICS if n in last}
     (args.output / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     print("\n| run | " + " | ".join(METRICS) + " |\n|" + "---|" * (len(METRICS) + 1))
     for name, row in results.items():
         cells = [
-            f"{m['before']:.3f} -> {m['after']:.3f} ({m['difference']:+.3f} ± {m['half']:.3f})" for m in row.values()
+            f"{m['before']:.3f} -> {m['mean']:.3f} ({m['difference']:+.3f} ± {m['difference_half']:.3f})"
+            for m in row.values()
         ]
         print(f"| {name} | " + " | ".join(cells) + " |")
 

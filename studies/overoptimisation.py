@@ -18,7 +18,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from sage_grpo.runs.history import RunError, RunHistory, column, read_run
-from sage_grpo.tools.report_figures import BLUE, GREEN, GREY, ORANGE, STYLE
+from sage_grpo.tools.figure_style import BLUE, GREEN, GREY, ORANGE, STYLE
 
 GOLD, REWARD, KL = "gold/match", "reward/total", "kl/anchor"
 

@@ -4,15 +4,15 @@
     python -m studies.page --results DIR --page FILE.md        for a trial
 
 Draws the figures studies/figures/results_STUDY.png that the page shows, including the paper's Figures 3, 4, 7, 8 and 9,
-and regenerates the tables between markers in it; a missing page is created with everything available. Lines are running
-means of training, dots are validation; bands and bars are 95 % intervals over seeds. Bands of three seeds may extend
-beyond their panel.
+and regenerates the tables between markers in it; a missing page is created with everything available. Above are the
+differences of the tables with their 95 % intervals, filled where they are decided; below, means over seeds: lines are
+running means of training, dots are validation.
 """
 
 import argparse
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,18 +20,16 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 
 from sage_grpo.algo.equalizer import equalizer, gradient_scale
-from sage_grpo.intervals import interval
-from sage_grpo.tools.report_figures import BLUE, GREEN, GREY, ORANGE, PURPLE, STYLE
+from sage_grpo.intervals import Interval
+from sage_grpo.tools.figure_style import GREY, STYLE, colors_of
 from studies.questions import RECIPE, ROOT, SDES, STUDIES, Study, StudyPlan
 from studies.records import VALIDATED, Record, curve, mean, read_all, schedule_of, validated
-from studies.result_tables import Arms, arms_of, comparable, first_page, refreshed, tables
+from studies.result_tables import MEASURES, Arms, arms_of, comparable, compared, first_page, refreshed, tables
 from studies.sde_study import plot_std
 
-COLOURS = (BLUE, ORANGE, GREEN, PURPLE, "#b4433a", GREY, "#c9b458", "#1f2933")
 CURVES = {"reward/total": "reward", "reward/group_std": "exploration: reward std inside a group",
           "gold/match": "gold match", "gold/distance": "distance to the manifold"}  # fmt: skip
 HELD = {
@@ -41,10 +39,11 @@ HELD = {
     "kl/coef": "KL coefficient",
 }
 LOGARITHMIC = ("kl/anchor", "kl/coef")
+VARIABLES = {"balancing": "equalizer", "strategies": "KL strategy", "sde": "SDE", "energy": "SDE"}  # in legends
 WINDOW = 5  # points in a running mean
 SIZE = (3.3, 2.5)  # inches per panel
+FOREST = (0.75, 0.21)  # inches: height of a panel with differences, without rows and per row
 APART = 0.012  # fraction of the horizontal axis between the dots of two arms
-MARGIN = 0.15  # fraction of a panel's height, above and below
 Draw = Callable[..., None]
 
 
@@ -55,84 +54,94 @@ def smooth(values: np.ndarray) -> np.ndarray:
     return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
 
 
-def bands(ax: Axes, arms: Arms, key: str) -> None:
+def draw_arms(ax: Axes, arms: Arms, key: str, colors: Mapping[str, str] | None = None) -> None:
     """One color per arm, with dots side by side so that none hides another."""
-    for i, ((arm, records), colour) in enumerate(zip(arms.items(), COLOURS, strict=False)):
-        band(ax, list(records.values()), key, colour, arm, i - (len(arms) - 1) / 2)
+    colors = colors or colors_of({arm: arm for arm in arms})
+    for i, (arm, records) in enumerate(arms.items()):
+        draw_arm(ax, list(records.values()), key, colors[arm], arm, i - (len(arms) - 1) / 2)
 
 
-def band(ax: Axes, records: Sequence[Record], key: str, colour: str, label: str, place: float = 0.0) -> None:
-    """Mean over seeds of a smoothed curve with its interval, up to the shortest run; validation as dots with bars."""
+def draw_arm(ax: Axes, records: Sequence[Record], key: str, color: str, label: str, place: float = 0.0) -> None:
+    """Mean over seeds of a smoothed curve, up to the shortest run; validation as dots."""
     if not records:
         return
     length = min(len(record["steps"]) for record in records)
     steps = records[0]["steps"][:length]
-    middle, half = over_seeds([smooth(curve(record, key))[:length] for record in records])
-    ax.plot(steps, middle, color=colour, label=label)
-    faint = 0.15 if len(records) > 3 else 0.06
-    ax.fill_between(steps, middle - half, middle + half, color=colour, alpha=faint, lw=0)
+    ax.plot(steps, over_seeds([smooth(curve(record, key))[:length] for record in records]), color=color, label=label)
     whole = [record["validation"] for record in records if not math.isnan(validated(record, "reward/total"))]
     if key in VALIDATED and whole:
-        middle, half = over_seeds([np.array(validation[key], dtype=float) for validation in whole])
-        style = {"fmt": "o", "ms": 4, "capsize": 2, "lw": 1.2, "color": colour, "zorder": 3}
         at = np.array(whole[0]["step"]) + place * APART * steps[-1]
-        ax.errorbar(at, middle, np.nan_to_num(half), **style)
+        middle = over_seeds([np.array(validation[key], dtype=float) for validation in whole])
+        ax.plot(at, middle, "o", ms=4, color=color, zorder=3)
 
 
-def over_seeds(rows: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Means and interval half-widths over rows of equal length."""
-    found = [interval(column) for column in np.array(rows).T]
-    return np.array([point.mean for point in found]), np.array([point.half for point in found])
+def over_seeds(rows: Sequence[np.ndarray]) -> np.ndarray:
+    """Means over rows of equal length; missing values are ignored."""
+    return np.array([mean(column) for column in np.array(rows).T])
 
 
-def finish(axes: np.ndarray, title: str | None = None, below: bool = False) -> None:
-    """Add a legend in the first panel or below all; panel height follows lines and bars, not bands."""
-    for ax in axes.flat:
-        together = ax.get_shared_y_axes().get_siblings(ax)
-        values = np.concatenate([heights(other) for other in together])
-        if ax.get_yscale() == "linear" and len(values) and np.ptp(values):
-            margin, (bottom, top) = MARGIN * np.ptp(values), ax.get_ylim()
-            ax.set_ylim(max(bottom, values.min() - margin), min(top, values.max() + margin))
+def forest(ax: Axes, rows: Mapping[str, Interval], colors: Mapping[str, str], decided: Collection[str]) -> None:
+    """Differences with their 95 % intervals, one row per name, the first on top; filled where decided."""
+    for place, (name, change) in enumerate(rows.items()):
+        inside = colors[name] if name in decided else "white"
+        style = {"fmt": "o", "ms": 4.5, "capsize": 2.5, "color": colors[name], "markerfacecolor": inside}
+        ax.errorbar(change.mean, place, xerr=np.nan_to_num(change.half), **style)
+    ax.axvline(0, ls="--", lw=1, color=GREY, zorder=0)
+    ax.set_ylim(len(rows) - 0.4, -0.6)
+    ax.set_yticks(range(len(rows)), list(rows))
+    ax.grid(False, axis="y")
+    ax.grid(True, axis="x")
+
+
+def draw_differences(axes: Sequence[Axes], study: Study, arms: Arms) -> None:
+    """A forest per gold metric and for the reward: each arm less the one that it is compared with."""
+    found = compared(study, arms)
+    same = len({study.reference(arm) for arm in found}) == 1
+    names = {arm: arm if same else f"{arm} less {study.reference(arm)}" for arm in found}
+    colors = colors_of({arm: arm for arm in arms}, {arm: arm.removesuffix(" off") for arm in found})
+    for ax, measure in zip(axes, (name for name, m in MEASURES.items() if m.better), strict=True):
+        rows = {names[arm]: differences[measure].of for arm, differences in found.items()}
+        decided = {names[arm] for arm, differences in found.items() if differences[measure].verdict}
+        forest(ax, rows, {names[arm]: colors[arm] for arm in found}, decided)
+        better = "higher" if MEASURES[measure].better > 0 else "lower"
+        ax.set_title(f"{measure}, {better} is better")
+        ax.set_xlabel(f"less {study.reference(next(iter(found)))}" if same else "difference")
+        ax.tick_params(labelleft=ax is axes[0])
+
+
+def finish(axes: np.ndarray, title: str, below: bool = False) -> None:
+    """Add a legend with the variable's name in the first panel or below all."""
     first = axes.flat[0]
     handles, labels = first.get_legend_handles_labels()
     if handles and below:
-        first.figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8)
+        place = {"loc": "outside lower center", "ncols": len(labels), "fontsize": 8}
+        first.figure.legend(handles, labels, title=title, **place)
     elif handles:
         first.legend(title=title)
 
 
-def heights(ax: Axes) -> np.ndarray:
-    """All values of a panel's lines and bars."""
-    lines = [np.asarray(line.get_ydata(), dtype=float) for line in ax.lines]
-    bars = [
-        segment[:, 1] for part in ax.collections if isinstance(part, LineCollection) for segment in part.get_segments()
-    ]
-    values = np.concatenate([*lines, *bars, []])
-    return values[np.isfinite(values)]
-
-
-def draw_curves(axes: np.ndarray, arms: Arms, curves: Mapping[str, str] = CURVES) -> None:
+def draw_curves(axes: np.ndarray, arms: Arms, variable: str, curves: Mapping[str, str] = CURVES) -> None:
     """Reward, exploration and gold in training, or other curves, one color per arm."""
     for ax, (key, title) in zip(axes.flat, curves.items(), strict=True):
-        bands(ax, arms, key)
+        draw_arms(ax, arms, key)
         ax.set(title=title, xlabel="iteration", yscale="log" if key in LOGARITHMIC else "linear")
-    finish(axes, below=True)
+    finish(axes, variable, below=True)
 
 
-def draw_balancing(axes: np.ndarray, arms: Arms) -> None:
+def draw_balancing(axes: np.ndarray, arms: Arms, variable: str) -> None:
     """Figure 3: with and without the equalizer, one column per SDE; reward, then the gold metrics."""
     for row, key in zip(axes, ("reward/total", "gold/match", "gold/distance"), strict=True):
         for ax, name in zip(row, SDES, strict=True):
-            bands(ax, {"with": arms[name], "without": arms[f"{name} off"]}, key)
+            draw_arms(ax, {"with": arms[name], "without": arms[f"{name} off"]}, key)
             ax.set(title=name if key == "reward/total" else "", xlabel="iteration")
         row[0].set_ylabel(CURVES[key])
-    finish(axes, "equalizer")
+    finish(axes, variable)
 
 
 def draw_gradients(axes: np.ndarray, arms: Arms) -> None:
     """Figure 4: measured norm of dL/dv by noise level, and |b|/std of the sampler scaled to it, without and with S."""
     for ax, word, title in zip(axes.flat, (" off", ""), ("without the equalizer", "with the equalizer"), strict=True):
-        for name, colour in zip(SDES, COLOURS, strict=False):
+        for name, color in colors_of({name: name for name in SDES}).items():
             records = list(arms[f"{name}{word}"].values())
             if not records:
                 continue
@@ -144,21 +153,21 @@ def draw_gradients(axes: np.ndarray, arms: Arms) -> None:
             predicted = (factor * gradient_scale(schedule).numpy())[noisy]
             scale = np.exp(mean(np.log(measured[noisy]) - np.log(predicted)))
             sigma = schedule.sigmas[:-1].numpy()[noisy]
-            ax.plot(sigma, scale * predicted, lw=1, color=colour)
-            ax.plot(sigma, measured[noisy], "o", ms=4, color=colour, label=name)
+            ax.plot(sigma, scale * predicted, lw=1, color=color)
+            ax.plot(sigma, measured[noisy], "o", ms=4, color=color, label=name)
         ax.set(title=title, xlabel="noise level sigma of the step", yscale="log")
     axes.flat[0].set_ylabel("norm of dL/dv")
-    finish(axes, "dots measured, lines |b|/std")
+    finish(axes, "SDE: dots measured, lines |b|/std")
 
 
-def draw_schedules(axes: np.ndarray, arms: Arms) -> None:
+def draw_schedules(axes: np.ndarray, arms: Arms, variable: str) -> None:
     """Figure 7: VQ, MQ, TA and the coefficient under three schedules, at the published scale and at one that acts."""
     keys = {"reward/VQ": "VQ", "reward/MQ": "MQ", "reward/TA": "TA", "kl/coef": "KL coefficient"}
     for row, names in zip(axes, (list(arms)[:3], list(arms)[3:]), strict=True):
         for ax, (key, title) in zip(row, keys.items(), strict=True):
-            bands(ax, {arm: arms[arm] for arm in names}, key)
+            draw_arms(ax, {arm: arms[arm] for arm in names}, key, colors_of({arm: arm for arm in arms}))
             ax.set(title=title, xlabel="iteration")
-        finish(row)
+        finish(row, variable)
 
 
 FIGURES: dict[str, tuple[tuple[int, int], Draw]] = {  # study -> rows and columns, draw function; others: draw_curves
@@ -168,12 +177,29 @@ FIGURES: dict[str, tuple[tuple[int, int], Draw]] = {  # study -> rows and column
 }
 
 
-def draw(path: Path, shape: tuple[int, int], plot: Callable[[np.ndarray], None], share: bool | str = False) -> None:
-    """A figure with a grid of panels; `share` is matplotlib's `sharey`."""
+def draw(path: Path, shape: tuple[int, int], plot: Callable[[np.ndarray], None], share: bool | str = False,
+         rows: int = 0, differences: Callable[[Sequence[Axes]], None] | None = None) -> None:  # fmt: skip
+    """A grid of panels, under a row of panels with that many `differences`; `share` is matplotlib's `sharey`."""
     with matplotlib.rc_context({"axes.titlesize": 9, "legend.fontsize": 7}, STYLE):
-        figure = Figure(figsize=(SIZE[0] * shape[1], SIZE[1] * shape[0]), layout="constrained")
-        plot(figure.subplots(*shape, squeeze=False, sharey=share))
+        heights = [FOREST[0] + FOREST[1] * rows] * (differences is not None) + [SIZE[1] * shape[0]]
+        figure = Figure(figsize=(SIZE[0] * max(shape[1], 4 * bool(rows)), sum(heights)), layout="constrained")
+        parts = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
+        if differences:
+            differences(parts[0].subplots(1, 4, sharey=True))
+        plot(parts[-1].subplots(*shape, squeeze=False, sharey=share))
         figure.savefig(path, dpi=110, metadata={"Software": None})
+
+
+def ordered(arms: Arms) -> Arms:
+    """Arms that are numbers by their value; others as they are."""
+    numeric = all(arm.replace(".", "", 1).replace("e-", "", 1).isdigit() for arm in arms)
+    return {arm: arms[arm] for arm in sorted(arms, key=float)} if numeric else arms
+
+
+def variable_of(name: str, study: Study) -> str:
+    """The flag that the arms vary, or the name of a study that varies several."""
+    flags = {flag for arm in study.arms.values() for flag in arm}
+    return VARIABLES.get(name) or (flags.pop() if len(flags) == 1 else name.replace("_", " "))
 
 
 def paired(arms: Arms) -> Arms:
@@ -189,9 +215,12 @@ def drawings(plan: StudyPlan, studies: Mapping[str, Study], found: Mapping[str, 
         arms = arms_of(plan, name, study, found)
         if not comparable(arms) or name == "table2":
             continue
-        arms = paired(arms)
+        found_arms = arms
+        arms = ordered(paired(arms))
         shape, plot = FIGURES.get(name, ((1, 4), draw_curves))
-        made[name] = (shape, partial(plot, arms=arms), "row" if name == "balancing" else False)
+        curves = partial(plot, arms=arms, variable=variable_of(name, study))
+        above = partial(draw_differences, study=study, arms=ordered(found_arms))
+        made[name] = (shape, curves, "row" if name == "balancing" else False, len(compared(study, found_arms)), above)
         if name == "balancing":
             made["gradients"] = ((1, 2), partial(draw_gradients, arms=arms))
     made["std"] = ((1, 3), lambda axes: plot_std(list(axes.flat)))

@@ -19,7 +19,8 @@ from PIL import Image
 
 from sage_grpo.runs.history import RunError, RunHistory, column, read_run
 from sage_grpo.runs.media import read_mp4
-from sage_grpo.tools.report_figures import BLUE, GREEN, GREY, STYLE, draw_curve
+from sage_grpo.tools.figure_style import BLUE, GREEN, GREY, STYLE
+from sage_grpo.tools.report_figures import draw_curve
 
 SHOWN, FRAMES = 4, 4  # clips in detail, and frames of each
 COLUMNS, EDGE = 8, 10  # of the clips that are shown small, and the width of their frame in pixels

@@ -31,9 +31,9 @@ REWARD = {"VQ": 0.5, "MQ": 0.5, "TA": 1.0}  # the paper's setting B, the default
 OVERALL = {"VQ": 1.0, "MQ": 1.0, "TA": 1.0}
 NOTE = __doc__.partition("\n\n")[2].strip().replace("\n", " ")
 LEGEND = (
-    "In the figures, lines are running means of training, whose clips carry exploration noise; dots, those of the arms "
-    "side by side, are validation, without noise. Bands and bars are 95 % intervals over seeds; bands of three seeds "
-    "may leave their panel."
+    "In the figures, the upper panels show the differences of the tables with their 95 % intervals over seeds, filled "
+    "where they are decided. Below are means over seeds: lines are running means of training, whose clips carry "
+    "exploration noise; dots, those of the arms side by side, are validation, without noise."
 )
 
 
@@ -164,8 +164,8 @@ def study_table(study: Study, arms: Arms) -> str:
     for arm, records in ((arm, records) for arm, records in arms.items() if records):
         collapsed = sum(bool(record["collapsed"]) for record in records.values())
         rows.append([arm, str(len(records)), str(collapsed), *(spread(m, records.values()) for m in MEASURES.values())])
-    text = "Mean ± standard deviation over seeds.\n\n" + markdown(rows)
     found = compared(study, arms)
+    text = (finding(study, found) if found else "") + "Mean ± standard deviation over seeds.\n\n" + markdown(rows)
     names = list(next(iter(found.values()), {}))
     rows = [["difference", "pairs", *names]]
     for arm, values in found.items():
@@ -181,6 +181,16 @@ def study_table(study: Study, arms: Arms) -> str:
         corrected = f", p-values corrected over {asked} comparisons" if asked > 1 else ""
         text += f"\nPaired differences with 95 % intervals{corrected}.\n\n{markdown(rows)}"
     return text + (f"\nNot run yet: {'; '.join(missing)}.\n" if missing else "")
+
+
+def finding(study: Study, found: Mapping[str, Mapping[str, Difference]]) -> str:
+    """What is decided of the measures, as the caption of the study's figure; without those at equal reward."""
+    said = []
+    for arm, measures in found.items():
+        decided = {name: d.of.mean for name, d in measures.items() if name in MEASURES and d.verdict}
+        words = [f"{name} {number(mean, MEASURES[name].decimals, '+')}" for name, mean in decided.items()]
+        said += [f"{arm} less {study.reference(arm)}: {', '.join(words)}"] if words else []
+    return f"*Decided: {'; '.join(said)}. All else is undecided.*\n\n" if said else "*No difference is decided.*\n\n"
 
 
 def spread(measure: Measure, records: Iterable[Record]) -> str:

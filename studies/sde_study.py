@@ -26,6 +26,7 @@ from tqdm import tqdm
 
 from sage_grpo.algo.equalizer import equalizer, gradient_scale
 from sage_grpo.algo.sde import SDES, Schedule, build_schedule, flow_sigmas, flow_variance, sage_variance
+from sage_grpo.tools.figure_style import SAMPLERS, STYLE
 from studies.analytic import AnalyticWorld, Mixture, Ring, marginal, off_manifold, sample_data, velocity
 
 ETAS, STEPS, SHIFTS = (0.1, 0.3, 0.5, 0.7, 1.0), (10, 20, 40), (1.0, 5.0, 9.0)
@@ -34,7 +35,6 @@ ARMS = ("all", "last_ode", "equal_energy", "equal_energy_last_ode")
 NOISY = tuple(name for name in SDES if name != "ode")
 GROUPS, GENERATIONS = 1024, 2  # rollouts that share an initial noise form a group
 REFERENCE = {"T": 20, "shift": 5.0}
-COLOURS = dict(zip(SDES, ("tab:blue", "tab:red", "tab:orange", "tab:purple", "tab:green", "black"), strict=True))
 
 
 def mixture(dim: int = 16, modes: int = 8, width: float = 0.05, seed: int = 0) -> Mixture:
@@ -206,10 +206,10 @@ def plot_std(axes: list, eta: float = 0.5) -> None:
     for ax, (title, (sage_ceiling, flow_ceiling)) in zip(axes, regimes.items(), strict=True):
         flow = flow_variance(sigma, sigma_next, eta, flow_ceiling)
         sage = sage_variance(sigma, sigma_next, eta, sage_ceiling)
-        for name, variance in {"flow_grpo": flow, "sage_grpo": sage}.items():
-            ax.plot(variance.sqrt(), "o-", ms=3, color=COLOURS[name], label=name)
+        for name, variance in {"sage_grpo": sage, "flow_grpo": flow}.items():
+            ax.plot(variance.sqrt(), "o-", ms=3, color=SAMPLERS[name], label=name)
         ax.set(title=title, xlabel="denoising step", ylabel=f"noise std (eta {eta})", ylim=(0, None))
-        ax.legend(frameon=False)
+        ax.legend(title="sde_type")
 
 
 def plot_front(axes: list, rows: list[dict], data: dict) -> None:
@@ -225,14 +225,14 @@ def plot_front(axes: list, rows: list[dict], data: dict) -> None:
         for name in NOISY:
             line = select(rows, world="mixture", arm=arm, sde_type=name, **REFERENCE)
             xs, ys = [r[x_key] for r in line], [r["off_manifold"] for r in line]
-            ax.plot(xs, ys, "o-", ms=4, color=COLOURS[name], label=name)
+            ax.plot(xs, ys, "o-", ms=4, color=SAMPLERS[name], label=name)
         own = data["mixture"]["off_manifold"]
         ax.axhline(own, ls="--", color="grey", lw=1)
         ax.text(0.98, own * 0.7, "true data", color="grey", transform=ax.get_yaxis_transform(), fontsize=8, ha="right")
         label = "injected energy, sum of std$^2$" if x_key == "energy" else "exploration: on-manifold spread in a group"
         ax.set(title=title, xlabel=label, yscale="log")
     axes[0].set_ylabel("distance to the manifold")
-    axes[0].legend(frameon=False, fontsize=8)
+    axes[0].legend(title="sde_type", fontsize=8)
 
 
 def plot_gradients(axes: list, eta: float = 0.5) -> None:
@@ -245,12 +245,12 @@ def plot_gradients(axes: list, eta: float = 0.5) -> None:
         measured = torch.tensor([_gradient_norm(world, schedule, i, noise) for i in range(schedule.num_steps)])
         for ax, factor in zip(axes, (torch.ones(schedule.num_steps), equalizer(schedule)), strict=True):
             sigma = schedule.sigmas[:-1][noisy]
-            ax.plot(sigma, (factor * gradient_scale(schedule))[noisy], color=COLOURS[name], lw=1, label=name)
-            ax.plot(sigma, (factor * measured)[noisy], "o", ms=3, color=COLOURS[name])
+            ax.plot(sigma, (factor * gradient_scale(schedule))[noisy], color=SAMPLERS[name], lw=1, label=name)
+            ax.plot(sigma, (factor * measured)[noisy], "o", ms=3, color=SAMPLERS[name])
     for ax, title in zip(axes, ("without the equalizer", "with the equalizer"), strict=True):
         ax.set(title=title, xlabel="noise level sigma of the step", yscale="log", ylim=(0.01, 10))
     axes[0].set_ylabel("norm of d log_prob / d v")
-    axes[0].legend(frameon=False, fontsize=8, title="lines |b|/std, dots autograd")
+    axes[0].legend(fontsize=8, title="sde_type: lines |b|/std, dots autograd")
 
 
 def _gradient_norm(world: AnalyticWorld, schedule: Schedule, i: int, noise: Tensor) -> float:
@@ -264,9 +264,7 @@ def _gradient_norm(world: AnalyticWorld, schedule: Schedule, i: int, noise: Tens
 
 def draw(rows: list[dict], data: dict, output: Path) -> list[Path]:
     import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     jobs = {
         "std_per_step": (3, plot_std),
@@ -276,11 +274,11 @@ def draw(rows: list[dict], data: dict, output: Path) -> list[Path]:
     paths = []
     for name, (columns, plot) in jobs.items():
         size, share = (4.2 * columns, 3.6), name != "std_per_step"
-        figure, axes = plt.subplots(1, columns, figsize=size, sharey=share, layout="constrained")
-        plot(list(axes))
         paths.append(output / f"{name}.png")
-        figure.savefig(paths[-1], dpi=110)
-        plt.close(figure)
+        with matplotlib.rc_context(fname=STYLE):
+            figure = Figure(figsize=size, layout="constrained")
+            plot(list(figure.subplots(1, columns, sharey=share)))
+            figure.savefig(paths[-1], dpi=110)
     return paths
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import imageio.v2 as imageio
 import numpy as np
 import torch
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from sage_grpo.json_files import naming
+from sage_grpo.json_files import naming, printable
 
-GAP, LABEL_HEIGHT = 4, 14  # pixels
+GAP, MARGIN, LABEL_HEIGHT, FONT_SIZE = 6, 14, 20, 13  # pixels
 FRAME = (96, 320)  # pixels: minimum shorter side and maximum longer side of a thumbnail
 COLUMNS = 5
 
@@ -50,14 +50,17 @@ def thumbnails(clip: Tensor, columns: int = COLUMNS) -> np.ndarray:
 
 def contact_sheet(path: Path, rows: Sequence[np.ndarray], labels: Sequence[str]) -> None:
     """Write one row of `thumbnails` per clip, under its label."""
-    width = max(len(row) * (row.shape[2] + GAP) for row in rows)
-    heights = [row.shape[1] + LABEL_HEIGHT + GAP for row in rows]
-    sheet = Image.new("RGB", (width, sum(heights)), "white")
-    draw, top = ImageDraw.Draw(sheet), 0
+    from matplotlib import get_data_path  # for its font; a run needs it only where sheets are written
+
+    font = ImageFont.truetype(f"{get_data_path()}/fonts/ttf/DejaVuSans.ttf", FONT_SIZE)
+    width = max(len(row) * (row.shape[2] + GAP) for row in rows) - GAP
+    heights = [row.shape[1] + LABEL_HEIGHT + MARGIN for row in rows]
+    sheet = Image.new("RGB", (width + 2 * MARGIN, sum(heights) + MARGIN), "white")
+    draw, top = ImageDraw.Draw(sheet), MARGIN
     for row, label, height in zip(rows, labels, heights, strict=True):
-        draw.text((2, top + 1), printable(label, width), fill="black")
+        draw.text((MARGIN, top), fitted(label, font, width), "#1f2933", font)
         for number, frame in enumerate(row):
-            sheet.paste(Image.fromarray(frame), (number * (frame.shape[1] + GAP), top + LABEL_HEIGHT))
+            sheet.paste(Image.fromarray(frame), (MARGIN + number * (frame.shape[1] + GAP), top + LABEL_HEIGHT))
         top += height
     try:
         sheet.save(path)
@@ -66,8 +69,9 @@ def contact_sheet(path: Path, rows: Sequence[np.ndarray], labels: Sequence[str])
         raise
 
 
-def printable(label: str, width: int) -> str:
-    """One line of text that the built-in font can draw, cut to the width in pixels."""
-    text = " ".join(label.encode("ascii", "replace").decode().split())
-    most = max(8, width // 6)
-    return text if len(text) <= most else text[: most - 3] + "..."
+def fitted(label: str, font: ImageFont.FreeTypeFont, width: int) -> str:
+    """One printable line of text, cut to the width in pixels."""
+    text = printable(label)
+    while len(text) > 1 and font.getlength(text) > width:
+        text = f"{text[:-2]}…"
+    return text

@@ -27,9 +27,10 @@ from sage_grpo.json_files import read_object, write_json
 from sage_grpo.models import device_for
 from sage_grpo.models.backbone import Guidance
 from sage_grpo.parallel.ranks import Ranks, join_ranks
-from sage_grpo.runs.clips import beside, checked, read_listing
+from sage_grpo.runs.clips import beside, checked, read_clips, read_listing
 from sage_grpo.runs.media import read_mp4, write_mp4
-from sage_grpo.tools.evaluation_page import compared, pages
+from sage_grpo.tools.paired import aligned, clip_rows, compared, tables
+from sage_grpo.tools.templating import render
 from sage_grpo.train.build import build_composite, held_out_prompts, open_model, reward_names
 from sage_grpo.train.validation import Validation
 from sage_grpo.worlds import check_prompts, world_of
@@ -149,10 +150,22 @@ class Evaluation:
             records = [read_object(file) for file in files]
             lost += [record for file, record in zip(files, records, strict=True) if not self.done(file)]
             write_json(self.options.output / name / "clips.json", records)
-        print(pages(self.options.output, compared(self.options.output, list(systems))))
+        print(pages(self.options.output, list(systems)))
         for record in lost[:3]:
             print(f"{record['file']} has no score: {record.get('error', 'it could not be made')}", file=sys.stderr)
         return 1 if lost else 0
+
+
+def pages(output: Path, systems: Sequence[str]) -> str:
+    """Write evaluation.json, .md and .html of the clips in `output`/SYSTEM; returns the tables for the terminal."""
+    clips = {name: read_clips(output / name, anywhere=True) for name in systems}
+    result = compared(clips)
+    found = tables(result)
+    write_json(output / "evaluation.json", result)
+    values = {"title": "Evaluation", "tables": found, "rows": clip_rows(clips), "systems": len(clips)}
+    for name in ("evaluation.md", "evaluation.html"):
+        (output / name).write_text(render(name, **values), encoding="utf-8", errors="replace")
+    return "\n\n".join(map(aligned, found)) + f"\n\n{output / 'evaluation.html'}"
 
 
 def read_folder(folder: Path) -> list[dict[str, Any]]:

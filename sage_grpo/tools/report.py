@@ -1,33 +1,33 @@
-"""One page about a run: did the reward rise, did the clips get better, was the training healthy?
+"""One page about a run: did the reward rise, did the clips get better, was the training healthy? Or one about several.
 
     python -m sage_grpo.tools.report RUN [--output FILE]
+    python -m sage_grpo.tools.report RUN_A RUN_B [RUN_C ...] [--output FILE]
 
-Reads a run folder and writes one self-contained HTML file with figures and clips. docs/metrics.md explains the metrics.
+Reads run folders and writes one self-contained HTML file with figures and clips. Several runs are compared with the
+first. docs/metrics.md explains the metrics.
 """
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import yaml
 
 from sage_grpo.config import Config, ConfigError
 from sage_grpo.flags import yaml_mapping
-from sage_grpo.runs.clips import divergence, read_validations
+from sage_grpo.runs.clips import Clip, divergence, pair_clips, read_validations
 from sage_grpo.runs.history import RunError, RunHistory, as_float, column, read_run
-from sage_grpo.tools.paired import Comparison, aligned, choose_pairs, compare, number, table
-from sage_grpo.tools.report_figures import panels
+from sage_grpo.tools.figure_style import colors_of, strategy
+from sage_grpo.tools.paired import FEWEST, TOTAL, aligned, clip_rows, compared, number, tables, validation_clips
+from sage_grpo.tools.report_figures import overlays, panels
 from sage_grpo.tools.templating import render
 
-MOST_PROMPTS = 12
 TEXTS = ("command.txt", "config.yaml")
-HEADLINES = {
-    "validation reward": "reward/total",
-    "gold match": "gold/match",
-    "distance to the manifold": "gold/distance",
-}
+HEADLINES = {TOTAL: "reward/total", "gold match": "gold/match", "distance to the manifold": "gold/distance"}
+WEIGHTING = {"reward_model", "reward_weights"}  # total rewards are comparable only if these agree
 TROUBLES = {
     "failed rewards": ("reward/failed", np.nansum),
     "groups with fewer than two rewards": ("reward/starved_groups", np.nansum),
@@ -36,11 +36,14 @@ TROUBLES = {
 }
 
 
-def write_report(run: Path, output: Path | None = None) -> Path:
-    """Write the page for the run folder `run`, by default into that folder; returns its path."""
-    output = output or run / "report.html"
-    refuse_links(run)
-    output.write_text(page(read_run(run)), encoding="utf-8", errors="replace")
+def write_report(*folders: Path, output: Path | None = None) -> Path:
+    """Write the page of a run, by default into its folder, or one that compares several; returns its path."""
+    for folder in folders:
+        refuse_links(folder)
+    runs = [read_run(folder) for folder in folders]
+    output = output or (Path("comparison.html") if len(runs) > 1 else folders[0] / "report.html")
+    text = comparison(runs) if len(runs) > 1 else page(*runs)
+    output.write_text(text, encoding="utf-8", errors="replace")
     return output
 
 
@@ -52,32 +55,75 @@ def refuse_links(run: Path) -> None:
 
 
 def page(run: RunHistory) -> str:
-    comparison = compare(run)
-    files = [run.folder / name for name in TEXTS]
-    command, config = (f.read_text("utf-8", "replace").strip() if f.is_file() else "" for f in files)
-    return render(
-        "report.html",
-        title=run.folder.resolve().name,
-        results=results(run),
-        command=command,
-        run=run,
-        changed=changed(config),
-        config=config,
-        table=table(run, comparison),
-        comparison=comparison,
-        pairs=choose_pairs(comparison.pairs, MOST_PROMPTS) if comparison else [],
-        panels=panels(run),
-        troubles=troubles(run),
-        divergence=parted(run),
-        hacking=hacking(comparison),
-    )
+    command, config = (text_of(run, name) for name in TEXTS)
+    clips = before_after(run)
+    result = compared(clips, total=True) if clips else {}
+    changed = differing({"here": config_of(run), "default": yaml.safe_load(Config().to_yaml())}) if config else []
+    values = {"run": run, "command": command, "config": config, "changed": changed, "results": results(run)}
+    values |= {"compared": result, "tables": tables(result) if result else [], "rows": clip_rows(clips, total=True)}
+    values |= {"panels": panels(run), "troubles": troubles(run), "divergence": parted(run)}
+    return render("report.html", title=run.folder.resolve().name, **values)
 
 
-def changed(config: str) -> str:
-    """The lines of a configuration that differ from the defaults."""
-    values, defaults = yaml_mapping(config, "config.yaml") if config else {}, yaml.safe_load(Config().to_yaml())
-    differing = [key for key in values if key not in defaults or values[key] != defaults[key]]
-    return "\n".join(f"{key}: {values[key]}" for key in differing)
+def comparison(histories: Sequence[RunHistory]) -> str:
+    """The page of several runs, each against the first."""
+    runs = named(histories)
+    clips, configs = last_clips(runs), {name: config_of(run) for name, run in runs.items()}
+    samplers = {name: str(config.get("sde_type")) for name, config in configs.items()}
+    colors = colors_of(samplers, {name: strategy(config) for name, config in configs.items()})
+    settings = differing(configs)
+    total = not WEIGHTING & {row[0] for row in settings}
+    values = {"runs": runs, "colors": colors, "total": total, "settings": settings, "panels": overlays(runs, colors)}
+    rows, found = clip_rows(clips, total), tables(compared(clips, total))
+    return render("comparison.html", title=" · ".join(runs), tables=found, rows=rows, **values)
+
+
+def named(histories: Sequence[RunHistory]) -> dict[str, RunHistory]:
+    """Runs by the names of their folders, or by whole paths where these are not distinct."""
+    paths = [run.folder.resolve() for run in histories]
+    if twice := next((path for path in paths if paths.count(path) > 1), None):
+        raise RunError(f"{twice} is named twice; name each run once")
+    names = [path.name for path in paths]
+    return dict(zip(names if len(set(names)) == len(names) else map(str, paths), histories, strict=True))
+
+
+def last_clips(runs: Mapping[str, RunHistory]) -> dict[str, list[Clip]]:
+    """The clips of each run's last validation; each run must share some with the first."""
+    found = {}
+    for name, run in runs.items():
+        validations = validation_clips(run)
+        if not validations:
+            raise RunError(f"{run.folder} has no validation with clips, so it cannot be compared")
+        found[name] = validations[max(validations)]
+        first = next(iter(found))
+        if not pair_clips(found[first], found[name]):
+            raise RunError(
+                f"the last validations of {runs[first].folder} and {run.folder} have no prompt and seed in common; "
+                "compare runs with the same validation prompts and validation_global_seed"
+            )
+    return found
+
+
+def text_of(run: RunHistory, name: str) -> str:
+    file = run.folder / name
+    return file.read_text("utf-8", "replace").strip() if file.is_file() else ""
+
+
+def config_of(run: RunHistory) -> dict[str, Any]:
+    return yaml_mapping(text, "config.yaml") if (text := text_of(run, "config.yaml")) else {}
+
+
+def differing(configs: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+    """The settings that differ, one row each: name, then its value in every run."""
+    keys = dict.fromkeys(key for config in configs.values() for key in config if key != "output_dir")
+    rows = [[str(key), *(str(config.get(key, "–")) for config in configs.values())] for key in keys]
+    return [row for row in rows if len(set(row[1:])) > 1]
+
+
+def before_after(run: RunHistory) -> dict[str, list[Clip]]:
+    """The clips of the first and the last validation as systems; empty if there are fewer than two."""
+    found = validation_clips(run)
+    return {f"iteration {step}": found[step] for step in (min(found), max(found))} if len(found) > 1 else {}
 
 
 def results(run: RunHistory) -> dict[str, str]:
@@ -107,22 +153,12 @@ def troubles(run: RunHistory) -> str:
     return f"{said} The first error of a reward: {errors[0]}" if errors else said
 
 
-def hacking(comparison: Comparison | None) -> str:
-    """Whether reward and gold moved together, judged by intervals that exclude 0."""
-    measures = comparison.measures if comparison else {}
-    gold = {key[5:].replace("_", " "): value.verdict for key, value in measures.items() if key.startswith("gold/")}
-    if not gold or "reward/total" not in measures or measures["reward/total"].verdict < 1:
-        return ""
-    worse, better = (", ".join(name for name in gold if gold[name] == sign) for sign in (-1, 1))
-    if worse:
-        return f"Here the reward rose and gold got worse ({worse}): reward hacking. Look at the clips."
-    return f"Here reward and gold improved together ({better})." if better else "Here gold did not follow the reward."
-
-
 def parted(run: RunHistory) -> str:
     """Whether the last validation shows reward hacking, judged by the held-out reward."""
     kept = read_validations(run.folder)
     known = [line["step"] for line in run.validations if line["step"] in kept] if run.holdouts else []
+    if known and len(pair_clips(kept[min(kept)], kept[known[-1]])) < FEWEST:
+        return "Too few clips for a verdict."
     return divergence(run.folder, known[-1]) if known else ""
 
 
@@ -130,7 +166,8 @@ def print_summary(folder: Path) -> None:
     """Print a table of a run's results and write the page; a full disk does not make the run fail."""
     try:
         run = read_run(folder)
-        print(aligned(table(run, compare(run))))
+        clips = before_after(run)
+        print(*map(aligned, tables(compared(clips, total=True)) if clips else ()), sep="\n\n")
         print(f"report: {write_report(folder)}")
     except (OSError, ConfigError) as error:
         later = f"`python -m sage_grpo.tools.report {folder}` makes it"
@@ -138,12 +175,13 @@ def print_summary(folder: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("python -m sage_grpo.tools.report", description="One HTML page about a run.")
-    parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="default: RUN/report.html")
+    about = "One HTML page about a run, or one that compares runs with the first."
+    parser = argparse.ArgumentParser("python -m sage_grpo.tools.report", description=about)
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folder")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="default: RUN/report.html, or comparison.html here")
     options = parser.parse_args(arguments)
     try:
-        print(write_report(options.run, options.output))
+        print(write_report(*options.runs, output=options.output))
     except (OSError, ConfigError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -5,8 +5,7 @@ Shapes: N logged iterations, T denoising steps.
 
 import io
 import json
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import matplotlib
@@ -16,22 +15,25 @@ from matplotlib.colors import LogNorm, Normalize, SymLogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from sage_grpo.intervals import Interval
+from sage_grpo.intervals import Interval, student_95
 from sage_grpo.runs.history import RunHistory, as_float, column, numbers
-from sage_grpo.tools.paired import drift
+from sage_grpo.tools.figure_style import BLUE, GREEN, GREY, ORANGE, PALE, PURPLE, STYLE, YELLOW
+from sage_grpo.tools.paired import drift, number
 from sage_grpo.tools.templating import inline_svg
 
-TEMPLATES = Path(__file__).with_name("templates")
-STYLE = TEMPLATES / "report.mplstyle"
-BLUE, ORANGE, GREEN, PURPLE, GREY, MASKED = "#2f6690", "#d9822b", "#3a7d5c", "#8a5a83", "#7b8794", "#d5dae0"
+TEMPLATES = STYLE.parent
 SMALL, WIDE, MAP = (3.9, 2.5), (6.0, 2.8), (4.8, 2.4)  # inches; the page scales them by 0.6 to 1.4
+LONGEST = 28  # letters of a run's name in a legend: the last ones, which tell runs apart
 MANY = 40  # points above which a curve is drawn with its running mean
 Lines = Mapping[str, tuple[str, str]]  # metric -> color, label
+Curve = tuple[Sequence[Mapping[str, Any]], str, str, str]  # lines of metrics.jsonl, metric, color, label
 Panel = dict[str, Any]  # title, svg, words, wide
 FIGURES = json.loads((TEMPLATES / "figures.json").read_text())  # section -> title -> lines, or the metric of a map
+TITLES = {next(iter(d)): name for part in ("Reward", "Gold", "Updates") for name, d in FIGURES[part].items()}
 COLORS = {"blue": BLUE, "orange": ORANGE, "green": GREEN, "purple": PURPLE, "grey": GREY}  # by their names in FIGURES
+EXACT = {"lr", "kl/coef"}  # set, not measured: never smoothed
 LOGARITHMIC = {"kl/anchor", "kl/coef", "policy/grad_norm", "policy/ratio_max_deviation", "equalizer"}
-PHASES = {"rollout": BLUE, "decode": "#7fa6c4", "reward": ORANGE, "gold": GREEN, "anchor": "#c9b458", "update": PURPLE}
+PHASES = {"rollout": BLUE, "decode": PALE, "reward": ORANGE, "gold": GREEN, "anchor": YELLOW, "update": PURPLE}
 # what a figure shows, and what healthy looks like
 WORDS = json.loads((TEMPLATES / "captions.json").read_text())
 
@@ -40,14 +42,14 @@ def panels(run: RunHistory) -> dict[str, list[Panel]]:
     """The figures of each section."""
     scores = {name: {f"reward/{name}": ("blue", "training")} for name in run.scores}
     holdouts = {key: {key: ("green", "")} for key in sorted(run.holdouts)}
-    maps = {title: key for title, key in FIGURES["Maps"].items() if np.isfinite(run.grid(key)).any()}
+    maps = {title: key for title, key in FIGURES["Maps"].items() if np.nan_to_num(run.grid(key)).any()}
     schedule, phases = run.head.get("schedule"), phase_seconds(run)
     plans = FIGURES["Schedule"] if schedule else {}
     found = {
-        "Reward": curve_panels(run, FIGURES["Reward"] | scores),
-        "Hold-out": curve_panels(run, holdouts),
-        "Gold": curve_panels(run, FIGURES["Gold"]),
-        "Trust region and updates": curve_panels(run, FIGURES["Updates"]),
+        "Reward": run_panels(run, FIGURES["Reward"] | scores),
+        "Hold-out": run_panels(run, holdouts),
+        "Gold": run_panels(run, FIGURES["Gold"]),
+        "Trust region and updates": run_panels(run, FIGURES["Updates"]),
         "By denoising step": [panel(title, draw_map, run, key, size=MAP) for title, key in maps.items()],
         "Schedule": [panel(title, draw_schedule, schedule, lines) for title, lines in plans.items()],
         "Time": [panel("Time per iteration", draw_stack, run, phases, size=WIDE)] if phases else [],
@@ -58,10 +60,42 @@ def panels(run: RunHistory) -> dict[str, list[Panel]]:
     return found
 
 
-def curve_panels(run: RunHistory, titles: Mapping[str, Lines]) -> list[Panel]:
-    shown = {title: lines for title, lines in titles.items() if any(map(run.measured, lines))}
-    sizes = {"Reward": WIDE}
-    return [panel(title, draw_curves, run, lines, size=sizes.get(title, SMALL)) for title, lines in shown.items()]
+def run_panels(run: RunHistory, titles: Mapping[str, Lines]) -> list[Panel]:
+    """The curves of one run: training, then validation, and what can be reached."""
+    known, found = references(run), []
+    for title, lines in titles.items():
+        curves = [(run.train, key, COLORS[color], label) for key, (color, label) in lines.items()]
+        curves += [(run.validations, key, ORANGE, "validation") for key in lines]
+        found += curve_panels(title, curves, dict(known[key] for key in lines if key in known))
+    return found
+
+
+def overlays(runs: Mapping[str, RunHistory], colors: Mapping[str, str]) -> dict[str, list[Panel]]:
+    """The curves of several runs, a panel per metric: of their `validations`, and of `train`ing."""
+    labels = {name: name if len(name) <= LONGEST else f"…{name[-LONGEST:]}" for name in runs}
+    lines = [line for run in runs.values() for line in run.validations]
+    validated = ["reward/total", *(key for line in lines for key in line if f"{key}_stderr" in line)]
+    found: dict[str, list[Panel]] = {"validations": [], "train": []}
+    for kind, keys in (("validations", dict.fromkeys(validated)), ("train", TITLES)):
+        for key in keys:
+            curves = [(getattr(run, kind), key, colors[name], labels[name]) for name, run in runs.items()]
+            found[kind] += curve_panels(TITLES.get(key, key), curves, {})
+    return found
+
+
+def curve_panels(title: str, curves: Sequence[Curve], known: Mapping[str, float]) -> list[Panel]:
+    """One panel, whose caption says from where to where its curves went; none if all is 0 or missing."""
+    shown = [curve for curve in curves if np.nan_to_num(column(*curve[:2])).any()]
+    moved = "; ".join(f"{curve[-1]} {finding(column(*curve[:2]))}".strip() for curve in shown if len(curve[0]) > 1)
+    size, said = WIDE if title == "Total reward" else SMALL, f"First to last: {moved}. " if moved else ""
+    return [panel(title, draw_curves, shown, known, size=size, found=said)] if shown else []
+
+
+def finding(values: np.ndarray) -> str:
+    """From where to where a curve went, in the means of its first and last tenth."""
+    finite = values[np.isfinite(values)]
+    tenth = -(-len(finite) // 10)
+    return " → ".join(number(float(part.mean())) for part in (finite[:tenth], finite[-tenth:]))
 
 
 def phase_seconds(run: RunHistory) -> dict[str, np.ndarray]:
@@ -72,42 +106,37 @@ def phase_seconds(run: RunHistory) -> dict[str, np.ndarray]:
     return phases | ({"other": rest.clip(min=0)} if phases and rest.max() > 0 else {})
 
 
-def panel(title: str, draw: Callable[..., None], *args: Any, size: tuple[float, float] = SMALL) -> Panel:
-    """One plot, drawn by `draw(axes, *args)`, with its title and caption."""
+def panel(title: str, draw: Callable[..., None], *args: Any, size: tuple = SMALL, found: str = "") -> Panel:
+    """One plot, drawn by `draw(axes, *args)`, with its title and caption: what was found, and what it means."""
     with matplotlib.rc_context({"svg.hashsalt": title}, STYLE):  # ids: reproducible, and unique per panel
         figure, buffer = Figure(figsize=size, layout="constrained"), io.StringIO()
         axes = figure.subplots()
         axes.set_xlabel("iteration")
         draw(axes, *args)
-        figure.savefig(buffer, format="svg")
-    svg, words = inline_svg(buffer.getvalue(), title), WORDS.get(title, WORDS["Score"])
-    return {"title": title, "svg": svg, "words": words, "wide": size == WIDE}
+        figure.savefig(buffer, format="svg", transparent=True)
+    words = WORDS.get(title, WORDS["Score"])
+    return {"title": title, "svg": inline_svg(buffer.getvalue(), title), "words": found + words, "wide": size == WIDE}
 
 
-def draw_curves(ax: Axes, run: RunHistory, lines: Lines) -> None:
-    """Draw metrics from training and, with standard errors, from validation; a dashed reference line."""
-    steps, known = column(run.train, "step"), references(run)
-    for key, (color, label) in lines.items():
-        values = column(run.train, key)
-        if key == "reward/total" and len(steps) > 1:
-            std = column(run.train, "reward/std")
-            ax.fill_between(steps, values - std, values + std, color=BLUE, alpha=0.12, lw=0, label="std of the batch")
-        if run.has(key):
-            draw_curve(ax, steps, values, COLORS[color], label)
-        values = column(run.validations, key)
-        if np.isfinite(values).any():
-            error = np.nan_to_num(column(run.validations, f"{key}_stderr"))
-            style = {"color": ORANGE, "ms": 4, "capsize": 2, "lw": 1.2, "zorder": 3, "label": "validation"}
-            ax.errorbar(column(run.validations, "step"), values, error, fmt="o-", **style)
-        if key in known:
-            ax.axhline(known[key][1], ls="--", lw=1, color=GREY, label=known[key][0])
-    finish(ax, lines)
+def draw_curves(ax: Axes, curves: Sequence[Curve], known: Mapping[str, float]) -> None:
+    """Draw curves of one metric or of related ones; validations with 95 % intervals, from their standard errors."""
+    for lines, key, color, label in curves:
+        steps, values, errors = (column(lines, name) for name in ("step", key, f"{key}_stderr"))
+        if np.isfinite(errors).any():
+            factors = [student_95(count - 1) if count > 2 else 0.0 for count in column(lines, "count")]
+            style = {"fmt": "o-", "ms": 4, "capsize": 2, "lw": 1.2, "color": color, "label": label}
+            ax.errorbar(steps, values, np.nan_to_num(errors * factors), **style)
+        else:
+            draw_curve(ax, steps, values, color, label, smooth=key not in EXACT)
+    for label, value in known.items():
+        ax.axhline(value, ls="--", lw=1, color=GREY, label=label)
+    finish(ax, [key for _, key, _, _ in curves], [*(curve[-1] for curve in curves), *known])
 
 
-def draw_curve(ax: Axes, x: np.ndarray, y: np.ndarray, color: str, label: str) -> None:
+def draw_curve(ax: Axes, x: np.ndarray, y: np.ndarray, color: str, label: str, smooth: bool = True) -> None:
     """Draw the finite points as a line; if there are many, faint, under a running mean over a twentieth of them."""
     x, y = x[np.isfinite(y)], y[np.isfinite(y)]
-    if len(y) < MANY or color == PURPLE:
+    if len(y) < MANY or not smooth:
         ax.plot(x, y, "o-" if len(y) < MANY else "-", ms=3, color=color, label=label)
         return
     window = np.ones(2 * (len(y) // MANY) + 1)
@@ -124,12 +153,14 @@ def references(run: RunHistory) -> dict[str, tuple[str, float]]:
     return {key: reference for key, reference in known.items() if np.isfinite(reference[1])}
 
 
-def finish(ax: Axes, lines: Lines) -> None:
-    """Use a log axis if the metric asks for one and its values allow it; add a legend if needed."""
-    if LOGARITHMIC & lines.keys() and any((np.asarray(line.get_ydata()) > 0).any() for line in ax.lines):
+def finish(ax: Axes, keys: Collection[str], labels: Sequence[str]) -> None:
+    """Use a log axis if the metric asks for one and its values allow it; add a legend, in this order, if needed."""
+    if LOGARITHMIC & set(keys) and any((np.asarray(line.get_ydata()) > 0).any() for line in ax.lines):
         ax.set_yscale("log", nonpositive="mask")
-    if len(ax.get_legend_handles_labels()[1]) > 1:
-        ax.legend()
+    drawn = dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
+    if len(drawn) > 1:
+        order = [label for label in dict.fromkeys(labels) if label in drawn]
+        ax.legend([drawn[label] for label in order], order)
 
 
 def draw_schedule(ax: Axes, schedule: Mapping[str, list[float | None]], lines: Lines) -> None:
@@ -137,7 +168,7 @@ def draw_schedule(ax: Axes, schedule: Mapping[str, list[float | None]], lines: L
         ax.plot(numbers(schedule.get(key), key), "o-", ms=2.5, color=COLORS[color], label=label)
     ax.set_xlabel("denoising step")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    finish(ax, lines)
+    finish(ax, lines, [label for _, label in lines.values()])
 
 
 def draw_scatter(ax: Axes, run: RunHistory) -> None:
@@ -161,7 +192,7 @@ def draw_map(ax: Axes, run: RunHistory, key: str) -> None:
     norm, colors = map_scale(key, grid.compressed())
     extent = (run.train[0]["step"] - 0.5, run.train[-1]["step"] + 0.5, len(grid) - 0.5, -0.5)
     picture = ax.imshow(grid, colors, norm, aspect="auto", extent=extent, interpolation="none")
-    ax.set(facecolor=MASKED, ylabel="denoising step")
+    ax.set(facecolor=f"{GREY}55", ylabel="denoising step")
     ax.grid(False)
     ax.yaxis.set_major_locator(MaxNLocator(integer=True))
     ax.figure.colorbar(picture, ax=ax, pad=0.02).outline.set_visible(False)
@@ -183,7 +214,7 @@ def draw_stack(ax: Axes, run: RunHistory, layers: Mapping[str, np.ndarray]) -> N
     """Draw stacked seconds, phase -> (N,); the legend has their means and shares."""
     whole = sum(values.sum() for values in layers.values())
     labels = [f"{name} {values.mean():.3g} s, {values.sum() / whole:.0%}" for name, values in layers.items()]
-    colors = [PHASES.get(name, MASKED) for name in layers]
+    colors = [PHASES.get(name, GREY) for name in layers]
     ax.stackplot(column(run.train, "step"), *layers.values(), colors=colors, labels=labels, lw=0)
     ax.figure.legend(loc="outside right center", reverse=True)
     ax.set_ylabel("seconds")

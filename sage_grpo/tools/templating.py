@@ -8,6 +8,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from sage_grpo.runs.history import as_float
 from sage_grpo.tools.paired import number
 
 ENVIRONMENT = jinja2.Environment(
@@ -34,7 +35,7 @@ def inline_svg(svg: str, label: str) -> Markup:
     return Markup('<svg role="img" aria-label="{}"').format(label) + Markup(svg)
 
 
-ENVIRONMENT.filters |= {"data_uri": data_uri, "number": number}
+ENVIRONMENT.filters |= {"data_uri": data_uri, "number": number, "known": as_float}
 ENVIRONMENT.filters["billions"] = lambda value, form=".1f": format(value / 1e9, form)
 
 

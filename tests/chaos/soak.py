@@ -31,7 +31,7 @@ from sage_grpo.flags import parse
 from sage_grpo.intervals import student_95
 from sage_grpo.json_files import finite
 from sage_grpo.parallel.ranks import join_ranks
-from sage_grpo.tools.report_figures import BLUE, GREEN, ORANGE, PURPLE, STYLE
+from sage_grpo.tools.figure_style import BLUE, GREEN, ORANGE, PURPLE, STYLE
 from sage_grpo.train.build import build_trainer
 from tests.chaos.world import write_model
 

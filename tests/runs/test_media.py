@@ -2,10 +2,10 @@ import imageio.v2 as imageio
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageFont
 
 from embedded.shapes.scenes import render, sample_scenes
-from sage_grpo.runs.media import FRAME, GAP, LABEL_HEIGHT, contact_sheet, printable, thumbnails, write_mp4
+from sage_grpo.runs.media import FRAME, GAP, LABEL_HEIGHT, MARGIN, contact_sheet, fitted, thumbnails, write_mp4
 
 # imageio's reader leaves the pipes of its ffmpeg process to the garbage collector
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
@@ -47,10 +47,13 @@ def test_contact_sheet_shows_frames_in_order(tmp_path):
     batch = clips(2)
     contact_sheet(tmp_path / "sheet.png", [thumbnails(clip, columns=3) for clip in batch], ["first", "second"])
     sheet = np.asarray(Image.open(tmp_path / "sheet.png"))
-    assert sheet.shape == (2 * (96 + LABEL_HEIGHT + GAP), 3 * (96 + GAP), 3)
+    assert sheet.shape == (2 * (96 + LABEL_HEIGHT + MARGIN) + MARGIN, 3 * (96 + GAP) - GAP + 2 * MARGIN, 3)
+    assert (sheet[:MARGIN] == 255).all() and (sheet[:, :MARGIN] == 255).all() and (sheet[:, -MARGIN:] == 255).all()
+    assert (sheet[MARGIN : MARGIN + LABEL_HEIGHT] < 100).any(), "the label"
+    top = MARGIN + LABEL_HEIGHT
     for column, frame in enumerate((0, 4, 8)):
-        left = column * (96 + GAP)
-        shown = sheet[LABEL_HEIGHT : LABEL_HEIGHT + 96, left : left + 96][1::3, 1::3]
+        left = MARGIN + column * (96 + GAP)
+        shown = sheet[top : top + 96, left : left + 96][1::3, 1::3]
         assert np.array_equal(shown, batch[0, frame].numpy())
 
 
@@ -59,6 +62,9 @@ def test_large_clips_are_shrunk_and_short_ones_shown_whole():
     assert len(thumbnails(torch.zeros(1, 32, 32, 3, dtype=torch.uint8))) == 1
 
 
-def test_labels_are_one_printable_line():
-    assert printable("caf\u00e9\nand \u202etea", 600) == "caf? and ?tea"
-    assert printable("x" * 500, 120) == "x" * 17 + "..."
+def test_labels_are_one_printable_line_that_fits():
+    font = ImageFont.load_default(13)
+    assert fitted("caf\u00e9\nand \u202etea", font, 600) == "caf\u00e9 and tea"
+    cut = fitted("x" * 200, font, 120)
+    assert cut == "x" * (len(cut) - 1) + "…" and font.getlength(cut) <= 120 < font.getlength("x" + cut)
+    assert fitted("anything", font, 0) == "…"

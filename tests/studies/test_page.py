@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
+from sage_grpo.intervals import Interval
+from sage_grpo.tools.figure_style import SAMPLERS
 from studies import page as program
 from studies import records, result_tables
 from studies.questions import SDES, STUDIES, StudyPlan
@@ -85,38 +87,63 @@ def test_measured_gradients_stand_beside_the_prediction():
     assert np.ptp(with_it.lines[0].get_ydata()) < 1e-5 and len(with_it.lines) == 2 * len(SDES)
 
 
-def test_bands_are_intervals_over_seeds():
+def test_curves_are_means_over_seeds():
     ax = Figure().subplots()
     run = next(iter(PLAN.runs.values()))
     found = [invented(run, gain) for gain in (0.1, 0.2, 0.3)]
-    program.band(ax, found, "reward/total", "red", "arm")
-    line, dots, *_ = ax.lines
-    area = ax.collections[0]
+    program.draw_arm(ax, found, "reward/total", "red", "arm")
+    line, dots = ax.lines
     assert dots.get_xdata().tolist() == [0, 60, 120] and dots.get_ydata() == pytest.approx([0.6, 0.7, 0.8])
     assert line.get_xdata().tolist() == found[0]["steps"] and line.get_ydata()[20] == pytest.approx(0.7026, abs=1e-3)
-    reach = area.get_paths()[0].vertices[:, 1]
-    assert reach.max() == pytest.approx(line.get_ydata()[-1] + 4.303 * 0.095 / 3**0.5, rel=0.01)
 
 
 def test_dots_of_arms_stand_side_by_side_around_their_iteration():
     ax = Figure().subplots()
     found = invented(next(iter(PLAN.runs.values())), 0.1)
-    program.bands(ax, {"a": {1: found}, "b": {}, "c": {1: found}}, "reward/total")
+    program.draw_arms(ax, {"sage": {1: found}, "dance": {}, "cps": {1: found}}, "reward/total")
     lines = {line.get_color(): line for line in ax.lines if line.get_marker() == "o"}
-    first, last = (lines[colour].get_xdata() for colour in (program.COLOURS[0], program.COLOURS[2]))
+    first, last = (lines[SAMPLERS[name]].get_xdata() for name in ("sage_grpo", "cps"))
     assert (first + last) / 2 == pytest.approx([0, 60, 120]) and (last - first > 1).all()
 
 
-def test_panels_are_as_high_as_their_lines_and_bars():
-    """A wide band is cut, a bar is not, and panels that share an axis have one height."""
-    axes = Figure().subplots(1, 2, squeeze=False, sharey=True)
+def test_a_forest_has_a_row_for_each_difference_filled_where_it_is_decided():
+    ax = Figure().subplots()
+    rows = {"a": Interval(0.5, 0.2), "b": Interval(-0.1, 0.4), "c": Interval(0.3, float("nan"))}
+    program.forest(ax, rows, dict.fromkeys(rows, "red"), {"a"})
+    dots = [line for line in ax.lines if line.get_marker() == "o"]
+    assert [(dot.get_xdata()[0], dot.get_ydata()[0]) for dot in dots] == [(0.5, 0), (-0.1, 1), (0.3, 2)]
+    assert [dot.get_markerfacecolor() for dot in dots] == ["red", "white", "white"]
+    bars = [bar.get_segments()[0][:, 0] for bar in ax.collections]
+    assert bars[0] == pytest.approx([0.3, 0.7]) and bars[1] == pytest.approx([-0.5, 0.3])
+    assert [text.get_text() for text in ax.get_yticklabels()] == ["a", "b", "c"]
+    bottom, top = ax.get_ylim()
+    assert bottom > top, "the first is on top"
+
+
+def test_differences_are_those_of_the_tables():
+    study = SOME["balancing"]
+    found = {key: invented(run, 0.4 - 0.2 * (run.arm == "cps off") + 0.01 * run.seed) for key, run in PLAN.runs.items()}
+    arms = result_tables.arms_of(PLAN, "balancing", study, found)
+    axes = Figure().subplots(1, 4)
+    program.draw_differences(axes, study, arms)
+    dots = [line for line in axes[0].lines if line.get_marker() == "o"]
+    expected = [d["reward"].of.mean for d in result_tables.compared(study, arms).values()]
+    assert [dot.get_xdata()[0] for dot in dots] == pytest.approx(expected) and min(expected) < -0.1
+    colors = [SAMPLERS[name] for name in ("sage_grpo", "dance_grpo", "flow_grpo", "cps", "precise")]
+    assert [dot.get_color() for dot in dots] == colors
+    assert axes[2].get_title() == "gold prompt distance, lower is better"
+
+
+def test_legends_name_the_variable_and_order_numbers():
+    assert program.variable_of("eta", STUDIES["eta"]) == "eta" and program.variable_of("sde", STUDIES["sde"]) == "SDE"
+    assert program.variable_of("kl_steps", STUDIES["kl_steps"]) == "kl steps"
+    assert list(program.ordered(dict.fromkeys(("0.7", "0.3", "1", "1e-05")))) == ["1e-05", "0.3", "0.7", "1"]
+    assert list(program.ordered(dict.fromkeys(("b", "0.3")))) == ["b", "0.3"]
+    axes = Figure().subplots(1, 2, squeeze=False)
     axes[0, 0].plot([1, 2], [1.0, 2.0], label="arm")
-    axes[0, 0].fill_between([1, 2], [-50.0, -50.0], [50.0, 50.0])
-    axes[0, 1].errorbar([1, 2], [3.0, 3.0], [0.0, 8.0])
-    program.finish(axes)
-    for ax in axes.flat:
-        assert ax.get_ylim() == pytest.approx((-5 - 0.15 * 16, 11 + 0.15 * 16))
-    assert [text.get_text() for text in axes[0, 0].get_legend().get_texts()] == ["arm"]
+    program.finish(axes, "eta")
+    legend = axes[0, 0].get_legend()
+    assert legend.get_title().get_text() == "eta" and [text.get_text() for text in legend.get_texts()] == ["arm"]
 
 
 def test_curves_are_of_the_seeds_that_all_arms_have():

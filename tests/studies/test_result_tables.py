@@ -136,8 +136,17 @@ def test_pairs_that_one_measure_lacks_are_told():
     found = records()
     key = PLAN.keys["demo", "good", 2]
     found[key] = invented(PLAN.runs[key], gain=-0.5)  # never gained: not comparable at equal reward
-    row = next(line for line in tables.tables(PLAN, STUDIES, found)["demo"].splitlines() if "good less base" in line)
-    assert row.count("(7 pairs)") == 2 and row.startswith("| good less base | 8 |")
+    lines = tables.tables(PLAN, STUDIES, found)["demo"].splitlines()
+    (row,) = (line for line in lines if line.startswith("| good less base | 8 |"))
+    assert row.count("(7 pairs)") == 2
+
+
+def test_a_caption_says_what_is_decided():
+    caption = tables.tables(PLAN, STUDIES, records())["demo"].splitlines()[0]
+    assert caption.startswith("*Decided: good less base: reward +") and "; bad less base: reward −" in caption
+    assert "same less base" not in caption and caption.endswith(". All else is undecided.*")
+    found = {key: record for key, record in records().items() if record["arm"] in ("base", "same")}
+    assert tables.tables(PLAN, STUDIES, found)["demo"].startswith("*No difference is decided.*\n")
 
 
 def test_a_shared_arm_alone_is_no_answer():

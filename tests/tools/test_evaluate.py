@@ -103,9 +103,10 @@ def test_base_against_checkpoint(command, checkpoint, tmp_path, level, capsys):
         and "win_rate" not in found["systems"]["base"]["columns"]["level"]
     )
     shown = capsys.readouterr().out
-    assert "Overall" in shown and "against base" in shown and "wins" in shown
+    assert "Overall" in shown and "run-step-000007 less base" in shown and "of 4, too few clips" in shown
     text = (tmp_path / "out" / "evaluation.md").read_text()
-    assert text.startswith("| mean ± 95 % | clips | Overall | VQ | MQ | TA | level |\n| --- | ---: |")
+    titles = "| mean ± 95 % | base, 4 clips | run-step-000007, 4 clips | run-step-000007 less base |\n"
+    assert text.startswith(f"{titles}| --- | ---: | ---: | ---: |\n| Overall | ") and text.endswith(" |\n")
     assert (tmp_path / "out" / "evaluation.html").read_text().count("<video") == 8
 
 
@@ -163,7 +164,8 @@ def test_folders_of_clips(command, tmp_path, level, capsys):
     found = result(tmp_path)
     assert list(found["systems"]) == [f"{tmp_path.name}-a-theirs", f"{tmp_path.name}-a-ours"]
     column = found["systems"][f"{tmp_path.name}-a-ours"]["columns"]["level"]
-    assert column["difference"] == pytest.approx(20, abs=1) and column["win_rate"] == 1 and column["verdict"] == 1
+    assert column["difference"] == pytest.approx(20, abs=1) and column["win_rate"] == 1
+    assert column["verdict"] == "too few clips"
     assert evaluate.main(words) == 0 and level.seen == 8
     (tmp_path / "empty").mkdir()
     assert evaluate.main(command("--clips", tmp_path / "empty", reward_model="level")) == 2
@@ -221,3 +223,47 @@ def test_two_processes_share_the_prompts(command, tmp_path):
     assert run_ranks(2, evaluated, command(reward_model="shapes", output=tmp_path / "two")) == [(0, 2), (0, 2)]
     assert evaluate.main(command(reward_model="shapes")) == 0
     assert json.loads((tmp_path / "two" / "evaluation.json").read_text()) == result(tmp_path)
+
+
+def write(folder, values, prompt="<b>"):
+    folder.mkdir(parents=True)
+    entries = [
+        {
+            "file": f"{seed}.mp4",
+            "prompt": prompt,
+            "seed": seed,
+            "scores": {"level": value},
+            "gold": {"distance": -value},
+        }
+        for seed, value in enumerate(values)
+    ]
+    (folder / "clips.json").write_text(json.dumps(entries))
+    (folder / "0.mp4").write_bytes(b"clip")
+
+
+def test_three_systems_are_shown_side_by_side_with_their_verdicts(tmp_path):
+    for name, value in (("one", 1.0), ("two", 2.0), ("three", 0.5)):
+        write(tmp_path / name, [value + 0.01 * value * seed for seed in range(9)])
+    shown = evaluate.pages(tmp_path, ["one", "two", "three"])
+    assert "1.040 ± 0.021" in shown and "+1.040 ± 0.021, wins 100% of 9, better" in shown
+    text = (tmp_path / "evaluation.html").read_text()
+    assert '<td class="better">+1.040 ±' in text and '<td class="worse">−0.520 ±' in text
+    assert "<td>gold distance (lower is better)</td>" in text and '<td class="better">−1.0400 ±' in text
+    row = text.partition("<h3>&lt;b&gt;</h3>")[2].partition("</figure>")[0]
+    assert row.count("<video") == 3 and row.index("<b>one<") < row.index("<b>two<") < row.index("<b>three<")
+    assert text.count('class="scroll"') == text.count("<table>") == 2 and "Overall is VQ" not in text
+    assert json.loads((tmp_path / "evaluation.json").read_text())["reference"] == "one"
+
+
+def test_names_and_prompts_are_escaped(tmp_path):
+    bad, system = "<script>alert(1)</script>", "<img src=x>"
+    for name in ("one", system):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.mp4").write_bytes(b"clip")
+        entry = {"file": "a.mp4", "prompt": bad, "seed": 1, "scores": {bad: 1.0}, "gold": {bad: 0.5}}
+        (tmp_path / name / "clips.json").write_text(json.dumps([entry]))
+    evaluate.pages(tmp_path, [system, "one"])
+    text, escaped = (tmp_path / "evaluation.html").read_text(), "&lt;script&gt;alert(1)&lt;/script&gt;"
+    assert "<script" not in text and "<img" not in text
+    assert f"<h3>{escaped}</h3>" in text and f"<small>{escaped}&nbsp;1.000" in text and f"<td>{escaped}</td>" in text
+    assert all(f"{tag}&lt;img src=x&gt;" in text for tag in ("<th>", "<th>one less ", "<b>"))

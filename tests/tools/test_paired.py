@@ -1,105 +1,126 @@
-import json
+"""Columns, paired differences, verdicts and tables of systems, against hand-computed numbers."""
+
+import itertools
 import math
 import re
 from pathlib import Path
 
 import pytest
 
+from sage_grpo.intervals import Interval
 from sage_grpo.runs.clips import Clip
-from sage_grpo.runs.history import read_run
-from sage_grpo.tools.paired import Measure, aligned, choose_pairs, compare, table
-from tests.tools.fake_run import validation_line, write_lines
+from sage_grpo.tools.paired import FEWEST, MOST_PROMPTS, aligned, clip_rows, columns, compared, tables, verdict
 
 
-def clip(seed: int, prompt: str = "a", path: Path = Path("none.mp4"), **values: float) -> Clip:
-    return Clip(path, prompt, seed, {f"reward/{name}": value for name, value in values.items()})
+def clip(seed: int = 1, prompt: str = "a", path: Path = Path("none.mp4"), **values: float | None) -> Clip:
+    """`gold__distance` stands for gold/distance, and `videoalign_dot_VQ` for the score VQ of that reward."""
+    named = {name.replace("__", "/").replace("_dot_", "."): value for name, value in values.items()}
+    named = {name: math.nan if value is None else value for name, value in named.items()}
+    return Clip(path, prompt, seed, {name if "/" in name else f"reward/{name}": v for name, v in named.items()})
 
 
-def entry(seed: int, total: float | None, distance: float) -> dict:
-    gold = {"distance": distance}
-    return {"file": f"{seed}.mp4", "prompt": "a", "seed": seed, "number": 0, "scores": {"total": total}, "gold": gold}
+def test_the_columns_of_the_papers_table_come_first():
+    scored = clip(ocr_dot_ocr=0.5, pickscore_dot_pickscore=0.74, clipscore_dot_cosine=0.2, videoalign_dot_VQ=-0.75,
+                  videoalign_dot_MQ=-0.5, videoalign_dot_TA=1.5, total=9.0)  # fmt: skip
+    found = columns(scored)
+    assert list(found) == ["Overall", "VQ", "MQ", "TA", "CLIPScore", "PickScore", "ocr"]
+    assert found["Overall"] == 0.25 and found["CLIPScore"] == pytest.approx(0.5) and found["PickScore"] == 0.74
+    assert columns(clip(cosine=-0.2)) == {"CLIPScore": 0} and columns(clip(VQ=1.0, TA=2.0)) == {"VQ": 1, "TA": 2}
+
+
+def test_the_weighted_total_is_another_column_than_overall():
+    found = columns(clip(VQ=1.0, MQ=2.0, TA=4.0, total=5.5), total=True)
+    assert list(found.items()) == [("total reward", 5.5), ("Overall", 7), ("VQ", 1), ("MQ", 2), ("TA", 4)]
+
+
+def test_two_rewards_with_one_name_stay_apart():
+    assert columns(clip(videoalign_dot_VQ=1.0, shapes_dot_VQ=2.0)) == {"VQ": 1, "shapes.VQ": 2}
 
 
 @pytest.mark.parametrize(
-    ("difference", "half", "better", "verdict"),
+    ("mean", "half", "better", "said"),
     [
-        (0.2, 0.1, 1, 1),
-        (-0.2, 0.1, 1, -1),
-        (-0.2, 0.1, -1, 1),
-        (0.2, 0.1, -1, -1),
-        (0.1, 0.2, 1, 0),
-        (1, math.nan, 1, 0),
+        (0.2, 0.1, 1, "better"),
+        (-0.2, 0.1, 1, "worse"),
+        (-0.2, 0.1, -1, "better"),
+        (0.2, 0.1, -1, "worse"),
+        (0.1, 0.2, 1, "not significant"),
+        (1, math.nan, 1, "not significant"),
     ],
 )
-def test_verdict(difference, half, better, verdict):
-    assert Measure(0, 0, 0, 0, difference, half, better).verdict == verdict
+def test_verdict(mean, half, better, said):
+    assert verdict(Interval(mean, half, FEWEST), better) == said
+    assert verdict(Interval(mean, half, FEWEST - 1), better) == "too few clips"
 
 
-def two_validations(folder: Path, before: list[dict], after: list[dict]) -> Path:
-    for step, entries in ((0, before), (7, after)):
-        home = folder / "validation" / f"step-{step:06d}"
-        home.mkdir(parents=True)
-        (home / "clips.json").write_text(json.dumps(entries))
-    finite = [[entry for entry in entries if entry["scores"]["total"] is not None] for entries in (before, after)]
-    write_lines(folder, [validation_line(0, finite[0]), validation_line(7, finite[1])])
-    return folder
+def systems(*values: list[float | None], distances: tuple[list[float], ...] = ()) -> dict[str, list[Clip]]:
+    """Systems `one`, `two` ... with a clip per value."""
+    found = {}
+    for i, (name, own) in enumerate(zip(("one", "two", "three"), values, strict=False)):
+        far = [{"gold__distance": d} for d in distances[i]] if distances else [{}] * len(own)
+        found[name] = [clip(seed, total=value, **far[seed]) for seed, value in enumerate(own)]
+    return found
 
 
-def test_comparison_of_a_folder(tmp_path):
-    before = [entry(seed, 1.0, 0.05) for seed in range(4)]
-    after = [entry(seed, 1.5 + 0.1 * seed, 0.04 + 0.001 * seed) for seed in range(4)]
-    comparison = compare(read_run(two_validations(tmp_path, before, after)))
-    assert comparison.steps == (0, 7) and len(comparison.pairs) == 4
-    assert list(comparison.measures) == ["reward/total", "gold/distance"]
-    total, distance = comparison.measures.values()
-    assert (total.before, total.after, total.difference) == pytest.approx((1.0, 1.65, 0.65))
-    assert total.after_error == pytest.approx(math.sqrt(0.05 / 3) / 2)
-    assert distance.difference == pytest.approx(-0.0085) and (total.verdict, distance.verdict) == (1, 1)
+def test_differences_are_paired_and_smaller_distances_win():
+    clips = systems([1.0, 2.0, 3.0, None], [2.0, 3.0, 3.0, 9.0], distances=([0.4] * 4, [0.1, 0.2, 0.1, 0.5]))
+    found = compared(clips, total=True)
+    total, distance = found["systems"]["two"]["columns"].values()
+    assert (
+        total["count"] == 4 and total["pairs"] == 3 and found["systems"]["one"]["columns"]["total reward"]["count"] == 3
+    )
+    assert total["difference"] == pytest.approx(2 / 3) and total["win_rate"] == pytest.approx(2.5 / 3)
+    assert total["difference_half"] == pytest.approx(4.303 * math.sqrt(1 / 3) / math.sqrt(3), rel=0.01)
+    assert distance["difference"] == pytest.approx(-0.175) and distance["win_rate"] == 0.75
+    assert total["verdict"] == distance["verdict"] == "too few clips"
+    assert "difference" not in found["systems"]["one"]["columns"]["total reward"]
 
 
-def test_the_interval_is_of_differences_and_pairs_with_a_failed_reward_do_not_count(tmp_path):
-    before = [entry(seed, 0.5, 0.1) for seed in (1, 2, 3, 4)] + [entry(5, None, 0.1), entry(6, 0.5, 0.1)]
-    after = [entry(seed, 0.5 + seed, 0.1) for seed in (1, 2, 3, 4)] + [entry(5, 100.0, 0.1), entry(6, None, 0.1)]
-    total = compare(read_run(two_validations(tmp_path, before, after))).measures["reward/total"]
-    assert total.difference == 2.5
-    assert total.half == pytest.approx(3.182 * math.sqrt(5 / 3) / 2, rel=0.01)  # t of 3 degrees of freedom
+def test_clips_of_other_prompts_or_seeds_are_no_pairs():
+    one, two = [clip(1, total=0.0), clip(2, total=0.0)], [clip(2, total=1.0), clip(1, "b", total=5.0)]
+    found = compared({"one": one, "two": two}, total=True)["systems"]["two"]["columns"]["total reward"]
+    assert found["pairs"] == 1 and found["difference"] == 1 and found["mean"] == 3
 
 
-def test_one_validation_is_no_comparison(tmp_path):
-    write_lines(tmp_path, [validation_line(0, [entry(1, 1.0, 0.1)] * 3)])
-    assert compare(read_run(tmp_path)) is None
+def test_two_systems_make_one_table():
+    values, near = [float(seed) for seed in range(9)], [0.05 + 0.001 * (seed % 2) for seed in range(9)]
+    clips = systems([1.0] * 9, [1.5 + 0.1 * value for value in values], distances=([0.05] * 9, near))
+    (rows,) = tables(compared(clips, total=True))
+    titles, total, distance = aligned(rows).splitlines()
+    assert re.split("  +", titles) == ["mean ± 95 %", "one, 9 clips", "two, 9 clips", "two less one"]
+    half = 2.306 * math.sqrt(0.075) / 3  # Student's t of 8 degrees of freedom; the values' variance is 0.075
+    change = f"+0.900 ± {half:.3f}, wins 100% of 9, better"
+    assert re.split("  +", total) == ["total reward", "1.000 ± 0.000", f"1.900 ± {half:.3f}", change]
+    assert distance.startswith("gold distance (lower is better)  0.0500 ± 0.0000") and distance.endswith(", worse")
 
 
-def test_table_of_the_terminal(tmp_path):
-    before = [entry(seed, 1.0, 0.05) for seed in range(4)]
-    after = [entry(seed, 1.5 + 0.1 * seed, 0.05 + 0.001 * (seed % 2)) for seed in range(4)]
-    run = read_run(two_validations(tmp_path, before, after))
-    titles, total, distance = aligned(table(run, compare(run))).splitlines()
-    assert titles.split("  ")[0] == "held-out prompts" and "iteration 7" in titles
-    assert re.split("  +", total) == [
-        "reward total",
-        "1.000 ± 0.000",
-        "1.650 ± 0.065",
-        "+0.650",
-        "+0.445 to +0.855",
-        "better",
-        "–",
-    ]
-    assert distance.startswith("gold distance (lower is better)") and "not significant" in distance
-    write_lines(tmp_path, [validation_line(0, before)])
-    run = read_run(tmp_path)
-    assert aligned(table(run, compare(run))) == ""
+def test_more_systems_have_differences_in_a_table_of_their_own():
+    means, against = tables(compared(systems([1.0] * 9, [1.0, 2.0] * 4 + [0.5], [None] * 8 + [3.0]), total=True))
+    assert means[0][1:] == ["one, 9 clips", "two, 9 clips", "three, 9 clips"] and len(means[1]) == 4
+    assert against[0] == ["difference ± 95 %", "two less one", "three less one"]
+    assert against[1][1].endswith("wins 67% of 9, not significant")
+    assert against[1][2] == "+2.000 ± –, wins 100% of 1, too few clips"
+    (alone,) = tables(compared(systems([1.0, 2.0, 3.0]), total=True))
+    assert alone == [["mean ± 95 %", "one, 3 clips"], ["total reward", "2.000 ± 2.484"]]
 
 
-def test_chosen_clips_spread_over_gains_and_losses(tmp_path):
+def test_shown_clips_spread_over_gains_and_losses(tmp_path):
     path = tmp_path / "clip.mp4"
     path.write_bytes(bytes(10))
-    pairs = [(clip(i, str(i), path, total=0.0), clip(i, str(i), path, total=float(i))) for i in range(9)]
-    again = (clip(50, "8", path, total=0.0), clip(50, "8", path, total=50.0))
-    lost = (clip(60, "60", total=0.0), clip(60, "60", total=60.0))
+    before = [clip(i, str(i), path, total=0.0) for i in range(30)]
+    after = [clip(i, str(i), path, total=float(i)) for i in range(30)]
+    again, lost = [clip(50, "8", path, total=t) for t in (0.0, 50.0)], [clip(60, "60", total=t) for t in (0.0, 60.0)]
+    shown = clip_rows({"a": [*before, again[0], lost[0]], "b": [*after, again[1], lost[1]]}, total=True)
+    gains = [row[1][1].reward for row in shown]  # one clip per prompt, none without its file
+    assert len(gains) == MOST_PROMPTS and gains[0] == 29 and gains[-1] == 0 and gains == sorted(gains, reverse=True)
+    assert max(a - b for a, b in itertools.pairwise(gains)) <= 3
+    assert [[name for name, *_ in row] for row in shown] == [["a", "b"]] * MOST_PROMPTS
 
-    def gains(most: int) -> list[float]:
-        return [after.reward for _, after in choose_pairs([*pairs, again, lost], most)]
 
-    assert gains(6) == [8, 7, 5, 4, 1, 0]  # one clip per prompt, none without its file
-    assert gains(12) == [8, 7, 6, 5, 4, 3, 2, 1, 0]
+def test_rows_that_lack_a_clip_are_shown_if_all_do(tmp_path):
+    path = tmp_path / "clip.mp4"
+    path.write_bytes(bytes(10))
+    one, two, other = clip(1, "a", path, VQ=1.0), clip(1, "a", path, VQ=2.0), clip(2, "b", path, VQ=3.0)
+    assert [len(row) for row in clip_rows({"a": [one], "b": [two, other]})] == [2]
+    assert [len(row) for row in clip_rows({"a": [one], "b": [other]})] == [1, 1]
+    assert clip_rows({}) == []

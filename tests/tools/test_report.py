@@ -15,8 +15,8 @@ import pytest
 from PIL import Image
 
 from sage_grpo.runs.history import RunHistory, read_run
-from sage_grpo.tools.paired import choose_pairs, compare, number
-from sage_grpo.tools.report import MOST_PROMPTS, hacking, main, page, print_summary, results, troubles, write_report
+from sage_grpo.tools.paired import clip_rows, number
+from sage_grpo.tools.report import before_after, main, page, print_summary, results, troubles, write_report
 from sage_grpo.tools.report_figures import draw_map, panel, phase_seconds
 from tests.tools.fake_run import make_run, read_lines, run_line, train_line, write_lines
 
@@ -72,7 +72,7 @@ def without(folder: Path, *prefixes: str) -> str:
 def test_all_sections_are_there(text):
     assert headings(text) == HEADINGS
     titles = re.findall(r"<h3>(.*?)</h3><svg", text)
-    assert titles[:5] == ["Reward", "Exploration", "VQ", "MQ", "TA"] and len(titles) == 22
+    assert titles[:5] == ["Total reward", "Exploration", "VQ", "MQ", "TA"] and len(titles) == 22
 
 
 def test_the_page_needs_no_other_file(text):
@@ -95,25 +95,24 @@ def test_clips_without_a_video_are_counted_and_not_shown(copy):
     for file in copy.glob("validation/step-*/*.mp4"):
         if file.name not in [path.name for path in kept]:
             file.unlink()
-    comparison = compare(read_run(copy))
-    shown = [clip.path.name for pair in choose_pairs(comparison.pairs, MOST_PROMPTS) for clip in pair]
-    assert shown == [path.name for path in kept for _ in range(2)] and len(comparison.pairs) == 14
-    for path in kept:
+    shown = clip_rows(before_after(read_run(copy)), total=True)
+    assert {clip.path.name for row in shown for _, clip, _ in row} == {path.name for path in kept}
+    for path in copy.glob("validation/*/*.mp4"):
         path.unlink()
     text = page(read_run(copy))
-    assert "14 clips of held-out prompts" in text and "<video" not in text
+    assert "iteration 12, 14 clips" in text and "<video" not in text
 
 
 def test_numbers_of_the_table(whole, text):
     clips = [json.loads((whole / f"validation/step-{step:06d}/clips.json").read_text()) for step in (0, 12)]
     before, after = (np.array([clip["scores"]["total"] for clip in part]) for part in clips)
-    row = table_row(text, "reward total")
-    assert f"<td>{number(before.mean())} ± {number(before.std(ddof=1) / 14**0.5)}</td>" in row
-    assert f'<b class="better">{number((after - before).mean(), sign="+")}</b>' in row
-    half = 2.1604 * (after - before).std(ddof=1) / 14**0.5  # Student's t, 13 degrees of freedom
-    ends = [number((after - before).mean() + side, sign="+") for side in (-half, half)]
-    assert f"<td>{ends[0]} to {ends[1]}</td><td>better</td><td>1.740</td>" in row
-    assert '<b class="better">−0.00' in table_row(text, "gold distance (lower is better)")
+    row, factor = table_row(text, "total reward"), 2.1604 / 14**0.5  # Student's t, 13 degrees of freedom
+    assert f"<td>{number(before.mean())} ± {number(factor * before.std(ddof=1))}</td>" in row
+    gains = after - before
+    change = f"{number(gains.mean(), sign='+')} ± {number(factor * gains.std(ddof=1))}"
+    assert f'<td class="better">{change}, wins {(gains > 0).mean():.0%} of 14, better</td>' in row
+    assert '<td class="better">−0.00' in table_row(text, "gold distance (lower is better)")
+    assert "± is half of the 95 % interval" in text and "total reward 1.740. The total reward is the sum" in text
 
 
 def test_head(whole, text):
@@ -124,7 +123,7 @@ def test_head(whole, text):
     )
     assert "NVIDIA H200 · world shapes · 1,204,224 trainable parameters · python 3.11.7" in text
     lines = {line["step"]: line["reward/total"] for line in read_lines(whole) if line["kind"] == "validation"}
-    assert tile(f"{number(lines[0])} → {number(lines[12])}", "validation reward") in text
+    assert tile(f"{number(lines[0])} → {number(lines[12])}", "total reward") in text
     closed = 100 * (lines[12] - lines[0]) / (1.74 - lines[0])
     assert tile(f"{closed:.0f} %", "of the gap to perfect clips") in text and tile("18.2 GB", "peak memory") in text
     assert "Over the whole run: 0 failed rewards" in text
@@ -153,19 +152,21 @@ def test_the_words_of_a_failed_reward_are_shown(tmp_path):
     assert "3 failed rewards. The first error of a reward: server: OSError: &lt;gone&gt;<" in page(read_run(tmp_path))
 
 
-def test_reward_hacking_is_named(copy):
-    assert hacking(compare(read_run(copy))).startswith("Here reward and gold improved together (distance")
+def test_reward_hacking_is_named(copy, text):
+    assert "Here reward and gold improved together (distance" in text
     path = copy / "validation/step-000012/clips.json"
     clips = json.loads(path.read_text())
     for clip in clips:
         clip["gold"]["distance"] += 0.05
     path.write_text(json.dumps(clips))
     words = "Here the reward rose and gold got worse (distance): reward hacking. Look at the clips."
-    assert hacking(compare(read_run(copy))) == words
+    assert words in only_validation(copy, 0, 12)
+    path.write_text(json.dumps(clips[:7]))
+    assert "Here the" not in (few := page(read_run(copy))) and "of 7, too few clips</td>" in few
     for clip in clips[::2]:
         clip["scores"]["total"] -= 0.6  # no clear gain on average any more
     path.write_text(json.dumps(clips))
-    assert hacking(compare(read_run(copy))) == hacking(None) == ""
+    assert "Here the" not in page(read_run(copy))
 
 
 @pytest.mark.parametrize(
@@ -183,7 +184,7 @@ def test_without_validation(copy):
     write_lines(copy, [line for line in read_lines(copy) if line["kind"] != "validation"])
     text = page(read_run(copy))
     assert headings(text) == [heading for heading in HEADINGS if heading not in ("Before and after", "Clips")]
-    assert tile("12", "iterations") in text and "validation reward" not in text
+    assert tile("12", "iterations") in text and "total reward</span>" not in text
 
 
 def only_validation(folder: Path, *steps: int) -> str:
@@ -195,15 +196,13 @@ def only_validation(folder: Path, *steps: int) -> str:
 def test_one_validation(copy):
     text = only_validation(copy, 12)
     assert headings(text) == ["Reward", "Gold"]
-    assert tile("0", "iterations") in text and re.search(r"<b>−?0\.\d+</b><span>validation reward", text)
+    assert tile("0", "iterations") in text and re.search(r"<b>−?0\.\d+</b><span>total reward", text)
 
 
 def test_clips_that_were_deleted(copy):
     assert headings(only_validation(copy, 0, 12)) == ["Before and after", "Reward", "Gold", "Clips"]
     shutil.rmtree(copy / "validation")
-    text = page(read_run(copy))
-    assert headings(text) == ["Before and after", "Reward", "Gold"]
-    assert '<b class="not significant">–</b></td><td>– to –</td>' in table_row(text, "reward total")
+    assert headings(page(read_run(copy))) == ["Reward", "Gold"]
 
 
 def test_a_single_iteration(tmp_path):
@@ -218,13 +217,9 @@ def test_a_run_with_one_update_per_rollout(tmp_path):
     zero = {key: 0.0 for key in line if key.startswith(("policy/", "kl/"))}
     nothing = {key: [0.0] * len(values) for key, values in line["per_step"].items()}
     write_lines(tmp_path, [line | zero | {"step": step, "per_step": nothing} for step in (1, 2, 3)])
-    assert headings(page(read_run(tmp_path))) == [
-        "Reward",
-        "Gold",
-        "Trust region and updates",
-        "By denoising step",
-        "Time",
-    ]
+    text = page(read_run(tmp_path))
+    assert headings(text) == ["Reward", "Gold", "Trust region and updates", "Time"]
+    assert "<h3>Learning rate</h3>" in text and "<h3>KL</h3>" not in text, "what is 0 throughout is not drawn"
 
 
 def test_a_run_that_only_started(tmp_path):
@@ -301,7 +296,7 @@ def test_a_run_is_done_without_its_report(copy, capsys):
     (copy / "report.html").mkdir()  # no file can be written there
     print_summary(copy)
     out, err = capsys.readouterr()
-    assert "reward total" in out and "report:" not in out
+    assert "total reward" in out and "report:" not in out
     assert "the run is done, but its report could not be written: " in err and f"tools.report {copy}` makes it" in err
 
 

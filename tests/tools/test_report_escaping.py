@@ -30,7 +30,7 @@ def test_text_from_files_is_escaped(tmp_path):
     write_lines(run, [line | extra[line["kind"]] for line in lines])
     for path in run.glob("validation/*/clips.json"):
         clips = [clip | {"prompt": bad} for clip in json.loads(path.read_text())]
-        path.write_text(json.dumps([clip | {"gold": {bad: 2.0}} for clip in clips]))
+        path.write_text(json.dumps([clip | {"gold": {bad: 2.0}, "scores": {bad: 1.0, "total": 0.5}} for clip in clips]))
     text = page(read_run(run))
     assert "<script" not in text and 'alert("' not in text and "<img" not in text
     places = (
@@ -46,7 +46,8 @@ def test_text_from_files_is_escaped(tmp_path):
         'aria-label="',
         '<figure class=""><h3>',
         '<figure class=""><h3>holdout/',
-        "<tr><td>reward ",
+        "<tr><td>",
+        "<tr><td>gold ",
     )
     assert [place for place in places if f"{place}{good}" not in text] == []
     assert f" · {good} 1 · " in text and f"{good}&nbsp;2.000" in text
