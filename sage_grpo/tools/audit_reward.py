@@ -14,10 +14,25 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from sage_grpo.config import Config, ConfigError
+from sage_grpo.flags import Parser, answer_early
+
+
+def options_of(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Config]:
+    """Parse this tool's flags; all others go to post_train.py's parser."""
+    parser = Parser("python -m sage_grpo.tools.audit_reward", __doc__)
+    add = parser.add_argument
+    add("--clips", type=Path, nargs="+", metavar="FOLDER", default=[], help="good clips (default: the world's)")
+    add("--num_clips", type=int, metavar="N", default=32, help="most clips that are used")
+    add("--output", type=Path, metavar="FOLDER", default=Path("outputs/audit"), help="where numbers and pictures go")
+    return parser.parse_with_config(arguments)
+
+
+if __name__ == "__main__":
+    answer_early(options_of)
+
 import torch
 
-from sage_grpo.config import Config, ConfigError
-from sage_grpo.flags import parse
 from sage_grpo.json_files import write_json
 from sage_grpo.parallel.device import choose_device
 from sage_grpo.runs.media import contact_sheet, read_mp4, thumbnails
@@ -25,18 +40,6 @@ from sage_grpo.tools import edits
 from sage_grpo.tools.evaluate import read_folder
 from sage_grpo.tools.templating import render
 from sage_grpo.train.build import build_composite, open_model, prompts_of, reward_names
-
-
-def options_of(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Config]:
-    """Parse this tool's flags; all others go to post_train.py's parser."""
-    parser = argparse.ArgumentParser("python -m sage_grpo.tools.audit_reward", description=__doc__, allow_abbrev=False)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add = parser.add_argument
-    add("--clips", type=Path, nargs="+", default=[], help="folders of good clips; default: rendered by the world")
-    add("--num_clips", type=int, default=32, help="most clips that are used; default: %(default)s")
-    add("--output", type=Path, default=Path("outputs/audit"), help="folder; default: %(default)s")
-    options, rest = parser.parse_known_args(arguments)
-    return options, parse(rest)
 
 
 def good_clips(options: argparse.Namespace, config: Config, device: torch.device) -> tuple[list, list, float, list]:

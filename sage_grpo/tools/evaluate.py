@@ -17,12 +17,28 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sage_grpo.config import Config, ConfigError
+from sage_grpo.flags import Parser, answer_early
+
+
+def options_of(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Config]:
+    """Parse this tool's flags; all others go to post_train.py's parser."""
+    parser = Parser("python -m sage_grpo.tools.evaluate", __doc__)
+    add, seeds = parser.add_argument, "clips per prompt (default: the prompt's own, or validation_global_seed)"
+    add("--checkpoints", type=Path, nargs="+", metavar="FOLDER", default=[], help="weights, against the base model")
+    add("--clips", type=Path, nargs="+", metavar="FOLDER", default=[], help="mp4 files with clips.json, or a JSON each")
+    add("--seeds", type=int, nargs="+", metavar="N", help=seeds)
+    add("--output", type=Path, metavar="FOLDER", default=Path("outputs/evaluation"), help="where clips and pages go")
+    return parser.parse_with_config(arguments)
+
+
+if __name__ == "__main__":
+    answer_early(options_of)
+
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
-from sage_grpo.config import Config, ConfigError
 from sage_grpo.data.requests import Request
-from sage_grpo.flags import parse
 from sage_grpo.json_files import read_object, write_json
 from sage_grpo.models import device_for
 from sage_grpo.models.backbone import Guidance
@@ -40,19 +56,6 @@ DAY = 24 * 3600.0  # seconds
 SETTINGS = ("pretrained_model_root", "pretrained_transformer_version", "negative_prompt", "guidance_scale", "fps")
 SETTINGS += ("dtype", "validate_video_length", "validation_timestep_shift", "validation_fixed_size")
 SETTINGS += ("validation_num_inference_steps", "reward_path", "reward_fps")
-
-
-def options_of(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Config]:
-    """Parse this tool's flags; all others go to post_train.py's parser."""
-    parser = argparse.ArgumentParser("python -m sage_grpo.tools.evaluate", description=__doc__, allow_abbrev=False)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add = parser.add_argument
-    add("--checkpoints", type=Path, nargs="+", default=[], help="post-trained weights, against the base model")
-    add("--clips", type=Path, nargs="+", default=[], help="folders of mp4 files with clips.json, or a JSON each")
-    add("--seeds", type=int, nargs="+", help="clips per prompt; default: the prompt's own, or validation_global_seed")
-    add("--output", type=Path, default=Path("outputs/evaluation"), help="folder; default: %(default)s")
-    options, rest = parser.parse_known_args(arguments)
-    return options, parse(rest)
 
 
 class Evaluation:

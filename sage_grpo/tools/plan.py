@@ -19,14 +19,40 @@ from pathlib import Path
 from typing import Any
 
 from sage_grpo.config import Config, ConfigError, resolve
-from sage_grpo.flags import parse
+from sage_grpo.flags import Parser, answer_early, parse
+
+
+def options_of(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """Parse this tool's flags; the words that are left are those of post_train.py."""
+    parser = Parser("python -m sage_grpo.tools.plan", __doc__)
+    add = parser.add_argument
+    add("--gpus", type=int, metavar="N", help="processes of the run (default: gpus of the configuration, or 1)")
+    add("--gpu_memory", type=float, metavar="GB", default=80.0, help="memory of each GPU")
+    add(
+        "--gpu", choices=("h200", "h100", "a100"), default="h200", help="card; rates are measured for h200, else scaled"
+    )
+    add("--price", type=float, metavar="X", help="price of one GPU-hour, in any currency")
+    add("--text_tokens", type=int, metavar="N", default=150, help="tokens of a prompt")
+    add("--vary", nargs="+", metavar=("FLAG", "VALUE"), help="compare values of a flag, or of gpus")
+    options, rest = parser.parse_known_args(arguments)
+    for name in ("gpu_memory", "text_tokens", "price"):
+        if getattr(options, name) is not None and not getattr(options, name) > 0:  # nor may it be NaN
+            raise ConfigError(f"{name} is {getattr(options, name)}; it must be above 0")
+    config = parse(rest, parser.flags)
+    options.gpus = options.gpus or config.gpus or 1
+    return options, rest
+
+
+if __name__ == "__main__":
+    answer_early(options_of)
+
 from sage_grpo.models import open_backbone
 from sage_grpo.models.backbone import Backbone
 from sage_grpo.models.cost import Architecture
 from sage_grpo.models.lora import target_layers
 from sage_grpo.tools.paired import aligned
 from sage_grpo.tools.plan_memory import checkpoint_bytes, disk_bytes, export_bytes, fits, memory, peak, snapshot_bytes
-from sage_grpo.tools.plan_model import CARDS, Plan, Trained, calibration, few_prompts, times, validation_time, volumes
+from sage_grpo.tools.plan_model import Plan, Trained, calibration, few_prompts, times, validation_time, volumes
 from sage_grpo.tools.templating import render
 from sage_grpo.train.build import held_out_prompts, reward_names
 from sage_grpo.train.optimization import trainable_parameters
@@ -168,23 +194,6 @@ def varied(rest: Sequence[str], options: argparse.Namespace) -> list[tuple[str, 
         return [(value, plan_of(parse(rest), int(value), options.text_tokens, options.gpu)) for value in values]
     how = (options.gpus, options.text_tokens, options.gpu)
     return [(value, plan_of(parse([*rest, f"--{name}", value]), *how)) for value in values]
-
-
-def options_of(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    about = "Memory and time of a run. Takes all flags of post_train.py, and these:"
-    parser = argparse.ArgumentParser("python -m sage_grpo.tools.plan", description=about, allow_abbrev=False)
-    parser.add_argument("--gpus", type=int, default=1, help="processes of the run; default: %(default)s")
-    parser.add_argument("--gpu_memory", type=float, default=80.0, help="GB of each GPU; default: %(default)s")
-    card = "card of the run; rates are measured for h200, else scaled by data sheets; default: %(default)s"
-    parser.add_argument("--gpu", choices=CARDS, default="h200", help=card)
-    parser.add_argument("--price", type=float, help="price of one GPU-hour, in any currency")
-    parser.add_argument("--text_tokens", type=int, default=150, help="tokens of a prompt; default: %(default)s")
-    parser.add_argument("--vary", nargs="+", metavar=("FLAG", "VALUE"), help="compare values of a flag, or of gpus")
-    options, rest = parser.parse_known_args(arguments)
-    for name in ("gpu_memory", "text_tokens", "price"):
-        if getattr(options, name) is not None and not getattr(options, name) > 0:  # nor may it be NaN
-            raise ConfigError(f"{name} is {getattr(options, name)}; it must be above 0")
-    return options, rest
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -13,11 +13,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sage_grpo.config import Config, ConfigError
+from sage_grpo.flags import Parser, answer_early, yaml_mapping
+
+
+def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser("python -m sage_grpo.tools.report", __doc__)
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folder")
+    place = "page to write (default: RUN/report.html, or comparison.html here)"
+    parser.add_argument("--output", type=Path, metavar="FILE", help=place)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    answer_early(options_of)
+
 import numpy as np
 import yaml
 
-from sage_grpo.config import Config, ConfigError
-from sage_grpo.flags import yaml_mapping
 from sage_grpo.runs.clips import Clip, divergence, pair_clips, read_validations
 from sage_grpo.runs.history import RunError, RunHistory, as_float, column, read_run
 from sage_grpo.tools.figure_style import colors_of, strategy
@@ -175,12 +188,8 @@ def print_summary(folder: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    about = "One HTML page about a run, or one that compares runs with the first."
-    parser = argparse.ArgumentParser("python -m sage_grpo.tools.report", description=about)
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folder")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="default: RUN/report.html, or comparison.html here")
-    options = parser.parse_args(arguments)
     try:
+        options = options_of(arguments)
         print(write_report(*options.runs, output=options.output))
     except (OSError, ConfigError) as error:
         print(error, file=sys.stderr)

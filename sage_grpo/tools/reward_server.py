@@ -19,6 +19,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sage_grpo.flags import Parser, answer_early
+from sage_grpo.rewards import REWARDS
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser("python -m sage_grpo.tools.reward_server", __doc__)
+    add, served = parser.add_argument, ", ".join(name for name in REWARDS if name not in ("remote", "judge"))
+    add("--reward", nargs="+", required=True, metavar="NAME", help=f"one or several of {served}, or FILE.py:NAME")
+    folder = "VideoReward folder, others beside it"
+    add("--reward_path", type=Path, metavar="FOLDER", default=Path("ckpts/VideoReward"), help=folder)
+    add("--reward_fps", type=float, metavar="X", default=2.0, help="frames of each second that are seen")
+    add("--reward_batch_size", type=int, metavar="N", default=8, help="clips that are scored together")
+    add("--host", metavar="NAME", default="127.0.0.1", help="address to listen at; 0.0.0.0 lets other machines in")
+    add("--port", type=int, metavar="N", default=8900, help="port to listen at")
+    add("--device", metavar="NAME", help="device of the rewards (default: a GPU if there is one)")
+    add("--max_clips", type=int, metavar="N", default=64, help="most clips in a request")
+    add("--max_request_mb", type=int, metavar="MB", default=512, help="size of the largest request")
+    add("--max_waiting_mb", type=int, metavar="MB", default=4096, help="size of all pending requests together")
+    add("--timeout", type=float, metavar="S", default=300.0, help="seconds for a request to arrive, and to be scored")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    answer_early(parse_arguments)
+
 import torch
 import uvicorn
 from starlette.applications import Starlette
@@ -31,7 +56,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from torch import Tensor
 
 from sage_grpo.json_files import finite
-from sage_grpo.rewards import REWARDS
 from sage_grpo.rewards.base import Setup, build_rewards
 from sage_grpo.rewards.composite import Composite
 from sage_grpo.rewards.wire import TooMuch, WireError, read_json, read_token, unpack
@@ -202,26 +226,10 @@ def listen(server: uvicorn.Server) -> tuple[socket.socket, str]:
     return listener, f"http://{server.config.host}:{listener.getsockname()[1]}"
 
 
-def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("python -m sage_grpo.tools.reward_server", description="Rewards over HTTP.")
-    add, served = parser.add_argument, [name for name in REWARDS if name != "remote"]
-    add("--reward", nargs="+", required=True, metavar="NAME", help=f"{', '.join(served)}, or FILE.py:NAME")
-    add("--reward_path", type=Path, default=Path("ckpts/VideoReward"), help="VideoReward folder, others beside it")
-    add("--reward_fps", type=float, default=2.0, help="frames of each second that are seen")
-    add("--reward_batch_size", type=int, default=8, help="clips that are scored together")
-    add("--host", default="127.0.0.1", help="0.0.0.0 lets other machines in; default: %(default)s")
-    add("--port", type=int, default=8900)
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--max_clips", type=int, default=Limits.clips, help="in a request")
-    add("--max_request_mb", type=int, default=Limits.request >> 20)
-    add("--max_waiting_mb", type=int, default=Limits.waiting >> 20, help="megabytes of all pending requests")
-    add("--timeout", type=float, default=Limits.seconds, help="seconds for a request")
-    return parser.parse_args(arguments)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    args = parse_arguments(arguments)
     try:
+        args = parse_arguments(arguments)
+        args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
         for name in ("reward_fps", "reward_batch_size", "max_clips", "max_request_mb", "max_waiting_mb", "timeout"):
             if not getattr(args, name) > 0:
                 raise ValueError(f"{name} is {getattr(args, name)}; it must be above 0")
