@@ -78,9 +78,9 @@ def score_advantages(
     how = (groups, advantage_std, math.inf)
     alone = [group_advantages(scores[name].masked_fill(failed, math.nan), *how) for name in used]
     scale = 1.0 if advantage_std == "none" else sum(map(abs, used.values()))
-    values = sum(weight / scale * each.values for weight, each in zip(used.values(), alone, strict=True))
+    values = torch.stack([w / scale * each.values for w, each in zip(used.values(), alone, strict=True)]).sum(0)
     trained = torch.stack([each.trained for each in alone]).any(0)
-    flat = len(groups.unique()) - alone[0].starved_groups - len(groups[trained].unique())
+    flat = len(torch.unique(groups)) - alone[0].starved_groups - len(torch.unique(groups[trained]))
     return replace(alone[0], values=values.clamp(-adv_clip_max, adv_clip_max), trained=trained, flat_groups=flat)
 
 
