@@ -23,13 +23,12 @@ from pathlib import Path
 
 import diffusers
 import torch
-from diffusers import AutoencoderKLHunyuanVideo15
 from torch import Tensor, nn
 
 from benchmarks.stock import StockTransformer
-from sage_grpo.models.cost import BACKWARD_OF_ATTENTION, Forward
+from sage_grpo.models.cost import BACKWARD_OF_ATTENTION, Architecture, Forward
 from sage_grpo.models.denoiser import Denoiser
-from sage_grpo.models.hunyuan15.backbone import Hunyuan15, architecture_of
+from sage_grpo.models.hunyuan15.backbone import Hunyuan15
 from sage_grpo.models.hunyuan15.transformer import PackedTransformer
 from sage_grpo.models.lora import POLICY, add_adapters, init_adapters
 from sage_grpo.train.guards import heard
@@ -52,8 +51,10 @@ class Clip:
         return (self.frames - 1) // 4 + 1, self.height // 16, self.width // 16
 
     def work(self, model: PackedTransformer) -> Forward:
-        with torch.device("meta"):
-            sizes = architecture_of(model, AutoencoderKLHunyuanVideo15())
+        c, unused = model.config, dict.fromkeys(("parameters", "block", "vae"), 0)
+        layers = {"layers": c.num_layers, "heads": c.num_attention_heads, "mlp_ratio": c.mlp_ratio}
+        width = c.num_attention_heads * c.attention_head_dim
+        sizes = Architecture(**layers, **unused, width=width, channels=c.out_channels, temporal=4, spatial=16)
         return sizes.forward(sizes.video_tokens(self.frames, self.height, self.width), self.text)
 
     def packed(self, model: nn.Module, like: Tensor) -> tuple[Tensor, ...]:

@@ -229,6 +229,8 @@ def listen(server: uvicorn.Server) -> tuple[socket.socket, str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     try:
         args = parse_arguments(arguments)
+        if served := {"remote", "judge"} & set(args.reward):
+            raise ValueError(f"{served.pop()} is served by another machine; name it in the run that uses it")
         args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
         for name in ("reward_fps", "reward_batch_size", "max_clips", "max_request_mb", "max_waiting_mb", "timeout"):
             if not getattr(args, name) > 0:

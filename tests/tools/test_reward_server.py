@@ -263,8 +263,9 @@ def test_it_does_not_start_without_a_token_or_weights(monkeypatch, capsys, tmp_p
     monkeypatch.delenv(TOKEN_VARIABLE)
     assert reward_server.main(["--reward", "shapes"]) == 2
     assert f"{TOKEN_VARIABLE} is not set" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        reward_server.main(["--reward", "remote"])
+    for name, sentence in {"remote": "served by another machine", "nothing": "choose one of videoalign"}.items():
+        monkeypatch.setenv(TOKEN_VARIABLE, "x" * 32)
+        assert reward_server.main(["--reward", name]) == 2 and sentence in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flag", ["reward_fps", "reward_batch_size", "max_clips", "timeout"])
