@@ -155,6 +155,7 @@ def references(run: RunHistory) -> dict[str, tuple[str, float]]:
 
 def finish(ax: Axes, keys: Collection[str], labels: Sequence[str]) -> None:
     """Use a log axis if the metric asks for one and its values allow it; add a legend, in this order, if needed."""
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     if LOGARITHMIC & set(keys) and any((np.asarray(line.get_ydata()) > 0).any() for line in ax.lines):
         ax.set_yscale("log", nonpositive="mask")
     drawn = dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
@@ -167,7 +168,6 @@ def draw_schedule(ax: Axes, schedule: Mapping[str, list[float | None]], lines: L
     for key, (color, label) in lines.items():
         ax.plot(numbers(schedule.get(key), key), "o-", ms=2.5, color=COLORS[color], label=label)
     ax.set_xlabel("denoising step")
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     finish(ax, lines, [label for _, label in lines.values()])
 
 

@@ -22,6 +22,7 @@ from sage_grpo.runs.clips import (
     write_videos,
 )
 from sage_grpo.runs.history import RunError
+from sage_grpo.runs.media import MARGIN
 
 
 def clip(seed: int, prompt: str = "a") -> Clip:
@@ -123,7 +124,7 @@ def test_the_sheet_shows_the_first_clips_and_none_where_all_are_lost(tmp_path):
         write_sheet(tmp_path, clips, records[: len(clips)])
         with Image.open(tmp_path / SHEET) as sheet:
             heights.append(sheet.height)
-    assert heights[1] == SHEET_ROWS * heights[0]
+    assert heights[1] - MARGIN == SHEET_ROWS * (heights[0] - MARGIN)
 
 
 def test_every_validation_is_found_by_its_iteration(tmp_path):

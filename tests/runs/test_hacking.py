@@ -35,7 +35,8 @@ def hacked(flags, tmp_path, monkeypatch):
     monkeypatch.setitem(REWARDS, "bright", lambda setup: Bright(1))
     monkeypatch.setitem(REWARDS, "dark", lambda setup: Bright(-1))
     prompts = tmp_path / "held_out.txt"
-    prompts.write_text("".join(f"a {c} circle moving {d}\n" for c in ("red", "green") for d in ("left", "right")))
+    places = ("left", "right", "up", "down")  # eight clips, the fewest that the report judges
+    prompts.write_text("".join(f"a {c} circle moving {d}\n" for c in ("red", "green") for d in places))
     return flags | {
         "reward_model": "bright", "reward_weights": {"light": 1.0}, "holdout_reward": "dark", "kl_weight": 0,
         "validation_prompts": str(prompts), "validate_at_step0": True, "validation_interval": 4, "max_steps": 8,
@@ -78,6 +79,9 @@ def test_a_holdout_that_follows_is_no_hacking(hacked, make):
     run = read_run(trainer.run.path)
     assert [line["holdout/diverged"] for line in run.validations] == [0, 0] and parted(run) == ""
     assert drift(run)["held out"] == drift(run)["trained"]
+    for file in run.folder.glob("validation/*/clips.json"):
+        file.write_text(json.dumps(json.loads(file.read_text())[:7]))
+    assert parted(run) == "Too few clips for a verdict."
 
 
 def record(seed, total, holdout, prompt="a"):

@@ -81,6 +81,12 @@ def test_the_page_needs_no_other_file(text):
     assert not re.search(r'(?:src|href)="(?!data:|#)', text)
 
 
+def test_figures_follow_a_dark_page(text):
+    """The page has two sets of colors, and figures no background of their own."""
+    assert "@media (prefers-color-scheme: dark)" in text and "figure svg text" in text
+    assert "fill: #ffffff" not in text and "fill: white" not in text
+
+
 def test_clips_are_embedded_in_pairs(whole, text):
     embedded = [base64.b64decode(data) for data in re.findall(r"data:video/mp4;base64,([^\"]+)", text)]
     assert len(embedded) == 24  # 12 of 14 prompts, before and after

@@ -56,6 +56,7 @@ def test_two_runs_on_one_page(whole, copy, tmp_path):
         "Clips",
         "Training",
     ]
+    assert text.count("2 iterations, last validated after 2") == 2
     found = rows(text)
     half = 2.306 * np.std([0.5 + 0.1 * (i % 2) for i in range(9)], ddof=1) / 3  # Student's t, 8 degrees of freedom
     assert found["total reward"][2] == f"+0.544 ± {half:.3f}, wins 100% of 9, better"
