@@ -39,7 +39,7 @@ def options_of(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, lis
         if getattr(options, name) is not None and not getattr(options, name) > 0:  # nor may it be NaN
             raise ConfigError(f"{name} is {getattr(options, name)}; it must be above 0")
     config = parse(rest, parser.flags)
-    options.gpus = options.gpus or config.gpus or 1
+    options.gpus = (config.gpus or 1) if options.gpus is None else options.gpus
     return options, rest
 
 
