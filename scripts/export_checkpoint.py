@@ -45,7 +45,7 @@ from sage_grpo.models.hunyuan15.tencent import RULES, SETTINGS, transformer_conf
 from sage_grpo.models.hunyuan15.transformer import PackedTransformer
 from sage_grpo.models.lora import LORA_FILE, read_adapter
 from sage_grpo.models.shards import trained_weights
-from sage_grpo.models.weights import INDEX, STEM, Rows, Weights, by_file, check_names, grouped, index_text, open_folder
+from sage_grpo.models.weights import INDEX, STEM, Rows, Weights, check_names, index_text, open_folder
 
 NAMED = ("target_size", "task_type")  # encoded in the folder name in Tencent's layout
 
@@ -147,17 +147,32 @@ def save_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], max_shard_
     if old := sorted(folder.glob(f"{STEM}*.safetensors*")):
         raise ValueError(f"'{folder}' already holds {old[0].name}; write to another folder.")
     drafts, total = [], 0
-    for group in grouped(tensors, lambda tensor: tensor.nbytes, max_shard_bytes):
+    for group in grouped(tensors, max_shard_bytes):
         drafts.append((folder / f"{STEM}-{len(drafts) + 1:05d}.tmp", list(group)))
         total += sum(tensor.nbytes for tensor in group.values())
         shard = {name: tensor.detach().cpu().contiguous() for name, tensor in group.items()}
         save_file(shard, drafts[-1][0], metadata={"format": "pt"})
         del group, shard  # before filling the next one
-    files = by_file(drafts)
-    for name, (draft, _) in files.items():
-        draft.rename(folder / name)
+    files = {}
+    for number, (draft, names) in enumerate(drafts, 1):
+        place = f"-{number:05d}-of-{len(drafts):05d}" if len(drafts) > 1 else ""
+        draft.rename(folder / f"{STEM}{place}.safetensors")
+        files |= dict.fromkeys(names, f"{STEM}{place}.safetensors")
     if len(drafts) > 1:
-        (folder / INDEX).write_text(index_text({name: held for name, (_, held) in files.items()}, total))
+        (folder / INDEX).write_text(index_text(files, total))
+
+
+def grouped(tensors: Iterable[tuple[str, Tensor]], most: float) -> Iterator[dict[str, Tensor]]:
+    """Tensors in order, as many together as have `most` bytes."""
+    group: dict[str, Tensor] = {}
+    total = 0
+    for name, tensor in tensors:
+        if group and total + tensor.nbytes > most:
+            yield group
+            group, total = {}, 0
+        group[name] = tensor
+        total += tensor.nbytes
+    yield group
 
 
 def save_tencent(folder: Path, part: str, weights: Weights, max_shard_bytes: float = 5e9) -> None:
