@@ -56,12 +56,12 @@ class TextEncoder:
     def __init__(self, folder: ModelFolder, device: torch.device, dtype: torch.dtype) -> None:
         self.folder, self.device, self.dtype = folder, device, dtype
         self._models: tuple[Qwen2_5_VLTextModel, T5EncoderModel] | None = None
-        self._tokenizers: tuple[Qwen2Tokenizer, ByT5Tokenizer] | None = None
 
     @torch.no_grad()
     def encode(self, request: Request) -> TextConditioning:
         if self._models is None:
-            self._load()
+            self._tokenizers = load_tokenizers(self.folder)
+            self._models = load_encoders(self.folder, self.device, self.dtype)
         return TextConditioning(text=self._text(request.text), glyph=self._glyph(request.text))
 
     def release(self) -> None:
@@ -78,10 +78,6 @@ class TextEncoder:
                 if path.is_file() and ".cache" not in path.parts:  # Hugging Face Hub metadata
                     digest.update(path.relative_to(self.folder.root).as_posix().encode() + file_fingerprint(path))
         return digest.hexdigest()[:16]
-
-    def _load(self) -> None:
-        self._tokenizers = load_tokenizers(self.folder)
-        self._models = load_encoders(self.folder, self.device, self.dtype)
 
     def _text(self, prompt: str) -> Tensor:
         """(L, text_dim), without padding: in a causal model, right padding cannot affect earlier tokens."""
