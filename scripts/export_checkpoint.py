@@ -41,7 +41,7 @@ from torch import Tensor
 from sage_grpo import manifest
 from sage_grpo.models.hunyuan15 import DEFAULT_VERSION
 from sage_grpo.models.hunyuan15.folder import ModelFolder
-from sage_grpo.models.hunyuan15.tencent import RULES, SETTINGS, transformer_config, translate
+from sage_grpo.models.hunyuan15.tencent import RULES, diffusers_config, translate
 from sage_grpo.models.hunyuan15.transformer import PackedTransformer
 from sage_grpo.models.lora import LORA_FILE, read_adapter
 from sage_grpo.models.shards import trained_weights
@@ -102,7 +102,7 @@ def write_tencent(diffusers: Path, folder: Path) -> None:
     """Write the transformer in Tencent's layout; rejects settings that its config.json cannot express."""
     ours = json.loads((diffusers / "config.json").read_text())
     theirs = tencent_transformer_config(ours)
-    told = json.loads(full_config(transformer_config(theirs, DEFAULT_VERSION)))
+    told = json.loads(full_config(diffusers_config("transformer", theirs, DEFAULT_VERSION)))
     lost = [name for name in told if name not in NAMED and told[name] != ours[name]]
     if lost:
         raise ValueError(f"Tencent's config.json cannot tell that {lost[0]} is {ours[lost[0]]}; use --layout diffusers")
@@ -131,14 +131,15 @@ def to_tencent(part: str, names: Iterable[str]) -> dict[str, tuple[Rows, ...]]:
 
 
 def tencent_transformer_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of `transformer_config`, from all arguments.
+    """The inverse of `diffusers_config`, from all arguments.
 
     Size and task are in the folder name; refiner layers and norm cannot be expressed.
     """
     patch = [config["patch_size_t"], config["patch_size"], config["patch_size"]]
     width = config["num_attention_heads"] * config["attention_head_dim"]
     own = {"in_channels": (config["in_channels"] - 1) // 2, "concat_condition": True, "mm_single_blocks_depth": 0}
-    return {old: config[new] for old, new in SETTINGS.items()} | own | {"hidden_size": width, "patch_size": patch}
+    renamed = {rule.tencent: config[rule.diffusers] for rule in RULES["transformer settings"]}
+    return renamed | own | {"hidden_size": width, "patch_size": patch}
 
 
 def save_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: float = 5e9) -> None:
