@@ -123,7 +123,7 @@ def to_tencent(part: str, names: Iterable[str]) -> dict[str, tuple[Rows, ...]]:
         [(rule, new)] = known
         found = blocks.setdefault(new, [None] * rule.of)
         for position, block in enumerate(rule.blocks):
-            found[block] = Rows(name, position, len(rule.blocks))
+            found[block] = (name, position, len(rule.blocks))
     for new, found in blocks.items():
         if None in found:
             raise ValueError(f"{new} of Tencent's layout cannot be put together: {found.count(None)} parts are missing")

@@ -22,14 +22,7 @@ INDEX = f"{STEM}.safetensors.index.json"
 SHOWN = 3  # names shown in an error
 
 Model = TypeVar("Model", bound=nn.Module)
-
-
-class Rows(NamedTuple):
-    """Block `block` of the tensor `source`, split into `of` equal blocks of rows; all of it by default."""
-
-    source: str
-    block: int = 0
-    of: int = 1
+Rows = tuple[str, int, int]  # of a tensor: its name, and which block of how many equal blocks of rows
 
 
 class Piece(NamedTuple):
@@ -133,8 +126,7 @@ def _open(where: Path, paths: Sequence[Path]) -> tuple[Weights, dict[str, Path]]
             pieces[name], files[name] = [Piece.whole(file, name)], path
     counts = {int(match[1]) for path in paths if (match := re.search(r"-\d+-of-(\d+)$", path.stem))}
     if counts and counts != {len(paths)}:
-        folder = paths[0].parent
-        raise FileNotFoundError(f"'{folder}' has {len(paths)} of {max(counts)} shards; download that folder again.")
+        raise FileNotFoundError(f"'{where}' has {len(paths)} of {max(counts)} shards; download that folder again.")
     return Weights(where, pieces), files
 
 

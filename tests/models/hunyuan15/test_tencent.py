@@ -32,12 +32,11 @@ def full_size(kind, **settings):
 def put_together(recipes, stored):
     """Apply recipes to tensors that are lists of rows."""
 
-    def block(rows):
-        source = stored[rows.source]
-        count = len(source) // rows.of
-        return source[rows.block * count : (rows.block + 1) * count]
+    def block(source, number, of):
+        count = len(stored[source]) // of
+        return stored[source][number * count : (number + 1) * count]
 
-    return {name: [row for rows in recipe for row in block(rows)] for name, recipe in recipes.items()}
+    return {name: [row for rows in recipe for row in block(*rows)] for name, recipe in recipes.items()}
 
 
 def linear(*modules):
