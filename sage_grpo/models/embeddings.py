@@ -14,7 +14,6 @@ from typing import Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from tqdm import tqdm
 
 from sage_grpo.data.requests import Request
@@ -25,22 +24,17 @@ from sage_grpo.json_files import printable
 class Conditioning:
     """An encoded request. Subclasses add tensors as fields, which are opaque to everything but their backbone."""
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "Conditioning":
         """A copy on `device` and in `dtype`; None leaves either unchanged."""
-        moved = {name: value.to(device=device, dtype=dtype) for name, value in self.tensors().items()}
-        return dataclasses.replace(self, **moved)
+        return type(self)(**{name: value.to(device=device, dtype=dtype) for name, value in vars(self).items()})
 
     @property
     def shapes(self) -> tuple[torch.Size, ...]:
-        return tuple(value.shape for value in self.tensors().values())
+        return tuple(value.shape for value in vars(self).values())
 
     def together(self, others: "Sequence[Conditioning]") -> "Conditioning":
         """The conditionings of several clips, equal in shape, with the clips as the first axis of each tensor."""
-        rows = [other.tensors() for other in others]
-        return dataclasses.replace(self, **{name: torch.stack([row[name] for row in rows]) for name in rows[0]})
+        return type(self)(**{name: torch.stack([getattr(one, name) for one in others]) for name in vars(self)})
 
 
 class Encoder(Protocol):
@@ -121,7 +115,7 @@ class Embeddings:
         except OSError as error:
             raise ValueError(f"prompt_cache: {self.folder} cannot be created ({error}); name another folder") from error
         unfinished = self.folder / f"{request.key}.{uuid.uuid4().hex}.tmp"
-        tensors = {name: value.contiguous() for name, value in cond.tensors().items()}
+        tensors = {name: value.contiguous() for name, value in vars(cond).items()}
         save_file(tensors, unfinished, metadata={"prompt": request.text, "made_for": self.label(request)})
         os.replace(unfinished, self.path(request))
 

@@ -76,16 +76,15 @@ class ModelFolder:
                 f"'{self.root}' has the layout of diffusers, which holds one transformer; leave it out."
             )
 
-    def missing_files(self) -> list[str]:
-        """Missing files, relative to this folder; given as a pattern where any name will do."""
-        return list(dict.fromkeys(file for part in DIFFUSERS_FILES for file in self._missing(part)))
-
-    def _missing(self, part: str) -> list[str]:
-        place = self.place(part)
-        needed = (TENCENT_FILES if self.is_tencent else DIFFUSERS_FILES)[part]
-        for index in place.glob("*.safetensors.index.json"):
-            needed += tuple(sorted(set(read_index(index).values())))
-        return [(place / file).relative_to(self.root).as_posix() for file in needed if not any(place.glob(file))]
+    def missing_files(self, *parts: str) -> list[str]:
+        """Missing files of some parts, or of all, relative to this folder; a pattern where any name will do."""
+        table, missing = TENCENT_FILES if self.is_tencent else DIFFUSERS_FILES, []
+        for part in parts or table:
+            place, needed = self.place(part), table[part]
+            for index in place.glob("*.safetensors.index.json"):
+                needed += tuple(sorted(set(read_index(index).values())))
+            missing += [place / file for file in needed if not any(place.glob(file))]
+        return list(dict.fromkeys(path.relative_to(self.root).as_posix() for path in missing))
 
     def place(self, part: str) -> Path:
         return self.root / (TENCENT_FOLDERS[part].format(version=self.version) if self.is_tencent else part)
@@ -93,7 +92,7 @@ class ModelFolder:
     def part(self, name: str) -> Path:
         """The subfolder of one part; if it is incomplete, the error lists everything missing from the model folder."""
         self.check_version()
-        if not self._missing(name):
+        if not self.missing_files(name):
             return self.place(name)
         missing = self.missing_files()
         text = f"Model folder '{self.root}' lacks {', '.join(missing)}; download_weights.sh gets what is missing"

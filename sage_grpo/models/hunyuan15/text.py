@@ -35,7 +35,6 @@ _STOCK_GLYPH = inspect.signature(HunyuanVideo15Pipeline._get_byt5_prompt_embeds)
 MAX_GLYPH_TOKENS: int = _STOCK_GLYPH["tokenizer_max_length"].default
 
 EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight")  # of ByT5, one table; Glyph-SDXL-v2 has the second name
-ENCODER_PARTS = ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2")
 
 Model = TypeVar("Model", Qwen2_5_VLTextModel, T5EncoderModel)
 
@@ -73,7 +72,7 @@ class TextEncoder:
     def identity(self) -> str:
         """Fingerprint of all that determines an embedding: tokenizers, encoder weights, template and precision."""
         digest = hashlib.sha256(f"{self.dtype} {TEMPLATE_TOKENS} {HIDDEN_STATE} {SYSTEM_MESSAGE}".encode())
-        for name in ENCODER_PARTS:
+        for name in ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2"):
             for path in sorted(self.folder.part(name).rglob("*")):
                 if path.is_file() and ".cache" not in path.parts:  # Hugging Face Hub metadata
                     digest.update(path.relative_to(self.folder.root).as_posix().encode() + file_fingerprint(path))

@@ -26,8 +26,6 @@ from sage_grpo.parallel.ulysses import Attend, Shares
 
 TEXT, GLYPH = range(2)  # rows of `cond_type_embed`
 
-Rope = tuple[Tensor, Tensor]
-
 
 class PackedAttention:
     """Attention processor of a double-stream block: video and context tokens attend to each other, all valid."""
@@ -38,7 +36,7 @@ class PackedAttention:
         hidden_states: Tensor,
         encoder_hidden_states: Tensor,
         attention_mask: Attend,
-        image_rotary_emb: Rope | None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Video (B, N, D) and context (B or 1, K, D) -> their attention outputs (B, N, D) and (B, K, D).
 
