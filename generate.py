@@ -108,7 +108,7 @@ def generate(args: argparse.Namespace, ranks: "Ranks") -> None:
         if args.sde_type == "ode":
             latents = integrate(backbone, sigmas, *start, args.solver)
         else:
-            *_, (_, _, latents, _) = denoise(backbone, schedule, *start, noise)
+            latents = denoise(backbone, schedule, *start, noise)
         if not ranks.leader:  # it has helped with the velocities; the clip is made once
             continue
         (clip,) = backbone.decode(latents).cpu()

@@ -31,8 +31,8 @@ def sample_clips(
     guidance = Guidance(scale, negative)
     for number, cond in enumerate(tqdm(conditions, "sampling", unit="prompt", leave=False)):
         x, noise = counter_noise(shape, seed, range(per_prompt), prompt=number)
-        *_, last = denoise(backbone, schedule, x.to(backbone.device), cond, guidance, noise)
-        yield backbone.decode(last.x_next).cpu()
+        latents = denoise(backbone, schedule, x.to(backbone.device), cond, guidance, noise)
+        yield backbone.decode(latents).cpu()
 
 
 def quality(clips: Tensor, prompts: Sequence[str]) -> dict[str, float]:

@@ -50,7 +50,7 @@ def encode(args: argparse.Namespace, rank: int, count: int) -> str:
     requests = list(dict.fromkeys(request.content for request in (Request(args.negative_prompt), *named)))
     begun = time.perf_counter()
     backbone = open_backbone(args.model_root, device, dtype, args.prompt_cache, complete=False)
-    cache = backbone.embeddings.cache
+    cache = backbone.embeddings
     missing = sum(request not in cache for request in requests)
     backbone.prepare(requests, rank, count)
     size = sum(cache.path(request).stat().st_size for request in requests)

@@ -41,11 +41,11 @@ from torch import Tensor
 from sage_grpo import manifest
 from sage_grpo.models.hunyuan15 import DEFAULT_VERSION
 from sage_grpo.models.hunyuan15.folder import ModelFolder
-from sage_grpo.models.hunyuan15.tencent import RULES, SETTINGS, transformer_config, translate
+from sage_grpo.models.hunyuan15.tencent import RULES, diffusers_config, translate
 from sage_grpo.models.hunyuan15.transformer import PackedTransformer
 from sage_grpo.models.lora import LORA_FILE, read_adapter
 from sage_grpo.models.shards import trained_weights
-from sage_grpo.models.weights import INDEX, STEM, Rows, Weights, by_file, check_names, grouped, index_text, open_folder
+from sage_grpo.models.weights import INDEX, STEM, Rows, Weights, check_names, index_text, open_folder
 
 NAMED = ("target_size", "task_type")  # encoded in the folder name in Tencent's layout
 
@@ -102,7 +102,7 @@ def write_tencent(diffusers: Path, folder: Path) -> None:
     """Write the transformer in Tencent's layout; rejects settings that its config.json cannot express."""
     ours = json.loads((diffusers / "config.json").read_text())
     theirs = tencent_transformer_config(ours)
-    told = json.loads(full_config(transformer_config(theirs, DEFAULT_VERSION)))
+    told = json.loads(full_config(diffusers_config("transformer", theirs, DEFAULT_VERSION)))
     lost = [name for name in told if name not in NAMED and told[name] != ours[name]]
     if lost:
         raise ValueError(f"Tencent's config.json cannot tell that {lost[0]} is {ours[lost[0]]}; use --layout diffusers")
@@ -123,7 +123,7 @@ def to_tencent(part: str, names: Iterable[str]) -> dict[str, tuple[Rows, ...]]:
         [(rule, new)] = known
         found = blocks.setdefault(new, [None] * rule.of)
         for position, block in enumerate(rule.blocks):
-            found[block] = Rows(name, position, len(rule.blocks))
+            found[block] = (name, position, len(rule.blocks))
     for new, found in blocks.items():
         if None in found:
             raise ValueError(f"{new} of Tencent's layout cannot be put together: {found.count(None)} parts are missing")
@@ -131,14 +131,15 @@ def to_tencent(part: str, names: Iterable[str]) -> dict[str, tuple[Rows, ...]]:
 
 
 def tencent_transformer_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of `transformer_config`, from all arguments.
+    """The inverse of `diffusers_config`, from all arguments.
 
     Size and task are in the folder name; refiner layers and norm cannot be expressed.
     """
     patch = [config["patch_size_t"], config["patch_size"], config["patch_size"]]
     width = config["num_attention_heads"] * config["attention_head_dim"]
     own = {"in_channels": (config["in_channels"] - 1) // 2, "concat_condition": True, "mm_single_blocks_depth": 0}
-    return {old: config[new] for old, new in SETTINGS.items()} | own | {"hidden_size": width, "patch_size": patch}
+    renamed = {rule.tencent: config[rule.diffusers] for rule in RULES["transformer settings"]}
+    return renamed | own | {"hidden_size": width, "patch_size": patch}
 
 
 def save_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: float = 5e9) -> None:
@@ -147,17 +148,32 @@ def save_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], max_shard_
     if old := sorted(folder.glob(f"{STEM}*.safetensors*")):
         raise ValueError(f"'{folder}' already holds {old[0].name}; write to another folder.")
     drafts, total = [], 0
-    for group in grouped(tensors, lambda tensor: tensor.nbytes, max_shard_bytes):
+    for group in grouped(tensors, max_shard_bytes):
         drafts.append((folder / f"{STEM}-{len(drafts) + 1:05d}.tmp", list(group)))
         total += sum(tensor.nbytes for tensor in group.values())
         shard = {name: tensor.detach().cpu().contiguous() for name, tensor in group.items()}
         save_file(shard, drafts[-1][0], metadata={"format": "pt"})
         del group, shard  # before filling the next one
-    files = by_file(drafts)
-    for name, (draft, _) in files.items():
-        draft.rename(folder / name)
+    files = {}
+    for number, (draft, names) in enumerate(drafts, 1):
+        place = f"-{number:05d}-of-{len(drafts):05d}" if len(drafts) > 1 else ""
+        draft.rename(folder / f"{STEM}{place}.safetensors")
+        files |= dict.fromkeys(names, f"{STEM}{place}.safetensors")
     if len(drafts) > 1:
-        (folder / INDEX).write_text(index_text({name: held for name, (_, held) in files.items()}, total))
+        (folder / INDEX).write_text(index_text(files, total))
+
+
+def grouped(tensors: Iterable[tuple[str, Tensor]], most: float) -> Iterator[dict[str, Tensor]]:
+    """Tensors in order, as many together as have `most` bytes."""
+    group: dict[str, Tensor] = {}
+    total = 0
+    for name, tensor in tensors:
+        if group and total + tensor.nbytes > most:
+            yield group
+            group, total = {}, 0
+        group[name] = tensor
+        total += tensor.nbytes
+    yield group
 
 
 def save_tencent(folder: Path, part: str, weights: Weights, max_shard_bytes: float = 5e9) -> None:

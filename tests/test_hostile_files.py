@@ -76,7 +76,7 @@ def test_a_bomb_in_the_prompt_cache_is_refused(tiny_folder, tmp_path, marker):
     cpu = torch.device("cpu")
     encoder = TextEncoder(ModelFolder(tiny_folder), cpu, torch.float32)
     embeddings = Embeddings(encoder, cpu, tmp_path / "cache")
-    write_bomb(embeddings.cache.path(REQUEST), marker)
+    write_bomb(embeddings.path(REQUEST), marker)
     with pytest.raises(ValueError, match=r"is damaged .*; delete it"):
         embeddings([REQUEST])
 

@@ -12,7 +12,6 @@ restarted before.
 import functools
 import importlib.abc
 import importlib.machinery
-import inspect
 import json
 import os
 import signal
@@ -26,7 +25,7 @@ from types import ModuleType
 from typing import Any
 
 PHASES = {  # what is wrapped in each module, and the name of its phase
-    "sage_grpo.models.hunyuan15.text": {"TextEncoder._load": "load encoders"},
+    "sage_grpo.models.hunyuan15.text": {"load_encoders": "load encoders"},
     "sage_grpo.models.embeddings": {"Embeddings.prepare": "encode prompts"},
     "sage_grpo.train.build": {"build_rewards_of": "load reward", "prepare_transformer": "load transformer"},
     "sage_grpo.train.checkpoint": {"load": "load checkpoint"},
@@ -116,14 +115,6 @@ class Recorder:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def wrapped(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
-        if inspect.isgeneratorfunction(call):
-
-            @functools.wraps(call)
-            def steps(*args: Any, **kwargs: Any) -> Iterator[Any]:
-                with self.phase(name):
-                    yield from call(*args, **kwargs)
-
-            return steps
         if name:
 
             @functools.wraps(call)

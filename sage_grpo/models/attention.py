@@ -99,8 +99,8 @@ def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -
 parted_attention.register_autograd(lambda ctx, out, _: _parted_backward(out, *ctx.saved_tensors), setup_context=_keep)
 KERNELS = ("cudnn_attention", "flash_attention", "efficient_attention", "flash_attention_for_cpu")
 # operators whose outputs selective checkpointing keeps: attention
-KEPT = {getattr(aten, f"_scaled_dot_product_{name}").default for name in KERNELS}
-KEPT.add(torch.ops.sage_grpo.parted_attention.default)
+KEPT = [getattr(aten, f"_scaled_dot_product_{name}").default for name in KERNELS]
+KEPT.append(torch.ops.sage_grpo.parted_attention.default)
 
 
 def _products(a: Tensor, b: Tensor) -> Tensor:

@@ -242,15 +242,15 @@ class Backbone(ABC):
         parameters, files = dict(self.transformer.named_parameters()), {}
         sizes = {name: p.numel() * p.element_size() for name, p in parameters.items()}
         plan = plan_files(sizes)
-        for number, (file, names) in enumerate(plan.items()):
+        for number, (file, names) in enumerate(plan.filename_to_tensors.items()):
             mine = number % count == rank
             found = ((name, full_tensor(parameters[name])) for name in names)
             tensors = {name: host_copy(value) for name, value in found if mine}
             files |= {f"transformer/{file}": TensorFile(tensors, {"format": "pt"})} if mine else {}
         if not rank:
             files["transformer/config.json"] = self.transformer.to_json_string()
-        if not rank and len(plan) > 1:
-            files[f"transformer/{INDEX}"] = index_text(plan, sum(sizes.values()))
+        if not rank and plan.is_sharded:
+            files[f"transformer/{INDEX}"] = index_text(plan.tensor_to_filename, sum(sizes.values()))
         return files
 
     # for the planner and the doctor

@@ -1,13 +1,13 @@
 """Sizes of a backbone, and the token and FLOP counts derived from them."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 UNTILED = 1.9e6  # bytes inside the VAE per latent position of a clip that is decoded untiled, in half precision
 BACKWARD_OF_ATTENTION = 2.5  # times its forward: five matmuls instead of two
 
 
-@dataclass(frozen=True)
-class Forward:
+class Forward(NamedTuple):
     """FLOPs of one forward of one clip in the blocks; everything else is under 1 %."""
 
     linear: float

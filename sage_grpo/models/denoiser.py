@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from diffusers.loaders import PeftAdapterMixin
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from sage_grpo.models import fp8
 from sage_grpo.models.attention import KEPT
@@ -64,7 +64,7 @@ class Denoiser(PeftAdapterMixin):
             torch._dynamo.config.fail_on_recompile_limit_hit = True
         kwargs: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         if keep_attention:
-            kwargs["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_attention)
+            kwargs["context_fn"] = functools.partial(create_selective_checkpoint_contexts, KEPT)
         for number, block in enumerate(self.all_blocks):
             if number < self.num_recomputed:
                 block.forward = functools.partial(checkpoint, block.forward, **kwargs)
@@ -103,7 +103,3 @@ class Denoiser(PeftAdapterMixin):
         if self.varying is not None:  # all other sizes are constant in a run
             torch._dynamo.maybe_mark_dynamic(inputs[self.varying[0]], self.varying[1])
         return compiled(*inputs)
-
-
-def _keep_attention(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE

@@ -3,8 +3,7 @@
 Shapes: B clips of one prompt, C latent channels, (T, y, x) latent frames, rows and columns.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,28 +16,18 @@ from sage_grpo.models.backbone import Backbone, Conditioning, Guidance
 Noise = Callable[[Step], Tensor]  # denoising step, or one per clip -> standard normal (B, C, T, y, x), on any device
 
 
-class Transition(NamedTuple):
-    """One denoising step of B clips."""
-
-    x: Tensor  # (B, C, T, y, x)
-    velocity: Tensor  # (B, C, T, y, x)
-    x_next: Tensor  # (B, C, T, y, x)
-    log_prob: Tensor  # (B,)
-
-
 def denoise(
     backbone: Backbone, schedule: Schedule, x: Tensor, cond: Conditioning, guidance: Guidance, noise: Noise
-) -> Iterator[Transition]:
-    """Run all steps from the initial noise x; the last transition's `x_next` holds the final latents.
+) -> Tensor:
+    """Run all steps from the initial noise x, (B, C, T, y, x), and return the final latents.
 
     Each clip is passed its own noise level, though all are equal: in training they differ, and only a forward of the
     same shape gives the same bits.
     """
     for i in range(schedule.num_steps):
         velocity = backbone.velocity(x, schedule.sigmas[i].expand(len(x)), cond, guidance)
-        x_next, log_prob = schedule.step(i, x, velocity, noise(i).to(x.device))
-        yield Transition(x, velocity, x_next, log_prob)
-        x = x_next
+        x, _ = schedule.step(i, x, velocity, noise(i).to(x.device))
+    return x
 
 
 def integrate(

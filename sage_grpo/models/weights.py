@@ -5,11 +5,12 @@ A rank of a sharded run reads only the rows it keeps, whatever the names and ord
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from huggingface_hub import StateDictSplit, split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
@@ -21,15 +22,7 @@ INDEX = f"{STEM}.safetensors.index.json"
 SHOWN = 3  # names shown in an error
 
 Model = TypeVar("Model", bound=nn.Module)
-T = TypeVar("T")
-
-
-class Rows(NamedTuple):
-    """Block `block` of the tensor `source`, split into `of` equal blocks of rows; all of it by default."""
-
-    source: str
-    block: int = 0
-    of: int = 1
+Rows = tuple[str, int, int]  # of a tensor: its name, and which block of how many equal blocks of rows
 
 
 class Piece(NamedTuple):
@@ -133,8 +126,7 @@ def _open(where: Path, paths: Sequence[Path]) -> tuple[Weights, dict[str, Path]]
             pieces[name], files[name] = [Piece.whole(file, name)], path
     counts = {int(match[1]) for path in paths if (match := re.search(r"-\d+-of-(\d+)$", path.stem))}
     if counts and counts != {len(paths)}:
-        folder = paths[0].parent
-        raise FileNotFoundError(f"'{folder}' has {len(paths)} of {max(counts)} shards; download that folder again.")
+        raise FileNotFoundError(f"'{where}' has {len(paths)} of {max(counts)} shards; download that folder again.")
     return Weights(where, pieces), files
 
 
@@ -180,32 +172,14 @@ def fill_model(model: nn.Module, weights: Weights) -> None:
         local_shard(parameter).copy_(weights.read(name, *rows(parameter)))
 
 
-def by_file(shards: Sequence[T]) -> dict[str, T]:
-    """What belongs into each file of weights, under diffusers' names."""
-    count = len(shards)
-    names = [f"{STEM}-{number:05d}-of-{count:05d}" for number in range(1, count + 1)] if count > 1 else [STEM]
-    return {f"{name}.safetensors": shard for name, shard in zip(names, shards, strict=True)}
+def plan_files(sizes: Mapping[str, int], max_bytes: float = 5e9) -> StateDictSplit:
+    """The tensors of each file and the file of each tensor, for tensors of these bytes in this order."""
+    pattern = f"{STEM}{{suffix}}.safetensors"
+    return split_state_dict_into_shards_factory(
+        sizes, get_storage_size=int, filename_pattern=pattern, max_shard_size=max_bytes
+    )
 
 
-def index_text(files: Mapping[str, Iterable[str]], total: int) -> str:
-    """The index of weights in several files, given the tensors in each and the bytes of all."""
-    places = {name: file for file, names in files.items() for name in names}
-    return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2, sort_keys=True) + "\n"
-
-
-def plan_files(sizes: Mapping[str, int], max_bytes: float = 5e9) -> dict[str, list[str]]:
-    """The tensors of each file, for tensors of these bytes in this order."""
-    return by_file([list(group) for group in grouped(sizes.items(), int, max_bytes)])
-
-
-def grouped(items: Iterable[tuple[str, T]], size: Callable[[T], int], most: float) -> Iterator[dict[str, T]]:
-    """Items in order, as many together as have `most` bytes."""
-    group: dict[str, T] = {}
-    total = 0
-    for name, item in items:
-        if group and total + size(item) > most:
-            yield group
-            group, total = {}, 0
-        group[name] = item
-        total += size(item)
-    yield group
+def index_text(files: Mapping[str, str], total: int) -> str:
+    """The index of weights in several files, given the file of each tensor and the bytes of all."""
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": files}, indent=2, sort_keys=True) + "\n"

@@ -28,21 +28,16 @@ def shard(model: nn.Module, blocks: Iterable[nn.Module], mesh: DeviceMesh, compu
         unit.set_force_sum_reduction_for_comms(True)
 
 
-def units(model: nn.Module) -> list[FSDPModule]:
-    """The sharded modules; empty if nothing is sharded."""
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
 def reduce_gradients_in_next_backward(model: nn.Module, wanted: bool) -> None:
     """If not wanted, each rank accumulates unsharded gradients locally until a backward pass that reduces them."""
-    for unit in units(model):
-        unit.set_requires_gradient_sync(wanted, recurse=False)
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(wanted)
 
 
 @contextmanager
 def gathered(model: nn.Module, wanted: bool = True) -> Iterator[None]:
     """Context in which weights stay gathered after a forward; they must not change inside it."""
-    kept = units(model) if wanted else []
+    kept = [module for module in model.modules() if wanted and isinstance(module, FSDPModule)]
     for unit in kept:
         unit.set_reshard_after_forward(False, recurse=False)
     try:
@@ -62,8 +57,8 @@ def shard_like(tensor: Tensor, part: Tensor) -> Tensor:
     """Wrap `part` as this rank's shard of a tensor with the same sharding as `tensor`."""
     if not isinstance(tensor, DTensor):
         return part
-    words = {"shape": tensor.shape, "stride": tensor.stride()}
-    return DTensor.from_local(part, tensor.device_mesh, tensor.placements, run_check=False, **words)
+    sizes = {"shape": tensor.shape, "stride": tensor.stride()}
+    return DTensor.from_local(part, tensor.device_mesh, tensor.placements, run_check=False, **sizes)
 
 
 @torch.no_grad()

@@ -136,10 +136,8 @@ class Ranks:
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sum the gradients over all ranks in place, in one message; those of a sharded model are already summed."""
-        if self.world == 1:
-            return
         gradients = [p.grad for p in parameters if p.grad is not None and not isinstance(p.grad, DTensor)]
-        if not gradients:
+        if self.world == 1 or not gradients:
             return
         flat = torch.cat([g.flatten() for g in gradients])
         dist.all_reduce(flat)

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sage_grpo.data.requests import Request
-from sage_grpo.models.embeddings import EmbeddingCache, Embeddings
+from sage_grpo.models.embeddings import Embeddings
 from sage_grpo.models.hunyuan15.folder import ModelFolder
 from sage_grpo.models.hunyuan15.text import TextConditioning, TextEncoder
 
@@ -106,7 +106,7 @@ def test_without_a_folder_every_rank_encodes_all(tiny_folder, encoded):
 def test_a_damaged_file_is_named_before_it_is_needed(tiny_folder, tmp_path):
     embeddings = open_embeddings(tiny_folder, tmp_path)
     embeddings(REQUESTS)
-    path = embeddings.cache.path(REQUESTS[1])
+    path = embeddings.path(REQUESTS[1])
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ValueError, match=rf"prompt_cache: {path} is damaged .*; delete it"):
         embeddings.prepare(REQUESTS)
@@ -114,7 +114,7 @@ def test_a_damaged_file_is_named_before_it_is_needed(tiny_folder, tmp_path):
 
 def test_a_file_of_another_prompt_or_encoder_is_made_again_and_said(tiny_folder, tmp_path, encoded, capsys):
     first = open_embeddings(tiny_folder, tmp_path)
-    expected, path = [cond.text.clone() for cond in first(REQUESTS)], first.cache.path
+    expected, path = [cond.text.clone() for cond in first(REQUESTS)], first.path
     shutil.copy(path(REQUESTS[1]), path(REQUESTS[0]))  # another prompt
     values = load_file(path(REQUESTS[2]))
     save_file(values, path(REQUESTS[2]), metadata={"prompt": REQUESTS[2].text})  # nothing says by whom
@@ -124,16 +124,17 @@ def test_a_file_of_another_prompt_or_encoder_is_made_again_and_said(tiny_folder,
     assert encoded.requests == [REQUESTS[0], REQUESTS[2]]
     assert capsys.readouterr().err.count(f"{path(REQUESTS[0])} was not made for its prompt by this encoder") == 1
     assert all(torch.equal(old, new.text) for old, new in zip(expected, found, strict=True))
-    other = EmbeddingCache(tmp_path / "another_encoder", TextConditioning)
-    shutil.copytree(first.cache.folder, other.folder)
-    assert REQUESTS[0] in first.cache and REQUESTS[0] not in other
+    other = open_embeddings(tiny_folder, tmp_path)
+    other.folder = tmp_path / "another_encoder"
+    shutil.copytree(first.folder, other.folder)
+    assert REQUESTS[0] in first and REQUESTS[0] not in other
 
 
 def test_a_file_with_other_tensors_is_made_again(tiny_folder, tmp_path):
     embeddings = open_embeddings(tiny_folder, tmp_path)
     [cond] = embeddings(REQUESTS[:1])
-    label = {"made_for": embeddings.cache.label(REQUESTS[0])}
-    save_file({"image": cond.text}, embeddings.cache.path(REQUESTS[0]), metadata=label)
+    label = {"made_for": embeddings.label(REQUESTS[0])}
+    save_file({"image": cond.text}, embeddings.path(REQUESTS[0]), metadata=label)
     assert torch.equal(embeddings(REQUESTS[:1])[0].text, cond.text)
 
 

@@ -17,28 +17,27 @@ def draw(*shape, seed):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def spread(ranks, folder, text_tokens, with_image, recomputed):
+def spread(ranks, folder, text_tokens, glyph_tokens, recomputed):
     """Velocity, and the sum over the ranks of each gradient of one loss."""
     model = PackedTransformer.from_pretrained(folder, subfolder="transformer", dtype=torch.float64)
     model.split_sequence(ranks.sequence_group)
     model.prepare_blocks(recomputed, keep_attention=recomputed > 0)
-    image = draw(1, 3, 16, seed=4) if with_image else None
     timestep = torch.tensor([978.26, 31.5])
-    x, text, glyph = draw(2, 17, *GRID, seed=1), draw(1, text_tokens, 64, seed=2), draw(1, 0, 16, seed=3)
-    velocity = model(x, timestep, text, glyph, image)
+    x, text, glyph = draw(2, 17, *GRID, seed=1), draw(1, text_tokens, 64, seed=2), draw(1, glyph_tokens, 16, seed=3)
+    velocity = model(x, timestep, text, glyph)
     (velocity * draw(*velocity.shape, seed=5)).sum().backward()
     ranks.sum_gradients(model.parameters())
     return velocity.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("world, text_tokens, with_image, recomputed", [
-    (2, 7, False, 0.0),
-    (2, 6, True, 1.0),
-    (4, 3, False, 1.0),  # the last rank has no text
-    (4, 1, False, 0.5),
+@pytest.mark.parametrize("world, text_tokens, glyph_tokens, recomputed", [
+    (2, 7, 0, 0.0),
+    (2, 6, 3, 1.0),
+    (4, 3, 0, 1.0),  # the last rank has no text
+    (4, 1, 0, 0.5),
 ])  # fmt: skip
-def test_ranks_give_the_velocity_and_gradients_of_one(tiny_folder, world, text_tokens, with_image, recomputed):
-    case = (tiny_folder, text_tokens, with_image, recomputed)
+def test_ranks_give_the_velocity_and_gradients_of_one(tiny_folder, world, text_tokens, glyph_tokens, recomputed):
+    case = (tiny_folder, text_tokens, glyph_tokens, recomputed)
     ((velocity, gradients),) = run_ranks(1, spread, *case)
     assert len(gradients) > 80
     for found, found_gradients in run_ranks(world, spread, *case, sp_size=world):

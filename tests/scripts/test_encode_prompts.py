@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import post_train
-from sage_grpo.models.hunyuan15.text import TextEncoder
+from sage_grpo.models.hunyuan15 import text
 from sage_grpo.parallel import device
 from sage_grpo.train.build import PROMPTS
 from scripts import encode_prompts as script
@@ -38,8 +38,8 @@ def prompts(tmp_path):
 
 @pytest.fixture
 def loads(monkeypatch):
-    plain, seen = TextEncoder._load, []
-    monkeypatch.setattr(TextEncoder, "_load", lambda self: (seen.append(self.folder), plain(self)))
+    plain, seen = text.load_encoders, []
+    monkeypatch.setattr(text, "load_encoders", lambda folder, *rest: seen.append(folder) or plain(folder, *rest))
     return seen
 
 

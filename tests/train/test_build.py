@@ -12,7 +12,7 @@ from embedded.shapes.reward import ShapesReward
 from embedded.shapes.world import ShapesWorld
 from sage_grpo.config import ConfigError
 from sage_grpo.flags import from_values
-from sage_grpo.models.hunyuan15.text import TextEncoder
+from sage_grpo.models.hunyuan15 import text
 from sage_grpo.train import build
 from sage_grpo.train.build import PROMPTS, build_trainer, perfect_scores, prompts_of, reward_names
 from tests.dist import run_ranks
@@ -21,8 +21,8 @@ from tests.dist import run_ranks
 @pytest.fixture
 def loads(monkeypatch):
     """One entry for every time that text encoders are loaded."""
-    plain, seen = TextEncoder._load, []
-    monkeypatch.setattr(TextEncoder, "_load", lambda self: (seen.append(self.folder), plain(self)))
+    plain, seen = text.load_encoders, []
+    monkeypatch.setattr(text, "load_encoders", lambda folder, *rest: seen.append(folder) or plain(folder, *rest))
     return seen
 
 

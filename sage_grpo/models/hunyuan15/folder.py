@@ -76,16 +76,15 @@ class ModelFolder:
                 f"'{self.root}' has the layout of diffusers, which holds one transformer; leave it out."
             )
 
-    def missing_files(self) -> list[str]:
-        """Missing files, relative to this folder; given as a pattern where any name will do."""
-        return list(dict.fromkeys(file for part in DIFFUSERS_FILES for file in self._missing(part)))
-
-    def _missing(self, part: str) -> list[str]:
-        place = self.place(part)
-        needed = (TENCENT_FILES if self.is_tencent else DIFFUSERS_FILES)[part]
-        for index in place.glob("*.safetensors.index.json"):
-            needed += tuple(sorted(set(read_index(index).values())))
-        return [(place / file).relative_to(self.root).as_posix() for file in needed if not any(place.glob(file))]
+    def missing_files(self, *parts: str) -> list[str]:
+        """Missing files of some parts, or of all, relative to this folder; a pattern where any name will do."""
+        table, missing = TENCENT_FILES if self.is_tencent else DIFFUSERS_FILES, []
+        for part in parts or table:
+            place, needed = self.place(part), table[part]
+            for index in place.glob("*.safetensors.index.json"):
+                needed += tuple(sorted(set(read_index(index).values())))
+            missing += [place / file for file in needed if not any(place.glob(file))]
+        return list(dict.fromkeys(path.relative_to(self.root).as_posix() for path in missing))
 
     def place(self, part: str) -> Path:
         return self.root / (TENCENT_FOLDERS[part].format(version=self.version) if self.is_tencent else part)
@@ -93,7 +92,7 @@ class ModelFolder:
     def part(self, name: str) -> Path:
         """The subfolder of one part; if it is incomplete, the error lists everything missing from the model folder."""
         self.check_version()
-        if not self._missing(name):
+        if not self.missing_files(name):
             return self.place(name)
         missing = self.missing_files()
         text = f"Model folder '{self.root}' lacks {', '.join(missing)}; download_weights.sh gets what is missing"
@@ -117,7 +116,7 @@ class ModelFolder:
             return config
         tencent.read_version(self.version)  # its error is not about the file
         with naming(path):
-            return tencent.vae_config(config) if part == "vae" else tencent.transformer_config(config, self.version)
+            return tencent.diffusers_config(part, config, self.version)
 
     def weights(self, part: str) -> Weights:
         """Weights of the `transformer` or `vae`, with diffusers' tensor names."""
@@ -126,14 +125,14 @@ class ModelFolder:
 
     def sampling(self) -> Sampling:
         """The folder's `sampling.json`, else the built-in table with the guidance the model was trained for."""
-        if not self.root.is_dir():  # the published model that the version names
+        if (self.root / "sampling.json").is_file():
+            return Sampling.from_json(self.root / "sampling.json")
+        config = self.config("transformer")
+        if self.is_tencent or not self.root.is_dir():  # the published model that the version names
             size, task, distilled = tencent.read_version(self.version)
             if (size, task) not in SAMPLING:
                 raise ValueError(f"pretrained_transformer_version is {self.version}; only t2v can be trained")
             return replace(SAMPLING[size, task], guidance=1.0) if distilled else SAMPLING[size, task]
-        if (self.root / "sampling.json").is_file():
-            return Sampling.from_json(self.root / "sampling.json")
-        config = self.config("transformer")
         kind = (config.get("target_size"), config.get("task_type"))
         if kind not in list(SAMPLING):
             known = ", ".join(f"{size} {task}" for size, task in SAMPLING)
@@ -141,18 +140,10 @@ class ModelFolder:
                 f"'{self.root}/transformer' has target_size and task_type {kind[0]!r} {kind[1]!r}, which is none of "
                 f"{known}; put a sampling.json into the folder to say how it is sampled."
             )
-        return replace(SAMPLING[kind], guidance=self._guidance(SAMPLING[kind].guidance))
-
-    def _guidance(self, usual: float) -> float:
-        if self.is_tencent:
-            *_, distilled = tencent.read_version(self.version)
-            return 1.0 if distilled else usual
-        guider = self.root / "guider" / "guider_config.json"
+        guider, sampling = self.root / "guider" / "guider_config.json", SAMPLING[kind]
         if not guider.is_file():
-            return usual
+            return sampling
         guidance = read_object(guider).get("guidance_scale")
         if type(guidance) not in (int, float) or not 0 <= guidance < LARGEST:
-            raise ValueError(
-                f"{guider} has guidance_scale {guidance!r}; it must be a number of at least 0, below {LARGEST}."
-            )
-        return guidance
+            raise ValueError(f"{guider} has guidance_scale {guidance!r}; it must be a number from 0 to {LARGEST}.")
+        return replace(sampling, guidance=guidance)

@@ -42,9 +42,9 @@ def to_diffusers(part: str, names: Iterable[str]) -> dict[str, tuple[Rows, ...]]
     recipes: dict[str, tuple[Rows, ...]] = {}
     for name in names:
         known = [(rule, new) for rule in RULES[part] if (new := translate(name, rule.tencent, rule.diffusers))]
-        recipes |= {new: tuple(Rows(name, block, rule.of) for block in rule.blocks) for rule, new in known}
+        recipes |= {new: tuple((name, block, rule.of) for block in rule.blocks) for rule, new in known}
         if not known:
-            recipes[name] = (Rows(name),)
+            recipes[name] = ((name, 0, 1),)
     return recipes
 
 
@@ -67,17 +67,12 @@ def read_version(name: str) -> tuple[int, str, bool]:
     return {"480p": 640, "720p": 960}[match[1]], match[2], match[3] is not None
 
 
-SETTINGS = {rule.tencent: rule.diffusers for rule in RULES["transformer settings"]}
-VAE_SETTINGS = {rule.tencent: rule.diffusers for rule in RULES["vae settings"]}
-
-
-def _renamed(config: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    return {new: config[old] for old, new in names.items() if config.get(old) is not None}
-
-
-def transformer_config(config: dict[str, Any], version: str) -> dict[str, Any]:
-    """Arguments for diffusers' transformer; settings missing from Tencent's config take diffusers' defaults."""
-    values = _renamed(config, SETTINGS)
+def diffusers_config(part: str, config: dict[str, Any], version: str) -> dict[str, Any]:
+    """Arguments for diffusers' transformer or VAE; settings missing from Tencent's config take diffusers' defaults."""
+    known = [rule for rule in RULES[f"{part} settings"] if config.get(rule.tencent) is not None]
+    values = {rule.diffusers: config[rule.tencent] for rule in known}
+    if part == "vae":
+        return values
     if "in_channels" in config:  # Tencent counts only the latent; diffusers adds the condition and its mask
         concatenated = config.get("concat_condition", True)
         values["in_channels"] = 2 * config["in_channels"] + 1 if concatenated else config["in_channels"]
@@ -87,8 +82,3 @@ def transformer_config(config: dict[str, Any], version: str) -> dict[str, Any]:
         values["patch_size_t"], values["patch_size"], _ = config["patch_size"]
     size, task, _ = read_version(version)
     return values | {"target_size": size, "task_type": task}
-
-
-def vae_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Arguments for diffusers' VAE; settings missing from Tencent's config take diffusers' defaults."""
-    return _renamed(config, VAE_SETTINGS)

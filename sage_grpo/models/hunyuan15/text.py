@@ -35,7 +35,6 @@ _STOCK_GLYPH = inspect.signature(HunyuanVideo15Pipeline._get_byt5_prompt_embeds)
 MAX_GLYPH_TOKENS: int = _STOCK_GLYPH["tokenizer_max_length"].default
 
 EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight")  # of ByT5, one table; Glyph-SDXL-v2 has the second name
-ENCODER_PARTS = ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2")
 
 Model = TypeVar("Model", Qwen2_5_VLTextModel, T5EncoderModel)
 
@@ -56,12 +55,12 @@ class TextEncoder:
     def __init__(self, folder: ModelFolder, device: torch.device, dtype: torch.dtype) -> None:
         self.folder, self.device, self.dtype = folder, device, dtype
         self._models: tuple[Qwen2_5_VLTextModel, T5EncoderModel] | None = None
-        self._tokenizers: tuple[Qwen2Tokenizer, ByT5Tokenizer] | None = None
 
     @torch.no_grad()
     def encode(self, request: Request) -> TextConditioning:
         if self._models is None:
-            self._load()
+            self._tokenizers = load_tokenizers(self.folder)
+            self._models = load_encoders(self.folder, self.device, self.dtype)
         return TextConditioning(text=self._text(request.text), glyph=self._glyph(request.text))
 
     def release(self) -> None:
@@ -73,15 +72,11 @@ class TextEncoder:
     def identity(self) -> str:
         """Fingerprint of all that determines an embedding: tokenizers, encoder weights, template and precision."""
         digest = hashlib.sha256(f"{self.dtype} {TEMPLATE_TOKENS} {HIDDEN_STATE} {SYSTEM_MESSAGE}".encode())
-        for name in ENCODER_PARTS:
+        for name in ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2"):
             for path in sorted(self.folder.part(name).rglob("*")):
                 if path.is_file() and ".cache" not in path.parts:  # Hugging Face Hub metadata
                     digest.update(path.relative_to(self.folder.root).as_posix().encode() + file_fingerprint(path))
         return digest.hexdigest()[:16]
-
-    def _load(self) -> None:
-        self._tokenizers = load_tokenizers(self.folder)
-        self._models = load_encoders(self.folder, self.device, self.dtype)
 
     def _text(self, prompt: str) -> Tensor:
         """(L, text_dim), without padding: in a causal model, right padding cannot affect earlier tokens."""

@@ -5,8 +5,8 @@ prompt (a GRPO group) needs neither, because its text has a single length. Param
 ones, so `from_pretrained` and LoRA files work unchanged.
 
 Shapes: B clips of one prompt, C latent channels, (T, Y, X) latent frames, rows and columns, N = T*Y*X video tokens
-(patch 1), L text tokens, M glyph tokens, I image tokens, K = I + M + L context tokens, H heads of E, D = H*E. Under
-sequence parallelism the blocks see this rank's share of N and K.
+(patch 1), L text tokens, M glyph tokens, K = M + L context tokens, H heads of E, D = H*E. Under sequence parallelism
+the blocks see this rank's share of N and K.
 """
 
 import functools
@@ -24,9 +24,7 @@ from sage_grpo.models.attention import best_attention
 from sage_grpo.models.denoiser import Denoiser
 from sage_grpo.parallel.ulysses import Attend, Shares
 
-TEXT, GLYPH, IMAGE = range(3)  # rows of `cond_type_embed`
-
-Rope = tuple[Tensor, Tensor]
+TEXT, GLYPH = range(2)  # rows of `cond_type_embed`
 
 
 class PackedAttention:
@@ -38,7 +36,7 @@ class PackedAttention:
         hidden_states: Tensor,
         encoder_hidden_states: Tensor,
         attention_mask: Attend,
-        image_rotary_emb: Rope | None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Video (B, N, D) and context (B or 1, K, D) -> their attention outputs (B, N, D) and (B, K, D).
 
@@ -87,18 +85,15 @@ class PackedTransformer(HunyuanVideo15Transformer3DModel, Denoiser):
             raise ValueError(f"sp_size is {dist.get_world_size(group)}; it must divide the model's {heads} heads")
         self.sequence_group = group
 
-    def forward(
-        self, hidden_states: Tensor, timestep: Tensor, text: Tensor, glyph: Tensor, image: Tensor | None = None
-    ) -> Tensor:
-        """Velocity (B, C, T, Y, X) in the dtype of the input.
+    def forward(self, hidden_states: Tensor, timestep: Tensor, text: Tensor, glyph: Tensor) -> Tensor:
+        """Velocity (B, C, T, Y, X) of text-to-video, in the dtype of the input.
 
         hidden_states: (B, in_channels, T, Y, X), latents with condition and mask channels.
         timestep: fp32, 1000 * sigma; (1,) if the clips share it, which is cheaper, else (B,).
         text: (1, L, text_dim) valid prompt tokens; glyph: (1, M, glyph_dim), M = 0 without quoted text.
-        image: (1, I, image_dim) tokens of a first frame; None means text-to-video, decided without reading values.
         """
         temb = self._time_embedding(timestep, hidden_states.dtype)
-        video, context = self.x_embedder(hidden_states), self._context(timestep, text, glyph, image)
+        video, context = self.x_embedder(hidden_states), self._context(timestep, text, glyph)
         shares = Shares.of(video.shape[1], context.shape[1], best_attention(video), self.sequence_group)
         rope = tuple(shares.own_video(table, dim=0) for table in self.rope(hidden_states))
         video, context = shares.own_video(video), shares.own_context(context)
@@ -117,17 +112,15 @@ class PackedTransformer(HunyuanVideo15Transformer3DModel, Denoiser):
         sinusoid = self.time_embed.time_proj(timestep.float())
         return self.time_embed.timestep_embedder(sinusoid.to(dtype))
 
-    def _context(self, timestep: Tensor, text: Tensor, glyph: Tensor, image: Tensor | None) -> Tensor:
-        """Image, glyph and text tokens in the stock order, (1 or B, K, D).
+    def _context(self, timestep: Tensor, text: Tensor, glyph: Tensor) -> Tensor:
+        """Glyph and text tokens in the stock order, (1 or B, K, D).
 
         The batch is 1 unless the timesteps differ: then only the refiner's gates, and what follows them, are per clip.
         The glyph projection runs even for M = 0: under FSDP every rank must enter the same modules.
         """
         refined = self.context_embedder(text, timestep.float()) + self.cond_type_embed.weight[TEXT]
-        parts = [self.context_embedder_2(glyph) + self.cond_type_embed.weight[GLYPH], refined]
-        if image is not None:
-            parts.insert(0, self.image_embedder(image) + self.cond_type_embed.weight[IMAGE])
-        return torch.cat([part.expand(len(refined), -1, -1) for part in parts], dim=1)
+        glyphs = self.context_embedder_2(glyph) + self.cond_type_embed.weight[GLYPH]
+        return torch.cat([glyphs.expand(len(refined), -1, -1), refined], dim=1)
 
     def _unpatch(self, tokens: Tensor, grid: torch.Size) -> Tensor:
         """Output tokens (B, N, C * patch volume) -> (B, C, T, Y, X), copied, because FSDP does not accept views."""

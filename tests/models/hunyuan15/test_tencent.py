@@ -13,7 +13,7 @@ from sage_grpo.data.requests import Request
 from sage_grpo.models.backbone import Guidance
 from sage_grpo.models.hunyuan15.backbone import Hunyuan15
 from sage_grpo.models.hunyuan15.folder import ModelFolder
-from sage_grpo.models.hunyuan15.tencent import read_version, to_diffusers, transformer_config, vae_config
+from sage_grpo.models.hunyuan15.tencent import diffusers_config, read_version, to_diffusers
 from sage_grpo.models.hunyuan15.text import glyph_tokens, load_tokenizers, qwen_text_model
 from sage_grpo.models.weights import STEM, open_folder
 from scripts.export_checkpoint import save_tencent, tencent_transformer_config, to_tencent
@@ -32,12 +32,11 @@ def full_size(kind, **settings):
 def put_together(recipes, stored):
     """Apply recipes to tensors that are lists of rows."""
 
-    def block(rows):
-        source = stored[rows.source]
-        count = len(source) // rows.of
-        return source[rows.block * count : (rows.block + 1) * count]
+    def block(source, number, of):
+        count = len(stored[source]) // of
+        return stored[source][number * count : (number + 1) * count]
 
-    return {name: [row for rows in recipe for row in block(rows)] for name, recipe in recipes.items()}
+    return {name: [row for rows in recipe for row in block(*rows)] for name, recipe in recipes.items()}
 
 
 def linear(*modules):
@@ -181,13 +180,14 @@ def test_the_published_settings_are_the_defaults_of_diffusers():
         "use_meanflow": False,
     }
     default = full_size(HunyuanVideo15Transformer3DModel)
-    assert full_size(HunyuanVideo15Transformer3DModel, **transformer_config(config, "480p_t2v")) == default
+    assert full_size(HunyuanVideo15Transformer3DModel, **diffusers_config("transformer", config, "480p_t2v")) == default
     with torch.device("meta"):
         written = tencent_transformer_config(dict(HunyuanVideo15Transformer3DModel().config))
     assert {name: written.get(name) for name in config} == config | {"rope_dim_list": (16, 56, 56)}
     vae = {"latent_channels": 32, "block_out_channels": [128, 256, 512, 1024, 1024], "layers_per_block": 2}
     vae |= {"in_channels": 3, "out_channels": 3, "ffactor_spatial": 16, "ffactor_temporal": 4, "shift_factor": None}
-    assert full_size(AutoencoderKLHunyuanVideo15, **vae_config(vae)) == full_size(AutoencoderKLHunyuanVideo15)
+    settings = diffusers_config("vae", vae, "480p_t2v")
+    assert full_size(AutoencoderKLHunyuanVideo15, **settings) == full_size(AutoencoderKLHunyuanVideo15)
 
 
 @pytest.mark.parametrize(
