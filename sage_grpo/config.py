@@ -8,7 +8,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 
@@ -37,32 +37,29 @@ class ConfigError(ValueError):
         super().__init__("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text))
 
 
-def flag(
-    default: Any,
-    help: str,
-    *,
-    choices: Sequence[str] | None = None,
-    low: float = -math.inf,
-    high: float = LARGEST,
-    above: float = -math.inf,
-    shown: str | None = None,
-    code: bool = False,
-) -> Any:
-    """A `Config` field: `low` and `high` are inclusive bounds, `above` is exclusive; `shown` describes default None.
+class About(NamedTuple):
+    """What the parser knows about a flag besides its type and default."""
 
-    `code`: a command line may name `FILE.py:NAME` instead of a choice.
-    """
-    metadata = {"help": help, "choices": choices, "low": low, "high": high, "above": above, "shown": shown}
-    metadata["code"] = code
-    if isinstance(default, dict):
-        return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+    help: str
+    choices: Sequence[str] | None = None
+    low: float = -math.inf  # inclusive
+    high: float = LARGEST  # inclusive
+    above: float = -math.inf  # exclusive
+    shown: str | None = None  # in the help, for a default of None
+    code: bool = False  # a command line may name `FILE.py:NAME` instead of a choice
+
+
+def flag(default: Any, help: str, **about: Any) -> Any:
+    """A field of `Config`, with `About` as its metadata."""
+    value = {"default_factory": lambda: dict(default)} if isinstance(default, dict) else {"default": default}
+    return dataclasses.field(**value, metadata=About(help, **about)._asdict())
 
 
 @dataclass(frozen=True)
-class ModelFlags:
-    """Model and data"""
+class Config:
+    """Settings of a run. None means the default described in the help; `resolve` fills in what the model decides."""
 
+    # Model and data
     pretrained_model_root: str = flag("assets/tiny", "model folder in the layout of diffusers or of Tencent")
     pretrained_transformer_version: str = flag(DEFAULT_VERSION, "sub-folder of transformer/ in Tencent's layout")
     output_dir: str = flag("./outputs", "run folder to create, or to resume")
@@ -70,11 +67,7 @@ class ModelFlags:
     train_prompts: tuple[str, ...] | None = flag(None, "prompt files to train on: .txt, .csv or .jsonl", shown=OWN)
     prompt_cache: str | None = flag(None, "folder that keeps prompt embeddings between runs", shown="host memory")
 
-
-@dataclass(frozen=True)
-class OptimizerFlags:
-    """Optimization"""
-
+    # Optimization
     learning_rate: float = flag(1e-5, "learning rate after the warm-up", low=0)
     weight_decay: float = flag(0.01, "decoupled weight decay", low=0)
     adam_eps: float = flag(1e-15, "eps of AdamW and Muon: far smaller gradients have no effect", low=1e-30, high=1)
@@ -87,13 +80,9 @@ class OptimizerFlags:
     gradient_accumulation_steps: int = flag(1, "rollout batches per optimizer step", low=1)
     updates_per_rollout: int = flag(1, "optimizer steps per rollout batch", low=1)
     gpus: int | None = flag(None, "ranks that this configuration is meant for", low=1, high=MOST_VIDEOS, shown="any")
-    seed: int = flag(42, "seed from which every random draw follows", low=0, high=2**63)
+    seed: int = flag(42, "seed from which every random draw follows", low=0, high=2**63 - 1)
 
-
-@dataclass(frozen=True)
-class ParallelFlags:
-    """Parallelism and precision"""
-
+    # Parallelism and precision
     device: str = flag("auto", "auto: a GPU; for at most 100 M parameters also a CPU", choices=("auto", "cuda", "cpu"))
     sp_size: int = flag(1, "sequence-parallel degree: ranks that share each clip", low=1)
     dp_replicate: int = flag(1, "replicas of the sharded model (HSDP)", low=1)
@@ -110,22 +99,14 @@ class ParallelFlags:
     collective_timeout: float = flag(600, "seconds that ranks wait for each other; a reward may take half", above=0)
     start_timeout: float = flag(1800, "seconds that ranks wait for each other at the start", above=0)
 
-
-@dataclass(frozen=True)
-class LoraFlags:
-    """LoRA"""
-
+    # LoRA
     use_lora: bool = flag(False, "train an adapter instead of all weights")
     lora_r: int = flag(32, "rank of the adapter", low=1, high=MOST_RANK)
     lora_alpha: float = flag(64, "scale of the adapter: lora_alpha / lora_r", above=0)
     lora_target_modules: tuple[str, ...] | None = flag(None, "layers of a block to adapt", shown="all of attention")
     pretrained_lora_path: str | None = flag(None, "adapter folder to start from", shown="a new adapter")
 
-
-@dataclass(frozen=True)
-class RolloutFlags:
-    """Rollout"""
-
+    # Rollout
     sde_type: str = flag("sage_grpo", "exploration sampler, or FILE.py:NAME", choices=SDE_TYPES, code=True)
     eta: float = flag(0.5, "exploration scale", above=0)
     num_sampling_steps: int = flag(20, "denoising steps of a rollout", low=1, high=MOST_STEPS)
@@ -145,11 +126,7 @@ class RolloutFlags:
     timestep_fraction: float = flag(1.0, "share of the exploring steps that each rollout trains", above=0, high=1)
     enable_timestep_permutation: bool = flag(True, "train the steps of each rollout in an order of its own")
 
-
-@dataclass(frozen=True)
-class LossFlags:
-    """Loss"""
-
+    # Loss
     algorithm: str = flag("grpo", "grpo; without an SDE: awm, nft (algo/matching.py)", choices=ALGORITHMS)
     nft_beta: float = flag(1.0, "how far nft's two policies are from the old one", above=0)
     use_grad_balancing: bool = flag(True, "use the temporal gradient equalizer")
@@ -159,11 +136,7 @@ class LossFlags:
     advantage_per_score: bool = flag(False, "normalize each score by itself, then add advantages instead of scores")
     ratio_norm: bool = flag(False, "center and rescale the log-ratio of each step (GRPO-Guard)")
 
-
-@dataclass(frozen=True)
-class TrustRegionFlags:
-    """Trust region"""
-
+    # Trust region
     kl_weight: float = flag(1e-5, "largest KL coefficient; 0 turns the KL off", low=0)
     kl_coef: float = flag(1e-7, "KL coefficient at the start of the warm-up", low=0)
     kl_min_coef: float = flag(1e-7, "smallest KL coefficient", low=0)
@@ -180,11 +153,7 @@ class TrustRegionFlags:
     step_kl_estimator: str = flag("exact", "estimator of the KL to the rollout's policy", choices=KL_ESTIMATORS)
     reference_mode_offload: bool = flag(False, "keep a full anchor in host memory while it is unused")
 
-
-@dataclass(frozen=True)
-class RewardFlags:
-    """Reward"""
-
+    # Reward
     reward_model: tuple[str, ...] | None = flag(
         None, f"one or several of {', '.join(REWARDS)}, or FILE.py:NAME", shown=OWN, code=True
     )
@@ -204,11 +173,7 @@ class RewardFlags:
     reward_fps: float = flag(2.0, "frames per second that rewards other than shapes see", above=0)
     reward_batch_size: int = flag(4, "clips per reward call", low=1)
 
-
-@dataclass(frozen=True)
-class ValidationFlags:
-    """Validation"""
-
+    # Validation
     ema_decay: float = flag(0.0, "decay of averaged weights for validation and export; 0: none", low=0, high=0.99999)
     validation_interval: int = flag(100, "iterations between validations; 0: only at the end", low=0)
     validate_at_step0: bool = flag(False, "validate before training too")
@@ -219,14 +184,10 @@ class ValidationFlags:
     validation_num_inference_steps: int | None = flag(None, "steps of its ODE", low=1, high=MOST_STEPS, shown=OWN)
     validation_solver: str = flag("euler", "solver of its ODE, dpm is of second order", choices=SOLVERS)
     validation_fixed_size: str | None = flag(None, "size of a validation clip, HEIGHTxWIDTH", shown=OWN)
-    validation_global_seed: int = flag(930, "seed of validation prompts that name none", low=0, high=2**63)
+    validation_global_seed: int = flag(930, "seed of validation prompts that name none", low=0, high=2**63 - 1)
     validation_videos: int | None = flag(None, "clips of a validation that are kept as videos", low=0, shown="all")
 
-
-@dataclass(frozen=True)
-class OutputFlags:
-    """Checkpoints and logging"""
-
+    # Checkpoints and logging
     save_interval: int = flag(100, "iterations between checkpoints; 0: only at the end", low=0)
     save_minutes: float = flag(0, "also save when the last checkpoint is this many minutes old; 0: never", low=0)
     async_save: bool = flag(True, "write checkpoints during training, from a copy in host memory")
@@ -241,17 +202,6 @@ class OutputFlags:
     init_from_checkpoint: str | None = flag(None, "checkpoint whose weights alone start a new run", shown="none")
     log_interval: int = flag(1, "iterations between lines of metrics", low=1)
     report_to: tuple[str, ...] = flag(("tensorboard",), "trackers: tensorboard, wandb, none")
-
-
-SECTIONS = (
-    ModelFlags, OptimizerFlags, ParallelFlags, LoraFlags, RolloutFlags, LossFlags, TrustRegionFlags, RewardFlags,
-    ValidationFlags, OutputFlags,
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Config(*reversed(SECTIONS)):  # type: ignore[misc] - dataclasses collect fields starting from the last base
-    """Settings of a run. None means the default described in the help; `resolve` fills in what the model decides."""
 
     @property
     def trust_region(self) -> "TrustRegion":
@@ -277,6 +227,11 @@ class Config(*reversed(SECTIONS)):  # type: ignore[misc] - dataclasses collect f
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
+SECTIONS = {  # of the help, by the first flag of each
+    "pretrained_model_root": "Model and data", "learning_rate": "Optimization", "device": "Parallelism and precision",
+    "use_lora": "LoRA", "sde_type": "Rollout", "algorithm": "Loss", "kl_weight": "Trust region",
+    "reward_model": "Reward", "ema_decay": "Validation", "save_interval": "Checkpoints and logging",
+}  # fmt: skip
 
 
 def default_dtype(device: str) -> str:

@@ -16,6 +16,7 @@ import typing
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -141,7 +142,7 @@ def _value(name: str, raw: Any) -> Any:
 
 
 def _check_range(name: str, value: float, field: Mapping[str, Any]) -> None:
-    if not math.isfinite(value):
+    if not -math.inf < value < math.inf:
         raise ConfigError(f"{name} is {value}; it must be finite")
     if value < field["low"] or value > field["high"] or value <= field["above"]:
         limits = [f"above {field['above']}"] if field["above"] > -math.inf else []
@@ -173,21 +174,12 @@ def _boolean(raw: Any) -> bool:
     return text == "true"
 
 
-def _whole(raw: Any) -> int:
-    value = _number(raw, int, "a whole number is expected")
-    if abs(value) >= 2**63:
-        raise ValueError("a whole number of at most 63 bits is expected")
-    return value
-
-
-def _number(raw: Any, kind: type = float, complaint: str = "a number is expected") -> Any:
-    try:
+def _number(raw: Any, kind: type = float) -> Any:
+    with suppress(ValueError, TypeError, OverflowError):
         value = kind(raw)
-    except (ValueError, TypeError, OverflowError) as error:
-        raise ValueError(complaint) from error
-    if isinstance(raw, bool) or (isinstance(raw, float) and value != raw == raw):
-        raise ValueError(complaint)
-    return value
+        if not isinstance(raw, bool) and not (isinstance(raw, float) and value != raw == raw):
+            return value
+    raise ValueError("a whole number is expected" if kind is int else "a number is expected")
 
 
 def _text(raw: Any) -> str:
@@ -202,7 +194,8 @@ def _path(text: str) -> str:
     return os.path.expanduser(text)
 
 
-CONVERTERS = {tuple: _words, dict: _mapping, bool: _boolean, int: _whole, float: _number, str: _text}
+CONVERTERS = {tuple: _words, dict: _mapping, bool: _boolean, float: _number, str: _text}
+CONVERTERS[int] = partial(_number, kind=int)
 
 
 def _unknown(what: str, name: str, known: Sequence[str]) -> str:
@@ -322,10 +315,10 @@ def _parser() -> Parser:
     parser.add_argument("--config", metavar="FILE.yaml", help="values of any of the flags below")
     printed = "print all values as JSON, or these for a shell, each followed by a NUL, and exit"
     parser.add_argument("--print_config", nargs="*", metavar="NAME", default=argparse.SUPPRESS, help=printed)
-    for section in SECTIONS:
-        group = parser.add_argument_group(section.__doc__)
-        for name in (field.name for field in dataclasses.fields(section)):
-            _add_flag(group, name)
+    for name in FIELDS:
+        if name in SECTIONS:
+            group = parser.add_argument_group(SECTIONS[name])
+        _add_flag(group, name)
     group = parser.add_argument_group("Accepted for compatibility")
     for name, (only, reason) in RETIRED.items():
         group.add_argument(f"--{name}", metavar=str(only), default=argparse.SUPPRESS, help=f"only {only}: {reason}")
