@@ -52,7 +52,7 @@ class Save:
 
     def poll(self) -> bool:
         """Whether the checkpoint is committed; the answer is the same on all ranks."""
-        if self.ranks.any(not self.work.done):
+        if self.ranks.any(not self.work.done()):
             return False
         results = self._together(self.work.result)
         if self.committing:
