@@ -3,11 +3,9 @@
 Losses are in `algo/`, and chosen in `update.py`.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from sage_grpo.algo.matching import matching_schedule, noised
 from sage_grpo.algo.sde import Schedule, build_schedule, flow_sigmas
@@ -47,18 +45,18 @@ class Algorithm:
     """What differs between algorithms."""
 
     rollouts: type[Rollouts]
-    schedule: Callable[[Config, Tensor], Schedule]  # of log-probabilities, from the noise levels
     explores: bool  # by the noise of an SDE, whose guided velocities it trains; else without guidance
     lagging: bool = False  # the rollout's policy is the average of the trained ones
 
 
 ALGORITHMS = {
-    "grpo": Algorithm(Rollouts, lambda c, sigmas: build_schedule(resolved(c.sde_type), sigmas, c.eta), explores=True),
-    "awm": Algorithm(NoisedRollouts, lambda c, sigmas: matching_schedule(sigmas), explores=False),
-    "nft": Algorithm(NoisedRollouts, lambda c, sigmas: matching_schedule(sigmas), explores=False, lagging=True),
+    "grpo": Algorithm(Rollouts, explores=True),
+    "awm": Algorithm(NoisedRollouts, explores=False),
+    "nft": Algorithm(NoisedRollouts, explores=False, lagging=True),
 }
 
 
 def sampler_of(c: Config) -> Schedule:
     """The schedule of the algorithm's log-probabilities."""
-    return ALGORITHMS[c.algorithm].schedule(c, flow_sigmas(c.num_sampling_steps, c.timestep_shift))
+    sigmas, explores = flow_sigmas(c.num_sampling_steps, c.timestep_shift), ALGORITHMS[c.algorithm].explores
+    return build_schedule(resolved(c.sde_type), sigmas, c.eta) if explores else matching_schedule(sigmas)

@@ -134,8 +134,7 @@ def tidy(folder: Path, step: int, taken: Path | None = None) -> None:
 
 def check_files(path: Path, ranks: Ranks) -> None:
     """Verify every byte of this rank's share of the files."""
-    for name in manifest.check_names(path)[ranks.world_rank :: ranks.world]:
-        manifest.check_file(path, name)
+    manifest.check(path, share=slice(ranks.world_rank, None, ranks.world))
     if re.match(r"step-\d+", path.name) and (step := _read_state(path)["step"]) != step_of(path):
         raise manifest.Damaged(f"{path} holds iteration {step}: it was renamed")
 
