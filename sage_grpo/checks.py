@@ -50,16 +50,12 @@ def _batch(c: Config, ranks: int) -> Iterator[str]:
     valid = [n for n in sizes if not (n * ranks) % group and not (n % group and group % n)]
     if batch not in valid:
         nearest = sorted(sorted(valid, key=lambda n: abs(n - batch))[:2])
-        yield (
-            f"batch_size is {batch} on {ranks} data-parallel rank(s) with num_generations {group}: whole groups must "
-            f"fit, and a rank holds whole groups or an even part of one; the nearest batch_size is "
-            f"{' or '.join(map(str, nearest))}"
-        )
+        rule = "whole groups must fit, and a rank holds whole groups or an even part of one"
+        shown = f"batch_size is {batch} on {ranks} data-parallel rank(s) with num_generations {group}"
+        yield f"{shown}: {rule}; the nearest batch_size is {' or '.join(map(str, nearest))}"
     if kind in ("random", "slide") and c.enable_fsdp and not c.gather_for_rollout:
-        yield (
-            f"sde_window is {c.sde_window}; ranks of a sharded model would run different numbers of forwards: set "
-            f"gather_for_rollout True, or take {kind}_iteration"
-        )
+        reason = "ranks of a sharded model would run different numbers of forwards"
+        yield f"sde_window is {c.sde_window}; {reason}: set gather_for_rollout True, or take {kind}_iteration"
     if c.prompts_per_forward > 1 and c.enable_fsdp:
         yield "prompts_per_forward is above 1; ranks of a sharded model would run different forwards"
     if c.micro_batch_size and min(batch, group) % c.micro_batch_size:
@@ -78,10 +74,8 @@ def _others(c: Config, ranks: int) -> Iterator[str]:
     if c.pretrained_lora_path and c.init_from_checkpoint:
         yield "pretrained_lora_path and init_from_checkpoint both name the weights to start from"
     if c.dtype not in (None, c.master_weight_type) and not c.enable_fsdp:
-        yield (
-            f"dtype {c.dtype} with master_weight_type {c.master_weight_type} needs enable_fsdp True, which works on "
-            "one GPU too; else choose one of them for both"
-        )
+        both = f"dtype {c.dtype} with master_weight_type {c.master_weight_type}"
+        yield f"{both} needs enable_fsdp True, which works on one GPU too; else choose one of them for both"
     if unknown := sorted(set(c.report_to) - {"tensorboard", "wandb", "none"}):
         yield f"report_to names {unknown[0]}; choose from tensorboard, wandb, none"
     if missing := [name for name in c.report_to if name != "none" and find_spec(name) is None]:

@@ -165,9 +165,7 @@ class Config:
     judge_model: str | None = flag(None, "model that judges", shown="the only one that its server has")
     judge_rubric: str | None = flag(None, "file of what the judge is asked", shown="sage_grpo/rewards/rubric.txt")
     judge_cache: str | None = flag(None, "folder that keeps a judge's scores between runs", shown="host memory")
-    holdout_reward: str | None = flag(
-        None, "reward that validation reports and training never sees", shown="none", code=True
-    )
+    holdout_reward: str | None = flag(None, "reward for validation, unseen in training", shown="none", code=True)
     stop_on_hacking: bool = flag(False, "stop when validation finds the reward up and the held-out one down")
     max_reward_failures: float = flag(0.25, "share of failed rewards in a batch that stops the run", low=0, high=1)
     reward_fps: float = flag(2.0, "frames per second that rewards other than shapes see", above=0)
@@ -194,10 +192,7 @@ class Config:
     export_interval: int = flag(0, "iterations between checkpoints that diffusers can read; 0: only the last", low=0)
     keep_checkpoints: int = flag(3, "number of newest checkpoints that are kept", low=1)
     resume_from_checkpoint: str | None = flag(
-        None,
-        "a checkpoint folder; auto: the newest intact one, else the beginning; last_good: the newest one that was not "
-        "written while the run diverged",
-        shown="a new run",
+        None, "folder; auto: newest intact one, if any; last_good: newest from before a divergence", shown="a new run"
     )
     init_from_checkpoint: str | None = flag(None, "checkpoint whose weights alone start a new run", shown="none")
     log_interval: int = flag(1, "iterations between lines of metrics", low=1)

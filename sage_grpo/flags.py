@@ -71,10 +71,9 @@ def _check_address(url: str, file: str) -> None:
     allowed = os.environ.get(HOSTS_VARIABLE, "").lower().replace(",", " ").split()
     if not place or not {place[1], place[1] + (place[2] or "")} & set(allowed):
         host = place[1] + (place[2] or "") if place else "HOST:PORT"
-        raise ConfigError(
-            f"only config {file} names remote_reward_url {url}, and a file alone may not choose where {TOKEN_VARIABLE} "
-            f"is sent; give --remote_reward_url {url}, or set {HOSTS_VARIABLE}={host} in the environment"
-        )
+        problem = f"only config {file} names remote_reward_url {url}, and a file alone may not choose where"
+        remedy = f"give --remote_reward_url {url}, or set {HOSTS_VARIABLE}={host} in the environment"
+        raise ConfigError(f"{problem} {TOKEN_VARIABLE} is sent; {remedy}")
 
 
 def _print(values: Mapping[str, Any], names: Sequence[str]) -> None:

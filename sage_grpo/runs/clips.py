@@ -149,7 +149,6 @@ def divergence(folder: Path, step: int) -> str:
         return ""
     ends = [(c.mean, c.mean - c.half, c.mean + c.half) for c in (reward, holdout)]
     shown = [f"{mean:+.3g} (95 % interval {low:+.3g} to {high:+.3g})" for mean, low, high in ends]
-    return (
-        f"reward hacking: from iteration {first} to {step} the trained reward changed by {shown[0]} and the held-out "
-        f"one by {shown[1]}; look at the clips, go back to an earlier checkpoint, change reward_weights or the KL"
-    )
+    changes = f"the trained reward changed by {shown[0]} and the held-out one by {shown[1]}"
+    remedy = "look at the clips, go back to an earlier checkpoint, change reward_weights or the KL"
+    return f"reward hacking: from iteration {first} to {step} {changes}; {remedy}"

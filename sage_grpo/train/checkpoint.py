@@ -209,13 +209,12 @@ def _load(trainer: "Trainer", stored: Mapping[str, Weights], state: dict[str, An
         if difference := sorted(set(stored[part].names) ^ set(parts[part])):
             raise ConfigError(f"the {part} in {path} do not fit this configuration: {difference[0]} differs")
         for name, target in parts[part].items():
-            value = stored[part].read(name, *_rows(trainer, part, name))
-            if value.shape != local_shard(target).shape:  # copy_ would broadcast one row over many
-                raise ConfigError(
-                    f"the {part} in {path} do not fit this configuration, or a rank's file is missing: of {name} there "
-                    f"is {tuple(value.shape)} where {tuple(local_shard(target).shape)} is needed"
-                )
-            local_shard(target).copy_(value)
+            value, mine = stored[part].read(name, *_rows(trainer, part, name)), local_shard(target)
+            if value.shape != mine.shape:  # copy_ would broadcast one row over many
+                shapes = f"of {name} there is {tuple(value.shape)} where {tuple(mine.shape)} is needed"
+                text = f"the {part} in {path} do not fit this configuration, or a rank's file is missing"
+                raise ConfigError(f"{text}: {shapes}")
+            mine.copy_(value)
     held = stored["optimizer"]
     optimization.load_tensors({n: held.read(n, *_rows(trainer, "optimizer", n)) for n in held.names})
     trainer.step, optimization.updates = state["step"], state["updates"]
@@ -230,10 +229,8 @@ def _compare(trainer: "Trainer", state: dict[str, Any], path: Path) -> None:
     now = _plain(trainer.config) | trainer.fingerprints
     before = state["config"] | state.get("fingerprints", {})
     if before.get("base weights", now["base weights"]) != now["base weights"]:
-        raise ConfigError(
-            f"{path} was trained from other weights than those in {trainer.config.pretrained_model_root}; "
-            "name the model it began with, or start a new run with init_from_checkpoint"
-        )
+        problem = f"{path} was trained from other weights than those in {trainer.config.pretrained_model_root}"
+        raise ConfigError(f"{problem}; name the model it began with, or start a new run with init_from_checkpoint")
     if changed := [f"{k} {old!r} -> {now[k]!r}" for k, old in before.items() if k in now and now[k] != old]:
         trainer.ranks.log_once(f"changed since the checkpoint: {', '.join(sorted(changed))}")
 
