@@ -305,6 +305,7 @@ class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpF
 
 
 METAVARS = {bool: "True|False", int: "N", float: "X", str: "TEXT", tuple: "TEXT", dict: "JSON"}
+SHOWN = {tuple: " ".join, dict: json.dumps}  # how the help writes a default; others as they are
 COUNTS: dict[type, dict[str, Any]] = {bool: {"nargs": "?", "const": True}, tuple: {"nargs": "+"}}  # of values; else one
 
 
@@ -325,18 +326,9 @@ def _parser() -> Parser:
 
 
 def _add_flag(group: Any, name: str) -> None:
-    field, kind = FIELDS[name], base_type(name)
+    about, kind, default = FIELDS[name].metadata, base_type(name), getattr(Config(), name)
     options = [f"--{key}" for key in (name, *(alias for alias, target in ALIASES.items() if target == name))]
-    metavar, counts = "|".join(field.metadata["choices"] or ()) or METAVARS[kind], COUNTS.get(kind, {})
-    help = f"{field.metadata['help']} (default: {_shown(field)})".replace("%", "%%")
+    metavar, counts = "|".join(about["choices"] or ()) or METAVARS[kind], COUNTS.get(kind, {})
+    shown = about["shown"] if default is None else SHOWN.get(kind, str)(default) or "empty"
+    help = f"{about['help']} (default: {shown})".replace("%", "%%")
     group.add_argument(*options, default=argparse.SUPPRESS, dest=name, help=help, metavar=metavar, **counts)
-
-
-def _shown(field: dataclasses.Field) -> Any:
-    """The default as shown in the help."""
-    default = field.default_factory() if field.default is dataclasses.MISSING else field.default
-    if default is None:
-        return field.metadata["shown"]
-    if isinstance(default, dict):
-        return json.dumps(default)
-    return " ".join(default) if isinstance(default, tuple) else "empty" if default == "" else default

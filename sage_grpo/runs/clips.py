@@ -89,11 +89,10 @@ def read_clips(folder: Path, anywhere: bool = False) -> list[Clip]:
 def read_listing(path: Path) -> list[Record]:
     """The records of a clips.json; scores are numbers, NaN where there is none."""
     try:
-        records = json.loads(path.read_bytes())
+        if not isinstance(records := json.loads(path.read_bytes()), list):
+            raise ValueError("it is not a list of clips")
     except (ValueError, RecursionError) as error:
         raise RunError(f"{path} is damaged ({error}); delete it, or the folder that it is in") from error
-    if not isinstance(records, list):
-        raise RunError(f"{path} is not a list of clips; delete it, or the folder that it is in")
     return [checked(record, f"{path}, clip {number}") for number, record in enumerate(records, 1)]
 
 

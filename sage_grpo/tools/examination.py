@@ -14,8 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from sage_grpo.algo.sde import SDES, Schedule, build_schedule, flow_sigmas
-from sage_grpo.checks import warnings
-from sage_grpo.config import Config, ConfigError
+from sage_grpo.config import Config, ConfigError, warnings
 from sage_grpo.json_files import write_json
 from sage_grpo.parallel.ranks import Ranks, check_layout
 from sage_grpo.plugins import resolved

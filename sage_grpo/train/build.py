@@ -10,8 +10,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from sage_grpo.algo.equalizer import equalizer, gradient_scale
-from sage_grpo.checks import check
-from sage_grpo.config import Config, ConfigError, default_dtype, resolve
+from sage_grpo.config import Config, ConfigError, check, default_dtype, resolve
 from sage_grpo.data.requests import Request, read_requests
 from sage_grpo.manifest import file_sha256
 from sage_grpo.models import device_for, fp8, open_backbone
@@ -25,10 +24,10 @@ from sage_grpo.rewards.base import Setup, build_rewards
 from sage_grpo.rewards.composite import Composite
 from sage_grpo.runs.folder import RunFolder
 from sage_grpo.train import checkpoint
-from sage_grpo.train.algorithms import sampler_of
 from sage_grpo.train.optimization import Optimization, build_anchor, trainable_parameters
 from sage_grpo.train.rollout import num_trained
 from sage_grpo.train.trainer import Trainer
+from sage_grpo.train.update import sampler_of
 from sage_grpo.train.validation import Validation
 from sage_grpo.train.windows import Windows
 from sage_grpo.worlds import World, world_of

@@ -102,13 +102,12 @@ class Saves:
     def begin(self, must: bool = True) -> None:
         """Save the state, unless it is saved. If it `must` be, this waits for it, and a failure ends the run; else a
         failure is logged and tried again later."""
-        trainer = self.trainer
+        trainer, config = self.trainer, self.trainer.config
         self.settle(wait=True)
         if self.step == trainer.settled_step:
             return
         trainer.guards.note("save")
         self.begun = time.monotonic()
-        config = trainer.config
         every, last = config.export_interval, trainer.settled_step == config.max_steps
         export = config.use_lora or last or bool(every and trainer.settled_step % every == 0)
         try:
