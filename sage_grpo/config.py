@@ -194,7 +194,7 @@ class Config:
     export_interval: int = flag(0, "iterations between checkpoints that diffusers can read; 0: only the last", low=0)
     keep_checkpoints: int = flag(3, "number of newest checkpoints that are kept", low=1)
     resume_from_checkpoint: str | None = flag(
-        None, "checkpoint; auto: newest intact one, if any; last_good: newest from before it diverged", shown="a new run"
+        None, "checkpoint; auto: newest intact one, if any; last_good: newest before it diverged", shown="a new run"
     )
     init_from_checkpoint: str | None = flag(None, "checkpoint whose weights alone start a new run", shown="none")
     log_interval: int = flag(1, "iterations between lines of metrics", low=1)

@@ -28,10 +28,8 @@ from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.runs.clips import divergence
 from sage_grpo.runs.lock import WAIT, Lock
 
-CONTENTS = (
-    "config.yaml", "command.txt", "status.json", "metrics.jsonl", "report.html", "validation", "checkpoints", "flight",
-    "tensorboard",
-)  # fmt: skip
+CONTENTS = ("config.yaml", "command.txt", "status.json", "metrics.jsonl", "report.html")
+CONTENTS += ("validation", "checkpoints", "flight", "tensorboard")
 WRITTEN_FIRST = CONTENTS[:2]
 
 

@@ -40,12 +40,10 @@ if TYPE_CHECKING:
     from sage_grpo.train.trainer import Trainer
 
 PLACES = ("output_dir", "overwrite", "resume_from_checkpoint", "init_from_checkpoint", "prompt_cache")
-
 NEWEST, LAST_GOOD = "auto", "last_good"  # values of `resume_from_checkpoint` that are no folder
 MOST_MEMORY = 0.8  # share of the available host memory that a copy for a save may take
-
-STATE = {"step": int, "updates": int, "skipped": int, "skipped_in_a_row": int, "anchor_age": int | None,
-         "controller": dict, "config": dict}  # fmt: skip
+STATE = dict.fromkeys(("step", "updates", "skipped", "skipped_in_a_row"), int)
+STATE |= {"anchor_age": int | None, "controller": dict, "config": dict}
 
 
 def first_nonfinite(trainer: "Trainer") -> str:

@@ -237,10 +237,9 @@ class Trainer:
         """
         deviation, behind = stats.max_deviation.max().item(), self.algorithm.lagging and self.optimization.updates
         if not self.ratio_checked and not behind and deviation:
-            raise TrainingError(
-                f"the first ratio differs from 1 by {deviation:.3g}: rollout and training run different arithmetic "
-                "(another kernel, precision or batch shape), and every gradient would be wrong"
-            )
+            why = "another kernel, precision or batch shape"
+            text = f"rollout and training run different arithmetic ({why}), and every gradient would be wrong"
+            raise TrainingError(f"the first ratio differs from 1 by {deviation:.3g}: {text}")
         self.ratio_checked = True
 
     def optimizer_step(self) -> float:
@@ -258,10 +257,9 @@ class Trainer:
                 self.anchor.age += 1
             self.controller.update(pending.mean("kl_anchor" if self.config.trust_region.anchor else "kl_rollout"))
         if self.vote.in_a_row > MAX_SKIPPED:
-            raise self.saves.diverged(
-                f"the gradient was not finite {self.vote.in_a_row} times in a row, at last in iteration "
-                f"{self.step + 1} at {self.first_nonfinite_clip()} with seed {self.config.seed}"
-            )
+            where = f"iteration {self.step + 1} at {self.first_nonfinite_clip()} with seed {self.config.seed}"
+            times = f"{self.vote.in_a_row} times in a row"
+            raise self.saves.diverged(f"the gradient was not finite {times}, at last in {where}")
         self.optimization.zero_grad()
         self.pending, self.finite, self.trained_since_update = [], [], False
         return grad_norm
