@@ -73,7 +73,7 @@ def generate(args: argparse.Namespace, ranks: "Ranks") -> None:
     from sage_grpo.models.backbone import Guidance
     from sage_grpo.models.sample import counter_noise, denoise, integrate
     from sage_grpo.rewards.base import Setup, build_reward
-    from sage_grpo.runs.media import contact_sheet, thumbnails, write_mp4
+    from sage_grpo.runs.clips import contact_sheet, thumbnails, write_mp4
     from sage_grpo.worlds import check_prompts
 
     device, rank, world = ranks.device, ranks.rank, ranks.count

@@ -28,7 +28,7 @@ from sage_grpo.algo.sde import SDES, build_schedule, flow_sigmas
 from sage_grpo.models import open_backbone
 from sage_grpo.models.backbone import Backbone
 from sage_grpo.models.hunyuan15.backbone import Hunyuan15
-from sage_grpo.runs.media import contact_sheet, thumbnails
+from sage_grpo.runs.clips import contact_sheet, thumbnails
 
 COLUMNS = ("match", *ATTRIBUTES, "distance", "prompt_distance", "distance_above_vae")
 SHOWN = 10  # clips on a contact sheet

@@ -49,7 +49,7 @@ from sage_grpo.models.hunyuan15.backbone import TIMESTEPS
 from sage_grpo.models.hunyuan15.folder import ModelFolder
 from sage_grpo.models.hunyuan15.text import TextConditioning, TextEncoder
 from sage_grpo.models.hunyuan15.transformer import PackedTransformer
-from sage_grpo.runs.media import contact_sheet, thumbnails
+from sage_grpo.runs.clips import contact_sheet, thumbnails
 
 CAPTION_DROP = 0.1
 PROMPTS = {"train": 512, "valid": 64}  # full captions shipped with the folder, none in both

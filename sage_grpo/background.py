@@ -2,47 +2,38 @@
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import Any
 
 import torch
 
 
-class Work:
-    """A call in a thread. It is given `advance`, by which it tells its progress."""
+class Work(Future):
+    """A call in a daemon thread, which an executor does not have. It is given `advance`, to tell its progress."""
 
     def __init__(self, call: Callable[[Callable[[], None]], Any]) -> None:
-        self._call, self._moved, self._value, self._error = call, True, None, None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        super().__init__()
+        self._moved = True
+        threading.Thread(target=self._run, args=(call,), daemon=True).start()
 
-    def _run(self) -> None:
+    def _run(self, call: Callable[[Callable[[], None]], Any]) -> None:
         try:
-            self._value = self._call(self.advance)
+            self.set_result(call(self.advance))
         except BaseException as error:  # raised by `result`
-            self._error = error
+            self.set_exception(error)
 
     def advance(self) -> None:
         self._moved = True
 
-    @property
-    def done(self) -> bool:
-        return not self._thread.is_alive()
-
     def moved(self) -> bool:
         """Whether it made progress since this was last asked, or is done."""
         moved, self._moved = self._moved, False
-        return moved or self.done
-
-    def result(self, seconds: float | None = None) -> Any:
-        """The call's result, or its error; TimeoutError if it takes longer than `seconds` from now on."""
-        self._thread.join(seconds)
-        if not self.done:
-            raise TimeoutError(f"no answer within {seconds:g} s")
-        if self._error:
-            raise self._error
-        return self._value
+        return moved or self.done()
 
 
 def within(seconds: float, call: Callable[..., Any], *arguments: Any) -> Any:
     """The result of a call without gradients, or TimeoutError; a hanging call is abandoned in its thread."""
-    return Work(lambda _: torch.no_grad()(call)(*arguments)).result(seconds)
+    work = Work(lambda _: torch.no_grad()(call)(*arguments))
+    if not wait([work], seconds).done:
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    return work.result()

@@ -1,19 +1,21 @@
-"""Every flag of `post_train.py`: its default, its meaning and its range, in sections.
+"""Every flag of `post_train.py`: its default, its meaning and its range, in sections; and checks across flags.
 
-`flags.py` reads them from a YAML file and the command line; `checks.py` checks them against each other.
+`flags.py` reads them from a YAML file and the command line.
 Nothing heavy is imported here, so that `--help` and flag errors are instant.
 """
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 
 from sage_grpo.models.hunyuan15 import DEFAULT_VERSION
-from sage_grpo.rewards import REWARDS
+from sage_grpo.plugins import in_file
+from sage_grpo.rewards import ALIASES, REWARDS
 
 if TYPE_CHECKING:
     from sage_grpo.algo.trust_region import KLController, TrustRegion
@@ -37,32 +39,29 @@ class ConfigError(ValueError):
         super().__init__("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text))
 
 
-def flag(
-    default: Any,
-    help: str,
-    *,
-    choices: Sequence[str] | None = None,
-    low: float = -math.inf,
-    high: float = LARGEST,
-    above: float = -math.inf,
-    shown: str | None = None,
-    code: bool = False,
-) -> Any:
-    """A `Config` field: `low` and `high` are inclusive bounds, `above` is exclusive; `shown` describes default None.
+class About(NamedTuple):
+    """What the parser knows about a flag besides its type and default."""
 
-    `code`: a command line may name `FILE.py:NAME` instead of a choice.
-    """
-    metadata = {"help": help, "choices": choices, "low": low, "high": high, "above": above, "shown": shown}
-    metadata["code"] = code
-    if isinstance(default, dict):
-        return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+    help: str
+    choices: Sequence[str] | None = None
+    low: float = -math.inf  # inclusive
+    high: float = LARGEST  # inclusive
+    above: float = -math.inf  # exclusive
+    shown: str | None = None  # in the help, for a default of None
+    code: bool = False  # a command line may name `FILE.py:NAME` instead of a choice
+
+
+def flag(default: Any, help: str, **about: Any) -> Any:
+    """A field of `Config`, with `About` as its metadata."""
+    value = {"default_factory": lambda: dict(default)} if isinstance(default, dict) else {"default": default}
+    return dataclasses.field(**value, metadata=About(help, **about)._asdict())
 
 
 @dataclass(frozen=True)
-class ModelFlags:
-    """Model and data"""
+class Config:
+    """Settings of a run. None means the default described in the help; `resolve` fills in what the model decides."""
 
+    # Model and data
     pretrained_model_root: str = flag("assets/tiny", "model folder in the layout of diffusers or of Tencent")
     pretrained_transformer_version: str = flag(DEFAULT_VERSION, "sub-folder of transformer/ in Tencent's layout")
     output_dir: str = flag("./outputs", "run folder to create, or to resume")
@@ -70,11 +69,7 @@ class ModelFlags:
     train_prompts: tuple[str, ...] | None = flag(None, "prompt files to train on: .txt, .csv or .jsonl", shown=OWN)
     prompt_cache: str | None = flag(None, "folder that keeps prompt embeddings between runs", shown="host memory")
 
-
-@dataclass(frozen=True)
-class OptimizerFlags:
-    """Optimization"""
-
+    # Optimization
     learning_rate: float = flag(1e-5, "learning rate after the warm-up", low=0)
     weight_decay: float = flag(0.01, "decoupled weight decay", low=0)
     adam_eps: float = flag(1e-15, "eps of AdamW and Muon: far smaller gradients have no effect", low=1e-30, high=1)
@@ -87,13 +82,9 @@ class OptimizerFlags:
     gradient_accumulation_steps: int = flag(1, "rollout batches per optimizer step", low=1)
     updates_per_rollout: int = flag(1, "optimizer steps per rollout batch", low=1)
     gpus: int | None = flag(None, "ranks that this configuration is meant for", low=1, high=MOST_VIDEOS, shown="any")
-    seed: int = flag(42, "seed from which every random draw follows", low=0, high=2**63)
+    seed: int = flag(42, "seed from which every random draw follows", low=0, high=2**63 - 1)
 
-
-@dataclass(frozen=True)
-class ParallelFlags:
-    """Parallelism and precision"""
-
+    # Parallelism and precision
     device: str = flag("auto", "auto: a GPU; for at most 100 M parameters also a CPU", choices=("auto", "cuda", "cpu"))
     sp_size: int = flag(1, "sequence-parallel degree: ranks that share each clip", low=1)
     dp_replicate: int = flag(1, "replicas of the sharded model (HSDP)", low=1)
@@ -110,22 +101,14 @@ class ParallelFlags:
     collective_timeout: float = flag(600, "seconds that ranks wait for each other; a reward may take half", above=0)
     start_timeout: float = flag(1800, "seconds that ranks wait for each other at the start", above=0)
 
-
-@dataclass(frozen=True)
-class LoraFlags:
-    """LoRA"""
-
+    # LoRA
     use_lora: bool = flag(False, "train an adapter instead of all weights")
     lora_r: int = flag(32, "rank of the adapter", low=1, high=MOST_RANK)
     lora_alpha: float = flag(64, "scale of the adapter: lora_alpha / lora_r", above=0)
     lora_target_modules: tuple[str, ...] | None = flag(None, "layers of a block to adapt", shown="all of attention")
     pretrained_lora_path: str | None = flag(None, "adapter folder to start from", shown="a new adapter")
 
-
-@dataclass(frozen=True)
-class RolloutFlags:
-    """Rollout"""
-
+    # Rollout
     sde_type: str = flag("sage_grpo", "exploration sampler, or FILE.py:NAME", choices=SDE_TYPES, code=True)
     eta: float = flag(0.5, "exploration scale", above=0)
     num_sampling_steps: int = flag(20, "denoising steps of a rollout", low=1, high=MOST_STEPS)
@@ -145,11 +128,7 @@ class RolloutFlags:
     timestep_fraction: float = flag(1.0, "share of the exploring steps that each rollout trains", above=0, high=1)
     enable_timestep_permutation: bool = flag(True, "train the steps of each rollout in an order of its own")
 
-
-@dataclass(frozen=True)
-class LossFlags:
-    """Loss"""
-
+    # Loss
     algorithm: str = flag("grpo", "grpo; without an SDE: awm, nft (algo/matching.py)", choices=ALGORITHMS)
     nft_beta: float = flag(1.0, "how far nft's two policies are from the old one", above=0)
     use_grad_balancing: bool = flag(True, "use the temporal gradient equalizer")
@@ -159,11 +138,7 @@ class LossFlags:
     advantage_per_score: bool = flag(False, "normalize each score by itself, then add advantages instead of scores")
     ratio_norm: bool = flag(False, "center and rescale the log-ratio of each step (GRPO-Guard)")
 
-
-@dataclass(frozen=True)
-class TrustRegionFlags:
-    """Trust region"""
-
+    # Trust region
     kl_weight: float = flag(1e-5, "largest KL coefficient; 0 turns the KL off", low=0)
     kl_coef: float = flag(1e-7, "KL coefficient at the start of the warm-up", low=0)
     kl_min_coef: float = flag(1e-7, "smallest KL coefficient", low=0)
@@ -180,11 +155,7 @@ class TrustRegionFlags:
     step_kl_estimator: str = flag("exact", "estimator of the KL to the rollout's policy", choices=KL_ESTIMATORS)
     reference_mode_offload: bool = flag(False, "keep a full anchor in host memory while it is unused")
 
-
-@dataclass(frozen=True)
-class RewardFlags:
-    """Reward"""
-
+    # Reward
     reward_model: tuple[str, ...] | None = flag(
         None, f"one or several of {', '.join(REWARDS)}, or FILE.py:NAME", shown=OWN, code=True
     )
@@ -196,19 +167,13 @@ class RewardFlags:
     judge_model: str | None = flag(None, "model that judges", shown="the only one that its server has")
     judge_rubric: str | None = flag(None, "file of what the judge is asked", shown="sage_grpo/rewards/rubric.txt")
     judge_cache: str | None = flag(None, "folder that keeps a judge's scores between runs", shown="host memory")
-    holdout_reward: str | None = flag(
-        None, "reward that validation reports and training never sees", shown="none", code=True
-    )
+    holdout_reward: str | None = flag(None, "reward for validation, unseen in training", shown="none", code=True)
     stop_on_hacking: bool = flag(False, "stop when validation finds the reward up and the held-out one down")
     max_reward_failures: float = flag(0.25, "share of failed rewards in a batch that stops the run", low=0, high=1)
     reward_fps: float = flag(2.0, "frames per second that rewards other than shapes see", above=0)
     reward_batch_size: int = flag(4, "clips per reward call", low=1)
 
-
-@dataclass(frozen=True)
-class ValidationFlags:
-    """Validation"""
-
+    # Validation
     ema_decay: float = flag(0.0, "decay of averaged weights for validation and export; 0: none", low=0, high=0.99999)
     validation_interval: int = flag(100, "iterations between validations; 0: only at the end", low=0)
     validate_at_step0: bool = flag(False, "validate before training too")
@@ -219,39 +184,21 @@ class ValidationFlags:
     validation_num_inference_steps: int | None = flag(None, "steps of its ODE", low=1, high=MOST_STEPS, shown=OWN)
     validation_solver: str = flag("euler", "solver of its ODE, dpm is of second order", choices=SOLVERS)
     validation_fixed_size: str | None = flag(None, "size of a validation clip, HEIGHTxWIDTH", shown=OWN)
-    validation_global_seed: int = flag(930, "seed of validation prompts that name none", low=0, high=2**63)
+    validation_global_seed: int = flag(930, "seed of validation prompts that name none", low=0, high=2**63 - 1)
     validation_videos: int | None = flag(None, "clips of a validation that are kept as videos", low=0, shown="all")
 
-
-@dataclass(frozen=True)
-class OutputFlags:
-    """Checkpoints and logging"""
-
+    # Checkpoints and logging
     save_interval: int = flag(100, "iterations between checkpoints; 0: only at the end", low=0)
     save_minutes: float = flag(0, "also save when the last checkpoint is this many minutes old; 0: never", low=0)
     async_save: bool = flag(True, "write checkpoints during training, from a copy in host memory")
     export_interval: int = flag(0, "iterations between checkpoints that diffusers can read; 0: only the last", low=0)
     keep_checkpoints: int = flag(3, "number of newest checkpoints that are kept", low=1)
     resume_from_checkpoint: str | None = flag(
-        None,
-        "a checkpoint folder; auto: the newest intact one, else the beginning; last_good: the newest one that was not "
-        "written while the run diverged",
-        shown="a new run",
+        None, "checkpoint; auto: newest intact one, if any; last_good: newest before it diverged", shown="a new run"
     )
     init_from_checkpoint: str | None = flag(None, "checkpoint whose weights alone start a new run", shown="none")
     log_interval: int = flag(1, "iterations between lines of metrics", low=1)
     report_to: tuple[str, ...] = flag(("tensorboard",), "trackers: tensorboard, wandb, none")
-
-
-SECTIONS = (
-    ModelFlags, OptimizerFlags, ParallelFlags, LoraFlags, RolloutFlags, LossFlags, TrustRegionFlags, RewardFlags,
-    ValidationFlags, OutputFlags,
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Config(*reversed(SECTIONS)):  # type: ignore[misc] - dataclasses collect fields starting from the last base
-    """Settings of a run. None means the default described in the help; `resolve` fills in what the model decides."""
 
     @property
     def trust_region(self) -> "TrustRegion":
@@ -277,6 +224,11 @@ class Config(*reversed(SECTIONS)):  # type: ignore[misc] - dataclasses collect f
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
+SECTIONS = {  # of the help, by the first flag of each
+    "pretrained_model_root": "Model and data", "learning_rate": "Optimization", "device": "Parallelism and precision",
+    "use_lora": "LoRA", "sde_type": "Rollout", "algorithm": "Loss", "kl_weight": "Trust region",
+    "reward_model": "Reward", "ema_decay": "Validation", "save_interval": "Checkpoints and logging",
+}  # fmt: skip
 
 
 def default_dtype(device: str) -> str:
@@ -299,3 +251,79 @@ def resolve(config: Config, backbone: "Backbone", device: str) -> Config:
         "dtype": default_dtype(device),
     }
     return dataclasses.replace(config, **{k: v for k, v in own.items() if getattr(config, k) is None})
+
+
+def check(config: Config, world_size: int = 1) -> None:
+    """Reject flags that contradict each other."""
+    for find in (_rewards, _batch, _others):
+        for problem in find(config, world_size // config.sp_size):
+            raise ConfigError(problem)
+    try:  # the strategy and its controller validate themselves
+        config.trust_region  # noqa: B018
+        config.kl_controller()
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def warnings(c: Config, ranks: int) -> Iterator[str]:
+    """Settings that run but do less than they seem to."""
+    if c.gpus not in (None, ranks):
+        own, meant = (c.batch_size * count // c.sp_size for count in (ranks, c.gpus))
+        yield f"it is meant for {c.gpus} rank(s) and there are {ranks}: an iteration has {own} clips instead of {meant}"
+    name = "tail_steps" if c.tail_steps else "outside_window"
+    if getattr(c, name) != "exact" and c.sde_window.startswith("all"):
+        yield f"{name} is {getattr(c, name)}, but sde_window {c.sde_window} leaves no steps to make cheaper"
+
+
+def _rewards(c: Config, ranks: int) -> Iterator[str]:
+    named = [("reward_model", name) for name in c.reward_model or ()]
+    for flag, name in (*named, ("holdout_reward", c.holdout_reward)):
+        if name is not None and name not in {*REWARDS, *ALIASES} and not in_file(name):
+            yield f"{flag} names {name!r}; choose one of {', '.join(REWARDS)}, or FILE.py:NAME"
+    remote = [name for name in (*(c.reward_model or ()), c.holdout_reward) if name in ("remote", "judge")]
+    if remote and c.remote_reward_url is None:
+        yield f"the reward {remote[0]} needs the address of its server: give remote_reward_url"
+    if c.remote_reward_url is not None and not remote:
+        yield f"remote_reward_url is {c.remote_reward_url}, but no reward_model or holdout_reward is remote or judge"
+    if c.stop_on_hacking and c.holdout_reward is None:
+        yield "stop_on_hacking is True, but there is nothing to compare with: give holdout_reward"
+
+
+def _batch(c: Config, ranks: int) -> Iterator[str]:
+    batch, group, kind = c.batch_size, c.num_generations, c.sde_window.partition(":")[0]
+    sizes = range(1, 4 * max(batch, group))
+    valid = [n for n in sizes if not (n * ranks) % group and not (n % group and group % n)]
+    if batch not in valid:
+        nearest = sorted(sorted(valid, key=lambda n: abs(n - batch))[:2])
+        rule = "whole groups must fit, and a rank holds whole groups or an even part of one"
+        shown = f"batch_size is {batch} on {ranks} data-parallel rank(s) with num_generations {group}"
+        yield f"{shown}: {rule}; the nearest batch_size is {' or '.join(map(str, nearest))}"
+    if kind in ("random", "slide") and c.enable_fsdp and not c.gather_for_rollout:
+        reason = "ranks of a sharded model would run different numbers of forwards"
+        yield f"sde_window is {c.sde_window}; {reason}: set gather_for_rollout True, or take {kind}_iteration"
+    if c.prompts_per_forward > 1 and c.enable_fsdp:
+        yield "prompts_per_forward is above 1; ranks of a sharded model would run different forwards"
+    if c.micro_batch_size and min(batch, group) % c.micro_batch_size:
+        yield f"micro_batch_size is {c.micro_batch_size}; it must divide the {min(batch, group)} videos of a prompt"
+
+
+def _others(c: Config, ranks: int) -> Iterator[str]:
+    updates, accumulation = c.updates_per_rollout, c.gradient_accumulation_steps
+    if updates > 1 and accumulation > 1:
+        yield f"updates_per_rollout is {updates} and gradient_accumulation_steps {accumulation}; one of them must be 1"
+    for name in ("max_steps", "save_interval", "validation_interval"):
+        if (value := getattr(c, name)) % accumulation:
+            yield f"{name} is {value}; it must be a multiple of gradient_accumulation_steps ({accumulation})"
+    if c.pretrained_lora_path and not c.use_lora:
+        yield "pretrained_lora_path needs use_lora True"
+    if c.pretrained_lora_path and c.init_from_checkpoint:
+        yield "pretrained_lora_path and init_from_checkpoint both name the weights to start from"
+    if c.dtype not in (None, c.master_weight_type) and not c.enable_fsdp:
+        both = f"dtype {c.dtype} with master_weight_type {c.master_weight_type}"
+        yield f"{both} needs enable_fsdp True, which works on one GPU too; else choose one of them for both"
+    if unknown := sorted(set(c.report_to) - {"tensorboard", "wandb", "none"}):
+        yield f"report_to names {unknown[0]}; choose from tensorboard, wandb, none"
+    if missing := [name for name in c.report_to if name != "none" and find_spec(name) is None]:
+        yield f"report_to names {missing[0]}, which is not installed: pip install {missing[0]}, or leave it out"
+    if c.validation_videos != 0 and find_spec("imageio_ffmpeg") is None:
+        yield "validation writes videos, which needs ffmpeg: pip install imageio-ffmpeg, or set validation_videos 0"

@@ -16,6 +16,7 @@ import typing
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -29,7 +30,6 @@ from sage_grpo.plugins import in_file
 from sage_grpo.rewards import HOSTS_VARIABLE, TOKEN_VARIABLE
 
 ALIASES = {"train_video_csv": "train_prompts", "valid_video_csv": "validation_prompts"}
-HINTS = typing.get_type_hints(Config)
 # Published flags with a single legal value, accepted so that published commands and old config files work.
 RETIRED = {
     "kl_compute_mode": ("rollout_phase", "anchor velocities are always computed once per rollout"),
@@ -70,10 +70,9 @@ def _check_address(url: str, file: str) -> None:
     allowed = os.environ.get(HOSTS_VARIABLE, "").lower().replace(",", " ").split()
     if not place or not {place[1], place[1] + (place[2] or "")} & set(allowed):
         host = place[1] + (place[2] or "") if place else "HOST:PORT"
-        raise ConfigError(
-            f"only config {file} names remote_reward_url {url}, and a file alone may not choose where {TOKEN_VARIABLE} "
-            f"is sent; give --remote_reward_url {url}, or set {HOSTS_VARIABLE}={host} in the environment"
-        )
+        problem = f"only config {file} names remote_reward_url {url}, and a file alone may not choose where"
+        remedy = f"give --remote_reward_url {url}, or set {HOSTS_VARIABLE}={host} in the environment"
+        raise ConfigError(f"{problem} {TOKEN_VARIABLE} is sent; {remedy}")
 
 
 def _print(values: Mapping[str, Any], names: Sequence[str]) -> None:
@@ -116,7 +115,7 @@ def _check_retired(name: str, raw: Any) -> None:
 
 def base_type(name: str) -> type:
     """Type of a flag when it is not None: tuple, dict, bool, int, float or str."""
-    hint = HINTS[name]
+    hint = FIELDS[name].type
     if NoneType in typing.get_args(hint):
         (hint,) = (kind for kind in typing.get_args(hint) if kind is not NoneType)
     return typing.get_origin(hint) or hint
@@ -124,7 +123,7 @@ def base_type(name: str) -> type:
 
 def _value(name: str, raw: Any) -> Any:
     """Convert a raw value (text or parsed YAML) to its field's type and check its range."""
-    field, optional = FIELDS[name].metadata, NoneType in typing.get_args(HINTS[name])
+    field, optional = FIELDS[name].metadata, NoneType in typing.get_args(FIELDS[name].type)
     if optional and (raw is None or str(raw).lower() in ("none", "null")):
         return None
     try:
@@ -141,7 +140,7 @@ def _value(name: str, raw: Any) -> Any:
 
 
 def _check_range(name: str, value: float, field: Mapping[str, Any]) -> None:
-    if not math.isfinite(value):
+    if not -math.inf < value < math.inf:
         raise ConfigError(f"{name} is {value}; it must be finite")
     if value < field["low"] or value > field["high"] or value <= field["above"]:
         limits = [f"above {field['above']}"] if field["above"] > -math.inf else []
@@ -173,21 +172,12 @@ def _boolean(raw: Any) -> bool:
     return text == "true"
 
 
-def _whole(raw: Any) -> int:
-    value = _number(raw, int, "a whole number is expected")
-    if abs(value) >= 2**63:
-        raise ValueError("a whole number of at most 63 bits is expected")
-    return value
-
-
-def _number(raw: Any, kind: type = float, complaint: str = "a number is expected") -> Any:
-    try:
+def _number(raw: Any, kind: type = float) -> Any:
+    with suppress(ValueError, TypeError, OverflowError):
         value = kind(raw)
-    except (ValueError, TypeError, OverflowError) as error:
-        raise ValueError(complaint) from error
-    if isinstance(raw, bool) or (isinstance(raw, float) and value != raw == raw):
-        raise ValueError(complaint)
-    return value
+        if not isinstance(raw, bool) and not (isinstance(raw, float) and value != raw == raw):
+            return value
+    raise ValueError("a whole number is expected" if kind is int else "a number is expected")
 
 
 def _text(raw: Any) -> str:
@@ -202,7 +192,8 @@ def _path(text: str) -> str:
     return os.path.expanduser(text)
 
 
-CONVERTERS = {tuple: _words, dict: _mapping, bool: _boolean, int: _whole, float: _number, str: _text}
+CONVERTERS = {tuple: _words, dict: _mapping, bool: _boolean, float: _number, str: _text}
+CONVERTERS[int] = partial(_number, kind=int)
 
 
 def _unknown(what: str, name: str, known: Sequence[str]) -> str:
@@ -313,6 +304,7 @@ class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpF
 
 
 METAVARS = {bool: "True|False", int: "N", float: "X", str: "TEXT", tuple: "TEXT", dict: "JSON"}
+SHOWN = {tuple: " ".join, dict: json.dumps}  # how the help writes a default; others as they are
 COUNTS: dict[type, dict[str, Any]] = {bool: {"nargs": "?", "const": True}, tuple: {"nargs": "+"}}  # of values; else one
 
 
@@ -322,10 +314,10 @@ def _parser() -> Parser:
     parser.add_argument("--config", metavar="FILE.yaml", help="values of any of the flags below")
     printed = "print all values as JSON, or these for a shell, each followed by a NUL, and exit"
     parser.add_argument("--print_config", nargs="*", metavar="NAME", default=argparse.SUPPRESS, help=printed)
-    for section in SECTIONS:
-        group = parser.add_argument_group(section.__doc__)
-        for name in (field.name for field in dataclasses.fields(section)):
-            _add_flag(group, name)
+    for name in FIELDS:
+        if name in SECTIONS:
+            group = parser.add_argument_group(SECTIONS[name])
+        _add_flag(group, name)
     group = parser.add_argument_group("Accepted for compatibility")
     for name, (only, reason) in RETIRED.items():
         group.add_argument(f"--{name}", metavar=str(only), default=argparse.SUPPRESS, help=f"only {only}: {reason}")
@@ -333,18 +325,9 @@ def _parser() -> Parser:
 
 
 def _add_flag(group: Any, name: str) -> None:
-    field, kind = FIELDS[name], base_type(name)
+    about, kind, default = FIELDS[name].metadata, base_type(name), getattr(Config(), name)
     options = [f"--{key}" for key in (name, *(alias for alias, target in ALIASES.items() if target == name))]
-    metavar, counts = "|".join(field.metadata["choices"] or ()) or METAVARS[kind], COUNTS.get(kind, {})
-    help = f"{field.metadata['help']} (default: {_shown(field)})".replace("%", "%%")
+    metavar, counts = "|".join(about["choices"] or ()) or METAVARS[kind], COUNTS.get(kind, {})
+    shown = about["shown"] if default is None else SHOWN.get(kind, str)(default) or "empty"
+    help = f"{about['help']} (default: {shown})".replace("%", "%%")
     group.add_argument(*options, default=argparse.SUPPRESS, dest=name, help=help, metavar=metavar, **counts)
-
-
-def _shown(field: dataclasses.Field) -> Any:
-    """The default as shown in the help."""
-    default = field.default_factory() if field.default is dataclasses.MISSING else field.default
-    if default is None:
-        return field.metadata["shown"]
-    if isinstance(default, dict):
-        return json.dumps(default)
-    return " ".join(default) if isinstance(default, tuple) else "empty" if default == "" else default

@@ -27,10 +27,9 @@ class Interval:
 def interval(values: Iterable[float]) -> Interval:
     """Mean and interval of the finite values; the mean of none is NaN."""
     found = np.array([value for value in values if math.isfinite(value)])
-    if len(found) < 3:
-        return Interval(float(found.mean()) if len(found) else math.nan, math.nan, len(found))
-    half = student_95(len(found) - 1) * float(found.std(ddof=1)) / math.sqrt(len(found))
-    return Interval(float(found.mean()), half, len(found))
+    count, mean = len(found), float(found.mean()) if len(found) else math.nan
+    half = student_95(count - 1) * float(found.std(ddof=1)) / math.sqrt(count) if count > 2 else math.nan
+    return Interval(mean, half, count)
 
 
 def student_95(freedom: int) -> float:

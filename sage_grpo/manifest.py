@@ -83,32 +83,24 @@ def read(folder: Path) -> dict[str, str]:
     return files
 
 
-def check_names(folder: Path) -> list[str]:
-    """The files of a folder; rejects missing files and files not in the manifest."""
-    listed = set(read(folder))
+def check(folder: Path, part: str = "", share: slice = slice(None)) -> None:
+    """Reject a folder that lacks files, has others than its manifest lists, or holds changed ones.
+
+    Bytes are read of a `share` of the files whose names begin with `part`.
+    """
+    hashes = read(folder)
     there = {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()} - {NAME}
-    if listed - there:
-        raise Damaged(f"{folder / min(listed - there)} is missing")
-    if there - listed:
-        raise Damaged(f"{folder / min(there - listed)} is not in {NAME}: nothing was added when this was written")
-    return sorted(listed)
-
-
-def check_file(folder: Path, name: str) -> None:
-    """Reject a file whose bytes changed since it was written."""
-    try:
-        found = file_sha256(_regular(folder / name))
-    except OSError as error:
-        raise Damaged(f"{folder / name} cannot be read ({printable(error)})") from error
-    if found != read(folder).get(name):
-        raise Damaged(f"{folder / name} was changed after it was written: its SHA-256 is not that of {NAME}")
-
-
-def check(folder: Path, part: str = "") -> None:
-    """Reject a folder in which a file whose name begins with `part` changed since it was written."""
-    for name in check_names(folder):
-        if name.startswith(part):
-            check_file(folder, name)
+    if missing := hashes.keys() - there:
+        raise Damaged(f"{folder / min(missing)} is missing")
+    if added := there - hashes.keys():
+        raise Damaged(f"{folder / min(added)} is not in {NAME}: nothing was added when this was written")
+    for name in sorted(name for name in hashes if name.startswith(part))[share]:
+        try:
+            found = file_sha256(_regular(folder / name))
+        except OSError as error:
+            raise Damaged(f"{folder / name} cannot be read ({printable(error)})") from error
+        if found != hashes[name]:
+            raise Damaged(f"{folder / name} was changed after it was written: its SHA-256 is not that of {NAME}")
 
 
 def _regular(path: Path) -> Path:

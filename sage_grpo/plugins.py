@@ -3,7 +3,6 @@
 A row maps a name to `module:attribute`, so that a table can be read without importing what it names.
 """
 
-import hashlib
 import re
 import sys
 from collections.abc import Mapping
@@ -47,8 +46,3 @@ def load_file(name: str) -> Any:
 def resolved(name: str) -> Any:
     """What `FILE.py:NAME` defines; any other name is returned as it is."""
     return load_file(name) if in_file(name) else name
-
-
-def file_hash(name: str) -> str:
-    """Start of the SHA-256 of the file that `FILE.py:NAME` names."""
-    return hashlib.sha256(Path(name.rpartition(":")[0]).read_bytes()).hexdigest()[:8]

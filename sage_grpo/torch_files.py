@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from sage_grpo.manifest import file_sha256
+from sage_grpo.tensor_files import TensorFile, write_file
 
 
 def read_tensors(source: Path) -> Any:
@@ -36,9 +36,7 @@ def convert(source: Path, tensors_of: Callable[[Any], dict[str, Tensor]] = dict)
     tensors = tensors_of(read_tensors(source))
     if not tensors:
         raise ValueError(f"{source} holds none of the expected tensors; download it again.")
-    draft = target.with_suffix(".tmp")
-    # safetensors refuses tensors that share memory
-    copies = {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}
-    save_file(copies, draft, metadata={"format": "pt", "source": source.name, "source_sha256": sha256})
+    draft, about = target.with_suffix(".tmp"), {"format": "pt", "source": source.name, "source_sha256": sha256}
+    write_file(draft, TensorFile(tensors, about))
     os.replace(draft, target)
     return f"wrote {target}, {len(tensors)} tensors, from {source.name} with sha256 {sha256}"

@@ -18,7 +18,7 @@ from embedded.shapes.damage import DAMAGES
 from embedded.shapes.oracle import read
 from embedded.shapes.reward import ShapesReward
 from embedded.shapes.scenes import captions, render, sample_scenes
-from sage_grpo.runs.media import contact_sheet, thumbnails
+from sage_grpo.runs.clips import contact_sheet, thumbnails
 from sage_grpo.tools.figure_style import STYLE
 
 STRENGTHS = {

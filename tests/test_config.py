@@ -9,14 +9,13 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from sage_grpo import checks, flags
 from sage_grpo import config as config_module
+from sage_grpo import flags
 from sage_grpo.algo import grpo, sde, solver, trust_region
-from sage_grpo.checks import check, warnings
-from sage_grpo.config import FIELDS, Config, ConfigError, resolve
+from sage_grpo.config import FIELDS, Config, ConfigError, check, resolve, warnings
 from sage_grpo.flags import RETIRED, base_type, from_values, parse
 from sage_grpo.models.backbone import Sampling
-from sage_grpo.train import algorithms
+from sage_grpo.train import update
 
 ROOT = Path(__file__).parents[1]
 SAMPLING = Sampling(frames=9, height=32, width=48, fps=8, shift=3.0, guidance=2.0, num_steps=20)
@@ -263,7 +262,7 @@ def test_flags_that_do_not_go_together(values, ranks, words):
 
 
 def test_videos_without_ffmpeg_are_refused_before_a_run_makes_any(monkeypatch):
-    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    monkeypatch.setattr(config_module, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install imageio-ffmpeg, or set validation_videos 0"):
         check(from_values({"batch_size": 4, "report_to": "none"}))
     check(from_values({"batch_size": 4, "report_to": "none", "validation_videos": 0}))
@@ -337,7 +336,7 @@ def test_choices_are_those_of_the_maths():
     assert tuple(trust_region.FEEDBACKS) == config_module.KL_FEEDBACKS
     assert config_module.KL_ESTIMATORS == trust_region.ESTIMATORS
     assert config_module.SOLVERS == solver.SOLVERS
-    assert tuple(algorithms.ALGORITHMS) == config_module.ALGORITHMS
+    assert tuple(update.ALGORITHMS) == config_module.ALGORITHMS
     flags = ("sde_type", "advantage_std", "kl_schedule", "kl_feedback", "step_kl_estimator", "validation_solver")
     flags += ("algorithm",)
     names = ("SDE_TYPES", "ADVANTAGE_STDS", "KL_SCHEDULES", "KL_FEEDBACKS", "KL_ESTIMATORS", "SOLVERS", "ALGORITHMS")

@@ -17,8 +17,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sage_grpo.checks import check
-from sage_grpo.config import FIELDS
+from sage_grpo.config import FIELDS, check
 from sage_grpo.data.requests import read_requests
 from sage_grpo.flags import ALIASES, base_type, from_values, parse
 from sage_grpo.models.hunyuan15.folder import ModelFolder

@@ -26,7 +26,7 @@ LAYERS = [  # folders and modules of the package; each imports from its own laye
         "exit_codes",
     },
     {"data", "models", "rewards", "worlds"},
-    {"config", "flags", "checks"},
+    {"config", "flags"},
     {"runs"},
     {"train"},
     {"tools"},

@@ -22,7 +22,7 @@ def folder(tmp_path):
 
 def test_a_committed_folder_is_whole(folder):
     assert {path.name for path in folder.parent.iterdir()} == {"whole"}
-    assert manifest.check_names(folder) == ["a.txt", "part/b.txt"]
+    assert sorted(manifest.read(folder)) == ["a.txt", "part/b.txt"]
     # sha256 of "alpha", from sha256sum
     assert manifest.read(folder)["a.txt"] == "8ed3f6ad685b959ead7022518e1af76cd816f8e8ec7ccdda1ed4018e8f2223f8"
     manifest.check(folder)
@@ -68,8 +68,11 @@ def test_damage_is_refused_by_file_name(folder, kind):
 def test_a_part_can_be_checked_alone(folder):
     flip(folder / "a.txt")
     manifest.check(folder, "part/")
+    manifest.check(folder, share=slice(1, None, 2))
     with pytest.raises(manifest.Damaged):
         manifest.check(folder, "a")
+    with pytest.raises(manifest.Damaged):
+        manifest.check(folder, share=slice(0, None, 2))
 
 
 def test_a_file_that_another_machine_wrote_elsewhere_is_noticed(tmp_path):

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sage_grpo.checks import check
-from sage_grpo.config import FIELDS, resolve
+from sage_grpo.config import FIELDS, check, resolve
 from sage_grpo.flags import parse, yaml_mapping
 from sage_grpo.models import open_backbone
 from sage_grpo.tools.plan import plan_of

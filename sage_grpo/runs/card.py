@@ -7,13 +7,11 @@ from typing import Any
 
 import numpy as np
 import yaml
-from PIL import Image, ImageDraw
 
 from sage_grpo import __version__
 from sage_grpo.runs.history import RunHistory, column
 
 TEMPLATE = Path(__file__).with_name("card.md")
-SIZE, EDGE = (720, 240), 40  # pixels
 LORA = 'pipe.transformer.load_lora_adapter("FOLDER", weight_name="pytorch_lora_weights.safetensors")'
 FULL = 'pipe.transformer = AutoModel.from_pretrained("FOLDER", subfolder="transformer")'
 
@@ -35,17 +33,12 @@ def model_card(recipe: dict[str, Any], run: RunHistory, **facts: Any) -> dict[st
 
 
 def curve(steps: Sequence[float], values: Sequence[float]) -> bytes:
-    """A line through the points as PNG, with the ends of both axes."""
-    image = Image.new("RGB", SIZE, "white")
-    draw, (width, height) = ImageDraw.Draw(image), SIZE
-    across = np.interp(steps, (min(steps), max(steps)), (EDGE, width - EDGE))
-    up = np.interp(values, (min(values), max(values)), (height - EDGE, EDGE))
-    draw.rectangle((EDGE, EDGE, width - EDGE, height - EDGE), outline="lightgray")
-    draw.line(list(zip(across, up, strict=True)), fill="royalblue", width=3)
-    draw.text(
-        (EDGE, EDGE // 3), f"reward of the rollouts, {min(values):.3f} to {max(values):.3f}", "black", font_size=16
-    )
-    draw.text((EDGE, height - EDGE + 8), f"iteration {min(steps):.0f} to {max(steps):.0f}", "black", font_size=16)
-    file = io.BytesIO()
-    image.save(file, "PNG")
+    """A line through the points as PNG."""
+    from matplotlib.figure import Figure  # a run needs it only where a card is written
+
+    file, figure = io.BytesIO(), Figure(figsize=(7.2, 3), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(steps, values)
+    axes.set(xlabel="iteration", ylabel="reward of the rollouts")
+    figure.savefig(file, format="png")
     return file.getvalue()

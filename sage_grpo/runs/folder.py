@@ -28,10 +28,8 @@ from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.runs.clips import divergence
 from sage_grpo.runs.lock import WAIT, Lock
 
-CONTENTS = (
-    "config.yaml", "command.txt", "status.json", "metrics.jsonl", "report.html", "validation", "checkpoints", "flight",
-    "tensorboard",
-)  # fmt: skip
+CONTENTS = ("config.yaml", "command.txt", "status.json", "metrics.jsonl", "report.html")
+CONTENTS += ("validation", "checkpoints", "flight", "tensorboard")
 WRITTEN_FIRST = CONTENTS[:2]
 
 
@@ -40,10 +38,8 @@ class RunFolder:
 
     def __init__(self, config: Config, ranks: Ranks) -> None:
         self.config, self.ranks, self.path = config, ranks, Path(config.output_dir)
-        self.checkpoints, self._replaces = (
-            self.path / "checkpoints",
-            config.overwrite and not config.resume_from_checkpoint,
-        )
+        self.checkpoints = self.path / "checkpoints"
+        self._replaces = config.overwrite and not config.resume_from_checkpoint
         self.tracker: Tracker | None = None
         self.lock: Lock | None = None
         self._check()
@@ -58,10 +54,8 @@ class RunFolder:
             raise ConfigError(f"output_dir {self.path} cannot be used: {error.strerror}") from error
         old = [name for name in CONTENTS if name in names]
         if old and not (self.config.overwrite or self.config.resume_from_checkpoint):
-            raise ConfigError(
-                f"output_dir {self.path} already holds a run ({old[0]}); give another one, "
-                "--resume_from_checkpoint auto to continue it, or --overwrite to replace it"
-            )
+            choices = "give another one, --resume_from_checkpoint auto to continue it, or --overwrite to replace it"
+            raise ConfigError(f"output_dir {self.path} already holds a run ({old[0]}); {choices}")
         return names
 
     def take(self) -> None:
@@ -76,10 +70,9 @@ class RunFolder:
         try:
             others = {name for name in self._check() if not name.startswith(("lock", "logs"))}  # logs: the launcher's
             if self._replaces and others and not others.issuperset(WRITTEN_FIRST):
-                return (
-                    f"overwrite is True, but output_dir {self.path} holds {min(others)} and never was a run, which has "
-                    f"{' and '.join(WRITTEN_FIRST)}; give another one, or empty it yourself"
-                )
+                problem = f"output_dir {self.path} holds {min(others)} and never was a run"
+                files = " and ".join(WRITTEN_FIRST)
+                return f"overwrite is True, but {problem}, which has {files}; give another one, or empty it yourself"
             self.lock = Lock(self.path, patient, min(WAIT, self.config.start_timeout / 2))
             self._check()  # a run may have ended since
         except ConfigError as error:

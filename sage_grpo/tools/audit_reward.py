@@ -35,7 +35,7 @@ import torch
 
 from sage_grpo.json_files import write_json
 from sage_grpo.parallel.device import choose_device
-from sage_grpo.runs.media import contact_sheet, read_mp4, thumbnails
+from sage_grpo.runs.clips import contact_sheet, read_mp4, thumbnails
 from sage_grpo.tools import edits
 from sage_grpo.tools.evaluate import read_folder
 from sage_grpo.tools.templating import render

@@ -14,13 +14,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from sage_grpo.algo.sde import SDES, Schedule, build_schedule, flow_sigmas
-from sage_grpo.checks import warnings
-from sage_grpo.config import Config, ConfigError
+from sage_grpo.config import Config, ConfigError, warnings
 from sage_grpo.json_files import write_json
 from sage_grpo.parallel.ranks import Ranks, check_layout
 from sage_grpo.plugins import resolved
+from sage_grpo.runs.clips import contact_sheet, thumbnails
 from sage_grpo.runs.folder import RunFolder
-from sage_grpo.runs.media import contact_sheet, thumbnails
 from sage_grpo.tools.doctor_checks import CHECKS, Finding, judged
 from sage_grpo.tools.paired import aligned
 from sage_grpo.tools.templating import render

@@ -12,13 +12,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from sage_grpo.checks import check
-from sage_grpo.config import Config
+from sage_grpo.config import Config, check
 from sage_grpo.models.cost import BACKWARD_OF_ATTENTION, UNTILED, Architecture
 from sage_grpo.parallel.ranks import check_layout
 from sage_grpo.rewards import ALIASES
-from sage_grpo.train.algorithms import ALGORITHMS, sampler_of
 from sage_grpo.train.rollout import num_trained
+from sage_grpo.train.update import ALGORITHMS, sampler_of
 from sage_grpo.train.validation import validation_sampling
 from sage_grpo.train.windows import parse_windows
 

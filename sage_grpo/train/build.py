@@ -10,24 +10,24 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from sage_grpo.algo.equalizer import equalizer, gradient_scale
-from sage_grpo.checks import check
-from sage_grpo.config import Config, ConfigError, default_dtype, resolve
+from sage_grpo.config import Config, ConfigError, check, default_dtype, resolve
 from sage_grpo.data.requests import Request, read_requests
+from sage_grpo.manifest import file_sha256
 from sage_grpo.models import device_for, fp8, open_backbone
 from sage_grpo.models.backbone import Backbone, Guidance, Sampling, check_exported, holds_all_weights
 from sage_grpo.models.lora import ANCHOR, LORA_FILE, POLICY, add_adapters, init_adapters, load_adapter
 from sage_grpo.parallel.fsdp import shard
 from sage_grpo.parallel.ranks import Ranks, join_ranks
-from sage_grpo.plugins import file_hash, in_file
+from sage_grpo.plugins import in_file
 from sage_grpo.rewards import DEFAULT as DEFAULT_REWARD
 from sage_grpo.rewards.base import Setup, build_rewards
 from sage_grpo.rewards.composite import Composite
 from sage_grpo.runs.folder import RunFolder
 from sage_grpo.train import checkpoint
-from sage_grpo.train.algorithms import sampler_of
 from sage_grpo.train.optimization import Optimization, build_anchor, trainable_parameters
 from sage_grpo.train.rollout import num_trained
 from sage_grpo.train.trainer import Trainer
+from sage_grpo.train.update import sampler_of
 from sage_grpo.train.validation import Validation
 from sage_grpo.train.windows import Windows
 from sage_grpo.worlds import World, world_of
@@ -109,7 +109,7 @@ def fill(run: RunFolder, backbone: Backbone, config: Config, ranks: Ranks) -> Tr
         run=run,
     )
     check_steps(config, trainer.windows)
-    trainer.fingerprints = fingerprints(backbone, train, ranks) | {"plug-ins": code_hashes(config)}
+    trainer.fingerprints = fingerprints(config, backbone, train, ranks)
     if config.resume_from_checkpoint and (path := checkpoint.choose(run.path, config.resume_from_checkpoint, ranks)):
         checkpoint.load(trainer, path)
         trainer.resumed_from = path
@@ -118,17 +118,14 @@ def fill(run: RunFolder, backbone: Backbone, config: Config, ranks: Ranks) -> Tr
     return trainer
 
 
-def fingerprints(backbone: Backbone, prompts: Sequence[Request], ranks: Ranks) -> dict[str, Any]:
+def fingerprints(config: Config, backbone: Backbone, prompts: Sequence[Request], ranks: Ranks) -> dict[str, Any]:
     """What a run was started with and a resumed one must have too, or be told that it has not."""
     weights = ranks.together(lambda: backbone.fingerprint() if ranks.first else "")[0]
     texts = hashlib.sha256(repr([(prompt.text, prompt.seed) for prompt in prompts]).encode()).hexdigest()[:8]
-    return {"base weights": weights, "training prompts": f"{len(prompts)}, {texts}", "ranks": ranks.world}
-
-
-def code_hashes(config: Config) -> dict[str, str]:
-    """By plug-in file of a command line, the start of its SHA-256."""
     names = [*(config.reward_model or ()), config.holdout_reward, config.sde_type]
-    return {name.rpartition(":")[0]: file_hash(name) for name in names if in_file(name)}
+    code = {file: file_sha256(Path(file))[:8] for file in (name.rpartition(":")[0] for name in names if in_file(name))}
+    found = {"base weights": weights, "training prompts": f"{len(prompts)}, {texts}", "ranks": ranks.world}
+    return found | {"plug-ins": code}
 
 
 def check_steps(config: Config, windows: Windows) -> None:

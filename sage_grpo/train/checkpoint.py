@@ -40,12 +40,10 @@ if TYPE_CHECKING:
     from sage_grpo.train.trainer import Trainer
 
 PLACES = ("output_dir", "overwrite", "resume_from_checkpoint", "init_from_checkpoint", "prompt_cache")
-
 NEWEST, LAST_GOOD = "auto", "last_good"  # values of `resume_from_checkpoint` that are no folder
 MOST_MEMORY = 0.8  # share of the available host memory that a copy for a save may take
-
-STATE = {"step": int, "updates": int, "skipped": int, "skipped_in_a_row": int, "anchor_age": int | None,
-         "controller": dict, "config": dict}  # fmt: skip
+STATE = dict.fromkeys(("step", "updates", "skipped", "skipped_in_a_row"), int)
+STATE |= {"anchor_age": int | None, "controller": dict, "config": dict}
 
 
 def first_nonfinite(trainer: "Trainer") -> str:
@@ -134,8 +132,7 @@ def tidy(folder: Path, step: int, taken: Path | None = None) -> None:
 
 def check_files(path: Path, ranks: Ranks) -> None:
     """Verify every byte of this rank's share of the files."""
-    for name in manifest.check_names(path)[ranks.world_rank :: ranks.world]:
-        manifest.check_file(path, name)
+    manifest.check(path, share=slice(ranks.world_rank, None, ranks.world))
     if re.match(r"step-\d+", path.name) and (step := _read_state(path)["step"]) != step_of(path):
         raise manifest.Damaged(f"{path} holds iteration {step}: it was renamed")
 
@@ -210,13 +207,12 @@ def _load(trainer: "Trainer", stored: Mapping[str, Weights], state: dict[str, An
         if difference := sorted(set(stored[part].names) ^ set(parts[part])):
             raise ConfigError(f"the {part} in {path} do not fit this configuration: {difference[0]} differs")
         for name, target in parts[part].items():
-            value = stored[part].read(name, *_rows(trainer, part, name))
-            if value.shape != local_shard(target).shape:  # copy_ would broadcast one row over many
-                raise ConfigError(
-                    f"the {part} in {path} do not fit this configuration, or a rank's file is missing: of {name} there "
-                    f"is {tuple(value.shape)} where {tuple(local_shard(target).shape)} is needed"
-                )
-            local_shard(target).copy_(value)
+            value, mine = stored[part].read(name, *_rows(trainer, part, name)), local_shard(target)
+            if value.shape != mine.shape:  # copy_ would broadcast one row over many
+                shapes = f"of {name} there is {tuple(value.shape)} where {tuple(mine.shape)} is needed"
+                text = f"the {part} in {path} do not fit this configuration, or a rank's file is missing"
+                raise ConfigError(f"{text}: {shapes}")
+            mine.copy_(value)
     held = stored["optimizer"]
     optimization.load_tensors({n: held.read(n, *_rows(trainer, "optimizer", n)) for n in held.names})
     trainer.step, optimization.updates = state["step"], state["updates"]
@@ -231,10 +227,8 @@ def _compare(trainer: "Trainer", state: dict[str, Any], path: Path) -> None:
     now = _plain(trainer.config) | trainer.fingerprints
     before = state["config"] | state.get("fingerprints", {})
     if before.get("base weights", now["base weights"]) != now["base weights"]:
-        raise ConfigError(
-            f"{path} was trained from other weights than those in {trainer.config.pretrained_model_root}; "
-            "name the model it began with, or start a new run with init_from_checkpoint"
-        )
+        problem = f"{path} was trained from other weights than those in {trainer.config.pretrained_model_root}"
+        raise ConfigError(f"{problem}; name the model it began with, or start a new run with init_from_checkpoint")
     if changed := [f"{k} {old!r} -> {now[k]!r}" for k, old in before.items() if k in now and now[k] != old]:
         trainer.ranks.log_once(f"changed since the checkpoint: {', '.join(sorted(changed))}")
 

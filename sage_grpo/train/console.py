@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from sage_grpo.checks import warnings
+from sage_grpo.config import warnings
 from sage_grpo.train.build import rollout_sampling
 from sage_grpo.train.trainer import Trainer
 

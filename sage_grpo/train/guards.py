@@ -63,10 +63,8 @@ def check_rewards(scores: Scores, limit: float, iteration: int) -> None:
     """Stop a run in which more than a fraction `limit` of the rewards failed."""
     failed = (~scores.total.isfinite()).double().mean().item()
     if failed > limit:
-        raise TrainingError(
-            f"iteration {iteration}: {failed:.0%} of the rewards failed, more than max_reward_failures ({limit:.0%}); "
-            f"the first error was: {scores.errors[0]}"
-        )
+        many = f"{failed:.0%} of the rewards failed, more than max_reward_failures ({limit:.0%})"
+        raise TrainingError(f"iteration {iteration}: {many}; the first error was: {scores.errors[0]}")
 
 
 class Guards:

@@ -98,12 +98,8 @@ class Optimization:
 
     def tensors(self) -> dict[str, Tensor]:
         """The optimizers' state by parameter name, for a checkpoint."""
-        return {
-            f"{name}.{key}": value
-            for name, p in self.parameters.items()
-            for optimizer in self.optimizers
-            for key, value in optimizer.state.get(p, {}).items()
-        }
+        states = [(name, held.state.get(p, {})) for name, p in self.parameters.items() for held in self.optimizers]
+        return {f"{name}.{key}": value for name, state in states for key, value in state.items()}
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore the state that `tensors` returned; for sharded tensors, this rank's shard."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from sage_grpo import rng
+from sage_grpo.algo.matching import noised
 from sage_grpo.algo.sde import Schedule, flow_sigmas
 from sage_grpo.config import Config
 from sage_grpo.models.backbone import Backbone, Conditioning, Guidance
@@ -178,6 +179,31 @@ class Rollouts:
         if few:  # unless fewer are left
             rows = [flow_sigmas(few, c.timestep_shift, r[0].item()) if len(r) > few + 1 else r for r in rows]
         return self.integrate(pad_sequence(rows, batch_first=True), x, cond, "dpm" if few else "euler")
+
+
+class NoisedRollouts(Rollouts):
+    """Samples by the ODE, in `tail_steps` of second order if given, and noises the clips again, as matching needs it.
+
+    Of the noise levels in the window, each clip gets those that it trains.
+    """
+
+    @torch.no_grad()
+    def __call__(self, micro_batch: MicroBatch) -> Trajectory:
+        device, (_, start) = self.sampler.sigmas.device, self.groups(micro_batch)
+        cond, order = self.conditioning([prompt for prompt, _ in micro_batch]), self.order(micro_batch)
+        x, noise = self.noise(micro_batch)
+        latents = self.finish(x.to(device), torch.zeros_like(start), cond)
+        steps = start[:, None] + torch.arange(self.windows.size)
+        states, targets, velocities = (latents.new_zeros(*steps.shape, *latents.shape[1:]) for _ in range(3))
+        log_probs, rows = latents.new_zeros(steps.shape), torch.arange(len(steps))
+        for places in order.T:
+            i = steps[rows, places]
+            at = i.to(device)
+            state, target = noised(latents, self.sampler.sigmas[at], noise(i).to(device))
+            velocity = self.backbone.velocity(state, self.sampler.sigmas[at], cond, Guidance())
+            states[rows, places], targets[rows, places], velocities[rows, places] = state, target, velocity
+            log_probs[rows, places] = self.sampler.log_prob(at, state, velocity, target)
+        return self.trajectory(micro_batch, cond, steps, states, targets, velocities, log_probs, latents)
 
 
 def at_steps(values: Tensor, steps: Tensor) -> Tensor:

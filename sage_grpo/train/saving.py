@@ -52,7 +52,7 @@ class Save:
 
     def poll(self) -> bool:
         """Whether the checkpoint is committed; the answer is the same on all ranks."""
-        if self.ranks.any(not self.work.done):
+        if self.ranks.any(not self.work.done()):
             return False
         results = self._together(self.work.result)
         if self.committing:
@@ -102,13 +102,12 @@ class Saves:
     def begin(self, must: bool = True) -> None:
         """Save the state, unless it is saved. If it `must` be, this waits for it, and a failure ends the run; else a
         failure is logged and tried again later."""
-        trainer = self.trainer
+        trainer, config = self.trainer, self.trainer.config
         self.settle(wait=True)
         if self.step == trainer.settled_step:
             return
         trainer.guards.note("save")
         self.begun = time.monotonic()
-        config = trainer.config
         every, last = config.export_interval, trainer.settled_step == config.max_steps
         export = config.use_lora or last or bool(every and trainer.settled_step % every == 0)
         try:

@@ -20,13 +20,12 @@ from sage_grpo.parallel.fsdp import gathered, reduce_gradients_in_next_backward
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.rewards.composite import Composite, Scores
 from sage_grpo.runs.folder import RunFolder
-from sage_grpo.train.algorithms import ALGORITHMS, sampler_of
 from sage_grpo.train.guards import MAX_SKIPPED, Guards, StepVote, TrainingError, check_rewards
 from sage_grpo.train.metrics import Stopwatch, UpdateStats, peak_memory, reward_record
 from sage_grpo.train.optimization import Anchor, Optimization
 from sage_grpo.train.rollout import MicroBatch, Rollouts, Trajectory, join_prompts, plan_micro_batches, prompt_positions
 from sage_grpo.train.saving import Saves
-from sage_grpo.train.update import Objective, anchor_velocities
+from sage_grpo.train.update import ALGORITHMS, Objective, anchor_velocities, sampler_of
 from sage_grpo.train.validation import Gold, Validation, gold_columns
 from sage_grpo.train.windows import parse_windows
 
@@ -238,10 +237,9 @@ class Trainer:
         """
         deviation, behind = stats.max_deviation.max().item(), self.algorithm.lagging and self.optimization.updates
         if not self.ratio_checked and not behind and deviation:
-            raise TrainingError(
-                f"the first ratio differs from 1 by {deviation:.3g}: rollout and training run different arithmetic "
-                "(another kernel, precision or batch shape), and every gradient would be wrong"
-            )
+            why = "another kernel, precision or batch shape"
+            text = f"rollout and training run different arithmetic ({why}), and every gradient would be wrong"
+            raise TrainingError(f"the first ratio differs from 1 by {deviation:.3g}: {text}")
         self.ratio_checked = True
 
     def optimizer_step(self) -> float:
@@ -259,10 +257,9 @@ class Trainer:
                 self.anchor.age += 1
             self.controller.update(pending.mean("kl_anchor" if self.config.trust_region.anchor else "kl_rollout"))
         if self.vote.in_a_row > MAX_SKIPPED:
-            raise self.saves.diverged(
-                f"the gradient was not finite {self.vote.in_a_row} times in a row, at last in iteration "
-                f"{self.step + 1} at {self.first_nonfinite_clip()} with seed {self.config.seed}"
-            )
+            where = f"iteration {self.step + 1} at {self.first_nonfinite_clip()} with seed {self.config.seed}"
+            times = f"{self.vote.in_a_row} times in a row"
+            raise self.saves.diverged(f"the gradient was not finite {times}, at last in {where}")
         self.optimization.zero_grad()
         self.pending, self.finite, self.trained_since_update = [], [], False
         return grad_norm

@@ -1,4 +1,4 @@
-"""The loss of a rollout and its gradient: Eq. 4, 10, 40 and 43 on stored trajectories.
+"""The algorithms behind `--algorithm`, and the loss of a rollout: Eq. 4, 10, 40 and 43 on stored trajectories.
 
 Shapes: B clips of a micro-batch, one denoising step each: B pairs.
 """
@@ -11,13 +11,36 @@ from torch import Tensor
 
 from sage_grpo.algo.equalizer import equalizer
 from sage_grpo.algo.grpo import normalized_log_ratio, objective, policy_columns, policy_loss
-from sage_grpo.algo.matching import nft_loss
-from sage_grpo.algo.sde import Schedule
+from sage_grpo.algo.matching import matching_schedule, nft_loss
+from sage_grpo.algo.sde import Schedule, build_schedule, flow_sigmas
 from sage_grpo.algo.trust_region import velocity_kl
 from sage_grpo.config import Config
 from sage_grpo.models.backbone import Backbone, Guidance
+from sage_grpo.plugins import resolved
 from sage_grpo.train.metrics import UpdateStats
-from sage_grpo.train.rollout import Trajectory, at_steps
+from sage_grpo.train.rollout import NoisedRollouts, Rollouts, Trajectory, at_steps
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """What differs between algorithms."""
+
+    rollouts: type[Rollouts]
+    explores: bool  # by the noise of an SDE, whose guided velocities it trains; else without guidance
+    lagging: bool = False  # the rollout's policy is the average of the trained ones
+
+
+ALGORITHMS = {
+    "grpo": Algorithm(Rollouts, explores=True),
+    "awm": Algorithm(NoisedRollouts, explores=False),
+    "nft": Algorithm(NoisedRollouts, explores=False, lagging=True),
+}
+
+
+def sampler_of(c: Config) -> Schedule:
+    """The schedule of the algorithm's log-probabilities."""
+    sigmas, explores = flow_sigmas(c.num_sampling_steps, c.timestep_shift), ALGORITHMS[c.algorithm].explores
+    return build_schedule(resolved(c.sde_type), sigmas, c.eta) if explores else matching_schedule(sigmas)
 
 
 class Terms(NamedTuple):

@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 
 from sage_grpo.runs.clips import (
+    MARGIN,
     SHEET,
     SHEET_ROWS,
     Clip,
@@ -22,7 +23,6 @@ from sage_grpo.runs.clips import (
     write_videos,
 )
 from sage_grpo.runs.history import RunError
-from sage_grpo.runs.media import MARGIN
 
 
 def clip(seed: int, prompt: str = "a") -> Clip:

@@ -5,7 +5,7 @@ import torch
 from PIL import Image, ImageFont
 
 from embedded.shapes.scenes import render, sample_scenes
-from sage_grpo.runs.media import FRAME, GAP, LABEL_HEIGHT, MARGIN, contact_sheet, fitted, thumbnails, write_mp4
+from sage_grpo.runs.clips import FRAME, GAP, LABEL_HEIGHT, MARGIN, contact_sheet, fitted, thumbnails, write_mp4
 
 # imageio's reader leaves the pipes of its ffmpeg process to the garbage collector
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")

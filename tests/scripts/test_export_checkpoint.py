@@ -21,7 +21,7 @@ from sage_grpo.models.backbone import Guidance
 from sage_grpo.models.lora import LORA_FILE
 from sage_grpo.models.sample import counter_noise
 from sage_grpo.parallel.ranks import Ranks
-from sage_grpo.runs import media
+from sage_grpo.runs import clips
 from sage_grpo.train.build import build_trainer
 from scripts import export_checkpoint as script
 
@@ -169,7 +169,7 @@ def test_the_documented_lines_sample_what_generate_samples(checkpoints, tiny_fol
     assert np.shape(said["clip"]) == (5, 16, 16, 3)
 
     seen = []
-    monkeypatch.setattr(media, "write_mp4", lambda path, clip, fps: seen.append(clip))
+    monkeypatch.setattr(clips, "write_mp4", lambda path, clip, fps: seen.append(clip))
     words = ["--model_path", tiny_folder, "--checkpoint_path", checkpoints[name], "--output_path", tmp_path / "clips"]
     words += ["--prompt", PROMPT, "--fixed_size", "16x16", "--num_frames", 5, "--num_inference_steps", 3]
     generate.main([str(word) for word in (*words, "--seed", 7)])

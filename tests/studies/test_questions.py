@@ -3,7 +3,7 @@
 import pytest
 
 from sage_grpo.algo.sde import build_schedule, flow_sigmas
-from sage_grpo.checks import check
+from sage_grpo.config import check
 from sage_grpo.models import open_backbone
 from sage_grpo.train.build import check_steps
 from sage_grpo.train.windows import parse_windows

@@ -13,7 +13,7 @@ from embedded.shapes.scenes import captions, render, sample_scenes
 from sage_grpo.algo.equalizer import equalizer, gradient_scale
 from sage_grpo.algo.sde import build_schedule, flow_sigmas
 from sage_grpo.config import Config
-from sage_grpo.runs.media import write_mp4
+from sage_grpo.runs.clips import write_mp4
 
 STEPS = 20  # denoising
 WEIGHTS = {"VQ": 0.5, "MQ": 0.5, "TA": 1.0}

@@ -10,7 +10,7 @@ from PIL import Image
 from embedded.shapes.reward import ShapesReward
 from embedded.shapes.scenes import captions, render, sample_scenes
 from sage_grpo.rewards import REWARDS
-from sage_grpo.runs.media import write_mp4
+from sage_grpo.runs.clips import write_mp4
 from sage_grpo.tools import audit_reward
 from sage_grpo.tools.edits import EDITS, WRONG_PROMPT
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from embedded.shapes.scenes import captions, render, sample_scenes
 from sage_grpo.models.hunyuan15.backbone import Hunyuan15
 from sage_grpo.rewards import REWARDS
-from sage_grpo.runs.media import write_mp4
+from sage_grpo.runs.clips import write_mp4
 from sage_grpo.tools import evaluate
 from tests.dist import run_ranks
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sage_grpo.models.backbone import Guidance
-from sage_grpo.train.algorithms import ALGORITHMS
+from sage_grpo.train.update import ALGORITHMS
 from tests.train.test_update import our_gradients, prepared, worst_difference  # noqa: F401 - a fixture
 
 RIVALS = {"awm": {}, "nft": {"nft_beta": 0.5, "ema_decay": 0.9}}

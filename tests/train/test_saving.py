@@ -333,17 +333,17 @@ def test_work_tells_its_progress_its_result_and_its_error():
         return 7
 
     work = Work(call)
-    assert work.moved() and not work.moved() and not work.done
+    assert work.moved() and not work.moved() and not work.done()
     step.set()
     while not work.moved():
         time.sleep(0.01)
-    assert not work.done
+    assert not work.done()
     gate.set()
-    while not work.done:
+    while not work.done():
         time.sleep(0.01)
     assert work.moved() and work.moved() and work.result() == 7
     failed = Work(lambda _: 1 / 0)
-    while not failed.done:
+    while not failed.done():
         time.sleep(0.01)
     with pytest.raises(ZeroDivisionError):
         failed.result()
