@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from sage_grpo.flags import from_values
-from sage_grpo.parallel.fsdp import local_shard, rows, units
+from sage_grpo.parallel.fsdp import local_shard, rows
 from sage_grpo.train import build
 from sage_grpo.train.rollout import prompt_positions
 from sage_grpo.train.windows import parse_windows
@@ -40,7 +41,7 @@ def gradients(ranks, values, error=None):
     trainer.anchor.age += 1
     trainer.ratio_checked = trainer.algorithm.lagging  # rollouts are those of the average, which was not nudged
     if error == "mean":
-        for unit in units(trainer.backbone.transformer):
+        for unit in (m for m in trainer.backbone.transformer.modules() if isinstance(m, FSDPModule)):
             unit.set_gradient_divide_factor(2.0)
 
     found, record, advantages = next_gradients(trainer)
