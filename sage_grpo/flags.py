@@ -30,6 +30,7 @@ from sage_grpo.plugins import in_file
 from sage_grpo.rewards import HOSTS_VARIABLE, TOKEN_VARIABLE
 
 ALIASES = {"train_video_csv": "train_prompts", "valid_video_csv": "validation_prompts"}
+HINTS = typing.get_type_hints(Config)
 # Published flags with a single legal value, accepted so that published commands and old config files work.
 RETIRED = {
     "kl_compute_mode": ("rollout_phase", "anchor velocities are always computed once per rollout"),
@@ -115,7 +116,7 @@ def _check_retired(name: str, raw: Any) -> None:
 
 def base_type(name: str) -> type:
     """Type of a flag when it is not None: tuple, dict, bool, int, float or str."""
-    hint = FIELDS[name].type
+    hint = HINTS[name]
     if NoneType in typing.get_args(hint):
         (hint,) = (kind for kind in typing.get_args(hint) if kind is not NoneType)
     return typing.get_origin(hint) or hint
@@ -123,7 +124,7 @@ def base_type(name: str) -> type:
 
 def _value(name: str, raw: Any) -> Any:
     """Convert a raw value (text or parsed YAML) to its field's type and check its range."""
-    field, optional = FIELDS[name].metadata, NoneType in typing.get_args(FIELDS[name].type)
+    field, optional = FIELDS[name].metadata, NoneType in typing.get_args(HINTS[name])
     if optional and (raw is None or str(raw).lower() in ("none", "null")):
         return None
     try:
