@@ -42,10 +42,9 @@ def prepare(config: Config, alone: Ranks, count: int) -> tuple[Trainer, list[Fin
     except ConfigError as error:  # post_train.py's error about the folder
         notes.append(str(error))
     size = sum(p.numel() for p in trainer.optimization.parameters.values())
-    text = f"trains {size:,} numbers of {c.pretrained_model_root}, {c.dtype} on {ranks.device.type}; clips of "
-    text += f"{rollout_sampling(c)}, by {c.sde_type}, eta {c.eta:g}"
-    text += f"; validation: {trainer.validation.sampling}" if trainer.validation else ""
-    return trainer, [Finding("config", "ok", text), *(Finding("config", "note", note) for note in notes)]
+    said = {"sampling": str(rollout_sampling(c)), "validation": trainer.validation and trainer.validation.sampling}
+    told = judged("config", True, c=c, size=size, device=ranks.device.type, **said)
+    return trainer, [told, *(judged("config.note", None, note=note) for note in notes)]
 
 
 def attempt(name: str, check: Callable[[Trainer], Iterator[Finding]], trainer: Trainer) -> Iterator[Finding]:
@@ -53,11 +52,9 @@ def attempt(name: str, check: Callable[[Trainer], Iterator[Finding]], trainer: T
     try:
         yield from check(trainer)
     except (RuntimeError, ValueError) as error:
-        remedy = "doctor.json has the traceback"
-        if isinstance(error, torch.OutOfMemoryError):
-            remedy = "lower micro_batch_size or the size of the clips, or set enable_gradient_checkpointing True"
-        text = f"it ended with {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        yield judged(name, False, text, remedy, traceback=traceback.format_exc())
+        text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        memory = isinstance(error, torch.OutOfMemoryError)
+        yield judged("broken", False, check=name, error=text, memory=memory, traceback=traceback.format_exc())
 
 
 @dataclass(frozen=True)
@@ -105,15 +102,13 @@ def check_samplers(trainer: Trainer, options: argparse.Namespace) -> Iterator[Fi
     rows = {name: arm.numbers(arms["ode"]) for name, arm in arms.items()}
     write_sheet(sheet, arms, rows, [trainer.prompts[position].text for position in positions], c)
     arm, row = arms[c.sde_type], rows[c.sde_type]
-    failing = row["failed"] > c.max_reward_failures * len(arm.clips)
-    text = f"with {c.sde_type} the reward varies by {row['spread']:.3g} inside a group; {sheet} shows the first clips"
-    remedy = "equal rewards teach nothing: raise eta, or choose another reward or other prompts"
-    if failing:
-        remedy = f"{row['failed']} rewards failed, see max_reward_failures: {[*arm.errors, 'clips are not finite'][0]}"
+    failing = row["failed"] if row["failed"] > c.max_reward_failures * len(arm.clips) else 0
+    said = {"failing": failing, "error": [*arm.errors, "clips are not finite"][0], "spread": row["spread"]}
     titles = ["  sampler", *row]
     cells = [[f"{' *'[name == c.sde_type]} {name}", *(f"{x:.3g}" for x in row.values())] for name, row in rows.items()]
     shown = render("samplers.txt", table=aligned([titles, *cells]), left_out=left_out)
-    yield judged("samplers", row["spread"] > 0 and not failing, text, remedy, shown, rows=rows, left_out=left_out)
+    said |= {"sheet": str(sheet), "rows": rows, "left_out": left_out}
+    yield judged("samplers", row["spread"] > 0 and not failing, shown, c, **said)
     if lossy:
         yield compare_exact(arm, arms["exact"])
 
@@ -124,10 +119,8 @@ def compare_exact(arm: Arm, exact: Arm) -> Finding:
     change, error, spread = row["vs ode"], row["vs ode +-"], row["spread"]
     both = [(a, b) for a, b in zip(arm.clips, exact.clips, strict=True) if a is not None and b is not None]
     pixels = math.sqrt(sum((a.float() - b).square().mean().item() for a, b in both) / max(1, len(both)))
-    text = f"8 bits outside the window change pixels by {pixels:.2g} of 255 (RMS) and the reward by {change:.2g} +- "
-    text += f"{error:.2g}; inside a group it varies by {spread:.2g}"
     good = abs(change) < max(2 * error, 0.1 * spread)
-    return judged("lossy steps", good, text, "set outside_window exact", pixels=pixels, change=change, error=error)
+    return judged("lossy steps", good, pixels=pixels, change=change, error=error, spread=spread)
 
 
 def sample(trainer: Trainer, name: str, schedule: Schedule, micro_batches: Sequence[MicroBatch], group: int) -> Arm:
