@@ -9,7 +9,7 @@ import math
 import ssl
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +18,6 @@ from sage_grpo.background import within
 from sage_grpo.json_files import printable
 from sage_grpo.rewards.base import Setup
 from sage_grpo.rewards.wire import WireError, pack, read_json, read_token
-
-if TYPE_CHECKING:
-    import httpx2  # imported at run time only where used: it takes 0.1 s
 
 PAUSES, LONGEST_PAUSE = (1.0, 2.0, 4.0, 8.0), 60.0  # seconds before each retry, unless the server asks for more
 MAX_ANSWER = 1 << 24  # bytes
@@ -145,9 +142,9 @@ class RemoteReward(Server):
         return torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float64)
 
 
-def _open_client(url: str, timeout: float, token: str) -> "httpx2.Client":
-    """A client that opens a new connection per request, only to `url`: no proxies, no redirects."""
-    import httpx2
+def _open_client(url: str, timeout: float, token: str) -> Any:
+    """An httpx2.Client that opens a new connection per request, only to `url`: no proxies, no redirects."""
+    import httpx2  # takes 0.1 s
 
     if "@" in url:
         raise RemoteError("remote_reward_url holds a user name or password, but it is logged: take them out")

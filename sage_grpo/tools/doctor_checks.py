@@ -19,7 +19,7 @@ from sage_grpo.algo.sde import build_schedule
 from sage_grpo.config import Config
 from sage_grpo.models.sample import counter_noise, denoise, integrate
 from sage_grpo.plugins import resolved
-from sage_grpo.tools import edits
+from sage_grpo.tools import audit_reward as audit
 from sage_grpo.tools.paired import aligned
 from sage_grpo.tools.plan import plan_of, remedies
 from sage_grpo.tools.plan_memory import fits, peak
@@ -107,7 +107,7 @@ def check_prompts(trainer: Trainer) -> Iterator[Finding]:
 
 def check_vae(trainer: Trainer) -> Iterator[Finding]:
     """Encode and decode clips of the model's world, or one whose colors encode each pixel's time and position."""
-    c, known = trainer.config, edits.drawn_clips(trainer.config, trainer.prompts, VAE_CLIPS)
+    c, known = trainer.config, audit.drawn_clips(trainer.config, trainer.prompts, VAE_CLIPS)
     places = torch.meshgrid(*(torch.linspace(0, 255, n) for n in (c.num_frames, c.height, c.width)), indexing="ij")
     clips = torch.stack(known[0]) if known else torch.stack(places, -1)[None].byte()
     latents = trainer.backbone.encode_video(clips)
@@ -119,17 +119,17 @@ def check_vae(trainer: Trainer) -> Iterator[Finding]:
 
 def check_reward(trainer: Trainer) -> Iterator[Finding]:
     """The audit's short form: damage must lower the score that is about it, and nothing may raise the total."""
-    known = edits.drawn_clips(trainer.config, trainer.prompts, REWARD_CLIPS)
+    known = audit.drawn_clips(trainer.config, trainer.prompts, REWARD_CLIPS)
     if known is None:
         yield judged("reward.no world", None)
         return
     try:
-        found = edits.measure(trainer.reward, *known, trainer.config.fps, dict.fromkeys(edits.SHORT, ()))
+        found = audit.measure(trainer.reward, *known, trainer.config.fps, dict.fromkeys(audit.SHORT, ()))
     except ValueError as error:
         yield judged("reward.fails", False, error=str(error))
         return
-    told = edits.conclude(found, verdicts := edits.give_verdicts(found, drawn=True))
-    yield judged("reward", not told["wrong"], indented(edits.table(found, verdicts)), **told)
+    told = audit.conclude(found, verdicts := audit.give_verdicts(found, drawn=True))
+    yield judged("reward", not told["wrong"], indented(audit.table(found, verdicts)), **told)
     if told["unclear"]:
         yield judged("reward.unclear", None, clips=len(known[0]), unclear=told["unclear"])
 
@@ -214,6 +214,5 @@ def balance_finding(trainer: Trainer, goal: Objective, trajectory: Trajectory, s
     return judged("balance", True, indented(table), plain=plain, equalized=equalized, columns=BALANCE, rows=rows)
 
 
-ALL = (check_batch, check_plan, check_prompts, check_vae, check_reward, check_exploration)
-ALL += (check_noise_free, check_update)
-CHECKS = {check.__name__.removeprefix("check_"): check for check in ALL}  # in this order
+IN_ORDER = (check_batch, check_plan, check_prompts, check_vae, check_reward, check_exploration, check_noise_free)
+CHECKS = {check.__name__.removeprefix("check_"): check for check in (*IN_ORDER, check_update)}

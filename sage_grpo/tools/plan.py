@@ -39,7 +39,7 @@ def options_of(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, lis
         if getattr(options, name) is not None and not getattr(options, name) > 0:  # nor may it be NaN
             raise ConfigError(f"{name} is {getattr(options, name)}; it must be above 0")
     config = parse(rest, parser.flags)
-    options.gpus = (config.gpus or 1) if options.gpus is None else options.gpus
+    options.gpus = config.gpus or 1 if options.gpus is None else options.gpus
     return options, rest
 
 
@@ -149,11 +149,11 @@ def describe(plan: Plan, gpu_bytes: float, price: float | None = None) -> str:
 
 
 def varied(rest: Sequence[str], options: argparse.Namespace) -> list[tuple[str, Plan]]:
+    """A plan for each value of a flag."""
     name, *values = options.vary
-    if name == "gpus":
-        return [(value, plan_of(parse(rest), int(value), options.text_tokens, options.gpu)) for value in values]
-    how = (options.gpus, options.text_tokens, options.gpu)
-    return [(value, plan_of(parse([*rest, f"--{name}", value]), *how)) for value in values]
+    configs = {value: parse([*rest, f"--{name}", value]) for value in values}
+    counts = {value: c.gpus if name == "gpus" else options.gpus for value, c in configs.items()}
+    return [(value, plan_of(c, counts[value], options.text_tokens, options.gpu)) for value, c in configs.items()]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
