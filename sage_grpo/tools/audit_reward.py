@@ -17,17 +17,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from sage_grpo.config import Config, ConfigError
-from sage_grpo.flags import Parser, answer_early
+from sage_grpo.flags import answer_early
+from sage_grpo.tools.options import ToolParser
 
 
 def options_of(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Config]:
     """Parse this tool's flags; all others go to post_train.py's parser."""
-    parser = Parser("python -m sage_grpo.tools.audit_reward", __doc__)
-    add = parser.add_argument
-    add("--clips", type=Path, nargs="+", metavar="FOLDER", default=[], help="good clips (default: the world's)")
-    add("--num_clips", type=int, metavar="N", default=32, help="most clips that are used")
-    add("--output", type=Path, metavar="FOLDER", default=Path("outputs/audit"), help="where numbers and pictures go")
-    return parser.parse_with_config(arguments)
+    return ToolParser("audit_reward", __doc__).parse_with_config(arguments)
 
 
 if __name__ == "__main__":

@@ -20,28 +20,17 @@ from functools import partial
 from pathlib import Path
 
 from sage_grpo.config import Config, ConfigError, warnings
-from sage_grpo.flags import Parser, answer_early
+from sage_grpo.flags import answer_early
+from sage_grpo.tools.options import ToolParser
 
 
 def options_of(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Config]:
     """Parse the doctor's flags; all others go to post_train.py's parser."""
-    parser = Parser("python -m sage_grpo.tools.doctor", __doc__)
-    add = parser.add_argument
-    add("--output", type=Path, metavar="FOLDER", help="where numbers and pictures go (default: OUTPUT_DIR-doctor)")
-    add("--short", action="store_true", help="check the machine only, a line per check")
-    add("--skip_ab", action="store_true", help="leave out the comparison of the exploration SDEs")
-    add("--ranks", type=int, metavar="N", help="processes that the run will have (default: gpus of the configuration)")
-    add("--ranks_here", type=int, metavar="N", help="how many of them run on this machine (default: all, if --short)")
-    add("--prompts", type=int, metavar="N", default=4, help="prompts to compare the SDEs on")
-    add("--clips", type=int, metavar="N", default=4, help="clips per prompt compared")
-    options, config = parser.parse_with_config(arguments)
+    options, config = ToolParser("doctor", __doc__).parse_with_config(arguments)
     run = Path(config.output_dir)
     options.output = options.output or run.with_name(f"{run.resolve().name}-doctor")
-    options.ranks = config.gpus or 1 if options.ranks is None else options.ranks
+    options.ranks = options.ranks or config.gpus or 1
     options.ranks_here = options.ranks_here or (options.ranks if options.short else 1)
-    for name, least in {"ranks": 1, "prompts": 1, "clips": 2}.items():
-        if getattr(options, name) < least:
-            raise ConfigError(f"{name} is {getattr(options, name)}; it must be at least {least}")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ConfigError("the doctor is one process: start it without torchrun and pass --ranks N")
     if options.output.resolve() == run.resolve():

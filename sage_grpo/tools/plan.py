@@ -18,28 +18,17 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from sage_grpo.config import Config, ConfigError, resolve
-from sage_grpo.flags import Parser, answer_early, parse
+from sage_grpo.config import Config, resolve
+from sage_grpo.flags import answer_early, parse
+from sage_grpo.tools.options import ToolParser
 
 
 def options_of(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """Parse this tool's flags; the words that are left are those of post_train.py."""
-    parser = Parser("python -m sage_grpo.tools.plan", __doc__)
-    add = parser.add_argument
-    add("--gpus", type=int, metavar="N", help="processes of the run (default: gpus of the configuration, or 1)")
-    add("--gpu_memory", type=float, metavar="GB", default=80.0, help="memory of each GPU")
-    add(
-        "--gpu", choices=("h200", "h100", "a100"), default="h200", help="card; rates are measured for h200, else scaled"
-    )
-    add("--price", type=float, metavar="X", help="price of one GPU-hour, in any currency")
-    add("--text_tokens", type=int, metavar="N", default=150, help="tokens of a prompt")
-    add("--vary", nargs="+", metavar=("FLAG", "VALUE"), help="compare values of a flag, or of gpus")
+    parser = ToolParser("plan", __doc__)
     options, rest = parser.parse_known_args(arguments)
-    for name in ("gpu_memory", "text_tokens", "price"):
-        if getattr(options, name) is not None and not getattr(options, name) > 0:  # nor may it be NaN
-            raise ConfigError(f"{name} is {getattr(options, name)}; it must be above 0")
-    config = parse(rest, parser.flags)
-    options.gpus = config.gpus or 1 if options.gpus is None else options.gpus
+    config = parse(rest, parser.flags)  # also where --gpus is given: a wrong flag is answered early
+    options.gpus = options.gpus or config.gpus or 1
     return options, rest
 
 
