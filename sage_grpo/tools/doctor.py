@@ -136,8 +136,8 @@ def check_samplers(trainer: Trainer, options: argparse.Namespace) -> Iterator[Fi
     write_sheet(sheet, arms, rows, [trainer.prompts[position].text for position in positions], c)
     arm, row = arms[c.sde_type], rows[c.sde_type]
     failing = row["failed"] if row["failed"] > c.max_reward_failures * len(arm.clips) else 0
-    said = {"failing": failing, "error": [*arm.errors, "clips are not finite"][0], "spread": row["spread"]}
     shown = render("samplers.txt", rows=rows, configured=c.sde_type, left_out=left_out)
+    said = {"failing": failing, "error": [*arm.errors, "clips are not finite"][0], "spread": row["spread"]}
     said |= {"sheet": str(sheet), "rows": rows, "left_out": left_out}
     yield judged("samplers", row["spread"] > 0 and not failing, shown, c, **said)
     if lossy:

@@ -49,7 +49,7 @@ from sage_grpo.train.validation import validation_sampling
 GB = 1e9  # bytes
 # what the templates compute of a plan
 SHOWN = {of.__name__: of for of in (memory, peak, fits, times, volumes, export_bytes, disk_bytes, snapshot_bytes)}
-SHOWN["checkpoint_bytes"] = checkpoint_bytes
+SHOWN |= {of.__name__: of for of in (checkpoint_bytes, few_prompts, validation_sampling)}
 Remedy = tuple[str, Any, str]
 # What to trade for memory, cheapest first: a flag, its new value, and the cost.
 REMEDIES: list[Remedy] = json.loads(Path(__file__).with_name("templates").joinpath("remedies.json").read_text())
@@ -115,7 +115,7 @@ def changed(plan: Plan, remedy: Remedy) -> Plan | None:
 
 def describe(plan: Plan, gpu_bytes: float, price: float | None = None) -> str:
     """Full description of a plan, for the terminal. `price` is that of one GPU-hour."""
-    c, clips, found = plan.config, len(held_out_prompts(plan.config)), remedies(plan, gpu_bytes)
+    c, clips = plan.config, len(held_out_prompts(plan.config))
     whole, validation = sum(times(plan).values()), validation_time(plan, clips)
     validations = c.validate_at_step0 + math.ceil(c.max_steps / (c.validation_interval or max(c.max_steps, 1)))
     return render(
@@ -128,12 +128,8 @@ def describe(plan: Plan, gpu_bytes: float, price: float | None = None) -> str:
         price=price,
         validation=validation,
         clips=clips,
-        sampling=validation_sampling(c),
         gpu_bytes=gpu_bytes,
-        remedies=found,
-        enough=fits(found[-1][2] if found else plan, gpu_bytes),
-        unknown=", ".join(name for name in c.reward_model if name not in plan.rates.rewards),
-        few=few_prompts(c.gradient_accumulation_steps * plan.clips // c.num_generations),
+        remedies=remedies(plan, gpu_bytes),
     ).rstrip()
 
 
