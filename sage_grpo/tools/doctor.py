@@ -51,8 +51,8 @@ from sage_grpo.algo.sde import SDES, Schedule, build_schedule, flow_sigmas
 from sage_grpo.json_files import write_json
 from sage_grpo.parallel.ranks import Ranks, check_layout
 from sage_grpo.plugins import resolved
-from sage_grpo.runs.folder import RunFolder
 from sage_grpo.runs.clips import contact_sheet, thumbnails
+from sage_grpo.runs.folder import RunFolder
 from sage_grpo.tools.doctor_checks import CHECKS, Finding, judged
 from sage_grpo.tools.machine_checks import examine_machine, machine_of
 from sage_grpo.tools.templating import render
