@@ -9,8 +9,7 @@ import math
 import ssl
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +18,6 @@ from sage_grpo.background import within
 from sage_grpo.json_files import printable
 from sage_grpo.rewards.base import Setup
 from sage_grpo.rewards.wire import WireError, pack, read_json, read_token
-
-if TYPE_CHECKING:
-    import httpx2  # imported at run time only where used: it takes 0.1 s
 
 PAUSES, LONGEST_PAUSE = (1.0, 2.0, 4.0, 8.0), 60.0  # seconds before each retry, unless the server asks for more
 MAX_ANSWER = 1 << 24  # bytes
@@ -146,34 +142,29 @@ class RemoteReward(Server):
         return torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float64)
 
 
-def _open_client(url: str, timeout: float, token: str) -> "httpx2.Client":
-    """A client that opens a new connection per request, only to `url`: no proxies, no redirects."""
-    import httpx2
+def _open_client(url: str, timeout: float, token: str) -> Any:
+    """An httpx2.Client that opens a new connection per request, only to `url`: no proxies, no redirects."""
+    import httpx2  # takes 0.1 s
 
-    parts = urlsplit(url)
-    if parts.username is not None or parts.password is not None:
+    if "@" in url:
         raise RemoteError("remote_reward_url holds a user name or password, but it is logged: take them out")
     try:
-        host = parts.hostname and parts.port != 0
-    except ValueError:  # a port that is not a number
-        host = None
-    if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
-        raise RemoteError(f"remote_reward_url is {url!r}; write http://HOST:PORT or https://HOST:PORT")
-    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # trusts no certificate
-    if parts.scheme == "https":
-        tls = ssl.create_default_context()  # reads the system certificates, which takes 50 ms
-    try:
-        return httpx2.Client(
-            base_url=url,
-            headers={"Authorization": f"Bearer {token}", "Accept-Encoding": "identity"},
-            timeout=timeout,
-            limits=httpx2.Limits(max_keepalive_connections=0),
-            verify=tls,
-            follow_redirects=False,
-            trust_env=False,
-        )
+        parts, wrong = httpx2.URL(url), ""
     except httpx2.InvalidURL as error:
-        raise RemoteError(f"remote_reward_url is {url!r}; {error}") from error
+        parts, wrong = httpx2.URL(), f"{error}; "
+    if parts.scheme not in ("http", "https") or not parts.host or parts.port == 0 or parts.query or parts.fragment:
+        raise RemoteError(f"remote_reward_url is {url!r}; {wrong}write http://HOST:PORT or https://HOST:PORT")
+    # the certificates of the system take 50 ms to read; the other context trusts none
+    tls = ssl.create_default_context() if parts.scheme == "https" else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    return httpx2.Client(
+        base_url=parts,
+        headers={"Authorization": f"Bearer {token}", "Accept-Encoding": "identity"},
+        timeout=timeout,
+        limits=httpx2.Limits(max_keepalive_connections=0),
+        verify=tls,
+        follow_redirects=False,
+        trust_env=False,
+    )
 
 
 def _chunks(parts: Sequence[bytes | memoryview]) -> Iterator[memoryview]:

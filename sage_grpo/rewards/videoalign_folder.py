@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, Qwen2VLConfig, Qwen2VLModel
 
-from sage_grpo.json_files import naming, printable, read_config, read_object
+from sage_grpo.json_files import check_kinds, naming, printable, read_config, read_object
 from sage_grpo.rewards.video_frames import MEAN, MERGE, PAIR, PATCH, STD
 from sage_grpo.torch_files import convert, read_tensors
 
@@ -65,9 +65,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     known = {"min_frame_pixels": 1} | settings["data_config"] | settings["peft_lora_config"]
     numbers = {n: known.get(n) for n in ("fps", "max_frame_pixels", "min_frame_pixels", "lora_r", "lora_alpha")}
     numbers |= {f"{name}_std": norm.get(f"{name}_std") for name in DIMENSIONS if norm}
-    for name, value in numbers.items():
-        if not isinstance(value, (int, float)) or value <= 0:
-            raise ValueError(f"{path} has {name} {value!r:.100}, which must be a positive number; download it again")
+    check_kinds(path, numbers, dict.fromkeys(numbers, float))
     return settings | {"inference_config": norm or None}
 
 

@@ -3,43 +3,191 @@
     python -m sage_grpo.tools.audit_reward --config FILE.yaml [--FLAG VALUE ...]     (any flag of post_train.py)
     python -m sage_grpo.tools.audit_reward --reward_model videoalign --clips FOLDER  (good mp4 files with prompts)
 
-Clips are rendered by the model's world, or read from folders as generate.py writes them. Verdicts come from 95 %
-intervals over clips. Writes audit.json and sheet.png. Exit code 0: fit for training; 1: a verdict is wrong; 2: the
-configuration or a file is wrong, or there are too few clips.
+Clips are rendered by the model's world, or read from folders as generate.py writes them. Every change is paired by
+clip, and verdicts come from 95 % intervals over clips. Writes audit.json and sheet.png. Exit code 0: fit for training;
+1: a verdict is wrong; 2: the configuration or a file is wrong, or there are too few clips.
 """
 
 import argparse
+import io
+import json
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from sage_grpo.config import Config, ConfigError
-from sage_grpo.flags import Parser, answer_early
+from sage_grpo.flags import answer_early
+from sage_grpo.tools.options import ToolParser
 
 
 def options_of(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Config]:
     """Parse this tool's flags; all others go to post_train.py's parser."""
-    parser = Parser("python -m sage_grpo.tools.audit_reward", __doc__)
-    add = parser.add_argument
-    add("--clips", type=Path, nargs="+", metavar="FOLDER", default=[], help="good clips (default: the world's)")
-    add("--num_clips", type=int, metavar="N", default=32, help="most clips that are used")
-    add("--output", type=Path, metavar="FOLDER", default=Path("outputs/audit"), help="where numbers and pictures go")
-    return parser.parse_with_config(arguments)
+    return ToolParser("audit_reward", __doc__).parse_with_config(arguments)
 
 
 if __name__ == "__main__":
     answer_early(options_of)
 
+import numpy as np
 import torch
+from PIL import Image
+from torch import Generator, Tensor
+from torch.nn.functional import avg_pool2d, interpolate
 
+from sage_grpo.data.requests import Request
+from sage_grpo.intervals import Interval, interval
 from sage_grpo.json_files import write_json
 from sage_grpo.parallel.device import choose_device
+from sage_grpo.rewards.composite import Composite
 from sage_grpo.runs.clips import contact_sheet, read_mp4, thumbnails
-from sage_grpo.tools import edits
 from sage_grpo.tools.evaluate import read_folder
+from sage_grpo.tools.paired import aligned, number
 from sage_grpo.tools.templating import render
 from sage_grpo.train.build import build_composite, open_model, prompts_of, reward_names
+from sage_grpo.worlds import world_of
+
+TOTAL, WRONG_PROMPT, UNCLEAR = "total", "wrong prompt", "unclear"
+NOISE = 0.25  # changes up to this share of a score's standard deviation over good clips count as noise
+SENTENCES = json.loads(Path(__file__).with_name("templates").joinpath("audit.json").read_text())
+Scores = dict[str, dict[str, Tensor]]  # kind of clips -> score -> (N,)
+
+
+def cropped(x: Tensor, _: Generator) -> Tensor:
+    top, left = (max(1, round(0.03 * side)) for side in x.shape[2:])
+    return interpolate(x[..., top:-top, left:-left], x.shape[2:], mode="bilinear")
+
+
+def shaken(x: Tensor, generator: Generator) -> Tensor:
+    shifts = (0.04 * x.shape[2] * torch.randn(len(x), 2, generator=generator)).round().long().tolist()
+    return torch.stack([frame.roll(shift, (1, 2)) for frame, shift in zip(x, shifts, strict=True)])
+
+
+def encoded(x: Tensor, _: Generator) -> Tensor:
+    files = [io.BytesIO() for _ in x]
+    for file, frame in zip(files, as_uint8(x).numpy(), strict=True):
+        Image.fromarray(frame).save(file, "JPEG", quality=90)
+    return torch.from_numpy(np.stack([np.asarray(Image.open(file)) for file in files])).movedim(-1, 1) / 255
+
+
+# what is done to a clip (F, 3, H, W) in [0, 1]; a good reward never scores the result higher
+EDITS: dict[str, Callable[[Tensor, Generator], Tensor]] = {
+    "noisy": lambda x, g: x + 0.3 * torch.randn(x.shape, generator=g),
+    "shaky": shaken,
+    "frozen": lambda x, _: x[:1].expand_as(x),
+    "slowed": lambda x, _: x[torch.arange(len(x)) // 2],
+    "blurred": lambda x, _: interpolate(avg_pool2d(x, 3), x.shape[2:], mode="bilinear"),
+    "reversed": lambda x, _: x.flip(0),
+    "re-encoded": encoded,
+    "brighter": lambda x, _: 1.2 * x,
+    "cropped": cropped,
+    "saturated": lambda x, _: x + 0.5 * (x - x.mean(1, keepdim=True)),
+}
+SHORT = ("noisy", "frozen", "reversed")  # the doctor's
+VISIBLE = ("slowed", "blurred")  # a reward that does not notice is weak
+MUST_FALL = {"noisy": ("VQ",), "shaky": ("MQ",), "frozen": ("MQ",)}
+MUST_FALL[WRONG_PROMPT] = (TOTAL, "TA", "cosine", "pickscore", "ocr")  # these claim to read the prompt
+DRAWN = {"reversed": ("TA",)}  # a world's prompts name directions; real things could also happen backwards
+
+
+def as_uint8(x: Tensor) -> Tensor:
+    return (x.movedim(1, -1).clamp(0, 1) * 255).round().to(torch.uint8)
+
+
+def edited(clips: Sequence[Tensor], kind: str) -> list[Tensor]:
+    """uint8 clips (F, H, W, 3) after an edit; the same clip at the same place gets the same noise."""
+    seeds = (Generator().manual_seed(i) for i in range(len(clips)))
+    return [as_uint8(EDITS[kind](clip.movedim(-1, 1) / 255, seed)) for clip, seed in zip(clips, seeds, strict=True)]
+
+
+def drawn_clips(config: Config, prompts: Sequence[Request], count: int) -> tuple[list[Tensor], list[str]] | None:
+    """uint8 clips that show exactly what their prompts say, if the model's world can render them."""
+    if (world := world_of(config.pretrained_model_root)) is None:
+        return None
+    texts = list(dict.fromkeys(prompt.text for prompt in prompts))[:count]
+    return list(world.draw(texts, config.num_frames, config.height, config.width, config.seed)), texts
+
+
+def measure(
+    reward: Composite, good: Sequence[Tensor], prompts: Sequence[str], fps: float, kinds: Mapping[str, Sequence[Tensor]]
+) -> Scores:
+    """Scores of the good clips, after the edits `kinds` (made here where empty), and with each other's prompts.
+
+    The total comes first. There are no wrong prompts if all are equal. ValueError if the reward fails.
+    """
+    found, distinct = {}, list(dict.fromkeys(prompts))
+    for kind in ("good", *kinds, *([WRONG_PROMPT] if len(distinct) > 1 else [])):
+        clips = (kinds[kind] or edited(good, kind)) if kind in kinds else good
+        step = int(kind == WRONG_PROMPT)
+        scores = reward.score(clips, [distinct[(distinct.index(p) + step) % len(distinct)] for p in prompts], fps)
+        if scores.errors:
+            raise ValueError(f"it fails on {kind} clips: {scores.errors[0]}")
+        found[kind] = {TOTAL: scores.total} | scores.named
+    return found
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How an edit changes a score, and whether it may. If the interval does not decide, the verdict is unclear."""
+
+    score: str
+    edit: str
+    change: Interval
+    noise: float  # changes up to this size count as noise
+    must_fall: bool
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.score} {'does not fall' if self.must_fall else 'rises'} for {self.edit} clips"
+
+    @property
+    def mark(self) -> str:
+        """In capitals if it is wrong. A single score that rises is only weak: training maximizes the total."""
+        low, high = self.change.mean - self.change.half, self.change.mean + self.change.half
+        if high < 0:
+            return "falls"
+        if self.must_fall:
+            return "MUST FALL" if low >= -self.noise else UNCLEAR
+        if low > self.noise:
+            return "RISES" if self.score == TOTAL else "rises"
+        return "same" if high <= self.noise else UNCLEAR
+
+    def __str__(self) -> str:
+        return f"{number(self.change.mean, sign='+')} ± {number(self.change.half)}"
+
+
+def give_verdicts(found: Scores, drawn: bool) -> list[Verdict]:
+    """A verdict on each edit and score. `drawn`: the clips are of a world."""
+    must, verdicts = MUST_FALL | (DRAWN if drawn else {}), []
+    for kind in (kind for kind in found if kind != "good"):
+        for name, good in found["good"].items():
+            change, noise = interval((found[kind][name] - good).tolist()), NOISE * good.std(correction=0).item()
+            verdicts.append(Verdict(name, kind, change, noise, name.rpartition(".")[2] in must.get(kind, ())))
+    return verdicts
+
+
+def conclude(found: Scores, verdicts: Sequence[Verdict]) -> dict[str, list[str]]:
+    """Sentences about what is wrong, what is only weak, and what too few clips leave open."""
+    wrong = [f"{SENTENCES.get(f'{v.score} {v.edit}', v.sentence)} ({v})" for v in verdicts if v.mark.isupper()]
+    totals = torch.cat([scores[TOTAL] for scores in found.values()])
+    if torch.allclose(totals, totals[:1]):
+        wrong = [SENTENCES["constant"]]
+    weak = [f"{v.sentence} ({v})" for v in verdicts if v.mark == "rises"]
+    for kind in (kind for kind in VISIBLE if kind in found):
+        falls = [v for v in verdicts if v.edit == kind and v.score != TOTAL and v.mark == "falls"]
+        if not any(-v.change.mean >= v.noise / NOISE for v in falls):
+            how = "hardly notices" if falls else "does not notice"
+            weak.append(f"{how} {kind} clips: no score falls by its standard deviation over good clips")
+    left = [v for v in verdicts if v.mark == UNCLEAR and (v.must_fall or v.score == TOTAL)]
+    return {"wrong": wrong, "weak": weak, "unclear": [f"{v.score} of {v.edit} clips" for v in left]}
+
+
+def table(found: Scores, verdicts: Sequence[Verdict]) -> str:
+    """Mean and standard deviation of good clips, then changes with 95 % intervals and verdicts, for the terminal."""
+    good = found["good"]
+    means = [f"{number(v.mean().item())} (std {number(v.std(correction=0).item())})" for v in good.values()]
+    rows = [[kind, *(f"{v} {v.mark}" for v in verdicts if v.edit == kind)] for kind in found if kind != "good"]
+    return aligned([[f"{len(good[TOTAL])} clips", *good], ["good", *means], *rows])
 
 
 def good_clips(options: argparse.Namespace, config: Config, device: torch.device) -> tuple[list, list, float, list]:
@@ -52,10 +200,10 @@ def good_clips(options: argparse.Namespace, config: Config, device: torch.device
         return list(clips), [entry["prompt"] for entry in entries], rates[0], []
     _, c = open_model(config, device)
     prompts = prompts_of(c.train_prompts, Path(c.pretrained_model_root), "train")
-    drawn = edits.drawn_clips(c, prompts, options.num_clips)
+    drawn = drawn_clips(c, prompts, options.num_clips)
     if drawn is None:
         raise ConfigError("this model has no world that can draw a clip known to be good: name a folder with --clips")
-    longer, _ = edits.drawn_clips(replace(c, num_frames=2 * c.num_frames - 1), prompts, options.num_clips)
+    longer, _ = drawn_clips(replace(c, num_frames=2 * c.num_frames - 1), prompts, options.num_clips)
     return *drawn, c.fps, [clip[: c.num_frames] for clip in longer]
 
 
@@ -66,17 +214,17 @@ def audit(options: argparse.Namespace, config: Config) -> int:
         raise ConfigError(f"{len(clips)} clips are too few to tell; give at least 8, with different prompts")
     reward = build_composite(config, reward_names(config), config.reward_weights, device)
     reward.check(prompts)
-    kinds = dict.fromkeys(edits.EDITS, ()) | {"slowed": slowed}
-    found = edits.measure(reward, clips, prompts, fps, kinds)
-    told = edits.conclude(found, verdicts := edits.give_verdicts(found, drawn=not options.clips))
+    kinds = dict.fromkeys(EDITS, ()) | {"slowed": slowed}
+    found = measure(reward, clips, prompts, fps, kinds)
+    told = conclude(found, verdicts := give_verdicts(found, drawn=not options.clips))
     options.output.mkdir(parents=True, exist_ok=True)
-    rows = {kind: (kinds[kind] or edits.edited(clips[:1], kind))[0] for kind in kinds}
+    rows = {kind: (kinds[kind] or edited(clips[:1], kind))[0] for kind in kinds}
     marks = {v.edit: f"{v.change.mean:+.3f} +- {v.change.half:.3f} {v.mark}" for v in verdicts if v.score == "total"}
     sheet = [thumbnails(clip) for clip in (clips[0], *rows.values())]
     contact_sheet(options.output / "sheet.png", sheet, ["good", *(f"{kind}: total {marks[kind]}" for kind in rows)])
     record = {"clips": len(clips), "weights": reward.weights, "fit": not told["wrong"]} | told
     write_json(options.output / "audit.json", record | {"verdicts": [asdict(v) | {"mark": v.mark} for v in verdicts]})
-    print(render("audit.txt", table=edits.table(found, verdicts), output=options.output, **told), end="")
+    print(render("audit.txt", table=table(found, verdicts), output=options.output, **told), end="")
     return 1 if told["wrong"] else 0
 
 

@@ -10,35 +10,27 @@ post_train.py would print, or the machine cannot run it.
 """
 
 import argparse
+import math
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from sage_grpo.config import Config, ConfigError
-from sage_grpo.flags import Parser
+from sage_grpo.config import Config, ConfigError, warnings
+from sage_grpo.flags import answer_early
+from sage_grpo.tools.options import ToolParser
 
 
 def options_of(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Config]:
     """Parse the doctor's flags; all others go to post_train.py's parser."""
-    parser = Parser("python -m sage_grpo.tools.doctor", __doc__)
-    add = parser.add_argument
-    add("--output", type=Path, metavar="FOLDER", help="where numbers and pictures go (default: OUTPUT_DIR-doctor)")
-    add("--short", action="store_true", help="check the machine only, a line per check")
-    add("--skip_ab", action="store_true", help="leave out the comparison of the exploration SDEs")
-    add("--ranks", type=int, metavar="N", help="processes that the run will have (default: gpus of the configuration)")
-    add("--ranks_here", type=int, metavar="N", help="how many of them run on this machine (default: all, if --short)")
-    add("--prompts", type=int, metavar="N", default=4, help="prompts to compare the SDEs on")
-    add("--clips", type=int, metavar="N", default=4, help="clips per prompt compared")
-    options, config = parser.parse_with_config(arguments)
+    options, config = ToolParser("doctor", __doc__).parse_with_config(arguments)
     run = Path(config.output_dir)
     options.output = options.output or run.with_name(f"{run.resolve().name}-doctor")
-    options.ranks = config.gpus or 1 if options.ranks is None else options.ranks
+    options.ranks = options.ranks or config.gpus or 1
     options.ranks_here = options.ranks_here or (options.ranks if options.short else 1)
-    for name, least in {"ranks": 1, "prompts": 1, "clips": 2}.items():
-        if getattr(options, name) < least:
-            raise ConfigError(f"{name} is {getattr(options, name)}; it must be at least {least}")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ConfigError("the doctor is one process: start it without torchrun and pass --ranks N")
     if options.output.resolve() == run.resolve():
@@ -46,15 +38,169 @@ def options_of(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Con
     return options, config
 
 
+if __name__ == "__main__":
+    answer_early(options_of)
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers.utils.logging import disable_progress_bar
+
+from sage_grpo.algo.sde import SDES, Schedule, build_schedule, flow_sigmas
+from sage_grpo.json_files import write_json
+from sage_grpo.parallel.ranks import Ranks, check_layout
+from sage_grpo.plugins import resolved
+from sage_grpo.runs.clips import contact_sheet, thumbnails
+from sage_grpo.runs.folder import RunFolder
+from sage_grpo.tools.doctor_checks import CHECKS, Finding, judged
+from sage_grpo.tools.machine_checks import examine_machine, machine_of
+from sage_grpo.tools.templating import render
+from sage_grpo.train.build import assemble, join_run, rollout_sampling
+from sage_grpo.train.rollout import MicroBatch, plan_micro_batches, prompt_positions
+from sage_grpo.train.trainer import Trainer
+from sage_grpo.train.validation import gold_columns
+
+SHEET_CLIPS, SHEET_FRAMES = 3, 4  # in one row of the contact sheet
+
+
+def prepare(config: Config, alone: Ranks, count: int) -> tuple[Trainer, list[Finding]]:
+    """A trainer for the first of `count` ranks, and early findings. An existing run folder is not an error here."""
+    check_layout(count, config.sp_size, config.enable_fsdp, config.dp_replicate)
+    ranks = replace(alone, count=count // config.sp_size, sp_size=config.sp_size, mesh=None)
+    trainer = assemble(replace(config, overwrite=True), ranks)
+    notes, c = list(warnings(trainer.config, count)), trainer.config
+    try:
+        RunFolder(config, ranks)
+    except ConfigError as error:  # post_train.py's error about the folder
+        notes.append(str(error))
+    size = sum(p.numel() for p in trainer.optimization.parameters.values())
+    said = {"sampling": str(rollout_sampling(c)), "validation": trainer.validation and trainer.validation.sampling}
+    told = judged("config", True, c=c, size=size, device=ranks.device.type, **said)
+    return trainer, [told, *(judged("config.note", None, note=note) for note in notes)]
+
+
+def attempt(name: str, check: Callable[[Trainer], Iterator[Finding]], trainer: Trainer) -> Iterator[Finding]:
+    """The check's findings; a check that fails to finish is also WRONG."""
+    try:
+        yield from check(trainer)
+    except (RuntimeError, ValueError) as error:
+        text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        memory = isinstance(error, torch.OutOfMemoryError)
+        yield judged("broken", False, check=name, error=text, memory=memory, traceback=traceback.format_exc())
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Results of one sampler, from the same noise as the others. P prompts with G clips each."""
+
+    noise: float  # injected energy
+    clips: list[Tensor | None]  # P * G, grouped by prompt
+    columns: dict[str, Tensor]  # (P, G): reward, scores, gold metrics; NaN on failure
+    errors: list[str]  # from the reward
+
+    def numbers(self, ode: "Arm") -> dict[str, float]:
+        """One row of the table. Clips of one prompt are correlated, so standard errors count prompts."""
+        means = {name: values.nanmean(1) for name, values in self.columns.items()}
+        reward = means.pop("reward")
+        row = {"noise": self.noise, "failed": int((~self.columns["reward"].isfinite()).sum())}
+        for name, values in (("reward", reward), ("vs ode", reward - ode.columns["reward"].nanmean(1))):
+            known = values[values.isfinite()]
+            error = known.std().item() / math.sqrt(len(known)) if len(known) > 1 else math.nan
+            row |= {name: known.mean().item(), f"{name} +-": error}
+        row["spread"] = (self.columns["reward"] - reward[:, None]).square().nanmean(1).sqrt().nanmean().item()
+        return row | {name: values.nanmean().item() for name, values in means.items()}
+
+
+def check_samplers(trainer: Trainer, options: argparse.Namespace) -> Iterator[Finding]:
+    """A table and a contact sheet of all samplers; whether the configured one gives a training signal."""
+    c, sheet = trainer.config, options.output / "samplers.png"
+    positions = prompt_positions(trainer.step, options.prompts, len(trainer.prompts), c.seed)
+    micro = math.gcd(options.clips, len(trainer.micro_batches()[0]))  # at most as many at once as in training
+    micro_batches = plan_micro_batches(positions, options.clips, options.clips * len(positions), 0, micro)
+    sigmas, arms, left_out = flow_sigmas(c.num_sampling_steps, c.timestep_shift), {}, []
+    for name in dict.fromkeys(["ode", *SDES, c.sde_type]):
+        try:
+            schedule = build_schedule(resolved(name), sigmas, c.eta)
+        except ValueError as error:  # cps rejects an eta above 1
+            left_out.append(f"{name} is left out: {error}")
+        else:
+            arms[name] = sample(trainer, name, schedule, micro_batches, options.clips)
+    transformer = trainer.backbone.transformer
+    if lossy := transformer.in_8_bits:
+        transformer.in_8_bits = None
+        exact = build_schedule(resolved(c.sde_type), sigmas, c.eta)  # the trainer's own, unless it has no SDE
+        arms["exact"] = sample(trainer, "exact", exact, micro_batches, options.clips)
+        transformer.in_8_bits = lossy
+    rows = {name: arm.numbers(arms["ode"]) for name, arm in arms.items()}
+    write_sheet(sheet, arms, rows, [trainer.prompts[position].text for position in positions], c)
+    arm, row = arms[c.sde_type], rows[c.sde_type]
+    failing = row["failed"] if row["failed"] > c.max_reward_failures * len(arm.clips) else 0
+    shown = render("samplers.txt", rows=rows, configured=c.sde_type, left_out=left_out)
+    said = {"failing": failing, "error": [*arm.errors, "clips are not finite"][0], "spread": row["spread"]}
+    said |= {"sheet": str(sheet), "rows": rows, "left_out": left_out}
+    yield judged("samplers", row["spread"] > 0 and not failing, shown, c, **said)
+    if lossy:
+        yield compare_exact(arm, arms["exact"])
+
+
+def compare_exact(arm: Arm, exact: Arm) -> Finding:
+    """What lossy steps outside the window do to the same clips and their rewards."""
+    row = arm.numbers(exact)
+    change, error, spread = row["vs ode"], row["vs ode +-"], row["spread"]
+    both = [(a, b) for a, b in zip(arm.clips, exact.clips, strict=True) if a is not None and b is not None]
+    pixels = math.sqrt(sum((a.float() - b).square().mean().item() for a, b in both) / max(1, len(both)))
+    good = abs(change) < max(2 * error, 0.1 * spread)
+    return judged("lossy steps", good, pixels=pixels, change=change, error=error, spread=spread)
+
+
+def sample(trainer: Trainer, name: str, schedule: Schedule, micro_batches: Sequence[MicroBatch], group: int) -> Arm:
+    """Clips from a sampler within the trainer's window for this iteration, decoded and scored."""
+    c, clips, texts = trainer.config, [], []
+    schedule = schedule.window(trainer.windows.steps).to(trainer.ranks.device)
+    for micro_batch in tqdm(micro_batches, name, unit="batch", leave=False):  # one at a time: only clips are kept
+        clips += trainer.decode(trainer.roll_out([micro_batch], schedule))
+        texts += [trainer.prompts[position].text for position, _ in micro_batch]
+    scores = trainer.reward.score(clips, texts, c.fps)
+    columns = {"reward": scores.total} | scores.named | gold_columns(trainer.gold, clips, texts)
+    columns = {name: values.view(-1, group) for name, values in columns.items()}
+    return Arm(schedule.std.double().square().sum().item(), clips, columns, scores.errors)
+
+
+def write_sheet(path: Path, arms: Mapping[str, Arm], rows: Mapping, prompts: Sequence[str], config: Config) -> None:
+    """Write one row of frames per sampler; a column shares prompt and noise across rows. Failed clips are black."""
+    black = torch.zeros(config.num_frames, config.height, config.width, 3, dtype=torch.uint8)
+    strips, labels = [], [" | ".join(prompts[:SHEET_CLIPS])]
+    for name, arm in arms.items():
+        firsts = arm.clips[:: len(arm.clips) // len(prompts)][:SHEET_CLIPS]
+        strips.append(np.concatenate([thumbnails(black if clip is None else clip, SHEET_FRAMES) for clip in firsts]))
+        numbers = ", ".join(f"{key} {rows[name][key]:.3f}" for key in ("noise", "reward", "spread"))
+        labels.append(f"{name}{' (configured)' if name == config.sde_type else ''}: {numbers}")
+    heading = np.full_like(strips[0][:, :1], 255)  # a white line under the prompts
+    contact_sheet(path, [heading, *strips], labels)
+
+
+def examine(options: argparse.Namespace, trainer: Trainer, findings: list[Finding]) -> int:
+    """Run the checks and print their findings."""
+    print(*findings, sep="\n")
+    options.output.mkdir(parents=True, exist_ok=True)
+    wrong = []
+    for name, check in (CHECKS | {"samplers": partial(check_samplers, options=options)}).items():
+        if name == "samplers" and (wrong or options.skip_ab):
+            print(f"The samplers are not compared{' before this is repaired' if wrong else ''}.")
+            break
+        for finding in attempt(name, check, trainer):
+            print(finding, flush=True)
+            findings.append(finding)
+            wrong += [finding.check] if finding.mark == "WRONG" else []
+    write_json(options.output / "doctor.json", {"findings": [asdict(finding) for finding in findings]})
+    print(f"WRONG: {', '.join(wrong)}" if wrong else "All is well.", f"Numbers: {options.output / 'doctor.json'}")
+    return 1 if wrong else 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     try:
-        options, config = options_of(arguments)  # before imports that take seconds
-        from transformers.utils.logging import disable_progress_bar
-
-        from sage_grpo.tools.examination import examine, prepare
-        from sage_grpo.tools.machine_checks import examine_machine, machine_of
-        from sage_grpo.train.build import join_run
-
+        options, config = options_of(arguments)
         disable_progress_bar()  # from the text encoders
         code = examine_machine(machine_of(config, options.ranks, options.ranks_here))
         if code or options.short:

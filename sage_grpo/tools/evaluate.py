@@ -18,18 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from sage_grpo.config import Config, ConfigError
-from sage_grpo.flags import Parser, answer_early
+from sage_grpo.flags import answer_early
+from sage_grpo.tools.options import ToolParser
 
 
 def options_of(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Config]:
     """Parse this tool's flags; all others go to post_train.py's parser."""
-    parser = Parser("python -m sage_grpo.tools.evaluate", __doc__)
-    add, seeds = parser.add_argument, "clips per prompt (default: the prompt's own, or validation_global_seed)"
-    add("--checkpoints", type=Path, nargs="+", metavar="FOLDER", default=[], help="weights, against the base model")
-    add("--clips", type=Path, nargs="+", metavar="FOLDER", default=[], help="mp4 files with clips.json, or a JSON each")
-    add("--seeds", type=int, nargs="+", metavar="N", help=seeds)
-    add("--output", type=Path, metavar="FOLDER", default=Path("outputs/evaluation"), help="where clips and pages go")
-    return parser.parse_with_config(arguments)
+    return ToolParser("evaluate", __doc__).parse_with_config(arguments)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from sage_grpo.rewards import ALIASES
 from sage_grpo.rewards.base import Setup, build_reward
 from sage_grpo.rewards.videoalign_folder import check_folder
 from sage_grpo.tools.doctor_checks import Finding, judged, memory_finding
-from sage_grpo.tools.plan import GB, backbone_of, plan_of
+from sage_grpo.tools.plan import backbone_of, plan_of
 from sage_grpo.tools.plan_memory import checkpoint_bytes, disk_bytes, snapshot_bytes
 from sage_grpo.tools.plan_model import BYTES, Plan, times
 from sage_grpo.train.build import reward_folder
@@ -55,25 +55,23 @@ def machine_of(config: Config, ranks: int, ranks_here: int) -> Machine:
 
 
 def check_model(machine: Machine) -> Iterator[Finding]:
-    folder, size = machine.plan.config.pretrained_model_root, machine.plan.model.parameters / 1e9
+    folder = machine.plan.config.pretrained_model_root
     open_backbone(folder, version=machine.plan.config.pretrained_transformer_version)
-    yield Finding("model", "ok", f"{folder} is complete: {size:.2f} B parameters")
+    yield judged("model", True, folder=folder, size=machine.plan.model.parameters)
 
 
 def check_gpus(machine: Machine) -> Iterator[Finding]:
     """Whether torch can compute on each GPU, and whether the run fits."""
     if machine.refused or machine.device == "cpu":
-        yield judged("gpus", not machine.refused, machine.refused or "none needed: the run is on the CPU", "")
+        yield judged("gpus.cpu", not machine.refused, refused=machine.refused)
         return
-    here, count = range(machine.ranks), torch.cuda.device_count()
-    if count < machine.ranks:
-        remedy = "set NUM_GPUS, or mind CUDA_VISIBLE_DEVICES"
-        yield judged("gpus", False, f"torch finds {count} for {machine.ranks} processes; {versions()}", remedy)
+    here, numbers = range(machine.ranks), {"ranks": machine.ranks, "count": torch.cuda.device_count()}
+    if numbers["count"] < machine.ranks:
+        yield judged("gpus.few", False, versions=versions(), **numbers)
         return
     squares = [torch.ones(64, 64, device=f"cuda:{number}", dtype=torch.bfloat16) for number in here]
     wrong = [number for number, square in enumerate(squares) if (square @ square).sum().item() != 64**3]
-    text = f"{machine.ranks} of {count} x {torch.cuda.get_device_name()}; {versions()}"
-    yield judged("gpus", not wrong, text, f"GPUs {wrong} compute wrong results: leave them out")
+    yield judged("gpus", not wrong, name=torch.cuda.get_device_name(), versions=versions(), wrong=wrong, **numbers)
     yield memory_finding(machine.plan, min(torch.cuda.get_device_properties(number).total_memory for number in here))
 
 
@@ -85,31 +83,25 @@ def check_host(machine: Machine) -> Iterator[Finding]:
     loading = 2 * sum(size for size, *_ in plan.rewards) * machine.ranks / c.sp_size  # as stored, and as used
     base = PROCESS * machine.ranks * (machine.device == "cuda")
     needed, copy = base + max(loading, anchor), snapshot_bytes(plan)
-    text = f"{free / GB:.0f} GB of host memory are free, {needed / GB:.0f} GB are needed"
-    if needed <= free < base + anchor + copy:
-        text += f"; async_save finds no {copy / GB:.0f} GB for a copy, so training will wait for each save"
-    yield judged("host", needed <= free, text, "end other programs, or set reference_mode_offload False")
+    waits = needed <= free < base + anchor + copy
+    yield judged("host", needed <= free, free=free, needed=needed, waits=waits, copy=copy)
 
 
 def check_disk(machine: Machine) -> Iterator[Finding]:
     """Room for the checkpoints of the run, of which a resumed one has some already."""
     c, needed, free = machine.plan.config, disk_bytes(machine.plan), shutil.disk_usage(machine.place).free
     saved = sum(file.stat().st_size for file in Path(c.output_dir, "checkpoints").rglob("*") if file.is_file())
-    text = f"{machine.place} has {free / GB:.1f} GB of room; keep_checkpoints + 1 need {needed / GB:.1f} GB"
-    text += f", of which {saved / GB:.1f} GB are there" if saved else ""
-    yield judged("disk", saved + free >= needed, text, "make room, lower keep_checkpoints, or name another output_dir")
+    yield judged("disk", saved + free >= needed, place=machine.place, free=free, needed=needed, saved=saved)
 
 
 def check_speed(machine: Machine) -> Iterator[Finding]:
     """Write an unnamed file where the run will be; a checkpoint must take less time than lies between two."""
     plan, c, size = machine.plan, machine.plan.config, checkpoint_bytes(machine.plan.config, machine.plan.trained)
     speed = write_speed(machine.place, size)
-    seconds = size / speed
     limits = [60 * c.save_minutes, c.save_interval * sum(times(plan).values()) * (machine.device == "cuda")]
-    between = min(filter(None, limits), default=math.inf)
-    text = f"{machine.place} takes {speed / GB:.2f} GB/s: {seconds:.0f} s for a checkpoint"
-    text += f", one every {between:.0f} s" if between < math.inf else ""
-    yield judged("speed", seconds <= between, text, "use a faster disk, or raise save_interval and save_minutes")
+    numbers = {"seconds": size / speed, "between": min(filter(None, limits), default=None)}
+    good = numbers["seconds"] <= (numbers["between"] or math.inf)
+    yield judged("speed", good, place=machine.place, speed=speed, **numbers)
 
 
 def write_speed(folder: Path, most: float) -> float:
@@ -129,7 +121,7 @@ def check_reward(machine: Machine) -> Iterator[Finding]:
     names = [ALIASES.get(name, name) for name in (*c.reward_model, c.holdout_reward) if name]
     for name in names:
         check_folder(path) if name == "videoalign" else build_reward(name, setup)
-    yield Finding("reward", "ok", f"{' and '.join(names)} can be used")
+    yield judged("reward.usable", True, names=names)
 
 
 CHECKS = (check_model, check_gpus, check_host, check_disk, check_speed, check_reward)
@@ -142,7 +134,7 @@ def examine_machine(machine: Machine) -> int:
         try:
             found = list(check(machine))
         except (ValueError, OSError, RuntimeError) as error:  # names its remedy
-            found = [judged(check.__name__.removeprefix("check_"), False, " ".join(str(error).split()), "")]
+            found = [judged("failed", False, check=check.__name__.removeprefix("check_"), error=str(error))]
         for finding in found:
             mark = "FAIL" if finding.mark == "WRONG" else finding.mark
             print(f"{mark:<6}{finding.check:<8}{'; '.join(filter(None, (finding.text, finding.remedy)))}", flush=True)

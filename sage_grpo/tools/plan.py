@@ -11,35 +11,24 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from sage_grpo.config import Config, ConfigError, resolve
-from sage_grpo.flags import Parser, answer_early, parse
+from sage_grpo.config import Config, resolve
+from sage_grpo.flags import answer_early, parse
+from sage_grpo.tools.options import ToolParser
 
 
 def options_of(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """Parse this tool's flags; the words that are left are those of post_train.py."""
-    parser = Parser("python -m sage_grpo.tools.plan", __doc__)
-    add = parser.add_argument
-    add("--gpus", type=int, metavar="N", help="processes of the run (default: gpus of the configuration, or 1)")
-    add("--gpu_memory", type=float, metavar="GB", default=80.0, help="memory of each GPU")
-    add(
-        "--gpu", choices=("h200", "h100", "a100"), default="h200", help="card; rates are measured for h200, else scaled"
-    )
-    add("--price", type=float, metavar="X", help="price of one GPU-hour, in any currency")
-    add("--text_tokens", type=int, metavar="N", default=150, help="tokens of a prompt")
-    add("--vary", nargs="+", metavar=("FLAG", "VALUE"), help="compare values of a flag, or of gpus")
+    parser = ToolParser("plan", __doc__)
     options, rest = parser.parse_known_args(arguments)
-    for name in ("gpu_memory", "text_tokens", "price"):
-        if getattr(options, name) is not None and not getattr(options, name) > 0:  # nor may it be NaN
-            raise ConfigError(f"{name} is {getattr(options, name)}; it must be above 0")
-    config = parse(rest, parser.flags)
-    options.gpus = (config.gpus or 1) if options.gpus is None else options.gpus
+    config = parse(rest, parser.flags)  # also where --gpus is given: a wrong flag is answered early
+    options.gpus = options.gpus or config.gpus or 1
     return options, rest
 
 
@@ -50,16 +39,17 @@ from sage_grpo.models import open_backbone
 from sage_grpo.models.backbone import Backbone
 from sage_grpo.models.cost import Architecture
 from sage_grpo.models.lora import target_layers
-from sage_grpo.tools.paired import aligned
 from sage_grpo.tools.plan_memory import checkpoint_bytes, disk_bytes, export_bytes, fits, memory, peak, snapshot_bytes
-from sage_grpo.tools.plan_model import Plan, Trained, calibration, few_prompts, times, validation_time, volumes
+from sage_grpo.tools.plan_model import Calibration, Plan, Trained, few_prompts, times, validation_time, volumes
 from sage_grpo.tools.templating import render
 from sage_grpo.train.build import held_out_prompts, reward_names
 from sage_grpo.train.optimization import trainable_parameters
 from sage_grpo.train.validation import validation_sampling
 
 GB = 1e9  # bytes
-DISKS = (0.3, 1, 3)  # GB/s
+# what the templates compute of a plan
+SHOWN = {of.__name__: of for of in (memory, peak, fits, times, volumes, export_bytes, disk_bytes, snapshot_bytes)}
+SHOWN |= {of.__name__: of for of in (checkpoint_bytes, few_prompts, validation_sampling)}
 Remedy = tuple[str, Any, str]
 # What to trade for memory, cheapest first: a flag, its new value, and the cost.
 REMEDIES: list[Remedy] = json.loads(Path(__file__).with_name("templates").joinpath("remedies.json").read_text())
@@ -89,7 +79,7 @@ def plan_of(config: Config, gpus: int, text_tokens: int = 150, card: str = "h200
     backbone = backbone_of(config.pretrained_model_root, config.pretrained_transformer_version)
     c = resolve(config, backbone, "cuda")
     sizes = sizes_of(backbone, (c.lora_r, c.lora_target_modules) if c.use_lora else None)
-    return Plan(replace(c, reward_model=reward_names(c)), *sizes, gpus, text_tokens, calibration(card))
+    return Plan(replace(c, reward_model=reward_names(c)), *sizes, gpus, text_tokens, Calibration(card))
 
 
 def remedies(plan: Plan, gpu_bytes: float) -> list[tuple[str, str, Plan]]:
@@ -125,75 +115,30 @@ def changed(plan: Plan, remedy: Remedy) -> Plan | None:
 
 def describe(plan: Plan, gpu_bytes: float, price: float | None = None) -> str:
     """Full description of a plan, for the terminal. `price` is that of one GPU-hour."""
-    c, clips, found = plan.config, len(held_out_prompts(plan.config)), remedies(plan, gpu_bytes)
+    c, clips = plan.config, len(held_out_prompts(plan.config))
     whole, validation = sum(times(plan).values()), validation_time(plan, clips)
     validations = c.validate_at_step0 + math.ceil(c.max_steps / (c.validation_interval or max(c.max_steps, 1)))
-    shown = (memory_table, time_table, checkpoint_table, volumes, disk_bytes, snapshot_bytes, peak)
     return render(
         "plan.txt",
-        **{of.__name__: of(plan) for of in shown},
+        **SHOWN,
         plan=plan,
         exists=Path(c.pretrained_model_root).is_dir(),
-        whole=whole,
         hours=(c.max_steps * whole + validations * validation) / 3600,
         between=min(60 * c.save_minutes or math.inf, (c.save_interval or c.max_steps) * whole),
         price=price,
-        no_overlap=sum(times(plan, overlap=False).values()),
         validation=validation,
         clips=clips,
-        sampling=validation_sampling(c),
         gpu_bytes=gpu_bytes,
-        fits=fits(plan, gpu_bytes),
-        remedies=[(flag, peak(other)[1], cost) for flag, cost, other in found],
-        enough=fits(found[-1][2] if found else plan, gpu_bytes),
-        unknown=", ".join(name for name in c.reward_model if name not in plan.rates.rewards),
-        few=few_prompts(c.gradient_accumulation_steps * plan.clips // c.num_generations),
+        remedies=remedies(plan, gpu_bytes),
     ).rstrip()
 
 
-def memory_table(plan: Plan) -> str:
-    """GB per GPU, parts by moments; empty parts are left out."""
-    parts = {name: row for name, row in memory(plan).items() if any(row.values())}
-    parts["total"] = {moment: sum(row[moment] for row in parts.values()) for moment in parts["weights"]}
-    rows = [(name, *(f"{size / GB:.1f}" for size in row.values())) for name, row in parts.items()]
-    return aligned([("GB per GPU", *parts["total"]), *rows])
-
-
-def time_table(plan: Plan) -> str:
-    seconds = times(plan)
-    whole = sum(seconds.values())
-    rows = [(name, f"{value:.1f}", f"{value / whole:.0%}") for name, value in seconds.items()]
-    return aligned([("s per iteration", "", ""), *rows, ("total", f"{whole:.1f}", "")])
-
-
-def checkpoint_table(plan: Plan) -> str:
-    """Sizes of what is saved, and the seconds that a disk takes for it."""
-    sizes = {"checkpoint": checkpoint_bytes(plan.config, plan.trained) / GB, "export": export_bytes(plan) / GB}
-    rows = [(name, f"{gb:.1f}", *(f"{gb / speed:.3g}" for speed in DISKS)) for name, gb in sizes.items() if gb]
-    return aligned([("", "GB", *(f"s at {speed:g} GB/s" for speed in DISKS)), *rows])
-
-
-def comparison(rows: Sequence[tuple[str, Plan]], name: str, gpu_bytes: float) -> str:
-    """One line per value of a flag."""
-    columns: dict[str, Callable[[Plan], str]] = {
-        "tokens": lambda plan: f"{plan.tokens:,}",
-        "peak GB": lambda plan: f"{peak(plan)[1] / GB:.1f}",
-        "fits": lambda plan: "yes" if fits(plan, gpu_bytes) else "no",
-        "s per iteration": lambda plan: f"{sum(times(plan).values()):.0f}",
-        "no overlap": lambda plan: f"{sum(times(plan, overlap=False).values()):.0f}",
-        "clips": lambda plan: str(plan.clips),
-        "clips per GPU-hour": lambda plan: f"{plan.clips_per_gpu_hour:.1f}",
-        "GB received": lambda plan: f"{sum(volumes(plan).values()) / GB:,.0f}",
-    }
-    return aligned([(name, *columns), *((value, *(show(plan) for show in columns.values())) for value, plan in rows)])
-
-
 def varied(rest: Sequence[str], options: argparse.Namespace) -> list[tuple[str, Plan]]:
+    """A plan for each value of a flag."""
     name, *values = options.vary
-    if name == "gpus":
-        return [(value, plan_of(parse(rest), int(value), options.text_tokens, options.gpu)) for value in values]
-    how = (options.gpus, options.text_tokens, options.gpu)
-    return [(value, plan_of(parse([*rest, f"--{name}", value]), *how)) for value in values]
+    configs = {value: parse([*rest, f"--{name}", value]) for value in values}
+    counts = {value: c.gpus if name == "gpus" else options.gpus for value, c in configs.items()}
+    return [(value, plan_of(c, counts[value], options.text_tokens, options.gpu)) for value, c in configs.items()]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -201,7 +146,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options, rest = options_of(arguments)
         gpu_bytes = options.gpu_memory * GB
         if options.vary:
-            print(comparison(varied(rest, options), options.vary[0], gpu_bytes))
+            rows = varied(rest, options)
+            print(render("plan_vary.txt", **SHOWN, rows=rows, name=options.vary[0], gpu_bytes=gpu_bytes).rstrip())
             return 0
         plan = plan_of(parse(rest), options.gpus, options.text_tokens, options.gpu)
     except (ValueError, FileNotFoundError) as error:

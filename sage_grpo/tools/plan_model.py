@@ -28,20 +28,18 @@ CARDS = FIGURES.pop("cards")
 
 
 class Calibration(SimpleNamespace):
-    """The figures of templates/calibration.toml, each with its source there; tests give others."""
+    """The figures of templates/calibration.toml, each with its source there; tests give others.
 
-    def __init__(self, **others: Any) -> None:
-        super().__init__(**FIGURES | others)
+    Those of another card are scaled by what bounds each: its arithmetic, its memory, or its links.
+    """
 
-
-def calibration(card: str) -> Calibration:
-    """The measured rates, scaled to another card by what bounds each: its arithmetic, its memory, or its links."""
-    work, memory, links = (mine / measured for mine, measured in zip(CARDS[card], CARDS["h200"], strict=True))
-    faster = {"attention": work, "attention_backward": work, "linear": work, "optimizer": memory, "nvlink": links}
-    scaled = {name: FIGURES[name] * factor for name, factor in faster.items()}
-    scaled |= {name: FIGURES[name] / memory for name in ("decode", "decode_untiled")}
-    scaled |= {name: [part / memory for part in FIGURES[name]] for name in ("rest", "rest_backward")}
-    return Calibration(card=card, **scaled)
+    def __init__(self, card: str = "h200", **others: Any) -> None:
+        work, memory, links = (mine / measured for mine, measured in zip(CARDS[card], CARDS["h200"], strict=True))
+        faster = {"attention": work, "attention_backward": work, "linear": work, "optimizer": memory, "nvlink": links}
+        scaled = {name: FIGURES[name] * factor for name, factor in faster.items()}
+        scaled |= {name: FIGURES[name] / memory for name in ("decode", "decode_untiled")}
+        scaled |= {name: [part / memory for part in FIGURES[name]] for name in ("rest", "rest_backward")}
+        super().__init__(**FIGURES | scaled | others, card=card)
 
 
 @dataclass(frozen=True)

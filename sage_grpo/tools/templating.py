@@ -9,11 +9,11 @@ import jinja2
 from markupsafe import Markup
 
 from sage_grpo.runs.history import as_float
-from sage_grpo.tools.paired import number
+from sage_grpo.tools.paired import aligned, number
 
 ENVIRONMENT = jinja2.Environment(
     loader=jinja2.PackageLoader("sage_grpo.tools"),
-    autoescape=jinja2.select_autoescape(["html"]),
+    autoescape=jinja2.select_autoescape(["html"], default_for_string=False),
     undefined=jinja2.StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,
@@ -35,9 +35,15 @@ def inline_svg(svg: str, label: str) -> Markup:
     return Markup('<svg role="img" aria-label="{}"').format(label) + Markup(svg)
 
 
-ENVIRONMENT.filters |= {"data_uri": data_uri, "number": number, "known": as_float}
+ENVIRONMENT.filters |= {"data_uri": data_uri, "number": number, "known": as_float, "form": format}
+ENVIRONMENT.filters["columns"] = lambda text: aligned([line.split("|") for line in text.splitlines() if line])
 ENVIRONMENT.filters["billions"] = lambda value, form=".1f": format(value / 1e9, form)
 
 
 def render(template: str, **values: Any) -> str:
     return ENVIRONMENT.get_template(template).render(values) + "\n"
+
+
+def sentence(template: str, **values: Any) -> str:
+    """A short template in one line."""
+    return " ".join(ENVIRONMENT.from_string(template).render(values).split())

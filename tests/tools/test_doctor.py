@@ -16,7 +16,7 @@ from sage_grpo.flags import parse
 from sage_grpo.models.hunyuan15.backbone import Hunyuan15
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.rewards import REWARDS
-from sage_grpo.tools import doctor, examination
+from sage_grpo.tools import doctor
 from sage_grpo.tools.doctor_checks import memory_finding
 from sage_grpo.tools.plan import plan_of
 from sage_grpo.train import build
@@ -354,9 +354,9 @@ def test_a_recipe_is_examined_with_its_ranks_and_without_its_weights(run_doctor)
 
 def test_layouts_and_memory(run_doctor):
     alone = Ranks(0, 1, torch.device("cpu"))
-    trainer, _ = examination.prepare(doctor.options_of(run_doctor.arguments())[1], alone, 4)
+    trainer, _ = doctor.prepare(doctor.options_of(run_doctor.arguments())[1], alone, 4)
     resolved = trainer.config
-    layout, memory = examination.CHECKS["plan"](trainer)
+    layout, memory = doctor.CHECKS["plan"](trainer)
     assert layout.mark == "ok" and "ranks = 4 x 1, the model in 1 part(s)" in layout.text
     assert memory.mark == "note" and "not checked: there is no GPU" in memory.text
     for flags, words in {
@@ -366,7 +366,7 @@ def test_layouts_and_memory(run_doctor):
     }.items():
         trainer.config = dataclasses.replace(resolved, **dict([flags]))
         trainer.ranks = dataclasses.replace(trainer.ranks, count=8 if flags[1] == 8 else 4)
-        (finding,) = examination.CHECKS["plan"](trainer)
+        (finding,) = doctor.CHECKS["plan"](trainer)
         assert finding.mark == "WRONG" and words in finding.text and "--ranks" in finding.remedy
 
 

@@ -10,7 +10,6 @@ from sage_grpo.tools.plan_model import (
     Calibration,
     Plan,
     Trained,
-    calibration,
     compute_time,
     few_prompts,
     times,
@@ -47,12 +46,12 @@ def test_counts():
 
 
 def test_rates_of_another_card_are_scaled_by_what_bounds_them():
-    measured, other = Calibration(), calibration("a100")
-    assert calibration("h200") == measured and other.card == "a100"
+    measured, other = Calibration(), Calibration("a100")
+    assert Calibration("h200") == measured and other.card == "a100"
     assert other.linear / measured.linear == other.attention / measured.attention == pytest.approx(312 / 989)
     assert other.decode / measured.decode == other.rest[1] / measured.rest[1] == pytest.approx(4.8 / 2.04)
     assert other.nvlink == pytest.approx(measured.nvlink * 300 / 450) and other.decode_bytes == measured.decode_bytes
-    assert calibration("h100").linear == measured.linear and calibration("h100").decode > measured.decode
+    assert Calibration("h100").linear == measured.linear and Calibration("h100").decode > measured.decode
 
 
 def test_share_of_iterations_with_an_anchor():

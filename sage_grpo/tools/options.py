@@ -1,0 +1,31 @@
+"""The tools' own flags, which templates/flags.toml lists: a wrong one is answered before anything heavy is imported."""
+
+import argparse
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from sage_grpo.config import ConfigError
+from sage_grpo.flags import Parser
+
+TYPES = {"path": Path, "int": int, "float": float}
+FLAGS = tomllib.loads(Path(__file__).with_name("templates").joinpath("flags.toml").read_text())
+
+
+class ToolParser(Parser):
+    """The flags of a tool, with their limits."""
+
+    def __init__(self, tool: str, about: str | None) -> None:
+        super().__init__(f"python -m sage_grpo.tools.{tool}", about)
+        self.limits = {name: flag["above"] for name, flag in FLAGS[tool].items() if "above" in flag}
+        for name, flag in FLAGS[tool].items():
+            kind = {"type": TYPES[flag["type"]]} if "type" in flag else {}
+            self.add_argument(f"--{name}", **{key: flag[key] for key in flag if key != "above"} | kind)
+
+    def parse_known_args(self, *arguments: Any) -> tuple[argparse.Namespace, list[str]]:
+        known, rest = super().parse_known_args(*arguments)
+        for name, limit in self.limits.items():
+            value = getattr(known, name)
+            if value is not None and not value > limit:  # nor may it be NaN
+                raise ConfigError(f"{name} is {value}; it must be above {limit}")
+        return known, rest
