@@ -1,5 +1,6 @@
 """Combines one or more rewards into one number per clip; a failed reward is NaN, never a number."""
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -112,7 +113,8 @@ def _flat_weights(rewards: Mapping[str, Reward], weights: Mapping[str, Any]) -> 
             given = {reward.names[0]: given}
         for score, weight in given.items():
             if score not in reward.names:
-                raise ValueError(f"reward_weights names {score}; {name} has the scores {', '.join(reward.names)}")
+                own = json.dumps(dict.fromkeys(reward.names, 1))
+                raise ValueError(f"reward_weights names {score}, not a score of {name}; give --reward_weights '{own}'")
             if not isinstance(weight, (int, float)) or not math.isfinite(weight):
                 raise ValueError(f"reward_weights gives {score} the weight {weight!r}; it must be a number")
             flat[name, score] = float(weight)

@@ -48,9 +48,9 @@ def machine_of(config: Config, ranks: int, ranks_here: int) -> Machine:
         refused = str(error)
     try:
         plan = plan_of(replace(config, dtype=config.dtype or default_dtype(device)), ranks)
-    except ValueError:  # a missing folder, which stands for the full-size model here, explains more
+    except ValueError as error:  # no GPU, or a missing folder, which stands for the full-size model here, explain more
         open_backbone(config.pretrained_model_root, version=config.pretrained_transformer_version)
-        raise
+        raise ValueError(refused or error) from error
     return Machine(plan, device, refused, ranks_here, next(p for p in (run, *run.parents) if p.exists()))
 
 

@@ -128,7 +128,7 @@ def test_several_rewards_are_named_apart():
 @pytest.mark.parametrize(
     "weights, words",
     [
-        ({"bright": 1.0}, "bright; b has the scores light, dark"),
+        ({"bright": 1.0}, "names bright, not a score of b; give --reward_weights .*light.*dark"),
         ({"b": 1.0}, "a number for each score of b: light, dark"),
         ({"light": 0.0}, "all 0"),
         ({"light": "much"}, "must be a number"),
