@@ -48,7 +48,7 @@ def read_requests(path: str | Path) -> list[Request]:
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"prompt file {path} does not exist")
-    readers = {".txt": _txt, ".csv": _csv, ".jsonl": _jsonl}
+    readers = {".txt": _lines, ".csv": _csv, ".jsonl": _jsonl}
     if path.suffix not in readers:
         raise ValueError(f"prompt file {path} must end in {', '.join(readers)}")
     try:
@@ -94,14 +94,10 @@ def _integer(value: object, key: str, where: str) -> int | None:
     return int(text)
 
 
-def _lines(text: str, path: Path) -> Iterator[tuple[str, str]]:
-    """Lines that are not empty, and where they are."""
+def _lines(text: str, path: Path) -> Iterator[tuple[str, dict]]:
+    """Lines that are not empty, each as a prompt, and where they are."""
     lines = enumerate(io.StringIO(text, newline=None), 1)
-    return ((f"{path} line {number}", line.strip()) for number, line in lines if line.strip())
-
-
-def _txt(text: str, path: Path) -> Iterator[tuple[str, dict]]:
-    return ((where, {"prompt": line}) for where, line in _lines(text, path))
+    return ((f"{path} line {number}", {"prompt": line.strip()}) for number, line in lines if line.strip())
 
 
 def _csv(text: str, path: Path) -> Iterable[tuple[str, dict]]:
@@ -117,7 +113,7 @@ def _csv(text: str, path: Path) -> Iterable[tuple[str, dict]]:
 def _jsonl(text: str, path: Path) -> Iterator[tuple[str, dict]]:
     for where, line in _lines(text, path):
         try:
-            row = json.loads(line)
+            row = json.loads(line["prompt"])
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{where}: not JSON ({error})") from error
         if not isinstance(row, dict):

@@ -84,11 +84,7 @@ class FileReward:
         except Exception as error:  # the file may do anything
             raise ValueError(f"the reward {name} cannot be built: {type(error).__name__}: {error}") from error
         self.names = tuple(getattr(made, "names", [plugins.label(name)]))
-        self._check = getattr(made, "check", None)
-
-    def check(self, prompts: Sequence[str]) -> None:
-        if self._check:
-            self._check(prompts)
+        self.check = getattr(made, "check", lambda prompts: None)
 
     def score(self, clips: Sequence[Tensor], prompts: Sequence[str], fps: float) -> dict[str, Any]:
         scores = self._score(*(clips, prompts, fps)[: self._count])

@@ -68,7 +68,8 @@ def unpack(body: bytearray, max_clips: int) -> tuple[list[Tensor], list[str], fl
         raise WireError("prompts and shapes must be lists with one entry for each clip, at least one")
     if len(shapes) > max_clips:
         raise TooMuch(f"{len(shapes)} clips in one request; at most {max_clips} are allowed")
-    if not all(isinstance(prompt, str) for prompt in prompts) or not all(map(_is_shape, shapes)):
+    good = (isinstance(s, list) and len(s) == 3 and all(type(n) is int and n > 0 for n in s) for s in shapes)
+    if not all(isinstance(prompt, str) for prompt in prompts) or not all(good):
         raise WireError("a prompt must be text, and a shape three whole numbers: frames, height, width")
     sizes = [math.prod(shape) * 3 for shape in shapes]
     if sum(sizes) != len(body) - end - 1:
@@ -82,7 +83,3 @@ def read_json(text: bytes | bytearray) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise WireError(f"this is not JSON: {error}") from error
-
-
-def _is_shape(shape: Any) -> bool:
-    return isinstance(shape, list) and len(shape) == 3 and all(type(n) is int and n > 0 for n in shape)

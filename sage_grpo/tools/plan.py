@@ -118,19 +118,11 @@ def describe(plan: Plan, gpu_bytes: float, price: float | None = None) -> str:
     c, clips = plan.config, len(held_out_prompts(plan.config))
     whole, validation = sum(times(plan).values()), validation_time(plan, clips)
     validations = c.validate_at_step0 + math.ceil(c.max_steps / (c.validation_interval or max(c.max_steps, 1)))
-    return render(
-        "plan.txt",
-        **SHOWN,
-        plan=plan,
-        exists=Path(c.pretrained_model_root).is_dir(),
-        hours=(c.max_steps * whole + validations * validation) / 3600,
-        between=min(60 * c.save_minutes or math.inf, (c.save_interval or c.max_steps) * whole),
-        price=price,
-        validation=validation,
-        clips=clips,
-        gpu_bytes=gpu_bytes,
-        remedies=remedies(plan, gpu_bytes),
-    ).rstrip()
+    hours = (c.max_steps * whole + validations * validation) / 3600
+    between = min(60 * c.save_minutes or math.inf, (c.save_interval or c.max_steps) * whole)
+    figures = {"hours": hours, "between": between, "price": price, "validation": validation, "clips": clips}
+    about = {"plan": plan, "exists": Path(c.pretrained_model_root).is_dir(), "remedies": remedies(plan, gpu_bytes)}
+    return render("plan.txt", **SHOWN, **figures, **about, gpu_bytes=gpu_bytes).rstrip()
 
 
 def varied(rest: Sequence[str], options: argparse.Namespace) -> list[tuple[str, Plan]]:

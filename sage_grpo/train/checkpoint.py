@@ -256,17 +256,12 @@ def _rows(trainer: "Trainer", part: str, name: str) -> tuple[int, int | None]:
 
 
 def _state(trainer: "Trainer") -> dict[str, Any]:
-    return {
-        "step": trainer.settled_step,
-        "updates": trainer.optimization.updates,
-        "skipped": trainer.vote.skipped,
-        "skipped_in_a_row": trainer.vote.in_a_row,
-        "anchor_age": trainer.anchor.age if trainer.anchor else None,
-        "controller": trainer.controller.state_dict(),
-        "config": _plain(trainer.config),
-        "fingerprints": trainer.fingerprints,
-        "tensors": {part: len(values) for part, values in _parts(trainer).items()},
-    }
+    vote, age = trainer.vote, trainer.anchor.age if trainer.anchor else None
+    counters = {"step": trainer.settled_step, "updates": trainer.optimization.updates, "anchor_age": age}
+    counters |= {"skipped": vote.skipped, "skipped_in_a_row": vote.in_a_row}
+    started = {"config": _plain(trainer.config), "fingerprints": trainer.fingerprints}
+    tensors = {part: len(values) for part, values in _parts(trainer).items()}
+    return counters | started | {"controller": trainer.controller.state_dict(), "tensors": tensors}
 
 
 def _card(trainer: "Trainer") -> dict[str, str | bytes]:
