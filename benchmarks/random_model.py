@@ -58,9 +58,10 @@ class Writer:
         (folder / "config.json").write_text(config)
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         sizes = {name: math.prod(shape) * self.dtype.itemsize for name, shape in shapes.items()}
-        files = plan_files(sizes, FILE_BYTES)
+        plan = plan_files(sizes, FILE_BYTES)
+        files = plan.filename_to_tensors
         if len(files) > 1:
-            (folder / INDEX).write_text(index_text(files, sum(sizes.values())))
+            (folder / INDEX).write_text(index_text(plan.tensor_to_filename, sum(sizes.values())))
         for file, names in files.items():
             self.file(folder / file, {name: shapes[name] for name in names})
         return sum(p.numel() for p in model.parameters())

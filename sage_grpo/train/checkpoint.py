@@ -267,7 +267,7 @@ def _state(trainer: "Trainer") -> dict[str, Any]:
 def _card(trainer: "Trainer") -> dict[str, str | bytes]:
     """The model card, with the settings that are not defaults."""
     default = _plain(Config()) | {"pretrained_model_root": "", "use_lora": ""}  # these two are always named
-    own = {name: value for name, value in _plain(trainer.config).items() if value != default[name]}
+    own = {name: value for name, value in _plain(trainer.config).items() if value != default.get(name)}
     scores = " + ".join(f"{weight:g} {name}" for name, weight in trainer.reward.weights.items() if weight)
     base = trainer.fingerprints.get("base weights", "unknown")
     return model_card(own, read_run(trainer.run.path), step=trainer.settled_step, reward=scores, base=base)

@@ -102,7 +102,7 @@ def test_the_folder_brings_its_prompts_and_its_history(runs):
 def test_every_folder_shows_samples(runs):
     for name in ("first", "first-2", "short"):
         with Image.open(runs / name / "samples.png") as sheet:
-            assert sheet.size == (500, 228)  # two rows of five frames with their labels
+            assert sheet.size == (532, 274)  # two rows of five frames with their labels and margins
 
 
 def test_the_card_is_made_of_measured_figures(runs, tmp_path):
