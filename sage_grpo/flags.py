@@ -40,7 +40,6 @@ KNOWN = (*FIELDS, *ALIASES, *RETIRED)  # keys of a file
 MOST_LEVELS = 50  # of a YAML file
 PATHS = ("pretrained_model_root", "output_dir", "train_prompts", "prompt_cache", "pretrained_lora_path", "reward_path")
 PATHS += ("validation_prompts", "resume_from_checkpoint", "init_from_checkpoint", "judge_rubric", "judge_cache")
-CODE = [name for name, field in FIELDS.items() if field.metadata["code"]]
 
 
 def parse(arguments: Sequence[str], also: Sequence[str] = ()) -> Config:
@@ -55,11 +54,11 @@ def parse(arguments: Sequence[str], also: Sequence[str] = ()) -> Config:
     if printed is not None:
         _print({"config": file, "given": sorted({*stored, *given})} | dataclasses.asdict(config), printed)
         raise SystemExit(0)
-    for name in set(CODE) - set(given):
-        words = _words(getattr(config, name) or "none")
-        if any(map(in_file, words)):
-            words = " ".join((f"--{name}", *words))
-            raise ConfigError(f"only config {file} names code, which a file alone may not choose; give {words}")
+    for name, field in FIELDS.items():
+        words = value if isinstance(value := getattr(config, name), tuple) else (value,)
+        if field.metadata["code"] and name not in given and any(map(in_file, words)):
+            remedy = " ".join((f"--{name}", *words))
+            raise ConfigError(f"only config {file} names code, which a file alone may not choose; give {remedy}")
     if "remote_reward_url" not in given and config.remote_reward_url and os.environ.get(TOKEN_VARIABLE):
         _check_address(config.remote_reward_url, file)
     return config
@@ -259,13 +258,15 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--version", action="version", version=f"sage-grpo {__version__}")
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        return super().parse_known_args(_underscored(sys.argv[1:] if args is None else args), namespace)
+        words = sys.argv[1:] if args is None else args
+        words = [re.sub(r"^--[\w-]+", lambda flag: "--" + flag[0][2:].replace("-", "_"), word) for word in words]
+        return super().parse_known_args(words, namespace)
 
     def parse_args(self, args: Sequence[str] | None = None, also: Sequence[str] = ()) -> argparse.Namespace:
-        words = _underscored(sys.argv[1:] if args is None else args)
-        named = [found[1] for word in words if (found := re.match(r"(--\w+)(=|$)", word))]
-        unknown = [name for name in named if name not in self.flags]  # said before that a required one is missing
-        known, rest = (None, unknown) if unknown else self.parse_known_args(words)
+        words = sys.argv[1:] if args is None else args
+        named = [found[1] for word in words if (found := re.match(r"--([\w-]+)(=|$)", word))]
+        unknown = [f"--{name}" for name in named if "--" + name.replace("-", "_") not in self.flags]
+        known, rest = (None, unknown) if unknown else self.parse_known_args(words)  # before what is required
         if rest:
             raise ConfigError(_unknown("flag", rest[0], [*self.flags, *also]))
         return known
@@ -290,10 +291,6 @@ def answer_early(parse_arguments: Callable[[None], Any]) -> None:
     except ConfigError as error:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         sys.exit(WRONG_INPUT)
-
-
-def _underscored(words: Sequence[str]) -> list[str]:
-    return [re.sub(r"^--[\w-]+", lambda flag: "--" + flag[0][2:].replace("-", "_"), word) for word in words]
 
 
 class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):

@@ -31,8 +31,10 @@ def label(name: str) -> str:
     return name.rpartition(":")[2]
 
 
-def load_file(name: str) -> Any:
-    """Run `FILE.py` and return its `NAME`; whatever goes wrong there is one sentence."""
+def resolved(name: str) -> Any:
+    """Run `FILE.py` and return its `NAME`, any failure in one sentence; another name is returned as it is."""
+    if not in_file(name):
+        return name
     path = Path(name.rpartition(":")[0])
     spec = spec_from_file_location(f"plugin_{path.stem}", path)
     module = sys.modules[spec.name] = module_from_spec(spec)
@@ -41,8 +43,3 @@ def load_file(name: str) -> Any:
         return getattr(module, label(name))
     except Exception as error:  # the file may do anything
         raise ValueError(f"{name} cannot be loaded: {type(error).__name__}: {error}") from error
-
-
-def resolved(name: str) -> Any:
-    """What `FILE.py:NAME` defines; any other name is returned as it is."""
-    return load_file(name) if in_file(name) else name

@@ -101,7 +101,7 @@ def mosaic(records: list[dict]) -> np.ndarray:
 
 
 def write_motion(path: Path, folder: Path, first: int, last: int) -> None:
-    """The same clips as an animation: before training above, after training below."""
+    """Write the clips as an animation: before training above, after training below."""
     rows = []
     for records in zip(*chosen(sides_of(folder, first, last)), strict=True):
         clips = [read_mp4(record["path"])[0] for record in records]

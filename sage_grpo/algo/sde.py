@@ -140,10 +140,11 @@ def precise_split(sigma: Tensor, sigma_next: Tensor, eta: float) -> tuple[Tensor
 
 
 Table = tuple[Tensor, Tensor, Tensor]  # a, b, std
-Sampler = Callable[[Tensor, Tensor, float], Table]  # of sigma, sigma_next and eta
+Variance = Callable[[Tensor, Tensor, float], Tensor]  # of sigma, sigma_next and eta
+Sampler = Callable[[Tensor, Tensor, float], Table]
 
 
-def euler_maruyama(variance: Callable[[Tensor, Tensor, float], Tensor]) -> Sampler:
+def euler_maruyama(variance: Variance) -> Sampler:
     def table(sigma: Tensor, sigma_next: Tensor, eta: float) -> Table:
         var = variance(sigma, sigma_next, eta)
         return 1 - var / (2 * sigma), sigma_next - sigma - var * (1 - sigma) / (2 * sigma), var.sqrt()
@@ -169,7 +170,7 @@ SDES: dict[str, Sampler] = {
 }
 
 
-def build_schedule(sde_type: str | Callable, sigmas: Tensor | Sequence[float], eta: float) -> Schedule:
+def build_schedule(sde_type: str | Sampler | Variance, sigmas: Tensor | Sequence[float], eta: float) -> Schedule:
     """Tables of one sampler over the noise levels `sigmas` (T+1,), computed in fp64 and stored in fp32.
 
     `sde_type` is a row of SDES, or a function of your own that returns a table, or only a variance for Euler-Maruyama.
@@ -189,7 +190,7 @@ def build_schedule(sde_type: str | Callable, sigmas: Tensor | Sequence[float], e
     return Schedule(*(column.float() for column in (sigmas, a, b, std, inv_std, log_norm)))
 
 
-def _check(sde_type: str | Callable, sigmas: Tensor, eta: float) -> None:
+def _check(sde_type: object, sigmas: Tensor, eta: float) -> None:
     if isinstance(sde_type, str) and sde_type not in SDES:
         raise ValueError(f"sde_type is {sde_type!r}; choose one of {', '.join(SDES)}")
     if not 0 <= eta < math.inf:

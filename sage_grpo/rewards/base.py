@@ -74,7 +74,7 @@ class FileReward:
     """
 
     def __init__(self, name: str, setup: Setup) -> None:
-        made = plugins.load_file(name)
+        made = plugins.resolved(name)
         try:
             count = len(inspect.signature(made).parameters)
             if isinstance(made, type) or count < 2:

@@ -43,6 +43,9 @@ class Composite:
         self.weights = {self._label(*key): weight for key, weight in _flat_weights(self.rewards, weights).items()}
         self.on_batch: Callable[[], None] = lambda: None  # called before each batch is scored
 
+    def __str__(self) -> str:
+        return " + ".join(f"{weight:g} {name}" for name, weight in self.weights.items() if weight)
+
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self._label(name, score) for name, reward in self.rewards.items() for score in reward.names)
@@ -108,8 +111,7 @@ def _flat_weights(rewards: Mapping[str, Reward], weights: Mapping[str, Any]) -> 
         given = weights.get(name, {})
         if not isinstance(given, Mapping):
             if len(reward.names) > 1:
-                scores = ", ".join(reward.names)
-                raise ValueError(f"reward_weights must have a number for each score of {name}: {scores}")
+                raise ValueError(f"reward_weights must have a number for each of {name}'s {', '.join(reward.names)}")
             given = {reward.names[0]: given}
         for score, weight in given.items():
             if score not in reward.names:

@@ -16,6 +16,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -33,7 +34,7 @@ from sage_grpo.parallel.device import available_memory
 from sage_grpo.parallel.fsdp import local_shard, rows
 from sage_grpo.parallel.ranks import RankError, Ranks
 from sage_grpo.runs.card import model_card
-from sage_grpo.runs.history import read_run
+from sage_grpo.runs.history import RunHistory, read_run
 from sage_grpo.tensor_files import TensorFile, host_copy, write_file
 
 if TYPE_CHECKING:
@@ -268,9 +269,13 @@ def _card(trainer: "Trainer") -> dict[str, str | bytes]:
     """The model card, with the settings that are not defaults."""
     default = _plain(Config()) | {"pretrained_model_root": "", "use_lora": ""}  # these two are always named
     own = {name: value for name, value in _plain(trainer.config).items() if value != default.get(name)}
-    scores = " + ".join(f"{weight:g} {name}" for name, weight in trainer.reward.weights.items() if weight)
+    try:
+        run = read_run(trainer.run.path)
+    except (OSError, ConfigError) as error:  # a checkpoint is worth more than its card
+        run = RunHistory(trainer.run.path, [], [], [])
+        print(f"the model card of iteration {trainer.settled_step} has no curve: {error}", file=sys.stderr)
     base = trainer.fingerprints.get("base weights", "unknown")
-    return model_card(own, read_run(trainer.run.path), step=trainer.settled_step, reward=scores, base=base)
+    return model_card(own, run, step=trainer.settled_step, reward=trainer.reward, base=base)
 
 
 def _plain(config: Config) -> dict[str, Any]:

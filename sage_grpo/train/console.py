@@ -27,13 +27,12 @@ def banner(trainer: Trainer) -> str:
     prompts = c.gradient_accumulation_steps * c.batch_size * ranks.count // c.num_generations
     machine = torch.cuda.get_device_name() if ranks.device.type == "cuda" else "CPU"
     method = f"{c.sde_type}, eta {c.eta:g}, window {c.sde_window}" if trainer.algorithm.explores else c.algorithm
-    scores = " + ".join(f"{weight:g} {name}" for name, weight in trainer.reward.weights.items() if weight)
     lines = {
         "run": f"{trainer.run.path}, iteration {trainer.step} of {c.max_steps}",
         "model": f"{c.pretrained_model_root}: {trained:,} of {whole:,} parameters are trained, {c.dtype}",
         "machine": f"{ranks.world} x {machine}: {ranks.count} data-parallel x {ranks.sp_size} sequence-parallel",
         "update": f"{prompts} prompts x {c.num_generations} clips of {rollout_sampling(c)}; {method}",
-        "reward": f"{scores} ({', '.join(trainer.reward.rewards)})",
+        "reward": f"{trainer.reward} ({', '.join(trainer.reward.rewards)})",
         "checkpoint": f"after iteration {upcoming(trainer, c.save_interval)}",
     }
     lines["run"] += f", resumed from {trainer.resumed_from.name}" if trainer.resumed_from else ""

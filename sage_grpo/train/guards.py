@@ -159,8 +159,8 @@ class Guards:
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         frames = sys._current_frames().items()
         record = {"rank": self.ranks.world_rank, "iteration": self.step + 1, "phase": self.phase, "message": message}
-        record |= {"idle_seconds": round(time.monotonic() - self.last_beat, 3), "error": list(trace)}
-        record |= {"events": list(self.events)}
+        idle = round(time.monotonic() - self.last_beat, 3)
+        record |= {"idle_seconds": idle, "error": list(trace), "events": list(self.events)}
         record["stacks"] = {names.get(ident, str(ident)): traceback.format_stack(frame) for ident, frame in frames}
         file = self.run.path / "flight" / f"rank-{self.ranks.world_rank:05d}.json"
         try:

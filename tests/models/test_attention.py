@@ -9,7 +9,7 @@ from sage_grpo.models.attention import attention, best_attention, parted_attenti
 
 @pytest.fixture(autouse=True)
 def kernels_for_a_cpu(monkeypatch):
-    """The same steps for tensors on the CPU: its own kernels, and plain matmuls to add the remaining keys."""
+    """Split attention on the CPU: torch's kernels for the first part, plain matmuls for the remaining keys."""
     on_gpu = {name: getattr(module, name) for name in ("_kernel", "_kernel_backward", "_products", "_add_keys")}
 
     def kernel(query, key, value):

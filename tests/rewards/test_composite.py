@@ -129,7 +129,7 @@ def test_several_rewards_are_named_apart():
     "weights, words",
     [
         ({"bright": 1.0}, "names bright, not a score of b; give --reward_weights .*light.*dark"),
-        ({"b": 1.0}, "a number for each score of b: light, dark"),
+        ({"b": 1.0}, "a number for each of b's light, dark"),
         ({"light": 0.0}, "all 0"),
         ({"light": "much"}, "must be a number"),
         ({"light": math.nan}, "must be a number"),

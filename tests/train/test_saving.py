@@ -347,3 +347,14 @@ def test_work_tells_its_progress_its_result_and_its_error():
         time.sleep(0.01)
     with pytest.raises(ZeroDivisionError):
         failed.result()
+
+
+def test_metrics_that_cannot_be_read_cost_the_card_its_curve_and_never_the_checkpoint(make, capsys):
+    trainer = make(use_lora=True, max_steps=2, save_interval=1)
+    trainer.validation = None
+    metrics = trainer.run.path / "metrics.jsonl"
+    metrics.write_text("damaged\n" + metrics.read_text())
+    trainer.train()
+    assert names(folder_of(trainer)) == ["step-000001", "step-000002"]
+    assert "the model card of iteration 2 has no curve" in capsys.readouterr().err
+    assert (folder_of(trainer) / "step-000002" / "README.md").is_file()
