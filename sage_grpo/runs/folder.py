@@ -26,6 +26,8 @@ from sage_grpo.config import Config, ConfigError
 from sage_grpo.json_files import finite, write_json
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.runs.clips import divergence
+from sage_grpo.runs.diagnosis import diagnose
+from sage_grpo.runs.history import read_run
 from sage_grpo.runs.lock import WAIT, Lock
 
 CONTENTS = (
@@ -46,6 +48,7 @@ class RunFolder:
         )
         self.tracker: Tracker | None = None
         self.lock: Lock | None = None
+        self.finding = ""  # printed last
         self._check()
 
     def _check(self) -> set[str]:
@@ -138,6 +141,18 @@ class RunFolder:
     def divergence(self, step: int) -> str:
         """On the first rank, a warning if reward and held-out reward have diverged; else empty."""
         return divergence(self.path, step) if self.ranks.first and self.config.holdout_reward else ""
+
+    def print_diagnosis(self, step: int) -> None:
+        """On the first rank, print the first finding about the run so far, if it is another one than the last time."""
+        if not self.ranks.first:
+            return
+        try:
+            found = diagnose(read_run(self.path))
+        except (OSError, ConfigError) as error:  # a damaged file must not stop the training
+            return self.ranks.log_once(f"no diagnosis: {error}")
+        if (top := found[0].name if found else "") != self.finding:
+            self.finding = top
+            self.ranks.log_once(f"iteration {step}: {found[0] if found else 'no finding any more'}")
 
     def close(self) -> None:
         if self.tracker:
