@@ -178,15 +178,14 @@ def sampling_rules(case: Case) -> Iterator[Rule]:
     """Exploration, and validation beside it."""
     c, std, gap, gain = case.config, case.schedule("std"), case.gap, case.trained
     steps = (c.validation_num_inference_steps or c.num_sampling_steps) / c.num_sampling_steps
-    alike, last, unlike = 0.25 < steps < 4, std[-1] if len(std) else math.nan, "validation unlike training"
-    yield unlike, abs(gap) > 1 and not alike, {"text": f"{steps:g} times the steps, {gap:+.1f} standard deviations"}
+    alike, last = 0.25 < steps < 4, std[-1] if len(std) else math.nan
     least = (case.run.train[-1]["step"] - case.run.train[0]["step"]) * (gain.mean - gain.half)
     most = case.validated.mean + case.validated.half
     text = f"training clips gained at least {least:.2g}, validation at most {most:.2g}"
     old = (
         f"; averaged weights are still {c.ema_decay ** case.most('updates'):.0%} the first ones" if c.ema_decay else ""
     )
-    yield unlike, least > 0 and most < 0.3 * least, {"text": text + old}
+    yield "validation unlike training", least > 0 and most < 0.3 * least, {"text": text + old}
     yield "noise in the clips", alike and gap > 1 and last > 0.02, {"gap": gap, "std": last}
     yield "too much exploration", alike and gap > 1 and not last > 0.02, {"gap": gap}
     yield "too little exploration", 0 < np.linalg.norm(std) < 0.1, {"std": np.linalg.norm(std)}

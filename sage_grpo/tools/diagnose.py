@@ -10,6 +10,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from sage_grpo.flags import Parser, answer_early
+
+
+def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser("python -m sage_grpo.tools.diagnose", __doc__)
+    parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    answer_early(options_of)
+
 from sage_grpo.runs.diagnosis import Case, Finding, diagnose
 from sage_grpo.runs.history import RunHistory, read_run
 from sage_grpo.tools.plan import plan_of
@@ -32,10 +44,8 @@ def findings(run: RunHistory) -> list[Finding]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("python -m sage_grpo.tools.diagnose", description="Why is my reward flat?")
-    parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
     try:
-        run = read_run(parser.parse_args(arguments).run)
+        run = read_run(options_of(arguments).run)
         found = findings(run)
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)

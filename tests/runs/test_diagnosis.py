@@ -9,9 +9,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
-from sage_grpo.config import FIELDS
+from sage_grpo.config import FIELDS, Config
+from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.runs.diagnosis import FINDINGS, Case, diagnose
+from sage_grpo.runs.folder import RunFolder
 from sage_grpo.runs.history import read_run
 from studies.diagnosis_check import BY_WORLD, FAULTS, HEALTHY, read_records, restore
 from tests.tools.fake_run import make_run, read_lines, write_lines
@@ -119,5 +122,22 @@ def test_texts(name):
     captions = json.loads((ROOT / "sage_grpo" / "tools" / "templates" / "captions.json").read_text())
     assert text.keys() == {"evidence", "cause", "remedy", "panel", "excused"} and text["panel"] in {"", *captions}
     assert text["cause"].endswith(".") and text["remedy"].endswith(".")
-    named = set(re.findall(r"--(\w+)", text["remedy"])) - {"calibrate"}
+    named = set(re.findall(r"--(\w+)", text["remedy"]))
     assert named <= set(FIELDS) and (named or name in ("slow", "rewards repeat"))
+
+
+def test_training_prints_the_first_finding_when_it_changes(replay, capsys):
+    folder = replay("learning rate x 50")
+    run = RunFolder(Config(output_dir=str(folder), overwrite=True), Ranks(0, 1, torch.device("cpu")))
+    for step in (25, 50):
+        run.print_diagnosis(step)
+    text = capsys.readouterr().err
+    assert (
+        text.startswith("note: iteration 25: learning rate too high: the reward changed by ") and text.count("\n") == 1
+    )
+    (folder / "config.yaml").unlink()
+    run.print_diagnosis(75)
+    assert capsys.readouterr().err == "note: iteration 75: no finding any more\n"
+    (folder / "metrics.jsonl").write_text("{\n{\n")
+    run.print_diagnosis(100)
+    assert "no diagnosis: " in capsys.readouterr().err

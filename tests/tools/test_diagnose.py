@@ -10,6 +10,7 @@ from sage_grpo.runs.history import read_run
 from sage_grpo.tools.diagnose import findings, main
 from sage_grpo.tools.plan import plan_of
 from sage_grpo.tools.plan_model import times
+from sage_grpo.tools.report import page
 from studies.diagnosis_check import read_records, restore
 from tests.tools.fake_run import read_lines, write_lines
 
@@ -28,6 +29,18 @@ def test_the_list_of_a_faulty_run(tmp_path, capsys):
 def test_a_healthy_run(tmp_path, capsys):
     assert main([str(restore(RECORDED["healthy-1"], tmp_path / "run"))]) == 0
     assert capsys.readouterr().out == "The reward rises. Nothing is wrong as far as it was recorded.\n"
+
+
+def test_the_first_box_of_the_report(tmp_path):
+    folder = restore(RECORDED["eta 0.005"], tmp_path / "run")
+    text = page(read_run(folder))
+    first = text.index('<ol class="findings">')
+    assert first < text.index('class="tiles"') and text.count("<li>") == 2
+    assert "<b>too little exploration</b>: all steps together add noise of 0.011 to initial noise of 1. Clips" in text
+    lines = [line | {"reward/error": "<gone>", "reward/failed": 9} for line in read_lines(folder)]
+    write_lines(folder, lines)
+    assert "first with: &lt;gone&gt;." in page(read_run(folder))
+    assert 'class="findings"' not in page(read_run(restore(RECORDED["healthy-1"], tmp_path / "healthy")))
 
 
 def test_what_is_no_run(tmp_path, capsys):
