@@ -144,14 +144,12 @@ class RunFolder:
 
     def print_diagnosis(self, step: int) -> None:
         """On the first rank, print the first finding about the run so far, if it is another one than the last time."""
-        if not self.ranks.first:
-            return
         try:
-            found = diagnose(read_run(self.path))
+            found = diagnose(read_run(self.path)) if self.ranks.first else []
         except (OSError, ConfigError) as error:  # a damaged file must not stop the training
             return self.ranks.log_once(f"no diagnosis: {error}")
-        if (top := found[0].name if found else "") != self.finding:
-            self.finding = top
+        before, self.finding = self.finding, found[0].name if found else ""
+        if self.finding != before:
             self.ranks.log_once(f"iteration {step}: {found[0] if found else 'no finding any more'}")
 
     def close(self) -> None:

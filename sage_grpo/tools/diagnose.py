@@ -23,7 +23,7 @@ if __name__ == "__main__":
     answer_early(options_of)
 
 from sage_grpo.runs.diagnosis import Case, Finding, diagnose
-from sage_grpo.runs.history import RunHistory, read_run
+from sage_grpo.runs.history import read_run
 from sage_grpo.tools.plan import plan_of
 from sage_grpo.tools.plan_model import CARDS, times
 
@@ -31,26 +31,26 @@ LARGE = 1e9  # parameters; the planner does not know the time of smaller models,
 DIRECTIONS = {1: "The reward rises.", 0: "The reward is flat.", -1: "The reward falls.", None: "Too early to judge."}
 
 
-def findings(run: RunHistory) -> list[Finding]:
-    """All findings; last that of the planner, where it knows the machine and the model."""
-    case, head, found = Case(run), run.head, diagnose(run)
-    card = next((card for card in CARDS if card in str(head.get("device")).lower()), "")
+def late(case: Case) -> list[Finding]:
+    """A finding if iterations take far longer than planned, where the planner knows the machine and the model."""
+    head = case.run.head
+    card = next((card for card in CARDS if card in str(head.get("device")).lower()), None)
     plan = plan_of(case.config, head.get("ranks") or 1, card=card) if card else None
-    if plan and plan.model.parameters > LARGE and plan.trained.total == head.get("trainable_parameters"):
-        planned, (measured, _) = sum(times(plan).values()), case.ends("time/total")
-        values = {"measured": measured, "planned": planned}
-        found += [Finding("slower than planned", values)] if measured > 2 * planned else []
-    return found
+    if plan is None or plan.model.parameters < LARGE or plan.trained.total != head.get("trainable_parameters"):
+        return []
+    values = {"measured": case.ends("time/total")[0], "planned": sum(times(plan).values())}
+    return [Finding("slower than planned", values)] if values["measured"] > 2 * values["planned"] else []
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     try:
         run = read_run(options_of(arguments).run)
-        found = findings(run)
+        case = Case(run)
+        found = diagnose(run) + late(case)
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
-    print(DIRECTIONS[Case(run).direction], "" if found else "Nothing is wrong as far as it was recorded.")
+    print(DIRECTIONS[case.direction], "" if found else "Nothing is wrong as far as it was recorded.")
     for number, one in enumerate(found, 1):
         print(f"{number}. {one}" + (f" Panel of report.html: {one.panel}." if one.panel else ""))
     return int(bool(found))

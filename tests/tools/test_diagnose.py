@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from sage_grpo.config import Config
+from sage_grpo.runs.diagnosis import Case
 from sage_grpo.runs.history import read_run
-from sage_grpo.tools.diagnose import findings, main
+from sage_grpo.tools.diagnose import late, main
 from sage_grpo.tools.plan import plan_of
 from sage_grpo.tools.plan_model import times
 from sage_grpo.tools.report import page
@@ -53,7 +54,7 @@ def test_what_is_no_run(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("factor", "device", "fewer", "late"),
+    ("factor", "device", "fewer", "expected"),
     [
         (4.0, "NVIDIA H200", 0, True),
         (1.2, "NVIDIA H200", 0, False),
@@ -62,7 +63,7 @@ def test_what_is_no_run(tmp_path, capsys):
     ],
     ids=["late", "in time", "a machine without a plan", "another model"],
 )
-def test_the_plan(tmp_path, factor, device, fewer, late):
+def test_the_plan(tmp_path, factor, device, fewer, expected):
     config = Config(pretrained_model_root=str(tmp_path / "absent"), use_lora=True, batch_size=4, dtype="bf16")
     config = replace(config, enable_fsdp=True, num_frames=81, height=352, width=624, fps=24)
     plan = plan_of(config, 1)
@@ -71,6 +72,6 @@ def test_the_plan(tmp_path, factor, device, fewer, late):
     lines, seconds = read_lines(folder), factor * sum(times(plan).values())
     head = lines[0] | {"device": device, "ranks": 1, "trainable_parameters": plan.trained.total - fewer}
     write_lines(folder, [head, *(line | {"time/total": seconds} for line in lines[1:])])
-    found = [finding.evidence for finding in findings(read_run(folder)) if finding.name == "slower than planned"]
-    assert len(found) == late
-    assert not late or found[0] == f"an iteration takes {seconds:.3g} s, planned are {seconds / factor:.3g} s"
+    found = [finding.evidence for finding in late(Case(read_run(folder)))]
+    assert len(found) == expected
+    assert not expected or found[0] == f"an iteration takes {seconds:.3g} s, planned are {seconds / factor:.3g} s"
