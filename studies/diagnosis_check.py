@@ -33,7 +33,7 @@ from sage_grpo.flags import from_values
 from sage_grpo.models import BACKBONES
 from sage_grpo.rewards import REWARDS
 from sage_grpo.runs.clips import read_listing
-from sage_grpo.runs.diagnosis import diagnose
+from sage_grpo.runs.diagnosis import Case, diagnose
 from sage_grpo.runs.history import read_run
 from sage_grpo.train import optimization
 from sage_grpo.train.build import build_trainer, join_run
@@ -352,14 +352,14 @@ def restore(recorded: dict[str, Any], folder: Path) -> Path:
 def table(output: Path, world: str, names: list[str]) -> str:
     lines = ["| fault | first finding | second | evidence | rank of the fault |", "|---|---|---|---|---|"]
     for name in names:
-        found = diagnose(read_run(run_folder(output, world, name)))
+        run = read_run(run_folder(output, world, name))
+        found = diagnose(run)
+        alarm = "**false alarm**" if Case(run).direction == 1 else "no fault injected, but the reward is flat"
         wanted = BY_WORLD[world].get(name, Fault("")).finding
         ranks = [i for i, finding in enumerate(found, 1) if finding.name == wanted]
         first, second = [finding.name for finding in found[:2]] + ["-"] * (2 - len(found[:2]))
         evidence = next((finding.evidence for finding in found if finding.name == wanted), "")
-        verdict = (
-            ranks[0] if ranks else "**not found**" if wanted else "**false alarm**" if found else "none, as it should"
-        )
+        verdict = ranks[0] if ranks else "**not found**" if wanted else alarm if found else "none, as it should"
         lines.append(f"| {name} | {first} | {second} | {evidence} | {verdict} |")
     return "\n".join(lines)
 

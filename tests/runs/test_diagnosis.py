@@ -50,9 +50,10 @@ def test_a_fault_is_named_first_or_second(replay, world, name):
 
 @pytest.mark.parametrize(("world", "name"), HEALTHY_RUNS)
 def test_a_healthy_run_raises_no_alarm(replay, world, name):
-    folder = replay(name, world)
-    assert names(folder) == []
-    assert world == "embedded" or Case(read_run(folder)).direction == 1
+    """But for few clips: in 20 iterations of 24 clips the embedded model's reward does not rise for certain."""
+    folder, flat = replay(name, world), world == "embedded"
+    assert Case(read_run(folder)).direction == (0 if flat else 1)
+    assert names(folder) in ([[], ["too few clips"]] if flat else [[]])
 
 
 @pytest.mark.parametrize(("name", "direction"), [("learning rate x 50", -1), ("learning rate / 10,000", 0)])
