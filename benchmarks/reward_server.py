@@ -27,7 +27,7 @@ PROMPT = "a red circle moving left"
 
 
 def start(args: argparse.Namespace, batch_size: int) -> tuple[subprocess.Popen, str]:
-    command = [sys.executable, "-m", "sage_grpo.tools.reward_server", "--reward", args.reward, "--port", "0"]
+    command = [sys.executable, "scripts/reward_server.py", "--reward", args.reward, "--port", "0"]
     command += ["--reward_path", str(args.reward_path.resolve()), "--reward_batch_size", str(batch_size)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     return process, process.stdout.readline().split()[0]

@@ -1,4 +1,4 @@
-"""Rewards that run elsewhere: how a server is asked, and the client of `python -m sage_grpo.tools.reward_server`.
+"""Rewards that run elsewhere: how a server is asked, and the client of `python scripts/reward_server.py`.
 
 Scoring is stateless on the server, so a request lost to a broken connection or a busy server is retried a few times.
 Rejected or timed-out requests are not. Redirects are errors, because the token would follow them.
@@ -35,7 +35,7 @@ class Server:
     `start_timeout`, and later ones as long as `Composite` allows.
     """
 
-    retried, hint, content_type = (503,), "python -m sage_grpo.tools.reward_server", "application/octet-stream"
+    retried, hint, content_type = (503,), "python scripts/reward_server.py", "application/octet-stream"
 
     def __init__(self, url: str | None, timeout: float, start_timeout: float) -> None:
         if url is None:

@@ -11,6 +11,7 @@ import re
 import secrets
 import shlex
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,11 +27,14 @@ from sage_grpo.config import Config, ConfigError
 from sage_grpo.json_files import finite, write_json
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.runs.clips import divergence
+from sage_grpo.runs.diagnosis import diagnose
+from sage_grpo.runs.history import read_run
 from sage_grpo.runs.lock import WAIT, Lock
 
 CONTENTS = ("config.yaml", "command.txt", "status.json", "metrics.jsonl", "report.html")
 CONTENTS += ("validation", "checkpoints", "flight", "tensorboard")
 WRITTEN_FIRST = CONTENTS[:2]
+PAGE_SECONDS = 600  # report.html is at least so old before it is written again
 
 
 class RunFolder:
@@ -42,6 +46,8 @@ class RunFolder:
         self._replaces = config.overwrite and not config.resume_from_checkpoint
         self.tracker: Tracker | None = None
         self.lock: Lock | None = None
+        self.finding = ""  # printed last
+        self.page, self.page_time = None, time.monotonic()  # process that writes report.html, and when it began
         self._check()
 
     def _check(self) -> set[str]:
@@ -132,7 +138,26 @@ class RunFolder:
         """On the first rank, a warning if reward and held-out reward have diverged; else empty."""
         return divergence(self.path, step) if self.ranks.first and self.config.holdout_reward else ""
 
+    def diagnose(self, step: int) -> None:
+        """On the first rank, print the first finding about the run so far if it is a new one; refresh report.html."""
+        if self.ranks.first and time.monotonic() - self.page_time > PAGE_SECONDS:
+            self.finish_page()
+            command = [sys.executable, "-m", "sage_grpo.tools.report", str(self.path)]
+            self.page, self.page_time = subprocess.Popen(command, stdout=subprocess.DEVNULL), time.monotonic()
+        try:
+            found = diagnose(read_run(self.path)) if self.ranks.first else []
+        except (OSError, ConfigError) as error:  # a damaged file must not stop the training
+            return self.ranks.log_once(f"no diagnosis: {error}")
+        before, self.finding = self.finding, found[0].name if found else ""
+        if self.finding != before:
+            self.ranks.log_once(f"iteration {step}: {found[0] if found else 'no finding any more'}")
+
+    def finish_page(self) -> None:
+        if self.page:
+            self.page.wait()
+
     def close(self) -> None:
+        self.finish_page()
         if self.tracker:
             self.tracker.close()
         if self.lock:

@@ -15,8 +15,8 @@ FLAGS = tomllib.loads(Path(__file__).with_name("templates").joinpath("flags.toml
 class ToolParser(Parser):
     """The flags of a tool, with their limits."""
 
-    def __init__(self, tool: str, about: str | None) -> None:
-        super().__init__(f"python -m sage_grpo.tools.{tool}", about)
+    def __init__(self, tool: str, about: str | None, program: str = "python -m sage_grpo.tools.{}") -> None:
+        super().__init__(program.format(tool), about)
         self.limits = {name: flag["above"] for name, flag in FLAGS[tool].items() if "above" in flag}
         for name, flag in FLAGS[tool].items():
             kind = {"type": TYPES[flag["type"]]} if "type" in flag else {}

@@ -32,6 +32,7 @@ import numpy as np
 import yaml
 
 from sage_grpo.runs.clips import Clip, divergence, pair_clips, read_validations
+from sage_grpo.runs.diagnosis import Finding, diagnose
 from sage_grpo.runs.history import RunError, RunHistory, as_float, column, read_run
 from sage_grpo.tools.figure_style import colors_of, strategy
 from sage_grpo.tools.paired import FEWEST, TOTAL, aligned, clip_rows, compared, number, tables, validation_clips
@@ -74,8 +75,16 @@ def page(run: RunHistory) -> str:
     changed = differing({"here": config_of(run), "default": yaml.safe_load(Config().to_yaml())}) if config else []
     values = {"run": run, "command": command, "config": config, "changed": changed, "results": results(run)}
     values |= {"compared": result, "tables": tables(result) if result else [], "rows": clip_rows(clips, total=True)}
-    values |= {"panels": panels(run), "troubles": troubles(run), "divergence": parted(run)}
+    values |= {"panels": panels(run), "troubles": troubles(run), "divergence": parted(run), "findings": findings(run)}
     return render("report.html", title=run.folder.resolve().name, **values)
+
+
+def findings(run: RunHistory) -> list[Finding]:
+    """What the diagnosis says; nothing if it cannot read an edited configuration, which the page shows anyway."""
+    try:
+        return diagnose(run)
+    except ConfigError:
+        return []
 
 
 def comparison(histories: Sequence[RunHistory]) -> str:

@@ -15,8 +15,6 @@ from sage_grpo.models.denoiser import Denoiser
 from sage_grpo.models.lora import ANCHOR, POLICY, adapter_parameters, use_adapter
 from sage_grpo.parallel.fsdp import copy_into, full_tensor, local_shard, replaced, shard_like
 
-FEW_EPS = 100  # a gradient whose RMS is fewer eps than this loses part of its step
-
 
 def trainable_parameters(transformer: Denoiser, use_lora: bool) -> dict[str, nn.Parameter]:
     """The adapter's parameters, or all parameters the forward uses; everything else is frozen."""
@@ -47,7 +45,6 @@ class Optimization:
             self.optimizers.append(torch.optim.AdamW(list(rest.items()), fused=fused or None, **shared))
         if muon:  # scaled so that both use one learning rate
             self.optimizers.append(torch.optim.Muon(list(muon.items()), adjust_lr_fn="match_rms_adamw", **shared))
-        self.warned = False
         self.average = {n: p.detach().clone() for n, p in parameters.items()} if config.ema_decay else {}
 
     @property
@@ -64,14 +61,6 @@ class Optimization:
         """RMS over all trained parameters of a gradient that had this norm before it was clipped."""
         count = sum(p.numel() for p in self.parameters.values())
         return min(grad_norm, self.config.max_grad_norm) / math.sqrt(count)
-
-    def warning(self, grad_norm: float) -> str:
-        """Once per run: why a gradient of this norm is too small for the optimizer; empty if it is not."""
-        rms, eps = self.rms(grad_norm), self.config.adam_eps
-        if self.warned or not 0 < rms < FEW_EPS * eps:
-            return ""
-        self.warned = True
-        return f"the gradient's RMS {rms:.2g} is near adam_eps {eps:g}, which shortens the optimizer's steps: lower it"
 
     def step(self) -> None:
         for optimizer in self.optimizers:

@@ -25,9 +25,12 @@ from sage_grpo.train.metrics import Stopwatch, UpdateStats, peak_memory, reward_
 from sage_grpo.train.optimization import Anchor, Optimization
 from sage_grpo.train.rollout import MicroBatch, Rollouts, Trajectory, join_prompts, plan_micro_batches, prompt_positions
 from sage_grpo.train.saving import Saves
+from sage_grpo.train.signals import HalfGradient, signals
 from sage_grpo.train.update import ALGORITHMS, Objective, anchor_velocities, sampler_of
 from sage_grpo.train.validation import Gold, Validation, gold_columns
 from sage_grpo.train.windows import parse_windows
+
+DIAGNOSED = 25  # iterations between diagnoses, the first after one; they also follow each validation
 
 
 @dataclass(eq=False)
@@ -60,6 +63,7 @@ class Trainer:
         # accumulated rollouts that await their optimizer step: their metrics, and which clips were finite
         self.pending: list[UpdateStats] = []
         self.finite: list[tuple[MicroBatch, Tensor]] = []
+        self.half = HalfGradient(self.optimization.parameters.values(), self.ranks, c.reduces_once)
 
     def train(self) -> None:
         """Run the remaining iterations; validate and save as configured and at the end; also save on a signal."""
@@ -83,6 +87,7 @@ class Trainer:
                 self.step += 1
                 record |= reward_record(scores, advantages, self.config.num_generations) | gold | watch.record()
                 record |= {"kl/anchor_age": self.anchor.age if self.anchor else None, "memory/peak_gb": peak_memory()}
+                record |= signals(self, clips, scores) if self.logged(self.step) else {}
                 self.log(record, bar)
                 self.finish_iteration()
 
@@ -219,6 +224,8 @@ class Trainer:
                 reduce_gradients_in_next_backward(self.backbone.transformer, reduced)
                 finite = goal.backward(trajectory, trajectory.order[:, column], advantage, stats)
                 self.finite.append((trajectory.micro_batch, finite))
+                begun = self.step % c.gradient_accumulation_steps * len(micro_steps)
+                self.half.observe(begun + number, c.gradient_accumulation_steps * len(micro_steps))
             stats = stats.over(self.ranks)
             self.check_first_ratio(stats)
             self.pending.append(stats)
@@ -246,10 +253,9 @@ class Trainer:
         """Step on the gradients of all ranks, unless they carry no signal or are not finite; returns their norm."""
         self.ranks.sum_gradients(self.optimization.parameters.values())
         grad_norm = self.optimization.clip()
+        self.half.compare(grad_norm)
         pending = sum(self.pending[1:], self.pending[0])
         if self.vote.should_step(grad_norm, self.trained_since_update):
-            if warning := self.optimization.warning(grad_norm):
-                self.ranks.log_once(warning)
             self.optimization.step()
             if self.ranks.any(not self.optimization.is_finite):
                 raise self.saves.diverged(f"the weights are not finite after iteration {self.step + 1}")
@@ -279,6 +285,8 @@ class Trainer:
             self.saves.begin(must=last)
         if self.due(self.config.validation_interval):
             self.validate()
+        if self.due(self.config.validation_interval) or self.step % DIAGNOSED == 1:
+            self.run.diagnose(self.step)
 
     def due(self, interval: int) -> bool:
         """Whether something scheduled every `interval` iterations, and at the end, is due now."""

@@ -24,6 +24,8 @@ from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.rewards.composite import Composite
 from sage_grpo.runs.clips import PLACES, write_listing, write_sheet, write_videos
 
+RESCORED = 8  # clips of each rank that are scored twice
+
 Gold = Callable[[Tensor, Sequence[str]], dict[str, Tensor]]
 
 
@@ -114,6 +116,8 @@ class Validation:
         """One record per clip: file, prompt, seed and scores, plus the reward's error if it failed."""
         texts = [prompt.text for prompt in prompts]
         scores = self.reward.score(clips, texts, self.config.fps)
+        few = slice(min(RESCORED, len(clips)))  # again, in another order: a reward may depend on chance or on its batch
+        again = self.reward.score(clips[few][::-1], texts[few][::-1], self.config.fps).total.flip(0).tolist()
         columns = {
             "scores": scores.named | {"total": scores.total},
             "holdout": self.holdout.score(clips, texts, self.config.fps).named if self.holdout else {},
@@ -123,6 +127,7 @@ class Validation:
             {"file": self.file(prompt), "prompt": prompt.text, "seed": self.seed(prompt)}
             | ({"error": scores.errors[0]} if scores.errors and not scores.total[i].isfinite() else {})
             | {kind: finite({name: v[i].item() for name, v in named.items()}) for kind, named in columns.items()}
+            | finite({"scored_again": again[i]} if i < len(again) else {})
             for i, prompt in enumerate(prompts)
         ]
 
@@ -158,5 +163,8 @@ def summary(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
             result[f"{kind}/{name}"] = values.mean().item() if len(values) else math.nan
             spread = values.std(ddof=1) / math.sqrt(len(values)) if len(values) > 1 else math.nan
             result[f"{kind}/{name}_stderr"] = float(spread)
+    both = [(record["scores"]["total"], record.get("scored_again")) for record in records]
+    squares = [(one - other) ** 2 / 2 for one, other in both if None not in (one, other)]
+    result["signal/rescoring"] = math.sqrt(np.mean(squares)) if squares else math.nan
     result["reward/failed"] = sum(record["scores"]["total"] is None for record in records)
     return result

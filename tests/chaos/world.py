@@ -23,8 +23,8 @@ from embedded.tiny import TinyConfig, build_tiny
 from sage_grpo.models.backbone import Sampling
 from sage_grpo.rewards.composite import Composite
 from sage_grpo.rewards.wire import TOKEN_VARIABLE
-from sage_grpo.tools.reward_server import Limits
 from sage_grpo.train.checkpoint import found
+from scripts.reward_server import Limits
 from tests.rewards import serving as servers
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -39,7 +39,7 @@ RUNS = {
     "flow": {"sde_type": "flow_grpo", "ratio_norm": True, "use_dual_kl": False, "updates_per_rollout": 2},
     "cps": {"sde_type": "cps", "sde_window": "random:2", "timestep_fraction": 0.5, "gradient_accumulation_steps": 3},
 }  # fmt: skip
-LEFT_OUT = ("time", "memory", "policy/grad_rms")  # the last one is the norm in other units
+LEFT_OUT = ("time", "memory", "signal", "policy/grad_rms")  # the last one is the norm in other units
 PROMPTS = 3
 
 

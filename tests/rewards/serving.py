@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import torch
 
 from sage_grpo.rewards.composite import Composite
-from sage_grpo.tools.reward_server import Limits, build_server, listen
+from scripts.reward_server import Limits, build_server, listen
 
 TOKEN = "a-token-for-the-tests-0123456789"
 INFO = {"names": ["light"], "rewards": ["x"], "max_clips": 8, "max_bytes": 1 << 20}

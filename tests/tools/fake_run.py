@@ -113,6 +113,13 @@ def train_line(step: int, rng: np.random.Generator) -> dict[str, Any]:
         **{f"time/{name}": value for name, value in seconds.items()},
         "time/total": sum(seconds.values()) + 0.4,
         "memory/peak_gb": 18.2 + 0.02 * (step == 3),
+        "signal/gradient": 0.4 + 0.3 * noise[1],
+        "signal/variety": 0.1,
+        "signal/same_reward": 0.0,
+        "signal/anchor_moved": 1e-5,
+        "signal/weight_rms": 0.05,
+        "signal/rank_weights": 0.0,
+        "signal/rank_prompts": 0.0,
         "per_step": per_step(kl, clip, rng),
     }
 
@@ -163,6 +170,7 @@ def validation(folder: Path, step: int, done: float, prompts: int) -> dict[str, 
 
 def validation_line(step: int, entries: list[dict[str, Any]]) -> dict[str, Any]:
     line: dict[str, Any] = {"kind": "validation", "step": step, "count": len(entries), "time/validation": 31.0}
+    line["signal/rescoring"] = 0.0
     for part, prefix in (("scores", "reward"), ("gold", "gold")):
         for name in entries[0][part]:
             values = np.array([entry[part][name] for entry in entries])

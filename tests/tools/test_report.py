@@ -293,7 +293,7 @@ def test_every_metric_is_explained():
     lines = [train_line(1, np.random.default_rng(0))]
     keys = {key for line in lines for key in (*line, *line["per_step"])} - {"kind"}
     keys |= {f"{name}_stderr" for name in ("reward/total", "gold/match", "gold/distance", "gold/prompt_distance")}
-    keys |= {*run_line()["schedule"], "perfect", "vae_floor", "schedule", "time/validation"}
+    keys |= {*run_line()["schedule"], "perfect", "vae_floor", "schedule", "time/validation", "signal/rescoring"}
     words = set(re.findall(r"`([^`]+)`", (ROOT / "docs" / "metrics.md").read_text()))
     assert len(keys) > 55 and not keys - words
 

@@ -90,6 +90,7 @@ DERIVED = (
     r"saves\.(step|good_step|failed|begun|current).*",  # what lies in the folder
     r"optimization\.optimizers\..*lr",  # follows from `updates`
     r"guards\.(step|phase|last_beat|events).*",  # of this process
+    r"half\..*",  # of the last optimizer step, for its metrics
     r"run\..*", r"reward\..*", r"backbone\.embeddings\..*",  # files, and caches
 )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """Serves rewards over HTTP, so that their models run off the training GPUs or in another environment.
 
     export SAGE_REWARD_TOKEN=$(openssl rand -hex 32)     (the same on the clients)
-    python -m sage_grpo.tools.reward_server --reward videoalign --reward_path ckpts/VideoReward
+    python scripts/reward_server.py --reward videoalign --reward_path ckpts/VideoReward
 
 Clients are `--reward_model remote --remote_reward_url http://HOST:PORT`; `rewards/wire.py` defines the format.
 Clips that arrive while a batch is scored form the next batch, whoever sent them. Memory is bounded: a request declares
@@ -23,7 +23,7 @@ from sage_grpo.tools.options import ToolParser
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    return ToolParser("reward_server", __doc__).parse_args(arguments)
+    return ToolParser("reward_server", __doc__, "python scripts/{}.py").parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ import torch
 
 from sage_grpo.rewards.remote import RemoteReward
 from sage_grpo.rewards.wire import TOKEN_VARIABLE, pack
-from sage_grpo.tools import reward_server
-from sage_grpo.tools.reward_server import Limits
+from scripts import reward_server
+from scripts.reward_server import Limits
 from tests.rewards.serving import TOKEN, Light, composite, serving
 
 ROOT = Path(__file__).parents[2]
@@ -275,6 +275,6 @@ def test_it_does_not_start_with_limits_that_let_nothing_through(flag, capsys):
 
 
 def test_the_program_serves_on_loopback():
-    with program("sage_grpo.tools.reward_server", "--reward", "shapes", "--port", "0") as (line, _):
+    with program("scripts.reward_server", "--reward", "shapes", "--port", "0") as (line, _):
         (url,) = re.findall(r"^(http://127\.0\.0\.1:\d+) scores VQ, MQ, TA, up to 8", line)
         assert RemoteReward(url).names == ("VQ", "MQ", "TA")

@@ -1,0 +1,77 @@
+"""What the command prints, and whether an iteration takes longer than planned."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sage_grpo.config import Config
+from sage_grpo.runs.diagnosis import Case
+from sage_grpo.runs.history import read_run
+from sage_grpo.tools.diagnose import late, main
+from sage_grpo.tools.plan import plan_of
+from sage_grpo.tools.plan_model import times
+from sage_grpo.tools.report import page
+from studies.diagnosis_check import read_records, restore
+from tests.tools.fake_run import read_lines, write_lines
+
+ROOT = Path(__file__).parents[2]
+RECORDED = read_records(ROOT / "tests" / "fixtures" / "diagnosis.json.gz")["small"]
+
+
+def test_the_list_of_a_faulty_run(tmp_path, capsys):
+    assert main([str(restore(RECORDED["equalizer off"], tmp_path / "run"))]) == 1
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.strip() == "The reward rises."
+    assert second.startswith("1. one step dominates: denoising step 11 gets ")
+    assert second.endswith("Remedy: --use_grad_balancing True. Panel of report.html: Gradient at the velocity.")
+
+
+def test_a_healthy_run(tmp_path, capsys):
+    assert main([str(restore(RECORDED["healthy-1"], tmp_path / "run"))]) == 0
+    assert capsys.readouterr().out == "The reward rises. Nothing is wrong as far as it was recorded.\n"
+
+
+def test_the_first_box_of_the_report(tmp_path):
+    folder = restore(RECORDED["eta 0.005"], tmp_path / "run")
+    text = page(read_run(folder))
+    first = text.index('<ol class="findings">')
+    assert first < text.index('class="tiles"') and text.count("<li>") == 2
+    assert "<b>too little exploration</b>: all steps together add noise of 0.011 to initial noise of 1. Clips" in text
+    lines = [line | {"reward/error": "<gone>", "reward/failed": 9} for line in read_lines(folder)]
+    write_lines(folder, lines)
+    assert "first with: &lt;gone&gt;." in page(read_run(folder))
+    assert 'class="findings"' not in page(read_run(restore(RECORDED["healthy-1"], tmp_path / "healthy")))
+
+
+def test_what_is_no_run(tmp_path, capsys):
+    assert main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"{tmp_path} is not a run folder: it holds no metrics.jsonl\n"
+    folder = restore(RECORDED["healthy-1"], tmp_path / "run")
+    (folder / "config.yaml").write_text("batch_size: none\n")
+    assert main([str(folder)]) == 2
+    assert "batch_size" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("factor", "device", "fewer", "expected"),
+    [
+        (4.0, "NVIDIA H200", 0, True),
+        (1.2, "NVIDIA H200", 0, False),
+        (4.0, "CPU", 0, False),
+        (4.0, "NVIDIA H200", 1, False),
+    ],
+    ids=["late", "in time", "a machine without a plan", "another model"],
+)
+def test_the_plan(tmp_path, factor, device, fewer, expected):
+    config = Config(pretrained_model_root=str(tmp_path / "absent"), use_lora=True, batch_size=4, dtype="bf16")
+    config = replace(config, enable_fsdp=True, num_frames=81, height=352, width=624, fps=24)
+    plan = plan_of(config, 1)
+    folder = restore(RECORDED["healthy-1"], tmp_path / "run")
+    (folder / "config.yaml").write_text(config.to_yaml())
+    lines, seconds = read_lines(folder), factor * sum(times(plan).values())
+    head = lines[0] | {"device": device, "ranks": 1, "trainable_parameters": plan.trained.total - fewer}
+    write_lines(folder, [head, *(line | {"time/total": seconds} for line in lines[1:])])
+    found = [finding.evidence for finding in late(Case(read_run(folder)))]
+    assert len(found) == expected
+    assert not expected or found[0] == f"an iteration takes {seconds:.3g} s, planned are {seconds / factor:.3g} s"
