@@ -9,6 +9,8 @@ import numpy as np
 # two-sided 95 % quantiles of Student's t, by degrees of freedom; between them it is almost linear in 1 / freedom
 STUDENT_95 = {math.inf: 1.960, 30: 2.042, 15: 2.131, 10: 2.228, 7: 2.365, 5: 2.571, 4: 2.776, 3: 3.182, 2: 4.303}
 
+FEWEST = 8  # pairs below which there is no verdict
+
 
 @dataclass(frozen=True)
 class Interval:

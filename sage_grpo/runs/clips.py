@@ -22,7 +22,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from sage_grpo.intervals import Interval, interval
+from sage_grpo.intervals import FEWEST, Interval, interval
 from sage_grpo.json_files import naming, printable, write_json
 from sage_grpo.runs.history import RunError, as_float
 
@@ -149,6 +149,9 @@ def divergence(folder: Path, step: int) -> str:
         return ""
     first = min(found)
     reward, holdout = (change(found[first], found[step], value) for value in ("reward", "held_out"))
+    if step > first and min(reward.count, holdout.count) < FEWEST:
+        print(f"note: not checked for reward hacking: that takes {FEWEST} clips in each validation", file=sys.stderr)
+        return ""
     if reward.sign < 1 or holdout.sign > -1:
         return ""
     ends = [(c.mean, c.mean - c.half, c.mean + c.half) for c in (reward, holdout)]

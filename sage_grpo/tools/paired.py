@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from sage_grpo.intervals import Interval, interval
+from sage_grpo.intervals import FEWEST, Interval, interval
 from sage_grpo.runs.clips import Clip, change, pair_clips, read_clips, read_validations
 from sage_grpo.runs.history import RunHistory
 
@@ -19,7 +19,6 @@ TABLE_2 = (TOTAL, "Overall", "VQ", "MQ", "TA", "CLIPScore", "PickScore")  # the 
 RENAMED = {"cosine": "CLIPScore", "pickscore": "PickScore"}
 CLIPSCORE = 2.5  # times the cosine, clamped at 0: a scale that the paper's numbers can be on
 VERDICTS = {1: "better", -1: "worse", 0: "not significant"}
-FEWEST = 8  # pairs of clips below which there is no verdict
 MOST_PROMPTS = 12
 
 Systems = Mapping[str, Sequence[Clip]]  # the first is the reference

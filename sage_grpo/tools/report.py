@@ -31,11 +31,12 @@ if __name__ == "__main__":
 import numpy as np
 import yaml
 
+from sage_grpo.intervals import FEWEST
 from sage_grpo.runs.clips import Clip, divergence, pair_clips, read_validations
 from sage_grpo.runs.diagnosis import Finding, diagnose
 from sage_grpo.runs.history import RunError, RunHistory, as_float, column, read_run
 from sage_grpo.tools.figure_style import colors_of, strategy
-from sage_grpo.tools.paired import FEWEST, TOTAL, aligned, clip_rows, compared, number, tables, validation_clips
+from sage_grpo.tools.paired import TOTAL, aligned, clip_rows, compared, number, tables, validation_clips
 from sage_grpo.tools.report_figures import overlays, panels
 from sage_grpo.tools.templating import render
 

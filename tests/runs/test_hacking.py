@@ -109,11 +109,15 @@ def test_clips_are_compared_one_by_one(tmp_path):
     [((1, 1.1, 0.9, 1), (-1, -1.1, -0.9, -1), True), ((1, 1.1, 0.9, 1), (-1, 1.1, -0.9, 0), False),
      ((-1, 1, -2, 2), (-1, -1.1, -0.9, -1), False), ((-1, -1.1, -0.9, -1), (-1, -1.1, -0.9, -1), False)],
 )  # fmt: skip
-def test_both_intervals_must_leave_out_zero(tmp_path, totals, holdouts, hacked):
+def test_both_intervals_must_leave_out_zero(tmp_path, totals, holdouts, hacked, capsys):
     for step, scale in ((0, 0), (5, 1), (7, -1)):
         folder = tmp_path / "validation" / f"step-{step:06d}"
         folder.mkdir(parents=True)
-        values = zip(totals, holdouts, strict=True)
+        values = zip(2 * totals, 2 * holdouts, strict=True)
         records = [record(seed, scale * total, {"x": scale * held}) for seed, (total, held) in enumerate(values)]
         (folder / "clips.json").write_text(json.dumps(records))
     assert bool(divergence(tmp_path, 5)) == hacked and not divergence(tmp_path, 7) and not divergence(tmp_path, 0)
+    for file in tmp_path.glob("validation/*/clips.json"):
+        file.write_text(json.dumps(json.loads(file.read_text())[:7]))
+    assert not divergence(tmp_path, 0) and capsys.readouterr().err == ""
+    assert not divergence(tmp_path, 5) and "that takes 8 clips in each validation" in capsys.readouterr().err

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from sage_grpo.intervals import Interval
+from sage_grpo.intervals import FEWEST, Interval
 from sage_grpo.runs.clips import Clip
-from sage_grpo.tools.paired import FEWEST, MOST_PROMPTS, aligned, clip_rows, columns, compared, tables, verdict
+from sage_grpo.tools.paired import MOST_PROMPTS, aligned, clip_rows, columns, compared, tables, verdict
 
 
 def clip(seed: int = 1, prompt: str = "a", path: Path = Path("none.mp4"), **values: float | None) -> Clip:
