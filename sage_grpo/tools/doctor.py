@@ -181,8 +181,7 @@ def write_sheet(path: Path, arms: Mapping[str, Arm], rows: Mapping, prompts: Seq
 
 
 def examine(options: argparse.Namespace, trainer: Trainer, findings: list[Finding]) -> int:
-    """Run the checks and print their findings."""
-    print(*findings, sep="\n")
+    """Run the checks and print their findings; the earlier `findings` are kept beside them."""
     options.output.mkdir(parents=True, exist_ok=True)
     wrong = []
     for name, check in (CHECKS | {"samplers": partial(check_samplers, options=options)}).items():
@@ -202,11 +201,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options, config = options_of(arguments)
         disable_progress_bar()  # from the text encoders
-        code = examine_machine(machine_of(config, options.ranks, options.ranks_here))
-        if code or options.short:
-            return code
+        machine = examine_machine(machine_of(config, options.ranks, options.ranks_here))
+        if any(finding.mark == "WRONG" for finding in machine):
+            return 2
+        if options.short:
+            return 0
         with join_run(replace(config, sp_size=1, dp_replicate=1)) as alone:
-            return examine(options, *prepare(config, alone, options.ranks))
+            trainer, early = prepare(config, alone, options.ranks)
+            print(*early, sep="\n")
+            return examine(options, trainer, [*machine, *early])
     except (ValueError, OSError) as error:
         print(f"doctor: {error}", file=sys.stderr)
         return 2
