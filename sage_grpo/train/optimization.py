@@ -128,10 +128,6 @@ class Anchor:
     refresh_every: int | None  # optimizer steps between refreshes; None for a fixed anchor
     age: int = 0  # optimizer steps since the last copy
 
-    @property
-    def is_policy(self) -> bool:
-        return self.age == 0
-
     def in_place(self) -> AbstractContextManager[None]:
         """Context in which the model runs with the anchor's values."""
         return replaced(self.parameters, self.values, self.home)

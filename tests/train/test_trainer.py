@@ -81,7 +81,7 @@ def test_the_anchor_starts_as_the_policy_follows_or_stays(make):
         trainer.train()  # two updates: a refresh is due at the end
         policy, anchor = trainer.optimization.parameters, trainer.anchor.values
         assert all(torch.equal(policy[name], anchor[name]) for name in policy) == equal
-        assert trainer.anchor.is_policy == equal
+        assert (trainer.anchor.age == 0) == equal
 
 
 def test_the_anchor_forward_is_skipped_only_while_it_would_change_nothing(make):
