@@ -180,8 +180,9 @@ def write_sheet(path: Path, arms: Mapping[str, Arm], rows: Mapping, prompts: Seq
     contact_sheet(path, [heading, *strips], labels)
 
 
-def examine(options: argparse.Namespace, trainer: Trainer, findings: list[Finding]) -> int:
-    """Run the checks and print their findings; the earlier `findings` are kept beside them."""
+def examine(options: argparse.Namespace, machine: list[Finding], trainer: Trainer, findings: list[Finding]) -> int:
+    """Run the checks and print their findings; doctor.json keeps them beside those about the machine."""
+    print(*findings, sep="\n")
     options.output.mkdir(parents=True, exist_ok=True)
     wrong = []
     for name, check in (CHECKS | {"samplers": partial(check_samplers, options=options)}).items():
@@ -192,7 +193,8 @@ def examine(options: argparse.Namespace, trainer: Trainer, findings: list[Findin
             print(finding, flush=True)
             findings.append(finding)
             wrong += [finding.check] if finding.mark == "WRONG" else []
-    write_json(options.output / "doctor.json", {"findings": [asdict(finding) for finding in findings]})
+    record = {name: [asdict(one) for one in found] for name, found in (("machine", machine), ("findings", findings))}
+    write_json(options.output / "doctor.json", record)
     print(f"WRONG: {', '.join(wrong)}" if wrong else "All is well.", f"Numbers: {options.output / 'doctor.json'}")
     return 1 if wrong else 0
 
@@ -207,9 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.short:
             return 0
         with join_run(replace(config, sp_size=1, dp_replicate=1)) as alone:
-            trainer, early = prepare(config, alone, options.ranks)
-            print(*early, sep="\n")
-            return examine(options, trainer, [*machine, *early])
+            return examine(options, machine, *prepare(config, alone, options.ranks))
     except (ValueError, OSError) as error:
         print(f"doctor: {error}", file=sys.stderr)
         return 2

@@ -97,7 +97,7 @@ def check_disk(machine: Machine) -> Iterator[Finding]:
     """Room for the checkpoints of the run, of which a resumed one has some already."""
     c, needed, free = machine.plan.config, disk_bytes(machine.plan), shutil.disk_usage(machine.place).free
     saved = sum(file.stat().st_size for file in Path(c.output_dir, "checkpoints").rglob("*") if file.is_file())
-    yield judged("disk", saved + free >= needed, place=machine.place, free=free, needed=needed, saved=saved)
+    yield judged("disk", saved + free >= needed, place=str(machine.place), free=free, needed=needed, saved=saved)
 
 
 def check_speed(machine: Machine) -> Iterator[Finding]:
@@ -107,7 +107,7 @@ def check_speed(machine: Machine) -> Iterator[Finding]:
     limits = [60 * c.save_minutes, c.save_interval * sum(times(plan).values()) * (machine.device == "cuda")]
     numbers = {"seconds": size / speed, "between": min(filter(None, limits), default=None)}
     good = numbers["seconds"] <= (numbers["between"] or math.inf)
-    yield judged("speed", good, place=machine.place, speed=speed, **numbers)
+    yield judged("speed", good, place=str(machine.place), speed=speed, **numbers)
 
 
 def write_speed(folder: Path, most: float) -> float:
