@@ -36,7 +36,7 @@ from sage_grpo.algo.grpo import objective, policy_loss
 from sage_grpo.config import Config, ConfigError
 from sage_grpo.data.requests import Request
 from sage_grpo.flags import parse
-from sage_grpo.models.lora import add_adapters, init_adapters
+from sage_grpo.models.lora import add_adapter, init_adapter
 from sage_grpo.models.sample import counter_noise
 from sage_grpo.parallel.ranks import Ranks, join_ranks
 from sage_grpo.train.build import build_trainer
@@ -110,8 +110,8 @@ class PlainLoop:
         self.policy = self.pipe.transformer.eval()
         self.reference = copy.deepcopy(self.policy).requires_grad_(False)
         if c.use_lora:
-            add_adapters(self.policy, c.lora_r, c.lora_alpha, c.lora_target_modules, torch.float32, False)
-            init_adapters(self.policy, c.seed)
+            add_adapter(self.policy, c.lora_r, c.lora_alpha, c.lora_target_modules, torch.float32)
+            init_adapter(self.policy, c.seed)
         if c.enable_gradient_checkpointing:
             self.policy.enable_gradient_checkpointing()
         self.parameters = trainable_parameters(self.policy, c.use_lora)

@@ -30,7 +30,7 @@ from sage_grpo.models.cost import BACKWARD_OF_ATTENTION, Architecture, Forward
 from sage_grpo.models.denoiser import Denoiser
 from sage_grpo.models.hunyuan15.backbone import Hunyuan15
 from sage_grpo.models.hunyuan15.transformer import PackedTransformer
-from sage_grpo.models.lora import POLICY, add_adapters, init_adapters
+from sage_grpo.models.lora import POLICY, add_adapter, init_adapter
 from sage_grpo.train.guards import heard
 from sage_grpo.train.optimization import trainable_parameters
 
@@ -169,8 +169,8 @@ def adapted(model: Denoiser, dtype: torch.dtype, train_all: bool) -> Denoiser:
     if train_all:
         trainable_parameters(model, use_lora=False)
     else:
-        add_adapters(model, 32, 64, Hunyuan15.lora_targets, dtype, anchor=False)
-        init_adapters(model, 0)
+        add_adapter(model, 32, 64, Hunyuan15.lora_targets, dtype)
+        init_adapter(model, 0)
         trainable_parameters(model, use_lora=True)
     return model
 

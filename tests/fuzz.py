@@ -251,14 +251,14 @@ class Bench:
         ClipScore(folder, torch.device("cpu"), torch.float32, 2.0)
 
     def read_adapter(self, folder):
-        from sage_grpo.models.lora import POLICY, load_adapter
+        from sage_grpo.models.lora import load_adapter
 
         error = None
         try:
             self.backbone.load_weights(folder)
         except (ValueError, FileNotFoundError) as refusal:
             error = refusal
-        load_adapter(self.trainer.backbone.transformer, folder, POLICY)
+        load_adapter(self.trainer.backbone.transformer, folder)
         if error:
             raise error
 

@@ -28,7 +28,7 @@ from sage_grpo.json_files import check_kinds, naming, read_object
 from sage_grpo.models.cost import Architecture
 from sage_grpo.models.denoiser import Denoiser
 from sage_grpo.models.embeddings import Conditioning, Embeddings, Encoder
-from sage_grpo.models.lora import LORA_FILE, POLICY, adapter_file, read_adapter
+from sage_grpo.models.lora import LORA_FILE, adapter_file, read_adapter
 from sage_grpo.models.shards import rank_file, trained_weights
 from sage_grpo.models.weights import INDEX, Weights, fill_model, index_text, load_model, open_file, plan_files
 from sage_grpo.parallel.fsdp import full_tensor
@@ -237,7 +237,7 @@ class Backbone(ABC):
         All `count` ranks must call.
         """
         if use_lora:
-            adapter = adapter_file(self.transformer, POLICY)
+            adapter = adapter_file(self.transformer)
             return {} if rank else {LORA_FILE: adapter}
         parameters, files = dict(self.transformer.named_parameters()), {}
         sizes = {name: p.numel() * p.element_size() for name, p in parameters.items()}

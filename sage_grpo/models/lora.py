@@ -1,9 +1,8 @@
-"""LoRA adapters in a transformer: one for the policy and one for the anchor. Only the policy's is trained."""
+"""The LoRA adapter of a transformer."""
 
 import hashlib
 import json
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from sage_grpo.parallel.fsdp import full_tensor, local_shard, rows
 from sage_grpo.tensor_files import TensorFile, host_copy
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
-POLICY, ANCHOR = "policy", "anchor"
+POLICY = "policy"  # its name
 PREFIX = "transformer."
 # allowed settings of a saved adapter: those that affect its forward, and those without effect once it is loaded
 KINDS = {"r": int, "lora_alpha": float, "use_rslora": bool}
@@ -39,54 +38,39 @@ def target_layers(transformer: Denoiser, names: Sequence[str]) -> list[str]:
     return [layer for layer in chosen if not layer.startswith(transformer.never_trained)]
 
 
-def add_adapters(
-    transformer: Denoiser, rank: int, alpha: float, names: Sequence[str], dtype: torch.dtype, anchor: bool
-) -> None:
-    """Add layers for a policy adapter and, with `anchor`, for a second one, on the transformer's device."""
+def add_adapter(transformer: Denoiser, rank: int, alpha: float, names: Sequence[str], dtype: torch.dtype) -> None:
+    """Add the layers of an adapter, on the transformer's device."""
     config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=target_layers(transformer, names))
     device = next(transformer.parameters()).device
-    drawn = [device] if device.type == "cuda" else []
-    for adapter in (POLICY, ANCHOR)[: 1 + anchor]:
-        with warnings.catch_warnings(), torch.random.fork_rng(drawn), torch.device(device):
-            warnings.filterwarnings("ignore", "Already found a `peft_config` attribute")  # two are intended
-            transformer.add_adapter(config, adapter)
-        for parameter in adapter_parameters(transformer, adapter).values():
-            parameter.data = parameter.data.to(dtype)
-    use_adapter(transformer, POLICY)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device):
+        transformer.add_adapter(config, POLICY)
+    for parameter in adapter_parameters(transformer).values():
+        parameter.data = parameter.data.to(dtype)
 
 
 @torch.no_grad()
-def init_adapters(transformer: nn.Module, seed: int) -> None:
-    """Initialize new adapters as no-ops: identical for any number of ranks and for both adapters."""
-    for adapter in (POLICY, ANCHOR):
-        for name, parameter in adapter_parameters(transformer, adapter).items():
-            if ".lora_B." in name:
-                local_shard(parameter).zero_()
-                continue
-            start = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7])
-            bound = parameter.shape[1] ** -0.5
-            drawn = torch.empty(parameter.shape).uniform_(-bound, bound, generator=torch.Generator().manual_seed(start))
-            local_shard(parameter).copy_(drawn[slice(*rows(parameter))])
+def init_adapter(transformer: nn.Module, seed: int) -> None:
+    """Initialize a new adapter as a no-op, identical for any number of ranks."""
+    for name, parameter in adapter_parameters(transformer).items():
+        if ".lora_B." in name:
+            local_shard(parameter).zero_()
+            continue
+        start = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7])
+        bound = parameter.shape[1] ** -0.5
+        drawn = torch.empty(parameter.shape).uniform_(-bound, bound, generator=torch.Generator().manual_seed(start))
+        local_shard(parameter).copy_(drawn[slice(*rows(parameter))])
 
 
-def adapter_parameters(transformer: nn.Module, adapter: str) -> dict[str, nn.Parameter]:
-    """Parameters of one adapter, with its name removed from the keys: both adapters have equal keys."""
-    part, named = f".{adapter}.", transformer.named_parameters()
+def adapter_parameters(transformer: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters of the adapter, with its name removed from the keys."""
+    part, named = f".{POLICY}.", transformer.named_parameters()
     return {name.replace(part, "."): p for name, p in named if part in name and "lora_" in name}
 
 
-def use_adapter(transformer: Denoiser, adapter: str) -> None:
-    """Switch the forward to one adapter. Only the policy's adapter ever requires gradients."""
-    transformer.set_adapter(adapter)
-    for name in (POLICY, ANCHOR):
-        for parameter in adapter_parameters(transformer, name).values():
-            parameter.requires_grad_(name == POLICY)
-
-
-def adapter_file(transformer: Denoiser, adapter: str) -> TensorFile:
-    """A copy of an adapter as diffusers' pipelines save it, on the host. All ranks of a sharded model must call."""
-    tensors = {f"{PREFIX}{n}": host_copy(full_tensor(p)) for n, p in adapter_parameters(transformer, adapter).items()}
-    settings = transformer.peft_config[adapter].to_dict().items()
+def adapter_file(transformer: Denoiser) -> TensorFile:
+    """A copy of the adapter as diffusers' pipelines save it, on the host. All ranks of a sharded model must call."""
+    tensors = {f"{PREFIX}{n}": host_copy(full_tensor(p)) for n, p in adapter_parameters(transformer).items()}
+    settings = transformer.peft_config[POLICY].to_dict().items()
     config = {f"{PREFIX}{k}": sorted(v) if isinstance(v, set) else v for k, v in settings}
     about = {LORA_ADAPTER_METADATA_KEY: json.dumps(config, indent=2, sort_keys=True)}
     return TensorFile(tensors, {"format": "pt"} | about)
@@ -134,14 +118,14 @@ def _ranks(file: Path, tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 @torch.no_grad()
-def load_adapter(transformer: nn.Module, folder: Path, adapter: str) -> None:
-    """Fill an adapter from a saved one with the same rank, scale and layers."""
+def load_adapter(transformer: nn.Module, folder: Path) -> None:
+    """Fill the adapter from a saved one with the same rank, scale and layers."""
     file = folder / LORA_FILE
     values, settings = read_adapter(file)
-    mine = adapter_parameters(transformer, adapter)
+    mine = adapter_parameters(transformer)
     if wrong := sorted(set(values) ^ set(mine)) or [n for n, p in mine.items() if p.shape != values[n].shape]:
         raise ValueError(f"{file} does not fit lora_r and lora_target_modules: {wrong[0]} differs")
-    own = transformer.peft_config[adapter]
+    own = transformer.peft_config[POLICY]
     settings = settings or {"lora_alpha": own.r}  # what diffusers takes if a file does not say it
     for name in KINDS:
         if (found := settings.get(name, getattr(own, name))) != getattr(own, name):

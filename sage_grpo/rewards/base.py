@@ -20,7 +20,7 @@ class Reward(Protocol):
     names: tuple[str, ...]  # names of the scores it returns
 
     def check(self, prompts: Sequence[str]) -> None:
-        """Reject prompts that cannot be scored, before anything is sampled for them."""
+        """Reject prompts that cannot be scored, before anything is sampled for them; none, unless a reward does."""
 
     def score(self, clips: Sequence[Tensor], prompts: Sequence[str], fps: float) -> dict[str, Tensor]:
         """Named scores, each (B,), higher is better, for uint8 clips (F, H, W, 3) with one prompt each."""

@@ -22,13 +22,13 @@ from transformers import CLIPModel, CLIPTokenizer
 from sage_grpo.json_files import naming, read_config
 from sage_grpo.models.weights import read_index
 from sage_grpo.rewards import video_frames
-from sage_grpo.rewards.base import Setup
+from sage_grpo.rewards.base import Reward, Setup
 
 MAX_TOKENS = 77
 PICKSCORE_SCALE = 26
 
 
-class ClipScore:
+class ClipScore(Reward):
     """Mean cosine of frame and prompt embeddings."""
 
     names: tuple[str, ...] = ("cosine",)
@@ -38,9 +38,6 @@ class ClipScore:
         self.scale = self.model.logit_scale.exp().item()  # before the cast: bf16 would make it 1 % smaller
         self.model.to(device, dtype)
         self.device, self.sample_fps = device, sample_fps
-
-    def check(self, prompts: Sequence[str]) -> None:
-        """Any text is accepted."""
 
     @torch.no_grad()
     def score(self, clips: Sequence[Tensor], prompts: Sequence[str], fps: float | Sequence[float]) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from sage_grpo.background import Work
 from sage_grpo.json_files import printable, read_object, write_json
-from sage_grpo.rewards.base import Setup
+from sage_grpo.rewards.base import Reward, Setup
 from sage_grpo.rewards.remote import RemoteError, Server
 from sage_grpo.rewards.video_frames import check_clips, sample_indices
 from sage_grpo.rewards.wire import read_json
@@ -48,7 +48,7 @@ def read_rubric(path: Path) -> tuple[str, tuple[str, ...], bool]:
     return text, tuple(names), head.endswith("logprobs")
 
 
-class Judge(Server):
+class Judge(Server, Reward):
     """Scores each clip by one request; the clips of a batch are asked for at the same time."""
 
     retried, hint, content_type = (429, 500, 502, 503, 504), "vLLM or SGLang", "application/json"
@@ -63,9 +63,6 @@ class Judge(Server):
         if (model is None and len(served) != 1) or (model is not None and model not in served):
             raise RemoteError(f"judge_model is {model}; {self.url} serves {printable(', '.join(served)) or 'none'}")
         self.model = model or served[0]
-
-    def check(self, prompts: Sequence[str]) -> None:
-        """Any prompt can be judged."""
 
     def score(self, clips: Sequence[Tensor], prompts: Sequence[str], fps: float) -> dict[str, Tensor]:
         """Scores (B,) fp64, 1 to 5; NaN for a clip that could not be judged, with a sentence in `failures`."""

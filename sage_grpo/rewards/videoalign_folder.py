@@ -199,5 +199,4 @@ def _keep_precision(rotary: nn.Module) -> None:
         angles = position_ids[..., None] * rotary.inv_freq
         return rotary.recomposition_frequencies(angles.cos()), rotary.recomposition_frequencies(angles.sin())
 
-    if hasattr(rotary, "recomposition_frequencies"):
-        rotary.forward = forward
+    rotary.forward = forward

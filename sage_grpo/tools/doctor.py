@@ -180,8 +180,8 @@ def write_sheet(path: Path, arms: Mapping[str, Arm], rows: Mapping, prompts: Seq
     contact_sheet(path, [heading, *strips], labels)
 
 
-def examine(options: argparse.Namespace, trainer: Trainer, findings: list[Finding]) -> int:
-    """Run the checks and print their findings."""
+def examine(options: argparse.Namespace, machine: list[Finding], trainer: Trainer, findings: list[Finding]) -> int:
+    """Run the checks and print their findings; doctor.json keeps them beside those about the machine."""
     print(*findings, sep="\n")
     options.output.mkdir(parents=True, exist_ok=True)
     wrong = []
@@ -193,7 +193,8 @@ def examine(options: argparse.Namespace, trainer: Trainer, findings: list[Findin
             print(finding, flush=True)
             findings.append(finding)
             wrong += [finding.check] if finding.mark == "WRONG" else []
-    write_json(options.output / "doctor.json", {"findings": [asdict(finding) for finding in findings]})
+    record = {name: [asdict(one) for one in found] for name, found in (("machine", machine), ("findings", findings))}
+    write_json(options.output / "doctor.json", record)
     print(f"WRONG: {', '.join(wrong)}" if wrong else "All is well.", f"Numbers: {options.output / 'doctor.json'}")
     return 1 if wrong else 0
 
@@ -202,11 +203,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options, config = options_of(arguments)
         disable_progress_bar()  # from the text encoders
-        code = examine_machine(machine_of(config, options.ranks, options.ranks_here))
-        if code or options.short:
-            return code
+        machine = examine_machine(machine_of(config, options.ranks, options.ranks_here))
+        if any(finding.mark == "WRONG" for finding in machine):
+            return 2
+        if options.short:
+            return 0
         with join_run(replace(config, sp_size=1, dp_replicate=1)) as alone:
-            return examine(options, *prepare(config, alone, options.ranks))
+            return examine(options, machine, *prepare(config, alone, options.ranks))
     except (ValueError, OSError) as error:
         print(f"doctor: {error}", file=sys.stderr)
         return 2

@@ -21,9 +21,7 @@ from sage_grpo.models.sample import counter_noise, denoise, integrate
 from sage_grpo.plugins import resolved
 from sage_grpo.tools import audit_reward as audit
 from sage_grpo.tools.paired import aligned
-from sage_grpo.tools.plan import plan_of, remedies
-from sage_grpo.tools.plan_memory import fits, peak
-from sage_grpo.tools.plan_model import Plan, few_prompts
+from sage_grpo.tools.plan_model import few_prompts
 from sage_grpo.tools.templating import sentence
 from sage_grpo.train.metrics import UpdateStats
 from sage_grpo.train.rollout import Trajectory, num_trained
@@ -63,35 +61,16 @@ def judged(key: str, good: bool | None, table: str = "", c: Config | None = None
 
 
 def check_batch(trainer: Trainer) -> Iterator[Finding]:
-    """Describe one iteration. Whether complete groups fit was checked when the trainer was assembled."""
+    """Describe one iteration. Whether layout and groups divide was checked when the trainer was assembled."""
     c, micro_batches, ranks = trainer.config, trainer.micro_batches(), trainer.ranks.count
     trained, videos = num_trained(trainer.windows.size, c.timestep_fraction), c.batch_size * ranks
     pairs = c.gradient_accumulation_steps * videos * trained // c.updates_per_rollout
+    shards = trainer.ranks.world // c.dp_replicate if c.enable_fsdp else 1
+    yield judged("layout", True, data=ranks, sequence=c.sp_size, shards=shards)
     numbers = {"videos": videos, "ranks": ranks, "trained": trained, "pairs": pairs}
     yield judged("batch", True, c=c, micro_batches=len(micro_batches), clips=len(micro_batches[0]), **numbers)
     if few := few_prompts(c.gradient_accumulation_steps * videos // c.num_generations):
         yield judged("batch.few", None, few=few)
-
-
-def check_plan(trainer: Trainer) -> Iterator[Finding]:
-    """Whether the layout's sizes divide, and whether the run fits on this machine's GPU."""
-    try:
-        plan = plan_of(trainer.config, trainer.ranks.world)
-    except ValueError as error:
-        yield judged("layout.wrong", False, error=str(error))
-        return
-    sp, device = plan.config.sp_size, trainer.ranks.device
-    yield judged("layout", True, data=plan.gpus // sp, sequence=sp, shards=plan.shards)
-    if device.type == "cuda":
-        yield memory_finding(plan, torch.cuda.get_device_properties(device).total_memory)
-    else:
-        yield judged("memory.unknown", None)
-
-
-def memory_finding(plan: Plan, gpu_bytes: float) -> Finding:
-    moment, most = peak(plan)
-    numbers = {"peak": most, "moment": moment, "reserve": plan.rates.reserve, "there": gpu_bytes}
-    return judged("memory", fits(plan, gpu_bytes), flags=[flag for flag, *_ in remedies(plan, gpu_bytes)], **numbers)
 
 
 def check_prompts(trainer: Trainer) -> Iterator[Finding]:
@@ -214,5 +193,5 @@ def balance_finding(trainer: Trainer, goal: Objective, trajectory: Trajectory, s
     return judged("balance", True, indented(table), plain=plain, equalized=equalized, columns=BALANCE, rows=rows)
 
 
-IN_ORDER = (check_batch, check_plan, check_prompts, check_vae, check_reward, check_exploration, check_noise_free)
+IN_ORDER = (check_batch, check_prompts, check_vae, check_reward, check_exploration, check_noise_free)
 CHECKS = {check.__name__.removeprefix("check_"): check for check in (*IN_ORDER, check_update)}

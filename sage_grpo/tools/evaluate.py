@@ -21,11 +21,7 @@ from sage_grpo.config import Config, ConfigError
 from sage_grpo.flags import answer_early
 from sage_grpo.tools.options import ToolParser
 
-
-def options_of(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Config]:
-    """Parse this tool's flags; all others go to post_train.py's parser."""
-    return ToolParser("evaluate", __doc__).parse_with_config(arguments)
-
+options_of = ToolParser("evaluate", __doc__).parse_with_config  # this tool's flags, and those of post_train.py
 
 if __name__ == "__main__":
     answer_early(options_of)

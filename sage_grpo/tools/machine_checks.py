@@ -17,9 +17,9 @@ from sage_grpo.parallel.device import available_memory, choose_device, versions
 from sage_grpo.rewards import ALIASES
 from sage_grpo.rewards.base import Setup, build_reward
 from sage_grpo.rewards.videoalign_folder import check_folder
-from sage_grpo.tools.doctor_checks import Finding, judged, memory_finding
-from sage_grpo.tools.plan import backbone_of, plan_of
-from sage_grpo.tools.plan_memory import checkpoint_bytes, disk_bytes, snapshot_bytes
+from sage_grpo.tools.doctor_checks import Finding, judged
+from sage_grpo.tools.plan import backbone_of, plan_of, remedies
+from sage_grpo.tools.plan_memory import checkpoint_bytes, disk_bytes, fits, peak, snapshot_bytes
 from sage_grpo.tools.plan_model import BYTES, Plan, times
 from sage_grpo.train.build import reward_folder
 
@@ -75,6 +75,12 @@ def check_gpus(machine: Machine) -> Iterator[Finding]:
     yield memory_finding(machine.plan, min(torch.cuda.get_device_properties(number).total_memory for number in here))
 
 
+def memory_finding(plan: Plan, gpu_bytes: float) -> Finding:
+    moment, most = peak(plan)
+    numbers = {"peak": most, "moment": moment, "reserve": plan.rates.reserve, "there": gpu_bytes}
+    return judged("memory", fits(plan, gpu_bytes), flags=[flag for flag, *_ in remedies(plan, gpu_bytes)], **numbers)
+
+
 def check_host(machine: Machine) -> Iterator[Finding]:
     """Host memory for loading, and then for an anchor that is kept there and for asynchronous saves."""
     plan, c, free = machine.plan, machine.plan.config, available_memory()
@@ -91,7 +97,7 @@ def check_disk(machine: Machine) -> Iterator[Finding]:
     """Room for the checkpoints of the run, of which a resumed one has some already."""
     c, needed, free = machine.plan.config, disk_bytes(machine.plan), shutil.disk_usage(machine.place).free
     saved = sum(file.stat().st_size for file in Path(c.output_dir, "checkpoints").rglob("*") if file.is_file())
-    yield judged("disk", saved + free >= needed, place=machine.place, free=free, needed=needed, saved=saved)
+    yield judged("disk", saved + free >= needed, place=str(machine.place), free=free, needed=needed, saved=saved)
 
 
 def check_speed(machine: Machine) -> Iterator[Finding]:
@@ -101,7 +107,7 @@ def check_speed(machine: Machine) -> Iterator[Finding]:
     limits = [60 * c.save_minutes, c.save_interval * sum(times(plan).values()) * (machine.device == "cuda")]
     numbers = {"seconds": size / speed, "between": min(filter(None, limits), default=None)}
     good = numbers["seconds"] <= (numbers["between"] or math.inf)
-    yield judged("speed", good, place=machine.place, speed=speed, **numbers)
+    yield judged("speed", good, place=str(machine.place), speed=speed, **numbers)
 
 
 def write_speed(folder: Path, most: float) -> float:
@@ -127,9 +133,9 @@ def check_reward(machine: Machine) -> Iterator[Finding]:
 CHECKS = (check_model, check_gpus, check_host, check_disk, check_speed, check_reward)
 
 
-def examine_machine(machine: Machine) -> int:
-    """Print a line per finding; returns the exit code."""
-    code = 0
+def examine_machine(machine: Machine) -> list[Finding]:
+    """Print a line per finding."""
+    findings = []
     for check in CHECKS:
         try:
             found = list(check(machine))
@@ -138,5 +144,5 @@ def examine_machine(machine: Machine) -> int:
         for finding in found:
             mark = "FAIL" if finding.mark == "WRONG" else finding.mark
             print(f"{mark:<6}{finding.check:<8}{'; '.join(filter(None, (finding.text, finding.remedy)))}", flush=True)
-            code = 2 if mark == "FAIL" else code
-    return code
+        findings += found
+    return findings

@@ -27,7 +27,6 @@ def memory(plan: Plan) -> dict[str, dict[str, float]]:
     muon = plan.trained.matrices / plan.shards if c.optimizer == "muon" else 0.0
     anchored = c.trust_region.anchor is not None
     on_gpu = anchored and (c.use_lora or not c.reference_mode_offload)
-    swapped = 0.0 if c.use_lora else mine * master
     states = (2 + anchored) * plan.windows.size + 2
     rewards = [*plan.rewards, (0.0, 0.0, 0.0)]
     return {
@@ -35,7 +34,7 @@ def memory(plan: Plan) -> dict[str, dict[str, float]]:
         "gathered weights": gathered(plan),
         "gradients": gradients(plan),
         "optimizer": at((2 * mine - muon) * master, step=(mine - muon) * master),  # AdamW's step copies one
-        "anchor": at(mine * (master if c.use_lora else compute), anchor=swapped) if on_gpu else at(0.0),
+        "anchor": at(mine * (master if c.use_lora else compute), anchor=mine * master) if on_gpu else at(0.0),
         "EMA": at(mine * master if c.ema_decay else 0.0),
         "activations": activations(plan),
         "trajectories": at(states * plan.latents * m.channels * 4 * c.batch_size),

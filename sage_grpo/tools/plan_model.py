@@ -63,8 +63,6 @@ class Plan:
 
     def __post_init__(self) -> None:
         c, heads, r = self.config, self.model.heads, self.rates
-        if self.gpus < 1:
-            raise ValueError(f"gpus is {self.gpus}; it must be above 0")
         check_layout(self.gpus, c.sp_size, c.enable_fsdp, c.dp_replicate)
         if heads % c.sp_size:
             raise ValueError(f"sp_size is {c.sp_size}; it must divide the model's {heads} heads")

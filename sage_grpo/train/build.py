@@ -15,7 +15,7 @@ from sage_grpo.data.requests import Request, read_requests
 from sage_grpo.manifest import file_sha256
 from sage_grpo.models import device_for, fp8, open_backbone
 from sage_grpo.models.backbone import Backbone, Guidance, Sampling, check_exported, holds_all_weights
-from sage_grpo.models.lora import ANCHOR, LORA_FILE, POLICY, add_adapters, init_adapters, load_adapter
+from sage_grpo.models.lora import LORA_FILE, add_adapter, init_adapter, load_adapter
 from sage_grpo.parallel.fsdp import shard
 from sage_grpo.parallel.ranks import Ranks, join_ranks
 from sage_grpo.plugins import in_file
@@ -185,14 +185,13 @@ def reward_folder(config: Config) -> Path:
 
 
 def prepare_transformer(backbone: Backbone, config: Config, ranks: Ranks) -> dict[str, torch.nn.Parameter]:
-    """Add adapters, checkpointing and sharding to the transformer, then load weights; returns what is trained."""
+    """Add an adapter, checkpointing and sharding to the transformer, then load weights; returns what is trained."""
     source = starting_point(config)
     transformer, master = backbone.empty_transformer(), DTYPES[config.master_weight_type]
     for parameter in transformer.parameters():
         parameter.data = parameter.data.to(DTYPES[config.dtype] if config.use_lora else master)
-    held = config.trust_region.anchor is not None
     if config.use_lora:
-        add_adapters(transformer, config.lora_r, config.lora_alpha, config.lora_target_modules, master, held)
+        add_adapter(transformer, config.lora_r, config.lora_alpha, config.lora_target_modules, master)
     trainable_parameters(transformer, config.use_lora)
     transformer.split_sequence(ranks.sequence_group)
     if config.outside_window == "fp8":
@@ -203,9 +202,9 @@ def prepare_transformer(backbone: Backbone, config: Config, ranks: Ranks) -> dic
         shard(transformer, transformer.all_blocks, ranks.shards, DTYPES[config.dtype])
     backbone.fill_transformer(transformer, None if config.use_lora else source)
     if config.use_lora:
-        init_adapters(transformer, config.seed)
-        for adapter in (POLICY, ANCHOR)[: 1 + held] if source else ():
-            load_adapter(transformer, source, adapter)
+        init_adapter(transformer, config.seed)
+        if source:
+            load_adapter(transformer, source)
     return trainable_parameters(transformer, config.use_lora)
 
 

@@ -1,10 +1,9 @@
 """Which parameters are trained, one optimizer step on them (clip, warm up, average), and the anchor behind them."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -12,14 +11,14 @@ from torch import Tensor, nn
 from sage_grpo.config import Config
 from sage_grpo.models.backbone import Backbone
 from sage_grpo.models.denoiser import Denoiser
-from sage_grpo.models.lora import ANCHOR, POLICY, adapter_parameters, use_adapter
+from sage_grpo.models.lora import adapter_parameters
 from sage_grpo.parallel.fsdp import copy_into, full_tensor, local_shard, replaced, shard_like
 
 
 def trainable_parameters(transformer: Denoiser, use_lora: bool) -> dict[str, nn.Parameter]:
     """The adapter's parameters, or all parameters the forward uses; everything else is frozen."""
     if use_lora:
-        chosen = adapter_parameters(transformer, POLICY)
+        chosen = adapter_parameters(transformer)
     else:
         unused = transformer.never_trained
         chosen = {name: p for name, p in transformer.named_parameters() if not name.startswith(unused)}
@@ -108,20 +107,19 @@ class Optimization:
 class Anchor:
     """The anchor of the trust region, a frozen earlier policy, refreshed from the policy (moving) or never (fixed).
 
-    With LoRA it is a second adapter in the same model; otherwise a second set of values for the trained parameters,
-    sharded across ranks as the model is. It counts optimizer steps: until the first one after a copy, it equals the
-    policy.
+    It is a second set of values for the trained parameters, sharded across ranks as the model is. It counts optimizer
+    steps: until the first one after a copy, it equals the policy.
     """
 
     parameters: Mapping[str, nn.Parameter]  # the policy's
     values: Mapping[str, Tensor]  # the anchor's, under the same names, which a checkpoint must include
-    in_place: Callable[[], AbstractContextManager[None]]  # context in which the model runs with the anchor's values
+    home: torch.device  # where those that the model does not use are kept
     refresh_every: int | None  # optimizer steps between refreshes; None for a fixed anchor
     age: int = 0  # optimizer steps since the last copy
 
-    @property
-    def is_policy(self) -> bool:
-        return self.age == 0
+    def in_place(self) -> AbstractContextManager[None]:
+        """Context in which the model runs with the anchor's values."""
+        return replaced(self.parameters, self.values, self.home)
 
     def refresh_if_due(self) -> None:
         """Called between iterations: copy the policy once enough optimizer steps have passed."""
@@ -135,21 +133,7 @@ def build_anchor(backbone: Backbone, config: Config, parameters: Mapping[str, nn
     kind = config.trust_region.anchor
     if kind is None:
         return None
-    every = config.update_ref_model_step if kind == "moving" else None
-    if config.use_lora:
-        values = adapter_parameters(backbone.transformer, ANCHOR)
-        return Anchor(parameters, values, partial(anchor_adapter, backbone.transformer), every)
-    home = torch.device("cpu") if config.reference_mode_offload else backbone.device
-    # in the forward's precision, so rounding them changes no result
-    values = {n: local_shard(p).detach().to(home, backbone.dtype, copy=True) for n, p in parameters.items()}
-    return Anchor(parameters, values, partial(replaced, parameters, values, home), every)
-
-
-@contextmanager
-def anchor_adapter(transformer: Denoiser) -> Iterator[None]:
-    """Context in which the forward uses the anchor's adapter instead of the policy's."""
-    use_adapter(transformer, ANCHOR)
-    try:
-        yield
-    finally:
-        use_adapter(transformer, POLICY)
+    home = torch.device("cpu") if config.reference_mode_offload and not config.use_lora else backbone.device
+    dtype = None if config.use_lora else backbone.dtype  # the forward's, so rounding to it changes no result
+    values = {n: local_shard(p).detach().to(home, dtype, copy=True) for n, p in parameters.items()}
+    return Anchor(parameters, values, home, config.update_ref_model_step if kind == "moving" else None)

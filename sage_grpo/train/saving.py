@@ -25,10 +25,6 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written, in one sentence; earlier checkpoints are untouched."""
 
 
-class NotFinite(CheckpointError):
-    """The state is not worth saving: it has a tensor that is not finite."""
-
-
 class Save:
     """A checkpoint of a trainer's state after its last optimizer step.
 
@@ -41,8 +37,6 @@ class Save:
         self.good, self.committing = trainer.vote.in_a_row == 0, False
         self.target = folder / f"step-{self.step:06d}"
         self.draft = self.target.with_suffix(".tmp")
-        if bad := [name for name in self._together(lambda: checkpoint.first_nonfinite(trainer)) if name]:
-            raise NotFinite(f"{self.target.name} was not written: {bad[0]} is not finite")
         self._together(lambda: shutil.rmtree(self.draft, ignore_errors=True) if self.ranks.first else None)
         self._together(lambda: (self.draft / "trainer").mkdir(parents=True, exist_ok=True))
         self.in_background = self.config.async_save and not self.ranks.any(not checkpoint.fits_in_memory(trainer))
@@ -110,10 +104,10 @@ class Saves:
         self.begun = time.monotonic()
         every, last = config.export_interval, trainer.settled_step == config.max_steps
         export = config.use_lora or last or bool(every and trainer.settled_step % every == 0)
+        if bad := [name for name in trainer.ranks.together(lambda: checkpoint.first_nonfinite(trainer)) if name]:
+            raise self.diverged(f"step-{trainer.settled_step:06d} was not written: {bad[0]} is not finite")
         try:
             self.current = Save(trainer, self.folder, export)
-        except NotFinite as error:
-            raise self.diverged(str(error)) from error
         except CheckpointError as error:
             return self._fail(error, must)
         if must or not self.current.in_background:

@@ -198,7 +198,7 @@ class Trainer:
 
     def prepare_anchor(self, batch: Sequence[Trajectory]) -> None:
         """Store the anchor's velocities along the rollout; while it equals the policy, the rollout's are used."""
-        if self.anchor is None or (self.anchor.is_policy and not self.algorithm.lagging):
+        if self.anchor is None or (self.anchor.age == 0 and not self.algorithm.lagging):
             return
         with self.anchor.in_place(), self.gathered():
             for one in batch:

@@ -9,7 +9,7 @@ import torch
 from sage_grpo.data.requests import Request
 from sage_grpo.models import open_backbone
 from sage_grpo.models.backbone import Backbone, Guidance, Sampling
-from sage_grpo.models.lora import POLICY, adapter_parameters, add_adapters, init_adapters
+from sage_grpo.models.lora import adapter_parameters, add_adapter, init_adapter
 from sage_grpo.tensor_files import write_file
 
 SAMPLING = Sampling(frames=9, height=32, width=48, fps=8, shift=5.0, guidance=3.5, num_steps=20)
@@ -62,9 +62,9 @@ def test_loaded_weights_start_from_the_base_model_each_time(tiny_folder, tmp_pat
     for name in ("full", "lora"):
         trained = open_backbone(tiny_folder)
         if name == "lora":
-            add_adapters(trained.transformer, 4, 8, ("to_q",), torch.float32, anchor=False)
-            init_adapters(trained.transformer, 0)
-            changed = adapter_parameters(trained.transformer, POLICY).values()
+            add_adapter(trained.transformer, 4, 8, ("to_q",), torch.float32)
+            init_adapter(trained.transformer, 0)
+            changed = adapter_parameters(trained.transformer).values()
         else:
             changed = trained.transformer.parameters()
         for parameter in changed:

@@ -12,19 +12,16 @@ from sage_grpo.models.backbone import Guidance
 from sage_grpo.models.hunyuan15.backbone import Hunyuan15
 from sage_grpo.models.hunyuan15.folder import ModelFolder
 from sage_grpo.models.lora import (
-    ANCHOR,
     LORA_FILE,
     POLICY,
     PREFIX,
     adapter_file,
     adapter_parameters,
-    add_adapters,
-    init_adapters,
+    add_adapter,
+    init_adapter,
     load_adapter,
     target_layers,
-    use_adapter,
 )
-from sage_grpo.parallel.fsdp import copy_into
 from sage_grpo.tensor_files import write_file
 from scripts.export_checkpoint import merged
 
@@ -36,9 +33,9 @@ def backbone(tiny_folder):
     return Hunyuan15(tiny_folder)
 
 
-def add(backbone, anchor=True, seed=0):
-    add_adapters(backbone.transformer, 4, 8, NAMES, torch.float32, anchor)
-    init_adapters(backbone.transformer, seed)
+def add(backbone, seed=0):
+    add_adapter(backbone.transformer, 4, 8, NAMES, torch.float32)
+    init_adapter(backbone.transformer, seed)
 
 
 def velocity(backbone):
@@ -66,7 +63,7 @@ def test_a_new_adapter_changes_nothing_and_follows_from_the_seed(backbone, tiny_
     others = [Hunyuan15(tiny_folder) for _ in range(2)]
     for other, seed in zip(others, (0, 1), strict=True):
         add(other, seed=seed)
-    mine, same, different = (adapter_parameters(p.transformer, POLICY) for p in (backbone, *others))
+    mine, same, different = (adapter_parameters(p.transformer) for p in (backbone, *others))
     name = next(name for name in mine if "lora_A" in name)
     assert torch.equal(mine[name], same[name]) and not torch.equal(mine[name], different[name])
 
@@ -77,33 +74,18 @@ def test_an_adapter_adds_its_product_scaled_by_alpha_over_rank(backbone):
     x = torch.randn(3, layer.in_features, generator=torch.Generator().manual_seed(0))
     before = layer(x)
     add(backbone)  # rank 4, alpha 8
-    mine = adapter_parameters(backbone.transformer, POLICY)
+    mine = adapter_parameters(backbone.transformer)
     down, up = (mine[f"{layer_name}.lora_{part}.weight"] for part in "AB")
     up.data.fill_(0.1)
     torch.testing.assert_close(backbone.transformer.get_submodule(layer_name)(x), before + 8 / 4 * x @ down.T @ up.T)
 
 
-def test_adapters_have_their_own_precision_and_leave_other_draws_alone(backbone):
+def test_an_adapter_has_its_own_precision_and_leaves_other_draws_alone(backbone):
     transformer, state = backbone.transformer, torch.get_rng_state()
-    add_adapters(transformer, 4, 8, NAMES, torch.bfloat16, True)
+    add_adapter(transformer, 4, 8, NAMES, torch.bfloat16)
     assert torch.equal(torch.get_rng_state(), state)
-    for adapter in (POLICY, ANCHOR):
-        assert {p.dtype for p in adapter_parameters(transformer, adapter).values()} == {torch.bfloat16}
+    assert {p.dtype for p in adapter_parameters(transformer).values()} == {torch.bfloat16}
     assert transformer.transformer_blocks[0].attn.to_q.base_layer.weight.dtype == torch.float32
-
-
-def test_two_adapters_are_apart_and_only_the_policy_is_trained(backbone):
-    add(backbone)
-    plain = velocity(backbone)
-    for parameter in adapter_parameters(backbone.transformer, POLICY).values():
-        parameter.data += 0.1
-    moved = velocity(backbone)
-    use_adapter(backbone.transformer, ANCHOR)
-    assert torch.equal(velocity(backbone), plain) and not torch.allclose(moved, plain)
-    copy_into(adapter_parameters(backbone.transformer, ANCHOR), adapter_parameters(backbone.transformer, POLICY))
-    assert torch.equal(velocity(backbone), moved)
-    trained = {name for name, p in backbone.transformer.named_parameters() if p.requires_grad and "lora_" in name}
-    assert trained and all(f".{POLICY}." in name for name in trained)
 
 
 def contents(file):
@@ -120,26 +102,26 @@ def contents(file):
 
 def test_a_saved_adapter_is_loaded_or_refused(backbone, tiny_folder, tmp_path):
     add(backbone)
-    for parameter in adapter_parameters(backbone.transformer, POLICY).values():
+    for parameter in adapter_parameters(backbone.transformer).values():
         parameter.data += 0.1
-    write_file(tmp_path / LORA_FILE, adapter_file(backbone.transformer, POLICY))
+    write_file(tmp_path / LORA_FILE, adapter_file(backbone.transformer))
     backbone.transformer.save_lora_adapter(tmp_path / "stock", adapter_name=POLICY, weight_name=LORA_FILE)
     (settings, tensors), (theirs, stock) = (contents(folder / LORA_FILE) for folder in (tmp_path, tmp_path / "stock"))
     assert settings == theirs and tensors.keys() == stock.keys()
     assert all(torch.equal(value, stock[name]) for name, value in tensors.items())
     other = Hunyuan15(tiny_folder)
-    add(other, anchor=False)
-    load_adapter(other.transformer, tmp_path, POLICY)
+    add(other)
+    load_adapter(other.transformer, tmp_path)
     assert torch.equal(velocity(other), velocity(backbone))
     wider = Hunyuan15(tiny_folder)
-    add_adapters(wider.transformer, 8, 8, NAMES, torch.float32, False)
+    add_adapter(wider.transformer, 8, 8, NAMES, torch.float32)
     with pytest.raises(ValueError, match="does not fit lora_r"):
-        load_adapter(wider.transformer, tmp_path, POLICY)
+        load_adapter(wider.transformer, tmp_path)
 
 
 def test_stock_diffusers_loads_it_into_the_transformer_of_a_pipeline(backbone, tiny_folder, tmp_path):
     add(backbone)
-    for parameter in adapter_parameters(backbone.transformer, POLICY).values():
+    for parameter in adapter_parameters(backbone.transformer).values():
         parameter.data += 0.1
     save(backbone, tmp_path)
     stock = Hunyuan15(tiny_folder)
@@ -149,7 +131,7 @@ def test_stock_diffusers_loads_it_into_the_transformer_of_a_pipeline(backbone, t
 
 
 def save(backbone, folder):
-    write_file(folder / LORA_FILE, adapter_file(backbone.transformer, POLICY))
+    write_file(folder / LORA_FILE, adapter_file(backbone.transformer))
 
 
 def rewrite(folder, tensors=None, **settings):
@@ -169,10 +151,10 @@ def rewrite(folder, tensors=None, **settings):
 def test_an_adapter_of_another_scale_is_refused(backbone, tmp_path, settings, words):
     add(backbone)
     save(backbone, tmp_path)
-    load_adapter(backbone.transformer, tmp_path, POLICY)
+    load_adapter(backbone.transformer, tmp_path)
     rewrite(tmp_path, **settings)
     with pytest.raises(ValueError, match=words):
-        load_adapter(backbone.transformer, tmp_path, POLICY)
+        load_adapter(backbone.transformer, tmp_path)
 
 
 def test_an_adapter_without_settings_has_scale_1_as_in_diffusers(backbone, tiny_folder, tmp_path):
@@ -181,10 +163,10 @@ def test_an_adapter_without_settings_has_scale_1_as_in_diffusers(backbone, tiny_
     tensors = load_file(tmp_path / LORA_FILE)
     save_file(tensors, tmp_path / LORA_FILE)
     with pytest.raises(ValueError, match="has lora_alpha 4, but lora_r and lora_alpha make it 8"):
-        load_adapter(backbone.transformer, tmp_path, POLICY)
+        load_adapter(backbone.transformer, tmp_path)
     other = Hunyuan15(tiny_folder)
-    add_adapters(other.transformer, 4, 4, NAMES, torch.float32, False)
-    load_adapter(other.transformer, tmp_path, POLICY)
+    add_adapter(other.transformer, 4, 4, NAMES, torch.float32)
+    load_adapter(other.transformer, tmp_path)
 
 
 SLOW = "(a+)+" * 20 + "b"  # a regular expression that takes for ever
@@ -208,7 +190,7 @@ def test_a_hostile_setting_is_refused_before_peft_sees_it(backbone, tmp_path, se
 
 @pytest.mark.parametrize("layers", [SLOW, [SLOW], ".*", [1], None, "", {}], ids=str)
 def test_only_the_tensors_say_which_layers_have_an_adapter(backbone, tiny_folder, tmp_path, layers):
-    add(backbone, anchor=False)
+    add(backbone)
     save(backbone, tmp_path)
     rewrite(tmp_path, target_modules=layers)
     other = Hunyuan15(tiny_folder)
@@ -231,7 +213,7 @@ def test_an_adapter_with_other_tensors_is_refused_in_one_sentence(backbone, tmp_
     rewrite(tmp_path, tensors)
     if not told:
         save_file(load_file(tmp_path / LORA_FILE), tmp_path / LORA_FILE)
-    for load in (lambda folder: load_adapter(backbone.transformer, folder, POLICY), backbone.load_weights):
+    for load in (lambda folder: load_adapter(backbone.transformer, folder), backbone.load_weights):
         with pytest.raises(ValueError) as caught:
             load(tmp_path)
         assert str(caught.value).startswith(f"{tmp_path / LORA_FILE} ") and len(str(caught.value).splitlines()) == 1
@@ -239,9 +221,9 @@ def test_an_adapter_with_other_tensors_is_refused_in_one_sentence(backbone, tmp_
 
 def test_a_merged_adapter_is_the_adapter(backbone, tiny_folder, tmp_path):
     add(backbone)
-    for parameter in adapter_parameters(backbone.transformer, POLICY).values():
+    for parameter in adapter_parameters(backbone.transformer).values():
         parameter.data += 0.1
-    write_file(tmp_path / LORA_FILE, adapter_file(backbone.transformer, POLICY))
+    write_file(tmp_path / LORA_FILE, adapter_file(backbone.transformer))
     base, plain = ModelFolder(tiny_folder).weights("transformer"), Hunyuan15(tiny_folder)
     tensors = dict(merged(base, tmp_path / LORA_FILE))
     changed = {name for name, value in tensors.items() if not torch.equal(value, base.read(name))}

@@ -1,6 +1,5 @@
 """The doctor on the embedded model: no problems, and then everything it checks is really broken once."""
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -14,10 +13,9 @@ from embedded.shapes.reward import ShapesReward
 from sage_grpo.algo.sde import SDES, build_schedule, euler_maruyama, flow_sigmas
 from sage_grpo.flags import parse
 from sage_grpo.models.hunyuan15.backbone import Hunyuan15
-from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.rewards import REWARDS
 from sage_grpo.tools import doctor
-from sage_grpo.tools.doctor_checks import memory_finding
+from sage_grpo.tools.machine_checks import memory_finding
 from sage_grpo.tools.plan import plan_of
 from sage_grpo.train import build
 
@@ -352,22 +350,17 @@ def test_a_recipe_is_examined_with_its_ranks_and_without_its_weights(run_doctor)
     assert doctor.options_of([*recipe, "--short", "--ranks", "4"])[0].ranks_here == 4 and config.gpus == 8
 
 
-def test_layouts_and_memory(run_doctor):
-    alone = Ranks(0, 1, torch.device("cpu"))
-    trainer, _ = doctor.prepare(doctor.options_of(run_doctor.arguments())[1], alone, 4)
-    resolved = trainer.config
-    layout, memory = doctor.CHECKS["plan"](trainer)
-    assert layout.mark == "ok" and "ranks = 4 x 1, the model in 1 part(s)" in layout.text
-    assert memory.mark == "note" and "not checked: there is no GPU" in memory.text
-    for flags, words in {
-        ("sp_size", 3): "sp_size is 3; it must divide the number of processes, which is 4",
-        ("dp_replicate", 2): "dp_replicate is 2; that needs enable_fsdp True",
-        ("sp_size", 8): "sp_size is 8; it must divide the model's 6 heads",
-    }.items():
-        trainer.config = dataclasses.replace(resolved, **dict([flags]))
-        trainer.ranks = dataclasses.replace(trainer.ranks, count=8 if flags[1] == 8 else 4)
-        (finding,) = doctor.CHECKS["plan"](trainer)
-        assert finding.mark == "WRONG" and words in finding.text and "--ranks" in finding.remedy
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("sp_size", 3, "sp_size is 3; it must divide the number of processes, which is 8"),
+        ("dp_replicate", 2, "dp_replicate is 2; that needs enable_fsdp True"),
+        ("sp_size", 8, "sp_size is 8; it must divide the model's 6 heads"),
+    ],
+)
+def test_a_layout_that_does_not_divide_is_refused_at_once(run_doctor, name, value, words):
+    assert run_doctor("--ranks", "8", **{name: value}) == 2
+    assert words in run_doctor.errors and not run_doctor.output.exists()
 
 
 def test_a_sharded_run_is_checked_as_one_of_its_ranks(run_doctor):

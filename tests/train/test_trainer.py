@@ -9,7 +9,6 @@ from safetensors.torch import load_file
 
 from sage_grpo.algo.sde import SDES
 from sage_grpo.models.backbone import Guidance
-from sage_grpo.models.lora import ANCHOR, POLICY, adapter_parameters
 from sage_grpo.parallel.fsdp import copy_into
 from sage_grpo.rewards.composite import Scores
 from sage_grpo.train import checkpoint
@@ -80,9 +79,9 @@ def test_the_anchor_starts_as_the_policy_follows_or_stays(make):
     for moving, equal in ((True, True), (False, False)):
         trainer = make(use_lora=True, use_moving_KL=moving, update_ref_model_step=2, overwrite=True)
         trainer.train()  # two updates: a refresh is due at the end
-        policy, anchor = (adapter_parameters(trainer.backbone.transformer, name) for name in (POLICY, ANCHOR))
+        policy, anchor = trainer.optimization.parameters, trainer.anchor.values
         assert all(torch.equal(policy[name], anchor[name]) for name in policy) == equal
-        assert trainer.anchor.is_policy == equal
+        assert (trainer.anchor.age == 0) == equal
 
 
 def test_the_anchor_forward_is_skipped_only_while_it_would_change_nothing(make):
@@ -97,9 +96,10 @@ def test_the_anchor_forward_is_skipped_only_while_it_would_change_nothing(make):
         assert torch.equal(batch[0].anchor_velocity[rows, steps], batch[0].velocity[rows, steps])
 
 
-def test_the_anchor_takes_the_policys_place_and_gives_it_back(make):
+@pytest.mark.parametrize("use_lora", [False, True])
+def test_the_anchor_takes_the_policys_place_and_gives_it_back(make, use_lora):
     """Its velocities are those of the weights that it copied, whatever the policy has become since."""
-    trainer = make(use_lora=False)
+    trainer = make(use_lora=use_lora)
     x, cond = torch.randn(1, *trainer.shape), trainer.guidance.negative
 
     def velocity():
@@ -109,7 +109,7 @@ def test_the_anchor_takes_the_policys_place_and_gives_it_back(make):
     before = velocity()
     with torch.no_grad():
         for parameter in trainer.optimization.parameters.values():
-            parameter.mul_(1.1)
+            parameter.add_(0.05)
     after, kept = velocity(), snapshot(trainer)
     with trainer.anchor.in_place():
         assert torch.equal(velocity(), before)

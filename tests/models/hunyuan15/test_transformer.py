@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sage_grpo.models.attention import KEPT
 from sage_grpo.models.hunyuan15.transformer import PackedTransformer
-from sage_grpo.models.lora import add_adapters, init_adapters
+from sage_grpo.models.lora import add_adapter, init_adapter
 from sage_grpo.parallel.fsdp import shard
 from sage_grpo.train.optimization import trainable_parameters
 from tests.dist import run_ranks
@@ -171,8 +171,8 @@ def test_compiled_blocks_run_one_arithmetic_and_few_graphs(tiny_folder, monkeypa
     plain = copy.deepcopy(packed)
     if use_lora:
         for model in (packed, plain):
-            add_adapters(model, 4, 8, ("to_q", "to_out.0"), torch.float64, anchor=False)
-            init_adapters(model, 0)
+            add_adapter(model, 4, 8, ("to_q", "to_out.0"), torch.float64)
+            init_adapter(model, 0)
     trained = trainable_parameters(packed, use_lora)
     torch._dynamo.reset()
     counters.clear()
@@ -194,8 +194,8 @@ def graphs_of_a_sharded_model(ranks, folder):
     """Graphs after prompts of three lengths; FSDP's hooks run between `run_block` and the compiled forward."""
     torch.compile = functools.partial(torch.compile, backend="eager")  # this process has no other work
     packed = PackedTransformer.from_pretrained(folder, subfolder="transformer", dtype=torch.float64)
-    add_adapters(packed, 4, 8, ("to_q", "to_out.0"), torch.float64, anchor=False)
-    init_adapters(packed, 0)
+    add_adapter(packed, 4, 8, ("to_q", "to_out.0"), torch.float64)
+    init_adapter(packed, 0)
     trainable_parameters(packed, True)
     packed.prepare_blocks(recomputed=1.0, keep_attention=True, compiled=True)
     shard(packed, packed.all_blocks, ranks.shards, torch.float64)
