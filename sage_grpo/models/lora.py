@@ -12,7 +12,7 @@ from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from peft import LoraConfig
 from torch import Tensor, nn
 
-from sage_grpo.json_files import check_kinds, naming
+from sage_grpo.json_files import check_kinds
 from sage_grpo.models.denoiser import Denoiser
 from sage_grpo.models.weights import open_safetensors
 from sage_grpo.parallel.fsdp import full_tensor, local_shard, rows
@@ -81,10 +81,9 @@ def read_adapter(file: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
 
     Only the settings of a plain LoRA are accepted: peft would follow others wherever they lead.
     """
-    with open_safetensors(file) as stored, naming(file):
-        tensors = {name.removeprefix(PREFIX): stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
-        text = (stored.metadata() or {}).get(LORA_ADAPTER_METADATA_KEY)
-    ranks = _ranks(file, tensors)
+    stored = open_safetensors(file)
+    tensors = {name.removeprefix(PREFIX): tensor for name, tensor in stored.tensors.items()}
+    ranks, text = _ranks(file, tensors), stored.metadata.get(LORA_ADAPTER_METADATA_KEY)
     if text is None:
         return tensors, None
     try:

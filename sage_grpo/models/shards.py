@@ -9,11 +9,10 @@ import json
 from collections.abc import Callable, Mapping
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
-from sage_grpo.models.weights import Piece, Weights, open_folder, open_safetensors
+from sage_grpo.models.weights import Weights, open_folder, open_safetensors
 from sage_grpo.tensor_files import TensorFile
 
 FOLDER = "trainer"
@@ -31,20 +30,20 @@ def shards(tensors: Mapping[str, Tensor], starts: Mapping[str, int]) -> TensorFi
 
 def open_shards(checkpoint: Path) -> dict[str, Weights]:
     """The tensors of all rank files of a checkpoint, by part and name."""
-    found: dict[str, dict[str, list[tuple[int, Piece]]]] = {part: {} for part in PARTS}
+    found: dict[str, dict[str, list[tuple[int, Tensor]]]] = {part: {} for part in PARTS}
     for path in sorted((checkpoint / FOLDER).glob("rank-*.safetensors")):
         file = open_safetensors(path)
         for name, start in _starts(path, file).items():
             part, _, rest = name.partition("/")
-            found.setdefault(part, {}).setdefault(rest, []).append((start, Piece.whole(file, name)))
+            found.setdefault(part, {}).setdefault(rest, []).append((start, file.tensors[name]))
     parts = {part: {n: _in_order(f"{part}/{n}", pieces) for n, pieces in found[part].items()} for part in found}
     return {part: Weights(checkpoint, tensors) for part, tensors in parts.items()}
 
 
-def _starts(path: Path, file: Any) -> dict[str, int]:
+def _starts(path: Path, file: TensorFile) -> dict[str, int]:
     try:
-        starts = json.loads((file.metadata() or {})["starts"])
-        sound = starts.keys() == set(file.keys()) and all(type(start) is int for start in starts.values())
+        starts = json.loads(file.metadata["starts"])
+        sound = starts.keys() == file.tensors.keys() and all(type(start) is int for start in starts.values())
     except (KeyError, ValueError, AttributeError, RecursionError):
         sound = False
     if not sound:
@@ -52,15 +51,15 @@ def _starts(path: Path, file: Any) -> dict[str, int]:
     return starts
 
 
-def _in_order(name: str, pieces: list[tuple[int, Piece]]) -> list[Piece]:
+def _in_order(name: str, pieces: list[tuple[int, Tensor]]) -> list[Tensor]:
     """A tensor's pieces, which must follow each other without gaps; a scalar is the same in every file."""
-    if not all(piece.shape for _, piece in pieces):
+    if not all(piece.ndim for _, piece in pieces):
         return [pieces[0][1]]
     end, ordered = 0, sorted(pieces, key=itemgetter(0))
     for start, piece in ordered:
         if start != end or piece.shape[1:] != ordered[0][1].shape[1:]:
             raise ValueError(f"the ranks' files of a checkpoint disagree about the rows of {name}")
-        end += piece.count
+        end += len(piece)
     return [piece for _, piece in ordered]
 
 

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from huggingface_hub import StateDictSplit, split_state_dict_into_shards_factory
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from sage_grpo.json_files import printable, read_object
 from sage_grpo.parallel.fsdp import local_shard, rows
+from sage_grpo.tensor_files import TensorFile
 
 STEM = "diffusion_pytorch_model"
 INDEX = f"{STEM}.safetensors.index.json"
@@ -25,28 +26,10 @@ Model = TypeVar("Model", bound=nn.Module)
 Rows = tuple[str, int, int]  # of a tensor: its name, and which block of how many equal blocks of rows
 
 
-class Piece(NamedTuple):
-    """`count` rows of a stored tensor, from row `first` on; a scalar counts as one row."""
-
-    stored: Any  # a slice of an open safetensors file
-    first: int
-    count: int
-
-    @classmethod
-    def whole(cls, file: Any, name: str) -> "Piece":
-        shape = (stored := file.get_slice(name)).get_shape()
-        return cls(stored, 0, shape[0] if shape else 1)
-
-    @property
-    def shape(self) -> list[int]:
-        """Shape of the full stored tensor."""
-        return self.stored.get_shape()
-
-
 class Weights:
-    """Tensors by name, each assembled from rows of stored tensors; nothing is read until requested."""
+    """Tensors by name, each in pieces of some rows that follow each other: views of files, read only when requested."""
 
-    def __init__(self, where: Path, pieces: Mapping[str, Sequence[Piece]]) -> None:
+    def __init__(self, where: Path, pieces: Mapping[str, Sequence[Tensor]]) -> None:
         self.where, self.pieces = where, dict(pieces)
 
     @property
@@ -56,31 +39,28 @@ class Weights:
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of the full tensor; () for a scalar."""
         pieces = self.pieces[name]
-        return (sum(piece.count for piece in pieces), *pieces[0].shape[1:]) if pieces[0].shape else ()
+        return (sum(map(len, pieces)), *pieces[0].shape[1:]) if pieces[0].ndim else ()
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Copy rows start:stop of the tensor to the CPU, or all of a scalar; no other bytes are read."""
-        shape, found, before = self.shape(name), [], 0  # rows before this piece
-        if not shape:
-            return self.pieces[name][0].stored[...].clone()
-        start, stop, _ = slice(start, stop).indices(shape[0])
-        for stored, offset, count in self.pieces[name]:
-            first, last = max(start - before, 0), min(stop - before, count)
-            if first < last or not found:  # an empty range still needs a dtype and its other dimensions
-                found.append(stored[offset + first : offset + max(first, last)])
-            before += count
-        return torch.cat(found)  # a copy: what was found are views of the file, which may change or vanish
+        if not self.shape(name):
+            return self.pieces[name][0].clone()
+        found, stop = [], self.shape(name)[0] if stop is None else stop
+        for piece in self.pieces[name]:
+            found.append(piece[start:stop])
+            start, stop = max(start - len(piece), 0), max(stop - len(piece), 0)
+        return torch.cat(found)  # a copy: the file may change or vanish
 
     def renamed(self, recipes: Mapping[str, Sequence[Rows]]) -> "Weights":
         """A view of the stored tensors under other names."""
         return Weights(self.where, {name: [self._rows(*rows) for rows in recipe] for name, recipe in recipes.items()})
 
-    def _rows(self, source: str, block: int, of: int) -> Piece:
+    def _rows(self, source: str, block: int, of: int) -> Tensor:
         [piece] = self.pieces[source]
-        if piece.count % of:
-            raise ValueError(f"{source} in '{self.where}' has {piece.count} rows, not a multiple of {of}.")
-        count = piece.count // of
-        return piece._replace(first=block * count, count=count)
+        count = len(piece) if piece.ndim else 1
+        if count % of:
+            raise ValueError(f"{source} in '{self.where}' has {count} rows, not a multiple of {of}.")
+        return piece.chunk(of)[block] if of > 1 else piece
 
 
 def open_file(path: Path) -> Weights:
@@ -119,22 +99,23 @@ def _open(where: Path, paths: Sequence[Path]) -> tuple[Weights, dict[str, Path]]
     """The tensors of some files of a folder, and the file of each; missing shards and duplicates are rejected."""
     pieces, files = {}, {}
     for path in paths:
-        file = open_safetensors(path)
-        for name in file.keys():  # noqa: SIM118 - not a dict
+        for name, tensor in open_safetensors(path).tensors.items():
             if name in files:
                 raise ValueError(f"{printable(name)} is in both {files[name]} and {path}; keep one of these files.")
-            pieces[name], files[name] = [Piece.whole(file, name)], path
+            pieces[name], files[name] = [tensor], path
     counts = {int(match[1]) for path in paths if (match := re.search(r"-\d+-of-(\d+)$", path.stem))}
     if counts and counts != {len(paths)}:
         raise FileNotFoundError(f"'{where}' has {len(paths)} of {max(counts)} shards; download that folder again.")
     return Weights(where, pieces), files
 
 
-def open_safetensors(path: Path) -> Any:
+def open_safetensors(path: Path) -> TensorFile:
+    """The tensors of a file as views of it: nothing is read until they are used."""
     try:
         if not path.is_file():
             raise OSError("not a file")
-        return safe_open(path, "pt")
+        with safe_open(path, "pt") as file:
+            return TensorFile({name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {})  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         reason = printable(error)
         raise ValueError(f"{path} is not a complete safetensors file ({reason}); download it again.") from error

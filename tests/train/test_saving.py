@@ -248,7 +248,7 @@ def test_last_good_leaves_out_what_was_written_while_the_run_diverged(make, capf
     third, second = (folder_of(trainer) / f"step-{step:06d}" for step in (3, 2))
     change(third / "trainer" / "state.json", skipped_in_a_row=2)
     file = second / "trainer" / "rank-00000.safetensors"
-    tensors, starts = load_file(file), open_safetensors(file).metadata()
+    tensors, starts = load_file(file), open_safetensors(file).metadata
     next(value for name, value in tensors.items() if "exp_avg" in name).view(-1)[0] = math.inf
     save_file(tensors, file, metadata=starts)
     for path in (third, second):
@@ -311,7 +311,7 @@ def test_a_missing_optimizer_tensor_is_noticed(make):
     trainer.train()
     (path,) = checkpoint.found(folder_of(trainer))
     file = path / "trainer" / "rank-00000.safetensors"
-    tensors, starts = load_file(file), json.loads(open_safetensors(file).metadata()["starts"])
+    tensors, starts = load_file(file), json.loads(open_safetensors(file).metadata["starts"])
     gone = next(name for name in tensors if "exp_avg_sq" in name)
     del tensors[gone], starts[gone]
     save_file(tensors, file, metadata={"starts": json.dumps(starts)})
