@@ -197,24 +197,24 @@ def cases(bench: Bench, sizes: dict[str, int], short: Clip, long: Clip, steps: i
         return twin(**padded, return_dict=False)[0]
 
     with torch.no_grad():
-        bench.run("forward, stock", stock, work.total)
-        bench.run("forward, packed", ours, work.total)
+        bench.run("forward, stock", stock, sum(work))
+        bench.run("forward, packed", ours, sum(work))
         plain, theirs = ours().float(), stock().float()
         set_blocks(model, 0.0, False, True)
-        bench.run("forward, packed and compiled", ours, work.total)
+        bench.run("forward, packed and compiled", ours, sum(work))
         compiled = ours().float()
         yield f"packed to stock: velocity {distance(plain, theirs):.2g} apart (stock rounds timesteps to bf16)"
         yield f"packed and compiled to packed: velocity {distance(compiled, plain):.2g} apart"
         far, padded_far = long.packed(model, like), long.stock(twin, like)
         times = f"{2 * steps} forwards, one timed"
         bench.run(
-            f"{steps} steps with guidance, stock", lambda: twin(**padded_far), long.work(model).total, 2 * steps, times
+            f"{steps} steps with guidance, stock", lambda: twin(**padded_far), sum(long.work(model)), 2 * steps, times
         )
         bench.run(f"{steps} steps with guidance, compiled", lambda: [model(*far) for _ in range(4)],
-                  4 * long.work(model).total, steps // 2, f"{2 * steps} forwards, four timed")  # fmt: skip
+                  4 * sum(long.work(model)), steps // 2, f"{2 * steps} forwards, four timed")  # fmt: skip
     for kind in ("LoRA", "all weights"):
         backward = work.linear * (1 if kind == "LoRA" else 2) + work.attention * BACKWARD_OF_ATTENTION
-        useful = work.total + backward  # without recomputation
+        useful = sum(work) + backward  # without recomputation
         for name, target, forward in (("stock", twin, stock), ("packed", model, ours)):
             adapted(target, bench.dtype, kind != "LoRA")
             if name == "stock":

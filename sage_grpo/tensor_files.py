@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from safetensors.torch import _TYPES
 from torch import Tensor
 
 PIECE = 1 << 26  # bytes
 UNSYNCED = 1 << 28  # most bytes that wait for the disk: then a slow disk shows as slow pieces, not as one endless sync
-NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
+NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 
 class TensorFile(NamedTuple):

@@ -11,7 +11,6 @@ Shapes: B clips of one request, F frames of (Y, X) pixels, C latent channels, (T
 
 import dataclasses
 import hashlib
-import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -67,10 +66,6 @@ class Sampling:
             raise ValueError(f"{path} has keys {sorted(values)}; it needs exactly {sorted(kinds)}.")
         check_kinds(path, values, kinds)
         return cls(**values)
-
-    def to_json(self, path: Path) -> None:
-        """Write what `from_json` reads."""
-        path.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
 
 
 class BrokenClip(ValueError):

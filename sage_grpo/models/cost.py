@@ -13,10 +13,6 @@ class Forward(NamedTuple):
     linear: float
     attention: float
 
-    @property
-    def total(self) -> float:
-        return self.linear + self.attention
-
 
 @dataclass(frozen=True)
 class Architecture:

@@ -75,8 +75,6 @@ def open_folder(folder: Path) -> Weights:
     paths = sorted({folder / file for file in promised.values()} or folder.glob("*.safetensors"))
     if not paths:
         raise FileNotFoundError(f"'{folder}' has no *.safetensors; download that folder again.")
-    if missing := [path.name for path in paths if index and not path.is_file()]:
-        raise FileNotFoundError(f"'{folder}' lacks {_some(missing)} of the files in {index.name}; download it again.")
     weights, files = _open(folder, paths)
     wrong = sorted(name for name in {*promised, *files} if files.get(name) != folder / promised.get(name, ""))
     if index and wrong:

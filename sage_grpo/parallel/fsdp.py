@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
@@ -87,10 +87,8 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def rows(tensor: Tensor) -> tuple[int, int]:
-    """Which rows (start, stop) of dim 0 of the full tensor are local."""
+    """Which rows (start, stop) of dim 0, the one that FSDP2 shards, are local."""
     if not isinstance(tensor, DTensor):
         return 0, tensor.shape[0] if tensor.ndim else 1
-    if any(isinstance(p, Shard) and p.dim for p in tensor.placements):
-        raise ValueError("only tensors that are sharded along dim 0 have rows")
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return offset[0], offset[0] + shape[0]

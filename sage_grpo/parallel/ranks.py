@@ -93,12 +93,6 @@ class Ranks:
             raise failure
         return result
 
-    def on_leader(self, call: Callable[[], T]) -> T | None:
-        """`from_leader` for results that cannot be sent: the other ranks get None."""
-        kept: list[T] = []
-        self.from_leader(lambda: kept.append(call()))
-        return kept[0] if kept else None
-
     def shared(self, items: Sequence[S], work: Callable[[Sequence[S]], list[T]]) -> list[T]:
         """`work(items)`, split across the ranks of the sequence-parallel group; every rank gets all results."""
         if self.sequence_group is None:

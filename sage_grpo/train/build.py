@@ -91,7 +91,9 @@ def fill(run: RunFolder, backbone: Backbone, config: Config, ranks: Ranks) -> Tr
     texts = [prompt.text for prompt in (*train, *held_out)]
     if world:
         world.check(texts)
-    reward, holdout = ranks.on_leader(lambda: build_rewards_of(config, texts, ranks.device)) or (None, None)
+    built: list[Composite | None] = []  # on the leader alone: models cannot be sent
+    ranks.from_leader(lambda: built.extend(build_rewards_of(config, texts, ranks.device)))
+    reward, holdout = built or (None, None)
     negative = Request(config.negative_prompt)
     # frees the encoders before the transformer needs their memory
     backbone.prepare([negative, *train, *held_out], ranks.world_rank, ranks.world)

@@ -28,7 +28,6 @@ def talk(ranks):
         "own": own.tolist(),
         "texts": ranks.texts(f"group {ranks.rank}"),
         "leader": ranks.from_leader(lambda: f"leader {ranks.rank}, {ranks.sp_rank}"),
-        "on leader": ranks.on_leader(lambda: "made"),
         "error": error,
         "shared": ranks.shared([1, 2, 3], lambda items: [(ranks.sp_rank, 10 * item) for item in items]),
         "gradient": parameter.grad.tolist(),
@@ -41,11 +40,11 @@ def test_two_groups_of_two():
         (0, 0, True, True), (0, 1, False, False), (1, 0, False, True), (1, 1, False, False)
     ]  # fmt: skip
     for number, answers in enumerate(found):
-        group, place = divmod(number, 2)
+        group = number // 2
         assert answers["gathered"] == [1.0, 2.0] and answers["sum"] == [3.0] and answers["max"] == [2.0]
         assert answers["own"] == [group + 1.0]  # a reduction leaves its argument alone
         assert answers["texts"] == ["group 0", "group 1"]
-        assert answers["leader"] == f"leader {group}, 0" and answers["on leader"] == ("made" if place == 0 else None)
+        assert answers["leader"] == f"leader {group}, 0"
         assert "not a number" in answers["error"]
         assert answers["shared"] == [(0, 10), (0, 20), (1, 30)]
         assert answers["gradient"] == [10.0, 10.0]  # 1 + 2 + 3 + 4: gradients are summed over all
