@@ -130,7 +130,7 @@ def _value(name: str, raw: Any) -> Any:
         value = CONVERTERS[base_type(name)](raw)
         if name in PATHS:
             value = tuple(map(_path, value)) if isinstance(value, tuple) else _path(value)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise ConfigError(f"{name} is {raw!r}; {error}") from error
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         _check_range(name, value, field)
@@ -156,10 +156,7 @@ def _words(raw: Any) -> tuple[str, ...]:
 
 
 def _mapping(raw: Any) -> dict[str, Any]:
-    try:
-        value = json.loads(raw) if isinstance(raw, str) else raw
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
+    value = json.loads(raw) if isinstance(raw, str) else raw
     if not isinstance(value, dict):
         raise ValueError("a JSON object is expected")
     return value

@@ -129,10 +129,8 @@ class ModelFolder:
             return Sampling.from_json(self.root / "sampling.json")
         config = self.config("transformer")
         if self.is_tencent or not self.root.is_dir():  # the published model that the version names
-            size, task, distilled = tencent.read_version(self.version)
-            if (size, task) not in SAMPLING:
-                raise ValueError(f"pretrained_transformer_version is {self.version}; only t2v can be trained")
-            return replace(SAMPLING[size, task], guidance=1.0) if distilled else SAMPLING[size, task]
+            size, distilled = tencent.read_version(self.version)
+            return replace(SAMPLING[size, "t2v"], guidance=1.0) if distilled else SAMPLING[size, "t2v"]
         kind = (config.get("target_size"), config.get("task_type"))
         if kind not in list(SAMPLING):
             known = ", ".join(f"{size} {task}" for size, task in SAMPLING)

@@ -193,20 +193,20 @@ def test_the_published_settings_are_the_defaults_of_diffusers():
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("480p_t2v", (640, "t2v", False)),
-        ("720p_t2v", (960, "t2v", False)),
-        ("480p_t2v_distilled", (640, "t2v", True)),
-        ("720p_t2v_cfg_distilled", (960, "t2v", True)),
-        ("480p_i2v_step_distilled", (640, "i2v", True)),
+        ("480p_t2v", (640, False)),
+        ("720p_t2v", (960, False)),
+        ("480p_t2v_distilled", (640, True)),
+        ("720p_t2v_cfg_distilled", (960, True)),
+        ("480p_t2v_step_distilled", (640, True)),
     ],
 )
-def test_versions_tell_size_task_and_distillation(name, expected):
+def test_versions_tell_size_and_distillation(name, expected):
     assert read_version(name) == expected
 
 
-@pytest.mark.parametrize("name", ["720p_t2v_distilled_sparse", "1080p_sr_distilled", "480p", ""])
+@pytest.mark.parametrize("name", ["720p_t2v_distilled_sparse", "1080p_sr_distilled", "480p_i2v", "480p", ""])
 def test_versions_that_this_code_cannot_sample_are_refused(name):
-    with pytest.raises(ValueError, match=r"^pretrained_transformer_version .* cannot be sampled by this code; .*\.$"):
+    with pytest.raises(ValueError, match=r"^pretrained_transformer_version is .*; only t2v can be trained: .*\.$"):
         read_version(name)
 
 
