@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from transformers import ByT5Tokenizer, Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel, T5Config, T5EncoderModel
 
 from embedded.tiny import build_tiny, build_tokenizer
-from sage_grpo.json_files import write_json
 from sage_grpo.models.backbone import Sampling
 from sage_grpo.models.weights import INDEX, index_text, plan_files
 from sage_grpo.tensor_files import NAMES
@@ -168,7 +167,7 @@ def main(arguments: list[str] | None = None) -> None:
     options.output.mkdir(parents=True)
     if options.tiny:
         parts = tiny_parts(options.layers, words)
-        write_json(options.output / "sampling.json", vars(TINY_SAMPLING))
+        TINY_SAMPLING.to_json(options.output / "sampling.json")
     else:
         parts = full_parts(options.layers, options.encoders, len(build_tokenizer(words)))
     counts = write_model(options.output, parts, words, writer)

@@ -42,7 +42,6 @@ from embedded.tiny import TinyConfig, build_tiny
 from embedded.training import Recorder, forget
 from sage_grpo.algo.sde import build_schedule, flow_sigmas
 from sage_grpo.data.requests import Request
-from sage_grpo.json_files import write_json
 from sage_grpo.models import open_backbone
 from sage_grpo.models.backbone import Sampling
 from sage_grpo.models.embeddings import Embeddings
@@ -241,7 +240,7 @@ def write(pipe: HunyuanVideo15Pipeline, output: Path, sampling: Sampling) -> Non
     pipe.save_pretrained(output)
     for part in parts:
         part.float()
-    write_json(output / "sampling.json", vars(sampling))
+    sampling.to_json(output / "sampling.json")
     (output / "world.json").write_text(json.dumps({"world": "shapes"}, indent=2) + "\n")
     prompts = random_prompts(PROMPTS["train"] + PROMPTS["valid"], seed=0)
     for name, chosen in {"valid": prompts[: PROMPTS["valid"]], "train": prompts[PROMPTS["valid"] :]}.items():

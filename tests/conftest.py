@@ -13,7 +13,6 @@ import torch
 from diffusers import HunyuanVideo15Pipeline
 
 from embedded.tiny import TinyConfig, build_tiny
-from sage_grpo.json_files import write_json
 from sage_grpo.models.backbone import Sampling
 from sage_grpo.torch_files import convert
 from tests.models.hunyuan15.tencent_folder import write_tencent_folder
@@ -48,7 +47,7 @@ def tiny_folder(tmp_path_factory):
         for parameter in pipe.transformer.parameters():  # no norm weight stays at 1, where a swap would not show
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
     pipe.save_pretrained(folder)
-    write_json(folder / "sampling.json", vars(SAMPLING))
+    SAMPLING.to_json(folder / "sampling.json")
     return folder
 
 

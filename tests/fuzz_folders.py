@@ -6,7 +6,6 @@ import torch
 
 from embedded.tiny import TinyConfig, build_tiny
 from sage_grpo.flags import from_values
-from sage_grpo.json_files import write_json
 from sage_grpo.models.hunyuan15.backbone import Hunyuan15
 from sage_grpo.models.lora import LORA_FILE
 from sage_grpo.parallel.ranks import Ranks
@@ -25,7 +24,7 @@ def make_folders(good):
     pipe = build_tiny(0, WORDS, TinyConfig(rope=(4, 6, 6), layers=2, latent_channels=8))
     pipe.save_pretrained(good / "model")
     (good / "model" / "world.json").write_text('{"world": "shapes"}')
-    write_json(good / "model" / "sampling.json", vars(SAMPLING))
+    SAMPLING.to_json(good / "model" / "sampling.json")
     write_tencent_folder(good / "model", good / "tencent")
     shutil.copytree(FIXTURES / "videoalign" / "VideoReward", good / "videoalign")
     for source in good.glob("videoalign/checkpoint-*/*.pth"):

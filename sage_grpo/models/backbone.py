@@ -23,7 +23,7 @@ from torch import Tensor
 
 from sage_grpo import manifest
 from sage_grpo.data.requests import Request
-from sage_grpo.json_files import check_kinds, naming, read_object
+from sage_grpo.json_files import check_kinds, naming, read_object, write_json
 from sage_grpo.models.cost import Architecture
 from sage_grpo.models.denoiser import Denoiser
 from sage_grpo.models.embeddings import Conditioning, Embeddings, Encoder
@@ -66,6 +66,10 @@ class Sampling:
             raise ValueError(f"{path} has keys {sorted(values)}; it needs exactly {sorted(kinds)}.")
         check_kinds(path, values, kinds)
         return cls(**values)
+
+    def to_json(self, path: Path) -> None:
+        """Write what `from_json` reads."""
+        write_json(path, dataclasses.asdict(self))
 
 
 class BrokenClip(ValueError):

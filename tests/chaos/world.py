@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 
 from embedded.shapes.reward import ShapesReward
 from embedded.tiny import TinyConfig, build_tiny
-from sage_grpo.json_files import write_json
 from sage_grpo.models.backbone import Sampling
 from sage_grpo.rewards.composite import Composite
 from sage_grpo.rewards.wire import TOKEN_VARIABLE
@@ -182,7 +181,7 @@ def write_model(folder: Path) -> list[str]:
     sizes = TinyConfig(heads=2, rope=(4, 6, 6), layers=2, refiner_layers=1, text_dim=32, latent_channels=4)
     build_tiny(0, words, sizes).save_pretrained(folder)
     sampling = Sampling(frames=5, height=32, width=32, fps=8, shift=5.0, guidance=1.0, num_steps=2)
-    write_json(folder / "sampling.json", vars(sampling))
+    sampling.to_json(folder / "sampling.json")
     for name in ("prompts_train.txt", "prompts_valid.txt"):
         (folder / name).write_text("\n".join(PROMPTS) + "\n")
     return ["--pretrained_model_root", str(folder)]

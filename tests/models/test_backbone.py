@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from sage_grpo.data.requests import Request
-from sage_grpo.json_files import write_json
 from sage_grpo.models import open_backbone
 from sage_grpo.models.backbone import Backbone, Guidance, Sampling
 from sage_grpo.models.lora import adapter_parameters, add_adapter, init_adapter
@@ -17,13 +16,13 @@ SAMPLING = Sampling(frames=9, height=32, width=48, fps=8, shift=5.0, guidance=3.
 
 
 def test_sampling_survives_its_file(tmp_path):
-    write_json(tmp_path / "sampling.json", vars(SAMPLING))
+    SAMPLING.to_json(tmp_path / "sampling.json")
     assert Sampling.from_json(tmp_path / "sampling.json") == SAMPLING
 
 
 @pytest.mark.parametrize("change", [{"steps": 3}, {"fps": None}])
 def test_sampling_file_with_other_keys_is_refused(tmp_path, change):
-    write_json(tmp_path / "sampling.json", vars(SAMPLING))
+    SAMPLING.to_json(tmp_path / "sampling.json")
     values = json.loads((tmp_path / "sampling.json").read_text()) | change
     values = {key: value for key, value in values.items() if value is not None}
     (tmp_path / "sampling.json").write_text(json.dumps(values))
@@ -34,7 +33,7 @@ def test_sampling_file_with_other_keys_is_refused(tmp_path, change):
 @pytest.mark.parametrize("change", [{"fps": 7.5}, {"fps": True}, {"frames": 0}, {"width": "9"}, {"shift": None},
                                     {"guidance": float("nan")}, {"guidance": 10**400}])  # fmt: skip
 def test_sampling_file_with_other_values_is_refused(tmp_path, change):
-    write_json(tmp_path / "sampling.json", vars(SAMPLING))
+    SAMPLING.to_json(tmp_path / "sampling.json")
     values = json.loads((tmp_path / "sampling.json").read_text())
     (tmp_path / "sampling.json").write_text(json.dumps(values | change))
     with pytest.raises(ValueError, match=rf"sampling\.json has {next(iter(change))} .*; it must be a .*number above 0"):
