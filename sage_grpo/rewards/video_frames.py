@@ -16,6 +16,7 @@ from torch import Tensor
 PATCH, MERGE, PAIR = 14, 2, 2  # patch side in pixels, token side in patches, frames per patch
 SIDE = PATCH * MERGE
 MIN_FRAMES, MIN_PIXELS = 4, 128 * SIDE * SIDE
+MAX_RATIO = 200  # longer side to shorter side
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
@@ -39,6 +40,20 @@ def sample_indices(frames: int, fps: float, sample_fps: float, num_frames: int |
     if not PAIR <= count <= frames:
         raise ValueError(f"{count} frames cannot be sampled from a clip of {frames}; at least {PAIR} are needed")
     return torch.linspace(0, frames - 1, count).round().long()
+
+
+def frame_size(height: int, width: int, max_pixels: int, min_pixels: int = MIN_PIXELS) -> tuple[int, int]:
+    """The nearest (height, width) in multiples of 28, with `min_pixels` to `max_pixels` pixels."""
+    if max(height, width) > MAX_RATIO * min(height, width):
+        raise ValueError(f"frames are {height}x{width}; one side may be at most {MAX_RATIO} times the other")
+    near = tuple(max(SIDE, round(side / SIDE) * SIDE) for side in (height, width))
+    if math.prod(near) > max_pixels:
+        shrink = math.sqrt(height * width / max_pixels)
+        return tuple(max(SIDE, math.floor(side / shrink / SIDE) * SIDE) for side in (height, width))
+    if math.prod(near) < min_pixels:
+        grow = math.sqrt(min_pixels / (height * width))
+        return tuple(math.ceil(side * grow / SIDE) * SIDE for side in (height, width))
+    return near
 
 
 def resize(frames: Tensor, size: tuple[int, int]) -> Tensor:

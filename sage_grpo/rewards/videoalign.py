@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from sage_grpo.rewards import video_frames, videoalign_folder
 from sage_grpo.rewards.base import Setup
@@ -104,7 +103,7 @@ class VideoAlign:
         """Patches (B, P, 1176) of clips of one size (B, F, H, W, 3), and the grid of each."""
         chosen = video_frames.sample_indices(clips.shape[1], fps, self.sample_fps, self.num_frames)
         frames = clips[:, chosen.to(clips.device)].to(self.device).flatten(0, 1)
-        size = smart_resize(*frames.shape[1:3], video_frames.SIDE, self.min_pixels, self.max_pixels)
+        size = video_frames.frame_size(*frames.shape[1:3], self.max_pixels, self.min_pixels)
         rows, (times, *side) = video_frames.patches(video_frames.normalize(video_frames.resize(frames, size)))
         return rows.unflatten(0, (len(clips), -1)), (times // len(clips), *side)
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from sage_grpo.rewards import video_frames as vf
-from sage_grpo.rewards.videoalign import smart_resize
 
 CLIP = torch.zeros(8, 28, 28, 3, dtype=torch.uint8)
 
@@ -12,7 +11,7 @@ CLIP = torch.zeros(8, 28, 28, 3, dtype=torch.uint8)
 def test_frames_and_sizes_are_those_of_the_published_code(samples):
     for sample in samples:
         assert vf.sample_indices(sample.num_frames, sample.fps, 2.0).tolist() == sample.sampled_frames, sample.name
-        size = smart_resize(sample.height, sample.width, vf.SIDE, vf.MIN_PIXELS, 200704)
+        size = vf.frame_size(sample.height, sample.width, 200704)
         assert size == (sample.resized_height, sample.resized_width), sample.name
 
 
@@ -57,6 +56,14 @@ def test_a_fixed_number_of_frames_is_taken_or_refused():
         vf.sample_indices(7, 30, 2.0, num_frames=8)
     with pytest.raises(ValueError, match="from a clip of 1; at least 2"):
         vf.sample_indices(1, 30, 2.0)
+
+
+def test_sizes_stay_within_their_bounds_and_shape():
+    for height, width in ((32, 32), (352, 624), (720, 1280), (600, 900), (1000, 30), (28, 5000)):
+        h, w = vf.frame_size(height, width, 200704)
+        assert h % 28 == w % 28 == 0 and (vf.MIN_PIXELS <= h * w <= 200704 or min(h, w) == 28)
+    with pytest.raises(ValueError, match="28x6000; one side may be at most 200 times the other"):
+        vf.frame_size(28, 6000, 200704)
 
 
 @pytest.mark.parametrize(
