@@ -25,6 +25,7 @@ from embedded.quality import quality, random_prompts, sample_clips
 from embedded.shapes.scenes import ATTRIBUTES
 from embedded.shapes.world import round_trip
 from sage_grpo.algo.sde import SDES, build_schedule, flow_sigmas
+from sage_grpo.intervals import student_95
 from sage_grpo.models import open_backbone
 from sage_grpo.models.backbone import Backbone
 from sage_grpo.models.hunyuan15.backbone import Hunyuan15
@@ -69,8 +70,8 @@ def cell(column: str, row: dict[str, float]) -> str:
         return ""
     if "distance" in column:
         return f"{row[column]:.3f}"
-    error = f" ± {100 * row['match_error']:.1f}" if column == "match" and row.get("match_error") else ""
-    return f"{100 * row[column]:.{0 if row[column] in (0, 1) else 1}f}{error} %"
+    half = student_95(row["clips"] - 1) * row["match_error"] if column == "match" and row.get("match_error") else 0.0
+    return f"{100 * row[column]:.{0 if row[column] in (0, 1) else 1}f}{f' ± {100 * half:.1f}' if half else ''} %"
 
 
 def noise_sheet(backbone: Backbone, prompt: str, eta: float, path: Path) -> None:
@@ -127,9 +128,9 @@ in total. A clip has {latent} latents (channels, frames, rows, columns).
 
 ## Quality
 
-One clip for each of {clips} random prompts, {num_steps} Euler steps, read by the exact oracle; errors are one standard
-error. `python -m embedded.card --card` repeats the measurement and writes this card. *match* is the share of clips that
-show all attributes of their prompt; the columns after it count each attribute alone. Distances are RMS pixel
+One clip for each of {clips} random prompts, {num_steps} Euler steps, read by the exact oracle; ± is half of a 95 %
+interval. `python -m embedded.card --card` repeats the measurement and writes this card. *match* is the share of clips
+that show all attributes of their prompt; the columns after it count each attribute alone. Distances are RMS pixel
 differences, 1 being the full range: to the nearest clip of the world, to the nearest one that the prompt allows, and
 the first minus the VAE's floor.
 

@@ -15,6 +15,7 @@ import sys
 import urllib.request
 from collections.abc import Mapping
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,12 +42,14 @@ PINNED = {"KlingTeam/VideoReward": VIDEOREWARD, "KwaiVGI/VideoReward": VIDEOREWA
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("repository")
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--include", default="*", help="pattern of the files; default: all")
-    parser.add_argument("--hub", choices=HUBS, default="huggingface")
-    parser.add_argument("--remove_wrong", action="store_true", help="delete files that differ, to download them again")
+    form = partial(argparse.RawDescriptionHelpFormatter, max_help_position=32, width=110)
+    parser = argparse.ArgumentParser("scripts/verify_weights.py", description=__doc__, formatter_class=form)
+    add = parser.add_argument
+    add("repository", metavar="OWNER/NAME", help="repository on the hub that published the files")
+    add("folder", type=Path, metavar="FOLDER", help="folder that the repository was downloaded to")
+    add("--include", metavar="PATTERN", default="*", help="check only files whose path matches (default: all files)")
+    add("--hub", choices=HUBS, default="huggingface", help="hub to ask for sizes and hashes (default: huggingface)")
+    add("--remove_wrong", action="store_true", help="delete files that differ, so that they are downloaded again")
     args = parser.parse_args(arguments)
     pinned = PINNED.get(args.repository, {})
     try:

@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 
 from sage_grpo.runs.history import RunError, RunHistory, column, read_run
 from sage_grpo.tools.figure_style import BLUE, GREEN, GREY, ORANGE, STYLE
+from studies.statistics import halves_95
 
 GOLD, REWARD, KL = "gold/match", "reward/total", "kl/anchor"
 
@@ -44,8 +45,8 @@ def draw(run: RunHistory, kept: RunHistory | None = None) -> Figure:
     gold = reward.twinx()
     curves = ((reward, REWARD, BLUE, "learnt reward, which is trained"), (gold, GOLD, GREEN, "gold match"))
     for ax, key, color, name in curves:
-        values, errors = column(run.validations, key), column(run.validations, f"{key}_stderr")
-        ax.errorbar(x, values, errors, color=color, marker="o", ms=3, capsize=2, label=name)
+        bars = {"yerr": halves_95(run.validations, key), "color": color, "marker": "o", "ms": 3, "capsize": 2}
+        ax.errorbar(x, column(run.validations, key), **bars, label=f"{name}; bars: 95 % interval")
         ax.set_ylabel(name, color=color)
     marks = {"gold is highest": (x[np.nanargmax(column(run.validations, GOLD))], GREEN)}
     if run.holdouts:

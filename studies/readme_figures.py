@@ -21,6 +21,7 @@ from sage_grpo.runs.clips import read_mp4
 from sage_grpo.runs.history import RunError, RunHistory, column, read_run
 from sage_grpo.tools.figure_style import BLUE, GREEN, GREY, STYLE
 from sage_grpo.tools.report_figures import draw_curve
+from studies.statistics import halves_95
 
 SHOWN, FRAMES = 4, 4  # clips in detail, and frames of each
 COLUMNS, EDGE = 8, 10  # of the clips that are shown small, and the width of their frame in pixels
@@ -67,8 +68,8 @@ def chosen(sides: list[list[dict]]) -> list[tuple[dict, dict]]:
 def before_after(folder: Path, first: int, last: int) -> Figure:
     """One frame of every clip; below them four prompts with frames of their clips and the reward above each."""
     sides = sides_of(folder, first, last)
-    figure = Figure(figsize=(9.6, 9.9), layout="constrained")
-    top, bottom = figure.subfigures(2, 1, height_ratios=(4.9, 1.2 * SHOWN))
+    figure = Figure(figsize=(9.6, 10.1), layout="constrained")
+    top, bottom = figure.subfigures(2, 1, height_ratios=(5.1, 1.2 * SHOWN))
     for ax, records, when in zip(top.subplots(1, 2), sides, ("before", "after"), strict=True):
         ax.imshow(mosaic(records))
         right = sum(record["gold"]["match"] > 0 for record in records)
@@ -113,16 +114,16 @@ def write_motion(path: Path, folder: Path, first: int, last: int) -> None:
 
 
 def curves(run: RunHistory) -> Figure:
-    """Training metrics by iteration, with validations and their standard errors."""
-    figure = Figure(figsize=(10.5, 2.7), layout="constrained")
+    """Training metrics by iteration, with validations and their 95 % intervals."""
+    figure = Figure(figsize=(10.5, 2.9), layout="constrained")
     for ax, (key, (title, colour)) in zip(figure.subplots(1, len(CURVES)), CURVES.items(), strict=True):
         draw_curve(ax, column(run.train, "step"), column(run.train, key), colour, "training, with noise")
         steps, values = column(run.validations, "step"), column(run.validations, key)
-        errors = column(run.validations, f"{key}_stderr")
-        ax.errorbar(steps, values, errors, fmt="o", color=GREY, capsize=3, label="held-out prompts, without noise")
+        bars = {"yerr": halves_95(run.validations, key), "fmt": "o", "color": GREY, "capsize": 3}
+        ax.errorbar(steps, values, **bars, label="held-out prompts, without noise; bars: 95 % interval")
         ax.set_title(title, fontsize=8.5, loc="left")
         ax.set_xlabel("iteration")
-    figure.axes[0].legend(fontsize=7, loc="lower right")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), fontsize=8, loc="outside lower center", ncols=2)
     return figure
 
 

@@ -1,9 +1,19 @@
-"""Significance of a mean, and of several means tested together."""
+"""Significance of a mean, and of several means tested together; intervals of validations."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
+
+from sage_grpo.intervals import student_95
+from sage_grpo.runs.history import column
+
+
+def halves_95(validations: Sequence[Mapping[str, Any]], key: str) -> np.ndarray:
+    """Half of the 95 % interval of a metric's mean at each validation; NaN for fewer than 3 clips."""
+    factors = [student_95(count - 1) if count > 2 else math.nan for count in column(validations, "count")]
+    return column(validations, f"{key}_stderr") * factors
 
 
 def p_value(values: Iterable[float]) -> float:

@@ -1,5 +1,6 @@
 """Every program: help and wrong flags are answered before anything heavy is imported, and nothing is launched."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -48,12 +49,19 @@ def test_help_and_wrong_flags_need_no_torch(name):
     assert answer(name, "--version").stdout == f"sage-grpo {__version__}\n"
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_every_flag_says_what_it_is(name):
-    lines = answer(name, "--help").stdout.split("options:")[1].splitlines()
+@pytest.mark.parametrize("name", [*PROGRAMS, "scripts/verify_weights.py"])
+def test_every_argument_says_what_it_is_and_what_kind_of_value_it_takes(name):
+    lines = re.split("(?:positional arguments|options):", answer(name, "--help").stdout, maxsplit=1)[1].splitlines()
     for line, following in zip(lines, [*lines[1:], ""], strict=True):
-        if line.startswith("  -"):
+        if re.match(r"  \S", line) and not line.endswith(":"):
             assert "  " in line.strip() or (following.startswith(" " * 8) and following.strip()), line
+            assert line.startswith("  -") or re.match(r"  [A-Z]", line), line
+            assert not re.match(r"  --(\w+)[ =]\1\b", line, re.IGNORECASE), f"{line}: what kind of value?"
+
+
+def test_downloads_are_verified_before_anything_is_installed():
+    command = [sys.executable, "-I", "-S", "scripts/verify_weights.py", "--help"]  # -S: the standard library only
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.startswith("usage: ")
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)

@@ -39,7 +39,8 @@ def test_the_lines_of_the_readme_train_and_show_the_metrics(tmp_path, monkeypatc
     """With fewer clips, and an output folder that is thrown away."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(build, "DRAWN", 2)
-    (lines,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    (lines,) = (block for block in blocks if "build_trainer" in block)
     fewer = '"--num_validation_prompts", "2", "--batch_size", "8", "--overwrite"'
     assert lines.count('"outputs/api"') == lines.count('"--overwrite"') == 1
     exec(lines.replace('"outputs/api"', f'"{tmp_path / "api"}"').replace('"--overwrite"', fewer), {})

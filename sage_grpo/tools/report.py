@@ -41,6 +41,7 @@ from sage_grpo.tools.report_figures import overlays, panels
 from sage_grpo.tools.templating import render
 
 TEXTS = ("command.txt", "config.yaml")
+DEFAULTS = yaml.safe_load(Config().to_yaml())
 HEADLINES = {TOTAL: "reward/total", "gold match": "gold/match", "distance to the manifold": "gold/distance"}
 WEIGHTING = {"reward_model", "reward_weights"}  # total rewards are comparable only if these agree
 TROUBLES = {
@@ -57,8 +58,7 @@ def write_report(*folders: Path, output: Path | None = None) -> Path:
         refuse_links(folder)
     runs = [read_run(folder) for folder in folders]
     output = output or (Path("comparison.html") if len(runs) > 1 else folders[0] / "report.html")
-    text = comparison(runs) if len(runs) > 1 else page(*runs)
-    output.write_text(text, encoding="utf-8", errors="replace")
+    output.write_text(comparison(runs) if len(runs) > 1 else page(*runs), encoding="utf-8", errors="replace")
     return output
 
 
@@ -73,7 +73,7 @@ def page(run: RunHistory) -> str:
     command, config = (text_of(run, name) for name in TEXTS)
     clips = before_after(run)
     result = compared(clips, total=True) if clips else {}
-    changed = differing({"here": config_of(run), "default": yaml.safe_load(Config().to_yaml())}) if config else []
+    changed = differing({"here": config_of(run), "default": DEFAULTS}) if config else []
     values = {"run": run, "command": command, "config": config, "changed": changed, "results": results(run)}
     values |= {"compared": result, "tables": tables(result) if result else [], "rows": clip_rows(clips, total=True)}
     values |= {"panels": panels(run), "troubles": troubles(run), "divergence": parted(run), "findings": findings(run)}
@@ -118,12 +118,10 @@ def last_clips(runs: Mapping[str, RunHistory]) -> dict[str, list[Clip]]:
         if not validations:
             raise RunError(f"{run.folder} has no validation with clips, so it cannot be compared")
         found[name] = validations[max(validations)]
-        first = next(iter(found))
-        if not pair_clips(found[first], found[name]):
-            raise RunError(
-                f"the last validations of {runs[first].folder} and {run.folder} have no prompt and seed in common; "
-                "compare runs with the same validation prompts and validation_global_seed"
-            )
+        if not pair_clips(found[first := next(iter(found))], found[name]):
+            both = f"{runs[first].folder} and {run.folder}"
+            remedy = "compare runs with the same validation prompts and validation_global_seed"
+            raise RunError(f"the last validations of {both} have no prompt and seed in common; {remedy}")
     return found
 
 
@@ -133,7 +131,8 @@ def text_of(run: RunHistory, name: str) -> str:
 
 
 def config_of(run: RunHistory) -> dict[str, Any]:
-    return yaml_mapping(text, "config.yaml") if (text := text_of(run, "config.yaml")) else {}
+    """The settings of a run; those that its version did not know yet are today's defaults."""
+    return DEFAULTS | yaml_mapping(text, "config.yaml") if (text := text_of(run, "config.yaml")) else {}
 
 
 def differing(configs: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:

@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
+from sage_grpo.intervals import interval
 from sage_grpo.runs.history import read_run
+from sage_grpo.tools.paired import validation_clips
 from studies import overoptimisation
 from tests.tools.fake_run import make_run, read_lines, write_lines
 
@@ -32,6 +34,16 @@ def test_lines_stand_where_gold_and_the_held_out_reward_were_highest(beyond, tmp
     assert places == [x[2], x[1], x[4]]
     overoptimisation.main([str(beyond), "--output", str(tmp_path / "figure.png")])
     assert (tmp_path / "figure.png").stat().st_size > 5000
+
+
+def test_error_bars_are_half_of_a_95_percent_interval(tmp_path):
+    run = read_run(make_run(tmp_path / "run", iterations=4, every=2, prompts=9))
+    reward, gold = overoptimisation.draw(run).axes
+    for ax, key in ((reward, overoptimisation.REWARD), (gold, overoptimisation.GOLD)):
+        values = [[clip.values[key] for clip in clips] for clips in validation_clips(run).values()]
+        (bars,) = (collection.get_segments() for collection in ax.collections)
+        halves = [(high - low) / 2 for (_, low), (_, high) in bars]
+        assert halves == pytest.approx([interval(found).half for found in values])
 
 
 def test_a_run_without_a_curve_is_refused(tmp_path):

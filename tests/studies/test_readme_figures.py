@@ -3,6 +3,9 @@
 import pytest
 from PIL import Image
 
+from sage_grpo.intervals import interval
+from sage_grpo.runs.history import read_run
+from sage_grpo.tools.paired import validation_clips
 from studies import readme_figures
 from tests.tools.fake_run import make_run
 
@@ -27,6 +30,16 @@ def test_all_clips_are_in_the_mosaic(tmp_path):
     folder = make_run(tmp_path / "run", iterations=2, every=2, prompts=9)
     records, _ = readme_figures.sides_of(folder, 0, 2)
     assert readme_figures.mosaic(records).shape == (2 * (256 + 40), 8 * (256 + 40), 3)
+
+
+def test_error_bars_are_half_of_a_95_percent_interval(tmp_path):
+    run = read_run(make_run(tmp_path / "run", iterations=2, every=2, prompts=9))
+    for ax, key in zip(readme_figures.curves(run).axes, readme_figures.CURVES, strict=True):
+        values = [[clip.values[key] for clip in clips] for clips in validation_clips(run).values()]
+        (bars,) = (collection.get_segments() for collection in ax.collections)
+        halves = [(high - low) / 2 for (_, low), (_, high) in bars]
+        assert halves == pytest.approx([interval(found).half for found in values])
+    assert "95 %" in ax.figure.legends[0].get_texts()[1].get_text()
 
 
 def test_a_run_without_a_validation_at_the_start_is_refused(tmp_path):

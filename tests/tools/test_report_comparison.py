@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import yaml
 
+from sage_grpo.config import Config
 from sage_grpo.runs.history import RunError
 from sage_grpo.tools.figure_style import SAMPLERS
 from sage_grpo.tools.report import main, write_report
@@ -70,6 +71,16 @@ def test_two_runs_on_one_page(whole, copy, tmp_path):
     assert {"Total reward", "Match", "KL", "Gradient norm", "gold/prompt_distance"} <= panels.keys()
     for color in (SAMPLERS["sage_grpo"], SAMPLERS["dance_grpo"]):
         assert all(color in panels[name] for name in ("Total reward", "KL"))
+
+
+def test_a_setting_that_an_older_run_does_not_know_has_todays_default(whole, copy, tmp_path):
+    new = Path(shutil.copytree(whole, tmp_path / "new"))
+    (new / "config.yaml").write_text(Config(eta=0.123).to_yaml())
+    (copy / "config.yaml").write_text("seed: 7\nan_old_flag: 1\n")
+    text = write_report(new, copy, output=tmp_path / "page.html").read_text()
+    settings = rows(text.split("<h2>Settings that differ</h2>")[1].split("<h2>")[0])
+    assert settings.pop("seed") == [str(Config().seed), "7"] and settings.pop("an_old_flag") == ["–", "1"]
+    assert settings == {"eta": ["0.123", str(Config().eta)]}
 
 
 def test_totals_under_other_weights_are_not_compared(whole, copy, tmp_path):
