@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import yaml
 
 from sage_grpo.models.hunyuan15 import DEFAULT_VERSION
+from sage_grpo.plugins import in_file
 from sage_grpo.rewards import ALIASES, REWARDS
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ SDE_TYPES = ("sage_grpo", "dance_grpo", "flow_grpo", "cps", "precise")
 ADVANTAGE_STDS = ("group", "batch", "none")
 KL_SCHEDULES, KL_FEEDBACKS = ("fixed", "two_stage", "adaptive"), ("paper", "trust_region")
 KL_ESTIMATORS, SOLVERS = ("exact", "logprob"), ("euler", "dpm")
-REWARD_NAMES = (*REWARDS, *ALIASES)
 MOST_VIDEOS, MOST_FRAMES, MOST_PIXELS, MOST_STEPS, MOST_RANK = 65536, 10000, 65536, 10000, 4096  # far above any use
 LARGEST = 10**9  # of all other numbers: seconds, steps, factors
 OWN = "the model's own"
@@ -43,7 +43,7 @@ class About(NamedTuple):
     """What the parser knows about a flag besides its type and default."""
 
     help: str
-    choices: Sequence[str] | None = None  # of the value, or of each word
+    choices: Sequence[str] | None = None
     low: float = -math.inf  # inclusive
     high: float = LARGEST  # inclusive
     above: float = -math.inf  # exclusive
@@ -157,7 +157,7 @@ class Config:
 
     # Reward
     reward_model: tuple[str, ...] | None = flag(
-        None, "one or several rewards, or FILE.py:NAME", choices=REWARD_NAMES, shown=OWN, code=True
+        None, f"one or several of {', '.join(REWARDS)}, or FILE.py:NAME", shown=OWN, code=True
     )
     reward_weights: dict[str, Any] = flag(  # noqa: RUF009 - flag makes a default factory of it
         {"VQ": 0.5, "MQ": 0.5, "TA": 1.0}, "JSON object of score weights; with several rewards one object for each"
@@ -167,7 +167,7 @@ class Config:
     judge_model: str | None = flag(None, "model that judges", shown="the only one that its server has")
     judge_rubric: str | None = flag(None, "file of what the judge is asked", shown="sage_grpo/rewards/rubric.txt")
     judge_cache: str | None = flag(None, "folder that keeps a judge's scores between runs", shown="host memory")
-    holdout_reward: str | None = flag(None, "reward of validation alone", choices=REWARD_NAMES, shown="none", code=True)
+    holdout_reward: str | None = flag(None, "reward for validation, unseen in training", shown="none", code=True)
     stop_on_hacking: bool = flag(False, "stop when validation finds the reward up and the held-out one down")
     max_reward_failures: float = flag(0.25, "share of failed rewards in a batch that stops the run", low=0, high=1)
     reward_fps: float = flag(2.0, "frames per second that rewards other than shapes see", above=0)
@@ -198,7 +198,7 @@ class Config:
     )
     init_from_checkpoint: str | None = flag(None, "checkpoint whose weights alone start a new run", shown="none")
     log_interval: int = flag(1, "iterations between lines of metrics", low=1)
-    report_to: tuple[str, ...] = flag(("tensorboard",), "trackers", choices=("tensorboard", "wandb", "none"))
+    report_to: tuple[str, ...] = flag(("tensorboard",), "trackers: tensorboard, wandb, none")
 
     @property
     def trust_region(self) -> "TrustRegion":
@@ -276,6 +276,10 @@ def warnings(c: Config, ranks: int) -> Iterator[str]:
 
 
 def _rewards(c: Config, ranks: int) -> Iterator[str]:
+    named = [("reward_model", name) for name in c.reward_model or ()]
+    for flag, name in (*named, ("holdout_reward", c.holdout_reward)):
+        if name is not None and name not in {*REWARDS, *ALIASES} and not in_file(name):
+            yield f"{flag} names {name!r}; choose one of {', '.join(REWARDS)}, or FILE.py:NAME"
     remote = [name for name in (*(c.reward_model or ()), c.holdout_reward) if name in ("remote", "judge")]
     if remote and c.remote_reward_url is None:
         yield f"the reward {remote[0]} needs the address of its server: give remote_reward_url"
@@ -317,6 +321,8 @@ def _others(c: Config, ranks: int) -> Iterator[str]:
     if c.dtype not in (None, c.master_weight_type) and not c.enable_fsdp:
         both = f"dtype {c.dtype} with master_weight_type {c.master_weight_type}"
         yield f"{both} needs enable_fsdp True, which works on one GPU too; else choose one of them for both"
+    if unknown := sorted(set(c.report_to) - {"tensorboard", "wandb", "none"}):
+        yield f"report_to names {unknown[0]}; choose from tensorboard, wandb, none"
     if missing := [name for name in c.report_to if name != "none" and find_spec(name) is None]:
         yield f"report_to names {missing[0]}, which is not installed: pip install {missing[0]}, or leave it out"
     if c.validation_videos != 0 and find_spec("imageio_ffmpeg") is None:

@@ -134,14 +134,15 @@ def _value(name: str, raw: Any) -> Any:
         raise ConfigError(f"{name} is {raw!r}; {error}") from error
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         _check_range(name, value, field)
-    for word in value if isinstance(value, tuple) else (value,):
-        if field["choices"] and word not in field["choices"] and not (field["code"] and in_file(word)):
-            raise ConfigError(f"{name} is {word!r}; choose one of {', '.join(field['choices'])}")
+    if field["choices"] and value not in field["choices"] and not (field["code"] and in_file(value)):
+        raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(field['choices'])}")
     return value
 
 
 def _check_range(name: str, value: float, field: Mapping[str, Any]) -> None:
-    if not (field["low"] <= value <= field["high"] and field["above"] < value):
+    if not -math.inf < value < math.inf:
+        raise ConfigError(f"{name} is {value}; it must be finite")
+    if value < field["low"] or value > field["high"] or value <= field["above"]:
         limits = [f"above {field['above']}"] if field["above"] > -math.inf else []
         limits += [f"at least {field['low']}"] if field["low"] > -math.inf else []
         limits += [f"at most {field['high']}"] if field["high"] < LARGEST or value > field["high"] else []
@@ -322,7 +323,6 @@ def _add_flag(group: Any, name: str) -> None:
     about, kind, default = FIELDS[name].metadata, base_type(name), getattr(Config(), name)
     options = [f"--{key}" for key in (name, *(alias for alias, target in ALIASES.items() if target == name))]
     metavar, counts = "|".join(about["choices"] or ()) or METAVARS[kind], COUNTS.get(kind, {})
-    metavar = (metavar, "") if kind is tuple else metavar  # what may follow is not written twice
     shown = about["shown"] if default is None else SHOWN.get(kind, str)(default) or "empty"
     help = f"{about['help']} (default: {shown})".replace("%", "%%")
     group.add_argument(*options, default=argparse.SUPPRESS, dest=name, help=help, metavar=metavar, **counts)
