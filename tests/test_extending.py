@@ -181,6 +181,14 @@ class Shade:
         return {"light": light, "dark": 1 - light}
 
 
+class Picky:
+    def check(self, prompts):
+        raise ValueError(f"no model can draw {prompts[0]}")
+
+    def score(self, clips, prompts):
+        return [0.0 for _ in clips]
+
+
 def build(setup):
     return Shade(setup)
 
@@ -247,6 +255,7 @@ def test_a_plug_in_is_seen_by_the_doctor_and_counts_1_if_it_has_a_single_score(f
     ("reward_model", "own.py:PLUGINS", "own.py:PLUGINS cannot be loaded: AttributeError"),
     ("reward_model", "own.py:torch", "the reward own.py:torch cannot be built: TypeError"),
     ("reward_model", "bad.py:calm", "bad.py:calm cannot be loaded: SyntaxError"),
+    ("reward_model", "own.py:Picky", "no model can draw a red wall"),
     ("reward_model", "own.py:build", "reward_weights must have a number for each of build's light, dark"),
     ("sde_type", "own.py:short", "the sampler's a is"),
     ("sde_type", "own.py:Calm", "own.py:Calm cannot be loaded: AttributeError"),

@@ -1,5 +1,6 @@
 """An export samples exactly like its checkpoint, in either layout, and what cannot be exported is rejected."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -209,3 +210,6 @@ def test_the_model_card_says_what_was_trained_and_how_to_repeat_it(checkpoints, 
     assert config.use_lora == (name == "lora") and config.learning_rate != Config().learning_rate
     assert "output_dir" not in recipe
     assert "1 iterations" in card and "to raise the reward" in card
+    state = json.loads((checkpoints[name] / "trainer" / "state.json").read_text())
+    assert f"base weights: {state['fingerprints']['base weights']}." in card
+    assert yaml.safe_load(recipe).keys() < {field.name for field in dataclasses.fields(Config)} - {"eta", "seed"}

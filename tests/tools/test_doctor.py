@@ -150,8 +150,9 @@ def test_what_is_no_error_is_noted(run_doctor):
     old.write_text("{}\n")
     run_doctor.held_out.write_text("a red circle moving left\n")
     run_doctor.train.write_text(PROMPTS + "a red circle moving left\n")
-    assert run_doctor("--skip_ab", eta=1.0) == 0
+    assert run_doctor("--skip_ab", "--ranks", "1", eta=1.0, gpus=2) == 0
     assert "already holds a run" in run_doctor.text
+    assert "it is meant for 2 rank(s) and there are 1: an iteration has 2 clips instead of 4" in run_doctor.text
     assert list(old.parent.iterdir()) == [old] and old.read_text() == "{}\n"
     assert "1 of the training prompts repeat another one" in run_doctor.text
     assert "1 of the held-out prompts are trained on" in run_doctor.text

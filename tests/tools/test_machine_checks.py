@@ -5,6 +5,7 @@ import os
 import shutil
 from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -130,6 +131,45 @@ def test_gpus_that_are_too_few_or_out_of_order(monkeypatch):
     assert none.mark == "WRONG" and none.text.startswith("no GPU can be used: ") and " for CUDA " in none.text
 
 
+def test_every_gpu_must_compute_and_the_smallest_one_hold_the_run(monkeypatch):
+    """Eight GPUs for eight processes, simulated: `torch.ones` is on the CPU, and wrong where a GPU is broken."""
+    sizes, broken = [80 * GB] * 8, set()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(total_memory=sizes[number]))
+    machine = machine_of(parse(FULL), 8, 8)
+    monkeypatch.setattr(torch, "ones", lambda *shape, device, dtype: torch.full(shape, 1.0 + (device in broken)))
+    assert [finding.mark for finding in check_gpus(machine)] == ["ok", "ok"]
+    sizes[5] = 20 * GB
+    assert [finding.mark for finding in check_gpus(machine)] == ["ok", "WRONG"]
+    broken.add("cuda:3")
+    wrong, _ = check_gpus(machine)
+    assert wrong.mark == "WRONG" and wrong.remedy.startswith("GPUs [3] compute wrong results")
+
+
+@pytest.mark.parametrize(("saves", "mark"), [((4, 0), "WRONG"), ((40, 0), "ok"), ((40, 1), "WRONG"), ((0, 0), "ok")])
+def test_a_checkpoint_must_be_written_before_the_next_one_is_due(monkeypatch, saves, mark):
+    """116 GB take 6 minutes; 4 iterations take 5."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(machine_checks, "write_speed", lambda folder, most: 0.3 * GB)
+    flags = zip(("--save_interval", "--save_minutes"), map(str, saves), strict=True)
+    (found,) = check_speed(machine_of(parse([*FULL, *(word for pair in flags for word in pair)]), 8, 8))
+    assert found.mark == mark, found.text
+
+
+def test_an_anchor_in_host_memory_is_counted(monkeypatch):
+    """8 processes of 6 GB, and 8.3 billion weights in bf16."""
+    monkeypatch.setattr(machine_checks, "available_memory", lambda: int(60 * GB))
+    light = [*FULL, "--reward_model", "remote", "--remote_reward_url", "http://here"]
+    kept = {
+        flag: check_host(machine_of(parse([*light, "--reference_mode_offload", flag]), 8, 8))
+        for flag in ("True", "False")
+    }
+    found = {flag: finding for flag, (finding,) in kept.items()}
+    assert found["False"].mark == "ok" and found["True"].mark == "WRONG" and "65 GB are needed" in found["True"].text
+
+
 def reward_marks(words):
     try:
         return [finding.mark for finding in check_reward(machine_of(parse(words), 1, 1))]
@@ -148,6 +188,8 @@ def test_a_reward_folder_must_be_complete(flags, videoalign_folders, tmp_path, n
     assert "is missing; download that folder again" in reward_marks(words)
     (folder / "prompt_template.txt").unlink()
     assert "prompt_template.txt is missing" in reward_marks(words)
+    held_out = [*flags, "--holdout_reward", "videoalign_local", "--reward_path", str(folder)]
+    assert "prompt_template.txt is missing" in reward_marks(held_out)
 
 
 def test_a_reward_server_must_answer(flags, monkeypatch):

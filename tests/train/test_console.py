@@ -33,6 +33,11 @@ def test_the_banner_says_what_is_about_to_run(make, flags, tmp_path, capfd):
     assert "\033" not in "".join(found)
 
 
+def test_settings_that_do_less_than_they_seem_to_are_noted_at_the_start(make, capfd):
+    console.begin(make(gpus=2, sp_size=1))
+    assert "note: it is meant for 2 rank(s) and there are 1: an iteration has" in capfd.readouterr().err
+
+
 def test_a_resumed_run_says_so_and_what_comes_next(make, tmp_path):
     make(max_steps=2, save_interval=0).train()
     trainer = make(max_steps=7, save_interval=5, validation_interval=0, resume_from_checkpoint="auto")
