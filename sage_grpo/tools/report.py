@@ -28,27 +28,19 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
 if __name__ == "__main__":
     answer_early(options_of)
 
-import numpy as np
 import yaml
 
 from sage_grpo.intervals import FEWEST
 from sage_grpo.runs.clips import Clip, divergence, pair_clips, read_validations
 from sage_grpo.runs.diagnosis import Finding, diagnose
-from sage_grpo.runs.history import RunError, RunHistory, as_float, column, read_run
+from sage_grpo.runs.history import RunError, RunHistory, read_run
 from sage_grpo.tools.figure_style import colors_of, strategy
-from sage_grpo.tools.paired import TOTAL, aligned, clip_rows, compared, number, tables, validation_clips
+from sage_grpo.tools.paired import aligned, clip_rows, compared, tables, validation_clips
 from sage_grpo.tools.report_figures import overlays, panels
 from sage_grpo.tools.templating import render
 
 TEXTS = ("command.txt", "config.yaml")
-HEADLINES = {TOTAL: "reward/total", "gold match": "gold/match", "distance to the manifold": "gold/distance"}
 WEIGHTING = {"reward_model", "reward_weights"}  # total rewards are comparable only if these agree
-TROUBLES = {
-    "failed rewards": ("reward/failed", np.nansum),
-    "groups with fewer than two rewards": ("reward/starved_groups", np.nansum),
-    "groups without spread": ("reward/flat_groups", np.nansum),
-    "skipped updates": ("policy/skipped_updates", np.nanmax),  # cumulative over the run
-}
 
 
 def write_report(*folders: Path, output: Path | None = None) -> Path:
@@ -74,9 +66,9 @@ def page(run: RunHistory) -> str:
     clips = before_after(run)
     result = compared(clips, total=True) if clips else {}
     changed = differing({"here": config_of(run), "default": yaml.safe_load(Config().to_yaml())}) if config else []
-    values = {"run": run, "command": command, "config": config, "changed": changed, "results": results(run)}
+    values = {"run": run, "command": command, "config": config, "changed": changed}
     values |= {"compared": result, "tables": tables(result) if result else [], "rows": clip_rows(clips, total=True)}
-    values |= {"panels": panels(run), "troubles": troubles(run), "divergence": parted(run), "findings": findings(run)}
+    values |= {"panels": panels(run), "divergence": parted(run), "findings": findings(run)}
     return render("report.html", title=run.folder.resolve().name, **values)
 
 
@@ -147,33 +139,6 @@ def before_after(run: RunHistory) -> dict[str, list[Clip]]:
     """The clips of the first and the last validation as systems; empty if there are fewer than two."""
     found = validation_clips(run)
     return {f"iteration {step}": found[step] for step in (min(found), max(found))} if len(found) > 1 else {}
-
-
-def results(run: RunHistory) -> dict[str, str]:
-    """Name -> value for everything measured; before and after are the first and the last validation."""
-    ends = run.validations[:1] + run.validations[1:][-1:]
-    shown = {"iterations": str(run.train[-1]["step"] if run.train else 0)}
-    for name, key in HEADLINES.items():
-        if ends and run.measured(key):
-            shown[name] = " → ".join(map(number, column(ends, key)))
-    perfect, totals = as_float((run.head.get("perfect") or {}).get("total"), "total"), column(ends, "reward/total")
-    if len(totals) == 2 and perfect > totals[0]:
-        shown["of the gap to perfect clips"] = f"{100 * (totals[1] - totals[0]) / (perfect - totals[0]):.0f} %"
-    if run.has("time/total"):
-        each = run.train[-1]["step"] / len(run.train)  # iterations per logged line, which alone have gold
-        total, gold = (np.nansum(column(run.train, f"time/{part}")) for part in ("total", "gold"))
-        shown["in iterations"] = f"{(each * (total - gold) + gold) / 60:.3g} min"
-    if run.has("memory/peak_gb"):
-        shown["peak memory"] = f"{np.nanmax(column(run.train, 'memory/peak_gb')):.3g} GB"
-    return shown
-
-
-def troubles(run: RunHistory) -> str:
-    """Failures during the run, and their causes."""
-    counts = {name: whole(column(run.train, key)) for name, (key, whole) in TROUBLES.items() if run.has(key)}
-    said = f"Over the whole run: {', '.join(f'{n:.0f} {name}' for name, n in counts.items())}." if counts else ""
-    errors = [line["reward/error"] for line in run.train if line.get("reward/error")]
-    return f"{said} The first error of a reward: {errors[0]}" if errors else said
 
 
 def parted(run: RunHistory) -> str:

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import numpy as np
 from markupsafe import Markup
 
-from sage_grpo.runs.history import as_float
+from sage_grpo.runs.history import as_float, column
 from sage_grpo.tools.paired import aligned, number
 
 ENVIRONMENT = jinja2.Environment(
@@ -36,6 +37,7 @@ def inline_svg(svg: str, label: str) -> Markup:
 
 
 ENVIRONMENT.filters |= {"data_uri": data_uri, "number": number, "known": as_float, "form": format}
+ENVIRONMENT.filters |= {"column": column, "total": np.nansum, "most": np.nanmax}  # of a metric
 ENVIRONMENT.filters["columns"] = lambda text: aligned([line.split("|") for line in text.splitlines() if line])
 ENVIRONMENT.filters["billions"] = lambda value, form=".1f": format(value / 1e9, form)
 
