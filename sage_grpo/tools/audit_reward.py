@@ -18,7 +18,7 @@ from pathlib import Path
 
 from sage_grpo.config import Config, ConfigError
 from sage_grpo.flags import answer_early
-from sage_grpo.tools.options import ToolParser
+from sage_grpo.tools.options import ToolParser, answering
 
 options_of = ToolParser("audit_reward", __doc__).parse_with_config  # this tool's flags, and those of post_train.py
 
@@ -203,7 +203,9 @@ def good_clips(options: argparse.Namespace, config: Config, device: torch.device
     return *drawn, c.fps, [clip[: c.num_frames] for clip in longer]
 
 
-def audit(options: argparse.Namespace, config: Config) -> int:
+@answering("audit_reward: ")
+def main(arguments: Sequence[str] | None = None) -> int:
+    options, config = options_of(arguments)
     device = torch.device(choose_device(config.device, lambda: 0))
     clips, prompts, fps, slowed = good_clips(options, config, device)
     if len(clips) < 8:
@@ -222,14 +224,6 @@ def audit(options: argparse.Namespace, config: Config) -> int:
     write_json(options.output / "audit.json", record | {"verdicts": [asdict(v) | {"mark": v.mark} for v in verdicts]})
     print(render("audit.txt", table=table(found, verdicts), output=options.output, **told), end="")
     return 1 if told["wrong"] else 0
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    try:
-        return audit(*options_of(arguments))
-    except (ValueError, OSError) as error:
-        print(f"audit_reward: {error}", file=sys.stderr)
-        return 2
 
 
 if __name__ == "__main__":

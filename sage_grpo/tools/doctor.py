@@ -21,7 +21,7 @@ from pathlib import Path
 
 from sage_grpo.config import Config, ConfigError, warnings
 from sage_grpo.flags import answer_early
-from sage_grpo.tools.options import ToolParser
+from sage_grpo.tools.options import ToolParser, answering
 
 
 def options_of(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Config]:
@@ -199,20 +199,17 @@ def examine(options: argparse.Namespace, machine: list[Finding], trainer: Traine
     return 1 if wrong else 0
 
 
+@answering("doctor: ")
 def main(arguments: Sequence[str] | None = None) -> int:
-    try:
-        options, config = options_of(arguments)
-        disable_progress_bar()  # from the text encoders
-        machine = examine_machine(machine_of(config, options.ranks, options.ranks_here))
-        if any(finding.mark == "WRONG" for finding in machine):
-            return 2
-        if options.short:
-            return 0
-        with join_run(replace(config, sp_size=1, dp_replicate=1)) as alone:
-            return examine(options, machine, *prepare(config, alone, options.ranks))
-    except (ValueError, OSError) as error:
-        print(f"doctor: {error}", file=sys.stderr)
+    options, config = options_of(arguments)
+    disable_progress_bar()  # from the text encoders
+    machine = examine_machine(machine_of(config, options.ranks, options.ranks_here))
+    if any(finding.mark == "WRONG" for finding in machine):
         return 2
+    if options.short:
+        return 0
+    with join_run(replace(config, sp_size=1, dp_replicate=1)) as alone:
+        return examine(options, machine, *prepare(config, alone, options.ranks))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any
 
 from sage_grpo.config import Config, ConfigError
 from sage_grpo.flags import answer_early
-from sage_grpo.tools.options import ToolParser
+from sage_grpo.tools.options import ToolParser, answering
 
 options_of = ToolParser("evaluate", __doc__).parse_with_config  # this tool's flags, and those of post_train.py
 
@@ -200,19 +200,16 @@ def keep(file: Path, record: Mapping[str, Any]) -> None:
     write_json(file, {**record, "scores": scores_in(file) | record["scores"]})
 
 
+@answering("evaluate: ")
 def main(arguments: Sequence[str] | None = None) -> int:
     disable_progress_bar()
-    try:
-        options, config = options_of(arguments)
-        model = (config.pretrained_model_root, config.pretrained_transformer_version)
-        sampled = options.checkpoints or not options.clips
-        device = device_for(config.device, *model) if sampled else config.device
-        with join_ranks(config.start_timeout, device_type=device) as ranks:
-            ranks.set_timeout(DAY)  # ranks work independently until the end, on shares that may differ
-            return Evaluation(options, config, ranks).run()
-    except (ValueError, OSError) as error:
-        print(f"evaluate: {error}", file=sys.stderr)
-        return 2
+    options, config = options_of(arguments)
+    model = (config.pretrained_model_root, config.pretrained_transformer_version)
+    sampled = options.checkpoints or not options.clips
+    device = device_for(config.device, *model) if sampled else config.device
+    with join_ranks(config.start_timeout, device_type=device) as ranks:
+        ranks.set_timeout(DAY)  # ranks work independently until the end, on shares that may differ
+        return Evaluation(options, config, ranks).run()
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import Any
 
 from sage_grpo.config import Config, resolve
 from sage_grpo.flags import answer_early, parse
-from sage_grpo.tools.options import ToolParser
+from sage_grpo.tools.options import ToolParser, answering
 
 
 def options_of(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
@@ -133,18 +133,15 @@ def varied(rest: Sequence[str], options: argparse.Namespace) -> list[tuple[str, 
     return [(value, plan_of(c, counts[value], options.text_tokens, options.gpu)) for value, c in configs.items()]
 
 
+@answering("plan: ")
 def main(arguments: Sequence[str] | None = None) -> int:
-    try:
-        options, rest = options_of(arguments)
-        gpu_bytes = options.gpu_memory * GB
-        if options.vary:
-            rows = varied(rest, options)
-            print(render("plan_vary.txt", **SHOWN, rows=rows, name=options.vary[0], gpu_bytes=gpu_bytes).rstrip())
-            return 0
-        plan = plan_of(parse(rest), options.gpus, options.text_tokens, options.gpu)
-    except (ValueError, FileNotFoundError) as error:
-        print(f"plan: {error}", file=sys.stderr)
-        return 2
+    options, rest = options_of(arguments)
+    gpu_bytes = options.gpu_memory * GB
+    if options.vary:
+        rows = varied(rest, options)
+        print(render("plan_vary.txt", **SHOWN, rows=rows, name=options.vary[0], gpu_bytes=gpu_bytes).rstrip())
+        return 0
+    plan = plan_of(parse(rest), options.gpus, options.text_tokens, options.gpu)
     print(describe(plan, gpu_bytes, options.price))
     return 0 if fits(plan, gpu_bytes) else 1
 

@@ -7,23 +7,16 @@ Reads run folders and writes one self-contained HTML file with figures and clips
 first. docs/metrics.md explains the metrics.
 """
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sage_grpo.config import Config, ConfigError
-from sage_grpo.flags import Parser, answer_early, yaml_mapping
+from sage_grpo.flags import answer_early, yaml_mapping
+from sage_grpo.tools.options import ToolParser, answering
 
-
-def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser("python -m sage_grpo.tools.report", __doc__)
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folder")
-    place = "page to write (default: RUN/report.html, or comparison.html here)"
-    parser.add_argument("--output", type=Path, metavar="FILE", help=place)
-    return parser.parse_args(arguments)
-
+options_of = ToolParser("report", __doc__).parse_args
 
 if __name__ == "__main__":
     answer_early(options_of)
@@ -162,13 +155,10 @@ def print_summary(folder: Path) -> None:
         print(f"the run is done, but its report could not be written: {error}; {later}", file=sys.stderr)
 
 
+@answering("")
 def main(arguments: Sequence[str] | None = None) -> int:
-    try:
-        options = options_of(arguments)
-        print(write_report(*options.runs, output=options.output))
-    except (OSError, ConfigError) as error:
-        print(error, file=sys.stderr)
-        return 2
+    options = options_of(arguments)
+    print(write_report(*options.runs, output=options.output))
     return 0
 
 
