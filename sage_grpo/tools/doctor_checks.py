@@ -21,7 +21,6 @@ from sage_grpo.models.sample import counter_noise, denoise, integrate
 from sage_grpo.plugins import resolved
 from sage_grpo.tools import audit_reward as audit
 from sage_grpo.tools.paired import aligned
-from sage_grpo.tools.plan_model import few_prompts
 from sage_grpo.tools.templating import sentence
 from sage_grpo.train.metrics import UpdateStats
 from sage_grpo.train.rollout import Trajectory, num_trained
@@ -69,8 +68,8 @@ def check_batch(trainer: Trainer) -> Iterator[Finding]:
     yield judged("layout", True, data=ranks, sequence=c.sp_size, shards=shards)
     numbers = {"videos": videos, "ranks": ranks, "trained": trained, "pairs": pairs}
     yield judged("batch", True, c=c, micro_batches=len(micro_batches), clips=len(micro_batches[0]), **numbers)
-    if few := few_prompts(c.gradient_accumulation_steps * videos // c.num_generations):
-        yield judged("batch.few", None, few=few)
+    few = judged("batch.few", None, prompts=c.gradient_accumulation_steps * videos // c.num_generations)
+    yield from [few] if few.text else []
 
 
 def check_prompts(trainer: Trainer) -> Iterator[Finding]:

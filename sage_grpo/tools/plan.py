@@ -9,7 +9,6 @@ run fits; 1: it does not, and remedies are printed; 2: the configuration cannot 
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -40,7 +39,7 @@ from sage_grpo.models.backbone import Backbone
 from sage_grpo.models.cost import Architecture
 from sage_grpo.models.lora import target_layers
 from sage_grpo.tools.plan_memory import checkpoint_bytes, disk_bytes, export_bytes, fits, memory, peak, snapshot_bytes
-from sage_grpo.tools.plan_model import Calibration, Plan, Trained, few_prompts, times, validation_time, volumes
+from sage_grpo.tools.plan_model import Calibration, Plan, Trained, times, validation_time, volumes
 from sage_grpo.tools.templating import render
 from sage_grpo.train.build import held_out_prompts, reward_names
 from sage_grpo.train.optimization import trainable_parameters
@@ -49,7 +48,7 @@ from sage_grpo.train.validation import validation_sampling
 GB = 1e9  # bytes
 # what the templates compute of a plan
 SHOWN = {of.__name__: of for of in (memory, peak, fits, times, volumes, export_bytes, disk_bytes, snapshot_bytes)}
-SHOWN |= {of.__name__: of for of in (checkpoint_bytes, few_prompts, validation_sampling)}
+SHOWN |= {of.__name__: of for of in (checkpoint_bytes, validation_time, validation_sampling)}
 Remedy = tuple[str, Any, str]
 # What to trade for memory, cheapest first: a flag, its new value, and the cost.
 REMEDIES: list[Remedy] = json.loads(Path(__file__).with_name("templates").joinpath("remedies.json").read_text())
@@ -115,14 +114,9 @@ def changed(plan: Plan, remedy: Remedy) -> Plan | None:
 
 def describe(plan: Plan, gpu_bytes: float, price: float | None = None) -> str:
     """Full description of a plan, for the terminal. `price` is that of one GPU-hour."""
-    c, clips = plan.config, len(held_out_prompts(plan.config))
-    whole, validation = sum(times(plan).values()), validation_time(plan, clips)
-    validations = c.validate_at_step0 + math.ceil(c.max_steps / (c.validation_interval or max(c.max_steps, 1)))
-    hours = (c.max_steps * whole + validations * validation) / 3600
-    between = min(60 * c.save_minutes or math.inf, (c.save_interval or c.max_steps) * whole)
-    figures = {"hours": hours, "between": between, "price": price, "validation": validation, "clips": clips}
-    about = {"plan": plan, "exists": Path(c.pretrained_model_root).is_dir(), "remedies": remedies(plan, gpu_bytes)}
-    return render("plan.txt", **SHOWN, **figures, **about, gpu_bytes=gpu_bytes).rstrip()
+    exists, clips = Path(plan.config.pretrained_model_root).is_dir(), len(held_out_prompts(plan.config))
+    about = {"plan": plan, "exists": exists, "clips": clips, "remedies": remedies(plan, gpu_bytes), "price": price}
+    return render("plan.txt", **SHOWN, **about, gpu_bytes=gpu_bytes).rstrip()
 
 
 def varied(rest: Sequence[str], options: argparse.Namespace) -> list[tuple[str, Plan]]:
