@@ -13,8 +13,7 @@ import argparse
 import math
 import os
 import sys
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -53,7 +52,7 @@ from sage_grpo.parallel.ranks import Ranks, check_layout
 from sage_grpo.plugins import resolved
 from sage_grpo.runs.clips import contact_sheet, thumbnails
 from sage_grpo.runs.folder import RunFolder
-from sage_grpo.tools.doctor_checks import CHECKS, Finding, judged
+from sage_grpo.tools.doctor_checks import CHECKS, Finding, attempt, judged
 from sage_grpo.tools.machine_checks import examine_machine, machine_of
 from sage_grpo.tools.templating import render
 from sage_grpo.train.build import assemble, join_run, rollout_sampling
@@ -78,16 +77,6 @@ def prepare(config: Config, alone: Ranks, count: int) -> tuple[Trainer, list[Fin
     said = {"sampling": str(rollout_sampling(c)), "validation": trainer.validation and trainer.validation.sampling}
     told = judged("config", True, c=c, size=size, device=ranks.device.type, **said)
     return trainer, [told, *(judged("config.note", None, note=note) for note in notes)]
-
-
-def attempt(name: str, check: Callable[[Trainer], Iterator[Finding]], trainer: Trainer) -> Iterator[Finding]:
-    """The check's findings; a check that fails to finish is also WRONG."""
-    try:
-        yield from check(trainer)
-    except (RuntimeError, ValueError) as error:
-        text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        memory = isinstance(error, torch.OutOfMemoryError)
-        yield judged("broken", False, check=name, error=text, memory=memory, traceback=traceback.format_exc())
 
 
 @dataclass(frozen=True)

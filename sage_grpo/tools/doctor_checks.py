@@ -3,8 +3,9 @@
 import math
 import textwrap
 import tomllib
+import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -57,6 +58,17 @@ def judged(key: str, good: bool | None, table: str = "", c: Config | None = None
     remedy = sentence(words.get("remedy", ""), **said) if good is False else ""
     mark = {None: "note", True: "ok", False: "WRONG"}[good]
     return Finding(check, mark, sentence(words["text"], **said), remedy, table, numbers)
+
+
+def attempt(
+    name: str, check: Callable[[Any], Iterator[Finding]], subject: Any, failure: str = "broken"
+) -> Iterator[Finding]:
+    """The check's findings; a check that fails to finish is also WRONG."""
+    try:
+        yield from check(subject)
+    except (ValueError, OSError, RuntimeError) as error:
+        said = {"kind": type(error).__name__, "error": str(error), "memory": isinstance(error, torch.OutOfMemoryError)}
+        yield judged(failure, False, check=name, traceback=traceback.format_exc(), **said)
 
 
 def check_batch(trainer: Trainer) -> Iterator[Finding]:
