@@ -114,7 +114,7 @@ def check_reward(trainer: Trainer) -> Iterator[Finding]:
         yield judged("reward.no world", None)
         return
     try:
-        found = audit.measure(trainer.reward, *known, trainer.config.fps, dict.fromkeys(audit.SHORT, ()))
+        found = audit.measure(trainer.reward, *known, trainer.config.fps, dict.fromkeys(audit.RULES["short"], ()))
     except ValueError as error:
         yield judged("reward.fails", False, error=str(error))
         return
