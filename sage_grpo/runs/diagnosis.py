@@ -83,8 +83,7 @@ class Case:
         return found[np.isfinite(found)]
 
     def mean(self, key: str) -> float:
-        found = self.values(key)
-        return float(found.mean()) if len(found) else math.nan
+        return interval(self.values(key)).mean
 
     def most(self, key: str) -> float:
         return float(max(self.values(key), default=math.nan))

@@ -95,8 +95,7 @@ class Evaluation:
 
     def done(self, file: Path) -> bool:
         """Whether a clip has all scores."""
-        scores = scores_in(file)
-        return all(scores.get(name) is not None for name in self.reward.names)
+        return None not in map(scores_in(file).get, self.reward.names)
 
     def generate(self, checkpoint: Path | None, home: Path) -> None:
         """Generate this process's share of a model's clips, except those that exist."""
