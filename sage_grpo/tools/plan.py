@@ -112,31 +112,21 @@ def changed(plan: Plan, remedy: Remedy) -> Plan | None:
     return other if peak(other)[1] < peak(plan)[1] else None
 
 
-def describe(plan: Plan, gpu_bytes: float, price: float | None = None) -> str:
-    """Full description of a plan, for the terminal. `price` is that of one GPU-hour."""
-    exists, clips = Path(plan.config.pretrained_model_root).is_dir(), len(held_out_prompts(plan.config))
-    about = {"plan": plan, "exists": exists, "clips": clips, "remedies": remedies(plan, gpu_bytes), "price": price}
-    return render("plan.txt", **SHOWN, **about, gpu_bytes=gpu_bytes).rstrip()
-
-
-def varied(rest: Sequence[str], options: argparse.Namespace) -> list[tuple[str, Plan]]:
-    """A plan for each value of a flag."""
-    name, *values = options.vary
-    configs = {value: parse([*rest, f"--{name}", value]) for value in values}
-    counts = {value: c.gpus if name == "gpus" else options.gpus for value, c in configs.items()}
-    return [(value, plan_of(c, counts[value], options.text_tokens, options.gpu)) for value, c in configs.items()]
-
-
 @answering("plan: ")
 def main(arguments: Sequence[str] | None = None) -> int:
     options, rest = options_of(arguments)
-    gpu_bytes = options.gpu_memory * GB
+    gpu_bytes, assumed = options.gpu_memory * GB, (options.text_tokens, options.gpu)
     if options.vary:
-        rows = varied(rest, options)
-        print(render("plan_vary.txt", **SHOWN, rows=rows, name=options.vary[0], gpu_bytes=gpu_bytes).rstrip())
+        name, *values = options.vary
+        configs = {value: parse([*rest, f"--{name}", value]) for value in values}
+        gpus = {value: c.gpus if name == "gpus" else options.gpus for value, c in configs.items()}
+        rows = [(value, plan_of(c, gpus[value], *assumed)) for value, c in configs.items()]
+        print(render("plan_vary.txt", **SHOWN, rows=rows, name=name, gpu_bytes=gpu_bytes).rstrip())
         return 0
-    plan = plan_of(parse(rest), options.gpus, options.text_tokens, options.gpu)
-    print(describe(plan, gpu_bytes, options.price))
+    plan = plan_of(parse(rest), options.gpus, *assumed)
+    exists, clips = Path(plan.config.pretrained_model_root).is_dir(), len(held_out_prompts(plan.config))
+    about = {"plan": plan, "exists": exists, "clips": clips, "remedies": remedies(plan, gpu_bytes)}
+    print(render("plan.txt", **SHOWN, **about, price=options.price, gpu_bytes=gpu_bytes).rstrip())
     return 0 if fits(plan, gpu_bytes) else 1
 
 
