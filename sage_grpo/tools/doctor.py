@@ -48,7 +48,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from sage_grpo.algo.sde import SDES, Schedule, build_schedule, flow_sigmas
 from sage_grpo.json_files import write_json
-from sage_grpo.parallel.ranks import Ranks, check_layout
+from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.plugins import resolved
 from sage_grpo.runs.clips import contact_sheet, thumbnails
 from sage_grpo.runs.folder import RunFolder
@@ -65,7 +65,6 @@ SHEET_CLIPS, SHEET_FRAMES = 3, 4  # in one row of the contact sheet
 
 def prepare(config: Config, alone: Ranks, count: int) -> tuple[Trainer, list[Finding]]:
     """A trainer for the first of `count` ranks, and early findings. An existing run folder is not an error here."""
-    check_layout(count, config.sp_size, config.enable_fsdp, config.dp_replicate)
     ranks = replace(alone, count=count // config.sp_size, sp_size=config.sp_size, mesh=None)
     trainer = assemble(replace(config, overwrite=True), ranks)
     notes, c = list(warnings(trainer.config, count)), trainer.config
