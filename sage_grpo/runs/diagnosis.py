@@ -181,10 +181,9 @@ def sampling_rules(case: Case) -> Iterator[Rule]:
     least = (case.run.train[-1]["step"] - case.run.train[0]["step"]) * (gain.mean - gain.half)
     most = case.validated.mean + case.validated.half
     text = f"training clips gained at least {least:.2g}, validation at most {most:.2g}"
-    old = (
-        f"; averaged weights are still {c.ema_decay ** case.most('updates'):.0%} the first ones" if c.ema_decay else ""
-    )
-    yield "validation unlike training", least > 0 and most < 0.3 * least, {"text": text + old}
+    if c.ema_decay:
+        text += f"; averaged weights are still {c.ema_decay ** case.most('updates'):.0%} the first ones"
+    yield "validation unlike training", least > 0 and most < 0.3 * least, {"text": text}
     yield "noise in the clips", alike and gap > 1 and last > 0.02, {"gap": gap, "std": last}
     yield "too much exploration", alike and gap > 1 and not last > 0.02, {"gap": gap}
     yield "too little exploration", 0 < np.linalg.norm(std) < 0.1, {"std": np.linalg.norm(std)}

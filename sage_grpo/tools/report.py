@@ -9,6 +9,7 @@ first. docs/metrics.md explains the metrics.
 
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ import yaml
 
 from sage_grpo.intervals import FEWEST
 from sage_grpo.runs.clips import Clip, divergence, pair_clips, read_validations
-from sage_grpo.runs.diagnosis import Finding, diagnose
+from sage_grpo.runs.diagnosis import diagnose
 from sage_grpo.runs.history import RunError, RunHistory, read_run
 from sage_grpo.tools.figure_style import colors_of
 from sage_grpo.tools.paired import aligned, clip_rows, compared, tables, validation_clips
@@ -56,21 +57,15 @@ def refuse_links(run: Path) -> None:
 
 def page(run: RunHistory) -> str:
     command, config = (text_of(run, name) for name in TEXTS)
-    clips = before_after(run)
+    clips, findings = before_after(run), []
+    with suppress(ConfigError):  # of an edited configuration, which the page shows anyway
+        findings = diagnose(run)
     result = compared(clips, total=True) if clips else {}
     changed = differing({"here": config_of(run), "default": yaml.safe_load(Config().to_yaml())}) if config else []
     values = {"run": run, "command": command, "config": config, "changed": changed}
     values |= {"compared": result, "tables": tables(result) if result else [], "rows": clip_rows(clips, total=True)}
-    values |= {"panels": panels(run), "divergence": parted(run), "findings": findings(run)}
+    values |= {"panels": panels(run), "divergence": parted(run), "findings": findings}
     return render("report.html", title=run.folder.resolve().name, **values)
-
-
-def findings(run: RunHistory) -> list[Finding]:
-    """What the diagnosis says; nothing if it cannot read an edited configuration, which the page shows anyway."""
-    try:
-        return diagnose(run)
-    except ConfigError:
-        return []
 
 
 def comparison(histories: Sequence[RunHistory]) -> str:

@@ -62,7 +62,10 @@ def panels(run: RunHistory) -> dict[str, list[Panel]]:
 
 def run_panels(run: RunHistory, titles: Mapping[str, Lines]) -> list[Panel]:
     """The curves of one run: training, then validation, and what can be reached."""
-    known, found = references(run), []
+    perfect, floor, found = run.head.get("perfect") or {}, run.head.get("vae_floor") or {}, []
+    limits = {f"reward/{name}": ("perfect clips", as_float(value, name)) for name, value in perfect.items()}
+    limits |= {f"gold/{name}": ("VAE alone", as_float(value, name)) for name, value in floor.items()}
+    known = {key: limit for key, limit in limits.items() if np.isfinite(limit[1])}
     for title, lines in titles.items():
         curves = [(run.train, key, COLORS[color], label) for key, (color, label) in lines.items()]
         curves += [(run.validations, key, ORANGE, "validation") for key in lines]
@@ -143,14 +146,6 @@ def draw_curve(ax: Axes, x: np.ndarray, y: np.ndarray, color: str, label: str, s
     mean = np.convolve(y, window, "same") / np.convolve(np.ones_like(y), window, "same")
     ax.plot(x, y, color=color, lw=0.8, alpha=0.35)
     ax.plot(x, mean, color=color, label=label)
-
-
-def references(run: RunHistory) -> dict[str, tuple[str, float]]:
-    """Metric -> label and value of its attainable limit."""
-    perfect, floor = run.head.get("perfect") or {}, run.head.get("vae_floor") or {}
-    known = {f"reward/{name}": ("perfect clips", as_float(value, name)) for name, value in perfect.items()}
-    known |= {f"gold/{name}": ("VAE alone", as_float(value, name)) for name, value in floor.items()}
-    return {key: reference for key, reference in known.items() if np.isfinite(reference[1])}
 
 
 def finish(ax: Axes, keys: Collection[str]) -> None:
