@@ -11,24 +11,22 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from sage_grpo.config import Config, resolve
-from sage_grpo.flags import answer_early, parse
+from sage_grpo.flags import answer_early, from_values
 from sage_grpo.tools.options import ToolParser, answering
 
 
-def options_of(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """Parse this tool's flags; the words that are left are those of post_train.py."""
-    parser = ToolParser("plan", __doc__)
-    options, rest = parser.parse_known_args(arguments)
-    config = parse(rest, parser.flags)  # also where --gpus is given: a wrong flag is answered early
+def options_of(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Config]:
+    """Parse this tool's flags; all others go to post_train.py's parser."""
+    options, config = ToolParser("plan", __doc__).parse_with_config(arguments)
     options.gpus = options.gpus or config.gpus or 1
-    return options, rest
+    return options, config
 
 
 if __name__ == "__main__":
@@ -114,16 +112,16 @@ def changed(plan: Plan, remedy: Remedy) -> Plan | None:
 
 @answering("plan: ")
 def main(arguments: Sequence[str] | None = None) -> int:
-    options, rest = options_of(arguments)
+    options, config = options_of(arguments)
     gpu_bytes, assumed = options.gpu_memory * GB, (options.text_tokens, options.gpu)
     if options.vary:
         name, *values = options.vary
-        configs = {value: parse([*rest, f"--{name}", value]) for value in values}
+        configs = {value: from_values(asdict(config), {name.replace("-", "_"): value}) for value in values}
         gpus = {value: c.gpus if name == "gpus" else options.gpus for value, c in configs.items()}
         rows = [(value, plan_of(c, gpus[value], *assumed)) for value, c in configs.items()]
         print(render("plan_vary.txt", **SHOWN, rows=rows, name=name, gpu_bytes=gpu_bytes).rstrip())
         return 0
-    plan = plan_of(parse(rest), options.gpus, *assumed)
+    plan = plan_of(config, options.gpus, *assumed)
     exists, clips = Path(plan.config.pretrained_model_root).is_dir(), len(held_out_prompts(plan.config))
     about = {"plan": plan, "exists": exists, "clips": clips, "remedies": remedies(plan, gpu_bytes)}
     print(render("plan.txt", **SHOWN, **about, price=options.price, gpu_bytes=gpu_bytes).rstrip())
