@@ -12,7 +12,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from functools import lru_cache
+from functools import lru_cache, reduce
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -83,31 +83,27 @@ def remedies(plan: Plan, gpu_bytes: float) -> list[tuple[str, str, Plan]]:
     """A minimal set of changes that makes the plan fit; or all that help, if they are not enough."""
     chosen, reached = [], plan
     for remedy in REMEDIES:
-        while not fits(reached, gpu_bytes) and (other := changed(reached, remedy)):
+        while not fits(reached, gpu_bytes) and (other := changed(reached, remedy)) is not reached:
             reached = other
             chosen.append(remedy)
     for remedy in REMEDIES:
         rest = [other for other in chosen if other is not remedy]
-        if fits(steps(plan, rest)[-1], gpu_bytes):
+        if fits(reduce(changed, rest, plan), gpu_bytes):
             chosen = rest
-    plans = zip(chosen, steps(plan, chosen)[1:], strict=True)
-    return [(f"--{name} {getattr(after.config, name)}", price, after) for (name, _, price), after in plans]
+    _, *plans = accumulate(chosen, changed, initial=plan)
+    found = zip(chosen, plans, strict=True)
+    return [(f"--{name} {getattr(after.config, name)}", price, after) for (name, _, price), after in found]
 
 
-def steps(plan: Plan, chosen: Sequence[Remedy]) -> list[Plan]:
-    """The plan, and the plan after each change."""
-    return list(accumulate(chosen, lambda before, remedy: changed(before, remedy) or before, initial=plan))
-
-
-def changed(plan: Plan, remedy: Remedy) -> Plan | None:
-    """The plan with another value of a flag; None if that saves nothing or cannot run."""
+def changed(plan: Plan, remedy: Remedy) -> Plan:
+    """The plan with another value of a flag; as it was if that saves nothing or cannot run."""
     (name, value, _), c = remedy, plan.config
     relative = {"twice the ranks": 2 * c.sp_size, "half the frames": c.num_frames // 8 * 4 + 1}
     try:
         other = plan_of(replace(c, **{name: relative.get(value, value)}), plan.gpus, plan.text_tokens, plan.rates.card)
     except ValueError:  # a layout that does not divide
-        return None
-    return other if peak(other)[1] < peak(plan)[1] else None
+        return plan
+    return other if peak(other)[1] < peak(plan)[1] else plan
 
 
 @answering("plan: ")
