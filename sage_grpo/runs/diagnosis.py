@@ -7,7 +7,6 @@ for which no comparison holds, so nothing is said about it. Shapes: N logged ite
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import InitVar, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +28,10 @@ STOPPED = {"first ratio": "first ratio", "not finite": "not finite", "rewards fa
 Rule = tuple[str, bool, dict[str, Any]]
 
 
-@dataclass
 class Finding:
-    name: str  # in FINDINGS
-    values: InitVar[dict[str, Any]]
-
-    def __post_init__(self, values: dict[str, Any]) -> None:
-        self.evidence, self.cause, self.remedy, self.panel, self.excused = FINDINGS[self.name].values()
-        self.evidence = self.evidence.format(**values)
+    def __init__(self, name: str, values: dict[str, Any]) -> None:
+        evidence, self.cause, self.remedy, self.panel, self.excused = FINDINGS[name].values()
+        self.name, self.evidence = name, evidence.format(**values)
 
     def __str__(self) -> str:
         return f"{self.name}: {self.evidence}. {self.cause} Remedy: {self.remedy}"
