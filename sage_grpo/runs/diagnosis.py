@@ -7,7 +7,6 @@ for which no comparison holds, so nothing is said about it. Shapes: N logged ite
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import InitVar, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +28,10 @@ STOPPED = {"first ratio": "first ratio", "not finite": "not finite", "rewards fa
 Rule = tuple[str, bool, dict[str, Any]]
 
 
-@dataclass
 class Finding:
-    name: str  # in FINDINGS
-    values: InitVar[dict[str, Any]]
-
-    def __post_init__(self, values: dict[str, Any]) -> None:
-        self.evidence, self.cause, self.remedy, self.panel, self.excused = FINDINGS[self.name].values()
-        self.evidence = self.evidence.format(**values)
+    def __init__(self, name: str, values: dict[str, Any]) -> None:
+        evidence, self.cause, self.remedy, self.panel, self.excused = FINDINGS[name].values()
+        self.name, self.evidence = name, evidence.format(**values)
 
     def __str__(self) -> str:
         return f"{self.name}: {self.evidence}. {self.cause} Remedy: {self.remedy}"
@@ -83,8 +78,7 @@ class Case:
         return found[np.isfinite(found)]
 
     def mean(self, key: str) -> float:
-        found = self.values(key)
-        return float(found.mean()) if len(found) else math.nan
+        return interval(self.values(key)).mean
 
     def most(self, key: str) -> float:
         return float(max(self.values(key), default=math.nan))
@@ -182,10 +176,9 @@ def sampling_rules(case: Case) -> Iterator[Rule]:
     least = (case.run.train[-1]["step"] - case.run.train[0]["step"]) * (gain.mean - gain.half)
     most = case.validated.mean + case.validated.half
     text = f"training clips gained at least {least:.2g}, validation at most {most:.2g}"
-    old = (
-        f"; averaged weights are still {c.ema_decay ** case.most('updates'):.0%} the first ones" if c.ema_decay else ""
-    )
-    yield "validation unlike training", least > 0 and most < 0.3 * least, {"text": text + old}
+    if c.ema_decay:
+        text += f"; averaged weights are still {c.ema_decay ** case.most('updates'):.0%} the first ones"
+    yield "validation unlike training", least > 0 and most < 0.3 * least, {"text": text}
     yield "noise in the clips", alike and gap > 1 and last > 0.02, {"gap": gap, "std": last}
     yield "too much exploration", alike and gap > 1 and not last > 0.02, {"gap": gap}
     yield "too little exploration", 0 < np.linalg.norm(std) < 0.1, {"std": np.linalg.norm(std)}

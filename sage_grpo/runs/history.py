@@ -38,6 +38,10 @@ class RunHistory:
         return self.starts[-1] if self.starts else {}
 
     @property
+    def iterations(self) -> int:
+        return self.train[-1]["step"] if self.train else 0
+
+    @property
     def scores(self) -> list[str]:
         """Names of the reward's scores, such as VQ, in file order."""
         keys = dict.fromkeys(key for line in (*self.train, *self.validations) for key in line)

@@ -10,15 +10,15 @@ clip, and verdicts come from 95 % intervals over clips. Writes audit.json and sh
 
 import argparse
 import io
-import json
 import sys
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from sage_grpo.config import Config, ConfigError
 from sage_grpo.flags import answer_early
-from sage_grpo.tools.options import ToolParser
+from sage_grpo.tools.options import ToolParser, answering
 
 options_of = ToolParser("audit_reward", __doc__).parse_with_config  # this tool's flags, and those of post_train.py
 
@@ -45,7 +45,7 @@ from sage_grpo.worlds import world_of
 
 TOTAL, WRONG_PROMPT, UNCLEAR = "total", "wrong prompt", "unclear"
 NOISE = 0.25  # changes up to this share of a score's standard deviation over good clips count as noise
-SENTENCES = json.loads(Path(__file__).with_name("templates").joinpath("audit.json").read_text())
+RULES = tomllib.loads(Path(__file__).with_name("templates").joinpath("audit.toml").read_text())
 Scores = dict[str, dict[str, Tensor]]  # kind of clips -> score -> (N,)
 
 
@@ -79,11 +79,6 @@ EDITS: dict[str, Callable[[Tensor, Generator], Tensor]] = {
     "cropped": cropped,
     "saturated": lambda x, _: x + 0.5 * (x - x.mean(1, keepdim=True)),
 }
-SHORT = ("noisy", "frozen", "reversed")  # the doctor's
-VISIBLE = ("slowed", "blurred")  # a reward that does not notice is weak
-MUST_FALL = {"noisy": ("VQ",), "shaky": ("MQ",), "frozen": ("MQ",)}
-MUST_FALL[WRONG_PROMPT] = (TOTAL, "TA", "cosine", "pickscore", "ocr")  # these claim to read the prompt
-DRAWN = {"reversed": ("TA",)}  # a world's prompts name directions; real things could also happen backwards
 
 
 def as_uint8(x: Tensor) -> Tensor:
@@ -154,7 +149,7 @@ class Verdict:
 
 def give_verdicts(found: Scores, drawn: bool) -> list[Verdict]:
     """A verdict on each edit and score. `drawn`: the clips are of a world."""
-    must, verdicts = MUST_FALL | (DRAWN if drawn else {}), []
+    must, verdicts = RULES["must_fall"] | (RULES["drawn_must_fall"] if drawn else {}), []
     for kind in (kind for kind in found if kind != "good"):
         for name, good in found["good"].items():
             change, noise = interval((found[kind][name] - good).tolist()), NOISE * good.std(correction=0).item()
@@ -164,12 +159,13 @@ def give_verdicts(found: Scores, drawn: bool) -> list[Verdict]:
 
 def conclude(found: Scores, verdicts: Sequence[Verdict]) -> dict[str, list[str]]:
     """Sentences about what is wrong, what is only weak, and what too few clips leave open."""
-    wrong = [f"{SENTENCES.get(f'{v.score} {v.edit}', v.sentence)} ({v})" for v in verdicts if v.mark.isupper()]
+    said = RULES["sentences"]
+    wrong = [f"{said.get(f'{v.score} {v.edit}', v.sentence)} ({v})" for v in verdicts if v.mark.isupper()]
     totals = torch.cat([scores[TOTAL] for scores in found.values()])
     if torch.allclose(totals, totals[:1]):
-        wrong = [SENTENCES["constant"]]
+        wrong = [said["constant"]]
     weak = [f"{v.sentence} ({v})" for v in verdicts if v.mark == "rises"]
-    for kind in (kind for kind in VISIBLE if kind in found):
+    for kind in (kind for kind in RULES["visible"] if kind in found):
         falls = [v for v in verdicts if v.edit == kind and v.score != TOTAL and v.mark == "falls"]
         if not any(-v.change.mean >= v.noise / NOISE for v in falls):
             how = "hardly notices" if falls else "does not notice"
@@ -203,7 +199,9 @@ def good_clips(options: argparse.Namespace, config: Config, device: torch.device
     return *drawn, c.fps, [clip[: c.num_frames] for clip in longer]
 
 
-def audit(options: argparse.Namespace, config: Config) -> int:
+@answering("audit_reward: ")
+def main(arguments: Sequence[str] | None = None) -> int:
+    options, config = options_of(arguments)
     device = torch.device(choose_device(config.device, lambda: 0))
     clips, prompts, fps, slowed = good_clips(options, config, device)
     if len(clips) < 8:
@@ -222,14 +220,6 @@ def audit(options: argparse.Namespace, config: Config) -> int:
     write_json(options.output / "audit.json", record | {"verdicts": [asdict(v) | {"mark": v.mark} for v in verdicts]})
     print(render("audit.txt", table=table(found, verdicts), output=options.output, **told), end="")
     return 1 if told["wrong"] else 0
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    try:
-        return audit(*options_of(arguments))
-    except (ValueError, OSError) as error:
-        print(f"audit_reward: {error}", file=sys.stderr)
-        return 2
 
 
 if __name__ == "__main__":

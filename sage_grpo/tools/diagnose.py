@@ -5,19 +5,13 @@
 docs/diagnosis.md explains the findings. Exit code 0: none; 1: some; 2: the folder cannot be read.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from sage_grpo.flags import Parser, answer_early
+from sage_grpo.flags import answer_early
+from sage_grpo.tools.options import ToolParser, answering
 
-
-def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser("python -m sage_grpo.tools.diagnose", __doc__)
-    parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
-    return parser.parse_args(arguments)
-
+options_of = ToolParser("diagnose", __doc__).parse_args
 
 if __name__ == "__main__":
     answer_early(options_of)
@@ -42,14 +36,11 @@ def late(case: Case) -> list[Finding]:
     return [Finding("slower than planned", values)] if values["measured"] > 2 * values["planned"] else []
 
 
+@answering("")
 def main(arguments: Sequence[str] | None = None) -> int:
-    try:
-        run = read_run(options_of(arguments).run)
-        case = Case(run)
-        found = diagnose(run) + late(case)
-    except (OSError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 2
+    run = read_run(options_of(arguments).run)
+    case = Case(run)
+    found = diagnose(run) + late(case)
     print(DIRECTIONS[case.direction], "" if found else "Nothing is wrong as far as it was recorded.")
     for number, one in enumerate(found, 1):
         print(f"{number}. {one}" + (f" Panel of report.html: {one.panel}." if one.panel else ""))

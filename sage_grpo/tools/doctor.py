@@ -13,15 +13,14 @@ import argparse
 import math
 import os
 import sys
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from sage_grpo.config import Config, ConfigError, warnings
 from sage_grpo.flags import answer_early
-from sage_grpo.tools.options import ToolParser
+from sage_grpo.tools.options import ToolParser, answering
 
 
 def options_of(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Config]:
@@ -49,11 +48,11 @@ from transformers.utils.logging import disable_progress_bar
 
 from sage_grpo.algo.sde import SDES, Schedule, build_schedule, flow_sigmas
 from sage_grpo.json_files import write_json
-from sage_grpo.parallel.ranks import Ranks, check_layout
+from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.plugins import resolved
 from sage_grpo.runs.clips import contact_sheet, thumbnails
 from sage_grpo.runs.folder import RunFolder
-from sage_grpo.tools.doctor_checks import CHECKS, Finding, judged
+from sage_grpo.tools.doctor_checks import CHECKS, Finding, attempt, judged
 from sage_grpo.tools.machine_checks import examine_machine, machine_of
 from sage_grpo.tools.templating import render
 from sage_grpo.train.build import assemble, join_run, rollout_sampling
@@ -66,7 +65,6 @@ SHEET_CLIPS, SHEET_FRAMES = 3, 4  # in one row of the contact sheet
 
 def prepare(config: Config, alone: Ranks, count: int) -> tuple[Trainer, list[Finding]]:
     """A trainer for the first of `count` ranks, and early findings. An existing run folder is not an error here."""
-    check_layout(count, config.sp_size, config.enable_fsdp, config.dp_replicate)
     ranks = replace(alone, count=count // config.sp_size, sp_size=config.sp_size, mesh=None)
     trainer = assemble(replace(config, overwrite=True), ranks)
     notes, c = list(warnings(trainer.config, count)), trainer.config
@@ -78,16 +76,6 @@ def prepare(config: Config, alone: Ranks, count: int) -> tuple[Trainer, list[Fin
     said = {"sampling": str(rollout_sampling(c)), "validation": trainer.validation and trainer.validation.sampling}
     told = judged("config", True, c=c, size=size, device=ranks.device.type, **said)
     return trainer, [told, *(judged("config.note", None, note=note) for note in notes)]
-
-
-def attempt(name: str, check: Callable[[Trainer], Iterator[Finding]], trainer: Trainer) -> Iterator[Finding]:
-    """The check's findings; a check that fails to finish is also WRONG."""
-    try:
-        yield from check(trainer)
-    except (RuntimeError, ValueError) as error:
-        text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        memory = isinstance(error, torch.OutOfMemoryError)
-        yield judged("broken", False, check=name, error=text, memory=memory, traceback=traceback.format_exc())
 
 
 @dataclass(frozen=True)
@@ -199,20 +187,17 @@ def examine(options: argparse.Namespace, machine: list[Finding], trainer: Traine
     return 1 if wrong else 0
 
 
+@answering("doctor: ")
 def main(arguments: Sequence[str] | None = None) -> int:
-    try:
-        options, config = options_of(arguments)
-        disable_progress_bar()  # from the text encoders
-        machine = examine_machine(machine_of(config, options.ranks, options.ranks_here))
-        if any(finding.mark == "WRONG" for finding in machine):
-            return 2
-        if options.short:
-            return 0
-        with join_run(replace(config, sp_size=1, dp_replicate=1)) as alone:
-            return examine(options, machine, *prepare(config, alone, options.ranks))
-    except (ValueError, OSError) as error:
-        print(f"doctor: {error}", file=sys.stderr)
+    options, config = options_of(arguments)
+    disable_progress_bar()  # from the text encoders
+    machine = examine_machine(machine_of(config, options.ranks, options.ranks_here))
+    if any(finding.mark == "WRONG" for finding in machine):
         return 2
+    if options.short:
+        return 0
+    with join_run(replace(config, sp_size=1, dp_replicate=1)) as alone:
+        return examine(options, machine, *prepare(config, alone, options.ranks))
 
 
 if __name__ == "__main__":

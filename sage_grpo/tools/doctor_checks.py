@@ -3,8 +3,9 @@
 import math
 import textwrap
 import tomllib
+import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,6 @@ from sage_grpo.models.sample import counter_noise, denoise, integrate
 from sage_grpo.plugins import resolved
 from sage_grpo.tools import audit_reward as audit
 from sage_grpo.tools.paired import aligned
-from sage_grpo.tools.plan_model import few_prompts
 from sage_grpo.tools.templating import sentence
 from sage_grpo.train.metrics import UpdateStats
 from sage_grpo.train.rollout import Trajectory, num_trained
@@ -60,6 +60,17 @@ def judged(key: str, good: bool | None, table: str = "", c: Config | None = None
     return Finding(check, mark, sentence(words["text"], **said), remedy, table, numbers)
 
 
+def attempt(
+    name: str, check: Callable[[Any], Iterator[Finding]], subject: Any, failure: str = "broken"
+) -> Iterator[Finding]:
+    """The check's findings; a check that fails to finish is also WRONG."""
+    try:
+        yield from check(subject)
+    except (ValueError, OSError, RuntimeError) as error:
+        said = {"kind": type(error).__name__, "error": str(error), "memory": isinstance(error, torch.OutOfMemoryError)}
+        yield judged(failure, False, check=name, traceback=traceback.format_exc(), **said)
+
+
 def check_batch(trainer: Trainer) -> Iterator[Finding]:
     """Describe one iteration. Whether layout and groups divide was checked when the trainer was assembled."""
     c, micro_batches, ranks = trainer.config, trainer.micro_batches(), trainer.ranks.count
@@ -69,8 +80,8 @@ def check_batch(trainer: Trainer) -> Iterator[Finding]:
     yield judged("layout", True, data=ranks, sequence=c.sp_size, shards=shards)
     numbers = {"videos": videos, "ranks": ranks, "trained": trained, "pairs": pairs}
     yield judged("batch", True, c=c, micro_batches=len(micro_batches), clips=len(micro_batches[0]), **numbers)
-    if few := few_prompts(c.gradient_accumulation_steps * videos // c.num_generations):
-        yield judged("batch.few", None, few=few)
+    few = judged("batch.few", None, prompts=c.gradient_accumulation_steps * videos // c.num_generations)
+    yield from [few] if few.text else []
 
 
 def check_prompts(trainer: Trainer) -> Iterator[Finding]:
@@ -103,7 +114,7 @@ def check_reward(trainer: Trainer) -> Iterator[Finding]:
         yield judged("reward.no world", None)
         return
     try:
-        found = audit.measure(trainer.reward, *known, trainer.config.fps, dict.fromkeys(audit.SHORT, ()))
+        found = audit.measure(trainer.reward, *known, trainer.config.fps, dict.fromkeys(audit.RULES["short"], ()))
     except ValueError as error:
         yield judged("reward.fails", False, error=str(error))
         return

@@ -19,7 +19,7 @@ from typing import Any
 
 from sage_grpo.config import Config, ConfigError
 from sage_grpo.flags import answer_early
-from sage_grpo.tools.options import ToolParser
+from sage_grpo.tools.options import ToolParser, answering
 
 options_of = ToolParser("evaluate", __doc__).parse_with_config  # this tool's flags, and those of post_train.py
 
@@ -95,8 +95,7 @@ class Evaluation:
 
     def done(self, file: Path) -> bool:
         """Whether a clip has all scores."""
-        scores = scores_in(file)
-        return all(scores.get(name) is not None for name in self.reward.names)
+        return None not in map(scores_in(file).get, self.reward.names)
 
     def generate(self, checkpoint: Path | None, home: Path) -> None:
         """Generate this process's share of a model's clips, except those that exist."""
@@ -200,19 +199,16 @@ def keep(file: Path, record: Mapping[str, Any]) -> None:
     write_json(file, {**record, "scores": scores_in(file) | record["scores"]})
 
 
+@answering("evaluate: ")
 def main(arguments: Sequence[str] | None = None) -> int:
     disable_progress_bar()
-    try:
-        options, config = options_of(arguments)
-        model = (config.pretrained_model_root, config.pretrained_transformer_version)
-        sampled = options.checkpoints or not options.clips
-        device = device_for(config.device, *model) if sampled else config.device
-        with join_ranks(config.start_timeout, device_type=device) as ranks:
-            ranks.set_timeout(DAY)  # ranks work independently until the end, on shares that may differ
-            return Evaluation(options, config, ranks).run()
-    except (ValueError, OSError) as error:
-        print(f"evaluate: {error}", file=sys.stderr)
-        return 2
+    options, config = options_of(arguments)
+    model = (config.pretrained_model_root, config.pretrained_transformer_version)
+    sampled = options.checkpoints or not options.clips
+    device = device_for(config.device, *model) if sampled else config.device
+    with join_ranks(config.start_timeout, device_type=device) as ranks:
+        ranks.set_timeout(DAY)  # ranks work independently until the end, on shares that may differ
+        return Evaluation(options, config, ranks).run()
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from sage_grpo.parallel.device import available_memory, choose_device, versions
 from sage_grpo.rewards import ALIASES
 from sage_grpo.rewards.base import Setup, build_reward
 from sage_grpo.rewards.videoalign_folder import check_folder
-from sage_grpo.tools.doctor_checks import Finding, judged
+from sage_grpo.tools.doctor_checks import Finding, attempt, judged
 from sage_grpo.tools.plan import backbone_of, plan_of, remedies
 from sage_grpo.tools.plan_memory import checkpoint_bytes, disk_bytes, fits, peak, snapshot_bytes
 from sage_grpo.tools.plan_model import BYTES, Plan, times
@@ -137,12 +137,8 @@ def examine_machine(machine: Machine) -> list[Finding]:
     """Print a line per finding."""
     findings = []
     for check in CHECKS:
-        try:
-            found = list(check(machine))
-        except (ValueError, OSError, RuntimeError) as error:  # names its remedy
-            found = [judged("failed", False, check=check.__name__.removeprefix("check_"), error=str(error))]
-        for finding in found:
+        for finding in attempt(check.__name__.removeprefix("check_"), check, machine, "failed"):
             mark = "FAIL" if finding.mark == "WRONG" else finding.mark
             print(f"{mark:<6}{finding.check:<8}{'; '.join(filter(None, (finding.text, finding.remedy)))}", flush=True)
-        findings += found
+            findings.append(finding)
     return findings

@@ -1,11 +1,15 @@
 """The tools' own flags, which templates/flags.toml lists: a wrong one is answered before anything heavy is imported."""
 
 import argparse
+import sys
 import tomllib
+from collections.abc import Callable, Sequence
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 from sage_grpo.config import ConfigError
+from sage_grpo.exit_codes import WRONG_INPUT
 from sage_grpo.flags import Parser
 
 TYPES = {"path": Path, "int": int, "float": float}
@@ -20,7 +24,8 @@ class ToolParser(Parser):
         self.limits = {name: flag["above"] for name, flag in FLAGS[tool].items() if "above" in flag}
         for name, flag in FLAGS[tool].items():
             kind = {"type": TYPES[flag["type"]]} if "type" in flag else {}
-            self.add_argument(f"--{name}", **{key: flag[key] for key in flag if key != "above"} | kind)
+            own = {key: flag[key] for key in flag if key not in ("above", "positional")}
+            self.add_argument(name if flag.get("positional") else f"--{name}", **own | kind)
 
     def parse_known_args(self, *arguments: Any) -> tuple[argparse.Namespace, list[str]]:
         known, rest = super().parse_known_args(*arguments)
@@ -29,3 +34,20 @@ class ToolParser(Parser):
             if value is not None and not value > limit:  # nor may it be NaN
                 raise ConfigError(f"{name} is {value}; it must be above {limit}")
         return known, rest
+
+
+def answering(prefix: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """A tool's `main` that answers wrong input with one sentence on stderr and exit code 2."""
+
+    def wrap(main: Callable[..., int]) -> Callable[..., int]:
+        @wraps(main)
+        def guarded(arguments: Sequence[str] | None = None) -> int:
+            try:
+                return main(arguments)
+            except (ValueError, OSError) as error:
+                print(f"{prefix}{error}", file=sys.stderr)
+                return WRONG_INPUT
+
+        return guarded
+
+    return wrap

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from sage_grpo.intervals import FEWEST, Interval, interval
-from sage_grpo.runs.clips import Clip, change, pair_clips, read_clips, read_validations
+from sage_grpo.runs.clips import Clip, change, pair_clips, read_clips
 from sage_grpo.runs.history import RunHistory
 
 TOTAL = "total reward"
@@ -135,15 +135,14 @@ def drift(run: RunHistory) -> dict[str, dict[int, Interval]]:
 
     In standard deviations over the first validation's clips, so that scales match. Empty without a hold-out.
     """
-    found = read_validations(run.folder)
-    steps = [line["step"] for line in run.validations if line["step"] in found]
-    if len(steps) < 2 or not any(math.isfinite(clip.held_out) for clip in found[steps[-1]]):
+    found, changes = validation_clips(run), {}
+    if len(found) < 2 or not any(math.isfinite(clip.held_out) for clip in found[max(found)]):
         return {}
-    first, changes = found[steps[0]], {}
+    first = found[min(found)]
     for name, value in (("trained", "reward"), ("held out", "held_out")):
         known = [number for clip in first if math.isfinite(number := getattr(clip, value))]
         spread = float(np.std(known or [0.0])) or 1.0
-        moved = {step: change(first, found[step], value) for step in steps}
+        moved = {step: change(first, clips, value) for step, clips in found.items()}
         changes[name] = {step: Interval(c.mean / spread, c.half / spread) for step, c in moved.items()}
     return changes
 

@@ -9,27 +9,24 @@ run fits; 1: it does not, and remedies are printed; 2: the configuration cannot 
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import lru_cache
+from dataclasses import asdict, replace
+from functools import lru_cache, reduce
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from sage_grpo.config import Config, resolve
-from sage_grpo.flags import answer_early, parse
-from sage_grpo.tools.options import ToolParser
+from sage_grpo.flags import answer_early, from_values
+from sage_grpo.tools.options import ToolParser, answering
 
 
-def options_of(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """Parse this tool's flags; the words that are left are those of post_train.py."""
-    parser = ToolParser("plan", __doc__)
-    options, rest = parser.parse_known_args(arguments)
-    config = parse(rest, parser.flags)  # also where --gpus is given: a wrong flag is answered early
+def options_of(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Config]:
+    """Parse this tool's flags; all others go to post_train.py's parser."""
+    options, config = ToolParser("plan", __doc__).parse_with_config(arguments)
     options.gpus = options.gpus or config.gpus or 1
-    return options, rest
+    return options, config
 
 
 if __name__ == "__main__":
@@ -40,7 +37,7 @@ from sage_grpo.models.backbone import Backbone
 from sage_grpo.models.cost import Architecture
 from sage_grpo.models.lora import target_layers
 from sage_grpo.tools.plan_memory import checkpoint_bytes, disk_bytes, export_bytes, fits, memory, peak, snapshot_bytes
-from sage_grpo.tools.plan_model import Calibration, Plan, Trained, few_prompts, times, validation_time, volumes
+from sage_grpo.tools.plan_model import Calibration, Plan, Trained, times, validation_time, volumes
 from sage_grpo.tools.templating import render
 from sage_grpo.train.build import held_out_prompts, reward_names
 from sage_grpo.train.optimization import trainable_parameters
@@ -49,7 +46,7 @@ from sage_grpo.train.validation import validation_sampling
 GB = 1e9  # bytes
 # what the templates compute of a plan
 SHOWN = {of.__name__: of for of in (memory, peak, fits, times, volumes, export_bytes, disk_bytes, snapshot_bytes)}
-SHOWN |= {of.__name__: of for of in (checkpoint_bytes, few_prompts, validation_sampling)}
+SHOWN |= {of.__name__: of for of in (checkpoint_bytes, validation_time, validation_sampling)}
 Remedy = tuple[str, Any, str]
 # What to trade for memory, cheapest first: a flag, its new value, and the cost.
 REMEDIES: list[Remedy] = json.loads(Path(__file__).with_name("templates").joinpath("remedies.json").read_text())
@@ -86,66 +83,44 @@ def remedies(plan: Plan, gpu_bytes: float) -> list[tuple[str, str, Plan]]:
     """A minimal set of changes that makes the plan fit; or all that help, if they are not enough."""
     chosen, reached = [], plan
     for remedy in REMEDIES:
-        while not fits(reached, gpu_bytes) and (other := changed(reached, remedy)):
+        while not fits(reached, gpu_bytes) and (other := changed(reached, remedy)) is not reached:
             reached = other
             chosen.append(remedy)
     for remedy in REMEDIES:
         rest = [other for other in chosen if other is not remedy]
-        if fits(steps(plan, rest)[-1], gpu_bytes):
+        if fits(reduce(changed, rest, plan), gpu_bytes):
             chosen = rest
-    plans = zip(chosen, steps(plan, chosen)[1:], strict=True)
-    return [(f"--{name} {getattr(after.config, name)}", price, after) for (name, _, price), after in plans]
+    _, *plans = accumulate(chosen, changed, initial=plan)
+    found = zip(chosen, plans, strict=True)
+    return [(f"--{name} {getattr(after.config, name)}", price, after) for (name, _, price), after in found]
 
 
-def steps(plan: Plan, chosen: Sequence[Remedy]) -> list[Plan]:
-    """The plan, and the plan after each change."""
-    return list(accumulate(chosen, lambda before, remedy: changed(before, remedy) or before, initial=plan))
-
-
-def changed(plan: Plan, remedy: Remedy) -> Plan | None:
-    """The plan with another value of a flag; None if that saves nothing or cannot run."""
+def changed(plan: Plan, remedy: Remedy) -> Plan:
+    """The plan with another value of a flag; as it was if that saves nothing or cannot run."""
     (name, value, _), c = remedy, plan.config
     relative = {"twice the ranks": 2 * c.sp_size, "half the frames": c.num_frames // 8 * 4 + 1}
     try:
         other = plan_of(replace(c, **{name: relative.get(value, value)}), plan.gpus, plan.text_tokens, plan.rates.card)
     except ValueError:  # a layout that does not divide
-        return None
-    return other if peak(other)[1] < peak(plan)[1] else None
+        return plan
+    return other if peak(other)[1] < peak(plan)[1] else plan
 
 
-def describe(plan: Plan, gpu_bytes: float, price: float | None = None) -> str:
-    """Full description of a plan, for the terminal. `price` is that of one GPU-hour."""
-    c, clips = plan.config, len(held_out_prompts(plan.config))
-    whole, validation = sum(times(plan).values()), validation_time(plan, clips)
-    validations = c.validate_at_step0 + math.ceil(c.max_steps / (c.validation_interval or max(c.max_steps, 1)))
-    hours = (c.max_steps * whole + validations * validation) / 3600
-    between = min(60 * c.save_minutes or math.inf, (c.save_interval or c.max_steps) * whole)
-    figures = {"hours": hours, "between": between, "price": price, "validation": validation, "clips": clips}
-    about = {"plan": plan, "exists": Path(c.pretrained_model_root).is_dir(), "remedies": remedies(plan, gpu_bytes)}
-    return render("plan.txt", **SHOWN, **figures, **about, gpu_bytes=gpu_bytes).rstrip()
-
-
-def varied(rest: Sequence[str], options: argparse.Namespace) -> list[tuple[str, Plan]]:
-    """A plan for each value of a flag."""
-    name, *values = options.vary
-    configs = {value: parse([*rest, f"--{name}", value]) for value in values}
-    counts = {value: c.gpus if name == "gpus" else options.gpus for value, c in configs.items()}
-    return [(value, plan_of(c, counts[value], options.text_tokens, options.gpu)) for value, c in configs.items()]
-
-
+@answering("plan: ")
 def main(arguments: Sequence[str] | None = None) -> int:
-    try:
-        options, rest = options_of(arguments)
-        gpu_bytes = options.gpu_memory * GB
-        if options.vary:
-            rows = varied(rest, options)
-            print(render("plan_vary.txt", **SHOWN, rows=rows, name=options.vary[0], gpu_bytes=gpu_bytes).rstrip())
-            return 0
-        plan = plan_of(parse(rest), options.gpus, options.text_tokens, options.gpu)
-    except (ValueError, FileNotFoundError) as error:
-        print(f"plan: {error}", file=sys.stderr)
-        return 2
-    print(describe(plan, gpu_bytes, options.price))
+    options, config = options_of(arguments)
+    gpu_bytes, assumed = options.gpu_memory * GB, (options.text_tokens, options.gpu)
+    if options.vary:
+        name, *values = options.vary
+        configs = {value: from_values(asdict(config), {name.replace("-", "_"): value}) for value in values}
+        gpus = {value: c.gpus if name == "gpus" else options.gpus for value, c in configs.items()}
+        rows = [(value, plan_of(c, gpus[value], *assumed)) for value, c in configs.items()]
+        print(render("plan_vary.txt", **SHOWN, rows=rows, name=name, gpu_bytes=gpu_bytes).rstrip())
+        return 0
+    plan = plan_of(config, options.gpus, *assumed)
+    exists, clips = Path(plan.config.pretrained_model_root).is_dir(), len(held_out_prompts(plan.config))
+    about = {"plan": plan, "exists": exists, "clips": clips, "remedies": remedies(plan, gpu_bytes)}
+    print(render("plan.txt", **SHOWN, **about, price=options.price, gpu_bytes=gpu_bytes).rstrip())
     return 0 if fits(plan, gpu_bytes) else 1
 
 

@@ -22,7 +22,6 @@ from sage_grpo.train.validation import validation_sampling
 from sage_grpo.train.windows import parse_windows
 
 BYTES = {"fp32": 4, "bf16": 2}
-ENOUGH = 8  # prompts of an update
 FIGURES = tomllib.loads(Path(__file__).with_name("templates").joinpath("calibration.toml").read_text())
 CARDS = FIGURES.pop("cards")
 
@@ -128,12 +127,6 @@ class Plan:
     @property
     def clips_per_gpu_hour(self) -> float:
         return 3600 * self.clips / self.gpus / sum(times(self).values())
-
-
-def few_prompts(prompts: int) -> str:
-    """What to say about an update of so few prompts; empty if they are enough."""
-    text = f"{prompts} prompt(s) per update: below {ENOUGH}, reward was gained at the price of what prompts ask for"
-    return "" if prompts >= ENOUGH else f"{text} (docs/efficiency.md); raise gradient_accumulation_steps"
 
 
 def compute_time(plan: Plan, backward: bool = False) -> float:

@@ -7,49 +7,35 @@ Reads run folders and writes one self-contained HTML file with figures and clips
 first. docs/metrics.md explains the metrics.
 """
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from sage_grpo.config import Config, ConfigError
-from sage_grpo.flags import Parser, answer_early, yaml_mapping
+from sage_grpo.flags import answer_early, yaml_mapping
+from sage_grpo.tools.options import ToolParser, answering
 
-
-def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser("python -m sage_grpo.tools.report", __doc__)
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folder")
-    place = "page to write (default: RUN/report.html, or comparison.html here)"
-    parser.add_argument("--output", type=Path, metavar="FILE", help=place)
-    return parser.parse_args(arguments)
-
+options_of = ToolParser("report", __doc__).parse_args
 
 if __name__ == "__main__":
     answer_early(options_of)
 
-import numpy as np
 import yaml
 
 from sage_grpo.intervals import FEWEST
 from sage_grpo.runs.clips import Clip, divergence, pair_clips, read_validations
-from sage_grpo.runs.diagnosis import Finding, diagnose
-from sage_grpo.runs.history import RunError, RunHistory, as_float, column, read_run
-from sage_grpo.tools.figure_style import colors_of, strategy
-from sage_grpo.tools.paired import TOTAL, aligned, clip_rows, compared, number, tables, validation_clips
+from sage_grpo.runs.diagnosis import diagnose
+from sage_grpo.runs.history import RunError, RunHistory, read_run
+from sage_grpo.tools.figure_style import colors_of
+from sage_grpo.tools.paired import aligned, clip_rows, compared, tables, validation_clips
 from sage_grpo.tools.report_figures import overlays, panels
 from sage_grpo.tools.templating import render
 
 TEXTS = ("command.txt", "config.yaml")
 DEFAULTS = yaml.safe_load(Config().to_yaml())
-HEADLINES = {TOTAL: "reward/total", "gold match": "gold/match", "distance to the manifold": "gold/distance"}
 WEIGHTING = {"reward_model", "reward_weights"}  # total rewards are comparable only if these agree
-TROUBLES = {
-    "failed rewards": ("reward/failed", np.nansum),
-    "groups with fewer than two rewards": ("reward/starved_groups", np.nansum),
-    "groups without spread": ("reward/flat_groups", np.nansum),
-    "skipped updates": ("policy/skipped_updates", np.nanmax),  # cumulative over the run
-}
 
 
 def write_report(*folders: Path, output: Path | None = None) -> Path:
@@ -71,29 +57,22 @@ def refuse_links(run: Path) -> None:
 
 def page(run: RunHistory) -> str:
     command, config = (text_of(run, name) for name in TEXTS)
-    clips = before_after(run)
+    clips, findings = before_after(run), []
+    with suppress(ConfigError):  # of an edited configuration, which the page shows anyway
+        findings = diagnose(run)
     result = compared(clips, total=True) if clips else {}
     changed = differing({"here": config_of(run), "default": DEFAULTS}) if config else []
-    values = {"run": run, "command": command, "config": config, "changed": changed, "results": results(run)}
+    values = {"run": run, "command": command, "config": config, "changed": changed}
     values |= {"compared": result, "tables": tables(result) if result else [], "rows": clip_rows(clips, total=True)}
-    values |= {"panels": panels(run), "troubles": troubles(run), "divergence": parted(run), "findings": findings(run)}
+    values |= {"panels": panels(run), "divergence": parted(run), "findings": findings}
     return render("report.html", title=run.folder.resolve().name, **values)
-
-
-def findings(run: RunHistory) -> list[Finding]:
-    """What the diagnosis says; nothing if it cannot read an edited configuration, which the page shows anyway."""
-    try:
-        return diagnose(run)
-    except ConfigError:
-        return []
 
 
 def comparison(histories: Sequence[RunHistory]) -> str:
     """The page of several runs, each against the first."""
     runs = named(histories)
     clips, configs = last_clips(runs), {name: config_of(run) for name, run in runs.items()}
-    samplers = {name: str(config.get("sde_type")) for name, config in configs.items()}
-    colors = colors_of(samplers, {name: strategy(config) for name, config in configs.items()})
+    colors = colors_of({name: str(config.get("sde_type")) for name, config in configs.items()})
     settings = differing(configs)
     total = not WEIGHTING & {row[0] for row in settings}
     values = {"runs": runs, "colors": colors, "total": total, "settings": settings, "panels": overlays(runs, colors)}
@@ -148,33 +127,6 @@ def before_after(run: RunHistory) -> dict[str, list[Clip]]:
     return {f"iteration {step}": found[step] for step in (min(found), max(found))} if len(found) > 1 else {}
 
 
-def results(run: RunHistory) -> dict[str, str]:
-    """Name -> value for everything measured; before and after are the first and the last validation."""
-    ends = run.validations[:1] + run.validations[1:][-1:]
-    shown = {"iterations": str(run.train[-1]["step"] if run.train else 0)}
-    for name, key in HEADLINES.items():
-        if ends and run.measured(key):
-            shown[name] = " → ".join(map(number, column(ends, key)))
-    perfect, totals = as_float((run.head.get("perfect") or {}).get("total"), "total"), column(ends, "reward/total")
-    if len(totals) == 2 and perfect > totals[0]:
-        shown["of the gap to perfect clips"] = f"{100 * (totals[1] - totals[0]) / (perfect - totals[0]):.0f} %"
-    if run.has("time/total"):
-        each = run.train[-1]["step"] / len(run.train)  # iterations per logged line, which alone have gold
-        total, gold = (np.nansum(column(run.train, f"time/{part}")) for part in ("total", "gold"))
-        shown["in iterations"] = f"{(each * (total - gold) + gold) / 60:.3g} min"
-    if run.has("memory/peak_gb"):
-        shown["peak memory"] = f"{np.nanmax(column(run.train, 'memory/peak_gb')):.3g} GB"
-    return shown
-
-
-def troubles(run: RunHistory) -> str:
-    """Failures during the run, and their causes."""
-    counts = {name: whole(column(run.train, key)) for name, (key, whole) in TROUBLES.items() if run.has(key)}
-    said = f"Over the whole run: {', '.join(f'{n:.0f} {name}' for name, n in counts.items())}." if counts else ""
-    errors = [line["reward/error"] for line in run.train if line.get("reward/error")]
-    return f"{said} The first error of a reward: {errors[0]}" if errors else said
-
-
 def parted(run: RunHistory) -> str:
     """Whether the last validation shows reward hacking, judged by the held-out reward."""
     kept = read_validations(run.folder)
@@ -196,13 +148,10 @@ def print_summary(folder: Path) -> None:
         print(f"the run is done, but its report could not be written: {error}; {later}", file=sys.stderr)
 
 
+@answering("")
 def main(arguments: Sequence[str] | None = None) -> int:
-    try:
-        options = options_of(arguments)
-        print(write_report(*options.runs, output=options.output))
-    except (OSError, ConfigError) as error:
-        print(error, file=sys.stderr)
-        return 2
+    options = options_of(arguments)
+    print(write_report(*options.runs, output=options.output))
     return 0
 
 

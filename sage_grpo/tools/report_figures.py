@@ -62,7 +62,10 @@ def panels(run: RunHistory) -> dict[str, list[Panel]]:
 
 def run_panels(run: RunHistory, titles: Mapping[str, Lines]) -> list[Panel]:
     """The curves of one run: training, then validation, and what can be reached."""
-    known, found = references(run), []
+    perfect, floor, found = run.head.get("perfect") or {}, run.head.get("vae_floor") or {}, []
+    limits = {f"reward/{name}": ("perfect clips", as_float(value, name)) for name, value in perfect.items()}
+    limits |= {f"gold/{name}": ("VAE alone", as_float(value, name)) for name, value in floor.items()}
+    known = {key: limit for key, limit in limits.items() if np.isfinite(limit[1])}
     for title, lines in titles.items():
         curves = [(run.train, key, COLORS[color], label) for key, (color, label) in lines.items()]
         curves += [(run.validations, key, ORANGE, "validation") for key in lines]
@@ -130,7 +133,7 @@ def draw_curves(ax: Axes, curves: Sequence[Curve], known: Mapping[str, float]) -
             draw_curve(ax, steps, values, color, label, smooth=key not in EXACT)
     for label, value in known.items():
         ax.axhline(value, ls="--", lw=1, color=GREY, label=label)
-    finish(ax, [key for _, key, _, _ in curves], [*(curve[-1] for curve in curves), *known])
+    finish(ax, [key for _, key, _, _ in curves])
 
 
 def draw_curve(ax: Axes, x: np.ndarray, y: np.ndarray, color: str, label: str, smooth: bool = True) -> None:
@@ -145,30 +148,20 @@ def draw_curve(ax: Axes, x: np.ndarray, y: np.ndarray, color: str, label: str, s
     ax.plot(x, mean, color=color, label=label)
 
 
-def references(run: RunHistory) -> dict[str, tuple[str, float]]:
-    """Metric -> label and value of its attainable limit."""
-    perfect, floor = run.head.get("perfect") or {}, run.head.get("vae_floor") or {}
-    known = {f"reward/{name}": ("perfect clips", as_float(value, name)) for name, value in perfect.items()}
-    known |= {f"gold/{name}": ("VAE alone", as_float(value, name)) for name, value in floor.items()}
-    return {key: reference for key, reference in known.items() if np.isfinite(reference[1])}
-
-
-def finish(ax: Axes, keys: Collection[str], labels: Sequence[str]) -> None:
-    """Use a log axis if the metric asks for one and its values allow it; add a legend, in this order, if needed."""
+def finish(ax: Axes, keys: Collection[str]) -> None:
+    """Use a log axis if the metric asks for one and its values allow it; add a legend if needed."""
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     if LOGARITHMIC & set(keys) and any((np.asarray(line.get_ydata()) > 0).any() for line in ax.lines):
         ax.set_yscale("log", nonpositive="mask")
-    drawn = dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
-    if len(drawn) > 1:
-        order = [label for label in dict.fromkeys(labels) if label in drawn]
-        ax.legend([drawn[label] for label in order], order)
+    if len(ax.get_legend_handles_labels()[1]) > 1:
+        ax.legend()
 
 
 def draw_schedule(ax: Axes, schedule: Mapping[str, list[float | None]], lines: Lines) -> None:
     for key, (color, label) in lines.items():
         ax.plot(numbers(schedule.get(key), key), "o-", ms=2.5, color=COLORS[color], label=label)
     ax.set_xlabel("denoising step")
-    finish(ax, lines, [label for _, label in lines.values()])
+    finish(ax, lines)
 
 
 def draw_scatter(ax: Axes, run: RunHistory) -> None:
@@ -205,9 +198,7 @@ def map_scale(key: str, values: np.ndarray) -> tuple[Normalize, str]:
     if key == "log_ratio_mean":
         reach = np.abs(values).max() or 1.0
         return SymLogNorm(reach / 100, vmin=-reach, vmax=reach), "RdBu_r"
-    positive = values[values > 0]
-    varied = len(positive) and positive.min() < positive.max()
-    return LogNorm(positive.min(), positive.max()) if varied else Normalize(), "viridis"
+    return LogNorm() if (values > 0).any() else Normalize(), "viridis"
 
 
 def draw_stack(ax: Axes, run: RunHistory, layers: Mapping[str, np.ndarray]) -> None:

@@ -1,14 +1,14 @@
 """Pages and texts from the files in templates/. HTML escapes every value; only our own drawings are `Markup`."""
 
-import base64
 import re
-from pathlib import Path
+from base64 import b64encode
 from typing import Any
 
 import jinja2
+import numpy as np
 from markupsafe import Markup
 
-from sage_grpo.runs.history import as_float
+from sage_grpo.runs.history import as_float, column
 from sage_grpo.tools.paired import aligned, number
 
 ENVIRONMENT = jinja2.Environment(
@@ -18,11 +18,6 @@ ENVIRONMENT = jinja2.Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-
-
-def data_uri(path: Path) -> str:
-    """An MP4 file as a data URI."""
-    return f"data:video/mp4;base64,{base64.b64encode(path.read_bytes()).decode()}"
 
 
 def inline_svg(svg: str, label: str) -> Markup:
@@ -35,7 +30,9 @@ def inline_svg(svg: str, label: str) -> Markup:
     return Markup('<svg role="img" aria-label="{}"').format(label) + Markup(svg)
 
 
-ENVIRONMENT.filters |= {"data_uri": data_uri, "number": number, "known": as_float, "form": format}
+ENVIRONMENT.filters |= {"number": number, "known": as_float, "form": format}
+ENVIRONMENT.filters |= {"column": column, "total": np.nansum, "most": np.nanmax}  # of a metric
+ENVIRONMENT.filters["data_uri"] = lambda path: f"data:video/mp4;base64,{b64encode(path.read_bytes()).decode()}"
 ENVIRONMENT.filters["columns"] = lambda text: aligned([line.split("|") for line in text.splitlines() if line])
 ENVIRONMENT.filters["billions"] = lambda value, form=".1f": format(value / 1e9, form)
 

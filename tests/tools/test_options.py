@@ -7,7 +7,7 @@ from sage_grpo.tools.options import FLAGS, ToolParser
 
 
 def given(tool, *words):
-    required = ["--reward", "shapes"] if tool == "reward_server" else []
+    required = {"reward_server": ["--reward", "shapes"], "report": ["run"], "diagnose": ["run"]}.get(tool, [])
     return ToolParser(tool, "about").parse_known_args([*required, *words])[0]
 
 
@@ -18,6 +18,7 @@ def test_defaults_are_within_their_limits_and_have_their_types(tool):
         value, kind = getattr(options, name), flag.get("type")
         assert flag["help"] and (flag.get("default") is None or "above" not in flag or value > flag["above"])
         if kind and value not in (None, []):
+            value = value[0] if flag.get("nargs") else value
             assert type(value).__name__.removeprefix("Posix").lower() == kind
 
 

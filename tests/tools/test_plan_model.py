@@ -11,12 +11,12 @@ from sage_grpo.tools.plan_model import (
     Plan,
     Trained,
     compute_time,
-    few_prompts,
     times,
     traffic,
     volumes,
     waits,
 )
+from sage_grpo.tools.templating import render
 
 MODEL = Architecture(layers=5, heads=4, width=64, mlp_ratio=4, parameters=1600, block=240, vae=100)
 TRAINED = Trained(total=1200, matrices=1000)
@@ -176,5 +176,5 @@ def test_volumes_of_an_iteration():
 
 
 def test_few_prompts_per_update_are_named():
-    assert few_prompts(8) == ""
-    assert few_prompts(7).startswith("7 prompt(s) per update: below 8") and "accumulation" in few_prompts(7)
+    enough, few = (render("few_prompts.txt", prompts=count).strip() for count in (8, 7))
+    assert not enough and few.startswith("7 prompt(s) per update: below 8") and few.endswith("accumulation_steps")
