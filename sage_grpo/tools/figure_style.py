@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 STYLE = Path(__file__).with_name("templates") / "report.mplstyle"
 PALETTE = BLUE, ORANGE, GREEN, PURPLE, RED, YELLOW, PALE, GREY = (
@@ -11,6 +12,15 @@ PALETTE = BLUE, ORANGE, GREEN, PURPLE, RED, YELLOW, PALE, GREY = (
 SAMPLERS = {"sage_grpo": BLUE, "dance_grpo": RED, "flow_grpo": ORANGE, "cps": PURPLE, "precise": GREEN, "ode": GREY}
 STRATEGIES = dict(zip(("dual moving", "fixed", "moving", "step-wise", "dual fixed"), PALETTE, strict=False))
 STRATEGIES["none"] = GREY
+
+
+def strategy(config: Mapping[str, Any]) -> str:
+    """Name of the KL strategy that the flags of a run select."""
+    if not config.get("kl_weight"):
+        return "none"
+    if not config.get("dual_kl_moving_weight"):
+        return "step-wise"
+    return f"{'dual ' if config.get('use_dual_kl') else ''}{'moving' if config.get('use_moving_KL') else 'fixed'}"
 
 
 def colors_of(*kinds: Mapping[str, str]) -> dict[str, str]:

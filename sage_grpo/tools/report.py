@@ -28,7 +28,7 @@ from sage_grpo.intervals import FEWEST
 from sage_grpo.runs.clips import Clip, divergence, pair_clips, read_validations
 from sage_grpo.runs.diagnosis import diagnose
 from sage_grpo.runs.history import RunError, RunHistory, read_run
-from sage_grpo.tools.figure_style import colors_of
+from sage_grpo.tools.figure_style import colors_of, strategy
 from sage_grpo.tools.paired import aligned, clip_rows, compared, tables, validation_clips
 from sage_grpo.tools.report_figures import overlays, panels
 from sage_grpo.tools.templating import render
@@ -72,7 +72,8 @@ def comparison(histories: Sequence[RunHistory]) -> str:
     """The page of several runs, each against the first."""
     runs = named(histories)
     clips, configs = last_clips(runs), {name: config_of(run) for name, run in runs.items()}
-    colors = colors_of({name: str(config.get("sde_type")) for name, config in configs.items()})
+    samplers = {name: str(config.get("sde_type")) for name, config in configs.items()}
+    colors = colors_of(samplers, {name: strategy(config) for name, config in configs.items()})
     settings = differing(configs)
     total = not WEIGHTING & {row[0] for row in settings}
     values = {"runs": runs, "colors": colors, "total": total, "settings": settings, "panels": overlays(runs, colors)}

@@ -4,7 +4,8 @@ import matplotlib
 import pytest
 
 from sage_grpo.algo.sde import SDES
-from sage_grpo.tools.figure_style import PALETTE, SAMPLERS, STRATEGIES, STYLE, colors_of
+from sage_grpo.algo.trust_region import trust_region
+from sage_grpo.tools.figure_style import PALETTE, SAMPLERS, STRATEGIES, STYLE, colors_of, strategy
 
 
 def test_every_sampler_and_strategy_has_a_color_of_its_own():
@@ -37,3 +38,22 @@ def test_names_of_samplers_and_strategies_keep_their_colors_wherever_they_stand(
     assert colors_of(same, {"a": "fixed", "b": "fixed"}) == {"a": PALETTE[0], "b": PALETTE[1]}
     many = colors_of({str(i): "" for i in range(20)})
     assert len(many) == 20 and many["8"] == PALETTE[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "anchor"),
+    [
+        ({}, "dual moving", "moving"),
+        ({"use_dual_kl": False}, "moving", "moving"),
+        ({"use_moving_KL": False}, "dual fixed", "fixed"),
+        ({"use_moving_KL": False, "use_dual_kl": False}, "fixed", "fixed"),
+        ({"dual_kl_moving_weight": 0.0}, "step-wise", None),
+        ({"kl_weight": 0.0}, "none", None),
+    ],
+)
+def test_the_strategy_is_the_one_that_trains(changes, name, anchor):
+    flags = {"kl_weight": 0.3, "use_moving_KL": True, "use_dual_kl": True}
+    flags |= {"dual_kl_moving_weight": 1.0, "dual_kl_step_weight": 1.0} | changes
+    found = trust_region(**flags)
+    assert strategy(flags) == name and name in STRATEGIES and found.anchor == anchor
+    assert bool(found.velocity_weight) == name.startswith(("dual", "step"))
