@@ -20,8 +20,7 @@ from sage_grpo.parallel.fsdp import shard
 from sage_grpo.parallel.ranks import Ranks, join_ranks
 from sage_grpo.plugins import in_file
 from sage_grpo.rewards import DEFAULT as DEFAULT_REWARD
-from sage_grpo.rewards.base import Setup, build_rewards
-from sage_grpo.rewards.composite import Composite
+from sage_grpo.rewards.base import Composite, Setup, build_rewards
 from sage_grpo.runs.folder import RunFolder
 from sage_grpo.train import checkpoint
 from sage_grpo.train.optimization import Optimization, build_anchor, trainable_parameters

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from sage_grpo.exit_codes import FAILED, PREEMPTED
 from sage_grpo.json_files import write_json
 from sage_grpo.parallel.ranks import Ranks
-from sage_grpo.rewards.composite import Scores
+from sage_grpo.rewards.base import Scores
 from sage_grpo.runs.folder import RunFolder
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sage_grpo.algo.grpo import Advantages
 from sage_grpo.parallel.ranks import Ranks
-from sage_grpo.rewards.composite import Scores
+from sage_grpo.rewards.base import Scores
 
 POLICY = ("ratio_mean", "log_ratio_mean", "approx_kl", "clip_fraction", "clip_low", "clip_high")  # `policy_columns`
 SUMS = ("pairs", "loss", "objective", "kl_anchor", "kl_rollout", "grad_v", *POLICY)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sage_grpo.parallel.fsdp import local_shard
 from sage_grpo.parallel.ranks import Ranks
-from sage_grpo.rewards.composite import Scores
+from sage_grpo.rewards.base import Scores
 
 if TYPE_CHECKING:
     from sage_grpo.train.trainer import Trainer

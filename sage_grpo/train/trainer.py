@@ -18,7 +18,7 @@ from sage_grpo.data.requests import Request
 from sage_grpo.models.backbone import Backbone, BrokenClip, Guidance
 from sage_grpo.parallel.fsdp import gathered, reduce_gradients_in_next_backward
 from sage_grpo.parallel.ranks import Ranks
-from sage_grpo.rewards.composite import Composite, Scores
+from sage_grpo.rewards.base import Composite, Scores
 from sage_grpo.runs.folder import RunFolder
 from sage_grpo.train.guards import MAX_SKIPPED, Guards, StepVote, TrainingError, check_rewards
 from sage_grpo.train.metrics import Stopwatch, UpdateStats, peak_memory, reward_record

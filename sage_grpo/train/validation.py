@@ -21,7 +21,7 @@ from sage_grpo.json_files import finite
 from sage_grpo.models.backbone import Backbone, BrokenClip, Guidance, Sampling
 from sage_grpo.models.sample import counter_noise, integrate
 from sage_grpo.parallel.ranks import Ranks
-from sage_grpo.rewards.composite import Composite
+from sage_grpo.rewards.base import Composite
 from sage_grpo.runs.clips import PLACES, write_listing, write_sheet, write_videos
 
 RESCORED = 8  # clips of each rank that are scored twice

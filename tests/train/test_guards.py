@@ -18,7 +18,7 @@ from sage_grpo.config import Config
 from sage_grpo.flags import from_values
 from sage_grpo.parallel.fsdp import local_shard
 from sage_grpo.parallel.ranks import Ranks
-from sage_grpo.rewards.composite import Scores
+from sage_grpo.rewards.base import Scores
 from sage_grpo.runs.folder import RunFolder
 from sage_grpo.train import guards, saving
 from sage_grpo.train.build import build_trainer
