@@ -16,7 +16,7 @@ from sage_grpo.algo.grpo import Advantages, group_advantages, score_advantages
 from sage_grpo.algo.sde import Schedule
 from sage_grpo.config import Config
 from sage_grpo.data.requests import Request
-from sage_grpo.models.backbone import Backbone, BrokenClip, Guidance
+from sage_grpo.models.backbone import Backbone, Guidance
 from sage_grpo.parallel.fsdp import gathered, reduce_gradients_in_next_backward
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.rewards.base import Composite, Scores
@@ -28,7 +28,7 @@ from sage_grpo.train.rollout import MicroBatch, Rollouts, Trajectory, join_promp
 from sage_grpo.train.saving import Saves
 from sage_grpo.train.signals import HalfGradient, signals
 from sage_grpo.train.update import ALGORITHMS, Objective, anchor_velocities, sampler_of
-from sage_grpo.train.validation import Gold, Validation, gold_columns
+from sage_grpo.train.validation import Gold, Validation, decoded, gold_columns
 from sage_grpo.train.windows import parse_windows
 
 DIAGNOSED = 25  # iterations between diagnoses, the first after one; they also follow each validation
@@ -160,14 +160,8 @@ class Trainer:
         """uint8 clips (F, H, W, 3) on the CPU; None where the trajectory or the pixels are not finite."""
         latents = torch.cat([trajectory.latents for trajectory in batch]).split(1)
         is_finite = torch.cat([trajectory.is_finite for trajectory in batch]).tolist()
-        clips = self.ranks.shared(latents, self._decode)
+        clips = self.ranks.shared(latents, lambda mine: decoded(self.backbone, mine))
         return [clip if finite else None for clip, finite in zip(clips, is_finite, strict=True)]
-
-    def _decode(self, latents: Sequence[Tensor]) -> list[Tensor | None]:
-        try:
-            return [clip.clone() for clip in self.backbone.decode(torch.cat(latents)).cpu()]  # clone: send one, not all
-        except BrokenClip:  # some pixels are not finite: find the clip
-            return [None] if len(latents) == 1 else [clip for latent in latents for clip in self._decode([latent])]
 
     def score(self, batch: Sequence[Trajectory], clips: Sequence[Tensor | None]) -> Scores:
         """Scores of the full batch and the first error from each rank; too many failures stop the run."""

@@ -98,12 +98,7 @@ class Validation:
     @torch.no_grad()
     def decode(self, x: Tensor, between: Callable[[], None] = lambda: None) -> Tensor | None:
         between()
-        if not self.ranks.leader or not x.isfinite().all():
-            return None
-        try:
-            return self.backbone.decode(x)[0].cpu()
-        except BrokenClip:
-            return None
+        return decoded(self.backbone, [x])[0] if self.ranks.leader and x.isfinite().all() else None
 
     def seed(self, prompt: Request) -> int:
         return self.config.validation_global_seed if prompt.seed is None else prompt.seed
@@ -139,6 +134,14 @@ def validation_sampling(c: Config) -> Sampling:
     size = {"frames": c.validate_video_length, "height": int(height), "width": int(width), "fps": c.fps}
     ode = {"shift": c.validation_timestep_shift, "num_steps": c.validation_num_inference_steps}
     return Sampling(**size, **ode, guidance=c.guidance_scale)
+
+
+def decoded(backbone: Backbone, latents: Sequence[Tensor]) -> list[Tensor | None]:
+    """uint8 clips (F, H, W, 3) on the CPU, of latents (1, ...) each; None where pixels are not finite."""
+    try:
+        return [clip.clone() for clip in backbone.decode(torch.cat(latents)).cpu()]  # clone: send one, not all
+    except BrokenClip:  # find the clip
+        return [None] if len(latents) == 1 else [clip for one in latents for clip in decoded(backbone, [one])]
 
 
 def gold_columns(gold: Gold | None, clips: Sequence[Tensor | None], prompts: Sequence[str]) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from sage_grpo.runs.history import read_run
 from sage_grpo.tools.report import troubles
 from sage_grpo.train import saving
 from sage_grpo.train.guards import Preempted, TrainingError
+from sage_grpo.train.validation import decoded
 
 
 class Broken(ShapesReward):
@@ -198,7 +199,7 @@ def test_an_error_of_the_decoder_is_no_broken_clip(make):
     with pytest.raises(ValueError, match="no kernel"):
         trainer.decode(batch)
     with pytest.raises(ValueError, match="no kernel"):
-        trainer._decode([batch[0].latents[:1]])
+        decoded(trainer.backbone, [batch[0].latents[:1]])
     with pytest.raises(ValueError, match="no kernel"):
         trainer.validation.sample(trainer.validation.prompts[0])
 
