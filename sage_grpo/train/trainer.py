@@ -24,12 +24,19 @@ from sage_grpo.runs.folder import RunFolder
 from sage_grpo.train.guards import MAX_SKIPPED, Guards, StepVote, TrainingError, check_rewards
 from sage_grpo.train.metrics import Stopwatch, UpdateStats, peak_memory, reward_record
 from sage_grpo.train.optimization import Anchor, Optimization
-from sage_grpo.train.rollout import MicroBatch, Rollouts, Trajectory, join_prompts, plan_micro_batches, prompt_positions
+from sage_grpo.train.rollout import (
+    MicroBatch,
+    Rollouts,
+    Trajectory,
+    join_prompts,
+    parse_windows,
+    plan_micro_batches,
+    prompt_positions,
+)
 from sage_grpo.train.saving import Saves
 from sage_grpo.train.signals import HalfGradient, signals
 from sage_grpo.train.update import ALGORITHMS, Objective, anchor_velocities, sampler_of
 from sage_grpo.train.validation import Gold, Validation, decoded, gold_columns
-from sage_grpo.train.windows import parse_windows
 
 DIAGNOSED = 25  # iterations between diagnoses, the first after one; they also follow each validation
 
