@@ -60,7 +60,7 @@ class Saves:
 
     def resumed(self, step: int) -> None:
         """The run continues from its own checkpoint."""
-        self.step, self.good_step = step, step if self.trainer.vote.in_a_row == 0 else None
+        self.step, self.good_step = step, None if self.trainer.optimization.skipped_in_a_row else step
 
     @property
     def is_due(self) -> bool:
@@ -88,7 +88,7 @@ class Saves:
         self.settle(wait=must or not copied, must=must)
 
     def _writing(self, export: bool, copied: bool) -> Iterator[Work]:
-        step, good = self.trainer.settled_step, self.trainer.vote.in_a_row == 0
+        step, good = self.trainer.settled_step, self.trainer.optimization.skipped_in_a_row == 0
         yield from writing(self.trainer, self.folder, export, copied)
         self.step, self.good_step, self.failed = step, step if good else self.good_step, False
 

@@ -212,7 +212,7 @@ def test_gradients_that_are_not_finite_never_reach_the_weights(make):
     with pytest.raises(TrainingError, match="not finite 6 times in a row"):
         trainer.train()
     assert all(torch.equal(before[name], p) for name, p in trainer.optimization.parameters.items())
-    assert trainer.optimization.updates == 0 and trainer.vote.skipped == 6
+    assert trainer.optimization.updates == 0 and trainer.optimization.skipped == 6
 
 
 def test_one_gradient_that_is_not_finite_costs_one_update(make):
@@ -225,7 +225,7 @@ def test_one_gradient_that_is_not_finite_costs_one_update(make):
 
     next(iter(trainer.optimization.parameters.values())).register_hook(break_second_iteration)
     trainer.train()
-    assert set(calls) == {0, 1, 2} and trainer.vote.in_a_row == 0
+    assert set(calls) == {0, 1, 2} and trainer.optimization.skipped_in_a_row == 0
     assert [(line["updates"], line["policy/skipped_updates"]) for line in lines(trainer)] == [(1, 0), (1, 1), (2, 1)]
     assert all(p.isfinite().all() for p in trainer.optimization.parameters.values())
 
