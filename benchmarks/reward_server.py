@@ -18,9 +18,9 @@ from pathlib import Path
 
 import torch
 
+from sage_grpo.rewards import TOKEN_VARIABLE
 from sage_grpo.rewards.base import Setup, build_reward
 from sage_grpo.rewards.remote import RemoteReward
-from sage_grpo.rewards.wire import TOKEN_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT = "a red circle moving left"
@@ -64,7 +64,8 @@ def main() -> None:
 
     servers = {size: start(args, size) for size in args.batch_sizes}
     calls = {"no server, one by one": here}
-    calls |= {f"server, batches of up to {size}": RemoteReward(url).score for size, (_, url) in servers.items()}
+    for size, (_, url) in servers.items():
+        calls[f"server, batches of up to {size}"] = RemoteReward(Setup(args.reward_path, device, url=url)).score
     times = {name: [] for name in calls}
     for _ in range(args.rounds + 1):
         for name, call in calls.items():

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from sage_grpo.json_files import printable
+from sage_grpo.json_files import printable, read_object
 
 NAME = "manifest.json"
 
@@ -74,10 +74,10 @@ def _set_aside(folder: Path) -> Path:
 def read(folder: Path) -> dict[str, str]:
     """Hashes from a folder's manifest, by file name."""
     try:
-        files = json.loads(_regular(folder / NAME).read_text())["files"]
-        sound = isinstance(files, dict) and all(isinstance(value, str) for value in files.values())
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise Damaged(f"{folder / NAME} cannot be read ({type(error).__name__}: {printable(error)})") from error
+        files = read_object(folder / NAME)["files"]
+    except (OSError, ValueError, KeyError) as error:
+        raise Damaged(f"{folder / NAME} cannot be read ({type(error).__name__})") from error
+    sound = isinstance(files, dict) and all(isinstance(value, str) for value in files.values())
     if not sound or any(Path(name).is_absolute() or ".." in Path(name).parts for name in files):
         raise Damaged(f"{folder / NAME} is not a list of files in this folder with their hashes")
     return files
@@ -95,16 +95,9 @@ def check(folder: Path, part: str = "", share: slice = slice(None)) -> None:
     if added := there - hashes.keys():
         raise Damaged(f"{folder / min(added)} is not in {NAME}: nothing was added when this was written")
     for name in sorted(name for name in hashes if name.startswith(part))[share]:
-        try:
-            found = file_sha256(_regular(folder / name))
+        try:  # a pipe would be waited for
+            found = file_sha256(folder / name) if (folder / name).is_file() else "not a file"
         except OSError as error:
             raise Damaged(f"{folder / name} cannot be read ({printable(error)})") from error
         if found != hashes[name]:
             raise Damaged(f"{folder / name} was changed after it was written: its SHA-256 is not that of {NAME}")
-
-
-def _regular(path: Path) -> Path:
-    """The path of a file; a pipe in its place would be waited for."""
-    if path.exists() and not path.is_file():
-        raise OSError("not a file")
-    return path

@@ -3,7 +3,7 @@
     export SAGE_REWARD_TOKEN=$(openssl rand -hex 32)     (the same on the clients)
     python scripts/reward_server.py --reward videoalign --reward_path ckpts/VideoReward
 
-Clients are `--reward_model remote --remote_reward_url http://HOST:PORT`; `rewards/wire.py` defines the format.
+Clients are `--reward_model remote --remote_reward_url http://HOST:PORT`; `rewards/remote.py` shows the format.
 Clips that arrive while a batch is scored form the next batch, whoever sent them. Memory is bounded: a request declares
 its length up front and is rejected if pending requests leave no room for it.
 """
@@ -11,6 +11,7 @@ its length up front and is rejected if pending requests leave no room for it.
 import argparse
 import asyncio
 import hmac
+import math
 import socket
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -41,9 +42,40 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from torch import Tensor
 
 from sage_grpo.json_files import finite
-from sage_grpo.rewards.base import Setup, build_rewards
-from sage_grpo.rewards.composite import Composite
-from sage_grpo.rewards.wire import TooMuch, WireError, read_json, read_token, unpack
+from sage_grpo.rewards.base import Composite, Setup, build_rewards
+from sage_grpo.rewards.remote import MAX_HEADER, RemoteError, read_json, read_token
+
+MAX_FPS = 1_000_000  # frames per second of a clip
+KEYS = {"fps", "prompts", "shapes"}
+
+
+class TooMuch(RemoteError):
+    """A message over a limit."""
+
+
+def unpack(body: bytearray, max_clips: int) -> tuple[list[Tensor], list[str], float]:
+    """Clips (sharing the memory of `body`), prompts and fps; RemoteError if anything is invalid."""
+    end = body.find(b"\n", 0, MAX_HEADER)
+    if end < 0:
+        raise RemoteError(f"the first {MAX_HEADER} bytes hold no line of JSON")
+    header = read_json(body[:end])
+    if not isinstance(header, dict) or set(header) != KEYS:
+        raise RemoteError(f"the header must be an object with the keys {', '.join(sorted(KEYS))}")
+    fps, prompts, shapes = header["fps"], header["prompts"], header["shapes"]
+    if type(fps) not in (int, float) or not 0 < fps <= MAX_FPS:
+        raise RemoteError(f"fps is {fps!r}; it must be a positive number of at most {MAX_FPS}")
+    if not (isinstance(prompts, list) and isinstance(shapes, list)) or not 0 < len(prompts) == len(shapes):
+        raise RemoteError("prompts and shapes must be lists with one entry for each clip, at least one")
+    if len(shapes) > max_clips:
+        raise TooMuch(f"{len(shapes)} clips in one request; at most {max_clips} are allowed")
+    good = (isinstance(s, list) and len(s) == 3 and all(type(n) is int and n > 0 for n in s) for s in shapes)
+    if not all(isinstance(prompt, str) for prompt in prompts) or not all(good):
+        raise RemoteError("a prompt must be text, and a shape three whole numbers: frames, height, width")
+    sizes = [math.prod(shape) * 3 for shape in shapes]
+    if sum(sizes) != len(body) - end - 1:
+        raise RemoteError(f"the shapes need {sum(sizes)} bytes, but {len(body) - end - 1} came")
+    pixels = torch.frombuffer(body, dtype=torch.uint8, offset=end + 1)
+    return [p.view(*shape, 3) for p, shape in zip(pixels.split(sizes), shapes, strict=True)], prompts, float(fps)
 
 
 @dataclass(frozen=True)
@@ -145,7 +177,7 @@ class Service:
             asked = read_json(body)
             prompts = asked.get("prompts") if isinstance(asked, dict) else None
             if not isinstance(prompts, list) or not all(isinstance(prompt, str) for prompt in prompts):
-                raise WireError("send an object with a list of prompts")
+                raise RemoteError("send an object with a list of prompts")
             try:
                 await asyncio.to_thread(self.reward.check, prompts)
             except ValueError as error:
@@ -180,7 +212,7 @@ class Service:
             self.inside -= length
 
 
-STATUS = {HTTPException: 0, TooMuch: 413, WireError: 400, TimeoutError: 504, ClientDisconnect: 400}
+STATUS = {HTTPException: 0, TooMuch: 413, RemoteError: 400, TimeoutError: 504, ClientDisconnect: 400}
 
 
 async def refusal(request: Request, error: Exception) -> JSONResponse:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sage_grpo.flags import parse
 from sage_grpo.parallel.ranks import join_ranks
-from sage_grpo.rewards.composite import Composite, Scores
+from sage_grpo.rewards.base import Composite, Scores
 from sage_grpo.runs.history import read_run
 from sage_grpo.tools.paired import compared
 from sage_grpo.tools.report import before_after

@@ -19,8 +19,7 @@ import torch
 from sage_grpo.config import Config, ConfigError
 from sage_grpo.flags import from_values, yaml_mapping
 from sage_grpo.train.checkpoint import PLACES
-from sage_grpo.train.rollout import num_trained
-from sage_grpo.train.windows import parse_windows
+from sage_grpo.train.rollout import num_trained, parse_windows
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "configs" / "tiny_ablation.yaml"

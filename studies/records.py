@@ -26,7 +26,7 @@ from sage_grpo.config import ConfigError
 from sage_grpo.json_files import read_object
 from sage_grpo.models import open_backbone
 from sage_grpo.runs.history import RunHistory, as_float, column, read_run
-from sage_grpo.train.windows import parse_windows
+from sage_grpo.train.rollout import parse_windows
 from studies.questions import ROOT, StudyRun, digest, identity, updated
 
 CURVES = (

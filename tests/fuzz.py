@@ -246,9 +246,11 @@ class Bench:
     def read_clip(self, folder):
         import torch
 
+        from sage_grpo.rewards.base import Setup
         from sage_grpo.rewards.clip import ClipScore
 
-        ClipScore(folder, torch.device("cpu"), torch.float32, 2.0)
+        named = type("Named", (ClipScore,), {"folder": folder.name})
+        named(Setup(folder.with_name("VideoReward"), torch.device("cpu")))
 
     def read_adapter(self, folder):
         from sage_grpo.models.lora import load_adapter

@@ -21,8 +21,9 @@ from sage_grpo.config import FIELDS, check
 from sage_grpo.data.requests import read_requests
 from sage_grpo.flags import ALIASES, base_type, from_values, parse
 from sage_grpo.models.hunyuan15.folder import ModelFolder
-from sage_grpo.rewards.wire import WireError, unpack
+from sage_grpo.rewards.remote import RemoteError
 from sage_grpo.worlds import world_of
+from scripts.reward_server import unpack
 from tests import fuzz as fuzz_module
 from tests.fuzz import SHARES, Bench, ended, set_timers
 
@@ -206,7 +207,7 @@ def test_messages_to_a_reward_server(data):
     body = spoilt.map(lambda values: json.dumps(values, default=str).encode() + b"\n123") | st.binary(max_size=80)
     try:
         clips, prompts, fps = unpack(bytearray(data.draw(body)), 4)
-    except WireError as error:
+    except RemoteError as error:
         assert len(str(error).splitlines()) == 1
     else:
         assert len(clips) == len(prompts) and math.isfinite(fps) and all(clip.shape[-1] == 3 for clip in clips)

@@ -58,28 +58,19 @@ class Ranks:
         return found
 
     def gather(self, values: Tensor) -> Tensor:
-        """Tensors (N, ...) of equal shape from all data-parallel ranks, joined in their order: (count * N, ...)."""
-        if self.count == 1:
-            return values
-        home = values.to(self.device)
-        parts = [torch.empty_like(home) for _ in range(self.count)]
-        dist.all_gather(parts, home.contiguous(), self._dp)
-        return torch.cat(parts).to(values.device)
+        """Tensors (N, ...) from all data-parallel ranks, joined in their order: (count * N, ...)."""
+        return torch.cat(self._objects(values.cpu(), self._dp, self.count)).to(values.device)
 
-    def max(self, values: Tensor) -> Tensor:
-        """Maximum over data-parallel ranks."""
-        return self.sum(values, dist.ReduceOp.MAX)
-
-    def sum(self, values: Tensor, how: dist.ReduceOp = dist.ReduceOp.SUM) -> Tensor:
+    def sum(self, values: Tensor) -> Tensor:
         """Sum over data-parallel ranks; the argument is not modified."""
         if self.count == 1:
             return values
         total = values.to(self.device, copy=True)
-        dist.all_reduce(total, how, self._dp)
+        dist.all_reduce(total, group=self._dp)
         return total.to(values.device)
 
-    def texts(self, mine: str) -> list[str]:
-        """One text from every data-parallel rank."""
+    def each(self, mine: T) -> list[T]:
+        """One object from every data-parallel rank."""
         return self._objects(mine, self._dp, self.count)
 
     def from_leader(self, call: Callable[[], T]) -> T:
@@ -117,11 +108,7 @@ class Ranks:
 
     def any(self, mine: bool) -> bool:
         """Whether `mine` is true on any rank."""
-        if self.world == 1:
-            return mine
-        flag = torch.tensor(int(mine), device=self.device)
-        dist.all_reduce(flag, dist.ReduceOp.MAX)
-        return bool(flag)
+        return any(self._objects(mine, None, self.world))
 
     def log_once(self, text: str) -> None:
         """Print a note for the operator, on one rank only."""

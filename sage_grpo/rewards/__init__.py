@@ -2,11 +2,11 @@
 
 REWARDS = {
     "videoalign": "sage_grpo.rewards.videoalign:build",
-    "clipscore": "sage_grpo.rewards.clip:build_clipscore",
-    "pickscore": "sage_grpo.rewards.clip:build_pickscore",
-    "ocr": "sage_grpo.rewards.ocr:build",
-    "judge": "sage_grpo.rewards.judge:build",
-    "remote": "sage_grpo.rewards.remote:build",
+    "clipscore": "sage_grpo.rewards.clip:ClipScore",
+    "pickscore": "sage_grpo.rewards.clip:PickScore",
+    "ocr": "sage_grpo.rewards.ocr:OcrReward",
+    "judge": "sage_grpo.rewards.judge:Judge",
+    "remote": "sage_grpo.rewards.remote:RemoteReward",
     "shapes": "embedded.shapes.reward:build",
 }
 ALIASES = {"videoalign_local": "videoalign"}

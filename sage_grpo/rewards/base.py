@@ -1,11 +1,14 @@
-"""What a reward is, and how one is built from its name.
+"""What a reward is, how one is built from its name, and how several are combined into one number per clip.
 
-Rewards receive clips in memory, never files. `REWARDS` in `sage_grpo/rewards/__init__.py` is the table of names.
+Rewards receive clips in memory, never files; a failed reward is NaN, never a number. `REWARDS` in
+`sage_grpo/rewards/__init__.py` is the table of names.
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sage_grpo import plugins
+from sage_grpo.background import within
 from sage_grpo.rewards import ALIASES, REWARDS
 
 
@@ -58,7 +62,7 @@ def build_rewards(names: Sequence[str], setup: Setup) -> dict[str, Reward]:
 
 
 def build_reward(name: str, setup: Setup) -> Reward:
-    """Call the `build(setup)` that the table names, or make a reward of what a file defines."""
+    """Call what the table names with the setup, or make a reward of what a file defines."""
     if plugins.in_file(name):
         return FileReward(name, setup)
     if name not in REWARDS:
@@ -89,3 +93,115 @@ class FileReward:
     def score(self, clips: Sequence[Tensor], prompts: Sequence[str], fps: float) -> dict[str, Any]:
         scores = self._score(*(clips, prompts, fps)[: self._count])
         return dict(scores) if isinstance(scores, Mapping) else dict.fromkeys(self.names, scores)
+
+
+@dataclass
+class Scores:
+    """Rewards of N clips: the weighted total and every named score, fp64 on the CPU, NaN where scoring failed."""
+
+    total: Tensor  # (N,)
+    named: dict[str, Tensor]  # each (N,)
+    errors: list[str] = field(default_factory=list)  # one sentence per failure
+    weights: Mapping[str, float] = field(default_factory=dict)  # of the named scores in the total
+
+
+class Composite:
+    """Weighted sum of the named scores of several rewards; each scores `batch_size` clips at a time."""
+
+    def __init__(
+        self,
+        rewards: Mapping[str, Reward],
+        weights: Mapping[str, Any] | None,
+        batch_size: int = 4,
+        timeout: float = 300,
+    ) -> None:
+        """`weights`: by score name; with several rewards, by reward and then name (a number if it has one score).
+
+        Without weights, every score has weight 1.
+        """
+        self.rewards, self.batch_size, self.timeout = dict(rewards), batch_size, timeout
+        if weights is None:
+            weights = {name: dict.fromkeys(reward.names, 1.0) for name, reward in rewards.items()}
+        self.weights = {self._label(*key): weight for key, weight in _flat_weights(self.rewards, weights).items()}
+        self.on_batch: Callable[[], None] = lambda: None  # called before each batch is scored
+
+    def __str__(self) -> str:
+        return " + ".join(f"{weight:g} {name}" for name, weight in self.weights.items() if weight)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._label(name, score) for name, reward in self.rewards.items() for score in reward.names)
+
+    def _label(self, name: str, score: str) -> str:
+        return score if len(self.rewards) == 1 else f"{name}.{score}"
+
+    def check(self, prompts: Sequence[str]) -> None:
+        for reward in self.rewards.values():
+            reward.check(prompts)
+
+    def total(self, named: Mapping[str, Any]) -> Any:
+        """The weighted sum; a score with weight 0 may be NaN."""
+        return sum(weight * named[name] for name, weight in self.weights.items() if weight)
+
+    def score(self, clips: Sequence[Tensor | None], prompts: Sequence[str], fps: float) -> Scores:
+        """Score uint8 clips (F, H, W, 3); None is a clip that could not be decoded and counts as failed."""
+        named = {name: torch.full((len(clips),), math.nan, dtype=torch.float64) for name in self.names}
+        errors: list[str] = []
+        there = [i for i, clip in enumerate(clips) if clip is not None]
+        for name, reward in self.rewards.items():
+            for start in range(0, len(there), self.batch_size):
+                rows = there[start : start + self.batch_size]
+                self.on_batch()
+                batch = ([clips[i] for i in rows], [prompts[i] for i in rows], fps)
+                try:
+                    scores = _checked(reward, within(self.timeout, reward.score, *batch), len(rows))
+                except TimeoutError as error:  # the next batch would wait just as long
+                    errors.append(f"{name}: {error}")
+                    break
+                except Exception as error:  # any failure of a reward means no score
+                    errors.append(f"{name}: {type(error).__name__}: {error}")
+                    continue
+                errors += [f"{name}: {text}" for text in getattr(reward, "failures", ())]  # of single clips
+                for score, values in scores.items():
+                    named[self._label(name, score)][rows] = values
+        total = self.total(named)
+        lost = int((~total.isfinite()).sum()) - (len(clips) - len(there))
+        if lost and not errors:
+            errors.append(f"{lost} score(s) are not finite")
+        return Scores(total, named, errors, self.weights)
+
+
+def _checked(reward: Reward, scores: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
+    """Scores as fp64 on the CPU; rejects wrong names or lengths."""
+    if set(scores) != set(reward.names):
+        raise ValueError(f"the scores are {', '.join(sorted(scores))}; expected {', '.join(reward.names)}")
+    values = {name: torch.as_tensor(value).double().cpu() for name, value in scores.items()}
+    if wrong := next((name for name, value in values.items() if value.shape != (count,)), None):
+        raise ValueError(f"{wrong} has shape {tuple(values[wrong].shape)} for {count} clips")
+    return {name: torch.where(value.isfinite(), value, math.nan) for name, value in values.items()}
+
+
+def _flat_weights(rewards: Mapping[str, Reward], weights: Mapping[str, Any]) -> dict[tuple[str, str], float]:
+    """Weights by reward and score."""
+    if len(rewards) == 1 and not set(weights) <= set(rewards):
+        weights = dict.fromkeys(rewards, weights)
+    flat: dict[tuple[str, str], float] = {}
+    for name in weights:
+        if name not in rewards:
+            raise ValueError(f"reward_weights names {name}; the rewards are {', '.join(rewards)}")
+    for name, reward in rewards.items():
+        given = weights.get(name, {})
+        if not isinstance(given, Mapping):
+            if len(reward.names) > 1:
+                raise ValueError(f"reward_weights must have a number for each of {name}'s {', '.join(reward.names)}")
+            given = {reward.names[0]: given}
+        for score, weight in given.items():
+            if score not in reward.names:
+                own = json.dumps(dict.fromkeys(reward.names, 1))
+                raise ValueError(f"reward_weights names {score}, not a score of {name}; give --reward_weights '{own}'")
+            if not isinstance(weight, (int, float)) or not math.isfinite(weight):
+                raise ValueError(f"reward_weights gives {score} the weight {weight!r}; it must be a number")
+            flat[name, score] = float(weight)
+    if not any(flat.values()):
+        raise ValueError("reward_weights are all 0: nothing to learn from")
+    return flat

@@ -32,12 +32,13 @@ class ClipScore(Reward):
     """Mean cosine of frame and prompt embeddings."""
 
     names: tuple[str, ...] = ("cosine",)
+    folder = "clip-vit-large-patch14"
 
-    def __init__(self, folder: str | Path, device: torch.device, dtype: torch.dtype, sample_fps: float) -> None:
-        self.model, self.tokenizer = load_clip(Path(folder))
+    def __init__(self, setup: Setup) -> None:
+        self.model, self.tokenizer = load_clip(setup.beside(self.folder))
         self.scale = self.model.logit_scale.exp().item()  # before the cast: bf16 would make it 1 % smaller
-        self.model.to(device, dtype)
-        self.device, self.sample_fps = device, sample_fps
+        self.model.to(setup.device, setup.dtype)
+        self.device, self.sample_fps = setup.device, setup.sample_fps
 
     @torch.no_grad()
     def score(self, clips: Sequence[Tensor], prompts: Sequence[str], fps: float | Sequence[float]) -> dict[str, Tensor]:
@@ -68,6 +69,7 @@ class PickScore(ClipScore):
     """The cosine of a CLIP ViT-H/14 fine-tuned on human preferences, on the scale of the GRPO papers."""
 
     names = ("pickscore",)
+    folder = "PickScore_v1"
 
     def score(self, clips: Sequence[Tensor], prompts: Sequence[str], fps: float | Sequence[float]) -> dict[str, Tensor]:
         return {"pickscore": self.scale * super().score(clips, prompts, fps)["cosine"] / PICKSCORE_SCALE}
@@ -91,11 +93,3 @@ def load_clip(folder: Path) -> tuple[CLIPModel, CLIPTokenizer]:
     if report["missing_keys"]:
         raise ValueError(f"the weights in {folder} lack {min(report['missing_keys'])}; download them again")
     return model.eval(), tokenizer
-
-
-def build_clipscore(setup: Setup) -> ClipScore:
-    return ClipScore(setup.beside("clip-vit-large-patch14"), setup.device, setup.dtype, setup.sample_fps)
-
-
-def build_pickscore(setup: Setup) -> PickScore:
-    return PickScore(setup.beside("PickScore_v1"), setup.device, setup.dtype, setup.sample_fps)

@@ -24,9 +24,8 @@ from torch import Tensor
 from sage_grpo.background import Work
 from sage_grpo.json_files import printable, read_object, write_json
 from sage_grpo.rewards.base import Reward, Setup
-from sage_grpo.rewards.remote import RemoteError, Server
+from sage_grpo.rewards.remote import RemoteError, Server, read_json
 from sage_grpo.rewards.video_frames import check_clips, sample_indices
-from sage_grpo.rewards.wire import read_json
 
 RUBRIC, PLACEHOLDER = Path(__file__).with_name("rubric.txt"), "{prompt}"
 REPORT = "judge: {asked} clips asked for, {known} known; {prompt_tokens} prompt and {completion_tokens} answer tokens"
@@ -54,7 +53,7 @@ class Judge(Server, Reward):
     retried, hint, content_type = (429, 500, 502, 503, 504), "vLLM or SGLang", "application/json"
 
     def __init__(self, setup: Setup) -> None:
-        super().__init__(setup.url, setup.timeout, setup.start_timeout)
+        super().__init__(setup)
         model, rubric, cache = setup.judge
         self.rubric, self.names, self.by_probability = read_rubric(Path(rubric or RUBRIC))
         self.cache, self.sample_fps, self.failures = cache and Path(cache), setup.sample_fps, []
@@ -63,6 +62,7 @@ class Judge(Server, Reward):
         if (model is None and len(served) != 1) or (model is not None and model not in served):
             raise RemoteError(f"judge_model is {model}; {self.url} serves {printable(', '.join(served)) or 'none'}")
         self.model = model or served[0]
+        atexit.register(lambda: print(REPORT.format_map(self.counts), file=sys.stderr))
 
     def score(self, clips: Sequence[Tensor], prompts: Sequence[str], fps: float) -> dict[str, Tensor]:
         """Scores (B,) fp64, 1 to 5; NaN for a clip that could not be judged, with a sentence in `failures`."""
@@ -140,9 +140,3 @@ def expected_digit(alternatives: Sequence[Mapping[str, Any]]) -> float:
     if not 0 < (total := sum(weights.values())) < math.inf:
         raise RemoteError("no digit from 1 to 5 is among the likely tokens")
     return sum(digit * weight for digit, weight in weights.items()) / total
-
-
-def build(setup: Setup) -> Judge:
-    judge = Judge(setup)
-    atexit.register(lambda: print(REPORT.format_map(judge.counts), file=sys.stderr))
-    return judge

@@ -19,13 +19,13 @@ from sage_grpo.rewards.base import Setup
 class OcrReward:
     names = ("ocr",)
 
-    def __init__(self, sample_fps: float) -> None:
+    def __init__(self, setup: Setup) -> None:
         try:
             from rapidocr_onnxruntime import RapidOCR
         except ImportError as error:
             text = f"the reward ocr needs a package ({error}): pip install --no-deps -r requirements-ocr.txt"
             raise ValueError(text) from error
-        self.sample_fps = sample_fps
+        self.sample_fps = setup.sample_fps
         # By default it would use all cores, enlarge small frames and look for upside-down text.
         limits = {"intra_op_num_threads": torch.get_num_threads(), "det_limit_side_len": 960, "det_limit_type": "max"}
         self.reader = RapidOCR(**limits, use_cls=False)
@@ -73,7 +73,3 @@ def edit_distance(one: str, other: str) -> int:
         for j, wanted in enumerate(other, 1):
             row.append(min(above[j] + 1, row[-1] + 1, above[j - 1] + (letter != wanted)))
     return row[-1]
-
-
-def build(setup: Setup) -> OcrReward:
-    return OcrReward(setup.sample_fps)

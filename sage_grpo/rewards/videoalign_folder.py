@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, Qwen2VLConfig, Qwen2VLModel
@@ -79,12 +78,10 @@ def newest_checkpoint(folder: Path) -> Path:
 def read_template(folder: Path) -> str:
     """The rubric: nothing stripped, no line endings converted, because either would change the scores."""
     path = folder / "prompt_template.txt"
-    try:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing; it is downloaded apart from the weights")
+    with naming(path):
         text = path.read_bytes().decode()
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"{path} is missing; it is downloaded apart from the weights") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text; download it again") from error
     for part in (PLACEHOLDER, *TOKENS):
         if text.count(part) != 1:
             raise ValueError(f"{path} holds {part} {text.count(part)} times, but must hold it once; download it again")
@@ -97,10 +94,8 @@ def read_tokenizer(folder: Path, checkpoint: Path) -> PreTrainedTokenizerFast:
     if not isinstance(chat, str):
         raise ValueError(f"{chat_file} has no chat_template; download it again")
     read_object(file)
-    try:
+    with naming(file):
         tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file), chat_template=chat)
-    except Exception as error:  # tokenizers raises nothing more specific
-        raise ValueError(f"{file} is not a tokenizer ({printable(error)}); download it again") from error
     if missing := sorted({*TOKENS, "<|video_pad|>", "<|endoftext|>"} - tokenizer.get_added_vocab().keys()):
         raise ValueError(f"{file} does not know {missing[0]}; it is not the tokenizer of this reward")
     return tokenizer
@@ -121,13 +116,10 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     source = path.with_suffix(".pth")
     if not path.is_file() and not source.is_file():
         raise FileNotFoundError(f"{path} is missing; download that folder again")
-    try:
+    with naming(path):
         if not path.is_file() and os.access(path.parent, os.W_OK):
             convert(source)
         tensors = load_file(path) if path.is_file() else read_tensors(source)
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is damaged ({printable(error)}); download or convert it again") from error
-    with naming(path):  # some types of numbers cannot be asked
         broken = next((name for name, tensor in tensors.items() if not tensor.isfinite().all()), None)
     if broken:
         raise ValueError(f"{path} is damaged: {printable(broken)} is not finite; download or convert it again")
@@ -176,17 +168,14 @@ def load_model(folder: Path, checkpoint: Path, settings: Mapping[str, Any], dtyp
     config.text_config.vocab_size = rows  # the base model has more rows than the tokenizer has tokens
     with naming(path), init_empty_weights():
         model = Qwen2VLModel(config)
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    shapes["rm_head.weight"] = (settings["model_config"]["output_dim"], config.text_config.hidden_size)
-    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    for name in sorted(shapes.keys() | found.keys()):
-        if shapes.get(name) != found.get(name):
-            raise ValueError(
-                f"the weights in {checkpoint} are not those of base_config/config.json: {printable(name)} is "
-                f"{found.get(name, 'absent')} and should be {shapes.get(name, 'absent')}; download both again"
-            )
-    head = weights.pop("rm_head.weight")
-    model.load_state_dict(weights, assign=True)
+        model.rm_head = nn.Linear(config.text_config.hidden_size, settings["model_config"]["output_dim"], bias=False)
+    try:
+        model.load_state_dict(weights, assign=True)
+    except RuntimeError as error:  # lists what is missing, unknown or of another shape
+        text = f"the weights in {checkpoint} are not those of base_config/config.json"
+        raise ValueError(f"{text} ({printable(error)}); download both again") from error
+    head = model.rm_head.weight.detach()
+    del model.rm_head  # it stays in fp32
     _keep_precision(model.visual.rotary_pos_emb)
     # This also rounds the rotary frequencies, which changes scores; the model was trained that way.
     return model.to(dtype).eval().requires_grad_(False), head

@@ -170,9 +170,8 @@ def enlarge(clip: Tensor, least: int) -> np.ndarray:
 
 def write_mp4(path: Path, clip: Tensor, fps: int) -> None:
     """Write near-lossless H.264. Tiny clips are magnified: players and chroma subsampling need some pixels."""
-    with imageio.get_writer(path, fps=fps, codec="libx264", quality=9, macro_block_size=2, format="FFMPEG") as writer:
-        for frame in enlarge(clip, 256 if min(clip.shape[1:3]) < 128 else 1):
-            writer.append_data(frame)
+    frames = enlarge(clip, 256 if min(clip.shape[1:3]) < 128 else 1)
+    imageio.mimwrite(path, frames, "FFMPEG", fps=fps, codec="libx264", quality=9, macro_block_size=2)
     if not path.is_file() or not path.stat().st_size:  # ffmpeg fails silently
         path.unlink(missing_ok=True)
         raise OSError(f"{path} could not be written; is the disk full?")

@@ -35,7 +35,7 @@ from sage_grpo.data.requests import Request
 from sage_grpo.intervals import Interval, interval
 from sage_grpo.json_files import write_json
 from sage_grpo.parallel.device import choose_device
-from sage_grpo.rewards.composite import Composite
+from sage_grpo.rewards.base import Composite
 from sage_grpo.runs.clips import contact_sheet, read_mp4, thumbnails
 from sage_grpo.tools.evaluate import read_folder
 from sage_grpo.tools.paired import aligned, number

@@ -160,7 +160,7 @@ def check_update(trainer: Trainer) -> Iterator[Finding]:
         return
     trainer.prepare_anchor([trajectory])
     goal = Objective(trainer.backbone, trainer.guidance, schedule, c, trainer.controller.coef, pairs)
-    stats = UpdateStats.empty(schedule.num_steps, trainer.ranks.device)
+    stats = UpdateStats(schedule.num_steps, trainer.ranks.device)
     signs = 1 - 2 * (torch.arange(len(trajectory.x), device=trajectory.x.device) % 2.0)  # in place of advantages
     for places in tqdm(trajectory.order.T, "training forward", unit="step", leave=False):
         goal.backward(trajectory, places, signs, stats)

@@ -16,10 +16,9 @@ from sage_grpo.config import Config, check
 from sage_grpo.models.cost import BACKWARD_OF_ATTENTION, UNTILED, Architecture
 from sage_grpo.parallel.ranks import check_layout
 from sage_grpo.rewards import ALIASES
-from sage_grpo.train.rollout import num_trained
+from sage_grpo.train.rollout import num_trained, parse_windows
 from sage_grpo.train.update import ALGORITHMS, sampler_of
 from sage_grpo.train.validation import validation_sampling
-from sage_grpo.train.windows import parse_windows
 
 BYTES = {"fp32": 4, "bf16": 2}
 FIGURES = tomllib.loads(Path(__file__).with_name("templates").joinpath("calibration.toml").read_text())

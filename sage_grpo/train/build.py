@@ -20,16 +20,14 @@ from sage_grpo.parallel.fsdp import shard
 from sage_grpo.parallel.ranks import Ranks, join_ranks
 from sage_grpo.plugins import in_file
 from sage_grpo.rewards import DEFAULT as DEFAULT_REWARD
-from sage_grpo.rewards.base import Setup, build_rewards
-from sage_grpo.rewards.composite import Composite
+from sage_grpo.rewards.base import Composite, Setup, build_rewards
 from sage_grpo.runs.folder import RunFolder
 from sage_grpo.train import checkpoint
 from sage_grpo.train.optimization import Optimization, build_anchor, trainable_parameters
-from sage_grpo.train.rollout import num_trained
+from sage_grpo.train.rollout import Windows, num_trained
 from sage_grpo.train.trainer import Trainer
 from sage_grpo.train.update import sampler_of
 from sage_grpo.train.validation import Validation
-from sage_grpo.train.windows import Windows
 from sage_grpo.worlds import World, world_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

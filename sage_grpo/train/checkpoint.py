@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 PLACES = ("output_dir", "overwrite", "resume_from_checkpoint", "init_from_checkpoint", "prompt_cache")
 NEWEST, LAST_GOOD = "auto", "last_good"  # values of `resume_from_checkpoint` that are no folder
 MOST_MEMORY = 0.8  # share of the available host memory that a copy for a save may take
-STATE = dict.fromkeys(("step", "updates", "skipped", "skipped_in_a_row"), int)
-STATE |= {"anchor_age": int | None, "controller": dict, "config": dict}
+COUNTERS = ("updates", "skipped", "skipped_in_a_row")  # of the optimization
+STATE = dict.fromkeys(("step", *COUNTERS), int) | {"anchor_age": int | None, "controller": dict, "config": dict}
 
 
 def first_nonfinite(trainer: "Trainer") -> str:
@@ -216,8 +216,9 @@ def _load(trainer: "Trainer", stored: Mapping[str, Weights], state: dict[str, An
             mine.copy_(value)
     held = stored["optimizer"]
     optimization.load_tensors({n: held.read(n, *_rows(trainer, "optimizer", n)) for n in held.names})
-    trainer.step, optimization.updates = state["step"], state["updates"]
-    trainer.vote.skipped, trainer.vote.in_a_row = state["skipped"], state["skipped_in_a_row"]
+    trainer.step = state["step"]
+    for name in COUNTERS:
+        setattr(optimization, name, state[name])
     trainer.controller.load_state_dict(state["controller"])
     if trainer.anchor:
         trainer.anchor.age = state["anchor_age"]
@@ -257,9 +258,8 @@ def _rows(trainer: "Trainer", part: str, name: str) -> tuple[int, int | None]:
 
 
 def _state(trainer: "Trainer") -> dict[str, Any]:
-    vote, age = trainer.vote, trainer.anchor.age if trainer.anchor else None
-    counters = {"step": trainer.settled_step, "updates": trainer.optimization.updates, "anchor_age": age}
-    counters |= {"skipped": vote.skipped, "skipped_in_a_row": vote.in_a_row}
+    counters = {"step": trainer.settled_step, "anchor_age": trainer.anchor.age if trainer.anchor else None}
+    counters |= {name: getattr(trainer.optimization, name) for name in COUNTERS}
     started = {"config": _plain(trainer.config), "fingerprints": trainer.fingerprints}
     tensors = {part: len(values) for part, values in _parts(trainer).items()}
     return counters | started | {"controller": trainer.controller.state_dict(), "tensors": tensors}

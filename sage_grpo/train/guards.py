@@ -1,4 +1,4 @@
-"""Keeps a run from failing silently: signals, hangs, non-finite steps, failing rewards.
+"""Keeps a run from failing silently: signals, hangs, failures.
 
     RUN/status.json               running, done, preempted or failed, with the iteration and a sentence
     RUN/flight/rank-00000.json    of a run that failed or hung: each rank's last events and its stack
@@ -17,7 +17,6 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -25,7 +24,6 @@ import torch.distributed as dist
 from sage_grpo.exit_codes import FAILED, PREEMPTED
 from sage_grpo.json_files import write_json
 from sage_grpo.parallel.ranks import Ranks
-from sage_grpo.rewards.composite import Scores
 from sage_grpo.runs.folder import RunFolder
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -40,31 +38,6 @@ class TrainingError(RuntimeError):
 
 class Preempted(Exception):
     """A signal asked the run to stop; it can be resumed."""
-
-
-@dataclass
-class StepVote:
-    """Decides which optimizer steps to take. The gradient norm is global, so all ranks decide alike."""
-
-    skipped: int = 0
-    in_a_row: int = 0  # consecutive steps skipped as non-finite
-
-    def should_step(self, grad_norm: float, has_signal: bool) -> bool:
-        """has_signal: some rollout has a nonzero advantage; otherwise the gradient carries no information."""
-        if has_signal and math.isfinite(grad_norm):
-            self.in_a_row = 0
-            return True
-        self.skipped += 1
-        self.in_a_row += not math.isfinite(grad_norm)
-        return False
-
-
-def check_rewards(scores: Scores, limit: float, iteration: int) -> None:
-    """Stop a run in which more than a fraction `limit` of the rewards failed."""
-    failed = (~scores.total.isfinite()).double().mean().item()
-    if failed > limit:
-        many = f"{failed:.0%} of the rewards failed, more than max_reward_failures ({limit:.0%})"
-        raise TrainingError(f"iteration {iteration}: {many}; the first error was: {scores.errors[0]}")
 
 
 class Guards:

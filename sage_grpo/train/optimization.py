@@ -34,6 +34,7 @@ class Optimization:
     def __init__(self, transformer: Denoiser, parameters: Mapping[str, nn.Parameter], config: Config) -> None:
         """parameters: the transformer's trained parameters."""
         self.parameters, self.config, self.updates = dict(parameters), config, 0
+        self.skipped, self.skipped_in_a_row = 0, 0  # updates; in a row, those that were not finite
         shared = {"lr": config.learning_rate, "weight_decay": config.weight_decay, "eps": config.adam_eps}
         matrices = {name: p for name, p in parameters.items() if transformer.is_block_matrix(name, p)}
         muon = matrices if config.optimizer == "muon" else {}
@@ -60,6 +61,18 @@ class Optimization:
         """RMS over all trained parameters of a gradient that had this norm before it was clipped."""
         count = sum(p.numel() for p in self.parameters.values())
         return min(grad_norm, self.config.max_grad_norm) / math.sqrt(count)
+
+    def should_step(self, grad_norm: float, has_signal: bool) -> bool:
+        """Whether to take a step, else it counts as skipped. The norm is global, so all ranks decide alike.
+
+        has_signal: some rollout has a nonzero advantage; otherwise the gradient carries no information.
+        """
+        if has_signal and math.isfinite(grad_norm):
+            self.skipped_in_a_row = 0
+            return True
+        self.skipped += 1
+        self.skipped_in_a_row += not math.isfinite(grad_norm)
+        return False
 
     def step(self) -> None:
         for optimizer in self.optimizers:

@@ -5,7 +5,7 @@ However slow the disk is, a save that moves is progress; one that does not ends 
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,56 +21,33 @@ if TYPE_CHECKING:
 PAUSE = 0.05  # seconds between looks at a save that is waited for
 
 
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, in one sentence; earlier checkpoints are untouched."""
+def writing(trainer: "Trainer", folder: Path, export: bool, copied: bool) -> Iterator[Work]:
+    """Write a checkpoint of a trainer's state after its last optimizer step; gives what it waits for.
 
-
-class Save:
-    """A checkpoint of a trainer's state after its last optimizer step.
-
-    All ranks construct it and call `poll` or `wait`. The ranks of one model replica write their shards, the first rank
-    everything unsharded. If any of them fails, all raise CheckpointError, and no folder appears.
+    All ranks go through it together. The ranks of one model replica write their shards, the first rank everything
+    unsharded. If any of them fails, all raise TrainingError, no folder appears, and earlier ones are untouched.
     """
+    ranks, target, files = trainer.ranks, folder / f"step-{trainer.settled_step:06d}", {}
+    draft = target.with_suffix(".tmp")
 
-    def __init__(self, trainer: "Trainer", folder: Path, export: bool) -> None:
-        self.ranks, self.config, self.step = trainer.ranks, trainer.config, trainer.settled_step
-        self.good, self.committing = trainer.vote.in_a_row == 0, False
-        self.target = folder / f"step-{self.step:06d}"
-        self.draft = self.target.with_suffix(".tmp")
-        self._together(lambda: shutil.rmtree(self.draft, ignore_errors=True) if self.ranks.first else None)
-        self._together(lambda: (self.draft / "trainer").mkdir(parents=True, exist_ok=True))
-        self.in_background = self.config.async_save and not self.ranks.any(not checkpoint.fits_in_memory(trainer))
-        files: dict[str, Any] = {}
-        self._together(lambda: files.update(planned_files(trainer, export, copied=self.in_background)))
-        self.work = Work(lambda advance: write_files(self.draft, files, advance))
+    def results(call: Callable[[Callable[[], None]], Any]) -> Generator[Work, None, list[Any]]:
+        work = Work(call)
+        while ranks.any(not work.done()):
+            yield work
+        return ranks.together(work.result)
 
-    def poll(self) -> bool:
-        """Whether the checkpoint is committed; the answer is the same on all ranks."""
-        if self.ranks.any(not self.work.done()):
-            return False
-        results = self._together(self.work.result)
-        if self.committing:
-            return True
-        hashes = {name: digest for part in results for name, digest in part.items()}
-        self.committing = True
-        place = (self.draft, self.target, hashes, self.config)
-        self.work = Work(lambda advance: finish(*place, advance) if self.ranks.first else None)
-        return False
-
-    def wait(self, beat: Callable[[], None]) -> None:
-        """Wait until it is committed. `beat` is called as long as this rank's files grow."""
-        while not self.poll():
-            if self.work.moved():
-                beat()
-            time.sleep(PAUSE)
-
-    def _together(self, call: Callable[[], Any]) -> list[Any]:
-        try:
-            return self.ranks.together(call)
-        except RankError as error:
-            if self.ranks.first:
-                shutil.rmtree(self.draft, ignore_errors=True)
-            raise CheckpointError(f"{self.target.name} could not be written: {error}") from error
+    try:
+        ranks.together(lambda: shutil.rmtree(draft, ignore_errors=True) if ranks.first else None)
+        ranks.together(lambda: (draft / "trainer").mkdir(parents=True, exist_ok=True))
+        ranks.together(lambda: files.update(planned_files(trainer, export, copied)))
+        parts = yield from results(lambda advance: write_files(draft, files, advance))
+        files.clear()
+        place = (draft, target, {name: digest for part in parts for name, digest in part.items()}, trainer.config)
+        yield from results(lambda advance: finish(*place, advance) if ranks.first else None)
+    except RankError as error:
+        if ranks.first:
+            shutil.rmtree(draft, ignore_errors=True)
+        raise TrainingError(f"{target.name} could not be written: {error}") from error
 
 
 class Saves:
@@ -79,11 +56,11 @@ class Saves:
     def __init__(self, trainer: "Trainer", folder: Path) -> None:
         self.trainer, self.folder, self.failed, self.begun = trainer, folder, False, time.monotonic()
         self.step, self.good_step = -1, None  # of the last committed one, of the last good one
-        self.current: Save | None = None
+        self.current: Iterator[Work] = iter(())
 
     def resumed(self, step: int) -> None:
         """The run continues from its own checkpoint."""
-        self.step, self.good_step = step, step if self.trainer.vote.in_a_row == 0 else None
+        self.step, self.good_step = step, None if self.trainer.optimization.skipped_in_a_row else step
 
     @property
     def is_due(self) -> bool:
@@ -96,44 +73,39 @@ class Saves:
     def begin(self, must: bool = True) -> None:
         """Save the state, unless it is saved. If it `must` be, this waits for it, and a failure ends the run; else a
         failure is logged and tried again later."""
-        trainer, config = self.trainer, self.trainer.config
+        trainer, config, step = self.trainer, self.trainer.config, self.trainer.settled_step
         self.settle(wait=True)
-        if self.step == trainer.settled_step:
+        if self.step == step:
             return
         trainer.guards.note("save")
         self.begun = time.monotonic()
-        every, last = config.export_interval, trainer.settled_step == config.max_steps
-        export = config.use_lora or last or bool(every and trainer.settled_step % every == 0)
+        export = config.use_lora or step == config.max_steps
+        export = export or bool(config.export_interval and step % config.export_interval == 0)
         if bad := [name for name in trainer.ranks.together(lambda: checkpoint.first_nonfinite(trainer)) if name]:
-            raise self.diverged(f"step-{trainer.settled_step:06d} was not written: {bad[0]} is not finite")
-        try:
-            self.current = Save(trainer, self.folder, export)
-        except CheckpointError as error:
-            return self._fail(error, must)
-        if must or not self.current.in_background:
-            self.settle(wait=True, must=must)
+            raise self.diverged(f"step-{step:06d} was not written: {bad[0]} is not finite")
+        copied = config.async_save and not trainer.ranks.any(not checkpoint.fits_in_memory(trainer))
+        self.current = self._writing(export, copied)
+        self.settle(wait=must or not copied, must=must)
+
+    def _writing(self, export: bool, copied: bool) -> Iterator[Work]:
+        step, good = self.trainer.settled_step, self.trainer.optimization.skipped_in_a_row == 0
+        yield from writing(self.trainer, self.folder, export, copied)
+        self.step, self.good_step, self.failed = step, step if good else self.good_step, False
 
     def settle(self, wait: bool = False, must: bool = False) -> None:
-        """Commit the checkpoint that is being written once its files are on disk."""
-        if self.current is None:
-            return
+        """Go on with the checkpoint that is being written, until it is committed if told to `wait`."""
         try:
-            if wait:
-                self.current.wait(self.trainer.guards.beat)
-            elif not self.current.poll():
-                return
-        except CheckpointError as error:
-            self.current = None
-            return self._fail(error, must)
-        self.step, self.failed = self.current.step, False
-        self.good_step = self.current.step if self.current.good else self.good_step
-        self.current = None
-
-    def _fail(self, error: CheckpointError, must: bool) -> None:
-        if must:
-            raise TrainingError(str(error)) from error
-        self.trainer.ranks.log_once(f"{error}; trying again after the next iteration")
-        self.failed = True
+            for work in self.current:
+                if not wait:
+                    return
+                if work.moved():
+                    self.trainer.guards.beat()
+                time.sleep(PAUSE)
+        except TrainingError as error:
+            if must:
+                raise
+            self.trainer.ranks.log_once(f"{error}; trying again after the next iteration")
+            self.failed = True
 
     def diverged(self, what: str) -> TrainingError:
         """Why training cannot go on, and the way back."""

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +16,26 @@ from sage_grpo.algo.grpo import Advantages, group_advantages, score_advantages
 from sage_grpo.algo.sde import Schedule
 from sage_grpo.config import Config
 from sage_grpo.data.requests import Request
-from sage_grpo.models.backbone import Backbone, BrokenClip, Guidance
+from sage_grpo.models.backbone import Backbone, Guidance
 from sage_grpo.parallel.fsdp import gathered, reduce_gradients_in_next_backward
 from sage_grpo.parallel.ranks import Ranks
-from sage_grpo.rewards.composite import Composite, Scores
+from sage_grpo.rewards.base import Composite, Scores
 from sage_grpo.runs.folder import RunFolder
-from sage_grpo.train.guards import MAX_SKIPPED, Guards, StepVote, TrainingError, check_rewards
-from sage_grpo.train.metrics import Stopwatch, UpdateStats, peak_memory, reward_record
+from sage_grpo.train.guards import MAX_SKIPPED, Guards, TrainingError
+from sage_grpo.train.metrics import HalfGradient, Stopwatch, UpdateStats, peak_memory, reward_record, signals
 from sage_grpo.train.optimization import Anchor, Optimization
-from sage_grpo.train.rollout import MicroBatch, Rollouts, Trajectory, join_prompts, plan_micro_batches, prompt_positions
+from sage_grpo.train.rollout import (
+    MicroBatch,
+    Rollouts,
+    Trajectory,
+    join_prompts,
+    parse_windows,
+    plan_micro_batches,
+    prompt_positions,
+)
 from sage_grpo.train.saving import Saves
-from sage_grpo.train.signals import HalfGradient, signals
 from sage_grpo.train.update import ALGORITHMS, Objective, anchor_velocities, sampler_of
-from sage_grpo.train.validation import Gold, Validation, gold_columns
-from sage_grpo.train.windows import parse_windows
+from sage_grpo.train.validation import Gold, Validation, decoded, gold_columns
 
 DIAGNOSED = 25  # iterations between diagnoses, the first after one; they also follow each validation
 
@@ -55,13 +62,13 @@ class Trainer:
         self.sampler = sampler_of(c).to(self.ranks.device)
         self.windows = parse_windows(c.sde_window, self.sampler.stochastic, c.seed)
         self.shape = self.backbone.latent_shape(c.num_frames, c.height, c.width)
-        self.guards, self.vote = Guards(self.ranks, self.run, c.collective_timeout), StepVote()
+        self.guards = Guards(self.ranks, self.run, c.collective_timeout)
         self.step, self.saves, self.controller = 0, Saves(self, self.run.checkpoints), c.kl_controller()
         self.fingerprints: dict[str, Any] = {}
         self.resumed_from: Path | None = None
         self.trained_since_update, self.ratio_checked = False, False
         # accumulated rollouts that await their optimizer step: their metrics, and which clips were finite
-        self.pending: list[UpdateStats] = []
+        self.pending = self.no_stats()
         self.finite: list[tuple[MicroBatch, Tensor]] = []
         self.half = HalfGradient(self.optimization.parameters.values(), self.ranks, c.reduces_once)
 
@@ -159,14 +166,8 @@ class Trainer:
         """uint8 clips (F, H, W, 3) on the CPU; None where the trajectory or the pixels are not finite."""
         latents = torch.cat([trajectory.latents for trajectory in batch]).split(1)
         is_finite = torch.cat([trajectory.is_finite for trajectory in batch]).tolist()
-        clips = self.ranks.shared(latents, self._decode)
+        clips = self.ranks.shared(latents, lambda mine: decoded(self.backbone, mine))
         return [clip if finite else None for clip, finite in zip(clips, is_finite, strict=True)]
-
-    def _decode(self, latents: Sequence[Tensor]) -> list[Tensor | None]:
-        try:
-            return [clip.clone() for clip in self.backbone.decode(torch.cat(latents)).cpu()]  # clone: send one, not all
-        except BrokenClip:  # some pixels are not finite: find the clip
-            return [None] if len(latents) == 1 else [clip for latent in latents for clip in self._decode([latent])]
 
     def score(self, batch: Sequence[Trajectory], clips: Sequence[Tensor | None]) -> Scores:
         """Scores of the full batch and the first error from each rank; too many failures stop the run."""
@@ -174,9 +175,12 @@ class Trainer:
         named = {name: self.ranks.gather(values) for name, values in mine.named.items()}
         scores = Scores(self.ranks.gather(mine.total), named, weights=mine.weights)
         if not scores.total.isfinite().all():  # gathered scores, so all ranks take this branch or none does
-            errors = [text for text in self.ranks.texts("".join(mine.errors[:1])) if text]
+            errors = [text for text in self.ranks.each("".join(mine.errors[:1])) if text]
             scores.errors = errors or ["a clip could not be decoded, its numbers are not finite"]
-        check_rewards(scores, self.config.max_reward_failures, self.step + 1)
+        failed, limit = (~scores.total.isfinite()).double().mean().item(), self.config.max_reward_failures
+        if failed > limit:
+            many = f"{failed:.0%} of the rewards failed, more than max_reward_failures ({limit:.0%})"
+            raise TrainingError(f"iteration {self.step + 1}: {many}; the first error was: {scores.errors[0]}")
         return scores
 
     def measure_gold(self, batch: Sequence[Trajectory], clips: Sequence[Tensor | None]) -> dict[str, float]:
@@ -184,7 +188,7 @@ class Trainer:
         if not self.logged(self.step + 1):
             return {}
         columns = self.ranks.from_leader(lambda: gold_columns(self.gold, clips, self.texts(batch)))
-        names = dict.fromkeys(name for text in self.ranks.texts(" ".join(columns)) for name in text.split())
+        names = dict.fromkeys(chain(*self.ranks.each(list(columns))))
         missing = torch.full((len(clips),), math.nan, dtype=torch.float64)  # for a rank that has no clip to measure
         found = {name: self.ranks.gather(columns.get(name, missing)) for name in names}
         return {f"gold/{name}": values.nanmean().item() for name, values in found.items()}
@@ -211,11 +215,11 @@ class Trainer:
         mine = advantages.values[self.ranks.rank * rows :][:rows].to(self.ranks.device, torch.float32)
         shares = list(zip(batch, mine.split([len(trajectory.x) for trajectory in batch]), strict=True))
         record: dict[str, Any] = {"lr": self.optimization.learning_rate, "kl/coef": self.controller.coef}
-        total = UpdateStats.empty(self.sampler.num_steps, self.ranks.device)
+        total = self.no_stats()
         for update, part in enumerate(torch.arange(batch[0].order.shape[1]).tensor_split(c.updates_per_rollout)):
             pairs = c.gradient_accumulation_steps * len(advantages.values) * len(part)
             goal = Objective(self.backbone, self.trained_guidance, self.sampler, c, self.controller.coef, pairs)
-            stats = UpdateStats.empty(self.sampler.num_steps, self.ranks.device)
+            stats = self.no_stats()
             micro_steps = [(column, *share) for column in part.tolist() for share in shares]
             for number, (column, trajectory, advantage) in enumerate(micro_steps, 1):
                 if update == 0:  # later updates see changed weights
@@ -226,16 +230,19 @@ class Trainer:
                 self.finite.append((trajectory.micro_batch, finite))
                 begun = self.step % c.gradient_accumulation_steps * len(micro_steps)
                 self.half.observe(begun + number, c.gradient_accumulation_steps * len(micro_steps))
-            stats = stats.over(self.ranks)
+            stats.sum_over(self.ranks)
             self.check_first_ratio(stats)
-            self.pending.append(stats)
+            self.pending += stats
             self.trained_since_update |= bool(advantages.trained.any())
-            total = total + stats
+            total += stats
             if (self.step + 1) % c.gradient_accumulation_steps == 0:
                 norm = self.optimizer_step()
                 record |= {"policy/grad_norm": norm, "policy/grad_rms": self.optimization.rms(norm)}
-        counts = {"updates": self.optimization.updates, "policy/skipped_updates": self.vote.skipped}
+        counts = {"updates": self.optimization.updates, "policy/skipped_updates": self.optimization.skipped}
         return record | total.record() | counts
+
+    def no_stats(self) -> UpdateStats:
+        return UpdateStats(self.sampler.num_steps, self.ranks.device)
 
     def check_first_ratio(self, stats: UpdateStats) -> None:
         """Once per run: before any update the policy equals the rollout's, so every ratio must be exactly 1.
@@ -254,27 +261,26 @@ class Trainer:
         self.ranks.sum_gradients(self.optimization.parameters.values())
         grad_norm = self.optimization.clip()
         self.half.compare(grad_norm)
-        pending = sum(self.pending[1:], self.pending[0])
-        if self.vote.should_step(grad_norm, self.trained_since_update):
+        if self.optimization.should_step(grad_norm, self.trained_since_update):
             self.optimization.step()
             if self.ranks.any(not self.optimization.is_finite):
                 raise self.saves.diverged(f"the weights are not finite after iteration {self.step + 1}")
             if self.anchor:
                 self.anchor.age += 1
-            self.controller.update(pending.mean("kl_anchor" if self.config.trust_region.anchor else "kl_rollout"))
-        if self.vote.in_a_row > MAX_SKIPPED:
+            self.controller.update(self.pending.mean("kl_anchor" if self.config.trust_region.anchor else "kl_rollout"))
+        if self.optimization.skipped_in_a_row > MAX_SKIPPED:
             where = f"iteration {self.step + 1} at {self.first_nonfinite_clip()} with seed {self.config.seed}"
-            times = f"{self.vote.in_a_row} times in a row"
+            times = f"{self.optimization.skipped_in_a_row} times in a row"
             raise self.saves.diverged(f"the gradient was not finite {times}, at last in {where}")
         self.optimization.zero_grad()
-        self.pending, self.finite, self.trained_since_update = [], [], False
+        self.pending, self.finite, self.trained_since_update = self.no_stats(), [], False
         return grad_norm
 
     def first_nonfinite_clip(self) -> str:
         """The first clip of this optimizer step whose loss or gradient is not finite, on any rank."""
         clips = (one[i] for one, finite in self.finite for i in (~finite).nonzero().flatten().tolist())
         mine = next((f"{self.prompts[prompt].text!r}, clip {sample}" for prompt, sample in clips), "")
-        return next((text for text in self.ranks.texts(mine) if text), "the parameters")
+        return next((text for text in self.ranks.each(mine) if text), "the parameters")
 
     def finish_iteration(self) -> None:
         """Called between iterations: refresh the anchor; validate and save when due and at the end."""
@@ -303,7 +309,7 @@ class Trainer:
         watch, folder = Stopwatch(self.ranks.device, self.enter), self.run.validation_folder(self.step)
         with watch.phase("validation"), self.optimization.averaged():
             record = self.validation.run(folder, self.safe_point, self.gathered)
-        hacked = self.ranks.from_leader(lambda: "".join(self.ranks.texts(self.run.divergence(self.step))))
+        hacked = self.ranks.from_leader(lambda: "".join(self.ranks.each(self.run.divergence(self.step))))
         record |= {"holdout/diverged": int(bool(hacked))} if self.config.holdout_reward else {}
         self.run.log_validation(self.step, record | watch.record())
         if self.config.stop_on_hacking and hacked:

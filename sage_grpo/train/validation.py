@@ -1,11 +1,11 @@
 """Validation: held-out prompts sampled with the ODE from fixed seeds, scored, and saved as clips."""
 
-import json
 import math
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from sage_grpo.json_files import finite
 from sage_grpo.models.backbone import Backbone, BrokenClip, Guidance, Sampling
 from sage_grpo.models.sample import counter_noise, integrate
 from sage_grpo.parallel.ranks import Ranks
-from sage_grpo.rewards.composite import Composite
+from sage_grpo.rewards.base import Composite
 from sage_grpo.runs.clips import PLACES, write_listing, write_sheet, write_videos
 
 RESCORED = 8  # clips of each rank that are scored twice
@@ -69,8 +69,7 @@ class Validation:
         records = self.ranks.from_leader(lambda: self.judge(clips, mine))
         kept = {self.file(prompt) for prompt in self.prompts[: self.config.validation_videos]}
         self._keep(lambda: write_videos(folder, clips, records, kept, self.config.fps))
-        shared = self.ranks.texts(json.dumps(records, ensure_ascii=False, allow_nan=False))
-        everything = sorted((r for text in shared for r in json.loads(text)), key=lambda record: record["file"])
+        everything = sorted(chain(*self.ranks.each(records)), key=lambda record: record["file"])
         if self.ranks.first:
             self._keep(lambda: write_listing(folder, everything))
             self._keep(lambda: write_sheet(folder, clips, records))
@@ -99,12 +98,7 @@ class Validation:
     @torch.no_grad()
     def decode(self, x: Tensor, between: Callable[[], None] = lambda: None) -> Tensor | None:
         between()
-        if not self.ranks.leader or not x.isfinite().all():
-            return None
-        try:
-            return self.backbone.decode(x)[0].cpu()
-        except BrokenClip:
-            return None
+        return decoded(self.backbone, [x])[0] if self.ranks.leader and x.isfinite().all() else None
 
     def seed(self, prompt: Request) -> int:
         return self.config.validation_global_seed if prompt.seed is None else prompt.seed
@@ -140,6 +134,14 @@ def validation_sampling(c: Config) -> Sampling:
     size = {"frames": c.validate_video_length, "height": int(height), "width": int(width), "fps": c.fps}
     ode = {"shift": c.validation_timestep_shift, "num_steps": c.validation_num_inference_steps}
     return Sampling(**size, **ode, guidance=c.guidance_scale)
+
+
+def decoded(backbone: Backbone, latents: Sequence[Tensor]) -> list[Tensor | None]:
+    """uint8 clips (F, H, W, 3) on the CPU, of latents (1, ...) each; None where pixels are not finite."""
+    try:
+        return [clip.clone() for clip in backbone.decode(torch.cat(latents)).cpu()]  # clone: send one, not all
+    except BrokenClip:  # find the clip
+        return [None] if len(latents) == 1 else [clip for one in latents for clip in decoded(backbone, [one])]
 
 
 def gold_columns(gold: Gold | None, clips: Sequence[Tensor | None], prompts: Sequence[str]) -> dict[str, Tensor]:

@@ -15,13 +15,13 @@ LIGHT = f"--batch_size 2 --num_generations 2 --num_sampling_steps 2 --num_frames
 def test_every_second_block_is_saved(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = ["--config", f"{ROOT}/configs/tiny_cpu.yaml", "--pretrained_model_root", f"{ROOT}/assets/tiny"]
-    saved, blocks, measure, save = [], [], bench.measure, saving.Save
+    saved, blocks, measure, save = [], [], bench.measure, saving.writing
 
     def watched(trainer):
         blocks.extend(measure(trainer))
         return blocks
 
-    monkeypatch.setattr(saving, "Save", lambda it, *rest: saved.append(it.step) or save(it, *rest))
+    monkeypatch.setattr(saving, "writing", lambda it, *rest: saved.append(it.step) or save(it, *rest))
     monkeypatch.setattr(bench, "measure", watched)
     bench.main([*model, *LIGHT.split(), "--output", "page.md"])
     assert saved == [1, 3] and len(blocks) == 4 and blocks[2].save > blocks[3].save

@@ -19,7 +19,7 @@ def test_it_measures_a_run(tmp_path, monkeypatch):
     output, prompts = tmp_path / "page.md", tmp_path / "prompts.txt"
     monkeypatch.setitem(REWARDS, "contrast", None)  # the script puts its own there; taken out afterwards
     monkeypatch.setattr(script.training, "Stopwatch", type("Watch", (script.training.Stopwatch,), {}))
-    monkeypatch.setattr(saving, "Save", lambda *_: pytest.fail("a benchmark needs no checkpoint"))
+    monkeypatch.setattr(saving, "writing", lambda *_: pytest.fail("a benchmark needs no checkpoint"))
     prompts.write_text("a small red circle\n")
     files = ["--config", ROOT / "configs/tiny_cpu.yaml", "--pretrained_model_root", ROOT / "assets/tiny"]
     files += ["--train_prompts", prompts, "--validation_prompts", prompts, "--output", output]

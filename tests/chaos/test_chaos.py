@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from sage_grpo import manifest
 from sage_grpo.flags import from_values
 from sage_grpo.parallel.ranks import Ranks
-from sage_grpo.rewards.wire import TOKEN_VARIABLE
+from sage_grpo.rewards import TOKEN_VARIABLE
 from sage_grpo.train.build import build_trainer
 from tests.chaos import chaos
 from tests.chaos.faults import KINDS, Fault, broken_promise, damage

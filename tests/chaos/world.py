@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 from embedded.shapes.reward import ShapesReward
 from embedded.tiny import TinyConfig, build_tiny
 from sage_grpo.models.backbone import Sampling
-from sage_grpo.rewards.composite import Composite
-from sage_grpo.rewards.wire import TOKEN_VARIABLE
+from sage_grpo.rewards import TOKEN_VARIABLE
+from sage_grpo.rewards.base import Composite
 from sage_grpo.train.checkpoint import found
 from scripts.reward_server import Limits
 from tests.rewards import serving as servers

@@ -12,11 +12,17 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import torch
 
-from sage_grpo.rewards.composite import Composite
+from sage_grpo.rewards.base import Composite, Setup
+from sage_grpo.rewards.remote import RemoteReward
 from scripts.reward_server import Limits, build_server, listen
 
 TOKEN = "a-token-for-the-tests-0123456789"
 INFO = {"names": ["light"], "rewards": ["x"], "max_clips": 8, "max_bytes": 1 << 20}
+
+
+def remote_reward(url, timeout=300.0, start_timeout=1800.0):
+    setup = Setup(None, torch.device("cpu"), url=url, timeout=timeout, start_timeout=start_timeout)
+    return RemoteReward(setup)
 
 
 class Light:

@@ -11,12 +11,22 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
 
+from sage_grpo.rewards.base import Setup
 from sage_grpo.rewards.clip import ClipScore, PickScore
 from sage_grpo.rewards.video_frames import MEAN, STD
 from tests.hostile import change, write_bomb
 
 SIDE = 32
-CPU = torch.device("cpu")
+
+
+class InHalf(Setup):
+    dtype = torch.bfloat16
+
+
+def built(kind, folder, setup=Setup):
+    """A reward from a folder of any name."""
+    named = type("Named", (kind,), {"folder": folder.name})
+    return named(setup(folder.with_name("VideoReward"), torch.device("cpu")))
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +76,7 @@ def pil_pixels(frame):
 
 
 def test_pixels_are_those_that_clip_was_trained_on(folder, clips):
-    reward = ClipScore(folder, CPU, torch.float32, 2.0)
+    reward = built(ClipScore, folder)
     for clip in clips:
         expected = torch.stack([pil_pixels(clip[0]), pil_pixels(clip[-1])])
         found = reward._pixels(clip, 8.0)[[0, -1]]
@@ -78,7 +88,7 @@ def test_scores_are_those_of_the_formulas(folder, clips):
     """The model's own logits, with clips alone and prompts alone."""
     model = CLIPModel.from_pretrained(folder).eval()
     tokenizer = CLIPTokenizer.from_pretrained(folder)
-    clip_score, pick_score = (kind(folder, CPU, torch.float32, 2.0) for kind in (ClipScore, PickScore))
+    clip_score, pick_score = (built(kind, folder) for kind in (ClipScore, PickScore))
     expected = []
     for clip, prompt in zip(clips, PROMPTS, strict=True):
         tokens = tokenizer(prompt, truncation=True, max_length=77, return_tensors="pt")
@@ -93,7 +103,7 @@ def test_scores_are_those_of_the_formulas(folder, clips):
 
 def test_half_precision_does_not_round_the_scale(folder, clips):
     """Published models have exp(logit_scale) = 100, which bf16 would round to 99."""
-    halves = {kind: kind(folder, CPU, torch.bfloat16, 2.0) for kind in (ClipScore, PickScore)}
+    halves = {kind: built(kind, folder, InHalf) for kind in (ClipScore, PickScore)}
     assert all(reward.model.dtype == torch.bfloat16 for reward in halves.values())
     scale = CLIPModel.from_pretrained(folder).logit_scale.exp().item()
     assert abs(torch.tensor(scale).log().bfloat16().exp().item() - scale) > 1e-3 * scale
@@ -102,7 +112,7 @@ def test_half_precision_does_not_round_the_scale(folder, clips):
 
 
 def test_all_sampled_frames_count(folder, clips):
-    reward = ClipScore(folder, CPU, torch.float32, 2.0)
+    reward = built(ClipScore, folder)
     assert [len(reward._pixels(clip, 8.0)) for clip in clips] == [4, 4, 6]
     first = clips[0][:1].expand(16, -1, -1, -1)
     frames = clips[0][[0, 5, 10, 15]]
@@ -117,7 +127,7 @@ def test_an_incomplete_folder_is_named(folder, tmp_path, lost):
         if path.name != lost:
             (tmp_path / path.name).symlink_to(path)
     with pytest.raises(FileNotFoundError, match=rf"{tmp_path} has no .*{lost.rpartition('.')[2]}"):
-        PickScore(tmp_path, CPU, torch.float32, 2.0)
+        built(PickScore, tmp_path)
 
 
 def test_a_folder_cannot_lead_elsewhere(folder, tmp_path):
@@ -125,13 +135,13 @@ def test_a_folder_cannot_lead_elsewhere(folder, tmp_path):
     copy = shutil.copytree(folder, tmp_path / "clip")
     change(copy / "config.json", attn_implementation="somebody/attention", auto_map={"AutoModel": "own.Own"})
     write_bomb(copy / "pytorch_model.bin", tmp_path / "marker")
-    assert ClipScore(copy, CPU, torch.float32, 2.0).model.config._attn_implementation == "sdpa"
+    assert built(ClipScore, copy).model.config._attn_implementation == "sdpa"
     (copy / "adapter_config.json").write_text('{"base_model_name_or_path": "/elsewhere"}')
     with pytest.raises(ValueError, match="holds an adapter_config"):
-        ClipScore(copy, CPU, torch.float32, 2.0)
+        built(ClipScore, copy)
     (copy / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../a.safetensors"}}')
     with pytest.raises(ValueError, match="is not a safetensors file beside it"):
-        ClipScore(copy, CPU, torch.float32, 2.0)
+        built(ClipScore, copy)
     assert not (tmp_path / "marker").exists()
 
 
@@ -142,4 +152,4 @@ def test_lost_weights_are_not_replaced_by_random_ones(folder, tmp_path):
     del weights["visual_projection.weight"]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"lack visual_projection.weight"):
-        ClipScore(tmp_path, CPU, torch.float32, 2.0)
+        built(ClipScore, tmp_path)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sage_grpo.background import within
-from sage_grpo.rewards.composite import Composite
+from sage_grpo.rewards.base import Composite
 
 CLIPS = [torch.full((5, 4, 4, 3), value, dtype=torch.uint8) for value in (0, 50, 100, 150, 200)]
 PROMPTS = ["p"] * 5

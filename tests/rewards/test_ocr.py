@@ -10,12 +10,13 @@ from PIL import Image, ImageDraw, ImageFont
 if sys.version_info >= (3, 13):
     pytest.skip("rapidocr-onnxruntime has no release for this Python", allow_module_level=True)
 
+from sage_grpo.rewards.base import Setup
 from sage_grpo.rewards.ocr import OcrReward, edit_distance, likeness, wanted_text
 
 
 @pytest.fixture(scope="module")
 def reward():
-    return OcrReward(sample_fps=2.0)
+    return OcrReward(Setup(None, torch.device("cpu")))
 
 
 def drawn(text, colour="black"):

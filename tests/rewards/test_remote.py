@@ -11,11 +11,10 @@ import pytest
 import torch
 
 import post_train
-from sage_grpo.rewards import HOSTS_VARIABLE, remote
+from sage_grpo.rewards import HOSTS_VARIABLE, TOKEN_VARIABLE, remote
 from sage_grpo.rewards.base import Setup, build_reward
-from sage_grpo.rewards.remote import RemoteError, RemoteReward
-from sage_grpo.rewards.wire import TOKEN_VARIABLE
-from tests.rewards.serving import INFO, TOKEN, Light, answering, composite, serving
+from sage_grpo.rewards.remote import RemoteError
+from tests.rewards.serving import INFO, TOKEN, Light, answering, composite, remote_reward, serving
 
 CLIPS = [torch.full((2, 4, 4, 3), value, dtype=torch.uint8) for value in (10, 20, 30)]
 PROMPTS = ["a", "bb", "ccc"]
@@ -35,7 +34,7 @@ def replies(answer):
 def scored(answer, timeout=5.0):
     """The light of CLIPS as the server gives it, and how often it was asked."""
     with replies(answer) as (url, asked):
-        reward = RemoteReward(url, timeout)
+        reward = remote_reward(url, timeout)
         try:
             return reward.score(CLIPS, PROMPTS, 8.0)["light"].tolist()
         finally:
@@ -55,7 +54,7 @@ def test_scores_come_back_under_their_names(tmp_path):
 
 def test_several_rewards_keep_their_names_apart():
     with serving(composite({"one": Light(), "two": Light()})) as url:
-        found = RemoteReward(url).score(CLIPS, PROMPTS, 8.0)
+        found = remote_reward(url).score(CLIPS, PROMPTS, 8.0)
         assert list(found) == ["one.light", "one.words", "two.light", "two.words"]
         assert found["two.light"].tolist() == [10, 20, 30]
 
@@ -63,7 +62,7 @@ def test_several_rewards_keep_their_names_apart():
 def test_clips_are_sent_in_chunks_of_a_known_total(monkeypatch):
     monkeypatch.setattr(remote, "MAX_CHUNK", 10)
     with serving(composite({"light": Light()})) as url:
-        assert RemoteReward(url).score(CLIPS, PROMPTS, 8.0)["light"].tolist() == [10, 20, 30]
+        assert remote_reward(url).score(CLIPS, PROMPTS, 8.0)["light"].tolist() == [10, 20, 30]
     seen = {}
 
     def answer(handler):
@@ -85,13 +84,13 @@ def test_a_wrong_token_is_an_error_that_does_not_show_it(monkeypatch):
     with serving(composite({"light": Light()})) as url:
         monkeypatch.setenv(TOKEN_VARIABLE, "another-token-0123456789")
         with pytest.raises(RemoteError, match=r"refused \(401\): the token is missing or wrong") as caught:
-            RemoteReward(url)
+            remote_reward(url)
     assert TOKEN not in str(caught.value) and "another" not in str(caught.value)
 
 
 def test_more_than_the_server_takes_is_not_sent():
     with serving(composite({"light": Light()})) as url:
-        reward = RemoteReward(url)
+        reward = remote_reward(url)
         reward.limits = (2, 1 << 20)
         with pytest.raises(RemoteError, match=r"3 clips .* lower reward_batch_size"):
             reward.score(CLIPS, PROMPTS, 8.0)
@@ -166,7 +165,7 @@ def break_off(handler):
 
 @pytest.mark.parametrize("dies", [hang_up, break_off])
 def test_a_server_that_dies_is_asked_again_and_not_for_ever(dies):
-    with pytest.raises(RemoteError, match=r"3 times in a row .*reward_server running there"):
+    with pytest.raises(RemoteError, match=r"3 times in a row .*reward_server\.py running there"):
         scored(dies)
     assert scored.times == 3
 
@@ -176,7 +175,7 @@ def test_a_server_that_is_not_there():
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
     with pytest.raises(RemoteError, match=rf"remote_reward_url {re.escape(url)} .*ConnectError: .*Connection refused"):
-        RemoteReward(url)
+        remote_reward(url)
 
 
 def drip(handler):
@@ -199,13 +198,13 @@ def drip_header(handler):
 @pytest.mark.parametrize("slow", [drip, drip_header])
 def test_a_server_that_drips_is_ended_by_the_deadline_of_the_start(slow):
     with answering(slow) as (url, _), pytest.raises(RemoteError, match=r"cannot be used: no answer within 0\.3 s"):
-        RemoteReward(url, timeout=30, start_timeout=0.3)
+        remote_reward(url, timeout=30, start_timeout=0.3)
 
     def slow_check(handler):
         return handler.say(200, INFO) if handler.path == "/info" else slow(handler)
 
     with answering(slow_check) as (url, _):
-        reward = RemoteReward(url, timeout=30, start_timeout=0.5)
+        reward = remote_reward(url, timeout=30, start_timeout=0.5)
         with pytest.raises(RemoteError, match=r"no answer within 0\.5 s"):
             reward.check(["a"])
 
@@ -230,25 +229,25 @@ def test_something_else_is_no_reward_server():
         answering(lambda handler: handler.say(200, {"hello": 1})) as (url, _),
         pytest.raises(RemoteError, match="is not a reward server"),
     ):
-        RemoteReward(url)
+        remote_reward(url)
     with answering(lambda handler: time.sleep(0.5)) as (url, _), pytest.raises(RemoteError, match=r"within 0\.1 s"):
-        RemoteReward(url, timeout=0.1)
+        remote_reward(url, timeout=0.1)
 
 
 def test_an_address_with_control_characters():
     with pytest.raises(RemoteError, match=r"remote_reward_url is 'http://h\\x01'; Invalid non-printable"):
-        RemoteReward("http://h\x01")
+        remote_reward("http://h\x01")
 
 
 @pytest.mark.parametrize("url", ["ftp://host", "host:80", "http://", "http://h:port", "http://h/?a=1", "http://h:0"])
 def test_an_address_that_is_none(url):
     with pytest.raises(RemoteError, match="write http://HOST:PORT"):
-        RemoteReward(url)
+        remote_reward(url)
 
 
 def test_a_password_in_the_address_is_refused_and_not_repeated():
     with pytest.raises(RemoteError, match="holds a user name or password") as caught:
-        RemoteReward("http://me:hunter2@host:8900")
+        remote_reward("http://me:hunter2@host:8900")
     assert "hunter2" not in str(caught.value)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sage_grpo.rewards.composite import Composite
+from sage_grpo.rewards.base import Composite
 from sage_grpo.rewards.videoalign import VideoAlign
 
 RUNS = json.loads((Path(__file__).parents[1] / "fixtures/videoalign/upstream_scores.json").read_text())["runs"]

@@ -5,7 +5,9 @@ import json
 import pytest
 import torch
 
-from sage_grpo.rewards.wire import MAX_HEADER, TOKEN_VARIABLE, TooMuch, WireError, pack, read_token, unpack
+from sage_grpo.rewards import TOKEN_VARIABLE
+from sage_grpo.rewards.remote import MAX_HEADER, RemoteError, pack, read_token
+from scripts.reward_server import TooMuch, unpack
 
 CLIPS = [torch.randint(0, 256, shape, dtype=torch.uint8) for shape in ((3, 4, 5, 3), (1, 2, 2, 3))]
 PROMPTS = ['a "red"\ncircle 🙂', "\u202eright to left\0"]
@@ -55,14 +57,14 @@ def test_what_goes_in_comes_out():
     ],
 )
 def test_what_is_wrong_is_refused(body, words):
-    with pytest.raises(WireError, match=words):
+    with pytest.raises(RemoteError, match=words):
         unpack(bytearray(body), 4)
 
 
 def test_limits():
     with pytest.raises(TooMuch, match="2 clips in one request; at most 1"):
         unpack(message(), 1)
-    with pytest.raises(WireError, match="the prompts take"):
+    with pytest.raises(RemoteError, match="the prompts take"):
         pack(CLIPS[:1], ["a" * MAX_HEADER], 8.0)
     for clip in (CLIPS[0].float(), CLIPS[0][0], CLIPS[0][..., :2]):
         with pytest.raises(ValueError, match="must be uint8"):
@@ -76,6 +78,6 @@ def test_a_token_that_is_none_is_refused_without_being_shown(monkeypatch, token,
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     if token:
         monkeypatch.setenv(TOKEN_VARIABLE, token)
-    with pytest.raises(WireError, match=f"{TOKEN_VARIABLE} {words}") as caught:
+    with pytest.raises(RemoteError, match=f"{TOKEN_VARIABLE} {words}") as caught:
         read_token()
     assert "secret" not in str(caught.value) and "line" not in str(caught.value)

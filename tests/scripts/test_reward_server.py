@@ -19,11 +19,11 @@ from urllib.parse import urlsplit
 import pytest
 import torch
 
-from sage_grpo.rewards.remote import RemoteReward
-from sage_grpo.rewards.wire import TOKEN_VARIABLE, pack
+from sage_grpo.rewards import TOKEN_VARIABLE
+from sage_grpo.rewards.remote import pack
 from scripts import reward_server
 from scripts.reward_server import Limits
-from tests.rewards.serving import TOKEN, Light, composite, serving
+from tests.rewards.serving import TOKEN, Light, composite, remote_reward, serving
 
 ROOT = Path(__file__).parents[2]
 GOOD = {"Authorization": f"Bearer {TOKEN}"}
@@ -166,10 +166,10 @@ def ask_status(url, path):
 def test_clips_that_wait_are_scored_together():
     light = Light(delay=0.2)
     with serving(composite({"light": light}, batch_size=4)) as url, ThreadPoolExecutor(7) as pool:
-        first = pool.submit(RemoteReward(url).score, [clip(9)], ["first"], 8.0)
+        first = pool.submit(remote_reward(url).score, [clip(9)], ["first"], 8.0)
         while not light.batches:
             time.sleep(0.01)
-        rest = [pool.submit(RemoteReward(url).score, [clip(i)], ["a" * i], 8.0) for i in range(1, 7)]
+        rest = [pool.submit(remote_reward(url).score, [clip(i)], ["a" * i], 8.0) for i in range(1, 7)]
         assert [f.result()["words"].item() for f in (first, *rest)] == [5, 1, 2, 3, 4, 5, 6]
     assert light.batches[0] == 1 and max(light.batches) == 4 and sum(light.batches) == 7
 
@@ -177,7 +177,7 @@ def test_clips_that_wait_are_scored_together():
 def test_clips_of_other_shapes_are_scored_apart_and_a_broken_one_alone():
     light = Light(delay=0.2)
     with serving(composite({"light": light}, batch_size=8)) as url, ThreadPoolExecutor(4) as pool:
-        reward = RemoteReward(url)
+        reward = remote_reward(url)
         first = pool.submit(reward.score, [clip(0)], ["first"], 8.0)
         while not light.batches:
             time.sleep(0.01)
@@ -188,7 +188,7 @@ def test_clips_of_other_shapes_are_scored_apart_and_a_broken_one_alone():
         assert lost != lost and fine == 5
     assert light.batches.count(4) == 1  # 1, 3, 4 and 5 have one shape; their batch broke, so each was scored again
     with serving(composite({"light": Light()})) as url, pytest.raises(ValueError, match="OSError: a clip that breaks"):
-        RemoteReward(url).score([clip(4)], ["broken"], 8.0)
+        remote_reward(url).score([clip(4)], ["broken"], 8.0)
 
 
 def test_a_reward_that_hangs_frees_its_place_and_the_queue_is_bounded():
@@ -228,7 +228,7 @@ def test_under_load_nothing_is_lost_or_mixed_up():
             results[key] = reward.score(clips, ["x" * (key + i) for i in range(count)], 8.0)
 
     with program("tests.rewards.serving", str(12 << 20)) as (url, number):
-        threads = [threading.Thread(target=client, args=(n, RemoteReward(url))) for n in range(8)]
+        threads = [threading.Thread(target=client, args=(n, remote_reward(url))) for n in range(8)]
         before = peak_memory(number)
         for thread in threads:
             thread.start()
@@ -250,7 +250,7 @@ def peak_memory(process):
 def test_the_token_is_never_logged(caplog, capfd):
     caplog.set_level(logging.DEBUG)
     with serving(composite({"light": Light()})) as url:
-        RemoteReward(url).score([clip(1)], ["a"], 8.0)
+        remote_reward(url).score([clip(1)], ["a"], 8.0)
         ask(url, "POST", "/score", b"nonsense")
         ask(url, "POST", "/score", b"nonsense", {"Authorization": f"Bearer {TOKEN}x"})
     out, err = capfd.readouterr()
@@ -277,4 +277,4 @@ def test_it_does_not_start_with_limits_that_let_nothing_through(flag, capsys):
 def test_the_program_serves_on_loopback():
     with program("scripts.reward_server", "--reward", "shapes", "--port", "0") as (line, _):
         (url,) = re.findall(r"^(http://127\.0\.0\.1:\d+) scores VQ, MQ, TA, up to 8", line)
-        assert RemoteReward(url).names == ("VQ", "MQ", "TA")
+        assert remote_reward(url).names == ("VQ", "MQ", "TA")

@@ -6,7 +6,7 @@ from sage_grpo.algo.sde import build_schedule, flow_sigmas
 from sage_grpo.config import check
 from sage_grpo.models import open_backbone
 from sage_grpo.train.build import check_steps
-from sage_grpo.train.windows import parse_windows
+from sage_grpo.train.rollout import parse_windows
 from studies.questions import EQUAL_ENERGY, RECIPE, ROOT, SDES, STUDIES, StudyPlan, core_seconds, lasting
 
 PLAN = StudyPlan()

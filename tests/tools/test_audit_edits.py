@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sage_grpo.intervals import Interval
-from sage_grpo.rewards.composite import Composite
+from sage_grpo.rewards.base import Composite
 from sage_grpo.tools.audit_reward import EDITS, WRONG_PROMPT, Verdict, conclude, edited, give_verdicts, measure, table
 
 NAN = float("nan")

@@ -1,11 +1,13 @@
 """Parts of an iteration, and a checkpoint after it, for tests."""
 
+import time
+
 import torch
 
 from sage_grpo import rng
 from sage_grpo.parallel.fsdp import full_tensor
 from sage_grpo.train import build
-from sage_grpo.train.saving import Save
+from sage_grpo.train.saving import PAUSE, writing
 
 
 def in_fp64():
@@ -34,6 +36,6 @@ def next_gradients(trainer):
 
 def save(trainer, folder):
     """Write a checkpoint and wait for it; returns its folder."""
-    started = Save(trainer, folder, export=True)
-    started.wait(trainer.guards.beat)
-    return started.target
+    for _ in writing(trainer, folder, export=True, copied=trainer.config.async_save):
+        time.sleep(PAUSE)
+    return folder / f"step-{trainer.settled_step:06d}"

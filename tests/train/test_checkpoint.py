@@ -32,10 +32,10 @@ def files(folder):
 
 def test_counts_of_skipped_updates_come_back(make):
     trainer = make(max_steps=1)
-    trainer.step, trainer.vote.skipped, trainer.vote.in_a_row = 1, 7, 2
+    trainer.step, trainer.optimization.skipped, trainer.optimization.skipped_in_a_row = 1, 7, 2
     save(trainer, trainer.run.path / "checkpoints")
     resumed = make(max_steps=1, resume_from_checkpoint="auto")
-    assert (resumed.step, resumed.vote.skipped, resumed.vote.in_a_row) == (1, 7, 2)
+    assert (resumed.step, resumed.optimization.skipped, resumed.optimization.skipped_in_a_row) == (1, 7, 2)
 
 
 def test_resuming_keeps_the_run_even_when_told_to_overwrite(make):

@@ -20,7 +20,7 @@ from sage_grpo.parallel.fsdp import local_shard
 from sage_grpo.parallel.ranks import RankError
 from sage_grpo.train import checkpoint, saving
 from sage_grpo.train.build import build_trainer
-from sage_grpo.train.saving import CheckpointError
+from sage_grpo.train.guards import TrainingError
 from tests.disks import fill, small_disk
 from tests.dist import run_ranks
 from tests.hostile import change, sealed_again
@@ -117,7 +117,7 @@ def fail_in_save(ranks, values, guilty, function):
 
     if ranks.world_rank == guilty:
         setattr(saving, function, fails)
-    with pytest.raises(CheckpointError) as error:
+    with pytest.raises(TrainingError) as error:
         save(trainer, folder_of(trainer))
     ranks.barrier()
     there = names(trainer)

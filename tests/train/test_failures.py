@@ -14,6 +14,7 @@ from sage_grpo.runs.history import read_run
 from sage_grpo.tools.report import troubles
 from sage_grpo.train import saving
 from sage_grpo.train.guards import Preempted, TrainingError
+from sage_grpo.train.validation import decoded
 
 
 class Broken(ShapesReward):
@@ -94,7 +95,7 @@ class SecondFails(Ranks):
     def gather(self, values):
         return torch.cat([values, values.index_fill(0, torch.tensor([0]), math.nan)])
 
-    def texts(self, mine):
+    def each(self, mine):
         return [mine, "shapes: OSError: gone"]
 
 
@@ -113,8 +114,8 @@ class SecondMeasures(Ranks):
     def gather(self, values):
         return torch.cat([values, torch.full_like(values, 0.5)])
 
-    def texts(self, mine):
-        return [mine, "match distance"]
+    def each(self, mine):
+        return [mine, ["match", "distance"]]
 
 
 def test_a_rank_without_clips_takes_part_in_measuring_gold(make):
@@ -198,7 +199,7 @@ def test_an_error_of_the_decoder_is_no_broken_clip(make):
     with pytest.raises(ValueError, match="no kernel"):
         trainer.decode(batch)
     with pytest.raises(ValueError, match="no kernel"):
-        trainer._decode([batch[0].latents[:1]])
+        decoded(trainer.backbone, [batch[0].latents[:1]])
     with pytest.raises(ValueError, match="no kernel"):
         trainer.validation.sample(trainer.validation.prompts[0])
 
@@ -211,7 +212,7 @@ def test_gradients_that_are_not_finite_never_reach_the_weights(make):
     with pytest.raises(TrainingError, match="not finite 6 times in a row"):
         trainer.train()
     assert all(torch.equal(before[name], p) for name, p in trainer.optimization.parameters.items())
-    assert trainer.optimization.updates == 0 and trainer.vote.skipped == 6
+    assert trainer.optimization.updates == 0 and trainer.optimization.skipped == 6
 
 
 def test_one_gradient_that_is_not_finite_costs_one_update(make):
@@ -224,7 +225,7 @@ def test_one_gradient_that_is_not_finite_costs_one_update(make):
 
     next(iter(trainer.optimization.parameters.values())).register_hook(break_second_iteration)
     trainer.train()
-    assert set(calls) == {0, 1, 2} and trainer.vote.in_a_row == 0
+    assert set(calls) == {0, 1, 2} and trainer.optimization.skipped_in_a_row == 0
     assert [(line["updates"], line["policy/skipped_updates"]) for line in lines(trainer)] == [(1, 0), (1, 1), (2, 1)]
     assert all(p.isfinite().all() for p in trainer.optimization.parameters.values())
 

@@ -1,5 +1,6 @@
 """Guards in isolation: votes, signals, hangs, status; and on two ranks, one of which fails."""
 
+import dataclasses
 import errno
 import json
 import math
@@ -9,6 +10,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,11 +20,12 @@ from sage_grpo.config import Config
 from sage_grpo.flags import from_values
 from sage_grpo.parallel.fsdp import local_shard
 from sage_grpo.parallel.ranks import Ranks
-from sage_grpo.rewards.composite import Scores
+from sage_grpo.rewards.base import Scores
 from sage_grpo.runs.folder import RunFolder
 from sage_grpo.train import guards, saving
 from sage_grpo.train.build import build_trainer
-from sage_grpo.train.guards import Guards, Preempted, StepVote, TrainingError, check_rewards
+from sage_grpo.train.guards import Guards, Preempted, TrainingError
+from sage_grpo.train.optimization import Optimization
 from tests.dist import CONTEXT, run_ranks
 
 
@@ -31,20 +34,27 @@ def alone(folder, timeout=600.0):
     return Guards(ranks, RunFolder(Config(output_dir=str(folder), overwrite=True), ranks), timeout)
 
 
+def skipped(optimization):
+    return optimization.skipped, optimization.skipped_in_a_row
+
+
 def test_a_step_is_taken_if_it_is_finite_and_teaches_something():
-    vote = StepVote()
-    assert vote.should_step(1.0, True) and vote == StepVote(0, 0)
-    assert not vote.should_step(1.0, False) and vote == StepVote(1, 0)
+    update = Optimization(None, {}, Config())
+    assert update.should_step(1.0, True) and skipped(update) == (0, 0)
+    assert not update.should_step(1.0, False) and skipped(update) == (1, 0)
     for bad in (math.nan, math.inf):
-        assert not vote.should_step(bad, True)
-    assert vote == StepVote(3, 2) and vote.should_step(0.0, True) and vote == StepVote(3, 0)
+        assert not update.should_step(bad, True)
+    assert skipped(update) == (3, 2) and update.should_step(0.0, True) and skipped(update) == (3, 0)
 
 
-def test_rewards_may_fail_up_to_the_limit():
+def test_rewards_may_fail_up_to_the_limit(make):
     scores = Scores(torch.tensor([1.0, math.nan, 2.0, math.inf]).double(), {}, ["shapes: gone"])
-    check_rewards(scores, 0.5, 3)
+    trainer = make(max_reward_failures=0.5)
+    trainer.reward, trainer.step = SimpleNamespace(score=lambda *_: scores), 2
+    assert torch.equal(trainer.score([], []).total.isfinite(), torch.tensor([True, False, True, False]))
+    trainer.config = dataclasses.replace(trainer.config, max_reward_failures=0.25)
     with pytest.raises(TrainingError, match=r"iteration 3: 50% .* max_reward_failures \(25%\); .* was: shapes: gone"):
-        check_rewards(scores, 0.25, 3)
+        trainer.score([], [])
 
 
 @pytest.mark.parametrize("number", guards.SIGNALS)
@@ -249,7 +259,8 @@ def train_with_nan(ranks, values, where, always):
         trainer.train()
     except TrainingError as error:
         end = str(error)
-    return end, states, trainer.vote, all(p.isfinite().all() for p in trainer.optimization.parameters.values())
+    finite = all(p.isfinite().all() for p in trainer.optimization.parameters.values())
+    return end, states, skipped(trainer.optimization), finite
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient", "log_prob"])
@@ -258,15 +269,15 @@ def test_nan_on_one_rank_costs_all_of_them_one_step_and_no_weight(flags, where):
     for end, states, vote, finite in run_ranks(2, train_with_nan, values, where, False):
         assert end == "" and finite
         if where == "log_prob":  # a broken path leaves its group; the others teach
-            assert states == [False, False, False] and vote == StepVote(0, 0)
+            assert states == [False, False, False] and vote == (0, 0)
         else:
-            assert states == [False, True, False] and vote == StepVote(1, 0)
+            assert states == [False, True, False] and vote == (1, 0)
 
 
 def test_nan_again_and_again_stops_all_ranks_naming_prompt_and_seed(flags):
     values = flags | {"num_generations": 2, "max_steps": 20, "use_lora": True}
     (end, states, vote, finite), (other_end, *_) = run_ranks(2, train_with_nan, values, "loss", True)
-    assert end == other_end and finite and states == [False] + 5 * [True] and vote == StepVote(6, 6)
+    assert end == other_end and finite and states == [False] + 5 * [True] and vote == (6, 6)
     prompts = "|".join(Path(flags["train_prompts"]).read_text().splitlines())
     words = rf"6 times in a row, at last in iteration 7 at '({prompts})', clip \d with seed 42: lower learning_rate"
     assert re.search(words, end)

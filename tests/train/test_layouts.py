@@ -7,8 +7,7 @@ from torch.distributed.fsdp import FSDPModule
 from sage_grpo.flags import from_values
 from sage_grpo.parallel.fsdp import local_shard, rows
 from sage_grpo.train import build
-from sage_grpo.train.rollout import prompt_positions
-from sage_grpo.train.windows import parse_windows
+from sage_grpo.train.rollout import parse_windows, prompt_positions
 from tests.dist import run_ranks
 from tests.train.iterations import in_fp64, next_gradients
 

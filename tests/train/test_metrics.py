@@ -16,14 +16,14 @@ class Other(Ranks):
     def sum(self, values):
         return 2 * values
 
-    def max(self, values):
-        return values.clamp(min=0.01)
+    def gather(self, values):
+        return torch.cat([values, torch.full_like(values, 0.01)])
 
 
 def filled() -> UpdateStats:
     """Three pairs: two at step 0, one at step 2 of 3."""
     steps, values = torch.tensor([0, 2, 0]), torch.tensor([1.0, 5.0, 3.0])
-    stats = UpdateStats.empty(3, torch.device("cpu"))
+    stats = UpdateStats(3, torch.device("cpu"))
     columns = {name: values * (i + 1) for i, name in enumerate(SUMS[1:])}
     stats.add(steps, columns | policy_columns(torch.tensor([0.5, 0.0, -0.1]).double(), values, 0.2))
     return stats
@@ -40,7 +40,9 @@ def test_means_are_over_pairs_and_by_step():
 
 
 def test_parts_and_ranks_add_up_but_the_largest_deviation_stays_the_largest():
-    once, twice, over = filled(), filled() + filled(), filled().over(Other(0, 2, torch.device("cpu")))
+    once, twice, over = filled(), filled(), filled()
+    twice += filled()
+    over.sum_over(Other(0, 2, torch.device("cpu")))
     for more in (twice, over):
         assert more.record()["per_step"]["count"] == [4, 0, 2]
         assert more.mean("loss") == pytest.approx(once.mean("loss"))
@@ -52,7 +54,7 @@ def ratios(pairs: slice = slice(None)) -> UpdateStats:
     """Five pairs at steps 0 and 2 of 4, of which some are clipped."""
     log_ratio = torch.tensor([1.0, 1.2, 0.8, 1.05, 0.7], dtype=torch.float64).log()[pairs]
     columns = policy_columns(log_ratio, torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0])[pairs], clip_range=0.1)
-    stats = UpdateStats.empty(4, torch.device("cpu"))
+    stats = UpdateStats(4, torch.device("cpu"))
     stats.add(torch.tensor([0, 0, 2, 2, 2])[pairs], dict.fromkeys(SUMS, torch.zeros_like(log_ratio)) | columns)
     return stats
 
@@ -75,12 +77,13 @@ def test_policy_metrics_by_hand():
 
 
 def test_policy_metrics_of_parts_add_up():
-    total, whole = ratios(slice(0, 3)) + ratios(slice(3, 5)), ratios()
+    total, whole = ratios(slice(0, 3)), ratios()
+    total += ratios(slice(3, 5))
     torch.testing.assert_close(total.sums, whole.sums)
     assert torch.equal(total.max_deviation, whole.max_deviation)
 
 
 def test_metrics_of_nothing_are_not_numbers():
-    for stats in (ratios(slice(0)), UpdateStats.empty(3, torch.device("cpu"))):
+    for stats in (ratios(slice(0)), UpdateStats(3, torch.device("cpu"))):
         record = stats.record()
         assert all(math.isnan(record[f"policy/{name}"]) for name in (*POLICY, "loss", "ratio_max_deviation"))

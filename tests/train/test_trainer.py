@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from sage_grpo.algo.sde import SDES
 from sage_grpo.models.backbone import Guidance
 from sage_grpo.parallel.fsdp import copy_into
-from sage_grpo.rewards.composite import Scores
+from sage_grpo.rewards.base import Scores
 from sage_grpo.train import checkpoint
 from sage_grpo.train.guards import TrainingError
 from sage_grpo.train.metrics import reward_record

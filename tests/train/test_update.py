@@ -146,7 +146,7 @@ def test_a_broken_path_leaves_the_others_gradients_alone(make):
 def measured(trainer, schedule, trajectory, num_pairs, coef=0.5):
     """The statistics of the first step of a trajectory's two clips."""
     goal = Objective(trainer.backbone, trainer.guidance, schedule, trainer.config, coef, num_pairs)
-    stats = UpdateStats.empty(3, torch.device("cpu"))
+    stats = UpdateStats(3, torch.device("cpu"))
     goal.backward(trajectory, torch.tensor([0, 0]), torch.tensor([0.5, -1.0]), stats)
     trainer.optimization.zero_grad()
     return stats

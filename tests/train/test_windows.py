@@ -9,7 +9,7 @@ from sage_grpo.algo.equalizer import equalizer
 from sage_grpo.algo.sde import build_schedule, flow_sigmas
 from sage_grpo.models.backbone import Backbone
 from sage_grpo.models.sample import integrate
-from sage_grpo.train.windows import parse_windows
+from sage_grpo.train.rollout import parse_windows
 
 ALL = torch.ones(5, dtype=torch.bool)
 
