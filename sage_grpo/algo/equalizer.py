@@ -25,6 +25,9 @@ def equalizer(schedule: Schedule, enabled: bool = True, ratio_norm: bool = False
     The median is over all stochastic steps of the schedule or window, whichever of them a rollout trains, so S_t is
     constant over the run. S_t = 0 at deterministic steps; if not `enabled`, 1 elsewhere.
     """
-    trained, scale = schedule.stochastic, gradient_scale(schedule, ratio_norm)
+    trained = schedule.stochastic
+    if not trained.any():
+        raise ValueError("the schedule has no stochastic step to train: choose an sde_type other than ode, or eta > 0")
+    scale = gradient_scale(schedule, ratio_norm)
     balanced = scale[trained].median() / (scale + eps) if enabled else torch.ones_like(scale)
     return torch.where(trained, balanced, 0.0)

@@ -35,6 +35,10 @@ def group_advantages(
     """
     if advantage_std not in ADVANTAGE_STDS:
         raise ValueError(f"advantage_std is {advantage_std!r}; choose one of {', '.join(ADVANTAGE_STDS)}")
+    if rewards.ndim != 1 or groups.shape != rewards.shape:
+        raise ValueError(f"rewards {tuple(rewards.shape)} and groups {tuple(groups.shape)} must be two equal lists")
+    if not rewards.is_floating_point():
+        raise ValueError(f"rewards are {rewards.dtype}; pass floating-point numbers, advantages are fractions")
     names, group_of = torch.unique(groups, return_inverse=True)
     finite = rewards.isfinite()
     r, home = rewards[finite].double(), group_of[finite]  # finite rewards and their groups

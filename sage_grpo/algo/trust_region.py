@@ -35,6 +35,10 @@ def trust_region(
 ) -> TrustRegion:
     """The strategy selected by the flags: no, fixed, step-wise, moving, dual moving or dual fixed KL."""
     position, velocity = dual_kl_moving_weight, dual_kl_step_weight * use_dual_kl
+    weights = {"kl_weight": kl_weight, "dual_kl_moving_weight": position, "dual_kl_step_weight": velocity}
+    for name, value in weights.items():
+        if not value >= 0:
+            raise ValueError(f"{name} is {value}; a weight of the KL must be at least 0")
     if kl_weight == 0:
         return TrustRegion(None, 0.0, 0.0)
     if position == velocity == 0:
@@ -83,6 +87,10 @@ class KLController:
                 raise ValueError(
                     f"{name} is {value}; it must lie between 0 and kl_weight, the maximum ({self.kl_weight})"
                 )
+        if not self.kl_target > 0:
+            raise ValueError(f"kl_target is {self.kl_target}; it must be positive")
+        if self.kl_warmup_steps < 0:
+            raise ValueError(f"kl_warmup_steps is {self.kl_warmup_steps}; it must be at least 0")
         self.step, self.coef = 0, self._warmed_up(0)
         self.recent: deque[float] = deque(maxlen=10)
 

@@ -56,3 +56,8 @@ def test_disabled_is_one_where_trained():
     schedule = build_schedule("precise", flow_sigmas(20, 5.0), 0.5)
     factors = equalizer(schedule, enabled=False)
     assert torch.equal(factors, schedule.stochastic.float()) and factors[-1] == 0
+
+
+def test_nothing_to_train_is_refused():
+    with pytest.raises(ValueError, match="no stochastic step"):
+        equalizer(build_schedule("ode", flow_sigmas(20, 5.0), 0.5))

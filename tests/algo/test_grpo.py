@@ -89,6 +89,10 @@ def test_groups_split_over_ranks():
 def test_bad_arguments_are_refused():
     with pytest.raises(ValueError, match="advantage_std is 'prompt'"):
         advantages([1.0, 2.0], [0, 0], advantage_std="prompt")
+    with pytest.raises(ValueError, match="two equal lists"):
+        advantages([1.0, 2.0], [0])
+    with pytest.raises(ValueError, match=r"rewards are torch\.int64"):
+        group_advantages(torch.tensor([1, 2, 5]), torch.tensor([0, 0, 0]))
 
 
 def per_score(scores, weights, groups, adv_clip_max=5.0):

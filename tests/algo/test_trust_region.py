@@ -37,6 +37,8 @@ def test_flags_name_the_strategy(flags, expected):
 def test_contradictory_weights_are_refused():
     with pytest.raises(ValueError, match="both KL terms weigh 0"):
         trust_region(1e-5, True, False, 0.0, 0.1)
+    with pytest.raises(ValueError, match=r"dual_kl_step_weight is -0\.1"):
+        trust_region(1e-5, True, True, 1.0, -0.1)
 
 
 def test_a_step_on_the_kl_pulls_towards_the_anchor():
@@ -149,6 +151,8 @@ def test_state_survives_json_exactly():
         ({"kl_feedback": "pid"}, "kl_feedback is 'pid'"),
         ({"kl_coef": 1e-4}, "kl_coef is 0.0001; it must lie between 0 and kl_weight"),
         ({"kl_min_coef": 1e-4}, "kl_min_coef is 0.0001"),
+        ({"kl_target": 0.0}, "kl_target is 0.0"),
+        ({"kl_warmup_steps": -1}, "kl_warmup_steps is -1"),
     ],
 )
 def test_bad_settings_are_refused(arguments, message):
