@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -244,9 +244,40 @@ FAULTS = {
     "every fifth gradient is not finite": Fault("not finite", inject=no_gradient),
     "reward slows down": Fault("slow", inject=rescored(delayed)),
 }
+HASTY = {"max_steps": 10, "num_validation_prompts": 8}  # what shows in every iteration needs no long run
 EMBEDDED = {
     "1 prompt x 4 clips per update": Fault("too few clips", {"batch_size": 4, "num_generations": 4}),
     "KL weight 3000, fixed anchor": FAULTS["KL weight 3000, fixed anchor"],
+    "reward depends on the prompt only": replace(FAULTS["reward depends on the prompt only"], flags=HASTY),
+    "reward with noise ten times its spread": Fault(
+        "noisy reward", HASTY, rescored(lambda v, *_: v + 5 * torch.randn(v.shape, generator=CHANCE), True)
+    ),
+    "eta 0.005": Fault("too little exploration", HASTY | {"eta": 0.005}),
+    "eta 4": Fault("too much exploration", HASTY | {"eta": 4.0}),
+    "noise in the last step": Fault("noise in the clips", HASTY | {"sde_window": "all", "eta": 2.0}),
+    "learning rate x 50": Fault("learning rate too high", {"learning_rate": 0.025}),
+    "learning rate / 10,000": Fault("learning rate too low", {"learning_rate": 5e-8}),
+    "KL weight 1e-5, learning rate x 10": Fault("KL without effect", {"kl_weight": 1e-5, "learning_rate": 5e-3}),
+    "clip range 1e-8, 3 updates per rollout": Fault("clipped", HASTY | {"clip_range": 1e-8, "updates_per_rollout": 3}),
+    "equalizer off": Fault("one step dominates", HASTY | {"use_grad_balancing": False, "num_sampling_steps": 12}),
+    "weights of one rank differ": Fault("ranks differ", HASTY, lone_weights, ranks=2),
+    "prompts of one rank differ": Fault("ranks differ", HASTY, lone_prompts, ranks=2),
+    "anchor of another model": Fault("wrong anchor", HASTY, foreign_anchor),
+    "anchor is never refreshed": Fault("wrong anchor", HASTY, never_refreshed),
+    "anchor counts refreshes, copies nothing": Fault("wrong anchor", HASTY, never_copied),
+    "a fifth of the reward calls fails": Fault(
+        "rewards fail", HASTY | {"max_reward_failures": 1.0}, rescored(unavailable)
+    ),
+    "a seventh of the rewards is 0 instead of failed": Fault("rewards repeat", {"max_steps": 18}, rescored(constant)),
+    "averaged weights, decay 0.9999": Fault(
+        "validation unlike training", {"ema_decay": 0.9999, "learning_rate": 2e-3, "max_steps": 40}
+    ),
+    "training runs other arithmetic": Fault("first ratio", HASTY, other_arithmetic),
+    "adam_eps 1": Fault("gradient below eps", HASTY | {"adam_eps": 1.0}),
+    "bf16 master weights, learning rate 1e-5": Fault(
+        "weights too coarse", HASTY | {"enable_fsdp": True, "master_weight_type": "bf16", "learning_rate": 1e-5}
+    ),
+    "every fifth gradient is not finite": Fault("not finite", HASTY, no_gradient),
 }
 BY_WORLD = {"small": FAULTS, "embedded": EMBEDDED}
 
@@ -265,9 +296,9 @@ def train(output: Path, world: str, name: str) -> None:
     if world == "small":
         model = output / "model"
         values |= {"pretrained_model_root": str(model), "validation_prompts": str(model / "prompts_valid.csv")}
-        values["batch_size"] //= fault.ranks
     else:
         values["prompt_cache"] = str(output / "prompts")
+    values["batch_size"] //= fault.ranks
     if name.startswith(HEALTHY):
         values["seed"] = int(name.split("-")[1])
     config = from_values(values)

@@ -64,6 +64,7 @@ class Case:
         self.pairs = pair_clips(*(kept[step] for step in (ends[0], ends[-1]))) if len(ends) > 1 else []
         self.validated = interval(new.reward - old.reward for old, new in self.pairs)
         self.trained, self.gap, self.pull = self.slope(), self.gap_to_validation(), self.kl_pull()
+        self.drift = math.sqrt(2 * self.most("kl/anchor"))  # of the velocity, in units of the exploration noise
         by_validation = math.isfinite(self.validated.half)
         self.progress = self.validated if by_validation else self.trained
         # a change that is small against the spread within groups, even if it went on until the end, is none
@@ -201,15 +202,14 @@ def update_rules(case: Case) -> Iterator[Rule]:
     yield "clipped on one side", updates > 1 and one_sided and low + high > 0.2, values
     yield "clipped", updates > 1 and not one_sided and low + high > 0.4, values
     hacked = any(line.get("holdout/diverged") for line in case.run.validations)
-    yield "KL too strong", case.pull > 3, {"pull": case.pull}
+    yield "KL too strong", case.pull > 3 and not case.drift > 0.5, {"pull": case.pull}
     yield "KL without effect", (case.direction == -1 or hacked) and case.pull < 0.03, {"pull": case.pull}
 
 
 def progress_rules(case: Case) -> Iterator[Rule]:
     c, updates = case.config, case.most("updates")
-    drift = math.sqrt(2 * case.most("kl/anchor"))  # of the velocity, in units of the exploration noise
-    values = {"change": case.progress.mean, "half": case.progress.half, "drift": drift}
-    yield "learning rate too high", case.direction == -1 or drift > 0.5, values
+    values = {"change": case.progress.mean, "half": case.progress.half, "drift": case.drift}
+    yield "learning rate too high", case.direction == -1 or case.drift > 0.5, values
     # how far the policy would get until the end in one direction: by its KL, and by the rewards of validation clips
     planned = c.max_steps * c.updates_per_rollout / c.gradient_accumulation_steps
     paces = np.sqrt(2 * column(case.run.train, "kl/anchor"))
