@@ -58,15 +58,19 @@ class Ranks:
         return found
 
     def gather(self, values: Tensor) -> Tensor:
-        """Tensors (N, ...) from all data-parallel ranks, joined in their order: (count * N, ...)."""
-        return torch.cat(self._objects(values.cpu(), self._dp, self.count)).to(values.device)
+        """Tensors (N, ...) on the CPU from all data-parallel ranks, joined in their order: (count * N, ...)."""
+        return torch.cat(self._objects(values, self._dp, self.count))
 
-    def sum(self, values: Tensor) -> Tensor:
+    def max(self, values: Tensor) -> Tensor:
+        """Maximum over data-parallel ranks."""
+        return self.sum(values, dist.ReduceOp.MAX)
+
+    def sum(self, values: Tensor, how: dist.ReduceOp = dist.ReduceOp.SUM) -> Tensor:
         """Sum over data-parallel ranks; the argument is not modified."""
         if self.count == 1:
             return values
         total = values.to(self.device, copy=True)
-        dist.all_reduce(total, group=self._dp)
+        dist.all_reduce(total, how, self._dp)
         return total.to(values.device)
 
     def each(self, mine: T) -> list[T]:

@@ -95,7 +95,7 @@ class SecondFails(Ranks):
     def gather(self, values):
         return torch.cat([values, values.index_fill(0, torch.tensor([0]), math.nan)])
 
-    def each(self, mine):
+    def texts(self, mine):
         return [mine, "shapes: OSError: gone"]
 
 
@@ -114,8 +114,8 @@ class SecondMeasures(Ranks):
     def gather(self, values):
         return torch.cat([values, torch.full_like(values, 0.5)])
 
-    def each(self, mine):
-        return [mine, ["match", "distance"]]
+    def texts(self, mine):
+        return [mine, "match distance"]
 
 
 def test_a_rank_without_clips_takes_part_in_measuring_gold(make):
