@@ -58,8 +58,13 @@ class Ranks:
         return found
 
     def gather(self, values: Tensor) -> Tensor:
-        """Tensors (N, ...) on the CPU from all data-parallel ranks, joined in their order: (count * N, ...)."""
-        return torch.cat(self._objects(values, self._dp, self.count))
+        """Tensors (N, ...) of equal shape from all data-parallel ranks, joined in their order: (count * N, ...)."""
+        if self.count == 1:
+            return values
+        home = values.to(self.device)
+        parts = [torch.empty_like(home) for _ in range(self.count)]
+        dist.all_gather(parts, home.contiguous(), self._dp)
+        return torch.cat(parts).to(values.device)
 
     def max(self, values: Tensor) -> Tensor:
         """Maximum over data-parallel ranks."""
@@ -73,8 +78,8 @@ class Ranks:
         dist.all_reduce(total, how, self._dp)
         return total.to(values.device)
 
-    def each(self, mine: T) -> list[T]:
-        """One object from every data-parallel rank."""
+    def texts(self, mine: str) -> list[str]:
+        """One text from every data-parallel rank."""
         return self._objects(mine, self._dp, self.count)
 
     def from_leader(self, call: Callable[[], T]) -> T:
@@ -112,7 +117,11 @@ class Ranks:
 
     def any(self, mine: bool) -> bool:
         """Whether `mine` is true on any rank."""
-        return any(self._objects(mine, None, self.world))
+        if self.world == 1:
+            return mine
+        flag = torch.tensor(int(mine), device=self.device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag)
 
     def log_once(self, text: str) -> None:
         """Print a note for the operator, on one rank only."""

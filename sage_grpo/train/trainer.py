@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +174,7 @@ class Trainer:
         named = {name: self.ranks.gather(values) for name, values in mine.named.items()}
         scores = Scores(self.ranks.gather(mine.total), named, weights=mine.weights)
         if not scores.total.isfinite().all():  # gathered scores, so all ranks take this branch or none does
-            errors = [text for text in self.ranks.each("".join(mine.errors[:1])) if text]
+            errors = [text for text in self.ranks.texts("".join(mine.errors[:1])) if text]
             scores.errors = errors or ["a clip could not be decoded, its numbers are not finite"]
         failed, limit = (~scores.total.isfinite()).double().mean().item(), self.config.max_reward_failures
         if failed > limit:
@@ -188,7 +187,7 @@ class Trainer:
         if not self.logged(self.step + 1):
             return {}
         columns = self.ranks.from_leader(lambda: gold_columns(self.gold, clips, self.texts(batch)))
-        names = dict.fromkeys(chain(*self.ranks.each(list(columns))))
+        names = dict.fromkeys(name for text in self.ranks.texts(" ".join(columns)) for name in text.split())
         missing = torch.full((len(clips),), math.nan, dtype=torch.float64)  # for a rank that has no clip to measure
         found = {name: self.ranks.gather(columns.get(name, missing)) for name in names}
         return {f"gold/{name}": values.nanmean().item() for name, values in found.items()}
@@ -280,7 +279,7 @@ class Trainer:
         """The first clip of this optimizer step whose loss or gradient is not finite, on any rank."""
         clips = (one[i] for one, finite in self.finite for i in (~finite).nonzero().flatten().tolist())
         mine = next((f"{self.prompts[prompt].text!r}, clip {sample}" for prompt, sample in clips), "")
-        return next((text for text in self.ranks.each(mine) if text), "the parameters")
+        return next((text for text in self.ranks.texts(mine) if text), "the parameters")
 
     def finish_iteration(self) -> None:
         """Called between iterations: refresh the anchor; validate and save when due and at the end."""
@@ -309,7 +308,7 @@ class Trainer:
         watch, folder = Stopwatch(self.ranks.device, self.enter), self.run.validation_folder(self.step)
         with watch.phase("validation"), self.optimization.averaged():
             record = self.validation.run(folder, self.safe_point, self.gathered)
-        hacked = self.ranks.from_leader(lambda: "".join(self.ranks.each(self.run.divergence(self.step))))
+        hacked = self.ranks.from_leader(lambda: "".join(self.ranks.texts(self.run.divergence(self.step))))
         record |= {"holdout/diverged": int(bool(hacked))} if self.config.holdout_reward else {}
         self.run.log_validation(self.step, record | watch.record())
         if self.config.stop_on_hacking and hacked:

@@ -1,11 +1,11 @@
 """Validation: held-out prompts sampled with the ODE from fixed seeds, scored, and saved as clips."""
 
+import json
 import math
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,8 @@ class Validation:
         records = self.ranks.from_leader(lambda: self.judge(clips, mine))
         kept = {self.file(prompt) for prompt in self.prompts[: self.config.validation_videos]}
         self._keep(lambda: write_videos(folder, clips, records, kept, self.config.fps))
-        everything = sorted(chain(*self.ranks.each(records)), key=lambda record: record["file"])
+        shared = self.ranks.texts(json.dumps(records, ensure_ascii=False, allow_nan=False))
+        everything = sorted((r for text in shared for r in json.loads(text)), key=lambda record: record["file"])
         if self.ranks.first:
             self._keep(lambda: write_listing(folder, everything))
             self._keep(lambda: write_sheet(folder, clips, records))

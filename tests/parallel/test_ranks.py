@@ -26,7 +26,7 @@ def talk(ranks):
         "sum": ranks.sum(own).tolist(),
         "max": ranks.max(own).tolist(),
         "own": own.tolist(),
-        "texts": ranks.each(f"group {ranks.rank}"),
+        "texts": ranks.texts(f"group {ranks.rank}"),
         "leader": ranks.from_leader(lambda: f"leader {ranks.rank}, {ranks.sp_rank}"),
         "error": error,
         "shared": ranks.shared([1, 2, 3], lambda items: [(ranks.sp_rank, 10 * item) for item in items]),
