@@ -66,7 +66,7 @@ class Validation:
         with gathered():
             latents = [self.latents(prompt, between) for prompt in bar]
         clips = [self.decode(x, between) for x in latents][: len(mine)]
-        records = self.ranks.from_leader(lambda: self.judge(clips, mine))
+        records = self.ranks.from_leader(lambda: self.judge(clips, mine, RESCORED))
         kept = {self.file(prompt) for prompt in self.prompts[: self.config.validation_videos]}
         self._keep(lambda: write_videos(folder, clips, records, kept, self.config.fps))
         shared = self.ranks.texts(json.dumps(records, ensure_ascii=False, allow_nan=False))
@@ -107,11 +107,16 @@ class Validation:
     def file(self, prompt: Request) -> str:
         return f"{prompt.name}-{self.seed(prompt)}.mp4"
 
-    def judge(self, clips: Sequence[Tensor | None], prompts: Sequence[Request]) -> list[dict[str, Any]]:
-        """One record per clip: file, prompt, seed and scores, plus the reward's error if it failed."""
+    def judge(
+        self, clips: Sequence[Tensor | None], prompts: Sequence[Request], twice: int = 0
+    ) -> list[dict[str, Any]]:
+        """One record per clip: file, prompt, seed and scores, plus the reward's error if it failed.
+
+        twice: clips that are scored again, in another order: a reward may depend on chance or on its batch.
+        """
         texts = [prompt.text for prompt in prompts]
         scores = self.reward.score(clips, texts, self.config.fps)
-        few = slice(min(RESCORED, len(clips)))  # again, in another order: a reward may depend on chance or on its batch
+        few = slice(min(twice, len(clips)))
         again = self.reward.score(clips[few][::-1], texts[few][::-1], self.config.fps).total.flip(0).tolist()
         columns = {
             "scores": scores.named | {"total": scores.total},
