@@ -107,9 +107,7 @@ class Validation:
     def file(self, prompt: Request) -> str:
         return f"{prompt.name}-{self.seed(prompt)}.mp4"
 
-    def judge(
-        self, clips: Sequence[Tensor | None], prompts: Sequence[Request], twice: int = 0
-    ) -> list[dict[str, Any]]:
+    def judge(self, clips: Sequence[Tensor | None], prompts: Sequence[Request], twice: int = 0) -> list[dict[str, Any]]:
         """One record per clip: file, prompt, seed and scores, plus the reward's error if it failed.
 
         twice: clips that are scored again, in another order: a reward may depend on chance or on its batch.
