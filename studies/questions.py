@@ -34,6 +34,7 @@ class Study:
     question: str
     arms: Mapping[str, Flags]
     seeds: int = 3
+    first_seed: int = 1
     flags: Flags = field(default_factory=dict)
     against: Mapping[str, str] = field(default_factory=dict)
 
@@ -297,7 +298,7 @@ class StudyPlan:
         self.keys: dict[tuple[str, str, int], str] = {}  # (study, arm, seed) -> digest
         for name, study in studies.items():  # all, even if not requested: the first study owns a shared run
             for seed, (arm, flags) in itertools.product(
-                range(1, min(seeds or study.seeds, study.seeds) + 1), study.arms.items()
+                range(study.first_seed, study.first_seed + min(seeds or study.seeds, study.seeds)), study.arms.items()
             ):
                 config = from_values(base, study.flags, flags, {"seed": seed})
                 key = digest(identity(config))

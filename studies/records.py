@@ -32,7 +32,7 @@ from studies.questions import ROOT, StudyRun, digest, identity, updated
 CURVES = (
     "reward/total", "reward/VQ", "reward/MQ", "reward/TA", "reward/group_std", "gold/match", "gold/distance",
     "kl/anchor", "kl/rollout", "kl/coef", "policy/grad_norm", "policy/clip_low", "policy/clip_high",
-    "policy/skipped_updates",
+    "policy/skipped_updates", "signal/variety",
 )  # fmt: skip
 VALIDATED = (
     "reward/total",

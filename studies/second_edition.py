@@ -1,0 +1,212 @@
+"""The second edition of the studies: the paper's regime, and which method gives the most per unit of compute.
+
+    python -m studies.second_edition --page                                    writes studies/registration.md
+    python -m studies.second_edition --list                                    studies, runs, core-minutes
+    python -m studies.second_edition --studies rates --jobs 16 --budget_minutes 9
+    python -m studies.second_edition --choose                                  learning rates, from the runs of `rates`
+    python -m studies.second_edition --studies head_to_head --jobs 16 --budget_minutes 9
+
+All other flags are those of studies.ablate. What is asked, measured and decided is registered before the runs:
+studies/registration.md is committed, and a test compares it with this file. Runs vary configs/tiny_gpu.yaml.
+
+A unit is one forward of one clip at full size. Every arm of a comparison gets the same number of units, so cheap
+rollouts get more updates. Learning rates are searched with seeds that no result reports.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from sage_grpo.config import Config
+from sage_grpo.flags import from_values, yaml_mapping
+from sage_grpo.tools.plan import plan_of
+from sage_grpo.train.update import sampler_of
+from studies import ablate, records
+from studies.questions import OFF, PUBLISHED, ROOT, SETTING_A, Flags, Study
+
+RECIPE = ROOT / "configs" / "tiny_gpu.yaml"
+RESULTS, PAGE, CHOSEN = (ROOT / "studies" / name for name in ("second", "registration.md", "rates.json"))
+# units of a forward and backward with LoRA, of a decode and of a reward, as measured at full size (docs/efficiency.md)
+TRAINED, DECODED, REWARDED = 3.7, 3.8, 0.7
+RATES = (1e-4, 3e-4, 1e-3)
+SEARCH = {"seeds": 1, "first_seed": 101}
+SEEDS = 8
+BUDGET = 40  # updates of the published method, whose units every arm of the head-to-head may use
+SHARED: dict[str, Any] = {
+    "num_sampling_steps": 10, "validation_num_inference_steps": 10, "sde_window": "all_but_last", "num_generations": 8,
+    "batch_size": 128, "prompts_per_forward": 8, "save_interval": 20, "keep_checkpoints": 1, "validation_videos": 0,
+    "report_to": "none", "log_interval": 2,
+}  # fmt: skip
+RIVAL = {"tail_steps": 5, "timestep_fraction": 0.3}  # rollouts of 5 steps of second order, 3 trained noise levels
+CHEAP = {"same_init_noise": True, "tail_steps": 3}
+# of the other samplers, the eta whose noise has the sum of std^2 of sage at eta 0.7
+EQUAL_ENERGY = {"flow_grpo": 0.7498, "dance_grpo": 1.7656, "cps": 0.4927, "precise": 0.9226}
+METHODS: dict[str, Flags] = {
+    "published": PUBLISHED,
+    "sage, all but the last step": {},
+    "MixGRPO, sliding window of 2": {"sde_window": "slide_iteration:2"},
+    "flash, 2 steps per prompt": {"sde_window": "random:2"} | CHEAP,
+    "flash, 1 step per prompt": {"sde_window": "random:1"} | CHEAP,
+    **{name.partition("_")[0]: {"sde_type": name, "eta": eta} for name, eta in EQUAL_ENERGY.items()},
+    "awm": {"algorithm": "awm"} | RIVAL,
+    "nft": {"algorithm": "nft"} | RIVAL,
+}
+PROMPTS = (1, 2, 4, 8, 16, 32)
+CLIPS = 5120  # of every arm of the study of batches
+
+
+def config_of(*flags: Flags) -> Config:
+    return from_values(yaml_mapping(RECIPE.read_text(encoding="utf-8"), str(RECIPE)), SHARED, *flags)
+
+
+def units(config: Config) -> float:
+    """Units of one clip, in rollout, anchor and update, by the planner's counts; decode and reward included."""
+    plan = plan_of(replace(config, pretrained_model_root=str(ROOT / config.pretrained_model_root)), 1)
+    passes = plan.rollout_passes + plan.training_passes * (plan.anchored + TRAINED * config.updates_per_rollout)
+    return passes * plan.micro_batch / config.batch_size + DECODED + REWARDED
+
+
+def energy(config: Config) -> float:
+    """Noise that a rollout adds: the sum of std^2 over its exploring steps."""
+    plan = plan_of(replace(config, pretrained_model_root=str(ROOT / config.pretrained_model_root)), 1)
+    return float(sampler_of(plan.config).window(plan.windows.steps).std.square().sum())
+
+
+def lasting(steps: int) -> dict[str, int]:
+    """Flags for a run of this length: validated at the start, three times on the way, and at the end."""
+    return {"max_steps": steps, "validation_interval": max(1, math.ceil(steps / 4))}
+
+
+def affordable(flags: Flags, budget: float) -> dict[str, Any]:
+    """The flags of an arm, with as many iterations as the budget pays for, in units."""
+    config = config_of(flags)
+    return {**flags, **lasting(max(1, round(budget / (units(config) * config.batch_size))))}
+
+
+def rated(arms: Mapping[str, Flags]) -> dict[str, Flags]:
+    """Each arm at each rate of the search."""
+    return {f"{arm}, {rate:g}": {**flags, "learning_rate": rate} for arm, flags in arms.items() for rate in RATES}
+
+
+def chosen(arm: str) -> dict[str, float]:
+    """The learning rate of an arm, once the search has been made."""
+    found = json.loads(CHOSEN.read_text()) if CHOSEN.is_file() else {}
+    return {"learning_rate": found[arm]} if arm in found else {}
+
+
+def batches() -> dict[str, Flags]:
+    """Arms with other numbers of prompts per update, of 8 clips each, and as many clips in all."""
+    flags = {f"{count} prompts per update": {"batch_size": 8 * count} for count in PROMPTS}
+    return {arm: one | {"prompts_per_forward": 1} | lasting(CLIPS // one["batch_size"]) for arm, one in flags.items()}
+
+
+def studies() -> dict[str, Study]:
+    """In the order in which they are run."""
+    published = config_of(PUBLISHED)
+    budget = BUDGET * units(published) * published.batch_size
+    equal = {arm: affordable(flags, budget) for arm, flags in METHODS.items()}
+    claim = {"flags": SHARED | lasting(60), "seeds": SEEDS}
+    return {
+        "rates": Study("At which learning rate is each method at its best?", rated(equal), flags=SHARED, **SEARCH),
+        "head_to_head": Study(
+            "Which method gives the most per unit of compute?",
+            {arm: {**flags, **chosen(arm)} for arm, flags in equal.items()}, flags=SHARED, seeds=SEEDS,
+        ),
+        "batch_rates": Study(
+            "At which learning rate is each batch at its best?", rated(batches()), flags=SHARED, **SEARCH
+        ),
+        "batches": Study(
+            "How many prompts per update, at equal clips?",
+            {arm: {**flags, **chosen(arm)} for arm, flags in batches().items()},
+            flags=SHARED, seeds=SEEDS,
+        ),
+        "equalizer": Study("What does the gradient equalizer change (Figure 3)?", {"on": {}, "off": OFF}, **claim),
+        "settings": Study("Setting A or B (Table 2)?", {"B": {}, "A": SETTING_A}, **claim),
+    }  # fmt: skip
+
+
+def page() -> str:
+    """What is registered: every study with its arms, their length and their units."""
+    lines = [REGISTERED]
+    for name, study in studies().items():
+        lines += [f"## {name}", "", study.question, ""]
+        if study.first_seed != 1:
+            lines += [
+                f"{len(study.arms)} arms: those of the study below, each at every rate, seed {study.first_seed}.",
+                "",
+            ]
+            continue
+        lines += [f"Seeds 1 to {study.seeds}.", "", "| arm | flags | iterations | units |", "|---|---|---|---|"]
+        for arm, flags in study.arms.items():
+            config = config_of(study.flags, flags)
+            total = units(config) * config.batch_size * config.max_steps
+            own = [f"{name} {value}" for name, value in flags.items() if name not in LEFT_OUT]
+            lines.append(f"| {arm} | {', '.join(own) or 'the recipe'} | {config.max_steps} | {total / 1e3:.0f},000 |")
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+LEFT_OUT = ("max_steps", "validation_interval", "learning_rate")
+SETTINGS = ", ".join(f"`{name} {value}`" for name, value in SHARED.items())
+REGISTERED = f"""# Registration of the second edition
+
+`python -m studies.second_edition --page` writes this page, which is committed before the first run.
+
+**Runs** vary `configs/tiny_gpu.yaml` with {SETTINGS}.
+Unless an arm says otherwise, an update has 16 prompts x 8 clips. The reward is the one that learnt from pairs; held-out
+prompts are sampled by the ODE.
+
+**Measures**, per seed, of the last validation less the first: total reward (what is trained), gold match (what is
+wanted), distance to the manifold. Besides, the variety of the clips of a prompt at the end of training over that at its
+start (`signal/variety`).
+
+**Units.** A forward of one clip is 1, a forward and backward {TRAINED}, a decode {DECODED}, a reward {REWARDED}, as
+measured at full size. Every arm of the head-to-head gets what {BUDGET} updates of the published method cost.
+
+**Learning rates.** Each arm is run at {", ".join(f"{rate:g}" for rate in RATES)} with seed {SEARCH["first_seed"]},
+which no result reports. The rate with the highest last reward is taken, collapsed runs last. The paper's claims use the
+recipe's rate for all arms.
+
+**Decisions.** Arms are compared with the first of their study, by pairs of seeds. A difference is one if the 95 %
+interval of its mean over the 8 pairs excludes 0 and its p-value, corrected by Holm over the arms of the study, is below
+0.05; all else is undecided. A collapsed run (studies/records.py) has no last validation, and is counted. A method wins
+the head-to-head if it beats the published one in gold match, and none that also does has a higher match by the same
+rule. If a rival (awm, nft) wins, it is named the winner, and the recipes say when to take it.
+
+**Budget.** 90 updates of 8 prompts x 16 clips in 5 steps took 430 s on an H200 with eight runs side by side; by that,
+the studies below take about 30, 85, 20, 40, 20 and 10 minutes in this order. Runs are kept one by one.
+
+Not registered yet: KL strategies (Figure 8), which have to be compared at weights that reach the same KL.
+"""
+
+
+def choose(results: Path) -> dict[str, float]:
+    """The learning rate of each arm that the search has finished."""
+    found: dict[str, dict[float, float]] = {}
+    for study in ("rates", "batch_rates"):
+        for file in sorted(results.glob(f"{study}-*.json")):
+            record = records.read(file)
+            arm, rate = record["arm"].rpartition(", ")[0], record["config"]["learning_rate"]
+            reward = record["validation"]["reward/total"][-1]
+            found.setdefault(arm, {})[rate] = -math.inf if record["collapsed"] or reward is None else reward
+    return {arm: max(rates, key=lambda rate: rates[rate]) for arm, rates in found.items() if len(rates) == len(RATES)}
+
+
+def main(arguments: Sequence[str]) -> int:
+    if "--page" in arguments:
+        PAGE.write_text(page(), encoding="utf-8")
+        return 0
+    if "--choose" in arguments:
+        CHOSEN.write_text(json.dumps(choose(RESULTS), indent=1) + "\n")
+        return 0
+    places = {"--recipe": RECIPE, "--results": RESULTS, "--work": ROOT / "outputs" / "second"}
+    words = [word for flag, value in places.items() if flag not in arguments for word in (flag, str(value))]
+    return ablate.main([*arguments, *words], studies())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
