@@ -260,11 +260,11 @@ EMBEDDED = {
     "KL weight 1e-5, learning rate x 10": Fault("KL without effect", {"kl_weight": 1e-5, "learning_rate": 5e-3}),
     "clip range 1e-8, 3 updates per rollout": Fault("clipped", HASTY | {"clip_range": 1e-8, "updates_per_rollout": 3}),
     "equalizer off": Fault("one step dominates", HASTY | {"use_grad_balancing": False, "num_sampling_steps": 12}),
-    "weights of one rank differ": Fault("ranks differ", HASTY, lone_weights, ranks=2),
-    "prompts of one rank differ": Fault("ranks differ", HASTY, lone_prompts, ranks=2),
+    "weights of one rank differ": Fault("ranks differ", HASTY | {"batch_size": 16}, lone_weights, ranks=2),
+    "prompts of one rank differ": Fault("ranks differ", HASTY | {"batch_size": 16}, lone_prompts, ranks=2),
     "anchor of another model": Fault("wrong anchor", HASTY, foreign_anchor),
     "anchor is never refreshed": Fault("wrong anchor", HASTY, never_refreshed),
-    "anchor counts refreshes, copies nothing": Fault("wrong anchor", HASTY, never_copied),
+    "anchor counts refreshes, copies nothing": Fault("wrong anchor", {"update_ref_model_step": 2}, never_copied),
     "a fifth of the reward calls fails": Fault(
         "rewards fail", HASTY | {"max_reward_failures": 1.0}, rescored(unavailable)
     ),
