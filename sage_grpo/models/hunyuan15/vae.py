@@ -8,6 +8,8 @@ from diffusers import AutoencoderKLHunyuanVideo15
 from diffusers.models.autoencoders import autoencoder_kl_hunyuanvideo15 as stock
 from torch import Tensor
 
+HALVES = (torch.float16, torch.bfloat16)
+
 
 def causal_frame_mask(
     n_frame: int, n_hw: int, dtype: torch.dtype, device: torch.device, batch_size: int | None = None
@@ -32,9 +34,12 @@ def allow_batches(vae: AutoencoderKLHunyuanVideo15) -> AutoencoderKLHunyuanVideo
 def causal_convolution(layer: stock.HunyuanVideo15CausalConv3d, x: Tensor) -> Tensor:
     """The layer's forward as one 2-D convolution, in which each frame has the frames before it as further channels.
 
-    torch has fast 2-D convolutions for every CPU, but 3-D ones for x86_64 alone.
+    torch has fast 2-D convolutions for every CPU, but 3-D ones for x86_64 alone. In half precision the fast ones sum in
+    half precision too, and are not used.
     """
     padded, depth = F.pad(x, layer.time_causal_padding, mode=layer.pad_mode), layer.conv.kernel_size[0]
+    if x.dtype in HALVES:
+        return layer.conv(padded)
     frames = padded.transpose(1, 2)
     seen = torch.cat([frames[:, i : i + x.shape[2]] for i in range(depth)], dim=2).flatten(0, 1)
     found = F.conv2d(seen, layer.conv.weight.transpose(1, 2).flatten(1, 2), layer.conv.bias)
@@ -43,12 +48,14 @@ def causal_convolution(layer: stock.HunyuanVideo15CausalConv3d, x: Tensor) -> Te
 
 def normalize(layer: stock.HunyuanVideo15RMS_norm, x: Tensor) -> Tensor:
     """The layer's forward without torch's norm over a dimension that is not the last, which is slow on a CPU."""
+    if x.dtype in HALVES:
+        return type(layer).forward(layer, x)
     length = x.square().sum(1 if layer.channel_first else -1, keepdim=True).sqrt().clamp_min(1e-12)
     return x / length * layer.scale * layer.gamma + layer.bias
 
 
 def fast_on_cpu(vae: AutoencoderKLHunyuanVideo15) -> AutoencoderKLHunyuanVideo15:
-    """Replace the forward of all norms and causal convolutions; none of these has a stride. A CPU decodes in fp32."""
+    """Replace the forward of all norms and causal convolutions; none of these has a stride."""
     replaced = {stock.HunyuanVideo15CausalConv3d: causal_convolution, stock.HunyuanVideo15RMS_norm: normalize}
     for module in vae.modules():
         if type(module) in replaced:
