@@ -79,8 +79,8 @@ class Saves:
             return
         trainer.guards.note("save")
         self.begun = time.monotonic()
-        export = config.use_lora or step == config.max_steps
-        export = export or bool(config.export_interval and step % config.export_interval == 0)
+        due = bool(config.export_interval) and step % config.export_interval == 0
+        export = due or config.use_lora or step == config.max_steps
         if bad := [name for name in trainer.ranks.together(lambda: checkpoint.first_nonfinite(trainer)) if name]:
             raise self.diverged(f"step-{step:06d} was not written: {bad[0]} is not finite")
         copied = config.async_save and not trainer.ranks.any(not checkpoint.fits_in_memory(trainer))

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from sage_grpo.runs.card import FULL, LORA, model_card
+from sage_grpo.runs.card import model_card
 from sage_grpo.runs.history import column, read_run
 from tests.tools.fake_run import make_run, read_lines, write_lines
 
@@ -24,8 +24,8 @@ def folder(tmp_path_factory):
 def test_the_card_says_what_was_trained_from_what_for_what(folder, use_lora):
     recipe = {"pretrained_model_root": "ckpts/video", "use_lora": use_lora, "eta": 0.7}
     card = model_card(recipe, read_run(folder), **FACTS)["README.md"]
-    assert ("An adapter of video" in card, LORA in card) == (use_lora, use_lora)
-    assert ("All weights of video" in card, FULL in card) == (not use_lora, not use_lora)
+    assert ("An adapter of video" in card, ".load_lora_adapter(" in card) == (use_lora, use_lora)
+    assert ("All weights of video" in card, "AutoModel.from_pretrained(" in card) == (not use_lora, not use_lora)
     assert "for 4 iterations" in card and "the reward VQ + 2 TA" in card and "base weights: 0123abcd" in card
     assert yaml.safe_load(card.split("```yaml\n")[1].split("```")[0]) == recipe
 
