@@ -149,7 +149,7 @@ def broken(case: Case) -> Iterator[Rule]:
     yield "wrong anchor", late, {"text": f"the anchor is {oldest:.0f} updates old, and due every {due}"}
     keys = ("signal/anchor_moved", "kl/anchor_age", "lr", "signal/weight_rms")
     moved, age, rate, size = (column(train, key) for key in keys)
-    far = moved / (4 * rate * age + 2 * BF16 * size + 1e-30)  # optimizers move a weight by about the learning rate
+    far = moved / (2 * rate * age + 2 * BF16 * size + 1e-30)  # optimizers move a weight by about the learning rate
     at = int(np.nanargmax(far)) if np.isfinite(far).any() else 0
     text = f"weights of policy and anchor differ by {moved[at]:.2g}, more than {age[at]:.0f} updates can move them"
     yield "wrong anchor", far[at] > 1, {"text": text}
