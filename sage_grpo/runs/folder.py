@@ -140,21 +140,29 @@ class RunFolder:
 
     def diagnose(self, step: int) -> None:
         """On the first rank, print the first finding about the run so far if it is a new one; refresh report.html."""
-        if self.ranks.first and time.monotonic() - self.page_time > PAGE_SECONDS:
-            self.finish_page()
-            command = [sys.executable, "-m", "sage_grpo.tools.report", str(self.path)]
-            self.page, self.page_time = subprocess.Popen(command, stdout=subprocess.DEVNULL), time.monotonic()
         try:
+            if self.ranks.first and time.monotonic() - self.page_time > PAGE_SECONDS:
+                self.begin_page()
             found = diagnose(read_run(self.path)) if self.ranks.first else []
-        except (OSError, ConfigError) as error:  # a damaged file must not stop the training
+        except (OSError, ConfigError) as error:  # a damaged file or a machine without room must not stop the training
             return self.ranks.log_once(f"no diagnosis: {error}")
         before, self.finding = self.finding, found[0].name if found else ""
         if self.finding != before:
             self.ranks.log_once(f"iteration {step}: {found[0] if found else 'no finding any more'}")
 
+    def begin_page(self) -> None:
+        """Write report.html in a process of its own, which a Ctrl-C does not reach; training goes on."""
+        self.finish_page()
+        self.page_time, command = time.monotonic(), [sys.executable, "-m", "sage_grpo.tools.report", str(self.path)]
+        self.page = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
+
     def finish_page(self) -> None:
-        if self.page:
-            self.page.wait()
+        """Wait for the page that is being written, but not for ever."""
+        try:
+            if self.page:
+                self.page.wait(PAGE_SECONDS / 10)
+        except subprocess.TimeoutExpired:
+            self.page.kill()
 
     def close(self) -> None:
         self.finish_page()

@@ -6,6 +6,8 @@ Real runs made tests/fixtures/diagnosis.json.gz: python -m studies.diagnosis_che
 import json
 import re
 import shutil
+import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from sage_grpo.config import FIELDS, Config
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.runs import folder as folder_module
 from sage_grpo.runs.diagnosis import FINDINGS, Case, diagnose
-from sage_grpo.runs.folder import RunFolder
+from sage_grpo.runs.folder import PAGE_SECONDS, RunFolder
 from sage_grpo.runs.history import read_run
 from studies.diagnosis_check import BY_WORLD, FAULTS, HEALTHY, read_records, restore
 from tests.tools.fake_run import make_run, read_lines, write_lines
@@ -47,6 +49,12 @@ def test_everything_was_recorded():
 @pytest.mark.parametrize(("world", "name"), [run for run in RUNS if run not in HEALTHY_RUNS])
 def test_a_fault_is_named_first_or_second(replay, world, name):
     assert BY_WORLD[world][name].finding in names(replay(name, world))[:2]
+
+
+@pytest.mark.parametrize("world", BY_WORLD)
+def test_a_policy_that_runs_away_is_not_held_by_its_anchor(replay, world):
+    """The KL of such a policy pulls hard, but it is not what is wrong."""
+    assert names(replay("learning rate x 50", world))[0] == "learning rate too high"
 
 
 @pytest.mark.parametrize(("world", "name"), HEALTHY_RUNS)
@@ -145,13 +153,26 @@ def test_training_prints_the_first_finding_when_it_changes(replay, capsys):
     assert "no diagnosis: " in capsys.readouterr().err
 
 
-def test_the_report_is_refreshed_during_training(replay, monkeypatch):
+def test_the_report_is_refreshed_during_training(replay):
     folder = replay("learning rate x 50")
     run = RunFolder(Config(output_dir=str(folder), overwrite=True), Ranks(0, 1, torch.device("cpu")))
     run.diagnose(1)
     run.close()
     assert not (folder / "report.html").exists()  # its time has not come
-    monkeypatch.setattr(folder_module, "PAGE_SECONDS", 0)
+    run.page_time -= PAGE_SECONDS
     run.diagnose(2)
     run.close()
     assert "<b>learning rate too high</b>" in (folder / "report.html").read_text()
+
+
+def test_a_report_that_cannot_be_started_or_hangs_does_not_stop_the_training(replay, monkeypatch, capsys):
+    folder = replay("learning rate x 50")
+    run = RunFolder(Config(output_dir=str(folder), overwrite=True), Ranks(0, 1, torch.device("cpu")))
+    monkeypatch.setattr(folder_module.sys, "executable", "/nowhere/python")
+    run.page_time -= PAGE_SECONDS
+    run.diagnose(1)
+    assert "no diagnosis: [Errno 2]" in capsys.readouterr().err
+    monkeypatch.setattr(folder_module, "PAGE_SECONDS", 1)
+    run.page = subprocess.Popen(["sleep", "60"])
+    run.close()
+    assert run.page.wait() == -signal.SIGKILL
