@@ -355,3 +355,15 @@ def test_metrics_that_cannot_be_read_cost_the_card_its_curve_and_never_the_check
     assert names(folder_of(trainer)) == ["step-000001", "step-000002"]
     assert "the model card of iteration 2 has no curve" in capsys.readouterr().err
     assert (folder_of(trainer) / "step-000002" / "README.md").is_file()
+
+
+def test_a_disk_that_fails_under_the_metrics_costs_no_checkpoint_either(make, capsys, monkeypatch):
+    def unreadable(folder):
+        raise OSError("the disk is gone")
+
+    trainer = make(use_lora=True, max_steps=1, save_interval=1)
+    trainer.validation = None
+    monkeypatch.setattr(checkpoint, "read_run", unreadable)
+    trainer.train()
+    assert names(folder_of(trainer)) == ["step-000001"]
+    assert "the model card of iteration 1 has no curve: the disk is gone" in capsys.readouterr().err
