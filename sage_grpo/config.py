@@ -96,7 +96,7 @@ class Config:
     keep_attention: bool = flag(False, "keep the attention of recomputed blocks: faster, more memory")
     dtype: str | None = flag(None, "compute precision", choices=("fp32", "bf16"), shown="fp32 on a CPU, else bf16")
     master_weight_type: str = flag("fp32", "precision of the trained parameters", choices=("fp32", "bf16"))
-    compile: bool = flag(False, "compile the transformer blocks")
+    compile: bool = flag(False, "compile the transformer blocks and, on a GPU, the decoder")
     decode_gb: float = flag(0, "clips whose decode fits into so many GB are not tiled: faster", low=0)
     collective_timeout: float = flag(600, "seconds that ranks wait for each other; a reward may take half", above=0)
     start_timeout: float = flag(1800, "seconds that ranks wait for each other at the start", above=0)

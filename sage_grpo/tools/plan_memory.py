@@ -45,7 +45,7 @@ def memory(plan: Plan) -> dict[str, dict[str, float]]:
 
 def decoding(plan: Plan, clip: Sampling) -> float:
     """Bytes inside the VAE."""
-    untiled = plan.model.video_tokens(clip.frames, clip.height, clip.width) * UNTILED
+    untiled = plan.model.video_tokens(clip.frames, clip.height, clip.width) * UNTILED[plan.config.compile]
     return untiled if untiled <= plan.config.decode_gb * 1e9 else plan.rates.decode_bytes * clip.frames / 81
 
 

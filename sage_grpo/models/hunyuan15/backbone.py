@@ -21,7 +21,7 @@ from sage_grpo.models.hunyuan15 import DEFAULT_VERSION
 from sage_grpo.models.hunyuan15.folder import ROLLOUT, ModelFolder
 from sage_grpo.models.hunyuan15.text import MAX_TEXT_TOKENS, TextConditioning, TextEncoder
 from sage_grpo.models.hunyuan15.transformer import PackedTransformer
-from sage_grpo.models.hunyuan15.vae import allow_batches, fast_on_cpu
+from sage_grpo.models.hunyuan15.vae import allow_batches, fast_on_cpu, fuse_decoder
 from sage_grpo.models.weights import Weights, load_model
 
 MOST_POSITIONS = 1 << 24  # of a clip; 720p has 110,000
@@ -89,10 +89,10 @@ class Hunyuan15(Backbone):
                 self.vae.half()
         if not pixels.isfinite().all():  # a uint8 cast would turn them black, and a reward would score them
             raise BrokenClip("a decoded clip has pixels that are not finite: the latents or the weights are broken")
-        return ((pixels + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 4, 1)
+        return ((pixels + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 4, 1).contiguous()
 
     def _pixels(self, latents: Tensor) -> Tensor:
-        self.vae.use_tiling = latents[0, 0].numel() * len(latents) * UNTILED > self.decode_gb * 1e9
+        self.vae.use_tiling = latents[:, 0].numel() * UNTILED[self.compiled] > self.decode_gb * 1e9
         exact = torch.promote_types(self.vae.dtype, torch.float32)
         unscaled = latents.to(self.vae.device, exact) / self.vae.config.scaling_factor
         return at_least_fp32(self.vae.decode(unscaled.to(self.vae.dtype), return_dict=False)[0])
@@ -150,6 +150,8 @@ class Hunyuan15(Backbone):
         model.enable_tiling()
         if self.device.type == "cpu":
             fast_on_cpu(model)
+        elif self.compiled:
+            fuse_decoder(model)
         return allow_batches(model).requires_grad_(False)
 
     def _empty(self, part: str, kind: type[ModelMixin]) -> ModelMixin:
