@@ -123,7 +123,7 @@ def warm(trainer: Trainer) -> tuple[float, float, float]:
 
 def run(name: str, flags: list[str], ranks: Ranks, folder: Path) -> Result:
     fixed = "--reward_model contrast --report_to none --log_interval 1 --max_steps 1 --gradient_accumulation_steps 1"
-    fixed += " --save_interval 0 --validation_interval 0"
+    fixed += " --save_interval 0 --validation_interval 0 --validation_videos 0"
     config = parse([*flags, *fixed.split(), *WAYS[name].split(), "--output_dir", str(folder / name.replace(" ", "_"))])
     trainer = build_trainer(config, ranks)
     trainer.validation = None
