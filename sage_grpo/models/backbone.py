@@ -85,6 +85,7 @@ class Backbone(ABC):
 
     sampling: Sampling  # of generate.py and validation
     decode_gb = 0.0  # clips whose decode needs more are tiled
+    negative_prompt = ""  # of guidance, by default
     lora_targets: tuple[str, ...]  # linear layers of a block that get an adapter by default
 
     def __init__(

@@ -71,15 +71,15 @@ class DiffusersFolder:
     def check_sizes(self, path: Path, config: Mapping[str, Any]) -> None:
         """Reject settings of a transformer or a VAE that contradict each other where the weights would not tell."""
 
-    def empty(self, part: str, kind: type[Model]) -> Model:
+    def empty(self, part: str, model: type[Model]) -> Model:
         """The `transformer` or `vae` on the meta device, in evaluation mode."""
         config, path = self.config(part), self.place(part) / "config.json"
-        defaults = {name: one.default for name, one in inspect.signature(kind.__init__).parameters.items()}
-        kinds = {name: type(defaults[name]) for name in config if name in defaults}
-        check_kinds(path, config, {name: one for name, one in kinds.items() if one in KINDS})
+        defaults = {name: one.default for name, one in inspect.signature(model.__init__).parameters.items()}
+        kinds = {name: type(defaults[name]) for name in config if name in defaults and config[name] != defaults[name]}
+        check_kinds(path, config, {name: kind for name, kind in kinds.items() if kind in KINDS})
         self.check_sizes(path, defaults | config)
         with naming(path), torch.device("meta"):
-            return kind.from_config(config).eval()
+            return model.from_config(config).eval()
 
     def weights(self, part: str) -> Weights:
         """Weights of the `transformer` or `vae`, with diffusers' tensor names."""
