@@ -36,8 +36,8 @@ class WanFolder(DiffusersFolder):
     def check_sizes(self, path: Path, config: Mapping[str, Any]) -> None:
         if config.get("image_dim") is not None or config.get("added_kv_proj_dim") is not None:
             raise ValueError(f"{path} is of an image-to-video transformer; only text-to-video can be trained")
-        if list(config.get("patch_size") or (1, 2, 2)) != [1, 2, 2]:
-            raise ValueError(f"{path} has patch_size {config['patch_size']}; that of Wan 2.1 is [1, 2, 2]")
+        if (patch := config.get("patch_size")) not in (None, (1, 2, 2), [1, 2, 2]):  # the VAE of 2.1 has none
+            raise ValueError(f"{path} has patch_size {patch!r:.60}, unlike Wan 2.1; only Wan 2.1 can be trained")
         for name in ("latents_mean", "latents_std"):
             values, channels = config.get(name), config.get("z_dim", 0)
             numbers = [value for value in values if type(value) in (int, float)] if isinstance(values, list) else []
