@@ -12,11 +12,11 @@ import pytest
 import torch
 from diffusers import HunyuanVideo15Pipeline
 
+from benchmarks.random_wan import TINY_SAMPLING, build_tiny_wan
 from embedded.tiny import TinyConfig, build_tiny
 from sage_grpo.models.backbone import Sampling
 from sage_grpo.torch_files import convert
 from tests.models.hunyuan15.tencent_folder import write_tencent_folder
-from tests.models.wan21 import tiny as wan
 
 # what is started in the background ignores Ctrl-C, or with nohup a hangup, and so would all that tests start
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -62,8 +62,8 @@ def tencent_folder(tiny_folder, tmp_path_factory):
 def wan_folder(tmp_path_factory):
     """A tiny Wan 2.1. Read-only: copy it before changing a file."""
     folder = tmp_path_factory.mktemp("wan")
-    wan.build_wan(WORDS).save_pretrained(folder)
-    wan.SAMPLING.to_json(folder / "sampling.json")
+    build_tiny_wan(0, WORDS).save_pretrained(folder)
+    TINY_SAMPLING.to_json(folder / "sampling.json")
     return folder
 
 
