@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 
-from sage_grpo.models.hunyuan15 import DEFAULT_VERSION
+from sage_grpo.models import DEFAULT_VERSION
 from sage_grpo.plugins import in_file
 from sage_grpo.rewards import ALIASES, REWARDS
 

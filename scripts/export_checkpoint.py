@@ -39,8 +39,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sage_grpo import manifest
-from sage_grpo.models import open_backbone
-from sage_grpo.models.hunyuan15 import DEFAULT_VERSION
+from sage_grpo.models import DEFAULT_VERSION, open_backbone
 from sage_grpo.models.hunyuan15.folder import ModelFolder
 from sage_grpo.models.hunyuan15.tencent import RULES, diffusers_config, translate
 from sage_grpo.models.hunyuan15.transformer import PackedTransformer

@@ -13,6 +13,7 @@ BACKBONES = {
     "HunyuanVideo15Pipeline": "sage_grpo.models.hunyuan15.backbone:Hunyuan15",
     "WanPipeline": "sage_grpo.models.wan21.backbone:Wan21",
 }
+DEFAULT_VERSION = "480p_t2v"  # how a model is sampled; in Tencent's layout a subfolder of `transformer/`
 # for Tencent's layout and missing folders, which name no pipeline: by what the version begins with
 VERSIONS = {"wan": "WanPipeline", "": "HunyuanVideo15Pipeline"}
 

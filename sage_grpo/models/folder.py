@@ -10,6 +10,7 @@ import torch
 from diffusers import ModelMixin
 
 from sage_grpo.json_files import KINDS, check_kinds, naming, read_config
+from sage_grpo.models import DEFAULT_VERSION
 from sage_grpo.models.backbone import Sampling
 from sage_grpo.models.weights import Weights, open_folder, read_index
 
@@ -23,7 +24,7 @@ class DiffusersFolder:
     """A model folder. One that does not exist stands for the published model that the version names."""
 
     root: Path
-    version: str
+    version: str = DEFAULT_VERSION
 
     files: ClassVar[Mapping[str, tuple[str, ...]]]  # files required to load each part
 

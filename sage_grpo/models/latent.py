@@ -12,10 +12,12 @@ import torch
 from diffusers import ModelMixin
 from torch import Tensor
 
+from sage_grpo.models import DEFAULT_VERSION
 from sage_grpo.models.backbone import Backbone, BrokenClip, Sampling, at_least_fp32
 from sage_grpo.models.cost import TILED, UNTILED, Architecture
 from sage_grpo.models.denoiser import Denoiser
 from sage_grpo.models.folder import DiffusersFolder
+from sage_grpo.models.text import FolderEncoder
 from sage_grpo.models.weights import Weights, load_model
 
 MOST_POSITIONS = 1 << 24  # of a clip; 720p has 110,000
@@ -27,7 +29,8 @@ BATCHED = {"cpu": 512, "cuda": 4096}
 class LatentBackbone(Backbone):
     """A backbone from the parts of a folder, with a stock VAE."""
 
-    parts: DiffusersFolder
+    folder_class: type[DiffusersFolder]
+    encoder_class: type[FolderEncoder]
     transformer_class: type[Denoiser]
     vae_class: type[ModelMixin]
     # settings of the VAE: latent channels, frames per latent frame, pixels per latent row and column
@@ -37,12 +40,19 @@ class LatentBackbone(Backbone):
     cross = 0  # see `Architecture`
 
     @cached_property
+    def parts(self) -> DiffusersFolder:
+        return self.folder_class(self.folder, self.version or DEFAULT_VERSION)
+
+    @cached_property
     def sampling(self) -> Sampling:
         """Read on first use: a folder with only encoders has no sampling settings but can still encode."""
         return self.parts.sampling()
 
     def check(self) -> None:
         self.parts.check()
+
+    def encoder(self) -> FolderEncoder:
+        return self.encoder_class(self.parts, self.device, self.dtype)
 
     @abstractmethod
     def scaling(self) -> tuple[Tensor | float, Tensor | float]:

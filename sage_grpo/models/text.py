@@ -16,7 +16,6 @@ from sage_grpo.models.weights import Weights, load_model
 EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight")  # names of a T5's one table of tokens
 
 Model = TypeVar("Model", bound=PreTrainedModel)
-Tokenizer = TypeVar("Tokenizer", bound=PreTrainedTokenizerBase)
 
 
 class FolderEncoder:
@@ -67,7 +66,7 @@ def file_fingerprint(path: Path, blocks: int = 64, block_size: int = 1 << 20) ->
     return digest.digest()
 
 
-def load_tokenizer(kind: type[Tokenizer], folder: Path) -> Tokenizer:
+def load_tokenizer(kind: type[PreTrainedTokenizerBase], folder: Path) -> PreTrainedTokenizerBase:
     with naming(folder / "tokenizer_config.json"):
         return kind.from_pretrained(folder, local_files_only=True)
 

@@ -11,7 +11,6 @@ from diffusers import AutoencoderKLHunyuanVideo15
 from torch import Tensor
 
 from sage_grpo.models.backbone import at_least_fp32
-from sage_grpo.models.hunyuan15 import DEFAULT_VERSION
 from sage_grpo.models.hunyuan15.folder import ROLLOUT, ModelFolder
 from sage_grpo.models.hunyuan15.text import MAX_TEXT_TOKENS, TextConditioning, TextEncoder
 from sage_grpo.models.hunyuan15.transformer import PackedTransformer
@@ -20,20 +19,14 @@ from sage_grpo.models.latent import TIMESTEPS, LatentBackbone
 
 
 class Hunyuan15(LatentBackbone):
+    folder_class, encoder_class = ModelFolder, TextEncoder
     transformer_class, vae_class = PackedTransformer, AutoencoderKLHunyuanVideo15
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
     max_tokens = MAX_TEXT_TOKENS
 
-    @cached_property
-    def parts(self) -> ModelFolder:
-        return ModelFolder(self.folder, self.version or DEFAULT_VERSION)
-
     @property
     def rollout_size(self) -> tuple[int, int, int]:
         return ROLLOUT.get(super().rollout_size, super().rollout_size)
-
-    def encoder(self) -> TextEncoder:
-        return TextEncoder(self.parts, self.device, self.dtype)
 
     def num_tokens(self, cond: TextConditioning) -> int:
         return len(cond.text)

@@ -5,15 +5,16 @@ Tencent     transformer/VERSION/  vae/  text_encoder/{llm, byt5-small, Glyph-SDX
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from sage_grpo.json_files import LARGEST, naming, read_object
+from sage_grpo.models import DEFAULT_VERSION
 from sage_grpo.models.backbone import Sampling
 from sage_grpo.models.folder import MODEL, TOKENIZER, DiffusersFolder
-from sage_grpo.models.hunyuan15 import DEFAULT_VERSION, tencent
+from sage_grpo.models.hunyuan15 import tencent
 from sage_grpo.models.weights import Weights
 
 GLYPH_WEIGHTS = "checkpoints/byt5_model.safetensors"
@@ -37,11 +38,8 @@ SAMPLING = {
 ROLLOUT = {(121, 480, 848): (81, 352, 624), (121, 720, 1280): (81, 720, 1280)}
 
 
-@dataclass(frozen=True)
 class ModelFolder(DiffusersFolder):
-    """A model folder in either layout, and the selected transformer."""
-
-    version: str = DEFAULT_VERSION  # selects a transformer in Tencent's layout
+    """A model folder in either layout; in Tencent's, the version selects a transformer."""
 
     @property
     def files(self) -> Mapping[str, tuple[str, ...]]:

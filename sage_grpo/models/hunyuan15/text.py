@@ -31,6 +31,7 @@ MAX_TEXT_TOKENS: int = _STOCK["tokenizer_max_length"].default
 HIDDEN_STATE = -(_STOCK["num_hidden_layers_to_skip"].default + 1)
 _STOCK_GLYPH = inspect.signature(HunyuanVideo15Pipeline._get_byt5_prompt_embeds).parameters
 MAX_GLYPH_TOKENS: int = _STOCK_GLYPH["tokenizer_max_length"].default
+Encoders = tuple[Qwen2_5_VLTextModel, T5EncoderModel]
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class TextEncoder(FolderEncoder):
     parts = ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2")
     settings = f"{TEMPLATE_TOKENS} {HIDDEN_STATE} {SYSTEM_MESSAGE}"
 
-    def load(self) -> tuple[tuple[Qwen2Tokenizer, ByT5Tokenizer], tuple[Qwen2_5_VLTextModel, T5EncoderModel]]:
+    def load(self) -> tuple[tuple[Qwen2Tokenizer, ByT5Tokenizer], Encoders]:
         return load_tokenizers(self.folder), load_encoders(self.folder, self.device, self.dtype)
 
     def embed(self, prompt: str) -> TextConditioning:
@@ -78,18 +79,14 @@ class TextEncoder(FolderEncoder):
 
 def load_tokenizers(folder: ModelFolder) -> tuple[Qwen2Tokenizer, ByT5Tokenizer]:
     """Tokenizers for the prompt and for the text it quotes."""
-    text, glyph = (
-        load_tokenizer(kind, folder.part(part))
-        for kind, part in ((Qwen2Tokenizer, "tokenizer"), (ByT5Tokenizer, "tokenizer_2"))
-    )
+    text = load_tokenizer(Qwen2Tokenizer, folder.part("tokenizer"))
+    glyph = load_tokenizer(ByT5Tokenizer, folder.part("tokenizer_2"))
     if folder.is_tencent:
         glyph.add_tokens(glyph_tokens(folder.part("text_encoder_2")), special_tokens=True)
     return text, glyph
 
 
-def load_encoders(
-    folder: ModelFolder, device: torch.device, dtype: torch.dtype
-) -> tuple[Qwen2_5_VLTextModel, T5EncoderModel]:
+def load_encoders(folder: ModelFolder, device: torch.device, dtype: torch.dtype) -> Encoders:
     """Both text encoders in evaluation mode."""
     text, glyph = (folder.part(name) for name in ("text_encoder", "text_encoder_2"))
     if folder.is_tencent:

@@ -3,7 +3,6 @@
 Shapes: B clips of one prompt, C latent channels, (T, y, x) latent frames, rows, columns.
 """
 
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from sage_grpo.models.wan21.transformer import WanTransformer
 
 
 class Wan21(LatentBackbone):
+    folder_class, encoder_class = WanFolder, TextEncoder
     transformer_class, vae_class = WanTransformer, AutoencoderKLWan
     vae_sizes = ("z_dim", "scale_factor_temporal", "scale_factor_spatial")
     vae_bytes = (2e5, 2.5e7)  # assumed: the VAE holds four frames at a time, and the pixels of the clip
@@ -26,13 +26,6 @@ class Wan21(LatentBackbone):
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
     max_tokens = NUM_TOKENS
     negative_prompt = Path(__file__).with_name("negative_prompt.txt").read_text(encoding="utf-8").strip()  # Wan's own
-
-    @cached_property
-    def parts(self) -> WanFolder:
-        return WanFolder(self.folder, self.version or "480p_t2v")
-
-    def encoder(self) -> TextEncoder:
-        return TextEncoder(self.parts, self.device, self.dtype)
 
     def num_tokens(self, cond: PaddedText) -> int:
         return int(cond.text.any(1).sum())

@@ -24,9 +24,9 @@ class WanFolder(DiffusersFolder):
     def check_version(self) -> None:
         super().check_version()
         index = self.root / "model_index.json"
-        values = read_object(index)
-        if strange := [name for name in OTHERS if values.get(name)]:
-            raise ValueError(f"{index} has {strange[0]}, as Wan 2.2 does; only Wan 2.1 can be trained")
+        for name, value in read_object(index).items():
+            if name in OTHERS and value:
+                raise ValueError(f"{index} has {name}, as Wan 2.2 does; only Wan 2.1 can be trained")
 
     def config(self, part: str) -> dict[str, Any]:
         if not self.root.is_dir():
@@ -41,9 +41,8 @@ class WanFolder(DiffusersFolder):
         for name in ("latents_mean", "latents_std"):
             values, channels = config.get(name), config.get("z_dim", 0)
             numbers = [value for value in values if type(value) in (int, float)] if isinstance(values, list) else []
-            if len(numbers) != channels or (name == "latents_std" and not all(value > 0 for value in numbers)):
-                kind = "numbers above 0" if name == "latents_std" else "numbers"
-                raise ValueError(f"{path} has {name} {values!r:.60}; it must be a list of {channels} {kind}")
+            if len(numbers) != channels or (name == "latents_std" and 0 in numbers):
+                raise ValueError(f"{path} has {name} {values!r:.60}; it must be a list of {channels} numbers, not 0")
 
     @property
     def published(self) -> tuple[Sampling, dict[str, int]]:

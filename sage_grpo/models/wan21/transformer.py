@@ -23,30 +23,20 @@ from sage_grpo.parallel.ulysses import Attend, Shares, dividing
 Rope = tuple[Tensor, Tensor, Attend]  # cosines and sines (1, N, 1, E/2), and the attention over all tokens
 
 
-class Attention:
-    """Processor of both attentions of a block: video tokens attend to each other, or to the text."""
+def attend(attn: WanAttention, video: Tensor, text: Tensor | None, mask: None, rope: Rope | None) -> Tensor:
+    """Processor of both attentions of a block: video (B, N, D) attends to itself, or to text (B or 1, L, D).
 
-    def __call__(
-        self,
-        attn: WanAttention,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None,
-        attention_mask: None = None,
-        rotary_emb: Rope | None = None,
-    ) -> Tensor:
-        """Video (B, N, D), and for cross-attention text (B or 1, L, D) -> (B, N, D).
-
-        The stock block passes `rotary_emb` to self-attention alone, so it also carries the attention function.
-        """
-        source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
-        found = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(source)), attn.to_v(source)
-        query, key, value = (x.unflatten(2, (attn.heads, -1)) for x in found)
-        if rotary_emb is None:  # a text that is still shared by the group is expanded
-            out = attention(query, *(x.expand(len(query), -1, -1, -1) for x in (key, value)))
-        else:
-            *tables, attend = rotary_emb
-            out = attend(rotated(query, *tables), rotated(key, *tables), value)
-        return attn.to_out[0](out.flatten(2))
+    The stock block passes `rope` to self-attention alone, so it also carries the attention function.
+    """
+    source = video if text is None else text
+    found = attn.norm_q(attn.to_q(video)), attn.norm_k(attn.to_k(source)), attn.to_v(source)
+    query, key, value = (x.unflatten(2, (attn.heads, -1)) for x in found)
+    if rope is None:  # a text that is still shared by the group is expanded
+        out = attention(query, *(x.expand(len(query), -1, -1, -1) for x in (key, value)))
+    else:
+        cos, sin, over_all = rope
+        out = over_all(rotated(query, cos, sin), rotated(key, cos, sin), value)
+    return attn.to_out[0](out.flatten(2))
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -72,8 +62,8 @@ class WanTransformer(WanTransformer3DModel, Denoiser):
         super().__init__(*args, **kwargs)
         del self.rope  # its tables are computed, not stored: of a model made on the meta device there are none
         for block in self.all_blocks:
-            block.attn1.set_processor(Attention())
-            block.attn2.set_processor(Attention())
+            block.attn1.set_processor(attend)
+            block.attn2.set_processor(attend)
 
     def split_sequence(self, group: dist.ProcessGroup | None) -> None:
         self.sequence_group = dividing(group, self.config.num_attention_heads)
@@ -84,29 +74,22 @@ class WanTransformer(WanTransformer3DModel, Denoiser):
         timestep: fp32, 1000 * sigma; (1,) if the clips share it, which is cheaper, else (B,).
         text: (1 or B, L, text_dim), padded with zeros.
         """
+        c, (_, rows, columns) = self.config, hidden_states.shape[2:]
         video = self.patch_embedding(hidden_states).flatten(2).transpose(1, 2).contiguous()
         temb, modulation, text, _ = self.condition_embedder(timestep, text)
         shares = Shares.of(video.shape[1], 0, best_attention(video), self.sequence_group)
-        cos, sin = (shares.own_video(table) for table in self._tables(hidden_states))
+        tables = rope_of(c.attention_head_dim, tuple(c.patch_size), c.rope_max_seq_len, video.device)(hidden_states)
+        cos, sin = (shares.own_video(table) for table in tables)  # (1, N, 1, E), with every number twice
         rope = (cos[..., 0::2].contiguous(), sin[..., 1::2].contiguous(), shares.attend)
         video, modulation = shares.own_video(video), modulation.unflatten(1, (6, -1))
         for block in self.all_blocks:
             video = self.run_block(block, (video, text, modulation), rope)
         shift, scale = (self.scale_shift_table + temb[:, None]).chunk(2, dim=1)
         video = (self.norm_out(video.float()) * (1 + scale) + shift).type_as(video)
-        return self._unpatch(shares.join_video(self.proj_out(video)), hidden_states.shape[2:])
+        tokens, (_, py, px) = shares.join_video(self.proj_out(video)), c.patch_size
+        sizes = {"y": rows // py, "x": columns // px, "py": py, "px": px}
+        velocity = rearrange(tokens, "b (t y x) (py px c) -> b c t (y py) (x px)", **sizes)
+        return velocity.clone(memory_format=torch.contiguous_format)  # FSDP does not accept views
 
     def to_json_string(self) -> str:
         return stock_config(super().to_json_string(), WanTransformer3DModel)
-
-    def _tables(self, latents: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, (1, N, 1, E) each, with every number twice."""
-        c = self.config
-        return rope_of(c.attention_head_dim, tuple(c.patch_size), c.rope_max_seq_len, latents.device)(latents)
-
-    def _unpatch(self, tokens: Tensor, grid: torch.Size) -> Tensor:
-        """Output tokens (B, N, patch volume * C) -> (B, C, T, Y, X), copied, because FSDP does not accept views."""
-        patch = dict(zip(("pt", "py", "px"), self.config.patch_size, strict=True))
-        sizes = {name[1]: size // patch[name] for name, size in zip(patch, grid, strict=True)}
-        velocity = rearrange(tokens, "b (t y x) (pt py px c) -> b c (t pt) (y py) (x px)", **sizes, **patch)
-        return velocity.clone(memory_format=torch.contiguous_format)
