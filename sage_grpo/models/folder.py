@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from diffusers import ModelMixin
@@ -15,8 +15,6 @@ from sage_grpo.models.backbone import Sampling
 from sage_grpo.models.weights import Weights, open_folder, read_index
 
 MODEL, TOKENIZER = ("config.json", "*.safetensors"), ("tokenizer_config.json",)
-
-Model = TypeVar("Model", bound=ModelMixin)
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ class DiffusersFolder:
     def check_sizes(self, path: Path, config: Mapping[str, Any]) -> None:
         """Reject settings of a transformer or a VAE that contradict each other where the weights would not tell."""
 
-    def empty(self, part: str, model: type[Model]) -> Model:
+    def empty(self, part: str, model: type[ModelMixin]) -> ModelMixin:
         """The `transformer` or `vae` on the meta device, in evaluation mode."""
         config, path = self.config(part), self.place(part) / "config.json"
         defaults = {name: one.default for name, one in inspect.signature(model.__init__).parameters.items()}

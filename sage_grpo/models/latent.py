@@ -27,12 +27,8 @@ BATCHED = {"cpu": 512, "cuda": 4096}
 
 
 class LatentBackbone(Backbone):
-    """A backbone from the parts of a folder, with a stock VAE."""
+    """A backbone from a folder, with a stock VAE; subclasses have folder_, encoder_, transformer_ and vae_class."""
 
-    folder_class: type[DiffusersFolder]
-    encoder_class: type[FolderEncoder]
-    transformer_class: type[Denoiser]
-    vae_class: type[ModelMixin]
     # settings of the VAE: latent channels, frames per latent frame, pixels per latent row and column
     vae_sizes = ("latent_channels", "temporal_compression_ratio", "spatial_compression_ratio")
     vae_bytes = (UNTILED, TILED)

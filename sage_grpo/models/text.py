@@ -2,7 +2,7 @@
 
 import hashlib
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -14,8 +14,6 @@ from sage_grpo.models.folder import DiffusersFolder
 from sage_grpo.models.weights import Weights, load_model
 
 EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight")  # names of a T5's one table of tokens
-
-Model = TypeVar("Model", bound=PreTrainedModel)
 
 
 class FolderEncoder:
@@ -71,7 +69,7 @@ def load_tokenizer(kind: type[PreTrainedTokenizerBase], folder: Path) -> PreTrai
         return kind.from_pretrained(folder, local_files_only=True)
 
 
-def empty_model(kind: type[Model], folder: Path, **settings: int) -> Model:
+def empty_model(kind: type[PreTrainedModel], folder: Path, **settings: int) -> PreTrainedModel:
     """A transformers model with the config in a folder, and `settings` on top, on the meta device.
 
     The file may not choose the attention: one named by repository would be downloaded and run. Likewise, nothing here
@@ -85,7 +83,7 @@ def empty_model(kind: type[Model], folder: Path, **settings: int) -> Model:
         return kind(config)
 
 
-def load_t5(empty: Model, stored: Weights, device: torch.device, dtype: torch.dtype) -> Model:
+def load_t5(empty: PreTrainedModel, stored: Weights, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
     """Fill a T5 encoder, whose table of tokens has two names in the model, of which a file holds one."""
     table = next((stored.pieces[name] for name in EMBEDDINGS if name in stored.pieces), None)
     stored.pieces |= dict.fromkeys(EMBEDDINGS, table) if table else {}

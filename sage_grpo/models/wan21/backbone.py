@@ -1,7 +1,4 @@
-"""Wan 2.1 text-to-video backbone, of 1.3 B or 14 B parameters, built on the stock transformer, VAE and text encoder.
-
-Shapes: B clips of one prompt, C latent channels, (T, y, x) latent frames, rows, columns.
-"""
+"""Wan 2.1 text-to-video backbone, of 1.3 B or 14 B parameters, built on the stock transformer, VAE and text encoder."""
 
 from pathlib import Path
 from typing import Any

@@ -27,8 +27,7 @@ class PaddedText(Conditioning):
 
 
 class TextEncoder(FolderEncoder):
-    kind = PaddedText
-    parts = ("tokenizer", "text_encoder")
+    kind, parts = PaddedText, ("tokenizer", "text_encoder")
     settings = f"{NUM_TOKENS} {is_ftfy_available()}"  # ftfy repairs damaged Unicode if it is installed
 
     def load(self) -> tuple[tuple[T5TokenizerFast], tuple[UMT5EncoderModel]]:
