@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Gets the weights of HunyuanVideo-1.5 and of the VideoReward model, part by part; checkpoints-download.md explains it.
+# Gets the weights of a model and of the VideoReward model, part by part; checkpoints-download.md explains it.
 # Run it again after an interruption: what is complete is left alone, the rest goes on where it stopped.
 set -euo pipefail
 shopt -s inherit_errexit
@@ -7,9 +7,10 @@ shopt -s inherit_errexit
 usage() {
     cat <<'TEXT'
 bash download_weights.sh [options]
-  --output DIR        model folder; default: ckpts
-  --layout NAME       tencent (default) or diffusers
-  --version NAME      transformer; default: 480p_t2v
+  --model NAME        hunyuan15 (default), wan21-1.3b or wan21-14b
+  --output DIR        model folder; default: ckpts, for Wan ckpts/NAME
+  --layout NAME       of hunyuan15: tencent (default) or diffusers
+  --version NAME      transformer of hunyuan15; default: 480p_t2v
   --skip_reward       leave VideoReward out
   --prompt_template X VideoReward's prompt template: a file or an address to try before the built-in ones
   --dry_run           print what would be done
@@ -21,12 +22,13 @@ fail() {
     exit 2
 }
 
-output=$PWD/ckpts layout=tencent version=480p_t2v reward=yes dry=no template=${PROMPT_TEMPLATE:-}
+model=hunyuan15 output= layout= version= reward=yes dry=no template=${PROMPT_TEMPLATE:-}
 while (($#)); do
     case $1 in
-        --output | --layout | --version | --prompt_template)
+        --model | --output | --layout | --version | --prompt_template)
             (($# > 1)) || fail "$1 needs a value"
             case $1 in
+                --model) model=$2 ;;
                 --output) output=$(realpath -m "$2") ;;
                 --layout) layout=$2 ;;
                 --version) version=$2 ;;
@@ -44,7 +46,17 @@ while (($#)); do
     esac
     shift
 done
-[[ $layout == tencent || $layout == diffusers ]] || fail "layout is $layout; choose tencent or diffusers"
+case $model in
+    hunyuan15)
+        output=${output:-$PWD/ckpts} layout=${layout:-tencent} version=${version:-480p_t2v}
+        [[ $layout == tencent || $layout == diffusers ]] || fail "layout is $layout; choose tencent or diffusers"
+        ;;
+    wan21-1.3b | wan21-14b)
+        [[ -z $layout$version ]] || fail "--layout and --version are for hunyuan15; leave them out with --model $model"
+        output=${output:-$PWD/ckpts/$model} layout=wan
+        ;;
+    *) fail "model is $model; choose hunyuan15, wan21-1.3b or wan21-14b" ;;
+esac
 if [[ -f $template ]]; then template=$(realpath "$template"); fi
 cd "$(dirname "$0")"
 trap 'exit 130' INT
@@ -168,6 +180,13 @@ tencent() {
 diffusers() {
     space "model $version" 58 "$output"
     fetch "*" "$output" "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-$version"
+}
+
+wan() {
+    local size=${model#wan21-} room=32
+    if [[ $size == 14b ]]; then room=84; fi
+    space "model $model" $room "$output"
+    fetch "*" "$output" "Wan-AI/Wan2.1-T2V-${size^^}-Diffusers"
 }
 
 videoreward() {

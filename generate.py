@@ -98,7 +98,8 @@ def generate(args: argparse.Namespace, ranks: "Ranks") -> None:
     args.output_path.mkdir(parents=True, exist_ok=True)
 
     mine = [(prompt, number) for prompt in prompts for number in range(args.num_videos)][rank::world]
-    negative, rows, labels = Request(args.negative_prompt), [], []
+    unwanted = backbone.negative_prompt if args.negative_prompt is None else args.negative_prompt
+    negative, rows, labels = Request(unwanted), [], []
     backbone.prepare([negative, *(prompt for prompt, _ in mine)])
     guidance = Guidance(settings.guidance, backbone.encode([negative])[0])
     for prompt, number in tqdm(mine, "clips", unit="clip", disable=not ranks.first):
@@ -229,7 +230,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     what.add_argument(
         "--valid_video_csv", "--prompt_file", metavar="FILE", help="prompts in a .csv, .txt or .jsonl file"
     )
-    add("--negative_prompt", metavar="TEXT", default="", help="prompt of the negative branch of guidance")
+    add("--negative_prompt", metavar="TEXT", help="prompt of the negative branch of guidance (default: the model's)")
     add("--num_videos", type=positive, metavar="N", default=1, help="clips per prompt")
     add("--seed", type=seed_number, metavar="N", default=42, help="seed of prompts that name none")
     add = parser.add_argument_group("Sampling; what is not given is the model's own").add_argument

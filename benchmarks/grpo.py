@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from sage_grpo.flags import parse
-from sage_grpo.models.hunyuan15.backbone import Hunyuan15
+from sage_grpo.models.backbone import Backbone
 from sage_grpo.parallel.ranks import join_ranks
 from sage_grpo.rewards import REWARDS
 from sage_grpo.train import trainer as training
@@ -53,18 +53,18 @@ class Contrast:
 class Meter:
     """Device time of the transformer by phase: forward and backward passes."""
 
-    def __init__(self) -> None:
-        self.phase, self.marks = "other", []
+    def __init__(self, kind: type[Backbone]) -> None:
+        self.kind, self.phase, self.marks = kind, "other", []
 
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Mark every forward and backward, without device syncs."""
-        forward, backward = Hunyuan15.branch, Tensor.backward
-        Hunyuan15.branch, Tensor.backward = self._marked(forward), self._marked(backward)
+        forward, backward = self.kind.branch, Tensor.backward
+        self.kind.branch, Tensor.backward = self._marked(forward), self._marked(backward)
         try:
             yield
         finally:
-            Hunyuan15.branch, Tensor.backward = forward, backward
+            self.kind.branch, Tensor.backward = forward, backward
 
     def _marked(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def marked(*args: Any, **kwargs: Any) -> Any:
@@ -118,7 +118,7 @@ def watched_phases(meter: Meter) -> None:
 
 def measure(trainer: Trainer) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
     """The records of all iterations, and the transformer's seconds in each."""
-    meter, inside, plain = Meter(), [], trainer.finish_iteration
+    meter, inside, plain = Meter(type(trainer.backbone)), [], trainer.finish_iteration
 
     def finish() -> None:
         inside.append(meter.take())

@@ -1,6 +1,7 @@
-"""Stock diffusers' transformer, adapted to this package's LoRA and optimizer."""
+"""Stock diffusers' transformers, adapted to this package's LoRA and optimizer."""
 
-from diffusers import HunyuanVideo15Transformer3DModel
+import torch
+from diffusers import HunyuanVideo15Transformer3DModel, WanTransformer3DModel
 
 from sage_grpo.models.denoiser import Denoiser
 from sage_grpo.models.hunyuan15.transformer import PackedTransformer
@@ -10,3 +11,17 @@ class StockTransformer(HunyuanVideo15Transformer3DModel, Denoiser):
     """The stock model with its stock forward; only the description of its layers is ours."""
 
     never_trained = PackedTransformer.never_trained
+
+
+class StockWan(WanTransformer3DModel, Denoiser):
+    """The stock Wan 2.1 with its stock forward."""
+
+    block_list = "blocks"
+
+    def with_tables(self, device: torch.device) -> "StockWan":
+        """The model with rotary tables on a device: of one made on the meta device there are none."""
+        c = self.config
+        with torch.device("cpu"):
+            tables = type(self.rope)(c.attention_head_dim, c.patch_size, c.rope_max_seq_len)
+        self.rope = tables.to(device)
+        return self

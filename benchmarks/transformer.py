@@ -127,9 +127,11 @@ class Bench:
             torch.cuda.synchronize()
 
 
-def random_model(sizes: dict[str, int], device: torch.device, dtype: torch.dtype) -> PackedTransformer:
+def random_model(
+    sizes: dict[str, int], device: torch.device, dtype: torch.dtype, kind: type[Denoiser] = PackedTransformer
+) -> Denoiser:
     with torch.device("meta"):
-        model = PackedTransformer(**sizes)
+        model = kind(**sizes)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     model.to_empty(device=device).eval().requires_grad_(False)
@@ -139,10 +141,10 @@ def random_model(sizes: dict[str, int], device: torch.device, dtype: torch.dtype
     return model
 
 
-def stock_twin(model: PackedTransformer) -> StockTransformer:
+def stock_twin(model: Denoiser, kind: type[Denoiser] = StockTransformer) -> Denoiser:
     """The stock diffusers model, sharing the same weights in memory."""
     with torch.device("meta"):
-        twin = StockTransformer.from_config(model.config)
+        twin = kind.from_config(model.config)
     twin.load_state_dict(model.state_dict(), assign=True)
     return twin.eval().requires_grad_(False)
 
@@ -156,7 +158,7 @@ def training_step(forward: Callable[[], Tensor], model: nn.Module) -> Callable[[
     return step
 
 
-def set_blocks(model: PackedTransformer, *arguments: object) -> None:
+def set_blocks(model: Denoiser, *arguments: object) -> None:
     """Prepare the blocks again."""
     for block in model.all_blocks:
         block.__dict__.pop("forward", None)
@@ -164,12 +166,14 @@ def set_blocks(model: PackedTransformer, *arguments: object) -> None:
     model.prepare_blocks(*arguments)
 
 
-def adapted(model: Denoiser, dtype: torch.dtype, train_all: bool) -> Denoiser:
+def adapted(
+    model: Denoiser, dtype: torch.dtype, train_all: bool, layers: tuple[str, ...] = Hunyuan15.lora_targets
+) -> Denoiser:
     """The model, ready for LoRA or for training all weights."""
     if train_all:
         trainable_parameters(model, use_lora=False)
     else:
-        add_adapter(model, 32, 64, Hunyuan15.lora_targets, dtype)
+        add_adapter(model, 32, 64, layers, dtype)
         init_adapter(model, 0)
         trainable_parameters(model, use_lora=True)
     return model
@@ -230,7 +234,7 @@ def cases(bench: Bench, sizes: dict[str, int], short: Clip, long: Clip, steps: i
 
 
 def training_cases(
-    bench: Bench, kind: str, model: PackedTransformer, forward: Callable[[], Tensor], useful: float
+    bench: Bench, kind: str, model: Denoiser, forward: Callable[[], Tensor], useful: float
 ) -> Iterator[str]:
     variants = {"checkpointed": (1.0, False, False), "checkpointed, compiled": (1.0, False, True)}
     variants |= {"attention kept, compiled": (1.0, True, True)}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 
-from sage_grpo.models.hunyuan15 import DEFAULT_VERSION
+from sage_grpo.models import DEFAULT_VERSION
 from sage_grpo.plugins import in_file
 from sage_grpo.rewards import ALIASES, REWARDS
 
@@ -63,7 +63,7 @@ class Config:
 
     # Model and data
     pretrained_model_root: str = flag("assets/tiny", "model folder in the layout of diffusers or of Tencent")
-    pretrained_transformer_version: str = flag(DEFAULT_VERSION, "sub-folder of transformer/ in Tencent's layout")
+    pretrained_transformer_version: str = flag(DEFAULT_VERSION, "published model, or sub-folder of transformer/")
     output_dir: str = flag("./outputs", "run folder to create, or to resume")
     overwrite: bool = flag(False, "replace the run that output_dir holds")
     train_prompts: tuple[str, ...] | None = flag(None, "prompt files to train on: .txt, .csv or .jsonl", shown=OWN)
@@ -118,7 +118,7 @@ class Config:
     height: int | None = flag(None, "height of a clip in pixels", low=1, high=MOST_PIXELS, shown=OWN)
     width: int | None = flag(None, "width of a clip in pixels", low=1, high=MOST_PIXELS, shown=OWN)
     fps: int | None = flag(None, "frames per second of a clip", low=1, high=MOST_FRAMES, shown=OWN)
-    negative_prompt: str = flag("", "prompt of the negative branch of guidance")
+    negative_prompt: str | None = flag(None, "prompt of the negative branch of guidance", shown=OWN)
     micro_batch_size: int | None = flag(None, "videos per forward", low=1, shown="all of one prompt on the rank")
     prompts_per_forward: int = flag(1, "prompts that share a forward if their texts are equally long", low=1)
     same_init_noise: bool = flag(False, "start all clips of a group from the same noise")
@@ -243,6 +243,7 @@ def resolve(config: Config, backbone: "Backbone", device: str) -> Config:
         "fps": sampling.fps,
         "timestep_shift": sampling.shift,
         "guidance_scale": sampling.guidance,
+        "negative_prompt": backbone.negative_prompt,
         "validate_video_length": sampling.frames,
         "validation_fixed_size": f"{sampling.height}x{sampling.width}",
         "validation_timestep_shift": sampling.shift,

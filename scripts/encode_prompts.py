@@ -46,10 +46,11 @@ def encode(args: argparse.Namespace, rank: int, count: int) -> str:
     kind = choose_device(args.device, lambda: encoder_size(args.model_root))
     device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if kind == "cuda" else "cpu")
     dtype = DTYPES[args.dtype or default_dtype(device.type)]
-    named = prompts_to_encode(args.prompts, args.model_root)
-    requests = list(dict.fromkeys(request.content for request in (Request(args.negative_prompt), *named)))
-    begun = time.perf_counter()
     backbone = open_backbone(args.model_root, device, dtype, args.prompt_cache, complete=False)
+    negative = backbone.negative_prompt if args.negative_prompt is None else args.negative_prompt
+    named = prompts_to_encode(args.prompts, args.model_root)
+    requests = list(dict.fromkeys(request.content for request in (Request(negative), *named)))
+    begun = time.perf_counter()
     cache = backbone.embeddings
     missing = sum(request not in cache for request in requests)
     backbone.prepare(requests, rank, count)
@@ -64,12 +65,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--model_root", type=Path, metavar="FOLDER", default=Path("assets/tiny"), help="model folder")
     add("--prompts", nargs="+", metavar="FILE", help=".txt, .csv or .jsonl (default: as post_train.py, both kinds)")
-    add(
-        "--negative_prompt",
-        metavar="TEXT",
-        default="",
-        help="prompt of the negative branch of guidance",
-    )
+    add("--negative_prompt", metavar="TEXT", help="prompt of the negative branch of guidance (default: the model's)")
     add("--prompt_cache", type=Path, required=True, metavar="FOLDER", help="the folder to give post_train.py")
     add("--device", choices=FIELDS["device"].metadata["choices"], default="auto", help="as that of the run")
     kinds = FIELDS["dtype"].metadata

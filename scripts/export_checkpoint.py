@@ -1,4 +1,4 @@
-"""Export a run's checkpoint as a transformer folder, for sampling HunyuanVideo-1.5 with other software.
+"""Export a run's checkpoint as a transformer folder, for sampling with other software.
 
     python scripts/export_checkpoint.py --checkpoint RUN/checkpoints/step-000100 --output FOLDER --layout diffusers
 
@@ -39,7 +39,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sage_grpo import manifest
-from sage_grpo.models.hunyuan15 import DEFAULT_VERSION
+from sage_grpo.models import DEFAULT_VERSION, open_backbone
 from sage_grpo.models.hunyuan15.folder import ModelFolder
 from sage_grpo.models.hunyuan15.tencent import RULES, diffusers_config, translate
 from sage_grpo.models.hunyuan15.transformer import PackedTransformer
@@ -64,12 +64,12 @@ def write_diffusers(checkpoint: Path, folder: Path, model_path: Path | None) -> 
         shutil.copytree(checkpoint / "transformer", folder)
         return
     run = json.loads((checkpoint / "trainer" / "state.json").read_text())["config"]
-    base = ModelFolder(model_path or Path(run["pretrained_model_root"]))
-    if base.is_tencent:
-        base = ModelFolder(base.root, run["pretrained_transformer_version"])
-    weights, adapter = base.weights("transformer"), checkpoint / LORA_FILE
+    root = model_path or Path(run["pretrained_model_root"])
+    version = run["pretrained_transformer_version"] if ModelFolder(root).is_tencent else None
+    base, adapter = open_backbone(root, version=version, complete=False), checkpoint / LORA_FILE
+    weights = base.open_weights()
     save_weights(folder, merged(weights, adapter) if adapter.is_file() else trained(checkpoint, weights))
-    (folder / "config.json").write_text(full_config(base.config("transformer")))
+    (folder / "config.json").write_text(base.empty_transformer().to_json_string())
 
 
 def trained(checkpoint: Path, base: Weights) -> Iterator[tuple[str, Tensor]]:

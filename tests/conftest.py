@@ -12,6 +12,7 @@ import pytest
 import torch
 from diffusers import HunyuanVideo15Pipeline
 
+from benchmarks.random_wan import TINY_SAMPLING, build_tiny_wan
 from embedded.tiny import TinyConfig, build_tiny
 from sage_grpo.models.backbone import Sampling
 from sage_grpo.torch_files import convert
@@ -55,6 +56,15 @@ def tiny_folder(tmp_path_factory):
 def tencent_folder(tiny_folder, tmp_path_factory):
     """`tiny_folder` in Tencent's layout. Read-only: copy it before changing a file."""
     return write_tencent_folder(tiny_folder, tmp_path_factory.mktemp("ckpts"))
+
+
+@pytest.fixture(scope="session")
+def wan_folder(tmp_path_factory):
+    """A tiny Wan 2.1. Read-only: copy it before changing a file."""
+    folder = tmp_path_factory.mktemp("wan")
+    build_tiny_wan(0, WORDS).save_pretrained(folder)
+    TINY_SAMPLING.to_json(folder / "sampling.json")
+    return folder
 
 
 @pytest.fixture

@@ -19,7 +19,9 @@ from sage_grpo.train import update
 
 ROOT = Path(__file__).parents[1]
 SAMPLING = Sampling(frames=9, height=32, width=48, fps=8, shift=3.0, guidance=2.0, num_steps=20)
-BACKBONE = SimpleNamespace(sampling=SAMPLING, rollout_size=(5, 16, 24), lora_targets=("to_q", "to_k"))
+BACKBONE = SimpleNamespace(
+    sampling=SAMPLING, rollout_size=(5, 16, 24), lora_targets=("to_q", "to_k"), negative_prompt="dull"
+)
 
 
 def test_no_arguments_give_the_defaults():
@@ -283,7 +285,8 @@ def test_the_model_fills_in_what_was_not_said():
     assert (config.timestep_shift, config.guidance_scale, config.dtype) == (7.0, 2.0, "fp32")
     assert (config.validate_video_length, config.validation_fixed_size) == (9, "32x48")
     assert (config.validation_num_inference_steps, config.validation_timestep_shift) == (20, 3.0)
-    assert config.lora_target_modules == ("to_q", "to_k")
+    assert config.lora_target_modules == ("to_q", "to_k") and config.negative_prompt == "dull"
+    assert resolve(from_values({"negative_prompt": ""}), BACKBONE, "cpu").negative_prompt == ""
     assert resolve(Config(), BACKBONE, "cuda").dtype == "bf16"
     assert resolve(from_values({"lora_target_modules": "to_v"}), BACKBONE, "cpu").lora_target_modules == ("to_v",)
 

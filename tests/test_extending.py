@@ -309,3 +309,18 @@ def test_a_rewriter_makes_the_long_prompts_from_the_short_ones(tmp_path):
     subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "PYTHONUTF8": "1"}, check=True)
     expected = [Request('A caption: A SIGN, "OPEN"', 4, 11), Request("A caption: A CAFÉ", 7, None)]
     assert read_requests(tmp_path / "long.csv") == expected
+
+
+def test_the_worked_example_has_the_lines_that_the_page_says():
+    text, files = (ROOT / "docs/extending.md").read_text(), sorted((ROOT / "sage_grpo/models/wan21").glob("*.py"))
+    lines = {file.name: len(file.read_text().splitlines()) for file in files}
+    assert f"`sage_grpo/models/wan21/` has {sum(lines.values())} lines of Python" in text
+    assert all(f"| `{name}` | {count} |" in text for name, count in lines.items() if name != "__init__.py")
+
+
+def test_no_other_file_of_the_package_names_the_second_backbone():
+    """If one has to learn about it, the interface is mended instead."""
+    package = ROOT / "sage_grpo"
+    others = [file for file in package.rglob("*.py") if file.parent.name != "wan21"]
+    named = [file for file in others if re.search(r"\bwan(21|pipeline)?\b", file.read_text(), re.IGNORECASE)]
+    assert [file.relative_to(package).as_posix() for file in named] == ["models/__init__.py"]

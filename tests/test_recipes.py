@@ -9,14 +9,14 @@ from sage_grpo.config import FIELDS, check, resolve
 from sage_grpo.flags import parse, yaml_mapping
 from sage_grpo.models import open_backbone
 from sage_grpo.tools.plan import plan_of
-from sage_grpo.tools.plan_memory import checkpoint_bytes
+from sage_grpo.tools.plan_memory import checkpoint_bytes, fits
 from sage_grpo.tools.plan_model import times, validation_time
 from sage_grpo.train.build import prompts_of
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 TINY = CONFIGS.parent / "assets" / "tiny"
-RANKS = {"hunyuan15_8gpu": 8, "hunyuan15_8gpu_published": 8, "hunyuan15_64gpu": 64}
-FULL_SIZE = RANKS | {"hunyuan15_1gpu_lora": 1}
+RANKS = {"hunyuan15_8gpu": 8, "hunyuan15_8gpu_published": 8, "hunyuan15_64gpu": 64, "wan21_8gpu": 8}
+FULL_SIZE = RANKS | {"hunyuan15_1gpu_lora": 1, "wan21_1gpu_24gb_lora": 1}
 HALF_HOUR = 1800
 START, DISK = 300, 1e9  # assumed: seconds to load and compile, bytes per second to the disk
 PUBLISHED = {  # the published README and the paper's appendix; kl_target as in the published code
@@ -52,6 +52,15 @@ def test_the_published_recipes_write_out_what_was_published(name, values):
     config, written = parse(["--config", str(path)]), yaml_mapping(path.read_text(), name)
     assert {key: getattr(config, key) for key in values} == values
     assert set(values) <= set(written) <= set(FIELDS)
+
+
+def test_wan_fits_a_card_of_24_gb():
+    """With the reward beside it; with the reward on another machine, attention can be kept as well."""
+    recipe = ["--config", str(CONFIGS / "wan21_1gpu_24gb_lora.yaml"), "--pretrained_model_root", "none"]
+    assert fits(plan_of(parse(recipe), 1), 24e9)
+    assert not fits(plan_of(parse([*recipe, "--keep_attention", "True"]), 1), 24e9)
+    remote = ["--reward_model", "remote", "--remote_reward_url", "http://localhost:1"]
+    assert fits(plan_of(parse([*recipe, "--keep_attention", "True", *remote]), 1), 24e9)
 
 
 @pytest.mark.parametrize("name", FULL_SIZE)

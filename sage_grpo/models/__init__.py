@@ -9,17 +9,24 @@ from sage_grpo.json_files import read_object
 if TYPE_CHECKING:
     from sage_grpo.models.backbone import Backbone
 
-BACKBONES = {"HunyuanVideo15Pipeline": "sage_grpo.models.hunyuan15.backbone:Hunyuan15"}
-DEFAULT = "HunyuanVideo15Pipeline"  # for Tencent's layout and missing folders, which name no pipeline
+BACKBONES = {
+    "HunyuanVideo15Pipeline": "sage_grpo.models.hunyuan15.backbone:Hunyuan15",
+    "WanPipeline": "sage_grpo.models.wan21.backbone:Wan21",
+}
+DEFAULT_VERSION = "480p_t2v"  # how a model is sampled; in Tencent's layout a subfolder of `transformer/`
+# for Tencent's layout and missing folders, which name no pipeline: by what the version begins with
+VERSIONS = {"wan": "WanPipeline", "": "HunyuanVideo15Pipeline"}
 
 
 def open_backbone(folder: str | Path, *args: Any, complete: bool = True, **kwargs: Any) -> "Backbone":
     """Open the backbone in a model folder, which must be complete; other arguments go to `Backbone`.
 
-    Without `complete`, a folder that does not exist stands for the full-size model, with sizes but no weights.
+    Without `complete`, a folder that does not exist stands for the model that `version` names, with sizes but no
+    weights.
     """
-    index = Path(folder) / "model_index.json"
-    name = read_object(index).get("_class_name", DEFAULT) if index.is_file() else DEFAULT
+    index, version = Path(folder) / "model_index.json", kwargs.get("version") or ""
+    unnamed = next(name for start, name in VERSIONS.items() if version.startswith(start))
+    name = read_object(index).get("_class_name", unnamed) if index.is_file() else unnamed
     if name not in list(BACKBONES):
         raise ValueError(f"{index} names {name!r}, which cannot be trained here; choose one of {', '.join(BACKBONES)}")
     backbone = plugins.load(BACKBONES, name)(folder, *args, **kwargs)

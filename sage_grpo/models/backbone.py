@@ -86,6 +86,7 @@ class Backbone(ABC):
     sampling: Sampling  # of generate.py and validation
     decode_gb = 0.0  # clips whose decode needs more are tiled
     compiled = False  # whether the decoder is
+    negative_prompt = ""  # of guidance, by default
     lora_targets: tuple[str, ...]  # linear layers of a block that get an adapter by default
 
     def __init__(

@@ -4,6 +4,7 @@ Blocks are the units of sharding, activation recomputation, compilation and LoRA
 """
 
 import functools
+import json
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from diffusers.loaders import PeftAdapterMixin
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from sage_grpo.models import fp8
 from sage_grpo.models.attention import KEPT
@@ -64,7 +65,7 @@ class Denoiser(PeftAdapterMixin):
             torch._dynamo.config.fail_on_recompile_limit_hit = True
         kwargs: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         if keep_attention:
-            kwargs["context_fn"] = functools.partial(create_selective_checkpoint_contexts, KEPT)
+            kwargs["context_fn"] = functools.partial(create_selective_checkpoint_contexts, keep_attention_policy)
         for number, block in enumerate(self.all_blocks):
             if number < self.num_recomputed:
                 block.forward = functools.partial(checkpoint, block.forward, **kwargs)
@@ -103,3 +104,14 @@ class Denoiser(PeftAdapterMixin):
         if self.varying is not None:  # all other sizes are constant in a run
             torch._dynamo.maybe_mark_dynamic(inputs[self.varying[0]], self.varying[1])
         return compiled(*inputs)
+
+
+def keep_attention_policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keep the attention of tokens to each other; that to a short context is cheap to recompute."""
+    kept = operator in KEPT and args[0].shape == args[1].shape  # query and key
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def stock_config(text: str, kind: type) -> str:
+    """The config.json of a model as the stock class that it extends would write it."""
+    return json.dumps(json.loads(text) | {"_class_name": kind.__name__}, indent=2, sort_keys=True) + "\n"

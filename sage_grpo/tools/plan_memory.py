@@ -5,7 +5,6 @@ And the size of its checkpoints, on disk and in host memory.
 
 from sage_grpo.config import Config
 from sage_grpo.models.backbone import Sampling
-from sage_grpo.models.cost import UNTILED
 from sage_grpo.tools.plan_model import BYTES, Plan, Trained
 from sage_grpo.train.build import rollout_sampling
 from sage_grpo.train.validation import validation_sampling
@@ -45,8 +44,8 @@ def memory(plan: Plan) -> dict[str, dict[str, float]]:
 
 def decoding(plan: Plan, clip: Sampling) -> float:
     """Bytes inside the VAE."""
-    untiled = plan.model.video_tokens(clip.frames, clip.height, clip.width) * UNTILED[plan.config.compile]
-    return untiled if untiled <= plan.config.decode_gb * 1e9 else plan.rates.decode_bytes * clip.frames / 81
+    untiled = plan.model.video_tokens(clip.frames, clip.height, clip.width) * plan.variant(plan.model.untiled)
+    return untiled if untiled <= plan.config.decode_gb * 1e9 else plan.model.tiled * clip.frames
 
 
 def gathered(plan: Plan) -> dict[str, float]:

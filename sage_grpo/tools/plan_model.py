@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from sage_grpo.config import Config, check
-from sage_grpo.models.cost import BACKWARD_OF_ATTENTION, UNTILED, Architecture
+from sage_grpo.models.cost import BACKWARD_OF_ATTENTION, Architecture
 from sage_grpo.parallel.ranks import check_layout
 from sage_grpo.rewards import ALIASES
 from sage_grpo.train.rollout import num_trained, parse_windows
@@ -69,8 +69,8 @@ class Plan:
         self.clips = c.batch_size * self.gpus // c.sp_size  # per iteration, over all ranks
         self.shards = self.gpus // c.dp_replicate if c.enable_fsdp else 1
         self.latents = self.model.video_tokens(c.num_frames, c.height, c.width)  # positions of a clip
-        self.tokens = self.latents + self.text_tokens
-        tiled = self.latents * UNTILED[c.compile] > c.decode_gb * 1e9
+        self.tokens = self.model.sequence(self.latents, self.text_tokens)
+        tiled = self.latents * self.variant(self.model.untiled) > c.decode_gb * 1e9
         self.decode = self.latents * (r.decode if tiled else self.variant(r.decode_untiled))  # seconds of a clip
         names = (ALIASES.get(name, name) for name in c.reward_model)
         self.rewards = [r.rewards[name] for name in names if name in r.rewards]  # those that the calibration knows

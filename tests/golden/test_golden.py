@@ -2,8 +2,9 @@
 
     make golden     rewrites numbers.json and bits.json; the commit message says why the numbers changed
 
-The runs train the embedded model in fp64. On another processor or version of torch they agree up to rounding:
-latents and log-probabilities are fp32, clips are uint8. On a platform listed in bits.json, they agree to the last bit.
+The runs train the embedded model in fp64, one of them a tiny Wan 2.1. On another processor or version of torch they
+agree up to rounding: latents and log-probabilities are fp32, clips are uint8. On a platform listed in bits.json, they
+agree to the last bit.
 """
 
 import hashlib
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.random_wan import TINY_SAMPLING, build_tiny_wan
 from sage_grpo.flags import from_values
 from sage_grpo.train.build import assemble
 from tests.dist import run_ranks
@@ -38,6 +40,7 @@ RUNS = {
     "dance": {"sde_type": "dance_grpo", "use_grad_balancing": False, "kl_weight": 0, "advantage_std": "batch"},
     "flow": {"sde_type": "flow_grpo", "ratio_norm": True, "use_dual_kl": False, "updates_per_rollout": 2},
     "cps": {"sde_type": "cps", "sde_window": "random:2", "timestep_fraction": 0.5, "gradient_accumulation_steps": 3},
+    "wan": {"use_lora": True, "guidance_scale": 2.0, "height": 32, "width": 48, "validation_fixed_size": "32x48"},
 }  # fmt: skip
 LEFT_OUT = ("time", "memory", "signal", "policy/grad_rms")  # the last one is the norm in other units
 PROMPTS = 3
@@ -72,6 +75,10 @@ def run(name, folder):
     prompts.write_text("\n".join((ROOT / "assets/tiny/prompts_train.txt").read_text().splitlines()[:PROMPTS]))
     places = {"output_dir": str(folder / name), "pretrained_model_root": str(ROOT / "assets/tiny")}
     places |= {"train_prompts": str(prompts), "validation_prompts": str(prompts)}
+    if name == "wan":
+        places["pretrained_model_root"] = str(folder / "model")
+        build_tiny_wan(0, prompts.read_text().split()).save_pretrained(folder / "model")
+        TINY_SAMPLING.to_json(folder / "model" / "sampling.json")
     (found,) = run_ranks(1, numbers_of, SHARED | RUNS[name] | places)
     return found
 

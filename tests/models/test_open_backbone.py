@@ -39,7 +39,9 @@ def test_the_pipeline_that_the_folder_names_chooses_the_class(tiny_folder, tence
 
 @pytest.mark.parametrize("name", ["FluxPipeline", "os:system", "sage_grpo.models.lora:merged", None, 7, ["x"]])
 def test_a_folder_cannot_name_other_code(tmp_path, name):
-    with pytest.raises(ValueError, match=r"model_index\.json names .* choose one of HunyuanVideo15Pipeline$"):
+    with pytest.raises(
+        ValueError, match=r"model_index\.json names .* choose one of HunyuanVideo15Pipeline, WanPipeline$"
+    ):
         open_backbone(named(tmp_path / "other", name))
 
 
@@ -55,3 +57,5 @@ def test_sizes_are_known_without_a_folder(tmp_path):
     backbone = open_backbone(tmp_path / "absent", version="720p_t2v", complete=False)
     assert (backbone.sampling.height, backbone.sampling.shift) == (720, 9.0)
     assert 8.3e9 < backbone.architecture().parameters < 8.4e9
+    other = open_backbone(tmp_path / "absent", version="wan21-1.3b", complete=False)
+    assert 1.4e9 < other.architecture().parameters < 1.5e9

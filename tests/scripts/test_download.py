@@ -145,9 +145,23 @@ def test_the_other_layout_is_one_repository(download):
     assert len(lines) == 1 and "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v" in lines[0]
 
 
+@pytest.mark.parametrize("size, gigabytes", [("1.3b", 32), ("14b", 84)])
+def test_wan_is_one_repository_in_a_folder_of_its_own(size, gigabytes):
+    words = ["bash", "download_weights.sh", "--dry_run", "--model", f"wan21-{size}", "--skip_reward"]
+    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    (line,) = [line for line in result.stdout.splitlines() if " download " in line]
+    assert f"Wan-AI/Wan2.1-T2V-{size.upper()}-Diffusers" in line and line.endswith(f"ckpts/wan21-{size}")
+    assert f"model wan21-{size}: up to {gigabytes} GB" in result.stdout
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (("--model", "wan"), "model is wan; choose hunyuan15, wan21-1.3b or wan21-14b"),
+        (
+            ("--model", "wan21-14b", "--version", "720p"),
+            "--layout and --version are for hunyuan15; leave them out with --model wan21-14b",
+        ),
         ((), "neither hf nor huggingface-cli is installed: pip install huggingface_hub, or make venv"),
         (("--layout", "other"), "layout is other; choose tencent or diffusers"),
         (("--version",), "--version needs a value"),

@@ -149,7 +149,7 @@ def test_command_says_what_the_whole_run_costs(capsys, monkeypatch):
     assert lines["whole run"] == f"{said} at 2 an hour; a checkpoint every 15 min"
     assert lines["rates"] == "rates: measured on one H200"
     other = run(capsys, f"{recipe} --gpu a100 --save_minutes 0")[1]
-    assert "rates: scaled from an H200 to an A100 by their data sheets, not measured" in other
+    assert "rates: scaled from an H200 to the A100 by their data sheets, not measured" in other
     assert " an hour" not in other and "a checkpoint every 15 min" not in other
 
 

@@ -8,7 +8,7 @@ from safetensors import safe_open
 
 from sage_grpo.config import Config
 from sage_grpo.flags import from_values
-from sage_grpo.models.cost import UNTILED, Architecture
+from sage_grpo.models.cost import TILED, UNTILED, Architecture
 from sage_grpo.models.lora import LORA_FILE
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.tools.plan import plan_of
@@ -105,10 +105,10 @@ def test_trajectories_and_the_small_models():
     assert part("trajectories", kl_weight=0.0, use_dual_kl=False) == [(5 + 3) * 18 * 32 * 4 * 2] * 6
     assert part("trajectories", sde_window="random_iteration:1") == [(3 + 1 + 1) * 18 * 32 * 4 * 2] * 6
     rates = Calibration()
-    assert part("VAE") == [200, 200 + rates.decode_bytes / 9, 200, 200, 200, 200]
-    untiled, positions = 200 + 18 * UNTILED[False], 3 * 2 * 3
-    assert part("VAE", decode_gb=positions * UNTILED[False] / 1e9) == [200, untiled, 200, 200, 200, 200]
-    assert part("VAE", decode_gb=0.03)[1] == 200 + rates.decode_bytes / 9
+    assert part("VAE") == [200, 200 + TILED * 9, 200, 200, 200, 200]
+    untiled, positions = 200 + 18 * UNTILED[1], 3 * 2 * 3
+    assert part("VAE", decode_gb=positions * UNTILED[1] / 1e9) == [200, untiled, 200, 200, 200, 200]
+    assert part("VAE", decode_gb=0.03)[1] == 200 + TILED * 9
     size, inside, _ = rates.rewards["videoalign"]
     assert part("reward") == [size, size, size + inside, size, size, size]
     assert part("reward", reward_model=("shapes",)) == [0] * 6

@@ -4,23 +4,25 @@ diffusers   transformer/  vae/  text_encoder/  tokenizer/  text_encoder_2/  toke
 Tencent     transformer/VERSION/  vae/  text_encoder/{llm, byt5-small, Glyph-SDXL-v2}/
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from sage_grpo.json_files import LARGEST, naming, read_config, read_object
+from sage_grpo.json_files import LARGEST, naming, read_object
+from sage_grpo.models import DEFAULT_VERSION
 from sage_grpo.models.backbone import Sampling
-from sage_grpo.models.hunyuan15 import DEFAULT_VERSION, tencent
-from sage_grpo.models.weights import Weights, open_folder, read_index
+from sage_grpo.models.folder import MODEL, TOKENIZER, DiffusersFolder
+from sage_grpo.models.hunyuan15 import tencent
+from sage_grpo.models.weights import Weights
 
 GLYPH_WEIGHTS = "checkpoints/byt5_model.safetensors"
 FONTS, COLOURS = "assets/multilingual_10-lang_idx.json", "assets/color_idx.json"
 
 # Files required to load each part.
-MODELS, TOKENIZERS = ("transformer", "vae", "text_encoder", "text_encoder_2"), ("tokenizer", "tokenizer_2")
-DIFFUSERS_FILES = dict.fromkeys(MODELS, ("config.json", "*.safetensors"))
-DIFFUSERS_FILES |= dict.fromkeys(TOKENIZERS, ("tokenizer_config.json",))
+DIFFUSERS_FILES = dict.fromkeys(("transformer", "vae", "text_encoder", "text_encoder_2"), MODEL)
+DIFFUSERS_FILES |= dict.fromkeys(("tokenizer", "tokenizer_2"), TOKENIZER)
 TENCENT_FILES = DIFFUSERS_FILES | {
     "text_encoder_2": (COLOURS, FONTS, GLYPH_WEIGHTS),
     "tokenizer_2": ("config.json", "tokenizer_config.json"),
@@ -36,12 +38,12 @@ SAMPLING = {
 ROLLOUT = {(121, 480, 848): (81, 352, 624), (121, 720, 1280): (81, 720, 1280)}
 
 
-@dataclass(frozen=True)
-class ModelFolder:
-    """A model folder and the selected transformer. A folder that does not exist stands for the full-size model."""
+class ModelFolder(DiffusersFolder):
+    """A model folder in either layout; in Tencent's, the version selects a transformer."""
 
-    root: Path
-    version: str = DEFAULT_VERSION  # selects a transformer in Tencent's layout
+    @property
+    def files(self) -> Mapping[str, tuple[str, ...]]:
+        return TENCENT_FILES if self.is_tencent else DIFFUSERS_FILES
 
     @cached_property
     def is_tencent(self) -> bool:
@@ -55,16 +57,9 @@ class ModelFolder:
         """The transformer versions in a Tencent-layout folder."""
         return sorted(path.parent.name for path in (self.root / "transformer").glob("*/config.json"))
 
-    def check(self) -> None:
-        """Reject an incomplete folder."""
-        for part in DIFFUSERS_FILES:
-            self.part(part)
-        self.config("transformer")
-
     def check_version(self) -> None:
         """Require that the folder exists, and that a version is selected if there are several."""
-        if not self.root.is_dir():
-            raise FileNotFoundError(f"Model folder '{self.root}' does not exist; download_weights.sh makes one.")
+        super().check_version()
         if self.is_tencent and self.versions and self.version not in self.versions:
             raise FileNotFoundError(
                 f"'{self.root}/transformer' has no {self.version}; choose pretrained_transformer_version from "
@@ -76,37 +71,16 @@ class ModelFolder:
                 f"'{self.root}' has the layout of diffusers, which holds one transformer; leave it out."
             )
 
-    def missing_files(self, *parts: str) -> list[str]:
-        """Missing files of some parts, or of all, relative to this folder; a pattern where any name will do."""
-        table, missing = TENCENT_FILES if self.is_tencent else DIFFUSERS_FILES, []
-        for part in parts or table:
-            place, needed = self.place(part), table[part]
-            for index in place.glob("*.safetensors.index.json"):
-                needed += tuple(sorted(set(read_index(index).values())))
-            missing += [place / file for file in needed if not any(place.glob(file))]
-        return list(dict.fromkeys(path.relative_to(self.root).as_posix() for path in missing))
-
     def place(self, part: str) -> Path:
         return self.root / (TENCENT_FOLDERS[part].format(version=self.version) if self.is_tencent else part)
 
-    def part(self, name: str) -> Path:
-        """The subfolder of one part; if it is incomplete, the error lists everything missing from the model folder."""
-        self.check_version()
-        if not self.missing_files(name):
-            return self.place(name)
-        missing = self.missing_files()
-        text = f"Model folder '{self.root}' lacks {', '.join(missing)}; download_weights.sh gets what is missing"
-        if any(file.endswith(GLYPH_WEIGHTS) for file in missing):
-            made = f"'python scripts/convert_weights.py {self.root}' makes {Path(GLYPH_WEIGHTS).name} of byt5_model.pt"
-            text += f", and {made}"
-        raise FileNotFoundError(f"{text}.")
+    def remedy(self, missing: list[str]) -> str:
+        made = f"{Path(GLYPH_WEIGHTS).name} of byt5_model.pt"
+        text = f", and 'python scripts/convert_weights.py {self.root}' makes {made}"
+        return text if any(file.endswith(GLYPH_WEIGHTS) for file in missing) else ""
 
     def config(self, part: str) -> dict[str, Any]:
-        """Settings of the `transformer` or `vae` under diffusers' names; diffusers' defaults if there is no folder."""
-        if not self.root.is_dir():
-            return {}
-        path = self.part(part) / "config.json"
-        config = read_config(path)
+        config, path = super().config(part), self.place(part) / "config.json"
         if config.get("use_meanflow"):
             raise ValueError(
                 f"{path} has use_meanflow {config['use_meanflow']!r}: this step-distilled transformer takes a second "
@@ -118,15 +92,20 @@ class ModelFolder:
         with naming(path):
             return tencent.diffusers_config(part, config, self.version)
 
+    def check_sizes(self, path: Path, config: Mapping[str, Any]) -> None:
+        axes, width = config.get("rope_axes_dim", ()), config.get("attention_head_dim", 0)
+        if sum(axes) != width:
+            raise ValueError(f"{path} has rope_axes_dim {list(axes)}, whose sum must be attention_head_dim, {width}")
+        time, space = (config.get(f"{axis}_compression_ratio", 1) for axis in ("temporal", "spatial"))
+        if time & (time - 1) or space & (space - 1) or time > space:
+            raise ValueError(f"{path} compresses time by {time} and space by {space}; download it again")
+
     def weights(self, part: str) -> Weights:
-        """Weights of the `transformer` or `vae`, with diffusers' tensor names."""
-        stored = open_folder(self.part(part))
+        stored = super().weights(part)
         return stored.renamed(tencent.to_diffusers(part, stored.names)) if self.is_tencent else stored
 
-    def sampling(self) -> Sampling:
-        """The folder's `sampling.json`, else the built-in table with the guidance the model was trained for."""
-        if (self.root / "sampling.json").is_file():
-            return Sampling.from_json(self.root / "sampling.json")
+    def published_sampling(self) -> Sampling:
+        """The built-in table, with the guidance the model was trained for."""
         config = self.config("transformer")
         if self.is_tencent or not self.root.is_dir():  # the published model that the version names
             size, distilled = tencent.read_version(self.version)

@@ -8,11 +8,9 @@ for colors and fonts appended, trained as part of Glyph-SDXL-v2.
 Shapes: L text tokens, M glyph tokens.
 """
 
-import hashlib
 import inspect
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from diffusers import HunyuanVideo15Pipeline
@@ -20,10 +18,10 @@ from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import extra
 from torch import Tensor
 from transformers import ByT5Tokenizer, Qwen2_5_VLTextModel, Qwen2Tokenizer, T5EncoderModel
 
-from sage_grpo.data.requests import Request
-from sage_grpo.json_files import naming, read_config, read_object
+from sage_grpo.json_files import naming, read_object
 from sage_grpo.models.embeddings import Conditioning
 from sage_grpo.models.hunyuan15.folder import COLOURS, FONTS, GLYPH_WEIGHTS, ModelFolder
+from sage_grpo.models.text import FolderEncoder, empty_model, load_t5, load_tokenizer
 from sage_grpo.models.weights import Weights, load_model, open_file, open_folder
 
 _STOCK = inspect.signature(HunyuanVideo15Pipeline._get_mllm_prompt_embeds).parameters
@@ -33,10 +31,7 @@ MAX_TEXT_TOKENS: int = _STOCK["tokenizer_max_length"].default
 HIDDEN_STATE = -(_STOCK["num_hidden_layers_to_skip"].default + 1)
 _STOCK_GLYPH = inspect.signature(HunyuanVideo15Pipeline._get_byt5_prompt_embeds).parameters
 MAX_GLYPH_TOKENS: int = _STOCK_GLYPH["tokenizer_max_length"].default
-
-EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight")  # of ByT5, one table; Glyph-SDXL-v2 has the second name
-
-Model = TypeVar("Model", Qwen2_5_VLTextModel, T5EncoderModel)
+Encoders = tuple[Qwen2_5_VLTextModel, T5EncoderModel]
 
 
 @dataclass(frozen=True)
@@ -47,36 +42,18 @@ class TextConditioning(Conditioning):
     glyph: Tensor  # (M, glyph_dim), M = 0 if the prompt quotes nothing
 
 
-class TextEncoder:
-    """Both text encoders of a model folder, loaded on the first prompt."""
+class TextEncoder(FolderEncoder):
+    """Both text encoders of a model folder."""
 
     kind = TextConditioning
+    parts = ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2")
+    settings = f"{TEMPLATE_TOKENS} {HIDDEN_STATE} {SYSTEM_MESSAGE}"
 
-    def __init__(self, folder: ModelFolder, device: torch.device, dtype: torch.dtype) -> None:
-        self.folder, self.device, self.dtype = folder, device, dtype
-        self._models: tuple[Qwen2_5_VLTextModel, T5EncoderModel] | None = None
+    def load(self) -> tuple[tuple[Qwen2Tokenizer, ByT5Tokenizer], Encoders]:
+        return load_tokenizers(self.folder), load_encoders(self.folder, self.device, self.dtype)
 
-    @torch.no_grad()
-    def encode(self, request: Request) -> TextConditioning:
-        if self._models is None:
-            self._tokenizers = load_tokenizers(self.folder)
-            self._models = load_encoders(self.folder, self.device, self.dtype)
-        return TextConditioning(text=self._text(request.text), glyph=self._glyph(request.text))
-
-    def release(self) -> None:
-        """Free the encoders; the next prompt loads them again."""
-        self._models = None
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # gigabytes that other parts may need
-
-    def identity(self) -> str:
-        """Fingerprint of all that determines an embedding: tokenizers, encoder weights, template and precision."""
-        digest = hashlib.sha256(f"{self.dtype} {TEMPLATE_TOKENS} {HIDDEN_STATE} {SYSTEM_MESSAGE}".encode())
-        for name in ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2"):
-            for path in sorted(self.folder.part(name).rglob("*")):
-                if path.is_file() and ".cache" not in path.parts:  # Hugging Face Hub metadata
-                    digest.update(path.relative_to(self.folder.root).as_posix().encode() + file_fingerprint(path))
-        return digest.hexdigest()[:16]
+    def embed(self, prompt: str) -> TextConditioning:
+        return TextConditioning(text=self._text(prompt), glyph=self._glyph(prompt))
 
     def _text(self, prompt: str) -> Tensor:
         """(L, text_dim), without padding: in a causal model, right padding cannot affect earlier tokens."""
@@ -100,36 +77,16 @@ class TextEncoder:
             return self._models[1](input_ids=tokens.input_ids.to(self.device)).last_hidden_state[0]
 
 
-def file_fingerprint(path: Path, blocks: int = 64, block_size: int = 1 << 20) -> bytes:
-    """Hash of a file's size and evenly spaced blocks; files up to `blocks * block_size` bytes are hashed completely.
-
-    Reading 16 GB of weights at every start would take a minute; a different encoder differs in nearly every block.
-    """
-    size = path.stat().st_size
-    stride = max(block_size, -(-size // blocks))
-    digest = hashlib.sha256(str(size).encode())
-    with path.open("rb") as file:
-        for start in range(0, size, stride):
-            file.seek(start)
-            digest.update(file.read(block_size))
-    return digest.digest()
-
-
 def load_tokenizers(folder: ModelFolder) -> tuple[Qwen2Tokenizer, ByT5Tokenizer]:
     """Tokenizers for the prompt and for the text it quotes."""
-    found = []
-    for kind, part in ((Qwen2Tokenizer, folder.part("tokenizer")), (ByT5Tokenizer, folder.part("tokenizer_2"))):
-        with naming(part / "tokenizer_config.json"):
-            found.append(kind.from_pretrained(part, local_files_only=True))
-    text, glyph = found
+    text = load_tokenizer(Qwen2Tokenizer, folder.part("tokenizer"))
+    glyph = load_tokenizer(ByT5Tokenizer, folder.part("tokenizer_2"))
     if folder.is_tencent:
         glyph.add_tokens(glyph_tokens(folder.part("text_encoder_2")), special_tokens=True)
     return text, glyph
 
 
-def load_encoders(
-    folder: ModelFolder, device: torch.device, dtype: torch.dtype
-) -> tuple[Qwen2_5_VLTextModel, T5EncoderModel]:
+def load_encoders(folder: ModelFolder, device: torch.device, dtype: torch.dtype) -> Encoders:
     """Both text encoders in evaluation mode."""
     text, glyph = (folder.part(name) for name in ("text_encoder", "text_encoder_2"))
     if folder.is_tencent:
@@ -137,24 +94,7 @@ def load_encoders(
         stored = open_file(glyph / GLYPH_WEIGHTS)
     else:
         empty, stored = empty_model(T5EncoderModel, glyph), open_folder(glyph)
-    # one table has both names in the model, but a file holds one of them
-    table = next((stored.pieces[name] for name in EMBEDDINGS if name in stored.pieces), None)
-    stored.pieces |= dict.fromkeys(EMBEDDINGS, table) if table else {}
-    return qwen_text_model(text, device, dtype), load_model(empty, stored, device, dtype).eval()
-
-
-def empty_model(kind: type[Model], folder: Path, **settings: int) -> Model:
-    """A transformers model with the config in a folder, and `settings` on top, on the meta device.
-
-    The file may not choose the attention: one named by repository would be downloaded and run. Likewise, nothing here
-    uses `from_pretrained`, which follows an `adapter_config.json` to whatever model it names.
-    """
-    path = folder / "config.json"
-    values = read_config(path)
-    with naming(path), torch.device("meta"):
-        config = kind.config_class.from_dict({**values.get("text_config", values), **settings})
-        config._attn_implementation = None  # torch's best
-        return kind(config)
+    return qwen_text_model(text, device, dtype), load_t5(empty, stored, device, dtype)
 
 
 def glyph_tokens(folder: Path) -> list[str]:

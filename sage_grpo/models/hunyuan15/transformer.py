@@ -10,7 +10,6 @@ the blocks see this rank's share of N and K.
 """
 
 import functools
-import json
 
 import torch
 import torch.distributed as dist
@@ -21,8 +20,8 @@ from einops import rearrange
 from torch import Tensor
 
 from sage_grpo.models.attention import best_attention
-from sage_grpo.models.denoiser import Denoiser
-from sage_grpo.parallel.ulysses import Attend, Shares
+from sage_grpo.models.denoiser import Denoiser, stock_config
+from sage_grpo.parallel.ulysses import Attend, Shares, dividing
 
 TEXT, GLYPH = range(2)  # rows of `cond_type_embed`
 
@@ -80,10 +79,7 @@ class PackedTransformer(HunyuanVideo15Transformer3DModel, Denoiser):
         return ("image_embedder", *(f"{last}.{name}" for name in unread))
 
     def split_sequence(self, group: dist.ProcessGroup | None) -> None:
-        heads = self.config.num_attention_heads
-        if group is not None and heads % dist.get_world_size(group):
-            raise ValueError(f"sp_size is {dist.get_world_size(group)}; it must divide the model's {heads} heads")
-        self.sequence_group = group
+        self.sequence_group = dividing(group, self.config.num_attention_heads)
 
     def forward(self, hidden_states: Tensor, timestep: Tensor, text: Tensor, glyph: Tensor) -> Tensor:
         """Velocity (B, C, T, Y, X) of text-to-video, in the dtype of the input.
@@ -103,9 +99,7 @@ class PackedTransformer(HunyuanVideo15Transformer3DModel, Denoiser):
         return self._unpatch(velocity, hidden_states.shape[2:])
 
     def to_json_string(self) -> str:
-        config = json.loads(super().to_json_string())
-        config["_class_name"] = HunyuanVideo15Transformer3DModel.__name__
-        return json.dumps(config, indent=2, sort_keys=True) + "\n"
+        return stock_config(super().to_json_string(), HunyuanVideo15Transformer3DModel)
 
     def _time_embedding(self, timestep: Tensor, dtype: torch.dtype) -> Tensor:
         """(1 or B,) -> (1 or B, D). The sinusoid stays fp32: bf16 cannot distinguish neighboring timesteps."""

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from sage_grpo.data.requests import Request
 from sage_grpo.models.embeddings import Embeddings
 from sage_grpo.models.hunyuan15.folder import ModelFolder
-from sage_grpo.models.hunyuan15.text import TextEncoder, file_fingerprint
+from sage_grpo.models.hunyuan15.text import TextEncoder
 
 PROMPTS = ["a red circle moving left", 'the letter "B" moving "up"', ""]
 CPU = torch.device("cpu")
@@ -64,20 +64,3 @@ def test_identity_depends_on_tokenizer_and_precision(tiny_folder, tmp_path):
     template = folder / "tokenizer" / "chat_template.jinja"
     template.write_text(template.read_text() + " ")
     assert original != text_encoder(folder).identity()
-
-
-def test_fingerprint_of_a_large_file_samples_it_evenly(tmp_path):
-    path = tmp_path / "weights"
-    content = bytearray(range(256)) * 4
-
-    def fingerprint(position=None, extra=b""):
-        changed = bytearray(content)
-        if position is not None:
-            changed[position] ^= 1
-        path.write_bytes(changed + extra)
-        return file_fingerprint(path, blocks=4, block_size=16)
-
-    original = fingerprint()
-    assert original == fingerprint()
-    assert all(fingerprint(position) != original for position in (0, 256, 512 + 15, 768))
-    assert fingerprint(extra=b"x") != original

@@ -1,0 +1,161 @@
+"""What backbones from a diffusers folder share: a VAE whose latents the transformer denoises, and their sizes.
+
+Shapes: B clips, F frames of (Y, X) pixels, C latent channels, (T, y, x) latent frames, rows, columns.
+"""
+
+import math
+from abc import abstractmethod
+from functools import cached_property
+from typing import Any
+
+import torch
+from diffusers import ModelMixin
+from torch import Tensor
+
+from sage_grpo.models import DEFAULT_VERSION
+from sage_grpo.models.backbone import Backbone, BrokenClip, Sampling, at_least_fp32
+from sage_grpo.models.cost import TILED, UNTILED, Architecture
+from sage_grpo.models.denoiser import Denoiser
+from sage_grpo.models.folder import DiffusersFolder
+from sage_grpo.models.text import FolderEncoder
+from sage_grpo.models.weights import Weights, load_model
+
+MOST_POSITIONS = 1 << 24  # of a clip; 720p has 110,000
+TIMESTEPS = 1000  # the model's timestep is TIMESTEPS * sigma
+# latent positions that the VAE takes together: small clips in batches, which is faster, large ones one by one
+BATCHED = {"cpu": 512, "cuda": 4096}
+
+
+class LatentBackbone(Backbone):
+    """A backbone from a folder, with a stock VAE; subclasses have folder_, encoder_, transformer_ and vae_class."""
+
+    # settings of the VAE: latent channels, frames per latent frame, pixels per latent row and column
+    vae_sizes = ("latent_channels", "temporal_compression_ratio", "spatial_compression_ratio")
+    vae_bytes = (UNTILED, TILED)
+    patch = 1  # latent rows and columns of a token
+    cross = 0  # see `Architecture`
+
+    @cached_property
+    def parts(self) -> DiffusersFolder:
+        return self.folder_class(self.folder, self.version or DEFAULT_VERSION)
+
+    @cached_property
+    def sampling(self) -> Sampling:
+        """Read on first use: a folder with only encoders has no sampling settings but can still encode."""
+        return self.parts.sampling()
+
+    def check(self) -> None:
+        self.parts.check()
+
+    def encoder(self) -> FolderEncoder:
+        return self.encoder_class(self.parts, self.device, self.dtype)
+
+    @abstractmethod
+    def scaling(self) -> tuple[Tensor | float, Tensor | float]:
+        """Shift and factor of the latents, numbers or (C, 1, 1, 1): the model's are (the VAE's - shift) * factor."""
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """Latents (B, C, T, y, x) -> uint8 clips (B, F, Y, X, 3). The only place where latents are unscaled.
+
+        Raises BrokenClip if any clip has non-finite pixels.
+        """
+        return torch.cat([self._decode(part) for part in latents.split(self._together(latents[0, 0].numel()))])
+
+    def _together(self, positions: int) -> int:
+        """Clips of so many latent positions that go through the VAE at a time."""
+        return max(1, BATCHED[self.vae.device.type] // positions)
+
+    def _decode(self, latents: Tensor) -> Tensor:
+        pixels = self._pixels(latents)
+        broken = ~pixels.isfinite().flatten(1).all(1)
+        if broken.any() and self.vae.dtype == torch.float16:  # beyond its range; overflows always end in NaN
+            try:
+                self.vae.float()
+                pixels[broken] = self._pixels(latents[broken.to(latents.device)])
+            finally:
+                self.vae.half()
+        if not pixels.isfinite().all():  # a uint8 cast would turn them black, and a reward would score them
+            raise BrokenClip("a decoded clip has pixels that are not finite: the latents or the weights are broken")
+        return ((pixels + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 4, 1).contiguous()
+
+    def _pixels(self, latents: Tensor) -> Tensor:
+        tokens = latents[:, 0].numel() / self.patch**2
+        self.vae.use_tiling = tokens * self.vae_bytes[0][not self.compiled] > self.decode_gb * 1e9
+        exact = torch.promote_types(self.vae.dtype, torch.float32)
+        shift, factor = self.scaling()
+        unscaled = latents.to(self.vae.device, exact) / factor + shift
+        return at_least_fp32(self.vae.decode(unscaled.to(self.vae.dtype), return_dict=False)[0])
+
+    @torch.no_grad()
+    def encode_video(self, clips: Tensor) -> Tensor:
+        """uint8 clips (B, F, Y, X, 3) -> scaled latents (B, C, T, y, x), fp32, the mode of the posterior."""
+        together = self._together(math.prod(self.latent_shape(*clips.shape[1:4])[1:]))
+        return torch.cat([self._encode(part) for part in clips.split(together)])
+
+    def _encode(self, clips: Tensor) -> Tensor:
+        self.vae.use_tiling = True
+        pixels = clips.to(self.vae.device).permute(0, 4, 1, 2, 3) / 127.5 - 1
+        mode, (shift, factor) = self.vae.encode(pixels.to(self.vae.dtype)).latent_dist.mode(), self.scaling()
+        return (at_least_fp32(mode) - shift) * factor
+
+    def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
+        """Latent shape (C, T, y, x) of one clip; rejects sizes that the VAE cannot encode."""
+        channels, temporal, spatial = self._compression(self.vae)
+        if frames < 1 or (frames - 1) % temporal:
+            nearest = max(0, round((frames - 1) / temporal)) * temporal + 1
+            raise ValueError(f"num_frames {frames} is not {temporal}n + 1; the nearest is {nearest}.")
+        for name, size in (("height", height), ("width", width)):
+            if size < self.multiple or size % self.multiple:
+                raise ValueError(f"{name} {size} is not a multiple of {self.multiple}, the pixels of a token.")
+        grid = ((frames - 1) // temporal + 1, height // spatial, width // spatial)
+        if math.prod(grid) > MOST_POSITIONS:
+            raise ValueError(
+                f"{frames} frames of {height} x {width} have {math.prod(grid)} latent positions, and no machine holds "
+                f"{MOST_POSITIONS}; lower num_frames, height or width."
+            )
+        return (channels, *grid)
+
+    @property
+    def multiple(self) -> int:
+        return self._compression(self.vae)[2] * self.patch
+
+    def _compression(self, vae: ModelMixin) -> list[int]:
+        return [vae.config[name] for name in self.vae_sizes]
+
+    def empty_transformer(self) -> Denoiser:
+        return self.parts.empty("transformer", self.transformer_class)
+
+    def open_weights(self) -> Weights:
+        return self.parts.weights("transformer")
+
+    @property
+    def vae_dtype(self) -> torch.dtype:
+        """For a bf16 model fp16, which rounds an eighth as much; fp32 where fp16 is not faster."""
+        half = torch.float16 if self.device.type == "cuda" else torch.float32
+        return half if self.dtype == torch.bfloat16 else self.dtype
+
+    @cached_property
+    def vae(self) -> ModelMixin:
+        """The frozen autoencoder; `_pixels` says which clips are tiled, if they are larger than 256 pixels."""
+        empty = self.parts.empty("vae", self.vae_class)
+        model = load_model(empty, self.parts.weights("vae"), self.device, self.vae_dtype)
+        model.enable_tiling()
+        return model.requires_grad_(False)
+
+    def mlp_ratio(self, config: Any) -> float:
+        """Width of the feed-forward relative to the transformer's."""
+        return config.mlp_ratio
+
+    def architecture(self) -> Architecture:
+        transformer, vae = self.empty_transformer(), self.parts.empty("vae", self.vae_class)
+        config, heads = transformer.config, transformer.config.num_attention_heads
+        parts = (transformer, transformer.all_blocks[0], vae)
+        parameters, block, in_vae = (sum(p.numel() for p in part.parameters()) for part in parts)
+        channels, temporal, spatial = self._compression(vae)
+        return Architecture(
+            layers=config.num_layers, heads=heads, width=heads * config.attention_head_dim, cross=self.cross,
+            mlp_ratio=self.mlp_ratio(config), parameters=parameters, block=block, vae=in_vae,
+            channels=channels * self.patch**2, temporal=temporal, spatial=spatial * self.patch,
+            untiled=self.vae_bytes[0], tiled=self.vae_bytes[1],
+        )  # fmt: skip

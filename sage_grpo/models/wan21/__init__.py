@@ -1,0 +1,1 @@
+"""Wan 2.1 text-to-video, from a folder in the layout of diffusers."""

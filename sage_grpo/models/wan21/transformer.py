@@ -1,0 +1,95 @@
+"""Wan 2.1's transformer with this package's attention, sequence parallelism and way to run blocks.
+
+Parameters, their names and the blocks are the stock ones, so `from_pretrained` and LoRA files work unchanged. Norms and
+modulation are computed in fp32, as there; the parameters that stock loads in fp32 have the dtype of all others.
+
+Shapes: B clips, C latent channels, (T, Y, X) latent frames, rows and columns, N = T*Y*X / patch volume video tokens, L
+text tokens, H heads of E, D = H*E. Under sequence parallelism the blocks see this rank's share of N and all of L.
+"""
+
+import functools
+
+import torch
+import torch.distributed as dist
+from diffusers import WanTransformer3DModel
+from diffusers.models.transformers.transformer_wan import WanAttention, WanRotaryPosEmbed
+from einops import rearrange
+from torch import Tensor
+
+from sage_grpo.models.attention import attention, best_attention
+from sage_grpo.models.denoiser import Denoiser, stock_config
+from sage_grpo.parallel.ulysses import Attend, Shares, dividing
+
+Rope = tuple[Tensor, Tensor, Attend]  # cosines and sines (1, N, 1, E/2), and the attention over all tokens
+
+
+def attend(attn: WanAttention, video: Tensor, text: Tensor | None, mask: None, rope: Rope | None) -> Tensor:
+    """Processor of both attentions of a block: video (B, N, D) attends to itself, or to text (B or 1, L, D).
+
+    The stock block passes `rope` to self-attention alone, so it also carries the attention function.
+    """
+    source = video if text is None else text
+    found = attn.norm_q(attn.to_q(video)), attn.norm_k(attn.to_k(source)), attn.to_v(source)
+    query, key, value = (x.unflatten(2, (attn.heads, -1)) for x in found)
+    if rope is None:  # a text that is still shared by the group is expanded
+        out = attention(query, *(x.expand(len(query), -1, -1, -1) for x in (key, value)))
+    else:
+        cos, sin, over_all = rope
+        out = over_all(rotated(query, cos, sin), rotated(key, cos, sin), value)
+    return attn.to_out[0](out.flatten(2))
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate neighboring channels of (B, N, H, E) as pairs."""
+    a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2).type_as(x)
+
+
+@functools.lru_cache
+def rope_of(width: int, patch: tuple[int, ...], length: int, device: torch.device) -> WanRotaryPosEmbed:
+    with torch.device("cpu"):
+        return WanRotaryPosEmbed(width, patch, length).to(device)
+
+
+class WanTransformer(WanTransformer3DModel, Denoiser):
+    """The stock model for text-to-video."""
+
+    block_list = "blocks"
+
+    # `from_pretrained` reads the accepted config keys from the signature.
+    @functools.wraps(WanTransformer3DModel.__init__)
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        del self.rope  # its tables are computed, not stored: of a model made on the meta device there are none
+        for block in self.all_blocks:
+            block.attn1.set_processor(attend)
+            block.attn2.set_processor(attend)
+
+    def split_sequence(self, group: dist.ProcessGroup | None) -> None:
+        self.sequence_group = dividing(group, self.config.num_attention_heads)
+
+    def forward(self, hidden_states: Tensor, timestep: Tensor, text: Tensor) -> Tensor:
+        """Velocity (B, C, T, Y, X) of latents of that shape, in their dtype.
+
+        timestep: fp32, 1000 * sigma; (1,) if the clips share it, which is cheaper, else (B,).
+        text: (1 or B, L, text_dim), padded with zeros.
+        """
+        c, (_, rows, columns) = self.config, hidden_states.shape[2:]
+        video = self.patch_embedding(hidden_states).flatten(2).transpose(1, 2).contiguous()
+        temb, modulation, text, _ = self.condition_embedder(timestep, text)
+        shares = Shares.of(video.shape[1], 0, best_attention(video), self.sequence_group)
+        tables = rope_of(c.attention_head_dim, tuple(c.patch_size), c.rope_max_seq_len, video.device)(hidden_states)
+        cos, sin = (shares.own_video(table) for table in tables)  # (1, N, 1, E), with every number twice
+        rope = (cos[..., 0::2].contiguous(), sin[..., 1::2].contiguous(), shares.attend)
+        video, modulation = shares.own_video(video), modulation.unflatten(1, (6, -1))
+        for block in self.all_blocks:
+            video = self.run_block(block, (video, text, modulation), rope)
+        shift, scale = (self.scale_shift_table + temb[:, None]).chunk(2, dim=1)
+        video = (self.norm_out(video.float()) * (1 + scale) + shift).type_as(video)
+        tokens, (_, py, px) = shares.join_video(self.proj_out(video)), c.patch_size
+        sizes = {"y": rows // py, "x": columns // px, "py": py, "px": px}
+        velocity = rearrange(tokens, "b (t y x) (py px c) -> b c t (y py) (x px)", **sizes)
+        return velocity.clone(memory_format=torch.contiguous_format)  # FSDP does not accept views
+
+    def to_json_string(self) -> str:
+        return stock_config(super().to_json_string(), WanTransformer3DModel)
