@@ -8,6 +8,8 @@
 #   beyond   training the embedded model far beyond the gain, four runs side by side (studies/overoptimisation.py);
 #            called again, it continues them
 #   wan      Wan 2.1 1.3B against stock diffusers, and an iteration inside 24 GB
+#   study    the studies named in STUDIES (rates, which the others need) of studies/second_edition.py, 16 runs side by side; called
+#            again, it continues them
 #
 # A part at full size is rehearsed with a tiny model first: a wrong flag must not cost GPU minutes. No part needs ffmpeg.
 # MODEL (/dev/shm/random_model) and RUNS (/tmp/beyond) are scratch folders, kept for the next call.
@@ -47,17 +49,30 @@ train() { # NAME FLAGS
     --resume_from_checkpoint auto "${flags[@]}" "${@:2}" > "$output/$name.log" 2>&1 || true # ends at the time limit
 }
 
+share() { # the GPU between processes, each with one CPU thread
+  export OMP_NUM_THREADS=1 CUDA_MPS_PIPE_DIRECTORY=/tmp/mps CUDA_MPS_LOG_DIRECTORY=/tmp/mps
+  mkdir -p /tmp/mps
+  nvidia-cuda-mps-control -d || echo "without MPS the runs take turns" >&2
+}
+
 beyond() {
-  export OMP_NUM_THREADS=1 CUDA_MPS_PIPE_DIRECTORY=$runs/mps CUDA_MPS_LOG_DIRECTORY=$runs/mps
-  mkdir -p "$runs/mps"
-  nvidia-cuda-mps-control -d || echo "without MPS: runs take turns" >&2
+  share
   train free-2e-4 --learning_rate 2e-4 --kl_weight 1e-12 &
   train free-4e-4 --learning_rate 4e-4 --kl_weight 1e-12 &
   train free-4e-4-again --learning_rate 4e-4 --kl_weight 1e-12 --seed 2 &
   train kept-4e-4 --learning_rate 4e-4 --kl_weight 0.3 &
   wait
-  echo quit | nvidia-cuda-mps-control || true
-  tar czf "$output/beyond.tar.gz" -C "$runs" --exclude checkpoints --exclude mps .
+  tar czf "$output/beyond.tar.gz" -C "$runs" --exclude checkpoints .
+}
+
+study() {
+  share
+  local names budget
+  read -ra names <<< "${STUDIES:-rates}"
+  budget=$(awk "BEGIN { print ($(left) - 20) / 60 }")
+  "$python" -m studies.second_edition --studies "${names[@]}" --jobs 16 --budget_minutes "$budget" --cut || true
+  "$python" -m studies.second_edition --choose
+  tar czf "$output/second.tar.gz" -C studies second rates.json
 }
 
 "$part"
