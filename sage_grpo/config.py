@@ -165,7 +165,7 @@ class Config:
     reward_path: str | None = flag(None, "VideoReward folder, other rewards beside it", shown="in the model folder")
     remote_reward_url: str | None = flag(None, "http://HOST:PORT of a reward server or a judge", shown="none")
     judge_model: str | None = flag(None, "model that judges", shown="the only one that its server has")
-    judge_rubric: str | None = flag(None, "file of what the judge is asked", shown="sage_grpo/rewards/rubric.txt")
+    judge_rubric: str | None = flag(None, "file of what the judge is asked", shown="extra_rewards/rubric.txt")
     judge_cache: str | None = flag(None, "folder that keeps a judge's scores between runs", shown="host memory")
     holdout_reward: str | None = flag(None, "reward for validation, unseen in training", shown="none", code=True)
     stop_on_hacking: bool = flag(False, "stop when validation finds the reward up and the held-out one down")

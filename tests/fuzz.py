@@ -246,8 +246,8 @@ class Bench:
     def read_clip(self, folder):
         import torch
 
+        from extra_rewards.clip import ClipScore
         from sage_grpo.rewards.base import Setup
-        from sage_grpo.rewards.clip import ClipScore
 
         named = type("Named", (ClipScore,), {"folder": folder.name})
         named(Setup(folder.with_name("VideoReward"), torch.device("cpu")))
