@@ -20,7 +20,7 @@ from sage_grpo.algo.sde import build_schedule
 from sage_grpo.config import Config
 from sage_grpo.models.sample import counter_noise, denoise, integrate
 from sage_grpo.plugins import resolved
-from sage_grpo.tools import audit_reward as audit
+from sage_grpo.tools import audit
 from sage_grpo.tools.paired import aligned
 from sage_grpo.tools.templating import sentence
 from sage_grpo.train.metrics import UpdateStats

@@ -5,7 +5,7 @@ import torch
 
 from sage_grpo.intervals import Interval
 from sage_grpo.rewards.base import Composite
-from sage_grpo.tools.audit_reward import EDITS, WRONG_PROMPT, Verdict, conclude, edited, give_verdicts, measure, table
+from sage_grpo.tools.audit import EDITS, WRONG_PROMPT, Verdict, conclude, edited, give_verdicts, measure, table
 
 NAN = float("nan")
 RAMP = torch.arange(6, dtype=torch.uint8)[:, None, None, None].expand(6, 32, 32, 3) * 10

@@ -11,8 +11,8 @@ from embedded.shapes.reward import ShapesReward
 from embedded.shapes.scenes import captions, render, sample_scenes
 from sage_grpo.rewards import REWARDS
 from sage_grpo.runs.clips import write_mp4
-from sage_grpo.tools import audit_reward
-from sage_grpo.tools.audit_reward import EDITS, WRONG_PROMPT
+from sage_grpo.tools.audit import EDITS, WRONG_PROMPT
+from scripts import audit_reward
 
 TINY = Path(__file__).parents[2] / "assets" / "tiny"
 # imageio's reader leaves the pipes of its ffmpeg process to the garbage collector
