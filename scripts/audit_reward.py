@@ -15,13 +15,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from sage_grpo.config import Config, ConfigError
-from sage_grpo.flags import answer_early
-from sage_grpo.tools.options import ToolParser, answering
+from sage_grpo.flags import answer_early, answering
+from sage_grpo.tools.options import ToolParser
 
 options_of = ToolParser("audit_reward", __doc__, "python scripts/{}.py").parse_with_config
 
-if __name__ == "__main__":
-    answer_early(options_of)
+answer_early(__name__, options_of)
 
 import torch
 
