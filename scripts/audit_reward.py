@@ -27,7 +27,7 @@ import torch
 from sage_grpo.json_files import write_json
 from sage_grpo.parallel.device import choose_device
 from sage_grpo.runs.clips import contact_sheet, read_mp4, thumbnails
-from sage_grpo.tools.audit import EDITS, TOTAL, conclude, drawn_clips, edited, give_verdicts, measure, table
+from sage_grpo.tools.audit import EDITS, TOTAL, conclude, drawn_clips, edited, give_verdicts, measure
 from sage_grpo.tools.evaluate import read_folder
 from sage_grpo.tools.templating import render
 from sage_grpo.train.build import build_composite, open_model, prompts_of, reward_names
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     contact_sheet(options.output / "sheet.png", sheet, ["good", *(f"{kind}: total {marks[kind]}" for kind in rows)])
     record = {"clips": len(clips), "weights": reward.weights, "fit": not told["wrong"]} | told
     write_json(options.output / "audit.json", record | {"verdicts": [asdict(v) | {"mark": v.mark} for v in verdicts]})
-    print(render("audit.txt", table=table(found, verdicts), output=options.output, **told), end="")
+    print(render("audit.txt", found=found, verdicts=verdicts, output=options.output, **told), end="")
     return 1 if told["wrong"] else 0
 
 

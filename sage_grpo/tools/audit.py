@@ -4,15 +4,14 @@ Every change is paired by clip, and verdicts come from 95 % intervals over clips
 all edits, and the doctor with a few.
 """
 
-import io
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import imageio.v3 as imageio
 import numpy as np
 import torch
-from PIL import Image
 from torch import Generator, Tensor
 from torch.nn.functional import avg_pool2d, interpolate
 
@@ -20,7 +19,7 @@ from sage_grpo.config import Config
 from sage_grpo.data.requests import Request
 from sage_grpo.intervals import Interval, interval
 from sage_grpo.rewards.base import Composite
-from sage_grpo.tools.paired import aligned, number
+from sage_grpo.tools.paired import number
 from sage_grpo.worlds import world_of
 
 TOTAL, WRONG_PROMPT, UNCLEAR = "total", "wrong prompt", "unclear"
@@ -40,10 +39,8 @@ def shaken(x: Tensor, generator: Generator) -> Tensor:
 
 
 def encoded(x: Tensor, _: Generator) -> Tensor:
-    files = [io.BytesIO() for _ in x]
-    for file, frame in zip(files, as_uint8(x).numpy(), strict=True):
-        Image.fromarray(frame).save(file, "JPEG", quality=90)
-    return torch.from_numpy(np.stack([np.asarray(Image.open(file)) for file in files])).movedim(-1, 1) / 255
+    files = [imageio.imwrite("<bytes>", frame, extension=".jpg", quality=90) for frame in as_uint8(x).numpy()]
+    return torch.from_numpy(np.stack([imageio.imread(file) for file in files])).movedim(-1, 1) / 255
 
 
 # what is done to a clip (F, 3, H, W) in [0, 1]; a good reward never scores the result higher
@@ -152,11 +149,3 @@ def conclude(found: Scores, verdicts: Sequence[Verdict]) -> dict[str, list[str]]
             weak.append(f"{how} {kind} clips: no score falls by its standard deviation over good clips")
     left = [v for v in verdicts if v.mark == UNCLEAR and (v.must_fall or v.score == TOTAL)]
     return {"wrong": wrong, "weak": weak, "unclear": [f"{v.score} of {v.edit} clips" for v in left]}
-
-
-def table(found: Scores, verdicts: Sequence[Verdict]) -> str:
-    """Mean and standard deviation of good clips, then changes with 95 % intervals and verdicts, for the terminal."""
-    good = found["good"]
-    means = [f"{number(v.mean().item())} (std {number(v.std(correction=0).item())})" for v in good.values()]
-    rows = [[kind, *(f"{v} {v.mark}" for v in verdicts if v.edit == kind)] for kind in found if kind != "good"]
-    return aligned([[f"{len(good[TOTAL])} clips", *good], ["good", *means], *rows])
