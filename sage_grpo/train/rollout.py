@@ -9,7 +9,8 @@ micro-batches through the same function, which is why the first ratio is exactly
 Shapes: B clips of a micro-batch, W denoising steps of a window, ... the latent shape (C, t, y, x).
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -120,15 +121,6 @@ def plan_micro_batches(
     return [tuple(mine[start : start + size]) for start in range(0, len(mine), size)]
 
 
-def join_prompts(micro_batches: Sequence[MicroBatch], alike: Callable[[int], Hashable], most: int) -> list[MicroBatch]:
-    """Join up to `most` micro-batches whose prompts are `alike`; clips of one prompt stay next to each other."""
-    kinds: dict[Hashable, list[MicroBatch]] = {}
-    for one in micro_batches:
-        kinds.setdefault(alike(one[0][0]), []).append(one)
-    parts = [ones[start : start + most] for ones in kinds.values() for start in range(0, len(ones), most)]
-    return [tuple(clip for one in part for clip in one) for part in parts]
-
-
 def num_trained(window: int, fraction: float) -> int:
     """How many of a window's denoising steps each clip trains."""
     return max(1, round(fraction * window))
@@ -150,6 +142,16 @@ class Rollouts:
     step: int
     conditions: Mapping[int, Conditioning]  # by position in the prompt list
     begun: dict[Group, Tensor] = field(default_factory=dict)  # states in which groups enter their windows
+
+    def joined(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """Join up to `prompts_per_forward` micro-batches whose prompts are alike; clips of a prompt stay together."""
+        most, kinds = self.config.prompts_per_forward, defaultdict(list)
+        if most == 1:
+            return micro_batches
+        for one in micro_batches:
+            kinds[self.conditions[one[0][0]].shapes].append(one)
+        parts = [ones[start : start + most] for ones in kinds.values() for start in range(0, len(ones), most)]
+        return [tuple(clip for one in part for clip in one) for part in parts]
 
     @torch.no_grad()
     def __call__(self, micro_batch: MicroBatch) -> Trajectory:
