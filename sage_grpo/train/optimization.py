@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -104,19 +103,15 @@ class Optimization:
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore the state that `tensors` returned; for sharded tensors, this rank's shard."""
-        states: dict[str, dict[str, Tensor]] = {name: {} for name in self.parameters}
+        holders = {name: held for held in self.optimizers for name in held.param_groups[0]["param_names"]}
         for full_name, value in tensors.items():
             name, _, key = full_name.rpartition(".")
             parameter = self.parameters[name]
-            home = value.clone() if value.ndim == 0 else shard_like(parameter, value.to(parameter.device, copy=True))
-            states[name][key] = home
-        for optimizer in self.optimizers:
-            (group,) = groups = optimizer.state_dict()["param_groups"]
-            own = dict(zip(group["params"], map(states.get, group["param_names"]), strict=True))
-            optimizer.load_state_dict({"state": own, "param_groups": groups})  # moves fused counters to the device
+            dtype = parameter.dtype if value.ndim else None  # a counter keeps its own, and is not sharded
+            home = value.to(parameter.device, dtype, copy=True)
+            holders[name].state[parameter][key] = shard_like(parameter, home) if value.ndim else home
 
 
-@dataclass(eq=False)
 class Anchor:
     """The anchor of the trust region, a frozen earlier policy, refreshed from the policy (moving) or never (fixed).
 
@@ -124,11 +119,16 @@ class Anchor:
     steps: until the first one after a copy, it equals the policy.
     """
 
-    parameters: Mapping[str, nn.Parameter]  # the policy's
-    values: Mapping[str, Tensor]  # the anchor's, under the same names, which a checkpoint must include
-    home: torch.device  # where those that the model does not use are kept
-    refresh_every: int | None  # optimizer steps between refreshes; None for a fixed anchor
-    age: int = 0  # optimizer steps since the last copy
+    def __init__(self, parameters: Mapping[str, nn.Parameter], backbone: Backbone, config: Config) -> None:
+        """parameters: the policy's."""
+        self.parameters, self.age = parameters, 0  # optimizer steps since the last copy
+        offloaded = config.reference_mode_offload and not config.use_lora
+        self.home = torch.device("cpu") if offloaded else backbone.device  # of values that the model does not use
+        dtype = None if config.use_lora else backbone.dtype  # the forward's, so rounding to it changes no result
+        # under the names of the parameters; a checkpoint must include them
+        self.values = {n: local_shard(p).detach().to(self.home, dtype, copy=True) for n, p in parameters.items()}
+        # optimizer steps between refreshes; None for a fixed anchor
+        self.refresh_every = config.update_ref_model_step if config.trust_region.anchor == "moving" else None
 
     def in_place(self) -> AbstractContextManager[None]:
         """Context in which the model runs with the anchor's values."""
@@ -139,14 +139,3 @@ class Anchor:
         if self.refresh_every is not None and self.age >= self.refresh_every:
             copy_into(self.values, self.parameters)
             self.age = 0
-
-
-def build_anchor(backbone: Backbone, config: Config, parameters: Mapping[str, nn.Parameter]) -> Anchor | None:
-    """The anchor of the policy that has these parameters; None if the trust region needs none."""
-    kind = config.trust_region.anchor
-    if kind is None:
-        return None
-    home = torch.device("cpu") if config.reference_mode_offload and not config.use_lora else backbone.device
-    dtype = None if config.use_lora else backbone.dtype  # the forward's, so rounding to it changes no result
-    values = {n: local_shard(p).detach().to(home, dtype, copy=True) for n, p in parameters.items()}
-    return Anchor(parameters, values, home, config.update_ref_model_step if kind == "moving" else None)
