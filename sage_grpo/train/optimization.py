@@ -103,13 +103,16 @@ class Optimization:
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore the state that `tensors` returned; for sharded tensors, this rank's shard."""
-        holders = {name: held for held in self.optimizers for name in held.param_groups[0]["param_names"]}
+        states: dict[str, dict[str, Tensor]] = {name: {} for name in self.parameters}
         for full_name, value in tensors.items():
             name, _, key = full_name.rpartition(".")
             parameter = self.parameters[name]
-            dtype = parameter.dtype if value.ndim else None  # a counter keeps its own, and is not sharded
-            home = value.to(parameter.device, dtype, copy=True)
-            holders[name].state[parameter][key] = shard_like(parameter, home) if value.ndim else home
+            home = value.clone() if value.ndim == 0 else shard_like(parameter, value.to(parameter.device, copy=True))
+            states[name][key] = home
+        for optimizer in self.optimizers:
+            (group,) = groups = optimizer.state_dict()["param_groups"]
+            own = dict(zip(group["params"], map(states.get, group["param_names"]), strict=True))
+            optimizer.load_state_dict({"state": own, "param_groups": groups})  # moves fused counters to the device
 
 
 class Anchor:
