@@ -86,6 +86,7 @@ class Backbone(ABC):
     sampling: Sampling  # of generate.py and validation
     decode_gb = 0.0  # clips whose decode needs more are tiled
     negative_prompt = ""  # of guidance, by default
+    sees_image = False  # whether every clip begins with the image of its request
     lora_targets: tuple[str, ...]  # linear layers of a block that get an adapter by default
 
     def __init__(
@@ -104,6 +105,19 @@ class Backbone(ABC):
         """Reject an incomplete folder before anything is loaded."""
 
     # requests
+
+    def check_requests(self, requests: Sequence[Request]) -> None:
+        """Reject requests without the image that the model animates, or with one that it would not see."""
+        wrong = next((request for request in requests if (request.image is not None) != self.sees_image), None)
+        if wrong and self.sees_image:
+            remedy = "give generate.py an --image, or the prompt file a column `image`"
+            raise ValueError(f"{self.folder} animates images, and the prompt {wrong.text!r} has none: {remedy}")
+        if wrong:
+            raise ValueError(f"{self.folder} is a text-to-video model; take the image away from {wrong.text!r}")
+
+    def default_size(self, request: Request) -> tuple[int, int]:
+        """Height and width of a clip whose size nobody chose."""
+        return self.sampling.height, self.sampling.width
 
     @abstractmethod
     def encoder(self) -> Encoder:
@@ -144,14 +158,14 @@ class Backbone(ABC):
     def velocity(self, x: Tensor, sigma: Tensor | float, cond: Conditioning, guidance: Guidance) -> Tensor:
         """Guided velocity, shape of x (B, C, T, y, x), at least fp32: `v_neg + scale * (v_pos - v_neg)`.
 
-        Both branches carry gradients.
+        Both branches carry gradients, and see the same image if there is one.
         """
         positive, scale, negative = self.branch(x, sigma, cond), guidance.scale, guidance.negative
         if math.isclose(scale, 1.0):
             return positive
         if negative is None:
             raise ValueError(f"guidance {scale} needs a negative conditioning; encode the negative prompt ('').")
-        unguided = self.branch(x, sigma, negative)
+        unguided = self.branch(x, sigma, negative.seeing(cond))
         return unguided + scale * (positive - unguided)
 
     @abstractmethod

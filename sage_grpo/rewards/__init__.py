@@ -5,6 +5,8 @@ REWARDS = {
     "clipscore": "sage_grpo.rewards.clip:ClipScore",
     "pickscore": "sage_grpo.rewards.clip:PickScore",
     "ocr": "sage_grpo.rewards.ocr:OcrReward",
+    "first_frame": "sage_grpo.rewards.first_frame:FirstFrame",
+    "motion": "sage_grpo.rewards.first_frame:Motion",
     "judge": "sage_grpo.rewards.judge:Judge",
     "remote": "sage_grpo.rewards.remote:RemoteReward",
     "shapes": "embedded.shapes.reward:build",
