@@ -77,6 +77,12 @@ def i2v_folder(tiny_folder, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def tencent_i2v_folder(i2v_folder, tmp_path_factory):
+    """`i2v_folder` in Tencent's layout. Read-only: copy it before changing a file."""
+    return write_tencent_folder(i2v_folder, tmp_path_factory.mktemp("ckpts_i2v"), "480p_i2v")
+
+
+@pytest.fixture(scope="session")
 def pictures(tmp_path_factory):
     """Paths of three images of different shapes, none of them that of a clip."""
     folder = tmp_path_factory.mktemp("pictures")
