@@ -12,6 +12,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
 import generate
+from sage_grpo.data.requests import Request
 from sage_grpo.models import open_backbone
 from sage_grpo.models.hunyuan15.backbone import Hunyuan15
 from sage_grpo.models.lora import LORA_FILE
@@ -97,7 +98,8 @@ def test_the_second_order_solver_gives_another_clip_and_is_recorded(folder, tmp_
 
 
 def sample(ranks, *arguments):
-    generate.generate(generate.parse_arguments(list(arguments)), ranks)
+    args = generate.parse_arguments(list(arguments))
+    generate.generate(args, generate.requests_of(args), ranks)
 
 
 @pytest.mark.parametrize("world, sp_size", [(2, 1), (4, 2)])
@@ -211,7 +213,7 @@ def test_the_defaults_are_those_of_the_model_and_are_printed(folder, tmp_path, c
 def test_the_published_models_are_sampled_as_their_authors_do(tmp_path, version, size):
     """The folder stands for the published model: nothing but its configuration is needed."""
     backbone = open_backbone(tmp_path / "absent", version=version, complete=False)
-    settings = generate.resolve(generate.parse_arguments(["--prompt", PROMPT]), backbone)
+    settings = generate.resolve(generate.parse_arguments(["--prompt", PROMPT]), backbone, Request(PROMPT))
     assert str(settings).startswith(f"121 frames of {size}, 50 steps, shift ")
 
 
@@ -226,7 +228,7 @@ def test_the_published_models_are_sampled_as_their_authors_do(tmp_path, version,
 )
 def test_frame_sizes(tiny_folder, arguments, expected):
     args = generate.parse_arguments(["--prompt", PROMPT, *arguments])
-    assert generate.frame_size(args, Hunyuan15(tiny_folder)) == expected
+    assert generate.frame_size(args, Hunyuan15(tiny_folder), Request(PROMPT)) == expected
 
 
 @pytest.fixture

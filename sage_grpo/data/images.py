@@ -10,17 +10,17 @@ if TYPE_CHECKING:
     from PIL.Image import Image as Picture
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # others may start programs
-MOST_PIXELS, MOST_ASPECT = 1 << 26, 16  # of an image; a thin one would grow to gigabytes before it is cropped
+MOST_PIXELS, MOST_ASPECT = 1 << 26, 16  # a thin image would grow to gigabytes before it is cropped
 
 
 @dataclass(frozen=True)
 class Image:
-    """An image file by its content, and the size (height, width) of the clip that begins with it."""
+    """An image file, equal to others with the same content, and the size of the clip that begins with it."""
 
     path: Path = field(compare=False)
     digest: str  # sha256 of the file
-    shape: tuple[int, int]  # its own height and width
-    size: tuple[int, int] | None = None
+    shape: tuple[int, int]  # height and width
+    size: tuple[int, int] | None = None  # height and width of the clip
 
     def __str__(self) -> str:
         """What determines the pixels that a model sees."""
@@ -45,15 +45,12 @@ def open_picture(path: Path, where: str = "") -> "Picture":
 
     try:
         with Image.open(io.BytesIO(path.read_bytes()), formats=FORMATS) as file:
-            shape, mode = (file.height, file.width), file.mode
-            usable = (
-                shape[0] * shape[1] <= MOST_PIXELS and max(shape) <= MOST_ASPECT * min(shape) and mode[0] not in "IF"
-            )
-            picture = ImageOps.exif_transpose(file).convert("RGB") if usable else None
+            (width, height), mode = file.size, file.mode
+            fits = width * height <= MOST_PIXELS and max(file.size) <= MOST_ASPECT * min(file.size)
+            if fits and mode[0] not in "IF":
+                return ImageOps.exif_transpose(file).convert("RGB")
     except Exception as error:  # decoders raise almost anything on a damaged file
         text = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
         raise ValueError(f"{where}the image {path} {text}; it must be one of {', '.join(FORMATS)}") from error
-    if picture is None:
-        limits = f"at most {MOST_PIXELS:,} pixels, one side at most {MOST_ASPECT} times the other, 8 bits per channel"
-        raise ValueError(f"{where}the image {path} is {shape[1]} x {shape[0]} in mode {mode}; it may have {limits}")
-    return picture
+    limits = f"at most {MOST_PIXELS:,} pixels, one side at most {MOST_ASPECT} times the other, 8 bits per channel"
+    raise ValueError(f"{where}the image {path} is {width} x {height} in mode {mode}; it may have {limits}")

@@ -87,11 +87,10 @@ def _request(row: dict, number: int, where: str, folder: Path) -> Request:
         raise ValueError(f"{where}: the prompt is missing or empty")
     check_text(text, where)
     index, seed = (_integer(row.get(key), key, where) for key in ("index", "seed"))
-    image = row.get("image") or None
-    if not isinstance(image, str | None):
+    if (image := row.get("image") or None) and not isinstance(image, str):
         raise ValueError(f"{where}: image is a {type(image).__name__}; it must be the path of a file")
-    read = read_image(folder / image, where) if image else None
-    return Request(text, number if index is None else index, seed, read)
+    image = image and read_image(folder / image, where)
+    return Request(text, number if index is None else index, seed, image)
 
 
 def check_text(text: str, where: str) -> None:

@@ -108,12 +108,11 @@ class Backbone(ABC):
 
     def check_requests(self, requests: Sequence[Request]) -> None:
         """Reject requests without the image that the model animates, or with one that it would not see."""
-        wrong = next((request for request in requests if (request.image is not None) != self.sees_image), None)
-        if wrong and self.sees_image:
-            remedy = "give generate.py an --image, or the prompt file a column `image`"
-            raise ValueError(f"{self.folder} animates images, and the prompt {wrong.text!r} has none: {remedy}")
-        if wrong:
-            raise ValueError(f"{self.folder} is a text-to-video model; take the image away from {wrong.text!r}")
+        what = f"{self.folder} is a text-to-video model; take the image away from"
+        if self.sees_image:
+            what = f"{self.folder} animates images; give generate.py an --image, or its file a column `image`, for"
+        if wrong := next((one for one in requests if (one.image is not None) != self.sees_image), None):
+            raise ValueError(f"{what} the prompt {wrong.text!r}")
 
     def default_size(self, request: Request) -> tuple[int, int]:
         """Height and width of a clip whose size nobody chose."""

@@ -42,7 +42,7 @@ def test_first_frame_refuses_prompts_without_an_image(setup, request_):
     reward.check([request_])
     for prompt in (PLAIN, "a boat"):
         with pytest.raises(
-            ValueError, match="^the reward first_frame needs an image, and the prompt 'a boat' has none$"
+            ValueError, match=r"^the reward first_frame needs an image, and the prompt 'a boat' has none$"
         ):
             reward.check([request_, prompt])
     scores = reward.score([clip_of(request_)], [PLAIN], 8.0)

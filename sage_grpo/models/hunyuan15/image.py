@@ -1,13 +1,11 @@
 """HunyuanVideo-1.5 image-to-video: the same transformer, which also sees the image that the clip begins with.
 
-It sees it twice: as tokens of a SigLIP vision model in front of the text, and as VAE latents of the first frame in the
-condition channels, where a mask marks them. Both come from the image cropped to the size of the clip, as in the stock
-pipeline. The latents that are denoised do not contain it, so sampling and log-probabilities are those of text-to-video.
-
-Shapes: I image tokens (729), C latent channels, (y, x) latent rows and columns.
+It sees it as I = 729 tokens of a SigLIP vision model, and as VAE latents of the first frame in the condition channels,
+where a mask marks them; both of the image cropped to the size of the clip, as in the stock pipeline. The latents that
+are denoised do not contain it, so sampling and log-probabilities are those of text-to-video.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,7 +15,6 @@ from diffusers.pipelines.hunyuan_video1_5.image_processor import HunyuanVideo15I
 from torch import Tensor
 from transformers import SiglipImageProcessorPil, SiglipVisionModel
 
-from sage_grpo.data.images import Image
 from sage_grpo.data.requests import Request
 from sage_grpo.json_files import naming
 from sage_grpo.models.folder import MODEL
@@ -55,45 +52,37 @@ class ImageConditioning(TextConditioning):
 
 
 class ImageEncoder(TextEncoder):
-    """The text encoders, the vision model and, from the backbone, the VAE."""
+    """The text encoders, the vision model and, as `encode_video` of the backbone, the VAE."""
 
-    kind = ImageConditioning
-    parts = (*TextEncoder.parts, *IMAGE_FILES, "vae")
-    encode_video: Callable[[Tensor], Tensor]
+    kind, parts = ImageConditioning, (*TextEncoder.parts, *IMAGE_FILES, "vae")
 
     def load(self) -> tuple[tuple, tuple]:
-        tokenizers, encoders = super().load()
-        place = self.folder.part("feature_extractor")
+        (tokenizers, encoders), place = super().load(), self.folder.part("feature_extractor")
         with naming(place / "preprocessor_config.json"):
             processor = SiglipImageProcessorPil.from_pretrained(place, local_files_only=True)
-        vision = vision_model(self.folder.part("image_encoder"), self.device, self.dtype)
-        return (*tokenizers, processor), (*encoders, vision)
+        return (*tokenizers, processor), (*encoders, self._vision_model(self.folder.part("image_encoder")))
+
+    def _vision_model(self, folder: Path) -> SiglipVisionModel:
+        stored, model = open_folder(folder), empty_model(SiglipVisionModel, folder)
+        pieces = {name.removeprefix("vision_model."): piece for name, piece in stored.pieces.items()}  # published names
+        load_model(model, Weights(folder, pieces), self.device, self.dtype)
+        positions = torch.arange(model.embeddings.num_positions, device=self.device)
+        model.embeddings.position_ids = positions[None]  # computed, not stored
+        return model.eval()
 
     @torch.no_grad()
     def encode(self, request: Request) -> ImageConditioning:
-        text = super().encode(request)
-        seen = self._image(request.image) if request.image else {name: torch.zeros(0) for name in ("image", "first")}
-        return ImageConditioning(**vars(text), **seen)
-
-    def _image(self, image: Image) -> dict[str, Tensor]:
+        text, image = super().encode(request), request.image
+        if image is None:
+            return ImageConditioning(**vars(text), image=torch.zeros(0), first=torch.zeros(0))
         picture = image.cropped()
         with naming(self.folder.part("image_encoder")):
             pixels = self._tokenizers[-1](picture, return_tensors="pt").pixel_values
             tokens = self._models[-1](pixels.to(self.device, self.dtype)).last_hidden_state[0]
         first = self.encode_video(torch.from_numpy(np.array(picture))[None, None])[0, :, 0]
         if not first.isfinite().all():
-            raise ValueError(f"the VAE gives latents of {image.path} that are not finite; use another image or --dtype")
-        return {"image": tokens, "first": first}
-
-
-def vision_model(folder: Path, device: torch.device, dtype: torch.dtype) -> SiglipVisionModel:
-    """Load a SigLIP vision model; the published files call it `vision_model`."""
-    stored, model = open_folder(folder), empty_model(SiglipVisionModel, folder)
-    pieces = {name.removeprefix("vision_model."): piece for name, piece in stored.pieces.items()}
-    load_model(model, Weights(folder, pieces), device, dtype)
-    embeddings = model.embeddings
-    embeddings.position_ids = torch.arange(embeddings.num_positions, device=device)[None]  # computed, not stored
-    return model.eval()
+            raise ValueError(f"the VAE's latents of {image.path} are not finite; use another image, or dtype fp32")
+        return ImageConditioning(**vars(text), image=tokens, first=first)
 
 
 class ImageTransformer(PackedTransformer):

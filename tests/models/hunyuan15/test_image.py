@@ -179,9 +179,11 @@ def test_published_names_of_the_vision_model(i2v_folder, tmp_path, requests, bac
 def test_requests_must_fit_the_task(backbone, tiny_folder, requests):
     backbone.check_requests(requests)
     open_backbone(tiny_folder).check_requests([NEGATIVE])
-    with pytest.raises(ValueError, match=r"animates images, and the prompt 'the square' has none: give .* `image`$"):
+    with pytest.raises(ValueError, match=r"animates images; give .* `image`, for the prompt 'the square'$"):
         backbone.check_requests([*requests, Request("the square")])
-    with pytest.raises(ValueError, match=r"is a text-to-video model; take the image away from 'a red circle"):
+    with pytest.raises(
+        ValueError, match=r"is a text-to-video model; take the image away from the prompt 'a red circle"
+    ):
         open_backbone(tiny_folder).check_requests(requests)
 
 
