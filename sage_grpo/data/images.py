@@ -4,10 +4,9 @@ import hashlib
 import io
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from PIL.Image import Image as Picture
+from PIL import Image as pil
+from PIL import ImageOps
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # others may start programs
 MOST_PIXELS, MOST_ASPECT = 1 << 26, 16  # a thin image would grow to gigabytes before it is cropped
@@ -26,7 +25,7 @@ class Image:
         """What determines the pixels that a model sees."""
         return f"{self.digest} {self.size}"
 
-    def cropped(self) -> "Picture":
+    def cropped(self) -> pil.Image:
         """The image in `size`, resized and cropped around its center as stock pipelines do."""
         from diffusers.image_processor import VaeImageProcessor
 
@@ -39,12 +38,10 @@ def read_image(path: Path, where: str) -> Image:
     return Image(path, hashlib.sha256(path.read_bytes()).hexdigest(), (picture.height, picture.width))
 
 
-def open_picture(path: Path, where: str = "") -> "Picture":
+def open_picture(path: Path, where: str = "") -> pil.Image:
     """The first frame of a file in RGB, turned upright as its EXIF data say."""
-    from PIL import Image, ImageOps
-
     try:
-        with Image.open(io.BytesIO(path.read_bytes()), formats=FORMATS) as file:
+        with pil.open(io.BytesIO(path.read_bytes()), formats=FORMATS) as file:
             (width, height), mode = file.size, file.mode
             fits = width * height <= MOST_PIXELS and max(file.size) <= MOST_ASPECT * min(file.size)
             if fits and mode[0] not in "IF":

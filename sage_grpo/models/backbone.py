@@ -112,7 +112,7 @@ class Backbone(ABC):
         if self.sees_image:
             what = f"{self.folder} animates images; give generate.py an --image, or its file a column `image`, for"
         if wrong := next((one for one in requests if (one.image is not None) != self.sees_image), None):
-            raise ValueError(f"{what} the prompt {wrong.text!r}")
+            raise ValueError(f"{what} the prompt {wrong.text[:80]!r}")
 
     def default_size(self, request: Request) -> tuple[int, int]:
         """Height and width of a clip whose size nobody chose."""

@@ -153,10 +153,8 @@ def prompts_of(files: Sequence[str] | None, folder: Path, kind: str) -> list[Req
 
 def held_out_prompts(config: Config) -> list[Request]:
     """The prompts of a validation."""
-    prompts, own = (
-        prompts_of(config.validation_prompts, Path(config.pretrained_model_root), "valid"),
-        validation_sampling(config),
-    )
+    own = validation_sampling(config)
+    prompts = prompts_of(config.validation_prompts, Path(config.pretrained_model_root), "valid")
     return [prompt.sized(own.height, own.width) for prompt in prompts[: config.num_validation_prompts]]
 
 

@@ -123,6 +123,7 @@ class Validation:
         }
         return [
             {"file": self.file(prompt), "prompt": prompt.text, "seed": self.seed(prompt)}
+            | ({"image": str(prompt.image.path)} if prompt.image else {})
             | ({"error": scores.errors[0]} if scores.errors and not scores.total[i].isfinite() else {})
             | {kind: finite({name: v[i].item() for name, v in named.items()}) for kind, named in columns.items()}
             | finite({"scored_again": again[i]} if i < len(again) else {})

@@ -182,7 +182,7 @@ def test_command_says_what_to_change(capsys):
         ("--vary gpus 0", "gpus is 0"),
         ("--gpu_memory nan", "gpu_memory is nan"),
         ("--sp_sise 2", "unknown flag --sp_sise; did you mean --sp_size?"),
-        ("--pretrained_transformer_version 480p_i2v", "only t2v can be trained"),
+        ("--pretrained_transformer_version 480p_v2v", "it must be 480p_t2v, 480p_i2v, 720p_t2v"),
         ("--batch_size 4", "needs enable_fsdp True"),
     ],
 )

@@ -13,6 +13,7 @@ from sage_grpo.models import open_backbone
 from sage_grpo.models.backbone import Guidance
 from sage_grpo.models.hunyuan15.image import ImageToVideo
 from sage_grpo.models.sample import integrate
+from sage_grpo.runs.clips import read_clips
 from sage_grpo.train.build import held_out_prompts
 from tests.train import test_layouts, test_resume
 from tests.train.conftest import PROMPTS
@@ -109,6 +110,8 @@ def test_a_complete_run_with_rewards_that_see_the_image(make):
     (record,) = trainer.run.path.glob("validation/*/clips.json")
     text = record.read_text()
     assert text.count('"first_frame.first_frame"') == 3 and text.count('"motion"') == 3
+    images = [clip.image for clip in read_clips(record.parent)]
+    assert images == [str(request.image.path) for request in trainer.validation.prompts]
     batch = trainer.roll_out()
     clips = trainer.decode(batch)
     scores = trainer.score(batch, clips).named["first_frame.first_frame"]
