@@ -34,15 +34,12 @@ from sage_grpo.train.build import build_trainer
 from sage_grpo.train.rollout import num_trained
 from sage_grpo.train.trainer import Trainer
 
-ALL = (
-    "--sde_window all --same_init_noise False --tail_steps 0 --batch_size 2 --num_generations 2 --timestep_fraction 0.1"
-)
+ALL = "--sde_window all --same_init_noise False --tail_steps 0 --decode_gb 0"
 WAYS = {
-    "all steps": ALL,
+    "all steps": f"{ALL} --batch_size 2 --num_generations 2 --timestep_fraction 0.1",
     "recipe": "",
-    "recipe, untiled decode": "--decode_gb 40",
-    "recipe, untiled decode, fp8": "--decode_gb 40 --outside_window fp8",
-    "recipe, untiled decode, guidance 1": "--decode_gb 40 --guidance_scale 1",
+    "recipe, guidance 1": "--guidance_scale 1",
+    "recipe, fp8": "--outside_window fp8",
 }
 REPEATS = 3
 
@@ -126,7 +123,7 @@ def warm(trainer: Trainer) -> tuple[float, float, float]:
 
 def run(name: str, flags: list[str], ranks: Ranks, folder: Path) -> Result:
     fixed = "--reward_model contrast --report_to none --log_interval 1 --max_steps 1 --gradient_accumulation_steps 1"
-    fixed += " --save_interval 0 --validation_interval 0"
+    fixed += " --save_interval 0 --validation_interval 0 --validation_videos 0"
     config = parse([*flags, *fixed.split(), *WAYS[name].split(), "--output_dir", str(folder / name.replace(" ", "_"))])
     trainer = build_trainer(config, ranks)
     trainer.validation = None

@@ -43,7 +43,7 @@ CONFIG = ROOT / "configs" / "wan21_1gpu_24gb_lora.yaml"
 LIMIT = 24e9  # bytes that torch may allocate in the iteration
 CLIPS, PROMPT = 4, "A red kite rises over a windy beach while two children run below it, wide shot, morning light."
 ALWAYS = "--report_to none --log_interval 1 --max_steps 1 --gradient_accumulation_steps 1 --save_interval 0"
-ALWAYS += f" --validation_interval 0 --batch_size {CLIPS} --num_generations {CLIPS}"
+ALWAYS += f" --validation_interval 0 --validation_videos 0 --batch_size {CLIPS} --num_generations {CLIPS}"
 REHEARSED = "--num_frames 5 --height 32 --width 32 --num_sampling_steps 6 --lora_r 4 --dtype fp32 --device cpu"
 GRID, TINY_GRID = (21, 60, 104), (2, 4, 6)  # latents of 81 x 480 x 832
 

@@ -16,12 +16,14 @@ from sage_grpo.tools.plan_model import Plan, times
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = "configs/hunyuan15_1gpu_lora.yaml"
-ALL_STEPS = {"sde_window": "all", "same_init_noise": "False", "tail_steps": "0"}
+TILED = {"decode_gb": "0"}
+ALL_STEPS = {"sde_window": "all", "same_init_noise": "False", "tail_steps": "0"} | TILED
 CHANGES = {  # what is taken back, cumulatively, from the recipe
     "all 20 steps explore": ALL_STEPS,
     "2 steps, a window for each prompt": ALL_STEPS | {"sde_window": "random:2"},
-    "the way to the window is shared": {"tail_steps": "0"},
-    "a tail of 5 steps: the recipe": {},
+    "the way to the window is shared": {"tail_steps": "0"} | TILED,
+    "a tail of 5 steps": TILED,
+    "clips are decoded whole: the recipe": {},
     "guidance-distilled weights": {"guidance_scale": "1"},
 }
 COLORS = {"rollout": BLUE, "decode": GREEN, "reward": GREY, "anchor": ORANGE, "update": PURPLE}

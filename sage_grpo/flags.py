@@ -14,8 +14,8 @@ import re
 import sys
 import typing
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import NoneType
@@ -281,13 +281,21 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
-def answer_early(parse_arguments: Callable[[None], Any]) -> None:
-    """For a program whose imports take seconds: answer --help and wrong flags before them."""
+@contextmanager
+def answering(prefix: str) -> Iterator[None]:
+    """Wrong input is answered with one sentence on stderr and exit code 2. Also decorates the `main` of a program."""
     try:
-        parse_arguments(None)
-    except ConfigError as error:
-        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        yield
+    except (ValueError, OSError) as error:
+        print(f"{prefix}{error}", file=sys.stderr)
         sys.exit(WRONG_INPUT)
+
+
+def answer_early(module: str, parse_arguments: Callable[[None], Any]) -> None:
+    """If `module` is the program, and its imports take seconds: answer --help and wrong flags before them."""
+    if module == "__main__":
+        with answering(f"{Path(sys.argv[0]).name}: "):
+            parse_arguments(None)
 
 
 class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):

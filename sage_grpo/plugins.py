@@ -6,19 +6,15 @@ A row maps a name to `module:attribute`, so that a table can be read without imp
 import re
 import sys
 from collections.abc import Mapping
-from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 
 def load(table: Mapping[str, Any], name: str) -> Any:
     """Import the object that a table row names. A row may also hold the object itself."""
-    row = table[name]
-    if not isinstance(row, str):
-        return row
-    module, _, attribute = row.partition(":")
-    return getattr(import_module(module), attribute)
+    return resolve_name(table[name]) if isinstance(table[name], str) else table[name]
 
 
 def in_file(name: str | None) -> bool:

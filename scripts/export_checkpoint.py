@@ -31,8 +31,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-if __name__ == "__main__":
-    answer_early(parse_arguments)
+answer_early(__name__, parse_arguments)
 
 import torch
 from safetensors.torch import save_file

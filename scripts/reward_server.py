@@ -27,8 +27,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return ToolParser("reward_server", __doc__, "python scripts/{}.py").parse_args(arguments)
 
 
-if __name__ == "__main__":
-    answer_early(parse_arguments)
+answer_early(__name__, parse_arguments)
 
 import torch
 import uvicorn

@@ -246,8 +246,8 @@ class Bench:
     def read_clip(self, folder):
         import torch
 
+        from extra_rewards.clip import ClipScore
         from sage_grpo.rewards.base import Setup
-        from sage_grpo.rewards.clip import ClipScore
 
         named = type("Named", (ClipScore,), {"folder": folder.name})
         named(Setup(folder.with_name("VideoReward"), torch.device("cpu")))
@@ -291,9 +291,10 @@ class Bench:
 
     def read_run(self, folder):
         from sage_grpo.tools import evaluate, report
+        from tests.programs import exit_code
 
         page = folder / "report.html"
-        code = report.main([str(folder)])
+        code = exit_code(report.main, [str(folder)])
         assert code in (0, 2)
         assert code == 2 or "<script" not in page.read_text()
         evaluate.read_folder(folder / "validation" / "step-000000")

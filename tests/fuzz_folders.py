@@ -12,8 +12,8 @@ from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.torch_files import convert
 from sage_grpo.train.build import build_trainer
 from tests.conftest import FIXTURES, SAMPLING, WORDS
+from tests.extra_rewards.test_clip import write_clip
 from tests.models.hunyuan15.tencent_folder import write_tencent_folder
-from tests.rewards.test_clip import write_clip
 from tests.tools.fake_run import make_run
 from tests.train.iterations import save
 

@@ -11,7 +11,7 @@ from tests.check_commands import is_module
 
 ROOT = Path(__file__).parents[1]
 PAGES = [page for pattern in PATTERNS for page in sorted(ROOT.glob(pattern))]
-FOLDERS = "sage_grpo|scripts|configs|assets|tests|docs|benchmarks|studies|embedded"
+FOLDERS = "sage_grpo|scripts|configs|assets|tests|docs|benchmarks|studies|embedded|extra_rewards"
 PACKAGE_FOLDERS = "algo|models|rewards|train|tools|parallel|data|worlds|runs"
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 

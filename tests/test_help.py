@@ -10,9 +10,10 @@ import pytest
 from sage_grpo import __version__
 
 ROOT = Path(__file__).parents[1]
-NAMES = ("audit_reward", "diagnose", "doctor", "evaluate", "plan", "report")
+NAMES = ("diagnose", "doctor", "evaluate", "plan", "report")
 TOOLS = [f"sage_grpo.tools.{name}" for name in NAMES]
-SCRIPTS = [f"scripts/{name}.py" for name in ("convert_weights", "encode_prompts", "export_checkpoint", "reward_server")]
+SCRIPTED = ("audit_reward", "convert_weights", "encode_prompts", "export_checkpoint", "reward_server")
+SCRIPTS = [f"scripts/{name}.py" for name in SCRIPTED]
 PROGRAMS = ["post_train.py", "generate.py", *TOOLS, *SCRIPTS]
 LAUNCHERS = ["run_post_train.sh", "run_post_train_multinode.sh", "run_inference.sh", "scripts/post_train/train_grpo.sh",
              "scripts/post_train/pdsh_train.sh", "scripts/post_train/slurm.sh"]  # fmt: skip

@@ -85,6 +85,7 @@ class Backbone(ABC):
 
     sampling: Sampling  # of generate.py and validation
     decode_gb = 0.0  # clips whose decode needs more are tiled
+    compiled = False  # whether the decoder is
     negative_prompt = ""  # of guidance, by default
     sees_image = False  # whether every clip begins with the image of its request
     lora_targets: tuple[str, ...]  # linear layers of a block that get an adapter by default

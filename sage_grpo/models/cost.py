@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 # bytes inside HunyuanVideo-1.5's VAE when it decodes in half precision
-UNTILED = 1.9e6  # per token of a clip that is not tiled
+UNTILED = (1.4e6, 1.9e6)  # per token of a clip that is not tiled; compiled, eager (2026-11-17-decode-h200.md)
 TILED = 9.8e9 / 81  # per frame of a clip in tiles of 256 pixels (2026-11-16-full-stack-h200.md)
 BACKWARD_OF_ATTENTION = 2.5  # times its forward: five matmuls instead of two
 
@@ -30,7 +30,7 @@ class Architecture:
     channels: int = 32  # latent numbers per token
     temporal: int = 4  # frames per latent frame, after the first
     spatial: int = 16  # pixels per row and column of tokens
-    untiled: float = UNTILED
+    untiled: tuple[float, float] = UNTILED
     tiled: float = TILED
     cross: int = 0  # context tokens that the video attends to in a layer of its own; 0: they join the video's tokens
     image: int = 0  # tokens of an image, which join the context

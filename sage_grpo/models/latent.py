@@ -77,11 +77,11 @@ class LatentBackbone(Backbone):
                 self.vae.half()
         if not pixels.isfinite().all():  # a uint8 cast would turn them black, and a reward would score them
             raise BrokenClip("a decoded clip has pixels that are not finite: the latents or the weights are broken")
-        return ((pixels + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 4, 1)
+        return ((pixels + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 4, 1).contiguous()
 
     def _pixels(self, latents: Tensor) -> Tensor:
         tokens = latents[:, 0].numel() / self.patch**2
-        self.vae.use_tiling = tokens * self.vae_bytes[0] > self.decode_gb * 1e9
+        self.vae.use_tiling = tokens * self.vae_bytes[0][not self.compiled] > self.decode_gb * 1e9
         exact = torch.promote_types(self.vae.dtype, torch.float32)
         shift, factor = self.scaling()
         unscaled = latents.to(self.vae.device, exact) / factor + shift

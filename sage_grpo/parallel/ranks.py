@@ -66,16 +66,12 @@ class Ranks:
         dist.all_gather(parts, home.contiguous(), self._dp)
         return torch.cat(parts).to(values.device)
 
-    def max(self, values: Tensor) -> Tensor:
-        """Maximum over data-parallel ranks."""
-        return self.sum(values, dist.ReduceOp.MAX)
-
-    def sum(self, values: Tensor, how: dist.ReduceOp = dist.ReduceOp.SUM) -> Tensor:
+    def sum(self, values: Tensor) -> Tensor:
         """Sum over data-parallel ranks; the argument is not modified."""
         if self.count == 1:
             return values
         total = values.to(self.device, copy=True)
-        dist.all_reduce(total, how, self._dp)
+        dist.all_reduce(total, group=self._dp)
         return total.to(values.device)
 
     def texts(self, mine: str) -> list[str]:

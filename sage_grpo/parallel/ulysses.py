@@ -7,7 +7,6 @@ Shapes: B clips, N video and K context tokens in total, n and k on this rank, s 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -62,20 +61,14 @@ def dividing(group: dist.ProcessGroup | None, heads: int) -> dist.ProcessGroup |
     return group
 
 
-@dataclass(frozen=True)
 class Shares:
     """How the tokens of one forward are split across ranks. Without a group, this rank has them all."""
 
-    kernel: Attend  # attention over full sequences, (B, S, H, E) each -> (B, S, H, E)
-    group: dist.ProcessGroup | None
-    rank: int
-    video: list[int]  # tokens of each rank
-    context: list[int]
-
-    @classmethod
-    def of(cls, num_video: int, num_context: int, kernel: Attend, group: dist.ProcessGroup | None) -> "Shares":
-        count, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-        return cls(kernel, group, rank, part_sizes(num_video, count), part_sizes(num_context, count))
+    def __init__(self, num_video: int, num_context: int, kernel: Attend, group: dist.ProcessGroup | None) -> None:
+        """kernel: attention over full sequences, (B, S, H, E) each -> (B, S, H, E)."""
+        self.kernel, self.group = kernel, group
+        count, self.rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+        self.video, self.context = part_sizes(num_video, count), part_sizes(num_context, count)  # of each rank
 
     def own_video(self, tokens: Tensor, dim: int = 1) -> Tensor:
         return tokens if self.group is None else tokens.split(self.video, dim)[self.rank]

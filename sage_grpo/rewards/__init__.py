@@ -1,13 +1,16 @@
-"""Rewards that a command line can name. To add one, write a file like `ocr.py` and add a row (docs/extending.md)."""
+"""Rewards that a command line can name; those beyond VideoAlign need weights or servers of their own: extra_rewards/.
+
+To add one, write a file like `extra_rewards/ocr.py` and add a row (docs/extending.md).
+"""
 
 REWARDS = {
     "videoalign": "sage_grpo.rewards.videoalign:build",
-    "clipscore": "sage_grpo.rewards.clip:ClipScore",
-    "pickscore": "sage_grpo.rewards.clip:PickScore",
-    "ocr": "sage_grpo.rewards.ocr:OcrReward",
-    "first_frame": "sage_grpo.rewards.first_frame:FirstFrame",
-    "motion": "sage_grpo.rewards.first_frame:Motion",
-    "judge": "sage_grpo.rewards.judge:Judge",
+    "clipscore": "extra_rewards.clip:ClipScore",
+    "pickscore": "extra_rewards.clip:PickScore",
+    "ocr": "extra_rewards.ocr:OcrReward",
+    "first_frame": "extra_rewards.first_frame:FirstFrame",
+    "motion": "extra_rewards.first_frame:Motion",
+    "judge": "extra_rewards.judge:Judge",
     "remote": "sage_grpo.rewards.remote:RemoteReward",
     "shapes": "embedded.shapes.reward:build",
 }

@@ -114,9 +114,8 @@ Prompts = Sequence[str | Request]
 
 def told(reward: Reward, prompts: Prompts) -> list[Any]:
     """What a reward is given for each clip: the request if it asks for it, else the prompt."""
-    if getattr(reward, "sees_requests", False):
-        return [Request(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-    return [prompt if isinstance(prompt, str) else prompt.text for prompt in prompts]
+    requests = [Request(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+    return requests if getattr(reward, "sees_requests", False) else [request.text for request in requests]
 
 
 class Composite:

@@ -23,7 +23,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from sage_grpo.intervals import FEWEST, Interval, interval
-from sage_grpo.json_files import naming, printable, write_json
+from sage_grpo.json_files import naming, printable
 from sage_grpo.runs.history import RunError, as_float
 
 LISTING, SHEET = "clips.json", "sheet.png"
@@ -43,10 +43,6 @@ def write_videos(
     for clip, record in zip(clips, records, strict=True):
         if clip is not None and record["file"] in kept:
             write_mp4(folder / record["file"], clip, fps)
-
-
-def write_listing(folder: Path, records: Sequence[Record]) -> None:
-    write_json(folder / LISTING, records, ensure_ascii=False)
 
 
 def write_sheet(folder: Path, clips: Sequence[Tensor | None], records: Sequence[Record]) -> None:

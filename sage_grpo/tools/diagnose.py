@@ -8,13 +8,12 @@ docs/diagnosis.md explains the findings. Exit code 0: none; 1: some; 2: the fold
 import sys
 from collections.abc import Sequence
 
-from sage_grpo.flags import answer_early
-from sage_grpo.tools.options import ToolParser, answering
+from sage_grpo.flags import answer_early, answering
+from sage_grpo.tools.options import ToolParser
 
 options_of = ToolParser("diagnose", __doc__).parse_args
 
-if __name__ == "__main__":
-    answer_early(options_of)
+answer_early(__name__, options_of)
 
 from sage_grpo.runs.diagnosis import Case, Finding, diagnose
 from sage_grpo.runs.history import read_run

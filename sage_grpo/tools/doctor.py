@@ -19,8 +19,8 @@ from functools import partial
 from pathlib import Path
 
 from sage_grpo.config import Config, ConfigError, warnings
-from sage_grpo.flags import answer_early
-from sage_grpo.tools.options import ToolParser, answering
+from sage_grpo.flags import answer_early, answering
+from sage_grpo.tools.options import ToolParser
 
 
 def options_of(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Config]:
@@ -37,8 +37,7 @@ def options_of(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Con
     return options, config
 
 
-if __name__ == "__main__":
-    answer_early(options_of)
+answer_early(__name__, options_of)
 
 import numpy as np
 import torch

@@ -20,9 +20,9 @@ from sage_grpo.algo.sde import build_schedule
 from sage_grpo.config import Config
 from sage_grpo.models.sample import counter_noise, denoise, integrate
 from sage_grpo.plugins import resolved
-from sage_grpo.tools import audit_reward as audit
+from sage_grpo.tools import audit
 from sage_grpo.tools.paired import aligned
-from sage_grpo.tools.templating import sentence
+from sage_grpo.tools.templating import render, sentence
 from sage_grpo.train.metrics import UpdateStats
 from sage_grpo.train.rollout import Trajectory, num_trained
 from sage_grpo.train.trainer import Trainer
@@ -119,7 +119,8 @@ def check_reward(trainer: Trainer) -> Iterator[Finding]:
         yield judged("reward.fails", False, error=str(error))
         return
     told = audit.conclude(found, verdicts := audit.give_verdicts(found, drawn=True))
-    yield judged("reward", not told["wrong"], indented(audit.table(found, verdicts)), **told)
+    table = render("audit_table.txt", found=found, verdicts=verdicts).rstrip()
+    yield judged("reward", not told["wrong"], indented(table), **told)
     if told["unclear"]:
         yield judged("reward.unclear", None, clips=len(known[0]), unclear=told["unclear"])
 

@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from sage_grpo.config import Config, ConfigError
-from sage_grpo.flags import answer_early
-from sage_grpo.tools.options import ToolParser, answering
+from sage_grpo.flags import answer_early, answering
+from sage_grpo.tools.options import ToolParser
 
 options_of = ToolParser("evaluate", __doc__).parse_with_config  # this tool's flags, and those of post_train.py
 
-if __name__ == "__main__":
-    answer_early(options_of)
+answer_early(__name__, options_of)
 
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar

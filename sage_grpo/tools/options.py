@@ -1,15 +1,11 @@
 """The tools' own flags, which templates/flags.toml lists: a wrong one is answered before anything heavy is imported."""
 
 import argparse
-import sys
 import tomllib
-from collections.abc import Callable, Sequence
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
 from sage_grpo.config import ConfigError
-from sage_grpo.exit_codes import WRONG_INPUT
 from sage_grpo.flags import Parser
 
 TYPES = {"path": Path, "int": int, "float": float}
@@ -34,20 +30,3 @@ class ToolParser(Parser):
             if value is not None and not value > limit:  # nor may it be NaN
                 raise ConfigError(f"{name} is {value}; it must be above {limit}")
         return known, rest
-
-
-def answering(prefix: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """A tool's `main` that answers wrong input with one sentence on stderr and exit code 2."""
-
-    def wrap(main: Callable[..., int]) -> Callable[..., int]:
-        @wraps(main)
-        def guarded(arguments: Sequence[str] | None = None) -> int:
-            try:
-                return main(arguments)
-            except (ValueError, OSError) as error:
-                print(f"{prefix}{error}", file=sys.stderr)
-                return WRONG_INPUT
-
-        return guarded
-
-    return wrap

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from sage_grpo.config import Config, resolve
-from sage_grpo.flags import answer_early, from_values
-from sage_grpo.tools.options import ToolParser, answering
+from sage_grpo.flags import answer_early, answering, from_values
+from sage_grpo.tools.options import ToolParser
 
 
 def options_of(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Config]:
@@ -29,8 +29,7 @@ def options_of(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Con
     return options, config
 
 
-if __name__ == "__main__":
-    answer_early(options_of)
+answer_early(__name__, options_of)
 
 from sage_grpo.models import open_backbone
 from sage_grpo.models.backbone import Backbone

@@ -44,7 +44,7 @@ def memory(plan: Plan) -> dict[str, dict[str, float]]:
 
 def decoding(plan: Plan, clip: Sampling) -> float:
     """Bytes inside the VAE."""
-    untiled = plan.model.video_tokens(clip.frames, clip.height, clip.width) * plan.model.untiled
+    untiled = plan.model.video_tokens(clip.frames, clip.height, clip.width) * plan.variant(plan.model.untiled)
     return untiled if untiled <= plan.config.decode_gb * 1e9 else plan.model.tiled * clip.frames
 
 

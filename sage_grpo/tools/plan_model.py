@@ -35,8 +35,9 @@ class Calibration(SimpleNamespace):
         work, memory, links = (mine / measured for mine, measured in zip(CARDS[card], CARDS["h200"], strict=True))
         faster = {"attention": work, "attention_backward": work, "linear": work, "optimizer": memory, "nvlink": links}
         scaled = {name: FIGURES[name] * factor for name, factor in faster.items()}
-        scaled |= {name: FIGURES[name] / memory for name in ("decode", "decode_untiled")}
-        scaled |= {name: [part / memory for part in FIGURES[name]] for name in ("rest", "rest_backward")}
+        scaled["decode"] = FIGURES["decode"] / memory
+        pairs = ("rest", "rest_backward", "decode_untiled")
+        scaled |= {name: [part / memory for part in FIGURES[name]] for name in pairs}
         super().__init__(**FIGURES | scaled | others, card=card)
 
 
@@ -69,8 +70,8 @@ class Plan:
         self.shards = self.gpus // c.dp_replicate if c.enable_fsdp else 1
         self.latents = self.model.video_tokens(c.num_frames, c.height, c.width)  # positions of a clip
         self.tokens = self.model.sequence(self.latents, self.text_tokens)
-        tiled = self.latents * self.model.untiled > c.decode_gb * 1e9
-        self.decode = self.latents * (r.decode if tiled else r.decode_untiled)  # seconds of a clip in the VAE
+        tiled = self.latents * self.variant(self.model.untiled) > c.decode_gb * 1e9
+        self.decode = self.latents * (r.decode if tiled else self.variant(r.decode_untiled))  # seconds of a clip
         names = (ALIASES.get(name, name) for name in c.reward_model)
         self.rewards = [r.rewards[name] for name in names if name in r.rewards]  # those that the calibration knows
         self.recomputed = c.checkpointing_fraction if c.enable_gradient_checkpointing else 0.0

@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from sage_grpo.config import Config, ConfigError
-from sage_grpo.flags import answer_early, yaml_mapping
-from sage_grpo.tools.options import ToolParser, answering
+from sage_grpo.flags import answer_early, answering, yaml_mapping
+from sage_grpo.tools.options import ToolParser
 
 options_of = ToolParser("report", __doc__).parse_args
 
-if __name__ == "__main__":
-    answer_early(options_of)
+answer_early(__name__, options_of)
 
 import yaml
 

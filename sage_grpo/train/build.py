@@ -24,7 +24,7 @@ from sage_grpo.rewards import DEFAULT as DEFAULT_REWARD
 from sage_grpo.rewards.base import Composite, Setup, build_rewards
 from sage_grpo.runs.folder import RunFolder
 from sage_grpo.train import checkpoint
-from sage_grpo.train.optimization import Optimization, build_anchor, trainable_parameters
+from sage_grpo.train.optimization import Anchor, Optimization, trainable_parameters
 from sage_grpo.train.rollout import Windows, num_trained
 from sage_grpo.train.trainer import Trainer
 from sage_grpo.train.update import sampler_of
@@ -64,7 +64,7 @@ def open_model(config: Config, device: torch.device) -> tuple[Backbone, Config]:
     """The backbone of a configuration, and the configuration with what the model decides filled in."""
     dtype, version = DTYPES[config.dtype or default_dtype(device.type)], config.pretrained_transformer_version
     backbone = open_backbone(config.pretrained_model_root, device, dtype, config.prompt_cache, version)
-    backbone.decode_gb = config.decode_gb
+    backbone.decode_gb, backbone.compiled = config.decode_gb, config.compile
     return backbone, resolve(config, backbone, device.type)
 
 
@@ -106,7 +106,7 @@ def fill(run: RunFolder, backbone: Backbone, config: Config, ranks: Ranks) -> Tr
     trainer = Trainer(
         **shared,
         optimization=Optimization(backbone.transformer, parameters, config),
-        anchor=build_anchor(backbone, config, parameters),
+        anchor=Anchor(parameters, backbone, config) if config.trust_region.anchor else None,
         prompts=train,
         validation=Validation(**shared, prompts=held_out, holdout=holdout) if held_out else None,
         run=run,

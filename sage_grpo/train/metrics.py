@@ -45,7 +45,7 @@ class UpdateStats:
         return self
 
     def sum_over(self, ranks: Ranks) -> None:
-        self.sums, self.max_deviation = ranks.sum(self.sums), ranks.max(self.max_deviation)
+        self.sums, self.max_deviation = ranks.sum(self.sums), ranks.gather(self.max_deviation[None]).amax(0)
 
     def mean(self, name: str) -> float:
         """Mean of one of SUMS over all pairs; NaN if there are none."""
@@ -151,9 +151,9 @@ def signals(trainer: "Trainer", clips: Sequence[Tensor | None], scores: Scores) 
     }
     if ranks.count > 1:
         prompts = zlib.crc32(f"{trainer.fingerprints}, seed {trainer.config.seed}".encode())
-        mine = torch.tensor([prompts, 0.0 if ranks.shards else square], dtype=torch.float64)
-        both = ranks.max(torch.stack([mine, -mine])).sum(0).tolist()  # largest minus smallest
-        found |= dict(zip(("rank_prompts", "rank_weights"), both, strict=True))
+        all_ranks = ranks.gather(torch.tensor([[prompts, 0.0 if ranks.shards else square]], dtype=torch.float64))
+        spread = (all_ranks.amax(0) - all_ranks.amin(0)).tolist()
+        found |= dict(zip(("rank_prompts", "rank_weights"), spread, strict=True))
     return {f"signal/{name}": value for name, value in found.items()}
 
 

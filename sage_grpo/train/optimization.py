@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -116,7 +115,6 @@ class Optimization:
             optimizer.load_state_dict({"state": own, "param_groups": groups})  # moves fused counters to the device
 
 
-@dataclass(eq=False)
 class Anchor:
     """The anchor of the trust region, a frozen earlier policy, refreshed from the policy (moving) or never (fixed).
 
@@ -124,11 +122,16 @@ class Anchor:
     steps: until the first one after a copy, it equals the policy.
     """
 
-    parameters: Mapping[str, nn.Parameter]  # the policy's
-    values: Mapping[str, Tensor]  # the anchor's, under the same names, which a checkpoint must include
-    home: torch.device  # where those that the model does not use are kept
-    refresh_every: int | None  # optimizer steps between refreshes; None for a fixed anchor
-    age: int = 0  # optimizer steps since the last copy
+    def __init__(self, parameters: Mapping[str, nn.Parameter], backbone: Backbone, config: Config) -> None:
+        """parameters: the policy's."""
+        self.parameters, self.age = parameters, 0  # optimizer steps since the last copy
+        offloaded = config.reference_mode_offload and not config.use_lora
+        self.home = torch.device("cpu") if offloaded else backbone.device  # of values that the model does not use
+        dtype = None if config.use_lora else backbone.dtype  # the forward's, so rounding to it changes no result
+        # under the names of the parameters; a checkpoint must include them
+        self.values = {n: local_shard(p).detach().to(self.home, dtype, copy=True) for n, p in parameters.items()}
+        # optimizer steps between refreshes; None for a fixed anchor
+        self.refresh_every = config.update_ref_model_step if config.trust_region.anchor == "moving" else None
 
     def in_place(self) -> AbstractContextManager[None]:
         """Context in which the model runs with the anchor's values."""
@@ -139,14 +142,3 @@ class Anchor:
         if self.refresh_every is not None and self.age >= self.refresh_every:
             copy_into(self.values, self.parameters)
             self.age = 0
-
-
-def build_anchor(backbone: Backbone, config: Config, parameters: Mapping[str, nn.Parameter]) -> Anchor | None:
-    """The anchor of the policy that has these parameters; None if the trust region needs none."""
-    kind = config.trust_region.anchor
-    if kind is None:
-        return None
-    home = torch.device("cpu") if config.reference_mode_offload and not config.use_lora else backbone.device
-    dtype = None if config.use_lora else backbone.dtype  # the forward's, so rounding to it changes no result
-    values = {n: local_shard(p).detach().to(home, dtype, copy=True) for n, p in parameters.items()}
-    return Anchor(parameters, values, home, config.update_ref_model_step if kind == "moving" else None)

@@ -9,7 +9,8 @@ micro-batches through the same function, which is why the first ratio is exactly
 Shapes: B clips of a micro-batch, W denoising steps of a window, ... the latent shape (C, t, y, x).
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -120,15 +121,6 @@ def plan_micro_batches(
     return [tuple(mine[start : start + size]) for start in range(0, len(mine), size)]
 
 
-def join_prompts(micro_batches: Sequence[MicroBatch], alike: Callable[[int], Hashable], most: int) -> list[MicroBatch]:
-    """Join up to `most` micro-batches whose prompts are `alike`; clips of one prompt stay next to each other."""
-    kinds: dict[Hashable, list[MicroBatch]] = {}
-    for one in micro_batches:
-        kinds.setdefault(alike(one[0][0]), []).append(one)
-    parts = [ones[start : start + most] for ones in kinds.values() for start in range(0, len(ones), most)]
-    return [tuple(clip for one in part for clip in one) for part in parts]
-
-
 def num_trained(window: int, fraction: float) -> int:
     """How many of a window's denoising steps each clip trains."""
     return max(1, round(fraction * window))
@@ -151,13 +143,32 @@ class Rollouts:
     conditions: Mapping[int, Conditioning]  # by position in the prompt list
     begun: dict[Group, Tensor] = field(default_factory=dict)  # states in which groups enter their windows
 
+    def joined(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """Join up to `prompts_per_forward` micro-batches whose prompts are alike; clips of a prompt stay together."""
+        most, kinds = self.config.prompts_per_forward, defaultdict(list)
+        if most == 1:
+            return micro_batches
+        for one in micro_batches:
+            kinds[self.conditions[one[0][0]].shapes].append(one)
+        parts = [ones[start : start + most] for ones in kinds.values() for start in range(0, len(ones), most)]
+        return [tuple(clip for one in part for clip in one) for part in parts]
+
     @torch.no_grad()
     def __call__(self, micro_batch: MicroBatch) -> Trajectory:
-        device, (groups, start) = self.sampler.sigmas.device, self.groups(micro_batch)
-        prompts = [prompt for prompt, _ in micro_batch]
-        steps, cond = start[:, None] + torch.arange(self.windows.size), self.conditioning(prompts)
-        x, noise = self.noise(micro_batch)
-        x = self.begin(x.to(device), prompts, groups, start)
+        """Non-finite trajectories are zeroed and flagged: they must not turn other clips' gradients into NaN."""
+        cond, order = self.conditioning([prompt for prompt, _ in micro_batch]), self.order(micro_batch)
+        starts = [self.windows.start(self.step, *group) for group in self.groups(micro_batch)]
+        steps, device = torch.tensor(starts)[:, None] + torch.arange(self.windows.size), self.sampler.sigmas.device
+        parts = self.sampled(micro_batch, cond, steps, order)
+        is_finite = torch.stack([values.flatten(1).isfinite().all(1) for values in parts]).all(0)
+        for values in parts:
+            values[~is_finite] = 0.0
+        return Trajectory(micro_batch, cond, steps.to(device), *parts, is_finite, order.to(device))
+
+    def sampled(self, micro_batch: MicroBatch, cond: Conditioning, steps: Tensor, order: Tensor) -> tuple[Tensor, ...]:
+        """A trajectory's x, x_next, velocity, log_prob and latents."""
+        device, (x, noise) = self.sampler.sigmas.device, self.noise(micro_batch)
+        x = self.begin(x.to(device), micro_batch, steps[:, 0], cond)
         path, velocities, log_probs = [x], [], []
         for i in steps.T:
             at = i.to(device)
@@ -165,20 +176,8 @@ class Rollouts:
             x, log_prob = self.sampler.step(at, x, velocities[-1], noise(i).to(device))
             path.append(x)
             log_probs.append(log_prob)
-        latents = self.finish(x, steps[:, -1] + 1, cond)
         columns = (torch.stack(parts, 1) for parts in (path[:-1], path[1:], velocities, log_probs))
-        return self.trajectory(micro_batch, cond, steps, *columns, latents)
-
-    def trajectory(
-        self, micro_batch: MicroBatch, cond: Conditioning, steps: Tensor, x: Tensor, x_next: Tensor, *others: Tensor
-    ) -> Trajectory:
-        """Non-finite trajectories are zeroed and flagged: they must not turn other clips' gradients into NaN."""
-        parts = (x, x_next, *others)
-        is_finite = torch.stack([values.flatten(1).isfinite().all(1) for values in parts]).all(0)
-        for values in parts:
-            values[~is_finite] = 0.0
-        order = self.order(micro_batch).to(x.device)
-        return Trajectory(micro_batch, cond, steps.to(x.device), *parts, is_finite, order)
+        return *columns, self.finish(x, steps[:, -1] + 1, cond)
 
     def noise(self, micro_batch: MicroBatch) -> tuple[Tensor, Noise]:
         """The clips' initial noise, and that of their steps."""
@@ -195,24 +194,24 @@ class Rollouts:
         keys = [{"step": self.step, "prompt": prompt, "sample": sample} for prompt, sample in micro_batch]
         return torch.stack([rng.permutation(size, c.seed, "permutation", **key)[:kept] for key in keys])
 
-    def groups(self, micro_batch: MicroBatch) -> tuple[list[Group], Tensor]:
-        """Each clip's group (its prompt, and which of the prompt's groups), and the first step of its window (B,)."""
-        groups = [(prompt, sample // self.config.num_generations) for prompt, sample in micro_batch]
-        return groups, torch.tensor([self.windows.start(self.step, *group) for group in groups])
+    def groups(self, micro_batch: MicroBatch) -> list[Group]:
+        """Each clip's group: its prompt, and which of the prompt's groups."""
+        return [(prompt, sample // self.config.num_generations) for prompt, sample in micro_batch]
 
     def conditioning(self, prompts: Sequence[int]) -> Conditioning:
         one, *others = (self.conditions[prompt] for prompt in prompts)
         return one if len(set(prompts)) == 1 else one.together([one, *others])
 
-    def begin(self, x: Tensor, prompts: Sequence[int], groups: Sequence[Group], start: Tensor) -> Tensor:
-        """The states (B, ...) in which the clips enter their windows."""
+    def begin(self, x: Tensor, micro_batch: MicroBatch, start: Tensor, cond: Conditioning) -> Tensor:
+        """The states (B, ...) in which the clips enter their windows, from the noise `x`."""
         if not self.config.same_init_noise:
-            return self.integrate(self.levels_before(start), x, self.conditioning(prompts))
+            return self.integrate(self.levels_before(start), x, cond)
+        groups = self.groups(micro_batch)
         rows = {group: row for row, group in reversed(list(enumerate(groups))) if group not in self.begun}
         if rows:
             chosen = list(rows.values())
-            cond = self.conditioning([prompts[row] for row in chosen])
-            found = self.integrate(self.levels_before(start[chosen]), x[chosen], cond)
+            of_groups = self.conditioning([prompt for prompt, _ in rows])
+            found = self.integrate(self.levels_before(start[chosen]), x[chosen], of_groups)
             self.begun |= dict(zip(rows, found, strict=True))
         return torch.stack([self.begun[group] for group in groups])
 
@@ -240,13 +239,9 @@ class NoisedRollouts(Rollouts):
     Of the noise levels in the window, each clip gets those that it trains.
     """
 
-    @torch.no_grad()
-    def __call__(self, micro_batch: MicroBatch) -> Trajectory:
-        device, (_, start) = self.sampler.sigmas.device, self.groups(micro_batch)
-        cond, order = self.conditioning([prompt for prompt, _ in micro_batch]), self.order(micro_batch)
-        x, noise = self.noise(micro_batch)
-        latents = self.finish(x.to(device), torch.zeros_like(start), cond)
-        steps = start[:, None] + torch.arange(self.windows.size)
+    def sampled(self, micro_batch: MicroBatch, cond: Conditioning, steps: Tensor, order: Tensor) -> tuple[Tensor, ...]:
+        device, (x, noise) = self.sampler.sigmas.device, self.noise(micro_batch)
+        latents = self.finish(x.to(device), torch.zeros_like(steps[:, 0]), cond)
         states, targets, velocities = (latents.new_zeros(*steps.shape, *latents.shape[1:]) for _ in range(3))
         log_probs, rows = latents.new_zeros(steps.shape), torch.arange(len(steps))
         for places in order.T:
@@ -256,7 +251,7 @@ class NoisedRollouts(Rollouts):
             velocity = self.backbone.velocity(state, self.sampler.sigmas[at], cond, Guidance())
             states[rows, places], targets[rows, places], velocities[rows, places] = state, target, velocity
             log_probs[rows, places] = self.sampler.log_prob(at, state, velocity, target)
-        return self.trajectory(micro_batch, cond, steps, states, targets, velocities, log_probs, latents)
+        return states, targets, velocities, log_probs, latents
 
 
 def at_steps(values: Tensor, steps: Tensor) -> Tensor:

@@ -23,15 +23,7 @@ from sage_grpo.runs.folder import RunFolder
 from sage_grpo.train.guards import MAX_SKIPPED, Guards, TrainingError
 from sage_grpo.train.metrics import HalfGradient, Stopwatch, UpdateStats, peak_memory, reward_record, signals
 from sage_grpo.train.optimization import Anchor, Optimization
-from sage_grpo.train.rollout import (
-    MicroBatch,
-    Rollouts,
-    Trajectory,
-    join_prompts,
-    parse_windows,
-    plan_micro_batches,
-    prompt_positions,
-)
+from sage_grpo.train.rollout import MicroBatch, Trajectory, parse_windows, plan_micro_batches, prompt_positions
 from sage_grpo.train.saving import Saves
 from sage_grpo.train.update import ALGORITHMS, Objective, anchor_velocities, sampler_of
 from sage_grpo.train.validation import Gold, Validation, decoded, gold_columns
@@ -147,11 +139,9 @@ class Trainer:
         positions = list(dict.fromkeys(prompt for one in micro_batches for prompt, _ in one))
         encoded = (cond.to(self.ranks.device) for cond in self.backbone.encode([self.prompts[p] for p in positions]))
         how = (self.backbone, sampler or self.sampler, self.windows, self.guidance, self.shape, c, self.step)
-        kind = self.algorithm.rollouts if sampler is None else Rollouts
-        rollouts = kind(*how, conditions=dict(zip(positions, encoded, strict=True)))
-        if c.prompts_per_forward > 1:
-            micro_batches = join_prompts(micro_batches, lambda p: rollouts.conditions[p].shapes, c.prompts_per_forward)
-        for micro_batch in micro_batches:
+        algorithm = self.algorithm if sampler is None else ALGORITHMS["grpo"]
+        rollouts = algorithm.rollouts(*how, conditions=dict(zip(positions, encoded, strict=True)))
+        for micro_batch in rollouts.joined(micro_batches):
             self.safe_point(inside=True)
             with self.optimization.averaged() if self.algorithm.lagging else nullcontext(), self.gathered():
                 batch.append(rollouts(micro_batch))

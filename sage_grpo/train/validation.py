@@ -17,12 +17,12 @@ from tqdm import tqdm
 from sage_grpo.algo.sde import flow_sigmas
 from sage_grpo.config import Config
 from sage_grpo.data.requests import Request
-from sage_grpo.json_files import finite
+from sage_grpo.json_files import finite, write_json
 from sage_grpo.models.backbone import Backbone, BrokenClip, Guidance, Sampling
 from sage_grpo.models.sample import counter_noise, integrate
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.rewards.base import Composite
-from sage_grpo.runs.clips import PLACES, write_listing, write_sheet, write_videos
+from sage_grpo.runs.clips import LISTING, PLACES, write_sheet, write_videos
 
 RESCORED = 8  # clips of each rank that are scored twice
 
@@ -72,7 +72,7 @@ class Validation:
         shared = self.ranks.texts(json.dumps(records, ensure_ascii=False, allow_nan=False))
         everything = sorted((r for text in shared for r in json.loads(text)), key=lambda record: record["file"])
         if self.ranks.first:
-            self._keep(lambda: write_listing(folder, everything))
+            self._keep(lambda: write_json(folder / LISTING, everything, ensure_ascii=False))
             self._keep(lambda: write_sheet(folder, clips, records))
         return summary(everything)
 

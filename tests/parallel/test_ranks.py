@@ -24,7 +24,6 @@ def talk(ranks):
         "where": (ranks.rank, ranks.sp_rank, ranks.first, ranks.leader),
         "gathered": ranks.gather(own).tolist(),
         "sum": ranks.sum(own).tolist(),
-        "max": ranks.max(own).tolist(),
         "own": own.tolist(),
         "texts": ranks.texts(f"group {ranks.rank}"),
         "leader": ranks.from_leader(lambda: f"leader {ranks.rank}, {ranks.sp_rank}"),
@@ -41,7 +40,7 @@ def test_two_groups_of_two():
     ]  # fmt: skip
     for number, answers in enumerate(found):
         group = number // 2
-        assert answers["gathered"] == [1.0, 2.0] and answers["sum"] == [3.0] and answers["max"] == [2.0]
+        assert answers["gathered"] == [1.0, 2.0] and answers["sum"] == [3.0]
         assert answers["own"] == [group + 1.0]  # a reduction leaves its argument alone
         assert answers["texts"] == ["group 0", "group 1"]
         assert answers["leader"] == f"leader {group}, 0"

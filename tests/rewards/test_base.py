@@ -48,7 +48,7 @@ def test_a_name_outside_the_table_is_refused(tmp_path):
 
 def test_a_missing_package_is_named_with_its_remedy(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "rapidocr_onnxruntime", None)
-    monkeypatch.delitem(sys.modules, "sage_grpo.rewards.ocr", raising=False)
+    monkeypatch.delitem(sys.modules, "extra_rewards.ocr", raising=False)
     with pytest.raises(ValueError, match=r"pip install --no-deps -r requirements-ocr.txt"):
         build_reward("ocr", Setup(tmp_path, CPU))
 

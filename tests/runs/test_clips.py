@@ -8,6 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
+from sage_grpo.json_files import write_json
 from sage_grpo.runs.clips import (
     MARGIN,
     SHEET,
@@ -18,7 +19,6 @@ from sage_grpo.runs.clips import (
     read_clips,
     read_validations,
     sheet_label,
-    write_listing,
     write_sheet,
     write_videos,
 )
@@ -136,7 +136,7 @@ def test_every_validation_is_found_by_its_iteration(tmp_path):
     for step in (0, 100):
         folder = tmp_path / "validation" / f"step-{step:06d}"
         folder.mkdir(parents=True)
-        write_listing(folder, [entry(step, 1.0, 0.1) | {"prompt": "é"}])
+        write_json(folder / "clips.json", [entry(step, 1.0, 0.1) | {"prompt": "é"}], ensure_ascii=False)
         assert [file.name for file in folder.iterdir()] == ["clips.json"]
     found = read_validations(tmp_path)
     assert list(found) == [0, 100] and [clips[0].seed for clips in found.values()] == [0, 100]

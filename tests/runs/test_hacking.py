@@ -7,8 +7,9 @@ import torch
 
 import post_train
 from sage_grpo.intervals import Interval
+from sage_grpo.json_files import write_json
 from sage_grpo.rewards import REWARDS
-from sage_grpo.runs.clips import change, divergence, read_clips, write_listing
+from sage_grpo.runs.clips import change, divergence, read_clips
 from sage_grpo.runs.history import read_run
 from sage_grpo.tools.paired import drift
 from sage_grpo.tools.report import parted
@@ -89,7 +90,7 @@ def record(seed, total, holdout, prompt="a"):
 
 
 def read_again(folder, records):
-    write_listing(folder, records)
+    write_json(folder / "clips.json", records)
     return read_clips(folder)
 
 

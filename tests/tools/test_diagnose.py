@@ -13,6 +13,7 @@ from sage_grpo.tools.plan import plan_of
 from sage_grpo.tools.plan_model import times
 from sage_grpo.tools.report import page
 from studies.diagnosis_check import read_records, restore
+from tests.programs import exit_code
 from tests.tools.fake_run import read_lines, write_lines
 
 ROOT = Path(__file__).parents[2]
@@ -45,11 +46,11 @@ def test_the_first_box_of_the_report(tmp_path):
 
 
 def test_what_is_no_run(tmp_path, capsys):
-    assert main([str(tmp_path)]) == 2
+    assert exit_code(main, [str(tmp_path)]) == 2
     assert capsys.readouterr().err == f"{tmp_path} is not a run folder: it holds no metrics.jsonl\n"
     folder = restore(RECORDED["healthy-1"], tmp_path / "run")
     (folder / "config.yaml").write_text("batch_size: none\n")
-    assert main([str(folder)]) == 2
+    assert exit_code(main, [str(folder)]) == 2
     assert "batch_size" in capsys.readouterr().err
 
 

@@ -18,6 +18,7 @@ from sage_grpo.tools import doctor
 from sage_grpo.tools.machine_checks import memory_finding
 from sage_grpo.tools.plan import plan_of
 from sage_grpo.train import build
+from tests.programs import exit_code
 
 TINY = Path(__file__).parents[2] / "assets" / "tiny"
 PROMPTS = 'a red circle moving left\na large green letter "T" moving up slowly\na blue square moving down\n'
@@ -47,7 +48,7 @@ class Doctor:
         return [str(word) for name, value in values.items() for word in (f"--{name}", value)]
 
     def __call__(self, *own: str, **flags: object) -> int:
-        code = doctor.main([*self.arguments(**flags), "--output", str(self.output), *own])
+        code = exit_code(doctor.main, [*self.arguments(**flags), "--output", str(self.output), *own])
         captured = self.capsys.readouterr()
         self.text, self.errors = " ".join(captured.out.split()), captured.err
         return code

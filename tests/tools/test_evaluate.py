@@ -16,6 +16,7 @@ from sage_grpo.rewards import REWARDS
 from sage_grpo.runs.clips import write_mp4
 from sage_grpo.tools import evaluate
 from tests.dist import run_ranks
+from tests.programs import exit_code
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "assets" / "tiny"
@@ -133,12 +134,12 @@ def test_clips_made_in_another_way_are_not_mixed(command, checkpoint, tmp_path, 
     assert evaluate.main(command("--checkpoints", checkpoint, "--seeds", "3", reward_model="level")) == 0
     assert [r["seed"] for r in records(tmp_path, "base")] == [3] * 4
     other = command(reward_model="level", validation_num_inference_steps=3)
-    assert evaluate.main(other) == 2
+    assert exit_code(evaluate.main, other) == 2
     assert "validation_num_inference_steps 2, not 3; give another" in capsys.readouterr().err
     os.utime(next((checkpoint / "transformer").glob("*.safetensors")), (1, 2e9))
-    assert evaluate.main(command("--checkpoints", checkpoint, reward_model="level")) == 2
+    assert exit_code(evaluate.main, command("--checkpoints", checkpoint, reward_model="level")) == 2
     assert "weights of run-step-000007" in capsys.readouterr().err
-    assert evaluate.main(command("--checkpoints", tmp_path / "none", reward_model="level")) == 2
+    assert exit_code(evaluate.main, command("--checkpoints", tmp_path / "none", reward_model="level")) == 2
     assert "none does not exist" in capsys.readouterr().err
 
 
@@ -168,12 +169,13 @@ def test_folders_of_clips(command, tmp_path, level, capsys):
     assert column["verdict"] == "too few clips"
     assert evaluate.main(words) == 0 and level.seen == 8
     (tmp_path / "empty").mkdir()
-    assert evaluate.main(command("--clips", tmp_path / "empty", reward_model="level")) == 2
-    assert evaluate.main(command("--clips", ours, reward_model="level", output=tmp_path / "prompts.txt" / "out")) == 2
+    assert exit_code(evaluate.main, command("--clips", tmp_path / "empty", reward_model="level")) == 2
+    words = command("--clips", ours, reward_model="level", output=tmp_path / "prompts.txt" / "out")
+    assert exit_code(evaluate.main, words) == 2
     assert "prompts.txt" in capsys.readouterr().err
     for file in theirs.glob("*.mp4"):  # a validation that kept no videos
         file.unlink()
-    assert evaluate.main(command("--clips", theirs, reward_model="level", output=tmp_path / "other")) == 2
+    assert exit_code(evaluate.main, command("--clips", theirs, reward_model="level", output=tmp_path / "other")) == 2
     assert "theirs holds no mp4 file that its clips.json lists" in capsys.readouterr().err
 
 
@@ -187,7 +189,7 @@ def test_damaged_clips_are_named(command, tmp_path, level, capsys, damage):
     broken["output"] = tmp_path / "out" / "settings.json"
     broken[damage].write_bytes(broken[damage].read_bytes()[:40])
     capsys.readouterr()
-    assert evaluate.main(words) == 2
+    assert exit_code(evaluate.main, words) == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith(f"evaluate: {broken[damage]} ") and "Traceback" not in said
 
@@ -199,7 +201,7 @@ def test_a_list_of_clips_cannot_lead_out_of_its_folder(command, tmp_path, level,
     (folder / "link.mp4").symlink_to(tmp_path / "secret.mp4")
     name = str(tmp_path / "secret.mp4") if name == "/secret.mp4" else name
     (folder / "clips.json").write_text(json.dumps([{"file": name, "prompt": "a red circle", "seed": 1}]))
-    assert evaluate.main(command("--clips", folder, reward_model="level")) == 2
+    assert exit_code(evaluate.main, command("--clips", folder, reward_model="level")) == 2
     said = capsys.readouterr().err
     assert level.seen == 0 and ("does not lie beside it" in said or "clip 1 has file 7; " in said)
 

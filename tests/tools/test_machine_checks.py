@@ -15,6 +15,7 @@ from sage_grpo.rewards import TOKEN_VARIABLE, remote
 from sage_grpo.tools import doctor, machine_checks
 from sage_grpo.tools.machine_checks import check_disk, check_gpus, check_host, check_reward, check_speed, machine_of
 from sage_grpo.tools.plan_memory import disk_bytes
+from tests.programs import exit_code
 from tests.rewards.serving import TOKEN, Light, composite, serving
 
 GB = 1e9
@@ -42,7 +43,7 @@ def flags(tiny_folder, tmp_path):
 
 def short(capsys, *words):
     """Exit code and lines of the short doctor."""
-    code = doctor.main(["--short", *map(str, words)])
+    code = exit_code(doctor.main, ["--short", *map(str, words)])
     return code, [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
 
 

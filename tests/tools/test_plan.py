@@ -14,6 +14,7 @@ from sage_grpo.tools import plan as program
 from sage_grpo.tools.plan import plan_of, remedies
 from sage_grpo.tools.plan_memory import fits, memory, peak
 from sage_grpo.tools.plan_model import Calibration, Plan, Trained, compute_time, times, validation_time
+from tests.programs import exit_code
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
@@ -93,7 +94,7 @@ def test_held_out_grpo_iteration():
 
 
 def run(capsys, command: str) -> tuple[int, str, str]:
-    code = program.main(shlex.split(command))
+    code = exit_code(program.main, shlex.split(command))
     captured = capsys.readouterr()
     return code, captured.out, captured.err
 

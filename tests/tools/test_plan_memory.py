@@ -106,8 +106,8 @@ def test_trajectories_and_the_small_models():
     assert part("trajectories", sde_window="random_iteration:1") == [(3 + 1 + 1) * 18 * 32 * 4 * 2] * 6
     rates = Calibration()
     assert part("VAE") == [200, 200 + TILED * 9, 200, 200, 200, 200]
-    untiled, positions = 200 + 18 * UNTILED, 3 * 2 * 3
-    assert part("VAE", decode_gb=positions * UNTILED / 1e9) == [200, untiled, 200, 200, 200, 200]
+    untiled, positions = 200 + 18 * UNTILED[1], 3 * 2 * 3
+    assert part("VAE", decode_gb=positions * UNTILED[1] / 1e9) == [200, untiled, 200, 200, 200, 200]
     assert part("VAE", decode_gb=0.03)[1] == 200 + TILED * 9
     size, inside, _ = rates.rewards["videoalign"]
     assert part("reward") == [size, size, size + inside, size, size, size]

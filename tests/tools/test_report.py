@@ -18,6 +18,7 @@ from sage_grpo.runs.history import RunHistory, read_run
 from sage_grpo.tools.paired import clip_rows, number
 from sage_grpo.tools.report import before_after, main, page, print_summary, write_report
 from sage_grpo.tools.report_figures import draw_map, panel, phase_seconds
+from tests.programs import exit_code
 from tests.tools.fake_run import make_run, read_lines, run_line, train_line, write_lines
 
 ROOT = Path(__file__).parents[2]
@@ -260,7 +261,7 @@ def test_a_folder_that_is_no_run(tmp_path):
 
 def test_a_damaged_run(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text('{"kind": "run", "step": 0}\n{"ki\n{"kind": "run", "step": 0}\n')
-    assert main([str(tmp_path)]) == 2
+    assert exit_code(main, [str(tmp_path)]) == 2
     assert "line 2 is damaged" in capsys.readouterr().err
 
 

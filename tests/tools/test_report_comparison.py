@@ -13,6 +13,7 @@ from sage_grpo.config import Config
 from sage_grpo.runs.history import RunError
 from sage_grpo.tools.figure_style import SAMPLERS
 from sage_grpo.tools.report import main, write_report
+from tests.programs import exit_code
 from tests.tools.fake_run import make_run, read_lines, write_lines
 
 
@@ -103,7 +104,7 @@ def test_the_default_place_and_three_runs_of_the_same_name(whole, tmp_path, monk
 
 def refusal(capsys, *runs: Path) -> str:
     """What is said, in one sentence, instead of a page."""
-    assert main([*map(str, runs), "--output", str(runs[0].parent / "no.html")]) == 2
+    assert exit_code(main, [*map(str, runs), "--output", str(runs[0].parent / "no.html")]) == 2
     out, err = capsys.readouterr()
     assert not out and len(err.splitlines()) == 1 and not (runs[0].parent / "no.html").exists()
     return err

@@ -150,6 +150,8 @@ def test_the_adapter_of_a_run_gives_the_same_clip_in_stock_diffusers(make, i2v_f
     trainer.validation = None
     trainer.train()
     checkpoint, clips = trainer.run.path / "checkpoints" / "step-000002", []
+    card = (checkpoint / "README.md").read_text()
+    assert "pipeline_tag: image-to-video" in card and "--image FILE --prompt" in card
     pipe = HunyuanVideo15ImageToVideoPipeline.from_pretrained(i2v_folder)
     pipe.tokenizer_max_length, pipe.tokenizer_2_max_length, pipe.guider.guidance_scale = 24, 24, 1.0
     ours, request = open_backbone(i2v_folder), trainer.prompts[0]

@@ -16,8 +16,8 @@ class Other(Ranks):
     def sum(self, values):
         return 2 * values
 
-    def max(self, values):
-        return values.clamp(min=0.01)
+    def gather(self, values):
+        return torch.cat([values, torch.full_like(values, 0.01)])
 
 
 def filled() -> UpdateStats:

@@ -1,16 +1,12 @@
 """Which clips are sampled, with which noise, and which steps are trained."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from sage_grpo.train.rollout import (
-    at_steps,
-    join_prompts,
-    plan_micro_batches,
-    prompt_positions,
-)
+from sage_grpo.train.rollout import Rollouts, at_steps, plan_micro_batches, prompt_positions
 
 
 def test_every_epoch_has_each_prompt_once_in_a_fresh_order():
@@ -66,9 +62,12 @@ def test_rollouts_do_not_depend_on_the_split(make):
 def test_prompts_of_equal_length_share_a_forward():
     ones = plan_micro_batches([7, 2, 9, 4, 2], 2, 10, 0, None)
     lengths = {7: "short", 2: "long", 9: "short", 4: "short"}
-    joined = join_prompts(ones, lengths.get, 2)
+    conditions = {prompt: SimpleNamespace(shapes=length) for prompt, length in lengths.items()}
+    rollouts = Rollouts(*[None] * 5, SimpleNamespace(prompts_per_forward=2), 0, conditions)
+    joined = rollouts.joined(ones)
     assert joined == [((7, 0), (7, 1), (9, 0), (9, 1)), ((4, 0), (4, 1)), ((2, 0), (2, 1), (2, 2), (2, 3))]
-    assert join_prompts(ones, lengths.get, 1) != ones and {*join_prompts(ones, lengths.get, 1)} == {*ones}
+    rollouts.config.prompts_per_forward = 1
+    assert rollouts.joined(ones) == ones
 
 
 @pytest.mark.parametrize("guidance", [1.0, 3.0])

@@ -123,8 +123,8 @@ def test_a_shared_way_to_the_window_is_that_of_each_clip(make, monkeypatch, size
     assert not torch.equal(after[0, 0], after[1, 0])
 
 
-def begin_each(self, x, prompts, groups, start):
-    return integrate(self.backbone, self.levels_before(start), x, self.conditioning(prompts), self.guidance)
+def begin_each(self, x, micro_batch, start, cond):
+    return integrate(self.backbone, self.levels_before(start), x, cond, self.guidance)
 
 
 def test_windows_per_prompt_in_one_forward_are_those_of_each_alone(make, tmp_path):

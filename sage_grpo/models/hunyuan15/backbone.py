@@ -14,7 +14,7 @@ from sage_grpo.models.backbone import at_least_fp32
 from sage_grpo.models.hunyuan15.folder import ROLLOUT, ModelFolder
 from sage_grpo.models.hunyuan15.text import MAX_TEXT_TOKENS, TextConditioning, TextEncoder
 from sage_grpo.models.hunyuan15.transformer import PackedTransformer
-from sage_grpo.models.hunyuan15.vae import allow_batches, fast_on_cpu
+from sage_grpo.models.hunyuan15.vae import allow_batches, fast_on_cpu, fuse_decoder
 from sage_grpo.models.latent import TIMESTEPS, LatentBackbone
 
 
@@ -50,8 +50,10 @@ class Hunyuan15(LatentBackbone):
 
     @cached_property
     def vae(self) -> AutoencoderKLHunyuanVideo15:
-        model = super().vae
-        return allow_batches(fast_on_cpu(model) if self.device.type == "cpu" else model)
+        model = allow_batches(super().vae)
+        if self.device.type == "cpu":
+            return fast_on_cpu(model)
+        return fuse_decoder(model) if self.compiled else model
 
     def awaits(self, name: str, seen: Sequence[TextConditioning]) -> str:
         quoted = any(len(cond.glyph) for cond in seen)

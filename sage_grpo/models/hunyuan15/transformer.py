@@ -92,7 +92,7 @@ class PackedTransformer(HunyuanVideo15Transformer3DModel, Denoiser):
         """
         temb = self._time_embedding(timestep, hidden_states.dtype)
         video, context = self.x_embedder(hidden_states), self._context(timestep, text, glyph, *image)
-        shares = Shares.of(video.shape[1], context.shape[1], best_attention(video), self.sequence_group)
+        shares = Shares(video.shape[1], context.shape[1], best_attention(video), self.sequence_group)
         rope = tuple(shares.own_video(table, dim=0) for table in self.rope(hidden_states))
         video, context = shares.own_video(video), shares.own_context(context)
         for block in self.all_blocks:

@@ -1,5 +1,6 @@
-"""Adapts the stock HunyuanVideo-1.5 VAE in place: it accepts a batch of clips, and is fast on every CPU."""
+"""Adapts the stock HunyuanVideo-1.5 VAE in place: it accepts batches of clips, and is fast on CPUs and GPUs."""
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -8,7 +9,10 @@ from diffusers import AutoencoderKLHunyuanVideo15
 from diffusers.models.autoencoders import autoencoder_kl_hunyuanvideo15 as stock
 from torch import Tensor
 
+from sage_grpo.models.backbone import at_least_fp32
+
 HALVES = (torch.float16, torch.bfloat16)
+LAST = {"memory_format": torch.channels_last_3d}  # the layout of the fastest convolutions
 
 
 def causal_frame_mask(
@@ -60,4 +64,65 @@ def fast_on_cpu(vae: AutoencoderKLHunyuanVideo15) -> AutoencoderKLHunyuanVideo15
     for module in vae.modules():
         if type(module) in replaced:
             module.forward = partial(replaced[type(module)], module)
+    return vae
+
+
+def padded(x: Tensor, padding: Sequence[int]) -> Tensor:
+    return F.pad(x, padding, mode="replicate").contiguous(**LAST)
+
+
+def activated(x: Tensor, bias: Tensor | float, gamma: Tensor, scale: float, padding: Sequence[int]) -> Tensor:
+    """A convolution's input: x with the bias of the layer before, normalized over channels, through SiLU, padded."""
+    wide = at_least_fp32(x) + bias
+    length = wide.square().sum(1, keepdim=True).sqrt().clamp_min(1e-12)
+    return padded(F.silu(wide / length * scale * gamma).to(x.dtype), padding)
+
+
+def unpacked(x: Tensor, h: Tensor, bias: Tensor, repeats: int, doubles_frames: bool) -> Tensor:
+    """What upsampling makes of its input x and its convolution's output h: channels become pixels and frames."""
+    spread, h = stock.HunyuanVideo15Upsample._dcae_upsample_rearrange, h + bias
+    if not doubles_frames:
+        return spread(h + x.repeat_interleave(repeats, 1)).contiguous(**LAST)
+    first, later = spread(h[:, :, :1]).chunk(2, 1)[0], spread(h[:, :, 1:], 2)  # frame 0 stays one
+    first = first + spread(x[:, :, :1]).repeat_interleave(repeats // 2, 1)
+    later = later + spread(x[:, :, 1:], 2).repeat_interleave(repeats, 1)
+    return torch.cat([first, later], 2).contiguous(**LAST)
+
+
+def fuse_decoder(vae: AutoencoderKLHunyuanVideo15) -> AutoencoderKLHunyuanVideo15:
+    """Replace the decoder's forwards: all that lies between two convolutions is compiled into one or two kernels.
+
+    Eager, it takes two thirds of the time. Convolutions stay cuDNN's, without bias, which would be one more pass.
+    """
+    torch._dynamo.config.recompile_limit = 64  # a graph for each size and number of channels
+    pad, activate, unpack = (torch.compile(call, dynamic=False) for call in (padded, activated, unpacked))
+    add = torch.compile(lambda h, bias, x: h + bias + x, dynamic=False)
+
+    def bias(layer: stock.HunyuanVideo15CausalConv3d) -> Tensor:
+        return layer.conv.bias[:, None, None, None]
+
+    def convolve(
+        layer: stock.HunyuanVideo15CausalConv3d, norm: stock.HunyuanVideo15RMS_norm, x: Tensor, before: Tensor | float
+    ) -> Tensor:
+        seen = activate(x, before, norm.gamma, norm.scale, layer.time_causal_padding)
+        return F.conv3d(seen, layer.conv.weight)
+
+    def residual(block: stock.HunyuanVideo15ResnetBlock, x: Tensor) -> Tensor:
+        h = convolve(block.conv1, block.norm1, x, 0.0)
+        h = convolve(block.conv2, block.norm2, h, bias(block.conv1))
+        return add(h, bias(block.conv2), x if block.conv_shortcut is None else block.conv_shortcut(x))
+
+    def upsample(layer: stock.HunyuanVideo15Upsample, x: Tensor) -> Tensor:
+        h = F.conv3d(pad(x, layer.conv.time_causal_padding), layer.conv.conv.weight)
+        return unpack(x, h, bias(layer.conv), layer.repeats, bool(layer.add_temporal_upsample))
+
+    replaced = {stock.HunyuanVideo15ResnetBlock: residual, stock.HunyuanVideo15Upsample: upsample}
+    for module in vae.decoder.modules():
+        if isinstance(module, torch.nn.Conv3d):
+            module.to(**LAST)
+        if type(module) in replaced:
+            module.forward = partial(replaced[type(module)], module)
+    last, norm = vae.decoder.conv_out, vae.decoder.norm_out
+    norm.forward = vae.decoder.conv_act.forward = lambda x: x
+    last.forward = lambda x: convolve(last, norm, x, 0.0) + bias(last)
     return vae

@@ -18,7 +18,7 @@ class Wan21(LatentBackbone):
     folder_class, encoder_class = WanFolder, TextEncoder
     transformer_class, vae_class = WanTransformer, AutoencoderKLWan
     vae_sizes = ("z_dim", "scale_factor_temporal", "scale_factor_spatial")
-    vae_bytes = (2e5, 2.5e7)  # assumed: the VAE holds four frames at a time, and the pixels of the clip
+    vae_bytes = ((2e5, 2e5), 2.5e7)  # assumed: the VAE holds four frames at a time, and the pixels of the clip
     patch, cross = 2, NUM_TOKENS
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
     max_tokens = NUM_TOKENS

@@ -77,7 +77,7 @@ class WanTransformer(WanTransformer3DModel, Denoiser):
         c, (_, rows, columns) = self.config, hidden_states.shape[2:]
         video = self.patch_embedding(hidden_states).flatten(2).transpose(1, 2).contiguous()
         temb, modulation, text, _ = self.condition_embedder(timestep, text)
-        shares = Shares.of(video.shape[1], 0, best_attention(video), self.sequence_group)
+        shares = Shares(video.shape[1], 0, best_attention(video), self.sequence_group)
         tables = rope_of(c.attention_head_dim, tuple(c.patch_size), c.rope_max_seq_len, video.device)(hidden_states)
         cos, sin = (shares.own_video(table) for table in tables)  # (1, N, 1, E), with every number twice
         rope = (cos[..., 0::2].contiguous(), sin[..., 1::2].contiguous(), shares.attend)

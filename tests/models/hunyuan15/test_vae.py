@@ -1,4 +1,4 @@
-"""The adapted VAE: the stock result for one clip, the same for each clip of a batch, and with 2-D convolutions."""
+"""The adapted VAE: the stock result for one clip and for each of a batch, with 2-D convolutions and fused kernels."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanV
 
 from sage_grpo.models import open_backbone
 from sage_grpo.models.cost import UNTILED
-from sage_grpo.models.hunyuan15.vae import allow_batches, causal_frame_mask, fast_on_cpu
+from sage_grpo.models.hunyuan15.vae import allow_batches, causal_frame_mask, fast_on_cpu, fuse_decoder
 
 
 def test_mask_is_the_stock_mask_with_a_head_axis():
@@ -16,8 +16,15 @@ def test_mask_is_the_stock_mask_with_a_head_axis():
     assert torch.equal(causal_frame_mask(*args)[0, 0], stock)
 
 
-@pytest.mark.parametrize("adapt", [allow_batches, lambda vae: fast_on_cpu(allow_batches(vae))], ids=["3d", "2d"])
-def test_batches_equal_single_clips_of_the_stock_vae(tiny_folder, adapt):
+ADAPTED = {
+    "3d": allow_batches, "2d": lambda vae: fast_on_cpu(allow_batches(vae)),
+    "fused": lambda vae: fuse_decoder(allow_batches(vae)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("adapt", ADAPTED.values(), ids=ADAPTED)
+def test_batches_equal_single_clips_of_the_stock_vae(tiny_folder, adapt, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda call, dynamic: call)
     load = {"subfolder": "vae", "dtype": torch.float64}
     stock = AutoencoderKLHunyuanVideo15.from_pretrained(tiny_folder, **load)
     batched = adapt(AutoencoderKLHunyuanVideo15.from_pretrained(tiny_folder, **load))
@@ -48,7 +55,7 @@ def test_clips_are_tiled_unless_their_decode_fits(tiny_folder, monkeypatch):
     seen = lambda vae, *args, **named: tiled.append(vae.use_tiling) or plain(vae, *args, **named)  # noqa: E731
     monkeypatch.setattr(type(backbone.vae), "decode", seen)
     latents = torch.zeros(2, *backbone.latent_shape(5, 16, 16))
-    needed = latents[:, 0].numel() * UNTILED / 1e9
+    needed = latents[:, 0].numel() * UNTILED[1] / 1e9
     for gb in (0, 0.99 * needed, 1.01 * needed):
         backbone.decode_gb = gb
         backbone.decode(latents)

@@ -11,8 +11,9 @@ from embedded.shapes.reward import ShapesReward
 from embedded.shapes.scenes import captions, render, sample_scenes
 from sage_grpo.rewards import REWARDS
 from sage_grpo.runs.clips import write_mp4
-from sage_grpo.tools import audit_reward
-from sage_grpo.tools.audit_reward import EDITS, WRONG_PROMPT
+from sage_grpo.tools.audit import EDITS, WRONG_PROMPT
+from scripts import audit_reward
+from tests.programs import exit_code
 
 TINY = Path(__file__).parents[2] / "assets" / "tiny"
 # imageio's reader leaves the pipes of its ffmpeg process to the garbage collector
@@ -59,7 +60,7 @@ def audit(tmp_path, capsys, monkeypatch):
             reward, flags = "ocr", {"reward_weights": json.dumps(dict.fromkeys(reward.names, 1.0))} | flags
         flags = {"pretrained_model_root": TINY, "reward_model": reward, "num_clips": num_clips} | flags
         words = [*words, *(word for name, value in flags.items() for word in (f"--{name}", value))]
-        code = audit_reward.main([str(word) for word in (*words, "--output", tmp_path / "audit")])
+        code = exit_code(audit_reward.main, [str(word) for word in (*words, "--output", tmp_path / "audit")])
         file = tmp_path / "audit" / "audit.json"
         record = json.loads(file.read_text()) if file.is_file() else None
         return code, capsys.readouterr(), record

@@ -11,8 +11,8 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
 
+from extra_rewards.clip import ClipScore, PickScore
 from sage_grpo.rewards.base import Setup
-from sage_grpo.rewards.clip import ClipScore, PickScore
 from sage_grpo.rewards.video_frames import MEAN, STD
 from tests.hostile import change, write_bomb
 

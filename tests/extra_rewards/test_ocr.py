@@ -10,8 +10,8 @@ from PIL import Image, ImageDraw, ImageFont
 if sys.version_info >= (3, 13):
     pytest.skip("rapidocr-onnxruntime has no release for this Python", allow_module_level=True)
 
+from extra_rewards.ocr import OcrReward, edit_distance, likeness, wanted_text
 from sage_grpo.rewards.base import Setup
-from sage_grpo.rewards.ocr import OcrReward, edit_distance, likeness, wanted_text
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,78 @@
+#!/usr/bin/env bash
+# The measurements that are due on one large GPU, in parts of at most ten minutes; each leaves its results in a folder.
+#
+#   bash benchmarks/due.sh PART OUTPUT [SECONDS]
+#
+#   clips    seconds and clips per GPU-hour at full size: all steps, the recipe, without guidance, fp8
+#   decode   ways to decode a clip at full size
+#   beyond   training the embedded model far beyond the gain, four runs side by side (studies/overoptimisation.py);
+#            called again, it continues them
+#   wan      Wan 2.1 1.3B against stock diffusers, and an iteration inside 24 GB
+#   study    the studies named in STUDIES (rates, which the others need) of studies/second_edition.py, 16 runs side by side; called
+#            again, it continues them
+#
+# A part at full size is rehearsed with a tiny model first: a wrong flag must not cost GPU minutes. No part needs ffmpeg.
+# MODEL (/dev/shm/random_model) and RUNS (/tmp/beyond) are scratch folders, kept for the next call.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+part=$1 output=$2 seconds=${3:-570} begin=$SECONDS today=$(date +%F)
+mkdir -p "$output"
+python=${PYTHON:-python3} model=${MODEL:-/dev/shm/random_model} runs=${RUNS:-/tmp/beyond}
+if [[ -z ${PYTHON:-} && -x .venv/bin/python ]]; then python=.venv/bin/python; fi
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TQDM_DISABLE=1 HF_HUB_OFFLINE=1
+
+left() { echo $((seconds - (SECONDS - begin))); }
+within() { timeout --signal INT "$(left)" "$@"; }
+
+clips() {
+  local tiny=(--num_frames 5 --height 32 --width 32 --num_sampling_steps 4 --compile False --ways "all steps" recipe)
+  within "$python" -m benchmarks.random_model --tiny --output "$model-tiny" > "$output/rehearsal.log" 2>&1
+  within "$python" -m benchmarks.clips --config configs/hunyuan15_1gpu_lora.yaml --pretrained_model_root "$model-tiny" \
+    --output "$output/rehearsal.md" "${tiny[@]}" >> "$output/rehearsal.log" 2>&1
+  [[ -d $model ]] || within "$python" -m benchmarks.random_model --output "$model"
+  within "$python" -m benchmarks.clips --config configs/hunyuan15_1gpu_lora.yaml --pretrained_model_root "$model" \
+    --prompt_cache "$model-prompts" --output "$output/$today-clips.md" \
+    --ways recipe "all steps" "recipe, guidance 1" "recipe, fp8" > "$output/clips.log" 2>&1
+}
+
+decode() { within "$python" -m benchmarks.decode --output "$output/$today-decode.md"; }
+
+wan() {
+  within "$python" -m benchmarks.wan --rehearse --output "$output/rehearsal.md" > "$output/rehearsal.log" 2>&1
+  within "$python" -m benchmarks.wan --output "$output/$today-wan.md"
+}
+
+train() { # NAME FLAGS
+  local name=$1 flags=(--validation_interval 40 --log_interval 20 --save_interval 40 --keep_checkpoints 1)
+  flags+=(--use_moving_KL False --use_dual_kl False --holdout_reward shapes --report_to none --validation_videos 0)
+  within "$python" post_train.py --config configs/tiny_gpu.yaml --device cuda --output_dir "$runs/$name" --max_steps 1200 \
+    --resume_from_checkpoint auto "${flags[@]}" "${@:2}" > "$output/$name.log" 2>&1 || true # ends at the time limit
+}
+
+share() { # the GPU between processes, each with one CPU thread
+  export OMP_NUM_THREADS=1 CUDA_MPS_PIPE_DIRECTORY=/tmp/mps CUDA_MPS_LOG_DIRECTORY=/tmp/mps
+  mkdir -p /tmp/mps
+  nvidia-cuda-mps-control -d || echo "without MPS the runs take turns" >&2
+}
+
+beyond() {
+  share
+  train free-2e-4 --learning_rate 2e-4 --kl_weight 1e-12 &
+  train free-4e-4 --learning_rate 4e-4 --kl_weight 1e-12 &
+  train free-4e-4-again --learning_rate 4e-4 --kl_weight 1e-12 --seed 2 &
+  train kept-4e-4 --learning_rate 4e-4 --kl_weight 0.3 &
+  wait
+  tar czf "$output/beyond.tar.gz" -C "$runs" --exclude checkpoints .
+}
+
+study() {
+  share
+  local names budget
+  read -ra names <<< "${STUDIES:-rates}"
+  budget=$(awk "BEGIN { print ($(left) - 20) / 60 }")
+  "$python" -m studies.second_edition --studies "${names[@]}" --jobs 16 --budget_minutes "$budget" --cut || true
+  "$python" -m studies.second_edition --choose
+  tar czf "$output/second.tar.gz" -C studies second rates.json
+}
+
+"$part"
