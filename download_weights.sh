@@ -22,7 +22,7 @@ fail() {
     exit 2
 }
 
-model=hunyuan15 output= layout= version= reward=yes dry=no template=${PROMPT_TEMPLATE:-}
+model=hunyuan15 output='' layout='' version='' reward=yes dry=no template=${PROMPT_TEMPLATE:-}
 while (($#)); do
     case $1 in
         --model | --output | --layout | --version | --prompt_template)

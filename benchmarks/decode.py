@@ -48,7 +48,6 @@ WAYS: dict[str, Sequence[Callable[[VAE], object]]] = {
     "tiled": (),
     "untiled, sliced": (untiled, sliced),
     "untiled, sliced, channels last": (untiled, sliced, channels_last),
-    "tiled, compiled": (fuse_decoder,),
     "untiled, compiled (the recipes)": (untiled, fuse_decoder),
 }
 

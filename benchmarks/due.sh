@@ -8,10 +8,10 @@
 #   beyond   training the embedded model far beyond the gain, four runs side by side (studies/overoptimisation.py);
 #            called again, it continues them
 #   wan      Wan 2.1 1.3B against stock diffusers, and an iteration inside 24 GB
-#   study    the studies named in STUDIES (rates, which the others need) of studies/second_edition.py, 16 runs side by side; called
-#            again, it continues them
+#   study    the studies of studies/second_edition.py that STUDIES names (rates, which the others need), 16 runs side by
+#            side; called again, it continues them
 #
-# A part at full size is rehearsed with a tiny model first: a wrong flag must not cost GPU minutes. No part needs ffmpeg.
+# A part at full size is rehearsed with a tiny model first: a wrong flag must not cost minutes. No part needs ffmpeg.
 # MODEL (/dev/shm/random_model) and RUNS (/tmp/beyond) are scratch folders, kept for the next call.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -45,8 +45,9 @@ wan() {
 train() { # NAME FLAGS
   local name=$1 flags=(--validation_interval 40 --log_interval 20 --save_interval 40 --keep_checkpoints 1)
   flags+=(--use_moving_KL False --use_dual_kl False --holdout_reward shapes --report_to none --validation_videos 0)
-  within "$python" post_train.py --config configs/tiny_gpu.yaml --device cuda --output_dir "$runs/$name" --max_steps 1200 \
-    --resume_from_checkpoint auto "${flags[@]}" "${@:2}" > "$output/$name.log" 2>&1 || true # ends at the time limit
+  flags+=(--device cuda --max_steps 1200 --output_dir "$runs/$name" --resume_from_checkpoint auto)
+  within "$python" post_train.py --config configs/tiny_gpu.yaml "${flags[@]}" "${@:2}" > "$output/$name.log" 2>&1 \
+    || echo "$name stopped: $(tail -n 1 "$output/$name.log")" # at the time limit, or by an error
 }
 
 share() { # the GPU between processes, each with one CPU thread

@@ -31,7 +31,7 @@ class LatentBackbone(Backbone):
 
     # settings of the VAE: latent channels, frames per latent frame, pixels per latent row and column
     vae_sizes = ("latent_channels", "temporal_compression_ratio", "spatial_compression_ratio")
-    vae_bytes = (UNTILED, TILED)
+    vae_bytes = (UNTILED, TILED)  # inside it, `untiled` and `tiled` of `Architecture`
     patch = 1  # latent rows and columns of a token
     cross = 0  # see `Architecture`
 

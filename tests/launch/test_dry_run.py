@@ -242,6 +242,7 @@ def test_inference_takes_the_newest_checkpoint_and_the_model_of_the_run(tmp_path
 
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="install shellcheck")
 def test_shellcheck_finds_nothing():
-    scripts = [*ROOT.glob("*.sh"), *(ROOT / "scripts").rglob("*.sh"), ROOT / ".ci" / "run"]
+    folders = (".", "benchmarks", "scripts", "scripts/*")
+    scripts = [ROOT / ".ci" / "run", *(file for folder in folders for file in ROOT.glob(f"{folder}/*.sh"))]
     checked = subprocess.run(["shellcheck", "-x", *scripts], cwd=ROOT, capture_output=True, text=True, check=False)
     assert checked.returncode == 0 and len(scripts) > 8, checked.stdout

@@ -14,7 +14,7 @@ from sage_grpo.config import ConfigError
 from sage_grpo.flags import from_values
 from sage_grpo.models.hunyuan15 import text
 from sage_grpo.train import build
-from sage_grpo.train.build import PROMPTS, build_trainer, perfect_scores, prompts_of, reward_names
+from sage_grpo.train.build import PROMPTS, build_trainer, open_model, perfect_scores, prompts_of, reward_names
 from tests.dist import run_ranks
 
 
@@ -141,3 +141,9 @@ def test_the_goal_is_the_reward_of_clips_that_show_what_the_prompts_say(make):
     weights = trainer.config.reward_weights
     assert perfect["total"] == pytest.approx(sum(weights[name] * perfect[name] for name in weights))
     trainer.run.close()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_the_decoder_needs_to_know_comes_from_the_flags(flags, compiled):
+    backbone, _ = open_model(from_values(flags | {"decode_gb": 3.0, "compile": compiled}), torch.device("meta"))
+    assert (backbone.decode_gb, backbone.compiled) == (3.0, compiled)

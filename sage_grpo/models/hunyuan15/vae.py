@@ -1,6 +1,6 @@
 """Adapts the stock HunyuanVideo-1.5 VAE in place: it accepts batches of clips, and is fast on CPUs and GPUs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -92,11 +92,16 @@ def unpacked(x: Tensor, h: Tensor, bias: Tensor, repeats: int, doubles_frames: b
 def fuse_decoder(vae: AutoencoderKLHunyuanVideo15) -> AutoencoderKLHunyuanVideo15:
     """Replace the decoder's forwards: all that lies between two convolutions is compiled into one or two kernels.
 
-    Eager, it takes two thirds of the time. Convolutions stay cuDNN's, without bias, which would be one more pass.
+    Eager, it takes two thirds of the time. Convolutions stay cuDNN's, without bias, which would be one more pass. Tiles
+    stay eager: they come in several sizes, each with graphs of its own, which take longer to compile than they save.
     """
     torch._dynamo.config.recompile_limit = 64  # a graph for each size and number of channels
-    pad, activate, unpack = (torch.compile(call, dynamic=False) for call in (padded, activated, unpacked))
-    add = torch.compile(lambda h, bias, x: h + bias + x, dynamic=False)
+
+    def fused(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        compiled = torch.compile(call, dynamic=False)
+        return lambda *args: (call if vae.use_tiling else compiled)(*args)
+
+    pad, activate, unpack, add = map(fused, (padded, activated, unpacked, lambda h, bias, x: h + bias + x))
 
     def bias(layer: stock.HunyuanVideo15CausalConv3d) -> Tensor:
         return layer.conv.bias[:, None, None, None]

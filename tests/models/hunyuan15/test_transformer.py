@@ -8,14 +8,13 @@ import pytest
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
 from torch._dynamo.utils import counters
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from sage_grpo.models.attention import KEPT
 from sage_grpo.models.hunyuan15.transformer import PackedTransformer
 from sage_grpo.models.lora import add_adapter, init_adapter
 from sage_grpo.parallel.fsdp import shard
 from sage_grpo.train.optimization import trainable_parameters
 from tests.dist import run_ranks
+from tests.models.kernels import CountedKernels
 
 TEXT_LEN, TEXT_PAD, GLYPH_PAD = 7, 4, 9
 
@@ -115,18 +114,6 @@ def test_checkpointing_recomputes_each_block_and_changes_no_gradient(tiny_folder
     assert len(calls) == 3 * len(packed.transformer_blocks)  # once plain, then forward and recomputation
     assert grads[0].abs().max() > 0
     torch.testing.assert_close(grads[0], grads[1], rtol=0, atol=0)
-
-
-class CountedKernels(TorchDispatchMode):
-    """How often attention is really computed."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func in KEPT
-        return func(*args, **(kwargs or {}))
 
 
 def test_kept_attention_is_not_computed_again(tiny_folder):

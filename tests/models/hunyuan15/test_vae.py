@@ -1,5 +1,7 @@
 """The adapted VAE: the stock result for one clip and for each of a batch, with 2-D convolutions and fused kernels."""
 
+from functools import partial
+
 import pytest
 import torch
 from diffusers import AutoencoderKLHunyuanVideo15
@@ -24,7 +26,7 @@ ADAPTED = {
 
 @pytest.mark.parametrize("adapt", ADAPTED.values(), ids=ADAPTED)
 def test_batches_equal_single_clips_of_the_stock_vae(tiny_folder, adapt, monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda call, dynamic: call)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
     load = {"subfolder": "vae", "dtype": torch.float64}
     stock = AutoencoderKLHunyuanVideo15.from_pretrained(tiny_folder, **load)
     batched = adapt(AutoencoderKLHunyuanVideo15.from_pretrained(tiny_folder, **load))
@@ -35,6 +37,31 @@ def test_batches_equal_single_clips_of_the_stock_vae(tiny_folder, adapt, monkeyp
         torch.testing.assert_close(modes, singles, rtol=0, atol=1e-12)
         decoded = torch.cat([stock.decode(mode).sample for mode in singles.split(1)])
         torch.testing.assert_close(batched.decode(modes).sample, decoded, rtol=0, atol=1e-12)
+
+
+def test_tiles_are_decoded_without_the_compiler(tiny_folder, monkeypatch):
+    """They come in several sizes, and every size would be compiled anew."""
+    vae = AutoencoderKLHunyuanVideo15.from_pretrained(tiny_folder, subfolder="vae", dtype=torch.float64)
+    latents = torch.randn(1, vae.config.latent_channels, 2, 3, 2, generator=torch.Generator().manual_seed(0)).double()
+    small = {"tile_latent_min_height": 2, "tile_latent_min_width": 2}
+    side = {name.replace("latent", "sample"): 2 * vae.spatial_compression_ratio for name in small}
+    vae.enable_tiling(**small, **side)
+    expected, calls = vae.decode(latents).sample, []
+    monkeypatch.setattr(torch, "compile", lambda call, dynamic: lambda *args: calls.append(call) or call(*args))
+    fuse_decoder(vae)
+    torch.testing.assert_close(vae.decode(latents).sample, expected, rtol=0, atol=1e-12)
+    assert not calls
+    vae.disable_tiling()
+    vae.decode(latents)
+    assert calls
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_decoder_is_compiled_off_the_cpu_if_asked_for(tiny_folder, compiled, monkeypatch):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    backbone = open_backbone(tiny_folder, "meta")
+    backbone.compiled = compiled
+    assert ("forward" in vars(backbone.vae.decoder.conv_out)) == compiled
 
 
 def test_no_convolution_in_three_dimensions_is_left_on_a_cpu(tiny_folder, monkeypatch):

@@ -7,7 +7,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
 from sage_grpo.algo.sde import flow_sigmas
 from sage_grpo.data.requests import Request
 from sage_grpo.models import open_backbone
-from sage_grpo.models.backbone import BrokenClip, Guidance
+from sage_grpo.models.backbone import Guidance
 from sage_grpo.models.sample import integrate
 from sage_grpo.models.wan21.backbone import Wan21
 from sage_grpo.models.wan21.text import NUM_TOKENS, PaddedText
@@ -135,14 +135,6 @@ def test_a_decode_beyond_decode_gb_is_tiled(wan_folder):
         clips[backbone.vae.use_tiling] = backbone.decode(latents)
     assert clips.keys() == {True, False}
     assert not torch.equal(clips[True], clips[False])
-
-
-def test_pixels_that_are_not_finite_are_no_clip(backbone):
-    latents = draw(2, *backbone.latent_shape(5, 16, 16))
-    assert backbone.decode(latents).shape == (2, 5, 16, 16, 3)
-    latents[1, 0, 0, 0, 0] = torch.nan
-    with pytest.raises(BrokenClip, match="not finite"):
-        backbone.decode(latents)
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,12 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 from torch._dynamo.utils import counters
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from sage_grpo.models.attention import KEPT
 from sage_grpo.models.lora import add_adapter, init_adapter
 from sage_grpo.models.wan21.backbone import Wan21
 from sage_grpo.models.wan21.transformer import WanTransformer
 from sage_grpo.train.optimization import trainable_parameters
+from tests.models.kernels import CountedKernels
 
 LENGTH = 9  # text tokens
 
@@ -72,18 +71,6 @@ def test_other_patches_are_put_back_in_order(exact):
     args = inputs(2, grid=(4, 4, 8))
     with torch.no_grad():
         torch.testing.assert_close(ours(*args), stock_forward(stock, *args), rtol=0, atol=1e-6)  # tables of each
-
-
-class CountedKernels(TorchDispatchMode):
-    """How often attention is really computed."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func in KEPT
-        return func(*args, **(kwargs or {}))
 
 
 def test_kept_attention_is_self_attention(wan_folder):
