@@ -10,7 +10,7 @@ bash download_weights.sh [options]
   --model NAME        hunyuan15 (default), wan21-1.3b or wan21-14b
   --output DIR        model folder; default: ckpts, for Wan ckpts/NAME
   --layout NAME       of hunyuan15: tencent (default) or diffusers
-  --version NAME      transformer of hunyuan15; default: 480p_t2v
+  --version NAME      transformer of hunyuan15; default: 480p_t2v; with _i2v in it, the vision encoder comes too
   --skip_reward       leave VideoReward out
   --prompt_template X VideoReward's prompt template: a file or an address to try before the built-in ones
   --dry_run           print what would be done
@@ -174,11 +174,17 @@ tencent() {
     for file in assets/color_idx.json assets/multilingual_10-lang_idx.json checkpoints/byt5_model.pt; do
         modelscope AI-ModelScope/Glyph-SDXL-v2 $file "$texts/Glyph-SDXL-v2"
     done
+    if [[ $version == *_i2v* ]]; then
+        space "vision encoder" 3 "$output/vision_encoder"
+        for file in image_encoder feature_extractor; do
+            fetch "$file/*" "$output/vision_encoder/siglip" black-forest-labs/FLUX.1-Redux-dev
+        done
+    fi
     run "$python" scripts/convert_weights.py "$output"
 }
 
 diffusers() {
-    space "model $version" 58 "$output"
+    space "model $version" 60 "$output"
     fetch "*" "$output" "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-$version"
 }
 

@@ -2,6 +2,7 @@
 
     python generate.py --prompt "a small red circle moving left slowly on a black background"
     python generate.py --model_path FOLDER --valid_video_csv prompts.csv --num_videos 4
+    python generate.py --model_path FOLDER --image boat.png --prompt "the boat sails away"      (image to video)
     torchrun --nproc_per_node 8 generate.py ...                        (the ranks share the prompts)
     torchrun --nproc_per_node 8 generate.py --sp_size 4 ...            (four share each clip)
 
@@ -14,11 +15,12 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sage_grpo.config import FIELDS, LARGEST, SDE_TYPES, SOLVERS
+from sage_grpo.data.images import read_image
 from sage_grpo.data.requests import MOST, Request, check_text, read_requests
 from sage_grpo.flags import Parser
 from sage_grpo.plugins import in_file, resolved
@@ -35,6 +37,7 @@ AREAS = {"480p": 640 * 640, "720p": 960 * 960}  # pixels per frame, whatever the
 def main(arguments: list[str] | None = None) -> None:
     try:
         args = parse_arguments(arguments)  # before imports that take seconds
+        prompts = requests_of(args)
         import torch
         from transformers.utils.logging import disable_progress_bar
 
@@ -45,7 +48,7 @@ def main(arguments: list[str] | None = None) -> None:
         args.checkpoint_path = checkpoint_of(args.checkpoint_path)
         device = device_for(args.device, args.model_path, args.pretrained_transformer_version)
         with torch.no_grad(), join_ranks(TIMEOUT, args.sp_size, device_type=device) as ranks:
-            generate(args, ranks)
+            generate(args, prompts, ranks)
     except (ValueError, FileNotFoundError) as error:
         print(f"generate.py: {error}", file=sys.stderr)
         sys.exit(2)
@@ -64,7 +67,15 @@ def checkpoint_of(path: str | None) -> str | None:
     return str(complete[-1])
 
 
-def generate(args: argparse.Namespace, ranks: "Ranks") -> None:
+def requests_of(args: argparse.Namespace) -> list[Request]:
+    """What the command line or its file asks for, with images that can be used."""
+    check_text(args.prompt or "", "--prompt")
+    if args.valid_video_csv:
+        return read_requests(args.valid_video_csv)
+    return [Request(args.prompt, image=read_image(args.image, "--image") if args.image else None)]
+
+
+def generate(args: argparse.Namespace, prompts: Sequence[Request], ranks: "Ranks") -> None:
     import torch
     from tqdm import tqdm
 
@@ -72,39 +83,40 @@ def generate(args: argparse.Namespace, ranks: "Ranks") -> None:
     from sage_grpo.models import open_backbone
     from sage_grpo.models.backbone import Guidance
     from sage_grpo.models.sample import counter_noise, denoise, integrate
-    from sage_grpo.rewards.base import Setup, build_reward
+    from sage_grpo.rewards.base import Setup, build_reward, told
     from sage_grpo.runs.clips import contact_sheet, thumbnails, write_mp4
     from sage_grpo.worlds import check_prompts
 
     device, rank, world = ranks.device, ranks.rank, ranks.count
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     backbone = open_backbone(args.model_path, device, dtype, version=args.pretrained_transformer_version)
+    backbone.check_requests(prompts)
     backbone.load_weights(args.checkpoint_path)
     backbone.transformer.requires_grad_(False).split_sequence(ranks.sequence_group)
     backbone.transformer.prepare_blocks(compiled=args.compile)
-    settings = resolve(args, backbone)
+    settings = {prompt.index: resolve(args, backbone, prompt) for prompt in prompts}
+    prompts = [prompt.sized(settings[prompt.index].height, settings[prompt.index].width) for prompt in prompts]
+    own = settings[prompts[0].index]
     if ranks.first:
-        print(f"sampling: {settings}", flush=True)
-    check_text(args.prompt or "", "--prompt")
-    prompts = read_requests(args.valid_video_csv) if args.valid_video_csv else [Request(args.prompt, 0)]
+        print(f"sampling: {own}", flush=True)
     check_prompts(backbone.folder, [prompt.text for prompt in prompts])
-    sigmas = flow_sigmas(settings.num_steps, settings.shift)
+    sigmas = flow_sigmas(own.num_steps, own.shift)
     schedule = build_schedule(resolved(args.sde_type), sigmas, args.eta).to(device)
-    shape = backbone.latent_shape(settings.frames, settings.height, settings.width)
+    shapes = {i: backbone.latent_shape(one.frames, one.height, one.width) for i, one in settings.items()}
     setup = Setup(Path(args.model_path) / "VideoReward", device)
     reward = build_reward(args.score, setup) if args.score and ranks.leader else None
     if reward:
-        reward.check([prompt.text for prompt in prompts])
+        reward.check(told(reward, prompts))
     args.output_path.mkdir(parents=True, exist_ok=True)
 
     mine = [(prompt, number) for prompt in prompts for number in range(args.num_videos)][rank::world]
     unwanted = backbone.negative_prompt if args.negative_prompt is None else args.negative_prompt
     negative, rows, labels = Request(unwanted), [], []
     backbone.prepare([negative, *(prompt for prompt, _ in mine)])
-    guidance = Guidance(settings.guidance, backbone.encode([negative])[0])
+    guidance = Guidance(own.guidance, backbone.encode([negative])[0])
     for prompt, number in tqdm(mine, "clips", unit="clip", disable=not ranks.first):
         seed = args.seed if prompt.seed is None else prompt.seed
-        x, noise = counter_noise(shape, seed, [number])
+        x, noise = counter_noise(shapes[prompt.index], seed, [number])
         start = (x.to(device), *backbone.encode([prompt]), guidance)
         if args.sde_type == "ode":
             latents = integrate(backbone, sigmas, *start, args.solver)
@@ -115,12 +127,12 @@ def generate(args: argparse.Namespace, ranks: "Ranks") -> None:
         (clip,) = backbone.decode(latents).cpu()
         record = {"prompt": prompt.text, "seed": seed, "number": number, "model_path": str(args.model_path)}
         record |= {"checkpoint_path": args.checkpoint_path, "sde_type": args.sde_type, "eta": args.eta}
-        record |= {"solver": args.solver}
-        record |= vars(settings)
+        record |= {"solver": args.solver} | ({"image": str(prompt.image.path)} if prompt.image else {})
+        record |= vars(settings[prompt.index])
         path = args.output_path / f"{prompt.name}-{seed}-{number}.mp4"
-        write_mp4(path, clip, settings.fps)
+        write_mp4(path, clip, own.fps)
         if reward:
-            scores = reward.score([clip], [prompt.text], settings.fps)
+            scores = reward.score([clip], told(reward, [prompt]), own.fps)
             record["scores"] = {name: round(value.item(), 6) for name, value in scores.items()}
         text = json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False)
         path.with_suffix(".json").write_text(text + "\n", encoding="utf-8")
@@ -137,12 +149,12 @@ def label(record: dict) -> str:
     return f"{record['seed']}/{record['number']}  {scores}  {record['prompt']}"
 
 
-def resolve(args: argparse.Namespace, backbone: "Backbone") -> "Sampling":
-    """The model's own settings with those of the command line on top."""
+def resolve(args: argparse.Namespace, backbone: "Backbone", request: Request) -> "Sampling":
+    """The model's own settings for a request, with those of the command line on top."""
     from sage_grpo.models.backbone import Sampling
 
     own = backbone.sampling
-    height, width = frame_size(args, backbone)
+    height, width = frame_size(args, backbone, request)
     return Sampling(
         frames=args.num_frames or own.frames,
         height=height,
@@ -154,13 +166,13 @@ def resolve(args: argparse.Namespace, backbone: "Backbone") -> "Sampling":
     )
 
 
-def frame_size(args: argparse.Namespace, backbone: "Backbone") -> tuple[int, int]:
+def frame_size(args: argparse.Namespace, backbone: "Backbone", request: Request) -> tuple[int, int]:
     """`--fixed_size`, else the area of `--resolution` in the shape of `--aspect_ratio`, else the model's own."""
     own = backbone.sampling
     if args.fixed_size:
         return args.fixed_size
     if not args.resolution and not args.aspect_ratio:
-        return own.height, own.width
+        return backbone.default_size(request)
     area = AREAS[args.resolution] if args.resolution else own.height * own.width
     ratio, multiple = args.aspect_ratio or own.width / own.height, backbone.multiple
     sides = math.sqrt(area / ratio), math.sqrt(area * ratio)
@@ -230,10 +242,13 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     what.add_argument(
         "--valid_video_csv", "--prompt_file", metavar="FILE", help="prompts in a .csv, .txt or .jsonl file"
     )
+    cropped = "resized and cropped around its center to the size of the clip"
+    add("--image", type=Path, metavar="FILE", help=f"first frame of the clips of --prompt, {cropped}")
     add("--negative_prompt", metavar="TEXT", help="prompt of the negative branch of guidance (default: the model's)")
     add("--num_videos", type=positive, metavar="N", default=1, help="clips per prompt")
     add("--seed", type=seed_number, metavar="N", default=42, help="seed of prompts that name none")
-    add = parser.add_argument_group("Sampling; what is not given is the model's own").add_argument
+    sampling = "Sampling; what is not given is the model's own, and the size that of its sizes closest to the image's"
+    add = parser.add_argument_group(sampling).add_argument
     add("--resolution", choices=AREAS, help="area of a frame")
     add("--aspect_ratio", type=aspect, metavar="W:H", help="shape of a frame, such as 16:9")
     add("--fixed_size", type=size, metavar="HxW", help="exact size of a frame; overrides the two above")
@@ -254,6 +269,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     score = f"write scores into each JSON: {', '.join(rewards)} or FILE.py:NAME"
     add("--score", type=one_of(rewards), metavar="REWARD", help=score)
     args = parser.parse_args(arguments)
+    if args.image and args.valid_video_csv:
+        parser.error("--image belongs to --prompt; a prompt file names images in its column `image`")
     if args.solver != "euler" and args.sde_type != "ode":
         parser.error(f"--solver {args.solver} solves the ODE, and --sde_type {args.sde_type} adds noise: leave one out")
     return args

@@ -131,7 +131,7 @@ class PlainLoop:
         with watch.phase("decode"):
             clips = [clip for path in paths for clip in self.decode(path.x[-1])]
         with watch.phase("reward"):
-            scores = trainer.reward.score(clips, trainer.texts(batch), self.config.fps)
+            scores = trainer.reward.score(clips, trainer.requests(batch), self.config.fps)
         advantages = trainer.advantages(scores).values.to(self.device, torch.float32)
         gradient = self.update(paths, advantages, watch)
         seconds = with_other(watch.seconds, watch.record()["time/total"])

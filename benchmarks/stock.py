@@ -10,7 +10,13 @@ from sage_grpo.models.hunyuan15.transformer import PackedTransformer
 class StockTransformer(HunyuanVideo15Transformer3DModel, Denoiser):
     """The stock model with its stock forward; only the description of its layers is ours."""
 
-    never_trained = PackedTransformer.never_trained
+    unseen, never_trained = PackedTransformer.unseen, PackedTransformer.never_trained
+
+
+class StockImageTransformer(StockTransformer):
+    """The stock model of image to video."""
+
+    unseen = ()
 
 
 class StockWan(WanTransformer3DModel, Denoiser):

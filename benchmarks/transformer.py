@@ -45,6 +45,7 @@ class Clip:
     height: int
     width: int
     text: int  # prompt tokens
+    image: int = 0  # tokens of an image
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -55,18 +56,20 @@ class Clip:
         layers = {"layers": c.num_layers, "heads": c.num_attention_heads, "mlp_ratio": c.mlp_ratio}
         width = c.num_attention_heads * c.attention_head_dim
         sizes = Architecture(**layers, **unused, width=width, channels=c.out_channels, temporal=4, spatial=16)
-        return sizes.forward(sizes.video_tokens(self.frames, self.height, self.width), self.text)
+        return sizes.forward(sizes.video_tokens(self.frames, self.height, self.width), self.text + self.image)
 
     def packed(self, model: nn.Module, like: Tensor) -> tuple[Tensor, ...]:
         c = model.config
         draw = torch.Generator(like.device).manual_seed(1)
         video = torch.randn(1, c.in_channels, *self.grid, generator=draw, device=like.device).to(like.dtype)
         text = torch.randn(1, self.text, c.text_embed_dim, generator=draw, device=like.device).to(like.dtype)
-        return video, torch.tensor([731.0], device=like.device), text, like.new_zeros(1, 0, c.text_embed_2_dim)
+        seen = torch.randn(1, self.image, c.image_embed_dim, generator=draw, device=like.device).to(like.dtype)
+        context = (text, like.new_zeros(1, 0, c.text_embed_2_dim), *([seen] if self.image else []))
+        return video, torch.tensor([731.0], device=like.device), *context
 
     def stock(self, model: nn.Module, like: Tensor) -> dict[str, Tensor]:
         """Inputs of the stock model for the same clip, padded as in the stock pipeline."""
-        video, timestep, text, glyph = self.packed(model, like)
+        video, timestep, text, glyph, *image = self.packed(model, like)
         short = PADDING["text"] - self.text
         return {
             "hidden_states": video,
@@ -75,7 +78,7 @@ class Clip:
             "encoder_attention_mask": nn.functional.pad(like.new_ones(1, self.text), (0, short)),
             "encoder_hidden_states_2": like.new_zeros(1, PADDING["glyph"], glyph.shape[2]),
             "encoder_attention_mask_2": like.new_zeros(1, PADDING["glyph"]),
-            "image_embeds": like.new_zeros(1, PADDING["image"], model.config.image_embed_dim),
+            "image_embeds": image[0] if image else like.new_zeros(1, PADDING["image"], model.config.image_embed_dim),
         }
 
 

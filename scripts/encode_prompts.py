@@ -49,6 +49,8 @@ def encode(args: argparse.Namespace, rank: int, count: int) -> str:
     backbone = open_backbone(args.model_root, device, dtype, args.prompt_cache, complete=False)
     negative = backbone.negative_prompt if args.negative_prompt is None else args.negative_prompt
     named = prompts_to_encode(args.prompts, args.model_root)
+    if any(request.image for request in named):
+        raise ValueError("prompts with images are encoded by post_train.py, which knows the size of the clips")
     requests = list(dict.fromkeys(request.content for request in (Request(negative), *named)))
     begun = time.perf_counter()
     cache = backbone.embeddings

@@ -10,7 +10,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: spinning th
 
 import pytest
 import torch
-from diffusers import HunyuanVideo15Pipeline
+from diffusers import HunyuanVideo15ImageToVideoPipeline, HunyuanVideo15Pipeline
+from PIL import Image
+from transformers import SiglipImageProcessorPil, SiglipVisionConfig, SiglipVisionModel
 
 from benchmarks.random_wan import TINY_SAMPLING, build_tiny_wan
 from embedded.tiny import TinyConfig, build_tiny
@@ -56,6 +58,38 @@ def tiny_folder(tmp_path_factory):
 def tencent_folder(tiny_folder, tmp_path_factory):
     """`tiny_folder` in Tencent's layout. Read-only: copy it before changing a file."""
     return write_tencent_folder(tiny_folder, tmp_path_factory.mktemp("ckpts"))
+
+
+@pytest.fixture(scope="session")
+def i2v_folder(tiny_folder, tmp_path_factory):
+    """`tiny_folder` as an image-to-video model that sees 9 tokens of an image. Read-only: copy it to change a file."""
+    folder, parts = tmp_path_factory.mktemp("i2v"), HunyuanVideo15Pipeline.from_pretrained(tiny_folder).components
+    config = SiglipVisionConfig(hidden_size=16, num_attention_heads=2, image_size=42, patch_size=14)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(2)
+        vision = SiglipVisionModel(SiglipVisionConfig(**config.to_dict() | {"num_hidden_layers": 2})).eval()
+    processor = SiglipImageProcessorPil(size={"height": 42, "width": 42})
+    HunyuanVideo15ImageToVideoPipeline(**parts, image_encoder=vision, feature_extractor=processor).save_pretrained(
+        folder
+    )
+    SAMPLING.to_json(folder / "sampling.json")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tencent_i2v_folder(i2v_folder, tmp_path_factory):
+    """`i2v_folder` in Tencent's layout. Read-only: copy it before changing a file."""
+    return write_tencent_folder(i2v_folder, tmp_path_factory.mktemp("ckpts_i2v"), "480p_i2v")
+
+
+@pytest.fixture(scope="session")
+def pictures(tmp_path_factory):
+    """Paths of three images of different shapes, none of them that of a clip."""
+    folder = tmp_path_factory.mktemp("pictures")
+    for number, size in enumerate([(40, 30), (24, 48), (33, 33)]):
+        pixels = torch.randint(0, 256, (6, 6, 3), generator=torch.Generator().manual_seed(number), dtype=torch.uint8)
+        Image.fromarray(pixels.numpy()).resize(size, Image.Resampling.BICUBIC).save(folder / f"{number}.png")
+    return sorted(folder.iterdir())
 
 
 @pytest.fixture(scope="session")

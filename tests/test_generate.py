@@ -12,6 +12,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
 import generate
+from sage_grpo.data.requests import Request
 from sage_grpo.models import open_backbone
 from sage_grpo.models.hunyuan15.backbone import Hunyuan15
 from sage_grpo.models.lora import LORA_FILE
@@ -97,7 +98,8 @@ def test_the_second_order_solver_gives_another_clip_and_is_recorded(folder, tmp_
 
 
 def sample(ranks, *arguments):
-    generate.generate(generate.parse_arguments(list(arguments)), ranks)
+    args = generate.parse_arguments(list(arguments))
+    generate.generate(args, generate.requests_of(args), ranks)
 
 
 @pytest.mark.parametrize("world, sp_size", [(2, 1), (4, 2)])
@@ -211,7 +213,7 @@ def test_the_defaults_are_those_of_the_model_and_are_printed(folder, tmp_path, c
 def test_the_published_models_are_sampled_as_their_authors_do(tmp_path, version, size):
     """The folder stands for the published model: nothing but its configuration is needed."""
     backbone = open_backbone(tmp_path / "absent", version=version, complete=False)
-    settings = generate.resolve(generate.parse_arguments(["--prompt", PROMPT]), backbone)
+    settings = generate.resolve(generate.parse_arguments(["--prompt", PROMPT]), backbone, Request(PROMPT))
     assert str(settings).startswith(f"121 frames of {size}, 50 steps, shift ")
 
 
@@ -226,4 +228,45 @@ def test_the_published_models_are_sampled_as_their_authors_do(tmp_path, version,
 )
 def test_frame_sizes(tiny_folder, arguments, expected):
     args = generate.parse_arguments(["--prompt", PROMPT, *arguments])
-    assert generate.frame_size(args, Hunyuan15(tiny_folder)) == expected
+    assert generate.frame_size(args, Hunyuan15(tiny_folder), Request(PROMPT)) == expected
+
+
+@pytest.fixture
+def image_file(pictures, tmp_path):
+    path = tmp_path / "images.csv"
+    path.write_text("\n".join(["prompt,image", *(f"{PROMPT},{picture}" for picture in pictures), ""]))
+    return path
+
+
+def animate(folder, output, *arguments):
+    """Without a size, which is then that of the image."""
+    fast = ("--num_inference_steps", "2", "--num_frames", "5")
+    generate.main(["--model_path", str(folder), "--output_path", str(output), *fast, *arguments])
+    return sorted(output.glob("*.mp4")), [json.loads(path.read_text()) for path in sorted(output.glob("*.json"))]
+
+
+def test_images_are_animated_each_in_its_own_size(i2v_folder, pictures, image_file, tmp_path):
+    _, records = animate(i2v_folder, tmp_path / "a", "--prompt_file", str(image_file), "--score", "first_frame")
+    sizes = [(record["height"], record["width"]) for record in records]
+    assert [record["image"] for record in records] == [str(path) for path in pictures]
+    assert len(set(sizes)) == 3 and sizes[0][0] < sizes[0][1] and sizes[1][0] > sizes[1][1] and sizes[2] == (32, 32)
+    assert all(0 < record["scores"]["first_frame"] < 1 for record in records)
+    (one,), _ = animate(i2v_folder, tmp_path / "b", "--prompt", PROMPT, "--image", str(pictures[0]))
+    (other,), _ = animate(i2v_folder, tmp_path / "c", "--prompt", PROMPT, "--image", str(pictures[1]))
+    assert np.array_equal(frames(one), frames(tmp_path / "a" / one.name))
+    assert frames(one).shape != frames(other).shape
+
+
+def test_a_given_size_is_that_of_the_clip(i2v_folder, pictures, tmp_path):
+    _, (record,) = run(i2v_folder, tmp_path, "--prompt", PROMPT, "--image", str(pictures[1]))
+    assert (record["height"], record["width"]) == (16, 24)
+
+
+def test_images_and_models_must_fit(i2v_folder, tiny_folder, pictures, image_file, tmp_path, capsys):
+    out, image = tmp_path / "out", ("--image", str(pictures[0]))
+    assert "animates images" in refused(capsys, i2v_folder, out, "--prompt", PROMPT)
+    assert "is a text-to-video model" in refused(capsys, tiny_folder, out, "--prompt", PROMPT, *image)
+    assert "--image belongs to --prompt" in refused(capsys, i2v_folder, out, "--prompt_file", str(image_file), *image)
+    missing = refused(capsys, i2v_folder, out, "--prompt", PROMPT, "--image", str(tmp_path / "no.png"))
+    assert f"--image: the image {tmp_path}/no.png does not exist" in missing
+    assert not out.exists()

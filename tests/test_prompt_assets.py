@@ -6,11 +6,14 @@ Each short one has a long version: the kind of caption that HunyuanVideo-1.5 was
 import re
 from itertools import combinations
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from sage_grpo.data.requests import read_requests
 from sage_grpo.models.hunyuan15.text import MAX_TEXT_TOKENS
 from sage_grpo.train.build import PROMPTS
+from scripts.render_images import SCENES, render
 
 TRAIN, VALID = (read_requests(PROMPTS / f"{kind}.csv") for kind in ("train", "valid"))
 LONG_TRAIN, LONG_VALID = (read_requests(PROMPTS / f"{kind}_long.csv") for kind in ("train", "valid"))
@@ -78,3 +81,17 @@ def test_no_phrase_is_repeated_in_long_prompts():
         for phrase in {tuple(found[i : i + SHARED]) for i in range(len(found) - SHARED + 1)}:
             assert phrase not in seen, (seen[phrase], prompt.text)
             seen[phrase] = prompt.text
+
+
+def test_image_prompts_and_their_images():
+    """A few small pictures of several shapes, as scripts/render_images.py draws them."""
+    requests = read_requests(PROMPTS / "images.csv")
+    shapes = [request.image.shape for request in requests]
+    assert {height < width for height, width in shapes} == {True, False} and len(set(shapes)) == 3
+    assert len({request.image for request in requests}) == len({request.text for request in requests}) == len(SCENES)
+    files = sorted((PROMPTS / "images").iterdir())
+    assert sorted(request.image.path for request in requests) == files
+    assert sum(path.stat().st_size for path in files) < 200_000
+    for path in files:
+        drawn, stored = (np.array(picture.convert("RGB")) for picture in (render(path.stem), Image.open(path)))
+        assert np.array_equal(drawn, stored)

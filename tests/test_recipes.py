@@ -11,11 +11,12 @@ from sage_grpo.models import open_backbone
 from sage_grpo.tools.plan import plan_of
 from sage_grpo.tools.plan_memory import checkpoint_bytes, fits
 from sage_grpo.tools.plan_model import times, validation_time
-from sage_grpo.train.build import prompts_of
+from sage_grpo.train.build import held_out_prompts, prompts_of
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 TINY = CONFIGS.parent / "assets" / "tiny"
 RANKS = {"hunyuan15_8gpu": 8, "hunyuan15_8gpu_published": 8, "hunyuan15_64gpu": 64, "wan21_8gpu": 8}
+RANKS |= {"hunyuan15_8gpu_i2v": 8, "hunyuan15_64gpu_720p": 64}
 FULL_SIZE = RANKS | {"hunyuan15_1gpu_lora": 1, "wan21_1gpu_24gb_lora": 1}
 HALF_HOUR = 1800
 START, DISK = 300, 1e9  # assumed: seconds to load and compile, bytes per second to the disk
@@ -61,6 +62,22 @@ def test_wan_fits_a_card_of_24_gb():
     assert not fits(plan_of(parse([*recipe, "--keep_attention", "True"]), 1), 24e9)
     remote = ["--reward_model", "remote", "--remote_reward_url", "http://localhost:1"]
     assert fits(plan_of(parse([*recipe, "--keep_attention", "True", *remote]), 1), 24e9)
+
+
+@pytest.mark.parametrize("version, shift, beside", [("720p_t2v", 9.0, 150), ("720p_i2v", 7.0, 150 + 729)])
+@pytest.mark.parametrize("sp_size", [4, 8])
+def test_720p_fits_a_card_of_80_gb(version, shift, beside, sp_size):
+    recipe = ["--config", str(CONFIGS / "hunyuan15_64gpu_720p.yaml"), "--pretrained_model_root", "none"]
+    plan = plan_of(parse([*recipe, "--pretrained_transformer_version", version, "--sp_size", str(sp_size)]), 64)
+    assert fits(plan, 80e9) and plan.config.timestep_shift == plan.config.validation_timestep_shift == shift
+    assert plan.tokens == 21 * 45 * 80 + beside
+
+
+def test_image_to_video_fits_a_card_of_80_gb_and_has_images():
+    recipe = ["--config", str(CONFIGS / "hunyuan15_8gpu_i2v.yaml"), "--pretrained_model_root", "none"]
+    plan = plan_of(parse(recipe), 8)
+    assert fits(plan, 80e9) and plan.tokens == 21 * 22 * 39 + 150 + 729
+    open_backbone("none", version="480p_i2v", complete=False).check_requests(held_out_prompts(plan.config))
 
 
 @pytest.mark.parametrize("name", FULL_SIZE)

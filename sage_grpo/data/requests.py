@@ -1,6 +1,7 @@
 """Requests for clips, and the files that list them.
 
-Prompt files are .txt (one prompt per line), .csv (`prompt`, optional `index` and `seed`) or .jsonl (the same keys).
+Prompt files are .txt (one prompt per line), .csv (`prompt`, optional `index`, `seed` and `image`) or .jsonl (the same
+keys). An image is a path relative to the file.
 """
 
 import csv
@@ -9,16 +10,18 @@ import io
 import json
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-COLUMNS = ("prompt", "index", "seed")
+from sage_grpo.data.images import Image, read_image
+
+COLUMNS = ("prompt", "index", "seed", "image")
 MOST = 2**63 - 1  # the index and the seed are part of file names
 
 
 @dataclass(frozen=True)
 class Request:
-    """A request for a clip: a prompt, its index, and the seed that validation and generation use for it.
+    """A request for a clip: a prompt, its index, the seed that validation and generation use for it, its first frame.
 
     Training never uses the seed.
     """
@@ -26,16 +29,25 @@ class Request:
     text: str
     index: int = 0
     seed: int | None = None
+    image: Image | None = None
+
+    def sized(self, height: int, width: int) -> "Request":
+        """The request for a clip of this size, to which its image is cropped."""
+        return replace(self, image=replace(self.image, size=(height, width))) if self.image else self
 
     @property
     def content(self) -> "Request":
         """The request without index and seed: everything that a model encodes."""
-        return Request(self.text)
+        return Request(self.text, image=self.image)
+
+    def __str__(self) -> str:
+        """What a model encodes, in one string: no text holds a NUL."""
+        return f"{self.text}\0{self.image}" if self.image else self.text
 
     @property
     def key(self) -> str:
         """Content hash: requests with equal keys have equal conditionings."""
-        return hashlib.sha256(self.text.encode()).hexdigest()[:32]
+        return hashlib.sha256(str(self).encode()).hexdigest()[:32]
 
     @property
     def name(self) -> str:
@@ -55,7 +67,8 @@ def read_requests(path: str | Path) -> list[Request]:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"prompt file {path} is not UTF-8 text: {error}") from error
-    prompts = [_request(row, number, where) for number, (where, row) in enumerate(readers[path.suffix](text, path))]
+    rows = enumerate(readers[path.suffix](text, path))
+    prompts = [_request(row, number, where, path.parent) for number, (where, row) in rows]
     if not prompts:
         raise ValueError(f"prompt file {path} holds no prompt")
     seen: dict[int, str] = {}
@@ -66,7 +79,7 @@ def read_requests(path: str | Path) -> list[Request]:
     return prompts
 
 
-def _request(row: dict, number: int, where: str) -> Request:
+def _request(row: dict, number: int, where: str, folder: Path) -> Request:
     if unknown := sorted(str(key) for key in row if key not in COLUMNS):
         raise ValueError(f"{where}: unknown column {unknown[0]!r}; known are {', '.join(COLUMNS)}")
     text = row.get("prompt")
@@ -74,7 +87,10 @@ def _request(row: dict, number: int, where: str) -> Request:
         raise ValueError(f"{where}: the prompt is missing or empty")
     check_text(text, where)
     index, seed = (_integer(row.get(key), key, where) for key in ("index", "seed"))
-    return Request(text, number if index is None else index, seed)
+    if (image := row.get("image") or None) and not isinstance(image, str):
+        raise ValueError(f"{where}: image is a {type(image).__name__}; it must be the path of a file")
+    image = image and read_image(folder / image, where)
+    return Request(text, number if index is None else index, seed, image)
 
 
 def check_text(text: str, where: str) -> None:

@@ -11,11 +11,13 @@ if TYPE_CHECKING:
 
 BACKBONES = {
     "HunyuanVideo15Pipeline": "sage_grpo.models.hunyuan15.backbone:Hunyuan15",
+    "HunyuanVideo15ImageToVideoPipeline": "sage_grpo.models.hunyuan15.image:ImageToVideo",
     "WanPipeline": "sage_grpo.models.wan21.backbone:Wan21",
 }
 DEFAULT_VERSION = "480p_t2v"  # how a model is sampled; in Tencent's layout a subfolder of `transformer/`
 # for Tencent's layout and missing folders, which name no pipeline: by what the version begins with
-VERSIONS = {"wan": "WanPipeline", "": "HunyuanVideo15Pipeline"}
+VERSIONS = {"wan": "WanPipeline", **dict.fromkeys(("480p_i2v", "720p_i2v"), "HunyuanVideo15ImageToVideoPipeline")}
+VERSIONS |= {"": "HunyuanVideo15Pipeline"}
 
 
 def open_backbone(folder: str | Path, *args: Any, complete: bool = True, **kwargs: Any) -> "Backbone":

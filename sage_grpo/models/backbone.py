@@ -87,6 +87,7 @@ class Backbone(ABC):
     decode_gb = 0.0  # clips whose decode needs more are tiled
     compiled = False  # whether the decoder is
     negative_prompt = ""  # of guidance, by default
+    sees_image = False  # whether every clip begins with the image of its request
     lora_targets: tuple[str, ...]  # linear layers of a block that get an adapter by default
 
     def __init__(
@@ -105,6 +106,18 @@ class Backbone(ABC):
         """Reject an incomplete folder before anything is loaded."""
 
     # requests
+
+    def check_requests(self, requests: Sequence[Request]) -> None:
+        """Reject requests without the image that the model animates, or with one that it would not see."""
+        what = f"{self.folder} is a text-to-video model; take the image away from"
+        if self.sees_image:
+            what = f"{self.folder} animates images; give generate.py an --image, or its file a column `image`, for"
+        if wrong := next((one for one in requests if (one.image is not None) != self.sees_image), None):
+            raise ValueError(f"{what} the prompt {wrong.text[:80]!r}")
+
+    def default_size(self, request: Request) -> tuple[int, int]:
+        """Height and width of a clip whose size nobody chose."""
+        return self.sampling.height, self.sampling.width
 
     @abstractmethod
     def encoder(self) -> Encoder:
@@ -145,14 +158,14 @@ class Backbone(ABC):
     def velocity(self, x: Tensor, sigma: Tensor | float, cond: Conditioning, guidance: Guidance) -> Tensor:
         """Guided velocity, shape of x (B, C, T, y, x), at least fp32: `v_neg + scale * (v_pos - v_neg)`.
 
-        Both branches carry gradients.
+        Both branches carry gradients, and see the same image if there is one.
         """
         positive, scale, negative = self.branch(x, sigma, cond), guidance.scale, guidance.negative
         if math.isclose(scale, 1.0):
             return positive
         if negative is None:
             raise ValueError(f"guidance {scale} needs a negative conditioning; encode the negative prompt ('').")
-        unguided = self.branch(x, sigma, negative)
+        unguided = self.branch(x, sigma, negative.seeing(cond))
         return unguided + scale * (positive - unguided)
 
     @abstractmethod

@@ -33,13 +33,14 @@ class Architecture:
     untiled: tuple[float, float] = UNTILED
     tiled: float = TILED
     cross: int = 0  # context tokens that the video attends to in a layer of its own; 0: they join the video's tokens
+    image: int = 0  # tokens of an image, which join the context
 
     def video_tokens(self, frames: int, height: int, width: int) -> int:
         return ((frames - 1) // self.temporal + 1) * (height // self.spatial) * (width // self.spatial)
 
     def sequence(self, num_video: int, num_context: int) -> int:
         """Tokens that a block processes."""
-        return num_video if self.cross else num_video + num_context
+        return num_video if self.cross else num_video + num_context + self.image
 
     def forward(self, num_video: int, num_context: int) -> Forward:
         # query, key, value, output; feed-forward; query and output of the cross-attention

@@ -36,6 +36,10 @@ class Conditioning:
         """The conditionings of several clips, equal in shape, with the clips as the first axis of each tensor."""
         return type(self)(**{name: torch.stack([getattr(one, name) for one in others]) for name in vars(self)})
 
+    def seeing(self, other: "Conditioning") -> "Conditioning":
+        """This text with the image of another conditioning, for models that see one."""
+        return self
+
 
 class Encoder(Protocol):
     """The encoders of a model folder, loaded on first use."""
@@ -124,4 +128,4 @@ class Embeddings:
 
     def label(self, request: Request) -> str:
         """Fingerprint of encoder and prompt, stored inside the file."""
-        return hashlib.sha256(f"{self.folder.name} {request.text}".encode()).hexdigest()
+        return hashlib.sha256(f"{self.folder.name} {request}".encode()).hexdigest()

@@ -33,7 +33,7 @@ class LatentBackbone(Backbone):
     vae_sizes = ("latent_channels", "temporal_compression_ratio", "spatial_compression_ratio")
     vae_bytes = (UNTILED, TILED)  # inside it, `untiled` and `tiled` of `Architecture`
     patch = 1  # latent rows and columns of a token
-    cross = 0  # see `Architecture`
+    cross = image_tokens = 0  # see `Architecture`
 
     @cached_property
     def parts(self) -> DiffusersFolder:
@@ -94,7 +94,7 @@ class LatentBackbone(Backbone):
         return torch.cat([self._encode(part) for part in clips.split(together)])
 
     def _encode(self, clips: Tensor) -> Tensor:
-        self.vae.use_tiling = True
+        self.vae.use_tiling = clips.shape[1] > 1  # an image needs no tiles, which would change it
         pixels = clips.to(self.vae.device).permute(0, 4, 1, 2, 3) / 127.5 - 1
         mode, (shift, factor) = self.vae.encode(pixels.to(self.vae.dtype)).latent_dist.mode(), self.scaling()
         return (at_least_fp32(mode) - shift) * factor
@@ -157,5 +157,5 @@ class LatentBackbone(Backbone):
             layers=config.num_layers, heads=heads, width=heads * config.attention_head_dim, cross=self.cross,
             mlp_ratio=self.mlp_ratio(config), parameters=parameters, block=block, vae=in_vae,
             channels=channels * self.patch**2, temporal=temporal, spatial=spatial * self.patch,
-            untiled=self.vae_bytes[0], tiled=self.vae_bytes[1],
+            untiled=self.vae_bytes[0], tiled=self.vae_bytes[1], image=self.image_tokens,
         )  # fmt: skip

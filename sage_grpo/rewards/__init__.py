@@ -8,6 +8,8 @@ REWARDS = {
     "clipscore": "extra_rewards.clip:ClipScore",
     "pickscore": "extra_rewards.clip:PickScore",
     "ocr": "extra_rewards.ocr:OcrReward",
+    "first_frame": "extra_rewards.first_frame:FirstFrame",
+    "motion": "extra_rewards.first_frame:Motion",
     "judge": "extra_rewards.judge:Judge",
     "remote": "sage_grpo.rewards.remote:RemoteReward",
     "shapes": "embedded.shapes.reward:build",

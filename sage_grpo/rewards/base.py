@@ -17,11 +17,13 @@ from torch import Tensor
 
 from sage_grpo import plugins
 from sage_grpo.background import within
+from sage_grpo.data.requests import Request
 from sage_grpo.rewards import ALIASES, REWARDS
 
 
 class Reward(Protocol):
     names: tuple[str, ...]  # names of the scores it returns
+    sees_requests = False  # whether it is given requests, with text and image, instead of prompts
 
     def check(self, prompts: Sequence[str]) -> None:
         """Reject prompts that cannot be scored, before anything is sampled for them; none, unless a reward does."""
@@ -73,6 +75,7 @@ def build_reward(name: str, setup: Setup) -> Reward:
 class FileReward:
     """A reward from `FILE.py:NAME`: a function of clips, prompts and perhaps fps; a class; or a `build(setup)`.
 
+    If it calls its second parameter `requests`, it is given requests.
     A class may take the setup, and may leave out `check`; with a single score it may also leave out `names`, which is
     then NAME, and return plain values.
     """
@@ -84,7 +87,8 @@ class FileReward:
             if isinstance(made, type) or count < 2:
                 made = made(*[setup][:count])
             self._score = getattr(made, "score", made)
-            self._count = len(inspect.signature(self._score).parameters)
+            parameters = inspect.signature(self._score).parameters
+            self._count, self.sees_requests = len(parameters), "requests" in parameters
         except Exception as error:  # the file may do anything
             raise ValueError(f"the reward {name} cannot be built: {type(error).__name__}: {error}") from error
         self.names = tuple(getattr(made, "names", [plugins.label(name)]))
@@ -103,6 +107,15 @@ class Scores:
     named: dict[str, Tensor]  # each (N,)
     errors: list[str] = field(default_factory=list)  # one sentence per failure
     weights: Mapping[str, float] = field(default_factory=dict)  # of the named scores in the total
+
+
+Prompts = Sequence[str | Request]
+
+
+def told(reward: Reward, prompts: Prompts) -> list[Any]:
+    """What a reward is given for each clip: the request if it asks for it, else the prompt."""
+    requests = [Request(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+    return requests if getattr(reward, "sees_requests", False) else [request.text for request in requests]
 
 
 class Composite:
@@ -135,15 +148,15 @@ class Composite:
     def _label(self, name: str, score: str) -> str:
         return score if len(self.rewards) == 1 else f"{name}.{score}"
 
-    def check(self, prompts: Sequence[str]) -> None:
+    def check(self, prompts: Prompts) -> None:
         for reward in self.rewards.values():
-            reward.check(prompts)
+            reward.check(told(reward, prompts))
 
     def total(self, named: Mapping[str, Any]) -> Any:
         """The weighted sum; a score with weight 0 may be NaN."""
         return sum(weight * named[name] for name, weight in self.weights.items() if weight)
 
-    def score(self, clips: Sequence[Tensor | None], prompts: Sequence[str], fps: float) -> Scores:
+    def score(self, clips: Sequence[Tensor | None], prompts: Prompts, fps: float) -> Scores:
         """Score uint8 clips (F, H, W, 3); None is a clip that could not be decoded and counts as failed."""
         named = {name: torch.full((len(clips),), math.nan, dtype=torch.float64) for name in self.names}
         errors: list[str] = []
@@ -152,7 +165,7 @@ class Composite:
             for start in range(0, len(there), self.batch_size):
                 rows = there[start : start + self.batch_size]
                 self.on_batch()
-                batch = ([clips[i] for i in rows], [prompts[i] for i in rows], fps)
+                batch = ([clips[i] for i in rows], told(reward, [prompts[i] for i in rows]), fps)
                 try:
                     scores = _checked(reward, within(self.timeout, reward.score, *batch), len(rows))
                 except TimeoutError as error:  # the next batch would wait just as long

@@ -62,6 +62,11 @@ class Clip:
     prompt: str
     seed: int
     values: dict[str, float]  # "reward/VQ", "gold/match", ...: named as in validation lines
+    image: str = ""  # file of its first frame
+
+    @property
+    def request(self) -> tuple[str, int, str]:
+        return self.prompt, self.seed, self.image
 
     @property
     def reward(self) -> float:
@@ -83,7 +88,7 @@ def read_clips(folder: Path, anywhere: bool = False) -> list[Clip]:
     for entry in read_listing(path) if path.is_file() else ():
         values = {f"{kind}/{name}": value for kind, place in PLACES.items() for name, value in entry[place].items()}
         file = folder / entry["file"] if anywhere else beside(path, entry["file"])
-        clips.append(Clip(file, entry["prompt"], entry["seed"], values))
+        clips.append(Clip(file, entry["prompt"], entry["seed"], values, str(entry.get("image", ""))))
     return clips
 
 
@@ -109,9 +114,9 @@ def checked(record: Any, where: str) -> Record:
 
 
 def pair_clips(before: Sequence[Clip], after: Sequence[Clip]) -> list[Pair]:
-    """Clips of the same prompt and seed, in the order of `before`."""
-    found = {(clip.prompt, clip.seed): clip for clip in after}
-    return [(clip, found[clip.prompt, clip.seed]) for clip in before if (clip.prompt, clip.seed) in found]
+    """Clips of the same prompt, seed and image, in the order of `before`."""
+    found = {clip.request: clip for clip in after}
+    return [(clip, found[clip.request]) for clip in before if clip.request in found]
 
 
 def read_validations(run: Path) -> dict[int, list[Clip]]:

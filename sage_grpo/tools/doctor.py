@@ -143,12 +143,12 @@ def compare_exact(arm: Arm, exact: Arm) -> Finding:
 
 def sample(trainer: Trainer, name: str, schedule: Schedule, micro_batches: Sequence[MicroBatch], group: int) -> Arm:
     """Clips from a sampler within the trainer's window for this iteration, decoded and scored."""
-    c, clips, texts = trainer.config, [], []
+    c, clips, asked = trainer.config, [], []
     schedule = schedule.window(trainer.windows.steps).to(trainer.ranks.device)
     for micro_batch in tqdm(micro_batches, name, unit="batch", leave=False):  # one at a time: only clips are kept
         clips += trainer.decode(trainer.roll_out([micro_batch], schedule))
-        texts += [trainer.prompts[position].text for position, _ in micro_batch]
-    scores = trainer.reward.score(clips, texts, c.fps)
+        asked += [trainer.prompts[position] for position, _ in micro_batch]
+    scores, texts = trainer.reward.score(clips, asked, c.fps), [request.text for request in asked]
     columns = {"reward": scores.total} | scores.named | gold_columns(trainer.gold, clips, texts)
     columns = {name: values.view(-1, group) for name, values in columns.items()}
     return Arm(schedule.std.double().square().sum().item(), clips, columns, scores.errors)

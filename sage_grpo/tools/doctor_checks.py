@@ -86,7 +86,7 @@ def check_batch(trainer: Trainer) -> Iterator[Finding]:
 
 def check_prompts(trainer: Trainer) -> Iterator[Finding]:
     backbone, validation = trainer.backbone, trainer.validation.prompts if trainer.validation else []
-    train, held_out = ([prompt.text for prompt in prompts] for prompts in (trainer.prompts, validation))
+    train, held_out = ([str(prompt) for prompt in prompts] for prompts in (trainer.prompts, validation))
     longest = max([*trainer.prompts, *validation], key=lambda prompt: len(prompt.text))
     tokens = backbone.num_tokens(*backbone.encode([longest]))
     yield judged("prompts", True, train=len(train), held_out=len(held_out), tokens=tokens)

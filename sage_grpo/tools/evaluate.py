@@ -53,7 +53,7 @@ class Evaluation:
     def __init__(self, options: argparse.Namespace, config: Config, ranks: Ranks) -> None:
         self.options, self.ranks, self.world = options, ranks, world_of(config.pretrained_model_root)
         self.backbone, self.config = open_model(config, ranks.device)
-        prompts, usual = held_out_prompts(config), config.validation_global_seed
+        prompts, usual = held_out_prompts(self.config), config.validation_global_seed
         own = [dataclasses.replace(p, seed=usual if p.seed is None else p.seed) for p in prompts]
         self.prompts = [dataclasses.replace(p, seed=seed) for seed in options.seeds or () for p in prompts] or own
         self.reward = build_composite(self.config, reward_names(config), None, ranks.device)
@@ -113,9 +113,10 @@ class Evaluation:
 
     def validation(self, checkpoint: Path | None) -> Validation:
         """A validation that samples and scores the prompts with the base model or a checkpoint."""
-        texts, negative = [prompt.text for prompt in self.prompts], Request(self.config.negative_prompt)
-        check_prompts(self.config.pretrained_model_root, texts)
-        self.reward.check(texts)
+        negative = Request(self.config.negative_prompt)
+        self.backbone.check_requests(self.prompts)
+        check_prompts(self.config.pretrained_model_root, [prompt.text for prompt in self.prompts])
+        self.reward.check(self.prompts)
         self.backbone.prepare([negative, *self.prompts])
         self.backbone.load_weights(checkpoint)
         guidance = Guidance(self.config.guidance_scale, self.backbone.encode([negative])[0])

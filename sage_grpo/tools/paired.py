@@ -113,10 +113,10 @@ def clip_rows(systems: Systems, total: bool = False) -> list[list[tuple[str, Cli
 
     Rows are evenly spaced in between. A prompt is shown once, and rows that lack a video only if no row has all.
     """
-    rows: dict[tuple[str, int], list[tuple[str, Clip, Row]]] = {}
+    rows: dict[tuple[str, int, str], list[tuple[str, Clip, Row]]] = {}
     for name, clips in systems.items():
         for clip in (clip for clip in clips if clip.path.is_file()):
-            rows.setdefault((clip.prompt, clip.seed), []).append((name, clip, columns(clip, total)))
+            rows.setdefault(clip.request, []).append((name, clip, columns(clip, total)))
     full = [row for row in rows.values() if len(row) == len(systems)] or list(rows.values())
     prompts = {row[0][1].prompt: row for row in reversed(full)}
     ranked = sorted((row for row in full if prompts[row[0][1].prompt] is row), key=gain, reverse=True)

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from sage_grpo.train.optimization import Anchor, Optimization, trainable_paramet
 from sage_grpo.train.rollout import Windows, num_trained
 from sage_grpo.train.trainer import Trainer
 from sage_grpo.train.update import sampler_of
-from sage_grpo.train.validation import Validation
+from sage_grpo.train.validation import Validation, validation_sampling
 from sage_grpo.worlds import World, world_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -86,15 +87,17 @@ def fill(run: RunFolder, backbone: Backbone, config: Config, ranks: Ranks) -> Tr
     """A trainer with all its parts, for a checked configuration."""
     world, held_out = world_of(config.pretrained_model_root), held_out_prompts(config)
     train = prompts_of(config.train_prompts, Path(config.pretrained_model_root), "train")
-    texts = [prompt.text for prompt in (*train, *held_out)]
+    train = [prompt.sized(config.height, config.width) for prompt in train]
+    requests = [*train, *held_out]
+    backbone.check_requests(requests)
     if world:
-        world.check(texts)
+        world.check([request.text for request in requests])
     built: list[Composite | None] = []  # on the leader alone: models cannot be sent
-    ranks.from_leader(lambda: built.extend(build_rewards_of(config, texts, ranks.device)))
+    ranks.from_leader(lambda: built.extend(build_rewards_of(config, requests, ranks.device)))
     reward, holdout = built or (None, None)
     negative = Request(config.negative_prompt)
     # frees the encoders before the transformer needs their memory
-    backbone.prepare([negative, *train, *held_out], ranks.world_rank, ranks.world)
+    backbone.prepare([negative, *requests], ranks.world_rank, ranks.world)
     guidance = Guidance(config.guidance_scale, backbone.encode([negative])[0])
     parameters = prepare_transformer(backbone, config, ranks)
     gold = world and (lambda clips, texts: world.gold(clips.to(ranks.device), texts))
@@ -121,7 +124,7 @@ def fill(run: RunFolder, backbone: Backbone, config: Config, ranks: Ranks) -> Tr
 def fingerprints(config: Config, backbone: Backbone, prompts: Sequence[Request], ranks: Ranks) -> dict[str, Any]:
     """What a run was started with and a resumed one must have too, or be told that it has not."""
     weights = ranks.together(lambda: backbone.fingerprint() if ranks.first else "")[0]
-    texts = hashlib.sha256(repr([(prompt.text, prompt.seed) for prompt in prompts]).encode()).hexdigest()[:8]
+    texts = hashlib.sha256(repr([(str(prompt), prompt.seed) for prompt in prompts]).encode()).hexdigest()[:8]
     names = [*(config.reward_model or ()), config.holdout_reward, config.sde_type]
     code = {file: file_sha256(Path(file))[:8] for file in (name.rpartition(":")[0] for name in names if in_file(name))}
     found = {"base weights": weights, "training prompts": f"{len(prompts)}, {texts}", "ranks": ranks.world}
@@ -145,13 +148,14 @@ def prompts_of(files: Sequence[str] | None, folder: Path, kind: str) -> list[Req
             raise ConfigError(f"the model folder has no {own.name}; name a prompt file with --train_prompts")
         files = (str(own if own.is_file() else PROMPTS / f"{kind}_long.csv"),)
     prompts = [prompt for file in files for prompt in read_requests(file)]
-    return prompts if len(files) == 1 else [Request(p.text, i, p.seed) for i, p in enumerate(prompts)]
+    return prompts if len(files) == 1 else [replace(p, index=i) for i, p in enumerate(prompts)]
 
 
 def held_out_prompts(config: Config) -> list[Request]:
     """The prompts of a validation."""
+    own = validation_sampling(config)
     prompts = prompts_of(config.validation_prompts, Path(config.pretrained_model_root), "valid")
-    return prompts[: config.num_validation_prompts]
+    return [prompt.sized(own.height, own.width) for prompt in prompts[: config.num_validation_prompts]]
 
 
 def build_composite(
@@ -167,10 +171,12 @@ def build_composite(
     return Composite(rewards, weights, config.reward_batch_size, timeout)
 
 
-def build_rewards_of(config: Config, texts: Sequence[str], device: torch.device) -> tuple[Composite, Composite | None]:
+def build_rewards_of(
+    config: Config, requests: Sequence[Request], device: torch.device
+) -> tuple[Composite, Composite | None]:
     """The training reward and the held-out reward, if any."""
     reward = build_composite(config, reward_names(config), config.reward_weights, device)
-    reward.check(texts)
+    reward.check(requests)
     return reward, build_composite(config, (config.holdout_reward,), None, device) if config.holdout_reward else None
 
 

@@ -275,7 +275,8 @@ def _card(trainer: "Trainer") -> dict[str, str | bytes]:
         run = RunHistory(trainer.run.path, [], [], [])
         print(f"the model card of iteration {trainer.settled_step} has no curve: {error}", file=sys.stderr)
     base = trainer.fingerprints.get("base weights", "unknown")
-    return model_card(own, run, step=trainer.settled_step, reward=trainer.reward, base=base)
+    facts = {"step": trainer.settled_step, "reward": trainer.reward, "image": trainer.backbone.sees_image}
+    return model_card(own, run, base=base, **facts)
 
 
 def _plain(config: Config) -> dict[str, Any]:

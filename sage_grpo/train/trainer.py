@@ -160,7 +160,7 @@ class Trainer:
 
     def score(self, batch: Sequence[Trajectory], clips: Sequence[Tensor | None]) -> Scores:
         """Scores of the full batch and the first error from each rank; too many failures stop the run."""
-        mine = self.ranks.from_leader(lambda: self.reward.score(clips, self.texts(batch), self.config.fps))
+        mine = self.ranks.from_leader(lambda: self.reward.score(clips, self.requests(batch), self.config.fps))
         named = {name: self.ranks.gather(values) for name, values in mine.named.items()}
         scores = Scores(self.ranks.gather(mine.total), named, weights=mine.weights)
         if not scores.total.isfinite().all():  # gathered scores, so all ranks take this branch or none does
@@ -176,7 +176,8 @@ class Trainer:
         """The oracle's metrics, for reporting only; nothing in training depends on them."""
         if not self.logged(self.step + 1):
             return {}
-        columns = self.ranks.from_leader(lambda: gold_columns(self.gold, clips, self.texts(batch)))
+        texts = [request.text for request in self.requests(batch)]
+        columns = self.ranks.from_leader(lambda: gold_columns(self.gold, clips, texts))
         names = dict.fromkeys(name for text in self.ranks.texts(" ".join(columns)) for name in text.split())
         missing = torch.full((len(clips),), math.nan, dtype=torch.float64)  # for a rank that has no clip to measure
         found = {name: self.ranks.gather(columns.get(name, missing)) for name in names}
@@ -318,6 +319,6 @@ class Trainer:
         """Whether iteration `step` writes its metrics."""
         return step % self.config.log_interval == 0 or step == self.config.max_steps
 
-    def texts(self, batch: Sequence[Trajectory]) -> list[str]:
-        """The prompt of each of this rank's clips."""
-        return [self.prompts[prompt].text for t in batch for prompt, _ in t.micro_batch]
+    def requests(self, batch: Sequence[Trajectory]) -> list[Request]:
+        """The request of each of this rank's clips."""
+        return [self.prompts[prompt] for t in batch for prompt, _ in t.micro_batch]

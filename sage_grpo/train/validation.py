@@ -113,16 +113,17 @@ class Validation:
         twice: clips that are scored again, in another order: a reward may depend on chance or on its batch.
         """
         texts = [prompt.text for prompt in prompts]
-        scores = self.reward.score(clips, texts, self.config.fps)
+        scores = self.reward.score(clips, prompts, self.config.fps)
         few = slice(min(twice, len(clips)))
-        again = self.reward.score(clips[few][::-1], texts[few][::-1], self.config.fps).total.flip(0).tolist()
+        again = self.reward.score(clips[few][::-1], prompts[few][::-1], self.config.fps).total.flip(0).tolist()
         columns = {
             "scores": scores.named | {"total": scores.total},
-            "holdout": self.holdout.score(clips, texts, self.config.fps).named if self.holdout else {},
+            "holdout": self.holdout.score(clips, prompts, self.config.fps).named if self.holdout else {},
             "gold": gold_columns(self.gold, clips, texts),
         }
         return [
             {"file": self.file(prompt), "prompt": prompt.text, "seed": self.seed(prompt)}
+            | ({"image": str(prompt.image.path)} if prompt.image else {})
             | ({"error": scores.errors[0]} if scores.errors and not scores.total[i].isfinite() else {})
             | {kind: finite({name: v[i].item() for name, v in named.items()}) for kind, named in columns.items()}
             | finite({"scored_again": again[i]} if i < len(again) else {})

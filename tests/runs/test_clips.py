@@ -25,8 +25,8 @@ from sage_grpo.runs.clips import (
 from sage_grpo.runs.history import RunError
 
 
-def clip(seed: int, prompt: str = "a") -> Clip:
-    return Clip(Path("none.mp4"), prompt, seed, {})
+def clip(seed: int, prompt: str = "a", image: str = "") -> Clip:
+    return Clip(Path("none.mp4"), prompt, seed, {}, image)
 
 
 def entry(seed: int, total: float | None, distance: float) -> dict:
@@ -42,6 +42,11 @@ def test_clips_are_paired_by_prompt_and_seed_in_any_order():
         (2, "a", 2, "a"),
         (2, "b", 2, "b"),
     ]
+
+
+def test_clips_of_one_prompt_and_seed_are_paired_by_their_images():
+    before, after = [clip(1, "a", "x.png"), clip(1, "a", "y.png")], [clip(1, "a", "y.png"), clip(1, "a", "z.png")]
+    assert pair_clips(before, after) == [(before[1], after[0])]
 
 
 def test_clips_have_all_that_was_measured(tmp_path):

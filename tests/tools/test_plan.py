@@ -133,7 +133,7 @@ def test_command_says_what_a_validation_costs(capsys, monkeypatch):
 def test_command_warns_of_updates_with_few_prompts_and_counts_the_hours_of_the_paper(capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     text = run(capsys, "--config configs/hunyuan15_1gpu_lora.yaml")[1]
-    assert "Note: " not in text and "111 GPU-hours for 25,600 clips" in text
+    assert "Note: " not in text and "120 GPU-hours for 25,600 clips" in text
     few = run(capsys, "--config configs/hunyuan15_1gpu_lora.yaml --gradient_accumulation_steps 4")[1]
     assert "Note: 4 prompt(s) per update" in few
 
@@ -183,7 +183,7 @@ def test_command_says_what_to_change(capsys):
         ("--vary gpus 0", "gpus is 0"),
         ("--gpu_memory nan", "gpu_memory is nan"),
         ("--sp_sise 2", "unknown flag --sp_sise; did you mean --sp_size?"),
-        ("--pretrained_transformer_version 480p_i2v", "only t2v can be trained"),
+        ("--pretrained_transformer_version 480p_v2v", "it must be 480p_t2v, 480p_i2v, 720p_t2v"),
         ("--batch_size 4", "needs enable_fsdp True"),
     ],
 )

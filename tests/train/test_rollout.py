@@ -80,7 +80,7 @@ def test_joined_prompts_are_trained_as_each_alone(make, tmp_path, guidance):
         trainer = make(prompts_per_forward=together, train_prompts=str(tmp_path / "three.txt"), **flags)
         trainer.validation, batch = None, trainer.roll_out()
         sizes.append([len(one.x) for one in batch])
-        rows = sorted(range(6), key=lambda i: (trainer.texts(batch)[i], i))
+        rows = sorted(range(6), key=lambda i: (trainer.requests(batch)[i].text, i))
         clips.append(torch.cat([one.x for one in batch])[rows])
         trainer.train()
         lines.append(json.loads((trainer.run.path / "metrics.jsonl").read_text().splitlines()[-1]))

@@ -32,14 +32,18 @@ class Hunyuan15(LatentBackbone):
         return len(cond.text)
 
     def branch(self, x: Tensor, sigma: Tensor | float, cond: TextConditioning) -> Tensor:
-        """Velocity under one conditioning. In text-to-video the condition latents and their mask are all zero."""
+        """Velocity under one conditioning."""
         cond = cond.to(x.device, self.dtype)
         batch, channels, *grid = x.shape
         blank = x.new_zeros(batch, self.transformer.config.in_channels - channels, *grid, dtype=self.dtype)
         timestep = TIMESTEPS * torch.as_tensor(sigma, dtype=torch.float32, device=x.device).reshape(-1)
-        text, glyph = (part if part.ndim == 3 else part[None] for part in (cond.text, cond.glyph))
-        velocity = self.transformer(torch.cat([x.to(self.dtype), blank], dim=1), timestep, text, glyph)
-        return at_least_fp32(velocity)
+        tokens = (part if part.ndim == 3 else part[None] for part in cond.tokens)
+        inputs = torch.cat([x.to(self.dtype), self.condition(blank, cond)], dim=1)
+        return at_least_fp32(self.transformer(inputs, timestep, *tokens))
+
+    def condition(self, blank: Tensor, cond: TextConditioning) -> Tensor:
+        """Condition latents and their mask (B, C + 1, T, y, x); in text-to-video they are all zero."""
+        return blank
 
     def scaling(self) -> tuple[float, float]:
         return 0.0, self.vae.config.scaling_factor

@@ -2,6 +2,8 @@
 
 diffusers   transformer/  vae/  text_encoder/  tokenizer/  text_encoder_2/  tokenizer_2/
 Tencent     transformer/VERSION/  vae/  text_encoder/{llm, byt5-small, Glyph-SDXL-v2}/
+
+Image to video has in addition image_encoder/ and feature_extractor/, in Tencent's layout in vision_encoder/siglip/.
 """
 
 from collections.abc import Mapping
@@ -29,17 +31,20 @@ TENCENT_FILES = DIFFUSERS_FILES | {
 }
 TENCENT_FOLDERS = {rule.diffusers: rule.tencent for rule in tencent.RULES["folders"]}
 
-# (target_size, task_type) of the transformer. Distilled versions share these and differ in guidance.
+# Target size and task of the transformer. Distilled versions share these and differ in guidance.
 SAMPLING = {
     (640, "t2v"): Sampling(frames=121, height=480, width=848, fps=24, shift=5.0, guidance=6.0, num_steps=50),
     (960, "t2v"): Sampling(frames=121, height=720, width=1280, fps=24, shift=9.0, guidance=6.0, num_steps=50),
 }
+SAMPLING |= {(640, "i2v"): SAMPLING[640, "t2v"], (960, "i2v"): replace(SAMPLING[960, "t2v"], shift=7.0)}
 # Frames, height and width of a rollout, by those of the model: what the published training used.
 ROLLOUT = {(121, 480, 848): (81, 352, 624), (121, 720, 1280): (81, 720, 1280)}
 
 
 class ModelFolder(DiffusersFolder):
     """A model folder in either layout; in Tencent's, the version selects a transformer."""
+
+    task = "t2v"  # by the pipeline's class: the transformer's `task_type` is wrong in some published folders
 
     @property
     def files(self) -> Mapping[str, tuple[str, ...]]:
@@ -108,14 +113,13 @@ class ModelFolder(DiffusersFolder):
         """The built-in table, with the guidance the model was trained for."""
         config = self.config("transformer")
         if self.is_tencent or not self.root.is_dir():  # the published model that the version names
-            size, distilled = tencent.read_version(self.version)
-            return replace(SAMPLING[size, "t2v"], guidance=1.0) if distilled else SAMPLING[size, "t2v"]
-        kind = (config.get("target_size"), config.get("task_type"))
+            *kind, distilled = tencent.read_version(self.version)
+            return replace(SAMPLING[tuple(kind)], guidance=1.0) if distilled else SAMPLING[tuple(kind)]
+        kind = (config.get("target_size"), self.task)
         if kind not in list(SAMPLING):
-            known = ", ".join(f"{size} {task}" for size, task in SAMPLING)
             raise ValueError(
-                f"'{self.root}/transformer' has target_size and task_type {kind[0]!r} {kind[1]!r}, which is none of "
-                f"{known}; put a sampling.json into the folder to say how it is sampled."
+                f"'{self.root}/transformer' has target_size {kind[0]!r}, which is neither 640 nor 960; put a "
+                "sampling.json into the folder to say how it is sampled."
             )
         guider, sampling = self.root / "guider" / "guider_config.json", SAMPLING[kind]
         if not guider.is_file():

@@ -56,13 +56,13 @@ def translate(name: str, pattern: str, template: str) -> str | None:
     return re.sub("#", lambda _: next(numbers), template) + name[match.end() :]
 
 
-def read_version(name: str) -> tuple[int, bool]:
-    """Target size and whether it is distilled, from a folder name such as 480p_t2v or 720p_t2v_distilled."""
-    match = re.fullmatch(r"(480p|720p)_t2v((?:_cfg|_step)?_distilled)?", name)
+def read_version(name: str) -> tuple[int, str, bool]:
+    """Target size, task and whether it is distilled, from a folder name such as 480p_t2v or 720p_i2v_distilled."""
+    match = re.fullmatch(r"(480p|720p)_(t2v|i2v)((?:_cfg|_step)?_distilled)?", name)
     if not match:
-        known = "480p_t2v, 720p_t2v, or one of these with _distilled behind it"
-        raise ValueError(f"pretrained_transformer_version is {name}; only t2v can be trained: it must be {known}.")
-    return {"480p": 640, "720p": 960}[match[1]], match[2] is not None
+        known = "480p_t2v, 480p_i2v, 720p_t2v, 720p_i2v, or one of these with _distilled behind it"
+        raise ValueError(f"pretrained_transformer_version is {name}; it must be {known}.")
+    return {"480p": 640, "720p": 960}[match[1]], match[2], match[3] is not None
 
 
 def diffusers_config(part: str, config: dict[str, Any], version: str) -> dict[str, Any]:
@@ -78,4 +78,5 @@ def diffusers_config(part: str, config: dict[str, Any], version: str) -> dict[st
         values["attention_head_dim"] = config["hidden_size"] // config["heads_num"]
     if "patch_size" in config:
         values["patch_size_t"], values["patch_size"], _ = config["patch_size"]
-    return values | {"target_size": read_version(version)[0], "task_type": "t2v"}
+    target, task, _ = read_version(version)
+    return values | {"target_size": target, "task_type": task}

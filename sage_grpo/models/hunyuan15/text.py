@@ -41,6 +41,11 @@ class TextConditioning(Conditioning):
     text: Tensor  # (L, text_dim)
     glyph: Tensor  # (M, glyph_dim), M = 0 if the prompt quotes nothing
 
+    @property
+    def tokens(self) -> tuple[Tensor, ...]:
+        """What joins the video's tokens."""
+        return self.text, self.glyph
+
 
 class TextEncoder(FolderEncoder):
     """Both text encoders of a model folder."""

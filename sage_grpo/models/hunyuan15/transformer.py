@@ -5,8 +5,8 @@ prompt (a GRPO group) needs neither, because its text has a single length. Param
 ones, so `from_pretrained` and LoRA files work unchanged.
 
 Shapes: B clips of one prompt, C latent channels, (T, Y, X) latent frames, rows and columns, N = T*Y*X video tokens
-(patch 1), L text tokens, M glyph tokens, K = M + L context tokens, H heads of E, D = H*E. Under sequence parallelism
-the blocks see this rank's share of N and K.
+(patch 1), L text tokens, M glyph tokens, I image tokens, K = I + M + L context tokens, H heads of E, D = H*E. Under
+sequence parallelism the blocks see this rank's share of N and K.
 """
 
 import functools
@@ -23,7 +23,7 @@ from sage_grpo.models.attention import best_attention
 from sage_grpo.models.denoiser import Denoiser, stock_config
 from sage_grpo.parallel.ulysses import Attend, Shares, dividing
 
-TEXT, GLYPH = range(2)  # rows of `cond_type_embed`
+TEXT, GLYPH, IMAGE = range(3)  # rows of `cond_type_embed`
 
 
 class PackedAttention:
@@ -63,6 +63,7 @@ class PackedTransformer(HunyuanVideo15Transformer3DModel, Denoiser):
     """The stock model with a packed forward for clips that share one prompt."""
 
     varying = (1, 1)  # tokens of the context
+    unseen: tuple[str, ...] = ("image_embedder",)  # text-to-video has no image tokens
 
     # `from_pretrained` reads the accepted config keys from the signature.
     @functools.wraps(HunyuanVideo15Transformer3DModel.__init__)
@@ -73,23 +74,24 @@ class PackedTransformer(HunyuanVideo15Transformer3DModel, Denoiser):
 
     @property
     def never_trained(self) -> tuple[str, ...]:
-        """Text-to-video has no image tokens; the last block's context output is dropped, so its queries are unused."""
+        """What the task does not use; the last block's context output is dropped, so its queries are unused."""
         last = f"{self.block_list}.{len(self.all_blocks) - 1}"
         unread = ("attn.add_q_proj", "attn.norm_added_q", "attn.to_add_out", "ff_context")
-        return ("image_embedder", *(f"{last}.{name}" for name in unread))
+        return (*self.unseen, *(f"{last}.{name}" for name in unread))
 
     def split_sequence(self, group: dist.ProcessGroup | None) -> None:
         self.sequence_group = dividing(group, self.config.num_attention_heads)
 
-    def forward(self, hidden_states: Tensor, timestep: Tensor, text: Tensor, glyph: Tensor) -> Tensor:
-        """Velocity (B, C, T, Y, X) of text-to-video, in the dtype of the input.
+    def forward(self, hidden_states: Tensor, timestep: Tensor, text: Tensor, glyph: Tensor, *image: Tensor) -> Tensor:
+        """Velocity (B, C, T, Y, X), in the dtype of the input.
 
         hidden_states: (B, in_channels, T, Y, X), latents with condition and mask channels.
         timestep: fp32, 1000 * sigma; (1,) if the clips share it, which is cheaper, else (B,).
         text: (1, L, text_dim) valid prompt tokens; glyph: (1, M, glyph_dim), M = 0 without quoted text.
+        image: (1, I, image_dim), only of image-to-video. Where clips have requests of their own, B instead of 1.
         """
         temb = self._time_embedding(timestep, hidden_states.dtype)
-        video, context = self.x_embedder(hidden_states), self._context(timestep, text, glyph)
+        video, context = self.x_embedder(hidden_states), self._context(timestep, text, glyph, *image)
         shares = Shares(video.shape[1], context.shape[1], best_attention(video), self.sequence_group)
         rope = tuple(shares.own_video(table, dim=0) for table in self.rope(hidden_states))
         video, context = shares.own_video(video), shares.own_context(context)
@@ -106,15 +108,17 @@ class PackedTransformer(HunyuanVideo15Transformer3DModel, Denoiser):
         sinusoid = self.time_embed.time_proj(timestep.float())
         return self.time_embed.timestep_embedder(sinusoid.to(dtype))
 
-    def _context(self, timestep: Tensor, text: Tensor, glyph: Tensor) -> Tensor:
-        """Glyph and text tokens in the stock order, (1 or B, K, D).
+    def _context(self, timestep: Tensor, text: Tensor, glyph: Tensor, *image: Tensor) -> Tensor:
+        """Image, glyph and text tokens in the stock order, (1 or B, K, D).
 
         The batch is 1 unless the timesteps differ: then only the refiner's gates, and what follows them, are per clip.
         The glyph projection runs even for M = 0: under FSDP every rank must enter the same modules.
         """
         refined = self.context_embedder(text, timestep.float()) + self.cond_type_embed.weight[TEXT]
         glyphs = self.context_embedder_2(glyph) + self.cond_type_embed.weight[GLYPH]
-        return torch.cat([glyphs.expand(len(refined), -1, -1), refined], dim=1)
+        seen = [self.image_embedder(tokens) + self.cond_type_embed.weight[IMAGE] for tokens in image]
+        batch = max(len(tokens) for tokens in (refined, *seen))
+        return torch.cat([tokens.expand(batch, -1, -1) for tokens in (*seen, glyphs, refined)], dim=1)
 
     def _unpatch(self, tokens: Tensor, grid: torch.Size) -> Tensor:
         """Output tokens (B, N, C * patch volume) -> (B, C, T, Y, X), copied, because FSDP does not accept views."""

@@ -20,6 +20,9 @@ def write_tencent_folder(tiny, folder, version="480p_t2v"):
     _write_llm(tiny, folder / "text_encoder" / "llm")
     _write_glyph(tiny, folder / "text_encoder")
     shutil.copy(tiny / "sampling.json", folder)
+    for part in ("image_encoder", "feature_extractor"):
+        if (tiny / part).is_dir():
+            shutil.copytree(tiny / part, folder / "vision_encoder" / "siglip" / part)
     convert_weights.main([str(folder)])
     return folder
 

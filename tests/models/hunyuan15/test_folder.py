@@ -8,6 +8,7 @@ import pytest
 from sage_grpo.models import open_backbone
 from sage_grpo.models.backbone import Sampling
 from sage_grpo.models.hunyuan15.folder import DIFFUSERS_FILES, TENCENT_FOLDERS, ModelFolder
+from sage_grpo.models.hunyuan15.image import ImageFolder
 
 GLYPH = "text_encoder/Glyph-SDXL-v2/checkpoints/byt5_model.safetensors"
 
@@ -62,9 +63,11 @@ def test_layouts_are_told_apart(tiny_folder, tencent_folder, tmp_path):
     assert ModelFolder(tmp_path).is_tencent
 
 
-def test_parts_of_tencents_layout(tencent_folder):
+def test_parts_of_tencents_layout(tencent_i2v_folder):
+    folder = ImageFolder(tencent_i2v_folder, "480p_i2v")
+    assert folder.files.keys() == TENCENT_FOLDERS.keys()
     for name, place in TENCENT_FOLDERS.items():
-        assert ModelFolder(tencent_folder).part(name) == tencent_folder / place.format(version="480p_t2v")
+        assert folder.part(name) == tencent_i2v_folder / place.format(version="480p_i2v")
 
 
 def test_a_complete_folder_lacks_nothing(tiny_folder, tencent_folder):
@@ -150,16 +153,23 @@ def test_other_models_roll_out_what_they_are_meant_for(tiny_folder):
     assert open_backbone(tiny_folder).rollout_size == (9, 32, 32)
 
 
+@pytest.mark.parametrize("task_type", ["t2v", "i2v", None])
+def test_the_pipeline_tells_the_task_and_the_transformer_does_not(tmp_path, task_type):
+    """Published folders have a wrong `task_type`."""
+    folder = hub_folder(tmp_path, 960, task_type)
+    assert [kind(folder).sampling().shift for kind in (ModelFolder, ImageFolder)] == [9.0, 7.0]
+
+
 def test_unknown_version_says_what_to_do(tmp_path):
-    with pytest.raises(ValueError, match=r"640 'i2v'.*sampling\.json"):
-        ModelFolder(hub_folder(tmp_path, 640, "i2v")).sampling()
+    with pytest.raises(ValueError, match=r"target_size 1440, which is neither 640 nor 960; .*sampling\.json"):
+        ModelFolder(hub_folder(tmp_path, 1440, "t2v")).sampling()
 
 
 def test_a_folder_that_does_not_exist_stands_for_the_published_model(tmp_path):
     absent = ModelFolder(tmp_path / "absent", "720p_t2v_distilled")
     assert absent.config("transformer") == absent.config("vae") == {}  # the defaults of diffusers
     assert absent.sampling() == Sampling(121, 720, 1280, 24, 9.0, 1.0, 50)
-    with pytest.raises(ValueError, match="pretrained_transformer_version is 480p_i2v; only t2v can be trained"):
-        ModelFolder(tmp_path / "absent", "480p_i2v").sampling()
+    with pytest.raises(ValueError, match="pretrained_transformer_version is 1080p_sr; it must be 480p_t2v, "):
+        ModelFolder(tmp_path / "absent", "1080p_sr").sampling()
     with pytest.raises(FileNotFoundError, match="absent' does not exist"):
         absent.weights("transformer")

@@ -9,10 +9,13 @@ from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Transformer3DMo
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2_5_VLTextModel
 
+from sage_grpo.data.images import read_image
 from sage_grpo.data.requests import Request
+from sage_grpo.models import open_backbone
 from sage_grpo.models.backbone import Guidance
 from sage_grpo.models.hunyuan15.backbone import Hunyuan15
 from sage_grpo.models.hunyuan15.folder import ModelFolder
+from sage_grpo.models.hunyuan15.image import ImageFolder
 from sage_grpo.models.hunyuan15.tencent import diffusers_config, read_version, to_diffusers
 from sage_grpo.models.hunyuan15.text import glyph_tokens, load_tokenizers, qwen_text_model
 from sage_grpo.models.weights import STEM, open_folder
@@ -153,6 +156,21 @@ def test_the_same_model_comes_from_both_layouts_bit_for_bit(tiny_folder, tencent
     assert ours.sampling == theirs.sampling
 
 
+def test_image_to_video_is_the_same_from_both_layouts_bit_for_bit(i2v_folder, tencent_i2v_folder, pictures):
+    """The names of the transformer are those of text to video; the vision model has a folder of its own."""
+    ours, theirs = open_backbone(i2v_folder), open_backbone(tencent_i2v_folder, version="480p_i2v")
+    request = Request("a red circle moving left", image=read_image(pictures[0], "here")).sized(16, 24)
+    conditions = [backbone.encode([request, Request("")]) for backbone in (ours, theirs)]
+    for one, other in zip(*conditions, strict=True):
+        assert all(torch.equal(value, getattr(other, name)) for name, value in vars(one).items())
+    x = torch.randn(1, *ours.latent_shape(5, 16, 24), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        cond, negative = conditions[0]
+        assert torch.equal(*(backbone.velocity(x, 0.7, cond, Guidance(6.0, negative)) for backbone in (ours, theirs)))
+    config = ImageFolder(tencent_i2v_folder, "480p_i2v").config("transformer")
+    assert (config["target_size"], config["task_type"]) == (640, "i2v")
+
+
 @pytest.mark.parametrize("part", ["transformer", "vae"])
 def test_settings_of_both_layouts_agree(tiny_folder, tencent_folder, part):
     ours, theirs = (ModelFolder(folder).config(part) for folder in (tiny_folder, tencent_folder))
@@ -193,20 +211,20 @@ def test_the_published_settings_are_the_defaults_of_diffusers():
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("480p_t2v", (640, False)),
-        ("720p_t2v", (960, False)),
-        ("480p_t2v_distilled", (640, True)),
-        ("720p_t2v_cfg_distilled", (960, True)),
-        ("480p_t2v_step_distilled", (640, True)),
+        ("480p_t2v", (640, "t2v", False)),
+        ("720p_i2v", (960, "i2v", False)),
+        ("480p_i2v_distilled", (640, "i2v", True)),
+        ("720p_t2v_cfg_distilled", (960, "t2v", True)),
+        ("480p_i2v_step_distilled", (640, "i2v", True)),
     ],
 )
-def test_versions_tell_size_and_distillation(name, expected):
+def test_versions_tell_size_task_and_distillation(name, expected):
     assert read_version(name) == expected
 
 
-@pytest.mark.parametrize("name", ["720p_t2v_distilled_sparse", "1080p_sr_distilled", "480p_i2v", "480p", ""])
+@pytest.mark.parametrize("name", ["720p_t2v_distilled_sparse", "1080p_sr_distilled", "480p_v2v", "480p", ""])
 def test_versions_that_this_code_cannot_sample_are_refused(name):
-    with pytest.raises(ValueError, match=r"^pretrained_transformer_version is .*; only t2v can be trained: .*\.$"):
+    with pytest.raises(ValueError, match=r"^pretrained_transformer_version is .*; it must be 480p_t2v, .*\.$"):
         read_version(name)
 
 

@@ -1,0 +1,130 @@
+"""Image to video and 720p on one GPU: the transformer against stock diffusers, and its memory against the planner.
+
+    python -m benchmarks.image_to_video --output benchmarks/DATE-image-to-video-h200.md
+
+480p_i2v  81 x 480 x 848 with an image, the clips of a recipe for image to video
+720p_t2v  121 x 720 x 1280, the longest clips of the published models
+
+Forward and LoRA step of one clip, ours and stock on the same random weights, bf16, without guidance. The planner's
+figure is that for the same forward or step. The page is written after each part. `--only NAME` runs one part,
+`--rehearse` tries the script with a tiny model on the CPU.
+"""
+
+import gc
+import statistics
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.parts import Results, about, begin, failure, heading, table, wrapped
+from benchmarks.stock import StockImageTransformer, StockTransformer
+from benchmarks.transformer import Bench, Clip, adapted, distance, random_model, set_blocks, stock_twin, training_step
+from sage_grpo.flags import from_values
+from sage_grpo.models.hunyuan15.image import ImageToVideo, ImageTransformer
+from sage_grpo.models.hunyuan15.transformer import PackedTransformer
+from sage_grpo.models.lora import POLICY
+from sage_grpo.tools.plan import plan_of
+from sage_grpo.tools.plan_memory import memory
+
+CLIPS = {
+    "480p_i2v": Clip(81, 480, 848, 150, image=ImageToVideo.image_tokens),
+    "720p_t2v": Clip(121, 720, 1280, 150),
+}
+KINDS = {"480p_i2v": (ImageTransformer, StockImageTransformer), "720p_t2v": (PackedTransformer, StockTransformer)}
+TINY = {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 16, "rope_axes_dim": (4, 6, 6)}
+TINY |= {"text_embed_dim": 24, "text_embed_2_dim": 8, "image_embed_dim": 12}
+STEP = "LoRA step, ours, compiled, attention kept"
+
+
+def measured(name: str, rehearse: bool) -> Results:
+    """Rows of a table, findings about agreement, and what the planner expects."""
+    device, clip = torch.device("cpu" if rehearse else "cuda"), CLIPS[name]
+    clip = replace(clip, frames=5, height=32, width=48, text=7) if rehearse else clip
+    bench = Bench(device, torch.float32 if rehearse else torch.bfloat16, repeat=1 if rehearse else 2)
+    ours_kind, stock_kind = KINDS[name]
+    model = random_model(TINY if rehearse else {}, device, bench.dtype, ours_kind)
+    twin, like, facts = stock_twin(model, stock_kind), next(model.parameters()), []
+    packed, padded = clip.packed(model, like), clip.stock(model, like)
+
+    def ours() -> Tensor:
+        return model(*packed)
+
+    def stock() -> Tensor:
+        return twin(**padded, return_dict=False)[0]
+
+    with torch.no_grad():
+        bench.run("forward, stock", stock, 0)
+        bench.run("forward, ours", ours, 0)
+        plain = ours().float()
+        facts.append(f"ours to stock: velocity {distance(plain, stock().float()):.2g} apart (stock rounds timesteps)")
+        set_blocks(model, 0.0, False, True)
+        bench.run("forward, ours, compiled", ours, 0)
+        facts.append(f"compiled to not compiled: velocity {distance(ours().float(), plain):.2g} apart")
+    adapted(twin, bench.dtype, False)
+    twin.enable_gradient_checkpointing()
+    bench.run("LoRA step, stock, checkpointed", training_step(stock, twin.train()), 0)
+    twin.eval().delete_adapters(POLICY)
+    adapted(model, bench.dtype, False)
+    set_blocks(model, 1.0, True, True)
+    bench.run(STEP, training_step(ours, model), 0)
+    with torch.no_grad():
+        rollout = ours().float()
+    facts.append(f"{STEP}: rollout to training {distance(ours().detach().float(), rollout):.2g}")
+    planned = {"forward, ours, compiled": expected(name, clip, "rollout"), STEP: expected(name, clip, "update")}
+    return {"rows": [asdict(row) for row in bench.rows], "facts": facts, "planned": planned, "clip": asdict(clip)}
+
+
+def expected(version: str, clip: Clip, moment: str) -> float:
+    """GiB that the planner counts for the transformer alone, at full size."""
+    flags = {"pretrained_model_root": "absent", "pretrained_transformer_version": version, "use_lora": True}
+    flags |= {"num_frames": clip.frames, "height": clip.height, "width": clip.width, "guidance_scale": 1.0}
+    flags |= {"batch_size": 4, "micro_batch_size": 1, "compile": True, "keep_attention": True, "kl_weight": 0.0}
+    parts = memory(plan_of(from_values(flags | {"master_weight_type": "bf16"}), 1, clip.text))
+    return sum(parts[part][moment] for part in ("weights", "gradients", "activations")) / 2**30
+
+
+def free() -> None:
+    gc.collect()
+    torch.compiler.reset()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def page(results: Results) -> str:
+    """The results as Markdown."""
+    lines = heading("Image to video and 720p", results["about"])
+    for name in CLIPS:
+        part = results["parts"].get(name)
+        shown = part_page(part) if part and "error" not in part else failure(name, part)
+        lines += ["", f"## {name}", "", *shown]
+    return wrapped(lines)
+
+
+def part_page(part: dict[str, Any]) -> list[str]:
+    middle, rows = {row["name"]: statistics.median(row["milliseconds"]) for row in part["rows"]}, []
+    for row in part["rows"]:
+        base = middle["forward, stock" if row["name"].startswith("forward") else "LoRA step, stock, checkpointed"]
+        planned = part["planned"].get(row["name"])
+        shown = f"{planned:.1f} ({row['peak'] / planned - 1:+.0%})" if planned else ""
+        times = f"{base / middle[row['name']]:.2f}"
+        rows.append((row["name"], f"{middle[row['name']]:.0f}", times, f"{row['peak']:.1f}", shown))
+    clip = part["clip"]
+    context = f"{clip['text'] + clip['image']} tokens beside it"
+    size = f"one clip of {clip['frames']} x {clip['height']} x {clip['width']}, {context}"
+    head = (size, "ms", "times as fast as stock", "peak GiB", "planned GiB (measured)")
+    return [*table(head, rows), "", *(f"- {fact}" for fact in part["facts"]), ""]
+
+
+def main(words: list[str] | None = None) -> None:
+    options, parts = begin(__doc__, tuple(CLIPS), page, words)
+    parts.results.setdefault("about", about())
+    for name in CLIPS:
+        parts.run(name, options.limit, lambda _, name=name: measured(name, options.rehearse))
+        free()
+    parts.end()
+
+
+if __name__ == "__main__":
+    main()

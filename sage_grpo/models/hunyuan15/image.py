@@ -1,0 +1,109 @@
+"""HunyuanVideo-1.5 image-to-video: the same transformer, which also sees the image that the clip begins with.
+
+It sees it as I = 729 tokens of a SigLIP vision model, and as VAE latents of the first frame in the condition channels,
+where a mask marks them; both of the image cropped to the size of the clip, as in the stock pipeline. The latents that
+are denoised do not contain it, so sampling and log-probabilities are those of text-to-video.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from diffusers.pipelines.hunyuan_video1_5.image_processor import HunyuanVideo15ImageProcessor
+from torch import Tensor
+from transformers import SiglipImageProcessorPil, SiglipVisionModel
+
+from sage_grpo.data.requests import Request
+from sage_grpo.json_files import naming
+from sage_grpo.models.folder import MODEL
+from sage_grpo.models.hunyuan15.backbone import Hunyuan15
+from sage_grpo.models.hunyuan15.folder import ModelFolder
+from sage_grpo.models.hunyuan15.text import TextConditioning, TextEncoder
+from sage_grpo.models.hunyuan15.transformer import PackedTransformer
+from sage_grpo.models.text import empty_model
+from sage_grpo.models.weights import Weights, load_model, open_folder
+
+IMAGE_FILES = {"image_encoder": MODEL, "feature_extractor": ("preprocessor_config.json",)}
+
+
+class ImageFolder(ModelFolder):
+    task = "i2v"
+
+    @property
+    def files(self) -> Mapping[str, tuple[str, ...]]:
+        return {**super().files, **IMAGE_FILES}
+
+
+@dataclass(frozen=True)
+class ImageConditioning(TextConditioning):
+    """Text and image of a request; a negative prompt has none, and takes that of the positive branch."""
+
+    image: Tensor  # (I, image_dim)
+    first: Tensor  # (C, y, x), latents of the first frame in the model's scaling
+
+    @property
+    def tokens(self) -> tuple[Tensor, ...]:
+        return *super().tokens, self.image
+
+    def seeing(self, other: "ImageConditioning") -> "ImageConditioning":
+        return replace(self, image=other.image, first=other.first)
+
+
+class ImageEncoder(TextEncoder):
+    """The text encoders, the vision model and, as `encode_video` of the backbone, the VAE."""
+
+    kind, parts = ImageConditioning, (*TextEncoder.parts, *IMAGE_FILES, "vae")
+
+    def load(self) -> tuple[tuple, tuple]:
+        (tokenizers, encoders), place = super().load(), self.folder.part("feature_extractor")
+        with naming(place / "preprocessor_config.json"):
+            processor = SiglipImageProcessorPil.from_pretrained(place, local_files_only=True)
+        return (*tokenizers, processor), (*encoders, self._vision_model(self.folder.part("image_encoder")))
+
+    def _vision_model(self, folder: Path) -> SiglipVisionModel:
+        stored, model = open_folder(folder), empty_model(SiglipVisionModel, folder)
+        pieces = {name.removeprefix("vision_model."): piece for name, piece in stored.pieces.items()}  # published names
+        load_model(model, Weights(folder, pieces), self.device, self.dtype)
+        positions = torch.arange(model.embeddings.num_positions, device=self.device)
+        model.embeddings.position_ids = positions[None]  # computed, not stored
+        return model.eval()
+
+    @torch.no_grad()
+    def encode(self, request: Request) -> ImageConditioning:
+        text, image = super().encode(request), request.image
+        if image is None:
+            return ImageConditioning(**vars(text), image=torch.zeros(0), first=torch.zeros(0))
+        picture = image.cropped()
+        with naming(self.folder.part("image_encoder")):
+            pixels = self._tokenizers[-1](picture, return_tensors="pt").pixel_values
+            tokens = self._models[-1](pixels.to(self.device, self.dtype)).last_hidden_state[0]
+        first = self.encode_video(torch.from_numpy(np.array(picture))[None, None])[0, :, 0]
+        if not first.isfinite().all():
+            raise ValueError(f"the VAE's latents of {image.path} are not finite; use another image, or dtype fp32")
+        return ImageConditioning(**vars(text), image=tokens, first=first)
+
+
+class ImageTransformer(PackedTransformer):
+    unseen = ()
+
+
+class ImageToVideo(Hunyuan15):
+    folder_class, encoder_class, transformer_class = ImageFolder, ImageEncoder, ImageTransformer
+    sees_image, image_tokens = True, 729
+
+    def encoder(self) -> ImageEncoder:
+        encoder = super().encoder()
+        encoder.encode_video = self.encode_video
+        return encoder
+
+    def condition(self, blank: Tensor, cond: ImageConditioning) -> Tensor:
+        blank[:, :-1, 0], blank[:, -1, 0] = cond.first, 1
+        return blank
+
+    def default_size(self, request: Request) -> tuple[int, int]:
+        """Of the sizes that the model was trained on, the one whose shape is closest to the image."""
+        target = self.parts.config("transformer").get("target_size", 640)
+        rule = HunyuanVideo15ImageProcessor(vae_scale_factor=self.multiple).calculate_default_height_width
+        return rule(*request.image.shape, target)
