@@ -18,9 +18,9 @@ from pathlib import Path
 
 import torch
 
+from extra_rewards.remote import RemoteReward
 from sage_grpo.rewards import TOKEN_VARIABLE
 from sage_grpo.rewards.base import Setup, build_reward
-from sage_grpo.rewards.remote import RemoteReward
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT = "a red circle moving left"

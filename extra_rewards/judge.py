@@ -21,10 +21,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from extra_rewards.remote import RemoteError, Server, read_json
 from sage_grpo.background import Work
 from sage_grpo.json_files import printable, read_object, write_json
 from sage_grpo.rewards.base import Reward, Setup
-from sage_grpo.rewards.remote import RemoteError, Server, read_json
 from sage_grpo.rewards.video_frames import check_clips, sample_indices
 
 RUBRIC, PLACEHOLDER = Path(__file__).with_name("rubric.txt"), "{prompt}"

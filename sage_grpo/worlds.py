@@ -14,6 +14,7 @@ from sage_grpo.json_files import read_object
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from sage_grpo.data.requests import Request
     from sage_grpo.models.backbone import Backbone
 
 WORLDS = {"shapes": "embedded.shapes.world:ShapesWorld"}
@@ -28,7 +29,7 @@ class World(Protocol):
     def check(self, prompts: Sequence[str]) -> None:
         """Reject prompts with words that the world does not know."""
 
-    def gold(self, clips: "Tensor", prompts: Sequence[str]) -> dict[str, "Tensor"]:
+    def gold(self, clips: "Tensor", requests: Sequence["Request"]) -> dict[str, "Tensor"]:
         """Gold metrics that training never sees, each (B,) fp64 on the CPU; names ending in `distance` are costs."""
 
     def draw(self, prompts: Sequence[str], frames: int, height: int, width: int, seed: int) -> "Tensor":

@@ -3,7 +3,7 @@
     export SAGE_REWARD_TOKEN=$(openssl rand -hex 32)     (the same on the clients)
     python scripts/reward_server.py --reward videoalign --reward_path ckpts/VideoReward
 
-Clients are `--reward_model remote --remote_reward_url http://HOST:PORT`; `rewards/remote.py` shows the format.
+Clients are `--reward_model remote --remote_reward_url http://HOST:PORT`; `extra_rewards/remote.py` shows the format.
 Clips that arrive while a batch is scored form the next batch, whoever sent them. Memory is bounded: a request declares
 its length up front and is rejected if pending requests leave no room for it.
 """
@@ -40,9 +40,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from torch import Tensor
 
+from extra_rewards.remote import MAX_HEADER, RemoteError, read_json, read_token
 from sage_grpo.json_files import finite
 from sage_grpo.rewards.base import Composite, Setup, build_rewards
-from sage_grpo.rewards.remote import MAX_HEADER, RemoteError, read_json, read_token
 
 MAX_FPS = 1_000_000  # frames per second of a clip
 KEYS = {"fps", "prompts", "shapes"}

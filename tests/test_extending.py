@@ -51,7 +51,7 @@ class GrayWorld:
         if any("purple" in prompt for prompt in prompts):
             raise ValueError("nothing is purple in a gray world")
 
-    def gold(self, clips, prompts):
+    def gold(self, clips, requests):
         return {"distance": (clips.double() / 255).flatten(1).std(1).cpu()}
 
     def draw(self, prompts, frames, height, width, seed):

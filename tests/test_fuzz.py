@@ -17,11 +17,11 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from extra_rewards.remote import RemoteError
 from sage_grpo.config import FIELDS, check
 from sage_grpo.data.requests import read_requests
 from sage_grpo.flags import ALIASES, base_type, from_values, parse
 from sage_grpo.models.hunyuan15.folder import ModelFolder
-from sage_grpo.rewards.remote import RemoteError
 from sage_grpo.worlds import world_of
 from scripts.reward_server import unpack
 from tests import fuzz as fuzz_module

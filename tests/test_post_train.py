@@ -11,7 +11,7 @@ from sage_grpo.rewards import TOKEN_VARIABLE, remote
 from sage_grpo.tools import report
 from sage_grpo.train.trainer import Trainer
 from tests import elastic
-from tests.rewards.serving import TOKEN, composite, serving
+from tests.extra_rewards.serving import TOKEN, composite, serving
 
 ROOT = Path(__file__).parents[1]
 PROMPT = "a red circle moving left"

@@ -2,16 +2,19 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from embedded.shapes.oracle import read
 from embedded.shapes.reward import ShapesReward
 from embedded.shapes.scenes import captions, render, sample_scenes, scenes_from_prompt
+from sage_grpo.data.requests import Request
 from sage_grpo.models.backbone import Backbone
 
 GOLD_METRICS = ("match", "distance", "prompt_distance")
 FLOOR_CLIPS = 16
+SAME_OBJECT = 0.5  # of the distance between an image and its background: more if the object is two pixels away
 
 
 class ShapesWorld:
@@ -22,11 +25,22 @@ class ShapesWorld:
     def check(self, prompts: Sequence[str]) -> None:
         ShapesReward().check(prompts)
 
-    def gold(self, clips: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
+    def gold(self, clips: Tensor, requests: Sequence[Request]) -> dict[str, Tensor]:
         """`match`: whether the clip shows everything its prompt names. `distance`: RMS pixel distance to the manifold;
-        `prompt_distance`: to the part of the manifold that the prompt allows."""
-        reading = read(clips, prompts)
-        return {name: getattr(reading, name).double().cpu() for name in GOLD_METRICS}
+        `prompt_distance`: to the part of the manifold that the prompt allows.
+
+        If the clips begin with images: `image_distance` from the image to the first frame of the nearest clip of the
+        world; `image_match`: whether it is small, which takes the right object within about two pixels of its place.
+        """
+        reading = read(clips, [request.text for request in requests])
+        found = {name: getattr(reading, name).double().cpu() for name in GOLD_METRICS}
+        if pictures := [np.array(request.image.cropped()) for request in requests if request.image]:
+            images = torch.from_numpy(np.stack(pictures)).flatten(1, 2).double() / 255
+            first = render(reading.scenes, *clips.shape[1:4])[:, 0].flatten(1, 2).cpu()
+            object_size = rms(images - images.median(1, keepdim=True).values)  # how far it is from an empty background
+            found["image_distance"] = rms(first - images)
+            found["image_match"] = (found["image_distance"] < SAME_OBJECT * object_size).double()
+        return found
 
     def draw(self, prompts: Sequence[str], frames: int, height: int, width: int, seed: int) -> Tensor:
         scenes = scenes_from_prompt(prompts, torch.Generator().manual_seed(seed))
@@ -34,7 +48,7 @@ class ShapesWorld:
 
     def vae_floor(self, backbone: Backbone) -> dict[str, float]:
         _, decoded, prompts = round_trip(backbone, FLOOR_CLIPS)
-        return {"distance": self.gold(decoded, prompts)["distance"].mean().item()}
+        return {"distance": self.gold(decoded, [Request(text) for text in prompts])["distance"].mean().item()}
 
 
 def round_trip(backbone: Backbone, count: int, seed: int = 0) -> tuple[Tensor, Tensor, list[str]]:
@@ -42,6 +56,10 @@ def round_trip(backbone: Backbone, count: int, seed: int = 0) -> tuple[Tensor, T
     settings, scenes = backbone.sampling, sample_scenes(count, torch.Generator().manual_seed(seed))
     clips = as_uint8(render(scenes, settings.frames, settings.height, settings.width))
     return clips, backbone.decode(backbone.encode_video(clips)).cpu(), captions(scenes)
+
+
+def rms(x: Tensor) -> Tensor:
+    return x.square().flatten(1).mean(1).sqrt()
 
 
 def as_uint8(clips: Tensor) -> Tensor:

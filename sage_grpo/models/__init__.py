@@ -18,6 +18,8 @@ DEFAULT_VERSION = "480p_t2v"  # how a model is sampled; in Tencent's layout a su
 # for Tencent's layout and missing folders, which name no pipeline: by what the version begins with
 VERSIONS = {"wan": "WanPipeline", **dict.fromkeys(("480p_i2v", "720p_i2v"), "HunyuanVideo15ImageToVideoPipeline")}
 VERSIONS |= {"": "HunyuanVideo15Pipeline"}
+ANIMATE = "i2v"  # version that opens a folder for both tasks as one for image to video
+TASKS = {("HunyuanVideo15Pipeline", ANIMATE): "HunyuanVideo15ImageToVideoPipeline"}
 
 
 def open_backbone(folder: str | Path, *args: Any, complete: bool = True, **kwargs: Any) -> "Backbone":
@@ -29,6 +31,7 @@ def open_backbone(folder: str | Path, *args: Any, complete: bool = True, **kwarg
     index, version = Path(folder) / "model_index.json", kwargs.get("version") or ""
     unnamed = next(name for start, name in VERSIONS.items() if version.startswith(start))
     name = read_object(index).get("_class_name", unnamed) if index.is_file() else unnamed
+    name = TASKS.get((str(name), version), name)
     if name not in list(BACKBONES):
         raise ValueError(f"{index} names {name!r}, which cannot be trained here; choose one of {', '.join(BACKBONES)}")
     backbone = plugins.load(BACKBONES, name)(folder, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Rewards that a command line can name; those beyond VideoAlign need weights or servers of their own: extra_rewards/.
+"""Rewards that a command line can name; those beyond VideoAlign are in extra_rewards/.
 
 To add one, write a file like `extra_rewards/ocr.py` and add a row (docs/extending.md).
 """
@@ -11,7 +11,7 @@ REWARDS = {
     "first_frame": "extra_rewards.first_frame:FirstFrame",
     "motion": "extra_rewards.first_frame:Motion",
     "judge": "extra_rewards.judge:Judge",
-    "remote": "sage_grpo.rewards.remote:RemoteReward",
+    "remote": "extra_rewards.remote:RemoteReward",
     "shapes": "embedded.shapes.reward:build",
 }
 ALIASES = {"videoalign_local": "videoalign"}

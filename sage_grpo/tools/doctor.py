@@ -148,8 +148,8 @@ def sample(trainer: Trainer, name: str, schedule: Schedule, micro_batches: Seque
     for micro_batch in tqdm(micro_batches, name, unit="batch", leave=False):  # one at a time: only clips are kept
         clips += trainer.decode(trainer.roll_out([micro_batch], schedule))
         asked += [trainer.prompts[position] for position, _ in micro_batch]
-    scores, texts = trainer.reward.score(clips, asked, c.fps), [request.text for request in asked]
-    columns = {"reward": scores.total} | scores.named | gold_columns(trainer.gold, clips, texts)
+    scores = trainer.reward.score(clips, asked, c.fps)
+    columns = {"reward": scores.total} | scores.named | gold_columns(trainer.gold, clips, asked)
     columns = {name: values.view(-1, group) for name, values in columns.items()}
     return Arm(schedule.std.double().square().sum().item(), clips, columns, scores.errors)
 

@@ -100,7 +100,7 @@ def fill(run: RunFolder, backbone: Backbone, config: Config, ranks: Ranks) -> Tr
     backbone.prepare([negative, *requests], ranks.world_rank, ranks.world)
     guidance = Guidance(config.guidance_scale, backbone.encode([negative])[0])
     parameters = prepare_transformer(backbone, config, ranks)
-    gold = world and (lambda clips, texts: world.gold(clips.to(ranks.device), texts))
+    gold = world and (lambda clips, asked: world.gold(clips.to(ranks.device), asked))
     shared = {"config": config, "ranks": ranks, "backbone": backbone, "guidance": guidance, "gold": gold}
     shared |= {"reward": reward}
     trainer = Trainer(

@@ -176,8 +176,7 @@ class Trainer:
         """The oracle's metrics, for reporting only; nothing in training depends on them."""
         if not self.logged(self.step + 1):
             return {}
-        texts = [request.text for request in self.requests(batch)]
-        columns = self.ranks.from_leader(lambda: gold_columns(self.gold, clips, texts))
+        columns = self.ranks.from_leader(lambda: gold_columns(self.gold, clips, self.requests(batch)))
         names = dict.fromkeys(name for text in self.ranks.texts(" ".join(columns)) for name in text.split())
         missing = torch.full((len(clips),), math.nan, dtype=torch.float64)  # for a rank that has no clip to measure
         found = {name: self.ranks.gather(columns.get(name, missing)) for name in names}

@@ -26,7 +26,7 @@ from sage_grpo.runs.clips import LISTING, PLACES, write_sheet, write_videos
 
 RESCORED = 8  # clips of each rank that are scored twice
 
-Gold = Callable[[Tensor, Sequence[str]], dict[str, Tensor]]
+Gold = Callable[[Tensor, Sequence[Request]], dict[str, Tensor]]
 
 
 @dataclass(eq=False)
@@ -112,14 +112,13 @@ class Validation:
 
         twice: clips that are scored again, in another order: a reward may depend on chance or on its batch.
         """
-        texts = [prompt.text for prompt in prompts]
         scores = self.reward.score(clips, prompts, self.config.fps)
         few = slice(min(twice, len(clips)))
         again = self.reward.score(clips[few][::-1], prompts[few][::-1], self.config.fps).total.flip(0).tolist()
         columns = {
             "scores": scores.named | {"total": scores.total},
             "holdout": self.holdout.score(clips, prompts, self.config.fps).named if self.holdout else {},
-            "gold": gold_columns(self.gold, clips, texts),
+            "gold": gold_columns(self.gold, clips, prompts),
         }
         return [
             {"file": self.file(prompt), "prompt": prompt.text, "seed": self.seed(prompt)}
@@ -149,12 +148,12 @@ def decoded(backbone: Backbone, latents: Sequence[Tensor]) -> list[Tensor | None
         return [None] if len(latents) == 1 else [clip for one in latents for clip in decoded(backbone, [one])]
 
 
-def gold_columns(gold: Gold | None, clips: Sequence[Tensor | None], prompts: Sequence[str]) -> dict[str, Tensor]:
+def gold_columns(gold: Gold | None, clips: Sequence[Tensor | None], asked: Sequence[Request]) -> dict[str, Tensor]:
     """Gold metrics of each clip, (N,), NaN for missing clips; empty if the world has no oracle."""
     there = [i for i, clip in enumerate(clips) if clip is not None]
     if gold is None or not there:
         return {}
-    found = gold(torch.stack([clips[i] for i in there]), [prompts[i] for i in there])
+    found = gold(torch.stack([clips[i] for i in there]), [asked[i] for i in there])
     columns = {name: torch.full((len(clips),), math.nan, dtype=torch.float64) for name in found}
     for name, values in found.items():
         columns[name][there] = values

@@ -25,7 +25,7 @@ from sage_grpo.rewards import TOKEN_VARIABLE
 from sage_grpo.rewards.base import Composite
 from sage_grpo.train.checkpoint import found
 from scripts.reward_server import Limits
-from tests.rewards import serving as servers
+from tests.extra_rewards import serving as servers
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 180.0  # seconds after which a run counts as stuck; torchrun alone waits 30 for a rank that does not exit

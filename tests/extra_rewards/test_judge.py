@@ -17,13 +17,13 @@ from PIL import Image
 import post_train
 from extra_rewards import judge
 from extra_rewards.judge import RUBRIC, Judge, expected_digit, read_rubric
+from extra_rewards.remote import RemoteError
 from sage_grpo.config import Config
 from sage_grpo.flags import parse
 from sage_grpo.rewards import HOSTS_VARIABLE, TOKEN_VARIABLE, remote
 from sage_grpo.rewards.base import Composite, Setup
-from sage_grpo.rewards.remote import RemoteError
 from sage_grpo.train.build import build_composite
-from tests.rewards.serving import TOKEN, answering
+from tests.extra_rewards.serving import TOKEN, answering
 
 CLIPS = [torch.full((8, 6, 10, 3), 50 * i, dtype=torch.uint8) for i in (1, 2, 3)]
 PROMPTS = ["a cat {jumps}", 'a dog, "slowly"', "третий"]

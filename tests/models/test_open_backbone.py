@@ -44,6 +44,16 @@ def test_a_folder_cannot_name_other_code(tmp_path, name):
         open_backbone(named(tmp_path / "other", name))
 
 
+def test_a_folder_with_a_vision_model_serves_both_tasks(i2v_folder, tiny_folder, tmp_path):
+    folder = shutil.copytree(i2v_folder, tmp_path / "both")
+    shutil.copy(tiny_folder / "model_index.json", folder)
+    assert not open_backbone(folder).sees_image
+    both = open_backbone(folder, version="i2v")
+    assert both.sees_image and both.architecture().image == 9
+    with pytest.raises(FileNotFoundError, match=r"lacks image_encoder/config\.json, .*, feature_extractor/"):
+        open_backbone(tiny_folder, version="i2v")
+
+
 def test_an_incomplete_folder_is_refused_before_anything_is_loaded(tiny_folder, tmp_path):
     folder = shutil.copytree(tiny_folder, tmp_path / "model")
     shutil.rmtree(folder / "text_encoder")
@@ -56,5 +66,6 @@ def test_sizes_are_known_without_a_folder(tmp_path):
     backbone = open_backbone(tmp_path / "absent", version="720p_t2v", complete=False)
     assert (backbone.sampling.height, backbone.sampling.shift) == (720, 9.0)
     assert 8.3e9 < backbone.architecture().parameters < 8.4e9
+    assert open_backbone(tmp_path / "absent", version="480p_i2v", complete=False).architecture().image == 729
     other = open_backbone(tmp_path / "absent", version="wan21-1.3b", complete=False)
     assert 1.4e9 < other.architecture().parameters < 1.5e9

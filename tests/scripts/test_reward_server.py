@@ -19,11 +19,11 @@ from urllib.parse import urlsplit
 import pytest
 import torch
 
+from extra_rewards.remote import pack
 from sage_grpo.rewards import TOKEN_VARIABLE
-from sage_grpo.rewards.remote import pack
 from scripts import reward_server
 from scripts.reward_server import Limits
-from tests.rewards.serving import TOKEN, Light, composite, remote_reward, serving
+from tests.extra_rewards.serving import TOKEN, Light, composite, remote_reward, serving
 
 ROOT = Path(__file__).parents[2]
 GOOD = {"Authorization": f"Bearer {TOKEN}"}
@@ -227,7 +227,7 @@ def test_under_load_nothing_is_lost_or_mixed_up():
             clips = [torch.full((frames, 320, 320, 3), (key + i) % 256, dtype=torch.uint8) for i in range(count)]
             results[key] = reward.score(clips, ["x" * (key + i) for i in range(count)], 8.0)
 
-    with program("tests.rewards.serving", str(12 << 20)) as (url, number):
+    with program("tests.extra_rewards.serving", str(12 << 20)) as (url, number):
         threads = [threading.Thread(target=client, args=(n, remote_reward(url))) for n in range(8)]
         before = peak_memory(number)
         for thread in threads:

@@ -15,8 +15,8 @@ from sage_grpo.rewards import TOKEN_VARIABLE, remote
 from sage_grpo.tools import doctor, machine_checks
 from sage_grpo.tools.machine_checks import check_disk, check_gpus, check_host, check_reward, check_speed, machine_of
 from sage_grpo.tools.plan_memory import disk_bytes
+from tests.extra_rewards.serving import TOKEN, Light, composite, serving
 from tests.programs import exit_code
-from tests.rewards.serving import TOKEN, Light, composite, serving
 
 GB = 1e9
 FULL = [

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sage_grpo.json_files import LARGEST, naming, read_object
-from sage_grpo.models import DEFAULT_VERSION
+from sage_grpo.models import ANIMATE, DEFAULT_VERSION
 from sage_grpo.models.backbone import Sampling
 from sage_grpo.models.folder import MODEL, TOKENIZER, DiffusersFolder
 from sage_grpo.models.hunyuan15 import tencent
@@ -70,7 +70,7 @@ class ModelFolder(DiffusersFolder):
                 f"'{self.root}/transformer' has no {self.version}; choose pretrained_transformer_version from "
                 f"{', '.join(self.versions)}, or get it: bash download_weights.sh --version {self.version}."
             )
-        if not self.is_tencent and self.version != DEFAULT_VERSION:
+        if not self.is_tencent and self.version not in (DEFAULT_VERSION, ANIMATE):
             raise ValueError(
                 f"pretrained_transformer_version {self.version} chooses a folder in Tencent's layout, but "
                 f"'{self.root}' has the layout of diffusers, which holds one transformer; leave it out."

@@ -1,6 +1,6 @@
 """HunyuanVideo-1.5 image-to-video: the same transformer, which also sees the image that the clip begins with.
 
-It sees it as I = 729 tokens of a SigLIP vision model, and as VAE latents of the first frame in the condition channels,
+It sees it as I tokens (729) of a SigLIP vision model, and as VAE latents of the first frame in the condition channels,
 where a mask marks them; both of the image cropped to the size of the clip, as in the stock pipeline. The latents that
 are denoised do not contain it, so sampling and log-probabilities are those of text-to-video.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import SiglipImageProcessorPil, SiglipVisionModel
 
 from sage_grpo.data.requests import Request
-from sage_grpo.json_files import naming
+from sage_grpo.json_files import naming, read_config
 from sage_grpo.models.folder import MODEL
 from sage_grpo.models.hunyuan15.backbone import Hunyuan15
 from sage_grpo.models.hunyuan15.folder import ModelFolder
@@ -91,12 +91,19 @@ class ImageTransformer(PackedTransformer):
 
 class ImageToVideo(Hunyuan15):
     folder_class, encoder_class, transformer_class = ImageFolder, ImageEncoder, ImageTransformer
-    sees_image, image_tokens = True, 729
+    sees_image = True
 
     def encoder(self) -> ImageEncoder:
         encoder = super().encoder()
         encoder.encode_video = self.encode_video
         return encoder
+
+    @property
+    def image_tokens(self) -> int:
+        known = {"image_size": 384, "patch_size": 14}  # of the published models
+        if self.folder.is_dir():
+            known |= read_config(self.parts.part("image_encoder") / "config.json")
+        return (known["image_size"] // known["patch_size"]) ** 2
 
     def condition(self, blank: Tensor, cond: ImageConditioning) -> Tensor:
         blank[:, :-1, 0], blank[:, -1, 0] = cond.first, 1

@@ -12,8 +12,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import torch
 
+from extra_rewards.remote import RemoteReward
 from sage_grpo.rewards.base import Composite, Setup
-from sage_grpo.rewards.remote import RemoteReward
 from scripts.reward_server import Limits, build_server, listen
 
 TOKEN = "a-token-for-the-tests-0123456789"

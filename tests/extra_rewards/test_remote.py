@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import post_train
+from extra_rewards.remote import RemoteError
 from sage_grpo.rewards import HOSTS_VARIABLE, TOKEN_VARIABLE, remote
 from sage_grpo.rewards.base import Setup, build_reward
-from sage_grpo.rewards.remote import RemoteError
-from tests.rewards.serving import INFO, TOKEN, Light, answering, composite, remote_reward, serving
+from tests.extra_rewards.serving import INFO, TOKEN, Light, answering, composite, remote_reward, serving
 
 CLIPS = [torch.full((2, 4, 4, 3), value, dtype=torch.uint8) for value in (10, 20, 30)]
 PROMPTS = ["a", "bb", "ccc"]

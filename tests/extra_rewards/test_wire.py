@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
+from extra_rewards.remote import MAX_HEADER, RemoteError, pack, read_token
 from sage_grpo.rewards import TOKEN_VARIABLE
-from sage_grpo.rewards.remote import MAX_HEADER, RemoteError, pack, read_token
 from scripts.reward_server import TooMuch, unpack
 
 CLIPS = [torch.randint(0, 256, shape, dtype=torch.uint8) for shape in ((3, 4, 5, 3), (1, 2, 2, 3))]
