@@ -12,7 +12,6 @@ and rank.
 """
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -23,6 +22,7 @@ from sage_grpo.config import FIELDS, LARGEST, SDE_TYPES, SOLVERS
 from sage_grpo.data.images import read_image
 from sage_grpo.data.requests import MOST, Request, check_text, read_requests
 from sage_grpo.flags import Parser
+from sage_grpo.json_files import write_json
 from sage_grpo.plugins import in_file, resolved
 from sage_grpo.rewards import REWARDS
 
@@ -75,12 +75,25 @@ def requests_of(args: argparse.Namespace) -> list[Request]:
     return [Request(args.prompt, image=read_image(args.image, "--image") if args.image else None)]
 
 
-def generate(args: argparse.Namespace, prompts: Sequence[Request], ranks: "Ranks") -> None:
+def open_model(args: argparse.Namespace, prompts: Sequence[Request], ranks: "Ranks") -> "Backbone":
+    """The backbone with the weights to sample, which can serve the prompts."""
     import torch
+
+    from sage_grpo.models import open_backbone
+
+    dtype = torch.bfloat16 if ranks.device.type == "cuda" else torch.float32
+    backbone = open_backbone(args.model_path, ranks.device, dtype, version=args.pretrained_transformer_version)
+    backbone.check_requests(prompts)
+    backbone.load_weights(args.checkpoint_path)
+    backbone.transformer.requires_grad_(False).split_sequence(ranks.sequence_group)
+    backbone.transformer.prepare_blocks(compiled=args.compile)
+    return backbone
+
+
+def generate(args: argparse.Namespace, prompts: Sequence[Request], ranks: "Ranks") -> None:
     from tqdm import tqdm
 
     from sage_grpo.algo.sde import build_schedule, flow_sigmas
-    from sage_grpo.models import open_backbone
     from sage_grpo.models.backbone import Guidance
     from sage_grpo.models.sample import counter_noise, denoise, integrate
     from sage_grpo.rewards.base import Setup, build_reward, told
@@ -88,12 +101,7 @@ def generate(args: argparse.Namespace, prompts: Sequence[Request], ranks: "Ranks
     from sage_grpo.worlds import check_prompts
 
     device, rank, world = ranks.device, ranks.rank, ranks.count
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    backbone = open_backbone(args.model_path, device, dtype, version=args.pretrained_transformer_version)
-    backbone.check_requests(prompts)
-    backbone.load_weights(args.checkpoint_path)
-    backbone.transformer.requires_grad_(False).split_sequence(ranks.sequence_group)
-    backbone.transformer.prepare_blocks(compiled=args.compile)
+    backbone = open_model(args, prompts, ranks)
     settings = {prompt.index: resolve(args, backbone, prompt) for prompt in prompts}
     prompts = [prompt.sized(settings[prompt.index].height, settings[prompt.index].width) for prompt in prompts]
     own = settings[prompts[0].index]
@@ -125,23 +133,26 @@ def generate(args: argparse.Namespace, prompts: Sequence[Request], ranks: "Ranks
         if not ranks.leader:  # it has helped with the velocities; the clip is made once
             continue
         (clip,) = backbone.decode(latents).cpu()
-        record = {"prompt": prompt.text, "seed": seed, "number": number, "model_path": str(args.model_path)}
-        record |= {"checkpoint_path": args.checkpoint_path, "sde_type": args.sde_type, "eta": args.eta}
-        record |= {"solver": args.solver} | ({"image": str(prompt.image.path)} if prompt.image else {})
-        record |= vars(settings[prompt.index])
+        record = described(args, prompt, seed, number) | vars(settings[prompt.index])
         path = args.output_path / f"{prompt.name}-{seed}-{number}.mp4"
         write_mp4(path, clip, own.fps)
         if reward:
             scores = reward.score([clip], told(reward, [prompt]), own.fps)
             record["scores"] = {name: round(value.item(), 6) for name, value in scores.items()}
-        text = json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False)
-        path.with_suffix(".json").write_text(text + "\n", encoding="utf-8")
+        write_json(path.with_suffix(".json"), record, ensure_ascii=False)
         rows.append(thumbnails(clip))
         labels.append(label(record))
     if rows:
         sheet = args.output_path / ("sheet.png" if world == 1 else f"sheet-{rank}.png")
         contact_sheet(sheet, rows, labels)
         print(f"wrote {len(rows)} clip{'s' * (len(rows) > 1)} and {sheet}")
+
+
+def described(args: argparse.Namespace, prompt: Request, seed: int, number: int) -> dict:
+    """What the JSON of a clip says, but for its sizes and scores."""
+    record = {"prompt": prompt.text, "seed": seed, "number": number, "model_path": str(args.model_path)}
+    record |= {name: getattr(args, name) for name in ("checkpoint_path", "sde_type", "eta", "solver")}
+    return record | ({"image": str(prompt.image.path)} if prompt.image else {})
 
 
 def label(record: dict) -> str:

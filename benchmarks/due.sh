@@ -4,6 +4,7 @@
 #   bash benchmarks/due.sh PART OUTPUT [SECONDS]
 #
 #   clips    seconds and clips per GPU-hour at full size: all steps, the recipe, without guidance, fp8
+#   embedded updates per minute of the embedded model: prompts one by one, together, and compiled
 #   decode   ways to decode a clip at full size
 #   beyond   training the embedded model far beyond the gain, four runs side by side (studies/overoptimisation.py);
 #            called again, it continues them
@@ -33,6 +34,11 @@ clips() {
   within "$python" -m benchmarks.clips --config configs/hunyuan15_1gpu_lora.yaml --pretrained_model_root "$model" \
     --prompt_cache "$model-prompts" --output "$output/$today-clips.md" \
     --ways recipe "all steps" "recipe, guidance 1" "recipe, fp8" > "$output/clips.log" 2>&1
+}
+
+embedded() {
+  local flags=(--config configs/tiny_gpu.yaml --device cuda --max_steps 24)
+  within "$python" -m benchmarks.embedded "${flags[@]}" --output "$output/$today-embedded.md" > "$output/embedded.log" 2>&1
 }
 
 decode() { within "$python" -m benchmarks.decode --output "$output/$today-decode.md"; }

@@ -11,6 +11,7 @@ these figures, with quality.json and samples.png.
 import argparse
 import json
 import math
+import shlex
 import shutil
 import textwrap
 from pathlib import Path
@@ -19,12 +20,13 @@ import numpy as np
 import torch
 from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Transformer3DModel
 from torch import Tensor, nn
-from transformers import Qwen2_5_VLTextModel, T5EncoderModel
+from transformers import Qwen2_5_VLTextModel, SiglipVisionModel, T5EncoderModel
 
 from embedded.quality import quality, random_prompts, sample_clips
 from embedded.shapes.scenes import ATTRIBUTES
 from embedded.shapes.world import round_trip
 from sage_grpo.algo.sde import SDES, build_schedule, flow_sigmas
+from sage_grpo.data.requests import read_requests
 from sage_grpo.intervals import student_95
 from sage_grpo.models import open_backbone
 from sage_grpo.models.backbone import Backbone
@@ -135,13 +137,12 @@ differences, 1 being the full range: to the nearest clip of the world, to the ne
 the first minus the VAE's floor.
 
 {table}
-## Limits
+{images}## Limits
 
 - The {weakest} is the hardest attribute: {weakest_share:.0f} % are right at guidance {guidance:g}.
 - A clip matches if the nearest clip of the world has the right attributes. It may still be misshapen; the distances
   show by how much.
-- Only the VAE and the transformer are trained. The text encoders are random and fixed, and image conditioning was never
-  used.
+- Only the VAE and the transformer are trained. The encoders are random and fixed.
 - The model was trained on one size and length, {frames} frames of {height}x{width}: expect longer or larger
   clips to fall apart.
 - The prompts of the table and those of training come from the same {captions:,} captions. Quality on unseen
@@ -149,6 +150,19 @@ the first minus the VAE's floor.
 - It does not allow conclusions about the full-size model.
 """
 
+
+IMAGES = """## Image to video
+
+    python generate.py --pretrained_transformer_version i2v --image assets/tiny/images/valid-00.png \\
+        --prompt {prompt}
+
+Afterwards `python -m embedded.learn_images --model assets/tiny` ({seconds} s on {threads} CPU core(s), {steps} steps)
+taught it to begin a clip with an image. This changed no weight that text to video reads. `images_train.csv` and
+`images_valid.csv` hold requests with images. One clip of each, read by the oracle; *image match* is the share of clips
+that begin with the object of the image, within about two pixels of its place.
+
+{table}
+"""
 
 STORY = (
     "took {seconds} s on one {device} (torch {torch}, diffusers {diffusers}, Python {python}). First the VAE was "
@@ -173,7 +187,9 @@ def card(backbone: Hunyuan15, rows: dict[str, dict[str, float]]) -> str:
     if float(used["wrong"]):
         story += HABIT.format(**used)
     story += "Every random draw follows from the seed. The settings, also in `training.json`:"
+    images = backbone.folder / "images.json"
     figures = {
+        "images": images_section(backbone.folder, json.loads(images.read_text())) if images.is_file() else "",
         "story": textwrap.fill(story, 120),
         "flags": textwrap.fill(flags, 120),
         "clips": row["clips"],
@@ -186,6 +202,16 @@ def card(backbone: Hunyuan15, rows: dict[str, dict[str, float]]) -> str:
         "captions": math.prod(map(len, ATTRIBUTES.values())),
     }
     return CARD.format(**record, **figures, table=table(rows), **vars(settings))
+
+
+def images_section(folder: Path, record: dict) -> str:
+    """What the card says about image to video."""
+    first, columns = read_requests(folder / "images_valid.csv")[0].text, ("match", "image_match", "image_distance")
+    lines = ["| | clips | match | image match | image distance |", "|---|---|---|---|---|"]
+    for name, row in record["quality"].items():
+        lines.append(f"| {name} | {row['clips']} | " + " | ".join(cell(column, row) for column in columns) + " |")
+    facts = record | record["flags"] | {"prompt": shlex.quote(first), "table": "\n".join(lines)}
+    return IMAGES.format(**facts) + "\n"
 
 
 def parts(backbone: Hunyuan15) -> str:
@@ -210,6 +236,10 @@ def parts(backbone: Hunyuan15) -> str:
         ),
         (T5EncoderModel, glyph, f"{glyph.config.num_layers} layers, {glyph.config.d_model} wide, untrained"),
     )
+    if (backbone.folder / "image_encoder").is_dir():
+        vision = SiglipVisionModel.from_pretrained(backbone.folder / "image_encoder", local_files_only=True)
+        size = f"{vision.config.num_hidden_layers} layer, {vision.config.hidden_size} wide, untrained"
+        described += ((SiglipVisionModel, vision, size),)
     rows = [f"| `{kind.__name__}` | {size} | {count(network) / 1e6:.2f} M |" for kind, network, size in described]
     return "\n".join(["| class | size | parameters |", "|---|---|---|", *rows])
 
@@ -235,9 +265,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--prompts", type=int, default=256)
     parser.add_argument("--eta", type=float, default=0.5, help="exploration scale on the sheet of the samplers' noise")
     parser.add_argument("--card", action="store_true", help="write README.md and its figures into the model folder")
+    parser.add_argument("--again", action="store_true", help="write README.md from the quality.json that is there")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(arguments)
     backbone = open_backbone(args.model_path, args.device)
+    if args.again:
+        rows = json.loads((args.model_path / "quality.json").read_text())
+        (args.model_path / "README.md").write_text(card(backbone, rows))
+        return
     prompts = random_prompts(args.prompts, seed=1)
     args.output.mkdir(parents=True, exist_ok=True)
 

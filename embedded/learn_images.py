@@ -3,30 +3,43 @@
     python -m embedded.learn_images --model assets/tiny       (an hour on two CPU cores; fully determined by --seed)
 
 Trains by flow matching only what text to video never reads: the weights of the condition channels, the projection of
-the image tokens, and their type. Adds a small vision model, as untrained as the text encoders.
+the image tokens, and their type. Adds a small vision model, as untrained as the text encoders, requests
+with images, and images.json, which says what the oracle reads in clips of these requests.
 """
 
 import argparse
+import csv
+import json
+import platform
+import time
 from collections import defaultdict
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
-from transformers import SiglipVisionConfig, SiglipVisionModel
+from transformers import SiglipImageProcessorPil, SiglipVisionConfig, SiglipVisionModel
 
-from embedded.learn_vae import pixels
+from embedded.learn_vae import FRAMES, pixels
 from embedded.pretrain import CAPTION_DROP, misnamed
-from embedded.shapes.scenes import captions, sample_scenes, scenes_from_prompt
+from embedded.shapes.scenes import ATTRIBUTES, captions, render, sample_scenes, scenes_from_prompt
+from embedded.shapes.world import ShapesWorld, as_uint8
 from embedded.training import warm_cosine
-from sage_grpo.data.requests import Request
-from sage_grpo.models.backbone import Backbone
+from sage_grpo.algo.sde import flow_sigmas
+from sage_grpo.data.requests import Request, read_requests
+from sage_grpo.models import ANIMATE, open_backbone
+from sage_grpo.models.backbone import Backbone, Guidance
 from sage_grpo.models.hunyuan15.backbone import TIMESTEPS
 from sage_grpo.models.hunyuan15.transformer import IMAGE, PackedTransformer
+from sage_grpo.models.sample import counter_noise, integrate
 
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
 TOKENS = 4  # of the vision model, along each side of an image
 ENCODED = 64  # clips per batch when no gradient is needed
+REQUESTS = {"train": 64, "valid": 32}  # prompts with images that are shipped with the folder
 
 
 @dataclass
@@ -81,11 +94,9 @@ def loss(model: PackedTransformer, bucket: Bucket, shift: float, generator: torc
 
 def image_rows(model: PackedTransformer) -> dict[str, tuple]:
     """What text to video never reads: name of a parameter -> index of that part of it."""
-    whole: dict[str, tuple] = {
-        name: (...,) for name, _ in model.named_parameters() if name.startswith("image_embedder.")
-    }
     channels = (slice(None), slice(model.config.out_channels, None))
-    return whole | {"x_embedder.proj.weight": channels, "cond_type_embed.weight": (IMAGE,)}
+    rows: dict[str, tuple] = {"x_embedder.proj.weight": channels, "cond_type_embed.weight": (IMAGE,)}
+    return rows | {f"image_embedder.{name}": (...,) for name, _ in model.image_embedder.named_parameters()}
 
 
 def train(backbone: Backbone, buckets: list[Bucket], args: argparse.Namespace) -> dict[str, Tensor]:
@@ -118,3 +129,92 @@ def train(backbone: Backbone, buckets: list[Bucket], args: argparse.Namespace) -
         smooth += (value.item() - smooth) * max(0.02, 1 / (step + 1))
         bar.set_postfix(loss=f"{smooth:.4f}", refresh=False)
     return {name: parameters[name].detach()[part] for name, part in rows.items()}
+
+
+def write(folder: Path, learnt: dict[str, Tensor], vision: SiglipVisionModel, side: int) -> None:
+    """Put the learnt parts and the vision model into the folder."""
+    rows, tensors = image_rows(open_backbone(folder).empty_transformer()), load_file(folder / WEIGHTS)
+    for name, part in rows.items():
+        tensors[name][part] = learnt[name].to(tensors[name].dtype)
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+    vision.half().save_pretrained(folder / "image_encoder")
+    SiglipImageProcessorPil(size={"height": side, "width": side}).save_pretrained(folder / "feature_extractor")
+    added = {"feature_extractor": "SiglipImageProcessorPil", "image_encoder": "SiglipVisionModel"}
+    change(folder / "model_index.json", {name: ["transformers", kind] for name, kind in added.items()})
+    change(folder / "transformer" / "config.json", {"target_size": side})
+
+
+def change(path: Path, values: dict) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values, indent=2, sort_keys=True) + "\n")
+
+
+def write_requests(folder: Path, kind: str, count: int, side: int) -> None:
+    """Write images_KIND.csv: the first prompts of a kind, each with the first frame of a clip that shows it."""
+    prompts = (folder / f"prompts_{kind}.txt").read_text().splitlines()[:count]
+    scenes = scenes_from_prompt(prompts, torch.Generator().manual_seed(0))
+    names = [f"images/{kind}-{number:02d}.png" for number in range(count)]
+    (folder / "images").mkdir(exist_ok=True)
+    for name, frame in zip(names, as_uint8(render(scenes, FRAMES, side, side)[:, 0]), strict=True):
+        Image.fromarray(frame.numpy()).save(folder / name, optimize=True)
+    with (folder / f"images_{kind}.csv").open("w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([("prompt", "image"), *zip(prompts, names, strict=True)])
+
+
+@torch.no_grad()
+def quality(folder: Path) -> dict[str, dict[str, float]]:
+    """Gold metrics of one clip per request that is shipped, with its image and, for comparison, without."""
+    requests = [one for kind in REQUESTS for one in read_requests(folder / f"images_{kind}.csv")]
+    found = {}
+    for name, version in {"with image": ANIMATE, "without": None}.items():
+        backbone = open_backbone(folder, version=version)
+        own = backbone.sampling
+        requests = [one.sized(own.height, own.width) for one in requests]
+        asked = [one if backbone.sees_image else Request(one.text) for one in requests]
+        numbered = enumerate(tqdm(asked, name, unit="clip"))
+        clips = torch.cat([sampled(backbone, one, own.num_steps, number) for number, one in numbered])
+        gold = ShapesWorld().gold(clips, requests)
+        found[name] = {"clips": len(clips)} | {metric: values.mean().item() for metric, values in gold.items()}
+    return found
+
+
+def sampled(backbone: Backbone, request: Request, num_steps: int, number: int) -> Tensor:
+    """A clip (1, F, H, W, 3) in the model's own size."""
+    own, cond = backbone.sampling, backbone.encode([request])[0]
+    start, _ = counter_noise(backbone.latent_shape(own.frames, own.height, own.width), 0, [number])
+    return backbone.decode(integrate(backbone, flow_sigmas(num_steps, own.shift), start, cond, Guidance())).cpu()
+
+
+def main() -> None:
+    args = arguments().parse_args()
+    backbone = open_backbone(args.model)
+    backbone.load_weights(None)
+    side = backbone.sampling.height
+    vision = vision_model(args.seed, backbone.transformer.config.image_embed_dim, side)
+    started = time.time()
+    learnt = train(backbone, build_buckets(backbone, vision, args), args)
+    write(args.model, learnt, vision, side)
+    seconds = round(time.time() - started)
+    for kind, count in REQUESTS.items():
+        write_requests(args.model, kind, count, side)
+    record = {"flags": {name: value for name, value in vars(args).items() if name != "model"}, "seconds": seconds}
+    record |= {"threads": torch.get_num_threads(), "machine": platform.machine(), "torch": torch.__version__}
+    text = json.dumps(record | {"quality": quality(args.model)}, indent=2)
+    (args.model / "images.json").write_text(text + "\n")
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="folder of the embedded model, which is changed")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--misnamed", choices=ATTRIBUTES, default="colour", help="what captions say wrongly")
+    parser.add_argument("--wrong", type=float, default=0.5, help="share of the captions that do")
+    parser.add_argument("--clips", type=int, default=4096, help="latents that it learns from")
+    parser.add_argument("--prompts", type=int, default=512, help="captions that these clips have")
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    return parser
+
+
+if __name__ == "__main__":
+    main()

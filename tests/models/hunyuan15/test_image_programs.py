@@ -29,7 +29,7 @@ def test_every_program_takes_the_folder(words, i2v_folder, pictures, tmp_path, c
     assert len({clip["scores"]["first_frame"] for clip in result}) == 2
     capsys.readouterr()
     assert plan.main(words) == 0
-    assert "tokens, 150 of them text and 729 of an image" in capsys.readouterr().out
+    assert "tokens, 150 of them text and 9 of an image" in capsys.readouterr().out
     doctor.main([*words, "--overwrite", "--output", str(tmp_path / "doctor")])
     findings = json.loads((tmp_path / "doctor" / "doctor.json").read_text())["findings"]
     assert [one["check"] for one in findings if one["mark"] == "WRONG"] == ["vae"]  # it is untrained
