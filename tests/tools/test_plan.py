@@ -230,3 +230,14 @@ def test_comparison_has_a_line_for_each_value(capsys):
     rows = [line.split() for line in text.splitlines()[1:]]
     assert code == 0 and [row[:2] for row in rows] == [["49", "11,304"], ["81", "18,168"], ["241", "52,488"]]
     assert [row[3] for row in rows] == ["yes", "yes", "no"]
+
+
+def test_the_table_of_the_readme_is_what_the_planner_says():
+    """Peak and time of an iteration, for each recipe."""
+    rows = re.findall(r"^\| \[.*?\]\((configs/\S+)\).*\| (\d+) GB \| (.*) \|$", (ROOT / "README.md").read_text(), re.M)
+    assert len(rows) > 5
+    for path, memory, text in rows:
+        planned = plan_of(config := parse(["--config", str(ROOT / path)]), config.gpus)
+        seconds = [f"{sum(times(planned, overlap=overlap).values()):.0f} s" for overlap in (True, False)]
+        told = seconds[0] if config.gpus == 1 else "{}, {} if nothing overlaps".format(*seconds)
+        assert (path, memory, text) == (path, f"{peak(planned)[1] / 1e9:.0f}", told)
