@@ -20,7 +20,8 @@ import torch
 from accelerate import init_empty_weights
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerFast, Qwen2VLConfig, Qwen2VLModel
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, PreTrainedTokenizerFast, Qwen2VLConfig, Qwen2VLModel
 
 from sage_grpo.json_files import check_kinds, naming, printable, read_config, read_object
 from sage_grpo.rewards.video_frames import MEAN, MERGE, PAIR, PATCH, STD
@@ -29,6 +30,7 @@ from sage_grpo.torch_files import convert, read_tensors
 DIMENSIONS = ("VQ", "MQ", "TA")
 TOKENS = tuple(f"<|{name}_reward|>" for name in DIMENSIONS)
 PLACEHOLDER = "{text_prompt}"
+CHUNKS = "flash_in_chunks"  # with "flash" in its name, an attention is given all frames in one call
 MODEL_CONFIG = {  # what this code implements; a folder with other values holds a different model
     "data_config": {"eval_dim": list(DIMENSIONS), "prompt_template_type": "detailed_special", "sample_type": "uniform"},
     "model_config": {"use_special_tokens": True, "reward_token": "special"},
@@ -177,8 +179,27 @@ def load_model(folder: Path, checkpoint: Path, settings: Mapping[str, Any], dtyp
     head = model.rm_head.weight.detach()
     del model.rm_head  # it stays in fp32
     _keep_precision(model.visual.rotary_pos_emb)
+    AttentionInterface.register(CHUNKS, attend_in_chunks)
+    model.visual.config._attn_implementation = CHUNKS
     # This also rounds the rotary frequencies, which changes scores; the model was trained that way.
     return model.to(dtype).eval().requires_grad_(False), head
+
+
+def attend_in_chunks(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None = None, *, scaling: float,
+    cu_seq_lens_q: Tensor, max_length_q: int, **_: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Attention of the vision model, which stays inside a frame: (1, H, S, E) -> (1, S, H, E).
+
+    Frames of equal size share one call; transformers makes one for each frame and layer, for which a GPU waits.
+    """
+    parts, count = (query, key, value), len(cu_seq_lens_q) - 1
+    if count * max_length_q == query.shape[2]:
+        calls = [[x[0].unflatten(1, (count, -1)).transpose(0, 1) for x in parts]]
+    else:
+        calls = zip(*(x.split(cu_seq_lens_q.diff().tolist(), dim=2) for x in parts), strict=True)
+    out = [scaled_dot_product_attention(*call, scale=scaling).transpose(1, 2).flatten(0, 1) for call in calls]
+    return torch.cat(out)[None], None
 
 
 def _keep_precision(rotary: nn.Module) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from sage_grpo.rewards import videoalign_folder
 from sage_grpo.rewards.base import Composite
 from sage_grpo.rewards.videoalign import VideoAlign
 
@@ -65,6 +66,23 @@ def test_a_score_does_not_depend_on_company_or_order(reward, samples):
     torch.testing.assert_close(together, alone[order], atol=1e-4, rtol=0)
     twice = score(reward, [samples[0], samples[1], samples[0]])
     torch.testing.assert_close(twice[0], twice[2], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["of one size", "of several sizes"])
+def test_frames_of_one_size_share_an_attention_call_with_the_result_of_single_calls(reward, samples, monkeypatch, kind):
+    samples = samples if kind == "of several sizes" else samples[:1] * 3
+    calls, plain = [], videoalign_folder.scaled_dot_product_attention
+
+    def counted(*args, **kwargs):
+        calls.append(args)
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(videoalign_folder, "scaled_dot_product_attention", counted)
+    found = score(reward, samples)
+    layers, sizes = len(reward.model.visual.blocks), {sample.clip.shape for sample in samples}
+    assert (len(calls) == layers) == (len(sizes) == 1)
+    monkeypatch.setattr(reward.model.visual.config, "_attn_implementation", "sdpa")
+    torch.testing.assert_close(found, score(reward, samples), rtol=0, atol=1e-6)
 
 
 def test_only_text_alignment_sees_the_prompt(reward, samples):

@@ -236,8 +236,8 @@ def test_the_table_of_the_readme_is_what_the_planner_says():
     """Peak and time of an iteration, for each recipe."""
     rows = re.findall(r"^\| \[.*?\]\((configs/\S+)\).*\| (\d+) GB \| (.*) \|$", (ROOT / "README.md").read_text(), re.M)
     assert len(rows) > 5
-    for path, memory, text in rows:
+    for path, gigabytes, text in rows:
         planned = plan_of(config := parse(["--config", str(ROOT / path)]), config.gpus)
         seconds = [f"{sum(times(planned, overlap=overlap).values()):.0f} s" for overlap in (True, False)]
         told = seconds[0] if config.gpus == 1 else "{}, {} if nothing overlaps".format(*seconds)
-        assert (path, memory, text) == (path, f"{peak(planned)[1] / 1e9:.0f}", told)
+        assert (path, gigabytes, text) == (path, f"{peak(planned)[1] / 1e9:.0f}", told)
