@@ -9,6 +9,7 @@
 #   beyond   training the embedded model far beyond the gain, four runs side by side (studies/overoptimisation.py);
 #            called again, it continues them
 #   wan      Wan 2.1 1.3B against stock diffusers, and an iteration inside 24 GB
+#   images   image to video and 720p against stock diffusers and the planner
 #   study    the studies of studies/second_edition.py that STUDIES names (rates, which the others need), 16 runs side by
 #            side; called again, it continues them
 #
@@ -46,6 +47,11 @@ decode() { within "$python" -m benchmarks.decode --output "$output/$today-decode
 wan() {
   within "$python" -m benchmarks.wan --rehearse --output "$output/rehearsal.md" > "$output/rehearsal.log" 2>&1
   within "$python" -m benchmarks.wan --output "$output/$today-wan.md"
+}
+
+images() {
+  within "$python" -m benchmarks.image_to_video --rehearse --output "$output/rehearsal.md" > "$output/rehearsal.log" 2>&1
+  within "$python" -m benchmarks.image_to_video --output "$output/$today-image-to-video.md"
 }
 
 train() { # NAME FLAGS

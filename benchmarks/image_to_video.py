@@ -22,14 +22,14 @@ from benchmarks.parts import Results, about, begin, failure, heading, table, wra
 from benchmarks.stock import StockImageTransformer, StockTransformer
 from benchmarks.transformer import Bench, Clip, adapted, distance, random_model, set_blocks, stock_twin, training_step
 from sage_grpo.flags import from_values
-from sage_grpo.models.hunyuan15.image import ImageToVideo, ImageTransformer
+from sage_grpo.models.hunyuan15.image import IMAGE_TOKENS, ImageTransformer
 from sage_grpo.models.hunyuan15.transformer import PackedTransformer
 from sage_grpo.models.lora import POLICY
 from sage_grpo.tools.plan import plan_of
 from sage_grpo.tools.plan_memory import memory
 
 CLIPS = {
-    "480p_i2v": Clip(81, 480, 848, 150, image=ImageToVideo.image_tokens),
+    "480p_i2v": Clip(81, 480, 848, 150, image=IMAGE_TOKENS),
     "720p_t2v": Clip(121, 720, 1280, 150),
 }
 KINDS = {"480p_i2v": (ImageTransformer, StockImageTransformer), "720p_t2v": (PackedTransformer, StockTransformer)}

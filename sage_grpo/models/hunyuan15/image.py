@@ -1,6 +1,6 @@
 """HunyuanVideo-1.5 image-to-video: the same transformer, which also sees the image that the clip begins with.
 
-It sees it as I tokens (729) of a SigLIP vision model, and as VAE latents of the first frame in the condition channels,
+It sees it as I tokens of a SigLIP vision model, and as VAE latents of the first frame in the condition channels,
 where a mask marks them; both of the image cropped to the size of the clip, as in the stock pipeline. The latents that
 are denoised do not contain it, so sampling and log-probabilities are those of text-to-video.
 """
@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from diffusers.pipelines.hunyuan_video1_5.image_processor import HunyuanVideo15ImageProcessor
 from torch import Tensor
-from transformers import SiglipImageProcessorPil, SiglipVisionModel
+from transformers import SiglipImageProcessorPil, SiglipVisionConfig, SiglipVisionModel
 
 from sage_grpo.data.requests import Request
-from sage_grpo.json_files import naming, read_config
+from sage_grpo.json_files import naming
 from sage_grpo.models.folder import MODEL
 from sage_grpo.models.hunyuan15.backbone import Hunyuan15
 from sage_grpo.models.hunyuan15.folder import ModelFolder
@@ -25,6 +25,7 @@ from sage_grpo.models.hunyuan15.transformer import PackedTransformer
 from sage_grpo.models.text import empty_model
 from sage_grpo.models.weights import Weights, load_model, open_folder
 
+IMAGE_TOKENS = 729  # of the published models
 IMAGE_FILES = {"image_encoder": MODEL, "feature_extractor": ("preprocessor_config.json",)}
 
 
@@ -100,10 +101,12 @@ class ImageToVideo(Hunyuan15):
 
     @property
     def image_tokens(self) -> int:
-        known = {"image_size": 384, "patch_size": 14}  # of the published models
-        if self.folder.is_dir():
-            known |= read_config(self.parts.part("image_encoder") / "config.json")
-        return (known["image_size"] // known["patch_size"]) ** 2
+        if not self.folder.is_dir():
+            return IMAGE_TOKENS
+        place = self.parts.part("image_encoder")
+        with naming(place / "config.json"):
+            vision = SiglipVisionConfig.from_pretrained(place, local_files_only=True)
+        return (vision.image_size // vision.patch_size) ** 2
 
     def condition(self, blank: Tensor, cond: ImageConditioning) -> Tensor:
         blank[:, :-1, 0], blank[:, -1, 0] = cond.first, 1
