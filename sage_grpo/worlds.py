@@ -5,10 +5,12 @@ add a row to WORLDS (docs/extending.md).
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from sage_grpo import plugins
+from sage_grpo.data.images import drawn_image
 from sage_grpo.json_files import read_object
 
 if TYPE_CHECKING:
@@ -37,6 +39,13 @@ class World(Protocol):
 
     def vae_floor(self, backbone: "Backbone") -> dict[str, float]:
         """Gold metrics of rendered clips after a pass through the model's VAE: the best that a sample can reach."""
+
+
+def drawn(world: World, requests: Sequence["Request"], *size_and_seed: int) -> tuple[list["Tensor"], list["Request"]]:
+    """Clips that show exactly what requests ask for; the image of a request, if it has one, is then its first frame."""
+    clips = list(world.draw([request.text for request in requests], *size_and_seed))
+    images = [request.image and drawn_image(clip[0].numpy()) for clip, request in zip(clips, requests, strict=True)]
+    return clips, [replace(request, image=image) for request, image in zip(requests, images, strict=True)]
 
 
 def world_of(folder: str | Path) -> World | None:

@@ -5,6 +5,7 @@ import io
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 from PIL import Image as pil
 from PIL import ImageOps
 
@@ -20,6 +21,7 @@ class Image:
     digest: str  # sha256 of the file
     shape: tuple[int, int]  # height and width
     size: tuple[int, int] | None = None  # height and width of the clip
+    picture: pil.Image | None = field(default=None, compare=False)  # of an image that is in no file
 
     def __str__(self) -> str:
         """What determines the pixels that a model sees."""
@@ -29,13 +31,20 @@ class Image:
         """The image in `size`, resized and cropped around its center as stock pipelines do."""
         from diffusers.image_processor import VaeImageProcessor
 
-        return VaeImageProcessor().resize(open_picture(self.path), *(self.size or self.shape), resize_mode="crop")
+        picture = self.picture or open_picture(self.path)
+        return VaeImageProcessor().resize(picture, *(self.size or self.shape), resize_mode="crop")
 
 
 def read_image(path: Path, where: str) -> Image:
     """Check that an image can be used, by reading all of it."""
     picture = open_picture(path, f"{where}: ")
     return Image(path, hashlib.sha256(path.read_bytes()).hexdigest(), (picture.height, picture.width))
+
+
+def drawn_image(frame: np.ndarray) -> Image:
+    """An image that is in no file, of uint8 (H, W, 3)."""
+    shape, digest = frame.shape[:2], hashlib.sha256(frame.tobytes()).hexdigest()
+    return Image(Path("drawn"), digest, shape, shape, pil.fromarray(frame))
 
 
 def open_picture(path: Path, where: str = "") -> pil.Image:

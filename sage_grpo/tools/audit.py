@@ -18,9 +18,9 @@ from torch.nn.functional import avg_pool2d, interpolate
 from sage_grpo.config import Config
 from sage_grpo.data.requests import Request
 from sage_grpo.intervals import Interval, interval
-from sage_grpo.rewards.base import Composite
+from sage_grpo.rewards.base import Composite, Prompts
 from sage_grpo.tools.paired import number
-from sage_grpo.worlds import world_of
+from sage_grpo.worlds import drawn, world_of
 
 TOTAL, WRONG_PROMPT, UNCLEAR = "total", "wrong prompt", "unclear"
 NOISE = 0.25  # changes up to this share of a score's standard deviation over good clips count as noise
@@ -68,16 +68,16 @@ def edited(clips: Sequence[Tensor], kind: str) -> list[Tensor]:
     return [as_uint8(EDITS[kind](clip.movedim(-1, 1) / 255, seed)) for clip, seed in zip(clips, seeds, strict=True)]
 
 
-def drawn_clips(config: Config, prompts: Sequence[Request], count: int) -> tuple[list[Tensor], list[str]] | None:
+def drawn_clips(config: Config, prompts: Sequence[Request], count: int) -> tuple[list[Tensor], list[Request]] | None:
     """uint8 clips that show exactly what their prompts say, if the model's world can render them."""
     if (world := world_of(config.pretrained_model_root)) is None:
         return None
-    texts = list(dict.fromkeys(prompt.text for prompt in prompts))[:count]
-    return list(world.draw(texts, config.num_frames, config.height, config.width, config.seed)), texts
+    distinct = list({prompt.text: prompt for prompt in prompts}.values())[:count]
+    return drawn(world, distinct, config.num_frames, config.height, config.width, config.seed)
 
 
 def measure(
-    reward: Composite, good: Sequence[Tensor], prompts: Sequence[str], fps: float, kinds: Mapping[str, Sequence[Tensor]]
+    reward: Composite, good: Sequence[Tensor], prompts: Prompts, fps: float, kinds: Mapping[str, Sequence[Tensor]]
 ) -> Scores:
     """Scores of the good clips, after the edits `kinds` (made here where empty), and with each other's prompts.
 

@@ -29,7 +29,7 @@ from sage_grpo.train.rollout import Windows, num_trained
 from sage_grpo.train.trainer import Trainer
 from sage_grpo.train.update import sampler_of
 from sage_grpo.train.validation import Validation, validation_sampling
-from sage_grpo.worlds import World, world_of
+from sage_grpo.worlds import World, drawn, world_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 DRAWN = 64  # rendered clips whose scores are the goal
@@ -230,9 +230,8 @@ def starting_point(config: Config) -> Path | None:
 def perfect_scores(trainer: Trainer, world: World) -> dict[str, float]:
     """Mean scores of clips that show exactly what held-out prompts say: about the most that training can reach."""
     c, prompts = trainer.config, trainer.validation.prompts if trainer.validation else trainer.prompts
-    texts = [prompt.text for prompt in prompts[:DRAWN]]
-    clips = world.draw(texts, c.num_frames, c.height, c.width, c.seed)
-    found = trainer.reward.score(list(clips), texts, c.fps)
+    clips, requests = drawn(world, prompts[:DRAWN], c.num_frames, c.height, c.width, c.seed)
+    found = trainer.reward.score(clips, requests, c.fps)
     return {name: values.mean().item() for name, values in (found.named | {"total": found.total}).items()}
 
 
