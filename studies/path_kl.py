@@ -18,7 +18,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +27,7 @@ from sage_grpo.config import Config, ConfigError
 from sage_grpo.data.requests import Request
 from sage_grpo.exit_codes import DONE
 from sage_grpo.flags import parse
-from sage_grpo.json_files import finite, write_json
+from sage_grpo.json_files import write_json
 from sage_grpo.models import device_for
 from sage_grpo.models.backbone import Backbone, Guidance
 from sage_grpo.train.build import held_out_prompts, open_model
@@ -45,8 +44,8 @@ def measured_config(config: Config) -> Config:
             f"the path KL needs a sampler that explores from the first step on, not algorithm {config.algorithm} with "
             f"sde_window {config.sde_window}: use grpo and all or all_but_last, or a study without path_kl"
         )
-    fixed: dict[str, Any] = {"seed": config.validation_global_seed, "timestep_fraction": 1.0, "same_init_noise": False}
-    return replace(config, enable_timestep_permutation=False, **fixed)
+    seed = config.validation_global_seed
+    return replace(config, seed=seed, timestep_fraction=1.0, enable_timestep_permutation=False)
 
 
 def path_kls(policy: Backbone, base: Backbone, config: Config, prompts: Sequence[Request]) -> Tensor:
@@ -68,7 +67,7 @@ def path_kls(policy: Backbone, base: Backbone, config: Config, prompts: Sequence
     return kls
 
 
-def measure(config: Config) -> dict[str, float | None]:
+def measure(config: Config) -> dict[str, float]:
     """Path KL of a finished run: its mean over the held-out prompts, the standard error, and how many they are."""
     saved = found(Path(config.output_dir) / "checkpoints")
     if not saved or saved[-1].name != f"step-{config.max_steps:06d}":
@@ -82,7 +81,7 @@ def measure(config: Config) -> dict[str, float | None]:
     policy.load_weights(saved[-1])
     kls = path_kls(policy, base, resolved, prompts)
     error = kls.std().item() / len(kls) ** 0.5
-    return finite({"mean": kls.mean().item(), "stderr": error, "clips": len(kls)})
+    return {"mean": kls.mean().item(), "stderr": error, "clips": len(kls)}
 
 
 def main(arguments: Sequence[str]) -> int:

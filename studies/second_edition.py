@@ -25,7 +25,7 @@ from typing import Any
 from sage_grpo.config import Config
 from sage_grpo.exit_codes import WRONG_INPUT
 from sage_grpo.flags import from_values, yaml_mapping
-from sage_grpo.json_files import finite, write_json
+from sage_grpo.json_files import write_json
 from sage_grpo.tools.plan import plan_of
 from sage_grpo.train.update import sampler_of
 from studies import ablate, kl_strategies, records
@@ -227,7 +227,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if "--choose" in arguments:
         write_json(CHOSEN, choose(RESULTS))
-        write_json(WEIGHTS, finite(kl_strategies.choose(RESULTS)))
+        write_json(WEIGHTS, kl_strategies.choose(RESULTS))
         return 0
     if "--summary" in arguments:
         where = ["--recipe", str(RECIPE), "--results", str(RESULTS), "--page", str(SUMMARY)]

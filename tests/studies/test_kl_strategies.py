@@ -106,12 +106,12 @@ def test_weights_are_chosen_from_a_finished_search(places):
     write_search(places / "second")
     found = choose(places / "second")
     assert found["target"] == pytest.approx(0.02) and found["reached"]["fixed"] == {
-        "0.03": 0.04,
-        "0.3": 0.01,
-        "3": 0.005,
+        "0.003": 0.04,
+        "0.03": 0.01,
+        "0.3": 0.005,
     }
     assert found["weights"] == {
-        "dual moving": 3.0, "fixed": 0.095, "step-wise": 300.0, "moving": 0.3, "dual fixed": 0.3
+        "dual moving": 0.06, "fixed": 0.0095, "step-wise": 30.0, "moving": 0.01, "dual fixed": 0.03
     }  # fmt: skip
     next((places / "second").glob(f"{SEARCH}-fixed*")).unlink()
     assert "fixed" not in choose(places / "second")["weights"] and len(choose(places / "second")["weights"]) == 4
@@ -156,9 +156,9 @@ def test_the_summary_tells_which_arms_are_matched(places):
     cells = {
         line.split(" | ")[0][2:]: line[:-2].split(" | ")[1:] for line in table.splitlines() if line.startswith("| ")
     }
-    assert cells["dual moving"] == ["8", "3", "0.0286", "–", ""]
+    assert cells["dual moving"] == ["8", "0.06", "0.0286", "–", ""]
     assert cells["none"] == ["8", "0", "0.0573", "2.00 (2.00 to 2.00)", "no"]
-    assert cells["fixed"][1:] == ["0.095", "0.0344", "1.20 (1.20 to 1.20)", "yes"]
+    assert cells["fixed"][1:] == ["0.0095", "0.0344", "1.20 (1.20 to 1.20)", "yes"]
     assert {arm: cells[arm][-1] for arm in ("step-wise", "moving", "dual fixed")} == {
         "step-wise": "no", "moving": "no", "dual fixed": "yes"
     }  # fmt: skip
