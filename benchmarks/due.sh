@@ -10,8 +10,8 @@
 #            called again, it continues them
 #   wan      Wan 2.1 1.3B against stock diffusers, and an iteration inside 24 GB
 #   images   image to video and 720p against stock diffusers and the planner
-#   study    the studies of studies/second_edition.py that STUDIES names (rates, which the others need), 16 runs side by
-#            side; called again, it continues them
+#   study    the studies of studies/second_edition.py that STUDIES names (rates, which the others need), one after the
+#            other, 16 runs side by side; called again, it continues them
 #
 # A part at full size is rehearsed with a tiny model first: a wrong flag must not cost minutes. No part needs ffmpeg.
 # MODEL (/dev/shm/random_model) and RUNS (/tmp/beyond) are scratch folders, kept for the next call.
@@ -80,12 +80,14 @@ beyond() {
 
 study() {
   share
-  local names budget
+  local names name budget
   read -ra names <<< "${STUDIES:-rates}"
-  budget=$(awk "BEGIN { print ($(left) - 20) / 60 }")
-  "$python" -m studies.second_edition --studies "${names[@]}" --jobs 16 --budget_minutes "$budget" --cut || true
-  "$python" -m studies.second_edition --choose
-  tar czf "$output/second.tar.gz" -C studies second rates.json
+  for name in "${names[@]}"; do
+    budget=$(awk "BEGIN { print ($(left) - 20) / 60 }")
+    "$python" -m studies.second_edition --studies "$name" --jobs 16 --budget_minutes "$budget" --cut || true
+    "$python" -m studies.second_edition --choose # what the next study needs
+  done
+  find studies/second studies/*.json -type f | tar czf "$output/second.tar.gz" --files-from -
 }
 
 "$part"

@@ -156,7 +156,7 @@ IMAGES = """## Image to video
     python generate.py --pretrained_transformer_version i2v --image assets/tiny/images/valid-00.png \\
         --prompt {prompt}
 
-Afterwards `python -m embedded.learn_images --model assets/tiny` ({seconds} s on {threads} CPU core(s), {steps} steps)
+Afterwards `python -m embedded.learn_images --model assets/tiny` ({steps} steps, {seconds} s, CPU threads: {threads})
 taught it to begin a clip with an image. This changed no weight that text to video reads. `images_train.csv` and
 `images_valid.csv` hold requests with images. One clip of each, read by the oracle; *image match* is the share of clips
 that begin with the object of the image, within about two pixels of its place.

@@ -1,6 +1,6 @@
 """Teach the embedded model to begin a clip with an image. What it draws without one stays the same to the bit.
 
-    python -m embedded.learn_images --model assets/tiny       (an hour on two CPU cores; fully determined by --seed)
+    python -m embedded.learn_images --model assets/tiny       (40 minutes on a CPU core; fully determined by --seed)
 
 Trains by flow matching only what text to video never reads: the weights of the condition channels, the projection of
 the image tokens, and their type. Adds a small vision model, as untrained as the text encoders, requests
@@ -210,7 +210,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--wrong", type=float, default=0.5, help="share of the captions that do")
     parser.add_argument("--clips", type=int, default=4096, help="latents that it learns from")
     parser.add_argument("--prompts", type=int, default=512, help="captions that these clips have")
-    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--lr", type=float, default=3e-3)
     return parser

@@ -4,9 +4,10 @@
     python -m studies.ablate --studies last_step equalizer --jobs 16    all runs of two studies
     python -m studies.ablate --jobs 16 --budget_minutes 9 --cut         a slice of everything; call again to continue
 
-Each run is a separate post_train.py process on one core, and on the GPU if there is one. A finished run leaves one file
-in --results and is never repeated. When the budget ends, runs are told to stop; they save, and the next call resumes
-them from --work. Nothing is started that cannot finish within the budget, unless --cut allows it.
+Each run is a separate post_train.py process on one core, and on the GPU if there is one; for a study that asks for the
+KL to the base model it is studies/path_kl.py, which trains and then measures. A finished run leaves one file in
+--results and is never repeated. When the budget ends, runs are told to stop; they save, and the next call resumes them
+from --work. Nothing is started that cannot finish within the budget, unless --cut allows it.
 Exit code 0: all done; 75: some runs are left; 1: a run failed; 2: an argument is wrong.
 """
 
@@ -88,7 +89,8 @@ class Grid:
         folder = self.work / run.name
         folder.mkdir(exist_ok=True)
         write_json(folder / "run.json", identity(run.config))
-        command = [sys.executable, str(ROOT / "post_train.py"), "--config", str(folder / "run.json")]
+        program = ["-m", "studies.path_kl"] if run.path_kl else [str(ROOT / "post_train.py")]
+        command = [sys.executable, *program, "--config", str(folder / "run.json")]
         command += ["--output_dir", str(folder), "--resume_from_checkpoint", "auto"]
         command += ["--prompt_cache", str(self.work / "prompts")]  # encoded once for all runs
         with self.log(run).open("ab") as log:

@@ -29,7 +29,10 @@ Flags = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Study:
-    """`flags` apply to all arms. Each arm is compared with the one that `against` names, else with the first."""
+    """`flags` apply to all arms. Each arm is compared with the one that `against` names, else with the first.
+
+    With `path_kl`, each run ends by measuring how far its policy is from the base model (studies/path_kl.py).
+    """
 
     question: str
     arms: Mapping[str, Flags]
@@ -37,6 +40,7 @@ class Study:
     first_seed: int = 1
     flags: Flags = field(default_factory=dict)
     against: Mapping[str, str] = field(default_factory=dict)
+    path_kl: bool = False
 
     def reference(self, arm: str) -> str | None:
         """The arm that this one is compared with."""
@@ -53,6 +57,7 @@ class StudyRun:
     arm: str
     seed: int
     config: Config
+    path_kl: bool = False  # whether a study that includes it asks for it
 
     @property
     def name(self) -> str:
@@ -302,7 +307,8 @@ class StudyPlan:
             ):
                 config = from_values(base, study.flags, flags, {"seed": seed})
                 key = digest(identity(config))
-                owners.setdefault(key, StudyRun(name, arm, seed, config))
+                owner = owners.get(key) or StudyRun(name, arm, seed, config)
+                owners[key] = dataclasses.replace(owner, path_kl=owner.path_kl or study.path_kl)
                 if not names or name in names:
                     self.keys[name, arm, seed] = key
         self.known = {run.name for run in owners.values()}

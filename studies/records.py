@@ -7,6 +7,7 @@
     validation   at start, middle and end: held-out prompts sampled with the ODE, with standard errors over clips
     per_step     means over the run per denoising step
     seconds      means per phase of an iteration
+    path_kl      KL to the base model at the end, where the study asks for it: mean over clips, stderr, clips
     collapsed    empty, or the reason by the rule of `collapse`
 
 A run that training had to stop also counts as finished: its `collapsed` says so.
@@ -46,6 +47,7 @@ VALIDATED = (
 PER_STEP = ("grad_v", "kl_anchor")
 PHASES = ("rollout", "decode", "reward", "gold", "anchor", "update", "total")
 DIGITS = 4
+PATH_KL = "path_kl.json"  # in the folder of a run that measures it
 LOST_DISTANCE = 1.5  # times the first validation's distance to the manifold
 
 Record = dict[str, Any]
@@ -57,7 +59,7 @@ def distil(run: StudyRun, folder: Path, commit: str, failure: str = "") -> Recor
     validation = {
         key: rounded(column(found.validations, key)) for name in VALIDATED for key in (name, f"{name}_stderr")
     }
-    head = found.head
+    head, measured = found.head, folder / PATH_KL
     return {
         "study": run.study, "arm": run.arm, "seed": run.seed, "commit": commit, "versions": head.get("versions"),
         "device": head.get("device"), "digest": digest(identity(run.config)), "config": identity(run.config),
@@ -67,7 +69,7 @@ def distil(run: StudyRun, folder: Path, commit: str, failure: str = "") -> Recor
         "per_step": {key: rounded(step_means(found, key), DIGITS) for key in PER_STEP},
         "seconds": {name: rounded([mean(column(found.train, f"time/{name}"))], DIGITS)[0] for name in PHASES},
         "collapsed": failure or collapse(validation),
-    }  # fmt: skip
+    } | ({"path_kl": read_object(measured)} if measured.is_file() else {})  # fmt: skip
 
 
 def collapse(validation: Mapping[str, Sequence[float | None]]) -> str:
@@ -117,6 +119,11 @@ def validated(record: Record, key: str, at: int = -1) -> float:
     steps = record["validation"]["step"]
     wanted = record["config"]["max_steps"] if at == -1 else steps[at] if at < len(steps) else None
     return as_float(record["validation"][key][steps.index(wanted)]) if wanted in steps else math.nan
+
+
+def path_kl(record: Record) -> float:
+    """KL to the base model at the end of a run; NaN if it was not measured, or training was stopped."""
+    return as_float(record.get("path_kl", {}).get("mean"))
 
 
 def schedule_of(config: Mapping[str, Any]) -> Schedule:

@@ -21,8 +21,9 @@ import numpy as np
 from sage_grpo.algo.equalizer import equalizer, gradient_scale
 from sage_grpo.intervals import Interval, interval
 from sage_grpo.tools.paired import number
+from studies.kl_strategies import MATCHED
 from studies.questions import Study, StudyPlan
-from studies.records import Record, as_float, curve, mean, schedule_of, validated
+from studies.records import Record, as_float, curve, mean, path_kl, schedule_of, validated
 from studies.statistics import holm, p_value
 
 LEVEL = 0.05
@@ -183,6 +184,28 @@ def study_table(study: Study, arms: Arms) -> str:
     return text + (f"\nNot run yet: {'; '.join(missing)}.\n" if missing else "")
 
 
+def reached(study: Study, arms: Arms) -> str:
+    """A table of how far from the base model each arm ended, and whether as far as the arm it is compared with."""
+    rows = [["arm", "runs", "kl_weight", "path KL to the base model", "over that of the other arm", "matched"]]
+    logs = {arm: {seed: log_path_kl(record) for seed, record in records.items()} for arm, records in arms.items()}
+    for arm, own in ((arm, own) for arm, own in logs.items() if own):
+        other = logs.get(study.reference(arm) or "", {})
+        change = interval([own[seed] - other[seed] for seed in sorted(own.keys() & other.keys())])
+        ratio, low, high = (math.exp(change.mean + end) for end in (0.0, -change.half, change.half))
+        cells = [number(ratio, 2), ""]
+        if math.isfinite(low):
+            cells = [f"{ratio:.2f} ({low:.2f} to {high:.2f})", "yes" if MATCHED[0] <= ratio <= MATCHED[1] else "no"]
+        weight, middle = next(iter(arms[arm].values()))["config"]["kl_weight"], mean(np.array([*own.values()]))
+        rows.append([arm, str(len(own)), f"{weight:g}", f"{math.exp(middle):.3g}", *cells])
+    matched = f"matched: from {MATCHED[0]:g} to {MATCHED[1]:g}, otherwise a difference decides nothing about the arm"
+    return f"Geometric means over seeds, ratios by pairs with 95 % intervals; {matched}.\n\n{markdown(rows)}"
+
+
+def log_path_kl(record: Record) -> float:
+    """Log of the KL to the base model; NaN if there is none, or a policy that never moved."""
+    return math.log(path_kl(record) or math.nan)
+
+
 def finding(study: Study, found: Mapping[str, Mapping[str, Difference]]) -> str:
     """What is decided of the measures, as the caption of the study's figure; without those at equal reward."""
     said = []
@@ -285,6 +308,7 @@ def tables(plan: StudyPlan, studies: Mapping[str, Study], found: Mapping[str, Re
         arms = arms_of(plan, name, study, found)
         if comparable(arms):
             made[name] = (table2(arms) + "\n" if name == "table2" else "") + study_table(study, arms)
+            made[name] += "\n" + reached(study, arms) if study.path_kl else ""
     if found:
         made |= {"per_step": per_step_table(plan, studies, found), "runs": origins(found)}
     return made

@@ -3,14 +3,15 @@
     python -m studies.second_edition --page                                    writes studies/registration.md
     python -m studies.second_edition --list                                    studies, runs, core-minutes
     python -m studies.second_edition --studies rates --jobs 16 --budget_minutes 9
-    python -m studies.second_edition --choose                                  learning rates, from the runs of `rates`
+    python -m studies.second_edition --choose                                  rates and KL weights, from the searches
     python -m studies.second_edition --studies head_to_head --jobs 16 --budget_minutes 9
+    python -m studies.second_edition --summary                                 tables and figures: studies/second.md
 
 All other flags are those of studies.ablate. What is asked, measured and decided is registered before the runs:
 studies/registration.md is committed, and a test compares it with this file. Runs vary configs/tiny_gpu.yaml.
 
 A unit is one forward of one clip at full size. Every arm of a comparison gets the same number of units, so cheap
-rollouts get more updates. Learning rates are searched with seeds that no result reports.
+rollouts get more updates. Learning rates and KL weights are searched with seeds that no result reports.
 """
 
 import json
@@ -22,14 +23,19 @@ from pathlib import Path
 from typing import Any
 
 from sage_grpo.config import Config
+from sage_grpo.exit_codes import WRONG_INPUT
 from sage_grpo.flags import from_values, yaml_mapping
+from sage_grpo.json_files import write_json
 from sage_grpo.tools.plan import plan_of
 from sage_grpo.train.update import sampler_of
-from studies import ablate, records
+from studies import ablate, kl_strategies, records
+from studies import page as results_page
 from studies.questions import OFF, PUBLISHED, ROOT, SETTING_A, Flags, Study
 
 RECIPE = ROOT / "configs" / "tiny_gpu.yaml"
-RESULTS, PAGE, CHOSEN = (ROOT / "studies" / name for name in ("second", "registration.md", "rates.json"))
+RESULTS, PAGE, CHOSEN, WEIGHTS, SUMMARY = (
+    ROOT / "studies" / name for name in ("second", "registration.md", "rates.json", "kl_weights.json", "second.md")
+)
 # units of a forward and backward with LoRA, of a decode and of a reward, as measured at full size (docs/efficiency.md)
 TRAINED, DECODED, REWARDED = 3.7, 3.8, 0.7
 RATES = (1e-4, 3e-4, 1e-3)
@@ -66,7 +72,7 @@ def config_of(*flags: Flags) -> Config:
 def units(config: Config) -> float:
     """Units of one clip, in rollout, anchor and update, by the planner's counts; decode and reward included."""
     plan = plan_of(replace(config, pretrained_model_root=str(ROOT / config.pretrained_model_root)), 1)
-    passes = plan.rollout_passes + plan.training_passes * (plan.anchored + TRAINED * config.updates_per_rollout)
+    passes = plan.rollout_passes + plan.training_passes * (plan.anchored + TRAINED)  # each pair is in one update
     return passes * plan.micro_batch / config.batch_size + DECODED + REWARDED
 
 
@@ -98,6 +104,11 @@ def chosen(arm: str) -> dict[str, float]:
     return {"learning_rate": found[arm]} if arm in found else {}
 
 
+def kl_weights() -> dict[str, float]:
+    """The weight of each KL strategy, once the search has been made."""
+    return json.loads(WEIGHTS.read_text())["weights"] if WEIGHTS.is_file() else {}
+
+
 def batches() -> dict[str, Flags]:
     """Arms with other numbers of prompts per update, of 8 clips each, and as many clips in all."""
     flags = {f"{count} prompts per update": {"batch_size": 8 * count} for count in PROMPTS}
@@ -110,6 +121,7 @@ def studies() -> dict[str, Study]:
     budget = BUDGET * units(published) * published.batch_size
     equal = {arm: affordable(flags, budget) for arm, flags in METHODS.items()}
     claim = {"flags": SHARED | lasting(60), "seeds": SEEDS}
+    kl = {"flags": SHARED | kl_strategies.FLAGS, "path_kl": True}
     return {
         "rates": Study("At which learning rate is each method at its best?", rated(equal), flags=SHARED, **SEARCH),
         "head_to_head": Study(
@@ -126,6 +138,14 @@ def studies() -> dict[str, Study]:
         ),
         "equalizer": Study("What does the gradient equalizer change (Figure 3)?", {"on": {}, "off": OFF}, **claim),
         "settings": Study("Setting A or B (Table 2)?", {"B": {}, "A": SETTING_A}, **claim),
+        kl_strategies.SEARCH: Study(
+            "At which weight does a KL strategy halve the KL to the base model that training without a KL reaches?",
+            kl_strategies.searched(), **kl, **SEARCH,
+        ),
+        kl_strategies.COMPARED: Study(
+            "Which KL strategy, at equal KL to the base model (Figure 8)?",
+            kl_strategies.compared(kl_weights()), **kl, seeds=SEEDS,
+        ),
     }  # fmt: skip
 
 
@@ -134,20 +154,26 @@ def page() -> str:
     lines = [REGISTERED]
     for name, study in studies().items():
         lines += [f"## {name}", "", study.question, ""]
-        if study.first_seed != 1:
+        if study.first_seed != 1 and not study.path_kl:
             lines += [
                 f"{len(study.arms)} arms: those of the study below, each at every rate, seed {study.first_seed}.",
                 "",
             ]
             continue
-        lines += [f"Seeds 1 to {study.seeds}.", "", "| arm | flags | iterations | units |", "|---|---|---|---|"]
+        seeds = f"Seeds 1 to {study.seeds}." if study.seeds > 1 else f"Seed {study.first_seed}."
+        lines += [seeds, "", "| arm | flags | iterations | units |", "|---|---|---|---|"]
         for arm, flags in study.arms.items():
             config = config_of(study.flags, flags)
             total = units(config) * config.batch_size * config.max_steps
-            own = [f"{name} {value}" for name, value in flags.items() if name not in LEFT_OUT]
+            own = [f"{flag} {value}" for flag, value in flags.items() if not found_by_search(name, flag, value)]
             lines.append(f"| {arm} | {', '.join(own) or 'the recipe'} | {config.max_steps} | {total / 1e3:.0f},000 |")
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
+
+
+def found_by_search(study: str, flag: str, value: object) -> bool:
+    """Whether the page leaves a flag out: it is told apart, or a search finds it, and the page is written before."""
+    return flag in LEFT_OUT or (study == kl_strategies.COMPARED and flag == "kl_weight" and value != 0)
 
 
 LEFT_OUT = ("max_steps", "validation_interval", "learning_rate")
@@ -178,10 +204,9 @@ the head-to-head if it beats the published one in gold match, and none that also
 rule. If a rival (awm, nft) wins, it is named the winner, and the recipes say when to take it.
 
 **Budget.** 90 updates of 8 prompts x 16 clips in 5 steps took 430 s on an H200 with eight runs side by side; by that,
-the studies below take about 30, 85, 20, 40, 20 and 10 minutes in this order. Runs are kept one by one.
+the first six studies below take about 30, 85, 20, 40, 20 and 10 minutes in this order. Runs are kept one by one.
 
-Not registered yet: KL strategies (Figure 8), which have to be compared at weights that reach the same KL.
-"""
+{kl_strategies.REGISTERED}"""
 
 
 def choose(results: Path) -> dict[str, float]:
@@ -201,8 +226,18 @@ def main(arguments: Sequence[str]) -> int:
         PAGE.write_text(page(), encoding="utf-8")
         return 0
     if "--choose" in arguments:
-        CHOSEN.write_text(json.dumps(choose(RESULTS), indent=1) + "\n")
+        write_json(CHOSEN, choose(RESULTS))
+        write_json(WEIGHTS, kl_strategies.choose(RESULTS))
         return 0
+    if "--summary" in arguments:
+        where = ["--recipe", str(RECIPE), "--results", str(RESULTS), "--page", str(SUMMARY)]
+        return results_page.main(where, studies())
+    options = ablate.parsed(arguments)
+    wanted = kl_strategies.COMPARED in (options.studies or studies())
+    if wanted and not options.list and (left := kl_strategies.missing(kl_weights())):
+        remedy = f"run --studies {kl_strategies.SEARCH} to its end, then --choose"
+        print(f"second_edition.py: {kl_strategies.COMPARED} has no weight for {left[0]}: {remedy}", file=sys.stderr)
+        return WRONG_INPUT
     places = {"--recipe": RECIPE, "--results": RESULTS, "--work": ROOT / "outputs" / "second"}
     words = [word for flag, value in places.items() if flag not in arguments for word in (flag, str(value))]
     return ablate.main([*arguments, *words], studies())

@@ -18,7 +18,7 @@ from studies.questions import ROOT, Study, StudyPlan, core_seconds, identity
 
 DEMO = {
     "first": Study("Which eta?", {"base": {}, "more": {"eta": 0.9, "max_steps": 2}}, seeds=1),
-    "second": Study("Which window?", {"base": {}}, seeds=1),
+    "second": Study("How far from the base model?", {"base": {}}, seeds=1, path_kl=True),
 }
 NUMBERS = ("steps", "curves", "validation", "per_step", "collapsed")
 
@@ -83,6 +83,9 @@ def test_every_configuration_runs_once_and_leaves_one_file(call, done, capsys):
     assert (record["study"], record["arm"], record["seed"], record["commit"]) == ("first", "more", 1, "abc")
     assert record["config"]["eta"] == 0.9 and record["config"]["kl_weight"] == 0.3
     assert record["steps"] == [1, 2] and record["validation"]["step"] == [0, 2] and "torch" in record["versions"]
+    assert "path_kl" not in record
+    shared = records.read(files[0])  # its first study does not ask for the KL, its second does
+    assert shared["path_kl"]["clips"] == 2 and records.path_kl(shared) == shared["path_kl"]["mean"] > 0
     assert not list((there / "work").glob("*/checkpoints"))
     written = [file.stat().st_mtime_ns for file in files]
     assert call(there) == DONE and [file.stat().st_mtime_ns for file in files] == written

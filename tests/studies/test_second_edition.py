@@ -35,6 +35,12 @@ def test_units_are_those_of_the_formula():
     assert units(flash) == pytest.approx(before / 8 + 1 + min(3, 9 - before) + 1 + 3.7 + 4.5, abs=0.6)
 
 
+def test_updates_per_rollout_cost_nothing():
+    """They share the steps of a rollout: each pair of a clip and a step is trained once."""
+    flags = {"use_moving_KL": False}  # whose anchor never rests
+    assert units(config_of(flags, {"updates_per_rollout": 2})) == units(config_of(flags))
+
+
 def test_samplers_add_the_same_noise():
     sage = energy(config_of({}))
     for name, eta in EQUAL_ENERGY.items():
@@ -58,8 +64,8 @@ def test_arms_of_the_batches_have_equally_many_clips():
 def test_the_search_uses_no_seed_that_is_reported():
     plan = StudyPlan((), None, RECIPE, studies())
     seeds = {name: {seed for study, _, seed in plan.keys if study == name} for name in studies()}
-    assert seeds["rates"] == seeds["batch_rates"] == {SEARCH["first_seed"]}
-    assert all(seeds[name] == set(range(1, 9)) for name in studies() if "rates" not in name)
+    searches = ("rates", "batch_rates", "kl_weights")
+    assert all(seeds[name] == ({SEARCH["first_seed"]} if name in searches else set(range(1, 9))) for name in studies())
 
 
 def test_the_best_rate_that_did_not_collapse_is_chosen(tmp_path, monkeypatch):
