@@ -39,7 +39,7 @@ from sage_grpo.models.sample import counter_noise, integrate
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
 TOKENS = 4  # of the vision model, along each side of an image
 ENCODED = 64  # clips per batch when no gradient is needed
-REQUESTS = {"train": 64, "valid": 32}  # prompts with images that are shipped with the folder
+REQUESTS = {"train": 64, "valid": 64}  # prompts with images that are shipped with the folder
 
 
 @dataclass

@@ -22,19 +22,21 @@ ANIMATE = "i2v"  # version that opens a folder for both tasks as one for image t
 TASKS = {("HunyuanVideo15Pipeline", ANIMATE): "HunyuanVideo15ImageToVideoPipeline"}
 
 
-def open_backbone(folder: str | Path, *args: Any, complete: bool = True, **kwargs: Any) -> "Backbone":
+def open_backbone(
+    folder: str | Path, *args: Any, version: str | None = None, complete: bool = True, **kwargs: Any
+) -> "Backbone":
     """Open the backbone in a model folder, which must be complete; other arguments go to `Backbone`.
 
     Without `complete`, a folder that does not exist stands for the model that `version` names, with sizes but no
     weights.
     """
-    index, version = Path(folder) / "model_index.json", kwargs.get("version") or ""
-    unnamed = next(name for start, name in VERSIONS.items() if version.startswith(start))
+    index = Path(folder) / "model_index.json"
+    unnamed = next(name for start, name in VERSIONS.items() if (version or "").startswith(start))
     name = read_object(index).get("_class_name", unnamed) if index.is_file() else unnamed
     name = TASKS.get((str(name), version), name)
     if name not in list(BACKBONES):
         raise ValueError(f"{index} names {name!r}, which cannot be trained here; choose one of {', '.join(BACKBONES)}")
-    backbone = plugins.load(BACKBONES, name)(folder, *args, **kwargs)
+    backbone = plugins.load(BACKBONES, name)(folder, *args, version=version, **kwargs)
     if complete:
         backbone.check()
     return backbone

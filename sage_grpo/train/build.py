@@ -63,7 +63,7 @@ def rollout_sampling(c: Config) -> Sampling:
 def open_model(config: Config, device: torch.device) -> tuple[Backbone, Config]:
     """The backbone of a configuration, and the configuration with what the model decides filled in."""
     dtype, version = DTYPES[config.dtype or default_dtype(device.type)], config.pretrained_transformer_version
-    backbone = open_backbone(config.pretrained_model_root, device, dtype, config.prompt_cache, version)
+    backbone = open_backbone(config.pretrained_model_root, device, dtype, config.prompt_cache, version=version)
     backbone.decode_gb, backbone.compiled = config.decode_gb, config.compile
     return backbone, resolve(config, backbone, device.type)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from sage_grpo.config import warnings
+from sage_grpo.config import FIELDS, warnings
 from sage_grpo.train.build import rollout_sampling
 from sage_grpo.train.trainer import Trainer
 
@@ -52,8 +52,11 @@ def upcoming(trainer: Trainer, interval: int) -> int:
 
 def ending(trainer: Trainer) -> str:
     """Where the result is, and the command to look at it."""
-    held_out = trainer.validation.prompts if trainer.validation else trainer.prompts
-    sample = ["python", "generate.py", "--checkpoint_path", str(trainer.run.path), "--prompt", held_out[0].text]
+    first, c = (trainer.validation.prompts if trainer.validation else trainer.prompts)[0], trainer.config
+    sample = ["python", "generate.py", "--checkpoint_path", str(trainer.run.path), "--prompt", first.text]
+    for flag, name in (("model_path", "pretrained_model_root"), 2 * ("pretrained_transformer_version",)):
+        sample += [f"--{flag}", getattr(c, name)] if getattr(c, name) != FIELDS[name].default else []
+    sample += ["--image", str(first.image.path)] if first.image else []
     checkpoint = trainer.run.checkpoints / f"step-{trainer.settled_step:06d}"
     return table({"checkpoint": str(checkpoint), "next": shlex.join(sample)})
 

@@ -34,7 +34,7 @@ def test_the_pipeline_that_the_folder_names_chooses_the_class(tiny_folder, tence
     assert isinstance(open_backbone(folder, "meta", version="v2"), Other)
     assert opened == [((folder, "meta"), {"version": "v2"}), "checked"]
     open_backbone(folder, complete=False)
-    assert opened[2:] == [((folder,), {})]
+    assert opened[2:] == [((folder,), {"version": None})]
 
 
 @pytest.mark.parametrize("name", ["FluxPipeline", "os:system", "sage_grpo.models.lora:merged", None, 7, ["x"]])

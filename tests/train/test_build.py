@@ -143,6 +143,13 @@ def test_the_goal_is_the_reward_of_clips_that_show_what_the_prompts_say(make):
     trainer.run.close()
 
 
+@pytest.mark.parametrize(("layout", "version"), [("i2v_folder", "480p_t2v"), ("tencent_i2v_folder", "480p_i2v")])
+def test_the_version_decides_the_task_in_tencents_layout(flags, layout, version, request):
+    own = {"pretrained_model_root": str(request.getfixturevalue(layout)), "pretrained_transformer_version": version}
+    backbone, _ = open_model(from_values(flags | own), torch.device("meta"))
+    assert backbone.sees_image and backbone.version == version
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_what_the_decoder_needs_to_know_comes_from_the_flags(flags, compiled):
     backbone, _ = open_model(from_values(flags | {"decode_gb": 3.0, "compile": compiled}), torch.device("meta"))

@@ -1,11 +1,13 @@
 """What a run says at its start and at its end."""
 
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
+from generate import parse_arguments
 from sage_grpo.train import console
 
 
@@ -46,13 +48,27 @@ def test_a_resumed_run_says_so_and_what_comes_next(make, tmp_path):
     assert found["checkpoint"] == "after iteration 5" and found["validation"].startswith("after iteration 7: ")
 
 
-def test_the_end_names_the_checkpoint_and_the_next_command(make):
+def test_the_end_names_the_checkpoint_and_the_next_command(make, flags):
     trainer = make(max_steps=1)
     trainer.train()
     found = said(console.ending(trainer))
     assert found["checkpoint"].endswith("checkpoints/step-000001") and Path(found["checkpoint"]).is_dir()
-    words = ["python", "generate.py", "--checkpoint_path", str(trainer.run.path), "--prompt"]
-    assert shlex.split(found["next"]) == [*words, trainer.validation.prompts[0].text]
+    python, program, *words = shlex.split(found["next"])
+    assert (python, program) == ("python", "generate.py")
+    args = parse_arguments(words)
+    assert (args.checkpoint_path, str(args.model_path)) == (str(trainer.run.path), flags["pretrained_model_root"])
+    assert args.prompt == trainer.validation.prompts[0].text and args.image is None
+
+
+def test_the_next_command_names_image_and_version(make, i2v_folder, tiny_folder, pictures, tmp_path):
+    folder = shutil.copytree(i2v_folder, tmp_path / "both")
+    shutil.copy(tiny_folder / "model_index.json", folder)
+    prompts = tmp_path / "images.csv"
+    prompts.write_text(f"prompt,image\na red circle,{pictures[0]}\na green square,{pictures[1]}\n")
+    files = dict.fromkeys(("train_prompts", "validation_prompts"), (str(prompts),))
+    trainer = make(pretrained_model_root=str(folder), pretrained_transformer_version="i2v", **files)
+    args = parse_arguments(shlex.split(said(console.ending(trainer))["next"])[2:])
+    assert (args.model_path, args.pretrained_transformer_version, args.image) == (folder, "i2v", pictures[0])
 
 
 @pytest.mark.parametrize("terminal", [True, False])
