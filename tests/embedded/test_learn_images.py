@@ -28,6 +28,7 @@ def folders(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(learn_images, "ENCODED", 8)
         patch.setattr(learn_images, "REQUESTS", {"train": 2, "valid": 1})
+        patch.setattr(learn_images, "quality", lambda folder: {})  # takes longer than all else
         for name, seed in {"before": None, "first": 0, "same": 0, "other": 1}.items():
             shutil.copytree(TINY, root / name)
             if seed is not None:
@@ -71,7 +72,7 @@ def test_a_clip_without_an_image_is_the_same_to_the_bit(folders):
 
 def test_it_learns(folders):
     """A few steps lower the loss of a fixed batch."""
-    args = learn_images.arguments().parse_args(["--model", ".", "--clips", "8", "--prompts", "1", "--steps", "30"])
+    args = learn_images.arguments().parse_args(["--model", ".", "--clips", "8", "--prompts", "1", "--steps", "15"])
     backbone = open_backbone(folders / "first")
     backbone.load_weights(None)
     vision = learn_images.vision_model(0, 16, 48)
@@ -86,7 +87,7 @@ def test_it_learns(folders):
 
     before = loss()
     learn_images.train(backbone, buckets, args)
-    assert loss() < 0.9 * before
+    assert loss() < 0.95 * before
 
 
 def test_what_is_shipped_is_what_the_program_writes(tmp_path):
