@@ -63,7 +63,7 @@ class Config:
 
     # Model and data
     pretrained_model_root: str = flag("assets/tiny", "model folder in the layout of diffusers or of Tencent")
-    pretrained_transformer_version: str = flag(DEFAULT_VERSION, "published model, or sub-folder of transformer/")
+    pretrained_transformer_version: str = flag(DEFAULT_VERSION, "published model, sub-folder of transformer/, or i2v")
     output_dir: str = flag("./outputs", "run folder to create, or to resume")
     overwrite: bool = flag(False, "replace the run that output_dir holds")
     train_prompts: tuple[str, ...] | None = flag(None, "prompt files to train on: .txt, .csv or .jsonl", shown=OWN)

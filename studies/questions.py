@@ -262,14 +262,15 @@ def identity(config: Config) -> dict[str, Any]:
 
 
 DEFAULTS = identity(Config(adam_eps=1e-8))  # value of a newer flag in older results
-# Former defaults that appear in results: the model now names its layers, and the two other flags, which had one legal
-# value each, were removed. They mean the same as today's defaults, so the results stay valid.
+# Former defaults that appear in results: the model now names its layers and its negative prompt, and two other flags,
+# which had one legal value each, were removed. They mean the same as the defaults now, so the results stay valid.
 FORMER_DEFAULTS = {
     "lora_target_modules": [
         "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out",
     ],
     "lora_dropout": 0.0,
     "kl_compute_mode": "rollout_phase",
+    "negative_prompt": "",
 }  # fmt: skip
 
 

@@ -7,7 +7,8 @@ import pytest
 
 import post_train
 from embedded.shapes.reward import ShapesReward
-from sage_grpo.rewards import TOKEN_VARIABLE, remote
+from extra_rewards import remote
+from sage_grpo.rewards import TOKEN_VARIABLE
 from sage_grpo.tools import report
 from sage_grpo.train.trainer import Trainer
 from tests import elastic

@@ -108,16 +108,16 @@ def test_what_is_shipped_is_what_the_program_writes(tmp_path):
 
 
 def test_the_shipped_model_begins_with_its_image():
-    """A few clips of few steps: most begin with their image, and hardly any without it."""
+    """A few clips of few steps are nearer to their images than clips of the same noise that never saw them."""
     requests = [one.sized(48, 48) for one in read_requests(TINY / "images_valid.csv")[:6]]
-    matches = {}
+    found = {}
     for version in ("i2v", None):
         backbone = open_backbone(TINY, version=version)
         asked = [one if backbone.sees_image else Request(one.text) for one in requests]
         with torch.no_grad():
             clips = torch.cat([learn_images.sampled(backbone, one, 3, number) for number, one in enumerate(asked)])
-        matches[version] = ShapesWorld().gold(clips, requests)["image_match"].sum().item()
-    assert matches["i2v"] >= 4 and matches[None] <= 1, matches
+        found[version] = ShapesWorld().gold(clips, requests)["image_distance"]
+    assert found["i2v"].mean() < 0.75 * found[None].mean(), found
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

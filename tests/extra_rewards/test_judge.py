@@ -15,12 +15,12 @@ import torch
 from PIL import Image
 
 import post_train
-from extra_rewards import judge
+from extra_rewards import judge, remote
 from extra_rewards.judge import RUBRIC, Judge, expected_digit, read_rubric
 from extra_rewards.remote import RemoteError
 from sage_grpo.config import Config
 from sage_grpo.flags import parse
-from sage_grpo.rewards import HOSTS_VARIABLE, TOKEN_VARIABLE, remote
+from sage_grpo.rewards import HOSTS_VARIABLE, TOKEN_VARIABLE
 from sage_grpo.rewards.base import Composite, Setup
 from sage_grpo.train.build import build_composite
 from tests.extra_rewards.serving import TOKEN, answering

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import post_train
+from extra_rewards import remote
 from extra_rewards.remote import RemoteError
-from sage_grpo.rewards import HOSTS_VARIABLE, TOKEN_VARIABLE, remote
+from sage_grpo.rewards import HOSTS_VARIABLE, TOKEN_VARIABLE
 from sage_grpo.rewards.base import Setup, build_reward
 from tests.extra_rewards.serving import INFO, TOKEN, Light, answering, composite, remote_reward, serving
 

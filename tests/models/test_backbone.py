@@ -46,7 +46,8 @@ def test_sampling_file_with_other_values_is_refused(tmp_path, change):
 def test_the_negative_branch_runs_only_where_it_counts(scale, runs):
     seen, velocities = [], {"positive": torch.tensor([5.0]), "negative": torch.tensor([2.0])}
     model = SimpleNamespace(branch=lambda x, sigma, cond: (seen.append(cond), velocities[cond])[1])
-    velocity = Backbone.velocity(model, None, 0.5, "positive", Guidance(scale, "negative"))
+    negative = SimpleNamespace(seeing=lambda other: "negative" if other == "positive" else None)
+    velocity = Backbone.velocity(model, None, 0.5, "positive", Guidance(scale, negative))
     assert seen == runs and velocity.item() == 2 + scale * 3
 
 

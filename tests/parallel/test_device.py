@@ -11,6 +11,7 @@ import post_train
 from sage_grpo.parallel import device
 from sage_grpo.parallel.ranks import join_ranks
 from sage_grpo.tools import doctor, evaluate
+from tests.programs import exit_code
 
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\nGCC version: gcc 11.4.0\n"
 CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 19:39:15 UTC 2024\nGCC version: 12.3\n"
@@ -52,9 +53,9 @@ def test_so_are_sampling_and_the_tools(large, tmp_path, capsys):
         generate.main(["--model_path", str(large), "--prompt", "a red circle", "--output_path", str(tmp_path)])
     assert stop.value.code == 2 and sentence(capsys).startswith("generate.py: ")
     flags = ["--pretrained_model_root", str(large), "--output", str(tmp_path / "out")]
-    assert doctor.main(flags) == 2 and sentence(capsys).startswith("doctor: ")
+    assert exit_code(doctor.main, flags) == 2 and sentence(capsys).startswith("doctor: ")
     for words in ([], ["--checkpoints", str(tmp_path)]):
-        assert evaluate.main([*flags, *words]) == 2 and sentence(capsys).startswith("evaluate: ")
+        assert exit_code(evaluate.main, [*flags, *words]) == 2 and sentence(capsys).startswith("evaluate: ")
 
 
 def test_a_gpu_that_was_asked_for_must_be_there(tiny_folder, tmp_path, capsys):

@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from extra_rewards import remote
 from sage_grpo.flags import parse
-from sage_grpo.rewards import TOKEN_VARIABLE, remote
+from sage_grpo.rewards import TOKEN_VARIABLE
 from sage_grpo.tools import doctor, machine_checks
 from sage_grpo.tools.machine_checks import check_disk, check_gpus, check_host, check_reward, check_speed, machine_of
 from sage_grpo.tools.plan_memory import disk_bytes

@@ -133,7 +133,7 @@ def test_command_says_what_a_validation_costs(capsys, monkeypatch):
 def test_command_warns_of_updates_with_few_prompts_and_counts_the_hours_of_the_paper(capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     text = run(capsys, "--config configs/hunyuan15_1gpu_lora.yaml")[1]
-    assert "Note: " not in text and "120 GPU-hours for 25,600 clips" in text
+    assert "Note: " not in text and "111 GPU-hours for 25,600 clips" in text
     few = run(capsys, "--config configs/hunyuan15_1gpu_lora.yaml --gradient_accumulation_steps 4")[1]
     assert "Note: 4 prompt(s) per update" in few
 

@@ -61,18 +61,14 @@ def test_gradients_equal_the_formulas(prepared):  # noqa: F811
     assert worst_difference(our_gradients(trainer, schedule, batch, rewards), reference) < 2e-3  # fp32
 
 
-def test_the_comparison_sees_a_mistake(prepared):  # noqa: F811
-    trainer, schedule, batch, rewards = prepared()
-    reference = reference_gradients(trainer, batch, rewards, eta=0.5, error="sign of the KL")
-    assert worst_difference(our_gradients(trainer, schedule, batch, rewards), reference) > 0.05
-
-
 @pytest.fixture(scope="module")
 def expected():
     return {}
 
 
-@pytest.mark.parametrize("use_lora, name", [(True, "dp2"), (True, "sp2"), (False, "dp2"), (False, "fsdp2 x sp2")])
+@pytest.mark.parametrize(
+    "use_lora, name", [(True, "dp2"), (True, "sp2"), (False, "hsdp 2 x 2"), (False, "fsdp2 x sp2")]
+)
 def test_gradients_of_an_iteration_are_those_of_one_process(flags, expected, use_lora, name):
     if use_lora not in expected:
         expected[use_lora] = test_layouts.run(flags, use_lora, "one")[0]
