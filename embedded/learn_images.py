@@ -2,15 +2,16 @@
 
     python -m embedded.learn_images --model assets/tiny       (40 minutes on a CPU core; fully determined by --seed)
 
-Trains by flow matching only what text to video never reads: the weights of the condition channels, the projection of
-the image tokens, and their type. Adds a small vision model, as untrained as the text encoders, requests
-with images, and images.json, which says what the oracle reads in clips of these requests.
+Changes a folder that embedded/pretrain.py wrote: trains by flow matching only what text to video never reads, which is
+the weights of the condition channels, the projection of the image tokens, and their type. Adds a small vision model, as
+untrained as the text encoders, requests with images, and images.json: what the oracle reads in clips of these requests.
 """
 
 import argparse
 import csv
 import json
 import platform
+import sys
 import time
 from collections import defaultdict
 from dataclasses import dataclass
@@ -186,6 +187,8 @@ def sampled(backbone: Backbone, request: Request, num_steps: int, number: int) -
 
 def main() -> None:
     args = arguments().parse_args()
+    if (args.model / "image_encoder").exists():
+        sys.exit(f"learn_images.py: {args.model} animates images already; take one that embedded/pretrain.py wrote")
     backbone = open_backbone(args.model)
     backbone.load_weights(None)
     side = backbone.sampling.height

@@ -30,12 +30,18 @@ def folders(tmp_path_factory):
         patch.setattr(learn_images, "REQUESTS", {"train": 2, "valid": 1})
         patch.setattr(learn_images, "quality", lambda folder: {})  # takes longer than all else
         for name, seed in {"before": None, "first": 0, "same": 0, "other": 1}.items():
-            shutil.copytree(TINY, root / name)
+            shutil.copytree(TINY, root / name, ignore=shutil.ignore_patterns("image_encoder"))
             if seed is not None:
                 flags = ["--model", str(root / name), "--seed", str(seed), *FEW.split()]
                 patch.setattr(sys, "argv", ["learn_images.py", *flags])
                 learn_images.main()
     return root
+
+
+def test_what_has_learnt_is_not_taught_again(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["learn_images.py", "--model", str(TINY)])
+    with pytest.raises(SystemExit, match="assets/tiny animates images already"):
+        learn_images.main()
 
 
 def weights(folder):
