@@ -27,8 +27,11 @@ from sage_grpo.plugins import in_file, resolved
 from sage_grpo.rewards import REWARDS
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from sage_grpo.models.backbone import Backbone, Sampling
     from sage_grpo.parallel.ranks import Ranks
+    from sage_grpo.rewards.base import Reward
 
 TIMEOUT = 1800  # seconds that processes wait for each other
 AREAS = {"480p": 640 * 640, "720p": 960 * 960}  # pixels per frame, whatever the aspect ratio
@@ -137,8 +140,7 @@ def generate(args: argparse.Namespace, prompts: Sequence[Request], ranks: "Ranks
         path = args.output_path / f"{prompt.name}-{seed}-{number}.mp4"
         write_mp4(path, clip, own.fps)
         if reward:
-            scores = reward.score([clip], told(reward, [prompt]), own.fps)
-            record["scores"] = {name: round(value.item(), 6) for name, value in scores.items()}
+            record["scores"] = scored(reward, clip, prompt, own.fps)
         write_json(path.with_suffix(".json"), record, ensure_ascii=False)
         rows.append(thumbnails(clip))
         labels.append(label(record))
@@ -146,6 +148,21 @@ def generate(args: argparse.Namespace, prompts: Sequence[Request], ranks: "Ranks
         sheet = args.output_path / ("sheet.png" if world == 1 else f"sheet-{rank}.png")
         contact_sheet(sheet, rows, labels)
         print(f"wrote {len(rows)} clip{'s' * (len(rows) > 1)} and {sheet}")
+
+
+def scored(reward: "Reward", clip: "Tensor", prompt: Request, fps: int) -> dict[str, float]:
+    """The named scores of one clip; an error if one is not a number."""
+    import torch
+
+    from sage_grpo.rewards.base import told
+
+    found = reward.score([clip], told(reward, [prompt]), fps)
+    scores = {name: round(torch.as_tensor(value).item(), 6) for name, value in found.items()}
+    if broken := next((name for name, value in scores.items() if not math.isfinite(value)), None):
+        raise ValueError(
+            f"the reward gives {broken} {scores[broken]} for the prompt {prompt.text[:80]!r}: it is broken"
+        )
+    return scores
 
 
 def described(args: argparse.Namespace, prompt: Request, seed: int, number: int) -> dict:

@@ -18,7 +18,7 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,12 +142,17 @@ def run(name: str, flags: list[str], ranks: Ranks, folder: Path) -> Result:
     return result
 
 
-def main(arguments: list[str] | None = None) -> None:
+def options_of(about: str, ways: Iterable[str], arguments: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """The page and the ways to measure, and the flags of post_train.py."""
     form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form, allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=about, formatter_class=form, allow_abbrev=False)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS))
-    options, flags = parser.parse_known_args(arguments)
+    parser.add_argument("--ways", nargs="*", choices=ways, default=list(ways))
+    return parser.parse_known_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options, flags = options_of(__doc__, WAYS, arguments)
     REWARDS["contrast"] = lambda setup: Contrast()
     titles = [
         "way",

@@ -6,7 +6,6 @@ A row is the median over the second half of the iterations, without validations 
 apply to all rows.
 """
 
-import argparse
 import datetime
 import gc
 import platform
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.clips import options_of
 from benchmarks.grpo import PHASES
 from sage_grpo.flags import parse
 from sage_grpo.parallel.ranks import Ranks, join_ranks
@@ -55,11 +55,7 @@ def row(name: str, found: dict[str, float], slowest: float) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form, allow_abbrev=False)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS))
-    options, flags = parser.parse_known_args(arguments)
+    options, flags = options_of(__doc__, WAYS, arguments)
     titles = ["way", *(f"{phase}, s" for phase in PHASES), "an update, s", "updates per minute"]
     titles += ["times the first row", "largest ratio deviation", "whole run, s"]
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()

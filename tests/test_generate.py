@@ -184,6 +184,12 @@ def test_a_checkpoint_of_another_model_is_refused(folder, tmp_path, capsys):
     assert "1 of another shape (proj_out.bias (3,) instead of (8,))" in message
 
 
+def test_a_score_that_is_not_a_number_is_an_error(tiny_folder, tmp_path, capsys):
+    (tmp_path / "broken.py").write_text("def broken(clips, prompts):\n    return [float('nan')] * len(clips)\n")
+    flags = ("--prompt", PROMPT, "--score", f"{tmp_path / 'broken.py'}:broken")
+    assert "the reward gives broken nan for the prompt" in refused(capsys, tiny_folder, tmp_path / "out", *flags)
+
+
 def test_prompts_that_cannot_be_scored_are_refused_before_sampling(tiny_folder, tmp_path, capsys):
     message = refused(capsys, tiny_folder, tmp_path / "out", "--prompt", "a cat", "--score", "shapes")
     assert "unknown word 'cat'" in message and not (tmp_path / "out").exists()

@@ -33,7 +33,7 @@ def open_backbone(
     index = Path(folder) / "model_index.json"
     unnamed = next(name for start, name in VERSIONS.items() if (version or "").startswith(start))
     name = read_object(index).get("_class_name", unnamed) if index.is_file() else unnamed
-    name = TASKS.get((str(name), version), name)
+    name = TASKS.get((str(name), version), name)  # a file may name anything, such as a list
     if name not in list(BACKBONES):
         raise ValueError(f"{index} names {name!r}, which cannot be trained here; choose one of {', '.join(BACKBONES)}")
     backbone = plugins.load(BACKBONES, name)(folder, *args, version=version, **kwargs)

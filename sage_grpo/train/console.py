@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from sage_grpo.config import FIELDS, warnings
+from sage_grpo.models import DEFAULT_VERSION
 from sage_grpo.train.build import rollout_sampling
 from sage_grpo.train.trainer import Trainer
 
@@ -54,8 +55,10 @@ def ending(trainer: Trainer) -> str:
     """Where the result is, and the command to look at it."""
     first, c = (trainer.validation.prompts if trainer.validation else trainer.prompts)[0], trainer.config
     sample = ["python", "generate.py", "--checkpoint_path", str(trainer.run.path), "--prompt", first.text]
-    for flag, name in (("model_path", "pretrained_model_root"), 2 * ("pretrained_transformer_version",)):
-        sample += [f"--{flag}", getattr(c, name)] if getattr(c, name) != FIELDS[name].default else []
+    if c.pretrained_model_root != FIELDS["pretrained_model_root"].default:
+        sample += ["--model_path", c.pretrained_model_root]
+    if c.pretrained_transformer_version != DEFAULT_VERSION:
+        sample += ["--pretrained_transformer_version", c.pretrained_transformer_version]
     sample += ["--image", str(first.image.path)] if first.image else []
     checkpoint = trainer.run.checkpoints / f"step-{trainer.settled_step:06d}"
     return table({"checkpoint": str(checkpoint), "next": shlex.join(sample)})

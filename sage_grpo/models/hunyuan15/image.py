@@ -113,7 +113,7 @@ class ImageToVideo(Hunyuan15):
         return blank
 
     def default_size(self, request: Request) -> tuple[int, int]:
-        """Of the sizes that the model was trained on, the one whose shape is closest to the image."""
+        """The model's own size with the aspect ratio nearest to the image's."""
         target = self.parts.config("transformer").get("target_size", 640)
         rule = HunyuanVideo15ImageProcessor(vae_scale_factor=self.multiple).calculate_default_height_width
         return rule(*request.image.shape, target)

@@ -40,7 +40,7 @@ def test_batches_equal_single_clips_of_the_stock_vae(tiny_folder, adapt, monkeyp
 
 
 def test_tiles_are_decoded_without_the_compiler(tiny_folder, monkeypatch):
-    """They come in several sizes, and every size would be compiled anew."""
+    """They come in several sizes, and each would need graphs of its own."""
     vae = AutoencoderKLHunyuanVideo15.from_pretrained(tiny_folder, subfolder="vae", dtype=torch.float64)
     latents = torch.randn(1, vae.config.latent_channels, 2, 3, 2, generator=torch.Generator().manual_seed(0)).double()
     small = {"tile_latent_min_height": 2, "tile_latent_min_width": 2}
