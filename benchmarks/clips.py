@@ -128,6 +128,8 @@ def run(name: str, flags: list[str], ranks: Ranks, folder: Path) -> Result:
     trainer = build_trainer(config, ranks)
     trainer.validation = None
     forward, lossy, overlap = warm(trainer)
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
     (record,), (inside,) = measure(trainer)
     seconds = {phase: record[f"time/{phase}"] for phase in PHASES}
     overhead = sum(seconds[phase] for phase in IN_MODEL) / sum(inside[phase] for phase in IN_MODEL) - 1

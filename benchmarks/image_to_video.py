@@ -105,6 +105,7 @@ def expected(version: str, clip: Clip, moment: str) -> float:
     flags = {"pretrained_model_root": "absent", "pretrained_transformer_version": version, "use_lora": True}
     flags |= {"num_frames": clip.frames, "height": clip.height, "width": clip.width, "guidance_scale": 1.0}
     flags |= {"batch_size": 4, "micro_batch_size": 1, "compile": True, "keep_attention": True, "kl_weight": 0.0}
+    flags |= {"validation_videos": 0}
     parts = memory(plan_of(from_values(flags | {"master_weight_type": "bf16"}), 1, clip.text))
     return sum(parts[part][moment] for part in ("weights", "gradients", "activations")) / 2**30
 

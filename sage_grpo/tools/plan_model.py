@@ -175,7 +175,8 @@ def times(plan: Plan, overlap: bool = True) -> dict[str, float]:
     in full.
     """
     c, r, wait = plan.config, plan.rates, waits(plan)
-    forward, backward, passes = compute_time(plan), compute_time(plan, backward=True), plan.training_passes
+    forward, backward = (compute_time(plan, part) * r.in_trainer[part] for part in (False, True))
+    passes = plan.training_passes
     during, during_backward = (forward, backward) if overlap and c.enable_fsdp else (0.0, 0.0)
     gather, regather = max(0.0, wait["gather"] - during), max(0.0, wait["gather"] - during_backward)
     reduction, steps = wait["reduce"] + wait["replicas"], c.updates_per_rollout / c.gradient_accumulation_steps

@@ -130,10 +130,31 @@ def test_command_says_what_a_validation_costs(capsys, monkeypatch):
     assert found[8] == pytest.approx(2 * found[4], rel=0.01) and 3 < found[4] / 4 < 6 and found[64] > 200
 
 
+@pytest.mark.parametrize(
+    ("recipe", "flags", "clips", "measured"),
+    [
+        ("hunyuan15_1gpu_lora", "", 8, {"rollout": 6.70, "anchor": 1.90, "update": 6.85, "decode": 0.85}),
+        ("hunyuan15_1gpu_lora", "--guidance_scale 1", 8, {"rollout": 3.40, "anchor": 0.96, "update": 3.41}),
+        ("wan21_1gpu_24gb_lora", "", 4, {"rollout": 11.08, "anchor": 2.16, "update": 9.58, "decode": 4.41}),
+    ],
+)
+def test_measured_iterations(monkeypatch, recipe, flags, clips, measured):
+    """Of 2026-11-17-clips-h200.md and 2026-11-17-wan-h200.md; their windows began at steps 0 and 13."""
+    monkeypatch.chdir(ROOT)
+    counts = f"--batch_size {clips} --num_generations {clips} --gradient_accumulation_steps 1 --validation_videos 0"
+    plan = plan_of(parse(["--config", f"configs/{recipe}.yaml", *counts.split(), *flags.split()]), 1)
+    found = {phase: seconds / clips for phase, seconds in times(plan).items()}
+    found["anchor"] /= plan.anchored
+    start = 0 if clips == 8 else 13
+    steps = start / clips + plan.windows.size + 5
+    found["rollout"] *= steps * plan.slices * plan.branches / plan.rollout_passes
+    assert {phase: found[phase] for phase in measured} == pytest.approx(measured, rel=0.08)
+
+
 def test_command_warns_of_updates_with_few_prompts_and_counts_the_hours_of_the_paper(capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     text = run(capsys, "--config configs/hunyuan15_1gpu_lora.yaml")[1]
-    assert "Note: " not in text and "111 GPU-hours for 25,600 clips" in text
+    assert "Note: " not in text and "118 GPU-hours for 25,600 clips" in text
     few = run(capsys, "--config configs/hunyuan15_1gpu_lora.yaml --gradient_accumulation_steps 4")[1]
     assert "Note: 4 prompt(s) per update" in few
 

@@ -24,7 +24,7 @@ CONFIG = Config(
     enable_fsdp=True, batch_size=4, num_generations=4, num_sampling_steps=5, reward_model=("videoalign",), dtype="bf16",
     guidance_scale=6.0, timestep_shift=5.0, num_frames=9, height=32, width=48, micro_batch_size=2, report_to=("none",),
 )  # fmt: skip
-FREE = Calibration(nvlink=1e30, nic=1e30, host=1e30, optimizer=1e30)
+FREE = Calibration(nvlink=1e30, nic=1e30, host=1e30, optimizer=1e30, in_trainer=(1.0, 1.0))
 
 
 def varied(**rates: float) -> Calibration:
@@ -119,6 +119,14 @@ def test_phases_without_any_wait():
     assert found["reward"] == pytest.approx(4 * FREE.rewards["videoalign"][2])
     assert times(made(sp_size=2))["decode"] == pytest.approx(2 * 18 * FREE.decode)
     assert plan.clips_per_gpu_hour == pytest.approx(3600 * 4 / sum(found.values()))
+
+
+def test_passes_take_longer_in_the_trainer():
+    forward, backward = compute_time(made()), compute_time(made(), backward=True)
+    found = times(made(rates=varied(in_trainer=(1.1, 1.3))))
+    assert found["rollout"] == pytest.approx(20 * 1.1 * forward)
+    assert found["anchor"] == pytest.approx(0.9 * 20 * 1.1 * forward)
+    assert found["update"] == pytest.approx(20 * (1.1 * forward + 1.3 * backward))
 
 
 def test_only_what_outlasts_the_computation_is_waited_for():
