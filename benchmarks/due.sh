@@ -4,7 +4,7 @@
 #   bash benchmarks/due.sh PART OUTPUT [SECONDS]
 #
 #   clips    seconds and clips per GPU-hour at full size: all steps, the recipe, without guidance, fp8
-#   embedded updates per minute of the embedded model: prompts one by one, together, and compiled
+#   embedded updates per minute of the embedded model: prompts one by one, together, and as CUDA graphs
 #   decode   ways to decode a clip at full size
 #   beyond   training the embedded model far beyond the gain, four runs side by side (studies/overoptimisation.py);
 #            called again, it continues them

@@ -28,7 +28,7 @@ from sage_grpo.train.build import build_trainer
 WAYS = {
     "one prompt per forward": "--prompts_per_forward 1",
     "recipe": "",
-    "recipe, compiled": "--compile True",
+    "recipe, CUDA graphs": "--cuda_graphs True",
 }
 FIXED = "--report_to none --log_interval 1 --save_interval 0 --validation_interval 0 --validation_videos 0"
 

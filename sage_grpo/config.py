@@ -97,6 +97,7 @@ class Config:
     dtype: str | None = flag(None, "compute precision", choices=("fp32", "bf16"), shown="fp32 on a CPU, else bf16")
     master_weight_type: str = flag("fp32", "precision of the trained parameters", choices=("fp32", "bf16"))
     compile: bool = flag(False, "compile the transformer blocks and, on a GPU, the decoder")
+    cuda_graphs: bool = flag(False, "on a GPU, replay forward and backward as CUDA graphs: for small models")
     decode_gb: float = flag(0, "clips whose decode fits into so many GB are not tiled: faster", low=0)
     collective_timeout: float = flag(600, "seconds that ranks wait for each other; a reward may take half", above=0)
     start_timeout: float = flag(1800, "seconds that ranks wait for each other at the start", above=0)
@@ -304,6 +305,9 @@ def _batch(c: Config, ranks: int) -> Iterator[str]:
         yield f"sde_window is {c.sde_window}; {reason}: set gather_for_rollout True, or take {kind}_iteration"
     if c.prompts_per_forward > 1 and c.enable_fsdp:
         yield "prompts_per_forward is above 1; ranks of a sharded model would run different forwards"
+    whole = c.sp_size == c.guidance_scale == 1 and c.outside_window == "exact"
+    if c.cuda_graphs and (not whole or c.enable_fsdp or c.compile):
+        yield "cuda_graphs needs guidance_scale 1, sp_size 1, outside_window exact, enable_fsdp False, compile False"
     if c.micro_batch_size and min(batch, group) % c.micro_batch_size:
         yield f"micro_batch_size is {c.micro_batch_size}; it must divide the {min(batch, group)} videos of a prompt"
 

@@ -239,6 +239,9 @@ def test_what_a_terminal_would_obey_is_escaped():
     assert str(caught.value) == r"unknown key \x1b[2J\n; --help lists them all"
 
 
+GRAPHS = {"batch_size": 4, "cuda_graphs": True, "guidance_scale": 1.0}
+
+
 @pytest.mark.parametrize(
     "values, ranks, words",
     [
@@ -248,6 +251,12 @@ def test_what_a_terminal_would_obey_is_escaped():
         ({"batch_size": 8, "micro_batch_size": 8}, 1, "must divide the 4 videos"),
         ({"batch_size": 8, "prompts_per_forward": 2, "enable_fsdp": True}, 1, "prompts_per_forward is above 1"),
         ({"batch_size": 4, "sde_window": "random:2", "enable_fsdp": True}, 1, "or take random_iteration"),
+        ({"batch_size": 4, "cuda_graphs": True}, 1, "cuda_graphs needs guidance_scale 1"),
+        (GRAPHS | {"guidance_scale": 2.0}, 1, "cuda_graphs needs guidance_scale 1"),
+        (GRAPHS | {"sp_size": 2}, 2, "cuda_graphs needs guidance_scale 1, sp_size 1"),
+        (GRAPHS | {"compile": True}, 1, "compile False"),
+        (GRAPHS | {"enable_fsdp": True}, 1, "enable_fsdp False"),
+        (GRAPHS | {"outside_window": "fp8", "sde_window": "random:2"}, 1, "outside_window exact"),
         ({"batch_size": 4, "updates_per_rollout": 2, "gradient_accumulation_steps": 2}, 1, "one of them must be 1"),
         ({"batch_size": 4, "gradient_accumulation_steps": 3}, 1, "max_steps is 10000; it must be a multiple"),
         ({"batch_size": 4, "gradient_accumulation_steps": 2, "save_interval": 3}, 1, "save_interval is 3"),
@@ -264,6 +273,10 @@ def test_what_a_terminal_would_obey_is_escaped():
 def test_flags_that_do_not_go_together(values, ranks, words):
     with pytest.raises(ConfigError, match=words):
         check(from_values(values), ranks)
+
+
+def test_a_small_model_may_have_cuda_graphs():
+    check(from_values(GRAPHS))
 
 
 def test_videos_without_ffmpeg_are_refused_before_a_run_makes_any(monkeypatch):

@@ -16,6 +16,7 @@ from sage_grpo.data.requests import Request, read_requests
 from sage_grpo.manifest import file_sha256
 from sage_grpo.models import device_for, fp8, open_backbone
 from sage_grpo.models.backbone import Backbone, Guidance, Sampling, check_exported, holds_all_weights
+from sage_grpo.models.graphs import Graphs
 from sage_grpo.models.lora import LORA_FILE, add_adapter, init_adapter, load_adapter
 from sage_grpo.parallel.fsdp import shard
 from sage_grpo.parallel.ranks import Ranks, join_ranks
@@ -211,7 +212,10 @@ def prepare_transformer(backbone: Backbone, config: Config, ranks: Ranks) -> dic
         init_adapter(transformer, config.seed)
         if source:
             load_adapter(transformer, source)
-    return trainable_parameters(transformer, config.use_lora)
+    trained = trainable_parameters(transformer, config.use_lora)
+    if config.cuda_graphs and backbone.device.type == "cuda":
+        Graphs(transformer)
+    return trained
 
 
 def starting_point(config: Config) -> Path | None:
