@@ -80,11 +80,12 @@ beyond() {
 
 study() {
   share
-  local names name budget
+  local names name budget commit=${COMMIT:-$(git rev-parse --short=12 HEAD)} # COMMIT where there is no repository
   read -ra names <<< "${STUDIES:-rates}"
   for name in "${names[@]}"; do
     budget=$(awk "BEGIN { print ($(left) - 20) / 60 }")
-    "$python" -m studies.second_edition --studies "$name" --jobs 16 --budget_minutes "$budget" --cut || true
+    "$python" -m studies.second_edition --studies "$name" --jobs "${JOBS:-16}" --budget_minutes "$budget" --cut \
+      --commit "$commit" || echo "$name: exit code $?"
     "$python" -m studies.second_edition --choose # what the next study needs
   done
   find studies/second studies/*.json -type f | tar czf "$output/second.tar.gz" --files-from -
