@@ -58,14 +58,14 @@ def test_training_is_the_same_to_the_bit(recorded_graphs):
     assert len(graphs.pairs) == 2 and graphs.replays == len(outputs)  # one pair for each shape
 
 
-def test_results_outlive_the_next_forward(recorded_graphs):
+def test_inputs_and_results_outlive_the_next_forward(recorded_graphs):
     model = network()
     Graphs(model)
     (first, scale), *_ = inputs()
-    kept = model(first, scale).detach()
-    copied = kept.clone()
+    kept = (first, model(first, scale).detach())
+    copied = [tensor.clone() for tensor in kept]
     model(2 * first, scale)
-    assert torch.equal(kept, copied)
+    assert all(torch.equal(*pair) for pair in zip(kept, copied, strict=True))
 
 
 def test_a_backward_after_another_forward_is_refused(recorded_graphs):
