@@ -64,8 +64,8 @@ def shard_like(tensor: Tensor, part: Tensor) -> Tensor:
 @torch.no_grad()
 def copy_into(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
     """Copy values into this rank's shards of the parameters with the same names."""
-    for name, value in values.items():
-        local_shard(parameters[name]).copy_(local_shard(value))
+    if values:
+        torch._foreach_copy_([local_shard(parameters[n]) for n in values], [local_shard(v) for v in values.values()])
 
 
 @contextmanager

@@ -158,8 +158,8 @@ def signals(trainer: "Trainer", clips: Sequence[Tensor | None], scores: Scores) 
 
 
 def sum_of_squares(tensors: Iterable[Tensor]) -> float:
-    norms = [torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64) for tensor in tensors]
-    return torch.stack(norms).square().sum().item() if norms else 0.0
+    found = [tensor.detach() for tensor in tensors]
+    return torch.stack(torch._foreach_norm(found, dtype=torch.float64)).square().sum().item() if found else 0.0
 
 
 def thumbnail(clip: Tensor | None) -> Tensor:

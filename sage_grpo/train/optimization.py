@@ -79,14 +79,15 @@ class Optimization:
                 group["lr"] = self.learning_rate
             optimizer.step()
         self.updates += 1
-        with torch.no_grad():
-            for name, average in self.average.items():
-                local_shard(average).lerp_(local_shard(self.parameters[name]), 1 - self.config.ema_decay)
+        if self.average:
+            pairs = [(local_shard(old), local_shard(self.parameters[n]).detach()) for n, old in self.average.items()]
+            torch._foreach_lerp_(*map(list, zip(*pairs, strict=True)), 1 - self.config.ema_decay)
 
     @property
     def is_finite(self) -> bool:
         """Whether this rank's shards of the parameters are finite."""
-        return bool(torch.stack([local_shard(p).detach().isfinite().all() for p in self.parameters.values()]).all())
+        norms = torch._foreach_norm([local_shard(p).detach() for p in self.parameters.values()])
+        return bool(torch.stack(norms).isfinite().all())
 
     def zero_grad(self) -> None:
         for parameter in self.parameters.values():
