@@ -27,7 +27,18 @@ from sage_grpo.intervals import Interval
 from sage_grpo.tools.figure_style import GREY, STYLE, colors_of
 from studies.questions import RECIPE, ROOT, SDES, STUDIES, Study, StudyPlan
 from studies.records import VALIDATED, Record, curve, mean, read_all, schedule_of, validated
-from studies.result_tables import MEASURES, Arms, arms_of, comparable, compared, first_page, refreshed, tables
+from studies.result_tables import (
+    MEASURES,
+    NO_MORE,
+    Arms,
+    Table,
+    arms_of,
+    comparable,
+    compared,
+    first_page,
+    refreshed,
+    tables,
+)
 from studies.sde_study import plot_std
 
 CURVES = {"reward/total": "reward", "reward/group_std": "exploration: reward std inside a group",
@@ -170,7 +181,8 @@ def draw_schedules(axes: np.ndarray, arms: Arms, variable: str) -> None:
         finish(row, variable)
 
 
-FIGURES: dict[str, tuple[tuple[int, int], Draw]] = {  # study -> rows and columns, draw function; others: draw_curves
+Figures = Mapping[str, tuple[tuple[int, int], Draw]]
+FIGURES: Figures = {  # study -> rows and columns, draw function; others: draw_curves
     "balancing": ((3, 5), draw_balancing),
     "feedback": ((1, 4), partial(draw_curves, curves=HELD)),
     "schedules": ((2, 4), draw_schedules),
@@ -208,7 +220,9 @@ def paired(arms: Arms) -> Arms:
     return {arm: {seed: record for seed, record in records.items() if seed in shared} for arm, records in arms.items()}
 
 
-def drawings(plan: StudyPlan, studies: Mapping[str, Study], found: Mapping[str, Record]) -> dict[str, tuple[Any, ...]]:
+def drawings(
+    plan: StudyPlan, studies: Mapping[str, Study], found: Mapping[str, Record], figures: Figures = FIGURES
+) -> dict[str, tuple[Any, ...]]:
     """Arguments of `draw`, by name: a figure per study with results, Figure 4 as `gradients`, Figure 9 as `std`."""
     made: dict[str, tuple[Any, ...]] = {}
     for name, study in studies.items():
@@ -217,7 +231,7 @@ def drawings(plan: StudyPlan, studies: Mapping[str, Study], found: Mapping[str, 
             continue
         found_arms = arms
         arms = ordered(paired(arms))
-        shape, plot = FIGURES.get(name, ((1, 4), draw_curves))
+        shape, plot = figures.get(name, ((1, 4), draw_curves))
         curves = partial(plot, arms=arms, variable=variable_of(name, study))
         above = partial(draw_differences, study=study, arms=ordered(found_arms))
         made[name] = (shape, curves, "row" if name == "balancing" else False, len(compared(study, found_arms)), above)
@@ -227,7 +241,13 @@ def drawings(plan: StudyPlan, studies: Mapping[str, Study], found: Mapping[str, 
     return made
 
 
-def main(arguments: Sequence[str] | None = None, studies: Mapping[str, Study] = STUDIES) -> int:
+def main(
+    arguments: Sequence[str] | None = None,
+    studies: Mapping[str, Study] = STUDIES,
+    figures: Figures = FIGURES,
+    more: Mapping[str, Table] = NO_MORE,
+) -> int:
+    """figures, more: of some studies, instead of the curves and after the tables that all have."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=ROOT / "studies" / "results")
     parser.add_argument("--page", type=Path, default=ROOT / "studies" / "results.md")
@@ -243,7 +263,7 @@ def main(arguments: Sequence[str] | None = None, studies: Mapping[str, Study] = 
         return 2
     folder = args.page.parent / "figures"
     folder.mkdir(parents=True, exist_ok=True)
-    made, drawn = tables(plan, studies, found), drawings(plan, studies, found)
+    made, drawn = tables(plan, studies, found, more), drawings(plan, studies, found, figures)
     links = {name: f"figures/results_{name}.png" for name in drawn}
     page = args.page.read_text(encoding="utf-8") if args.page.is_file() else first_page(studies, made, links)
     for name in (name for name in drawn if links[name] in page):

@@ -73,6 +73,8 @@ MEASURES = {  # from the last validation, then from training
 VERDICTS = {1: "**better**", -1: "**worse**", 0: "undecided"}
 
 Arms = Mapping[str, Mapping[int, Record]]  # arm -> seed -> results
+Table = Callable[[Arms, Mapping[str, Record]], str]
+NO_MORE: Mapping[str, Table] = {}
 
 
 def arms_of(plan: StudyPlan, name: str, study: Study, found: Mapping[str, Record]) -> Arms:
@@ -103,11 +105,15 @@ def at_equal_reward(record: Record, other: Record, key: str) -> float:
     level = min(float(np.nanmax(values)) for values in rewards)
     if level <= max(values[0] for values in rewards):
         return math.nan
-    gold = np.array(record["validation"][key], dtype=float)
-    for i in range(len(gold) - 1):
-        low, high = rewards[0][i], rewards[0][i + 1]
+    return crossing(rewards[0], np.array(record["validation"][key], dtype=float), level)
+
+
+def crossing(rewards: np.ndarray, values: np.ndarray, level: float) -> float:
+    """A value where the reward first is at `level`, linearly between validations; NaN if it never is."""
+    for i in range(len(rewards) - 1):
+        low, high = rewards[i], rewards[i + 1]
         if min(low, high) <= level <= max(low, high) and low != high:
-            return float(gold[i] + (gold[i + 1] - gold[i]) * (level - low) / (high - low))
+            return float(values[i] + (values[i + 1] - values[i]) * (level - low) / (high - low))
     return math.nan
 
 
@@ -301,14 +307,17 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]) + "\n"
 
 
-def tables(plan: StudyPlan, studies: Mapping[str, Study], found: Mapping[str, Record]) -> dict[str, str]:
-    """Markdown for each study with something to compare, for `per_step` statistics and for `runs`."""
+def tables(
+    plan: StudyPlan, studies: Mapping[str, Study], found: Mapping[str, Record], more: Mapping[str, Table] = NO_MORE
+) -> dict[str, str]:
+    """Markdown for each study with something to compare, with `more` for some; for `per_step` statistics, `runs`."""
     made = {}
     for name, study in studies.items():
         arms = arms_of(plan, name, study, found)
         if comparable(arms):
             made[name] = (table2(arms) + "\n" if name == "table2" else "") + study_table(study, arms)
             made[name] += "\n" + reached(study, arms) if study.path_kl else ""
+            made[name] += "\n" + more[name](arms, found) if name in more else ""
     if found:
         made |= {"per_step": per_step_table(plan, studies, found), "runs": origins(found)}
     return made

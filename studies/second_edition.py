@@ -28,16 +28,15 @@ from sage_grpo.flags import from_values, yaml_mapping
 from sage_grpo.json_files import write_json
 from sage_grpo.tools.plan import plan_of
 from sage_grpo.train.update import sampler_of
-from studies import ablate, kl_strategies, records
+from studies import ablate, compute, kl_strategies, records
 from studies import page as results_page
+from studies.compute import DECODED, REWARDED, TRAINED, units
 from studies.questions import OFF, PUBLISHED, ROOT, SETTING_A, Flags, Study
 
 RECIPE = ROOT / "configs" / "tiny_gpu.yaml"
 RESULTS, PAGE, CHOSEN, WEIGHTS, SUMMARY = (
     ROOT / "studies" / name for name in ("second", "registration.md", "rates.json", "kl_weights.json", "second.md")
 )
-# units of a forward and backward with LoRA, of a decode and of a reward, as measured at full size (docs/efficiency.md)
-TRAINED, DECODED, REWARDED = 3.7, 3.8, 0.7
 RATES = (1e-4, 3e-4, 1e-3)
 SEARCH = {"seeds": 1, "first_seed": 101}
 SEEDS = 8
@@ -45,7 +44,7 @@ BUDGET = 40  # updates of the published method, whose units every arm of the hea
 SHARED: dict[str, Any] = {
     "num_sampling_steps": 10, "validation_num_inference_steps": 10, "sde_window": "all_but_last", "num_generations": 8,
     "batch_size": 128, "prompts_per_forward": 8, "save_interval": 20, "keep_checkpoints": 1, "validation_videos": 0,
-    "report_to": "none", "log_interval": 2,
+    "report_to": "none", "log_interval": 5,
 }  # fmt: skip
 RIVAL = {"tail_steps": 5, "timestep_fraction": 0.3}  # rollouts of 5 steps of second order, 3 trained noise levels
 CHEAP = {"same_init_noise": True, "tail_steps": 3}
@@ -54,7 +53,9 @@ EQUAL_ENERGY = {"flow_grpo": 0.7498, "dance_grpo": 1.7656, "cps": 0.4927, "preci
 METHODS: dict[str, Flags] = {
     "published": PUBLISHED,
     "sage, all but the last step": {},
-    "MixGRPO, sliding window of 2": {"sde_window": "slide_iteration:2"},
+    "MixGRPO, sliding window of 4": {"sde_window": "slide_iteration:4"},
+    "2 steps per prompt": {"sde_window": "random:2"},
+    "1 step per prompt": {"sde_window": "random:1"},
     "flash, 2 steps per prompt": {"sde_window": "random:2"} | CHEAP,
     "flash, 1 step per prompt": {"sde_window": "random:1"} | CHEAP,
     **{name.partition("_")[0]: {"sde_type": name, "eta": eta} for name, eta in EQUAL_ENERGY.items()},
@@ -67,13 +68,6 @@ CLIPS = 5120  # of every arm of the study of batches
 
 def config_of(*flags: Flags) -> Config:
     return from_values(yaml_mapping(RECIPE.read_text(encoding="utf-8"), str(RECIPE)), SHARED, *flags)
-
-
-def units(config: Config) -> float:
-    """Units of one clip, in rollout, anchor and update, by the planner's counts; decode and reward included."""
-    plan = plan_of(replace(config, pretrained_model_root=str(ROOT / config.pretrained_model_root)), 1)
-    passes = plan.rollout_passes + plan.training_passes * (plan.anchored + TRAINED)  # each pair is in one update
-    return passes * plan.micro_batch / config.batch_size + DECODED + REWARDED
 
 
 def energy(config: Config) -> float:
@@ -203,8 +197,14 @@ interval of its mean over the 8 pairs excludes 0 and its p-value, corrected by H
 the head-to-head if it beats the published one in gold match, and none that also does has a higher match by the same
 rule. If a rival (awm, nft) wins, it is named the winner, and the recipes say when to take it.
 
+**Units to a reward.** The reward that *{compute.ALL_STEPS}* has at the end of its search, at its best rate, is the
+level. For each run of the head-to-head, the units until held-out prompts have it, linearly between validations, over
+those of that arm with the same seed. Runs that never reach it count with all their units; seeds in which that arm never
+does leave the pairs. An arm is cheaper or dearer by the rule above, on logarithms. The target is a third.
+
 **Budget.** 90 updates of 8 prompts x 16 clips in 5 steps took 430 s on an H200 with eight runs side by side; by that,
-the first six studies below take about 30, 85, 20, 40, 20 and 10 minutes in this order. Runs are kept one by one.
+the first six studies below would take 35, 100, 20, 40, 20 and 10 minutes in this order. Most of that were CPU threads
+that hindered each other, and an update of one run alone takes 1.1 s. Runs are kept one by one.
 
 {kl_strategies.REGISTERED}"""
 
@@ -221,6 +221,13 @@ def choose(results: Path) -> dict[str, float]:
     return {arm: max(rates, key=lambda rate: rates[rate]) for arm, rates in found.items() if len(rates) == len(RATES)}
 
 
+def summary(results: Path, page: Path) -> int:
+    """Write tables and figures of the results."""
+    where = ["--recipe", str(RECIPE), "--results", str(results), "--page", str(page)]
+    figures = {"head_to_head": ((1, 4), compute.draw_compute), "batches": ((1, 3), compute.draw_batches)}
+    return results_page.main(where, studies(), figures, {"head_to_head": compute.cost_table})
+
+
 def main(arguments: Sequence[str]) -> int:
     if "--page" in arguments:
         PAGE.write_text(page(), encoding="utf-8")
@@ -230,8 +237,7 @@ def main(arguments: Sequence[str]) -> int:
         write_json(WEIGHTS, kl_strategies.choose(RESULTS))
         return 0
     if "--summary" in arguments:
-        where = ["--recipe", str(RECIPE), "--results", str(RESULTS), "--page", str(SUMMARY)]
-        return results_page.main(where, studies())
+        return summary(RESULTS, SUMMARY)
     options = ablate.parsed(arguments)
     wanted = kl_strategies.COMPARED in (options.studies or studies())
     if wanted and not options.list and (left := kl_strategies.missing(kl_weights())):

@@ -1,0 +1,122 @@
+"""Results against compute, from made-up results with known numbers."""
+
+import math
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from studies import compute, records
+from studies.compute import ALL_STEPS, at_equal_reward, cost_table, level_of, units_to, validations
+from studies.questions import StudyPlan, StudyRun
+from studies.second_edition import RECIPE, config_of, studies, summary, units
+from tests.studies.invented_results import invented
+
+FLASH = "flash, 2 steps per prompt"
+
+
+def run(arm, seed, study="head_to_head"):
+    flags = studies()[study].arms[arm]
+    return StudyRun(study, arm, seed, config_of(flags, {"seed": seed}))
+
+
+def results(gains):
+    """arm -> seed -> a run whose reward rises linearly from 0.6 by so much; the level is 0.8."""
+    return {
+        arm: {seed: invented(run(arm, seed), gain) for seed, gain in enumerate(own, 1)} for arm, own in gains.items()
+    }
+
+
+@pytest.fixture
+def search(monkeypatch):
+    monkeypatch.setattr(compute, "level_of", lambda found: 0.8)
+    return {}
+
+
+def test_units_are_spent_step_by_step():
+    record = invented(run(FLASH, 1))
+    spent, rewards = validations(record, "reward/total")
+    config = run(FLASH, 1).config
+    assert spent[0] == 0 and spent[-1] == pytest.approx(units(config) * config.batch_size * config.max_steps)
+    assert rewards[-1] == pytest.approx(0.9) and len(spent) == 3
+
+
+def test_units_to_a_reward_lie_between_validations():
+    record = invented(run(FLASH, 1), gain=0.4)
+    whole = validations(record, "reward/total")[0][-1]
+    assert units_to(record, 0.9) == pytest.approx(0.75 * whole, rel=0.01)
+    assert math.isnan(units_to(record, 1.1))
+
+
+def test_the_level_is_that_of_the_search_at_its_best_rate():
+    found = {}
+    for number, (arm, gain, lost) in enumerate(
+        [(f"{ALL_STEPS}, 0.0001", 0.1, ""), (f"{ALL_STEPS}, 0.0003", 0.3, ""), (f"{ALL_STEPS}, 0.001", 0.5, "lost")]
+    ):
+        found[str(number)] = invented(run(arm, 101, "rates"), gain, collapsed=lost)
+    found["other"] = invented(run("flow, 0.001", 101, "rates"), 0.9)
+    found["compared"] = invented(run(ALL_STEPS, 1), 0.8)
+    assert level_of(found) == pytest.approx(0.9)
+    assert math.isnan(level_of({}))
+
+
+def test_an_arm_that_takes_half_the_units_is_cheaper(search):
+    table = cost_table(results({ALL_STEPS: [0.2, 0.21, 0.22, 0.2], FLASH: [0.4, 0.42, 0.45, 0.41]}), search)
+    row = next(line for line in table.splitlines() if line.startswith(f"| {FLASH} "))
+    assert "| 4 | 4 |" in row and "**cheaper**" in row
+    ratio = float(row.split("|")[5].split()[0])
+    assert ratio == pytest.approx(0.5, abs=0.02)  # both have the same budget, and one gains twice as fast
+
+
+def test_runs_that_never_get_there_count_with_their_budget(search):
+    table = cost_table(results({ALL_STEPS: [0.4, 0.4, 0.4], FLASH: [0.1, 0.1, 0.1], "flow": [0.1, 0.5, 0.4]}), search)
+    row = next(line for line in table.splitlines() if line.startswith(f"| {FLASH} "))
+    assert "| 3 | 0 | over " in row and "**dearer**" in row
+    other = next(line for line in table.splitlines() if line.startswith("| flow "))
+    assert "| 3 | 2 | over " in other and "undecided" in other
+
+
+def test_a_seed_without_a_reference_leaves_the_pairs(search):
+    few = cost_table(results({ALL_STEPS: [0.1, 0.4, 0.4], FLASH: [0.4, 0.4, 0.4]}), search)
+    row = next(line for line in few.splitlines() if line.startswith(f"| {FLASH} "))
+    assert "nan" in row and "undecided" in row  # two pairs are too few for an interval
+
+
+def test_matches_are_compared_at_the_reward_that_all_reach():
+    names = [f"{count} prompts per update" for count in (1, 16)]
+    arms = {names[0]: {1: invented(run(names[0], 1, "batches"), gain=0.2, match=0.8)}}
+    arms[names[1]] = {1: invented(run(names[1], 1, "batches"), gain=0.4, match=1.0)}
+    found = at_equal_reward(arms)
+    assert found[names[0]] == pytest.approx([0.8]) and found[names[1]] == pytest.approx([0.8])
+
+
+def test_figures_show_every_arm():
+    axes = Figure().subplots(1, 4, squeeze=False)
+    arms = results({ALL_STEPS: [0.2, 0.3, 0.4], FLASH: [0.4, 0.5, 0.6]})
+    compute.draw_compute(axes, arms, "method")
+    spent, rewards = axes.flat[0].lines[0].get_data()
+    whole = validations(arms[ALL_STEPS][1], "reward/total")[0]
+    np.testing.assert_allclose(spent, whole / 1000)
+    np.testing.assert_allclose(rewards, [0.6, 0.75, 0.9])
+    assert all(len(ax.lines) >= 2 for ax in axes.flat)
+    axes = Figure().subplots(1, 3, squeeze=False)
+    names = [f"{count} prompts per update" for count in (1, 16)]
+    compute.draw_batches(axes, {name: {1: invented(run(name, 1, "batches"))} for name in names}, "")
+    np.testing.assert_allclose(np.array(axes.flat[0].lines[0].get_data(), float), [[1, 16], [0.9, 0.9]])
+
+
+def test_the_summary_has_the_table_and_the_figure(tmp_path):
+    plan, found = StudyPlan(recipe=RECIPE, studies=studies()), {}
+    for arm in (ALL_STEPS, FLASH):
+        for seed in (1, 2, 3):
+            one = plan.runs[plan.keys["head_to_head", arm, seed]]
+            found[one.name] = invented(one, 0.3 + 0.01 * seed)
+    rate = plan.runs[plan.keys["rates", f"{ALL_STEPS}, 0.0003", 101]]
+    found[rate.name] = invented(rate, 0.2)
+    (tmp_path / "results").mkdir()
+    for name, record in found.items():
+        records.write(tmp_path / "results" / f"{name}.json", record)
+    assert summary(tmp_path / "results", tmp_path / "page.md") == 0
+    text = (tmp_path / "page.md").read_text()
+    assert "Units until held-out prompts have a reward of 0.800" in text
+    assert (tmp_path / "figures" / "results_head_to_head.png").stat().st_size > 20_000
