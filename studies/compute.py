@@ -24,6 +24,7 @@ from studies.statistics import holm, p_value
 # units of a forward and backward with LoRA, of a decode and of a reward, as measured at full size (docs/efficiency.md)
 TRAINED, DECODED, REWARDED = 3.7, 3.8, 0.7
 ALL_STEPS = "sage, all but the last step"  # the arm that windows are compared with
+SHARE = 0.75  # of its gain in the search, which a run with another seed should reach as well
 MEASURED = {"reward/total": "reward", "gold/match": "gold match", "gold/distance": "distance to the manifold"}
 VARIETY = "signal/variety"
 
@@ -47,9 +48,11 @@ def validations(record: Record, key: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def level_of(found: Mapping[str, Record]) -> float:
-    """The reward to be reached: the last one of ALL_STEPS in the search, at its best rate."""
+    """The reward to be reached: the base model's, and SHARE of what ALL_STEPS gained at its best rate in the search."""
     searched = [r for r in found.values() if r["study"] == "rates" and r["arm"].rpartition(", ")[0] == ALL_STEPS]
-    return max((validated(r, "reward/total") for r in searched if not r["collapsed"]), default=math.nan)
+    ends = [[validated(r, "reward/total", at) for at in (0, -1)] for r in searched if not r["collapsed"]]
+    first, last = max(ends, key=lambda pair: pair[1], default=(math.nan, math.nan))
+    return first + SHARE * (last - first)
 
 
 def units_to(record: Record, level: float) -> float:
@@ -83,33 +86,37 @@ def cost_table(arms: Arms, found: Mapping[str, Record]) -> str:
         ratio, low, high = (math.exp(change.mean + end) for end in (0.0, -change.half, change.half))
         decided = change.sign if tests.get(row[0], 1.0) < LEVEL else 0
         verdict = {-1: "**cheaper**", 1: "**dearer**", 0: "undecided"}[decided]
-        row.append(f"{ratio:.2f} ({low:.2f} to {high:.2f}): {verdict}" if row[0] in tests else "")
-    head = ["arm", "runs", "reach it", "units, geometric mean", f"over those of {ALL_STEPS}"]
-    text = f"Units until held-out prompts have a reward of {level:.3f}, which the search reached with {ALL_STEPS}."
-    return f"{text} Ratios by pairs of seeds, with 95 % intervals.\n\n{markdown([head, *rows])}"
+        told = f"{ratio:.2f} ({low:.2f} to {high:.2f}): {verdict}" if math.isfinite(low) else f"{ratio:.2f}, {verdict}"
+        kept, half = interval_of([relative_variety(record)[-1] for record in arms[row[0]].values()])
+        row += [told if row[0] in tests else "", f"{kept:.2f} ± {half:.2f}"]
+    head = ["arm", "runs", "reach it", "units, geometric mean", f"over those of {ALL_STEPS}", "variety, end over start"]
+    goal = f"a reward of {level:.3f}: {SHARE:.0%} of what {ALL_STEPS} gained in the search"
+    text = f"Units until held-out prompts have {goal}. Ratios by pairs of seeds, with 95 % intervals."
+    return f"{text}\n\n{markdown([head, *rows])}"
 
 
 def draw_compute(axes: np.ndarray, arms: Arms, variable: str) -> None:
     """Held-out reward, gold match and distance, and the variety of training clips, against thousands of units."""
-    colors = colors_of({arm: arm for arm in arms})
+    found = {arm: list(records.values()) for arm, records in arms.items() if records}
+    colors = list(colors_of({arm: arm for arm in found}).values())  # dashed where they come again
+    styles = {arm: {"color": colors[i], "ls": ("-", "--")[colors[i] in colors[:i]]} for i, arm in enumerate(found)}
     for ax, (key, title) in zip(axes.flat, MEASURED.items(), strict=False):
-        for arm, records in ((arm, records) for arm, records in arms.items() if records):
-            draw_validations(ax, list(records.values()), key, colors[arm], arm)
+        for arm, records in found.items():
+            draw_validations(ax, records, key, label=arm, **styles[arm])
         ax.set(title=f"{title}, held out", xlabel="1,000 units")
-    for arm, records in ((arm, records) for arm, records in arms.items() if records):
-        steps, relative = varieties(list(records.values()))
-        axes.flat[3].plot(steps, relative, color=colors[arm], label=arm)
+    for arm, records in found.items():
+        axes.flat[3].plot(*varieties(records), label=arm, **styles[arm])
     axes.flat[3].set(title="variety, relative to the start", xlabel="1,000 units")
     finish(axes, variable, below=True)
 
 
-def draw_validations(ax: Axes, records: Sequence[Record], key: str, color: str, label: str) -> None:
+def draw_validations(ax: Axes, records: Sequence[Record], key: str, color: str, **style: str) -> None:
     """Means over seeds at the validations, and the 95 % interval over seeds at the last."""
     whole = [record for record in records if not math.isnan(validated(record, key))]
     if not whole:
         return
     spent, rows = validations(whole[0], key)[0] / 1000, [validations(record, key)[1] for record in whole]
-    ax.plot(spent, over_seeds(rows), "o-", ms=3, color=color, label=label)
+    ax.plot(spent, over_seeds(rows), marker="o", ms=3, color=color, **style)
     ax.errorbar(spent[-1], *interval_of([row[-1] for row in rows]), color=color, capsize=2)
 
 
@@ -121,9 +128,14 @@ def interval_of(values: Sequence[float]) -> tuple[float, float]:
 def varieties(records: Sequence[Record]) -> tuple[np.ndarray, np.ndarray]:
     """Thousands of units, and the mean over seeds of the variety relative to a run's first."""
     length = min(len(record["steps"]) for record in records)
-    rows = [smooth(curve(record, VARIETY))[:length] for record in records]
     steps = per_iteration(records[0]) * np.array(records[0]["steps"][:length]) / 1000
-    return steps, over_seeds([row / row[0] for row in rows])
+    return steps, over_seeds([relative_variety(record)[:length] for record in records])
+
+
+def relative_variety(record: Record) -> np.ndarray:
+    """How much the clips of a prompt differ, over the run, relative to its start."""
+    found = smooth(curve(record, VARIETY))
+    return found / found[0]
 
 
 def draw_batches(axes: np.ndarray, arms: Arms, variable: str) -> None:

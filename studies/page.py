@@ -54,6 +54,7 @@ VARIABLES = {"balancing": "equalizer", "strategies": "KL strategy", "sde": "SDE"
 WINDOW = 5  # points in a running mean
 SIZE = (3.3, 2.5)  # inches per panel
 FOREST = (0.75, 0.21)  # inches: height of a panel with differences, without rows and per row
+COLUMNS = 7  # of a legend below all panels
 APART = 0.012  # fraction of the horizontal axis between the dots of two arms
 Draw = Callable[..., None]
 
@@ -125,7 +126,7 @@ def finish(axes: np.ndarray, title: str, below: bool = False) -> None:
     first = axes.flat[0]
     handles, labels = first.get_legend_handles_labels()
     if handles and below:
-        place = {"loc": "outside lower center", "ncols": len(labels), "fontsize": 8}
+        place = {"loc": "outside lower center", "ncols": min(len(labels), COLUMNS), "fontsize": 8}
         first.figure.legend(handles, labels, title=title, **place)
     elif handles:
         first.legend(title=title)

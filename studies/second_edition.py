@@ -105,7 +105,7 @@ def kl_weights() -> dict[str, float]:
 
 def batches() -> dict[str, Flags]:
     """Arms with other numbers of prompts per update, of 8 clips each, and as many clips in all."""
-    flags = {f"{count} prompts per update": {"batch_size": 8 * count} for count in PROMPTS}
+    flags = {f"{count} prompt{'s' * (count > 1)} per update": {"batch_size": 8 * count} for count in PROMPTS}
     return {arm: one | {"prompts_per_forward": 1} | lasting(CLIPS // one["batch_size"]) for arm, one in flags.items()}
 
 
@@ -197,10 +197,11 @@ interval of its mean over the 8 pairs excludes 0 and its p-value, corrected by H
 the head-to-head if it beats the published one in gold match, and none that also does has a higher match by the same
 rule. If a rival (awm, nft) wins, it is named the winner, and the recipes say when to take it.
 
-**Units to a reward.** The reward that *{compute.ALL_STEPS}* has at the end of its search, at its best rate, is the
-level. For each run of the head-to-head, the units until held-out prompts have it, linearly between validations, over
-those of that arm with the same seed. Runs that never reach it count with all their units; seeds in which that arm never
-does leave the pairs. An arm is cheaper or dearer by the rule above, on logarithms. The target is a third.
+**Units to a reward.** The level is the reward of the base model and {compute.SHARE:.0%} of what *{compute.ALL_STEPS}*
+gained at its best rate in the search. For each run of the head-to-head, the units until held-out prompts have it,
+linearly between validations, over those of that arm with the same seed. Runs that never reach it count with all their
+units; seeds in which that arm never does leave the pairs. An arm is cheaper or dearer by the rule above, on logarithms.
+The target is a third.
 
 **Budget.** 90 updates of 8 prompts x 16 clips in 5 steps took 430 s on an H200 with eight runs side by side; by that,
 the first six studies below would take 35, 100, 20, 40, 20 and 10 minutes in this order. Most of that were CPU threads
