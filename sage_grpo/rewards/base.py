@@ -199,9 +199,8 @@ def _flat_weights(rewards: Mapping[str, Reward], weights: Mapping[str, Any]) -> 
     if len(rewards) == 1 and not set(weights) <= set(rewards):
         weights = dict.fromkeys(rewards, weights)
     flat: dict[tuple[str, str], float] = {}
-    for name in weights:
-        if name not in rewards:
-            raise ValueError(f"reward_weights names {name}; the rewards are {', '.join(rewards)}")
+    if unknown := [name for name in weights if name not in rewards]:
+        raise ValueError(f"reward_weights names {unknown[0]}; the rewards are {', '.join(rewards)}")
     for name, reward in rewards.items():
         given = weights.get(name, {})
         if not isinstance(given, Mapping):

@@ -139,8 +139,7 @@ def parted(run: RunHistory) -> str:
 def print_summary(folder: Path) -> None:
     """Print a table of a run's results and write the page; a full disk does not make the run fail."""
     try:
-        run = read_run(folder)
-        clips = before_after(run)
+        clips = before_after(read_run(folder))
         print(*map(aligned, tables(compared(clips, total=True)) if clips else ()), sep="\n\n")
         print(f"report: {write_report(folder)}")
     except (OSError, ConfigError) as error:

@@ -58,8 +58,7 @@ class Optimization:
 
     def rms(self, grad_norm: float) -> float:
         """RMS over all trained parameters of a gradient that had this norm before it was clipped."""
-        count = sum(p.numel() for p in self.parameters.values())
-        return min(grad_norm, self.config.max_grad_norm) / math.sqrt(count)
+        return min(grad_norm, self.config.max_grad_norm) / math.sqrt(sum(p.numel() for p in self.parameters.values()))
 
     def should_step(self, grad_norm: float, has_signal: bool) -> bool:
         """Whether to take a step, else it counts as skipped. The norm is global, so all ranks decide alike.

@@ -97,8 +97,7 @@ class PackedTransformer(HunyuanVideo15Transformer3DModel, Denoiser):
         video, context = shares.own_video(video), shares.own_context(context)
         for block in self.all_blocks:
             video, context = self.run_block(block, (video, context, temb), shares.attend, rope)
-        velocity = shares.join_video(self.proj_out(self.norm_out(video, temb)))
-        return self._unpatch(velocity, hidden_states.shape[2:])
+        return self._unpatch(shares.join_video(self.proj_out(self.norm_out(video, temb))), hidden_states.shape[2:])
 
     def to_json_string(self) -> str:
         return stock_config(super().to_json_string(), HunyuanVideo15Transformer3DModel)
