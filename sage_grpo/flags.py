@@ -315,20 +315,16 @@ def _parser() -> Parser:
     parser.add_argument("--config", metavar="FILE.yaml", help="values of any of the flags below")
     printed = "print all values as JSON, or these for a shell, each followed by a NUL, and exit"
     parser.add_argument("--print_config", nargs="*", metavar="NAME", default=argparse.SUPPRESS, help=printed)
-    for name in FIELDS:
+    for name, field in FIELDS.items():
         if name in SECTIONS:
             group = parser.add_argument_group(SECTIONS[name])
-        _add_flag(group, name)
+        about, kind, default = field.metadata, base_type(name), getattr(Config(), name)
+        options = [f"--{key}" for key in (name, *(alias for alias, target in ALIASES.items() if target == name))]
+        metavar, counts = "|".join(about["choices"] or ()) or METAVARS[kind], COUNTS.get(kind, {})
+        shown = about["shown"] if default is None else SHOWN.get(kind, str)(default) or "empty"
+        help = f"{about['help']} (default: {shown})".replace("%", "%%")
+        group.add_argument(*options, default=argparse.SUPPRESS, dest=name, help=help, metavar=metavar, **counts)
     group = parser.add_argument_group("Accepted for compatibility")
     for name, (only, reason) in RETIRED.items():
         group.add_argument(f"--{name}", metavar=str(only), default=argparse.SUPPRESS, help=f"only {only}: {reason}")
     return parser
-
-
-def _add_flag(group: Any, name: str) -> None:
-    about, kind, default = FIELDS[name].metadata, base_type(name), getattr(Config(), name)
-    options = [f"--{key}" for key in (name, *(alias for alias, target in ALIASES.items() if target == name))]
-    metavar, counts = "|".join(about["choices"] or ()) or METAVARS[kind], COUNTS.get(kind, {})
-    shown = about["shown"] if default is None else SHOWN.get(kind, str)(default) or "empty"
-    help = f"{about['help']} (default: {shown})".replace("%", "%%")
-    group.add_argument(*options, default=argparse.SUPPRESS, dest=name, help=help, metavar=metavar, **counts)
