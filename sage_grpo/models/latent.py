@@ -110,10 +110,8 @@ class LatentBackbone(Backbone):
                 raise ValueError(f"{name} {size} is not a multiple of {self.multiple}, the pixels of a token.")
         grid = ((frames - 1) // temporal + 1, height // spatial, width // spatial)
         if math.prod(grid) > MOST_POSITIONS:
-            raise ValueError(
-                f"{frames} frames of {height} x {width} have {math.prod(grid)} latent positions, and no machine holds "
-                f"{MOST_POSITIONS}; lower num_frames, height or width."
-            )
+            many = f"have {math.prod(grid)} latent positions, and no machine holds {MOST_POSITIONS}"
+            raise ValueError(f"{frames} frames of {height} x {width} {many}; lower num_frames, height or width.")
         return (channels, *grid)
 
     @property

@@ -128,9 +128,8 @@ def load_adapter(transformer: nn.Module, folder: Path) -> None:
     settings = settings or {"lora_alpha": own.r}  # what diffusers takes if a file does not say it
     for name in KINDS:
         if (found := settings.get(name, getattr(own, name))) != getattr(own, name):
-            raise ValueError(
-                f"{file} has {name} {found}, but lora_r and lora_alpha make it {getattr(own, name)}: an adapter with "
-                "another scale is another model; give the flags that it was trained with"
-            )
+            difference = f"{file} has {name} {found}, but lora_r and lora_alpha make it {getattr(own, name)}"
+            reason = "an adapter with another scale is another model; give the flags that it was trained with"
+            raise ValueError(f"{difference}: {reason}")
     for name, parameter in mine.items():
         local_shard(parameter).copy_(values[name][slice(*rows(parameter))])

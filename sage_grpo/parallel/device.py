@@ -19,10 +19,9 @@ def choose_device(wanted: str, parameters: Callable[[], int]) -> str:
         return "cuda"
     if wanted == "auto" and parameters() <= SMALL:
         return "cpu"
-    raise ValueError(
-        f"no GPU can be used: {why_no_gpu()}; {versions()}: repair that (README.md names the driver to install), or "
-        f"give --device cpu, on which a model of more than {SMALL // 10**6} M parameters takes months"
-    )
+    problem = f"no GPU can be used: {why_no_gpu()}; {versions()}: repair that (README.md names the driver to install)"
+    remedy = f"give --device cpu, on which a model of more than {SMALL // 10**6} M parameters takes months"
+    raise ValueError(f"{problem}, or {remedy}")
 
 
 def why_no_gpu() -> str:
