@@ -134,10 +134,9 @@ def _add_keys(query: Tensor, key: Tensor, value: Tensor, out: Tensor, normalizer
     query, key, value = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value))
     normalizer, total = normalizer.contiguous(), torch.empty_like(normalizer, memory_format=torch.contiguous_format)
     strides = [x.stride()[:3] for x in (query, key, value, out)]
-    columns = max(16, triton.next_power_of_2(extra))
     _add_keys_kernel[triton.cdiv(rows, ROWS), batch * heads](
         query, key, value, out, normalizer, total, *(n for three in strides for n in three),
-        heads, rows, extra, width**-0.5, width, ROWS, columns,
+        heads, rows, extra, width**-0.5, width, ROWS, max(16, triton.next_power_of_2(extra)),
     )  # fmt: skip
     return out, total
 

@@ -274,9 +274,8 @@ def _card(trainer: "Trainer") -> dict[str, str | bytes]:
     except (OSError, ConfigError) as error:  # a checkpoint is worth more than its card
         run = RunHistory(trainer.run.path, [], [], [])
         print(f"the model card of iteration {trainer.settled_step} has no curve: {error}", file=sys.stderr)
-    base = trainer.fingerprints.get("base weights", "unknown")
     facts = {"step": trainer.settled_step, "reward": trainer.reward, "image": trainer.backbone.sees_image}
-    return model_card(own, run, base=base, **facts)
+    return model_card(own, run, base=trainer.fingerprints.get("base weights", "unknown"), **facts)
 
 
 def _plain(config: Config) -> dict[str, Any]:

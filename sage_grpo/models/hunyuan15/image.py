@@ -111,6 +111,5 @@ class ImageToVideo(Hunyuan15):
 
     def default_size(self, request: Request) -> tuple[int, int]:
         """The model's own size with the aspect ratio nearest to the image's."""
-        target = self.parts.config("transformer").get("target_size", 640)
         rule = HunyuanVideo15ImageProcessor(vae_scale_factor=self.multiple).calculate_default_height_width
-        return rule(*request.image.shape, target)
+        return rule(*request.image.shape, self.parts.config("transformer").get("target_size", 640))
