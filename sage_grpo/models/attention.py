@@ -41,9 +41,8 @@ def tiled_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 def best_attention(x: Tensor) -> Attend:
     """The faster of `attention` and `tiled_attention` for the device and dtype of `x`."""
-    half = x.dtype in (torch.bfloat16, torch.float16)
     hopper = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] == 9
-    return tiled_attention if half and hopper and triton else attention
+    return tiled_attention if x.dtype in (torch.bfloat16, torch.float16) and hopper and triton else attention
 
 
 # A custom operator, which the compiler treats as opaque: from these lines, torch 2.11 generated a kernel that read

@@ -82,9 +82,8 @@ class LatentBackbone(Backbone):
     def _pixels(self, latents: Tensor) -> Tensor:
         tokens = latents[:, 0].numel() / self.patch**2
         self.vae.use_tiling = tokens * self.vae_bytes[0][not self.compiled] > self.decode_gb * 1e9
-        exact = torch.promote_types(self.vae.dtype, torch.float32)
         shift, factor = self.scaling()
-        unscaled = latents.to(self.vae.device, exact) / factor + shift
+        unscaled = latents.to(self.vae.device, torch.promote_types(self.vae.dtype, torch.float32)) / factor + shift
         return at_least_fp32(self.vae.decode(unscaled.to(self.vae.dtype), return_dict=False)[0])
 
     @torch.no_grad()

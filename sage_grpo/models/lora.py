@@ -72,8 +72,8 @@ def adapter_file(transformer: Denoiser) -> TensorFile:
     tensors = {f"{PREFIX}{n}": host_copy(full_tensor(p)) for n, p in adapter_parameters(transformer).items()}
     settings = transformer.peft_config[POLICY].to_dict().items()
     config = {f"{PREFIX}{k}": sorted(v) if isinstance(v, set) else v for k, v in settings}
-    about = {LORA_ADAPTER_METADATA_KEY: json.dumps(config, indent=2, sort_keys=True)}
-    return TensorFile(tensors, {"format": "pt"} | about)
+    about = json.dumps(config, indent=2, sort_keys=True)
+    return TensorFile(tensors, {"format": "pt", LORA_ADAPTER_METADATA_KEY: about})
 
 
 def read_adapter(file: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:

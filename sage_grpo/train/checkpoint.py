@@ -210,9 +210,8 @@ def _load(trainer: "Trainer", stored: Mapping[str, Weights], state: dict[str, An
         for name, target in parts[part].items():
             value, mine = stored[part].read(name, *_rows(trainer, part, name)), local_shard(target)
             if value.shape != mine.shape:  # copy_ would broadcast one row over many
-                shapes = f"of {name} there is {tuple(value.shape)} where {tuple(mine.shape)} is needed"
-                text = f"the {part} in {path} do not fit this configuration, or a rank's file is missing"
-                raise ConfigError(f"{text}: {shapes}")
+                why = f"the {part} in {path} do not fit this configuration, or a rank's file is missing"
+                raise ConfigError(f"{why}: of {name} there is {tuple(value.shape)} where {tuple(mine.shape)} is needed")
             mine.copy_(value)
     held = stored["optimizer"]
     optimization.load_tensors({n: held.read(n, *_rows(trainer, "optimizer", n)) for n in held.names})

@@ -78,9 +78,8 @@ class ModelFolder(DiffusersFolder):
         return self.root / (TENCENT_FOLDERS[part].format(version=self.version) if self.is_tencent else part)
 
     def remedy(self, missing: list[str]) -> str:
-        made = f"{Path(GLYPH_WEIGHTS).name} of byt5_model.pt"
-        text = f", and 'python scripts/convert_weights.py {self.root}' makes {made}"
-        return text if any(file.endswith(GLYPH_WEIGHTS) for file in missing) else ""
+        how = f", and 'python scripts/convert_weights.py {self.root}' makes {Path(GLYPH_WEIGHTS).name} of byt5_model.pt"
+        return how if any(file.endswith(GLYPH_WEIGHTS) for file in missing) else ""
 
     def config(self, part: str) -> dict[str, Any]:
         config, path = super().config(part), self.place(part) / "config.json"
