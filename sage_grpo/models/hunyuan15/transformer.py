@@ -94,7 +94,11 @@ class PackedTransformer(StockDenoiser, HunyuanVideo15Transformer3DModel):
         video, context = shares.own_video(video), shares.own_context(context)
         for block in self.all_blocks:
             video, context = self.run_block(block, (video, context, temb), shares.attend, rope)
-        return self._unpatch(shares.join_video(self.proj_out(self.norm_out(video, temb))), hidden_states.shape[2:])
+        tokens, c = shares.join_video(self.proj_out(self.norm_out(video, temb))), self.config
+        patch = {"pt": c.patch_size_t, "py": c.patch_size, "px": c.patch_size}
+        sizes = {"y": hidden_states.shape[3] // c.patch_size, "x": hidden_states.shape[4] // c.patch_size}
+        velocity = rearrange(tokens, "b (t y x) (c pt py px) -> b c (t pt) (y py) (x px)", **sizes, **patch)
+        return velocity.clone(memory_format=torch.contiguous_format)  # FSDP does not accept views
 
     def _time_embedding(self, timestep: Tensor, dtype: torch.dtype) -> Tensor:
         """(1 or B,) -> (1 or B, D). The sinusoid stays fp32: bf16 cannot distinguish neighboring timesteps."""
@@ -112,11 +116,3 @@ class PackedTransformer(StockDenoiser, HunyuanVideo15Transformer3DModel):
         seen = [self.image_embedder(tokens) + self.cond_type_embed.weight[IMAGE] for tokens in image]
         batch = max(len(tokens) for tokens in (refined, *seen))
         return torch.cat([tokens.expand(batch, -1, -1) for tokens in (*seen, glyphs, refined)], dim=1)
-
-    def _unpatch(self, tokens: Tensor, grid: torch.Size) -> Tensor:
-        """Output tokens (B, N, C * patch volume) -> (B, C, T, Y, X), copied, because FSDP does not accept views."""
-        c = self.config
-        sizes = {"t": grid[0] // c.patch_size_t, "y": grid[1] // c.patch_size, "x": grid[2] // c.patch_size}
-        patch = {"pt": c.patch_size_t, "py": c.patch_size, "px": c.patch_size}
-        velocity = rearrange(tokens, "b (t y x) (c pt py px) -> b c (t pt) (y py) (x px)", **sizes, **patch)
-        return velocity.clone(memory_format=torch.contiguous_format)
