@@ -79,8 +79,7 @@ def _print(values: Mapping[str, Any], names: Sequence[str]) -> None:
     """Print all values as JSON; or those of `names` for a shell, each followed by a NUL."""
     if unknown := [name for name in names if name not in values]:
         raise ConfigError(_unknown("flag", unknown[0], list(values)))
-    found = (values[name] for name in names)
-    words = ("" if v is None else v if isinstance(v, str) else json.dumps(v) for v in found)
+    words = ("" if v is None else v if isinstance(v, str) else json.dumps(v) for v in map(values.get, names))
     text = "".join(f"{word}\0" for word in words) if names else json.dumps(values, indent=1) + "\n"
     sys.stdout.buffer.write(os.fsencode(text))
     sys.stdout.flush()
@@ -219,8 +218,7 @@ def yaml_mapping(text: str, where: str) -> dict[str, Any]:
     except Exception as error:  # pyyaml passes on whatever a malformed value raises
         mark, problem = (getattr(error, name, None) for name in ("problem_mark", "problem"))
         place = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        text = " ".join(str(problem or error).split())
-        raise ConfigError(f"{where} cannot be read{place}: {text}") from error
+        raise ConfigError(f"{where} cannot be read{place}: {' '.join(str(problem or error).split())}") from error
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ConfigError(f"{where} must be a mapping of flags to values")
     return values
@@ -317,20 +315,16 @@ def _parser() -> Parser:
     parser.add_argument("--config", metavar="FILE.yaml", help="values of any of the flags below")
     printed = "print all values as JSON, or these for a shell, each followed by a NUL, and exit"
     parser.add_argument("--print_config", nargs="*", metavar="NAME", default=argparse.SUPPRESS, help=printed)
-    for name in FIELDS:
+    for name, field in FIELDS.items():
         if name in SECTIONS:
             group = parser.add_argument_group(SECTIONS[name])
-        _add_flag(group, name)
+        about, kind, default = field.metadata, base_type(name), getattr(Config(), name)
+        options = [f"--{key}" for key in (name, *(alias for alias, target in ALIASES.items() if target == name))]
+        metavar, counts = "|".join(about["choices"] or ()) or METAVARS[kind], COUNTS.get(kind, {})
+        shown = about["shown"] if default is None else SHOWN.get(kind, str)(default) or "empty"
+        help = f"{about['help']} (default: {shown})".replace("%", "%%")
+        group.add_argument(*options, default=argparse.SUPPRESS, dest=name, help=help, metavar=metavar, **counts)
     group = parser.add_argument_group("Accepted for compatibility")
     for name, (only, reason) in RETIRED.items():
         group.add_argument(f"--{name}", metavar=str(only), default=argparse.SUPPRESS, help=f"only {only}: {reason}")
     return parser
-
-
-def _add_flag(group: Any, name: str) -> None:
-    about, kind, default = FIELDS[name].metadata, base_type(name), getattr(Config(), name)
-    options = [f"--{key}" for key in (name, *(alias for alias, target in ALIASES.items() if target == name))]
-    metavar, counts = "|".join(about["choices"] or ()) or METAVARS[kind], COUNTS.get(kind, {})
-    shown = about["shown"] if default is None else SHOWN.get(kind, str)(default) or "empty"
-    help = f"{about['help']} (default: {shown})".replace("%", "%%")
-    group.add_argument(*options, default=argparse.SUPPRESS, dest=name, help=help, metavar=metavar, **counts)

@@ -48,8 +48,7 @@ def commit(draft: Path, target: Path, hashes: Mapping[str, str], on_sync: Callab
 
     for path in (*(p for p in draft.rglob("*") if p.is_dir()), draft):
         settle(path)
-    text = json.dumps({"files": dict(sorted(hashes.items()))}, indent=1) + "\n"
-    (draft / f"{NAME}.tmp").write_text(text)
+    (draft / f"{NAME}.tmp").write_text(json.dumps({"files": dict(sorted(hashes.items()))}, indent=1) + "\n")
     settle(draft / f"{NAME}.tmp")
     os.rename(draft / f"{NAME}.tmp", draft / NAME)
     settle(draft)

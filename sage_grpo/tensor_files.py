@@ -36,9 +36,8 @@ def write_file(path: Path, contents: TensorFile | str | bytes, on_piece: Callabl
     """
     digest, unsynced = hashlib.sha256(), 0
     contents = contents.encode() if isinstance(contents, str) else contents
-    pieces = iter([contents]) if isinstance(contents, bytes) else _pieces(contents)
     with ThreadPoolExecutor(1) as hasher, path.open("wb") as file:
-        for piece in pieces:
+        for piece in [contents] if isinstance(contents, bytes) else _pieces(contents):
             hashing = hasher.submit(digest.update, piece)
             file.write(piece)
             unsynced += len(piece)

@@ -40,10 +40,6 @@ def nft_loss(
     gradient: the paper's weight of noise levels. A sample without an advantage adds 0.
     """
     share, change = 0.5 + 0.5 * (advantages / largest).clamp(-1, 1), beta * (v - v_old)
-    better, worse = (_error(v_old + sign * change - target, sigma) for sign in (1, -1))
+    gaps = ((v_old + sign * change - target).flatten(1) for sign in (1, -1))
+    better, worse = (sigma * gap.square().mean(1) / gap.detach().abs().mean(1).clamp_min(1e-5) for gap in gaps)
     return torch.where(advantages != 0, share * better + (1 - share) * worse, 0.0)
-
-
-def _error(gap: Tensor, sigma: Tensor) -> Tensor:
-    gap = gap.flatten(1)
-    return sigma * gap.square().mean(1) / gap.detach().abs().mean(1).clamp_min(1e-5)

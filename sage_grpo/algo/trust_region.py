@@ -83,10 +83,8 @@ class KLController:
         if self.kl_schedule == "fixed" or self.kl_weight == 0:  # start and floor have no effect then
             self.kl_coef = self.kl_min_coef = self.kl_weight
         for name, value in {"kl_coef": self.kl_coef, "kl_min_coef": self.kl_min_coef}.items():
-            if not 0 <= value <= self.kl_weight:
-                raise ValueError(
-                    f"{name} is {value}; it must lie between 0 and kl_weight, the maximum ({self.kl_weight})"
-                )
+            if not 0 <= value <= (most := self.kl_weight):
+                raise ValueError(f"{name} is {value}; it must lie between 0 and kl_weight, the maximum ({most})")
         if not self.kl_target > 0:
             raise ValueError(f"kl_target is {self.kl_target}; it must be positive")
         if self.kl_warmup_steps < 0:

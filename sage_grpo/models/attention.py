@@ -41,9 +41,8 @@ def tiled_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 def best_attention(x: Tensor) -> Attend:
     """The faster of `attention` and `tiled_attention` for the device and dtype of `x`."""
-    half = x.dtype in (torch.bfloat16, torch.float16)
     hopper = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] == 9
-    return tiled_attention if half and hopper and triton else attention
+    return tiled_attention if x.dtype in (torch.bfloat16, torch.float16) and hopper and triton else attention
 
 
 # A custom operator, which the compiler treats as opaque: from these lines, torch 2.11 generated a kernel that read
@@ -134,10 +133,9 @@ def _add_keys(query: Tensor, key: Tensor, value: Tensor, out: Tensor, normalizer
     query, key, value = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value))
     normalizer, total = normalizer.contiguous(), torch.empty_like(normalizer, memory_format=torch.contiguous_format)
     strides = [x.stride()[:3] for x in (query, key, value, out)]
-    columns = max(16, triton.next_power_of_2(extra))
     _add_keys_kernel[triton.cdiv(rows, ROWS), batch * heads](
         query, key, value, out, normalizer, total, *(n for three in strides for n in three),
-        heads, rows, extra, width**-0.5, width, ROWS, columns,
+        heads, rows, extra, width**-0.5, width, ROWS, max(16, triton.next_power_of_2(extra)),
     )  # fmt: skip
     return out, total
 

@@ -9,12 +9,11 @@ To add a backbone, write a `Backbone` subclass and add a row to BACKBONES (docs/
 Shapes: B clips of one request, F frames of (Y, X) pixels, C latent channels, (T, y, x) latent frames, rows, columns.
 """
 
-import dataclasses
 import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 
@@ -61,7 +60,7 @@ class Sampling:
     @classmethod
     def from_json(cls, path: Path) -> "Sampling":
         """Read a `sampling.json`; missing keys, unknown keys and values other than positive numbers are errors."""
-        values, kinds = read_object(path), {field.name: field.type for field in dataclasses.fields(cls)}
+        values, kinds = read_object(path), {field.name: field.type for field in fields(cls)}
         if sorted(values) != sorted(kinds):
             raise ValueError(f"{path} has keys {sorted(values)}; it needs exactly {sorted(kinds)}.")
         check_kinds(path, values, kinds)
@@ -69,7 +68,7 @@ class Sampling:
 
     def to_json(self, path: Path) -> None:
         """Write what `from_json` reads."""
-        write_json(path, dataclasses.asdict(self))
+        write_json(path, asdict(self))
 
 
 class BrokenClip(ValueError):

@@ -56,8 +56,7 @@ class Denoiser(PeftAdapterMixin):
         lossy: what the blocks do inside `lossy`, exact or fp8.
         """
         if lossy == "fp8":
-            self.in_8_bits = fp8.Switch()
-            fp8.add_switch(self.all_blocks, self.in_8_bits)
+            self.in_8_bits = fp8.Switch(self.all_blocks)
         self.num_recomputed, self.compiled = math.ceil(recomputed * len(self.all_blocks)), compiled
         self.trained = any(parameter.requires_grad for parameter in self.parameters())
         if compiled:  # other adapters and text lengths get separate graphs; too many are an error
@@ -112,6 +111,17 @@ def keep_attention_policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) ->
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def stock_config(text: str, kind: type) -> str:
-    """The config.json of a model as the stock class that it extends would write it."""
-    return json.dumps(json.loads(text) | {"_class_name": kind.__name__}, indent=2, sort_keys=True) + "\n"
+class StockDenoiser(Denoiser):
+    """Mixin for a transformer of diffusers; it stands before that one, because it replaces its `to_json_string`."""
+
+    stock: type  # the class of diffusers
+
+    def split_sequence(self, group: dist.ProcessGroup | None) -> None:
+        count, heads = 1 if group is None else dist.get_world_size(group), self.config.num_attention_heads
+        if heads % count:
+            raise ValueError(f"sp_size is {count}; it must divide the model's {heads} heads")
+        self.sequence_group = group
+
+    def to_json_string(self) -> str:
+        config = json.loads(self.stock.to_json_string(self)) | {"_class_name": self.stock.__name__}
+        return json.dumps(config, indent=2, sort_keys=True) + "\n"

@@ -1,12 +1,11 @@
 """Encodes each request once, so that the encoders can leave the device."""
 
-import dataclasses
 import hashlib
 import os
 import sys
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import chain
 from pathlib import Path
 from typing import Protocol
@@ -101,7 +100,7 @@ class Embeddings:
                 names, made_for = set(file.keys()), (file.metadata() or {}).get("made_for")
         except (SafetensorError, OSError) as error:
             raise ValueError(f"prompt_cache: {path} is damaged ({printable(error)}); delete it") from error
-        if made_for == self.label(request) and names == {field.name for field in dataclasses.fields(self.encoder.kind)}:
+        if made_for == self.label(request) and names == {field.name for field in fields(self.encoder.kind)}:
             return True
         if not self.noted:
             text = f"{path} was not made for its prompt by this encoder; encoding such prompts again"

@@ -19,8 +19,16 @@ CAPABILITY = (8, 9)  # the first that multiplies them
 MULTIPLE = 16  # of both sizes of a weight, for the tensor cores
 
 
-class Switch:  # the context in which layers run in 8 bits
+class Switch:
+    """The context in which the linear layers of blocks run in 8 bits; those of adapters are small and stay exact."""
+
     on = False
+
+    def __init__(self, blocks: nn.Module) -> None:
+        for name, layer in blocks.named_modules():
+            fits = isinstance(layer, nn.Linear) and not any(n % MULTIPLE for n in layer.weight.shape)
+            if fits and "lora_" not in name:
+                layer.forward = partial(_forward, layer, self)
 
     def __enter__(self) -> None:
         self.on = True
@@ -33,13 +41,6 @@ def check(device: torch.device) -> None:
     """Reject a GPU that is too old."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY:
         raise ValueError("outside_window is fp8, but this GPU cannot multiply 8-bit floats: set outside_window exact")
-
-
-def add_switch(blocks: nn.Module, switch: Switch) -> None:
-    """Let the linear layers follow a switch; those of adapters are small and stay exact."""
-    for name, layer in blocks.named_modules():
-        if isinstance(layer, nn.Linear) and "lora_" not in name and not any(n % MULTIPLE for n in layer.weight.shape):
-            layer.forward = partial(_forward, layer, switch)
 
 
 def _forward(layer: nn.Linear, switch: Switch, x: Tensor) -> Tensor:

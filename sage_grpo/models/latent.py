@@ -82,9 +82,8 @@ class LatentBackbone(Backbone):
     def _pixels(self, latents: Tensor) -> Tensor:
         tokens = latents[:, 0].numel() / self.patch**2
         self.vae.use_tiling = tokens * self.vae_bytes[0][not self.compiled] > self.decode_gb * 1e9
-        exact = torch.promote_types(self.vae.dtype, torch.float32)
         shift, factor = self.scaling()
-        unscaled = latents.to(self.vae.device, exact) / factor + shift
+        unscaled = latents.to(self.vae.device, torch.promote_types(self.vae.dtype, torch.float32)) / factor + shift
         return at_least_fp32(self.vae.decode(unscaled.to(self.vae.dtype), return_dict=False)[0])
 
     @torch.no_grad()
@@ -110,10 +109,8 @@ class LatentBackbone(Backbone):
                 raise ValueError(f"{name} {size} is not a multiple of {self.multiple}, the pixels of a token.")
         grid = ((frames - 1) // temporal + 1, height // spatial, width // spatial)
         if math.prod(grid) > MOST_POSITIONS:
-            raise ValueError(
-                f"{frames} frames of {height} x {width} have {math.prod(grid)} latent positions, and no machine holds "
-                f"{MOST_POSITIONS}; lower num_frames, height or width."
-            )
+            many = f"have {math.prod(grid)} latent positions, and no machine holds {MOST_POSITIONS}"
+            raise ValueError(f"{frames} frames of {height} x {width} {many}; lower num_frames, height or width.")
         return (channels, *grid)
 
     @property

@@ -72,8 +72,8 @@ def adapter_file(transformer: Denoiser) -> TensorFile:
     tensors = {f"{PREFIX}{n}": host_copy(full_tensor(p)) for n, p in adapter_parameters(transformer).items()}
     settings = transformer.peft_config[POLICY].to_dict().items()
     config = {f"{PREFIX}{k}": sorted(v) if isinstance(v, set) else v for k, v in settings}
-    about = {LORA_ADAPTER_METADATA_KEY: json.dumps(config, indent=2, sort_keys=True)}
-    return TensorFile(tensors, {"format": "pt"} | about)
+    about = json.dumps(config, indent=2, sort_keys=True)
+    return TensorFile(tensors, {"format": "pt", LORA_ADAPTER_METADATA_KEY: about})
 
 
 def read_adapter(file: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
@@ -128,9 +128,8 @@ def load_adapter(transformer: nn.Module, folder: Path) -> None:
     settings = settings or {"lora_alpha": own.r}  # what diffusers takes if a file does not say it
     for name in KINDS:
         if (found := settings.get(name, getattr(own, name))) != getattr(own, name):
-            raise ValueError(
-                f"{file} has {name} {found}, but lora_r and lora_alpha make it {getattr(own, name)}: an adapter with "
-                "another scale is another model; give the flags that it was trained with"
-            )
+            difference = f"{file} has {name} {found}, but lora_r and lora_alpha make it {getattr(own, name)}"
+            reason = "an adapter with another scale is another model; give the flags that it was trained with"
+            raise ValueError(f"{difference}: {reason}")
     for name, parameter in mine.items():
         local_shard(parameter).copy_(values[name][slice(*rows(parameter))])

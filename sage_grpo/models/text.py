@@ -55,10 +55,9 @@ def file_fingerprint(path: Path, blocks: int = 64, block_size: int = 1 << 20) ->
     Reading 16 GB of weights at every start would take a minute; a different encoder differs in nearly every block.
     """
     size = path.stat().st_size
-    stride = max(block_size, -(-size // blocks))
     digest = hashlib.sha256(str(size).encode())
     with path.open("rb") as file:
-        for start in range(0, size, stride):
+        for start in range(0, size, max(block_size, -(-size // blocks))):
             file.seek(start)
             digest.update(file.read(block_size))
     return digest.digest()

@@ -153,10 +153,8 @@ def fill_model(model: nn.Module, weights: Weights) -> None:
 
 def plan_files(sizes: Mapping[str, int], max_bytes: float = 5e9) -> StateDictSplit:
     """The tensors of each file and the file of each tensor, for tensors of these bytes in this order."""
-    pattern = f"{STEM}{{suffix}}.safetensors"
-    return split_state_dict_into_shards_factory(
-        sizes, get_storage_size=int, filename_pattern=pattern, max_shard_size=max_bytes
-    )
+    kwargs = {"filename_pattern": f"{STEM}{{suffix}}.safetensors", "max_shard_size": max_bytes}
+    return split_state_dict_into_shards_factory(sizes, get_storage_size=int, **kwargs)
 
 
 def index_text(files: Mapping[str, str], total: int) -> str:

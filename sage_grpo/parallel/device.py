@@ -19,10 +19,9 @@ def choose_device(wanted: str, parameters: Callable[[], int]) -> str:
         return "cuda"
     if wanted == "auto" and parameters() <= SMALL:
         return "cpu"
-    raise ValueError(
-        f"no GPU can be used: {why_no_gpu()}; {versions()}: repair that (README.md names the driver to install), or "
-        f"give --device cpu, on which a model of more than {SMALL // 10**6} M parameters takes months"
-    )
+    problem = f"no GPU can be used: {why_no_gpu()}; {versions()}: repair that (README.md names the driver to install)"
+    remedy = f"give --device cpu, on which a model of more than {SMALL // 10**6} M parameters takes months"
+    raise ValueError(f"{problem}, or {remedy}")
 
 
 def why_no_gpu() -> str:
@@ -47,8 +46,7 @@ def versions() -> str:
 
 def available_memory() -> int:
     """Bytes of host memory that can still be allocated."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    free = int(lines["MemAvailable"].split()[0]) * 1024
+    free = int(re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024
     try:  # a container's limit; caches count as used, but can be dropped
         limit, used = ((CGROUP / f"memory.{name}").read_text().strip() for name in ("max", "current"))
         cache = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())

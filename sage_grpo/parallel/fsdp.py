@@ -17,11 +17,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 def shard(model: nn.Module, blocks: Iterable[nn.Module], mesh: DeviceMesh, compute: torch.dtype) -> None:
     """Shard in place over a mesh (shard,) or (replicate, shard)."""
-    policy = MixedPrecisionPolicy(
-        param_dtype=compute,
-        reduce_dtype=torch.promote_types(compute, torch.float32),
-        cast_forward_inputs=False,  # True would round the rotary tables
-    )
+    types = {"param_dtype": compute, "reduce_dtype": torch.promote_types(compute, torch.float32)}
+    policy = MixedPrecisionPolicy(**types, cast_forward_inputs=False)  # True would round the rotary tables
     for unit in (*blocks, model):
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
         unit.set_gradient_divide_factor(1.0)

@@ -173,9 +173,8 @@ def join_ranks(
     if world == 1 and not sharded:
         yield Ranks(0, 1, device)
         return
-    backend = "nccl" if device.type == "cuda" else "gloo"
     alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if world == 1 else {}
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **alone)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout), **alone)
     try:
         mesh = init_device_mesh(device.type, (world // sp_size, sp_size), mesh_dim_names=("dp", "sp"))
         axes = {"replicate": replicas, "shard": world // replicas} if replicas > 1 else {"shard": world}
@@ -192,7 +191,5 @@ def check_layout(world: int, sp_size: int, sharded: bool, replicas: int) -> None
     if replicas > 1 and not sharded:
         raise ValueError(f"dp_replicate is {replicas}; that needs enable_fsdp True")
     if world % replicas or world // replicas % sp_size:
-        raise ValueError(
-            f"dp_replicate is {replicas}; each of the replicas must have an equal part of the {world} processes, "
-            f"a multiple of sp_size ({sp_size})"
-        )
+        part = f"an equal part of the {world} processes, a multiple of sp_size ({sp_size})"
+        raise ValueError(f"dp_replicate is {replicas}; each of the replicas must have {part}")

@@ -54,13 +54,6 @@ def part_sizes(length: int, count: int) -> list[int]:
     return [length // count + (rank < length % count) for rank in range(count)]
 
 
-def dividing(group: dist.ProcessGroup | None, heads: int) -> dist.ProcessGroup | None:
-    """The group, whose ranks must divide the heads."""
-    if group is not None and heads % dist.get_world_size(group):
-        raise ValueError(f"sp_size is {dist.get_world_size(group)}; it must divide the model's {heads} heads")
-    return group
-
-
 class Shares:
     """How the tokens of one forward are split across ranks. Without a group, this rank has them all."""
 

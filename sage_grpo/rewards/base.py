@@ -122,11 +122,7 @@ class Composite:
     """Weighted sum of the named scores of several rewards; each scores `batch_size` clips at a time."""
 
     def __init__(
-        self,
-        rewards: Mapping[str, Reward],
-        weights: Mapping[str, Any] | None,
-        batch_size: int = 4,
-        timeout: float = 300,
+        self, rewards: Mapping[str, Reward], weights: Mapping | None, batch_size: int = 4, timeout: float = 300
     ) -> None:
         """`weights`: by score name; with several rewards, by reward and then name (a number if it has one score).
 
@@ -199,9 +195,8 @@ def _flat_weights(rewards: Mapping[str, Reward], weights: Mapping[str, Any]) -> 
     if len(rewards) == 1 and not set(weights) <= set(rewards):
         weights = dict.fromkeys(rewards, weights)
     flat: dict[tuple[str, str], float] = {}
-    for name in weights:
-        if name not in rewards:
-            raise ValueError(f"reward_weights names {name}; the rewards are {', '.join(rewards)}")
+    if unknown := [name for name in weights if name not in rewards]:
+        raise ValueError(f"reward_weights names {unknown[0]}; the rewards are {', '.join(rewards)}")
     for name, reward in rewards.items():
         given = weights.get(name, {})
         if not isinstance(given, Mapping):

@@ -66,8 +66,7 @@ class VideoAlign:
 
         The clips' `fps` determines how many frames are sampled. Without `inference_config`, scores are raw only.
         """
-        hidden = self.hidden(self.inputs(clips, prompts, fps))
-        raw = hidden.float() @ self.head.T  # (B, 3, output_dim)
+        raw = self.hidden(self.inputs(clips, prompts, fps)).float() @ self.head.T  # (B, 3, output_dim)
         raw = (raw.diagonal(dim1=1, dim2=2) if len(self.head) > 1 else raw[..., 0]).cpu()
         scores = dict(zip(self.names, raw.unbind(1), strict=True))
         if not normalize or self.norm is None:

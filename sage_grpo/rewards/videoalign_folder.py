@@ -161,8 +161,7 @@ def load_model(folder: Path, checkpoint: Path, settings: Mapping[str, Any], dtyp
         config = Qwen2VLConfig.from_pretrained(folder / "base_config", attn_implementation="sdpa")
     lora = settings["peft_lora_config"]
     published = read_checkpoint(folder, checkpoint)
-    if any(".lora_A." in name for name in published) != lora.get("lora_enable"):
-        enabled = lora.get("lora_enable")
+    if any(".lora_A." in name for name in published) != (enabled := lora.get("lora_enable")):
         raise ValueError(f"{checkpoint} does not fit lora_enable {enabled} of {folder / 'model_config.json'}")
     with naming(checkpoint):
         weights = model_weights(published, lora["lora_alpha"] / lora["lora_r"], dtype)

@@ -186,8 +186,7 @@ def read_mp4(path: Path) -> tuple[Tensor, float]:
 
 def thumbnails(clip: Tensor, columns: int = COLUMNS) -> np.ndarray:
     """Evenly spaced frames (columns, h, w, 3), magnified or shrunk to fit a sheet."""
-    chosen = clip[torch.linspace(0, len(clip) - 1, min(columns, len(clip))).round().long()]
-    frames = enlarge(chosen, FRAME[0])
+    frames = enlarge(clip[torch.linspace(0, len(clip) - 1, min(columns, len(clip))).round().long()], FRAME[0])
     factor = min(1.0, FRAME[1] / max(frames.shape[1:3]))
     size = (round(frames.shape[2] * factor), round(frames.shape[1] * factor))
     return np.stack([np.asarray(Image.fromarray(frame).resize(size)) for frame in frames])

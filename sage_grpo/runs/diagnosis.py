@@ -212,8 +212,8 @@ def progress_rules(case: Case) -> Iterator[Rule]:
     yield "learning rate too high", case.direction == -1 or case.drift > 0.5, values
     # how far the policy would get until the end in one direction: by its KL, and by the rewards of validation clips
     planned = c.max_steps * c.updates_per_rollout / c.gradient_accumulation_steps
-    paces = np.sqrt(2 * column(case.run.train, "kl/anchor"))
-    paces /= np.maximum(column(case.run.train, "kl/anchor_age") - 1, 1)
+    kl, age = (column(case.run.train, f"kl/{name}") for name in ("anchor", "anchor_age"))
+    paces = np.sqrt(2 * kl) / np.maximum(age - 1, 1)
     reached = [max(paces[paces > 0], default=math.nan) * planned]
     rewards = np.array([(old.reward, new.reward) for old, new in case.pairs]).reshape(-1, 2)
     rewards = rewards[np.isfinite(rewards).all(1)]

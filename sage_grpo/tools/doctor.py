@@ -133,8 +133,7 @@ def check_samplers(trainer: Trainer, options: argparse.Namespace) -> Iterator[Fi
 
 def compare_exact(arm: Arm, exact: Arm) -> Finding:
     """What lossy steps outside the window do to the same clips and their rewards."""
-    row = arm.numbers(exact)
-    change, error, spread = row["vs ode"], row["vs ode +-"], row["spread"]
+    change, error, spread = map(arm.numbers(exact).get, ("vs ode", "vs ode +-", "spread"))
     both = [(a, b) for a, b in zip(arm.clips, exact.clips, strict=True) if a is not None and b is not None]
     pixels = math.sqrt(sum((a.float() - b).square().mean().item() for a, b in both) / max(1, len(both)))
     good = abs(change) < max(2 * error, 0.1 * spread)

@@ -101,8 +101,7 @@ def check_vae(trainer: Trainer) -> Iterator[Finding]:
     places = torch.meshgrid(*(torch.linspace(0, 255, n) for n in (c.num_frames, c.height, c.width)), indexing="ij")
     clips = torch.stack(known[0]) if known else torch.stack(places, -1)[None].byte()
     latents = trainer.backbone.encode_video(clips)
-    decoded = trainer.backbone.decode(latents).cpu()
-    rms = ((decoded.float() - clips.float()) / 255).square().mean().sqrt().item()
+    rms = ((trainer.backbone.decode(latents).cpu().float() - clips.float()) / 255).square().mean().sqrt().item()
     numbers = {"rms": rms, "bound": VAE_BOUND, "mean": latents.mean().item(), "std": latents.std().item()}
     yield judged("vae", rms <= VAE_BOUND, kind="rendered" if known else "smooth synthetic", **numbers)
 

@@ -204,8 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     disable_progress_bar()
     options, config = options_of(arguments)
     model = (config.pretrained_model_root, config.pretrained_transformer_version)
-    sampled = options.checkpoints or not options.clips
-    device = device_for(config.device, *model) if sampled else config.device
+    device = device_for(config.device, *model) if options.checkpoints or not options.clips else config.device
     with join_ranks(config.start_timeout, device_type=device) as ranks:
         ranks.set_timeout(DAY)  # ranks work independently until the end, on shares that may differ
         return Evaluation(options, config, ranks).run()

@@ -33,25 +33,21 @@ from sage_grpo.tools.report_figures import overlays, panels
 from sage_grpo.tools.templating import render
 
 TEXTS = ("command.txt", "config.yaml")
+READ = (*TEXTS, "metrics.jsonl", "report.html", "validation", "validation/*", "validation/*/*")  # of a run folder
 DEFAULTS = yaml.safe_load(Config().to_yaml())
 WEIGHTING = {"reward_model", "reward_weights"}  # total rewards are comparable only if these agree
 
 
 def write_report(*folders: Path, output: Path | None = None) -> Path:
     """Write the page of a run, by default into its folder, or one that compares several; returns its path."""
-    for folder in folders:
-        refuse_links(folder)
+    # a page is shown to others: a link in a run folder from elsewhere could put any file of this machine into it
+    read = (path for folder in folders for pattern in READ for path in folder.glob(pattern))
+    if link := next((path for path in read if path.is_symlink()), None):
+        raise RunError(f"{link} is a link, which a report does not follow; replace it by what it leads to")
     runs = [read_run(folder) for folder in folders]
     output = output or (Path("comparison.html") if len(runs) > 1 else folders[0] / "report.html")
     output.write_text(comparison(runs) if len(runs) > 1 else page(*runs), encoding="utf-8", errors="replace")
     return output
-
-
-def refuse_links(run: Path) -> None:
-    """A page is shown to others: a link in a run folder from elsewhere could put any file of this machine into it."""
-    for pattern in (*TEXTS, "metrics.jsonl", "report.html", "validation", "validation/*", "validation/*/*"):
-        if link := next((path for path in run.glob(pattern) if path.is_symlink()), None):
-            raise RunError(f"{link} is a link, which a report does not follow; replace it by what it leads to")
 
 
 def page(run: RunHistory) -> str:
@@ -139,8 +135,7 @@ def parted(run: RunHistory) -> str:
 def print_summary(folder: Path) -> None:
     """Print a table of a run's results and write the page; a full disk does not make the run fail."""
     try:
-        run = read_run(folder)
-        clips = before_after(run)
+        clips = before_after(read_run(folder))
         print(*map(aligned, tables(compared(clips, total=True)) if clips else ()), sep="\n\n")
         print(f"report: {write_report(folder)}")
     except (OSError, ConfigError) as error:

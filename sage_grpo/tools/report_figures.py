@@ -41,13 +41,12 @@ WORDS = json.loads((TEMPLATES / "captions.json").read_text())
 def panels(run: RunHistory) -> dict[str, list[Panel]]:
     """The figures of each section."""
     scores = {name: {f"reward/{name}": ("blue", "training")} for name in run.scores}
-    holdouts = {key: {key: ("green", "")} for key in sorted(run.holdouts)}
     maps = {title: key for title, key in FIGURES["Maps"].items() if np.nan_to_num(run.grid(key)).any()}
     schedule, phases = run.head.get("schedule"), phase_seconds(run)
     plans = FIGURES["Schedule"] if schedule else {}
     found = {
         "Reward": run_panels(run, FIGURES["Reward"] | scores),
-        "Hold-out": run_panels(run, holdouts),
+        "Hold-out": run_panels(run, {key: {key: ("green", "")} for key in sorted(run.holdouts)}),
         "Gold": run_panels(run, FIGURES["Gold"]),
         "Trust region and updates": run_panels(run, FIGURES["Updates"]),
         "By denoising step": [panel(title, draw_map, run, key, size=MAP) for title, key in maps.items()],

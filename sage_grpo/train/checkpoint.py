@@ -210,9 +210,8 @@ def _load(trainer: "Trainer", stored: Mapping[str, Weights], state: dict[str, An
         for name, target in parts[part].items():
             value, mine = stored[part].read(name, *_rows(trainer, part, name)), local_shard(target)
             if value.shape != mine.shape:  # copy_ would broadcast one row over many
-                shapes = f"of {name} there is {tuple(value.shape)} where {tuple(mine.shape)} is needed"
-                text = f"the {part} in {path} do not fit this configuration, or a rank's file is missing"
-                raise ConfigError(f"{text}: {shapes}")
+                why = f"the {part} in {path} do not fit this configuration, or a rank's file is missing"
+                raise ConfigError(f"{why}: of {name} there is {tuple(value.shape)} where {tuple(mine.shape)} is needed")
             mine.copy_(value)
     held = stored["optimizer"]
     optimization.load_tensors({n: held.read(n, *_rows(trainer, "optimizer", n)) for n in held.names})
@@ -274,9 +273,8 @@ def _card(trainer: "Trainer") -> dict[str, str | bytes]:
     except (OSError, ConfigError) as error:  # a checkpoint is worth more than its card
         run = RunHistory(trainer.run.path, [], [], [])
         print(f"the model card of iteration {trainer.settled_step} has no curve: {error}", file=sys.stderr)
-    base = trainer.fingerprints.get("base weights", "unknown")
     facts = {"step": trainer.settled_step, "reward": trainer.reward, "image": trainer.backbone.sees_image}
-    return model_card(own, run, base=base, **facts)
+    return model_card(own, run, base=trainer.fingerprints.get("base weights", "unknown"), **facts)
 
 
 def _plain(config: Config) -> dict[str, Any]:

@@ -130,8 +130,7 @@ class HalfGradient:
         """Set `signal`, the share of signal in |g|^2; by chance it can be negative. All ranks must call."""
         total, f = self.ranks.sum(torch.tensor(self.square, dtype=torch.float64)).item(), self.share
         square = total if self.sharded else total / self.ranks.count
-        known = self.known and f < 1 and grad_norm > 0
-        self.signal = (f - square / grad_norm**2) / (f - f**2) if known else None
+        self.signal = (f - square / grad_norm**2) / (f - f**2) if self.known and f < 1 and grad_norm > 0 else None
 
 
 @torch.no_grad()

@@ -16,11 +16,9 @@ from sage_grpo.parallel.fsdp import copy_into, full_tensor, local_shard, replace
 
 def trainable_parameters(transformer: Denoiser, use_lora: bool) -> dict[str, nn.Parameter]:
     """The adapter's parameters, or all parameters the forward uses; everything else is frozen."""
-    if use_lora:
-        chosen = adapter_parameters(transformer)
-    else:
-        unused = transformer.never_trained
-        chosen = {name: p for name, p in transformer.named_parameters() if not name.startswith(unused)}
+    unused, named = transformer.never_trained, transformer.named_parameters()
+    used = {name: p for name, p in named if not name.startswith(unused)}
+    chosen = adapter_parameters(transformer) if use_lora else used
     transformer.requires_grad_(False)
     for parameter in chosen.values():
         parameter.requires_grad_(True)
@@ -58,8 +56,7 @@ class Optimization:
 
     def rms(self, grad_norm: float) -> float:
         """RMS over all trained parameters of a gradient that had this norm before it was clipped."""
-        count = sum(p.numel() for p in self.parameters.values())
-        return min(grad_norm, self.config.max_grad_norm) / math.sqrt(count)
+        return min(grad_norm, self.config.max_grad_norm) / math.sqrt(sum(p.numel() for p in self.parameters.values()))
 
     def should_step(self, grad_norm: float, has_signal: bool) -> bool:
         """Whether to take a step, else it counts as skipped. The norm is global, so all ranks decide alike.

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from sage_grpo.background import Work
 from sage_grpo.parallel.ranks import RankError
-from sage_grpo.train import checkpoint
-from sage_grpo.train.checkpoint import finish, planned_files, write_files
+from sage_grpo.train.checkpoint import finish, first_nonfinite, fits_in_memory, planned_files, write_files
 from sage_grpo.train.guards import TrainingError
 
 if TYPE_CHECKING:
@@ -81,9 +80,9 @@ class Saves:
         self.begun = time.monotonic()
         due = bool(config.export_interval) and step % config.export_interval == 0
         export = due or config.use_lora or step == config.max_steps
-        if bad := [name for name in trainer.ranks.together(lambda: checkpoint.first_nonfinite(trainer)) if name]:
+        if bad := [name for name in trainer.ranks.together(lambda: first_nonfinite(trainer)) if name]:
             raise self.diverged(f"step-{step:06d} was not written: {bad[0]} is not finite")
-        copied = config.async_save and not trainer.ranks.any(not checkpoint.fits_in_memory(trainer))
+        copied = config.async_save and not trainer.ranks.any(not fits_in_memory(trainer))
         self.current = self._writing(export, copied)
         self.settle(wait=must or not copied, must=must)
 

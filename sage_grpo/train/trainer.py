@@ -93,9 +93,8 @@ class Trainer:
     def progress(self) -> Iterator[tqdm]:
         """Progress bar, and heartbeat for the guards: ticks on every model forward and every reward batch."""
         heartbeat = self.backbone.transformer.register_forward_pre_hook(lambda *_: self.guards.beat())
-        for reward in (self.reward, self.validation and self.validation.holdout):
-            if reward:
-                reward.on_batch = self.guards.beat
+        for reward in filter(None, (self.reward, self.validation and self.validation.holdout)):
+            reward.on_batch = self.guards.beat
         total, hidden = self.config.max_steps, not self.ranks.first
         with heartbeat, tqdm(total=total, initial=self.step, unit="it", disable=hidden) as bar:
             yield bar
@@ -275,9 +274,8 @@ class Trainer:
         """Called between iterations: refresh the anchor; validate and save when due and at the end."""
         if self.anchor:
             self.anchor.refresh_if_due()
-        last = self.step == self.config.max_steps
         if self.due(self.config.save_interval) or self.saves.is_due:
-            self.saves.begin(must=last)
+            self.saves.begin(must=self.step == self.config.max_steps)
         if self.due(self.config.validation_interval):
             self.validate()
         if self.due(self.config.validation_interval) or self.step % DIAGNOSED == 1:

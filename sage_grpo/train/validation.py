@@ -154,10 +154,8 @@ def gold_columns(gold: Gold | None, clips: Sequence[Tensor | None], asked: Seque
     if gold is None or not there:
         return {}
     found = gold(torch.stack([clips[i] for i in there]), [asked[i] for i in there])
-    columns = {name: torch.full((len(clips),), math.nan, dtype=torch.float64) for name in found}
-    for name, values in found.items():
-        columns[name][there] = values
-    return columns
+    missing, rows = torch.full((len(clips),), math.nan, dtype=torch.float64), torch.tensor(there)
+    return {name: missing.index_copy(0, rows, values.double()) for name, values in found.items()}
 
 
 def summary(records: Sequence[dict[str, Any]]) -> dict[str, Any]:

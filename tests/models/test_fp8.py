@@ -53,10 +53,9 @@ def test_a_gpu_that_is_too_old_is_refused(monkeypatch):
 
 def test_layers_follow_the_switch_but_for_adapters_and_odd_sizes():
     layers = nn.ModuleDict({"plain": nn.Linear(32, 32), "lora_A": nn.Linear(32, 32), "odd": nn.Linear(32, 17)})
-    x, switch = drawn(4, 32), fp8.Switch()
+    x = drawn(4, 32)
     exact = {name: layer(x) for name, layer in layers.items()}
-    fp8.add_switch(layers, switch)
-    with switch:
+    with fp8.Switch(layers):
         inside = {name: torch.equal(layer(x), exact[name]) for name, layer in layers.items()}
     assert inside == {"plain": False, "lora_A": True, "odd": True}
     assert all(torch.equal(layer(x), exact[name]) for name, layer in layers.items())

@@ -56,7 +56,5 @@ class Hunyuan15(LatentBackbone):
         return fuse_decoder(model) if self.compiled else model
 
     def awaits(self, name: str, seen: Sequence[TextConditioning]) -> str:
-        quoted = any(len(cond.glyph) for cond in seen)
-        if name.startswith("context_embedder_2.") and not quoted:
-            return "of the glyph embedder wait for a prompt that quotes text"
-        return ""
+        waits = name.startswith("context_embedder_2.") and not any(len(cond.glyph) for cond in seen)
+        return "of the glyph embedder wait for a prompt that quotes text" if waits else ""

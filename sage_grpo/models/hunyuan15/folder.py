@@ -66,31 +66,27 @@ class ModelFolder(DiffusersFolder):
         """Require that the folder exists, and that a version is selected if there are several."""
         super().check_version()
         if self.is_tencent and self.versions and self.version not in self.versions:
-            raise FileNotFoundError(
-                f"'{self.root}/transformer' has no {self.version}; choose pretrained_transformer_version from "
-                f"{', '.join(self.versions)}, or get it: bash download_weights.sh --version {self.version}."
-            )
+            choice = f"choose pretrained_transformer_version from {', '.join(self.versions)}"
+            remedy = f"{choice}, or get it: bash download_weights.sh --version {self.version}"
+            raise FileNotFoundError(f"'{self.root}/transformer' has no {self.version}; {remedy}.")
         if not self.is_tencent and self.version not in (DEFAULT_VERSION, ANIMATE):
-            raise ValueError(
-                f"pretrained_transformer_version {self.version} chooses a folder in Tencent's layout, but "
-                f"'{self.root}' has the layout of diffusers, which holds one transformer; leave it out."
-            )
+            problem = f"pretrained_transformer_version {self.version} chooses a folder in Tencent's layout"
+            reason = f"'{self.root}' has the layout of diffusers, which holds one transformer"
+            raise ValueError(f"{problem}, but {reason}; leave it out.")
 
     def place(self, part: str) -> Path:
         return self.root / (TENCENT_FOLDERS[part].format(version=self.version) if self.is_tencent else part)
 
     def remedy(self, missing: list[str]) -> str:
-        made = f"{Path(GLYPH_WEIGHTS).name} of byt5_model.pt"
-        text = f", and 'python scripts/convert_weights.py {self.root}' makes {made}"
-        return text if any(file.endswith(GLYPH_WEIGHTS) for file in missing) else ""
+        how = f", and 'python scripts/convert_weights.py {self.root}' makes {Path(GLYPH_WEIGHTS).name} of byt5_model.pt"
+        return how if any(file.endswith(GLYPH_WEIGHTS) for file in missing) else ""
 
     def config(self, part: str) -> dict[str, Any]:
         config, path = super().config(part), self.place(part) / "config.json"
         if config.get("use_meanflow"):
-            raise ValueError(
-                f"{path} has use_meanflow {config['use_meanflow']!r}: this step-distilled transformer takes a second "
-                "timestep, which is not supported; use one that is not step-distilled, such as 480p_t2v"
-            )
+            what = f"use_meanflow {config['use_meanflow']!r}: this step-distilled transformer takes a second timestep"
+            remedy = "use one that is not step-distilled, such as 480p_t2v"
+            raise ValueError(f"{path} has {what}, which is not supported; {remedy}")
         if not self.is_tencent:
             return config
         tencent.read_version(self.version)  # its error is not about the file
@@ -117,10 +113,9 @@ class ModelFolder(DiffusersFolder):
             return replace(SAMPLING[tuple(kind)], guidance=1.0) if distilled else SAMPLING[tuple(kind)]
         kind = (config.get("target_size"), self.task)
         if kind not in list(SAMPLING):
-            raise ValueError(
-                f"'{self.root}/transformer' has target_size {kind[0]!r}, which is neither 640 nor 960; put a "
-                "sampling.json into the folder to say how it is sampled."
-            )
+            remedy = "put a sampling.json into the folder to say how it is sampled"
+            size = f"target_size {kind[0]!r}, which is neither 640 nor 960"
+            raise ValueError(f"'{self.root}/transformer' has {size}; {remedy}.")
         guider, sampling = self.root / "guider" / "guider_config.json", SAMPLING[kind]
         if not guider.is_file():
             return sampling

@@ -7,7 +7,6 @@ are denoised do not contain it, so sampling and log-probabilities are those of t
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -61,15 +60,13 @@ class ImageEncoder(TextEncoder):
         (tokenizers, encoders), place = super().load(), self.folder.part("feature_extractor")
         with naming(place / "preprocessor_config.json"):
             processor = SiglipImageProcessorPil.from_pretrained(place, local_files_only=True)
-        return (*tokenizers, processor), (*encoders, self._vision_model(self.folder.part("image_encoder")))
-
-    def _vision_model(self, folder: Path) -> SiglipVisionModel:
+        folder = self.folder.part("image_encoder")
         stored, model = open_folder(folder), empty_model(SiglipVisionModel, folder)
         pieces = {name.removeprefix("vision_model."): piece for name, piece in stored.pieces.items()}  # published names
         load_model(model, Weights(folder, pieces), self.device, self.dtype)
         positions = torch.arange(model.embeddings.num_positions, device=self.device)
         model.embeddings.position_ids = positions[None]  # computed, not stored
-        return model.eval()
+        return (*tokenizers, processor), (*encoders, model.eval())
 
     @torch.no_grad()
     def encode(self, request: Request) -> ImageConditioning:
@@ -114,6 +111,5 @@ class ImageToVideo(Hunyuan15):
 
     def default_size(self, request: Request) -> tuple[int, int]:
         """The model's own size with the aspect ratio nearest to the image's."""
-        target = self.parts.config("transformer").get("target_size", 640)
         rule = HunyuanVideo15ImageProcessor(vae_scale_factor=self.multiple).calculate_default_height_width
-        return rule(*request.image.shape, target)
+        return rule(*request.image.shape, self.parts.config("transformer").get("target_size", 640))

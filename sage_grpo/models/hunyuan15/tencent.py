@@ -42,9 +42,8 @@ def to_diffusers(part: str, names: Iterable[str]) -> dict[str, tuple[Rows, ...]]
     recipes: dict[str, tuple[Rows, ...]] = {}
     for name in names:
         known = [(rule, new) for rule in RULES[part] if (new := translate(name, rule.tencent, rule.diffusers))]
+        known = known or [(Rule(name, name), name)]
         recipes |= {new: tuple((name, block, rule.of) for block in rule.blocks) for rule, new in known}
-        if not known:
-            recipes[name] = ((name, 0, 1),)
     return recipes
 
 

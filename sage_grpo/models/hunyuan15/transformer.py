@@ -12,7 +12,6 @@ sequence parallelism the blocks see this rank's share of N and K.
 import functools
 
 import torch
-import torch.distributed as dist
 from diffusers import HunyuanVideo15Transformer3DModel
 from diffusers.models.attention_processor import Attention
 from diffusers.models.embeddings import apply_rotary_emb
@@ -20,8 +19,8 @@ from einops import rearrange
 from torch import Tensor
 
 from sage_grpo.models.attention import best_attention
-from sage_grpo.models.denoiser import Denoiser, stock_config
-from sage_grpo.parallel.ulysses import Attend, Shares, dividing
+from sage_grpo.models.denoiser import StockDenoiser
+from sage_grpo.parallel.ulysses import Attend, Shares
 
 TEXT, GLYPH, IMAGE = range(3)  # rows of `cond_type_embed`
 
@@ -59,9 +58,10 @@ class PackedAttention:
         return [norms[0](query), norms[1](key), value]
 
 
-class PackedTransformer(HunyuanVideo15Transformer3DModel, Denoiser):
+class PackedTransformer(StockDenoiser, HunyuanVideo15Transformer3DModel):
     """The stock model with a packed forward for clips that share one prompt."""
 
+    stock = HunyuanVideo15Transformer3DModel
     varying = (1, 1)  # tokens of the context
     unseen: tuple[str, ...] = ("image_embedder",)  # text-to-video has no image tokens
 
@@ -79,9 +79,6 @@ class PackedTransformer(HunyuanVideo15Transformer3DModel, Denoiser):
         unread = ("attn.add_q_proj", "attn.norm_added_q", "attn.to_add_out", "ff_context")
         return (*self.unseen, *(f"{last}.{name}" for name in unread))
 
-    def split_sequence(self, group: dist.ProcessGroup | None) -> None:
-        self.sequence_group = dividing(group, self.config.num_attention_heads)
-
     def forward(self, hidden_states: Tensor, timestep: Tensor, text: Tensor, glyph: Tensor, *image: Tensor) -> Tensor:
         """Velocity (B, C, T, Y, X), in the dtype of the input.
 
@@ -97,11 +94,11 @@ class PackedTransformer(HunyuanVideo15Transformer3DModel, Denoiser):
         video, context = shares.own_video(video), shares.own_context(context)
         for block in self.all_blocks:
             video, context = self.run_block(block, (video, context, temb), shares.attend, rope)
-        velocity = shares.join_video(self.proj_out(self.norm_out(video, temb)))
-        return self._unpatch(velocity, hidden_states.shape[2:])
-
-    def to_json_string(self) -> str:
-        return stock_config(super().to_json_string(), HunyuanVideo15Transformer3DModel)
+        tokens, c = shares.join_video(self.proj_out(self.norm_out(video, temb))), self.config
+        patch = {"pt": c.patch_size_t, "py": c.patch_size, "px": c.patch_size}
+        sizes = {"y": hidden_states.shape[3] // c.patch_size, "x": hidden_states.shape[4] // c.patch_size}
+        velocity = rearrange(tokens, "b (t y x) (c pt py px) -> b c (t pt) (y py) (x px)", **sizes, **patch)
+        return velocity.clone(memory_format=torch.contiguous_format)  # FSDP does not accept views
 
     def _time_embedding(self, timestep: Tensor, dtype: torch.dtype) -> Tensor:
         """(1 or B,) -> (1 or B, D). The sinusoid stays fp32: bf16 cannot distinguish neighboring timesteps."""
@@ -119,11 +116,3 @@ class PackedTransformer(HunyuanVideo15Transformer3DModel, Denoiser):
         seen = [self.image_embedder(tokens) + self.cond_type_embed.weight[IMAGE] for tokens in image]
         batch = max(len(tokens) for tokens in (refined, *seen))
         return torch.cat([tokens.expand(batch, -1, -1) for tokens in (*seen, glyphs, refined)], dim=1)
-
-    def _unpatch(self, tokens: Tensor, grid: torch.Size) -> Tensor:
-        """Output tokens (B, N, C * patch volume) -> (B, C, T, Y, X), copied, because FSDP does not accept views."""
-        c = self.config
-        sizes = {"t": grid[0] // c.patch_size_t, "y": grid[1] // c.patch_size, "x": grid[2] // c.patch_size}
-        patch = {"pt": c.patch_size_t, "py": c.patch_size, "px": c.patch_size}
-        velocity = rearrange(tokens, "b (t y x) (c pt py px) -> b c (t pt) (y py) (x px)", **sizes, **patch)
-        return velocity.clone(memory_format=torch.contiguous_format)

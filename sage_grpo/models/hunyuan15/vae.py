@@ -109,8 +109,7 @@ def fuse_decoder(vae: AutoencoderKLHunyuanVideo15) -> AutoencoderKLHunyuanVideo1
     def convolve(
         layer: stock.HunyuanVideo15CausalConv3d, norm: stock.HunyuanVideo15RMS_norm, x: Tensor, before: Tensor | float
     ) -> Tensor:
-        seen = activate(x, before, norm.gamma, norm.scale, layer.time_causal_padding)
-        return F.conv3d(seen, layer.conv.weight)
+        return F.conv3d(activate(x, before, norm.gamma, norm.scale, layer.time_causal_padding), layer.conv.weight)
 
     def residual(block: stock.HunyuanVideo15ResnetBlock, x: Tensor) -> Tensor:
         h = convolve(block.conv1, block.norm1, x, 0.0)

@@ -24,9 +24,8 @@ class WanFolder(DiffusersFolder):
     def check_version(self) -> None:
         super().check_version()
         index = self.root / "model_index.json"
-        for name, value in read_object(index).items():
-            if name in OTHERS and value:
-                raise ValueError(f"{index} has {name}, as Wan 2.2 does; only Wan 2.1 can be trained")
+        if wrong := [name for name, value in read_object(index).items() if name in OTHERS and value]:
+            raise ValueError(f"{index} has {wrong[0]}, as Wan 2.2 does; only Wan 2.1 can be trained")
 
     def config(self, part: str) -> dict[str, Any]:
         if not self.root.is_dir():

@@ -10,15 +10,14 @@ text tokens, H heads of E, D = H*E. Under sequence parallelism the blocks see th
 import functools
 
 import torch
-import torch.distributed as dist
 from diffusers import WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanAttention, WanRotaryPosEmbed
 from einops import rearrange
 from torch import Tensor
 
 from sage_grpo.models.attention import attention, best_attention
-from sage_grpo.models.denoiser import Denoiser, stock_config
-from sage_grpo.parallel.ulysses import Attend, Shares, dividing
+from sage_grpo.models.denoiser import StockDenoiser
+from sage_grpo.parallel.ulysses import Attend, Shares
 
 Rope = tuple[Tensor, Tensor, Attend]  # cosines and sines (1, N, 1, E/2), and the attention over all tokens
 
@@ -51,10 +50,10 @@ def rope_of(width: int, patch: tuple[int, ...], length: int, device: torch.devic
         return WanRotaryPosEmbed(width, patch, length).to(device)
 
 
-class WanTransformer(WanTransformer3DModel, Denoiser):
+class WanTransformer(StockDenoiser, WanTransformer3DModel):
     """The stock model for text-to-video."""
 
-    block_list = "blocks"
+    stock, block_list = WanTransformer3DModel, "blocks"
 
     # `from_pretrained` reads the accepted config keys from the signature.
     @functools.wraps(WanTransformer3DModel.__init__)
@@ -64,9 +63,6 @@ class WanTransformer(WanTransformer3DModel, Denoiser):
         for block in self.all_blocks:
             block.attn1.set_processor(attend)
             block.attn2.set_processor(attend)
-
-    def split_sequence(self, group: dist.ProcessGroup | None) -> None:
-        self.sequence_group = dividing(group, self.config.num_attention_heads)
 
     def forward(self, hidden_states: Tensor, timestep: Tensor, text: Tensor) -> Tensor:
         """Velocity (B, C, T, Y, X) of latents of that shape, in their dtype.
@@ -90,6 +86,3 @@ class WanTransformer(WanTransformer3DModel, Denoiser):
         sizes = {"y": rows // py, "x": columns // px, "py": py, "px": px}
         velocity = rearrange(tokens, "b (t y x) (py px c) -> b c t (y py) (x px)", **sizes)
         return velocity.clone(memory_format=torch.contiguous_format)  # FSDP does not accept views
-
-    def to_json_string(self) -> str:
-        return stock_config(super().to_json_string(), WanTransformer3DModel)
