@@ -122,7 +122,11 @@ class Composite:
     """Weighted sum of the named scores of several rewards; each scores `batch_size` clips at a time."""
 
     def __init__(
-        self, rewards: Mapping[str, Reward], weights: Mapping | None, batch_size: int = 4, timeout: float = 300
+        self,
+        rewards: Mapping[str, Reward],
+        weights: Mapping[str, Any] | None,
+        batch_size: int = 4,
+        timeout: float = 300,
     ) -> None:
         """`weights`: by score name; with several rewards, by reward and then name (a number if it has one score).
 

@@ -83,8 +83,11 @@ class Guards:
             try:
                 try:
                     yield
-                except (Preempted, TrainingError) as error:  # raised by all ranks
-                    save() if isinstance(error, Preempted) else settle(True)
+                except Preempted:
+                    save()
+                    raise
+                except TrainingError:  # raised by all ranks
+                    settle(True)
                     raise
                 self.report("done")
             except Preempted as told:

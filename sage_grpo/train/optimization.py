@@ -16,9 +16,11 @@ from sage_grpo.parallel.fsdp import copy_into, full_tensor, local_shard, replace
 
 def trainable_parameters(transformer: Denoiser, use_lora: bool) -> dict[str, nn.Parameter]:
     """The adapter's parameters, or all parameters the forward uses; everything else is frozen."""
-    unused, named = transformer.never_trained, transformer.named_parameters()
-    used = {name: p for name, p in named if not name.startswith(unused)}
-    chosen = adapter_parameters(transformer) if use_lora else used
+    if use_lora:
+        chosen = adapter_parameters(transformer)
+    else:
+        unused = transformer.never_trained
+        chosen = {name: p for name, p in transformer.named_parameters() if not name.startswith(unused)}
     transformer.requires_grad_(False)
     for parameter in chosen.values():
         parameter.requires_grad_(True)
