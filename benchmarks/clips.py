@@ -180,7 +180,7 @@ def main(arguments: list[str] | None = None) -> None:
             gc.collect()
             torch.cuda.empty_cache()
             torch.compiler.reset()
-            options.output.write_text("\n".join(lines) + "\n")  # after each way: a lease may end
+            options.output.write_text("\n".join(lines) + "\n")  # after each way: the next may fail
 
 
 if __name__ == "__main__":

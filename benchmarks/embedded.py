@@ -72,7 +72,7 @@ def main(arguments: list[str] | None = None) -> None:
             slowest = slowest or sum(found[phase] for phase in PHASES)
             lines.append(row(name, found, slowest))
             print(lines[-1], flush=True)
-            options.output.write_text("\n".join(lines) + "\n")  # after each way: a lease may end
+            options.output.write_text("\n".join(lines) + "\n")  # after each way: the next may fail
             gc.collect()
             torch.compiler.reset()
 
