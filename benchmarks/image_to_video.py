@@ -11,7 +11,6 @@ figure is that for the same forward or step. The page is written after each part
 `--rehearse` tries the script with a tiny model on the CPU.
 """
 
-import gc
 import statistics
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -21,13 +20,25 @@ from torch import Tensor
 
 from benchmarks.parts import Results, about, begin, failure, heading, table, wrapped
 from benchmarks.stock import StockImageTransformer, StockTransformer
-from benchmarks.transformer import Bench, Clip, adapted, distance, random_model, set_blocks, stock_twin, training_step
+from benchmarks.transformer import (
+    Bench,
+    Clip,
+    adapted,
+    distance,
+    free,
+    random_model,
+    set_blocks,
+    stock_twin,
+    training_step,
+)
 from sage_grpo.flags import from_values
 from sage_grpo.models.hunyuan15.image import IMAGE_TOKENS, ImageTransformer
 from sage_grpo.models.hunyuan15.transformer import PackedTransformer
 from sage_grpo.models.lora import POLICY
 from sage_grpo.tools.plan import plan_of
 from sage_grpo.tools.plan_memory import memory
+
+BLOCKS = 54  # of the published models
 
 
 @dataclass(frozen=True)
@@ -38,7 +49,7 @@ class Part:
     clip: Clip
     ours: type[PackedTransformer]
     stock: type[StockTransformer] | None = None
-    blocks: int = 54
+    blocks: int = BLOCKS
 
 
 LARGE = Clip(121, 720, 1280, 150)
@@ -56,7 +67,9 @@ def measured(part: Part, rehearse: bool) -> Results:
     """Rows of a table, findings about agreement, and what the planner expects."""
     device, clip = torch.device("cpu" if rehearse else "cuda"), part.clip
     clip = replace(clip, frames=5, height=32, width=48, text=7) if rehearse else clip
-    bench = Bench(device, torch.float32 if rehearse else torch.bfloat16, repeat=1 if part.clip is LARGE else 2)
+    bench = Bench(
+        device, torch.float32 if rehearse else torch.bfloat16, repeat=1 if rehearse or part.clip is LARGE else 2
+    )
     model = random_model(TINY if rehearse else {"num_layers": part.blocks}, device, bench.dtype, part.ours)
     like = next(model.parameters())
     packed, facts = clip.packed(model, like), []
@@ -79,7 +92,7 @@ def measured(part: Part, rehearse: bool) -> Results:
     with torch.no_grad():
         rollout = ours().float()
     facts.append(f"{STEP}: rollout to training {distance(ours().detach().float(), rollout):.2g}")
-    moments = {"forward, ours, compiled": "rollout", STEP: "update"} if part.blocks == 54 else {}
+    moments = {"forward, ours, compiled": "rollout", STEP: "update"} if part.blocks == BLOCKS else {}
     planned = {row: expected(part.version, clip, moment) for row, moment in moments.items()}
     return {"rows": [asdict(row) for row in bench.rows], "facts": facts, "planned": planned, "clip": asdict(clip)}
 
@@ -108,13 +121,6 @@ def expected(version: str, clip: Clip, moment: str) -> float:
     flags |= {"validation_videos": 0}
     parts = memory(plan_of(from_values(flags | {"master_weight_type": "bf16"}), 1, clip.text))
     return sum(parts[part][moment] for part in ("weights", "gradients", "activations")) / 2**30
-
-
-def free() -> None:
-    gc.collect()
-    torch.compiler.reset()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def page(results: Results) -> str:

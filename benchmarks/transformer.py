@@ -182,6 +182,15 @@ def adapted(
     return model
 
 
+def free() -> None:
+    """Forget graphs and free memory between parts; the peak starts again."""
+    gc.collect()
+    torch.compiler.reset()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
 def rate(device: torch.device, dtype: torch.dtype, size: int) -> float:
     """FLOPs per second of one large matmul."""
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))

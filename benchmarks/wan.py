@@ -10,7 +10,6 @@ Random weights. The page is written after each part. `--only NAME` runs one part
 tiny model on the CPU.
 """
 
-import gc
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict
@@ -27,7 +26,7 @@ from benchmarks.random_model import Writer, prompt_words
 from benchmarks.random_reward import write_reward
 from benchmarks.random_wan import TINY_TRANSFORMER, write_wan
 from benchmarks.stock import StockWan
-from benchmarks.transformer import Bench, adapted, distance, random_model, set_blocks, stock_twin, training_step
+from benchmarks.transformer import Bench, adapted, distance, free, random_model, set_blocks, stock_twin, training_step
 from sage_grpo.flags import parse
 from sage_grpo.models.lora import POLICY
 from sage_grpo.models.wan21.backbone import Wan21
@@ -132,14 +131,6 @@ def iteration(scratch: Path, rehearse: bool) -> Results:
         "planned": planned / 1e9, "moment": moment, "clips_per_hour": 3600 * CLIPS / sum(seconds.values()),
         "deviation": record["policy/ratio_max_deviation"], "clip": [config.num_frames, config.height, config.width],
     }  # fmt: skip
-
-
-def free() -> None:
-    gc.collect()
-    torch.compiler.reset()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
 
 
 def page(results: Results) -> str:

@@ -14,12 +14,13 @@ from sage_grpo.config import Config
 from sage_grpo.flags import from_values
 from sage_grpo.intervals import interval
 from sage_grpo.tools.figure_style import colors_of
+from sage_grpo.tools.paired import number
 from sage_grpo.tools.plan import plan_of
 from studies.page import finish, over_seeds, smooth
 from studies.questions import ROOT
 from studies.records import Record, curve, validated
 from studies.result_tables import LEVEL, Arms, crossing, markdown
-from studies.statistics import holm, p_value
+from studies.statistics import corrected, p_value
 
 # units of a forward and backward with LoRA, of a decode and of a reward, as measured at full size (docs/efficiency.md)
 TRAINED, DECODED, REWARDED = 3.7, 3.8, 0.7
@@ -39,6 +40,11 @@ def units(config: Config) -> float:
 def per_iteration(record: Record) -> float:
     config = from_values(record["config"])
     return units(config) * config.batch_size
+
+
+def budget(record: Record) -> float:
+    """Units of the whole run, even if it was stopped."""
+    return per_iteration(record) * record["config"]["max_steps"]
 
 
 def validations(record: Record, key: str) -> tuple[np.ndarray, np.ndarray]:
@@ -72,23 +78,22 @@ def cost_table(arms: Arms, found: Mapping[str, Record]) -> str:
     rows, logs = [], {}
     for arm, records in ((arm, records) for arm, records in arms.items() if records):
         taken = {seed: units_to(record, level) for seed, record in records.items()}
-        whole = {seed: validations(record, "reward/total")[0][-1] for seed, record in records.items()}
-        counted = {seed: whole[seed] if math.isnan(value) else value for seed, value in taken.items()}
+        counted = {seed: budget(records[seed]) if math.isnan(value) else value for seed, value in taken.items()}
         logs[arm] = [math.log(counted[seed] / value) for seed, value in reference.items() if seed in counted]
         reached = sum(map(math.isfinite, taken.values()))
         average = math.exp(interval([math.log(value) for value in counted.values()]).mean)
         bound = "" if reached == len(records) else "over "
         rows.append([arm, str(len(records)), str(reached), f"{bound}{average:,.0f}"])
     others = [arm for arm in logs if arm != ALL_STEPS]
-    tests = dict(zip(others, holm([p_value(logs[arm]) for arm in others]), strict=True))
+    tests = dict(zip(others, corrected([p_value(logs[arm]) for arm in others], len(arms) - 1), strict=True))
     for row in rows:
         change = interval(logs[row[0]])
         ratio, low, high = (math.exp(change.mean + end) for end in (0.0, -change.half, change.half))
         decided = change.sign if tests.get(row[0], 1.0) < LEVEL else 0
         verdict = {-1: "**cheaper**", 1: "**dearer**", 0: "undecided"}[decided]
         told = f"{ratio:.2f} ({low:.2f} to {high:.2f}): {verdict}" if math.isfinite(low) else f"{ratio:.2f}, {verdict}"
-        kept, half = interval_of([relative_variety(record)[-1] for record in arms[row[0]].values()])
-        row += [told if row[0] in tests else "", f"{kept:.2f} ± {half:.2f}"]
+        kept = interval([relative_variety(record)[-1] for record in arms[row[0]].values()])
+        row += [told if row[0] in tests else "", f"{number(kept.mean, 2)} ± {number(kept.half, 2)}"]
     head = ["arm", "runs", "reach it", "units, geometric mean", f"over those of {ALL_STEPS}", "variety, end over start"]
     goal = f"a reward of {level:.3f}: {SHARE:.0%} of what {ALL_STEPS} gained in the search"
     text = f"Units until held-out prompts have {goal}. Ratios by pairs of seeds, with 95 % intervals."
@@ -121,6 +126,7 @@ def draw_validations(ax: Axes, records: Sequence[Record], key: str, color: str, 
 
 
 def interval_of(values: Sequence[float]) -> tuple[float, float]:
+    """What an error bar shows: none where there are too few values for an interval."""
     found = interval(values)
     return found.mean, float(np.nan_to_num(found.half))
 
@@ -144,10 +150,10 @@ def draw_batches(axes: np.ndarray, arms: Arms, variable: str) -> None:
     for ax, key in zip(axes.flat, ("reward/total", "gold/match"), strict=False):
         found = {arm: [validated(record, key) for record in arms[arm].values()] for arm in counts}
         draw_counts(ax, counts, found, f"{MEASURED[key]} at equal clips")
-    draw_counts(axes.flat[2], counts, at_equal_reward(arms), "gold match at equal reward")
+    draw_counts(axes.flat[2], counts, matches_at_equal_reward(arms), "gold match at equal reward")
 
 
-def at_equal_reward(arms: Arms) -> dict[str, list[float]]:
+def matches_at_equal_reward(arms: Arms) -> dict[str, list[float]]:
     """The match of each arm and seed where its reward first is the highest that all arms reach with that seed."""
     found: dict[str, list[float]] = {arm: [] for arm, records in arms.items() if records}
     for seed in set.intersection(*(set(arms[arm]) for arm in found)):

@@ -24,7 +24,7 @@ from sage_grpo.tools.paired import number
 from studies.kl_strategies import MATCHED
 from studies.questions import Study, StudyPlan
 from studies.records import Record, as_float, curve, mean, path_kl, schedule_of, validated
-from studies.statistics import holm, p_value
+from studies.statistics import corrected, p_value
 
 LEVEL = 0.05
 BLOCK = re.compile(r"(<!-- results (\w+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
@@ -152,13 +152,11 @@ def compared(study: Study, arms: Arms) -> dict[str, dict[str, Difference]]:
         for arm in arms
         if (reference := study.reference(arm)) and arms[arm] and arms[reference]
     }
-    missing = comparisons(study) - len(asked)
     result: dict[str, dict[str, Difference]] = {arm: {} for arm in asked}
     for name in next(iter(asked.values()), {}):
         better = MEASURES[name.removesuffix(" at equal reward")].better
-        found = [p_value(values[name]) for values in asked.values()]
-        corrected = holm([1.0 if math.isnan(p) else p for p in found] + [1.0] * missing)
-        for (arm, values), p in zip(asked.items(), corrected, strict=False):
+        found = corrected([p_value(values[name]) for values in asked.values()], comparisons(study))
+        for (arm, values), p in zip(asked.items(), found, strict=True):
             pairs = sum(map(math.isfinite, values[name]))
             result[arm][name] = Difference(interval(values[name]), pairs, p, better)
     return result
@@ -185,8 +183,8 @@ def study_table(study: Study, arms: Arms) -> str:
         rows.append([f"{arm} less {study.reference(arm)}", str(pairs), *cells])
     if found:
         asked = comparisons(study)
-        corrected = f", p-values corrected over {asked} comparisons" if asked > 1 else ""
-        text += f"\nPaired differences with 95 % intervals{corrected}.\n\n{markdown(rows)}"
+        over = f", p-values corrected over {asked} comparisons" if asked > 1 else ""
+        text += f"\nPaired differences with 95 % intervals{over}.\n\n{markdown(rows)}"
     return text + (f"\nNot run yet: {'; '.join(missing)}.\n" if missing else "")
 
 

@@ -35,6 +35,12 @@ def student_tails(t: float, freedom: int, points: int = 20001) -> float:
     return float(1 - reached / below[-1])
 
 
+def corrected(p_values: Sequence[float], asked: int) -> list[float]:
+    """P-values corrected over all `asked` tests of a study; one that could not be made counts with a p-value of 1."""
+    known = [1.0 if math.isnan(p) else p for p in p_values]
+    return holm(known + [1.0] * (asked - len(known)))[: len(known)]
+
+
 def holm(p_values: Sequence[float]) -> list[float]:
     """P-values corrected for multiple testing (Holm 1979); NaN is not a test and stays NaN."""
     asked = sorted((p, i) for i, p in enumerate(p_values) if math.isfinite(p))

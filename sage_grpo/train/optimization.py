@@ -84,7 +84,7 @@ class Optimization:
 
     @property
     def is_finite(self) -> bool:
-        """Whether this rank's shards of the parameters are finite."""
+        """Whether this rank's shards of the parameters have finite norms."""
         norms = torch._foreach_norm([local_shard(p).detach() for p in self.parameters.values()])
         return bool(torch.stack(norms).isfinite().all())
 

@@ -27,12 +27,12 @@ def network():
 def inputs(device="cpu"):
     draw = torch.Generator().manual_seed(1)
     for rows, columns in SHAPES:
-        shape = torch.randn(rows, columns, generator=draw, dtype=torch.float64)
-        yield shape.to(device), torch.rand(rows, generator=draw, dtype=torch.float64).to(device)
+        x = torch.randn(rows, columns, generator=draw, dtype=torch.float64)
+        yield x.to(device), torch.rand(rows, generator=draw, dtype=torch.float64).to(device)
 
 
 def trained(model, device="cpu"):
-    """Outputs without and with gradients, and parameters after a few steps that each sum two gradients."""
+    """Outputs without and with gradients, and parameters after a few steps, each with the sum of three gradients."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
     outputs = []
     for _ in range(3):

@@ -7,7 +7,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from studies import compute, records
-from studies.compute import ALL_STEPS, at_equal_reward, cost_table, level_of, units_to, validations
+from studies.compute import ALL_STEPS, cost_table, level_of, matches_at_equal_reward, units_to, validations
 from studies.questions import StudyPlan, StudyRun
 from studies.second_edition import RECIPE, config_of, studies, summary, units
 from tests.studies.invented_results import invented
@@ -76,6 +76,20 @@ def test_runs_that_never_get_there_count_with_their_budget(search):
     assert "| 3 | 2 | over " in other and "undecided" in other
 
 
+def test_a_run_that_was_stopped_counts_as_if_it_had_gone_on(search):
+    arms = results({ALL_STEPS: [0.4] * 3, FLASH: [0.1] * 3})
+    whole = cost_table(arms, search)
+    stopped = {seed: invented(run(FLASH, seed), 0.1, collapsed="lost") for seed in (1, 2, 3)}
+    assert cost_table(arms | {FLASH: stopped}, search) == whole
+
+
+def test_arms_that_are_not_run_yet_count_as_tests(search):
+    arms = results({ALL_STEPS: [0.3] * 4, FLASH: [0.36, 0.45, 0.40, 0.42]})
+    more = arms | {f"arm {number}": {} for number in range(30)}
+    rows = [next(x for x in cost_table(a, search).splitlines() if x.startswith(f"| {FLASH} ")) for a in (arms, more)]
+    assert "**cheaper**" in rows[0] and "undecided" in rows[1]
+
+
 def test_a_seed_without_a_reference_leaves_the_pairs(search):
     few = cost_table(results({ALL_STEPS: [0.1, 0.4, 0.4], FLASH: [0.4, 0.4, 0.4]}), search)
     row = next(line for line in few.splitlines() if line.startswith(f"| {FLASH} ")).rpartition("| 1.00")[0]
@@ -86,7 +100,7 @@ def test_matches_are_compared_at_the_reward_that_all_reach():
     names = ["1 prompt per update", "16 prompts per update"]
     arms = {names[0]: {1: invented(run(names[0], 1, "batches"), gain=0.2, match=0.8)}}
     arms[names[1]] = {1: invented(run(names[1], 1, "batches"), gain=0.4, match=1.0)}
-    found = at_equal_reward(arms)
+    found = matches_at_equal_reward(arms)
     assert found[names[0]] == pytest.approx([0.8]) and found[names[1]] == pytest.approx([0.8])
 
 

@@ -139,7 +139,7 @@ def test_command_says_what_a_validation_costs(capsys, monkeypatch):
     ],
 )
 def test_measured_iterations(monkeypatch, recipe, flags, clips, measured):
-    """Of 2026-11-17-clips-h200.md and 2026-11-17-wan-h200.md; their windows began at steps 0 and 13."""
+    """Iterations in 2026-11-17-clips-h200.md and 2026-11-17-wan-h200.md, whose windows began at steps 0 and 13."""
     monkeypatch.chdir(ROOT)
     counts = f"--batch_size {clips} --num_generations {clips} --gradient_accumulation_steps 1 --validation_videos 0"
     plan = plan_of(parse(["--config", f"configs/{recipe}.yaml", *counts.split(), *flags.split()]), 1)
