@@ -51,7 +51,7 @@ def test_units_to_a_reward_lie_between_validations():
 def test_the_level_is_that_of_the_search_at_its_best_rate():
     found = {}
     for number, (arm, gain, lost) in enumerate(
-        [(f"{ALL_STEPS}, 0.0001", 0.1, ""), (f"{ALL_STEPS}, 0.0003", 0.3, ""), (f"{ALL_STEPS}, 0.001", 0.5, "lost")]
+        [(f"{ALL_STEPS}, 0.001", 0.5, "lost"), (f"{ALL_STEPS}, 0.0001", 0.1, ""), (f"{ALL_STEPS}, 0.0003", 0.3, "")]
     ):
         found[str(number)] = invented(run(arm, 101, "rates"), gain, collapsed=lost)
     found["other"] = invented(run("flow, 0.001", 101, "rates"), 0.9)
