@@ -80,6 +80,7 @@ beyond() {
 
 study() {
   share
+  export TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 # as registered
   local names name budget commit=${COMMIT:-$(git rev-parse --short=12 HEAD)} # COMMIT where there is no repository
   read -ra names <<< "${STUDIES:-rates}"
   for name in "${names[@]}"; do

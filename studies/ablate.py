@@ -4,8 +4,8 @@
     python -m studies.ablate --studies last_step equalizer --jobs 16    all runs of two studies
     python -m studies.ablate --jobs 16 --budget_minutes 9 --cut         a slice of everything; call again to continue
 
-Each run is a separate post_train.py process on one core, and on the GPU if there is one; for a study that asks for the
-KL to the base model it is studies/path_kl.py, which trains and then measures. A finished run leaves one file in
+Each run is a process of its own on one core, and on the GPU if there is one; it does what post_train.py does, and for a
+study that asks for the KL to the base model then measures it (studies/path_kl.py). A finished run leaves one file in
 --results and is never repeated. When the budget ends, runs are told to stop; they save, and the next call resumes them
 from --work. Nothing is started that cannot finish within the budget, unless --cut allows it.
 Exit code 0: all done; 75: some runs are left; 1: a run failed; 2: an argument is wrong.
@@ -13,6 +13,7 @@ Exit code 0: all done; 75: some runs are left; 1: a run failed; 2: an argument i
 
 import argparse
 import math
+import multiprocessing
 import os
 import shutil
 import signal
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 from tqdm import tqdm
@@ -29,10 +31,13 @@ from sage_grpo.exit_codes import DONE, FAILED, PREEMPTED, WRONG_INPUT
 from sage_grpo.json_files import read_object, write_json
 from sage_grpo.tools.paired import aligned
 from sage_grpo.train.guards import heard
-from studies import records
+from studies import one_run, records
 from studies.questions import RECIPE, ROOT, STUDIES, Study, StudyPlan, StudyRun, core_seconds, identity
 
-THREADS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+# for the process that runs are forked from; to ask the driver whether there is a GPU would leave its forks without one
+SETTINGS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload([one_run.__name__])
 LAST_WORDS = 30.0  # seconds at the end of the budget for stopped runs to save
 POLL = 0.2
 LOST = "not finite"  # in the last message of a collapsed run: a result, not a failure
@@ -48,7 +53,7 @@ class Grid:
         self.runs, self.left = runs, [run for run in runs if not self.finished(run)]
         self.left.sort(key=lambda run: -self.step(run))  # stable: started runs first, then in study order
         # with start time and planned remaining core-seconds
-        self.running: dict[subprocess.Popen[bytes], tuple[StudyRun, float, float]] = {}
+        self.running: dict[ForkServerProcess, tuple[StudyRun, float, float]] = {}
         self.stopping = False
         self.broken: list[str] = []
         self.pace: list[float] = []  # seconds per planned core-second, for finished runs
@@ -89,18 +94,12 @@ class Grid:
         folder = self.work / run.name
         folder.mkdir(exist_ok=True)
         write_json(folder / "run.json", identity(run.config))
-        program = ["-m", "studies.path_kl"] if run.path_kl else [str(ROOT / "post_train.py")]
-        command = [sys.executable, *program, "--config", str(folder / "run.json")]
-        command += ["--output_dir", str(folder), "--resume_from_checkpoint", "auto"]
-        command += ["--prompt_cache", str(self.work / "prompts")]  # encoded once for all runs
-        with self.log(run).open("ab") as log:
-            process = subprocess.Popen(
-                command,
-                cwd=ROOT,  # the recipe names the model relative to the repository
-                env=os.environ | THREADS,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
+        arguments = ["--config", str(folder / "run.json"), "--output_dir", str(folder)]
+        arguments += ["--resume_from_checkpoint", "auto"]
+        arguments += ["--prompt_cache", str(self.work / "prompts")]  # encoded once for all runs
+        os.environ.update(SETTINGS)
+        process = FORKS.Process(target=one_run.train, args=(arguments, run.path_kl, self.log(run)))
+        process.start()
         self.running[process] = (run, time.monotonic(), self.planned(run))
 
     def log(self, run: StudyRun) -> Path:
@@ -108,9 +107,9 @@ class Grid:
 
     def collect(self) -> None:
         """Collect the results of finished runs."""
-        for process in [process for process in self.running if process.poll() is not None]:
+        for process in [process for process in self.running if process.exitcode is not None]:
             run, begun, planned = self.running.pop(process)
-            code, failure = process.returncode, self.failure(run)
+            code, failure = process.exitcode, self.failure(run)
             if code == DONE or (code == FAILED and LOST in failure):
                 record = records.distil(run, self.work / run.name, self.commit, failure)
                 records.write(self.folder / f"{run.name}.json", record)
@@ -134,11 +133,10 @@ class Grid:
             process.terminate()
         patience = time.monotonic() + LAST_WORDS
         for process in self.running:
-            try:
-                process.wait(max(0.0, patience - time.monotonic()))
-            except subprocess.TimeoutExpired:
+            process.join(max(0.0, patience - time.monotonic()))
+            if process.exitcode is None:
                 process.kill()
-                process.wait()
+                process.join()
         self.collect()
 
     def progress(self) -> int:

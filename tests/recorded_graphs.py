@@ -32,8 +32,8 @@ class Stream:
 
 
 @contextmanager
-def recording(graph, pool, capture_error_mode):
-    assert pool == "pool" and capture_error_mode == "thread_local"
+def recording(graph, pool, stream, capture_error_mode):
+    assert pool == "pool" and isinstance(stream, Stream) and capture_error_mode == "thread_local"
     with graph:
         yield
 

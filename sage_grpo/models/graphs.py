@@ -33,26 +33,27 @@ class Graphs:
         """Takes the place of the module's forward. Parameters may change later, but not move."""
         self.run, self.trained = module.forward, [p for p in module.parameters() if p.requires_grad]
         self.pairs: dict[tuple[torch.Size, ...], Pair] = {}
-        self.memory, self.replays = torch.cuda.graph_pool_handle(), 0
+        self.memory, self.stream, self.replays = torch.cuda.graph_pool_handle(), torch.cuda.Stream(), 0
+        self.differentiable = torch.zeros((), requires_grad=True)  # lets autograd call a replay's backward
         module.forward = self
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         shapes = tuple(x.shape for x in inputs)
         if shapes not in self.pairs:
             self.pairs[shapes] = self.captured([x.detach().clone() for x in inputs])
-        return Replay.apply(self, self.pairs[shapes], self.trained[0], *inputs)
+        return Replay.apply(self, self.pairs[shapes], self.differentiable, *inputs)
 
     @torch.enable_grad()
     def captured(self, inputs: list[Tensor]) -> Pair:
-        now, other = torch.cuda.current_stream(), torch.cuda.Stream()
-        other.wait_stream(now)
-        with torch.cuda.stream(other):
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
             for _ in range(WARM_UPS):
                 output = self.run(*inputs)
                 self.differentiated(output, torch.zeros_like(output))
-        now.wait_stream(other)
+        torch.cuda.current_stream().wait_stream(self.stream)
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        settings = {"pool": self.memory, "capture_error_mode": "thread_local"}  # a thread may be writing a checkpoint
+        # one stream for all, because autograd keeps that of a parameter's first gradient; threads may write a checkpoint
+        settings = {"pool": self.memory, "stream": self.stream, "capture_error_mode": "thread_local"}
         with torch.cuda.graph(forward, **settings):
             output = self.run(*inputs)
         d_output = torch.zeros_like(output)
@@ -73,7 +74,7 @@ class Graphs:
 
 class Replay(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, graphs: Graphs, pair: Pair, _: nn.Parameter, *inputs: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, graphs: Graphs, pair: Pair, _: Tensor, *inputs: Tensor) -> Tensor:
         torch._foreach_copy_(pair.inputs, inputs)
         pair.forward.replay()
         graphs.replays += 1

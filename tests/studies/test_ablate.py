@@ -108,7 +108,7 @@ def test_a_run_that_is_stopped_and_resumed_elsewhere_gives_the_same_numbers(done
     # earlier test may have done that here.
     command = [sys.executable, str(ROOT / "post_train.py"), "--config", str(recipe), "--seed", "1"]
     command += ["--output_dir", str(tmp_path / "run")]
-    assert subprocess.run(command, env=os.environ | ablate.THREADS).returncode == DONE
+    assert subprocess.run(command, env=os.environ | ablate.SETTINGS).returncode == DONE
     straight = records.distil(run, tmp_path / "run", "abc")
     assert {name: resumed[name] for name in NUMBERS} == {name: straight[name] for name in NUMBERS}
 
@@ -162,10 +162,7 @@ def test_only_numbers_that_are_lost_are_a_result(call, done, recipe, tmp_path, c
     """A run that training had to stop is a collapse; one that a machine stopped is not."""
 
     class Ended:
-        returncode = FAILED
-
-        def poll(self):
-            return self.returncode
+        exitcode = FAILED
 
     runs = [run for run in StudyPlan(recipe=recipe, studies=DEMO).runs.values() if run.arm == "more"]
     grid = ablate.Grid(runs, tmp_path / "work", tmp_path / "results", "abc")
