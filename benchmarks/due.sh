@@ -11,7 +11,7 @@
 #   wan      Wan 2.1 1.3B against stock diffusers, and an iteration inside 24 GB
 #   images   image to video and 720p against stock diffusers and the planner
 #   study    the studies of studies/second_edition.py that STUDIES names (rates, which the others need), one after the
-#            other, 16 runs side by side; called again, it continues them
+#            other, those joined by a comma together, 16 runs side by side; called again, it continues them
 #
 # A part at full size is rehearsed with a tiny model first: a wrong flag must not cost minutes. No part needs ffmpeg.
 # MODEL (/dev/shm/random_model) and RUNS (/tmp/beyond) are scratch folders, kept for the next call.
@@ -81,12 +81,13 @@ beyond() {
 study() {
   share
   export TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 # as registered
-  local names name budget commit=${COMMIT:-$(git rev-parse --short=12 HEAD)} # COMMIT where there is no repository
+  local names name together budget commit=${COMMIT:-$(git rev-parse --short=12 HEAD)} # COMMIT where there is no repository
   read -ra names <<< "${STUDIES:-rates}"
   for name in "${names[@]}"; do
     budget=$(awk "BEGIN { print ($(left) - 20) / 60 }")
-    "$python" -m studies.second_edition --studies "$name" --jobs "${JOBS:-16}" --budget_minutes "$budget" --cut \
-      --commit "$commit" || echo "$name: exit code $?"
+    IFS=, read -ra together <<< "$name"
+    "$python" -m studies.second_edition --studies "${together[@]}" --jobs "${JOBS:-16}" --budget_minutes "$budget" \
+      --cut --commit "$commit" || echo "$name: exit code $?"
     "$python" -m studies.second_edition --choose # what the next study needs
   done
   find studies/second studies/*.json -type f | tar czf "$output/second.tar.gz" --files-from -

@@ -228,6 +228,8 @@ def cases(bench: Bench, sizes: dict[str, int], short: Clip, long: Clip, steps: i
         )
         bench.run(f"{steps} steps with guidance, compiled", lambda: [model(*far) for _ in range(4)],
                   4 * sum(long.work(model)), steps // 2, f"{2 * steps} forwards, four timed")  # fmt: skip
+        if bench.wants("forward, compiled, 8 bits"):
+            yield from in_8_bits(bench, model, ours, sum(work), plain)
     for kind in ("LoRA", "all weights"):
         backward = work.linear * (1 if kind == "LoRA" else 2) + work.attention * BACKWARD_OF_ATTENTION
         useful = sum(work) + backward  # without recomputation
@@ -243,6 +245,19 @@ def cases(bench: Bench, sizes: dict[str, int], short: Clip, long: Clip, steps: i
                 yield from training_cases(bench, kind, model, ours, useful)
             if kind == "LoRA":
                 target.delete_adapters(POLICY)
+
+
+def in_8_bits(
+    bench: Bench, model: Denoiser, forward: Callable[[], Tensor], work: float, exact: Tensor
+) -> Iterator[str]:
+    """The forward of steps outside the window, with linear layers in 8 bits."""
+    set_blocks(model, 0.0, False, True, "fp8")
+    with model.lossy():
+        bench.run("forward, compiled, 8 bits", forward, work)
+        yield f"compiled, in 8 bits, to packed: velocity {distance(forward().float(), exact):.2g} apart"
+    for layer in model.modules():  # undo it
+        layer.__dict__.pop("forward", None)
+    model.in_8_bits = None
 
 
 def training_cases(

@@ -76,7 +76,7 @@ def energy(config: Config) -> float:
 
 
 def lasting(steps: int) -> dict[str, int]:
-    """Flags for a run of this length: validated at the start, three times on the way and at the end, 8 points a curve."""
+    """Flags for a run of this length: 8 points a curve, validated at the start, three times between and at the end."""
     points = {"validation_interval": 4, "log_interval": 8}
     return {"max_steps": steps} | {flag: math.ceil(steps / count) for flag, count in points.items()}
 

@@ -52,7 +52,7 @@ class Graphs:
                 self.differentiated(output, torch.zeros_like(output))
         torch.cuda.current_stream().wait_stream(self.stream)
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        # one stream for all, because autograd keeps that of a parameter's first gradient; threads may write a checkpoint
+        # one stream for all: autograd keeps that of a parameter's first gradient; a thread may be writing a checkpoint
         settings = {"pool": self.memory, "stream": self.stream, "capture_error_mode": "thread_local"}
         with torch.cuda.graph(forward, **settings):
             output = self.run(*inputs)

@@ -14,6 +14,7 @@ SMALL = "--repeat 1 --layers 1 --width 8 --clip 5 32 48 7 --long 5 48 48 7 --ste
 ROWS = (
     "forward, stock",
     "forward, packed and compiled",
+    "forward, compiled, 8 bits",
     "4 steps with guidance, compiled",
     "LoRA, stock, checkpointed",
     "LoRA, attention kept, compiled",
@@ -30,7 +31,8 @@ def test_every_row_is_measured_and_all_agree(tmp_path, monkeypatch):
     text = (tmp_path / "page.md").read_text()
     assert all(f"| {name} |" in text for name in ROWS)
     apart = [float(number) for number in re.findall(r"velocity (\S+) apart", text)]
-    assert len(apart) == 2 and max(apart) < 1e-5
+    *exact, in_8_bits = apart
+    assert len(exact) == 2 and max(exact) < 1e-5 < in_8_bits < 0.2
     assert re.findall(r"rollout to training (\S+)", text) == ["0"] * 5
 
 

@@ -3,7 +3,10 @@
 import pytest
 import torch
 
+from sage_grpo.flags import from_values
 from sage_grpo.models.graphs import Graphs
+from sage_grpo.parallel.ranks import Ranks
+from sage_grpo.train.build import build_trainer
 from tests.recorded_graphs import record_graphs
 
 LORA = {"use_lora": True}
@@ -23,3 +26,21 @@ def test_a_run_is_the_same_to_the_bit(make, monkeypatch, changes):
     plain, replayed = found
     assert graphs.replays > 20 and len(graphs.pairs) < 10
     assert all(torch.equal(value, replayed[name]) for name, value in plain.items())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_run_on_a_gpu_is_the_same_to_the_bit(flags):
+    found = []
+    for graphed in (False, True):
+        changes = {
+            "overwrite": True,
+            "prompts_per_forward": 2,
+            "max_steps": 3,
+            "device": "cuda",
+            "cuda_graphs": graphed,
+        }
+        trainer = build_trainer(from_values(flags | changes), Ranks(0, 1, torch.device("cuda")))
+        trainer.train()
+        assert isinstance(trainer.backbone.transformer.forward, Graphs) is graphed
+        found.append([p.detach().clone() for p in trainer.optimization.parameters.values()])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
