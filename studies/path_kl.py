@@ -72,11 +72,11 @@ def measure(config: Config) -> dict[str, float]:
     saved = found(Path(config.output_dir) / "checkpoints")
     if not saved or saved[-1].name != f"step-{config.max_steps:06d}":
         raise ConfigError(f"{config.output_dir} has no checkpoint of its last iteration, {config.max_steps}")
-    prompts = held_out_prompts(config)
-    if len(prompts) < 2:
-        raise ConfigError(f"validation_prompts are {len(prompts)}; the path KL is a mean over at least 2")
     kind = device_for(config.device, config.pretrained_model_root, config.pretrained_transformer_version)
     (policy, resolved), (base, _) = (open_model(config, torch.device(kind)) for _ in range(2))
+    prompts = held_out_prompts(resolved)
+    if len(prompts) < 2:
+        raise ConfigError(f"validation_prompts are {len(prompts)}; the path KL is a mean over at least 2")
     policy.prepare([Request(resolved.negative_prompt), *prompts])  # frees the encoders
     policy.load_weights(saved[-1])
     kls = path_kls(policy, base, resolved, prompts)
