@@ -7,8 +7,6 @@ so that sharded and trained ones work as well.
 Shapes: S tokens, I and O features.
 """
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -28,7 +26,7 @@ class Switch:
         for name, layer in blocks.named_modules():
             fits = isinstance(layer, nn.Linear) and not any(n % MULTIPLE for n in layer.weight.shape)
             if fits and "lora_" not in name:
-                layer.forward = partial(_forward, layer, self)
+                layer.__class__, layer.switch = Linear, self
 
     def __enter__(self) -> None:
         self.on = True
@@ -37,14 +35,19 @@ class Switch:
         self.on = False
 
 
+class Linear(nn.Linear):
+    """A class, not a function for each layer: blocks whose layers are alike share one compiled graph."""
+
+    switch: Switch
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (linear if self.switch.on else F.linear)(x, self.weight, self.bias)
+
+
 def check(device: torch.device) -> None:
     """Reject a GPU that is too old."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY:
         raise ValueError("outside_window is fp8, but this GPU cannot multiply 8-bit floats: set outside_window exact")
-
-
-def _forward(layer: nn.Linear, switch: Switch, x: Tensor) -> Tensor:
-    return (linear if switch.on else F.linear)(x, layer.weight, layer.bias)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

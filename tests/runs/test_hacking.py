@@ -122,3 +122,18 @@ def test_both_intervals_must_leave_out_zero(tmp_path, totals, holdouts, hacked, 
         file.write_text(json.dumps(json.loads(file.read_text())[:7]))
     assert not divergence(tmp_path, 0) and capsys.readouterr().err == ""
     assert not divergence(tmp_path, 5) and "that takes 8 clips in each validation" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("reward", "hacked"), [(2.0, True), (0.5, False)])
+def test_a_holdout_that_rose_first_is_compared_with_its_best(tmp_path, reward, hacked):
+    for step, total, held in ((0, 0.0, 0.0), (5, 1.0, 2.0), (8, 1.0, 1.5), (10, reward, 1.0)):
+        folder = tmp_path / "validation" / f"step-{step:06d}"
+        folder.mkdir(parents=True)
+        (folder / "clips.json").write_text(json.dumps([record(seed, total, {"x": held}) for seed in range(8)]))
+    told = divergence(tmp_path, 10)
+    assert (
+        told.startswith("reward hacking: from iteration 5 to 10 the trained reward changed by +1")
+        if hacked
+        else not told
+    )
+    assert not divergence(tmp_path, 5) and not divergence(tmp_path, 8)
