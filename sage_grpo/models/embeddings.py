@@ -31,13 +31,25 @@ class Conditioning:
     def shapes(self) -> tuple[torch.Size, ...]:
         return tuple(value.shape for value in vars(self).values())
 
-    def together(self, others: "Sequence[Conditioning]") -> "Conditioning":
-        """The conditionings of several clips, equal in shape, with the clips as the first axis of each tensor."""
-        return type(self)(**{name: torch.stack([getattr(one, name) for one in others]) for name in vars(self)})
-
     def seeing(self, other: "Conditioning") -> "Conditioning":
         """This text with the image of another conditioning, for models that see one."""
         return self
+
+
+def together(conditions: Sequence[Conditioning]) -> Conditioning:
+    """The conditioning of several clips: theirs if all have the same one, else with the clips as the first axis."""
+    one, *others = conditions
+    if all(other is one for other in others):
+        return one
+    return type(one)(**{name: torch.stack([getattr(cond, name) for cond in conditions]) for name in vars(one)})
+
+
+def alike(conditions: Sequence[Conditioning], most: int) -> list[list[int]]:
+    """Positions of conditionings that are equal in shape, at most so many together."""
+    kinds: dict[tuple[torch.Size, ...], list[int]] = {}
+    for position, cond in enumerate(conditions):
+        kinds.setdefault(cond.shapes, []).append(position)
+    return [ones[start : start + most] for ones in kinds.values() for start in range(0, len(ones), most)]
 
 
 class Encoder(Protocol):

@@ -143,27 +143,20 @@ def divergence(folder: Path, step: int) -> str:
     """What is wrong with the validation at `step` of a run folder, in one sentence; empty if nothing is."""
     try:
         found = read_validations(folder)
-    except RunError as error:  # a listing that a crash has cut short must not stop the training
+        earlier = [n for n in sorted(found) if n < step] if step in found else []  # not saved if the disk was full
+        best = sorted(earlier, key=lambda n: -change(found[earlier[0]], found[n], "held_out").mean)[:1]
+        for start in dict.fromkeys(earlier[:1] + best):  # a held-out reward may rise before it falls
+            reward, holdout = (change(found[start], found[step], value) for value in ("reward", "held_out"))
+            if min(reward.count, holdout.count) < FEWEST:
+                raise RunError(f"that takes {FEWEST} clips in each validation")
+            if reward.sign > 0 > holdout.sign:
+                ends = [(c.mean, c.mean - c.half, c.mean + c.half) for c in (reward, holdout)]
+                shown = [f"{mean:+.3g} (95 % interval {low:+.3g} to {high:+.3g})" for mean, low, high in ends]
+                changes = f"the trained reward changed by {shown[0]} and the held-out one by {shown[1]}"
+                remedy = "look at the clips, go back to an earlier checkpoint, change reward_weights or the KL"
+                return f"reward hacking: from iteration {start} to {step} {changes}; {remedy}"
+    except RunError as error:  # such as a listing that a crash has cut short; training must go on
         print(f"note: not checked for reward hacking: {error}", file=sys.stderr, flush=True)
-        return ""
-    earlier = [n for n in sorted(found) if n < step]
-    if step not in found or not earlier:  # its clips were not saved: the disk was full
-        return ""
-    first = found[earlier[0]]
-    best = max(earlier, key=lambda n: change(first, found[n], "held_out").mean)
-    for start in dict.fromkeys((earlier[0], best)):  # a held-out reward may rise before it falls
-        reward, holdout = (change(found[start], found[step], value) for value in ("reward", "held_out"))
-        if min(reward.count, holdout.count) < FEWEST:
-            print(
-                f"note: not checked for reward hacking: that takes {FEWEST} clips in each validation", file=sys.stderr
-            )
-            return ""
-        if reward.sign > 0 > holdout.sign:
-            ends = [(c.mean, c.mean - c.half, c.mean + c.half) for c in (reward, holdout)]
-            shown = [f"{mean:+.3g} (95 % interval {low:+.3g} to {high:+.3g})" for mean, low, high in ends]
-            changes = f"the trained reward changed by {shown[0]} and the held-out one by {shown[1]}"
-            remedy = "look at the clips, go back to an earlier checkpoint, change reward_weights or the KL"
-            return f"reward hacking: from iteration {start} to {step} {changes}; {remedy}"
     return ""
 
 

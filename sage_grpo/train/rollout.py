@@ -9,7 +9,6 @@ micro-batches through the same function, which is why the first ratio is exactly
 Shapes: B clips of a micro-batch, W denoising steps of a window, ... the latent shape (C, t, y, x).
 """
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -22,6 +21,7 @@ from sage_grpo.algo.matching import noised
 from sage_grpo.algo.sde import Schedule, flow_sigmas
 from sage_grpo.config import Config
 from sage_grpo.models.backbone import Backbone, Conditioning, Guidance
+from sage_grpo.models.embeddings import alike, together
 from sage_grpo.models.sample import Noise, counter_noise, integrate
 
 ClipId = tuple[int, int]  # position of its prompt in the list, and index among the prompt's clips in this iteration
@@ -145,13 +145,10 @@ class Rollouts:
 
     def joined(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """Join up to `prompts_per_forward` micro-batches whose prompts are alike; clips of a prompt stay together."""
-        most, kinds = self.config.prompts_per_forward, defaultdict(list)
-        if most == 1:
+        if (most := self.config.prompts_per_forward) == 1:
             return micro_batches
-        for one in micro_batches:
-            kinds[self.conditions[one[0][0]].shapes].append(one)
-        parts = [ones[start : start + most] for ones in kinds.values() for start in range(0, len(ones), most)]
-        return [tuple(clip for one in part for clip in one) for part in parts]
+        parts = alike([self.conditions[one[0][0]] for one in micro_batches], most)
+        return [tuple(clip for i in part for clip in micro_batches[i]) for part in parts]
 
     @torch.no_grad()
     def __call__(self, micro_batch: MicroBatch) -> Trajectory:
@@ -199,8 +196,7 @@ class Rollouts:
         return [(prompt, sample // self.config.num_generations) for prompt, sample in micro_batch]
 
     def conditioning(self, prompts: Sequence[int]) -> Conditioning:
-        one, *others = (self.conditions[prompt] for prompt in prompts)
-        return one if len(set(prompts)) == 1 else one.together([one, *others])
+        return together([self.conditions[prompt] for prompt in prompts])
 
     def begin(self, x: Tensor, micro_batch: MicroBatch, start: Tensor, cond: Conditioning) -> Tensor:
         """The states (B, ...) in which the clips enter their windows, from the noise `x`."""

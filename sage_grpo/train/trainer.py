@@ -295,7 +295,7 @@ class Trainer:
             return
         watch, folder = Stopwatch(self.ranks.device, self.enter), self.run.validation_folder(self.step)
         with watch.phase("validation"), self.optimization.averaged():
-            record = self.validation.run(folder, self.safe_point, self.gathered)
+            record = self.validation.run(folder, lambda: self.safe_point(inside=True), self.gathered)
         hacked = self.ranks.from_leader(lambda: "".join(self.ranks.texts(self.run.divergence(self.step))))
         record |= {"holdout/diverged": int(bool(hacked))} if self.config.holdout_reward else {}
         self.run.log_validation(self.step, record | watch.record())

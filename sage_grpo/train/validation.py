@@ -19,6 +19,7 @@ from sage_grpo.config import Config
 from sage_grpo.data.requests import Request
 from sage_grpo.json_files import finite, write_json
 from sage_grpo.models.backbone import Backbone, BrokenClip, Guidance, Sampling
+from sage_grpo.models.embeddings import alike, together
 from sage_grpo.models.sample import counter_noise, integrate
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.rewards.base import Composite
@@ -58,14 +59,14 @@ class Validation:
         between: called on all ranks after each denoising step and each clip; it may raise. gathered: context for the
         denoising alone, because weights that stay gathered would take the VAE's memory.
         """
-        mine = self.prompts[self.ranks.rank :: self.ranks.count]
+        parts = self.joined(self.prompts[self.ranks.rank :: self.ranks.count])
+        mine, each = [prompt for part in parts for prompt in part], -(-len(self.prompts) // self.ranks.count)
         # A sharded model's forward needs all ranks, so ranks with fewer clips sample an extra one and discard it.
-        each = -(-len(self.prompts) // self.ranks.count)
-        made = [*mine, *self.prompts[: each - len(mine)]]
-        bar = tqdm(made, "validation", unit="clip", leave=False, disable=not self.ranks.first)
+        parts += [[prompt] for prompt in self.prompts[: each - len(mine)]]
+        bar = tqdm(parts, "validation", unit="batch", leave=False, disable=not self.ranks.first)
         with gathered():
-            latents = [self.latents(prompt, between) for prompt in bar]
-        clips = [self.decode(x, between) for x in latents][: len(mine)]
+            latents = [self.latents(part, between) for part in bar]
+        clips = [clip for x in latents for clip in self.decode(x, between)][: len(mine)]
         records = self.ranks.from_leader(lambda: self.judge(clips, mine, RESCORED))
         kept = {self.file(prompt) for prompt in self.prompts[: self.config.validation_videos]}
         self._keep(lambda: write_videos(folder, clips, records, kept, self.config.fps))
@@ -87,19 +88,29 @@ class Validation:
 
     def sample(self, prompt: Request) -> Tensor | None:
         """One clip (F, H, W, 3) on the leader; None elsewhere, and if its latents or pixels are not finite."""
-        return self.decode(self.latents(prompt))
+        return self.decode(self.latents([prompt]))[0]
+
+    def joined(self, prompts: Sequence[Request]) -> list[list[Request]]:
+        """The prompts that share a forward, up to `prompts_per_forward` whose texts are equally long."""
+        if (most := self.config.prompts_per_forward) == 1:
+            return [[prompt] for prompt in prompts]
+        return [[prompts[i] for i in part] for part in alike(self.backbone.encode(prompts), most)]
 
     @torch.no_grad()
-    def latents(self, prompt: Request, between: Callable[[], None] = lambda: None) -> Tensor:
-        start, _ = counter_noise(self.shape, self.seed(prompt), [0], prompt=prompt.index)
-        (cond,), x = self.backbone.encode([prompt]), start.to(self.ranks.device)
+    def latents(self, prompts: Sequence[Request], between: Callable[[], None] = lambda: None) -> Tensor:
+        """The latents (B, ...) of B prompts that share a forward, a clip each."""
+        noise = [counter_noise(self.shape, self.seed(prompt), [0], prompt=prompt.index)[0] for prompt in prompts]
+        cond, x = together(self.backbone.encode(prompts)), torch.cat(noise).to(self.ranks.device)
         # a full-size clip takes minutes
         return integrate(self.backbone, self.sigmas, x, cond, self.guidance, self.config.validation_solver, between)
 
     @torch.no_grad()
-    def decode(self, x: Tensor, between: Callable[[], None] = lambda: None) -> Tensor | None:
+    def decode(self, latents: Tensor, between: Callable[[], None] = lambda: None) -> list[Tensor | None]:
+        """As `sample`, of latents (B, ...)."""
         between()
-        return decoded(self.backbone, [x])[0] if self.ranks.leader and x.isfinite().all() else None
+        sound = [self.ranks.leader and bool(x.isfinite().all()) for x in latents]
+        clips = iter(decoded(self.backbone, latents[sound].split(1)) if any(sound) else ())
+        return [next(clips) if good else None for good in sound]
 
     def seed(self, prompt: Request) -> int:
         return self.config.validation_global_seed if prompt.seed is None else prompt.seed

@@ -32,7 +32,7 @@ def recipe(tiny_folder, tmp_path_factory):
         "pretrained_model_root": str(tiny_folder), "train_prompts": [str(folder / "prompts.txt")],
         "validation_prompts": [str(folder / "prompts.txt")], "batch_size": 4, "num_generations": 2, "max_steps": 8,
         "num_sampling_steps": 2, "num_frames": 5, "height": 16, "width": 16, "guidance_scale": 1.0,
-        "validation_num_inference_steps": 2, "validate_video_length": 5, "validation_fixed_size": "16x16",
+        "validation_num_inference_steps": 2, "validate_video_length": 5,
         "validate_at_step0": True, "validation_interval": 4, "save_interval": 0, "reward_model": ["shapes"],
         "kl_weight": 0.3, "kl_schedule": "fixed", "enable_gradient_checkpointing": False, "report_to": ["none"],
     }  # fmt: skip

@@ -152,6 +152,31 @@ def test_validation_may_use_the_second_order_solver(make):
             velocity = trainer.backbone.velocity(x, sigmas[i].expand(1), cond, trainer.guidance)
             clean = x - sigmas[i] * velocity
             x, before = x - delta[i] * velocity + factor[i] * (clean - before), clean
-    torch.testing.assert_close(validation.latents(prompt), x)
+    torch.testing.assert_close(validation.latents([prompt]), x)
     assert factor.abs().max() > 0.05
     trainer.run.close()
+
+
+def test_joined_prompts_are_sampled_as_each_alone(make, flags, tmp_path):
+    """Three of the four texts are equally long; one clip is not finite and must not cost the others theirs."""
+    texts = ("a red circle moving left", "a green square moving right", "a red square moving right", "a red circle")
+    (tmp_path / "four.txt").write_text("\n".join(texts) + "\n")
+    found = []
+    for together in (1, 2):
+        trainer = make(prompts_per_forward=together, validation_prompts=str(tmp_path / "four.txt"), overwrite=True)
+        validation, sizes = trainer.validation, []
+        trainer.backbone.transformer.register_forward_pre_hook(
+            lambda _, inputs, sizes=sizes: sizes.append(len(inputs[0]))
+        )
+        validation.run(tmp_path / f"by_{together}")
+        listing = json.loads((tmp_path / f"by_{together}" / "clips.json").read_text())
+        found.append(({clip["file"]: clip["scores"]["total"] for clip in listing}, list(sizes)))
+        x = torch.cat([validation.latents([prompt]) for prompt in validation.prompts[:3]])
+        x[1] = torch.nan
+        assert [clip is None for clip in validation.decode(x)] == [False, True, False]
+        trainer.run.close()
+    (alone, ones), (joined, twos) = found
+    assert list(joined) == list(alone) and len(joined) == 4
+    assert joined == pytest.approx(alone, abs=1e-3)  # of uint8 clips
+    assert set(ones) == {1} and len(ones) == 4 * flags["validation_num_inference_steps"] and max(twos) == 2
+    assert sum(twos) == sum(ones)

@@ -13,6 +13,7 @@ from sage_grpo.data.images import read_image
 from sage_grpo.data.requests import Request
 from sage_grpo.models import open_backbone
 from sage_grpo.models.backbone import Guidance
+from sage_grpo.models.embeddings import together
 from sage_grpo.models.hunyuan15.image import ImageToVideo
 from sage_grpo.models.sample import integrate
 
@@ -129,10 +130,10 @@ def test_several_requests_in_one_forward_are_each_as_if_alone(backbone, pictures
     one, other, negative = backbone.encode([*asked, NEGATIVE])
     x, guidance = draw(3, *backbone.latent_shape(5, 16, 16)), Guidance(3.0, negative)
     with torch.no_grad():
-        together = backbone.velocity(x, sigma, one.together([one, one, other]), guidance)
+        joined = backbone.velocity(x, sigma, together([one, one, other]), guidance)
         levels = torch.as_tensor(sigma).expand(3)
         alone = [backbone.velocity(x[i : i + 1], levels[i], c, guidance) for i, c in enumerate((one, one, other))]
-    torch.testing.assert_close(together, torch.cat(alone), rtol=0, atol=1e-12)
+    torch.testing.assert_close(joined, torch.cat(alone), rtol=0, atol=1e-12)
     assert (alone[1] - alone[2]).abs().max() > 1e-3
 
 
