@@ -4,6 +4,7 @@
     python -m studies.second_edition --list                                    studies, runs, core-minutes
     python -m studies.second_edition --studies rates --jobs 16 --budget_minutes 9
     python -m studies.second_edition --choose                                  rates and KL weights, from the searches
+    python -m studies.second_edition --studies further_rates --jobs 16 --budget_minutes 9          then --choose again
     python -m studies.second_edition --studies head_to_head --jobs 16 --budget_minutes 9
     python -m studies.second_edition --summary                                 tables and figures: studies/second.md
 
@@ -17,7 +18,7 @@ rollouts get more updates. Learning rates and KL weights are searched with seeds
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from sage_grpo.config import Config
 from sage_grpo.exit_codes import WRONG_INPUT
 from sage_grpo.flags import from_values, yaml_mapping
 from sage_grpo.json_files import write_json
+from sage_grpo.runs.history import as_float
 from sage_grpo.tools.plan import plan_of
 from sage_grpo.train.update import sampler_of
 from studies import ablate, compute, kl_strategies, records
@@ -38,6 +40,7 @@ RESULTS, PAGE, CHOSEN, WEIGHTS, SUMMARY = (
     ROOT / "studies" / name for name in ("second", "registration.md", "rates.json", "kl_weights.json", "second.md")
 )
 RATES = (1e-4, 3e-4, 1e-3)
+FURTHER = {RATES[0]: 3e-5, RATES[-1]: 3e-3}  # tried where the best of these is at an end
 SEARCH = {"seeds": 1, "first_seed": 101}
 SEEDS = 8
 BUDGET = 40  # updates of the published method, whose units every arm of the head-to-head may use
@@ -92,10 +95,29 @@ def rated(arms: Mapping[str, Flags]) -> dict[str, Flags]:
     return {f"{arm}, {rate:g}": {**flags, "learning_rate": rate} for arm, flags in arms.items() for rate in RATES}
 
 
+def further(arms: Mapping[str, Flags]) -> dict[str, Flags]:
+    """The arms whose best rate so far is at an end of the range, at the rate beyond it."""
+    best = {arm: best_of({rate: found[rate] for rate in RATES}) for arm, found in searched().items()}
+    rates = {arm: FURTHER[best[arm]] for arm in arms if best.get(arm) in FURTHER}
+    return {f"{arm}, {rate:g}": {**arms[arm], "learning_rate": rate} for arm, rate in rates.items()}
+
+
+def searched() -> dict[str, dict[float, float]]:
+    """The last reward of each rate, of the arms for which all RATES were tried."""
+    found = json.loads(CHOSEN.read_text()) if CHOSEN.is_file() else {}
+    by_rate = {arm: {float(rate): as_float(reward) for rate, reward in one.items()} for arm, one in found.items()}
+    return {arm: one for arm, one in by_rate.items() if set(RATES) <= set(one)}
+
+
+def best_of(rewards: Mapping[float, float]) -> float:
+    return max(rewards, key=lambda rate: -math.inf if math.isnan(rewards[rate]) else rewards[rate])
+
+
 def chosen(arm: str) -> dict[str, float]:
     """The learning rate of an arm, once the search has been made."""
-    found = json.loads(CHOSEN.read_text()) if CHOSEN.is_file() else {}
-    return {"learning_rate": found[arm]} if arm in found else {}
+    found = searched().get(arm, {})
+    beyond = FURTHER.get(best_of({rate: found[rate] for rate in RATES})) if found else None
+    return {"learning_rate": best_of(found)} if found and beyond in (None, *found) else {}
 
 
 def kl_weights() -> dict[str, float]:
@@ -118,12 +140,16 @@ def studies() -> dict[str, Study]:
     kl = {"flags": SHARED | kl_strategies.FLAGS, "path_kl": True}
     return {
         "rates": Study("At which learning rate is each method at its best?", rated(equal), flags=SHARED, **SEARCH),
+        "further_rates": Study("And beyond the ends of that range?", further(equal), flags=SHARED, **SEARCH),
         "head_to_head": Study(
             "Which method gives the most per unit of compute?",
             {arm: {**flags, **chosen(arm)} for arm, flags in equal.items()}, flags=SHARED, seeds=SEEDS,
         ),
         "batch_rates": Study(
             "At which learning rate is each batch at its best?", rated(batches()), flags=SHARED, **SEARCH
+        ),
+        "further_batch_rates": Study(
+            "And beyond the ends of that range?", further(batches()), flags=SHARED, **SEARCH
         ),
         "batches": Study(
             "How many prompts per update, at equal clips?",
@@ -149,10 +175,8 @@ def page() -> str:
     for name, study in studies().items():
         lines += [f"## {name}", "", study.question, ""]
         if study.first_seed != 1 and not study.path_kl:
-            lines += [
-                f"{len(study.arms)} arms: those of the study below, each at every rate, seed {study.first_seed}.",
-                "",
-            ]
+            arms = "each at every rate" if name in SEARCHES else "where the best rate is at an end, at the one beyond"
+            lines += [f"Arms: those of the study below, {arms}, seed {study.first_seed}.", ""]
             continue
         seeds = f"Seeds 1 to {study.seeds}." if study.seeds > 1 else f"Seed {study.first_seed}."
         lines += [seeds, "", "| arm | flags | iterations | units |", "|---|---|---|---|"]
@@ -170,6 +194,7 @@ def found_by_search(study: str, flag: str, value: object) -> bool:
     return flag in LEFT_OUT or (study == kl_strategies.COMPARED and flag == "kl_weight" and value != 0)
 
 
+SEARCHES = ("rates", "batch_rates")
 LEFT_OUT = ("max_steps", "validation_interval", "log_interval", "learning_rate")
 SETTINGS = ", ".join(f"`{name} {value}`" for name, value in SHARED.items())
 REGISTERED = f"""# Registration of the second edition
@@ -188,8 +213,10 @@ start (`signal/variety`).
 measured at full size. Every arm of the head-to-head gets what {BUDGET} updates of the published method cost.
 
 **Learning rates.** Each arm is run at {", ".join(f"{rate:g}" for rate in RATES)} with seed {SEARCH["first_seed"]},
-which no result reports. The rate with the highest last reward is taken, collapsed runs last. The paper's claims use the
-recipe's rate for all arms.
+which no result reports. The rate with the highest last reward is taken, collapsed runs last. If that is the first or
+the last of these, the arm is also run at the rate beyond, {" or ".join(f"{rate:g}" for rate in FURTHER.values())}.
+(This rule was added after `rates`, whose best was at an end for six arms, and before any run that is reported.) The
+paper's claims use the recipe's rate for all arms.
 
 **Decisions.** Arms are compared with the first of their study, by pairs of seeds. A difference is one if the 95 %
 interval of its mean over the 8 pairs excludes 0 and its p-value, corrected by Holm over the arms of the study, is below
@@ -203,24 +230,23 @@ linearly between validations, over those of that arm with the same seed. Runs th
 units; seeds in which that arm never does leave the pairs. An arm is cheaper or dearer by the rule above, on logarithms.
 The target is a third.
 
-**Budget.** An update of 16 prompts x 8 clips takes 0.6 s on an H200 alone, of which its kernels run 0.3 s, and a run
-spends 25 s on start, validations and the oracle. Where 16 runs side by side do not slow each other down, `rates` and
-`head_to_head` together take 10 minutes, `batch_rates` and `batches` 6, all others 5. Runs are kept one by one. Matrix
-products are in TF32 (`TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1`), in rollout and training alike.
+**Budget.** The 39 runs of `rates` took 12 minutes on an H200 that four other runs shared; 17 processes fill it. By
+that, `head_to_head` takes 24 minutes, `batch_rates` and `batches` 15, `equalizer` and `settings` 7, `kl_strategies` 5;
+a fifth less where validations, a quarter of that, join prompts. Runs are kept one by one. Matrix products are in TF32
+(`TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1`), in rollout and training alike.
 
 {kl_strategies.REGISTERED}"""
 
 
-def choose(results: Path) -> dict[str, float]:
-    """The learning rate of each arm that the search has finished."""
-    found: dict[str, dict[float, float]] = {}
-    for study in ("rates", "batch_rates"):
+def choose(results: Path) -> dict[str, dict[str, float | None]]:
+    """The last reward of each arm at each rate that was tried; None if the run collapsed."""
+    found: dict[str, dict[str, float | None]] = {}
+    for study in (*SEARCHES, *(f"further_{name}" for name in SEARCHES)):
         for file in sorted(results.glob(f"{study}-*.json")):
             record = records.read(file)
-            arm, rate = record["arm"].rpartition(", ")[0], record["config"]["learning_rate"]
-            reward = record["validation"]["reward/total"][-1]
-            found.setdefault(arm, {})[rate] = -math.inf if record["collapsed"] or reward is None else reward
-    return {arm: max(rates, key=lambda rate: rates[rate]) for arm, rates in found.items() if len(rates) == len(RATES)}
+            arm, rate = record["arm"].rpartition(", ")[0], f"{record['config']['learning_rate']:g}"
+            found.setdefault(arm, {})[rate] = None if record["collapsed"] else record["validation"]["reward/total"][-1]
+    return found
 
 
 def summary(results: Path, page: Path) -> int:
@@ -228,6 +254,18 @@ def summary(results: Path, page: Path) -> int:
     where = ["--recipe", str(RECIPE), "--results", str(results), "--page", str(page)]
     figures = {"head_to_head": ((1, 4), compute.draw_compute), "batches": ((1, 3), compute.draw_batches)}
     return results_page.main(where, studies(), figures, {"head_to_head": compute.cost_table})
+
+
+def unready(names: Collection[str]) -> str:
+    """Which search one of these studies waits for, in one sentence; empty if they can run."""
+    if kl_strategies.COMPARED in names and (left := kl_strategies.missing(kl_weights())):
+        remedy = f"run --studies {kl_strategies.SEARCH} to its end, then --choose"
+        return f"{kl_strategies.COMPARED} has no weight for {left[0]}: {remedy}"
+    for study, arms, search in (("head_to_head", METHODS, "rates"), ("batches", batches(), "batch_rates")):
+        if study in names and (without := [arm for arm in arms if not chosen(arm)]):
+            missing = search if without[0] not in searched() else f"further_{search}"
+            return f"{study} has no learning rate for {without[0]}: run --studies {missing} to its end, then --choose"
+    return ""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -241,10 +279,8 @@ def main(arguments: Sequence[str]) -> int:
     if "--summary" in arguments:
         return summary(RESULTS, SUMMARY)
     options = ablate.parsed(arguments)
-    wanted = kl_strategies.COMPARED in (options.studies or studies())
-    if wanted and not options.list and (left := kl_strategies.missing(kl_weights())):
-        remedy = f"run --studies {kl_strategies.SEARCH} to its end, then --choose"
-        print(f"second_edition.py: {kl_strategies.COMPARED} has no weight for {left[0]}: {remedy}", file=sys.stderr)
+    if not options.list and (problem := unready(options.studies or studies())):
+        print(f"second_edition.py: {problem}", file=sys.stderr)
         return WRONG_INPUT
     places = {"--recipe": RECIPE, "--results": RESULTS, "--work": ROOT / "outputs" / "second"}
     words = [word for flag, value in places.items() if flag not in arguments for word in (flag, str(value))]

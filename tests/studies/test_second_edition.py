@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from sage_grpo.exit_codes import DONE, WRONG_INPUT
 from studies import second_edition
 from studies.questions import StudyPlan
 from studies.second_edition import (
@@ -13,7 +14,7 @@ from studies.second_edition import (
     RATES,
     RECIPE,
     SEARCH,
-    choose,
+    chosen,
     config_of,
     energy,
     page,
@@ -62,22 +63,65 @@ def test_arms_of_the_batches_have_equally_many_clips():
 
 
 def test_the_search_uses_no_seed_that_is_reported():
-    plan = StudyPlan((), None, RECIPE, studies())
-    seeds = {name: {seed for study, _, seed in plan.keys if study == name} for name in studies()}
-    searches = ("rates", "batch_rates", "kl_weights")
-    assert all(seeds[name] == ({SEARCH["first_seed"]} if name in searches else set(range(1, 9))) for name in studies())
+    keys = StudyPlan((), None, RECIPE, studies()).keys
+    seeds = {name: {seed for study, _, seed in keys if study == name} for name, _, _ in keys}
+    searches = ("rates", "further_rates", "batch_rates", "kl_weights")
+    assert all(
+        found == ({SEARCH["first_seed"]} if name in searches else set(range(1, 9))) for name, found in seeds.items()
+    )
 
 
-def test_the_best_rate_that_did_not_collapse_is_chosen(tmp_path, monkeypatch):
-    for arm, rewards in {"flow": (1.0, 2.0, 5.0), "nft": (3.0, 2.0, 1.0)}.items():
-        for rate, reward in zip(RATES, rewards, strict=True):
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    """results(study, arm, {rate: reward}) writes what a search found; a reward of None is a collapsed run."""
+    monkeypatch.setattr(second_edition.records, "read", lambda path: json.loads(path.read_text()))
+    monkeypatch.setattr(second_edition, "CHOSEN", tmp_path / "rates.json")
+    monkeypatch.setattr(second_edition, "WEIGHTS", tmp_path / "weights.json")
+    monkeypatch.setattr(second_edition, "RESULTS", tmp_path)
+
+    def write(study, arm, rewards):
+        for rate, reward in rewards.items():
             record = {
                 "arm": f"{arm}, {rate:g}",
                 "config": {"learning_rate": rate},
-                "collapsed": "lost" if reward == 5 else "",
+                "collapsed": "" if reward else "lost",
             }
-            record["validation"] = {"reward/total": [0.0, reward]}
-            (tmp_path / f"rates-{arm}-{rate:g}.json").write_text(json.dumps(record))
-    (tmp_path / "rates-cps-1.json").write_text(json.dumps(record | {"arm": "cps, 0.001"}))  # not finished
-    monkeypatch.setattr(second_edition.records, "read", lambda path: json.loads(path.read_text()))
-    assert choose(tmp_path) == {"flow": RATES[1], "nft": RATES[0]}
+            record["validation"] = {"reward/total": [0.0, reward or 9.0]}
+            (tmp_path / f"{study}-{arm}-{rate:g}.json").write_text(json.dumps(record))
+        assert second_edition.main(["--choose"]) == DONE
+
+    return write
+
+
+def test_the_best_rate_that_did_not_collapse_is_chosen(results):
+    results("rates", "flow", dict(zip(RATES, (1.0, 2.0, None), strict=True)))
+    results("rates", "cps", {RATES[0]: 1.0})  # not finished
+    assert chosen("flow") == {"learning_rate": RATES[1]} and chosen("cps") == {} and chosen("nft") == {}
+    assert "cps" not in " ".join(studies()["further_rates"].arms)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "beyond", "reward", "best"),
+    [((3.0, 2.0, 1.0), 3e-5, 4.0, 3e-5), ((1.0, 2.0, 3.0), 3e-3, 2.5, 1e-3), ((None, None, 3.0), 3e-3, None, 1e-3)],
+)
+def test_where_the_best_rate_is_at_an_end_the_one_beyond_is_tried(results, rewards, beyond, reward, best):
+    results("rates", "flow", dict(zip(RATES, rewards, strict=True)))
+    (arm,) = [arm for arm in studies()["further_rates"].arms if arm.startswith("flow")]
+    assert studies()["further_rates"].arms[arm]["learning_rate"] == beyond and chosen("flow") == {}
+    results("further_rates", "flow", {beyond: reward})
+    assert chosen("flow") == {"learning_rate": best}
+    assert arm in studies()["further_rates"].arms  # a finished search is still the same study
+
+
+def test_nothing_is_compared_before_its_rates_are_chosen(results, monkeypatch, capsys):
+    started = []
+    monkeypatch.setattr(second_edition.ablate, "main", lambda *_: started.append(1) or DONE)
+    for arm in METHODS:
+        assert second_edition.main(["--studies", "head_to_head"]) == WRONG_INPUT
+        assert f"head_to_head has no learning rate for {arm}: run --studies rates to its end" in capsys.readouterr().err
+        results("rates", arm, dict(zip(RATES, (1.0, 2.0, 1.5), strict=True)))
+    assert second_edition.main(["--studies", "head_to_head"]) == DONE and started
+    results("rates", "awm", {RATES[0]: 3.0})
+    assert second_edition.main(["--studies", "head_to_head"]) == WRONG_INPUT
+    assert "no learning rate for awm: run --studies further_rates to its end, then --choose" in capsys.readouterr().err
+    assert second_edition.main(["--studies", "batches"]) == WRONG_INPUT and "batch_rates" in capsys.readouterr().err
