@@ -75,7 +75,8 @@ beyond() {
   train free-4e-4-again --learning_rate 4e-4 --kl_weight 1e-12 --seed 2 &
   train kept-4e-4 --learning_rate 4e-4 --kl_weight 0.3 &
   wait
-  tar czf "$output/beyond.tar.gz" -C "$runs" --exclude checkpoints .
+  (cd "$runs" && find . -name checkpoints -prune -o \( -name '*.json*' -o -name config.yaml \) -print) \
+    | tar czf "$output/beyond.tar.gz" -C "$runs" --files-from -
 }
 
 study() {
