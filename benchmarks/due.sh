@@ -85,7 +85,8 @@ study() {
   local names name together budget commit=${COMMIT:-$(git rev-parse --short=12 HEAD)} # COMMIT where there is no repository
   read -ra names <<< "${STUDIES:-rates}"
   for name in "${names[@]}"; do
-    budget=$(awk "BEGIN { print ($(left) - 20) / 60 }")
+    (($(left) > 120)) || break
+    budget=$(awk "BEGIN { print ($(left) - 50) / 60 }") # less two starts of Python and an archive
     IFS=, read -ra together <<< "$name"
     "$python" -m studies.second_edition --studies "${together[@]}" --jobs "${JOBS:-16}" --budget_minutes "$budget" \
       --cut --commit "$commit" || echo "$name: exit code $?"
