@@ -82,8 +82,8 @@ class FullStack:
         program, phases = self.start("train", "post_train.py", *self.flags())
         end = time.monotonic() + limit
         while program.process.poll() is None and time.monotonic() < end and rollouts(phases) < 2:
-            time.sleep(0.5)
-        time.sleep(1)
+            time.sleep(0.1)
+        time.sleep(0 if self.rehearse else 1)  # a tiny iteration may take no more than that
         program.process.send_signal(signal.SIGTERM)
         told = time.time()
         found = self.outcome(program, phases, max(1.0, end - time.monotonic()), PREEMPTED)
