@@ -237,7 +237,7 @@ The target is a third.
 
 **Budget.** The 39 runs of `rates` took 12 minutes on an H200 that four other runs shared; 17 processes fill it. By
 that, `head_to_head` takes 24 minutes, `batch_rates` and `batches` 15, `equalizer` and `settings` 7, `kl_strategies` 5;
-a fifth less where validations, a quarter of that, join prompts. Runs are kept one by one. Matrix products are in TF32
+perhaps a fifth less, since validations now join prompts. Runs are kept one by one. Matrix products are in TF32
 (`TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1`), in rollout and training alike.
 
 {kl_strategies.REGISTERED}"""
