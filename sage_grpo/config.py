@@ -132,6 +132,8 @@ class Config:
     # Loss
     algorithm: str = flag("grpo", "grpo; without an SDE: awm, nft (algo/matching.py)", choices=ALGORITHMS)
     nft_beta: float = flag(1.0, "how far nft's two policies are from the old one", above=0)
+    nft_decay: float = flag(0.5, "largest decay of nft's old policy, which samples; 0: the trained one", low=0, high=1)
+    nft_decay_growth: float = flag(0.001, "growth of this decay per update, from 0", low=0)
     use_grad_balancing: bool = flag(True, "use the temporal gradient equalizer")
     clip_range: float = flag(1e-4, "PPO clip range around ratio 1", above=0)
     adv_clip_max: float = flag(5.0, "largest absolute advantage", above=0)
@@ -209,6 +211,11 @@ class Config:
         return trust_region(**{name: getattr(self, name) for name in names})
 
     @property
+    def lags(self) -> bool:
+        """Whether an older policy than the trained one samples."""
+        return self.algorithm == "nft" and self.nft_decay > 0
+
+    @property
     def reduces_once(self) -> bool:
         return self.use_lora if self.reduce_once is None else self.reduce_once
 
@@ -273,7 +280,7 @@ def warnings(c: Config, ranks: int) -> Iterator[str]:
         own, meant = (c.batch_size * count // c.sp_size for count in (ranks, c.gpus))
         yield f"it is meant for {c.gpus} rank(s) and there are {ranks}: an iteration has {own} clips instead of {meant}"
     name = "tail_steps" if c.tail_steps else "outside_window"
-    if getattr(c, name) != "exact" and c.sde_window.startswith("all"):
+    if c.algorithm == "grpo" and getattr(c, name) != "exact" and c.sde_window.startswith("all"):
         yield f"{name} is {getattr(c, name)}, but sde_window {c.sde_window} leaves no steps to make cheaper"
 
 

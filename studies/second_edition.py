@@ -50,6 +50,8 @@ SHARED: dict[str, Any] = {
 }  # fmt: skip
 REPORTED = SHARED | {"prompts_per_forward": 16}  # fewer, larger kernels; the searches were made before
 RIVAL = {"tail_steps": 5, "timestep_fraction": 0.3}  # rollouts of 5 steps of second order, 3 trained noise levels
+NFT, FIFTH = {"algorithm": "nft"} | RIVAL, {"kl_weight": 0.06}
+SLOW = {"nft_decay": 0.95, "nft_decay_growth": 1.0}
 CHEAP = {"same_init_noise": True, "tail_steps": 3}
 # of the other samplers, the eta whose noise has the sum of std^2 of sage at eta 0.7
 EQUAL_ENERGY = {"flow_grpo": 0.7498, "dance_grpo": 1.7656, "cps": 0.4927, "precise": 0.9226}
@@ -63,8 +65,10 @@ METHODS: dict[str, Flags] = {
     "flash, 1 step per prompt": {"sde_window": "random:1"} | CHEAP,
     **{name.partition("_")[0]: {"sde_type": name, "eta": eta} for name, eta in EQUAL_ENERGY.items()},
     "awm": {"algorithm": "awm"} | RIVAL,
-    "nft": {"algorithm": "nft"} | RIVAL,
-    "nft, a fifth of the KL": {"algorithm": "nft", "kl_weight": 0.06} | RIVAL,
+    "nft": NFT,
+    "nft, a fifth of the KL": NFT | FIFTH,
+    "nft, slow old policy": NFT | SLOW,
+    "nft, slow old policy, a fifth of the KL": NFT | SLOW | FIFTH,
 }
 PROMPTS = (1, 2, 4, 8, 16, 32)
 CLIPS = 5120  # of every arm of the study of batches
@@ -222,6 +226,11 @@ The paper's claims use the recipe's rate for all arms.
 **Added after the first 39 runs of `rates`**, before any run that is reported: the rates beyond, because the best was at
 an end for six arms; and nft with a fifth of the KL. At the old policy, nft's gradient is that of awm times
 sigma / (5 mean |v - target|), so that the same KL weighs about five times as much beside it.
+
+**Added after the first 112 runs of `head_to_head`**, before any run of the new arms: nft with the old policy of its
+paper, whose decay grows by 0.001 an update up to 0.5. The arms that were called nft until then sampled with the average
+by which all arms are validated, of decay 0.95. Then the old policy lags by some 20 updates, and the reward was the same
+at all learning rates of the search, as if the lag set the pace. They are reported as *slow old policy*.
 
 **Decisions.** Arms are compared with the first of their study, by pairs of seeds. A difference is one if the 95 %
 interval of its mean over the 8 pairs excludes 0 and its p-value, corrected by Holm over the arms of the study, is below

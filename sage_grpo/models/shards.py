@@ -16,7 +16,7 @@ from sage_grpo.models.weights import Weights, open_folder, open_safetensors
 from sage_grpo.tensor_files import TensorFile
 
 FOLDER = "trainer"
-PARTS = ("weights", "optimizer", "anchor", "average")
+PARTS = ("weights", "optimizer", "anchor", "average", "old_policy")
 
 
 def rank_file(rank: int) -> str:

@@ -34,7 +34,7 @@ def memory(plan: Plan) -> dict[str, dict[str, float]]:
         "gradients": gradients(plan),
         "optimizer": at((2 * mine - muon) * master, step=(mine - muon) * master),  # AdamW's step copies one
         "anchor": at(mine * (master if c.use_lora else compute), anchor=mine * master) if on_gpu else at(0.0),
-        "EMA": at(mine * master if c.ema_decay else 0.0),
+        "EMA": at(mine * master * (bool(c.ema_decay) + c.lags)),
         "activations": activations(plan),
         "trajectories": at(states * plan.latents * m.channels * 4 * c.batch_size),
         "VAE": at(m.vae * compute, decode=max(decoding(plan, clip) for clip in clips)),
@@ -95,7 +95,7 @@ def checkpoint_bytes(config: Config, trained: Trained) -> int:
     """One checkpoint: weights, optimizer state, anchor, averaged weights; an adapter also as diffusers reads it."""
     master, anchored = BYTES[config.master_weight_type], config.trust_region.anchor is not None
     anchor = BYTES[config.master_weight_type if config.use_lora else config.dtype] * anchored
-    copies = 3 + bool(config.ema_decay) + config.use_lora
+    copies = 3 + bool(config.ema_decay) + config.lags + config.use_lora
     halved = trained.matrices if config.optimizer == "muon" else 0  # one moment instead of two
     return trained.total * (copies * master + anchor) - halved * master
 

@@ -62,7 +62,7 @@ def planned_files(trainer: "Trainer", export: bool, copied: bool) -> dict[str, T
     """This rank's files; all ranks must call. copied: from copies in host memory, so that training can go on."""
     ranks, files = trainer.ranks, {}
     if export:
-        with trainer.optimization.averaged():
+        with trainer.optimization.using(trainer.optimization.average):
             files = trainer.backbone.exported(trainer.config.use_lora, ranks.world_rank, ranks.world)
     if ranks.first and export:
         files |= _card(trainer)
@@ -204,7 +204,7 @@ def _load(trainer: "Trainer", stored: Mapping[str, Weights], state: dict[str, An
     for part, count in state.get("tensors", {}).items():
         if count != len(stored[part].names):
             raise ConfigError(f"{path} has {len(stored[part].names)} tensors of the {part}, but was saved with {count}")
-    for part in ("weights", "anchor", "average"):
+    for part in ("weights", "anchor", "average", "old_policy"):
         if difference := sorted(set(stored[part].names) ^ set(parts[part])):
             raise ConfigError(f"the {part} in {path} do not fit this configuration: {difference[0]} differs")
         for name, target in parts[part].items():
@@ -241,6 +241,7 @@ def _parts(trainer: "Trainer") -> dict[str, Mapping[str, Tensor]]:
         "optimizer": trainer.optimization.tensors(),
         "anchor": trainer.anchor.values if trainer.anchor else {},
         "average": trainer.optimization.average,
+        "old_policy": trainer.optimization.old,
     }
 
 

@@ -45,6 +45,7 @@ class Optimization:
         if muon:  # scaled so that both use one learning rate
             self.optimizers.append(torch.optim.Muon(list(muon.items()), adjust_lr_fn="match_rms_adamw", **shared))
         self.average = {n: p.detach().clone() for n, p in parameters.items()} if config.ema_decay else {}
+        self.old = {n: p.detach().clone() for n, p in parameters.items()} if config.lags else {}  # it samples
 
     @property
     def learning_rate(self) -> float:
@@ -78,9 +79,10 @@ class Optimization:
                 group["lr"] = self.learning_rate
             optimizer.step()
         self.updates += 1
-        if self.average:
-            pairs = [(local_shard(old), local_shard(self.parameters[n]).detach()) for n, old in self.average.items()]
-            torch._foreach_lerp_(*map(list, zip(*pairs, strict=True)), 1 - self.config.ema_decay)
+        behind = min(self.config.nft_decay, self.config.nft_decay_growth * self.updates)
+        for values, decay in ((self.average, self.config.ema_decay), (self.old, behind)):
+            if pairs := [(local_shard(v), local_shard(self.parameters[n]).detach()) for n, v in values.items()]:
+                torch._foreach_lerp_(*map(list, zip(*pairs, strict=True)), 1 - decay)
 
     @property
     def is_finite(self) -> bool:
@@ -92,9 +94,9 @@ class Optimization:
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def averaged(self) -> AbstractContextManager[None]:
-        """Context in which the model uses the averaged weights, if averaging is on."""
-        return replaced(self.parameters, self.average)
+    def using(self, values: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+        """Context in which the model uses these values, `average` or `old`; the trained ones if there are none."""
+        return replaced(self.parameters, values)
 
     def tensors(self) -> dict[str, Tensor]:
         """The optimizers' state by parameter name, for a checkpoint."""

@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ class Trainer:
         self.windows = parse_windows(c.sde_window, self.sampler.stochastic, c.seed)
         self.shape = self.backbone.latent_shape(c.num_frames, c.height, c.width)
         self.guards = Guards(self.ranks, self.run, c.collective_timeout)
+        self.gathered = partial(gathered, self.backbone.transformer, c.gather_for_rollout)  # for many forwards
         self.step, self.saves, self.controller = 0, Saves(self, self.run.checkpoints), c.kl_controller()
         self.fingerprints: dict[str, Any] = {}
         self.resumed_from: Path | None = None
@@ -133,8 +135,7 @@ class Trainer:
 
         With a `sampler` of its own they explore by its noise, whatever the algorithm.
         """
-        c, batch = self.config, []
-        micro_batches = self.micro_batches() if micro_batches is None else micro_batches
+        c, batch, micro_batches = self.config, [], self.micro_batches() if micro_batches is None else micro_batches
         positions = list(dict.fromkeys(prompt for one in micro_batches for prompt, _ in one))
         encoded = (cond.to(self.ranks.device) for cond in self.backbone.encode([self.prompts[p] for p in positions]))
         how = (self.backbone, sampler or self.sampler, self.windows, self.guidance, self.shape, c, self.step)
@@ -142,13 +143,9 @@ class Trainer:
         rollouts = algorithm.rollouts(*how, conditions=dict(zip(positions, encoded, strict=True)))
         for micro_batch in rollouts.joined(micro_batches):
             self.safe_point(inside=True)
-            with self.optimization.averaged() if self.algorithm.lagging else nullcontext(), self.gathered():
+            with self.optimization.using(self.optimization.old), self.gathered():
                 batch.append(rollouts(micro_batch))
         return batch
-
-    def gathered(self) -> AbstractContextManager[None]:
-        """Context for many forwards, in which a sharded model's weights may stay gathered."""
-        return gathered(self.backbone.transformer, self.config.gather_for_rollout)
 
     def decode(self, batch: Sequence[Trajectory]) -> list[Tensor | None]:
         """uint8 clips (F, H, W, 3) on the CPU; None where the trajectory or the pixels are not finite."""
@@ -190,7 +187,7 @@ class Trainer:
 
     def prepare_anchor(self, batch: Sequence[Trajectory]) -> None:
         """Store the anchor's velocities along the rollout; while it equals the policy, the rollout's are used."""
-        if self.anchor is None or (self.anchor.age == 0 and not self.algorithm.lagging):
+        if self.anchor is None or (self.anchor.age == 0 and not self.config.lags):
             return
         with self.anchor.in_place(), self.gathered():
             for one in batch:
@@ -233,11 +230,8 @@ class Trainer:
         return UpdateStats(self.sampler.num_steps, self.ranks.device)
 
     def check_first_ratio(self, stats: UpdateStats) -> None:
-        """Once per run: before any update the policy equals the rollout's, so every ratio must be exactly 1.
-
-        A resumed policy equals it too, unless that one lags behind.
-        """
-        deviation, behind = stats.max_deviation.max().item(), self.algorithm.lagging and self.optimization.updates
+        """Once per run: unless the rollout's policy lags behind, the first ratio must be exactly 1, resumed or not."""
+        deviation, behind = stats.max_deviation.max().item(), self.config.lags and self.optimization.updates
         if not self.ratio_checked and not behind and deviation:
             why = "another kernel, precision or batch shape"
             text = f"rollout and training run different arithmetic ({why}), and every gradient would be wrong"
@@ -294,7 +288,7 @@ class Trainer:
         if self.validation is None:
             return
         watch, folder = Stopwatch(self.ranks.device, self.enter), self.run.validation_folder(self.step)
-        with watch.phase("validation"), self.optimization.averaged():
+        with watch.phase("validation"), self.optimization.using(self.optimization.average):
             record = self.validation.run(folder, lambda: self.safe_point(inside=True), self.gathered)
         hacked = self.ranks.from_leader(lambda: "".join(self.ranks.texts(self.run.divergence(self.step))))
         record |= {"holdout/diverged": int(bool(hacked))} if self.config.holdout_reward else {}

@@ -27,13 +27,12 @@ class Algorithm:
 
     rollouts: type[Rollouts]
     explores: bool  # by the noise of an SDE, whose guided velocities it trains; else without guidance
-    lagging: bool = False  # the rollout's policy is the average of the trained ones
 
 
 ALGORITHMS = {
     "grpo": Algorithm(Rollouts, explores=True),
     "awm": Algorithm(NoisedRollouts, explores=False),
-    "nft": Algorithm(NoisedRollouts, explores=False, lagging=True),
+    "nft": Algorithm(NoisedRollouts, explores=False),
 }
 
 

@@ -142,6 +142,7 @@ def stored_bytes(files):
         {"use_lora": True},
         {"use_lora": True, "ema_decay": 0.9, **ALONE},
         {"ema_decay": 0.9},
+        {"algorithm": "nft"},
         {"optimizer": "muon", **ALONE},
         {"master_weight_type": "bf16", "dtype": "bf16"},
     ],

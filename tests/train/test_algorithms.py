@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from sage_grpo.models.backbone import Guidance
-from sage_grpo.train.update import ALGORITHMS
 from tests.train.test_update import our_gradients, prepared, worst_difference  # noqa: F401 - a fixture
 
-RIVALS = {"awm": {}, "nft": {"nft_beta": 0.5, "ema_decay": 0.9}}
+RIVALS = {"awm": {}, "nft": {"nft_beta": 0.5, "nft_decay_growth": 0.2}}
 
 
 def reference_gradients(trainer, batch, rewards):
@@ -75,11 +74,11 @@ def test_clips_are_those_of_the_ode_and_states_lie_on_the_way_to_noise(make):
     torch.testing.assert_close(batch.velocity[:, 0], plain, rtol=1e-4, atol=1e-5)  # without guidance
 
 
-def test_nft_samples_with_the_average_of_its_policies(make):
-    trainer = make(algorithm="nft", ema_decay=0.9)
+def test_nft_samples_with_its_old_policy(make):
+    trainer = make(algorithm="nft")
     before = trainer.roll_out()[0].latents
     for parameter in trainer.optimization.parameters.values():
         parameter.data += 0.05
     assert torch.equal(trainer.roll_out()[0].latents, before)
-    trainer.algorithm = ALGORITHMS["awm"]  # whose policy is the trained one
+    trainer.optimization.old = {}  # as if the trained policy sampled
     assert not torch.equal(trainer.roll_out()[0].latents, before)

@@ -44,7 +44,7 @@ def flags_read(flags, monkeypatch):
         for use_lora in (True, False):
             values = flags | {"use_lora": use_lora, "max_steps": 2, "overwrite": True}
             values |= {"enable_gradient_checkpointing": True, "validation_fixed_size": "16x16"}
-            values |= {} if use_lora else {"algorithm": "nft", "ema_decay": 0.5}
+            values |= {} if use_lora else {"algorithm": "nft", "ema_decay": 0.5, "nft_decay_growth": 0.1}
             config = kind(**vars(from_values(values)))
             monkeypatch.setattr(post_train, "parse", lambda arguments, config=config: config)
             assert post_train.main([]) == 0

@@ -38,7 +38,7 @@ def gradients(ranks, values, error=None):
     trainer = build.assemble(from_values(values | {"batch_size": CLIPS // ranks.count}), ranks)
     nudge(trainer.optimization.parameters.values())
     trainer.anchor.age += 1
-    trainer.ratio_checked = trainer.algorithm.lagging  # rollouts are those of the average, which was not nudged
+    trainer.ratio_checked = trainer.config.lags  # rollouts are those of the old policy, which was not nudged
     if error == "mean":
         for unit in (m for m in trainer.backbone.transformer.modules() if isinstance(m, FSDPModule)):
             unit.set_gradient_divide_factor(2.0)
@@ -131,7 +131,7 @@ def test_windows_of_prompts_are_those_of_one_process(flags, expected, name):
         assert found_kl == pytest.approx(kl, rel=1e-8) and deviation(found, wanted) < 1e-8
 
 
-RIVALS = {"awm": {"algorithm": "awm"}, "nft": {"algorithm": "nft", "ema_decay": 0.9, "nft_beta": 0.5}}
+RIVALS = {"awm": {"algorithm": "awm"}, "nft": {"algorithm": "nft", "nft_decay_growth": 0.2, "nft_beta": 0.5}}
 
 
 @pytest.mark.parametrize("name", ["dp2", "fsdp2 x sp2"])

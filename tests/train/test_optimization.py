@@ -39,10 +39,21 @@ def test_the_average_keeps_the_share_of_its_decay():
     now = optimized.parameters["w"].detach().clone()
     expected = 0.9 * torch.tensor([3.0, 4.0]) + 0.1 * now
     torch.testing.assert_close(optimized.average["w"], expected)
-    with pytest.raises(KeyError), optimized.averaged():
+    with pytest.raises(KeyError), optimized.using(optimized.average):
         torch.testing.assert_close(optimized.parameters["w"].detach(), expected)
         raise KeyError
     assert torch.equal(optimized.parameters["w"], now)
+
+
+def test_the_old_policy_follows_by_a_decay_that_grows_to_its_largest():
+    optimized = optimization(algorithm="nft", nft_decay=0.5, nft_decay_growth=0.3)
+    expected = torch.tensor([3.0, 4.0])
+    for decay in (0.3, 0.5, 0.5):
+        optimized.parameters["w"].grad = torch.tensor([1.0, -1.0])
+        optimized.step()
+        expected = decay * expected + (1 - decay) * optimized.parameters["w"].detach()
+        torch.testing.assert_close(optimized.old["w"], expected)
+    assert optimization(algorithm="nft", nft_decay=0.0).old == optimization(algorithm="awm").old == {}
 
 
 def test_warmup_ends_at_the_learning_rate():

@@ -188,7 +188,7 @@ def test_all_weights_are_stored_once_and_read_from_the_shards(make, tmp_path, em
     assert torch.equal(velocity(fresh, trainer), from_export)
     start = make(init_from_checkpoint=str(last), output_dir=str(tmp_path / "other"))
     assert torch.equal(velocity(start.backbone, trainer), from_export)
-    with trainer.optimization.averaged():
+    with trainer.optimization.using(trainer.optimization.average):
         torch.testing.assert_close(from_export, velocity(trainer.backbone, trainer), rtol=1e-4, atol=1e-5)
 
 
