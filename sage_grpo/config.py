@@ -312,6 +312,8 @@ def _batch(c: Config, ranks: int) -> Iterator[str]:
         yield f"sde_window is {c.sde_window}; {reason}: set gather_for_rollout True, or take {kind}_iteration"
     if c.prompts_per_forward > 1 and c.enable_fsdp:
         yield "prompts_per_forward is above 1; ranks of a sharded model would run different forwards"
+    if c.algorithm != "grpo" and c.same_init_noise:
+        yield f"algorithm is {c.algorithm}, which explores by the first noise alone: set same_init_noise False"
     whole = c.sp_size == c.guidance_scale == 1 and c.outside_window == "exact"
     if c.cuda_graphs and (not whole or c.enable_fsdp or c.compile):
         yield "cuda_graphs needs guidance_scale 1, sp_size 1, outside_window exact, enable_fsdp False, compile False"

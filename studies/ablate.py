@@ -206,7 +206,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--cut", action="store_true", help="start runs that cannot end in time too; keep --work then")
     parser.add_argument("--work", type=Path, default=ROOT / "outputs" / "ablate", help="folder of the run folders")
-    parser.add_argument("--results", type=Path, default=ROOT / "studies" / "results", help="folder of the results")
+    parser.add_argument("--results", type=Path, default=ROOT / "studies" / "first", help="folder of the results")
     parser.add_argument("--commit", help="that the results name, where there is no git repository")
     parser.add_argument("--recipe", type=Path, default=RECIPE, help="YAML file that the studies vary")
     return parser.parse_args(arguments)

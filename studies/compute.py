@@ -12,22 +12,24 @@ from matplotlib.axes import Axes
 
 from sage_grpo.config import Config
 from sage_grpo.flags import from_values
-from sage_grpo.intervals import interval
-from sage_grpo.tools.figure_style import colors_of
+from sage_grpo.intervals import Interval, interval
+from sage_grpo.tools.figure_style import GREY, PALETTE
 from sage_grpo.tools.paired import number
 from sage_grpo.tools.plan import plan_of
-from studies.page import finish, over_seeds, smooth
+from studies.page import over_seeds, smooth
 from studies.questions import ROOT
 from studies.records import Record, curve, validated
-from studies.result_tables import LEVEL, Arms, crossing, markdown
+from studies.result_tables import LEVEL, VERDICTS, Arms, crossing, markdown
 from studies.statistics import corrected, p_value
 
 # units of a forward and backward with LoRA, of a decode and of a reward, as measured at full size (docs/efficiency.md)
 TRAINED, DECODED, REWARDED = 3.7, 3.8, 0.7
 ALL_STEPS = "sage, all but the last step"  # the arm that windows are compared with
 SHARE = 0.75  # of its gain in the search, which a run with another seed should reach as well
-MEASURED = {"reward/total": "reward", "gold/match": "gold match", "gold/distance": "distance to the manifold"}
-VARIETY = "signal/variety"
+MATCH, VARIETY = "gold/match", "signal/variety"
+MEASURED = {"reward/total": "reward", MATCH: "gold match"}
+NAMED = ("awm", "MixGRPO, sliding window of 4", "flash, 1 step per prompt", "flow", ALL_STEPS, "nft", "published")
+COLORS = dict(zip(NAMED, PALETTE, strict=False))  # of the methods that the figure names
 
 
 def units(config: Config) -> float:
@@ -67,52 +69,156 @@ def units_to(record: Record, level: float) -> float:
     return crossing(rewards, spent, level)
 
 
-def cost_table(arms: Arms, found: Mapping[str, Record]) -> str:
-    """How many units each arm takes to reach the level, over those of ALL_STEPS.
+def spent_to(records: Mapping[int, Record], level: float) -> dict[int, float]:
+    """By seed, the units to reach the level; all its units for a run that never does, which favors it."""
+    taken = {seed: units_to(record, level) for seed, record in records.items()}
+    return {seed: budget(records[seed]) if math.isnan(value) else value for seed, value in taken.items()}
 
-    A run that never reaches it counts with all its units, which favors it. Seeds in which ALL_STEPS never does leave
-    the pairs.
-    """
-    level, base = level_of(found), arms.get(ALL_STEPS, {})
-    reference = {seed: units_to(record, level) for seed, record in base.items()}
-    rows, logs = [], {}
-    for arm, records in ((arm, records) for arm, records in arms.items() if records):
-        taken = {seed: units_to(record, level) for seed, record in records.items()}
-        counted = {seed: budget(records[seed]) if math.isnan(value) else value for seed, value in taken.items()}
-        logs[arm] = [math.log(counted[seed] / value) for seed, value in reference.items() if seed in counted]
-        reached = sum(map(math.isfinite, taken.values()))
-        average = math.exp(interval([math.log(value) for value in counted.values()]).mean)
-        bound = "" if reached == len(records) else "over "
-        rows.append([arm, str(len(records)), str(reached), f"{bound}{average:,.0f}"])
+
+def log_ratios(records: Mapping[int, Record], reference: Mapping[int, Record], level: float) -> list[float]:
+    """Logarithms of units over those of the reference, by pairs of seeds in which the reference reaches the level."""
+    counted, base = spent_to(records, level), {seed: units_to(record, level) for seed, record in reference.items()}
+    return [math.log(counted[seed] / value) for seed, value in base.items() if seed in counted and value > 0]
+
+
+def ratio_of(logs: Sequence[float]) -> str:
+    change = interval(logs)
+    ratio, low, high = (math.exp(change.mean + end) for end in (0.0, -change.half, change.half))
+    return f"{ratio:.2f} ({low:.2f} to {high:.2f})" if math.isfinite(low) else f"{ratio:.2f}"
+
+
+def cost_table(arms: Arms, found: Mapping[str, Record]) -> str:
+    """How many units each arm takes to reach the level, over those of ALL_STEPS."""
+    level, there = level_of(found), {arm: records for arm, records in arms.items() if records}
+    logs = {arm: log_ratios(records, arms.get(ALL_STEPS, {}), level) for arm, records in there.items()}
     others = [arm for arm in logs if arm != ALL_STEPS]
     tests = dict(zip(others, corrected([p_value(logs[arm]) for arm in others], len(arms) - 1), strict=True))
-    for row in rows:
-        change = interval(logs[row[0]])
-        ratio, low, high = (math.exp(change.mean + end) for end in (0.0, -change.half, change.half))
-        decided = change.sign if tests.get(row[0], 1.0) < LEVEL else 0
+    rows = []
+    for arm, records in there.items():
+        counted = spent_to(records, level)
+        reached = sum(math.isfinite(units_to(record, level)) for record in records.values())
+        average = math.exp(interval([math.log(value) for value in counted.values()]).mean)
+        bound = "" if reached == len(records) else "over "
+        decided = interval(logs[arm]).sign if tests.get(arm, 1.0) < LEVEL else 0
         verdict = {-1: "**cheaper**", 1: "**dearer**", 0: "undecided"}[decided]
-        told = f"{ratio:.2f} ({low:.2f} to {high:.2f}): {verdict}" if math.isfinite(low) else f"{ratio:.2f}, {verdict}"
-        kept = interval([relative_variety(record)[-1] for record in arms[row[0]].values()])
-        row += [told if row[0] in tests else "", f"{number(kept.mean, 2)} ± {number(kept.half, 2)}"]
+        told = f"{ratio_of(logs[arm])}: {verdict}" if arm in tests else ""
+        rows.append([arm, str(len(records)), str(reached), f"{bound}{average:,.0f}", told, variety_of(records)])
     head = ["arm", "runs", "reach it", "units, geometric mean", f"over those of {ALL_STEPS}", "variety, end over start"]
     goal = f"a reward of {level:.3f}: {SHARE:.0%} of what {ALL_STEPS} gained in the search"
     text = f"Units until held-out prompts have {goal}. Ratios by pairs of seeds, with 95 % intervals."
     return f"{text}\n\n{markdown([head, *rows])}"
 
 
+def variety_of(records: Mapping[int, Record]) -> str:
+    """How much clips of a prompt vary at the end of training, over that at its start."""
+    kept = interval([relative_variety(record)[-1] for record in records.values()])
+    return f"{number(kept.mean, 2)} ± {number(kept.half, 2)}"
+
+
+def leads(arms: Arms, reference: str, key: str = MATCH) -> dict[str, tuple[Interval, int]]:
+    """A metric of each other arm less the reference's at the end, and whether that is decided: +1, -1 or 0."""
+    base = arms[reference]
+    gaps = {
+        arm: [validated(records[seed], key) - validated(base[seed], key) for seed in records.keys() & base.keys()]
+        for arm, records in arms.items()
+        if records and arm != reference
+    }
+    tests = corrected([p_value(values) for values in gaps.values()], len(arms) - 1)
+    found = {arm: interval(values) for arm, values in gaps.items()}
+    return {arm: (found[arm], found[arm].sign if p < LEVEL else 0) for arm, p in zip(found, tests, strict=True)}
+
+
+def winners(arms: Arms) -> list[str]:
+    """The arms that beat the first one in gold match and that no other of these beats, the highest match first."""
+    first = next(iter(arms))
+    better = [arm for arm, (_, decided) in leads(arms, first).items() if decided > 0]
+    beaten = {arm for one in better for arm, (_, decided) in leads(arms, one).items() if decided < 0}
+    return sorted((arm for arm in better if arm not in beaten), key=lambda arm: -match_of(arms[arm]).mean)
+
+
+def match_of(records: Mapping[int, Record]) -> Interval:
+    return interval([validated(record, MATCH) for record in records.values()])
+
+
+def decision_table(arms: Arms, found: Mapping[str, Record]) -> str:
+    """All methods, the highest gold match first: what they reach, for how many units, and how far behind the winner."""
+    first, level = next(iter(arms)), level_of(found)
+    there = {arm: records for arm, records in arms.items() if records}
+    if first not in there or len(there) < 2:
+        return "No results yet.\n"
+    won = winners(arms)
+    behind = leads(arms, won[0]) if won else {}
+    rows = [["method", "gold match", "reward", f"units to a reward of {level:.2f}, {first} = 1", "variety", "verdict"]]
+    for arm in sorted(there, key=lambda arm: -match_of(there[arm]).mean):
+        match = match_of(there[arm])
+        reward = interval([validated(record, "reward/total") for record in there[arm].values()])
+        units_taken = "1" if arm == first else ratio_of(log_ratios(there[arm], there[first], level))
+        verdict = "**winner**" if arm in won[:1] else ""
+        if arm in behind:
+            gap, decided = behind[arm]
+            how = {-1: "behind", 0: "not told apart from", 1: "ahead of"}[decided]
+            verdict = f"{how} {won[0]}: {number(gap.mean, 2, '+')} ± {number(gap.half, 2)}"
+        shown = [f"{number(one.mean, 2)} ± {number(one.half, 2)}" for one in (match, reward)]
+        rows.append([arm, *shown, units_taken, variety_of(there[arm]), verdict])
+    start = next(iter(there[first].values()))
+    base = f"Before training: match {validated(start, MATCH, 0):.2f}, reward {validated(start, 'reward/total', 0):.2f}."
+    return f"{markdown(rows)}\n± and parentheses: 95 % intervals over seeds. {base}\n"
+
+
+def sampler_table(arms: Arms) -> str:
+    """The samplers at equal injected energy: reward and gold match less those of sage, which has the same window."""
+    if not all(arms.values()):
+        return "No results yet.\n"
+    rows = [["sampler", "learning rate", *(f"{MEASURED[key]} less that of sage" for key in MEASURED)]]
+    found = {key: leads(arms, ALL_STEPS, key) for key in MEASURED}
+    for arm in (arm for arm in arms if arm != ALL_STEPS):
+        told = [found[key][arm] for key in MEASURED]
+        cells = [f"{number(gap.mean, 3, '+')} ± {number(gap.half)}: {VERDICTS[decided]}" for gap, decided in told]
+        rows.append([arm, f"{next(iter(arms[arm].values()))['config']['learning_rate']:g}", *cells])
+    rate = next(iter(arms[ALL_STEPS].values()))["config"]["learning_rate"]
+    return (
+        f"{markdown(rows)}\nThe learning rate of sage is {rate:g}. p-values corrected over {len(rows) - 1} samplers.\n"
+    )
+
+
+def search_table(found: Mapping[str, Record], studies: Sequence[str]) -> str:
+    """Last reward and gold match of each arm at each learning rate of a search; bold where the reward is highest."""
+    cells: dict[str, dict[float, Record]] = {}
+    for record in (record for record in found.values() if record["study"] in studies):
+        cells.setdefault(record["arm"].rpartition(", ")[0], {})[record["config"]["learning_rate"]] = record
+    rates = sorted({rate for one in cells.values() for rate in one})
+    rows = [["arm", *(f"{rate:g}" for rate in rates)]]
+    for arm, one in cells.items():
+        rewards = {r: validated(record, "reward/total") for r, record in one.items() if not record["collapsed"]}
+        best = max(rewards, key=rewards.__getitem__, default=None)
+        shown = {r: f"{number(value, 2)}, {number(validated(one[r], MATCH), 2)}" for r, value in rewards.items()}
+        lost = dict.fromkeys(one, "collapsed") | shown
+        rows.append([arm, *(f"**{lost[r]}**" if r == best else lost.get(r, "") for r in rates)])
+    return f"{markdown(rows)}\nReward and gold match of one run, seed 101.\n" if cells else "No results yet.\n"
+
+
 def draw_compute(axes: np.ndarray, arms: Arms, variable: str) -> None:
-    """Held-out reward, gold match and distance, and the variety of training clips, against thousands of units."""
+    """Gold match, reward and variety of the clips against thousands of units; arms not in COLORS are grey."""
     found = {arm: list(records.values()) for arm, records in arms.items() if records}
-    colors = list(colors_of({arm: arm for arm in found}).values())  # dashed where they come again
-    styles = {arm: {"color": colors[i], "ls": ("-", "--")[colors[i] in colors[:i]]} for i, arm in enumerate(found)}
-    for ax, (key, title) in zip(axes.flat, MEASURED.items(), strict=False):
-        for arm, records in found.items():
-            draw_validations(ax, records, key, label=arm, **styles[arm])
-        ax.set(title=f"{title}, held out", xlabel="1,000 units")
-    for arm, records in found.items():
-        axes.flat[3].plot(*varieties(records), label=arm, **styles[arm])
-    axes.flat[3].set(title="variety, relative to the start", xlabel="1,000 units")
-    finish(axes, variable, below=True)
+    for arm, records in sorted(found.items(), key=lambda item: item[0] in COLORS):  # coloured ones on top
+        style = {"color": COLORS.get(arm, GREY), "alpha": 1.0 if arm in COLORS else 0.35}
+        for ax, key in zip(axes.flat, (MATCH, "reward/total"), strict=False):
+            draw_validations(ax, records, key, label=arm, **style)
+        axes.flat[2].plot(*varieties(records), label=arm, **style)
+    for ax, title in zip(axes.flat, ("gold match", "reward", "variety, relative to the start"), strict=True):
+        ax.set(title=title, xlabel="1,000 units")
+        ends = {line.get_label(): line for line in ax.lines if line.get_label() in COLORS}
+        label_ends(ax, {arm: (*(float(values[-1]) for values in line.get_data()), arm) for arm, line in ends.items()})
+
+
+def label_ends(ax: Axes, ends: Mapping[str, tuple[float, float, str]]) -> None:
+    """Names beside the ends of lines, pushed apart where they would overlap."""
+    low, high = ax.get_ylim()
+    gap, place = 0.062 * (high - low), -math.inf
+    ax.set_xlim(right=1.62 * max((x for x, _, _ in ends.values()), default=1.0))
+    for arm, (x, y, name) in sorted(ends.items(), key=lambda item: item[1][1]):
+        place = max(y, place + gap)
+        ax.annotate(name, (x, y), (1.03 * x, place), color=COLORS[arm], fontsize=7, va="center", annotation_clip=False)
 
 
 def draw_validations(ax: Axes, records: Sequence[Record], key: str, color: str, **style: str) -> None:

@@ -1,10 +1,10 @@
-"""Builds the figures and tables of studies/results.md, using only the files in studies/results/.
+"""Builds the figures and tables of a page of results: by default studies/first_edition.md, from studies/first/.
 
     python -m studies.page                                     after studies/ablate.py has added results
     python -m studies.page --results DIR --page FILE.md        for a trial
 
-Draws the figures studies/figures/results_STUDY.png that the page shows, including the paper's Figures 3, 4, 7, 8 and 9,
-and regenerates the tables between markers in it; a missing page is created with everything available. Above are the
+Draws the figures figures/PAGE_STUDY.png that the page shows, including the paper's Figures 3, 4, 7, 8 and 9, and
+regenerates the tables between markers in it; a missing page is created with everything available. Above are the
 differences of the tables with their 95 % intervals, filled where they are decided; below, means over seeds: lines are
 running means of training, dots are validation.
 """
@@ -101,16 +101,21 @@ def forest(ax: Axes, rows: Mapping[str, Interval], colors: Mapping[str, str], de
     ax.axvline(0, ls="--", lw=1, color=GREY, zorder=0)
     ax.set_ylim(len(rows) - 0.4, -0.6)
     ax.set_yticks(range(len(rows)), list(rows))
+    ax.locator_params(axis="x", nbins=5)
     ax.grid(False, axis="y")
     ax.grid(True, axis="x")
 
 
-def draw_differences(axes: Sequence[Axes], study: Study, arms: Arms) -> None:
-    """A forest per gold metric and for the reward: each arm less the one that it is compared with."""
+def draw_differences(axes: Sequence[Axes], study: Study, arms: Arms, named: Mapping[str, str]) -> None:
+    """A forest per gold metric and for the reward: each arm less the one that it is compared with.
+
+    named: colors of some arms, if those of the study are no automatic ones; the other arms are grey then.
+    """
     found = compared(study, arms)
     same = len({study.reference(arm) for arm in found}) == 1
     names = {arm: arm if same else f"{arm} less {study.reference(arm)}" for arm in found}
     colors = colors_of({arm: arm for arm in arms}, {arm: arm.removesuffix(" off") for arm in found})
+    colors = {arm: named.get(arm, GREY) if named else colors[arm] for arm in found}
     for ax, measure in zip(axes, (name for name, m in MEASURES.items() if m.better), strict=True):
         rows = {names[arm]: differences[measure].of for arm, differences in found.items()}
         decided = {names[arm] for arm, differences in found.items() if differences[measure].verdict}
@@ -182,11 +187,11 @@ def draw_schedules(axes: np.ndarray, arms: Arms, variable: str) -> None:
         finish(row, variable)
 
 
-Figures = Mapping[str, tuple[tuple[int, int], Draw]]
-FIGURES: Figures = {  # study -> rows and columns, draw function; others: draw_curves
-    "balancing": ((3, 5), draw_balancing),
-    "feedback": ((1, 4), partial(draw_curves, curves=HELD)),
-    "schedules": ((2, 4), draw_schedules),
+Figures = Mapping[str, tuple[tuple[int, int], Draw, Mapping[str, str]]]
+FIGURES: Figures = {  # study -> rows and columns, draw function, colors other than automatic ones; others: draw_curves
+    "balancing": ((3, 5), draw_balancing, {}),
+    "feedback": ((1, 4), partial(draw_curves, curves=HELD), {}),
+    "schedules": ((2, 4), draw_schedules, {}),
 }
 
 
@@ -232,9 +237,9 @@ def drawings(
             continue
         found_arms = arms
         arms = ordered(paired(arms))
-        shape, plot = figures.get(name, ((1, 4), draw_curves))
+        shape, plot, colors = figures.get(name, ((1, 4), draw_curves, {}))
         curves = partial(plot, arms=arms, variable=variable_of(name, study))
-        above = partial(draw_differences, study=study, arms=ordered(found_arms))
+        above = partial(draw_differences, study=study, arms=ordered(found_arms), named=colors)
         made[name] = (shape, curves, "row" if name == "balancing" else False, len(compared(study, found_arms)), above)
         if name == "balancing":
             made["gradients"] = ((1, 2), partial(draw_gradients, arms=arms))
@@ -250,8 +255,8 @@ def main(
 ) -> int:
     """figures, more: of some studies, instead of the curves and after the tables that all have."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=ROOT / "studies" / "results")
-    parser.add_argument("--page", type=Path, default=ROOT / "studies" / "results.md")
+    parser.add_argument("--results", type=Path, default=ROOT / "studies" / "first")
+    parser.add_argument("--page", type=Path, default=ROOT / "studies" / "first_edition.md")
     parser.add_argument("--recipe", type=Path, default=RECIPE, help="YAML file that the studies vary")
     args = parser.parse_args(arguments)
     try:
@@ -265,7 +270,7 @@ def main(
     folder = args.page.parent / "figures"
     folder.mkdir(parents=True, exist_ok=True)
     made, drawn = tables(plan, studies, found, more), drawings(plan, studies, found, figures)
-    links = {name: f"figures/results_{name}.png" for name in drawn}
+    links = {name: f"figures/{args.page.stem}_{name}.png" for name in drawn}
     page = args.page.read_text(encoding="utf-8") if args.page.is_file() else first_page(studies, made, links)
     for name in (name for name in drawn if links[name] in page):
         draw(args.page.parent / links[name], *drawn[name])

@@ -308,7 +308,10 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 def tables(
     plan: StudyPlan, studies: Mapping[str, Study], found: Mapping[str, Record], more: Mapping[str, Table] = NO_MORE
 ) -> dict[str, str]:
-    """Markdown for each study with something to compare, with `more` for some; for `per_step` statistics, `runs`."""
+    """Markdown for each study with something to compare; for `per_step` statistics, `runs`, and what `more` adds.
+
+    more: by study, what comes after its tables; under other names, tables of their own, which get no arms.
+    """
     made = {}
     for name, study in studies.items():
         arms = arms_of(plan, name, study, found)
@@ -318,6 +321,7 @@ def tables(
             made[name] += "\n" + more[name](arms, found) if name in more else ""
     if found:
         made |= {"per_step": per_step_table(plan, studies, found), "runs": origins(found)}
+        made |= {name: table({}, found) for name, table in more.items() if name not in studies}
     return made
 
 

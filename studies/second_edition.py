@@ -6,7 +6,7 @@
     python -m studies.second_edition --choose                                  rates and KL weights, from the searches
     python -m studies.second_edition --studies further_rates --jobs 16 --budget_minutes 9          then --choose again
     python -m studies.second_edition --studies head_to_head --jobs 16 --budget_minutes 9
-    python -m studies.second_edition --summary                                 tables and figures: studies/second.md
+    python -m studies.second_edition --summary                                 tables and figures: studies/results.md
 
 All other flags are those of studies.ablate. What is asked, measured and decided is registered before the runs:
 studies/registration.md is committed, and a test compares it with this file. Runs vary configs/tiny_gpu.yaml.
@@ -20,6 +20,7 @@ import math
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,12 @@ from sage_grpo.train.update import sampler_of
 from studies import ablate, compute, kl_strategies, records
 from studies import page as results_page
 from studies.compute import DECODED, REWARDED, TRAINED, units
-from studies.questions import OFF, PUBLISHED, ROOT, SETTING_A, Flags, Study
+from studies.questions import OFF, PUBLISHED, ROOT, SETTING_A, Flags, Study, StudyPlan
+from studies.result_tables import Arms, Table, arms_of
 
 RECIPE = ROOT / "configs" / "tiny_gpu.yaml"
 RESULTS, PAGE, CHOSEN, WEIGHTS, SUMMARY = (
-    ROOT / "studies" / name for name in ("second", "registration.md", "rates.json", "kl_weights.json", "second.md")
+    ROOT / "studies" / name for name in ("second", "registration.md", "rates.json", "kl_weights.json", "results.md")
 )
 RATES = (1e-4, 3e-4, 1e-3)
 FURTHER = {RATES[0]: 3e-5, RATES[-1]: 3e-3}  # tried where the best of these is at an end
@@ -266,8 +268,33 @@ def choose(results: Path) -> dict[str, dict[str, float | None]]:
 def summary(results: Path, page: Path) -> int:
     """Write tables and figures of the results."""
     where = ["--recipe", str(RECIPE), "--results", str(results), "--page", str(page)]
-    figures = {"head_to_head": ((1, 4), compute.draw_compute), "batches": ((1, 3), compute.draw_batches)}
-    return results_page.main(where, studies(), figures, {"head_to_head": compute.cost_table})
+    figures = {
+        "head_to_head": ((1, 3), compute.draw_compute, compute.COLORS),
+        "batches": ((1, 3), compute.draw_batches, {}),
+    }
+    return results_page.main(where, studies(), figures, more_tables())
+
+
+def more_tables() -> dict[str, Table]:
+    """Tables of the page besides those that every study has."""
+    asked = studies()
+    plan = StudyPlan(recipe=RECIPE, studies=asked)
+
+    def compared(found: Mapping[str, records.Record]) -> Arms:
+        return arms_of(plan, "head_to_head", asked["head_to_head"], found)
+
+    def decision(_: Arms, found: Mapping[str, records.Record]) -> str:
+        return compute.decision_table(compared(found), found)
+
+    def samplers(_: Arms, found: Mapping[str, records.Record]) -> str:
+        names = (compute.ALL_STEPS, *(name.partition("_")[0] for name in EQUAL_ENERGY))
+        return compute.sampler_table({name: compared(found)[name] for name in names})
+
+    def searched_rates(_: Arms, found: Mapping[str, records.Record], name: str) -> str:
+        return compute.search_table(found, (name, f"further_{name}"))
+
+    searches = {f"searched_{name}": partial(searched_rates, name=name) for name in SEARCHES}
+    return {"head_to_head": compute.cost_table, "decision": decision, "samplers": samplers} | searches
 
 
 def unready(names: Collection[str]) -> str:

@@ -24,7 +24,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("*.md", "docs/*.md", "studies/results.md", "assets/tiny/README.md")
+PAGES = ("*.md", "docs/*.md", "studies/*.md", "assets/tiny/README.md")
 STARTS = (
     r"(?:[A-Z_]+=\S+ )*(make|bash|sbatch|(?:\.venv/bin/)?(?:python|torchrun)|\./?\S+\.sh|(post_train|generate)\.py)\b"
 )

@@ -250,6 +250,11 @@ GRAPHS = {"batch_size": 4, "cuda_graphs": True, "guidance_scale": 1.0}
         ({"batch_size": 4, "micro_batch_size": 3}, 1, "must divide the 4 videos"),
         ({"batch_size": 8, "micro_batch_size": 8}, 1, "must divide the 4 videos"),
         ({"batch_size": 8, "prompts_per_forward": 2, "enable_fsdp": True}, 1, "prompts_per_forward is above 1"),
+        (
+            {"batch_size": 4, "algorithm": "awm", "same_init_noise": True},
+            1,
+            "explores by the first noise alone: set same_init_noise False",
+        ),
         ({"batch_size": 4, "sde_window": "random:2", "enable_fsdp": True}, 1, "or take random_iteration"),
         ({"batch_size": 4, "cuda_graphs": True}, 1, "cuda_graphs needs guidance_scale 1"),
         (GRAPHS | {"guidance_scale": 2.0}, 1, "cuda_graphs needs guidance_scale 1"),
@@ -308,6 +313,7 @@ def test_settings_that_do_less_than_they_seem_to_are_pointed_out():
     assert not list(warnings(Config(), 1))
     (found,) = warnings(from_values({"tail_steps": 3}), 1)
     assert found == "tail_steps is 3, but sde_window all leaves no steps to make cheaper"
+    assert not list(warnings(from_values({"tail_steps": 3, "algorithm": "awm"}), 1))  # all of its steps are the tail
     (found,) = warnings(from_values({"outside_window": "fp8", "sde_window": "all_but_last"}), 1)
     assert found.startswith("outside_window is fp8, but sde_window all_but_last leaves no steps")
     assert not list(warnings(from_values({"tail_steps": 3, "sde_window": "random:2"}), 1))

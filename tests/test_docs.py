@@ -69,7 +69,7 @@ def test_files_and_modules_that_a_page_names_exist(page):
 def test_what_is_missing_is_noticed():
     wrong = ["studies/none.py", "embedded/none.py", "benchmarks/none.py", "sage_grpo/none", "runs/none.py"]
     wrong += ["models/hunyuan15/none.py"]
-    right = ["studies/results", "embedded/tiny.py", "benchmarks/2026-", "sage_grpo/config.py", "runs/folder.py"]
+    right = ["studies/first", "embedded/tiny.py", "benchmarks/2026-", "sage_grpo/config.py", "runs/folder.py"]
     right += ["models/hunyuan15/text.py", "outputs/none.py", "RUN/none.json"]
     text = "".join(f"`{name}` and " for name in (*wrong, *right))
     assert missing_files(text) == wrong

@@ -230,10 +230,7 @@ class Rollouts:
 
 
 class NoisedRollouts(Rollouts):
-    """Samples by the ODE, in `tail_steps` of second order if given, and noises the clips again, as matching needs it.
-
-    Of the noise levels in the window, each clip gets those that it trains.
-    """
+    """Samples by the ODE, in `tail_steps` of second order if given; clips are noised again to the levels they train."""
 
     def sampled(self, micro_batch: MicroBatch, cond: Conditioning, steps: Tensor, order: Tensor) -> tuple[Tensor, ...]:
         device, (x, noise) = self.sampler.sigmas.device, self.noise(micro_batch)

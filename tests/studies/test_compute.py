@@ -93,7 +93,55 @@ def test_arms_that_are_not_run_yet_count_as_tests(search):
 def test_a_seed_without_a_reference_leaves_the_pairs(search):
     few = cost_table(results({ALL_STEPS: [0.1, 0.4, 0.4], FLASH: [0.4, 0.4, 0.4]}), search)
     row = next(line for line in few.splitlines() if line.startswith(f"| {FLASH} ")).rpartition("| 1.00")[0]
-    assert row.endswith(", undecided ") and "(" not in row  # two pairs are too few for an interval
+    assert row.endswith(": undecided ") and "(" not in row  # two pairs are too few for an interval
+
+
+def matched(matches):
+    """arm -> seed -> a run that ends with this match."""
+    return {arm: {i: invented(run(arm, i), 0.3, match=m) for i, m in enumerate(own, 1)} for arm, own in matches.items()}
+
+
+FOUR = {
+    "published": [0.40, 0.41, 0.42, 0.40], "flow": [0.60, 0.62, 0.61, 0.63], "cps": [0.61, 0.60, 0.62, 0.61],
+    "awm": [0.90, 0.91, 0.93, 0.90],
+}  # fmt: skip
+
+
+def test_the_winner_is_beaten_by_none_of_those_that_beat_the_first():
+    assert compute.winners(matched(FOUR)) == ["awm"]
+    tied = compute.winners(matched({arm: FOUR[arm] for arm in ("published", "flow", "cps")}))
+    assert sorted(tied) == ["cps", "flow"] and tied[0] == "flow"  # the higher mean first
+    assert compute.winners(matched({"published": FOUR["flow"], "flow": FOUR["cps"]})) == []  # undecided
+    two = matched({arm: FOUR[arm] for arm in ("published", "flow")})
+    assert compute.winners(two) == ["flow"]
+    assert (
+        compute.winners(two | {f"arm {i}": {} for i in range(1000)}) == []
+    )  # arms that are not run yet count as tests
+
+
+def test_the_decision_is_ordered_by_match_and_says_how_far_behind_the_winner(search):
+    rows = compute.decision_table(matched(FOUR), search).splitlines()
+    cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows[2:6]]
+    assert [row[0] for row in cells] == ["awm", "flow", "cps", "published"]
+    assert cells[0][1] == "0.91 ± 0.02" and cells[0][-1] == "**winner**"
+    assert cells[1][-1] == "behind awm: −0.30 ± 0.03" and cells[3][3] == "1"
+    assert compute.decision_table({"published": {}, "awm": {}}, search) == "No results yet.\n"
+
+
+def test_samplers_are_compared_with_sage_alone():
+    arms = matched({ALL_STEPS: FOUR["flow"], "flow": FOUR["awm"], "cps": FOUR["cps"]})
+    rows = [line for line in compute.sampler_table(arms).splitlines() if line.startswith("| ")][1:]
+    assert rows[0].startswith("| flow |") and "+0.295 ± 0.033: **better**" in rows[0] and "undecided" in rows[1]
+    assert compute.sampler_table(arms | {"dance": {}}) == "No results yet.\n"
+
+
+def test_a_search_shows_every_rate_and_marks_the_best_that_did_not_collapse():
+    gains = {f"{ALL_STEPS}, 0.0001": (0.1, ""), f"{ALL_STEPS}, 0.0003": (0.3, ""), f"{ALL_STEPS}, 0.001": (0.5, "lost")}
+    found = {arm: invented(run(arm, 101, "rates"), gain, collapsed=lost) for arm, (gain, lost) in gains.items()}
+    found["other"] = invented(run("flow", 1), 0.9)
+    head, _, row, *_ = compute.search_table(found, ("rates",)).splitlines()
+    assert head == "| arm | 0.0001 | 0.0003 | 0.001 |"
+    assert [cell.strip()[:6] for cell in row.split("|")[2:5]] == ["0.70, ", "**0.90", "collap"]
 
 
 def test_matches_are_compared_at_the_reward_that_all_reach():
@@ -105,10 +153,13 @@ def test_matches_are_compared_at_the_reward_that_all_reach():
 
 
 def test_figures_show_every_arm():
-    axes = Figure().subplots(1, 4, squeeze=False)
+    axes = Figure().subplots(1, 3, squeeze=False)
     arms = results({ALL_STEPS: [0.2, 0.3, 0.4], FLASH: [0.4, 0.5, 0.6]})
     compute.draw_compute(axes, arms, "method")
-    spent, rewards = axes.flat[0].lines[0].get_data()
+    line = next(line for line in axes.flat[1].lines if line.get_label() == ALL_STEPS)
+    spent, rewards = line.get_data()
+    assert line.get_color() == compute.COLORS[ALL_STEPS] and FLASH not in compute.COLORS
+    assert [text.get_text() for text in axes.flat[0].texts] == [ALL_STEPS]  # the others are grey and without a name
     whole = validations(arms[ALL_STEPS][1], "reward/total")[0]
     np.testing.assert_allclose(spent, whole / 1000)
     np.testing.assert_allclose(rewards, [0.6, 0.75, 0.9])
@@ -133,4 +184,4 @@ def test_the_summary_has_the_table_and_the_figure(tmp_path):
     assert summary(tmp_path / "results", tmp_path / "page.md") == 0
     text = (tmp_path / "page.md").read_text()
     assert "Units until held-out prompts have a reward of 0.750: 75% of what" in text
-    assert (tmp_path / "figures" / "results_head_to_head.png").stat().st_size > 20_000
+    assert (tmp_path / "figures" / "page_head_to_head.png").stat().st_size > 20_000

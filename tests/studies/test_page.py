@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from sage_grpo.intervals import Interval
 from sage_grpo.tools.figure_style import SAMPLERS
 from studies import page as program
-from studies import records, result_tables
+from studies import records, result_tables, second_edition
 from studies.questions import SDES, STUDIES, StudyPlan
 from tests.studies.invented_results import invented
 
@@ -59,13 +59,15 @@ def test_results_of_no_study_are_refused(place, capsys):
     assert "1 results are of no study any more, such as last_step-all-1" in capsys.readouterr().err
 
 
-def test_the_page_of_the_repository_is_what_its_results_say():
-    page, folder = program.ROOT / "studies" / "results.md", program.ROOT / "studies" / "results"
-    found = records.read_all(folder)
-    assert page.is_file() == bool(found)
-    if found:
-        text = page.read_text()
-        assert result_tables.refreshed(text, result_tables.tables(StudyPlan(), STUDIES, found)) == text
+@pytest.mark.parametrize("page", ["first_edition", "results"])
+def test_the_pages_of_the_repository_are_what_their_results_say(page):
+    text = (program.ROOT / "studies" / f"{page}.md").read_text()
+    if page == "results":
+        asked, found = second_edition.studies(), records.read_all(second_edition.RESULTS)
+        plan, more = StudyPlan(recipe=second_edition.RECIPE, studies=asked), second_edition.more_tables()
+    else:
+        asked, found, plan, more = STUDIES, records.read_all(program.ROOT / "studies" / "first"), StudyPlan(), {}
+    assert len(found) > 200 and result_tables.refreshed(text, result_tables.tables(plan, asked, found, more)) == text
 
 
 def lines_of(plot, shape):
@@ -73,6 +75,14 @@ def lines_of(plot, shape):
     arms = result_tables.arms_of(PLAN, "balancing", SOME["balancing"], {k: invented(r) for k, r in PLAN.runs.items()})
     plot(axes, arms)
     return axes
+
+
+def test_named_arms_keep_their_colors_and_the_others_are_grey():
+    arms = result_tables.arms_of(PLAN, "balancing", SOME["balancing"], {k: invented(r) for k, r in PLAN.runs.items()})
+    axes = Figure().subplots(1, 4)
+    program.draw_differences(axes, SOME["balancing"], arms, {"cps off": "red"})
+    colors = [line.get_color() for line in axes[0].lines if line.get_marker() == "o"]
+    assert colors.count("red") == 1 and colors.count(program.GREY) == len(colors) - 1
 
 
 def test_measured_gradients_stand_beside_the_prediction():
@@ -125,7 +135,7 @@ def test_differences_are_those_of_the_tables():
     found = {key: invented(run, 0.4 - 0.2 * (run.arm == "cps off") + 0.01 * run.seed) for key, run in PLAN.runs.items()}
     arms = result_tables.arms_of(PLAN, "balancing", study, found)
     axes = Figure().subplots(1, 4)
-    program.draw_differences(axes, study, arms)
+    program.draw_differences(axes, study, arms, {})
     dots = [line for line in axes[0].lines if line.get_marker() == "o"]
     expected = [d["reward"].of.mean for d in result_tables.compared(study, arms).values()]
     assert [dot.get_xdata()[0] for dot in dots] == pytest.approx(expected) and min(expected) < -0.1

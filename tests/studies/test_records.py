@@ -67,7 +67,7 @@ def test_a_default_that_is_none_any_more_means_what_todays_does(folder):
 
 
 def test_the_results_in_the_repository_are_those_of_the_studies():
-    found, plan = records.read_all(questions.ROOT / "studies" / "results"), StudyPlan()
+    found, plan = records.read_all(questions.ROOT / "studies" / "first"), StudyPlan()
     assert len(found) == 295 and found.keys() <= plan.runs.keys()
     for key, record in found.items():
         records.check_same(plan.runs[key], questions.ROOT, record["config"])
