@@ -4,8 +4,8 @@
     python -m studies.ablate --studies last_step equalizer --jobs 16    all runs of two studies
     python -m studies.ablate --jobs 16 --budget_minutes 9 --cut         a slice of everything; call again to continue
 
-Each run is a process of its own on one core, and on the GPU if there is one; it does what post_train.py does, and for a
-study that asks for the KL to the base model then measures it (studies/path_kl.py). A finished run leaves one file in
+Each run is a process of its own on one core, and on the GPU if there is one; it does what post_train.py does, and then
+measures what its study asks for (studies/path_kl.py, studies/spread.py). A finished run leaves one file in
 --results and is never repeated. When the budget ends, runs are told to stop; they save, and the next call resumes them
 from --work. Nothing is started that cannot finish within the budget, unless --cut allows it.
 Exit code 0: all done; 75: some runs are left; 1: a run failed; 2: an argument is wrong.
@@ -98,7 +98,7 @@ class Grid:
         arguments += ["--resume_from_checkpoint", "auto"]
         arguments += ["--prompt_cache", str(self.work / "prompts")]  # encoded once for all runs
         os.environ.update(SETTINGS)
-        process = FORKS.Process(target=one_run.train, args=(arguments, run.path_kl, self.log(run)))
+        process = FORKS.Process(target=one_run.train, args=(arguments, run.measured, self.log(run)))
         process.start()
         self.running[process] = (run, time.monotonic(), self.planned(run))
 

@@ -181,6 +181,30 @@ def sampler_table(arms: Arms) -> str:
     )
 
 
+def spread_table(arms: Arms) -> str:
+    """How far clips of a prompt spread in what it leaves open (studies/spread.py): the base model, then each arm."""
+    measured = [[r["spread"] for r in records.values() if "spread" in r] for records in arms.values()]
+    found = {arm: own for arm, own in zip(arms, measured, strict=True) if own}
+    if not found:
+        return "No results yet.\n"
+    base = next(iter(found.values()))[0]["base"]
+    cells = {arm: [str(len(own))] for arm, own in found.items()}
+    for key in ("classes", "places"):
+        gaps = {arm: [one["end"][key] - one["base"][key] for one in own] for arm, own in found.items()}
+        tests = corrected([p_value(values) for values in gaps.values()], len(arms))
+        for (arm, values), p in zip(gaps.items(), tests, strict=True):
+            end, sign = interval([one["end"][key] for one in found[arm]]), interval(values).sign if p < LEVEL else 0
+            verdict = {-1: "**narrower**", 0: "undecided", 1: "**wider**"}[sign]
+            cells[arm].append(f"{number(end.mean, 3)} ± {number(end.half, 3)}: {verdict}")
+    matches = {arm: interval([one["end"]["match"] for one in own]) for arm, own in found.items()}
+    rows = [["weights", "runs", "open attributes that differ", "spread of places", "match"]]
+    rows.append(["base model", "", *(number(base[key], 3) for key in ("classes", "places", "match"))])
+    rows += [
+        [arm, *own, f"{number(matches[arm].mean, 2)} ± {number(matches[arm].half, 2)}"] for arm, own in cells.items()
+    ]
+    return f"{markdown(rows)}\n±: 95 % intervals over seeds. p-values corrected over {len(arms)} methods.\n"
+
+
 def search_table(found: Mapping[str, Record], studies: Sequence[str]) -> str:
     """Last reward and gold match of each arm at each learning rate of a search; bold where the reward is highest."""
     cells: dict[str, dict[float, Record]] = {}

@@ -1,22 +1,47 @@
-"""One run of a study, in a process forked from one that has imported everything: that saves a run its imports."""
+"""One run of a study: training, as post_train.py does it, and what is measured at its end.
+
+    python -m studies.one_run path_kl --config FILE.yaml --FLAG VALUE    flags and exit codes are those of post_train.py
+
+A study forks its runs from a process that has imported everything, which saves each its imports.
+"""
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import post_train
+from sage_grpo.exit_codes import DONE
+from sage_grpo.flags import parse
+from sage_grpo.json_files import write_json
 from sage_grpo.models.hunyuan15 import backbone  # noqa: F401, imported for the fork, as the next three
 from sage_grpo.rewards import videoalign  # noqa: F401
 from sage_grpo.tools import report  # noqa: F401
 from sage_grpo.train import build, console  # noqa: F401
-from studies import path_kl
+from studies import path_kl, spread
 from studies.questions import ROOT
 
+MEASURES = {"path_kl": path_kl.measure, "spread": spread.measure}
 
-def train(arguments: list[str], with_path_kl: bool, log: Path) -> None:
-    """Train as post_train.py does, then measure the path KL if asked, and exit with the code. Output goes to `log`."""
+
+def train_and_measure(arguments: Sequence[str], measured: Sequence[str]) -> int:
+    """Train, then write NAME.json into the run's folder for each of the measures `measured`; returns the exit code."""
+    code = post_train.main(list(arguments))
+    if code == DONE:
+        config = parse(list(arguments))
+        for name in measured:
+            write_json(Path(config.output_dir) / f"{name}.json", MEASURES[name](config))
+    return code
+
+
+def train(arguments: list[str], measured: Sequence[str], log: Path) -> None:
+    """Train and measure, and exit with the code. Output goes to `log`."""
     with log.open("ab") as file:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(file.fileno(), stream.fileno())
     os.chdir(ROOT)  # the recipe names the model relative to the repository
-    sys.exit(path_kl.main(arguments) if with_path_kl else post_train.main(arguments))
+    sys.exit(train_and_measure(arguments, measured))
+
+
+if __name__ == "__main__":
+    sys.exit(train_and_measure(sys.argv[2:], sys.argv[1].split(",")))

@@ -1,6 +1,4 @@
-"""Trains as post_train.py does, then measures the distance to the base model: the KL between their sampling paths.
-
-    python -m studies.path_kl --config FILE.yaml --FLAG VALUE          flags and exit codes are those of post_train.py
+"""The distance of a trained policy to the base model: the KL between their sampling paths.
 
     path KL = E [ sum over exploring steps of |mean - mean_base|^2 / (2 std^2) ],   mean over the elements of a clip
 
@@ -14,7 +12,6 @@ so every run of a study is measured with the same prompts and noise, and a run c
 those that the last validation sampled: the averaged ones, if there is an average. The base model has exactly 0.
 """
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,19 +19,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import post_train
 from sage_grpo.config import Config, ConfigError
 from sage_grpo.data.requests import Request
-from sage_grpo.exit_codes import DONE
-from sage_grpo.flags import parse
-from sage_grpo.json_files import write_json
 from sage_grpo.models import device_for
 from sage_grpo.models.backbone import Backbone, Guidance
 from sage_grpo.train.build import held_out_prompts, open_model
 from sage_grpo.train.checkpoint import found
 from sage_grpo.train.rollout import Rollouts, parse_windows
 from sage_grpo.train.update import ALGORITHMS, anchor_velocities, sampler_of
-from studies.records import PATH_KL
 
 
 def measured_config(config: Config) -> Config:
@@ -69,28 +61,22 @@ def path_kls(policy: Backbone, base: Backbone, config: Config, prompts: Sequence
 
 def measure(config: Config) -> dict[str, float]:
     """Path KL of a finished run: its mean over the held-out prompts, the standard error, and how many they are."""
-    saved = found(Path(config.output_dir) / "checkpoints")
-    if not saved or saved[-1].name != f"step-{config.max_steps:06d}":
-        raise ConfigError(f"{config.output_dir} has no checkpoint of its last iteration, {config.max_steps}")
+    saved = last_checkpoint(config)
     kind = device_for(config.device, config.pretrained_model_root, config.pretrained_transformer_version)
     (policy, resolved), (base, _) = (open_model(config, torch.device(kind)) for _ in range(2))
     prompts = held_out_prompts(resolved)
     if len(prompts) < 2:
         raise ConfigError(f"validation_prompts are {len(prompts)}; the path KL is a mean over at least 2")
     policy.prepare([Request(resolved.negative_prompt), *prompts])  # frees the encoders
-    policy.load_weights(saved[-1])
+    policy.load_weights(saved)
     kls = path_kls(policy, base, resolved, prompts)
     error = kls.std().item() / len(kls) ** 0.5
     return {"mean": kls.mean().item(), "stderr": error, "clips": len(kls)}
 
 
-def main(arguments: Sequence[str]) -> int:
-    code = post_train.main(list(arguments))
-    if code == DONE:
-        config = parse(list(arguments))
-        write_json(Path(config.output_dir) / PATH_KL, measure(config))
-    return code
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+def last_checkpoint(config: Config) -> Path:
+    """The checkpoint of the last iteration of a finished run."""
+    saved = found(Path(config.output_dir) / "checkpoints")
+    if not saved or saved[-1].name != f"step-{config.max_steps:06d}":
+        raise ConfigError(f"{config.output_dir} has no checkpoint of its last iteration, {config.max_steps}")
+    return saved[-1]

@@ -31,7 +31,7 @@ Flags = Mapping[str, Any]
 class Study:
     """`flags` apply to all arms. Each arm is compared with the one that `against` names, else with the first.
 
-    With `path_kl`, each run ends by measuring how far its policy is from the base model (studies/path_kl.py).
+    measured: what is measured of the last weights of each run, `path_kl` or `spread` (studies/path_kl.py, spread.py).
     """
 
     question: str
@@ -40,7 +40,7 @@ class Study:
     first_seed: int = 1
     flags: Flags = field(default_factory=dict)
     against: Mapping[str, str] = field(default_factory=dict)
-    path_kl: bool = False
+    measured: tuple[str, ...] = ()
 
     def reference(self, arm: str) -> str | None:
         """The arm that this one is compared with."""
@@ -57,7 +57,7 @@ class StudyRun:
     arm: str
     seed: int
     config: Config
-    path_kl: bool = False  # whether a study that includes it asks for it
+    measured: tuple[str, ...] = ()  # what the studies that include it ask for
 
     @property
     def name(self) -> str:
@@ -309,7 +309,8 @@ class StudyPlan:
                 config = from_values(base, study.flags, flags, {"seed": seed})
                 key = digest(identity(config))
                 owner = owners.get(key) or StudyRun(name, arm, seed, config)
-                owners[key] = dataclasses.replace(owner, path_kl=owner.path_kl or study.path_kl)
+                asked = tuple(dict.fromkeys((*owner.measured, *study.measured)))
+                owners[key] = dataclasses.replace(owner, measured=asked)
                 if not names or name in names:
                     self.keys[name, arm, seed] = key
         self.known = {run.name for run in owners.values()}

@@ -8,6 +8,7 @@
     per_step     means over the run per denoising step
     seconds      means per phase of an iteration
     path_kl      KL to the base model at the end, where the study asks for it: mean over clips, stderr, clips
+    spread       of clips of one prompt, before and after training, where the study asks for it (studies/spread.py)
     collapsed    empty, or the reason by the rule of `collapse`
 
 A run that training had to stop also counts as finished: its `collapsed` says so.
@@ -47,7 +48,7 @@ VALIDATED = (
 PER_STEP = ("grad_v", "kl_anchor")
 PHASES = ("rollout", "decode", "reward", "gold", "anchor", "update", "total")
 DIGITS = 4
-PATH_KL = "path_kl.json"  # in the folder of a run that measures it
+MEASURED = ("path_kl", "spread")  # NAME.json in the folder of a run that measures it
 LOST_DISTANCE = 1.5  # times the first validation's distance to the manifold
 
 Record = dict[str, Any]
@@ -59,7 +60,7 @@ def distil(run: StudyRun, folder: Path, commit: str, failure: str = "") -> Recor
     validation = {
         key: rounded(column(found.validations, key)) for name in VALIDATED for key in (name, f"{name}_stderr")
     }
-    head, measured = found.head, folder / PATH_KL
+    head, measured = found.head, [name for name in MEASURED if (folder / f"{name}.json").is_file()]
     return {
         "study": run.study, "arm": run.arm, "seed": run.seed, "commit": commit, "versions": head.get("versions"),
         "device": head.get("device"), "digest": digest(identity(run.config)), "config": identity(run.config),
@@ -69,7 +70,7 @@ def distil(run: StudyRun, folder: Path, commit: str, failure: str = "") -> Recor
         "per_step": {key: rounded(step_means(found, key), DIGITS) for key in PER_STEP},
         "seconds": {name: rounded([mean(column(found.train, f"time/{name}"))], DIGITS)[0] for name in PHASES},
         "collapsed": failure or collapse(validation),
-    } | ({"path_kl": read_object(measured)} if measured.is_file() else {})  # fmt: skip
+    } | {name: read_object(folder / f"{name}.json") for name in measured}  # fmt: skip
 
 
 def collapse(validation: Mapping[str, Sequence[float | None]]) -> str:

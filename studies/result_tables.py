@@ -317,7 +317,7 @@ def tables(
         arms = arms_of(plan, name, study, found)
         if comparable(arms):
             made[name] = (table2(arms) + "\n" if name == "table2" else "") + study_table(study, arms)
-            made[name] += "\n" + reached(study, arms) if study.path_kl else ""
+            made[name] += "\n" + reached(study, arms) if "path_kl" in study.measured else ""
             made[name] += "\n" + more[name](arms, found) if name in more else ""
     if found:
         made |= {"per_step": per_step_table(plan, studies, found), "runs": origins(found)}

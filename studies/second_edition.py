@@ -72,6 +72,7 @@ METHODS: dict[str, Flags] = {
     "nft, slow old policy": NFT | SLOW,
     "nft, slow old policy, a fifth of the KL": NFT | SLOW | FIFTH,
 }
+DIVERSE = ("published", "MixGRPO, sliding window of 4", "flash, 1 step per prompt", "awm")
 PROMPTS = (1, 2, 4, 8, 16, 32)
 CLIPS = 5120  # of every arm of the study of batches
 
@@ -152,6 +153,11 @@ def studies() -> dict[str, Study]:
             "Which method gives the most per unit of compute?",
             {arm: {**flags, **chosen(arm)} for arm, flags in equal.items()}, flags=REPORTED, seeds=SEEDS,
         ),
+        "diversity": Study(
+            "How far do clips of a prompt still spread in what it leaves open?",
+            {arm: {**equal[arm], **chosen(arm)} for arm in DIVERSE},
+            flags=REPORTED, seeds=4, first_seed=11, measured=("spread",),
+        ),
         "batch_rates": Study(
             "At which learning rate is each batch at its best?", rated(batches()), flags=SHARED, **SEARCH
         ),
@@ -167,11 +173,12 @@ def studies() -> dict[str, Study]:
         "settings": Study("Setting A or B (Table 2)?", {"B": {}, "A": SETTING_A}, **claim),
         kl_strategies.SEARCH: Study(
             "At which weight does a KL strategy halve the KL to the base model that training without a KL reaches?",
-            kl_strategies.searched(), flags=SHARED | kl_strategies.FLAGS, path_kl=True, **SEARCH,
+            kl_strategies.searched(), flags=SHARED | kl_strategies.FLAGS, measured=("path_kl",), **SEARCH,
         ),
         kl_strategies.COMPARED: Study(
             "Which KL strategy, at equal KL to the base model (Figure 8)?",
-            kl_strategies.compared(kl_weights()), flags=REPORTED | kl_strategies.FLAGS, path_kl=True, seeds=SEEDS,
+            kl_strategies.compared(kl_weights()), flags=REPORTED | kl_strategies.FLAGS, seeds=SEEDS,
+            measured=("path_kl",),
         ),
     }  # fmt: skip
 
@@ -181,11 +188,12 @@ def page() -> str:
     lines = [REGISTERED]
     for name, study in studies().items():
         lines += [f"## {name}", "", study.question, ""]
-        if study.first_seed != 1 and not study.path_kl:
+        if name.endswith("rates"):
             arms = "each at every rate" if name in SEARCHES else "where the best rate is at an end, at the one beyond"
             lines += [f"Arms: those of the study below, {arms}, seed {study.first_seed}.", ""]
             continue
-        seeds = f"Seeds 1 to {study.seeds}." if study.seeds > 1 else f"Seed {study.first_seed}."
+        last = study.first_seed + study.seeds - 1
+        seeds = f"Seeds {study.first_seed} to {last}." if study.seeds > 1 else f"Seed {last}."
         lines += [seeds, "", "| arm | flags | iterations | units |", "|---|---|---|---|"]
         for arm, flags in study.arms.items():
             config = config_of(study.flags, flags)
@@ -240,6 +248,13 @@ interval of its mean over the 8 pairs excludes 0 and its p-value, corrected by H
 the head-to-head if it beats the published one in gold match, and none that also does has a higher match by the same
 rule. If a rival (awm, nft) wins, it is named the winner, and the recipes say when to take it.
 
+**Diversity**, registered together with nft's new arms. A reward says nothing about what no prompt names. So 16 prompts
+that leave size, speed and background open are sampled 8 times each from the base model and from the last weights, with
+the same noise, and the oracle reads the clips (studies/spread.py). Measures: the share of pairs of clips of a prompt
+that differ in an open attribute, and the standard deviation of where the object starts. Four methods are run again with
+four new seeds. A method narrows a spread if the 95 % interval of its difference from the base model over the seeds is
+below 0, and its p-value, corrected by Holm over the four methods, is below 0.05.
+
 **Units to a reward.** The level is the reward of the base model and {compute.SHARE:.0%} of what *{compute.ALL_STEPS}*
 gained at its best rate in the search. For each run of the head-to-head, the units until held-out prompts have it,
 linearly between validations, over those of that arm with the same seed. Runs that never reach it count with all their
@@ -248,7 +263,8 @@ The target is a third.
 
 **Budget.** The 39 runs of `rates` took 12 minutes on an H200 that four other runs shared; 17 processes fill it. By
 that, `head_to_head` takes 24 minutes, `batch_rates` and `batches` 15, `equalizer` and `settings` 7, `kl_strategies` 5;
-perhaps a fifth less, since validations now join prompts. Runs are kept one by one. Matrix products are in TF32
+perhaps a fifth less, since validations now join prompts. (The 112 runs took 23 minutes; by that, nft's new arms take 5
+and `diversity` 4.) Runs are kept one by one. Matrix products are in TF32
 (`TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1`), in rollout and training alike.
 
 {kl_strategies.REGISTERED}"""
@@ -286,6 +302,9 @@ def more_tables() -> dict[str, Table]:
     def decision(_: Arms, found: Mapping[str, records.Record]) -> str:
         return compute.decision_table(compared(found), found)
 
+    def spread(_: Arms, found: Mapping[str, records.Record]) -> str:
+        return compute.spread_table(arms_of(plan, "diversity", asked["diversity"], found))
+
     def samplers(_: Arms, found: Mapping[str, records.Record]) -> str:
         names = (compute.ALL_STEPS, *(name.partition("_")[0] for name in EQUAL_ENERGY))
         return compute.sampler_table({name: compared(found)[name] for name in names})
@@ -294,7 +313,8 @@ def more_tables() -> dict[str, Table]:
         return compute.search_table(found, (name, f"further_{name}"))
 
     searches = {f"searched_{name}": partial(searched_rates, name=name) for name in SEARCHES}
-    return {"head_to_head": compute.cost_table, "decision": decision, "samplers": samplers} | searches
+    own = {"decision": decision, "samplers": samplers, "spread": spread}
+    return {"head_to_head": compute.cost_table} | own | searches
 
 
 def unready(names: Collection[str]) -> str:
@@ -302,7 +322,9 @@ def unready(names: Collection[str]) -> str:
     if kl_strategies.COMPARED in names and (left := kl_strategies.missing(kl_weights())):
         remedy = f"run --studies {kl_strategies.SEARCH} to its end, then --choose"
         return f"{kl_strategies.COMPARED} has no weight for {left[0]}: {remedy}"
-    for study, arms, search in (("head_to_head", METHODS, "rates"), ("batches", batches(), "batch_rates")):
+    searched_by = {"head_to_head": (METHODS, "rates"), "diversity": (DIVERSE, "rates")}
+    searched_by |= {"batches": (batches(), "batch_rates")}
+    for study, (arms, search) in searched_by.items():
         if study in names and (without := [arm for arm in arms if not chosen(arm)]):
             missing = search if without[0] not in searched() else f"further_{search}"
             return f"{study} has no learning rate for {without[0]}: run --studies {missing} to its end, then --choose"

@@ -18,7 +18,7 @@ from studies.questions import ROOT, Study, StudyPlan, core_seconds, identity
 
 DEMO = {
     "first": Study("Which eta?", {"base": {}, "more": {"eta": 0.9, "max_steps": 2}}, seeds=1),
-    "second": Study("How far from the base model?", {"base": {}}, seeds=1, path_kl=True),
+    "second": Study("How far from the base model?", {"base": {}}, seeds=1, measured=("path_kl",)),
 }
 NUMBERS = ("steps", "curves", "validation", "per_step", "collapsed")
 

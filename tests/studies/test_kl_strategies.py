@@ -63,12 +63,12 @@ def test_strategies_are_the_papers():
 @pytest.mark.parametrize("name, runs", [(SEARCH, 16), (COMPARED, 48)])
 def test_runs_are_sound_and_end_with_their_distance(name, runs):
     plan = StudyPlan([name], None, RECIPE, studies())
-    assert len(plan.runs) == runs and all(run.path_kl for run in plan.runs.values())
+    assert len(plan.runs) == runs and all(run.measured == ("path_kl",) for run in plan.runs.values())
     for config in (run.config for run in plan.runs.values()):
         check(config)
         assert config.batch_size // config.num_generations == 16 and config.updates_per_rollout == 2
         assert config.max_steps == config.validation_interval == 30 and config.validate_at_step0
-    assert not any(run.path_kl for run in StudyPlan(["settings"], None, RECIPE, studies()).runs.values())
+    assert not any(run.measured for run in StudyPlan(["settings"], None, RECIPE, studies()).runs.values())
 
 
 def test_arms_differ_in_nothing_but_the_kl():

@@ -17,9 +17,8 @@ from sage_grpo.models import open_backbone
 from sage_grpo.models.backbone import Guidance
 from sage_grpo.train.build import open_model
 from sage_grpo.train.checkpoint import found
-from studies import path_kl
+from studies.one_run import train_and_measure
 from studies.path_kl import measure, measured_config, path_kls
-from studies.records import PATH_KL
 
 PROMPTS = [Request("a red circle moving left", 0), Request("the green square", 1), Request("a red letter", 2)]
 HELD_OUT = ("a red circle moving left", "a green square moving right")
@@ -146,13 +145,13 @@ def trained(tiny_folder, tmp_path_factory):
         "learning_rate": 0.01, "output_dir": str(folder / "run"), "resume_from_checkpoint": "auto",
     }  # fmt: skip
     (folder / "run.yaml").write_text(yaml.safe_dump(flags))
-    assert path_kl.main(["--config", str(folder / "run.yaml")]) == 0
+    assert train_and_measure(["--config", str(folder / "run.yaml")], ["path_kl"]) == 0
     return folder, from_values(flags)
 
 
 def test_a_run_records_the_kl_of_the_weights_that_it_exports(trained):
     folder, config = trained
-    told = yaml.safe_load((folder / "run" / PATH_KL).read_text())
+    told = yaml.safe_load((folder / "run" / "path_kl.json").read_text())
     (policy, resolved), (base, _) = (open_model(config, CPU) for _ in range(2))
     policy.load_weights(found(folder / "run" / "checkpoints")[-1])
     kls = path_kls(policy, base, resolved, [Request(text, i) for i, text in enumerate(HELD_OUT)])
@@ -162,10 +161,10 @@ def test_a_run_records_the_kl_of_the_weights_that_it_exports(trained):
 
 def test_a_run_that_ended_before_its_measurement_is_measured_by_the_next_call(trained):
     folder, _ = trained
-    file = folder / "run" / PATH_KL
+    file = folder / "run" / "path_kl.json"
     before = file.read_text()
     file.unlink()
-    assert path_kl.main(["--config", str(folder / "run.yaml")]) == 0 and file.read_text() == before
+    assert train_and_measure(["--config", str(folder / "run.yaml")], ["path_kl"]) == 0 and file.read_text() == before
 
 
 def test_only_the_last_checkpoint_is_measured(trained, tmp_path):
@@ -173,4 +172,6 @@ def test_only_the_last_checkpoint_is_measured(trained, tmp_path):
     shutil.copytree(folder / "run" / "checkpoints", tmp_path / "checkpoints")
     with pytest.raises(ConfigError, match="has no checkpoint of its last iteration, 3"):
         measure(replace(config, output_dir=str(tmp_path), max_steps=3))
-    assert path_kl.main(["--config", str(folder / "run.yaml"), "--eta", "-1"]) == 2  # nothing is measured
+    assert (
+        train_and_measure(["--config", str(folder / "run.yaml"), "--eta", "-1"], ["path_kl"]) == 2
+    )  # nothing is measured
