@@ -65,7 +65,7 @@ def test_arms_of_the_batches_have_equally_many_clips():
 def test_the_search_uses_no_seed_that_is_reported():
     keys = StudyPlan((), None, RECIPE, studies()).keys
     seeds = {name: {seed for study, _, seed in keys if study == name} for name, _, _ in keys}
-    searches = dict.fromkeys(("rates", "further_rates", "batch_rates", "kl_weights"), {SEARCH["first_seed"]})
+    searches = {key: {SEARCH["first_seed"]} for key in ("rates", "further_rates", "batch_rates", "kl_weights")}
     own = searches | {"diversity": {11, 12, 13, 14}}
     assert all(found == own.get(name, set(range(1, 9))) for name, found in seeds.items())
 
