@@ -213,7 +213,7 @@ class Config:
     @property
     def lags(self) -> bool:
         """Whether an older policy than the trained one samples."""
-        return self.algorithm == "nft" and self.nft_decay > 0
+        return self.algorithm == "nft" and min(self.nft_decay, self.nft_decay_growth) > 0
 
     @property
     def reduces_once(self) -> bool:

@@ -18,7 +18,7 @@ from sage_grpo.tools.paired import number
 from sage_grpo.tools.plan import plan_of
 from studies.page import over_seeds, smooth
 from studies.questions import ROOT
-from studies.records import Record, curve, validated
+from studies.records import Record, as_float, curve, validated
 from studies.result_tables import LEVEL, VERDICTS, Arms, crossing, markdown
 from studies.statistics import corrected, p_value
 
@@ -110,8 +110,9 @@ def cost_table(arms: Arms, found: Mapping[str, Record]) -> str:
 
 
 def variety_of(records: Mapping[int, Record]) -> str:
-    """How much clips of a prompt vary at the end of training, over that at its start."""
-    kept = interval([relative_variety(record)[-1] for record in records.values()])
+    """How much clips of a prompt vary in the last logged iteration, over the first."""
+    curves = [curve(record, VARIETY) for record in records.values()]
+    kept = interval([float(values[-1] / values[0]) for values in curves])
     return f"{number(kept.mean, 2)} ± {number(kept.half, 2)}"
 
 
@@ -152,9 +153,11 @@ def decision_table(arms: Arms, found: Mapping[str, Record]) -> str:
     for arm in sorted(there, key=lambda arm: -match_of(there[arm]).mean):
         match = match_of(there[arm])
         reward = interval([validated(record, "reward/total") for record in there[arm].values()])
-        units_taken = "1" if arm == first else ratio_of(log_ratios(there[arm], there[first], level))
-        verdict = "**winner**" if arm in won[:1] else ""
-        if arm in behind:
+        reached = all(math.isfinite(units_to(record, level)) for record in there[arm].values())
+        ratio = ratio_of(log_ratios(there[arm], there[first], level))
+        units_taken = "1" if arm == first else ratio if reached else f"over {ratio}"
+        verdict = "**winner**" if arm in won else ""
+        if arm in behind and arm not in won:
             gap, decided = behind[arm]
             how = {-1: "behind", 0: "not told apart from", 1: "ahead of"}[decided]
             verdict = f"{how} {won[0]}: {number(gap.mean, 2, '+')} ± {number(gap.half, 2)}"
@@ -183,13 +186,18 @@ def sampler_table(arms: Arms) -> str:
 
 def spread_table(arms: Arms) -> str:
     """How far clips of a prompt spread in what it leaves open (studies/spread.py): the base model, then each arm."""
-    measured = [[r["spread"] for r in records.values() if "spread" in r] for records in arms.values()]
-    found = {arm: own for arm, own in zip(arms, measured, strict=True) if own}
+    own_runs = {arm: [r["spread"] for r in records.values() if "spread" in r] for arm, records in arms.items()}
+    found = {
+        arm: [{at: {key: as_float(v) for key, v in values.items()} for at, values in one.items()} for one in own]
+        for arm, own in own_runs.items()
+        if own
+    }
     if not found:
         return "No results yet.\n"
     base = next(iter(found.values()))[0]["base"]
     cells = {arm: [str(len(own))] for arm, own in found.items()}
-    for key in ("classes", "places"):
+    keys = ("classes", "places", "classes if both match", "places if both match")
+    for key in keys:
         gaps = {arm: [one["end"][key] - one["base"][key] for one in own] for arm, own in found.items()}
         tests = corrected([p_value(values) for values in gaps.values()], len(arms))
         for (arm, values), p in zip(gaps.items(), tests, strict=True):
@@ -197,8 +205,8 @@ def spread_table(arms: Arms) -> str:
             verdict = {-1: "**narrower**", 0: "undecided", 1: "**wider**"}[sign]
             cells[arm].append(f"{number(end.mean, 3)} ± {number(end.half, 3)}: {verdict}")
     matches = {arm: interval([one["end"]["match"] for one in own]) for arm, own in found.items()}
-    rows = [["weights", "runs", "open attributes that differ", "spread of places", "match"]]
-    rows.append(["base model", "", *(number(base[key], 3) for key in ("classes", "places", "match"))])
+    rows = [["weights", "runs", *keys, "match"]]
+    rows.append(["base model", "", *(number(base[key], 3) for key in (*keys, "match"))])
     rows += [
         [arm, *own, f"{number(matches[arm].mean, 2)} ± {number(matches[arm].half, 2)}"] for arm, own in cells.items()
     ]

@@ -4,12 +4,13 @@ A reward says nothing about what no prompt names, so a policy may settle on one 
 loss of reward. Prompts that leave these three open are sampled several times, by the ODE, from the base model and from
 the last weights of a run, with the same noise; the oracle reads the clips.
 
-    classes   share of pairs of clips of a prompt that differ in an open attribute, mean over attributes and prompts
+    classes   share of pairs of clips of a prompt that differ in an open attribute, mean over attributes
     places    standard deviation of where the object starts, over the clips of a prompt, in widths of the frame
     match     share of the clips that show what their prompt names
 
+and both spreads also over the pairs in which both clips match, because the oracle may read a blurred clip as anything.
 Noise and prompts are the same in all runs, so the base model has the same values everywhere. Clips of the world itself
-have 0.556 in classes: two of its sizes, speeds and three backgrounds are equally likely.
+have 0.556 in classes: its two sizes, two speeds and three backgrounds are equally likely.
 """
 
 from collections.abc import Sequence
@@ -56,18 +57,21 @@ def sampled(backbone: Backbone, config: Config, prompts: Sequence[Request], clip
 
 
 def spread_of(reading: Reading, clips: int) -> dict[str, float]:
-    """Spread of the clips of each prompt, which are neighbors in `reading`."""
-    different = []
-    for name in OPTIONAL:
-        groups = reading.attributes[name].view(-1, clips)
-        pairs = [groups[:, i] != groups[:, j] for i, j in combinations(range(clips), 2)]
-        different.append(torch.stack(pairs).double().mean())
-    places = torch.stack([reading.scenes.x, reading.scenes.y]).view(2, -1, clips).double().var(-1).mean().sqrt()
-    return {
-        "classes": torch.stack(different).mean().item(),
-        "places": places.item(),
-        "match": reading.match.double().mean().item(),
-    }
+    """Spread of the clips of each prompt, which are neighbors in `reading`; NaN without a pair that matches."""
+    first, second = torch.tensor(list(combinations(range(clips), 2))).T
+    classes = torch.stack([reading.attributes[name] for name in OPTIONAL]).view(len(OPTIONAL), -1, clips)
+    places = torch.stack([reading.scenes.x, reading.scenes.y]).view(2, -1, clips).double()
+    match = reading.match.view(-1, clips)
+    differ = (classes[..., first] != classes[..., second]).double().mean(0)  # (prompts, pairs)
+    apart = (places[..., first] - places[..., second]).square().mean(0) / 2  # its mean over pairs is the variance
+    found = {"match": match.double().mean().item()}
+    for words, pairs in (
+        ("", torch.ones_like(differ, dtype=bool)),
+        (" if both match", match[:, first] & match[:, second]),
+    ):
+        found[f"classes{words}"] = differ[pairs].mean().item()
+        found[f"places{words}"] = apart[pairs].mean().sqrt().item()
+    return found
 
 
 def measure(config: Config) -> dict[str, dict[str, float]]:

@@ -2,7 +2,7 @@
 
     trainer/rank-00000.safetensors    tensors named PART/NAME, and in the metadata the first row of each
 
-Parts are weights, optimizer, anchor and average.
+Parts are weights, optimizer, anchor, average and old_policy.
 """
 
 import json

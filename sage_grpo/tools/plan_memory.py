@@ -34,7 +34,7 @@ def memory(plan: Plan) -> dict[str, dict[str, float]]:
         "gradients": gradients(plan),
         "optimizer": at((2 * mine - muon) * master, step=(mine - muon) * master),  # AdamW's step copies one
         "anchor": at(mine * (master if c.use_lora else compute), anchor=mine * master) if on_gpu else at(0.0),
-        "EMA": at(mine * master * (bool(c.ema_decay) + c.lags)),
+        "EMA": at(mine * master * (bool(c.ema_decay) + c.lags), rollout=mine * master * c.lags),
         "activations": activations(plan),
         "trajectories": at(states * plan.latents * m.channels * 4 * c.batch_size),
         "VAE": at(m.vae * compute, decode=max(decoding(plan, clip) for clip in clips)),

@@ -99,7 +99,7 @@ class Plan:
     def anchored(self) -> float:
         """Fraction of iterations that run the anchor: it is skipped while it equals the policy."""
         c = self.config
-        if c.trust_region.anchor != "moving":
+        if c.trust_region.anchor != "moving" or c.lags:
             return float(c.trust_region.anchor is not None)
         return 1 - 1 / math.ceil(c.update_ref_model_step / c.updates_per_rollout)
 

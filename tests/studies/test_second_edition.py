@@ -66,7 +66,7 @@ def test_the_search_uses_no_seed_that_is_reported():
     keys = StudyPlan((), None, RECIPE, studies()).keys
     seeds = {name: {seed for study, _, seed in keys if study == name} for name, _, _ in keys}
     searches = {key: {SEARCH["first_seed"]} for key in ("rates", "further_rates", "batch_rates", "kl_weights")}
-    own = searches | {"diversity": {11, 12, 13, 14}}
+    own = searches | {"raw_weights": {11, 12, 13, 14}}
     assert all(found == own.get(name, set(range(1, 9))) for name, found in seeds.items())
 
 

@@ -10,6 +10,7 @@ from embedded.shapes.scenes import OPTIONAL, Scenes, parse, render, scenes_from_
 from embedded.shapes.world import as_uint8
 from sage_grpo.config import ConfigError
 from sage_grpo.flags import from_values
+from sage_grpo.json_files import finite
 from sage_grpo.train.build import open_model
 from studies import spread
 from studies.compute import spread_table
@@ -47,11 +48,22 @@ def test_spread_is_the_share_of_pairs_that_differ():
     )
     same = spread_of(reading_of(repeated(scenes, 4)), 4)
     assert same["classes"] == 0 and same["places"] < 0.005 and same["match"] == 1
+    assert same["classes if both match"] == 0
     backgrounds = torch.tensor(
         [0, 1, 2, 0, 1, 1, 1, 1]
     )  # of the first four clips 5 of 6 pairs differ, of the others none
     found = spread_of(reading_of(repeated(scenes, 4, background=backgrounds)), 4)
     assert found["classes"] == pytest.approx((5 / 6 + 0) / 2 / len(OPTIONAL))
+
+
+def test_spread_is_also_told_of_the_clips_that_match():
+    scenes = scenes_from_prompt(["a red circle moving left"], torch.Generator().manual_seed(1))
+    four = repeated(scenes, 4, background=torch.tensor([0, 1, 2, 2]))
+    reading = reading_of(four)
+    object.__setattr__(reading, "match", torch.tensor([True, True, False, True]))
+    found = spread_of(reading, 4)
+    assert found["match"] == 0.75 and found["classes"] == pytest.approx(5 / 6 / 3)
+    assert found["classes if both match"] == pytest.approx(1 / 3)  # all three pairs differ, in one of three attributes
 
 
 def test_places_are_measured_around_those_of_each_prompt():
@@ -81,19 +93,22 @@ def test_a_run_ends_with_its_spread(tmp_path, monkeypatch):
     assert train_and_measure(["--config", str(run)], ["spread"]) == 0
     found = json.loads((tmp_path / "run" / "spread.json").read_text())
     assert found.keys() == {"base", "end"} and found["base"] != found["end"]
-    assert measure(from_values(FLAGS | {"output_dir": str(tmp_path / "run")})) == found
+    assert finite(measure(from_values(FLAGS | {"output_dir": str(tmp_path / "run")}))) == found
     with pytest.raises(ConfigError, match="has no checkpoint of its last iteration"):
         measure(from_values(FLAGS | {"output_dir": str(tmp_path), "max_steps": 3}))
 
 
 def test_the_table_tells_which_methods_narrow_the_spread():
     def record(classes, places):
-        base = {"classes": 0.43, "places": 0.15, "match": 0.34}
-        return {"spread": {"base": base, "end": {"classes": classes, "places": places, "match": 0.5}}}
+        def values(classes, places, match):
+            both = {"classes if both match": 0.4, "places if both match": 0.1}
+            return {"classes": classes, "places": places, "match": match} | both
+
+        return {"spread": {"base": values(0.43, 0.15, 0.34), "end": values(classes, places, 0.5)}}
 
     arms = {"published": {1: record(0.40, 0.15), 2: record(0.47, 0.16), 3: record(0.44, 0.14)}}
     arms["awm"] = {1: record(0.40, 0.100), 2: record(0.47, 0.101), 3: record(0.44, 0.099)}
     rows = [line for line in spread_table(arms).splitlines() if line.startswith("| ")]
-    assert rows[1] == "| base model |  | 0.430 | 0.150 | 0.340 |"
+    assert rows[1] == "| base model |  | 0.430 | 0.150 | 0.400 | 0.100 | 0.340 |"
     assert "narrower" not in rows[2] and rows[3].count("**narrower**") == 1 and "0.100 ± 0.002: **narrower**" in rows[3]
     assert spread_table({"awm": {1: {}}, "published": {}}) == "No results yet.\n"

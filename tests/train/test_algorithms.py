@@ -74,6 +74,15 @@ def test_clips_are_those_of_the_ode_and_states_lie_on_the_way_to_noise(make):
     torch.testing.assert_close(batch.velocity[:, 0], plain, rtol=1e-4, atol=1e-5)  # without guidance
 
 
+def test_an_anchor_that_equals_the_policy_is_not_the_old_policy(make):
+    for name, measured in (("nft", True), ("awm", False)):
+        trainer = make(algorithm=name, kl_weight=0.1, overwrite=True)
+        batch = trainer.roll_out()
+        assert trainer.anchor.age == 0
+        trainer.prepare_anchor(batch)
+        assert all((trajectory.anchor_velocity is not None) == measured for trajectory in batch)
+
+
 def test_nft_samples_with_its_old_policy(make):
     trainer = make(algorithm="nft")
     before = trainer.roll_out()[0].latents
