@@ -195,8 +195,8 @@ def _costs(runs: Sequence[StudyRun], done: Collection[str]) -> list[int]:
     return [len(runs), sum(run.name in done for run in runs), round(minutes)]
 
 
-def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def new_parser(about: str | None = __doc__) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="print the studies and their cost, run nothing")
     parser.add_argument("--studies", nargs="+", default=[], metavar="NAME", help="default: all")
     parser.add_argument("--seeds", type=int, help="most seeds of each study")
@@ -209,11 +209,11 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--results", type=Path, default=ROOT / "studies" / "first", help="folder of the results")
     parser.add_argument("--commit", help="that the results name, where there is no git repository")
     parser.add_argument("--recipe", type=Path, default=RECIPE, help="YAML file that the studies vary")
-    return parser.parse_args(arguments)
+    return parser
 
 
 def main(arguments: Sequence[str] | None = None, studies: Mapping[str, Study] = STUDIES) -> int:
-    deadline, args = time.monotonic(), parsed(arguments)
+    deadline, args = time.monotonic(), new_parser().parse_args(arguments)
     try:
         plan = StudyPlan(args.studies, args.seeds, args.recipe, studies)
         if args.list:

@@ -346,16 +346,20 @@ def unready(names: Collection[str]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    if "--page" in arguments:
+    parser = ablate.new_parser(__doc__)
+    parser.add_argument("--page", action="store_true", help="write studies/registration.md")
+    parser.add_argument("--choose", action="store_true", help="take learning rates and KL weights from the searches")
+    parser.add_argument("--summary", action="store_true", help="write tables and figures: studies/results.md")
+    options = parser.parse_args(arguments)
+    if options.page:
         PAGE.write_text(page(), encoding="utf-8")
         return 0
-    if "--choose" in arguments:
+    if options.choose:
         write_json(CHOSEN, choose(RESULTS))
         write_json(WEIGHTS, kl_strategies.choose(RESULTS))
         return 0
-    if "--summary" in arguments:
+    if options.summary:
         return summary(RESULTS, SUMMARY)
-    options = ablate.parsed(arguments)
     if not options.list and (problem := unready(options.studies or studies())):
         print(f"second_edition.py: {problem}", file=sys.stderr)
         return WRONG_INPUT
