@@ -132,7 +132,7 @@ class Config:
     # Loss
     algorithm: str = flag("grpo", "grpo; without an SDE: awm, nft (algo/matching.py)", choices=ALGORITHMS)
     nft_beta: float = flag(1.0, "how far nft's two policies are from the old one", above=0)
-    nft_decay: float = flag(0.5, "largest decay of nft's old policy, which samples; 0: the trained one", low=0, high=1)
+    nft_decay: float = flag(0.5, "largest decay of nft's old policy, which samples; 0: none", low=0, high=0.99999)
     nft_decay_growth: float = flag(0.001, "growth of this decay per update, from 0", low=0)
     use_grad_balancing: bool = flag(True, "use the temporal gradient equalizer")
     clip_range: float = flag(1e-4, "PPO clip range around ratio 1", above=0)
