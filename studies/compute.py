@@ -149,11 +149,13 @@ def decision_table(arms: Arms, found: Mapping[str, Record]) -> str:
         return "No results yet.\n"
     won = winners(arms)
     behind = leads(arms, won[0]) if won else {}
-    rows = [["method", "gold match", "reward", f"units to a reward of {level:.2f}, {first} = 1", "variety", "verdict"]]
+    goal = f"units to a reward of {level:.2f}, {first} = 1"
+    rows = [["method", "gold match", "in training", "reward", goal, "variety", "verdict"]]
     for arm in sorted(there, key=lambda arm: -match_of(there[arm]).mean):
-        match = match_of(there[arm])
-        reward = interval([validated(record, "reward/total") for record in there[arm].values()])
-        reached = all(math.isfinite(units_to(record, level)) for record in there[arm].values())
+        records = there[arm].values()
+        training = interval([float(curve(record, MATCH)[-1]) for record in records])
+        reward = interval([validated(record, "reward/total") for record in records])
+        reached = all(math.isfinite(units_to(record, level)) for record in records)
         ratio = ratio_of(log_ratios(there[arm], there[first], level))
         units_taken = "1" if arm == first else ratio if reached else f"over {ratio}"
         verdict = "**winner**" if arm in won else ""
@@ -161,7 +163,7 @@ def decision_table(arms: Arms, found: Mapping[str, Record]) -> str:
             gap, decided = behind[arm]
             how = {-1: "behind", 0: "not told apart from", 1: "ahead of"}[decided]
             verdict = f"{how} {won[0]}: {number(gap.mean, 2, '+')} ± {number(gap.half, 2)}"
-        shown = [f"{number(one.mean, 2)} ± {number(one.half, 2)}" for one in (match, reward)]
+        shown = [f"{number(one.mean, 2)} ± {number(one.half, 2)}" for one in (match_of(there[arm]), training, reward)]
         rows.append([arm, *shown, units_taken, variety_of(there[arm]), verdict])
     start = next(iter(there[first].values()))
     base = f"Before training: match {validated(start, MATCH, 0):.2f}, reward {validated(start, 'reward/total', 0):.2f}."

@@ -73,7 +73,7 @@ METHODS: dict[str, Flags] = {
     "nft, slow old policy": NFT | SLOW,
     "nft, slow old policy, a fifth of the KL": NFT | SLOW | FIFTH,
 }
-CHECKED = ("published", compute.ALL_STEPS, "MixGRPO, sliding window of 4", "flash, 1 step per prompt", "awm")
+CHECKED = ("published", compute.ALL_STEPS, "MixGRPO, sliding window of 4", "flash, 1 step per prompt", "cps", "awm")
 PROMPTS = (1, 2, 4, 8, 16, 32)
 CLIPS = 5120  # of every arm of the study of batches
 
@@ -257,7 +257,7 @@ rule. If a rival (awm, nft) wins, it is named the winner, and the recipes say wh
 
 **Raw weights**, registered together with nft's new arms. Validations sample weights that are averaged with a decay of
 0.95, which lag by some 20 updates: half of the published method's 40, a ninth of the 185 of flash with one step. That
-favors methods with many updates, and the head-to-head has no validation before a quarter of the units. So five methods,
+favors methods with many updates, and the head-to-head has no validation before a quarter of the units. So six methods,
 and the published one at a learning rate of 0.0003, where one seed had more match and less reward, are run again with
 four new seeds, without averaging and with a validation at each eighth. A finding of the head-to-head is confirmed if
 the difference has the same sign and is decided by the same rule.
@@ -278,7 +278,7 @@ The target is a third.
 **Budget.** The 39 runs of `rates` took 12 minutes on an H200 that four other runs shared; 17 processes fill it. By
 that, `head_to_head` takes 24 minutes, `batch_rates` and `batches` 15, `equalizer` and `settings` 7, `kl_strategies` 5;
 perhaps a fifth less, since validations now join prompts. (The 112 runs took 23 minutes; by that, nft's new arms take 5
-and `raw_weights` 6.) Runs are kept one by one. Matrix products are in TF32
+and `raw_weights` 7.) Runs are kept one by one. Matrix products are in TF32
 (`TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1`), in rollout and training alike.
 
 {kl_strategies.REGISTERED}"""
