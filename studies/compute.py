@@ -6,6 +6,7 @@ A unit is one forward of one clip at full size. `studies.second_edition --summar
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from operator import itemgetter
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -188,30 +189,22 @@ def sampler_table(arms: Arms) -> str:
 
 def spread_table(arms: Arms) -> str:
     """How far clips of a prompt spread in what it leaves open (studies/spread.py): the base model, then each arm."""
-    own_runs = {arm: [r["spread"] for r in records.values() if "spread" in r] for arm, records in arms.items()}
-    found = {
-        arm: [{at: {key: as_float(v) for key, v in values.items()} for at, values in one.items()} for one in own]
-        for arm, own in own_runs.items()
-        if own
-    }
+    every = {arm: [r["spread"] for r in records.values() if "spread" in r] for arm, records in arms.items()}
+    found = {arm: own for arm, own in every.items() if own}
     if not found:
         return "No results yet.\n"
-    base = next(iter(found.values()))[0]["base"]
-    cells = {arm: [str(len(own))] for arm, own in found.items()}
-    keys = ("classes", "places", "classes if both match", "places if both match")
+    keys = ("classes", "places", "classes if both match", "places if both match", "match")
+    base = {key: as_float(next(iter(found.values()))[0]["base"][key]) for key in keys}  # the same in all runs
+    cells = {arm: [arm, str(len(own))] for arm, own in found.items()}
     for key in keys:
-        gaps = {arm: [one["end"][key] - one["base"][key] for one in own] for arm, own in found.items()}
+        ends = {arm: [as_float(one["end"][key]) for one in own] for arm, own in found.items()}
+        gaps = {arm: [value - base[key] for value in values] for arm, values in ends.items()}
         tests = corrected([p_value(values) for values in gaps.values()], len(arms))
-        for (arm, values), p in zip(gaps.items(), tests, strict=True):
-            end, sign = interval([one["end"][key] for one in found[arm]]), interval(values).sign if p < LEVEL else 0
-            verdict = {-1: "**narrower**", 0: "undecided", 1: "**wider**"}[sign]
-            cells[arm].append(f"{number(end.mean, 3)} ± {number(end.half, 3)}: {verdict}")
-    matches = {arm: interval([one["end"]["match"] for one in own]) for arm, own in found.items()}
-    rows = [["weights", "runs", *keys, "match"]]
-    rows.append(["base model", "", *(number(base[key], 3) for key in (*keys, "match"))])
-    rows += [
-        [arm, *own, f"{number(matches[arm].mean, 2)} ± {number(matches[arm].half, 2)}"] for arm, own in cells.items()
-    ]
+        for arm, p in zip(found, tests, strict=True):
+            end, sign = interval(ends[arm]), interval(gaps[arm]).sign if p < LEVEL else 0
+            verdict = {-1: ": **narrower**", 0: ": undecided", 1: ": **wider**"}[sign] if key != "match" else ""
+            cells[arm].append(f"{number(end.mean)} ± {number(end.half)}{verdict}")
+    rows = [["weights", "runs", *keys], ["base model", "", *(number(base[key]) for key in keys)], *cells.values()]
     return f"{markdown(rows)}\n±: 95 % intervals over seeds. p-values corrected over {len(arms)} methods.\n"
 
 
@@ -241,18 +234,18 @@ def draw_compute(axes: np.ndarray, arms: Arms, variable: str) -> None:
         axes.flat[2].plot(*varieties(records), label=arm, **style)
     for ax, title in zip(axes.flat, ("gold match", "reward", "variety, relative to the start"), strict=True):
         ax.set(title=title, xlabel="1,000 units")
-        ends = {line.get_label(): line for line in ax.lines if line.get_label() in COLORS}
-        label_ends(ax, {arm: (*(float(values[-1]) for values in line.get_data()), arm) for arm, line in ends.items()})
+        label_ends(ax)
 
 
-def label_ends(ax: Axes, ends: Mapping[str, tuple[float, float, str]]) -> None:
-    """Names beside the ends of lines, pushed apart where they would overlap."""
+def label_ends(ax: Axes) -> None:
+    """The names of the lines in COLORS beside their ends, pushed apart where they would overlap."""
+    ends = [(*line.get_xydata()[-1], line.get_label()) for line in ax.lines if line.get_label() in COLORS]
     low, high = ax.get_ylim()
     gap, place = 0.062 * (high - low), -math.inf
-    ax.set_xlim(right=1.62 * max((x for x, _, _ in ends.values()), default=1.0))
-    for arm, (x, y, name) in sorted(ends.items(), key=lambda item: item[1][1]):
+    ax.set_xlim(right=1.62 * max((x for x, _, _ in ends), default=1.0))
+    for x, y, arm in sorted(ends, key=itemgetter(1)):
         place = max(y, place + gap)
-        ax.annotate(name, (x, y), (1.03 * x, place), color=COLORS[arm], fontsize=7, va="center", annotation_clip=False)
+        ax.annotate(arm, (x, y), (1.03 * x, place), color=COLORS[arm], fontsize=7, va="center", annotation_clip=False)
 
 
 def draw_validations(ax: Axes, records: Sequence[Record], key: str, color: str, **style: str) -> None:

@@ -1,8 +1,6 @@
 """One run of a study: training, as post_train.py does it, and what is measured at its end.
 
-    python -m studies.one_run path_kl --config FILE.yaml --FLAG VALUE    flags and exit codes are those of post_train.py
-
-A study forks its runs from a process that has imported everything, which saves each its imports.
+It is forked from a process that has imported everything, which saves a run its imports.
 """
 
 import os
@@ -41,7 +39,3 @@ def train(arguments: list[str], measured: Sequence[str], log: Path) -> None:
             os.dup2(file.fileno(), stream.fileno())
     os.chdir(ROOT)  # the recipe names the model relative to the repository
     sys.exit(train_and_measure(arguments, measured))
-
-
-if __name__ == "__main__":
-    sys.exit(train_and_measure(sys.argv[2:], sys.argv[1].split(",")))

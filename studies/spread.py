@@ -59,16 +59,14 @@ def sampled(backbone: Backbone, config: Config, prompts: Sequence[Request], clip
 def spread_of(reading: Reading, clips: int) -> dict[str, float]:
     """Spread of the clips of each prompt, which are neighbors in `reading`; NaN without a pair that matches."""
     first, second = torch.tensor(list(combinations(range(clips), 2))).T
-    classes = torch.stack([reading.attributes[name] for name in OPTIONAL]).view(len(OPTIONAL), -1, clips)
-    places = torch.stack([reading.scenes.x, reading.scenes.y]).view(2, -1, clips).double()
-    match = reading.match.view(-1, clips)
+    classes = torch.stack([reading.attributes[name].cpu() for name in OPTIONAL]).view(len(OPTIONAL), -1, clips)
+    places = torch.stack([reading.scenes.x.cpu(), reading.scenes.y.cpu()]).view(2, -1, clips).double()
+    match = reading.match.cpu().view(-1, clips)
     differ = (classes[..., first] != classes[..., second]).double().mean(0)  # (prompts, pairs)
     apart = (places[..., first] - places[..., second]).square().mean(0) / 2  # its mean over pairs is the variance
     found = {"match": match.double().mean().item()}
-    for words, pairs in (
-        ("", torch.ones_like(differ, dtype=bool)),
-        (" if both match", match[:, first] & match[:, second]),
-    ):
+    both = match[:, first] & match[:, second]
+    for words, pairs in (("", torch.ones_like(both)), (" if both match", both)):
         found[f"classes{words}"] = differ[pairs].mean().item()
         found[f"places{words}"] = apart[pairs].mean().sqrt().item()
     return found

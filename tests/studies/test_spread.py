@@ -1,6 +1,7 @@
 """The spread of clips in what their prompts leave open: closed forms, and a run that is measured at its end."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -59,9 +60,7 @@ def test_spread_is_the_share_of_pairs_that_differ():
 def test_spread_is_also_told_of_the_clips_that_match():
     scenes = scenes_from_prompt(["a red circle moving left"], torch.Generator().manual_seed(1))
     four = repeated(scenes, 4, background=torch.tensor([0, 1, 2, 2]))
-    reading = reading_of(four)
-    object.__setattr__(reading, "match", torch.tensor([True, True, False, True]))
-    found = spread_of(reading, 4)
+    found = spread_of(replace(reading_of(four), match=torch.tensor([True, True, False, True])), 4)
     assert found["match"] == 0.75 and found["classes"] == pytest.approx(5 / 6 / 3)
     assert found["classes if both match"] == pytest.approx(1 / 3)  # all three pairs differ, in one of three attributes
 
@@ -73,8 +72,9 @@ def test_places_are_measured_around_those_of_each_prompt():
     wide = repeated(scenes, 2)
     reading = reading_of(wide)
     moved = Scenes(**dict(wide.items()) | {"x": torch.tensor([0.4, 0.6, 0.5, 0.5]), "y": torch.full((4,), 0.5)})
-    object.__setattr__(reading, "scenes", moved)
-    assert spread_of(reading, 2)["places"] == pytest.approx((0.02 / 4) ** 0.5)  # one of four variances is 0.02
+    assert spread_of(replace(reading, scenes=moved), 2)["places"] == pytest.approx(
+        (0.02 / 4) ** 0.5
+    )  # one of four variances is 0.02
 
 
 def test_clips_depend_on_prompt_and_number_alone():

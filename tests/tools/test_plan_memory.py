@@ -50,6 +50,10 @@ def part(name: str, *arguments: object, **flags: object) -> list[float]:
 def test_all_weights_are_fp32_and_in_parts():
     assert part("weights") == [4 * 1600 / 4] * 6
     assert part("EMA") == [4 * 1200 / 4] * 6
+    assert part("EMA", algorithm="nft") == [
+        3 * 1200,
+        *[2 * 1200] * 5,
+    ]  # its old policy; in the rollout the trained one too
     assert part("weights", dp_replicate=2) == [4 * 1600 / 2] * 6
     assert part("optimizer") == [2 * 4 * 300] * 5 + [3 * 4 * 300]
     assert part("optimizer", optimizer="muon") == [4 * (250 + 2 * 50)] * 5 + [4 * (250 + 3 * 50)]

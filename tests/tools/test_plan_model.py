@@ -62,6 +62,12 @@ def test_share_of_iterations_with_an_anchor():
     assert made(kl_weight=0.0, use_dual_kl=False).anchored == 0
 
 
+def test_a_policy_that_lags_is_no_anchor():
+    assert made(algorithm="nft").anchored == 1.0 and made(algorithm="awm").anchored == pytest.approx(0.9)
+    for without in ({"nft_decay": 0.0}, {"nft_decay_growth": 0.0}):
+        assert made(algorithm="nft", **without).anchored == pytest.approx(0.9)
+
+
 def test_a_layout_that_does_not_divide_is_refused():
     with pytest.raises(ValueError, match="sp_size is 3; it must divide the model's 4 heads"):
         made(gpus=3, sp_size=3)
