@@ -159,7 +159,7 @@ def decision_table(arms: Arms, found: Mapping[str, Record]) -> str:
         reached = all(math.isfinite(units_to(record, level)) for record in records)
         ratio = ratio_of(log_ratios(there[arm], there[first], level))
         units_taken = "1" if arm == first else ratio if reached else f"over {ratio}"
-        verdict = "**winner**" if arm in won else ""
+        verdict = ("**joint winner**" if len(won) > 1 else "**winner**") if arm in won else ""
         if arm in behind and arm not in won:
             gap, decided = behind[arm]
             how = {-1: "behind", 0: "not told apart from", 1: "ahead of"}[decided]

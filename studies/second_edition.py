@@ -312,14 +312,14 @@ def more_tables() -> dict[str, Table]:
     asked = studies()
     plan = StudyPlan(recipe=RECIPE, studies=asked)
 
-    def compared(found: Mapping[str, records.Record]) -> Arms:
-        return arms_of(plan, "head_to_head", asked["head_to_head"], found)
+    def compared(found: Mapping[str, records.Record], name: str = "head_to_head") -> Arms:
+        return arms_of(plan, name, asked[name], found)
 
-    def decision(_: Arms, found: Mapping[str, records.Record]) -> str:
-        return compute.decision_table(compared(found), found)
+    def decision(_: Arms, found: Mapping[str, records.Record], name: str = "head_to_head") -> str:
+        return compute.decision_table(compared(found, name), found)
 
     def spread(_: Arms, found: Mapping[str, records.Record]) -> str:
-        return compute.spread_table(arms_of(plan, "raw_weights", asked["raw_weights"], found))
+        return compute.spread_table(compared(found, "raw_weights"))
 
     def samplers(_: Arms, found: Mapping[str, records.Record]) -> str:
         names = (compute.ALL_STEPS, *(name.partition("_")[0] for name in EQUAL_ENERGY))
@@ -329,8 +329,9 @@ def more_tables() -> dict[str, Table]:
         return compute.search_table(found, (name, f"further_{name}"))
 
     searches = {f"searched_{name}": partial(searched_rates, name=name) for name in SEARCHES}
+    costs = dict.fromkeys(("head_to_head", "raw_weights"), compute.cost_table)
     own = {"decision": decision, "samplers": samplers, "spread": spread}
-    return {"head_to_head": compute.cost_table} | own | searches
+    return costs | own | {"raw_decision": partial(decision, name="raw_weights")} | searches
 
 
 def unready(names: Collection[str]) -> str:

@@ -125,6 +125,8 @@ def test_the_decision_is_ordered_by_match_and_says_how_far_behind_the_winner(sea
     assert [row[0] for row in cells] == ["awm", "flow", "cps", "published"]
     assert cells[0][1:3] == ["0.91 ± 0.02", "0.10 ± 0.00"] and cells[0][-1] == "**winner**"  # in training all have 0.1
     assert cells[1][-1] == "behind awm: −0.30 ± 0.03" and cells[3][4] == "1"
+    tied = compute.decision_table(matched({arm: FOUR[arm] for arm in ("published", "flow", "cps")}), search)
+    assert tied.count("**joint winner**") == 2 and tied.count("behind flow") == 1
     assert compute.decision_table({"published": {}, "awm": {}}, search) == "No results yet.\n"
 
 

@@ -14,6 +14,7 @@ from studies.second_edition import (
     RATES,
     RECIPE,
     SEARCH,
+    SEARCHES,
     chosen,
     config_of,
     energy,
@@ -65,7 +66,8 @@ def test_arms_of_the_batches_have_equally_many_clips():
 def test_the_search_uses_no_seed_that_is_reported():
     keys = StudyPlan((), None, RECIPE, studies()).keys
     seeds = {name: {seed for study, _, seed in keys if study == name} for name, _, _ in keys}
-    searches = {key: {SEARCH["first_seed"]} for key in ("rates", "further_rates", "batch_rates", "kl_weights")}
+    names = {"kl_weights", *SEARCHES, *(f"further_{name}" for name in SEARCHES)}
+    searches = {name: {SEARCH["first_seed"]} for name in names}
     own = searches | {"raw_weights": {11, 12, 13, 14}}
     assert all(found == own.get(name, set(range(1, 9))) for name, found in seeds.items())
 
