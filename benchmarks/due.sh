@@ -65,7 +65,8 @@ train() { # NAME FLAGS
 share() { # the GPU between processes, each with one CPU thread
   export OMP_NUM_THREADS=1 CUDA_MPS_PIPE_DIRECTORY=/tmp/mps CUDA_MPS_LOG_DIRECTORY=/tmp/mps
   mkdir -p /tmp/mps
-  nvidia-cuda-mps-control -d || echo "without MPS the runs take turns" >&2
+  echo get_server_list | nvidia-cuda-mps-control &> /dev/null || nvidia-cuda-mps-control -d \
+    || echo "without MPS the runs take turns" >&2
 }
 
 beyond() {
