@@ -21,7 +21,7 @@ ALL_STEPS = {"sde_window": "all", "same_init_noise": "False", "tail_steps": "0"}
 CHANGES = {  # what is taken back, cumulatively, from the recipe
     "all 20 steps explore": ALL_STEPS,
     "2 steps, a window for each prompt": ALL_STEPS | {"sde_window": "random:2"},
-    "the way to the window is shared": {"tail_steps": "0"} | TILED,
+    "shared steps before the window": {"tail_steps": "0"} | TILED,
     "a tail of 5 steps": TILED,
     "clips are decoded whole: the recipe": {},
     "guidance-distilled weights": {"guidance_scale": "1"},

@@ -19,7 +19,7 @@ from sage_grpo.tools.paired import number
 from sage_grpo.tools.plan import plan_of
 from studies.page import over_seeds, smooth
 from studies.questions import ROOT
-from studies.records import Record, as_float, curve, validated
+from studies.records import Record, as_float, curve, mean, validated
 from studies.result_tables import LEVEL, VERDICTS, Arms, crossing, markdown
 from studies.statistics import corrected, p_value
 
@@ -88,9 +88,33 @@ def ratio_of(logs: Sequence[float]) -> str:
     return f"{ratio:.2f} ({low:.2f} to {high:.2f})" if math.isfinite(low) else f"{ratio:.2f}"
 
 
+def match_at(record: Record, level: float) -> float:
+    """The gold match where held-out prompts first have this reward; NaN if they never have."""
+    return crossing(validations(record, "reward/total")[1], validations(record, MATCH)[1], level)
+
+
+def matches_there(arms: Arms, level: float) -> dict[str, str]:
+    """The gold match of each arm where its reward is at the level, and that less the one of ALL_STEPS, by pairs."""
+    there = {arm: {seed: match_at(r, level) for seed, r in records.items()} for arm, records in arms.items() if records}
+    base = there.get(ALL_STEPS, {})
+    told = {arm: number(mean(np.array(list(own.values()))), 2) for arm, own in there.items()}
+    gaps = {
+        arm: [own[seed] - base[seed] for seed in own.keys() & base.keys() if math.isfinite(own[seed] - base[seed])]
+        for arm, own in there.items()
+        if arm != ALL_STEPS
+    }
+    tests = corrected([p_value(own) for own in gaps.values()], len(arms) - 1)
+    for (arm, own), p in zip(gaps.items(), tests, strict=True):
+        gap = interval(own)
+        verdict = VERDICTS[gap.sign if p < LEVEL else 0]
+        told[arm] += f" ({number(gap.mean, 3, '+')} ± {number(gap.half)}: {verdict})"
+    return told
+
+
 def cost_table(arms: Arms, found: Mapping[str, Record]) -> str:
-    """How many units each arm takes to reach the level, over those of ALL_STEPS."""
+    """How many units each arm takes to reach the level, over those of ALL_STEPS, and the gold match there."""
     level, there = level_of(found), {arm: records for arm, records in arms.items() if records}
+    matches = matches_there(arms, level)
     logs = {arm: log_ratios(records, arms.get(ALL_STEPS, {}), level) for arm, records in there.items()}
     others = [arm for arm in logs if arm != ALL_STEPS]
     tests = dict(zip(others, corrected([p_value(logs[arm]) for arm in others], len(arms) - 1), strict=True))
@@ -101,12 +125,14 @@ def cost_table(arms: Arms, found: Mapping[str, Record]) -> str:
         average = math.exp(interval([math.log(value) for value in counted.values()]).mean)
         bound = "" if reached == len(records) else "over "
         decided = interval(logs[arm]).sign if tests.get(arm, 1.0) < LEVEL else 0
-        verdict = {-1: "**cheaper**", 1: "**dearer**", 0: "undecided"}[decided]
+        verdict = {-1: "**cheaper**", 1: "**costlier**", 0: "undecided"}[decided]
         told = f"{ratio_of(logs[arm])}: {verdict}" if arm in tests else ""
-        rows.append([arm, str(len(records)), str(reached), f"{bound}{average:,.0f}", told, variety_of(records)])
-    head = ["arm", "runs", "reach it", "units, geometric mean", f"over those of {ALL_STEPS}", "variety, end over start"]
+        cells = [f"{bound}{average:,.0f}", told, matches[arm], variety_of(records)]
+        rows.append([arm, str(len(records)), str(reached), *cells])
+    head = ["arm", "runs", "reach it", "units, geometric mean", f"over those of {ALL_STEPS}"]
+    head += [f"gold match there, less that of {ALL_STEPS}", "variety, end over start"]
     goal = f"a reward of {level:.3f}: {SHARE:.0%} of what {ALL_STEPS} gained in the search"
-    text = f"Units until held-out prompts have {goal}. Ratios by pairs of seeds, with 95 % intervals."
+    text = f"Units until held-out prompts have {goal}. By pairs of seeds, with 95 % intervals."
     return f"{text}\n\n{markdown([head, *rows])}"
 
 

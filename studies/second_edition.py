@@ -303,8 +303,8 @@ base model over the seeds is below 0, and its p-value, corrected by Holm over th
 **Units to a reward.** The level is the reward of the base model and {compute.SHARE:.0%} of what *{compute.ALL_STEPS}*
 gained at its best rate in the search. For each run of the head-to-head, the units until held-out prompts have it,
 linearly between validations, over those of that arm with the same seed. Runs that never reach it count with all their
-units; seeds in which that arm never does leave the pairs. An arm is cheaper or dearer by the rule above, on logarithms.
-The target is a third.
+units; seeds in which that arm never does leave the pairs. An arm is cheaper or costlier by the rule above, on
+logarithms. The target is a third.
 
 **Budget.** The 39 runs of `rates` took 12 minutes on an H200 that four other runs shared; 17 processes fill it. By
 that, `head_to_head` takes 24 minutes, `batch_rates` and `batches` 15, `equalizer` and `settings` 7, `kl_strategies` 5;

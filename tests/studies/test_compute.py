@@ -10,7 +10,7 @@ from studies import compute, records
 from studies.compute import ALL_STEPS, cost_table, level_of, matches_at_equal_reward, units_to, validations
 from studies.questions import StudyPlan, StudyRun
 from studies.second_edition import RECIPE, config_of, studies, summary, units
-from tests.studies.invented_results import invented
+from tests.studies.invented_results import START, invented
 
 FLASH = "flash, 2 steps per prompt"
 
@@ -68,10 +68,21 @@ def test_an_arm_that_takes_half_the_units_is_cheaper(search):
     assert ratio == pytest.approx(0.5, abs=0.02)  # both have the same budget, and one gains twice as fast
 
 
+def test_the_match_at_the_reward_is_compared_by_pairs(search):
+    half = {ALL_STEPS: [0.6, 0.62, 0.61, 0.6], FLASH: [0.5, 0.53, 0.5, 0.53], "flow": [0.5, 0.7, 0.6, 0.62]}
+    runs = {arm: {i: invented(run(arm, i), 0.4, match=m) for i, m in enumerate(own, 1)} for arm, own in half.items()}
+    rows = {line.split(" |")[0]: line.split("|")[6].strip() for line in cost_table(runs, search).splitlines()[3:]}
+    start = START["gold/match"]
+    assert rows[f"| {ALL_STEPS}"] == f"{(start + 0.6075) / 2:.2f}"  # halfway to the reward of the end
+    assert rows[f"| {FLASH}"] == f"{(start + 0.515) / 2:.2f} (−0.046 ± 0.014: **worse**)"
+    assert rows["| flow"].endswith(": undecided)")
+    assert compute.matches_there({ALL_STEPS: runs[ALL_STEPS]}, 5.0) == {ALL_STEPS: "–"}
+
+
 def test_runs_that_never_get_there_count_with_their_budget(search):
     table = cost_table(results({ALL_STEPS: [0.4, 0.4, 0.4], FLASH: [0.1, 0.1, 0.1], "flow": [0.1, 0.5, 0.4]}), search)
     row = next(line for line in table.splitlines() if line.startswith(f"| {FLASH} "))
-    assert "| 3 | 0 | over " in row and "**dearer**" in row
+    assert "| 3 | 0 | over " in row and "**costlier**" in row
     other = next(line for line in table.splitlines() if line.startswith("| flow "))
     assert "| 3 | 2 | over " in other and "undecided" in other
 
@@ -92,8 +103,8 @@ def test_arms_that_are_not_run_yet_count_as_tests(search):
 
 def test_a_seed_without_a_reference_leaves_the_pairs(search):
     few = cost_table(results({ALL_STEPS: [0.1, 0.4, 0.4], FLASH: [0.4, 0.4, 0.4]}), search)
-    row = next(line for line in few.splitlines() if line.startswith(f"| {FLASH} ")).rpartition("| 1.00")[0]
-    assert row.endswith(": undecided ") and "(" not in row  # two pairs are too few for an interval
+    ratio = next(line for line in few.splitlines() if line.startswith(f"| {FLASH} ")).split("|")[5]
+    assert ratio.endswith(": undecided ") and "(" not in ratio  # two pairs are too few for an interval
 
 
 def matched(matches):
