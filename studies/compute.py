@@ -220,17 +220,22 @@ def spread_table(arms: Arms) -> str:
     if not found:
         return "No results yet.\n"
     keys = ("classes", "places", "classes if both match", "places if both match", "match")
-    base = {key: as_float(next(iter(found.values()))[0]["base"][key]) for key in keys}  # the same in all runs
+    bases = {arm: {key: as_float(own[0]["base"][key]) for key in keys} for arm, own in found.items()}
     cells = {arm: [arm, str(len(own))] for arm, own in found.items()}
     for key in keys:
         ends = {arm: [as_float(one["end"][key]) for one in own] for arm, own in found.items()}
-        gaps = {arm: [value - base[key] for value in values] for arm, values in ends.items()}
+        gaps = {arm: [value - bases[arm][key] for value in values] for arm, values in ends.items()}
         tests = corrected([p_value(values) for values in gaps.values()], len(arms))
         for arm, p in zip(found, tests, strict=True):
             end, sign = interval(ends[arm]), interval(gaps[arm]).sign if p < LEVEL else 0
             verdict = {-1: ": **narrower**", 0: ": undecided", 1: ": **wider**"}[sign] if key != "match" else ""
             cells[arm].append(f"{number(end.mean)} ± {number(end.half)}{verdict}")
-    rows = [["weights", "runs", *keys], ["base model", "", *(number(base[key]) for key in keys)], *cells.values()]
+    starts: dict[tuple[str, ...], str] = {}
+    for arm, base in bases.items():
+        starts.setdefault(tuple(map(number, base.values())), f"base model, sampled as {arm}")
+    if len(starts) == 1:
+        starts = dict.fromkeys(starts, "base model")
+    rows = [["weights", "runs", *keys], *([name, "", *told] for told, name in starts.items()), *cells.values()]
     return f"{markdown(rows)}\n±: 95 % intervals over seeds. p-values corrected over {len(arms)} methods.\n"
 
 
@@ -250,28 +255,28 @@ def search_table(found: Mapping[str, Record], studies: Sequence[str]) -> str:
     return f"{markdown(rows)}\nReward and gold match of one run, seed 101.\n" if cells else "No results yet.\n"
 
 
-def draw_compute(axes: np.ndarray, arms: Arms, variable: str) -> None:
-    """Gold match, reward and variety of the clips against thousands of units; arms not in COLORS are grey."""
+def draw_compute(axes: np.ndarray, arms: Arms, variable: str, colors: Mapping[str, str] = COLORS) -> None:
+    """Gold match, reward and variety of the clips against thousands of units; arms not in `colors` are gray."""
     found = {arm: list(records.values()) for arm, records in arms.items() if records}
-    for arm, records in sorted(found.items(), key=lambda item: item[0] in COLORS):  # coloured ones on top
-        style = {"color": COLORS.get(arm, GREY), "alpha": 1.0 if arm in COLORS else 0.35}
+    for arm, records in sorted(found.items(), key=lambda item: item[0] in colors):  # these on top
+        style = {"color": colors.get(arm, GREY), "alpha": 1.0 if arm in colors else 0.35}
         for ax, key in zip(axes.flat, (MATCH, "reward/total"), strict=False):
             draw_validations(ax, records, key, label=arm, **style)
         axes.flat[2].plot(*varieties(records), label=arm, **style)
     for ax, title in zip(axes.flat, ("gold match", "reward", "variety, relative to the start"), strict=True):
         ax.set(title=title, xlabel="1,000 units")
-        label_ends(ax)
+        label_ends(ax, colors)
 
 
-def label_ends(ax: Axes) -> None:
-    """The names of the lines in COLORS beside their ends, pushed apart where they would overlap."""
-    ends = [(*line.get_xydata()[-1], line.get_label()) for line in ax.lines if line.get_label() in COLORS]
+def label_ends(ax: Axes, colors: Mapping[str, str]) -> None:
+    """The names of the lines in `colors` beside their ends, pushed apart where they would overlap."""
+    ends = [(*line.get_xydata()[-1], line.get_label()) for line in ax.lines if line.get_label() in colors]
     low, high = ax.get_ylim()
     gap, place = 0.062 * (high - low), -math.inf
     ax.set_xlim(right=1.62 * max((x for x, _, _ in ends), default=1.0))
     for x, y, arm in sorted(ends, key=itemgetter(1)):
         place = max(y, place + gap)
-        ax.annotate(arm, (x, y), (1.03 * x, place), color=COLORS[arm], fontsize=7, va="center", annotation_clip=False)
+        ax.annotate(arm, (x, y), (1.03 * x, place), color=colors[arm], fontsize=7, va="center", annotation_clip=False)
 
 
 def draw_validations(ax: Axes, records: Sequence[Record], key: str, color: str, **style: str) -> None:

@@ -29,6 +29,7 @@ from sage_grpo.exit_codes import WRONG_INPUT
 from sage_grpo.flags import from_values, yaml_mapping
 from sage_grpo.json_files import write_json
 from sage_grpo.runs.history import as_float
+from sage_grpo.tools.figure_style import PALETTE
 from sage_grpo.tools.plan import plan_of
 from sage_grpo.train.update import sampler_of
 from studies import ablate, compute, kl_strategies, records
@@ -329,11 +330,14 @@ def choose(results: Path) -> dict[str, dict[str, float | None]]:
 def summary(results: Path, page: Path) -> int:
     """Write tables and figures of the results."""
     where = ["--recipe", str(RECIPE), "--results", str(results), "--page", str(page)]
+    asked = studies()
+    guidance = dict(zip(asked["guidance"].arms, PALETTE, strict=False))
     figures = {
         "head_to_head": ((1, 3), compute.draw_compute, compute.COLORS),
         "batches": ((1, 3), compute.draw_batches, {}),
+        "guidance": ((1, 3), partial(compute.draw_compute, colors=guidance), guidance),
     }
-    return results_page.main(where, studies(), figures, more_tables())
+    return results_page.main(where, asked, figures, more_tables())
 
 
 def more_tables() -> dict[str, Table]:
@@ -347,8 +351,8 @@ def more_tables() -> dict[str, Table]:
     def decision(_: Arms, found: Mapping[str, records.Record], name: str = "head_to_head") -> str:
         return compute.decision_table(compared(found, name), found)
 
-    def spread(_: Arms, found: Mapping[str, records.Record]) -> str:
-        return compute.spread_table(compared(found, "raw_weights"))
+    def spread(_: Arms, found: Mapping[str, records.Record], name: str = "raw_weights") -> str:
+        return compute.spread_table(compared(found, name))
 
     def samplers(_: Arms, found: Mapping[str, records.Record]) -> str:
         names = (compute.ALL_STEPS, *(name.partition("_")[0] for name in EQUAL_ENERGY))
@@ -360,7 +364,8 @@ def more_tables() -> dict[str, Table]:
     searches = {f"searched_{name}": partial(searched_rates, name=name) for name in SEARCHES}
     costs = dict.fromkeys(("head_to_head", "raw_weights"), compute.cost_table)
     own = {"decision": decision, "samplers": samplers, "spread": spread}
-    return costs | own | {"raw_decision": partial(decision, name="raw_weights")} | searches
+    own |= {"raw_decision": partial(decision, name="raw_weights"), "guided_spread": partial(spread, name="guidance")}
+    return costs | own | searches
 
 
 def unready(names: Collection[str]) -> str:

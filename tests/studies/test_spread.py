@@ -99,16 +99,20 @@ def test_a_run_ends_with_its_spread(tmp_path, monkeypatch):
 
 
 def test_the_table_tells_which_methods_narrow_the_spread():
-    def record(classes, places):
+    def record(classes, places, base=0.15):
         def values(classes, places, match):
             both = {"classes if both match": 0.4, "places if both match": 0.1}
             return {"classes": classes, "places": places, "match": match} | both
 
-        return {"spread": {"base": values(0.43, 0.15, 0.34), "end": values(classes, places, 0.5)}}
+        return {"spread": {"base": values(0.43, base, 0.34), "end": values(classes, places, 0.5)}}
 
     arms = {"published": {1: record(0.40, 0.15), 2: record(0.47, 0.16), 3: record(0.44, 0.14)}}
     arms["awm"] = {1: record(0.40, 0.100), 2: record(0.47, 0.101), 3: record(0.44, 0.099)}
     rows = [line for line in spread_table(arms).splitlines() if line.startswith("| ")]
     assert rows[1] == "| base model |  | 0.430 | 0.150 | 0.400 | 0.100 | 0.340 |"
     assert "narrower" not in rows[2] and rows[3].count("**narrower**") == 1 and "0.100 ± 0.002: **narrower**" in rows[3]
+    guided = {"guided": {seed: record(0.43 + seed / 100, 0.18 + seed / 100, base=0.2) for seed in (1, 2, 3)}}
+    names = [line.split("|")[1].strip() for line in spread_table(arms | guided).splitlines() if line.startswith("| ")]
+    assert names[1:3] == ["base model, sampled as published", "base model, sampled as guided"] and len(names) == 6
+    assert "0.200 ± 0.025: undecided" in spread_table(guided)  # compared with its own base
     assert spread_table({"awm": {1: {}}, "published": {}}) == "No results yet.\n"
