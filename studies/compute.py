@@ -4,8 +4,9 @@ A unit is one forward of one clip at full size. `studies.second_edition --summar
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import itemgetter
 
 import numpy as np
@@ -95,19 +96,11 @@ def match_at(record: Record, level: float) -> float:
 
 def matches_there(arms: Arms, level: float) -> dict[str, str]:
     """The gold match of each arm where its reward is at the level, and that less the one of ALL_STEPS, by pairs."""
-    there = {arm: {seed: match_at(r, level) for seed, r in records.items()} for arm, records in arms.items() if records}
-    base = there.get(ALL_STEPS, {})
-    told = {arm: number(mean(np.array(list(own.values()))), 2) for arm, own in there.items()}
-    gaps = {
-        arm: [own[seed] - base[seed] for seed in own.keys() & base.keys() if math.isfinite(own[seed] - base[seed])]
-        for arm, own in there.items()
-        if arm != ALL_STEPS
-    }
-    tests = corrected([p_value(own) for own in gaps.values()], len(arms) - 1)
-    for (arm, own), p in zip(gaps.items(), tests, strict=True):
-        gap = interval(own)
-        verdict = VERDICTS[gap.sign if p < LEVEL else 0]
-        told[arm] += f" ({number(gap.mean, 3, '+')} ± {number(gap.half)}: {verdict})"
+    value = partial(match_at, level=level)
+    there = {arm: np.array([value(r) for r in records.values()]) for arm, records in arms.items() if records}
+    told = {arm: number(mean(values), 2) for arm, values in there.items()}
+    for arm, (gap, decided) in leads(arms, ALL_STEPS, value).items():
+        told[arm] += f" ({number(gap.mean, 3, '+')} ± {number(gap.half)}: {VERDICTS[decided]})"
     return told
 
 
@@ -143,16 +136,20 @@ def variety_of(records: Mapping[int, Record]) -> str:
     return f"{number(kept.mean, 2)} ± {number(kept.half, 2)}"
 
 
-def leads(arms: Arms, reference: str, key: str = MATCH) -> dict[str, tuple[Interval, int]]:
-    """A metric of each other arm less the reference's at the end, and whether that is decided: +1, -1 or 0."""
-    base = arms[reference]
+last_match = partial(validated, key=MATCH)
+
+
+def leads(arms: Arms, reference: str, value: Callable[[Record], float] = last_match) -> dict[str, tuple[Interval, int]]:
+    """A value of each other arm less the reference's, by pairs that have it, and its decision: +1, -1 or 0."""
+    base = arms.get(reference, {})
     gaps = {
-        arm: [validated(records[seed], key) - validated(base[seed], key) for seed in records.keys() & base.keys()]
+        arm: [value(records[seed]) - value(base[seed]) for seed in records.keys() & base.keys()]
         for arm, records in arms.items()
         if records and arm != reference
     }
-    tests = corrected([p_value(values) for values in gaps.values()], len(arms) - 1)
-    found = {arm: interval(values) for arm, values in gaps.items()}
+    gaps = {arm: [gap for gap in own if math.isfinite(gap)] for arm, own in gaps.items()}
+    tests = corrected([p_value(own) for own in gaps.values()], len(arms) - 1)
+    found = {arm: interval(own) for arm, own in gaps.items()}
     return {arm: (found[arm], found[arm].sign if p < LEVEL else 0) for arm, p in zip(found, tests, strict=True)}
 
 
@@ -165,7 +162,7 @@ def winners(arms: Arms) -> list[str]:
 
 
 def match_of(records: Mapping[int, Record]) -> Interval:
-    return interval([validated(record, MATCH) for record in records.values()])
+    return interval([last_match(record) for record in records.values()])
 
 
 def decision_table(arms: Arms, found: Mapping[str, Record]) -> str:
@@ -202,7 +199,7 @@ def sampler_table(arms: Arms) -> str:
     if not all(arms.values()):
         return "No results yet.\n"
     rows = [["sampler", "learning rate", *(f"{MEASURED[key]} less that of sage" for key in MEASURED)]]
-    found = {key: leads(arms, ALL_STEPS, key) for key in MEASURED}
+    found = {key: leads(arms, ALL_STEPS, partial(validated, key=key)) for key in MEASURED}
     for arm in (arm for arm in arms if arm != ALL_STEPS):
         told = [found[key][arm] for key in MEASURED]
         cells = [f"{number(gap.mean, 3, '+')} ± {number(gap.half)}: {VERDICTS[decided]}" for gap, decided in told]
