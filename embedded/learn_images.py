@@ -101,7 +101,7 @@ def image_rows(model: PackedTransformer) -> dict[str, tuple]:
 
 
 def train(backbone: Backbone, buckets: list[Bucket], args: argparse.Namespace) -> dict[str, Tensor]:
-    """The learnt parts by name; all else stays as it was."""
+    """The learned parts by name; all else stays as it was."""
     model, generator = backbone.transformer, torch.Generator().manual_seed(args.seed + 1)
     rows, parameters = image_rows(model), dict(model.named_parameters())
     model.requires_grad_(False)
@@ -132,11 +132,11 @@ def train(backbone: Backbone, buckets: list[Bucket], args: argparse.Namespace) -
     return {name: parameters[name].detach()[part] for name, part in rows.items()}
 
 
-def write(folder: Path, learnt: dict[str, Tensor], vision: SiglipVisionModel, side: int) -> None:
-    """Put the learnt parts and the vision model into the folder."""
+def write(folder: Path, learned: dict[str, Tensor], vision: SiglipVisionModel, side: int) -> None:
+    """Put the learned parts and the vision model into the folder."""
     rows, tensors = image_rows(open_backbone(folder).empty_transformer()), load_file(folder / WEIGHTS)
     for name, part in rows.items():
-        tensors[name][part] = learnt[name].to(tensors[name].dtype)
+        tensors[name][part] = learned[name].to(tensors[name].dtype)
     save_file(tensors, folder / WEIGHTS, {"format": "pt"})
     vision.half().save_pretrained(folder / "image_encoder")
     SiglipImageProcessorPil(size={"height": side, "width": side}).save_pretrained(folder / "feature_extractor")
@@ -194,8 +194,8 @@ def main() -> None:
     side = backbone.sampling.height
     vision = vision_model(args.seed, backbone.transformer.config.image_embed_dim, side)
     started = time.time()
-    learnt = train(backbone, build_buckets(backbone, vision, args), args)
-    write(args.model, learnt, vision, side)
+    learned = train(backbone, build_buckets(backbone, vision, args), args)
+    write(args.model, learned, vision, side)
     seconds = round(time.time() - started)
     for kind, count in REQUESTS.items():
         write_requests(args.model, kind, count, side)

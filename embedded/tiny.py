@@ -79,11 +79,11 @@ def build_tokenizer(words: Sequence[str]) -> Qwen2Tokenizer:
     roles = "system\nuser\nassistant\n"
     corpus = [roles, SYSTEM_MESSAGE, *(f"{word} {word}" for word in words)]
     # Training ends when no pair is left to merge, so the limit only has to be unreachable.
-    learnt = Qwen2Tokenizer().train_new_from_iterator(
+    learned = Qwen2Tokenizer().train_new_from_iterator(
         corpus, vocab_size=65536, new_special_tokens=list(CHAT_TOKENS), show_progress=False
     )
-    learnt.chat_template = CHAT_TEMPLATE
-    return learnt
+    learned.chat_template = CHAT_TEMPLATE
+    return learned
 
 
 def _text_encoder(config: TinyConfig, tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLTextModel:

@@ -55,7 +55,7 @@ exploring steps of |mean - mean_base|^2 / (2 std^2), averaged over the elements 
 
 - *Search.* Training without a KL, and five strategies at three weights each, with seed 101. The target is {SHARE:g}
   of the path KL of the run without a KL, so that every strategy has to act. A strategy gets the weight whose path
-  KL is nearest to the target: between two neighbouring weights on both sides of it, by log KL linear in log weight,
+  KL is nearest to the target: between two neighboring weights on both sides of it, by log KL linear in log weight,
   to two digits; otherwise the nearest of the three. If the run without a KL has to be stopped there is no target,
   and the study must be registered again.
 - *Measures.* Those above, and the path KL. An arm is matched if the geometric mean over seeds of its path KL over

@@ -31,7 +31,7 @@ from studies.questions import ROOT
 KEPT, FIGURE = ROOT / "studies" / "beyond", ROOT / "docs" / "figures" / "overoptimisation.png"
 FLAGS = ("learning_rate", "kl_weight", "seed", "max_steps")
 PANELS = {
-    "reward": "learnt reward, which is trained",
+    "reward": "learned reward, which is trained",
     "holdout": "held-out reward",
     "match": "gold match",
     "distance": "gold distance to the manifold",

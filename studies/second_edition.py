@@ -248,7 +248,7 @@ REGISTERED = f"""# Registration of the second edition
 
 **Runs** vary `configs/tiny_gpu.yaml` with {SETTINGS}.
 Unless an arm says otherwise, an update has 16 prompts x 8 clips. Runs that are reported join 16 prompts per forward,
-which changes no more than rounding. The reward is the one that learnt from pairs; held-out prompts are sampled by the
+which changes no more than rounding. The reward is the one that learned from pairs; held-out prompts are sampled by the
 ODE.
 
 **Measures**, per seed, of the last validation less the first: total reward (what is trained), gold match (what is

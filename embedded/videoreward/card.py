@@ -107,12 +107,12 @@ def damage_effects(
     return found
 
 
-CARD = """# A tiny VideoAlign that learnt to judge moving shapes
+CARD = """# A tiny VideoAlign that learned to judge moving shapes
 
 A Qwen2-VL of {parameters:.1f} M parameters in the folder format of VideoAlign, read by the class that reads the
 published weights. It was trained by `embedded/videoreward/learn.py` on pairs of clips, with VideoAlign's kind of loss
 (Bradley-Terry with ties) and labels of simulated annotators: the oracle's judgement with an error of {error} and ties
-below {tie} (VQ, MQ, TA). Like any learnt reward it is a proxy, and errs.
+below {tie} (VQ, MQ, TA). Like any learned reward it is a proxy, and errs.
 
     {command}
 

@@ -182,7 +182,7 @@ def build_rewards_of(
 
 
 def reward_names(config: Config) -> tuple[str, ...]:
-    """The rewards that were asked for; else the learnt one, or that of the model's world if there is no learnt one."""
+    """The rewards that were asked for; else the learned one, or without it that of the model's world."""
     world = None if reward_folder(config).is_dir() else world_of(config.pretrained_model_root)
     return config.reward_model or (world.reward if world else DEFAULT_REWARD,)
 

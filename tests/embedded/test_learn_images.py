@@ -38,7 +38,7 @@ def folders(tmp_path_factory):
     return root
 
 
-def test_what_has_learnt_is_not_taught_again(monkeypatch):
+def test_what_has_learned_is_not_taught_again(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["learn_images.py", "--model", str(TINY)])
     with pytest.raises(SystemExit, match="assets/tiny animates images already"):
         learn_images.main()

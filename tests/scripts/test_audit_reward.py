@@ -68,7 +68,7 @@ def audit(tmp_path, capsys, monkeypatch):
     return run
 
 
-def test_the_learnt_reward_passes_and_its_weaknesses_are_named(audit, tmp_path):
+def test_the_learned_reward_passes_and_its_weaknesses_are_named(audit, tmp_path):
     """They are those of its card: it does not tell slow from fast, and hardly sees blur."""
     code, printed, record = audit("videoalign", num_clips=16, reward_batch_size=16)
     assert code == 0 and record["fit"] and not record["wrong"]

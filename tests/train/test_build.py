@@ -123,10 +123,10 @@ def test_without_a_name_the_reward_is_that_of_the_model_folder_or_of_its_world(f
     (tmp_path / "world" / "world.json").write_text('{"world": "shapes"}')
     flags["pretrained_model_root"] = str(tmp_path / "world")
     assert reward_names(from_values(flags)) == ("shapes",)
-    learnt = tmp_path / "VideoReward"
-    learnt.mkdir()
-    assert reward_names(from_values(flags | {"reward_path": str(learnt)})) == ("videoalign",)
-    assert reward_names(from_values(flags | {"reward_path": str(learnt), "reward_model": "ocr"})) == ("ocr",)
+    learned = tmp_path / "VideoReward"
+    learned.mkdir()
+    assert reward_names(from_values(flags | {"reward_path": str(learned)})) == ("videoalign",)
+    assert reward_names(from_values(flags | {"reward_path": str(learned), "reward_model": "ocr"})) == ("ocr",)
 
 
 def test_the_goal_is_the_reward_of_clips_that_show_what_the_prompts_say(make):

@@ -1,4 +1,4 @@
-"""Windows of exploration: where they lie, what they cost, and that nothing but their place changes what is learnt."""
+"""Windows of exploration: where they lie, what they cost, and that nothing but their place changes what is learned."""
 
 import json
 

@@ -62,11 +62,11 @@ def test_every_damage_lowers_what_the_oracle_says():
 def test_the_page_shows_the_figures_that_were_measured(monkeypatch, tmp_path):
     monkeypatch.setattr(pool, "SAMPLERS", pool.SAMPLERS[:1])
     learn.new_reward(tmp_path / "VideoReward", 0, 56 * 56)
-    (tmp_path / "VideoReward" / "training.json").write_text('{"command": "python -m learnt"}')
+    (tmp_path / "VideoReward" / "training.json").write_text('{"command": "python -m learned"}')
     card.main(["--reward", str(tmp_path / "VideoReward"), "--clips", "16", "--pairs", "20", "--device", "cpu"])
     page = (tmp_path / "VideoReward" / "README.md").read_text()
     figures = json.loads((tmp_path / "VideoReward" / "card.json").read_text())
-    assert f"| all | {figures['pairs']['all']['VQ']:.1%} |" in page and "python -m learnt" in page
+    assert f"| all | {figures['pairs']['all']['VQ']:.1%} |" in page and "python -m learned" in page
     assert f"| blur | {figures['damages']['blur']['VQ']:+.2f} |" in page and len(figures["words"]) == 6
 
 

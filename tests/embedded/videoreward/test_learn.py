@@ -83,7 +83,7 @@ def test_attention_within_frames_is_that_of_the_stock_model(trained):
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
-def test_captions_are_learnt_from_the_tokens_of_the_prompt_alone(trained):
+def test_captions_are_learned_from_the_tokens_of_the_prompt_alone(trained):
     judge, _ = trained
     tokens = learn.Texts(judge.reward, PROMPTS, GRID, torch.device("cpu"))[torch.arange(2)]
     hidden = torch.zeros(*tokens.shape, judge.head.shape[1], requires_grad=True)
