@@ -1,4 +1,4 @@
-"""Clips per GPU-hour at full size, side by side in one run: all steps trained, and the cheap rollouts of the recipe.
+"""Clips per GPU-hour at full size, side by side in one run: all steps trained, cheap rollouts, rivals without an SDE.
 
     python -m benchmarks.random_model --output /tmp/random_model
     python -m benchmarks.clips --output benchmarks/DATE-clips-h200.md --config configs/hunyuan15_1gpu_lora.yaml \
@@ -35,11 +35,15 @@ from sage_grpo.train.rollout import num_trained
 from sage_grpo.train.trainer import Trainer
 
 ALL = "--sde_window all --same_init_noise False --tail_steps 0 --decode_gb 0"
+RIVAL = "--sde_window all --same_init_noise False --tail_steps 10 --timestep_fraction 0.15 --kl_weight 0.3"
 WAYS = {
     "all steps": f"{ALL} --batch_size 2 --num_generations 2 --timestep_fraction 0.1",
     "recipe": "",
     "recipe, guidance 1": "--guidance_scale 1",
     "recipe, fp8": "--outside_window fp8",
+    "awm": f"--algorithm awm {RIVAL}",
+    "awm, guidance 1": f"--algorithm awm {RIVAL} --guidance_scale 1",
+    "nft": f"--algorithm nft {RIVAL}",
 }
 REPEATS = 3
 
@@ -133,9 +137,9 @@ def run(name: str, flags: list[str], ranks: Ranks, folder: Path) -> Result:
     (record,), (inside,) = measure(trainer)
     seconds = {phase: record[f"time/{phase}"] for phase in PHASES}
     overhead = sum(seconds[phase] for phase in IN_MODEL) / sum(inside[phase] for phase in IN_MODEL) - 1
-    trained = num_trained(trainer.windows.size, config.timestep_fraction)
-    for phase in ("anchor", "update"):
-        seconds[phase] *= trainer.windows.size / trained
+    if name == "all steps":
+        for phase in ("anchor", "update"):
+            seconds[phase] *= trainer.windows.size / num_trained(trainer.windows.size, config.timestep_fraction)
     result = Result(
         seconds, config.batch_size, overhead, record["memory/peak_gb"], forward, lossy,
         record["policy/ratio_max_deviation"], overlap,

@@ -3,7 +3,7 @@
 #
 #   bash benchmarks/due.sh PART OUTPUT [SECONDS]
 #
-#   clips    seconds and clips per GPU-hour at full size: all steps, the recipe, without guidance, fp8
+#   clips    seconds and clips per GPU-hour at full size of the WAYS, separated by semicolons (awm, the recipe)
 #   embedded updates per minute of the embedded model: prompts one by one, together, and as CUDA graphs
 #   decode   ways to decode a clip at full size
 #   beyond   training the embedded model far beyond the gain, four runs side by side (studies/overoptimisation.py);
@@ -27,14 +27,15 @@ left() { echo $((seconds - (SECONDS - begin))); }
 within() { timeout --signal INT "$(left)" "$@"; }
 
 clips() {
-  local tiny=(--num_frames 5 --height 32 --width 32 --num_sampling_steps 4 --compile False --ways "all steps" recipe)
+  local tiny=(--num_frames 5 --height 32 --width 32 --num_sampling_steps 4 --compile False --tail_steps 2) ways
+  IFS=';' read -ra ways <<< "${WAYS:-awm;recipe}"
   within "$python" -m benchmarks.random_model --tiny --output "$model-tiny" > "$output/rehearsal.log" 2>&1
   within "$python" -m benchmarks.clips --config configs/hunyuan15_1gpu_lora.yaml --pretrained_model_root "$model-tiny" \
-    --output "$output/rehearsal.md" "${tiny[@]}" >> "$output/rehearsal.log" 2>&1
+    --output "$output/rehearsal.md" "${tiny[@]}" --ways "${ways[@]}" >> "$output/rehearsal.log" 2>&1
   [[ -d $model ]] || within "$python" -m benchmarks.random_model --output "$model"
   within "$python" -m benchmarks.clips --config configs/hunyuan15_1gpu_lora.yaml --pretrained_model_root "$model" \
     --prompt_cache "$model-prompts" --output "$output/$today-clips.md" \
-    --ways recipe "all steps" "recipe, guidance 1" "recipe, fp8" > "$output/clips.log" 2>&1
+    --ways "${ways[@]}" > "$output/clips.log" 2>&1
 }
 
 embedded() {

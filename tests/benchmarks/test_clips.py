@@ -20,7 +20,7 @@ def test_each_way_has_a_row(tmp_path, monkeypatch):
     prompts.write_text("a small red circle\n")
     files = ["--config", ROOT / "configs/tiny_cpu.yaml", "--pretrained_model_root", ROOT / "assets/tiny"]
     files += ["--train_prompts", prompts, "--validation_prompts", prompts, "--output", output]
-    ways = ["all steps", "recipe, fp8"]
+    ways = ["all steps", "recipe, fp8", "nft"]
     script.main([*map(str, files), *LIGHT.split(), *BATCH.split(), "--ways", *ways])
     rows = [
         line.split(" | ") for line in output.read_text().splitlines() if line.startswith(tuple(f"| {w}" for w in ways))
@@ -46,4 +46,5 @@ def test_a_failure_beside_the_forwards_is_raised():
 @pytest.mark.parametrize("name", script.WAYS)
 def test_the_ways_are_flags_of_the_recipe(name):
     config = script.parse(["--config", str(ROOT / "configs/hunyuan15_1gpu_lora.yaml"), *script.WAYS[name].split()])
-    assert (config.sde_window == "all") == (name == "all steps")
+    assert (config.algorithm == "grpo" and config.sde_window == "all") == (name == "all steps")
+    assert config.algorithm == (name.partition(",")[0] if name.startswith(("awm", "nft")) else "grpo")
