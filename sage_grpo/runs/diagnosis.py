@@ -124,7 +124,7 @@ class Case:
         """
         c, kl = self.config, self.run.grid("kl_anchor")
         n, s = self.schedule("gradient_scale"), self.schedule("equalizer")
-        if kl.shape[1] != len(n) or not (kl > 0).any():
+        if kl.shape[1] != len(n) or not (kl > 0).any() or c.algorithm == "nft":  # whose gradient is another
             return math.nan
         squares = np.nansum(2 * kl * n**2 * (s**4 if c.use_kl_balancing else 1), 1)
         policy = np.where(np.isfinite(kl), (s * n) ** 2, 0).sum(1)
@@ -170,10 +170,10 @@ def reward_rules(case: Case) -> Iterator[Rule]:
 
 
 def sampling_rules(case: Case) -> Iterator[Rule]:
-    """Exploration, and validation beside it."""
+    """Exploration, if there is any, and validation beside it."""
     c, std, gap, gain = case.config, case.schedule("std"), case.gap, case.trained
     steps = (c.validation_num_inference_steps or c.num_sampling_steps) / c.num_sampling_steps
-    alike, last = 0.25 < steps < 4, std[-1] if len(std) else math.nan
+    alike, last = c.algorithm == "grpo" and 0.25 < steps < 4, std[-1] if len(std) else math.nan
     least = (case.run.train[-1]["step"] - case.run.train[0]["step"]) * (gain.mean - gain.half)
     most = case.validated.mean + case.validated.half
     text = f"training clips gained at least {least:.2g}, validation at most {most:.2g}"
@@ -198,9 +198,9 @@ def update_rules(case: Case) -> Iterator[Rule]:
         yield "one step dominates", ratio > 3, {"step": top + 1, "ratio": ratio}
     low, high = (case.mean(f"policy/clip_{side}") * updates / max(updates - 1, 1e-9) for side in ("low", "high"))
     values = {"share": low + high, "which": "bad" if low > high else "good"}
-    one_sided = max(low, high) > 2.5 * min(low, high)
-    yield "clipped on one side", updates > 1 and one_sided and low + high > 0.2, values
-    yield "clipped", updates > 1 and not one_sided and low + high > 0.4, values
+    one_sided, clips = max(low, high) > 2.5 * min(low, high), updates > 1 and c.algorithm != "nft"
+    yield "clipped on one side", clips and one_sided and low + high > 0.2, values
+    yield "clipped", clips and not one_sided and low + high > 0.4, values
     hacked = any(line.get("holdout/diverged") for line in case.run.validations)
     yield "KL too strong", case.pull > 3 and not case.drift > 0.5, {"pull": case.pull}
     yield "KL without effect", (case.direction == -1 or hacked) and case.pull < 0.03, {"pull": case.pull}

@@ -105,27 +105,27 @@ def check_samplers(trainer: Trainer, options: argparse.Namespace) -> Iterator[Fi
     positions = prompt_positions(trainer.step, options.prompts, len(trainer.prompts), c.seed)
     micro = math.gcd(options.clips, len(trainer.micro_batches()[0]))  # at most as many at once as in training
     micro_batches = plan_micro_batches(positions, options.clips, options.clips * len(positions), 0, micro)
-    sigmas, arms, left_out = flow_sigmas(c.num_sampling_steps, c.timestep_shift), {}, []
-    for name in dict.fromkeys(["ode", *SDES, c.sde_type]):
+    sigmas, arms, schedules, left_out = flow_sigmas(c.num_sampling_steps, c.timestep_shift), {}, {}, []
+    own = c.sde_type if trainer.algorithm.explores else c.algorithm  # the latter samples without an SDE
+    for name in dict.fromkeys(["ode", *SDES, own]):
         try:
-            schedule = build_schedule(resolved(name), sigmas, c.eta)
+            schedules[name] = None if name == c.algorithm else build_schedule(resolved(name), sigmas, c.eta)
         except ValueError as error:  # cps rejects an eta above 1
             left_out.append(f"{name} is left out: {error}")
         else:
-            arms[name] = sample(trainer, name, schedule, micro_batches, options.clips)
+            arms[name] = sample(trainer, name, schedules[name], micro_batches, options.clips)
     transformer = trainer.backbone.transformer
     if lossy := transformer.in_8_bits:
         transformer.in_8_bits = None
-        exact = build_schedule(resolved(c.sde_type), sigmas, c.eta)  # the trainer's own, unless it has no SDE
-        arms["exact"] = sample(trainer, "exact", exact, micro_batches, options.clips)
+        arms["exact"] = sample(trainer, "exact", schedules[own], micro_batches, options.clips)
         transformer.in_8_bits = lossy
     rows = {name: arm.numbers(arms["ode"]) for name, arm in arms.items()}
-    write_sheet(sheet, arms, rows, [trainer.prompts[position].text for position in positions], c)
-    arm, row = arms[c.sde_type], rows[c.sde_type]
+    write_sheet(sheet, arms, rows, own, [trainer.prompts[position].text for position in positions], c)
+    arm, row = arms[own], rows[own]
     failing = row["failed"] if row["failed"] > c.max_reward_failures * len(arm.clips) else 0
-    shown = render("samplers.txt", rows=rows, configured=c.sde_type, left_out=left_out)
+    shown = render("samplers.txt", rows=rows, configured=own, left_out=left_out)
     said = {"failing": failing, "error": [*arm.errors, "clips are not finite"][0], "spread": row["spread"]}
-    said |= {"sheet": str(sheet), "rows": rows, "left_out": left_out}
+    said |= {"sheet": str(sheet), "rows": rows, "left_out": left_out, "own": own}
     yield judged("samplers", row["spread"] > 0 and not failing, shown, c, **said)
     if lossy:
         yield compare_exact(arm, arms["exact"])
@@ -140,28 +140,29 @@ def compare_exact(arm: Arm, exact: Arm) -> Finding:
     return judged("lossy steps", good, pixels=pixels, change=change, error=error, spread=spread)
 
 
-def sample(trainer: Trainer, name: str, schedule: Schedule, micro_batches: Sequence[MicroBatch], group: int) -> Arm:
-    """Clips from a sampler within the trainer's window for this iteration, decoded and scored."""
+def sample(trainer: Trainer, name: str, schedule: Schedule | None, batches: Sequence[MicroBatch], group: int) -> Arm:
+    """Clips from a sampler within the trainer's window for this iteration, or without an SDE; decoded and scored."""
     c, clips, asked = trainer.config, [], []
-    schedule = schedule.window(trainer.windows.steps).to(trainer.ranks.device)
-    for micro_batch in tqdm(micro_batches, name, unit="batch", leave=False):  # one at a time: only clips are kept
+    schedule = schedule and schedule.window(trainer.windows.steps).to(trainer.ranks.device)
+    for micro_batch in tqdm(batches, name, unit="batch", leave=False):  # one at a time: only clips are kept
         clips += trainer.decode(trainer.roll_out([micro_batch], schedule))
         asked += [trainer.prompts[position] for position, _ in micro_batch]
     scores = trainer.reward.score(clips, asked, c.fps)
     columns = {"reward": scores.total} | scores.named | gold_columns(trainer.gold, clips, asked)
     columns = {name: values.view(-1, group) for name, values in columns.items()}
-    return Arm(schedule.std.double().square().sum().item(), clips, columns, scores.errors)
+    noise = schedule.std.double().square().sum().item() if schedule else 0.0
+    return Arm(noise, clips, columns, scores.errors)
 
 
-def write_sheet(path: Path, arms: Mapping[str, Arm], rows: Mapping, prompts: Sequence[str], config: Config) -> None:
+def write_sheet(path: Path, arms: Mapping[str, Arm], rows: Mapping, own: str, prompts: list[str], c: Config) -> None:
     """Write one row of frames per sampler; a column shares prompt and noise across rows. Failed clips are black."""
-    black = torch.zeros(config.num_frames, config.height, config.width, 3, dtype=torch.uint8)
+    black = torch.zeros(c.num_frames, c.height, c.width, 3, dtype=torch.uint8)
     strips, labels = [], [" | ".join(prompts[:SHEET_CLIPS])]
     for name, arm in arms.items():
         firsts = arm.clips[:: len(arm.clips) // len(prompts)][:SHEET_CLIPS]
         strips.append(np.concatenate([thumbnails(black if clip is None else clip, SHEET_FRAMES) for clip in firsts]))
         numbers = ", ".join(f"{key} {rows[name][key]:.3f}" for key in ("noise", "reward", "spread"))
-        labels.append(f"{name}{' (configured)' if name == config.sde_type else ''}: {numbers}")
+        labels.append(f"{name}{' (configured)' if name == own else ''}: {numbers}")
     heading = np.full_like(strips[0][:, :1], 255)  # a white line under the prompts
     contact_sheet(path, [heading, *strips], labels)
 

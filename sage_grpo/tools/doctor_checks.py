@@ -60,9 +60,7 @@ def judged(key: str, good: bool | None, table: str = "", c: Config | None = None
     return Finding(check, mark, sentence(words["text"], **said), remedy, table, numbers)
 
 
-def attempt(
-    name: str, check: Callable[[Any], Iterator[Finding]], subject: Any, failure: str = "broken"
-) -> Iterator[Finding]:
+def attempt(name: str, check: Callable[[Any], Any], subject: Any, failure: str = "broken") -> Iterator[Finding]:
     """The check's findings; a check that fails to finish is also WRONG."""
     try:
         yield from check(subject)
@@ -125,9 +123,9 @@ def check_reward(trainer: Trainer) -> Iterator[Finding]:
 
 
 def check_exploration(trainer: Trainer) -> Iterator[Finding]:
-    """Compare the injected noise with the noise level of the state it is added to."""
+    """Compare the injected noise, if any, with the noise level of the state it is added to."""
     schedule = trainer.sampler.window(trainer.windows.steps)
-    std, after = schedule.std.tolist(), schedule.sigmas[1:].tolist()
+    std, after = (schedule.std * trainer.algorithm.explores).tolist(), schedule.sigmas[1:].tolist()
     over = [i for i in range(schedule.num_steps - 1) if std[i] > after[i]]
     yield judged("noise", True, c=trainer.config, energy=sum(s * s for s in std), over=over)
     if over:
@@ -152,14 +150,14 @@ def check_noise_free(trainer: Trainer) -> Iterator[Finding]:
 
 def check_update(trainer: Trainer) -> Iterator[Finding]:
     """Run one micro-batch through the trainer's rollout and loss, without an optimizer step."""
-    schedule, c = trainer.sampler, trainer.config
+    schedule, c, trainer.optimization.old = trainer.sampler, trainer.config, {}  # of a resumed run, it lags behind
     (trajectory,) = trainer.roll_out(trainer.micro_batches()[:1])
     lost, pairs = int((~trajectory.is_finite).sum()), trajectory.order.numel()
     if lost:
         yield judged("rollout", False, c=c, lost=lost, paths=len(trajectory.x))
         return
     trainer.prepare_anchor([trajectory])
-    goal = Objective(trainer.backbone, trainer.guidance, schedule, c, trainer.controller.coef, pairs)
+    goal = Objective(trainer.backbone, trainer.trained_guidance, schedule, c, trainer.controller.coef, pairs)
     stats = UpdateStats(schedule.num_steps, trainer.ranks.device)
     signs = 1 - 2 * (torch.arange(len(trajectory.x), device=trajectory.x.device) % 2.0)  # in place of advantages
     for places in tqdm(trajectory.order.T, "training forward", unit="step", leave=False):
@@ -168,17 +166,18 @@ def check_update(trainer: Trainer) -> Iterator[Finding]:
     yield judged("ratio", deviation == 0, pairs=pairs, deviation=deviation)
     yield gradient_finding(trainer, trajectory)
     trainer.optimization.zero_grad()
-    yield balance_finding(trainer, goal, trajectory, signs)
+    if trainer.algorithm.explores:
+        yield balance_finding(trainer, goal, trajectory, signs)
 
 
 def gradient_finding(trainer: Trainer, trajectory: Trajectory) -> Finding:
     """After a backward pass: trained parameters, and only those, must have gradients."""
     trained = trainer.optimization.parameters
-    ours, seen = {id(p) for p in trained.values()}, (trajectory.cond, trainer.guidance.negative)
+    ours, used = {id(p) for p in trained.values()}, (trajectory.cond, trainer.trained_guidance.negative)
     leaked = [n for n, p in trainer.backbone.transformer.named_parameters() if p.grad is not None and id(p) not in ours]
     silent = [name for name, p in trained.items() if p.grad is None or not p.grad.any()]
     early = {name for name in silent if "lora_A" in name and not trained[name.replace("lora_A", "lora_B")].any()}
-    reasons = {name: trainer.backbone.awaits(name, seen) for name in silent}
+    reasons = {name: trainer.backbone.awaits(name, [cond for cond in used if cond is not None]) for name in silent}
     reasons |= dict.fromkeys(early, "lora_A wait for their lora_B, which starts at 0")
     wrong = [f"{name} has no gradient although it is trained" for name in silent if not reasons[name]]
     wrong += [f"{name} has a gradient although it is frozen" for name in leaked]

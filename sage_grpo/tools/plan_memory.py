@@ -77,7 +77,7 @@ def activations(plan: Plan) -> dict[str, float]:
     block = 2 * unit + normalizers if c.keep_attention else unit
     graph = layers * (plan.recomputed * block + (1 - plan.recomputed) * r.saved * unit)
     forward, training = (unit * (plan.variant(pair) + exchange) for pair in (r.inner_forward, r.inner_training))
-    return at(0.0, rollout=forward, anchor=forward, update=plan.branches * graph + training)
+    return at(0.0, rollout=forward, anchor=forward, update=plan.trained_branches * graph + training)
 
 
 def peak(plan: Plan) -> tuple[str, float]:

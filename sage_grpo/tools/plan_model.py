@@ -112,7 +112,8 @@ class Plan:
         """Forwards of a micro-batch per iteration; a way to the window that a group shares counts as one clip's."""
         c, (before, after) = self.config, self.ode_steps
         if not self.algorithm.explores:  # the ODE, and the old policy at the trained states
-            return self.slices * (self.branches * (c.tail_steps or c.num_sampling_steps) + self.trained_steps)
+            steps = min(c.tail_steps or c.num_sampling_steps, c.num_sampling_steps)
+            return self.slices * (self.branches * steps + self.trained_steps)
         ways = math.ceil(c.batch_size / c.num_generations) / self.micro_batch if c.same_init_noise else self.slices
         return self.branches * (ways * before + self.slices * (self.windows.size + after))
 

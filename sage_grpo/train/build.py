@@ -250,7 +250,7 @@ def about(trainer: Trainer, world: World | None) -> dict[str, Any]:
         "trainable_parameters": sum(p.numel() for p in trainer.optimization.parameters.values()),
         "schedule": {
             "sigmas": schedule.sigmas.tolist(),
-            "std": schedule.window(trainer.windows.steps).std.tolist(),
+            "std": (schedule.window(trainer.windows.steps).std * trainer.algorithm.explores).tolist(),
             "equalizer": equalizer(schedule, c.use_grad_balancing, c.ratio_norm).tolist(),
             "gradient_scale": gradient_scale(schedule, c.ratio_norm).tolist(),
         },

@@ -65,6 +65,24 @@ def test_a_healthy_run_raises_no_alarm(replay, world, name):
     assert names(folder) in ([[], ["too few clips"]] if flat else [[]])
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "name"),
+    [
+        ("nft", "clip range 1e-8, 7 updates per rollout"),
+        ("nft", "KL weight 3000, fixed anchor"),
+        ("awm", "noise in the last step"),
+        ("awm", "eta 4"),
+    ],
+)
+def test_what_an_algorithm_does_not_have_is_not_its_fault(replay, algorithm, name):
+    """nft neither clips nor has GRPO's gradient; neither of them explores by an SDE."""
+    folder = replay(name)
+    assert FAULTS[name].finding in names(folder)
+    with (folder / "config.yaml").open("a") as config:
+        config.write(f"algorithm: {algorithm}\n")
+    assert FAULTS[name].finding not in names(folder)
+
+
 @pytest.mark.parametrize(("name", "direction"), [("learning rate x 50", -1), ("learning rate / 10,000", 0)])
 def test_the_direction_of_the_reward(replay, name, direction):
     assert Case(read_run(replay(name))).direction == direction

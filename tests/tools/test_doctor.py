@@ -121,6 +121,27 @@ def test_lossy_steps_are_compared_with_exact_ones(run_doctor):
     assert run_doctor.findings("ratio")[0]["numbers"]["deviation"] == 0
 
 
+@pytest.mark.parametrize("algorithm", ["awm", "nft"])
+def test_an_algorithm_without_an_sde_is_judged_by_its_own_clips(run_doctor, algorithm):
+    """It samples with guidance, outside any window, and trains without."""
+    flags = {"algorithm": algorithm, "guidance_scale": 2, "outside_window": "fp8", "timestep_fraction": 0.5}
+    run_doctor("--prompts", "2", "--clips", "2", **flags)
+    assert run_doctor.findings("ratio")[0]["mark"] == "ok" and not run_doctor.findings("balance")
+    assert f"{algorithm} injects none" in run_doctor.text and f"* {algorithm}" in run_doctor.text
+    assert [one["mark"] for one in run_doctor.findings("noise")] == ["ok"]
+    rows = run_doctor.findings("samplers")[0]["numbers"]["rows"]
+    assert rows[algorithm]["noise"] == 0 and rows[algorithm]["spread"] > 0
+    assert run_doctor.findings("lossy steps")[0]["numbers"]["pixels"] > 0
+
+
+def test_a_resumed_policy_that_lags_is_no_wrong_arithmetic(run_doctor):
+    flags = {"algorithm": "nft", "nft_decay_growth": 0.5, "learning_rate": 1e-3}
+    more = {"max_steps": 2, "validation_interval": 0, "report_to": "none"}
+    assert post_train.main(run_doctor.arguments(**flags, **more)) == 0
+    assert run_doctor("--skip_ab", resume_from_checkpoint="auto", **flags, **more) == 0
+    assert run_doctor.findings("ratio")[0]["mark"] == "ok"
+
+
 def test_balance_is_the_gradient_of_each_step(run_doctor):
     assert run_doctor("--skip_ab", num_sampling_steps=3, use_grad_balancing=False) == 0
     rows = run_doctor.findings("balance")[0]["numbers"]["rows"]

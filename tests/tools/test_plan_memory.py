@@ -93,6 +93,7 @@ def test_activations():
     assert made().tokens == tokens
     assert activations(made())["update"] == pytest.approx(2 * 5 * unit + inner * unit)  # two branches, five blocks
     assert activations(made(guidance_scale=1.0))["update"] == pytest.approx(5 * unit + inner * unit)
+    assert activations(made(algorithm="awm"))["update"] == pytest.approx(5 * unit + inner * unit)  # trains one
     kept = 2 * 5 * (2 * unit + tokens * 4 * 4)
     assert activations(made(keep_attention=True))["update"] == pytest.approx(kept + inner * unit)
     saved = 2 * 5 * unit * (0.5 + 0.5 * rates.saved)

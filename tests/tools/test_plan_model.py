@@ -68,6 +68,12 @@ def test_a_policy_that_lags_is_no_anchor():
         assert made(algorithm="nft", **without).anchored == pytest.approx(0.9)
 
 
+def test_clips_without_an_sde_take_no_more_steps_than_there_are():
+    few, many = (made(algorithm="awm", tail_steps=steps, num_sampling_steps=4) for steps in (3, 10))
+    rest = few.slices * few.trained_steps
+    assert (few.rollout_passes - rest, many.rollout_passes - rest) == (few.slices * 2 * 3, few.slices * 2 * 4)
+
+
 def test_a_layout_that_does_not_divide_is_refused():
     with pytest.raises(ValueError, match="sp_size is 3; it must divide the model's 4 heads"):
         made(gpus=3, sp_size=3)

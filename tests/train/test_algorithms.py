@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from sage_grpo.models.backbone import Guidance
+from sage_grpo.train.build import about
 from tests.train.test_update import our_gradients, prepared, worst_difference  # noqa: F401 - a fixture
 
 RIVALS = {"awm": {}, "nft": {"nft_beta": 0.5, "nft_decay_growth": 0.2}}
@@ -70,6 +71,7 @@ def test_clips_are_those_of_the_ode_and_states_lie_on_the_way_to_noise(make):
     assert not torch.equal(explored.roll_out()[0].latents, batch.latents)
     sigma = trainer.sampler.sigmas[batch.steps].view(*batch.steps.shape, 1, 1, 1, 1)
     torch.testing.assert_close(batch.x, batch.latents[:, None] + sigma * batch.x_next, rtol=1e-5, atol=1e-5)
+    assert not any(about(trainer, None)["schedule"]["std"]) and any(about(explored, None)["schedule"]["std"])
     plain = trainer.backbone.velocity(batch.x[:, 0], trainer.sampler.sigmas[batch.steps[:, 0]], batch.cond, Guidance())
     torch.testing.assert_close(batch.velocity[:, 0], plain, rtol=1e-4, atol=1e-5)  # without guidance
 
