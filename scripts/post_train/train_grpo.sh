@@ -93,12 +93,16 @@ launcher() { # PID of the train_grpo.sh that started this run: the parent of one
 }
 
 kill_marked() { # FUNCTION that lists them; by default all of this run
-    local left
+    local left none=0
     for _ in {1..300}; do # a process waiting for its GPU takes time to die
         left=$("${1:-marked}")
-        if [[ -z $left ]]; then return 0; fi # 0: in a trap, return alone repeats what it interrupted
-        # shellcheck disable=SC2086 # one word per process
-        kill -KILL $left 2>/dev/null || true
+        if [[ -z $left ]]; then # twice in a row: while a process starts a program, it shows no environment
+            if ((none++)); then return 0; fi # 0: in a trap, return alone repeats what it interrupted
+        else
+            none=0
+            # shellcheck disable=SC2086 # one word per process
+            kill -KILL $left 2>/dev/null || true
+        fi
         sleep 0.2
     done
     fail "processes of the run on $NODE_NAME cannot be killed: ${left//$'\n'/ }"

@@ -171,7 +171,8 @@ def test_no_worker_outlives_torchrun(settings, tmp_path):
 
 def test_a_launcher_that_ends_leaves_the_workers_of_another_alone(settings, tmp_path):
     """Two that start at the same moment do not see each other; the run folder's lock decides which of them trains."""
-    do = 'SAGE_LAUNCHER=1 setsid sleep 1000 &>/dev/null & echo $! >"$OUT/other"; exit 0'
+    do = 'SAGE_LAUNCHER=1 setsid sleep 1000 &>/dev/null & echo $! >"$OUT/other"'
+    do += "; until grep -q sleep /proc/$!/comm; do sleep 0.05; done; exit 0"  # until then it has this one's environment
     assert launch(TRAIN, DO=do, **settings).returncode == 0
     other = int((tmp_path / "run" / "other").read_text())
     assert Path(f"/proc/{other}/cmdline").read_bytes() == b"sleep\x001000\x00"
