@@ -23,7 +23,6 @@ from sage_grpo.plugins import resolved
 from sage_grpo.tools import audit
 from sage_grpo.tools.paired import aligned
 from sage_grpo.tools.templating import render, sentence
-from sage_grpo.train.metrics import UpdateStats
 from sage_grpo.train.rollout import Trajectory, num_trained
 from sage_grpo.train.trainer import Trainer
 from sage_grpo.train.update import Objective
@@ -150,15 +149,16 @@ def check_noise_free(trainer: Trainer) -> Iterator[Finding]:
 
 def check_update(trainer: Trainer) -> Iterator[Finding]:
     """Run one micro-batch through the trainer's rollout and loss, without an optimizer step."""
-    schedule, c, trainer.optimization.old = trainer.sampler, trainer.config, {}  # of a resumed run, it lags behind
+    c = trainer.config
+    trainer.optimization.old = {}  # that of a resumed run lags behind: sample with the trained policy
     (trajectory,) = trainer.roll_out(trainer.micro_batches()[:1])
     lost, pairs = int((~trajectory.is_finite).sum()), trajectory.order.numel()
     if lost:
         yield judged("rollout", False, c=c, lost=lost, paths=len(trajectory.x))
         return
     trainer.prepare_anchor([trajectory])
-    goal = Objective(trainer.backbone, trainer.trained_guidance, schedule, c, trainer.controller.coef, pairs)
-    stats = UpdateStats(schedule.num_steps, trainer.ranks.device)
+    goal = Objective(trainer.backbone, trainer.trained_guidance, trainer.sampler, c, trainer.controller.coef, pairs)
+    stats = trainer.no_stats()
     signs = 1 - 2 * (torch.arange(len(trajectory.x), device=trajectory.x.device) % 2.0)  # in place of advantages
     for places in tqdm(trajectory.order.T, "training forward", unit="step", leave=False):
         goal.backward(trajectory, places, signs, stats)

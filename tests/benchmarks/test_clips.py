@@ -18,6 +18,9 @@ def test_each_way_has_a_row(tmp_path, monkeypatch):
     monkeypatch.setitem(REWARDS, "contrast", None)  # the script puts its own there; taken out afterwards
     monkeypatch.setattr(training, "Stopwatch", type("Watch", (training.Stopwatch,), {}))
     prompts.write_text("a small red circle\n")
+    extrapolated = []
+    count = script.num_trained
+    monkeypatch.setattr(script, "num_trained", lambda size, share: extrapolated.append(share) or count(size, share))
     files = ["--config", ROOT / "configs/tiny_cpu.yaml", "--pretrained_model_root", ROOT / "assets/tiny"]
     files += ["--train_prompts", prompts, "--validation_prompts", prompts, "--output", output]
     ways = ["all steps", "recipe, fp8", "nft"]
@@ -26,6 +29,7 @@ def test_each_way_has_a_row(tmp_path, monkeypatch):
         line.split(" | ") for line in output.read_text().splitlines() if line.startswith(tuple(f"| {w}" for w in ways))
     ]
     assert [row[0].removeprefix("| ") for row in rows] == ways
+    assert set(extrapolated) == {0.1}  # of all steps alone: the others train no share of their steps for the benchmark
     for row in rows:
         anchor, update, deviation = float(row[5]), float(row[6]), float(row[-2])
         assert anchor > 0 and update > 0 and deviation == 0 and float(row[-1].removesuffix(" |")) > 0

@@ -23,14 +23,9 @@ from tests.programs import exit_code
 TINY = Path(__file__).parents[2] / "assets" / "tiny"
 PROMPTS = 'a red circle moving left\na large green letter "T" moving up slowly\na blue square moving down\n'
 LIGHT = {
-    "pretrained_model_root": TINY,
-    "num_sampling_steps": 2,
-    "batch_size": 2,
-    "num_generations": 2,
-    "guidance_scale": 1,
-    "enable_gradient_checkpointing": False,
-    "reward_model": "shapes",
-}
+    "pretrained_model_root": TINY, "num_sampling_steps": 2, "batch_size": 2, "num_generations": 2, "guidance_scale": 1,
+    "enable_gradient_checkpointing": False, "reward_model": "shapes",
+}  # fmt: skip
 
 
 class Doctor:
