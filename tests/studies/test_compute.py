@@ -76,6 +76,11 @@ def test_the_match_at_the_reward_is_compared_by_pairs(search):
     assert rows[f"| {ALL_STEPS}"] == f"{(start + 0.6075) / 2:.2f}"  # halfway to the reward of the end
     assert rows[f"| {FLASH}"] == f"{(start + 0.515) / 2:.2f} (−0.046 ± 0.014: **worse**)"
     assert rows["| flow"].endswith(": undecided)")
+    short = invented(
+        run(FLASH, 4), 0.1, match=0.5
+    )  # never has the reward: its pair is left out, and the rest is decided
+    told = compute.matches_there(runs | {FLASH: runs[FLASH] | {4: short}}, 0.8)[FLASH]
+    assert told.endswith(" (−0.050 ± 0.012: **worse**)")
     assert compute.matches_there({ALL_STEPS: runs[ALL_STEPS]}, 5.0) == {ALL_STEPS: "–"}
 
 
