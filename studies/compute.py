@@ -147,7 +147,6 @@ def leads(arms: Arms, reference: str, value: Callable[[Record], float] = last_ma
         for arm, records in arms.items()
         if records and arm != reference
     }
-    gaps = {arm: [gap for gap in own if math.isfinite(gap)] for arm, own in gaps.items()}
     tests = corrected([p_value(own) for own in gaps.values()], len(arms) - 1)
     found = {arm: interval(own) for arm, own in gaps.items()}
     return {arm: (found[arm], found[arm].sign if p < LEVEL else 0) for arm, p in zip(found, tests, strict=True)}
