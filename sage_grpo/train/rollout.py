@@ -86,7 +86,7 @@ class Trajectory:
 
     micro_batch: MicroBatch
     cond: Conditioning
-    steps: Tensor  # (B, W) the denoising steps of each clip's window
+    steps: Tensor  # (B, W) the denoising steps of each clip's window, or those that it trains
     x: Tensor  # (B, W, ...) states before them
     x_next: Tensor  # (B, W, ...) what has the log-probability: the states after them, or targets to match
     velocity: Tensor  # (B, W, ...) predicted by the policy that sampled it
@@ -153,17 +153,16 @@ class Rollouts:
     @torch.no_grad()
     def __call__(self, micro_batch: MicroBatch) -> Trajectory:
         """Non-finite trajectories are zeroed and flagged: they must not turn other clips' gradients into NaN."""
-        cond, order = self.conditioning([prompt for prompt, _ in micro_batch]), self.order(micro_batch)
-        starts = [self.windows.start(self.step, *group) for group in self.groups(micro_batch)]
-        steps, device = torch.tensor(starts)[:, None] + torch.arange(self.windows.size), self.sampler.sigmas.device
-        parts = self.sampled(micro_batch, cond, steps, order)
-        is_finite = torch.stack([values.flatten(1).isfinite().all(1) for values in parts]).all(0)
+        cond, device = self.conditioning([prompt for prompt, _ in micro_batch]), self.sampler.sigmas.device
+        steps, order = self.places(micro_batch)
+        parts = self.sampled(micro_batch, cond, steps)
+        is_finite = torch.stack([values.isfinite().flatten(1).all(1) for values in parts]).all(0)
         for values in parts:
             values[~is_finite] = 0.0
         return Trajectory(micro_batch, cond, steps.to(device), *parts, is_finite, order.to(device))
 
-    def sampled(self, micro_batch: MicroBatch, cond: Conditioning, steps: Tensor, order: Tensor) -> tuple[Tensor, ...]:
-        """A trajectory's x, x_next, velocity, log_prob and latents."""
+    def sampled(self, micro_batch: MicroBatch, cond: Conditioning, steps: Tensor) -> tuple[Tensor, ...]:
+        """A trajectory's x, x_next, velocity, log_prob and latents; x and x_next share their memory."""
         device, (x, noise) = self.sampler.sigmas.device, self.noise(micro_batch)
         x = self.begin(x.to(device), micro_batch, steps[:, 0], cond)
         path, velocities, log_probs = [x], [], []
@@ -173,8 +172,8 @@ class Rollouts:
             x, log_prob = self.sampler.step(at, x, velocities[-1], noise(i).to(device))
             path.append(x)
             log_probs.append(log_prob)
-        columns = (torch.stack(parts, 1) for parts in (path[:-1], path[1:], velocities, log_probs))
-        return *columns, self.finish(x, steps[:, -1] + 1, cond)
+        states, *others = (torch.stack(parts, 1) for parts in (path, velocities, log_probs))
+        return states[:, :-1], states[:, 1:], *others, self.finish(x, steps[:, -1] + 1, cond)
 
     def noise(self, micro_batch: MicroBatch) -> tuple[Tensor, Noise]:
         """The clips' initial noise, and that of their steps."""
@@ -182,14 +181,15 @@ class Rollouts:
         first = [s - s % c.num_generations for s in samples] if c.same_init_noise else None
         return counter_noise(self.shape, c.seed, samples, "rollout", prompts, self.step, first)
 
-    def order(self, micro_batch: MicroBatch) -> Tensor:
-        """(B, K) places in the window that each clip trains, in a separate order per clip."""
+    def places(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """A trajectory's steps (B, W) and order (B, K), one for each clip."""
         c, size = self.config, self.windows.size
-        kept = num_trained(size, c.timestep_fraction)
+        starts = [self.windows.start(self.step, *group) for group in self.groups(micro_batch)]
+        kept, steps = num_trained(size, c.timestep_fraction), torch.tensor(starts)[:, None] + torch.arange(size)
         if not c.enable_timestep_permutation:
-            return torch.arange(kept).expand(len(micro_batch), -1)
+            return steps, torch.arange(kept).expand(len(micro_batch), -1)
         keys = [{"step": self.step, "prompt": prompt, "sample": sample} for prompt, sample in micro_batch]
-        return torch.stack([rng.permutation(size, c.seed, "permutation", **key)[:kept] for key in keys])
+        return steps, torch.stack([rng.permutation(size, c.seed, "permutation", **key)[:kept] for key in keys])
 
     def groups(self, micro_batch: MicroBatch) -> list[Group]:
         """Each clip's group: its prompt, and which of the prompt's groups."""
@@ -232,19 +232,19 @@ class Rollouts:
 class NoisedRollouts(Rollouts):
     """Samples by the ODE, in `tail_steps` of second order if given; clips are noised again to the levels they train."""
 
-    def sampled(self, micro_batch: MicroBatch, cond: Conditioning, steps: Tensor, order: Tensor) -> tuple[Tensor, ...]:
+    def places(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        steps, order = super().places(micro_batch)
+        return steps.gather(1, order), torch.arange(order.shape[1]).expand_as(order)  # of others nothing is kept
+
+    def sampled(self, micro_batch: MicroBatch, cond: Conditioning, steps: Tensor) -> tuple[Tensor, ...]:
         device, (x, noise) = self.sampler.sigmas.device, self.noise(micro_batch)
-        latents = self.finish(x.to(device), torch.zeros_like(steps[:, 0]), cond)
-        states, targets, velocities = (latents.new_zeros(*steps.shape, *latents.shape[1:]) for _ in range(3))
-        log_probs, rows = latents.new_zeros(steps.shape), torch.arange(len(steps))
-        for places in order.T:
-            i = steps[rows, places]
+        latents, found = self.finish(x.to(device), torch.zeros_like(steps[:, 0]), cond), []
+        for i in steps.T:
             at = i.to(device)
             state, target = noised(latents, self.sampler.sigmas[at], noise(i).to(device))
             velocity = self.backbone.velocity(state, self.sampler.sigmas[at], cond, Guidance())
-            states[rows, places], targets[rows, places], velocities[rows, places] = state, target, velocity
-            log_probs[rows, places] = self.sampler.log_prob(at, state, velocity, target)
-        return states, targets, velocities, log_probs, latents
+            found.append((state, target, velocity, self.sampler.log_prob(at, state, velocity, target)))
+        return *(torch.stack(parts, 1) for parts in zip(*found, strict=True)), latents
 
 
 def at_steps(values: Tensor, steps: Tensor) -> Tensor:

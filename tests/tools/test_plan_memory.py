@@ -109,6 +109,8 @@ def test_trajectories_and_the_small_models():
     assert part("trajectories") == [states * 18 * 32 * 4 * 2] * 6
     assert part("trajectories", kl_weight=0.0, use_dual_kl=False) == [(5 + 3) * 18 * 32 * 4 * 2] * 6
     assert part("trajectories", sde_window="random_iteration:1") == [(3 + 1 + 1) * 18 * 32 * 4 * 2] * 6
+    matched = 4 * 2 + 1  # states, targets and velocities at two of three trained levels, and the result
+    assert part("trajectories", algorithm="awm", timestep_fraction=0.7) == [matched * 18 * 32 * 4 * 2] * 6
     rates = Calibration()
     assert part("VAE") == [200, 200 + TILED * 9, 200, 200, 200, 200]
     untiled, positions = 200 + 18 * UNTILED[1], 3 * 2 * 3

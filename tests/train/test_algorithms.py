@@ -76,6 +76,16 @@ def test_clips_are_those_of_the_ode_and_states_lie_on_the_way_to_noise(make):
     torch.testing.assert_close(batch.velocity[:, 0], plain, rtol=1e-4, atol=1e-5)  # without guidance
 
 
+def test_only_the_levels_that_are_trained_are_kept(make):
+    flags = {"algorithm": "awm", "sde_window": "all", "num_sampling_steps": 4, "enable_timestep_permutation": True}
+    whole = make(**flags, timestep_fraction=1.0).roll_out()[0]
+    half = make(**flags, timestep_fraction=0.5, overwrite=True).roll_out()[0]
+    assert half.order.tolist() == [[0, 1]] * len(half.order) and len(set(map(tuple, whole.steps.tolist()))) > 1
+    assert torch.equal(half.steps, whole.steps[:, :2])  # in the order of training, another one for each clip
+    for part in ("x", "x_next", "velocity", "log_prob"):
+        assert torch.equal(getattr(half, part), getattr(whole, part)[:, :2]), part
+
+
 def test_an_anchor_that_equals_the_policy_is_not_the_old_policy(make):
     for name, measured in (("nft", True), ("awm", False)):
         trainer = make(algorithm=name, kl_weight=0.1, overwrite=True)

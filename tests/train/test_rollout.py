@@ -6,6 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sage_grpo.tools.plan import plan_of
+from sage_grpo.tools.plan_memory import memory
 from sage_grpo.train.rollout import Rollouts, at_steps, plan_micro_batches, prompt_positions
 
 
@@ -57,6 +59,15 @@ def test_rollouts_do_not_depend_on_the_split(make):
         paths.append(torch.cat([t.x for t in trainer.roll_out()]))
     torch.testing.assert_close(paths[0], paths[1], rtol=1e-4, atol=1e-4)
     assert torch.equal(paths[0][:, 0], paths[1][:, 0])
+
+
+@pytest.mark.parametrize("changes", [{"sde_window": "all"}, {"algorithm": "awm", "timestep_fraction": 0.5}])
+def test_a_trajectory_keeps_what_the_planner_counts(make, changes):
+    trainer = make(**changes, num_sampling_steps=4, kl_weight=0.0, use_dual_kl=False)
+    parts = [part for t in trainer.roll_out() for part in (t.x, t.x_next, t.velocity, t.latents)]
+    kept = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}
+    planned = memory(plan_of(trainer.config, 1))["trajectories"]
+    assert sum(kept.values()) == planned["rollout"]
 
 
 def test_prompts_of_equal_length_share_a_forward():
