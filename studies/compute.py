@@ -95,7 +95,7 @@ def match_at(record: Record, level: float) -> float:
 
 
 def matches_there(arms: Arms, level: float) -> dict[str, str]:
-    """The gold match of each arm where its reward is at the level, and that less the one of ALL_STEPS, by pairs."""
+    """The gold match of each arm where its reward is at the level, and that minus the one of ALL_STEPS, by pairs."""
     value = partial(match_at, level=level)
     there = {arm: np.array([value(r) for r in records.values()]) for arm, records in arms.items() if records}
     told = {arm: number(mean(values), 2) for arm, values in there.items()}
@@ -123,7 +123,7 @@ def cost_table(arms: Arms, found: Mapping[str, Record]) -> str:
         cells = [f"{bound}{average:,.0f}", told, matches[arm], variety_of(records)]
         rows.append([arm, str(len(records)), str(reached), *cells])
     head = ["arm", "runs", "reach it", "units, geometric mean", f"over those of {ALL_STEPS}"]
-    head += [f"gold match there, less that of {ALL_STEPS}", "variety, end over start"]
+    head += [f"gold match there, minus that of {ALL_STEPS}", "variety, end over start"]
     goal = f"a reward of {level:.3f}: {SHARE:.0%} of what {ALL_STEPS} gained in the search"
     text = f"Units until held-out prompts have {goal}. By pairs of seeds, with 95 % intervals."
     return f"{text}\n\n{markdown([head, *rows])}"
@@ -140,7 +140,7 @@ last_match = partial(validated, key=MATCH)
 
 
 def leads(arms: Arms, reference: str, value: Callable[[Record], float] = last_match) -> dict[str, tuple[Interval, int]]:
-    """A value of each other arm less the reference's, by pairs that have it, and its decision: +1, -1 or 0."""
+    """A value of each other arm minus the reference's, by pairs that have it, and its decision: +1, -1 or 0."""
     base = arms.get(reference, {})
     gaps = {
         arm: [value(records[seed]) - value(base[seed]) for seed in records.keys() & base.keys()]
@@ -194,10 +194,10 @@ def decision_table(arms: Arms, found: Mapping[str, Record]) -> str:
 
 
 def sampler_table(arms: Arms) -> str:
-    """The samplers at equal injected energy: reward and gold match less those of sage, which has the same window."""
+    """The samplers at equal injected energy: reward and gold match minus those of sage, which has the same window."""
     if not all(arms.values()):
         return "No results yet.\n"
-    rows = [["sampler", "learning rate", *(f"{MEASURED[key]} less that of sage" for key in MEASURED)]]
+    rows = [["sampler", "learning rate", *(f"{MEASURED[key]} minus that of sage" for key in MEASURED)]]
     found = {key: leads(arms, ALL_STEPS, partial(validated, key=key)) for key in MEASURED}
     for arm in (arm for arm in arms if arm != ALL_STEPS):
         told = [found[key][arm] for key in MEASURED]
@@ -242,10 +242,10 @@ def search_table(found: Mapping[str, Record], studies: Sequence[str]) -> str:
         cells.setdefault(record["arm"].rpartition(", ")[0], {})[record["config"]["learning_rate"]] = record
     rates = sorted({rate for one in cells.values() for rate in one})
     rows = [["arm", *(f"{rate:g}" for rate in rates)]]
-    for arm, one in cells.items():
+    for arm, one in sorted(cells.items(), key=lambda item: int(item[0].split()[0]) if item[0][0].isdigit() else 0):
         rewards = {r: validated(record, "reward/total") for r, record in one.items() if not record["collapsed"]}
         best = max(rewards, key=rewards.__getitem__, default=None)
-        shown = {r: f"{number(value, 2)}, {number(validated(one[r], MATCH), 2)}" for r, value in rewards.items()}
+        shown = {r: f"{number(value, 3)}, {number(validated(one[r], MATCH), 2)}" for r, value in rewards.items()}
         lost = dict.fromkeys(one, "collapsed") | shown
         rows.append([arm, *(f"**{lost[r]}**" if r == best else lost.get(r, "") for r in rates)])
     return f"{markdown(rows)}\nReward and gold match of one run, seed 101.\n" if cells else "No results yet.\n"

@@ -107,13 +107,13 @@ def forest(ax: Axes, rows: Mapping[str, Interval], colors: Mapping[str, str], de
 
 
 def draw_differences(axes: Sequence[Axes], study: Study, arms: Arms, named: Mapping[str, str]) -> None:
-    """A forest per gold metric and for the reward: each arm less the one that it is compared with.
+    """A forest per gold metric and for the reward: each arm minus the one that it is compared with.
 
     named: colors of some arms, if those of the study are no automatic ones; the other arms are grey then.
     """
     found = compared(study, arms)
     same = len({study.reference(arm) for arm in found}) == 1
-    names = {arm: arm if same else f"{arm} less {study.reference(arm)}" for arm in found}
+    names = {arm: arm if same else f"{arm} minus {study.reference(arm)}" for arm in found}
     colors = colors_of({arm: arm for arm in arms}, {arm: arm.removesuffix(" off") for arm in found})
     colors = {arm: named.get(arm, GREY) if named else colors[arm] for arm in found}
     for ax, measure in zip(axes, (name for name, m in MEASURES.items() if m.better), strict=True):
@@ -122,7 +122,7 @@ def draw_differences(axes: Sequence[Axes], study: Study, arms: Arms, named: Mapp
         forest(ax, rows, {names[arm]: colors[arm] for arm in found}, decided)
         better = "higher" if MEASURES[measure].better > 0 else "lower"
         ax.set_title(f"{measure}, {better} is better")
-        ax.set_xlabel(f"less {study.reference(next(iter(found)))}" if same else "difference")
+        ax.set_xlabel(f"minus {study.reference(next(iter(found)))}" if same else "difference")
         ax.tick_params(labelleft=ax is axes[0])
 
 

@@ -180,7 +180,7 @@ def study_table(study: Study, arms: Arms) -> str:
             + (f" ({d.pairs} pairs)" if 0 < d.pairs < pairs else "")
             for name, d in values.items()
         ]
-        rows.append([f"{arm} less {study.reference(arm)}", str(pairs), *cells])
+        rows.append([f"{arm} minus {study.reference(arm)}", str(pairs), *cells])
     if found:
         asked = comparisons(study)
         over = f", p-values corrected over {asked} comparisons" if asked > 1 else ""
@@ -216,8 +216,10 @@ def finding(study: Study, found: Mapping[str, Mapping[str, Difference]]) -> str:
     for arm, measures in found.items():
         decided = {name: d.of.mean for name, d in measures.items() if name in MEASURES and d.verdict}
         words = [f"{name} {number(mean, MEASURES[name].decimals, '+')}" for name, mean in decided.items()]
-        said += [f"{arm} less {study.reference(arm)}: {', '.join(words)}"] if words else []
-    return f"*Decided: {'; '.join(said)}. All else is undecided.*\n\n" if said else "*No difference is decided.*\n\n"
+        said += [f"{arm} minus {study.reference(arm)}: {', '.join(words)}"] if words else []
+    if not said:
+        return "*No difference at the end is decided.*\n\n"
+    return f"*Decided at the end: {'; '.join(said)}. All else there is undecided.*\n\n"
 
 
 def spread(measure: Measure, records: Iterable[Record]) -> str:

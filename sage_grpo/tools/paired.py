@@ -88,7 +88,7 @@ def tables(result: Mapping[str, Any]) -> list[list[list[str]]]:
     systems, first = result["systems"], result["reference"]
     others = [name for name, found in systems.items() if any("pairs" in cell for cell in found["columns"].values())]
     means = [["mean ± 95 %", *(f"{name}, {found['clips']} clips" for name, found in systems.items())]]
-    against = [["difference ± 95 %", *(f"{name} less {first}" for name in others)]]
+    against = [["difference ± 95 %", *(f"{name} minus {first}" for name in others)]]
     for name in dict.fromkeys(name for found in systems.values() for name in found["columns"]):
         cells = {system: found["columns"].get(name, {}) for system, found in systems.items()}
         title = f"{name} (lower is better)" if better_sign(name) < 0 else name
@@ -125,7 +125,7 @@ def clip_rows(systems: Systems, total: bool = False) -> list[list[tuple[str, Cli
 
 
 def gain(row: Sequence[tuple[str, Clip, Row]]) -> float:
-    """Last less first, of the first column; 0 where one has none."""
+    """Last minus first, of the first column; 0 where one has none."""
     values = [next(iter(columns.values()), math.nan) for _, _, columns in row]
     return float(np.nan_to_num(values[-1] - values[0]))
 

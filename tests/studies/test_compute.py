@@ -161,7 +161,7 @@ def test_a_search_shows_every_rate_and_marks_the_best_that_did_not_collapse():
     found["other"] = invented(run("flow", 1), 0.9)
     head, _, row, *_ = compute.search_table(found, ("rates",)).splitlines()
     assert head == "| arm | 0.0001 | 0.0003 | 0.001 |"
-    assert [cell.strip()[:6] for cell in row.split("|")[2:5]] == ["0.70, ", "**0.90", "collap"]
+    assert [cell.strip()[:6] for cell in row.split("|")[2:5]] == ["0.700,", "**0.90", "collap"]
 
 
 def test_matches_are_compared_at_the_reward_that_all_reach():

@@ -164,4 +164,4 @@ def test_the_summary_tells_which_arms_are_matched(places):
     }  # fmt: skip
     assert second_edition.main(["--summary"]) == DONE
     text = (places / "second.md").read_text()
-    assert table in text and "Decided: fixed less dual moving: reward" in text
+    assert table in text and "Decided at the end: fixed minus dual moving: reward" in text

@@ -39,7 +39,7 @@ def test_one_command_makes_the_figures_and_the_tables_of_a_page(place):
     assert {path.name for path in folder.iterdir()} == {f"results_{name}.png" for name in names}
     text = page.read_text()
     assert text.startswith("# Mine\n") and text.endswith("\nWhat it means.\n") and "stale" not in text
-    row = next(line for line in text.splitlines() if line.startswith("| all less all but last |"))
+    row = next(line for line in text.splitlines() if line.startswith("| all minus all but last |"))
     assert row.split("|")[3].strip().startswith("−0.153 (−0.254 to −0.053)")
 
 

@@ -101,7 +101,7 @@ def test_stopped_runs_are_counted_and_leave_the_pairs():
 
 def test_the_words_of_the_table():
     text = tables.tables(PLAN, STUDIES, records())["demo"]
-    assert "| good less base | 8 | +0.100 (+0.083 to +0.117), p 8e-06: **better** |" in text
+    assert "| good minus base | 8 | +0.100 (+0.083 to +0.117), p 8e-06: **better** |" in text
     assert "p-values corrected over 3 comparisons" in text and "**worse**" in text and "undecided" in text
 
 
@@ -126,10 +126,10 @@ def test_a_page_keeps_its_words_and_gets_new_tables():
 def test_arms_without_results_are_named_and_have_no_row():
     found = {key: record for key, record in records().items() if record["arm"] not in ("good", "bad")}
     text = tables.tables(PLAN, STUDIES, found)["demo"]
-    assert "Not run yet: good; bad.\n" in text and "| same less base | 8 |" in text and "| good" not in text
+    assert "Not run yet: good; bad.\n" in text and "| same minus base | 8 |" in text and "| good" not in text
     found = {key: record for key, record in records().items() if record["arm"] not in ("base", "bad")}
     text = tables.tables(PLAN, STUDIES, found)["demo"]
-    assert "Not run yet: base; bad.\n" in text and "less" not in text
+    assert "Not run yet: base; bad.\n" in text and "minus" not in text
 
 
 def test_pairs_that_one_measure_lacks_are_told():
@@ -137,16 +137,17 @@ def test_pairs_that_one_measure_lacks_are_told():
     key = PLAN.keys["demo", "good", 2]
     found[key] = invented(PLAN.runs[key], gain=-0.5)  # never gained: not comparable at equal reward
     lines = tables.tables(PLAN, STUDIES, found)["demo"].splitlines()
-    (row,) = (line for line in lines if line.startswith("| good less base | 8 |"))
+    (row,) = (line for line in lines if line.startswith("| good minus base | 8 |"))
     assert row.count("(7 pairs)") == 2
 
 
 def test_a_caption_says_what_is_decided():
     caption = tables.tables(PLAN, STUDIES, records())["demo"].splitlines()[0]
-    assert caption.startswith("*Decided: good less base: reward +") and "; bad less base: reward −" in caption
-    assert "same less base" not in caption and caption.endswith(". All else is undecided.*")
+    assert caption.startswith("*Decided at the end: good minus base: reward +")
+    assert "; bad minus base: reward −" in caption
+    assert "same minus base" not in caption and caption.endswith(". All else there is undecided.*")
     found = {key: record for key, record in records().items() if record["arm"] in ("base", "same")}
-    assert tables.tables(PLAN, STUDIES, found)["demo"].startswith("*No difference is decided.*\n")
+    assert tables.tables(PLAN, STUDIES, found)["demo"].startswith("*No difference at the end is decided.*\n")
 
 
 def test_a_shared_arm_alone_is_no_answer():

@@ -104,9 +104,9 @@ def test_base_against_checkpoint(command, checkpoint, tmp_path, level, capsys):
         and "win_rate" not in found["systems"]["base"]["columns"]["level"]
     )
     shown = capsys.readouterr().out
-    assert "Overall" in shown and "run-step-000007 less base" in shown and "of 4, too few clips" in shown
+    assert "Overall" in shown and "run-step-000007 minus base" in shown and "of 4, too few clips" in shown
     text = (tmp_path / "out" / "evaluation.md").read_text()
-    titles = "| mean ± 95 % | base, 4 clips | run-step-000007, 4 clips | run-step-000007 less base |\n"
+    titles = "| mean ± 95 % | base, 4 clips | run-step-000007, 4 clips | run-step-000007 minus base |\n"
     assert text.startswith(f"{titles}| --- | ---: | ---: | ---: |\n| Overall | ") and text.endswith(" |\n")
     assert (tmp_path / "out" / "evaluation.html").read_text().count("<video") == 8
 
@@ -268,4 +268,4 @@ def test_names_and_prompts_are_escaped(tmp_path):
     text, escaped = (tmp_path / "evaluation.html").read_text(), "&lt;script&gt;alert(1)&lt;/script&gt;"
     assert "<script" not in text and "<img" not in text
     assert f"<h3>{escaped}</h3>" in text and f"<small>{escaped}&nbsp;1.000" in text and f"<td>{escaped}</td>" in text
-    assert all(f"{tag}&lt;img src=x&gt;" in text for tag in ("<th>", "<th>one less ", "<b>"))
+    assert all(f"{tag}&lt;img src=x&gt;" in text for tag in ("<th>", "<th>one minus ", "<b>"))

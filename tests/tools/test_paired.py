@@ -87,7 +87,7 @@ def test_two_systems_make_one_table():
     clips = systems([1.0] * 9, [1.5 + 0.1 * value for value in values], distances=([0.05] * 9, near))
     (rows,) = tables(compared(clips, total=True))
     titles, total, distance = aligned(rows).splitlines()
-    assert re.split("  +", titles) == ["mean ± 95 %", "one, 9 clips", "two, 9 clips", "two less one"]
+    assert re.split("  +", titles) == ["mean ± 95 %", "one, 9 clips", "two, 9 clips", "two minus one"]
     half = 2.306 * math.sqrt(0.075) / 3  # Student's t of 8 degrees of freedom; the values' variance is 0.075
     change = f"+0.900 ± {half:.3f}, wins 100% of 9, better"
     assert re.split("  +", total) == ["total reward", "1.000 ± 0.000", f"1.900 ± {half:.3f}", change]
@@ -97,7 +97,7 @@ def test_two_systems_make_one_table():
 def test_more_systems_have_differences_in_a_table_of_their_own():
     means, against = tables(compared(systems([1.0] * 9, [1.0, 2.0] * 4 + [0.5], [None] * 8 + [3.0]), total=True))
     assert means[0][1:] == ["one, 9 clips", "two, 9 clips", "three, 9 clips"] and len(means[1]) == 4
-    assert against[0] == ["difference ± 95 %", "two less one", "three less one"]
+    assert against[0] == ["difference ± 95 %", "two minus one", "three minus one"]
     assert against[1][1].endswith("wins 67% of 9, not significant")
     assert against[1][2] == "+2.000 ± –, wins 100% of 1, too few clips"
     (alone,) = tables(compared(systems([1.0, 2.0, 3.0]), total=True))
