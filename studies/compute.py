@@ -242,7 +242,8 @@ def search_table(found: Mapping[str, Record], studies: Sequence[str]) -> str:
         cells.setdefault(record["arm"].rpartition(", ")[0], {})[record["config"]["learning_rate"]] = record
     rates = sorted({rate for one in cells.values() for rate in one})
     rows = [["arm", *(f"{rate:g}" for rate in rates)]]
-    for arm, one in sorted(cells.items(), key=lambda item: int(item[0].split()[0]) if item[0][0].isdigit() else 0):
+    for arm in sorted(cells, key=lambda arm: [int(word) for word in arm.split() if word.isdigit()]):  # 2 before 16
+        one = cells[arm]
         rewards = {r: validated(record, "reward/total") for r, record in one.items() if not record["collapsed"]}
         best = max(rewards, key=rewards.__getitem__, default=None)
         shown = {r: f"{number(value, 3)}, {number(validated(one[r], MATCH), 2)}" for r, value in rewards.items()}

@@ -24,9 +24,9 @@ def memory(plan: Plan) -> dict[str, dict[str, float]]:
     master, compute, mine = BYTES[c.master_weight_type], BYTES[c.dtype], plan.trained.total / plan.shards
     base = m.parameters / plan.shards * (compute if c.use_lora else master) + (mine * master if c.use_lora else 0.0)
     muon = plan.trained.matrices / plan.shards if c.optimizer == "muon" else 0.0
-    anchored = c.trust_region.anchor is not None
+    anchored, size = c.trust_region.anchor is not None, plan.windows.size
     on_gpu = anchored and (c.use_lora or not c.reference_mode_offload)
-    kept = (2 + anchored) * plan.windows.size + 2, (3 + anchored) * plan.trained_steps + 1  # with targets to match
+    states = (2 + anchored) * size + 2 if plan.algorithm.explores else (3 + anchored) * plan.trained_steps + 1
     rewards = [*plan.rewards, (0.0, 0.0, 0.0)]
     return {
         "weights": at(base),
@@ -36,7 +36,7 @@ def memory(plan: Plan) -> dict[str, dict[str, float]]:
         "anchor": at(mine * (master if c.use_lora else compute), anchor=mine * master) if on_gpu else at(0.0),
         "EMA": at(mine * master * (bool(c.ema_decay) + c.lags), rollout=mine * master * c.lags),
         "activations": activations(plan),
-        "trajectories": at(kept[not plan.algorithm.explores] * plan.latents * m.channels * 4 * c.batch_size),
+        "trajectories": at(states * plan.latents * m.channels * 4 * c.batch_size),
         "VAE": at(m.vae * compute, decode=max(decoding(plan, clip) for clip in clips)),
         "reward": at(sum(size for size, *_ in rewards), reward=max(inside for _, inside, _ in rewards)),
     }

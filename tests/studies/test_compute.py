@@ -76,9 +76,7 @@ def test_the_match_at_the_reward_is_compared_by_pairs(search):
     assert rows[f"| {ALL_STEPS}"] == f"{(start + 0.6075) / 2:.2f}"  # halfway to the reward of the end
     assert rows[f"| {FLASH}"] == f"{(start + 0.515) / 2:.2f} (−0.046 ± 0.014: **worse**)"
     assert rows["| flow"].endswith(": undecided)")
-    short = invented(
-        run(FLASH, 4), 0.1, match=0.5
-    )  # never has the reward: its pair is left out, and the rest is decided
+    short = invented(run(FLASH, 4), 0.1, match=0.5)  # never has the reward: its pair is left out
     told = compute.matches_there(runs | {FLASH: runs[FLASH] | {4: short}}, 0.8)[FLASH]
     assert told.endswith(" (−0.050 ± 0.012: **worse**)")
     assert compute.matches_there({ALL_STEPS: runs[ALL_STEPS]}, 5.0) == {ALL_STEPS: "–"}
@@ -162,6 +160,10 @@ def test_a_search_shows_every_rate_and_marks_the_best_that_did_not_collapse():
     head, _, row, *_ = compute.search_table(found, ("rates",)).splitlines()
     assert head == "| arm | 0.0001 | 0.0003 | 0.001 |"
     assert [cell.strip()[:6] for cell in row.split("|")[2:5]] == ["0.700,", "**0.90", "collap"]
+    sizes = [f"{count} prompt{'s' * (count > 1)} per update, 0.0003" for count in (16, 1, 2)]
+    found = {arm: invented(run(arm, 101, "batch_rates"), 0.1) for arm in sizes}
+    rows = compute.search_table(found, ("batch_rates",)).splitlines()[2:5]
+    assert [row.split()[1] for row in rows] == ["1", "2", "16"]
 
 
 def test_matches_are_compared_at_the_reward_that_all_reach():
