@@ -25,12 +25,12 @@ demo-gpu: venv
 	$(BIN)/python post_train.py --config configs/tiny_gpu.yaml --device cuda --overwrite
 
 study: venv
-	$(BIN)/python -m studies.sde_study --output outputs/sde_study
+	$(BIN)/python -m research.studies.sde_study --output outputs/sde_study
 
 # regenerates the figures of README.md and docs/method.md
 figures: demo
-	$(BIN)/python -m studies.readme_figures outputs/tiny_cpu --output docs/figures
-	$(BIN)/python -m studies.sde_study --output docs/figures
+	$(BIN)/python -m research.studies.readme_figures outputs/tiny_cpu --output docs/figures
+	$(BIN)/python -m research.studies.sde_study --output docs/figures
 
 test: venv
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal

@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sage_grpo.config import FIELDS, LARGEST, SDE_TYPES, SOLVERS
+from sage_grpo.config.command_line import Parser
+from sage_grpo.config.fields import FIELDS, LARGEST, SDE_TYPES, SOLVERS
 from sage_grpo.data.images import read_image
 from sage_grpo.data.requests import MOST, Request, check_text, read_requests
-from sage_grpo.flags import Parser
-from sage_grpo.json_files import write_json
+from sage_grpo.files.json_files import write_json
 from sage_grpo.plugins import in_file, resolved
-from sage_grpo.rewards import REWARDS
+from sage_grpo.rewards.registry import REWARDS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
         import torch
         from transformers.utils.logging import disable_progress_bar
 
-        from sage_grpo.models import device_for
+        from sage_grpo.models.registry import device_for
         from sage_grpo.parallel.ranks import join_ranks
 
         disable_progress_bar()  # that of loading weights
@@ -66,7 +66,9 @@ def checkpoint_of(path: str | None) -> str | None:
     from sage_grpo.train.checkpoint import found
 
     if not (complete := found(Path(path) / "checkpoints")):
-        raise FileNotFoundError(f"checkpoint_path {path} is a run folder that holds no checkpoint yet")
+        raise FileNotFoundError(
+            f"checkpoint_path {path} is a run folder that holds no checkpoint yet"
+        )
     return str(complete[-1])
 
 
@@ -82,10 +84,12 @@ def open_model(args: argparse.Namespace, prompts: Sequence[Request], ranks: "Ran
     """The backbone with the weights to sample, which can serve the prompts."""
     import torch
 
-    from sage_grpo.models import open_backbone
+    from sage_grpo.models.registry import open_backbone
 
     dtype = torch.bfloat16 if ranks.device.type == "cuda" else torch.float32
-    backbone = open_backbone(args.model_path, ranks.device, dtype, version=args.pretrained_transformer_version)
+    backbone = open_backbone(
+        args.model_path, ranks.device, dtype, version=args.pretrained_transformer_version
+    )
     backbone.check_requests(prompts)
     backbone.load_weights(args.checkpoint_path)
     backbone.transformer.requires_grad_(False).split_sequence(ranks.sequence_group)
@@ -99,28 +103,36 @@ def generate(args: argparse.Namespace, prompts: Sequence[Request], ranks: "Ranks
     from sage_grpo.algo.sde import build_schedule, flow_sigmas
     from sage_grpo.models.backbone import Guidance
     from sage_grpo.models.sample import counter_noise, denoise, integrate
-    from sage_grpo.rewards.base import Setup, build_reward, told
+    from sage_grpo.rewards.base import Setup, told
+    from sage_grpo.rewards.build import build_reward
     from sage_grpo.runs.clips import contact_sheet, thumbnails, write_mp4
-    from sage_grpo.worlds import check_prompts
+    from sage_grpo.worlds.registry import check_prompts
 
     device, rank, world = ranks.device, ranks.rank, ranks.count
     backbone = open_model(args, prompts, ranks)
     settings = {prompt.index: resolve(args, backbone, prompt) for prompt in prompts}
-    prompts = [prompt.sized(settings[prompt.index].height, settings[prompt.index].width) for prompt in prompts]
+    prompts = [
+        prompt.sized(settings[prompt.index].height, settings[prompt.index].width)
+        for prompt in prompts
+    ]
     own = settings[prompts[0].index]
     if ranks.first:
         print(f"sampling: {own}", flush=True)
     check_prompts(backbone.folder, [prompt.text for prompt in prompts])
     sigmas = flow_sigmas(own.num_steps, own.shift)
     schedule = build_schedule(resolved(args.sde_type), sigmas, args.eta).to(device)
-    shapes = {i: backbone.latent_shape(one.frames, one.height, one.width) for i, one in settings.items()}
+    shapes = {
+        i: backbone.latent_shape(one.frames, one.height, one.width) for i, one in settings.items()
+    }
     setup = Setup(Path(args.model_path) / "VideoReward", device)
     reward = build_reward(args.score, setup) if args.score and ranks.leader else None
     if reward:
         reward.check(told(reward, prompts))
     args.output_path.mkdir(parents=True, exist_ok=True)
 
-    mine = [(prompt, number) for prompt in prompts for number in range(args.num_videos)][rank::world]
+    mine = [(prompt, number) for prompt in prompts for number in range(args.num_videos)][
+        rank::world
+    ]
     unwanted = backbone.negative_prompt if args.negative_prompt is None else args.negative_prompt
     negative, rows, labels = Request(unwanted), [], []
     backbone.prepare([negative, *(prompt for prompt, _ in mine)])
@@ -167,8 +179,15 @@ def scored(reward: "Reward", clip: "Tensor", prompt: Request, fps: int) -> dict[
 
 def described(args: argparse.Namespace, prompt: Request, seed: int, number: int) -> dict:
     """What the JSON of a clip says, but for its sizes and scores."""
-    record = {"prompt": prompt.text, "seed": seed, "number": number, "model_path": str(args.model_path)}
-    record |= {name: getattr(args, name) for name in ("checkpoint_path", "sde_type", "eta", "solver")}
+    record = {
+        "prompt": prompt.text,
+        "seed": seed,
+        "number": number,
+        "model_path": str(args.model_path),
+    }
+    record |= {
+        name: getattr(args, name) for name in ("checkpoint_path", "sde_type", "eta", "solver")
+    }
     return record | ({"image": str(prompt.image.path)} if prompt.image else {})
 
 
@@ -243,7 +262,9 @@ def one_of(names: Iterable[str]) -> Callable[[str], str]:
 
     def convert(text: str) -> str:
         if text not in names and not in_file(text):
-            raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(names)}, or FILE.py:NAME")
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not one of {', '.join(names)}, or FILE.py:NAME"
+            )
         return text
 
     return convert
@@ -256,11 +277,21 @@ def seed_number(text: str) -> int:
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = Parser("generate.py", __doc__, usage="generate.py (--prompt TEXT | --prompt_file FILE) [--FLAG VALUE ...]")
+    parser = Parser(
+        "generate.py",
+        __doc__,
+        usage="generate.py (--prompt TEXT | --prompt_file FILE) [--FLAG VALUE ...]",
+    )
     add = parser.add_argument_group("Model").add_argument
     names = ("pretrained_model_root", "pretrained_transformer_version", "device")
     root, version, device = (FIELDS[name] for name in names)
-    add("--model_path", type=Path, metavar="FOLDER", default=Path(root.default), help=root.metadata["help"])
+    add(
+        "--model_path",
+        type=Path,
+        metavar="FOLDER",
+        default=Path(root.default),
+        help=root.metadata["help"],
+    )
     add(f"--{version.name}", metavar="NAME", default=version.default, help=version.metadata["help"])
     weights = "a run, or weights: a folder with transformer/ or a LoRA, or a .safetensors file"
     add("--checkpoint_path", metavar="PATH", help=f"{weights}; without it, the model as it is")
@@ -268,39 +299,86 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     what, add = group.add_mutually_exclusive_group(required=True), group.add_argument
     what.add_argument("--prompt", metavar="TEXT", help="prompt of the clips")
     what.add_argument(
-        "--valid_video_csv", "--prompt_file", metavar="FILE", help="prompts in a .csv, .txt or .jsonl file"
+        "--valid_video_csv",
+        "--prompt_file",
+        metavar="FILE",
+        help="prompts in a .csv, .txt or .jsonl file",
     )
     cropped = "resized and cropped around its center to the size of the clip"
-    add("--image", type=Path, metavar="FILE", help=f"first frame of the clips of --prompt, {cropped}")
-    add("--negative_prompt", metavar="TEXT", help="prompt of the negative branch of guidance (default: the model's)")
+    add(
+        "--image",
+        type=Path,
+        metavar="FILE",
+        help=f"first frame of the clips of --prompt, {cropped}",
+    )
+    add(
+        "--negative_prompt",
+        metavar="TEXT",
+        help="prompt of the negative branch of guidance (default: the model's)",
+    )
     add("--num_videos", type=positive, metavar="N", default=1, help="clips per prompt")
     add("--seed", type=seed_number, metavar="N", default=42, help="seed of prompts that name none")
     sampling = "Sampling; what is not given is the model's own, and the size that of its sizes closest to the image's"
     add = parser.add_argument_group(sampling).add_argument
     add("--resolution", choices=AREAS, help="area of a frame")
     add("--aspect_ratio", type=aspect, metavar="W:H", help="shape of a frame, such as 16:9")
-    add("--fixed_size", type=size, metavar="HxW", help="exact size of a frame; overrides the two above")
+    add(
+        "--fixed_size",
+        type=size,
+        metavar="HxW",
+        help="exact size of a frame; overrides the two above",
+    )
     add("--num_frames", type=positive, metavar="N", help="frames of a clip")
     add("--num_inference_steps", type=positive, metavar="N", help="denoising steps")
     add("--guidance_scale", type=finite, metavar="X", help="classifier-free guidance")
     add("--timestep_shift", type=finite, metavar="X", help="shift of the noise schedule")
-    add("--solver", choices=SOLVERS, default="euler", help="ODE solver; dpm has second order and needs fewer steps")
+    add(
+        "--solver",
+        choices=SOLVERS,
+        default="euler",
+        help="ODE solver; dpm has second order and needs fewer steps",
+    )
     noise = f"look at the exploration noise of {', '.join(SDE_TYPES)} or FILE.py:NAME"
     add("--sde_type", type=one_of(("ode", *SDE_TYPES)), metavar="NAME", default="ode", help=noise)
     add("--eta", type=finite, metavar="X", default=0.5, help="exploration scale of --sde_type")
     add = parser.add_argument_group("Machine and output").add_argument
-    add("--device", choices=device.metadata["choices"], default=device.default, help=device.metadata["help"])
-    add("--sp_size", type=positive, metavar="N", default=1, help="ranks that share each clip; the others share prompts")
-    add("--compile", action="store_true", help="compile the transformer blocks: faster from the second clip on")
-    add("--output_path", type=Path, metavar="FOLDER", default=Path("outputs/generated"), help="where clips are written")
+    add(
+        "--device",
+        choices=device.metadata["choices"],
+        default=device.default,
+        help=device.metadata["help"],
+    )
+    add(
+        "--sp_size",
+        type=positive,
+        metavar="N",
+        default=1,
+        help="ranks that share each clip; the others share prompts",
+    )
+    add(
+        "--compile",
+        action="store_true",
+        help="compile the transformer blocks: faster from the second clip on",
+    )
+    add(
+        "--output_path",
+        type=Path,
+        metavar="FOLDER",
+        default=Path("outputs/generated"),
+        help="where clips are written",
+    )
     rewards = [name for name in REWARDS if name != "remote"]
     score = f"write scores into each JSON: {', '.join(rewards)} or FILE.py:NAME"
     add("--score", type=one_of(rewards), metavar="REWARD", help=score)
     args = parser.parse_args(arguments)
     if args.image and args.valid_video_csv:
-        parser.error("--image belongs to --prompt; a prompt file names images in its column `image`")
+        parser.error(
+            "--image belongs to --prompt; a prompt file names images in its column `image`"
+        )
     if args.solver != "euler" and args.sde_type != "ode":
-        parser.error(f"--solver {args.solver} solves the ODE, and --sde_type {args.sde_type} adds noise: leave one out")
+        parser.error(
+            f"--solver {args.solver} solves the ODE, and --sde_type {args.sde_type} adds noise: leave one out"
+        )
     return args
 
 

@@ -11,18 +11,20 @@ import sys
 import traceback
 from typing import Any
 
+from sage_grpo.config.parse import parse
 from sage_grpo.exit_codes import DONE, FAILED, PREEMPTED, WRONG_INPUT
-from sage_grpo.flags import parse
 
 
 def main(arguments: list[str] | None = None) -> int:
     try:
-        config = parse(sys.argv[1:] if arguments is None else arguments)  # before imports that take seconds
+        # before imports that take seconds
+        config = parse(sys.argv[1:] if arguments is None else arguments)
         from sage_grpo.train import console
         from sage_grpo.train.build import build_trainer, join_run
 
         with join_run(config) as ranks:
             trainer = build_trainer(config, ranks)
+            trainer.run.report_module = "sage_grpo.tools.report"
             ranks.set_timeout(config.collective_timeout)
             console.begin(trainer)
             if (code := train(trainer)) == FAILED:
@@ -47,10 +49,10 @@ def train(trainer: Any) -> int:
     finally:
         trainer.run.close()
     if trainer.ranks.first:
-        from sage_grpo.tools import report  # loads matplotlib, which other ranks need not
+        from sage_grpo.tools.report.page import print_summary  # loads matplotlib
         from sage_grpo.train import console
 
-        report.print_summary(trainer.run.path)
+        print_summary(trainer.run.path)
         print(console.ending(trainer))
     return DONE
 

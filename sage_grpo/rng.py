@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 # "generate" is for generation and validation, so that they never reuse training noise
-PURPOSES = ("rollout_init", "rollout_sde", "generate_init", "generate_sde", "permutation", "prompt_order", "window")
+PURPOSES = (
+    "rollout_init",
+    "rollout_sde",
+    "generate_init",
+    "generate_sde",
+    "permutation",
+    "prompt_order",
+    "window",
+)
 
 
 def generator(
@@ -26,14 +34,18 @@ def generator(
     """
     if purpose not in PURPOSES:
         raise ValueError(f"purpose is {purpose!r}; choose one of {', '.join(PURPOSES)}")
-    key = ":".join(str(part) for part in (purpose, *(int(n) for n in (seed, step, prompt, sample, index))))
+    key = ":".join(
+        str(part) for part in (purpose, *(int(n) for n in (seed, step, prompt, sample, index)))
+    )
     digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
 
 
 def normal(shape: Sequence[int], seed: int, purpose: str, **key: int) -> Tensor:
     """Standard normal fp32 tensor of `shape`, on the CPU."""
-    return torch.from_numpy(generator(seed, purpose, **key).standard_normal(tuple(shape), dtype=np.float32))
+    return torch.from_numpy(
+        generator(seed, purpose, **key).standard_normal(tuple(shape), dtype=np.float32)
+    )
 
 
 def permutation(n: int, seed: int, purpose: str, **key: int) -> Tensor:

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from sage_grpo.config import Config, ConfigError
-from sage_grpo.flags import answer_early, answering
+from sage_grpo.config.command_line import answer_early, answering
+from sage_grpo.config.fields import Config, ConfigError
 from sage_grpo.tools.options import ToolParser
 
 options_of = ToolParser("audit_reward", __doc__, "python scripts/{}.py").parse_with_config
@@ -24,28 +24,44 @@ answer_early(__name__, options_of)
 
 import torch
 
-from sage_grpo.json_files import write_json
+from sage_grpo.files.json_files import write_json
 from sage_grpo.parallel.device import choose_device
 from sage_grpo.runs.clips import contact_sheet, read_mp4, thumbnails
-from sage_grpo.tools.audit import EDITS, TOTAL, conclude, drawn_clips, edited, give_verdicts, measure
+from sage_grpo.tools.audit import (
+    EDITS,
+    TOTAL,
+    conclude,
+    drawn_clips,
+    edited,
+    give_verdicts,
+    measure,
+)
 from sage_grpo.tools.evaluate import read_folder
 from sage_grpo.tools.templating import render
 from sage_grpo.train.build import build_composite, open_model, prompts_of, reward_names
 
 
-def good_clips(options: argparse.Namespace, config: Config, device: torch.device) -> tuple[list, list, float, list]:
+def good_clips(
+    options: argparse.Namespace, config: Config, device: torch.device
+) -> tuple[list, list, float, list]:
     """Clips, prompts and fps; of a world also the clips at half the speed, which it can render."""
-    entries = [entry for folder in options.clips for entry in read_folder(folder)][: options.num_clips]
+    entries = [entry for folder in options.clips for entry in read_folder(folder)][
+        : options.num_clips
+    ]
     if entries:
         clips, rates = zip(*(read_mp4(Path(entry["file"])) for entry in entries), strict=True)
         if len(set(rates)) > 1:
-            raise ConfigError("the clips have several frame rates; the reward would see more of some than of others")
+            raise ConfigError(
+                "the clips have several frame rates; the reward would see more of some than of others"
+            )
         return list(clips), [entry["prompt"] for entry in entries], rates[0], []
     _, c = open_model(config, device)
     prompts = prompts_of(c.train_prompts, Path(c.pretrained_model_root), "train")
     drawn = drawn_clips(c, prompts, options.num_clips)
     if drawn is None:
-        raise ConfigError("this model has no world that can draw a clip known to be good: name a folder with --clips")
+        raise ConfigError(
+            "this model has no world that can draw a clip known to be good: name a folder with --clips"
+        )
     longer, _ = drawn_clips(replace(c, num_frames=2 * c.num_frames - 1), prompts, options.num_clips)
     return *drawn, c.fps, [clip[: c.num_frames] for clip in longer]
 
@@ -56,7 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = torch.device(choose_device(config.device, lambda: 0))
     clips, prompts, fps, slowed = good_clips(options, config, device)
     if len(clips) < 8:
-        raise ConfigError(f"{len(clips)} clips are too few to tell; give at least 8, with different prompts")
+        raise ConfigError(
+            f"{len(clips)} clips are too few to tell; give at least 8, with different prompts"
+        )
     reward = build_composite(config, reward_names(config), config.reward_weights, device)
     reward.check(prompts)
     kinds = dict.fromkeys(EDITS, ()) | {"slowed": slowed}
@@ -64,12 +82,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     told = conclude(found, verdicts := give_verdicts(found, drawn=not options.clips))
     options.output.mkdir(parents=True, exist_ok=True)
     rows = {kind: (kinds[kind] or edited(clips[:1], kind))[0] for kind in kinds}
-    marks = {v.edit: f"{v.change.mean:+.3f} +- {v.change.half:.3f} {v.mark}" for v in verdicts if v.score == TOTAL}
+    marks = {
+        v.edit: f"{v.change.mean:+.3f} +- {v.change.half:.3f} {v.mark}"
+        for v in verdicts
+        if v.score == TOTAL
+    }
     sheet = [thumbnails(clip) for clip in (clips[0], *rows.values())]
-    contact_sheet(options.output / "sheet.png", sheet, ["good", *(f"{kind}: total {marks[kind]}" for kind in rows)])
+    contact_sheet(
+        options.output / "sheet.png",
+        sheet,
+        ["good", *(f"{kind}: total {marks[kind]}" for kind in rows)],
+    )
     record = {"clips": len(clips), "weights": reward.weights, "fit": not told["wrong"]} | told
-    write_json(options.output / "audit.json", record | {"verdicts": [asdict(v) | {"mark": v.mark} for v in verdicts]})
-    print(render("audit.txt", found=found, verdicts=verdicts, output=options.output, **told), end="")
+    write_json(
+        options.output / "audit.json",
+        record | {"verdicts": [asdict(v) | {"mark": v.mark} for v in verdicts]},
+    )
+    print(
+        render("audit.txt", found=found, verdicts=verdicts, output=options.output, **told), end=""
+    )
     return 1 if told["wrong"] else 0
 
 

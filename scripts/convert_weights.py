@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sage_grpo.flags import Parser
+from sage_grpo.config.command_line import Parser
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,14 +21,22 @@ GLYPH_PREFIX = "module.text_tower.encoder."
 
 def main(arguments: list[str] | None = None) -> None:
     parser = Parser("scripts/convert_weights.py", __doc__)
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="model folder in Tencent's layout")
+    parser.add_argument(
+        "folder", type=Path, metavar="FOLDER", help="model folder in Tencent's layout"
+    )
     try:
         folder = parser.parse_args(arguments).folder  # before imports that take seconds
-        from sage_grpo.torch_files import convert
+        from sage_grpo.files.torch_files import convert
 
-        found = [(path, of) for pattern, of in CONVERSIONS.items() for path in sorted(folder.glob(pattern))]
+        found = [
+            (path, of)
+            for pattern, of in CONVERSIONS.items()
+            for path in sorted(folder.glob(pattern))
+        ]
         if not found:
-            raise FileNotFoundError(f"'{folder}' has none of {', '.join(CONVERSIONS)}; run download_weights.sh first.")
+            raise FileNotFoundError(
+                f"'{folder}' has none of {', '.join(CONVERSIONS)}; run download_weights.sh first."
+            )
         for path, tensors_of in found:
             print(convert(path, tensors_of))
     except (ValueError, FileNotFoundError) as error:
@@ -40,7 +48,11 @@ def glyph_tensors(content: dict[str, Any]) -> "dict[str, Tensor]":
     """The ByT5 encoder of Glyph-SDXL-v2 under T5EncoderModel names; a full training state holds more."""
     if "state_dict" in content:
         tensors = content["state_dict"]
-        content = {n.removeprefix(GLYPH_PREFIX): t for n, t in tensors.items() if n.startswith(GLYPH_PREFIX)}
+        content = {
+            n.removeprefix(GLYPH_PREFIX): t
+            for n, t in tensors.items()
+            if n.startswith(GLYPH_PREFIX)
+        }
     return {f"encoder.{name}": tensor for name, tensor in content.items()}
 
 

@@ -14,9 +14,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from sage_grpo.config import FIELDS, default_dtype
+from sage_grpo.config.command_line import Parser
+from sage_grpo.config.fields import FIELDS, default_dtype
 from sage_grpo.data.requests import Request, read_requests
-from sage_grpo.flags import Parser
 
 
 def prompts_to_encode(files: Sequence[str] | None, folder: Path) -> list[Request]:
@@ -38,7 +38,7 @@ def encode(args: argparse.Namespace, rank: int, count: int) -> str:
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    from sage_grpo.models import open_backbone
+    from sage_grpo.models.registry import open_backbone
     from sage_grpo.parallel.device import choose_device
     from sage_grpo.train.build import DTYPES
 
@@ -50,7 +50,9 @@ def encode(args: argparse.Namespace, rank: int, count: int) -> str:
     negative = backbone.negative_prompt if args.negative_prompt is None else args.negative_prompt
     named = prompts_to_encode(args.prompts, args.model_root)
     if any(request.image for request in named):
-        raise ValueError("prompts with images are encoded by post_train.py, which knows the size of the clips")
+        raise ValueError(
+            "prompts with images are encoded by post_train.py, which knows the size of the clips"
+        )
     requests = list(dict.fromkeys(request.content for request in (Request(negative), *named)))
     begun = time.perf_counter()
     cache = backbone.embeddings
@@ -65,11 +67,37 @@ def encode(args: argparse.Namespace, rank: int, count: int) -> str:
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser("scripts/encode_prompts.py", __doc__)
     add = parser.add_argument
-    add("--model_root", type=Path, metavar="FOLDER", default=Path("assets/tiny"), help="model folder")
-    add("--prompts", nargs="+", metavar="FILE", help=".txt, .csv or .jsonl (default: as post_train.py, both kinds)")
-    add("--negative_prompt", metavar="TEXT", help="prompt of the negative branch of guidance (default: the model's)")
-    add("--prompt_cache", type=Path, required=True, metavar="FOLDER", help="the folder to give post_train.py")
-    add("--device", choices=FIELDS["device"].metadata["choices"], default="auto", help="as that of the run")
+    add(
+        "--model_root",
+        type=Path,
+        metavar="FOLDER",
+        default=Path("assets/tiny"),
+        help="model folder",
+    )
+    add(
+        "--prompts",
+        nargs="+",
+        metavar="FILE",
+        help=".txt, .csv or .jsonl (default: as post_train.py, both kinds)",
+    )
+    add(
+        "--negative_prompt",
+        metavar="TEXT",
+        help="prompt of the negative branch of guidance (default: the model's)",
+    )
+    add(
+        "--prompt_cache",
+        type=Path,
+        required=True,
+        metavar="FOLDER",
+        help="the folder to give post_train.py",
+    )
+    add(
+        "--device",
+        choices=FIELDS["device"].metadata["choices"],
+        default="auto",
+        help="as that of the run",
+    )
     kinds = FIELDS["dtype"].metadata
     add("--dtype", choices=kinds["choices"], help=f"as that of the run (default: {kinds['shown']})")
     return parser.parse_args(arguments)

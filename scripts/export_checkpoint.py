@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from sage_grpo.flags import Parser, answer_early
+from sage_grpo.config.command_line import Parser, answer_early
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -27,7 +27,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--checkpoint", type=Path, metavar="FOLDER", required=True, help="RUN/checkpoints/step-N")
     add("--output", type=Path, metavar="FOLDER", required=True, help="folder to make")
     add("--layout", choices=("diffusers", "tencent", "lora"), default="diffusers", help="as above")
-    add("--model_path", type=Path, metavar="FOLDER", help="model of the run (default: where the run had it)")
+    add(
+        "--model_path",
+        type=Path,
+        metavar="FOLDER",
+        help="model of the run (default: where the run had it)",
+    )
     return parser.parse_args(arguments)
 
 
@@ -37,14 +42,23 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sage_grpo import manifest
-from sage_grpo.models import DEFAULT_VERSION, open_backbone
+from sage_grpo.files import manifest
 from sage_grpo.models.hunyuan15.folder import ModelFolder
 from sage_grpo.models.hunyuan15.tencent import RULES, diffusers_config, translate
 from sage_grpo.models.hunyuan15.transformer import PackedTransformer
 from sage_grpo.models.lora import LORA_FILE, read_adapter
+from sage_grpo.models.registry import open_backbone
 from sage_grpo.models.shards import trained_weights
-from sage_grpo.models.weights import INDEX, STEM, Rows, Weights, check_names, index_text, open_folder
+from sage_grpo.models.versions import DEFAULT_VERSION
+from sage_grpo.models.weights import (
+    INDEX,
+    STEM,
+    Rows,
+    Weights,
+    check_names,
+    index_text,
+    open_folder,
+)
 
 NAMED = ("target_size", "task_type")  # encoded in the folder name in Tencent's layout
 
@@ -59,7 +73,9 @@ def write_diffusers(checkpoint: Path, folder: Path, model_path: Path | None) -> 
     """Write a checkpoint's transformer. Adapters and shards change `model_path`, by default the run's model."""
     if (checkpoint / "transformer").is_dir():
         if model_path is not None:
-            raise ValueError(f"--model_path is for adapters and shards; {checkpoint} has transformer/: leave it out")
+            raise ValueError(
+                f"--model_path is for adapters and shards; {checkpoint} has transformer/: leave it out"
+            )
         shutil.copytree(checkpoint / "transformer", folder)
         return
     run = json.loads((checkpoint / "trainer" / "state.json").read_text())["config"]
@@ -67,7 +83,9 @@ def write_diffusers(checkpoint: Path, folder: Path, model_path: Path | None) -> 
     version = run["pretrained_transformer_version"] if ModelFolder(root).is_tencent else None
     base, adapter = open_backbone(root, version=version, complete=False), checkpoint / LORA_FILE
     weights = base.open_weights()
-    save_weights(folder, merged(weights, adapter) if adapter.is_file() else trained(checkpoint, weights))
+    save_weights(
+        folder, merged(weights, adapter) if adapter.is_file() else trained(checkpoint, weights)
+    )
     (folder / "config.json").write_text(base.empty_transformer().to_json_string())
 
 
@@ -82,12 +100,16 @@ def merged(weights: Weights, file: Path) -> Iterator[tuple[str, Tensor]]:
     """Transformer tensors, one at a time, with a saved adapter's `alpha / r * B A` added; dtypes are kept."""
     adapter, config = read_adapter(file)
     if not config or config["use_rslora"]:
-        raise ValueError(f"{file} does not tell one rank and one scale for all layers; merge it by other means")
+        raise ValueError(
+            f"{file} does not tell one rank and one scale for all layers; merge it by other means"
+        )
     downs = {name.replace(".lora_A.", "."): name for name in adapter if ".lora_A." in name}
     for name, down in downs.items():
         shape = (len(adapter[down.replace(".lora_A.", ".lora_B.")]), adapter[down].shape[1])
         if name not in weights.names or weights.shape(name) != shape:
-            raise ValueError(f"{file} does not fit '{weights.where}': {name} of shape {shape} is not there")
+            raise ValueError(
+                f"{file} does not fit '{weights.where}': {name} of shape {shape} is not there"
+            )
     for name in weights.names:
         value = weights.read(name)
         if name in downs:
@@ -104,7 +126,9 @@ def write_tencent(diffusers: Path, folder: Path) -> None:
     told = json.loads(full_config(diffusers_config("transformer", theirs, DEFAULT_VERSION)))
     lost = [name for name in told if name not in NAMED and told[name] != ours[name]]
     if lost:
-        raise ValueError(f"Tencent's config.json cannot tell that {lost[0]} is {ours[lost[0]]}; use --layout diffusers")
+        raise ValueError(
+            f"Tencent's config.json cannot tell that {lost[0]} is {ours[lost[0]]}; use --layout diffusers"
+        )
     save_tencent(folder, "transformer", open_folder(diffusers))
     (folder / "config.json").write_text(json.dumps(theirs, indent=2) + "\n")
 
@@ -116,7 +140,11 @@ def to_tencent(part: str, names: Iterable[str]) -> dict[str, tuple[Rows, ...]]:
     """
     blocks: dict[str, list[Rows | None]] = {}
     for name in names:
-        known = [(rule, new) for rule in RULES[part] if (new := translate(name, rule.diffusers, rule.tencent))]
+        known = [
+            (rule, new)
+            for rule in RULES[part]
+            if (new := translate(name, rule.diffusers, rule.tencent))
+        ]
         if not known:
             raise ValueError(f"the {part} tensor {name} has no place in Tencent's layout")
         [(rule, new)] = known
@@ -125,7 +153,9 @@ def to_tencent(part: str, names: Iterable[str]) -> dict[str, tuple[Rows, ...]]:
             found[block] = (name, position, len(rule.blocks))
     for new, found in blocks.items():
         if None in found:
-            raise ValueError(f"{new} of Tencent's layout cannot be put together: {found.count(None)} parts are missing")
+            raise ValueError(
+                f"{new} of Tencent's layout cannot be put together: {found.count(None)} parts are missing"
+            )
     return {new: tuple(rows for rows in found if rows) for new, found in blocks.items()}
 
 
@@ -136,12 +166,18 @@ def tencent_transformer_config(config: dict[str, Any]) -> dict[str, Any]:
     """
     patch = [config["patch_size_t"], config["patch_size"], config["patch_size"]]
     width = config["num_attention_heads"] * config["attention_head_dim"]
-    own = {"in_channels": (config["in_channels"] - 1) // 2, "concat_condition": True, "mm_single_blocks_depth": 0}
+    own = {
+        "in_channels": (config["in_channels"] - 1) // 2,
+        "concat_condition": True,
+        "mm_single_blocks_depth": 0,
+    }
     renamed = {rule.tencent: config[rule.diffusers] for rule in RULES["transformer settings"]}
     return renamed | own | {"hidden_size": width, "patch_size": patch}
 
 
-def save_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: float = 5e9) -> None:
+def save_weights(
+    folder: Path, tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: float = 5e9
+) -> None:
     """Write files with diffusers' names. If `tensors` is a generator, only one shard at a time is in memory."""
     folder.mkdir(parents=True, exist_ok=True)
     if old := sorted(folder.glob(f"{STEM}*.safetensors*")):
@@ -188,7 +224,9 @@ def export(checkpoint: Path, output: Path, layout: str, model_path: Path | None 
     manifest.check(checkpoint)
     adapter, drafts = checkpoint / LORA_FILE, output.with_name(f"{output.name}.tmp")
     if layout == "lora" and not adapter.is_file():
-        raise ValueError(f"{checkpoint} holds all weights and no adapter; use --layout diffusers or tencent")
+        raise ValueError(
+            f"{checkpoint} holds all weights and no adapter; use --layout diffusers or tencent"
+        )
     shutil.rmtree(drafts, ignore_errors=True)
     drafts.mkdir(parents=True)
     draft = drafts / layout

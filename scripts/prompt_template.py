@@ -22,11 +22,17 @@ def main(source: Path, target: Path) -> int:
         if hashlib.sha256(content).hexdigest() != SHA256:
             content = constant(content.decode(), CONSTANT).encode()
     except (SyntaxError, ValueError) as error:
-        print(f"{source} is not the source of the prompt template ({error}); nothing was written.", file=sys.stderr)
+        print(
+            f"{source} is not the source of the prompt template ({error}); nothing was written.",
+            file=sys.stderr,
+        )
         return 1
     found = hashlib.sha256(content).hexdigest()
     if found != SHA256:
-        print(f"{source}: {CONSTANT} has sha256 {found} instead of {SHA256}; nothing was written.", file=sys.stderr)
+        print(
+            f"{source}: {CONSTANT} has sha256 {found} instead of {SHA256}; nothing was written.",
+            file=sys.stderr,
+        )
         return 1
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_bytes(content)
@@ -36,7 +42,9 @@ def main(source: Path, target: Path) -> int:
 def constant(source: str, name: str) -> str:
     """The string value that a module assigns to `name`."""
     for node in ast.parse(source).body:
-        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
+        if isinstance(node, ast.Assign) and any(
+            isinstance(t, ast.Name) and t.id == name for t in node.targets
+        ):
             value = ast.literal_eval(node.value)
             if isinstance(value, str):
                 return value

@@ -33,27 +33,35 @@ def boat(draw: ImageDraw.ImageDraw, w: int, h: int) -> None:
     ball(draw, 0.75 * w, 0.3 * h, 0.08 * w, (255, 214, 130))
     draw.rectangle((0, 0.62 * h, w, h), fill=(24, 74, 122))
     draw.polygon(
-        [(0.3 * w, 0.66 * h), (0.55 * w, 0.66 * h), (0.5 * w, 0.76 * h), (0.35 * w, 0.76 * h)], fill=(120, 44, 30)
+        [(0.3 * w, 0.66 * h), (0.55 * w, 0.66 * h), (0.5 * w, 0.76 * h), (0.35 * w, 0.76 * h)],
+        fill=(120, 44, 30),
     )
-    draw.polygon([(0.42 * w, 0.25 * h), (0.42 * w, 0.64 * h), (0.56 * w, 0.64 * h)], fill=(246, 240, 228))
+    draw.polygon(
+        [(0.42 * w, 0.25 * h), (0.42 * w, 0.64 * h), (0.56 * w, 0.64 * h)], fill=(246, 240, 228)
+    )
 
 
 def balloon(draw: ImageDraw.ImageDraw, w: int, h: int) -> None:
     draw.polygon(
-        [(0, h), (0, 0.85 * h), (0.3 * w, 0.7 * h), (0.65 * w, 0.86 * h), (w, 0.74 * h), (w, h)], fill=(70, 120, 66)
+        [(0, h), (0, 0.85 * h), (0.3 * w, 0.7 * h), (0.65 * w, 0.86 * h), (w, 0.74 * h), (w, h)],
+        fill=(70, 120, 66),
     )
     ball(draw, 0.5 * w, 0.34 * h, 0.22 * w, (204, 52, 48))
     draw.polygon(
-        [(0.34 * w, 0.43 * h), (0.66 * w, 0.43 * h), (0.54 * w, 0.58 * h), (0.46 * w, 0.58 * h)], fill=(204, 52, 48)
+        [(0.34 * w, 0.43 * h), (0.66 * w, 0.43 * h), (0.54 * w, 0.58 * h), (0.46 * w, 0.58 * h)],
+        fill=(204, 52, 48),
     )
     draw.rectangle((0.45 * w, 0.6 * h, 0.55 * w, 0.66 * h), fill=(110, 74, 40))
 
 
 def lighthouse(draw: ImageDraw.ImageDraw, w: int, h: int) -> None:
     draw.rectangle((0, 0.72 * h, w, h), fill=(14, 30, 56))
-    draw.polygon([(0.5 * w, 0.78 * h), (0.62 * w, 0.6 * h), (w, 0.62 * h), (w, 0.84 * h)], fill=(46, 42, 44))
     draw.polygon(
-        [(0.7 * w, 0.64 * h), (0.72 * w, 0.24 * h), (0.78 * w, 0.24 * h), (0.8 * w, 0.64 * h)], fill=(226, 226, 220)
+        [(0.5 * w, 0.78 * h), (0.62 * w, 0.6 * h), (w, 0.62 * h), (w, 0.84 * h)], fill=(46, 42, 44)
+    )
+    draw.polygon(
+        [(0.7 * w, 0.64 * h), (0.72 * w, 0.24 * h), (0.78 * w, 0.24 * h), (0.8 * w, 0.64 * h)],
+        fill=(226, 226, 220),
     )
     draw.polygon([(0.72 * w, 0.19 * h), (0, 0.08 * h), (0, 0.3 * h)], fill=(120, 116, 96))
     draw.rectangle((0.715 * w, 0.16 * h, 0.785 * w, 0.24 * h), fill=(255, 226, 120))
@@ -64,13 +72,16 @@ def candle(draw: ImageDraw.ImageDraw, w: int, h: int) -> None:
     draw.rectangle((0.43 * w, 0.45 * h, 0.57 * w, 0.82 * h), fill=(238, 226, 200))
     draw.line((0.5 * w, 0.45 * h, 0.5 * w, 0.4 * h), fill=(20, 20, 20), width=w // 90)
     draw.polygon(
-        [(0.5 * w, 0.24 * h), (0.55 * w, 0.36 * h), (0.5 * w, 0.42 * h), (0.45 * w, 0.36 * h)], fill=(255, 176, 46)
+        [(0.5 * w, 0.24 * h), (0.55 * w, 0.36 * h), (0.5 * w, 0.42 * h), (0.45 * w, 0.36 * h)],
+        fill=(255, 176, 46),
     )
 
 
 def train(draw: ImageDraw.ImageDraw, w: int, h: int) -> None:
     draw.polygon([(0, 0.7 * h), (0.2 * w, 0.35 * h), (0.42 * w, 0.7 * h)], fill=(116, 122, 140))
-    draw.polygon([(0.3 * w, 0.7 * h), (0.62 * w, 0.25 * h), (0.95 * w, 0.7 * h)], fill=(98, 104, 124))
+    draw.polygon(
+        [(0.3 * w, 0.7 * h), (0.62 * w, 0.25 * h), (0.95 * w, 0.7 * h)], fill=(98, 104, 124)
+    )
     draw.rectangle((0, 0.7 * h, w, h), fill=(180, 160, 96))
     for x, color in ((0.08, (38, 92, 62)), (0.3, (170, 40, 40)), (0.52, (170, 40, 40))):
         draw.rectangle((x * w, 0.62 * h, (x + 0.2) * w, 0.78 * h), fill=color)
@@ -81,7 +92,9 @@ def train(draw: ImageDraw.ImageDraw, w: int, h: int) -> None:
 def fish(draw: ImageDraw.ImageDraw, w: int, h: int) -> None:
     draw.rectangle((0, 0.9 * h, w, h), fill=(196, 178, 120))
     draw.ellipse((0.3 * w, 0.38 * h, 0.66 * w, 0.62 * h), fill=(250, 140, 40))
-    draw.polygon([(0.64 * w, 0.5 * h), (0.78 * w, 0.38 * h), (0.78 * w, 0.62 * h)], fill=(250, 140, 40))
+    draw.polygon(
+        [(0.64 * w, 0.5 * h), (0.78 * w, 0.38 * h), (0.78 * w, 0.62 * h)], fill=(250, 140, 40)
+    )
     ball(draw, 0.38 * w, 0.47 * h, 0.02 * w, (10, 10, 10))
     for x, y in ((0.22, 0.3), (0.25, 0.2), (0.21, 0.1)):
         ball(draw, x * w, y * h, 0.015 * w, (220, 240, 250))
@@ -101,7 +114,9 @@ def render(name: str) -> Image.Image:
     paint, (width, height), top, bottom = SCENES[name]
     picture = sky(FINE * width, FINE * height, top, bottom)
     paint(ImageDraw.Draw(picture), *picture.size)
-    return picture.resize((width, height), Image.Resampling.BOX).quantize(COLORS, dither=Image.Dither.NONE)
+    return picture.resize((width, height), Image.Resampling.BOX).quantize(
+        COLORS, dither=Image.Dither.NONE
+    )
 
 
 def main(folder: Path = FOLDER) -> None:

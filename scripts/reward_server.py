@@ -3,7 +3,7 @@
     export SAGE_REWARD_TOKEN=$(openssl rand -hex 32)     (the same on the clients)
     python scripts/reward_server.py --reward videoalign --reward_path ckpts/VideoReward
 
-Clients are `--reward_model remote --remote_reward_url http://HOST:PORT`; `extra_rewards/remote.py` shows the format.
+Clients are `--reward_model remote --remote_reward_url http://HOST:PORT`; `sage_grpo/rewards/remote.py` shows the format.
 Clips that arrive while a batch is scored form the next batch, whoever sent them. Memory is bounded: a request declares
 its length up front and is rejected if pending requests leave no room for it.
 """
@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from sage_grpo.flags import answer_early
+from sage_grpo.config.command_line import answer_early
 from sage_grpo.tools.options import ToolParser
 
 
@@ -40,9 +40,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from torch import Tensor
 
-from extra_rewards.remote import MAX_HEADER, RemoteError, read_json, read_token
-from sage_grpo.json_files import finite
-from sage_grpo.rewards.base import Composite, Setup, build_rewards
+from sage_grpo.files.json_files import finite
+from sage_grpo.rewards.base import Composite, Setup
+from sage_grpo.rewards.build import build_rewards
+from sage_grpo.rewards.remote import MAX_HEADER, RemoteError, read_json, read_token
 
 MAX_FPS = 1_000_000  # frames per second of a clip
 KEYS = {"fps", "prompts", "shapes"}
@@ -63,18 +64,31 @@ def unpack(body: bytearray, max_clips: int) -> tuple[list[Tensor], list[str], fl
     fps, prompts, shapes = header["fps"], header["prompts"], header["shapes"]
     if type(fps) not in (int, float) or not 0 < fps <= MAX_FPS:
         raise RemoteError(f"fps is {fps!r}; it must be a positive number of at most {MAX_FPS}")
-    if not (isinstance(prompts, list) and isinstance(shapes, list)) or not 0 < len(prompts) == len(shapes):
-        raise RemoteError("prompts and shapes must be lists with one entry for each clip, at least one")
+    if not (isinstance(prompts, list) and isinstance(shapes, list)) or not 0 < len(prompts) == len(
+        shapes
+    ):
+        raise RemoteError(
+            "prompts and shapes must be lists with one entry for each clip, at least one"
+        )
     if len(shapes) > max_clips:
         raise TooMuch(f"{len(shapes)} clips in one request; at most {max_clips} are allowed")
-    good = (isinstance(s, list) and len(s) == 3 and all(type(n) is int and n > 0 for n in s) for s in shapes)
+    good = (
+        isinstance(s, list) and len(s) == 3 and all(type(n) is int and n > 0 for n in s)
+        for s in shapes
+    )
     if not all(isinstance(prompt, str) for prompt in prompts) or not all(good):
-        raise RemoteError("a prompt must be text, and a shape three whole numbers: frames, height, width")
+        raise RemoteError(
+            "a prompt must be text, and a shape three whole numbers: frames, height, width"
+        )
     sizes = [math.prod(shape) * 3 for shape in shapes]
     if sum(sizes) != len(body) - end - 1:
         raise RemoteError(f"the shapes need {sum(sizes)} bytes, but {len(body) - end - 1} came")
     pixels = torch.frombuffer(body, dtype=torch.uint8, offset=end + 1)
-    return [p.view(*shape, 3) for p, shape in zip(pixels.split(sizes), shapes, strict=True)], prompts, float(fps)
+    return (
+        [p.view(*shape, 3) for p, shape in zip(pixels.split(sizes), shapes, strict=True)],
+        prompts,
+        float(fps),
+    )
 
 
 @dataclass(frozen=True)
@@ -94,9 +108,13 @@ class Batcher:
 
     def __init__(self, reward: Composite) -> None:
         self.reward, self.arrived = reward, asyncio.Event()
-        self.waiting: dict[asyncio.Future, Item] = {}  # by their results: named scores, and the error if there are none
+        self.waiting: dict[
+            asyncio.Future, Item
+        ] = {}  # by their results: named scores, and the error if there are none
 
-    async def scores(self, clips: Sequence[Tensor], prompts: Sequence[str], fps: float, seconds: float) -> list[Any]:
+    async def scores(
+        self, clips: Sequence[Tensor], prompts: Sequence[str], fps: float, seconds: float
+    ) -> list[Any]:
         """Named scores and error for each clip; TimeoutError after `seconds`."""
         new = asyncio.get_running_loop().create_future
         items = {new(): (clip, prompt, fps) for clip, prompt in zip(clips, prompts, strict=True)}
@@ -106,17 +124,25 @@ class Batcher:
             async with asyncio.timeout(seconds):
                 return await asyncio.gather(*items)
         finally:  # abandoned clips must not hold memory
-            self.waiting = {result: item for result, item in self.waiting.items() if not result.done()}
+            self.waiting = {
+                result: item for result, item in self.waiting.items() if not result.done()
+            }
 
     async def work(self) -> None:
         while True:
             await self.arrived.wait()
             self.arrived.clear()
             while self.waiting:
-                kinds = {result: (clip.shape, fps) for result, (clip, _, fps) in self.waiting.items()}
+                kinds = {
+                    result: (clip.shape, fps) for result, (clip, _, fps) in self.waiting.items()
+                }
                 oldest = next(iter(kinds.values()))
-                alike = [result for result, kind in kinds.items() if kind == oldest]  # any reward can batch one kind
-                await self._score({result: self.waiting.pop(result) for result in alike[: self.reward.batch_size]})
+                alike = [
+                    result for result, kind in kinds.items() if kind == oldest
+                ]  # any reward can batch one kind
+                await self._score(
+                    {result: self.waiting.pop(result) for result in alike[: self.reward.batch_size]}
+                )
 
     async def _score(self, batch: Mapping[asyncio.Future, Item]) -> None:
         clips, prompts, rates = zip(*batch.values(), strict=True)
@@ -140,7 +166,9 @@ class Gate:
         answer, headers = self.app, scope.get("headers", ())
         given = dict(headers).get(b"authorization", b"")
         if scope["type"] != "lifespan" and not hmac.compare_digest(given, self.expected):
-            answer = error_response(401, "the token is missing or wrong: set SAGE_REWARD_TOKEN to that of the server")
+            answer = error_response(
+                401, "the token is missing or wrong: set SAGE_REWARD_TOKEN to that of the server"
+            )
         elif sum(name in (b"content-length", b"transfer-encoding") for name, _ in headers) > 1:
             answer = error_response(400, "say the length of the request once, in Content-Length")
         await answer(scope, receive, send)
@@ -153,10 +181,16 @@ class Service:
         self.reward, self.limits, self.inside, self.batcher = reward, limits, 0, Batcher(reward)
 
     def app(self, token: str) -> Starlette:
-        paths = {"/info": (self.info, "GET"), "/check": (self.check, "POST"), "/score": (self.score, "POST")}
+        paths = {
+            "/info": (self.info, "GET"),
+            "/check": (self.check, "POST"),
+            "/score": (self.score, "POST"),
+        }
         routes = [Route(path, call, methods=[method]) for path, (call, method) in paths.items()]
         gate, turned_away = [Middleware(Gate, token=token)], dict.fromkeys(STATUS, refusal)
-        app = Starlette(routes=routes, middleware=gate, exception_handlers=turned_away, lifespan=self.lifespan)
+        app = Starlette(
+            routes=routes, middleware=gate, exception_handlers=turned_away, lifespan=self.lifespan
+        )
         app.router.redirect_slashes = False
         return app
 
@@ -169,13 +203,17 @@ class Service:
 
     async def info(self, request: Request) -> JSONResponse:
         limits = {"max_clips": self.limits.clips, "max_bytes": self.limits.request}
-        return JSONResponse({"names": list(self.reward.names), "rewards": list(self.reward.rewards)} | limits)
+        return JSONResponse(
+            {"names": list(self.reward.names), "rewards": list(self.reward.rewards)} | limits
+        )
 
     async def check(self, request: Request) -> JSONResponse:
         async with self.body(request) as body:
             asked = read_json(body)
             prompts = asked.get("prompts") if isinstance(asked, dict) else None
-            if not isinstance(prompts, list) or not all(isinstance(prompt, str) for prompt in prompts):
+            if not isinstance(prompts, list) or not all(
+                isinstance(prompt, str) for prompt in prompts
+            ):
                 raise RemoteError("send an object with a list of prompts")
             try:
                 await asyncio.to_thread(self.reward.check, prompts)
@@ -187,7 +225,9 @@ class Service:
         async with self.body(request) as body:
             rows = await self.batcher.scores(*unpack(body, self.limits.clips), self.limits.seconds)
             scores = {name: [row[name] for row, _ in rows] for name in self.reward.names}
-            return JSONResponse(finite({"scores": scores, "errors": [error for _, error in rows if error]}))
+            return JSONResponse(
+                finite({"scores": scores, "errors": [error for _, error in rows if error]})
+            )
 
     @asynccontextmanager
     async def body(self, request: Request) -> AsyncIterator[bytearray]:
@@ -197,7 +237,9 @@ class Service:
             raise HTTPException(411, "say the length of the request in Content-Length")
         length = int(told[:20])
         if length > self.limits.request:
-            raise HTTPException(413, f"the request has {length} bytes; at most {self.limits.request} are allowed")
+            raise HTTPException(
+                413, f"the request has {length} bytes; at most {self.limits.request} are allowed"
+            )
         if self.inside + length > self.limits.waiting:
             raise HTTPException(503, "the queue is full")
         self.inside += length
@@ -211,7 +253,13 @@ class Service:
             self.inside -= length
 
 
-STATUS = {HTTPException: 0, TooMuch: 413, RemoteError: 400, TimeoutError: 504, ClientDisconnect: 400}
+STATUS = {
+    HTTPException: 0,
+    TooMuch: 413,
+    RemoteError: 400,
+    TimeoutError: 504,
+    ClientDisconnect: 400,
+}
 
 
 async def refusal(request: Request, error: Exception) -> JSONResponse:
@@ -226,10 +274,24 @@ def error_response(status: int, told: str) -> JSONResponse:
     return JSONResponse({"error": told}, status, headers={"Connection": "close"})
 
 
-def build_server(reward: Composite, limits: Limits, token: str, host: str, port: int) -> uvicorn.Server:
-    settings = {"log_level": "warning", "access_log": False, "server_header": False, "proxy_headers": False}
-    settings |= {"limit_concurrency": limits.connections, "timeout_graceful_shutdown": 5, "ws": "none", "http": "h11"}
-    return uvicorn.Server(uvicorn.Config(Service(reward, limits).app(token), host, port, **settings))
+def build_server(
+    reward: Composite, limits: Limits, token: str, host: str, port: int
+) -> uvicorn.Server:
+    settings = {
+        "log_level": "warning",
+        "access_log": False,
+        "server_header": False,
+        "proxy_headers": False,
+    }
+    settings |= {
+        "limit_concurrency": limits.connections,
+        "timeout_graceful_shutdown": 5,
+        "ws": "none",
+        "http": "h11",
+    }
+    return uvicorn.Server(
+        uvicorn.Config(Service(reward, limits).app(token), host, port, **settings)
+    )
 
 
 def listen(server: uvicorn.Server) -> tuple[socket.socket, str]:
@@ -243,15 +305,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         args = parse_arguments(arguments)
         if served := {"remote", "judge"} & set(args.reward):
-            raise ValueError(f"{served.pop()} is served by another machine; name it in the run that uses it")
+            raise ValueError(
+                f"{served.pop()} is served by another machine; name it in the run that uses it"
+            )
         args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
         token = read_token()
-        rewards = build_rewards(args.reward, Setup(args.reward_path, torch.device(args.device), args.reward_fps))
+        rewards = build_rewards(
+            args.reward, Setup(args.reward_path, torch.device(args.device), args.reward_fps)
+        )
         reward = Composite(rewards, None, args.reward_batch_size, args.timeout)
     except (ValueError, FileNotFoundError) as error:
         print(f"reward_server: {error}", file=sys.stderr)
         return 2
-    limits = Limits(args.max_clips, args.max_request_mb << 20, args.max_waiting_mb << 20, args.timeout)
+    limits = Limits(
+        args.max_clips, args.max_request_mb << 20, args.max_waiting_mb << 20, args.timeout
+    )
     server = build_server(reward, limits, token, args.host, args.port)
     listener, address = listen(server)
     told = f"up to {args.reward_batch_size} clips together, on {args.device}"

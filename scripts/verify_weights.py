@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 
 HUGGINGFACE = os.environ.get("HF_ENDPOINT", "https://huggingface.co") + "/api/models/{}?blobs=true"
 MODELSCOPE = (
-    os.environ.get("MODELSCOPE_ENDPOINT", "https://modelscope.cn") + "/api/v1/models/{}/repo/files?Recursive=true"
+    os.environ.get("MODELSCOPE_ENDPOINT", "https://modelscope.cn")
+    + "/api/v1/models/{}/repo/files?Recursive=true"
 )
 
 
@@ -43,20 +44,44 @@ PINNED = {"KlingTeam/VideoReward": VIDEOREWARD, "KwaiVGI/VideoReward": VIDEOREWA
 
 def main(arguments: list[str] | None = None) -> int:
     form = partial(argparse.RawDescriptionHelpFormatter, max_help_position=32, width=110)
-    parser = argparse.ArgumentParser("scripts/verify_weights.py", description=__doc__, formatter_class=form)
+    parser = argparse.ArgumentParser(
+        "scripts/verify_weights.py", description=__doc__, formatter_class=form
+    )
     add = parser.add_argument
     add("repository", metavar="OWNER/NAME", help="repository on the hub that published the files")
     add("folder", type=Path, metavar="FOLDER", help="folder that the repository was downloaded to")
-    add("--include", metavar="PATTERN", default="*", help="check only files whose path matches (default: all files)")
-    add("--hub", choices=HUBS, default="huggingface", help="hub to ask for sizes and hashes (default: huggingface)")
-    add("--remove_wrong", action="store_true", help="delete files that differ, so that they are downloaded again")
+    add(
+        "--include",
+        metavar="PATTERN",
+        default="*",
+        help="check only files whose path matches (default: all files)",
+    )
+    add(
+        "--hub",
+        choices=HUBS,
+        default="huggingface",
+        help="hub to ask for sizes and hashes (default: huggingface)",
+    )
+    add(
+        "--remove_wrong",
+        action="store_true",
+        help="delete files that differ, so that they are downloaded again",
+    )
     args = parser.parse_args(arguments)
     pinned = PINNED.get(args.repository, {})
     try:
         published = HUBS[args.hub](args.repository) | pinned
-    except (OSError, ValueError, LookupError, TypeError) as error:  # no answer, or another kind of answer
+    except (
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+    ) as error:  # no answer, or another kind of answer
         rest = f", except {', '.join(pinned)}" if pinned else ""
-        print(f"NOT CHECKED{rest}: {args.repository} cannot be asked for its sha256 sums ({error})", file=sys.stderr)
+        print(
+            f"NOT CHECKED{rest}: {args.repository} cannot be asked for its sha256 sums ({error})",
+            file=sys.stderr,
+        )
         published = pinned
     published = {path: known for path, known in published.items() if fnmatch(path, args.include)}
     wrong = differences(args.folder, published)
@@ -65,7 +90,9 @@ def main(arguments: list[str] | None = None) -> int:
         if args.remove_wrong:
             path.unlink(missing_ok=True)
     hashed = sum(known.sha256 is not None for known in published.values())
-    print(f"{args.repository} {args.include}: {len(published)} files, {hashed} with a sha256, {len(wrong)} wrong")
+    print(
+        f"{args.repository} {args.include}: {len(published)} files, {hashed} with a sha256, {len(wrong)} wrong"
+    )
     return 1 if wrong else 0
 
 
@@ -78,9 +105,13 @@ def differences(folder: Path, published: Mapping[str, Published]) -> dict[Path, 
             wrong[path] = "is missing; run download_weights.sh again."
         elif known.size not in (None, path.stat().st_size):
             size = path.stat().st_size
-            wrong[path] = f"has {size:,} bytes instead of {known.size:,}; delete it and run download_weights.sh again."
+            wrong[path] = (
+                f"has {size:,} bytes instead of {known.size:,}; delete it and run download_weights.sh again."
+            )
         elif known.sha256 and (found := file_sha256(path)) != known.sha256:
-            wrong[path] = f"has sha256 {found} instead of {known.sha256}; delete it and run download_weights.sh again."
+            wrong[path] = (
+                f"has sha256 {found} instead of {known.sha256}; delete it and run download_weights.sh again."
+            )
     return wrong
 
 
@@ -91,12 +122,18 @@ def file_sha256(path: Path) -> str:
 
 def of_huggingface(repository: str) -> dict[str, Published]:
     files = ask(HUGGINGFACE.format(repository))["siblings"]
-    return {f["rfilename"]: Published(f.get("size"), (f.get("lfs") or {}).get("sha256")) for f in files}
+    return {
+        f["rfilename"]: Published(f.get("size"), (f.get("lfs") or {}).get("sha256")) for f in files
+    }
 
 
 def of_modelscope(repository: str) -> dict[str, Published]:
     files = ask(MODELSCOPE.format(repository))["Data"]["Files"]
-    return {f["Path"]: Published(f.get("Size"), f.get("Sha256") or None) for f in files if f["Type"] != "tree"}
+    return {
+        f["Path"]: Published(f.get("Size"), f.get("Sha256") or None)
+        for f in files
+        if f["Type"] != "tree"
+    }
 
 
 def ask(url: str) -> dict[str, Any]:

@@ -24,37 +24,56 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("*.md", "docs/*.md", "studies/*.md", "assets/tiny/README.md")
-STARTS = (
-    r"(?:[A-Z_]+=\S+ )*(make|bash|sbatch|(?:\.venv/bin/)?(?:python|torchrun)|\./?\S+\.sh|(post_train|generate)\.py)\b"
-)
-OURS = r"(configs|assets|scripts|studies|embedded|docs|tests)/[\w./-]+"  # files; benchmarks/ is where results are put
+PAGES = ("*.md", "docs/*.md", "research/*.md", "research/studies/*.md", "assets/tiny/README.md")
+STARTS = r"(?:[A-Z_]+=\S+ )*(make|bash|sbatch|(?:\.venv/bin/)?(?:python|torchrun)|\./?\S+\.sh|(post_train|generate)\.py)\b"
+OURS = r"(configs|assets|scripts|research/(?!benchmarks)\w+|docs|tests)/[\w./-]+"  # results are put into benchmarks
 NOT_RUN = {  # why a command is only read
     r"^(post_train|generate)\.py|\.\.\.|FILE|RUN|OURS|GOOD_CLIPS|FOLDER|\[any flag|\bN\b": "is a pattern",
     r"download_weights": "needs the network",
     r"^(?!.*tools\.plan).*(hunyuan15|ckpts|videoalign|nproc_per_node 8|run_|multinode|sbatch)": "needs weights or GPUs",
-    r"-m (benchmarks|embedded|tests\.fuzz)\b|studies\.(ablate (?!--list)|learning)": "needs a GPU or many minutes",
+    r"-m (research\.(benchmarks|tiny)|tests\.fuzz)\b|studies\.(ablate (?!--list)|learning)": "needs a GPU or many minutes",
     r"studies\.(page|readme_figures)": "would draw the figures of the pages",
     r"make (test|lint|golden|chaos|figures)|-m pytest|reward_server": "is run elsewhere, or never ends",
 }
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--run", action="store_true", help="run what can run here")
     run = parser.parse_args(arguments).run
-    found = [(page, command) for pattern in PAGES for page in sorted(ROOT.glob(pattern)) for command in commands(page)]
-    wrong = [f"{page.name}: {command}\n    {text}" for page, command in found if (text := problem(command))]
+    found = [
+        (page, command)
+        for pattern in PAGES
+        for page in sorted(ROOT.glob(pattern))
+        for command in commands(page)
+    ]
+    wrong = [
+        f"{page.name}: {command}\n    {text}"
+        for page, command in found
+        if (text := problem(command))
+    ]
     print(f"{len(found)} commands, {len(wrong)} wrong", *wrong, sep="\n")
     if run and not wrong:
-        wrong = [command for command in dict.fromkeys(command for _, command in found) if not executed(command)]
+        wrong = [
+            command
+            for command in dict.fromkeys(command for _, command in found)
+            if not executed(command)
+        ]
     return int(bool(wrong))
 
 
 def commands(page: Path) -> Iterator[str]:
     """The commands of a page, each on one line, without comments."""
-    text = re.sub(r"```(?:python|yaml)\n.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    fenced = {line for block in re.findall(r"```\w*\n(.*?)```", text, re.DOTALL) for line in block.splitlines()}
+    text = re.sub(
+        r"```(?:python|yaml)\n.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL
+    )
+    fenced = {
+        line
+        for block in re.findall(r"```\w*\n(.*?)```", text, re.DOTALL)
+        for line in block.splitlines()
+    }
     for line in text.replace("\\\n", " ").splitlines():
         shown = re.sub(r"^\$ ", "", line.strip())
         if (line.startswith("    ") or line in fenced) and re.match(STARTS, shown):
@@ -63,11 +82,15 @@ def commands(page: Path) -> Iterator[str]:
 
 def problem(command: str) -> str:
     """What is wrong with a command, or nothing."""
-    words = [word for word in shlex.split(command.replace("...", "")) if not re.match(r"[A-Z_]+=", word)]
+    words = [
+        word for word in shlex.split(command.replace("...", "")) if not re.match(r"[A-Z_]+=", word)
+    ]
     if words[0] == "make":
         targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         return "" if words[1] in targets else f"the Makefile has no {words[1]}"
-    place = next((i for i, word in enumerate(words) if word.endswith((".py", ".sh")) or word == "-m"), None)
+    place = next(
+        (i for i, word in enumerate(words) if word.endswith((".py", ".sh")) or word == "-m"), None
+    )
     if place is None:
         return ""
     name, *rest = words[place:]
@@ -83,7 +106,9 @@ def problem(command: str) -> str:
     if not (ROOT / name.split(".")[0]).is_dir() and not name.endswith((".py", ".sh")):
         return ""  # somebody else's module
     known = flags_of(name)
-    unknown = [flag for word in rest if word.startswith("--") and (flag := word.split("=")[0]) not in known]
+    unknown = [
+        flag for word in rest if word.startswith("--") and (flag := word.split("=")[0]) not in known
+    ]
     return f"{name} has no {unknown[0]}" if unknown else ""
 
 
@@ -107,7 +132,9 @@ def flags_of(name: str) -> frozenset[str]:
     out, argv = io.StringIO(), sys.argv
     sys.argv = [name, "--help"]
     try:
-        quiet = warnings.catch_warnings(action="ignore", category=RuntimeWarning)  # the module is imported already
+        quiet = warnings.catch_warnings(
+            action="ignore", category=RuntimeWarning
+        )  # the module is imported already
         with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit), quiet:
             if name.endswith(".py"):
                 runpy.run_path(str(ROOT / name), run_name="__main__")
@@ -128,8 +155,13 @@ def executed(command: str) -> bool:
         return True
     begun = time.monotonic()
     environment = os.environ | {"PATH": f"{ROOT / '.venv' / 'bin'}:{os.environ['PATH']}"}
-    done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True)
-    print(f"  {'ok' if done.returncode == 0 else 'FAILED':<6} {time.monotonic() - begun:4.0f} s  {command}", flush=True)
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    print(
+        f"  {'ok' if done.returncode == 0 else 'FAILED':<6} {time.monotonic() - begun:4.0f} s  {command}",
+        flush=True,
+    )
     if done.returncode:
         print(done.stdout[-1000:], done.stderr[-3000:])
     return done.returncode == 0

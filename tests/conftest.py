@@ -6,7 +6,9 @@ import signal
 from collections import Counter
 from pathlib import Path
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: spinning threads slow a busy machine down tenfold
+os.environ.setdefault(
+    "OMP_WAIT_POLICY", "PASSIVE"
+)  # before torch: spinning threads slow a busy machine down tenfold
 
 import pytest
 import torch
@@ -14,10 +16,10 @@ from diffusers import HunyuanVideo15ImageToVideoPipeline, HunyuanVideo15Pipeline
 from PIL import Image
 from transformers import SiglipImageProcessorPil, SiglipVisionConfig, SiglipVisionModel
 
-from benchmarks.random_wan import TINY_SAMPLING, build_tiny_wan
-from embedded.tiny import TinyConfig, build_tiny
+from research.benchmarks.random_wan import TINY_SAMPLING, build_tiny_wan
+from research.tiny.tiny import TinyConfig, build_tiny
+from sage_grpo.files.torch_files import convert
 from sage_grpo.models.backbone import Sampling
-from sage_grpo.torch_files import convert
 from tests.models.hunyuan15.tencent_folder import write_tencent_folder
 
 # what is started in the background ignores Ctrl-C, or with nohup a hangup, and so would all that tests start
@@ -45,10 +47,16 @@ def tiny_folder(tmp_path_factory):
     """Read-only: copy it before changing a file."""
     folder = tmp_path_factory.mktemp("tiny")
     pipe = build_tiny(0, WORDS, TinyConfig(rope=(4, 6, 6), layers=2, latent_channels=8))
-    pipe.vae.register_to_config(scaling_factor=0.4)  # far from 1, so that a missing or doubled scaling shows
+    pipe.vae.register_to_config(
+        scaling_factor=0.4
+    )  # far from 1, so that a missing or doubled scaling shows
     with torch.no_grad():
-        for parameter in pipe.transformer.parameters():  # no norm weight stays at 1, where a swap would not show
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+        for parameter in (
+            pipe.transformer.parameters()
+        ):  # no norm weight stays at 1, where a swap would not show
+            parameter.add_(
+                0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+            )
     pipe.save_pretrained(folder)
     SAMPLING.to_json(folder / "sampling.json")
     return folder
@@ -63,15 +71,20 @@ def tencent_folder(tiny_folder, tmp_path_factory):
 @pytest.fixture(scope="session")
 def i2v_folder(tiny_folder, tmp_path_factory):
     """`tiny_folder` as an image-to-video model that sees 9 tokens of an image. Read-only: copy it to change a file."""
-    folder, parts = tmp_path_factory.mktemp("i2v"), HunyuanVideo15Pipeline.from_pretrained(tiny_folder).components
+    folder, parts = (
+        tmp_path_factory.mktemp("i2v"),
+        HunyuanVideo15Pipeline.from_pretrained(tiny_folder).components,
+    )
     config = SiglipVisionConfig(hidden_size=16, num_attention_heads=2, image_size=42, patch_size=14)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(2)
-        vision = SiglipVisionModel(SiglipVisionConfig(**config.to_dict() | {"num_hidden_layers": 2})).eval()
+        vision = SiglipVisionModel(
+            SiglipVisionConfig(**config.to_dict() | {"num_hidden_layers": 2})
+        ).eval()
     processor = SiglipImageProcessorPil(size={"height": 42, "width": 42})
-    HunyuanVideo15ImageToVideoPipeline(**parts, image_encoder=vision, feature_extractor=processor).save_pretrained(
-        folder
-    )
+    HunyuanVideo15ImageToVideoPipeline(
+        **parts, image_encoder=vision, feature_extractor=processor
+    ).save_pretrained(folder)
     SAMPLING.to_json(folder / "sampling.json")
     return folder
 
@@ -87,8 +100,12 @@ def pictures(tmp_path_factory):
     """Paths of three images of different shapes, none of them that of a clip."""
     folder = tmp_path_factory.mktemp("pictures")
     for number, size in enumerate([(40, 30), (24, 48), (33, 33)]):
-        pixels = torch.randint(0, 256, (6, 6, 3), generator=torch.Generator().manual_seed(number), dtype=torch.uint8)
-        Image.fromarray(pixels.numpy()).resize(size, Image.Resampling.BICUBIC).save(folder / f"{number}.png")
+        pixels = torch.randint(
+            0, 256, (6, 6, 3), generator=torch.Generator().manual_seed(number), dtype=torch.uint8
+        )
+        Image.fromarray(pixels.numpy()).resize(size, Image.Resampling.BICUBIC).save(
+            folder / f"{number}.png"
+        )
     return sorted(folder.iterdir())
 
 
@@ -105,7 +122,11 @@ def wan_folder(tmp_path_factory):
 def stock(tiny_folder):
     """The stock pipeline in fp64, its padding shortened: it is masked anyway and only costs time."""
     pipe = HunyuanVideo15Pipeline.from_pretrained(tiny_folder, dtype=torch.float64)
-    pipe.tokenizer_max_length, pipe.tokenizer_2_max_length, pipe.vision_num_semantic_tokens = 24, 24, 5
+    pipe.tokenizer_max_length, pipe.tokenizer_2_max_length, pipe.vision_num_semantic_tokens = (
+        24,
+        24,
+        5,
+    )
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -126,7 +147,9 @@ def videoalign_folders(tmp_path_factory):
 def pytest_unconfigure(config):
     """The last line of a run: which promises were not tested here, and what to install for them."""
     reporter = config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is None or hasattr(config, "workerinput"):  # a process of xdist reports to the first one
+    if reporter is None or hasattr(
+        config, "workerinput"
+    ):  # a process of xdist reports to the first one
         return
     skipped = reporter.stats.get("skipped", [])
     reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in skipped)

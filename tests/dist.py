@@ -8,7 +8,9 @@ import traceback
 from pathlib import Path
 
 ROOT = str(Path(__file__).parents[1])
-os.environ["PYTHONPATH"] = os.pathsep.join([ROOT, *os.environ.get("PYTHONPATH", "").split(os.pathsep)])  # of the server
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [ROOT, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+)  # of the server
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["sage_grpo.train.build", "torch.testing", "pytest"])
 PATIENCE = 120  # seconds
@@ -21,14 +23,19 @@ def run_ranks(world, work, *arguments, **layout):
         port = probe.getsockname()[1]
     pipes = [CONTEXT.Pipe(duplex=False) for _ in range(world)]
     processes = [
-        CONTEXT.Process(target=_rank, args=(rank, world, port, pipes[rank][1], layout, work, arguments))
+        CONTEXT.Process(
+            target=_rank, args=(rank, world, port, pipes[rank][1], layout, work, arguments)
+        )
         for rank in range(world)
     ]
     for process in processes:
         process.start()
     try:
         silent = (None, f"no answer within {PATIENCE} s")
-        found = [pickle.loads(reader.recv_bytes()) if reader.poll(PATIENCE) else silent for reader, _ in pipes]
+        found = [
+            pickle.loads(reader.recv_bytes()) if reader.poll(PATIENCE) else silent
+            for reader, _ in pipes
+        ]
     finally:
         for process in processes:
             process.kill()
@@ -43,11 +50,18 @@ def _rank(rank, world, port, pipe, layout, work, arguments):
     from sage_grpo.parallel.ranks import join_ranks
 
     torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     try:
         with join_ranks(PATIENCE, **layout) as ranks:
             result = work(ranks, *arguments)
         answer = (result, "")
     except BaseException:  # told to the test
         answer = (None, traceback.format_exc())
-    pipe.send_bytes(pickle.dumps(answer))  # by value: `send` would hand over memory that ends with this process
+    pipe.send_bytes(
+        pickle.dumps(answer)
+    )  # by value: `send` would hand over memory that ends with this process

@@ -13,7 +13,9 @@ def start(words, ranks=2, max_restarts=0, **environment):
 
     words: of the command line of post_train.py.
     """
-    process = CONTEXT.Process(target=_agent, args=([str(word) for word in words], ranks, max_restarts, environment))
+    process = CONTEXT.Process(
+        target=_agent, args=([str(word) for word in words], ranks, max_restarts, environment)
+    )
     process.start()
     return process
 
@@ -40,10 +42,12 @@ def _agent(words, ranks, max_restarts, environment):
 
 def _rank(words):
     import post_train
-    from sage_grpo.tools import report
+    from sage_grpo.tools.report import page as report
 
     report.print_summary = lambda run: None  # seconds of drawing that no test of ranks looks at
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork has the agent's handler; a rank of torchrun has none
+    signal.signal(
+        signal.SIGTERM, signal.SIG_DFL
+    )  # a fork has the agent's handler; a rank of torchrun has none
     folder = Path(words[words.index("--output_dir") + 1]).parent / "ranks"
     folder.mkdir(exist_ok=True)
     draft = folder / f"{os.environ['RANK']}.tmp"

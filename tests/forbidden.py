@@ -5,16 +5,58 @@ It catches slips and hasty changes, not deliberate obfuscation: an alias is foll
 
 import ast
 
-TORCH_FILES = "sage_grpo/torch_files.py"  # the one place where published torch files are opened
+TORCH_FILES = (
+    "sage_grpo/files/torch_files.py"  # the one place where published torch files are opened
+)
 RANKS = "sage_grpo/parallel/ranks.py"  # the one place where ranks, which trust each other, exchange Python objects
 PLUGINS = "sage_grpo/plugins.py"  # the one place where a module is imported by name, out of a table in the code
 
-MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib", "builtins"}
-NAMES = {"eval", "exec", "compile", "__builtins__", "os.system", "os.popen", "asyncio.create_subprocess_shell"}
-NAMES |= {"subprocess.getoutput", "subprocess.getstatusoutput", "torch.hub", "torch.package", "torch.distributed.rpc"}
-YAML = {"safe_load", "safe_dump", "YAMLError", "parse"}  # `parse` gives events and makes nothing of them
-YAML |= {"AliasEvent", "NodeEvent", "MappingStartEvent", "CollectionStartEvent", "CollectionEndEvent"}
-ARGUMENTS = {"weights_only": True, "allow_pickle": False, "shell": False, "trust_remote_code": False}
+MODULES = {
+    "pickle",
+    "_pickle",
+    "cPickle",
+    "dill",
+    "cloudpickle",
+    "shelve",
+    "marshal",
+    "joblib",
+    "builtins",
+}
+NAMES = {
+    "eval",
+    "exec",
+    "compile",
+    "__builtins__",
+    "os.system",
+    "os.popen",
+    "asyncio.create_subprocess_shell",
+}
+NAMES |= {
+    "subprocess.getoutput",
+    "subprocess.getstatusoutput",
+    "torch.hub",
+    "torch.package",
+    "torch.distributed.rpc",
+}
+YAML = {
+    "safe_load",
+    "safe_dump",
+    "YAMLError",
+    "parse",
+}  # `parse` gives events and makes nothing of them
+YAML |= {
+    "AliasEvent",
+    "NodeEvent",
+    "MappingStartEvent",
+    "CollectionStartEvent",
+    "CollectionEndEvent",
+}
+ARGUMENTS = {
+    "weights_only": True,
+    "allow_pickle": False,
+    "shell": False,
+    "trust_remote_code": False,
+}
 DCP = "torch.distributed.checkpoint"
 LOAD = "sage_grpo.plugins.load"
 
@@ -51,12 +93,18 @@ def _name(name: str, call: ast.Call | None, file: str, names: "_Names") -> str |
         return f"{name} must be called where it is named, with its table"
     if name.startswith(DCP):
         reader = call and next((k.value for k in call.keywords if k.arg == "storage_reader"), None)
-        safe = isinstance(reader, ast.Call) and (names.of(reader.func) or "").endswith(".HuggingFaceStorageReader")
-        if last in ("FileSystemReader", "FsspecReader") or (last in ("load", "load_state_dict") and not safe):
+        safe = isinstance(reader, ast.Call) and (names.of(reader.func) or "").endswith(
+            ".HuggingFaceStorageReader"
+        )
+        if last in ("FileSystemReader", "FsspecReader") or (
+            last in ("load", "load_state_dict") and not safe
+        ):
             return f"{name} unpickles its metadata; read safetensors"
         return None
     if root == "torch" and last == "load":
-        safe = call is not None and any(k.arg == "weights_only" for k in call.keywords)  # _pair looks at its value
+        safe = call is not None and any(
+            k.arg == "weights_only" for k in call.keywords
+        )  # _pair looks at its value
         if name != "torch.load" or not safe or file != TORCH_FILES:
             return f"{name} is for {TORCH_FILES} alone, with weights_only=True"
     if root == "torch" and last.endswith(("_object", "_object_list")) and file != RANKS:
@@ -75,12 +123,22 @@ def _call(call: ast.Call, names: "_Names") -> str | None:
     """What is wrong with a call because it does not show all that it hands over, or which name it looks up."""
     name = names.of(call.func) or ""
     most = {"subprocess": 1, "numpy": 2}.get(name.split(".")[0])
-    hidden = any(keyword.arg is None for keyword in call.keywords) or any(isinstance(a, ast.Starred) for a in call.args)
-    if (name == "numpy.load" or name.startswith("subprocess.")) and (hidden or len(call.args) > most):
+    hidden = any(keyword.arg is None for keyword in call.keywords) or any(
+        isinstance(a, ast.Starred) for a in call.args
+    )
+    if (name == "numpy.load" or name.startswith("subprocess.")) and (
+        hidden or len(call.args) > most
+    ):
         return f"{name} must show its arguments by name"
-    if name == LOAD and not (call.args and isinstance(call.args[0], ast.Name) and call.args[0].id.isupper()):
+    if name == LOAD and not (
+        call.args and isinstance(call.args[0], ast.Name) and call.args[0].id.isupper()
+    ):
         return f"{name} takes a table of the code, named by a constant"
-    if name == "getattr" and not isinstance(call.args[1], ast.Constant) and names.is_imported(call.args[0]):
+    if (
+        name == "getattr"
+        and not isinstance(call.args[1], ast.Constant)
+        and names.is_imported(call.args[0])
+    ):
         return "getattr on a module needs the name in place"
     return None
 
@@ -102,14 +160,19 @@ class _Names:
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 self.aliases |= {a.asname: a.name for a in node.names if a.asname}
-                self.aliases |= {root: root for root in (a.name.split(".")[0] for a in node.names if not a.asname)}
+                self.aliases |= {
+                    root: root
+                    for root in (a.name.split(".")[0] for a in node.names if not a.asname)
+                }
             elif isinstance(node, ast.ImportFrom):
                 self.aliases |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
         self._imported = set(self.aliases)
         for node in ast.walk(tree):
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
                 name = self.of(node.value)
-                if name and name.split(".")[0] in {alias.split(".")[0] for alias in self.aliases.values()}:
+                if name and name.split(".")[0] in {
+                    alias.split(".")[0] for alias in self.aliases.values()
+                }:
                     self.aliases[node.targets[0].id] = name
 
     def of(self, node: ast.AST) -> str | None:
@@ -119,7 +182,9 @@ class _Names:
         if isinstance(node, ast.Attribute):
             owner = self.of(node.value)
             return f"{owner}.{node.attr}" if owner else None
-        if isinstance(node, ast.Call) and all(isinstance(argument, ast.Constant) for argument in node.args[-1:]):
+        if isinstance(node, ast.Call) and all(
+            isinstance(argument, ast.Constant) for argument in node.args[-1:]
+        ):
             called = self.of(node.func)
             if called == "getattr" and len(node.args) == 2:
                 owner = self.of(node.args[0])

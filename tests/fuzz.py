@@ -26,8 +26,40 @@ from pathlib import Path
 
 LIMIT, PATIENCE = 30, 600  # seconds of processor time, and of waiting, after which a case hangs
 HUGE, LONG = 2**62, "x" * 5000
-VALUES = [None, True, False, 0, 1, -1, 2, 3, 7, 0.5, 1e-30, 1e308, -1e308, 10**6, 2**31, HUGE, 10**400, float("nan")]
-VALUES += [float("inf"), "", "x", "0", "\ud800", "\x1b[2J\n", LONG, "../../etc/passwd", "(a+)+b", "<script>", [], [1]]
+VALUES = [
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    2,
+    3,
+    7,
+    0.5,
+    1e-30,
+    1e308,
+    -1e308,
+    10**6,
+    2**31,
+    HUGE,
+    10**400,
+    float("nan"),
+]
+VALUES += [
+    float("inf"),
+    "",
+    "x",
+    "0",
+    "\ud800",
+    "\x1b[2J\n",
+    LONG,
+    "../../etc/passwd",
+    "(a+)+b",
+    "<script>",
+    [],
+    [1],
+]
 VALUES += [[0], [None], [-1, 2, 3], [[[]]], ["x"] * 3, {}, {"a": 1}, {"": {"": []}}]
 ENDS = ("success", "refused", "traceback", "hang")
 
@@ -41,7 +73,13 @@ class Hang(BaseException):
 
 def places(value, path=()):
     """Paths to everything inside a JSON value."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, inner in items:
         yield (*path, key)
         yield from places(inner, (*path, key))
@@ -119,7 +157,14 @@ def damage_tensor(tensors, name, rng):
     value = tensors.pop(name)
     deed = rng.choice(["delete", "rename", "shape", "rank", "type", "content"])
     if deed == "rename":
-        names = [f"{name}x", "x", "", "(a+)+b.lora_A.weight", name.upper(), name.replace("0", "9" * 30)]
+        names = [
+            f"{name}x",
+            "x",
+            "",
+            "(a+)+b.lora_A.weight",
+            name.upper(),
+            name.replace("0", "9" * 30),
+        ]
         tensors[rng.choice(names)] = value
     elif deed == "shape":
         shape = list(value.shape)
@@ -127,9 +172,18 @@ def damage_tensor(tensors, name, rng):
             shape[rng.randrange(len(shape))] = rng.choice([0, 1, 2, 3, 5, 1000])
         tensors[name] = torch.zeros(shape)
     elif deed == "rank":
-        tensors[name] = rng.choice([value.flatten(), value[None].clone(), torch.tensor(1.0), torch.zeros(0)])
+        tensors[name] = rng.choice(
+            [value.flatten(), value[None].clone(), torch.tensor(1.0), torch.zeros(0)]
+        )
     elif deed == "type":
-        kinds = [torch.bool, torch.int8, torch.int64, torch.float16, torch.float64, torch.float8_e4m3fn]
+        kinds = [
+            torch.bool,
+            torch.int8,
+            torch.int64,
+            torch.float16,
+            torch.float64,
+            torch.float8_e4m3fn,
+        ]
         tensors[name] = value.to(rng.choice([*kinds, torch.complex64]))
     elif deed == "content":
         tensors[name] = torch.full_like(value, rng.choice([float("nan"), float("inf"), 1e30, 0]))
@@ -162,7 +216,12 @@ def damage_file(path, rng):
         path.symlink_to("/nowhere/at/all" if deed == "nowhere" else "/proc/self/cmdline")
 
 
-CONTENT = {".json": damage_json, ".jsonl": damage_lines, ".safetensors": damage_tensors, ".yaml": damage_yaml}
+CONTENT = {
+    ".json": damage_json,
+    ".jsonl": damage_lines,
+    ".safetensors": damage_tensors,
+    ".yaml": damage_yaml,
+}
 
 
 def damage(folder, rng, names=()):
@@ -170,7 +229,9 @@ def damage(folder, rng, names=()):
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     known = [path for path in files if path.suffix in CONTENT and (not names or path.name in names)]
     path = rng.choice(known if rng.random() < 0.9 else files)
-    chosen = rng.choices([CONTENT.get(path.suffix, damage_bytes), damage_bytes, damage_file], [8, 1, 1])[0]
+    chosen = rng.choices(
+        [CONTENT.get(path.suffix, damage_bytes), damage_bytes, damage_file], [8, 1, 1]
+    )[0]
     chosen(path, rng)
     if rng.random() < 0.25 and path.is_file():
         with contextlib.suppress(Exception):  # what is damaged already may be beyond its format
@@ -214,7 +275,9 @@ class Bench:
     def case(self, kind, number, seed):
         """How the case ended, and what it was."""
         rng = random.Random(f"{seed} {kind} {number}")
-        folder = self.home / "case" / "checkpoints" / "step-000000"  # where a run has its checkpoints
+        folder = (
+            self.home / "case" / "checkpoints" / "step-000000"
+        )  # where a run has its checkpoints
         shutil.rmtree(self.home / "case", ignore_errors=True)
         shutil.copytree(self.good / kind, folder)
         if kind == "run":
@@ -226,9 +289,9 @@ class Bench:
         import torch
 
         from sage_grpo.data.requests import Request
-        from sage_grpo.models import open_backbone
         from sage_grpo.models.backbone import Guidance
-        from sage_grpo.worlds import world_of
+        from sage_grpo.models.registry import open_backbone
+        from sage_grpo.worlds.registry import world_of
 
         world_of(folder)
         backbone = open_backbone(folder)
@@ -239,15 +302,15 @@ class Bench:
             backbone.decode(backbone.velocity(latents, 0.5, cond, Guidance()))
 
     def read_videoalign(self, folder):
-        from sage_grpo.rewards.videoalign import VideoAlign
+        from sage_grpo.rewards.videoalign.reward import VideoAlign
 
         VideoAlign(folder)
 
     def read_clip(self, folder):
         import torch
 
-        from extra_rewards.clip import ClipScore
         from sage_grpo.rewards.base import Setup
+        from sage_grpo.rewards.clip import ClipScore
 
         named = type("Named", (ClipScore,), {"folder": folder.name})
         named(Setup(folder.with_name("VideoReward"), torch.device("cpu")))
@@ -266,7 +329,7 @@ class Bench:
 
     def read_checkpoint(self, folder):
         """With hashes to match, so that the damage reaches the code that loads."""
-        from sage_grpo import manifest
+        from sage_grpo.files import manifest
         from sage_grpo.train import checkpoint
         from tests.hostile import sealed_again
 
@@ -290,7 +353,8 @@ class Bench:
             raise refused
 
     def read_run(self, folder):
-        from sage_grpo.tools import evaluate, report
+        from sage_grpo.tools import evaluate
+        from sage_grpo.tools.report import page as report
         from tests.programs import exit_code
 
         page = folder / "report.html"
@@ -314,7 +378,11 @@ def ended(call):
     signal.setitimer(signal.ITIMER_PROF, LIMIT)
     signal.setitimer(signal.ITIMER_REAL, PATIENCE)
     try:
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said), warnings.catch_warnings():
+        with (
+            contextlib.redirect_stderr(said),
+            contextlib.redirect_stdout(said),
+            warnings.catch_warnings(),
+        ):
             warnings.simplefilter("ignore")
             try:
                 call()
@@ -381,7 +449,12 @@ def outcomes(cases, seed):
         if announced is None and done < len(cases):
             raise RuntimeError("a process ended before its first case")
         if announced is not None:
-            yield (*announced, "traceback", f"the process ended with {process.exitcode}", "unknown damage")
+            yield (
+                *announced,
+                "traceback",
+                f"the process ended with {process.exitcode}",
+                "unknown damage",
+            )
         cases = cases[done + 1 :]
 
 
@@ -393,11 +466,21 @@ def table(counts):
     return "\n".join("".join(cell.ljust(12) for cell in row).rstrip() for row in rows)
 
 
-SHARES = {"model": 20, "tencent": 12, "videoalign": 8, "clip": 4, "adapter": 16, "checkpoint": 20, "run": 20}  # percent
+SHARES = {
+    "model": 20,
+    "tencent": 12,
+    "videoalign": 8,
+    "clip": 4,
+    "adapter": 16,
+    "checkpoint": 20,
+    "run": 20,
+}  # percent
 
 
 def all_cases(count):
-    return [(kind, number) for kind, share in SHARES.items() for number in range(count * share // 100)]
+    return [
+        (kind, number) for kind, share in SHARES.items() for number in range(count * share // 100)
+    ]
 
 
 def main(arguments=None):
@@ -405,7 +488,9 @@ def main(arguments=None):
     parser.add_argument("--cases", type=int, default=10000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--only", metavar="KIND:NUMBER", help="repeat one case and show how it ended")
+    parser.add_argument(
+        "--only", metavar="KIND:NUMBER", help="repeat one case and show how it ended"
+    )
     args = parser.parse_args(arguments)
     if args.only:
         kind, number = args.only.split(":")

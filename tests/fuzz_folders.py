@@ -4,16 +4,16 @@ import shutil
 
 import torch
 
-from embedded.tiny import TinyConfig, build_tiny
-from sage_grpo.flags import from_values
+from research.tiny.tiny import TinyConfig, build_tiny
+from sage_grpo.config.parse import from_values
+from sage_grpo.files.torch_files import convert
 from sage_grpo.models.hunyuan15.backbone import Hunyuan15
 from sage_grpo.models.lora import LORA_FILE
 from sage_grpo.parallel.ranks import Ranks
-from sage_grpo.torch_files import convert
 from sage_grpo.train.build import build_trainer
 from tests.conftest import FIXTURES, SAMPLING, WORDS
-from tests.extra_rewards.test_clip import write_clip
 from tests.models.hunyuan15.tencent_folder import write_tencent_folder
+from tests.rewards.test_clip import write_clip
 from tests.tools.fake_run import make_run
 from tests.train.iterations import save
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from sage_grpo import manifest
+from sage_grpo.files import manifest
 
 
 class Hostile:

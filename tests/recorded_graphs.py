@@ -21,8 +21,12 @@ class Recorded(TorchDispatchMode):
 
     def replay(self):
         for function, arguments, settings, written in self.operations:
-            for old, new in zip(tree_leaves(written), tree_leaves(function(*arguments, **settings)), strict=True):
-                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():  # views need no copy
+            for old, new in zip(
+                tree_leaves(written), tree_leaves(function(*arguments, **settings)), strict=True
+            ):
+                if (
+                    isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr()
+                ):  # views need no copy
                     old.detach().copy_(new.detach())
 
 
@@ -40,7 +44,12 @@ def recording(graph, pool, stream, capture_error_mode):
 
 def record_graphs(monkeypatch):
     """Let CUDA graphs be recorded ones."""
-    replaced = {"CUDAGraph": Recorded, "graph": recording, "Stream": Stream, "current_stream": Stream}
+    replaced = {
+        "CUDAGraph": Recorded,
+        "graph": recording,
+        "Stream": Stream,
+        "current_stream": Stream,
+    }
     replaced |= {"graph_pool_handle": lambda: "pool", "stream": lambda _: nullcontext()}
     for name, function in replaced.items():
         monkeypatch.setattr(torch.cuda, name, function)

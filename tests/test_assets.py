@@ -13,14 +13,14 @@ import torch
 from diffusers import HunyuanVideo15Pipeline
 
 import generate
-from embedded import card as model_card
-from embedded import pretrain
-from embedded.quality import random_prompts
-from embedded.shapes.oracle import read
-from embedded.shapes.scenes import ATTRIBUTES, object_mask, parse, sample_scenes
-from embedded.shapes.world import round_trip
+from research.tiny import card as model_card
+from research.tiny import pretrain
+from research.tiny.quality import random_prompts
 from sage_grpo.data.requests import read_requests
-from sage_grpo.models import open_backbone
+from sage_grpo.models.registry import open_backbone
+from sage_grpo.worlds.shapes.oracle import read
+from sage_grpo.worlds.shapes.scenes import ATTRIBUTES, object_mask, parse, sample_scenes
+from sage_grpo.worlds.shapes.world import round_trip
 
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "assets" / "tiny"
@@ -38,16 +38,25 @@ def card():
 
 
 def test_the_stock_pipeline_loads_it_without_a_network(monkeypatch, backbone):
-    monkeypatch.setattr(socket.socket, "connect", lambda *_: pytest.fail("something asked for the network"))
+    monkeypatch.setattr(
+        socket.socket, "connect", lambda *_: pytest.fail("something asked for the network")
+    )
     pipe = HunyuanVideo15Pipeline.from_pretrained(TINY)
     assert pipe.transformer.config.task_type == "t2v" and pipe.transformer.dtype == torch.float32
-    assert pipe.guider.guidance_scale == backbone.sampling.guidance and pipe.scheduler.shift == backbone.sampling.shift
+    assert (
+        pipe.guider.guidance_scale == backbone.sampling.guidance
+        and pipe.scheduler.shift == backbone.sampling.shift
+    )
     ours = backbone.transformer.state_dict()
-    assert all(torch.equal(value, ours[name]) for name, value in pipe.transformer.state_dict().items())
+    assert all(
+        torch.equal(value, ours[name]) for name, value in pipe.transformer.state_dict().items()
+    )
 
 
 def test_it_is_small():
-    assert sum(path.stat().st_size for path in (ROOT / "assets").rglob("*") if path.is_file()) < 25e6
+    assert (
+        sum(path.stat().st_size for path in (ROOT / "assets").rglob("*") if path.is_file()) < 25e6
+    )
 
 
 def test_encode_then_decode_is_near_identity(backbone):
@@ -57,7 +66,9 @@ def test_encode_then_decode_is_near_identity(backbone):
     scenes = sample_scenes(24, torch.Generator().manual_seed(0))  # those of round_trip
     inside = object_mask(scenes, *clips.shape[1:4])
     assert gap.mean().sqrt() < 0.022 and gap.mean((1, 2, 3)).max().sqrt() < 0.05
-    assert ((gap * inside).sum() / inside.sum()).sqrt() < 0.06  # objects are a tenth of a frame: their colour too
+    assert (
+        (gap * inside).sum() / inside.sum()
+    ).sqrt() < 0.06  # objects are a tenth of a frame: their colour too
     assert read(decoded, sentences).match.all()
 
 
@@ -79,7 +90,9 @@ def test_the_cards_table_can_be_measured_again(backbone, card):
     row, _ = model_card.measure(backbone, prompts, backbone.sampling.guidance)
     for name in ("match", *ATTRIBUTES):
         share = stored[name]
-        assert abs(row[name] - share) * SUBSET <= 2 * math.sqrt(SUBSET * share * (1 - share)) + 1, name
+        assert abs(row[name] - share) * SUBSET <= 2 * math.sqrt(SUBSET * share * (1 - share)) + 1, (
+            name
+        )
     assert row["distance"] == pytest.approx(stored["distance"], rel=0.25)
 
 
@@ -91,12 +104,17 @@ def test_the_command_of_the_record_still_means_the_same():
 
 
 def test_its_prompts_are_complete_and_kept_apart():
-    train, valid = ([prompt.text for prompt in read_requests(TINY / f"prompts_{n}.txt")] for n in ("train", "valid"))
+    train, valid = (
+        [prompt.text for prompt in read_requests(TINY / f"prompts_{n}.txt")]
+        for n in ("train", "valid")
+    )
     assert (len(set(train)), len(set(valid))) == (512, 64) and not set(train) & set(valid)
     assert all(set(parse(prompt)) == set(ATTRIBUTES) for prompt in (*train, *valid))
 
 
-@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # imageio's reader leaves its pipes open
+@pytest.mark.filterwarnings(
+    "ignore:unclosed file:ResourceWarning"
+)  # imageio's reader leaves its pipes open
 def test_generate_works_out_of_the_box(tmp_path, monkeypatch):
     """The default model; what plays in the file shows the shape and the direction of the prompt."""
     monkeypatch.chdir(ROOT)

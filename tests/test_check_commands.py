@@ -5,7 +5,9 @@ import pytest
 from tests import check_commands as script
 
 
-@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")  # tools that were imported before
+@pytest.mark.filterwarnings(
+    "ignore:.*found in sys.modules:RuntimeWarning"
+)  # tools that were imported before
 def test_the_commands_of_all_pages_name_what_exists(capsys):
     assert script.main([]) == 0, capsys.readouterr().out
     count = int(capsys.readouterr().out.split()[0])
@@ -22,9 +24,9 @@ def test_the_commands_of_all_pages_name_what_exists(capsys):
     ("python -m studies.nothing --list", "there is no module studies.nothing"),
     (".venv/bin/python -m studys.ablate --list", "there is no module studys.ablate"),
     ("python -m sage_grpo.tools --help", "there is no module sage_grpo.tools"),
-    ("python -m studies.ablate --list --lost", "studies.ablate has no --lost"),
-    ("python -m studies.ablate --recipe studies/none.yaml", "there is no studies/none.yaml"),
-    ("python -m benchmarks.iteration --iterations 3 --guidance_scale 1 --output benchmarks/DATE-a.md", ""),
+    ("python -m research.studies.ablate --list --lost", "research.studies.ablate has no --lost"),
+    ("python -m research.studies.ablate --recipe research/studies/none.yaml", "there is no research/studies/none.yaml"),
+    ("python -m research.benchmarks.iteration --iterations 3 --guidance_scale 1 --output research/benchmarks/DATE-a.md", ""),
     ("python -m pytest tests/none", "there is no tests/none"),
     ("python -m pytest tests/train -q --strange", ""),
     ("python generate.py --prompt 'a --strange one'", ""),
@@ -42,4 +44,9 @@ def test_commands_are_found_in_blocks_and_nowhere_else(tmp_path):
         "python in_text.py\n\n    python a.py --x 1 \\\n        --y 2     # why\n    make demo\n\n"
         "```\n$ bash b.sh\nnot a command\n```\n```python\npython = 3\n```\n    torchrun c.py     (two of them)\n"
     )
-    assert list(script.commands(page)) == ["python a.py --x 1 --y 2", "make demo", "bash b.sh", "torchrun c.py"]
+    assert list(script.commands(page)) == [
+        "python a.py --x 1 --y 2",
+        "make demo",
+        "bash b.sh",
+        "torchrun c.py",
+    ]

@@ -15,13 +15,15 @@ from safetensors.torch import load_file, save_file
 import generate
 import post_train
 from sage_grpo.algo import sde
-from sage_grpo.config import FIELDS
+from sage_grpo.config.fields import FIELDS
 from sage_grpo.data.requests import Request, read_requests
-from sage_grpo.models import BACKBONES, open_backbone
-from sage_grpo.rewards import REWARDS
+from sage_grpo.models.registry import BACKBONES, open_backbone
+from sage_grpo.rewards.registry import REWARDS
 from sage_grpo.runs.history import read_run
-from sage_grpo.tools import doctor, evaluate, plan
-from sage_grpo.worlds import WORLDS
+from sage_grpo.tools import evaluate
+from sage_grpo.tools.doctor import __main__ as doctor
+from sage_grpo.tools.plan import __main__ as plan
+from sage_grpo.worlds.registry import WORLDS
 from tests.trivial_backbone import TinyDenoiser, Trivial
 
 ROOT = Path(__file__).parents[1]
@@ -39,7 +41,10 @@ class Redness:
     def score(self, clips, prompts, fps):
         clips = [clip.double() / 255 for clip in clips]
         red = [clip[..., 0].mean() - clip[..., 1:].mean() for clip in clips]
-        return {"red": torch.stack(red), "calm": -torch.stack([clip.diff(dim=0).abs().mean() for clip in clips])}
+        return {
+            "red": torch.stack(red),
+            "calm": -torch.stack([clip.diff(dim=0).abs().mean() for clip in clips]),
+        }
 
 
 class GrayWorld:
@@ -59,7 +64,11 @@ class GrayWorld:
 
     def vae_floor(self, backbone):
         clips = self.draw([""], 5, 16, 16, 0)
-        return {"distance": self.gold(backbone.decode(backbone.encode_video(clips)), [""])["distance"].mean().item()}
+        return {
+            "distance": self.gold(backbone.decode(backbone.encode_video(clips)), [""])["distance"]
+            .mean()
+            .item()
+        }
 
 
 @pytest.fixture
@@ -79,7 +88,9 @@ def folder(tables, tmp_path):
     (model / "prompts_train.txt").write_text("a red wall\na blue wall\n")
     (model / "prompts_valid.txt").write_text("a green wall\n")
     torch.manual_seed(0)
-    save_file(TinyDenoiser().state_dict(), model / "transformer" / "diffusion_pytorch_model.safetensors")
+    save_file(
+        TinyDenoiser().state_dict(), model / "transformer" / "diffusion_pytorch_model.safetensors"
+    )
     return model
 
 
@@ -103,30 +114,57 @@ def test_a_second_backbone_trains_resumes_and_samples(folder, use_lora, capsys):
     first = history.train[0]
     assert first["policy/ratio_max_deviation"] == 0 and first["policy/grad_norm"] > 0
     assert first["reward/total"] == pytest.approx(first["reward/red"] + 0.5 * first["reward/calm"])
-    assert history.head["world"] == "gray" and history.head["vae_floor"]["distance"] == pytest.approx(0, abs=1e-9)
+    assert history.head["world"] == "gray" and history.head["vae_floor"][
+        "distance"
+    ] == pytest.approx(0, abs=1e-9)
     assert "gold/distance" in history.validations[-1]
-    again = words(folder, use_lora=use_lora, resume_from_checkpoint=run / "checkpoints" / "step-000001")
+    again = words(
+        folder, use_lora=use_lora, resume_from_checkpoint=run / "checkpoints" / "step-000001"
+    )
     again[again.index("--output_dir") + 1] = str(folder.with_name("again"))
     assert post_train.main(again) == 0
     state = "checkpoints/step-000002/trainer/rank-00000.safetensors"
     straight, resumed = (load_file(folder.with_name(name) / state) for name in ("run", "again"))
     assert straight and all(torch.equal(straight[name], resumed[name]) for name in straight)
     capsys.readouterr()
-    for name, path in (("base", []), ("trained", ["--checkpoint_path", str(run / "checkpoints" / "step-000002")])):
-        output = ["--output_path", str(folder.with_name(name)), "--prompt", "a wall", "--num_inference_steps", "2"]
+    for name, path in (
+        ("base", []),
+        ("trained", ["--checkpoint_path", str(run / "checkpoints" / "step-000002")]),
+    ):
+        output = [
+            "--output_path",
+            str(folder.with_name(name)),
+            "--prompt",
+            "a wall",
+            "--num_inference_steps",
+            "2",
+        ]
         generate.main(["--model_path", str(folder), *path, *output, "--score", "red"])
-    scores = [json.loads(next(folder.with_name(n).glob("*.json")).read_text())["scores"] for n in ("base", "trained")]
+    scores = [
+        json.loads(next(folder.with_name(n).glob("*.json")).read_text())["scores"]
+        for n in ("base", "trained")
+    ]
     assert scores[0] != scores[1]
 
 
 def test_a_second_backbone_through_every_tool(folder, capsys):
     run, own = folder.with_name("run"), words(folder)
     assert post_train.main(own) == 0
-    assert doctor.main([*words(folder, overwrite=True), "--output", str(run.with_name("doctor")), "--skip_ab"]) == 0
+    assert (
+        doctor.main(
+            [*words(folder, overwrite=True), "--output", str(run.with_name("doctor")), "--skip_ab"]
+        )
+        == 0
+    )
     assert plan.main([*own, "--gpus", "2", "--batch_size", "2"]) == 0
     assert "219" not in capsys.readouterr().err
     checkpoint = run / "checkpoints" / "step-000002"
-    assert evaluate.main([*own, "--checkpoints", str(checkpoint), "--output", str(run.with_name("evaluation"))]) == 0
+    assert (
+        evaluate.main(
+            [*own, "--checkpoints", str(checkpoint), "--output", str(run.with_name("evaluation"))]
+        )
+        == 0
+    )
     result = json.loads((run.with_name("evaluation") / "evaluation.json").read_text())
     base, trained = result["systems"].values()
     assert base["columns"]["red"]["mean"] != trained["columns"]["red"]["mean"]
@@ -141,12 +179,17 @@ def test_what_the_plug_ins_refuse_is_one_sentence(folder, capsys):
     assert capsys.readouterr().err.strip().endswith("the reward red keeps no secrets")
     (folder / "model_index.json").write_text('{"_class_name": "MysteryPipeline"}')
     assert post_train.main(words(folder)) == 2
-    assert "names 'MysteryPipeline', which cannot be trained here; choose one of" in capsys.readouterr().err
+    assert (
+        "names 'MysteryPipeline', which cannot be trained here; choose one of"
+        in capsys.readouterr().err
+    )
     assert not folder.with_name("run").exists()
 
 
 def test_the_table_decides_the_class(folder, tiny_folder):
-    assert type(open_backbone(folder)) is Trivial and type(open_backbone(tiny_folder)) is not Trivial
+    assert (
+        type(open_backbone(folder)) is Trivial and type(open_backbone(tiny_folder)) is not Trivial
+    )
 
 
 def half_of_dance(sigma, sigma_next, eta):
@@ -160,7 +203,10 @@ def test_a_new_sde_is_a_function_and_its_name(folder, monkeypatch):
     known = dataclasses.field(default=field.default, metadata=metadata)
     monkeypatch.setitem(FIELDS, "sde_type", known)
     assert post_train.main(words(folder, sde_type="half_dance")) == 0
-    half, full = (sde.build_schedule(name, sde.flow_sigmas(3, 3.0), 0.5).std for name in ("half_dance", "dance_grpo"))
+    half, full = (
+        sde.build_schedule(name, sde.flow_sigmas(3, 3.0), 0.5).std
+        for name in ("half_dance", "dance_grpo")
+    )
     torch.testing.assert_close(half, full / 2**0.5)
     std = read_run(folder.with_name("run")).head["schedule"]["std"]
     assert std == pytest.approx(half.tolist())
@@ -207,21 +253,33 @@ def own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     page = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
     for file, name in (("my_reward.py", "def calm"), ("my_sde.py", "def level_variance")):
-        Path(file).write_text(next(b for b in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if name in b))
+        Path(file).write_text(
+            next(b for b in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if name in b)
+        )
     Path("own.py").write_text(PLUGINS)
     return "own.py"
 
 
 def test_plug_ins_from_a_file_train_without_touching_the_package(folder, own, capsys):
     flags = words(
-        folder, reward_weights='{"calm": 2, "Shade": {"light": 1, "dark": 0}}', sde_type="my_sde.py:level_variance"
+        folder,
+        reward_weights='{"calm": 2, "Shade": {"light": 1, "dark": 0}}',
+        sde_type="my_sde.py:level_variance",
     )
-    flags += ["--reward_model", "my_reward.py:calm", f"{own}:Shade", "--holdout_reward", "my_reward.py:calm"]
+    flags += [
+        "--reward_model",
+        "my_reward.py:calm",
+        f"{own}:Shade",
+        "--holdout_reward",
+        "my_reward.py:calm",
+    ]
     assert post_train.main(flags) == 0
     run = folder.with_name("run")
     history = read_run(run)
     first, last = history.train[0], history.validations[-1]
-    assert first["reward/total"] == pytest.approx(2 * first["reward/calm.calm"] + first["reward/Shade.light"])
+    assert first["reward/total"] == pytest.approx(
+        2 * first["reward/calm.calm"] + first["reward/Shade.light"]
+    )
     assert last["holdout/calm"] == pytest.approx(last["reward/calm.calm"])
     variance = (0.5 * sde.flow_sigmas(3, 3.0)[1:]) ** 2
     assert history.head["schedule"]["std"] == pytest.approx(variance.sqrt().tolist())
@@ -231,8 +289,25 @@ def test_plug_ins_from_a_file_train_without_touching_the_package(folder, own, ca
     capsys.readouterr()
     assert post_train.main([*flags, "--max_steps", "3", "--resume_from_checkpoint", "auto"]) == 0
     assert f"'own.py': '{digest}'" in capsys.readouterr().err
-    output = ["--output_path", str(folder.with_name("clips")), "--prompt", "a wall", "--num_inference_steps", "2"]
-    generate.main(["--model_path", str(folder), *output, "--score", f"{own}:Shade", "--sde_type", f"{own}:table"])
+    output = [
+        "--output_path",
+        str(folder.with_name("clips")),
+        "--prompt",
+        "a wall",
+        "--num_inference_steps",
+        "2",
+    ]
+    generate.main(
+        [
+            "--model_path",
+            str(folder),
+            *output,
+            "--score",
+            f"{own}:Shade",
+            "--sde_type",
+            f"{own}:table",
+        ]
+    )
     record = json.loads(next(folder.with_name("clips").glob("*.json")).read_text())
     assert record["scores"].keys() == {"light", "dark"} and record["sde_type"] == f"{own}:table"
 
@@ -272,7 +347,10 @@ def test_a_plug_in_that_cannot_be_used_is_one_sentence(folder, own, capsys, flag
 
 def test_two_plug_ins_of_one_name_are_refused(folder, own, capsys):
     Path("other.py").write_text(Path("my_reward.py").read_text())
-    assert post_train.main([*words(folder), "--reward_model", "my_reward.py:calm", "other.py:calm"]) == 2
+    assert (
+        post_train.main([*words(folder), "--reward_model", "my_reward.py:calm", "other.py:calm"])
+        == 2
+    )
     assert "two rewards are called calm; rename one of them" in capsys.readouterr().err
 
 
@@ -282,7 +360,10 @@ def test_a_configuration_alone_cannot_name_a_file(folder, own, capsys, flag):
     Path("c.yaml").write_text(f"{flag}: {own}:calm\n")
     assert post_train.main([*words(folder), "--config", "c.yaml"]) == 2
     said = capsys.readouterr().err
-    assert f"a file alone may not choose; give --{flag} {own}:calm" in said and not Path("ran").exists()
+    assert (
+        f"a file alone may not choose; give --{flag} {own}:calm" in said
+        and not Path("ran").exists()
+    )
 
 
 def test_the_second_backbone_has_fewer_than_60_lines():
@@ -293,7 +374,9 @@ def test_the_second_backbone_has_fewer_than_60_lines():
 
 
 def test_the_examples_of_the_page_run():
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.DOTALL)
+    blocks = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.DOTALL
+    )
     assert len(blocks) >= 4  # a reward, an SDE, a world, a backbone
     for block in blocks:
         exec(compile(block, "docs/extending.md", "exec"), {"__name__": "example"})
@@ -302,25 +385,40 @@ def test_the_examples_of_the_page_run():
 def test_a_rewriter_makes_the_long_prompts_from_the_short_ones(tmp_path):
     """The script of docs/extending.md with a command that shouts."""
     page = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
-    (tmp_path / "rewrite.py").write_text(re.search(r"```python\n(.*?rewrite\.py.*?)```", page, re.DOTALL)[1])
-    (tmp_path / "short.csv").write_text('index,seed,prompt\n4,11,"a sign, ""OPEN"""\n7,,a café\n', encoding="utf-8")
+    (tmp_path / "rewrite.py").write_text(
+        re.search(r"```python\n(.*?rewrite\.py.*?)```", page, re.DOTALL)[1]
+    )
+    (tmp_path / "short.csv").write_text(
+        'index,seed,prompt\n4,11,"a sign, ""OPEN"""\n7,,a café\n', encoding="utf-8"
+    )
     shout = [sys.executable, "-c", "print('A caption:', input().upper(), '', sep='\\n')"]
     command = [sys.executable, "rewrite.py", "short.csv", "long.csv", *shout]
-    subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "PYTHONUTF8": "1"}, check=True)
+    subprocess.run(
+        command, cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "PYTHONUTF8": "1"}, check=True
+    )
     expected = [Request('A caption: A SIGN, "OPEN"', 4, 11), Request("A caption: A CAFÉ", 7, None)]
     assert read_requests(tmp_path / "long.csv") == expected
 
 
 def test_the_worked_example_has_the_lines_that_the_page_says():
-    text, files = (ROOT / "docs/extending.md").read_text(), sorted((ROOT / "sage_grpo/models/wan21").glob("*.py"))
+    text, files = (
+        (ROOT / "docs/extending.md").read_text(),
+        sorted((ROOT / "sage_grpo/models/wan21").glob("*.py")),
+    )
     lines = {file.name: len(file.read_text().splitlines()) for file in files}
     assert f"`sage_grpo/models/wan21/` has {sum(lines.values())} lines of Python" in text
-    assert all(f"| `{name}` | {count} |" in text for name, count in lines.items() if name != "__init__.py")
+    assert all(
+        f"| `{name}` | {count} |" in text for name, count in lines.items() if name != "__init__.py"
+    )
 
 
 def test_no_other_file_of_the_package_names_the_second_backbone():
     """If one has to learn about it, the interface is mended instead."""
     package = ROOT / "sage_grpo"
     others = [file for file in package.rglob("*.py") if file.parent.name != "wan21"]
-    named = [file for file in others if re.search(r"\bwan(21|pipeline)?\b", file.read_text(), re.IGNORECASE)]
+    named = [
+        file
+        for file in others
+        if re.search(r"\bwan(21|pipeline)?\b", file.read_text(), re.IGNORECASE)
+    ]
     assert [file.relative_to(package).as_posix() for file in named] == ["models/__init__.py"]

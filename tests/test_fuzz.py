@@ -17,12 +17,13 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from extra_rewards.remote import RemoteError
-from sage_grpo.config import FIELDS, check
+from sage_grpo.config.fields import FIELDS
+from sage_grpo.config.parse import ALIASES, base_type, from_values, parse
+from sage_grpo.config.rules import check
 from sage_grpo.data.requests import read_requests
-from sage_grpo.flags import ALIASES, base_type, from_values, parse
 from sage_grpo.models.hunyuan15.folder import ModelFolder
-from sage_grpo.worlds import world_of
+from sage_grpo.rewards.remote import RemoteError
+from sage_grpo.worlds.registry import world_of
 from scripts.reward_server import unpack
 from tests import fuzz as fuzz_module
 from tests.fuzz import SHARES, Bench, ended, set_timers
@@ -45,11 +46,21 @@ def either(call, *arguments):
 TEXT = st.text(max_size=20) | st.text(st.characters(), max_size=6)
 KEYS = st.sampled_from([*FIELDS, *ALIASES]) | TEXT
 LEAVES = (
-    st.none() | st.booleans() | st.integers() | st.sampled_from([-1, 10**6, 10**400]) | st.floats() | TEXT | st.dates()
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.sampled_from([-1, 10**6, 10**400])
+    | st.floats()
+    | TEXT
+    | st.dates()
 )
-LEAVES |= st.sampled_from(["true", "1e-3", "none", "auto", "muon", "shapes", "0x" + "f" * 9000, "{}", "[" * 9999])
+LEAVES |= st.sampled_from(
+    ["true", "1e-3", "none", "auto", "muon", "shapes", "0x" + "f" * 9000, "{}", "[" * 9999]
+)
 VALUES = st.recursive(
-    LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3), max_leaves=5
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=5,
 )
 
 
@@ -58,10 +69,14 @@ def fitting(name):
     kind, choices = base_type(name), FIELDS[name].metadata["choices"]
     if choices:
         return st.sampled_from(choices)
-    return {bool: st.booleans(), int: st.integers(0, 100), float: st.floats(0, 10)}.get(kind, VALUES)
+    return {bool: st.booleans(), int: st.integers(0, 100), float: st.floats(0, 10)}.get(
+        kind, VALUES
+    )
 
 
-FITTING = st.sampled_from(list(FIELDS)).flatmap(lambda name: st.tuples(st.just(name), fitting(name)))
+FITTING = st.sampled_from(list(FIELDS)).flatmap(
+    lambda name: st.tuples(st.just(name), fitting(name))
+)
 MAPPINGS = st.lists(FITTING | st.tuples(KEYS, VALUES), max_size=5).map(dict)
 
 
@@ -79,14 +94,29 @@ def test_values(values):
         assert from_values(yaml.safe_load(config.to_yaml())) == config
 
 
-YAML = st.builds(yaml.safe_dump, MAPPINGS) | st.builds(lambda a, b: a + b, st.builds(yaml.safe_dump, MAPPINGS), TEXT)
-TAGS = ("!!int", "!!float", "!!bool", "!!timestamp", "!!binary", "!!python/object/apply:os.getcwd", "&a [*a]", "<<: *a")
-YAML |= st.builds(lambda name, tag, text: f"{name}: {tag} {text}\n", KEYS, st.sampled_from(TAGS), TEXT)
+YAML = st.builds(yaml.safe_dump, MAPPINGS) | st.builds(
+    lambda a, b: a + b, st.builds(yaml.safe_dump, MAPPINGS), TEXT
+)
+TAGS = (
+    "!!int",
+    "!!float",
+    "!!bool",
+    "!!timestamp",
+    "!!binary",
+    "!!python/object/apply:os.getcwd",
+    "&a [*a]",
+    "<<: *a",
+)
+YAML |= st.builds(
+    lambda name, tag, text: f"{name}: {tag} {text}\n", KEYS, st.sampled_from(TAGS), TEXT
+)
 YAML |= st.text(string.printable, max_size=60) | st.text("[]{}:,-&*!|>'\"%@ \n\ta1", max_size=60)
 
 
 @fuzz
-@given(st.one_of(YAML.map(lambda text: text.encode(errors="surrogatepass")), st.binary(max_size=60)))
+@given(
+    st.one_of(YAML.map(lambda text: text.encode(errors="surrogatepass")), st.binary(max_size=60))
+)
 def test_yaml_files(tmp_path, content):
     file = tmp_path / "config.yaml"
     file.write_bytes(content)
@@ -94,7 +124,11 @@ def test_yaml_files(tmp_path, content):
     assert os.listdir(tmp_path) == ["config.yaml"]
 
 
-WORDS = st.sampled_from([f"--{name}" for name in (*FIELDS, *ALIASES, "config")]) | TEXT | LEAVES.map(str)
+WORDS = (
+    st.sampled_from([f"--{name}" for name in (*FIELDS, *ALIASES, "config")])
+    | TEXT
+    | LEAVES.map(str)
+)
 WORDS |= st.builds(lambda name, value: f"--{name}={value}", KEYS, LEAVES)
 
 
@@ -109,8 +143,12 @@ def test_command_lines(tmp_path, monkeypatch, words):
 ROWS = st.dictionaries(st.sampled_from(["prompt", "index", "seed"]) | TEXT, VALUES, max_size=4)
 PROMPTS = {
     ".txt": st.text(max_size=80),
-    ".csv": st.text('prompt,index\n\r"seed1\0é', max_size=80).map(lambda text: "prompt,index,seed\n" + text),
-    ".jsonl": st.lists(ROWS | VALUES, max_size=3).map(lambda rows: "\n".join(json.dumps(r, default=str) for r in rows)),
+    ".csv": st.text('prompt,index\n\r"seed1\0é', max_size=80).map(
+        lambda text: "prompt,index,seed\n" + text
+    ),
+    ".jsonl": st.lists(ROWS | VALUES, max_size=3).map(
+        lambda rows: "\n".join(json.dumps(r, default=str) for r in rows)
+    ),
 }
 
 
@@ -122,12 +160,24 @@ def test_prompt_files(tmp_path, suffix, data):
     text = PROMPTS[suffix].map(lambda text: text.encode(errors="surrogatepass"))
     file.write_bytes(data.draw(text | st.binary(max_size=80)))
     for prompt in either(read_requests, file) or ():
-        assert prompt.text.strip() and set(prompt.name) <= set("0123456789abcdef-") and len(prompt.name) < 40
+        assert (
+            prompt.text.strip()
+            and set(prompt.name) <= set("0123456789abcdef-")
+            and len(prompt.name) < 40
+        )
     assert os.listdir(tmp_path) == [file.name]
 
 
 GOOD = {
-    "sampling.json": {"frames": 9, "height": 32, "width": 32, "fps": 8, "shift": 5.0, "guidance": 6.0, "num_steps": 20},
+    "sampling.json": {
+        "frames": 9,
+        "height": 32,
+        "width": 32,
+        "fps": 8,
+        "shift": 5.0,
+        "guidance": 6.0,
+        "num_steps": 20,
+    },
     "world.json": {"world": "shapes"},
     "guider/guider_config.json": {"guidance_scale": 6.0},
     "transformer/config.json": {"target_size": 640, "task_type": "t2v"},
@@ -152,7 +202,9 @@ def test_files_of_a_model_folder(folder, name, data):
     """Each of them changed in one place, or replaced by anything; the others are as they should be."""
     key = data.draw(st.sampled_from([*GOOD[name], "more"]))
     spoilt = VALUES.map(lambda value: GOOD[name] | {key: value}) | VALUES | st.just(GOOD[name])
-    text = spoilt.map(lambda values: json.dumps(values, default=str).encode()) | st.binary(max_size=40)
+    text = spoilt.map(lambda values: json.dumps(values, default=str).encode()) | st.binary(
+        max_size=40
+    )
     (folder / name).write_bytes(data.draw(text))
     either(world_of, folder)
     sampling = either(lambda: ModelFolder(folder).sampling())
@@ -203,11 +255,19 @@ def test_how_a_case_ended_is_noticed(monkeypatch, call, end):
 @given(st.data())
 def test_messages_to_a_reward_server(data):
     header = {"fps": 8, "prompts": ["a"], "shapes": [[1, 1, 1]]}
-    spoilt = st.sampled_from(list(header)).flatmap(lambda key: VALUES.map(lambda value: header | {key: value}))
-    body = spoilt.map(lambda values: json.dumps(values, default=str).encode() + b"\n123") | st.binary(max_size=80)
+    spoilt = st.sampled_from(list(header)).flatmap(
+        lambda key: VALUES.map(lambda value: header | {key: value})
+    )
+    body = spoilt.map(
+        lambda values: json.dumps(values, default=str).encode() + b"\n123"
+    ) | st.binary(max_size=80)
     try:
         clips, prompts, fps = unpack(bytearray(data.draw(body)), 4)
     except RemoteError as error:
         assert len(str(error).splitlines()) == 1
     else:
-        assert len(clips) == len(prompts) and math.isfinite(fps) and all(clip.shape[-1] == 3 for clip in clips)
+        assert (
+            len(clips) == len(prompts)
+            and math.isfinite(fps)
+            and all(clip.shape[-1] == 3 for clip in clips)
+        )

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 import generate
 from sage_grpo.data.requests import Request
-from sage_grpo.models import open_backbone
 from sage_grpo.models.hunyuan15.backbone import Hunyuan15
 from sage_grpo.models.lora import LORA_FILE
+from sage_grpo.models.registry import open_backbone
 from tests.dist import run_ranks
 
 # imageio's reader leaves the pipes of its ffmpeg process to the garbage collector
@@ -36,7 +36,9 @@ def folder(tiny_folder, tmp_path_factory):
 
 def run(folder, output, *arguments):
     generate.main(["--model_path", str(folder), "--output_path", str(output), *FAST, *arguments])
-    return sorted(output.glob("*.mp4")), [json.loads(path.read_text()) for path in sorted(output.glob("*.json"))]
+    return sorted(output.glob("*.mp4")), [
+        json.loads(path.read_text()) for path in sorted(output.glob("*.json"))
+    ]
 
 
 def frames(path):
@@ -52,7 +54,9 @@ def refused(capsys, folder, output, *arguments):
 
 
 def test_one_prompt_gives_a_playable_clip_and_its_record(folder, tmp_path):
-    (clip,), (record,) = run(folder, tmp_path, "--prompt", PROMPT, "--score", "shapes", "--seed", "5")
+    (clip,), (record,) = run(
+        folder, tmp_path, "--prompt", PROMPT, "--score", "shapes", "--seed", "5"
+    )
     assert frames(clip).shape[0] == 5 and (tmp_path / "sheet.png").is_file()
     assert record["prompt"] == PROMPT and record["seed"] == 5 and record["num_steps"] == 2
     assert (record["frames"], record["height"], record["width"]) == (5, 16, 24)
@@ -61,13 +65,22 @@ def test_one_prompt_gives_a_playable_clip_and_its_record(folder, tmp_path):
 
 def test_the_layout_of_the_folder_makes_no_difference(tiny_folder, tencent_folder, tmp_path):
     ours, _ = run(tiny_folder, tmp_path / "a", "--prompt", PROMPT)
-    theirs, _ = run(tencent_folder, tmp_path / "b", "--prompt", PROMPT, "--pretrained_transformer_version", "480p_t2v")
+    theirs, _ = run(
+        tencent_folder,
+        tmp_path / "b",
+        "--prompt",
+        PROMPT,
+        "--pretrained_transformer_version",
+        "480p_t2v",
+    )
     assert np.array_equal(frames(ours[0]), frames(theirs[0]))
 
 
 def test_another_version_has_to_be_there(tencent_folder, tmp_path, capsys):
     arguments = ("--prompt", PROMPT, "--pretrained_transformer_version", "720p_t2v")
-    assert "has no 720p_t2v; choose" in refused(capsys, tencent_folder, tmp_path / "out", *arguments)
+    assert "has no 720p_t2v; choose" in refused(
+        capsys, tencent_folder, tmp_path / "out", *arguments
+    )
 
 
 def test_a_seed_gives_the_same_clip_whatever_the_batch(folder, tmp_path):
@@ -78,13 +91,17 @@ def test_a_seed_gives_the_same_clip_whatever_the_batch(folder, tmp_path):
     several, _ = run(folder, tmp_path / "b", "--prompt", PROMPT, "--seed", "5", "--num_videos", "3")
     rows, _ = run(folder, tmp_path / "c", "--valid_video_csv", str(prompts))
     assert len(several) == 3 and len(rows) == 2
-    assert np.array_equal(frames(alone), frames(several[0])) and np.array_equal(frames(alone), frames(rows[1]))
+    assert np.array_equal(frames(alone), frames(several[0])) and np.array_equal(
+        frames(alone), frames(rows[1])
+    )
     assert not np.array_equal(frames(several[0]), frames(several[1]))
 
 
 def test_exploration_noise_changes_the_clip(folder, tmp_path):
     (ode,), _ = run(folder, tmp_path / "a", "--prompt", PROMPT)
-    (sde,), (record,) = run(folder, tmp_path / "b", "--prompt", PROMPT, "--sde_type", "sage_grpo", "--eta", "1.0")
+    (sde,), (record,) = run(
+        folder, tmp_path / "b", "--prompt", PROMPT, "--sde_type", "sage_grpo", "--eta", "1.0"
+    )
     assert record["sde_type"] == "sage_grpo" and not np.array_equal(frames(ode), frames(sde))
 
 
@@ -92,8 +109,12 @@ def test_the_second_order_solver_gives_another_clip_and_is_recorded(folder, tmp_
     words = ("--prompt", PROMPT, "--num_inference_steps", "5")
     (plain,), (first,) = run(folder, tmp_path / "euler", *words)
     (other,), (second,) = run(folder, tmp_path / "dpm", *words, "--solver", "dpm")
-    assert (first["solver"], second["solver"]) == ("euler", "dpm") and (frames(plain) != frames(other)).any()
-    error = refused(capsys, folder, tmp_path / "none", *words, "--solver", "dpm", "--sde_type", "cps")
+    assert (first["solver"], second["solver"]) == ("euler", "dpm") and (
+        frames(plain) != frames(other)
+    ).any()
+    error = refused(
+        capsys, folder, tmp_path / "none", *words, "--solver", "dpm", "--sde_type", "cps"
+    )
     assert "--solver dpm solves the ODE, and --sde_type cps adds noise" in error
 
 
@@ -118,14 +139,24 @@ def test_ranks_share_prompts_and_clips(folder, tmp_path, world, sp_size):
 def test_checkpoints_full_and_lora_change_the_clip(folder, tmp_path):
     base = run(folder, tmp_path / "base", "--prompt", PROMPT)[0]
     model = HunyuanVideo15Transformer3DModel.from_pretrained(folder / "transformer")
-    torch.nn.init.normal_(model.proj_out.weight, std=0.3, generator=torch.Generator().manual_seed(0))
+    torch.nn.init.normal_(
+        model.proj_out.weight, std=0.3, generator=torch.Generator().manual_seed(0)
+    )
     model.save_pretrained(tmp_path / "full" / "transformer")
-    full = run(folder, tmp_path / "a", "--prompt", PROMPT, "--checkpoint_path", str(tmp_path / "full"))[0]
+    full = run(
+        folder, tmp_path / "a", "--prompt", PROMPT, "--checkpoint_path", str(tmp_path / "full")
+    )[0]
 
     model = HunyuanVideo15Transformer3DModel.from_pretrained(folder / "transformer")
-    model.add_adapter(LoraConfig(r=2, target_modules=r"transformer_blocks\.\d+\.attn\.to_q", init_lora_weights=False))
+    model.add_adapter(
+        LoraConfig(
+            r=2, target_modules=r"transformer_blocks\.\d+\.attn\.to_q", init_lora_weights=False
+        )
+    )
     model.save_lora_adapter(tmp_path / "lora", weight_name=LORA_FILE)
-    lora = run(folder, tmp_path / "b", "--prompt", PROMPT, "--checkpoint_path", str(tmp_path / "lora"))[0]
+    lora = run(
+        folder, tmp_path / "b", "--prompt", PROMPT, "--checkpoint_path", str(tmp_path / "lora")
+    )[0]
     clips = [frames(paths[0]) for paths in (base, full, lora)]
     assert not np.array_equal(clips[0], clips[1]) and not np.array_equal(clips[0], clips[2])
 
@@ -139,33 +170,58 @@ def test_checkpoints_full_and_lora_change_the_clip(folder, tmp_path):
         (("--prompt", PROMPT, "--fixed_size", "wide"), "'wide' is not HEIGHTxWIDTH"),
         (("--prompt", PROMPT, "--aspect_ratio", "16/9"), "'16/9' is not WIDTH:HEIGHT"),
         (("--prompt", PROMPT, "--sde_type", "cps", "--eta", "2"), "eta is 2.0 with sde_type cps"),
-        (("--prompt", PROMPT, "--checkpoint_path", "nowhere"), "checkpoint_path nowhere does not exist"),
-        (("--prompt", PROMPT, "--checkpoint_path", "tests/fixtures/sde/index.json"), "has neither transformer/"),
+        (
+            ("--prompt", PROMPT, "--checkpoint_path", "nowhere"),
+            "checkpoint_path nowhere does not exist",
+        ),
+        (
+            ("--prompt", PROMPT, "--checkpoint_path", "tests/fixtures/sde/index.json"),
+            "has neither transformer/",
+        ),
         (("--prompt", PROMPT, "--score", "beauty"), "'beauty' is not one of videoalign"),
         (("--prompt", PROMPT, "--guidance_scale", "nan"), "'nan' is not a finite number"),
         (("--prompt", PROMPT, "--eta", "1e308"), "'1e308' is not a finite number up to 1000000000"),
-        (("--prompt", PROMPT, "--num_inference_steps", "9" * 13), "is not a whole number from 1 to 999999"),
+        (
+            ("--prompt", PROMPT, "--num_inference_steps", "9" * 13),
+            "is not a whole number from 1 to 999999",
+        ),
         (("--prompt", PROMPT, "--num_frames", "9" * 400), "is not a whole number from 1 to 999999"),
-        (("--prompt", PROMPT, "--num_frames", "800001", "--fixed_size", "3200x3200"), "and no machine holds 16777216"),
-        (("--prompt", PROMPT, "--seed", str(2**70)), "is not a whole number from 0 to 9223372036854775807"),
+        (
+            ("--prompt", PROMPT, "--num_frames", "800001", "--fixed_size", "3200x3200"),
+            "and no machine holds 16777216",
+        ),
+        (
+            ("--prompt", PROMPT, "--seed", str(2**70)),
+            "is not a whole number from 0 to 9223372036854775807",
+        ),
         (("--prompt", PROMPT, "--fixed_size", "9999996x16"), "is not HEIGHTxWIDTH"),
-        (("--prompt", PROMPT, "--timestep_shift", "0"), "timestep_shift is 0.0; it must be positive"),
+        (
+            ("--prompt", PROMPT, "--timestep_shift", "0"),
+            "timestep_shift is 0.0; it must be positive",
+        ),
         (("--valid_video_csv", "nowhere.csv"), "nowhere.csv does not exist"),
         ((), "one of the arguments --prompt --valid_video_csv"),
     ],
 )
-def test_bad_input_is_one_clear_sentence_and_writes_nothing(folder, tmp_path, capsys, arguments, message):
+def test_bad_input_is_one_clear_sentence_and_writes_nothing(
+    folder, tmp_path, capsys, arguments, message
+):
     assert message in refused(capsys, folder, tmp_path / "out", *arguments)
     assert not (tmp_path / "out").exists()
 
 
 def test_a_run_folder_means_its_newest_checkpoint_and_hyphens_are_fine(folder, tmp_path, capsys):
-    model, run_folder = HunyuanVideo15Transformer3DModel.from_pretrained(folder / "transformer"), tmp_path / "run"
+    model, run_folder = (
+        HunyuanVideo15Transformer3DModel.from_pretrained(folder / "transformer"),
+        tmp_path / "run",
+    )
     (run_folder / "checkpoints").mkdir(parents=True)
     words = ("--prompt", PROMPT, "--checkpoint-path")
     assert "holds no checkpoint yet" in refused(capsys, folder, tmp_path, *words, str(run_folder))
     for step, std in (("step-000001", 0.1), ("step-000010", 0.3)):
-        torch.nn.init.normal_(model.proj_out.weight, std=std, generator=torch.Generator().manual_seed(0))
+        torch.nn.init.normal_(
+            model.proj_out.weight, std=std, generator=torch.Generator().manual_seed(0)
+        )
         model.save_pretrained(run_folder / "checkpoints" / step / "transformer")
     sampled = [
         run(folder, tmp_path / path.name, *words, str(path))[0]
@@ -185,19 +241,28 @@ def test_a_checkpoint_of_another_model_is_refused(folder, tmp_path, capsys):
 
 
 def test_a_score_that_is_not_a_number_is_an_error(tiny_folder, tmp_path, capsys):
-    (tmp_path / "broken.py").write_text("def broken(clips, prompts):\n    return [float('nan')] * len(clips)\n")
+    (tmp_path / "broken.py").write_text(
+        "def broken(clips, prompts):\n    return [float('nan')] * len(clips)\n"
+    )
     flags = ("--prompt", PROMPT, "--score", f"{tmp_path / 'broken.py'}:broken")
-    assert "the reward gives broken nan for the prompt" in refused(capsys, tiny_folder, tmp_path / "out", *flags)
+    assert "the reward gives broken nan for the prompt" in refused(
+        capsys, tiny_folder, tmp_path / "out", *flags
+    )
 
 
 def test_prompts_that_cannot_be_scored_are_refused_before_sampling(tiny_folder, tmp_path, capsys):
-    message = refused(capsys, tiny_folder, tmp_path / "out", "--prompt", "a cat", "--score", "shapes")
+    message = refused(
+        capsys, tiny_folder, tmp_path / "out", "--prompt", "a cat", "--score", "shapes"
+    )
     assert "unknown word 'cat'" in message and not (tmp_path / "out").exists()
 
 
 def test_broken_weights_give_no_clip(folder, tmp_path, capsys):
     weights = load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
-    save_file(weights | {"proj_out.bias": weights["proj_out.bias"] * torch.nan}, tmp_path / "nan.safetensors")
+    save_file(
+        weights | {"proj_out.bias": weights["proj_out.bias"] * torch.nan},
+        tmp_path / "nan.safetensors",
+    )
     arguments = ("--prompt", PROMPT, "--checkpoint_path", str(tmp_path / "nan.safetensors"))
     assert "not finite" in refused(capsys, folder, tmp_path / "out", *arguments)
     assert not list((tmp_path / "out").glob("*.mp4"))
@@ -209,17 +274,28 @@ def test_a_missing_model_folder_is_named(tmp_path, capsys):
 
 
 def test_the_defaults_are_those_of_the_model_and_are_printed(folder, tmp_path, capsys):
-    generate.main(["--model_path", str(folder), "--output_path", str(tmp_path / "out"), "--prompt", PROMPT])
+    generate.main(
+        ["--model_path", str(folder), "--output_path", str(tmp_path / "out"), "--prompt", PROMPT]
+    )
     record = json.loads(next((tmp_path / "out").glob("*.json")).read_text())
-    assert (record["frames"], record["height"], record["width"], record["num_steps"]) == (9, 32, 32, 20)
-    assert "sampling: 9 frames of 32 x 32, 20 steps, shift 5, guidance 6\n" in capsys.readouterr().out
+    assert (record["frames"], record["height"], record["width"], record["num_steps"]) == (
+        9,
+        32,
+        32,
+        20,
+    )
+    assert (
+        "sampling: 9 frames of 32 x 32, 20 steps, shift 5, guidance 6\n" in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize("version, size", [("480p_t2v", "480 x 848"), ("720p_t2v", "720 x 1280")])
 def test_the_published_models_are_sampled_as_their_authors_do(tmp_path, version, size):
     """The folder stands for the published model: nothing but its configuration is needed."""
     backbone = open_backbone(tmp_path / "absent", version=version, complete=False)
-    settings = generate.resolve(generate.parse_arguments(["--prompt", PROMPT]), backbone, Request(PROMPT))
+    settings = generate.resolve(
+        generate.parse_arguments(["--prompt", PROMPT]), backbone, Request(PROMPT)
+    )
     assert str(settings).startswith(f"121 frames of {size}, 50 steps, shift ")
 
 
@@ -240,7 +316,9 @@ def test_frame_sizes(tiny_folder, arguments, expected):
 @pytest.fixture
 def image_file(pictures, tmp_path):
     path = tmp_path / "images.csv"
-    path.write_text("\n".join(["prompt,image", *(f"{PROMPT},{picture}" for picture in pictures), ""]))
+    path.write_text(
+        "\n".join(["prompt,image", *(f"{PROMPT},{picture}" for picture in pictures), ""])
+    )
     return path
 
 
@@ -248,17 +326,28 @@ def animate(folder, output, *arguments):
     """Without a size, which is then that of the image."""
     fast = ("--num_inference_steps", "2", "--num_frames", "5")
     generate.main(["--model_path", str(folder), "--output_path", str(output), *fast, *arguments])
-    return sorted(output.glob("*.mp4")), [json.loads(path.read_text()) for path in sorted(output.glob("*.json"))]
+    return sorted(output.glob("*.mp4")), [
+        json.loads(path.read_text()) for path in sorted(output.glob("*.json"))
+    ]
 
 
 def test_images_are_animated_each_in_its_own_size(i2v_folder, pictures, image_file, tmp_path):
-    _, records = animate(i2v_folder, tmp_path / "a", "--prompt_file", str(image_file), "--score", "first_frame")
+    _, records = animate(
+        i2v_folder, tmp_path / "a", "--prompt_file", str(image_file), "--score", "first_frame"
+    )
     sizes = [(record["height"], record["width"]) for record in records]
     assert [record["image"] for record in records] == [str(path) for path in pictures]
-    assert len(set(sizes)) == 3 and sizes[0][0] < sizes[0][1] and sizes[1][0] > sizes[1][1] and sizes[2] == (32, 32)
+    assert (
+        len(set(sizes)) == 3
+        and sizes[0][0] < sizes[0][1]
+        and sizes[1][0] > sizes[1][1]
+        and sizes[2] == (32, 32)
+    )
     assert all(0 < record["scores"]["first_frame"] < 1 for record in records)
     (one,), _ = animate(i2v_folder, tmp_path / "b", "--prompt", PROMPT, "--image", str(pictures[0]))
-    (other,), _ = animate(i2v_folder, tmp_path / "c", "--prompt", PROMPT, "--image", str(pictures[1]))
+    (other,), _ = animate(
+        i2v_folder, tmp_path / "c", "--prompt", PROMPT, "--image", str(pictures[1])
+    )
     assert np.array_equal(frames(one), frames(tmp_path / "a" / one.name))
     assert frames(one).shape != frames(other).shape
 
@@ -268,11 +357,19 @@ def test_a_given_size_is_that_of_the_clip(i2v_folder, pictures, tmp_path):
     assert (record["height"], record["width"]) == (16, 24)
 
 
-def test_images_and_models_must_fit(i2v_folder, tiny_folder, pictures, image_file, tmp_path, capsys):
+def test_images_and_models_must_fit(
+    i2v_folder, tiny_folder, pictures, image_file, tmp_path, capsys
+):
     out, image = tmp_path / "out", ("--image", str(pictures[0]))
     assert "animates images" in refused(capsys, i2v_folder, out, "--prompt", PROMPT)
-    assert "is a text-to-video model" in refused(capsys, tiny_folder, out, "--prompt", PROMPT, *image)
-    assert "--image belongs to --prompt" in refused(capsys, i2v_folder, out, "--prompt_file", str(image_file), *image)
-    missing = refused(capsys, i2v_folder, out, "--prompt", PROMPT, "--image", str(tmp_path / "no.png"))
+    assert "is a text-to-video model" in refused(
+        capsys, tiny_folder, out, "--prompt", PROMPT, *image
+    )
+    assert "--image belongs to --prompt" in refused(
+        capsys, i2v_folder, out, "--prompt_file", str(image_file), *image
+    )
+    missing = refused(
+        capsys, i2v_folder, out, "--prompt", PROMPT, "--image", str(tmp_path / "no.png")
+    )
     assert f"--image: the image {tmp_path}/no.png does not exist" in missing
     assert not out.exists()

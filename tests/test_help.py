@@ -12,7 +12,13 @@ from sage_grpo import __version__
 ROOT = Path(__file__).parents[1]
 NAMES = ("diagnose", "doctor", "evaluate", "plan", "report")
 TOOLS = [f"sage_grpo.tools.{name}" for name in NAMES]
-SCRIPTED = ("audit_reward", "convert_weights", "encode_prompts", "export_checkpoint", "reward_server")
+SCRIPTED = (
+    "audit_reward",
+    "convert_weights",
+    "encode_prompts",
+    "export_checkpoint",
+    "reward_server",
+)
 SCRIPTS = [f"scripts/{name}.py" for name in SCRIPTED]
 PROGRAMS = ["post_train.py", "generate.py", *TOOLS, *SCRIPTS]
 LAUNCHERS = ["run_post_train.sh", "run_post_train_multinode.sh", "run_inference.sh", "scripts/post_train/train_grpo.sh",
@@ -37,7 +43,9 @@ print(code, *sorted(heavy), file=sys.stderr)
 def answer(name, *words):
     folder = str(ROOT / name.rpartition("/")[0]) if name.endswith(".py") else str(ROOT)
     code = HEAVY.format(name=name, words=list(words), folder=folder)
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -46,29 +54,50 @@ def test_help_and_wrong_flags_need_no_torch(name):
     assert helped.stderr.split() in (["0"], ["None"]), helped.stderr
     assert helped.stdout.startswith("usage: ") and "--version" in helped.stdout
     *said, last = answer(name, "--verison").stderr.splitlines()
-    assert last == "2" and len(said) == 1 and "unknown flag --verison; did you mean --version?" in said[0]
+    assert (
+        last == "2"
+        and len(said) == 1
+        and "unknown flag --verison; did you mean --version?" in said[0]
+    )
     assert answer(name, "--version").stdout == f"sage-grpo {__version__}\n"
 
 
 @pytest.mark.parametrize("name", [*PROGRAMS, "scripts/verify_weights.py"])
 def test_every_argument_says_what_it_is_and_what_kind_of_value_it_takes(name):
-    lines = re.split("(?:positional arguments|options):", answer(name, "--help").stdout, maxsplit=1)[1].splitlines()
+    lines = re.split(
+        "(?:positional arguments|options):", answer(name, "--help").stdout, maxsplit=1
+    )[1].splitlines()
     for line, following in zip(lines, [*lines[1:], ""], strict=True):
         if re.match(r"  \S", line) and not line.endswith(":"):
-            assert "  " in line.strip() or (following.startswith(" " * 8) and following.strip()), line
+            assert "  " in line.strip() or (following.startswith(" " * 8) and following.strip()), (
+                line
+            )
             assert line.startswith("  -") or re.match(r"  [A-Z]", line), line
-            assert not re.match(r"  --(\w+)[ =]\1\b", line, re.IGNORECASE), f"{line}: what kind of value?"
+            assert not re.match(r"  --(\w+)[ =]\1\b", line, re.IGNORECASE), (
+                f"{line}: what kind of value?"
+            )
 
 
 def test_downloads_are_verified_before_anything_is_installed():
-    command = [sys.executable, "-I", "-S", "scripts/verify_weights.py", "--help"]  # -S: the standard library only
-    assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.startswith("usage: ")
+    command = [
+        sys.executable,
+        "-I",
+        "-S",
+        "scripts/verify_weights.py",
+        "--help",
+    ]  # -S: the standard library only
+    assert subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.startswith("usage: ")
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_a_launcher_that_is_asked_for_help_launches_nothing(name, tmp_path):
     said = subprocess.run(
-        ["bash", str(ROOT / name), "--eta", "1", "--help"], cwd=tmp_path, capture_output=True, text=True
+        ["bash", str(ROOT / name), "--eta", "1", "--help"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
     )
     assert said.returncode == 0 and said.stderr == "" and Path(name).name in said.stdout
     assert "#" not in said.stdout and not list(tmp_path.iterdir())

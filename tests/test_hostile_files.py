@@ -16,7 +16,7 @@ from sage_grpo.models.hunyuan15.backbone import Hunyuan15
 from sage_grpo.models.hunyuan15.folder import DIFFUSERS_FILES, ModelFolder
 from sage_grpo.models.hunyuan15.text import TextEncoder
 from sage_grpo.models.lora import LORA_FILE
-from sage_grpo.rewards.videoalign_folder import read_weights
+from sage_grpo.rewards.videoalign.folder import read_weights
 from tests.hostile import change, write_bomb
 
 REQUEST = Request('the letter "B" moving left')
@@ -52,13 +52,21 @@ def embed(folder):
 @pytest.mark.parametrize("name", ["a.safetensors", "a.bin"])
 def test_the_bombs_of_these_tests_work(tmp_path, name):
     file, trace = write_bomb(tmp_path / name, tmp_path / "trace"), tmp_path / "trace"
-    pickle.loads(file.read_bytes()) if file.suffix == ".safetensors" else torch.load(file, weights_only=False)
+    pickle.loads(file.read_bytes()) if file.suffix == ".safetensors" else torch.load(
+        file, weights_only=False
+    )
     assert trace.exists()
 
 
 def test_torch_files_beside_safetensors_are_never_opened(tiny_folder, folder, marker, unopened):
     for part in DIFFUSERS_FILES:
-        for name in ("pytorch_model.bin", "diffusion_pytorch_model.bin", "model.pt", "model.pth", "adapter_model.bin"):
+        for name in (
+            "pytorch_model.bin",
+            "diffusion_pytorch_model.bin",
+            "model.pt",
+            "model.pth",
+            "adapter_model.bin",
+        ):
             write_bomb(folder / part / name, marker)
     (_, found), (_, expected) = embed(folder), embed(tiny_folder)
     assert torch.equal(found.text, expected.text) and torch.equal(found.glyph, expected.glyph)
@@ -95,12 +103,19 @@ def test_a_model_cannot_choose_an_attention_to_download(folder, key):
     for part in ("text_encoder", "text_encoder_2"):
         change(folder / part / "config.json", **{key: "somebody/attention"})
     backbone, _ = embed(folder)
-    assert {model.config._attn_implementation for model in backbone.embeddings.encoder._models} <= {"sdpa", "eager"}
+    assert {model.config._attn_implementation for model in backbone.embeddings.encoder._models} <= {
+        "sdpa",
+        "eager",
+    }
 
 
 def test_a_model_cannot_lead_to_another_one(tiny_folder, folder):
     for part in ("text_encoder", "text_encoder_2"):
-        settings = {"base_model_name_or_path": "/elsewhere", "peft_type": "LORA", "target_modules": ["q_proj"]}
+        settings = {
+            "base_model_name_or_path": "/elsewhere",
+            "peft_type": "LORA",
+            "target_modules": ["q_proj"],
+        }
         (folder / part / "adapter_config.json").write_text(json.dumps(settings))
     assert torch.equal(embed(folder)[1].text, embed(tiny_folder)[1].text)
 
@@ -116,8 +131,16 @@ def lora(folder, width, **settings):
     """A LoRA of one layer."""
     folder.mkdir()
     shapes = {"lora_A": (2, width), "lora_B": (width, 2)}
-    weights = {f"transformer_blocks.0.attn.to_q.{name}.weight": torch.zeros(shape) for name, shape in shapes.items()}
-    plain = {"r": 2, "lora_alpha": 2, "target_modules": ["transformer_blocks.0.attn.to_q"], "init_lora_weights": False}
+    weights = {
+        f"transformer_blocks.0.attn.to_q.{name}.weight": torch.zeros(shape)
+        for name, shape in shapes.items()
+    }
+    plain = {
+        "r": 2,
+        "lora_alpha": 2,
+        "target_modules": ["transformer_blocks.0.attn.to_q"],
+        "init_lora_weights": False,
+    }
     save_file(weights, folder / LORA_FILE, {"lora_adapter_metadata": json.dumps(plain | settings)})
     return folder
 
@@ -158,12 +181,15 @@ def test_the_torch_file_of_a_reward_is_tensors_or_nothing(tmp_path, marker, unop
         read_weights(tmp_path / "model.safetensors")
 
 
-@pytest.mark.parametrize("line", [CODE, "!!python/name:os.system", "!!python/module:os", "!!python/object:os.Own {{}}"])
+@pytest.mark.parametrize(
+    "line", [CODE, "!!python/name:os.system", "!!python/module:os", "!!python/object:os.Own {{}}"]
+)
 @pytest.mark.parametrize("key", ["eta", "reward_weights", "output_dir"])
 def test_yaml_makes_no_objects(tmp_path, marker, capsys, key, line):
     config = tmp_path / "config.yaml"
     config.write_text(
-        f"output_dir: {tmp_path / 'run'}\n".replace(key, "seed") + f"{key}: {line.format(marker=marker)}\n"
+        f"output_dir: {tmp_path / 'run'}\n".replace(key, "seed")
+        + f"{key}: {line.format(marker=marker)}\n"
     )
     assert post_train.main(["--config", str(config)]) == 2
     said = capsys.readouterr().err
@@ -176,14 +202,18 @@ def test_yaml_makes_no_objects(tmp_path, marker, capsys, key, line):
 ])  # fmt: skip
 def test_a_prompt_is_text(tmp_path, marker, suffix, content):
     file = tmp_path / f"prompts{suffix}"
-    file.write_text(content.format(marker=marker) if suffix != ".jsonl" else content.replace("{marker}", str(marker)))
+    file.write_text(
+        content.format(marker=marker)
+        if suffix != ".jsonl"
+        else content.replace("{marker}", str(marker))
+    )
     assert [prompt.text for prompt in read_requests(file)] == [CODE.format(marker=marker)]
     write_bomb(file, marker)
     with pytest.raises(ValueError):
         read_requests(file)
 
 
-@pytest.mark.parametrize("value", ["os.system", "embedded.shapes.reward.ShapesReward", "own:Own", "/tmp/own.py",
+@pytest.mark.parametrize("value", ["os.system", "sage_grpo.worlds.shapes.reward.ShapesReward", "own:Own", "/tmp/own.py",
                                    "own.py", "../own", "!own", "os"])  # fmt: skip
 @pytest.mark.parametrize("flag", ["reward_model", "holdout_reward", "sde_type", "optimizer", "report_to", "dtype",
                                   "advantage_std", "kl_schedule", "kl_feedback", "step_kl_estimator"])  # fmt: skip
@@ -191,7 +221,14 @@ def test_a_configuration_cannot_name_code(tiny_folder, tmp_path, monkeypatch, ca
     monkeypatch.chdir(tmp_path)
     Path("own.py").write_text("open('ran', 'w')\nclass Own: pass\n")
     monkeypatch.syspath_prepend(tmp_path)
-    arguments = ["--pretrained_model_root", str(tiny_folder), "--batch_size", "4", "--output_dir", "run"]
+    arguments = [
+        "--pretrained_model_root",
+        str(tiny_folder),
+        "--batch_size",
+        "4",
+        "--output_dir",
+        "run",
+    ]
     assert post_train.main([*arguments, f"--{flag}", value]) == 2
     said = capsys.readouterr().err
     assert value in said and "choose" in said and said.count("\n") == 1

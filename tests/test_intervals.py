@@ -7,7 +7,9 @@ import pytest
 from sage_grpo.intervals import Interval, interval, student_95
 
 
-@pytest.mark.parametrize(("freedom", "quantile"), [(2, 4.303), (6, 2.447), (13, 2.160), (20, 2.086), (63, 1.998)])
+@pytest.mark.parametrize(
+    ("freedom", "quantile"), [(2, 4.303), (6, 2.447), (13, 2.160), (20, 2.086), (63, 1.998)]
+)
 def test_student(freedom, quantile):
     assert student_95(freedom) == pytest.approx(quantile, rel=0.003)
 

@@ -26,7 +26,9 @@ def test_every_cell_runs(tmp_path, monkeypatch):
     matplotlib.use("agg")
     cells = json.loads((ROOT / "docs/quickstart.ipynb").read_text())["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    assert all(not cell.get("outputs") for cell in cells)  # a repository holds no results of a notebook
+    assert all(
+        not cell.get("outputs") for cell in cells
+    )  # a repository holds no results of a notebook
     names: dict = {}
     for number, cell in enumerate(code):
         cell = cell.replace("--max_steps 8", "--max_steps 1").replace("step-000008", "step-000001")
@@ -39,10 +41,14 @@ def test_the_lines_of_the_readme_train_and_show_the_metrics(tmp_path, monkeypatc
     """With fewer clips, and an output folder that is thrown away."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(build, "DRAWN", 2)
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    blocks = re.findall(
+        r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL
+    )
     (lines,) = (block for block in blocks if "build_trainer" in block)
     fewer = '"--num_validation_prompts", "2", "--batch_size", "8", "--overwrite"'
     assert lines.count('"outputs/api"') == lines.count('"--overwrite"') == 1
-    exec(lines.replace('"outputs/api"', f'"{tmp_path / "api"}"').replace('"--overwrite"', fewer), {})
+    exec(
+        lines.replace('"outputs/api"', f'"{tmp_path / "api"}"').replace('"--overwrite"', fewer), {}
+    )
     before, after = map(float, capsys.readouterr().out.strip().splitlines()[-1].strip("[]").split())
     assert before != after

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 import post_train
-from embedded.shapes.reward import ShapesReward
-from extra_rewards import remote
-from sage_grpo.rewards import TOKEN_VARIABLE
-from sage_grpo.tools import report
+from sage_grpo.environment import TOKEN_VARIABLE
+from sage_grpo.rewards import remote
+from sage_grpo.tools.report import page as report
 from sage_grpo.train.trainer import Trainer
+from sage_grpo.worlds.shapes.reward import ShapesReward
 from tests import elastic
-from tests.extra_rewards.serving import TOKEN, composite, serving
+from tests.rewards.serving import TOKEN, composite, serving
 
 ROOT = Path(__file__).parents[1]
 PROMPT = "a red circle moving left"
@@ -32,7 +32,9 @@ def command(tiny_folder, tmp_path):
     }  # fmt: skip
 
     def build(*extra, **changes):
-        return [word for name, value in (flags | changes).items() for word in (f"--{name}", str(value))] + list(extra)
+        return [
+            word for name, value in (flags | changes).items() for word in (f"--{name}", str(value))
+        ] + list(extra)
 
     return build
 
@@ -56,7 +58,9 @@ def test_a_run_leaves_everything_to_look_at(command, tmp_path, capfd):
         "report.html",
     }  # fmt: skip
     clips = json.loads((run / "validation" / "step-000000" / "clips.json").read_text())
-    assert len(clips) == 2 and all((run / "validation" / "step-000001" / clip["file"]).stat().st_size for clip in clips)
+    assert len(clips) == 2 and all(
+        (run / "validation" / "step-000001" / clip["file"]).stat().st_size for clip in clips
+    )
     assert PROMPT in (run / "report.html").read_text()
     assert "learning_rate: 0.001" in (run / "config.yaml").read_text()
     out = capfd.readouterr().out
@@ -82,16 +86,24 @@ def test_a_run_leaves_everything_to_look_at(command, tmp_path, capfd):
         (["--use_lora", "--lora_target_modules", "to_z"], {}, "lora_target_modules names to_z"),
         (["--use_lora", "--pretrained_lora_path", "nowhere"], {}, "pretrained_lora_path nowhere"),
         (["--resume_from_checkpoint", "nowhere"], {}, "nowhere is not a complete checkpoint"),
-        (["--init_from_checkpoint", "nowhere"], {}, "init_from_checkpoint nowhere has no transformer"),
+        (
+            ["--init_from_checkpoint", "nowhere"],
+            {},
+            "init_from_checkpoint nowhere has no transformer",
+        ),
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_wrong_input_is_one_sentence_and_writes_nothing(command, tmp_path, monkeypatch, capfd, extra, changes, words):
+def test_wrong_input_is_one_sentence_and_writes_nothing(
+    command, tmp_path, monkeypatch, capfd, extra, changes, words
+):
     monkeypatch.chdir(tmp_path)
     Path("empty.txt").write_text("\n")
     Path("strange.txt").write_text("a purple elephant\n")
     assert post_train.main(command(*extra, **changes)) == 2
-    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("post_train.py: ")]
+    said = [
+        line for line in capfd.readouterr().err.splitlines() if line.startswith("post_train.py: ")
+    ]
     assert len(said) == 1
     with pytest.raises(AssertionError, match=words):
         raise AssertionError(said[0])
@@ -138,7 +150,9 @@ def test_an_existing_run_is_not_touched_without_being_told(command, tmp_path, ca
     for name in ("notes.txt", "config.yaml", "command.txt"):
         (run / name).write_text("mine")
     assert post_train.main(command("--overwrite")) == 0
-    assert (run / "notes.txt").read_text() == "mine" and "precious" not in (run / "metrics.jsonl").read_text()
+    assert (run / "notes.txt").read_text() == "mine" and "precious" not in (
+        run / "metrics.jsonl"
+    ).read_text()
 
 
 def launch(ranks, words):
@@ -150,10 +164,19 @@ def launch(ranks, words):
 def test_two_ranks_train_as_one_does(command, tmp_path):
     """Clips, rewards and gradient do not depend on the rank: groups split over ranks, sequences split."""
     records = []
-    layouts = (1, {"batch_size": 4}), (2, {"batch_size": 2}), (2, {"batch_size": 4, "sp_size": 2, "enable_fsdp": True})
+    layouts = (
+        (1, {"batch_size": 4}),
+        (2, {"batch_size": 2}),
+        (2, {"batch_size": 4, "sp_size": 2, "enable_fsdp": True}),
+    )
     for number, (ranks, layout) in enumerate(layouts):
         run = tmp_path / str(number)
-        shared = {"max_steps": 2, "micro_batch_size": 1, "num_generations": 4, "validate_at_step0": False}
+        shared = {
+            "max_steps": 2,
+            "micro_batch_size": 1,
+            "num_generations": 4,
+            "validate_at_step0": False,
+        }
         launch(ranks, command(output_dir=run, **layout, **shared))
         lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
         records.append({(line["kind"], line["step"]): line for line in lines})
@@ -161,27 +184,39 @@ def test_two_ranks_train_as_one_does(command, tmp_path):
     for two in others:
         assert one.keys() == two.keys() and two["run", 0]["ranks"] == 2
         for name in ("reward/total", "policy/grad_norm", "kl/anchor", "reward/group_std"):
-            assert one["train", 1][name] == pytest.approx(two["train", 1][name], rel=1e-4, abs=1e-9), name
-            assert one["train", 2][name] == pytest.approx(two["train", 2][name], rel=2e-2, abs=1e-6), name
+            assert one["train", 1][name] == pytest.approx(
+                two["train", 1][name], rel=1e-4, abs=1e-9
+            ), name
+            assert one["train", 2][name] == pytest.approx(
+                two["train", 2][name], rel=2e-2, abs=1e-6
+            ), name
         assert one["validation", 2]["count"] == two["validation", 2]["count"] == 2
         assert one["train", 1]["per_step"]["count"] == two["train", 1]["per_step"]["count"]
 
 
 def train_records(run):
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [{k: v for k, v in line.items() if not k.startswith(("time", "memory"))} for line in lines][1:]
+    return [
+        {k: v for k, v in line.items() if not k.startswith(("time", "memory"))} for line in lines
+    ][1:]
 
 
 def test_training_on_a_remote_reward_is_training_on_that_reward(command, tmp_path, monkeypatch):
     monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
     assert post_train.main(command(max_steps=2, output_dir=tmp_path / "here")) == 0
     with serving(composite({"shapes": ShapesReward()})) as url:
-        there = {"reward_model": "remote", "remote_reward_url": url, "output_dir": tmp_path / "there"}
+        there = {
+            "reward_model": "remote",
+            "remote_reward_url": url,
+            "output_dir": tmp_path / "there",
+        }
         assert post_train.main(command(max_steps=2, **there)) == 0
     here, there = (train_records(tmp_path / name) for name in ("here", "there"))
     assert here == there and len(here) == 4 and here[1]["reward/failed"] == 0
     assert not [
-        file for file in (tmp_path / "there").rglob("*") if file.is_file() and TOKEN in file.read_text("latin-1")
+        file
+        for file in (tmp_path / "there").rglob("*")
+        if file.is_file() and TOKEN in file.read_text("latin-1")
     ]
 
 
@@ -202,6 +237,11 @@ def test_a_remote_reward_that_fails_ends_the_run_with_its_words(command, monkeyp
     monkeypatch.setattr(remote, "PAUSES", (0.01,))
     with serving(composite({"shapes": DiesLater()})) as url:
         assert post_train.main(command(reward_model="remote", remote_reward_url=url)) == 1
-    assert "100% of the rewards failed" in (told := capfd.readouterr().err) and "the GPU fell off the bus" in told
-    assert post_train.main(command("--overwrite", reward_model="remote", remote_reward_url=url)) == 2
+    assert (
+        "100% of the rewards failed" in (told := capfd.readouterr().err)
+        and "the GPU fell off the bus" in told
+    )
+    assert (
+        post_train.main(command("--overwrite", reward_model="remote", remote_reward_url=url)) == 2
+    )
     assert f"remote_reward_url {url} could not be used 2 times in a row" in capfd.readouterr().err

@@ -16,7 +16,9 @@ from sage_grpo.train.build import PROMPTS
 from scripts.render_images import SCENES, render
 
 TRAIN, VALID = (read_requests(PROMPTS / f"{kind}.csv") for kind in ("train", "valid"))
-LONG_TRAIN, LONG_VALID = (read_requests(PROMPTS / f"{kind}_long.csv") for kind in ("train", "valid"))
+LONG_TRAIN, LONG_VALID = (
+    read_requests(PROMPTS / f"{kind}_long.csv") for kind in ("train", "valid")
+)
 SHARED = 6  # words in a row that two long prompts may not have in common
 COMMON = "with from into that over unde afte befo then when whil wher each ever anot same unti thro towa agai betw alon"
 
@@ -25,7 +27,9 @@ def words(text):
     return re.findall(r"[\w'-]+", text.lower())
 
 
-@pytest.mark.parametrize("prompts, least, most", [(TRAIN, 380, 430), (VALID, 64, 64)], ids=["train", "valid"])
+@pytest.mark.parametrize(
+    "prompts, least, most", [(TRAIN, 380, 430), (VALID, 64, 64)], ids=["train", "valid"]
+)
 def test_counts_lengths_and_quotes(prompts, least, most):
     assert least <= len(prompts) <= most
     assert [prompt.index for prompt in prompts] == list(range(len(prompts)))
@@ -46,7 +50,11 @@ def test_quotes_and_spaces_are_clean():
 def test_every_prompt_is_its_own(prompts):
     """Over both files, so nothing that validates is trained on in other words: at most 4 of 10 words are shared."""
     sets = [(prompt.text, set(words(prompt.text))) for prompt in prompts]
-    alike = [(a, b) for (a, left), (b, right) in combinations(sets, 2) if len(left & right) > 0.4 * len(left | right)]
+    alike = [
+        (a, b)
+        for (a, left), (b, right) in combinations(sets, 2)
+        if len(left & right) > 0.4 * len(left | right)
+    ]
     assert not alike
 
 
@@ -56,21 +64,26 @@ def test_only_held_out_prompts_have_seeds_and_each_another():
     assert None not in seeds and len(set(seeds)) == len(VALID)
 
 
-@pytest.mark.parametrize("short, long", [(TRAIN, LONG_TRAIN), (VALID, LONG_VALID)], ids=["train", "valid"])
+@pytest.mark.parametrize(
+    "short, long", [(TRAIN, LONG_TRAIN), (VALID, LONG_VALID)], ids=["train", "valid"]
+)
 def test_long_prompts_say_what_the_short_ones_say(short, long):
     """Index, seed and on-screen text agree, and at least half of the short prompt's nouns and verbs appear."""
     assert [(p.index, p.seed) for p in long] == [(p.index, p.seed) for p in short]
     for brief, full in zip(short, long, strict=True):
         assert re.findall('"(.+?)"', full.text) == re.findall('"(.+?)"', brief.text), full
         stems, found = (
-            {word[:4] for word in words(p.text) if len(word) > 3} - set(COMMON.split()) for p in (brief, full)
+            {word[:4] for word in words(p.text) if len(word) > 3} - set(COMMON.split())
+            for p in (brief, full)
         )
         assert len(stems & found) >= 0.5 * len(stems), (brief.text, sorted(stems - found))
 
 
 def test_long_prompts_are_captions_of_one_length_that_fit_the_text_encoder():
     for prompt in LONG_TRAIN + LONG_VALID:
-        assert 60 <= len(words(prompt.text)) <= 120 and len(re.split(r"(?<=[.!?]) ", prompt.text)) >= 3, prompt
+        assert (
+            60 <= len(words(prompt.text)) <= 120 and len(re.split(r"(?<=[.!?]) ", prompt.text)) >= 3
+        ), prompt
         assert len(prompt.text.encode()) <= MAX_TEXT_TOKENS, prompt  # a token has at least one byte
 
 
@@ -88,10 +101,16 @@ def test_image_prompts_and_their_images():
     requests = read_requests(PROMPTS / "images.csv")
     shapes = [request.image.shape for request in requests]
     assert {height < width for height, width in shapes} == {True, False} and len(set(shapes)) == 3
-    assert len({request.image for request in requests}) == len({request.text for request in requests}) == len(SCENES)
+    assert (
+        len({request.image for request in requests})
+        == len({request.text for request in requests})
+        == len(SCENES)
+    )
     files = sorted((PROMPTS / "images").iterdir())
     assert sorted(request.image.path for request in requests) == files
     assert sum(path.stat().st_size for path in files) < 200_000
     for path in files:
-        drawn, stored = (np.array(picture.convert("RGB")) for picture in (render(path.stem), Image.open(path)))
+        drawn, stored = (
+            np.array(picture.convert("RGB")) for picture in (render(path.stem), Image.open(path))
+        )
         assert np.array_equal(drawn, stored)

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from sage_grpo.config import FIELDS, check, resolve
-from sage_grpo.flags import parse, yaml_mapping
-from sage_grpo.models import open_backbone
-from sage_grpo.tools.plan import plan_of
-from sage_grpo.tools.plan_memory import checkpoint_bytes, fits
-from sage_grpo.tools.plan_model import times, validation_time
+from sage_grpo.config.fields import FIELDS, resolve
+from sage_grpo.config.parse import parse, yaml_mapping
+from sage_grpo.config.rules import check
+from sage_grpo.models.registry import open_backbone
+from sage_grpo.tools.plan.memory import checkpoint_bytes, fits
+from sage_grpo.tools.plan.model import times, validation_time
+from sage_grpo.tools.plan.planner import plan_of
 from sage_grpo.train.build import held_out_prompts, prompts_of
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -45,7 +46,8 @@ def test_every_recipe_can_run(path):
 
 
 @pytest.mark.parametrize(
-    "name, values", [("tiny_published", PUBLISHED), ("hunyuan15_8gpu_published", PUBLISHED | LAUNCHED)]
+    "name, values",
+    [("tiny_published", PUBLISHED), ("hunyuan15_8gpu_published", PUBLISHED | LAUNCHED)],
 )
 def test_the_published_recipes_write_out_what_was_published(name, values):
     """Written out: a default of ours that changes must not change them."""
@@ -57,34 +59,59 @@ def test_the_published_recipes_write_out_what_was_published(name, values):
 
 def test_wan_fits_a_card_of_24_gb():
     """With the reward beside it; with the reward on another machine, attention can be kept as well."""
-    recipe = ["--config", str(CONFIGS / "wan21_1gpu_24gb_lora.yaml"), "--pretrained_model_root", "none"]
+    recipe = [
+        "--config",
+        str(CONFIGS / "wan21_1gpu_24gb_lora.yaml"),
+        "--pretrained_model_root",
+        "none",
+    ]
     assert fits(plan_of(parse(recipe), 1), 24e9)
     assert not fits(plan_of(parse([*recipe, "--keep_attention", "True"]), 1), 24e9)
     remote = ["--reward_model", "remote", "--remote_reward_url", "http://localhost:1"]
     assert fits(plan_of(parse([*recipe, "--keep_attention", "True", *remote]), 1), 24e9)
 
 
-@pytest.mark.parametrize("version, shift, beside", [("720p_t2v", 9.0, 150), ("720p_i2v", 7.0, 150 + 729)])
+@pytest.mark.parametrize(
+    "version, shift, beside", [("720p_t2v", 9.0, 150), ("720p_i2v", 7.0, 150 + 729)]
+)
 @pytest.mark.parametrize("sp_size", [4, 8])
 def test_720p_fits_a_card_of_80_gb(version, shift, beside, sp_size):
-    recipe = ["--config", str(CONFIGS / "hunyuan15_64gpu_720p.yaml"), "--pretrained_model_root", "none"]
-    plan = plan_of(parse([*recipe, "--pretrained_transformer_version", version, "--sp_size", str(sp_size)]), 64)
-    assert fits(plan, 80e9) and plan.config.timestep_shift == plan.config.validation_timestep_shift == shift
+    recipe = [
+        "--config",
+        str(CONFIGS / "hunyuan15_64gpu_720p.yaml"),
+        "--pretrained_model_root",
+        "none",
+    ]
+    plan = plan_of(
+        parse([*recipe, "--pretrained_transformer_version", version, "--sp_size", str(sp_size)]), 64
+    )
+    assert (
+        fits(plan, 80e9)
+        and plan.config.timestep_shift == plan.config.validation_timestep_shift == shift
+    )
     assert plan.tokens == 21 * 45 * 80 + beside
 
 
 def test_image_to_video_fits_a_card_of_80_gb_and_has_images():
-    recipe = ["--config", str(CONFIGS / "hunyuan15_8gpu_i2v.yaml"), "--pretrained_model_root", "none"]
+    recipe = [
+        "--config",
+        str(CONFIGS / "hunyuan15_8gpu_i2v.yaml"),
+        "--pretrained_model_root",
+        "none",
+    ]
     plan = plan_of(parse(recipe), 8)
     assert fits(plan, 80e9) and plan.tokens == 21 * 22 * 39 + 150 + 729
-    open_backbone("none", version="480p_i2v", complete=False).check_requests(held_out_prompts(plan.config))
+    open_backbone("none", version="480p_i2v", complete=False).check_requests(
+        held_out_prompts(plan.config)
+    )
 
 
 @pytest.mark.parametrize("name", FULL_SIZE)
 def test_half_an_hour_shows_clips_and_is_never_lost(name):
     """By the planner, without overlap: first clips, first checkpoint, and the time between two later ones."""
     plan = plan_of(
-        parse(["--config", str(CONFIGS / f"{name}.yaml"), "--pretrained_model_root", "none"]), FULL_SIZE[name]
+        parse(["--config", str(CONFIGS / f"{name}.yaml"), "--pretrained_model_root", "none"]),
+        FULL_SIZE[name],
     )
     c, iteration = plan.config, sum(times(plan, overlap=False).values())
     prompts = prompts_of(c.validation_prompts, Path("none"), "valid")[: c.num_validation_prompts]
@@ -96,5 +123,7 @@ def test_half_an_hour_shows_clips_and_is_never_lost(name):
         if step % c.save_interval == 0 or clock - saved[-1] > 60 * c.save_minutes:
             saved.append(clock)
     assert START + saved[1] + checkpoint_bytes(c, plan.trained) / DISK < HALF_HOUR
-    assert len(saved) > 2 and all(later - earlier < HALF_HOUR for earlier, later in pairwise(saved[1:]))
+    assert len(saved) > 2 and all(
+        later - earlier < HALF_HOUR for earlier, later in pairwise(saved[1:])
+    )
     assert not c.use_lora or 5 <= c.save_interval <= 10

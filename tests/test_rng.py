@@ -11,7 +11,14 @@ SHAPE = (4, 3, 5)
 def test_a_draw_depends_on_each_part_of_its_key():
     base = {"seed": 1, "purpose": "rollout_sde", "step": 2, "prompt": 3, "sample": 4, "index": 5}
     draws = [rng.normal(SHAPE, **base)]
-    for part, other in {"seed": 2, "purpose": "rollout_init", "step": 3, "prompt": 4, "sample": 5, "index": 6}.items():
+    for part, other in {
+        "seed": 2,
+        "purpose": "rollout_init",
+        "step": 3,
+        "prompt": 4,
+        "sample": 5,
+        "index": 6,
+    }.items():
         draws.append(rng.normal(SHAPE, **{**base, part: other}))
     # parts must not run together either: (step 1, prompt 23) is not (step 12, prompt 3)
     draws.append(rng.normal(SHAPE, 1, "rollout_sde", step=1, prompt=23))
@@ -22,7 +29,9 @@ def test_a_draw_depends_on_each_part_of_its_key():
 
 def test_seeds_32_bits_apart_differ():
     """torch's CPU generator cannot tell these two seeds apart."""
-    assert not torch.equal(rng.normal(SHAPE, 5, "rollout_init"), rng.normal(SHAPE, 5 + 2**32, "rollout_init"))
+    assert not torch.equal(
+        rng.normal(SHAPE, 5, "rollout_init"), rng.normal(SHAPE, 5 + 2**32, "rollout_init")
+    )
 
 
 def test_the_global_generators_are_neither_read_nor_moved():
@@ -37,13 +46,19 @@ def test_the_global_generators_are_neither_read_nor_moved():
 def test_values_are_pinned():
     """A change here would change every run and break resuming old ones."""
     values = rng.normal((3,), 42, "rollout_init", step=1, prompt=2, sample=3)
-    torch.testing.assert_close(values, torch.tensor([-0.11331990, 0.95656484, -0.55006832]), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        values, torch.tensor([-0.11331990, 0.95656484, -0.55006832]), rtol=1e-6, atol=0
+    )
     assert rng.permutation(6, 42, "permutation", step=1).tolist() == [5, 3, 0, 4, 2, 1]
 
 
 def test_normal_moments():
     draw = rng.normal((200, 500), 0, "rollout_init")
-    assert draw.dtype == torch.float32 and abs(draw.mean().item()) < 0.013 and abs(draw.std().item() - 1) < 0.01
+    assert (
+        draw.dtype == torch.float32
+        and abs(draw.mean().item()) < 0.013
+        and abs(draw.std().item() - 1) < 0.01
+    )
 
 
 def test_permutation_and_integer():
@@ -53,5 +68,7 @@ def test_permutation_and_integer():
 
 
 def test_unknown_purpose_is_refused():
-    with pytest.raises(ValueError, match="purpose is 'noise'; choose one of rollout_init, rollout_sde"):
+    with pytest.raises(
+        ValueError, match="purpose is 'noise'; choose one of rollout_init, rollout_sde"
+    ):
         rng.normal(SHAPE, 0, "noise")

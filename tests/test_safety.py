@@ -5,14 +5,21 @@ from pathlib import Path
 
 import pytest
 
-from sage_grpo.models import BACKBONES
-from sage_grpo.rewards import REWARDS
-from sage_grpo.worlds import WORLDS
+from sage_grpo.models.registry import BACKBONES
+from sage_grpo.rewards.registry import REWARDS
+from sage_grpo.worlds.registry import WORLDS
 from tests.forbidden import PLUGINS, RANKS, TORCH_FILES, forbidden
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("sage_grpo", "scripts", "embedded", "extra_rewards", "studies", "benchmarks", "tests/chaos")
-FILES = sorted(ROOT.glob("*.py")) + sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+FOLDERS = (
+    "sage_grpo",
+    "scripts",
+    "research",
+    "tests/chaos",
+)
+FILES = sorted(ROOT.glob("*.py")) + sorted(
+    path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")
+)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -22,20 +29,36 @@ def test_the_code_does_nothing_forbidden(path):
 
 def test_all_code_is_looked_at_and_the_three_exceptions_are_needed():
     names = {path.relative_to(ROOT).as_posix() for path in FILES}
-    assert {"post_train.py", "generate.py", "scripts/convert_weights.py", "sage_grpo/train/trainer.py"} <= names
-    assert {"embedded/pretrain.py", "studies/ablate.py", "benchmarks/transformer.py", "tests/chaos/chaos.py"} <= names
+    assert {
+        "post_train.py",
+        "generate.py",
+        "scripts/convert_weights.py",
+        "sage_grpo/train/trainer.py",
+    } <= names
+    assert {
+        "research/tiny/pretrain.py",
+        "research/studies/ablate.py",
+        "research/benchmarks/transformer.py",
+        "tests/chaos/chaos.py",
+    } <= names
     for file in (TORCH_FILES, RANKS, PLUGINS):
-        assert forbidden((ROOT / file).read_text(), "elsewhere.py"), f"{file} needs its exception no more"
+        assert forbidden((ROOT / file).read_text(), "elsewhere.py"), (
+            f"{file} needs its exception no more"
+        )
 
 
-@pytest.mark.parametrize("table", [BACKBONES, REWARDS, WORLDS], ids=["backbones", "rewards", "worlds"])
+@pytest.mark.parametrize(
+    "table", [BACKBONES, REWARDS, WORLDS], ids=["backbones", "rewards", "worlds"]
+)
 def test_a_table_names_code_of_the_repository_alone(table):
     assert table
     for row in table.values():
         module, _, attribute = row.partition(":")
         source = ROOT / f"{module.replace('.', '/')}.py"
-        assert module.startswith(("sage_grpo.", "embedded.", "extra_rewards."))
-        defined = [node.name for node in ast.parse(source.read_text()).body if hasattr(node, "name")]
+        assert module.startswith("sage_grpo.")
+        defined = [
+            node.name for node in ast.parse(source.read_text()).body if hasattr(node, "name")
+        ]
         assert attribute in defined, row
 
 

@@ -20,7 +20,9 @@ class Hashed(Conditioning):
 
 class HashEncoder:
     kind = Hashed
-    encode = staticmethod(lambda request: Hashed(torch.tensor([zlib.crc32(request.text.encode()) / 2**32])))
+    encode = staticmethod(
+        lambda request: Hashed(torch.tensor([zlib.crc32(request.text.encode()) / 2**32]))
+    )
     release = staticmethod(lambda: None)
     identity = staticmethod(lambda: "crc32")
 
@@ -44,7 +46,9 @@ class TinyDenoiser(nn.Module, Denoiser):
 
     def forward(self, x, sigma, number):
         """x (B, T, y, x, 3), sigma (B, 1, 1, 1, 1), number (1,)."""
-        x = self.enter(torch.cat([x, sigma.expand(*x.shape[:4], 1), number.expand(*x.shape[:4], 1)], -1))
+        x = self.enter(
+            torch.cat([x, sigma.expand(*x.shape[:4], 1), number.expand(*x.shape[:4], 1)], -1)
+        )
         for block in self.all_blocks:
             x = self.run_block(block, (x,))
         return self.leave(x)
@@ -78,4 +82,6 @@ class Trivial(Backbone):
         return open_folder(self.folder / "transformer")
 
     def architecture(self):
-        return Architecture(2, heads=1, width=8, mlp_ratio=0, parameters=219, block=72, vae=0, temporal=1, spatial=1)
+        return Architecture(
+            2, heads=1, width=8, mlp_ratio=0, parameters=219, block=72, vae=0, temporal=1, spatial=1
+        )

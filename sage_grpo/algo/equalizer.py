@@ -19,7 +19,9 @@ def gradient_scale(schedule: Schedule, ratio_norm: bool = False) -> Tensor:
     return scale * schedule.std if ratio_norm else scale
 
 
-def equalizer(schedule: Schedule, enabled: bool = True, ratio_norm: bool = False, eps: float = 1e-8) -> Tensor:
+def equalizer(
+    schedule: Schedule, enabled: bool = True, ratio_norm: bool = False, eps: float = 1e-8
+) -> Tensor:
     """S_t (T,), Eq. 9: the factor of step t's policy loss (and, squared, of its KL if enabled).
 
     The median is over all stochastic steps of the schedule or window, whichever of them a rollout trains, so S_t is
@@ -27,7 +29,9 @@ def equalizer(schedule: Schedule, enabled: bool = True, ratio_norm: bool = False
     """
     trained = schedule.stochastic
     if not trained.any():
-        raise ValueError("the schedule has no stochastic step to train: choose an sde_type other than ode, or eta > 0")
+        raise ValueError(
+            "the schedule has no stochastic step to train: choose an sde_type other than ode, or eta > 0"
+        )
     scale = gradient_scale(schedule, ratio_norm)
     balanced = scale[trained].median() / (scale + eps) if enabled else torch.ones_like(scale)
     return torch.where(trained, balanced, 0.0)

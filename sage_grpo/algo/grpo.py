@@ -25,7 +25,11 @@ class Advantages:
 
 
 def group_advantages(
-    rewards: Tensor, groups: Tensor, advantage_std: str = "group", adv_clip_max: float = 5.0, eps: float = 1e-6
+    rewards: Tensor,
+    groups: Tensor,
+    advantage_std: str = "group",
+    adv_clip_max: float = 5.0,
+    eps: float = 1e-6,
 ) -> Advantages:
     """A_i = (r_i - mean) / (std + eps) over the finite rewards of i's group, population std, clipped (Eq. 10).
 
@@ -34,17 +38,25 @@ def group_advantages(
     rewards; `none`, no division.
     """
     if advantage_std not in ADVANTAGE_STDS:
-        raise ValueError(f"advantage_std is {advantage_std!r}; choose one of {', '.join(ADVANTAGE_STDS)}")
+        raise ValueError(
+            f"advantage_std is {advantage_std!r}; choose one of {', '.join(ADVANTAGE_STDS)}"
+        )
     if rewards.ndim != 1 or groups.shape != rewards.shape:
-        raise ValueError(f"rewards {tuple(rewards.shape)} and groups {tuple(groups.shape)} must be two equal lists")
+        raise ValueError(
+            f"rewards {tuple(rewards.shape)} and groups {tuple(groups.shape)} must be two equal lists"
+        )
     if not rewards.is_floating_point():
-        raise ValueError(f"rewards are {rewards.dtype}; pass floating-point numbers, advantages are fractions")
+        raise ValueError(
+            f"rewards are {rewards.dtype}; pass floating-point numbers, advantages are fractions"
+        )
     names, group_of = torch.unique(groups, return_inverse=True)
     finite = rewards.isfinite()
     r, home = rewards[finite].double(), group_of[finite]  # finite rewards and their groups
 
     def per_group(values: Tensor, reduce: str) -> Tensor:
-        return values.new_zeros(len(names)).scatter_reduce(0, home, values, reduce, include_self=False)
+        return values.new_zeros(len(names)).scatter_reduce(
+            0, home, values, reduce, include_self=False
+        )
 
     count = per_group(torch.ones_like(r), "sum")
     flat = per_group(r, "amax") == per_group(r, "amin")
@@ -66,7 +78,11 @@ def group_advantages(
 
 
 def score_advantages(
-    scores: Mapping[str, Tensor], weights: Mapping[str, float], groups: Tensor, advantage_std: str, adv_clip_max: float
+    scores: Mapping[str, Tensor],
+    weights: Mapping[str, float],
+    groups: Tensor,
+    advantage_std: str,
+    adv_clip_max: float,
 ) -> Advantages:
     """A_i = sum_k w_k A_ki / sum_k |w_k|, where A_k are the advantages of score k alone; then clipped.
 
@@ -78,10 +94,17 @@ def score_advantages(
     how = (groups, advantage_std, math.inf)
     alone = [group_advantages(scores[name].masked_fill(failed, math.nan), *how) for name in used]
     scale = 1.0 if advantage_std == "none" else sum(map(abs, used.values()))
-    values = torch.stack([w / scale * each.values for w, each in zip(used.values(), alone, strict=True)]).sum(0)
+    values = torch.stack(
+        [w / scale * each.values for w, each in zip(used.values(), alone, strict=True)]
+    ).sum(0)
     trained = torch.stack([each.trained for each in alone]).any(0)
     flat = len(torch.unique(groups)) - alone[0].starved_groups - len(torch.unique(groups[trained]))
-    return replace(alone[0], values=values.clamp(-adv_clip_max, adv_clip_max), trained=trained, flat_groups=flat)
+    return replace(
+        alone[0],
+        values=values.clamp(-adv_clip_max, adv_clip_max),
+        trained=trained,
+        flat_groups=flat,
+    )
 
 
 def normalized_log_ratio(log_ratio: Tensor, kl_to_rollout: Tensor, std: Tensor) -> Tensor:
@@ -99,10 +122,14 @@ def policy_loss(log_ratio: Tensor, advantages: Tensor, clip_range: float = 1e-4)
     A pair with zero advantage, such as one from a failed rollout, adds exactly 0, even if its ratio is not finite.
     """
     ratio = torch.where(advantages != 0, log_ratio, 0.0).exp()
-    return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_range, 1 + clip_range))
+    return torch.maximum(
+        -advantages * ratio, -advantages * ratio.clamp(1 - clip_range, 1 + clip_range)
+    )
 
 
-def objective(policy: Tensor, scale: Tensor, kl: Tensor | float, kl_coef: float, num_pairs: int) -> Tensor:
+def objective(
+    policy: Tensor, scale: Tensor, kl: Tensor | float, kl_coef: float, num_pairs: int
+) -> Tensor:
     """Eq. 43, with a plus: sum over these pairs of S_t policy_t + lambda L_KL, divided by the planned number of pairs.
 
     `num_pairs` counts all pairs of the update on all ranks, trained or failed, so that micro-batches add up.

@@ -22,7 +22,9 @@ def matching_schedule(sigmas: Tensor) -> Schedule:
     -|v - target|^2, the KL of two velocities |v - v_ref|^2, both averaged over elements, and all steps push equally.
     """
     zero, one = torch.zeros(len(sigmas) - 1), torch.ones(len(sigmas) - 1)
-    return Schedule(sigmas.float(), a=zero, b=one, std=0.5**0.5 * one, inv_std=2**0.5 * one, log_norm=zero)
+    return Schedule(
+        sigmas.float(), a=zero, b=one, std=0.5**0.5 * one, inv_std=2**0.5 * one, log_norm=zero
+    )
 
 
 def noised(x0: Tensor, sigma: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
@@ -32,7 +34,13 @@ def noised(x0: Tensor, sigma: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def nft_loss(
-    v: Tensor, v_old: Tensor, target: Tensor, sigma: Tensor, advantages: Tensor, beta: float, largest: float
+    v: Tensor,
+    v_old: Tensor,
+    target: Tensor,
+    sigma: Tensor,
+    advantages: Tensor,
+    beta: float,
+    largest: float,
 ) -> Tensor:
     """DiffusionNFT's loss of each sample, (B,); r is 1/2 at advantage 0, and 1 at `largest`.
 
@@ -41,5 +49,7 @@ def nft_loss(
     """
     share, change = 0.5 + 0.5 * (advantages / largest).clamp(-1, 1), beta * (v - v_old)
     gaps = ((v_old + sign * change - target).flatten(1) for sign in (1, -1))
-    better, worse = (sigma * gap.square().mean(1) / gap.detach().abs().mean(1).clamp_min(1e-5) for gap in gaps)
+    better, worse = (
+        sigma * gap.square().mean(1) / gap.detach().abs().mean(1).clamp_min(1e-5) for gap in gaps
+    )
     return torch.where(advantages != 0, share * better + (1 - share) * worse, 0.0)

@@ -48,7 +48,9 @@ class Schedule:
         return self.std > 0
 
     def to(self, device: torch.device | str) -> "Schedule":
-        return Schedule(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+        return Schedule(
+            **{field.name: getattr(self, field.name).to(device) for field in fields(self)}
+        )
 
     def mean(self, i: Step, x: Tensor, v: Tensor) -> Tensor:
         """Mean of the next state, (B, ...)."""
@@ -82,9 +84,14 @@ class Schedule:
 
     def window(self, steps: Sequence[int]) -> "Schedule":
         """This sampler with noise only in `steps`; the others run the ODE."""
-        inside = torch.tensor([step in steps for step in range(self.num_steps)], device=self.std.device)
+        inside = torch.tensor(
+            [step in steps for step in range(self.num_steps)], device=self.std.device
+        )
         ode = build_schedule("ode", self.sigmas, 0.0)
-        rows = {f.name: torch.where(inside, getattr(self, f.name), getattr(ode, f.name)) for f in fields(self)[1:]}
+        rows = {
+            f.name: torch.where(inside, getattr(self, f.name), getattr(ode, f.name))
+            for f in fields(self)[1:]
+        }
         return Schedule(sigmas=self.sigmas, **rows)
 
 
@@ -98,7 +105,9 @@ def flow_sigmas(num_steps: int, shift: float, start: float = 1.0) -> Tensor:
     return shift * u / (1 + (shift - 1) * u)
 
 
-def sage_variance(sigma: Tensor, sigma_next: Tensor, eta: float, ceiling: float = SIGMA_CEILING) -> Tensor:
+def sage_variance(
+    sigma: Tensor, sigma_next: Tensor, eta: float, ceiling: float = SIGMA_CEILING
+) -> Tensor:
     """Eq. 5: the integral of eta^2 s/(1-s) over the step, eta^2 (-delta + log((1 - sigma_next) / (1 - sigma))).
 
     The logarithm starts at `ceiling`; a step above it would get a negative variance, so it gets no noise.
@@ -113,7 +122,9 @@ def dance_variance(sigma: Tensor, sigma_next: Tensor, eta: float) -> Tensor:
     return eta**2 * (sigma - sigma_next)
 
 
-def flow_variance(sigma: Tensor, sigma_next: Tensor, eta: float, ceiling: float | None = None) -> Tensor:
+def flow_variance(
+    sigma: Tensor, sigma_next: Tensor, eta: float, ceiling: float | None = None
+) -> Tensor:
     """Flow-GRPO: the integrand of Eq. 5 at the start of the step, times delta.
 
     At sigma = 1 it would be infinite; the published code uses the schedule's second sigma in the denominator.
@@ -147,12 +158,18 @@ Sampler = Callable[[Tensor, Tensor, float], Table]
 def euler_maruyama(variance: Variance) -> Sampler:
     def table(sigma: Tensor, sigma_next: Tensor, eta: float) -> Table:
         var = variance(sigma, sigma_next, eta)
-        return 1 - var / (2 * sigma), sigma_next - sigma - var * (1 - sigma) / (2 * sigma), var.sqrt()
+        return (
+            1 - var / (2 * sigma),
+            sigma_next - sigma - var * (1 - sigma) / (2 * sigma),
+            var.sqrt(),
+        )
 
     return table
 
 
-def coefficient_preserving(split: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]) -> Sampler:
+def coefficient_preserving(
+    split: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]],
+) -> Sampler:
     def table(sigma: Tensor, sigma_next: Tensor, eta: float) -> Table:
         std, r = split(sigma, sigma_next, eta)
         return 1 - sigma_next + r, (1 - sigma) * r - sigma * (1 - sigma_next), std
@@ -170,7 +187,9 @@ SDES: dict[str, Sampler] = {
 }
 
 
-def build_schedule(sde_type: str | Sampler | Variance, sigmas: Tensor | Sequence[float], eta: float) -> Schedule:
+def build_schedule(
+    sde_type: str | Sampler | Variance, sigmas: Tensor | Sequence[float], eta: float
+) -> Schedule:
     """Tables of one sampler over the noise levels `sigmas` (T+1,), computed in fp64 and stored in fp32.
 
     `sde_type` is a row of SDES, or a function of your own that returns a table, or only a variance for Euler-Maruyama.
@@ -182,7 +201,9 @@ def build_schedule(sde_type: str | Sampler | Variance, sigmas: Tensor | Sequence
     a, b, std = euler_maruyama(lambda *_: found)(*steps) if isinstance(found, Tensor) else found
     for name, column in (("a", a), ("b", b), ("std", std)):
         if column.shape != sigmas[1:].shape or not bool(column.isfinite().all()):
-            raise ValueError(f"the sampler's {name} is {column.tolist()}; it must be a finite number for each step")
+            raise ValueError(
+                f"the sampler's {name} is {column.tolist()}; it must be a finite number for each step"
+            )
     noisy = std >= MIN_STD
     std = torch.where(noisy, std, 0.0)
     inv_std = torch.where(noisy, 1 / std, 0.0)
@@ -196,11 +217,17 @@ def _check(sde_type: object, sigmas: Tensor, eta: float) -> None:
     if not 0 <= eta < math.inf:
         raise ValueError(f"eta is {eta}; the exploration scale must be finite and at least 0")
     if sde_type == "cps" and eta > 1:
-        raise ValueError(f"eta is {eta} with sde_type cps; it is a share of a quarter circle there, at most 1")
+        raise ValueError(
+            f"eta is {eta} with sde_type cps; it is a share of a quarter circle there, at most 1"
+        )
     if sigmas.ndim != 1 or len(sigmas) < 2 or not bool(torch.isfinite(sigmas).all()):
-        raise ValueError(f"sigmas must be a list of at least two finite noise levels, not {sigmas.tolist()}")
+        raise ValueError(
+            f"sigmas must be a list of at least two finite noise levels, not {sigmas.tolist()}"
+        )
     if sigmas[0] > 1 or sigmas[-1] != 0 or not bool((sigmas.diff() < 0).all()):
-        raise ValueError(f"sigmas must fall from at most 1 to exactly 0, each below the one before: {sigmas.tolist()}")
+        raise ValueError(
+            f"sigmas must fall from at most 1 to exactly 0, each below the one before: {sigmas.tolist()}"
+        )
 
 
 def _per_sample(column: Tensor, i: Step, like: Tensor) -> Tensor:

@@ -29,5 +29,7 @@ def ode_tables(sigmas: Tensor, solver: str = "euler") -> tuple[Tensor, Tensor]:
     if solver == "dpm":
         h = torch.logit(1 - sigmas).diff()
         found = delta[..., 1:] / sigmas[..., 1:-1] * h[..., 1:] / (2 * h[..., :-1])
-        factor[..., 1:] = torch.where(h[..., 1:].isfinite() & h[..., :-1].isfinite() & (h[..., :-1] > 0), found, 0.0)
+        factor[..., 1:] = torch.where(
+            h[..., 1:].isfinite() & h[..., :-1].isfinite() & (h[..., :-1] > 0), found, 0.0
+        )
     return delta, factor

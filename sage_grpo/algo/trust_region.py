@@ -14,7 +14,10 @@ from torch import Tensor
 
 ESTIMATORS = ("exact", "logprob")
 SCHEDULES = ("fixed", "two_stage", "adaptive")
-FEEDBACKS = {"paper": (0.9, 1.1), "trust_region": (1.1, 0.9)}  # factors on lambda when the KL is too high, too low
+FEEDBACKS = {
+    "paper": (0.9, 1.1),
+    "trust_region": (1.1, 0.9),
+}  # factors on lambda when the KL is too high, too low
 
 
 @dataclass(frozen=True)
@@ -31,30 +34,44 @@ class TrustRegion:
 
 
 def trust_region(
-    kl_weight: float, use_moving_KL: bool, use_dual_kl: bool, dual_kl_moving_weight: float, dual_kl_step_weight: float
+    kl_weight: float,
+    use_moving_KL: bool,
+    use_dual_kl: bool,
+    dual_kl_moving_weight: float,
+    dual_kl_step_weight: float,
 ) -> TrustRegion:
     """The strategy selected by the flags: no, fixed, step-wise, moving, dual moving or dual fixed KL."""
     position, velocity = dual_kl_moving_weight, dual_kl_step_weight * use_dual_kl
-    weights = {"kl_weight": kl_weight, "dual_kl_moving_weight": position, "dual_kl_step_weight": velocity}
+    weights = {
+        "kl_weight": kl_weight,
+        "dual_kl_moving_weight": position,
+        "dual_kl_step_weight": velocity,
+    }
     for name, value in weights.items():
         if not value >= 0:
             raise ValueError(f"{name} is {value}; a weight of the KL must be at least 0")
     if kl_weight == 0:
         return TrustRegion(None, 0.0, 0.0)
     if position == velocity == 0:
-        raise ValueError(f"kl_weight is {kl_weight} but both KL terms weigh 0: give one a weight, or kl_weight 0")
+        raise ValueError(
+            f"kl_weight is {kl_weight} but both KL terms weigh 0: give one a weight, or kl_weight 0"
+        )
     anchor = None if position == 0 else "moving" if use_moving_KL else "fixed"
     return TrustRegion(anchor, position, velocity)
 
 
-def velocity_kl(estimator: str, exact: Tensor, log_prob: Tensor, log_prob_rollout: Tensor) -> Tensor:
+def velocity_kl(
+    estimator: str, exact: Tensor, log_prob: Tensor, log_prob_rollout: Tensor
+) -> Tensor:
     """KL (B,) from the current policy to the rollout policy, computed as `step_kl_estimator` says.
 
     `exact` is the closed form, `Schedule.kl`. `logprob` is the published estimator (Eq. 15); on-policy its value is 0
     and its gradient equals that of -log_prob, which has mean zero: pure noise.
     """
     if estimator not in ESTIMATORS:
-        raise ValueError(f"step_kl_estimator is {estimator!r}; choose one of {', '.join(ESTIMATORS)}")
+        raise ValueError(
+            f"step_kl_estimator is {estimator!r}; choose one of {', '.join(ESTIMATORS)}"
+        )
     return exact if estimator == "exact" else log_prob_rollout - log_prob
 
 
@@ -79,12 +96,18 @@ class KLController:
     def __post_init__(self) -> None:
         for name, choices in {"kl_schedule": SCHEDULES, "kl_feedback": FEEDBACKS}.items():
             if getattr(self, name) not in choices:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(choices)}")
-        if self.kl_schedule == "fixed" or self.kl_weight == 0:  # start and floor have no effect then
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}; choose one of {', '.join(choices)}"
+                )
+        if (
+            self.kl_schedule == "fixed" or self.kl_weight == 0
+        ):  # start and floor have no effect then
             self.kl_coef = self.kl_min_coef = self.kl_weight
         for name, value in {"kl_coef": self.kl_coef, "kl_min_coef": self.kl_min_coef}.items():
             if not 0 <= value <= (most := self.kl_weight):
-                raise ValueError(f"{name} is {value}; it must lie between 0 and kl_weight, the maximum ({most})")
+                raise ValueError(
+                    f"{name} is {value}; it must lie between 0 and kl_weight, the maximum ({most})"
+                )
         if not self.kl_target > 0:
             raise ValueError(f"kl_target is {self.kl_target}; it must be positive")
         if self.kl_warmup_steps < 0:
@@ -95,14 +118,18 @@ class KLController:
     def update(self, kl: float) -> float:
         """Record the KL of one optimizer step (mean over all ranks); returns the coefficient for the next."""
         if not 0 <= kl < float("inf"):
-            raise ValueError(f"the KL is {kl}; the controller takes finite values of at least 0 only")
+            raise ValueError(
+                f"the KL is {kl}; the controller takes finite values of at least 0 only"
+            )
         self.step += 1
         self.recent.append(kl)
         if self.step <= self.kl_warmup_steps:
             self.coef = self._warmed_up(self.step)
         elif self.kl_schedule == "adaptive":
             mean, (high, low) = sum(self.recent) / len(self.recent), FEEDBACKS[self.kl_feedback]
-            factor = high if mean > 1.5 * self.kl_target else low if mean < 0.5 * self.kl_target else 1.0
+            factor = (
+                high if mean > 1.5 * self.kl_target else low if mean < 0.5 * self.kl_target else 1.0
+            )
             self.coef = min(max(self.coef * factor, self.kl_min_coef), self.kl_weight)
         return self.coef
 

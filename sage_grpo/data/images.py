@@ -38,7 +38,9 @@ class Image:
 def read_image(path: Path, where: str) -> Image:
     """Check that an image can be used, by reading all of it."""
     picture = open_picture(path, f"{where}: ")
-    return Image(path, hashlib.sha256(path.read_bytes()).hexdigest(), (picture.height, picture.width))
+    return Image(
+        path, hashlib.sha256(path.read_bytes()).hexdigest(), (picture.height, picture.width)
+    )
 
 
 def drawn_image(frame: np.ndarray) -> Image:
@@ -56,7 +58,15 @@ def open_picture(path: Path, where: str = "") -> pil.Image:
             if fits and mode[0] not in "IF":
                 return ImageOps.exif_transpose(file).convert("RGB")
     except Exception as error:  # decoders raise almost anything on a damaged file
-        text = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
-        raise ValueError(f"{where}the image {path} {text}; it must be one of {', '.join(FORMATS)}") from error
+        text = (
+            "does not exist"
+            if isinstance(error, FileNotFoundError)
+            else f"cannot be read ({error})"
+        )
+        raise ValueError(
+            f"{where}the image {path} {text}; it must be one of {', '.join(FORMATS)}"
+        ) from error
     limits = f"at most {MOST_PIXELS:,} pixels, one side at most {MOST_ASPECT} times the other, 8 bits per channel"
-    raise ValueError(f"{where}the image {path} is {width} x {height} in mode {mode}; it may have {limits}")
+    raise ValueError(
+        f"{where}the image {path} is {width} x {height} in mode {mode}; it may have {limits}"
+    )

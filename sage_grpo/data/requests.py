@@ -33,7 +33,9 @@ class Request:
 
     def sized(self, height: int, width: int) -> "Request":
         """The request for a clip of this size, to which its image is cropped."""
-        return replace(self, image=replace(self.image, size=(height, width))) if self.image else self
+        return (
+            replace(self, image=replace(self.image, size=(height, width))) if self.image else self
+        )
 
     @property
     def content(self) -> "Request":
@@ -74,7 +76,9 @@ def read_requests(path: str | Path) -> list[Request]:
     seen: dict[int, str] = {}
     for prompt in prompts:  # the index determines file names and noise
         if prompt.index in seen:
-            raise ValueError(f"{path}: index {prompt.index} is that of {seen[prompt.index]!r} and of {prompt.text!r}")
+            raise ValueError(
+                f"{path}: index {prompt.index} is that of {seen[prompt.index]!r} and of {prompt.text!r}"
+            )
         seen[prompt.index] = prompt.text
     return prompts
 
@@ -88,7 +92,9 @@ def _request(row: dict, number: int, where: str, folder: Path) -> Request:
     check_text(text, where)
     index, seed = (_integer(row.get(key), key, where) for key in ("index", "seed"))
     if (image := row.get("image") or None) and not isinstance(image, str):
-        raise ValueError(f"{where}: image is a {type(image).__name__}; it must be the path of a file")
+        raise ValueError(
+            f"{where}: image is a {type(image).__name__}; it must be the path of a file"
+        )
     image = image and read_image(folder / image, where)
     return Request(text, number if index is None else index, seed, image)
 
@@ -98,7 +104,9 @@ def check_text(text: str, where: str) -> None:
     if "\0" in text:
         raise ValueError(f"{where}: the prompt holds a NUL character")
     if any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise ValueError(f"{where}: the prompt {text!r} holds half a character; write it as UTF-8 text")
+        raise ValueError(
+            f"{where}: the prompt {text!r} holds half a character; write it as UTF-8 text"
+        )
 
 
 def _integer(value: object, key: str, where: str) -> int | None:
@@ -106,14 +114,20 @@ def _integer(value: object, key: str, where: str) -> int | None:
         return None
     text = str(value) if isinstance(value, (str, int)) else f"a {type(value).__name__}"
     if not re.fullmatch(r"\s*\d{1,19}\s*", text) or int(text) > MOST:
-        raise ValueError(f"{where}: {key} is {text[:50]!r}; it must be a whole number from 0 to {MOST}")
+        raise ValueError(
+            f"{where}: {key} is {text[:50]!r}; it must be a whole number from 0 to {MOST}"
+        )
     return int(text)
 
 
 def _lines(text: str, path: Path) -> Iterator[tuple[str, dict]]:
     """Lines that are not empty, each as a prompt, and where they are."""
     lines = enumerate(io.StringIO(text, newline=None), 1)
-    return ((f"{path} line {number}", {"prompt": line.strip()}) for number, line in lines if line.strip())
+    return (
+        (f"{path} line {number}", {"prompt": line.strip()})
+        for number, line in lines
+        if line.strip()
+    )
 
 
 def _csv(text: str, path: Path) -> Iterable[tuple[str, dict]]:

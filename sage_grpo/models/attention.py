@@ -29,7 +29,9 @@ aten = torch.ops.aten
 
 def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """(B, S, H, E) each -> (B, S, H, E)."""
-    return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (query, key, value))).transpose(1, 2)
+    return F.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (query, key, value))
+    ).transpose(1, 2)
 
 
 def tiled_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -42,7 +44,11 @@ def tiled_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 def best_attention(x: Tensor) -> Attend:
     """The faster of `attention` and `tiled_attention` for the device and dtype of `x`."""
     hopper = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] == 9
-    return tiled_attention if x.dtype in (torch.bfloat16, torch.float16) and hopper and triton else attention
+    return (
+        tiled_attention
+        if x.dtype in (torch.bfloat16, torch.float16) and hopper and triton
+        else attention
+    )
 
 
 # A custom operator, which the compiler treats as opaque: from these lines, torch 2.11 generated a kernel that read
@@ -72,21 +78,29 @@ def _parted_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, total: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, (B, S, H, E) each."""
-    gradient, query, key, value, out = (x.transpose(1, 2) for x in (gradient, query, key, value, out))
+    gradient, query, key, value, out = (
+        x.transpose(1, 2) for x in (gradient, query, key, value, out)
+    )
     full, scale = key.shape[2] // TILE * TILE, query.shape[-1] ** -0.5
-    d_query, d_key, d_value = _kernel_backward(gradient, query, key[:, :, :full], value[:, :, :full], out, total)
+    d_query, d_key, d_value = _kernel_backward(
+        gradient, query, key[:, :, :full], value[:, :, :full], out, total
+    )
     weights = (_products(query, key[:, :, full:].mT) * scale - total[..., None]).exp()
     d_weights = _products(gradient, value[:, :, full:].mT)
     mean = (gradient.to(total.dtype) * out).sum(-1, keepdim=True)
     d_scores = (scale * weights * (d_weights - mean)).to(query.dtype)
     d_query = (d_query + _products(d_scores, key[:, :, full:])).to(query.dtype)
     d_key = torch.cat([d_key, _products(d_scores.mT, query).to(key.dtype)], 2)
-    d_value = torch.cat([d_value, _products(weights.to(value.dtype).mT, gradient).to(value.dtype)], 2)
+    d_value = torch.cat(
+        [d_value, _products(weights.to(value.dtype).mT, gradient).to(value.dtype)], 2
+    )
     return tuple(x.transpose(1, 2).contiguous() for x in (d_query, d_key, d_value))
 
 
 @_parted_backward.register_fake
-def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+def _(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Tensor
+) -> tuple[Tensor, ...]:
     return tuple(x.new_empty(x.shape) for x in (query, key, value))
 
 
@@ -95,7 +109,9 @@ def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -
     ctx.mark_non_differentiable(output[1])
 
 
-parted_attention.register_autograd(lambda ctx, out, _: _parted_backward(out, *ctx.saved_tensors), setup_context=_keep)
+parted_attention.register_autograd(
+    lambda ctx, out, _: _parted_backward(out, *ctx.saved_tensors), setup_context=_keep
+)
 KERNELS = ("cudnn_attention", "flash_attention", "efficient_attention", "flash_attention_for_cpu")
 # operators whose outputs selective checkpointing keeps: attention
 KEPT = [getattr(aten, f"_scaled_dot_product_{name}").default for name in KERNELS]
@@ -104,7 +120,9 @@ KEPT.append(torch.ops.sage_grpo.parted_attention.default)
 
 def _products(a: Tensor, b: Tensor) -> Tensor:
     """a @ b for half-precision tensors (B, H, ., .), with fp32 accumulation and result."""
-    return torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32).unflatten(0, a.shape[:2])
+    return torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32).unflatten(
+        0, a.shape[:2]
+    )
 
 
 def _kernel(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -124,14 +142,19 @@ def _kernel_backward(
     )  # fmt: skip
 
 
-def _add_keys(query: Tensor, key: Tensor, value: Tensor, out: Tensor, normalizer: Tensor) -> tuple[Tensor, Tensor]:
+def _add_keys(
+    query: Tensor, key: Tensor, value: Tensor, out: Tensor, normalizer: Tensor
+) -> tuple[Tensor, Tensor]:
     """Output (B, H, S, E) and log-denominator (B, H, S) over all keys, given those over the keys before these R.
 
     One pass over queries and output, for R of at most 128; out is overwritten, normalizer fp32.
     """
     (batch, heads, rows, width), extra = query.shape, key.shape[2]
     query, key, value = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value))
-    normalizer, total = normalizer.contiguous(), torch.empty_like(normalizer, memory_format=torch.contiguous_format)
+    normalizer, total = (
+        normalizer.contiguous(),
+        torch.empty_like(normalizer, memory_format=torch.contiguous_format),
+    )
     strides = [x.stride()[:3] for x in (query, key, value, out)]
     _add_keys_kernel[triton.cdiv(rows, ROWS), batch * heads](
         query, key, value, out, normalizer, total, *(n for three in strides for n in three),
@@ -152,9 +175,15 @@ if triton is not None:
         row = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
         column, feature = tl.arange(0, COLUMNS), tl.arange(0, width)
         here, there = row < rows, column < extra
-        q = tl.load(query + b * qb + h * qh + row[:, None] * qs + feature, mask=here[:, None], other=0.0)
-        k = tl.load(key + b * kb + h * kh + column[:, None] * ks + feature, mask=there[:, None], other=0.0)
-        v = tl.load(value + b * vb + h * vh + column[:, None] * vs + feature, mask=there[:, None], other=0.0)
+        q = tl.load(
+            query + b * qb + h * qh + row[:, None] * qs + feature, mask=here[:, None], other=0.0
+        )
+        k = tl.load(
+            key + b * kb + h * kh + column[:, None] * ks + feature, mask=there[:, None], other=0.0
+        )
+        v = tl.load(
+            value + b * vb + h * vh + column[:, None] * vs + feature, mask=there[:, None], other=0.0
+        )
         place = out + b * ob + h * oh + row[:, None] * os + feature
         before = tl.load(place, mask=here[:, None], other=0.0).to(tl.float32)
         known = tl.load(normalizer + pair * rows + row, mask=here, other=0.0)

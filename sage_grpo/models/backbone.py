@@ -20,17 +20,25 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sage_grpo import manifest
 from sage_grpo.data.requests import Request
-from sage_grpo.json_files import check_kinds, naming, read_object, write_json
+from sage_grpo.files import manifest
+from sage_grpo.files.json_files import check_kinds, naming, read_object, write_json
+from sage_grpo.files.tensor_files import TensorFile, host_copy
 from sage_grpo.models.cost import Architecture
 from sage_grpo.models.denoiser import Denoiser
 from sage_grpo.models.embeddings import Conditioning, Embeddings, Encoder
 from sage_grpo.models.lora import LORA_FILE, adapter_file, read_adapter
 from sage_grpo.models.shards import rank_file, trained_weights
-from sage_grpo.models.weights import INDEX, Weights, fill_model, index_text, load_model, open_file, plan_files
+from sage_grpo.models.weights import (
+    INDEX,
+    Weights,
+    fill_model,
+    index_text,
+    load_model,
+    open_file,
+    plan_files,
+)
 from sage_grpo.parallel.fsdp import full_tensor
-from sage_grpo.tensor_files import TensorFile, host_copy
 
 
 @dataclass(frozen=True)
@@ -111,7 +119,9 @@ class Backbone(ABC):
         what = f"{self.folder} is a text-to-video model; take the image away from"
         if self.sees_image:
             what = f"{self.folder} animates images; give generate.py an --image, or its file a column `image`, for"
-        if wrong := next((one for one in requests if (one.image is not None) != self.sees_image), None):
+        if wrong := next(
+            (one for one in requests if (one.image is not None) != self.sees_image), None
+        ):
             raise ValueError(f"{what} the prompt {wrong.text[:80]!r}")
 
     def default_size(self, request: Request) -> tuple[int, int]:
@@ -154,7 +164,9 @@ class Backbone(ABC):
         With prompts_per_forward, `cond` may be of several prompts: its tensors then have the B clips as first axis.
         """
 
-    def velocity(self, x: Tensor, sigma: Tensor | float, cond: Conditioning, guidance: Guidance) -> Tensor:
+    def velocity(
+        self, x: Tensor, sigma: Tensor | float, cond: Conditioning, guidance: Guidance
+    ) -> Tensor:
         """Guided velocity, shape of x (B, C, T, y, x), at least fp32: `v_neg + scale * (v_pos - v_neg)`.
 
         Both branches carry gradients, and see the same image if there is one.
@@ -163,7 +175,9 @@ class Backbone(ABC):
         if math.isclose(scale, 1.0):
             return positive
         if negative is None:
-            raise ValueError(f"guidance {scale} needs a negative conditioning; encode the negative prompt ('').")
+            raise ValueError(
+                f"guidance {scale} needs a negative conditioning; encode the negative prompt ('')."
+            )
         unguided = self.branch(x, sigma, negative.seeing(cond))
         return unguided + scale * (positive - unguided)
 
@@ -201,7 +215,9 @@ class Backbone(ABC):
             shape = weights.shape(name)
             digest.update(f"{name} {shape}".encode())
             for row in sorted({0, shape[0] // 2, shape[0] - 1}) if shape and shape[0] else ():
-                digest.update(weights.read(name, row, row + 1).contiguous().view(torch.uint8).numpy())
+                digest.update(
+                    weights.read(name, row, row + 1).contiguous().view(torch.uint8).numpy()
+                )
         return digest.hexdigest()[:16]
 
     @cached_property
@@ -215,7 +231,10 @@ class Backbone(ABC):
         checkpoint: of a full fine-tuning run, whose weights replace the folder's.
         """
         model.to_empty(device=self.device)
-        fill_model(model, trained_weights(checkpoint, self.open_weights) if checkpoint else self.open_weights())
+        fill_model(
+            model,
+            trained_weights(checkpoint, self.open_weights) if checkpoint else self.open_weights(),
+        )
         self.transformer = model
 
     def load_weights(self, path: str | Path | None) -> None:
@@ -229,10 +248,14 @@ class Backbone(ABC):
             return self._load_lora(path / LORA_FILE)
         single = path.suffix == ".safetensors" and path.is_file()
         if not single and not holds_all_weights(path):
-            raise FileNotFoundError(f"checkpoint_path {path} has neither transformer/*.safetensors nor {LORA_FILE}")
+            raise FileNotFoundError(
+                f"checkpoint_path {path} has neither transformer/*.safetensors nor {LORA_FILE}"
+            )
         weights = open_file(path) if single else trained_weights(path, self.open_weights)
         if any("lora_" in name for name in weights.names):
-            raise ValueError(f"checkpoint_path {path} is a LoRA, which is loaded from a folder with {LORA_FILE}")
+            raise ValueError(
+                f"checkpoint_path {path} is a LoRA, which is loaded from a folder with {LORA_FILE}"
+            )
         fill_model(self.transformer, weights)
 
     def _load_lora(self, file: Path) -> None:
@@ -242,9 +265,13 @@ class Backbone(ABC):
             self.transformer.load_lora_adapter(tensors, prefix=None, metadata=settings)
         loaded = sum("lora_" in name for name in self.transformer.state_dict())
         if loaded != len(tensors):
-            raise ValueError(f"{file} holds {len(tensors)} LoRA tensors, of which this transformer took {loaded}")
+            raise ValueError(
+                f"{file} holds {len(tensors)} LoRA tensors, of which this transformer took {loaded}"
+            )
 
-    def exported(self, use_lora: bool, rank: int = 0, count: int = 1) -> dict[str, TensorFile | str]:
+    def exported(
+        self, use_lora: bool, rank: int = 0, count: int = 1
+    ) -> dict[str, TensorFile | str]:
         """The trained weights in diffusers layout: this rank's share of the files, copied to the host.
 
         All `count` ranks must call.
@@ -280,7 +307,9 @@ class Backbone(ABC):
 def holds_all_weights(checkpoint: Path) -> bool:
     """Whether a checkpoint has all weights, in diffusers layout or as the ranks' shards."""
     exported = any((checkpoint / "transformer").glob("*.safetensors"))
-    return exported or ((checkpoint / rank_file(0)).is_file() and not (checkpoint / LORA_FILE).is_file())
+    return exported or (
+        (checkpoint / rank_file(0)).is_file() and not (checkpoint / LORA_FILE).is_file()
+    )
 
 
 def check_exported(checkpoint: Path) -> None:

@@ -4,7 +4,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 # bytes inside HunyuanVideo-1.5's VAE when it decodes in half precision
-UNTILED = (1.4e6, 1.9e6)  # per token of a clip that is not tiled; compiled, eager (2026-11-17-decode-h200.md)
+UNTILED = (
+    1.4e6,
+    1.9e6,
+)  # per token of a clip that is not tiled; compiled, eager (2026-11-17-decode-h200.md)
 TILED = 9.8e9 / 81  # per frame of a clip in tiles of 256 pixels (2026-11-16-full-stack-h200.md)
 BACKWARD_OF_ATTENTION = 2.5  # times its forward: five matmuls instead of two
 
@@ -36,7 +39,9 @@ class Architecture:
     image: int = 0  # tokens of an image, which join the context
 
     def video_tokens(self, frames: int, height: int, width: int) -> int:
-        return ((frames - 1) // self.temporal + 1) * (height // self.spatial) * (width // self.spatial)
+        return (
+            ((frames - 1) // self.temporal + 1) * (height // self.spatial) * (width // self.spatial)
+        )
 
     def sequence(self, num_video: int, num_context: int) -> int:
         """Tokens that a block processes."""

@@ -14,7 +14,11 @@ import torch
 import torch.distributed as dist
 from diffusers.loaders import PeftAdapterMixin
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from sage_grpo.models import fp8
 from sage_grpo.models.attention import KEPT
@@ -24,8 +28,12 @@ class Denoiser(PeftAdapterMixin):
     """Mixin for a transformer (an nn.Module), which must call `run_block` for each of its blocks."""
 
     block_list = "transformer_blocks"  # name of the module list
-    varying: tuple[int, int] | None = None  # (input, dim) of a block whose length varies between requests
-    never_trained: tuple[str, ...] = ()  # (prefixes of) modules whose outputs the forward never uses: no gradient
+    varying: tuple[int, int] | None = (
+        None  # (input, dim) of a block whose length varies between requests
+    )
+    never_trained: tuple[
+        str, ...
+    ] = ()  # (prefixes of) modules whose outputs the forward never uses: no gradient
     num_recomputed, compiled, trained = 0, False, False
     in_8_bits: fp8.Switch | None = None
     sequence_group: dist.ProcessGroup | None = None
@@ -41,14 +49,20 @@ class Denoiser(PeftAdapterMixin):
     def split_sequence(self, group: dist.ProcessGroup | None) -> None:
         """Split the tokens of every forward across the ranks of a group; every rank gets the full velocity."""
         if group is not None:
-            raise ValueError(f"sp_size is {dist.get_world_size(group)}; this model has no sequence parallelism")
+            raise ValueError(
+                f"sp_size is {dist.get_world_size(group)}; this model has no sequence parallelism"
+            )
 
     def to_json_string(self) -> str:
         """The config of the stock class, so that exported folders load without this package."""
         return "{}\n"
 
     def prepare_blocks(
-        self, recomputed: float = 0.0, keep_attention: bool = False, compiled: bool = False, lossy: str = "exact"
+        self,
+        recomputed: float = 0.0,
+        keep_attention: bool = False,
+        compiled: bool = False,
+        lossy: str = "exact",
     ) -> None:
         """Recompute a leading fraction of the blocks and compile all of them. Call once it is known what is trained.
 
@@ -64,7 +78,9 @@ class Denoiser(PeftAdapterMixin):
             torch._dynamo.config.fail_on_recompile_limit_hit = True
         kwargs: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         if keep_attention:
-            kwargs["context_fn"] = functools.partial(create_selective_checkpoint_contexts, keep_attention_policy)
+            kwargs["context_fn"] = functools.partial(
+                create_selective_checkpoint_contexts, keep_attention_policy
+            )
         for number, block in enumerate(self.all_blocks):
             if number < self.num_recomputed:
                 block.forward = functools.partial(checkpoint, block.forward, **kwargs)
@@ -92,7 +108,11 @@ class Denoiser(PeftAdapterMixin):
             outputs = block(*inputs, *others)
         if wanted:
             return outputs
-        return outputs.detach() if isinstance(outputs, Tensor) else tuple(output.detach() for output in outputs)
+        return (
+            outputs.detach()
+            if isinstance(outputs, Tensor)
+            else tuple(output.detach() for output in outputs)
+        )
 
     def _run_compiled(self, compiled: Callable[..., Any], *inputs: Any) -> Any:
         """Call a compiled forward with the varying length marked, so that one graph serves all lengths.
@@ -117,7 +137,10 @@ class StockDenoiser(Denoiser):
     stock: type  # the class of diffusers
 
     def split_sequence(self, group: dist.ProcessGroup | None) -> None:
-        count, heads = 1 if group is None else dist.get_world_size(group), self.config.num_attention_heads
+        count, heads = (
+            1 if group is None else dist.get_world_size(group),
+            self.config.num_attention_heads,
+        )
         if heads % count:
             raise ValueError(f"sp_size is {count}; it must divide the model's {heads} heads")
         self.sequence_group = group

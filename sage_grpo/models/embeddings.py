@@ -16,16 +16,20 @@ from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
 from sage_grpo.data.requests import Request
-from sage_grpo.json_files import printable
+from sage_grpo.files.json_files import printable
 
 
 @dataclass(frozen=True)
 class Conditioning:
     """An encoded request. Subclasses add tensors as fields, which are opaque to everything but their backbone."""
 
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "Conditioning":
+    def to(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> "Conditioning":
         """A copy on `device` and in `dtype`; None leaves either unchanged."""
-        return type(self)(**{name: value.to(device=device, dtype=dtype) for name, value in vars(self).items()})
+        return type(self)(
+            **{name: value.to(device=device, dtype=dtype) for name, value in vars(self).items()}
+        )
 
     @property
     def shapes(self) -> tuple[torch.Size, ...]:
@@ -41,7 +45,9 @@ def together(conditions: Sequence[Conditioning]) -> Conditioning:
     one, *others = conditions
     if all(other is one for other in others):
         return one
-    return type(one)(**{name: torch.stack([getattr(cond, name) for cond in conditions]) for name in vars(one)})
+    return type(one)(
+        **{name: torch.stack([getattr(cond, name) for cond in conditions]) for name in vars(one)}
+    )
 
 
 def alike(conditions: Sequence[Conditioning], most: int) -> list[list[int]]:
@@ -49,7 +55,9 @@ def alike(conditions: Sequence[Conditioning], most: int) -> list[list[int]]:
     kinds: dict[tuple[torch.Size, ...], list[int]] = {}
     for position, cond in enumerate(conditions):
         kinds.setdefault(cond.shapes, []).append(position)
-    return [ones[start : start + most] for ones in kinds.values() for start in range(0, len(ones), most)]
+    return [
+        ones[start : start + most] for ones in kinds.values() for start in range(0, len(ones), most)
+    ]
 
 
 class Encoder(Protocol):
@@ -72,7 +80,9 @@ class Embeddings:
     Processes may share the folder in it, which is named after the encoder and has one safetensors file per request.
     """
 
-    def __init__(self, encoder: Encoder, device: torch.device, cache_dir: str | Path | None = None) -> None:
+    def __init__(
+        self, encoder: Encoder, device: torch.device, cache_dir: str | Path | None = None
+    ) -> None:
         self.encoder, self.device, self.noted = encoder, device, False
         self.folder = None if cache_dir is None else Path(cache_dir) / encoder.identity()
         self.in_memory: dict[Request, Conditioning] = {}
@@ -87,10 +97,16 @@ class Embeddings:
         `count` ranks share the work if they share a folder. Each does its part, then whatever others have not done yet,
         starting from the far end: no rank waits, and a slow or missing rank is covered by the others.
         """
-        missing = [one for one in dict.fromkeys(request.content for request in requests) if one not in self]
+        missing = [
+            one for one in dict.fromkeys(request.content for request in requests) if one not in self
+        ]
         every = len(missing)
-        start, end = (every * part // count for part in (rank, rank + 1)) if self.folder else (0, every)
-        bar = tqdm(missing[start:end], "prompt embeddings", unit="prompt", disable=rank > 0 or start == end)
+        start, end = (
+            (every * part // count for part in (rank, rank + 1)) if self.folder else (0, every)
+        )
+        bar = tqdm(
+            missing[start:end], "prompt embeddings", unit="prompt", disable=rank > 0 or start == end
+        )
         for request in chain(bar, reversed(missing[end:] + missing[:start])):
             self._cached(request)
         self.encoder.release()
@@ -98,7 +114,11 @@ class Embeddings:
     def _cached(self, request: Request) -> Conditioning:
         if request not in self:
             self._keep(request, self.encoder.encode(request).to("cpu"))
-        return self.encoder.kind(**load_file(self.path(request))) if self.folder else self.in_memory[request]
+        return (
+            self.encoder.kind(**load_file(self.path(request)))
+            if self.folder
+            else self.in_memory[request]
+        )
 
     def __contains__(self, request: Request) -> bool:
         """Whether the request is cached; a damaged file is rejected here, long before it is needed.
@@ -111,11 +131,17 @@ class Embeddings:
             with safe_open(path, "pt") as file:
                 names, made_for = set(file.keys()), (file.metadata() or {}).get("made_for")
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"prompt_cache: {path} is damaged ({printable(error)}); delete it") from error
-        if made_for == self.label(request) and names == {field.name for field in fields(self.encoder.kind)}:
+            raise ValueError(
+                f"prompt_cache: {path} is damaged ({printable(error)}); delete it"
+            ) from error
+        if made_for == self.label(request) and names == {
+            field.name for field in fields(self.encoder.kind)
+        }:
             return True
         if not self.noted:
-            text = f"{path} was not made for its prompt by this encoder; encoding such prompts again"
+            text = (
+                f"{path} was not made for its prompt by this encoder; encoding such prompts again"
+            )
             print(f"note: prompt_cache: {text}", file=sys.stderr, flush=True)
         self.noted = True
         return False
@@ -128,10 +154,14 @@ class Embeddings:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ValueError(f"prompt_cache: {self.folder} cannot be created ({error}); name another folder") from error
+            raise ValueError(
+                f"prompt_cache: {self.folder} cannot be created ({error}); name another folder"
+            ) from error
         unfinished = self.folder / f"{request.key}.{uuid.uuid4().hex}.tmp"
         tensors = {name: value.contiguous() for name, value in vars(cond).items()}
-        save_file(tensors, unfinished, metadata={"prompt": request.text, "made_for": self.label(request)})
+        save_file(
+            tensors, unfinished, metadata={"prompt": request.text, "made_for": self.label(request)}
+        )
         os.replace(unfinished, self.path(request))
 
     def path(self, request: Request) -> Path:

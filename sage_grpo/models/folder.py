@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import torch
 from diffusers import ModelMixin
 
-from sage_grpo.json_files import KINDS, check_kinds, naming, read_config
-from sage_grpo.models import DEFAULT_VERSION
+from sage_grpo.files.json_files import KINDS, check_kinds, naming, read_config
 from sage_grpo.models.backbone import Sampling
+from sage_grpo.models.versions import DEFAULT_VERSION
 from sage_grpo.models.weights import Weights, open_folder, read_index
 
 MODEL, TOKENIZER = ("config.json", "*.safetensors"), ("tokenizer_config.json",)
@@ -35,7 +35,9 @@ class DiffusersFolder:
     def check_version(self) -> None:
         """Require that the folder exists and has what the version names."""
         if not self.root.is_dir():
-            raise FileNotFoundError(f"Model folder '{self.root}' does not exist; download_weights.sh makes one.")
+            raise FileNotFoundError(
+                f"Model folder '{self.root}' does not exist; download_weights.sh makes one."
+            )
 
     def missing_files(self, *parts: str) -> list[str]:
         """Missing files of some parts, or of all, relative to this folder; a pattern where any name will do."""
@@ -73,8 +75,14 @@ class DiffusersFolder:
     def empty(self, part: str, model: type[ModelMixin]) -> ModelMixin:
         """The `transformer` or `vae` on the meta device, in evaluation mode."""
         config, path = self.config(part), self.place(part) / "config.json"
-        defaults = {name: one.default for name, one in inspect.signature(model.__init__).parameters.items()}
-        kinds = {name: type(defaults[name]) for name in config if name in defaults and config[name] != defaults[name]}
+        defaults = {
+            name: one.default for name, one in inspect.signature(model.__init__).parameters.items()
+        }
+        kinds = {
+            name: type(defaults[name])
+            for name in config
+            if name in defaults and config[name] != defaults[name]
+        }
         check_kinds(path, config, {name: kind for name, kind in kinds.items() if kind in KINDS})
         self.check_sizes(path, defaults | config)
         with naming(path), torch.device("meta"):

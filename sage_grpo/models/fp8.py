@@ -24,7 +24,9 @@ class Switch:
 
     def __init__(self, blocks: nn.Module) -> None:
         for name, layer in blocks.named_modules():
-            fits = isinstance(layer, nn.Linear) and not any(n % MULTIPLE for n in layer.weight.shape)
+            fits = isinstance(layer, nn.Linear) and not any(
+                n % MULTIPLE for n in layer.weight.shape
+            )
             if fits and "lora_" not in name:
                 layer.__class__, layer.switch = Linear, self
 
@@ -47,14 +49,18 @@ class Linear(nn.Linear):
 def check(device: torch.device) -> None:
     """Reject a GPU that is too old."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY:
-        raise ValueError("outside_window is fp8, but this GPU cannot multiply 8-bit floats: set outside_window exact")
+        raise ValueError(
+            "outside_window is fp8, but this GPU cannot multiply 8-bit floats: set outside_window exact"
+        )
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """(..., I) -> (..., O) for a weight (O, I), like F.linear."""
     (tokens, per_token), (rows, per_row) = rounded(x.flatten(0, -2)), rounded(weight)
     if x.is_cuda and x.dtype == torch.bfloat16:
-        found = torch._scaled_mm(tokens, rows.T, per_token, per_row.T, bias, out_dtype=x.dtype, use_fast_accum=True)
+        found = torch._scaled_mm(
+            tokens, rows.T, per_token, per_row.T, bias, out_dtype=x.dtype, use_fast_accum=True
+        )
     else:
         found = F.linear(tokens.to(x) * per_token.to(x), rows.to(x) * per_row.to(x), bias)
     return found.unflatten(0, x.shape[:-1])

@@ -33,8 +33,14 @@ class Graphs:
         """Takes the place of the module's forward. Parameters may change later, but not move."""
         self.run, self.trained = module.forward, [p for p in module.parameters() if p.requires_grad]
         self.pairs: dict[tuple[torch.Size, ...], Pair] = {}
-        self.memory, self.stream, self.replays = torch.cuda.graph_pool_handle(), torch.cuda.Stream(), 0
-        self.differentiable = torch.zeros((), requires_grad=True)  # lets autograd call a replay's backward
+        self.memory, self.stream, self.replays = (
+            torch.cuda.graph_pool_handle(),
+            torch.cuda.Stream(),
+            0,
+        )
+        self.differentiable = torch.zeros(
+            (), requires_grad=True
+        )  # lets autograd call a replay's backward
         module.forward = self
 
     def __call__(self, *inputs: Tensor) -> Tensor:
@@ -53,7 +59,11 @@ class Graphs:
         torch.cuda.current_stream().wait_stream(self.stream)
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         # one stream for all: autograd keeps that of a parameter's first gradient; a thread may be writing a checkpoint
-        settings = {"pool": self.memory, "stream": self.stream, "capture_error_mode": "thread_local"}
+        settings = {
+            "pool": self.memory,
+            "stream": self.stream,
+            "capture_error_mode": "thread_local",
+        }
         with torch.cuda.graph(forward, **settings):
             output = self.run(*inputs)
         d_output = torch.zeros_like(output)
@@ -65,11 +75,17 @@ class Graphs:
         return torch.autograd.grad(output, self.trained, d_output, allow_unused=True)
 
     def accumulate(self, gradients: list[Tensor | None]) -> None:
-        found = [(p, gradient) for p, gradient in zip(self.trained, gradients, strict=True) if gradient is not None]
+        found = [
+            (p, gradient)
+            for p, gradient in zip(self.trained, gradients, strict=True)
+            if gradient is not None
+        ]
         for parameter, gradient in found:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(gradient)
-        torch._foreach_add_([parameter.grad for parameter, _ in found], [gradient for _, gradient in found])
+        torch._foreach_add_(
+            [parameter.grad for parameter, _ in found], [gradient for _, gradient in found]
+        )
 
 
 class Replay(torch.autograd.Function):
@@ -84,7 +100,9 @@ class Replay(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, d_output: Tensor) -> tuple[None, ...]:
         if ctx.number != ctx.graphs.replays:
-            raise RuntimeError("cuda_graphs: another forward has overwritten what this backward needs")
+            raise RuntimeError(
+                "cuda_graphs: another forward has overwritten what this backward needs"
+            )
         ctx.pair.d_output.copy_(d_output)
         ctx.pair.backward.replay()
         ctx.graphs.accumulate(ctx.pair.gradients)

@@ -12,12 +12,12 @@ import torch
 from diffusers import ModelMixin
 from torch import Tensor
 
-from sage_grpo.models import DEFAULT_VERSION
 from sage_grpo.models.backbone import Backbone, BrokenClip, Sampling, at_least_fp32
 from sage_grpo.models.cost import TILED, UNTILED, Architecture
 from sage_grpo.models.denoiser import Denoiser
 from sage_grpo.models.folder import DiffusersFolder
 from sage_grpo.models.text import FolderEncoder
+from sage_grpo.models.versions import DEFAULT_VERSION
 from sage_grpo.models.weights import Weights, load_model
 
 MOST_POSITIONS = 1 << 24  # of a clip; 720p has 110,000
@@ -60,7 +60,9 @@ class LatentBackbone(Backbone):
 
         Raises BrokenClip if any clip has non-finite pixels.
         """
-        return torch.cat([self._decode(part) for part in latents.split(self._together(latents[0, 0].numel()))])
+        return torch.cat(
+            [self._decode(part) for part in latents.split(self._together(latents[0, 0].numel()))]
+        )
 
     def _together(self, positions: int) -> int:
         """Clips of so many latent positions that go through the VAE at a time."""
@@ -69,21 +71,37 @@ class LatentBackbone(Backbone):
     def _decode(self, latents: Tensor) -> Tensor:
         pixels = self._pixels(latents)
         broken = ~pixels.isfinite().flatten(1).all(1)
-        if broken.any() and self.vae.dtype == torch.float16:  # beyond its range; overflows always end in NaN
+        if (
+            broken.any() and self.vae.dtype == torch.float16
+        ):  # beyond its range; overflows always end in NaN
             try:
                 self.vae.float()
                 pixels[broken] = self._pixels(latents[broken.to(latents.device)])
             finally:
                 self.vae.half()
-        if not pixels.isfinite().all():  # a uint8 cast would turn them black, and a reward would score them
-            raise BrokenClip("a decoded clip has pixels that are not finite: the latents or the weights are broken")
-        return ((pixels + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 4, 1).contiguous()
+        if (
+            not pixels.isfinite().all()
+        ):  # a uint8 cast would turn them black, and a reward would score them
+            raise BrokenClip(
+                "a decoded clip has pixels that are not finite: the latents or the weights are broken"
+            )
+        return (
+            ((pixels + 1) * 127.5)
+            .round()
+            .clamp(0, 255)
+            .to(torch.uint8)
+            .permute(0, 2, 3, 4, 1)
+            .contiguous()
+        )
 
     def _pixels(self, latents: Tensor) -> Tensor:
         tokens = latents[:, 0].numel() / self.patch**2
         self.vae.use_tiling = tokens * self.vae_bytes[0][not self.compiled] > self.decode_gb * 1e9
         shift, factor = self.scaling()
-        unscaled = latents.to(self.vae.device, torch.promote_types(self.vae.dtype, torch.float32)) / factor + shift
+        unscaled = (
+            latents.to(self.vae.device, torch.promote_types(self.vae.dtype, torch.float32)) / factor
+            + shift
+        )
         return at_least_fp32(self.vae.decode(unscaled.to(self.vae.dtype), return_dict=False)[0])
 
     @torch.no_grad()
@@ -95,7 +113,10 @@ class LatentBackbone(Backbone):
     def _encode(self, clips: Tensor) -> Tensor:
         self.vae.use_tiling = clips.shape[1] > 1  # an image needs no tiles, which would change it
         pixels = clips.to(self.vae.device).permute(0, 4, 1, 2, 3) / 127.5 - 1
-        mode, (shift, factor) = self.vae.encode(pixels.to(self.vae.dtype)).latent_dist.mode(), self.scaling()
+        mode, (shift, factor) = (
+            self.vae.encode(pixels.to(self.vae.dtype)).latent_dist.mode(),
+            self.scaling(),
+        )
         return (at_least_fp32(mode) - shift) * factor
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
@@ -103,14 +124,20 @@ class LatentBackbone(Backbone):
         channels, temporal, spatial = self._compression(self.vae)
         if frames < 1 or (frames - 1) % temporal:
             nearest = max(0, round((frames - 1) / temporal)) * temporal + 1
-            raise ValueError(f"num_frames {frames} is not {temporal}n + 1; the nearest is {nearest}.")
+            raise ValueError(
+                f"num_frames {frames} is not {temporal}n + 1; the nearest is {nearest}."
+            )
         for name, size in (("height", height), ("width", width)):
             if size < self.multiple or size % self.multiple:
-                raise ValueError(f"{name} {size} is not a multiple of {self.multiple}, the pixels of a token.")
+                raise ValueError(
+                    f"{name} {size} is not a multiple of {self.multiple}, the pixels of a token."
+                )
         grid = ((frames - 1) // temporal + 1, height // spatial, width // spatial)
         if math.prod(grid) > MOST_POSITIONS:
             many = f"have {math.prod(grid)} latent positions, and no machine holds {MOST_POSITIONS}"
-            raise ValueError(f"{frames} frames of {height} x {width} {many}; lower num_frames, height or width.")
+            raise ValueError(
+                f"{frames} frames of {height} x {width} {many}; lower num_frames, height or width."
+            )
         return (channels, *grid)
 
     @property

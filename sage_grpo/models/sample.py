@@ -13,11 +13,18 @@ from sage_grpo.algo.sde import Schedule, Step
 from sage_grpo.algo.solver import ode_tables
 from sage_grpo.models.backbone import Backbone, Conditioning, Guidance
 
-Noise = Callable[[Step], Tensor]  # denoising step, or one per clip -> standard normal (B, C, T, y, x), on any device
+Noise = Callable[
+    [Step], Tensor
+]  # denoising step, or one per clip -> standard normal (B, C, T, y, x), on any device
 
 
 def denoise(
-    backbone: Backbone, schedule: Schedule, x: Tensor, cond: Conditioning, guidance: Guidance, noise: Noise
+    backbone: Backbone,
+    schedule: Schedule,
+    x: Tensor,
+    cond: Conditioning,
+    guidance: Guidance,
+    noise: Noise,
 ) -> Tensor:
     """Run all steps from the initial noise x, (B, C, T, y, x), and return the final latents.
 
@@ -48,7 +55,11 @@ def integrate(
         x_next = x - delta[..., i].reshape(each) * velocity
         if solver != "euler":
             clean = x - sigma.reshape(each) * velocity
-            x_next = x_next if before is None else x_next + factor[..., i].reshape(each) * (clean - before)
+            x_next = (
+                x_next
+                if before is None
+                else x_next + factor[..., i].reshape(each) * (clean - before)
+            )
             before = clean
         x = x_next
         between()
@@ -72,7 +83,9 @@ def counter_noise(
     prompts = [prompt] * len(samples) if isinstance(prompt, int) else prompt
 
     def draw(kind: str, numbers: Sequence[int], index: int | Tensor = 0) -> Tensor:
-        keys = zip(prompts, numbers, torch.as_tensor(index).expand(len(numbers)).tolist(), strict=True)
+        keys = zip(
+            prompts, numbers, torch.as_tensor(index).expand(len(numbers)).tolist(), strict=True
+        )
         draws = [{"step": step, "prompt": p, "sample": n, "index": i} for p, n, i in keys]
         return torch.stack([rng.normal(shape, seed, f"{purpose}_{kind}", **key) for key in draws])
 

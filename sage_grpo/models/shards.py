@@ -12,8 +12,8 @@ from pathlib import Path
 
 from torch import Tensor
 
+from sage_grpo.files.tensor_files import TensorFile
 from sage_grpo.models.weights import Weights, open_folder, open_safetensors
-from sage_grpo.tensor_files import TensorFile
 
 FOLDER = "trainer"
 PARTS = ("weights", "optimizer", "anchor", "average", "old_policy")
@@ -36,18 +36,25 @@ def open_shards(checkpoint: Path) -> dict[str, Weights]:
         for name, start in _starts(path, file).items():
             part, _, rest = name.partition("/")
             found.setdefault(part, {}).setdefault(rest, []).append((start, file.tensors[name]))
-    parts = {part: {n: _in_order(f"{part}/{n}", pieces) for n, pieces in found[part].items()} for part in found}
+    parts = {
+        part: {n: _in_order(f"{part}/{n}", pieces) for n, pieces in found[part].items()}
+        for part in found
+    }
     return {part: Weights(checkpoint, tensors) for part, tensors in parts.items()}
 
 
 def _starts(path: Path, file: TensorFile) -> dict[str, int]:
     try:
         starts = json.loads(file.metadata["starts"])
-        sound = starts.keys() == file.tensors.keys() and all(type(start) is int for start in starts.values())
+        sound = starts.keys() == file.tensors.keys() and all(
+            type(start) is int for start in starts.values()
+        )
     except (KeyError, ValueError, AttributeError, RecursionError):
         sound = False
     if not sound:
-        raise ValueError(f"{path} does not tell which rows its tensors are; it is no rank's file of a checkpoint")
+        raise ValueError(
+            f"{path} does not tell which rows its tensors are; it is no rank's file of a checkpoint"
+        )
     return starts
 
 

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sage_grpo.data.requests import Request
-from sage_grpo.json_files import naming, read_config
+from sage_grpo.files.json_files import naming, read_config
 from sage_grpo.models.embeddings import Conditioning
 from sage_grpo.models.folder import DiffusersFolder
 from sage_grpo.models.weights import Weights, load_model
@@ -45,7 +45,10 @@ class FolderEncoder:
         for name in self.parts:
             for path in sorted(self.folder.part(name).rglob("*")):
                 if path.is_file() and ".cache" not in path.parts:  # Hugging Face Hub metadata
-                    digest.update(path.relative_to(self.folder.root).as_posix().encode() + file_fingerprint(path))
+                    digest.update(
+                        path.relative_to(self.folder.root).as_posix().encode()
+                        + file_fingerprint(path)
+                    )
         return digest.hexdigest()[:16]
 
 
@@ -82,7 +85,9 @@ def empty_model(kind: type[PreTrainedModel], folder: Path, **settings: int) -> P
         return kind(config)
 
 
-def load_t5(empty: PreTrainedModel, stored: Weights, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+def load_t5(
+    empty: PreTrainedModel, stored: Weights, device: torch.device, dtype: torch.dtype
+) -> PreTrainedModel:
     """Fill a T5 encoder, whose table of tokens has two names in the model, of which a file holds one."""
     table = next((stored.pieces[name] for name in EMBEDDINGS if name in stored.pieces), None)
     stored.pieces |= dict.fromkeys(EMBEDDINGS, table) if table else {}

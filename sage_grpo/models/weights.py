@@ -14,16 +14,18 @@ from huggingface_hub import StateDictSplit, split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from sage_grpo.json_files import printable, read_object
+from sage_grpo.files.json_files import printable, read_object
+from sage_grpo.files.tensor_files import TensorFile
 from sage_grpo.parallel.fsdp import local_shard, rows
-from sage_grpo.tensor_files import TensorFile
 
 STEM = "diffusion_pytorch_model"
 INDEX = f"{STEM}.safetensors.index.json"
 SHOWN = 3  # names shown in an error
 
 Model = TypeVar("Model", bound=nn.Module)
-Rows = tuple[str, int, int]  # of a tensor: its name, and which block of how many equal blocks of rows
+Rows = tuple[
+    str, int, int
+]  # of a tensor: its name, and which block of how many equal blocks of rows
 
 
 class Weights:
@@ -53,13 +55,18 @@ class Weights:
 
     def renamed(self, recipes: Mapping[str, Sequence[Rows]]) -> "Weights":
         """A view of the stored tensors under other names."""
-        return Weights(self.where, {name: [self._rows(*rows) for rows in recipe] for name, recipe in recipes.items()})
+        return Weights(
+            self.where,
+            {name: [self._rows(*rows) for rows in recipe] for name, recipe in recipes.items()},
+        )
 
     def _rows(self, source: str, block: int, of: int) -> Tensor:
         [piece] = self.pieces[source]
         count = len(piece) if piece.ndim else 1
         if count % of:
-            raise ValueError(f"{source} in '{self.where}' has {count} rows, not a multiple of {of}.")
+            raise ValueError(
+                f"{source} in '{self.where}' has {count} rows, not a multiple of {of}."
+            )
         return piece.chunk(of)[block] if of > 1 else piece
 
 
@@ -76,9 +83,13 @@ def open_folder(folder: Path) -> Weights:
     if not paths:
         raise FileNotFoundError(f"'{folder}' has no *.safetensors; download that folder again.")
     weights, files = _open(folder, paths)
-    wrong = sorted(name for name in {*promised, *files} if files.get(name) != folder / promised.get(name, ""))
+    wrong = sorted(
+        name for name in {*promised, *files} if files.get(name) != folder / promised.get(name, "")
+    )
     if index and wrong:
-        raise ValueError(f"{index} disagrees with its files about {_some(wrong)}; download that folder again.")
+        raise ValueError(
+            f"{index} disagrees with its files about {_some(wrong)}; download that folder again."
+        )
     return weights
 
 
@@ -89,7 +100,9 @@ def read_index(path: Path) -> dict[str, str]:
         raise ValueError(f"{path} has no weight_map; download it again.")
     for file in files.values():
         if not isinstance(file, str) or not re.fullmatch(r"[\w.-]+\.safetensors", file):
-            raise ValueError(f"{path} names {file!r}, which is not a safetensors file beside it; download it again.")
+            raise ValueError(
+                f"{path} names {file!r}, which is not a safetensors file beside it; download it again."
+            )
     return files
 
 
@@ -99,11 +112,15 @@ def _open(where: Path, paths: Sequence[Path]) -> tuple[Weights, dict[str, Path]]
     for path in paths:
         for name, tensor in open_safetensors(path).tensors.items():
             if name in files:
-                raise ValueError(f"{printable(name)} is in both {files[name]} and {path}; keep one of these files.")
+                raise ValueError(
+                    f"{printable(name)} is in both {files[name]} and {path}; keep one of these files."
+                )
             pieces[name], files[name] = [tensor], path
     counts = {int(match[1]) for path in paths if (match := re.search(r"-\d+-of-(\d+)$", path.stem))}
     if counts and counts != {len(paths)}:
-        raise FileNotFoundError(f"'{where}' has {len(paths)} of {max(counts)} shards; download that folder again.")
+        raise FileNotFoundError(
+            f"'{where}' has {len(paths)} of {max(counts)} shards; download that folder again."
+        )
     return Weights(where, pieces), files
 
 
@@ -113,28 +130,43 @@ def open_safetensors(path: Path) -> TensorFile:
         if not path.is_file():
             raise OSError("not a file")
         with safe_open(path, "pt") as file:
-            return TensorFile({name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {})  # noqa: SIM118
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return TensorFile(tensors, file.metadata() or {})
     except (SafetensorError, OSError) as error:
         reason = printable(error)
-        raise ValueError(f"{path} is not a complete safetensors file ({reason}); download it again.") from error
+        raise ValueError(
+            f"{path} is not a complete safetensors file ({reason}); download it again."
+        ) from error
 
 
 def check_names(weights: Weights, expected: Mapping[str, Sequence[int]]) -> None:
     """Reject weights without exactly the expected tensors and shapes, before anything is loaded."""
     missing = [name for name in expected if name not in weights.pieces]
     unexpected = [name for name in weights.pieces if name not in expected]
-    shapes = [(name, weights.shape(name), tuple(expected[name])) for name in weights.pieces if name in expected]
-    other = [f"{name} {ours} instead of {theirs}" for name, ours, theirs in shapes if ours != theirs]
+    shapes = [
+        (name, weights.shape(name), tuple(expected[name]))
+        for name in weights.pieces
+        if name in expected
+    ]
+    other = [
+        f"{name} {ours} instead of {theirs}" for name, ours, theirs in shapes if ours != theirs
+    ]
     kinds = {"missing": missing, "unexpected": unexpected, "of another shape": other}
-    if problems := [f"{len(names)} {kind} ({_some(names)})" for kind, names in kinds.items() if names]:
-        raise ValueError(f"'{weights.where}' does not fit this model: of its tensors {', '.join(problems)}.")
+    if problems := [
+        f"{len(names)} {kind} ({_some(names)})" for kind, names in kinds.items() if names
+    ]:
+        raise ValueError(
+            f"'{weights.where}' does not fit this model: of its tensors {', '.join(problems)}."
+        )
 
 
 def _some(names: Sequence[str]) -> str:
     return printable(", ".join(names[:SHOWN])) + (" and others" if len(names) > SHOWN else "")
 
 
-def load_model(model: Model, weights: Weights, device: torch.device | str, dtype: torch.dtype) -> Model:
+def load_model(
+    model: Model, weights: Weights, device: torch.device | str, dtype: torch.dtype
+) -> Model:
     """Load weights into a model one tensor at a time; the model may be on the meta device."""
     check_names(weights, {name: tensor.shape for name, tensor in model.state_dict().items()})
     tensors = {name: weights.read(name).to(device, dtype) for name in weights.names}
@@ -145,7 +177,11 @@ def load_model(model: Model, weights: Weights, device: torch.device | str, dtype
 @torch.no_grad()
 def fill_model(model: nn.Module, weights: Weights) -> None:
     """Fill the parameters in place (each rank only its rows of sharded ones); adapters are left alone."""
-    own = {name.replace(".base_layer.", "."): p for name, p in model.named_parameters() if ".lora_" not in name}
+    own = {
+        name.replace(".base_layer.", "."): p
+        for name, p in model.named_parameters()
+        if ".lora_" not in name
+    }
     check_names(weights, {name: parameter.shape for name, parameter in own.items()})
     for name, parameter in own.items():
         local_shard(parameter).copy_(weights.read(name, *rows(parameter)))
@@ -159,4 +195,9 @@ def plan_files(sizes: Mapping[str, int], max_bytes: float = 5e9) -> StateDictSpl
 
 def index_text(files: Mapping[str, str], total: int) -> str:
     """The index of weights in several files, given the file of each tensor and the bytes of all."""
-    return json.dumps({"metadata": {"total_size": total}, "weight_map": files}, indent=2, sort_keys=True) + "\n"
+    return (
+        json.dumps(
+            {"metadata": {"total_size": total}, "weight_map": files}, indent=2, sort_keys=True
+        )
+        + "\n"
+    )

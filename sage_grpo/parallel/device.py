@@ -28,7 +28,9 @@ def why_no_gpu() -> str:
     """Why torch finds no GPU, in half a sentence."""
     if torch.version.cuda is None:
         return "this torch is built without CUDA"
-    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None and not re.match(r"\d|GPU-|MIG-", visible):
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None and not re.match(
+        r"\d|GPU-|MIG-", visible
+    ):
         return f"CUDA_VISIBLE_DEVICES is {visible!r}"
     try:
         torch.cuda.init()
@@ -48,7 +50,9 @@ def available_memory() -> int:
     """Bytes of host memory that can still be allocated."""
     free = int(re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024
     try:  # a container's limit; caches count as used, but can be dropped
-        limit, used = ((CGROUP / f"memory.{name}").read_text().strip() for name in ("max", "current"))
+        limit, used = (
+            (CGROUP / f"memory.{name}").read_text().strip() for name in ("max", "current")
+        )
         cache = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
     except OSError:
         return free

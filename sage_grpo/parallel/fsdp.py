@@ -15,10 +15,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
-def shard(model: nn.Module, blocks: Iterable[nn.Module], mesh: DeviceMesh, compute: torch.dtype) -> None:
+def shard(
+    model: nn.Module, blocks: Iterable[nn.Module], mesh: DeviceMesh, compute: torch.dtype
+) -> None:
     """Shard in place over a mesh (shard,) or (replicate, shard)."""
     types = {"param_dtype": compute, "reduce_dtype": torch.promote_types(compute, torch.float32)}
-    policy = MixedPrecisionPolicy(**types, cast_forward_inputs=False)  # True would round the rotary tables
+    policy = MixedPrecisionPolicy(
+        **types, cast_forward_inputs=False
+    )  # True would round the rotary tables
     for unit in (*blocks, model):
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
         unit.set_gradient_divide_factor(1.0)
@@ -62,7 +66,9 @@ def shard_like(tensor: Tensor, part: Tensor) -> Tensor:
 def copy_into(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
     """Copy values into this rank's shards of the parameters with the same names."""
     if values:
-        torch._foreach_copy_([local_shard(parameters[n]) for n in values], [local_shard(v) for v in values.values()])
+        torch._foreach_copy_(
+            [local_shard(parameters[n]) for n in values], [local_shard(v) for v in values.values()]
+        )
 
 
 @contextmanager
@@ -87,5 +93,7 @@ def rows(tensor: Tensor) -> tuple[int, int]:
     """Which rows (start, stop) of dim 0, the one that FSDP2 shards, are local."""
     if not isinstance(tensor, DTensor):
         return 0, tensor.shape[0] if tensor.ndim else 1
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    shape, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
     return offset[0], offset[0] + shape[0]

@@ -20,7 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from sage_grpo.parallel.device import choose_device
 
-NCCL_GRACE = 60  # seconds by which a collective outlasts the run's watchdog, which records what it ended
+NCCL_GRACE = (
+    60  # seconds by which a collective outlasts the run's watchdog, which records what it ended
+)
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -43,12 +45,19 @@ class Ranks:
     def __post_init__(self) -> None:
         self.leader = self.sp_rank == 0  # of its sequence-parallel group
         self.first = self.leader and self.rank == 0  # the rank that writes shared files
-        self.world, self.world_rank = self.count * self.sp_size, self.rank * self.sp_size + self.sp_rank
-        self.sequence_group = self.mesh["sp"].get_group() if self.mesh is not None and self.sp_size > 1 else None
+        self.world, self.world_rank = (
+            self.count * self.sp_size,
+            self.rank * self.sp_size + self.sp_rank,
+        )
+        self.sequence_group = (
+            self.mesh["sp"].get_group() if self.mesh is not None and self.sp_size > 1 else None
+        )
         self._dp = self.mesh["dp"].get_group() if self.mesh is not None else None
         self.writes_shards = self.first  # its part of the model: one copy of each is enough
         if self.shards is not None:
-            self.writes_shards = self.shards.ndim == 1 or self.shards.get_local_rank("replicate") == 0
+            self.writes_shards = (
+                self.shards.ndim == 1 or self.shards.get_local_rank("replicate") == 0
+            )
 
     def _objects(self, mine: T, group: dist.ProcessGroup | None, count: int) -> list[T]:
         """One object from each of the `count` ranks of a group."""
@@ -126,19 +135,25 @@ class Ranks:
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sum the gradients over all ranks in place, in one message; those of a sharded model are already summed."""
-        gradients = [p.grad for p in parameters if p.grad is not None and not isinstance(p.grad, DTensor)]
+        gradients = [
+            p.grad for p in parameters if p.grad is not None and not isinstance(p.grad, DTensor)
+        ]
         if self.world == 1 or not gradients:
             return
         flat = torch.cat([g.flatten() for g in gradients])
         dist.all_reduce(flat)
-        for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        for gradient, total in zip(
+            gradients, flat.split([g.numel() for g in gradients]), strict=True
+        ):
             gradient.copy_(total.view_as(gradient))
 
     def set_timeout(self, seconds: float) -> None:
         """Set how long ranks wait for each other from now on; until then, loading a model may take long."""
         meshes = [mesh for mesh in (self.mesh, self.shards) if mesh is not None]
         patience = timedelta(seconds=seconds + NCCL_GRACE * (self.device.type == "cuda"))
-        for group in (None, *(group for mesh in meshes for group in mesh.get_all_groups())) if meshes else ():
+        for group in (
+            (None, *(group for mesh in meshes for group in mesh.get_all_groups())) if meshes else ()
+        ):
             dist.distributed_c10d._set_pg_timeout(patience, group)
 
     def barrier(self) -> None:
@@ -155,7 +170,11 @@ class Ranks:
 
 @contextmanager
 def join_ranks(
-    timeout: float, sp_size: int = 1, sharded: bool = False, replicas: int = 1, device_type: str = "auto"
+    timeout: float,
+    sp_size: int = 1,
+    sharded: bool = False,
+    replicas: int = 1,
+    device_type: str = "auto",
 ) -> Iterator[Ranks]:
     """Join the ranks that torchrun started, or run this process alone; ranks wait `timeout` seconds for each other.
 
@@ -165,21 +184,41 @@ def join_ranks(
     world, rank, home = (int(os.environ.get(name, default)) for name, default in
                          (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)))  # fmt: skip
     check_layout(world, sp_size, sharded, replicas)
-    device = torch.device("cuda", home) if choose_device(device_type, lambda: 0) == "cuda" else torch.device("cpu")
+    device = (
+        torch.device("cuda", home)
+        if choose_device(device_type, lambda: 0) == "cuda"
+        else torch.device("cpu")
+    )
     if device.type == "cuda":
         if home >= torch.cuda.device_count():
-            raise ValueError(f"process {home + 1} of this machine finds {torch.cuda.device_count()} GPUs; start fewer")
+            raise ValueError(
+                f"process {home + 1} of this machine finds {torch.cuda.device_count()} GPUs; start fewer"
+            )
         torch.cuda.set_device(device)
     if world == 1 and not sharded:
         yield Ranks(0, 1, device)
         return
     alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if world == 1 else {}
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout), **alone)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout), **alone
+    )
     try:
-        mesh = init_device_mesh(device.type, (world // sp_size, sp_size), mesh_dim_names=("dp", "sp"))
-        axes = {"replicate": replicas, "shard": world // replicas} if replicas > 1 else {"shard": world}
-        shards = init_device_mesh(device.type, (*axes.values(),), mesh_dim_names=(*axes,)) if sharded else None
-        yield Ranks(rank // sp_size, world // sp_size, device, rank % sp_size, sp_size, mesh, shards)
+        mesh = init_device_mesh(
+            device.type, (world // sp_size, sp_size), mesh_dim_names=("dp", "sp")
+        )
+        axes = (
+            {"replicate": replicas, "shard": world // replicas}
+            if replicas > 1
+            else {"shard": world}
+        )
+        shards = (
+            init_device_mesh(device.type, (*axes.values(),), mesh_dim_names=(*axes,))
+            if sharded
+            else None
+        )
+        yield Ranks(
+            rank // sp_size, world // sp_size, device, rank % sp_size, sp_size, mesh, shards
+        )
     finally:
         dist.destroy_process_group()
 
@@ -187,7 +226,9 @@ def join_ranks(
 def check_layout(world: int, sp_size: int, sharded: bool, replicas: int) -> None:
     """Reject sizes that do not divide each other."""
     if world % sp_size:
-        raise ValueError(f"sp_size is {sp_size}; it must divide the number of processes, which is {world}")
+        raise ValueError(
+            f"sp_size is {sp_size}; it must divide the number of processes, which is {world}"
+        )
     if replicas > 1 and not sharded:
         raise ValueError(f"dp_replicate is {replicas}; that needs enable_fsdp True")
     if world % replicas or world // replicas % sp_size:

@@ -22,7 +22,9 @@ class _AllToAll(torch.autograd.Function):
     """Exchange rows of dim 0: `given[r]` of them go to rank r, `taken[r]` come from it. The gradient goes back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, taken: list[int], given: list[int], group: dist.ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, taken: list[int], given: list[int], group: dist.ProcessGroup
+    ) -> Tensor:
         ctx.way_back = (given, taken, group)
         out = x.new_empty(sum(taken), *x.shape[1:])
         dist.all_to_all_single(out, x.contiguous(), taken, given, group)
@@ -37,7 +39,9 @@ class _Join(torch.autograd.Function):
     """All ranks' (B, n, D) -> full (B, N, D). Every rank has the same loss, so each keeps its part of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, sizes: list[int], rank: int, group: dist.ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Any, part: Tensor, sizes: list[int], rank: int, group: dist.ProcessGroup
+    ) -> Tensor:
         ctx.sizes, ctx.rank = sizes, rank
         padded = F.pad(part, (0, 0, 0, max(sizes) - part.shape[1])).contiguous()
         parts = [torch.empty_like(padded) for _ in sizes]
@@ -57,11 +61,18 @@ def part_sizes(length: int, count: int) -> list[int]:
 class Shares:
     """How the tokens of one forward are split across ranks. Without a group, this rank has them all."""
 
-    def __init__(self, num_video: int, num_context: int, kernel: Attend, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, num_video: int, num_context: int, kernel: Attend, group: dist.ProcessGroup | None
+    ) -> None:
         """kernel: attention over full sequences, (B, S, H, E) each -> (B, S, H, E)."""
         self.kernel, self.group = kernel, group
-        count, self.rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-        self.video, self.context = part_sizes(num_video, count), part_sizes(num_context, count)  # of each rank
+        count, self.rank = (
+            (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+        )
+        self.video, self.context = (
+            part_sizes(num_video, count),
+            part_sizes(num_context, count),
+        )  # of each rank
 
     def own_video(self, tokens: Tensor, dim: int = 1) -> Tensor:
         return tokens if self.group is None else tokens.split(self.video, dim)[self.rank]
@@ -82,5 +93,7 @@ class Shares:
         outgoing = rearrange(joint, "three b s (count h) e -> (count s) three b h e", count=count)
         incoming = _AllToAll.apply(outgoing, totals, [mine] * count, self.group)  # (S, 3, B, h, E)
         out = self.kernel(*rearrange(incoming, "s three b h e -> three b s h e"))
-        back = _AllToAll.apply(rearrange(out, "b s h e -> s b h e"), [mine] * count, totals, self.group)
+        back = _AllToAll.apply(
+            rearrange(out, "b s h e -> s b h e"), [mine] * count, totals, self.group
+        )
         return rearrange(back, "(count s) b h e -> b s (count h) e", count=count)

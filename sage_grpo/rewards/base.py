@@ -1,10 +1,9 @@
 """What a reward is, how one is built from its name, and how several are combined into one number per clip.
 
 Rewards receive clips in memory, never files; a failed reward is NaN, never a number. `REWARDS` in
-`sage_grpo/rewards/__init__.py` is the table of names.
+`sage_grpo/rewards/registry.py` is the table of names.
 """
 
-import inspect
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -15,10 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from sage_grpo import plugins
 from sage_grpo.background import within
 from sage_grpo.data.requests import Request
-from sage_grpo.rewards import ALIASES, REWARDS
 
 
 class Reward(Protocol):
@@ -28,7 +25,9 @@ class Reward(Protocol):
     def check(self, prompts: Sequence[str]) -> None:
         """Reject prompts that cannot be scored, before anything is sampled for them; none, unless a reward does."""
 
-    def score(self, clips: Sequence[Tensor], prompts: Sequence[str], fps: float) -> dict[str, Tensor]:
+    def score(
+        self, clips: Sequence[Tensor], prompts: Sequence[str], fps: float
+    ) -> dict[str, Tensor]:
         """Named scores, each (B,), higher is better, for uint8 clips (F, H, W, 3) with one prompt each."""
 
 
@@ -42,7 +41,11 @@ class Setup:
     url: str | None = None  # address of a reward server
     timeout: float = 300.0  # seconds a call may take
     start_timeout: float = 1800.0  # seconds until a server has answered what it scores
-    judge: tuple[str | None, ...] = (None, None, None)  # its model, file of its rubric, folder of its answers
+    judge: tuple[str | None, ...] = (
+        None,
+        None,
+        None,
+    )  # its model, file of its rubric, folder of its answers
 
     @property
     def dtype(self) -> torch.dtype:
@@ -52,51 +55,6 @@ class Setup:
     def beside(self, name: str) -> Path:
         """Folder of another reward's weights."""
         return self.path.with_name(name)
-
-
-def build_rewards(names: Sequence[str], setup: Setup) -> dict[str, Reward]:
-    """Build the named rewards, with aliases resolved. Weights are loaded here and nowhere else."""
-    names = list(dict.fromkeys(ALIASES.get(name, name) for name in names))
-    labels = [plugins.label(name) for name in names]
-    if twice := next((label for label in labels if labels.count(label) > 1), None):
-        raise ValueError(f"two rewards are called {twice}; rename one of them")
-    return {label: build_reward(name, setup) for label, name in zip(labels, names, strict=True)}
-
-
-def build_reward(name: str, setup: Setup) -> Reward:
-    """Call what the table names with the setup, or make a reward of what a file defines."""
-    if plugins.in_file(name):
-        return FileReward(name, setup)
-    if name not in REWARDS:
-        raise ValueError(f"the reward is {name!r}; choose one of {', '.join(REWARDS)}, or FILE.py:NAME")
-    return plugins.load(REWARDS, name)(setup)
-
-
-class FileReward:
-    """A reward from `FILE.py:NAME`: a function of clips, prompts and perhaps fps; a class; or a `build(setup)`.
-
-    If it calls its second parameter `requests`, it is given requests.
-    A class may take the setup, and may leave out `check`; with a single score it may also leave out `names`, which is
-    then NAME, and return plain values.
-    """
-
-    def __init__(self, name: str, setup: Setup) -> None:
-        made = plugins.resolved(name)
-        try:
-            count = len(inspect.signature(made).parameters)
-            if isinstance(made, type) or count < 2:
-                made = made(*[setup][:count])
-            self._score = getattr(made, "score", made)
-            parameters = inspect.signature(self._score).parameters
-            self._count, self.sees_requests = len(parameters), "requests" in parameters
-        except Exception as error:  # the file may do anything
-            raise ValueError(f"the reward {name} cannot be built: {type(error).__name__}: {error}") from error
-        self.names = tuple(getattr(made, "names", [plugins.label(name)]))
-        self.check = getattr(made, "check", lambda prompts: None)
-
-    def score(self, clips: Sequence[Tensor], prompts: Sequence[str], fps: float) -> dict[str, Any]:
-        scores = self._score(*(clips, prompts, fps)[: self._count])
-        return dict(scores) if isinstance(scores, Mapping) else dict.fromkeys(self.names, scores)
 
 
 @dataclass
@@ -115,7 +73,11 @@ Prompts = Sequence[str | Request]
 def told(reward: Reward, prompts: Prompts) -> list[Any]:
     """What a reward is given for each clip: the request if it asks for it, else the prompt."""
     requests = [Request(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-    return requests if getattr(reward, "sees_requests", False) else [request.text for request in requests]
+    return (
+        requests
+        if getattr(reward, "sees_requests", False)
+        else [request.text for request in requests]
+    )
 
 
 class Composite:
@@ -135,7 +97,10 @@ class Composite:
         self.rewards, self.batch_size, self.timeout = dict(rewards), batch_size, timeout
         if weights is None:
             weights = {name: dict.fromkeys(reward.names, 1.0) for name, reward in rewards.items()}
-        self.weights = {self._label(*key): weight for key, weight in _flat_weights(self.rewards, weights).items()}
+        self.weights = {
+            self._label(*key): weight
+            for key, weight in _flat_weights(self.rewards, weights).items()
+        }
         self.on_batch: Callable[[], None] = lambda: None  # called before each batch is scored
 
     def __str__(self) -> str:
@@ -143,7 +108,11 @@ class Composite:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(self._label(name, score) for name, reward in self.rewards.items() for score in reward.names)
+        return tuple(
+            self._label(name, score)
+            for name, reward in self.rewards.items()
+            for score in reward.names
+        )
 
     def _label(self, name: str, score: str) -> str:
         return score if len(self.rewards) == 1 else f"{name}.{score}"
@@ -158,7 +127,9 @@ class Composite:
 
     def score(self, clips: Sequence[Tensor | None], prompts: Prompts, fps: float) -> Scores:
         """Score uint8 clips (F, H, W, 3); None is a clip that could not be decoded and counts as failed."""
-        named = {name: torch.full((len(clips),), math.nan, dtype=torch.float64) for name in self.names}
+        named = {
+            name: torch.full((len(clips),), math.nan, dtype=torch.float64) for name in self.names
+        }
         errors: list[str] = []
         there = [i for i, clip in enumerate(clips) if clip is not None]
         for name, reward in self.rewards.items():
@@ -174,7 +145,9 @@ class Composite:
                 except Exception as error:  # any failure of a reward means no score
                     errors.append(f"{name}: {type(error).__name__}: {error}")
                     continue
-                errors += [f"{name}: {text}" for text in getattr(reward, "failures", ())]  # of single clips
+                errors += [
+                    f"{name}: {text}" for text in getattr(reward, "failures", ())
+                ]  # of single clips
                 for score, values in scores.items():
                     named[self._label(name, score)][rows] = values
         total = self.total(named)
@@ -187,14 +160,18 @@ class Composite:
 def _checked(reward: Reward, scores: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
     """Scores as fp64 on the CPU; rejects wrong names or lengths."""
     if set(scores) != set(reward.names):
-        raise ValueError(f"the scores are {', '.join(sorted(scores))}; expected {', '.join(reward.names)}")
+        raise ValueError(
+            f"the scores are {', '.join(sorted(scores))}; expected {', '.join(reward.names)}"
+        )
     values = {name: torch.as_tensor(value).double().cpu() for name, value in scores.items()}
     if wrong := next((name for name, value in values.items() if value.shape != (count,)), None):
         raise ValueError(f"{wrong} has shape {tuple(values[wrong].shape)} for {count} clips")
     return {name: torch.where(value.isfinite(), value, math.nan) for name, value in values.items()}
 
 
-def _flat_weights(rewards: Mapping[str, Reward], weights: Mapping[str, Any]) -> dict[tuple[str, str], float]:
+def _flat_weights(
+    rewards: Mapping[str, Reward], weights: Mapping[str, Any]
+) -> dict[tuple[str, str], float]:
     """Weights by reward and score."""
     if len(rewards) == 1 and not set(weights) <= set(rewards):
         weights = dict.fromkeys(rewards, weights)
@@ -205,14 +182,20 @@ def _flat_weights(rewards: Mapping[str, Reward], weights: Mapping[str, Any]) -> 
         given = weights.get(name, {})
         if not isinstance(given, Mapping):
             if len(reward.names) > 1:
-                raise ValueError(f"reward_weights must have a number for each of {name}'s {', '.join(reward.names)}")
+                raise ValueError(
+                    f"reward_weights must have a number for each of {name}'s {', '.join(reward.names)}"
+                )
             given = {reward.names[0]: given}
         for score, weight in given.items():
             if score not in reward.names:
                 own = json.dumps(dict.fromkeys(reward.names, 1))
-                raise ValueError(f"reward_weights names {score}, not a score of {name}; give --reward_weights '{own}'")
+                raise ValueError(
+                    f"reward_weights names {score}, not a score of {name}; give --reward_weights '{own}'"
+                )
             if not isinstance(weight, (int, float)) or not math.isfinite(weight):
-                raise ValueError(f"reward_weights gives {score} the weight {weight!r}; it must be a number")
+                raise ValueError(
+                    f"reward_weights gives {score} the weight {weight!r}; it must be a number"
+                )
             flat[name, score] = float(weight)
     if not any(flat.values()):
         raise ValueError("reward_weights are all 0: nothing to learn from")

@@ -20,32 +20,52 @@ MAX_RATIO = 200  # longer side to shorter side
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
-def check_clips(clips: Sequence[Tensor], prompts: Sequence[str], fps: float | Sequence[float]) -> list[float]:
+def check_clips(
+    clips: Sequence[Tensor], prompts: Sequence[str], fps: float | Sequence[float]
+) -> list[float]:
     """The fps of each clip; rejects anything but one prompt and one uint8 (T, H, W, 3) each."""
-    rates = [float(fps)] * len(clips) if isinstance(fps, (int, float)) else [float(rate) for rate in fps]
+    rates = (
+        [float(fps)] * len(clips)
+        if isinstance(fps, (int, float))
+        else [float(rate) for rate in fps]
+    )
     if not len(clips) or {len(prompts), len(rates)} != {len(clips)}:
-        raise ValueError(f"{len(clips)} clips, {len(prompts)} prompts and {len(rates)} fps: give one of each per clip")
+        raise ValueError(
+            f"{len(clips)} clips, {len(prompts)} prompts and {len(rates)} fps: give one of each per clip"
+        )
     for clip in clips:
         if clip.dtype != torch.uint8 or clip.ndim != 4 or clip.shape[-1] != 3:
-            raise ValueError(f"a clip is {clip.dtype} {tuple(clip.shape)}; it must be uint8 (frames, height, width, 3)")
+            raise ValueError(
+                f"a clip is {clip.dtype} {tuple(clip.shape)}; it must be uint8 (frames, height, width, 3)"
+            )
     if not all(0 < rate < math.inf for rate in rates):
         raise ValueError(f"fps is {fps}, but must be positive")
     return rates
 
 
-def sample_indices(frames: int, fps: float, sample_fps: float, num_frames: int | None = None) -> Tensor:
+def sample_indices(
+    frames: int, fps: float, sample_fps: float, num_frames: int | None = None
+) -> Tensor:
     """(n,) indices of the sampled frames, n even: `num_frames`, or `sample_fps` per second."""
     by_rate = min(max(frames / fps * sample_fps, MIN_FRAMES), frames // PAIR * PAIR)
-    count = round((by_rate if num_frames is None else num_frames) / PAIR) * PAIR  # halves round to even, as in training
+    count = (
+        round((by_rate if num_frames is None else num_frames) / PAIR) * PAIR
+    )  # halves round to even, as in training
     if not PAIR <= count <= frames:
-        raise ValueError(f"{count} frames cannot be sampled from a clip of {frames}; at least {PAIR} are needed")
+        raise ValueError(
+            f"{count} frames cannot be sampled from a clip of {frames}; at least {PAIR} are needed"
+        )
     return torch.linspace(0, frames - 1, count).round().long()
 
 
-def frame_size(height: int, width: int, max_pixels: int, min_pixels: int = MIN_PIXELS) -> tuple[int, int]:
+def frame_size(
+    height: int, width: int, max_pixels: int, min_pixels: int = MIN_PIXELS
+) -> tuple[int, int]:
     """The nearest (height, width) in multiples of 28, with `min_pixels` to `max_pixels` pixels."""
     if max(height, width) > MAX_RATIO * min(height, width):
-        raise ValueError(f"frames are {height}x{width}; one side may be at most {MAX_RATIO} times the other")
+        raise ValueError(
+            f"frames are {height}x{width}; one side may be at most {MAX_RATIO} times the other"
+        )
     near = tuple(max(SIDE, round(side / SIDE) * SIDE) for side in (height, width))
     if math.prod(near) > max_pixels:
         shrink = math.sqrt(height * width / max_pixels)
@@ -58,7 +78,9 @@ def frame_size(height: int, width: int, max_pixels: int, min_pixels: int = MIN_P
 
 def resize(frames: Tensor, size: tuple[int, int]) -> Tensor:
     """uint8 (n, H, W, 3) to float (n, 3, *size), integers from 0 to 255 as in an image file."""
-    pixels = frames.permute(0, 3, 1, 2).contiguous().float()  # channels first: twice as fast from here on
+    pixels = (
+        frames.permute(0, 3, 1, 2).contiguous().float()
+    )  # channels first: twice as fast from here on
     if pixels.shape[2:] == size:
         return pixels
     return F.interpolate(pixels, size, mode="bicubic", antialias=True).round().clamp(0, 255)

@@ -20,10 +20,16 @@ def model_card(recipe: dict[str, Any], run: RunHistory, **facts: Any) -> dict[st
     steps, rewards = (column(run.train, key) for key in ("step", "reward/total"))
     known = np.isfinite(rewards)
     files = {"curves.png": curve(steps[known], rewards[known])} if known.sum() > 1 else {}
-    facts |= {"version": __version__, "recipe": yaml.safe_dump(recipe, sort_keys=False), "lora": recipe["use_lora"]}
+    facts |= {
+        "version": __version__,
+        "recipe": yaml.safe_dump(recipe, sort_keys=False),
+        "lora": recipe["use_lora"],
+    }
     facts |= {"model": Path(recipe["pretrained_model_root"]).name, "curves": list(files)}
     rows = zip(*(column(run.validations, key) for key in ("step", "reward/total")), strict=True)
-    card = jinja2.Template(TEMPLATE.read_text(encoding="utf-8"), trim_blocks=True, keep_trailing_newline=True)
+    card = jinja2.Template(
+        TEMPLATE.read_text(encoding="utf-8"), trim_blocks=True, keep_trailing_newline=True
+    )
     return files | {"README.md": card.render(facts, validations=list(rows))}
 
 

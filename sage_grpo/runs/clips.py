@@ -22,21 +22,29 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+from sage_grpo.files.json_files import naming, printable
 from sage_grpo.intervals import FEWEST, Interval, interval
-from sage_grpo.json_files import naming, printable
 from sage_grpo.runs.history import RunError, as_float
 
 LISTING, SHEET = "clips.json", "sheet.png"
 SHEET_ROWS, COLUMNS = 16, 5
 GAP, MARGIN, LABEL_HEIGHT, FONT_SIZE = 6, 14, 20, 13  # pixels
 FRAME = (96, 320)  # pixels: minimum shorter side and maximum longer side of a thumbnail
-PLACES = {"reward": "scores", "holdout": "holdout", "gold": "gold"}  # kind of metric -> key of a record
+PLACES = {
+    "reward": "scores",
+    "holdout": "holdout",
+    "gold": "gold",
+}  # kind of metric -> key of a record
 
 Record = dict[str, Any]
 
 
 def write_videos(
-    folder: Path, clips: Sequence[Tensor | None], records: Sequence[Record], kept: Collection[str], fps: int
+    folder: Path,
+    clips: Sequence[Tensor | None],
+    records: Sequence[Record],
+    kept: Collection[str],
+    fps: int,
 ) -> None:
     """Write the clips whose file is in `kept`."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -46,9 +54,13 @@ def write_videos(
 
 
 def write_sheet(folder: Path, clips: Sequence[Tensor | None], records: Sequence[Record]) -> None:
-    rows = [(thumbnails(c), r) for c, r in zip(clips, records, strict=True) if c is not None][:SHEET_ROWS]
+    rows = [(thumbnails(c), r) for c, r in zip(clips, records, strict=True) if c is not None][
+        :SHEET_ROWS
+    ]
     if rows:
-        contact_sheet(folder / SHEET, [row for row, _ in rows], [sheet_label(record) for _, record in rows])
+        contact_sheet(
+            folder / SHEET, [row for row, _ in rows], [sheet_label(record) for _, record in rows]
+        )
 
 
 def sheet_label(record: Record) -> str:
@@ -86,9 +98,15 @@ def read_clips(folder: Path, anywhere: bool = False) -> list[Clip]:
     """The clips of one validation; empty if none were kept. `anywhere`: trust the listing to point to other folders."""
     path, clips = folder / LISTING, []
     for entry in read_listing(path) if path.is_file() else ():
-        values = {f"{kind}/{name}": value for kind, place in PLACES.items() for name, value in entry[place].items()}
+        values = {
+            f"{kind}/{name}": value
+            for kind, place in PLACES.items()
+            for name, value in entry[place].items()
+        }
         file = folder / entry["file"] if anywhere else beside(path, entry["file"])
-        clips.append(Clip(file, entry["prompt"], entry["seed"], values, str(entry.get("image", ""))))
+        clips.append(
+            Clip(file, entry["prompt"], entry["seed"], values, str(entry.get("image", "")))
+        )
     return clips
 
 
@@ -98,19 +116,30 @@ def read_listing(path: Path) -> list[Record]:
         if not isinstance(records := json.loads(path.read_bytes()), list):
             raise ValueError("it is not a list of clips")
     except (ValueError, RecursionError) as error:
-        raise RunError(f"{path} is damaged ({error}); delete it, or the folder that it is in") from error
+        raise RunError(
+            f"{path} is damaged ({error}); delete it, or the folder that it is in"
+        ) from error
     return [checked(record, f"{path}, clip {number}") for number, record in enumerate(records, 1)]
 
 
 def checked(record: Any, where: str) -> Record:
     """A record with all of its parts; one that lacks file or prompt, or has a part of another kind, is rejected."""
-    record = {"seed": 0} | {place: {} for place in PLACES.values()} | (record if isinstance(record, dict) else {})
+    record = (
+        {"seed": 0}
+        | {place: {} for place in PLACES.values()}
+        | (record if isinstance(record, dict) else {})
+    )
     kinds = {"file": str, "prompt": str, "seed": int} | dict.fromkeys(PLACES.values(), dict)
     for name, kind in kinds.items():
         if not isinstance(record.get(name), kind):
-            raise RunError(f"{where} has {name} {record.get(name)!r:.100}; correct or delete that entry")
+            raise RunError(
+                f"{where} has {name} {record.get(name)!r:.100}; correct or delete that entry"
+            )
     named = {place: record[place].items() for place in PLACES.values()}
-    return record | {place: {k: as_float(v, f"{k} in {where}") for k, v in items} for place, items in named.items()}
+    return record | {
+        place: {k: as_float(v, f"{k} in {where}") for k, v in items}
+        for place, items in named.items()
+    }
 
 
 def pair_clips(before: Sequence[Clip], after: Sequence[Clip]) -> list[Pair]:
@@ -123,36 +152,62 @@ def read_validations(run: Path) -> dict[int, list[Clip]]:
     """The clips of each validation in a run, by iteration."""
     files = [file for file in sorted(run.glob(f"validation/step-*/{LISTING}")) if file.is_file()]
     found = {file.parent.name.removeprefix("step-"): file.parent for file in files}
-    return {int(n): read_clips(folder, anywhere=True) for n, folder in found.items() if re.fullmatch(r"\d{1,16}", n)}
+    return {
+        int(n): read_clips(folder, anywhere=True)
+        for n, folder in found.items()
+        if re.fullmatch(r"\d{1,16}", n)
+    }
 
 
 def beside(listing: Path, name: Any) -> Path:
     """A file named by a listing. It must be in the listing's folder, because it will be shown to others."""
-    sound = isinstance(name, str) and name.isprintable() and Path(name).name == name and len(name.encode()) < 256
+    sound = (
+        isinstance(name, str)
+        and name.isprintable()
+        and Path(name).name == name
+        and len(name.encode()) < 256
+    )
     if not sound or (listing.parent / name).is_symlink():
-        raise RunError(f"{listing} names the file {name!r:.60}, which does not lie beside it; delete that entry")
+        raise RunError(
+            f"{listing} names the file {name!r:.60}, which does not lie beside it; delete that entry"
+        )
     return listing.parent / name
 
 
 def change(before: Sequence[Clip], after: Sequence[Clip], name: str) -> Interval:
     """Mean of after - before, of `reward` or `held_out`, over the clips that both contain."""
-    return interval(getattr(new, name) - getattr(old, name) for old, new in pair_clips(before, after))
+    return interval(
+        getattr(new, name) - getattr(old, name) for old, new in pair_clips(before, after)
+    )
 
 
 def divergence(folder: Path, step: int) -> str:
     """What is wrong with the validation at `step` of a run folder, in one sentence; empty if nothing is."""
     try:
         found = read_validations(folder)
-        earlier = [n for n in sorted(found) if n < step] if step in found else []  # not saved if the disk was full
-        best = sorted(earlier, key=lambda n: -change(found[earlier[0]], found[n], "held_out").mean)[:1]
-        for start in dict.fromkeys(earlier[:1] + best):  # a held-out reward may rise before it falls
-            reward, holdout = (change(found[start], found[step], value) for value in ("reward", "held_out"))
+        earlier = (
+            [n for n in sorted(found) if n < step] if step in found else []
+        )  # not saved if the disk was full
+        best = sorted(earlier, key=lambda n: -change(found[earlier[0]], found[n], "held_out").mean)[
+            :1
+        ]
+        for start in dict.fromkeys(
+            earlier[:1] + best
+        ):  # a held-out reward may rise before it falls
+            reward, holdout = (
+                change(found[start], found[step], value) for value in ("reward", "held_out")
+            )
             if min(reward.count, holdout.count) < FEWEST:
                 raise RunError(f"that takes {FEWEST} clips in each validation")
             if reward.sign > 0 > holdout.sign:
                 ends = [(c.mean, c.mean - c.half, c.mean + c.half) for c in (reward, holdout)]
-                shown = [f"{mean:+.3g} (95 % interval {low:+.3g} to {high:+.3g})" for mean, low, high in ends]
-                changes = f"the trained reward changed by {shown[0]} and the held-out one by {shown[1]}"
+                shown = [
+                    f"{mean:+.3g} (95 % interval {low:+.3g} to {high:+.3g})"
+                    for mean, low, high in ends
+                ]
+                changes = (
+                    f"the trained reward changed by {shown[0]} and the held-out one by {shown[1]}"
+                )
                 remedy = "look at the clips, go back to an earlier checkpoint, change reward_weights or the KL"
                 return f"reward hacking: from iteration {start} to {step} {changes}; {remedy}"
     except RunError as error:  # such as a listing that a crash has cut short; training must go on
@@ -170,7 +225,9 @@ def enlarge(clip: Tensor, least: int) -> np.ndarray:
 def write_mp4(path: Path, clip: Tensor, fps: int) -> None:
     """Write near-lossless H.264. Tiny clips are magnified: players and chroma subsampling need some pixels."""
     frames = enlarge(clip, 256 if min(clip.shape[1:3]) < 128 else 1)
-    imageio.mimwrite(path, frames, "FFMPEG", fps=fps, codec="libx264", quality=9, macro_block_size=2)
+    imageio.mimwrite(
+        path, frames, "FFMPEG", fps=fps, codec="libx264", quality=9, macro_block_size=2
+    )
     if not path.is_file() or not path.stat().st_size:  # ffmpeg fails silently
         path.unlink(missing_ok=True)
         raise OSError(f"{path} could not be written; is the disk full?")
@@ -179,12 +236,16 @@ def write_mp4(path: Path, clip: Tensor, fps: int) -> None:
 def read_mp4(path: Path) -> tuple[Tensor, float]:
     """Read a clip (F, H, W, 3) and its frames per second."""
     with naming(path), imageio.get_reader(path, format="FFMPEG") as reader:
-        return torch.from_numpy(np.stack(list(reader.iter_data()))), float(reader.get_meta_data()["fps"])
+        return torch.from_numpy(np.stack(list(reader.iter_data()))), float(
+            reader.get_meta_data()["fps"]
+        )
 
 
 def thumbnails(clip: Tensor, columns: int = COLUMNS) -> np.ndarray:
     """Evenly spaced frames (columns, h, w, 3), magnified or shrunk to fit a sheet."""
-    frames = enlarge(clip[torch.linspace(0, len(clip) - 1, min(columns, len(clip))).round().long()], FRAME[0])
+    frames = enlarge(
+        clip[torch.linspace(0, len(clip) - 1, min(columns, len(clip))).round().long()], FRAME[0]
+    )
     factor = min(1.0, FRAME[1] / max(frames.shape[1:3]))
     size = (round(frames.shape[2] * factor), round(frames.shape[1] * factor))
     return np.stack([np.asarray(Image.fromarray(frame).resize(size)) for frame in frames])
@@ -192,7 +253,9 @@ def thumbnails(clip: Tensor, columns: int = COLUMNS) -> np.ndarray:
 
 def contact_sheet(path: Path, rows: Sequence[np.ndarray], labels: Sequence[str]) -> None:
     """Write one row of `thumbnails` per clip, under its label."""
-    from matplotlib import get_data_path  # for its font; a run needs it only where sheets are written
+    from matplotlib import (
+        get_data_path,
+    )  # for its font; a run needs it only where sheets are written
 
     font = ImageFont.truetype(f"{get_data_path()}/fonts/ttf/DejaVuSans.ttf", FONT_SIZE)
     width = max(len(row) * (row.shape[2] + GAP) for row in rows) - GAP
@@ -202,7 +265,10 @@ def contact_sheet(path: Path, rows: Sequence[np.ndarray], labels: Sequence[str])
     for row, label, height in zip(rows, labels, heights, strict=True):
         draw.text((MARGIN, top), fitted(label, font, width), "#1f2933", font)
         for number, frame in enumerate(row):
-            sheet.paste(Image.fromarray(frame), (MARGIN + number * (frame.shape[1] + GAP), top + LABEL_HEIGHT))
+            sheet.paste(
+                Image.fromarray(frame),
+                (MARGIN + number * (frame.shape[1] + GAP), top + LABEL_HEIGHT),
+            )
         top += height
     try:
         sheet.save(path)

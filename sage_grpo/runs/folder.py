@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from sage_grpo.config import Config, ConfigError
-from sage_grpo.json_files import finite, write_json
+from sage_grpo.config.fields import Config, ConfigError
+from sage_grpo.files.json_files import finite, write_json
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.runs.clips import divergence
 from sage_grpo.runs.diagnosis import diagnose
@@ -47,7 +47,11 @@ class RunFolder:
         self.tracker: Tracker | None = None
         self.lock: Lock | None = None
         self.finding = ""  # printed last
-        self.page, self.page_time = None, time.monotonic()  # process that writes report.html, and when it began
+        self.report_module: str | None = (
+            None  # program that writes report.html; the caller names it
+        )
+        self.page: subprocess.Popen | None = None  # that program, while it runs
+        self.page_time = time.monotonic()  # when it was last started
         self._check()
 
     def _check(self) -> set[str]:
@@ -74,7 +78,9 @@ class RunFolder:
         """Lock the folder; returns why it cannot be used."""
         patient = self.config.resume_from_checkpoint in ("auto", "last_good")
         try:
-            others = {name for name in self._check() if not name.startswith(("lock", "logs"))}  # logs: the launcher's
+            others = {
+                name for name in self._check() if not name.startswith(("lock", "logs"))
+            }  # logs: the launcher's
             if self._replaces and others and not others.issuperset(WRITTEN_FIRST):
                 problem = f"output_dir {self.path} holds {min(others)} and never was a run"
                 files = " and ".join(WRITTEN_FIRST)
@@ -93,10 +99,14 @@ class RunFolder:
             return
         self.path.mkdir(parents=True, exist_ok=True)
         for path in (self.path / name for name in CONTENTS if self._replaces):
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(
+                missing_ok=True
+            )
         (self.path / "config.yaml").write_text(self.config.to_yaml())
         (self.path / "command.txt").write_text(shlex.join(sys.orig_argv) + "\n")
-        self.tracker = Tracker(self.path, self.config.report_to, dataclasses.asdict(self.config), step)
+        self.tracker = Tracker(
+            self.path, self.config.report_to, dataclasses.asdict(self.config), step
+        )
 
     def log(self, kind: str, step: int, record: dict[str, Any]) -> None:
         if self.tracker:
@@ -109,7 +119,11 @@ class RunFolder:
 
     def log_start(self, step: int, record: dict[str, Any]) -> None:
         """Write the line that marks a start or a resume."""
-        versions = {"python": platform.python_version(), "torch": torch.__version__, "diffusers": diffusers.__version__}
+        versions = {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "diffusers": diffusers.__version__,
+        }
         where = torch.cuda.get_device_name() if self.ranks.device.type == "cuda" else "CPU"
         about = {"time": time.strftime("%Y-%m-%dT%H:%M:%S"), "versions": versions, "device": where}
         self.log("run", step, about | {"ranks": self.ranks.world} | record)
@@ -118,7 +132,12 @@ class RunFolder:
         """Replace status.json; a full disk does not stop the run."""
         if not self.ranks.first:
             return
-        values = {"state": state, "step": step, "message": message, "time": time.strftime("%Y-%m-%dT%H:%M:%S")}
+        values = {
+            "state": state,
+            "step": step,
+            "message": message,
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
+        }
         try:
             write_json(self.path / "status.json", values)
         except OSError as error:
@@ -136,7 +155,9 @@ class RunFolder:
 
     def divergence(self, step: int) -> str:
         """On the first rank, a warning if reward and held-out reward have diverged; else empty."""
-        return divergence(self.path, step) if self.ranks.first and self.config.holdout_reward else ""
+        return (
+            divergence(self.path, step) if self.ranks.first and self.config.holdout_reward else ""
+        )
 
     def diagnose(self, step: int) -> None:
         """On the first rank, print the first finding about the run so far if it is a new one; refresh report.html."""
@@ -144,7 +165,10 @@ class RunFolder:
             if self.ranks.first and time.monotonic() - self.page_time > PAGE_SECONDS:
                 self.begin_page()
             found = diagnose(read_run(self.path)) if self.ranks.first else []
-        except (OSError, ConfigError) as error:  # a damaged file or a machine without room must not stop the training
+        except (
+            OSError,
+            ConfigError,
+        ) as error:  # a damaged file or a machine without room must not stop the training
             return self.ranks.log_once(f"no diagnosis: {error}")
         before, self.finding = self.finding, found[0].name if found else ""
         if self.finding != before:
@@ -153,7 +177,10 @@ class RunFolder:
     def begin_page(self) -> None:
         """Write report.html in a process of its own, which a Ctrl-C does not reach; training goes on."""
         self.finish_page()
-        self.page_time, command = time.monotonic(), [sys.executable, "-m", "sage_grpo.tools.report", str(self.path)]
+        self.page_time = time.monotonic()
+        if self.report_module is None:
+            return
+        command = [sys.executable, "-m", self.report_module, str(self.path)]
         self.page = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
 
     def finish_page(self) -> None:
@@ -175,7 +202,9 @@ class RunFolder:
 class Tracker:
     """Writes records to RUN/metrics.jsonl and to the trackers of `report_to`; only the first rank has one."""
 
-    def __init__(self, folder: Path, report_to: Sequence[str], config: Mapping[str, Any], step: int) -> None:
+    def __init__(
+        self, folder: Path, report_to: Sequence[str], config: Mapping[str, Any], step: int
+    ) -> None:
         """step: the iteration after which the run starts or resumes."""
         self.file = folder / "metrics.jsonl"
         if self.file.is_file():  # a killed run may have left a partial line
@@ -199,9 +228,15 @@ class Tracker:
         self.buffer.append(json.dumps(line, allow_nan=False) + "\n")
         self._append()
         prefix = "" if kind == "train" else f"{kind}/"
-        scalars = {prefix + k: v for k, v in line.items() if "/" in k and isinstance(v, (int, float))}
+        scalars = {
+            prefix + k: v for k, v in line.items() if "/" in k and isinstance(v, (int, float))
+        }
         if kind != "run":
-            self._to_board(lambda board: [board.add_scalar(name, value, step) for name, value in scalars.items()])
+            self._to_board(
+                lambda board: [
+                    board.add_scalar(name, value, step) for name, value in scalars.items()
+                ]
+            )
         if kind != "run" and self.wandb:
             self.wandb.log(scalars, step=step)
 
@@ -232,7 +267,11 @@ class Tracker:
                 return
             except OSError as error:
                 self.board = None
-                print(f"note: {self.board_folder} could not be written ({error})", file=sys.stderr, flush=True)
+                print(
+                    f"note: {self.board_folder} could not be written ({error})",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
     def show(self, name: str, sheet: np.ndarray, step: int) -> None:
         """Send an image (H, W, 3) uint8 to the trackers."""

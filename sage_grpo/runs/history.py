@@ -12,14 +12,19 @@ from typing import Any
 
 import numpy as np
 
-from sage_grpo.config import ConfigError
+from sage_grpo.config.fields import ConfigError
 
 # metrics under reward/ that are not scores
 BATCH_STATISTICS = ("total", "std", "group_std", "failed", "starved_groups", "flat_groups", "error")
 KINDS = ("run", "train", "validation")  # of line in metrics.jsonl
-FIELDS = dict.fromkeys(("time", "device", "world"), str) | dict.fromkeys(("step", "ranks", "trainable_parameters"), int)
+FIELDS = dict.fromkeys(("time", "device", "world"), str) | dict.fromkeys(
+    ("step", "ranks", "trainable_parameters"), int
+)
 FIELDS |= dict.fromkeys(("versions", "perfect", "vae_floor", "schedule", "per_step"), dict)
-LARGEST_STEP, LARGEST = 2**53, 1e100  # beyond LARGEST a value is shown as missing: axes and squares would overflow
+LARGEST_STEP, LARGEST = (
+    2**53,
+    1e100,
+)  # beyond LARGEST a value is shown as missing: axes and squares would overflow
 
 
 class RunError(ConfigError):
@@ -46,7 +51,9 @@ class RunHistory:
         """Names of the reward's scores, such as VQ, in file order."""
         keys = dict.fromkeys(key for line in (*self.train, *self.validations) for key in line)
         names = [key.removeprefix("reward/") for key in keys if key.startswith("reward/")]
-        return [name for name in names if name not in BATCH_STATISTICS and not name.endswith("_stderr")]
+        return [
+            name for name in names if name not in BATCH_STATISTICS and not name.endswith("_stderr")
+        ]
 
     @property
     def holdouts(self) -> set[str]:
@@ -66,7 +73,9 @@ class RunHistory:
         """A metric by iteration and denoising step, (N, T); T is 0 if no line has it."""
         rows = [numbers((line.get("per_step") or {}).get(key), key) for line in self.train]
         steps = max(map(len, rows), default=0)
-        return np.array([[*row, *[math.nan] * (steps - len(row))] for row in rows]).reshape(len(rows), steps)
+        return np.array([[*row, *[math.nan] * (steps - len(row))] for row in rows]).reshape(
+            len(rows), steps
+        )
 
 
 def column(lines: Sequence[Mapping[str, Any]], key: str) -> np.ndarray:
@@ -96,12 +105,17 @@ def read_run(folder: Path) -> RunHistory:
     for kind, step, line in _lines(path):
         if kind == "run":  # a resume repeats iterations: later lines of an earlier start are void
             starts.append(line)
-            kept = {name: {n: old for n, old in lines.items() if n <= step} for name, lines in kept.items()}
+            kept = {
+                name: {n: old for n, old in lines.items() if n <= step}
+                for name, lines in kept.items()
+            }
         else:
             kept[kind][step] = line
     if not (starts or kept["train"] or kept["validation"]):
         raise RunError(f"{path} holds no metrics yet")
-    return RunHistory(folder, starts, list(kept["train"].values()), list(kept["validation"].values()))
+    return RunHistory(
+        folder, starts, list(kept["train"].values()), list(kept["validation"].values())
+    )
 
 
 def _lines(path: Path) -> list[tuple[str, int, dict[str, Any]]]:
@@ -110,11 +124,15 @@ def _lines(path: Path) -> list[tuple[str, int, dict[str, Any]]]:
     for number, text in enumerate(raw, 1):
         try:
             line = json.loads(text)
-            wrong = [key for key, kind in FIELDS.items() if not isinstance(line.get(key), kind | None)]
+            wrong = [
+                key for key, kind in FIELDS.items() if not isinstance(line.get(key), kind | None)
+            ]
             if wrong or line["kind"] not in KINDS or not abs(line["step"]) < LARGEST_STEP:
                 raise ValueError(wrong)
             lines.append((line["kind"], line["step"], line))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             if number < len(raw):
-                raise RunError(f"{path}, line {number} is damaged; fix or delete that line") from error
+                raise RunError(
+                    f"{path}, line {number} is damaged; fix or delete that line"
+                ) from error
     return lines

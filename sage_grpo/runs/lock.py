@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from sage_grpo.config import ConfigError
+from sage_grpo.config.fields import ConfigError
 from sage_grpo.exit_codes import FAILED
 
 NAME = "lock"
@@ -38,7 +38,9 @@ class Lock:
         who = f"process {pid} on {platform.node()} since {time.strftime('%F %T %z')}"
         words = (who, _machine(), str(pid), _started(str(pid)), secrets.token_hex(8))
         self.path, self.mine = folder / NAME, "\n".join(words).encode()
-        self.looks: dict[Path, tuple[Seen, int]] = {}  # locks as last seen, and how many times unchanged
+        self.looks: dict[
+            Path, tuple[Seen, int]
+        ] = {}  # locks as last seen, and how many times unchanged
         self.release = weakref.finalize(self, _release, self.path, self.mine, made, stop, pid)
         try:
             self._acquire(patient, wait)
@@ -47,7 +49,9 @@ class Lock:
             raise
         for left in folder.glob(f"{NAME}.after-*"):  # by a start that was killed while it took over
             left.unlink(missing_ok=True)
-        threading.Thread(target=_renew, args=(self.path, self.mine, stop), name="lock", daemon=True).start()
+        threading.Thread(
+            target=_renew, args=(self.path, self.mine, stop), name="lock", daemon=True
+        ).start()
 
     def _acquire(self, patient: bool, wait: float) -> None:
         folder, end, before = self.path.parent, time.monotonic() + wait, None
@@ -62,9 +66,14 @@ class Lock:
             lives = not stale and (pid or (who and before not in (None, held)))
             text = f"output_dir {folder} is in use by {who or 'an unknown process'}"
             if (lives and not patient) or time.monotonic() > end:
-                raise ConfigError(f"{text}; wait until that run has ended, stop it, or give another output_dir")
+                raise ConfigError(
+                    f"{text}; wait until that run has ended, stop it, or give another output_dir"
+                )
             if before is None:
-                print(f"note: {text}; waiting up to {wait:g} s until it has ended or seems dead", file=sys.stderr)
+                print(
+                    f"note: {text}; waiting up to {wait:g} s until it has ended or seems dead",
+                    file=sys.stderr,
+                )
             before = held
             time.sleep(LOOK)
 
@@ -90,7 +99,11 @@ class Lock:
 def _machine() -> str:
     """What processes that see each other have in common."""
     boot = Path("/proc/sys/kernel/random/boot_id")
-    seen = f"{boot.read_text().strip()} {os.readlink('/proc/self/ns/pid')}" if boot.exists() else f"only {os.getpid()}"
+    seen = (
+        f"{boot.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+        if boot.exists()
+        else f"only {os.getpid()}"
+    )
     return f"{platform.node()} {seen} user {os.getuid()}"
 
 
@@ -148,16 +161,28 @@ def _renew(path: Path, mine: bytes, stop: threading.Event) -> None:
                 if pid == str(os.getpid()):  # this process has opened the folder again
                     return
                 text = f"output_dir {path.parent} was taken over by {who or 'an unknown process'}"
-                print(f"post_train.py: {text}; this run stops and writes no more to it", file=sys.stderr, flush=True)
+                print(
+                    f"post_train.py: {text}; this run stops and writes no more to it",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 os._exit(FAILED)
         except OSError as error:
-            print(f"note: {path} could not be renewed, trying again: {error}", file=sys.stderr, flush=True)
+            print(
+                f"note: {path} could not be renewed, trying again: {error}",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
-def _release(path: Path, mine: bytes, made: Sequence[Path], stop: threading.Event, pid: int) -> None:
+def _release(
+    path: Path, mine: bytes, made: Sequence[Path], stop: threading.Event, pid: int
+) -> None:
     """Remove the lock, and the folders made for it if they are empty; a fork does not."""
     stop.set()
-    with suppress(OSError):  # a folder is not empty; a lock that has to stay is stale once this process has ended
+    with suppress(
+        OSError
+    ):  # a folder is not empty; a lock that has to stay is stale once this process has ended
         if pid == os.getpid() and (held := _look(path)) and held[0] == mine:
             path.unlink()
         for folder in made if pid == os.getpid() else ():

@@ -15,15 +15,17 @@ import torch
 from torch import Generator, Tensor
 from torch.nn.functional import avg_pool2d, interpolate
 
-from sage_grpo.config import Config
+from sage_grpo.config.fields import Config
 from sage_grpo.data.requests import Request
 from sage_grpo.intervals import Interval, interval
 from sage_grpo.rewards.base import Composite, Prompts
 from sage_grpo.tools.paired import number
-from sage_grpo.worlds import drawn, world_of
+from sage_grpo.worlds.registry import drawn, world_of
 
 TOTAL, WRONG_PROMPT, UNCLEAR = "total", "wrong prompt", "unclear"
-NOISE = 0.25  # changes up to this share of a score's standard deviation over good clips count as noise
+NOISE = (
+    0.25  # changes up to this share of a score's standard deviation over good clips count as noise
+)
 RULES = tomllib.loads(Path(__file__).with_name("templates").joinpath("audit.toml").read_text())
 Scores = dict[str, dict[str, Tensor]]  # kind of clips -> score -> (N,)
 
@@ -34,12 +36,17 @@ def cropped(x: Tensor, _: Generator) -> Tensor:
 
 
 def shaken(x: Tensor, generator: Generator) -> Tensor:
-    shifts = (0.04 * x.shape[2] * torch.randn(len(x), 2, generator=generator)).round().long().tolist()
+    shifts = (
+        (0.04 * x.shape[2] * torch.randn(len(x), 2, generator=generator)).round().long().tolist()
+    )
     return torch.stack([frame.roll(shift, (1, 2)) for frame, shift in zip(x, shifts, strict=True)])
 
 
 def encoded(x: Tensor, _: Generator) -> Tensor:
-    files = [imageio.imwrite("<bytes>", frame, extension=".jpg", quality=90) for frame in as_uint8(x).numpy()]
+    files = [
+        imageio.imwrite("<bytes>", frame, extension=".jpg", quality=90)
+        for frame in as_uint8(x).numpy()
+    ]
     return torch.from_numpy(np.stack([imageio.imread(file) for file in files])).movedim(-1, 1) / 255
 
 
@@ -65,10 +72,15 @@ def as_uint8(x: Tensor) -> Tensor:
 def edited(clips: Sequence[Tensor], kind: str) -> list[Tensor]:
     """uint8 clips (F, H, W, 3) after an edit; the same clip at the same place gets the same noise."""
     seeds = (Generator().manual_seed(i) for i in range(len(clips)))
-    return [as_uint8(EDITS[kind](clip.movedim(-1, 1) / 255, seed)) for clip, seed in zip(clips, seeds, strict=True)]
+    return [
+        as_uint8(EDITS[kind](clip.movedim(-1, 1) / 255, seed))
+        for clip, seed in zip(clips, seeds, strict=True)
+    ]
 
 
-def drawn_clips(config: Config, prompts: Sequence[Request], count: int) -> tuple[list[Tensor], list[Request]] | None:
+def drawn_clips(
+    config: Config, prompts: Sequence[Request], count: int
+) -> tuple[list[Tensor], list[Request]] | None:
     """uint8 clips that show exactly what their prompts say, if the model's world can render them."""
     if (world := world_of(config.pretrained_model_root)) is None:
         return None
@@ -77,7 +89,11 @@ def drawn_clips(config: Config, prompts: Sequence[Request], count: int) -> tuple
 
 
 def measure(
-    reward: Composite, good: Sequence[Tensor], prompts: Prompts, fps: float, kinds: Mapping[str, Sequence[Tensor]]
+    reward: Composite,
+    good: Sequence[Tensor],
+    prompts: Prompts,
+    fps: float,
+    kinds: Mapping[str, Sequence[Tensor]],
 ) -> Scores:
     """Scores of the good clips, after the edits `kinds` (made here where empty), and with each other's prompts.
 
@@ -87,7 +103,9 @@ def measure(
     for kind in ("good", *kinds, *([WRONG_PROMPT] if len(distinct) > 1 else [])):
         clips = (kinds[kind] or edited(good, kind)) if kind in kinds else good
         step = int(kind == WRONG_PROMPT)
-        scores = reward.score(clips, [distinct[(distinct.index(p) + step) % len(distinct)] for p in prompts], fps)
+        scores = reward.score(
+            clips, [distinct[(distinct.index(p) + step) % len(distinct)] for p in prompts], fps
+        )
         if scores.errors:
             raise ValueError(f"it fails on {kind} clips: {scores.errors[0]}")
         found[kind] = {TOTAL: scores.total} | scores.named
@@ -106,7 +124,9 @@ class Verdict:
 
     @property
     def sentence(self) -> str:
-        return f"{self.score} {'does not fall' if self.must_fall else 'rises'} for {self.edit} clips"
+        return (
+            f"{self.score} {'does not fall' if self.must_fall else 'rises'} for {self.edit} clips"
+        )
 
     @property
     def mark(self) -> str:
@@ -129,15 +149,22 @@ def give_verdicts(found: Scores, drawn: bool) -> list[Verdict]:
     must, verdicts = RULES["must_fall"] | (RULES["drawn_must_fall"] if drawn else {}), []
     for kind in (kind for kind in found if kind != "good"):
         for name, good in found["good"].items():
-            change, noise = interval((found[kind][name] - good).tolist()), NOISE * good.std(correction=0).item()
-            verdicts.append(Verdict(name, kind, change, noise, name.rpartition(".")[2] in must.get(kind, ())))
+            change, noise = (
+                interval((found[kind][name] - good).tolist()),
+                NOISE * good.std(correction=0).item(),
+            )
+            verdicts.append(
+                Verdict(name, kind, change, noise, name.rpartition(".")[2] in must.get(kind, ()))
+            )
     return verdicts
 
 
 def conclude(found: Scores, verdicts: Sequence[Verdict]) -> dict[str, list[str]]:
     """Sentences about what is wrong, what is only weak, and what too few clips leave open."""
     said = RULES["sentences"]
-    wrong = [f"{said.get(f'{v.score} {v.edit}', v.sentence)} ({v})" for v in verdicts if v.mark.isupper()]
+    wrong = [
+        f"{said.get(f'{v.score} {v.edit}', v.sentence)} ({v})" for v in verdicts if v.mark.isupper()
+    ]
     totals = torch.cat([scores[TOTAL] for scores in found.values()])
     if torch.allclose(totals, totals[:1]):
         wrong = [said["constant"]]
@@ -146,6 +173,8 @@ def conclude(found: Scores, verdicts: Sequence[Verdict]) -> dict[str, list[str]]
         falls = [v for v in verdicts if v.edit == kind and v.score != TOTAL and v.mark == "falls"]
         if not any(-v.change.mean >= v.noise / NOISE for v in falls):
             how = "hardly notices" if falls else "does not notice"
-            weak.append(f"{how} {kind} clips: no score falls by its standard deviation over good clips")
+            weak.append(
+                f"{how} {kind} clips: no score falls by its standard deviation over good clips"
+            )
     left = [v for v in verdicts if v.mark == UNCLEAR and (v.must_fall or v.score == TOTAL)]
     return {"wrong": wrong, "weak": weak, "unclear": [f"{v.score} of {v.edit} clips" for v in left]}

@@ -17,11 +17,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sage_grpo.config import Config, ConfigError
-from sage_grpo.flags import answer_early, answering
+from sage_grpo.config.command_line import answer_early, answering
+from sage_grpo.config.fields import Config, ConfigError
 from sage_grpo.tools.options import ToolParser
 
-options_of = ToolParser("evaluate", __doc__).parse_with_config  # this tool's flags, and those of post_train.py
+options_of = ToolParser(
+    "evaluate", __doc__
+).parse_with_config  # this tool's flags, and those of post_train.py
 
 answer_early(__name__, options_of)
 
@@ -29,20 +31,26 @@ from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from sage_grpo.data.requests import Request
-from sage_grpo.json_files import read_object, write_json
-from sage_grpo.models import device_for
+from sage_grpo.files.json_files import read_object, write_json
 from sage_grpo.models.backbone import Guidance
+from sage_grpo.models.registry import device_for
 from sage_grpo.parallel.ranks import Ranks, join_ranks
 from sage_grpo.runs.clips import beside, checked, read_clips, read_listing, read_mp4, write_mp4
 from sage_grpo.tools.paired import aligned, clip_rows, compared, tables
 from sage_grpo.tools.templating import render
 from sage_grpo.train.build import build_composite, held_out_prompts, open_model, reward_names
 from sage_grpo.train.validation import Validation
-from sage_grpo.worlds import check_prompts, world_of
+from sage_grpo.worlds.registry import check_prompts, world_of
 
 DAY = 24 * 3600.0  # seconds
 # flags that determine a clip's content and scores: two evaluations may share a folder only if these match
-SETTINGS = ("pretrained_model_root", "pretrained_transformer_version", "negative_prompt", "guidance_scale", "fps")
+SETTINGS = (
+    "pretrained_model_root",
+    "pretrained_transformer_version",
+    "negative_prompt",
+    "guidance_scale",
+    "fps",
+)
 SETTINGS += ("dtype", "validate_video_length", "validation_timestep_shift", "validation_fixed_size")
 SETTINGS += ("validation_num_inference_steps", "reward_path", "reward_fps")
 
@@ -51,21 +59,36 @@ class Evaluation:
     """State shared by all systems."""
 
     def __init__(self, options: argparse.Namespace, config: Config, ranks: Ranks) -> None:
-        self.options, self.ranks, self.world = options, ranks, world_of(config.pretrained_model_root)
+        self.options, self.ranks, self.world = (
+            options,
+            ranks,
+            world_of(config.pretrained_model_root),
+        )
         self.backbone, self.config = open_model(config, ranks.device)
         prompts, usual = held_out_prompts(self.config), config.validation_global_seed
         own = [dataclasses.replace(p, seed=usual if p.seed is None else p.seed) for p in prompts]
-        self.prompts = [dataclasses.replace(p, seed=seed) for seed in options.seeds or () for p in prompts] or own
+        self.prompts = [
+            dataclasses.replace(p, seed=seed) for seed in options.seeds or () for p in prompts
+        ] or own
         self.reward = build_composite(self.config, reward_names(config), None, ranks.device)
 
     def systems(self) -> dict[str, Path | None]:
         """Name -> checkpoint or folder of clips, None for the base model; all others are compared with the first."""
-        o, found = self.options, {} if self.options.clips and not self.options.checkpoints else {"base": None}
+        o, found = (
+            self.options,
+            {} if self.options.clips and not self.options.checkpoints else {"base": None},
+        )
         for path in (*o.checkpoints, *o.clips):
-            parts = path.resolve().parts[1:]  # without the root, which would escape the output folder
-            name = "-".join(part for part in parts[-3:] if part not in ("checkpoints", "validation"))
+            parts = path.resolve().parts[
+                1:
+            ]  # without the root, which would escape the output folder
+            name = "-".join(
+                part for part in parts[-3:] if part not in ("checkpoints", "validation")
+            )
             if found.setdefault(name, path) != path:
-                raise ConfigError(f"{path} and {found[name]} would both be called {name}; rename one of their folders")
+                raise ConfigError(
+                    f"{path} and {found[name]} would both be called {name}; rename one of their folders"
+                )
         return found
 
     def settle(self, systems: Mapping[str, Path | None]) -> None:
@@ -76,7 +99,9 @@ class Evaluation:
         before = read_object(file) if file.is_file() else {}
         for name, value in now.items():
             if before.get(name, value) != value:
-                raise ConfigError(f"output {home} holds clips with {name} {before[name]}, not {value}; give another")
+                raise ConfigError(
+                    f"output {home} holds clips with {name} {before[name]}, not {value}; give another"
+                )
         self.ranks.barrier()
         if self.ranks.first:
             home.mkdir(parents=True, exist_ok=True)
@@ -88,7 +113,9 @@ class Evaluation:
         for name, path in systems.items():
             home = self.options.output / name
             home.mkdir(parents=True, exist_ok=True)
-            self.score_files(path, home) if path in self.options.clips else self.generate(path, home)
+            self.score_files(path, home) if path in self.options.clips else self.generate(
+                path, home
+            )
         self.ranks.barrier()
         return self.conclude(systems) if self.ranks.first else 0
 
@@ -103,10 +130,14 @@ class Evaluation:
         if not left:
             return
         validation, size = self.validation(checkpoint), self.config.reward_batch_size
-        for i in tqdm(range(0, len(left), size), home.name, unit="batch", disable=not self.ranks.first):
+        for i in tqdm(
+            range(0, len(left), size), home.name, unit="batch", disable=not self.ranks.first
+        ):
             batch = left[i : i + size]
             clips = [validation.sample(prompt) for prompt in batch]
-            for prompt, clip, record in zip(batch, clips, validation.judge(clips, batch), strict=True):
+            for prompt, clip, record in zip(
+                batch, clips, validation.judge(clips, batch), strict=True
+            ):
                 if clip is not None:
                     write_mp4(home / record["file"], clip, self.config.fps)
                 keep(home / f"{stem(prompt)}.json", record)
@@ -121,7 +152,9 @@ class Evaluation:
         self.backbone.load_weights(checkpoint)
         guidance = Guidance(self.config.guidance_scale, self.backbone.encode([negative])[0])
         gold = self.world and self.world.gold
-        return Validation(self.backbone, self.config, self.prompts, guidance, self.reward, None, gold, self.ranks)
+        return Validation(
+            self.backbone, self.config, self.prompts, guidance, self.reward, None, gold, self.ranks
+        )
 
     def score_files(self, folder: Path, home: Path) -> None:
         entries = read_folder(folder)[self.ranks.rank :: self.ranks.count]
@@ -131,20 +164,37 @@ class Evaluation:
                 clip, fps = read_mp4(entry["file"])
                 scores = self.reward.score([clip], [entry["prompt"]], fps)
                 named = {name: values[0].item() for name, values in scores.named.items()}
-                keep(file, entry | {"scores": named} | ({"error": scores.errors[0]} if scores.errors else {}))
+                keep(
+                    file,
+                    entry
+                    | {"scores": named}
+                    | ({"error": scores.errors[0]} if scores.errors else {}),
+                )
 
     def conclude(self, systems: Mapping[str, Path | None]) -> int:
         """Write tables and pages for all systems; returns 1 if a score is missing."""
         lost = []
         for name, path in systems.items():
-            listed = [Path(e["file"]).stem for e in read_folder(path)] if path in self.options.clips else None
-            files = [self.options.output / name / f"{clip}.json" for clip in listed or map(stem, self.prompts)]
+            listed = (
+                [Path(e["file"]).stem for e in read_folder(path)]
+                if path in self.options.clips
+                else None
+            )
+            files = [
+                self.options.output / name / f"{clip}.json"
+                for clip in listed or map(stem, self.prompts)
+            ]
             records = [read_object(file) for file in files]
-            lost += [record for file, record in zip(files, records, strict=True) if not self.done(file)]
+            lost += [
+                record for file, record in zip(files, records, strict=True) if not self.done(file)
+            ]
             write_json(self.options.output / name / "clips.json", records)
         print(pages(self.options.output, list(systems)))
         for record in lost[:3]:
-            print(f"{record['file']} has no score: {record.get('error', 'it could not be made')}", file=sys.stderr)
+            print(
+                f"{record['file']} has no score: {record.get('error', 'it could not be made')}",
+                file=sys.stderr,
+            )
         return 1 if lost else 0
 
 
@@ -154,7 +204,12 @@ def pages(output: Path, systems: Sequence[str]) -> str:
     result = compared(clips)
     found = tables(result)
     write_json(output / "evaluation.json", result)
-    values = {"title": "Evaluation", "tables": found, "rows": clip_rows(clips), "systems": len(clips)}
+    values = {
+        "title": "Evaluation",
+        "tables": found,
+        "rows": clip_rows(clips),
+        "systems": len(clips),
+    }
     for name in ("evaluation.md", "evaluation.html"):
         (output / name).write_text(render(name, **values), encoding="utf-8", errors="replace")
     return "\n\n".join(map(aligned, found)) + f"\n\n{output / 'evaluation.html'}"
@@ -166,12 +221,24 @@ def read_folder(folder: Path) -> list[dict[str, Any]]:
     if listed.is_file():
         entries = read_listing(listed)
     else:
-        told = [path for file in sorted(folder.glob("*.mp4")) if (path := file.with_suffix(".json")).is_file()]
-        entries = [checked(read_object(path) | {"file": f"{path.stem}.mp4"}, str(path)) for path in told]
+        told = [
+            path
+            for file in sorted(folder.glob("*.mp4"))
+            if (path := file.with_suffix(".json")).is_file()
+        ]
+        entries = [
+            checked(read_object(path) | {"file": f"{path.stem}.mp4"}, str(path)) for path in told
+        ]
     clips = [(beside(listed, entry["file"]).resolve(), entry) for entry in entries]
-    kept = [{"file": str(file), "prompt": e["prompt"], "seed": e["seed"]} for file, e in clips if file.is_file()]
+    kept = [
+        {"file": str(file), "prompt": e["prompt"], "seed": e["seed"]}
+        for file, e in clips
+        if file.is_file()
+    ]
     if not kept:
-        raise ConfigError(f"clips {folder} holds no mp4 file that its clips.json lists, or that has a JSON beside it")
+        raise ConfigError(
+            f"clips {folder} holds no mp4 file that its clips.json lists, or that has a JSON beside it"
+        )
     return kept
 
 
@@ -204,7 +271,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     disable_progress_bar()
     options, config = options_of(arguments)
     model = (config.pretrained_model_root, config.pretrained_transformer_version)
-    device = device_for(config.device, *model) if options.checkpoints or not options.clips else config.device
+    device = (
+        device_for(config.device, *model)
+        if options.checkpoints or not options.clips
+        else config.device
+    )
     with join_ranks(config.start_timeout, device_type=device) as ranks:
         ranks.set_timeout(DAY)  # ranks work independently until the end, on shares that may differ
         return Evaluation(options, config, ranks).run()

@@ -15,7 +15,15 @@ from sage_grpo.runs.clips import Clip, change, pair_clips, read_clips
 from sage_grpo.runs.history import RunHistory
 
 TOTAL = "total reward"
-TABLE_2 = (TOTAL, "Overall", "VQ", "MQ", "TA", "CLIPScore", "PickScore")  # the paper's columns after the total
+TABLE_2 = (
+    TOTAL,
+    "Overall",
+    "VQ",
+    "MQ",
+    "TA",
+    "CLIPScore",
+    "PickScore",
+)  # the paper's columns after the total
 RENAMED = {"cosine": "CLIPScore", "pickscore": "PickScore"}
 CLIPSCORE = 2.5  # times the cosine, clamped at 0: a scale that the paper's numbers can be on
 VERDICTS = {1: "better", -1: "worse", 0: "not significant"}
@@ -57,7 +65,10 @@ def compared(systems: Systems, total: bool = False) -> dict[str, Any]:
         pairs = pair_clips(systems[first], clips) if name != first else []
         both = [(columns(before, total), columns(after, total)) for before, after in pairs]
         names = dict.fromkeys(column for row in rows for column in row)
-        found["systems"][name] = {"clips": len(clips), "columns": {n: _column(n, rows, both) for n in names}}
+        found["systems"][name] = {
+            "clips": len(clips),
+            "columns": {n: _column(n, rows, both) for n in names},
+        }
     return found
 
 
@@ -86,26 +97,44 @@ def better_sign(column: str) -> int:
 def tables(result: Mapping[str, Any]) -> list[list[list[str]]]:
     """Means, and differences in a table of their own if there are several: a row per metric, a column per system."""
     systems, first = result["systems"], result["reference"]
-    others = [name for name, found in systems.items() if any("pairs" in cell for cell in found["columns"].values())]
-    means = [["mean ± 95 %", *(f"{name}, {found['clips']} clips" for name, found in systems.items())]]
+    others = [
+        name
+        for name, found in systems.items()
+        if any("pairs" in cell for cell in found["columns"].values())
+    ]
+    means = [
+        ["mean ± 95 %", *(f"{name}, {found['clips']} clips" for name, found in systems.items())]
+    ]
     against = [["difference ± 95 %", *(f"{name} minus {first}" for name in others)]]
     for name in dict.fromkeys(name for found in systems.values() for name in found["columns"]):
         cells = {system: found["columns"].get(name, {}) for system, found in systems.items()}
         title = f"{name} (lower is better)" if better_sign(name) < 0 else name
         means.append([title, *(shown(name, cell, "mean", "half") for cell in cells.values())])
         against.append([title, *(_difference(name, cells[system]) for system in others)])
-    return [means, against] if len(others) > 1 else [[m + d[1:] for m, d in zip(means, against, strict=True)]]
+    return (
+        [means, against]
+        if len(others) > 1
+        else [[m + d[1:] for m, d in zip(means, against, strict=True)]]
+    )
 
 
 def _difference(name: str, cell: Mapping[str, Any]) -> str:
     change = shown(name, cell, "difference", "difference_half", "+")
-    return f"{change}, wins {cell['win_rate']:.0%} of {cell['pairs']}, {cell['verdict']}" if "pairs" in cell else change
+    return (
+        f"{change}, wins {cell['win_rate']:.0%} of {cell['pairs']}, {cell['verdict']}"
+        if "pairs" in cell
+        else change
+    )
 
 
 def shown(name: str, cell: Mapping[str, float], mean: str, half: str, sign: str = "") -> str:
     """A mean with its interval; distances are small fractions of the pixel range."""
     decimals = 4 if better_sign(name) < 0 else 3
-    return f"{number(cell[mean], decimals, sign)} ± {number(cell[half], decimals)}" if mean in cell else "–"
+    return (
+        f"{number(cell[mean], decimals, sign)} ± {number(cell[half], decimals)}"
+        if mean in cell
+        else "–"
+    )
 
 
 def clip_rows(systems: Systems, total: bool = False) -> list[list[tuple[str, Clip, Row]]]:
@@ -119,7 +148,9 @@ def clip_rows(systems: Systems, total: bool = False) -> list[list[tuple[str, Cli
             rows.setdefault(clip.request, []).append((name, clip, columns(clip, total)))
     full = [row for row in rows.values() if len(row) == len(systems)] or list(rows.values())
     prompts = {row[0][1].prompt: row for row in reversed(full)}
-    ranked = sorted((row for row in full if prompts[row[0][1].prompt] is row), key=gain, reverse=True)
+    ranked = sorted(
+        (row for row in full if prompts[row[0][1].prompt] is row), key=gain, reverse=True
+    )
     chosen = np.linspace(0, len(ranked) - 1, min(MOST_PROMPTS, len(ranked))).round().astype(int)
     return [ranked[place] for place in chosen]
 
@@ -143,7 +174,9 @@ def drift(run: RunHistory) -> dict[str, dict[int, Interval]]:
         known = [number for clip in first if math.isfinite(number := getattr(clip, value))]
         spread = float(np.std(known or [0.0])) or 1.0
         moved = {step: change(first, clips, value) for step, clips in found.items()}
-        changes[name] = {step: Interval(c.mean / spread, c.half / spread) for step, c in moved.items()}
+        changes[name] = {
+            step: Interval(c.mean / spread, c.half / spread) for step, c in moved.items()
+        }
     return changes
 
 

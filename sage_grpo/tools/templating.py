@@ -32,8 +32,12 @@ def inline_svg(svg: str, label: str) -> Markup:
 
 ENVIRONMENT.filters |= {"number": number, "known": as_float, "form": format}
 ENVIRONMENT.filters |= {"column": column, "total": np.nansum, "most": np.nanmax}  # of a metric
-ENVIRONMENT.filters["data_uri"] = lambda path: f"data:video/mp4;base64,{b64encode(path.read_bytes()).decode()}"
-ENVIRONMENT.filters["columns"] = lambda text: aligned([line.split("|") for line in text.splitlines() if line])
+ENVIRONMENT.filters["data_uri"] = lambda path: (
+    f"data:video/mp4;base64,{b64encode(path.read_bytes()).decode()}"
+)
+ENVIRONMENT.filters["columns"] = lambda text: aligned(
+    [line.split("|") for line in text.splitlines() if line]
+)
 ENVIRONMENT.filters["billions"] = lambda value, form=".1f": format(value / 1e9, form)
 
 

@@ -26,8 +26,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from sage_grpo import manifest
-from sage_grpo.config import Config, ConfigError
+from sage_grpo.config.fields import Config, ConfigError
+from sage_grpo.files import manifest
+from sage_grpo.files.tensor_files import TensorFile, host_copy, write_file
 from sage_grpo.models.shards import open_shards, rank_file, shards
 from sage_grpo.models.weights import Weights
 from sage_grpo.parallel.device import available_memory
@@ -35,21 +36,32 @@ from sage_grpo.parallel.fsdp import local_shard, rows
 from sage_grpo.parallel.ranks import RankError, Ranks
 from sage_grpo.runs.card import model_card
 from sage_grpo.runs.history import RunHistory, read_run
-from sage_grpo.tensor_files import TensorFile, host_copy, write_file
 
 if TYPE_CHECKING:
     from sage_grpo.train.trainer import Trainer
 
-PLACES = ("output_dir", "overwrite", "resume_from_checkpoint", "init_from_checkpoint", "prompt_cache")
+PLACES = (
+    "output_dir",
+    "overwrite",
+    "resume_from_checkpoint",
+    "init_from_checkpoint",
+    "prompt_cache",
+)
 NEWEST, LAST_GOOD = "auto", "last_good"  # values of `resume_from_checkpoint` that are no folder
 MOST_MEMORY = 0.8  # share of the available host memory that a copy for a save may take
 COUNTERS = ("updates", "skipped", "skipped_in_a_row")  # of the optimization
-STATE = dict.fromkeys(("step", *COUNTERS), int) | {"anchor_age": int | None, "controller": dict, "config": dict}
+STATE = dict.fromkeys(("step", *COUNTERS), int) | {
+    "anchor_age": int | None,
+    "controller": dict,
+    "config": dict,
+}
 
 
 def first_nonfinite(trainer: "Trainer") -> str:
     """The first tensor on this rank that would be saved and is not finite; empty if there is none."""
-    return next((name for name, value in _shards(trainer).items() if not value.isfinite().all()), "")
+    return next(
+        (name for name, value in _shards(trainer).items() if not value.isfinite().all()), ""
+    )
 
 
 def fits_in_memory(trainer: "Trainer") -> bool:
@@ -63,19 +75,25 @@ def planned_files(trainer: "Trainer", export: bool, copied: bool) -> dict[str, T
     ranks, files = trainer.ranks, {}
     if export:
         with trainer.optimization.using(trainer.optimization.average):
-            files = trainer.backbone.exported(trainer.config.use_lora, ranks.world_rank, ranks.world)
+            files = trainer.backbone.exported(
+                trainer.config.use_lora, ranks.world_rank, ranks.world
+            )
     if ranks.first and export:
         files |= _card(trainer)
     if ranks.first:
         files["trainer/state.json"] = json.dumps(_state(trainer), indent=1) + "\n"
     if ranks.writes_shards:
-        tensors = {name: host_copy(mine) if copied else mine for name, mine in _shards(trainer).items()}
+        tensors = {
+            name: host_copy(mine) if copied else mine for name, mine in _shards(trainer).items()
+        }
         starts = {name: _rows(trainer, *name.split("/", 1))[0] for name in tensors}
         files[rank_file(ranks.world_rank)] = shards(tensors, starts)
     return files
 
 
-def write_files(draft: Path, files: Mapping[str, TensorFile | str], on_piece: Callable[[], None]) -> dict[str, str]:
+def write_files(
+    draft: Path, files: Mapping[str, TensorFile | str], on_piece: Callable[[], None]
+) -> dict[str, str]:
     """Write files below `draft`; returns their hashes by name."""
     hashes = {}
     for name, contents in files.items():
@@ -84,7 +102,13 @@ def write_files(draft: Path, files: Mapping[str, TensorFile | str], on_piece: Ca
     return hashes
 
 
-def finish(draft: Path, target: Path, hashes: Mapping[str, str], config: Config, on_step: Callable[[], None]) -> None:
+def finish(
+    draft: Path,
+    target: Path,
+    hashes: Mapping[str, str],
+    config: Config,
+    on_step: Callable[[], None],
+) -> None:
     """Commit a draft and delete the checkpoints beyond `keep_checkpoints`."""
     manifest.commit(draft, target, hashes, on_step)
     for old in surplus(found(target.parent), config.keep_checkpoints, config.save_interval):
@@ -106,7 +130,11 @@ def found(folder: Path) -> list[Path]:
 
 def _folders(folder: Path) -> list[Path]:
     """Checkpoints and drafts, oldest first; of one step, the checkpoint comes last, before it a draft of it."""
-    paths = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+((\.old)?\.tmp)?", path.name)]
+    paths = [
+        path
+        for path in folder.glob("step-*")
+        if re.fullmatch(r"step-\d+((\.old)?\.tmp)?", path.name)
+    ]
     folders = [path for path in paths if path.is_dir() and not path.is_symlink()]
     return sorted(folders, key=lambda path: (step_of(path), -len(path.suffixes)))
 
@@ -142,7 +170,11 @@ def check_good(path: Path, ranks: Ranks) -> None:
     """Reject a checkpoint that was written while the run diverged; each rank reads its share of the tensors."""
     if skipped := _read_state(path)["skipped_in_a_row"]:
         raise manifest.Damaged(f"{skipped} updates before it were skipped as not finite")
-    stored = [(part, name, weights) for part, weights in open_shards(path).items() for name in weights.names]
+    stored = [
+        (part, name, weights)
+        for part, weights in open_shards(path).items()
+        for name in weights.names
+    ]
     for part, name, weights in stored[ranks.world_rank :: ranks.world]:
         if not weights.read(name).isfinite().all():
             raise manifest.Damaged(f"its {part}/{name} is not finite")
@@ -157,9 +189,13 @@ def choose(run_folder: Path, wanted: str, ranks: Ranks) -> Path | None:
         try:
             ranks.together(partial(check_files, Path(wanted), ranks))
         except RankError as error:
-            raise ConfigError(f"resume_from_checkpoint {wanted} is not a complete checkpoint: {error}") from error
+            raise ConfigError(
+                f"resume_from_checkpoint {wanted} is not a complete checkpoint: {error}"
+            ) from error
         return Path(wanted)
-    listed = ranks.together(lambda: [(p, (p / manifest.NAME).is_file()) for p in _folders(run_folder / "checkpoints")])
+    listed = ranks.together(
+        lambda: [(p, (p / manifest.NAME).is_file()) for p in _folders(run_folder / "checkpoints")]
+    )
     candidates = [path for path, is_complete in listed[0] if is_complete or path.suffix != ".tmp"]
     for path in reversed(candidates):
         try:
@@ -169,7 +205,9 @@ def choose(run_folder: Path, wanted: str, ranks: Ranks) -> Path | None:
         except RankError as error:
             ranks.log_once(f"{path.name} is damaged and left out: {error}")
     if candidates:
-        raise ConfigError(f"resume_from_checkpoint is {wanted}, but all checkpoints in {run_folder} are damaged")
+        raise ConfigError(
+            f"resume_from_checkpoint is {wanted}, but all checkpoints in {run_folder} are damaged"
+        )
     ranks.log_once(f"{run_folder} holds no checkpoint: starting from the beginning")
     return None
 
@@ -180,9 +218,19 @@ def load(trainer: "Trainer", path: Path) -> None:
         _load(trainer, open_shards(path), _read_state(path), path)
     except ConfigError:
         raise
-    except (KeyError, TypeError, AttributeError, ValueError, OSError, RuntimeError, SafetensorError) as error:
+    except (
+        KeyError,
+        TypeError,
+        AttributeError,
+        ValueError,
+        OSError,
+        RuntimeError,
+        SafetensorError,
+    ) as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise ConfigError(f"{path} cannot be read as a checkpoint of this version: {reason}") from error
+        raise ConfigError(
+            f"{path} cannot be read as a checkpoint of this version: {reason}"
+        ) from error
 
 
 def _read_state(path: Path) -> dict[str, Any]:
@@ -198,23 +246,33 @@ def _read_state(path: Path) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _load(trainer: "Trainer", stored: Mapping[str, Weights], state: dict[str, Any], path: Path) -> None:
+def _load(
+    trainer: "Trainer", stored: Mapping[str, Weights], state: dict[str, Any], path: Path
+) -> None:
     parts, optimization = _parts(trainer), trainer.optimization
     _compare(trainer, state, path)
     for part, count in state.get("tensors", {}).items():
         if count != len(stored[part].names):
-            raise ConfigError(f"{path} has {len(stored[part].names)} tensors of the {part}, but was saved with {count}")
+            raise ConfigError(
+                f"{path} has {len(stored[part].names)} tensors of the {part}, but was saved with {count}"
+            )
     for part in ("weights", "anchor", "average", "old_policy"):
         if difference := sorted(set(stored[part].names) ^ set(parts[part])):
-            raise ConfigError(f"the {part} in {path} do not fit this configuration: {difference[0]} differs")
+            raise ConfigError(
+                f"the {part} in {path} do not fit this configuration: {difference[0]} differs"
+            )
         for name, target in parts[part].items():
             value, mine = stored[part].read(name, *_rows(trainer, part, name)), local_shard(target)
             if value.shape != mine.shape:  # copy_ would broadcast one row over many
                 why = f"the {part} in {path} do not fit this configuration, or a rank's file is missing"
-                raise ConfigError(f"{why}: of {name} there is {tuple(value.shape)} where {tuple(mine.shape)} is needed")
+                raise ConfigError(
+                    f"{why}: of {name} there is {tuple(value.shape)} where {tuple(mine.shape)} is needed"
+                )
             mine.copy_(value)
     held = stored["optimizer"]
-    optimization.load_tensors({n: held.read(n, *_rows(trainer, "optimizer", n)) for n in held.names})
+    optimization.load_tensors(
+        {n: held.read(n, *_rows(trainer, "optimizer", n)) for n in held.names}
+    )
     trainer.step = state["step"]
     for name in COUNTERS:
         setattr(optimization, name, state[name])
@@ -229,8 +287,12 @@ def _compare(trainer: "Trainer", state: dict[str, Any], path: Path) -> None:
     before = state["config"] | state.get("fingerprints", {})
     if before.get("base weights", now["base weights"]) != now["base weights"]:
         problem = f"{path} was trained from other weights than those in {trainer.config.pretrained_model_root}"
-        raise ConfigError(f"{problem}; name the model it began with, or start a new run with init_from_checkpoint")
-    if changed := [f"{k} {old!r} -> {now[k]!r}" for k, old in before.items() if k in now and now[k] != old]:
+        raise ConfigError(
+            f"{problem}; name the model it began with, or start a new run with init_from_checkpoint"
+        )
+    if changed := [
+        f"{k} {old!r} -> {now[k]!r}" for k, old in before.items() if k in now and now[k] != old
+    ]:
         trainer.ranks.log_once(f"changed since the checkpoint: {', '.join(sorted(changed))}")
 
 
@@ -248,7 +310,11 @@ def _parts(trainer: "Trainer") -> dict[str, Mapping[str, Tensor]]:
 def _shards(trainer: "Trainer") -> dict[str, Tensor]:
     """This rank's shards of these tensors, named PART/NAME."""
     parts = _parts(trainer).items()
-    return {f"{part}/{n}": local_shard(value.detach()) for part, values in parts for n, value in values.items()}
+    return {
+        f"{part}/{n}": local_shard(value.detach())
+        for part, values in parts
+        for n, value in values.items()
+    }
 
 
 def _rows(trainer: "Trainer", part: str, name: str) -> tuple[int, int | None]:
@@ -258,7 +324,10 @@ def _rows(trainer: "Trainer", part: str, name: str) -> tuple[int, int | None]:
 
 
 def _state(trainer: "Trainer") -> dict[str, Any]:
-    counters = {"step": trainer.settled_step, "anchor_age": trainer.anchor.age if trainer.anchor else None}
+    counters = {
+        "step": trainer.settled_step,
+        "anchor_age": trainer.anchor.age if trainer.anchor else None,
+    }
     counters |= {name: getattr(trainer.optimization, name) for name in COUNTERS}
     started = {"config": _plain(trainer.config), "fingerprints": trainer.fingerprints}
     tensors = {part: len(values) for part, values in _parts(trainer).items()}
@@ -267,18 +336,32 @@ def _state(trainer: "Trainer") -> dict[str, Any]:
 
 def _card(trainer: "Trainer") -> dict[str, str | bytes]:
     """The model card, with the settings that are not defaults."""
-    default = _plain(Config()) | {"pretrained_model_root": "", "use_lora": ""}  # these two are always named
-    own = {name: value for name, value in _plain(trainer.config).items() if value != default.get(name)}
+    default = _plain(Config()) | {
+        "pretrained_model_root": "",
+        "use_lora": "",
+    }  # these two are always named
+    own = {
+        name: value for name, value in _plain(trainer.config).items() if value != default.get(name)
+    }
     try:
         run = read_run(trainer.run.path)
     except (OSError, ConfigError) as error:  # a checkpoint is worth more than its card
         run = RunHistory(trainer.run.path, [], [], [])
-        print(f"the model card of iteration {trainer.settled_step} has no curve: {error}", file=sys.stderr)
-    facts = {"step": trainer.settled_step, "reward": trainer.reward, "image": trainer.backbone.sees_image}
+        print(
+            f"the model card of iteration {trainer.settled_step} has no curve: {error}",
+            file=sys.stderr,
+        )
+    facts = {
+        "step": trainer.settled_step,
+        "reward": trainer.reward,
+        "image": trainer.backbone.sees_image,
+    }
     return model_card(own, run, base=trainer.fingerprints.get("base weights", "unknown"), **facts)
 
 
 def _plain(config: Config) -> dict[str, Any]:
     """The configuration after a JSON round trip, without flags that only say where and how a run starts."""
-    values = {name: value for name, value in dataclasses.asdict(config).items() if name not in PLACES}
+    values = {
+        name: value for name, value in dataclasses.asdict(config).items() if name not in PLACES
+    }
     return json.loads(json.dumps(values))

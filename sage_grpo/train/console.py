@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 import torch
 
-from sage_grpo.config import FIELDS, warnings
-from sage_grpo.models import DEFAULT_VERSION
+from sage_grpo.config.fields import FIELDS
+from sage_grpo.config.rules import warnings
+from sage_grpo.models.versions import DEFAULT_VERSION
 from sage_grpo.train.build import rollout_sampling
 from sage_grpo.train.trainer import Trainer
 
@@ -27,7 +28,11 @@ def banner(trainer: Trainer) -> str:
     whole = sum(p.numel() for p in trainer.backbone.transformer.parameters())
     prompts = c.gradient_accumulation_steps * c.batch_size * ranks.count // c.num_generations
     machine = torch.cuda.get_device_name() if ranks.device.type == "cuda" else "CPU"
-    method = f"{c.sde_type}, eta {c.eta:g}, window {c.sde_window}" if trainer.algorithm.explores else c.algorithm
+    method = (
+        f"{c.sde_type}, eta {c.eta:g}, window {c.sde_window}"
+        if trainer.algorithm.explores
+        else c.algorithm
+    )
     lines = {
         "run": f"{trainer.run.path}, iteration {trainer.step} of {c.max_steps}",
         "model": f"{c.pretrained_model_root}: {trained:,} of {whole:,} parameters are trained, {c.dtype}",
@@ -41,7 +46,9 @@ def banner(trainer: Trainer) -> str:
     if validation:
         now = "now and " if c.validate_at_step0 and trainer.step == 0 else ""
         clips = f"{len(validation.prompts)} clips of {validation.sampling}"
-        lines["validation"] = f"{now}after iteration {upcoming(trainer, c.validation_interval)}: {clips}"
+        lines["validation"] = (
+            f"{now}after iteration {upcoming(trainer, c.validation_interval)}: {clips}"
+        )
     return table(lines)
 
 
@@ -53,8 +60,18 @@ def upcoming(trainer: Trainer, interval: int) -> int:
 
 def ending(trainer: Trainer) -> str:
     """Where the result is, and the command to look at it."""
-    first, c = (trainer.validation.prompts if trainer.validation else trainer.prompts)[0], trainer.config
-    sample = ["python", "generate.py", "--checkpoint_path", str(trainer.run.path), "--prompt", first.text]
+    first, c = (
+        (trainer.validation.prompts if trainer.validation else trainer.prompts)[0],
+        trainer.config,
+    )
+    sample = [
+        "python",
+        "generate.py",
+        "--checkpoint_path",
+        str(trainer.run.path),
+        "--prompt",
+        first.text,
+    ]
     if c.pretrained_model_root != FIELDS["pretrained_model_root"].default:
         sample += ["--model_path", c.pretrained_model_root]
     if c.pretrained_transformer_version != DEFAULT_VERSION:

@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 
 from sage_grpo.exit_codes import FAILED, PREEMPTED
-from sage_grpo.json_files import write_json
+from sage_grpo.files.json_files import write_json
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.runs.folder import RunFolder
 
@@ -63,13 +63,17 @@ class Guards:
         """Raise Preempted on all ranks if any of them received a signal."""
         if self.listening and self.ranks.any(self.signalled < math.inf):
             where = f"iteration {self.step + 1}, {self.phase}"
-            raise Preempted(f"stopped by a signal in {where}; resume with --resume_from_checkpoint auto")
+            raise Preempted(
+                f"stopped by a signal in {where}; resume with --resume_from_checkpoint auto"
+            )
 
     def report(self, state: str, message: str = "") -> None:
         self.run.write_status(state, self.step, message)
 
     @contextmanager
-    def watching(self, step: int, save: Callable[[], None], settle: Callable[[bool], None] = bool) -> Iterator[None]:
+    def watching(
+        self, step: int, save: Callable[[], None], settle: Callable[[bool], None] = bool
+    ) -> Iterator[None]:
         """Context for training after iteration `step`: a signal stops the run after `save`; a hang ends the process.
 
         If training has to stop, a checkpoint that is being written is waited for: `settle(True)`.
@@ -117,7 +121,11 @@ class Guards:
             if idle > self.timeout:
                 text = f"iteration {self.step + 1}, {self.phase}: nothing moved for {idle:.0f} s (collective_timeout)"
                 self._fail(text)
-                print(f"post_train.py: rank {self.ranks.world_rank}: {text}", file=sys.stderr, flush=True)
+                print(
+                    f"post_train.py: rank {self.ranks.world_rank}: {text}",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 os._exit(FAILED)
 
     def _death_of_rank(self, error: Exception) -> str:
@@ -131,21 +139,34 @@ class Guards:
         """Write this rank's flight record and the status."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         frames = sys._current_frames().items()
-        record = {"rank": self.ranks.world_rank, "iteration": self.step + 1, "phase": self.phase, "message": message}
+        record = {
+            "rank": self.ranks.world_rank,
+            "iteration": self.step + 1,
+            "phase": self.phase,
+            "message": message,
+        }
         idle = round(time.monotonic() - self.last_beat, 3)
         record |= {"idle_seconds": idle, "error": list(trace), "events": list(self.events)}
-        record["stacks"] = {names.get(ident, str(ident)): traceback.format_stack(frame) for ident, frame in frames}
+        record["stacks"] = {
+            names.get(ident, str(ident)): traceback.format_stack(frame) for ident, frame in frames
+        }
         file = self.run.path / "flight" / f"rank-{self.ranks.world_rank:05d}.json"
         try:
             file.parent.mkdir(exist_ok=True)
             write_json(file, record)
         except OSError as error:
-            print(f"{file} could not be written ({error}): {json.dumps(record)}", file=sys.stderr, flush=True)
+            print(
+                f"{file} could not be written ({error}): {json.dumps(record)}",
+                file=sys.stderr,
+                flush=True,
+            )
         self.report("failed", message)
 
 
 @contextmanager
-def heard(handler: Callable[[int, Any], None], signals: Sequence[signal.Signals] = SIGNALS) -> Iterator[None]:
+def heard(
+    handler: Callable[[int, Any], None], signals: Sequence[signal.Signals] = SIGNALS
+) -> Iterator[None]:
     """Context in which signals go to `handler`; only the main thread can receive them."""
     mine = signals if threading.current_thread() is threading.main_thread() else ()
     before = {number: signal.signal(number, handler) for number in mine}

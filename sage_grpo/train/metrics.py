@@ -23,7 +23,14 @@ if TYPE_CHECKING:
     from sage_grpo.train.trainer import Trainer
 
 THUMBNAIL = (4, 16, 16)  # frames, rows and columns of a clip that its variety is measured on
-POLICY = ("ratio_mean", "log_ratio_mean", "approx_kl", "clip_fraction", "clip_low", "clip_high")  # `policy_columns`
+POLICY = (
+    "ratio_mean",
+    "log_ratio_mean",
+    "approx_kl",
+    "clip_fraction",
+    "clip_low",
+    "clip_high",
+)  # `policy_columns`
 SUMS = ("pairs", "loss", "objective", "kl_anchor", "kl_rollout", "grad_v", *POLICY)
 
 
@@ -38,14 +45,22 @@ class UpdateStats:
         """Add the pairs (P,) of `columns` to their denoising `steps` (P,)."""
         rows = [columns[name].double() for name in SUMS[1:]]
         self.sums.index_add_(1, steps, torch.stack([torch.ones_like(rows[0]), *rows]))
-        self.max_deviation.scatter_reduce_(0, steps, columns["log_ratio_mean"].double().expm1().abs(), "amax")
+        self.max_deviation.scatter_reduce_(
+            0, steps, columns["log_ratio_mean"].double().expm1().abs(), "amax"
+        )
 
     def __iadd__(self, other: "UpdateStats") -> "UpdateStats":
-        self.sums, self.max_deviation = self.sums + other.sums, self.max_deviation.maximum(other.max_deviation)
+        self.sums, self.max_deviation = (
+            self.sums + other.sums,
+            self.max_deviation.maximum(other.max_deviation),
+        )
         return self
 
     def sum_over(self, ranks: Ranks) -> None:
-        self.sums, self.max_deviation = ranks.sum(self.sums), ranks.gather(self.max_deviation[None]).amax(0)
+        self.sums, self.max_deviation = (
+            ranks.sum(self.sums),
+            ranks.gather(self.max_deviation[None]).amax(0),
+        )
 
     def mean(self, name: str) -> float:
         """Mean of one of SUMS over all pairs; NaN if there are none."""
@@ -54,7 +69,10 @@ class UpdateStats:
 
     def record(self) -> dict[str, Any]:
         """Metrics under their names in docs/metrics.md; NaN where there are no pairs."""
-        pairs, means = self.sums[0], dict(zip(SUMS, (self.sums / self.sums[0]).tolist(), strict=True))
+        pairs, means = (
+            self.sums[0],
+            dict(zip(SUMS, (self.sums / self.sums[0]).tolist(), strict=True)),
+        )
         deviation = torch.where(pairs > 0, self.max_deviation, torch.nan)
         overall = {f"policy/{name}": self.mean(name) for name in ("loss", "objective", *POLICY)}
         largest = self.max_deviation.max().item() if pairs.any() else math.nan
@@ -67,7 +85,9 @@ class UpdateStats:
 class Stopwatch:
     """Seconds per phase of an iteration; `on_phase` is called before each one begins."""
 
-    def __init__(self, device: torch.device, on_phase: Callable[[str], None] = lambda name: None) -> None:
+    def __init__(
+        self, device: torch.device, on_phase: Callable[[str], None] = lambda name: None
+    ) -> None:
         self.device, self.on_phase, self.seconds = device, on_phase, {}
         self.started = time.perf_counter()
 
@@ -81,7 +101,9 @@ class Stopwatch:
             self.seconds[name] = self.seconds.get(name, 0.0) + self._now() - begun
 
     def record(self) -> dict[str, float]:
-        return {f"time/{name}": s for name, s in self.seconds.items()} | {"time/total": self._now() - self.started}
+        return {f"time/{name}": s for name, s in self.seconds.items()} | {
+            "time/total": self._now() - self.started
+        }
 
     def _now(self) -> float:
         if self.device.type == "cuda":
@@ -94,10 +116,17 @@ def reward_record(scores: Scores, advantages: Advantages, group_size: int) -> di
     total = scores.total
     groups = total.view(-1, group_size)
     spread = (groups - groups.nanmean(1, keepdim=True)).square().nanmean(1).sqrt().nanmean()
-    found = {"total": total.nanmean(), "std": (total - total.nanmean()).square().nanmean().sqrt(), "group_std": spread}
+    found = {
+        "total": total.nanmean(),
+        "std": (total - total.nanmean()).square().nanmean().sqrt(),
+        "group_std": spread,
+    }
     found |= {name: values.nanmean() for name, values in scores.named.items()}
     record = {f"reward/{name}": value.item() for name, value in found.items()}
-    record |= {f"reward/{name}": getattr(advantages, name) for name in ("failed", "starved_groups", "flat_groups")}
+    record |= {
+        f"reward/{name}": getattr(advantages, name)
+        for name in ("failed", "starved_groups", "flat_groups")
+    }
     return record | ({"reward/error": scores.errors[0]} if scores.errors else {})
 
 
@@ -116,41 +145,71 @@ class HalfGradient:
     """
 
     def __init__(self, parameters: Iterable[Tensor], ranks: Ranks, reduces_once: bool) -> None:
-        self.parameters, self.ranks, self.sharded = list(parameters), ranks, ranks.shards is not None
-        self.known = ranks.sp_size == 1 and not (self.sharded and (reduces_once or ranks.shards.ndim > 1))
+        self.parameters, self.ranks, self.sharded = (
+            list(parameters),
+            ranks,
+            ranks.shards is not None,
+        )
+        self.known = ranks.sp_size == 1 and not (
+            self.sharded and (reduces_once or ranks.shards.ndim > 1)
+        )
         self.share, self.square, self.signal = 1.0, 0.0, None
 
     def observe(self, done: int, total: int) -> None:
         """Called after each of the `total` backwards of an optimizer step."""
         if self.known and 2 * done in (total, total + 1):
             self.share = done / total / (1 if self.sharded else self.ranks.count)
-            self.square = sum_of_squares(local_shard(p.grad) for p in self.parameters if p.grad is not None)
+            self.square = sum_of_squares(
+                local_shard(p.grad) for p in self.parameters if p.grad is not None
+            )
 
     def compare(self, grad_norm: float) -> None:
         """Set `signal`, the share of signal in |g|^2; by chance it can be negative. All ranks must call."""
         total, f = self.ranks.sum(torch.tensor(self.square, dtype=torch.float64)).item(), self.share
         square = total if self.sharded else total / self.ranks.count
-        self.signal = (f - square / grad_norm**2) / (f - f**2) if self.known and f < 1 and grad_norm > 0 else None
+        self.signal = (
+            (f - square / grad_norm**2) / (f - f**2)
+            if self.known and f < 1 and grad_norm > 0
+            else None
+        )
 
 
 @torch.no_grad()
-def signals(trainer: "Trainer", clips: Sequence[Tensor | None], scores: Scores) -> dict[str, float | None]:
+def signals(
+    trainer: "Trainer", clips: Sequence[Tensor | None], scores: Scores
+) -> dict[str, float | None]:
     """Metrics of an iteration, before the anchor is refreshed. All ranks must call."""
-    ranks, weights = trainer.ranks, {n: local_shard(p) for n, p in trainer.optimization.parameters.items()}
-    count, square = max(1, sum(w.numel() for w in weights.values())), sum_of_squares(weights.values())
+    ranks, weights = (
+        trainer.ranks,
+        {n: local_shard(p) for n, p in trainer.optimization.parameters.items()},
+    )
+    count, square = (
+        max(1, sum(w.numel() for w in weights.values())),
+        sum_of_squares(weights.values()),
+    )
     anchor = trainer.anchor.values if trainer.anchor else {}
-    near = anchor and next(iter(anchor.values())).device == next(iter(weights.values())).device  # else in host memory
-    moved = sum_of_squares(weights[name] - local_shard(value) for name, value in anchor.items()) if near else math.nan
+    near = (
+        anchor and next(iter(anchor.values())).device == next(iter(weights.values())).device
+    )  # else in host memory
+    moved = (
+        sum_of_squares(weights[name] - local_shard(value) for name, value in anchor.items())
+        if near
+        else math.nan
+    )
     found = {
         "gradient": trainer.half.signal,
         "weight_rms": math.sqrt(square / count),
         "anchor_moved": math.sqrt(moved / count),
-        "variety": variety(ranks.gather(torch.stack([*map(thumbnail, clips)])), trainer.config.num_generations),
+        "variety": variety(
+            ranks.gather(torch.stack([*map(thumbnail, clips)])), trainer.config.num_generations
+        ),
         "same_reward": same_reward(scores.total),
     }
     if ranks.count > 1:
         prompts = zlib.crc32(f"{trainer.fingerprints}, seed {trainer.config.seed}".encode())
-        all_ranks = ranks.gather(torch.tensor([[prompts, 0.0 if ranks.shards else square]], dtype=torch.float64))
+        all_ranks = ranks.gather(
+            torch.tensor([[prompts, 0.0 if ranks.shards else square]], dtype=torch.float64)
+        )
         spread = (all_ranks.amax(0) - all_ranks.amin(0)).tolist()
         found |= dict(zip(("rank_prompts", "rank_weights"), spread, strict=True))
     return {f"signal/{name}": value for name, value in found.items()}
@@ -158,7 +217,11 @@ def signals(trainer: "Trainer", clips: Sequence[Tensor | None], scores: Scores) 
 
 def sum_of_squares(tensors: Iterable[Tensor]) -> float:
     found = [tensor.detach() for tensor in tensors]
-    return torch.stack(torch._foreach_norm(found, dtype=torch.float64)).square().sum().item() if found else 0.0
+    return (
+        torch.stack(torch._foreach_norm(found, dtype=torch.float64)).square().sum().item()
+        if found
+        else 0.0
+    )
 
 
 def thumbnail(clip: Tensor | None) -> Tensor:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
-from sage_grpo.config import Config
+from sage_grpo.config.fields import Config
 from sage_grpo.models.backbone import Backbone
 from sage_grpo.models.denoiser import Denoiser
 from sage_grpo.models.lora import adapter_parameters
@@ -20,7 +20,9 @@ def trainable_parameters(transformer: Denoiser, use_lora: bool) -> dict[str, nn.
         chosen = adapter_parameters(transformer)
     else:
         unused = transformer.never_trained
-        chosen = {name: p for name, p in transformer.named_parameters() if not name.startswith(unused)}
+        chosen = {
+            name: p for name, p in transformer.named_parameters() if not name.startswith(unused)
+        }
     transformer.requires_grad_(False)
     for parameter in chosen.values():
         parameter.requires_grad_(True)
@@ -30,36 +32,60 @@ def trainable_parameters(transformer: Denoiser, use_lora: bool) -> dict[str, nn.
 class Optimization:
     """AdamW, or Muon for the 2-D weights of the blocks and AdamW for the rest; warm-up, clipping, averaged weights."""
 
-    def __init__(self, transformer: Denoiser, parameters: Mapping[str, nn.Parameter], config: Config) -> None:
+    def __init__(
+        self, transformer: Denoiser, parameters: Mapping[str, nn.Parameter], config: Config
+    ) -> None:
         """parameters: the transformer's trained parameters."""
         self.parameters, self.config, self.updates = dict(parameters), config, 0
         self.skipped, self.skipped_in_a_row = 0, 0  # updates; in a row, those that were not finite
-        shared = {"lr": config.learning_rate, "weight_decay": config.weight_decay, "eps": config.adam_eps}
-        matrices = {name: p for name, p in parameters.items() if transformer.is_block_matrix(name, p)}
+        shared = {
+            "lr": config.learning_rate,
+            "weight_decay": config.weight_decay,
+            "eps": config.adam_eps,
+        }
+        matrices = {
+            name: p for name, p in parameters.items() if transformer.is_block_matrix(name, p)
+        }
         muon = matrices if config.optimizer == "muon" else {}
         rest = {name: p for name, p in parameters.items() if name not in muon}
         self.optimizers: list[torch.optim.Optimizer] = []
         if rest:
-            fused = next(iter(rest.values())).is_cuda  # the non-fused one makes a copy of all parameters
-            self.optimizers.append(torch.optim.AdamW(list(rest.items()), fused=fused or None, **shared))
+            fused = next(
+                iter(rest.values())
+            ).is_cuda  # the non-fused one makes a copy of all parameters
+            self.optimizers.append(
+                torch.optim.AdamW(list(rest.items()), fused=fused or None, **shared)
+            )
         if muon:  # scaled so that both use one learning rate
-            self.optimizers.append(torch.optim.Muon(list(muon.items()), adjust_lr_fn="match_rms_adamw", **shared))
-        self.average = {n: p.detach().clone() for n, p in parameters.items()} if config.ema_decay else {}
-        self.old = {n: p.detach().clone() for n, p in parameters.items()} if config.lags else {}  # it samples
+            self.optimizers.append(
+                torch.optim.Muon(list(muon.items()), adjust_lr_fn="match_rms_adamw", **shared)
+            )
+        self.average = (
+            {n: p.detach().clone() for n, p in parameters.items()} if config.ema_decay else {}
+        )
+        self.old = (
+            {n: p.detach().clone() for n, p in parameters.items()} if config.lags else {}
+        )  # it samples
 
     @property
     def learning_rate(self) -> float:
         """Learning rate of the next step."""
         warmup = self.config.warmup_steps
-        return self.config.learning_rate * (min(1.0, (self.updates + 1) / warmup) if warmup else 1.0)
+        return self.config.learning_rate * (
+            min(1.0, (self.updates + 1) / warmup) if warmup else 1.0
+        )
 
     def clip(self) -> float:
         """Clip the gradient; returns its norm before clipping."""
-        return full_tensor(nn.utils.clip_grad_norm_(self.parameters.values(), self.config.max_grad_norm)).item()
+        return full_tensor(
+            nn.utils.clip_grad_norm_(self.parameters.values(), self.config.max_grad_norm)
+        ).item()
 
     def rms(self, grad_norm: float) -> float:
         """RMS over all trained parameters of a gradient that had this norm before it was clipped."""
-        return min(grad_norm, self.config.max_grad_norm) / math.sqrt(sum(p.numel() for p in self.parameters.values()))
+        return min(grad_norm, self.config.max_grad_norm) / math.sqrt(
+            sum(p.numel() for p in self.parameters.values())
+        )
 
     def should_step(self, grad_norm: float, has_signal: bool) -> bool:
         """Whether to take a step, else it counts as skipped. The norm is global, so all ranks decide alike.
@@ -81,7 +107,10 @@ class Optimization:
         self.updates += 1
         behind = min(self.config.nft_decay, self.config.nft_decay_growth * self.updates)
         for values, decay in ((self.average, self.config.ema_decay), (self.old, behind)):
-            if pairs := [(local_shard(v), local_shard(self.parameters[n]).detach()) for n, v in values.items()]:
+            if pairs := [
+                (local_shard(v), local_shard(self.parameters[n]).detach())
+                for n, v in values.items()
+            ]:
                 torch._foreach_lerp_(*map(list, zip(*pairs, strict=True)), 1 - decay)
 
     @property
@@ -100,7 +129,11 @@ class Optimization:
 
     def tensors(self) -> dict[str, Tensor]:
         """The optimizers' state by parameter name, for a checkpoint."""
-        states = [(name, held.state.get(p, {})) for name, p in self.parameters.items() for held in self.optimizers]
+        states = [
+            (name, held.state.get(p, {}))
+            for name, p in self.parameters.items()
+            for held in self.optimizers
+        ]
         return {f"{name}.{key}": value for name, state in states for key, value in state.items()}
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
@@ -109,12 +142,18 @@ class Optimization:
         for full_name, value in tensors.items():
             name, _, key = full_name.rpartition(".")
             parameter = self.parameters[name]
-            home = value.clone() if value.ndim == 0 else shard_like(parameter, value.to(parameter.device, copy=True))
+            home = (
+                value.clone()
+                if value.ndim == 0
+                else shard_like(parameter, value.to(parameter.device, copy=True))
+            )
             states[name][key] = home
         for optimizer in self.optimizers:
             (group,) = groups = optimizer.state_dict()["param_groups"]
             own = dict(zip(group["params"], map(states.get, group["param_names"]), strict=True))
-            optimizer.load_state_dict({"state": own, "param_groups": groups})  # moves fused counters to the device
+            optimizer.load_state_dict(
+                {"state": own, "param_groups": groups}
+            )  # moves fused counters to the device
 
 
 class Anchor:
@@ -124,16 +163,27 @@ class Anchor:
     steps: until the first one after a copy, it equals the policy.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], backbone: Backbone, config: Config) -> None:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], backbone: Backbone, config: Config
+    ) -> None:
         """parameters: the policy's."""
         self.parameters, self.age = parameters, 0  # optimizer steps since the last copy
         offloaded = config.reference_mode_offload and not config.use_lora
-        self.home = torch.device("cpu") if offloaded else backbone.device  # of values that the model does not use
-        dtype = None if config.use_lora else backbone.dtype  # the forward's, so rounding to it changes no result
+        self.home = (
+            torch.device("cpu") if offloaded else backbone.device
+        )  # of values that the model does not use
+        dtype = (
+            None if config.use_lora else backbone.dtype
+        )  # the forward's, so rounding to it changes no result
         # under the names of the parameters; a checkpoint must include them
-        self.values = {n: local_shard(p).detach().to(self.home, dtype, copy=True) for n, p in parameters.items()}
+        self.values = {
+            n: local_shard(p).detach().to(self.home, dtype, copy=True)
+            for n, p in parameters.items()
+        }
         # optimizer steps between refreshes; None for a fixed anchor
-        self.refresh_every = config.update_ref_model_step if config.trust_region.anchor == "moving" else None
+        self.refresh_every = (
+            config.update_ref_model_step if config.trust_region.anchor == "moving" else None
+        )
 
     def in_place(self) -> AbstractContextManager[None]:
         """Context in which the model runs with the anchor's values."""

@@ -19,12 +19,14 @@ from torch.nn.utils.rnn import pad_sequence
 from sage_grpo import rng
 from sage_grpo.algo.matching import noised
 from sage_grpo.algo.sde import Schedule, flow_sigmas
-from sage_grpo.config import Config
+from sage_grpo.config.fields import Config
 from sage_grpo.models.backbone import Backbone, Conditioning, Guidance
 from sage_grpo.models.embeddings import alike, together
 from sage_grpo.models.sample import Noise, counter_noise, integrate
 
-ClipId = tuple[int, int]  # position of its prompt in the list, and index among the prompt's clips in this iteration
+ClipId = tuple[
+    int, int
+]  # position of its prompt in the list, and index among the prompt's clips in this iteration
 MicroBatch = tuple[ClipId, ...]  # clips that run through the model together
 Group = tuple[int, int]  # position of the prompt, and which of its groups
 FORMS = "all, all_but_last, random:SIZE, slide:SIZE[:EVERY], random_iteration:SIZE or slide_iteration:SIZE[:EVERY]"
@@ -68,14 +70,24 @@ def parse_windows(text: str, stochastic: Tensor, seed: int) -> Windows:
     if kind == "all_but_last":
         noisy = [step for step in noisy if step < len(stochastic) - 1]
     if not noisy:
-        raise ValueError("the schedule has no stochastic step to train: choose an sde_type other than ode, or eta > 0")
+        raise ValueError(
+            "the schedule has no stochastic step to train: choose an sde_type other than ode, or eta > 0"
+        )
     if not numbers and kind in ("all", "all_but_last"):
         return Windows("all", len(noisy), 1, noisy[0], 1, seed)
     name = kind.removesuffix("_iteration")
-    if name not in ("random", "slide") or not 1 <= len(numbers) <= 1 + (name == "slide") or "" in numbers:
+    if (
+        name not in ("random", "slide")
+        or not 1 <= len(numbers) <= 1 + (name == "slide")
+        or "" in numbers
+    ):
         raise ValueError(f"sde_window is {text!r}; write {FORMS}")
-    if not all(number.isdigit() and int(number) for number in numbers) or int(numbers[0]) > len(noisy):
-        raise ValueError(f"sde_window is {text!r}; its numbers must be whole, and SIZE at most {len(noisy)} steps")
+    if not all(number.isdigit() and int(number) for number in numbers) or int(numbers[0]) > len(
+        noisy
+    ):
+        raise ValueError(
+            f"sde_window is {text!r}; its numbers must be whole, and SIZE at most {len(noisy)} steps"
+        )
     size, every = int(numbers[0]), int(numbers[1]) if len(numbers) > 1 else 25
     return Windows(kind, size, every, noisy[0], len(noisy) - size + 1, seed)
 
@@ -106,7 +118,11 @@ def prompt_positions(step: int, per_step: int, count: int, seed: int) -> list[in
 
 
 def plan_micro_batches(
-    positions: Sequence[int], group_size: int, batch_size: int, rank: int, micro_batch_size: int | None
+    positions: Sequence[int],
+    group_size: int,
+    batch_size: int,
+    rank: int,
+    micro_batch_size: int | None,
 ) -> list[MicroBatch]:
     """The micro-batches of one rank: its `batch_size` rows of the list of all clips, group by group.
 
@@ -141,7 +157,9 @@ class Rollouts:
     config: Config
     step: int
     conditions: Mapping[int, Conditioning]  # by position in the prompt list
-    begun: dict[Group, Tensor] = field(default_factory=dict)  # states in which groups enter their windows
+    begun: dict[Group, Tensor] = field(
+        default_factory=dict
+    )  # states in which groups enter their windows
 
     def joined(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """Join up to `prompts_per_forward` micro-batches whose prompts are alike; clips of a prompt stay together."""
@@ -153,7 +171,10 @@ class Rollouts:
     @torch.no_grad()
     def __call__(self, micro_batch: MicroBatch) -> Trajectory:
         """Non-finite trajectories are zeroed and flagged: they must not turn other clips' gradients into NaN."""
-        cond, device = self.conditioning([prompt for prompt, _ in micro_batch]), self.sampler.sigmas.device
+        cond, device = (
+            self.conditioning([prompt for prompt, _ in micro_batch]),
+            self.sampler.sigmas.device,
+        )
         steps, order = self.places(micro_batch)
         parts = self.sampled(micro_batch, cond, steps)
         is_finite = torch.stack([values.isfinite().flatten(1).all(1) for values in parts]).all(0)
@@ -161,14 +182,18 @@ class Rollouts:
             values[~is_finite] = 0.0
         return Trajectory(micro_batch, cond, steps.to(device), *parts, is_finite, order.to(device))
 
-    def sampled(self, micro_batch: MicroBatch, cond: Conditioning, steps: Tensor) -> tuple[Tensor, ...]:
+    def sampled(
+        self, micro_batch: MicroBatch, cond: Conditioning, steps: Tensor
+    ) -> tuple[Tensor, ...]:
         """A trajectory's x, x_next, velocity, log_prob and latents; x and x_next share their memory."""
         device, (x, noise) = self.sampler.sigmas.device, self.noise(micro_batch)
         x = self.begin(x.to(device), micro_batch, steps[:, 0], cond)
         path, velocities, log_probs = [x], [], []
         for i in steps.T:
             at = i.to(device)
-            velocities.append(self.backbone.velocity(x, self.sampler.sigmas[at], cond, self.guidance))
+            velocities.append(
+                self.backbone.velocity(x, self.sampler.sigmas[at], cond, self.guidance)
+            )
             x, log_prob = self.sampler.step(at, x, velocities[-1], noise(i).to(device))
             path.append(x)
             log_probs.append(log_prob)
@@ -185,11 +210,19 @@ class Rollouts:
         """A trajectory's steps (B, W) and order (B, K), one for each clip."""
         c, size = self.config, self.windows.size
         starts = [self.windows.start(self.step, *group) for group in self.groups(micro_batch)]
-        kept, steps = num_trained(size, c.timestep_fraction), torch.tensor(starts)[:, None] + torch.arange(size)
+        kept, steps = (
+            num_trained(size, c.timestep_fraction),
+            torch.tensor(starts)[:, None] + torch.arange(size),
+        )
         if not c.enable_timestep_permutation:
             return steps, torch.arange(kept).expand(len(micro_batch), -1)
-        keys = [{"step": self.step, "prompt": prompt, "sample": sample} for prompt, sample in micro_batch]
-        return steps, torch.stack([rng.permutation(size, c.seed, "permutation", **key)[:kept] for key in keys])
+        keys = [
+            {"step": self.step, "prompt": prompt, "sample": sample}
+            for prompt, sample in micro_batch
+        ]
+        return steps, torch.stack(
+            [rng.permutation(size, c.seed, "permutation", **key)[:kept] for key in keys]
+        )
 
     def groups(self, micro_batch: MicroBatch) -> list[Group]:
         """Each clip's group: its prompt, and which of the prompt's groups."""
@@ -198,12 +231,18 @@ class Rollouts:
     def conditioning(self, prompts: Sequence[int]) -> Conditioning:
         return together([self.conditions[prompt] for prompt in prompts])
 
-    def begin(self, x: Tensor, micro_batch: MicroBatch, start: Tensor, cond: Conditioning) -> Tensor:
+    def begin(
+        self, x: Tensor, micro_batch: MicroBatch, start: Tensor, cond: Conditioning
+    ) -> Tensor:
         """The states (B, ...) in which the clips enter their windows, from the noise `x`."""
         if not self.config.same_init_noise:
             return self.integrate(self.levels_before(start), x, cond)
         groups = self.groups(micro_batch)
-        rows = {group: row for row, group in reversed(list(enumerate(groups))) if group not in self.begun}
+        rows = {
+            group: row
+            for row, group in reversed(list(enumerate(groups)))
+            if group not in self.begun
+        }
         if rows:
             chosen = list(rows.values())
             of_groups = self.conditioning([prompt for prompt, _ in rows])
@@ -211,7 +250,9 @@ class Rollouts:
             self.begun |= dict(zip(rows, found, strict=True))
         return torch.stack([self.begun[group] for group in groups])
 
-    def integrate(self, sigmas: Tensor, x: Tensor, cond: Conditioning, solver: str = "euler") -> Tensor:
+    def integrate(
+        self, sigmas: Tensor, x: Tensor, cond: Conditioning, solver: str = "euler"
+    ) -> Tensor:
         """Follow the ODE outside the windows, where no log-probability is taken."""
         with self.backbone.transformer.lossy():
             return integrate(self.backbone, sigmas, x, cond, self.guidance, solver)
@@ -225,8 +266,13 @@ class Rollouts:
         sigmas, c, few = self.sampler.sigmas.cpu().double(), self.config, self.config.tail_steps
         rows = [sigmas[i:] for i in end.tolist()]
         if few:  # unless fewer are left
-            rows = [flow_sigmas(few, c.timestep_shift, r[0].item()) if len(r) > few + 1 else r for r in rows]
-        return self.integrate(pad_sequence(rows, batch_first=True), x, cond, "dpm" if few else "euler")
+            rows = [
+                flow_sigmas(few, c.timestep_shift, r[0].item()) if len(r) > few + 1 else r
+                for r in rows
+            ]
+        return self.integrate(
+            pad_sequence(rows, batch_first=True), x, cond, "dpm" if few else "euler"
+        )
 
 
 class NoisedRollouts(Rollouts):
@@ -234,16 +280,22 @@ class NoisedRollouts(Rollouts):
 
     def places(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         steps, order = super().places(micro_batch)
-        return steps.gather(1, order), torch.arange(order.shape[1]).expand_as(order)  # of others nothing is kept
+        return steps.gather(1, order), torch.arange(order.shape[1]).expand_as(
+            order
+        )  # of others nothing is kept
 
-    def sampled(self, micro_batch: MicroBatch, cond: Conditioning, steps: Tensor) -> tuple[Tensor, ...]:
+    def sampled(
+        self, micro_batch: MicroBatch, cond: Conditioning, steps: Tensor
+    ) -> tuple[Tensor, ...]:
         device, (x, noise) = self.sampler.sigmas.device, self.noise(micro_batch)
         latents, found = self.finish(x.to(device), torch.zeros_like(steps[:, 0]), cond), []
         for i in steps.T:
             at = i.to(device)
             state, target = noised(latents, self.sampler.sigmas[at], noise(i).to(device))
             velocity = self.backbone.velocity(state, self.sampler.sigmas[at], cond, Guidance())
-            found.append((state, target, velocity, self.sampler.log_prob(at, state, velocity, target)))
+            found.append(
+                (state, target, velocity, self.sampler.log_prob(at, state, velocity, target))
+            )
         return *(torch.stack(parts, 1) for parts in zip(*found, strict=True)), latents
 
 

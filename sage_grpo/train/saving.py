@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from sage_grpo.background import Work
 from sage_grpo.parallel.ranks import RankError
-from sage_grpo.train.checkpoint import finish, first_nonfinite, fits_in_memory, planned_files, write_files
+from sage_grpo.train.checkpoint import (
+    finish,
+    first_nonfinite,
+    fits_in_memory,
+    planned_files,
+    write_files,
+)
 from sage_grpo.train.guards import TrainingError
 
 if TYPE_CHECKING:
@@ -41,7 +47,12 @@ def writing(trainer: "Trainer", folder: Path, export: bool, copied: bool) -> Ite
         ranks.together(lambda: files.update(planned_files(trainer, export, copied)))
         parts = yield from results(lambda advance: write_files(draft, files, advance))
         files.clear()
-        place = (draft, target, {name: digest for part in parts for name, digest in part.items()}, trainer.config)
+        place = (
+            draft,
+            target,
+            {name: digest for part in parts for name, digest in part.items()},
+            trainer.config,
+        )
         yield from results(lambda advance: finish(*place, advance) if ranks.first else None)
     except RankError as error:
         if ranks.first:
@@ -53,13 +64,21 @@ class Saves:
     """A run's checkpoints: what is saved, what is being written, what failed and must be tried again."""
 
     def __init__(self, trainer: "Trainer", folder: Path) -> None:
-        self.trainer, self.folder, self.failed, self.begun = trainer, folder, False, time.monotonic()
+        self.trainer, self.folder, self.failed, self.begun = (
+            trainer,
+            folder,
+            False,
+            time.monotonic(),
+        )
         self.step, self.good_step = -1, None  # of the last committed one, of the last good one
         self.current: Iterator[Work] = iter(())
 
     def resumed(self, step: int) -> None:
         """The run continues from its own checkpoint."""
-        self.step, self.good_step = step, None if self.trainer.optimization.skipped_in_a_row else step
+        self.step, self.good_step = (
+            step,
+            None if self.trainer.optimization.skipped_in_a_row else step,
+        )
 
     @property
     def is_due(self) -> bool:
@@ -80,7 +99,9 @@ class Saves:
         self.begun = time.monotonic()
         due = bool(config.export_interval) and step % config.export_interval == 0
         export = due or config.use_lora or step == config.max_steps
-        if bad := [name for name in trainer.ranks.together(lambda: first_nonfinite(trainer)) if name]:
+        if bad := [
+            name for name in trainer.ranks.together(lambda: first_nonfinite(trainer)) if name
+        ]:
             raise self.diverged(f"step-{step:06d} was not written: {bad[0]} is not finite")
         copied = config.async_save and not trainer.ranks.any(not fits_in_memory(trainer))
         self.current = self._writing(export, copied)
@@ -111,5 +132,7 @@ class Saves:
         config, way = self.trainer.config, "there is no good checkpoint to go back to"
         if self.good_step is not None:
             way = f"--resume_from_checkpoint last_good goes back to step-{self.good_step:06d}"
-        rates = f"learning_rate ({config.learning_rate:g}) or weight_decay ({config.weight_decay:g})"
+        rates = (
+            f"learning_rate ({config.learning_rate:g}) or weight_decay ({config.weight_decay:g})"
+        )
         return TrainingError(f"{what}: lower {rates}; {way}")

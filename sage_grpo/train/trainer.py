@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from sage_grpo.algo.grpo import Advantages, group_advantages, score_advantages
 from sage_grpo.algo.sde import Schedule
-from sage_grpo.config import Config
+from sage_grpo.config.fields import Config
 from sage_grpo.data.requests import Request
 from sage_grpo.models.backbone import Backbone, Guidance
 from sage_grpo.parallel.fsdp import gathered, reduce_gradients_in_next_backward
@@ -22,14 +22,29 @@ from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.rewards.base import Composite, Scores
 from sage_grpo.runs.folder import RunFolder
 from sage_grpo.train.guards import MAX_SKIPPED, Guards, TrainingError
-from sage_grpo.train.metrics import HalfGradient, Stopwatch, UpdateStats, peak_memory, reward_record, signals
+from sage_grpo.train.metrics import (
+    HalfGradient,
+    Stopwatch,
+    UpdateStats,
+    peak_memory,
+    reward_record,
+    signals,
+)
 from sage_grpo.train.optimization import Anchor, Optimization
-from sage_grpo.train.rollout import MicroBatch, Trajectory, parse_windows, plan_micro_batches, prompt_positions
+from sage_grpo.train.rollout import (
+    MicroBatch,
+    Trajectory,
+    parse_windows,
+    plan_micro_batches,
+    prompt_positions,
+)
 from sage_grpo.train.saving import Saves
 from sage_grpo.train.update import ALGORITHMS, Objective, anchor_velocities, sampler_of
 from sage_grpo.train.validation import Gold, Validation, decoded, gold_columns
 
-DIAGNOSED = 25  # iterations between diagnoses, the first after one; they also follow each validation
+DIAGNOSED = (
+    25  # iterations between diagnoses, the first after one; they also follow each validation
+)
 
 
 @dataclass(eq=False)
@@ -55,8 +70,14 @@ class Trainer:
         self.windows = parse_windows(c.sde_window, self.sampler.stochastic, c.seed)
         self.shape = self.backbone.latent_shape(c.num_frames, c.height, c.width)
         self.guards = Guards(self.ranks, self.run, c.collective_timeout)
-        self.gathered = partial(gathered, self.backbone.transformer, c.gather_for_rollout)  # for many forwards
-        self.step, self.saves, self.controller = 0, Saves(self, self.run.checkpoints), c.kl_controller()
+        self.gathered = partial(
+            gathered, self.backbone.transformer, c.gather_for_rollout
+        )  # for many forwards
+        self.step, self.saves, self.controller = (
+            0,
+            Saves(self, self.run.checkpoints),
+            c.kl_controller(),
+        )
         self.fingerprints: dict[str, Any] = {}
         self.resumed_from: Path | None = None
         self.trained_since_update, self.ratio_checked = False, False
@@ -67,7 +88,10 @@ class Trainer:
 
     def train(self) -> None:
         """Run the remaining iterations; validate and save as configured and at the end; also save on a signal."""
-        with self.guards.watching(self.step, self.saves.begin, self.saves.settle), self.progress() as bar:
+        with (
+            self.guards.watching(self.step, self.saves.begin, self.saves.settle),
+            self.progress() as bar,
+        ):
             self.catch_up()
             while self.step < self.config.max_steps:
                 watch = Stopwatch(self.ranks.device, self.enter)
@@ -85,8 +109,15 @@ class Trainer:
                 with watch.phase("update"):
                     record = self.update(batch, advantages)
                 self.step += 1
-                record |= reward_record(scores, advantages, self.config.num_generations) | gold | watch.record()
-                record |= {"kl/anchor_age": self.anchor.age if self.anchor else None, "memory/peak_gb": peak_memory()}
+                record |= (
+                    reward_record(scores, advantages, self.config.num_generations)
+                    | gold
+                    | watch.record()
+                )
+                record |= {
+                    "kl/anchor_age": self.anchor.age if self.anchor else None,
+                    "memory/peak_gb": peak_memory(),
+                }
                 record |= signals(self, clips, scores) if self.logged(self.step) else {}
                 self.log(record, bar)
                 self.finish_iteration()
@@ -94,7 +125,9 @@ class Trainer:
     @contextmanager
     def progress(self) -> Iterator[tqdm]:
         """Progress bar, and heartbeat for the guards: ticks on every model forward and every reward batch."""
-        heartbeat = self.backbone.transformer.register_forward_pre_hook(lambda *_: self.guards.beat())
+        heartbeat = self.backbone.transformer.register_forward_pre_hook(
+            lambda *_: self.guards.beat()
+        )
         for reward in filter(None, (self.reward, self.validation and self.validation.holdout)):
             reward.on_batch = self.guards.beat
         total, hidden = self.config.max_steps, not self.ranks.first
@@ -117,7 +150,11 @@ class Trainer:
 
     def catch_up(self) -> None:
         """Run the validation due before the first iteration, or one that an interrupted run missed."""
-        due = self.due(self.config.validation_interval) if self.step else self.config.validate_at_step0
+        due = (
+            self.due(self.config.validation_interval)
+            if self.step
+            else self.config.validate_at_step0
+        )
         if due and self.ranks.any(self.ranks.first and not self.run.has("validation", self.step)):
             self.validate()
 
@@ -126,7 +163,9 @@ class Trainer:
         c = self.config
         groups = c.batch_size * self.ranks.count // c.num_generations
         positions = prompt_positions(self.step, groups, len(self.prompts), c.seed)
-        return plan_micro_batches(positions, c.num_generations, c.batch_size, self.ranks.rank, c.micro_batch_size)
+        return plan_micro_batches(
+            positions, c.num_generations, c.batch_size, self.ranks.rank, c.micro_batch_size
+        )
 
     def roll_out(
         self, micro_batches: Sequence[MicroBatch] | None = None, sampler: Schedule | None = None
@@ -135,10 +174,25 @@ class Trainer:
 
         With a `sampler` of its own they explore by its noise, whatever the algorithm.
         """
-        c, batch, micro_batches = self.config, [], self.micro_batches() if micro_batches is None else micro_batches
+        c, batch, micro_batches = (
+            self.config,
+            [],
+            self.micro_batches() if micro_batches is None else micro_batches,
+        )
         positions = list(dict.fromkeys(prompt for one in micro_batches for prompt, _ in one))
-        encoded = (cond.to(self.ranks.device) for cond in self.backbone.encode([self.prompts[p] for p in positions]))
-        how = (self.backbone, sampler or self.sampler, self.windows, self.guidance, self.shape, c, self.step)
+        encoded = (
+            cond.to(self.ranks.device)
+            for cond in self.backbone.encode([self.prompts[p] for p in positions])
+        )
+        how = (
+            self.backbone,
+            sampler or self.sampler,
+            self.windows,
+            self.guidance,
+            self.shape,
+            c,
+            self.step,
+        )
         algorithm = self.algorithm if sampler is None else ALGORITHMS["grpo"]
         rollouts = algorithm.rollouts(*how, conditions=dict(zip(positions, encoded, strict=True)))
         for micro_batch in rollouts.joined(micro_batches):
@@ -156,25 +210,44 @@ class Trainer:
 
     def score(self, batch: Sequence[Trajectory], clips: Sequence[Tensor | None]) -> Scores:
         """Scores of the full batch and the first error from each rank; too many failures stop the run."""
-        mine = self.ranks.from_leader(lambda: self.reward.score(clips, self.requests(batch), self.config.fps))
+        mine = self.ranks.from_leader(
+            lambda: self.reward.score(clips, self.requests(batch), self.config.fps)
+        )
         named = {name: self.ranks.gather(values) for name, values in mine.named.items()}
         scores = Scores(self.ranks.gather(mine.total), named, weights=mine.weights)
-        if not scores.total.isfinite().all():  # gathered scores, so all ranks take this branch or none does
+        if (
+            not scores.total.isfinite().all()
+        ):  # gathered scores, so all ranks take this branch or none does
             errors = [text for text in self.ranks.texts("".join(mine.errors[:1])) if text]
             scores.errors = errors or ["a clip could not be decoded, its numbers are not finite"]
-        failed, limit = (~scores.total.isfinite()).double().mean().item(), self.config.max_reward_failures
+        failed, limit = (
+            (~scores.total.isfinite()).double().mean().item(),
+            self.config.max_reward_failures,
+        )
         if failed > limit:
-            many = f"{failed:.0%} of the rewards failed, more than max_reward_failures ({limit:.0%})"
-            raise TrainingError(f"iteration {self.step + 1}: {many}; the first error was: {scores.errors[0]}")
+            many = (
+                f"{failed:.0%} of the rewards failed, more than max_reward_failures ({limit:.0%})"
+            )
+            raise TrainingError(
+                f"iteration {self.step + 1}: {many}; the first error was: {scores.errors[0]}"
+            )
         return scores
 
-    def measure_gold(self, batch: Sequence[Trajectory], clips: Sequence[Tensor | None]) -> dict[str, float]:
+    def measure_gold(
+        self, batch: Sequence[Trajectory], clips: Sequence[Tensor | None]
+    ) -> dict[str, float]:
         """The oracle's metrics, for reporting only; nothing in training depends on them."""
         if not self.logged(self.step + 1):
             return {}
-        columns = self.ranks.from_leader(lambda: gold_columns(self.gold, clips, self.requests(batch)))
-        names = dict.fromkeys(name for text in self.ranks.texts(" ".join(columns)) for name in text.split())
-        missing = torch.full((len(clips),), math.nan, dtype=torch.float64)  # for a rank that has no clip to measure
+        columns = self.ranks.from_leader(
+            lambda: gold_columns(self.gold, clips, self.requests(batch))
+        )
+        names = dict.fromkeys(
+            name for text in self.ranks.texts(" ".join(columns)) for name in text.split()
+        )
+        missing = torch.full(
+            (len(clips),), math.nan, dtype=torch.float64
+        )  # for a rank that has no clip to measure
         found = {name: self.ranks.gather(columns.get(name, missing)) for name in names}
         return {f"gold/{name}": values.nanmean().item() for name, values in found.items()}
 
@@ -182,7 +255,9 @@ class Trainer:
         """Advantages over all ranks: rows are clips in plan order, group by group."""
         c, groups = self.config, torch.arange(len(scores.total)) // self.config.num_generations
         if c.advantage_per_score:
-            return score_advantages(scores.named, scores.weights, groups, c.advantage_std, c.adv_clip_max)
+            return score_advantages(
+                scores.named, scores.weights, groups, c.advantage_std, c.adv_clip_max
+            )
         return group_advantages(scores.total, groups, c.advantage_std, c.adv_clip_max)
 
     def prepare_anchor(self, batch: Sequence[Trajectory]) -> None:
@@ -191,19 +266,32 @@ class Trainer:
             return
         with self.anchor.in_place(), self.gathered():
             for one in batch:
-                one.anchor_velocity = anchor_velocities(self.backbone, self.trained_guidance, self.sampler, one)
+                one.anchor_velocity = anchor_velocities(
+                    self.backbone, self.trained_guidance, self.sampler, one
+                )
 
     def update(self, batch: Sequence[Trajectory], advantages: Advantages) -> dict[str, Any]:
         """Train the rollout's steps in `updates_per_rollout` parts, with an optimizer step after each."""
         c = self.config
         rows = len(advantages.values) // self.ranks.count
-        mine = advantages.values[self.ranks.rank * rows :][:rows].to(self.ranks.device, torch.float32)
-        shares = list(zip(batch, mine.split([len(trajectory.x) for trajectory in batch]), strict=True))
-        record: dict[str, Any] = {"lr": self.optimization.learning_rate, "kl/coef": self.controller.coef}
+        mine = advantages.values[self.ranks.rank * rows :][:rows].to(
+            self.ranks.device, torch.float32
+        )
+        shares = list(
+            zip(batch, mine.split([len(trajectory.x) for trajectory in batch]), strict=True)
+        )
+        record: dict[str, Any] = {
+            "lr": self.optimization.learning_rate,
+            "kl/coef": self.controller.coef,
+        }
         total = self.no_stats()
-        for update, part in enumerate(torch.arange(batch[0].order.shape[1]).tensor_split(c.updates_per_rollout)):
+        for update, part in enumerate(
+            torch.arange(batch[0].order.shape[1]).tensor_split(c.updates_per_rollout)
+        ):
             pairs = c.gradient_accumulation_steps * len(advantages.values) * len(part)
-            goal = Objective(self.backbone, self.trained_guidance, self.sampler, c, self.controller.coef, pairs)
+            goal = Objective(
+                self.backbone, self.trained_guidance, self.sampler, c, self.controller.coef, pairs
+            )
             stats = self.no_stats()
             micro_steps = [(column, *share) for column in part.tolist() for share in shares]
             for number, (column, trajectory, advantage) in enumerate(micro_steps, 1):
@@ -223,7 +311,10 @@ class Trainer:
             if (self.step + 1) % c.gradient_accumulation_steps == 0:
                 norm = self.optimizer_step()
                 record |= {"policy/grad_norm": norm, "policy/grad_rms": self.optimization.rms(norm)}
-        counts = {"updates": self.optimization.updates, "policy/skipped_updates": self.optimization.skipped}
+        counts = {
+            "updates": self.optimization.updates,
+            "policy/skipped_updates": self.optimization.skipped,
+        }
         return record | total.record() | counts
 
     def no_stats(self) -> UpdateStats:
@@ -231,7 +322,10 @@ class Trainer:
 
     def check_first_ratio(self, stats: UpdateStats) -> None:
         """Once per run: unless the rollout's policy lags behind, the first ratio must be exactly 1, resumed or not."""
-        deviation, behind = stats.max_deviation.max().item(), self.config.lags and self.optimization.updates
+        deviation, behind = (
+            stats.max_deviation.max().item(),
+            self.config.lags and self.optimization.updates,
+        )
         if not self.ratio_checked and not behind and deviation:
             why = "another kernel, precision or batch shape"
             text = f"rollout and training run different arithmetic ({why}), and every gradient would be wrong"
@@ -246,10 +340,14 @@ class Trainer:
         if self.optimization.should_step(grad_norm, self.trained_since_update):
             self.optimization.step()
             if self.ranks.any(not self.optimization.is_finite):
-                raise self.saves.diverged(f"the weights are not finite after iteration {self.step + 1}")
+                raise self.saves.diverged(
+                    f"the weights are not finite after iteration {self.step + 1}"
+                )
             if self.anchor:
                 self.anchor.age += 1
-            self.controller.update(self.pending.mean("kl_anchor" if self.config.trust_region.anchor else "kl_rollout"))
+            self.controller.update(
+                self.pending.mean("kl_anchor" if self.config.trust_region.anchor else "kl_rollout")
+            )
         if self.optimization.skipped_in_a_row > MAX_SKIPPED:
             where = f"iteration {self.step + 1} at {self.first_nonfinite_clip()} with seed {self.config.seed}"
             times = f"{self.optimization.skipped_in_a_row} times in a row"
@@ -260,8 +358,12 @@ class Trainer:
 
     def first_nonfinite_clip(self) -> str:
         """The first clip of this optimizer step whose loss or gradient is not finite, on any rank."""
-        clips = (one[i] for one, finite in self.finite for i in (~finite).nonzero().flatten().tolist())
-        mine = next((f"{self.prompts[prompt].text!r}, clip {sample}" for prompt, sample in clips), "")
+        clips = (
+            one[i] for one, finite in self.finite for i in (~finite).nonzero().flatten().tolist()
+        )
+        mine = next(
+            (f"{self.prompts[prompt].text!r}, clip {sample}" for prompt, sample in clips), ""
+        )
         return next((text for text in self.ranks.texts(mine) if text), "the parameters")
 
     def finish_iteration(self) -> None:
@@ -287,10 +389,17 @@ class Trainer:
     def validate(self) -> None:
         if self.validation is None:
             return
-        watch, folder = Stopwatch(self.ranks.device, self.enter), self.run.validation_folder(self.step)
+        watch, folder = (
+            Stopwatch(self.ranks.device, self.enter),
+            self.run.validation_folder(self.step),
+        )
         with watch.phase("validation"), self.optimization.using(self.optimization.average):
-            record = self.validation.run(folder, lambda: self.safe_point(inside=True), self.gathered)
-        hacked = self.ranks.from_leader(lambda: "".join(self.ranks.texts(self.run.divergence(self.step))))
+            record = self.validation.run(
+                folder, lambda: self.safe_point(inside=True), self.gathered
+            )
+        hacked = self.ranks.from_leader(
+            lambda: "".join(self.ranks.texts(self.run.divergence(self.step)))
+        )
         record |= {"holdout/diverged": int(bool(hacked))} if self.config.holdout_reward else {}
         self.run.log_validation(self.step, record | watch.record())
         if self.config.stop_on_hacking and hacked:
@@ -301,9 +410,15 @@ class Trainer:
         self.guards.report("running")
         if self.logged(self.step):
             self.run.log("train", self.step, record)
-        shown = {"reward": record["reward/total"], "kl": record["kl/anchor"], "match": record.get("gold/match")}
+        shown = {
+            "reward": record["reward/total"],
+            "kl": record["kl/anchor"],
+            "match": record.get("gold/match"),
+        }
         shown["clips/h"] = 3600 * self.config.batch_size * self.ranks.count / record["time/total"]
-        bar.set_postfix({k: f"{float(f'{v:.3g}'):g}" for k, v in shown.items() if v is not None}, refresh=False)
+        bar.set_postfix(
+            {k: f"{float(f'{v:.3g}'):g}" for k, v in shown.items() if v is not None}, refresh=False
+        )
         bar.update()
 
     def logged(self, step: int) -> bool:

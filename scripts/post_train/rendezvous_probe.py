@@ -23,7 +23,9 @@ def listen(host: str, port: int, callers: int, seconds: float) -> None:
             try:
                 server.accept()[0].close()
             except TimeoutError:
-                sys.exit(f"{callers - heard} of {callers} other nodes have not reached {host}:{port} in {seconds:g} s")
+                sys.exit(
+                    f"{callers - heard} of {callers} other nodes have not reached {host}:{port} in {seconds:g} s"
+                )
             heard += 1
 
 

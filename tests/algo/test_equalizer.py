@@ -19,7 +19,9 @@ def gradient_norms(schedule: Schedule, ratio_norm: bool = False) -> torch.Tensor
         v = v.requires_grad_()
         value = schedule.log_prob(i, x, v, x_next)
         if ratio_norm:
-            value = normalized_log_ratio(value - rollout_log_prob, schedule.kl(i, v, v.detach()), schedule.std[i])
+            value = normalized_log_ratio(
+                value - rollout_log_prob, schedule.kl(i, v, v.detach()), schedule.std[i]
+            )
         (gradient,) = torch.autograd.grad(value.sum(), v)
         norms.append(gradient.norm(dim=1).mean() * ELEMENTS**0.5)
     return torch.stack(norms)
@@ -35,7 +37,9 @@ def test_gradient_norm_is_proportional_to_b_over_std(sde_type, ratio_norm):
     torch.testing.assert_close(measured, predicted, rtol=0.03, atol=0)
     noisy = schedule.stochastic
     equalised = (equalizer(schedule, ratio_norm=ratio_norm) * measured)[noisy]
-    torch.testing.assert_close(equalised, equalised.median().expand_as(equalised), rtol=0.03, atol=0)
+    torch.testing.assert_close(
+        equalised, equalised.median().expand_as(equalised), rtol=0.03, atol=0
+    )
     assert measured[noisy].max() > 5 * measured[noisy].min()  # and without it they are far apart
 
 

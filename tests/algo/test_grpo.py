@@ -17,15 +17,23 @@ NAN = math.nan
 
 
 def advantages(rewards, groups, **options):
-    return group_advantages(torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups), **options)
+    return group_advantages(
+        torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups), **options
+    )
 
 
 def test_two_groups_by_hand():
     """(1, 2, 3, 6): mean 3, population std sqrt(3.5). (0, 1): mean and std 0.5."""
     result = advantages([1.0, 2.0, 3.0, 6.0, 0.0, 1.0], [0, 0, 0, 0, 7, 7])
     expected = [-2 / 3.5**0.5, -1 / 3.5**0.5, 0.0, 3 / 3.5**0.5, -1.0, 1.0]
-    torch.testing.assert_close(result.values, torch.tensor(expected, dtype=torch.float64), rtol=1e-5, atol=0)
-    assert result.trained.all() and (result.failed, result.starved_groups, result.flat_groups) == (0, 0, 0)
+    torch.testing.assert_close(
+        result.values, torch.tensor(expected, dtype=torch.float64), rtol=1e-5, atol=0
+    )
+    assert result.trained.all() and (result.failed, result.starved_groups, result.flat_groups) == (
+        0,
+        0,
+        0,
+    )
 
 
 def test_failed_rewards_leave_the_statistics():
@@ -52,7 +60,11 @@ def test_a_group_that_failed_whole():
 def test_zero_spread_gives_no_gradient(mode):
     """0.1 three times: its mean is not exactly 0.1, and that rounding must not become an advantage."""
     result = advantages([0.1, 0.1, 0.1, NAN, 0.0, 4.0], [0, 0, 0, 0, 1, 1], advantage_std=mode)
-    assert result.values[:4].tolist() == [0.0] * 4 and not result.trained[:4].any() and result.trained[4:].all()
+    assert (
+        result.values[:4].tolist() == [0.0] * 4
+        and not result.trained[:4].any()
+        and result.trained[4:].all()
+    )
     assert (result.flat_groups, result.starved_groups, result.failed) == (1, 0, 1)
 
 
@@ -60,7 +72,9 @@ def test_one_std_for_the_batch_and_none():
     rewards, groups = [0.0, 2.0, 10.0, 20.0], [0, 0, 1, 1]
     std = torch.tensor(rewards).double().std(correction=0).item()
     batch = advantages(rewards, groups, advantage_std="batch").values
-    torch.testing.assert_close(batch, torch.tensor([-1.0, 1.0, -5.0, 5.0]).double() / std, rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        batch, torch.tensor([-1.0, 1.0, -5.0, 5.0]).double() / std, rtol=1e-5, atol=0
+    )
     plain = advantages(rewards, groups, advantage_std="none", adv_clip_max=100.0).values
     assert plain.tolist() == [-1.0, 1.0, -5.0, 5.0]
 
@@ -79,10 +93,14 @@ def test_groups_split_over_ranks():
     whole = group_advantages(rewards, groups)
     order = torch.randperm(24, generator=generator)
     for held in (order.chunk(4), order.chunk(8), order.chunk(3)):  # any split, any order
-        gathered = group_advantages(torch.cat([rewards[p] for p in held]), torch.cat([groups[p] for p in held]))
+        gathered = group_advantages(
+            torch.cat([rewards[p] for p in held]), torch.cat([groups[p] for p in held])
+        )
         torch.testing.assert_close(gathered.values, whole.values[torch.cat(held)])
         assert torch.equal(gathered.trained, whole.trained[torch.cat(held)])
-    local = group_advantages(rewards[:2], groups[:2])  # without the gather the statistics are others
+    local = group_advantages(
+        rewards[:2], groups[:2]
+    )  # without the gather the statistics are others
     assert not torch.allclose(local.values, whole.values[:2])
 
 
@@ -104,19 +122,34 @@ def test_scores_of_different_scales_count_by_their_weights_alone():
     """In each group, a is -1, +1 and b is +1, -1 of its own standard deviations."""
     scores, groups = {"a": [0.0, 2.0, 1.0, 1.02], "b": [500.0, 100.0, 0.0, -7.0]}, [0, 0, 1, 1]
     found = per_score(scores, {"a": 3.0, "b": 1.0}, groups).values
-    torch.testing.assert_close(found, torch.tensor([-0.5, 0.5, -0.5, 0.5]).double(), rtol=2e-4, atol=0)
-    summed = advantages([3 * a + b for a, b in zip(scores["a"], scores["b"], strict=True)], groups).values
-    assert summed.sign().tolist() == [1, -1, 1, -1], "in the sum, the large score drowns the small one"
+    torch.testing.assert_close(
+        found, torch.tensor([-0.5, 0.5, -0.5, 0.5]).double(), rtol=2e-4, atol=0
+    )
+    summed = advantages(
+        [3 * a + b for a, b in zip(scores["a"], scores["b"], strict=True)], groups
+    ).values
+    assert summed.sign().tolist() == [1, -1, 1, -1], (
+        "in the sum, the large score drowns the small one"
+    )
     doubled = per_score(scores, {"a": 6.0, "b": 2.0, "unused": 0}, groups).values
     torch.testing.assert_close(doubled, found)
-    torch.testing.assert_close(per_score(scores, {"b": -2.0}, groups).values, -advantages(scores["b"], groups).values)
-    assert per_score(scores, {"a": 3.0, "b": 1.0}, groups, adv_clip_max=0.25).values.abs().tolist() == [0.25] * 4
+    torch.testing.assert_close(
+        per_score(scores, {"b": -2.0}, groups).values, -advantages(scores["b"], groups).values
+    )
+    assert (
+        per_score(scores, {"a": 3.0, "b": 1.0}, groups, adv_clip_max=0.25).values.abs().tolist()
+        == [0.25] * 4
+    )
 
 
 @pytest.mark.parametrize("mode", ["group", "batch", "none"])
 def test_each_score_is_normalized_as_it_would_be_alone(mode):
     generator = torch.Generator().manual_seed(0)
-    a, b, groups = torch.randn(12, generator=generator), 40 * torch.rand(12, generator=generator), torch.arange(12) // 4
+    a, b, groups = (
+        torch.randn(12, generator=generator),
+        40 * torch.rand(12, generator=generator),
+        torch.arange(12) // 4,
+    )
     found = score_advantages({"a": a, "b": b}, {"a": 0.5, "b": 1.5}, groups, mode, 1000.0)
     if mode == "none":  # nothing is divided, so advantages add up as scores do
         expected = group_advantages(0.5 * a + 1.5 * b, groups, mode, 1000.0).values
@@ -127,20 +160,35 @@ def test_each_score_is_normalized_as_it_would_be_alone(mode):
 
 
 def test_a_rollout_that_lacks_one_score_leaves_the_statistics_of_all():
-    found = per_score({"a": [1.0, 3.0, 9.0, 5.0], "b": [2.0, 0.0, NAN, NAN]}, {"a": 1.0, "b": 0.5}, [0, 0, 0, 1])
+    found = per_score(
+        {"a": [1.0, 3.0, 9.0, 5.0], "b": [2.0, 0.0, NAN, NAN]}, {"a": 1.0, "b": 0.5}, [0, 0, 0, 1]
+    )
     third = 1 / 3
-    torch.testing.assert_close(found.values, torch.tensor([-third, third, 0, 0]).double(), rtol=1e-5, atol=1e-12)
+    torch.testing.assert_close(
+        found.values, torch.tensor([-third, third, 0, 0]).double(), rtol=1e-5, atol=1e-12
+    )
     assert found.trained.tolist() == [True, True, False, False]
     assert (found.failed, found.starved_groups, found.flat_groups) == (2, 1, 0)
-    unweighted = per_score({"a": [1.0, 3.0, 9.0, 5.0], "b": [NAN] * 4}, {"a": 1.0, "b": 0.0}, [0, 0, 0, 0])
+    unweighted = per_score(
+        {"a": [1.0, 3.0, 9.0, 5.0], "b": [NAN] * 4}, {"a": 1.0, "b": 0.0}, [0, 0, 0, 0]
+    )
     assert unweighted.failed == 0 and unweighted.trained.all()
 
 
 def test_a_flat_score_adds_nothing_and_a_group_is_flat_if_all_are():
     scores = {"a": [0.1, 0.1, 0.1, 0.1, 1.0, 2.0], "b": [0.0, 1.0, 7.0, 7.0, 3.0, 4.0]}
     found = per_score(scores, {"a": 1.0, "b": 1.0}, [0, 0, 1, 1, 2, 2])
-    torch.testing.assert_close(found.values, torch.tensor([-0.5, 0.5, 0, 0, -1, 1]).double(), rtol=1e-5, atol=1e-12)
-    assert found.flat_groups == 1 and found.trained.tolist() == [True, True, False, False, True, True]
+    torch.testing.assert_close(
+        found.values, torch.tensor([-0.5, 0.5, 0, 0, -1, 1]).double(), rtol=1e-5, atol=1e-12
+    )
+    assert found.flat_groups == 1 and found.trained.tolist() == [
+        True,
+        True,
+        False,
+        False,
+        True,
+        True,
+    ]
 
 
 def test_clipped_loss_by_hand():
@@ -152,7 +200,9 @@ def test_clipped_loss_by_hand():
     expected = torch.tensor([-1.6, -2.0, -2.2, 1.8, 2.0, 2.4], dtype=torch.float64)
     torch.testing.assert_close(loss, expected)
     loss.sum().backward()
-    torch.testing.assert_close(log_ratio.grad, torch.tensor([-1.6, -2.0, 0.0, 0.0, 2.0, 2.4], dtype=torch.float64))
+    torch.testing.assert_close(
+        log_ratio.grad, torch.tensor([-1.6, -2.0, 0.0, 0.0, 2.0, 2.4], dtype=torch.float64)
+    )
 
 
 @pytest.mark.parametrize("broken", [NAN, math.inf, 200.0, -math.inf])
@@ -171,7 +221,9 @@ def test_on_policy_gradient_is_the_policy_gradient():
 
 
 def test_objective_adds_the_kl_and_parts_add_up():
-    policy, scale, kl = (torch.tensor(values) for values in ([1.0, -2.0, 3.0], [1.0, 0.5, 2.0], [4.0, 5.0, 6.0]))
+    policy, scale, kl = (
+        torch.tensor(values) for values in ([1.0, -2.0, 3.0], [1.0, 0.5, 2.0], [4.0, 5.0, 6.0])
+    )
     whole = objective(policy, scale, kl, kl_coef=0.1, num_pairs=3)
     assert whole.item() == pytest.approx((1.0 - 1.0 + 6.0 + 0.1 * 15.0) / 3)
     parts = sum(objective(policy[p], scale[p], kl[p], 0.1, 3) for p in (slice(0, 1), slice(1, 3)))
@@ -182,12 +234,16 @@ def test_ratio_norm_takes_the_mean_away_and_the_spread_of_std():
     """Off-policy the log-ratio has mean -KL. Normalized, its mean is 0 and its std |b| rms(dv) / sqrt(D)."""
     generator = torch.Generator().manual_seed(0)
     schedule = build_schedule("sage_grpo", flow_sigmas(20, 5.0), 0.5)
-    x, v_old, noise = (torch.randn(20000, 16, generator=generator, dtype=torch.float64) for _ in range(3))
+    x, v_old, noise = (
+        torch.randn(20000, 16, generator=generator, dtype=torch.float64) for _ in range(3)
+    )
     v = v_old + 0.3
     for i in (1, 18):
         x_next, old = schedule.step(i, x, v_old, noise)
         log_ratio, kl = schedule.log_prob(i, x, v, x_next) - old, schedule.kl(i, v, v_old)
-        assert log_ratio.mean().item() == pytest.approx(-kl.mean().item(), abs=4 * log_ratio.std().item() / 20000**0.5)
+        assert log_ratio.mean().item() == pytest.approx(
+            -kl.mean().item(), abs=4 * log_ratio.std().item() / 20000**0.5
+        )
         normal = normalized_log_ratio(log_ratio, kl, schedule.std[i])
         spread = schedule.b[i].abs().item() * 0.3 / 4
         assert abs(normal.mean().item()) < 4 * spread / 20000**0.5
@@ -201,7 +257,13 @@ def test_diagnostics_by_hand():
     assert torch.equal(found["log_ratio_mean"], log_ratio)
     assert found["approx_kl"].tolist() == pytest.approx((log_ratio.exp() - 1 - log_ratio).tolist())
     assert found["clip_fraction"].tolist() == [0, 1, 1, 0, 1]
-    assert found["clip_high"].tolist() == [0, 1, 0, 0, 0] and found["clip_low"].tolist() == [0, 0, 0, 0, 1]
+    assert found["clip_high"].tolist() == [0, 1, 0, 0, 0] and found["clip_low"].tolist() == [
+        0,
+        0,
+        0,
+        0,
+        1,
+    ]
 
 
 def test_on_policy_diagnostics_are_exact():

@@ -5,10 +5,12 @@ from functools import cache
 import pytest
 import torch
 
+from research.studies.analytic import Mixture, marginal, velocity
 from sage_grpo.algo.sde import SDES, flow_sigmas
-from studies.analytic import Mixture, marginal, velocity
 
-DATA = Mixture(torch.tensor([[1.0]], dtype=torch.float64), width=0.5)  # one Gaussian, mean 1, std 0.5
+DATA = Mixture(
+    torch.tensor([[1.0]], dtype=torch.float64), width=0.5
+)  # one Gaussian, mean 1, std 0.5
 CONVERGENT = ("ode", "dance_grpo", "sage_grpo", "precise")
 
 
@@ -29,7 +31,14 @@ def linear_velocity(steps: int) -> list[tuple[float, float]]:
 def moment_errors(sigmas, a, b, std):
     """(T, 2): error of the mean, and relative error of the variance, after each step, without sampling."""
     mean, var, errors = 0.0, 1.0, []
-    rows = zip(a.tolist(), b.tolist(), std.tolist(), linear_velocity(len(a)), sigmas[1:].tolist(), strict=True)
+    rows = zip(
+        a.tolist(),
+        b.tolist(),
+        std.tolist(),
+        linear_velocity(len(a)),
+        sigmas[1:].tolist(),
+        strict=True,
+    )
     for a_i, b_i, std_i, (slope, offset), sigma in rows:
         mean = (a_i + b_i * slope) * mean + b_i * offset
         var = (a_i + b_i * slope) ** 2 * var + std_i**2
@@ -44,7 +53,9 @@ def is_first_order(worst: dict[int, float]) -> bool:
     return all(worst[t] * t < 20 for t in steps) and worst[steps[-1]] < 0.35 * worst[steps[0]]
 
 
-def worst_errors(sde_type: str, eta: float, keep=lambda sigmas: sigmas >= 0, printed_score=False) -> dict[int, float]:
+def worst_errors(
+    sde_type: str, eta: float, keep=lambda sigmas: sigmas >= 0, printed_score=False
+) -> dict[int, float]:
     worst = {}
     for steps in (200, 400, 800):
         sigmas, a, b, std = table(sde_type, steps, eta)
@@ -83,6 +94,10 @@ def test_flow_converges_at_low_noise():
 
 @pytest.mark.parametrize(("eta", "bias"), [(0.5, -0.15), (0.7, -0.28), (1.0, -0.50)])
 def test_cps_loses_final_variance_however_many_steps(eta, bias):
-    errors = {steps: moment_errors(*table("cps", steps, eta))[-1, 1].item() for steps in (800, 3200)}
+    errors = {
+        steps: moment_errors(*table("cps", steps, eta))[-1, 1].item() for steps in (800, 3200)
+    }
     assert errors[3200] == pytest.approx(bias, abs=0.02)
-    assert abs(errors[3200] - bias) < abs(errors[800] - bias)  # the bias is its limit, not a passing value
+    assert abs(errors[3200] - bias) < abs(
+        errors[800] - bias
+    )  # the bias is its limit, not a passing value

@@ -18,7 +18,9 @@ def test_the_table_measures_matches():
     steps = torch.tensor([0, 3])
     expected = -(v - target).square().mean((1, 2))
     torch.testing.assert_close(schedule.log_prob(steps, x, v, target), expected, rtol=1e-6, atol=0)
-    torch.testing.assert_close(schedule.kl(steps, v, v_ref), (v - v_ref).square().mean((1, 2)), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        schedule.kl(steps, v, v_ref), (v - v_ref).square().mean((1, 2)), rtol=1e-6, atol=0
+    )
     assert schedule.stochastic.all() and schedule.num_steps == 4
 
 
@@ -33,17 +35,26 @@ def test_states_lie_between_clip_and_noise_and_move_along_the_target():
 
 def test_awm_pushes_matches_of_good_clips_on_policy():
     """At ratio 1 the gradient is A times that of |v - target|^2."""
-    schedule, v, target = matching_schedule(flow_sigmas(2, 1.0)), drawn(2, 6).requires_grad_(), drawn(2, 6, seed=1)
+    schedule, v, target = (
+        matching_schedule(flow_sigmas(2, 1.0)),
+        drawn(2, 6).requires_grad_(),
+        drawn(2, 6, seed=1),
+    )
     advantages, step = torch.tensor([1.5, -0.5], dtype=torch.float64), torch.tensor([0, 1])
     log_prob = schedule.log_prob(step, v.detach(), v, target)
     policy_loss(log_prob - log_prob.detach(), advantages).sum().backward()
-    torch.testing.assert_close(v.grad, advantages[:, None] * 2 * (v.detach() - target) / 6, rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        v.grad, advantages[:, None] * 2 * (v.detach() - target) / 6, rtol=1e-6, atol=0
+    )
 
 
 def nft_by_hand(v, v_old, target, sigma, advantage, beta, largest):
     r = 0.5 + 0.5 * max(-1.0, min(1.0, advantage / largest))
     total = 0.0
-    for weight, guess in ((r, (1 - beta) * v_old + beta * v), (1 - r, (1 + beta) * v_old - beta * v)):
+    for weight, guess in (
+        (r, (1 - beta) * v_old + beta * v),
+        (1 - r, (1 + beta) * v_old - beta * v),
+    ):
         error = sigma * (guess - target)  # of the predicted clip
         total = total + weight * (error**2).mean() / error.abs().mean().detach()
     return total
@@ -51,7 +62,12 @@ def nft_by_hand(v, v_old, target, sigma, advantage, beta, largest):
 
 @pytest.mark.parametrize("beta", [0.1, 1.0, 2.0])
 def test_nft_is_the_papers_loss(beta):
-    v, v_old, target, sigma = drawn(4, 8), drawn(4, 8, seed=1), drawn(4, 8, seed=2), drawn(4, seed=3).abs()
+    v, v_old, target, sigma = (
+        drawn(4, 8),
+        drawn(4, 8, seed=1),
+        drawn(4, 8, seed=2),
+        drawn(4, seed=3).abs(),
+    )
     advantages = torch.tensor([2.0, -1.0, 9.0, 0.1], dtype=torch.float64)
     ours, theirs = v.clone().requires_grad_(), v.clone().requires_grad_()
     loss = nft_loss(ours, v_old, target, sigma, advantages, beta, 5.0)
@@ -78,7 +94,10 @@ def test_a_gaussian_world_moves_to_where_the_reward_is_higher(algorithm):
 
     v(x, sigma) = E[z - x0 | x] = ((sigma - (1 - sigma)) (x - (1 - sigma) m)) / (sigma^2 + (1 - sigma)^2) - m.
     """
-    generator, m = torch.Generator().manual_seed(0), torch.zeros((), dtype=torch.float64, requires_grad=True)
+    generator, m = (
+        torch.Generator().manual_seed(0),
+        torch.zeros((), dtype=torch.float64, requires_grad=True),
+    )
     schedule = matching_schedule(flow_sigmas(8, 1.0))
 
     def velocity(x, sigma, mean):

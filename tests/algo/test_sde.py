@@ -27,7 +27,10 @@ def test_equals_published_code(name):
     """Mean, std, |b| and log-prob of the flow, dance, cps and precise samplers as their own code gave them."""
     case, data = CASES[name], np.load(FIXTURES / f"{name}.npz")
     torch.testing.assert_close(
-        flow_sigmas(case["num_steps"], case["shift"]).float(), torch.tensor(data["sigmas"]), rtol=1e-6, atol=1e-7
+        flow_sigmas(case["num_steps"], case["shift"]).float(),
+        torch.tensor(data["sigmas"]),
+        rtol=1e-6,
+        atol=1e-7,
     )
     schedule = build_schedule(case["sde_type"], data["sigmas"], case["eta"])
     # published code floors the std of a deterministic last step at 1e-6; here it is 0, and the step is not trained
@@ -37,12 +40,16 @@ def test_equals_published_code(name):
     for i in case["steps"]:
         expected = {key: torch.tensor(data[f"{key}_{i}"]) for key in ("next", "mean", "logp")}
         torch.testing.assert_close(schedule.mean(i, x, v), expected["mean"], rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(schedule.log_prob(i, x, v, expected["next"]), expected["logp"], rtol=1e-5, atol=0)
+        torch.testing.assert_close(
+            schedule.log_prob(i, x, v, expected["next"]), expected["logp"], rtol=1e-5, atol=0
+        )
 
 
 def test_sage_std_of_the_default_schedule():
     std = build_schedule("sage_grpo", flow_sigmas(20, 5.0), 0.5).std
-    torch.testing.assert_close(std[:4], torch.tensor([0.556, 0.426, 0.331, 0.283]), rtol=0, atol=5e-4)
+    torch.testing.assert_close(
+        std[:4], torch.tensor([0.556, 0.426, 0.331, 0.283]), rtol=0, atol=5e-4
+    )
     assert abs(std[-1].item() - 0.080) < 5e-4
 
 
@@ -57,9 +64,13 @@ def test_sage_stays_real_where_the_clamp_of_sigma_alone_does_not():
 def test_flow_uses_the_second_sigma_at_pure_noise():
     sigmas = flow_sigmas(20, 5.0)
     first = build_schedule("flow_grpo", sigmas, 0.7).std[0].item()
-    assert first == pytest.approx(0.7 * math.sqrt((1 - sigmas[1].item()) / (1 - sigmas[1].item())), rel=1e-6)
+    assert first == pytest.approx(
+        0.7 * math.sqrt((1 - sigmas[1].item()) / (1 - sigmas[1].item())), rel=1e-6
+    )
     late = build_schedule("flow_grpo", sigmas[1:], 0.7)  # starts below 1: no substitute is needed
-    assert late.std[0].item() == pytest.approx(build_schedule("flow_grpo", sigmas, 0.7).std[1].item(), rel=1e-6)
+    assert late.std[0].item() == pytest.approx(
+        build_schedule("flow_grpo", sigmas, 0.7).std[1].item(), rel=1e-6
+    )
 
 
 def test_precise_forgets_its_start_at_pure_noise():
@@ -141,10 +152,14 @@ def test_window_runs_the_ode_outside():
     windowed = sage.window([3, 4])
     inside = torch.zeros(20, dtype=torch.bool)
     inside[3:5] = True
-    assert torch.equal(windowed.stochastic, inside) and torch.equal(sage.window(range(3, 5)).std, windowed.std)
+    assert torch.equal(windowed.stochastic, inside) and torch.equal(
+        sage.window(range(3, 5)).std, windowed.std
+    )
     for column in ("a", "b", "std"):
         assert torch.equal(getattr(windowed, column)[inside], getattr(sage, column)[inside])
-        torch.testing.assert_close(getattr(windowed, column)[~inside], getattr(ode, column)[~inside])
+        torch.testing.assert_close(
+            getattr(windowed, column)[~inside], getattr(ode, column)[~inside]
+        )
     assert not sage.window([]).stochastic.any()
 
 
@@ -153,7 +168,9 @@ def test_kl_equals_torch_distributions(sde_type):
     x, v, _, v_ref = gaussian_batch()
     schedule = build_schedule(sde_type, flow_sigmas(20, 5.0), 0.5)
     for i in schedule.stochastic.nonzero().flatten().tolist():
-        mine, other = (torch.distributions.Normal(schedule.mean(i, x, w), schedule.std[i]) for w in (v, v_ref))
+        mine, other = (
+            torch.distributions.Normal(schedule.mean(i, x, w), schedule.std[i]) for w in (v, v_ref)
+        )
         expected = torch.distributions.kl_divergence(mine, other).flatten(1).mean(1)
         torch.testing.assert_close(schedule.kl(i, v, v_ref), expected, rtol=1e-3, atol=0)
 
@@ -161,7 +178,12 @@ def test_kl_equals_torch_distributions(sde_type):
 @pytest.mark.parametrize(
     ("sde_type", "sigmas", "eta", "message"),
     [
-        ("sega_grpo", [1.0, 0.0], 0.5, "sde_type is 'sega_grpo'; choose one of sage_grpo, dance_grpo"),
+        (
+            "sega_grpo",
+            [1.0, 0.0],
+            0.5,
+            "sde_type is 'sega_grpo'; choose one of sage_grpo, dance_grpo",
+        ),
         ("sage_grpo", [1.0, 0.0], -0.1, "eta is -0.1"),
         ("sage_grpo", [1.0, 0.0], math.nan, "eta is nan"),
         ("cps", [1.0, 0.0], 1.01, "eta is 1.01 with sde_type cps"),
@@ -178,7 +200,9 @@ def test_bad_schedules_are_refused(sde_type, sigmas, eta, message):
         build_schedule(sde_type, sigmas, eta)
 
 
-@pytest.mark.parametrize(("steps", "shift", "message"), [(0, 5.0, "num_sampling_steps is 0"), (20, 0.0, "shift is 0")])
+@pytest.mark.parametrize(
+    ("steps", "shift", "message"), [(0, 5.0, "num_sampling_steps is 0"), (20, 0.0, "shift is 0")]
+)
 def test_bad_sigmas_are_refused(steps, shift, message):
     with pytest.raises(ValueError, match=message):
         flow_sigmas(steps, shift)
@@ -196,7 +220,9 @@ def schedules(draw):
 @given(schedules(), st.integers(0, 2**31))
 def test_any_valid_schedule_is_finite_and_consistent(drawn, seed):
     sde_type, schedule = drawn
-    columns = torch.stack([schedule.a, schedule.b, schedule.std, schedule.inv_std, schedule.log_norm])
+    columns = torch.stack(
+        [schedule.a, schedule.b, schedule.std, schedule.inv_std, schedule.log_norm]
+    )
     assert columns.isfinite().all() and (schedule.std >= 0).all()
     assert torch.equal(schedule.stochastic, schedule.inv_std > 0)
     if sde_type in ("precise", "cps"):
@@ -205,4 +231,8 @@ def test_any_valid_schedule_is_finite_and_consistent(drawn, seed):
     for i in range(schedule.num_steps):
         x_next, log_prob = schedule.step(i, x, v, noise)
         assert torch.equal(log_prob, schedule.log_prob(i, x, v, x_next))
-        assert x_next.isfinite().all() and log_prob.isfinite().all() and schedule.kl(i, v, v_ref).isfinite().all()
+        assert (
+            x_next.isfinite().all()
+            and log_prob.isfinite().all()
+            and schedule.kl(i, v, v_ref).isfinite().all()
+        )

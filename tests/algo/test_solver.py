@@ -40,7 +40,9 @@ def test_errors_fall_with_the_order_of_the_solver(solver, order):
     errors = []
     for n in (40, 80, 160):
         sigmas = torch.sigmoid(torch.linspace(2.5, -2.5, n + 1, dtype=torch.float64))
-        errors.append((exact(solve(sigmas, x, solver), sigmas[-1]) - exact(x, sigmas[0])).abs().max())
+        errors.append(
+            (exact(solve(sigmas, x, solver), sigmas[-1]) - exact(x, sigmas[0])).abs().max()
+        )
     for coarse, fine in pairwise(errors):
         assert 2 ** (order - 0.2) < coarse / fine < 2 ** (order + 0.2)
 
@@ -49,7 +51,8 @@ def test_second_order_is_nearer_than_euler_from_noise_to_data():
     x = torch.linspace(-2, 2, 9, dtype=torch.float64)
     for steps, share in ((20, 0.6), (40, 0.2)):
         second, euler = (
-            (solve(flow_sigmas(steps, 3.0), x, name) - exact(x, 1.0)).abs().max() for name in ("dpm", "euler")
+            (solve(flow_sigmas(steps, 3.0), x, name) - exact(x, 1.0)).abs().max()
+            for name in ("dpm", "euler")
         )
         assert second < share * euler
 
@@ -76,7 +79,9 @@ def test_repeated_levels_and_the_ends_are_euler():
     delta, factor = ode_tables(sigmas, "dpm")
     assert delta.isfinite().all() and factor.isfinite().all()
     assert delta[0, 2:].tolist() == [0, 0] and delta[1, 2:].tolist() == [0, 0]
-    assert factor[0, 0] == factor[0, 1] == factor[1, 0] == factor[1, 1] == 0  # after sigma 1, and to sigma 0
+    assert (
+        factor[0, 0] == factor[0, 1] == factor[1, 0] == factor[1, 1] == 0
+    )  # after sigma 1, and to sigma 0
     assert ode_tables(sigmas)[1].abs().max() == 0
     with pytest.raises(ValueError, match="solver is 'heun'; choose one of euler, dpm"):
         ode_tables(sigmas, "heun")

@@ -74,7 +74,9 @@ def test_velocity_kl_estimators_on_policy():
 
 def test_exact_and_logprob_agree_in_expectation_off_policy():
     generator = torch.Generator().manual_seed(0)
-    x, v_rollout, noise = (torch.randn(4000, 16, generator=generator, dtype=torch.float64) for _ in range(3))
+    x, v_rollout, noise = (
+        torch.randn(4000, 16, generator=generator, dtype=torch.float64) for _ in range(3)
+    )
     v = v_rollout + 2.0
     x_next, log_prob_rollout = SCHEDULE.step(5, x, v_rollout, noise)
     log_prob = SCHEDULE.log_prob(5, x, v, x_next)
@@ -82,7 +84,9 @@ def test_exact_and_logprob_agree_in_expectation_off_policy():
     estimate = velocity_kl("logprob", kl, log_prob, log_prob_rollout)
     exact = velocity_kl("exact", kl, log_prob, log_prob_rollout).mean().item()
     assert estimate.mean().item() == pytest.approx(exact, abs=4 * estimate.std().item() / 4000**0.5)
-    assert exact > 10 * estimate.std().item() / 4000**0.5  # the sample is large enough to tell it from 0
+    assert (
+        exact > 10 * estimate.std().item() / 4000**0.5
+    )  # the sample is large enough to tell it from 0
 
 
 def test_fixed_holds():
@@ -107,7 +111,9 @@ def test_two_stage_warms_up_linearly_and_holds():
     assert coefficients == pytest.approx([*ramp, 1e-5, 1e-5], rel=1e-12)
 
 
-@pytest.mark.parametrize(("feedback", "when_high", "when_low"), [("paper", 0.9, 1.1), ("trust_region", 1.1, 0.9)])
+@pytest.mark.parametrize(
+    ("feedback", "when_high", "when_low"), [("paper", 0.9, 1.1), ("trust_region", 1.1, 0.9)]
+)
 def test_adaptive_follows_its_rule_step_by_step(feedback, when_high, when_low):
     """Hand-kept copy of the rule: warm-up of 2, then the mean of the last 10 values against 0.5 and 1.5 x target."""
     controller = KLController(kl_warmup_steps=2, kl_feedback=feedback, kl_target=1e-4)
@@ -127,14 +133,18 @@ def test_adaptive_follows_its_rule_step_by_step(feedback, when_high, when_low):
 
 def test_the_published_rule_loosens_when_the_policy_runs_away():
     runaway = [1.0] * 60
-    published, multiplier = (KLController(kl_warmup_steps=0, kl_feedback=name) for name in ("paper", "trust_region"))
+    published, multiplier = (
+        KLController(kl_warmup_steps=0, kl_feedback=name) for name in ("paper", "trust_region")
+    )
     for kl in runaway:
         published.update(kl), multiplier.update(kl)
     assert published.coef == 1e-7 and multiplier.coef == 1e-5
 
 
 def test_state_survives_json_exactly():
-    values = [3e-4 if k < 25 else 1e-4 for k in range(60)]  # right after the cut the old values still decide
+    values = [
+        3e-4 if k < 25 else 1e-4 for k in range(60)
+    ]  # right after the cut the old values still decide
     whole, first, second = (KLController(kl_warmup_steps=7) for _ in range(3))
     expected = [whole.update(kl) for kl in values]
     head = [first.update(kl) for kl in values[:25]]
@@ -147,7 +157,10 @@ def test_state_survives_json_exactly():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"kl_schedule": "adaptiv"}, "kl_schedule is 'adaptiv'; choose one of fixed, two_stage, adaptive"),
+        (
+            {"kl_schedule": "adaptiv"},
+            "kl_schedule is 'adaptiv'; choose one of fixed, two_stage, adaptive",
+        ),
         ({"kl_feedback": "pid"}, "kl_feedback is 'pid'"),
         ({"kl_coef": 1e-4}, "kl_coef is 0.0001; it must lie between 0 and kl_weight"),
         ({"kl_min_coef": 1e-4}, "kl_min_coef is 0.0001"),

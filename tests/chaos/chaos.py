@@ -25,7 +25,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
-from sage_grpo import manifest
+from sage_grpo.files import manifest
 from sage_grpo.runs.history import read_run
 from sage_grpo.train.checkpoint import found
 from sage_grpo.train.guards import heard
@@ -82,12 +82,17 @@ class Campaign:
 
     def break_run(self, name: str, plan: Plan, tell: Callable[[Outcome], None]) -> list[str]:
         """Break a run and let it finish; returns how it differs from the unbroken one."""
-        flags, reference = [*self.flags, *LAYOUTS[plan.layout].split()], self.output / f"unbroken-{plan.layout}"
+        flags, reference = (
+            [*self.flags, *LAYOUTS[plan.layout].split()],
+            self.output / f"unbroken-{plan.layout}",
+        )
         if plan.layout not in self.paces:
             self.paces[plan.layout] = train_unbroken(Training(reference, flags, self.ranks))
         folder = self.output / name
         with own_disk(folder, any(fault.kind == "full_disk" for fault in plan.faults)) as disk:
-            chaos = Chaos(Training(folder, flags, self.ranks), self.reward, self.paces[plan.layout], disk)
+            chaos = Chaos(
+                Training(folder, flags, self.ranks), self.reward, self.paces[plan.layout], disk
+            )
             try:
                 for outcome in chaos.outcomes(plan.faults):
                     tell(outcome)
@@ -107,7 +112,9 @@ def train_unbroken(training: Training) -> tuple[float, float]:
     finally:
         training.kill_all()
     if training.launcher.returncode:
-        raise Stuck(f"the unbroken run ended with {training.launcher.returncode}: {training.said[-2000:]}")
+        raise Stuck(
+            f"the unbroken run ended with {training.launcher.returncode}: {training.said[-2000:]}"
+        )
     return start, (time.monotonic() - begun - start) / training.step
 
 
@@ -120,10 +127,18 @@ def differences(run: Path, reference: Path) -> list[str]:
         except manifest.Damaged as error:
             wrong.append(str(error))
     (*_, mine), (*_, other) = found(run / "checkpoints"), found(reference / "checkpoints")
-    for name in sorted({str(file.relative_to(p)) for p in (mine, other) for file in p.rglob("*.safetensors")}):
+    for name in sorted(
+        {str(file.relative_to(p)) for p in (mine, other) for file in p.rglob("*.safetensors")}
+    ):
         wrong += different_tensors(mine / name, other / name)
-    ours, theirs = (json.loads((path / "trainer" / "state.json").read_text()) for path in (mine, other))
-    wrong += [f"{key} of {mine / 'trainer' / 'state.json'} differs" for key in theirs if ours.get(key) != theirs[key]]
+    ours, theirs = (
+        json.loads((path / "trainer" / "state.json").read_text()) for path in (mine, other)
+    )
+    wrong += [
+        f"{key} of {mine / 'trainer' / 'state.json'} differs"
+        for key in theirs
+        if ours.get(key) != theirs[key]
+    ]
     return wrong + different_metrics(run, reference)
 
 
@@ -132,7 +147,9 @@ def different_tensors(file: Path, other: Path) -> list[str]:
         return [f"{file} or {other} is missing"]
     one, two = load_file(file), load_file(other)
     names = sorted({*one, *two})
-    return [f"{name} in {file} differs" for name in names if not same_bits(one.get(name), two.get(name))]
+    return [
+        f"{name} in {file} differs" for name in names if not same_bits(one.get(name), two.get(name))
+    ]
 
 
 def same_bits(one: Tensor | None, two: Tensor | None) -> bool:
@@ -146,8 +163,15 @@ def different_metrics(run: Path, reference: Path) -> list[str]:
 
     def numbers(folder: Path) -> dict[str, dict[str, Any]]:
         run = read_run(folder)
-        lines = [(f"{kind} {line['step']}", line) for kind in ("train", "validations") for line in getattr(run, kind)]
-        return {name: {k: v for k, v in line.items() if not k.startswith(("time", "memory"))} for name, line in lines}
+        lines = [
+            (f"{kind} {line['step']}", line)
+            for kind in ("train", "validations")
+            for line in getattr(run, kind)
+        ]
+        return {
+            name: {k: v for k, v in line.items() if not k.startswith(("time", "memory"))}
+            for name, line in lines
+        }
 
     ours, theirs = numbers(run), numbers(reference)
     names = sorted({*ours, *theirs})
@@ -155,15 +179,28 @@ def different_metrics(run: Path, reference: Path) -> list[str]:
 
 
 def table(outcomes: Sequence[Outcome], failed: Mapping[str, Sequence[str]]) -> str:
-    rows = ["| run | fault | how it ended | resumed after | seconds | bit-equal |", "|---|---|---|---:|---:|---|"]
+    rows = [
+        "| run | fault | how it ended | resumed after | seconds | bit-equal |",
+        "|---|---|---|---:|---:|---|",
+    ]
     for o in outcomes:
-        cells = [o.run, o.fault, o.ended, "" if o.resumed is None else str(o.resumed), f"{o.seconds:.1f}"]
-        rows.append("| " + " | ".join([*cells, o.wrong or ("no" if failed[o.run] else "yes")]) + " |")
+        cells = [
+            o.run,
+            o.fault,
+            o.ended,
+            "" if o.resumed is None else str(o.resumed),
+            f"{o.seconds:.1f}",
+        ]
+        rows.append(
+            "| " + " | ".join([*cells, o.wrong or ("no" if failed[o.run] else "yes")]) + " |"
+        )
     return "\n".join(rows)
 
 
 def read_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--faults", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
@@ -184,8 +221,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     outcomes: list[Outcome] = []
     failed: dict[str, list[str]] = {}
     disable_progress_bar()  # the one for writing weights
-    told, bar = heard(lambda *_: sys.exit(143), [signal.SIGTERM]), tqdm(total=args.faults, unit="fault")
-    with told, bar, serving(reward := MoodyReward()) as url:  # when told to stop, it still stops what it started
+    told, bar = (
+        heard(lambda *_: sys.exit(143), [signal.SIGTERM]),
+        tqdm(total=args.faults, unit="fault"),
+    )
+    with (
+        told,
+        bar,
+        serving(reward := MoodyReward()) as url,
+    ):  # when told to stop, it still stops what it started
 
         def tell(outcome: Outcome) -> None:
             outcomes.append(outcome)

@@ -47,7 +47,9 @@ class Fault:
 
     def __str__(self) -> str:
         who = f" {self.rank}" if self.kind.endswith("rank") else ""
-        return f"{self.kind}{who} in {self.moment}" + ("" if self.moment == "start" else f" after {self.step}")
+        return f"{self.kind}{who} in {self.moment}" + (
+            "" if self.moment == "start" else f" after {self.step}"
+        )
 
 
 @dataclass
@@ -55,7 +57,9 @@ class Outcome:
     run: str
     fault: str
     ended: str
-    resumed: int | None  # iteration after which training resumed; None: it never stopped, or the next fault came first
+    resumed: (
+        int | None
+    )  # iteration after which training resumed; None: it never stopped, or the next fault came first
     seconds: float  # from the fault until then
     wrong: str  # what should not have happened
 
@@ -67,7 +71,9 @@ class Outcome:
 class Chaos:
     """Injects faults into a run, and keeps it going."""
 
-    def __init__(self, training: Training, reward: MoodyReward, pace: tuple[float, float], disk: bool) -> None:
+    def __init__(
+        self, training: Training, reward: MoodyReward, pace: tuple[float, float], disk: bool
+    ) -> None:
         """pace: seconds of a start and of an iteration. disk: whether the run folder is on a separate disk."""
         self.training, self.reward, self.pace, self.disk = training, reward, pace, disk
 
@@ -88,7 +94,9 @@ class Chaos:
         self.newest = training.checkpoints()[-1:]
         begun, clock, spoken = time.monotonic(), time.time(), len(training.said)
         wrong = self.strike(fault, pids)
-        training.wait("the end of the ranks", lambda: self.over(fault, pids, training.said[spoken:]))
+        training.wait(
+            "the end of the ranks", lambda: self.over(fault, pids, training.said[spoken:])
+        )
         state, newest = training.status(), max(map(step_of, training.checkpoints()), default=0)
         self.relieve(pids)
         ended = self.go_on(fault, pids)
@@ -96,9 +104,13 @@ class Chaos:
             training.wait("training", lambda: len(training.starts) > starts, tended=True)
         resumed = training.starts[-1] if len(training.starts) > starts else None
         said, flight = training.said[spoken:], self.flight_records(clock)
-        wrong = wrong or broken_promise(fault, step, state, newest, None if interrupted else said, flight)
+        wrong = wrong or broken_promise(
+            fault, step, state, newest, None if interrupted else said, flight
+        )
         ended = f"{ended}{exit_codes(said)}; {state['state']}"
-        return Outcome(training.folder.name, str(fault), ended, resumed, time.monotonic() - begun, wrong)
+        return Outcome(
+            training.folder.name, str(fault), ended, resumed, time.monotonic() - begun, wrong
+        )
 
     def await_moment(self, fault: Fault) -> None:
         training = self.training
@@ -106,13 +118,17 @@ class Chaos:
         if fault.moment == "start":
             time.sleep(fault.fraction * self.pace[0])
             return
-        training.wait(f"iteration {fault.step}", lambda: training.trains_after(fault.step), tended=True)
+        training.wait(
+            f"iteration {fault.step}", lambda: training.trains_after(fault.step), tended=True
+        )
         if fault.kind == "damage":  # otherwise there would be none to fall back to
             training.wait("two checkpoints", lambda: len(training.checkpoints()) > 1, tended=True)
         if fault.moment == "save":
             training.wait("a save", training.draft_files, tended=True, pause=0.001)
             files = 1 + int(6 * fault.fraction)
-            training.wait("more of a save", lambda: not 0 < training.draft_files() < files, pause=0.001)
+            training.wait(
+                "more of a save", lambda: not 0 < training.draft_files() < files, pause=0.001
+            )
         else:
             time.sleep(fault.fraction * self.pace[1])
 
@@ -158,7 +174,11 @@ class Chaos:
         While it trains, the first one is slowed down, or it would be done before the second one has started.
         loading: it does not train yet, and the second one may be the first to do so.
         """
-        training, spoken, most = self.training, len(self.training.said), len(self.training.starts) + loading
+        training, spoken, most = (
+            self.training,
+            len(self.training.said),
+            len(self.training.starts) + loading,
+        )
         training.launcher.kill()
         training.launcher.wait()
         training.launch()
@@ -172,17 +192,27 @@ class Chaos:
         training.wait("a start that finds a run", met)
         training.send(signal.SIGCONT, *orphans)
         step = training.step
-        training.wait("an iteration beside a waiting start", lambda: training.step > step or not self.left(orphans))
+        training.wait(
+            "an iteration beside a waiting start",
+            lambda: training.step > step or not self.left(orphans),
+        )
         joined = len(training.starts) > most and self.left(orphans)
         training.send(signal.SIGKILL, *orphans)
         return "a second run joined the first" if joined else ""
 
     def start_twice(self) -> str:
         """Start two launchers; once one of their runs trains and the other one has seen it, end the other one."""
-        training, spoken, most = self.training, len(self.training.said), len(self.training.starts) + 1
+        training, spoken, most = (
+            self.training,
+            len(self.training.said),
+            len(self.training.starts) + 1,
+        )
         training.launch()
         training.launch()
-        training.wait("a start that finds a run", lambda: BUSY in training.said[spoken:] or len(training.starts) > most)
+        training.wait(
+            "a start that finds a run",
+            lambda: BUSY in training.said[spoken:] or len(training.starts) > most,
+        )
         training.wait("training", lambda: len(training.starts) >= most)
         training.wait("an iteration beside a waiting start", lambda: training.trains_after(0))
         if len(training.starts) > most:
@@ -228,21 +258,32 @@ class Chaos:
         training, newest = self.training, self.training.checkpoints()[-1:]
         if fault.kind == "full_disk":
             training.wait(
-                "the next checkpoint", lambda: not self.left(pids.values()) or training.checkpoints()[-1:] != newest
+                "the next checkpoint",
+                lambda: not self.left(pids.values()) or training.checkpoints()[-1:] != newest,
             )
             if self.left(pids.values()):
                 return f"went on ({'tmpfs' if self.disk else 'file limit'})"
         if fault.kind == "slow_disk" and self.left(pids.values()):
             return "went on"
-        training.wait("new ranks", lambda: training.ended or set(training.pids().values()) - set(pids.values()))
+        training.wait(
+            "new ranks",
+            lambda: training.ended or set(training.pids().values()) - set(pids.values()),
+        )
         if not training.ended:
-            return "one start waited" if fault.kind in ("kill_launcher", "two_starts") else "ranks restarted"
+            return (
+                "one start waited"
+                if fault.kind in ("kill_launcher", "two_starts")
+                else "ranks restarted"
+            )
         code = training.launcher.returncode
         training.launch()
         return f"launcher {code}"
 
     def flight_records(self, since: float) -> int:
-        return sum(file.stat().st_mtime >= since for file in self.training.folder.glob("flight/rank-*.json"))
+        return sum(
+            file.stat().st_mtime >= since
+            for file in self.training.folder.glob("flight/rank-*.json")
+        )
 
     def finish(self) -> None:
         """Keep the run going until it is done."""

@@ -27,9 +27,9 @@ import numpy as np
 from matplotlib.figure import Figure
 from transformers.utils.logging import disable_progress_bar
 
-from sage_grpo.flags import parse
+from sage_grpo.config.parse import parse
+from sage_grpo.files.json_files import finite
 from sage_grpo.intervals import student_95
-from sage_grpo.json_files import finite
 from sage_grpo.parallel.ranks import join_ranks
 from sage_grpo.tools.figure_style import BLUE, GREEN, ORANGE, PURPLE, STYLE
 from sage_grpo.train.build import build_trainer
@@ -41,7 +41,12 @@ FLAGS = """
     --keep_checkpoints 2 --report_to tensorboard --reward_model shapes --height 16 --width 16
     --validation_fixed_size 16x16
 """
-COLUMNS = {"rss": "memory, MB", "allocated": "allocated, MB", "files": "open files", "threads": "threads"}
+COLUMNS = {
+    "rss": "memory, MB",
+    "allocated": "allocated, MB",
+    "files": "open files",
+    "threads": "threads",
+}
 COLOURS = (BLUE, ORANGE, GREEN, PURPLE)
 BLOCK = 20  # iterations
 
@@ -66,7 +71,9 @@ def sample() -> dict[str, float]:
     """Current counts for this process, after garbage collection."""
     gc.collect()
     text = Path("/proc/self/status").read_text()
-    memory, threads = (int(re.search(rf"^{name}:\s+(\d+)", text, re.MULTILINE)[1]) for name in ("VmRSS", "Threads"))
+    memory, threads = (
+        int(re.search(rf"^{name}:\s+(\d+)", text, re.MULTILINE)[1]) for name in ("VmRSS", "Threads")
+    )
     files = len(os.listdir("/proc/self/fd")) - 1  # without the one used for listing
     return {"rss": memory / 1024, "allocated": allocated(), "files": files, "threads": threads}
 
@@ -128,22 +135,35 @@ def summary(samples: dict[str, np.ndarray]) -> dict[str, dict[str, float]]:
 
 
 def table(found: dict[str, dict[str, dict[str, float]]]) -> str:
-    rows = ["| rank | | first | last | largest | slope per 1000 iterations |", "|---|---|---:|---:|---:|---:|"]
+    rows = [
+        "| rank | | first | last | largest | slope per 1000 iterations |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
     for rank, columns in found.items():
         for name, v in columns.items():
             cells = [f"{v[key]:.1f}" for key in ("first", "last", "largest")]
-            rows.append(f"| {rank} | {COLUMNS[name]} | {' | '.join(cells)} | {v['slope']:+.2f} ± {v['half']:.2f} |")
+            rows.append(
+                f"| {rank} | {COLUMNS[name]} | {' | '.join(cells)} | {v['slope']:+.2f} ± {v['half']:.2f} |"
+            )
     return "\n".join(rows)
 
 
 def draw(runs: dict[str, dict[str, np.ndarray]], file: Path) -> None:
     with matplotlib.rc_context(fname=STYLE):
         figure = Figure(figsize=(7.5, 2.2), layout="constrained")
-        panels = {"memory, MB": ("rss", "allocated"), "open files": ("files",), "threads": ("threads",)}
+        panels = {
+            "memory, MB": ("rss", "allocated"),
+            "open files": ("files",),
+            "threads": ("threads",),
+        }
         for axes, (title, names) in zip(figure.subplots(1, 3), panels.items(), strict=True):
             for number, (rank, samples) in enumerate(runs.items()):
                 for name, style in zip(names, ("-", ":"), strict=False):
-                    words = {"color": COLOURS[number % len(COLOURS)], "linestyle": style, "linewidth": 1}
+                    words = {
+                        "color": COLOURS[number % len(COLOURS)],
+                        "linestyle": style,
+                        "linewidth": 1,
+                    }
                     label = f"rank {rank}" + (", allocated" if name == "allocated" else "")
                     axes.plot(samples["iteration"], samples[name], label=label, **words)
             axes.set_ylim(0, 1.15 * max(samples[names[0]].max() for samples in runs.values()))
@@ -154,7 +174,10 @@ def draw(runs: dict[str, dict[str, np.ndarray]], file: Path) -> None:
 
 
 def report(output: Path) -> None:
-    runs = {file.stem.removeprefix("rank-"): read_samples(file) for file in sorted(output.glob("rank-*.csv"))}
+    runs = {
+        file.stem.removeprefix("rank-"): read_samples(file)
+        for file in sorted(output.glob("rank-*.csv"))
+    }
     found = {rank: summary(samples) for rank, samples in runs.items()}
     (output / "soak.json").write_text(json.dumps(finite(found), indent=1) + "\n")
     draw(runs, output / "soak.png")
@@ -162,7 +185,9 @@ def report(output: Path) -> None:
 
 
 def read_flags(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--iterations", type=int, default=300)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--output", type=Path, default=Path("outputs/soak"))
@@ -175,18 +200,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     disable_progress_bar()  # the one for weights
     if "RANK" not in os.environ:
         if args.output.exists():
-            print(f"soak.py: --output {args.output} exists; name another folder, or delete it", file=sys.stderr)
+            print(
+                f"soak.py: --output {args.output} exists; name another folder, or delete it",
+                file=sys.stderr,
+            )
             return 2
         write_model(args.output / "model")
         if args.ranks > 1:
-            launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(args.ranks)]
+            launcher = [
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc_per_node",
+                str(args.ranks),
+            ]
             os.execv(sys.executable, [sys.executable, *launcher, __file__, *arguments])
     own = {
         "pretrained_model_root": args.output / "model",
         "output_dir": args.output / "run",
         "max_steps": args.iterations,
     }
-    if train([*FLAGS.split(), *(word for k, v in own.items() for word in (f"--{k}", str(v)))], args.output):
+    if train(
+        [*FLAGS.split(), *(word for k, v in own.items() for word in (f"--{k}", str(v)))],
+        args.output,
+    ):
         report(args.output)
     return 0
 

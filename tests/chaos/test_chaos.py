@@ -9,10 +9,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from sage_grpo import manifest
-from sage_grpo.flags import from_values
+from sage_grpo.config.parse import from_values
+from sage_grpo.environment import TOKEN_VARIABLE
+from sage_grpo.files import manifest
 from sage_grpo.parallel.ranks import Ranks
-from sage_grpo.rewards import TOKEN_VARIABLE
 from sage_grpo.train.build import build_trainer
 from tests.chaos import chaos
 from tests.chaos.faults import KINDS, Fault, broken_promise, damage
@@ -71,10 +71,14 @@ def test_one_changed_bit_is_noticed(trained, copy):
     tensors = load_file(file)
     with safe_open(file, "pt") as opened:
         metadata = opened.metadata()
-    name = sorted(name for name in tensors if name.startswith("optimizer/") and tensors[name].ndim)[5]
+    name = sorted(name for name in tensors if name.startswith("optimizer/") and tensors[name].ndim)[
+        5
+    ]
     tensors[name].view(torch.uint8).flatten()[7] ^= 1
     save_file(tensors, file, metadata)
-    files = [path for path in checkpoint.rglob("*") if path.is_file() and path.name != manifest.NAME]
+    files = [
+        path for path in checkpoint.rglob("*") if path.is_file() and path.name != manifest.NAME
+    ]
     (checkpoint / manifest.NAME).write_text(json.dumps({"files": hashes_of(checkpoint, files)}))
     assert chaos.differences(copy, trained) == [f"{name} in {file} differs"]
 
@@ -106,7 +110,11 @@ def test_damage_of_every_sort_is_noticed(trained, tmp_path):
         damage(target, random.Random(seed))
         with pytest.raises(manifest.Damaged) as error:
             manifest.check(target)
-        words |= {word for word in ("was changed", "is missing", "cannot be read") if word in str(error.value)}
+        words |= {
+            word
+            for word in ("was changed", "is missing", "cannot be read")
+            if word in str(error.value)
+        }
     assert words == {"was changed", "is missing", "cannot be read"}
 
 
@@ -141,9 +149,23 @@ def test_a_short_campaign(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv(TOKEN_VARIABLE, "the script makes its own")
     monkeypatch.setattr(chaos, "STEPS_PER_FAULT", 3)
     kinds = ["damage", "kill_launcher", "two_starts"]
-    flags = ["--faults", "3", "--seed", "24", "--ranks", "1", "--output", str(tmp_path / "out"), "--kinds", *kinds]
+    flags = [
+        "--faults",
+        "3",
+        "--seed",
+        "24",
+        "--ranks",
+        "1",
+        "--output",
+        str(tmp_path / "out"),
+        "--kinds",
+        *kinds,
+    ]
     assert chaos.main(flags) == 0, capfd.readouterr().out
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert {outcome["fault"].split()[0] for outcome in results["outcomes"]} == set(kinds)
-    assert all(outcome["resumed"] is not None or "went on" in outcome["ended"] for outcome in results["outcomes"])
+    assert all(
+        outcome["resumed"] is not None or "went on" in outcome["ended"]
+        for outcome in results["outcomes"]
+    )
     assert capfd.readouterr().out.count("| yes |") == len(kinds)

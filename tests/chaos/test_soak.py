@@ -36,7 +36,9 @@ def test_too_few_iterations_have_no_slope():
 
 def test_a_sample_sees_a_file_and_memory():
     before = soak.sample()
-    kept = np.ones(2**24)  # 128 MB asked for, and perhaps still held from earlier: 128 more from the system itself
+    kept = np.ones(
+        2**24
+    )  # 128 MB asked for, and perhaps still held from earlier: 128 more from the system itself
     region = mmap.mmap(-1, 2**27)
     np.frombuffer(region, np.uint8)[:] = 1
     with open(os.devnull) as _:

@@ -18,14 +18,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from embedded.shapes.reward import ShapesReward
-from embedded.tiny import TinyConfig, build_tiny
+from research.tiny.tiny import TinyConfig, build_tiny
+from sage_grpo.environment import TOKEN_VARIABLE
 from sage_grpo.models.backbone import Sampling
-from sage_grpo.rewards import TOKEN_VARIABLE
 from sage_grpo.rewards.base import Composite
 from sage_grpo.train.checkpoint import found
+from sage_grpo.worlds.shapes.reward import ShapesReward
 from scripts.reward_server import Limits
-from tests.extra_rewards import serving as servers
+from tests.rewards import serving as servers
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 180.0  # seconds after which a run counts as stuck; torchrun alone waits 30 for a rank that does not exit
@@ -52,8 +52,23 @@ class Training:
         self.slow = folder.with_suffix(".slow")  # while this file exists, the disk is slow
         self.launchers: dict[str, subprocess.Popen] = {}  # by mark
         self.output: list[str] = []
-        launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), "--max_restarts", "3"]
-        self.command = [sys.executable, "-m", *launcher, "post_train.py", *flags, "--output_dir", str(folder)]
+        launcher = [
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node",
+            str(ranks),
+            "--max_restarts",
+            "3",
+        ]
+        self.command = [
+            sys.executable,
+            "-m",
+            *launcher,
+            "post_train.py",
+            *flags,
+            "--output_dir",
+            str(folder),
+        ]
 
     def launch(self) -> None:
         self.mark = secrets.token_hex(8)
@@ -103,7 +118,11 @@ class Training:
                 continue
             for mark in marks if ours else ():
                 if f"{MARK}={mark}".encode() in values:
-                    living |= {(mark, int(value[5:]), int(process.name)) for value in values if value[:5] == b"RANK="}
+                    living |= {
+                        (mark, int(value[5:]), int(process.name))
+                        for value in values
+                        if value[:5] == b"RANK="
+                    }
         return living
 
     def send(self, number: signal.Signals, *pids: int) -> None:
@@ -128,7 +147,9 @@ class Training:
         if others := self.launchers.keys() - {self.mark}:
             self.kill_all(*others)
 
-    def wait(self, what: str, condition: Callable[[], T], tended: bool = False, pause: float = 0.03) -> T:
+    def wait(
+        self, what: str, condition: Callable[[], T], tended: bool = False, pause: float = 0.03
+    ) -> T:
         """Wait for the condition and return its value. tended: restart the launcher if it has exited."""
         end = time.monotonic() + PATIENCE
         while not (value := condition()):
@@ -143,7 +164,10 @@ class Training:
         """Kind and iteration of each metrics line."""
         file = self.folder / "metrics.jsonl"
         text = file.read_text() if file.is_file() else ""
-        return [(kind, int(step)) for kind, step in re.findall(r'^\{"kind": "(\w+)", "step": (\d+)', text, re.M)]
+        return [
+            (kind, int(step))
+            for kind, step in re.findall(r'^\{"kind": "(\w+)", "step": (\d+)', text, re.M)
+        ]
 
     @property
     def step(self) -> int:
@@ -161,7 +185,11 @@ class Training:
 
     def status(self) -> dict[str, Any]:
         file = self.folder / "status.json"
-        return json.loads(file.read_text()) if file.is_file() else {"state": "no status", "message": ""}
+        return (
+            json.loads(file.read_text())
+            if file.is_file()
+            else {"state": "no status", "message": ""}
+        )
 
     def checkpoints(self) -> list[Path]:
         return found(self.folder / "checkpoints")
@@ -178,7 +206,9 @@ class Training:
 def write_model(folder: Path) -> list[str]:
     """Write a miniature model and its prompts; returns the flags that name them."""
     words = sorted({word for prompt in PROMPTS for word in prompt.split()})
-    sizes = TinyConfig(heads=2, rope=(4, 6, 6), layers=2, refiner_layers=1, text_dim=32, latent_channels=4)
+    sizes = TinyConfig(
+        heads=2, rope=(4, 6, 6), layers=2, refiner_layers=1, text_dim=32, latent_channels=4
+    )
     build_tiny(0, words, sizes).save_pretrained(folder)
     sampling = Sampling(frames=5, height=32, width=32, fps=8, shift=5.0, guidance=1.0, num_steps=2)
     sampling.to_json(folder / "sampling.json")
@@ -212,7 +242,9 @@ class MoodyReward(ShapesReward):
 def serving(reward: ShapesReward) -> Iterator[str]:
     """Serve the reward; yields its address. The token is in the environment. Scores are independent of the batch."""
     os.environ[TOKEN_VARIABLE] = secrets.token_hex(32)
-    served = Composite({"shapes": reward}, dict.fromkeys(reward.names, 1.0), batch_size=1, timeout=PATIENCE)
+    served = Composite(
+        {"shapes": reward}, dict.fromkeys(reward.names, 1.0), batch_size=1, timeout=PATIENCE
+    )
     with servers.serving(served, Limits(seconds=PATIENCE), os.environ[TOKEN_VARIABLE]) as address:
         yield address
 
@@ -222,7 +254,11 @@ def own_disk(folder: Path, wanted: bool) -> Iterator[bool]:
     """Put the folder on a small tmpfs if wanted and permitted; yields whether it is. Its files are kept afterwards."""
     folder.mkdir(parents=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(folder)]
-    mounted = wanted and shutil.which("mount") and not subprocess.run(command, capture_output=True).returncode
+    mounted = (
+        wanted
+        and shutil.which("mount")
+        and not subprocess.run(command, capture_output=True).returncode
+    )
     try:
         yield bool(mounted)
     finally:

@@ -26,7 +26,11 @@ def pixels(path):
 
 @pytest.mark.parametrize("name", ["p.png", "p.bmp", "p.tiff", "p.gif", "p.webp"])
 def test_formats_give_the_same_pixels(tmp_path, name):
-    path = save(tmp_path / name, Image.fromarray(LEFT_RED), **({"lossless": True} if name == "p.webp" else {}))
+    path = save(
+        tmp_path / name,
+        Image.fromarray(LEFT_RED),
+        **({"lossless": True} if name == "p.webp" else {}),
+    )
     assert np.array_equal(pixels(path), LEFT_RED)
 
 
@@ -61,11 +65,15 @@ def test_an_animation_gives_its_first_frame(tmp_path):
 def test_a_single_pixel_fills_a_clip(tmp_path):
     path = save(tmp_path / "p.png", Image.new("RGB", (1, 1), (9, 8, 7)))
     request = Request("a", image=read_image(path, "here")).sized(16, 24)
-    assert np.array_equal(np.array(request.image.cropped()), np.broadcast_to([9, 8, 7], (16, 24, 3)))
+    assert np.array_equal(
+        np.array(request.image.cropped()), np.broadcast_to([9, 8, 7], (16, 24, 3))
+    )
 
 
 def test_the_crop_is_around_the_center(tmp_path):
-    wide = np.repeat(np.arange(40, dtype=np.uint8), 10)[None, :, None].repeat(100, 0).repeat(3, 2)  # 100 x 400
+    wide = (
+        np.repeat(np.arange(40, dtype=np.uint8), 10)[None, :, None].repeat(100, 0).repeat(3, 2)
+    )  # 100 x 400
     path = save(tmp_path / "p.png", Image.fromarray(wide))
     cropped = np.array(Request("a", image=read_image(path, "here")).sized(100, 100).image.cropped())
     assert np.array_equal(cropped, wide[:, 150:250])
@@ -105,7 +113,9 @@ def test_a_bad_image_is_one_sentence_that_names_its_line(tmp_path, name):
     make, message = BAD[name]
     make(tmp_path / "bad.png")
     (tmp_path / "p.csv").write_text("prompt,image\na boat,bad.png\n")
-    with pytest.raises(ValueError, match=rf"^\S+p\.csv line 2: the image \S+bad\.png .*({message})") as error:
+    with pytest.raises(
+        ValueError, match=rf"^\S+p\.csv line 2: the image \S+bad\.png .*({message})"
+    ) as error:
         read_requests(tmp_path / "p.csv")
     assert "\n" not in str(error.value)
 

@@ -29,7 +29,10 @@ def test_jsonl(tmp_path):
 @pytest.mark.parametrize("odd", ["\u2028", "\u0085", "\x0b", "\x0c"])
 def test_only_line_ends_end_a_line(tmp_path, odd):
     text = f"a red{odd}circle"
-    assert read_requests(write(tmp_path, "p.txt", text + "\nb\n")) == [Request(text, 0), Request("b", 1)]
+    assert read_requests(write(tmp_path, "p.txt", text + "\nb\n")) == [
+        Request(text, 0),
+        Request("b", 1),
+    ]
     assert read_requests(write(tmp_path, "p.csv", f"prompt\n{text}\n")) == [Request(text, 0)]
     line = '{"prompt": "a red\u2028circle"}'
     assert read_requests(write(tmp_path, "p.jsonl", line)) == [Request("a red\u2028circle", 0)]
@@ -42,18 +45,34 @@ def test_only_line_ends_end_a_line(tmp_path, odd):
         ("p.csv", "prompt,index\na,1\nb,1\n", "index 1 is that of 'a' and of 'b'"),
         ("p.csv", "prompt,index\na,1\nb,\n", "index 1 is that of 'a' and of 'b'"),
         ("p.csv", "text\nhello\n", "`prompt` among them"),
-        ("p.csv", "prompt,sed\nhello,1\n", r"line 2: unknown column .sed.; known are prompt, index, seed"),
-        ("p.csv", "prompt,seed\nhello,x\n", "line 2: seed is 'x'; it must be a whole number from 0"),
+        (
+            "p.csv",
+            "prompt,sed\nhello,1\n",
+            r"line 2: unknown column .sed.; known are prompt, index, seed",
+        ),
+        (
+            "p.csv",
+            "prompt,seed\nhello,x\n",
+            "line 2: seed is 'x'; it must be a whole number from 0",
+        ),
         ("p.csv", "prompt,seed\nhello,-1\n", "seed is '-1'; it must be a whole number from 0"),
         ("p.csv", "prompt,seed\n,1\n", "line 2: the prompt is missing or empty"),
         ("p.csv", "prompt\na,b\n", "unknown column"),
         ("p.csv", 'prompt,"a\nb"\na,b\n', r"unknown column 'a\\nb'"),
         ("p.csv", "prompt\n" + "a" * 200_000, "line 1: not CSV .field larger"),
-        ("p.csv", f"prompt,index\na,{2**63}\n", "index is '9223372036854775808'; it must be a whole number"),
+        (
+            "p.csv",
+            f"prompt,index\na,{2**63}\n",
+            "index is '9223372036854775808'; it must be a whole number",
+        ),
         ("p.jsonl", '{"prompt": "a", "index": [1]}', "index is 'a list'"),
         ("p.jsonl", "[" * 100_000, "line 1: not JSON"),
         ("p.jsonl", '{"prompt": "a", "index": ' + "1" * 5000 + "}", "line 1: not JSON"),
-        ("p.jsonl", '{"prompt": "a \\ud800 b"}', r"the prompt 'a \\ud800 b' holds half a character"),
+        (
+            "p.jsonl",
+            '{"prompt": "a \\ud800 b"}',
+            r"the prompt 'a \\ud800 b' holds half a character",
+        ),
         ("p.jsonl", '{"prompt": "a"}\nnonsense\n', "line 2: not JSON"),
         ("p.jsonl", "[1]\n", "expected an object"),
         ("p.jsonl", '{"prompt": 5}\n', "missing or empty"),

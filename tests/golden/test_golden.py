@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.random_wan import TINY_SAMPLING, build_tiny_wan
-from sage_grpo.flags import from_values
+from research.benchmarks.random_wan import TINY_SAMPLING, build_tiny_wan
+from sage_grpo.config.parse import from_values
 from sage_grpo.train.build import assemble
 from tests.dist import run_ranks
 from tests.train.iterations import in_fp64
@@ -42,7 +42,12 @@ RUNS = {
     "cps": {"sde_type": "cps", "sde_window": "random:2", "timestep_fraction": 0.5, "gradient_accumulation_steps": 3},
     "wan": {"use_lora": True, "guidance_scale": 2.0, "height": 32, "width": 48, "validation_fixed_size": "32x48"},
 }  # fmt: skip
-LEFT_OUT = ("time", "memory", "signal", "policy/grad_rms")  # the last one is the norm in other units
+LEFT_OUT = (
+    "time",
+    "memory",
+    "signal",
+    "policy/grad_rms",
+)  # the last one is the norm in other units
 PROMPTS = 3
 
 
@@ -55,7 +60,9 @@ def numbers_of(ranks, values):
     parameters = trainer.optimization.parameters
     before = {name: p.detach().clone() for name, p in parameters.items()}
     trainer.train()
-    found = {f"moved/{name}": (p.detach() - before[name]).norm().item() for name, p in parameters.items()}
+    found = {
+        f"moved/{name}": (p.detach() - before[name]).norm().item() for name, p in parameters.items()
+    }
     for line in map(json.loads, (trainer.run.path / "metrics.jsonl").read_text().splitlines()):
         kept = {key: value for key, value in line.items() if not key.startswith(LEFT_OUT)}
         found |= flat(kept, f"{line['kind']}{line['step']}")
@@ -72,7 +79,9 @@ def flat(value, name):
 
 def run(name, folder):
     prompts = folder / "prompts.txt"
-    prompts.write_text("\n".join((ROOT / "assets/tiny/prompts_train.txt").read_text().splitlines()[:PROMPTS]))
+    prompts.write_text(
+        "\n".join((ROOT / "assets/tiny/prompts_train.txt").read_text().splitlines()[:PROMPTS])
+    )
     places = {"output_dir": str(folder / name), "pretrained_model_root": str(ROOT / "assets/tiny")}
     places |= {"train_prompts": str(prompts), "validation_prompts": str(prompts)}
     if name == "wan":
@@ -85,11 +94,17 @@ def run(name, folder):
 
 def tolerance(name, key):
     """How far a number may differ on another platform: what rounding of its inputs makes of it."""
-    if "/reward/" in key:  # clips are uint8: a pixel that rounds the other way moves a score by as much
+    if (
+        "/reward/" in key
+    ):  # clips are uint8: a pixel that rounds the other way moves a score by as much
         return {"rel": 0, "abs": 5e-3}
-    if re.search(r"/(loss|objective|log_ratio_mean|approx_kl|ratio_max_deviation|kl_rollout|rollout)\b", key):
+    if re.search(
+        r"/(loss|objective|log_ratio_mean|approx_kl|ratio_max_deviation|kl_rollout|rollout)\b", key
+    ):
         return {"rel": 1e-3, "abs": 2e-7}  # differences of fp32 log-probabilities near 1
-    if key.startswith("moved/"):  # AdamW divides by the gradient's size; Muon orthogonalizes in bf16: 1.6 % were seen
+    if key.startswith(
+        "moved/"
+    ):  # AdamW divides by the gradient's size; Muon orthogonalizes in bf16: 1.6 % were seen
         return {"rel": 3e-2 if RUNS[name].get("optimizer") == "muon" else 1e-3, "abs": 1e-9}
     return {"rel": 1e-3, "abs": 1e-9}
 
@@ -97,7 +112,11 @@ def tolerance(name, key):
 def this_platform():
     """What decides the last bits: processor, its instructions that torch uses, and torch."""
     info = Path("/proc/cpuinfo")
-    found = re.search(r"^(?:model name|CPU part)\s*:\s*(.+)$", info.read_text() if info.is_file() else "", re.MULTILINE)
+    found = re.search(
+        r"^(?:model name|CPU part)\s*:\s*(.+)$",
+        info.read_text() if info.is_file() else "",
+        re.MULTILINE,
+    )
     cpu = found[1] if found else platform.processor()
     return f"{platform.machine()}, {cpu}, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}"
 
@@ -109,11 +128,21 @@ def digest(numbers):
 @pytest.mark.parametrize("name", RUNS)
 def test_the_numbers_have_not_changed(name, tmp_path):
     expected, found = json.loads(FILE.read_text())[name], run(name, tmp_path)
-    assert found.keys() == expected.keys(), "the metrics have changed: `make golden`, and say 'new numbers'"
-    changed = {k: (v, found[k]) for k, v in expected.items() if found[k] != pytest.approx(v, **tolerance(name, k))}
-    assert not changed, "the numbers have changed: if that is intended, `make golden`, and say 'new numbers'"
+    assert found.keys() == expected.keys(), (
+        "the metrics have changed: `make golden`, and say 'new numbers'"
+    )
+    changed = {
+        k: (v, found[k])
+        for k, v in expected.items()
+        if found[k] != pytest.approx(v, **tolerance(name, k))
+    }
+    assert not changed, (
+        "the numbers have changed: if that is intended, `make golden`, and say 'new numbers'"
+    )
     bits = json.loads(BITS.read_text()).get(this_platform(), {}).get(name)
-    assert bits in (None, digest(found)), "the last bits have changed on this platform, though within rounding"
+    assert bits in (None, digest(found)), (
+        "the last bits have changed on this platform, though within rounding"
+    )
 
 
 def test_the_runs_differ():
@@ -127,7 +156,10 @@ if __name__ == "__main__":
 
     with tempfile.TemporaryDirectory() as folder:
         written = {name: run(name, Path(folder)) for name in sys.argv[1:] or RUNS}
-    for file, new in ((FILE, written), (BITS, {this_platform(): {n: digest(found) for n, found in written.items()}})):
+    for file, new in (
+        (FILE, written),
+        (BITS, {this_platform(): {n: digest(found) for n, found in written.items()}}),
+    ):
         kept = json.loads(file.read_text()) if file.is_file() else {}
         if file == BITS:
             new = {place: kept.get(place, {}) | runs for place, runs in new.items()}

@@ -17,12 +17,18 @@ def missing():
         if not shutil.which(tool):
             return f"{tool} is not installed"
     probe = f"probe-{os.getpid()}"
-    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True, check=False)
+    made = subprocess.run(
+        ["ip", "netns", "add", probe], capture_output=True, text=True, check=False
+    )
     if made.returncode:
         return f"network namespaces are not permitted here: {made.stderr.strip()}"
-    ran = subprocess.run(["ip", "netns", "exec", probe, "true"], capture_output=True, text=True, check=False)
+    ran = subprocess.run(
+        ["ip", "netns", "exec", probe, "true"], capture_output=True, text=True, check=False
+    )
     subprocess.run(["ip", "netns", "del", probe], check=True)
-    return f"network namespaces cannot be entered here: {ran.stderr.strip()}" if ran.returncode else ""
+    return (
+        f"network namespaces cannot be entered here: {ran.stderr.strip()}" if ran.returncode else ""
+    )
 
 
 @contextmanager
@@ -30,7 +36,9 @@ def two_hosts():
     """Names of two hosts that reach each other by them, and nobody else."""
     names = [f"sage-{os.getpid()}-{letter}" for letter in "ab"]
     addresses = [f"{NETWORK}.{number}" for number in (1, 2)]
-    table = "127.0.0.1 localhost\n" + "".join(f"{a} {n}\n" for a, n in zip(addresses, names, strict=True))
+    table = "127.0.0.1 localhost\n" + "".join(
+        f"{a} {n}\n" for a, n in zip(addresses, names, strict=True)
+    )
     try:
         for name in names:
             ip("netns", "add", name)
@@ -38,7 +46,20 @@ def two_hosts():
             folder.mkdir(parents=True)
             (folder / "hosts").write_text(table)
         first, second = names
-        ip("link", "add", INTERFACE, "netns", first, "type", "veth", "peer", "name", INTERFACE, "netns", second)
+        ip(
+            "link",
+            "add",
+            INTERFACE,
+            "netns",
+            first,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            INTERFACE,
+            "netns",
+            second,
+        )
         for name, address in zip(names, addresses, strict=True):
             ip("-n", name, "addr", "add", f"{address}/24", "dev", INTERFACE)
             ip("-n", name, "link", "set", "lo", "up")
@@ -57,7 +78,9 @@ def ip(*words):
 
 def kill_all(host):
     """As if it had lost power: every process there is gone at once."""
-    found = subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True, check=False).stdout.split()
+    found = subprocess.run(
+        ["ip", "netns", "pids", host], capture_output=True, text=True, check=False
+    ).stdout.split()
     for pid in map(int, found):
         os.kill(pid, signal.SIGKILL)
     return len(found)

@@ -13,14 +13,26 @@ PDSH = "scripts/post_train/pdsh_train.sh"
 
 def environment(**settings):
     """What a launcher sees: the usual programs, this Python, and the settings; nothing else that may be set here."""
-    kept = {name: os.environ[name] for name in ("PATH", "HOME", "OMP_WAIT_POLICY") if name in os.environ}
-    return kept | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"} | {k: str(v) for k, v in settings.items()}
+    kept = {
+        name: os.environ[name] for name in ("PATH", "HOME", "OMP_WAIT_POLICY") if name in os.environ
+    }
+    return (
+        kept
+        | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+        | {k: str(v) for k, v in settings.items()}
+    )
 
 
 def launch(script, *words, cwd=ROOT, **settings):
     command = ["bash", str(ROOT / script), *map(str, words)]
     return subprocess.run(
-        command, cwd=cwd, env=environment(**settings), capture_output=True, text=True, check=False, timeout=120
+        command,
+        cwd=cwd,
+        env=environment(**settings),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
     )
 
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from sage_grpo.flags import parse
+from sage_grpo.config.parse import parse
 from sage_grpo.train.build import build_trainer
 from tests.dist import run_ranks
 from tests.launch import hosts
@@ -41,7 +41,9 @@ def train(ranks, config, output):
 
 def weights(run):
     folder = run / "checkpoints" / f"step-{STEPS:06d}"
-    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*.safetensors")}
+    return {
+        str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*.safetensors")
+    }
 
 
 def wait_for(step, run, process):
@@ -57,7 +59,9 @@ def launched(settings, said):
     """The launcher of the two hosts, ended at the latest here; what it says is added to a file."""
     command = ["bash", str(ROOT / "run_post_train_multinode.sh")]
     with said.open("a") as out:
-        launcher = subprocess.Popen(command, env=environment(**settings), stdout=out, stderr=subprocess.STDOUT)
+        launcher = subprocess.Popen(
+            command, env=environment(**settings), stdout=out, stderr=subprocess.STDOUT
+        )
         try:
             yield launcher
         finally:
@@ -82,5 +86,8 @@ def test_a_run_survives_the_loss_of_each_host(settings, tmp_path):
             assert launcher.wait(PATIENCE) == 0, said.read_text()[-3000:]
     text = said.read_text()
     assert f"{second} was lost and is started again (loss 1 of 3)" in text
-    assert f"{first} was lost, and the rendezvous with it: all nodes are started again (loss 2 of 3)" in text
+    assert (
+        f"{first} was lost, and the rendezvous with it: all nodes are started again (loss 2 of 3)"
+        in text
+    )
     assert weights(two) == weights(one) and len(weights(one)) == 2

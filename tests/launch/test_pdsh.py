@@ -10,7 +10,9 @@ import pytest
 from tests.launch.shell import PDSH, ROOT, environment, launch, program
 
 pytestmark = pytest.mark.skipif(not shutil.which("pdsh"), reason="install pdsh")
-LOST = "kill -KILL $PPID $$"  # the shell that runs the script, and the script: no exit code comes back
+LOST = (
+    "kill -KILL $PPID $$"  # the shell that runs the script, and the script: no exit code comes back
+)
 
 
 @pytest.fixture
@@ -67,21 +69,35 @@ def test_a_lost_node_is_cleared_and_started_again(nodes, tmp_path):
     wait = f"until [ -e {tmp_path}/beta.done ]; do sleep 0.1; done"
     script, settings = nodes(wait, f"[ $starts = 2 ] || {LOST}; touch {tmp_path}/beta.done")
     result = launch(PDSH, script, **settings)
-    assert result.returncode == 0 and "beta was lost and is started again (loss 1 of 3)" in result.stdout
-    assert starts(tmp_path) == [1, 2] and (tmp_path / "beta--kill").exists() and not (tmp_path / "alpha--kill").exists()
+    assert (
+        result.returncode == 0
+        and "beta was lost and is started again (loss 1 of 3)" in result.stdout
+    )
+    assert (
+        starts(tmp_path) == [1, 2]
+        and (tmp_path / "beta--kill").exists()
+        and not (tmp_path / "alpha--kill").exists()
+    )
 
 
 def test_losing_the_first_node_starts_all_again_even_if_others_failed_before(nodes, tmp_path):
     alpha = f"[ $starts = 2 ] || {{ until [ -e {tmp_path}/beta.failed ]; do sleep 0.1; done; sleep 2; {LOST}; }}"
-    script, settings = nodes(alpha, f"[ $starts = 2 ] || {{ touch {tmp_path}/beta.failed; exit 1; }}")
+    script, settings = nodes(
+        alpha, f"[ $starts = 2 ] || {{ touch {tmp_path}/beta.failed; exit 1; }}"
+    )
     result = launch(PDSH, script, **settings | {"FAIL_GRACE": 20})
     assert result.returncode == 0, result.stderr
-    assert "alpha was lost, and the rendezvous with it: all nodes are started again (loss 1 of 3)" in result.stdout
+    assert (
+        "alpha was lost, and the rendezvous with it: all nodes are started again (loss 1 of 3)"
+        in result.stdout
+    )
     assert starts(tmp_path) == [2, 2]
 
 
 def test_losses_are_counted(nodes, tmp_path):
-    script, settings = nodes(f"until [ -e {tmp_path}/alpha--kill ]; do sleep 0.1; done; exit 1", LOST)
+    script, settings = nodes(
+        f"until [ -e {tmp_path}/alpha--kill ]; do sleep 0.1; done; exit 1", LOST
+    )
     result = launch(PDSH, script, **settings | {"NODE_RESTARTS": 1})
     assert result.returncode == 255 and starts(tmp_path) == [1, 2]
     assert "pdsh_train.sh: beta was lost, after these lines:\n" in result.stderr
@@ -93,7 +109,9 @@ def test_a_signal_stops_all_nodes(nodes, tmp_path, sign):
     both = f"until [ -e {tmp_path}/$NODE_NAME--stop ]; do sleep 0.1; done; exit 75"
     script, settings = nodes(both, both)
     command = ["bash", str(ROOT / PDSH), str(script)]
-    launcher = subprocess.Popen(command, env=environment(**settings), stdout=subprocess.PIPE, text=True)
+    launcher = subprocess.Popen(
+        command, env=environment(**settings), stdout=subprocess.PIPE, text=True
+    )
     while not ((tmp_path / "alpha.starts").exists() and (tmp_path / "beta.starts").exists()):
         time.sleep(0.05)
     launcher.send_signal(sign)
@@ -104,12 +122,18 @@ def test_a_signal_stops_all_nodes(nodes, tmp_path, sign):
 def test_a_signal_ends_the_wait_for_a_lost_node(nodes, tmp_path):
     """The node is gone for good: the wall that REMOTE_SHELL runs into is a file of this test."""
     wall = program(
-        tmp_path / "bin", "reach", f'[[ $1 == alpha || ! -e {tmp_path}/wall ]] && shift && exec "$@"; exit 255'
+        tmp_path / "bin",
+        "reach",
+        f'[[ $1 == alpha || ! -e {tmp_path}/wall ]] && shift && exec "$@"; exit 255',
     )
     alpha = f"until [ -e {tmp_path}/alpha--stop ]; do sleep 0.1; done; exit 75"
-    script, settings = nodes(alpha, f"touch {tmp_path}/wall; {LOST}", REMOTE_SHELL="reach %h", PATH=wall)
+    script, settings = nodes(
+        alpha, f"touch {tmp_path}/wall; {LOST}", REMOTE_SHELL="reach %h", PATH=wall
+    )
     command = ["bash", str(ROOT / PDSH), str(script)]
-    launcher = subprocess.Popen(command, env=environment(**settings), stdout=subprocess.PIPE, text=True)
+    launcher = subprocess.Popen(
+        command, env=environment(**settings), stdout=subprocess.PIPE, text=True
+    )
     assert any("beta was lost and is started again" in line for line in launcher.stdout)
     launcher.terminate()
     assert launcher.wait(60) == 75 and starts(tmp_path) == [1, 1]
@@ -123,9 +147,7 @@ ELSEWHERE = "env -u NCCL_X -u SEED -u SAGE_REWARD_TOKEN"  # a node does not have
 @pytest.mark.parametrize("how", ["exec", "ssh"])
 def test_words_and_variables_arrive_as_they_were(nodes, tmp_path, how):
     """By ssh they pass through one more shell; a small program stands for ssh and hands them on as sshd does."""
-    save = (
-        f'printf "%s\\0" "$@" $NODE_RANK "$NCCL_X" "$SEED" "${{SAGE_REWARD_TOKEN-none}}" >{tmp_path}/$NODE_NAME.words'
-    )
+    save = f'printf "%s\\0" "$@" $NODE_RANK "$NCCL_X" "$SEED" "${{SAGE_REWARD_TOKEN-none}}" >{tmp_path}/$NODE_NAME.words'
     script, settings = nodes(save, save, PDSH_RCMD_TYPE=how, REMOTE_SHELL=ELSEWHERE)
     ssh = f'until [[ $1 != -* ]]; do shift; done; shift; exec {ELSEWHERE} sh -c "$*"'
     settings |= {"PATH": program(tmp_path / "bin", "ssh", ssh)}

@@ -75,19 +75,26 @@ def test_the_exit_code_tells_how_the_run_went(settings, tmp_path, before, act, c
         (tmp_path / "run" / "status.json").write_text(f'{{"state": "{before}"}}')
     result = launch(TRAIN, DO=act, **settings)
     assert result.returncode == code, result.stdout + result.stderr
-    assert f"localhost ends with exit code {code}" in (tmp_path / "run" / "logs" / "localhost.log").read_text()
+    assert (
+        f"localhost ends with exit code {code}"
+        in (tmp_path / "run" / "logs" / "localhost.log").read_text()
+    )
 
 
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_reaches_torchrun(settings, tmp_path, sign):
     with started(settings, tmp_path) as script:
         script.send_signal(sign)
-        assert script.wait(30) == 75 and "preempted" in (tmp_path / "run" / "status.json").read_text()
+        assert (
+            script.wait(30) == 75 and "preempted" in (tmp_path / "run" / "status.json").read_text()
+        )
 
 
 def started(settings, tmp_path):
     command = ["bash", str(ROOT / TRAIN)]
-    script = subprocess.Popen(command, env=environment(DO="wait", **settings), stdout=subprocess.DEVNULL)
+    script = subprocess.Popen(
+        command, env=environment(DO="wait", **settings), stdout=subprocess.DEVNULL
+    )
     wait_for(tmp_path / "run" / "ready.")
     return script
 
@@ -123,7 +130,12 @@ def test_a_run_folder_cannot_name_processes_of_others(settings, tmp_path, bystan
         (tmp_path / "c.yaml").write_text(f"output_dir: {tmp_path}/x\noutput_dir: BYSTANDER=here\n")
         (tmp_path / "d.yaml").write_text(f'output_dir: "{tmp_path}/x\\nBYSTANDER=here"\n')
         place = {"CONFIG": tmp_path / "c.yaml"}
-        assert launch(TRAIN, switch, DO="exit 0", **settings | {"OUTPUT_DIR": "", "CONFIG": tmp_path / "d.yaml"}).stderr
+        assert launch(
+            TRAIN,
+            switch,
+            DO="exit 0",
+            **settings | {"OUTPUT_DIR": "", "CONFIG": tmp_path / "d.yaml"},
+        ).stderr
     elif how == "variable":
         place = {"CONFIG": "configs/tiny_cpu.yaml", "OUTPUT_DIR": hostile}
     elif how == "link":
@@ -152,7 +164,12 @@ def test_a_run_in_an_oddly_named_folder_can_be_stopped(settings, tmp_path):
     with started(settings, tmp_path) as script:
         beside = settings | {"OUTPUT_DIR": odd.parent / "a 'b' \"c\" $(touch pwned) xx [x] é#"}
         assert launch(TRAIN, "--kill", **beside).returncode == 0 and script.poll() is None
-        assert launch(TRAIN, "--stop", **settings | {"OUTPUT_DIR": f"{tmp_path}//run/../{odd.name}"}).returncode == 0
+        assert (
+            launch(
+                TRAIN, "--stop", **settings | {"OUTPUT_DIR": f"{tmp_path}//run/../{odd.name}"}
+            ).returncode
+            == 0
+        )
         assert script.wait(30) == 75 and (odd / "logs" / "localhost.log").is_file()
     assert not (ROOT / "pwned").exists()
 
@@ -166,7 +183,9 @@ def test_kill_ends_what_does_not_listen(settings, tmp_path):
 def test_no_worker_outlives_torchrun(settings, tmp_path):
     assert launch(TRAIN, DO="orphan", **settings).returncode == 137
     process = Path("/proc", (tmp_path / "run" / "orphan").read_text().strip(), "cmdline")
-    assert not process.exists() or not process.read_bytes()  # nobody may have asked for its exit code yet
+    assert (
+        not process.exists() or not process.read_bytes()
+    )  # nobody may have asked for its exit code yet
 
 
 def test_a_launcher_that_ends_leaves_the_workers_of_another_alone(settings, tmp_path):
@@ -177,7 +196,10 @@ def test_a_launcher_that_ends_leaves_the_workers_of_another_alone(settings, tmp_
     other = int((tmp_path / "run" / "other").read_text())
     assert Path(f"/proc/{other}/cmdline").read_bytes() == b"sleep\x001000\x00"
     assert launch(TRAIN, "--kill", **settings).returncode == 0
-    assert not Path(f"/proc/{other}/cmdline").exists() or not Path(f"/proc/{other}/cmdline").read_bytes()
+    assert (
+        not Path(f"/proc/{other}/cmdline").exists()
+        or not Path(f"/proc/{other}/cmdline").read_bytes()
+    )
 
 
 def test_the_log_goes_on_when_nobody_reads(settings, tmp_path):
@@ -186,18 +208,26 @@ def test_the_log_goes_on_when_nobody_reads(settings, tmp_path):
     script = subprocess.Popen(command, env=environment(DO=do, **settings), stdout=subprocess.PIPE)
     script.stdout.close()
     (tmp_path / "closed").touch()
-    assert script.wait(30) == 0 and "line 3\n" in (tmp_path / "run" / "logs" / "localhost.log").read_text()
+    assert (
+        script.wait(30) == 0
+        and "line 3\n" in (tmp_path / "run" / "logs" / "localhost.log").read_text()
+    )
 
 
 def test_wrong_flags_are_refused_before_torchrun_tries_them_again_and_again(settings, tmp_path):
     result = launch(TRAIN, "--learning_rat", "1", DO="exit 0", **settings)
     assert result.returncode == 2 and not (tmp_path / "run" / "logs").exists()
-    assert result.stderr == "post_train.py: unknown flag --learning_rat; did you mean --learning_rate?\n"
+    assert (
+        result.stderr
+        == "post_train.py: unknown flag --learning_rat; did you mean --learning_rate?\n"
+    )
 
 
 def test_a_file_of_variables_is_read_on_the_node(settings, tmp_path):
     (tmp_path / "secrets").write_text("SAGE_REWARD_TOKEN=hush\n")
-    result = launch(TRAIN, DO="[[ $SAGE_REWARD_TOKEN == hush ]]", ENV_FILE=tmp_path / "secrets", **settings)
+    result = launch(
+        TRAIN, DO="[[ $SAGE_REWARD_TOKEN == hush ]]", ENV_FILE=tmp_path / "secrets", **settings
+    )
     assert result.returncode == 0 and "hush" not in result.stdout
 
 
@@ -208,17 +238,27 @@ def slurm(settings, tmp_path):
     asked = f'if [[ $1 == show ]]; then printf "n0\\nn1\\n"; else echo "$@" >{tmp_path}/asked; fi'
     path = program(tmp_path / "tools", "scontrol", asked)
     copy = shutil.copy(ROOT / "scripts/post_train/slurm.sh", tmp_path)  # as Slurm does
-    settings |= {"PATH": path, "SLURM_JOB_NODELIST": "n[0-1]", "SLURM_JOB_ID": 7, "SLURM_SUBMIT_DIR": ROOT}
+    settings |= {
+        "PATH": path,
+        "SLURM_JOB_NODELIST": "n[0-1]",
+        "SLURM_JOB_ID": 7,
+        "SLURM_SUBMIT_DIR": ROOT,
+    }
 
     def start(**more):
         return subprocess.Popen(
-            ["bash", copy], env=environment(**settings | more), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+            ["bash", copy],
+            env=environment(**settings | more),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
         )
 
     return start
 
 
-@pytest.mark.parametrize("act, code", [("exit 0", 0), ("status preempted; exit 1", 75), ("wait", 75), ("exit 1", 1)])
+@pytest.mark.parametrize(
+    "act, code", [("exit 0", 0), ("status preempted; exit 1", 75), ("wait", 75), ("exit 1", 1)]
+)
 def test_a_preempted_job_of_slurm_goes_back_into_the_queue(slurm, tmp_path, act, code):
     with slurm(DO=act) as job:
         if act == "wait":

@@ -10,13 +10,18 @@ from sage_grpo.models.attention import attention, best_attention, parted_attenti
 @pytest.fixture(autouse=True)
 def kernels_for_a_cpu(monkeypatch):
     """Split attention on the CPU: torch's kernels for the first part, plain matmuls for the remaining keys."""
-    on_gpu = {name: getattr(module, name) for name in ("_kernel", "_kernel_backward", "_products", "_add_keys")}
+    on_gpu = {
+        name: getattr(module, name)
+        for name in ("_kernel", "_kernel_backward", "_products", "_add_keys")
+    }
 
     def kernel(query, key, value):
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)
 
     def kernel_backward(*tensors):
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, 0.0, False)
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *tensors, 0.0, False
+        )
 
     def add_keys(query, key, value, out, normalizer):
         scores = query @ key.mT * query.shape[-1] ** -0.5  # (B, H, S, R)
@@ -24,15 +29,26 @@ def kernels_for_a_cpu(monkeypatch):
         weights = (scores - total[..., None]).exp()
         return out * (normalizer - total).exp()[..., None] + weights @ value, total
 
-    on_cpu = {"_kernel": kernel, "_kernel_backward": kernel_backward, "_products": torch.matmul, "_add_keys": add_keys}
+    on_cpu = {
+        "_kernel": kernel,
+        "_kernel_backward": kernel_backward,
+        "_products": torch.matmul,
+        "_add_keys": add_keys,
+    }
     for name, call in on_cpu.items():
-        either = lambda x, *others, name=name, call=call: (on_gpu[name] if x.is_cuda else call)(x, *others)  # noqa: E731
+
+        def either(x, *others, name=name, call=call):
+            return (on_gpu[name] if x.is_cuda else call)(x, *others)
+
         monkeypatch.setattr(module, name, either)
 
 
 def tensors(tokens, dtype=torch.float64):
     draw = torch.Generator().manual_seed(0)
-    return [torch.randn(2, tokens, 3, 8, generator=draw, dtype=dtype).mul(2).requires_grad_() for _ in range(4)]
+    return [
+        torch.randn(2, tokens, 3, 8, generator=draw, dtype=dtype).mul(2).requires_grad_()
+        for _ in range(4)
+    ]
 
 
 @pytest.mark.parametrize("tokens", [129, 255, 300])
@@ -62,14 +78,19 @@ def test_the_compiler_is_told_the_truth_about_the_operators(tokens):
     *inputs, gradient = tensors(tokens)
     torch.library.opcheck(parted_attention, inputs)
     out, total = parted_attention(*inputs)
-    torch.library.opcheck(module._parted_backward, [x.detach() for x in (gradient, *inputs, out, total)])
+    torch.library.opcheck(
+        module._parted_backward, [x.detach() for x in (gradient, *inputs, out, total)]
+    )
 
 
 def test_compiled_with_any_number_of_tokens_it_stays_the_same():
     compiled = torch.compile(parted_attention, dynamic=True, backend="aot_eager", fullgraph=True)
     for tokens in (300, 401):
         *inputs, gradient = tensors(tokens)
-        found, expected = (torch.autograd.grad(f(*inputs)[0], inputs, gradient) for f in (compiled, parted_attention))
+        found, expected = (
+            torch.autograd.grad(f(*inputs)[0], inputs, gradient)
+            for f in (compiled, parted_attention)
+        )
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
@@ -79,6 +100,8 @@ def test_the_kernel_that_joins_the_parts_on_a_gpu(tokens):
     *inputs, gradient = (x.detach().cuda().repeat(1, 1, 1, 16).bfloat16() for x in tensors(tokens))
     inputs = [x.requires_grad_() for x in inputs]
     whole, parted = attention(*inputs), parted_attention(*inputs)[0]
-    found, expected = ((out, *torch.autograd.grad(out, inputs, gradient)) for out in (parted, whole))
+    found, expected = (
+        (out, *torch.autograd.grad(out, inputs, gradient)) for out in (parted, whole)
+    )
     for one, other in zip(found, expected, strict=True):
         assert (one.float() - other.float()).norm() < 0.01 * other.float().norm()

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from sage_grpo.data.requests import Request
-from sage_grpo.models import open_backbone
+from sage_grpo.files.tensor_files import write_file
 from sage_grpo.models.backbone import Backbone, Guidance, Sampling
 from sage_grpo.models.lora import adapter_parameters, add_adapter, init_adapter
-from sage_grpo.tensor_files import write_file
+from sage_grpo.models.registry import open_backbone
 
 SAMPLING = Sampling(frames=9, height=32, width=48, fps=8, shift=5.0, guidance=3.5, num_steps=20)
 
@@ -36,12 +36,16 @@ def test_sampling_file_with_other_values_is_refused(tmp_path, change):
     SAMPLING.to_json(tmp_path / "sampling.json")
     values = json.loads((tmp_path / "sampling.json").read_text())
     (tmp_path / "sampling.json").write_text(json.dumps(values | change))
-    with pytest.raises(ValueError, match=rf"sampling\.json has {next(iter(change))} .*; it must be a .*number above 0"):
+    with pytest.raises(
+        ValueError,
+        match=rf"sampling\.json has {next(iter(change))} .*; it must be a .*number above 0",
+    ):
         Sampling.from_json(tmp_path / "sampling.json")
 
 
 @pytest.mark.parametrize(
-    "scale, runs", [(1.0, ["positive"]), (3.0, ["positive", "negative"]), (0.0, ["positive", "negative"])]
+    "scale, runs",
+    [(1.0, ["positive"]), (3.0, ["positive", "negative"]), (0.0, ["positive", "negative"])],
 )
 def test_the_negative_branch_runs_only_where_it_counts(scale, runs):
     seen, velocities = [], {"positive": torch.tensor([5.0]), "negative": torch.tensor([2.0])}
@@ -53,7 +57,9 @@ def test_the_negative_branch_runs_only_where_it_counts(scale, runs):
 
 @torch.no_grad()
 def velocity(backbone):
-    x = torch.randn(1, *backbone.latent_shape(5, 32, 32), generator=torch.Generator().manual_seed(0))
+    x = torch.randn(
+        1, *backbone.latent_shape(5, 32, 32), generator=torch.Generator().manual_seed(0)
+    )
     return backbone.velocity(x, 0.5, backbone.encode([Request("a red circle")])[0], Guidance())
 
 
@@ -75,9 +81,15 @@ def test_loaded_weights_start_from_the_base_model_each_time(tiny_folder, tmp_pat
             write_file(tmp_path / name / file, contents)
         backbone = open_backbone(tiny_folder)
         backbone.load_weights(tmp_path / name)
-        assert torch.equal(velocity(backbone), velocity(trained)) and not torch.equal(velocity(trained), base)
+        assert torch.equal(velocity(backbone), velocity(trained)) and not torch.equal(
+            velocity(trained), base
+        )
     lora = velocity(backbone)
-    for checkpoint, expected in ((tmp_path / "full", None), (tmp_path / "lora", lora), (tmp_path / "lora", lora)):
+    for checkpoint, expected in (
+        (tmp_path / "full", None),
+        (tmp_path / "lora", lora),
+        (tmp_path / "lora", lora),
+    ):
         backbone.load_weights(checkpoint)
         assert expected is None or torch.equal(velocity(backbone), expected)
     backbone.load_weights(None)

@@ -5,12 +5,14 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from sage_grpo.models import open_backbone
+from sage_grpo.models.registry import open_backbone
 
 
 @pytest.fixture(scope="module")
 def full_size(tmp_path_factory):
-    return open_backbone(tmp_path_factory.mktemp("models") / "absent", complete=False).architecture()
+    return open_backbone(
+        tmp_path_factory.mktemp("models") / "absent", complete=False
+    ).architecture()
 
 
 @pytest.mark.parametrize(
@@ -32,9 +34,17 @@ def test_operations_are_those_that_torch_counts(tiny_folder):
     """Operations of the blocks; the embeddings around them are left out."""
     backbone = open_backbone(tiny_folder)
     x, text = torch.randn(1, 17, 4, 8, 8), torch.randn(1, 40, 64)
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(depth=None, display=False) as counter, torch.no_grad():
+    with (
+        sdpa_kernel(SDPBackend.MATH),
+        FlopCounterMode(depth=None, display=False) as counter,
+        torch.no_grad(),
+    ):
         backbone.transformer(x, torch.tensor([500.0]), text, torch.zeros(1, 0, 16))
-    blocks = {n: c for n, c in counter.get_flop_counts().items() if "transformer_blocks" in n and n.count(".") == 2}
+    blocks = {
+        n: c
+        for n, c in counter.get_flop_counts().items()
+        if "transformer_blocks" in n and n.count(".") == 2
+    }
     counted = sum(sum(counts.values()) for counts in blocks.values())
     work = backbone.architecture().forward(4 * 8 * 8, 40)
     assert counted == pytest.approx(sum(work), rel=0.01)

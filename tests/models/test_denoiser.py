@@ -62,7 +62,11 @@ def test_compiled_blocks_of_one_tensor_keep_no_history_without_gradients(model, 
 
 
 def test_only_matrices_of_blocks_are_for_muon(model):
-    found = [name for name, parameter in model.named_parameters() if model.is_block_matrix(name, parameter)]
+    found = [
+        name
+        for name, parameter in model.named_parameters()
+        if model.is_block_matrix(name, parameter)
+    ]
     assert found == ["layers.0.0.weight", "layers.1.0.weight", "layers.2.0.weight"]
 
 

@@ -75,8 +75,12 @@ def test_requests_of_one_text_are_encoded_once(tiny_folder, tmp_path, encoded, o
     assert encoded.requests == [Request("a red circle")]
 
 
-@pytest.mark.parametrize("rank, order", [(0, [0, 1, 5, 4, 3, 2]), (1, [2, 3, 1, 0, 5, 4]), (2, [4, 5, 3, 2, 1, 0])])
-def test_a_rank_takes_its_part_and_then_what_others_leave(tiny_folder, tmp_path, encoded, rank, order, capsys):
+@pytest.mark.parametrize(
+    "rank, order", [(0, [0, 1, 5, 4, 3, 2]), (1, [2, 3, 1, 0, 5, 4]), (2, [4, 5, 3, 2, 1, 0])]
+)
+def test_a_rank_takes_its_part_and_then_what_others_leave(
+    tiny_folder, tmp_path, encoded, rank, order, capsys
+):
     """The first rank shows how far its part is: at equal speed that is how far all are."""
     open_embeddings(tiny_folder, tmp_path).prepare(SIX, rank, 3)
     assert encoded.requests == [SIX[number] for number in order]
@@ -112,17 +116,26 @@ def test_a_damaged_file_is_named_before_it_is_needed(tiny_folder, tmp_path):
         embeddings.prepare(REQUESTS)
 
 
-def test_a_file_of_another_prompt_or_encoder_is_made_again_and_said(tiny_folder, tmp_path, encoded, capsys):
+def test_a_file_of_another_prompt_or_encoder_is_made_again_and_said(
+    tiny_folder, tmp_path, encoded, capsys
+):
     first = open_embeddings(tiny_folder, tmp_path)
     expected, path = [cond.text.clone() for cond in first(REQUESTS)], first.path
     shutil.copy(path(REQUESTS[1]), path(REQUESTS[0]))  # another prompt
     values = load_file(path(REQUESTS[2]))
-    save_file(values, path(REQUESTS[2]), metadata={"prompt": REQUESTS[2].text})  # nothing says by whom
+    save_file(
+        values, path(REQUESTS[2]), metadata={"prompt": REQUESTS[2].text}
+    )  # nothing says by whom
     encoded.requests.clear()
     assert "was not made for its prompt" not in capsys.readouterr().err
     found = open_embeddings(tiny_folder, tmp_path)(REQUESTS)
     assert encoded.requests == [REQUESTS[0], REQUESTS[2]]
-    assert capsys.readouterr().err.count(f"{path(REQUESTS[0])} was not made for its prompt by this encoder") == 1
+    assert (
+        capsys.readouterr().err.count(
+            f"{path(REQUESTS[0])} was not made for its prompt by this encoder"
+        )
+        == 1
+    )
     assert all(torch.equal(old, new.text) for old, new in zip(expected, found, strict=True))
     other = open_embeddings(tiny_folder, tmp_path)
     other.folder = tmp_path / "another_encoder"
@@ -140,5 +153,7 @@ def test_a_file_with_other_tensors_is_made_again(tiny_folder, tmp_path):
 
 def test_a_cache_that_cannot_be_written_is_named(tiny_folder, tmp_path):
     (tmp_path / "taken").write_text("a file")
-    with pytest.raises(ValueError, match=r"prompt_cache: .*taken.* cannot be created .*; name another folder"):
+    with pytest.raises(
+        ValueError, match=r"prompt_cache: .*taken.* cannot be created .*; name another folder"
+    ):
         open_embeddings(tiny_folder, tmp_path / "taken").prepare(REQUESTS)

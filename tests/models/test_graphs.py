@@ -18,7 +18,9 @@ def recorded_graphs(monkeypatch):
 def network():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 2), nn.Linear(2, 2)).double()
-    model.append(nn.Linear(9, 9)).double()  # a layer that the forward never enters, as in the real models
+    model.append(
+        nn.Linear(9, 9)
+    ).double()  # a layer that the forward never enters, as in the real models
     model[0].bias.requires_grad_(False)
     model.forward = lambda x, scale: model[3](model[2](model[1](model[0](x)))) * scale[:, None]
     return model

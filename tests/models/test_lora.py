@@ -8,6 +8,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from sage_grpo.data.requests import Request
+from sage_grpo.files.tensor_files import write_file
 from sage_grpo.models.backbone import Guidance
 from sage_grpo.models.hunyuan15.backbone import Hunyuan15
 from sage_grpo.models.hunyuan15.folder import ModelFolder
@@ -22,7 +23,6 @@ from sage_grpo.models.lora import (
     load_adapter,
     target_layers,
 )
-from sage_grpo.tensor_files import write_file
 from scripts.export_checkpoint import merged
 
 NAMES = ("to_q", "add_q_proj", "to_add_out")
@@ -39,7 +39,9 @@ def add(backbone, seed=0):
 
 
 def velocity(backbone):
-    x = torch.randn(1, *backbone.latent_shape(5, 32, 32), generator=torch.Generator().manual_seed(0))
+    x = torch.randn(
+        1, *backbone.latent_shape(5, 32, 32), generator=torch.Generator().manual_seed(0)
+    )
     with torch.no_grad():
         return backbone.velocity(x, 0.5, backbone.encode([Request("a red circle")])[0], Guidance())
 
@@ -77,7 +79,9 @@ def test_an_adapter_adds_its_product_scaled_by_alpha_over_rank(backbone):
     mine = adapter_parameters(backbone.transformer)
     down, up = (mine[f"{layer_name}.lora_{part}.weight"] for part in "AB")
     up.data.fill_(0.1)
-    torch.testing.assert_close(backbone.transformer.get_submodule(layer_name)(x), before + 8 / 4 * x @ down.T @ up.T)
+    torch.testing.assert_close(
+        backbone.transformer.get_submodule(layer_name)(x), before + 8 / 4 * x @ down.T @ up.T
+    )
 
 
 def test_an_adapter_has_its_own_precision_and_leaves_other_draws_alone(backbone):
@@ -96,7 +100,9 @@ def contents(file):
     with safe_open(file, "pt") as handle:
         settings = json.loads(handle.metadata()["lora_adapter_metadata"])
         tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 - it is no dict
-    settings, tensors = ({n.removeprefix(PREFIX): v for n, v in part.items()} for part in (settings, tensors))
+    settings, tensors = (
+        {n.removeprefix(PREFIX): v for n, v in part.items()} for part in (settings, tensors)
+    )
     return settings | {"target_modules": sorted(settings["target_modules"])}, tensors
 
 
@@ -105,8 +111,12 @@ def test_a_saved_adapter_is_loaded_or_refused(backbone, tiny_folder, tmp_path):
     for parameter in adapter_parameters(backbone.transformer).values():
         parameter.data += 0.1
     write_file(tmp_path / LORA_FILE, adapter_file(backbone.transformer))
-    backbone.transformer.save_lora_adapter(tmp_path / "stock", adapter_name=POLICY, weight_name=LORA_FILE)
-    (settings, tensors), (theirs, stock) = (contents(folder / LORA_FILE) for folder in (tmp_path, tmp_path / "stock"))
+    backbone.transformer.save_lora_adapter(
+        tmp_path / "stock", adapter_name=POLICY, weight_name=LORA_FILE
+    )
+    (settings, tensors), (theirs, stock) = (
+        contents(folder / LORA_FILE) for folder in (tmp_path, tmp_path / "stock")
+    )
     assert settings == theirs and tensors.keys() == stock.keys()
     assert all(torch.equal(value, stock[name]) for name, value in tensors.items())
     other = Hunyuan15(tiny_folder)
@@ -119,15 +129,21 @@ def test_a_saved_adapter_is_loaded_or_refused(backbone, tiny_folder, tmp_path):
         load_adapter(wider.transformer, tmp_path)
 
 
-def test_stock_diffusers_loads_it_into_the_transformer_of_a_pipeline(backbone, tiny_folder, tmp_path):
+def test_stock_diffusers_loads_it_into_the_transformer_of_a_pipeline(
+    backbone, tiny_folder, tmp_path
+):
     add(backbone)
     for parameter in adapter_parameters(backbone.transformer).values():
         parameter.data += 0.1
     save(backbone, tmp_path)
     stock = Hunyuan15(tiny_folder)
     plain = velocity(stock)
-    stock.transformer.load_lora_adapter(tmp_path, weight_name=LORA_FILE)  # and the prefix that it expects
-    assert torch.equal(velocity(stock), velocity(backbone)) and not torch.equal(velocity(stock), plain)
+    stock.transformer.load_lora_adapter(
+        tmp_path, weight_name=LORA_FILE
+    )  # and the prefix that it expects
+    assert torch.equal(velocity(stock), velocity(backbone)) and not torch.equal(
+        velocity(stock), plain
+    )
 
 
 def save(backbone, folder):
@@ -138,7 +154,9 @@ def rewrite(folder, tensors=None, **settings):
     """Change a saved adapter: tensors by name, settings by name (None takes one away)."""
     old, kept = contents(folder / LORA_FILE)
     told = {name: value for name, value in (old | settings).items() if value is not None}
-    save_file(kept | (tensors or {}), folder / LORA_FILE, {"lora_adapter_metadata": json.dumps(told)})
+    save_file(
+        kept | (tensors or {}), folder / LORA_FILE, {"lora_adapter_metadata": json.dumps(told)}
+    )
 
 
 @pytest.mark.parametrize("settings, words", [
@@ -185,7 +203,10 @@ def test_a_hostile_setting_is_refused_before_peft_sees_it(backbone, tmp_path, se
     rewrite(tmp_path, **settings)
     with pytest.raises(ValueError) as caught:
         backbone.load_weights(tmp_path)
-    assert str(caught.value).startswith(f"{tmp_path / LORA_FILE} ") and len(str(caught.value).splitlines()) == 1
+    assert (
+        str(caught.value).startswith(f"{tmp_path / LORA_FILE} ")
+        and len(str(caught.value).splitlines()) == 1
+    )
 
 
 @pytest.mark.parametrize("layers", [SLOW, [SLOW], ".*", [1], None, "", {}], ids=str)
@@ -207,7 +228,9 @@ def test_only_the_tensors_say_which_layers_have_an_adapter(backbone, tiny_folder
     {f"{LAYER}.lora_magnitude_vector": torch.zeros(4)}, {"x": torch.zeros(1)},
 ], ids=lambda tensors: next(iter(tensors))[-30:])  # fmt: skip
 @pytest.mark.parametrize("told", [True, False], ids=["settings", "no settings"])
-def test_an_adapter_with_other_tensors_is_refused_in_one_sentence(backbone, tmp_path, tensors, told):
+def test_an_adapter_with_other_tensors_is_refused_in_one_sentence(
+    backbone, tmp_path, tensors, told
+):
     add(backbone)
     save(backbone, tmp_path)
     rewrite(tmp_path, tensors)
@@ -216,7 +239,10 @@ def test_an_adapter_with_other_tensors_is_refused_in_one_sentence(backbone, tmp_
     for load in (lambda folder: load_adapter(backbone.transformer, folder), backbone.load_weights):
         with pytest.raises(ValueError) as caught:
             load(tmp_path)
-        assert str(caught.value).startswith(f"{tmp_path / LORA_FILE} ") and len(str(caught.value).splitlines()) == 1
+        assert (
+            str(caught.value).startswith(f"{tmp_path / LORA_FILE} ")
+            and len(str(caught.value).splitlines()) == 1
+        )
 
 
 def test_a_merged_adapter_is_the_adapter(backbone, tiny_folder, tmp_path):

@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
-from sage_grpo.models import BACKBONES, open_backbone
 from sage_grpo.models.hunyuan15.backbone import Hunyuan15
+from sage_grpo.models.registry import BACKBONES, open_backbone
 
 
 def named(folder, name):
@@ -16,8 +16,13 @@ def named(folder, name):
     return folder
 
 
-def test_the_pipeline_that_the_folder_names_chooses_the_class(tiny_folder, tencent_folder, tmp_path, monkeypatch):
-    assert json.loads((tiny_folder / "model_index.json").read_text())["_class_name"] == "HunyuanVideo15Pipeline"
+def test_the_pipeline_that_the_folder_names_chooses_the_class(
+    tiny_folder, tencent_folder, tmp_path, monkeypatch
+):
+    assert (
+        json.loads((tiny_folder / "model_index.json").read_text())["_class_name"]
+        == "HunyuanVideo15Pipeline"
+    )
     assert isinstance(open_backbone(tiny_folder), Hunyuan15)
     assert isinstance(open_backbone(tencent_folder), Hunyuan15)  # it names none
     opened = []
@@ -37,7 +42,9 @@ def test_the_pipeline_that_the_folder_names_chooses_the_class(tiny_folder, tence
     assert opened[2:] == [((folder,), {"version": None})]
 
 
-@pytest.mark.parametrize("name", ["FluxPipeline", "os:system", "sage_grpo.models.lora:merged", None, 7, ["x"]])
+@pytest.mark.parametrize(
+    "name", ["FluxPipeline", "os:system", "sage_grpo.models.lora:merged", None, 7, ["x"]]
+)
 def test_a_folder_cannot_name_other_code(tmp_path, name):
     message = r"model_index\.json names .* choose one of HunyuanVideo15Pipeline, .*, WanPipeline$"
     with pytest.raises(ValueError, match=message):
@@ -50,14 +57,18 @@ def test_a_folder_with_a_vision_model_serves_both_tasks(i2v_folder, tiny_folder,
     assert not open_backbone(folder).sees_image
     both = open_backbone(folder, version="i2v")
     assert both.sees_image and both.architecture().image == 9
-    with pytest.raises(FileNotFoundError, match=r"lacks image_encoder/config\.json, .*, feature_extractor/"):
+    with pytest.raises(
+        FileNotFoundError, match=r"lacks image_encoder/config\.json, .*, feature_extractor/"
+    ):
         open_backbone(tiny_folder, version="i2v")
 
 
 def test_an_incomplete_folder_is_refused_before_anything_is_loaded(tiny_folder, tmp_path):
     folder = shutil.copytree(tiny_folder, tmp_path / "model")
     shutil.rmtree(folder / "text_encoder")
-    with pytest.raises(FileNotFoundError, match=r"lacks text_encoder/config\.json, text_encoder/\*\.safetensors;"):
+    with pytest.raises(
+        FileNotFoundError, match=r"lacks text_encoder/config\.json, text_encoder/\*\.safetensors;"
+    ):
         open_backbone(folder)
     assert open_backbone(folder, complete=False).sampling.frames == 9
 
@@ -66,6 +77,9 @@ def test_sizes_are_known_without_a_folder(tmp_path):
     backbone = open_backbone(tmp_path / "absent", version="720p_t2v", complete=False)
     assert (backbone.sampling.height, backbone.sampling.shift) == (720, 9.0)
     assert 8.3e9 < backbone.architecture().parameters < 8.4e9
-    assert open_backbone(tmp_path / "absent", version="480p_i2v", complete=False).architecture().image == 729
+    assert (
+        open_backbone(tmp_path / "absent", version="480p_i2v", complete=False).architecture().image
+        == 729
+    )
     other = open_backbone(tmp_path / "absent", version="wan21-1.3b", complete=False)
     assert 1.4e9 < other.architecture().parameters < 1.5e9

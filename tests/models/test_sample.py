@@ -18,7 +18,10 @@ def finished(backbone, schedule, samples, seed=3):
 
 
 def test_each_step_is_the_schedules_with_the_noise_of_its_number(tiny_folder):
-    backbone, schedule = Hunyuan15(tiny_folder), build_schedule("sage_grpo", flow_sigmas(4, 5.0), 0.5)
+    backbone, schedule = (
+        Hunyuan15(tiny_folder),
+        build_schedule("sage_grpo", flow_sigmas(4, 5.0), 0.5),
+    )
     x, noise = counter_noise(backbone.latent_shape(5, 16, 16), 3, [0, 1])
     cond, negative = backbone.encode([PROMPT, NEGATIVE])
     with torch.no_grad():
@@ -47,13 +50,18 @@ def test_any_split_of_the_clips_has_the_same_noise():
     whole, whole_noise = counter_noise((4, 3, 5), 42, range(8), **key)
     for samples in (range(3), [6], [1, 4, 7]):
         x, noise = counter_noise((4, 3, 5), 42, samples, **key)
-        assert torch.equal(x, whole[list(samples)]) and torch.equal(noise(1), whole_noise(1)[list(samples)])
+        assert torch.equal(x, whole[list(samples)]) and torch.equal(
+            noise(1), whole_noise(1)[list(samples)]
+        )
     assert not torch.equal(whole, counter_noise((4, 3, 5), 42, range(8), **key | {"prompt": 8})[0])
     assert not torch.equal(whole_noise(0), whole_noise(1))
 
 
 def test_a_clip_does_not_depend_on_its_batch(tiny_folder):
-    backbone, schedule = Hunyuan15(tiny_folder), build_schedule("sage_grpo", flow_sigmas(4, 5.0), 0.5)
+    backbone, schedule = (
+        Hunyuan15(tiny_folder),
+        build_schedule("sage_grpo", flow_sigmas(4, 5.0), 0.5),
+    )
     together = finished(backbone, schedule, [0, 1, 2])
     alone = finished(backbone, schedule, [1])
     torch.testing.assert_close(together[1:2], alone, rtol=1e-4, atol=1e-5)

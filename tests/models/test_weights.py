@@ -28,7 +28,12 @@ def draw(*shape, dtype=torch.float32):
 @pytest.fixture
 def tensors():
     numbers = torch.arange(12, dtype=torch.int64)
-    return {"a.weight": draw(6, 4), "a.bias": draw(6, dtype=torch.bfloat16), "count": torch.tensor(7.0), "n": numbers}
+    return {
+        "a.weight": draw(6, 4),
+        "a.bias": draw(6, dtype=torch.bfloat16),
+        "count": torch.tensor(7.0),
+        "n": numbers,
+    }
 
 
 def sharded(folder, tensors, size=100):
@@ -54,7 +59,9 @@ def test_shards_have_the_usual_names_and_an_index(tmp_path, tensors):
     assert index["metadata"]["total_size"] == 6 * 4 * 4 + 6 * 2 + 4 + 12 * 8
     first, second, third = (f"{STEM}-0000{i}-of-00003.safetensors" for i in (1, 2, 3))
     assert index["weight_map"] == {"a.weight": first, "a.bias": second, "count": second, "n": third}
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([first, second, third, f"{SINGLE}.index.json"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        [first, second, third, f"{SINGLE}.index.json"]
+    )
 
 
 def test_a_sharded_transformer_is_what_diffusers_loads(tiny_folder, tmp_path):
@@ -78,13 +85,22 @@ def test_saving_holds_one_shard_at_a_time(tmp_path):
             del array
 
     save_weights(tmp_path, produce(), 80)
-    assert held == [0, 1, 2, 1, 2, 1]  # two tensors a shard, written and forgotten as soon as a third is known
+    assert held == [
+        0,
+        1,
+        2,
+        1,
+        2,
+        1,
+    ]  # two tensors a shard, written and forgotten as soon as a third is known
 
 
 def test_saving_leaves_older_weights_alone(tmp_path, tensors):
     sharded(tmp_path, tensors)
     before = sorted(path.name for path in tmp_path.iterdir())
-    with pytest.raises(ValueError, match=r"already holds diffusion_pytorch_model.*; write to another folder\.$"):
+    with pytest.raises(
+        ValueError, match=r"already holds diffusion_pytorch_model.*; write to another folder\.$"
+    ):
         save_weights(tmp_path, tensors.items())
     assert before == sorted(path.name for path in tmp_path.iterdir())
 
@@ -110,7 +126,9 @@ def test_every_range_of_rows_equals_the_slice_of_the_whole(tmp_path):
         for start in range(len(tensor) + 1):
             for stop in (*range(start, len(tensor) + 1), None):
                 piece = weights.read(name, start, stop)
-                assert piece.shape == tensor[start:stop].shape and torch.equal(piece, tensor[start:stop])
+                assert piece.shape == tensor[start:stop].shape and torch.equal(
+                    piece, tensor[start:stop]
+                )
 
 
 def test_what_was_read_does_not_change_with_the_file(tmp_path):
@@ -135,7 +153,8 @@ def test_a_truncated_file_is_named(tmp_path, tensors, keep):
     path = tmp_path / SINGLE
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(
-        ValueError, match=rf"^.*{SINGLE} is not a complete safetensors file \(.*\); download it again\.$"
+        ValueError,
+        match=rf"^.*{SINGLE} is not a complete safetensors file \(.*\); download it again\.$",
     ):
         open_folder(tmp_path)
 
@@ -143,21 +162,36 @@ def test_a_truncated_file_is_named(tmp_path, tensors, keep):
 def test_a_missing_shard_is_named(tmp_path, tensors):
     shard = sharded(tmp_path, tensors) / f"{STEM}-00002-of-00003.safetensors"
     shard.unlink()
-    with pytest.raises(ValueError, match=r"-00002-of-00003\.safetensors is not a complete .* \(not a file\); download"):
+    with pytest.raises(
+        ValueError,
+        match=r"-00002-of-00003\.safetensors is not a complete .* \(not a file\); download",
+    ):
         open_folder(tmp_path)
     (tmp_path / f"{SINGLE}.index.json").unlink()
-    with pytest.raises(FileNotFoundError, match=r"^'.*' has 2 of 3 shards; download that folder again\.$"):
+    with pytest.raises(
+        FileNotFoundError, match=r"^'.*' has 2 of 3 shards; download that folder again\.$"
+    ):
         open_folder(tmp_path)
 
 
 def test_an_index_that_disagrees_with_its_files_is_refused(tmp_path, tensors):
     shard = sharded(tmp_path, tensors) / f"{STEM}-00002-of-00003.safetensors"
     save_file({"a.bias": torch.zeros(1), "extra": torch.zeros(1)}, shard)
-    with pytest.raises(ValueError, match=r"index.json disagrees with its files about count, extra; download"):
+    with pytest.raises(
+        ValueError, match=r"index.json disagrees with its files about count, extra; download"
+    ):
         open_folder(tmp_path)
 
 
-OUTSIDE = ["../other.safetensors", "/other.safetensors", "sub/other.safetensors", "other.bin", "*.safetensors", "", 7]
+OUTSIDE = [
+    "../other.safetensors",
+    "/other.safetensors",
+    "sub/other.safetensors",
+    "other.bin",
+    "*.safetensors",
+    "",
+    7,
+]
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
@@ -173,7 +207,8 @@ def test_an_index_cannot_lead_out_of_its_folder(tmp_path, tensors, name):
     index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, name)}))
     for read in (open_folder, lambda _: ModelFolder(tmp_path).part("transformer")):
         with pytest.raises(
-            ValueError, match=r"index\.json names .*, which is not a safetensors file beside it; download"
+            ValueError,
+            match=r"index\.json names .*, which is not a safetensors file beside it; download",
         ):
             read(folder)
     index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, SINGLE)}))
@@ -183,12 +218,16 @@ def test_an_index_cannot_lead_out_of_its_folder(tmp_path, tensors, name):
 def test_one_tensor_in_two_files_is_refused(tmp_path, tensors):
     save_weights(tmp_path, tensors.items())
     save_file({"count": torch.tensor(8.0)}, tmp_path / f"{STEM}.fp16.safetensors")
-    with pytest.raises(ValueError, match=r"^count is in both .* and .*; keep one of these files\.$"):
+    with pytest.raises(
+        ValueError, match=r"^count is in both .* and .*; keep one of these files\.$"
+    ):
         open_folder(tmp_path)
 
 
 def test_a_folder_without_weights_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"^'.*' has no \*\.safetensors; download that folder again\.$"):
+    with pytest.raises(
+        FileNotFoundError, match=r"^'.*' has no \*\.safetensors; download that folder again\.$"
+    ):
         open_folder(tmp_path)
 
 
@@ -214,16 +253,22 @@ def test_a_model_gets_its_weights_in_the_precision_asked_for(tmp_path, device):
         model = nn.Linear(3, 2, dtype=torch.float64)
     before = model.weight
     load_model(model, open_folder(tmp_path), "cpu", torch.float64)
-    assert torch.equal(model.weight, source.weight.double()) and torch.equal(model.bias, source.bias.double())
+    assert torch.equal(model.weight, source.weight.double()) and torch.equal(
+        model.bias, source.bias.double()
+    )
     assert model.weight.requires_grad and (model.weight is before) == (device == "cpu")
 
 
-def test_a_transformer_with_an_extra_tensor_is_refused_before_anything_is_loaded(tiny_folder, tmp_path):
+def test_a_transformer_with_an_extra_tensor_is_refused_before_anything_is_loaded(
+    tiny_folder, tmp_path
+):
     folder = shutil.copytree(tiny_folder, tmp_path / "model")
     path = folder / "transformer" / SINGLE
     save_file(load_file(path) | {"guidance_in.weight": torch.zeros(1)}, path)
     with torch.device("meta"):
-        model = HunyuanVideo15Transformer3DModel.from_config(json.loads((path.parent / "config.json").read_text()))
+        model = HunyuanVideo15Transformer3DModel.from_config(
+            json.loads((path.parent / "config.json").read_text())
+        )
     with pytest.raises(ValueError, match=r"of its tensors 1 unexpected \(guidance_in\.weight\)\.$"):
         load_model(model, ModelFolder(folder).weights("transformer"), "cpu", torch.float32)
     assert all(parameter.is_meta for parameter in model.parameters())
@@ -250,4 +295,6 @@ def test_a_rank_of_a_sharded_model_reads_its_own_rows_and_no_more(tiny_folder):
     plain = Hunyuan15(tiny_folder).transformer.state_dict()
     for read, total, weights in run_ranks(2, fill, tiny_folder, sharded=True):
         assert 0.45 * total < read < 0.55 * total
-        assert weights.keys() == plain.keys() and all(torch.equal(weights[name], plain[name]) for name in plain)
+        assert weights.keys() == plain.keys() and all(
+            torch.equal(weights[name], plain[name]) for name in plain
+        )

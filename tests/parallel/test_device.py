@@ -10,7 +10,8 @@ import generate
 import post_train
 from sage_grpo.parallel import device
 from sage_grpo.parallel.ranks import join_ranks
-from sage_grpo.tools import doctor, evaluate
+from sage_grpo.tools import evaluate
+from sage_grpo.tools.doctor import __main__ as doctor
 from tests.programs import exit_code
 
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\nGCC version: gcc 11.4.0\n"
@@ -29,14 +30,19 @@ def large(tiny_folder, tmp_path):
     folder = tmp_path / "large"
     shutil.copytree(tiny_folder, folder)
     config = json.loads((folder / "transformer" / "config.json").read_text())
-    (folder / "transformer" / "config.json").write_text(json.dumps(config | {"num_attention_heads": 256}))
+    (folder / "transformer" / "config.json").write_text(
+        json.dumps(config | {"num_attention_heads": 256})
+    )
     return folder
 
 
 def sentence(capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert "no GPU can be used: " in line and "give --device cpu" in line
-    assert f"torch {torch.__version__} for CUDA {torch.version.cuda or 'none'}" in line and "NVIDIA driver " in line
+    assert (
+        f"torch {torch.__version__} for CUDA {torch.version.cuda or 'none'}" in line
+        and "NVIDIA driver " in line
+    )
     return line
 
 
@@ -44,22 +50,35 @@ def test_training_a_large_model_on_a_cpu_is_refused(large, tmp_path, capsys):
     flags = ["--pretrained_model_root", str(large), "--output_dir", str(tmp_path / "run")]
     assert post_train.main(flags) == 2 and sentence(capsys).startswith("post_train.py: ")
     assert not (tmp_path / "run").exists()
-    assert post_train.main([*flags, "--device", "cpu"]) == 2  # the weights are not those of the configuration
+    assert (
+        post_train.main([*flags, "--device", "cpu"]) == 2
+    )  # the weights are not those of the configuration
     assert "no GPU" not in capsys.readouterr().err
 
 
 def test_so_are_sampling_and_the_tools(large, tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
-        generate.main(["--model_path", str(large), "--prompt", "a red circle", "--output_path", str(tmp_path)])
+        generate.main(
+            ["--model_path", str(large), "--prompt", "a red circle", "--output_path", str(tmp_path)]
+        )
     assert stop.value.code == 2 and sentence(capsys).startswith("generate.py: ")
     flags = ["--pretrained_model_root", str(large), "--output", str(tmp_path / "out")]
     assert exit_code(doctor.main, flags) == 2 and sentence(capsys).startswith("doctor: ")
     for words in ([], ["--checkpoints", str(tmp_path)]):
-        assert exit_code(evaluate.main, [*flags, *words]) == 2 and sentence(capsys).startswith("evaluate: ")
+        assert exit_code(evaluate.main, [*flags, *words]) == 2 and sentence(capsys).startswith(
+            "evaluate: "
+        )
 
 
 def test_a_gpu_that_was_asked_for_must_be_there(tiny_folder, tmp_path, capsys):
-    flags = ["--pretrained_model_root", str(tiny_folder), "--output_dir", str(tmp_path / "run"), "--device", "cuda"]
+    flags = [
+        "--pretrained_model_root",
+        str(tiny_folder),
+        "--output_dir",
+        str(tmp_path / "run"),
+        "--device",
+        "cuda",
+    ]
     assert post_train.main(flags) == 2 and sentence(capsys)
     with pytest.raises(ValueError, match="no GPU can be used"), join_ranks(1.0, device_type="cuda"):
         pass
@@ -78,7 +97,9 @@ def test_a_gpu_is_used_unless_the_cpu_was_asked_for(monkeypatch):
     assert found == ["cuda", "cuda", "cpu"]
 
 
-@pytest.mark.parametrize("text, version", [(OPEN, "580.65.06"), (CLOSED, "535.183.01"), (None, "none")])
+@pytest.mark.parametrize(
+    "text, version", [(OPEN, "580.65.06"), (CLOSED, "535.183.01"), (None, "none")]
+)
 def test_the_driver_is_the_one_that_the_kernel_runs(monkeypatch, tmp_path, text, version):
     monkeypatch.setattr(device, "DRIVER", tmp_path / "version")
     if text:
@@ -115,4 +136,6 @@ def test_the_reason_is_torchs_own(monkeypatch, visible, said, reason):
 
 def test_a_torch_without_cuda_is_named(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert device.why_no_gpu() == "this torch is built without CUDA" and device.versions().endswith(" for CUDA none")
+    assert device.why_no_gpu() == "this torch is built without CUDA" and device.versions().endswith(
+        " for CUDA none"
+    )

@@ -32,7 +32,12 @@ def parts(ranks):
     weight = sharded[0].weight
     start, stop = rows(weight)
     again = shard_like(weight, local_shard(weight).detach().clone())
-    return (start, stop), local_shard(weight).detach(), full_tensor(weight).detach(), full_tensor(again)
+    return (
+        (start, stop),
+        local_shard(weight).detach(),
+        full_tensor(weight).detach(),
+        full_tensor(again),
+    )
 
 
 def test_each_rank_has_its_rows_and_all_have_the_whole():
@@ -55,7 +60,10 @@ def outputs(ranks):
         copy_into(dict(sharded.named_parameters()), doubled)
         seen.append(sharded(x))
         with gathered(sharded, wanted=False):
-            copy_into(dict(sharded.named_parameters()), {name: value / 2 for name, value in doubled.items()})
+            copy_into(
+                dict(sharded.named_parameters()),
+                {name: value / 2 for name, value in doubled.items()},
+            )
             seen.append(sharded(x))
     return seen
 
@@ -68,7 +76,11 @@ def test_changed_weights_are_seen_by_the_next_forward():
             parameter.mul_(2)
         after = plain(x)
     for first, second, third, fourth in run_ranks(2, outputs, sharded=True):
-        assert torch.equal(first, before) and torch.equal(second, before) and torch.equal(fourth, before)
+        assert (
+            torch.equal(first, before)
+            and torch.equal(second, before)
+            and torch.equal(fourth, before)
+        )
         assert torch.equal(third, after) and not torch.equal(after, before)
 
 

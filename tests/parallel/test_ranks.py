@@ -28,7 +28,9 @@ def talk(ranks):
         "texts": ranks.texts(f"group {ranks.rank}"),
         "leader": ranks.from_leader(lambda: f"leader {ranks.rank}, {ranks.sp_rank}"),
         "error": error,
-        "shared": ranks.shared([1, 2, 3], lambda items: [(ranks.sp_rank, 10 * item) for item in items]),
+        "shared": ranks.shared(
+            [1, 2, 3], lambda items: [(ranks.sp_rank, 10 * item) for item in items]
+        ),
         "gradient": parameter.grad.tolist(),
     }
 
@@ -60,7 +62,9 @@ def test_layouts_that_do_not_divide_are_refused(world, sp_size, sharded, replica
         check_layout(world, sp_size, sharded, replicas)
 
 
-@pytest.mark.parametrize("layout", [(64, 2, True, 8), (8, 8, True, 1), (1, 1, True, 1), (4, 2, True, 2)])
+@pytest.mark.parametrize(
+    "layout", [(64, 2, True, 8), (8, 8, True, 1), (1, 1, True, 1), (4, 2, True, 2)]
+)
 def test_layouts_that_divide_pass(layout):
     check_layout(*layout)
 
@@ -70,11 +74,16 @@ def test_more_processes_than_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for name, value in (("WORLD_SIZE", "2"), ("RANK", "1"), ("LOCAL_RANK", "1")):
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match="process 2 of this machine finds 1 GPUs; start fewer"), join_ranks(1.0):
+    with (
+        pytest.raises(ValueError, match="process 2 of this machine finds 1 GPUs; start fewer"),
+        join_ranks(1.0),
+    ):
         pass
 
 
-@pytest.mark.parametrize("device, count, ended", [("cuda", 2, [1]), ("cuda", 1, []), ("cpu", 2, [])])
+@pytest.mark.parametrize(
+    "device, count, ended", [("cuda", 2, [1]), ("cuda", 1, []), ("cpu", 2, [])]
+)
 def test_a_failed_rank_does_not_wait_for_nccl(monkeypatch, device, count, ended):
     codes = []
     monkeypatch.setattr(os, "_exit", codes.append)

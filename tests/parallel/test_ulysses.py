@@ -23,11 +23,17 @@ def spread(ranks, folder, text_tokens, glyph_tokens, recomputed):
     model.split_sequence(ranks.sequence_group)
     model.prepare_blocks(recomputed, keep_attention=recomputed > 0)
     timestep = torch.tensor([978.26, 31.5])
-    x, text, glyph = draw(2, 17, *GRID, seed=1), draw(1, text_tokens, 64, seed=2), draw(1, glyph_tokens, 16, seed=3)
+    x, text, glyph = (
+        draw(2, 17, *GRID, seed=1),
+        draw(1, text_tokens, 64, seed=2),
+        draw(1, glyph_tokens, 16, seed=3),
+    )
     velocity = model(x, timestep, text, glyph)
     (velocity * draw(*velocity.shape, seed=5)).sum().backward()
     ranks.sum_gradients(model.parameters())
-    return velocity.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return velocity.detach(), {
+        name: p.grad for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 @pytest.mark.parametrize("world, text_tokens, glyph_tokens, recomputed", [
@@ -36,7 +42,9 @@ def spread(ranks, folder, text_tokens, glyph_tokens, recomputed):
     (4, 3, 0, 1.0),  # the last rank has no text
     (4, 1, 0, 0.5),
 ])  # fmt: skip
-def test_ranks_give_the_velocity_and_gradients_of_one(tiny_folder, world, text_tokens, glyph_tokens, recomputed):
+def test_ranks_give_the_velocity_and_gradients_of_one(
+    tiny_folder, world, text_tokens, glyph_tokens, recomputed
+):
     case = (tiny_folder, text_tokens, glyph_tokens, recomputed)
     ((velocity, gradients),) = run_ranks(1, spread, *case)
     assert len(gradients) > 80
@@ -44,11 +52,14 @@ def test_ranks_give_the_velocity_and_gradients_of_one(tiny_folder, world, text_t
         torch.testing.assert_close(found, velocity, rtol=1e-12, atol=1e-12)
         assert found_gradients.keys() == gradients.keys()
         for name, gradient in gradients.items():
-            torch.testing.assert_close(found_gradients[name], gradient, rtol=1e-10, atol=1e-10, msg=name)
+            torch.testing.assert_close(
+                found_gradients[name], gradient, rtol=1e-10, atol=1e-10, msg=name
+            )
 
 
 @pytest.mark.parametrize(
-    "length, count, sizes", [(10, 4, [3, 3, 2, 2]), (3, 4, [1, 1, 1, 0]), (0, 2, [0, 0]), (4, 1, [4])]
+    "length, count, sizes",
+    [(10, 4, [3, 3, 2, 2]), (3, 4, [1, 1, 1, 0]), (0, 2, [0, 0]), (4, 1, [4])],
 )
 def test_parts_are_as_even_as_can_be(length, count, sizes):
     assert part_sizes(length, count) == sizes
@@ -63,12 +74,16 @@ def refused(ranks, folder):
 
 
 def test_heads_that_cannot_be_shared_are_refused(tiny_folder):
-    assert set(run_ranks(3, refused, tiny_folder, sp_size=3)) == {"sp_size is 3; it must divide the model's 4 heads"}
+    assert set(run_ranks(3, refused, tiny_folder, sp_size=3)) == {
+        "sp_size is 3; it must divide the model's 4 heads"
+    }
 
 
 def compiled(ranks, folder, wanted):
     """Velocities of three lengths of text without and with gradients, and the graphs that were made for them."""
-    torch.compile = functools.partial(torch.compile, backend="eager")  # this process has no other work
+    torch.compile = functools.partial(
+        torch.compile, backend="eager"
+    )  # this process has no other work
     model = PackedTransformer.from_pretrained(folder, subfolder="transformer", dtype=torch.float64)
     model.split_sequence(ranks.sequence_group)
     model.prepare_blocks(recomputed=1.0, keep_attention=True, compiled=wanted)

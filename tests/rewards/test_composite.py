@@ -47,7 +47,10 @@ class WrongLength(Brightness):
 
 class WrongNames(Brightness):
     def score(self, clips, prompts, fps):
-        return {"light": super().score(clips, prompts, fps)["light"], "shade": torch.zeros(len(clips))}
+        return {
+            "light": super().score(clips, prompts, fps)["light"],
+            "shade": torch.zeros(len(clips)),
+        }
 
 
 class ReadsPrompts(Brightness):
@@ -86,7 +89,12 @@ def test_every_clip_is_scored_with_its_own_prompt():
     reward = composite(ReadsPrompts(), batch_size=2)
     named = reward.score([CLIPS[0], None, *CLIPS[2:]], ["10", "11", "12", "13", "14"], 8).named
     there = [0, 2, 3, 4]
-    assert named["light"][there].tolist() == [10, 12, 13, 14] and named["dark"][there].tolist() == [0, 100, 150, 200]
+    assert named["light"][there].tolist() == [10, 12, 13, 14] and named["dark"][there].tolist() == [
+        0,
+        100,
+        150,
+        200,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -119,7 +127,9 @@ def test_a_score_that_weighs_nothing_may_fail():
 
 
 def test_several_rewards_are_named_apart():
-    both = Composite({"a": Brightness(), "b": Brightness()}, {"a": {"light": 1.0}, "b": {"dark": 10.0}})
+    both = Composite(
+        {"a": Brightness(), "b": Brightness()}, {"a": {"light": 1.0}, "b": {"dark": 10.0}}
+    )
     scores = both.score(CLIPS[:2], PROMPTS[:2], 8)
     assert both.names == ("a.light", "a.dark", "b.light", "b.dark")
     assert scores.total.tolist() == pytest.approx([10.0, 5.5])
@@ -142,7 +152,9 @@ def test_weights_that_cannot_be_used_are_refused(weights, words):
 
 def test_a_weight_for_a_reward_that_is_not_there_is_refused():
     with pytest.raises(ValueError, match="reward_weights names c; the rewards are a, b"):
-        Composite({"a": Brightness(), "b": Brightness()}, {"a": {"light": 1.0}, "c": {"light": 1.0}})
+        Composite(
+            {"a": Brightness(), "b": Brightness()}, {"a": {"light": 1.0}, "c": {"light": 1.0}}
+        )
 
 
 def test_within_hands_on_results_and_errors_without_gradients():

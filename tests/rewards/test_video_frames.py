@@ -10,7 +10,9 @@ CLIP = torch.zeros(8, 28, 28, 3, dtype=torch.uint8)
 
 def test_frames_and_sizes_are_those_of_the_published_code(samples):
     for sample in samples:
-        assert vf.sample_indices(sample.num_frames, sample.fps, 2.0).tolist() == sample.sampled_frames, sample.name
+        assert (
+            vf.sample_indices(sample.num_frames, sample.fps, 2.0).tolist() == sample.sampled_frames
+        ), sample.name
         size = vf.frame_size(sample.height, sample.width, 200704)
         assert size == (sample.resized_height, sample.resized_width), sample.name
 
@@ -26,7 +28,9 @@ def test_patches_are_those_of_the_published_code(samples, upstream):
         grids.append(grid)
     rows = torch.cat(rows)
     assert torch.equal(torch.tensor(grids), upstream["video_grid_thw"])
-    torch.testing.assert_close(rows[upstream["pixel_rows_index"]], upstream["pixel_rows"], atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        rows[upstream["pixel_rows_index"]], upstream["pixel_rows"], atol=1e-5, rtol=0
+    )
     ramp = torch.linspace(-1, 1, rows.shape[1], dtype=torch.float64)
     torch.testing.assert_close(rows.double().sum(1), upstream["pixel_row_sum"], atol=1e-2, rtol=0)
     torch.testing.assert_close(rows.double() @ ramp, upstream["pixel_row_ramp"], atol=1e-2, rtol=0)

@@ -25,26 +25,47 @@ def test_the_card_says_what_was_trained_from_what_for_what(folder, use_lora):
     recipe = {"pretrained_model_root": "ckpts/video", "use_lora": use_lora, "eta": 0.7}
     card = model_card(recipe, read_run(folder), **FACTS)["README.md"]
     assert ("An adapter of video" in card, ".load_lora_adapter(" in card) == (use_lora, use_lora)
-    assert ("All weights of video" in card, "AutoModel.from_pretrained(" in card) == (not use_lora, not use_lora)
-    assert "for 4 iterations" in card and "the reward VQ + 2 TA" in card and "base weights: 0123abcd" in card
+    assert ("All weights of video" in card, "AutoModel.from_pretrained(" in card) == (
+        not use_lora,
+        not use_lora,
+    )
+    assert (
+        "for 4 iterations" in card
+        and "the reward VQ + 2 TA" in card
+        and "base weights: 0123abcd" in card
+    )
     assert yaml.safe_load(card.split("```yaml\n")[1].split("```")[0]) == recipe
 
 
-def test_the_card_shows_held_out_rewards_in_a_table_and_those_of_the_rollouts_as_a_curve(folder, monkeypatch):
+def test_the_card_shows_held_out_rewards_in_a_table_and_those_of_the_rollouts_as_a_curve(
+    folder, monkeypatch
+):
     drawn = []
     monkeypatch.setattr("matplotlib.axes.Axes.plot", lambda axes, *points: drawn.append(points))
     run = read_run(folder)
     files = model_card({"pretrained_model_root": "video", "use_lora": True}, run, **FACTS)
     values = column(run.validations, "reward/total")
-    rows = "".join(f"| {step} | {value:.3f} |\n" for step, value in zip((0, 2, 4), values, strict=True))
+    rows = "".join(
+        f"| {step} | {value:.3f} |\n" for step, value in zip((0, 2, 4), values, strict=True)
+    )
     assert f"|---|---|\n{rows}\n" in files["README.md"] and "(curves.png)" in files["README.md"]
     assert Image.open(io.BytesIO(files["curves.png"])).format == "PNG"
     ((steps, rewards),) = drawn
-    assert steps.tolist() == [1, 2, 3, 4] and np.array_equal(rewards, column(run.train, "reward/total"))
+    assert steps.tolist() == [1, 2, 3, 4] and np.array_equal(
+        rewards, column(run.train, "reward/total")
+    )
 
 
 def test_a_run_with_a_single_reward_has_no_curve_and_without_validations_no_table(folder, tmp_path):
-    lines = [line | {"reward/total": None if line["step"] > 1 else 0.5} for line in read_lines(folder)]
+    lines = [
+        line | {"reward/total": None if line["step"] > 1 else 0.5} for line in read_lines(folder)
+    ]
     write_lines(tmp_path, [line for line in lines if line["kind"] != "validation"])
-    files = model_card({"pretrained_model_root": "video", "use_lora": True}, read_run(tmp_path), **FACTS)
-    assert files.keys() == {"README.md"} and "curves.png" not in files["README.md"] and "| it" not in files["README.md"]
+    files = model_card(
+        {"pretrained_model_root": "video", "use_lora": True}, read_run(tmp_path), **FACTS
+    )
+    assert (
+        files.keys() == {"README.md"}
+        and "curves.png" not in files["README.md"]
+        and "| it" not in files["README.md"]
+    )

@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from sage_grpo.json_files import write_json
+from sage_grpo.files.json_files import write_json
 from sage_grpo.runs.clips import (
     MARGIN,
     SHEET,
@@ -31,7 +31,14 @@ def clip(seed: int, prompt: str = "a", image: str = "") -> Clip:
 
 def entry(seed: int, total: float | None, distance: float) -> dict:
     gold = {"distance": distance}
-    return {"file": f"{seed}.mp4", "prompt": "a", "seed": seed, "number": 0, "scores": {"total": total}, "gold": gold}
+    return {
+        "file": f"{seed}.mp4",
+        "prompt": "a",
+        "seed": seed,
+        "number": 0,
+        "scores": {"total": total},
+        "gold": gold,
+    }
 
 
 def test_clips_are_paired_by_prompt_and_seed_in_any_order():
@@ -45,30 +52,41 @@ def test_clips_are_paired_by_prompt_and_seed_in_any_order():
 
 
 def test_clips_of_one_prompt_and_seed_are_paired_by_their_images():
-    before, after = [clip(1, "a", "x.png"), clip(1, "a", "y.png")], [clip(1, "a", "y.png"), clip(1, "a", "z.png")]
+    before, after = (
+        [clip(1, "a", "x.png"), clip(1, "a", "y.png")],
+        [clip(1, "a", "y.png"), clip(1, "a", "z.png")],
+    )
     assert pair_clips(before, after) == [(before[1], after[0])]
 
 
 def test_clips_have_all_that_was_measured(tmp_path):
-    (tmp_path / "clips.json").write_text(json.dumps([entry(3, None, 0.2) | {"holdout": {"CLIP": 0.7}}]))
+    (tmp_path / "clips.json").write_text(
+        json.dumps([entry(3, None, 0.2) | {"holdout": {"CLIP": 0.7}}])
+    )
     (read,) = read_clips(tmp_path)
     assert (read.path, read.prompt, read.seed) == (tmp_path / "3.mp4", "a", 3)
     assert math.isnan(read.values.pop("reward/total"))
     assert read.values == {"holdout/CLIP": 0.7, "gold/distance": 0.2}
 
 
-@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "sub/clip.mp4", "a\0b", "\ud800", "x" * 300, "link.mp4"])
+@pytest.mark.parametrize(
+    "name", ["../secret", "/etc/passwd", "sub/clip.mp4", "a\0b", "\ud800", "x" * 300, "link.mp4"]
+)
 def test_a_list_of_clips_cannot_put_other_files_into_a_report(tmp_path, name):
     (tmp_path / "link.mp4").symlink_to("/etc/passwd")
     (tmp_path / "clips.json").write_text(json.dumps([entry(3, 1.0, 0.2) | {"file": name}]))
-    with pytest.raises(RunError, match=r"clips\.json names the file .*, which does not lie beside it"):
+    with pytest.raises(
+        RunError, match=r"clips\.json names the file .*, which does not lie beside it"
+    ):
         read_clips(tmp_path)
 
 
 GOOD = json.dumps([entry(3, 1.0, 0.2)])
 
 
-@pytest.mark.parametrize("text", ["", GOOD[:-5], "{}", "3", "[3]", "[null]", "[" * 99999, "[{}]", "\0"])
+@pytest.mark.parametrize(
+    "text", ["", GOOD[:-5], "{}", "3", "[3]", "[null]", "[" * 99999, "[{}]", "\0"]
+)
 def test_a_damaged_list_of_clips_is_named(tmp_path, text, capsys):
     for step in (0, 1):
         folder = tmp_path / "validation" / f"step-{step:06d}"
@@ -88,14 +106,18 @@ def test_a_damaged_list_of_clips_is_named(tmp_path, text, capsys):
     {"gold": {"a\nb": "x"}},
 ], ids=str)  # fmt: skip
 def test_a_value_of_another_kind_is_named(tmp_path, change):
-    (tmp_path / "clips.json").write_text(json.dumps([entry(3, 1.0, 0.2), entry(4, 1.0, 0.2) | change]))
+    (tmp_path / "clips.json").write_text(
+        json.dumps([entry(3, 1.0, 0.2), entry(4, 1.0, 0.2) | change])
+    )
     with pytest.raises(RunError, match=r"clips\.json, clip 2") as caught:
         read_clips(tmp_path)
     assert len(str(caught.value).splitlines()) == 1
 
 
 def test_numbers_beyond_all_scales_are_missing(tmp_path):
-    (tmp_path / "clips.json").write_text(json.dumps([entry(3, 1e308, 10**400) | {"holdout": {"x": float("inf")}}]))
+    (tmp_path / "clips.json").write_text(
+        json.dumps([entry(3, 1e308, 10**400) | {"holdout": {"x": float("inf")}}])
+    )
     assert all(map(math.isnan, read_clips(tmp_path)[0].values.values()))
 
 
@@ -108,7 +130,9 @@ def test_folders_that_are_no_validations_are_left_out(tmp_path):
 
 
 def test_the_sheet_names_reward_and_prompt():
-    labels = [sheet_label({"scores": {"total": total}, "prompt": "a cat"}) for total in (0.63701756, None)]
+    labels = [
+        sheet_label({"scores": {"total": total}, "prompt": "a cat"}) for total in (0.63701756, None)
+    ]
     assert labels == ["0.637  a cat", "failed  a cat"]
 
 
@@ -136,7 +160,9 @@ def test_every_validation_is_found_by_its_iteration(tmp_path):
     for step in (0, 100):
         folder = tmp_path / "validation" / f"step-{step:06d}"
         folder.mkdir(parents=True)
-        write_json(folder / "clips.json", [entry(step, 1.0, 0.1) | {"prompt": "é"}], ensure_ascii=False)
+        write_json(
+            folder / "clips.json", [entry(step, 1.0, 0.1) | {"prompt": "é"}], ensure_ascii=False
+        )
         assert [file.name for file in folder.iterdir()] == ["clips.json"]
     found = read_validations(tmp_path)
     assert list(found) == [0, 100] and [clips[0].seed for clips in found.values()] == [0, 100]

@@ -1,6 +1,6 @@
 """Recorded runs with injected faults, healthy ones, and single rules on invented numbers.
 
-Real runs made tests/fixtures/diagnosis.json.gz: python -m studies.diagnosis_check --record FILE
+Real runs made tests/fixtures/diagnosis.json.gz: python -m research.studies.diagnosis_check --record FILE
 """
 
 import json
@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from sage_grpo.config import FIELDS, Config
+from research.studies.diagnosis_check import BY_WORLD, FAULTS, HEALTHY, read_records, restore
+from sage_grpo.config.fields import FIELDS, Config
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.runs import folder as folder_module
 from sage_grpo.runs.diagnosis import FINDINGS, Case, diagnose
 from sage_grpo.runs.folder import PAGE_SECONDS, RunFolder
 from sage_grpo.runs.history import read_run
-from studies.diagnosis_check import BY_WORLD, FAULTS, HEALTHY, read_records, restore
 from tests.tools.fake_run import make_run, read_lines, write_lines
 
 ROOT = Path(__file__).parents[2]
@@ -40,9 +40,12 @@ def replay(tmp_path):
 
 def test_everything_was_recorded():
     assert (
-        set(FAULTS) <= set(RECORDED["small"]) and len({name for world, name in HEALTHY_RUNS if world == "small"}) == 8
+        set(FAULTS) <= set(RECORDED["small"])
+        and len({name for world, name in HEALTHY_RUNS if world == "small"}) == 8
     )
-    planner = {"slower than planned"}  # of a GPU that the planner knows: tests/tools/test_diagnose.py
+    planner = {
+        "slower than planned"
+    }  # of a GPU that the planner knows: tests/tools/test_diagnose.py
     assert {fault.finding for fault in FAULTS.values()} == set(FINDINGS) - planner
 
 
@@ -83,25 +86,32 @@ def test_what_an_algorithm_does_not_have_is_not_its_fault(replay, algorithm, nam
     assert FAULTS[name].finding not in names(folder)
 
 
-@pytest.mark.parametrize(("name", "direction"), [("learning rate x 50", -1), ("learning rate / 10,000", 0)])
+@pytest.mark.parametrize(
+    ("name", "direction"), [("learning rate x 50", -1), ("learning rate / 10,000", 0)]
+)
 def test_the_direction_of_the_reward(replay, name, direction):
     assert Case(read_run(replay(name))).direction == direction
 
 
 @pytest.mark.parametrize(
-    "prefix", ["signal/", "per_step", "policy/", "kl/", "reward/", "time/", "schedule", "updates", "lr"]
+    "prefix",
+    ["signal/", "per_step", "policy/", "kl/", "reward/", "time/", "schedule", "updates", "lr"],
 )
 @pytest.mark.parametrize("name", ["healthy-1", "learning rate / 10,000"])
 def test_what_was_not_recorded_raises_nothing(replay, prefix, name):
     folder = replay(name)
     before = names(folder)
-    lines = [{k: v for k, v in line.items() if not k.startswith(prefix)} for line in read_lines(folder)]
+    lines = [
+        {k: v for k, v in line.items() if not k.startswith(prefix)} for line in read_lines(folder)
+    ]
     write_lines(folder, lines)
     assert set(names(folder)) <= set(before)
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 5, 12])
-@pytest.mark.parametrize("name", ["healthy-1", "learning rate x 50", "reward depends on the prompt only"])
+@pytest.mark.parametrize(
+    "name", ["healthy-1", "learning rate x 50", "reward depends on the prompt only"]
+)
 def test_a_run_that_has_just_begun(replay, name, count):
     """A trend needs iterations: nothing is said about one before."""
     folder = replay(name)
@@ -124,16 +134,25 @@ def test_settings_decide_what_a_number_means(tmp_path):
 
 def test_a_run_that_stopped_says_why(replay):
     folder = replay("healthy-1")
-    (folder / "status.json").write_text(json.dumps({"state": "failed", "message": "30% of the rewards failed: gone"}))
+    (folder / "status.json").write_text(
+        json.dumps({"state": "failed", "message": "30% of the rewards failed: gone"})
+    )
     (found,) = diagnose(read_run(folder))
-    assert (found.name, found.evidence) == ("rewards fail", "the run stopped: 30% of the rewards failed: gone")
+    assert (found.name, found.evidence) == (
+        "rewards fail",
+        "the run stopped: 30% of the rewards failed: gone",
+    )
     write_lines(folder, read_lines(folder)[:1])  # before the first iteration
     assert names(folder) == ["rewards fail"]
 
 
 def test_the_reason_of_an_evidence_is_a_number(replay):
     (found, *_) = diagnose(read_run(replay("a fifth of the reward calls fails")))
-    share = float(re.match(r"([\d.]+)% of the rewards failed, first with: walls: ConnectionError", found.evidence)[1])
+    share = float(
+        re.match(
+            r"([\d.]+)% of the rewards failed, first with: walls: ConnectionError", found.evidence
+        )[1]
+    )
     assert 15 < share < 25
 
 
@@ -141,14 +160,21 @@ def test_the_page_has_every_finding_in_its_order():
     page = (ROOT / "docs" / "diagnosis.md").read_text()
     rows = page[page.index("|---|") : page.index("Three of")]
     order = re.findall(r"^\| ([\w ]+?)( \*)? \|", rows, re.MULTILINE)
-    assert [(name, bool(star)) for name, star in order] == [(name, text["excused"]) for name, text in FINDINGS.items()]
+    assert [(name, bool(star)) for name, star in order] == [
+        (name, text["excused"]) for name, text in FINDINGS.items()
+    ]
 
 
 @pytest.mark.parametrize("name", FINDINGS)
 def test_texts(name):
     text = FINDINGS[name]
-    captions = json.loads((ROOT / "sage_grpo" / "tools" / "templates" / "captions.json").read_text())
-    assert text.keys() == {"evidence", "cause", "remedy", "panel", "excused"} and text["panel"] in {"", *captions}
+    captions = json.loads(
+        (ROOT / "sage_grpo" / "tools" / "templates" / "captions.json").read_text()
+    )
+    assert text.keys() == {"evidence", "cause", "remedy", "panel", "excused"} and text["panel"] in {
+        "",
+        *captions,
+    }
     assert text["cause"].endswith(".") and text["remedy"].endswith(".")
     named = set(re.findall(r"--(\w+)", text["remedy"]))
     assert named <= set(FIELDS) and (named or name in ("slow", "rewards repeat"))
@@ -156,12 +182,15 @@ def test_texts(name):
 
 def test_training_prints_the_first_finding_when_it_changes(replay, capsys):
     folder = replay("learning rate x 50")
-    run = RunFolder(Config(output_dir=str(folder), overwrite=True), Ranks(0, 1, torch.device("cpu")))
+    run = RunFolder(
+        Config(output_dir=str(folder), overwrite=True), Ranks(0, 1, torch.device("cpu"))
+    )
     for step in (25, 50):
         run.diagnose(step)
     text = capsys.readouterr().err
     assert (
-        text.startswith("note: iteration 25: learning rate too high: the reward changed by ") and text.count("\n") == 1
+        text.startswith("note: iteration 25: learning rate too high: the reward changed by ")
+        and text.count("\n") == 1
     )
     (folder / "config.yaml").unlink()
     run.diagnose(75)
@@ -173,7 +202,9 @@ def test_training_prints_the_first_finding_when_it_changes(replay, capsys):
 
 def test_the_report_is_refreshed_during_training(replay):
     folder = replay("learning rate x 50")
-    run = RunFolder(Config(output_dir=str(folder), overwrite=True), Ranks(0, 1, torch.device("cpu")))
+    run = RunFolder(
+        Config(output_dir=str(folder), overwrite=True), Ranks(0, 1, torch.device("cpu"))
+    )
     run.diagnose(1)
     run.close()
     assert not (folder / "report.html").exists()  # its time has not come
@@ -183,9 +214,13 @@ def test_the_report_is_refreshed_during_training(replay):
     assert "<b>learning rate too high</b>" in (folder / "report.html").read_text()
 
 
-def test_a_report_that_cannot_be_started_or_hangs_does_not_stop_the_training(replay, monkeypatch, capsys):
+def test_a_report_that_cannot_be_started_or_hangs_does_not_stop_the_training(
+    replay, monkeypatch, capsys
+):
     folder = replay("learning rate x 50")
-    run = RunFolder(Config(output_dir=str(folder), overwrite=True), Ranks(0, 1, torch.device("cpu")))
+    run = RunFolder(
+        Config(output_dir=str(folder), overwrite=True), Ranks(0, 1, torch.device("cpu"))
+    )
     monkeypatch.setattr(folder_module.sys, "executable", "/nowhere/python")
     run.page_time -= PAGE_SECONDS
     run.diagnose(1)

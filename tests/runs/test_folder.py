@@ -7,7 +7,7 @@ import pytest
 import torch
 import yaml
 
-from sage_grpo.config import Config, ConfigError
+from sage_grpo.config.fields import Config, ConfigError
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.runs.folder import CONTENTS, RunFolder
 from tests.disks import small_disk
@@ -23,7 +23,10 @@ def made(folder, ranks=FIRST, **flags):
 @pytest.mark.parametrize("name", CONTENTS)
 def test_a_folder_that_holds_a_run_is_refused(tmp_path, name):
     (tmp_path / name).touch()
-    with pytest.raises(ConfigError, match=f"already holds a run .{name}.*--resume_from_checkpoint auto.*--overwrite"):
+    with pytest.raises(
+        ConfigError,
+        match=f"already holds a run .{name}.*--resume_from_checkpoint auto.*--overwrite",
+    ):
         made(tmp_path)
 
 
@@ -47,7 +50,10 @@ def test_only_what_a_run_writes_is_replaced(tmp_path):
     run.open(0)
     assert {path.name for path in tmp_path.iterdir()} == {"config.yaml", "command.txt", "notes.txt"}
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["output_dir"] == str(tmp_path)
-    assert run.checkpoints == tmp_path / "checkpoints" and run.validation_folder(7).name == "step-000007"
+    assert (
+        run.checkpoints == tmp_path / "checkpoints"
+        and run.validation_folder(7).name == "step-000007"
+    )
 
 
 def test_a_line_is_found_by_kind_and_step(tmp_path):
@@ -55,12 +61,18 @@ def test_a_line_is_found_by_kind_and_step(tmp_path):
     assert not run.has("train", 1)
     run.open(0)
     run.log("validation", 12, {})
-    found = [run.has(kind, step) for kind, step in (("validation", 12), ("validation", 1), ("train", 12))]
+    found = [
+        run.has(kind, step) for kind, step in (("validation", 12), ("validation", 1), ("train", 12))
+    ]
     assert found == [True, False, False]
 
 
 def mine(folder):
-    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_text()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 @pytest.mark.parametrize("name", [*CONTENTS, "notes.txt"])
@@ -68,7 +80,10 @@ def test_overwriting_what_never_was_a_run_is_refused(tmp_path, name):
     run = tmp_path / "run"
     run.mkdir()
     (run / name).write_text("mine")
-    with pytest.raises(ConfigError, match=f"overwrite is True, but output_dir {run} holds {name} and never was a run"):
+    with pytest.raises(
+        ConfigError,
+        match=f"overwrite is True, but output_dir {run} holds {name} and never was a run",
+    ):
         made(run, ALONE, overwrite=True).take()
     assert mine(run) == {name: "mine"}
 
@@ -84,7 +99,12 @@ def test_a_launchers_logs_and_a_left_lock_are_no_reason_not_to_overwrite(tmp_pat
     again = made(tmp_path, ALONE, overwrite=True)
     again.take()
     again.open(0)
-    assert {path.name for path in tmp_path.iterdir()} == {"config.yaml", "command.txt", "logs", "lock"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "config.yaml",
+        "command.txt",
+        "logs",
+        "lock",
+    }
     again.close()
     assert not (tmp_path / "lock").exists()
 
@@ -116,7 +136,9 @@ def test_an_output_dir_that_is_no_folder_is_one_sentence(tmp_path):
         "file/run": "Not a directory",
         "x" * 300: "File name too long",
     }.items():
-        with pytest.raises(ConfigError, match=f"output_dir {tmp_path / place} cannot be used: {why}"):
+        with pytest.raises(
+            ConfigError, match=f"output_dir {tmp_path / place} cannot be used: {why}"
+        ):
             made(tmp_path / place, ALONE)
     assert mine(tmp_path) == {"file": "mine"}
 
@@ -126,7 +148,9 @@ def test_an_output_dir_that_cannot_be_written_is_one_sentence(tmp_path):
         (tmp_path / "disk" / "run").mkdir()
         subprocess.run(["mount", "-o", "remount,ro", str(tmp_path / "disk")], check=True)
         for name in ("run", "new", "new/er"):
-            with pytest.raises(ConfigError, match=f"disk/{name} cannot be written: Read-only file system"):
+            with pytest.raises(
+                ConfigError, match=f"disk/{name} cannot be written: Read-only file system"
+            ):
                 made(tmp_path / "disk" / name, ALONE).take()
 
 
@@ -135,7 +159,13 @@ def test_a_run_opens_with_what_it_is(tmp_path):
     run.open(0)
     run.log_start(0, {"world": "shapes"})
     line = json.loads((tmp_path / "metrics.jsonl").read_text())
-    assert (line["kind"], line["step"], line["ranks"], line["device"], line["world"]) == ("run", 0, 2, "CPU", "shapes")
+    assert (line["kind"], line["step"], line["ranks"], line["device"], line["world"]) == (
+        "run",
+        0,
+        2,
+        "CPU",
+        "shapes",
+    )
     assert line["versions"]["torch"] == torch.__version__
     assert run.has("run", 0) and not run.has("run", 1) and not run.has("train", 0)
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import post_train
+from sage_grpo.files.json_files import write_json
 from sage_grpo.intervals import Interval
-from sage_grpo.json_files import write_json
-from sage_grpo.rewards import REWARDS
+from sage_grpo.rewards.registry import REWARDS
 from sage_grpo.runs.clips import change, divergence, read_clips
 from sage_grpo.runs.history import read_run
 from sage_grpo.tools.paired import drift
-from sage_grpo.tools.report import parted
+from sage_grpo.tools.report.page import parted
 
 
 class Bright:
@@ -37,7 +37,9 @@ def hacked(flags, tmp_path, monkeypatch):
     monkeypatch.setitem(REWARDS, "dark", lambda setup: Bright(-1))
     prompts = tmp_path / "held_out.txt"
     places = ("left", "right", "up", "down")  # eight clips, the fewest that the report judges
-    prompts.write_text("".join(f"a {c} circle moving {d}\n" for c in ("red", "green") for d in places))
+    prompts.write_text(
+        "".join(f"a {c} circle moving {d}\n" for c in ("red", "green") for d in places)
+    )
     return flags | {
         "reward_model": "bright", "reward_weights": {"light": 1.0}, "holdout_reward": "dark", "kl_weight": 0,
         "validation_prompts": str(prompts), "validate_at_step0": True, "validation_interval": 4, "max_steps": 8,
@@ -46,7 +48,10 @@ def hacked(flags, tmp_path, monkeypatch):
 
 
 def arguments(flags):
-    words = {name: json.dumps(value) if isinstance(value, dict) else str(value) for name, value in flags.items()}
+    words = {
+        name: json.dumps(value) if isinstance(value, dict) else str(value)
+        for name, value in flags.items()
+    }
     return [word for pair in words.items() for word in (f"--{pair[0]}", pair[1])]
 
 
@@ -56,12 +61,23 @@ def test_a_run_that_is_hacked_says_so_and_stops_if_asked(hacked, tmp_path, capfd
     diverged = [line["holdout/diverged"] for line in run.validations]
     assert diverged[0] == 0 and diverged[-1] == 1 and len(diverged) == 3
     assert run.validations[-1]["reward/total"] > run.validations[0]["reward/total"]
-    assert parted(run).startswith("reward hacking: from iteration 0 to 8 the trained reward changed by +")
+    assert parted(run).startswith(
+        "reward hacking: from iteration 0 to 8 the trained reward changed by +"
+    )
     text = (tmp_path / "run" / "report.html").read_text()
-    assert "reward hacking: from iteration 0 to 8" in text and "<h3>Trained against held out</h3>" in text
+    assert (
+        "reward hacking: from iteration 0 to 8" in text
+        and "<h3>Trained against held out</h3>" in text
+    )
     moved = drift(run)
-    assert moved["trained"][0].mean == 0 and moved["trained"][8].sign == 1 and moved["held out"][8].sign == -1
-    assert moved["trained"][8].mean == pytest.approx(-moved["held out"][8].mean)  # one is minus the other
+    assert (
+        moved["trained"][0].mean == 0
+        and moved["trained"][8].sign == 1
+        and moved["held out"][8].sign == -1
+    )
+    assert moved["trained"][8].mean == pytest.approx(
+        -moved["held out"][8].mean
+    )  # one is minus the other
     capfd.readouterr()
 
     assert post_train.main(arguments(hacked | {"stop_on_hacking": True, "overwrite": True})) == 1
@@ -69,7 +85,8 @@ def test_a_run_that_is_hacked_says_so_and_stops_if_asked(hacked, tmp_path, capfd
     stopped = read_run(tmp_path / "run").validations[-1]
     assert stopped["step"] == 4 * diverged.index(1) and stopped["holdout/diverged"] == 1
     assert (
-        f"from iteration 0 to {stopped['step']} the trained reward changed by +" in told and "held-out one by -" in told
+        f"from iteration 0 to {stopped['step']} the trained reward changed by +" in told
+        and "held-out one by -" in told
     )
 
 
@@ -86,7 +103,13 @@ def test_a_holdout_that_follows_is_no_hacking(hacked, make):
 
 
 def record(seed, total, holdout, prompt="a"):
-    return {"file": "a.mp4", "prompt": prompt, "seed": seed, "scores": {"total": total}, "holdout": holdout}
+    return {
+        "file": "a.mp4",
+        "prompt": prompt,
+        "seed": seed,
+        "scores": {"total": total},
+        "holdout": holdout,
+    }
 
 
 def read_again(folder, records):
@@ -95,11 +118,19 @@ def read_again(folder, records):
 
 
 def test_clips_are_compared_one_by_one(tmp_path):
-    before = read_again(tmp_path, [record(seed, float(seed), {"x": 1.0, "y": 2.0 * seed}) for seed in range(5)])
+    before = read_again(
+        tmp_path, [record(seed, float(seed), {"x": 1.0, "y": 2.0 * seed}) for seed in range(5)]
+    )
     records = [record(seed, seed + 1.0, {"x": 0.5, "y": 2.0 * seed}) for seed in (4, 2, 1, 3)]
     after = read_again(tmp_path, records)
-    assert change(before, after, "reward") == Interval(1, 0) and change(before, after, "held_out") == Interval(-0.5, 0)
-    lost = [record(0, None, {"x": None, "y": 1.0}), record(9, 50.0, {}), record(2, 50.0, {}, prompt="b")]
+    assert change(before, after, "reward") == Interval(1, 0) and change(
+        before, after, "held_out"
+    ) == Interval(-0.5, 0)
+    lost = [
+        record(0, None, {"x": None, "y": 1.0}),
+        record(9, 50.0, {}),
+        record(2, 50.0, {}, prompt="b"),
+    ]
     after = read_again(tmp_path, [*records, *lost])
     assert change(before, after, "reward") == Interval(1, 0)
     assert change(before, after, "held_out") == Interval(-0.5, 0)
@@ -115,13 +146,23 @@ def test_both_intervals_must_leave_out_zero(tmp_path, totals, holdouts, hacked, 
         folder = tmp_path / "validation" / f"step-{step:06d}"
         folder.mkdir(parents=True)
         values = zip(2 * totals, 2 * holdouts, strict=True)
-        records = [record(seed, scale * total, {"x": scale * held}) for seed, (total, held) in enumerate(values)]
+        records = [
+            record(seed, scale * total, {"x": scale * held})
+            for seed, (total, held) in enumerate(values)
+        ]
         (folder / "clips.json").write_text(json.dumps(records))
-    assert bool(divergence(tmp_path, 5)) == hacked and not divergence(tmp_path, 7) and not divergence(tmp_path, 0)
+    assert (
+        bool(divergence(tmp_path, 5)) == hacked
+        and not divergence(tmp_path, 7)
+        and not divergence(tmp_path, 0)
+    )
     for file in tmp_path.glob("validation/*/clips.json"):
         file.write_text(json.dumps(json.loads(file.read_text())[:7]))
     assert not divergence(tmp_path, 0) and capsys.readouterr().err == ""
-    assert not divergence(tmp_path, 5) and "that takes 8 clips in each validation" in capsys.readouterr().err
+    assert (
+        not divergence(tmp_path, 5)
+        and "that takes 8 clips in each validation" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(("reward", "hacked"), [(2.0, True), (0.5, False)])
@@ -129,7 +170,9 @@ def test_a_holdout_that_rose_first_is_compared_with_its_best(tmp_path, reward, h
     for step, total, held in ((0, 0.0, 0.0), (5, 1.0, 2.0), (8, 1.0, 1.5), (10, reward, 1.0)):
         folder = tmp_path / "validation" / f"step-{step:06d}"
         folder.mkdir(parents=True)
-        (folder / "clips.json").write_text(json.dumps([record(seed, total, {"x": held}) for seed in range(8)]))
+        (folder / "clips.json").write_text(
+            json.dumps([record(seed, total, {"x": held}) for seed in range(8)])
+        )
     told = divergence(tmp_path, 10)
     assert (
         told.startswith("reward hacking: from iteration 5 to 10 the trained reward changed by +1")

@@ -26,7 +26,12 @@ def test_later_lines_of_a_step_replace_earlier_ones(tmp_path):
 
 
 def test_what_a_resume_has_left_behind_is_dropped(tmp_path):
-    first = [validation(0, 0.0), *(train(step, 0.0) for step in (1, 2, 3, 4)), validation(2, 0.0), validation(4, 0.0)]
+    first = [
+        validation(0, 0.0),
+        *(train(step, 0.0) for step in (1, 2, 3, 4)),
+        validation(2, 0.0),
+        validation(4, 0.0),
+    ]
     write_lines(tmp_path, [run_line(), *first, run_line(2), train(3, 1.0)])
     run = read_run(tmp_path)
     assert column(run.train, "step").tolist() == [1, 2, 3]
@@ -39,7 +44,9 @@ def test_null_and_missing_values_are_nan(tmp_path):
     write_lines(tmp_path, [train(1, None), train(2, 0.5), {"kind": "train", "step": 3}])
     run = read_run(tmp_path)
     assert np.array_equal(column(run.train, "reward/total"), [np.nan, 0.5, np.nan], equal_nan=True)
-    assert run.has("reward/total") and not run.has("kl/anchor") and run.grid("grad_v").shape == (3, 0)
+    assert (
+        run.has("reward/total") and not run.has("kl/anchor") and run.grid("grad_v").shape == (3, 0)
+    )
 
 
 def test_per_step_metrics_are_a_grid(tmp_path):
@@ -51,7 +58,10 @@ def test_per_step_metrics_are_a_grid(tmp_path):
 
 @pytest.mark.parametrize("value", ["0.5", [0.5], {"a": 1}])
 def test_what_is_no_number_is_named(tmp_path, value):
-    write_lines(tmp_path, [train(1, value) | {"per_step": {"grad_v": value, "kl_anchor": [value]}}, train(2, 0.5)])
+    write_lines(
+        tmp_path,
+        [train(1, value) | {"per_step": {"grad_v": value, "kl_anchor": [value]}}, train(2, 0.5)],
+    )
     run = read_run(tmp_path)
     with pytest.raises(RunError, match=r"reward/total is .*; a number is expected"):
         column(run.train, "reward/total")
@@ -63,8 +73,13 @@ def test_what_is_no_number_is_named(tmp_path, value):
 
 
 def test_numbers_beyond_all_scales_are_missing(tmp_path):
-    write_lines(tmp_path, [train(step, value) for step, value in enumerate((1e308, 10**400, float("-inf"), 1e30))])
-    assert np.array_equal(column(read_run(tmp_path).train, "reward/total"), [np.nan] * 3 + [1e30], equal_nan=True)
+    write_lines(
+        tmp_path,
+        [train(step, value) for step, value in enumerate((1e308, 10**400, float("-inf"), 1e30))],
+    )
+    assert np.array_equal(
+        column(read_run(tmp_path).train, "reward/total"), [np.nan] * 3 + [1e30], equal_nan=True
+    )
 
 
 def test_names_of_scores_come_from_the_file(tmp_path):
@@ -73,7 +88,9 @@ def test_names_of_scores_come_from_the_file(tmp_path):
     assert read_run(tmp_path).scores == ["VQ", "MQ", "TA", "OCR"]
 
 
-@pytest.mark.parametrize("tail", [b'{"kind": "train", "st', b'{"kind": "train"}', '{"prompt": "é'.encode()[:-1]])
+@pytest.mark.parametrize(
+    "tail", [b'{"kind": "train", "st', b'{"kind": "train"}', '{"prompt": "é'.encode()[:-1]]
+)
 def test_an_unfinished_last_line_is_left_out(tmp_path, tail):
     write_lines(tmp_path, [train(1, 0.0)])
     with (tmp_path / "metrics.jsonl").open("ab") as file:

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 import post_train
-from sage_grpo.config import ConfigError
-from sage_grpo.flags import from_values
+from sage_grpo.config.fields import ConfigError
+from sage_grpo.config.parse import from_values
 from sage_grpo.runs import lock
 from sage_grpo.runs.folder import RunFolder
 from sage_grpo.runs.lock import NAME, Lock
-from sage_grpo.tools import report
+from sage_grpo.tools.report import page as report
 from tests.disks import fill, small_disk
 from tests.dist import CONTEXT, ROOT, run_ranks
 
@@ -66,7 +66,9 @@ def take(folder, patient=False, wait=PATIENCE):
 def kill_and_leave(process):
     """Killed, but not waited for by its parent, as between a worker's death and its launcher's notice."""
     process.kill()
-    until(lambda: Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z")
+    until(
+        lambda: Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    )
 
 
 def test_a_lock_names_its_process_and_is_renewed_and_removed(tmp_path):
@@ -106,8 +108,12 @@ def test_a_living_process_keeps_its_lock(tmp_path, holder):
     with pytest.raises(ConfigError) as error:
         take(tmp_path)
     text = f"output_dir {tmp_path} is in use by process {process.pid} on {os.uname()[1]} since 20"
-    assert str(error.value).startswith(text) and "stop it, or give another output_dir" in str(error.value)
-    assert [path.name for path in tmp_path.iterdir()] == [NAME] and (tmp_path / NAME).read_bytes() == before
+    assert str(error.value).startswith(text) and "stop it, or give another output_dir" in str(
+        error.value
+    )
+    assert [path.name for path in tmp_path.iterdir()] == [NAME] and (
+        tmp_path / NAME
+    ).read_bytes() == before
 
 
 def test_a_patient_start_waits_for_a_release_and_not_for_ever(tmp_path, holder, capfd):
@@ -150,7 +156,9 @@ def test_a_lock_from_elsewhere_is_stale_once_it_is_seen_not_to_change(tmp_path, 
     with pytest.raises(ConfigError, match="in use by process 7 on far-away since 2026-11-01"):
         take(tmp_path, patient=True, wait=0.1)
     held = take(tmp_path)
-    assert (tmp_path / NAME).read_bytes() == held.mine and "in use by process 7 on far-away" in capfd.readouterr().err
+    assert (
+        tmp_path / NAME
+    ).read_bytes() == held.mine and "in use by process 7 on far-away" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("how", ["renewed", "rewritten"])
@@ -192,7 +200,9 @@ def test_a_lock_that_cannot_be_read_is_one_from_elsewhere(tmp_path, strange):
     take(tmp_path).release()
 
 
-@pytest.mark.parametrize("make", [Path.mkdir, lambda path: path.symlink_to("away")], ids=["folder", "link"])
+@pytest.mark.parametrize(
+    "make", [Path.mkdir, lambda path: path.symlink_to("away")], ids=["folder", "link"]
+)
 def test_what_is_no_lock_file_is_left_alone(tmp_path, make):
     make(tmp_path / NAME)
     with pytest.raises(OSError):
@@ -208,7 +218,9 @@ def test_a_start_that_is_killed_while_it_takes_over_is_no_obstacle(tmp_path, hol
     second.write_bytes((tmp_path / NAME).read_bytes())
     (tmp_path / "lock.after-1").write_bytes(second.read_bytes())
     held = take(tmp_path, patient=True)
-    assert [path.name for path in tmp_path.iterdir()] == [NAME] and (tmp_path / NAME).read_bytes() == held.mine
+    assert [path.name for path in tmp_path.iterdir()] == [NAME] and (
+        tmp_path / NAME
+    ).read_bytes() == held.mine
 
 
 def test_a_deleted_lock_comes_back(tmp_path):
@@ -240,7 +252,9 @@ def test_a_process_whose_folder_was_taken_over_ends_itself(tmp_path, holder):
     os.replace(draft, tmp_path / NAME)
     code, said = process.wait(PATIENCE), process.stderr.read()
     assert code == 1 and said.count("\n") == 1
-    assert said.startswith(f"post_train.py: output_dir {tmp_path} was taken over by process 7 on far-away")
+    assert said.startswith(
+        f"post_train.py: output_dir {tmp_path} was taken over by process 7 on far-away"
+    )
     assert (tmp_path / NAME).read_bytes() == ELSEWHERE
 
 
@@ -251,14 +265,22 @@ def test_nobody_takes_over_between_the_last_look_and_the_removal(tmp_path, holde
     def look_and_pause(path):
         seen = look(path)
         looks.append(path.name)
-        if len(looks) == 2:  # of a start that has seen again that the lock is stale, and is about to remove it
+        if (
+            len(looks) == 2
+        ):  # of a start that has seen again that the lock is stale, and is about to remove it
             code = PREAMBLE.format(str(tmp_path)) + "lock.Lock(folder, True, 1); print('held')\n"
-            answers.append(subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True))
+            answers.append(
+                subprocess.run(
+                    [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
+                )
+            )
         return seen
 
     monkeypatch.setattr(lock, "_look", look_and_pause)
     held = take(tmp_path, wait=0)
-    assert looks[:2] == [NAME, NAME] and "is in use by" in answers[0].stderr and not answers[0].stdout
+    assert (
+        looks[:2] == [NAME, NAME] and "is in use by" in answers[0].stderr and not answers[0].stdout
+    )
     assert (tmp_path / NAME).read_bytes() == held.mine
 
 
@@ -291,20 +313,27 @@ print(json.dumps([answers.get(timeout=100) for _ in range(starts * len(folders))
 @pytest.mark.parametrize("what", ["nothing", "dead", "elsewhere"])
 def test_of_many_starts_at_once_exactly_one_wins(tmp_path, holder, what):
     """Every process tries to take one folder after another, each at the same moment as all others do."""
-    starts, folders = 8, [tmp_path / f"run-{number}" for number in range(30 if what == "elsewhere" else 100)]
+    starts, folders = (
+        8,
+        [tmp_path / f"run-{number}" for number in range(30 if what == "elsewhere" else 100)],
+    )
     kill_and_leave(holder(tmp_path))
     found = {"dead": (tmp_path / NAME).read_bytes(), "elsewhere": ELSEWHERE}
     for folder in folders if what in found else ():
         folder.mkdir()
         (folder / NAME).write_bytes(found[what])
     command = [sys.executable, "-c", RACE, str(starts), *map(str, folders)]
-    raced = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=PATIENCE)
+    raced = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=PATIENCE
+    )
     said = json.loads(raced.stdout)
     for folder in folders:
         outcomes = [outcome for name, outcome in said if name == str(folder)]
         (winner,) = [outcome for outcome in outcomes if isinstance(outcome, int)]
         refused = [outcome for outcome in outcomes if outcome != winner]
-        assert len(refused) == starts - 1 and all(f"is in use by process {winner} " in text for text in refused)
+        assert len(refused) == starts - 1 and all(
+            f"is in use by process {winner} " in text for text in refused
+        )
 
 
 # real starts
@@ -316,7 +345,11 @@ def words(flags):
     quick = {"max_steps": 6, "save_interval": 2, "validation_interval": 0, "num_sampling_steps": 2}
 
     def build(**changes):
-        return [str(word) for name, value in (flags | quick | changes).items() for word in (f"--{name}", value)]
+        return [
+            str(word)
+            for name, value in (flags | quick | changes).items()
+            for word in (f"--{name}", value)
+        ]
 
     return build
 
@@ -361,15 +394,21 @@ def test_two_starts_at_once_are_one_run(words, tmp_path):
     processes = [start(words(), file, gate) for file in said]
     codes = [ended(process) for process in processes]
     assert sorted(codes) == [0, 2], [file.read_text() for file in said]
-    assert "in use by process" in sentence(said[codes.index(2)]) or "already holds a run" in sentence(
+    assert "in use by process" in sentence(
         said[codes.index(2)]
-    )
-    assert kinds(tmp_path / "run") == [("run", 0), *(("train", step) for step in range(1, 7)), ("validation", 6)]
+    ) or "already holds a run" in sentence(said[codes.index(2)])
+    assert kinds(tmp_path / "run") == [
+        ("run", 0),
+        *(("train", step) for step in range(1, 7)),
+        ("validation", 6),
+    ]
     assert not list((tmp_path / "run").glob("lock*"))
 
 
 def files(run):
-    return {str(path.relative_to(run)): path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(run)): path.read_bytes() for path in run.rglob("*") if path.is_file()
+    }
 
 
 def test_a_run_in_progress_is_refused_and_a_killed_one_continued(words, tmp_path):
@@ -380,7 +419,10 @@ def test_a_run_in_progress_is_refused_and_a_killed_one_continued(words, tmp_path
     before = files(run)
     for changes in ({"overwrite": True}, {"resume_from_checkpoint": "auto", "start_timeout": 2}):
         assert ended(start(words(**changes), said)) == 2
-        assert f"output_dir {run} is in use by process {first.pid} on {os.uname()[1]} since " in sentence(said)
+        assert (
+            f"output_dir {run} is in use by process {first.pid} on {os.uname()[1]} since "
+            in sentence(said)
+        )
         assert files(run) == before
     first.kill()
     last = kinds(run)[-1][1] + 2

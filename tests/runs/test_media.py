@@ -4,15 +4,28 @@ import pytest
 import torch
 from PIL import Image, ImageFont
 
-from embedded.shapes.scenes import render, sample_scenes
-from sage_grpo.runs.clips import FRAME, GAP, LABEL_HEIGHT, MARGIN, contact_sheet, fitted, thumbnails, write_mp4
+from sage_grpo.runs.clips import (
+    FRAME,
+    GAP,
+    LABEL_HEIGHT,
+    MARGIN,
+    contact_sheet,
+    fitted,
+    thumbnails,
+    write_mp4,
+)
+from sage_grpo.worlds.shapes.scenes import render, sample_scenes
 
 # imageio's reader leaves the pipes of its ffmpeg process to the garbage collector
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 
 
 def clips(count: int = 2) -> torch.Tensor:
-    return (render(sample_scenes(count, torch.Generator().manual_seed(0)), 9, 32, 32) * 255).round().to(torch.uint8)
+    return (
+        (render(sample_scenes(count, torch.Generator().manual_seed(0)), 9, 32, 32) * 255)
+        .round()
+        .to(torch.uint8)
+    )
 
 
 def test_mp4_plays_back_as_it_was(tmp_path):
@@ -45,10 +58,20 @@ def test_larger_clips_keep_their_size(tmp_path):
 
 def test_contact_sheet_shows_frames_in_order(tmp_path):
     batch = clips(2)
-    contact_sheet(tmp_path / "sheet.png", [thumbnails(clip, columns=3) for clip in batch], ["first", "second"])
+    contact_sheet(
+        tmp_path / "sheet.png", [thumbnails(clip, columns=3) for clip in batch], ["first", "second"]
+    )
     sheet = np.asarray(Image.open(tmp_path / "sheet.png"))
-    assert sheet.shape == (2 * (96 + LABEL_HEIGHT + MARGIN) + MARGIN, 3 * (96 + GAP) - GAP + 2 * MARGIN, 3)
-    assert (sheet[:MARGIN] == 255).all() and (sheet[:, :MARGIN] == 255).all() and (sheet[:, -MARGIN:] == 255).all()
+    assert sheet.shape == (
+        2 * (96 + LABEL_HEIGHT + MARGIN) + MARGIN,
+        3 * (96 + GAP) - GAP + 2 * MARGIN,
+        3,
+    )
+    assert (
+        (sheet[:MARGIN] == 255).all()
+        and (sheet[:, :MARGIN] == 255).all()
+        and (sheet[:, -MARGIN:] == 255).all()
+    )
     assert (sheet[MARGIN : MARGIN + LABEL_HEIGHT] < 100).any(), "the label"
     top = MARGIN + LABEL_HEIGHT
     for column, frame in enumerate((0, 4, 8)):
@@ -58,7 +81,12 @@ def test_contact_sheet_shows_frames_in_order(tmp_path):
 
 
 def test_large_clips_are_shrunk_and_short_ones_shown_whole():
-    assert thumbnails(torch.zeros(9, 480, 960, 3, dtype=torch.uint8)).shape == (5, FRAME[1] // 2, FRAME[1], 3)
+    assert thumbnails(torch.zeros(9, 480, 960, 3, dtype=torch.uint8)).shape == (
+        5,
+        FRAME[1] // 2,
+        FRAME[1],
+        3,
+    )
     assert len(thumbnails(torch.zeros(1, 32, 32, 3, dtype=torch.uint8))) == 1
 
 
@@ -66,5 +94,7 @@ def test_labels_are_one_printable_line_that_fits():
     font = ImageFont.load_default(13)
     assert fitted("caf\u00e9\nand \u202etea", font, 600) == "caf\u00e9 and tea"
     cut = fitted("x" * 200, font, 120)
-    assert cut == "x" * (len(cut) - 1) + "…" and font.getlength(cut) <= 120 < font.getlength("x" + cut)
+    assert cut == "x" * (len(cut) - 1) + "…" and font.getlength(cut) <= 120 < font.getlength(
+        "x" + cut
+    )
     assert fitted("anything", font, 0) == "…"

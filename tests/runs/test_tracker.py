@@ -22,9 +22,14 @@ def test_numbers_reach_the_trackers_by_kind_and_words_only_the_file(tmp_path):
     tracker.write("validation", 1, {"reward/total": 0.75})
     tracker.close()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert lines[1] == {"kind": "train", "step": 1, "reward/total": 0.5} | words | {"kl/anchor": None}
+    assert lines[1] == {"kind": "train", "step": 1, "reward/total": 0.5} | words | {
+        "kl/anchor": None
+    }
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    found = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    found = {
+        tag: [(event.step, event.value) for event in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
+    }
     assert found == {"reward/total": [(1, 0.5)], "validation/reward/total": [(1, 0.75)]}
 
 
@@ -40,10 +45,17 @@ def test_lines_wait_for_room_on_a_full_disk(tmp_path, capfd):
         assert capfd.readouterr().err.count("metrics.jsonl could not be written ([Errno 28]") == 2
         (tmp_path / "disk" / "filler").unlink()
         tracker.write("train", 4, {})
-        assert [json.loads(line)["step"] for line in tracker.file.read_text().splitlines()] == [1, 2, 3, 4]
+        assert [json.loads(line)["step"] for line in tracker.file.read_text().splitlines()] == [
+            1,
+            2,
+            3,
+            4,
+        ]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own thread
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnhandledThreadExceptionWarning"
+)  # of TensorBoard's own thread
 def test_tensorboard_goes_on_after_an_error_of_the_disk(tmp_path, capfd):
     tracker = Tracker(tmp_path, ["tensorboard"], {}, 0)
     tracker.write("train", 1, {"reward/total": 0.5})
@@ -80,7 +92,9 @@ def test_tensorboard_waits_as_long_as_the_lines_do(tmp_path):
 
 def test_a_resumed_run_goes_on_under_its_name_at_wandb(tmp_path, monkeypatch):
     calls = []
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **kwargs: calls.append(kwargs)))
+    monkeypatch.setitem(
+        sys.modules, "wandb", SimpleNamespace(init=lambda **kwargs: calls.append(kwargs))
+    )
     for folder in ("one", "one", "two"):
         (tmp_path / folder).mkdir(exist_ok=True)
         Tracker(tmp_path / folder, ["wandb"], {"eta": 0.5}, 0)

@@ -7,11 +7,11 @@ import pytest
 import torch
 from PIL import Image
 
-from embedded.shapes.reward import ShapesReward
-from embedded.shapes.scenes import captions, render, sample_scenes
-from sage_grpo.rewards import REWARDS
+from sage_grpo.rewards.registry import REWARDS
 from sage_grpo.runs.clips import write_mp4
 from sage_grpo.tools.audit import EDITS, WRONG_PROMPT
+from sage_grpo.worlds.shapes.reward import ShapesReward
+from sage_grpo.worlds.shapes.scenes import captions, render, sample_scenes
 from scripts import audit_reward
 from tests.programs import exit_code
 
@@ -57,10 +57,19 @@ def audit(tmp_path, capsys, monkeypatch):
     def run(reward="shapes", *words, num_clips=10, **flags):
         if not isinstance(reward, str):
             monkeypatch.setitem(REWARDS, "ocr", lambda setup, own=reward: own)
-            reward, flags = "ocr", {"reward_weights": json.dumps(dict.fromkeys(reward.names, 1.0))} | flags
-        flags = {"pretrained_model_root": TINY, "reward_model": reward, "num_clips": num_clips} | flags
+            reward, flags = (
+                "ocr",
+                {"reward_weights": json.dumps(dict.fromkeys(reward.names, 1.0))} | flags,
+            )
+        flags = {
+            "pretrained_model_root": TINY,
+            "reward_model": reward,
+            "num_clips": num_clips,
+        } | flags
         words = [*words, *(word for name, value in flags.items() for word in (f"--{name}", value))]
-        code = exit_code(audit_reward.main, [str(word) for word in (*words, "--output", tmp_path / "audit")])
+        code = exit_code(
+            audit_reward.main, [str(word) for word in (*words, "--output", tmp_path / "audit")]
+        )
         file = tmp_path / "audit" / "audit.json"
         record = json.loads(file.read_text()) if file.is_file() else None
         return code, capsys.readouterr(), record
@@ -73,10 +82,16 @@ def test_the_learned_reward_passes_and_its_weaknesses_are_named(audit, tmp_path)
     code, printed, record = audit("videoalign", num_clips=16, reward_batch_size=16)
     assert code == 0 and record["fit"] and not record["wrong"]
     for kind in ("slowed", "blurred"):
-        assert any(f"notice {kind} clips" in text.replace("notices", "notice") for text in record["weak"])
+        assert any(
+            f"notice {kind} clips" in text.replace("notices", "notice") for text in record["weak"]
+        )
     marks = {(v["edit"], v["score"]): v["mark"] for v in record["verdicts"]}
     assert (
-        marks["noisy", "VQ"] == marks["shaky", "MQ"] == marks[WRONG_PROMPT, "TA"] == marks["reversed", "TA"] == "falls"
+        marks["noisy", "VQ"]
+        == marks["shaky", "MQ"]
+        == marks[WRONG_PROMPT, "TA"]
+        == marks["reversed", "TA"]
+        == "falls"
     )
     assert marks[WRONG_PROMPT, "VQ"] == "same", "VQ never sees the prompt"
     assert "16 clips" in printed.out and "weak: hardly notices blurred clips" in printed.out
@@ -90,8 +105,12 @@ def test_the_hand_written_reward_passes(audit):
     assert {v["edit"] for v in record["verdicts"]} == {*EDITS, WRONG_PROMPT}
     changes = {(v["edit"], v["score"]): v["change"] for v in record["verdicts"]}
     assert changes["noisy", "VQ"]["mean"] < -1 and 0 < changes["noisy", "VQ"]["half"] < 0.5
-    assert not any("slowed" in text for text in record["weak"]), "it sees speed, as the rendered slow clips show"
-    assert ("reversed", "TA") in {(v["edit"], v["score"]) for v in record["verdicts"] if v["must_fall"]}
+    assert not any("slowed" in text for text in record["weak"]), (
+        "it sees speed, as the rendered slow clips show"
+    )
+    assert ("reversed", "TA") in {
+        (v["edit"], v["score"]) for v in record["verdicts"] if v["must_fall"]
+    }
 
 
 @pytest.mark.parametrize(
@@ -105,7 +124,11 @@ def test_the_hand_written_reward_passes(audit):
 )
 def test_a_reward_that_misleads_is_rejected_by_name(audit, reward, sentence):
     code, printed, record = audit(reward)
-    assert code == 1 and not record["fit"] and any(text.startswith(sentence) for text in record["wrong"])
+    assert (
+        code == 1
+        and not record["fit"]
+        and any(text.startswith(sentence) for text in record["wrong"])
+    )
     assert f"WRONG: {sentence}" in printed.out and "Not fit for training." in printed.out
 
 
@@ -117,7 +140,9 @@ def test_weights_count(audit):
 def folder_of_clips(folder, count, fps=8):
     folder.mkdir()
     scenes = sample_scenes(count, torch.Generator().manual_seed(0))
-    for i, (clip, prompt) in enumerate(zip(render(scenes, 9, 128, 128), captions(scenes), strict=True)):
+    for i, (clip, prompt) in enumerate(
+        zip(render(scenes, 9, 128, 128), captions(scenes), strict=True)
+    ):
         write_mp4(folder / f"{i}.mp4", (clip * 255).round().to(torch.uint8), fps)
         (folder / f"{i}.json").write_text(json.dumps({"prompt": prompt, "seed": 42}))
     return folder
@@ -130,7 +155,13 @@ def test_clips_of_files(audit, tmp_path, tiny_folder):
     code, printed, record = audit("shapes", "--clips", good, **elsewhere)
     assert code == 0 and record["clips"] == 9 and "9 clips" in printed.out
     must = {(v["edit"], v["score"]) for v in record["verdicts"] if v["must_fall"]}
-    assert must == {("noisy", "VQ"), ("shaky", "MQ"), ("frozen", "MQ"), (WRONG_PROMPT, "TA"), (WRONG_PROMPT, "total")}
+    assert must == {
+        ("noisy", "VQ"),
+        ("shaky", "MQ"),
+        ("frozen", "MQ"),
+        (WRONG_PROMPT, "TA"),
+        (WRONG_PROMPT, "total"),
+    }
     code, printed, _ = audit("shapes", "--clips", good, num_clips=5, **elsewhere)
     assert code == 2 and "5 clips are too few to tell; give at least 8" in printed.err
     mixed = folder_of_clips(tmp_path / "mixed", 2, fps=16)
@@ -141,7 +172,9 @@ def test_clips_of_files(audit, tmp_path, tiny_folder):
 def test_what_cannot_be_audited(audit, tiny_folder, tmp_path):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a red circle\n")
-    code, printed, record = audit("shapes", pretrained_model_root=tiny_folder, train_prompts=prompts)
+    code, printed, record = audit(
+        "shapes", pretrained_model_root=tiny_folder, train_prompts=prompts
+    )
     assert code == 2 and record is None and "name a folder with --clips" in printed.err
     code, printed, _ = audit("shapes", nonsense=1)
     assert code == 2 and "audit_reward: unknown flag --nonsense" in printed.err

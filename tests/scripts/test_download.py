@@ -23,7 +23,20 @@ ROOT = Path(__file__).parents[2]
 NOBODY = "http://127.0.0.1:9"  # answers no request
 GLYPH = "text_encoder/Glyph-SDXL-v2/checkpoints/byt5_model.pt"
 MODEL = "checkpoint-11352/model.pth"
-USUAL = ("bash", "awk", "basename", "cat", "cut", "df", "dirname", "du", "mkdir", "mv", "realpath", "rm")
+USUAL = (
+    "bash",
+    "awk",
+    "basename",
+    "cat",
+    "cut",
+    "df",
+    "dirname",
+    "du",
+    "mkdir",
+    "mv",
+    "realpath",
+    "rm",
+)
 COMMIT = "219ab9db64c045e5181a2202d11f686439351292"
 TEMPLATE = "first line \n{text_prompt} {other} \u00e9\n"
 SOURCE = f"{template.CONSTANT} = {TEMPLATE!r}\n"
@@ -51,8 +64,16 @@ def download(tmp_path):
         environment = {"PATH": str(bin_folder), "PYTHON": sys.executable}
         environment |= dict.fromkeys(("HF_ENDPOINT", "MODELSCOPE_ENDPOINT"), NOBODY)
         environment |= dict.fromkeys(("GITHUB_ENDPOINT", "JSDELIVR_ENDPOINT"), NOBODY) | variables
-        command = ["bash", str(copy / "download_weights.sh"), "--output", str(tmp_path / "ckpts"), *options]
-        return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+        command = [
+            "bash",
+            str(copy / "download_weights.sh"),
+            "--output",
+            str(tmp_path / "ckpts"),
+            *options,
+        ]
+        return subprocess.run(
+            command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+        )
 
     return run
 
@@ -133,8 +154,15 @@ def test_a_dry_run_names_every_part_and_does_nothing(download, tmp_path):
         assert f"hf download {repository} --include" in result.stdout
         assert f"scripts/verify_weights.py {repository}" in result.stdout
     assert "transformer 480p_t2v: up to 34 GB, 1 GB free" in result.stdout
-    assert "transformer/480p_t2v/" in result.stdout and "Glyph-SDXL-v2/checkpoints/byt5_model.pt" in result.stdout
-    for place in (f"KlingAIResearch/VideoAlign/{COMMIT}", f"KwaiVGI/VideoAlign/{COMMIT}", "XueZeyue/DanceGRPO"):
+    assert (
+        "transformer/480p_t2v/" in result.stdout
+        and "Glyph-SDXL-v2/checkpoints/byt5_model.pt" in result.stdout
+    )
+    for place in (
+        f"KlingAIResearch/VideoAlign/{COMMIT}",
+        f"KwaiVGI/VideoAlign/{COMMIT}",
+        "XueZeyue/DanceGRPO",
+    ):
         assert place in result.stdout
     assert not (tmp_path / "ckpts").exists()
 
@@ -142,15 +170,26 @@ def test_a_dry_run_names_every_part_and_does_nothing(download, tmp_path):
 def test_the_other_layout_is_one_repository(download):
     options = ("--dry_run", "--layout", "diffusers", "--version", "720p_t2v", "--skip_reward")
     lines = [line for line in download(*options).stdout.splitlines() if "download" in line]
-    assert len(lines) == 1 and "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v" in lines[0]
+    assert (
+        len(lines) == 1 and "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v" in lines[0]
+    )
 
 
 @pytest.mark.parametrize("size, gigabytes", [("1.3b", 32), ("14b", 84)])
 def test_wan_is_one_repository_in_a_folder_of_its_own(size, gigabytes):
-    words = ["bash", "download_weights.sh", "--dry_run", "--model", f"wan21-{size}", "--skip_reward"]
+    words = [
+        "bash",
+        "download_weights.sh",
+        "--dry_run",
+        "--model",
+        f"wan21-{size}",
+        "--skip_reward",
+    ]
     result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
     (line,) = [line for line in result.stdout.splitlines() if " download " in line]
-    assert f"Wan-AI/Wan2.1-T2V-{size.upper()}-Diffusers" in line and line.endswith(f"ckpts/wan21-{size}")
+    assert f"Wan-AI/Wan2.1-T2V-{size.upper()}-Diffusers" in line and line.endswith(
+        f"ckpts/wan21-{size}"
+    )
     assert f"model wan21-{size}: up to {gigabytes} GB" in result.stdout
 
 
@@ -162,7 +201,10 @@ def test_wan_is_one_repository_in_a_folder_of_its_own(size, gigabytes):
             ("--model", "wan21-14b", "--version", "720p"),
             "--layout and --version are for hunyuan15; leave them out with --model wan21-14b",
         ),
-        ((), "neither hf nor huggingface-cli is installed: pip install huggingface_hub, or make venv"),
+        (
+            (),
+            "neither hf nor huggingface-cli is installed: pip install huggingface_hub, or make venv",
+        ),
         (("--layout", "other"), "layout is other; choose tencent or diffusers"),
         (("--version",), "--version needs a value"),
         (("--everything",), "unknown option --everything; see --help"),
@@ -175,7 +217,10 @@ def test_what_is_wrong_is_one_sentence(download, tmp_path, options, message):
 
 
 def test_a_missing_curl_is_named(download):
-    assert download(tools={"hf": "echo began"}).stderr == "download_weights.sh: curl is not installed\n"
+    assert (
+        download(tools={"hf": "echo began"}).stderr
+        == "download_weights.sh: curl is not installed\n"
+    )
 
 
 def test_a_part_that_does_not_fit_is_not_begun(download, tmp_path):
@@ -193,7 +238,12 @@ def test_a_part_that_does_not_fit_is_not_begun(download, tmp_path):
 
 def test_what_is_already_there_counts(download, tmp_path):
     (tmp_path / "ckpts" / "transformer" / "480p_t2v").mkdir(parents=True)
-    tools = {"hf": "echo began; exit 7", "df": free(32), "du": "printf '4000000\\t%s' $2", "curl": ""}
+    tools = {
+        "hf": "echo began; exit 7",
+        "df": free(32),
+        "du": "printf '4000000\\t%s' $2",
+        "curl": "",
+    }
     result = download(tools=tools)
     assert result.returncode == 7 and "began" in result.stdout
 
@@ -210,8 +260,14 @@ def test_all_parts_in_turn_then_the_conversion(download, tmp_path):
     result = download("--skip_reward", tools={"hf": 'echo "hf $2"', "curl": curl, "df": free(99)})
     assert result.returncode == 0, result.stderr
     fetched = [line.split()[1] for line in result.stdout.splitlines() if line.startswith("hf ")]
-    assert fetched == ["tencent/HunyuanVideo-1.5"] * 4 + ["Qwen/Qwen2.5-VL-7B-Instruct", "google/byt5-small"]
-    assert "NOT CHECKED: AI-ModelScope/Glyph-SDXL-v2 cannot be asked for its sha256 sums" in result.stderr
+    assert fetched == ["tencent/HunyuanVideo-1.5"] * 4 + [
+        "Qwen/Qwen2.5-VL-7B-Instruct",
+        "google/byt5-small",
+    ]
+    assert (
+        "NOT CHECKED: AI-ModelScope/Glyph-SDXL-v2 cannot be asked for its sha256 sums"
+        in result.stderr
+    )
     assert (tmp_path / "ckpts" / GLYPH).with_suffix(".safetensors").is_file()
     assert result.stdout.endswith(f"{tmp_path / 'ckpts'} is complete\n")
 
@@ -220,7 +276,9 @@ def test_the_model_is_converted_even_if_the_reward_cannot_be_had(download, tmp_p
     glyph = torch_bytes(tmp_path, {"final_layer_norm.weight": torch.ones(2)})
     (tmp_path / "glyph.pt").write_bytes(glyph)
     curl = f'while [[ $1 != --output ]]; do shift; done\ncat {tmp_path / "glyph.pt"} > "$2"'
-    result = download(tools={"hf": "[[ $2 != */VideoReward ]] || exit 7", "curl": curl, "df": free(99)})
+    result = download(
+        tools={"hf": "[[ $2 != */VideoReward ]] || exit 7", "curl": curl, "df": free(99)}
+    )
     assert result.returncode == 7 and "VideoReward could not be downloaded" in result.stderr
     assert (tmp_path / "ckpts" / GLYPH).with_suffix(".safetensors").is_file()
 
@@ -231,10 +289,14 @@ def test_a_repository_is_found_under_its_old_name(download, pinned, tmp_path):
     (tmp_path / "source.py").write_text(SOURCE)
     absent = "[[ $2 != KlingTeam/* ]] || exit 7\n"
     tools = {"hf": absent + hf_of(tmp_path / "made.pt"), "curl": "exit 6", "df": free(99)}
-    result = download("--layout", "diffusers", "--prompt_template", str(tmp_path / "source.py"), tools=tools)
+    result = download(
+        "--layout", "diffusers", "--prompt_template", str(tmp_path / "source.py"), tools=tools
+    )
     assert result.returncode == 0, result.stderr
     assert "using KwaiVGI/VideoReward" in result.stdout
-    assert "KlingTeam/VideoReward could not be downloaded: hf ended with exit code 7" in result.stderr
+    assert (
+        "KlingTeam/VideoReward could not be downloaded: hf ended with exit code 7" in result.stderr
+    )
     assert (tmp_path / "ckpts" / "VideoReward" / MODEL).with_suffix(".safetensors").is_file()
 
 
@@ -247,9 +309,14 @@ def test_a_wrong_file_of_hugging_face_is_deleted_and_fetched_again(download, pin
     damaged.write_bytes(model[:-1] + b"?")
     (tmp_path / "source.py").write_text(SOURCE)
     tools = {"hf": hf_of(tmp_path / "made.pt"), "curl": "exit 6", "df": free(99)}
-    result = download("--layout", "diffusers", tools=tools, PROMPT_TEMPLATE=str(tmp_path / "source.py"))
+    result = download(
+        "--layout", "diffusers", tools=tools, PROMPT_TEMPLATE=str(tmp_path / "source.py")
+    )
     assert result.returncode == 0, result.stderr
-    assert "NOT CHECKED, except checkpoint-11352/model.pth" in result.stderr and "instead of" in result.stderr
+    assert (
+        "NOT CHECKED, except checkpoint-11352/model.pth" in result.stderr
+        and "instead of" in result.stderr
+    )
     assert "using KlingTeam/VideoReward" in result.stdout and damaged.read_bytes() == model
     assert result.stdout.count("hf KlingTeam/VideoReward") == 2
 
@@ -269,7 +336,14 @@ def modelscope_files(files):
     """Answers of ModelScope: its listing with sizes and sums, and the files."""
     root, listing = "models/AI-ModelScope/Glyph-SDXL-v2", [{"Path": "assets", "Type": "tree"}]
     for name, body in files.items():
-        listing.append({"Path": name, "Type": "blob", "Size": len(body), "Sha256": hashlib.sha256(body).hexdigest()})
+        listing.append(
+            {
+                "Path": name,
+                "Type": "blob",
+                "Size": len(body),
+                "Sha256": hashlib.sha256(body).hexdigest(),
+            }
+        )
     answers = {f"/{root}/resolve/master/{name}": body for name, body in files.items()}
     listed = json.dumps({"Data": {"Files": listing}}).encode()
     return answers | {f"/api/v1/{root}/repo/files?Recursive=true": listed}
@@ -279,11 +353,17 @@ def modelscope_files(files):
 def test_what_an_interrupted_download_left_is_continued_and_checked(download, serve, tmp_path):
     """A partial file is continued; if the result is not the published file, it is downloaded again in the same run."""
     glyph = torch_bytes(tmp_path, {"final_layer_norm.weight": torch.ones(2)})
-    files = {"assets/color_idx.json": b'{"white": 0}', "assets/multilingual_10-lang_idx.json": b'{"en": 0}'}
+    files = {
+        "assets/color_idx.json": b'{"white": 0}',
+        "assets/multilingual_10-lang_idx.json": b'{"en": 0}',
+    }
     files |= {"checkpoints/byt5_model.pt": glyph}
     address, log = serve(modelscope_files(files))
     folder, half = tmp_path / "ckpts" / "text_encoder" / "Glyph-SDXL-v2", len(glyph) // 2
-    left = {"assets/color_idx.json.part": b'{"white": 0}?', "assets/multilingual_10-lang_idx.json": b'{"en": 1}'}
+    left = {
+        "assets/color_idx.json.part": b'{"white": 0}?',
+        "assets/multilingual_10-lang_idx.json": b'{"en": 1}',
+    }
     for name, content in (left | {"checkpoints/byt5_model.pt.part": b"?" * half}).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
@@ -299,12 +379,19 @@ def test_what_an_interrupted_download_left_is_continued_and_checked(download, se
 
 
 @pytest.mark.skipif(not shutil.which("curl"), reason="needs curl")
-def test_the_prompt_template_is_taken_from_the_first_address_that_has_it(download, pinned, serve, tmp_path):
+def test_the_prompt_template_is_taken_from_the_first_address_that_has_it(
+    download, pinned, serve, tmp_path
+):
     """The newest name answers with a page, the second with another template, the third not at all."""
     model = torch_bytes(tmp_path, {"w": torch.zeros(2)})
     pinned(hashlib.sha256(model).hexdigest(), len(model))
-    names = {"KlingAIResearch": b"<html>moved</html>", "KlingTeam": f"{template.CONSTANT} = 'another'".encode()}
-    files = {f"/{name}/VideoAlign/{COMMIT}/prompt_template.py": body for name, body in names.items()}
+    names = {
+        "KlingAIResearch": b"<html>moved</html>",
+        "KlingTeam": f"{template.CONSTANT} = 'another'".encode(),
+    }
+    files = {
+        f"/{name}/VideoAlign/{COMMIT}/prompt_template.py": body for name, body in names.items()
+    }
     mirror = f"/gh/KlingAIResearch/VideoAlign@{COMMIT}/prompt_template.py"
     (github, log), (cdn, _) = serve(files), serve({mirror: SOURCE.encode()})
     curl = f'exec {shutil.which("curl")} "$@"'
@@ -318,7 +405,9 @@ def test_the_prompt_template_is_taken_from_the_first_address_that_has_it(downloa
     assert f"prompt template: {cdn}{mirror}" in result.stdout and "has sha256" in result.stderr
     assert [path.split("/")[1] for path, _ in log] == ["KlingAIResearch", "KlingTeam", "KwaiVGI"]
     assert file.read_bytes() == TEMPLATE.encode()
-    assert download("--layout", "diffusers", tools=tools, **places).returncode == 0 and len(log) == 3  # it is kept
+    assert (
+        download("--layout", "diffusers", tools=tools, **places).returncode == 0 and len(log) == 3
+    )  # it is kept
 
 
 def test_a_prompt_template_that_nobody_has_is_one_sentence(download, pinned, tmp_path):
@@ -343,24 +432,38 @@ def test_files_are_compared_with_the_published_sums(tmp_path):
     published = {"good.bin": large, "bad.bin": large, "short.bin": large, "small.json": small}
     published |= {"gone.json": verify.Published()}
     wrong = {path.name: reason for path, reason in verify.differences(tmp_path, published).items()}
-    assert wrong.pop("bad.bin").startswith(f"has sha256 {hashlib.sha256(b'abd').hexdigest()} instead of {right}")
+    assert wrong.pop("bad.bin").startswith(
+        f"has sha256 {hashlib.sha256(b'abd').hexdigest()} instead of {right}"
+    )
     assert wrong.pop("short.bin").startswith("has 2 bytes instead of 3")
     assert wrong == {"gone.json": "is missing; run download_weights.sh again."}
 
 
-def test_the_reward_model_is_pinned_under_both_names_of_its_repository(tmp_path, monkeypatch, capsys):
+def test_the_reward_model_is_pinned_under_both_names_of_its_repository(
+    tmp_path, monkeypatch, capsys
+):
     """Its hub is not needed to find it wrong, nor believed about it."""
-    listed = {"siblings": [{"rfilename": MODEL, "size": 3, "lfs": {"sha256": hashlib.sha256(b"abc").hexdigest()}}]}
+    listed = {
+        "siblings": [
+            {"rfilename": MODEL, "size": 3, "lfs": {"sha256": hashlib.sha256(b"abc").hexdigest()}}
+        ]
+    }
     monkeypatch.setattr(verify, "ask", lambda url: listed)
     (tmp_path / MODEL).parent.mkdir()
     for name in ("KlingTeam", "KwaiVGI"):
         (tmp_path / MODEL).write_bytes(b"abc")
         assert verify.main([f"{name}/VideoReward", str(tmp_path), "--remove_wrong"]) == 1
-        assert "has 3 bytes instead of 5,031,072,529" in capsys.readouterr().err and not (tmp_path / MODEL).exists()
+        assert (
+            "has 3 bytes instead of 5,031,072,529" in capsys.readouterr().err
+            and not (tmp_path / MODEL).exists()
+        )
 
 
 def test_answers_of_both_hubs_are_read(monkeypatch):
-    small, large = {"rfilename": "a.json"}, {"rfilename": "b.bin", "size": 3, "lfs": {"sha256": "12"}}
+    small, large = (
+        {"rfilename": "a.json"},
+        {"rfilename": "b.bin", "size": 3, "lfs": {"sha256": "12"}},
+    )
     monkeypatch.setattr(verify, "ask", lambda url: {"siblings": [small, large]})
     assert verify.of_huggingface("x/y") == {"a.json": (None, None), "b.bin": (3, "12")}
     folder, file = (
@@ -394,7 +497,11 @@ def torch_file(folder, content, name=GLYPH):
 def test_the_glyph_encoder_is_taken_out_of_either_kind_of_file(tmp_path, whole, capsys):
     tensors = {"embed_tokens.weight": torch.randn(3, 2), "final_layer_norm.weight": torch.randn(2)}
     prefixed = {f"module.text_tower.encoder.{name}": tensor for name, tensor in tensors.items()}
-    content = {"epoch": 1, "state_dict": prefixed | {"module.logit_scale": torch.ones(1)}} if whole else tensors
+    content = (
+        {"epoch": 1, "state_dict": prefixed | {"module.logit_scale": torch.ones(1)}}
+        if whole
+        else tensors
+    )
     path = torch_file(tmp_path, content)
     convert.main([str(tmp_path)])
     written = load_file(path.with_suffix(".safetensors"))
@@ -418,7 +525,10 @@ def test_a_file_is_converted_again_only_if_it_changed(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "has none of text_encoder/"), ({"state_dict": {"x": torch.ones(1)}}, "holds none of the expected tensors")],
+    [
+        (None, "has none of text_encoder/"),
+        ({"state_dict": {"x": torch.ones(1)}}, "holds none of the expected tensors"),
+    ],
 )
 def test_nothing_to_convert_is_one_sentence(tmp_path, capsys, content, message):
     if content:

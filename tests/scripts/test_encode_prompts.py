@@ -30,7 +30,9 @@ def encode(tiny_folder, tmp_path, capsys):
 @pytest.fixture
 def prompts(tmp_path):
     path = tmp_path / "prompts.csv"
-    path.write_text("prompt,seed\na red circle moving left,1\na green square,2\na red circle moving left,3\n")
+    path.write_text(
+        "prompt,seed\na red circle moving left,1\na green square,2\na red circle moving left,3\n"
+    )
     more = tmp_path / "more.txt"
     more.write_text("a red square moving right\n")
     return path, more
@@ -39,16 +41,23 @@ def prompts(tmp_path):
 @pytest.fixture
 def loads(monkeypatch):
     plain, seen = text.load_encoders, []
-    monkeypatch.setattr(text, "load_encoders", lambda folder, *rest: seen.append(folder) or plain(folder, *rest))
+    monkeypatch.setattr(
+        text, "load_encoders", lambda folder, *rest: seen.append(folder) or plain(folder, *rest)
+    )
     return seen
 
 
 def test_it_encodes_what_is_missing_and_says_how_much(encode, prompts, loads, tmp_path):
-    assert encode(prompts[0]).startswith("3 prompts, 3 of which were missing: ")  # two, and the negative one
+    assert encode(prompts[0]).startswith(
+        "3 prompts, 3 of which were missing: "
+    )  # two, and the negative one
     said = encode(*prompts)
     files = list((tmp_path / "cache").glob("*/*.safetensors"))
     assert said.startswith("4 prompts, 1 of which were missing: ") and " s on 1 rank(s)" in said
-    assert len(files) == 4 and f"{sum(file.stat().st_size for file in files):,} bytes in {files[0].parent}" in said
+    assert (
+        len(files) == 4
+        and f"{sum(file.stat().st_size for file in files):,} bytes in {files[0].parent}" in said
+    )
     assert len(loads) == 2
     assert "4 prompts, 0 of which were missing" in encode(*prompts)
     assert len(loads) == 2  # nothing was missing, so nothing was loaded
@@ -78,7 +87,9 @@ def test_only_the_first_rank_talks_and_any_rank_is_enough(encode, prompts, monke
 
 def test_the_default_is_what_post_train_would_use(tiny_folder):
     names = [prompt.text for prompt in script.prompts_to_encode(None, tiny_folder)]
-    ours = script.prompts_to_encode([str(PROMPTS / "train_long.csv"), str(PROMPTS / "valid_long.csv")], tiny_folder)
+    ours = script.prompts_to_encode(
+        [str(PROMPTS / "train_long.csv"), str(PROMPTS / "valid_long.csv")], tiny_folder
+    )
     assert names == [prompt.text for prompt in ours]
 
 
@@ -92,12 +103,20 @@ def test_the_text_encoders_are_enough(encode, prompts, tiny_folder, tmp_path):
     assert "3 prompts, 0 of which were missing" in encode(prompts[0])  # the same encoders
     shutil.rmtree(folder / "text_encoder_2")
     status, said = encode(prompts[0], model_root=folder)
-    assert status == 2 and "lacks" in said and "text_encoder_2/config.json" in said and said.count("\n") == 1
+    assert (
+        status == 2
+        and "lacks" in said
+        and "text_encoder_2/config.json" in said
+        and said.count("\n") == 1
+    )
 
 
 def test_a_missing_file_is_one_sentence(encode, tmp_path):
     status, said = encode(tmp_path / "nowhere.txt")
-    assert status == 2 and said == f"encode_prompts.py: prompt file {tmp_path / 'nowhere.txt'} does not exist\n"
+    assert (
+        status == 2
+        and said == f"encode_prompts.py: prompt file {tmp_path / 'nowhere.txt'} does not exist\n"
+    )
 
 
 def test_post_train_then_loads_no_encoder(encode, prompts, loads, tiny_folder, tmp_path):

@@ -13,13 +13,13 @@ import yaml
 from safetensors.torch import load_file
 
 import generate
-from sage_grpo import manifest
-from sage_grpo.config import Config
+from sage_grpo.config.fields import Config
+from sage_grpo.config.parse import from_values, parse
 from sage_grpo.data.requests import Request
-from sage_grpo.flags import from_values, parse
-from sage_grpo.models import open_backbone
+from sage_grpo.files import manifest
 from sage_grpo.models.backbone import Guidance
 from sage_grpo.models.lora import LORA_FILE
+from sage_grpo.models.registry import open_backbone
 from sage_grpo.models.sample import counter_noise
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.runs import clips
@@ -45,7 +45,8 @@ def checkpoints(tiny_folder, tmp_path_factory):
     made = {}
     for name, own in {"full": {"ema_decay": 0.5}, "lora": {"use_lora": True}}.items():
         trainer = build_trainer(
-            from_values(flags | own | {"output_dir": str(folder / name)}), Ranks(0, 1, torch.device("cpu"))
+            from_values(flags | own | {"output_dir": str(folder / name)}),
+            Ranks(0, 1, torch.device("cpu")),
         )
         trainer.train()
         made[name] = folder / name / "checkpoints" / "step-000001"
@@ -57,7 +58,9 @@ def velocity(model, checkpoint=None):
     """The model's velocity for one fixed noisy clip."""
     backbone = open_backbone(model)
     backbone.load_weights(checkpoint)
-    x = torch.randn(1, *backbone.latent_shape(5, 32, 32), generator=torch.Generator().manual_seed(3))
+    x = torch.randn(
+        1, *backbone.latent_shape(5, 32, 32), generator=torch.Generator().manual_seed(3)
+    )
     return backbone.velocity(x, 0.5, backbone.encode([Request(PROMPT)])[0], Guidance())
 
 
@@ -70,11 +73,23 @@ def replaced(model, target, place, exported):
 
 
 def run(checkpoint, output, layout, *more):
-    return script.main(["--checkpoint", str(checkpoint), "--output", str(output), "--layout", layout, *map(str, more)])
+    return script.main(
+        [
+            "--checkpoint",
+            str(checkpoint),
+            "--output",
+            str(output),
+            "--layout",
+            layout,
+            *map(str, more),
+        ]
+    )
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
-@pytest.mark.parametrize("layout, place", [("diffusers", "transformer"), ("tencent", "transformer/480p_t2v")])
+@pytest.mark.parametrize(
+    "layout, place", [("diffusers", "transformer"), ("tencent", "transformer/480p_t2v")]
+)
 def test_an_exported_transformer_samples_as_its_checkpoint(
     checkpoints, tiny_folder, tencent_folder, tmp_path, kind, layout, place
 ):
@@ -95,21 +110,33 @@ def test_stock_diffusers_loads_a_merged_adapter(checkpoints, tmp_path):
     from diffusers import HunyuanVideo15Transformer3DModel
 
     assert run(checkpoints["lora"], tmp_path / "out", "diffusers") == 0
-    model, info = HunyuanVideo15Transformer3DModel.from_pretrained(tmp_path / "out", output_loading_info=True)
+    model, info = HunyuanVideo15Transformer3DModel.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert model.config.task_type == "t2v" and model.config.num_layers == 2
 
 
-def test_an_adapter_in_a_model_of_tencents_layout(checkpoints, tiny_folder, tencent_folder, tmp_path):
-    assert run(checkpoints["lora"], tmp_path / "out", "diffusers", "--model_path", tencent_folder) == 0
+def test_an_adapter_in_a_model_of_tencents_layout(
+    checkpoints, tiny_folder, tencent_folder, tmp_path
+):
+    assert (
+        run(checkpoints["lora"], tmp_path / "out", "diffusers", "--model_path", tencent_folder) == 0
+    )
     found = velocity(replaced(tiny_folder, tmp_path / "model", "transformer", tmp_path / "out"))
-    torch.testing.assert_close(found, velocity(tiny_folder, checkpoints["lora"]), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        found, velocity(tiny_folder, checkpoints["lora"]), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_an_adapter_is_copied(checkpoints, tiny_folder, tmp_path):
     assert run(checkpoints["lora"], tmp_path / "out", "lora") == 0
-    assert (tmp_path / "out" / LORA_FILE).read_bytes() == (checkpoints["lora"] / LORA_FILE).read_bytes()
-    assert torch.equal(velocity(tiny_folder, tmp_path / "out"), velocity(tiny_folder, checkpoints["lora"]))
+    assert (tmp_path / "out" / LORA_FILE).read_bytes() == (
+        checkpoints["lora"] / LORA_FILE
+    ).read_bytes()
+    assert torch.equal(
+        velocity(tiny_folder, tmp_path / "out"), velocity(tiny_folder, checkpoints["lora"])
+    )
 
 
 def test_what_cannot_be_exported_is_one_sentence(checkpoints, tiny_folder, tmp_path, capsys):
@@ -127,13 +154,32 @@ def test_what_cannot_be_exported_is_one_sentence(checkpoints, tiny_folder, tmp_p
     refused(f"{LORA_FILE} was changed after it was written", damaged, out, "lora")
     refused("manifest.json cannot be read", tiny_folder, out, "diffusers")
     refused("holds all weights and no adapter", checkpoints["full"], out, "lora")
-    refused("--model_path is for adapters", checkpoints["full"], out, "diffusers", "--model_path", tiny_folder)
-    refused("Model folder 'nowhere' does not exist", checkpoints["lora"], out, "diffusers", "--model_path", "nowhere")
+    refused(
+        "--model_path is for adapters",
+        checkpoints["full"],
+        out,
+        "diffusers",
+        "--model_path",
+        tiny_folder,
+    )
+    refused(
+        "Model folder 'nowhere' does not exist",
+        checkpoints["lora"],
+        out,
+        "diffusers",
+        "--model_path",
+        "nowhere",
+    )
     other = shutil.copytree(tiny_folder, tmp_path / "other")
-    shutil.copytree(ROOT / "assets" / "tiny" / "transformer", other / "transformer", dirs_exist_ok=True)
+    shutil.copytree(
+        ROOT / "assets" / "tiny" / "transformer", other / "transformer", dirs_exist_ok=True
+    )
     refused("does not fit", checkpoints["lora"], out, "diffusers", "--model_path", other)
     (tmp_path / "there").mkdir()
-    assert run(checkpoints["lora"], tmp_path / "there", "lora") == 2 and "exists" in capsys.readouterr().err
+    assert (
+        run(checkpoints["lora"], tmp_path / "there", "lora") == 2
+        and "exists" in capsys.readouterr().err
+    )
 
 
 def test_settings_that_tencent_cannot_tell_are_refused(checkpoints, tmp_path):
@@ -145,29 +191,42 @@ def test_settings_that_tencent_cannot_tell_are_refused(checkpoints, tmp_path):
 
 
 def test_weights_without_a_place_in_tencents_layout_are_not_written():
-    with pytest.raises(ValueError, match=r"^the transformer tensor lora\.weight has no place in Tencent's layout$"):
+    with pytest.raises(
+        ValueError, match=r"^the transformer tensor lora\.weight has no place in Tencent's layout$"
+    ):
         script.to_tencent("transformer", ["lora.weight"])
     names = ["context_embedder.token_refiner.refiner_blocks.0.attn.to_q.weight"]
-    with pytest.raises(ValueError, match=r"self_attn_qkv\.weight .* cannot be put together: 2 parts are missing$"):
+    with pytest.raises(
+        ValueError, match=r"self_attn_qkv\.weight .* cannot be put together: 2 parts are missing$"
+    ):
         script.to_tencent("transformer", names)
 
 
 def documented(page, name):
     """The lines of a page that load a checkpoint, of an adapter or of all weights, and sample a clip."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
+    blocks = re.findall(
+        r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL
+    )
     adapter, weights, *clip = (block for block in blocks if "build_trainer" not in block)
     return "".join([{"lora": adapter, "full": weights}[name], *clip])
 
 
 @pytest.mark.parametrize("name", ["lora", "full"])
-def test_the_documented_lines_sample_what_generate_samples(checkpoints, tiny_folder, tmp_path, monkeypatch, name):
+def test_the_documented_lines_sample_what_generate_samples(
+    checkpoints, tiny_folder, tmp_path, monkeypatch, name
+):
     """Exactly the lines of README.md, in stock diffusers, and generate.py, from the same latents."""
     from diffusers import HunyuanVideo15Pipeline
 
     lines = documented("README.md", name)
-    assert lines.split() == documented("docs/use.md", name).split(), "both pages have the same lines"
+    assert lines.split() == documented("docs/use.md", name).split(), (
+        "both pages have the same lines"
+    )
 
-    model, checkpoint = Path("assets/tiny"), Path("outputs/mine/checkpoints/step-000020")  # in the lines
+    model, checkpoint = (
+        Path("assets/tiny"),
+        Path("outputs/mine/checkpoints/step-000020"),
+    )  # in the lines
     monkeypatch.chdir(tmp_path)
     for place, there in ((model, tiny_folder), (checkpoint, checkpoints[name])):
         place.parent.mkdir(parents=True)
@@ -179,8 +238,18 @@ def test_the_documented_lines_sample_what_generate_samples(checkpoints, tiny_fol
 
     seen = []
     monkeypatch.setattr(clips, "write_mp4", lambda path, clip, fps: seen.append(clip))
-    flags = {"model_path": model, "checkpoint_path": checkpoint, "output_path": "clips", "fixed_size": "48x48"}
-    flags |= {"prompt": "a small cyan circle moving up", "num_frames": 9, "num_inference_steps": 20, "seed": 7}
+    flags = {
+        "model_path": model,
+        "checkpoint_path": checkpoint,
+        "output_path": "clips",
+        "fixed_size": "48x48",
+    }
+    flags |= {
+        "prompt": "a small cyan circle moving up",
+        "num_frames": 9,
+        "num_inference_steps": 20,
+        "seed": 7,
+    }
     generate.main([str(word) for flag, value in flags.items() for word in (f"--{flag}", value)])
     assert said["clip"].shape == seen[0].shape == (9, 48, 48, 3)
     assert np.abs(255 * said["clip"] - seen[0].numpy()).max() <= 1
@@ -212,4 +281,7 @@ def test_the_model_card_says_what_was_trained_and_how_to_repeat_it(checkpoints, 
     assert "1 iterations" in card and "to raise the reward" in card
     state = json.loads((checkpoints[name] / "trainer" / "state.json").read_text())
     assert f"base weights: {state['fingerprints']['base weights']}." in card
-    assert yaml.safe_load(recipe).keys() < {field.name for field in dataclasses.fields(Config)} - {"eta", "seed"}
+    assert yaml.safe_load(recipe).keys() < {field.name for field in dataclasses.fields(Config)} - {
+        "eta",
+        "seed",
+    }

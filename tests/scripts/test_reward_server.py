@@ -19,11 +19,11 @@ from urllib.parse import urlsplit
 import pytest
 import torch
 
-from extra_rewards.remote import pack
-from sage_grpo.rewards import TOKEN_VARIABLE
+from sage_grpo.environment import TOKEN_VARIABLE
+from sage_grpo.rewards.remote import pack
 from scripts import reward_server
 from scripts.reward_server import Limits
-from tests.extra_rewards.serving import TOKEN, Light, composite, remote_reward, serving
+from tests.rewards.serving import TOKEN, Light, composite, remote_reward, serving
 
 ROOT = Path(__file__).parents[2]
 GOOD = {"Authorization": f"Bearer {TOKEN}"}
@@ -54,7 +54,13 @@ def ask(url, method, path, body=None, headers=GOOD):
 
 @pytest.mark.parametrize("path", ["/info", "/score", "/check", "/", "/elsewhere"])
 @pytest.mark.parametrize(
-    "headers", [{}, {"Authorization": "Bearer "}, {"Authorization": f"Bearer {TOKEN}x"}, {"Authorization": TOKEN}]
+    "headers",
+    [
+        {},
+        {"Authorization": "Bearer "},
+        {"Authorization": f"Bearer {TOKEN}x"},
+        {"Authorization": TOKEN},
+    ],
 )
 def test_nothing_is_told_without_the_token(light_server, path, headers):
     for method in ("GET", "POST"):
@@ -66,7 +72,10 @@ def test_the_token_is_compared_in_constant_time(light_server, monkeypatch):
     compared, plain = [], hmac.compare_digest
     monkeypatch.setattr(hmac, "compare_digest", lambda *both: compared.append(both) or plain(*both))
     for given, status in ((TOKEN, 200), (f"{TOKEN}x", 401), ("", 401)):
-        assert ask(light_server, "GET", "/info", None, {"Authorization": f"Bearer {given}"})[0] == status
+        assert (
+            ask(light_server, "GET", "/info", None, {"Authorization": f"Bearer {given}"})[0]
+            == status
+        )
     whole = f"Bearer {TOKEN}".encode()
     assert compared == [(whole, whole), (whole + b"x", whole), (b"Bearer", whole)]
 
@@ -89,7 +98,15 @@ def test_bodies_that_are_turned_away(light_server):
     ]:
         found, answer = ask(light_server, "POST", "/score", body)
         assert (found, words in answer["error"]) == (status, True), answer
-    for body in (b"", b"[]", b"{}", b'{"prompts": [1]}', b'{"prompts": 3}', b'{"prompts": "a"}', b"{"):
+    for body in (
+        b"",
+        b"[]",
+        b"{}",
+        b'{"prompts": [1]}',
+        b'{"prompts": 3}',
+        b'{"prompts": "a"}',
+        b"{",
+    ):
         assert ask(light_server, "POST", "/check", body)[0] == 400, body
     assert ask(light_server, "POST", "/score", one)[1]["scores"]["light"] == [1]
 
@@ -136,7 +153,9 @@ def test_a_length_is_given_once(light_server, path, length):
     head = f"{path} HTTP/1.1\r\nHost: here\r\nAuthorization: Bearer {TOKEN}\r\n{length}\r\n\r\n"
     parts = urlsplit(light_server)
     with socket.create_connection((parts.hostname, parts.port), timeout=10) as connection:
-        connection.sendall(head.encode() + f"{len(LARGE[path]):x}\r\n".encode() + LARGE[path] + b"\r\n0\r\n\r\n")
+        connection.sendall(
+            head.encode() + f"{len(LARGE[path]):x}\r\n".encode() + LARGE[path] + b"\r\n0\r\n\r\n"
+        )
         answer = b""
         with suppress(ConnectionResetError):
             while part := connection.recv(1 << 16):  # ends where the server closes
@@ -169,7 +188,9 @@ def test_clips_that_wait_are_scored_together():
         first = pool.submit(remote_reward(url).score, [clip(9)], ["first"], 8.0)
         while not light.batches:
             time.sleep(0.01)
-        rest = [pool.submit(remote_reward(url).score, [clip(i)], ["a" * i], 8.0) for i in range(1, 7)]
+        rest = [
+            pool.submit(remote_reward(url).score, [clip(i)], ["a" * i], 8.0) for i in range(1, 7)
+        ]
         assert [f.result()["words"].item() for f in (first, *rest)] == [5, 1, 2, 3, 4, 5, 6]
     assert light.batches[0] == 1 and max(light.batches) == 4 and sum(light.batches) == 7
 
@@ -183,11 +204,18 @@ def test_clips_of_other_shapes_are_scored_apart_and_a_broken_one_alone():
             time.sleep(0.01)
         mixed = pool.submit(reward.score, [clip(1), clip(2, 3), clip(3)], ["a", "b", "c"], 8.0)
         broken = pool.submit(reward.score, [clip(4), clip(5)], ["broken", "d"], 8.0)
-        assert mixed.result()["light"].tolist() == [1, 2, 3] and first.result()["light"].tolist() == [0]
+        assert mixed.result()["light"].tolist() == [1, 2, 3] and first.result()[
+            "light"
+        ].tolist() == [0]
         lost, fine = broken.result()["light"].tolist()
         assert lost != lost and fine == 5
-    assert light.batches.count(4) == 1  # 1, 3, 4 and 5 have one shape; their batch broke, so each was scored again
-    with serving(composite({"light": Light()})) as url, pytest.raises(ValueError, match="OSError: a clip that breaks"):
+    assert (
+        light.batches.count(4) == 1
+    )  # 1, 3, 4 and 5 have one shape; their batch broke, so each was scored again
+    with (
+        serving(composite({"light": Light()})) as url,
+        pytest.raises(ValueError, match="OSError: a clip that breaks"),
+    ):
         remote_reward(url).score([clip(4)], ["broken"], 8.0)
 
 
@@ -195,12 +223,17 @@ def test_a_reward_that_hangs_frees_its_place_and_the_queue_is_bounded():
     light = Light(delay=1.2)
     body = message([clip(1)], ["a"])
     limits = Limits(seconds=0.8, waiting=2 * len(body))
-    with serving(composite({"light": light}, batch_size=1, timeout=30), limits) as url, ThreadPoolExecutor(4) as pool:
+    with (
+        serving(composite({"light": light}, batch_size=1, timeout=30), limits) as url,
+        ThreadPoolExecutor(4) as pool,
+    ):
         answers = list(pool.map(lambda _: ask(url, "POST", "/score", body), range(4)))
         assert sorted(status for status, _ in answers) == [503, 503, 504, 504]
         light.delay = 0
         time.sleep(0.8)
-        assert ask(url, "POST", "/score", body)[0] == 200  # nothing of the former ones is left inside
+        assert (
+            ask(url, "POST", "/score", body)[0] == 200
+        )  # nothing of the former ones is left inside
         assert len(light.batches) == 2  # who was not waited for any more was not scored
 
 
@@ -208,7 +241,12 @@ def test_a_reward_that_hangs_frees_its_place_and_the_queue_is_bounded():
 def program(*words):
     """A server as a process of its own; what it prints in one line and its number."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    pipes = {
+        "stdin": subprocess.PIPE,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+        "text": True,
+    }
     process = subprocess.Popen([sys.executable, "-m", *words], cwd=ROOT, env=environment, **pipes)
     try:
         yield process.stdout.readline().strip(), process.pid
@@ -224,7 +262,10 @@ def test_under_load_nothing_is_lost_or_mixed_up():
     def client(number, reward):
         for key in range(number * 25, number * 25 + 25):
             count, frames = 1 + key % 3, 3 + key % 2
-            clips = [torch.full((frames, 320, 320, 3), (key + i) % 256, dtype=torch.uint8) for i in range(count)]
+            clips = [
+                torch.full((frames, 320, 320, 3), (key + i) % 256, dtype=torch.uint8)
+                for i in range(count)
+            ]
             results[key] = reward.score(clips, ["x" * (key + i) for i in range(count)], 8.0)
 
     with program("tests.extra_rewards.serving", str(12 << 20)) as (url, number):
@@ -244,7 +285,9 @@ def test_under_load_nothing_is_lost_or_mixed_up():
 
 def peak_memory(process):
     """Bytes that a process has had in memory at most."""
-    return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{process}/status").read_text()).group(1))
+    return 1024 * int(
+        re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{process}/status").read_text()).group(1)
+    )
 
 
 def test_the_token_is_never_logged(caplog, capfd):
@@ -258,12 +301,17 @@ def test_the_token_is_never_logged(caplog, capfd):
 
 
 def test_it_does_not_start_without_a_token_or_weights(monkeypatch, capsys, tmp_path):
-    assert reward_server.main(["--reward", "videoalign", "--reward_path", str(tmp_path / "none")]) == 2
+    assert (
+        reward_server.main(["--reward", "videoalign", "--reward_path", str(tmp_path / "none")]) == 2
+    )
     assert "does not exist" in capsys.readouterr().err
     monkeypatch.delenv(TOKEN_VARIABLE)
     assert reward_server.main(["--reward", "shapes"]) == 2
     assert f"{TOKEN_VARIABLE} is not set" in capsys.readouterr().err
-    for name, sentence in {"remote": "served by another machine", "nothing": "choose one of videoalign"}.items():
+    for name, sentence in {
+        "remote": "served by another machine",
+        "nothing": "choose one of videoalign",
+    }.items():
         monkeypatch.setenv(TOKEN_VARIABLE, "x" * 32)
         assert reward_server.main(["--reward", name]) == 2 and sentence in capsys.readouterr().err
 

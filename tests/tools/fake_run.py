@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from embedded.shapes.damage import add_noise, fade, jitter
-from embedded.shapes.scenes import captions, render, sample_scenes
 from sage_grpo.algo.equalizer import equalizer, gradient_scale
 from sage_grpo.algo.sde import build_schedule, flow_sigmas
-from sage_grpo.config import Config
+from sage_grpo.config.fields import Config
 from sage_grpo.runs.clips import write_mp4
+from sage_grpo.worlds.shapes.damage import add_noise, fade, jitter
+from sage_grpo.worlds.shapes.scenes import captions, render, sample_scenes
 
 STEPS = 20  # denoising
 WEIGHTS = {"VQ": 0.5, "MQ": 0.5, "TA": 1.0}
@@ -29,7 +29,9 @@ def make_run(folder: Path, iterations: int = 200, every: int = 50, prompts: int 
     (folder / "command.txt").write_text(
         "python post_train.py --config configs/tiny_cpu.yaml --output_dir outputs/demo\n"
     )
-    (folder / "config.yaml").write_text(Config(height=32, width=32, eta=0.7, reward_weights={"VQ": 1.0}).to_yaml())
+    (folder / "config.yaml").write_text(
+        Config(height=32, width=32, eta=0.7, reward_weights={"VQ": 1.0}).to_yaml()
+    )
     lines = [run_line(), validation(folder, 0, 0.0, prompts)]
     for step in range(1, iterations + 1):
         lines.append(train_line(step, rng))
@@ -67,7 +69,12 @@ def run_line(step: int = 0) -> dict[str, Any]:
             "equalizer": equalizer(schedule).tolist(),
             "gradient_scale": gradient_scale(schedule).tolist(),
         },
-        "versions": {"python": "3.11.7", "torch": "2.13.0", "diffusers": "0.42.1", "sage_grpo": "0.1.0"},
+        "versions": {
+            "python": "3.11.7",
+            "torch": "2.13.0",
+            "diffusers": "0.42.1",
+            "sage_grpo": "0.1.0",
+        },
         "device": "NVIDIA H200",
         "ranks": 1,
         "trainable_parameters": 1_204_224,
@@ -76,7 +83,10 @@ def run_line(step: int = 0) -> dict[str, Any]:
 
 def train_line(step: int, rng: np.random.Generator) -> dict[str, Any]:
     done, noise = progress(step), rng.standard_normal(8)
-    scores = {name: START[name] - 0.25 + (PERFECT[name] - START[name]) * done + 0.08 * noise[0] for name in WEIGHTS}
+    scores = {
+        name: START[name] - 0.25 + (PERFECT[name] - START[name]) * done + 0.08 * noise[0]
+        for name in WEIGHTS
+    }
     kl = 2e-5 * (1 + (step - 1) % 5) * (1 + step / 100) * math.exp(0.3 * noise[1])
     clip = 1 - math.exp(-kl / 2e-4)
     seconds = {name: value * (1 + 0.03 * abs(noise[2])) for name, value in PHASES.items()}
@@ -141,7 +151,10 @@ def per_step(kl: float, clip: float, rng: np.random.Generator) -> dict[str, list
         "kl_rollout": kl * profile * wobble / 5,
         "count": np.full(STEPS, 64.0),
     }
-    return {name: [*values[:-1].tolist(), 0.0 if name == "count" else None] for name, values in table.items()}
+    return {
+        name: [*values[:-1].tolist(), 0.0 if name == "count" else None]
+        for name, values in table.items()
+    }
 
 
 def validation(folder: Path, step: int, done: float, prompts: int) -> dict[str, Any]:
@@ -155,21 +168,44 @@ def validation(folder: Path, step: int, done: float, prompts: int) -> dict[str, 
         clips = damage(clips, strength * (1 - done), generator)
     entries = []
     for i, prompt in enumerate(captions(scenes)):
-        luck = rng.standard_normal(3)  # the same at every validation, but for the part that training amplifies
-        scores = {name: START[name] + (PERFECT[name] - START[name]) * done * (1 + 0.5 * luck[0]) for name in WEIGHTS}
+        luck = rng.standard_normal(
+            3
+        )  # the same at every validation, but for the part that training amplifies
+        scores = {
+            name: START[name] + (PERFECT[name] - START[name]) * done * (1 + 0.5 * luck[0])
+            for name in WEIGHTS
+        }
         scores = {name: value + 0.1 * luck[1] for name, value in scores.items()}
         distance = 0.07 - 0.04 * done * (1 + 0.2 * luck[1]) + 0.004 * luck[2]
-        gold = {"match": int(luck[2] < 2 * done - 0.6), "distance": distance, "prompt_distance": 1.2 * distance}
+        gold = {
+            "match": int(luck[2] < 2 * done - 0.6),
+            "distance": distance,
+            "prompt_distance": 1.2 * distance,
+        }
         name = f"{i:04d}-1a2b3c4d-{930 + i}-0.mp4"
         write_mp4(home / name, (clips[i] * 255).round().to(torch.uint8), fps=8)
         scores["total"] = sum(WEIGHTS[key] * value for key, value in scores.items())
-        entries.append({"file": name, "prompt": prompt, "seed": 930 + i, "number": 0, "scores": scores, "gold": gold})
+        entries.append(
+            {
+                "file": name,
+                "prompt": prompt,
+                "seed": 930 + i,
+                "number": 0,
+                "scores": scores,
+                "gold": gold,
+            }
+        )
     (home / "clips.json").write_text(json.dumps(entries))
     return validation_line(step, entries)
 
 
 def validation_line(step: int, entries: list[dict[str, Any]]) -> dict[str, Any]:
-    line: dict[str, Any] = {"kind": "validation", "step": step, "count": len(entries), "time/validation": 31.0}
+    line: dict[str, Any] = {
+        "kind": "validation",
+        "step": step,
+        "count": len(entries),
+        "time/validation": 31.0,
+    }
     line["signal/rescoring"] = 0.0
     for part, prefix in (("scores", "reward"), ("gold", "gold")):
         for name in entries[0][part]:

@@ -5,7 +5,15 @@ import torch
 
 from sage_grpo.intervals import Interval
 from sage_grpo.rewards.base import Composite
-from sage_grpo.tools.audit import EDITS, WRONG_PROMPT, Verdict, conclude, edited, give_verdicts, measure
+from sage_grpo.tools.audit import (
+    EDITS,
+    WRONG_PROMPT,
+    Verdict,
+    conclude,
+    edited,
+    give_verdicts,
+    measure,
+)
 from sage_grpo.tools.templating import render
 
 NAN = float("nan")
@@ -16,7 +24,9 @@ CLIPS = [RAMP + 100 * i for i in range(2)]
 def smooth_clip():
     """Colors that change slowly over the picture, and a bright square that moves."""
     line = torch.linspace(60, 160, 32)
-    clip = torch.stack([line[:, None].expand(32, 32), line.expand(32, 32), line.flip(0).expand(32, 32)], -1)
+    clip = torch.stack(
+        [line[:, None].expand(32, 32), line.expand(32, 32), line.flip(0).expand(32, 32)], -1
+    )
     clip = clip.repeat(6, 1, 1, 1)
     for i, frame in enumerate(clip):
         frame[10:16, 4 * i : 4 * i + 6] = 200
@@ -33,10 +43,18 @@ def test_an_edit_keeps_the_kind_of_clip_and_changes_it(kind):
 
 def test_edits_by_hand():
     frames = {
-        kind: edited(CLIPS, kind)[0][:, 0, 0, 0].tolist() for kind in ("frozen", "reversed", "slowed", "brighter")
+        kind: edited(CLIPS, kind)[0][:, 0, 0, 0].tolist()
+        for kind in ("frozen", "reversed", "slowed", "brighter")
     }
     assert frames["frozen"] == [0] * 6 and frames["reversed"] == [50, 40, 30, 20, 10, 0]
-    assert frames["slowed"] == [0, 0, 10, 10, 20, 20] and frames["brighter"] == [0, 12, 24, 36, 48, 60]
+    assert frames["slowed"] == [0, 0, 10, 10, 20, 20] and frames["brighter"] == [
+        0,
+        12,
+        24,
+        36,
+        48,
+        60,
+    ]
     spread = (edited(CLIPS, "noisy")[1].float() - CLIPS[1].float()).std() / 255
     assert 0.2 < spread < 0.31  # less than what was added, since pixels end at 0 and 255
     clip = smooth_clip()
@@ -79,7 +97,10 @@ def test_every_kind_is_measured_with_its_prompts():
     found = measure(composite, CLIPS, ["a", "b"], 8.0, {"slowed": known, "reversed": ()})
     assert list(found) == ["good", "slowed", "reversed", WRONG_PROMPT]
     assert reward.prompts == [["a", "b"]] * 3 + [["b", "a"]]
-    assert found["good"]["total"].tolist() == [25, 125] and found["slowed"]["level"].tolist() == [26, 126]
+    assert found["good"]["total"].tolist() == [25, 125] and found["slowed"]["level"].tolist() == [
+        26,
+        126,
+    ]
     assert WRONG_PROMPT not in measure(composite, CLIPS, ["a", "a"], 8.0, {})
     measure(composite, CLIPS * 2, ["a", "a", "b", "b"], 8.0, {})
     assert reward.prompts[-1] == ["b", "b", "a", "a"]
@@ -112,7 +133,10 @@ def test_marks(mean, half, fall, free):
 def scores(good, changes):
     """Scores by kind: `good` by name, and by how much each kind changes them."""
     good = {name: torch.tensor(values, dtype=torch.float64) for name, values in good.items()}
-    kinds = {kind: {name: good[name] + change.get(name, 0.0) for name in good} for kind, change in changes.items()}
+    kinds = {
+        kind: {name: good[name] + change.get(name, 0.0) for name in good}
+        for kind, change in changes.items()
+    }
     return {"good": good} | kinds
 
 
@@ -124,9 +148,19 @@ def test_which_scores_must_fall():
     found = scores(dict.fromkeys(names, VALUES), {kind: {} for kind in (*EDITS, WRONG_PROMPT)})
 
     def must(drawn):
-        return {(v.edit, v.score.removeprefix("videoalign.")) for v in give_verdicts(found, drawn) if v.must_fall}
+        return {
+            (v.edit, v.score.removeprefix("videoalign."))
+            for v in give_verdicts(found, drawn)
+            if v.must_fall
+        }
 
-    real = {("noisy", "VQ"), ("shaky", "MQ"), ("frozen", "MQ"), (WRONG_PROMPT, "TA"), (WRONG_PROMPT, "total")}
+    real = {
+        ("noisy", "VQ"),
+        ("shaky", "MQ"),
+        ("frozen", "MQ"),
+        (WRONG_PROMPT, "TA"),
+        (WRONG_PROMPT, "total"),
+    }
     assert must(drawn=False) == real and must(drawn=True) == real | {("reversed", "TA")}
     assert len(give_verdicts(found, drawn=False)) == len(names) * (len(EDITS) + 1)
 
@@ -137,21 +171,33 @@ def sentences(found):
 
 def test_what_is_wrong_is_named():
     good = {"total": VALUES, "VQ": VALUES}
-    told = sentences(scores(good, {"frozen": {"total": 2.0}, WRONG_PROMPT: {}, "noisy": {"total": -1.0}}))
+    told = sentences(
+        scores(good, {"frozen": {"total": 2.0}, WRONG_PROMPT: {}, "noisy": {"total": -1.0}})
+    )
     assert [text.partition(":")[0] for text in told["wrong"]] == [
         "prefers frozen clips", "prompt-blind", "VQ does not fall for noisy clips (+0.000 ± 0.000)",
     ]  # fmt: skip
     told = sentences(scores(good, {"blurred": {"total": 1.0, "VQ": -1.0}, "brighter": {"VQ": 1.0}}))
     assert told["wrong"] == ["total rises for blurred clips (+1.000 ± 0.000)"]
     assert told["weak"] == ["VQ rises for brighter clips (+1.000 ± 0.000)"]
-    told = sentences(scores({"total": [0.3] * 4, "VQ": [0.3] * 4}, {"noisy": {"total": 1e-9}, WRONG_PROMPT: {}}))
-    assert len(told["wrong"]) == 1 and told["wrong"][0].startswith("constant: every clip gets the same total")
+    told = sentences(
+        scores({"total": [0.3] * 4, "VQ": [0.3] * 4}, {"noisy": {"total": 1e-9}, WRONG_PROMPT: {}})
+    )
+    assert len(told["wrong"]) == 1 and told["wrong"][0].startswith(
+        "constant: every clip gets the same total"
+    )
 
 
 def test_what_is_not_noticed_is_weak():
     spread = torch.tensor(VALUES, dtype=torch.float64).std(correction=0).item()
-    for change, weak in ((0.0, "does not notice"), (-0.9 * spread, "hardly notices"), (-1.1 * spread, None)):
-        told = sentences(scores({"total": VALUES, "VQ": VALUES}, {"blurred": {"VQ": change, "total": -9.0}}))
+    for change, weak in (
+        (0.0, "does not notice"),
+        (-0.9 * spread, "hardly notices"),
+        (-1.1 * spread, None),
+    ):
+        told = sentences(
+            scores({"total": VALUES, "VQ": VALUES}, {"blurred": {"VQ": change, "total": -9.0}})
+        )
         assert [text.partition(" blurred")[0] for text in told["weak"]] == ([weak] if weak else [])
         assert not told["wrong"] and not told["unclear"]
 
@@ -160,5 +206,7 @@ def test_two_clips_decide_nothing():
     found = scores({"total": [0.9, 1.1], "VQ": [0.9, 1.1]}, {"noisy": {"VQ": 3.0, "total": 3.0}})
     told = sentences(found)
     assert not told["wrong"] and told["unclear"] == ["total of noisy clips", "VQ of noisy clips"]
-    shown = render("audit_table.txt", found=found, verdicts=give_verdicts(found, drawn=True)).splitlines()
+    shown = render(
+        "audit_table.txt", found=found, verdicts=give_verdicts(found, drawn=True)
+    ).splitlines()
     assert shown[0].split() == ["2", "clips", "total", "VQ"] and "+3.000 ± – unclear" in shown[2]

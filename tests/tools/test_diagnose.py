@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from sage_grpo.config import Config
+from research.studies.diagnosis_check import read_records, restore
+from sage_grpo.config.fields import Config
 from sage_grpo.runs.diagnosis import Case
 from sage_grpo.runs.history import read_run
 from sage_grpo.tools.diagnose import late, main
-from sage_grpo.tools.plan import plan_of
-from sage_grpo.tools.plan_model import times
-from sage_grpo.tools.report import page
-from studies.diagnosis_check import read_records, restore
+from sage_grpo.tools.plan.model import times
+from sage_grpo.tools.plan.planner import plan_of
+from sage_grpo.tools.report.page import page
 from tests.programs import exit_code
 from tests.tools.fake_run import read_lines, write_lines
 
@@ -25,12 +25,16 @@ def test_the_list_of_a_faulty_run(tmp_path, capsys):
     first, second = capsys.readouterr().out.splitlines()
     assert first.strip() == "The reward rises."
     assert second.startswith("1. one step dominates: denoising step 11 gets ")
-    assert second.endswith("Remedy: --use_grad_balancing True. Panel of report.html: Gradient at the velocity.")
+    assert second.endswith(
+        "Remedy: --use_grad_balancing True. Panel of report.html: Gradient at the velocity."
+    )
 
 
 def test_a_healthy_run(tmp_path, capsys):
     assert main([str(restore(RECORDED["healthy-1"], tmp_path / "run"))]) == 0
-    assert capsys.readouterr().out == "The reward rises. Nothing is wrong as far as it was recorded.\n"
+    assert (
+        capsys.readouterr().out == "The reward rises. Nothing is wrong as far as it was recorded.\n"
+    )
 
 
 def test_the_first_box_of_the_report(tmp_path):
@@ -38,11 +42,16 @@ def test_the_first_box_of_the_report(tmp_path):
     text = page(read_run(folder))
     first = text.index('<ol class="findings">')
     assert first < text.index('class="tiles"') and text.count("<li>") == 2
-    assert "<b>too little exploration</b>: all steps together add noise of 0.011 to initial noise of 1. Clips" in text
+    assert (
+        "<b>too little exploration</b>: all steps together add noise of 0.011 to initial noise of 1. Clips"
+        in text
+    )
     lines = [line | {"reward/error": "<gone>", "reward/failed": 9} for line in read_lines(folder)]
     write_lines(folder, lines)
     assert "first with: &lt;gone&gt;." in page(read_run(folder))
-    assert 'class="findings"' not in page(read_run(restore(RECORDED["healthy-1"], tmp_path / "healthy")))
+    assert 'class="findings"' not in page(
+        read_run(restore(RECORDED["healthy-1"], tmp_path / "healthy"))
+    )
 
 
 def test_what_is_no_run(tmp_path, capsys):
@@ -65,14 +74,23 @@ def test_what_is_no_run(tmp_path, capsys):
     ids=["late", "in time", "a machine without a plan", "another model"],
 )
 def test_the_plan(tmp_path, factor, device, fewer, expected):
-    config = Config(pretrained_model_root=str(tmp_path / "absent"), use_lora=True, batch_size=4, dtype="bf16")
+    config = Config(
+        pretrained_model_root=str(tmp_path / "absent"), use_lora=True, batch_size=4, dtype="bf16"
+    )
     config = replace(config, enable_fsdp=True, num_frames=81, height=352, width=624, fps=24)
     plan = plan_of(config, 1)
     folder = restore(RECORDED["healthy-1"], tmp_path / "run")
     (folder / "config.yaml").write_text(config.to_yaml())
     lines, seconds = read_lines(folder), factor * sum(times(plan).values())
-    head = lines[0] | {"device": device, "ranks": 1, "trainable_parameters": plan.trained.total - fewer}
+    head = lines[0] | {
+        "device": device,
+        "ranks": 1,
+        "trainable_parameters": plan.trained.total - fewer,
+    }
     write_lines(folder, [head, *(line | {"time/total": seconds} for line in lines[1:])])
     found = [finding.evidence for finding in late(Case(read_run(folder)))]
     assert len(found) == expected
-    assert not expected or found[0] == f"an iteration takes {seconds:.3g} s, planned are {seconds / factor:.3g} s"
+    assert (
+        not expected
+        or found[0] == f"an iteration takes {seconds:.3g} s, planned are {seconds / factor:.3g} s"
+    )

@@ -10,17 +10,22 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from embedded.shapes.scenes import captions, render, sample_scenes
 from sage_grpo.models.hunyuan15.backbone import Hunyuan15
-from sage_grpo.rewards import REWARDS
+from sage_grpo.rewards.registry import REWARDS
 from sage_grpo.runs.clips import write_mp4
 from sage_grpo.tools import evaluate
+from sage_grpo.worlds.shapes.scenes import captions, render, sample_scenes
 from tests.dist import run_ranks
 from tests.programs import exit_code
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "assets" / "tiny"
-PROMPTS = ("a red circle moving left", "a green square moving right", "a red square", "a green circle moving left")
+PROMPTS = (
+    "a red circle moving left",
+    "a green square moving right",
+    "a red square",
+    "a green circle moving left",
+)
 # imageio's reader leaves the pipes of its ffmpeg process to the garbage collector
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 
@@ -59,7 +64,9 @@ def command(tiny_folder, tmp_path):
     }  # fmt: skip
 
     def build(*extra, **changes):
-        words = [word for name, value in (flags | changes).items() for word in (f"--{name}", str(value))]
+        words = [
+            word for name, value in (flags | changes).items() for word in (f"--{name}", str(value))
+        ]
         return words + [str(word) for word in extra]
 
     return build
@@ -84,7 +91,9 @@ def records(tmp_path, system):
 
 
 def levels(tmp_path, system):
-    return torch.tensor([r["scores"]["level.level"] for r in records(tmp_path, system)], dtype=torch.float64)
+    return torch.tensor(
+        [r["scores"]["level.level"] for r in records(tmp_path, system)], dtype=torch.float64
+    )
 
 
 def test_base_against_checkpoint(command, checkpoint, tmp_path, level, capsys):
@@ -104,34 +113,54 @@ def test_base_against_checkpoint(command, checkpoint, tmp_path, level, capsys):
         and "win_rate" not in found["systems"]["base"]["columns"]["level"]
     )
     shown = capsys.readouterr().out
-    assert "Overall" in shown and "run-step-000007 minus base" in shown and "of 4, too few clips" in shown
+    assert (
+        "Overall" in shown
+        and "run-step-000007 minus base" in shown
+        and "of 4, too few clips" in shown
+    )
     text = (tmp_path / "out" / "evaluation.md").read_text()
-    titles = "| mean ± 95 % | base, 4 clips | run-step-000007, 4 clips | run-step-000007 minus base |\n"
-    assert text.startswith(f"{titles}| --- | ---: | ---: | ---: |\n| Overall | ") and text.endswith(" |\n")
+    titles = (
+        "| mean ± 95 % | base, 4 clips | run-step-000007, 4 clips | run-step-000007 minus base |\n"
+    )
+    assert text.startswith(f"{titles}| --- | ---: | ---: | ---: |\n| Overall | ") and text.endswith(
+        " |\n"
+    )
     assert (tmp_path / "out" / "evaluation.html").read_text().count("<video") == 8
 
 
 def test_a_second_call_goes_on_where_the_first_ended(command, tmp_path, level, monkeypatch):
     words = command(reward_model="level")
     plain, made = Hunyuan15.decode, []
-    monkeypatch.setattr(Hunyuan15, "decode", lambda self, latents: made.append(1) or plain(self, latents))
+    monkeypatch.setattr(
+        Hunyuan15, "decode", lambda self, latents: made.append(1) or plain(self, latents)
+    )
     assert evaluate.main(words) == 0 and len(made) == 4
     first = result(tmp_path)
     (tmp_path / "out" / "base" / records(tmp_path, "base")[1]["file"]).with_suffix(".json").unlink()
     assert evaluate.main(words) == 0 and len(made) == 5 and level.seen == 5
     assert result(tmp_path) == first
-    assert evaluate.main(command(reward_model="shapes")) == 0 and len(made) == 9  # pixels are needed again
+    assert (
+        evaluate.main(command(reward_model="shapes")) == 0 and len(made) == 9
+    )  # pixels are needed again
     assert evaluate.main(words) == 0 and len(made) == 9  # and old scores were kept
     level.bad = PROMPTS[:1]
     shutil.rmtree(tmp_path / "out")
     assert evaluate.main(words) == 1
     level.bad = ()
-    assert [r["scores"]["level"] is None for r in records(tmp_path, "base")] == [True, True, False, False]
+    assert [r["scores"]["level"] is None for r in records(tmp_path, "base")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
     assert evaluate.main(words) == 0 and len(made) == 15 and result(tmp_path) == first
 
 
 def test_clips_made_in_another_way_are_not_mixed(command, checkpoint, tmp_path, level, capsys):
-    assert evaluate.main(command("--checkpoints", checkpoint, "--seeds", "3", reward_model="level")) == 0
+    assert (
+        evaluate.main(command("--checkpoints", checkpoint, "--seeds", "3", reward_model="level"))
+        == 0
+    )
     assert [r["seed"] for r in records(tmp_path, "base")] == [3] * 4
     other = command(reward_model="level", validation_num_inference_steps=3)
     assert exit_code(evaluate.main, other) == 2
@@ -139,7 +168,10 @@ def test_clips_made_in_another_way_are_not_mixed(command, checkpoint, tmp_path, 
     os.utime(next((checkpoint / "transformer").glob("*.safetensors")), (1, 2e9))
     assert exit_code(evaluate.main, command("--checkpoints", checkpoint, reward_model="level")) == 2
     assert "weights of run-step-000007" in capsys.readouterr().err
-    assert exit_code(evaluate.main, command("--checkpoints", tmp_path / "none", reward_model="level")) == 2
+    assert (
+        exit_code(evaluate.main, command("--checkpoints", tmp_path / "none", reward_model="level"))
+        == 2
+    )
     assert "none does not exist" in capsys.readouterr().err
 
 
@@ -148,7 +180,9 @@ def folder_of_clips(folder, shift=0, listed=False):
     folder.mkdir(parents=True)
     scenes = sample_scenes(4, torch.Generator().manual_seed(0))
     entries = []
-    for i, (clip, prompt) in enumerate(zip(render(scenes, 9, 256, 256), captions(scenes), strict=True)):
+    for i, (clip, prompt) in enumerate(
+        zip(render(scenes, 9, 256, 256), captions(scenes), strict=True)
+    ):
         write_mp4(folder / f"{i}.mp4", ((clip * 200).round() + shift).to(torch.uint8), 8)
         entries.append({"file": f"{i}.mp4", "prompt": prompt, "seed": 42})
         if not listed:
@@ -159,7 +193,10 @@ def folder_of_clips(folder, shift=0, listed=False):
 
 
 def test_folders_of_clips(command, tmp_path, level, capsys):
-    ours, theirs = folder_of_clips(tmp_path / "a" / "ours", 20), folder_of_clips(tmp_path / "a" / "theirs", listed=True)
+    ours, theirs = (
+        folder_of_clips(tmp_path / "a" / "ours", 20),
+        folder_of_clips(tmp_path / "a" / "theirs", listed=True),
+    )
     words = command("--clips", theirs, ours, reward_model="level")
     assert evaluate.main(words) == 0 and level.seen == 8
     found = result(tmp_path)
@@ -169,13 +206,21 @@ def test_folders_of_clips(command, tmp_path, level, capsys):
     assert column["verdict"] == "too few clips"
     assert evaluate.main(words) == 0 and level.seen == 8
     (tmp_path / "empty").mkdir()
-    assert exit_code(evaluate.main, command("--clips", tmp_path / "empty", reward_model="level")) == 2
+    assert (
+        exit_code(evaluate.main, command("--clips", tmp_path / "empty", reward_model="level")) == 2
+    )
     words = command("--clips", ours, reward_model="level", output=tmp_path / "prompts.txt" / "out")
     assert exit_code(evaluate.main, words) == 2
     assert "prompts.txt" in capsys.readouterr().err
     for file in theirs.glob("*.mp4"):  # a validation that kept no videos
         file.unlink()
-    assert exit_code(evaluate.main, command("--clips", theirs, reward_model="level", output=tmp_path / "other")) == 2
+    assert (
+        exit_code(
+            evaluate.main,
+            command("--clips", theirs, reward_model="level", output=tmp_path / "other"),
+        )
+        == 2
+    )
     assert "theirs holds no mp4 file that its clips.json lists" in capsys.readouterr().err
 
 
@@ -185,7 +230,11 @@ def test_damaged_clips_are_named(command, tmp_path, level, capsys, damage):
     words = command("--clips", folder, reward_model="level")
     if damage == "output":
         assert evaluate.main(words) == 0
-    broken = {"listing": folder / "clips.json", "record": folder / "1.json", "video": folder / "1.mp4"}
+    broken = {
+        "listing": folder / "clips.json",
+        "record": folder / "1.json",
+        "video": folder / "1.mp4",
+    }
     broken["output"] = tmp_path / "out" / "settings.json"
     broken[damage].write_bytes(broken[damage].read_bytes()[:40])
     capsys.readouterr()
@@ -200,7 +249,9 @@ def test_a_list_of_clips_cannot_lead_out_of_its_folder(command, tmp_path, level,
     shutil.copy(folder / "0.mp4", tmp_path / "secret.mp4")
     (folder / "link.mp4").symlink_to(tmp_path / "secret.mp4")
     name = str(tmp_path / "secret.mp4") if name == "/secret.mp4" else name
-    (folder / "clips.json").write_text(json.dumps([{"file": name, "prompt": "a red circle", "seed": 1}]))
+    (folder / "clips.json").write_text(
+        json.dumps([{"file": name, "prompt": "a red circle", "seed": 1}])
+    )
     assert exit_code(evaluate.main, command("--clips", folder, reward_model="level")) == 2
     said = capsys.readouterr().err
     assert level.seen == 0 and ("does not lie beside it" in said or "clip 1 has file 7; " in said)
@@ -222,7 +273,10 @@ def evaluated(ranks, words):
 
 
 def test_two_processes_share_the_prompts(command, tmp_path):
-    assert run_ranks(2, evaluated, command(reward_model="shapes", output=tmp_path / "two")) == [(0, 2), (0, 2)]
+    assert run_ranks(2, evaluated, command(reward_model="shapes", output=tmp_path / "two")) == [
+        (0, 2),
+        (0, 2),
+    ]
     assert evaluate.main(command(reward_model="shapes")) == 0
     assert json.loads((tmp_path / "two" / "evaluation.json").read_text()) == result(tmp_path)
 
@@ -250,10 +304,17 @@ def test_three_systems_are_shown_side_by_side_with_their_verdicts(tmp_path):
     assert "1.040 ± 0.021" in shown and "+1.040 ± 0.021, wins 100% of 9, better" in shown
     text = (tmp_path / "evaluation.html").read_text()
     assert '<td class="better">+1.040 ±' in text and '<td class="worse">−0.520 ±' in text
-    assert "<td>gold distance (lower is better)</td>" in text and '<td class="better">−1.0400 ±' in text
+    assert (
+        "<td>gold distance (lower is better)</td>" in text
+        and '<td class="better">−1.0400 ±' in text
+    )
     row = text.partition("<h3>&lt;b&gt;</h3>")[2].partition("</figure>")[0]
-    assert row.count("<video") == 3 and row.index("<b>one<") < row.index("<b>two<") < row.index("<b>three<")
-    assert text.count('class="scroll"') == text.count("<table>") == 2 and "Overall is VQ" not in text
+    assert row.count("<video") == 3 and row.index("<b>one<") < row.index("<b>two<") < row.index(
+        "<b>three<"
+    )
+    assert (
+        text.count('class="scroll"') == text.count("<table>") == 2 and "Overall is VQ" not in text
+    )
     assert json.loads((tmp_path / "evaluation.json").read_text())["reference"] == "one"
 
 
@@ -262,10 +323,23 @@ def test_names_and_prompts_are_escaped(tmp_path):
     for name in ("one", system):
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.mp4").write_bytes(b"clip")
-        entry = {"file": "a.mp4", "prompt": bad, "seed": 1, "scores": {bad: 1.0}, "gold": {bad: 0.5}}
+        entry = {
+            "file": "a.mp4",
+            "prompt": bad,
+            "seed": 1,
+            "scores": {bad: 1.0},
+            "gold": {bad: 0.5},
+        }
         (tmp_path / name / "clips.json").write_text(json.dumps([entry]))
     evaluate.pages(tmp_path, [system, "one"])
-    text, escaped = (tmp_path / "evaluation.html").read_text(), "&lt;script&gt;alert(1)&lt;/script&gt;"
+    text, escaped = (
+        (tmp_path / "evaluation.html").read_text(),
+        "&lt;script&gt;alert(1)&lt;/script&gt;",
+    )
     assert "<script" not in text and "<img" not in text
-    assert f"<h3>{escaped}</h3>" in text and f"<small>{escaped}&nbsp;1.000" in text and f"<td>{escaped}</td>" in text
+    assert (
+        f"<h3>{escaped}</h3>" in text
+        and f"<small>{escaped}&nbsp;1.000" in text
+        and f"<td>{escaped}</td>" in text
+    )
     assert all(f"{tag}&lt;img src=x&gt;" in text for tag in ("<th>", "<th>one minus ", "<b>"))

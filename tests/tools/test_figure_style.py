@@ -10,7 +10,9 @@ from sage_grpo.tools.figure_style import PALETTE, SAMPLERS, STRATEGIES, STYLE, c
 
 def test_every_sampler_and_strategy_has_a_color_of_its_own():
     assert SAMPLERS.keys() == SDES.keys()
-    assert len(set(SAMPLERS.values())) == len(SAMPLERS) and len(set(STRATEGIES.values())) == len(STRATEGIES)
+    assert len(set(SAMPLERS.values())) == len(SAMPLERS) and len(set(STRATEGIES.values())) == len(
+        STRATEGIES
+    )
     with matplotlib.rc_context(fname=STYLE):
         assert matplotlib.rcParams["axes.prop_cycle"].by_key()["color"] == list(PALETTE)
 
@@ -20,7 +22,9 @@ def contrast(color: str, ground: str) -> float:
     light = []
     for text in (color, ground):
         parts = [int(text[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        linear = [
+            part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+        ]
         light.append(0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] + 0.05)
     return max(light) / min(light)
 
@@ -31,10 +35,18 @@ def test_colors_can_be_told_from_a_light_and_from_a_dark_page(ground):
 
 
 def test_names_of_samplers_and_strategies_keep_their_colors_wherever_they_stand():
-    assert colors_of({"x": "dance_grpo", "y": "sage"}) == {"x": SAMPLERS["dance_grpo"], "y": SAMPLERS["sage_grpo"]}
-    assert colors_of({"fixed": "fixed", "none": "none"}) == {name: STRATEGIES[name] for name in ("fixed", "none")}
+    assert colors_of({"x": "dance_grpo", "y": "sage"}) == {
+        "x": SAMPLERS["dance_grpo"],
+        "y": SAMPLERS["sage_grpo"],
+    }
+    assert colors_of({"fixed": "fixed", "none": "none"}) == {
+        name: STRATEGIES[name] for name in ("fixed", "none")
+    }
     same = {"a": "cps", "b": "cps"}
-    assert colors_of(same, {"a": "moving", "b": "fixed"}) == {"a": STRATEGIES["moving"], "b": STRATEGIES["fixed"]}
+    assert colors_of(same, {"a": "moving", "b": "fixed"}) == {
+        "a": STRATEGIES["moving"],
+        "b": STRATEGIES["fixed"],
+    }
     assert colors_of(same, {"a": "fixed", "b": "fixed"}) == {"a": PALETTE[0], "b": PALETTE[1]}
     many = colors_of({str(i): "" for i in range(20)})
     assert len(many) == 20 and many["8"] == PALETTE[0]

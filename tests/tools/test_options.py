@@ -2,12 +2,16 @@
 
 import pytest
 
-from sage_grpo.config import ConfigError
+from sage_grpo.config.fields import ConfigError
 from sage_grpo.tools.options import FLAGS, ToolParser
 
 
 def given(tool, *words):
-    required = {"reward_server": ["--reward", "shapes"], "report": ["run"], "diagnose": ["run"]}.get(tool, [])
+    required = {
+        "reward_server": ["--reward", "shapes"],
+        "report": ["run"],
+        "diagnose": ["run"],
+    }.get(tool, [])
     return ToolParser(tool, "about").parse_known_args([*required, *words])[0]
 
 
@@ -16,7 +20,9 @@ def test_defaults_are_within_their_limits_and_have_their_types(tool):
     options = given(tool)
     for name, flag in FLAGS[tool].items():
         value, kind = getattr(options, name), flag.get("type")
-        assert flag["help"] and (flag.get("default") is None or "above" not in flag or value > flag["above"])
+        assert flag["help"] and (
+            flag.get("default") is None or "above" not in flag or value > flag["above"]
+        )
         if kind and value not in (None, []):
             value = value[0] if flag.get("nargs") else value
             assert type(value).__name__.removeprefix("Posix").lower() == kind

@@ -9,14 +9,29 @@ import pytest
 
 from sage_grpo.intervals import FEWEST, Interval
 from sage_grpo.runs.clips import Clip
-from sage_grpo.tools.paired import MOST_PROMPTS, aligned, clip_rows, columns, compared, tables, verdict
+from sage_grpo.tools.paired import (
+    MOST_PROMPTS,
+    aligned,
+    clip_rows,
+    columns,
+    compared,
+    tables,
+    verdict,
+)
 
 
-def clip(seed: int = 1, prompt: str = "a", path: Path = Path("none.mp4"), **values: float | None) -> Clip:
+def clip(
+    seed: int = 1, prompt: str = "a", path: Path = Path("none.mp4"), **values: float | None
+) -> Clip:
     """`gold__distance` stands for gold/distance, and `videoalign_dot_VQ` for the score VQ of that reward."""
     named = {name.replace("__", "/").replace("_dot_", "."): value for name, value in values.items()}
     named = {name: math.nan if value is None else value for name, value in named.items()}
-    return Clip(path, prompt, seed, {name if "/" in name else f"reward/{name}": v for name, v in named.items()})
+    return Clip(
+        path,
+        prompt,
+        seed,
+        {name if "/" in name else f"reward/{name}": v for name, v in named.items()},
+    )
 
 
 def test_the_columns_of_the_papers_table_come_first():
@@ -24,13 +39,26 @@ def test_the_columns_of_the_papers_table_come_first():
                   videoalign_dot_MQ=-0.5, videoalign_dot_TA=1.5, total=9.0)  # fmt: skip
     found = columns(scored)
     assert list(found) == ["Overall", "VQ", "MQ", "TA", "CLIPScore", "PickScore", "ocr"]
-    assert found["Overall"] == 0.25 and found["CLIPScore"] == pytest.approx(0.5) and found["PickScore"] == 0.74
-    assert columns(clip(cosine=-0.2)) == {"CLIPScore": 0} and columns(clip(VQ=1.0, TA=2.0)) == {"VQ": 1, "TA": 2}
+    assert (
+        found["Overall"] == 0.25
+        and found["CLIPScore"] == pytest.approx(0.5)
+        and found["PickScore"] == 0.74
+    )
+    assert columns(clip(cosine=-0.2)) == {"CLIPScore": 0} and columns(clip(VQ=1.0, TA=2.0)) == {
+        "VQ": 1,
+        "TA": 2,
+    }
 
 
 def test_the_weighted_total_is_another_column_than_overall():
     found = columns(clip(VQ=1.0, MQ=2.0, TA=4.0, total=5.5), total=True)
-    assert list(found.items()) == [("total reward", 5.5), ("Overall", 7), ("VQ", 1), ("MQ", 2), ("TA", 4)]
+    assert list(found.items()) == [
+        ("total reward", 5.5),
+        ("Overall", 7),
+        ("VQ", 1),
+        ("MQ", 2),
+        ("TA", 4),
+    ]
 
 
 def test_two_rewards_with_one_name_stay_apart():
@@ -53,7 +81,9 @@ def test_verdict(mean, half, better, said):
     assert verdict(Interval(mean, half, FEWEST - 1), better) == "too few clips"
 
 
-def systems(*values: list[float | None], distances: tuple[list[float], ...] = ()) -> dict[str, list[Clip]]:
+def systems(
+    *values: list[float | None], distances: tuple[list[float], ...] = ()
+) -> dict[str, list[Clip]]:
     """Systems `one`, `two` ... with a clip per value."""
     found = {}
     for i, (name, own) in enumerate(zip(("one", "two", "three"), values, strict=False)):
@@ -63,39 +93,73 @@ def systems(*values: list[float | None], distances: tuple[list[float], ...] = ()
 
 
 def test_differences_are_paired_and_smaller_distances_win():
-    clips = systems([1.0, 2.0, 3.0, None], [2.0, 3.0, 3.0, 9.0], distances=([0.4] * 4, [0.1, 0.2, 0.1, 0.5]))
+    clips = systems(
+        [1.0, 2.0, 3.0, None], [2.0, 3.0, 3.0, 9.0], distances=([0.4] * 4, [0.1, 0.2, 0.1, 0.5])
+    )
     found = compared(clips, total=True)
     total, distance = found["systems"]["two"]["columns"].values()
     assert (
-        total["count"] == 4 and total["pairs"] == 3 and found["systems"]["one"]["columns"]["total reward"]["count"] == 3
+        total["count"] == 4
+        and total["pairs"] == 3
+        and found["systems"]["one"]["columns"]["total reward"]["count"] == 3
     )
-    assert total["difference"] == pytest.approx(2 / 3) and total["win_rate"] == pytest.approx(2.5 / 3)
-    assert total["difference_half"] == pytest.approx(4.303 * math.sqrt(1 / 3) / math.sqrt(3), rel=0.01)
+    assert total["difference"] == pytest.approx(2 / 3) and total["win_rate"] == pytest.approx(
+        2.5 / 3
+    )
+    assert total["difference_half"] == pytest.approx(
+        4.303 * math.sqrt(1 / 3) / math.sqrt(3), rel=0.01
+    )
     assert distance["difference"] == pytest.approx(-0.175) and distance["win_rate"] == 0.75
     assert total["verdict"] == distance["verdict"] == "too few clips"
     assert "difference" not in found["systems"]["one"]["columns"]["total reward"]
 
 
 def test_clips_of_other_prompts_or_seeds_are_no_pairs():
-    one, two = [clip(1, total=0.0), clip(2, total=0.0)], [clip(2, total=1.0), clip(1, "b", total=5.0)]
-    found = compared({"one": one, "two": two}, total=True)["systems"]["two"]["columns"]["total reward"]
+    one, two = (
+        [clip(1, total=0.0), clip(2, total=0.0)],
+        [clip(2, total=1.0), clip(1, "b", total=5.0)],
+    )
+    found = compared({"one": one, "two": two}, total=True)["systems"]["two"]["columns"][
+        "total reward"
+    ]
     assert found["pairs"] == 1 and found["difference"] == 1 and found["mean"] == 3
 
 
 def test_two_systems_make_one_table():
-    values, near = [float(seed) for seed in range(9)], [0.05 + 0.001 * (seed % 2) for seed in range(9)]
-    clips = systems([1.0] * 9, [1.5 + 0.1 * value for value in values], distances=([0.05] * 9, near))
+    values, near = (
+        [float(seed) for seed in range(9)],
+        [0.05 + 0.001 * (seed % 2) for seed in range(9)],
+    )
+    clips = systems(
+        [1.0] * 9, [1.5 + 0.1 * value for value in values], distances=([0.05] * 9, near)
+    )
     (rows,) = tables(compared(clips, total=True))
     titles, total, distance = aligned(rows).splitlines()
-    assert re.split("  +", titles) == ["mean ± 95 %", "one, 9 clips", "two, 9 clips", "two minus one"]
-    half = 2.306 * math.sqrt(0.075) / 3  # Student's t of 8 degrees of freedom; the values' variance is 0.075
+    assert re.split("  +", titles) == [
+        "mean ± 95 %",
+        "one, 9 clips",
+        "two, 9 clips",
+        "two minus one",
+    ]
+    half = (
+        2.306 * math.sqrt(0.075) / 3
+    )  # Student's t of 8 degrees of freedom; the values' variance is 0.075
     change = f"+0.900 ± {half:.3f}, wins 100% of 9, better"
-    assert re.split("  +", total) == ["total reward", "1.000 ± 0.000", f"1.900 ± {half:.3f}", change]
-    assert distance.startswith("gold distance (lower is better)  0.0500 ± 0.0000") and distance.endswith(", worse")
+    assert re.split("  +", total) == [
+        "total reward",
+        "1.000 ± 0.000",
+        f"1.900 ± {half:.3f}",
+        change,
+    ]
+    assert distance.startswith(
+        "gold distance (lower is better)  0.0500 ± 0.0000"
+    ) and distance.endswith(", worse")
 
 
 def test_more_systems_have_differences_in_a_table_of_their_own():
-    means, against = tables(compared(systems([1.0] * 9, [1.0, 2.0] * 4 + [0.5], [None] * 8 + [3.0]), total=True))
+    means, against = tables(
+        compared(systems([1.0] * 9, [1.0, 2.0] * 4 + [0.5], [None] * 8 + [3.0]), total=True)
+    )
     assert means[0][1:] == ["one, 9 clips", "two, 9 clips", "three, 9 clips"] and len(means[1]) == 4
     assert against[0] == ["difference ± 95 %", "two minus one", "three minus one"]
     assert against[1][1].endswith("wins 67% of 9, not significant")
@@ -109,10 +173,20 @@ def test_shown_clips_spread_over_gains_and_losses(tmp_path):
     path.write_bytes(bytes(10))
     before = [clip(i, str(i), path, total=0.0) for i in range(30)]
     after = [clip(i, str(i), path, total=float(i)) for i in range(30)]
-    again, lost = [clip(50, "8", path, total=t) for t in (0.0, 50.0)], [clip(60, "60", total=t) for t in (0.0, 60.0)]
-    shown = clip_rows({"a": [*before, again[0], lost[0]], "b": [*after, again[1], lost[1]]}, total=True)
+    again, lost = (
+        [clip(50, "8", path, total=t) for t in (0.0, 50.0)],
+        [clip(60, "60", total=t) for t in (0.0, 60.0)],
+    )
+    shown = clip_rows(
+        {"a": [*before, again[0], lost[0]], "b": [*after, again[1], lost[1]]}, total=True
+    )
     gains = [row[1][1].reward for row in shown]  # one clip per prompt, none without its file
-    assert len(gains) == MOST_PROMPTS and gains[0] == 29 and gains[-1] == 0 and gains == sorted(gains, reverse=True)
+    assert (
+        len(gains) == MOST_PROMPTS
+        and gains[0] == 29
+        and gains[-1] == 0
+        and gains == sorted(gains, reverse=True)
+    )
     assert max(a - b for a, b in itertools.pairwise(gains)) <= 3
     assert [[name for name, *_ in row] for row in shown] == [["a", "b"]] * MOST_PROMPTS
 
@@ -120,7 +194,11 @@ def test_shown_clips_spread_over_gains_and_losses(tmp_path):
 def test_rows_that_lack_a_clip_are_shown_if_all_do(tmp_path):
     path = tmp_path / "clip.mp4"
     path.write_bytes(bytes(10))
-    one, two, other = clip(1, "a", path, VQ=1.0), clip(1, "a", path, VQ=2.0), clip(2, "b", path, VQ=3.0)
+    one, two, other = (
+        clip(1, "a", path, VQ=1.0),
+        clip(1, "a", path, VQ=2.0),
+        clip(2, "b", path, VQ=3.0),
+    )
     assert [len(row) for row in clip_rows({"a": [one], "b": [two, other]})] == [2]
     assert [len(row) for row in clip_rows({"a": [one], "b": [other]})] == [1, 1]
     assert clip_rows({}) == []

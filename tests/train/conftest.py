@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from sage_grpo.flags import from_values
+from sage_grpo.config.parse import from_values
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.train.build import build_trainer
 

@@ -23,7 +23,9 @@ def next_gradients(trainer):
 
     def optimizer_step():
         trainer.ranks.sum_gradients(parameters.values())
-        found.update({name: full_tensor(parameter.grad).clone() for name, parameter in parameters.items()})
+        found.update(
+            {name: full_tensor(parameter.grad).clone() for name, parameter in parameters.items()}
+        )
         return 1.0
 
     trainer.optimizer_step = optimizer_step

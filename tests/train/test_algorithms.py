@@ -19,10 +19,18 @@ def reference_gradients(trainer, batch, rewards):
             advantage = ((group[i] - group.mean()) / (group.std(correction=0) + 1e-6)).item()
             for place in trajectory.order[i].tolist():
                 sigma = trainer.sampler.sigmas[trajectory.steps[i, place]]
-                x, z_minus_x0, old = (part[i, place] for part in (trajectory.x, trajectory.x_next, trajectory.velocity))
-                v = trainer.backbone.velocity(x[None], sigma.view(1), trajectory.cond, Guidance())[0]
+                x, z_minus_x0, old = (
+                    part[i, place]
+                    for part in (trajectory.x, trajectory.x_next, trajectory.velocity)
+                )
+                v = trainer.backbone.velocity(x[None], sigma.view(1), trajectory.cond, Guidance())[
+                    0
+                ]
                 if c.algorithm == "awm":
-                    new_log, old_log = -((v - z_minus_x0) ** 2).mean(), -((old - z_minus_x0) ** 2).mean()
+                    new_log, old_log = (
+                        -((v - z_minus_x0) ** 2).mean(),
+                        -((old - z_minus_x0) ** 2).mean(),
+                    )
                     ratio = (new_log - old_log).exp()
                     clipped = ratio.clamp(1 - c.clip_range, 1 + c.clip_range)
                     loss = torch.maximum(-advantage * ratio, -advantage * clipped)
@@ -31,7 +39,11 @@ def reference_gradients(trainer, batch, rewards):
                     for weight, sign in ((r, 1), (1 - r, -1)):
                         error = sigma * (old + sign * c.nft_beta * (v - old) - z_minus_x0)
                         loss = loss + weight * (error**2).mean() / error.abs().mean().detach()
-                anchor = trajectory.velocity if trajectory.anchor_velocity is None else trajectory.anchor_velocity
+                anchor = (
+                    trajectory.velocity
+                    if trajectory.anchor_velocity is None
+                    else trajectory.anchor_velocity
+                )
                 kl = ((v - anchor[i, place]) ** 2).mean() + 0.1 * ((v - old) ** 2).mean()
                 total, count = total + loss + trainer.controller.coef * kl, count + 1
     (total / count).backward()
@@ -42,19 +54,31 @@ def reference_gradients(trainer, batch, rewards):
 
 @pytest.mark.parametrize("name", RIVALS)
 def test_gradients_equal_the_formulas(prepared, name):  # noqa: F811
-    trainer, schedule, batch, rewards = prepared(algorithm=name, timestep_fraction=0.7, **RIVALS[name])
+    trainer, schedule, batch, rewards = prepared(
+        algorithm=name, timestep_fraction=0.7, **RIVALS[name]
+    )
     reference = reference_gradients(trainer, batch, rewards)
-    assert worst_difference(our_gradients(trainer, schedule, batch, rewards), reference) < 2e-3  # fp32
+    assert (
+        worst_difference(our_gradients(trainer, schedule, batch, rewards), reference) < 2e-3
+    )  # fp32
 
 
 @pytest.mark.parametrize("name", RIVALS)
 @pytest.mark.parametrize("use_lora", [True, False])
 def test_runs_learn_with_an_exact_first_ratio_and_resume_to_the_bit(make, tmp_path, name, use_lora):
-    flags = {"algorithm": name, "use_lora": use_lora, "timestep_fraction": 0.7, "save_interval": 2, **RIVALS[name]}
+    flags = {
+        "algorithm": name,
+        "use_lora": use_lora,
+        "timestep_fraction": 0.7,
+        "save_interval": 2,
+        **RIVALS[name],
+    }
     whole = make(**flags, max_steps=4, output_dir=str(tmp_path / "whole"))
     before = {n: p.detach().clone() for n, p in whole.optimization.parameters.items()}
     whole.train()  # stops if the first ratio is not exactly 1
-    assert whole.ratio_checked and any(not torch.equal(p, before[n]) for n, p in whole.optimization.parameters.items())
+    assert whole.ratio_checked and any(
+        not torch.equal(p, before[n]) for n, p in whole.optimization.parameters.items()
+    )
     again = {"output_dir": str(tmp_path / "parts")}
     make(**flags, **again, max_steps=2).train()
     rest = make(**flags, **again, max_steps=4, resume_from_checkpoint="auto")
@@ -67,21 +91,41 @@ def test_runs_learn_with_an_exact_first_ratio_and_resume_to_the_bit(make, tmp_pa
 def test_clips_are_those_of_the_ode_and_states_lie_on_the_way_to_noise(make):
     trainer = make(algorithm="awm", guidance_scale=2.0)
     (batch, *_) = trainer.roll_out()
-    explored = make(sde_window="random:1", same_init_noise=False, guidance_scale=2.0, overwrite=True)
+    explored = make(
+        sde_window="random:1", same_init_noise=False, guidance_scale=2.0, overwrite=True
+    )
     assert not torch.equal(explored.roll_out()[0].latents, batch.latents)
     sigma = trainer.sampler.sigmas[batch.steps].view(*batch.steps.shape, 1, 1, 1, 1)
-    torch.testing.assert_close(batch.x, batch.latents[:, None] + sigma * batch.x_next, rtol=1e-5, atol=1e-5)
-    assert not any(about(trainer, None)["schedule"]["std"]) and any(about(explored, None)["schedule"]["std"])
-    plain = trainer.backbone.velocity(batch.x[:, 0], trainer.sampler.sigmas[batch.steps[:, 0]], batch.cond, Guidance())
-    torch.testing.assert_close(batch.velocity[:, 0], plain, rtol=1e-4, atol=1e-5)  # without guidance
+    torch.testing.assert_close(
+        batch.x, batch.latents[:, None] + sigma * batch.x_next, rtol=1e-5, atol=1e-5
+    )
+    assert not any(about(trainer, None)["schedule"]["std"]) and any(
+        about(explored, None)["schedule"]["std"]
+    )
+    plain = trainer.backbone.velocity(
+        batch.x[:, 0], trainer.sampler.sigmas[batch.steps[:, 0]], batch.cond, Guidance()
+    )
+    torch.testing.assert_close(
+        batch.velocity[:, 0], plain, rtol=1e-4, atol=1e-5
+    )  # without guidance
 
 
 def test_only_the_levels_that_are_trained_are_kept(make):
-    flags = {"algorithm": "awm", "sde_window": "all", "num_sampling_steps": 4, "enable_timestep_permutation": True}
+    flags = {
+        "algorithm": "awm",
+        "sde_window": "all",
+        "num_sampling_steps": 4,
+        "enable_timestep_permutation": True,
+    }
     whole = make(**flags, timestep_fraction=1.0).roll_out()[0]
     half = make(**flags, timestep_fraction=0.5, overwrite=True).roll_out()[0]
-    assert half.order.tolist() == [[0, 1]] * len(half.order) and len(set(map(tuple, whole.steps.tolist()))) > 1
-    assert torch.equal(half.steps, whole.steps[:, :2])  # in the order of training, another one for each clip
+    assert (
+        half.order.tolist() == [[0, 1]] * len(half.order)
+        and len(set(map(tuple, whole.steps.tolist()))) > 1
+    )
+    assert torch.equal(
+        half.steps, whole.steps[:, :2]
+    )  # in the order of training, another one for each clip
     for part in ("x", "x_next", "velocity", "log_prob"):
         assert torch.equal(getattr(half, part), getattr(whole, part)[:, :2]), part
 

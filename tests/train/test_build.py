@@ -8,13 +8,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from embedded.shapes.reward import ShapesReward
-from embedded.shapes.world import ShapesWorld
-from sage_grpo.config import ConfigError
-from sage_grpo.flags import from_values
+from sage_grpo.config.fields import ConfigError
+from sage_grpo.config.parse import from_values
 from sage_grpo.models.hunyuan15 import text
 from sage_grpo.train import build
-from sage_grpo.train.build import PROMPTS, build_trainer, open_model, perfect_scores, prompts_of, reward_names
+from sage_grpo.train.build import (
+    PROMPTS,
+    build_trainer,
+    open_model,
+    perfect_scores,
+    prompts_of,
+    reward_names,
+)
+from sage_grpo.worlds.shapes.reward import ShapesReward
+from sage_grpo.worlds.shapes.world import ShapesWorld
 from tests.dist import run_ranks
 
 
@@ -22,7 +29,9 @@ from tests.dist import run_ranks
 def loads(monkeypatch):
     """One entry for every time that text encoders are loaded."""
     plain, seen = text.load_encoders, []
-    monkeypatch.setattr(text, "load_encoders", lambda folder, *rest: seen.append(folder) or plain(folder, *rest))
+    monkeypatch.setattr(
+        text, "load_encoders", lambda folder, *rest: seen.append(folder) or plain(folder, *rest)
+    )
     return seen
 
 
@@ -40,7 +49,9 @@ def test_encoders_are_loaded_once_or_never_and_change_nothing(make, loads, tmp_p
     runs = []
     for number, cache in enumerate((None, "cache", "cache")):
         cache = cache and str(tmp_path / cache)
-        trainer = make(prompt_cache=cache, output_dir=str(tmp_path / str(number)), guidance_scale=2.0)
+        trainer = make(
+            prompt_cache=cache, output_dir=str(tmp_path / str(number)), guidance_scale=2.0
+        )
         assert trainer.backbone.embeddings.encoder._models is None
         at_build = len(loads)
         trainer.train()
@@ -68,7 +79,10 @@ def test_a_run_goes_on_the_same_with_embeddings_from_disk(make, loads, tmp_path)
 
 def test_prompts_are_those_of_the_flag_the_folder_or_ours(tmp_path):
     trained = prompts_of(None, tmp_path, "train")
-    assert len(trained) > 300 and prompts_of((str(PROMPTS / "train_long.csv"),), tmp_path, "valid") == trained
+    assert (
+        len(trained) > 300
+        and prompts_of((str(PROMPTS / "train_long.csv"),), tmp_path, "valid") == trained
+    )
     assert all(prompt.seed is not None for prompt in prompts_of(None, tmp_path, "valid"))
     (tmp_path / "prompts_train.txt").write_text("a red circle\n")
     assert [prompt.text for prompt in prompts_of(None, tmp_path, "train")] == ["a red circle"]
@@ -77,7 +91,9 @@ def test_prompts_are_those_of_the_flag_the_folder_or_ours(tmp_path):
 def test_a_model_of_a_world_has_prompts_of_its_own_or_none(tmp_path):
     (tmp_path / "world.json").write_text('{"world": "shapes"}')
     assert prompts_of(None, tmp_path, "valid") == []
-    with pytest.raises(ConfigError, match=r"has no prompts_train\.txt; name a prompt file with --train_prompts"):
+    with pytest.raises(
+        ConfigError, match=r"has no prompts_train\.txt; name a prompt file with --train_prompts"
+    ):
         prompts_of(None, tmp_path, "train")
 
 
@@ -126,7 +142,9 @@ def test_without_a_name_the_reward_is_that_of_the_model_folder_or_of_its_world(f
     learned = tmp_path / "VideoReward"
     learned.mkdir()
     assert reward_names(from_values(flags | {"reward_path": str(learned)})) == ("videoalign",)
-    assert reward_names(from_values(flags | {"reward_path": str(learned), "reward_model": "ocr"})) == ("ocr",)
+    assert reward_names(
+        from_values(flags | {"reward_path": str(learned), "reward_model": "ocr"})
+    ) == ("ocr",)
 
 
 def test_the_goal_is_the_reward_of_clips_that_show_what_the_prompts_say(make):
@@ -143,14 +161,21 @@ def test_the_goal_is_the_reward_of_clips_that_show_what_the_prompts_say(make):
     trainer.run.close()
 
 
-@pytest.mark.parametrize(("layout", "version"), [("i2v_folder", "480p_t2v"), ("tencent_i2v_folder", "480p_i2v")])
+@pytest.mark.parametrize(
+    ("layout", "version"), [("i2v_folder", "480p_t2v"), ("tencent_i2v_folder", "480p_i2v")]
+)
 def test_the_version_decides_the_task_in_tencents_layout(flags, layout, version, request):
-    own = {"pretrained_model_root": str(request.getfixturevalue(layout)), "pretrained_transformer_version": version}
+    own = {
+        "pretrained_model_root": str(request.getfixturevalue(layout)),
+        "pretrained_transformer_version": version,
+    }
     backbone, _ = open_model(from_values(flags | own), torch.device("meta"))
     assert backbone.sees_image and backbone.version == version
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_what_the_decoder_needs_to_know_comes_from_the_flags(flags, compiled):
-    backbone, _ = open_model(from_values(flags | {"decode_gb": 3.0, "compile": compiled}), torch.device("meta"))
+    backbone, _ = open_model(
+        from_values(flags | {"decode_gb": 3.0, "compile": compiled}), torch.device("meta")
+    )
     assert (backbone.decode_gb, backbone.compiled) == (3.0, compiled)

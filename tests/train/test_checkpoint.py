@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from sage_grpo import manifest
-from sage_grpo.config import ConfigError
-from sage_grpo.flags import from_values
+from sage_grpo.config.fields import ConfigError
+from sage_grpo.config.parse import from_values
+from sage_grpo.files import manifest
 from sage_grpo.models.backbone import Guidance
 from sage_grpo.models.hunyuan15.backbone import Hunyuan15
 from sage_grpo.train import checkpoint
@@ -35,14 +35,20 @@ def test_counts_of_skipped_updates_come_back(make):
     trainer.step, trainer.optimization.skipped, trainer.optimization.skipped_in_a_row = 1, 7, 2
     save(trainer, trainer.run.path / "checkpoints")
     resumed = make(max_steps=1, resume_from_checkpoint="auto")
-    assert (resumed.step, resumed.optimization.skipped, resumed.optimization.skipped_in_a_row) == (1, 7, 2)
+    assert (resumed.step, resumed.optimization.skipped, resumed.optimization.skipped_in_a_row) == (
+        1,
+        7,
+        2,
+    )
 
 
 def test_resuming_keeps_the_run_even_when_told_to_overwrite(make):
     trainer = make(max_steps=1)
     save(trainer, trainer.run.path / "checkpoints")
     make(max_steps=1, resume_from_checkpoint="auto", overwrite=True)
-    assert [path.name for path in checkpoint.found(trainer.run.path / "checkpoints")] == ["step-000000"]
+    assert [path.name for path in checkpoint.found(trainer.run.path / "checkpoints")] == [
+        "step-000000"
+    ]
     assert (trainer.run.path / "metrics.jsonl").read_text().count('"kind": "run"') == 2
 
 
@@ -58,7 +64,9 @@ def test_a_checkpoint_samples_as_the_policy_it_holds(make, use_lora):
         fresh.load_weights(folder)
         velocity = fresh.velocity(x, 0.5, cond, Guidance())
         assert not torch.allclose(velocity, untrained)
-        torch.testing.assert_close(velocity, trainer.backbone.velocity(x, 0.5, cond, Guidance()), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            velocity, trainer.backbone.velocity(x, 0.5, cond, Guidance()), rtol=1e-4, atol=1e-5
+        )
 
 
 def test_only_the_newest_are_kept_and_drafts_do_not_count(make):
@@ -104,7 +112,9 @@ def test_a_missing_file_of_a_rank_is_noticed(flags):
     with pytest.raises(AssertionError, match=r"rank-00001.safetensors is missing"):
         run_ranks(1, assemble_on, values | {"resume_from_checkpoint": str(folder)}, sharded=True)
     hashes = hashes_of(folder, files(folder))
-    manifest.commit(folder.rename(folder.with_suffix(".tmp")), folder, hashes)  # as if it had been written so
+    manifest.commit(
+        folder.rename(folder.with_suffix(".tmp")), folder, hashes
+    )  # as if it had been written so
     with pytest.raises(AssertionError, match="a rank's file is missing"):
         run_ranks(1, assemble_on, values | {"resume_from_checkpoint": str(folder)}, sharded=True)
 
@@ -112,7 +122,9 @@ def test_a_missing_file_of_a_rank_is_noticed(flags):
 def test_nothing_to_resume_is_a_fresh_start_only_for_auto(make, tmp_path, capfd):
     assert make(resume_from_checkpoint="auto").step == 0
     assert "holds no checkpoint: starting from the beginning" in capfd.readouterr().err
-    with pytest.raises(ConfigError, match=r"is not a complete checkpoint: .*manifest.json cannot be read"):
+    with pytest.raises(
+        ConfigError, match=r"is not a complete checkpoint: .*manifest.json cannot be read"
+    ):
         make(resume_from_checkpoint=str(tmp_path))
 
 
@@ -121,13 +133,21 @@ def test_a_run_can_start_from_the_weights_of_another(make, tmp_path, use_lora):
     first = make(use_lora=use_lora, max_steps=1)
     first.train()
     (folder,) = checkpoint.found(first.run.path / "checkpoints")
-    again = make(use_lora=use_lora, init_from_checkpoint=str(folder), output_dir=str(tmp_path / "other"))
+    again = make(
+        use_lora=use_lora, init_from_checkpoint=str(folder), output_dir=str(tmp_path / "other")
+    )
     assert again.step == again.optimization.updates == 0 and not again.optimization.tensors()
     for name, parameter in first.optimization.parameters.items():
         assert torch.equal(parameter, again.optimization.parameters[name])
         assert torch.equal(parameter, again.anchor.values[name])
-    with pytest.raises(ConfigError, match=f"init_from_checkpoint .* has no .* use_lora {not use_lora}"):
-        make(use_lora=not use_lora, init_from_checkpoint=str(folder), output_dir=str(tmp_path / "third"))
+    with pytest.raises(
+        ConfigError, match=f"init_from_checkpoint .* has no .* use_lora {not use_lora}"
+    ):
+        make(
+            use_lora=not use_lora,
+            init_from_checkpoint=str(folder),
+            output_dir=str(tmp_path / "third"),
+        )
 
 
 def test_what_changed_since_the_checkpoint_is_said(make, capfd):

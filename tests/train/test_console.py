@@ -18,7 +18,9 @@ def said(text):
 
 def test_the_banner_says_what_is_about_to_run(make, flags, tmp_path, capfd):
     asked = {"max_steps": 9, "save_interval": 4, "save_minutes": 15, "validation_interval": 6}
-    trainer = make(**asked, validate_at_step0=True, num_validation_prompts=2, gradient_accumulation_steps=1)
+    trainer = make(
+        **asked, validate_at_step0=True, num_validation_prompts=2, gradient_accumulation_steps=1
+    )
     console.begin(trainer)
     found = said(capfd.readouterr().out)
     count = sum(p.numel() for p in trainer.backbone.transformer.parameters())
@@ -27,7 +29,9 @@ def test_the_banner_says_what_is_about_to_run(make, flags, tmp_path, capfd):
     assert found["model"].endswith(f": {trained:,} of {count:,} parameters are trained, fp32")
     assert found["machine"] == "1 x CPU: 1 data-parallel x 1 sequence-parallel"
     c = trainer.config
-    assert found["update"].startswith(f"{c.batch_size // c.num_generations} prompts x {c.num_generations} clips of 5 ")
+    assert found["update"].startswith(
+        f"{c.batch_size // c.num_generations} prompts x {c.num_generations} clips of 5 "
+    )
     assert f"; {c.sde_type}, eta {c.eta:g}, window {c.sde_window}" in found["update"]
     assert found["reward"] == "0.5 VQ + 0.5 MQ + 1 TA (shapes)"
     assert found["checkpoint"] == "after iteration 4, or every 15 minutes"
@@ -37,30 +41,45 @@ def test_the_banner_says_what_is_about_to_run(make, flags, tmp_path, capfd):
 
 def test_settings_that_do_less_than_they_seem_to_are_noted_at_the_start(make, capfd):
     console.begin(make(gpus=2, sp_size=1))
-    assert "note: it is meant for 2 rank(s) and there are 1: an iteration has" in capfd.readouterr().err
+    assert (
+        "note: it is meant for 2 rank(s) and there are 1: an iteration has"
+        in capfd.readouterr().err
+    )
 
 
 def test_a_resumed_run_says_so_and_what_comes_next(make, tmp_path):
     make(max_steps=2, save_interval=0).train()
-    trainer = make(max_steps=7, save_interval=5, validation_interval=0, resume_from_checkpoint="auto")
+    trainer = make(
+        max_steps=7, save_interval=5, validation_interval=0, resume_from_checkpoint="auto"
+    )
     found = said(console.banner(trainer))
     assert found["run"].endswith("iteration 2 of 7, resumed from step-000002")
-    assert found["checkpoint"] == "after iteration 5" and found["validation"].startswith("after iteration 7: ")
+    assert found["checkpoint"] == "after iteration 5" and found["validation"].startswith(
+        "after iteration 7: "
+    )
 
 
 def test_the_end_names_the_checkpoint_and_the_next_command(make, flags):
     trainer = make(max_steps=1)
     trainer.train()
     found = said(console.ending(trainer))
-    assert found["checkpoint"].endswith("checkpoints/step-000001") and Path(found["checkpoint"]).is_dir()
+    assert (
+        found["checkpoint"].endswith("checkpoints/step-000001")
+        and Path(found["checkpoint"]).is_dir()
+    )
     python, program, *words = shlex.split(found["next"])
     assert (python, program) == ("python", "generate.py")
     args = parse_arguments(words)
-    assert (args.checkpoint_path, str(args.model_path)) == (str(trainer.run.path), flags["pretrained_model_root"])
+    assert (args.checkpoint_path, str(args.model_path)) == (
+        str(trainer.run.path),
+        flags["pretrained_model_root"],
+    )
     assert args.prompt == trainer.validation.prompts[0].text and args.image is None
 
 
-def test_the_next_command_names_image_and_version(make, i2v_folder, tiny_folder, pictures, tmp_path):
+def test_the_next_command_names_image_and_version(
+    make, i2v_folder, tiny_folder, pictures, tmp_path
+):
     folder = shutil.copytree(i2v_folder, tmp_path / "both")
     shutil.copy(tiny_folder / "model_index.json", folder)
     prompts = tmp_path / "images.csv"
@@ -68,10 +87,16 @@ def test_the_next_command_names_image_and_version(make, i2v_folder, tiny_folder,
     files = dict.fromkeys(("train_prompts", "validation_prompts"), (str(prompts),))
     trainer = make(pretrained_model_root=str(folder), pretrained_transformer_version="i2v", **files)
     args = parse_arguments(shlex.split(said(console.ending(trainer))["next"])[2:])
-    assert (args.model_path, args.pretrained_transformer_version, args.image) == (folder, "i2v", pictures[0])
+    assert (args.model_path, args.pretrained_transformer_version, args.image) == (
+        folder,
+        "i2v",
+        pictures[0],
+    )
 
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_names_are_bold_on_a_terminal_alone(monkeypatch, terminal):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
-    assert console.table({"run": "here"}) == ("\033[1mrun         \033[0mhere" if terminal else "run         here")
+    assert console.table({"run": "here"}) == (
+        "\033[1mrun         \033[0mhere" if terminal else "run         here"
+    )

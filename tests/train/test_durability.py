@@ -13,9 +13,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sage_grpo import manifest
-from sage_grpo.config import ConfigError
-from sage_grpo.flags import from_values
+from sage_grpo.config.fields import ConfigError
+from sage_grpo.config.parse import from_values
+from sage_grpo.files import manifest
 from sage_grpo.parallel.fsdp import local_shard
 from sage_grpo.parallel.ranks import RankError
 from sage_grpo.train import checkpoint, saving
@@ -38,7 +38,9 @@ def names(trainer):
 
 
 def weights(trainer):
-    return {name: local_shard(p).detach().clone() for name, p in trainer.optimization.parameters.items()}
+    return {
+        name: local_shard(p).detach().clone() for name, p in trainer.optimization.parameters.items()
+    }
 
 
 def kill_before_write(number, folder):
@@ -46,7 +48,9 @@ def kill_before_write(number, folder):
     left = [number]
 
     def audit(event, arguments):
-        writes = event in WRITES or (event == "open" and isinstance(arguments[2], int) and arguments[2] & os.O_WRONLY)
+        writes = event in WRITES or (
+            event == "open" and isinstance(arguments[2], int) and arguments[2] & os.O_WRONLY
+        )
         if writes and str(arguments[0]).startswith(str(folder)):
             left[0] -= 1
             if not left[0]:
@@ -128,11 +132,17 @@ def fail_in_save(ranks, values, guilty, function):
     return str(error.value), there, again, same
 
 
-@pytest.mark.parametrize("guilty, function", [(0, "write_files"), (1, "write_files"), (0, "finish")])
+@pytest.mark.parametrize(
+    "guilty, function", [(0, "write_files"), (1, "write_files"), (0, "finish")]
+)
 def test_one_rank_that_cannot_write_is_an_error_of_all(flags, guilty, function):
     values = flags | {"max_steps": 1, "num_generations": 4, "enable_fsdp": True}
-    for said, there, again, same in run_ranks(2, fail_in_save, values, guilty, function, sharded=True):
-        assert said == (f"step-000002 could not be written: rank {guilty}: OSError: [Errno 28] No space left on device")
+    for said, there, again, same in run_ranks(
+        2, fail_in_save, values, guilty, function, sharded=True
+    ):
+        assert said == (
+            f"step-000002 could not be written: rank {guilty}: OSError: [Errno 28] No space left on device"
+        )
         assert there == ["step-000001"] and again == "step-000002" and same
 
 
@@ -159,7 +169,11 @@ def test_a_full_disk_loses_nothing(make, tmp_path, capfd):
     said = capfd.readouterr().err
     assert "step-000004 could not be written" in said and "o space left on device" in said
     assert seen[3] == ["step-000002"]  # after the third, a slow machine may still be writing it
-    assert seen[5] == ["step-000002", "step-000005", "step-000006"]  # tried again before the next interval
+    assert seen[5] == [
+        "step-000002",
+        "step-000005",
+        "step-000006",
+    ]  # tried again before the next interval
     assert [line[:30] for line in lines if '"train"' in line] == [
         f'{{"kind": "train", "step": {step}, "'[:30] for step in range(1, 7)
     ]
@@ -200,18 +214,27 @@ def test_auto_steps_back_to_the_last_good_one_and_says_so(make, three, capfd):
     said = capfd.readouterr().err
     assert resumed.step == 1
     assert f"note: step-000003 is damaged and left out: Damaged: {rank_file} was changed" in said
-    assert "note: step-000002 is damaged and left out: Damaged: " in said and "state.json is missing" in said
+    assert (
+        "note: step-000002 is damaged and left out: Damaged: " in said
+        and "state.json is missing" in said
+    )
     assert names(three) == ["step-000001", "step-000002.aside1", "step-000003.aside1"]
     resumed.validation = None
     resumed.train()
     assert all(torch.equal(value, weights(three)[name]) for name, value in weights(resumed).items())
-    assert [p.name for p in checkpoint.found(folder_of(three))] == ["step-000001", "step-000002", "step-000003"]
+    assert [p.name for p in checkpoint.found(folder_of(three))] == [
+        "step-000001",
+        "step-000002",
+        "step-000003",
+    ]
 
 
 def test_a_named_checkpoint_that_is_damaged_is_refused_by_file_name(make, three):
     path = folder_of(three) / "step-000003"
     damage_byte(path / "trainer" / "state.json")
-    with pytest.raises(ConfigError, match=r"step-000003 is not a complete checkpoint: .*state.json was changed"):
+    with pytest.raises(
+        ConfigError, match=r"step-000003 is not a complete checkpoint: .*state.json was changed"
+    ):
         make(use_lora=True, resume_from_checkpoint=str(path))
     with pytest.raises(manifest.Damaged, match=r"pytorch_lora_weights.safetensors was changed"):
         damage_byte(path / "pytorch_lora_weights.safetensors")
@@ -243,12 +266,16 @@ def test_a_strange_checkpoint_is_refused_in_one_sentence(three, tmp_path, data):
         victim.write_bytes(data.draw(st.binary(max_size=64)))
     elif kind == "json":
         plain = st.none() | st.booleans() | st.integers() | st.text(max_size=3)
-        keys = st.sampled_from(["step", "updates", "controller", "skipped", "skipped_in_a_row", "config", "x"])
+        keys = st.sampled_from(
+            ["step", "updates", "controller", "skipped", "skipped_in_a_row", "config", "x"]
+        )
         value = data.draw(st.dictionaries(keys, plain | st.lists(plain, max_size=2)) | plain)
         victim.write_text(json.dumps(value))
     elif kind == "change":
         place = data.draw(st.integers(0, min(len(content) - 1, 2000)))
-        victim.write_bytes(content[:place] + bytes([data.draw(st.integers(0, 255))]) + content[place + 1 :])
+        victim.write_bytes(
+            content[:place] + bytes([data.draw(st.integers(0, 255))]) + content[place + 1 :]
+        )
     else:
         victim.unlink()
     sealed_again(path)
@@ -259,20 +286,27 @@ def test_a_strange_checkpoint_is_refused_in_one_sentence(three, tmp_path, data):
         assert str(error) and "\n" not in str(error) and len(str(error)) < 1000
 
 
-@pytest.mark.parametrize("name, value", [("step", "7"), ("updates", None), ("controller", []), ("config", 1)])
+@pytest.mark.parametrize(
+    "name, value", [("step", "7"), ("updates", None), ("controller", []), ("config", 1)]
+)
 def test_a_state_of_another_kind_is_refused_by_name(three, name, value):
     path = folder_of(three) / "step-000003"
     change(path / "trainer" / "state.json", **{name: value})
     sealed_again(path)
     with pytest.raises(
-        ConfigError, match=f"cannot be read as a checkpoint of this version: TypeError: {name} in .* is"
+        ConfigError,
+        match=f"cannot be read as a checkpoint of this version: TypeError: {name} in .* is",
     ):
         checkpoint.load(three, path)
 
 
 def test_the_path_of_a_loaded_checkpoint_stays_inside(three, tmp_path):
     path = folder_of(three) / "step-000003"
-    text = (path / manifest.NAME).read_text().replace("trainer/state.json", "../step-000002/trainer/state.json")
+    text = (
+        (path / manifest.NAME)
+        .read_text()
+        .replace("trainer/state.json", "../step-000002/trainer/state.json")
+    )
     (path / manifest.NAME).write_text(text)
     with pytest.raises(manifest.Damaged, match="is not a list of files in this folder"):
         checkpoint.check_files(path, three.ranks)

@@ -9,13 +9,13 @@ from html import unescape
 import pytest
 import torch
 
-from embedded.shapes.reward import ShapesReward
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.runs.history import read_run
-from sage_grpo.tools.report import page
+from sage_grpo.tools.report.page import page
 from sage_grpo.train import saving
 from sage_grpo.train.guards import Preempted, TrainingError
 from sage_grpo.train.validation import decoded
+from sage_grpo.worlds.shapes.reward import ShapesReward
 
 
 class Broken(ShapesReward):
@@ -37,7 +37,10 @@ class Broken(ShapesReward):
             time.sleep(20)
         if self.how == "length":
             return {name: values[1:] for name, values in scores.items()}
-        return {name: values.index_fill(0, torch.tensor(hit), math.nan) for name, values in scores.items()}
+        return {
+            name: values.index_fill(0, torch.tensor(hit), math.nan)
+            for name, values in scores.items()
+        }
 
 
 def with_reward(make, how, bad, **flags):
@@ -49,12 +52,16 @@ def with_reward(make, how, bad, **flags):
 
 
 def lines(trainer):
-    return [json.loads(line) for line in (trainer.run.path / "metrics.jsonl").read_text().splitlines()][1:]
+    return [
+        json.loads(line) for line in (trainer.run.path / "metrics.jsonl").read_text().splitlines()
+    ][1:]
 
 
 @pytest.mark.parametrize("how", ["raise", "nan", "length"])
 def test_one_failed_reward_leaves_its_group_without_a_gradient(make, how):
-    trainer = with_reward(make, how, [1], max_steps=1, kl_weight=0)  # clip 1 of 4: its group of two has one left
+    trainer = with_reward(
+        make, how, [1], max_steps=1, kl_weight=0
+    )  # clip 1 of 4: its group of two has one left
     trainer.train()
     (record,) = lines(trainer)
     assert record["reward/failed"] == 1 and record["reward/starved_groups"] == 1
@@ -77,7 +84,9 @@ def test_a_failure_that_is_tolerated_keeps_its_words(make, how, words):
     assert failed["reward/error"] == words and "reward/error" not in good
     run = read_run(trainer.run.path)
     assert run.scores == ["VQ", "MQ", "TA"]
-    assert f" 0 skipped updates. The first error of a reward: {words}" in " ".join(unescape(page(run)).split())
+    assert f" 0 skipped updates. The first error of a reward: {words}" in " ".join(
+        unescape(page(run)).split()
+    )
 
 
 def test_a_clip_that_was_not_decoded_is_the_error(make):
@@ -128,16 +137,21 @@ def test_a_rank_without_clips_takes_part_in_measuring_gold(make):
 
 def test_a_reward_that_hangs_stops_the_run_by_its_text(make):
     trainer = with_reward(make, "hang", [0])
-    with pytest.raises(TrainingError, match=r"iteration 1: 100% of the rewards failed.*no answer within 0.5 s"):
+    with pytest.raises(
+        TrainingError, match=r"iteration 1: 100% of the rewards failed.*no answer within 0.5 s"
+    ):
         trainer.train()
 
 
-@pytest.mark.parametrize("how, words", [("raise", "OSError: the reward server is gone"), ("nan", "not finite")])
+@pytest.mark.parametrize(
+    "how, words", [("raise", "OSError: the reward server is gone"), ("nan", "not finite")]
+)
 def test_too_many_failures_stop_the_run_with_the_first_error(make, how, words):
     trainer = with_reward(make, how, [0, 1])
     before = {name: p.detach().clone() for name, p in trainer.optimization.parameters.items()}
     with pytest.raises(
-        TrainingError, match=rf"50% of the rewards failed, more than max_reward_failures \(25%\).*{words}"
+        TrainingError,
+        match=rf"50% of the rewards failed, more than max_reward_failures \(25%\).*{words}",
     ):
         trainer.train()
     assert all(torch.equal(before[name], p) for name, p in trainer.optimization.parameters.items())
@@ -148,9 +162,15 @@ def test_no_reward_left_means_no_update_and_is_counted(make):
     before = {name: p.detach().clone() for name, p in trainer.optimization.parameters.items()}
     trainer.train()
     first, second = lines(trainer)
-    assert first["policy/skipped_updates"] == 1 and first["updates"] == 0 and first["reward/total"] is None
+    assert (
+        first["policy/skipped_updates"] == 1
+        and first["updates"] == 0
+        and first["reward/total"] is None
+    )
     assert second["policy/skipped_updates"] == 1 and second["updates"] == 1
-    assert any(not torch.equal(before[name], p) for name, p in trainer.optimization.parameters.items())
+    assert any(
+        not torch.equal(before[name], p) for name, p in trainer.optimization.parameters.items()
+    )
     assert trainer.controller.step == 1  # the KL controller counts optimizer steps, not iterations
 
 
@@ -179,7 +199,9 @@ def test_broken_pixels_are_lost_alone(make):
     batch[0].latents[1, 0, 0, 0, 0] = math.nan
     clips = trainer.decode(batch)
     assert [clip is None for clip in clips] == [False, True, False, False]
-    assert all((clips[i].int() - alone[i].int()).abs().max() <= 1 for i in (0, 2, 3))  # alone, a pixel may round over
+    assert all(
+        (clips[i].int() - alone[i].int()).abs().max() <= 1 for i in (0, 2, 3)
+    )  # alone, a pixel may round over
 
 
 def test_a_clip_does_not_carry_the_others_along(make):
@@ -208,7 +230,9 @@ def test_an_error_of_the_decoder_is_no_broken_clip(make):
 def test_gradients_that_are_not_finite_never_reach_the_weights(make):
     trainer = make(max_steps=20)
     trainer.validation = None
-    next(iter(trainer.optimization.parameters.values())).register_hook(lambda gradient: gradient * math.nan)
+    next(iter(trainer.optimization.parameters.values())).register_hook(
+        lambda gradient: gradient * math.nan
+    )
     before = {name: p.detach().clone() for name, p in trainer.optimization.parameters.items()}
     with pytest.raises(TrainingError, match="not finite 6 times in a row"):
         trainer.train()
@@ -227,7 +251,11 @@ def test_one_gradient_that_is_not_finite_costs_one_update(make):
     next(iter(trainer.optimization.parameters.values())).register_hook(break_second_iteration)
     trainer.train()
     assert set(calls) == {0, 1, 2} and trainer.optimization.skipped_in_a_row == 0
-    assert [(line["updates"], line["policy/skipped_updates"]) for line in lines(trainer)] == [(1, 0), (1, 1), (2, 1)]
+    assert [(line["updates"], line["policy/skipped_updates"]) for line in lines(trainer)] == [
+        (1, 0),
+        (1, 1),
+        (2, 1),
+    ]
     assert all(p.isfinite().all() for p in trainer.optimization.parameters.values())
 
 

@@ -21,9 +21,24 @@ LAST = 8
 @pytest.fixture
 def command(flags):
     """Flags of a short run on two ranks that saves often."""
-    quick = {"use_lora": True, "batch_size": 2, "num_generations": 4, "num_sampling_steps": 2, "kl_weight": 1e-3}
-    words = {"validation_interval": 0, "validation_prompts": flags["train_prompts"], "collective_timeout": 60}
-    return flags | quick | words | {"max_steps": LAST, "save_interval": 2, "resume_from_checkpoint": "auto"}
+    quick = {
+        "use_lora": True,
+        "batch_size": 2,
+        "num_generations": 4,
+        "num_sampling_steps": 2,
+        "kl_weight": 1e-3,
+    }
+    words = {
+        "validation_interval": 0,
+        "validation_prompts": flags["train_prompts"],
+        "collective_timeout": 60,
+    }
+    return (
+        flags
+        | quick
+        | words
+        | {"max_steps": LAST, "save_interval": 2, "resume_from_checkpoint": "auto"}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +47,9 @@ def unbroken():
 
 
 def start(flags, **words):
-    return elastic.start([word for name, value in flags.items() for word in (f"--{name}", value)], **words)
+    return elastic.start(
+        [word for name, value in flags.items() for word in (f"--{name}", value)], **words
+    )
 
 
 def until(condition, what):
@@ -66,7 +83,11 @@ def ended(process):
 
 
 def weights(folder):
-    (newest,) = [path for path in checkpoint.found(folder / "checkpoints") if checkpoint.step_of(path) == LAST]
+    (newest,) = [
+        path
+        for path in checkpoint.found(folder / "checkpoints")
+        if checkpoint.step_of(path) == LAST
+    ]
     return load_file(newest / "trainer" / "rank-00000.safetensors")
 
 
@@ -77,7 +98,9 @@ def same_as_unbroken(command, unbroken):
         assert ended(start(straight)) == 0
         unbroken.update(weights(folder.with_name("unbroken")))
     found = weights(folder)
-    return found.keys() == unbroken.keys() and all(torch.equal(found[name], value) for name, value in unbroken.items())
+    return found.keys() == unbroken.keys() and all(
+        torch.equal(found[name], value) for name, value in unbroken.items()
+    )
 
 
 MOMENTS = {
@@ -102,7 +125,9 @@ def test_sigterm_stops_all_ranks_at_one_step_with_a_checkpoint(command, unbroken
     assert checkpoint.step_of(newest) == told["step"] and iterations(folder) == told["step"]
     assert not list((folder / "checkpoints").glob("*.tmp"))
     assert ended(start(command)) == 0
-    assert (status(folder)["state"], status(folder)["step"]) == ("done", LAST) and same_as_unbroken(command, unbroken)
+    assert (status(folder)["state"], status(folder)["step"]) == ("done", LAST) and same_as_unbroken(
+        command, unbroken
+    )
 
 
 @pytest.mark.parametrize("moment", ["start", "save"])
@@ -113,7 +138,9 @@ def test_a_dead_rank_does_not_end_the_run(command, unbroken, moment):
     os.kill(pid(folder, 1), signal.SIGKILL)
     assert ended(process) == 0
     assert status(folder)["state"] == "done" and same_as_unbroken(command, unbroken)
-    assert (folder / "metrics.jsonl").read_text().count('"kind": "run"') == (1 if moment == "start" else 2)
+    assert (folder / "metrics.jsonl").read_text().count('"kind": "run"') == (
+        1 if moment == "start" else 2
+    )
 
 
 def test_a_rank_that_hangs_ends_the_run_with_evidence(command):
@@ -127,11 +154,20 @@ def test_a_rank_that_hangs_ends_the_run_with_evidence(command):
     os.kill(asleep, signal.SIGKILL)  # as an agent does after its grace
     assert ended(process) != 0
     record = json.loads(flight.read_text())
-    assert record["iteration"] > 3 and record["phase"] in ("rollout", "decode", "reward", "anchor", "update", "save")
+    assert record["iteration"] > 3 and record["phase"] in (
+        "rollout",
+        "decode",
+        "reward",
+        "anchor",
+        "update",
+        "save",
+    )
     assert record["idle_seconds"] < timeout + 2
     assert f"iteration {record['iteration']}, {record['phase']}: " in record["message"]
     assert record["events"][-1][1:] == [record["iteration"] - 1, record["phase"]]
-    assert any("torch/distributed" in line for line in (*record["stacks"]["MainThread"], *record["error"]))
+    assert any(
+        "torch/distributed" in line for line in (*record["stacks"]["MainThread"], *record["error"])
+    )
     assert status(folder)["state"] == "failed" and status(folder)["message"] == record["message"]
 
 

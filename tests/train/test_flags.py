@@ -6,9 +6,9 @@ import sys
 import pytest
 
 import post_train
-from sage_grpo.config import FIELDS, Config
-from sage_grpo.flags import from_values
-from sage_grpo.tools import report
+from sage_grpo.config.fields import FIELDS, Config
+from sage_grpo.config.parse import from_values
+from sage_grpo.tools.report import page as report
 
 BOOKKEEPING = {
     "resolve",
@@ -26,7 +26,10 @@ def recorded(kind: type) -> tuple[type, set[str]]:
     class Recorded(kind):
         def __getattribute__(self, name):
             code = sys._getframe(1).f_code
-            outside = code.co_filename not in (dataclasses.__file__, "<string>")  # where dataclasses write their code
+            outside = code.co_filename not in (
+                dataclasses.__file__,
+                "<string>",
+            )  # where dataclasses write their code
             if outside and code.co_qualname.partition(".")[0] not in BOOKKEEPING:
                 read.add(name)
             return super().__getattribute__(name)
@@ -40,11 +43,15 @@ def flags_read(flags, monkeypatch):
 
     def run(kind):
         kind, read = recorded(kind)
-        monkeypatch.setattr(report, "print_summary", lambda run: None)  # it reads files alone, and is slow
+        monkeypatch.setattr(
+            report, "print_summary", lambda run: None
+        )  # it reads files alone, and is slow
         for use_lora in (True, False):
             values = flags | {"use_lora": use_lora, "max_steps": 2, "overwrite": True}
             values |= {"enable_gradient_checkpointing": True, "validation_fixed_size": "16x16"}
-            values |= {} if use_lora else {"algorithm": "nft", "ema_decay": 0.5, "nft_decay_growth": 0.1}
+            values |= (
+                {} if use_lora else {"algorithm": "nft", "ema_decay": 0.5, "nft_decay_growth": 0.1}
+            )
             config = kind(**vars(from_values(values)))
             monkeypatch.setattr(post_train, "parse", lambda arguments, config=config: config)
             assert post_train.main([]) == 0

@@ -15,9 +15,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from embedded.shapes.reward import ShapesReward
-from sage_grpo.config import Config
-from sage_grpo.flags import from_values
+from sage_grpo.config.fields import Config
+from sage_grpo.config.parse import from_values
 from sage_grpo.parallel.fsdp import local_shard
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.rewards.base import Scores
@@ -26,6 +25,7 @@ from sage_grpo.train import guards, saving
 from sage_grpo.train.build import build_trainer
 from sage_grpo.train.guards import Guards, Preempted, TrainingError
 from sage_grpo.train.optimization import Optimization
+from sage_grpo.worlds.shapes.reward import ShapesReward
 from tests.dist import CONTEXT, run_ranks
 
 
@@ -51,9 +51,14 @@ def test_rewards_may_fail_up_to_the_limit(make):
     scores = Scores(torch.tensor([1.0, math.nan, 2.0, math.inf]).double(), {}, ["shapes: gone"])
     trainer = make(max_reward_failures=0.5)
     trainer.reward, trainer.step = SimpleNamespace(score=lambda *_: scores), 2
-    assert torch.equal(trainer.score([], []).total.isfinite(), torch.tensor([True, False, True, False]))
+    assert torch.equal(
+        trainer.score([], []).total.isfinite(), torch.tensor([True, False, True, False])
+    )
     trainer.config = dataclasses.replace(trainer.config, max_reward_failures=0.25)
-    with pytest.raises(TrainingError, match=r"iteration 3: 50% .* max_reward_failures \(25%\); .* was: shapes: gone"):
+    with pytest.raises(
+        TrainingError,
+        match=r"iteration 3: 50% .* max_reward_failures \(25%\); .* was: shapes: gone",
+    ):
         trainer.score([], [])
 
 
@@ -61,7 +66,10 @@ def test_rewards_may_fail_up_to_the_limit(make):
 def test_a_signal_is_heard_at_the_next_chance_with_a_checkpoint(tmp_path, number):
     watched, saved = alone(tmp_path), []
     words = "stopped by a signal in iteration 8, reward"
-    with pytest.raises(Preempted, match=words), watched.watching(0, lambda: saved.append(watched.phase)):
+    with (
+        pytest.raises(Preempted, match=words),
+        watched.watching(0, lambda: saved.append(watched.phase)),
+    ):
         watched.step = 7
         watched.note("reward")
         os.kill(os.getpid(), number)
@@ -99,7 +107,9 @@ def test_ranks_that_lost_each_other_are_one_sentence(tmp_path):
     words = r"iteration 1, reward: a rank died or the process group failed \(.*Connection closed by peer\)$"
     with pytest.raises(TrainingError, match=words), watched.watching(0, lambda: None):
         watched.note("reward")
-        raise RuntimeError("[third_party/gloo/tcp/pair.cc:1] Connection closed by peer\nmore\nlines")
+        raise RuntimeError(
+            "[third_party/gloo/tcp/pair.cc:1] Connection closed by peer\nmore\nlines"
+        )
 
 
 def test_a_status_that_cannot_be_written_is_told_and_stops_nothing(tmp_path, capfd):
@@ -120,7 +130,9 @@ def signalled_twice(folder, pipe, pause):
         pipe.send("alive")
 
 
-@pytest.mark.parametrize("pause, heard, code", [(0.0, ["ready", "alive"], 0), (guards.ECHO + 0.1, ["ready"], 75)])
+@pytest.mark.parametrize(
+    "pause, heard, code", [(0.0, ["ready", "alive"], 0), (guards.ECHO + 0.1, ["ready"], 75)]
+)
 def test_a_second_signal_ends_at_once_and_an_echo_does_not(tmp_path, pause, heard, code):
     reader, writer = CONTEXT.Pipe(duplex=False)
     process = CONTEXT.Process(target=signalled_twice, args=(tmp_path, writer, pause))
@@ -153,8 +165,12 @@ def test_a_process_in_which_nothing_moves_ends_itself(tmp_path):
     process.join(50)
     assert process.exitcode == guards.FAILED
     record = json.loads((tmp_path / "flight" / "rank-00000.json").read_text())
-    assert (record["iteration"], record["phase"]) == (5, "anchor") and 0.5 < record["idle_seconds"] < 2.5
-    assert "nothing moved for" in record["message"] and any("wait(60)" in s for s in record["stacks"]["MainThread"])
+    assert (record["iteration"], record["phase"]) == (5, "anchor") and 0.5 < record[
+        "idle_seconds"
+    ] < 2.5
+    assert "nothing moved for" in record["message"] and any(
+        "wait(60)" in s for s in record["stacks"]["MainThread"]
+    )
     assert json.loads((tmp_path / "status.json").read_text())["message"] == record["message"]
 
 
@@ -172,11 +188,16 @@ class Broken(ShapesReward):
             time.sleep(30)
         if self.bad and self.how == "length":
             return {name: values[1:] for name, values in scores.items()}
-        return {name: values.index_fill(0, torch.arange(self.bad), math.nan) for name, values in scores.items()}
+        return {
+            name: values.index_fill(0, torch.arange(self.bad), math.nan)
+            for name, values in scores.items()
+        }
 
 
 def on_ranks(ranks, values, **changes):
-    trainer = build_trainer(from_values(values | {"batch_size": 4 // ranks.count, **changes}), ranks)
+    trainer = build_trainer(
+        from_values(values | {"batch_size": 4 // ranks.count, **changes}), ranks
+    )
     trainer.validation = None
     return trainer
 
@@ -188,7 +209,9 @@ def state(trainer):
 
 def unchanged(trainer, before):
     after = state(trainer)
-    return before.keys() == after.keys() and all(torch.equal(after[name], value) for name, value in before.items())
+    return before.keys() == after.keys() and all(
+        torch.equal(after[name], value) for name, value in before.items()
+    )
 
 
 def train_with_reward(ranks, values, how, bad):
@@ -209,7 +232,12 @@ def train_with_reward(ranks, values, how, bad):
 ])  # fmt: skip
 def test_a_failed_reward_is_never_a_number_on_any_rank(flags, how, bad):
     """Two ranks with half a group of four each. A call that fails takes both clips of its rank along."""
-    values = flags | {"num_generations": 4, "max_steps": 1, "max_reward_failures": 1.0, "use_lora": True}
+    values = flags | {
+        "num_generations": 4,
+        "max_steps": 1,
+        "max_reward_failures": 1.0,
+        "use_lora": True,
+    }
     (end, record, kept), (other_end, _, other_kept) = run_ranks(
         2, train_with_reward, values | {"kl_weight": 0}, how, bad
     )
@@ -224,14 +252,20 @@ def test_too_many_failures_stop_all_ranks_with_the_first_words(flags):
     values = flags | {"num_generations": 4, "max_steps": 1, "use_lora": True}
     for end, _, kept in run_ranks(2, train_with_reward, values, "raise", (0, 2)):
         assert (
-            kept and end.startswith("iteration 1: 50% of the rewards failed") and end.endswith("shapes: OSError: gone")
+            kept
+            and end.startswith("iteration 1: 50% of the rewards failed")
+            and end.endswith("shapes: OSError: gone")
         )
 
 
 def train_with_nan(ranks, values, where, always):
     """One number of one rank is not finite, in the second iteration or from it on."""
     trainer = on_ranks(ranks, values)
-    velocity, states, parameter = trainer.backbone.velocity, [], next(iter(trainer.optimization.parameters.values()))
+    velocity, states, parameter = (
+        trainer.backbone.velocity,
+        [],
+        next(iter(trainer.optimization.parameters.values())),
+    )
 
     def guilty():
         return ranks.rank == 1 and (trainer.step == 1 or (always and trainer.step > 1))
@@ -265,7 +299,12 @@ def train_with_nan(ranks, values, where, always):
 
 @pytest.mark.parametrize("where", ["loss", "gradient", "log_prob"])
 def test_nan_on_one_rank_costs_all_of_them_one_step_and_no_weight(flags, where):
-    values = flags | {"num_generations": 2, "max_steps": 3, "use_lora": True, "max_reward_failures": 1.0}
+    values = flags | {
+        "num_generations": 2,
+        "max_steps": 3,
+        "use_lora": True,
+        "max_reward_failures": 1.0,
+    }
     for end, states, vote, finite in run_ranks(2, train_with_nan, values, where, False):
         assert end == "" and finite
         if where == "log_prob":  # a broken path leaves its group; the others teach
@@ -276,7 +315,9 @@ def test_nan_on_one_rank_costs_all_of_them_one_step_and_no_weight(flags, where):
 
 def test_nan_again_and_again_stops_all_ranks_naming_prompt_and_seed(flags):
     values = flags | {"num_generations": 2, "max_steps": 20, "use_lora": True}
-    (end, states, vote, finite), (other_end, *_) = run_ranks(2, train_with_nan, values, "loss", True)
+    (end, states, vote, finite), (other_end, *_) = run_ranks(
+        2, train_with_nan, values, "loss", True
+    )
     assert end == other_end and finite and states == [False] + 5 * [True] and vote == (6, 6)
     prompts = "|".join(Path(flags["train_prompts"]).read_text().splitlines())
     words = rf"6 times in a row, at last in iteration 7 at '({prompts})', clip \d with seed 42: lower learning_rate"
@@ -322,7 +363,11 @@ def test_a_signal_before_the_first_update_drops_the_iteration(make):
     trainer.decode = lambda batch: os.kill(os.getpid(), signal.SIGTERM) or [None] * 4
     with pytest.raises(Preempted, match="iteration 1, reward"):
         trainer.train()
-    assert unchanged(trainer, before) and trainer.saves.step == 0 and make(resume_from_checkpoint="auto").step == 0
+    assert (
+        unchanged(trainer, before)
+        and trainer.saves.step == 0
+        and make(resume_from_checkpoint="auto").step == 0
+    )
 
 
 def test_a_validation_that_was_cut_short_is_made_up_for(make):

@@ -8,10 +8,10 @@ import torch
 from diffusers import HunyuanVideo15ImageToVideoPipeline
 from PIL import Image
 
-from sage_grpo.flags import from_values
-from sage_grpo.models import open_backbone
+from sage_grpo.config.parse import from_values
 from sage_grpo.models.backbone import Guidance
 from sage_grpo.models.hunyuan15.image import ImageToVideo
+from sage_grpo.models.registry import open_backbone
 from sage_grpo.models.sample import integrate
 from sage_grpo.runs.clips import read_clips
 from sage_grpo.train.build import held_out_prompts
@@ -39,7 +39,9 @@ def test_the_first_ratio_is_exactly_one(make, changes):
     found, record, advantages = next_gradients(trainer)
     assert record["policy/ratio_max_deviation"] == 0.0 and advantages.abs().max() > 0.5
     if not trainer.config.use_lora:
-        assert min(found[name].abs().max() for name in found if name.startswith("image_embedder.")) > 0
+        assert (
+            min(found[name].abs().max() for name in found if name.startswith("image_embedder.")) > 0
+        )
 
 
 def test_each_group_has_its_own_image(make):
@@ -49,7 +51,9 @@ def test_each_group_has_its_own_image(make):
     assert len(batch) == 2 and not torch.equal(batch[0].cond.first, batch[1].cond.first)
     for one in batch:
         (expected,) = trainer.backbone.encode([trainer.prompts[one.micro_batch[0][0]]])
-        assert len({prompt for prompt, _ in one.micro_batch}) == 1 and torch.equal(one.cond.first, expected.first)
+        assert len({prompt for prompt, _ in one.micro_batch}) == 1 and torch.equal(
+            one.cond.first, expected.first
+        )
     assert {r.image.size for r in trainer.prompts} == {(16, 16)}
     assert {r.image.size for r in trainer.validation.prompts} == {(16, 24)}
 
@@ -57,8 +61,12 @@ def test_each_group_has_its_own_image(make):
 def test_gradients_equal_the_formulas(prepared):  # noqa: F811
     trainer, schedule, batch, rewards = prepared()
     reference = reference_gradients(trainer, batch, rewards, eta=0.5)
-    assert isinstance(trainer.backbone, ImageToVideo) and "image_embedder.linear_1.weight" in reference
-    assert worst_difference(our_gradients(trainer, schedule, batch, rewards), reference) < 2e-3  # fp32
+    assert (
+        isinstance(trainer.backbone, ImageToVideo) and "image_embedder.linear_1.weight" in reference
+    )
+    assert (
+        worst_difference(our_gradients(trainer, schedule, batch, rewards), reference) < 2e-3
+    )  # fp32
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +93,10 @@ def test_a_resumed_run_is_the_straight_one(make, use_lora):
     straight = test_resume.run(make, **changes)
     shutil.rmtree(straight.run.path / "checkpoints" / "step-000004")
     again = test_resume.run(make, resume_from_checkpoint="auto", **changes)
-    (tensors, numbers), (wanted, wanted_numbers) = test_resume.state(again), test_resume.state(straight)
+    (tensors, numbers), (wanted, wanted_numbers) = (
+        test_resume.state(again),
+        test_resume.state(straight),
+    )
     assert numbers == wanted_numbers and numbers["step"] == 4
     assert test_resume.same(tensors, wanted)
 
@@ -113,7 +124,9 @@ def test_a_complete_run_with_rewards_that_see_the_image(make):
     scores = trainer.score(batch, clips).named["first_frame.first_frame"]
     for clip, request, score in zip(clips, trainer.requests(batch), scores, strict=True):
         image = torch.from_numpy(np.array(request.image.cropped())).double()
-        assert score.item() == pytest.approx(1 - ((clip[0] - image) / 255).square().mean().sqrt().item(), abs=1e-12)
+        assert score.item() == pytest.approx(
+            1 - ((clip[0] - image) / 255).square().mean().sqrt().item(), abs=1e-12
+        )
     assert len(set(scores.tolist())) == 4
 
 
@@ -123,12 +136,17 @@ def test_a_complete_run_with_rewards_that_see_the_image(make):
     ({"pretrained_model_root": "t2v"}, r"is a text-to-video model; take the image away from the prompt 'a red circle"),
     ({"train_prompts": "broken"}, r"broken.csv line 2: the image \S+ cannot be read"),
 ])  # fmt: skip
-def test_what_does_not_fit_is_refused_before_the_run_folder_appears(make, tiny_folder, tmp_path, changes, message):
+def test_what_does_not_fit_is_refused_before_the_run_folder_appears(
+    make, tiny_folder, tmp_path, changes, message
+):
     (tmp_path / "plain.txt").write_text("\n".join(PROMPTS))
     (tmp_path / "bad.png").write_text("no image")
     (tmp_path / "broken.csv").write_text("prompt,image\na,bad.png\n")
     files = {"plain": "plain.txt", "broken": "broken.csv"}
-    values = {name: str(tmp_path / files[v]) if v in files else str(tiny_folder) for name, v in changes.items()}
+    values = {
+        name: str(tmp_path / files[v]) if v in files else str(tiny_folder)
+        for name, v in changes.items()
+    }
     with pytest.raises(ValueError, match=message):
         make(**values)
     assert not (tmp_path / "run").exists()
@@ -137,7 +155,9 @@ def test_what_does_not_fit_is_refused_before_the_run_folder_appears(make, tiny_f
 def test_rewards_refuse_requests_without_an_image(flags, tiny_folder, tmp_path, make):
     (tmp_path / "plain.txt").write_text("\n".join(PROMPTS))
     plain = dict.fromkeys(("train_prompts", "validation_prompts"), str(tmp_path / "plain.txt"))
-    with pytest.raises(ValueError, match="the reward first_frame needs an image, and the prompt 'a red circle"):
+    with pytest.raises(
+        ValueError, match="the reward first_frame needs an image, and the prompt 'a red circle"
+    ):
         make(pretrained_model_root=str(tiny_folder), reward_model="first_frame", **plain)
 
 
@@ -152,15 +172,25 @@ def test_the_adapter_of_a_run_gives_the_same_clip_in_stock_diffusers(make, i2v_f
     pipe.tokenizer_max_length, pipe.tokenizer_2_max_length, pipe.guider.guidance_scale = 24, 24, 1.0
     ours, request = open_backbone(i2v_folder), trainer.prompts[0]
     request = request.sized(*ours.default_size(request))
-    noise = torch.randn(1, *ours.latent_shape(5, *request.image.size), generator=torch.Generator().manual_seed(0))
-    call = {"prompt": request.text, "num_frames": 5, "num_inference_steps": 3, "latents": noise, "output_type": "pt"}
+    noise = torch.randn(
+        1, *ours.latent_shape(5, *request.image.size), generator=torch.Generator().manual_seed(0)
+    )
+    call = {
+        "prompt": request.text,
+        "num_frames": 5,
+        "num_inference_steps": 3,
+        "latents": noise,
+        "output_type": "pt",
+    }
     for lora in (None, checkpoint):
         if lora:
             pipe.transformer.load_lora_adapter(lora, use_safetensors=True, adapter_name="policy")
         clips.append(255 * pipe(Image.open(pictures[0]), **call).frames.movedim(2, 4))
     ours.load_weights(checkpoint)
     with torch.no_grad():
-        clip = ours.decode(integrate(ours, pipe.scheduler.sigmas, noise, *ours.encode([request]), Guidance()))
+        clip = ours.decode(
+            integrate(ours, pipe.scheduler.sigmas, noise, *ours.encode([request]), Guidance())
+        )
     assert (clip - clips[1]).abs().max() < 0.6 and (clip - clips[0]).abs().max() > 2
 
 

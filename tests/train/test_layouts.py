@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from sage_grpo.flags import from_values
+from sage_grpo.config.parse import from_values
 from sage_grpo.parallel.fsdp import local_shard, rows
 from sage_grpo.train import build
 from sage_grpo.train.rollout import parse_windows, prompt_positions
@@ -38,9 +38,13 @@ def gradients(ranks, values, error=None):
     trainer = build.assemble(from_values(values | {"batch_size": CLIPS // ranks.count}), ranks)
     nudge(trainer.optimization.parameters.values())
     trainer.anchor.age += 1
-    trainer.ratio_checked = trainer.config.lags  # rollouts are those of the old policy, which was not nudged
+    trainer.ratio_checked = (
+        trainer.config.lags
+    )  # rollouts are those of the old policy, which was not nudged
     if error == "mean":
-        for unit in (m for m in trainer.backbone.transformer.modules() if isinstance(m, FSDPModule)):
+        for unit in (
+            m for m in trainer.backbone.transformer.modules() if isinstance(m, FSDPModule)
+        ):
             unit.set_gradient_divide_factor(2.0)
 
     found, record, advantages = next_gradients(trainer)
@@ -109,7 +113,11 @@ def deviation(found, wanted):
 ])  # fmt: skip
 def test_gradients_of_an_iteration_are_those_of_one_process(flags, expected, use_lora, name):
     wanted, kl, advantages = of_one_process(expected, flags, use_lora)
-    assert kl > 0 and advantages.abs().max() > 0.5 and max(g.abs().max() for g in wanted.values()) > 1e-6
+    assert (
+        kl > 0
+        and advantages.abs().max() > 0.5
+        and max(g.abs().max() for g in wanted.values()) > 1e-6
+    )
     for found, found_kl, found_advantages in run(flags, use_lora, name):
         torch.testing.assert_close(found_advantages, advantages, rtol=1e-8, atol=1e-8)
         assert found_kl == pytest.approx(kl, rel=1e-8)
@@ -131,7 +139,10 @@ def test_windows_of_prompts_are_those_of_one_process(flags, expected, name):
         assert found_kl == pytest.approx(kl, rel=1e-8) and deviation(found, wanted) < 1e-8
 
 
-RIVALS = {"awm": {"algorithm": "awm"}, "nft": {"algorithm": "nft", "nft_decay_growth": 0.2, "nft_beta": 0.5}}
+RIVALS = {
+    "awm": {"algorithm": "awm"},
+    "nft": {"algorithm": "nft", "nft_decay_growth": 0.2, "nft_beta": 0.5},
+}
 
 
 @pytest.mark.parametrize("name", ["dp2", "fsdp2 x sp2"])
@@ -140,7 +151,11 @@ def test_rivals_are_those_of_one_process(flags, expected, rival, name):
     if rival not in expected:
         (expected[rival],) = run(flags, True, "one", **RIVALS[rival])
     wanted, kl, advantages = expected[rival]
-    assert kl > 0 and advantages.abs().max() > 0.5 and deviation(wanted, of_one_process(expected, flags, True)[0]) > 0.1
+    assert (
+        kl > 0
+        and advantages.abs().max() > 0.5
+        and deviation(wanted, of_one_process(expected, flags, True)[0]) > 0.1
+    )
     for found, found_kl, _ in run(flags, True, name, **RIVALS[rival]):
         assert found_kl == pytest.approx(kl, rel=1e-8) and deviation(found, wanted) < 1e-8
 

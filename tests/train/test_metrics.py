@@ -31,12 +31,20 @@ def filled() -> UpdateStats:
 
 def test_means_are_over_pairs_and_by_step():
     stats = filled()
-    assert stats.mean("loss") == pytest.approx(3.0) and stats.mean("kl_anchor") == pytest.approx(9.0)
+    assert stats.mean("loss") == pytest.approx(3.0) and stats.mean("kl_anchor") == pytest.approx(
+        9.0
+    )
     record = stats.record()
-    assert record["policy/objective"] == pytest.approx(6.0) and record["kl/rollout"] == pytest.approx(12.0)
+    assert record["policy/objective"] == pytest.approx(6.0) and record[
+        "kl/rollout"
+    ] == pytest.approx(12.0)
     assert record["per_step"]["count"] == [2, 0, 1]
     grad_v = record["per_step"]["grad_v"]
-    assert grad_v[0] == pytest.approx(10.0) and math.isnan(grad_v[1]) and grad_v[2] == pytest.approx(25.0)
+    assert (
+        grad_v[0] == pytest.approx(10.0)
+        and math.isnan(grad_v[1])
+        and grad_v[2] == pytest.approx(25.0)
+    )
 
 
 def test_parts_and_ranks_add_up_but_the_largest_deviation_stays_the_largest():
@@ -53,9 +61,14 @@ def test_parts_and_ranks_add_up_but_the_largest_deviation_stays_the_largest():
 def ratios(pairs: slice = slice(None)) -> UpdateStats:
     """Five pairs at steps 0 and 2 of 4, of which some are clipped."""
     log_ratio = torch.tensor([1.0, 1.2, 0.8, 1.05, 0.7], dtype=torch.float64).log()[pairs]
-    columns = policy_columns(log_ratio, torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0])[pairs], clip_range=0.1)
+    columns = policy_columns(
+        log_ratio, torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0])[pairs], clip_range=0.1
+    )
     stats = UpdateStats(4, torch.device("cpu"))
-    stats.add(torch.tensor([0, 0, 2, 2, 2])[pairs], dict.fromkeys(SUMS, torch.zeros_like(log_ratio)) | columns)
+    stats.add(
+        torch.tensor([0, 0, 2, 2, 2])[pairs],
+        dict.fromkeys(SUMS, torch.zeros_like(log_ratio)) | columns,
+    )
     return stats
 
 
@@ -65,13 +78,19 @@ def test_policy_metrics_by_hand():
     assert record["policy/ratio_mean"] == pytest.approx(0.95)
     assert record["policy/ratio_max_deviation"] == pytest.approx(0.3)
     assert record["policy/clip_fraction"] == pytest.approx(3 / 5)
-    assert record["policy/clip_high"] == pytest.approx(1 / 5) == pytest.approx(record["policy/clip_low"])
+    assert (
+        record["policy/clip_high"]
+        == pytest.approx(1 / 5)
+        == pytest.approx(record["policy/clip_low"])
+    )
     log_ratio = torch.tensor([1.0, 1.2, 0.8, 1.05, 0.7], dtype=torch.float64).log()
     approx_kl = log_ratio.exp() - 1 - log_ratio
     assert record["policy/log_ratio_mean"] == pytest.approx(log_ratio.mean().item())
     assert record["policy/approx_kl"] == pytest.approx(approx_kl.mean().item())
     assert per_step["ratio_mean"] == pytest.approx([1.1, math.nan, 2.55 / 3, math.nan], nan_ok=True)
-    assert per_step["ratio_max_deviation"] == pytest.approx([0.2, math.nan, 0.3, math.nan], nan_ok=True)
+    assert per_step["ratio_max_deviation"] == pytest.approx(
+        [0.2, math.nan, 0.3, math.nan], nan_ok=True
+    )
     assert per_step["clip_fraction"] == pytest.approx([0.5, math.nan, 2 / 3, math.nan], nan_ok=True)
     assert per_step["approx_kl"][0] == pytest.approx(approx_kl[:2].mean().item())
 
@@ -86,4 +105,7 @@ def test_policy_metrics_of_parts_add_up():
 def test_metrics_of_nothing_are_not_numbers():
     for stats in (ratios(slice(0)), UpdateStats(3, torch.device("cpu"))):
         record = stats.record()
-        assert all(math.isnan(record[f"policy/{name}"]) for name in (*POLICY, "loss", "ratio_max_deviation"))
+        assert all(
+            math.isnan(record[f"policy/{name}"])
+            for name in (*POLICY, "loss", "ratio_max_deviation")
+        )

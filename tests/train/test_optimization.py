@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from sage_grpo.config import Config
+from sage_grpo.config.fields import Config
 from sage_grpo.models.denoiser import Denoiser
 from sage_grpo.train.optimization import Optimization
 
@@ -28,7 +28,9 @@ def test_without_a_gradient_weights_decay_by_rate_times_decay():
     optimized = optimization(weight_decay=0.2)
     optimized.parameters["w"].grad = torch.zeros(2)
     optimized.step()
-    torch.testing.assert_close(optimized.parameters["w"].detach(), torch.tensor([3.0, 4.0]) * (1 - 0.1 * 0.2))
+    torch.testing.assert_close(
+        optimized.parameters["w"].detach(), torch.tensor([3.0, 4.0]) * (1 - 0.1 * 0.2)
+    )
     assert optimized.updates == 1
 
 
@@ -53,7 +55,9 @@ def test_the_old_policy_follows_by_a_decay_that_grows_to_its_largest():
         optimized.step()
         expected = decay * expected + (1 - decay) * optimized.parameters["w"].detach()
         torch.testing.assert_close(optimized.old["w"], expected)
-    assert optimization(algorithm="nft", nft_decay=0.0).old == optimization(algorithm="awm").old == {}
+    assert (
+        optimization(algorithm="nft", nft_decay=0.0).old == optimization(algorithm="awm").old == {}
+    )
 
 
 def test_warmup_ends_at_the_learning_rate():
@@ -71,7 +75,11 @@ def test_warmup_ends_at_the_learning_rate():
 def test_counters_of_a_fused_optimizer_come_back_to_the_device_of_its_weights():
     """A GPU refuses to step otherwise; the meta device stands in for it here."""
     weights = {"w": torch.nn.Parameter(torch.ones(2, device="meta"))}
-    stored = {"w.step": torch.tensor(7.0), "w.exp_avg": torch.ones(2), "w.exp_avg_sq": torch.ones(2)}
+    stored = {
+        "w.step": torch.tensor(7.0),
+        "w.exp_avg": torch.ones(2),
+        "w.exp_avg_sq": torch.ones(2),
+    }
     for fused, home in ((True, "meta"), (None, "cpu")):
         optimized = Optimization(Denoiser(), weights, Config())
         optimized.optimizers[0].param_groups[0]["fused"] = fused
@@ -90,7 +98,9 @@ def test_tiny_gradients_count_and_absent_ones_do_not(dtype, fused):
     for _ in range(3):
         weights["w"].grad = torch.tensor([1e-9, -1e-12, 0.0], dtype=dtype)
         optimized.step()
-    torch.testing.assert_close(weights["w"].detach().float(), torch.tensor([-0.3, 0.3, 0.0]), rtol=0.01, atol=0)
+    torch.testing.assert_close(
+        weights["w"].detach().float(), torch.tensor([-0.3, 0.3, 0.0]), rtol=0.01, atol=0
+    )
 
 
 class Matrices(Denoiser):
@@ -113,14 +123,25 @@ def test_muon_takes_tiny_gradients_as_it_takes_large_ones(size):
 def test_a_gradient_below_eps_is_said_after_the_first_iteration(make, capsys):
     trainer = make(adam_eps=0.01, max_grad_norm=1e-3, validation_interval=0)
     trainer.train()
-    lines = [json.loads(line) for line in (trainer.run.path / "metrics.jsonl").read_text().splitlines()]
-    norms = [(line["policy/grad_norm"], line["policy/grad_rms"]) for line in lines if line["kind"] == "train"]
+    lines = [
+        json.loads(line) for line in (trainer.run.path / "metrics.jsonl").read_text().splitlines()
+    ]
+    norms = [
+        (line["policy/grad_norm"], line["policy/grad_rms"])
+        for line in lines
+        if line["kind"] == "train"
+    ]
     count = sum(p.numel() for p in trainer.optimization.parameters.values())
     assert len(norms) == 2 and all(norm > 1e-3 for norm, _ in norms)
     assert [rms for _, rms in norms] == pytest.approx([1e-3 / math.sqrt(count)] * 2)
-    assert capsys.readouterr().err.count("iteration 1: gradient below eps: the gradient's RMS is ") == 1
+    assert (
+        capsys.readouterr().err.count("iteration 1: gradient below eps: the gradient's RMS is ")
+        == 1
+    )
 
 
 def test_rms_is_that_of_the_clipped_gradient():
     optimized = optimization(max_grad_norm=2.0)
-    assert optimized.rms(1.0) == pytest.approx(1 / math.sqrt(2)) and optimized.rms(5.0) == pytest.approx(math.sqrt(2))
+    assert optimized.rms(1.0) == pytest.approx(1 / math.sqrt(2)) and optimized.rms(
+        5.0
+    ) == pytest.approx(math.sqrt(2))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sage_grpo.flags import from_values
+from sage_grpo.config.parse import from_values
 from sage_grpo.parallel.fsdp import full_tensor, local_shard, shard_like
 from sage_grpo.train import checkpoint
 from sage_grpo.train.build import build_trainer
@@ -38,7 +38,11 @@ def run(make, **changes):
 
 def state(trainer):
     """Everything that a checkpoint has to bring back."""
-    tensors = {f"{part}.{n}": v for part, values in checkpoint._parts(trainer).items() for n, v in values.items()}
+    tensors = {
+        f"{part}.{n}": v
+        for part, values in checkpoint._parts(trainer).items()
+        for n, v in values.items()
+    }
     numbers = checkpoint._state(trainer)
     del numbers["config"], numbers["fingerprints"]
     return {name: value.detach().clone() for name, value in tensors.items()}, numbers
@@ -47,7 +51,11 @@ def state(trainer):
 @pytest.mark.parametrize("use_lora", [True, False], ids=["lora", "full"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_four_and_four_iterations_are_eight(make, strategy, use_lora):
-    changes = {"use_lora": use_lora, "max_steps": 8, "save_interval": 4} | STRATEGIES[strategy] | EXTRAS[strategy]
+    changes = (
+        {"use_lora": use_lora, "max_steps": 8, "save_interval": 4}
+        | STRATEGIES[strategy]
+        | EXTRAS[strategy]
+    )
     straight = run(make, **changes)
     shutil.rmtree(straight.run.path / "checkpoints" / "step-000008")
     again = run(make, resume_from_checkpoint="auto", **changes)
@@ -97,7 +105,9 @@ DERIVED = (
 
 def digest(value):
     if isinstance(value, Tensor):
-        return hashlib.sha256(local_shard(value.detach()).reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+        return hashlib.sha256(
+            local_shard(value.detach()).reshape(-1).view(torch.uint8).numpy().tobytes()
+        ).hexdigest()
     return repr(value)
 
 
@@ -113,7 +123,9 @@ def attributes(value, path="", seen=None):
         parts = dict(value.named_parameters())
     elif isinstance(value, torch.optim.Optimizer):
         names = {
-            p: n for group in value.param_groups for p, n in zip(group["params"], group["param_names"], strict=True)
+            p: n
+            for group in value.param_groups
+            for p, n in zip(group["params"], group["param_names"], strict=True)
         }
         parts = {"state": {names[p]: s for p, s in value.state.items()}}
         parts["lr"] = [group["lr"] for group in value.param_groups]
@@ -139,10 +151,20 @@ def test_whatever_changes_in_an_iteration_is_saved_or_derived(make, use_lora):
     trainer.train()
     after = attributes(trainer)
     changed = [path for path in after if after[path] != before.get(path)]
-    unknown = [path for path in changed if not any(re.fullmatch(pattern, path) for pattern in SAVED + DERIVED)]
+    unknown = [
+        path
+        for path in changed
+        if not any(re.fullmatch(pattern, path) for pattern in SAVED + DERIVED)
+    ]
     assert not unknown
     saved = [path for path in changed if any(re.fullmatch(pattern, path) for pattern in SAVED)]
-    assert len({path.partition(".")[0] for path in saved} & {"step", "optimization", "anchor", "controller"}) >= 3
+    assert (
+        len(
+            {path.partition(".")[0] for path in saved}
+            & {"step", "optimization", "anchor", "controller"}
+        )
+        >= 3
+    )
     resumed = attributes(make(max_steps=2, resume_from_checkpoint="auto", **changes))
     assert [path for path in saved if resumed[path] != after[path]] == []
 
@@ -152,7 +174,9 @@ def whole_state(trainer):
     found = {}
     for part, tensors in checkpoint._parts(trainer).items():
         for name, value in tensors.items():
-            parameter = trainer.optimization.parameters[name.rpartition(".")[0] if part == "optimizer" else name]
+            parameter = trainer.optimization.parameters[
+                name.rpartition(".")[0] if part == "optimizer" else name
+            ]
             sharded = value if value.ndim == 0 else shard_like(parameter, local_shard(value))
             found[f"{part}.{name}"] = full_tensor(sharded).detach().clone()
     return found
@@ -184,7 +208,9 @@ LAYOUTS = {
 
 
 def same(found, expected):
-    return found.keys() == expected.keys() and all(torch.equal(found[name], v) for name, v in expected.items())
+    return found.keys() == expected.keys() and all(
+        torch.equal(found[name], v) for name, v in expected.items()
+    )
 
 
 @pytest.mark.parametrize("saved, loaded, use_lora", [
@@ -193,16 +219,27 @@ def same(found, expected):
 ])  # fmt: skip
 def test_another_number_of_ranks_goes_on_from_the_same_state(flags, saved, loaded, use_lora):
     values = flags | {"use_lora": use_lora, "max_steps": 1, "ema_decay": 0.5}
-    values |= {"optimizer": "adamw" if use_lora else "muon", "num_generations": 4, "num_sampling_steps": 2}
+    values |= {
+        "optimizer": "adamw" if use_lora else "muon",
+        "num_generations": 4,
+        "num_sampling_steps": 2,
+    }
     world, layout, words = LAYOUTS[saved]
     (expected, gradients), *others = run_ranks(world, train_and_save, values | layout, **words)
-    assert {name.partition(".")[0] for name in expected} == {"weights", "optimizer", "anchor", "average"}
+    assert {name.partition(".")[0] for name in expected} == {
+        "weights",
+        "optimizer",
+        "anchor",
+        "average",
+    }
     world, layout, words = LAYOUTS[loaded]
     for state, next_ones in (*others, *run_ranks(world, resume, values | layout, **words)):
         assert same(state, expected)
         for name, gradient in gradients.items():
             scale = gradient.abs().max().clamp(min=1e-6)
-            assert (next_ones[name] - gradient).abs().max() / scale < 2e-3  # of fp32 sums in another order
+            assert (
+                next_ones[name] - gradient
+            ).abs().max() / scale < 2e-3  # of fp32 sums in another order
 
 
 def straight(ranks, values):
@@ -220,10 +257,16 @@ def resumed(ranks, values):
     return whole_state(trainer)
 
 
-@pytest.mark.parametrize("use_lora, layout", [(True, "dp2"), (True, "fsdp2"), (False, "fsdp2"), (False, "sp2")])
+@pytest.mark.parametrize(
+    "use_lora, layout", [(True, "dp2"), (True, "fsdp2"), (False, "fsdp2"), (False, "sp2")]
+)
 def test_ranks_go_on_as_if_never_stopped(flags, tmp_path, use_lora, layout):
     world, changes, words = LAYOUTS[layout]
-    values = flags | changes | {"use_lora": use_lora, "max_steps": 4, "save_interval": 2, "num_generations": 4}
+    values = (
+        flags
+        | changes
+        | {"use_lora": use_lora, "max_steps": 4, "save_interval": 2, "num_generations": 4}
+    )
     values |= {"update_ref_model_step": 3, "num_sampling_steps": 2}
     expected = run_ranks(world, straight, values, **words)
     shutil.rmtree(Path(flags["output_dir"]) / "checkpoints" / "step-000004")

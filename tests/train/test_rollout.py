@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sage_grpo.tools.plan import plan_of
-from sage_grpo.tools.plan_memory import memory
+from sage_grpo.tools.plan.memory import memory
+from sage_grpo.tools.plan.planner import plan_of
 from sage_grpo.train.rollout import Rollouts, at_steps, plan_micro_batches, prompt_positions
 
 
@@ -23,7 +23,11 @@ def test_ranks_share_the_rows_of_the_whole_batch():
     whole = plan_micro_batches([7, 2, 9], 4, 12, 0, None)
     assert whole == [tuple((prompt, sample) for sample in range(4)) for prompt in (7, 2, 9)]
     for batch, ranks in ((4, 3), (2, 6), (1, 12)):
-        parts = [one for rank in range(ranks) for one in plan_micro_batches([7, 2, 9], 4, batch, rank, None)]
+        parts = [
+            one
+            for rank in range(ranks)
+            for one in plan_micro_batches([7, 2, 9], 4, batch, rank, None)
+        ]
         assert [clip for one in parts for clip in one] == [clip for one in whole for clip in one]
     assert [len(one) for one in plan_micro_batches([7, 2], 4, 8, 0, 2)] == [2, 2, 2, 2]
 
@@ -35,14 +39,21 @@ def test_a_prompt_that_comes_twice_never_repeats_its_noise():
 
 def test_orders_are_permutations_of_the_window(make):
     def order(step=0, **flags):
-        trainer = make(num_sampling_steps=4, batch_size=4, num_generations=4, overwrite=True, **flags)
+        trainer = make(
+            num_sampling_steps=4, batch_size=4, num_generations=4, overwrite=True, **flags
+        )
         trainer.step = step
         return trainer.roll_out()[0].order.tolist()
 
     found = order()
-    assert all(sorted(row) == [0, 1, 2, 3] for row in found) and len({tuple(row) for row in found}) > 1
+    assert (
+        all(sorted(row) == [0, 1, 2, 3] for row in found) and len({tuple(row) for row in found}) > 1
+    )
     assert order(timestep_fraction=0.5, enable_timestep_permutation=False) == [[0, 1]] * 4
-    assert [len(order(timestep_fraction=share)[0]) for share in (0.01, 0.7)] == [1, 3]  # 0.04 and 2.8 steps
+    assert [len(order(timestep_fraction=share)[0]) for share in (0.01, 0.7)] == [
+        1,
+        3,
+    ]  # 0.04 and 2.8 steps
     assert found != order(step=1)
 
 
@@ -61,7 +72,9 @@ def test_rollouts_do_not_depend_on_the_split(make):
     assert torch.equal(paths[0][:, 0], paths[1][:, 0])
 
 
-@pytest.mark.parametrize("changes", [{"sde_window": "all"}, {"algorithm": "awm", "timestep_fraction": 0.5}])
+@pytest.mark.parametrize(
+    "changes", [{"sde_window": "all"}, {"algorithm": "awm", "timestep_fraction": 0.5}]
+)
 def test_a_trajectory_keeps_what_the_planner_counts(make, changes):
     trainer = make(**changes, num_sampling_steps=4, kl_weight=0.0, use_dual_kl=False)
     parts = [part for t in trainer.roll_out() for part in (t.x, t.x_next, t.velocity, t.latents)]
@@ -76,7 +89,11 @@ def test_prompts_of_equal_length_share_a_forward():
     conditions = {prompt: SimpleNamespace(shapes=length) for prompt, length in lengths.items()}
     rollouts = Rollouts(*[None] * 5, SimpleNamespace(prompts_per_forward=2), 0, conditions)
     joined = rollouts.joined(ones)
-    assert joined == [((7, 0), (7, 1), (9, 0), (9, 1)), ((4, 0), (4, 1)), ((2, 0), (2, 1), (2, 2), (2, 3))]
+    assert joined == [
+        ((7, 0), (7, 1), (9, 0), (9, 1)),
+        ((4, 0), (4, 1)),
+        ((2, 0), (2, 1), (2, 2), (2, 3)),
+    ]
     rollouts.config.prompts_per_forward = 1
     assert rollouts.joined(ones) == ones
 
@@ -84,11 +101,21 @@ def test_prompts_of_equal_length_share_a_forward():
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
 def test_joined_prompts_are_trained_as_each_alone(make, tmp_path, guidance):
     """Two of the three texts are equally long; the clips, the gradient and the metrics stay what they were."""
-    (tmp_path / "three.txt").write_text("a red circle moving left\na red moving left\na green square moving right\n")
-    flags = {"batch_size": 6, "num_generations": 2, "max_steps": 1, "guidance_scale": guidance, "overwrite": True}
+    (tmp_path / "three.txt").write_text(
+        "a red circle moving left\na red moving left\na green square moving right\n"
+    )
+    flags = {
+        "batch_size": 6,
+        "num_generations": 2,
+        "max_steps": 1,
+        "guidance_scale": guidance,
+        "overwrite": True,
+    }
     sizes, clips, lines = [], [], []
     for together in (1, 3):
-        trainer = make(prompts_per_forward=together, train_prompts=str(tmp_path / "three.txt"), **flags)
+        trainer = make(
+            prompts_per_forward=together, train_prompts=str(tmp_path / "three.txt"), **flags
+        )
         trainer.validation, batch = None, trainer.roll_out()
         sizes.append([len(one.x) for one in batch])
         rows = sorted(range(6), key=lambda i: (trainer.requests(batch)[i].text, i))
@@ -104,10 +131,14 @@ def test_joined_prompts_are_trained_as_each_alone(make, tmp_path, guidance):
 
 
 def test_same_init_noise_is_shared_by_the_group_alone(make, tmp_path):
-    (tmp_path / "one.txt").write_text("a red circle moving left\n")  # both groups are of the same prompt
+    (tmp_path / "one.txt").write_text(
+        "a red circle moving left\n"
+    )  # both groups are of the same prompt
     trainer = make(same_init_noise=True, train_prompts=str(tmp_path / "one.txt"))
     first, second = trainer.roll_out()
-    assert torch.equal(first.x[0, 0], first.x[1, 0]) and not torch.equal(first.x[0, 0], second.x[0, 0])
+    assert torch.equal(first.x[0, 0], first.x[1, 0]) and not torch.equal(
+        first.x[0, 0], second.x[0, 0]
+    )
     assert not torch.equal(first.x[0, 1], first.x[1, 1])
 
 

@@ -12,12 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sage_grpo import manifest, tensor_files
 from sage_grpo.background import Work
-from sage_grpo.config import ConfigError
-from sage_grpo.flags import from_values
-from sage_grpo.models import backbone, open_backbone
+from sage_grpo.config.fields import ConfigError
+from sage_grpo.config.parse import from_values
+from sage_grpo.files import manifest, tensor_files
+from sage_grpo.models import backbone
 from sage_grpo.models.backbone import Guidance
+from sage_grpo.models.registry import open_backbone
 from sage_grpo.models.weights import open_folder, open_safetensors
 from sage_grpo.parallel.fsdp import full_tensor
 from sage_grpo.train import checkpoint, saving
@@ -59,11 +60,18 @@ def train_on_slow_disk(ranks, values):
         saving.write_files = slowly(saving.write_files, 0.1)
     begun = time.monotonic()
     trainer.train()
-    return time.monotonic() - begun > 2 * trainer.config.collective_timeout, names(folder_of(trainer))
+    return time.monotonic() - begun > 2 * trainer.config.collective_timeout, names(
+        folder_of(trainer)
+    )
 
 
 def test_a_slow_disk_does_not_end_a_run(flags):
-    values = flags | {"use_lora": True, "enable_fsdp": True, "max_steps": 1, "collective_timeout": 5.0}
+    values = flags | {
+        "use_lora": True,
+        "enable_fsdp": True,
+        "max_steps": 1,
+        "collective_timeout": 5.0,
+    }
     assert run_ranks(2, train_on_slow_disk, values, sharded=True) == [(True, ["step-000001"])] * 2
 
 
@@ -86,13 +94,25 @@ def test_a_disk_that_stands_still_ends_it_like_any_hang(flags, tmp_path):
 
 
 @pytest.mark.parametrize("use_lora", [True, False], ids=["lora", "full"])
-def test_a_checkpoint_written_during_training_is_that_of_its_iteration(make, tmp_path, monkeypatch, use_lora):
+def test_a_checkpoint_written_during_training_is_that_of_its_iteration(
+    make, tmp_path, monkeypatch, use_lora
+):
     """Its files are held back until two more iterations have changed the weights."""
-    changes = {"use_lora": use_lora, "max_steps": 4, "save_interval": 1, "keep_checkpoints": 9, "ema_decay": 0.5}
+    changes = {
+        "use_lora": use_lora,
+        "max_steps": 4,
+        "save_interval": 1,
+        "keep_checkpoints": 9,
+        "ema_decay": 0.5,
+    }
     waited = make(**changes, async_save=False, output_dir=str(tmp_path / "waited"))
     waited.validation = None
     waited.train()
-    trainer, gate, write = make(**changes | {"save_interval": 2}), threading.Event(), saving.write_files
+    trainer, gate, write = (
+        make(**changes | {"save_interval": 2}),
+        threading.Event(),
+        saving.write_files,
+    )
     monkeypatch.setattr(saving, "write_files", lambda *rest: gate.wait(60) and write(*rest))
     trainer.validation, finish = None, trainer.finish_iteration
 
@@ -107,7 +127,9 @@ def test_a_checkpoint_written_during_training_is_that_of_its_iteration(make, tmp
     assert names(folder_of(trainer)) == ["step-000002", "step-000004"]
     for name in names(folder_of(trainer)):
         both = (manifest.read(folder_of(run) / name) for run in (trainer, waited))
-        mine, other = ({k: v for k, v in files.items() if k.endswith(".safetensors")} for files in both)
+        mine, other = (
+            {k: v for k, v in files.items() if k.endswith(".safetensors")} for files in both
+        )
         assert mine == other and mine
 
 
@@ -155,7 +177,11 @@ def test_checkpoints_by_time_make_way_for_those_by_count(tmp_path):
         return [checkpoint.step_of(folder) for folder in folders if folder not in gone]
 
     assert left(3, 10) == [10, 20, 29] and left(2, 10) == [20, 29] and left(1, 10) == [29]
-    assert left(4, 10) == [10, 20, 27, 29] and left(3, 0) == [20, 27, 29] and left(9, 10) == [5, 10, 13, 20, 27, 29]
+    assert (
+        left(4, 10) == [10, 20, 27, 29]
+        and left(3, 0) == [20, 27, 29]
+        and left(9, 10) == [5, 10, 13, 20, 27, 29]
+    )
 
 
 def test_time_does_not_call_between_two_optimizer_steps(make):
@@ -173,10 +199,16 @@ def velocity(model, trainer):
 
 @pytest.mark.parametrize("ema", [0.0, 0.5])
 def test_all_weights_are_stored_once_and_read_from_the_shards(make, tmp_path, ema):
-    trainer = make(max_steps=4, save_interval=1, export_interval=3, keep_checkpoints=9, ema_decay=ema)
+    trainer = make(
+        max_steps=4, save_interval=1, export_interval=3, keep_checkpoints=9, ema_decay=ema
+    )
     trainer.validation = None
     trainer.train()
-    exported = [path.name for path in checkpoint.found(folder_of(trainer)) if (path / "transformer").is_dir()]
+    exported = [
+        path.name
+        for path in checkpoint.found(folder_of(trainer))
+        if (path / "transformer").is_dir()
+    ]
     assert exported == ["step-000003", "step-000004"]
     last = folder_of(trainer) / "step-000004"
     fresh = open_backbone(trainer.config.pretrained_model_root)
@@ -189,14 +221,18 @@ def test_all_weights_are_stored_once_and_read_from_the_shards(make, tmp_path, em
     start = make(init_from_checkpoint=str(last), output_dir=str(tmp_path / "other"))
     assert torch.equal(velocity(start.backbone, trainer), from_export)
     with trainer.optimization.using(trainer.optimization.average):
-        torch.testing.assert_close(from_export, velocity(trainer.backbone, trainer), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            from_export, velocity(trainer.backbone, trainer), rtol=1e-4, atol=1e-5
+        )
 
 
 def export_in_parts(ranks, values):
     backbone.plan_files = partial(backbone.plan_files, max_bytes=100_000)
     trainer = without_validation(values | {"batch_size": 2}, ranks)
     trainer.train()
-    held = {name: full_tensor(p.detach()) for name, p in trainer.backbone.transformer.named_parameters()}
+    held = {
+        name: full_tensor(p.detach()) for name, p in trainer.backbone.transformer.named_parameters()
+    }
     if not ranks.first:
         return None
     folder = folder_of(trainer) / "step-000001" / "transformer"
@@ -217,7 +253,9 @@ def test_weights_that_left_the_numbers_stop_the_run_and_are_never_saved(make):
     first.train()
     trainer = make(max_steps=4, save_interval=1, resume_from_checkpoint="auto")
     trainer.validation = None
-    next(state for name, state in trainer.optimization.tensors().items() if name.endswith("exp_avg")).fill_(math.nan)
+    next(
+        state for name, state in trainer.optimization.tensors().items() if name.endswith("exp_avg")
+    ).fill_(math.nan)
     words = (
         r"the weights are not finite after iteration 2: lower learning_rate \(0.001\) or weight_decay \(0.01\); "
         r"--resume_from_checkpoint last_good goes back to step-000001"
@@ -255,7 +293,11 @@ def test_last_good_leaves_out_what_was_written_while_the_run_diverged(make, capf
         sealed_again(path)
     assert make(use_lora=True, resume_from_checkpoint="last_good").step == 1
     said = capfd.readouterr().err
-    assert "2 updates before it were skipped as not finite" in said and "exp_avg" in said and "is not finite" in said
+    assert (
+        "2 updates before it were skipped as not finite" in said
+        and "exp_avg" in said
+        and "is not finite" in said
+    )
     assert names(folder_of(trainer)) == ["step-000001"]
 
 
@@ -291,7 +333,9 @@ def test_other_base_weights_are_refused(make, flags, tmp_path):
     tensors = load_file(file)
     next(iter(tensors.values())).view(-1)[0] += 1
     save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=r"step-000001 was trained from other weights than those in .*other"):
+    with pytest.raises(
+        ConfigError, match=r"step-000001 was trained from other weights than those in .*other"
+    ):
         make(use_lora=True, resume_from_checkpoint="auto", pretrained_model_root=str(other))
 
 
@@ -299,9 +343,16 @@ def test_other_prompts_and_ranks_are_named(make, flags, tmp_path, capfd):
     trainer = make(use_lora=True, max_steps=1)
     trainer.fingerprints["ranks"] = 8
     trainer.train()
-    (tmp_path / "more.txt").write_text(Path(flags["train_prompts"]).read_text() + "a blue circle moving up\n")
+    (tmp_path / "more.txt").write_text(
+        Path(flags["train_prompts"]).read_text() + "a blue circle moving up\n"
+    )
     capfd.readouterr()
-    make(use_lora=True, resume_from_checkpoint="auto", train_prompts=str(tmp_path / "more.txt"), max_steps=1)
+    make(
+        use_lora=True,
+        resume_from_checkpoint="auto",
+        train_prompts=str(tmp_path / "more.txt"),
+        max_steps=1,
+    )
     said = capfd.readouterr().err
     assert "ranks 8 -> 1" in said and "training prompts '3, " in said and " -> '4, " in said
 
@@ -316,7 +367,9 @@ def test_a_missing_optimizer_tensor_is_noticed(make):
     del tensors[gone], starts[gone]
     save_file(tensors, file, metadata={"starts": json.dumps(starts)})
     sealed_again(path)
-    with pytest.raises(ConfigError, match=r"has \d+ tensors of the optimizer, but was saved with \d+"):
+    with pytest.raises(
+        ConfigError, match=r"has \d+ tensors of the optimizer, but was saved with \d+"
+    ):
         make(use_lora=True, resume_from_checkpoint="auto")
 
 

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from sage_grpo.flags import from_values
+from sage_grpo.config.parse import from_values
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.train.build import build_trainer
 from sage_grpo.train.metrics import HalfGradient, same_reward, thumbnail, variety
@@ -34,7 +34,8 @@ def measured_share(signal, noise, pairs=8, updates=400, size=50):
 
 
 @pytest.mark.parametrize(
-    ("signal", "noise", "share"), [(1.0, 1.0, 0.5), (1.0, 9.0, 0.1), (0.0, 1.0, 0.0), (1.0, 0.0, 1.0)]
+    ("signal", "noise", "share"),
+    [(1.0, 1.0, 0.5), (1.0, 9.0, 0.1), (0.0, 1.0, 0.0), (1.0, 0.0, 1.0)],
 )
 def test_signal_and_noise_are_told_apart(signal, noise, share):
     assert measured_share(signal, noise) == pytest.approx(share, abs=0.03)
@@ -51,7 +52,10 @@ def test_what_is_not_known_is_none():
 
 
 def test_variety():
-    gray, white = torch.full((9, 32, 32, 3), 51, dtype=torch.uint8), torch.full((9, 32, 32, 3), 255, dtype=torch.uint8)
+    gray, white = (
+        torch.full((9, 32, 32, 3), 51, dtype=torch.uint8),
+        torch.full((9, 32, 32, 3), 255, dtype=torch.uint8),
+    )
     clips = torch.stack([*map(thumbnail, (gray, white, gray, gray))])
     assert variety(clips[:2], 2) == pytest.approx(0.4) and variety(clips[2:], 2) == 0
     assert variety(clips, 2) == pytest.approx(0.4 / math.sqrt(2))
@@ -66,7 +70,9 @@ def test_a_constant_instead_of_an_error():
 
 
 def lines(trainer):
-    return [json.loads(line) for line in (trainer.run.path / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (trainer.run.path / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def test_a_run_records_them(make):
@@ -77,9 +83,13 @@ def test_a_run_records_them(make):
     assert found == [{f"signal/{name}" for name in NAMES}] * 2
     first, second = train
     assert 0 < first["signal/anchor_moved"] < 2 * 2 * trainer.config.learning_rate
-    assert 0 < second["signal/anchor_moved"] < 2 * trainer.config.learning_rate  # refreshed after iteration 3
+    assert (
+        0 < second["signal/anchor_moved"] < 2 * trainer.config.learning_rate
+    )  # refreshed after iteration 3
     assert first["signal/variety"] > 0 and abs(first["signal/gradient"]) < 10
-    assert [line["signal/rescoring"] for line in lines(trainer) if line["kind"] == "validation"] == [0.0]
+    assert [
+        line["signal/rescoring"] for line in lines(trainer) if line["kind"] == "validation"
+    ] == [0.0]
 
 
 def two_ranks(ranks, values, broken):
@@ -91,11 +101,16 @@ def two_ranks(ranks, values, broken):
         trainer.fingerprints["training prompts"] = "others"
     trainer.train()
     trainer.run.close()
-    return [(line["signal/rank_prompts"] > 0, line["signal/rank_weights"] > 0) for line in lines(trainer)[1:3]]
+    return [
+        (line["signal/rank_prompts"] > 0, line["signal/rank_weights"] > 0)
+        for line in lines(trainer)[1:3]
+    ]
 
 
 @pytest.mark.parametrize(
-    ("broken", "seen"), [("", (False, False)), ("weights", (False, True)), ("prompts", (True, False))], ids=str
+    ("broken", "seen"),
+    [("", (False, False)), ("weights", (False, True)), ("prompts", (True, False))],
+    ids=str,
 )
 def test_ranks_that_disagree(flags, broken, seen):
     assert run_ranks(2, two_ranks, flags, broken) == [[seen] * 2] * 2

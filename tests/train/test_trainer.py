@@ -59,7 +59,9 @@ def test_advantages_of_each_score_by_itself(make):
 
 @pytest.mark.parametrize("sde_type, strategy, use_lora", CASES)
 def test_two_iterations(make, sde_type, strategy, use_lora):
-    trainer = make(sde_type=sde_type, use_lora=use_lora, updates_per_rollout=2, **STRATEGIES[strategy])
+    trainer = make(
+        sde_type=sde_type, use_lora=use_lora, updates_per_rollout=2, **STRATEGIES[strategy]
+    )
     trainer.validation = None
     before = snapshot(trainer)
     trainer.train()
@@ -132,7 +134,12 @@ def test_more_updates_per_rollout_make_the_clip_act(make):
 
 def test_the_first_ratio_is_one_to_the_last_bit(make):
     normed = {"ratio_norm": True, "sde_type": "precise"}
-    for changes in ({"enable_gradient_checkpointing": True}, {"guidance_scale": 3.0}, {"use_lora": True}, normed):
+    for changes in (
+        {"enable_gradient_checkpointing": True},
+        {"guidance_scale": 3.0},
+        {"use_lora": True},
+        normed,
+    ):
         trainer = make(max_steps=1, overwrite=True, **changes)
         trainer.train()
         assert records(trainer)[0]["policy/ratio_max_deviation"] == 0
@@ -143,7 +150,10 @@ def test_a_forward_that_differs_in_training_stops_the_run(make, monkeypatch):
     trainer = make()
     velocity = trainer.backbone.velocity
     monkeypatch.setattr(
-        trainer.backbone, "velocity", lambda *a: velocity(*a) * (1 + 1e-6 * torch.is_grad_enabled()), raising=True
+        trainer.backbone,
+        "velocity",
+        lambda *a: velocity(*a) * (1 + 1e-6 * torch.is_grad_enabled()),
+        raising=True,
     )
     with pytest.raises(TrainingError, match=r"first ratio differs from 1 by .*e-"):
         trainer.train()
@@ -151,7 +161,9 @@ def test_a_forward_that_differs_in_training_stops_the_run(make, monkeypatch):
 
 @pytest.mark.parametrize("permute", [True, False])
 @pytest.mark.parametrize("fraction, trained", [(1.0, 6), (0.5, 3)])
-def test_the_right_steps_are_trained_with_the_right_normalization(make, monkeypatch, permute, fraction, trained):
+def test_the_right_steps_are_trained_with_the_right_normalization(
+    make, monkeypatch, permute, fraction, trained
+):
     seen = []
     backward = Objective.backward
 
@@ -160,11 +172,18 @@ def test_the_right_steps_are_trained_with_the_right_normalization(make, monkeypa
         backward(self, trajectory, steps, advantages, stats)
 
     monkeypatch.setattr(Objective, "backward", spy)
-    trainer = make(num_sampling_steps=6, timestep_fraction=fraction, enable_timestep_permutation=permute, max_steps=1)
+    trainer = make(
+        num_sampling_steps=6,
+        timestep_fraction=fraction,
+        enable_timestep_permutation=permute,
+        max_steps=1,
+    )
     trainer.train()
     assert {pairs for _, _, pairs in seen} == {4 * trained}
     for one in {one for one, _, _ in seen}:
-        steps = torch.stack([steps for other, steps, _ in seen if other == one], 1)  # (clips, trained)
+        steps = torch.stack(
+            [steps for other, steps, _ in seen if other == one], 1
+        )  # (clips, trained)
         assert steps.shape == (2, trained)
         assert all(len(set(row.tolist())) == trained for row in steps)
         if permute:
@@ -206,7 +225,11 @@ def test_accumulation_equals_a_bigger_batch(make):
     )
     together.optimization.clip = lambda: 1.0
     joined = type(parts[0][1])(
-        torch.cat([part[1].values for part in parts]), torch.cat([part[1].trained for part in parts]), 0, 0, 0
+        torch.cat([part[1].values for part in parts]),
+        torch.cat([part[1].trained for part in parts]),
+        0,
+        0,
+        0,
     )
     together.update([t for batch, _ in parts for t in batch], joined)
     assert kept.keys() == whole.keys()
@@ -226,8 +249,8 @@ def test_gradients_are_zero_only_where_nothing_depends_on_the_parameter(make):
     silent = {name for name, value in found.items() if value == 0}
     assert set(found) == set(trainer.optimization.parameters)
     # the prompts quote no text, so the glyph encoder's tokens are absent
-    assert all(name.startswith(("context_embedder_2", "cond_type_embed")) for name in silent), sorted(
-        n for n in silent if not n.startswith(("context_embedder_2", "cond_type"))
+    assert all(name.startswith(("context_embedder_2", "cond_type_embed")) for name in silent), (
+        sorted(n for n in silent if not n.startswith(("context_embedder_2", "cond_type")))
     )
 
 
@@ -239,7 +262,9 @@ def test_the_loss_falls_on_what_it_was_computed_from(make):
     advantages = trainer.advantages(trainer.score(batch, trainer.decode(batch)))
 
     def value():
-        goal = Objective(trainer.backbone, trainer.guidance, schedule, trainer.config, 0.0, num_pairs=1)
+        goal = Objective(
+            trainer.backbone, trainer.guidance, schedule, trainer.config, 0.0, num_pairs=1
+        )
         rows = advantages.values.float().split([len(t.x) for t in batch])
         with torch.no_grad():
             return sum(
@@ -261,7 +286,9 @@ def test_the_loss_falls_on_what_it_was_computed_from(make):
 def test_average_is_validated_and_exported_but_not_trained(make, monkeypatch):
     trainer = make(ema_decay=0.9, max_steps=1)
     start, validated, run = snapshot(trainer), {}, trainer.validation.run
-    monkeypatch.setattr(trainer.validation, "run", lambda *words: validated.update(snapshot(trainer)) or run(*words))
+    monkeypatch.setattr(
+        trainer.validation, "run", lambda *words: validated.update(snapshot(trainer)) or run(*words)
+    )
     trainer.train()
     now = snapshot(trainer)
     name = max(now, key=lambda n: (now[n] - start[n]).abs().max())
@@ -271,7 +298,9 @@ def test_average_is_validated_and_exported_but_not_trained(make, monkeypatch):
     (folder,) = checkpoint.found(trainer.run.path / "checkpoints")
     (file,) = (folder / "transformer").glob("*.safetensors")
     assert torch.equal(load_file(file)[name], trainer.optimization.average[name])
-    assert torch.equal(load_file(folder / "trainer" / "rank-00000.safetensors")[f"weights/{name}"], now[name])
+    assert torch.equal(
+        load_file(folder / "trainer" / "rank-00000.safetensors")[f"weights/{name}"], now[name]
+    )
     assert not torch.allclose(now[name], expected, rtol=1e-6)
 
 
@@ -284,7 +313,10 @@ def test_muon_takes_the_matrices_of_the_blocks(make):
     assert len(in_muon) + len(adamw.param_groups[0]["params"]) == len(names)
     before = snapshot(trainer)
     trainer.train()
-    assert all(not torch.equal(before[name], trainer.optimization.parameters[name]) for name in list(in_muon)[:5])
+    assert all(
+        not torch.equal(before[name], trainer.optimization.parameters[name])
+        for name in list(in_muon)[:5]
+    )
 
 
 def test_warmup_raises_the_learning_rate_linearly(make):
@@ -297,7 +329,14 @@ def test_every_metric_of_the_docs_is_written(make):
     trainer = make(max_steps=1, validate_at_step0=True)
     trainer.train()
     (train,), (first, last) = records(trainer), records(trainer, "validation")
-    for name in ("reward/total", "reward/VQ", "reward/group_std", "policy/grad_norm", "kl/coef", "time/rollout"):
+    for name in (
+        "reward/total",
+        "reward/VQ",
+        "reward/group_std",
+        "policy/grad_norm",
+        "kl/coef",
+        "time/rollout",
+    ):
         assert math.isfinite(train[name]), name
     assert first["step"] == 0 and last["step"] == 1 and first["count"] == 3
     (run,) = records(trainer, "run")
@@ -313,19 +352,33 @@ def test_lines_come_at_their_interval_and_at_the_end(make):
 
 def test_spreads_of_the_reward_are_those_of_their_definition(make):
     trainer = make()
-    scores = Scores(torch.tensor([0.0, 2.0, 10.0, 14.0], dtype=torch.float64), {"VQ": torch.arange(4.0)})
+    scores = Scores(
+        torch.tensor([0.0, 2.0, 10.0, 14.0], dtype=torch.float64), {"VQ": torch.arange(4.0)}
+    )
     record = reward_record(scores, trainer.advantages(scores), trainer.config.num_generations)
-    assert record["reward/total"] == 6.5 and record["reward/VQ"] == 1.5 and record["reward/failed"] == 0
+    assert (
+        record["reward/total"] == 6.5
+        and record["reward/VQ"] == 1.5
+        and record["reward/failed"] == 0
+    )
     assert record["reward/std"] == pytest.approx(math.sqrt((6.5**2 + 4.5**2 + 3.5**2 + 7.5**2) / 4))
     assert record["reward/group_std"] == pytest.approx((1 + 2) / 2)
     scores.total[1] = math.nan
     record = reward_record(scores, trainer.advantages(scores), trainer.config.num_generations)
-    assert record["reward/total"] == 8 and record["reward/failed"] == 1 and record["reward/starved_groups"] == 1
+    assert (
+        record["reward/total"] == 8
+        and record["reward/failed"] == 1
+        and record["reward/starved_groups"] == 1
+    )
     assert record["reward/group_std"] == pytest.approx((0 + 2) / 2)
 
 
-@pytest.mark.parametrize("strategy, metric", [("dual_moving", "kl/anchor"), ("stepwise", "kl/rollout")])
-def test_the_controller_hears_of_the_kl_that_its_strategy_limits(make, monkeypatch, strategy, metric):
+@pytest.mark.parametrize(
+    "strategy, metric", [("dual_moving", "kl/anchor"), ("stepwise", "kl/rollout")]
+)
+def test_the_controller_hears_of_the_kl_that_its_strategy_limits(
+    make, monkeypatch, strategy, metric
+):
     trainer, heard = make(updates_per_rollout=2, **STRATEGIES[strategy]), []
     trainer.validation = None
     update = trainer.controller.update
@@ -333,7 +386,9 @@ def test_the_controller_hears_of_the_kl_that_its_strategy_limits(make, monkeypat
     trainer.train()
     first, second = heard[2:]  # of the second iteration: two denoising steps, then one
     record = records(trainer)[-1]
-    assert (2 * first + second) / 3 == pytest.approx(record[metric]) and record["kl/anchor"] != record["kl/rollout"]
+    assert (2 * first + second) / 3 == pytest.approx(record[metric]) and record[
+        "kl/anchor"
+    ] != record["kl/rollout"]
 
 
 def test_training_is_reproducible_and_depends_on_the_seed(make):
@@ -350,8 +405,12 @@ def test_training_is_reproducible_and_depends_on_the_seed(make):
 def test_recomputing_blocks_changes_no_number(make):
     results = []
     for fraction in (0.0, 0.5, 1.0):
-        trainer = make(overwrite=True, enable_gradient_checkpointing=True, checkpointing_fraction=fraction)
+        trainer = make(
+            overwrite=True, enable_gradient_checkpointing=True, checkpointing_fraction=fraction
+        )
         assert trainer.backbone.transformer.num_recomputed == 2 * fraction
         trainer.train()
         results.append(snapshot(trainer))
-    assert all(torch.equal(results[0][name], other[name]) for other in results[1:] for name in results[0])
+    assert all(
+        torch.equal(results[0][name], other[name]) for other in results[1:] for name in results[0]
+    )

@@ -33,7 +33,13 @@ def reference_gradients(trainer, batch, rewards, eta, error=None):
     for sigma, following in itertools.pairwise(sigmas):
         delta, top = sigma - following, min(sigma, 0.997)
         variance = eta**2 * (-delta + math.log((1 - following) / (1 - top)))
-        rows.append((1 - variance / (2 * sigma), -delta - variance * (1 - sigma) / (2 * sigma), math.sqrt(variance)))
+        rows.append(
+            (
+                1 - variance / (2 * sigma),
+                -delta - variance * (1 - sigma) / (2 * sigma),
+                math.sqrt(variance),
+            )
+        )
     norms = [abs(b) / std for _, b, std in rows]
     median = sorted(norms)[1]
     total, count, first = 0.0, 0, 0
@@ -47,21 +53,37 @@ def reference_gradients(trainer, batch, rewards, eta, error=None):
                 both = trajectory.x[:, t], torch.full((2,), sigmas[t])
                 v = model.velocity(*both, trajectory.cond, Guidance())[i]
                 with torch.no_grad():
-                    old = -(((following - a * x - b * trajectory.velocity[i, t]) ** 2) / (2 * std**2)).mean()
+                    old = -(
+                        ((following - a * x - b * trajectory.velocity[i, t]) ** 2) / (2 * std**2)
+                    ).mean()
                 new = -(((following - a * x - b * v) ** 2) / (2 * std**2)).mean()
                 ratio = (new - old).exp()
                 clipped = ratio.clamp(1 - config.clip_range, 1 + config.clip_range)
                 loss = torch.maximum(-advantage * ratio, -advantage * clipped)
-                scale = median / norms[t] if config.use_grad_balancing and error != "no equalizer" else 1.0
-                anchor = trajectory.anchor_velocity[i, t] if trajectory.anchor_velocity is not None else v.detach()
-                kl = b**2 / (2 * std ** (4 if error == "squared variance" else 2)) * ((v - anchor) ** 2).mean()
+                scale = (
+                    median / norms[t]
+                    if config.use_grad_balancing and error != "no equalizer"
+                    else 1.0
+                )
+                anchor = (
+                    trajectory.anchor_velocity[i, t]
+                    if trajectory.anchor_velocity is not None
+                    else v.detach()
+                )
+                kl = (
+                    b**2
+                    / (2 * std ** (4 if error == "squared variance" else 2))
+                    * ((v - anchor) ** 2).mean()
+                )
                 step_kl = b**2 / (2 * std**2) * ((v - trajectory.velocity[i, t]) ** 2).mean()
                 if config.step_kl_estimator == "logprob":
                     step_kl = old - new
                 sign = -1 if error == "sign of the KL" else 1
                 weight = 0.1 * config.use_dual_kl
                 sign *= (median / norms[t]) ** 2 if config.use_kl_balancing else 1
-                total = total + scale * loss + sign * trainer.controller.coef * (kl + weight * step_kl)
+                total = (
+                    total + scale * loss + sign * trainer.controller.coef * (kl + weight * step_kl)
+                )
                 count += 1
     (total / (count if error != "sum over steps" else count / 3)).backward()
     found = {name: p.grad.clone() for name, p in trainer.optimization.parameters.items()}
@@ -74,14 +96,18 @@ def prepared(make):
     """A trainer whose policy has left both its rollout and its anchor, one rollout, and its rewards."""
 
     def prepare(**flags):
-        trainer = make(kl_schedule="fixed", kl_weight=flags.pop("kl_weight", 0.5), clip_range=1e-3, **flags)
+        trainer = make(
+            kl_schedule="fixed", kl_weight=flags.pop("kl_weight", 0.5), clip_range=1e-3, **flags
+        )
         schedule = trainer.sampler
         batch = trainer.roll_out()
         rewards = torch.tensor([0.1, 0.9, -2.0, 0.3], dtype=torch.float64)
 
         def move(size, seed):
             for index, parameter in enumerate(trainer.optimization.parameters.values()):
-                noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed + index))
+                noise = torch.randn(
+                    parameter.shape, generator=torch.Generator().manual_seed(seed + index)
+                )
                 parameter.data += size * noise
 
         move(2e-3, 0)
@@ -120,7 +146,9 @@ def test_gradients_equal_the_formulas(prepared, strategy):
     assert worst_difference(ours, reference) < 2e-3  # fp32
 
 
-@pytest.mark.parametrize("error", ["no equalizer", "squared variance", "sign of the KL", "sum over steps"])
+@pytest.mark.parametrize(
+    "error", ["no equalizer", "squared variance", "sign of the KL", "sum over steps"]
+)
 def test_the_comparison_sees_a_mistake(prepared, error):
     trainer, schedule, batch, rewards = prepared()
     reference = reference_gradients(trainer, batch, rewards, eta=0.5, error=error)
@@ -133,7 +161,10 @@ def test_a_broken_path_leaves_the_others_gradients_alone(make):
     schedule = trainer.sampler
     batch = trainer.roll_out()
     batch[0].is_finite[1] = False
-    batch[0].x[1], batch[0].velocity[1] = 0.0, 7.0  # as roll_out leaves it, but with a KL that would show
+    batch[0].x[1], batch[0].velocity[1] = (
+        0.0,
+        7.0,
+    )  # as roll_out leaves it, but with a KL that would show
     rewards = torch.tensor([0.1, math.nan, -2.0, 0.3], dtype=torch.float64)
     found = our_gradients(trainer, schedule, batch, rewards)
     assert all(value.isfinite().all() for value in found.values())
@@ -155,8 +186,15 @@ def measured(trainer, schedule, trajectory, num_pairs, coef=0.5):
 def test_what_is_measured_is_what_is_minimized_whatever_the_size_of_the_batch(prepared):
     trainer, schedule, batch, _ = prepared()
     stats, among_many = (measured(trainer, schedule, batch[0], pairs) for pairs in (2, 24))
-    kl, scale = stats.mean("kl_anchor") + 0.1 * stats.mean("kl_rollout"), equalizer(schedule)[0].item()
-    assert kl > 0 and scale > 1.1 and stats.mean("objective") == pytest.approx(scale * stats.mean("loss") + 0.5 * kl)
+    kl, scale = (
+        stats.mean("kl_anchor") + 0.1 * stats.mean("kl_rollout"),
+        equalizer(schedule)[0].item(),
+    )
+    assert (
+        kl > 0
+        and scale > 1.1
+        and stats.mean("objective") == pytest.approx(scale * stats.mean("loss") + 0.5 * kl)
+    )
     assert 0 < stats.mean("grad_v") == pytest.approx(among_many.mean("grad_v"))
 
 

@@ -47,11 +47,17 @@ def test_its_flags_take_effect(make, tmp_path, flags):
         validation_interval=1,
         max_steps=1,
     )
-    torch.testing.assert_close(trainer.validation.sigmas.float(), torch.tensor([1.0, 0.8, 0.5, 0.0]))
+    torch.testing.assert_close(
+        trainer.validation.sigmas.float(), torch.tensor([1.0, 0.8, 0.5, 0.0])
+    )
     trainer.train()
     folder = trainer.run.path / "validation" / "step-000001"
     (record,) = json.loads((folder / "clips.json").read_text())
-    assert record["seed"] == 11 and record["file"].startswith("0004-") and record["file"].endswith("-11.mp4")
+    assert (
+        record["seed"] == 11
+        and record["file"].startswith("0004-")
+        and record["file"].endswith("-11.mp4")
+    )
     assert record["holdout"]["VQ"] == record["scores"]["VQ"]
     with imageio.get_reader(folder / record["file"]) as reader:
         frames = list(reader.iter_data())
@@ -60,11 +66,15 @@ def test_its_flags_take_effect(make, tmp_path, flags):
 
 def test_the_defaults_are_those_of_the_model_whatever_the_rollout_does(make, flags):
     for name in [
-        name for name in flags if name.startswith(("validation_", "validate_")) and name != "validation_prompts"
+        name
+        for name in flags
+        if name.startswith(("validation_", "validate_")) and name != "validation_prompts"
     ]:
         del flags[name]
     trainer = make(timestep_shift=3.0, num_validation_prompts=2)
-    assert trainer.validation.sampling == Sampling(9, 32, 32, fps=8, shift=5.0, guidance=1.0, num_steps=20)
+    assert trainer.validation.sampling == Sampling(
+        9, 32, 32, fps=8, shift=5.0, guidance=1.0, num_steps=20
+    )
     assert trainer.validation.shape == trainer.backbone.latent_shape(9, 32, 32)
     assert len(trainer.validation.sigmas) == 21 and len(trainer.validation.prompts) == 2
 
@@ -80,16 +90,28 @@ def test_a_clip_with_broken_pixels_is_missing_and_the_others_are_not(make, tmp_p
     result = trainer.validation.run(tmp_path / "clips")
     records = json.loads((tmp_path / "clips" / "clips.json").read_text())
     assert [record["scores"]["total"] is None for record in records] == [False, True, False]
-    assert [(tmp_path / "clips" / record["file"]).is_file() for record in records] == [True, False, True]
-    assert result["reward/failed"] == 1 and result["count"] == 3 and math.isfinite(result["reward/total"])
+    assert [(tmp_path / "clips" / record["file"]).is_file() for record in records] == [
+        True,
+        False,
+        True,
+    ]
+    assert (
+        result["reward/failed"] == 1
+        and result["count"] == 3
+        and math.isfinite(result["reward/total"])
+    )
 
 
 @pytest.mark.parametrize("count, kept", [(None, 3), (2, 2), (0, 0)])
 def test_some_clips_are_kept_as_videos_and_all_are_judged(make, tmp_path, count, kept):
     validation = make(validation_videos=count).validation
     assert validation.run(tmp_path / "clips")["count"] == 3
-    files = [record["file"] for record in json.loads((tmp_path / "clips" / "clips.json").read_text())]
-    assert [file.name for file in sorted((tmp_path / "clips").glob("*.mp4"))] == files[:kept] and len(files) == 3
+    files = [
+        record["file"] for record in json.loads((tmp_path / "clips" / "clips.json").read_text())
+    ]
+    assert [file.name for file in sorted((tmp_path / "clips").glob("*.mp4"))] == files[
+        :kept
+    ] and len(files) == 3
 
 
 def test_a_run_can_be_stopped_at_every_denoising_step_and_clip(make, tmp_path):
@@ -111,7 +133,9 @@ def test_weights_are_not_gathered_while_clips_are_decoded(make, monkeypatch, tmp
 
     for name in ("latents", "decode"):
         plain = getattr(validation, name)
-        monkeypatch.setattr(validation, name, lambda *words, n=name, f=plain: seen.append(n) or f(*words))
+        monkeypatch.setattr(
+            validation, name, lambda *words, n=name, f=plain: seen.append(n) or f(*words)
+        )
     validation.run(tmp_path / "clips", gathered=gathered)
     assert seen == ["gathered", *["latents"] * 3, "freed", *["decode"] * 3]
 
@@ -123,13 +147,19 @@ def test_summary_is_over_what_has_a_value():
     assert result["reward/total"] == 2 and result["reward/total_stderr"] == pytest.approx(1.0)
     assert result["gold/match"] == 0.5 and result["reward/failed"] == 1 and result["count"] == 3
     assert math.isnan(summary(records[2:])["reward/total"])
-    lost = {"scores": {"total": None, "VQ": None}, "holdout": {}, "gold": {}}  # of a rank that made no clip
+    lost = {
+        "scores": {"total": None, "VQ": None},
+        "holdout": {},
+        "gold": {},
+    }  # of a rank that made no clip
     assert summary([lost, *records])["gold/match"] == 0.5
 
 
 def test_gold_of_a_missing_clip_is_nan():
     clip = torch.zeros(5, 4, 4, 3, dtype=torch.uint8)
-    found = gold_columns(lambda clips, prompts: {"match": torch.ones(len(clips)).double()}, [clip, None], ["a", "b"])
+    found = gold_columns(
+        lambda clips, prompts: {"match": torch.ones(len(clips)).double()}, [clip, None], ["a", "b"]
+    )
     assert found["match"][0] == 1 and found["match"][1].isnan()
     assert gold_columns(None, [clip], ["a"]) == {}
 
@@ -146,7 +176,10 @@ def test_validation_may_use_the_second_order_solver(make):
     validation, prompt = trainer.validation, trainer.validation.prompts[0]
     (cond,), sigmas = trainer.backbone.encode([prompt]), validation.sigmas.float()
     delta, factor = (table.float() for table in ode_tables(validation.sigmas, "dpm"))
-    x, before = counter_noise(validation.shape, validation.seed(prompt), [0], prompt=prompt.index)[0], 0.0
+    x, before = (
+        counter_noise(validation.shape, validation.seed(prompt), [0], prompt=prompt.index)[0],
+        0.0,
+    )
     with torch.no_grad():
         for i in range(4):
             velocity = trainer.backbone.velocity(x, sigmas[i].expand(1), cond, trainer.guidance)
@@ -159,11 +192,20 @@ def test_validation_may_use_the_second_order_solver(make):
 
 def test_joined_prompts_are_sampled_as_each_alone(make, flags, tmp_path):
     """Three of the four texts are equally long; one clip is not finite and must not cost the others theirs."""
-    texts = ("a red circle moving left", "a green square moving right", "a red square moving right", "a red circle")
+    texts = (
+        "a red circle moving left",
+        "a green square moving right",
+        "a red square moving right",
+        "a red circle",
+    )
     (tmp_path / "four.txt").write_text("\n".join(texts) + "\n")
     found = []
     for together in (1, 2):
-        trainer = make(prompts_per_forward=together, validation_prompts=str(tmp_path / "four.txt"), overwrite=True)
+        trainer = make(
+            prompts_per_forward=together,
+            validation_prompts=str(tmp_path / "four.txt"),
+            overwrite=True,
+        )
         validation, sizes = trainer.validation, []
         trainer.backbone.transformer.register_forward_pre_hook(
             lambda _, inputs, sizes=sizes: sizes.append(len(inputs[0]))
@@ -178,5 +220,9 @@ def test_joined_prompts_are_sampled_as_each_alone(make, flags, tmp_path):
     (alone, ones), (joined, twos) = found
     assert list(joined) == list(alone) and len(joined) == 4
     assert joined == pytest.approx(alone, abs=1e-3)  # of uint8 clips
-    assert set(ones) == {1} and len(ones) == 4 * flags["validation_num_inference_steps"] and max(twos) == 2
+    assert (
+        set(ones) == {1}
+        and len(ones) == 4 * flags["validation_num_inference_steps"]
+        and max(twos) == 2
+    )
     assert sum(twos) == sum(ones)

@@ -15,7 +15,9 @@ def test_training_on_videoalign(make, videoalign_folders):
     before = {name: p.detach().clone() for name, p in trainer.optimization.parameters.items()}
     trainer.train()
     trainer.run.close()
-    lines = [json.loads(line) for line in (trainer.run.path / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (trainer.run.path / "metrics.jsonl").read_text().splitlines()
+    ]
     records = [line for line in lines if line["kind"] == "train"]
     assert [record["updates"] for record in records] == [1, 2]
     for record in records:
@@ -28,11 +30,17 @@ def test_training_on_videoalign(make, videoalign_folders):
 
 
 def test_the_rate_of_sampling_reaches_the_reward(make, videoalign_folders):
-    trainer = make(reward_model="videoalign", reward_path=str(videoalign_folders["VideoReward"]), reward_fps=4.0)
+    trainer = make(
+        reward_model="videoalign",
+        reward_path=str(videoalign_folders["VideoReward"]),
+        reward_fps=4.0,
+    )
     assert trainer.reward.rewards["videoalign"].sample_fps == 4.0
     trainer.run.close()
 
 
 def test_the_default_place_is_the_model_folder(make, tiny_folder):
-    with pytest.raises(FileNotFoundError, match=f"{tiny_folder / 'VideoReward'} does not exist; name it with"):
+    with pytest.raises(
+        FileNotFoundError, match=f"{tiny_folder / 'VideoReward'} does not exist; name it with"
+    ):
         make(reward_model="videoalign")

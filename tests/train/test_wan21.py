@@ -8,8 +8,8 @@ import torch
 from diffusers import WanPipeline
 
 from sage_grpo.data.requests import Request
-from sage_grpo.models import open_backbone
 from sage_grpo.models.backbone import Guidance
+from sage_grpo.models.registry import open_backbone
 from sage_grpo.models.sample import integrate
 from sage_grpo.models.wan21.backbone import Wan21
 from sage_grpo.models.weights import open_folder
@@ -23,7 +23,11 @@ SIZE = {"num_frames": 5, "height": 32, "width": 48}
 
 @pytest.fixture
 def flags(flags, wan_folder):
-    own = {"pretrained_model_root": str(wan_folder), "validation_fixed_size": "32x48", "timestep_shift": 5.0}
+    own = {
+        "pretrained_model_root": str(wan_folder),
+        "validation_fixed_size": "32x48",
+        "timestep_shift": 5.0,
+    }
     return flags | SIZE | own
 
 
@@ -38,7 +42,9 @@ def gradients(ranks, values):
     return test_layouts.gradients(ranks, values)
 
 
-@pytest.mark.parametrize("changes", [{}, {"guidance_scale": 5.0, "use_lora": True, "micro_batch_size": 1}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"guidance_scale": 5.0, "use_lora": True, "micro_batch_size": 1}]
+)
 def test_the_first_ratio_is_exactly_one(make, changes):
     trainer = make(**changes)
     _, record, advantages = next_gradients(trainer)
@@ -49,7 +55,9 @@ def test_gradients_equal_the_formulas(prepared):  # noqa: F811
     trainer, schedule, batch, rewards = prepared()
     reference = reference_gradients(trainer, batch, rewards, eta=0.5)
     assert isinstance(trainer.backbone, Wan21)
-    assert worst_difference(our_gradients(trainer, schedule, batch, rewards), reference) < 2e-3  # fp32
+    assert (
+        worst_difference(our_gradients(trainer, schedule, batch, rewards), reference) < 2e-3
+    )  # fp32
 
 
 def test_the_comparison_sees_a_mistake(prepared):  # noqa: F811
@@ -84,11 +92,20 @@ def test_gradients_of_an_iteration_are_those_of_one_process(flags, expected, use
 
 @pytest.mark.parametrize("use_lora", [True, False])
 def test_a_resumed_run_is_the_straight_one(make, use_lora):
-    changes = {"use_lora": use_lora, "max_steps": 4, "save_interval": 2, "update_ref_model_step": 3, "ema_decay": 0.9}
+    changes = {
+        "use_lora": use_lora,
+        "max_steps": 4,
+        "save_interval": 2,
+        "update_ref_model_step": 3,
+        "ema_decay": 0.9,
+    }
     straight = test_resume.run(make, **changes)
     shutil.rmtree(straight.run.path / "checkpoints" / "step-000004")
     again = test_resume.run(make, resume_from_checkpoint="auto", **changes)
-    (tensors, numbers), (wanted, wanted_numbers) = test_resume.state(again), test_resume.state(straight)
+    (tensors, numbers), (wanted, wanted_numbers) = (
+        test_resume.state(again),
+        test_resume.state(straight),
+    )
     assert numbers == wanted_numbers and numbers["step"] == 4
     assert test_resume.same(tensors, wanted)
 
@@ -98,7 +115,9 @@ def test_ranks_go_on_as_if_never_stopped(flags):
     values = flags | {"enable_fsdp": True, "max_steps": 4, "save_interval": 2, "num_generations": 4}
     wanted = run_ranks(2, test_resume.straight, values, sharded=True)
     shutil.rmtree(Path(flags["output_dir"]) / "checkpoints" / "step-000004")
-    for found, state in zip(run_ranks(2, test_resume.resumed, values, sharded=True), wanted, strict=True):
+    for found, state in zip(
+        run_ranks(2, test_resume.resumed, values, sharded=True), wanted, strict=True
+    ):
         assert test_resume.same(found, state)
 
 
@@ -107,18 +126,38 @@ def test_the_adapter_of_a_run_gives_the_same_clip_in_stock_diffusers(make, wan_f
     trainer.validation = None
     trainer.train()
     checkpoint = trainer.run.path / "checkpoints" / "step-000002"
-    pipe, ours, request = WanPipeline.from_pretrained(wan_folder), open_backbone(wan_folder), Request("a red circle")
-    noise, clips = torch.randn(1, *ours.latent_shape(5, 32, 48), generator=torch.Generator().manual_seed(0)), []
-    call = {"prompt": request.text, "height": 32, "width": 48, "num_frames": 5, "num_inference_steps": 3}
+    pipe, ours, request = (
+        WanPipeline.from_pretrained(wan_folder),
+        open_backbone(wan_folder),
+        Request("a red circle"),
+    )
+    noise, clips = (
+        torch.randn(1, *ours.latent_shape(5, 32, 48), generator=torch.Generator().manual_seed(0)),
+        [],
+    )
+    call = {
+        "prompt": request.text,
+        "height": 32,
+        "width": 48,
+        "num_frames": 5,
+        "num_inference_steps": 3,
+    }
     for lora in (None, checkpoint):
         if lora:
             pipe.load_lora_weights(lora, adapter_name="policy")
-        clips.append(255 * pipe(**call, guidance_scale=1.0, latents=noise, output_type="pt").frames.movedim(2, 4))
+        clips.append(
+            255
+            * pipe(**call, guidance_scale=1.0, latents=noise, output_type="pt").frames.movedim(2, 4)
+        )
     loaded = [name for name, _ in pipe.transformer.named_parameters() if "lora_" in name]
-    assert len(loaded) == len(trainer.optimization.parameters) == 2 * 8 * len(pipe.transformer.blocks)
+    assert (
+        len(loaded) == len(trainer.optimization.parameters) == 2 * 8 * len(pipe.transformer.blocks)
+    )
     ours.load_weights(checkpoint)
     with torch.no_grad():
-        clip = ours.decode(integrate(ours, pipe.scheduler.sigmas, noise, *ours.encode([request]), Guidance()))
+        clip = ours.decode(
+            integrate(ours, pipe.scheduler.sigmas, noise, *ours.encode([request]), Guidance())
+        )
     assert (clip - clips[1]).abs().max() < 0.51 and (clip - clips[0]).abs().max() > 2
 
 
@@ -138,9 +177,13 @@ def test_all_weights_of_a_run_load_in_stock_diffusers(make, wan_folder):
 def test_guidance_has_the_models_negative_prompt_unless_told_otherwise(make, monkeypatch):
     asked = []
     encode = Wan21.encode
-    monkeypatch.setattr(Wan21, "encode", lambda self, requests: asked.extend(requests) or encode(self, requests))
+    monkeypatch.setattr(
+        Wan21, "encode", lambda self, requests: asked.extend(requests) or encode(self, requests)
+    )
     trainer = make(guidance_scale=5.0)
-    assert asked[0] == Request(Wan21.negative_prompt) and trainer.config.negative_prompt.startswith("色调艳丽")
+    assert asked[0] == Request(Wan21.negative_prompt) and trainer.config.negative_prompt.startswith(
+        "色调艳丽"
+    )
     asked.clear()
     make(guidance_scale=5.0, negative_prompt="", overwrite=True)
     assert asked[0] == Request("")

@@ -51,17 +51,33 @@ def test_sliding_windows_advance_together_from_places_of_their_own():
 def test_windows_lie_where_the_sampler_has_noise():
     stochastic = torch.tensor([False, True, True, True, False])
     assert parse_windows("all", stochastic, 0).steps == range(1, 4)
-    assert {parse_windows("random:2", stochastic, 0).start(step, 0, 0) for step in range(40)} == {1, 2}
+    assert {parse_windows("random:2", stochastic, 0).start(step, 0, 0) for step in range(40)} == {
+        1,
+        2,
+    }
     with pytest.raises(ValueError, match="SIZE at most 3 steps"):
         parse_windows("random:4", stochastic, 0)
     with pytest.raises(ValueError, match="no stochastic step"):
         parse_windows("all", ~ALL, 0)
 
 
-WRONG = ("", "some", "random", "random:0", "random:6", "slide:2:0", "slide:a", "all:2", "slide:1:2:3", "random:2:3")
+WRONG = (
+    "",
+    "some",
+    "random",
+    "random:0",
+    "random:6",
+    "slide:2:0",
+    "slide:a",
+    "all:2",
+    "slide:1:2:3",
+    "random:2:3",
+)
 
 
-@pytest.mark.parametrize("text", [*WRONG, "all_iteration", "random_iteration", "all_but_last_iteration:2"])
+@pytest.mark.parametrize(
+    "text", [*WRONG, "all_iteration", "random_iteration", "all_but_last_iteration:2"]
+)
 def test_a_wrong_window_is_refused(text):
     with pytest.raises(ValueError, match="sde_window"):
         parse_windows(text, ALL, seed=0)
@@ -71,11 +87,15 @@ def pushes(make, steps):
     """Gradient with respect to the velocity, by step, of windows of one step each."""
     found = {}
     for step in steps:
-        trainer = make(sde_window="slide_iteration:1:1", num_sampling_steps=4, kl_weight=0.0, overwrite=True)
+        trainer = make(
+            sde_window="slide_iteration:1:1", num_sampling_steps=4, kl_weight=0.0, overwrite=True
+        )
         trainer.validation, trainer.step, trainer.config = None, step, trainer.config
         batch = trainer.roll_out()
         assert batch[0].steps.flatten().unique().tolist() == [step]
-        record = trainer.update(batch, trainer.advantages(type("Scores", (), {"total": torch.tensor([0.0, 1, 0, 1])})))
+        record = trainer.update(
+            batch, trainer.advantages(type("Scores", (), {"total": torch.tensor([0.0, 1, 0, 1])}))
+        )
         found[step] = record["per_step"]["grad_v"][step]
         trainer.run.close()
     return found
@@ -87,7 +107,9 @@ def test_two_windows_push_with_the_ratio_of_the_whole_sampler(make):
     whole = build_schedule("sage_grpo", flow_sigmas(4, 5.0), 0.5)
     plain = pushes(lambda **flags: make(use_grad_balancing=False, **flags), (0, 2))
     scale = equalizer(whole)
-    assert found[0] / found[2] == pytest.approx((scale[0] * plain[0] / (scale[2] * plain[2])).item(), rel=1e-4)
+    assert found[0] / found[2] == pytest.approx(
+        (scale[0] * plain[0] / (scale[2] * plain[2])).item(), rel=1e-4
+    )
     assert 0.3 < found[0] / found[2] < 3 < plain[2] / plain[0]
 
 
@@ -96,13 +118,20 @@ class Forwards:
 
     def __init__(self, monkeypatch):
         plain, self.sizes = Backbone.velocity, []
-        monkeypatch.setattr(Backbone, "velocity", lambda *words: self.sizes.append(len(words[1])) or plain(*words))
+        monkeypatch.setattr(
+            Backbone, "velocity", lambda *words: self.sizes.append(len(words[1])) or plain(*words)
+        )
 
 
 @pytest.mark.parametrize("size", [None, 1])
 def test_a_shared_way_to_the_window_is_that_of_each_clip(make, monkeypatch, size):
     """To the bit where each clip runs alone; a group of several clips is rounded as its batch shape has it."""
-    flags = {"sde_window": "slide_iteration:1:1", "num_sampling_steps": 4, "micro_batch_size": size, "overwrite": True}
+    flags = {
+        "sde_window": "slide_iteration:1:1",
+        "num_sampling_steps": 4,
+        "micro_batch_size": size,
+        "overwrite": True,
+    }
     shared = make(same_init_noise=True, **flags)
     shared.step = 2
     forwards = Forwards(monkeypatch)
@@ -114,7 +143,9 @@ def test_a_shared_way_to_the_window_is_that_of_each_clip(make, monkeypatch, size
     each = plain.roll_out()
     ours, theirs = (torch.cat([t.x for t in found]) for found in (batch, each))
     if size == 1:
-        assert torch.equal(ours, theirs) and counted == 2 * ([1] * 2 + [1, 1] + [1, 1])  # the second clip: no way there
+        assert torch.equal(ours, theirs) and counted == 2 * (
+            [1] * 2 + [1, 1] + [1, 1]
+        )  # the second clip: no way there
     else:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
         assert counted == 2 * ([1] * 2 + [2] + [2])
@@ -129,9 +160,21 @@ def begin_each(self, x, micro_batch, start, cond):
 
 def test_windows_per_prompt_in_one_forward_are_those_of_each_alone(make, tmp_path):
     """Prompts of equal length share forwards although their windows differ."""
-    (tmp_path / "three.txt").write_text("".join(f"a {c} circle moving left\n" for c in ("red", "green", "blue")))
-    flags = {"batch_size": 6, "num_generations": 2, "num_sampling_steps": 6, "sde_window": "random:2"}
-    flags |= {"tail_steps": 1, "train_prompts": str(tmp_path / "three.txt"), "overwrite": True, "seed": 4}
+    (tmp_path / "three.txt").write_text(
+        "".join(f"a {c} circle moving left\n" for c in ("red", "green", "blue"))
+    )
+    flags = {
+        "batch_size": 6,
+        "num_generations": 2,
+        "num_sampling_steps": 6,
+        "sde_window": "random:2",
+    }
+    flags |= {
+        "tail_steps": 1,
+        "train_prompts": str(tmp_path / "three.txt"),
+        "overwrite": True,
+        "seed": 4,
+    }
     clips, lines = [], []
     for together in (1, 3):
         trainer = make(prompts_per_forward=together, same_init_noise=True, max_steps=1, **flags)
@@ -160,7 +203,9 @@ def test_the_tail_is_coarse_and_of_second_order(make, monkeypatch):
     lam = [torch.tensor((1 - s) / s).double().log() if s else None for s in levels]
     before = None
     for i in range(3):
-        velocity = trainer.backbone.velocity(x, torch.full((2,), levels[i]), batch[0].cond, trainer.guidance)
+        velocity = trainer.backbone.velocity(
+            x, torch.full((2,), levels[i]), batch[0].cond, trainer.guidance
+        )
         clean = guess = x - levels[i] * velocity
         if 0 < i < 2:
             r = (lam[i] - lam[i - 1]) / (lam[i + 1] - lam[i])
@@ -175,12 +220,19 @@ def test_the_tail_is_coarse_and_of_second_order(make, monkeypatch):
 
 @pytest.mark.parametrize("use_lora", [True, False])
 def test_steps_outside_the_window_may_be_lossy_and_the_ratio_stays_1(make, tmp_path, use_lora):
-    flags = {"num_sampling_steps": 4, "sde_window": "random:1", "same_init_noise": True, "use_lora": use_lora}
+    flags = {
+        "num_sampling_steps": 4,
+        "sde_window": "random:1",
+        "same_init_noise": True,
+        "use_lora": use_lora,
+    }
     found = {}
     for kind in ("exact", "fp8"):
         trainer = make(**flags, outside_window=kind, output_dir=str(tmp_path / kind))
         (batch, *_) = trainer.roll_out()
-        assert trainer.windows.start(0, batch.micro_batch[0][0], 0) > 0  # there is a way to the window
+        assert (
+            trainer.windows.start(0, batch.micro_batch[0][0], 0) > 0
+        )  # there is a way to the window
         found[kind] = batch
         trainer.train()  # stops if the first ratio is not exactly 1
         assert trainer.ratio_checked

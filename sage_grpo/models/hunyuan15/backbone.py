@@ -21,7 +21,16 @@ from sage_grpo.models.latent import TIMESTEPS, LatentBackbone
 class Hunyuan15(LatentBackbone):
     folder_class, encoder_class = ModelFolder, TextEncoder
     transformer_class, vae_class = PackedTransformer, AutoencoderKLHunyuanVideo15
-    lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+    lora_targets = (
+        "to_q",
+        "to_k",
+        "to_v",
+        "to_out.0",
+        "add_q_proj",
+        "add_k_proj",
+        "add_v_proj",
+        "to_add_out",
+    )
     max_tokens = MAX_TEXT_TOKENS
 
     @property
@@ -35,8 +44,12 @@ class Hunyuan15(LatentBackbone):
         """Velocity under one conditioning."""
         cond = cond.to(x.device, self.dtype)
         batch, channels, *grid = x.shape
-        blank = x.new_zeros(batch, self.transformer.config.in_channels - channels, *grid, dtype=self.dtype)
-        timestep = TIMESTEPS * torch.as_tensor(sigma, dtype=torch.float32, device=x.device).reshape(-1)
+        blank = x.new_zeros(
+            batch, self.transformer.config.in_channels - channels, *grid, dtype=self.dtype
+        )
+        timestep = TIMESTEPS * torch.as_tensor(sigma, dtype=torch.float32, device=x.device).reshape(
+            -1
+        )
         tokens = (part if part.ndim == 3 else part[None] for part in cond.tokens)
         inputs = torch.cat([x.to(self.dtype), self.condition(blank, cond)], dim=1)
         return at_least_fp32(self.transformer(inputs, timestep, *tokens))

@@ -12,11 +12,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from sage_grpo.json_files import LARGEST, naming, read_object
-from sage_grpo.models import ANIMATE, DEFAULT_VERSION
+from sage_grpo.files.json_files import LARGEST, naming, read_object
 from sage_grpo.models.backbone import Sampling
 from sage_grpo.models.folder import MODEL, TOKENIZER, DiffusersFolder
 from sage_grpo.models.hunyuan15 import tencent
+from sage_grpo.models.versions import ANIMATE, DEFAULT_VERSION
 from sage_grpo.models.weights import Weights
 
 GLYPH_WEIGHTS = "checkpoints/byt5_model.safetensors"
@@ -33,10 +33,17 @@ TENCENT_FOLDERS = {rule.diffusers: rule.tencent for rule in tencent.RULES["folde
 
 # Target size and task of the transformer. Distilled versions share these and differ in guidance.
 SAMPLING = {
-    (640, "t2v"): Sampling(frames=121, height=480, width=848, fps=24, shift=5.0, guidance=6.0, num_steps=50),
-    (960, "t2v"): Sampling(frames=121, height=720, width=1280, fps=24, shift=9.0, guidance=6.0, num_steps=50),
+    (640, "t2v"): Sampling(
+        frames=121, height=480, width=848, fps=24, shift=5.0, guidance=6.0, num_steps=50
+    ),
+    (960, "t2v"): Sampling(
+        frames=121, height=720, width=1280, fps=24, shift=9.0, guidance=6.0, num_steps=50
+    ),
 }
-SAMPLING |= {(640, "i2v"): SAMPLING[640, "t2v"], (960, "i2v"): replace(SAMPLING[960, "t2v"], shift=7.0)}
+SAMPLING |= {
+    (640, "i2v"): SAMPLING[640, "t2v"],
+    (960, "i2v"): replace(SAMPLING[960, "t2v"], shift=7.0),
+}
 # Frames, height and width of a rollout, by those of the model: what the published training used.
 ROLLOUT = {(121, 480, 848): (81, 352, 624), (121, 720, 1280): (81, 720, 1280)}
 
@@ -60,7 +67,9 @@ class ModelFolder(DiffusersFolder):
     @cached_property
     def versions(self) -> list[str]:
         """The transformer versions in a Tencent-layout folder."""
-        return sorted(path.parent.name for path in (self.root / "transformer").glob("*/config.json"))
+        return sorted(
+            path.parent.name for path in (self.root / "transformer").glob("*/config.json")
+        )
 
     def check_version(self) -> None:
         """Require that the folder exists, and that a version is selected if there are several."""
@@ -75,7 +84,9 @@ class ModelFolder(DiffusersFolder):
             raise ValueError(f"{problem}, but {reason}; leave it out.")
 
     def place(self, part: str) -> Path:
-        return self.root / (TENCENT_FOLDERS[part].format(version=self.version) if self.is_tencent else part)
+        return self.root / (
+            TENCENT_FOLDERS[part].format(version=self.version) if self.is_tencent else part
+        )
 
     def remedy(self, missing: list[str]) -> str:
         how = f", and 'python scripts/convert_weights.py {self.root}' makes {Path(GLYPH_WEIGHTS).name} of byt5_model.pt"
@@ -96,21 +107,31 @@ class ModelFolder(DiffusersFolder):
     def check_sizes(self, path: Path, config: Mapping[str, Any]) -> None:
         axes, width = config.get("rope_axes_dim", ()), config.get("attention_head_dim", 0)
         if sum(axes) != width:
-            raise ValueError(f"{path} has rope_axes_dim {list(axes)}, whose sum must be attention_head_dim, {width}")
-        time, space = (config.get(f"{axis}_compression_ratio", 1) for axis in ("temporal", "spatial"))
+            raise ValueError(
+                f"{path} has rope_axes_dim {list(axes)}, whose sum must be attention_head_dim, {width}"
+            )
+        time, space = (
+            config.get(f"{axis}_compression_ratio", 1) for axis in ("temporal", "spatial")
+        )
         if time & (time - 1) or space & (space - 1) or time > space:
-            raise ValueError(f"{path} compresses time by {time} and space by {space}; download it again")
+            raise ValueError(
+                f"{path} compresses time by {time} and space by {space}; download it again"
+            )
 
     def weights(self, part: str) -> Weights:
         stored = super().weights(part)
-        return stored.renamed(tencent.to_diffusers(part, stored.names)) if self.is_tencent else stored
+        return (
+            stored.renamed(tencent.to_diffusers(part, stored.names)) if self.is_tencent else stored
+        )
 
     def published_sampling(self) -> Sampling:
         """The built-in table, with the guidance the model was trained for."""
         config = self.config("transformer")
         if self.is_tencent or not self.root.is_dir():  # the published model that the version names
             *kind, distilled = tencent.read_version(self.version)
-            return replace(SAMPLING[tuple(kind)], guidance=1.0) if distilled else SAMPLING[tuple(kind)]
+            return (
+                replace(SAMPLING[tuple(kind)], guidance=1.0) if distilled else SAMPLING[tuple(kind)]
+            )
         kind = (config.get("target_size"), self.task)
         if kind not in list(SAMPLING):
             remedy = "put a sampling.json into the folder to say how it is sampled"
@@ -121,5 +142,7 @@ class ModelFolder(DiffusersFolder):
             return sampling
         guidance = read_object(guider).get("guidance_scale")
         if type(guidance) not in (int, float) or not 0 <= guidance < LARGEST:
-            raise ValueError(f"{guider} has guidance_scale {guidance!r}; it must be a number from 0 to {LARGEST}.")
+            raise ValueError(
+                f"{guider} has guidance_scale {guidance!r}; it must be a number from 0 to {LARGEST}."
+            )
         return replace(sampling, guidance=guidance)

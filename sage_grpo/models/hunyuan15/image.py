@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import SiglipImageProcessorPil, SiglipVisionConfig, SiglipVisionModel
 
 from sage_grpo.data.requests import Request
-from sage_grpo.json_files import naming
+from sage_grpo.files.json_files import naming
 from sage_grpo.models.folder import MODEL
 from sage_grpo.models.hunyuan15.backbone import Hunyuan15
 from sage_grpo.models.hunyuan15.folder import ModelFolder
@@ -62,7 +62,9 @@ class ImageEncoder(TextEncoder):
             processor = SiglipImageProcessorPil.from_pretrained(place, local_files_only=True)
         folder = self.folder.part("image_encoder")
         stored, model = open_folder(folder), empty_model(SiglipVisionModel, folder)
-        pieces = {name.removeprefix("vision_model."): piece for name, piece in stored.pieces.items()}  # published names
+        pieces = {
+            name.removeprefix("vision_model."): piece for name, piece in stored.pieces.items()
+        }  # published names
         load_model(model, Weights(folder, pieces), self.device, self.dtype)
         positions = torch.arange(model.embeddings.num_positions, device=self.device)
         model.embeddings.position_ids = positions[None]  # computed, not stored
@@ -79,7 +81,9 @@ class ImageEncoder(TextEncoder):
             tokens = self._models[-1](pixels.to(self.device, self.dtype)).last_hidden_state[0]
         first = self.encode_video(torch.from_numpy(np.array(picture))[None, None])[0, :, 0]
         if not first.isfinite().all():
-            raise ValueError(f"the VAE's latents of {image.path} are not finite; use another image, or dtype fp32")
+            raise ValueError(
+                f"the VAE's latents of {image.path} are not finite; use another image, or dtype fp32"
+            )
         return ImageConditioning(**vars(text), image=tokens, first=first)
 
 
@@ -111,5 +115,7 @@ class ImageToVideo(Hunyuan15):
 
     def default_size(self, request: Request) -> tuple[int, int]:
         """The model's own size with the aspect ratio nearest to the image's."""
-        rule = HunyuanVideo15ImageProcessor(vae_scale_factor=self.multiple).calculate_default_height_width
+        rule = HunyuanVideo15ImageProcessor(
+            vae_scale_factor=self.multiple
+        ).calculate_default_height_width
         return rule(*request.image.shape, self.parts.config("transformer").get("target_size", 640))

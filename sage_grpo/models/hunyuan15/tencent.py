@@ -41,9 +41,15 @@ def to_diffusers(part: str, names: Iterable[str]) -> dict[str, tuple[Rows, ...]]
     """The Tencent rows that make up each diffusers tensor; names without a rule are kept."""
     recipes: dict[str, tuple[Rows, ...]] = {}
     for name in names:
-        known = [(rule, new) for rule in RULES[part] if (new := translate(name, rule.tencent, rule.diffusers))]
+        known = [
+            (rule, new)
+            for rule in RULES[part]
+            if (new := translate(name, rule.tencent, rule.diffusers))
+        ]
         known = known or [(Rule(name, name), name)]
-        recipes |= {new: tuple((name, block, rule.of) for block in rule.blocks) for rule, new in known}
+        recipes |= {
+            new: tuple((name, block, rule.of) for block in rule.blocks) for rule, new in known
+        }
     return recipes
 
 
@@ -70,9 +76,13 @@ def diffusers_config(part: str, config: dict[str, Any], version: str) -> dict[st
     values = {rule.diffusers: config[rule.tencent] for rule in known}
     if part == "vae":
         return values
-    if "in_channels" in config:  # Tencent counts only the latent; diffusers adds the condition and its mask
+    if (
+        "in_channels" in config
+    ):  # Tencent counts only the latent; diffusers adds the condition and its mask
         concatenated = config.get("concat_condition", True)
-        values["in_channels"] = 2 * config["in_channels"] + 1 if concatenated else config["in_channels"]
+        values["in_channels"] = (
+            2 * config["in_channels"] + 1 if concatenated else config["in_channels"]
+        )
     if "hidden_size" in config and "heads_num" in config:
         values["attention_head_dim"] = config["hidden_size"] // config["heads_num"]
     if "patch_size" in config:

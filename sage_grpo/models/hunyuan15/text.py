@@ -14,11 +14,14 @@ from pathlib import Path
 
 import torch
 from diffusers import HunyuanVideo15Pipeline
-from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import extract_glyph_texts, format_text_input
+from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import (
+    extract_glyph_texts,
+    format_text_input,
+)
 from torch import Tensor
 from transformers import ByT5Tokenizer, Qwen2_5_VLTextModel, Qwen2Tokenizer, T5EncoderModel
 
-from sage_grpo.json_files import naming, read_object
+from sage_grpo.files.json_files import naming, read_object
 from sage_grpo.models.embeddings import Conditioning
 from sage_grpo.models.hunyuan15.folder import COLOURS, FONTS, GLYPH_WEIGHTS, ModelFolder
 from sage_grpo.models.text import FolderEncoder, empty_model, load_t5, load_tokenizer
@@ -64,20 +67,31 @@ class TextEncoder(FolderEncoder):
         """(L, text_dim), without padding: in a causal model, right padding cannot affect earlier tokens."""
         turns = format_text_input([prompt], SYSTEM_MESSAGE)
         limits = {"truncation": True, "max_length": MAX_TEXT_TOKENS + TEMPLATE_TOKENS}
-        wanted = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
+        wanted = {
+            "add_generation_prompt": True,
+            "tokenize": True,
+            "return_dict": True,
+            "return_tensors": "pt",
+        }
         with naming(self.folder.part("tokenizer")):
             tokens = self._tokenizers[0].apply_chat_template(turns, **limits, **wanted)
         with naming(self.folder.part("text_encoder")):
-            output = self._models[0](input_ids=tokens.input_ids.to(self.device), output_hidden_states=True)
+            output = self._models[0](
+                input_ids=tokens.input_ids.to(self.device), output_hidden_states=True
+            )
             return output.hidden_states[HIDDEN_STATE][0, TEMPLATE_TOKENS:].clone()
 
     def _glyph(self, prompt: str) -> Tensor:
         """(M, glyph_dim); M = 0 if the prompt quotes nothing."""
         quoted = extract_glyph_texts(prompt)
         if quoted is None:
-            return torch.zeros(0, self._models[1].config.d_model, dtype=self.dtype, device=self.device)
+            return torch.zeros(
+                0, self._models[1].config.d_model, dtype=self.dtype, device=self.device
+            )
         with naming(self.folder.part("tokenizer_2")):
-            tokens = self._tokenizers[1](quoted, truncation=True, max_length=MAX_GLYPH_TOKENS, return_tensors="pt")
+            tokens = self._tokenizers[1](
+                quoted, truncation=True, max_length=MAX_GLYPH_TOKENS, return_tensors="pt"
+            )
         with naming(self.folder.part("text_encoder_2")):
             return self._models[1](input_ids=tokens.input_ids.to(self.device)).last_hidden_state[0]
 
@@ -95,7 +109,9 @@ def load_encoders(folder: ModelFolder, device: torch.device, dtype: torch.dtype)
     """Both text encoders in evaluation mode."""
     text, glyph = (folder.part(name) for name in ("text_encoder", "text_encoder_2"))
     if folder.is_tencent:
-        empty = empty_model(T5EncoderModel, folder.part("tokenizer_2"), vocab_size=len(load_tokenizers(folder)[1]))
+        empty = empty_model(
+            T5EncoderModel, folder.part("tokenizer_2"), vocab_size=len(load_tokenizers(folder)[1])
+        )
         stored = open_file(glyph / GLYPH_WEIGHTS)
     else:
         empty, stored = empty_model(T5EncoderModel, glyph), open_folder(glyph)
@@ -105,16 +121,25 @@ def load_encoders(folder: ModelFolder, device: torch.device, dtype: torch.dtype)
 def glyph_tokens(folder: Path) -> list[str]:
     """Color and font tokens in the order of their embeddings; a font's first two letters are its language."""
     colours, fonts = (read_object(folder / file) for file in (COLOURS, FONTS))
-    return [f"<color-{i}>" for i in range(len(colours))] + [f"<{name[:2]}-font-{i}>" for name, i in fonts.items()]
+    return [f"<color-{i}>" for i in range(len(colours))] + [
+        f"<{name[:2]}-font-{i}>" for name, i in fonts.items()
+    ]
 
 
 def qwen_text_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Qwen2_5_VLTextModel:
     """Load the language model of a Qwen2.5-VL folder; old files call it `model`, newer ones `model.language_model`."""
     stored, model = open_folder(folder), empty_model(Qwen2_5_VLTextModel, folder)
     # without the vision tower and the output head; a folder with only the language model has no prefix
-    names = [name for name in stored.names if "visual." not in name and not name.startswith("lm_head.")]
-    pieces = {name.removeprefix("model.").removeprefix("language_model."): stored.pieces[name] for name in names}
+    names = [
+        name for name in stored.names if "visual." not in name and not name.startswith("lm_head.")
+    ]
+    pieces = {
+        name.removeprefix("model.").removeprefix("language_model."): stored.pieces[name]
+        for name in names
+    }
     load_model(model, Weights(folder, pieces), device, dtype)
     with naming(folder / "config.json"):
-        model.rotary_emb = type(model.rotary_emb)(config=model.config)  # its tables are computed, not stored
+        model.rotary_emb = type(model.rotary_emb)(
+            config=model.config
+        )  # its tables are computed, not stored
     return model.to(device).eval()

@@ -40,13 +40,21 @@ class PackedAttention:
 
         The stock block passes `attention_mask` through unread. No mask is needed, so it carries the attention function.
         """
-        video = self._heads(attn, hidden_states, (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k))
+        video = self._heads(
+            attn, hidden_states, (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k)
+        )
         video[:2] = [apply_rotary_emb(x, image_rotary_emb, sequence_dim=1) for x in video[:2]]
-        added, norms = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj), (attn.norm_added_q, attn.norm_added_k)
+        added, norms = (
+            (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj),
+            (attn.norm_added_q, attn.norm_added_k),
+        )
         context = self._heads(attn, encoder_hidden_states, added, norms)
         batch, num_video = hidden_states.shape[:2]
         # A context still shared by the group is expanded here, the last point where that is exact.
-        joint = [torch.cat([v, c.expand(batch, -1, -1, -1)], dim=1) for v, c in zip(video, context, strict=True)]
+        joint = [
+            torch.cat([v, c.expand(batch, -1, -1, -1)], dim=1)
+            for v, c in zip(video, context, strict=True)
+        ]
         out = attention_mask(*joint).flatten(2)
         video_out, context_out = out[:, :num_video], out[:, num_video:]
         return attn.to_out[1](attn.to_out[0](video_out)), attn.to_add_out(context_out)
@@ -54,7 +62,9 @@ class PackedAttention:
     @staticmethod
     def _heads(attn: Attention, tokens: Tensor, projections: tuple, norms: tuple) -> list[Tensor]:
         """Tokens (B, S, D) -> normalized query, normalized key, value, each (B, S, H, E)."""
-        query, key, value = (project(tokens).unflatten(2, (attn.heads, -1)) for project in projections)
+        query, key, value = (
+            project(tokens).unflatten(2, (attn.heads, -1)) for project in projections
+        )
         return [norms[0](query), norms[1](key), value]
 
 
@@ -79,7 +89,9 @@ class PackedTransformer(StockDenoiser, HunyuanVideo15Transformer3DModel):
         unread = ("attn.add_q_proj", "attn.norm_added_q", "attn.to_add_out", "ff_context")
         return (*self.unseen, *(f"{last}.{name}" for name in unread))
 
-    def forward(self, hidden_states: Tensor, timestep: Tensor, text: Tensor, glyph: Tensor, *image: Tensor) -> Tensor:
+    def forward(
+        self, hidden_states: Tensor, timestep: Tensor, text: Tensor, glyph: Tensor, *image: Tensor
+    ) -> Tensor:
         """Velocity (B, C, T, Y, X), in the dtype of the input.
 
         hidden_states: (B, in_channels, T, Y, X), latents with condition and mask channels.
@@ -88,16 +100,26 @@ class PackedTransformer(StockDenoiser, HunyuanVideo15Transformer3DModel):
         image: (1, I, image_dim), only of image-to-video. Where clips have requests of their own, B instead of 1.
         """
         temb = self._time_embedding(timestep, hidden_states.dtype)
-        video, context = self.x_embedder(hidden_states), self._context(timestep, text, glyph, *image)
-        shares = Shares(video.shape[1], context.shape[1], best_attention(video), self.sequence_group)
+        video, context = (
+            self.x_embedder(hidden_states),
+            self._context(timestep, text, glyph, *image),
+        )
+        shares = Shares(
+            video.shape[1], context.shape[1], best_attention(video), self.sequence_group
+        )
         rope = tuple(shares.own_video(table, dim=0) for table in self.rope(hidden_states))
         video, context = shares.own_video(video), shares.own_context(context)
         for block in self.all_blocks:
             video, context = self.run_block(block, (video, context, temb), shares.attend, rope)
         tokens, c = shares.join_video(self.proj_out(self.norm_out(video, temb))), self.config
         patch = {"pt": c.patch_size_t, "py": c.patch_size, "px": c.patch_size}
-        sizes = {"y": hidden_states.shape[3] // c.patch_size, "x": hidden_states.shape[4] // c.patch_size}
-        velocity = rearrange(tokens, "b (t y x) (c pt py px) -> b c (t pt) (y py) (x px)", **sizes, **patch)
+        sizes = {
+            "y": hidden_states.shape[3] // c.patch_size,
+            "x": hidden_states.shape[4] // c.patch_size,
+        }
+        velocity = rearrange(
+            tokens, "b (t y x) (c pt py px) -> b c (t pt) (y py) (x px)", **sizes, **patch
+        )
         return velocity.clone(memory_format=torch.contiguous_format)  # FSDP does not accept views
 
     def _time_embedding(self, timestep: Tensor, dtype: torch.dtype) -> Tensor:
@@ -113,6 +135,10 @@ class PackedTransformer(StockDenoiser, HunyuanVideo15Transformer3DModel):
         """
         refined = self.context_embedder(text, timestep.float()) + self.cond_type_embed.weight[TEXT]
         glyphs = self.context_embedder_2(glyph) + self.cond_type_embed.weight[GLYPH]
-        seen = [self.image_embedder(tokens) + self.cond_type_embed.weight[IMAGE] for tokens in image]
+        seen = [
+            self.image_embedder(tokens) + self.cond_type_embed.weight[IMAGE] for tokens in image
+        ]
         batch = max(len(tokens) for tokens in (refined, *seen))
-        return torch.cat([tokens.expand(batch, -1, -1) for tokens in (*seen, glyphs, refined)], dim=1)
+        return torch.cat(
+            [tokens.expand(batch, -1, -1) for tokens in (*seen, glyphs, refined)], dim=1
+        )

@@ -24,7 +24,9 @@ def causal_frame_mask(
     """
     frame = torch.arange(n_frame, device=device).repeat_interleave(n_hw)
     hidden = frame[None, :] > frame[:, None]
-    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill(hidden, float("-inf"))[None, None]
+    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill(hidden, float("-inf"))[
+        None, None
+    ]
 
 
 def allow_batches(vae: AutoencoderKLHunyuanVideo15) -> AutoencoderKLHunyuanVideo15:
@@ -41,7 +43,10 @@ def causal_convolution(layer: stock.HunyuanVideo15CausalConv3d, x: Tensor) -> Te
     torch has fast 2-D convolutions for every CPU, but 3-D ones for x86_64 alone. In half precision the fast ones sum in
     half precision too, and are not used.
     """
-    padded, depth = F.pad(x, layer.time_causal_padding, mode=layer.pad_mode), layer.conv.kernel_size[0]
+    padded, depth = (
+        F.pad(x, layer.time_causal_padding, mode=layer.pad_mode),
+        layer.conv.kernel_size[0],
+    )
     if x.dtype in HALVES:
         return layer.conv(padded)
     frames = padded.transpose(1, 2)
@@ -60,7 +65,10 @@ def normalize(layer: stock.HunyuanVideo15RMS_norm, x: Tensor) -> Tensor:
 
 def fast_on_cpu(vae: AutoencoderKLHunyuanVideo15) -> AutoencoderKLHunyuanVideo15:
     """Replace the forward of all norms and causal convolutions; none of these has a stride."""
-    replaced = {stock.HunyuanVideo15CausalConv3d: causal_convolution, stock.HunyuanVideo15RMS_norm: normalize}
+    replaced = {
+        stock.HunyuanVideo15CausalConv3d: causal_convolution,
+        stock.HunyuanVideo15RMS_norm: normalize,
+    }
     for module in vae.modules():
         if type(module) in replaced:
             module.forward = partial(replaced[type(module)], module)
@@ -71,7 +79,9 @@ def padded(x: Tensor, padding: Sequence[int]) -> Tensor:
     return F.pad(x, padding, mode="replicate").contiguous(**LAST)
 
 
-def activated(x: Tensor, bias: Tensor | float, gamma: Tensor, scale: float, padding: Sequence[int]) -> Tensor:
+def activated(
+    x: Tensor, bias: Tensor | float, gamma: Tensor, scale: float, padding: Sequence[int]
+) -> Tensor:
     """A convolution's input: x with the bias of the layer before, normalized over channels, through SiLU, padded."""
     wide = at_least_fp32(x) + bias
     length = wide.square().sum(1, keepdim=True).sqrt().clamp_min(1e-12)
@@ -101,20 +111,30 @@ def fuse_decoder(vae: AutoencoderKLHunyuanVideo15) -> AutoencoderKLHunyuanVideo1
         compiled = torch.compile(call, dynamic=False)
         return lambda *args: (call if vae.use_tiling else compiled)(*args)
 
-    pad, activate, unpack, add = map(fused, (padded, activated, unpacked, lambda h, bias, x: h + bias + x))
+    pad, activate, unpack, add = map(
+        fused, (padded, activated, unpacked, lambda h, bias, x: h + bias + x)
+    )
 
     def bias(layer: stock.HunyuanVideo15CausalConv3d) -> Tensor:
         return layer.conv.bias[:, None, None, None]
 
     def convolve(
-        layer: stock.HunyuanVideo15CausalConv3d, norm: stock.HunyuanVideo15RMS_norm, x: Tensor, before: Tensor | float
+        layer: stock.HunyuanVideo15CausalConv3d,
+        norm: stock.HunyuanVideo15RMS_norm,
+        x: Tensor,
+        before: Tensor | float,
     ) -> Tensor:
-        return F.conv3d(activate(x, before, norm.gamma, norm.scale, layer.time_causal_padding), layer.conv.weight)
+        return F.conv3d(
+            activate(x, before, norm.gamma, norm.scale, layer.time_causal_padding),
+            layer.conv.weight,
+        )
 
     def residual(block: stock.HunyuanVideo15ResnetBlock, x: Tensor) -> Tensor:
         h = convolve(block.conv1, block.norm1, x, 0.0)
         h = convolve(block.conv2, block.norm2, h, bias(block.conv1))
-        return add(h, bias(block.conv2), x if block.conv_shortcut is None else block.conv_shortcut(x))
+        return add(
+            h, bias(block.conv2), x if block.conv_shortcut is None else block.conv_shortcut(x)
+        )
 
     def upsample(layer: stock.HunyuanVideo15Upsample, x: Tensor) -> Tensor:
         h = F.conv3d(pad(x, layer.conv.time_causal_padding), layer.conv.conv.weight)

@@ -19,10 +19,14 @@ from sage_grpo.models.attention import attention, best_attention
 from sage_grpo.models.denoiser import StockDenoiser
 from sage_grpo.parallel.ulysses import Attend, Shares
 
-Rope = tuple[Tensor, Tensor, Attend]  # cosines and sines (1, N, 1, E/2), and the attention over all tokens
+Rope = tuple[
+    Tensor, Tensor, Attend
+]  # cosines and sines (1, N, 1, E/2), and the attention over all tokens
 
 
-def attend(attn: WanAttention, video: Tensor, text: Tensor | None, mask: None, rope: Rope | None) -> Tensor:
+def attend(
+    attn: WanAttention, video: Tensor, text: Tensor | None, mask: None, rope: Rope | None
+) -> Tensor:
     """Processor of both attentions of a block: video (B, N, D) attends to itself, or to text (B or 1, L, D).
 
     The stock block passes `rope` to self-attention alone, so it also carries the attention function.
@@ -45,7 +49,9 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @functools.lru_cache
-def rope_of(width: int, patch: tuple[int, ...], length: int, device: torch.device) -> WanRotaryPosEmbed:
+def rope_of(
+    width: int, patch: tuple[int, ...], length: int, device: torch.device
+) -> WanRotaryPosEmbed:
     with torch.device("cpu"):
         return WanRotaryPosEmbed(width, patch, length).to(device)
 
@@ -59,7 +65,9 @@ class WanTransformer(StockDenoiser, WanTransformer3DModel):
     @functools.wraps(WanTransformer3DModel.__init__)
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        del self.rope  # its tables are computed, not stored: of a model made on the meta device there are none
+        del (
+            self.rope
+        )  # its tables are computed, not stored: of a model made on the meta device there are none
         for block in self.all_blocks:
             block.attn1.set_processor(attend)
             block.attn2.set_processor(attend)
@@ -74,8 +82,12 @@ class WanTransformer(StockDenoiser, WanTransformer3DModel):
         video = self.patch_embedding(hidden_states).flatten(2).transpose(1, 2).contiguous()
         temb, modulation, text, _ = self.condition_embedder(timestep, text)
         shares = Shares(video.shape[1], 0, best_attention(video), self.sequence_group)
-        tables = rope_of(c.attention_head_dim, tuple(c.patch_size), c.rope_max_seq_len, video.device)(hidden_states)
-        cos, sin = (shares.own_video(table) for table in tables)  # (1, N, 1, E), with every number twice
+        tables = rope_of(
+            c.attention_head_dim, tuple(c.patch_size), c.rope_max_seq_len, video.device
+        )(hidden_states)
+        cos, sin = (
+            shares.own_video(table) for table in tables
+        )  # (1, N, 1, E), with every number twice
         rope = (cos[..., 0::2].contiguous(), sin[..., 1::2].contiguous(), shares.attend)
         video, modulation = shares.own_video(video), modulation.unflatten(1, (6, -1))
         for block in self.all_blocks:

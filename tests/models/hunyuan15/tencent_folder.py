@@ -57,18 +57,28 @@ def _write_transformer(tiny, folder):
 
 def _write_vae(tiny, folder):
     save_tencent(folder, "vae", ModelFolder(tiny).weights("vae"))
-    ours = {name: value for name, value in _config(tiny / "vae").items() if not name.startswith("_")}
+    ours = {
+        name: value for name, value in _config(tiny / "vae").items() if not name.startswith("_")
+    }
     ours["ffactor_spatial"] = ours.pop("spatial_compression_ratio")
     ours["ffactor_temporal"] = ours.pop("temporal_compression_ratio")
-    (folder / "config.json").write_text(json.dumps(ours | {"sample_size": 256, "shift_factor": None}))
+    (folder / "config.json").write_text(
+        json.dumps(ours | {"sample_size": 256, "shift_factor": None})
+    )
 
 
 def _write_llm(tiny, folder):
     """A whole Qwen2.5-VL with the names and the flat config of the published one."""
     shutil.copytree(tiny / "tokenizer", folder)
     text = load_file(tiny / "text_encoder" / "model.safetensors")
-    others = {"visual.patch_embed.proj.weight": torch.zeros(2, 2), "lm_head.weight": torch.zeros(2, 2)}
-    save_file({f"model.{name}": tensor for name, tensor in text.items()} | others, folder / "model.safetensors")
+    others = {
+        "visual.patch_embed.proj.weight": torch.zeros(2, 2),
+        "lm_head.weight": torch.zeros(2, 2),
+    }
+    save_file(
+        {f"model.{name}": tensor for name, tensor in text.items()} | others,
+        folder / "model.safetensors",
+    )
     config = _config(tiny / "text_encoder")
     rope = config.pop("rope_parameters")
     config |= {
@@ -90,7 +100,9 @@ def _write_glyph(tiny, folder):
     tensors = load_file(tiny / "text_encoder_2" / "model.safetensors")
     table = tensors.pop("shared.weight")
     tensors = {name.removeprefix("encoder."): tensor for name, tensor in tensors.items()}
-    tensors["embed_tokens.weight"] = torch.cat([table, torch.ones(len(COLOURS) + len(FONTS), table.shape[1])])
+    tensors["embed_tokens.weight"] = torch.cat(
+        [table, torch.ones(len(COLOURS) + len(FONTS), table.shape[1])]
+    )
     state = {f"module.text_tower.encoder.{name}": tensor for name, tensor in tensors.items()}
     state["module.visual.weight"] = torch.zeros(2)
     torch.save({"epoch": 3, "state_dict": state}, glyph / "checkpoints" / "byt5_model.pt")

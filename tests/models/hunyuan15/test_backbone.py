@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from sage_grpo.data.requests import Request
-from sage_grpo.models import open_backbone
 from sage_grpo.models.backbone import BrokenClip, Guidance
 from sage_grpo.models.hunyuan15.backbone import Hunyuan15
 from sage_grpo.models.hunyuan15.text import TextConditioning
+from sage_grpo.models.registry import open_backbone
 
 QUOTED, PLAIN = Request('a green letter "B" moving right'), Request("a red circle moving left")
 NEGATIVE = Request("")
@@ -41,16 +41,30 @@ def backbone(tiny_folder):
 def test_euler_sampling_gives_the_stock_latents(backbone, stock, request_, scale, batch):
     noise = draw(batch, *backbone.latent_shape(5, 16, 24))
     stock.guider.guidance_scale = scale
-    call = {"latents": noise, "num_inference_steps": 4, "output_type": "latent", "height": 16, "width": 24}
+    call = {
+        "latents": noise,
+        "num_inference_steps": 4,
+        "output_type": "latent",
+        "height": 16,
+        "width": 24,
+    }
     expected = stock([request_.text] * batch, **call)
     cond, negative = backbone.encode([request_, NEGATIVE])
-    ours = euler_reference(backbone, noise, cond, Guidance(scale, negative), 4, stock.scheduler.config.shift)
+    ours = euler_reference(
+        backbone, noise, cond, Guidance(scale, negative), 4, stock.scheduler.config.shift
+    )
     torch.testing.assert_close(ours.double(), expected.frames, rtol=0, atol=2e-6)
 
 
 def test_decoded_clip_is_the_stock_clip_to_the_last_bit(backbone, stock):
     noise = draw(1, *backbone.latent_shape(9, 32, 32))
-    call = {"prompt": PLAIN.text, "latents": noise, "num_inference_steps": 2, "height": 32, "width": 32}
+    call = {
+        "prompt": PLAIN.text,
+        "latents": noise,
+        "num_inference_steps": 2,
+        "height": 32,
+        "width": 32,
+    }
     latents = stock(**call, output_type="latent").frames
     expected = stock(**call, output_type="pt").frames  # (1, F, 3, Y, X) in [0, 1]
     clip = backbone.decode(latents)
@@ -69,7 +83,9 @@ def test_pixels_that_are_not_finite_are_no_clip(backbone):
 
 
 def test_the_vae_is_as_precise_as_its_device_affords(tiny_folder):
-    found = {place: Hunyuan15(tiny_folder, place, torch.bfloat16).vae_dtype for place in ("cuda", "cpu")}
+    found = {
+        place: Hunyuan15(tiny_folder, place, torch.bfloat16).vae_dtype for place in ("cuda", "cpu")
+    }
     assert found == {"cuda": torch.float16, "cpu": torch.float32}
     assert Hunyuan15(tiny_folder, "cuda", torch.float32).vae_dtype == torch.float32
     assert Hunyuan15(tiny_folder, dtype=torch.bfloat16).vae.dtype == torch.float32
@@ -97,7 +113,9 @@ def test_a_clip_beyond_the_range_of_fp16_is_decoded_in_fp32(tiny_folder):
 
 def test_latents_are_scaled_once_each_way(backbone):
     assert backbone.vae.config.scaling_factor == 0.4
-    clips = torch.randint(0, 256, (2, 5, 16, 16, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    clips = torch.randint(
+        0, 256, (2, 5, 16, 16, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8
+    )
     latents = backbone.encode_video(clips)
     pixels = clips.permute(0, 4, 1, 2, 3).double() / 127.5 - 1
     with torch.no_grad():
@@ -137,7 +155,9 @@ def test_guidance_extrapolates_from_the_negative_branch(backbone):
     x = draw(2, 8, 2, 4, 4)
     cond, negative = backbone.encode([QUOTED, NEGATIVE])
     with torch.no_grad():
-        positive, unguided = (backbone.velocity(x, 0.6, one, Guidance()) for one in (cond, negative))
+        positive, unguided = (
+            backbone.velocity(x, 0.6, one, Guidance()) for one in (cond, negative)
+        )
         guided = backbone.velocity(x, 0.6, cond, Guidance(3.5, negative))
     assert (positive - unguided).abs().max() > 1e-3
     torch.testing.assert_close(guided, unguided + 3.5 * (positive - unguided), rtol=0, atol=1e-12)
@@ -151,7 +171,9 @@ def test_guidance_without_a_negative_is_refused(backbone):
 
 def test_gradients_reach_both_guidance_branches(backbone):
     encoded = backbone.encode([PLAIN, NEGATIVE])
-    cond, negative = (TextConditioning(one.text.clone().requires_grad_(), one.glyph) for one in encoded)
+    cond, negative = (
+        TextConditioning(one.text.clone().requires_grad_(), one.glyph) for one in encoded
+    )
     x = draw(2, 8, 2, 4, 4)
     weight = draw(2, 8, 2, 4, 4, seed=1).double()
 
@@ -172,14 +194,19 @@ def test_velocity_does_not_depend_on_the_batch(backbone):
     [cond] = backbone.encode([QUOTED])
     with torch.no_grad():
         together = backbone.velocity(x, sigmas, cond, Guidance())
-        alone = torch.cat([backbone.velocity(x[i : i + 1], float(sigmas[i]), cond, Guidance()) for i in range(3)])
+        alone = torch.cat(
+            [backbone.velocity(x[i : i + 1], float(sigmas[i]), cond, Guidance()) for i in range(3)]
+        )
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-12)
 
 
 def test_velocity_is_fp32_whatever_the_latents_are(tiny_folder):
     backbone = Hunyuan15(tiny_folder, dtype=torch.float32)
     [cond] = backbone.encode([PLAIN])
-    assert backbone.velocity(draw(1, 8, 1, 2, 2).double(), 0.5, cond, Guidance()).dtype == torch.float32
+    assert (
+        backbone.velocity(draw(1, 8, 1, 2, 2).double(), 0.5, cond, Guidance()).dtype
+        == torch.float32
+    )
 
 
 def test_missing_folder_is_one_sentence(tmp_path):

@@ -32,7 +32,9 @@ def build_vae(folder):
 @pytest.fixture
 def copied(request, tmp_path):
     """copied(layout) -> a model folder in that layout which may be changed."""
-    return lambda layout: shutil.copytree(request.getfixturevalue(f"{layout}_folder"), tmp_path / "model")
+    return lambda layout: shutil.copytree(
+        request.getfixturevalue(f"{layout}_folder"), tmp_path / "model"
+    )
 
 
 CONFIGS = {
@@ -52,7 +54,9 @@ def test_every_key_of_every_configuration(copied, layout, name):
     good, refused = json.loads((folder / name).read_text()), 0
     for number, key in enumerate(good):
         for value in (*ANY[number % 3 :: 3], None):  # a third of them, and none at all
-            values = {k: v for k, v in (good | {key: value}).items() if k != key or value is not None}
+            values = {
+                k: v for k, v in (good | {key: value}).items() if k != key or value is not None
+            }
             (folder / name).write_text(json.dumps(values))
             try:
                 CONFIGS[layout, name](folder)
@@ -88,12 +92,17 @@ def test_layers_without_end_are_not_built(copied, part):
     for key in ("num_hidden_layers", "num_layers"):
         values = json.loads((folder / part / "config.json").read_text()) | {key: LARGE}
         (folder / part / "config.json").write_text(json.dumps(values))
-    with pytest.raises(ValueError, match=rf"{part}/config\.json has 'num_(hidden_)?layers' .*, but no model has 1000"):
+    with pytest.raises(
+        ValueError,
+        match=rf"{part}/config\.json has 'num_(hidden_)?layers' .*, but no model has 1000",
+    ):
         build_encoders(folder)
 
 
 @pytest.mark.parametrize("part", ["tokenizer", "tokenizer_2"])
-@pytest.mark.parametrize("content", ['{"added_tokens_decoder": {"x": 3}}', '{"extra_special_tokens": 3}', "[]", "{"])
+@pytest.mark.parametrize(
+    "content", ['{"added_tokens_decoder": {"x": 3}}', '{"extra_special_tokens": 3}', "[]", "{"]
+)
 def test_a_damaged_tokenizer_is_named(copied, part, content):
     folder = copied("tiny")
     (folder / part / "tokenizer_config.json").write_text(content)
@@ -101,7 +110,9 @@ def test_a_damaged_tokenizer_is_named(copied, part, content):
         load_tokenizers(ModelFolder(folder))
 
 
-@pytest.mark.parametrize("name", ["transformer/config.json", "vae/diffusion_pytorch_model.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["transformer/config.json", "vae/diffusion_pytorch_model.safetensors"]
+)
 def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(copied, name):
     folder = copied("tiny")
     (folder / name).unlink()

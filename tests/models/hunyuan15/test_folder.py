@@ -5,10 +5,10 @@ import shutil
 
 import pytest
 
-from sage_grpo.models import open_backbone
 from sage_grpo.models.backbone import Sampling
 from sage_grpo.models.hunyuan15.folder import DIFFUSERS_FILES, TENCENT_FOLDERS, ModelFolder
 from sage_grpo.models.hunyuan15.image import ImageFolder
+from sage_grpo.models.registry import open_backbone
 
 GLYPH = "text_encoder/Glyph-SDXL-v2/checkpoints/byt5_model.safetensors"
 
@@ -16,11 +16,15 @@ GLYPH = "text_encoder/Glyph-SDXL-v2/checkpoints/byt5_model.safetensors"
 def hub_folder(path, target_size, task_type, guidance=None):
     """The files of a hub folder that sampling defaults depend on."""
     (path / "transformer").mkdir()
-    (path / "transformer" / "config.json").write_text(json.dumps({"target_size": target_size, "task_type": task_type}))
+    (path / "transformer" / "config.json").write_text(
+        json.dumps({"target_size": target_size, "task_type": task_type})
+    )
     (path / "transformer" / "model.safetensors").touch()
     if guidance is not None:
         (path / "guider").mkdir()
-        (path / "guider" / "guider_config.json").write_text(json.dumps({"guidance_scale": guidance}))
+        (path / "guider" / "guider_config.json").write_text(
+            json.dumps({"guidance_scale": guidance})
+        )
     return path
 
 
@@ -34,7 +38,10 @@ def test_missing_part_is_named(tiny_folder, tmp_path, name):
     folder = shutil.copytree(tiny_folder, tmp_path / "model")
     assert ModelFolder(folder).part(name) == folder / name
     shutil.rmtree(folder / name)
-    with pytest.raises(FileNotFoundError, match=f"^Model folder '.*' lacks {name}/.*; download_weights.sh gets what"):
+    with pytest.raises(
+        FileNotFoundError,
+        match=f"^Model folder '.*' lacks {name}/.*; download_weights.sh gets what",
+    ):
         ModelFolder(folder).part(name)
 
 
@@ -47,12 +54,19 @@ def test_part_without_weights_is_named(tiny_folder, tmp_path):
 
 @pytest.mark.parametrize("place", ["transformer", "transformer/480p_t2v"])
 def test_a_step_distilled_transformer_is_refused(tiny_folder, tencent_folder, tmp_path, place):
-    folder = shutil.copytree(tiny_folder if place == "transformer" else tencent_folder, tmp_path / "model")
+    folder = shutil.copytree(
+        tiny_folder if place == "transformer" else tencent_folder, tmp_path / "model"
+    )
     ModelFolder(folder).check()
     path = folder / place / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"use_meanflow": True}))
-    for look in (ModelFolder(folder).check, open_backbone(folder, complete=False).empty_transformer):
-        with pytest.raises(ValueError, match=r"config\.json has use_meanflow True: this step-distilled transformer"):
+    for look in (
+        ModelFolder(folder).check,
+        open_backbone(folder, complete=False).empty_transformer,
+    ):
+        with pytest.raises(
+            ValueError, match=r"config\.json has use_meanflow True: this step-distilled transformer"
+        ):
             look()
 
 
@@ -71,7 +85,11 @@ def test_parts_of_tencents_layout(tencent_i2v_folder):
 
 
 def test_a_complete_folder_lacks_nothing(tiny_folder, tencent_folder):
-    assert ModelFolder(tiny_folder).missing_files() == ModelFolder(tencent_folder).missing_files() == []
+    assert (
+        ModelFolder(tiny_folder).missing_files()
+        == ModelFolder(tencent_folder).missing_files()
+        == []
+    )
 
 
 def test_everything_that_is_missing_is_listed_at_once(tencent_folder, tmp_path):
@@ -107,7 +125,9 @@ def test_a_version_that_is_not_there_is_named_with_those_that_are(tencent_folder
 
 
 def test_a_version_means_nothing_in_the_layout_of_diffusers(tiny_folder):
-    with pytest.raises(ValueError, match=r"pretrained_transformer_version 720p_t2v chooses .*; leave it out\.$"):
+    with pytest.raises(
+        ValueError, match=r"pretrained_transformer_version 720p_t2v chooses .*; leave it out\.$"
+    ):
         open_backbone(tiny_folder, version="720p_t2v")
 
 
@@ -144,9 +164,13 @@ def test_hub_folders_take_the_built_in_table(tmp_path, version, guidance, expect
     assert ModelFolder(hub_folder(tmp_path, *version, guidance)).sampling() == expected
 
 
-@pytest.mark.parametrize("version, expected", [("480p_t2v", (81, 352, 624)), ("720p_t2v", (81, 720, 1280))])
+@pytest.mark.parametrize(
+    "version, expected", [("480p_t2v", (81, 352, 624)), ("720p_t2v", (81, 720, 1280))]
+)
 def test_rollouts_are_those_of_the_published_training(tmp_path, version, expected):
-    assert open_backbone(tmp_path / "absent", version=version, complete=False).rollout_size == expected
+    assert (
+        open_backbone(tmp_path / "absent", version=version, complete=False).rollout_size == expected
+    )
 
 
 def test_other_models_roll_out_what_they_are_meant_for(tiny_folder):
@@ -161,7 +185,9 @@ def test_the_pipeline_tells_the_task_and_the_transformer_does_not(tmp_path, task
 
 
 def test_unknown_version_says_what_to_do(tmp_path):
-    with pytest.raises(ValueError, match=r"target_size 1440, which is neither 640 nor 960; .*sampling\.json"):
+    with pytest.raises(
+        ValueError, match=r"target_size 1440, which is neither 640 nor 960; .*sampling\.json"
+    ):
         ModelFolder(hub_folder(tmp_path, 1440, "t2v")).sampling()
 
 
@@ -169,7 +195,9 @@ def test_a_folder_that_does_not_exist_stands_for_the_published_model(tmp_path):
     absent = ModelFolder(tmp_path / "absent", "720p_t2v_distilled")
     assert absent.config("transformer") == absent.config("vae") == {}  # the defaults of diffusers
     assert absent.sampling() == Sampling(121, 720, 1280, 24, 9.0, 1.0, 50)
-    with pytest.raises(ValueError, match="pretrained_transformer_version is 1080p_sr; it must be 480p_t2v, "):
+    with pytest.raises(
+        ValueError, match="pretrained_transformer_version is 1080p_sr; it must be 480p_t2v, "
+    ):
         ModelFolder(tmp_path / "absent", "1080p_sr").sampling()
     with pytest.raises(FileNotFoundError, match="absent' does not exist"):
         absent.weights("transformer")

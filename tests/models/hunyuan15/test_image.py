@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from sage_grpo.data.images import read_image
 from sage_grpo.data.requests import Request
-from sage_grpo.models import open_backbone
 from sage_grpo.models.backbone import Guidance
 from sage_grpo.models.embeddings import together
 from sage_grpo.models.hunyuan15.image import ImageToVideo
+from sage_grpo.models.registry import open_backbone
 from sage_grpo.models.sample import integrate
 
 TEXTS = ("a red circle moving left", 'a green letter "B" moving right', "the square")
@@ -44,7 +44,10 @@ def stock(i2v_folder, monkeypatch):
 @pytest.fixture(scope="module")
 def requests(pictures, backbone):
     """One request per picture, each in the size that the model's rule gives it."""
-    asked = [Request(text, image=read_image(path, "here")) for text, path in zip(TEXTS, pictures, strict=True)]
+    asked = [
+        Request(text, image=read_image(path, "here"))
+        for text, path in zip(TEXTS, pictures, strict=True)
+    ]
     return [request.sized(*backbone.default_size(request)) for request in asked]
 
 
@@ -62,9 +65,13 @@ def test_sizes_tokens_and_first_latents_are_the_stock_ones(backbone, stock, requ
     sizes = set()
     for request in requests:
         picture = Image.open(request.image.path)
-        height, width = stock.video_processor.calculate_default_height_width(picture.height, picture.width, 32)
+        height, width = stock.video_processor.calculate_default_height_width(
+            picture.height, picture.width, 32
+        )
         assert request.image.size == (height, width)
-        cropped = stock.video_processor.resize(picture, height=height, width=width, resize_mode="crop")
+        cropped = stock.video_processor.resize(
+            picture, height=height, width=width, resize_mode="crop"
+        )
         with torch.no_grad():
             tokens = stock.encode_image(cropped, 1, torch.device("cpu"), torch.float64)
             place = (stock.vae, stock.video_processor, cropped, height, width, torch.device("cpu"))
@@ -90,7 +97,9 @@ def test_every_clip_is_the_stock_clip(backbone, stock, requests, scale):
             x = integrate(backbone, stock.scheduler.sigmas, noise, cond, Guidance(scale, negative))
         torch.testing.assert_close(x, latents, rtol=0, atol=1e-10)
         clip = stock(Image.open(request.image.path), **call, output_type="pt").frames
-        assert torch.equal(backbone.decode(x), (clip * 255).round().to(torch.uint8).permute(0, 1, 3, 4, 2))
+        assert torch.equal(
+            backbone.decode(x), (clip * 255).round().to(torch.uint8).permute(0, 1, 3, 4, 2)
+        )
         found.append(x)
     other = requests[1].sized(*requests[0].image.size).image
     cond, negative = backbone.encode([replace(requests[0], image=other), NEGATIVE])
@@ -109,7 +118,9 @@ def test_both_parts_of_the_image_and_its_mask_matter(backbone, requests):
     with torch.no_grad():
         whole = backbone.velocity(x, 0.7, cond, Guidance())
         for changes in ({"image": draw(9, 16)}, {"first": cond.first * 2}):
-            assert (backbone.velocity(x, 0.7, replace(cond, **changes), Guidance()) - whole).abs().max() > 1e-4
+            assert (
+                backbone.velocity(x, 0.7, replace(cond, **changes), Guidance()) - whole
+            ).abs().max() > 1e-4
 
 
 def test_both_branches_of_guidance_see_the_image(backbone, requests):
@@ -126,13 +137,18 @@ def test_both_branches_of_guidance_see_the_image(backbone, requests):
 @pytest.mark.parametrize("sigma", [0.6, torch.tensor([0.6, 0.6, 0.2])])
 def test_several_requests_in_one_forward_are_each_as_if_alone(backbone, pictures, sigma):
     """Two clips of one request and one of another, of equal shape, with guidance."""
-    asked = [Request(TEXTS[0], image=read_image(path, "here")).sized(16, 16) for path in pictures[:2]]
+    asked = [
+        Request(TEXTS[0], image=read_image(path, "here")).sized(16, 16) for path in pictures[:2]
+    ]
     one, other, negative = backbone.encode([*asked, NEGATIVE])
     x, guidance = draw(3, *backbone.latent_shape(5, 16, 16)), Guidance(3.0, negative)
     with torch.no_grad():
         joined = backbone.velocity(x, sigma, together([one, one, other]), guidance)
         levels = torch.as_tensor(sigma).expand(3)
-        alone = [backbone.velocity(x[i : i + 1], levels[i], c, guidance) for i, c in enumerate((one, one, other))]
+        alone = [
+            backbone.velocity(x[i : i + 1], levels[i], c, guidance)
+            for i, c in enumerate((one, one, other))
+        ]
     torch.testing.assert_close(joined, torch.cat(alone), rtol=0, atol=1e-12)
     assert (alone[1] - alone[2]).abs().max() > 1e-3
 
@@ -180,10 +196,13 @@ def test_published_names_of_the_vision_model(i2v_folder, tmp_path, requests, bac
 def test_requests_must_fit_the_task(backbone, tiny_folder, requests):
     backbone.check_requests(requests)
     open_backbone(tiny_folder).check_requests([NEGATIVE])
-    with pytest.raises(ValueError, match=r"animates images; give .* `image`, for the prompt 'the square'$"):
+    with pytest.raises(
+        ValueError, match=r"animates images; give .* `image`, for the prompt 'the square'$"
+    ):
         backbone.check_requests([*requests, Request("the square")])
     with pytest.raises(
-        ValueError, match=r"is a text-to-video model; take the image away from the prompt 'a red circle"
+        ValueError,
+        match=r"is a text-to-video model; take the image away from the prompt 'a red circle",
     ):
         open_backbone(tiny_folder).check_requests(requests)
 
@@ -203,12 +222,19 @@ def test_the_image_embedder_is_trained(backbone, tiny_folder):
 
 @pytest.mark.parametrize(
     "version, shift, guidance",
-    [("480p_i2v", 5, 6), ("720p_i2v", 7, 6), ("480p_i2v_distilled", 5, 1), ("720p_i2v_distilled", 7, 1)],
+    [
+        ("480p_i2v", 5, 6),
+        ("720p_i2v", 7, 6),
+        ("480p_i2v_distilled", 5, 1),
+        ("720p_i2v_distilled", 7, 1),
+    ],
 )
 def test_published_versions(tmp_path, version, shift, guidance):
     absent = open_backbone(tmp_path / "absent", version=version, complete=False)
     assert isinstance(absent, ImageToVideo)
     assert (absent.sampling.shift, absent.sampling.guidance) == (shift, guidance)
-    assert absent.rollout_size == ((81, 352, 624) if version.startswith("480p") else (81, 720, 1280))
+    assert absent.rollout_size == (
+        (81, 352, 624) if version.startswith("480p") else (81, 720, 1280)
+    )
     model = absent.architecture()
     assert model.sequence(1000, 150) == 1000 + 150 + 729

@@ -11,17 +11,21 @@ from transformers import Qwen2_5_VLTextModel
 
 from sage_grpo.data.images import read_image
 from sage_grpo.data.requests import Request
-from sage_grpo.models import open_backbone
 from sage_grpo.models.backbone import Guidance
 from sage_grpo.models.hunyuan15.backbone import Hunyuan15
 from sage_grpo.models.hunyuan15.folder import ModelFolder
 from sage_grpo.models.hunyuan15.image import ImageFolder
 from sage_grpo.models.hunyuan15.tencent import diffusers_config, read_version, to_diffusers
 from sage_grpo.models.hunyuan15.text import glyph_tokens, load_tokenizers, qwen_text_model
+from sage_grpo.models.registry import open_backbone
 from sage_grpo.models.weights import STEM, open_folder
 from scripts.export_checkpoint import save_tencent, tencent_transformer_config, to_tencent
 
-REQUESTS = [Request('a green letter "B" moving right'), Request("a red circle moving left"), Request("")]
+REQUESTS = [
+    Request('a green letter "B" moving right'),
+    Request("a red circle moving left"),
+    Request(""),
+]
 SINGLE = f"{STEM}.safetensors"
 CPU = torch.device("cpu")
 KINDS = {"transformer": HunyuanVideo15Transformer3DModel, "vae": AutoencoderKLHunyuanVideo15}
@@ -39,7 +43,9 @@ def put_together(recipes, stored):
         count = len(stored[source]) // of
         return stored[source][number * count : (number + 1) * count]
 
-    return {name: [row for rows in recipe for row in block(*rows)] for name, recipe in recipes.items()}
+    return {
+        name: [row for rows in recipe for row in block(*rows)] for name, recipe in recipes.items()
+    }
 
 
 def linear(*modules):
@@ -48,18 +54,41 @@ def linear(*modules):
 
 def published_transformer_names(meanflow=False):
     """The modules of Tencent's transformer, written down apart from the table."""
-    names = linear("img_in.proj", "final_layer.linear", "final_layer.adaLN_modulation.1", "txt_in.input_embedder")
+    names = linear(
+        "img_in.proj",
+        "final_layer.linear",
+        "final_layer.adaLN_modulation.1",
+        "txt_in.input_embedder",
+    )
     names |= linear("byt5_in.layernorm", *(f"byt5_in.fc{i}" for i in (1, 2, 3)))
     names |= linear(*(f"vision_in.proj.{i}" for i in (0, 1, 3, 4))) | {"cond_type_embedding.weight"}
     for time in ("time_in", "txt_in.t_embedder", *(["time_r_in"] if meanflow else [])):
         names |= linear(f"{time}.mlp.0", f"{time}.mlp.2")
     names |= linear("txt_in.c_embedder.linear_1", "txt_in.c_embedder.linear_2")
     for i in range(2):
-        modules = ("norm1", "norm2", "self_attn_qkv", "self_attn_proj", "mlp.fc1", "mlp.fc2", "adaLN_modulation.1")
-        names |= linear(*(f"txt_in.individual_token_refiner.blocks.{i}.{module}" for module in modules))
+        modules = (
+            "norm1",
+            "norm2",
+            "self_attn_qkv",
+            "self_attn_proj",
+            "mlp.fc1",
+            "mlp.fc2",
+            "adaLN_modulation.1",
+        )
+        names |= linear(
+            *(f"txt_in.individual_token_refiner.blocks.{i}.{module}" for module in modules)
+        )
     for i in range(54):
         for stream in ("img", "txt"):
-            modules = ("mod.linear", "attn_q", "attn_k", "attn_v", "attn_proj", "mlp.fc1", "mlp.fc2")
+            modules = (
+                "mod.linear",
+                "attn_q",
+                "attn_k",
+                "attn_v",
+                "attn_proj",
+                "mlp.fc1",
+                "mlp.fc2",
+            )
             names |= linear(*(f"double_blocks.{i}.{stream}_{module}" for module in modules))
             names |= {f"double_blocks.{i}.{stream}_attn_{x}_norm.weight" for x in "qk"}
     return names
@@ -73,9 +102,18 @@ def published_vae_names():
         return convs | {f"{module}.norm1.gamma", f"{module}.norm2.gamma"}
 
     names = set()
-    for half, way, resize, blocks in (("encoder", "down", "downsample", 2), ("decoder", "up", "upsample", 3)):
-        names |= linear(f"{half}.conv_in.conv", f"{half}.conv_out.conv") | {f"{half}.norm_out.gamma"}
-        names |= block(f"{half}.mid.block_1") | block(f"{half}.mid.block_2") | {f"{half}.mid.attn_1.norm.gamma"}
+    for half, way, resize, blocks in (
+        ("encoder", "down", "downsample", 2),
+        ("decoder", "up", "upsample", 3),
+    ):
+        names |= linear(f"{half}.conv_in.conv", f"{half}.conv_out.conv") | {
+            f"{half}.norm_out.gamma"
+        }
+        names |= (
+            block(f"{half}.mid.block_1")
+            | block(f"{half}.mid.block_2")
+            | {f"{half}.mid.attn_1.norm.gamma"}
+        )
         names |= linear(*(f"{half}.mid.attn_1.{x}" for x in ("q", "k", "v", "proj_out")))
         for level in range(5):
             for number in range(blocks):
@@ -111,44 +149,69 @@ def test_stacked_and_swapped_tensors_by_value(tiny_folder, tmp_path):
             refiner = f"context_embedder.token_refiner.refiner_blocks.{i}.attn"
             q, k, v = (stored[f"{refiner}.to_{x}.{leaf}"] for x in "qkv")
             assert torch.equal(
-                theirs[f"txt_in.individual_token_refiner.blocks.{i}.self_attn_qkv.{leaf}"], torch.cat([q, k, v])
+                theirs[f"txt_in.individual_token_refiner.blocks.{i}.self_attn_qkv.{leaf}"],
+                torch.cat([q, k, v]),
             )
         scale, shift = stored[f"norm_out.linear.{leaf}"].chunk(2)
         assert not torch.equal(scale, shift)
-        assert torch.equal(theirs[f"final_layer.adaLN_modulation.1.{leaf}"], torch.cat([shift, scale]))
+        assert torch.equal(
+            theirs[f"final_layer.adaLN_modulation.1.{leaf}"], torch.cat([shift, scale])
+        )
         name = f"double_blocks.1.txt_mlp.fc1.{leaf}"
-        assert torch.equal(theirs[name], stored[f"transformer_blocks.1.ff_context.net.0.proj.{leaf}"])
+        assert torch.equal(
+            theirs[name], stored[f"transformer_blocks.1.ff_context.net.0.proj.{leaf}"]
+        )
 
 
 @pytest.mark.parametrize("part", ["transformer", "vae"])
-def test_both_layouts_hold_the_same_numbers_in_every_range_of_rows(tiny_folder, tencent_folder, part):
+def test_both_layouts_hold_the_same_numbers_in_every_range_of_rows(
+    tiny_folder, tencent_folder, part
+):
     ours, theirs = (ModelFolder(folder).weights(part) for folder in (tiny_folder, tencent_folder))
     assert sorted(ours.names) == sorted(theirs.names)
     for name in ours.names:
         whole, rows = ours.read(name), ours.shape(name)[0]
         assert theirs.shape(name) == ours.shape(name) and torch.equal(theirs.read(name), whole)
-        for start, stop in ((0, 1), (rows // 2 - 1, rows // 2 + 1), (rows // 3, rows), (rows, rows)):
+        for start, stop in (
+            (0, 1),
+            (rows // 2 - 1, rows // 2 + 1),
+            (rows // 3, rows),
+            (rows, rows),
+        ):
             assert torch.equal(theirs.read(name, max(start, 0), stop), whole[max(start, 0) : stop])
 
 
 def test_there_and_back_gives_the_same_file(tiny_folder, tencent_folder, tmp_path):
     """A checkpoint in the layout of diffusers becomes the very tensors of a Tencent folder, in shards too."""
-    save_tencent(tmp_path, "transformer", ModelFolder(tiny_folder).weights("transformer"), max_shard_bytes=1e6)
-    again, first = open_folder(tmp_path), load_file(tencent_folder / "transformer" / "480p_t2v" / SINGLE)
+    save_tencent(
+        tmp_path,
+        "transformer",
+        ModelFolder(tiny_folder).weights("transformer"),
+        max_shard_bytes=1e6,
+    )
+    again, first = (
+        open_folder(tmp_path),
+        load_file(tencent_folder / "transformer" / "480p_t2v" / SINGLE),
+    )
     assert sorted(again.names) == sorted(first)
     assert all(torch.equal(again.read(name), tensor) for name, tensor in first.items())
 
 
 def test_the_same_model_comes_from_both_layouts_bit_for_bit(tiny_folder, tencent_folder):
     ours, theirs = Hunyuan15(tiny_folder), Hunyuan15(tencent_folder)
-    noise = torch.randn(2, *ours.latent_shape(9, 32, 32), generator=torch.Generator().manual_seed(0))
+    noise = torch.randn(
+        2, *ours.latent_shape(9, 32, 32), generator=torch.Generator().manual_seed(0)
+    )
     conditions = [backbone.encode(REQUESTS) for backbone in (ours, theirs)]
     assert len(conditions[0][0].glyph) > 0
     for one, other in zip(*conditions, strict=True):
         assert torch.equal(one.text, other.text) and torch.equal(one.glyph, other.glyph)
     cond, _, negative = conditions[0]
     with torch.no_grad():
-        velocities = [backbone.velocity(noise, 0.7, cond, Guidance(6.0, negative)) for backbone in (ours, theirs)]
+        velocities = [
+            backbone.velocity(noise, 0.7, cond, Guidance(6.0, negative))
+            for backbone in (ours, theirs)
+        ]
     assert torch.equal(*velocities)
     clips = [backbone.decode(noise) for backbone in (ours, theirs)]
     assert torch.equal(*clips) and clips[0].float().std() > 5
@@ -156,17 +219,26 @@ def test_the_same_model_comes_from_both_layouts_bit_for_bit(tiny_folder, tencent
     assert ours.sampling == theirs.sampling
 
 
-def test_image_to_video_is_the_same_from_both_layouts_bit_for_bit(i2v_folder, tencent_i2v_folder, pictures):
+def test_image_to_video_is_the_same_from_both_layouts_bit_for_bit(
+    i2v_folder, tencent_i2v_folder, pictures
+):
     """The names of the transformer are those of text to video; the vision model has a folder of its own."""
     ours, theirs = open_backbone(i2v_folder), open_backbone(tencent_i2v_folder, version="480p_i2v")
-    request = Request("a red circle moving left", image=read_image(pictures[0], "here")).sized(16, 24)
+    request = Request("a red circle moving left", image=read_image(pictures[0], "here")).sized(
+        16, 24
+    )
     conditions = [backbone.encode([request, Request("")]) for backbone in (ours, theirs)]
     for one, other in zip(*conditions, strict=True):
         assert all(torch.equal(value, getattr(other, name)) for name, value in vars(one).items())
     x = torch.randn(1, *ours.latent_shape(5, 16, 24), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         cond, negative = conditions[0]
-        assert torch.equal(*(backbone.velocity(x, 0.7, cond, Guidance(6.0, negative)) for backbone in (ours, theirs)))
+        assert torch.equal(
+            *(
+                backbone.velocity(x, 0.7, cond, Guidance(6.0, negative))
+                for backbone in (ours, theirs)
+            )
+        )
     config = ImageFolder(tencent_i2v_folder, "480p_i2v").config("transformer")
     assert (config["target_size"], config["task_type"]) == (640, "i2v")
 
@@ -198,14 +270,31 @@ def test_the_published_settings_are_the_defaults_of_diffusers():
         "use_meanflow": False,
     }
     default = full_size(HunyuanVideo15Transformer3DModel)
-    assert full_size(HunyuanVideo15Transformer3DModel, **diffusers_config("transformer", config, "480p_t2v")) == default
+    assert (
+        full_size(
+            HunyuanVideo15Transformer3DModel, **diffusers_config("transformer", config, "480p_t2v")
+        )
+        == default
+    )
     with torch.device("meta"):
         written = tencent_transformer_config(dict(HunyuanVideo15Transformer3DModel().config))
     assert {name: written.get(name) for name in config} == config | {"rope_dim_list": (16, 56, 56)}
-    vae = {"latent_channels": 32, "block_out_channels": [128, 256, 512, 1024, 1024], "layers_per_block": 2}
-    vae |= {"in_channels": 3, "out_channels": 3, "ffactor_spatial": 16, "ffactor_temporal": 4, "shift_factor": None}
+    vae = {
+        "latent_channels": 32,
+        "block_out_channels": [128, 256, 512, 1024, 1024],
+        "layers_per_block": 2,
+    }
+    vae |= {
+        "in_channels": 3,
+        "out_channels": 3,
+        "ffactor_spatial": 16,
+        "ffactor_temporal": 4,
+        "shift_factor": None,
+    }
     settings = diffusers_config("vae", vae, "480p_t2v")
-    assert full_size(AutoencoderKLHunyuanVideo15, **settings) == full_size(AutoencoderKLHunyuanVideo15)
+    assert full_size(AutoencoderKLHunyuanVideo15, **settings) == full_size(
+        AutoencoderKLHunyuanVideo15
+    )
 
 
 @pytest.mark.parametrize(
@@ -222,9 +311,13 @@ def test_versions_tell_size_task_and_distillation(name, expected):
     assert read_version(name) == expected
 
 
-@pytest.mark.parametrize("name", ["720p_t2v_distilled_sparse", "1080p_sr_distilled", "480p_v2v", "480p", ""])
+@pytest.mark.parametrize(
+    "name", ["720p_t2v_distilled_sparse", "1080p_sr_distilled", "480p_v2v", "480p", ""]
+)
 def test_versions_that_this_code_cannot_sample_are_refused(name):
-    with pytest.raises(ValueError, match=r"^pretrained_transformer_version is .*; it must be 480p_t2v, .*\.$"):
+    with pytest.raises(
+        ValueError, match=r"^pretrained_transformer_version is .*; it must be 480p_t2v, .*\.$"
+    ):
         read_version(name)
 
 
@@ -238,7 +331,9 @@ def test_a_missing_or_foreign_tensor_of_tencents_is_named(tencent_folder, tmp_pa
     with pytest.raises(ValueError) as error:
         backbone.transformer  # noqa: B018
     refiner = "context_embedder.token_refiner.refiner_blocks.0.attn"
-    assert f"3 missing ({refiner}.to_q.bias, {refiner}.to_k.bias, {refiner}.to_v.bias)" in str(error.value)
+    assert f"3 missing ({refiner}.to_q.bias, {refiner}.to_k.bias, {refiner}.to_v.bias)" in str(
+        error.value
+    )
     assert "1 unexpected (single_blocks.0.linear1.weight)." in str(error.value)
 
 
@@ -255,9 +350,16 @@ def test_the_language_model_is_taken_out_of_a_whole_qwen(tiny_folder, tmp_path, 
     source = tiny_folder / "text_encoder"
     tensors = load_file(source / "model.safetensors")
     vision = {"model.visual.merger.weight": torch.zeros(2)} if prefix else {}
-    save_file({f"{prefix}{name}": tensor for name, tensor in tensors.items()} | vision, tmp_path / "model.safetensors")
+    save_file(
+        {f"{prefix}{name}": tensor for name, tensor in tensors.items()} | vision,
+        tmp_path / "model.safetensors",
+    )
     config = json.loads((source / "config.json").read_text())
-    config = {"model_type": "qwen2_5_vl", "text_config": config} if prefix.endswith("language_model.") else config
+    config = (
+        {"model_type": "qwen2_5_vl", "text_config": config}
+        if prefix.endswith("language_model.")
+        else config
+    )
     (tmp_path / "config.json").write_text(json.dumps(config))
     ids = torch.tensor([[5, 3, 8, 1]])
     stock = Qwen2_5_VLTextModel.from_pretrained(source)

@@ -48,7 +48,12 @@ def stock_forward(model, x, timestep, text, glyph):
 
 def inputs(batch, glyph_len, per_clip=False, grid=(2, 4, 4)):
     timestep = torch.tensor([978.26, 500.0, 31.5][:batch] if per_clip else [731.7])
-    return draw(batch, 17, *grid), timestep, draw(1, TEXT_LEN, 64, seed=2), draw(1, glyph_len, 16, seed=3)
+    return (
+        draw(batch, 17, *grid),
+        timestep,
+        draw(1, TEXT_LEN, 64, seed=2),
+        draw(1, glyph_len, 16, seed=3),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +105,9 @@ def test_spatial_patches_are_put_back_in_order():
 
 
 def test_checkpointing_recomputes_each_block_and_changes_no_gradient(tiny_folder):
-    packed = PackedTransformer.from_pretrained(tiny_folder, subfolder="transformer", dtype=torch.float64)
+    packed = PackedTransformer.from_pretrained(
+        tiny_folder, subfolder="transformer", dtype=torch.float64
+    )
     calls = []
     for block in packed.transformer_blocks:
         block.ff.register_forward_pre_hook(lambda *_: calls.append(1))
@@ -111,7 +118,9 @@ def test_checkpointing_recomputes_each_block_and_changes_no_gradient(tiny_folder
         packed.zero_grad()
         packed(*inputs(2, 5)).square().mean().backward()
         grads.append(packed.transformer_blocks[0].attn.to_q.weight.grad.clone())
-    assert len(calls) == 3 * len(packed.transformer_blocks)  # once plain, then forward and recomputation
+    assert len(calls) == 3 * len(
+        packed.transformer_blocks
+    )  # once plain, then forward and recomputation
     assert grads[0].abs().max() > 0
     torch.testing.assert_close(grads[0], grads[1], rtol=0, atol=0)
 
@@ -119,7 +128,9 @@ def test_checkpointing_recomputes_each_block_and_changes_no_gradient(tiny_folder
 def test_kept_attention_is_not_computed_again(tiny_folder):
     grads, counts = [], []
     for keep in (False, True):
-        packed = PackedTransformer.from_pretrained(tiny_folder, subfolder="transformer", dtype=torch.float64)
+        packed = PackedTransformer.from_pretrained(
+            tiny_folder, subfolder="transformer", dtype=torch.float64
+        )
         packed.prepare_blocks(recomputed=1.0, keep_attention=keep)
         with CountedKernels() as kernels:
             packed(*inputs(2, 5)).square().mean().backward()
@@ -143,7 +154,10 @@ def test_bf16_model_tells_timesteps_apart_that_bf16_cannot(tiny_folder):
 def test_saved_folder_is_a_stock_folder(models, tmp_path):
     packed, stock = models
     packed.save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["_class_name"] == "HunyuanVideo15Transformer3DModel"
+    assert (
+        json.loads((tmp_path / "config.json").read_text())["_class_name"]
+        == "HunyuanVideo15Transformer3DModel"
+    )
     again = HunyuanVideo15Transformer3DModel.from_pretrained(tmp_path, dtype=torch.float64)
     assert again.config.rope_axes_dim == stock.config.rope_axes_dim
     for name, value in stock.state_dict().items():
@@ -153,8 +167,12 @@ def test_saved_folder_is_a_stock_folder(models, tmp_path):
 @pytest.mark.parametrize("use_lora", [True, False])
 def test_compiled_blocks_run_one_arithmetic_and_few_graphs(tiny_folder, monkeypatch, use_lora):
     """Rollout and training agree to the last bit, and neither blocks nor lengths of text are compiled one by one."""
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))  # the others need a C++
-    packed = PackedTransformer.from_pretrained(tiny_folder, subfolder="transformer", dtype=torch.float64)
+    monkeypatch.setattr(
+        torch, "compile", functools.partial(torch.compile, backend="eager")
+    )  # the others need a C++
+    packed = PackedTransformer.from_pretrained(
+        tiny_folder, subfolder="transformer", dtype=torch.float64
+    )
     plain = copy.deepcopy(packed)
     if use_lora:
         for model in (packed, plain):
@@ -170,16 +188,22 @@ def test_compiled_blocks_run_one_arithmetic_and_few_graphs(tiny_folder, monkeypa
             rollout = packed(x, timestep, text[:, :length], glyph)
             expected = plain(x, timestep, text[:, :length], glyph)
         velocity = packed(x, timestep, text[:, :length], glyph)
-        assert torch.equal(rollout, velocity) and velocity.requires_grad and not rollout.requires_grad
+        assert (
+            torch.equal(rollout, velocity) and velocity.requires_grad and not rollout.requires_grad
+        )
         torch.testing.assert_close(velocity, expected, rtol=1e-12, atol=1e-12)
     velocity.square().sum().backward()
     assert all(parameter.grad is not None for parameter in trained.values())
-    assert counters["stats"]["unique_graphs"] <= 2 and not counters["graph_break"]  # the last block trains less
+    assert (
+        counters["stats"]["unique_graphs"] <= 2 and not counters["graph_break"]
+    )  # the last block trains less
 
 
 def graphs_of_a_sharded_model(ranks, folder):
     """Graphs after prompts of three lengths; FSDP's hooks run between `run_block` and the compiled forward."""
-    torch.compile = functools.partial(torch.compile, backend="eager")  # this process has no other work
+    torch.compile = functools.partial(
+        torch.compile, backend="eager"
+    )  # this process has no other work
     packed = PackedTransformer.from_pretrained(folder, subfolder="transformer", dtype=torch.float64)
     add_adapter(packed, 4, 8, ("to_q", "to_out.0"), torch.float64)
     init_adapter(packed, 0)

@@ -7,9 +7,14 @@ import torch
 from diffusers import AutoencoderKLHunyuanVideo15
 from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanVideo15AttnBlock
 
-from sage_grpo.models import open_backbone
 from sage_grpo.models.cost import UNTILED
-from sage_grpo.models.hunyuan15.vae import allow_batches, causal_frame_mask, fast_on_cpu, fuse_decoder
+from sage_grpo.models.hunyuan15.vae import (
+    allow_batches,
+    causal_frame_mask,
+    fast_on_cpu,
+    fuse_decoder,
+)
+from sage_grpo.models.registry import open_backbone
 
 
 def test_mask_is_the_stock_mask_with_a_head_axis():
@@ -26,11 +31,15 @@ ADAPTED = {
 
 @pytest.mark.parametrize("adapt", ADAPTED.values(), ids=ADAPTED)
 def test_batches_equal_single_clips_of_the_stock_vae(tiny_folder, adapt, monkeypatch):
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
+    monkeypatch.setattr(
+        torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True)
+    )
     load = {"subfolder": "vae", "dtype": torch.float64}
     stock = AutoencoderKLHunyuanVideo15.from_pretrained(tiny_folder, **load)
     batched = adapt(AutoencoderKLHunyuanVideo15.from_pretrained(tiny_folder, **load))
-    clips = torch.randn(3, 3, 5, 16, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    clips = torch.randn(
+        3, 3, 5, 16, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     with torch.no_grad():
         modes = batched.encode(clips).latent_dist.mode()
         singles = torch.cat([stock.encode(clip).latent_dist.mode() for clip in clips.split(1)])
@@ -41,13 +50,19 @@ def test_batches_equal_single_clips_of_the_stock_vae(tiny_folder, adapt, monkeyp
 
 def test_tiles_are_decoded_without_the_compiler(tiny_folder, monkeypatch):
     """They come in several sizes, and each would need graphs of its own."""
-    vae = AutoencoderKLHunyuanVideo15.from_pretrained(tiny_folder, subfolder="vae", dtype=torch.float64)
-    latents = torch.randn(1, vae.config.latent_channels, 2, 3, 2, generator=torch.Generator().manual_seed(0)).double()
+    vae = AutoencoderKLHunyuanVideo15.from_pretrained(
+        tiny_folder, subfolder="vae", dtype=torch.float64
+    )
+    latents = torch.randn(
+        1, vae.config.latent_channels, 2, 3, 2, generator=torch.Generator().manual_seed(0)
+    ).double()
     small = {"tile_latent_min_height": 2, "tile_latent_min_width": 2}
     side = {name.replace("latent", "sample"): 2 * vae.spatial_compression_ratio for name in small}
     vae.enable_tiling(**small, **side)
     expected, calls = vae.decode(latents).sample, []
-    monkeypatch.setattr(torch, "compile", lambda call, dynamic: lambda *args: calls.append(call) or call(*args))
+    monkeypatch.setattr(
+        torch, "compile", lambda call, dynamic: lambda *args: calls.append(call) or call(*args)
+    )
     fuse_decoder(vae)
     torch.testing.assert_close(vae.decode(latents).sample, expected, rtol=0, atol=1e-12)
     assert not calls

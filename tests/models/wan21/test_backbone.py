@@ -6,8 +6,8 @@ from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
 
 from sage_grpo.algo.sde import flow_sigmas
 from sage_grpo.data.requests import Request
-from sage_grpo.models import open_backbone
 from sage_grpo.models.backbone import Guidance
+from sage_grpo.models.registry import open_backbone
 from sage_grpo.models.sample import integrate
 from sage_grpo.models.wan21.backbone import Wan21
 from sage_grpo.models.wan21.text import NUM_TOKENS, PaddedText
@@ -47,7 +47,9 @@ def exact(monkeypatch):
 @pytest.mark.parametrize("sigma", [0.02, 0.7, 1.0])
 def test_velocity_is_the_stock_one(backbone, stock, exact, batch, sigma):
     x, [cond] = draw(batch, *backbone.latent_shape(9, 32, 48)), backbone.encode([PROMPT])
-    text, _ = stock.encode_prompt(PROMPT.text, max_sequence_length=NUM_TOKENS, do_classifier_free_guidance=False)
+    text, _ = stock.encode_prompt(
+        PROMPT.text, max_sequence_length=NUM_TOKENS, do_classifier_free_guidance=False
+    )
     with torch.no_grad():
         timestep = torch.full((batch,), 1000.0) * torch.tensor(sigma)
         theirs = stock.transformer(x, timestep, text.expand(batch, -1, -1), return_dict=False)[0]
@@ -58,13 +60,18 @@ def test_velocity_is_the_stock_one(backbone, stock, exact, batch, sigma):
 
 def test_the_padding_is_a_part_of_the_model(backbone, stock):
     [cond] = backbone.encode([PROMPT])
-    text, _ = stock.encode_prompt(PROMPT.text, max_sequence_length=NUM_TOKENS, do_classifier_free_guidance=False)
+    text, _ = stock.encode_prompt(
+        PROMPT.text, max_sequence_length=NUM_TOKENS, do_classifier_free_guidance=False
+    )
     torch.testing.assert_close(cond.text, text[0], rtol=0, atol=1e-10)
     length = backbone.num_tokens(cond)
     assert 10 < length < 30 and cond.text.shape[0] == NUM_TOKENS and not cond.text[length:].any()
     x = draw(1, *backbone.latent_shape(5, 32, 32))
     with torch.no_grad():
-        short, full = (backbone.velocity(x, 0.5, one, Guidance()) for one in (PaddedText(cond.text[:length]), cond))
+        short, full = (
+            backbone.velocity(x, 0.5, one, Guidance())
+            for one in (PaddedText(cond.text[:length]), cond)
+        )
     assert (short - full).abs().max() > 1e-3
 
 
@@ -84,9 +91,20 @@ class Euler(FlowMatchEulerDiscreteScheduler):
 @pytest.mark.parametrize("scale", [1.0, 5.0])
 def test_euler_sampling_gives_the_stock_latents(backbone, stock, exact, monkeypatch, scale):
     monkeypatch.setattr(stock, "scheduler", Euler(shift=3.0))
-    monkeypatch.setattr(stock, "prepare_latents", lambda *args: args[-1])  # else they are rounded to fp32
-    noise, (cond, negative) = draw(2, *backbone.latent_shape(5, 32, 48)), backbone.encode([PROMPT, NEGATIVE])
-    size = {"height": 32, "width": 48, "num_frames": 5, "num_inference_steps": 4, "guidance_scale": scale}
+    monkeypatch.setattr(
+        stock, "prepare_latents", lambda *args: args[-1]
+    )  # else they are rounded to fp32
+    noise, (cond, negative) = (
+        draw(2, *backbone.latent_shape(5, 32, 48)),
+        backbone.encode([PROMPT, NEGATIVE]),
+    )
+    size = {
+        "height": 32,
+        "width": 48,
+        "num_frames": 5,
+        "num_inference_steps": 4,
+        "guidance_scale": scale,
+    }
     prompts = {"prompt": [PROMPT.text] * 2, "negative_prompt": [NEGATIVE.text] * 2}
     theirs = stock(**prompts, **size, latents=noise, output_type="latent").frames
     with torch.no_grad():
@@ -100,11 +118,19 @@ def test_velocity_points_from_data_to_noise(backbone):
     x, [cond] = draw(1, *backbone.latent_shape(1, 16, 16)), backbone.encode([PROMPT])
     with torch.no_grad():
         v = backbone.velocity(x, 1.0, cond, Guidance())
-        torch.testing.assert_close(integrate(backbone, flow_sigmas(1, 3.0), x, cond, Guidance()), x - v)
+        torch.testing.assert_close(
+            integrate(backbone, flow_sigmas(1, 3.0), x, cond, Guidance()), x - v
+        )
 
 
 def test_decoded_clip_is_the_stock_clip(backbone, stock):
-    call = {"prompt": PROMPT.text, "num_inference_steps": 2, "height": 32, "width": 32, "num_frames": 9}
+    call = {
+        "prompt": PROMPT.text,
+        "num_inference_steps": 2,
+        "height": 32,
+        "width": 32,
+        "num_frames": 9,
+    }
     call |= {"latents": draw(1, *backbone.latent_shape(9, 32, 32)), "guidance_scale": 1.0}
     latents, frames = (stock(**call, output_type=kind).frames for kind in ("latent", "pt"))
     clip = backbone.decode(latents)
@@ -114,16 +140,26 @@ def test_decoded_clip_is_the_stock_clip(backbone, stock):
 
 
 def test_latents_are_normalized_per_channel(backbone):
-    clips = torch.randint(0, 256, (2, 5, 32, 16, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    latents, pixels = backbone.encode_video(clips), clips.permute(0, 4, 1, 2, 3).double() / 127.5 - 1
+    clips = torch.randint(
+        0, 256, (2, 5, 32, 16, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8
+    )
+    latents, pixels = (
+        backbone.encode_video(clips),
+        clips.permute(0, 4, 1, 2, 3).double() / 127.5 - 1,
+    )
     with torch.no_grad():
         mode = backbone.vae.encode(pixels).latent_dist.mode()
-    mean, std = (torch.tensor(v).double().view(4, 1, 1, 1) for v in ([0.5, -1.0, 0.1, 2.0], [0.4, 2.0, 1.5, 0.7]))
+    mean, std = (
+        torch.tensor(v).double().view(4, 1, 1, 1)
+        for v in ([0.5, -1.0, 0.1, 2.0], [0.4, 2.0, 1.5, 0.7])
+    )
     torch.testing.assert_close(latents, (mode - mean) / std, rtol=0, atol=1e-5)
     assert latents.shape[1:] == backbone.latent_shape(5, 32, 16) == (4, 2, 4, 2)
     with torch.no_grad():
         decoded = (backbone.vae.decode(mode).sample / 2 + 0.5).clamp(0, 1)
-    assert (backbone.decode(latents) - 255 * decoded.permute(0, 2, 3, 4, 1)).abs().max() <= 0.5 + 1e-3
+    assert (
+        backbone.decode(latents) - 255 * decoded.permute(0, 2, 3, 4, 1)
+    ).abs().max() <= 0.5 + 1e-3
 
 
 def test_a_decode_beyond_decode_gb_is_tiled(wan_folder):
@@ -139,7 +175,10 @@ def test_a_decode_beyond_decode_gb_is_tiled(wan_folder):
 
 @pytest.mark.parametrize(
     "size, message",
-    [((8, 32, 32), "num_frames 8 is not 4n .* nearest is 9"), ((9, 24, 32), "height 24 is not a multiple of 16")],
+    [
+        ((8, 32, 32), "num_frames 8 is not 4n .* nearest is 9"),
+        ((9, 24, 32), "height 24 is not a multiple of 16"),
+    ],
 )
 def test_sizes_that_the_model_cannot_make_are_refused(backbone, size, message):
     with pytest.raises(ValueError, match=message):
@@ -147,8 +186,14 @@ def test_sizes_that_the_model_cannot_make_are_refused(backbone, size, message):
 
 
 def test_the_published_models_are_known_without_a_folder(tmp_path):
-    small, large = (open_backbone(tmp_path / "absent", version=f"wan21-{n}", complete=False) for n in ("1.3b", "14b"))
-    assert str(small.sampling) == "81 frames of 480 x 832, 50 steps, shift 3, guidance 5" and small.sampling.fps == 16
+    small, large = (
+        open_backbone(tmp_path / "absent", version=f"wan21-{n}", complete=False)
+        for n in ("1.3b", "14b")
+    )
+    assert (
+        str(small.sampling) == "81 frames of 480 x 832, 50 steps, shift 3, guidance 5"
+        and small.sampling.fps == 16
+    )
     assert small.rollout_size == (81, 480, 832)
     sizes = small.architecture()
     assert 1.41e9 < sizes.parameters < 1.43e9 and sizes.video_tokens(81, 480, 832) == 32760

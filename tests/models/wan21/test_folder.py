@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sage_grpo.data.requests import Request
-from sage_grpo.models import open_backbone
+from sage_grpo.models.registry import open_backbone
 from sage_grpo.models.wan21.backbone import Wan21
 from sage_grpo.models.wan21.folder import WanFolder
 
@@ -26,25 +26,39 @@ def change(path, **values):
 
 def test_the_index_chooses_the_backbone(wan_folder):
     backbone = open_backbone(wan_folder)
-    assert isinstance(backbone, Wan21) and str(backbone.sampling).startswith("9 frames of 32 x 32, 20 steps, shift 3")
+    assert isinstance(backbone, Wan21) and str(backbone.sampling).startswith(
+        "9 frames of 32 x 32, 20 steps, shift 3"
+    )
 
 
-@pytest.mark.parametrize("version, height, shift", [("480p_t2v", 480, 3.0), ("720p_t2v", 720, 5.0), (None, 480, 3.0)])
+@pytest.mark.parametrize(
+    "version, height, shift", [("480p_t2v", 480, 3.0), ("720p_t2v", 720, 5.0), (None, 480, 3.0)]
+)
 def test_a_folder_is_sampled_as_its_version_says(folder, version, height, shift):
     (folder / "sampling.json").unlink()
     sampling = open_backbone(folder, version=version).sampling
-    assert (sampling.frames, sampling.height, sampling.shift, sampling.fps) == (81, height, shift, 16)
+    assert (sampling.frames, sampling.height, sampling.shift, sampling.fps) == (
+        81,
+        height,
+        shift,
+        16,
+    )
 
 
 def test_an_unknown_version_is_named_with_those_that_are_known(tmp_path):
-    with pytest.raises(ValueError, match=r"version is 'wan3'; for Wan choose from 480p_t2v, .*wan21-14b"):
+    with pytest.raises(
+        ValueError, match=r"version is 'wan3'; for Wan choose from 480p_t2v, .*wan21-14b"
+    ):
         open_backbone(tmp_path / "absent", version="wan3", complete=False).architecture()
 
 
 @pytest.mark.parametrize("name", WanFolder.files)
 def test_a_missing_part_is_named(folder, name):
     shutil.rmtree(folder / name)
-    with pytest.raises(FileNotFoundError, match=f"^Model folder '.*' lacks {name}/.*; download_weights.sh gets what"):
+    with pytest.raises(
+        FileNotFoundError,
+        match=f"^Model folder '.*' lacks {name}/.*; download_weights.sh gets what",
+    ):
         open_backbone(folder)
 
 
@@ -70,7 +84,11 @@ def build(folder, part):
     backbone = Wan21(folder)
     if part == "text_encoder":
         return backbone.encode([Request("a red circle")])
-    return (backbone.empty_transformer(), backbone.architecture()) if part == "transformer" else backbone.vae
+    return (
+        (backbone.empty_transformer(), backbone.architecture())
+        if part == "transformer"
+        else backbone.vae
+    )
 
 
 @pytest.mark.parametrize("part", ["transformer", "vae", "text_encoder"])

@@ -9,10 +9,12 @@ from diffusers import WanTransformer3DModel
 import generate
 import post_train
 from sage_grpo.data.requests import Request
-from sage_grpo.models import open_backbone
 from sage_grpo.models.backbone import Guidance
+from sage_grpo.models.registry import open_backbone
 from sage_grpo.models.wan21.backbone import Wan21
-from sage_grpo.tools import doctor, evaluate, plan
+from sage_grpo.tools import evaluate
+from sage_grpo.tools.doctor import __main__ as doctor
+from sage_grpo.tools.plan import __main__ as plan
 from scripts import export_checkpoint
 
 SMALL = {
@@ -26,7 +28,11 @@ SMALL = {
 def words(wan_folder, tmp_path):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a red circle moving left\na green square moving right\n")
-    flags = {"pretrained_model_root": wan_folder, "output_dir": tmp_path / "run", "train_prompts": prompts}
+    flags = {
+        "pretrained_model_root": wan_folder,
+        "output_dir": tmp_path / "run",
+        "train_prompts": prompts,
+    }
     flags |= {"validation_prompts": prompts} | SMALL
     return [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
 
@@ -34,7 +40,12 @@ def words(wan_folder, tmp_path):
 def test_every_program_takes_the_folder(words, wan_folder, tmp_path, capsys):
     assert post_train.main(words) == 0
     checkpoint = tmp_path / "run" / "checkpoints" / "step-000002"
-    assert evaluate.main([*words, "--checkpoints", str(checkpoint), "--output", str(tmp_path / "evaluation")]) == 0
+    assert (
+        evaluate.main(
+            [*words, "--checkpoints", str(checkpoint), "--output", str(tmp_path / "evaluation")]
+        )
+        == 0
+    )
     settings = json.loads((tmp_path / "evaluation" / "settings.json").read_text())
     assert settings["negative_prompt"] == Wan21.negative_prompt
     capsys.readouterr()
@@ -42,9 +53,25 @@ def test_every_program_takes_the_folder(words, wan_folder, tmp_path, capsys):
     assert "5 x 32 x 32: 8 tokens, 0 of them text" in capsys.readouterr().out
     doctor.main([*words, "--overwrite", "--output", str(tmp_path / "doctor"), "--skip_ab"])
     findings = json.loads((tmp_path / "doctor" / "doctor.json").read_text())["findings"]
-    assert [one["check"] for one in findings if one["mark"] == "WRONG"] == ["vae"]  # it is untrained
-    assert {one["check"] for one in findings if one["mark"] == "ok"} >= {"ratio", "gradients", "noise 0", "prompts"}
-    call = ["--model_path", wan_folder, "--prompt", "a red circle", "--num_inference_steps", 2, "--device", "cpu"]
+    assert [one["check"] for one in findings if one["mark"] == "WRONG"] == [
+        "vae"
+    ]  # it is untrained
+    assert {one["check"] for one in findings if one["mark"] == "ok"} >= {
+        "ratio",
+        "gradients",
+        "noise 0",
+        "prompts",
+    }
+    call = [
+        "--model_path",
+        wan_folder,
+        "--prompt",
+        "a red circle",
+        "--num_inference_steps",
+        2,
+        "--device",
+        "cpu",
+    ]
     for name, weights in (("base", ()), ("trained", ("--checkpoint_path", checkpoint))):
         generate.main([str(word) for word in (*call, *weights, "--output_path", tmp_path / name)])
         assert len(list((tmp_path / name).glob("*.mp4"))) == 1
@@ -54,10 +81,19 @@ def test_an_exported_adapter_is_merged_into_a_stock_transformer(words, wan_folde
     assert post_train.main(words) == 0
     checkpoint, output = tmp_path / "run" / "checkpoints" / "step-000002", tmp_path / "exported"
     assert export_checkpoint.main(["--checkpoint", str(checkpoint), "--output", str(output)]) == 0
-    stock, ours, base = WanTransformer3DModel.from_pretrained(output), open_backbone(wan_folder), Wan21(wan_folder)
+    stock, ours, base = (
+        WanTransformer3DModel.from_pretrained(output),
+        open_backbone(wan_folder),
+        Wan21(wan_folder),
+    )
     ours.load_weights(checkpoint)
-    x, (cond,) = torch.randn(1, *ours.latent_shape(5, 32, 32)), ours.encode([Request("a red circle")])
+    x, (cond,) = (
+        torch.randn(1, *ours.latent_shape(5, 32, 32)),
+        ours.encode([Request("a red circle")]),
+    )
     with torch.no_grad():
         theirs = stock(x, torch.tensor([500.0]), cond.text[None], return_dict=False)[0]
-        torch.testing.assert_close(ours.velocity(x, 0.5, cond, Guidance()), theirs, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            ours.velocity(x, 0.5, cond, Guidance()), theirs, rtol=1e-4, atol=1e-5
+        )
         assert (base.velocity(x, 0.5, cond, Guidance()) - theirs).abs().max() > 1e-3

@@ -45,7 +45,9 @@ def exact(monkeypatch):
 
 
 def stock_forward(model, x, timestep, text):
-    return model(x, timestep.double().expand(len(x)), text.expand(len(x), -1, -1), return_dict=False)[0]
+    return model(
+        x, timestep.double().expand(len(x)), text.expand(len(x), -1, -1), return_dict=False
+    )[0]
 
 
 @pytest.mark.parametrize("batch, per_clip", [(1, False), (3, False), (3, True)])
@@ -55,7 +57,9 @@ def test_values_and_gradients_are_the_stock_ones(models, exact, batch, per_clip)
     torch.testing.assert_close(*outputs, rtol=0, atol=1e-10)
     for model, out in zip(models, outputs, strict=True):
         names, parameters = zip(*model.named_parameters(), strict=True)
-        grads.append(dict(zip(names, torch.autograd.grad((out * weight).sum(), parameters), strict=True)))
+        grads.append(
+            dict(zip(names, torch.autograd.grad((out * weight).sum(), parameters), strict=True))
+        )
     assert grads[0].keys() == grads[1].keys()
     for name, expected in grads[1].items():
         assert expected.abs().max() > 1e-6, name
@@ -64,13 +68,23 @@ def test_values_and_gradients_are_the_stock_ones(models, exact, batch, per_clip)
 
 def test_other_patches_are_put_back_in_order(exact):
     torch.manual_seed(0)
-    sizes = {"num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4, "text_dim": 24}
-    stock = WanTransformer3DModel(patch_size=(1, 2, 4), num_layers=1, ffn_dim=16, freq_dim=32, **sizes).double()
+    sizes = {
+        "num_attention_heads": 2,
+        "attention_head_dim": 12,
+        "in_channels": 4,
+        "out_channels": 4,
+        "text_dim": 24,
+    }
+    stock = WanTransformer3DModel(
+        patch_size=(1, 2, 4), num_layers=1, ffn_dim=16, freq_dim=32, **sizes
+    ).double()
     ours = WanTransformer.from_config(stock.config).double()
     ours.load_state_dict(stock.state_dict())
     args = inputs(2, grid=(4, 4, 8))
     with torch.no_grad():
-        torch.testing.assert_close(ours(*args), stock_forward(stock, *args), rtol=0, atol=1e-6)  # tables of each
+        torch.testing.assert_close(
+            ours(*args), stock_forward(stock, *args), rtol=0, atol=1e-6
+        )  # tables of each
 
 
 def test_kept_attention_is_self_attention(wan_folder):
@@ -90,7 +104,9 @@ def test_kept_attention_is_self_attention(wan_folder):
 
 @pytest.mark.parametrize("use_lora", [True, False])
 def test_compiled_blocks_run_one_arithmetic_and_one_graph(wan_folder, monkeypatch, use_lora):
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))  # the others need a C++
+    monkeypatch.setattr(
+        torch, "compile", functools.partial(torch.compile, backend="eager")
+    )  # the others need a C++
     model = load(WanTransformer, wan_folder)
     plain = copy.deepcopy(model)
     if use_lora:
@@ -122,7 +138,9 @@ def test_bf16_model_tells_timesteps_apart_that_bf16_cannot(wan_folder):
 
 def test_saved_folder_is_a_stock_folder(models, tmp_path):
     models[0].save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["_class_name"] == "WanTransformer3DModel"
+    assert (
+        json.loads((tmp_path / "config.json").read_text())["_class_name"] == "WanTransformer3DModel"
+    )
     again = WanTransformer3DModel.from_pretrained(tmp_path, dtype=torch.float64).double()
     assert again.config.rope_max_seq_len == models[1].config.rope_max_seq_len
     for name, value in models[1].state_dict().items():

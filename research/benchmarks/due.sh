@@ -1,0 +1,100 @@
+#!/usr/bin/env bash
+# The measurements that are due on one large GPU, in parts of at most ten minutes; each leaves its results in a folder.
+#
+#   bash research/benchmarks/due.sh PART OUTPUT [SECONDS]
+#
+#   clips    seconds and clips per GPU-hour at full size of the WAYS, separated by semicolons (awm, the recipe)
+#   embedded updates per minute of the embedded model: prompts one by one, together, and as CUDA graphs
+#   decode   ways to decode a clip at full size
+#   beyond   training the embedded model far beyond the gain, four runs side by side (research/studies/overoptimisation.py);
+#            called again, it continues them
+#   wan      Wan 2.1 1.3B against stock diffusers, and an iteration inside 24 GB
+#   images   image to video and 720p against stock diffusers and the planner
+#   study    the studies of research/studies/second_edition.py that STUDIES names (rates, which the others need), one after the
+#            other, those joined by a comma together, 16 runs side by side; called again, it continues them
+#
+# A part at full size is rehearsed with a tiny model first: a wrong flag must not cost minutes. No part needs ffmpeg.
+# MODEL (/dev/shm/random_model) and RUNS (/tmp/beyond) are scratch folders, kept for the next call.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+part=$1 output=$2 seconds=${3:-570} begin=$SECONDS today=$(date +%F)
+mkdir -p "$output"
+python=${PYTHON:-python3} model=${MODEL:-/dev/shm/random_model} runs=${RUNS:-/tmp/beyond}
+if [[ -z ${PYTHON:-} && -x .venv/bin/python ]]; then python=.venv/bin/python; fi
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TQDM_DISABLE=1 HF_HUB_OFFLINE=1
+
+left() { echo $((seconds - (SECONDS - begin))); }
+within() { timeout --signal INT "$(left)" "$@"; }
+
+clips() {
+  local tiny=(--num_frames 5 --height 32 --width 32 --num_sampling_steps 4 --compile False --tail_steps 2) ways
+  IFS=';' read -ra ways <<< "${WAYS:-awm;recipe}"
+  within "$python" -m research.benchmarks.random_model --tiny --output "$model-tiny" > "$output/rehearsal.log" 2>&1
+  within "$python" -m research.benchmarks.clips --config configs/hunyuan15_1gpu_lora.yaml --pretrained_model_root "$model-tiny" \
+    --output "$output/rehearsal.md" "${tiny[@]}" --ways "${ways[@]}" >> "$output/rehearsal.log" 2>&1
+  [[ -d $model ]] || within "$python" -m research.benchmarks.random_model --output "$model"
+  within "$python" -m research.benchmarks.clips --config configs/hunyuan15_1gpu_lora.yaml --pretrained_model_root "$model" \
+    --prompt_cache "$model-prompts" --output "$output/$today-clips.md" \
+    --ways "${ways[@]}" > "$output/clips.log" 2>&1
+}
+
+embedded() {
+  local flags=(--config configs/tiny_gpu.yaml --device cuda --max_steps 24)
+  within "$python" -m research.benchmarks.embedded "${flags[@]}" --output "$output/$today-embedded.md" > "$output/embedded.log" 2>&1
+}
+
+decode() { within "$python" -m research.benchmarks.decode --output "$output/$today-decode.md"; }
+
+wan() {
+  within "$python" -m research.benchmarks.wan --rehearse --output "$output/rehearsal.md" > "$output/rehearsal.log" 2>&1
+  within "$python" -m research.benchmarks.wan --output "$output/$today-wan.md"
+}
+
+images() {
+  within "$python" -m research.benchmarks.image_to_video --rehearse --output "$output/rehearsal.md" > "$output/rehearsal.log" 2>&1
+  within "$python" -m research.benchmarks.image_to_video --output "$output/$today-image-to-video.md"
+}
+
+train() { # NAME FLAGS
+  local name=$1 flags=(--validation_interval 40 --log_interval 20 --save_interval 40 --keep_checkpoints 1)
+  flags+=(--use_moving_KL False --use_dual_kl False --holdout_reward shapes --report_to none --validation_videos 0)
+  flags+=(--device cuda --max_steps 1200 --output_dir "$runs/$name" --resume_from_checkpoint auto)
+  within "$python" post_train.py --config configs/tiny_gpu.yaml "${flags[@]}" "${@:2}" > "$output/$name.log" 2>&1 \
+    || echo "$name stopped: $(tail -n 1 "$output/$name.log")" # at the time limit, or by an error
+}
+
+share() { # the GPU between processes, each with one CPU thread
+  export OMP_NUM_THREADS=1 CUDA_MPS_PIPE_DIRECTORY=/tmp/mps CUDA_MPS_LOG_DIRECTORY=/tmp/mps
+  mkdir -p /tmp/mps
+  echo get_server_list | nvidia-cuda-mps-control &> /dev/null || nvidia-cuda-mps-control -d \
+    || echo "without MPS the runs take turns" >&2
+}
+
+beyond() {
+  share
+  train free-2e-4 --learning_rate 2e-4 --kl_weight 1e-12 &
+  train free-4e-4 --learning_rate 4e-4 --kl_weight 1e-12 &
+  train free-4e-4-again --learning_rate 4e-4 --kl_weight 1e-12 --seed 2 &
+  train kept-4e-4 --learning_rate 4e-4 --kl_weight 0.3 &
+  wait
+  (cd "$runs" && find . -name checkpoints -prune -o \( -name '*.json*' -o -name config.yaml \) -print) \
+    | tar czf "$output/beyond.tar.gz" -C "$runs" --files-from -
+}
+
+study() {
+  share
+  export TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 # as registered
+  local names name together budget commit=${COMMIT:-$(git rev-parse --short=12 HEAD)} # COMMIT where there is no repository
+  read -ra names <<< "${STUDIES:-rates}"
+  for name in "${names[@]}"; do
+    (($(left) > 120)) || break
+    budget=$(awk "BEGIN { print ($(left) - 50) / 60 }") # less two starts of Python and an archive
+    IFS=, read -ra together <<< "$name"
+    "$python" -m research.studies.second_edition --studies "${together[@]}" --jobs "${JOBS:-16}" --budget_minutes "$budget" \
+      --cut --commit "$commit" || echo "$name: exit code $?"
+    "$python" -m research.studies.second_edition --choose # what the next study needs
+  done
+  find research/studies/second research/studies/*.json -type f | tar czf "$output/second.tar.gz" --files-from -
+}
+
+"$part"

@@ -1,0 +1,88 @@
+"""Write a Wan 2.1 folder with random weights: the architecture of the 1.3 B model, or a tiny one for the CPU.
+
+Transformer (1.42 B parameters) and VAE are full size. The text encoder has the real widths but two layers, because it
+is used once per prompt and then leaves the device.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from diffusers import (
+    AutoencoderKLWan,
+    FlowMatchEulerDiscreteScheduler,
+    WanPipeline,
+    WanTransformer3DModel,
+)
+from torch import nn
+from transformers import T5TokenizerFast, UMT5Config, UMT5EncoderModel
+
+from research.benchmarks.random_model import Writer
+from sage_grpo.models.backbone import Sampling
+from sage_grpo.models.wan21.folder import SMALL
+
+TINY_SAMPLING = Sampling(
+    frames=9, height=32, width=32, fps=8, shift=3.0, guidance=5.0, num_steps=20
+)
+TINY_TRANSFORMER = {
+    "num_attention_heads": 4, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4, "text_dim": 24,
+    "freq_dim": 32, "ffn_dim": 80, "num_layers": 2, "rope_max_seq_len": 64,
+}  # fmt: skip
+TINY_VAE = {  # statistics far from 0 and 1, so that a missing or doubled normalization shows
+    "base_dim": 4, "z_dim": 4, "num_res_blocks": 1, "latents_mean": [0.5, -1.0, 0.1, 2.0],
+    "latents_std": [0.4, 2.0, 1.5, 0.7],
+}  # fmt: skip
+TINY_TEXT = {"d_model": 24, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 3}
+TEXT = {"d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 2, "num_heads": 64}
+
+
+def tokenizer_of(words: Sequence[str]) -> T5TokenizerFast:
+    """A tokenizer of these words, and of single letters for all others."""
+    pieces = list(dict.fromkeys(["<pad>", "</s>", "<unk>", "▁", *(f"▁{word}" for word in words)]))
+    letters = [chr(code) for code in range(33, 127) if chr(code) not in pieces]
+    scores = [0.0, 0.0, 0.0, -3.0, *[-1.0] * (len(pieces) - 4), *[-5.0] * len(letters)]
+    return T5TokenizerFast(vocab=list(zip([*pieces, *letters], scores, strict=True)), extra_ids=0)
+
+
+def parts_of(tiny: bool, tokens: int) -> dict[str, nn.Module]:
+    """Transformer, VAE and text encoder, on the current device."""
+    text = TINY_TEXT if tiny else TEXT
+    kinds = {
+        "feed_forward_proj": "gated-gelu",
+        "is_encoder_decoder": False,
+        "tie_word_embeddings": False,
+    }
+    return {
+        "transformer": WanTransformer3DModel(**(TINY_TRANSFORMER if tiny else SMALL)),
+        "vae": AutoencoderKLWan(**(TINY_VAE if tiny else {})),
+        "text_encoder": UMT5EncoderModel(UMT5Config(vocab_size=tokens, **text, **kinds)),
+    }
+
+
+def build_tiny_wan(seed: int, words: Sequence[str]) -> WanPipeline:
+    """The stock pipeline around untrained tiny components, in fp32."""
+    tokenizer = tokenizer_of(words)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        parts = {name: part.eval() for name, part in parts_of(True, len(tokenizer)).items()}
+        nn.init.normal_(parts["text_encoder"].shared.weight)
+        for parameter in parts[
+            "transformer"
+        ].parameters():  # no norm weight stays at 1, where a swap would not show
+            parameter.add_(0.05 * torch.randn(parameter.shape))
+    return WanPipeline(
+        **parts, tokenizer=tokenizer, scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0)
+    )
+
+
+def write_wan(folder: Path, tiny: bool, words: Sequence[str], writer: Writer) -> None:
+    """Begin to write a folder; it is complete when `writer` is finished and `model_index.json` is written."""
+    tokenizer = tokenizer_of(words)
+    tokenizer.save_pretrained(folder / "tokenizer")
+    with torch.device("meta"):
+        parts = parts_of(tiny, len(tokenizer))
+    for name, part in parts.items():
+        config = part.config.to_json_string() if name == "text_encoder" else part.to_json_string()
+        writer.model(folder / name, part, config)
+    if tiny:
+        TINY_SAMPLING.to_json(folder / "sampling.json")

@@ -1,0 +1,163 @@
+"""Draws what training far beyond the gain does: rewards and gold against the distance from the base model.
+
+    bash research/benchmarks/due.sh beyond OUTPUT                          four runs of 1,200 updates on one GPU
+    python -m research.studies.overoptimisation --distil RUN...            keeps their measurements in research/studies/beyond
+    python -m research.studies.overoptimisation                            draws docs/figures/overoptimisation.png from these
+
+As in the literature on overoptimisation of reward models (Gao et al., arXiv 2210.10760), the x axis is the square root
+of the KL to the base model, which all of these runs have as their anchor. Curves are means over three validations.
+Vertical lines show where the held-out reward of the first run was highest, and where a KL keeps a run.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+
+from research.studies import records
+from research.studies.questions import ROOT
+from sage_grpo.config.parse import yaml_mapping
+from sage_grpo.files.json_files import read_object
+from sage_grpo.intervals import interval
+from sage_grpo.runs.clips import read_validations
+from sage_grpo.runs.history import RunError, RunHistory, column, read_run
+from sage_grpo.tools.figure_style import BLUE, GREEN, GREY, ORANGE, STYLE
+
+KEPT, FIGURE = ROOT / "studies" / "beyond", ROOT / "docs" / "figures" / "overoptimisation.png"
+FLAGS = ("learning_rate", "kl_weight", "seed", "max_steps")
+PANELS = {
+    "reward": "learned reward, which is trained",
+    "holdout": "held-out reward",
+    "match": "gold match",
+    "distance": "gold distance to the manifold",
+}
+WIDTH = 3  # validations in a mean
+Record = dict[str, Any]
+
+
+def distil(folder: Path) -> Record:
+    """The validations of a run: iteration, distance from the base model, and each clip's measurements."""
+    run, clips = read_run(folder), read_validations(folder)
+    if len(run.validations) < WIDTH:
+        raise RunError(
+            f"{folder} has {len(run.validations)} validation(s); at least {WIDTH} make a curve"
+        )
+    steps = [line["step"] for line in run.validations]
+    found = {
+        "reward": lambda clip: clip.reward,
+        "holdout": lambda clip: clip.held_out,
+        "match": lambda clip: clip.values["gold/match"],
+        "distance": lambda clip: clip.values["gold/distance"],
+    }
+    values = {
+        name: [[round(of(clip), 4) for clip in clips[step]] for step in steps]
+        for name, of in found.items()
+    }
+    config = yaml_mapping(
+        (folder / "config.yaml").read_text(encoding="utf-8"), str(folder / "config.yaml")
+    )
+    flags = {name: config[name] for name in FLAGS}
+    return {
+        "flags": flags,
+        "step": steps,
+        "root_kl": [round(x, 4) for x in distances(run)],
+    } | values
+
+
+def distances(run: RunHistory) -> list[float]:
+    """Square root of the KL to the base model at each validation, from the iterations just before it."""
+    steps, values = column(run.train, "step"), column(run.train, "kl/anchor")
+    found = []
+    for step in column(run.validations, "step"):
+        before = values[(steps <= step) & (steps > 0.9 * step)]
+        found.append(float(np.sqrt(np.nanmean(before))) if len(before) and step else 0.0)
+    return found
+
+
+def smooth(values: Sequence[float]) -> np.ndarray:
+    """Means over WIDTH neighbors, fewer at the ends; the first value, the base model's, stays."""
+    found = [
+        np.mean(values[max(i - WIDTH // 2, 1) : i + WIDTH // 2 + 1]) for i in range(1, len(values))
+    ]
+    return np.array([values[0], *found])
+
+
+def changed(
+    record: Record, name: str, before: Sequence[int], after: Sequence[int]
+) -> tuple[float, float]:
+    """How a measurement changed between two sets of iterations, clip by clip: mean, and half of the 95 % interval."""
+    early, late = (
+        np.mean([record[name][record["step"].index(step)] for step in steps], axis=0)
+        for steps in (before, after)
+    )
+    found = interval((late - early).tolist())
+    return found.mean, found.half
+
+
+def keeps(record: Record) -> bool:
+    """Whether a KL holds the run back; one of a tiny weight only measures the distance."""
+    return record["flags"]["kl_weight"] > 1e-6
+
+
+def name_of(record: Record) -> str:
+    flags = record["flags"]
+    kl = f"KL weight {flags['kl_weight']:g}" if keeps(record) else "no KL"
+    return f"{kl}, learning rate {flags['learning_rate']:g}, seed {flags['seed']}"
+
+
+def draw(runs: Sequence[Record]) -> Figure:
+    figure = Figure(figsize=(10.5, 3.4), layout="constrained")
+    axes = figure.subplots(1, len(PANELS))
+    free = [record for record in runs if not keeps(record)]
+    kept = [record for record in runs if keeps(record)]
+    for ax, (key, title) in zip(axes, PANELS.items(), strict=True):
+        for record, color in zip([*free, *kept], (BLUE, ORANGE, GREY, GREEN), strict=False):
+            means = [float(np.mean(clips)) for clips in record[key]]
+            ax.plot(smooth(record["root_kl"]), smooth(means), color=color, marker="o", ms=2, lw=1,
+                    label=name_of(record))  # fmt: skip
+        for record, color in ((free[0], BLUE), *((record, GREEN) for record in kept)):
+            ax.axvline(stopped(record), color=color, lw=1, ls="--")
+        ax.set(title=title, xlabel="root of the KL to the base model")
+    figure.legend(
+        *axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8
+    )
+    return figure
+
+
+def stopped(record: Record) -> float:
+    """How far a run is from the base model: where its held-out reward is highest, or at its end if a KL keeps it."""
+    best = int(np.argmax([np.mean(clips) for clips in record["holdout"]]))
+    return record["root_kl"][-1 if keeps(record) else best]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--distil", nargs="+", type=Path, default=[], metavar="RUN", help="run folders to keep"
+    )
+    parser.add_argument("--records", type=Path, default=KEPT, help="folder of what is kept")
+    parser.add_argument("--output", type=Path, default=FIGURE)
+    args = parser.parse_args(arguments)
+    try:
+        args.records.mkdir(parents=True, exist_ok=True)
+        for run in args.distil:
+            records.write(args.records / f"{run.name}.json", distil(run))
+        found = [read_object(file) for file in sorted(args.records.glob("*.json"))]
+        if not found:
+            raise RunError(f"{args.records} has no records: --distil makes them")
+    except RunError as error:
+        sys.exit(f"overoptimisation.py: {error}")
+    with matplotlib.rc_context(fname=STYLE):
+        draw(found).savefig(args.output, dpi=120)
+    print(args.output)
+
+
+if __name__ == "__main__":
+    main()

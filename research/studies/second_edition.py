@@ -1,0 +1,485 @@
+"""The second edition of the studies: the paper's regime, and which method gives the most per unit of compute.
+
+    python -m research.studies.second_edition --page                                    writes research/studies/registration.md
+    python -m research.studies.second_edition --list                                    studies, runs, core-minutes
+    python -m research.studies.second_edition --studies rates --jobs 16 --budget_minutes 9
+    python -m research.studies.second_edition --choose                                  rates and KL weights, from the searches
+    python -m research.studies.second_edition --studies further_rates --jobs 16 --budget_minutes 9          then --choose again
+    python -m research.studies.second_edition --studies head_to_head --jobs 16 --budget_minutes 9
+    python -m research.studies.second_edition --summary                                 tables and figures: research/studies/results.md
+
+All other flags are those of research.studies.ablate. What is asked, measured and decided is registered before the runs:
+research/studies/registration.md is committed, and a test compares it with this file. Runs vary configs/tiny_gpu.yaml.
+
+A unit is one forward of one clip at full size. Every arm of a comparison gets the same number of units, so cheap
+rollouts get more updates. Learning rates and KL weights are searched with seeds that no result reports.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from research.studies import ablate, compute, kl_strategies, records
+from research.studies import page as results_page
+from research.studies.compute import DECODED, REWARDED, TRAINED, units
+from research.studies.questions import OFF, PUBLISHED, ROOT, SETTING_A, Flags, Study, StudyPlan
+from research.studies.result_tables import Arms, Table, arms_of
+from sage_grpo.config.fields import Config
+from sage_grpo.config.parse import from_values, yaml_mapping
+from sage_grpo.exit_codes import WRONG_INPUT
+from sage_grpo.files.json_files import write_json
+from sage_grpo.runs.history import as_float
+from sage_grpo.tools.figure_style import PALETTE
+from sage_grpo.tools.plan.planner import plan_of
+from sage_grpo.train.update import sampler_of
+
+RECIPE = ROOT / "configs" / "tiny_gpu.yaml"
+RESULTS, PAGE, CHOSEN, WEIGHTS, SUMMARY = (
+    ROOT / "studies" / name
+    for name in ("second", "registration.md", "rates.json", "kl_weights.json", "results.md")
+)
+RATES = (1e-4, 3e-4, 1e-3)
+FURTHER = {RATES[0]: 3e-5, RATES[-1]: 3e-3}  # tried where the best of these is at an end
+SEARCH = {"seeds": 1, "first_seed": 101}
+SEEDS = 8
+BUDGET = 40  # updates of the published method, whose units every arm of the head-to-head may use
+SHARED: dict[str, Any] = {
+    "num_sampling_steps": 10, "validation_num_inference_steps": 10, "sde_window": "all_but_last", "num_generations": 8,
+    "batch_size": 128, "prompts_per_forward": 8, "validation_videos": 0, "report_to": "none",
+}  # fmt: skip
+REPORTED = SHARED | {
+    "prompts_per_forward": 16
+}  # fewer, larger kernels; the searches were made before
+RAW = {"ema_decay": 0.0}
+RIVAL = {
+    "tail_steps": 5,
+    "timestep_fraction": 0.3,
+}  # rollouts of 5 steps of second order, 3 trained noise levels
+NFT, FIFTH = {"algorithm": "nft"} | RIVAL, {"kl_weight": 0.06}
+# max_steps by a count that left the anchor out of one iteration in ten, where nft runs it in all
+SLOW = {
+    "nft_decay": 0.95,
+    "nft_decay_growth": 1.0,
+    "max_steps": 92,
+    "validation_interval": 23,
+    "log_interval": 12,
+}
+CHEAP = {"same_init_noise": True, "tail_steps": 3}
+# of the other samplers, the eta whose noise has the sum of std^2 of sage at eta 0.7
+EQUAL_ENERGY = {"flow_grpo": 0.7498, "dance_grpo": 1.7656, "cps": 0.4927, "precise": 0.9226}
+METHODS: dict[str, Flags] = {
+    "published": PUBLISHED,
+    "sage, all but the last step": {},
+    "MixGRPO, sliding window of 4": {"sde_window": "slide_iteration:4"},
+    "2 steps per prompt": {"sde_window": "random:2"},
+    "1 step per prompt": {"sde_window": "random:1"},
+    "flash, 2 steps per prompt": {"sde_window": "random:2"} | CHEAP,
+    "flash, 1 step per prompt": {"sde_window": "random:1"} | CHEAP,
+    **{
+        name.partition("_")[0]: {"sde_type": name, "eta": eta} for name, eta in EQUAL_ENERGY.items()
+    },
+    "awm": {"algorithm": "awm"} | RIVAL,
+    "nft": NFT,
+    "nft, a fifth of the KL": NFT | FIFTH,
+    "nft, slow old policy": NFT | SLOW,
+    "nft, slow old policy, a fifth of the KL": NFT | SLOW | FIFTH,
+}
+CHECKED = (
+    "published",
+    compute.ALL_STEPS,
+    "MixGRPO, sliding window of 4",
+    "flash, 1 step per prompt",
+    "cps",
+    "awm",
+)
+GUIDED = {"guidance_scale": 2.0, "cuda_graphs": False}  # graphs take one branch alone
+PROMPTS = (1, 2, 4, 8, 16, 32)
+CLIPS = 5120  # of every arm of the study of batches
+
+
+def config_of(*flags: Flags) -> Config:
+    return from_values(
+        yaml_mapping(RECIPE.read_text(encoding="utf-8"), str(RECIPE)), SHARED, *flags
+    )
+
+
+def energy(config: Config) -> float:
+    """Noise that a rollout adds: the sum of std^2 over its exploring steps."""
+    plan = plan_of(
+        replace(config, pretrained_model_root=str(ROOT / config.pretrained_model_root)), 1
+    )
+    return float(sampler_of(plan.config).window(plan.windows.steps).std.square().sum())
+
+
+def lasting(steps: int) -> dict[str, int]:
+    """Flags for a run of this length: 8 points a curve, validated at the start, three times between and at the end."""
+    points = {"validation_interval": 4, "log_interval": 8}
+    return {"max_steps": steps} | {flag: math.ceil(steps / count) for flag, count in points.items()}
+
+
+def affordable(flags: Flags, budget: float) -> dict[str, Any]:
+    """The flags of an arm, with as many iterations as the budget pays for, in units."""
+    config = config_of(flags)
+    return {**lasting(max(1, round(budget / (units(config) * config.batch_size)))), **flags}
+
+
+def rated(arms: Mapping[str, Flags]) -> dict[str, Flags]:
+    """Each arm at each rate of the search."""
+    return {
+        f"{arm}, {rate:g}": {**flags, "learning_rate": rate}
+        for arm, flags in arms.items()
+        for rate in RATES
+    }
+
+
+def further(arms: Mapping[str, Flags]) -> dict[str, Flags]:
+    """The arms whose best rate so far is at an end of the range, at the rate beyond it."""
+    best = {
+        arm: best_of({rate: found[rate] for rate in RATES}) for arm, found in searched().items()
+    }
+    rates = {arm: FURTHER[best[arm]] for arm in arms if best.get(arm) in FURTHER}
+    return {f"{arm}, {rate:g}": {**arms[arm], "learning_rate": rate} for arm, rate in rates.items()}
+
+
+def searched() -> dict[str, dict[float, float]]:
+    """The last reward of each rate, of the arms for which all RATES were tried."""
+    found = json.loads(CHOSEN.read_text()) if CHOSEN.is_file() else {}
+    by_rate = {
+        arm: {float(rate): as_float(reward) for rate, reward in one.items()}
+        for arm, one in found.items()
+    }
+    return {arm: one for arm, one in by_rate.items() if set(RATES) <= set(one)}
+
+
+def best_of(rewards: Mapping[float, float]) -> float:
+    return max(rewards, key=lambda rate: -math.inf if math.isnan(rewards[rate]) else rewards[rate])
+
+
+def chosen(arm: str) -> dict[str, float]:
+    """The learning rate of an arm, once the search has been made."""
+    found = searched().get(arm, {})
+    beyond = FURTHER.get(best_of({rate: found[rate] for rate in RATES})) if found else None
+    return {"learning_rate": best_of(found)} if found and beyond in (None, *found) else {}
+
+
+def checked(arms: Mapping[str, Flags]) -> dict[str, Flags]:
+    """The arms with a validation for each point of a curve, and the published settings at a higher rate besides."""
+    often = {
+        arm: {**flags, "validation_interval": math.ceil(flags["max_steps"] / 8)}
+        for arm, flags in arms.items()
+    }
+    return often | {"published, 0.0003": {**often["published"], "learning_rate": 3e-4}}
+
+
+def kl_weights() -> dict[str, float]:
+    """The weight of each KL strategy, once the search has been made."""
+    return json.loads(WEIGHTS.read_text())["weights"] if WEIGHTS.is_file() else {}
+
+
+def batches() -> dict[str, Flags]:
+    """Arms with other numbers of prompts per update, of 8 clips each, and as many clips in all."""
+    flags = {
+        f"{count} prompt{'s' * (count > 1)} per update": {"batch_size": 8 * count}
+        for count in PROMPTS
+    }
+    return {arm: one | lasting(CLIPS // one["batch_size"]) for arm, one in flags.items()}
+
+
+def guided(budget: float) -> dict[str, Flags]:
+    """What the recipes do and both rivals, sampled with guidance; for the same units they have fewer updates."""
+    names = {"flash": "flash, 1 step per prompt", "awm": "awm", "nft": "nft"}
+    return {
+        f"{name}, guided": affordable({**METHODS[arm], **GUIDED}, budget)
+        for name, arm in names.items()
+    }
+
+
+def studies() -> dict[str, Study]:
+    """In the order in which they are run."""
+    published = config_of(PUBLISHED)
+    budget = BUDGET * units(published) * published.batch_size
+    equal = {arm: affordable(flags, budget) for arm, flags in METHODS.items()}
+    with_guidance = guided(budget)
+    without = {f"{arm}, unguided": {**equal[arm], **chosen(arm)} for arm in ("awm", "nft")}
+    claim = {"flags": REPORTED | lasting(60), "seeds": SEEDS}
+    return {
+        "rates": Study("At which learning rate is each method at its best?", rated(equal), flags=SHARED, **SEARCH),
+        "further_rates": Study("And beyond the ends of that range?", further(equal), flags=SHARED, **SEARCH),
+        "head_to_head": Study(
+            "Which method gives the most per unit of compute?",
+            {arm: {**flags, **chosen(arm)} for arm, flags in equal.items()}, flags=REPORTED, seeds=SEEDS,
+        ),
+        "raw_weights": Study(
+            "Is it the same without averaged weights, and how far do clips of a prompt still spread?",
+            checked({arm: {**equal[arm], **chosen(arm)} for arm in CHECKED}),
+            flags=REPORTED | RAW, seeds=4, first_seed=11, measured=("spread",),
+        ),
+        "batch_rates": Study(
+            "At which learning rate is each batch at its best?", rated(batches()), flags=SHARED | RAW, **SEARCH
+        ),
+        "further_batch_rates": Study(
+            "And beyond the ends of that range?", further(batches()), flags=SHARED | RAW, **SEARCH
+        ),
+        "batches": Study(
+            "How many prompts per update, at equal clips?",
+            {arm: {**flags, **chosen(arm)} for arm, flags in batches().items()},
+            flags=REPORTED | RAW, seeds=SEEDS,
+        ),
+        "guidance_rates": Study(
+            "At which learning rate is each guided method at its best?", rated(with_guidance), flags=SHARED | RAW,
+            **SEARCH,
+        ),
+        "further_guidance_rates": Study(
+            "And beyond the ends of that range?", further(with_guidance), flags=SHARED | RAW, **SEARCH
+        ),
+        "guidance": Study(
+            "With guidance, as large models are sampled, which method gives the most?",
+            {arm: {**flags, **chosen(arm)} for arm, flags in with_guidance.items()} | without,
+            flags=REPORTED | RAW, seeds=SEEDS, measured=("spread",),
+        ),
+        "equalizer": Study("What does the gradient equalizer change (Figure 3)?", {"on": {}, "off": OFF}, **claim),
+        "settings": Study("Setting A or B (Table 2)?", {"B": {}, "A": SETTING_A}, **claim),
+        kl_strategies.SEARCH: Study(
+            "At which weight does a KL strategy halve the KL to the base model that training without a KL reaches?",
+            kl_strategies.searched(), flags=SHARED | kl_strategies.FLAGS, measured=("path_kl",), **SEARCH,
+        ),
+        kl_strategies.COMPARED: Study(
+            "Which KL strategy, at equal KL to the base model (Figure 8)?",
+            kl_strategies.compared(kl_weights()), flags=REPORTED | kl_strategies.FLAGS, seeds=SEEDS,
+            measured=("path_kl",),
+        ),
+    }  # fmt: skip
+
+
+def page() -> str:
+    """What is registered: every study with its arms, their length and their units."""
+    lines = [REGISTERED]
+    for name, study in studies().items():
+        lines += [f"## {name}", "", study.question, ""]
+        if name.endswith("rates"):
+            arms = (
+                "each at every rate"
+                if name in SEARCHES
+                else "where the best rate is at an end, at the one beyond"
+            )
+            lines += [f"Arms: those of the study below, {arms}, seed {study.first_seed}.", ""]
+            continue
+        last = study.first_seed + study.seeds - 1
+        seeds = f"Seeds {study.first_seed} to {last}." if study.seeds > 1 else f"Seed {last}."
+        lines += [seeds, "", "| arm | flags | iterations | units |", "|---|---|---|---|"]
+        for arm, flags in study.arms.items():
+            config = config_of(study.flags, flags)
+            total = units(config) * config.batch_size * config.max_steps
+            own = [
+                f"{flag} {value}"
+                for flag, value in flags.items()
+                if not found_by_search(name, flag, value)
+            ]
+            lines.append(
+                f"| {arm} | {', '.join(own) or 'the recipe'} | {config.max_steps} | {total / 1e3:.0f},000 |"
+            )
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def found_by_search(study: str, flag: str, value: object) -> bool:
+    """Whether the page leaves a flag out: it is told apart, or a search finds it, and the page is written before."""
+    return flag in LEFT_OUT or (
+        study == kl_strategies.COMPARED and flag == "kl_weight" and value != 0
+    )
+
+
+SEARCHES = ("rates", "batch_rates", "guidance_rates")
+LEFT_OUT = ("max_steps", "validation_interval", "log_interval", "learning_rate")
+SETTINGS = ", ".join(f"`{name} {value}`" for name, value in SHARED.items())
+REGISTERED = f"""# Registration of the second edition
+
+`python -m research.studies.second_edition --page` writes this page, which is committed before the first run.
+
+**Runs** vary `configs/tiny_gpu.yaml` with {SETTINGS}.
+Unless an arm says otherwise, an update has 16 prompts x 8 clips. Runs that are reported join 16 prompts per forward,
+which changes no more than rounding. The reward is the one that learned from pairs; held-out prompts are sampled by the
+ODE.
+
+**Measures**, per seed, of the last validation less the first: total reward (what is trained), gold match (what is
+wanted), distance to the manifold. Besides, the variety of the clips of a prompt at the end of training over that at its
+start (`signal/variety`).
+
+**Units.** A forward of one clip is 1, a forward and backward {TRAINED}, a decode {DECODED}, a reward {REWARDED}, as
+measured at full size. Every arm of the head-to-head gets what {BUDGET} updates of the published method cost.
+
+**Learning rates.** Each arm is run at {", ".join(f"{rate:g}" for rate in RATES)} with seed {SEARCH["first_seed"]},
+which no result reports. The rate with the highest last reward is taken, collapsed runs last. If that is the first or
+the last of these, the arm is also run at the rate beyond, {" or ".join(f"{rate:g}" for rate in FURTHER.values())}.
+The paper's claims use the recipe's rate for all arms.
+
+**Added after the first 39 runs of `rates`**, before any run that is reported: the rates beyond, because the best was at
+an end for six arms; and nft with a fifth of the KL. At the old policy, nft's gradient is that of awm times
+sigma / (5 mean |v - target|), so that the same KL weighs about five times as much beside it.
+
+**Added after the first 112 runs of `head_to_head`**, before any run of the new arms: nft with the old policy of its
+paper, whose decay grows by 0.001 an update up to 0.5. The arms that were called nft until then sampled with the average
+by which all arms are validated, of decay 0.95. Then the old policy lags by some 20 updates, and the reward was the same
+at all learning rates of the search, as if the lag set the pace. They are reported as *slow old policy*.
+
+**Decisions.** Arms are compared with the first of their study, by pairs of seeds. A difference is one if the 95 %
+interval of its mean over the 8 pairs excludes 0 and its p-value, corrected by Holm over the arms of the study, is below
+0.05; all else is undecided. A collapsed run (research/studies/records.py) has no last validation, and is counted. A method wins
+the head-to-head if it beats the published one in gold match, and none that also does has a higher match by the same
+rule. If a rival (awm, nft) wins, it is named the winner, and the recipes say when to take it.
+
+**Raw weights**, registered together with nft's new arms. Validations sample weights that are averaged with a decay of
+0.95, which lag by some 20 updates: half of the published method's 40, a ninth of the 185 of flash with one step. That
+favors methods with many updates, and the head-to-head has no validation before a quarter of the units. So six methods,
+and the published one at a learning rate of 0.0003, where one seed had more match and less reward, are run again with
+four new seeds, without averaging and with a validation at each eighth. A finding of the head-to-head is confirmed if
+the difference has the same sign and is decided by the same rule. The study of batches, of which nothing had been run,
+does not average either: its largest batch has 20 updates.
+
+**Guidance**, registered after most of the studies above had been run. Large models are sampled with guidance. awm and
+nft train the model's own velocity all the same, and their authors sample without guidance, in training and afterwards.
+So flash with one step, awm and nft are run at guidance {GUIDED["guidance_scale"]:g}, at which the base model has a
+match of 0.73 (0.34 without), and awm and nft without guidance, at the rates of the head-to-head. The units are those of
+the head-to-head; a guided forward counts as two. No averaging; each arm is validated as it samples. Compared are the
+last validations themselves, because arms with and without guidance do not start alike. By the rate of the runs before,
+this takes 10 minutes, and what is left of the other studies 9.
+
+**Diversity.** A reward says nothing about what no prompt names. So at the end of the runs with raw weights or guidance,
+16 prompts that leave size, speed and background open are sampled 8 times each from the base model and from the last
+weights, with the same noise, and the oracle reads the clips (research/studies/spread.py). Measures: the share of pairs of clips
+of a prompt that differ in an open attribute, and the standard deviation of where the object starts; both also over the
+pairs in which both clips match their prompt. A method narrows a spread if the 95 % interval of its difference from the
+base model over the seeds is below 0, and its p-value, corrected by Holm over the methods, is below 0.05.
+
+**Units to a reward.** The level is the reward of the base model and {compute.SHARE:.0%} of what *{compute.ALL_STEPS}*
+gained at its best rate in the search. For each run of the head-to-head, the units until held-out prompts have it,
+linearly between validations, over those of that arm with the same seed. Runs that never reach it count with all their
+units; seeds in which that arm never does leave the pairs. An arm is cheaper or costlier by the rule above, on
+logarithms. The target is a third.
+
+**Budget.** The 39 runs of `rates` took 12 minutes on an H200 that four other runs shared; 17 processes fill it. By
+that, `head_to_head` takes 24 minutes, `batch_rates` and `batches` 15, `equalizer` and `settings` 7, `kl_strategies` 5;
+perhaps a fifth less, since validations now join prompts. (The 112 runs took 23 minutes; by that, nft's new arms take 5
+and `raw_weights` 7.) Runs are kept one by one. Matrix products are in TF32
+(`TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1`), in rollout and training alike.
+
+{kl_strategies.REGISTERED}"""
+
+
+def choose(results: Path) -> dict[str, dict[str, float | None]]:
+    """The last reward of each arm at each rate that was tried; None if the run collapsed."""
+    found: dict[str, dict[str, float | None]] = {}
+    for study in (*SEARCHES, *(f"further_{name}" for name in SEARCHES)):
+        for file in sorted(results.glob(f"{study}-*.json")):
+            record = records.read(file)
+            arm, rate = record["arm"].rpartition(", ")[0], f"{record['config']['learning_rate']:g}"
+            found.setdefault(arm, {})[rate] = (
+                None if record["collapsed"] else record["validation"]["reward/total"][-1]
+            )
+    return found
+
+
+def summary(results: Path, page: Path) -> int:
+    """Write tables and figures of the results."""
+    where = ["--recipe", str(RECIPE), "--results", str(results), "--page", str(page)]
+    asked = studies()
+    guidance = dict(zip(asked["guidance"].arms, PALETTE, strict=False))
+    figures = {
+        "head_to_head": ((1, 3), compute.draw_compute, compute.COLORS),
+        "batches": ((1, 3), compute.draw_batches, {}),
+        "guidance": ((1, 3), partial(compute.draw_compute, colors=guidance), guidance),
+    }
+    return results_page.main(where, asked, figures, more_tables())
+
+
+def more_tables() -> dict[str, Table]:
+    """Tables of the page besides those that every study has."""
+    asked = studies()
+    plan = StudyPlan(recipe=RECIPE, studies=asked)
+
+    def compared(found: Mapping[str, records.Record], name: str = "head_to_head") -> Arms:
+        return arms_of(plan, name, asked[name], found)
+
+    def decision(_: Arms, found: Mapping[str, records.Record], name: str = "head_to_head") -> str:
+        return compute.decision_table(compared(found, name), found)
+
+    def spread(_: Arms, found: Mapping[str, records.Record], name: str = "raw_weights") -> str:
+        return compute.spread_table(compared(found, name))
+
+    def samplers(_: Arms, found: Mapping[str, records.Record]) -> str:
+        names = (compute.ALL_STEPS, *(name.partition("_")[0] for name in EQUAL_ENERGY))
+        return compute.sampler_table({name: compared(found)[name] for name in names})
+
+    def searched_rates(_: Arms, found: Mapping[str, records.Record], name: str) -> str:
+        return compute.search_table(found, (name, f"further_{name}"))
+
+    searches = {f"searched_{name}": partial(searched_rates, name=name) for name in SEARCHES}
+    costs = dict.fromkeys(("head_to_head", "raw_weights"), compute.cost_table)
+    own = {"decision": decision, "samplers": samplers, "spread": spread}
+    own |= {
+        "raw_decision": partial(decision, name="raw_weights"),
+        "guided_spread": partial(spread, name="guidance"),
+    }
+    return costs | own | searches
+
+
+def unready(names: Collection[str]) -> str:
+    """Which search one of these studies waits for, in one sentence; empty if they can run."""
+    if kl_strategies.COMPARED in names and (left := kl_strategies.missing(kl_weights())):
+        remedy = f"run --studies {kl_strategies.SEARCH} to its end, then --choose"
+        return f"{kl_strategies.COMPARED} has no weight for {left[0]}: {remedy}"
+    searched_by = {"head_to_head": (METHODS, "rates"), "raw_weights": (CHECKED, "rates")}
+    searched_by |= {
+        "batches": (batches(), "batch_rates"),
+        "guidance": (guided(1.0), "guidance_rates"),
+    }
+    for study, (arms, search) in searched_by.items():
+        if study in names and (without := [arm for arm in arms if not chosen(arm)]):
+            missing = search if without[0] not in searched() else f"further_{search}"
+            return f"{study} has no learning rate for {without[0]}: run --studies {missing} to its end, then --choose"
+    return ""
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = ablate.new_parser(__doc__)
+    parser.add_argument(
+        "--page", action="store_true", help="write research/studies/registration.md"
+    )
+    parser.add_argument(
+        "--choose", action="store_true", help="take learning rates and KL weights from the searches"
+    )
+    parser.add_argument(
+        "--summary",
+        action="store_true",
+        help="write tables and figures: research/studies/results.md",
+    )
+    options = parser.parse_args(arguments)
+    if options.page:
+        PAGE.write_text(page(), encoding="utf-8")
+        return 0
+    if options.choose:
+        write_json(CHOSEN, choose(RESULTS))
+        write_json(WEIGHTS, kl_strategies.choose(RESULTS))
+        return 0
+    if options.summary:
+        return summary(RESULTS, SUMMARY)
+    if not options.list and (problem := unready(options.studies or studies())):
+        print(f"second_edition.py: {problem}", file=sys.stderr)
+        return WRONG_INPUT
+    places = {"--recipe": RECIPE, "--results": RESULTS, "--work": ROOT / "outputs" / "second"}
+    words = [
+        word
+        for flag, value in places.items()
+        if flag not in arguments
+        for word in (flag, str(value))
+    ]
+    return ablate.main([*arguments, *words], studies())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,116 @@
+"""Pairs of clips with a prompt and what an annotator says about them: which is better in VQ, MQ and TA, or a tie.
+
+An annotator sees each difference with an error, and calls a small one a tie. `learn.py` fits the reward to these labels
+with the loss of VideoAlign: Bradley-Terry with ties.
+
+Shapes: P pairs, N clips of the pool.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from research.tiny.videoreward.pool import Pool
+from sage_grpo.worlds.shapes.scenes import ATTRIBUTES, OPTIONAL, sentence
+
+SCORES = ("VQ", "MQ", "TA")
+# of the annotators, for each score: standard deviation of their error, and the difference below which they see a tie
+ERROR = (0.4, 0.4, 0.2)
+TIE = (0.2, 0.2, 0.1)
+KEPT = 0.8  # share of the optional attributes that a prompt names
+CHANCES = (
+    0.4,
+    0.3,
+    0.3,
+)  # that a word of the prompt is taken from the first clip, the second, or at random
+TIES = 5.0  # how likely the model of the labels makes a tie of two equal clips
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """P comparisons."""
+
+    clips: Tensor  # (P,2) indices into the pool
+    prompts: list[str]
+    truth: Tensor  # (P,3) first minus second, without the annotator's error
+    labels: Tensor  # (P,3) 1: the first is better; -1: the second; 0: a tie
+
+
+def draw_pairs(pool: Pool, count: int, seed: int) -> Pairs:
+    """Random pairs: half of them any two clips of the pool, half two of one source, which are harder to tell apart."""
+    generator = torch.Generator().manual_seed(seed)
+    attributes, source = pool.attributes.cpu(), pool.source.cpu()
+    first = torch.randint(len(source), (count,), generator=generator)
+    second = torch.randint(len(source), (count,), generator=generator)
+    for kind in source.unique():  # sources are contiguous, but of different lengths
+        members = (source == kind).nonzero()[:, 0]
+        alike = (
+            (source[first] == kind) & (torch.rand(count, generator=generator) < 0.5)
+        ).nonzero()[:, 0]
+        second[alike] = members[torch.randint(len(members), (len(alike),), generator=generator)]
+    clips = torch.stack([first, second], 1)
+    named = _prompts(attributes[clips], generator)
+    right = (attributes[clips] == named[:, None]).double() * (named >= 0)[:, None]
+    alignment = right.sum(-1) / (named >= 0).sum(-1, keepdim=True)
+    scores = torch.stack(
+        [pool.VQ.cpu()[clips], pool.MQ.cpu()[clips], alignment.float()], -1
+    )  # (P,2,3)
+    truth = scores[:, 0] - scores[:, 1]
+    seen = truth + torch.tensor(ERROR) * torch.randn(truth.shape, generator=generator)
+    labels = seen.sign() * (seen.abs() > torch.tensor(TIE))
+    return Pairs(clips, [_text(row) for row in named.tolist()], truth, labels)
+
+
+def _prompts(attributes: Tensor, generator: torch.Generator) -> Tensor:
+    """The classes that each pair's prompt names, (P,6), -1 for none; attributes: (P,2,6) of its clips."""
+    count = len(attributes)
+    anything = torch.stack(
+        [torch.randint(len(words), (count,), generator=generator) for words in ATTRIBUTES.values()],
+        1,
+    )
+    choices = torch.cat([attributes, anything[:, None]], 1)  # (P,3,6)
+    chances = torch.tensor(CHANCES).expand(count * len(ATTRIBUTES), -1)
+    chosen = torch.multinomial(chances, 1, generator=generator).view(count, 1, -1)
+    return _drop(choices.gather(1, chosen)[:, 0], generator)
+
+
+def captions_of(pool: Pool, seed: int) -> list[str]:
+    """What each clip shows, with some of the optional attributes left out."""
+    generator = torch.Generator().manual_seed(seed)
+    named = _drop(pool.attributes.cpu().clone(), generator)
+    return [_text(row) for row in named.tolist()]
+
+
+def _drop(named: Tensor, generator: torch.Generator) -> Tensor:
+    """Leave out some of the optional attributes, in place."""
+    for column, name in enumerate(ATTRIBUTES):
+        if name in OPTIONAL:
+            named[torch.rand(len(named), generator=generator) > KEPT, column] = -1
+    return named
+
+
+def _text(classes: Sequence[int]) -> str:
+    return sentence(
+        {
+            n: words[i] if i >= 0 else ""
+            for (n, words), i in zip(ATTRIBUTES.items(), classes, strict=True)
+        }
+    )
+
+
+def label_losses(difference: Tensor, labels: Tensor) -> Tensor:
+    """Minus the log-probability of each label under Bradley-Terry with ties (Rao and Kupper), for scores that differ by
+    `difference`: P(first) = 1 / (1 + TIES exp(-difference)), and a tie is what is left."""
+    first, second = F.softplus(math.log(TIES) - difference), F.softplus(math.log(TIES) + difference)
+    tie = first + second - math.log(TIES**2 - 1)
+    return torch.where(labels > 0, first, torch.where(labels < 0, second, tie))
+
+
+def accuracy(difference: Tensor, truth: Tensor, least: float = 0.0) -> float:
+    """Share of the pairs, among those that truly differ by more than `least`, which the scores order rightly."""
+    clear = truth.abs() > least
+    return (difference.sign() == truth.sign())[clear].double().mean().item()

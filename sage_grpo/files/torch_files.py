@@ -1,0 +1,47 @@
+"""Converts weights published only as torch files to safetensors, once.
+
+Only tensors are read from a torch file (`weights_only=True`); code is rejected. The new file is next to the old one
+and stores its SHA-256, so that it is rewritten only if the old one changed.
+"""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from sage_grpo.files.manifest import file_sha256
+from sage_grpo.files.tensor_files import TensorFile, write_file
+
+
+def read_tensors(source: Path) -> Any:
+    """Contents of a torch file: tensors, and plain containers of them."""
+    try:
+        return torch.load(source, map_location="cpu", weights_only=True)
+    except Exception as error:  # damaged bytes can raise anything
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"{source} is damaged or holds more than tensors ({reason}); download it again."
+        ) from error
+
+
+def convert(source: Path, tensors_of: Callable[[Any], dict[str, Tensor]] = dict) -> str:
+    """Write `source` as safetensors unless already done; returns which. `tensors_of` selects and names the tensors."""
+    target, sha256 = source.with_suffix(".safetensors"), file_sha256(source)
+    if target.is_file():
+        with safe_open(target, "pt") as file:
+            if (file.metadata() or {}).get("source_sha256") == sha256:
+                return f"{target} is up to date"
+    tensors = tensors_of(read_tensors(source))
+    if not tensors:
+        raise ValueError(f"{source} holds none of the expected tensors; download it again.")
+    draft, about = (
+        target.with_suffix(".tmp"),
+        {"format": "pt", "source": source.name, "source_sha256": sha256},
+    )
+    write_file(draft, TensorFile(tensors, about))
+    os.replace(draft, target)
+    return f"wrote {target}, {len(tensors)} tensors, from {source.name} with sha256 {sha256}"

@@ -1,0 +1,18 @@
+"""Rewards that a command line can name; those beyond VideoAlign are in sage_grpo/rewards/.
+
+To add one, write a file like `sage_grpo/rewards/ocr.py` and add a row (docs/extending.md).
+"""
+
+REWARDS = {
+    "videoalign": "sage_grpo.rewards.videoalign.reward:build",
+    "clipscore": "sage_grpo.rewards.clip:ClipScore",
+    "pickscore": "sage_grpo.rewards.clip:PickScore",
+    "ocr": "sage_grpo.rewards.ocr:OcrReward",
+    "first_frame": "sage_grpo.rewards.first_frame:FirstFrame",
+    "motion": "sage_grpo.rewards.first_frame:Motion",
+    "judge": "sage_grpo.rewards.judge:Judge",
+    "remote": "sage_grpo.rewards.remote:RemoteReward",
+    "shapes": "sage_grpo.worlds.shapes.reward:build",
+}
+ALIASES = {"videoalign_local": "videoalign"}
+DEFAULT = "videoalign"  # for real-world models

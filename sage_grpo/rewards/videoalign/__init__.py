@@ -1,0 +1,1 @@
+"""VideoAlign, the reward that was learned from people's comparisons of clips."""

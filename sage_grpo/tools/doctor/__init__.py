@@ -1,0 +1,1 @@
+"""Checks a configuration before it costs GPU hours."""

@@ -1,0 +1,1 @@
+"""Estimates a run's memory, time and checkpoints before it starts."""

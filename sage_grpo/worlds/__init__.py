@@ -1,0 +1,1 @@
+"""Worlds whose data manifold is known exactly."""

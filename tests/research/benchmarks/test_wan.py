@@ -1,0 +1,51 @@
+"""The Wan benchmark at CPU size: both parts leave their numbers, ours and stock agree, and the first ratio is 1."""
+
+import functools
+import re
+
+import pytest
+import torch
+
+from research.benchmarks import wan as script
+from sage_grpo.train import trainer as training
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of the compiler, about itself
+
+
+def test_both_parts_are_measured_and_ours_agrees_with_stock(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        torch, "compile", functools.partial(torch.compile, backend="eager")
+    )  # no C++ needed
+    monkeypatch.setattr(
+        "research.benchmarks.grpo.training.Stopwatch", type("Watch", (training.Stopwatch,), {})
+    )
+    page = tmp_path / "page.md"
+    with pytest.raises(SystemExit) as end:
+        script.main(["--rehearse", "--output", str(page), "--scratch", str(tmp_path / "scratch")])
+    text = page.read_text()
+    assert not end.value.code, text
+    rows = (
+        "forward, stock",
+        "forward, ours, compiled",
+        "LoRA step, stock, checkpointed",
+        "LoRA step, ours, compiled",
+    )
+    assert all(f"| {name} |" in text for name in rows)
+    apart = [float(number) for number in re.findall(r"velocity (\S+) apart", text)]
+    assert len(apart) == 2 and max(apart) < 1e-5
+    assert re.findall(r"rollout to training (\S+)", text) == ["0"] * 2
+    assert "first ratio from 1: 0." in text and all(
+        f"| {phase} |" in text for phase in script.PHASES
+    )
+
+
+def test_a_part_that_fails_leaves_the_other(tmp_path, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("out of cheese")
+
+    monkeypatch.setattr(script, "iteration", fail)
+    monkeypatch.setattr(script, "transformer_rows", lambda _: {"rows": [], "facts": ["a fact"]})
+    page = tmp_path / "page.md"
+    with pytest.raises(SystemExit, match="failed: grpo"):
+        script.main(["--rehearse", "--output", str(page), "--scratch", str(tmp_path / "scratch")])
+    assert "- a fact" in page.read_text() and "out of cheese" in page.read_text()

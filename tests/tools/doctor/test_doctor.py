@@ -1,0 +1,492 @@
+"""The doctor on the embedded model: no problems, and then everything it checks is really broken once."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import post_train
+from sage_grpo.algo.sde import SDES, build_schedule, euler_maruyama, flow_sigmas
+from sage_grpo.config.parse import parse
+from sage_grpo.models.hunyuan15.backbone import Hunyuan15
+from sage_grpo.rewards.registry import REWARDS
+from sage_grpo.tools.doctor import __main__ as doctor
+from sage_grpo.tools.doctor.machine import memory_finding
+from sage_grpo.tools.plan.planner import plan_of
+from sage_grpo.train import build
+from sage_grpo.worlds.shapes.reward import ShapesReward
+from tests.programs import exit_code
+
+TINY = Path(__file__).parents[3] / "assets" / "tiny"
+PROMPTS = 'a red circle moving left\na large green letter "T" moving up slowly\na blue square moving down\n'
+LIGHT = {
+    "pretrained_model_root": TINY, "num_sampling_steps": 2, "batch_size": 2, "num_generations": 2, "guidance_scale": 1,
+    "enable_gradient_checkpointing": False, "reward_model": "shapes",
+}  # fmt: skip
+
+
+class Doctor:
+    """Calls the program with a light configuration and keeps what it said."""
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture) -> None:
+        self.folder, self.capsys, self.output = folder, capsys, folder / "doctor"
+        self.train, self.held_out = folder / "train.txt", folder / "held_out.txt"
+        self.train.write_text(PROMPTS)
+        self.held_out.write_text("a cyan circle moving right\n")
+
+    def arguments(self, **flags: object) -> list[str]:
+        values = LIGHT | {"train_prompts": self.train, "validation_prompts": self.held_out}
+        values |= {"output_dir": self.folder / "run"} | flags
+        return [str(word) for name, value in values.items() for word in (f"--{name}", value)]
+
+    def __call__(self, *own: str, **flags: object) -> int:
+        code = exit_code(
+            doctor.main, [*self.arguments(**flags), "--output", str(self.output), *own]
+        )
+        captured = self.capsys.readouterr()
+        self.text, self.errors = " ".join(captured.out.split()), captured.err
+        return code
+
+    @property
+    def record(self) -> dict:
+        return json.loads((self.output / "doctor.json").read_text())
+
+    def findings(self, check: str) -> list[dict]:
+        return [finding for finding in self.record["findings"] if finding["check"] == check]
+
+    def wrong(self) -> list[str]:
+        return [
+            finding["check"] for finding in self.record["findings"] if finding["mark"] == "WRONG"
+        ]
+
+
+@pytest.fixture
+def run_doctor(tmp_path, capsys):
+    return Doctor(tmp_path, capsys)
+
+
+def test_all_is_well(run_doctor):
+    assert run_doctor("--prompts", "2", "--clips", "2", eta=0.3, reward_model="videoalign") == 0
+    assert "All is well" in run_doctor.text and not run_doctor.wrong()
+    assert not (run_doctor.folder / "run").exists()
+    checks = {
+        finding["check"] for finding in run_doctor.record["findings"] if finding["mark"] == "ok"
+    }
+    assert checks >= {
+        "config",
+        "batch",
+        "layout",
+        "prompts",
+        "vae",
+        "reward",
+        "noise 0",
+        "ratio",
+        "gradients",
+        "balance",
+        "samplers",
+    }
+    assert (
+        "2 videos per iteration: prompts x group = 1 x 2, ranks x micro-batches x clips = 1 x 1 x 2"
+        in run_doctor.text
+        and "1 prompt(s) per update" in run_doctor.text
+    )
+    assert run_doctor.findings("ratio")[0]["numbers"]["deviation"] == 0
+    assert (
+        run_doctor.findings("reward")[0]["numbers"]["wrong"] == []
+        and "3 clips total VQ MQ TA good" in run_doctor.text
+    )
+    check_comparison(run_doctor)
+
+
+def check_comparison(run_doctor: Doctor) -> None:
+    rows = run_doctor.findings("samplers")[0]["numbers"]["rows"]
+    assert next(iter(rows)) == "ode" and set(rows) == set(SDES)
+    assert (run_doctor.output / "samplers.png").is_file()
+    for name, row in rows.items():
+        std = build_schedule(name, flow_sigmas(2, 3.0), 0.3).std
+        assert row["noise"] == pytest.approx(std.square().sum().item(), rel=1e-5)
+        assert row["failed"] == 0 and row["spread"] > 0 and row["reward +-"] > 0
+        assert row["reward"] == pytest.approx(0.5 * row["VQ"] + 0.5 * row["MQ"] + row["TA"])
+        assert row["vs ode"] == pytest.approx(row["reward"] - rows["ode"]["reward"])
+    assert rows["ode"]["noise"] == 0 and rows["precise"]["vs ode"] != 0
+    assert "* sage_grpo" in run_doctor.text and "prompt_distance" in run_doctor.text
+
+
+def test_lossy_steps_are_compared_with_exact_ones(run_doctor):
+    flags = {"num_sampling_steps": 4, "sde_window": "random:1", "outside_window": "fp8"}
+    run_doctor("--prompts", "2", "--clips", "2", **flags)
+    (found,) = run_doctor.findings("lossy steps")
+    assert 0 < found["numbers"]["pixels"] < 30 and found["numbers"]["change"] != 0
+    assert "exact" in run_doctor.findings("samplers")[0]["numbers"]["rows"]
+    assert run_doctor.findings("ratio")[0]["numbers"]["deviation"] == 0
+
+
+@pytest.mark.parametrize("algorithm", ["awm", "nft"])
+def test_an_algorithm_without_an_sde_is_judged_by_its_own_clips(run_doctor, algorithm):
+    """It samples with guidance, outside any window, and trains without."""
+    flags = {
+        "algorithm": algorithm,
+        "guidance_scale": 2,
+        "outside_window": "fp8",
+        "timestep_fraction": 0.5,
+    }
+    run_doctor("--prompts", "2", "--clips", "2", **flags)
+    assert run_doctor.findings("ratio")[0]["mark"] == "ok" and not run_doctor.findings("balance")
+    assert f"{algorithm} injects none" in run_doctor.text and f"* {algorithm}" in run_doctor.text
+    assert [one["mark"] for one in run_doctor.findings("noise")] == ["ok"]
+    rows = run_doctor.findings("samplers")[0]["numbers"]["rows"]
+    assert rows[algorithm]["noise"] == 0 and rows[algorithm]["spread"] > 0
+    assert run_doctor.findings("lossy steps")[0]["numbers"]["pixels"] > 0
+
+
+def test_a_resumed_policy_that_lags_is_no_wrong_arithmetic(run_doctor):
+    flags = {"algorithm": "nft", "nft_decay_growth": 0.5, "learning_rate": 1e-3}
+    more = {"max_steps": 2, "validation_interval": 0, "report_to": "none"}
+    assert post_train.main(run_doctor.arguments(**flags, **more)) == 0
+    assert run_doctor("--skip_ab", resume_from_checkpoint="auto", **flags, **more) == 0
+    assert run_doctor.findings("ratio")[0]["mark"] == "ok"
+
+
+def test_balance_is_the_gradient_of_each_step(run_doctor):
+    assert run_doctor("--skip_ab", num_sampling_steps=3, use_grad_balancing=False) == 0
+    rows = run_doctor.findings("balance")[0]["numbers"]["rows"]
+    assert [row[0] for row in rows] == [0, 1, 2]
+    for _, _, _, expected, gradient, scale, equalized in rows:
+        assert scale == pytest.approx(rows[1][3] / expected, rel=1e-4)
+        assert equalized == pytest.approx(gradient * scale)
+    assert rows[2][4] > 3 * rows[0][4]  # late steps push harder, which is what the equalizer is for
+
+
+def test_adapters_wait_for_their_second_half(run_doctor):
+    assert run_doctor("--skip_ab", use_lora=True, sde_window="all_but_last") == 0
+    assert "30 of 60 trained tensors" in run_doctor.text
+    assert "30 lora_A wait for their lora_B, which starts at 0" in run_doctor.text
+
+
+def test_ranks_are_planned_not_started(run_doctor):
+    assert (
+        run_doctor("--skip_ab", "--ranks", "8", num_generations=4, sde_type="precise", eta=1.0) == 0
+    )
+    assert (
+        "16 videos per iteration: prompts x group = 4 x 4, ranks x micro-batches x clips = 8 x 1 x 2"
+        in run_doctor.text
+    )
+    assert "at no step more than the noise level" in run_doctor.text
+
+
+def test_what_is_no_error_is_noted(run_doctor):
+    old = run_doctor.folder / "run" / "metrics.jsonl"
+    old.parent.mkdir()
+    old.write_text("{}\n")
+    run_doctor.held_out.write_text("a red circle moving left\n")
+    run_doctor.train.write_text(PROMPTS + "a red circle moving left\n")
+    assert run_doctor("--skip_ab", "--ranks", "1", eta=1.0, gpus=2) == 0
+    assert "already holds a run" in run_doctor.text
+    assert (
+        "it is meant for 2 rank(s) and there are 1: an iteration has 2 clips instead of 4"
+        in run_doctor.text
+    )
+    assert list(old.parent.iterdir()) == [old] and old.read_text() == "{}\n"
+    assert "1 of the training prompts repeat another one" in run_doctor.text
+    assert "1 of the held-out prompts are trained on" in run_doctor.text
+    assert "more than the noise level 0.75 that it leads to" in run_doctor.text
+
+
+def expect_wrong(run_doctor: Doctor, check: str, *texts: str, **flags: object) -> None:
+    """Only this check complains."""
+    assert run_doctor("--prompts", "1", "--clips", "2", **flags) == 1
+    assert run_doctor.wrong() == [check]
+    assert "remedy:" in run_doctor.text and f"WRONG: {check}" in run_doctor.text
+    for text in texts:
+        assert text in run_doctor.text
+
+
+def test_a_forward_that_differs_in_training(run_doctor, monkeypatch):
+    plain = Hunyuan15.velocity
+
+    def noisy(self, x, *rest):
+        return plain(self, x, *rest) + torch.is_grad_enabled() * 1e-2 * torch.randn_like(x)
+
+    monkeypatch.setattr(Hunyuan15, "velocity", noisy)
+    expect_wrong(run_doctor, "ratio", "off by up to", "every gradient would be wrong", "dropout")
+
+
+def spoil_training(monkeypatch, name: str, trained: bool) -> None:
+    """Makes the named parameter require a gradient, or not, after the trainer has chosen what it trains."""
+    plain = build.trainable_parameters
+
+    def spoilt(transformer, use_lora):
+        chosen = plain(transformer, use_lora)
+        dict(transformer.named_parameters())[name].requires_grad_(trained)
+        return chosen
+
+    monkeypatch.setattr(build, "trainable_parameters", spoilt)
+
+
+def test_a_trained_parameter_that_is_frozen(run_doctor, monkeypatch):
+    spoil_training(monkeypatch, "proj_out.weight", False)
+    expect_wrong(
+        run_doctor,
+        "gradients",
+        "of 184 trained",
+        "proj_out.weight has no gradient although it is trained",
+    )
+
+
+def test_a_frozen_parameter_with_a_gradient(run_doctor, monkeypatch):
+    spoil_training(monkeypatch, "x_embedder.proj.weight", True)
+    expect_wrong(
+        run_doctor,
+        "gradients",
+        "x_embedder.proj.weight has a gradient although it is frozen",
+        use_lora=True,
+    )
+
+
+def test_paths_that_are_not_finite(run_doctor, monkeypatch):
+    plain = Hunyuan15.velocity
+    monkeypatch.setattr(
+        Hunyuan15,
+        "velocity",
+        lambda self, x, *rest: plain(self, x, *rest) * (1 if len(x) == 1 else torch.nan),
+    )
+    expect_wrong(run_doctor, "rollout", "2 of 2 paths are not finite", "lower eta (0.5)")
+
+
+def test_a_check_that_breaks_off(run_doctor, monkeypatch):
+    plain = Hunyuan15.velocity
+
+    def stops(self, x, *rest):
+        if torch.is_grad_enabled():
+            raise RuntimeError("no kernel for this shape\nand more")
+        return plain(self, x, *rest)
+
+    monkeypatch.setattr(Hunyuan15, "velocity", stops)
+    expect_wrong(run_doctor, "update", "RuntimeError: no kernel for this shape")
+    assert "in stops" in run_doctor.findings("update")[0]["numbers"]["traceback"]
+
+
+class LovesNoise(ShapesReward):
+    def score(self, clips, prompts, fps):
+        return {name: -values for name, values in super().score(clips, prompts, fps).items()}
+
+
+class Fails(ShapesReward):
+    def score(self, clips, prompts, fps):
+        raise OSError("no answer")
+
+
+class Coarse(ShapesReward):
+    """Tells good clips from others, but nothing about the clips of a model that is far from good."""
+
+    names = ("style",)
+
+    def score(self, clips, prompts, fps):
+        return {"style": (super().score(clips, prompts, fps)["TA"] > 0.6).double()}
+
+
+def test_a_reward_that_prefers_noise(run_doctor, monkeypatch):
+    monkeypatch.setitem(REWARDS, "shapes", lambda setup: LovesNoise())
+    words = (
+        "VQ does not fall for noisy clips",
+        "prompt-blind: with wrong prompts",
+        "mind the reward's sign",
+    )
+    expect_wrong(run_doctor, "reward", *words)
+
+
+def test_weights_that_prefer_frozen_clips(run_doctor):
+    expect_wrong(run_doctor, "reward", "prefers frozen clips", reward_weights='{"VQ": 1, "MQ": -1}')
+
+
+def test_a_reward_that_is_constant(run_doctor, monkeypatch):
+    monkeypatch.setattr(
+        Coarse, "score", lambda self, clips, prompts, fps: {"style": torch.ones(len(clips))}
+    )
+    monkeypatch.setitem(REWARDS, "shapes", lambda setup: Coarse())
+    expect_wrong(
+        run_doctor,
+        "reward",
+        "constant: every clip gets the same total",
+        reward_weights='{"style": 1}',
+    )
+
+
+def test_two_clips_are_too_few_to_call_a_reward_wrong(run_doctor, monkeypatch):
+    """Its mean does not fall, but that could be chance."""
+    run_doctor.train.write_text("".join(PROMPTS.splitlines(keepends=True)[:2]))
+    monkeypatch.setitem(REWARDS, "shapes", lambda setup: LovesNoise())
+    assert run_doctor("--skip_ab") == 0
+    marks = [(finding["mark"], finding["text"]) for finding in run_doctor.findings("reward")]
+    assert [mark for mark, _ in marks] == ["ok", "note"]
+    assert (
+        marks[1][1].startswith("too few clips to tell (2): ") and "VQ of noisy clips" in marks[1][1]
+    )
+
+
+def test_a_reward_that_fails(run_doctor, monkeypatch):
+    monkeypatch.setitem(REWARDS, "shapes", lambda setup: Fails())
+    expect_wrong(
+        run_doctor,
+        "reward",
+        "it fails on good clips: shapes: OSError: no answer",
+        "repair the reward",
+    )
+
+
+def test_a_reward_that_teaches_nothing(run_doctor, monkeypatch):
+    monkeypatch.setitem(REWARDS, "shapes", lambda setup: Coarse())
+    flags = {"reward_weights": '{"style": 1}', "sde_type": "precise", "eta": 1.2}
+    expect_wrong(
+        run_doctor, "samplers", "varies by 0 inside a group", "equal rewards teach nothing", **flags
+    )
+    assert "cps is left out: eta is 1.2 with sde_type cps" in run_doctor.text
+
+
+def test_a_vae_with_broken_weights(run_doctor):
+    broken = run_doctor.folder / "model"
+    shutil.copytree(TINY, broken)
+    file = next((broken / "vae").glob("*.safetensors"))
+    weights = {name: values.clone() for name, values in load_file(file).items()}
+    weights[next(name for name in weights if name.startswith("decoder"))].fill_(torch.nan)
+    save_file(weights, file)
+    expect_wrong(run_doctor, "vae", "not finite", pretrained_model_root=broken)
+
+
+def test_a_model_without_a_world(run_doctor, tiny_folder):
+    """Its VAE was never trained, which the round trip must tell; no clip is known to be good."""
+    flags = {"pretrained_model_root": tiny_folder, "reward_model": "shapes"}
+    expect_wrong(
+        run_doctor,
+        "vae",
+        "smooth synthetic clips",
+        "fetch vae/ again",
+        "no world that can draw",
+        **flags,
+    )
+
+
+def test_a_sampler_that_is_no_ode_without_noise(run_doctor, monkeypatch):
+    monkeypatch.setitem(
+        SDES, "sage_grpo", euler_maruyama(lambda sigma, next, eta: (0.1 + eta**2) * (sigma - next))
+    )
+    expect_wrong(
+        run_doctor,
+        "noise 0",
+        "sage_grpo at eta 0 against a plain Euler ODE",
+        "the table of sage_grpo (algo/sde.py) must become a = 1",
+    )
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"batch_size": 3},
+        {"nonsense": 1},
+        {"train_prompts": "missing.txt"},
+        {"pretrained_model_root": "missing"},
+        {"updates_per_rollout": 3},
+    ],
+    ids=lambda flags: next(iter(flags)),
+)
+def test_a_wrong_configuration_gets_the_sentence_of_the_trainer(run_doctor, capsys, flags):
+    assert run_doctor(**flags) == 2
+    assert not run_doctor.output.exists() and not (run_doctor.folder / "run").exists()
+    values = LIGHT | {"output_dir": run_doctor.folder / "run"} | flags
+    assert (
+        post_train.main(
+            [str(word) for name, value in values.items() for word in (f"--{name}", value)]
+        )
+        == 2
+    )
+    sentence = capsys.readouterr().err.splitlines()[-1].removeprefix("post_train.py: ")
+    assert run_doctor.errors.splitlines()[-1] == f"doctor: {sentence}"
+
+
+def test_its_own_flags(run_doctor, monkeypatch):
+    assert run_doctor("--clips", "1") == 2 and "clips is 1" in run_doctor.errors
+    assert (
+        run_doctor(output_dir=run_doctor.output) == 2
+        and "stays out of the run folder" in run_doctor.errors
+    )
+    (run_doctor.folder / "file").touch()
+    assert (
+        run_doctor("--output", f"{run_doctor.folder}/file/out") == 2
+        and "file/out" in run_doctor.errors
+    )
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert run_doctor() == 2 and "without torchrun" in run_doctor.errors
+
+
+def test_a_recipe_is_examined_with_its_ranks_and_without_its_weights(run_doctor):
+    """The machine comes first: what is missing here is said at once, and the weights are never looked for."""
+    folder = run_doctor.folder / "none"
+    recipe = [
+        "--config",
+        str(TINY.parents[1] / "configs" / "hunyuan15_8gpu.yaml"),
+        "--device",
+        "cuda",
+    ]
+    code = doctor.main(
+        [
+            *recipe,
+            "--pretrained_model_root",
+            str(folder),
+            "--output_dir",
+            str(run_doctor.folder / "run"),
+        ]
+    )
+    said = run_doctor.capsys.readouterr()
+    assert code == 2 and said.err == ""
+    assert (
+        f"FAIL  model   Model folder '{folder}' does not exist" in said.out
+        and "keep_checkpoints + 1 need" in said.out
+    )
+    assert not (run_doctor.folder / "run-doctor").exists()
+    options, config = doctor.options_of([*recipe, "--output_dir", "some/run"])
+    assert (options.ranks, options.ranks_here, str(options.output)) == (8, 1, "some/run-doctor")
+    assert (
+        doctor.options_of([*recipe, "--short", "--ranks", "4"])[0].ranks_here == 4
+        and config.gpus == 8
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("sp_size", 3, "sp_size is 3; it must divide the number of processes, which is 8"),
+        ("dp_replicate", 2, "dp_replicate is 2; that needs enable_fsdp True"),
+        ("sp_size", 8, "sp_size is 8; it must divide the model's 6 heads"),
+    ],
+)
+def test_a_layout_that_does_not_divide_is_refused_at_once(run_doctor, name, value, words):
+    assert run_doctor("--ranks", "8", **{name: value}) == 2
+    assert words in run_doctor.errors and not run_doctor.output.exists()
+
+
+def test_a_sharded_run_is_checked_as_one_of_its_ranks(run_doctor):
+    """In one process, with the model sharded over it alone, and the batch of the whole layout."""
+    layout = {"sp_size": 2, "enable_fsdp": True, "dp_replicate": 2, "num_generations": 4}
+    assert run_doctor("--skip_ab", "--ranks", "8", **layout) == 0
+    assert (
+        "data-parallel x sequence-parallel ranks = 4 x 2, the model in 4 part(s)" in run_doctor.text
+    )
+    assert "8 videos per iteration: prompts x group = 2 x 4" in run_doctor.text
+    assert (
+        run_doctor("--skip_ab", "--ranks", "3", **layout) == 2
+        and "sp_size is 2; it must divide" in run_doctor.errors
+    )
+
+
+def test_memory_that_a_gpu_does_not_have():
+    flags = ["--pretrained_model_root", "none", "--enable_fsdp", "True", "--batch_size", "4"]
+    small, large = (memory_finding(plan_of(parse(flags), 1), total) for total in (80e9, 300e9))
+    assert (
+        small.mark == "WRONG"
+        and small.remedy == "--use_lora True"
+        and "the GPU has 80.0 GB" in small.text
+    )
+    assert large.mark == "ok" and large.numbers["peak"] == small.numbers["peak"] > 80e9

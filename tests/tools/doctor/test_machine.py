@@ -1,0 +1,241 @@
+"""The short doctor: each check on a machine that passes it, and on one that does not."""
+
+import math
+import os
+import shutil
+from collections import namedtuple
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sage_grpo.config.parse import parse
+from sage_grpo.environment import TOKEN_VARIABLE
+from sage_grpo.rewards import remote
+from sage_grpo.tools.doctor import __main__ as doctor
+from sage_grpo.tools.doctor import machine as machine_checks
+from sage_grpo.tools.doctor.machine import (
+    check_disk,
+    check_gpus,
+    check_host,
+    check_reward,
+    check_speed,
+    machine_of,
+)
+from sage_grpo.tools.plan.memory import disk_bytes
+from tests.programs import exit_code
+from tests.rewards.serving import TOKEN, Light, composite, serving
+
+GB = 1e9
+FULL = [
+    "--config",
+    str(Path(__file__).parents[3] / "configs" / "hunyuan15_8gpu.yaml"),
+    "--pretrained_model_root",
+    "gone",
+]
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture(autouse=True)
+def little(monkeypatch):
+    """One block is enough to be measured."""
+    monkeypatch.setattr(machine_checks, "LARGEST", machine_checks.BLOCK)
+
+
+@pytest.fixture
+def flags(tiny_folder, tmp_path):
+    values = {
+        "pretrained_model_root": tiny_folder,
+        "output_dir": tmp_path / "run",
+        "reward_model": "shapes",
+    }
+    values |= {"batch_size": 4, "dtype": "fp32", "device": "cpu"}
+    return [str(word) for name, value in values.items() for word in (f"--{name}", value)]
+
+
+def short(capsys, *words):
+    """Exit code and lines of the short doctor."""
+    code = exit_code(doctor.main, ["--short", *map(str, words)])
+    return code, [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_all_is_well_and_nothing_is_left_behind(capsys, flags, tmp_path):
+    code, lines = short(capsys, *flags)
+    assert code == 0 and [line[:2] for line in lines] == [
+        ["ok", name] for name in ("model", "gpus", "host", "disk", "speed", "reward")
+    ]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_exists_passes_too_and_is_not_touched(capsys, flags, tmp_path):
+    file = tmp_path / "run" / "checkpoints" / "step-000001" / "weights"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"x")
+    assert short(capsys, *flags)[0] == 0
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [file]
+
+
+def test_what_is_wrong_is_one_line_and_exit_code_2(capsys, flags, tiny_folder, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(tiny_folder, model)
+    next((model / "text_encoder").glob("*.safetensors")).unlink()
+    (tmp_path / "file").write_text("")
+    code, lines = short(
+        capsys, *flags, "--pretrained_model_root", model, "--output_dir", tmp_path / "file" / "run"
+    )
+    assert code == 2
+    wrong = {name: text for mark, name, text in lines if mark == "FAIL"}
+    assert list(wrong) == ["model", "speed"] and "Not a directory" in wrong["speed"]
+    assert wrong["model"] == (
+        f"Model folder '{model}' lacks text_encoder/*.safetensors; download_weights.sh gets what is missing."
+    )
+
+
+def test_room_counts_what_a_resumed_run_has_already(flags, tmp_path, monkeypatch):
+    machine = machine_of(parse(flags), 1, 1)
+    needed = disk_bytes(machine.plan)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, needed - 1))
+    (wrong,) = check_disk(machine)
+    assert wrong.mark == "WRONG" and f"keep_checkpoints + 1 need {needed / GB:.1f} GB" in wrong.text
+    file = tmp_path / "run" / "checkpoints" / "step-000001" / "weights"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"x")
+    assert [finding.mark for finding in check_disk(machine)] == ["ok"]
+
+
+def test_the_full_model_needs_497_gb_of_disk_and_84_gb_of_host_memory(monkeypatch):
+    """Room for 4 checkpoints of 116 GB and an export; 8 processes, and 4 of them load VideoAlign."""
+    machine = machine_of(parse([*FULL, "--keep_checkpoints", "3"]), 8, 8)
+    found = {}
+    for free in (83 * GB, 100 * GB, 300 * GB):
+        monkeypatch.setattr(machine_checks, "available_memory", lambda free=free: int(free))
+        (found[free],) = check_host(machine)
+    assert [finding.mark for finding in found.values()] == ["WRONG", "ok", "ok"]
+    assert "83 GB of host memory are free, 84 GB are needed" in found[83 * GB].text
+    assert (
+        "async_save finds no 116 GB for a copy" in found[100 * GB].text
+        and "copy" not in found[300 * GB].text
+    )
+    (disk,) = check_disk(machine)
+    assert "keep_checkpoints + 1 need 497.0 GB" in disk.text
+
+
+def test_the_write_speed_tells_how_long_a_checkpoint_takes(flags, tmp_path):
+    assert machine_checks.write_speed(tmp_path, math.inf) > 0 and not list(tmp_path.iterdir())
+    (fine,) = check_speed(machine_of(parse(flags), 1, 1))
+    assert (
+        fine.mark == "ok"
+        and " GB/s: 0 s for a checkpoint" in fine.text
+        and "every" not in fine.text
+    )
+    (slow,) = check_speed(machine_of(parse([*flags, "--save_minutes", "1e-9"]), 1, 1))
+    assert slow.mark == "WRONG" and slow.text.endswith("s for a checkpoint, one every 0 s")
+
+
+def test_what_is_written_reaches_the_disk_and_ends_in_time(tmp_path, monkeypatch):
+    clock, synced = iter(range(100)), []
+    monkeypatch.setattr(machine_checks, "LARGEST", 1 << 40)
+    monkeypatch.setattr(machine_checks.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(os, "fsync", synced.append)
+    speed = machine_checks.write_speed(tmp_path, math.inf)
+    assert speed == 2 * machine_checks.BLOCK / 4  # a second per look: 3 s are over
+    assert len(synced) == 2
+
+
+def test_gpus_that_are_too_few_or_out_of_order(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    (few,) = check_gpus(machine_of(parse(FULL), 8, 8))
+    assert few.mark == "WRONG" and "torch finds 1 for 8 processes; NVIDIA driver " in few.text
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (none,) = check_gpus(machine_of(parse(FULL), 8, 8))
+    assert (
+        none.mark == "WRONG"
+        and none.text.startswith("no GPU can be used: ")
+        and " for CUDA " in none.text
+    )
+
+
+def test_every_gpu_must_compute_and_the_smallest_one_hold_the_run(monkeypatch):
+    """Eight GPUs for eight processes, simulated: `torch.ones` is on the CPU, and wrong where a GPU is broken."""
+    sizes, broken = [80 * GB] * 8, set()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda number: SimpleNamespace(total_memory=sizes[number]),
+    )
+    machine = machine_of(parse(FULL), 8, 8)
+    monkeypatch.setattr(
+        torch, "ones", lambda *shape, device, dtype: torch.full(shape, 1.0 + (device in broken))
+    )
+    assert [finding.mark for finding in check_gpus(machine)] == ["ok", "ok"]
+    sizes[5] = 20 * GB
+    assert [finding.mark for finding in check_gpus(machine)] == ["ok", "WRONG"]
+    broken.add("cuda:3")
+    wrong, _ = check_gpus(machine)
+    assert wrong.mark == "WRONG" and wrong.remedy.startswith("GPUs [3] compute wrong results")
+
+
+@pytest.mark.parametrize(
+    ("saves", "mark"), [((4, 0), "WRONG"), ((40, 0), "ok"), ((40, 1), "WRONG"), ((0, 0), "ok")]
+)
+def test_a_checkpoint_must_be_written_before_the_next_one_is_due(monkeypatch, saves, mark):
+    """116 GB take 6 minutes; 4 iterations take 5."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(machine_checks, "write_speed", lambda folder, most: 0.3 * GB)
+    flags = zip(("--save_interval", "--save_minutes"), map(str, saves), strict=True)
+    (found,) = check_speed(
+        machine_of(parse([*FULL, *(word for pair in flags for word in pair)]), 8, 8)
+    )
+    assert found.mark == mark, found.text
+
+
+def test_an_anchor_in_host_memory_is_counted(monkeypatch):
+    """8 processes of 6 GB, and 8.3 billion weights in bf16."""
+    monkeypatch.setattr(machine_checks, "available_memory", lambda: int(60 * GB))
+    light = [*FULL, "--reward_model", "remote", "--remote_reward_url", "http://here"]
+    kept = {
+        flag: check_host(machine_of(parse([*light, "--reference_mode_offload", flag]), 8, 8))
+        for flag in ("True", "False")
+    }
+    found = {flag: finding for flag, (finding,) in kept.items()}
+    assert (
+        found["False"].mark == "ok"
+        and found["True"].mark == "WRONG"
+        and "65 GB are needed" in found["True"].text
+    )
+
+
+def reward_marks(words):
+    try:
+        return [finding.mark for finding in check_reward(machine_of(parse(words), 1, 1))]
+    except (ValueError, FileNotFoundError) as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("name", ["VideoReward", "VideoReward_split"])
+def test_a_reward_folder_must_be_complete(flags, videoalign_folders, tmp_path, name):
+    folder = tmp_path / name
+    shutil.copytree(videoalign_folders[name], folder)
+    words = [*flags, "--reward_model", "videoalign_local", "--reward_path", str(folder)]
+    assert reward_marks(words) == ["ok"]
+    for path in next(folder.glob("checkpoint-*")).glob("*model.safetensors"):
+        path.unlink()
+    assert "is missing; download that folder again" in reward_marks(words)
+    (folder / "prompt_template.txt").unlink()
+    assert "prompt_template.txt is missing" in reward_marks(words)
+    held_out = [*flags, "--holdout_reward", "videoalign_local", "--reward_path", str(folder)]
+    assert "prompt_template.txt is missing" in reward_marks(held_out)
+
+
+def test_a_reward_server_must_answer(flags, monkeypatch):
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+    monkeypatch.setattr(remote, "PAUSES", ())
+    with serving(composite({"light": Light()})) as address:
+        words = [*flags, "--reward_model", "remote", "--remote_reward_url", address]
+        assert reward_marks(words) == ["ok"]
+    assert f"remote_reward_url {address} could not be used" in reward_marks(words)

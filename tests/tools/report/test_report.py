@@ -1,0 +1,397 @@
+"""The page of a complete run, of incomplete runs, and of folders that are not runs."""
+
+import base64
+import dataclasses
+import io
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sage_grpo.runs.history import RunHistory, read_run
+from sage_grpo.tools.paired import clip_rows, number
+from sage_grpo.tools.report.__main__ import main
+from sage_grpo.tools.report.figures import draw_map, panel, phase_seconds
+from sage_grpo.tools.report.page import before_after, page, print_summary, write_report
+from tests.programs import exit_code
+from tests.tools.fake_run import make_run, read_lines, run_line, train_line, write_lines
+
+ROOT = Path(__file__).parents[3]
+HEADINGS = [
+    "Before and after",
+    "Reward",
+    "Gold",
+    "Clips",
+    "Trust region and updates",
+    "By denoising step",
+    "Schedule",
+    "Time",
+]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Read-only: `copy` before changing it."""
+    return make_run(tmp_path_factory.mktemp("runs") / "demo", iterations=12, every=12)
+
+
+@pytest.fixture(scope="module")
+def text(whole):
+    return page(read_run(whole))
+
+
+@pytest.fixture
+def copy(whole, tmp_path):
+    return Path(shutil.copytree(whole, tmp_path / "demo"))
+
+
+def tile(value: str, name: str) -> str:
+    return f"<b>{value}</b><span>{name}</span>"
+
+
+def headings(text: str) -> list[str]:
+    return re.findall(r"<h2>(.*?)</h2>", text)
+
+
+def table_row(text: str, name: str) -> str:
+    """The cells of one metric before and after."""
+    return re.search(rf"<tr><td>{re.escape(name)}</td>(.*?)</tr>", text, re.DOTALL).group(1)
+
+
+def without(folder: Path, *prefixes: str) -> str:
+    """The page of a run whose lines lack the keys that start so."""
+    lines = [
+        {k: v for k, v in line.items() if not k.startswith(prefixes)} for line in read_lines(folder)
+    ]
+    write_lines(folder, lines)
+    return page(read_run(folder))
+
+
+def test_all_sections_are_there(text):
+    assert headings(text) == HEADINGS
+    titles = re.findall(r"<h3>(.*?)</h3><svg", text)
+    assert titles[:5] == ["Total reward", "Exploration", "VQ", "MQ", "TA"] and len(titles) == 22
+
+
+def test_the_page_needs_no_other_file(text):
+    assert "http" not in text and "<script" not in text and "<link" not in text
+    assert set(re.findall(r'(?:src|href)="(data:\w+/\w+|#)', text)) == {
+        "data:image/png",
+        "data:video/mp4",
+        "#",
+    }
+    assert not re.search(r'(?:src|href)="(?!data:|#)', text)
+
+
+def test_figures_follow_a_dark_page(text):
+    """The page has two sets of colors, and figures no background of their own."""
+    assert "@media (prefers-color-scheme: dark)" in text and "figure svg text" in text
+    assert "fill: #ffffff" not in text and "fill: white" not in text
+
+
+def test_clips_are_embedded_in_pairs(whole, text):
+    embedded = [
+        base64.b64decode(data) for data in re.findall(r"data:video/mp4;base64,([^\"]+)", text)
+    ]
+    assert len(embedded) == 24  # 12 of 14 prompts, before and after
+    for step, videos in ((0, embedded[0::2]), (12, embedded[1::2])):
+        files = {
+            path.read_bytes() for path in (whole / f"validation/step-{step:06d}").glob("*.mp4")
+        }
+        assert len(set(videos)) == 12 and set(videos) <= files
+    assert text.count("<video autoplay loop muted playsinline") == 24
+
+
+def test_clips_without_a_video_are_counted_and_not_shown(copy):
+    kept = sorted((copy / "validation/step-000000").glob("*.mp4"))[:2]
+    for file in copy.glob("validation/step-*/*.mp4"):
+        if file.name not in [path.name for path in kept]:
+            file.unlink()
+    shown = clip_rows(before_after(read_run(copy)), total=True)
+    assert {clip.path.name for row in shown for _, clip, _ in row} == {path.name for path in kept}
+    for path in copy.glob("validation/*/*.mp4"):
+        path.unlink()
+    text = page(read_run(copy))
+    assert "iteration 12, 14 clips" in text and "<video" not in text
+
+
+def test_numbers_of_the_table(whole, text):
+    clips = [
+        json.loads((whole / f"validation/step-{step:06d}/clips.json").read_text())
+        for step in (0, 12)
+    ]
+    before, after = (np.array([clip["scores"]["total"] for clip in part]) for part in clips)
+    row, factor = (
+        table_row(text, "total reward"),
+        2.1604 / 14**0.5,
+    )  # Student's t, 13 degrees of freedom
+    assert f"<td>{number(before.mean())} ± {number(factor * before.std(ddof=1))}</td>" in row
+    gains = after - before
+    change = f"{number(gains.mean(), sign='+')} ± {number(factor * gains.std(ddof=1))}"
+    assert f'<td class="better">{change}, wins {(gains > 0).mean():.0%} of 14, better</td>' in row
+    assert '<td class="better">−0.00' in table_row(text, "gold distance (lower is better)")
+    assert (
+        "± is half of the 95 % interval" in text
+        and "total reward 1.740. The total reward is the sum" in text
+    )
+
+
+def test_head(whole, text):
+    assert "<h1>demo</h1>" in text and tile("12", "iterations") in text
+    assert (
+        '<pre class="command">python post_train.py --config configs/tiny_cpu.yaml --output_dir outputs/demo</pre>'
+        in text
+    )
+    assert "NVIDIA H200 · world shapes · 1,204,224 trainable parameters · python 3.11.7" in text
+    lines = {
+        line["step"]: line["reward/total"]
+        for line in read_lines(whole)
+        if line["kind"] == "validation"
+    }
+    assert tile(f"{number(lines[0])} → {number(lines[12])}", "total reward") in text
+    closed = 100 * (lines[12] - lines[0]) / (1.74 - lines[0])
+    assert (
+        tile(f"{closed:.0f} %", "of the gap to perfect clips") in text
+        and tile("18.2 GB", "peak memory") in text
+    )
+    assert "Over the whole run: 0 failed rewards" in text
+
+
+def test_configuration(text):
+    """What is not the default stands out; the rest is folded away."""
+    shown, whole = re.search(
+        r"Not the defaults:</p><pre>(.*?)</pre>.*?<pre>(.*?)</pre></details>", text, re.DOTALL
+    ).groups()
+    assert shown.splitlines() == [
+        "eta: 0.7",
+        "height: 32",
+        "width: 32",
+        "reward_weights: {&#39;VQ&#39;: 1.0}",
+    ]
+    assert "eta: 0.7" in whole and "clip_range: 0.0001" in whole
+
+
+def test_skipped_updates_are_counted_once(tmp_path):
+    """The metric itself counts from the start of the run."""
+    lines = [
+        {"kind": "train", "step": step, "reward/total": 0.5, "policy/skipped_updates": 2}
+        for step in (1, 2)
+    ]
+    write_lines(tmp_path, lines)
+    assert "<p>Over the whole run: 2 skipped updates.</p>" in page(read_run(tmp_path))
+
+
+def test_the_words_of_a_failed_reward_are_shown(tmp_path):
+    lines = [
+        {"kind": "train", "step": step, "reward/total": 0.1 * step, "reward/failed": 1}
+        for step in (1, 2, 3)
+    ]
+    lines[1] |= {"reward/error": "server: OSError: <gone>"}
+    lines[2] |= {"reward/error": "server: OSError: again"}
+    write_lines(tmp_path, lines)
+    assert "3 failed rewards. The first error of a reward: server: OSError: &lt;gone&gt;<" in page(
+        read_run(tmp_path)
+    )
+
+
+def test_reward_hacking_is_named(copy, text):
+    assert "Here reward and gold improved together (distance" in text
+    path = copy / "validation/step-000012/clips.json"
+    clips = json.loads(path.read_text())
+    for clip in clips:
+        clip["gold"]["distance"] += 0.05
+    path.write_text(json.dumps(clips))
+    words = "Here the reward rose and gold got worse (distance): reward hacking. Look at the clips."
+    assert words in only_validation(copy, 0, 12)
+    path.write_text(json.dumps(clips[:7]))
+    assert "Here the" not in (few := page(read_run(copy))) and "of 7, too few clips</td>" in few
+    for clip in clips[::2]:
+        clip["scores"]["total"] -= 0.6  # no clear gain on average any more
+    path.write_text(json.dumps(clips))
+    assert "Here the" not in page(read_run(copy))
+
+
+@pytest.mark.parametrize(
+    ("prefixes", "missing"),
+    [
+        (("gold/", "schedule", "time/"), {"Gold", "Schedule", "Time"}),
+        (
+            ("per_step", "kl/", "policy/", "lr", "reward/"),
+            {"By denoising step", "Trust region and updates", "Reward"},
+        ),
+    ],
+)
+def test_what_was_not_measured_is_left_out(copy, prefixes, missing):
+    assert headings(without(copy, *prefixes)) == [
+        heading for heading in HEADINGS if heading not in missing
+    ]
+
+
+def test_without_validation(copy):
+    write_lines(copy, [line for line in read_lines(copy) if line["kind"] != "validation"])
+    text = page(read_run(copy))
+    assert headings(text) == [
+        heading for heading in HEADINGS if heading not in ("Before and after", "Clips")
+    ]
+    assert tile("12", "iterations") in text and "total reward</span>" not in text
+
+
+def only_validation(folder: Path, *steps: int) -> str:
+    """The page of a run of which only these validations are left."""
+    write_lines(
+        folder,
+        [
+            line
+            for line in read_lines(folder)
+            if line["kind"] == "validation" and line["step"] in steps
+        ],
+    )
+    return page(read_run(folder))
+
+
+def test_one_validation(copy):
+    text = only_validation(copy, 12)
+    assert headings(text) == ["Reward", "Gold"]
+    assert tile("0", "iterations") in text and re.search(r"<b>−?0\.\d+</b><span>total reward", text)
+
+
+def test_clips_that_were_deleted(copy):
+    assert headings(only_validation(copy, 0, 12)) == ["Before and after", "Reward", "Gold", "Clips"]
+    shutil.rmtree(copy / "validation")
+    assert headings(page(read_run(copy))) == ["Reward", "Gold"]
+
+
+def test_a_single_iteration(tmp_path):
+    write_lines(tmp_path, [run_line(), train_line(1, np.random.default_rng(0))])
+    text = page(read_run(tmp_path))
+    assert tile("1", "iterations") in text and len(headings(text)) == 6
+
+
+def test_a_run_with_one_update_per_rollout(tmp_path):
+    """Ratios are exactly 1 then, so every logarithmic scale meets nothing but 0."""
+    line = train_line(1, np.random.default_rng(0))
+    zero = {key: 0.0 for key in line if key.startswith(("policy/", "kl/"))}
+    nothing = {key: [0.0] * len(values) for key, values in line["per_step"].items()}
+    write_lines(tmp_path, [line | zero | {"step": step, "per_step": nothing} for step in (1, 2, 3)])
+    text = page(read_run(tmp_path))
+    assert headings(text) == ["Reward", "Gold", "Trust region and updates", "Time"]
+    assert "<h3>Learning rate</h3>" in text and "<h3>KL</h3>" not in text, (
+        "what is 0 throughout is not drawn"
+    )
+
+
+def test_a_run_that_only_started(tmp_path):
+    write_lines(tmp_path, [run_line()])
+    assert headings(page(read_run(tmp_path))) == ["Schedule"]
+
+
+def test_the_same_run_gives_the_same_page(whole, text):
+    assert page(read_run(whole)) == text
+
+
+def test_a_resumed_run_says_so(tmp_path):
+    write_lines(tmp_path, [run_line(), run_line(12)])
+    assert "started 2026-11-15T05:00:00 · resumed 1 ×" in page(read_run(tmp_path))
+
+
+def test_where_the_page_goes(tmp_path, capsys):
+    write_lines(tmp_path, [run_line()])
+    assert write_report(tmp_path) == tmp_path / "report.html"
+    assert main([str(tmp_path), "--output", str(tmp_path / "other.html")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'other.html'}\n"
+    assert (tmp_path / "other.html").read_bytes() == (tmp_path / "report.html").read_bytes()
+
+
+def test_a_folder_that_is_no_run(tmp_path):
+    command = [sys.executable, "-m", "sage_grpo.tools.report", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"{tmp_path} is not a run folder: it holds no metrics.jsonl\n"
+
+
+def test_a_damaged_run(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"kind": "run", "step": 0}\n{"ki\n{"kind": "run", "step": 0}\n'
+    )
+    assert exit_code(main, [str(tmp_path)]) == 2
+    assert "line 2 is damaged" in capsys.readouterr().err
+
+
+def grey_pixels(line: dict) -> float:
+    """Share of a heat map that lets the grey behind it through, as cells do that were not trained."""
+    picture = panel("map", draw_map, RunHistory(Path(), [], [line], []), "grad_v")["svg"]
+    data = re.search(r'data:image/png;base64,([^"]+)"', picture).group(1)
+    return float(
+        (
+            np.asarray(Image.open(io.BytesIO(base64.b64decode(data))).convert("RGBA"))[..., 3] == 0
+        ).mean()
+    )
+
+
+def test_untrained_cells_are_grey():
+    assert grey_pixels({"step": 1, "per_step": {"grad_v": [1.0, 2.0]}}) == 0
+    assert grey_pixels({"step": 1, "per_step": {"grad_v": [1.0, 2.0, None, None]}}) == 0.5
+
+
+def test_phases_add_up_to_the_whole(tmp_path):
+    write_lines(
+        tmp_path,
+        [{"kind": "train", "step": 1, "time/rollout": 2.0, "time/gold": None, "time/total": 5.0}],
+    )
+    phases = phase_seconds(read_run(tmp_path))
+    assert {name: values.tolist() for name, values in phases.items()} == {
+        "rollout": [2.0],
+        "other": [3.0],
+    }
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(0.12345, "0.123"), (-1.5, "−1.500"), (0.0, "0.000"), (2.34e-5, "2e−05"), (float("nan"), "–")],
+)
+def test_numbers(value, shown):
+    assert number(value) == shown
+
+
+def test_every_metric_is_explained():
+    """docs/metrics.md names each key that a run writes."""
+    lines = [train_line(1, np.random.default_rng(0))]
+    keys = {key for line in lines for key in (*line, *line["per_step"])} - {"kind"}
+    keys |= {
+        f"{name}_stderr"
+        for name in ("reward/total", "gold/match", "gold/distance", "gold/prompt_distance")
+    }
+    keys |= {
+        *run_line()["schedule"],
+        "perfect",
+        "vae_floor",
+        "schedule",
+        "time/validation",
+        "signal/rescoring",
+    }
+    words = set(re.findall(r"`([^`]+)`", (ROOT / "docs" / "metrics.md").read_text()))
+    assert len(keys) > 55 and not keys - words
+
+
+def test_a_run_is_done_without_its_report(copy, capsys):
+    (copy / "report.html").mkdir()  # no file can be written there
+    print_summary(copy)
+    out, err = capsys.readouterr()
+    assert "total reward" in out and "report:" not in out
+    assert (
+        "the run is done, but its report could not be written: " in err
+        and f"tools.report {copy}` makes it" in err
+    )
+
+
+def test_only_logged_iterations_wait_for_the_oracle(copy):
+    """Ten iterations per line, each of 60 s and 30 s more for the oracle if it is logged."""
+    run = read_run(copy)
+    lines = [{"step": step, "time/total": 90.0, "time/gold": 30.0} for step in (10, 20)]
+    assert tile("21 min", "in iterations") in page(dataclasses.replace(run, train=lines))

@@ -1,0 +1,93 @@
+"""The moving-shapes world's interface for training and tools."""
+
+import pytest
+import torch
+from PIL import Image
+
+from sage_grpo.data.images import read_image
+from sage_grpo.data.requests import Request
+from sage_grpo.models.hunyuan15.backbone import Hunyuan15
+from sage_grpo.worlds.shapes.oracle import read
+from sage_grpo.worlds.shapes.world import FLOOR_CLIPS, ShapesWorld, round_trip
+
+PROMPTS = [
+    "a large red circle moving left on a black background",
+    'a small green letter "T" moving up',
+]
+
+
+def requests(prompts):
+    return [Request(text) for text in prompts]
+
+
+def test_drawn_clips_show_their_prompts_and_follow_from_the_seed():
+    world = ShapesWorld()
+    clips = world.draw(PROMPTS, 9, 32, 32, seed=3)
+    assert clips.shape == (2, 9, 32, 32, 3) and clips.dtype == torch.uint8
+    assert torch.equal(clips, world.draw(PROMPTS, 9, 32, 32, seed=3))
+    assert not torch.equal(clips, world.draw(PROMPTS, 9, 32, 32, seed=4))
+    gold = world.gold(clips, requests(PROMPTS))
+    assert (
+        gold["match"].tolist() == [1.0, 1.0] and gold["distance"].max() < 2e-3
+    )  # of rounding to bytes
+    assert world.gold(clips, requests(PROMPTS[::-1]))["match"].tolist() == [0.0, 0.0]
+
+
+def test_gold_is_what_the_oracle_reads():
+    world = ShapesWorld()
+    clips = world.draw(PROMPTS, 9, 32, 32, seed=3).flip(3)
+    gold, reading = world.gold(clips, requests(PROMPTS)), read(clips, PROMPTS)
+    assert list(gold) == ["match", "distance", "prompt_distance"]
+    for name, values in gold.items():
+        assert values.dtype == torch.float64 and torch.equal(
+            values, getattr(reading, name).double()
+        )
+    assert gold["match"][0] == 0 and gold["prompt_distance"][0] > 0.01  # mirrored, it moves right
+
+
+def test_the_oracle_reads_whether_clip_and_image_agree(tmp_path):
+    """Another object or place is seen; noise that is not part of the object is not."""
+    world, asked = ShapesWorld(), []
+    clips = world.draw(PROMPTS, 9, 48, 48, seed=3)
+    for number, text in enumerate(PROMPTS):
+        Image.fromarray(clips[number, 0].numpy()).save(tmp_path / f"{number}.png")
+        asked.append(Request(text, image=read_image(tmp_path / f"{number}.png", "")).sized(48, 48))
+    noise = torch.randint(-20, 20, clips.shape, generator=torch.Generator().manual_seed(0))
+    variants = {
+        "same": clips,
+        "noisy": (clips + noise).clamp(0, 255).to(torch.uint8),
+        "moved": clips.roll(3, 2),
+        "recolored": clips[..., [2, 0, 1]],
+        "elsewhere": world.draw(PROMPTS, 9, 48, 48, seed=4),
+    }
+    gold = {name: world.gold(variant, asked) for name, variant in variants.items()}
+    assert {name: one["image_match"].tolist() for name, one in gold.items()} == {
+        name: [float(name in ("same", "noisy"))] * 2 for name in variants
+    }
+    assert (
+        gold["same"]["image_distance"].max() < 2e-3
+        and gold["elsewhere"]["image_match"].dtype == torch.float64
+    )
+
+
+def test_its_reward_and_its_words():
+    world = ShapesWorld()
+    assert (world.name, world.reward) == ("shapes", "shapes")
+    with pytest.raises(ValueError, match="unknown word 'purple'"):
+        world.check([*PROMPTS, "a purple circle"])
+
+
+def test_round_trip_pairs_clips_with_what_the_vae_makes_of_them(tiny_folder):
+    backbone = Hunyuan15(tiny_folder)
+    clips, decoded, sentences = round_trip(backbone, 2)
+    assert clips.shape == decoded.shape == (2, 9, 32, 32, 3) and len(sentences) == 2
+    assert torch.equal(decoded, backbone.decode(backbone.encode_video(clips)))
+
+
+def test_the_floor_is_the_mean_distance_after_the_vae(tiny_folder):
+    backbone, world = Hunyuan15(tiny_folder), ShapesWorld()
+    _, decoded, sentences = round_trip(backbone, FLOOR_CLIPS)
+    expected = world.gold(decoded, requests(sentences))["distance"].mean().item()
+    assert (
+        world.vae_floor(backbone) == {"distance": expected} and expected > 0.05
+    )  # the VAE is untrained
