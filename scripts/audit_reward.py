@@ -18,9 +18,37 @@ from sage_grpo.config.command_line import answer_early, answering
 from sage_grpo.config.fields import Config, ConfigError
 from sage_grpo.tools.options import ToolParser
 
-options_of = ToolParser("audit_reward", __doc__, "python scripts/{}.py").parse_with_config
 
-answer_early(__name__, options_of)
+def parse_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Config]:
+    """Parse this tool's flags, and all others as flags of post_train.py."""
+    parser = ToolParser("python scripts/audit_reward.py", __doc__)
+    parser.add_argument(
+        "--clips",
+        type=Path,
+        nargs="+",
+        metavar="FOLDER",
+        default=[],
+        help="folders of good clips (default: clips rendered by the model's world)",
+    )
+    parser.add_argument(
+        "--num_clips",
+        type=int,
+        metavar="N",
+        default=32,
+        above=0,
+        help="maximum number of clips to use",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FOLDER",
+        default=Path("outputs/audit"),
+        help="folder for numbers and pictures",
+    )
+    return parser.parse_with_config(arguments)
+
+
+answer_early(__name__, parse_arguments)
 
 import torch
 
@@ -68,7 +96,7 @@ def good_clips(
 
 @answering("audit_reward: ")
 def main(arguments: Sequence[str] | None = None) -> int:
-    options, config = options_of(arguments)
+    options, config = parse_arguments(arguments)
     device = torch.device(choose_device(config.device, lambda: 0))
     clips, prompts, fps, slowed = good_clips(options, config, device)
     if len(clips) < 8:

@@ -17,6 +17,7 @@ import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from sage_grpo.config.command_line import answer_early
@@ -24,7 +25,80 @@ from sage_grpo.tools.options import ToolParser
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    return ToolParser("reward_server", __doc__, "python scripts/{}.py").parse_args(arguments)
+    parser = ToolParser("python scripts/reward_server.py", __doc__)
+    parser.add_argument(
+        "--reward",
+        nargs="+",
+        required=True,
+        metavar="NAME",
+        help="one or several of videoalign, clipscore, pickscore, ocr, FILE.py:NAME",
+    )
+    parser.add_argument(
+        "--reward_path",
+        type=Path,
+        metavar="FOLDER",
+        default=Path("ckpts/VideoReward"),
+        help="folder of VideoReward; weights of other rewards are beside it",
+    )
+    parser.add_argument(
+        "--reward_fps",
+        type=float,
+        metavar="X",
+        default=2.0,
+        above=0,
+        help="frames per second that the reward sees",
+    )
+    parser.add_argument(
+        "--reward_batch_size",
+        type=int,
+        metavar="N",
+        default=8,
+        above=0,
+        help="clips scored together",
+    )
+    parser.add_argument(
+        "--host",
+        metavar="NAME",
+        default="127.0.0.1",
+        help="address to listen on; 0.0.0.0 accepts other machines",
+    )
+    parser.add_argument("--port", type=int, metavar="N", default=8900, help="port to listen on")
+    parser.add_argument(
+        "--device", metavar="NAME", help="device of the rewards (default: a GPU if there is one)"
+    )
+    parser.add_argument(
+        "--max_clips",
+        type=int,
+        metavar="N",
+        default=64,
+        above=0,
+        help="maximum number of clips in a request",
+    )
+    parser.add_argument(
+        "--max_request_mb",
+        type=int,
+        metavar="MB",
+        default=512,
+        above=0,
+        help="maximum size of a request",
+    )
+    parser.add_argument(
+        "--max_waiting_mb",
+        type=int,
+        metavar="MB",
+        default=4096,
+        above=0,
+        help="maximum size of all pending requests together",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        metavar="S",
+        default=300.0,
+        above=0,
+        help="seconds for a request to arrive, and again for it to be scored",
+    )
+    return parser.parse_args(arguments)
 
 
 answer_early(__name__, parse_arguments)

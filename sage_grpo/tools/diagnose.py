@@ -5,15 +5,22 @@
 docs/diagnosis.md explains the findings. Exit code 0: none; 1: some; 2: the folder cannot be read.
 """
 
+import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from sage_grpo.config.command_line import answer_early, answering
 from sage_grpo.tools.options import ToolParser
 
-options_of = ToolParser("diagnose", __doc__).parse_args
 
-answer_early(__name__, options_of)
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = ToolParser("python -m sage_grpo.tools.diagnose", __doc__)
+    parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    return parser.parse_args(arguments)
+
+
+answer_early(__name__, parse_arguments)
 
 from sage_grpo.runs.diagnosis import Case, Finding, diagnose
 from sage_grpo.runs.history import read_run
@@ -50,7 +57,7 @@ def late(case: Case) -> list[Finding]:
 
 @answering("")
 def main(arguments: Sequence[str] | None = None) -> int:
-    run = read_run(options_of(arguments).run)
+    run = read_run(parse_arguments(arguments).run)
     case = Case(run)
     found = diagnose(run) + late(case)
     print(

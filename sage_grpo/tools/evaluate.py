@@ -21,11 +21,44 @@ from sage_grpo.config.command_line import answer_early, answering
 from sage_grpo.config.fields import Config, ConfigError
 from sage_grpo.tools.options import ToolParser
 
-options_of = ToolParser(
-    "evaluate", __doc__
-).parse_with_config  # this tool's flags, and those of post_train.py
 
-answer_early(__name__, options_of)
+def parse_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Config]:
+    """Parse this tool's flags, and all others as flags of post_train.py."""
+    parser = ToolParser("python -m sage_grpo.tools.evaluate", __doc__)
+    parser.add_argument(
+        "--checkpoints",
+        type=Path,
+        nargs="+",
+        metavar="FOLDER",
+        default=[],
+        help="weights to compare with the base model",
+    )
+    parser.add_argument(
+        "--clips",
+        type=Path,
+        nargs="+",
+        metavar="FOLDER",
+        default=[],
+        help="folders of mp4 files, with one clips.json or a JSON file per clip",
+    )
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="one clip per prompt and seed (default: the prompt's own seed, or validation_global_seed)",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FOLDER",
+        default=Path("outputs/evaluation"),
+        help="folder for clips and pages",
+    )
+    return parser.parse_with_config(arguments)
+
+
+answer_early(__name__, parse_arguments)
 
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
@@ -269,7 +302,7 @@ def keep(file: Path, record: Mapping[str, Any]) -> None:
 @answering("evaluate: ")
 def main(arguments: Sequence[str] | None = None) -> int:
     disable_progress_bar()
-    options, config = options_of(arguments)
+    options, config = parse_arguments(arguments)
     model = (config.pretrained_model_root, config.pretrained_transformer_version)
     device = (
         device_for(config.device, *model)

@@ -259,14 +259,14 @@ def test_a_list_of_clips_cannot_lead_out_of_its_folder(command, tmp_path, level,
 
 @pytest.mark.parametrize("path", ["/weights", "/data/weights", "/a/b/c/weights", "../weights"])
 def test_the_name_of_a_system_stays_in_the_output_folder(command, path, tmp_path):
-    options, _ = evaluate.options_of(command("--checkpoints", path))
+    options, _ = evaluate.parse_arguments(command("--checkpoints", path))
     found = evaluate.Evaluation.systems(SimpleNamespace(options=options))
     assert len(found) == 2 and all((tmp_path / name).parent == tmp_path for name in found)
 
 
 def evaluated(ranks, words):
     """Exit code and the number of clips that this rank made."""
-    options, config = evaluate.options_of(words)
+    options, config = evaluate.parse_arguments(words)
     plain, made = Hunyuan15.decode, []
     Hunyuan15.decode = lambda self, latents: made.append(1) or plain(self, latents)
     return evaluate.Evaluation(options, config, ranks).run(), len(made)

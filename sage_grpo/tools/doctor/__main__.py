@@ -23,9 +23,51 @@ from sage_grpo.config.rules import warnings
 from sage_grpo.tools.options import ToolParser
 
 
-def options_of(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Config]:
-    """Parse the doctor's flags; all others go to post_train.py's parser."""
-    options, config = ToolParser("doctor", __doc__).parse_with_config(arguments)
+def parse_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Config]:
+    """Parse the doctor's flags, and all others as flags of post_train.py."""
+    parser = ToolParser("python -m sage_grpo.tools.doctor", __doc__)
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FOLDER",
+        help="folder for numbers and pictures (default: OUTPUT_DIR-doctor)",
+    )
+    parser.add_argument("--short", action="store_true", help="check only the machine")
+    parser.add_argument(
+        "--skip_ab", action="store_true", help="skip the comparison of the exploration SDEs"
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        above=0,
+        help="processes of the run (default: gpus of the configuration)",
+    )
+    parser.add_argument(
+        "--ranks_here",
+        type=int,
+        metavar="N",
+        above=0,
+        help="processes on this machine (default: 1, or all of them with --short)",
+    )
+    parser.add_argument(
+        "--prompts",
+        type=int,
+        metavar="N",
+        default=4,
+        above=0,
+        help="prompts to compare the SDEs on",
+    )
+    parser.add_argument(
+        "--clips",
+        type=int,
+        metavar="N",
+        default=4,
+        above=1,
+        help="clips per prompt to compare the SDEs on",
+    )
+    options, config = parser.parse_with_config(arguments)
+
     run = Path(config.output_dir)
     options.output = options.output or run.with_name(f"{run.resolve().name}-doctor")
     options.ranks = options.ranks or config.gpus or 1
@@ -39,7 +81,7 @@ def options_of(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Con
     return options, config
 
 
-answer_early(__name__, options_of)
+answer_early(__name__, parse_arguments)
 
 from transformers.utils.logging import disable_progress_bar
 
@@ -100,7 +142,7 @@ def examine(
 
 @answering("doctor: ")
 def main(arguments: Sequence[str] | None = None) -> int:
-    options, config = options_of(arguments)
+    options, config = parse_arguments(arguments)
     disable_progress_bar()  # from the text encoders
     machine = examine_machine(machine_of(config, options.ranks, options.ranks_here))
     if any(finding.mark == "WRONG" for finding in machine):

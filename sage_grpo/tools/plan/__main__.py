@@ -19,14 +19,58 @@ from sage_grpo.config.parse import from_values
 from sage_grpo.tools.options import ToolParser
 
 
-def options_of(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Config]:
-    """Parse this tool's flags; all others go to post_train.py's parser."""
-    options, config = ToolParser("plan", __doc__).parse_with_config(arguments)
+def parse_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Config]:
+    """Parse this tool's flags, and all others as flags of post_train.py."""
+    parser = ToolParser("python -m sage_grpo.tools.plan", __doc__)
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        metavar="N",
+        above=0,
+        help="processes of the run (default: gpus of the configuration, or 1)",
+    )
+    parser.add_argument(
+        "--gpu_memory",
+        type=float,
+        metavar="GB",
+        default=80.0,
+        above=0,
+        help="memory of each GPU",
+    )
+    parser.add_argument(
+        "--gpu",
+        choices=["h200", "h100", "a100", "4090"],
+        default="h200",
+        help="GPU model; rates were measured on an h200 and are scaled for the others",
+    )
+    parser.add_argument(
+        "--price",
+        type=float,
+        metavar="X",
+        above=0,
+        help="price of one GPU-hour, in any currency",
+    )
+    parser.add_argument(
+        "--text_tokens",
+        type=int,
+        metavar="N",
+        default=150,
+        above=0,
+        help="tokens of a prompt",
+    )
+    parser.add_argument(
+        "--vary",
+        nargs="+",
+        metavar="WORD",
+        help="FLAG VALUE VALUE ...: compare values of a flag, or of gpus",
+    )
+    options, config = parser.parse_with_config(arguments)
+
     options.gpus = options.gpus or config.gpus or 1
     return options, config
 
 
-answer_early(__name__, options_of)
+answer_early(__name__, parse_arguments)
 
 from sage_grpo.tools.plan.memory import (
     checkpoint_bytes,
@@ -55,7 +99,7 @@ SHOWN |= {of.__name__: of for of in (checkpoint_bytes, validation_time, validati
 
 @answering("plan: ")
 def main(arguments: Sequence[str] | None = None) -> int:
-    options, config = options_of(arguments)
+    options, config = parse_arguments(arguments)
     gpu_bytes, assumed = options.gpu_memory * GB, (options.text_tokens, options.gpu)
     if options.vary:
         name, *values = options.vary

@@ -7,22 +7,35 @@ Reads run folders and writes one self-contained HTML file with figures and clips
 first. docs/metrics.md explains the metrics.
 """
 
+import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from sage_grpo.config.command_line import answer_early, answering
 from sage_grpo.tools.options import ToolParser
 
-options_of = ToolParser("report", __doc__).parse_args
 
-answer_early(__name__, options_of)
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = ToolParser("python -m sage_grpo.tools.report", __doc__)
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folder")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="page to write (default: RUN/report.html, or ./comparison.html for several runs)",
+    )
+    return parser.parse_args(arguments)
+
+
+answer_early(__name__, parse_arguments)
 
 from sage_grpo.tools.report.page import write_report
 
 
 @answering("")
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = options_of(arguments)
+    options = parse_arguments(arguments)
     print(write_report(*options.runs, output=options.output))
     return 0
 

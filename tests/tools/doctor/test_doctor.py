@@ -446,10 +446,10 @@ def test_a_recipe_is_examined_with_its_ranks_and_without_its_weights(run_doctor)
         and "keep_checkpoints + 1 need" in said.out
     )
     assert not (run_doctor.folder / "run-doctor").exists()
-    options, config = doctor.options_of([*recipe, "--output_dir", "some/run"])
+    options, config = doctor.parse_arguments([*recipe, "--output_dir", "some/run"])
     assert (options.ranks, options.ranks_here, str(options.output)) == (8, 1, "some/run-doctor")
     assert (
-        doctor.options_of([*recipe, "--short", "--ranks", "4"])[0].ranks_here == 4
+        doctor.parse_arguments([*recipe, "--short", "--ranks", "4"])[0].ranks_here == 4
         and config.gpus == 8
     )
 
