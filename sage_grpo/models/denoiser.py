@@ -27,15 +27,18 @@ from sage_grpo.models.attention import KEPT
 class Denoiser(PeftAdapterMixin):
     """Mixin for a transformer (an nn.Module), which must call `run_block` for each of its blocks."""
 
-    block_list = "transformer_blocks"  # name of the module list
-    varying: tuple[int, int] | None = (
-        None  # (input, dim) of a block whose length varies between requests
-    )
-    never_trained: tuple[
-        str, ...
-    ] = ()  # (prefixes of) modules whose outputs the forward never uses: no gradient
-    num_recomputed, compiled, trained = 0, False, False
+    # set by subclasses
+    block_list = "transformer_blocks"  # name of the module list that holds the blocks
+    varying: tuple[int, int] | None = None  # (input, dim) of a block whose length varies by request
+    never_trained: tuple[str, ...] = ()  # prefixes of modules whose outputs the forward never uses
+
+    # set by `prepare_blocks`
+    num_recomputed = 0  # leading blocks whose activations are recomputed
+    compiled = False
+    trained = False  # whether any parameter is
     in_8_bits: fp8.Switch | None = None
+
+    # set by `split_sequence`
     sequence_group: dist.ProcessGroup | None = None
 
     @property
@@ -54,7 +57,7 @@ class Denoiser(PeftAdapterMixin):
             )
 
     def to_json_string(self) -> str:
-        """The config of the stock class, so that exported folders load without this package."""
+        """The config of the stock class as JSON, so that exported folders load without this package."""
         return "{}\n"
 
     def prepare_blocks(
@@ -67,20 +70,26 @@ class Denoiser(PeftAdapterMixin):
         """Recompute a leading fraction of the blocks and compile all of them. Call once it is known what is trained.
 
         keep_attention: keep the outputs of attention, the most expensive part, instead of recomputing them.
-        lossy: what the blocks do inside `lossy`, exact or fp8.
+        lossy: how the blocks compute inside the context `lossy`, `exact` or `fp8`.
         """
+        self.num_recomputed = math.ceil(recomputed * len(self.all_blocks))
+        self.compiled = compiled
+        self.trained = any(parameter.requires_grad for parameter in self.parameters())
         if lossy == "fp8":
             self.in_8_bits = fp8.Switch(self.all_blocks)
-        self.num_recomputed, self.compiled = math.ceil(recomputed * len(self.all_blocks)), compiled
-        self.trained = any(parameter.requires_grad for parameter in self.parameters())
-        if compiled:  # other adapters and text lengths get separate graphs; too many are an error
+
+        if compiled:
+            # Every adapter and kind of text length gets a graph of its own. Beyond the limit torch would fall back
+            # to eager execution, which rounds differently from the rollout's graph: fail instead.
             torch._dynamo.config.recompile_limit = 64
             torch._dynamo.config.fail_on_recompile_limit_hit = True
+
         kwargs: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         if keep_attention:
             kwargs["context_fn"] = functools.partial(
                 create_selective_checkpoint_contexts, keep_attention_policy
             )
+
         for number, block in enumerate(self.all_blocks):
             if number < self.num_recomputed:
                 block.forward = functools.partial(checkpoint, block.forward, **kwargs)
@@ -88,7 +97,7 @@ class Denoiser(PeftAdapterMixin):
                 block.forward = functools.partial(self._run_compiled, torch.compile(block.forward))
 
     def lossy(self) -> AbstractContextManager[None]:
-        """Context for forwards on which no log-probability depends: blocks may be faster and less exact."""
+        """Context for forwards that no log-probability depends on: blocks may be faster and less exact."""
         return self.in_8_bits or nullcontext()
 
     def run_block(self, block: nn.Module, inputs: tuple[Tensor, ...], *others: Any) -> Any:
@@ -100,51 +109,55 @@ class Denoiser(PeftAdapterMixin):
         """
         if not self.compiled:
             return block(*inputs, *others)
-        wanted = torch.is_grad_enabled()
-        trained = self.trained and not (self.in_8_bits and self.in_8_bits.on)
-        if trained:
+
+        wants_grad = torch.is_grad_enabled()
+        lossy = self.in_8_bits is not None and self.in_8_bits.on
+        needs_exact_graph = self.trained and not lossy
+        if needs_exact_graph:
             inputs = tuple(x if x.requires_grad else x.detach().requires_grad_() for x in inputs)
-        with torch.set_grad_enabled(wanted or trained):
+        with torch.set_grad_enabled(wants_grad or needs_exact_graph):
             outputs = block(*inputs, *others)
-        if wanted:
+
+        if wants_grad:
             return outputs
-        return (
-            outputs.detach()
-            if isinstance(outputs, Tensor)
-            else tuple(output.detach() for output in outputs)
-        )
+        if isinstance(outputs, Tensor):
+            return outputs.detach()
+        return tuple(output.detach() for output in outputs)
 
     def _run_compiled(self, compiled: Callable[..., Any], *inputs: Any) -> Any:
         """Call a compiled forward with the varying length marked, so that one graph serves all lengths.
 
-        Otherwise the first length would get a graph of its own besides the one for all lengths, and which of the two
-        runs would depend on what ran before. This comes after FSDP's hooks, whose copies of the inputs lose the mark.
+        Without the mark, the first length gets a graph of its own besides the one for all lengths, and which of the two
+        runs depends on what ran before. This comes after FSDP's hooks, whose copies of the inputs lose the mark.
         """
         if self.varying is not None:  # all other sizes are constant in a run
-            torch._dynamo.maybe_mark_dynamic(inputs[self.varying[0]], self.varying[1])
+            position, dim = self.varying
+            torch._dynamo.maybe_mark_dynamic(inputs[position], dim)
         return compiled(*inputs)
 
 
 def keep_attention_policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Keep the attention of tokens to each other; that to a short context is cheap to recompute."""
-    kept = operator in KEPT and args[0].shape == args[1].shape  # query and key
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    if operator in KEPT:
+        query, key = args[:2]
+        if query.shape == key.shape:
+            return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class StockDenoiser(Denoiser):
-    """Mixin for a transformer of diffusers; it stands before that one, because it replaces its `to_json_string`."""
+    """Mixin for a transformer of diffusers; it must precede that class, whose `to_json_string` it overrides."""
 
     stock: type  # the class of diffusers
 
     def split_sequence(self, group: dist.ProcessGroup | None) -> None:
-        count, heads = (
-            1 if group is None else dist.get_world_size(group),
-            self.config.num_attention_heads,
-        )
+        count = 1 if group is None else dist.get_world_size(group)
+        heads = self.config.num_attention_heads
         if heads % count:
             raise ValueError(f"sp_size is {count}; it must divide the model's {heads} heads")
         self.sequence_group = group
 
     def to_json_string(self) -> str:
-        config = json.loads(self.stock.to_json_string(self)) | {"_class_name": self.stock.__name__}
+        config = json.loads(self.stock.to_json_string(self))
+        config["_class_name"] = self.stock.__name__
         return json.dumps(config, indent=2, sort_keys=True) + "\n"

@@ -1,4 +1,4 @@
-"""The LoRA adapter of a transformer."""
+"""The LoRA adapter of a transformer: adding, initializing, saving and loading it."""
 
 import hashlib
 import json
@@ -19,43 +19,52 @@ from sage_grpo.models.weights import open_safetensors
 from sage_grpo.parallel.fsdp import full_tensor, local_shard, rows
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
-POLICY = "policy"  # its name
-PREFIX = "transformer."
-# allowed settings of a saved adapter: those that affect its forward, and those without effect once it is loaded
+POLICY = "policy"  # the adapter's name in peft
+PREFIX = "transformer."  # of tensors and settings in files that pipelines save
+
+# Settings of a saved adapter that affect its forward, and their types.
 KINDS = {"r": int, "lora_alpha": float, "use_rslora": bool}
-ALLOWED = (
-    *KINDS,
+# Settings that may have any value, because they have no effect once the adapter is loaded.
+HARMLESS = (
     "target_modules",
     "peft_type",
     "peft_version",
     "task_type",
     "base_model_name_or_path",
     "revision",
+    "auto_mapping",
+    "inference_mode",
+    "init_lora_weights",
+    "lora_dropout",
 )
-ALLOWED += ("auto_mapping", "inference_mode", "init_lora_weights", "lora_dropout")
 
 
 def target_layers(transformer: Denoiser, names: Sequence[str]) -> list[str]:
     """Full names of the linear layers in the blocks whose names end in one of `names`."""
-    linears = [
-        name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)
+    layers = [
+        name
+        for name, module in transformer.named_modules()
+        if isinstance(module, nn.Linear) and name.startswith(f"{transformer.block_list}.")
     ]
-    blocks = [name for name in linears if name.startswith(f"{transformer.block_list}.")]
-    if missing := [
-        name for name in names if not any(layer.endswith(f".{name}") for layer in blocks)
-    ]:
-        known = sorted({layer.split(".", 2)[2].removeprefix("attn.") for layer in blocks})
-        raise ValueError(
-            f"lora_target_modules names {missing[0]}; linear layers of the blocks are {', '.join(known)}"
-        )
-    chosen = [layer for layer in blocks if any(layer.endswith(f".{name}") for name in names)]
-    return [layer for layer in chosen if not layer.startswith(transformer.never_trained)]
+    for name in names:
+        if not any(layer.endswith(f".{name}") for layer in layers):
+            known = sorted({layer.split(".", 2)[2].removeprefix("attn.") for layer in layers})
+            raise ValueError(
+                f"lora_target_modules names {name}; linear layers of the blocks are {', '.join(known)}"
+            )
+
+    suffixes = tuple(f".{name}" for name in names)
+    return [
+        layer
+        for layer in layers
+        if layer.endswith(suffixes) and not layer.startswith(transformer.never_trained)
+    ]
 
 
 def add_adapter(
     transformer: Denoiser, rank: int, alpha: float, names: Sequence[str], dtype: torch.dtype
 ) -> None:
-    """Add the layers of an adapter, on the transformer's device."""
+    """Add the layers of an adapter, on the transformer's device. `init_adapter` or `load_adapter` fills them."""
     config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=target_layers(transformer, names))
     device = next(transformer.parameters()).device
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device):
@@ -71,106 +80,145 @@ def init_adapter(transformer: nn.Module, seed: int) -> None:
         if ".lora_B." in name:
             local_shard(parameter).zero_()
             continue
-        start = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7])
+        tensor_seed = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7])
+        generator = torch.Generator().manual_seed(tensor_seed)
         bound = parameter.shape[1] ** -0.5
-        drawn = torch.empty(parameter.shape).uniform_(
-            -bound, bound, generator=torch.Generator().manual_seed(start)
-        )
-        local_shard(parameter).copy_(drawn[slice(*rows(parameter))])
+        values = torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)
+        _copy_rows(parameter, values)
+
+
+def _copy_rows(parameter: nn.Parameter, values: Tensor) -> None:
+    """Copy this rank's rows of a full tensor into its shard of a parameter."""
+    start, stop = rows(parameter)
+    local_shard(parameter).copy_(values[start:stop])
 
 
 def adapter_parameters(transformer: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters of the adapter, with its name removed from the keys."""
-    part, named = f".{POLICY}.", transformer.named_parameters()
-    return {name.replace(part, "."): p for name, p in named if part in name and "lora_" in name}
+    infix = f".{POLICY}."
+    return {
+        name.replace(infix, "."): parameter
+        for name, parameter in transformer.named_parameters()
+        if infix in name and "lora_" in name
+    }
 
 
 def adapter_file(transformer: Denoiser) -> TensorFile:
     """A copy of the adapter as diffusers' pipelines save it, on the host. All ranks of a sharded model must call."""
     tensors = {
-        f"{PREFIX}{n}": host_copy(full_tensor(p))
-        for n, p in adapter_parameters(transformer).items()
+        f"{PREFIX}{name}": host_copy(full_tensor(parameter))
+        for name, parameter in adapter_parameters(transformer).items()
     }
-    settings = transformer.peft_config[POLICY].to_dict().items()
-    config = {f"{PREFIX}{k}": sorted(v) if isinstance(v, set) else v for k, v in settings}
-    about = json.dumps(config, indent=2, sort_keys=True)
-    return TensorFile(tensors, {"format": "pt", LORA_ADAPTER_METADATA_KEY: about})
+    settings = {
+        f"{PREFIX}{name}": sorted(value) if isinstance(value, set) else value
+        for name, value in transformer.peft_config[POLICY].to_dict().items()
+    }
+    metadata = {
+        "format": "pt",
+        LORA_ADAPTER_METADATA_KEY: json.dumps(settings, indent=2, sort_keys=True),
+    }
+    return TensorFile(tensors, metadata)
 
 
 def read_adapter(file: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
-    """Tensors and settings of a saved adapter; pipelines prefix both, models do not.
+    """Tensors and settings of a saved adapter, without the prefix of pipelines; settings are None if it has none.
 
     Only the settings of a plain LoRA are accepted: peft would follow others wherever they lead.
     """
     stored = open_safetensors(file)
     tensors = {name.removeprefix(PREFIX): tensor for name, tensor in stored.tensors.items()}
-    ranks, text = _ranks(file, tensors), stored.metadata.get(LORA_ADAPTER_METADATA_KEY)
+    layer_ranks = _layer_ranks(file, tensors)
+    text = stored.metadata.get(LORA_ADAPTER_METADATA_KEY)
     if text is None:
         return tensors, None
+
     try:
         settings = {name.removeprefix(PREFIX): value for name, value in json.loads(text).items()}
     except (ValueError, RecursionError, AttributeError) as error:
         raise ValueError(
             f"{file} has settings that are not a JSON object ({error}); save it again"
         ) from error
-    plain = LoraConfig().to_dict()
-    if strange := [
-        n for n, value in settings.items() if n not in ALLOWED and value and value != plain.get(n)
-    ]:
-        raise ValueError(
-            f"{file} is not a plain LoRA: its settings name {strange[0]!r}; merge it into the weights"
-        )
-    settings = {name: settings.get(name, plain[name]) for name in KINDS}
+
+    defaults = LoraConfig().to_dict()
+    for name, value in settings.items():
+        if name in KINDS or name in HARMLESS:
+            continue
+        if value and value != defaults.get(name):
+            raise ValueError(
+                f"{file} is not a plain LoRA: its settings name {name!r}; merge it into the weights"
+            )
+
+    settings = {name: settings.get(name, defaults[name]) for name in KINDS}
     check_kinds(file, settings, KINDS)
-    if set(ranks.values()) != {settings["r"]}:  # peft would allocate it before it compares
+    if set(layer_ranks.values()) != {settings["r"]}:  # peft would allocate r before it compares
         raise ValueError(
-            f"{file} has r {settings['r']}, but tensors of rank {max(ranks.values())}; save it again"
+            f"{file} has r {settings['r']}, but tensors of rank {max(layer_ranks.values())}; save it again"
         )
-    return tensors, settings | {"target_modules": sorted(ranks)}
+    return tensors, settings | {"target_modules": sorted(layer_ranks)}
 
 
-def _ranks(file: Path, tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """The rank of each layer's pair of matrices. Anything but such pairs is rejected.
+def _layer_ranks(file: Path, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """The rank of each layer's pair of matrices, (rank, in) and (out, rank). Anything but such pairs is rejected.
 
-    So are names that are not plain: diffusers and peft take them as regular expressions, which can run for ever.
+    So are layer names with special characters: diffusers and peft treat them as regular expressions, which can run
+    forever.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     layers = dict.fromkeys(name.rpartition(".lora_")[0] for name in tensors)
-    pairs = {
-        layer: [shapes.pop(f"{layer}.lora_{side}.weight", ()) for side in "AB"] for layer in layers
-    }
-    wrong = [
-        n for n, (a, b) in pairs.items() if not len(a) == len(b) == 2 or a[0] != b[1] or not a[0]
-    ] + list(shapes)
-    if wrong or not pairs:
+    layer_ranks = {}
+    problems = []
+    for layer in layers:
+        a = shapes.pop(f"{layer}.lora_A.weight", ())
+        b = shapes.pop(f"{layer}.lora_B.weight", ())
+        if len(a) == len(b) == 2 and a[0] == b[1] > 0:
+            layer_ranks[layer] = a[0]
+        else:
+            problems.append(layer)
+
+    problems += shapes  # tensors that belong to no pair
+    if not tensors:
+        problems.append("any layer")
+    if problems:
         raise ValueError(
-            f"{file} has no lora_A and lora_B of one rank for {(wrong or ['any layer'])[0]!r:.100}"
+            f"{file} has no lora_A and lora_B of one rank for {problems[0]!r:.100}; save it again"
         )
-    if strange := [layer for layer in layers if not re.fullmatch(r"[\w.]{1,200}", layer)]:
-        raise ValueError(
-            f"{file} names {strange[0]!r:.100}, which is not the name of a layer; save it again"
-        )
-    return {layer: a[0] for layer, (a, _) in pairs.items()}
+
+    for layer in layers:
+        if not re.fullmatch(r"[\w.]{1,200}", layer):
+            raise ValueError(
+                f"{file} names {layer!r:.100}, which is not the name of a layer; save it again"
+            )
+    return layer_ranks
 
 
 @torch.no_grad()
 def load_adapter(transformer: nn.Module, folder: Path) -> None:
     """Fill the adapter from a saved one with the same rank, scale and layers."""
     file = folder / LORA_FILE
-    values, settings = read_adapter(file)
-    mine = adapter_parameters(transformer)
-    if wrong := sorted(set(values) ^ set(mine)) or [
-        n for n, p in mine.items() if p.shape != values[n].shape
-    ]:
-        raise ValueError(f"{file} does not fit lora_r and lora_target_modules: {wrong[0]} differs")
-    own = transformer.peft_config[POLICY]
-    settings = settings or {"lora_alpha": own.r}  # what diffusers takes if a file does not say it
+    tensors, settings = read_adapter(file)
+    parameters = adapter_parameters(transformer)
+
+    differing = sorted(set(tensors) ^ set(parameters))
+    if not differing:
+        differing = [
+            name for name, value in parameters.items() if value.shape != tensors[name].shape
+        ]
+    if differing:
+        raise ValueError(
+            f"{file} does not fit lora_r and lora_target_modules: {differing[0]} differs"
+        )
+
+    config = transformer.peft_config[POLICY]
+    if settings is None:
+        settings = {"lora_alpha": config.r}  # what diffusers assumes: scale 1
     for name in KINDS:
-        if (found := settings.get(name, getattr(own, name))) != getattr(own, name):
-            difference = (
-                f"{file} has {name} {found}, but lora_r and lora_alpha make it {getattr(own, name)}"
+        expected = getattr(config, name)
+        value = settings.get(name, expected)
+        if value != expected:
+            raise ValueError(
+                f"{file} has {name} {value}, but lora_r and lora_alpha make it {expected}: an adapter with another "
+                "scale is another model; pass the flags that it was trained with"
             )
-            reason = "an adapter with another scale is another model; give the flags that it was trained with"
-            raise ValueError(f"{difference}: {reason}")
-    for name, parameter in mine.items():
-        local_shard(parameter).copy_(values[name][slice(*rows(parameter))])
+
+    for name, parameter in parameters.items():
+        _copy_rows(parameter, tensors[name])

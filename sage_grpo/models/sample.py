@@ -13,9 +13,8 @@ from sage_grpo.algo.sde import Schedule, Step
 from sage_grpo.algo.solver import ode_tables
 from sage_grpo.models.backbone import Backbone, Conditioning, Guidance
 
-Noise = Callable[
-    [Step], Tensor
-]  # denoising step, or one per clip -> standard normal (B, C, T, y, x), on any device
+# Denoising step, shared or one per clip -> standard normal noise (B, C, T, y, x), on any device.
+Noise = Callable[[Step], Tensor]
 
 
 def denoise(
@@ -32,7 +31,8 @@ def denoise(
     same shape gives the same bits.
     """
     for i in range(schedule.num_steps):
-        velocity = backbone.velocity(x, schedule.sigmas[i].expand(len(x)), cond, guidance)
+        sigma = schedule.sigmas[i].expand(len(x))
+        velocity = backbone.velocity(x, sigma, cond, guidance)
         x, _ = schedule.step(i, x, velocity, noise(i).to(x.device))
     return x
 
@@ -46,21 +46,26 @@ def integrate(
     solver: str = "euler",
     between: Callable[[], None] = lambda: None,
 ) -> Tensor:
-    """Follow the ODE from x over the noise levels `sigmas`, (n+1,) or (B, n+1); `between` is called after each step."""
+    """Follow the ODE from x, (B, C, T, y, x), over the noise levels `sigmas`, (n+1,) or (B, n+1).
+
+    `between` is called after each step.
+    """
     delta, factor = (table.float().to(x) for table in ode_tables(sigmas, solver))
-    levels, each, before = sigmas.to(x.device, torch.float32), (-1, *[1] * (x.ndim - 1)), None
+    levels = sigmas.to(x.device, torch.float32)
+    per_clip = (-1, *[1] * (x.ndim - 1))  # shape in which a number per clip broadcasts over x
+    previous_clean = None
+
     for i in range(sigmas.shape[-1] - 1):
         sigma = levels[..., i].expand(len(x))
         velocity = backbone.velocity(x, sigma, cond, guidance)
-        x_next = x - delta[..., i].reshape(each) * velocity
-        if solver != "euler":
-            clean = x - sigma.reshape(each) * velocity
-            x_next = (
-                x_next
-                if before is None
-                else x_next + factor[..., i].reshape(each) * (clean - before)
-            )
-            before = clean
+        x_next = x - delta[..., i].reshape(per_clip) * velocity
+
+        if solver != "euler":  # second order: extrapolate from the last two predictions of x0
+            clean = x - sigma.reshape(per_clip) * velocity
+            if previous_clean is not None:
+                x_next = x_next + factor[..., i].reshape(per_clip) * (clean - previous_clean)
+            previous_clean = clean
+
         x = x_next
         between()
     return x
@@ -77,16 +82,19 @@ def counter_noise(
 ) -> tuple[Tensor, Noise]:
     """Initial noise and per-step noise for the clips numbered `samples`, independent of batch and rank.
 
-    purpose: `generate`, or `rollout` for training. prompt: of all clips, or one for each. init_samples: clips whose
-    initial noise is used instead.
+    shape: of one clip's latents, (C, T, y, x). purpose: `generate`, or `rollout` for training. prompt: index of the
+    prompt, one for all clips or one per clip. init_samples: clips whose initial noise to use instead.
     """
     prompts = [prompt] * len(samples) if isinstance(prompt, int) else prompt
 
     def draw(kind: str, numbers: Sequence[int], index: int | Tensor = 0) -> Tensor:
-        keys = zip(
-            prompts, numbers, torch.as_tensor(index).expand(len(numbers)).tolist(), strict=True
-        )
-        draws = [{"step": step, "prompt": p, "sample": n, "index": i} for p, n, i in keys]
-        return torch.stack([rng.normal(shape, seed, f"{purpose}_{kind}", **key) for key in draws])
+        indices = torch.as_tensor(index).expand(len(numbers)).tolist()
+        clips = [
+            rng.normal(
+                shape, seed, f"{purpose}_{kind}", step=step, prompt=clip_prompt, sample=n, index=i
+            )
+            for clip_prompt, n, i in zip(prompts, numbers, indices, strict=True)
+        ]
+        return torch.stack(clips)
 
     return draw("init", init_samples or samples), lambda i: draw("sde", samples, i)

@@ -1,6 +1,7 @@
-"""Names of model versions that code refers to."""
+"""Names of model versions that code refers to: values of `pretrained_transformer_version`."""
 
-DEFAULT_VERSION = (
-    "480p_t2v"  # how a model is sampled; in Tencent's layout a subfolder of `transformer/`
-)
-ANIMATE = "i2v"  # version that opens a folder for both tasks as one for image to video
+# Selects how a model is sampled and, in Tencent's layout, a subfolder of `transformer/`.
+DEFAULT_VERSION = "480p_t2v"
+
+# Opens a folder that serves both tasks for image-to-video.
+ANIMATE = "i2v"
