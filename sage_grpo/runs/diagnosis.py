@@ -1,324 +1,550 @@
 """Why is the reward flat? Findings about a run, from its folder alone; docs/diagnosis.md explains each.
 
-A rule is a name in findings.json, whether it holds, and the numbers of its evidence. What a run did not record is NaN,
-for which no comparison holds, so nothing is said about it. Shapes: N logged iterations, T denoising steps.
+Fix findings in order: earlier ones invalidate later ones. The rules below are in that order. A rule returns its
+evidence, or None where it does not hold. What a run did not record is NaN, for which no comparison holds, so nothing is
+reported about it. Shapes: N logged iterations, T denoising steps.
 """
 
-import json
 import math
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from sage_grpo.config.fields import FIELDS
-from sage_grpo.config.parse import from_values, yaml_mapping
-from sage_grpo.files.json_files import read_object
-from sage_grpo.intervals import Interval, interval, student_95
-from sage_grpo.runs.clips import pair_clips, read_validations
-from sage_grpo.runs.history import RunHistory, column, numbers
+from sage_grpo.runs.case import FEWEST_FOR_TREND, Case
+from sage_grpo.runs.history import RunHistory, column
 
-# by rank: what makes other findings meaningless comes first; `excused` ones are none while the reward rises
-FINDINGS = json.loads(Path(__file__).with_name("findings.json").read_text())
-FEW = 8  # iterations or updates before which nothing is said about a trend
 BF16 = 2.0**-9  # relative rounding error
 PHASES = ("rollout", "decode", "reward", "gold", "anchor", "update")
-STOPPED = {
-    "first ratio": "first ratio",
-    "not finite": "not finite",
-    "rewards fail": "rewards failed",
-}
-Rule = tuple[str, bool, dict[str, Any]]
+
+Evidence = Callable[[Case], str | None]
 
 
+@dataclass(frozen=True)
+class Rule:
+    name: str
+    evidence: Evidence
+    cause: str
+    remedy: str
+    panel: str = ""  # the figure of report.html that shows it
+    silent_while_rising: bool = False  # and as long as it is too early to tell
+    stop_message: str = ""  # part of the message with which a run stops for this reason
+
+
+@dataclass(frozen=True)
 class Finding:
-    def __init__(self, name: str, values: dict[str, Any]) -> None:
-        evidence, self.cause, self.remedy, self.panel, self.excused = FINDINGS[name].values()
-        self.name, self.evidence = name, evidence.format(**values)
+    """A rule that holds for a run."""
+
+    rule: Rule
+    evidence: str
+
+    @property
+    def name(self) -> str:
+        return self.rule.name
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.evidence}. {self.cause} Remedy: {self.remedy}"
+        return f"{self.name}: {self.evidence}. {self.rule.cause} Remedy: {self.rule.remedy}"
+
+
+RULES: dict[str, Rule] = {}  # by name
 
 
 def diagnose(run: RunHistory) -> list[Finding]:
-    """What is wrong with a run, the likeliest cause first."""
-    case, rules = Case(run), (broken, reward_rules, sampling_rules, update_rules, progress_rules)
-    text = {"text": f"the run stopped: {case.failure:.200}"}
-    held = {name: text for name, words in STOPPED.items() if words in case.failure}
-    known = run.train and case.has_config
-    held |= {name: values for part in rules if known for name, holds, values in part(case) if holds}
-    found = [Finding(name, held[name]) for name in FINDINGS if name in held]
-    return [one for one in found if not (one.excused and case.direction in (1, None))]
+    """What is wrong with a run, in the order in which to fix it."""
+    case = Case(run)
+    findings = []
+    for rule in RULES.values():
+        evidence = rule.evidence(case) if run.train and case.has_config else None
+        if evidence is None and rule.stop_message and rule.stop_message in case.failure:
+            evidence = f"the run stopped: {case.failure:.200}"
+        if evidence is None or (rule.silent_while_rising and case.direction in (1, None)):
+            continue
+        findings.append(Finding(rule, evidence))
+    return findings
 
 
-class Case:
-    """A run, and what its rules share."""
+def rule(name: str, **fields: Any) -> Callable[[Evidence], Evidence]:
+    """Add a rule, whose evidence the decorated function looks for; `fields` are those of `Rule`."""
 
-    def __init__(self, run: RunHistory) -> None:
-        config, status = run.folder / "config.yaml", run.folder / "status.json"
-        self.has_config = config.is_file()
-        given = (
-            yaml_mapping(config.read_text("utf-8", "replace"), str(config))
-            if self.has_config
-            else {}
-        )
-        self.run, self.config = (
-            run,
-            from_values({key: value for key, value in given.items() if key in FIELDS}),
-        )
-        ended = read_object(status) if status.is_file() else {}
-        self.failure = str(ended.get("message")) if ended.get("state") == "failed" else ""
-        self.clips = max(
-            1, self.config.batch_size * (run.head.get("ranks") or 1) // self.config.sp_size
-        )
-        kept = read_validations(run.folder)
-        ends = [line["step"] for line in run.validations if line["step"] in kept] or [0]
-        self.pairs = (
-            pair_clips(*(kept[step] for step in (ends[0], ends[-1]))) if len(ends) > 1 else []
-        )
-        self.validated = interval(new.reward - old.reward for old, new in self.pairs)
-        self.trained, self.gap, self.pull = self.slope(), self.gap_to_validation(), self.kl_pull()
-        self.drift = math.sqrt(
-            2 * self.most("kl/anchor")
-        )  # of the velocity, in units of the exploration noise
-        by_validation = math.isfinite(self.validated.half)
-        self.progress = self.validated if by_validation else self.trained
-        # a change that is small against the spread within groups, even if it went on until the end, is none
-        until = self.config.max_steps / (ends[-1] - ends[0] if by_validation else 1)
-        small = abs(self.progress.mean) * until < self.mean("reward/group_std") / 3
-        known = math.isfinite(self.progress.half)
-        self.direction = (
-            (0 if small else self.progress.sign) if known else None
-        )  # +1 rises, 0 is flat, -1 falls
+    def add(evidence: Evidence) -> Evidence:
+        RULES[name] = Rule(name=name, evidence=evidence, **fields)
+        return evidence
 
-    def values(self, key: str) -> np.ndarray:
-        """The finite values of a metric of training."""
-        found = column(self.run.train, key)
-        return found[np.isfinite(found)]
-
-    def mean(self, key: str) -> float:
-        return interval(self.values(key)).mean
-
-    def most(self, key: str) -> float:
-        return float(max(self.values(key), default=math.nan))
-
-    def ends(self, key: str) -> tuple[float, float]:
-        """Medians of a metric over the first and over the last iterations; the very first one warms up."""
-        found = self.values(key)[1:]
-        parts = (
-            (found[:FEW], found[-FEW // 2 :]) if len(found) >= 2 * FEW else ([math.nan], [math.nan])
-        )
-        return float(np.median(parts[0])), float(np.median(parts[1]))
-
-    def schedule(self, key: str) -> np.ndarray:
-        """(T,), or empty."""
-        return np.array(numbers((self.run.head.get("schedule") or {}).get(key), key))
-
-    def slope(self) -> Interval:
-        """Change of the reward of training clips, per iteration."""
-        steps, reward = (column(self.run.train, key) for key in ("step", "reward/total"))
-        known = np.isfinite(reward)
-        if known.sum() < FEW:
-            return interval([])
-        (slope, _), errors = np.polyfit(steps[known], reward[known], 1, cov=True)
-        return Interval(float(slope), student_95(int(known.sum()) - 2) * math.sqrt(errors[0, 0]))
-
-    def gap_to_validation(self) -> float:
-        """How far the first validation scores above the next iteration, whose policy is the same.
-
-        In standard deviations of a batch, less two of the mean of its groups: a lower bound.
-        """
-        before = self.run.validations[:1]
-        after = [
-            line for line in self.run.train if before and line["step"] == before[0]["step"] + 1
-        ]
-        if not after:
-            return math.nan
-        difference = column(before, "reward/total").item() - column(after, "reward/total").item()
-        gap = difference / max(column(after, "reward/std").item(), 1e-12)
-        return math.copysign(
-            max(abs(gap) - 2 / math.sqrt(self.clips / self.config.num_generations), 0.0), gap
-        )
-
-    def kl_pull(self) -> float:
-        """Gradient of the KL over the noise of the policy gradient, in an update.
-
-        At the velocity and per pair they are lambda N_t sqrt(2 KL_t) and S_t N_t; the first adds up over the P pairs of
-        an update, the second as sqrt(P).
-        """
-        c, kl = self.config, self.run.grid("kl_anchor")
-        n, s = self.schedule("gradient_scale"), self.schedule("equalizer")
-        if (
-            kl.shape[1] != len(n) or not (kl > 0).any() or c.algorithm == "nft"
-        ):  # whose gradient is another
-            return math.nan
-        squares = np.nansum(2 * kl * n**2 * (s**4 if c.use_kl_balancing else 1), 1)
-        policy = np.where(np.isfinite(kl), (s * n) ** 2, 0).sum(1)
-        pairs = (
-            self.clips
-            * c.gradient_accumulation_steps
-            * np.isfinite(kl).sum(1)
-            / c.updates_per_rollout
-        )
-        coef = column(self.run.train, "kl/coef") * c.dual_kl_moving_weight
-        return float(
-            np.median((coef * np.sqrt(pairs * squares / np.maximum(policy, 1e-30)))[squares > 0])
-        )
+    return add
 
 
-def broken(case: Case) -> Iterator[Rule]:
-    """Faults that make the other numbers meaningless."""
-    c, train, worst = case.config, case.run.train, case.most("policy/ratio_max_deviation")
-    exact = c.updates_per_rollout == 1 and c.algorithm == "grpo"
-    yield (
-        "first ratio",
-        exact and worst > 0,
-        {"text": f"|ratio - 1| reached {worst:.2g} before any update"},
-    )
-    for key, what in (
-        ("signal/rank_prompts", "prompts or seeds"),
-        ("signal/rank_weights", "weights"),
-    ):
-        wrong = [line["step"] for line in train if line.get(key)]
-        yield "ranks differ", bool(wrong), {"what": what, "step": min(wrong, default=0)}
-    norms = [line["policy/grad_norm"] for line in train if "policy/grad_norm" in line]
-    lost = norms.count(None)
-    yield (
-        "not finite",
-        lost > 0.02 * len(norms),
-        {"text": f"no finite gradient in {lost} of {len(norms)} updates"},
-    )
-    oldest, due = case.most("kl/anchor_age"), c.update_ref_model_step
-    late = c.use_moving_KL and oldest > due + c.updates_per_rollout
-    yield (
-        "wrong anchor",
-        late,
-        {"text": f"the anchor is {oldest:.0f} updates old, and due every {due}"},
-    )
+# faults that make all other numbers meaningless
+
+
+@rule(
+    "first ratio",
+    cause="Rollout and training run different arithmetic, so every gradient is wrong.",
+    remedy='see "The first ratio is not 1" in docs/troubleshooting.md; --compile False first.',
+    panel="Largest ratio deviation",
+    stop_message="first ratio",
+)
+def first_ratio_is_not_one(case: Case) -> str | None:
+    exact = case.config.updates_per_rollout == 1 and case.config.algorithm == "grpo"
+    deviation = case.most("policy/ratio_max_deviation")
+    if exact and deviation > 0:
+        return f"|ratio - 1| reached {deviation:.2g} before any update"
+    return None
+
+
+@rule(
+    "ranks differ",
+    cause="Ranks train different models or on different data, and the sum of their gradients fits none of them.",
+    remedy="the same files and flags on all nodes, then --resume_from_checkpoint last_good.",
+)
+def ranks_differ(case: Case) -> str | None:
+    checksums = {"signal/rank_weights": "weights", "signal/rank_prompts": "prompts or seeds"}
+    for key, what in checksums.items():
+        steps = [line["step"] for line in case.run.train if line.get(key)]
+        if steps:
+            return f"{what} differ between ranks since iteration {min(steps)}"
+    return None
+
+
+@rule(
+    "not finite",
+    cause="Updates without a finite gradient are skipped: nothing is learned in them.",
+    remedy="lower --learning_rate, raise --warmup_steps, check --eta; the message names the first clip.",
+    panel="Gradient norm",
+    stop_message="not finite",
+)
+def gradients_are_not_finite(case: Case) -> str | None:
+    key = "policy/grad_norm"
+    norms = [line[key] for line in case.run.train if key in line]
+    missing = norms.count(None)
+    if missing > 0.02 * len(norms):
+        return f"no finite gradient in {missing} of {len(norms)} updates"
+    return None
+
+
+@rule(
+    "rewards fail",
+    cause="A failed reward is missing data: its clip is paid for and teaches nothing.",
+    remedy="fix the reward; a lower --max_reward_failures stops the run earlier.",
+    panel="Total reward",
+    stop_message="rewards failed",
+)
+def rewards_fail(case: Case) -> str | None:
+    share = case.mean("reward/failed") / case.clips_per_rollout
+    if share > 0.02:
+        errors = [line["reward/error"] for line in case.run.train if line.get("reward/error")]
+        first = str(errors[0]) if errors else "an unknown error"
+        return f"{share:.1%} of the rewards failed, first with: {first:.120}"
+    return None
+
+
+@rule(
+    "rewards repeat",
+    cause="This is typical of a reward that answers failures with a constant.",
+    remedy="let the reward raise an error or return NaN instead; look for its constant in clips.json.",
+    panel="Total reward",
+)
+def rewards_repeat(case: Case) -> str | None:
+    shares = case.early_and_late("signal/same_reward")
+    if min(shares) > 0.05 and max(shares) < 0.9:
+        return f"{max(shares):.0%} of the clips got the very same reward, while all others differ"
+    return None
+
+
+@rule(
+    "wrong anchor",
+    cause="The KL pulls the policy toward weights other than those it had when the anchor was due.",
+    remedy=(
+        "--resume_from_checkpoint last_good; check --update_ref_model_step and whatever loads or copies weights."
+    ),
+    panel="KL",
+)
+def anchor_is_wrong(case: Case) -> str | None:
+    c = case.config
     keys = ("signal/anchor_moved", "kl/anchor_age", "lr", "signal/weight_rms")
-    moved, age, rate, size = (column(train, key) for key in keys)
-    far = moved / (
-        2 * rate * age + 2 * BF16 * size + 1e-30
-    )  # optimizers move a weight by about the learning rate
-    at = int(np.nanargmax(far)) if np.isfinite(far).any() else 0
-    text = f"weights of policy and anchor differ by {moved[at]:.2g}, more than {age[at]:.0f} updates can move them"
-    yield "wrong anchor", far[at] > 1, {"text": text}
+    distance, age, learning_rate, weight_rms = (column(case.run.train, key) for key in keys)
+    # optimizers move a weight by about the learning rate, and rounding adds a little
+    reachable = 2 * learning_rate * age + 2 * BF16 * weight_rms + 1e-30
+    excess = distance / reachable
+    if np.isfinite(excess).any():
+        worst = int(np.nanargmax(excess))
+        if excess[worst] > 1:
+            return (
+                f"weights of policy and anchor differ by {distance[worst]:.2g},"
+                f" more than {age[worst]:.0f} updates can move them"
+            )
+
+    oldest = case.most("kl/anchor_age")
+    due = c.update_ref_model_step
+    if c.use_moving_KL and oldest > due + c.updates_per_rollout:
+        return f"the anchor is {oldest:.0f} updates old, and due every {due}"
+    return None
 
 
-def reward_rules(case: Case) -> Iterator[Rule]:
-    failed, same = case.mean("reward/failed") / case.clips, case.ends("signal/same_reward")
-    error = next(
-        (line["reward/error"] for line in case.run.train if line.get("reward/error")),
-        "an unknown error",
+@rule(
+    "variety collapsed",
+    cause="The policy makes one clip per prompt: it has found one answer that the reward likes.",
+    remedy=(
+        "an earlier checkpoint, a larger --kl_weight, a smaller --learning_rate,"
+        " different --reward_weights."
+    ),
+    panel="Exploration",
+)
+def variety_collapsed(case: Case) -> str | None:
+    early, late = case.early_and_late("signal/variety")
+    if late < 0.3 * early:
+        return f"clips of one prompt differ by {late:.3f} per pixel, {late / early:.0%} of what they did"
+    return None
+
+
+# updates that are lost in rounding, and rewards that teach nothing
+
+
+@rule(
+    "gradient below eps",
+    cause="AdamW divides by gradient plus eps, so weights hardly move.",
+    remedy="--adam_eps 1e-15.",
+    panel="Gradient norm",
+)
+def gradient_is_below_eps(case: Case) -> str | None:
+    rms = case.mean("policy/grad_rms")
+    eps = case.config.adam_eps
+    if 0 < rms < 10 * eps:
+        return f"the gradient's RMS is {rms:.2g}, adam_eps {eps:g}"
+    return None
+
+
+@rule(
+    "weights too coarse",
+    cause="Most updates round to nothing.",
+    remedy="--master_weight_type fp32 (with bf16 computation: --enable_fsdp True).",
+    panel="Learning rate",
+    silent_while_rising=True,
+)
+def weights_are_too_coarse(case: Case) -> str | None:
+    spacing = 2 * BF16 * case.mean("signal/weight_rms")
+    learning_rate = case.most("lr")
+    if case.config.master_weight_type == "bf16" and 2 * learning_rate < spacing:
+        return f"bf16 weights are {spacing:.1g} apart, and a step is {learning_rate:.1g}"
+    return None
+
+
+@rule(
+    "flat groups",
+    cause="Only differences within a group teach; these groups have none.",
+    remedy=(
+        "a finer reward (scripts/audit_reward.py shows what it tells apart), harder prompts,"
+        " more --num_generations, a larger --eta."
+    ),
+    panel="Exploration",
+    silent_while_rising=True,
+)
+def groups_are_flat(case: Case) -> str | None:
+    groups = case.mean("reward/flat_groups")
+    share = groups * case.config.num_generations / case.clips_per_rollout
+    if share > 0.5:
+        return f"in {share:.0%} of the groups all clips got the same reward"
+    return None
+
+
+@rule(
+    "noisy reward",
+    cause="Advantages are mostly chance.",
+    remedy=(
+        "make the reward deterministic, or average several scores (scripts/audit_reward.py tests it);"
+        " then more --num_generations."
+    ),
+    panel="Exploration",
+)
+def reward_is_noisy(case: Case) -> str | None:
+    differences = column(case.run.validations, "signal/rescoring")
+    largest = max(differences[np.isfinite(differences)], default=math.nan)
+    share = largest / (case.mean("reward/group_std") or math.nan)
+    if share > 0.7:
+        return f"the same clip scored twice differs by {share:.0%} of the spread within a group"
+    return None
+
+
+# exploration, and validation beside it
+
+
+@rule(
+    "validation unlike training",
+    cause="Validation does not show what is trained.",
+    remedy=(
+        "a smaller --ema_decay; --validation_num_inference_steps and --validation_timestep_shift"
+        " nearer to the rollout's."
+    ),
+    panel="Total reward",
+)
+def validation_is_unlike_training(case: Case) -> str | None:
+    slope = case.training_slope
+    iterations = case.run.train[-1]["step"] - case.run.train[0]["step"]
+    least_gain = iterations * (slope.mean - slope.half)
+    most_validated = case.validation_change.mean + case.validation_change.half
+    if not (least_gain > 0 and most_validated < 0.3 * least_gain):
+        return None
+
+    text = (
+        f"training clips gained at least {least_gain:.2g}, validation at most {most_validated:.2g}"
     )
-    yield (
-        "rewards fail",
-        failed > 0.02,
-        {"text": f"{failed:.1%} of the rewards failed, first with: {error:.120}"},
-    )
-    yield "rewards repeat", min(same) > 0.05 and max(same) < 0.9, {"share": max(same)}
-    before, now = case.ends("signal/variety")
-    yield "variety collapsed", now < 0.3 * before, {"now": now, "share": now / (before or math.nan)}
-    flat = case.mean("reward/flat_groups") * case.config.num_generations / case.clips
-    yield "flat groups", flat > 0.5, {"share": flat}
-    twice = column(case.run.validations, "signal/rescoring")
-    noise = max(twice[np.isfinite(twice)], default=math.nan) / (
-        case.mean("reward/group_std") or math.nan
-    )
-    yield "noisy reward", noise > 0.7, {"share": noise}
+    decay = case.config.ema_decay
+    if decay:
+        text += f"; averaged weights are still {decay ** case.most('updates'):.0%} the first ones"
+    return text
 
 
-def sampling_rules(case: Case) -> Iterator[Rule]:
-    """Exploration, if there is any, and validation beside it."""
-    c, std, gap, gain = case.config, case.schedule("std"), case.gap, case.trained
-    steps = (c.validation_num_inference_steps or c.num_sampling_steps) / c.num_sampling_steps
-    alike, last = c.algorithm == "grpo" and 0.25 < steps < 4, std[-1] if len(std) else math.nan
-    least = (case.run.train[-1]["step"] - case.run.train[0]["step"]) * (gain.mean - gain.half)
-    most = case.validated.mean + case.validated.half
-    text = f"training clips gained at least {least:.2g}, validation at most {most:.2g}"
-    if c.ema_decay:
-        text += (
-            f"; averaged weights are still {c.ema_decay ** case.most('updates'):.0%} the first ones"
+def last_noise(case: Case) -> float:
+    """Standard deviation that the last denoising step injects."""
+    std = case.schedule("std")
+    return float(std[-1]) if len(std) else math.nan
+
+
+@rule(
+    "noise in the clips",
+    cause="No later step removes the last one's noise, and the reward judges it.",
+    remedy="--sde_window all_but_last, or --sde_type precise.",
+    panel="Exploration noise",
+)
+def noise_is_left_in_the_clips(case: Case) -> str | None:
+    noise = last_noise(case)
+    if case.exploration_cost > 1 and noise > 0.02:
+        return (
+            f"training clips score {case.exploration_cost:.1f} standard deviations below validation,"
+            f" and the last step leaves noise of {noise:.2g} in them"
         )
-    yield "validation unlike training", least > 0 and most < 0.3 * least, {"text": text}
-    yield "noise in the clips", alike and gap > 1 and last > 0.02, {"gap": gap, "std": last}
-    yield "too much exploration", alike and gap > 1 and not last > 0.02, {"gap": gap}
-    yield "too little exploration", 0 < np.linalg.norm(std) < 0.1, {"std": np.linalg.norm(std)}
+    return None
 
 
-def update_rules(case: Case) -> Iterator[Rule]:
-    c, updates, rms = case.config, case.config.updates_per_rollout, case.mean("policy/grad_rms")
-    yield "gradient below eps", 0 < rms < 10 * c.adam_eps, {"rms": rms, "eps": c.adam_eps}
-    apart, rate = 2 * BF16 * case.mean("signal/weight_rms"), case.most("lr")
-    yield (
-        "weights too coarse",
-        c.master_weight_type == "bf16" and 2 * rate < apart,
-        {"apart": apart, "rate": rate},
-    )
-    grid = case.run.grid("grad_v")
+@rule(
+    "too much exploration",
+    cause="Exploration leads outside of what the model can make, so the reward ranks damage.",
+    remedy="a smaller --eta, more --num_sampling_steps, or --sde_type precise.",
+    panel="Total reward",
+)
+def exploration_is_too_strong(case: Case) -> str | None:
+    if case.exploration_cost > 1 and not last_noise(case) > 0.02:
+        return (
+            f"training clips score {case.exploration_cost:.1f} standard deviations below validation"
+        )
+    return None
+
+
+@rule(
+    "too little exploration",
+    cause="Clips of a group differ mainly in their initial noise, for which no step gets credit.",
+    remedy="a larger --eta (0.5 to 1), or more steps in --sde_window.",
+    panel="Exploration noise",
+    silent_while_rising=True,
+)
+def exploration_is_too_weak(case: Case) -> str | None:
+    noise = float(np.linalg.norm(case.schedule("std")))
+    if 0 < noise < 0.1:
+        return f"all steps together add noise of {noise:.2g} to initial noise of 1"
+    return None
+
+
+# updates
+
+
+@rule(
+    "one step dominates",
+    cause="The update is the noise of one step; the others hardly learn.",
+    remedy="--use_grad_balancing True.",
+    panel="Gradient at the velocity",
+)
+def one_step_dominates(case: Case) -> str | None:
+    steps = case.run.grid("grad_v").T
     sizes = np.array(
-        [np.median(step[np.isfinite(step)]) for step in grid.T if np.isfinite(step).any()]
+        [np.median(step[np.isfinite(step)]) for step in steps if np.isfinite(step).any()]
     )
-    if len(sizes) > 1 and not case.pull > 1:  # else most of it is the KL's
-        top = int(sizes.argmax())
-        ratio = sizes[top] / (np.median(np.delete(sizes, top)) or math.nan)
-        yield "one step dominates", ratio > 3, {"step": top + 1, "ratio": ratio}
-    low, high = (
-        case.mean(f"policy/clip_{side}") * updates / max(updates - 1, 1e-9)
-        for side in ("low", "high")
-    )
-    values = {"share": low + high, "which": "bad" if low > high else "good"}
-    one_sided, clips = max(low, high) > 2.5 * min(low, high), updates > 1 and c.algorithm != "nft"
-    yield "clipped on one side", clips and one_sided and low + high > 0.2, values
-    yield "clipped", clips and not one_sided and low + high > 0.4, values
+    if len(sizes) < 2 or case.kl_pull > 1:  # then most of the gradient is the KL's
+        return None
+    largest = int(sizes.argmax())
+    ratio = sizes[largest] / (np.median(np.delete(sizes, largest)) or math.nan)
+    if ratio > 3:
+        return f"denoising step {largest + 1} gets {ratio:.0f} times the gradient of the others"
+    return None
+
+
+def clipped_shares(case: Case) -> tuple[float, float]:
+    """Shares of the pairs clipped below and above, in updates after a rollout's first; NaN if none can be."""
+    updates = case.config.updates_per_rollout
+    if updates == 1 or case.config.algorithm == "nft":
+        return math.nan, math.nan
+    low = case.mean("policy/clip_low") * updates / (updates - 1)
+    high = case.mean("policy/clip_high") * updates / (updates - 1)
+    return low, high
+
+
+def is_one_sided(low: float, high: float) -> bool:
+    return max(low, high) > 2.5 * min(low, high)
+
+
+@rule(
+    "clipped on one side",
+    cause="The KL has passed the clip range, so the policy learns from one side only.",
+    remedy=(
+        "--ratio_norm True, --updates_per_rollout 1, a smaller --learning_rate or a larger --clip_range."
+    ),
+    panel="Clipped pairs",
+)
+def pairs_are_clipped_on_one_side(case: Case) -> str | None:
+    low, high = clipped_shares(case)
+    if is_one_sided(low, high) and low + high > 0.2:
+        return (
+            f"after the first update of a rollout the clip silences {low + high:.0%} of the pairs,"
+            f" mostly {'bad' if low > high else 'good'} ones"
+        )
+    return None
+
+
+@rule(
+    "clipped",
+    cause="Clipped pairs have no gradient: all updates but the first are wasted.",
+    remedy=(
+        "--updates_per_rollout 1, --ratio_norm True, a smaller --learning_rate or a larger --clip_range."
+    ),
+    panel="Clipped pairs",
+)
+def pairs_are_clipped(case: Case) -> str | None:
+    low, high = clipped_shares(case)
+    if not is_one_sided(low, high) and low + high > 0.4:
+        return (
+            f"after the first update of a rollout the clip silences {low + high:.0%} of the pairs"
+        )
+    return None
+
+
+@rule(
+    "KL too strong",
+    cause="The anchor holds the policy where it is.",
+    remedy="a smaller --kl_weight, or --use_moving_KL True with a smaller --update_ref_model_step.",
+    panel="KL",
+    silent_while_rising=True,
+)
+def kl_is_too_strong(case: Case) -> str | None:
+    if case.kl_pull > 3 and not case.drift > 0.5:
+        return f"the KL pulls {case.kl_pull:.1f} times as hard as the noise of the policy gradient"
+    return None
+
+
+@rule(
+    "learning rate too high",
+    cause="The policy moves, but not toward what the reward asks for.",
+    remedy="a smaller --learning_rate or more clips per update, and --resume_from_checkpoint of a good step.",
+    panel="KL",
+    silent_while_rising=True,
+)
+def learning_rate_is_too_high(case: Case) -> str | None:
+    change = case.reward_change
+    if case.direction == -1 or case.drift > 0.5:
+        return (
+            f"the reward changed by {change.mean:+.2g} ± {change.half:.1g}, while the policy drifted up to"
+            f" {case.drift:.2g} from its anchor, where 1 is the exploration noise"
+        )
+    return None
+
+
+@rule(
+    "KL without effect",
+    cause="The trust region does not hold the policy.",
+    remedy="a larger --kl_weight, --kl_schedule fixed.",
+    panel="KL coefficient",
+)
+def kl_has_no_effect(case: Case) -> str | None:
     hacked = any(line.get("holdout/diverged") for line in case.run.validations)
-    yield "KL too strong", case.pull > 3 and not case.drift > 0.5, {"pull": case.pull}
-    yield (
-        "KL without effect",
-        (case.direction == -1 or hacked) and case.pull < 0.03,
-        {"pull": case.pull},
+    if (case.direction == -1 or hacked) and case.kl_pull < 0.03:
+        return f"the KL pulls {case.kl_pull:.1g} times as hard as the noise of the policy gradient"
+    return None
+
+
+# progress
+
+
+@rule(
+    "too few clips",
+    cause="Updates are mostly noise, which the learning rate turns into a random walk.",
+    remedy=(
+        "more prompts per update: --gradient_accumulation_steps or --batch_size,"
+        " with a smaller --learning_rate."
+    ),
+    panel="Gradient norm",
+    silent_while_rising=True,
+)
+def clips_are_too_few(case: Case) -> str | None:
+    c = case.config
+    shares = column(case.run.train, "signal/gradient")
+    squares = column(case.run.train, "policy/grad_norm") ** 2
+    known = np.isfinite(shares) & (squares > 0)
+    if known.sum() < FEWEST_FOR_TREND or case.kl_pull > 1:  # then most of the gradient is the KL's
+        return None
+
+    weights = squares[known] / squares[known].sum()
+    share = shares[known] @ weights
+    error = np.linalg.norm((shares[known] - share) * weights)
+    if not share + error < 0.25:
+        return None
+
+    clips = case.clips_per_rollout * c.gradient_accumulation_steps
+    shape = f"{clips // c.num_generations} x {c.num_generations}"
+    at_most = max(share, 2 * error, 1e-3)
+    needed = clips * (1 - at_most) / at_most
+    return (
+        f"{share:.0%} ± {error:.0%} of an update of {shape} clips is signal;"
+        f" making it half takes about {needed:.0f} clips or more"
     )
 
 
-def progress_rules(case: Case) -> Iterator[Rule]:
-    c, updates = case.config, case.most("updates")
-    values = {"change": case.progress.mean, "half": case.progress.half, "drift": case.drift}
-    yield "learning rate too high", case.direction == -1 or case.drift > 0.5, values
-    # how far the policy would get until the end in one direction: by its KL, and by the rewards of validation clips
-    planned = c.max_steps * c.updates_per_rollout / c.gradient_accumulation_steps
-    kl, age = (column(case.run.train, f"kl/{name}") for name in ("anchor", "anchor_age"))
+@rule(
+    "learning rate too low",
+    cause="Nothing moves.",
+    remedy="a larger --learning_rate; LoRA needs about ten times that of all weights.",
+    panel="KL",
+    silent_while_rising=True,
+)
+def learning_rate_is_too_low(case: Case) -> str | None:
+    """How far would the policy get until the end, if it kept its direction?"""
+    c = case.config
+    updates = case.most("updates")
+    planned_updates = c.max_steps * c.updates_per_rollout / c.gradient_accumulation_steps
+
+    # by its KL
+    kl = column(case.run.train, "kl/anchor")
+    age = column(case.run.train, "kl/anchor_age")
     paces = np.sqrt(2 * kl) / np.maximum(age - 1, 1)
-    reached = [max(paces[paces > 0], default=math.nan) * planned]
-    rewards = np.array([(old.reward, new.reward) for old, new in case.pairs]).reshape(-1, 2)
+    changes = [max(paces[paces > 0], default=math.nan) * planned_updates]
+
+    # by the rewards of validation clips
+    rewards = [(before.reward, after.reward) for before, after in case.validation_pairs]
+    rewards = np.array(rewards).reshape(-1, 2)
     rewards = rewards[np.isfinite(rewards).all(1)]
-    if len(rewards) > 2 and rewards[:, 0].std() > 0:
-        reached.append(
-            np.sqrt(np.square(np.diff(rewards)).mean()) / rewards[:, 0].std() * planned / updates
-        )
-    pace = max((one for one in reached if math.isfinite(one)), default=math.nan)
-    yield "learning rate too low", updates >= FEW and pace < 0.02, {"pace": pace}
-    shares, squares = (
-        column(case.run.train, "signal/gradient"),
-        column(case.run.train, "policy/grad_norm") ** 2,
-    )
-    known, clips = np.isfinite(shares) & (squares > 0), case.clips * c.gradient_accumulation_steps
-    if known.sum() >= FEW and not case.pull > 1:
-        weights = squares[known] / squares[known].sum()
-        share = shares[known] @ weights
-        error = np.linalg.norm((shares[known] - share) * weights)
-        most, shape = (
-            max(share, 2 * error, 1e-3),
-            f"{clips // c.num_generations} x {c.num_generations}",
-        )
-        values = {
-            "share": share,
-            "error": error,
-            "shape": shape,
-            "needed": clips * (1 - most) / most,
-        }
-        yield "too few clips", share + error < 0.25, values
-    before, now = case.ends("time/total")
-    grown = {part: np.subtract(*case.ends(f"time/{part}")) for part in PHASES}
-    part = min(grown, key=lambda part: np.nan_to_num(grown[part]))
-    yield "slow", now > 3 * before, {"now": now, "ratio": now / (before or math.nan), "part": part}
+    spread = rewards[:, 0].std() if len(rewards) > 2 else 0.0
+    if spread > 0:
+        moved = np.sqrt(np.square(np.diff(rewards)).mean()) / spread
+        changes.append(moved * planned_updates / updates)
+
+    change = max((value for value in changes if math.isfinite(value)), default=math.nan)
+    if updates >= FEWEST_FOR_TREND and change < 0.02:
+        return f"at this pace the whole run changes the policy by {change:.1g}, where 1 is a visible change"
+    return None
+
+
+@rule(
+    "slow",
+    cause="Training is slow; the reward itself may be fine.",
+    remedy="look at that phase: a reward server, a shared machine, swapping.",
+    panel="Time per iteration",
+)
+def iterations_slowed_down(case: Case) -> str | None:
+    early, late = case.early_and_late("time/total")
+    if not late > 3 * early:
+        return None
+
+    def growth(phase: str) -> float:
+        phase_early, phase_late = case.early_and_late(f"time/{phase}")
+        return float(np.nan_to_num(phase_late - phase_early))
+
+    ratio = late / (early or math.nan)
+    phase = max(PHASES, key=growth)
+    return f"an iteration takes {late:.3g} s, {ratio:.1f} times as long as at first, most of it in {phase}"

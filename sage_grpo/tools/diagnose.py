@@ -1,4 +1,4 @@
-"""Why is my reward flat? Prints what is wrong with a run, the likeliest cause first, from its folder alone.
+"""Why is my reward flat? Prints what is wrong with a run, from its folder alone, in the order in which to fix it.
 
     python -m sage_grpo.tools.diagnose RUN
 
@@ -22,12 +22,15 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 answer_early(__name__, parse_arguments)
 
-from sage_grpo.runs.diagnosis import Case, Finding, diagnose
+from sage_grpo.runs.case import Case
+from sage_grpo.runs.diagnosis import Finding, Rule, diagnose
 from sage_grpo.runs.history import read_run
 from sage_grpo.tools.plan.model import CARDS, times
 from sage_grpo.tools.plan.planner import plan_of
 
-LARGE = 1e9  # parameters; the planner does not know the time of smaller models, which wait for kernel launches
+LARGE = (
+    1e9  # parameters; smaller models wait for kernel launches, whose time the planner does not know
+)
 DIRECTIONS = {
     1: "The reward rises.",
     0: "The reward is flat.",
@@ -36,36 +39,52 @@ DIRECTIONS = {
 }
 
 
-def late(case: Case) -> list[Finding]:
-    """A finding if iterations take far longer than planned, where the planner knows the machine and the model."""
+def slower_than_planned(case: Case) -> str | None:
+    """Judged where the planner knows the machine and the model."""
     head = case.run.head
-    card = next((card for card in CARDS if card in str(head.get("device")).lower()), None)
-    plan = plan_of(case.config, head.get("ranks") or 1, card=card) if card else None
-    if (
-        plan is None
-        or plan.model.parameters < LARGE
-        or plan.trained.total != head.get("trainable_parameters")
-    ):
-        return []
-    values = {"measured": case.ends("time/total")[0], "planned": sum(times(plan).values())}
-    return (
-        [Finding("slower than planned", values)]
-        if values["measured"] > 2 * values["planned"]
-        else []
-    )
+    device = str(head.get("device")).lower()
+    card = next((card for card in CARDS if card in device), None)
+    if card is None:
+        return None
+    plan = plan_of(case.config, head.get("ranks") or 1, card=card)
+    if plan.model.parameters < LARGE or plan.trained.total != head.get("trainable_parameters"):
+        return None
+
+    measured, _ = case.early_and_late("time/total")
+    planned = sum(times(plan).values())
+    if measured > 2 * planned:
+        return f"an iteration takes {measured:.3g} s; the plan was {planned:.3g} s"
+    return None
+
+
+SLOWER_THAN_PLANNED = Rule(
+    name="slower than planned",
+    evidence=slower_than_planned,
+    cause="Training is slow; the reward itself may be fine.",
+    remedy=(
+        "compare the phases of report.html with those of tools.plan;"
+        " --compile True, --gather_for_rollout True."
+    ),
+    panel="Time per iteration",
+)
 
 
 @answering("")
 def main(arguments: Sequence[str] | None = None) -> int:
     run = read_run(parse_arguments(arguments).run)
     case = Case(run)
-    found = diagnose(run) + late(case)
-    print(
-        DIRECTIONS[case.direction], "" if found else "Nothing is wrong as far as it was recorded."
-    )
-    for number, one in enumerate(found, 1):
-        print(f"{number}. {one}" + (f" Panel of report.html: {one.panel}." if one.panel else ""))
-    return int(bool(found))
+    findings = diagnose(run)
+    if evidence := slower_than_planned(case):
+        findings.append(Finding(SLOWER_THAN_PLANNED, evidence))
+
+    verdict = DIRECTIONS[case.direction]
+    if not findings:
+        verdict += " Nothing is wrong as far as it was recorded."
+    print(verdict)
+    for number, finding in enumerate(findings, 1):
+        panel = finding.rule.panel
+        print(f"{number}. {finding}" + (f" Panel of report.html: {panel}." if panel else ""))
+    return 1 if findings else 0
 
 
 if __name__ == "__main__":

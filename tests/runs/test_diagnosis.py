@@ -6,8 +6,6 @@ Real runs made tests/fixtures/diagnosis.json.gz: python -m research.studies.diag
 import json
 import re
 import shutil
-import signal
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -16,16 +14,18 @@ import torch
 from research.studies.diagnosis_check import BY_WORLD, FAULTS, HEALTHY, read_records, restore
 from sage_grpo.config.fields import FIELDS, Config
 from sage_grpo.parallel.ranks import Ranks
-from sage_grpo.runs import folder as folder_module
-from sage_grpo.runs.diagnosis import FINDINGS, Case, diagnose
-from sage_grpo.runs.folder import PAGE_SECONDS, RunFolder
+from sage_grpo.runs.case import Case
+from sage_grpo.runs.diagnosis import RULES, diagnose
+from sage_grpo.runs.folder import RunFolder
 from sage_grpo.runs.history import read_run
+from sage_grpo.tools.diagnose import SLOWER_THAN_PLANNED
 from tests.tools.fake_run import make_run, read_lines, write_lines
 
 ROOT = Path(__file__).parents[2]
 RECORDED = read_records(ROOT / "tests" / "fixtures" / "diagnosis.json.gz")
 RUNS = [(world, name) for world, runs in RECORDED.items() for name in runs]
 HEALTHY_RUNS = [(world, name) for world, name in RUNS if name.startswith(HEALTHY)]
+ALL_RULES = [*RULES.values(), SLOWER_THAN_PLANNED]
 
 
 def names(folder):
@@ -39,14 +39,9 @@ def replay(tmp_path):
 
 
 def test_everything_was_recorded():
-    assert (
-        set(FAULTS) <= set(RECORDED["small"])
-        and len({name for world, name in HEALTHY_RUNS if world == "small"}) == 8
-    )
-    planner = {
-        "slower than planned"
-    }  # of a GPU that the planner knows: tests/tools/test_diagnose.py
-    assert {fault.finding for fault in FAULTS.values()} == set(FINDINGS) - planner
+    assert set(FAULTS) <= set(RECORDED["small"])
+    assert len({name for world, name in HEALTHY_RUNS if world == "small"}) == 8
+    assert {fault.finding for fault in FAULTS.values()} == set(RULES)
 
 
 @pytest.mark.parametrize(("world", "name"), [run for run in RUNS if run not in HEALTHY_RUNS])
@@ -119,7 +114,7 @@ def test_a_run_that_has_just_begun(replay, name, count):
     lines = [line for line in read_lines(folder) if line["kind"] != "validation"]
     write_lines(folder, lines[: 1 + count])
     assert count >= 8 or Case(read_run(folder)).direction is None
-    assert count >= 8 or not [name for name in names(folder) if FINDINGS[name]["excused"]]
+    assert count >= 8 or not [name for name in names(folder) if RULES[name].silent_while_rising]
 
 
 def test_settings_decide_what_a_number_means(tmp_path):
@@ -161,23 +156,15 @@ def test_the_page_has_every_finding_in_its_order():
     rows = page[page.index("|---|") : page.index("Three of")]
     order = re.findall(r"^\| ([\w ]+?)( \*)? \|", rows, re.MULTILINE)
     assert [(name, bool(star)) for name, star in order] == [
-        (name, text["excused"]) for name, text in FINDINGS.items()
+        (rule.name, rule.silent_while_rising) for rule in ALL_RULES
     ]
 
 
-@pytest.mark.parametrize("name", FINDINGS)
-def test_texts(name):
-    text = FINDINGS[name]
-    captions = json.loads(
-        (ROOT / "sage_grpo" / "tools" / "templates" / "captions.json").read_text()
-    )
-    assert text.keys() == {"evidence", "cause", "remedy", "panel", "excused"} and text["panel"] in {
-        "",
-        *captions,
-    }
-    assert text["cause"].endswith(".") and text["remedy"].endswith(".")
-    named = set(re.findall(r"--(\w+)", text["remedy"]))
-    assert named <= set(FIELDS) and (named or name in ("slow", "rewards repeat"))
+@pytest.mark.parametrize("rule", ALL_RULES, ids=lambda rule: rule.name)
+def test_a_remedy_names_flags_that_exist(rule):
+    assert rule.cause.endswith(".") and rule.remedy.endswith(".")
+    flags = set(re.findall(r"--(\w+)", rule.remedy))
+    assert flags <= set(FIELDS) and (flags or rule.name in ("slow", "rewards repeat"))
 
 
 def test_training_prints_the_first_finding_when_it_changes(replay, capsys):
@@ -198,34 +185,3 @@ def test_training_prints_the_first_finding_when_it_changes(replay, capsys):
     (folder / "metrics.jsonl").write_text("{\n{\n")
     run.diagnose(100)
     assert "no diagnosis: " in capsys.readouterr().err
-
-
-def test_the_report_is_refreshed_during_training(replay):
-    folder = replay("learning rate x 50")
-    run = RunFolder(
-        Config(output_dir=str(folder), overwrite=True), Ranks(0, 1, torch.device("cpu"))
-    )
-    run.diagnose(1)
-    run.close()
-    assert not (folder / "report.html").exists()  # its time has not come
-    run.page_time -= PAGE_SECONDS
-    run.diagnose(2)
-    run.close()
-    assert "<b>learning rate too high</b>" in (folder / "report.html").read_text()
-
-
-def test_a_report_that_cannot_be_started_or_hangs_does_not_stop_the_training(
-    replay, monkeypatch, capsys
-):
-    folder = replay("learning rate x 50")
-    run = RunFolder(
-        Config(output_dir=str(folder), overwrite=True), Ranks(0, 1, torch.device("cpu"))
-    )
-    monkeypatch.setattr(folder_module.sys, "executable", "/nowhere/python")
-    run.page_time -= PAGE_SECONDS
-    run.diagnose(1)
-    assert "no diagnosis: [Errno 2]" in capsys.readouterr().err
-    monkeypatch.setattr(folder_module, "PAGE_SECONDS", 1)
-    run.page = subprocess.Popen(["sleep", "60"])
-    run.close()
-    assert run.page.wait() == -signal.SIGKILL

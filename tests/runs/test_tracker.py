@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from sage_grpo.runs.folder import Tracker
+from sage_grpo.runs.tracker import Tracker
 from tests.disks import fill, small_disk
 
 

@@ -1,0 +1,189 @@
+"""A run as the diagnosis sees it: its settings, and the measurements that several rules share.
+
+Shapes: N logged iterations, T denoising steps. What a run did not record is NaN.
+"""
+
+import math
+from functools import cached_property
+
+import numpy as np
+
+from sage_grpo.config.fields import FIELDS, Config
+from sage_grpo.config.parse import from_values, yaml_mapping
+from sage_grpo.files.json_files import read_object
+from sage_grpo.intervals import Interval, interval, student_95
+from sage_grpo.runs.clips import Clip, Pair, pair_clips, read_validations
+from sage_grpo.runs.history import RunHistory, column, numbers
+
+FEWEST_FOR_TREND = 8  # iterations or updates before which nothing is said about a trend
+
+
+class Case:
+    def __init__(self, run: RunHistory) -> None:
+        self.run = run
+
+        config_file = run.folder / "config.yaml"
+        self.has_config = config_file.is_file()
+        settings = {}
+        if self.has_config:
+            settings = yaml_mapping(config_file.read_text("utf-8", "replace"), str(config_file))
+        self.config: Config = from_values({k: v for k, v in settings.items() if k in FIELDS})
+
+        c = self.config
+        ranks = run.head.get("ranks") or 1
+        self.clips_per_rollout = max(1, c.batch_size * ranks // c.sp_size)
+
+    @cached_property
+    def failure(self) -> str:
+        """The message of a run that stopped with an error; empty for all others."""
+        status_file = self.run.folder / "status.json"
+        if not status_file.is_file():
+            return ""
+        status = read_object(status_file)
+        return str(status.get("message")) if status.get("state") == "failed" else ""
+
+    # metrics of training
+
+    def values(self, key: str) -> np.ndarray:
+        """The finite values of a metric."""
+        values = column(self.run.train, key)
+        return values[np.isfinite(values)]
+
+    def mean(self, key: str) -> float:
+        return interval(self.values(key)).mean
+
+    def most(self, key: str) -> float:
+        return float(max(self.values(key), default=math.nan))
+
+    def early_and_late(self, key: str) -> tuple[float, float]:
+        """Medians over the first 8 and the last 4 iterations, without the very first, which warms up."""
+        values = self.values(key)[1:]
+        if len(values) < 2 * FEWEST_FOR_TREND:
+            return math.nan, math.nan
+        early = values[:FEWEST_FOR_TREND]
+        late = values[-FEWEST_FOR_TREND // 2 :]
+        return float(np.median(early)), float(np.median(late))
+
+    def schedule(self, key: str) -> np.ndarray:
+        """What the sampler does at each denoising step, (T,); empty if that was not recorded."""
+        return np.array(numbers((self.run.head.get("schedule") or {}).get(key), key))
+
+    # did the reward rise?
+
+    @cached_property
+    def validation_clips(self) -> dict[int, list[Clip]]:
+        """By iteration, for the validations that kept their clips."""
+        kept = read_validations(self.run.folder)
+        steps = [line["step"] for line in self.run.validations]
+        return {step: kept[step] for step in steps if step in kept}
+
+    @property
+    def validated_iterations(self) -> int:
+        """Iterations between the first and the last validation."""
+        steps = list(self.validation_clips)
+        return steps[-1] - steps[0]
+
+    @cached_property
+    def validation_pairs(self) -> list[Pair]:
+        """Clips of the first and of the last validation, same prompt and seed."""
+        validations = list(self.validation_clips.values())
+        return pair_clips(validations[0], validations[-1]) if len(validations) > 1 else []
+
+    @cached_property
+    def validation_change(self) -> Interval:
+        """Change of a clip's reward from the first to the last validation."""
+        return interval(after.reward - before.reward for before, after in self.validation_pairs)
+
+    @cached_property
+    def training_slope(self) -> Interval:
+        """Change of the training reward per iteration."""
+        steps = column(self.run.train, "step")
+        rewards = column(self.run.train, "reward/total")
+        known = np.isfinite(rewards)
+        if known.sum() < FEWEST_FOR_TREND:
+            return interval([])
+        (slope, _), covariance = np.polyfit(steps[known], rewards[known], 1, cov=True)
+        half = student_95(int(known.sum()) - 2) * math.sqrt(covariance[0, 0])
+        return Interval(float(slope), half)
+
+    @property
+    def judged_by_validation(self) -> bool:
+        return math.isfinite(self.validation_change.half)
+
+    @property
+    def reward_change(self) -> Interval:
+        """Between validations, paired by clip; without two validations, per training iteration."""
+        return self.validation_change if self.judged_by_validation else self.training_slope
+
+    @cached_property
+    def direction(self) -> int | None:
+        """+1 if the reward rises, 0 if it is flat, -1 if it falls, None if it is too early to tell."""
+        change = self.reward_change
+        if not math.isfinite(change.half):
+            return None
+
+        # flat: continued until the end, the change would still be small against the spread in groups
+        iterations = self.validated_iterations if self.judged_by_validation else 1
+        at_the_end = abs(change.mean) * (self.config.max_steps / iterations)
+        if at_the_end < self.mean("reward/group_std") / 3:
+            return 0
+        return change.sign
+
+    # distances and forces
+
+    @cached_property
+    def drift(self) -> float:
+        """How far the policy's velocity gets from its anchor's, in units of the exploration noise."""
+        return math.sqrt(max(2 * self.most("kl/anchor"), 0.0))
+
+    @cached_property
+    def exploration_cost(self) -> float:
+        """How far the first validation scores above the next training iteration, whose policy is the same.
+
+        In standard deviations of the batch, minus two standard errors of the mean over its groups: a lower bound. NaN
+        if the two are not comparable, because rollouts do not explore or take a very different number of steps.
+        """
+        c = self.config
+        validation_steps = c.validation_num_inference_steps or c.num_sampling_steps
+        if c.algorithm != "grpo" or not 0.25 < validation_steps / c.num_sampling_steps < 4:
+            return math.nan
+
+        validations = self.run.validations[:1]
+        if not validations:
+            return math.nan
+        next_step = validations[0]["step"] + 1
+        iterations = [line for line in self.run.train if line["step"] == next_step]
+        if not iterations:
+            return math.nan
+
+        validation_reward = column(validations, "reward/total").item()
+        training_reward = column(iterations, "reward/total").item()
+        spread = max(column(iterations, "reward/std").item(), 1e-12)
+        cost = (validation_reward - training_reward) / spread
+        margin = 2 / math.sqrt(self.clips_per_rollout / c.num_generations)
+        return math.copysign(max(abs(cost) - margin, 0.0), cost)
+
+    @cached_property
+    def kl_pull(self) -> float:
+        """Gradient of the KL, relative to the noise of the policy gradient, in one update; NaN with nft.
+
+        At the velocity and per pair they are lambda N_t sqrt(2 KL_t) and S_t N_t. The first adds up over the P pairs of
+        an update, the second as sqrt(P).
+        """
+        c = self.config
+        kl = self.run.grid("kl_anchor")
+        gradient_scale = self.schedule("gradient_scale")
+        equalizer = self.schedule("equalizer")
+        if kl.shape[1] != len(gradient_scale) or not (kl > 0).any() or c.algorithm == "nft":
+            return math.nan
+
+        balancing = equalizer**4 if c.use_kl_balancing else 1
+        kl_square = np.nansum(2 * kl * gradient_scale**2 * balancing, 1)
+        trained = np.isfinite(kl)
+        policy_square = np.where(trained, (equalizer * gradient_scale) ** 2, 0).sum(1)
+        clips = self.clips_per_rollout * c.gradient_accumulation_steps
+        pairs = clips * trained.sum(1) / c.updates_per_rollout
+
+        weight = column(self.run.train, "kl/coef") * c.dual_kl_moving_weight
+        pull = weight * np.sqrt(pairs * kl_square / np.maximum(policy_square, 1e-30))
+        return float(np.median(pull[kl_square > 0]))

@@ -1,0 +1,120 @@
+"""Metrics as they are written: to RUN/metrics.jsonl, TensorBoard and wandb. A full disk never stops a run."""
+
+import json
+import os
+import secrets
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sage_grpo.files.json_files import finite
+
+
+class Tracker:
+    """Writes records to RUN/metrics.jsonl and to the trackers of `report_to`; only the first rank has one."""
+
+    def __init__(
+        self, folder: Path, report_to: Sequence[str], config: Mapping[str, Any], step: int
+    ) -> None:
+        """step: the iteration after which the run starts or resumes."""
+        self.file = folder / "metrics.jsonl"
+        if self.file.is_file():  # a killed run may have left a partial line
+            os.truncate(self.file, self.file.read_bytes().rfind(b"\n") + 1)
+        self.buffer: list[str] = []  # lines not yet written because the disk was full
+
+        self.board_folder = folder / "tensorboard" if "tensorboard" in report_to else None
+        self.board: Any = None
+        self._to_board(lambda board: None, purge_step=step + 1)
+
+        self.wandb: Any = None
+        if "wandb" in report_to:
+            self.wandb = _open_wandb(folder, config)
+
+    def write(self, kind: str, step: int, record: Mapping[str, Any]) -> None:
+        """Write one line, with non-finite numbers as null; scalars also go to the trackers."""
+        line = finite({"kind": kind, "step": step, **record})
+        self.buffer.append(json.dumps(line, allow_nan=False) + "\n")
+        self._append()
+        if kind == "run":
+            return
+
+        prefix = "" if kind == "train" else f"{kind}/"
+        scalars = {
+            prefix + key: value
+            for key, value in line.items()
+            if "/" in key and isinstance(value, (int, float))
+        }
+
+        def add_scalars(board: Any) -> None:
+            for name, value in scalars.items():
+                board.add_scalar(name, value, step)
+
+        self._to_board(add_scalars)
+        if self.wandb:
+            self.wandb.log(scalars, step=step)
+
+    def show(self, name: str, image: np.ndarray, step: int) -> None:
+        """Send an image (H, W, 3) uint8 to the trackers."""
+        self._to_board(lambda board: board.add_image(name, image, step, dataformats="HWC"))
+        if self.wandb:
+            import wandb
+
+            self.wandb.log({name: wandb.Image(image)}, step=step)
+
+    def close(self) -> None:
+        if self.board:
+            self._to_board(lambda board: board.close())
+        if self.wandb:
+            self.wandb.finish()
+
+    def _append(self) -> None:
+        """Write the buffered lines; on a full disk they stay in the buffer, and the file stays as it was."""
+        size = self.file.stat().st_size if self.file.exists() else 0
+        try:
+            with self.file.open("a") as file:
+                file.write("".join(self.buffer))
+        except OSError as error:
+            if self.file.exists():
+                os.truncate(self.file, size)
+            _note(f"{self.file} could not be written ({error}); buffering metrics in memory")
+            return
+        self.buffer = []
+
+    def _to_board(self, send: Callable[[Any], Any], **options: int) -> None:
+        """Write to TensorBoard unless lines are buffered; `options` are those of a new writer."""
+        if self.board_folder is None or self.buffer:
+            return
+        from torch.utils.tensorboard import SummaryWriter  # slow to import, and optional
+
+        for _ in range(2):  # a writer never recovers from an error, so a new one gets a second try
+            try:
+                if self.board is None:
+                    self.board = SummaryWriter(str(self.board_folder), **options)
+                send(self.board)
+                return
+            except OSError as error:
+                self.board = None
+                _note(f"{self.board_folder} could not be written ({error})")
+
+
+def _open_wandb(folder: Path, config: Mapping[str, Any]) -> Any:
+    """A run at wandb; after a resume it is the same one."""
+    import wandb
+
+    id_file = folder / "wandb_id"
+    if not id_file.is_file():
+        id_file.write_text(secrets.token_hex(8))
+    return wandb.init(
+        project="sage-grpo",
+        dir=str(folder),
+        config=dict(config),
+        id=id_file.read_text(),
+        resume="allow",
+    )
+
+
+def _note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr, flush=True)

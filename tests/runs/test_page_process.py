@@ -1,0 +1,57 @@
+"""The page that is refreshed during training: when, and what happens if it cannot be."""
+
+import signal
+import subprocess
+
+import pytest
+import torch
+
+from sage_grpo.config.fields import Config
+from sage_grpo.parallel.ranks import Ranks
+from sage_grpo.runs import page_process
+from sage_grpo.runs.folder import RunFolder
+from tests.tools.fake_run import write_lines
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run folder with one iteration, whose report can be written at any time."""
+    write_lines(tmp_path, [{"kind": "train", "step": 1, "reward/total": 0.5}])
+    config = Config(output_dir=str(tmp_path), overwrite=True)
+    folder = RunFolder(config, Ranks(0, 1, torch.device("cpu")))
+    folder.report_module = "sage_grpo.tools.report"
+    return folder
+
+
+def test_the_page_is_refreshed_once_it_is_old(run):
+    page = run.path / "report.html"
+    run.diagnose(1)
+    run.close()
+    assert not page.exists()
+
+    run.page.started -= page_process.INTERVAL
+    run.diagnose(2)
+    run.close()
+    assert "<h2>Reward</h2>" in page.read_text()
+
+
+def test_a_run_without_a_report_module_starts_nothing(run):
+    run.report_module = None
+    run.page.started -= page_process.INTERVAL
+    run.diagnose(1)
+    assert run.page.process is None
+
+
+def test_a_page_that_cannot_be_started_does_not_stop_the_training(run, monkeypatch, capsys):
+    monkeypatch.setattr(page_process.sys, "executable", "/nowhere/python")
+    run.page.started -= page_process.INTERVAL
+    run.diagnose(1)
+    assert "report.html cannot be refreshed: [Errno 2]" in capsys.readouterr().err
+    run.close()
+
+
+def test_a_page_that_hangs_is_killed(run, monkeypatch):
+    monkeypatch.setattr(page_process, "PATIENCE", 0.1)
+    run.page.process = subprocess.Popen(["sleep", "60"])
+    run.close()
+    assert run.page.process.wait() == -signal.SIGKILL
