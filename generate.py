@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sage_grpo.config.command_line import Parser
-from sage_grpo.config.fields import FIELDS, LARGEST, SDE_TYPES, SOLVERS
+from sage_grpo.config.fields import FIELDS, MAX_NUMBER, SDE_TYPES, SOLVERS
 from sage_grpo.data.images import read_image
 from sage_grpo.data.requests import MOST, Request, check_text, read_requests
 from sage_grpo.files.json_files import write_json
@@ -246,8 +246,8 @@ def finite(text: str) -> float:
         number = float(text)
     except ValueError:
         number = math.nan
-    if not abs(number) <= LARGEST:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number up to {LARGEST}")
+    if not abs(number) <= MAX_NUMBER:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number up to {MAX_NUMBER}")
     return number
 
 

@@ -354,7 +354,7 @@ class Bench:
 
     def read_run(self, folder):
         from sage_grpo.tools import evaluate
-        from sage_grpo.tools.report import page as report
+        from sage_grpo.tools.report import __main__ as report
         from tests.programs import exit_code
 
         page = folder / "report.html"

@@ -18,8 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sage_grpo.config.fields import FIELDS
-from sage_grpo.config.parse import ALIASES, base_type, from_values, parse
+from sage_grpo.config.parse import ALIASES, from_values, parse
 from sage_grpo.config.rules import check
+from sage_grpo.config.values import base_type
 from sage_grpo.data.requests import read_requests
 from sage_grpo.models.hunyuan15.folder import ModelFolder
 from sage_grpo.rewards.remote import RemoteError

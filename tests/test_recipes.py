@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from sage_grpo.config.fields import FIELDS, resolve
-from sage_grpo.config.parse import parse, yaml_mapping
+from sage_grpo.config.parse import parse
 from sage_grpo.config.rules import check
+from sage_grpo.config.yaml_files import yaml_mapping
 from sage_grpo.models.registry import open_backbone
 from sage_grpo.tools.plan.memory import checkpoint_bytes, fits
 from sage_grpo.tools.plan.model import times, validation_time

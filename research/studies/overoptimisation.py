@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 
 from research.studies import records
 from research.studies.questions import ROOT
-from sage_grpo.config.parse import yaml_mapping
+from sage_grpo.config.yaml_files import yaml_mapping
 from sage_grpo.files.json_files import read_object
 from sage_grpo.intervals import interval
 from sage_grpo.runs.clips import read_validations

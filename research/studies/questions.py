@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from sage_grpo.config.fields import Config, ConfigError
-from sage_grpo.config.parse import from_values, yaml_mapping
+from sage_grpo.config.parse import from_values
+from sage_grpo.config.yaml_files import yaml_mapping
 from sage_grpo.train.checkpoint import PLACES
 from sage_grpo.train.rollout import num_trained, parse_windows
 

@@ -30,7 +30,8 @@ from research.studies.compute import DECODED, REWARDED, TRAINED, units
 from research.studies.questions import OFF, PUBLISHED, ROOT, SETTING_A, Flags, Study, StudyPlan
 from research.studies.result_tables import Arms, Table, arms_of
 from sage_grpo.config.fields import Config
-from sage_grpo.config.parse import from_values, yaml_mapping
+from sage_grpo.config.parse import from_values
+from sage_grpo.config.yaml_files import yaml_mapping
 from sage_grpo.exit_codes import WRONG_INPUT
 from sage_grpo.files.json_files import write_json
 from sage_grpo.runs.history import as_float

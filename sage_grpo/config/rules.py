@@ -1,4 +1,4 @@
-"""What several flags must agree on."""
+"""What several flags must agree on. A rule returns the problem in one sentence, or None."""
 
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -7,87 +7,221 @@ from sage_grpo.config.fields import Config, ConfigError
 from sage_grpo.plugins import in_file
 from sage_grpo.rewards.registry import ALIASES, REWARDS
 
+TRACKERS = ("tensorboard", "wandb", "none")
+
 
 def check(config: Config, world_size: int = 1) -> None:
     """Reject flags that contradict each other."""
-    for find in (_rewards, _batch, _others):
-        for problem in find(config, world_size // config.sp_size):
-            raise ConfigError(problem)
-    try:  # the strategy and its controller validate themselves
+    ranks = world_size // config.sp_size
+    problems = (rule(config, ranks) for rule in RULES)
+    if problem := next(filter(None, problems), None):
+        raise ConfigError(problem)
+
+    try:  # the trust region and its controller validate themselves
         config.trust_region  # noqa: B018
         config.kl_controller()
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
 
-def warnings(c: Config, ranks: int) -> Iterator[str]:
+def warnings(c: Config, world_size: int) -> Iterator[str]:
     """Settings that run but do less than they seem to."""
-    if c.gpus not in (None, ranks):
-        own, meant = (c.batch_size * count // c.sp_size for count in (ranks, c.gpus))
-        yield f"it is meant for {c.gpus} rank(s) and there are {ranks}: an iteration has {own} clips instead of {meant}"
-    name = "tail_steps" if c.tail_steps else "outside_window"
-    if c.algorithm == "grpo" and getattr(c, name) != "exact" and c.sde_window.startswith("all"):
-        yield f"{name} is {getattr(c, name)}, but sde_window {c.sde_window} leaves no steps to make cheaper"
-
-
-def _rewards(c: Config, ranks: int) -> Iterator[str]:
-    named = [("reward_model", name) for name in c.reward_model or ()]
-    for flag, name in (*named, ("holdout_reward", c.holdout_reward)):
-        if name is not None and name not in {*REWARDS, *ALIASES} and not in_file(name):
-            yield f"{flag} names {name!r}; choose one of {', '.join(REWARDS)}, or FILE.py:NAME"
-    remote = [
-        name for name in (*(c.reward_model or ()), c.holdout_reward) if name in ("remote", "judge")
-    ]
-    if remote and c.remote_reward_url is None:
-        yield f"the reward {remote[0]} needs the address of its server: give remote_reward_url"
-    if c.remote_reward_url is not None and not remote:
-        yield f"remote_reward_url is {c.remote_reward_url}, but no reward_model or holdout_reward is remote or judge"
-    if c.stop_on_hacking and c.holdout_reward is None:
-        yield "stop_on_hacking is True, but there is nothing to compare with: give holdout_reward"
-
-
-def _batch(c: Config, ranks: int) -> Iterator[str]:
-    batch, group, kind = c.batch_size, c.num_generations, c.sde_window.partition(":")[0]
-    sizes = range(1, 4 * max(batch, group))
-    valid = [n for n in sizes if not (n * ranks) % group and not (n % group and group % n)]
-    if batch not in valid:
-        nearest = sorted(sorted(valid, key=lambda n: abs(n - batch))[:2])
-        rule = "whole groups must fit, and a rank holds whole groups or an even part of one"
-        shown = (
-            f"batch_size is {batch} on {ranks} data-parallel rank(s) with num_generations {group}"
+    if c.gpus not in (None, world_size):
+        clips = c.batch_size * world_size // c.sp_size
+        intended_clips = c.batch_size * c.gpus // c.sp_size
+        yield (
+            f"it is meant for {c.gpus} rank(s) and there are {world_size}: "
+            f"an iteration has {clips} clips instead of {intended_clips}"
         )
-        yield f"{shown}: {rule}; the nearest batch_size is {' or '.join(map(str, nearest))}"
+
+    name = "tail_steps" if c.tail_steps else "outside_window"
+    value = getattr(c, name)
+    if c.algorithm == "grpo" and value != "exact" and c.sde_window.startswith("all"):
+        yield f"{name} is {value}, but sde_window {c.sde_window} leaves no steps to make cheaper"
+
+
+# Rules: `c` is the configuration, `ranks` the number of data-parallel ranks.
+
+
+def _rewards_are_known(c: Config, ranks: int) -> str | None:
+    named = [("reward_model", name) for name in c.reward_model or ()]
+    if c.holdout_reward is not None:
+        named.append(("holdout_reward", c.holdout_reward))
+    for flag, name in named:
+        if name not in REWARDS and name not in ALIASES and not in_file(name):
+            return f"{flag} names {name!r}; choose one of {', '.join(REWARDS)}, or FILE.py:NAME"
+    return None
+
+
+def _remote_rewards_have_an_address(c: Config, ranks: int) -> str | None:
+    names = (*(c.reward_model or ()), c.holdout_reward)
+    remote = [name for name in names if name in ("remote", "judge")]
+    if remote and c.remote_reward_url is None:
+        return f"the reward {remote[0]} needs the address of its server: give remote_reward_url"
+    if c.remote_reward_url is not None and not remote:
+        return (
+            f"remote_reward_url is {c.remote_reward_url}, "
+            "but no reward_model or holdout_reward is remote or judge"
+        )
+    return None
+
+
+def _hacking_is_measurable(c: Config, ranks: int) -> str | None:
+    if c.stop_on_hacking and c.holdout_reward is None:
+        return "stop_on_hacking is True, but there is nothing to compare with: give holdout_reward"
+    return None
+
+
+def _groups_fit_the_ranks(c: Config, ranks: int) -> str | None:
+    """All ranks together hold whole groups; each holds whole groups or an even part of one."""
+    group = c.num_generations
+
+    def fits(batch: int) -> bool:
+        return batch * ranks % group == 0 and (batch % group == 0 or group % batch == 0)
+
+    if fits(c.batch_size):
+        return None
+    sizes = filter(fits, range(1, 4 * max(c.batch_size, group)))
+    by_distance = sorted(sizes, key=lambda size: abs(size - c.batch_size))
+    nearest = " or ".join(map(str, sorted(by_distance[:2])))
+    return (
+        f"batch_size is {c.batch_size} on {ranks} data-parallel rank(s) with num_generations {group}: "
+        "whole groups must fit, and a rank holds whole groups or an even part of one; "
+        f"the nearest batch_size is {nearest}"
+    )
+
+
+def _shards_run_equal_windows(c: Config, ranks: int) -> str | None:
+    kind = c.sde_window.partition(":")[0]
     if kind in ("random", "slide") and c.enable_fsdp and not c.gather_for_rollout:
-        reason = "ranks of a sharded model would run different numbers of forwards"
-        yield f"sde_window is {c.sde_window}; {reason}: set gather_for_rollout True, or take {kind}_iteration"
+        return (
+            f"sde_window is {c.sde_window}; ranks of a sharded model would run different numbers of "
+            f"forwards: set gather_for_rollout True, or take {kind}_iteration"
+        )
+    return None
+
+
+def _shards_run_equal_forwards(c: Config, ranks: int) -> str | None:
     if c.prompts_per_forward > 1 and c.enable_fsdp:
-        yield "prompts_per_forward is above 1; ranks of a sharded model would run different forwards"
+        return (
+            f"prompts_per_forward is {c.prompts_per_forward}; ranks of a sharded model would run "
+            "different forwards: set prompts_per_forward 1"
+        )
+    return None
+
+
+def _groups_explore(c: Config, ranks: int) -> str | None:
     if c.algorithm != "grpo" and c.same_init_noise:
-        yield f"algorithm is {c.algorithm}, which explores by the first noise alone: set same_init_noise False"
-    whole = c.sp_size == c.guidance_scale == 1 and c.outside_window == "exact"
-    if c.cuda_graphs and (not whole or c.enable_fsdp or c.compile):
-        yield "cuda_graphs needs guidance_scale 1, sp_size 1, outside_window exact, enable_fsdp False, compile False"
-    if c.micro_batch_size and min(batch, group) % c.micro_batch_size:
-        yield f"micro_batch_size is {c.micro_batch_size}; it must divide the {min(batch, group)} videos of a prompt"
+        return (
+            f"algorithm is {c.algorithm}, which explores by the first noise alone: "
+            "set same_init_noise False"
+        )
+    return None
 
 
-def _others(c: Config, ranks: int) -> Iterator[str]:
-    updates, accumulation = c.updates_per_rollout, c.gradient_accumulation_steps
-    if updates > 1 and accumulation > 1:
-        yield f"updates_per_rollout is {updates} and gradient_accumulation_steps {accumulation}; one of them must be 1"
+def _graphs_are_possible(c: Config, ranks: int) -> str | None:
+    needed = {
+        "guidance_scale": 1,
+        "sp_size": 1,
+        "outside_window": "exact",
+        "enable_fsdp": False,
+        "compile": False,
+    }
+    if c.cuda_graphs and any(getattr(c, name) != value for name, value in needed.items()):
+        wanted = ", ".join(f"{name} {value}" for name, value in needed.items())
+        return f"cuda_graphs needs {wanted}"
+    return None
+
+
+def _micro_batches_divide_a_prompt(c: Config, ranks: int) -> str | None:
+    videos = min(c.batch_size, c.num_generations)
+    if c.micro_batch_size and videos % c.micro_batch_size:
+        return f"micro_batch_size is {c.micro_batch_size}; it must divide the {videos} videos of a prompt"
+    return None
+
+
+def _updates_or_accumulation(c: Config, ranks: int) -> str | None:
+    if c.updates_per_rollout > 1 and c.gradient_accumulation_steps > 1:
+        return (
+            f"updates_per_rollout is {c.updates_per_rollout} and gradient_accumulation_steps "
+            f"{c.gradient_accumulation_steps}; one of them must be 1"
+        )
+    return None
+
+
+def _intervals_end_with_an_update(c: Config, ranks: int) -> str | None:
+    accumulation = c.gradient_accumulation_steps
     for name in ("max_steps", "save_interval", "validation_interval"):
-        if (value := getattr(c, name)) % accumulation:
-            yield f"{name} is {value}; it must be a multiple of gradient_accumulation_steps ({accumulation})"
+        value = getattr(c, name)
+        if value % accumulation:
+            return (
+                f"{name} is {value}; "
+                f"it must be a multiple of gradient_accumulation_steps ({accumulation})"
+            )
+    return None
+
+
+def _adapters_need_lora(c: Config, ranks: int) -> str | None:
     if c.pretrained_lora_path and not c.use_lora:
-        yield "pretrained_lora_path needs use_lora True"
+        return "pretrained_lora_path needs use_lora True"
+    return None
+
+
+def _weights_have_one_source(c: Config, ranks: int) -> str | None:
     if c.pretrained_lora_path and c.init_from_checkpoint:
-        yield "pretrained_lora_path and init_from_checkpoint both name the weights to start from"
+        return "pretrained_lora_path and init_from_checkpoint both name the weights to start from"
+    return None
+
+
+def _mixed_precision_is_sharded(c: Config, ranks: int) -> str | None:
     if c.dtype not in (None, c.master_weight_type) and not c.enable_fsdp:
-        both = f"dtype {c.dtype} with master_weight_type {c.master_weight_type}"
-        yield f"{both} needs enable_fsdp True, which works on one GPU too; else choose one of them for both"
-    if unknown := sorted(set(c.report_to) - {"tensorboard", "wandb", "none"}):
-        yield f"report_to names {unknown[0]}; choose from tensorboard, wandb, none"
-    if missing := [name for name in c.report_to if name != "none" and find_spec(name) is None]:
-        yield f"report_to names {missing[0]}, which is not installed: pip install {missing[0]}, or leave it out"
+        return (
+            f"dtype {c.dtype} with master_weight_type {c.master_weight_type} needs enable_fsdp True, "
+            "which works on one GPU too; else choose one of them for both"
+        )
+    return None
+
+
+def _trackers_are_known(c: Config, ranks: int) -> str | None:
+    unknown = sorted(set(c.report_to) - set(TRACKERS))
+    if unknown:
+        return f"report_to names {unknown[0]}; choose from {', '.join(TRACKERS)}"
+    return None
+
+
+def _trackers_are_installed(c: Config, ranks: int) -> str | None:
+    for name in c.report_to:
+        if name != "none" and find_spec(name) is None:
+            return f"report_to names {name}, which is not installed: pip install {name}, or leave it out"
+    return None
+
+
+def _videos_can_be_written(c: Config, ranks: int) -> str | None:
     if c.validation_videos != 0 and find_spec("imageio_ffmpeg") is None:
-        yield "validation writes videos, which needs ffmpeg: pip install imageio-ffmpeg, or set validation_videos 0"
+        return (
+            "validation writes videos, which needs ffmpeg: "
+            "pip install imageio-ffmpeg, or set validation_videos 0"
+        )
+    return None
+
+
+# The first problem is the one reported.
+RULES = (
+    _rewards_are_known,
+    _remote_rewards_have_an_address,
+    _hacking_is_measurable,
+    _groups_fit_the_ranks,
+    _shards_run_equal_windows,
+    _shards_run_equal_forwards,
+    _groups_explore,
+    _graphs_are_possible,
+    _micro_batches_divide_a_prompt,
+    _updates_or_accumulation,
+    _intervals_end_with_an_update,
+    _adapters_need_lora,
+    _weights_have_one_source,
+    _mixed_precision_is_sharded,
+    _trackers_are_known,
+    _trackers_are_installed,
+    _videos_can_be_written,
+)

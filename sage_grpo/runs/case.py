@@ -9,7 +9,8 @@ from functools import cached_property
 import numpy as np
 
 from sage_grpo.config.fields import FIELDS, Config
-from sage_grpo.config.parse import from_values, yaml_mapping
+from sage_grpo.config.parse import from_values
+from sage_grpo.config.yaml_files import yaml_mapping
 from sage_grpo.files.json_files import read_object
 from sage_grpo.intervals import Interval, interval, student_95
 from sage_grpo.runs.clips import Clip, Pair, pair_clips, read_validations

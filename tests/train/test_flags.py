@@ -8,15 +8,11 @@ import pytest
 import post_train
 from sage_grpo.config.fields import FIELDS, Config
 from sage_grpo.config.parse import from_values
+from sage_grpo.config.rules import RULES
 from sage_grpo.tools.report import page as report
 
-BOOKKEEPING = {
-    "resolve",
-    "check",
-    "_rewards",
-    "_batch",
-    "_others",
-}  # functions that fill flags in or compare them, and use none
+# functions that fill flags in or compare them, and use none
+BOOKKEEPING = {"resolve", "check", *(rule.__name__ for rule in RULES)}
 
 
 def recorded(kind: type) -> tuple[type, set[str]]:

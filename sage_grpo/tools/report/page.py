@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from sage_grpo.config.fields import Config, ConfigError
-from sage_grpo.config.parse import yaml_mapping
+from sage_grpo.config.yaml_files import yaml_mapping
 from sage_grpo.intervals import FEWEST
 from sage_grpo.runs.clips import Clip, divergence, pair_clips, read_validations
 from sage_grpo.runs.diagnosis import diagnose
