@@ -42,11 +42,11 @@ YAML = {
     "safe_load",
     "safe_dump",
     "YAMLError",
+    # gives these events and makes nothing of them
     "parse",
-}  # `parse` gives events and makes nothing of them
-YAML |= {
     "AliasEvent",
     "NodeEvent",
+    "ScalarEvent",
     "MappingStartEvent",
     "CollectionStartEvent",
     "CollectionEndEvent",
