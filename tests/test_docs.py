@@ -101,7 +101,7 @@ def test_what_is_missing_is_noticed():
     ]
     wrong += ["models/hunyuan15/none.py"]
     right = [
-        "research/studies/first",
+        "research/studies/records/first.jsonl",
         "research/tiny/tiny.py",
         "research/benchmarks/results/2026-",
         "sage_grpo/config/fields.py",

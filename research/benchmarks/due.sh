@@ -16,7 +16,7 @@
 # A part at full size is rehearsed with a tiny model first: a wrong flag must not cost minutes. No part needs ffmpeg.
 # MODEL (/dev/shm/random_model) and RUNS (/tmp/beyond) are scratch folders, kept for the next call.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 part=$1 output=$2 seconds=${3:-570} begin=$SECONDS today=$(date +%F)
 mkdir -p "$output"
 python=${PYTHON:-python3} model=${MODEL:-/dev/shm/random_model} runs=${RUNS:-/tmp/beyond}
@@ -94,7 +94,7 @@ study() {
       --cut --commit "$commit" || echo "$name: exit code $?"
     "$python" -m research.studies.second_edition --choose # what the next study needs
   done
-  find research/studies/second research/studies/*.json -type f | tar czf "$output/second.tar.gz" --files-from -
+  find research/studies/records/second.jsonl research/studies/*.json -type f | tar czf "$output/second.tar.gz" --files-from -
 }
 
 "$part"

@@ -10,8 +10,8 @@
 # all ranks run side by side; without it a rank's kernel waits while another's has the GPU. research/benchmarks/one_gpu/ has the
 # rest of the trick.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-export PYTHONPATH="$PWD/benchmarks/one_gpu:$PWD${PYTHONPATH:+:$PYTHONPATH}"
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+export PYTHONPATH="$PWD/research/benchmarks/one_gpu:$PWD${PYTHONPATH:+:$PYTHONPATH}"
 python=${PYTHON:-python3}
 if [[ -z ${PYTHON:-} && -x .venv/bin/python ]]; then python=.venv/bin/python; fi
 if (($# == 0)); then set -- "$python" -m research.benchmarks.nccl; fi

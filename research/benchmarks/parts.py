@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).parents[2]
-ONE_GPU = ROOT / "benchmarks" / "one_gpu"
+ONE_GPU = ROOT / "research" / "benchmarks" / "one_gpu"
 TAIL = 1500  # characters of a failed program's output that are kept
 # noise in all steps and an update in each iteration, whatever a recipe has
 ALL_STEPS = (

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import Qwen2VLConfig, Qwen2VLModel
 
-from research.benchmarks.random_model import Writer
+from research.benchmarks.random_weights import Writer
 from research.tiny.videoreward.folder import CHECKPOINT, unit_scale, write_folder
 
 TEMPLATE_BYTES = 3997  # of the published rubric
@@ -31,16 +31,17 @@ LORA = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pr
 def write_reward(folder: Path, tiny: bool, words: Sequence[str], writer: Writer) -> int:
     """Begin to write the folder; returns the number of stored values."""
     sizes = TINY if tiny else FULL
-    parts = {
-        "text": sizes["text"],
-        "vision": sizes["vision"],
-        "words": words,
-        "rows": sizes["rows"],
-    }
-    rows = write_folder(folder, **parts, template=template(), settings=settings(sizes["rank"]))
-    shapes = published_shapes(
-        Qwen2VLConfig.from_pretrained(folder / "base_config"), rows, sizes["rank"]
+    rows = write_folder(
+        folder,
+        text=sizes["text"],
+        vision=sizes["vision"],
+        words=words,
+        rows=sizes["rows"],
+        template=template(),
+        settings=settings(sizes["rank"]),
     )
+    config = Qwen2VLConfig.from_pretrained(folder / "base_config")
+    shapes = published_shapes(config, rows, sizes["rank"])
     writer.file(folder / CHECKPOINT / "model.safetensors", shapes)
     return sum(torch.Size(shape).numel() for shape in shapes.values())
 
@@ -57,21 +58,20 @@ def settings(rank: int) -> dict[str, Any]:
 
 def template() -> str:
     """A rubric in our words, as long as the published one."""
+    subjects = {"VQ": "the picture", "MQ": "the motion", "TA": "the match with {text_prompt}"}
     parts = [
-        f"Look at the clip and give a mark for {name}.\n{{filler}}\n<|{token}_reward|>\n"
-        for name, token in (
-            ("the picture", "VQ"),
-            ("the motion", "MQ"),
-            ("the match with {text_prompt}", "TA"),
-        )
+        f"Look at the clip and give a mark for {subject}.\n{{filler}}\n<|{token}_reward|>\n"
+        for token, subject in subjects.items()
     ]
     filler = "A good clip is sharp, steady and shows what the prompt asks for. "
     room = TEMPLATE_BYTES - sum(len(part) - len("{filler}") for part in parts)
-    lengths = [room // 3, room // 3, room - 2 * (room // 3)]
+    third = room // 3
+    lengths = [third, third, room - 2 * third]
     text = filler * (TEMPLATE_BYTES // len(filler))
-    return "".join(
+    filled = [
         part.replace("{filler}", text[:length]) for part, length in zip(parts, lengths, strict=True)
-    )
+    ]
+    return "".join(filled)
 
 
 def published_shapes(config: Qwen2VLConfig, rows: int, rank: int) -> dict[str, tuple[int, ...]]:

@@ -17,7 +17,7 @@ from diffusers import (
 from torch import nn
 from transformers import T5TokenizerFast, UMT5Config, UMT5EncoderModel
 
-from research.benchmarks.random_model import Writer
+from research.benchmarks.random_weights import Writer
 from sage_grpo.models.backbone import Sampling
 from sage_grpo.models.wan21.folder import SMALL
 
@@ -47,7 +47,7 @@ def tokenizer_of(words: Sequence[str]) -> T5TokenizerFast:
 def parts_of(tiny: bool, tokens: int) -> dict[str, nn.Module]:
     """Transformer, VAE and text encoder, on the current device."""
     text = TINY_TEXT if tiny else TEXT
-    kinds = {
+    kind = {
         "feed_forward_proj": "gated-gelu",
         "is_encoder_decoder": False,
         "tie_word_embeddings": False,
@@ -55,7 +55,7 @@ def parts_of(tiny: bool, tokens: int) -> dict[str, nn.Module]:
     return {
         "transformer": WanTransformer3DModel(**(TINY_TRANSFORMER if tiny else SMALL)),
         "vae": AutoencoderKLWan(**(TINY_VAE if tiny else {})),
-        "text_encoder": UMT5EncoderModel(UMT5Config(vocab_size=tokens, **text, **kinds)),
+        "text_encoder": UMT5EncoderModel(UMT5Config(vocab_size=tokens, **text, **kind)),
     }
 
 
@@ -66,13 +66,11 @@ def build_tiny_wan(seed: int, words: Sequence[str]) -> WanPipeline:
         torch.manual_seed(seed)
         parts = {name: part.eval() for name, part in parts_of(True, len(tokenizer)).items()}
         nn.init.normal_(parts["text_encoder"].shared.weight)
-        for parameter in parts[
-            "transformer"
-        ].parameters():  # no norm weight stays at 1, where a swap would not show
+        # No norm weight stays at 1, where a swap of two would not show.
+        for parameter in parts["transformer"].parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape))
-    return WanPipeline(
-        **parts, tokenizer=tokenizer, scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0)
-    )
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    return WanPipeline(**parts, tokenizer=tokenizer, scheduler=scheduler)
 
 
 def write_wan(folder: Path, tiny: bool, words: Sequence[str], writer: Writer) -> None:

@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from research.benchmarks.clips import warm
 from research.benchmarks.grpo import IN_MODEL, PHASES, measure
 from research.benchmarks.parts import ROOT, Results, about, begin, failure, heading, table, wrapped
-from research.benchmarks.random_model import Writer, prompt_words
+from research.benchmarks.random_model import prompt_words
 from research.benchmarks.random_reward import write_reward
 from research.benchmarks.random_wan import TINY_TRANSFORMER, write_wan
+from research.benchmarks.random_weights import Writer
 from research.benchmarks.stock import StockWan
 from research.benchmarks.transformer import (
     Bench,

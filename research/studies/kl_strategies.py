@@ -116,8 +116,8 @@ def matching_weight(kls: Mapping[float, float], target: float) -> float:
 def choose(results: Path) -> dict[str, Any]:
     """The target, the KLs that the search reached, and the weight of each strategy whose search is finished."""
     free, kls = math.nan, {strategy: {} for strategy in WEIGHTS}
-    for file in sorted(results.glob(f"{SEARCH}-*.json")):
-        record = records.read(file)
+    runs = records.read_all(results).values()
+    for record in (record for record in runs if record["study"] == SEARCH):
         kl, strategy = records.path_kl(record), record["arm"].rpartition(", ")[0]
         if record["arm"] == FREE:
             free = kl

@@ -1,7 +1,8 @@
 """Draws what training far beyond the gain does: rewards and gold against the distance from the base model.
 
     bash research/benchmarks/due.sh beyond OUTPUT                          four runs of 1,200 updates on one GPU
-    python -m research.studies.overoptimisation --distil RUN...            keeps their measurements in research/studies/beyond
+    python -m research.studies.overoptimisation --distil RUN...            keeps their measurements in
+                                                                           research/studies/records/beyond.jsonl
     python -m research.studies.overoptimisation                            draws docs/figures/overoptimisation.png from these
 
 As in the literature on overoptimisation of reward models (Gao et al., arXiv 2210.10760), the x axis is the square root
@@ -20,15 +21,15 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from research.studies import records
-from research.studies.questions import ROOT
+from research.studies.questions import RECORDS, ROOT
 from sage_grpo.config.yaml_files import yaml_mapping
-from sage_grpo.files.json_files import read_object
 from sage_grpo.intervals import interval
 from sage_grpo.runs.clips import read_validations
 from sage_grpo.runs.history import RunError, RunHistory, column, read_run
 from sage_grpo.tools.figure_style import BLUE, GREEN, GREY, ORANGE, STYLE
 
-KEPT, FIGURE = ROOT / "studies" / "beyond", ROOT / "docs" / "figures" / "overoptimisation.png"
+KEPT = RECORDS / "beyond.jsonl"
+FIGURE = ROOT / "docs" / "figures" / "overoptimisation.png"
 FLAGS = ("learning_rate", "kl_weight", "seed", "max_steps")
 PANELS = {
     "reward": "learned reward, which is trained",
@@ -42,41 +43,52 @@ Record = dict[str, Any]
 
 def distil(folder: Path) -> Record:
     """The validations of a run: iteration, distance from the base model, and each clip's measurements."""
-    run, clips = read_run(folder), read_validations(folder)
+    run = read_run(folder)
+    clips = read_validations(folder)
     if len(run.validations) < WIDTH:
         raise RunError(
             f"{folder} has {len(run.validations)} validation(s); at least {WIDTH} make a curve"
         )
     steps = [line["step"] for line in run.validations]
-    found = {
+    measures = {
         "reward": lambda clip: clip.reward,
         "holdout": lambda clip: clip.held_out,
         "match": lambda clip: clip.values["gold/match"],
         "distance": lambda clip: clip.values["gold/distance"],
     }
     values = {
-        name: [[round(of(clip), 4) for clip in clips[step]] for step in steps]
-        for name, of in found.items()
+        name: [[round(measure(clip), 4) for clip in clips[step]] for step in steps]
+        for name, measure in measures.items()
     }
-    config = yaml_mapping(
-        (folder / "config.yaml").read_text(encoding="utf-8"), str(folder / "config.yaml")
-    )
-    flags = {name: config[name] for name in FLAGS}
+    config_file = folder / "config.yaml"
+    config = yaml_mapping(config_file.read_text(encoding="utf-8"), str(config_file))
     return {
-        "flags": flags,
+        "name": folder.name,
+        "flags": {name: config[name] for name in FLAGS},
         "step": steps,
         "root_kl": [round(x, 4) for x in distances(run)],
     } | values
 
 
+def keep(path: Path, folders: Sequence[Path]) -> list[Record]:
+    """Add run folders to the file of records, each in place of an earlier one of its name; returns all records."""
+    runs = {record["name"]: record for record in records.read_lines(path)}
+    for folder in folders:
+        runs[folder.name] = distil(folder)
+    if folders:
+        records.write_lines(path, runs.values())
+    return list(runs.values())
+
+
 def distances(run: RunHistory) -> list[float]:
     """Square root of the KL to the base model at each validation, from the iterations just before it."""
-    steps, values = column(run.train, "step"), column(run.train, "kl/anchor")
-    found = []
+    steps = column(run.train, "step")
+    kls = column(run.train, "kl/anchor")
+    roots = []
     for step in column(run.validations, "step"):
-        before = values[(steps <= step) & (steps > 0.9 * step)]
-        found.append(float(np.sqrt(np.nanmean(before))) if len(before) and step else 0.0)
-    return found
+        before = kls[(steps <= step) & (steps > 0.9 * step)]
+        roots.append(float(np.sqrt(np.nanmean(before))) if len(before) and step else 0.0)
+    return roots
 
 
 def smooth(values: Sequence[float]) -> np.ndarray:
@@ -142,20 +154,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--distil", nargs="+", type=Path, default=[], metavar="RUN", help="run folders to keep"
     )
-    parser.add_argument("--records", type=Path, default=KEPT, help="folder of what is kept")
+    parser.add_argument("--records", type=Path, default=KEPT, help="file of what is kept")
     parser.add_argument("--output", type=Path, default=FIGURE)
     args = parser.parse_args(arguments)
     try:
-        args.records.mkdir(parents=True, exist_ok=True)
-        for run in args.distil:
-            records.write(args.records / f"{run.name}.json", distil(run))
-        found = [read_object(file) for file in sorted(args.records.glob("*.json"))]
-        if not found:
+        runs = keep(args.records, args.distil)
+        if not runs:
             raise RunError(f"{args.records} has no records: --distil makes them")
     except RunError as error:
         sys.exit(f"overoptimisation.py: {error}")
     with matplotlib.rc_context(fname=STYLE):
-        draw(found).savefig(args.output, dpi=120)
+        draw(runs).savefig(args.output, dpi=120)
     print(args.output)
 
 

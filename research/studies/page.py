@@ -1,7 +1,8 @@
-"""Builds the figures and tables of a page of results: by default research/studies/first_edition.md, from research/studies/first/.
+"""Builds the figures and tables of a page of results: by default research/studies/first_edition.md, from
+research/studies/records/first.jsonl.
 
     python -m research.studies.page                                     after research/studies/ablate.py has added results
-    python -m research.studies.page --results DIR --page FILE.md        for a trial
+    python -m research.studies.page --results FILE.jsonl --page FILE.md        for a trial
 
 Draws the figures figures/PAGE_STUDY.png that the page shows, including the paper's Figures 3, 4, 7, 8 and 9, and
 regenerates the tables between markers in it; a missing page is created with everything available. Above are the
@@ -22,7 +23,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from research.studies.questions import RECIPE, ROOT, SDES, STUDIES, Study, StudyPlan
+from research.studies.questions import HERE, RECIPE, RECORDS, SDES, STUDIES, Study, StudyPlan
 from research.studies.records import (
     VALIDATED,
     Record,
@@ -315,8 +316,8 @@ def main(
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--results", type=Path, default=ROOT / "studies" / "first")
-    parser.add_argument("--page", type=Path, default=ROOT / "studies" / "first_edition.md")
+    parser.add_argument("--results", type=Path, default=RECORDS / "first.jsonl")
+    parser.add_argument("--page", type=Path, default=HERE / "first_edition.md")
     parser.add_argument(
         "--recipe", type=Path, default=RECIPE, help="YAML file that the studies vary"
     )

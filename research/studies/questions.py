@@ -22,7 +22,11 @@ from sage_grpo.config.yaml_files import yaml_mapping
 from sage_grpo.train.checkpoint import PLACES
 from sage_grpo.train.rollout import num_trained, parse_windows
 
-ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+RECORDS = (
+    HERE / "records"
+)  # one file of results per edition, written by research/studies/records.py
 RECIPE = ROOT / "configs" / "tiny_ablation.yaml"
 POINTS = 40  # per curve
 Flags = Mapping[str, Any]
@@ -62,11 +66,14 @@ class StudyRun:
 
     @property
     def name(self) -> str:
-        """Name of the results file and the run folder."""
-        words = "".join(
-            letter if letter.isalnum() or letter in "._" else "_" for letter in self.arm
-        )
-        return f"{self.study}-{words}-{self.seed}"
+        """Name of the run folder, unique within an edition."""
+        return run_name(self.study, self.arm, self.seed)
+
+
+def run_name(study: str, arm: str, seed: int) -> str:
+    """A run's name, safe as a file name."""
+    safe_arm = "".join(letter if letter.isalnum() or letter in "._" else "_" for letter in arm)
+    return f"{study}-{safe_arm}-{seed}"
 
 
 def lasting(iterations: int) -> dict[str, int]:

@@ -27,7 +27,17 @@ from typing import Any
 from research.studies import ablate, compute, kl_strategies, records
 from research.studies import page as results_page
 from research.studies.compute import DECODED, REWARDED, TRAINED, units
-from research.studies.questions import OFF, PUBLISHED, ROOT, SETTING_A, Flags, Study, StudyPlan
+from research.studies.questions import (
+    HERE,
+    OFF,
+    PUBLISHED,
+    RECORDS,
+    ROOT,
+    SETTING_A,
+    Flags,
+    Study,
+    StudyPlan,
+)
 from research.studies.result_tables import Arms, Table, arms_of
 from sage_grpo.config.fields import Config
 from sage_grpo.config.parse import from_values
@@ -40,10 +50,11 @@ from sage_grpo.tools.plan.planner import plan_of
 from sage_grpo.train.update import sampler_of
 
 RECIPE = ROOT / "configs" / "tiny_gpu.yaml"
-RESULTS, PAGE, CHOSEN, WEIGHTS, SUMMARY = (
-    ROOT / "studies" / name
-    for name in ("second", "registration.md", "rates.json", "kl_weights.json", "results.md")
-)
+RESULTS = RECORDS / "second.jsonl"
+PAGE = HERE / "registration.md"
+CHOSEN = HERE / "rates.json"
+WEIGHTS = HERE / "kl_weights.json"
+SUMMARY = HERE / "results.md"
 RATES = (1e-4, 3e-4, 1e-3)
 FURTHER = {RATES[0]: 3e-5, RATES[-1]: 3e-3}  # tried where the best of these is at an end
 SEARCH = {"seeds": 1, "first_seed": 101}
@@ -374,15 +385,15 @@ and `raw_weights` 7.) Runs are kept one by one. Matrix products are in TF32
 
 def choose(results: Path) -> dict[str, dict[str, float | None]]:
     """The last reward of each arm at each rate that was tried; None if the run collapsed."""
-    found: dict[str, dict[str, float | None]] = {}
+    rewards: dict[str, dict[str, float | None]] = {}
+    runs = records.read_all(results).values()
     for study in (*SEARCHES, *(f"further_{name}" for name in SEARCHES)):
-        for file in sorted(results.glob(f"{study}-*.json")):
-            record = records.read(file)
-            arm, rate = record["arm"].rpartition(", ")[0], f"{record['config']['learning_rate']:g}"
-            found.setdefault(arm, {})[rate] = (
-                None if record["collapsed"] else record["validation"]["reward/total"][-1]
-            )
-    return found
+        for record in (record for record in runs if record["study"] == study):
+            arm = record["arm"].rpartition(", ")[0]
+            rate = f"{record['config']['learning_rate']:g}"
+            last_reward = record["validation"]["reward/total"][-1]
+            rewards.setdefault(arm, {})[rate] = None if record["collapsed"] else last_reward
+    return rewards
 
 
 def summary(results: Path, page: Path) -> int:

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from research.studies.diagnosis_check import BY_WORLD, FAULTS, HEALTHY, read_records, restore
+from research.studies.diagnosis_check import read_records, restore
+from research.studies.faults import BY_WORLD, FAULTS, HEALTHY
 from sage_grpo.config.fields import FIELDS, Config
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.runs.case import Case

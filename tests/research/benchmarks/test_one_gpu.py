@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-FOLDER = ROOT / "benchmarks" / "one_gpu"
+FOLDER = ROOT / "research" / "benchmarks" / "one_gpu"
 SHOW = "import json, os; print(json.dumps(dict(os.environ)))"
 PHASES = """
 import torch
@@ -33,7 +33,7 @@ import pathlib, time, phase_records
 recorder = phase_records.Recorder(pathlib.Path("{}"))
 for _ in range(3):
     with recorder.phase("rollout"):
-        time.sleep(0.8)
+        time.sleep(2)
 """
 
 
@@ -129,7 +129,13 @@ def test_the_script_runs_a_command_with_mps_if_it_can(tmp_path, fails):
     (tmp_path / "nvidia-cuda-mps-control").chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
     environment = {"PATH": path, "SAID": str(tmp_path / "said"), "FAILS": str(fails), "HOME": "/"}
-    command = ["bash", str(ROOT / "benchmarks" / "nccl_one_gpu.sh"), sys.executable, "-c", MPS_SEEN]
+    command = [
+        "bash",
+        str(ROOT / "research" / "benchmarks" / "nccl_one_gpu.sh"),
+        sys.executable,
+        "-c",
+        MPS_SEEN,
+    ]
     result = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=120, cwd="/"
     )

@@ -8,7 +8,7 @@ from diffusers import AutoencoderKLHunyuanVideo15
 from transformers import Qwen2VLConfig
 
 from research.benchmarks import random_model as script
-from research.benchmarks import random_reward
+from research.benchmarks import random_reward, random_weights
 from research.tiny.videoreward.folder import SPECIAL, base_config
 from sage_grpo.data.requests import Request
 from sage_grpo.models.registry import open_backbone
@@ -33,8 +33,8 @@ def vae():
 
 @pytest.mark.parametrize("most, files", [(2e9, 1), (1e5, 8)])
 def test_a_part_is_written_as_diffusers_writes_it(tmp_path, monkeypatch, most, files):
-    monkeypatch.setattr(script, "FILE_BYTES", most)
-    writer, model = script.Writer(torch.device("cpu")), vae()
+    monkeypatch.setattr(random_weights, "FILE_BYTES", most)
+    writer, model = random_weights.Writer(torch.device("cpu")), vae()
     count = writer.model(tmp_path, model, model.to_json_string())
     writer.finish()
     assert len(list(tmp_path.glob("*.safetensors"))) >= files
@@ -49,7 +49,7 @@ def test_a_part_is_written_as_diffusers_writes_it(tmp_path, monkeypatch, most, f
 
 
 def test_two_files_have_different_weights(tmp_path):
-    writer = script.Writer(torch.device("cpu"))
+    writer = random_weights.Writer(torch.device("cpu"))
     for name in ("a", "b"):
         writer.file(tmp_path / f"{name}.safetensors", {name: (4, 4)})
     writer.finish()
@@ -60,7 +60,7 @@ def test_two_files_have_different_weights(tmp_path):
 
 
 def test_a_file_that_cannot_be_written_is_an_error(tmp_path):
-    writer = script.Writer(torch.device("cpu"))
+    writer = random_weights.Writer(torch.device("cpu"))
     writer.file(tmp_path / "none" / "a.safetensors", {"a": (2,)})
     with pytest.raises(FileNotFoundError):
         writer.finish()

@@ -51,7 +51,7 @@ def call(recipe):
             "--work",
             str(place / "work"),
             "--results",
-            str(place / "results"),
+            str(place / "results.jsonl"),
         ]
         return ablate.main([*places, "--commit", "abc", *map(str, flags)], DEMO)
 
@@ -84,11 +84,17 @@ def when_begun(status, then):
     threading.Thread(target=watch, daemon=True).start()
 
 
-def test_every_configuration_runs_once_and_leaves_one_file(call, done, capsys):
+def results_in(place):
+    """The records in a place, by name."""
+    runs = records.read_all(place / "results.jsonl").values()
+    return {records.name_of(record): record for record in runs}
+
+
+def test_every_configuration_runs_once_and_leaves_one_line(call, done, capsys):
     _, there = done
-    files = sorted((there / "results").iterdir())
-    assert [file.name for file in files] == ["first-base-1.json", "first-more-1.json"]
-    record = records.read(files[1])
+    found = results_in(there)
+    assert list(found) == ["first-base-1", "first-more-1"]
+    record = found["first-more-1"]
     assert (record["study"], record["arm"], record["seed"], record["commit"]) == (
         "first",
         "more",
@@ -102,13 +108,13 @@ def test_every_configuration_runs_once_and_leaves_one_file(call, done, capsys):
         and "torch" in record["versions"]
     )
     assert "path_kl" not in record
-    shared = records.read(files[0])  # its first study does not ask for the KL, its second does
+    shared = found["first-base-1"]  # its first study does not ask for the KL, its second does
     assert (
         shared["path_kl"]["clips"] == 2 and records.path_kl(shared) == shared["path_kl"]["mean"] > 0
     )
     assert not list((there / "work").glob("*/checkpoints"))
-    written = [file.stat().st_mtime_ns for file in files]
-    assert call(there) == DONE and [file.stat().st_mtime_ns for file in files] == written
+    written = (there / "results.jsonl").read_bytes()
+    assert call(there) == DONE and (there / "results.jsonl").read_bytes() == written
     assert "2 of 2 runs are done" in capsys.readouterr().out
 
 
@@ -118,12 +124,12 @@ def test_a_run_that_is_stopped_and_resumed_elsewhere_gives_the_same_numbers(done
     assert (
         stopped["state"] == "preempted"
         and 1 <= stopped["step"] < 8
-        and not list((here / "results").iterdir())
+        and not (here / "results.jsonl").exists()
     )
     saved = here / "work" / "first-base-1" / "checkpoints" / f"step-{stopped['step']:06d}"
     assert (saved / "manifest.json").is_file()
     starts = (there / "work" / "first-base-1" / "metrics.jsonl").read_text().count('"kind": "run"')
-    resumed = records.read(there / "results" / "first-base-1.json")
+    resumed = results_in(there)["first-base-1"]
     assert starts == 2 and resumed["steps"] == list(range(1, 9))
 
     run = next(iter(StudyPlan(recipe=recipe, studies=DEMO).runs.values()))
@@ -151,13 +157,11 @@ def test_a_changed_configuration_is_refused(call, recipe, tmp_path, capsys):
 
 
 def test_results_of_another_configuration_are_refused(call, done, tmp_path, capsys):
-    record = records.read(done[1] / "results" / "first-more-1.json")
-    (tmp_path / "results").mkdir()
-    records.write(tmp_path / "results" / "first-base-1.json", record)
+    record = results_in(done[1])["first-more-1"]
+    records.append(tmp_path / "results.jsonl", record | {"arm": "base"})
     assert call(tmp_path) == WRONG_INPUT
     assert (
-        "first-base-1.json was made with eta 0.9, but the study now says 0.5"
-        in capsys.readouterr().err
+        "first-base-1 was made with eta 0.9, but the study now says 0.5" in capsys.readouterr().err
     )
 
 
@@ -183,12 +187,12 @@ def test_nothing_new_is_started_that_cannot_end_unless_it_may_be_cut(
         "start",
         lambda grid, run: found.append(run.name) or grid.running.update({1: run}),
     )
-    grid = ablate.Grid(runs, tmp_path / "work", tmp_path / "results", "abc")
+    grid = ablate.Grid(runs, tmp_path / "work", tmp_path / "results.jsonl", "abc")
     costs = [core_seconds(run.config) for run in runs]
     assert costs[1] < costs[0]
     grid.pace = [2.0]
     grid.fill(
-        1, time.monotonic() + ablate.LAST_WORDS + costs[0] + costs[1], cut
+        1, time.monotonic() + ablate.SAVING_SECONDS + costs[0] + costs[1], cut
     )  # at this pace too short for the base
     assert found == started and [run.name for run in grid.left] == sorted(
         {"first-base-1", "first-more-1"} - set(found)
@@ -210,7 +214,7 @@ def test_only_numbers_that_are_lost_are_a_result(
     runs = [
         run for run in StudyPlan(recipe=recipe, studies=DEMO).runs.values() if run.arm == "more"
     ]
-    grid = ablate.Grid(runs, tmp_path / "work", tmp_path / "results", "abc")
+    grid = ablate.Grid(runs, tmp_path / "work", tmp_path / "results.jsonl", "abc")
     (tmp_path / "work" / runs[0].name).mkdir()
     for name, text in (
         ("status.json", json.dumps({"step": 2, "state": "failed", "message": message})),
@@ -218,12 +222,11 @@ def test_only_numbers_that_are_lost_are_a_result(
     ):
         text = text or (done[1] / "work" / runs[0].name / name).read_text()
         (tmp_path / "work" / runs[0].name / name).write_text(text)
-    grid.left, grid.running = [], {Ended(): (runs[0], time.monotonic() - 30, 10.0)}
+    grid.left, grid.running = [], {Ended(): ablate.Started(runs[0], time.monotonic() - 30, 10.0)}
     grid.collect()
     assert bool(grid.broken) == (code == FAILED)
-    written = tmp_path / "results" / "first-more-1.json"
-    assert written.is_file() == (code == DONE)
+    found = results_in(tmp_path)
+    assert list(found) == (["first-more-1"] if code == DONE else [])
     if code == DONE:
-        assert records.read(written)["collapsed"] == message and grid.pace == [
-            pytest.approx(3, abs=0.2)
-        ]
+        assert found["first-more-1"]["collapsed"] == message
+        assert grid.pace == [pytest.approx(3, abs=0.2)]

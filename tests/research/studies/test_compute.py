@@ -261,10 +261,9 @@ def test_the_summary_has_the_table_and_the_figure(tmp_path):
             found[one.name] = invented(one, 0.3 + 0.01 * seed)
     rate = plan.runs[plan.keys["rates", f"{ALL_STEPS}, 0.0003", 101]]
     found[rate.name] = invented(rate, 0.2)
-    (tmp_path / "results").mkdir()
-    for name, record in found.items():
-        records.write(tmp_path / "results" / f"{name}.json", record)
-    assert summary(tmp_path / "results", tmp_path / "page.md") == 0
+    for record in found.values():
+        records.append(tmp_path / "results.jsonl", record)
+    assert summary(tmp_path / "results.jsonl", tmp_path / "page.md") == 0
     text = (tmp_path / "page.md").read_text()
     assert "Units until held-out prompts have a reward of 0.750: 75% of what" in text
     assert (tmp_path / "figures" / "page_head_to_head.png").stat().st_size > 20_000

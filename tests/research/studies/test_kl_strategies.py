@@ -35,33 +35,32 @@ REACHED = {
 def places(tmp_path, monkeypatch):
     """The folders and files of the second edition, in a temporary folder."""
     names = {
-        "RESULTS": "second",
+        "RESULTS": "second.jsonl",
         "CHOSEN": "rates.json",
         "WEIGHTS": "kl_weights.json",
         "SUMMARY": "second.md",
     }
     for name, file in names.items():
         monkeypatch.setattr(second_edition, name, tmp_path / file)
-    (tmp_path / "second").mkdir()
     return tmp_path
 
 
-def write_results(folder, study, path_kl, **others):
+def write_results(path, study, path_kl, **others):
     """Invented results of all runs of a study: path_kl(arm, seed) and other measures by `invented`."""
     plan = StudyPlan([study], None, RECIPE, studies())
     for run in plan.runs.values():
         record = invented(run, **{name: value(run.arm, run.seed) for name, value in others.items()})
         kl = path_kl(run.arm, run.seed)
         record["path_kl"] = {"mean": None if math.isnan(kl) else kl, "stderr": 1e-4, "clips": 64}
-        records.write(folder / f"{run.name}.json", record)
+        records.append(path, record)
 
 
-def write_search(folder):
+def write_search(path):
     def kl(arm, seed):
         strategy, _, weight = arm.rpartition(", ")
         return REACHED[strategy][WEIGHTS[strategy].index(float(weight))] if strategy else 0.04
 
-    write_results(folder, SEARCH, kl)
+    write_results(path, SEARCH, kl)
 
 
 def test_strategies_are_the_papers():
@@ -121,8 +120,8 @@ def test_no_weight_without_a_measured_kl():
 
 
 def test_weights_are_chosen_from_a_finished_search(places):
-    write_search(places / "second")
-    found = choose(places / "second")
+    write_search(places / "second.jsonl")
+    found = choose(places / "second.jsonl")
     assert found["target"] == pytest.approx(0.02) and found["reached"]["fixed"] == {
         "0.003": 0.04,
         "0.03": 0.01,
@@ -131,13 +130,18 @@ def test_weights_are_chosen_from_a_finished_search(places):
     assert found["weights"] == {
         "dual moving": 0.06, "fixed": 0.0095, "step-wise": 30.0, "moving": 0.01, "dual fixed": 0.03
     }  # fmt: skip
-    next((places / "second").glob(f"{SEARCH}-fixed*")).unlink()
-    assert (
-        "fixed" not in choose(places / "second")["weights"]
-        and len(choose(places / "second")["weights"]) == 4
-    )
-    (places / "second" / f"{SEARCH}-none-101.json").unlink()
-    assert choose(places / "second")["weights"] == {}
+    leave_out(places / "second.jsonl", "fixed, 0.03")
+    weights = choose(places / "second.jsonl")["weights"]
+    assert "fixed" not in weights and len(weights) == 4
+    leave_out(places / "second.jsonl", "none")
+    assert choose(places / "second.jsonl")["weights"] == {}
+
+
+def leave_out(path, arm):
+    """Remove the runs of an arm from a file of results."""
+    runs = records.read_lines(path)
+    records.write_lines(path, [record for record in runs if record["arm"] != arm])
+    assert len(records.read_lines(path)) == len(runs) - 1
 
 
 def test_nothing_is_compared_before_the_weights_are_chosen(places, monkeypatch, capsys):
@@ -153,13 +157,13 @@ def test_nothing_is_compared_before_the_weights_are_chosen(places, monkeypatch, 
         and second_edition.main(["--list"]) == DONE
     )
     before = page()
-    write_search(places / "second")
+    write_search(places / "second.jsonl")
     assert (
         second_edition.main(["--choose"]) == DONE
         and second_edition.main(["--studies", COMPARED]) == DONE
     )
     weights = {arm: config_of(flags).kl_weight for arm, flags in started[-1][COMPARED].arms.items()}
-    assert weights == choose(places / "second")["weights"] | {"none": 0.0}
+    assert weights == choose(places / "second.jsonl")["weights"] | {"none": 0.0}
     assert page() == before  # what was registered does not depend on what was found
 
 
@@ -174,17 +178,17 @@ def test_a_search_that_is_not_finished_leaves_a_file_that_can_be_read(places):
 
 def test_the_summary_tells_which_arms_are_matched(places):
     factors = {"none": 2.0, "fixed": 1.2, "step-wise": 1.3, "moving": 0.79}
-    write_search(places / "second")
+    write_search(places / "second.jsonl")
     assert second_edition.main(["--choose"]) == DONE
     write_results(
-        places / "second", COMPARED,
+        places / "second.jsonl", COMPARED,
         lambda arm, seed: 0.02 * factors.get(arm, 1.0) * (1 + 0.1 * seed),
         gain=lambda arm, seed: 0.3 + 0.2 * (arm == "fixed") + 0.01 * (-1) ** (seed + len(arm)),
     )  # fmt: skip
     plan = StudyPlan([COMPARED], None, RECIPE, studies())
     table = reached(
         studies()[COMPARED],
-        arms_of(plan, COMPARED, studies()[COMPARED], records.read_all(places / "second")),
+        arms_of(plan, COMPARED, studies()[COMPARED], records.read_all(places / "second.jsonl")),
     )
     cells = {
         line.split(" | ")[0][2:]: line[:-2].split(" | ")[1:]

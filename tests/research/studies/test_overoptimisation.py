@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from research.studies import overoptimisation
-from sage_grpo.files.json_files import read_object
+from research.studies.records import read_lines
 from sage_grpo.runs.clips import divergence
 from sage_grpo.runs.history import read_run
-from tests.tools.fake_run import make_run, read_lines, write_lines
+from tests.tools import fake_run
+from tests.tools.fake_run import make_run
 
-RECORDS = {file.stem: read_object(file) for file in sorted(overoptimisation.KEPT.glob("*.json"))}
+RECORDS = {record["name"]: record for record in read_lines(overoptimisation.KEPT)}
 EARLY, LATE, LAST = (80, 120, 160), (360, 400, 440), (1120, 1160, 1200)
 
 
@@ -19,11 +20,11 @@ EARLY, LATE, LAST = (80, 120, 160), (360, 400, 440), (1120, 1160, 1200)
 def beyond(tmp_path):
     """A run of 200 iterations whose KL grows with the iteration."""
     folder = make_run(tmp_path / "beyond", iterations=200, every=50, prompts=2)
-    lines = read_lines(folder)
+    lines = fake_run.read_lines(folder)
     for line in lines:
         if line["kind"] == "train":
             line["kl/anchor"] = 1e-8 * line["step"] ** 2
-    write_lines(folder, lines)
+    fake_run.write_lines(folder, lines)
     (folder / "config.yaml").write_text(
         "learning_rate: 0.1\nkl_weight: 0.0\nseed: 3\nmax_steps: 200\n"
     )
@@ -38,12 +39,13 @@ def test_a_run_is_kept_clip_by_clip(beyond, tmp_path):
             "--distil",
             str(beyond),
             "--records",
-            str(tmp_path / "kept"),
+            str(tmp_path / "kept.jsonl"),
             "--output",
             str(tmp_path / "figure.png"),
         ]
     )
-    kept = read_object(tmp_path / "kept" / "beyond.json")
+    (kept,) = read_lines(tmp_path / "kept.jsonl")
+    assert kept["name"] == "beyond"
     assert kept["flags"] == {"learning_rate": 0.1, "kl_weight": 0.0, "seed": 3, "max_steps": 200}
     assert kept["step"] == [0, 50, 100, 150, 200] and kept["root_kl"] == pytest.approx(x, abs=1e-4)
     listing = json.loads((beyond / "validation" / "step-000100" / "clips.json").read_text())
@@ -106,6 +108,6 @@ def test_the_watch_finds_what_happened(tmp_path, name, first):
 def test_a_run_without_a_curve_is_refused(tmp_path):
     folder = make_run(tmp_path / "short", iterations=2, every=2, prompts=2)
     with pytest.raises(SystemExit, match=r"has 2 validation\(s\); at least 3 make a curve"):
-        overoptimisation.main(["--distil", str(folder), "--records", str(tmp_path / "kept")])
+        overoptimisation.main(["--distil", str(folder), "--records", str(tmp_path / "kept.jsonl")])
     with pytest.raises(SystemExit, match="has no records: --distil makes them"):
-        overoptimisation.main(["--records", str(tmp_path / "kept")])
+        overoptimisation.main(["--records", str(tmp_path / "kept.jsonl")])

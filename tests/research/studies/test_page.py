@@ -17,16 +17,16 @@ PLAN = StudyPlan(seeds=3, studies=SOME)
 
 @pytest.fixture
 def place(tmp_path):
-    (tmp_path / "results").mkdir()
     for run in PLAN.runs.values():
         gain = 0.4 - 0.2 * (run.arm == "all") + 0.01 * run.seed**2 * (1 + (run.arm == "all"))
-        records.write(tmp_path / "results" / f"{run.name}.json", invented(run, gain))
+        records.append(tmp_path / "results.jsonl", invented(run, gain))
     return tmp_path
 
 
 def call(place):
     return program.main(
-        ["--results", str(place / "results"), "--page", str(place / "docs" / "results.md")], SOME
+        ["--results", str(place / "results.jsonl"), "--page", str(place / "docs" / "results.md")],
+        SOME,
     )
 
 
@@ -48,24 +48,28 @@ def test_one_command_makes_the_figures_and_the_tables_of_a_page(place):
 
 
 def test_a_page_begins_with_all_tables_and_figures(place):
-    made = result_tables.tables(PLAN, SOME, records.read_all(place / "results"))
+    made = result_tables.tables(PLAN, SOME, records.read_all(place / "results.jsonl"))
     text = result_tables.first_page(SOME, made, {"last_step": "figures/results_last_step.png"})
     assert all(made[name] in text and SOME[name].question in text for name in SOME)
     assert "![last_step](figures/results_last_step.png)" in text and "![balancing]" not in text
 
 
 def test_results_of_no_study_are_refused(place, capsys):
-    path = next((place / "results").glob("last_step-all-1.json"))
-    record = records.read(path)
+    path = place / "results.jsonl"
+    *others, record = sorted(
+        records.read_lines(path), key=lambda record: records.name_of(record) == "last_step-all-1"
+    )
     config = record["config"] | {"eta": 0.1}
-    records.write(path, record | {"config": config, "digest": records.digest(config)})
+    records.write_lines(
+        path, [*others, record | {"config": config, "digest": records.digest(config)}]
+    )
     assert call(place) == 2
     assert "1 results are of no study any more, such as last_step-all-1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("page", ["first_edition", "results"])
 def test_the_pages_of_the_repository_are_what_their_results_say(page):
-    text = (program.ROOT / "studies" / f"{page}.md").read_text()
+    text = (program.HERE / f"{page}.md").read_text()
     if page == "results":
         asked, found = second_edition.studies(), records.read_all(second_edition.RESULTS)
         plan, more = (
@@ -75,7 +79,7 @@ def test_the_pages_of_the_repository_are_what_their_results_say(page):
     else:
         asked, found, plan, more = (
             STUDIES,
-            records.read_all(program.ROOT / "studies" / "first"),
+            records.read_all(program.RECORDS / "first.jsonl"),
             StudyPlan(),
             {},
         )

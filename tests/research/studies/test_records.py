@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import multiprocessing
 
 import numpy as np
 import pytest
@@ -36,14 +37,12 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_a_run_becomes_a_small_file_and_comes_back(folder):
+def test_a_run_becomes_a_short_line_and_comes_back(folder):
     record = records.distil(RUN, folder, "abc")
-    records.write(folder / "a.json", record)
-    assert records.read(folder / "a.json") == record
-    assert (
-        folder / "a.json"
-    ).stat().st_size < 8500  # every curve changes here, which none of a real run does
-    assert list(records.read_all(folder)) == [record["digest"]]
+    records.append(folder / "a.jsonl", record)
+    assert records.read_all(folder / "a.jsonl") == {record["digest"]: record}
+    # every curve changes here, which none of a real run does
+    assert (folder / "a.jsonl").stat().st_size < 8500
     assert record["steps"] == list(range(3, 121, 3)) and record["device"] == "NVIDIA H200"
     assert records.validated(record, "reward/total") == 0.71235
     assert records.validated(record, "reward/total", 0) == 0.5
@@ -60,9 +59,9 @@ def test_a_run_becomes_a_small_file_and_comes_back(folder):
 def test_a_flag_that_came_later_has_its_default_in_older_results(folder):
     record = records.distil(RUN, folder, "abc")
     older = {name: value for name, value in record["config"].items() if name != "use_kl_balancing"}
-    records.write(folder / "a.json", record | {"config": older})
-    assert records.read(folder / "a.json")["digest"] == record["digest"]
-    records.check_same(RUN, folder, older)
+    records.append(folder / "a.jsonl", record | {"config": older})
+    assert list(records.read_all(folder / "a.jsonl")) == [record["digest"]]
+    records.check_same(RUN, "a run", older)
     changed = dataclasses.replace(
         RUN, config=dataclasses.replace(RUN.config, use_kl_balancing=True)
     )
@@ -70,35 +69,35 @@ def test_a_flag_that_came_later_has_its_default_in_older_results(folder):
     with pytest.raises(
         ConfigError, match="was made with use_kl_balancing False, but the study now says True"
     ):
-        records.check_same(changed, folder, older)
+        records.check_same(changed, "a run", older)
 
 
 def test_a_default_that_is_none_any_more_means_what_todays_does(folder):
     record = records.distil(RUN, folder, "abc")
     older = record["config"] | questions.FORMER_DEFAULTS
-    records.write(folder / "a.json", record | {"config": older})
-    assert records.read(folder / "a.json")["digest"] == record["digest"]
-    records.check_same(RUN, folder, older)
+    records.append(folder / "a.jsonl", record | {"config": older})
+    assert list(records.read_all(folder / "a.jsonl")) == [record["digest"]]
+    records.check_same(RUN, "a run", older)
     for name, value in {"lora_target_modules": ["to_q"], "lora_dropout": 0.1}.items():
         assert records.digest(older | {name: value}) != record["digest"]
         with pytest.raises(
             ConfigError, match=f"was made with {name} .*, but the study now says None"
         ):
-            records.check_same(RUN, folder, older | {name: value})
+            records.check_same(RUN, "a run", older | {name: value})
 
 
 def test_the_results_in_the_repository_are_those_of_the_studies():
-    found, plan = records.read_all(questions.ROOT / "studies" / "first"), StudyPlan()
+    found, plan = records.read_all(questions.RECORDS / "first.jsonl"), StudyPlan()
     assert len(found) == 295 and found.keys() <= plan.runs.keys()
     for key, record in found.items():
-        records.check_same(plan.runs[key], questions.ROOT, record["config"])
+        records.check_same(plan.runs[key], records.name_of(record), record["config"])
 
 
 def test_a_default_that_has_changed_since_is_noticed(folder, monkeypatch):
-    records.write(folder / "a.json", records.distil(RUN, folder, "abc"))
+    records.append(folder / "a.jsonl", records.distil(RUN, folder, "abc"))
     monkeypatch.setitem(questions.DEFAULTS, "adv_clip_max", 4.0)
     with pytest.raises(ConfigError, match="or a default has changed since"):
-        records.read(folder / "a.json")
+        records.read_all(folder / "a.jsonl")
 
 
 def test_numbers_that_are_none_stay_none():
@@ -139,6 +138,46 @@ def test_collapse(folder, reward, distance, reason):
 
 def test_results_that_were_edited_are_refused(folder):
     record = records.distil(RUN, folder, "abc")
-    records.write(folder / "a.json", record | {"config": record["config"] | {"eta": 0.9}})
-    with pytest.raises(ConfigError, match=r"a\.json was edited"):
-        records.read(folder / "a.json")
+    records.append(folder / "a.jsonl", record | {"config": record["config"] | {"eta": 0.9}})
+    with pytest.raises(ConfigError, match=rf"a\.jsonl: {RUN.name} was edited"):
+        records.read_all(folder / "a.jsonl")
+
+
+def append_many(path, record, first, count):
+    for seed in range(first, first + count):
+        records.append(path, record | {"seed": seed})
+
+
+def test_processes_that_append_at_once_lose_no_line(tmp_path):
+    """Four processes, fifty lines each, of a length that no single write to disk holds."""
+    path = tmp_path / "a.jsonl"
+    record = {"study": "s", "arm": "a", "text": "x" * 20_000}
+    context = multiprocessing.get_context("fork")
+    processes = [
+        context.Process(target=append_many, args=(path, record, first, 50))
+        for first in range(0, 200, 50)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    lines = records.read_lines(path)
+    assert sorted(line["seed"] for line in lines) == list(range(200))
+    assert all(line["text"] == record["text"] for line in lines)
+
+
+def test_a_line_that_a_dying_process_left_is_skipped_and_replaced(tmp_path):
+    path = tmp_path / "a.jsonl"
+    records.append(path, {"seed": 1})
+    with path.open("ab") as file:
+        file.write(b'{"seed": 2, "cur')
+    assert records.read_lines(path) == [{"seed": 1}]
+    records.append(path, {"seed": 3})
+    assert records.read_lines(path) == [{"seed": 1}, {"seed": 3}]
+
+
+def test_a_broken_line_is_refused_and_no_file_means_no_results(tmp_path):
+    assert records.read_all(tmp_path / "none.jsonl") == {}
+    (tmp_path / "a.jsonl").write_text('{"seed": 1}\n{"se\n')
+    with pytest.raises(ConfigError, match=r"a\.jsonl has a line that is not JSON"):
+        records.read_all(tmp_path / "a.jsonl")

@@ -1,11 +1,9 @@
 """The second edition: what is registered is what would run, at equal compute."""
 
-import json
-
 import pytest
 
-from research.studies import second_edition
-from research.studies.questions import StudyPlan
+from research.studies import records, second_edition
+from research.studies.questions import StudyPlan, digest
 from research.studies.second_edition import (  # fmt: skip
     EQUAL_ENERGY,
     METHODS,
@@ -85,20 +83,23 @@ def test_the_search_uses_no_seed_that_is_reported():
 @pytest.fixture
 def results(tmp_path, monkeypatch):
     """results(study, arm, {rate: reward}) writes what a search found; a reward of None is a collapsed run."""
-    monkeypatch.setattr(second_edition.records, "read", lambda path: json.loads(path.read_text()))
     monkeypatch.setattr(second_edition, "CHOSEN", tmp_path / "rates.json")
     monkeypatch.setattr(second_edition, "WEIGHTS", tmp_path / "weights.json")
-    monkeypatch.setattr(second_edition, "RESULTS", tmp_path)
+    monkeypatch.setattr(second_edition, "RESULTS", tmp_path / "second.jsonl")
 
     def write(study, arm, rewards):
         for rate, reward in rewards.items():
+            config = {"learning_rate": rate, "train_prompts": f"{study}, {arm}"}  # one digest each
             record = {
+                "study": study,
                 "arm": f"{arm}, {rate:g}",
-                "config": {"learning_rate": rate},
+                "seed": SEARCH["first_seed"],
+                "config": config,
+                "digest": digest(config),
                 "collapsed": "" if reward else "lost",
+                "validation": {"reward/total": [0.0, reward or 9.0]},
             }
-            record["validation"] = {"reward/total": [0.0, reward or 9.0]}
-            (tmp_path / f"{study}-{arm}-{rate:g}.json").write_text(json.dumps(record))
+            records.append(tmp_path / "second.jsonl", record)
         assert second_edition.main(["--choose"]) == DONE
 
     return write
