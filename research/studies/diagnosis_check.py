@@ -239,7 +239,7 @@ def table(output: Path, world: str, names: Sequence[str]) -> str:
         run = read_run(run_folder(output, world, name))
         findings = diagnose(run)
         found_names = [finding.name for finding in findings]
-        first, second = (found_names + ["-", "-"])[:2]
+        first, second = [*found_names, "-", "-"][:2]
 
         wanted = fault_of(world, name).finding
         evidence = ""

@@ -16,9 +16,9 @@ A line is a JSON object:
 
 A run that training had to stop also counts as finished: its `collapsed` says so.
 
-Several processes may add runs to one file: `append` holds an exclusive lock (flock) while it writes its line and flushes
-it to disk. If a process dies in the middle of a line, that line has no newline at its end: readers skip it, and the next
-append removes it. The order of the lines has no meaning; `read_lines` sorts runs by name.
+Several processes may add runs to one file: `append` holds an exclusive lock (flock) while it writes its line and
+flushes it to disk. If a process dies in the middle of a line, that line has no newline at its end: readers skip it, and
+the next append removes it. The order of the lines has no meaning; `read_all` sorts runs by name.
 """
 
 import fcntl
