@@ -11,8 +11,8 @@ from sage_grpo.config.rules import check
 from sage_grpo.config.yaml_files import yaml_mapping
 from sage_grpo.models.registry import open_backbone
 from sage_grpo.tools.plan.memory import checkpoint_bytes, fits
-from sage_grpo.tools.plan.model import times, validation_time
 from sage_grpo.tools.plan.planner import plan_of
+from sage_grpo.tools.plan.times import times, validation_time
 from sage_grpo.train.build import held_out_prompts, prompts_of
 
 CONFIGS = Path(__file__).parents[1] / "configs"

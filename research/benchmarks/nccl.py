@@ -42,8 +42,8 @@ from sage_grpo.config.parse import parse
 from sage_grpo.models.shards import open_shards
 from sage_grpo.models.weights import open_folder
 from sage_grpo.tools.plan.memory import memory
-from sage_grpo.tools.plan.model import volumes
 from sage_grpo.tools.plan.planner import plan_of
+from sage_grpo.tools.plan.times import volumes
 
 NAMES = ("agree", "models", "link", "full2", "full4", "recipe", "kill")
 MODEL_PARTS = ("full2", "full4", "recipe", "kill")

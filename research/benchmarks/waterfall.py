@@ -11,8 +11,9 @@ from matplotlib.figure import Figure
 
 from sage_grpo.config.parse import parse
 from sage_grpo.tools.figure_style import BLUE, GREEN, GREY, ORANGE, PURPLE, STYLE
-from sage_grpo.tools.plan.model import Plan, times
+from sage_grpo.tools.plan.model import Plan
 from sage_grpo.tools.plan.planner import plan_of
+from sage_grpo.tools.plan.times import clips_per_gpu_hour, times
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = "configs/hunyuan15_1gpu_lora.yaml"
@@ -49,7 +50,7 @@ def table(found: dict[str, Plan]) -> str:
         parts = seconds(plan)
         cells = [f"{parts[phase]:.1f}" for phase in COLORS]
         lines.append(
-            f"| {name} | {' | '.join(cells)} | {sum(parts.values()):.1f} | {plan.clips_per_gpu_hour:.0f} |"
+            f"| {name} | {' | '.join(cells)} | {sum(parts.values()):.1f} | {clips_per_gpu_hour(plan):.0f} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -63,7 +64,7 @@ def draw(found: dict[str, Plan]) -> Figure:
             width = seconds(plan)[phase]
             ax.barh(row, width, left=left, color=color, label=None if row else phase)
             left += width
-        text = f"{left:.1f} s, {plan.clips_per_gpu_hour:.0f} clips per GPU-hour"
+        text = f"{left:.1f} s, {clips_per_gpu_hour(plan):.0f} clips per GPU-hour"
         ax.text(left + 0.8, row, text, va="center", fontsize=8)
     ax.set_yticks(range(len(found)), list(found))
     ax.invert_yaxis()

@@ -48,9 +48,9 @@ def units(config: Config) -> float:
         replace(config, pretrained_model_root=str(ROOT / config.pretrained_model_root)), 1
     )
     passes = plan.rollout_passes + plan.training_passes * (
-        plan.anchored + TRAINED
+        plan.anchor_fraction + TRAINED
     )  # each pair is in one update
-    return passes * plan.micro_batch / config.batch_size + DECODED + REWARDED
+    return passes * plan.micro_batch_size / config.batch_size + DECODED + REWARDED
 
 
 def per_iteration(record: Record) -> float:

@@ -25,8 +25,9 @@ answer_early(__name__, parse_arguments)
 from sage_grpo.runs.case import Case
 from sage_grpo.runs.diagnosis import Finding, Rule, diagnose
 from sage_grpo.runs.history import read_run
-from sage_grpo.tools.plan.model import CARDS, times
+from sage_grpo.tools.plan.calibration import GPU_MODELS
 from sage_grpo.tools.plan.planner import plan_of
+from sage_grpo.tools.plan.times import times
 
 LARGE = (
     1e9  # parameters; smaller models wait for kernel launches, whose time the planner does not know
@@ -43,10 +44,10 @@ def slower_than_planned(case: Case) -> str | None:
     """Judged where the planner knows the machine and the model."""
     head = case.run.head
     device = str(head.get("device")).lower()
-    card = next((card for card in CARDS if card in device), None)
-    if card is None:
+    gpu_model = next((name for name in GPU_MODELS if name in device), None)
+    if gpu_model is None:
         return None
-    plan = plan_of(case.config, head.get("ranks") or 1, card=card)
+    plan = plan_of(case.config, head.get("ranks") or 1, gpu_model=gpu_model)
     if plan.model.parameters < LARGE or plan.trained.total != head.get("trainable_parameters"):
         return None
 

@@ -10,8 +10,8 @@ from sage_grpo.config.fields import Config
 from sage_grpo.runs.case import Case
 from sage_grpo.runs.history import read_run
 from sage_grpo.tools.diagnose import main, slower_than_planned
-from sage_grpo.tools.plan.model import times
 from sage_grpo.tools.plan.planner import plan_of
+from sage_grpo.tools.plan.times import times
 from sage_grpo.tools.report.page import page
 from tests.programs import exit_code
 from tests.tools.fake_run import read_lines, write_lines

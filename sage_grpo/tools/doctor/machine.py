@@ -20,9 +20,10 @@ from sage_grpo.rewards.registry import ALIASES
 from sage_grpo.rewards.videoalign.folder import check_folder
 from sage_grpo.tools.doctor.checks import Finding, attempt, judged
 from sage_grpo.tools.plan.memory import checkpoint_bytes, disk_bytes, fits, peak, snapshot_bytes
-from sage_grpo.tools.plan.model import BYTES, Plan, times
+from sage_grpo.tools.plan.model import BYTES, Plan
 from sage_grpo.tools.plan.planner import backbone_of, plan_of
 from sage_grpo.tools.plan.remedies import remedies
+from sage_grpo.tools.plan.times import times
 from sage_grpo.train.build import reward_folder
 
 PROCESS = 6e9  # host bytes of a rank: Python, CUDA, tensors on their way; 2.3 to 5.3 GB measured, without mapped files
@@ -103,7 +104,7 @@ def memory_finding(plan: Plan, gpu_bytes: float) -> Finding:
     return judged(
         "memory",
         fits(plan, gpu_bytes),
-        flags=[flag for flag, *_ in remedies(plan, gpu_bytes)],
+        flags=[change.flag for change in remedies(plan, gpu_bytes)],
         **numbers,
     )
 
@@ -114,7 +115,7 @@ def check_host(machine: Machine) -> Iterator[Finding]:
     offloaded = c.trust_region.anchor is not None and c.reference_mode_offload and not c.use_lora
     anchor = machine.ranks * plan.trained.total / plan.shards * BYTES[c.dtype] * offloaded
     loading = (
-        2 * sum(size for size, *_ in plan.rewards) * machine.ranks / c.sp_size
+        2 * sum(reward.weight_bytes for reward in plan.rewards) * machine.ranks / c.sp_size
     )  # as stored, and as used
     base = PROCESS * machine.ranks * (machine.device == "cuda")
     needed, copy = base + max(loading, anchor), snapshot_bytes(plan)

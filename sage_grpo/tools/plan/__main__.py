@@ -11,12 +11,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 from sage_grpo.config.command_line import answer_early, answering
 from sage_grpo.config.fields import Config
 from sage_grpo.config.parse import from_values
 from sage_grpo.tools.options import ToolParser
+from sage_grpo.tools.plan.calibration import GPU_MODELS, MEASURED_ON
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Config]:
@@ -39,8 +39,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace
     )
     parser.add_argument(
         "--gpu",
-        choices=["h200", "h100", "a100", "4090"],
-        default="h200",
+        choices=list(GPU_MODELS),
+        default=MEASURED_ON,
         help="GPU model; rates were measured on an h200 and are scaled for the others",
     )
     parser.add_argument(
@@ -72,52 +72,44 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace
 
 answer_early(__name__, parse_arguments)
 
-from sage_grpo.tools.plan.memory import (
-    checkpoint_bytes,
-    disk_bytes,
-    export_bytes,
-    fits,
-    memory,
-    peak,
-    snapshot_bytes,
-)
-from sage_grpo.tools.plan.model import times, validation_time, volumes
+from sage_grpo.tools.plan.memory import fits
+from sage_grpo.tools.plan.model import Plan
 from sage_grpo.tools.plan.planner import plan_of
 from sage_grpo.tools.plan.remedies import remedies
-from sage_grpo.tools.templating import render
+from sage_grpo.tools.plan.summary import compare, summarize
 from sage_grpo.train.build import held_out_prompts
-from sage_grpo.train.validation import validation_sampling
 
 GB = 1e9  # bytes
-# what the templates compute of a plan
-SHOWN = {
-    of.__name__: of
-    for of in (memory, peak, fits, times, volumes, export_bytes, disk_bytes, snapshot_bytes)
-}
-SHOWN |= {of.__name__: of for of in (checkpoint_bytes, validation_time, validation_sampling)}
 
 
 @answering("plan: ")
 def main(arguments: Sequence[str] | None = None) -> int:
     options, config = parse_arguments(arguments)
-    gpu_bytes, assumed = options.gpu_memory * GB, (options.text_tokens, options.gpu)
+    gpu_bytes = options.gpu_memory * GB
     if options.vary:
-        name, *values = options.vary
-        configs = {
-            value: from_values(asdict(config), {name.replace("-", "_"): value}) for value in values
-        }
-        gpus = {value: c.gpus if name == "gpus" else options.gpus for value, c in configs.items()}
-        rows = [(value, plan_of(c, gpus[value], *assumed)) for value, c in configs.items()]
-        print(render("plan_vary.txt", **SHOWN, rows=rows, name=name, gpu_bytes=gpu_bytes).rstrip())
+        flag, *values = options.vary
+        plans = {value: varied_plan(config, options, flag, value) for value in values}
+        print(compare(flag, plans, gpu_bytes))
         return 0
-    plan = plan_of(config, options.gpus, *assumed)
-    exists, clips = (
-        Path(plan.config.pretrained_model_root).is_dir(),
-        len(held_out_prompts(plan.config)),
+
+    plan = plan_of(config, options.gpus, options.text_tokens, options.gpu)
+    text = summarize(
+        plan,
+        validation_clips=len(held_out_prompts(plan.config)),
+        gpu_bytes=gpu_bytes,
+        price=options.price,
+        changes=remedies(plan, gpu_bytes),
     )
-    about = {"plan": plan, "exists": exists, "clips": clips, "remedies": remedies(plan, gpu_bytes)}
-    print(render("plan.txt", **SHOWN, **about, price=options.price, gpu_bytes=gpu_bytes).rstrip())
+    print(text)
     return 0 if fits(plan, gpu_bytes) else 1
+
+
+def varied_plan(config: Config, options: argparse.Namespace, flag: str, value: str) -> Plan:
+    """The plan with another value of a flag of post_train.py, or of gpus."""
+    flag = flag.replace("-", "_")
+    changed = from_values(asdict(config), {flag: value})
+    gpus = changed.gpus if flag == "gpus" else options.gpus
+    return plan_of(changed, gpus, options.text_tokens, options.gpu)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,18 @@
 """Memory of a run on one GPU, part by part: on a sequence-parallel leader, which also holds the reward.
 
-And the size of its checkpoints, on disk and in host memory.
+Also the size of its checkpoints, on disk and in host memory.
 """
 
 from sage_grpo.config.fields import Config
 from sage_grpo.models.backbone import Sampling
-from sage_grpo.tools.plan.model import BYTES, Plan, Trained
+from sage_grpo.tools.plan.model import BYTES, GRADIENT_BYTES, Plan, Trained
 from sage_grpo.train.build import rollout_sampling
 from sage_grpo.train.validation import validation_sampling
 
 # When memory may peak: the phases of an iteration, and the optimizer step, when activations are freed.
 MOMENTS = ("rollout", "decode", "reward", "anchor", "update", "step")
+LATENT_BYTES = 4  # trajectories are kept in fp32
+NORMALIZER_BYTES = 4  # of attention, per token and head, in fp32
 
 
 def at(base: float, **more: float) -> dict[str, float]:
@@ -20,90 +22,145 @@ def at(base: float, **more: float) -> dict[str, float]:
 
 def memory(plan: Plan) -> dict[str, dict[str, float]]:
     """Bytes by part and moment."""
-    c, m, clips = (
-        plan.config,
-        plan.model,
-        (rollout_sampling(plan.config), validation_sampling(plan.config)),
-    )
-    master, compute, mine = (
-        BYTES[c.master_weight_type],
-        BYTES[c.dtype],
-        plan.trained.total / plan.shards,
-    )
-    base = m.parameters / plan.shards * (compute if c.use_lora else master) + (
-        mine * master if c.use_lora else 0.0
-    )
-    muon = plan.trained.matrices / plan.shards if c.optimizer == "muon" else 0.0
-    anchored, size = c.trust_region.anchor is not None, plan.windows.size
-    on_gpu = anchored and (c.use_lora or not c.reference_mode_offload)
-    states = (
-        (2 + anchored) * size + 2
-        if plan.algorithm.explores
-        else (3 + anchored) * plan.trained_steps + 1
-    )
-    rewards = [*plan.rewards, (0.0, 0.0, 0.0)]
     return {
-        "weights": at(base),
+        "weights": weights(plan),
         "gathered weights": gathered(plan),
         "gradients": gradients(plan),
-        "optimizer": at(
-            (2 * mine - muon) * master, step=(mine - muon) * master
-        ),  # AdamW's step copies one
-        "anchor": at(mine * (master if c.use_lora else compute), anchor=mine * master)
-        if on_gpu
-        else at(0.0),
-        "EMA": at(mine * master * (bool(c.ema_decay) + c.lags), rollout=mine * master * c.lags),
+        "optimizer": optimizer(plan),
+        "anchor": anchor(plan),
+        "EMA": averages(plan),
         "activations": activations(plan),
-        "trajectories": at(states * plan.latents * m.channels * 4 * c.batch_size),
-        "VAE": at(m.vae * compute, decode=max(decoding(plan, clip) for clip in clips)),
-        "reward": at(
-            sum(size for size, *_ in rewards), reward=max(inside for _, inside, _ in rewards)
-        ),
+        "trajectories": trajectories(plan),
+        "VAE": vae(plan),
+        "reward": rewards(plan),
     }
 
 
-def decoding(plan: Plan, clip: Sampling) -> float:
-    """Bytes inside the VAE."""
-    untiled = plan.model.video_tokens(clip.frames, clip.height, clip.width) * plan.variant(
-        plan.model.untiled
-    )
-    return untiled if untiled <= plan.config.decode_gb * 1e9 else plan.model.tiled * clip.frames
+def weights(plan: Plan) -> dict[str, float]:
+    """This rank's shard: master weights; with LoRA, frozen weights in the compute dtype and the adapter's master weights."""
+    c = plan.config
+    master = BYTES[c.master_weight_type]
+    all_here = plan.model.parameters / plan.shards
+    if not c.use_lora:
+        return at(all_here * master)
+    adapter_here = plan.trained.total / plan.shards
+    return at(all_here * BYTES[c.dtype] + adapter_here * master)
 
 
 def gathered(plan: Plan) -> dict[str, float]:
     """The current block, the next one, and everything outside blocks; or all weights during rollout and anchor."""
-    c, m = plan.config, plan.model
+    c, model = plan.config, plan.model
     if not c.enable_fsdp:
         return at(0.0)
-    few = (m.parameters - (m.layers - 2) * m.block) * BYTES[c.dtype]
-    kept = m.parameters * BYTES[c.dtype] if c.gather_for_rollout else few
-    return at(0.0, rollout=kept, anchor=kept, update=few)
+    two_blocks = (model.parameters - (model.layers - 2) * model.block) * BYTES[c.dtype]
+    everything = model.parameters * BYTES[c.dtype]
+    without_gradients = everything if c.gather_for_rollout else two_blocks
+    return at(0.0, rollout=without_gradients, anchor=without_gradients, update=two_blocks)
 
 
 def gradients(plan: Plan) -> dict[str, float]:
-    c, trained = plan.config, plan.trained.total
-    mine = trained / plan.shards * BYTES[c.master_weight_type]
+    """This rank's shard, and gradients that still wait to be summed over ranks."""
+    c = plan.config
+    trained = plan.trained.total
+    here = trained / plan.shards * BYTES[c.master_weight_type]
     if not c.enable_fsdp:
-        return at(
-            0.0, update=mine, step=mine * (2 if plan.gpus > 1 else 1)
-        )  # summed as one flat copy
-    whole = trained if c.reduces_once else trained * 2 / plan.model.layers  # two blocks in flight
-    kept = mine if c.gradient_accumulation_steps > 1 else 0.0
-    return at(kept, update=mine - kept + whole * 4, step=mine - kept)
+        # Several ranks sum their gradients as one flat copy.
+        copies_in_step = 2 if plan.gpus > 1 else 1
+        return at(0.0, update=here, step=here * copies_in_step)
+
+    # All of them until the only reduction, else those of two blocks in flight
+    unreduced = trained if c.reduces_once else trained * 2 / plan.model.layers
+    accumulated = here if c.gradient_accumulation_steps > 1 else 0.0
+    return at(
+        accumulated,
+        update=here - accumulated + unreduced * GRADIENT_BYTES,
+        step=here - accumulated,
+    )
+
+
+def optimizer(plan: Plan) -> dict[str, float]:
+    """Two moments per parameter, one for Muon's matrices. A step of AdamW copies one of them."""
+    c = plan.config
+    master = BYTES[c.master_weight_type]
+    here = plan.trained.total / plan.shards
+    by_muon = plan.trained.matrices / plan.shards if c.optimizer == "muon" else 0.0
+    return at((2 * here - by_muon) * master, step=(here - by_muon) * master)
+
+
+def anchor(plan: Plan) -> dict[str, float]:
+    """The anchor's weights, if they stay on the GPU; while they run, the policy's trained weights are kept beside them."""
+    c = plan.config
+    if c.trust_region.anchor is None or (c.reference_mode_offload and not c.use_lora):
+        return at(0.0)
+    master = BYTES[c.master_weight_type]
+    here = plan.trained.total / plan.shards
+    stored = master if c.use_lora else BYTES[c.dtype]
+    return at(here * stored, anchor=here * master)
+
+
+def averages(plan: Plan) -> dict[str, float]:
+    """Averaged weights, and an old policy that lags behind; in the rollout the trained policy is kept beside it."""
+    c = plan.config
+    copy = plan.trained.total / plan.shards * BYTES[c.master_weight_type]
+    copies = int(bool(c.ema_decay)) + int(c.lags)
+    return at(copy * copies, rollout=copy if c.lags else 0.0)
 
 
 def activations(plan: Plan) -> dict[str, float]:
     """Each guidance branch keeps every block's input, or more; one block at a time is active."""
-    c, m, r, layers = plan.config, plan.model, plan.rates, plan.model.layers
-    tokens = plan.tokens * plan.micro_batch / c.sp_size
-    unit, exchange = tokens * m.width * BYTES[c.dtype], r.exchange if c.sp_size > 1 else 0.0
-    normalizers = tokens * m.heads * 4
-    block = 2 * unit + normalizers if c.keep_attention else unit
-    graph = layers * (plan.recomputed * block + (1 - plan.recomputed) * r.saved * unit)
-    forward, training = (
-        unit * (plan.variant(pair) + exchange) for pair in (r.inner_forward, r.inner_training)
+    c, r = plan.config, plan.rates
+    tokens = plan.tokens * plan.micro_batch_size / c.sp_size
+    unit = tokens * plan.model.width * BYTES[c.dtype]
+    exchange = r.exchange_activations if c.sp_size > 1 else 0.0
+
+    # What one block keeps until its backward: its input, and with keep_attention also the output of attention
+    recomputed_block = unit
+    if c.keep_attention:
+        recomputed_block = 2 * unit + tokens * plan.model.heads * NORMALIZER_BYTES
+    saved_block = r.saved_activations * unit
+    graph = plan.model.layers * (
+        plan.recomputed * recomputed_block + (1 - plan.recomputed) * saved_block
     )
+
+    forward = unit * (plan.by_mode(r.forward_activations) + exchange)
+    training = unit * (plan.by_mode(r.training_activations) + exchange)
     return at(0.0, rollout=forward, anchor=forward, update=plan.trained_branches * graph + training)
+
+
+def trajectories(plan: Plan) -> dict[str, float]:
+    """Latents of the rollout, kept until the update."""
+    anchored = int(plan.config.trust_region.anchor is not None)
+    if plan.algorithm.explores:
+        # W steps: W + 1 states and the final latents; a velocity of the policy and of the anchor at each step
+        per_clip = (2 + anchored) * plan.windows.size + 2
+    else:
+        # a state, a target and the same velocities at each trained step; the final latents
+        per_clip = (3 + anchored) * plan.trained_steps + 1
+    latent = plan.latents * plan.model.channels * LATENT_BYTES
+    return at(per_clip * latent * plan.config.batch_size)
+
+
+def vae(plan: Plan) -> dict[str, float]:
+    """Weights, and what decoding the larger of a rollout's and a validation's clips takes."""
+    samplings = (rollout_sampling(plan.config), validation_sampling(plan.config))
+    decoding = max(decoding_bytes(plan, sampling) for sampling in samplings)
+    return at(plan.model.vae * BYTES[plan.config.dtype], decode=decoding)
+
+
+def decoding_bytes(plan: Plan, sampling: Sampling) -> float:
+    """Bytes inside the VAE while it decodes one clip, tiled if that exceeds `decode_gb`."""
+    positions = plan.model.video_tokens(sampling.frames, sampling.height, sampling.width)
+    untiled = positions * plan.by_mode(plan.model.untiled)
+    if untiled > plan.config.decode_gb * 1e9:
+        return plan.model.tiled * sampling.frames
+    return untiled
+
+
+def rewards(plan: Plan) -> dict[str, float]:
+    """Weights of all rewards; they score one after another."""
+    loaded = sum(reward.weight_bytes for reward in plan.rewards)
+    scoring = max((reward.forward_bytes for reward in plan.rewards), default=0.0)
+    return at(loaded, reward=scoring)
 
 
 def peak(plan: Plan) -> tuple[str, float]:
@@ -114,33 +171,41 @@ def peak(plan: Plan) -> tuple[str, float]:
 
 
 def fits(plan: Plan, gpu_bytes: float) -> bool:
-    return peak(plan)[1] + plan.rates.reserve <= gpu_bytes
+    _, peak_bytes = peak(plan)
+    return peak_bytes + plan.rates.reserve <= gpu_bytes
 
 
 def checkpoint_bytes(config: Config, trained: Trained) -> int:
-    """One checkpoint: weights, optimizer state, anchor, averaged weights; an adapter also as diffusers reads it."""
-    master, anchored = BYTES[config.master_weight_type], config.trust_region.anchor is not None
-    anchor = BYTES[config.master_weight_type if config.use_lora else config.dtype] * anchored
-    copies = 3 + bool(config.ema_decay) + config.lags + config.use_lora
-    halved = trained.matrices if config.optimizer == "muon" else 0  # one moment instead of two
-    return trained.total * (copies * master + anchor) - halved * master
+    """One checkpoint: weights, optimizer state, anchor, averaged weights; an adapter also in diffusers' layout."""
+    master = BYTES[config.master_weight_type]
+    copies = 3  # the weights and two moments
+    copies += int(bool(config.ema_decay))
+    copies += int(config.lags)
+    copies += int(config.use_lora)
+    per_parameter = copies * master
+    if config.trust_region.anchor is not None:
+        per_parameter += master if config.use_lora else BYTES[config.dtype]
+    with_one_moment = trained.matrices if config.optimizer == "muon" else 0
+    return trained.total * per_parameter - with_one_moment * master
 
 
 def export_bytes(plan: Plan) -> int:
-    """All weights in diffusers layout, which some checkpoints hold besides; with LoRA none do."""
-    return (
-        0 if plan.config.use_lora else plan.model.parameters * BYTES[plan.config.master_weight_type]
-    )
+    """All weights in diffusers' layout, which some checkpoints hold in addition; none do with LoRA."""
+    if plan.config.use_lora:
+        return 0
+    return plan.model.parameters * BYTES[plan.config.master_weight_type]
 
 
 def disk_bytes(plan: Plan) -> int:
-    """What a run needs at most: the kept checkpoints, the next one, and the exports in them."""
-    count = plan.config.keep_checkpoints + 1
-    exports = count if plan.config.export_interval else 1
-    return count * checkpoint_bytes(plan.config, plan.trained) + exports * export_bytes(plan)
+    """The most that a run keeps on disk: the kept checkpoints, the next one, and the exports in them."""
+    checkpoints = plan.config.keep_checkpoints + 1
+    exports = checkpoints if plan.config.export_interval else 1
+    return checkpoints * checkpoint_bytes(plan.config, plan.trained) + exports * export_bytes(plan)
 
 
 def snapshot_bytes(plan: Plan) -> float:
     """Host memory of an asynchronous save: what the ranks of the fullest node write."""
+    if not plan.config.async_save:
+        return 0.0
     share = min(1.0, plan.rates.gpus_per_node / plan.shards)
-    return checkpoint_bytes(plan.config, plan.trained) * share if plan.config.async_save else 0.0
+    return checkpoint_bytes(plan.config, plan.trained) * share

@@ -1,4 +1,4 @@
-"""From a configuration to a plan: the sizes of the model, counted without its weights."""
+"""From a configuration to a `Plan`: the sizes of the model are counted without its weights."""
 
 from dataclasses import replace
 from functools import lru_cache
@@ -8,9 +8,29 @@ from sage_grpo.models.backbone import Backbone
 from sage_grpo.models.cost import Architecture
 from sage_grpo.models.lora import target_layers
 from sage_grpo.models.registry import open_backbone
-from sage_grpo.tools.plan.model import Calibration, Plan, Trained
+from sage_grpo.tools.plan.calibration import MEASURED_ON, calibrate
+from sage_grpo.tools.plan.model import Plan, Trained
 from sage_grpo.train.build import reward_names
 from sage_grpo.train.optimization import trainable_parameters
+
+
+def plan_of(
+    config: Config, gpus: int, text_tokens: int = 150, gpu_model: str = MEASURED_ON
+) -> Plan:
+    """Plan a run with `gpus` processes. A model folder that does not exist stands for the full-size model."""
+    backbone = backbone_of(config.pretrained_model_root, config.pretrained_transformer_version)
+    config = resolve(config, backbone, "cuda")
+    config = replace(config, reward_model=reward_names(config))
+    lora = (config.lora_r, config.lora_target_modules) if config.use_lora else None
+    architecture, trained = sizes_of(backbone, lora)
+    return Plan(
+        config=config,
+        model=architecture,
+        trained=trained,
+        gpus=gpus,
+        text_tokens=text_tokens,
+        rates=calibrate(gpu_model),
+    )
 
 
 @lru_cache
@@ -24,21 +44,19 @@ def sizes_of(
     backbone: Backbone, lora: tuple[int, tuple[str, ...]] | None
 ) -> tuple[Architecture, Trained]:
     """Count parameters on the real classes, on the meta device. `lora`: rank and layers of the adapter."""
-    transformer, model = backbone.empty_transformer(), backbone.architecture()
+    transformer = backbone.empty_transformer()
     if lora:
         rank, targets = lora
         layers = [transformer.get_submodule(name) for name in target_layers(transformer, targets)]
         total = sum(rank * (layer.in_features + layer.out_features) for layer in layers)
-        return model, Trained(total=total, matrices=total)
-    trained = trainable_parameters(transformer, False)
-    matrices = [p.numel() for name, p in trained.items() if transformer.is_block_matrix(name, p)]
-    return model, Trained(total=sum(p.numel() for p in trained.values()), matrices=sum(matrices))
-
-
-def plan_of(config: Config, gpus: int, text_tokens: int = 150, card: str = "h200") -> Plan:
-    backbone = backbone_of(config.pretrained_model_root, config.pretrained_transformer_version)
-    c = resolve(config, backbone, "cuda")
-    sizes = sizes_of(backbone, (c.lora_r, c.lora_target_modules) if c.use_lora else None)
-    return Plan(
-        replace(c, reward_model=reward_names(c)), *sizes, gpus, text_tokens, Calibration(card)
-    )
+        matrices = total
+    else:
+        parameters = trainable_parameters(transformer, use_lora=False)
+        sizes = {name: parameter.numel() for name, parameter in parameters.items()}
+        total = sum(sizes.values())
+        matrices = sum(
+            sizes[name]
+            for name, parameter in parameters.items()
+            if transformer.is_block_matrix(name, parameter)
+        )
+    return backbone.architecture(), Trained(total=total, matrices=matrices)

@@ -11,6 +11,7 @@ from sage_grpo.config.parse import from_values
 from sage_grpo.models.cost import TILED, UNTILED, Architecture
 from sage_grpo.models.lora import LORA_FILE
 from sage_grpo.parallel.ranks import Ranks
+from sage_grpo.tools.plan.calibration import calibrate
 from sage_grpo.tools.plan.memory import (
     MOMENTS,
     activations,
@@ -24,7 +25,7 @@ from sage_grpo.tools.plan.memory import (
     peak,
     snapshot_bytes,
 )
-from sage_grpo.tools.plan.model import Calibration, Plan, Trained
+from sage_grpo.tools.plan.model import Plan, Trained
 from sage_grpo.tools.plan.planner import plan_of
 from sage_grpo.train.build import build_trainer
 
@@ -99,8 +100,10 @@ def test_gradients():
 
 
 def test_activations():
-    tokens, rates = 3 * 2 * 3 + 2, Calibration()
-    unit, inner = tokens * 64 * 2, rates.inner_training[1]
+    tokens = 3 * 2 * 3 + 2
+    unit = tokens * 64 * 2
+    rates = calibrate()
+    inner = rates.training_activations.eager
     assert made().tokens == tokens
     assert activations(made())["update"] == pytest.approx(
         2 * 5 * unit + inner * unit
@@ -111,16 +114,16 @@ def test_activations():
     )  # trains one
     kept = 2 * 5 * (2 * unit + tokens * 4 * 4)
     assert activations(made(keep_attention=True))["update"] == pytest.approx(kept + inner * unit)
-    saved = 2 * 5 * unit * (0.5 + 0.5 * rates.saved)
+    saved = 2 * 5 * unit * (0.5 + 0.5 * rates.saved_activations)
     assert activations(made(checkpointing_fraction=0.5))["update"] == pytest.approx(
         saved + inner * unit
     )
-    assert activations(made())["rollout"] == pytest.approx(rates.inner_forward[1] * unit)
+    assert activations(made())["rollout"] == pytest.approx(rates.forward_activations.eager * unit)
     assert activations(made(compile=True))["rollout"] == pytest.approx(
-        rates.inner_forward[0] * unit
+        rates.forward_activations.compiled * unit
     )
     halved = activations(made(sp_size=2))["update"]
-    assert halved == pytest.approx((2 * 5 + inner + rates.exchange) * unit / 2)
+    assert halved == pytest.approx((2 * 5 + inner + rates.exchange_activations) * unit / 2)
 
 
 def test_trajectories_and_the_small_models():
@@ -137,13 +140,14 @@ def test_trajectories_and_the_small_models():
         part("trajectories", algorithm="awm", timestep_fraction=0.7)
         == [matched * 18 * 32 * 4 * 2] * 6
     )
-    rates = Calibration()
     assert part("VAE") == [200, 200 + TILED * 9, 200, 200, 200, 200]
     untiled, positions = 200 + 18 * UNTILED[1], 3 * 2 * 3
     assert part("VAE", decode_gb=positions * UNTILED[1] / 1e9) == [200, untiled, 200, 200, 200, 200]
     assert part("VAE", decode_gb=0.03)[1] == 200 + TILED * 9
-    size, inside, _ = rates.rewards["videoalign"]
-    assert part("reward") == [size, size, size + inside, size, size, size]
+    videoalign = calibrate().rewards["videoalign"]
+    loaded = videoalign.weight_bytes
+    scoring = loaded + videoalign.forward_bytes
+    assert part("reward") == [loaded, loaded, scoring, loaded, loaded, loaded]
     assert part("reward", reward_model=("shapes",)) == [0] * 6
 
 

@@ -11,17 +11,18 @@ import pytest
 from sage_grpo.config.parse import parse
 from sage_grpo.models.cost import BACKWARD_OF_ATTENTION, Architecture
 from sage_grpo.tools.plan import __main__ as program
+from sage_grpo.tools.plan.calibration import calibrate
 from sage_grpo.tools.plan.memory import fits, memory, peak
-from sage_grpo.tools.plan.model import (
-    Calibration,
-    Plan,
-    Trained,
-    compute_time,
+from sage_grpo.tools.plan.model import Plan, Trained
+from sage_grpo.tools.plan.planner import plan_of
+from sage_grpo.tools.plan.remedies import remedies
+from sage_grpo.tools.plan.times import (
+    backward_time,
+    clips_per_gpu_hour,
+    forward_time,
     times,
     validation_time,
 )
-from sage_grpo.tools.plan.planner import plan_of
-from sage_grpo.tools.plan.remedies import remedies
 from tests.programs import exit_code
 
 ROOT = Path(__file__).parents[3]
@@ -36,7 +37,7 @@ def made(flags: str, gpus: int = 1) -> Plan:
 
 
 def training_time(plan: Plan) -> float:
-    return compute_time(plan) + compute_time(plan, backward=True)
+    return forward_time(plan) + backward_time(plan)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +47,7 @@ def training_time(plan: Plan) -> float:
 def test_measurements_of_the_calibration_come_back(compiled, kept, forward, both):
     plan = made(f"{LORA} {CLIP} --compile {compiled} --keep_attention {kept}")
     assert plan.tokens == 33_540
-    assert compute_time(plan) == pytest.approx(forward, rel=0.03)
+    assert forward_time(plan) == pytest.approx(forward, rel=0.03)
     assert training_time(plan) == pytest.approx(both, rel=0.03)
 
 
@@ -67,7 +68,7 @@ def test_held_out_training_of_all_weights(kept, seconds):
 def test_held_out_forward_of_121_frames(compiled, seconds):
     plan = made(f"{LORA} --num_frames 121 --height 480 --width 848 --compile {compiled}")
     assert plan.tokens == 49_440
-    assert compute_time(plan) == pytest.approx(seconds, rel=0.15)
+    assert forward_time(plan) == pytest.approx(seconds, rel=0.15)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,8 @@ def test_held_out_attention(tokens, forward, both):
     one_block = Architecture(
         layers=1, heads=16, width=16 * 128, mlp_ratio=4, parameters=0, block=0, vae=0
     )
-    work, rates = one_block.forward(tokens, 0).attention, Calibration()
+    work = one_block.forward(tokens, 0).attention
+    rates = calibrate()
     predicted = work / rates.attention
     assert predicted == pytest.approx(forward, rel=0.15)
     backward = work * BACKWARD_OF_ATTENTION / rates.attention_backward
@@ -125,7 +127,7 @@ def test_command_says_that_a_recipe_fits(capsys, monkeypatch):
     plan = plan_of(parse(["--config", "configs/hunyuan15_1gpu_lora.yaml"]), 1)
     total = sum(row["update"] for row in memory(plan).values())
     assert re.search(rf"^total .* {total / 1e9:.1f} +\d", text, re.MULTILINE)
-    assert f"{plan.clips_per_gpu_hour:.1f} clips per GPU-hour" in text
+    assert f"{clips_per_gpu_hour(plan):.1f} clips per GPU-hour" in text
 
 
 def test_command_says_how_long_a_checkpoint_takes(capsys, monkeypatch):
@@ -194,10 +196,10 @@ def test_measured_iterations(monkeypatch, recipe, flags, clips, measured):
         parse(["--config", f"configs/{recipe}.yaml", *counts.split(), *flags.split()]), 1
     )
     found = {phase: seconds / clips for phase, seconds in times(plan).items()}
-    found["anchor"] /= plan.anchored
+    found["anchor"] /= plan.anchor_fraction
     start = 0 if clips == 8 else 13
     steps = start / clips + plan.windows.size + 5
-    found["rollout"] *= steps * plan.slices * plan.branches / plan.rollout_passes
+    found["rollout"] *= steps * plan.micro_batches * plan.branches / plan.rollout_passes
     assert {phase: found[phase] for phase in measured} == pytest.approx(measured, rel=0.08)
 
 
@@ -305,16 +307,16 @@ def test_several_remedies_add_up():
     plan = made("--pretrained_transformer_version 720p_t2v --num_frames 121 --batch_size 4 --keep_attention True "
                 "--enable_fsdp True --micro_batch_size 1", gpus=8)  # fmt: skip
     steps = remedies(plan, 80e9)
-    assert [flag for flag, *_ in steps] == ["--keep_attention False", "--sp_size 2"]
-    assert fits(steps[-1][2], 80e9) and not any(fits(other, 80e9) for *_, other in steps[:-1])
+    assert [step.flag for step in steps] == ["--keep_attention False", "--sp_size 2"]
+    assert [fits(step.plan, 80e9) for step in steps] == [False, True]
 
 
 def test_one_remedy_is_enough_where_it_is():
     plan = made(f"{LORA} --gather_for_rollout True")
     needed = peak(plan)[1] + plan.rates.reserve
-    ((flag, _, other),) = remedies(plan, needed - 1e9)
-    assert flag == "--gather_for_rollout False"
-    assert other.config == replace(plan.config, gather_for_rollout=False)
+    (change,) = remedies(plan, needed - 1e9)
+    assert change.flag == "--gather_for_rollout False"
+    assert change.plan.config == replace(plan.config, gather_for_rollout=False)
 
 
 def test_comparison_has_a_line_for_each_value(capsys):

@@ -1,0 +1,260 @@
+"""What the planner prints: one plan in full, or a line per value of a flag."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from sage_grpo.rewards.registry import ALIASES
+from sage_grpo.tools.paired import aligned
+from sage_grpo.tools.plan.calibration import MEASURED_ON
+from sage_grpo.tools.plan.memory import (
+    MOMENTS,
+    checkpoint_bytes,
+    disk_bytes,
+    export_bytes,
+    fits,
+    memory,
+    peak,
+    snapshot_bytes,
+)
+from sage_grpo.tools.plan.model import Plan
+from sage_grpo.tools.plan.remedies import Change
+from sage_grpo.tools.plan.times import clips_per_gpu_hour, times, validation_time, volumes
+from sage_grpo.train.validation import validation_sampling
+
+GB = 1e9  # bytes
+PAPER_CLIPS = 25_600  # clips that the paper trained on
+DISK_SPEEDS = (0.3, 1, 3)  # GB/s
+FEW_PROMPTS = 8
+
+
+def summarize(
+    plan: Plan,
+    *,
+    validation_clips: int,
+    gpu_bytes: float,
+    price: float | None,
+    changes: Sequence[Change],
+) -> str:
+    """All about one plan. `price` of a GPU-hour; `changes` that would make the run fit."""
+    paragraphs = [
+        setting_lines(plan),
+        memory_table(plan),
+        [
+            *time_table(plan),
+            speed_line(plan),
+            validation_line(plan, validation_clips),
+            whole_run_line(plan, validation_clips, price),
+            rates_line(plan),
+        ],
+        [*checkpoint_table(plan), disk_line(plan)],
+        [*verdict_lines(plan, gpu_bytes, changes), *caveats(plan)],
+    ]
+    return "\n\n".join("\n".join(lines) for lines in paragraphs)
+
+
+def setting_lines(plan: Plan) -> list[str]:
+    """Model, clip and layout."""
+    c = plan.config
+    folder = c.pretrained_model_root
+    if not Path(folder).is_dir():
+        folder += " (no such folder: the full-size model)"
+    model = (
+        f"{folder}: {plan.model.parameters / 1e9:.2f} B parameters, "
+        f"{plan.trained.total / 1e6:,.0f} M trained"
+    )
+
+    text_tokens = plan.tokens - plan.latents - plan.model.image
+    image = f" and {plan.model.image} of an image" if plan.model.image else ""
+    clip = (
+        f"{c.num_frames} x {c.height} x {c.width}: {plan.tokens:,} tokens, "
+        f"{text_tokens} of them text{image}; {plan.branches} forward(s) in each of "
+        f"{c.num_sampling_steps} steps, {plan.trained_steps} steps trained"
+    )
+
+    prompts = plan.clips // c.num_generations
+    layout = (
+        f"{plan.gpus} GPU(s): {plan.gpus // c.sp_size} data-parallel x {c.sp_size} "
+        f"sequence-parallel, weights in {plan.shards} part(s); "
+        f"{plan.clips} clips of {prompts} prompt(s) per iteration"
+    )
+    return [model, clip, layout]
+
+
+def memory_table(plan: Plan) -> list[str]:
+    """GB of each part that takes any, and their total, at every moment."""
+    parts = {name: list(row.values()) for name, row in memory(plan).items()}
+    totals = [sum(column) for column in zip(*parts.values(), strict=True)]
+    rows = [["GB per GPU", *MOMENTS]]
+    for name, sizes in [*parts.items(), ("total", totals)]:
+        if any(sizes):
+            rows.append([name, *(f"{size / GB:.1f}" for size in sizes)])
+    return aligned(rows).splitlines()
+
+
+def time_table(plan: Plan) -> list[str]:
+    seconds = times(plan)
+    total = sum(seconds.values())
+    rows = [["s per iteration", "", ""]]
+    rows += [[name, f"{value:.1f}", f"{value / total:.0%}"] for name, value in seconds.items()]
+    rows += [["total", f"{total:.1f}", ""]]
+    return aligned(rows).splitlines()
+
+
+def speed_line(plan: Plan) -> str:
+    rate = clips_per_gpu_hour(plan)
+    line = (
+        f"{rate:.1f} clips per GPU-hour, {PAPER_CLIPS / rate:,.0f} GPU-hours for "
+        f"{PAPER_CLIPS:,} clips, as in the paper"
+    )
+    if plan.gpus > 1:
+        without_overlap = sum(times(plan, overlap=False).values())
+        received = [f"{name} {volume / GB:,.0f}" for name, volume in volumes(plan).items()]
+        line += (
+            f"; {without_overlap:.1f} s if no communication overlaps; "
+            f"GB into each GPU per iteration: {', '.join(received)}"
+        )
+    return line
+
+
+def validation_line(plan: Plan, clips: int) -> str:
+    c = plan.config
+    seconds = validation_time(plan, clips)
+    if c.validation_interval:
+        between = c.validation_interval * sum(times(plan).values())
+        share = seconds / (seconds + between)
+        when = f"every {c.validation_interval} iterations, {share:.0%} of the time"
+    else:
+        when = "at the end"
+    return f"validation: {seconds / 60:.1f} min {when}; {clips} clips, {validation_sampling(c)}"
+
+
+def whole_run_line(plan: Plan, validation_clips: int, price: float | None) -> str:
+    c = plan.config
+    iteration = sum(times(plan).values())
+    validations = int(c.validate_at_step0)
+    validations += math.ceil(c.max_steps / (c.validation_interval or c.max_steps or 1))
+    seconds = c.max_steps * iteration + validations * validation_time(plan, validation_clips)
+    hours = seconds / 3600
+    gpu_hours = hours * plan.gpus
+    cost = f", {gpu_hours * price:,.0f} at {price:g} an hour" if price else ""
+
+    between_saves = (c.save_interval or c.max_steps) * iteration
+    if c.save_minutes:
+        between_saves = min(between_saves, 60 * c.save_minutes)
+    return (
+        f"whole run: {c.max_steps} iterations, {c.max_steps * plan.clips:,} clips, "
+        f"{hours / 24:.1f} days, {gpu_hours:,.0f} GPU-hours{cost}; "
+        f"a checkpoint every {between_saves / 60:.0f} min"
+    )
+
+
+def rates_line(plan: Plan) -> str:
+    if plan.rates.gpu_model == MEASURED_ON:
+        return "rates: measured on one H200"
+    model = plan.rates.gpu_model.upper()
+    return f"rates: scaled from an H200 to the {model} by their data sheets, not measured"
+
+
+def checkpoint_table(plan: Plan) -> list[str]:
+    """Size of a checkpoint and of an export, and the seconds to write them."""
+    rows = [["", "GB", *(f"s at {speed} GB/s" for speed in DISK_SPEEDS)]]
+    sizes = {
+        "checkpoint": checkpoint_bytes(plan.config, plan.trained),
+        "export": export_bytes(plan),
+    }
+    for name, size in sizes.items():
+        if size:
+            seconds = (size / GB / speed for speed in DISK_SPEEDS)
+            rows.append([name, f"{size / GB:.1f}", *(f"{value:.3g}" for value in seconds)])
+    return aligned(rows).splitlines()
+
+
+def disk_line(plan: Plan) -> str:
+    c = plan.config
+    checkpoints = c.keep_checkpoints + 1
+    line = (
+        f"Disk: {disk_bytes(plan) / GB:.1f} GB for {checkpoints} checkpoints (keep_checkpoints + 1)"
+    )
+    if not c.use_lora:
+        line += f" and {checkpoints if c.export_interval else 1} export(s)"
+    if c.async_save:
+        line += f"; host memory: {snapshot_bytes(plan) / GB:.1f} GB on each node that writes"
+    return f"{line}."
+
+
+def verdict_lines(plan: Plan, gpu_bytes: float, changes: Sequence[Change]) -> list[str]:
+    """Whether the run fits, and what would make it fit."""
+    moment, peak_bytes = peak(plan)
+    verdict = "fits" if fits(plan, gpu_bytes) else "does NOT fit"
+    lines = [
+        f"Peak {peak_bytes / GB:.1f} GB ({moment}) and {plan.rates.reserve / GB:.0f} GB in reserve: "
+        f"{verdict} {gpu_bytes / GB:g} GB."
+    ]
+    for change in changes:
+        _, changed_peak = peak(change.plan)
+        lines.append(f"  {change.flag}: {changed_peak / GB:.1f} GB; {change.cost}")
+    last_plan = changes[-1].plan if changes else plan
+    if not fits(last_plan, gpu_bytes):
+        lines.append("  That is not enough: more GPUs with enable_fsdp True, or smaller clips.")
+    return lines
+
+
+def caveats(plan: Plan) -> list[str]:
+    c = plan.config
+    lines = []
+    unknown_rewards = [
+        name for name in c.reward_model if ALIASES.get(name, name) not in plan.rates.rewards
+    ]
+    if unknown_rewards:
+        names = ", ".join(unknown_rewards)
+        lines.append(f"Not counted, because its cost is unknown: reward {names}.")
+    prompts = c.gradient_accumulation_steps * plan.clips // c.num_generations
+    if warning := few_prompts_warning(prompts):
+        lines.append(f"Note: {warning}.")
+    if c.dtype != "bf16":
+        lines.append(f"Times are those of bf16; {c.dtype} takes several times as long.")
+    return lines
+
+
+def few_prompts_warning(prompts: int) -> str:
+    """A warning about too few prompts per optimizer step; empty if there are enough."""
+    if prompts >= FEW_PROMPTS:
+        return ""
+    return (
+        f"{prompts} prompt(s) per update: below {FEW_PROMPTS}, a learning rate that suits larger "
+        "batches does harm (docs/efficiency.md): lower it, or raise gradient_accumulation_steps"
+    )
+
+
+def compare(flag: str, plans: dict[str, Plan], gpu_bytes: float) -> str:
+    """One line per value of `flag`."""
+    rows = [
+        [
+            flag,
+            "tokens",
+            "peak GB",
+            "fits",
+            "s per iteration",
+            "no overlap",
+            "clips",
+            "clips per GPU-hour",
+            "GB received",
+        ]
+    ]
+    for value, plan in plans.items():
+        _, peak_bytes = peak(plan)
+        rows.append(
+            [
+                value,
+                f"{plan.tokens:,}",
+                f"{peak_bytes / GB:.1f}",
+                "yes" if fits(plan, gpu_bytes) else "no",
+                f"{sum(times(plan).values()):.0f}",
+                f"{sum(times(plan, overlap=False).values()):.0f}",
+                str(plan.clips),
+                f"{clips_per_gpu_hour(plan):.1f}",
+                f"{sum(volumes(plan).values()) / GB:,.0f}",
+            ]
+        )
+    return aligned(rows)
