@@ -105,7 +105,7 @@ def generate(args: argparse.Namespace, prompts: Sequence[Request], ranks: "Ranks
     from sage_grpo.models.sample import counter_noise, denoise, integrate
     from sage_grpo.rewards.base import Setup, told
     from sage_grpo.rewards.build import build_reward
-    from sage_grpo.runs.clips import contact_sheet, thumbnails, write_mp4
+    from sage_grpo.runs.media import contact_sheet, thumbnails, write_mp4
     from sage_grpo.worlds.registry import check_prompts
 
     device, rank, world = ranks.device, ranks.rank, ranks.count

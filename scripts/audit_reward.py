@@ -54,7 +54,7 @@ import torch
 
 from sage_grpo.files.json_files import write_json
 from sage_grpo.parallel.device import choose_device
-from sage_grpo.runs.clips import contact_sheet, read_mp4, thumbnails
+from sage_grpo.runs.media import contact_sheet, read_mp4, thumbnails
 from sage_grpo.tools.audit import (
     EDITS,
     TOTAL,

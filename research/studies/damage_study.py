@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 
-from sage_grpo.runs.clips import contact_sheet, thumbnails
+from sage_grpo.runs.media import contact_sheet, thumbnails
 from sage_grpo.tools.figure_style import STYLE
 from sage_grpo.worlds.shapes.damage import DAMAGES
 from sage_grpo.worlds.shapes.oracle import read

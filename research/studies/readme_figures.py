@@ -18,8 +18,8 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from research.studies.statistics import halves_95
-from sage_grpo.runs.clips import read_mp4
 from sage_grpo.runs.history import RunError, RunHistory, column, read_run
+from sage_grpo.runs.media import read_mp4
 from sage_grpo.tools.figure_style import BLUE, GREEN, GREY, STYLE
 from sage_grpo.tools.report.figures import draw_curve
 

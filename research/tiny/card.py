@@ -29,7 +29,7 @@ from sage_grpo.intervals import student_95
 from sage_grpo.models.backbone import Backbone
 from sage_grpo.models.hunyuan15.backbone import Hunyuan15
 from sage_grpo.models.registry import open_backbone
-from sage_grpo.runs.clips import contact_sheet, thumbnails
+from sage_grpo.runs.media import contact_sheet, thumbnails
 from sage_grpo.worlds.shapes.scenes import ATTRIBUTES
 from sage_grpo.worlds.shapes.world import round_trip
 

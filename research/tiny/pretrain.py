@@ -43,7 +43,7 @@ from sage_grpo.models.hunyuan15.folder import ModelFolder
 from sage_grpo.models.hunyuan15.text import TextConditioning, TextEncoder
 from sage_grpo.models.hunyuan15.transformer import PackedTransformer
 from sage_grpo.models.registry import open_backbone
-from sage_grpo.runs.clips import contact_sheet, thumbnails
+from sage_grpo.runs.media import contact_sheet, thumbnails
 from sage_grpo.worlds.shapes.scenes import (
     ATTRIBUTES,
     Scenes,

@@ -147,7 +147,9 @@ def rewards_fail(case: Case) -> str | None:
 def rewards_repeat(case: Case) -> str | None:
     shares = case.early_and_late("signal/same_reward")
     if min(shares) > 0.05 and max(shares) < 0.9:
-        return f"{max(shares):.0%} of the clips got the very same reward, while all others differ"
+        return (
+            f"{max(shares):.0%} of the clips got one and the same reward, while all others differ"
+        )
     return None
 
 
@@ -492,7 +494,7 @@ def clips_are_too_few(case: Case) -> str | None:
     needed = clips * (1 - at_most) / at_most
     return (
         f"{share:.0%} ± {error:.0%} of an update of {shape} clips is signal;"
-        f" making it half takes about {needed:.0f} clips or more"
+        f" it takes about {needed:.0f} clips or more to make it half"
     )
 
 

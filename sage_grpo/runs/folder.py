@@ -21,8 +21,8 @@ from PIL import Image
 from sage_grpo.config.fields import Config, ConfigError
 from sage_grpo.files.json_files import write_json
 from sage_grpo.parallel.ranks import Ranks
-from sage_grpo.runs.clips import divergence
 from sage_grpo.runs.diagnosis import diagnose
+from sage_grpo.runs.hacking import divergence
 from sage_grpo.runs.history import read_run
 from sage_grpo.runs.lock import WAIT, Lock
 from sage_grpo.runs.page_process import PageProcess

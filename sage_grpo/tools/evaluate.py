@@ -68,7 +68,8 @@ from sage_grpo.files.json_files import read_object, write_json
 from sage_grpo.models.backbone import Guidance
 from sage_grpo.models.registry import device_for
 from sage_grpo.parallel.ranks import Ranks, join_ranks
-from sage_grpo.runs.clips import beside, checked, read_clips, read_listing, read_mp4, write_mp4
+from sage_grpo.runs.clips import beside, checked, read_clips, read_listing
+from sage_grpo.runs.media import read_mp4, write_mp4
 from sage_grpo.tools.paired import aligned, clip_rows, compared, tables
 from sage_grpo.tools.templating import render
 from sage_grpo.train.build import build_composite, held_out_prompts, open_model, reward_names

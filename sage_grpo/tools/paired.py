@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from sage_grpo.intervals import FEWEST, Interval, interval
-from sage_grpo.runs.clips import Clip, change, pair_clips, read_clips
+from sage_grpo.runs.clips import Clip, pair_clips, read_clips
+from sage_grpo.runs.hacking import change
 from sage_grpo.runs.history import RunHistory
 
 TOTAL = "total reward"

@@ -10,11 +10,9 @@ from PIL import Image
 
 from sage_grpo.files.json_files import write_json
 from sage_grpo.runs.clips import (
-    MARGIN,
     SHEET,
     SHEET_ROWS,
     Clip,
-    divergence,
     pair_clips,
     read_clips,
     read_validations,
@@ -22,7 +20,9 @@ from sage_grpo.runs.clips import (
     write_sheet,
     write_videos,
 )
+from sage_grpo.runs.hacking import divergence
 from sage_grpo.runs.history import RunError
+from sage_grpo.runs.media import MARGIN
 
 
 def clip(seed: int, prompt: str = "a", image: str = "") -> Clip:

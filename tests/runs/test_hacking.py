@@ -9,7 +9,8 @@ import post_train
 from sage_grpo.files.json_files import write_json
 from sage_grpo.intervals import Interval
 from sage_grpo.rewards.registry import REWARDS
-from sage_grpo.runs.clips import change, divergence, read_clips
+from sage_grpo.runs.clips import read_clips
+from sage_grpo.runs.hacking import change, divergence
 from sage_grpo.runs.history import read_run
 from sage_grpo.tools.paired import drift
 from sage_grpo.tools.report.page import parted

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from sage_grpo.rewards.registry import REWARDS
-from sage_grpo.runs.clips import write_mp4
+from sage_grpo.runs.media import write_mp4
 from sage_grpo.tools.audit import EDITS, WRONG_PROMPT
 from sage_grpo.worlds.shapes.reward import ShapesReward
 from sage_grpo.worlds.shapes.scenes import captions, render, sample_scenes

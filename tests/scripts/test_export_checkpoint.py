@@ -22,7 +22,7 @@ from sage_grpo.models.lora import LORA_FILE
 from sage_grpo.models.registry import open_backbone
 from sage_grpo.models.sample import counter_noise
 from sage_grpo.parallel.ranks import Ranks
-from sage_grpo.runs import clips
+from sage_grpo.runs import media
 from sage_grpo.train.build import build_trainer
 from scripts import export_checkpoint as script
 
@@ -237,7 +237,7 @@ def test_the_documented_lines_sample_what_generate_samples(
     exec(lines, said)
 
     seen = []
-    monkeypatch.setattr(clips, "write_mp4", lambda path, clip, fps: seen.append(clip))
+    monkeypatch.setattr(media, "write_mp4", lambda path, clip, fps: seen.append(clip))
     flags = {
         "model_path": model,
         "checkpoint_path": checkpoint,

@@ -11,7 +11,7 @@ import torch
 from sage_grpo.algo.equalizer import equalizer, gradient_scale
 from sage_grpo.algo.sde import build_schedule, flow_sigmas
 from sage_grpo.config.fields import Config
-from sage_grpo.runs.clips import write_mp4
+from sage_grpo.runs.media import write_mp4
 from sage_grpo.worlds.shapes.damage import add_noise, fade, jitter
 from sage_grpo.worlds.shapes.scenes import captions, render, sample_scenes
 

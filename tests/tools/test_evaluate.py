@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from sage_grpo.models.hunyuan15.backbone import Hunyuan15
 from sage_grpo.rewards.registry import REWARDS
-from sage_grpo.runs.clips import write_mp4
+from sage_grpo.runs.media import write_mp4
 from sage_grpo.tools import evaluate
 from sage_grpo.worlds.shapes.scenes import captions, render, sample_scenes
 from tests.dist import run_ranks

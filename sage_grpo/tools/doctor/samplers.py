@@ -14,7 +14,7 @@ from tqdm import tqdm
 from sage_grpo.algo.sde import SDES, Schedule, build_schedule, flow_sigmas
 from sage_grpo.config.fields import Config
 from sage_grpo.plugins import resolved
-from sage_grpo.runs.clips import contact_sheet, thumbnails
+from sage_grpo.runs.media import contact_sheet, thumbnails
 from sage_grpo.tools.doctor.checks import Finding, judged
 from sage_grpo.tools.templating import render
 from sage_grpo.train.rollout import MicroBatch, plan_micro_batches, prompt_positions

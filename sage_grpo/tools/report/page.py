@@ -11,8 +11,9 @@ import yaml
 from sage_grpo.config.fields import Config, ConfigError
 from sage_grpo.config.yaml_files import yaml_mapping
 from sage_grpo.intervals import FEWEST
-from sage_grpo.runs.clips import Clip, divergence, pair_clips, read_validations
+from sage_grpo.runs.clips import Clip, pair_clips, read_validations
 from sage_grpo.runs.diagnosis import diagnose
+from sage_grpo.runs.hacking import divergence
 from sage_grpo.runs.history import RunError, RunHistory, read_run
 from sage_grpo.tools.figure_style import colors_of, strategy
 from sage_grpo.tools.paired import aligned, clip_rows, compared, tables, validation_clips

@@ -7,7 +7,7 @@ import pytest
 
 from research.studies import overoptimisation
 from research.studies.records import read_lines
-from sage_grpo.runs.clips import divergence
+from sage_grpo.runs.hacking import divergence
 from sage_grpo.runs.history import read_run
 from tests.tools import fake_run
 from tests.tools.fake_run import make_run

@@ -1,0 +1,94 @@
+"""Clips as files to look at: mp4 and contact sheets. A clip is uint8 (F, H, W, 3)."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import imageio.v2 as imageio
+import numpy as np
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+from sage_grpo.files.json_files import naming, printable
+
+COLUMNS = 5  # frames of a clip on a contact sheet
+
+# pixels
+SMALLEST_SIDE = 96  # least shorter side of a thumbnail
+LARGEST_SIDE = 320  # greatest longer side of a thumbnail
+SMALLEST_VIDEO = 256  # least shorter side of a magnified video
+GAP = 6
+MARGIN = 14
+LABEL_HEIGHT = 20
+FONT_SIZE = 13
+
+
+def write_mp4(path: Path, clip: Tensor, fps: int) -> None:
+    """Write near-lossless H.264. Tiny clips are magnified: players and chroma subsampling need some pixels."""
+    is_tiny = min(clip.shape[1:3]) < 128
+    frames = magnified(clip, SMALLEST_VIDEO if is_tiny else 1)
+    imageio.mimwrite(
+        path, frames, "FFMPEG", fps=fps, codec="libx264", quality=9, macro_block_size=2
+    )
+    if not path.is_file() or not path.stat().st_size:  # ffmpeg fails silently
+        path.unlink(missing_ok=True)
+        raise OSError(f"{path} could not be written; is the disk full?")
+
+
+def read_mp4(path: Path) -> tuple[Tensor, float]:
+    """Read a clip (F, H, W, 3) and its frames per second."""
+    with naming(path), imageio.get_reader(path, format="FFMPEG") as reader:
+        frames = np.stack(list(reader.iter_data()))
+        fps = float(reader.get_meta_data()["fps"])
+    return torch.from_numpy(frames), fps
+
+
+def magnified(clip: Tensor, least: int) -> np.ndarray:
+    """(F, H, W, 3) array, magnified by an integer so that the shorter side has at least `least` pixels."""
+    frames = clip.cpu().numpy()
+    shorter_side = min(frames.shape[1:3])
+    factor = max(1, -(-least // shorter_side))
+    return frames.repeat(factor, 1).repeat(factor, 2)
+
+
+def thumbnails(clip: Tensor, columns: int = COLUMNS) -> np.ndarray:
+    """Evenly spaced frames (columns, h, w, 3), magnified or shrunk to fit a sheet."""
+    indices = torch.linspace(0, len(clip) - 1, min(columns, len(clip))).round().long()
+    frames = magnified(clip[indices], SMALLEST_SIDE)
+    height, width = frames.shape[1:3]
+    factor = min(1.0, LARGEST_SIDE / max(height, width))
+    size = (round(width * factor), round(height * factor))
+    return np.stack([np.asarray(Image.fromarray(frame).resize(size)) for frame in frames])
+
+
+def contact_sheet(path: Path, rows: Sequence[np.ndarray], labels: Sequence[str]) -> None:
+    """Write one row of `thumbnails` per clip, under its label."""
+    from matplotlib import get_data_path  # slow to import, and a run may write no sheet
+
+    font = ImageFont.truetype(f"{get_data_path()}/fonts/ttf/DejaVuSans.ttf", FONT_SIZE)
+    width = max(len(row) * (row.shape[2] + GAP) for row in rows) - GAP
+    height = sum(row.shape[1] + LABEL_HEIGHT + MARGIN for row in rows)
+    sheet = Image.new("RGB", (width + 2 * MARGIN, height + MARGIN), "white")
+    draw = ImageDraw.Draw(sheet)
+
+    top = MARGIN
+    for row, label in zip(rows, labels, strict=True):
+        draw.text((MARGIN, top), fitted(label, font, width), "#1f2933", font)
+        for number, frame in enumerate(row):
+            left = MARGIN + number * (frame.shape[1] + GAP)
+            sheet.paste(Image.fromarray(frame), (left, top + LABEL_HEIGHT))
+        top += row.shape[1] + LABEL_HEIGHT + MARGIN
+
+    try:
+        sheet.save(path)
+    except OSError:  # a partial image would pass for a complete one
+        path.unlink(missing_ok=True)
+        raise
+
+
+def fitted(label: str, font: ImageFont.FreeTypeFont, width: int) -> str:
+    """One printable line of text, cut to the width in pixels."""
+    text = printable(label)
+    while len(text) > 1 and font.getlength(text) > width:
+        text = f"{text[:-2]}…"
+    return text
