@@ -63,9 +63,9 @@ def checkpoint_of(path: str | None) -> str | None:
         if path is not None and not Path(path).exists():
             raise FileNotFoundError(f"checkpoint_path {path} does not exist")
         return path
-    from sage_grpo.train.checkpoint import found
+    from sage_grpo.train.checkpoint_folders import list_checkpoints
 
-    if not (complete := found(Path(path) / "checkpoints")):
+    if not (complete := list_checkpoints(Path(path) / "checkpoints")):
         raise FileNotFoundError(
             f"checkpoint_path {path} is a run folder that holds no checkpoint yet"
         )

@@ -66,7 +66,8 @@ from sage_grpo.tools.audit import (
 )
 from sage_grpo.tools.evaluate import read_folder
 from sage_grpo.tools.templating import render
-from sage_grpo.train.build import build_composite, open_model, prompts_of, reward_names
+from sage_grpo.train.build import open_model
+from sage_grpo.train.inputs import build_composite, prompts_of, reward_names
 
 
 def good_clips(

@@ -330,8 +330,9 @@ class Bench:
     def read_checkpoint(self, folder):
         """With hashes to match, so that the damage reaches the code that loads."""
         from sage_grpo.files import manifest
-        from sage_grpo.train import checkpoint
+        from sage_grpo.train import checkpoint_folders
         from tests.hostile import sealed_again
+        from tests.train.iterations import load
 
         if (folder / manifest.NAME).is_file():
             with contextlib.suppress(OSError):
@@ -343,12 +344,13 @@ class Bench:
             check_sentence(error)
         for wanted in ("auto", "last_good", str(folder)):
             try:
-                path = checkpoint.choose(run, wanted, self.trainer.ranks)
-                checkpoint.load(self.trainer, path) if path else None
+                path = checkpoint_folders.choose(run, wanted, self.trainer.ranks)
+                if path:
+                    load(self.trainer, path)
             except (ValueError, FileNotFoundError) as error:
                 check_sentence(error)
                 refused = error
-        checkpoint.tidy(run / "checkpoints", 0)
+        checkpoint_folders.tidy(run / "checkpoints", 0)
         if refused:
             raise refused
 

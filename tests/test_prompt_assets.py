@@ -12,12 +12,12 @@ from PIL import Image
 
 from sage_grpo.data.requests import read_requests
 from sage_grpo.models.hunyuan15.text import MAX_TEXT_TOKENS
-from sage_grpo.train.build import PROMPTS
+from sage_grpo.train.inputs import BUNDLED_PROMPTS
 from scripts.render_images import SCENES, render
 
-TRAIN, VALID = (read_requests(PROMPTS / f"{kind}.csv") for kind in ("train", "valid"))
+TRAIN, VALID = (read_requests(BUNDLED_PROMPTS / f"{kind}.csv") for kind in ("train", "valid"))
 LONG_TRAIN, LONG_VALID = (
-    read_requests(PROMPTS / f"{kind}_long.csv") for kind in ("train", "valid")
+    read_requests(BUNDLED_PROMPTS / f"{kind}_long.csv") for kind in ("train", "valid")
 )
 SHARED = 6  # words in a row that two long prompts may not have in common
 COMMON = "with from into that over unde afte befo then when whil wher each ever anot same unti thro towa agai betw alon"
@@ -98,7 +98,7 @@ def test_no_phrase_is_repeated_in_long_prompts():
 
 def test_image_prompts_and_their_images():
     """A few small pictures of several shapes, as scripts/render_images.py draws them."""
-    requests = read_requests(PROMPTS / "images.csv")
+    requests = read_requests(BUNDLED_PROMPTS / "images.csv")
     shapes = [request.image.shape for request in requests]
     assert {height < width for height, width in shapes} == {True, False} and len(set(shapes)) == 3
     assert (
@@ -106,7 +106,7 @@ def test_image_prompts_and_their_images():
         == len({request.text for request in requests})
         == len(SCENES)
     )
-    files = sorted((PROMPTS / "images").iterdir())
+    files = sorted((BUNDLED_PROMPTS / "images").iterdir())
     assert sorted(request.image.path for request in requests) == files
     assert sum(path.stat().st_size for path in files) < 200_000
     for path in files:

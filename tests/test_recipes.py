@@ -13,7 +13,7 @@ from sage_grpo.models.registry import open_backbone
 from sage_grpo.tools.plan.memory import checkpoint_bytes, fits
 from sage_grpo.tools.plan.planner import plan_of
 from sage_grpo.tools.plan.times import times, validation_time
-from sage_grpo.train.build import held_out_prompts, prompts_of
+from sage_grpo.train.inputs import prompts_of, validation_requests
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 TINY = CONFIGS.parent / "assets" / "tiny"
@@ -103,7 +103,7 @@ def test_image_to_video_fits_a_card_of_80_gb_and_has_images():
     plan = plan_of(parse(recipe), 8)
     assert fits(plan, 80e9) and plan.tokens == 21 * 22 * 39 + 150 + 729
     open_backbone("none", version="480p_i2v", complete=False).check_requests(
-        held_out_prompts(plan.config)
+        validation_requests(plan.config)
     )
 
 

@@ -25,7 +25,7 @@ from sage_grpo.config.parse import parse
 from sage_grpo.intervals import interval
 from sage_grpo.parallel.ranks import join_ranks
 from sage_grpo.train.build import build_trainer
-from sage_grpo.train.checkpoint import found
+from sage_grpo.train.checkpoint_folders import list_checkpoints
 from sage_grpo.train.trainer import Trainer
 
 
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             trainer.validation = None
             blocks = measure(trainer)
             trainer.run.close()
-        newest = found(Path(folder) / "checkpoints")[-1]
+        newest = list_checkpoints(Path(folder) / "checkpoints")[-1]
         megabytes = sum(file.stat().st_size for file in newest.rglob("*") if file.is_file()) / 1e6
     command = shlex.join(["python", "-m", "research.benchmarks.checkpoint", *arguments])
     about = f"    {command}\n\n{os.cpu_count()} CPU cores ({platform.machine()}), torch {torch.__version__}, Python "

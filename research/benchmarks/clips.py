@@ -31,8 +31,8 @@ from sage_grpo.config.parse import parse
 from sage_grpo.parallel.ranks import Ranks, join_ranks
 from sage_grpo.rewards.registry import REWARDS
 from sage_grpo.train.build import build_trainer
-from sage_grpo.train.rollout import num_trained
 from sage_grpo.train.trainer import Trainer
+from sage_grpo.train.windows import num_trained
 
 ALL = "--sde_window all --same_init_noise False --tail_steps 0 --decode_gb 0"
 RIVAL = "--sde_window all --same_init_noise False --tail_steps 10 --timestep_fraction 0.15 --kl_weight 0.3"
@@ -116,7 +116,7 @@ def warm(trainer: Trainer) -> tuple[float, float, float]:
     """
     backbone, device = trainer.backbone, trainer.ranks.device
     x, sigma = torch.randn(1, *trainer.shape, device=device), torch.full((1,), 0.5, device=device)
-    (cond,) = backbone.encode([trainer.prompts[0]])
+    (cond,) = backbone.encode([trainer.requests[0]])
 
     def forward() -> Tensor:
         return backbone.velocity(x, sigma, cond, trainer.guidance)

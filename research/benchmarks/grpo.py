@@ -30,8 +30,8 @@ from sage_grpo.parallel.ranks import join_ranks
 from sage_grpo.rewards.registry import REWARDS
 from sage_grpo.train import trainer as training
 from sage_grpo.train.build import build_trainer
-from sage_grpo.train.rollout import num_trained
 from sage_grpo.train.trainer import Trainer
+from sage_grpo.train.windows import num_trained
 
 PHASES = ("rollout", "decode", "reward", "anchor", "update")
 IN_MODEL = ("rollout", "anchor", "update")

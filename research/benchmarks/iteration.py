@@ -39,10 +39,11 @@ from sage_grpo.data.requests import Request
 from sage_grpo.models.lora import add_adapter, init_adapter
 from sage_grpo.models.sample import counter_noise
 from sage_grpo.parallel.ranks import Ranks, join_ranks
+from sage_grpo.train.batches import MicroBatch
 from sage_grpo.train.build import build_trainer
 from sage_grpo.train.metrics import Stopwatch
 from sage_grpo.train.optimization import trainable_parameters
-from sage_grpo.train.rollout import MicroBatch, Trajectory
+from sage_grpo.train.rollout import Trajectory
 from sage_grpo.train.trainer import Trainer
 
 OURS, PLAIN, SHORT = "ours", "plain", "plain, short"
@@ -143,14 +144,14 @@ class PlainLoop:
         watch, trainer = Stopwatch(self.device), self.trainer
         micro_batches = [trajectory.micro_batch for trajectory in batch]
         with watch.phase("text encoding"):
-            conditions = self.encode([trainer.prompts[one[0][0]].text for one in micro_batches])
+            conditions = self.encode([trainer.requests[one[0][0]].text for one in micro_batches])
         with watch.phase("rollout"):
             planned = zip(micro_batches, conditions, strict=True)
             paths = [self.roll_out(one, cond, step) for one, cond in planned]
         with watch.phase("decode"):
             clips = [clip for path in paths for clip in self.decode(path.x[-1])]
         with watch.phase("reward"):
-            scores = trainer.reward.score(clips, trainer.requests(batch), self.config.fps)
+            scores = trainer.reward.score(clips, trainer.requests_of(batch), self.config.fps)
         advantages = trainer.advantages(scores).values.to(self.device, torch.float32)
         gradient = self.update(paths, advantages, watch)
         seconds = with_other(watch.seconds, watch.record()["time/total"])
@@ -304,7 +305,7 @@ def logged_seconds(record: dict[str, Any], encoding: float) -> dict[str, float]:
 
 def longest(trainer: Trainer) -> Padding:
     """The smallest padding that fits every training prompt and the negative prompt."""
-    texts = {trainer.config.negative_prompt, *(prompt.text for prompt in trainer.prompts)}
+    texts = {trainer.config.negative_prompt, *(prompt.text for prompt in trainer.requests)}
     found = trainer.backbone.encode([Request(text) for text in sorted(texts)])
     return Padding(max(len(c.text) for c in found), max(1, *(len(c.glyph) for c in found)), 1)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage_grpo.train import optimization
+from sage_grpo.train import anchor
 from sage_grpo.train.trainer import Trainer
 
 Inject = Callable[[Trainer], None]
@@ -123,7 +123,7 @@ def foreign_anchor(trainer: Trainer) -> None:
 
 def never_copied(trainer: Trainer) -> None:
     """Count refreshes of the anchor, but copy nothing."""
-    optimization.copy_into = lambda *_: None
+    anchor.copy_into = lambda *_: None
 
 
 def never_refreshed(trainer: Trainer) -> None:
@@ -141,7 +141,7 @@ def lone_weights(trainer: Trainer) -> None:
 def lone_prompts(trainer: Trainer) -> None:
     """Change the order of the prompts of rank 1."""
     if trainer.ranks.rank == 1:
-        trainer.prompts = [*trainer.prompts[1:], trainer.prompts[0]]
+        trainer.requests = [*trainer.requests[1:], trainer.requests[0]]
         trainer.fingerprints = trainer.fingerprints | {"training prompts": "others"}
 
 

@@ -23,10 +23,14 @@ from sage_grpo.config.fields import Config, ConfigError
 from sage_grpo.data.requests import Request
 from sage_grpo.models.backbone import Backbone, Guidance
 from sage_grpo.models.registry import device_for
-from sage_grpo.train.build import held_out_prompts, open_model
-from sage_grpo.train.checkpoint import found
-from sage_grpo.train.rollout import Rollouts, parse_windows
-from sage_grpo.train.update import ALGORITHMS, anchor_velocities, sampler_of
+from sage_grpo.train.algorithms.grpo import ExploringRollouts
+from sage_grpo.train.algorithms.registry import ALGORITHMS, build_algorithm
+from sage_grpo.train.batches import ClipId, join_micro_batches
+from sage_grpo.train.build import open_model
+from sage_grpo.train.checkpoint_folders import list_checkpoints
+from sage_grpo.train.inputs import validation_requests
+from sage_grpo.train.update import anchor_velocities
+from sage_grpo.train.windows import build_windows
 
 
 def measured_config(config: Config) -> Config:
@@ -48,18 +52,27 @@ def path_kls(
 ) -> Tensor:
     """Path KL (N,) of one clip for each of N prompts, fp64; NaN where a path is not finite. config: a resolved one."""
     c = measured_config(config)
-    sampler = sampler_of(c).to(policy.device)
-    windows = parse_windows(c.sde_window, sampler.stochastic, c.seed)
+    sampler = build_algorithm(c).schedule().to(policy.device)
+    windows = build_windows(c.window_form, sampler.stochastic, c.seed)
     negative, *conditions = policy.encode([Request(c.negative_prompt), *prompts])
-    how = (
-        windows,
-        Guidance(c.guidance_scale, negative),
-        policy.latent_shape(c.num_frames, c.height, c.width),
-        c,
+    conditions_by_index = dict(enumerate(conditions))
+    rollouts = ExploringRollouts(
+        backbone=policy,
+        sampler=sampler,
+        windows=windows,
+        guidance=Guidance(c.guidance_scale, negative),
+        shape=policy.latent_shape(c.num_frames, c.height, c.width),
+        config=c,
+        step=0,
+        conditions=conditions_by_index,
     )
-    rollouts = Rollouts(policy, sampler, *how, step=0, conditions=dict(enumerate(conditions)))
+    micro_batches = join_micro_batches(
+        [(ClipId(index, 0),) for index in conditions_by_index],
+        conditions_by_index,
+        c.prompts_per_forward,
+    )
     kls = torch.full((len(prompts),), torch.nan, dtype=torch.float64)
-    for micro_batch in rollouts.joined([((position, 0),) for position in range(len(prompts))]):
+    for micro_batch in micro_batches:
         path = rollouts(micro_batch)
         of_base = anchor_velocities(base, rollouts.guidance, sampler, path)
         columns = zip(path.steps.T, path.velocity.unbind(1), of_base.unbind(1), strict=True)
@@ -76,7 +89,7 @@ def measure(config: Config) -> dict[str, float]:
         config.device, config.pretrained_model_root, config.pretrained_transformer_version
     )
     (policy, resolved), (base, _) = (open_model(config, torch.device(kind)) for _ in range(2))
-    prompts = held_out_prompts(resolved)
+    prompts = validation_requests(resolved)
     if len(prompts) < 2:
         raise ConfigError(
             f"validation_prompts are {len(prompts)}; the path KL is a mean over at least 2"
@@ -90,7 +103,7 @@ def measure(config: Config) -> dict[str, float]:
 
 def last_checkpoint(config: Config) -> Path:
     """The checkpoint of the last iteration of a finished run."""
-    saved = found(Path(config.output_dir) / "checkpoints")
+    saved = list_checkpoints(Path(config.output_dir) / "checkpoints")
     if not saved or saved[-1].name != f"step-{config.max_steps:06d}":
         raise ConfigError(
             f"{config.output_dir} has no checkpoint of its last iteration, {config.max_steps}"

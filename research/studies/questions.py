@@ -20,7 +20,7 @@ from sage_grpo.config.fields import Config, ConfigError
 from sage_grpo.config.parse import from_values
 from sage_grpo.config.yaml_files import yaml_mapping
 from sage_grpo.train.checkpoint import PLACES
-from sage_grpo.train.rollout import num_trained, parse_windows
+from sage_grpo.train.windows import build_windows, num_trained
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -367,8 +367,8 @@ VALIDATION_CLIP, VALIDATION_STEP, VALIDATION_CLIPS = 0.1, 0.03, 64
 
 def core_seconds(config: Config) -> float:
     """Approximate cost of a run on one core: for planning, not for results."""
-    explored = parse_windows(
-        config.sde_window, torch.ones(config.num_sampling_steps), config.seed
+    explored = build_windows(
+        config.window_form, torch.ones(config.num_sampling_steps), config.seed
     ).size
     trained = num_trained(explored, config.timestep_fraction)
     anchor = ANCHOR_STEP if config.trust_region.anchor else 0.0

@@ -34,10 +34,11 @@ import numpy as np
 from research.studies.questions import ROOT, StudyRun, digest, identity, run_name, updated
 from sage_grpo.algo.sde import Schedule, build_schedule, flow_sigmas
 from sage_grpo.config.fields import ConfigError
+from sage_grpo.config.windows import parse_window
 from sage_grpo.files.json_files import read_object
 from sage_grpo.models.registry import open_backbone
 from sage_grpo.runs.history import RunHistory, as_float, column, read_run
-from sage_grpo.train.rollout import parse_windows
+from sage_grpo.train.windows import build_windows
 
 CURVES = (
     "reward/total", "reward/VQ", "reward/MQ", "reward/TA", "reward/group_std", "gold/match", "gold/distance",
@@ -167,7 +168,7 @@ def schedule_of(config: Mapping[str, Any]) -> Schedule:
     kind, *size = config["sde_window"].split(":")
     if size and not kind.endswith("_iteration"):
         kind += "_iteration"  # the meaning of these windows when the studies ran
-    windows = parse_windows(":".join([kind, *size]), full.stochastic, config["seed"])
+    windows = build_windows(parse_window(":".join([kind, *size])), full.stochastic, config["seed"])
     start = windows.start(0, 0, 0)
     return full.window(range(start, start + windows.size))
 

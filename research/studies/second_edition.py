@@ -47,7 +47,7 @@ from sage_grpo.files.json_files import write_json
 from sage_grpo.runs.history import as_float
 from sage_grpo.tools.figure_style import PALETTE
 from sage_grpo.tools.plan.planner import plan_of
-from sage_grpo.train.update import sampler_of
+from sage_grpo.train.algorithms.registry import build_algorithm
 
 RECIPE = ROOT / "configs" / "tiny_gpu.yaml"
 RESULTS = RECORDS / "second.jsonl"
@@ -125,7 +125,9 @@ def energy(config: Config) -> float:
     plan = plan_of(
         replace(config, pretrained_model_root=str(ROOT / config.pretrained_model_root)), 1
     )
-    return float(sampler_of(plan.config).window(plan.windows.steps).std.square().sum())
+    return float(
+        build_algorithm(plan.config).schedule().window(plan.windows.steps).std.square().sum()
+    )
 
 
 def lasting(steps: int) -> dict[str, int]:

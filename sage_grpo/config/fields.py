@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from sage_grpo.config.windows import WindowForm, parse_window
 from sage_grpo.models.versions import DEFAULT_VERSION
 from sage_grpo.rewards.registry import REWARDS
 
@@ -601,6 +602,10 @@ class Config(  # a dataclass lists the fields of its last base first
             dual_kl_moving_weight=self.dual_kl_moving_weight,
             dual_kl_step_weight=self.dual_kl_step_weight,
         )
+
+    @property
+    def window_form(self) -> WindowForm:
+        return parse_window(self.sde_window)
 
     @property
     def lags(self) -> bool:

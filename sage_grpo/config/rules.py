@@ -13,15 +13,16 @@ TRACKERS = ("tensorboard", "wandb", "none")
 def check(config: Config, world_size: int = 1) -> None:
     """Reject flags that contradict each other."""
     ranks = world_size // config.sp_size
-    problems = (rule(config, ranks) for rule in RULES)
-    if problem := next(filter(None, problems), None):
-        raise ConfigError(problem)
-
-    try:  # the trust region and its controller validate themselves
+    try:  # these validate themselves
+        config.window_form  # noqa: B018
         config.trust_region  # noqa: B018
         config.kl_controller()
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+    problems = (rule(config, ranks) for rule in RULES)
+    if problem := next(filter(None, problems), None):
+        raise ConfigError(problem)
 
 
 def warnings(c: Config, world_size: int) -> Iterator[str]:
@@ -36,7 +37,7 @@ def warnings(c: Config, world_size: int) -> Iterator[str]:
 
     name = "tail_steps" if c.tail_steps else "outside_window"
     value = getattr(c, name)
-    if c.algorithm == "grpo" and value != "exact" and c.sde_window.startswith("all"):
+    if c.algorithm == "grpo" and value != "exact" and c.window_form.is_whole:
         yield f"{name} is {value}, but sde_window {c.sde_window} leaves no steps to make cheaper"
 
 
@@ -92,11 +93,12 @@ def _groups_fit_the_ranks(c: Config, ranks: int) -> str | None:
 
 
 def _shards_run_equal_windows(c: Config, ranks: int) -> str | None:
-    kind = c.sde_window.partition(":")[0]
-    if kind in ("random", "slide") and c.enable_fsdp and not c.gather_for_rollout:
+    window = c.window_form
+    moves = window.per_group and not window.is_whole
+    if moves and c.enable_fsdp and not c.gather_for_rollout:
         return (
             f"sde_window is {c.sde_window}; ranks of a sharded model would run different numbers of "
-            f"forwards: set gather_for_rollout True, or take {kind}_iteration"
+            f"forwards: set gather_for_rollout True, or take {window.kind}_iteration"
         )
     return None
 

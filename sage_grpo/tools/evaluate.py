@@ -72,7 +72,8 @@ from sage_grpo.runs.clips import beside, checked, read_clips, read_listing
 from sage_grpo.runs.media import read_mp4, write_mp4
 from sage_grpo.tools.paired import aligned, clip_rows, compared, tables
 from sage_grpo.tools.templating import render
-from sage_grpo.train.build import build_composite, held_out_prompts, open_model, reward_names
+from sage_grpo.train.build import open_model
+from sage_grpo.train.inputs import build_composite, reward_names, validation_requests
 from sage_grpo.train.validation import Validation
 from sage_grpo.worlds.registry import check_prompts, world_of
 
@@ -99,7 +100,7 @@ class Evaluation:
             world_of(config.pretrained_model_root),
         )
         self.backbone, self.config = open_model(config, ranks.device)
-        prompts, usual = held_out_prompts(self.config), config.validation_global_seed
+        prompts, usual = validation_requests(self.config), config.validation_global_seed
         own = [dataclasses.replace(p, seed=usual if p.seed is None else p.seed) for p in prompts]
         self.prompts = [
             dataclasses.replace(p, seed=seed) for seed in options.seeds or () for p in prompts
@@ -187,7 +188,14 @@ class Evaluation:
         guidance = Guidance(self.config.guidance_scale, self.backbone.encode([negative])[0])
         gold = self.world and self.world.gold
         return Validation(
-            self.backbone, self.config, self.prompts, guidance, self.reward, None, gold, self.ranks
+            backbone=self.backbone,
+            config=self.config,
+            requests=self.prompts,
+            guidance=guidance,
+            reward=self.reward,
+            holdout=None,
+            gold=gold,
+            ranks=self.ranks,
         )
 
     def score_files(self, folder: Path, home: Path) -> None:

@@ -23,62 +23,59 @@ def begin(trainer: Trainer) -> None:
 
 def banner(trainer: Trainer) -> str:
     """What is about to run, a line for each part."""
-    c, ranks, validation = trainer.config, trainer.ranks, trainer.validation
+    c = trainer.config
+    ranks = trainer.ranks
     trained = sum(p.numel() for p in trainer.optimization.parameters.values())
-    whole = sum(p.numel() for p in trainer.backbone.transformer.parameters())
-    prompts = c.gradient_accumulation_steps * c.batch_size * ranks.count // c.num_generations
+    total = sum(p.numel() for p in trainer.backbone.transformer.parameters())
     machine = torch.cuda.get_device_name() if ranks.device.type == "cuda" else "CPU"
-    method = (
-        f"{c.sde_type}, eta {c.eta:g}, window {c.sde_window}"
-        if trainer.algorithm.explores
-        else c.algorithm
-    )
+    num_prompts = c.gradient_accumulation_steps * c.batch_size * ranks.count // c.num_generations
+    method = c.algorithm
+    if trainer.algorithm.explores:
+        method = f"{c.sde_type}, eta {c.eta:g}, window {c.sde_window}"
+
     lines = {
         "run": f"{trainer.run.path}, iteration {trainer.step} of {c.max_steps}",
-        "model": f"{c.pretrained_model_root}: {trained:,} of {whole:,} parameters are trained, {c.dtype}",
+        "model": f"{c.pretrained_model_root}: {trained:,} of {total:,} parameters are trained, {c.dtype}",
         "machine": f"{ranks.world} x {machine}: {ranks.count} data-parallel x {ranks.sp_size} sequence-parallel",
-        "update": f"{prompts} prompts x {c.num_generations} clips of {rollout_sampling(c)}; {method}",
+        "update": f"{num_prompts} prompts x {c.num_generations} clips of {rollout_sampling(c)}; {method}",
         "reward": f"{trainer.reward} ({', '.join(trainer.reward.rewards)})",
         "checkpoint": f"after iteration {upcoming(trainer, c.save_interval)}",
     }
-    lines["run"] += f", resumed from {trainer.resumed_from.name}" if trainer.resumed_from else ""
-    lines["checkpoint"] += f", or every {c.save_minutes:g} minutes" if c.save_minutes else ""
-    if validation:
+    if trainer.resumed_from:
+        lines["run"] += f", resumed from {trainer.resumed_from.name}"
+    if c.save_minutes:
+        lines["checkpoint"] += f", or every {c.save_minutes:g} minutes"
+    if trainer.validation:
         now = "now and " if c.validate_at_step0 and trainer.step == 0 else ""
-        clips = f"{len(validation.prompts)} clips of {validation.sampling}"
-        lines["validation"] = (
-            f"{now}after iteration {upcoming(trainer, c.validation_interval)}: {clips}"
-        )
+        clips = f"{len(trainer.validation.requests)} clips of {trainer.validation.sampling}"
+        iteration = upcoming(trainer, c.validation_interval)
+        lines["validation"] = f"{now}after iteration {iteration}: {clips}"
     return table(lines)
 
 
 def upcoming(trainer: Trainer, interval: int) -> int:
     """The next iteration after which something due every `interval` of them, and at the end, is done."""
     last = trainer.config.max_steps
-    return min(last, (trainer.step // interval + 1) * interval) if interval else last
+    if not interval:
+        return last
+    return min(last, (trainer.step // interval + 1) * interval)
 
 
 def ending(trainer: Trainer) -> str:
     """Where the result is, and the command to look at it."""
-    first, c = (
-        (trainer.validation.prompts if trainer.validation else trainer.prompts)[0],
-        trainer.config,
-    )
-    sample = [
-        "python",
-        "generate.py",
-        "--checkpoint_path",
-        str(trainer.run.path),
-        "--prompt",
-        first.text,
-    ]
+    c = trainer.config
+    requests = trainer.validation.requests if trainer.validation else trainer.requests
+    request = requests[0]
+    command = ["python", "generate.py", "--checkpoint_path", str(trainer.run.path)]
+    command += ["--prompt", request.text]
     if c.pretrained_model_root != FIELDS["pretrained_model_root"].default:
-        sample += ["--model_path", c.pretrained_model_root]
+        command += ["--model_path", c.pretrained_model_root]
     if c.pretrained_transformer_version != DEFAULT_VERSION:
-        sample += ["--pretrained_transformer_version", c.pretrained_transformer_version]
-    sample += ["--image", str(first.image.path)] if first.image else []
+        command += ["--pretrained_transformer_version", c.pretrained_transformer_version]
+    if request.image:
+        command += ["--image", str(request.image.path)]
     checkpoint = trainer.run.checkpoints / f"step-{trainer.settled_step:06d}"
-    return table({"checkpoint": str(checkpoint), "next": shlex.join(sample)})
+    return table({"checkpoint": str(checkpoint), "next": shlex.join(command)})
 
 
 def table(lines: Mapping[str, str]) -> str:

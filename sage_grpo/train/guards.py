@@ -45,10 +45,17 @@ class Guards:
 
     def __init__(self, ranks: Ranks, run: RunFolder, timeout: float) -> None:
         """timeout: seconds without progress after which this process exits."""
-        self.ranks, self.run, self.timeout = ranks, run, timeout
-        self.step, self.phase, self.last_beat = 0, "start", time.monotonic()
+        self.ranks = ranks
+        self.run = run
+        self.timeout = timeout
+
+        self.step = 0
+        self.phase = "start"
+        self.last_beat = time.monotonic()
         self.events: deque[tuple[float, int, str]] = deque(maxlen=EVENTS)
-        self.listening, self.signalled = False, math.inf  # when a signal arrived
+
+        self.listening = False
+        self.signalled = math.inf  # when a signal arrived
 
     def note(self, phase: str) -> None:
         self.phase = phase
@@ -72,16 +79,20 @@ class Guards:
 
     @contextmanager
     def watching(
-        self, step: int, save: Callable[[], None], settle: Callable[[bool], None] = bool
+        self,
+        step: int,
+        save: Callable[[], None],
+        settle: Callable[[bool], None] = lambda wait: None,
     ) -> Iterator[None]:
         """Context for training after iteration `step`: a signal stops the run after `save`; a hang ends the process.
 
         If training has to stop, a checkpoint that is being written is waited for: `settle(True)`.
         """
         self.step = step
+        self.listening = True
         self.report("running")
-        stop, self.listening = threading.Event(), True
         self.beat()
+        stop = threading.Event()
         with heard(self._hear):
             threading.Thread(target=self._watch, args=(stop,), daemon=True).start()
             try:
@@ -94,14 +105,14 @@ class Guards:
                     settle(True)
                     raise
                 self.report("done")
-            except Preempted as told:
-                self.report("preempted", str(told))
+            except Preempted as preempted:
+                self.report("preempted", str(preempted))
                 raise
             except Exception as error:  # including one from `save`
-                died = self._death_of_rank(error)
-                self._fail(died or str(error), traceback.format_exception(error))
-                if died:
-                    raise TrainingError(died) from error
+                death = self._death_of_rank(error)
+                self._fail(death or str(error), traceback.format_exception(error))
+                if death:
+                    raise TrainingError(death) from error
                 raise
             finally:
                 stop.set()
@@ -119,13 +130,11 @@ class Guards:
         while not stop.wait(min(0.5, self.timeout / 10)):
             idle = time.monotonic() - self.last_beat
             if idle > self.timeout:
-                text = f"iteration {self.step + 1}, {self.phase}: nothing moved for {idle:.0f} s (collective_timeout)"
+                where = f"iteration {self.step + 1}, {self.phase}"
+                text = f"{where}: no progress for {idle:.0f} s (collective_timeout)"
                 self._fail(text)
-                print(
-                    f"post_train.py: rank {self.ranks.world_rank}: {text}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                line = f"post_train.py: rank {self.ranks.world_rank}: {text}"
+                print(line, file=sys.stderr, flush=True)
                 os._exit(FAILED)
 
     def _death_of_rank(self, error: Exception) -> str:
@@ -138,28 +147,27 @@ class Guards:
     def _fail(self, message: str, trace: Sequence[str] = ()) -> None:
         """Write this rank's flight record and the status."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
-        frames = sys._current_frames().items()
+        stacks = {
+            names.get(ident, str(ident)): traceback.format_stack(frame)
+            for ident, frame in sys._current_frames().items()
+        }
         record = {
             "rank": self.ranks.world_rank,
             "iteration": self.step + 1,
             "phase": self.phase,
             "message": message,
-        }
-        idle = round(time.monotonic() - self.last_beat, 3)
-        record |= {"idle_seconds": idle, "error": list(trace), "events": list(self.events)}
-        record["stacks"] = {
-            names.get(ident, str(ident)): traceback.format_stack(frame) for ident, frame in frames
+            "idle_seconds": round(time.monotonic() - self.last_beat, 3),
+            "error": list(trace),
+            "events": list(self.events),
+            "stacks": stacks,
         }
         file = self.run.path / "flight" / f"rank-{self.ranks.world_rank:05d}.json"
         try:
             file.parent.mkdir(exist_ok=True)
             write_json(file, record)
         except OSError as error:
-            print(
-                f"{file} could not be written ({error}): {json.dumps(record)}",
-                file=sys.stderr,
-                flush=True,
-            )
+            text = f"{file} could not be written ({error}): {json.dumps(record)}"
+            print(text, file=sys.stderr, flush=True)
         self.report("failed", message)
 
 
@@ -168,10 +176,12 @@ def heard(
     handler: Callable[[int, Any], None], signals: Sequence[signal.Signals] = SIGNALS
 ) -> Iterator[None]:
     """Context in which signals go to `handler`; only the main thread can receive them."""
-    mine = signals if threading.current_thread() is threading.main_thread() else ()
-    before = {number: signal.signal(number, handler) for number in mine}
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = {number: signal.signal(number, handler) for number in signals}
     try:
         yield
     finally:
-        for number, old in before.items():
-            signal.signal(number, old)
+        for number, old_handler in previous.items():
+            signal.signal(number, old_handler)

@@ -1,4 +1,4 @@
-"""Which parameters are trained, one optimizer step on them (clip, warm up, average), and the anchor behind them."""
+"""Which parameters are trained, and one optimizer step on them: clip, warm up, step, average."""
 
 import math
 from collections.abc import Mapping
@@ -8,25 +8,25 @@ import torch
 from torch import Tensor, nn
 
 from sage_grpo.config.fields import Config
-from sage_grpo.models.backbone import Backbone
 from sage_grpo.models.denoiser import Denoiser
 from sage_grpo.models.lora import adapter_parameters
-from sage_grpo.parallel.fsdp import copy_into, full_tensor, local_shard, replaced, shard_like
+from sage_grpo.parallel.fsdp import full_tensor, local_shard, replaced, shard_like
 
 
 def trainable_parameters(transformer: Denoiser, use_lora: bool) -> dict[str, nn.Parameter]:
     """The adapter's parameters, or all parameters the forward uses; everything else is frozen."""
     if use_lora:
-        chosen = adapter_parameters(transformer)
+        trained = adapter_parameters(transformer)
     else:
-        unused = transformer.never_trained
-        chosen = {
-            name: p for name, p in transformer.named_parameters() if not name.startswith(unused)
+        trained = {
+            name: parameter
+            for name, parameter in transformer.named_parameters()
+            if not name.startswith(transformer.never_trained)
         }
     transformer.requires_grad_(False)
-    for parameter in chosen.values():
+    for parameter in trained.values():
         parameter.requires_grad_(True)
-    return chosen
+    return trained
 
 
 class Optimization:
@@ -36,67 +36,51 @@ class Optimization:
         self, transformer: Denoiser, parameters: Mapping[str, nn.Parameter], config: Config
     ) -> None:
         """parameters: the transformer's trained parameters."""
-        self.parameters, self.config, self.updates = dict(parameters), config, 0
-        self.skipped, self.skipped_in_a_row = 0, 0  # updates; in a row, those that were not finite
-        shared = {
-            "lr": config.learning_rate,
-            "weight_decay": config.weight_decay,
-            "eps": config.adam_eps,
-        }
-        matrices = {
-            name: p for name, p in parameters.items() if transformer.is_block_matrix(name, p)
-        }
-        muon = matrices if config.optimizer == "muon" else {}
-        rest = {name: p for name, p in parameters.items() if name not in muon}
-        self.optimizers: list[torch.optim.Optimizer] = []
-        if rest:
-            fused = next(
-                iter(rest.values())
-            ).is_cuda  # the non-fused one makes a copy of all parameters
-            self.optimizers.append(
-                torch.optim.AdamW(list(rest.items()), fused=fused or None, **shared)
-            )
-        if muon:  # scaled so that both use one learning rate
-            self.optimizers.append(
-                torch.optim.Muon(list(muon.items()), adjust_lr_fn="match_rms_adamw", **shared)
-            )
-        self.average = (
-            {n: p.detach().clone() for n, p in parameters.items()} if config.ema_decay else {}
-        )
-        self.old = (
-            {n: p.detach().clone() for n, p in parameters.items()} if config.lags else {}
-        )  # it samples
+        self.config = config
+        self.parameters = dict(parameters)
+        self.optimizers = build_optimizers(transformer, self.parameters, config)
+
+        self.updates = 0
+        self.skipped = 0  # updates without a signal or with a non-finite gradient
+        self.skipped_in_a_row = 0  # of these, the latest consecutive non-finite ones
+
+        # averaged weights for validation and export, and the older policy that samples for nft
+        self.average = self._copy_of_parameters() if config.ema_decay else {}
+        self.old = self._copy_of_parameters() if config.lags else {}
+
+    def _copy_of_parameters(self) -> dict[str, Tensor]:
+        return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
 
     @property
     def learning_rate(self) -> float:
         """Learning rate of the next step."""
-        warmup = self.config.warmup_steps
-        return self.config.learning_rate * (
-            min(1.0, (self.updates + 1) / warmup) if warmup else 1.0
-        )
+        warmup_steps = self.config.warmup_steps
+        if not warmup_steps:
+            return self.config.learning_rate
+        return self.config.learning_rate * min(1.0, (self.updates + 1) / warmup_steps)
 
     def clip(self) -> float:
         """Clip the gradient; returns its norm before clipping."""
-        return full_tensor(
-            nn.utils.clip_grad_norm_(self.parameters.values(), self.config.max_grad_norm)
-        ).item()
+        norm = nn.utils.clip_grad_norm_(self.parameters.values(), self.config.max_grad_norm)
+        return full_tensor(norm).item()
 
     def rms(self, grad_norm: float) -> float:
         """RMS over all trained parameters of a gradient that had this norm before it was clipped."""
-        return min(grad_norm, self.config.max_grad_norm) / math.sqrt(
-            sum(p.numel() for p in self.parameters.values())
-        )
+        count = sum(parameter.numel() for parameter in self.parameters.values())
+        return min(grad_norm, self.config.max_grad_norm) / math.sqrt(count)
 
     def should_step(self, grad_norm: float, has_signal: bool) -> bool:
         """Whether to take a step, else it counts as skipped. The norm is global, so all ranks decide alike.
 
         has_signal: some rollout has a nonzero advantage; otherwise the gradient carries no information.
         """
-        if has_signal and math.isfinite(grad_norm):
+        is_finite = math.isfinite(grad_norm)
+        if has_signal and is_finite:
             self.skipped_in_a_row = 0
             return True
         self.skipped += 1
-        self.skipped_in_a_row += not math.isfinite(grad_norm)
+        if not is_finite:
+            self.skipped_in_a_row += 1
         return False
 
     def step(self) -> None:
@@ -105,18 +89,24 @@ class Optimization:
                 group["lr"] = self.learning_rate
             optimizer.step()
         self.updates += 1
-        behind = min(self.config.nft_decay, self.config.nft_decay_growth * self.updates)
-        for values, decay in ((self.average, self.config.ema_decay), (self.old, behind)):
-            if pairs := [
-                (local_shard(v), local_shard(self.parameters[n]).detach())
-                for n, v in values.items()
-            ]:
-                torch._foreach_lerp_(*map(list, zip(*pairs, strict=True)), 1 - decay)
+        self._follow(self.average, self.config.ema_decay)
+        # the decay of nft's old policy grows from 0: it samples almost on-policy at first
+        old_decay = min(self.config.nft_decay, self.config.nft_decay_growth * self.updates)
+        self._follow(self.old, old_decay)
+
+    def _follow(self, values: Mapping[str, Tensor], decay: float) -> None:
+        """Move `values` towards the parameters: decay * values + (1 - decay) * parameters."""
+        if not values:
+            return
+        shards = [local_shard(value) for value in values.values()]
+        targets = [local_shard(self.parameters[name]).detach() for name in values]
+        torch._foreach_lerp_(shards, targets, 1 - decay)
 
     @property
     def is_finite(self) -> bool:
         """Whether this rank's shards of the parameters have finite norms."""
-        norms = torch._foreach_norm([local_shard(p).detach() for p in self.parameters.values()])
+        shards = [local_shard(parameter).detach() for parameter in self.parameters.values()]
+        norms = torch._foreach_norm(shards)
         return bool(torch.stack(norms).isfinite().all())
 
     def zero_grad(self) -> None:
@@ -128,13 +118,13 @@ class Optimization:
         return replaced(self.parameters, values)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The optimizers' state by parameter name, for a checkpoint."""
-        states = [
-            (name, held.state.get(p, {}))
-            for name, p in self.parameters.items()
-            for held in self.optimizers
-        ]
-        return {f"{name}.{key}": value for name, state in states for key, value in state.items()}
+        """The optimizers' state, named PARAMETER.KEY, for a checkpoint."""
+        return {
+            f"{name}.{key}": value
+            for name, parameter in self.parameters.items()
+            for optimizer in self.optimizers
+            for key, value in optimizer.state.get(parameter, {}).items()
+        }
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore the state that `tensors` returned; for sharded tensors, this rank's shard."""
@@ -142,55 +132,47 @@ class Optimization:
         for full_name, value in tensors.items():
             name, _, key = full_name.rpartition(".")
             parameter = self.parameters[name]
-            home = (
-                value.clone()
-                if value.ndim == 0
-                else shard_like(parameter, value.to(parameter.device, copy=True))
-            )
-            states[name][key] = home
+            if value.ndim == 0:  # a counter
+                states[name][key] = value.clone()
+            else:
+                value = value.to(parameter.device, copy=True)
+                states[name][key] = shard_like(parameter, value)
+
         for optimizer in self.optimizers:
-            (group,) = groups = optimizer.state_dict()["param_groups"]
-            own = dict(zip(group["params"], map(states.get, group["param_names"]), strict=True))
-            optimizer.load_state_dict(
-                {"state": own, "param_groups": groups}
-            )  # moves fused counters to the device
+            param_groups = optimizer.state_dict()["param_groups"]
+            (group,) = param_groups
+            numbered = dict(
+                zip(group["params"], map(states.get, group["param_names"]), strict=True)
+            )
+            # moves the counters of a fused optimizer to the device
+            optimizer.load_state_dict({"state": numbered, "param_groups": param_groups})
 
 
-class Anchor:
-    """The anchor of the trust region, a frozen earlier policy, refreshed from the policy (moving) or never (fixed).
-
-    It is a second set of values for the trained parameters, sharded across ranks as the model is. It counts optimizer
-    steps: until the first one after a copy, it equals the policy.
-    """
-
-    def __init__(
-        self, parameters: Mapping[str, nn.Parameter], backbone: Backbone, config: Config
-    ) -> None:
-        """parameters: the policy's."""
-        self.parameters, self.age = parameters, 0  # optimizer steps since the last copy
-        offloaded = config.reference_mode_offload and not config.use_lora
-        self.home = (
-            torch.device("cpu") if offloaded else backbone.device
-        )  # of values that the model does not use
-        dtype = (
-            None if config.use_lora else backbone.dtype
-        )  # the forward's, so rounding to it changes no result
-        # under the names of the parameters; a checkpoint must include them
-        self.values = {
-            n: local_shard(p).detach().to(self.home, dtype, copy=True)
-            for n, p in parameters.items()
+def build_optimizers(
+    transformer: Denoiser, parameters: Mapping[str, nn.Parameter], config: Config
+) -> list[torch.optim.Optimizer]:
+    """AdamW for all parameters, or Muon for the 2-D weights of blocks and AdamW for the rest."""
+    by_muon = {}
+    if config.optimizer == "muon":
+        by_muon = {
+            name: parameter
+            for name, parameter in parameters.items()
+            if transformer.is_block_matrix(name, parameter)
         }
-        # optimizer steps between refreshes; None for a fixed anchor
-        self.refresh_every = (
-            config.update_ref_model_step if config.trust_region.anchor == "moving" else None
-        )
+    by_adamw = {name: parameter for name, parameter in parameters.items() if name not in by_muon}
+    settings = {
+        "lr": config.learning_rate,
+        "weight_decay": config.weight_decay,
+        "eps": config.adam_eps,
+    }
 
-    def in_place(self) -> AbstractContextManager[None]:
-        """Context in which the model runs with the anchor's values."""
-        return replaced(self.parameters, self.values, self.home)
-
-    def refresh_if_due(self) -> None:
-        """Called between iterations: copy the policy once enough optimizer steps have passed."""
-        if self.refresh_every is not None and self.age >= self.refresh_every:
-            copy_into(self.values, self.parameters)
-            self.age = 0
+    optimizers: list[torch.optim.Optimizer] = []
+    if by_adamw:
+        on_gpu = next(iter(by_adamw.values())).is_cuda
+        fused = True if on_gpu else None  # the unfused one makes a copy of all parameters
+        optimizers.append(torch.optim.AdamW(list(by_adamw.items()), fused=fused, **settings))
+    if by_muon:
+        # scaled so that both optimizers use one learning rate
+        muon = torch.optim.Muon(list(by_muon.items()), adjust_lr_fn="match_rms_adamw", **settings)
+        optimizers.append(muon)
+    return optimizers

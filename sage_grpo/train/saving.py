@@ -1,116 +1,148 @@
 """Writes checkpoints while training goes on: from a copy, in a thread, committed at the next safe point.
 
-However slow the disk is, a save that moves is progress; one that does not ends the run like any other hang.
+A slow save counts as progress; a stalled one trips the hang timeout.
 """
 
 import shutil
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sage_grpo.background import Work
-from sage_grpo.parallel.ranks import RankError
-from sage_grpo.train.checkpoint import (
-    finish,
-    first_nonfinite,
-    fits_in_memory,
-    planned_files,
-    write_files,
-)
-from sage_grpo.train.guards import TrainingError
-
-if TYPE_CHECKING:
-    from sage_grpo.train.trainer import Trainer
+from sage_grpo.config.fields import Config
+from sage_grpo.files.tensor_files import TensorFile
+from sage_grpo.parallel.ranks import RankError, Ranks
+from sage_grpo.train.checkpoint import fits_in_memory, state_files, write_files
+from sage_grpo.train.checkpoint_folders import commit
+from sage_grpo.train.export import Export
+from sage_grpo.train.guards import Guards, TrainingError
+from sage_grpo.train.state import TrainState
 
 PAUSE = 0.05  # seconds between looks at a save that is waited for
-
-
-def writing(trainer: "Trainer", folder: Path, export: bool, copied: bool) -> Iterator[Work]:
-    """Write a checkpoint of a trainer's state after its last optimizer step; gives what it waits for.
-
-    All ranks go through it together. The ranks of one model replica write their shards, the first rank everything
-    unsharded. If any of them fails, all raise TrainingError, no folder appears, and earlier ones are untouched.
-    """
-    ranks, target, files = trainer.ranks, folder / f"step-{trainer.settled_step:06d}", {}
-    draft = target.with_suffix(".tmp")
-
-    def results(call: Callable[[Callable[[], None]], Any]) -> Generator[Work, None, list[Any]]:
-        work = Work(call)
-        while ranks.any(not work.done()):
-            yield work
-        return ranks.together(work.result)
-
-    try:
-        ranks.together(lambda: shutil.rmtree(draft, ignore_errors=True) if ranks.first else None)
-        ranks.together(lambda: (draft / "trainer").mkdir(parents=True, exist_ok=True))
-        ranks.together(lambda: files.update(planned_files(trainer, export, copied)))
-        parts = yield from results(lambda advance: write_files(draft, files, advance))
-        files.clear()
-        place = (
-            draft,
-            target,
-            {name: digest for part in parts for name, digest in part.items()},
-            trainer.config,
-        )
-        yield from results(lambda advance: finish(*place, advance) if ranks.first else None)
-    except RankError as error:
-        if ranks.first:
-            shutil.rmtree(draft, ignore_errors=True)
-        raise TrainingError(f"{target.name} could not be written: {error}") from error
 
 
 class Saves:
     """A run's checkpoints: what is saved, what is being written, what failed and must be tried again."""
 
-    def __init__(self, trainer: "Trainer", folder: Path) -> None:
-        self.trainer, self.folder, self.failed, self.begun = (
-            trainer,
-            folder,
-            False,
-            time.monotonic(),
+    def __init__(
+        self,
+        state: TrainState,
+        config: Config,
+        ranks: Ranks,
+        guards: Guards,
+        folder: Path,
+        export: Export,
+        fingerprints: Mapping[str, Any],
+    ) -> None:
+        self.state = state
+        self.config = config
+        self.ranks = ranks
+        self.guards = guards
+        self.folder = folder
+        self.export = export
+        self.fingerprints = fingerprints
+
+        self.step = -1  # iteration of the last committed checkpoint
+        self.good_step: int | None = (
+            None  # of the last one that was written while gradients were finite
         )
-        self.step, self.good_step = -1, None  # of the last committed one, of the last good one
-        self.current: Iterator[Work] = iter(())
+        self.failed = False  # whether the last attempt failed
+        self.begun = time.monotonic()  # when the last attempt began
+        self.current: Iterator[Work] = iter(())  # the checkpoint that is being written
 
     def resumed(self, step: int) -> None:
         """The run continues from its own checkpoint."""
-        self.step, self.good_step = (
-            step,
-            None if self.trainer.optimization.skipped_in_a_row else step,
-        )
+        self.step = step
+        self.good_step = step if self.state.is_good else None
 
     @property
     def is_due(self) -> bool:
         """Whether the last attempt failed, or is `save_minutes` ago."""
-        limit, since = 60 * self.trainer.config.save_minutes, time.monotonic() - self.begun
-        if self.failed or not limit or self.trainer.step != self.trainer.settled_step:
-            return self.failed
-        return self.trainer.ranks.any(since > limit)
+        if self.failed:
+            return True
+        seconds = 60 * self.config.save_minutes
+        if not seconds or self.state.step != self.state.settled_step:
+            return False
+        return self.ranks.any(time.monotonic() - self.begun > seconds)
 
     def begin(self, must: bool = True) -> None:
-        """Save the state, unless it is saved. If it `must` be, this waits for it, and a failure ends the run; else a
-        failure is logged and tried again later."""
-        trainer, config, step = self.trainer, self.trainer.config, self.trainer.settled_step
+        """Save the state, unless it is saved.
+
+        If it `must` be, this waits for it, and a failure ends the run; else a failure is logged and tried again later.
+        """
         self.settle(wait=True)
+        step = self.state.settled_step
         if self.step == step:
             return
-        trainer.guards.note("save")
+
+        self.guards.note("save")
         self.begun = time.monotonic()
-        due = bool(config.export_interval) and step % config.export_interval == 0
-        export = due or config.use_lora or step == config.max_steps
-        if bad := [
-            name for name in trainer.ranks.together(lambda: first_nonfinite(trainer)) if name
-        ]:
-            raise self.diverged(f"step-{step:06d} was not written: {bad[0]} is not finite")
-        copied = config.async_save and not trainer.ranks.any(not fits_in_memory(trainer))
-        self.current = self._writing(export, copied)
+        nonfinite = [name for name in self.ranks.together(self.state.first_nonfinite) if name]
+        if nonfinite:
+            raise self.diverged(f"step-{step:06d} was not written: {nonfinite[0]} is not finite")
+
+        no_room = self.config.async_save and self.ranks.any(not fits_in_memory(self.state))
+        copied = self.config.async_save and not no_room
+        self.current = self._writing(copied)
         self.settle(wait=must or not copied, must=must)
 
-    def _writing(self, export: bool, copied: bool) -> Iterator[Work]:
-        step, good = self.trainer.settled_step, self.trainer.optimization.skipped_in_a_row == 0
-        yield from writing(self.trainer, self.folder, export, copied)
-        self.step, self.good_step, self.failed = step, step if good else self.good_step, False
+    def _writing(self, copied: bool) -> Iterator[Work]:
+        step = self.state.settled_step
+        is_good = self.state.is_good
+        yield from self.write(self.folder, self.export.is_due(step), copied)
+        self.step = step
+        self.failed = False
+        if is_good:
+            self.good_step = step
+
+    def write(self, folder: Path, export: bool, copied: bool) -> Iterator[Work]:
+        """Write a checkpoint of the state after its last optimizer step; yields the work to wait for.
+
+        All ranks go through it together. The ranks of one model replica write their shards, the first rank everything
+        unsharded. If any of them fails, all raise TrainingError, no folder appears, and earlier ones are untouched.
+        """
+        ranks = self.ranks
+        target = folder / f"step-{self.state.settled_step:06d}"
+        draft = target.with_suffix(".tmp")
+        files: dict[str, TensorFile | str | bytes] = {}
+
+        def clear() -> None:
+            if ranks.first:
+                shutil.rmtree(draft, ignore_errors=True)
+
+        def commit_draft(advance: Callable[[], None]) -> None:
+            if ranks.first:
+                commit(draft, target, hashes, self.config, advance)
+
+        try:
+            ranks.together(clear)
+            ranks.together(lambda: (draft / "trainer").mkdir(parents=True, exist_ok=True))
+            ranks.together(lambda: files.update(self._files(export, copied)))
+            rank_hashes = yield from self._together(
+                lambda advance: write_files(draft, files, advance)
+            )
+            files.clear()
+            hashes = {name: digest for part in rank_hashes for name, digest in part.items()}
+            yield from self._together(commit_draft)
+        except RankError as error:
+            clear()
+            raise TrainingError(f"{target.name} could not be written: {error}") from error
+
+    def _files(self, export: bool, copied: bool) -> dict[str, TensorFile | str | bytes]:
+        """This rank's files; all ranks must call."""
+        files = self.export.files(self.state) if export else {}
+        files |= state_files(self.state, self.config, self.fingerprints, self.ranks, copied)
+        return files
+
+    def _together(
+        self, call: Callable[[Callable[[], None]], Any]
+    ) -> Generator[Work, None, list[Any]]:
+        """Run a call in a thread of each rank; returns the results of all ranks."""
+        work = Work(call)
+        while self.ranks.any(not work.done()):
+            yield work
+        return self.ranks.together(work.result)
 
     def settle(self, wait: bool = False, must: bool = False) -> None:
         """Go on with the checkpoint that is being written, until it is committed if told to `wait`."""
@@ -119,20 +151,19 @@ class Saves:
                 if not wait:
                     return
                 if work.moved():
-                    self.trainer.guards.beat()
+                    self.guards.beat()
                 time.sleep(PAUSE)
         except TrainingError as error:
             if must:
                 raise
-            self.trainer.ranks.log_once(f"{error}; trying again after the next iteration")
+            self.ranks.log_once(f"{error}; trying again after the next iteration")
             self.failed = True
 
     def diverged(self, what: str) -> TrainingError:
         """Why training cannot go on, and the way back."""
-        config, way = self.trainer.config, "there is no good checkpoint to go back to"
+        c = self.config
+        way_back = "there is no good checkpoint to go back to"
         if self.good_step is not None:
-            way = f"--resume_from_checkpoint last_good goes back to step-{self.good_step:06d}"
-        rates = (
-            f"learning_rate ({config.learning_rate:g}) or weight_decay ({config.weight_decay:g})"
-        )
-        return TrainingError(f"{what}: lower {rates}; {way}")
+            way_back = f"--resume_from_checkpoint last_good goes back to step-{self.good_step:06d}"
+        rates = f"learning_rate ({c.learning_rate:g}) or weight_decay ({c.weight_decay:g})"
+        return TrainingError(f"{what}: lower {rates}; {way_back}")

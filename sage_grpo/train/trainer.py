@@ -1,9 +1,9 @@
-"""GRPO post-training, one loop for every size: prompts, rollout, score, advantage, update."""
+"""Post-training, one loop for every size and every algorithm: prompts, rollout, score, advantage, update."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,70 +21,108 @@ from sage_grpo.parallel.fsdp import gathered, reduce_gradients_in_next_backward
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.rewards.base import Composite, Scores
 from sage_grpo.runs.folder import RunFolder
-from sage_grpo.train.guards import MAX_SKIPPED, Guards, TrainingError
-from sage_grpo.train.metrics import (
-    HalfGradient,
-    Stopwatch,
-    UpdateStats,
-    peak_memory,
-    reward_record,
-    signals,
-)
-from sage_grpo.train.optimization import Anchor, Optimization
-from sage_grpo.train.rollout import (
+from sage_grpo.train.algorithms.base import Algorithm
+from sage_grpo.train.algorithms.grpo import ExploringRollouts
+from sage_grpo.train.batches import (
     MicroBatch,
-    Trajectory,
-    parse_windows,
+    draw_prompts,
+    join_micro_batches,
     plan_micro_batches,
-    prompt_positions,
 )
+from sage_grpo.train.export import Export
+from sage_grpo.train.guards import MAX_SKIPPED, Guards, TrainingError
+from sage_grpo.train.metrics import Stopwatch, UpdateStats, peak_memory, reward_record
+from sage_grpo.train.rollout import Trajectory
 from sage_grpo.train.saving import Saves
-from sage_grpo.train.update import ALGORITHMS, Objective, anchor_velocities, sampler_of
+from sage_grpo.train.signals import HalfGradient, signals
+from sage_grpo.train.state import TrainState
+from sage_grpo.train.update import Objective, anchor_velocities
 from sage_grpo.train.validation import Gold, Validation, decoded, gold_columns
+from sage_grpo.train.windows import build_windows
 
 DIAGNOSED = (
     25  # iterations between diagnoses, the first after one; they also follow each validation
 )
 
 
+@dataclass
+class Accumulation:
+    """Rollouts that await their optimizer step."""
+
+    stats: UpdateStats
+    has_signal: bool = False  # whether any of their clips has an advantage
+    # for each backward its clips, and which of them had a finite loss and gradient
+    finite: list[tuple[MicroBatch, Tensor]] = field(default_factory=list)
+
+
 @dataclass(eq=False)
 class Trainer:
-    """The state of a run; `step` counts completed iterations. `build.py` assembles one."""
+    """A run. `build.py` assembles one."""
 
     config: Config
     ranks: Ranks
     backbone: Backbone
-    optimization: Optimization
-    anchor: Anchor | None
-    prompts: Sequence[Request]
+    algorithm: Algorithm
+    state: TrainState
+    requests: Sequence[Request]  # what is trained on
     guidance: Guidance
     reward: Composite
     gold: Gold | None
     validation: Validation | None
     run: RunFolder
+    fingerprints: Mapping[str, Any]  # what the run was started with
+    resumed_from: Path | None = None
 
     def __post_init__(self) -> None:
-        c, self.algorithm = self.config, ALGORITHMS[self.config.algorithm]
-        self.trained_guidance = self.guidance if self.algorithm.explores else Guidance()
-        self.sampler = sampler_of(c).to(self.ranks.device)
-        self.windows = parse_windows(c.sde_window, self.sampler.stochastic, c.seed)
+        c = self.config
+
+        # the method
+        self.sampler = self.algorithm.schedule().to(self.ranks.device)
+        self.windows = build_windows(c.window_form, self.sampler.stochastic, c.seed)
+        self.trained_guidance = self.algorithm.trained_guidance(self.guidance)
         self.shape = self.backbone.latent_shape(c.num_frames, c.height, c.width)
-        self.guards = Guards(self.ranks, self.run, c.collective_timeout)
-        self.gathered = partial(
-            gathered, self.backbone.transformer, c.gather_for_rollout
-        )  # for many forwards
-        self.step, self.saves, self.controller = (
-            0,
-            Saves(self, self.run.checkpoints),
-            c.kl_controller(),
+
+        # parts of the state that the loop works with
+        self.optimization = self.state.optimization
+        self.anchor = self.state.anchor
+        self.controller = self.state.controller
+        self.accumulated = self.no_accumulation()
+        self.ratio_checked = False
+        self.half_gradient = HalfGradient(
+            self.optimization.parameters.values(), self.ranks, c.reduces_once
         )
-        self.fingerprints: dict[str, Any] = {}
-        self.resumed_from: Path | None = None
-        self.trained_since_update, self.ratio_checked = False, False
-        # accumulated rollouts that await their optimizer step: their metrics, and which clips were finite
-        self.pending = self.no_stats()
-        self.finite: list[tuple[MicroBatch, Tensor]] = []
-        self.half = HalfGradient(self.optimization.parameters.values(), self.ranks, c.reduces_once)
+
+        # services
+        self.guards = Guards(self.ranks, self.run, c.collective_timeout)
+        export = Export(
+            self.backbone,
+            c,
+            self.ranks,
+            self.run,
+            self.reward,
+            base_weights=self.fingerprints.get("base weights", "unknown"),
+        )
+        self.saves = Saves(
+            self.state,
+            c,
+            self.ranks,
+            self.guards,
+            self.run.checkpoints,
+            export,
+            self.fingerprints,
+        )
+        # context for many forwards in a row
+        self.gathered = partial(gathered, self.backbone.transformer, c.gather_for_rollout)
+
+    @property
+    def step(self) -> int:
+        """Completed iterations."""
+        return self.state.step
+
+    @property
+    def settled_step(self) -> int:
+        """The last iteration whose gradients are in the weights."""
+        return self.state.settled_step
 
     def train(self) -> None:
         """Run the remaining iterations; validate and save as configured and at the end; also save on a signal."""
@@ -108,17 +146,13 @@ class Trainer:
                     self.prepare_anchor(batch)
                 with watch.phase("update"):
                     record = self.update(batch, advantages)
-                self.step += 1
-                record |= (
-                    reward_record(scores, advantages, self.config.num_generations)
-                    | gold
-                    | watch.record()
-                )
-                record |= {
-                    "kl/anchor_age": self.anchor.age if self.anchor else None,
-                    "memory/peak_gb": peak_memory(),
-                }
-                record |= signals(self, clips, scores) if self.logged(self.step) else {}
+                self.state.step += 1
+
+                record.update(reward_record(scores, advantages, self.config.num_generations))
+                record.update(gold)
+                record.update(watch.record())
+                if self.is_logged(self.step):
+                    record.update(self.signals(clips, scores))
                 self.log(record, bar)
                 self.finish_iteration()
 
@@ -128,10 +162,17 @@ class Trainer:
         heartbeat = self.backbone.transformer.register_forward_pre_hook(
             lambda *_: self.guards.beat()
         )
-        for reward in filter(None, (self.reward, self.validation and self.validation.holdout)):
-            reward.on_batch = self.guards.beat
-        total, hidden = self.config.max_steps, not self.ranks.first
-        with heartbeat, tqdm(total=total, initial=self.step, unit="it", disable=hidden) as bar:
+        holdout = self.validation.holdout if self.validation else None
+        for reward in (self.reward, holdout):
+            if reward is not None:
+                reward.on_batch = self.guards.beat
+        bar = tqdm(
+            total=self.config.max_steps,
+            initial=self.step,
+            unit="it",
+            disable=not self.ranks.first,
+        )
+        with heartbeat, bar:
             yield bar
 
     def enter(self, phase: str) -> None:
@@ -150,21 +191,22 @@ class Trainer:
 
     def catch_up(self) -> None:
         """Run the validation due before the first iteration, or one that an interrupted run missed."""
-        due = (
-            self.due(self.config.validation_interval)
-            if self.step
-            else self.config.validate_at_step0
-        )
-        if due and self.ranks.any(self.ranks.first and not self.run.has("validation", self.step)):
+        if self.step == 0:
+            is_due = self.config.validate_at_step0
+        else:
+            is_due = self.is_due(self.config.validation_interval)
+        if is_due and self.ranks.any(
+            self.ranks.first and not self.run.has("validation", self.step)
+        ):
             self.validate()
 
     def micro_batches(self) -> list[MicroBatch]:
         """This rank's micro-batches for this iteration, each of one prompt."""
         c = self.config
-        groups = c.batch_size * self.ranks.count // c.num_generations
-        positions = prompt_positions(self.step, groups, len(self.prompts), c.seed)
+        num_groups = c.batch_size * self.ranks.count // c.num_generations
+        prompt_indices = draw_prompts(self.step, num_groups, len(self.requests), c.seed)
         return plan_micro_batches(
-            positions, c.num_generations, c.batch_size, self.ranks.rank, c.micro_batch_size
+            prompt_indices, c.num_generations, c.batch_size, self.ranks.rank, c.micro_batch_size
         )
 
     def roll_out(
@@ -174,62 +216,73 @@ class Trainer:
 
         With a `sampler` of its own they explore by its noise, whatever the algorithm.
         """
-        c, batch, micro_batches = (
-            self.config,
-            [],
-            self.micro_batches() if micro_batches is None else micro_batches,
+        c = self.config
+        if micro_batches is None:
+            micro_batches = self.micro_batches()
+        prompt_indices = list(
+            dict.fromkeys(clip.prompt_index for clips in micro_batches for clip in clips)
         )
-        positions = list(dict.fromkeys(prompt for one in micro_batches for prompt, _ in one))
-        encoded = (
-            cond.to(self.ranks.device)
-            for cond in self.backbone.encode([self.prompts[p] for p in positions])
+        encoded = self.backbone.encode([self.requests[index] for index in prompt_indices])
+        conditions = {
+            index: cond.to(self.ranks.device)
+            for index, cond in zip(prompt_indices, encoded, strict=True)
+        }
+        kind = self.algorithm.rollouts if sampler is None else ExploringRollouts
+        rollouts = kind(
+            backbone=self.backbone,
+            sampler=sampler or self.sampler,
+            windows=self.windows,
+            guidance=self.guidance,
+            shape=self.shape,
+            config=c,
+            step=self.step,
+            conditions=conditions,
         )
-        how = (
-            self.backbone,
-            sampler or self.sampler,
-            self.windows,
-            self.guidance,
-            self.shape,
-            c,
-            self.step,
-        )
-        algorithm = self.algorithm if sampler is None else ALGORITHMS["grpo"]
-        rollouts = algorithm.rollouts(*how, conditions=dict(zip(positions, encoded, strict=True)))
-        for micro_batch in rollouts.joined(micro_batches):
+
+        batch = []
+        for clips in join_micro_batches(micro_batches, conditions, c.prompts_per_forward):
             self.safe_point(inside=True)
             with self.optimization.using(self.optimization.old), self.gathered():
-                batch.append(rollouts(micro_batch))
+                batch.append(rollouts(clips))
         return batch
 
     def decode(self, batch: Sequence[Trajectory]) -> list[Tensor | None]:
         """uint8 clips (F, H, W, 3) on the CPU; None where the trajectory or the pixels are not finite."""
         latents = torch.cat([trajectory.latents for trajectory in batch]).split(1)
         is_finite = torch.cat([trajectory.is_finite for trajectory in batch]).tolist()
-        clips = self.ranks.shared(latents, lambda mine: decoded(self.backbone, mine))
+        clips = self.ranks.shared(latents, lambda share: decoded(self.backbone, share))
         return [clip if finite else None for clip, finite in zip(clips, is_finite, strict=True)]
+
+    def requests_of(self, batch: Sequence[Trajectory]) -> list[Request]:
+        """The request of each of this rank's clips."""
+        return [
+            self.requests[clip.prompt_index]
+            for trajectory in batch
+            for clip in trajectory.micro_batch
+        ]
 
     def score(self, batch: Sequence[Trajectory], clips: Sequence[Tensor | None]) -> Scores:
         """Scores of the full batch and the first error from each rank; too many failures stop the run."""
-        mine = self.ranks.from_leader(
-            lambda: self.reward.score(clips, self.requests(batch), self.config.fps)
+        rank_scores = self.ranks.from_leader(
+            lambda: self.reward.score(clips, self.requests_of(batch), self.config.fps)
         )
-        named = {name: self.ranks.gather(values) for name, values in mine.named.items()}
-        scores = Scores(self.ranks.gather(mine.total), named, weights=mine.weights)
-        if (
-            not scores.total.isfinite().all()
-        ):  # gathered scores, so all ranks take this branch or none does
-            errors = [text for text in self.ranks.texts("".join(mine.errors[:1])) if text]
-            scores.errors = errors or ["a clip could not be decoded, its numbers are not finite"]
-        failed, limit = (
-            (~scores.total.isfinite()).double().mean().item(),
-            self.config.max_reward_failures,
-        )
-        if failed > limit:
-            many = (
-                f"{failed:.0%} of the rewards failed, more than max_reward_failures ({limit:.0%})"
-            )
+        named = {name: self.ranks.gather(values) for name, values in rank_scores.named.items()}
+        total = self.ranks.gather(rank_scores.total)
+        scores = Scores(total, named, weights=rank_scores.weights)
+        failed = ~total.isfinite()
+        if not failed.any():
+            return scores
+
+        # the scores are gathered, so all ranks come here or none does
+        first_error = rank_scores.errors[0] if rank_scores.errors else ""
+        errors = [text for text in self.ranks.texts(first_error) if text]
+        scores.errors = errors or ["a clip could not be decoded, its numbers are not finite"]
+        share = failed.double().mean().item()
+        limit = self.config.max_reward_failures
+        if share > limit:
             raise TrainingError(
-                f"iteration {self.step + 1}: {many}; the first error was: {scores.errors[0]}"
+                f"iteration {self.step + 1}: {share:.0%} of the rewards failed, more than "
+                f"max_reward_failures ({limit:.0%}); the first error was: {scores.errors[0]}"
             )
         return scores
 
@@ -237,23 +290,24 @@ class Trainer:
         self, batch: Sequence[Trajectory], clips: Sequence[Tensor | None]
     ) -> dict[str, float]:
         """The oracle's metrics, for reporting only; nothing in training depends on them."""
-        if not self.logged(self.step + 1):
+        if not self.is_logged(self.step + 1):
             return {}
         columns = self.ranks.from_leader(
-            lambda: gold_columns(self.gold, clips, self.requests(batch))
+            lambda: gold_columns(self.gold, clips, self.requests_of(batch))
         )
-        names = dict.fromkeys(
-            name for text in self.ranks.texts(" ".join(columns)) for name in text.split()
-        )
-        missing = torch.full(
-            (len(clips),), math.nan, dtype=torch.float64
-        )  # for a rank that has no clip to measure
-        found = {name: self.ranks.gather(columns.get(name, missing)) for name in names}
-        return {f"gold/{name}": values.nanmean().item() for name, values in found.items()}
+        # a rank that has no clip to measure knows no names
+        rank_names = self.ranks.texts(" ".join(columns))
+        names = dict.fromkeys(name for text in rank_names for name in text.split())
+        missing = torch.full((len(clips),), math.nan, dtype=torch.float64)
+        return {
+            f"gold/{name}": self.ranks.gather(columns.get(name, missing)).nanmean().item()
+            for name in names
+        }
 
     def advantages(self, scores: Scores) -> Advantages:
         """Advantages over all ranks: rows are clips in plan order, group by group."""
-        c, groups = self.config, torch.arange(len(scores.total)) // self.config.num_generations
+        c = self.config
+        groups = torch.arange(len(scores.total)) // c.num_generations
         if c.advantage_per_score:
             return score_advantages(
                 scores.named, scores.weights, groups, c.advantage_std, c.adv_clip_max
@@ -265,79 +319,115 @@ class Trainer:
         if self.anchor is None or (self.anchor.age == 0 and not self.config.lags):
             return
         with self.anchor.in_place(), self.gathered():
-            for one in batch:
-                one.anchor_velocity = anchor_velocities(
-                    self.backbone, self.trained_guidance, self.sampler, one
+            for trajectory in batch:
+                trajectory.anchor_velocity = anchor_velocities(
+                    self.backbone, self.trained_guidance, self.sampler, trajectory
                 )
 
     def update(self, batch: Sequence[Trajectory], advantages: Advantages) -> dict[str, Any]:
         """Train the rollout's steps in `updates_per_rollout` parts, with an optimizer step after each."""
         c = self.config
-        rows = len(advantages.values) // self.ranks.count
-        mine = advantages.values[self.ranks.rank * rows :][:rows].to(
-            self.ranks.device, torch.float32
-        )
-        shares = list(
-            zip(batch, mine.split([len(trajectory.x) for trajectory in batch]), strict=True)
-        )
         record: dict[str, Any] = {
             "lr": self.optimization.learning_rate,
             "kl/coef": self.controller.coef,
         }
+        num_places = batch[0].order.shape[1]
         total = self.no_stats()
-        for update, part in enumerate(
-            torch.arange(batch[0].order.shape[1]).tensor_split(c.updates_per_rollout)
+        for number, places in enumerate(
+            torch.arange(num_places).tensor_split(c.updates_per_rollout)
         ):
-            pairs = c.gradient_accumulation_steps * len(advantages.values) * len(part)
-            goal = Objective(
-                self.backbone, self.trained_guidance, self.sampler, c, self.controller.coef, pairs
-            )
-            stats = self.no_stats()
-            micro_steps = [(column, *share) for column in part.tolist() for share in shares]
-            for number, (column, trajectory, advantage) in enumerate(micro_steps, 1):
-                if update == 0:  # later updates see changed weights
-                    self.safe_point(inside=True)
-                reduced = not c.reduces_once or number == len(micro_steps)
-                reduce_gradients_in_next_backward(self.backbone.transformer, reduced)
-                finite = goal.backward(trajectory, trajectory.order[:, column], advantage, stats)
-                self.finite.append((trajectory.micro_batch, finite))
-                begun = self.step % c.gradient_accumulation_steps * len(micro_steps)
-                self.half.observe(begun + number, c.gradient_accumulation_steps * len(micro_steps))
-            stats.sum_over(self.ranks)
-            self.check_first_ratio(stats)
-            self.pending += stats
-            self.trained_since_update |= bool(advantages.trained.any())
+            # later parts see changed weights, so a stop between them would lose the iteration
+            stats = self.accumulate(batch, advantages, places, interruptible=number == 0)
             total += stats
             if (self.step + 1) % c.gradient_accumulation_steps == 0:
-                norm = self.optimizer_step()
-                record |= {"policy/grad_norm": norm, "policy/grad_rms": self.optimization.rms(norm)}
-        counts = {
-            "updates": self.optimization.updates,
-            "policy/skipped_updates": self.optimization.skipped,
-        }
-        return record | total.record() | counts
+                grad_norm = self.optimizer_step()
+                record["policy/grad_norm"] = grad_norm
+                record["policy/grad_rms"] = self.optimization.rms(grad_norm)
+        record.update(total.record())
+        record["updates"] = self.optimization.updates
+        record["policy/skipped_updates"] = self.optimization.skipped
+        return record
+
+    def accumulate(
+        self,
+        batch: Sequence[Trajectory],
+        advantages: Advantages,
+        places: Tensor,
+        interruptible: bool,
+    ) -> UpdateStats:
+        """Add the gradient of these places of all trajectories, one backward for each place of each micro-batch."""
+        c = self.config
+        num_pairs = c.gradient_accumulation_steps * len(advantages.values) * len(places)
+        objective = Objective(
+            self.backbone,
+            self.algorithm,
+            self.trained_guidance,
+            self.sampler,
+            self.controller.coef,
+            num_pairs,
+        )
+        stats = self.no_stats()
+        shares = self.advantages_by_trajectory(batch, advantages)
+        num_backwards = len(places) * len(shares)
+        earlier = self.step % c.gradient_accumulation_steps * num_backwards
+        done = 0
+        for column in places.tolist():
+            for trajectory, share in zip(batch, shares, strict=True):
+                if interruptible:
+                    self.safe_point(inside=True)
+                done += 1
+                is_last = done == num_backwards
+                reduce_gradients_in_next_backward(
+                    self.backbone.transformer, is_last or not c.reduces_once
+                )
+                finite = objective.backward(trajectory, trajectory.order[:, column], share, stats)
+                self.accumulated.finite.append((trajectory.micro_batch, finite))
+                self.half_gradient.observe(
+                    earlier + done, c.gradient_accumulation_steps * num_backwards
+                )
+
+        stats.sum_over(self.ranks)
+        self.check_first_ratio(stats)
+        self.accumulated.stats += stats
+        if advantages.trained.any():
+            self.accumulated.has_signal = True
+        return stats
+
+    def advantages_by_trajectory(
+        self, batch: Sequence[Trajectory], advantages: Advantages
+    ) -> Sequence[Tensor]:
+        """This rank's rows of the advantages, split as its clips are into trajectories."""
+        num_rows = len(advantages.values) // self.ranks.count
+        first = self.ranks.rank * num_rows
+        rank_values = advantages.values[first : first + num_rows]
+        rank_values = rank_values.to(self.ranks.device, torch.float32)
+        return rank_values.split([trajectory.size for trajectory in batch])
 
     def no_stats(self) -> UpdateStats:
         return UpdateStats(self.sampler.num_steps, self.ranks.device)
 
+    def no_accumulation(self) -> Accumulation:
+        return Accumulation(self.no_stats())
+
     def check_first_ratio(self, stats: UpdateStats) -> None:
         """Once per run: unless the rollout's policy lags behind, the first ratio must be exactly 1, resumed or not."""
-        deviation, behind = (
-            stats.max_deviation.max().item(),
-            self.config.lags and self.optimization.updates,
-        )
-        if not self.ratio_checked and not behind and deviation:
-            why = "another kernel, precision or batch shape"
-            text = f"rollout and training run different arithmetic ({why}), and every gradient would be wrong"
-            raise TrainingError(f"the first ratio differs from 1 by {deviation:.3g}: {text}")
+        if self.ratio_checked:
+            return
         self.ratio_checked = True
+        has_lag = self.config.lags and self.optimization.updates > 0
+        deviation = stats.max_deviation.max().item()
+        if deviation and not has_lag:
+            raise TrainingError(
+                f"the first ratio differs from 1 by {deviation:.3g}: rollout and training run different "
+                "arithmetic (another kernel, precision or batch shape), and every gradient would be wrong"
+            )
 
     def optimizer_step(self) -> float:
         """Step on the gradients of all ranks, unless they carry no signal or are not finite; returns their norm."""
         self.ranks.sum_gradients(self.optimization.parameters.values())
         grad_norm = self.optimization.clip()
-        self.half.compare(grad_norm)
-        if self.optimization.should_step(grad_norm, self.trained_since_update):
+        self.half_gradient.compare(grad_norm)
+        if self.optimization.should_step(grad_norm, self.accumulated.has_signal):
             self.optimization.step()
             if self.ranks.any(not self.optimization.is_finite):
                 raise self.saves.diverged(
@@ -345,86 +435,95 @@ class Trainer:
                 )
             if self.anchor:
                 self.anchor.age += 1
-            self.controller.update(
-                self.pending.mean("kl_anchor" if self.config.trust_region.anchor else "kl_rollout")
-            )
+            kl = "kl_anchor" if self.config.trust_region.anchor else "kl_rollout"
+            self.controller.update(self.accumulated.stats.mean(kl))
         if self.optimization.skipped_in_a_row > MAX_SKIPPED:
-            where = f"iteration {self.step + 1} at {self.first_nonfinite_clip()} with seed {self.config.seed}"
-            times = f"{self.optimization.skipped_in_a_row} times in a row"
-            raise self.saves.diverged(f"the gradient was not finite {times}, at last in {where}")
+            raise self.saves.diverged(
+                f"the gradient was not finite {self.optimization.skipped_in_a_row} times in a row, "
+                f"at last in iteration {self.step + 1} at {self.first_nonfinite_clip()} "
+                f"with seed {self.config.seed}"
+            )
         self.optimization.zero_grad()
-        self.pending, self.finite, self.trained_since_update = self.no_stats(), [], False
+        self.accumulated = self.no_accumulation()
         return grad_norm
 
     def first_nonfinite_clip(self) -> str:
         """The first clip of this optimizer step whose loss or gradient is not finite, on any rank."""
-        clips = (
-            one[i] for one, finite in self.finite for i in (~finite).nonzero().flatten().tolist()
-        )
-        mine = next(
-            (f"{self.prompts[prompt].text!r}, clip {sample}" for prompt, sample in clips), ""
-        )
-        return next((text for text in self.ranks.texts(mine) if text), "the parameters")
+        rank_text = ""
+        for micro_batch, finite in self.accumulated.finite:
+            if not finite.all():
+                clip = micro_batch[int((~finite).nonzero()[0])]
+                rank_text = f"{self.requests[clip.prompt_index].text!r}, clip {clip.sample}"
+                break
+        return next((text for text in self.ranks.texts(rank_text) if text), "the parameters")
 
     def finish_iteration(self) -> None:
         """Called between iterations: refresh the anchor; validate and save when due and at the end."""
+        c = self.config
         if self.anchor:
             self.anchor.refresh_if_due()
-        if self.due(self.config.save_interval) or self.saves.is_due:
-            self.saves.begin(must=self.step == self.config.max_steps)
-        if self.due(self.config.validation_interval):
+        if self.is_due(c.save_interval) or self.saves.is_due:
+            self.saves.begin(must=self.step == c.max_steps)
+        if self.is_due(c.validation_interval):
             self.validate()
-        if self.due(self.config.validation_interval) or self.step % DIAGNOSED == 1:
+        if self.is_due(c.validation_interval) or self.step % DIAGNOSED == 1:
             self.run.diagnose(self.step)
 
-    def due(self, interval: int) -> bool:
+    def is_due(self, interval: int) -> bool:
         """Whether something scheduled every `interval` iterations, and at the end, is due now."""
-        return bool(interval and self.step % interval == 0) or self.step == self.config.max_steps
-
-    @property
-    def settled_step(self) -> int:
-        """The last iteration whose gradients are in the weights; rollouts still accumulating are redone on resume."""
-        return self.step - self.step % self.config.gradient_accumulation_steps
+        scheduled = bool(interval) and self.step % interval == 0
+        return scheduled or self.step == self.config.max_steps
 
     def validate(self) -> None:
         if self.validation is None:
             return
-        watch, folder = (
-            Stopwatch(self.ranks.device, self.enter),
-            self.run.validation_folder(self.step),
-        )
+        watch = Stopwatch(self.ranks.device, self.enter)
         with watch.phase("validation"), self.optimization.using(self.optimization.average):
             record = self.validation.run(
-                folder, lambda: self.safe_point(inside=True), self.gathered
+                self.run.validation_folder(self.step),
+                lambda: self.safe_point(inside=True),
+                self.gathered,
             )
-        hacked = self.ranks.from_leader(
+        hacking = self.ranks.from_leader(
             lambda: "".join(self.ranks.texts(self.run.divergence(self.step)))
         )
-        record |= {"holdout/diverged": int(bool(hacked))} if self.config.holdout_reward else {}
-        self.run.log_validation(self.step, record | watch.record())
-        if self.config.stop_on_hacking and hacked:
-            raise TrainingError(hacked)
+        if self.config.holdout_reward:
+            record["holdout/diverged"] = int(bool(hacking))
+        record.update(watch.record())
+        self.run.log_validation(self.step, record)
+        if self.config.stop_on_hacking and hacking:
+            raise TrainingError(hacking)
+
+    def signals(self, clips: Sequence[Tensor | None], scores: Scores) -> dict[str, Any]:
+        """Numbers for the diagnosis; all ranks must call."""
+        return signals(
+            self.state,
+            self.ranks,
+            clips,
+            scores,
+            self.config.num_generations,
+            self.half_gradient.signal,
+            start=f"{self.fingerprints}, seed {self.config.seed}",
+        )
 
     def log(self, record: dict[str, Any], bar: tqdm) -> None:
+        record["kl/anchor_age"] = self.anchor.age if self.anchor else None
+        record["memory/peak_gb"] = peak_memory()
         self.guards.step = self.step
         self.guards.report("running")
-        if self.logged(self.step):
+        if self.is_logged(self.step):
             self.run.log("train", self.step, record)
+
         shown = {
             "reward": record["reward/total"],
             "kl": record["kl/anchor"],
             "match": record.get("gold/match"),
+            "clips/h": 3600 * self.config.batch_size * self.ranks.count / record["time/total"],
         }
-        shown["clips/h"] = 3600 * self.config.batch_size * self.ranks.count / record["time/total"]
-        bar.set_postfix(
-            {k: f"{float(f'{v:.3g}'):g}" for k, v in shown.items() if v is not None}, refresh=False
-        )
+        rounded = {name: f"{float(f'{v:.3g}'):g}" for name, v in shown.items() if v is not None}
+        bar.set_postfix(rounded, refresh=False)
         bar.update()
 
-    def logged(self, step: int) -> bool:
+    def is_logged(self, step: int) -> bool:
         """Whether iteration `step` writes its metrics."""
         return step % self.config.log_interval == 0 or step == self.config.max_steps
-
-    def requests(self, batch: Sequence[Trajectory]) -> list[Request]:
-        """The request of each of this rank's clips."""
-        return [self.prompts[prompt] for t in batch for prompt, _ in t.micro_batch]

@@ -25,7 +25,7 @@ from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.rewards.base import Composite
 from sage_grpo.runs.clips import LISTING, PLACES, write_sheet, write_videos
 
-RESCORED = 8  # clips of each rank that are scored twice
+NUM_RESCORED = 8  # clips of each rank that are scored twice
 
 Gold = Callable[[Tensor, Sequence[Request]], dict[str, Tensor]]
 
@@ -36,7 +36,7 @@ class Validation:
 
     backbone: Backbone
     config: Config
-    prompts: Sequence[Request]
+    requests: Sequence[Request]  # held-out prompts
     guidance: Guidance
     reward: Composite
     holdout: Composite | None
@@ -44,9 +44,11 @@ class Validation:
     ranks: Ranks
 
     def __post_init__(self) -> None:
-        self.sampling = own = validation_sampling(self.config)
-        self.sigmas = flow_sigmas(own.num_steps, own.shift)
-        self.shape = self.backbone.latent_shape(own.frames, own.height, own.width)
+        self.sampling = validation_sampling(self.config)
+        self.sigmas = flow_sigmas(self.sampling.num_steps, self.sampling.shift)
+        self.shape = self.backbone.latent_shape(
+            self.sampling.frames, self.sampling.height, self.sampling.width
+        )
 
     def run(
         self,
@@ -59,28 +61,31 @@ class Validation:
         between: called on all ranks after each denoising step and each clip; it may raise. gathered: context for the
         denoising alone, because weights that stay gathered would take the VAE's memory.
         """
-        parts = self.joined(self.prompts[self.ranks.rank :: self.ranks.count])
-        mine, each = (
-            [prompt for part in parts for prompt in part],
-            -(-len(self.prompts) // self.ranks.count),
-        )
+        batches = self.joined(self.requests[self.ranks.rank :: self.ranks.count])
+        rank_requests = [request for batch in batches for request in batch]
         # A sharded model's forward needs all ranks, so ranks with fewer clips sample an extra one and discard it.
-        parts += [[prompt] for prompt in self.prompts[: each - len(mine)]]
-        bar = tqdm(parts, "validation", unit="batch", leave=False, disable=not self.ranks.first)
+        most_per_rank = -(-len(self.requests) // self.ranks.count)
+        num_extra = most_per_rank - len(rank_requests)
+        batches += [[request] for request in self.requests[:num_extra]]
+
+        bar = tqdm(batches, "validation", unit="batch", leave=False, disable=not self.ranks.first)
         with gathered():
-            latents = [self.latents(part, between) for part in bar]
-        clips = [clip for x in latents for clip in self.decode(x, between)][: len(mine)]
-        records = self.ranks.from_leader(lambda: self.judge(clips, mine, RESCORED))
-        kept = {self.file(prompt) for prompt in self.prompts[: self.config.validation_videos]}
-        self._keep(lambda: write_videos(folder, clips, records, kept, self.config.fps))
-        shared = self.ranks.texts(json.dumps(records, ensure_ascii=False, allow_nan=False))
-        everything = sorted(
-            (r for text in shared for r in json.loads(text)), key=lambda record: record["file"]
-        )
+            latents = [self.latents(batch, between) for batch in bar]
+        clips = [clip for x in latents for clip in self.decode(x, between)]
+        clips = clips[: len(rank_requests)]
+        records = self.ranks.from_leader(lambda: self.judge(clips, rank_requests, NUM_RESCORED))
+
+        with_video = {
+            self.file(request) for request in self.requests[: self.config.validation_videos]
+        }
+        self._keep(lambda: write_videos(folder, clips, records, with_video, self.config.fps))
+        rank_texts = self.ranks.texts(json.dumps(records, ensure_ascii=False, allow_nan=False))
+        all_records = [record for text in rank_texts for record in json.loads(text)]
+        all_records.sort(key=lambda record: record["file"])
         if self.ranks.first:
-            self._keep(lambda: write_json(folder / LISTING, everything, ensure_ascii=False))
+            self._keep(lambda: write_json(folder / LISTING, all_records, ensure_ascii=False))
             self._keep(lambda: write_sheet(folder, clips, records))
-        return summary(everything)
+        return summary(all_records)
 
     @staticmethod
     def _keep(write: Callable[[], None]) -> None:
@@ -91,132 +96,135 @@ class Validation:
             first = str(error).partition("\n")[0]  # ffmpeg's errors are long
             print(f"note: a validation could not be written: {first}", file=sys.stderr, flush=True)
 
-    def sample(self, prompt: Request) -> Tensor | None:
+    def sample(self, request: Request) -> Tensor | None:
         """One clip (F, H, W, 3) on the leader; None elsewhere, and if its latents or pixels are not finite."""
-        return self.decode(self.latents([prompt]))[0]
+        return self.decode(self.latents([request]))[0]
 
-    def joined(self, prompts: Sequence[Request]) -> list[list[Request]]:
-        """The prompts that share a forward, up to `prompts_per_forward` whose texts are equally long."""
-        if (most := self.config.prompts_per_forward) == 1:
-            return [[prompt] for prompt in prompts]
-        return [[prompts[i] for i in part] for part in alike(self.backbone.encode(prompts), most)]
+    def joined(self, requests: Sequence[Request]) -> list[list[Request]]:
+        """The requests that share a forward, up to `prompts_per_forward` whose texts are equally long."""
+        most = self.config.prompts_per_forward
+        if most == 1:
+            return [[request] for request in requests]
+        batches = alike(self.backbone.encode(requests), most)
+        return [[requests[number] for number in batch] for batch in batches]
 
     @torch.no_grad()
     def latents(
-        self, prompts: Sequence[Request], between: Callable[[], None] = lambda: None
+        self, requests: Sequence[Request], between: Callable[[], None] = lambda: None
     ) -> Tensor:
-        """The latents (B, ...) of B prompts that share a forward, a clip each."""
-        noise = [
-            counter_noise(self.shape, self.seed(prompt), [0], prompt=prompt.index)[0]
-            for prompt in prompts
-        ]
-        cond, x = together(self.backbone.encode(prompts)), torch.cat(noise).to(self.ranks.device)
-        # a full-size clip takes minutes
-        return integrate(
-            self.backbone,
-            self.sigmas,
-            x,
-            cond,
-            self.guidance,
-            self.config.validation_solver,
-            between,
-        )
+        """The latents (B, ...) of B requests that share a forward, a clip each."""
+        noise = []
+        for request in requests:
+            first, _ = counter_noise(self.shape, self.seed(request), [0], prompt=request.index)
+            noise.append(first)
+        x = torch.cat(noise).to(self.ranks.device)
+        cond = together(self.backbone.encode(requests))
+        solver = self.config.validation_solver
+        # `between` after each step, because a full-size clip takes minutes
+        return integrate(self.backbone, self.sigmas, x, cond, self.guidance, solver, between)
 
     @torch.no_grad()
     def decode(
         self, latents: Tensor, between: Callable[[], None] = lambda: None
     ) -> list[Tensor | None]:
-        """As `sample`, of latents (B, ...)."""
+        """Decode latents (B, ...) on the leader; None for non-finite clips, and on other ranks."""
         between()
-        sound = [self.ranks.leader and bool(x.isfinite().all()) for x in latents]
-        clips = iter(decoded(self.backbone, latents[sound].split(1)) if any(sound) else ())
-        return [next(clips) if good else None for good in sound]
+        is_finite = [self.ranks.leader and bool(x.isfinite().all()) for x in latents]
+        clips: list[Tensor | None] = [None] * len(latents)
+        if any(is_finite):
+            decodable = [row for row, finite in enumerate(is_finite) if finite]
+            for row, clip in zip(
+                decodable, decoded(self.backbone, latents[decodable].split(1)), strict=True
+            ):
+                clips[row] = clip
+        return clips
 
-    def seed(self, prompt: Request) -> int:
-        return self.config.validation_global_seed if prompt.seed is None else prompt.seed
+    def seed(self, request: Request) -> int:
+        return self.config.validation_global_seed if request.seed is None else request.seed
 
-    def file(self, prompt: Request) -> str:
-        return f"{prompt.name}-{self.seed(prompt)}.mp4"
+    def file(self, request: Request) -> str:
+        return f"{request.name}-{self.seed(request)}.mp4"
 
     def judge(
-        self, clips: Sequence[Tensor | None], prompts: Sequence[Request], twice: int = 0
+        self, clips: Sequence[Tensor | None], requests: Sequence[Request], num_rescored: int = 0
     ) -> list[dict[str, Any]]:
         """One record per clip: file, prompt, seed and scores, plus the reward's error if it failed.
 
-        twice: clips that are scored again, in another order: a reward may depend on chance or on its batch.
+        num_rescored: clips that are scored again, in another order: a reward may depend on chance or on its batch.
         """
-        scores = self.reward.score(clips, prompts, self.config.fps)
-        few = slice(min(twice, len(clips)))
-        again = (
-            self.reward.score(clips[few][::-1], prompts[few][::-1], self.config.fps)
-            .total.flip(0)
-            .tolist()
-        )
+        fps = self.config.fps
+        scores = self.reward.score(clips, requests, fps)
+        holdout = self.holdout.score(clips, requests, fps).named if self.holdout else {}
         columns = {
             "scores": scores.named | {"total": scores.total},
-            "holdout": self.holdout.score(clips, prompts, self.config.fps).named
-            if self.holdout
-            else {},
-            "gold": gold_columns(self.gold, clips, prompts),
+            "holdout": holdout,
+            "gold": gold_columns(self.gold, clips, requests),
         }
-        return [
-            {"file": self.file(prompt), "prompt": prompt.text, "seed": self.seed(prompt)}
-            | ({"image": str(prompt.image.path)} if prompt.image else {})
-            | (
-                {"error": scores.errors[0]}
-                if scores.errors and not scores.total[i].isfinite()
-                else {}
-            )
-            | {
-                kind: finite({name: v[i].item() for name, v in named.items()})
-                for kind, named in columns.items()
+        first = slice(min(num_rescored, len(clips)))
+        reversed_scores = self.reward.score(clips[first][::-1], requests[first][::-1], fps)
+        again = reversed_scores.total.flip(0).tolist()
+
+        records = []
+        for i, request in enumerate(requests):
+            record: dict[str, Any] = {
+                "file": self.file(request),
+                "prompt": request.text,
+                "seed": self.seed(request),
             }
-            | finite({"scored_again": again[i]} if i < len(again) else {})
-            for i, prompt in enumerate(prompts)
-        ]
+            if request.image:
+                record["image"] = str(request.image.path)
+            if scores.errors and not scores.total[i].isfinite():
+                record["error"] = scores.errors[0]
+            for kind, named in columns.items():
+                record[kind] = finite({name: values[i].item() for name, values in named.items()})
+            if i < len(again):
+                record.update(finite({"scored_again": again[i]}))
+            records.append(record)
+        return records
 
 
-def validation_sampling(c: Config) -> Sampling:
+def validation_sampling(config: Config) -> Sampling:
     """How a resolved configuration samples validation clips."""
-    height, _, width = c.validation_fixed_size.lower().partition("x")
+    height, _, width = config.validation_fixed_size.lower().partition("x")
     if not (height.isdigit() and width.isdigit()):
         raise ValueError(
-            f"validation_fixed_size is {c.validation_fixed_size!r}; write HEIGHTxWIDTH, such as 480x848"
+            f"validation_fixed_size is {config.validation_fixed_size!r}; "
+            "write HEIGHTxWIDTH, such as 480x848"
         )
-    size = {
-        "frames": c.validate_video_length,
-        "height": int(height),
-        "width": int(width),
-        "fps": c.fps,
-    }
-    ode = {"shift": c.validation_timestep_shift, "num_steps": c.validation_num_inference_steps}
-    return Sampling(**size, **ode, guidance=c.guidance_scale)
+    return Sampling(
+        frames=config.validate_video_length,
+        height=int(height),
+        width=int(width),
+        fps=config.fps,
+        shift=config.validation_timestep_shift,
+        num_steps=config.validation_num_inference_steps,
+        guidance=config.guidance_scale,
+    )
 
 
 def decoded(backbone: Backbone, latents: Sequence[Tensor]) -> list[Tensor | None]:
     """uint8 clips (F, H, W, 3) on the CPU, of latents (1, ...) each; None where pixels are not finite."""
     try:
-        return [
-            clip.clone() for clip in backbone.decode(torch.cat(latents)).cpu()
-        ]  # clone: send one, not all
-    except BrokenClip:  # find the clip
-        return (
-            [None]
-            if len(latents) == 1
-            else [clip for one in latents for clip in decoded(backbone, [one])]
-        )
+        clips = backbone.decode(torch.cat(latents)).cpu()
+    except BrokenClip:
+        if len(latents) == 1:
+            return [None]
+        # find the broken one
+        return [clip for latent in latents for clip in decoded(backbone, [latent])]
+    return [clip.clone() for clip in clips]  # clone: a clip is sent to other ranks, not the batch
 
 
 def gold_columns(
-    gold: Gold | None, clips: Sequence[Tensor | None], asked: Sequence[Request]
+    gold: Gold | None, clips: Sequence[Tensor | None], requests: Sequence[Request]
 ) -> dict[str, Tensor]:
     """Gold metrics of each clip, (N,), NaN for missing clips; empty if the world has no oracle."""
-    there = [i for i, clip in enumerate(clips) if clip is not None]
-    if gold is None or not there:
+    rows = [row for row, clip in enumerate(clips) if clip is not None]
+    if gold is None or not rows:
         return {}
-    found = gold(torch.stack([clips[i] for i in there]), [asked[i] for i in there])
-    missing, rows = torch.full((len(clips),), math.nan, dtype=torch.float64), torch.tensor(there)
-    return {name: missing.index_copy(0, rows, values.double()) for name, values in found.items()}
+    measured = gold(torch.stack([clips[row] for row in rows]), [requests[row] for row in rows])
+    missing = torch.full((len(clips),), math.nan, dtype=torch.float64)
+    index = torch.tensor(rows)
+    return {name: missing.index_copy(0, index, v.double()) for name, v in measured.items()}
 
 
 def summary(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -224,14 +232,25 @@ def summary(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     result: dict[str, Any] = {"count": len(records)}
     for kind, place in PLACES.items():
         for name in dict.fromkeys(name for record in records for name in record[place]):
-            values = np.array(
-                [r[place][name] for r in records if r[place].get(name) is not None], dtype=float
-            )
-            result[f"{kind}/{name}"] = values.mean().item() if len(values) else math.nan
-            spread = values.std(ddof=1) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-            result[f"{kind}/{name}_stderr"] = float(spread)
-    both = [(record["scores"]["total"], record.get("scored_again")) for record in records]
-    squares = [(one - other) ** 2 / 2 for one, other in both if None not in (one, other)]
-    result["signal/rescoring"] = math.sqrt(np.mean(squares)) if squares else math.nan
+            values = [record[place].get(name) for record in records]
+            known = np.array([value for value in values if value is not None], dtype=float)
+            result[f"{kind}/{name}"] = math.nan
+            result[f"{kind}/{name}_stderr"] = math.nan
+            if len(known) > 0:
+                result[f"{kind}/{name}"] = known.mean().item()
+            if len(known) > 1:
+                result[f"{kind}/{name}_stderr"] = float(known.std(ddof=1) / math.sqrt(len(known)))
+    result["signal/rescoring"] = rescoring_error(records)
     result["reward/failed"] = sum(record["scores"]["total"] is None for record in records)
     return result
+
+
+def rescoring_error(records: Sequence[dict[str, Any]]) -> float:
+    """Standard deviation of a reward between two scorings of one clip; NaN if none was scored twice."""
+    squares = []
+    for record in records:
+        first = record["scores"]["total"]
+        second = record.get("scored_again")
+        if first is not None and second is not None:
+            squares.append((first - second) ** 2 / 2)
+    return math.sqrt(np.mean(squares)) if squares else math.nan

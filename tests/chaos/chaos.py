@@ -27,7 +27,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from sage_grpo.files import manifest
 from sage_grpo.runs.history import read_run
-from sage_grpo.train.checkpoint import found
+from sage_grpo.train.checkpoint_folders import list_checkpoints
 from sage_grpo.train.guards import heard
 from tests.chaos.faults import KINDS, Chaos, Fault, Outcome
 from tests.chaos.world import MoodyReward, Stuck, Training, own_disk, serving, write_model
@@ -121,12 +121,15 @@ def train_unbroken(training: Training) -> tuple[float, float]:
 def differences(run: Path, reference: Path) -> list[str]:
     """Where a run differs from the unbroken one or is incomplete; empty if it is bit-identical."""
     wrong = [f"{path} is left" for path in (run / "checkpoints").glob("*.tmp")]
-    for path in found(run / "checkpoints"):
+    for path in list_checkpoints(run / "checkpoints"):
         try:
             manifest.check(path)
         except manifest.Damaged as error:
             wrong.append(str(error))
-    (*_, mine), (*_, other) = found(run / "checkpoints"), found(reference / "checkpoints")
+    (*_, mine), (*_, other) = (
+        list_checkpoints(run / "checkpoints"),
+        list_checkpoints(reference / "checkpoints"),
+    )
     for name in sorted(
         {str(file.relative_to(p)) for p in (mine, other) for file in p.rglob("*.safetensors")}
     ):

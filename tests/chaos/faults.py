@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sage_grpo.train.checkpoint import step_of
+from sage_grpo.train.checkpoint_folders import step_of
 from tests.chaos.world import MoodyReward, Stuck, Training
 
 ANY = ("start", "iteration", "save")

@@ -22,7 +22,7 @@ from research.tiny.tiny import TinyConfig, build_tiny
 from sage_grpo.environment import TOKEN_VARIABLE
 from sage_grpo.models.backbone import Sampling
 from sage_grpo.rewards.base import Composite
-from sage_grpo.train.checkpoint import found
+from sage_grpo.train.checkpoint_folders import list_checkpoints
 from sage_grpo.worlds.shapes.reward import ShapesReward
 from scripts.reward_server import Limits
 from tests.rewards import serving as servers
@@ -192,7 +192,7 @@ class Training:
         )
 
     def checkpoints(self) -> list[Path]:
-        return found(self.folder / "checkpoints")
+        return list_checkpoints(self.folder / "checkpoints")
 
     def draft_files(self) -> int:
         """During a save: 1 plus the number of its files so far. 0 if there is no save."""

@@ -12,7 +12,7 @@ from sage_grpo.config import fields
 from sage_grpo.config.fields import FIELDS, SECTIONS, Config, flag_info, resolve
 from sage_grpo.config.parse import from_values
 from sage_grpo.models.backbone import Sampling
-from sage_grpo.train import update
+from sage_grpo.train.algorithms import registry
 
 ROOT = Path(__file__).parents[2]
 SAMPLING = Sampling(frames=9, height=32, width=48, fps=8, shift=3.0, guidance=2.0, num_steps=20)
@@ -69,7 +69,7 @@ CHOICES = {  # flag: the table in the code that computes
     "kl_feedback": trust_region.FEEDBACKS,
     "step_kl_estimator": trust_region.ESTIMATORS,
     "validation_solver": solver.SOLVERS,
-    "algorithm": update.ALGORITHMS,
+    "algorithm": registry.ALGORITHMS,
 }
 
 

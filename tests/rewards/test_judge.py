@@ -22,7 +22,7 @@ from sage_grpo.rewards import judge, remote
 from sage_grpo.rewards.base import Composite, Setup
 from sage_grpo.rewards.judge import RUBRIC, Judge, expected_digit, read_rubric
 from sage_grpo.rewards.remote import RemoteError
-from sage_grpo.train.build import build_composite
+from sage_grpo.train.inputs import build_composite
 from tests.rewards.serving import TOKEN, answering
 
 CLIPS = [torch.full((8, 6, 10, 3), 50 * i, dtype=torch.uint8) for i in (1, 2, 3)]

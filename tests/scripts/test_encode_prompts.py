@@ -8,7 +8,7 @@ import torch
 import post_train
 from sage_grpo.models.hunyuan15 import text
 from sage_grpo.parallel import device
-from sage_grpo.train.build import PROMPTS
+from sage_grpo.train.inputs import BUNDLED_PROMPTS
 from scripts import encode_prompts as script
 
 
@@ -88,7 +88,8 @@ def test_only_the_first_rank_talks_and_any_rank_is_enough(encode, prompts, monke
 def test_the_default_is_what_post_train_would_use(tiny_folder):
     names = [prompt.text for prompt in script.prompts_to_encode(None, tiny_folder)]
     ours = script.prompts_to_encode(
-        [str(PROMPTS / "train_long.csv"), str(PROMPTS / "valid_long.csv")], tiny_folder
+        [str(BUNDLED_PROMPTS / "train_long.csv"), str(BUNDLED_PROMPTS / "valid_long.csv")],
+        tiny_folder,
     )
     assert names == [prompt.text for prompt in ours]
 

@@ -6,8 +6,8 @@ import torch
 
 from sage_grpo import rng
 from sage_grpo.parallel.fsdp import full_tensor
-from sage_grpo.train import build
-from sage_grpo.train.saving import PAUSE, writing
+from sage_grpo.train import build, checkpoint
+from sage_grpo.train.saving import PAUSE
 
 
 def in_fp64():
@@ -38,6 +38,11 @@ def next_gradients(trainer):
 
 def save(trainer, folder):
     """Write a checkpoint and wait for it; returns its folder."""
-    for _ in writing(trainer, folder, export=True, copied=trainer.config.async_save):
+    for _ in trainer.saves.write(folder, export=True, copied=trainer.config.async_save):
         time.sleep(PAUSE)
     return folder / f"step-{trainer.settled_step:06d}"
+
+
+def load(trainer, path):
+    """Load a checkpoint into a freshly built trainer."""
+    checkpoint.load(trainer.state, trainer.config, trainer.fingerprints, trainer.ranks, path)

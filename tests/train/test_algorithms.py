@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sage_grpo.models.backbone import Guidance
-from sage_grpo.train.build import about
+from sage_grpo.train.build import start_record
 from tests.train.test_update import our_gradients, prepared, worst_difference  # noqa: F401 - a fixture
 
 RIVALS = {"awm": {}, "nft": {"nft_beta": 0.5, "nft_decay_growth": 0.2}}
@@ -21,7 +21,7 @@ def reference_gradients(trainer, batch, rewards):
                 sigma = trainer.sampler.sigmas[trajectory.steps[i, place]]
                 x, z_minus_x0, old = (
                     part[i, place]
-                    for part in (trajectory.x, trajectory.x_next, trajectory.velocity)
+                    for part in (trajectory.x, trajectory.outcome, trajectory.velocity)
                 )
                 v = trainer.backbone.velocity(x[None], sigma.view(1), trajectory.cond, Guidance())[
                     0
@@ -97,10 +97,10 @@ def test_clips_are_those_of_the_ode_and_states_lie_on_the_way_to_noise(make):
     assert not torch.equal(explored.roll_out()[0].latents, batch.latents)
     sigma = trainer.sampler.sigmas[batch.steps].view(*batch.steps.shape, 1, 1, 1, 1)
     torch.testing.assert_close(
-        batch.x, batch.latents[:, None] + sigma * batch.x_next, rtol=1e-5, atol=1e-5
+        batch.x, batch.latents[:, None] + sigma * batch.outcome, rtol=1e-5, atol=1e-5
     )
-    assert not any(about(trainer, None)["schedule"]["std"]) and any(
-        about(explored, None)["schedule"]["std"]
+    assert not any(start_record(trainer, None)["schedule"]["std"]) and any(
+        start_record(explored, None)["schedule"]["std"]
     )
     plain = trainer.backbone.velocity(
         batch.x[:, 0], trainer.sampler.sigmas[batch.steps[:, 0]], batch.cond, Guidance()
@@ -126,7 +126,7 @@ def test_only_the_levels_that_are_trained_are_kept(make):
     assert torch.equal(
         half.steps, whole.steps[:, :2]
     )  # in the order of training, another one for each clip
-    for part in ("x", "x_next", "velocity", "log_prob"):
+    for part in ("x", "outcome", "velocity", "log_prob"):
         assert torch.equal(getattr(half, part), getattr(whole, part)[:, :2]), part
 
 

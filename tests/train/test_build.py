@@ -12,14 +12,8 @@ from sage_grpo.config.fields import ConfigError
 from sage_grpo.config.parse import from_values
 from sage_grpo.models.hunyuan15 import text
 from sage_grpo.train import build
-from sage_grpo.train.build import (
-    PROMPTS,
-    build_trainer,
-    open_model,
-    perfect_scores,
-    prompts_of,
-    reward_names,
-)
+from sage_grpo.train.build import build_trainer, open_model, perfect_scores
+from sage_grpo.train.inputs import BUNDLED_PROMPTS, prompts_of, reward_names
 from sage_grpo.worlds.shapes.reward import ShapesReward
 from sage_grpo.worlds.shapes.world import ShapesWorld
 from tests.dist import run_ranks
@@ -81,7 +75,7 @@ def test_prompts_are_those_of_the_flag_the_folder_or_ours(tmp_path):
     trained = prompts_of(None, tmp_path, "train")
     assert (
         len(trained) > 300
-        and prompts_of((str(PROMPTS / "train_long.csv"),), tmp_path, "valid") == trained
+        and prompts_of((str(BUNDLED_PROMPTS / "train_long.csv"),), tmp_path, "valid") == trained
     )
     assert all(prompt.seed is not None for prompt in prompts_of(None, tmp_path, "valid"))
     (tmp_path / "prompts_train.txt").write_text("a red circle\n")
@@ -150,7 +144,7 @@ def test_without_a_name_the_reward_is_that_of_the_model_folder_or_of_its_world(f
 def test_the_goal_is_the_reward_of_clips_that_show_what_the_prompts_say(make):
     trainer = make()
     perfect = perfect_scores(trainer, ShapesWorld())
-    texts = [prompt.text for prompt in trainer.validation.prompts]
+    texts = [prompt.text for prompt in trainer.validation.requests]
     clips = ShapesWorld().draw(texts, 5, 16, 16, trainer.config.seed)
     found = ShapesReward().score(clips, texts, 8.0)
     assert {name: value.mean().item() for name, value in found.items()} == pytest.approx(

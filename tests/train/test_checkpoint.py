@@ -11,7 +11,7 @@ from sage_grpo.config.parse import from_values
 from sage_grpo.files import manifest
 from sage_grpo.models.backbone import Guidance
 from sage_grpo.models.hunyuan15.backbone import Hunyuan15
-from sage_grpo.train import checkpoint
+from sage_grpo.train import checkpoint_folders
 from sage_grpo.train.build import assemble, build_trainer
 from tests.dist import run_ranks
 from tests.hostile import hashes_of
@@ -46,9 +46,9 @@ def test_resuming_keeps_the_run_even_when_told_to_overwrite(make):
     trainer = make(max_steps=1)
     save(trainer, trainer.run.path / "checkpoints")
     make(max_steps=1, resume_from_checkpoint="auto", overwrite=True)
-    assert [path.name for path in checkpoint.found(trainer.run.path / "checkpoints")] == [
-        "step-000000"
-    ]
+    assert [
+        path.name for path in checkpoint_folders.list_checkpoints(trainer.run.path / "checkpoints")
+    ] == ["step-000000"]
     assert (trainer.run.path / "metrics.jsonl").read_text().count('"kind": "run"') == 2
 
 
@@ -56,7 +56,7 @@ def test_resuming_keeps_the_run_even_when_told_to_overwrite(make):
 def test_a_checkpoint_samples_as_the_policy_it_holds(make, use_lora):
     trainer = make(use_lora=use_lora, max_steps=2)
     trainer.train()
-    (folder,) = checkpoint.found(trainer.run.path / "checkpoints")
+    (folder,) = checkpoint_folders.list_checkpoints(trainer.run.path / "checkpoints")
     fresh = Hunyuan15(trainer.config.pretrained_model_root)
     x, cond = torch.randn(1, *trainer.shape), trainer.guidance.negative
     with torch.no_grad():
@@ -73,9 +73,11 @@ def test_only_the_newest_are_kept_and_drafts_do_not_count(make):
     trainer = make(max_steps=4, save_interval=1, keep_checkpoints=2)
     (trainer.run.path / "checkpoints" / "step-000009.tmp").mkdir(parents=True)
     trainer.train()
-    names = [path.name for path in checkpoint.found(trainer.run.path / "checkpoints")]
+    names = [
+        path.name for path in checkpoint_folders.list_checkpoints(trainer.run.path / "checkpoints")
+    ]
     assert names == ["step-000003", "step-000004"]
-    assert checkpoint.choose(trainer.run.path, "auto", trainer.ranks).name == "step-000004"
+    assert checkpoint_folders.choose(trainer.run.path, "auto", trainer.ranks).name == "step-000004"
     make(max_steps=4, resume_from_checkpoint="auto")
     assert not (trainer.run.path / "checkpoints" / "step-000009.tmp").exists()
 
@@ -84,7 +86,9 @@ def test_a_folder_that_is_no_checkpoint_takes_no_place(make):
     trainer = make(max_steps=4, save_interval=1, keep_checkpoints=2)
     (trainer.run.path / "checkpoints" / "step-000009").mkdir(parents=True)
     trainer.train()
-    names = [path.name for path in checkpoint.found(trainer.run.path / "checkpoints")]
+    names = [
+        path.name for path in checkpoint_folders.list_checkpoints(trainer.run.path / "checkpoints")
+    ]
     assert names == ["step-000003", "step-000004", "step-000009"]
 
 
@@ -107,7 +111,7 @@ def test_an_adapter_of_another_rank_is_not_stretched(make):
 def test_a_missing_file_of_a_rank_is_noticed(flags):
     values = flags | {"use_lora": True, "max_steps": 1, "num_generations": 4, "enable_fsdp": True}
     run_ranks(2, train, values, sharded=True)
-    (folder,) = checkpoint.found(Path(flags["output_dir"]) / "checkpoints")
+    (folder,) = checkpoint_folders.list_checkpoints(Path(flags["output_dir"]) / "checkpoints")
     (folder / "trainer" / "rank-00001.safetensors").unlink()
     with pytest.raises(AssertionError, match=r"rank-00001.safetensors is missing"):
         run_ranks(1, assemble_on, values | {"resume_from_checkpoint": str(folder)}, sharded=True)
@@ -132,7 +136,7 @@ def test_nothing_to_resume_is_a_fresh_start_only_for_auto(make, tmp_path, capfd)
 def test_a_run_can_start_from_the_weights_of_another(make, tmp_path, use_lora):
     first = make(use_lora=use_lora, max_steps=1)
     first.train()
-    (folder,) = checkpoint.found(first.run.path / "checkpoints")
+    (folder,) = checkpoint_folders.list_checkpoints(first.run.path / "checkpoints")
     again = make(
         use_lora=use_lora, init_from_checkpoint=str(folder), output_dir=str(tmp_path / "other")
     )

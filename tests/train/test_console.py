@@ -74,7 +74,7 @@ def test_the_end_names_the_checkpoint_and_the_next_command(make, flags):
         str(trainer.run.path),
         flags["pretrained_model_root"],
     )
-    assert args.prompt == trainer.validation.prompts[0].text and args.image is None
+    assert args.prompt == trainer.validation.requests[0].text and args.image is None
 
 
 def test_the_next_command_names_image_and_version(

@@ -18,13 +18,13 @@ from sage_grpo.config.parse import from_values
 from sage_grpo.files import manifest
 from sage_grpo.parallel.fsdp import local_shard
 from sage_grpo.parallel.ranks import RankError
-from sage_grpo.train import checkpoint, saving
+from sage_grpo.train import checkpoint_folders, saving
 from sage_grpo.train.build import build_trainer
 from sage_grpo.train.guards import TrainingError
 from tests.disks import fill, small_disk
 from tests.dist import run_ranks
 from tests.hostile import change, sealed_again
-from tests.train.iterations import save
+from tests.train.iterations import load, save
 
 WRITES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "os.truncate"}
 
@@ -68,7 +68,7 @@ def die_in_save(ranks, values, steps):
     trainer.validation = None
     trainer.train()
     folder, seen = folder_of(trainer), []
-    trainer.step += steps
+    trainer.state.step += steps
     shutil.copytree(folder, folder.with_name("before"))
     for number in range(1, 200):
         shutil.rmtree(folder)
@@ -83,14 +83,14 @@ def die_in_save(ranks, values, steps):
             assert os.WEXITSTATUS(status) == 0
             break
         assert os.WTERMSIG(status) == signal.SIGKILL
-        path = checkpoint.choose(trainer.run.path, "auto", ranks)
-        checkpoint.check_files(path, ranks)
-        step = checkpoint.step_of(path)
-        checkpoint.tidy(folder, step, path)
+        path = checkpoint_folders.choose(trainer.run.path, "auto", ranks)
+        checkpoint_folders.check_files(path, ranks)
+        step = checkpoint_folders.step_of(path)
+        checkpoint_folders.tidy(folder, step, path)
         left = {p.name.partition(".aside")[0] for p in folder.iterdir()}
         seen.append(f"step-{step:06d}")
         assert left <= {"step-000001", "step-000002"} and seen[-1] in left
-        checkpoint.check_files(folder / seen[-1], ranks)
+        checkpoint_folders.check_files(folder / seen[-1], ranks)
     return seen
 
 
@@ -114,7 +114,7 @@ def fail_in_save(ranks, values, guilty, function):
     trainer.validation = None
     trainer.train()
     before, works = weights(trainer), getattr(saving, function)
-    trainer.step += 1
+    trainer.state.step += 1
 
     def fails(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -160,12 +160,14 @@ def test_a_full_disk_loses_nothing(make, tmp_path, capfd):
             if trainer.step == 4:
                 fill(filler, leave=4096)
             finish()
-            seen.append([path.name for path in checkpoint.found(folder_of(trainer))])
+            seen.append(
+                [path.name for path in checkpoint_folders.list_checkpoints(folder_of(trainer))]
+            )
 
         trainer.finish_iteration = fill_in_fourth_iteration
         trainer.train()
         lines = (trainer.run.path / "metrics.jsonl").read_text().splitlines()
-        checkpoint.check_files(folder_of(trainer) / "step-000006", trainer.ranks)
+        checkpoint_folders.check_files(folder_of(trainer) / "step-000006", trainer.ranks)
     said = capfd.readouterr().err
     assert "step-000004 could not be written" in said and "o space left on device" in said
     assert seen[3] == ["step-000002"]  # after the third, a slow machine may still be writing it
@@ -222,7 +224,7 @@ def test_auto_steps_back_to_the_last_good_one_and_says_so(make, three, capfd):
     resumed.validation = None
     resumed.train()
     assert all(torch.equal(value, weights(three)[name]) for name, value in weights(resumed).items())
-    assert [p.name for p in checkpoint.found(folder_of(three))] == [
+    assert [p.name for p in checkpoint_folders.list_checkpoints(folder_of(three))] == [
         "step-000001",
         "step-000002",
         "step-000003",
@@ -242,7 +244,7 @@ def test_a_named_checkpoint_that_is_damaged_is_refused_by_file_name(make, three)
 
 
 def test_when_all_are_damaged_nothing_starts_over(make, three):
-    for path in checkpoint.found(folder_of(three)):
+    for path in checkpoint_folders.list_checkpoints(folder_of(three)):
         (path / manifest.NAME).write_text("{}")
     with pytest.raises(ConfigError, match=r"all checkpoints in .* are damaged"):
         make(use_lora=True, resume_from_checkpoint="auto")
@@ -280,8 +282,8 @@ def test_a_strange_checkpoint_is_refused_in_one_sentence(three, tmp_path, data):
         victim.unlink()
     sealed_again(path)
     try:
-        three.ranks.together(lambda: checkpoint.check_files(path, three.ranks))
-        checkpoint.load(three, path)
+        three.ranks.together(lambda: checkpoint_folders.check_files(path, three.ranks))
+        load(three, path)
     except (ConfigError, RankError) as error:
         assert str(error) and "\n" not in str(error) and len(str(error)) < 1000
 
@@ -297,7 +299,7 @@ def test_a_state_of_another_kind_is_refused_by_name(three, name, value):
         ConfigError,
         match=f"cannot be read as a checkpoint of this version: TypeError: {name} in .* is",
     ):
-        checkpoint.load(three, path)
+        load(three, path)
 
 
 def test_the_path_of_a_loaded_checkpoint_stays_inside(three, tmp_path):
@@ -309,5 +311,5 @@ def test_the_path_of_a_loaded_checkpoint_stays_inside(three, tmp_path):
     )
     (path / manifest.NAME).write_text(text)
     with pytest.raises(manifest.Damaged, match="is not a list of files in this folder"):
-        checkpoint.check_files(path, three.ranks)
+        checkpoint_folders.check_files(path, three.ranks)
     assert Path(path).is_dir()

@@ -224,7 +224,7 @@ def test_an_error_of_the_decoder_is_no_broken_clip(make):
     with pytest.raises(ValueError, match="no kernel"):
         decoded(trainer.backbone, [batch[0].latents[:1]])
     with pytest.raises(ValueError, match="no kernel"):
-        trainer.validation.sample(trainer.validation.prompts[0])
+        trainer.validation.sample(trainer.validation.requests[0])
 
 
 def test_gradients_that_are_not_finite_never_reach_the_weights(make):

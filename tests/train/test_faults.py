@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sage_grpo.train import checkpoint
+from sage_grpo.train import checkpoint_folders
 from tests import elastic
 
 PATIENCE = 100  # seconds
@@ -85,8 +85,8 @@ def ended(process):
 def weights(folder):
     (newest,) = [
         path
-        for path in checkpoint.found(folder / "checkpoints")
-        if checkpoint.step_of(path) == LAST
+        for path in checkpoint_folders.list_checkpoints(folder / "checkpoints")
+        if checkpoint_folders.step_of(path) == LAST
     ]
     return load_file(newest / "trainer" / "rank-00000.safetensors")
 
@@ -121,8 +121,8 @@ def test_sigterm_stops_all_ranks_at_one_step_with_a_checkpoint(command, unbroken
     assert codes(folder) == ["75", "75"]
     told = status(folder)
     assert told["state"] == "preempted" and 0 < told["step"] < LAST
-    newest = checkpoint.found(folder / "checkpoints")[-1]
-    assert checkpoint.step_of(newest) == told["step"] and iterations(folder) == told["step"]
+    newest = checkpoint_folders.list_checkpoints(folder / "checkpoints")[-1]
+    assert checkpoint_folders.step_of(newest) == told["step"] and iterations(folder) == told["step"]
     assert not list((folder / "checkpoints").glob("*.tmp"))
     assert ended(start(command)) == 0
     assert (status(folder)["state"], status(folder)["step"]) == ("done", LAST) and same_as_unbroken(
@@ -174,7 +174,7 @@ def test_a_rank_that_hangs_ends_the_run_with_evidence(command):
 def test_a_run_that_lost_its_newest_checkpoint_goes_on_from_the_one_before(command, unbroken):
     folder = Path(command["output_dir"])
     assert ended(start(command)) == 0
-    newest = checkpoint.found(folder / "checkpoints")[-1]
+    newest = checkpoint_folders.list_checkpoints(folder / "checkpoints")[-1]
     with (newest / "trainer" / "rank-00000.safetensors").open("r+b") as file:
         file.seek(-3, os.SEEK_END)
         file.write(b"\x00\x01\x02")

@@ -50,7 +50,7 @@ def test_a_step_is_taken_if_it_is_finite_and_teaches_something():
 def test_rewards_may_fail_up_to_the_limit(make):
     scores = Scores(torch.tensor([1.0, math.nan, 2.0, math.inf]).double(), {}, ["shapes: gone"])
     trainer = make(max_reward_failures=0.5)
-    trainer.reward, trainer.step = SimpleNamespace(score=lambda *_: scores), 2
+    trainer.reward, trainer.state.step = SimpleNamespace(score=lambda *_: scores), 2
     assert torch.equal(
         trainer.score([], []).total.isfinite(), torch.tensor([True, False, True, False])
     )

@@ -14,7 +14,7 @@ from sage_grpo.models.hunyuan15.image import ImageToVideo
 from sage_grpo.models.registry import open_backbone
 from sage_grpo.models.sample import integrate
 from sage_grpo.runs.clips import read_clips
-from sage_grpo.train.build import held_out_prompts
+from sage_grpo.train.inputs import validation_requests
 from tests.train import test_layouts, test_resume
 from tests.train.conftest import PROMPTS
 from tests.train.iterations import next_gradients
@@ -50,12 +50,12 @@ def test_each_group_has_its_own_image(make):
     batch = trainer.roll_out()
     assert len(batch) == 2 and not torch.equal(batch[0].cond.first, batch[1].cond.first)
     for one in batch:
-        (expected,) = trainer.backbone.encode([trainer.prompts[one.micro_batch[0][0]]])
+        (expected,) = trainer.backbone.encode([trainer.requests[one.micro_batch[0][0]]])
         assert len({prompt for prompt, _ in one.micro_batch}) == 1 and torch.equal(
             one.cond.first, expected.first
         )
-    assert {r.image.size for r in trainer.prompts} == {(16, 16)}
-    assert {r.image.size for r in trainer.validation.prompts} == {(16, 24)}
+    assert {r.image.size for r in trainer.requests} == {(16, 16)}
+    assert {r.image.size for r in trainer.validation.requests} == {(16, 24)}
 
 
 def test_gradients_equal_the_formulas(prepared):  # noqa: F811
@@ -118,11 +118,11 @@ def test_a_complete_run_with_rewards_that_see_the_image(make):
     text = record.read_text()
     assert text.count('"first_frame.first_frame"') == 3 and text.count('"motion"') == 3
     images = [clip.image for clip in read_clips(record.parent)]
-    assert images == [str(request.image.path) for request in trainer.validation.prompts]
+    assert images == [str(request.image.path) for request in trainer.validation.requests]
     batch = trainer.roll_out()
     clips = trainer.decode(batch)
     scores = trainer.score(batch, clips).named["first_frame.first_frame"]
-    for clip, request, score in zip(clips, trainer.requests(batch), scores, strict=True):
+    for clip, request, score in zip(clips, trainer.requests_of(batch), scores, strict=True):
         image = torch.from_numpy(np.array(request.image.cropped())).double()
         assert score.item() == pytest.approx(
             1 - ((clip[0] - image) / 255).square().mean().sqrt().item(), abs=1e-12
@@ -170,7 +170,7 @@ def test_the_adapter_of_a_run_gives_the_same_clip_in_stock_diffusers(make, i2v_f
     assert "pipeline_tag: image-to-video" in card and "--image FILE --prompt" in card
     pipe = HunyuanVideo15ImageToVideoPipeline.from_pretrained(i2v_folder)
     pipe.tokenizer_max_length, pipe.tokenizer_2_max_length, pipe.guider.guidance_scale = 24, 24, 1.0
-    ours, request = open_backbone(i2v_folder), trainer.prompts[0]
+    ours, request = open_backbone(i2v_folder), trainer.requests[0]
     request = request.sized(*ours.default_size(request))
     noise = torch.randn(
         1, *ours.latent_shape(5, *request.image.size), generator=torch.Generator().manual_seed(0)
@@ -196,4 +196,4 @@ def test_the_adapter_of_a_run_gives_the_same_clip_in_stock_diffusers(make, i2v_f
 
 def test_held_out_requests_have_the_size_of_the_validation(flags):
     config = from_values(flags | {"num_validation_prompts": 2})
-    assert [request.image.size for request in held_out_prompts(config)] == [(16, 24)] * 2
+    assert [request.image.size for request in validation_requests(config)] == [(16, 24)] * 2

@@ -5,9 +5,11 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from sage_grpo.config.parse import from_values
+from sage_grpo.config.windows import parse_window
 from sage_grpo.parallel.fsdp import local_shard, rows
 from sage_grpo.train import build
-from sage_grpo.train.rollout import parse_windows, prompt_positions
+from sage_grpo.train.batches import draw_prompts
+from sage_grpo.train.windows import build_windows
 from tests.dist import run_ranks
 from tests.train.iterations import in_fp64, next_gradients
 
@@ -127,8 +129,10 @@ def test_gradients_of_an_iteration_are_those_of_one_process(flags, expected, use
 @pytest.mark.parametrize("name", ["dp2", "sp2", "fsdp2", "fsdp2 x sp2", "hsdp 2 x 2"])
 def test_windows_of_prompts_are_those_of_one_process(flags, expected, name):
     """Under FSDP ranks wait for each other in every forward, unless the weights stay gathered in the rollout."""
-    windows = parse_windows(WINDOWS["sde_window"], torch.ones(5, dtype=torch.bool), WINDOWS["seed"])
-    first, second = prompt_positions(0, 2, 3, WINDOWS["seed"])
+    windows = build_windows(
+        parse_window(WINDOWS["sde_window"]), torch.ones(5, dtype=torch.bool), WINDOWS["seed"]
+    )
+    first, second = draw_prompts(0, 2, 3, WINDOWS["seed"])
     assert windows.start(0, first, 0) != windows.start(0, second, 0)
     if "windows" not in expected:
         (expected["windows"],) = run(flags, True, "one", **WINDOWS)

@@ -8,15 +8,16 @@ import torch
 
 from sage_grpo.tools.plan.memory import memory
 from sage_grpo.tools.plan.planner import plan_of
-from sage_grpo.train.rollout import Rollouts, at_steps, plan_micro_batches, prompt_positions
+from sage_grpo.train.batches import draw_prompts, join_micro_batches, plan_micro_batches
+from sage_grpo.train.rollout import at_places
 
 
 def test_every_epoch_has_each_prompt_once_in_a_fresh_order():
-    drawn = [p for step in range(9) for p in prompt_positions(step, 4, 6, seed=3)]
+    drawn = [p for step in range(9) for p in draw_prompts(step, 4, 6, seed=3)]
     epochs = [drawn[start : start + 6] for start in range(0, 36, 6)]
     assert all(sorted(epoch) == list(range(6)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) > 1
-    assert drawn[:4] == prompt_positions(0, 4, 6, seed=3) != prompt_positions(0, 4, 6, seed=4)
+    assert drawn[:4] == draw_prompts(0, 4, 6, seed=3) != draw_prompts(0, 4, 6, seed=4)
 
 
 def test_ranks_share_the_rows_of_the_whole_batch():
@@ -42,7 +43,7 @@ def test_orders_are_permutations_of_the_window(make):
         trainer = make(
             num_sampling_steps=4, batch_size=4, num_generations=4, overwrite=True, **flags
         )
-        trainer.step = step
+        trainer.state.step = step
         return trainer.roll_out()[0].order.tolist()
 
     found = order()
@@ -59,7 +60,7 @@ def test_orders_are_permutations_of_the_window(make):
 
 def test_at_steps_takes_each_row_at_its_own_step():
     values = torch.arange(24).view(3, 4, 2)
-    assert at_steps(values, torch.tensor([3, 0, 1])).tolist() == [[6, 7], [8, 9], [18, 19]]
+    assert at_places(values, torch.tensor([3, 0, 1])).tolist() == [[6, 7], [8, 9], [18, 19]]
 
 
 def test_rollouts_do_not_depend_on_the_split(make):
@@ -77,7 +78,7 @@ def test_rollouts_do_not_depend_on_the_split(make):
 )
 def test_a_trajectory_keeps_what_the_planner_counts(make, changes):
     trainer = make(**changes, num_sampling_steps=4, kl_weight=0.0, use_dual_kl=False)
-    parts = [part for t in trainer.roll_out() for part in (t.x, t.x_next, t.velocity, t.latents)]
+    parts = [part for t in trainer.roll_out() for part in (t.x, t.outcome, t.velocity, t.latents)]
     kept = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}
     planned = memory(plan_of(trainer.config, 1))["trajectories"]
     assert sum(kept.values()) == planned["rollout"]
@@ -87,15 +88,12 @@ def test_prompts_of_equal_length_share_a_forward():
     ones = plan_micro_batches([7, 2, 9, 4, 2], 2, 10, 0, None)
     lengths = {7: "short", 2: "long", 9: "short", 4: "short"}
     conditions = {prompt: SimpleNamespace(shapes=length) for prompt, length in lengths.items()}
-    rollouts = Rollouts(*[None] * 5, SimpleNamespace(prompts_per_forward=2), 0, conditions)
-    joined = rollouts.joined(ones)
-    assert joined == [
+    assert join_micro_batches(ones, conditions, prompts_per_forward=2) == [
         ((7, 0), (7, 1), (9, 0), (9, 1)),
         ((4, 0), (4, 1)),
         ((2, 0), (2, 1), (2, 2), (2, 3)),
     ]
-    rollouts.config.prompts_per_forward = 1
-    assert rollouts.joined(ones) == ones
+    assert join_micro_batches(ones, conditions, prompts_per_forward=1) == ones
 
 
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
@@ -118,7 +116,7 @@ def test_joined_prompts_are_trained_as_each_alone(make, tmp_path, guidance):
         )
         trainer.validation, batch = None, trainer.roll_out()
         sizes.append([len(one.x) for one in batch])
-        rows = sorted(range(6), key=lambda i: (trainer.requests(batch)[i].text, i))
+        rows = sorted(range(6), key=lambda i: (trainer.requests_of(batch)[i].text, i))
         clips.append(torch.cat([one.x for one in batch])[rows])
         trainer.train()
         lines.append(json.loads((trainer.run.path / "metrics.jsonl").read_text().splitlines()[-1]))
@@ -145,5 +143,5 @@ def test_same_init_noise_is_shared_by_the_group_alone(make, tmp_path):
 def test_each_iteration_has_fresh_noise(make):
     trainer = make()
     first = trainer.roll_out()[0].x[:, 0]
-    trainer.step = 3  # one epoch of three prompts later, two prompts per iteration: the same prompts come again
+    trainer.state.step = 3  # one epoch of three prompts later, two prompts per iteration: the same prompts come again
     assert not any(torch.equal(first, t.x[:, 0]) for t in trainer.roll_out())

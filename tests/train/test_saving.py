@@ -21,7 +21,7 @@ from sage_grpo.models.backbone import Guidance
 from sage_grpo.models.registry import open_backbone
 from sage_grpo.models.weights import open_folder, open_safetensors
 from sage_grpo.parallel.fsdp import full_tensor
-from sage_grpo.train import checkpoint, saving
+from sage_grpo.train import checkpoint, checkpoint_folders, export, saving
 from sage_grpo.train.build import build_trainer
 from sage_grpo.train.guards import TrainingError
 from tests.dist import CONTEXT, run_ranks
@@ -33,7 +33,7 @@ def folder_of(trainer):
 
 
 def names(folder):
-    return [path.name for path in checkpoint.found(folder)]
+    return [path.name for path in checkpoint_folders.list_checkpoints(folder)]
 
 
 def without_validation(values, ranks):
@@ -163,7 +163,10 @@ def test_time_calls_for_a_checkpoint_as_iterations_do(make, minutes, expected):
     trainer = make(max_steps=3, save_interval=0, save_minutes=minutes)
     trainer.validation = None
     trainer.train()
-    assert [checkpoint.step_of(path) for path in checkpoint.found(folder_of(trainer))] == expected
+    assert [
+        checkpoint_folders.step_of(path)
+        for path in checkpoint_folders.list_checkpoints(folder_of(trainer))
+    ] == expected
 
 
 def test_checkpoints_by_time_make_way_for_those_by_count(tmp_path):
@@ -173,8 +176,8 @@ def test_checkpoints_by_time_make_way_for_those_by_count(tmp_path):
         (folder / manifest.NAME).touch()
 
     def left(keep, interval):
-        gone = checkpoint.surplus(folders, keep, interval)
-        return [checkpoint.step_of(folder) for folder in folders if folder not in gone]
+        gone = checkpoint_folders.surplus(folders, keep, interval)
+        return [checkpoint_folders.step_of(folder) for folder in folders if folder not in gone]
 
     assert left(3, 10) == [10, 20, 29] and left(2, 10) == [20, 29] and left(1, 10) == [29]
     assert (
@@ -206,7 +209,7 @@ def test_all_weights_are_stored_once_and_read_from_the_shards(make, tmp_path, em
     trainer.train()
     exported = [
         path.name
-        for path in checkpoint.found(folder_of(trainer))
+        for path in checkpoint_folders.list_checkpoints(folder_of(trainer))
         if (path / "transformer").is_dir()
     ]
     assert exported == ["step-000003", "step-000004"]
@@ -270,7 +273,7 @@ def test_a_state_that_is_not_finite_is_never_committed(make, part):
     trainer = make(max_steps=1, use_moving_KL=False, use_dual_kl=False, ema_decay=0.5)
     trainer.validation = None
     trainer.train()
-    trainer.step += 1
+    trainer.state.step += 1
     tensor = [value for value in checkpoint._parts(trainer)[part].values() if value.ndim][-1]
     tensor.data.view(-1)[-1] = math.nan
     words = rf"step-000002 was not written: {part}/.* is not finite: lower learning_rate .* goes back to step-000001"
@@ -360,7 +363,7 @@ def test_other_prompts_and_ranks_are_named(make, flags, tmp_path, capfd):
 def test_a_missing_optimizer_tensor_is_noticed(make):
     trainer = make(use_lora=True, max_steps=1)
     trainer.train()
-    (path,) = checkpoint.found(folder_of(trainer))
+    (path,) = checkpoint_folders.list_checkpoints(folder_of(trainer))
     file = path / "trainer" / "rank-00000.safetensors"
     tensors, starts = load_file(file), json.loads(open_safetensors(file).metadata["starts"])
     gone = next(name for name in tensors if "exp_avg_sq" in name)
@@ -416,7 +419,7 @@ def test_a_disk_that_fails_under_the_metrics_costs_no_checkpoint_either(make, ca
 
     trainer = make(use_lora=True, max_steps=1, save_interval=1)
     trainer.validation = None
-    monkeypatch.setattr(checkpoint, "read_run", unreadable)
+    monkeypatch.setattr(export, "read_run", unreadable)
     trainer.train()
     assert names(folder_of(trainer)) == ["step-000001"]
     assert "the model card of iteration 1 has no curve: the disk is gone" in capsys.readouterr().err

@@ -9,7 +9,7 @@ import torch
 from sage_grpo.config.parse import from_values
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.train.build import build_trainer
-from sage_grpo.train.metrics import HalfGradient, same_reward, thumbnail, variety
+from sage_grpo.train.signals import HalfGradient, same_reward, thumbnail, variety
 from tests.dist import run_ranks
 
 NAMES = {"gradient", "weight_rms", "anchor_moved", "variety", "same_reward"}

@@ -11,7 +11,7 @@ from sage_grpo.algo.sde import SDES
 from sage_grpo.models.backbone import Guidance
 from sage_grpo.parallel.fsdp import copy_into
 from sage_grpo.rewards.base import Scores
-from sage_grpo.train import checkpoint
+from sage_grpo.train import checkpoint_folders
 from sage_grpo.train.guards import TrainingError
 from sage_grpo.train.metrics import reward_record
 from sage_grpo.train.update import Objective
@@ -205,7 +205,7 @@ def test_accumulation_equals_a_bigger_batch(make):
     trainer = make(gradient_accumulation_steps=2)
     parts = []
     for step in (0, 1):
-        trainer.step = step
+        trainer.state.step = step
         batch = trainer.roll_out()
         advantages = trainer.advantages(trainer.score(batch, trainer.decode(batch)))
         parts.append((batch, advantages))
@@ -263,12 +263,12 @@ def test_the_loss_falls_on_what_it_was_computed_from(make):
 
     def value():
         goal = Objective(
-            trainer.backbone, trainer.guidance, schedule, trainer.config, 0.0, num_pairs=1
+            trainer.backbone, trainer.algorithm, trainer.guidance, schedule, 0.0, num_pairs=1
         )
         rows = advantages.values.float().split([len(t.x) for t in batch])
         with torch.no_grad():
             return sum(
-                goal.terms(t, torch.full((2,), step), a).policy.sum().item()
+                goal.terms(t.pairs(torch.full((2,), step), schedule.sigmas), a).policy.sum().item()
                 for t, a in zip(batch, rows, strict=True)
                 for step in range(3)
             )
@@ -295,7 +295,7 @@ def test_average_is_validated_and_exported_but_not_trained(make, monkeypatch):
     expected = 0.9 * start[name] + 0.1 * now[name]
     torch.testing.assert_close(trainer.optimization.average[name], expected)
     torch.testing.assert_close(validated[name], expected)
-    (folder,) = checkpoint.found(trainer.run.path / "checkpoints")
+    (folder,) = checkpoint_folders.list_checkpoints(trainer.run.path / "checkpoints")
     (file,) = (folder / "transformer").glob("*.safetensors")
     assert torch.equal(load_file(file)[name], trainer.optimization.average[name])
     assert torch.equal(

@@ -49,7 +49,7 @@ def reference_gradients(trainer, batch, rewards, eta, error=None):
         for i in range(2):
             advantage = (group[i] - group.mean()) / (group.std(correction=0) + 1e-6)
             for t, (a, b, std) in enumerate(rows):
-                x, following = trajectory.x[i, t], trajectory.x_next[i, t]
+                x, following = trajectory.x[i, t], trajectory.outcome[i, t]
                 both = trajectory.x[:, t], torch.full((2,), sigmas[t])
                 v = model.velocity(*both, trajectory.cond, Guidance())[i]
                 with torch.no_grad():
@@ -176,7 +176,9 @@ def test_a_broken_path_leaves_the_others_gradients_alone(make):
 
 def measured(trainer, schedule, trajectory, num_pairs, coef=0.5):
     """The statistics of the first step of a trajectory's two clips."""
-    goal = Objective(trainer.backbone, trainer.guidance, schedule, trainer.config, coef, num_pairs)
+    goal = Objective(
+        trainer.backbone, trainer.algorithm, trainer.guidance, schedule, coef, num_pairs
+    )
     stats = UpdateStats(3, torch.device("cpu"))
     goal.backward(trajectory, torch.tensor([0, 0]), torch.tensor([0.5, -1.0]), stats)
     trainer.optimization.zero_grad()

@@ -20,16 +20,16 @@ pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 
 def test_the_same_weights_give_the_same_clips_and_the_seed_decides(make, tmp_path):
     trainer = make()
-    clips = [trainer.validation.sample(trainer.validation.prompts[0]) for _ in range(2)]
+    clips = [trainer.validation.sample(trainer.validation.requests[0]) for _ in range(2)]
     assert torch.equal(*clips)
     for change in ({"validation_global_seed": 7}, {"guidance_scale": 3.0}):
         other = make(overwrite=True, **change)
-        assert not torch.equal(clips[0], other.validation.sample(other.validation.prompts[0]))
+        assert not torch.equal(clips[0], other.validation.sample(other.validation.requests[0]))
 
 
 def test_every_prompt_has_its_own_noise(make):
     validation = make().validation
-    first = validation.prompts[0]
+    first = validation.requests[0]
     clips = [validation.sample(prompt) for prompt in (first, dataclasses.replace(first, index=1))]
     assert not torch.equal(*clips)
 
@@ -76,7 +76,7 @@ def test_the_defaults_are_those_of_the_model_whatever_the_rollout_does(make, fla
         9, 32, 32, fps=8, shift=5.0, guidance=1.0, num_steps=20
     )
     assert trainer.validation.shape == trainer.backbone.latent_shape(9, 32, 32)
-    assert len(trainer.validation.sigmas) == 21 and len(trainer.validation.prompts) == 2
+    assert len(trainer.validation.sigmas) == 21 and len(trainer.validation.requests) == 2
 
 
 def test_a_clip_with_broken_pixels_is_missing_and_the_others_are_not(make, tmp_path):
@@ -173,7 +173,7 @@ def test_a_size_that_is_none_is_refused(make):
 def test_validation_may_use_the_second_order_solver(make):
     """Its clips are those of the solver's tables, computed here step by step."""
     trainer = make(validation_solver="dpm", validation_num_inference_steps=4)
-    validation, prompt = trainer.validation, trainer.validation.prompts[0]
+    validation, prompt = trainer.validation, trainer.validation.requests[0]
     (cond,), sigmas = trainer.backbone.encode([prompt]), validation.sigmas.float()
     delta, factor = (table.float() for table in ode_tables(validation.sigmas, "dpm"))
     x, before = (
@@ -213,7 +213,7 @@ def test_joined_prompts_are_sampled_as_each_alone(make, flags, tmp_path):
         validation.run(tmp_path / f"by_{together}")
         listing = json.loads((tmp_path / f"by_{together}" / "clips.json").read_text())
         found.append(({clip["file"]: clip["scores"]["total"] for clip in listing}, list(sizes)))
-        x = torch.cat([validation.latents([prompt]) for prompt in validation.prompts[:3]])
+        x = torch.cat([validation.latents([prompt]) for prompt in validation.requests[:3]])
         x[1] = torch.nan
         assert [clip is None for clip in validation.decode(x)] == [False, True, False]
         trainer.run.close()

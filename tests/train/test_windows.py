@@ -7,9 +7,10 @@ import torch
 
 from sage_grpo.algo.equalizer import equalizer
 from sage_grpo.algo.sde import build_schedule, flow_sigmas
+from sage_grpo.config.windows import parse_window
 from sage_grpo.models.backbone import Backbone
 from sage_grpo.models.sample import integrate
-from sage_grpo.train.rollout import parse_windows
+from sage_grpo.train.windows import build_windows
 
 ALL = torch.ones(5, dtype=torch.bool)
 
@@ -27,38 +28,41 @@ ALL = torch.ones(5, dtype=torch.bool)
     ],
 )
 def test_places(text, step, expected):
-    windows = parse_windows(text, ALL, seed=0)
-    start = windows.start(step, prompt=7, group=0)
+    windows = build_windows(parse_window(text), ALL, seed=0)
+    start = windows.start(step, prompt_index=7, group=0)
     assert list(range(start, start + windows.size)) == expected
 
 
 def test_a_random_window_differs_between_prompts_groups_and_iterations():
-    windows = parse_windows("random:2", ALL, seed=1)
+    windows = build_windows(parse_window("random:2"), ALL, seed=1)
     assert {windows.start(step, 0, 0) for step in range(40)} == {0, 1, 2, 3}
     assert {windows.start(0, prompt, 0) for prompt in range(40)} == {0, 1, 2, 3}
     assert {windows.start(0, 0, group) for group in range(40)} == {0, 1, 2, 3}
-    whole = parse_windows("random_iteration:2", ALL, seed=1)
+    whole = build_windows(parse_window("random_iteration:2"), ALL, seed=1)
     assert len({whole.start(3, prompt, group) for prompt in range(9) for group in range(9)}) == 1
     assert {whole.start(step, 0, 0) for step in range(40)} == {0, 1, 2, 3}
 
 
 def test_sliding_windows_advance_together_from_places_of_their_own():
-    windows = parse_windows("slide:2:10", ALL, seed=1)
+    windows = build_windows(parse_window("slide:2:10"), ALL, seed=1)
     now, later = ([windows.start(step, prompt, 0) for prompt in range(40)] for step in (5, 15))
     assert set(now) == {0, 1, 2, 3} and [(start + 1) % 4 for start in now] == later
 
 
 def test_windows_lie_where_the_sampler_has_noise():
     stochastic = torch.tensor([False, True, True, True, False])
-    assert parse_windows("all", stochastic, 0).steps == range(1, 4)
-    assert {parse_windows("random:2", stochastic, 0).start(step, 0, 0) for step in range(40)} == {
+    assert build_windows(parse_window("all"), stochastic, 0).steps == range(1, 4)
+    assert {
+        build_windows(parse_window("random:2"), stochastic, 0).start(step, 0, 0)
+        for step in range(40)
+    } == {
         1,
         2,
     }
-    with pytest.raises(ValueError, match="SIZE at most 3 steps"):
-        parse_windows("random:4", stochastic, 0)
+    with pytest.raises(ValueError, match="SIZE of 4; it can be at most 3"):
+        build_windows(parse_window("random:4"), stochastic, 0)
     with pytest.raises(ValueError, match="no stochastic step"):
-        parse_windows("all", ~ALL, 0)
+        build_windows(parse_window("all"), ~ALL, 0)
 
 
 WRONG = (
@@ -80,7 +84,7 @@ WRONG = (
 )
 def test_a_wrong_window_is_refused(text):
     with pytest.raises(ValueError, match="sde_window"):
-        parse_windows(text, ALL, seed=0)
+        build_windows(parse_window(text), ALL, seed=0)
 
 
 def pushes(make, steps):
@@ -90,7 +94,7 @@ def pushes(make, steps):
         trainer = make(
             sde_window="slide_iteration:1:1", num_sampling_steps=4, kl_weight=0.0, overwrite=True
         )
-        trainer.validation, trainer.step, trainer.config = None, step, trainer.config
+        trainer.validation, trainer.state.step = None, step
         batch = trainer.roll_out()
         assert batch[0].steps.flatten().unique().tolist() == [step]
         record = trainer.update(
@@ -133,13 +137,13 @@ def test_a_shared_way_to_the_window_is_that_of_each_clip(make, monkeypatch, size
         "overwrite": True,
     }
     shared = make(same_init_noise=True, **flags)
-    shared.step = 2
+    shared.state.step = 2
     forwards = Forwards(monkeypatch)
     batch = shared.roll_out()
     counted = list(forwards.sizes)
     monkeypatch.setattr("sage_grpo.train.rollout.Rollouts.begin", begin_each)
     plain = make(same_init_noise=True, **flags)
-    plain.step = 2
+    plain.state.step = 2
     each = plain.roll_out()
     ours, theirs = (torch.cat([t.x for t in found]) for found in (batch, each))
     if size == 1:
@@ -150,7 +154,7 @@ def test_a_shared_way_to_the_window_is_that_of_each_clip(make, monkeypatch, size
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
         assert counted == 2 * ([1] * 2 + [2] + [2])
     assert torch.equal(ours[0, 0], ours[1, 0])
-    after = torch.cat([t.x_next for t in batch])
+    after = torch.cat([t.outcome for t in batch])
     assert not torch.equal(after[0, 0], after[1, 0])
 
 
@@ -196,7 +200,7 @@ def test_the_tail_is_coarse_and_of_second_order(make, monkeypatch):
     forwards = Forwards(monkeypatch)
     batch = trainer.roll_out()
     assert forwards.sizes == [2] * (2 + 3) * 2
-    x = batch[0].x_next[:, -1]
+    x = batch[0].outcome[:, -1]
     sigma = trainer.sampler.sigmas[2].item()
     u = [sigma / (5 - 4 * sigma) * part for part in (1, 2 / 3, 1 / 3, 0)]
     levels = [5 * value / (1 + 4 * value) for value in u]
@@ -214,8 +218,8 @@ def test_the_tail_is_coarse_and_of_second_order(make, monkeypatch):
         x = ratio * x + ((1 - levels[i + 1]) - ratio * (1 - levels[i])) * guess
         before = clean
     torch.testing.assert_close(batch[0].latents, x.float(), rtol=1e-4, atol=1e-5)
-    trainer.step = 6  # the window ends with the sampler: nothing is left to do
-    assert torch.equal(trainer.roll_out()[0].latents, trainer.roll_out()[0].x_next[:, -1])
+    trainer.state.step = 6  # the window ends with the sampler: nothing is left to do
+    assert torch.equal(trainer.roll_out()[0].latents, trainer.roll_out()[0].outcome[:, -1])
 
 
 @pytest.mark.parametrize("use_lora", [True, False])

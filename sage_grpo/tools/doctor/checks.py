@@ -23,9 +23,10 @@ from sage_grpo.plugins import resolved
 from sage_grpo.tools import audit
 from sage_grpo.tools.paired import aligned
 from sage_grpo.tools.templating import render, sentence
-from sage_grpo.train.rollout import Trajectory, num_trained
+from sage_grpo.train.rollout import Trajectory
 from sage_grpo.train.trainer import Trainer
 from sage_grpo.train.update import Objective
+from sage_grpo.train.windows import num_trained
 
 REWARD_CLIPS, VAE_CLIPS = 16, 4
 VAE_BOUND = 0.05  # RMS, relative to the pixel range: 26 dB, where details are visibly lost
@@ -105,12 +106,12 @@ def check_batch(trainer: Trainer) -> Iterator[Finding]:
 def check_prompts(trainer: Trainer) -> Iterator[Finding]:
     backbone, validation = (
         trainer.backbone,
-        trainer.validation.prompts if trainer.validation else [],
+        trainer.validation.requests if trainer.validation else [],
     )
     train, held_out = (
-        [str(prompt) for prompt in prompts] for prompts in (trainer.prompts, validation)
+        [str(prompt) for prompt in prompts] for prompts in (trainer.requests, validation)
     )
-    longest = max([*trainer.prompts, *validation], key=lambda prompt: len(prompt.text))
+    longest = max([*trainer.requests, *validation], key=lambda prompt: len(prompt.text))
     tokens = backbone.num_tokens(*backbone.encode([longest]))
     yield judged("prompts", True, train=len(train), held_out=len(held_out), tokens=tokens)
     notes = {"repeated": len(train) - len(set(train)), "shared": len(set(train) & set(held_out))}
@@ -122,7 +123,7 @@ def check_prompts(trainer: Trainer) -> Iterator[Finding]:
 
 def check_vae(trainer: Trainer) -> Iterator[Finding]:
     """Encode and decode clips of the model's world, or one whose colors encode each pixel's time and position."""
-    c, known = trainer.config, audit.drawn_clips(trainer.config, trainer.prompts, VAE_CLIPS)
+    c, known = trainer.config, audit.drawn_clips(trainer.config, trainer.requests, VAE_CLIPS)
     places = torch.meshgrid(
         *(torch.linspace(0, 255, n) for n in (c.num_frames, c.height, c.width)), indexing="ij"
     )
@@ -148,7 +149,7 @@ def check_vae(trainer: Trainer) -> Iterator[Finding]:
 
 def check_reward(trainer: Trainer) -> Iterator[Finding]:
     """The audit's short form: damage must lower the score that is about it, and nothing may raise the total."""
-    known = audit.drawn_clips(trainer.config, trainer.prompts, REWARD_CLIPS)
+    known = audit.drawn_clips(trainer.config, trainer.requests, REWARD_CLIPS)
     if known is None:
         yield judged("reward.no world", None)
         return
@@ -182,7 +183,7 @@ def check_exploration(trainer: Trainer) -> Iterator[Finding]:
 def check_noise_free(trainer: Trainer) -> Iterator[Finding]:
     """Without noise the sampler must equal the ODE: the same initial noise must give the same latents."""
     c, guidance, sigmas = trainer.config, trainer.guidance, trainer.sampler.sigmas
-    cond = trainer.backbone.encode([trainer.prompts[0]])[0].to(sigmas.device)
+    cond = trainer.backbone.encode([trainer.requests[0]])[0].to(sigmas.device)
     x, noise = counter_noise(trainer.shape, c.seed, [0])
     x = x.to(sigmas.device)
     ode = integrate(trainer.backbone, sigmas.cpu(), x, cond, guidance)
@@ -204,9 +205,9 @@ def check_update(trainer: Trainer) -> Iterator[Finding]:
     trainer.prepare_anchor([trajectory])
     goal = Objective(
         trainer.backbone,
+        trainer.algorithm,
         trainer.trained_guidance,
         trainer.sampler,
-        c,
         trainer.controller.coef,
         pairs,
     )

@@ -24,7 +24,7 @@ from sage_grpo.tools.plan.model import BYTES, Plan
 from sage_grpo.tools.plan.planner import backbone_of, plan_of
 from sage_grpo.tools.plan.remedies import remedies
 from sage_grpo.tools.plan.times import times
-from sage_grpo.train.build import reward_folder
+from sage_grpo.train.inputs import reward_folder
 
 PROCESS = 6e9  # host bytes of a rank: Python, CUDA, tensors on their way; 2.3 to 5.3 GB measured, without mapped files
 BLOCK, LARGEST, LONGEST = (

@@ -17,7 +17,7 @@ from sage_grpo.plugins import resolved
 from sage_grpo.runs.media import contact_sheet, thumbnails
 from sage_grpo.tools.doctor.checks import Finding, judged
 from sage_grpo.tools.templating import render
-from sage_grpo.train.rollout import MicroBatch, plan_micro_batches, prompt_positions
+from sage_grpo.train.batches import MicroBatch, draw_prompts, plan_micro_batches
 from sage_grpo.train.trainer import Trainer
 from sage_grpo.train.validation import gold_columns
 
@@ -54,7 +54,7 @@ class Arm:
 def check_samplers(trainer: Trainer, options: argparse.Namespace) -> Iterator[Finding]:
     """A table and a contact sheet of all samplers; whether the configured one gives a training signal."""
     c, sheet = trainer.config, options.output / "samplers.png"
-    positions = prompt_positions(trainer.step, options.prompts, len(trainer.prompts), c.seed)
+    positions = draw_prompts(trainer.step, options.prompts, len(trainer.requests), c.seed)
     micro = math.gcd(
         options.clips, len(trainer.micro_batches()[0])
     )  # at most as many at once as in training
@@ -86,7 +86,7 @@ def check_samplers(trainer: Trainer, options: argparse.Namespace) -> Iterator[Fi
         transformer.in_8_bits = lossy
     rows = {name: arm.numbers(arms["ode"]) for name, arm in arms.items()}
     write_sheet(
-        sheet, arms, rows, own, [trainer.prompts[position].text for position in positions], c
+        sheet, arms, rows, own, [trainer.requests[position].text for position in positions], c
     )
     arm, row = arms[own], rows[own]
     failing = row["failed"] if row["failed"] > c.max_reward_failures * len(arm.clips) else 0
@@ -131,7 +131,7 @@ def sample(
         batches, name, unit="batch", leave=False
     ):  # one at a time: only clips are kept
         clips += trainer.decode(trainer.roll_out([micro_batch], schedule))
-        asked += [trainer.prompts[position] for position, _ in micro_batch]
+        asked += [trainer.requests[position] for position, _ in micro_batch]
     scores = trainer.reward.score(clips, asked, c.fps)
     columns = {"reward": scores.total} | scores.named | gold_columns(trainer.gold, clips, asked)
     columns = {name: values.view(-1, group) for name, values in columns.items()}

@@ -77,7 +77,7 @@ from sage_grpo.tools.plan.model import Plan
 from sage_grpo.tools.plan.planner import plan_of
 from sage_grpo.tools.plan.remedies import remedies
 from sage_grpo.tools.plan.summary import compare, summarize
-from sage_grpo.train.build import held_out_prompts
+from sage_grpo.train.inputs import validation_requests
 
 GB = 1e9  # bytes
 
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plan = plan_of(config, options.gpus, options.text_tokens, options.gpu)
     text = summarize(
         plan,
-        validation_clips=len(held_out_prompts(plan.config)),
+        validation_clips=len(validation_requests(plan.config)),
         gpu_bytes=gpu_bytes,
         price=options.price,
         changes=remedies(plan, gpu_bytes),

@@ -10,8 +10,8 @@ from sage_grpo.models.cost import Architecture
 from sage_grpo.parallel.ranks import check_layout
 from sage_grpo.rewards.registry import ALIASES
 from sage_grpo.tools.plan.calibration import Calibration, calibrate
-from sage_grpo.train.rollout import num_trained, parse_windows
-from sage_grpo.train.update import ALGORITHMS, sampler_of
+from sage_grpo.train.algorithms.registry import build_algorithm
+from sage_grpo.train.windows import build_windows, num_trained
 
 BYTES = {"fp32": 4, "bf16": 2}  # of one number
 GRADIENT_BYTES = BYTES["fp32"]  # of one number while gradients are summed over ranks
@@ -59,8 +59,8 @@ class Plan:
         self.rewards = [known_rewards[name] for name in names if name in known_rewards]
 
         # Denoising steps, and forwards in each: two with classifier-free guidance
-        self.algorithm = ALGORITHMS[c.algorithm]
-        self.windows = parse_windows(c.sde_window, sampler_of(c).stochastic, c.seed)
+        self.algorithm = build_algorithm(c)
+        self.windows = build_windows(c.window_form, self.algorithm.schedule().stochastic, c.seed)
         self.trained_steps = num_trained(self.windows.size, c.timestep_fraction)
         self.branches = 1 if math.isclose(c.guidance_scale, 1.0) else 2
         self.trained_branches = self.branches if self.algorithm.explores else 1

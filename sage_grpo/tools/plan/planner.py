@@ -10,7 +10,7 @@ from sage_grpo.models.lora import target_layers
 from sage_grpo.models.registry import open_backbone
 from sage_grpo.tools.plan.calibration import MEASURED_ON, calibrate
 from sage_grpo.tools.plan.model import Plan, Trained
-from sage_grpo.train.build import reward_names
+from sage_grpo.train.inputs import reward_names
 from sage_grpo.train.optimization import trainable_parameters
 
 

@@ -20,14 +20,14 @@ def test_every_second_block_is_saved(tmp_path, monkeypatch):
         "--pretrained_model_root",
         f"{ROOT}/assets/tiny",
     ]
-    saved, blocks, measure, save = [], [], bench.measure, saving.writing
+    saved, blocks, measure, save = [], [], bench.measure, saving.Saves.write
 
     def watched(trainer):
         blocks.extend(measure(trainer))
         return blocks
 
     monkeypatch.setattr(
-        saving, "writing", lambda it, *rest: saved.append(it.step) or save(it, *rest)
+        saving.Saves, "write", lambda it, *rest: saved.append(it.state.step) or save(it, *rest)
     )
     monkeypatch.setattr(bench, "measure", watched)
     bench.main([*model, *LIGHT.split(), "--output", "page.md"])

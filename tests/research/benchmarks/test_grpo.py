@@ -22,7 +22,7 @@ def test_it_measures_a_run(tmp_path, monkeypatch):
         script.training, "Stopwatch", type("Watch", (script.training.Stopwatch,), {})
     )
     monkeypatch.setattr(
-        saving, "writing", lambda *_: pytest.fail("a benchmark needs no checkpoint")
+        saving.Saves, "write", lambda *_: pytest.fail("a benchmark needs no checkpoint")
     )
     prompts.write_text("a small red circle\n")
     files = [

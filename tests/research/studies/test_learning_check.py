@@ -46,7 +46,7 @@ def test_totals_are_dealt_out_anew_and_nothing_else_is(flags):
     assert dealt.named.keys() == expected.named.keys()
     assert all(torch.equal(dealt.named[name], expected.named[name]) for name in expected.named)
     assert torch.equal(shuffled.score(*arguments).total, dealt.total)
-    trainer.step = 1  # a fixed permutation could be learned
+    trainer.state.step = 1  # a fixed permutation could be learned
     assert not torch.equal(shuffled.score(*arguments).total, dealt.total)
 
 

@@ -18,7 +18,7 @@ from sage_grpo.data.requests import Request
 from sage_grpo.models.backbone import Guidance
 from sage_grpo.models.registry import open_backbone
 from sage_grpo.train.build import open_model
-from sage_grpo.train.checkpoint import found
+from sage_grpo.train.checkpoint_folders import list_checkpoints
 
 PROMPTS = [
     Request("a red circle moving left", 0),
@@ -189,7 +189,7 @@ def test_a_run_records_the_kl_of_the_weights_that_it_exports(trained):
     folder, config = trained
     told = yaml.safe_load((folder / "run" / "path_kl.json").read_text())
     (policy, resolved), (base, _) = (open_model(config, CPU) for _ in range(2))
-    policy.load_weights(found(folder / "run" / "checkpoints")[-1])
+    policy.load_weights(list_checkpoints(folder / "run" / "checkpoints")[-1])
     kls = path_kls(policy, base, resolved, [Request(text, i) for i, text in enumerate(HELD_OUT)])
     assert told == {
         "mean": kls.mean().item(),

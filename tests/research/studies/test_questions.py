@@ -16,7 +16,7 @@ from sage_grpo.algo.sde import build_schedule, flow_sigmas
 from sage_grpo.config.rules import check
 from sage_grpo.models.registry import open_backbone
 from sage_grpo.train.build import check_steps
-from sage_grpo.train.rollout import parse_windows
+from sage_grpo.train.windows import build_windows
 
 PLAN = StudyPlan()
 SHIFT = open_backbone(ROOT / "assets" / "tiny").sampling.shift
@@ -32,7 +32,7 @@ def test_every_run_is_sound_and_has_a_name_of_its_own():
         sampler = build_schedule(
             config.sde_type, flow_sigmas(config.num_sampling_steps, SHIFT), config.eta
         )
-        check_steps(config, parse_windows(config.sde_window, sampler.stochastic, config.seed))
+        check_steps(config, build_windows(config.window_form, sampler.stochastic, config.seed))
     names = [run.name for run in PLAN.runs.values()]
     assert len(set(names)) == len(names) and all(set(name) <= set(NAME_LETTERS) for name in names)
     assert len(PLAN.runs) < len(PLAN.keys)

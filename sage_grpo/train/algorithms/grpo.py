@@ -1,0 +1,64 @@
+"""GRPO (Eq. 4, 10): explore by an SDE, and make the steps of good clips more likely than those of bad ones."""
+
+import torch
+from torch import Tensor
+
+from sage_grpo.algo.grpo import policy_loss
+from sage_grpo.algo.sde import Schedule, build_schedule, flow_sigmas
+from sage_grpo.models.backbone import Conditioning, Guidance
+from sage_grpo.plugins import resolved
+from sage_grpo.train.algorithms.base import Algorithm
+from sage_grpo.train.batches import MicroBatch
+from sage_grpo.train.rollout import Pairs, Path, Rollouts
+
+
+class ExploringRollouts(Rollouts):
+    """The ODE up to the window, noise at each of its steps, the ODE again."""
+
+    def sample(self, micro_batch: MicroBatch, cond: Conditioning, steps: Tensor) -> Path:
+        device = self.sampler.sigmas.device
+        x, step_noise = self.noise(micro_batch)
+        x = self.begin(x.to(device), micro_batch, steps[:, 0], cond)
+
+        states = [x]
+        velocities = []
+        log_probs = []
+        for step in steps.T:
+            noise = step_noise(step).to(device)
+            step = step.to(device)
+            velocity = self.backbone.velocity(x, self.sampler.sigmas[step], cond, self.guidance)
+            x, log_prob = self.sampler.step(step, x, velocity, noise)
+            states.append(x)
+            velocities.append(velocity)
+            log_probs.append(log_prob)
+
+        stacked = torch.stack(states, 1)
+        velocity = torch.stack(velocities, 1)
+        log_prob = torch.stack(log_probs, 1)
+        return Path(
+            x=stacked[:, :-1],
+            outcome=stacked[:, 1:],  # shares the memory of x
+            velocity=velocity,
+            log_prob=log_prob,
+            latents=self.finish(x, steps[:, -1] + 1, cond),
+        )
+
+
+class Grpo(Algorithm):
+    explores = True
+    rollouts = ExploringRollouts
+
+    def schedule(self) -> Schedule:
+        """The transition tables of `sde_type`."""
+        c = self.config
+        sigmas = flow_sigmas(c.num_sampling_steps, c.timestep_shift)
+        return build_schedule(resolved(c.sde_type), sigmas, c.eta)
+
+    def trained_guidance(self, guidance: Guidance) -> Guidance:
+        """The guided velocity is the policy: the gradient flows through both branches."""
+        return guidance
+
+    def policy_loss(
+        self, pairs: Pairs, velocity: Tensor, log_ratio: Tensor, advantages: Tensor
+    ) -> Tensor:
+        return policy_loss(log_ratio, advantages, self.config.clip_range)

@@ -1,0 +1,62 @@
+"""What awm and nft share: clips sampled without exploration, then noised again and matched (algo/matching.py)."""
+
+import torch
+from torch import Tensor
+
+from sage_grpo.algo.matching import matching_schedule, noised
+from sage_grpo.algo.sde import Schedule, flow_sigmas
+from sage_grpo.models.backbone import Conditioning, Guidance
+from sage_grpo.train.algorithms.base import Algorithm
+from sage_grpo.train.batches import MicroBatch
+from sage_grpo.train.rollout import Path, Rollouts
+
+
+class NoisedRollouts(Rollouts):
+    """Samples by the ODE, in `tail_steps` of second order if given; clips are noised to the levels that they train."""
+
+    def trained_places(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Only the trained steps, in training order: of the others nothing is kept."""
+        steps, order = super().trained_places(micro_batch)
+        return steps.gather(1, order), torch.arange(order.shape[1]).expand_as(order)
+
+    def sample(self, micro_batch: MicroBatch, cond: Conditioning, steps: Tensor) -> Path:
+        device = self.sampler.sigmas.device
+        x, step_noise = self.noise(micro_batch)
+        latents = self.finish(x.to(device), torch.zeros_like(steps[:, 0]), cond)
+
+        states = []
+        targets = []
+        velocities = []
+        log_probs = []
+        for step in steps.T:
+            noise = step_noise(step).to(device)
+            step = step.to(device)
+            sigma = self.sampler.sigmas[step]
+            state, target = noised(latents, sigma, noise)
+            velocity = self.backbone.velocity(state, sigma, cond, Guidance())
+            states.append(state)
+            targets.append(target)
+            velocities.append(velocity)
+            log_probs.append(self.sampler.log_prob(step, state, velocity, target))
+
+        return Path(
+            x=torch.stack(states, 1),
+            outcome=torch.stack(targets, 1),
+            velocity=torch.stack(velocities, 1),
+            log_prob=torch.stack(log_probs, 1),
+            latents=latents,
+        )
+
+
+class Matching(Algorithm):
+    explores = False
+    rollouts = NoisedRollouts
+
+    def schedule(self) -> Schedule:
+        """Tables by which the log-probability of a target is minus the squared error of the velocity."""
+        c = self.config
+        return matching_schedule(flow_sigmas(c.num_sampling_steps, c.timestep_shift))
+
+    def trained_guidance(self, guidance: Guidance) -> Guidance:
+        """The unguided velocity is trained, as in both papers, even if clips were sampled with guidance."""
+        return Guidance()

@@ -1,0 +1,26 @@
+"""DiffusionNFT (arXiv 2509.16117): pull good clips towards the policy and push bad ones away, relative to an old policy.
+
+The old policy samples. It follows the trained one with a lag that grows over the run (`nft_decay`).
+"""
+
+from torch import Tensor
+
+from sage_grpo.algo.matching import nft_loss
+from sage_grpo.train.algorithms.matching import Matching
+from sage_grpo.train.rollout import Pairs
+
+
+class Nft(Matching):
+    def policy_loss(
+        self, pairs: Pairs, velocity: Tensor, log_ratio: Tensor, advantages: Tensor
+    ) -> Tensor:
+        c = self.config
+        return nft_loss(
+            velocity,
+            pairs.old_velocity,
+            target=pairs.outcome,
+            sigma=pairs.sigma,
+            advantages=advantages,
+            beta=c.nft_beta,
+            largest=c.adv_clip_max,
+        )

@@ -1,0 +1,153 @@
+"""Which checkpoints a run has: names, order, what is kept, and which one to resume from."""
+
+import re
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from sage_grpo.config.fields import Config, ConfigError
+from sage_grpo.files import manifest
+from sage_grpo.models.shards import open_shards
+from sage_grpo.parallel.ranks import RankError, Ranks
+from sage_grpo.train.checkpoint import read_state
+
+# values of `resume_from_checkpoint` that are not a folder
+NEWEST = "auto"
+LAST_GOOD = "last_good"
+
+
+def step_of(path: Path) -> int:
+    """The iteration in a folder's name."""
+    return int(path.name.removeprefix("step-").partition(".")[0])
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Checkpoint folders by name, oldest first, without drafts."""
+    return [path for path in _list_with_drafts(folder) if path.suffix != ".tmp"]
+
+
+def _list_with_drafts(folder: Path) -> list[Path]:
+    """Checkpoints and drafts, oldest first; of one step, the checkpoint comes last, before it a draft of it."""
+    folders = [
+        path
+        for path in folder.glob("step-*")
+        if re.fullmatch(r"step-\d+((\.old)?\.tmp)?", path.name)
+        and path.is_dir()
+        and not path.is_symlink()
+    ]
+    return sorted(folders, key=lambda path: (step_of(path), -len(path.suffixes)))
+
+
+def commit(
+    draft: Path,
+    target: Path,
+    hashes: Mapping[str, str],
+    config: Config,
+    on_step: Callable[[], None],
+) -> None:
+    """Give a complete draft its name and delete the checkpoints beyond `keep_checkpoints`."""
+    manifest.commit(draft, target, hashes, on_step)
+    checkpoints = list_checkpoints(target.parent)
+    for old in surplus(checkpoints, config.keep_checkpoints, config.save_interval):
+        manifest.remove(old)
+        on_step()
+
+
+def surplus(folders: Sequence[Path], keep: int, interval: int) -> list[Path]:
+    """All but `keep` of these checkpoints, and never the newest: first those that time or a signal asked for."""
+    committed = [path for path in folders if (path / manifest.NAME).is_file()]
+
+    def is_regular(path: Path) -> bool:
+        return not interval or step_of(path) % interval == 0
+
+    order = sorted(committed[:-1], key=is_regular)
+    return order[: max(0, len(committed) - keep)]
+
+
+def tidy(folder: Path, step: int, resumed_from: Path | None = None) -> None:
+    """Before resuming after `step`: move later checkpoints aside (superseded or damaged), and remove drafts.
+
+    A complete draft from which the run resumes gets its final name.
+    """
+    draft = None
+    if resumed_from is not None and resumed_from.parent == folder and resumed_from.suffix == ".tmp":
+        draft = resumed_from
+    last_kept = step - 1 if draft else step
+    for path in list_checkpoints(folder):
+        if step_of(path) > last_kept:
+            number = 1 + len(list(folder.glob(f"{path.name}.aside*")))
+            path.rename(path.with_name(f"{path.name}.aside{number}"))
+    if draft:
+        draft.rename(folder / f"step-{step:06d}")
+        manifest.sync(folder)
+
+    for leftover in folder.glob("step-*.tmp"):
+        if leftover.is_symlink():
+            leftover.unlink()
+        else:
+            shutil.rmtree(leftover)
+
+
+def check_files(path: Path, ranks: Ranks) -> None:
+    """Verify every byte of this rank's share of the files."""
+    manifest.check(path, share=slice(ranks.world_rank, None, ranks.world))
+    if re.match(r"step-\d+", path.name):
+        step = read_state(path)["step"]
+        if step != step_of(path):
+            raise manifest.Damaged(f"{path} holds iteration {step}: it was renamed")
+
+
+def check_good(path: Path, ranks: Ranks) -> None:
+    """Reject a checkpoint that was written while the run diverged; each rank reads its share of the tensors."""
+    if skipped := read_state(path)["skipped_in_a_row"]:
+        raise manifest.Damaged(f"{skipped} updates before it were skipped as not finite")
+    stored = [
+        (part, name, weights)
+        for part, weights in open_shards(path).items()
+        for name in weights.names
+    ]
+    for part, name, weights in stored[ranks.world_rank :: ranks.world]:
+        if not weights.read(name).isfinite().all():
+            raise manifest.Damaged(f"its {part}/{name} is not finite")
+
+
+def choose(run_folder: Path, wanted: str, ranks: Ranks) -> Path | None:
+    """The checkpoint that `resume_from_checkpoint` names; `auto` is the run's newest intact one, if any.
+
+    A complete draft counts: its writer was killed just before it got its name.
+    """
+    if wanted not in (NEWEST, LAST_GOOD):
+        try:
+            ranks.together(partial(check_files, Path(wanted), ranks))
+        except RankError as error:
+            raise ConfigError(
+                f"resume_from_checkpoint {wanted} is not a complete checkpoint: {error}"
+            ) from error
+        return Path(wanted)
+
+    candidates = _candidates(run_folder / "checkpoints", ranks)
+    checks = [check_files, check_good] if wanted == LAST_GOOD else [check_files]
+    for path in reversed(candidates):
+        try:
+            for check in checks:
+                ranks.together(partial(check, path, ranks))
+            return path
+        except RankError as error:
+            ranks.log_once(f"{path.name} is damaged and left out: {error}")
+    if candidates:
+        raise ConfigError(
+            f"resume_from_checkpoint is {wanted}, but all checkpoints in {run_folder} are damaged"
+        )
+    ranks.log_once(f"{run_folder} holds no checkpoint: starting from the beginning")
+    return None
+
+
+def _candidates(folder: Path, ranks: Ranks) -> list[Path]:
+    """Checkpoints and complete drafts, oldest first, as the first rank sees them."""
+
+    def look() -> list[tuple[Path, bool]]:
+        return [(path, (path / manifest.NAME).is_file()) for path in _list_with_drafts(folder)]
+
+    listed = ranks.together(look)[0]
+    return [path for path, is_complete in listed if is_complete or path.suffix != ".tmp"]

@@ -1,0 +1,72 @@
+"""What a checkpoint holds for other software: the adapter or all weights, and the model card."""
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from sage_grpo.config.fields import Config, ConfigError
+from sage_grpo.files.tensor_files import TensorFile
+from sage_grpo.models.backbone import Backbone
+from sage_grpo.parallel.ranks import Ranks
+from sage_grpo.rewards.base import Composite
+from sage_grpo.runs.card import model_card
+from sage_grpo.runs.folder import RunFolder
+from sage_grpo.runs.history import RunHistory, read_run
+from sage_grpo.train.checkpoint import plain_config
+from sage_grpo.train.state import TrainState
+
+ALWAYS_NAMED = (
+    "pretrained_model_root",
+    "use_lora",
+)  # settings that a card names even if they are defaults
+
+
+@dataclass(eq=False)
+class Export:
+    """Makes the files; all ranks must call."""
+
+    backbone: Backbone
+    config: Config
+    ranks: Ranks
+    run: RunFolder
+    reward: Composite
+    base_weights: str  # fingerprint of the weights that training started from
+
+    def is_due(self, step: int) -> bool:
+        """Whether the checkpoint of iteration `step` can be read by other software; one with an adapter always can."""
+        c = self.config
+        scheduled = bool(c.export_interval) and step % c.export_interval == 0
+        return scheduled or c.use_lora or step == c.max_steps
+
+    def files(self, state: TrainState) -> dict[str, TensorFile | str | bytes]:
+        """This rank's files: averaged weights if there are any, and on the first rank the card."""
+        ranks = self.ranks
+        with state.optimization.using(state.optimization.average):
+            files = self.backbone.exported(self.config.use_lora, ranks.world_rank, ranks.world)
+        if ranks.first:
+            files.update(self.card(state.settled_step))
+        return files
+
+    def card(self, step: int) -> dict[str, str | bytes]:
+        """The model card, with the settings that are not defaults."""
+        try:
+            history = read_run(self.run.path)
+        except (OSError, ConfigError) as error:  # a checkpoint is worth more than its card
+            history = RunHistory(self.run.path, [], [], [])
+            print(f"the model card of iteration {step} has no curve: {error}", file=sys.stderr)
+        return model_card(
+            self._settings(),
+            history,
+            base=self.base_weights,
+            step=step,
+            reward=self.reward,
+            image=self.backbone.sees_image,
+        )
+
+    def _settings(self) -> dict[str, Any]:
+        defaults = plain_config(Config())
+        return {
+            name: value
+            for name, value in plain_config(self.config).items()
+            if name in ALWAYS_NAMED or value != defaults.get(name)
+        }

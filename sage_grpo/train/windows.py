@@ -1,0 +1,63 @@
+"""Windows: the denoising steps in which a clip explores, and which it trains.
+
+Outside its window a clip follows the ODE, which has no log-probability: there it may be computed in any way that is
+cheap.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from sage_grpo import rng
+from sage_grpo.config.windows import WindowForm
+
+
+@dataclass(frozen=True)
+class Windows:
+    """The windows of a run; `build_windows` fits them to its sampler."""
+
+    form: WindowForm
+    size: int  # denoising steps of a window
+    first: int  # first step at which a window may start
+    places: int  # number of steps at which a window may start
+    seed: int
+
+    @property
+    def steps(self) -> range:
+        """All steps that may be in a window."""
+        return range(self.first, self.first + self.places - 1 + self.size)
+
+    def start(self, step: int, prompt_index: int, group: int) -> int:
+        """First denoising step of the window of a prompt's group in iteration `step`."""
+        group_key = {"prompt": prompt_index, "sample": group} if self.form.per_group else {}
+        if self.form.kind == "random":
+            return self.first + rng.integer(
+                self.places, self.seed, "window", step=step, **group_key
+            )
+        phase = 0
+        if self.form.per_group:
+            phase = rng.integer(self.places, self.seed, "window", prompt=prompt_index)
+        return self.first + (phase + step // self.form.every) % self.places
+
+
+def build_windows(form: WindowForm, stochastic: Tensor, seed: int) -> Windows:
+    """Windows among the steps that can have noise, `stochastic` (T,) bool, which are consecutive in every sampler."""
+    noisy = stochastic.nonzero().flatten().tolist()
+    if not form.last_step:
+        noisy = [step for step in noisy if step < len(stochastic) - 1]
+    if not noisy:
+        raise ValueError(
+            "the schedule has no stochastic step to train: choose an sde_type other than ode, or eta > 0"
+        )
+
+    size = len(noisy) if form.size is None else form.size
+    if size > len(noisy):
+        raise ValueError(
+            f"sde_window has a SIZE of {size}; it can be at most {len(noisy)}, the steps that explore"
+        )
+    return Windows(form, size, first=noisy[0], places=len(noisy) - size + 1, seed=seed)
+
+
+def num_trained(window_size: int, fraction: float) -> int:
+    """How many of a window's denoising steps each clip trains."""
+    return max(1, round(fraction * window_size))
