@@ -14,17 +14,26 @@ import numpy as np
 
 from sage_grpo.config.fields import ConfigError
 
+Line = dict[str, Any]  # of metrics.jsonl: kind, step, metrics
+
 # metrics under reward/ that are not scores
 BATCH_STATISTICS = ("total", "std", "group_std", "failed", "starved_groups", "flat_groups", "error")
-KINDS = ("run", "train", "validation")  # of line in metrics.jsonl
-FIELDS = dict.fromkeys(("time", "device", "world"), str) | dict.fromkeys(
-    ("step", "ranks", "trainable_parameters"), int
-)
-FIELDS |= dict.fromkeys(("versions", "perfect", "vae_floor", "schedule", "per_step"), dict)
-LARGEST_STEP, LARGEST = (
-    2**53,
-    1e100,
-)  # beyond LARGEST a value is shown as missing: axes and squares would overflow
+KINDS = ("run", "train", "validation")  # of line
+FIELD_TYPES = {
+    "time": str,
+    "device": str,
+    "world": str,
+    "step": int,
+    "ranks": int,
+    "trainable_parameters": int,
+    "versions": dict,
+    "perfect": dict,
+    "vae_floor": dict,
+    "schedule": dict,
+    "per_step": dict,
+}
+LARGEST_STEP = 2**53
+LARGEST = 1e100  # beyond it a value is shown as missing: axes and squares would overflow
 
 
 class RunError(ConfigError):
@@ -34,12 +43,13 @@ class RunError(ConfigError):
 @dataclass(frozen=True)
 class RunHistory:
     folder: Path
-    starts: list[dict[str, Any]]  # the "run" lines: the start and each resume
-    train: list[dict[str, Any]]  # one line per iteration, in order
-    validations: list[dict[str, Any]]  # by iteration
+    starts: list[Line]  # the "run" lines: the start and each resume
+    train: list[Line]  # one line per logged iteration, in order
+    validations: list[Line]  # by iteration
 
     @property
-    def head(self) -> dict[str, Any]:
+    def head(self) -> Line:
+        """The line of the last start."""
         return self.starts[-1] if self.starts else {}
 
     @property
@@ -73,9 +83,10 @@ class RunHistory:
         """A metric by iteration and denoising step, (N, T); T is 0 if no line has it."""
         rows = [numbers((line.get("per_step") or {}).get(key), key) for line in self.train]
         steps = max(map(len, rows), default=0)
-        return np.array([[*row, *[math.nan] * (steps - len(row))] for row in rows]).reshape(
-            len(rows), steps
-        )
+        grid = np.full((len(rows), steps), math.nan)
+        for i, row in enumerate(rows):
+            grid[i, : len(row)] = row
+        return grid
 
 
 def column(lines: Sequence[Mapping[str, Any]], key: str) -> np.ndarray:
@@ -84,55 +95,66 @@ def column(lines: Sequence[Mapping[str, Any]], key: str) -> np.ndarray:
 
 
 def numbers(values: Any, name: str) -> list[float]:
-    """A list of numbers from a file; nothing stands for an empty one."""
-    if not isinstance(values or [], list):
+    """A list of numbers from a file; null stands for an empty one."""
+    values = values or []
+    if not isinstance(values, list):
         raise RunError(f"{name} is {values!r:.100}; a list of numbers is expected")
-    return [as_float(value, name) for value in values or ()]
+    return [as_float(value, name) for value in values]
 
 
 def as_float(value: Any, name: str = "a metric") -> float:
     """A number from a file; NaN for null and for what is too large to be shown."""
-    if value is not None and not isinstance(value, (int, float)):
+    if value is None:
+        return math.nan
+    if not isinstance(value, (int, float)):
         raise RunError(f"{name} is {value!r:.100}; a number is expected")
-    return math.nan if value is None or not abs(value) < LARGEST else float(value)
+    return float(value) if abs(value) < LARGEST else math.nan
 
 
 def read_run(folder: Path) -> RunHistory:
     path = folder / "metrics.jsonl"
     if not path.is_file():
         raise RunError(f"{folder} is not a run folder: it holds no metrics.jsonl")
-    starts, kept = [], {"train": {}, "validation": {}}
-    for kind, step, line in _lines(path):
-        if kind == "run":  # a resume repeats iterations: later lines of an earlier start are void
-            starts.append(line)
-            kept = {
-                name: {n: old for n, old in lines.items() if n <= step}
-                for name, lines in kept.items()
-            }
-        else:
-            kept[kind][step] = line
-    if not (starts or kept["train"] or kept["validation"]):
+
+    starts: list[Line] = []
+    by_step: dict[str, dict[int, Line]] = {"train": {}, "validation": {}}
+    for line in _read_lines(path):
+        kind, step = line["kind"], line["step"]
+        if kind != "run":
+            by_step[kind][step] = line
+            continue
+        starts.append(line)
+        # a resume repeats iterations: what an earlier start wrote after this one is void
+        for name, lines in by_step.items():
+            by_step[name] = {n: earlier for n, earlier in lines.items() if n <= step}
+
+    train = list(by_step["train"].values())
+    validations = list(by_step["validation"].values())
+    if not (starts or train or validations):
         raise RunError(f"{path} holds no metrics yet")
-    return RunHistory(
-        folder, starts, list(kept["train"].values()), list(kept["validation"].values())
-    )
+    return RunHistory(folder, starts, train, validations)
 
 
-def _lines(path: Path) -> list[tuple[str, int, dict[str, Any]]]:
-    """Kind, step and content of each line, except a last line cut short by a crash."""
-    raw, lines = path.read_bytes().splitlines(), []
-    for number, text in enumerate(raw, 1):
+def _read_lines(path: Path) -> list[Line]:
+    """All lines, except a last one cut short by a crash."""
+    texts = path.read_bytes().splitlines()
+    lines = []
+    for number, text in enumerate(texts, 1):
         try:
             line = json.loads(text)
-            wrong = [
-                key for key, kind in FIELDS.items() if not isinstance(line.get(key), kind | None)
-            ]
-            if wrong or line["kind"] not in KINDS or not abs(line["step"]) < LARGEST_STEP:
-                raise ValueError(wrong)
-            lines.append((line["kind"], line["step"], line))
+            _check_line(line)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            if number < len(raw):
-                raise RunError(
-                    f"{path}, line {number} is damaged; fix or delete that line"
-                ) from error
+            if number == len(texts):
+                break
+            raise RunError(f"{path}, line {number} is damaged; fix or delete that line") from error
+        lines.append(line)
     return lines
+
+
+def _check_line(line: Any) -> None:
+    """ValueError or another error unless it is a line of known kind, with fields of the right types."""
+    for key, field_type in FIELD_TYPES.items():
+        if not isinstance(line.get(key), field_type | None):
+            raise ValueError(f"{key} is {line[key]!r:.100}")
+    if line["kind"] not in KINDS or not abs(line["step"]) < LARGEST_STEP:
+        raise ValueError(f"kind {line['kind']!r:.20}, step {line['step']!r:.20}")

@@ -15,17 +15,34 @@ import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from sage_grpo.config.fields import ConfigError
 from sage_grpo.exit_codes import FAILED
 
 NAME = "lock"
-BEAT, LOOK = 5.0, 1.0  # seconds between renewals, and between looks at somebody else's lock
-STALE = 60
+BEAT = 5.0  # seconds between renewals
+LOOK = 1.0  # seconds between looks at somebody else's lock
+STALE = 60  # looks
 WAIT = 120.0  # seconds that a patient start waits for the end of another run
 
-Seen = tuple[bytes, int]  # content and modification time of a lock
+
+@dataclass(frozen=True)
+class Seen:
+    """A lock file as one look found it."""
+
+    content: bytes
+    modified: int  # nanoseconds
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Whom a lock names."""
+
+    description: str  # for messages
+    pid: str  # of a process on this machine; empty for all others
+    started: str  # when that process started
 
 
 class Lock:
@@ -33,94 +50,121 @@ class Lock:
 
     def __init__(self, folder: Path, patient: bool, wait: float) -> None:
         """ConfigError says who holds the folder; a `patient` start waits `wait` seconds for that run to end."""
-        made = [place for place in (folder, *folder.parents) if not place.exists()]
-        pid, stop = os.getpid(), threading.Event()
-        who = f"process {pid} on {platform.node()} since {time.strftime('%F %T %z')}"
-        words = (who, _machine(), str(pid), _started(str(pid)), secrets.token_hex(8))
-        self.path, self.mine = folder / NAME, "\n".join(words).encode()
-        self.looks: dict[
-            Path, tuple[Seen, int]
-        ] = {}  # locks as last seen, and how many times unchanged
-        self.release = weakref.finalize(self, _release, self.path, self.mine, made, stop, pid)
+        pid = os.getpid()
+        self.path = folder / NAME
+        self.content = _content(pid)
+        self.looks: dict[Path, tuple[Seen, int]] = {}  # as last seen, and how often unchanged since
+
+        new_folders = [place for place in (folder, *folder.parents) if not place.exists()]
+        stop = threading.Event()
+        self.release = weakref.finalize(
+            self, _release, self.path, self.content, new_folders, stop, pid
+        )
         try:
             self._acquire(patient, wait)
         except BaseException:
             self.release()
             raise
-        for left in folder.glob(f"{NAME}.after-*"):  # by a start that was killed while it took over
-            left.unlink(missing_ok=True)
+
+        for leftover in folder.glob(f"{NAME}.after-*"):  # of a start killed while it took over
+            leftover.unlink(missing_ok=True)
         threading.Thread(
-            target=_renew, args=(self.path, self.mine, stop), name="lock", daemon=True
+            target=_renew, args=(self.path, self.content, stop), name="lock", daemon=True
         ).start()
 
     def _acquire(self, patient: bool, wait: float) -> None:
-        folder, end, before = self.path.parent, time.monotonic() + wait, None
-        while folder.mkdir(parents=True, exist_ok=True) or not _create(self.path, self.mine):
-            if (held := _look(self.path)) is None:
+        folder = self.path.parent
+        deadline = time.monotonic() + wait
+        previous = None
+        while True:
+            folder.mkdir(parents=True, exist_ok=True)
+            if _create(self.path, self.content):
+                return
+            seen = _look(self.path)
+            if seen is None:  # released in between
                 continue
-            if stale := self._is_stale(self.path, held):
-                self._remove(self.path, held)
-                if _look(self.path) != held:
+            stale = self._is_stale(self.path, seen)
+            if stale:
+                self._remove(self.path, seen)
+                if _look(self.path) != seen:
                     continue
-            who, pid, _ = _owner(held[0])
-            lives = not stale and (pid or (who and before not in (None, held)))
-            text = f"output_dir {folder} is in use by {who or 'an unknown process'}"
-            if (lives and not patient) or time.monotonic() > end:
+
+            owner = _owner(seen.content)
+            renewed = previous is not None and seen != previous
+            alive = not stale and (owner.pid or (owner.description and renewed))
+            in_use = f"output_dir {folder} is in use by {owner.description or 'an unknown process'}"
+            if (alive and not patient) or time.monotonic() > deadline:
                 raise ConfigError(
-                    f"{text}; wait until that run has ended, stop it, or give another output_dir"
+                    f"{in_use}; wait until that run has ended, stop it, or give another output_dir"
                 )
-            if before is None:
-                print(
-                    f"note: {text}; waiting up to {wait:g} s until it has ended or seems dead",
-                    file=sys.stderr,
-                )
-            before = held
+            if previous is None:
+                _print(f"note: {in_use}; waiting up to {wait:g} s until it has ended or seems dead")
+            previous = seen
             time.sleep(LOOK)
 
-    def _is_stale(self, path: Path, held: Seen) -> bool:
-        _, pid, started = _owner(held[0])
-        if pid:
-            return pid == str(os.getpid()) or _started(pid) != started
-        before, count = self.looks.get(path, (None, 0))
-        self.looks[path] = held, count + 1 if held == before else 0
-        return self.looks[path][1] >= STALE
+    def _is_stale(self, path: Path, seen: Seen) -> bool:
+        owner = _owner(seen.content)
+        if owner.pid:
+            is_this_process = owner.pid == str(os.getpid())
+            return is_this_process or _start_time(owner.pid) != owner.started
+        previous, unchanged = self.looks.get(path, (None, 0))
+        unchanged = unchanged + 1 if seen == previous else 0
+        self.looks[path] = seen, unchanged
+        return unchanged >= STALE
 
-    def _remove(self, path: Path, held: Seen) -> None:
+    def _remove(self, path: Path, seen: Seen) -> None:
         """Remove a stale lock, unless somebody else is about to."""
-        second = path.with_name(f"{NAME}.after-{held[1]}")
-        if _create(second, self.mine):
-            if _look(path) == held:
+        second_path = path.with_name(f"{NAME}.after-{seen.modified}")
+        if _create(second_path, self.content):
+            if _look(path) == seen:
                 path.unlink(missing_ok=True)
-            second.unlink(missing_ok=True)
-        elif (other := _look(second)) and self._is_stale(second, other):
-            self._remove(second, other)
+            second_path.unlink(missing_ok=True)
+            return
+        second = _look(second_path)
+        if second and self._is_stale(second_path, second):
+            self._remove(second_path, second)
+
+
+# content of a lock
+
+
+def _content(pid: int) -> bytes:
+    description = f"process {pid} on {platform.node()} since {time.strftime('%F %T %z')}"
+    lines = (description, _machine(), str(pid), _start_time(str(pid)), secrets.token_hex(8))
+    return "\n".join(lines).encode()
+
+
+def _owner(content: bytes) -> Owner:
+    """The owner, as far as it can be read."""
+    lines = [*content.decode(errors="replace").split("\n"), "", "", ""]
+    description, machine, pid, started = lines[:4]
+    description = description[:200] if description.isprintable() else ""
+    if machine == _machine() and pid.isdecimal():
+        return Owner(description, pid, started)
+    return Owner(description, pid="", started="")
 
 
 def _machine() -> str:
     """What processes that see each other have in common."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    seen = (
-        f"{boot.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
-        if boot.exists()
-        else f"only {os.getpid()}"
-    )
-    return f"{platform.node()} {seen} user {os.getuid()}"
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    if boot_id.exists():
+        namespace = f"{boot_id.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    else:
+        namespace = f"only {os.getpid()}"
+    return f"{platform.node()} {namespace} user {os.getuid()}"
 
 
-def _started(pid: str) -> str:
+def _start_time(pid: str) -> str:
     """When a process started, in ticks after the boot; empty if it has ended."""
     try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return ""
+    state, *fields = stat.rpartition(b")")[2].decode().split()
     return "" if state in "ZX" else fields[18]  # a zombie has ended; its parent does not know yet
 
 
-def _owner(content: bytes) -> tuple[str, str, str]:
-    """Whom a lock names, and for a process of this machine its number and start; empty where that is unknown."""
-    who, machine, pid, started, *_ = (*content.decode(errors="replace").split("\n"), "", "", "")
-    here = machine == _machine() and pid.isdecimal()
-    return who[:200] if who.isprintable() else "", *((pid, started) if here else ("", ""))
+# the file
 
 
 def _create(path: Path, content: bytes) -> bool:
@@ -142,48 +186,49 @@ def _look(path: Path) -> Seen | None:
     """None if there is no lock. It is opened, because for that NFS asks the server."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-            return file.read(4096), os.fstat(file.fileno()).st_mtime_ns
+            return Seen(file.read(4096), os.fstat(file.fileno()).st_mtime_ns)
     except FileNotFoundError:
         return None
 
 
-def _renew(path: Path, mine: bytes, stop: threading.Event) -> None:
+def _renew(path: Path, content: bytes, stop: threading.Event) -> None:
     """Runs in a thread. A deleted lock is created again; if another run has the folder, this process ends."""
     while not stop.wait(BEAT):
         try:
-            if (held := _look(path)) is None:
-                if _create(path, mine) and stop.is_set():
+            seen = _look(path)
+            if seen is None:
+                if _create(path, content) and stop.is_set():
                     path.unlink(missing_ok=True)
-            elif held[0] == mine:
+            elif seen.content == content:
                 os.utime(path)
             elif not stop.is_set():
-                who, pid, _ = _owner(held[0])
-                if pid == str(os.getpid()):  # this process has opened the folder again
+                owner = _owner(seen.content)
+                if owner.pid == str(os.getpid()):  # this process has opened the folder again
                     return
-                text = f"output_dir {path.parent} was taken over by {who or 'an unknown process'}"
-                print(
-                    f"post_train.py: {text}; this run stops and writes no more to it",
-                    file=sys.stderr,
-                    flush=True,
+                _print(
+                    f"post_train.py: output_dir {path.parent} was taken over by"
+                    f" {owner.description or 'an unknown process'}; this run stops and writes no more to it"
                 )
                 os._exit(FAILED)
         except OSError as error:
-            print(
-                f"note: {path} could not be renewed, trying again: {error}",
-                file=sys.stderr,
-                flush=True,
-            )
+            _print(f"note: {path} could not be renewed, trying again: {error}")
 
 
 def _release(
-    path: Path, mine: bytes, made: Sequence[Path], stop: threading.Event, pid: int
+    path: Path, content: bytes, new_folders: Sequence[Path], stop: threading.Event, pid: int
 ) -> None:
     """Remove the lock, and the folders made for it if they are empty; a fork does not."""
     stop.set()
-    with suppress(
-        OSError
-    ):  # a folder is not empty; a lock that has to stay is stale once this process has ended
-        if pid == os.getpid() and (held := _look(path)) and held[0] == mine:
+    if pid != os.getpid():
+        return
+    # a folder may not be empty; a lock that has to stay is stale once this process has ended
+    with suppress(OSError):
+        seen = _look(path)
+        if seen and seen.content == content:
             path.unlink()
-        for folder in made if pid == os.getpid() else ():
+        for folder in new_folders:
             folder.rmdir()
+
+
+def _print(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -124,7 +124,7 @@ def test_a_patient_start_waits_for_a_release_and_not_for_ever(tmp_path, holder, 
     timer.start()
     held = take(tmp_path, patient=True)
     timer.join()
-    assert process.returncode == 0 and (tmp_path / NAME).read_bytes() == held.mine
+    assert process.returncode == 0 and (tmp_path / NAME).read_bytes() == held.content
     assert capfd.readouterr().err.count(f"in use by process {process.pid} ") == 2  # once per start
 
 
@@ -135,7 +135,7 @@ def test_a_killed_process_is_succeeded_at_once(tmp_path, holder):
 
 def test_a_process_with_the_number_of_a_dead_one_is_not_taken_for_it(tmp_path):
     held = take(tmp_path)
-    who, machine, _, started, token = held.mine.decode().split("\n")
+    who, machine, _, started, token = held.content.decode().split("\n")
     held.release()
     (tmp_path / NAME).write_text("\n".join([who, machine, "1", started, token]))
     take(tmp_path, wait=0).release()
@@ -146,7 +146,7 @@ def test_a_process_may_open_its_folder_again(tmp_path):
     again = take(tmp_path, wait=0)
     first.release()
     until(lambda: sum(thread.name == "lock" for thread in threading.enumerate()) == 1)
-    assert (tmp_path / NAME).read_bytes() == again.mine
+    assert (tmp_path / NAME).read_bytes() == again.content
 
 
 @pytest.mark.parametrize("clock", [0, 4e9], ids=["late", "early"])
@@ -158,7 +158,7 @@ def test_a_lock_from_elsewhere_is_stale_once_it_is_seen_not_to_change(tmp_path, 
     held = take(tmp_path)
     assert (
         tmp_path / NAME
-    ).read_bytes() == held.mine and "in use by process 7 on far-away" in capfd.readouterr().err
+    ).read_bytes() == held.content and "in use by process 7 on far-away" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("how", ["renewed", "rewritten"])
@@ -220,7 +220,7 @@ def test_a_start_that_is_killed_while_it_takes_over_is_no_obstacle(tmp_path, hol
     held = take(tmp_path, patient=True)
     assert [path.name for path in tmp_path.iterdir()] == [NAME] and (
         tmp_path / NAME
-    ).read_bytes() == held.mine
+    ).read_bytes() == held.content
 
 
 def test_a_deleted_lock_comes_back(tmp_path):
@@ -230,7 +230,7 @@ def test_a_deleted_lock_comes_back(tmp_path):
     (tmp_path / "run").rename(tmp_path / "away")  # no error of its thread either
     time.sleep(0.1)
     (tmp_path / "away").rename(tmp_path / "run")
-    assert (tmp_path / "run" / NAME).read_bytes() == held.mine
+    assert (tmp_path / "run" / NAME).read_bytes() == held.content
 
 
 def test_a_full_disk_does_not_make_a_lock_stale(tmp_path):
@@ -241,7 +241,7 @@ def test_a_full_disk_does_not_make_a_lock_stale(tmp_path):
             (tmp_path / "disk" / "more").write_bytes(b"1" * 5000)
         first = path.stat().st_mtime_ns
         until(lambda: path.stat().st_mtime_ns > first)
-        assert path.read_bytes() == held.mine
+        assert path.read_bytes() == held.content
         held.release()
 
 
@@ -281,13 +281,13 @@ def test_nobody_takes_over_between_the_last_look_and_the_removal(tmp_path, holde
     assert (
         looks[:2] == [NAME, NAME] and "is in use by" in answers[0].stderr and not answers[0].stdout
     )
-    assert (tmp_path / NAME).read_bytes() == held.mine
+    assert (tmp_path / NAME).read_bytes() == held.content
 
 
 RACE = """
 import json, multiprocessing, os, sys
 from pathlib import Path
-from sage_grpo.config import ConfigError
+from sage_grpo.config.fields import ConfigError
 from sage_grpo.runs import lock
 
 def race(folders, gate, answers):
