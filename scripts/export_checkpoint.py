@@ -44,7 +44,7 @@ from torch import Tensor
 
 from sage_grpo.files import manifest
 from sage_grpo.models.hunyuan15.folder import ModelFolder
-from sage_grpo.models.hunyuan15.tencent import RULES, diffusers_config, translate
+from sage_grpo.models.hunyuan15.tencent import RULES, SETTINGS, diffusers_config, translate
 from sage_grpo.models.hunyuan15.transformer import PackedTransformer
 from sage_grpo.models.lora import LORA_FILE, read_adapter
 from sage_grpo.models.registry import open_backbone
@@ -148,9 +148,9 @@ def to_tencent(part: str, names: Iterable[str]) -> dict[str, tuple[Rows, ...]]:
         if not known:
             raise ValueError(f"the {part} tensor {name} has no place in Tencent's layout")
         [(rule, new)] = known
-        found = blocks.setdefault(new, [None] * rule.of)
+        found = blocks.setdefault(new, [None] * rule.num_blocks)
         for position, block in enumerate(rule.blocks):
-            found[block] = (name, position, len(rule.blocks))
+            found[block] = Rows(name, position, len(rule.blocks))
     for new, found in blocks.items():
         if None in found:
             raise ValueError(
@@ -171,7 +171,7 @@ def tencent_transformer_config(config: dict[str, Any]) -> dict[str, Any]:
         "concat_condition": True,
         "mm_single_blocks_depth": 0,
     }
-    renamed = {rule.tencent: config[rule.diffusers] for rule in RULES["transformer settings"]}
+    renamed = {theirs: config[ours] for theirs, ours in SETTINGS["transformer"].items()}
     return renamed | own | {"hidden_size": width, "patch_size": patch}
 
 

@@ -38,7 +38,7 @@ from sage_grpo.algo.sde import build_schedule, flow_sigmas
 from sage_grpo.data.requests import Request
 from sage_grpo.models.backbone import Sampling
 from sage_grpo.models.embeddings import Embeddings
-from sage_grpo.models.hunyuan15.backbone import TIMESTEPS
+from sage_grpo.models.latent import TIMESTEPS
 from sage_grpo.models.hunyuan15.folder import ModelFolder
 from sage_grpo.models.hunyuan15.text import TextConditioning, TextEncoder
 from sage_grpo.models.hunyuan15.transformer import PackedTransformer

@@ -54,10 +54,10 @@ class Sampling:
     """How a model is meant to be sampled: clip size, frames per second and ODE settings."""
 
     frames: int
-    height: int
-    width: int
+    height: int  # pixels
+    width: int  # pixels
     fps: int
-    shift: float
+    shift: float  # of the noise levels
     guidance: float
     num_steps: int
 
@@ -68,7 +68,8 @@ class Sampling:
     @classmethod
     def from_json(cls, path: Path) -> "Sampling":
         """Read a `sampling.json`; missing keys, unknown keys and values other than positive numbers are errors."""
-        values, kinds = read_object(path), {field.name: field.type for field in fields(cls)}
+        values = read_object(path)
+        kinds = {field.name: field.type for field in fields(cls)}
         if sorted(values) != sorted(kinds):
             raise ValueError(f"{path} has keys {sorted(values)}; it needs exactly {sorted(kinds)}.")
         check_kinds(path, values, kinds)
@@ -90,12 +91,16 @@ class Backbone(ABC):
     an fp64 model).
     """
 
+    # set by subclasses
     sampling: Sampling  # of generate.py and validation
-    decode_gb = 0.0  # clips whose decode needs more are tiled
-    compiled = False  # whether the decoder is
-    negative_prompt = ""  # of guidance, by default
+    max_tokens: float = math.inf  # most text tokens that the model reads
+    negative_prompt = ""  # default for guidance
     sees_image = False  # whether every clip begins with the image of its request
     lora_targets: tuple[str, ...]  # linear layers of a block that get an adapter by default
+
+    # may be set after construction
+    decode_gb = 0.0  # GB; clips whose decoding needs more memory are tiled
+    compiled = False  # whether the decoder is compiled
 
     def __init__(
         self,
@@ -106,8 +111,11 @@ class Backbone(ABC):
         version: str | None = None,
     ) -> None:
         """cache_dir: keeps embeddings between runs. version: selects a transformer if the folder has several."""
-        self.folder, self.device, self.dtype = Path(folder), torch.device(device), dtype
-        self.cache_dir, self.version = cache_dir, version
+        self.folder = Path(folder)
+        self.device = torch.device(device)
+        self.dtype = dtype
+        self.cache_dir = cache_dir
+        self.version = version
 
     def check(self) -> None:  # noqa: B027 - not every layout has something to check
         """Reject an incomplete folder before anything is loaded."""
@@ -116,16 +124,20 @@ class Backbone(ABC):
 
     def check_requests(self, requests: Sequence[Request]) -> None:
         """Reject requests without the image that the model animates, or with one that it would not see."""
-        what = f"{self.folder} is a text-to-video model; take the image away from"
-        if self.sees_image:
-            what = f"{self.folder} animates images; give generate.py an --image, or its file a column `image`, for"
-        if wrong := next(
-            (one for one in requests if (one.image is not None) != self.sees_image), None
-        ):
-            raise ValueError(f"{what} the prompt {wrong.text[:80]!r}")
+        for request in requests:
+            prompt = f"the prompt {request.text[:80]!r}"
+            if self.sees_image and request.image is None:
+                raise ValueError(
+                    f"{self.folder} animates images; give generate.py an --image, or the prompt file a column "
+                    f"`image`, for {prompt}"
+                )
+            if not self.sees_image and request.image is not None:
+                raise ValueError(
+                    f"{self.folder} is a text-to-video model; remove the image from {prompt}"
+                )
 
     def default_size(self, request: Request) -> tuple[int, int]:
-        """Height and width of a clip whose size nobody chose."""
+        """Height and width of a clip in pixels, where the user chose none."""
         return self.sampling.height, self.sampling.width
 
     @abstractmethod
@@ -145,23 +157,21 @@ class Backbone(ABC):
         self.embeddings.prepare(requests, rank, count)
 
     def num_tokens(self, cond: Conditioning) -> int:
-        """Text tokens of a conditioning."""
+        """Number of text tokens of a conditioning."""
         return 0
-
-    max_tokens: float = math.inf  # most text tokens that the model reads
 
     # sampling
 
     @property
     def rollout_size(self) -> tuple[int, int, int]:
-        """Frames, height and width of a rollout; full-size models roll out less than they can sample."""
+        """Frames, height and width of a rollout; full-size models roll out smaller clips than they can sample."""
         return self.sampling.frames, self.sampling.height, self.sampling.width
 
     @abstractmethod
     def branch(self, x: Tensor, sigma: Tensor | float, cond: Conditioning) -> Tensor:
         """Velocity without guidance, at least fp32, for latents x (B, C, T, y, x); sigma is a scalar or (B,).
 
-        With prompts_per_forward, `cond` may be of several prompts: its tensors then have the B clips as first axis.
+        With prompts_per_forward, `cond` may hold several prompts: its tensors then have the B clips as first dim.
         """
 
     def velocity(
@@ -171,15 +181,15 @@ class Backbone(ABC):
 
         Both branches carry gradients, and see the same image if there is one.
         """
-        positive, scale, negative = self.branch(x, sigma, cond), guidance.scale, guidance.negative
-        if math.isclose(scale, 1.0):
-            return positive
-        if negative is None:
+        v_pos = self.branch(x, sigma, cond)
+        if math.isclose(guidance.scale, 1.0):
+            return v_pos
+        if guidance.negative is None:
             raise ValueError(
-                f"guidance {scale} needs a negative conditioning; encode the negative prompt ('')."
+                f"guidance {guidance.scale} needs a negative conditioning; encode the negative prompt ('')."
             )
-        unguided = self.branch(x, sigma, negative.seeing(cond))
-        return unguided + scale * (positive - unguided)
+        v_neg = self.branch(x, sigma, guidance.negative.seeing(cond))
+        return v_neg + guidance.scale * (v_pos - v_neg)
 
     @abstractmethod
     def decode(self, latents: Tensor) -> Tensor:
@@ -209,15 +219,18 @@ class Backbone(ABC):
         """The denoiser weights in the folder."""
 
     def fingerprint(self) -> str:
-        """Tells the folder's denoiser weights from others: a hash of all names, shapes and some rows."""
-        weights, digest = self.open_weights(), hashlib.sha256()
+        """Identifies the folder's denoiser weights: a hash of all names and shapes, and of three rows per tensor."""
+        weights = self.open_weights()
+        digest = hashlib.sha256()
         for name in sorted(weights.names):
             shape = weights.shape(name)
             digest.update(f"{name} {shape}".encode())
-            for row in sorted({0, shape[0] // 2, shape[0] - 1}) if shape and shape[0] else ():
-                digest.update(
-                    weights.read(name, row, row + 1).contiguous().view(torch.uint8).numpy()
-                )
+            num_rows = shape[0] if shape else 0
+            if num_rows == 0:
+                continue
+            for row in sorted({0, num_rows // 2, num_rows - 1}):
+                values = weights.read(name, row, row + 1).contiguous()
+                digest.update(values.view(torch.uint8).numpy())
         return digest.hexdigest()[:16]
 
     @cached_property
@@ -231,10 +244,10 @@ class Backbone(ABC):
         checkpoint: of a full fine-tuning run, whose weights replace the folder's.
         """
         model.to_empty(device=self.device)
-        fill_model(
-            model,
-            trained_weights(checkpoint, self.open_weights) if checkpoint else self.open_weights(),
-        )
+        if checkpoint is None:
+            fill_model(model, self.open_weights())
+        else:
+            fill_model(model, trained_weights(checkpoint, self.open_weights))
         self.transformer = model
 
     def load_weights(self, path: str | Path | None) -> None:
@@ -244,14 +257,19 @@ class Backbone(ABC):
             return
         path = Path(path)
         check_exported(path)
+
         if (path / LORA_FILE).is_file():
-            return self._load_lora(path / LORA_FILE)
-        single = path.suffix == ".safetensors" and path.is_file()
-        if not single and not holds_all_weights(path):
+            self._load_lora(path / LORA_FILE)
+            return
+        if path.suffix == ".safetensors" and path.is_file():
+            weights = open_file(path)
+        elif holds_all_weights(path):
+            weights = trained_weights(path, self.open_weights)
+        else:
             raise FileNotFoundError(
                 f"checkpoint_path {path} has neither transformer/*.safetensors nor {LORA_FILE}"
             )
-        weights = open_file(path) if single else trained_weights(path, self.open_weights)
+
         if any("lora_" in name for name in weights.names):
             raise ValueError(
                 f"checkpoint_path {path} is a LoRA, which is loaded from a folder with {LORA_FILE}"
@@ -259,14 +277,14 @@ class Backbone(ABC):
         fill_model(self.transformer, weights)
 
     def _load_lora(self, file: Path) -> None:
-        """Load a LoRA file. diffusers silently skips tensors it cannot place, so they are counted."""
+        """Load a LoRA file. diffusers silently skips tensors that it cannot place, so count them."""
         tensors, settings = read_adapter(file)
         with naming(file):
             self.transformer.load_lora_adapter(tensors, prefix=None, metadata=settings)
         loaded = sum("lora_" in name for name in self.transformer.state_dict())
         if loaded != len(tensors):
             raise ValueError(
-                f"{file} holds {len(tensors)} LoRA tensors, of which this transformer took {loaded}"
+                f"{file} holds {len(tensors)} LoRA tensors, of which this transformer has a place for {loaded}"
             )
 
     def exported(
@@ -277,20 +295,28 @@ class Backbone(ABC):
         All `count` ranks must call.
         """
         if use_lora:
-            adapter = adapter_file(self.transformer)
-            return {} if rank else {LORA_FILE: adapter}
-        parameters, files = dict(self.transformer.named_parameters()), {}
+            adapter = adapter_file(self.transformer)  # a collective: every rank joins
+            return {LORA_FILE: adapter} if rank == 0 else {}
+
+        parameters = dict(self.transformer.named_parameters())
         sizes = {name: p.numel() * p.element_size() for name, p in parameters.items()}
         plan = plan_files(sizes)
+        files: dict[str, TensorFile | str] = {}
         for number, (file, names) in enumerate(plan.filename_to_tensors.items()):
-            mine = number % count == rank
-            found = ((name, full_tensor(parameters[name])) for name in names)
-            tensors = {name: host_copy(value) for name, value in found if mine}
-            files |= {f"transformer/{file}": TensorFile(tensors, {"format": "pt"})} if mine else {}
-        if not rank:
+            is_ours = number % count == rank
+            tensors = {}
+            for name in names:
+                value = full_tensor(parameters[name])  # a collective: every rank joins
+                if is_ours:
+                    tensors[name] = host_copy(value)
+            if is_ours:
+                files[f"transformer/{file}"] = TensorFile(tensors, {"format": "pt"})
+
+        if rank == 0:
             files["transformer/config.json"] = self.transformer.to_json_string()
-        if not rank and plan.is_sharded:
-            files[f"transformer/{INDEX}"] = index_text(plan.tensor_to_filename, sum(sizes.values()))
+            if plan.is_sharded:
+                index = index_text(plan.tensor_to_filename, sum(sizes.values()))
+                files[f"transformer/{INDEX}"] = index
         return files
 
     # for the planner and the doctor
@@ -300,23 +326,27 @@ class Backbone(ABC):
         """The sizes that determine a run's memory and time; needs no weights."""
 
     def awaits(self, name: str, seen: Sequence[Conditioning]) -> str:
-        """Why a trained tensor may lack a gradient after these conditionings; empty if it must have one."""
+        """Why the trained tensor `name` may lack a gradient after the conditionings `seen`; empty if it must not."""
         return ""
 
 
 def holds_all_weights(checkpoint: Path) -> bool:
     """Whether a checkpoint has all weights, in diffusers layout or as the ranks' shards."""
-    exported = any((checkpoint / "transformer").glob("*.safetensors"))
-    return exported or (
-        (checkpoint / rank_file(0)).is_file() and not (checkpoint / LORA_FILE).is_file()
-    )
+    is_exported = any((checkpoint / "transformer").glob("*.safetensors"))
+    has_shards = (checkpoint / rank_file(0)).is_file()
+    is_lora = (checkpoint / LORA_FILE).is_file()
+    return is_exported or (has_shards and not is_lora)
 
 
 def check_exported(checkpoint: Path) -> None:
     """Reject a checkpoint whose weights changed since they were written."""
-    if (checkpoint / manifest.NAME).is_file():
-        parts = [name for name in (LORA_FILE, "transformer") if (checkpoint / name).exists()]
-        manifest.check(checkpoint, (parts or ["trainer"])[0])
+    if not (checkpoint / manifest.NAME).is_file():
+        return
+    for part in (LORA_FILE, "transformer"):
+        if (checkpoint / part).exists():
+            manifest.check(checkpoint, part)
+            return
+    manifest.check(checkpoint, "trainer")
 
 
 def at_least_fp32(tensor: Tensor) -> Tensor:

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from diffusers import ModelMixin
-from torch import Tensor
+from torch import Tensor, nn
 
 from sage_grpo.models.backbone import Backbone, BrokenClip, Sampling, at_least_fp32
-from sage_grpo.models.cost import TILED, UNTILED, Architecture
+from sage_grpo.models.cost import TILED, UNTILED, Architecture, DecodeBytes
 from sage_grpo.models.denoiser import Denoiser
 from sage_grpo.models.folder import DiffusersFolder
 from sage_grpo.models.text import FolderEncoder
@@ -22,18 +22,30 @@ from sage_grpo.models.weights import Weights, load_model
 
 MOST_POSITIONS = 1 << 24  # of a clip; 720p has 110,000
 TIMESTEPS = 1000  # the model's timestep is TIMESTEPS * sigma
-# latent positions that the VAE takes together: small clips in batches, which is faster, large ones one by one
+
+# Latent positions that go through the VAE together, by device type: small clips in batches, which
+# is faster, large ones one by one.
 BATCHED = {"cpu": 512, "cuda": 4096}
 
 
 class LatentBackbone(Backbone):
-    """A backbone from a folder, with a stock VAE; subclasses have folder_, encoder_, transformer_ and vae_class."""
+    """A backbone from a folder, with a stock VAE."""
 
-    # settings of the VAE: latent channels, frames per latent frame, pixels per latent row and column
+    # classes of the parts
+    folder_class: type[DiffusersFolder]
+    encoder_class: type[FolderEncoder]
+    transformer_class: type[Denoiser]
+    vae_class: type[ModelMixin]
+
+    # names of VAE settings: latent channels, frames per latent frame, pixels per latent row and column
     vae_sizes = ("latent_channels", "temporal_compression_ratio", "spatial_compression_ratio")
-    vae_bytes = (UNTILED, TILED)  # inside it, `untiled` and `tiled` of `Architecture`
     patch = 1  # latent rows and columns of a token
-    cross = image_tokens = 0  # see `Architecture`
+
+    # see the fields of `Architecture`
+    untiled: DecodeBytes = UNTILED
+    tiled: float = TILED
+    cross = 0
+    image_tokens = 0
 
     @cached_property
     def parts(self) -> DiffusersFolder:
@@ -52,7 +64,7 @@ class LatentBackbone(Backbone):
 
     @abstractmethod
     def scaling(self) -> tuple[Tensor | float, Tensor | float]:
-        """Shift and factor of the latents, numbers or (C, 1, 1, 1): the model's are (the VAE's - shift) * factor."""
+        """Shift and factor, numbers or (C, 1, 1, 1): the model's latents are (the VAE's - shift) * factor."""
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
@@ -60,63 +72,55 @@ class LatentBackbone(Backbone):
 
         Raises BrokenClip if any clip has non-finite pixels.
         """
-        return torch.cat(
-            [self._decode(part) for part in latents.split(self._together(latents[0, 0].numel()))]
-        )
+        batch = self._vae_batch(latents[0, 0].numel())
+        return torch.cat([self._decode(part) for part in latents.split(batch)])
 
-    def _together(self, positions: int) -> int:
-        """Clips of so many latent positions that go through the VAE at a time."""
+    def _vae_batch(self, positions: int) -> int:
+        """How many clips of so many latent positions go through the VAE at a time."""
         return max(1, BATCHED[self.vae.device.type] // positions)
 
     def _decode(self, latents: Tensor) -> Tensor:
         pixels = self._pixels(latents)
         broken = ~pixels.isfinite().flatten(1).all(1)
-        if (
-            broken.any() and self.vae.dtype == torch.float16
-        ):  # beyond its range; overflows always end in NaN
+        if broken.any() and self.vae.dtype == torch.float16:
+            # Activations exceeded the range of fp16, which always ends in NaN: decode these clips again.
             try:
                 self.vae.float()
                 pixels[broken] = self._pixels(latents[broken.to(latents.device)])
             finally:
                 self.vae.half()
-        if (
-            not pixels.isfinite().all()
-        ):  # a uint8 cast would turn them black, and a reward would score them
+        if not pixels.isfinite().all():
+            # The cast to uint8 would turn them black, and a reward would score them.
             raise BrokenClip(
                 "a decoded clip has pixels that are not finite: the latents or the weights are broken"
             )
-        return (
-            ((pixels + 1) * 127.5)
-            .round()
-            .clamp(0, 255)
-            .to(torch.uint8)
-            .permute(0, 2, 3, 4, 1)
-            .contiguous()
-        )
+        clips = ((pixels + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
+        return clips.permute(0, 2, 3, 4, 1).contiguous()
 
     def _pixels(self, latents: Tensor) -> Tensor:
+        """Latents (B, C, T, y, x) in the model's scaling -> pixels (B, 3, F, Y, X) from -1 to 1, at least fp32."""
         tokens = latents[:, 0].numel() / self.patch**2
-        self.vae.use_tiling = tokens * self.vae_bytes[0][not self.compiled] > self.decode_gb * 1e9
+        bytes_per_token = self.untiled.compiled if self.compiled else self.untiled.eager
+        self.vae.use_tiling = tokens * bytes_per_token > self.decode_gb * 1e9
+
         shift, factor = self.scaling()
-        unscaled = (
-            latents.to(self.vae.device, torch.promote_types(self.vae.dtype, torch.float32)) / factor
-            + shift
-        )
-        return at_least_fp32(self.vae.decode(unscaled.to(self.vae.dtype), return_dict=False)[0])
+        wide = torch.promote_types(self.vae.dtype, torch.float32)
+        unscaled = latents.to(self.vae.device, wide) / factor + shift
+        pixels = self.vae.decode(unscaled.to(self.vae.dtype), return_dict=False)[0]
+        return at_least_fp32(pixels)
 
     @torch.no_grad()
     def encode_video(self, clips: Tensor) -> Tensor:
         """uint8 clips (B, F, Y, X, 3) -> scaled latents (B, C, T, y, x), fp32, the mode of the posterior."""
-        together = self._together(math.prod(self.latent_shape(*clips.shape[1:4])[1:]))
-        return torch.cat([self._encode(part) for part in clips.split(together)])
+        _, *grid = self.latent_shape(*clips.shape[1:4])
+        batch = self._vae_batch(math.prod(grid))
+        return torch.cat([self._encode(part) for part in clips.split(batch)])
 
     def _encode(self, clips: Tensor) -> Tensor:
         self.vae.use_tiling = clips.shape[1] > 1  # an image needs no tiles, which would change it
         pixels = clips.to(self.vae.device).permute(0, 4, 1, 2, 3) / 127.5 - 1
-        mode, (shift, factor) = (
-            self.vae.encode(pixels.to(self.vae.dtype)).latent_dist.mode(),
-            self.scaling(),
-        )
+        mode = self.vae.encode(pixels.to(self.vae.dtype)).latent_dist.mode()
+        shift, factor = self.scaling()
         return (at_least_fp32(mode) - shift) * factor
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
@@ -133,18 +137,21 @@ class LatentBackbone(Backbone):
                     f"{name} {size} is not a multiple of {self.multiple}, the pixels of a token."
                 )
         grid = ((frames - 1) // temporal + 1, height // spatial, width // spatial)
-        if math.prod(grid) > MOST_POSITIONS:
-            many = f"have {math.prod(grid)} latent positions, and no machine holds {MOST_POSITIONS}"
+        positions = math.prod(grid)
+        if positions > MOST_POSITIONS:
             raise ValueError(
-                f"{frames} frames of {height} x {width} {many}; lower num_frames, height or width."
+                f"{frames} frames of {height} x {width} have {positions} latent positions, and no machine holds "
+                f"{MOST_POSITIONS}; lower num_frames, height or width."
             )
         return (channels, *grid)
 
     @property
     def multiple(self) -> int:
-        return self._compression(self.vae)[2] * self.patch
+        _, _, spatial = self._compression(self.vae)
+        return spatial * self.patch
 
     def _compression(self, vae: ModelMixin) -> list[int]:
+        """Latent channels, frames per latent frame, pixels per latent row and column."""
         return [vae.config[name] for name in self.vae_sizes]
 
     def empty_transformer(self) -> Denoiser:
@@ -155,13 +162,14 @@ class LatentBackbone(Backbone):
 
     @property
     def vae_dtype(self) -> torch.dtype:
-        """For a bf16 model fp16, which rounds an eighth as much; fp32 where fp16 is not faster."""
-        half = torch.float16 if self.device.type == "cuda" else torch.float32
-        return half if self.dtype == torch.bfloat16 else self.dtype
+        """For a bf16 model fp16, which rounds an eighth as much; fp32 on a CPU, where fp16 is not faster."""
+        if self.dtype != torch.bfloat16:
+            return self.dtype
+        return torch.float16 if self.device.type == "cuda" else torch.float32
 
     @cached_property
     def vae(self) -> ModelMixin:
-        """The frozen autoencoder; `_pixels` says which clips are tiled, if they are larger than 256 pixels."""
+        """The frozen autoencoder. Clips larger than 256 pixels may be tiled; `_pixels` decides which."""
         empty = self.parts.empty("vae", self.vae_class)
         model = load_model(empty, self.parts.weights("vae"), self.device, self.vae_dtype)
         model.enable_tiling()
@@ -172,14 +180,32 @@ class LatentBackbone(Backbone):
         return config.mlp_ratio
 
     def architecture(self) -> Architecture:
-        transformer, vae = self.empty_transformer(), self.parts.empty("vae", self.vae_class)
-        config, heads = transformer.config, transformer.config.num_attention_heads
-        parts = (transformer, transformer.all_blocks[0], vae)
-        parameters, block, in_vae = (sum(p.numel() for p in part.parameters()) for part in parts)
+        transformer = self.empty_transformer()
+        vae = self.parts.empty("vae", self.vae_class)
+        c = transformer.config
         channels, temporal, spatial = self._compression(vae)
         return Architecture(
-            layers=config.num_layers, heads=heads, width=heads * config.attention_head_dim, cross=self.cross,
-            mlp_ratio=self.mlp_ratio(config), parameters=parameters, block=block, vae=in_vae,
-            channels=channels * self.patch**2, temporal=temporal, spatial=spatial * self.patch,
-            untiled=self.vae_bytes[0], tiled=self.vae_bytes[1], image=self.image_tokens,
-        )  # fmt: skip
+            layers=c.num_layers,
+            heads=c.num_attention_heads,
+            width=c.num_attention_heads * c.attention_head_dim,
+            mlp_ratio=self.mlp_ratio(c),
+            parameters=_count_parameters(transformer),
+            block=_count_parameters(transformer.all_blocks[0]),
+            vae=_count_parameters(vae),
+            channels=channels * self.patch**2,
+            temporal=temporal,
+            spatial=spatial * self.patch,
+            untiled=self.untiled,
+            tiled=self.tiled,
+            cross=self.cross,
+            image=self.image_tokens,
+        )
+
+
+def _count_parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def model_timestep(sigma: Tensor | float, device: torch.device) -> Tensor:
+    """The timestep that the transformer reads for noise level(s) sigma: fp32, (1,) for a scalar, else (B,)."""
+    return TIMESTEPS * torch.as_tensor(sigma, dtype=torch.float32, device=device).reshape(-1)

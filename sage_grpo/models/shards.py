@@ -24,56 +24,69 @@ def rank_file(rank: int) -> str:
 
 
 def shards(tensors: Mapping[str, Tensor], starts: Mapping[str, int]) -> TensorFile:
-    """One rank's file; starts: the first row of each tensor."""
+    """One rank's file. tensors: its rows, by PART/NAME. starts: the first row of each tensor."""
     return TensorFile(tensors, {"starts": json.dumps(dict(starts))})
 
 
 def open_shards(checkpoint: Path) -> dict[str, Weights]:
     """The tensors of all rank files of a checkpoint, by part and name."""
-    found: dict[str, dict[str, list[tuple[int, Tensor]]]] = {part: {} for part in PARTS}
+    # part -> tensor -> (first row, rows) of every rank
+    stored: dict[str, dict[str, list[tuple[int, Tensor]]]] = {part: {} for part in PARTS}
     for path in sorted((checkpoint / FOLDER).glob("rank-*.safetensors")):
         file = open_safetensors(path)
-        for name, start in _starts(path, file).items():
-            part, _, rest = name.partition("/")
-            found.setdefault(part, {}).setdefault(rest, []).append((start, file.tensors[name]))
-    parts = {
-        part: {n: _in_order(f"{part}/{n}", pieces) for n, pieces in found[part].items()}
-        for part in found
+        for label, start in _starts(path, file).items():
+            part, _, name = label.partition("/")
+            pieces = stored.setdefault(part, {}).setdefault(name, [])
+            pieces.append((start, file.tensors[label]))
+
+    return {
+        part: Weights(
+            checkpoint,
+            {name: _in_order(f"{part}/{name}", pieces) for name, pieces in tensors.items()},
+        )
+        for part, tensors in stored.items()
     }
-    return {part: Weights(checkpoint, tensors) for part, tensors in parts.items()}
 
 
 def _starts(path: Path, file: TensorFile) -> dict[str, int]:
+    """The first row of each tensor of a rank's file."""
     try:
         starts = json.loads(file.metadata["starts"])
-        sound = starts.keys() == file.tensors.keys() and all(
-            type(start) is int for start in starts.values()
-        )
+        is_valid = starts.keys() == file.tensors.keys()
+        is_valid = is_valid and all(type(start) is int for start in starts.values())
     except (KeyError, ValueError, AttributeError, RecursionError):
-        sound = False
-    if not sound:
+        is_valid = False
+    if not is_valid:
         raise ValueError(
-            f"{path} does not tell which rows its tensors are; it is no rank's file of a checkpoint"
+            f"{path} does not say which rows its tensors hold; it is not a rank file of a checkpoint"
         )
     return starts
 
 
 def _in_order(name: str, pieces: list[tuple[int, Tensor]]) -> list[Tensor]:
-    """A tensor's pieces, which must follow each other without gaps; a scalar is the same in every file."""
-    if not all(piece.ndim for _, piece in pieces):
-        return [pieces[0][1]]
-    end, ordered = 0, sorted(pieces, key=itemgetter(0))
-    for start, piece in ordered:
-        if start != end or piece.shape[1:] != ordered[0][1].shape[1:]:
-            raise ValueError(f"the ranks' files of a checkpoint disagree about the rows of {name}")
+    """A tensor's pieces by first row, which must follow each other without gaps; a scalar is the same in every file."""
+    if any(piece.ndim == 0 for _, piece in pieces):
+        _, scalar = pieces[0]
+        return [scalar]
+
+    pieces = sorted(pieces, key=itemgetter(0))
+    row_shape = pieces[0][1].shape[1:]
+    end = 0
+    for start, piece in pieces:
+        if start != end or piece.shape[1:] != row_shape:
+            raise ValueError(f"the rank files of a checkpoint disagree about the rows of {name}")
         end += len(piece)
-    return [piece for _, piece in ordered]
+    return [piece for _, piece in pieces]
 
 
 def trained_weights(checkpoint: Path, base: Callable[[], Weights]) -> Weights:
-    """All weights of a full fine-tuning run's checkpoint: as exported, else those of the model, `base()`, replaced by
-    what the ranks trained, or by its average if the run had one."""
+    """All weights of a full fine-tuning run's checkpoint.
+
+    They are the exported ones if there are any. Otherwise they are those of the model, `base()`, with what the ranks
+    trained in their place, or its average if the run had one.
+    """
     if (checkpoint / "transformer").is_dir():
         return open_folder(checkpoint / "transformer")
     parts = open_shards(checkpoint)
-    return Weights(checkpoint, base().pieces | (parts["average"].pieces or parts["weights"].pieces))
+    trained = parts["average"].pieces or parts["weights"].pieces
+    return Weights(checkpoint, base().pieces | trained)

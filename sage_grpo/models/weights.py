@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from huggingface_hub import StateDictSplit, split_state_dict_into_shards_factory
@@ -23,16 +23,25 @@ INDEX = f"{STEM}.safetensors.index.json"
 SHOWN = 3  # names shown in an error
 
 Model = TypeVar("Model", bound=nn.Module)
-Rows = tuple[
-    str, int, int
-]  # of a tensor: its name, and which block of how many equal blocks of rows
+
+
+class Rows(NamedTuple):
+    """One of `num_blocks` equal blocks of rows of a stored tensor."""
+
+    source: str  # name of the tensor
+    block: int
+    num_blocks: int
 
 
 class Weights:
-    """Tensors by name, each in pieces of some rows that follow each other: views of files, read only when requested."""
+    """Tensors by name, read only when requested.
+
+    Each tensor is a list of pieces: views of files that hold consecutive rows of it.
+    """
 
     def __init__(self, where: Path, pieces: Mapping[str, Sequence[Tensor]]) -> None:
-        self.where, self.pieces = where, dict(pieces)
+        self.where = where
+        self.pieces = dict(pieces)
 
     @property
     def names(self) -> list[str]:
@@ -41,54 +50,67 @@ class Weights:
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of the full tensor; () for a scalar."""
         pieces = self.pieces[name]
-        return (sum(map(len, pieces)), *pieces[0].shape[1:]) if pieces[0].ndim else ()
+        if pieces[0].ndim == 0:
+            return ()
+        return (sum(len(piece) for piece in pieces), *pieces[0].shape[1:])
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Copy rows start:stop of the tensor to the CPU, or all of a scalar; no other bytes are read."""
-        if not self.shape(name):
+        shape = self.shape(name)
+        if not shape:
             return self.pieces[name][0].clone()
-        found, stop = [], self.shape(name)[0] if stop is None else stop
+        if stop is None:
+            stop = shape[0]
+
+        selected = []
         for piece in self.pieces[name]:
-            found.append(piece[start:stop])
-            start, stop = max(start - len(piece), 0), max(stop - len(piece), 0)
-        return torch.cat(found)  # a copy: the file may change or vanish
+            selected.append(piece[start:stop])
+            # count from the beginning of the next piece
+            start = max(start - len(piece), 0)
+            stop = max(stop - len(piece), 0)
+        return torch.cat(selected)  # a copy: the file may change or vanish
 
     def renamed(self, recipes: Mapping[str, Sequence[Rows]]) -> "Weights":
-        """A view of the stored tensors under other names."""
-        return Weights(
-            self.where,
-            {name: [self._rows(*rows) for rows in recipe] for name, recipe in recipes.items()},
-        )
+        """The stored tensors under other names: each new tensor stacks some rows of stored ones."""
+        pieces = {name: [self._view(rows) for rows in recipe] for name, recipe in recipes.items()}
+        return Weights(self.where, pieces)
 
-    def _rows(self, source: str, block: int, of: int) -> Tensor:
-        [piece] = self.pieces[source]
+    def _view(self, rows: Rows) -> Tensor:
+        [piece] = self.pieces[rows.source]
+        if rows.num_blocks == 1:
+            return piece
         count = len(piece) if piece.ndim else 1
-        if count % of:
+        if count % rows.num_blocks:
             raise ValueError(
-                f"{source} in '{self.where}' has {count} rows, not a multiple of {of}."
+                f"{rows.source} in '{self.where}' has {count} rows, not a multiple of {rows.num_blocks}."
             )
-        return piece.chunk(of)[block] if of > 1 else piece
+        return piece.chunk(rows.num_blocks)[rows.block]
 
 
 def open_file(path: Path) -> Weights:
     """The tensors of one file."""
-    return _open(path, [path])[0]
+    weights, _ = _open(path, [path])
+    return weights
 
 
 def open_folder(folder: Path) -> Weights:
     """All safetensors files in a folder. If there is an index, it must match the files."""
     index = next(iter(sorted(folder.glob("*.safetensors.index.json"))), None)
-    promised = read_index(index) if index else {}
-    paths = sorted({folder / file for file in promised.values()} or folder.glob("*.safetensors"))
-    if not paths:
-        raise FileNotFoundError(f"'{folder}' has no *.safetensors; download that folder again.")
-    weights, files = _open(folder, paths)
-    wrong = sorted(
-        name for name in {*promised, *files} if files.get(name) != folder / promised.get(name, "")
+    if index is None:
+        paths = sorted(folder.glob("*.safetensors"))
+        if not paths:
+            raise FileNotFoundError(f"'{folder}' has no *.safetensors; download that folder again.")
+        weights, _ = _open(folder, paths)
+        return weights
+
+    promised = {name: folder / file for name, file in read_index(index).items()}
+    weights, files = _open(folder, sorted(set(promised.values())))
+    differing = sorted(
+        name for name in {*promised, *files} if files.get(name) != promised.get(name)
     )
-    if index and wrong:
+    if differing:
         raise ValueError(
-            f"{index} disagrees with its files about {_some(wrong)}; download that folder again."
+            f"{index} disagrees with its files about {_some(differing)}; download that folder again."
         )
     return weights
 
@@ -108,18 +130,22 @@ def read_index(path: Path) -> dict[str, str]:
 
 def _open(where: Path, paths: Sequence[Path]) -> tuple[Weights, dict[str, Path]]:
     """The tensors of some files of a folder, and the file of each; missing shards and duplicates are rejected."""
-    pieces, files = {}, {}
+    pieces: dict[str, list[Tensor]] = {}
+    files: dict[str, Path] = {}
     for path in paths:
         for name, tensor in open_safetensors(path).tensors.items():
             if name in files:
                 raise ValueError(
                     f"{printable(name)} is in both {files[name]} and {path}; keep one of these files."
                 )
-            pieces[name], files[name] = [tensor], path
-    counts = {int(match[1]) for path in paths if (match := re.search(r"-\d+-of-(\d+)$", path.stem))}
-    if counts and counts != {len(paths)}:
+            pieces[name] = [tensor]
+            files[name] = path
+
+    matches = [re.search(r"-\d+-of-(\d+)$", path.stem) for path in paths]
+    shard_counts = {int(match[1]) for match in matches if match}
+    if shard_counts and shard_counts != {len(paths)}:
         raise FileNotFoundError(
-            f"'{where}' has {len(paths)} of {max(counts)} shards; download that folder again."
+            f"'{where}' has {len(paths)} of {max(shard_counts)} shards; download that folder again."
         )
     return Weights(where, pieces), files
 
@@ -133,35 +159,32 @@ def open_safetensors(path: Path) -> TensorFile:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             return TensorFile(tensors, file.metadata() or {})
     except (SafetensorError, OSError) as error:
-        reason = printable(error)
         raise ValueError(
-            f"{path} is not a complete safetensors file ({reason}); download it again."
+            f"{path} is not a complete safetensors file ({printable(error)}); download it again."
         ) from error
 
 
 def check_names(weights: Weights, expected: Mapping[str, Sequence[int]]) -> None:
     """Reject weights without exactly the expected tensors and shapes, before anything is loaded."""
     missing = [name for name in expected if name not in weights.pieces]
-    unexpected = [name for name in weights.pieces if name not in expected]
-    shapes = [
-        (name, weights.shape(name), tuple(expected[name]))
-        for name in weights.pieces
-        if name in expected
-    ]
-    other = [
-        f"{name} {ours} instead of {theirs}" for name, ours, theirs in shapes if ours != theirs
-    ]
-    kinds = {"missing": missing, "unexpected": unexpected, "of another shape": other}
-    if problems := [
-        f"{len(names)} {kind} ({_some(names)})" for kind, names in kinds.items() if names
-    ]:
+    unexpected = [name for name in weights.names if name not in expected]
+    reshaped = []
+    for name in weights.names:
+        if name in expected and weights.shape(name) != tuple(expected[name]):
+            reshaped.append(f"{name} {weights.shape(name)} instead of {tuple(expected[name])}")
+
+    kinds = {"missing": missing, "unexpected": unexpected, "of another shape": reshaped}
+    problems = [f"{len(names)} {kind} ({_some(names)})" for kind, names in kinds.items() if names]
+    if problems:
         raise ValueError(
             f"'{weights.where}' does not fit this model: of its tensors {', '.join(problems)}."
         )
 
 
 def _some(names: Sequence[str]) -> str:
-    return printable(", ".join(names[:SHOWN])) + (" and others" if len(names) > SHOWN else "")
+    """The first few names, for an error."""
+    text = printable(", ".join(names[:SHOWN]))
+    return f"{text} and others" if len(names) > SHOWN else text
 
 
 def load_model(
@@ -177,27 +200,28 @@ def load_model(
 @torch.no_grad()
 def fill_model(model: nn.Module, weights: Weights) -> None:
     """Fill the parameters in place (each rank only its rows of sharded ones); adapters are left alone."""
-    own = {
-        name.replace(".base_layer.", "."): p
-        for name, p in model.named_parameters()
+    parameters = {
+        name.replace(".base_layer.", "."): parameter
+        for name, parameter in model.named_parameters()
         if ".lora_" not in name
     }
-    check_names(weights, {name: parameter.shape for name, parameter in own.items()})
-    for name, parameter in own.items():
-        local_shard(parameter).copy_(weights.read(name, *rows(parameter)))
+    check_names(weights, {name: parameter.shape for name, parameter in parameters.items()})
+    for name, parameter in parameters.items():
+        start, stop = rows(parameter)
+        local_shard(parameter).copy_(weights.read(name, start, stop))
 
 
 def plan_files(sizes: Mapping[str, int], max_bytes: float = 5e9) -> StateDictSplit:
-    """The tensors of each file and the file of each tensor, for tensors of these bytes in this order."""
-    kwargs = {"filename_pattern": f"{STEM}{{suffix}}.safetensors", "max_shard_size": max_bytes}
-    return split_state_dict_into_shards_factory(sizes, get_storage_size=int, **kwargs)
+    """How to split tensors of these bytes, in this order, into files: the tensors of each, and the file of each."""
+    return split_state_dict_into_shards_factory(
+        sizes,
+        get_storage_size=int,
+        filename_pattern=f"{STEM}{{suffix}}.safetensors",
+        max_shard_size=max_bytes,
+    )
 
 
 def index_text(files: Mapping[str, str], total: int) -> str:
     """The index of weights in several files, given the file of each tensor and the bytes of all."""
-    return (
-        json.dumps(
-            {"metadata": {"total_size": total}, "weight_map": files}, indent=2, sort_keys=True
-        )
-        + "\n"
-    )
+    index = {"metadata": {"total_size": total}, "weight_map": files}
+    return json.dumps(index, indent=2, sort_keys=True) + "\n"

@@ -13,7 +13,7 @@ from torch import nn
 
 from sage_grpo.models.hunyuan15.backbone import Hunyuan15
 from sage_grpo.models.hunyuan15.folder import ModelFolder
-from sage_grpo.models.weights import STEM, Weights, check_names, load_model, open_folder
+from sage_grpo.models.weights import STEM, Rows, Weights, check_names, load_model, open_folder
 from sage_grpo.parallel.fsdp import full_tensor, shard
 from scripts.export_checkpoint import save_weights
 from tests.dist import run_ranks
@@ -110,9 +110,9 @@ def test_every_range_of_rows_equals_the_slice_of_the_whole(tmp_path):
     stored = {"qkv": draw(6, 2), "swap": draw(4), "q": draw(2, 3), "k": draw(2, 3) + 1}
     save_weights(tmp_path, stored.items())
     recipes = {
-        "k": (("qkv", 1, 3),),
-        "halves": (("swap", 1, 2), ("swap", 0, 2)),
-        "stack": (("q", 0, 1), ("k", 0, 1)),
+        "k": [Rows("qkv", 1, 3)],
+        "halves": [Rows("swap", 1, 2), Rows("swap", 0, 2)],
+        "stack": [Rows("q", 0, 1), Rows("k", 0, 1)],
     }
     weights = open_folder(tmp_path).renamed(recipes)
     whole = {
@@ -144,7 +144,7 @@ def test_what_was_read_does_not_change_with_the_file(tmp_path):
 def test_rows_that_cannot_be_split_are_refused(tmp_path):
     save_weights(tmp_path, [("qkv", torch.zeros(7, 2))])
     with pytest.raises(ValueError, match=r"^qkv in '.*' has 7 rows, not a multiple of 3\.$"):
-        open_folder(tmp_path).renamed({"q": (("qkv", 0, 3),)})
+        open_folder(tmp_path).renamed({"q": [Rows("qkv", 0, 3)]})
 
 
 @pytest.mark.parametrize("keep", [0, 5, 60, -1])

@@ -133,7 +133,7 @@ def test_a_complete_run_with_rewards_that_see_the_image(make):
 @pytest.mark.parametrize("changes, message", [
     ({"train_prompts": "plain"}, r"animates images; .* for the prompt 'a red circle moving left'$"),
     ({"validation_prompts": "plain"}, r"animates images; .* for the prompt 'a red circle moving left'$"),
-    ({"pretrained_model_root": "t2v"}, r"is a text-to-video model; take the image away from the prompt 'a red circle"),
+    ({"pretrained_model_root": "t2v"}, r"is a text-to-video model; remove the image from the prompt 'a red circle"),
     ({"train_prompts": "broken"}, r"broken.csv line 2: the image \S+ cannot be read"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused_before_the_run_folder_appears(

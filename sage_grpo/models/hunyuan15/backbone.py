@@ -15,12 +15,16 @@ from sage_grpo.models.hunyuan15.folder import ROLLOUT, ModelFolder
 from sage_grpo.models.hunyuan15.text import MAX_TEXT_TOKENS, TextConditioning, TextEncoder
 from sage_grpo.models.hunyuan15.transformer import PackedTransformer
 from sage_grpo.models.hunyuan15.vae import allow_batches, fast_on_cpu, fuse_decoder
-from sage_grpo.models.latent import TIMESTEPS, LatentBackbone
+from sage_grpo.models.latent import LatentBackbone, model_timestep
 
 
 class Hunyuan15(LatentBackbone):
-    folder_class, encoder_class = ModelFolder, TextEncoder
-    transformer_class, vae_class = PackedTransformer, AutoencoderKLHunyuanVideo15
+    folder_class = ModelFolder
+    encoder_class = TextEncoder
+    transformer_class = PackedTransformer
+    vae_class = AutoencoderKLHunyuanVideo15
+
+    max_tokens = MAX_TEXT_TOKENS
     lora_targets = (
         "to_q",
         "to_k",
@@ -31,11 +35,11 @@ class Hunyuan15(LatentBackbone):
         "add_v_proj",
         "to_add_out",
     )
-    max_tokens = MAX_TEXT_TOKENS
 
     @property
     def rollout_size(self) -> tuple[int, int, int]:
-        return ROLLOUT.get(super().rollout_size, super().rollout_size)
+        full_size = super().rollout_size
+        return ROLLOUT.get(full_size, full_size)
 
     def num_tokens(self, cond: TextConditioning) -> int:
         return len(cond.text)
@@ -44,18 +48,17 @@ class Hunyuan15(LatentBackbone):
         """Velocity under one conditioning."""
         cond = cond.to(x.device, self.dtype)
         batch, channels, *grid = x.shape
-        blank = x.new_zeros(
-            batch, self.transformer.config.in_channels - channels, *grid, dtype=self.dtype
-        )
-        timestep = TIMESTEPS * torch.as_tensor(sigma, dtype=torch.float32, device=x.device).reshape(
-            -1
-        )
-        tokens = (part if part.ndim == 3 else part[None] for part in cond.tokens)
+        num_condition = self.transformer.config.in_channels - channels
+        blank = x.new_zeros(batch, num_condition, *grid, dtype=self.dtype)
         inputs = torch.cat([x.to(self.dtype), self.condition(blank, cond)], dim=1)
+
+        timestep = model_timestep(sigma, x.device)
+        # one prompt for all clips has no batch dim yet
+        tokens = [part[None] if part.ndim == 2 else part for part in cond.tokens]
         return at_least_fp32(self.transformer(inputs, timestep, *tokens))
 
     def condition(self, blank: Tensor, cond: TextConditioning) -> Tensor:
-        """Condition latents and their mask (B, C + 1, T, y, x); in text-to-video they are all zero."""
+        """Condition latents and their mask, (B, C + 1, T, y, x), from `blank` zeros; text-to-video leaves it blank."""
         return blank
 
     def scaling(self) -> tuple[float, float]:
@@ -69,5 +72,7 @@ class Hunyuan15(LatentBackbone):
         return fuse_decoder(model) if self.compiled else model
 
     def awaits(self, name: str, seen: Sequence[TextConditioning]) -> str:
-        waits = name.startswith("context_embedder_2.") and not any(len(cond.glyph) for cond in seen)
-        return "of the glyph embedder wait for a prompt that quotes text" if waits else ""
+        is_glyph = name.startswith("context_embedder_2.")
+        if is_glyph and not any(len(cond.glyph) for cond in seen):
+            return "of the glyph embedder wait for a prompt that quotes text"
+        return ""

@@ -1,8 +1,7 @@
 """Tencent's HunyuanVideo-1.5 layout: maps its tensor and setting names to those of diffusers.
 
-The rules in tencent_names.txt work in both directions; it also lists settings and folders. All tensors are simply
-renamed, with two exceptions: Tencent stacks query, key and value of the text refiner in one tensor, and its last
-modulation has shift before scale.
+The rules in tencent_names.txt work in both directions. All tensors are simply renamed, with two exceptions: Tencent
+stacks query, key and value of the text refiner in one tensor, and its last modulation has shift before scale.
 """
 
 import re
@@ -12,25 +11,67 @@ from typing import Any, NamedTuple
 
 from sage_grpo.models.weights import Rows
 
+# Names of settings in Tencent's config.json, and in that of diffusers.
+SETTINGS = {
+    "transformer": {
+        "out_channels": "out_channels",
+        "heads_num": "num_attention_heads",
+        "mm_double_blocks_depth": "num_layers",
+        "mlp_width_ratio": "mlp_ratio",
+        "text_states_dim": "text_embed_dim",
+        "byt5_states_dim": "text_embed_2_dim",
+        "vision_states_dim": "image_embed_dim",
+        "rope_theta": "rope_theta",
+        "rope_dim_list": "rope_axes_dim",
+        "use_meanflow": "use_meanflow",
+    },
+    "vae": {
+        "in_channels": "in_channels",
+        "out_channels": "out_channels",
+        "latent_channels": "latent_channels",
+        "block_out_channels": "block_out_channels",
+        "layers_per_block": "layers_per_block",
+        "downsample_match_channel": "downsample_match_channel",
+        "upsample_match_channel": "upsample_match_channel",
+        "scaling_factor": "scaling_factor",
+        "ffactor_spatial": "spatial_compression_ratio",
+        "ffactor_temporal": "temporal_compression_ratio",
+    },
+}
+
+TARGET_SIZES = {"480p": 640, "720p": 960}  # the transformer's `target_size`
+
 
 class Rule(NamedTuple):
-    """Maps a Tencent tensor, split into `of` equal blocks of rows, to a diffusers tensor: its `blocks`, in order."""
+    """Maps a Tencent tensor, split into `num_blocks` equal blocks of rows, to a diffusers tensor.
+
+    `blocks` are those that the diffusers tensor consists of, in order.
+    """
 
     tencent: str
     diffusers: str
     blocks: tuple[int, ...] = (0,)
-    of: int = 1
+    num_blocks: int = 1
 
 
 def _read_rules() -> dict[str, list[Rule]]:
+    """The rules for the tensors of each part: `transformer` and `vae`."""
     rules: dict[str, list[Rule]] = {}
     for line in Path(__file__).with_name("tencent_names.txt").read_text().splitlines():
+        if not line or line.startswith("# "):
+            continue
         if line.startswith("["):
-            rules[line[1:-1]] = found = []
-        elif line and not line.startswith("# "):
-            tencent, diffusers, *stacked = line.split()
-            blocks, _, of = (stacked or ["0/1"])[0].partition("/")
-            found.append(Rule(tencent, diffusers, tuple(map(int, blocks.split(","))), int(of)))
+            part = line[1:-1]
+            rules[part] = []
+            continue
+        tencent, diffusers, *stacked = line.split()
+        rule = Rule(tencent, diffusers)
+        if stacked:
+            blocks, _, num_blocks = stacked[0].partition("/")
+            rule = Rule(
+                tencent, diffusers, tuple(int(n) for n in blocks.split(",")), int(num_blocks)
+            )
+        rules[part].append(rule)
     return rules
 
 
@@ -41,19 +82,22 @@ def to_diffusers(part: str, names: Iterable[str]) -> dict[str, tuple[Rows, ...]]
     """The Tencent rows that make up each diffusers tensor; names without a rule are kept."""
     recipes: dict[str, tuple[Rows, ...]] = {}
     for name in names:
-        known = [
-            (rule, new)
-            for rule in RULES[part]
-            if (new := translate(name, rule.tencent, rule.diffusers))
-        ]
-        known = known or [(Rule(name, name), name)]
-        recipes |= {
-            new: tuple((name, block, rule.of) for block in rule.blocks) for rule, new in known
-        }
+        has_rule = False
+        for rule in RULES[part]:
+            new_name = translate(name, rule.tencent, rule.diffusers)
+            if new_name is not None:
+                has_rule = True
+                recipes[new_name] = tuple(Rows(name, n, rule.num_blocks) for n in rule.blocks)
+        if not has_rule:
+            recipes[name] = (Rows(name, 0, 1),)
     return recipes
 
 
 def translate(name: str, pattern: str, template: str) -> str | None:
+    """`name` with the beginning that `pattern` matches replaced by `template`; None if it does not match.
+
+    Each `#` matches a number, which takes the place of the `#` at the same position in the template.
+    """
     match = re.match(re.escape(pattern).replace(r"\#", r"(\d+)") + r"(?=\.)", name)
     if not match:
         return None
@@ -65,27 +109,30 @@ def read_version(name: str) -> tuple[int, str, bool]:
     """Target size, task and whether it is distilled, from a folder name such as 480p_t2v or 720p_i2v_distilled."""
     match = re.fullmatch(r"(480p|720p)_(t2v|i2v)((?:_cfg|_step)?_distilled)?", name)
     if not match:
-        known = "480p_t2v, 480p_i2v, 720p_t2v, 720p_i2v, or one of these with _distilled behind it"
+        known = "480p_t2v, 480p_i2v, 720p_t2v, 720p_i2v, or one of these followed by _distilled"
         raise ValueError(f"pretrained_transformer_version is {name}; it must be {known}.")
-    return {"480p": 640, "720p": 960}[match[1]], match[2], match[3] is not None
+    resolution, task, distilled = match.groups()
+    return TARGET_SIZES[resolution], task, distilled is not None
 
 
 def diffusers_config(part: str, config: dict[str, Any], version: str) -> dict[str, Any]:
     """Arguments for diffusers' transformer or VAE; settings missing from Tencent's config take diffusers' defaults."""
-    known = [rule for rule in RULES[f"{part} settings"] if config.get(rule.tencent) is not None]
-    values = {rule.diffusers: config[rule.tencent] for rule in known}
+    values = {
+        diffusers: config[tencent]
+        for tencent, diffusers in SETTINGS[part].items()
+        if config.get(tencent) is not None
+    }
     if part == "vae":
         return values
-    if (
-        "in_channels" in config
-    ):  # Tencent counts only the latent; diffusers adds the condition and its mask
-        concatenated = config.get("concat_condition", True)
-        values["in_channels"] = (
-            2 * config["in_channels"] + 1 if concatenated else config["in_channels"]
-        )
+
+    if "in_channels" in config:
+        # Tencent counts the latent channels; diffusers adds those of the condition, and its mask.
+        values["in_channels"] = config["in_channels"]
+        if config.get("concat_condition", True):
+            values["in_channels"] = 2 * config["in_channels"] + 1
     if "hidden_size" in config and "heads_num" in config:
         values["attention_head_dim"] = config["hidden_size"] // config["heads_num"]
     if "patch_size" in config:
         values["patch_size_t"], values["patch_size"], _ = config["patch_size"]
-    target, task, _ = read_version(version)
-    return values | {"target_size": target, "task_type": task}
+    values["target_size"], values["task_type"], _ = read_version(version)
+    return values

@@ -23,7 +23,7 @@ from transformers import ByT5Tokenizer, Qwen2_5_VLTextModel, Qwen2Tokenizer, T5E
 
 from sage_grpo.files.json_files import naming, read_object
 from sage_grpo.models.embeddings import Conditioning
-from sage_grpo.models.hunyuan15.folder import COLOURS, FONTS, GLYPH_WEIGHTS, ModelFolder
+from sage_grpo.models.hunyuan15.folder import COLORS, FONTS, GLYPH_WEIGHTS, ModelFolder
 from sage_grpo.models.text import FolderEncoder, empty_model, load_t5, load_tokenizer
 from sage_grpo.models.weights import Weights, load_model, open_file, open_folder
 
@@ -120,8 +120,8 @@ def load_encoders(folder: ModelFolder, device: torch.device, dtype: torch.dtype)
 
 def glyph_tokens(folder: Path) -> list[str]:
     """Color and font tokens in the order of their embeddings; a font's first two letters are its language."""
-    colours, fonts = (read_object(folder / file) for file in (COLOURS, FONTS))
-    return [f"<color-{i}>" for i in range(len(colours))] + [
+    colors, fonts = (read_object(folder / file) for file in (COLORS, FONTS))
+    return [f"<color-{i}>" for i in range(len(colors))] + [
         f"<{name[:2]}-font-{i}>" for name, i in fonts.items()
     ]
 

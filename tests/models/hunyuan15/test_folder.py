@@ -114,7 +114,7 @@ def test_everything_that_is_missing_is_listed_at_once(tencent_folder, tmp_path):
         open_backbone(folder)
     assert str(error.value) == (
         f"Model folder '{folder}' lacks {', '.join(dict.fromkeys(missing))}; download_weights.sh gets what is missing, "
-        f"and 'python scripts/convert_weights.py {folder}' makes byt5_model.safetensors of byt5_model.pt."
+        f"and 'python scripts/convert_weights.py {folder}' makes byt5_model.safetensors from byt5_model.pt."
     )
 
 

@@ -202,7 +202,7 @@ def test_requests_must_fit_the_task(backbone, tiny_folder, requests):
         backbone.check_requests([*requests, Request("the square")])
     with pytest.raises(
         ValueError,
-        match=r"is a text-to-video model; take the image away from the prompt 'a red circle",
+        match=r"is a text-to-video model; remove the image from the prompt 'a red circle",
     ):
         open_backbone(tiny_folder).check_requests(requests)
 
