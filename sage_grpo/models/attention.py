@@ -21,17 +21,16 @@ try:  # ships with torch for CUDA
 except ImportError:
     triton = None
 
-TILE = 128
-ROWS = 64  # queries per program of the kernel
+TILE = 128  # keys
+ROWS = 64  # queries per program of the custom kernel
 LONG = 32768  # tokens from which splitting the keys pays off, whatever the remainder
 aten = torch.ops.aten
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """(B, S, H, E) each -> (B, S, H, E)."""
-    return F.scaled_dot_product_attention(
-        *(x.transpose(1, 2) for x in (query, key, value))
-    ).transpose(1, 2)
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    return F.scaled_dot_product_attention(query, key, value).transpose(1, 2)
 
 
 def tiled_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -43,12 +42,9 @@ def tiled_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 def best_attention(x: Tensor) -> Attend:
     """The faster of `attention` and `tiled_attention` for the device and dtype of `x`."""
-    hopper = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] == 9
-    return (
-        tiled_attention
-        if x.dtype in (torch.bfloat16, torch.float16) and hopper and triton
-        else attention
-    )
+    is_half = x.dtype in (torch.bfloat16, torch.float16)
+    is_hopper = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] == 9
+    return tiled_attention if is_half and is_hopper and triton else attention
 
 
 # A custom operator, which the compiler treats as opaque: from these lines, torch 2.11 generated a kernel that read
@@ -60,7 +56,8 @@ def parted_attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor,
     (B, S, H, E) each -> output (B, S, H, E) and log of the softmax denominator (B, H, S).
     """
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    full = key.shape[2] // TILE * TILE
+    full = key.shape[2] // TILE * TILE  # keys in full tiles
+
     out, normalizer = _kernel(query, key[:, :, :full], value[:, :, :full])
     out, total = _add_keys(query, key[:, :, full:], value[:, :, full:], out, normalizer)
     return out.to(query.dtype).transpose(1, 2).contiguous(), total.contiguous()
@@ -81,19 +78,27 @@ def _parted_backward(
     gradient, query, key, value, out = (
         x.transpose(1, 2) for x in (gradient, query, key, value, out)
     )
-    full, scale = key.shape[2] // TILE * TILE, query.shape[-1] ** -0.5
+    full = key.shape[2] // TILE * TILE  # keys in full tiles
+    last_keys = key[:, :, full:]
+    last_values = value[:, :, full:]
+    scale = query.shape[-1] ** -0.5
+
+    # full tiles: the kernel's backward, with the denominator over all keys
     d_query, d_key, d_value = _kernel_backward(
         gradient, query, key[:, :, :full], value[:, :, :full], out, total
     )
-    weights = (_products(query, key[:, :, full:].mT) * scale - total[..., None]).exp()
-    d_weights = _products(gradient, value[:, :, full:].mT)
+
+    # the remainder: softmax weights (B, H, S, R) and their gradients
+    weights = (_products(query, last_keys.mT) * scale - total[..., None]).exp()
+    d_weights = _products(gradient, last_values.mT)
     mean = (gradient.to(total.dtype) * out).sum(-1, keepdim=True)
     d_scores = (scale * weights * (d_weights - mean)).to(query.dtype)
-    d_query = (d_query + _products(d_scores, key[:, :, full:])).to(query.dtype)
-    d_key = torch.cat([d_key, _products(d_scores.mT, query).to(key.dtype)], 2)
-    d_value = torch.cat(
-        [d_value, _products(weights.to(value.dtype).mT, gradient).to(value.dtype)], 2
-    )
+    d_last_keys = _products(d_scores.mT, query).to(key.dtype)
+    d_last_values = _products(weights.to(value.dtype).mT, gradient).to(value.dtype)
+
+    d_query = (d_query + _products(d_scores, last_keys)).to(query.dtype)
+    d_key = torch.cat([d_key, d_last_keys], 2)
+    d_value = torch.cat([d_value, d_last_values], 2)
     return tuple(x.transpose(1, 2).contiguous() for x in (d_query, d_key, d_value))
 
 
@@ -104,25 +109,31 @@ def _(
     return tuple(x.new_empty(x.shape) for x in (query, key, value))
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    _, total = output
     ctx.save_for_backward(*inputs, *output)
-    ctx.mark_non_differentiable(output[1])
+    ctx.mark_non_differentiable(total)
 
 
 parted_attention.register_autograd(
-    lambda ctx, out, _: _parted_backward(out, *ctx.saved_tensors), setup_context=_keep
+    lambda ctx, d_out, _: _parted_backward(d_out, *ctx.saved_tensors),
+    setup_context=_save_for_backward,
 )
-KERNELS = ("cudnn_attention", "flash_attention", "efficient_attention", "flash_attention_for_cpu")
-# operators whose outputs selective checkpointing keeps: attention
-KEPT = [getattr(aten, f"_scaled_dot_product_{name}").default for name in KERNELS]
-KEPT.append(torch.ops.sage_grpo.parted_attention.default)
+
+# The operators of attention, whose outputs selective checkpointing keeps.
+KEPT = [
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.sage_grpo.parted_attention.default,
+]
 
 
 def _products(a: Tensor, b: Tensor) -> Tensor:
     """a @ b for half-precision tensors (B, H, ., .), with fp32 accumulation and result."""
-    return torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32).unflatten(
-        0, a.shape[:2]
-    )
+    products = torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32)
+    return products.unflatten(0, a.shape[:2])
 
 
 def _kernel(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -147,50 +158,58 @@ def _add_keys(
 ) -> tuple[Tensor, Tensor]:
     """Output (B, H, S, E) and log-denominator (B, H, S) over all keys, given those over the keys before these R.
 
-    One pass over queries and output, for R of at most 128; out is overwritten, normalizer fp32.
+    One pass over queries and output, for R of at most 128. `out` is overwritten; `normalizer` is fp32.
     """
-    (batch, heads, rows, width), extra = query.shape, key.shape[2]
+    batch, heads, rows, width = query.shape
+    extra = key.shape[2]
     query, key, value = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value))
-    normalizer, total = (
-        normalizer.contiguous(),
-        torch.empty_like(normalizer, memory_format=torch.contiguous_format),
-    )
-    strides = [x.stride()[:3] for x in (query, key, value, out)]
-    _add_keys_kernel[triton.cdiv(rows, ROWS), batch * heads](
-        query, key, value, out, normalizer, total, *(n for three in strides for n in three),
+    normalizer = normalizer.contiguous()
+    total = torch.empty_like(normalizer)
+
+    grid = (triton.cdiv(rows, ROWS), batch * heads)
+    _add_keys_kernel[grid](
+        query, key, value, out, normalizer, total,
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3],
         heads, rows, extra, width**-0.5, width, ROWS, max(16, triton.next_power_of_2(extra)),
     )  # fmt: skip
     return out, total
 
 
 if triton is not None:
-
+    # A program handles ROWS queries of one (clip, head). Strides are named after tensor and axis: qb is that of the
+    # query's batch, then h for heads and s for the sequence.
     @triton.jit
     def _add_keys_kernel(
-        query, key, value, out, normalizer, total, qb, qh, qs, kb, kh, ks, vb, vh, vs, ob, oh, os,
+        query, key, value, out, normalizer, total,
+        qb, qh, qs, kb, kh, ks, vb, vh, vs, ob, oh, os,
         heads, rows, extra, scale, width: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     ):  # fmt: skip
         pair = tl.program_id(1).to(tl.int64)  # index of (clip, head)
-        b, h = pair // heads, pair % heads
+        b = pair // heads
+        h = pair % heads
         row = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
-        column, feature = tl.arange(0, COLUMNS), tl.arange(0, width)
-        here, there = row < rows, column < extra
-        q = tl.load(
-            query + b * qb + h * qh + row[:, None] * qs + feature, mask=here[:, None], other=0.0
-        )
-        k = tl.load(
-            key + b * kb + h * kh + column[:, None] * ks + feature, mask=there[:, None], other=0.0
-        )
-        v = tl.load(
-            value + b * vb + h * vh + column[:, None] * vs + feature, mask=there[:, None], other=0.0
-        )
-        place = out + b * ob + h * oh + row[:, None] * os + feature
-        before = tl.load(place, mask=here[:, None], other=0.0).to(tl.float32)
-        known = tl.load(normalizer + pair * rows + row, mask=here, other=0.0)
-        scores = tl.where(there, tl.dot(q, tl.trans(k)) * scale, -float("inf"))
+        column = tl.arange(0, COLUMNS)
+        feature = tl.arange(0, width)
+        row_mask = row < rows
+        column_mask = column < extra
+
+        query_at = query + b * qb + h * qh + row[:, None] * qs + feature
+        key_at = key + b * kb + h * kh + column[:, None] * ks + feature
+        value_at = value + b * vb + h * vh + column[:, None] * vs + feature
+        out_at = out + b * ob + h * oh + row[:, None] * os + feature
+        q = tl.load(query_at, mask=row_mask[:, None], other=0.0)
+        k = tl.load(key_at, mask=column_mask[:, None], other=0.0)
+        v = tl.load(value_at, mask=column_mask[:, None], other=0.0)
+        before = tl.load(out_at, mask=row_mask[:, None], other=0.0).to(tl.float32)
+        known = tl.load(normalizer + pair * rows + row, mask=row_mask, other=0.0)
+
+        # merge the softmax over these keys with the one before, both relative to the larger maximum
+        scores = tl.where(column_mask, tl.dot(q, tl.trans(k)) * scale, -float("inf"))
         top = tl.maximum(known, tl.max(scores, 1))
-        weights, old = tl.exp(scores - top[:, None]), tl.exp(known - top)
+        weights = tl.exp(scores - top[:, None])
+        old = tl.exp(known - top)
         denominator = old + tl.sum(weights, 1)
         after = before * old[:, None] + tl.dot(weights.to(v.dtype), v)
-        tl.store(place, (after / denominator[:, None]).to(q.dtype), mask=here[:, None])
-        tl.store(total + pair * rows + row, top + tl.log(denominator), mask=here)
+
+        tl.store(out_at, (after / denominator[:, None]).to(q.dtype), mask=row_mask[:, None])
+        tl.store(total + pair * rows + row, top + tl.log(denominator), mask=row_mask)

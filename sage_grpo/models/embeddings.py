@@ -21,15 +21,14 @@ from sage_grpo.files.json_files import printable
 
 @dataclass(frozen=True)
 class Conditioning:
-    """An encoded request. Subclasses add tensors as fields, which are opaque to everything but their backbone."""
+    """An encoded request. Subclasses add tensors as fields, which only their backbone interprets."""
 
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> "Conditioning":
         """A copy on `device` and in `dtype`; None leaves either unchanged."""
-        return type(self)(
-            **{name: value.to(device=device, dtype=dtype) for name, value in vars(self).items()}
-        )
+        moved = {name: value.to(device=device, dtype=dtype) for name, value in vars(self).items()}
+        return type(self)(**moved)
 
     @property
     def shapes(self) -> tuple[torch.Size, ...]:
@@ -41,22 +40,25 @@ class Conditioning:
 
 
 def together(conditions: Sequence[Conditioning]) -> Conditioning:
-    """The conditioning of several clips: theirs if all have the same one, else with the clips as the first axis."""
-    one, *others = conditions
-    if all(other is one for other in others):
-        return one
-    return type(one)(
-        **{name: torch.stack([getattr(cond, name) for cond in conditions]) for name in vars(one)}
-    )
+    """The conditioning of several clips: the one that they share, else theirs stacked, with the clips as first dim."""
+    first, *others = conditions
+    if all(other is first for other in others):
+        return first
+    stacked = {
+        name: torch.stack([getattr(cond, name) for cond in conditions]) for name in vars(first)
+    }
+    return type(first)(**stacked)
 
 
 def alike(conditions: Sequence[Conditioning], most: int) -> list[list[int]]:
-    """Positions of conditionings that are equal in shape, at most so many together."""
-    kinds: dict[tuple[torch.Size, ...], list[int]] = {}
+    """Positions of the conditionings in batches of equal shapes, at most `most` in each."""
+    by_shapes: dict[tuple[torch.Size, ...], list[int]] = {}
     for position, cond in enumerate(conditions):
-        kinds.setdefault(cond.shapes, []).append(position)
+        by_shapes.setdefault(cond.shapes, []).append(position)
     return [
-        ones[start : start + most] for ones in kinds.values() for start in range(0, len(ones), most)
+        positions[start : start + most]
+        for positions in by_shapes.values()
+        for start in range(0, len(positions), most)
     ]
 
 
@@ -65,7 +67,8 @@ class Encoder(Protocol):
 
     kind: type[Conditioning]
 
-    def encode(self, request: Request) -> Conditioning: ...
+    def encode(self, request: Request) -> Conditioning:
+        """The conditioning of one request, on the encoders' device."""
 
     def release(self) -> None:
         """Free the memory; the next call loads the encoders again."""
@@ -77,15 +80,18 @@ class Encoder(Protocol):
 class Embeddings:
     """Conditionings by request, each encoded once and kept in host memory or, with `cache_dir`, on disk.
 
-    Processes may share the folder in it, which is named after the encoder and has one safetensors file per request.
+    On disk they are in `cache_dir/ENCODER`, one safetensors file per request, where ENCODER is the encoder's
+    fingerprint. Processes may share it.
     """
 
     def __init__(
         self, encoder: Encoder, device: torch.device, cache_dir: str | Path | None = None
     ) -> None:
-        self.encoder, self.device, self.noted = encoder, device, False
+        self.encoder = encoder
+        self.device = device
         self.folder = None if cache_dir is None else Path(cache_dir) / encoder.identity()
         self.in_memory: dict[Request, Conditioning] = {}
+        self.has_warned = False  # about files that were made for other prompts or encoders
 
     def __call__(self, requests: Sequence[Request]) -> list[Conditioning]:
         """One conditioning per request, on the device."""
@@ -97,57 +103,66 @@ class Embeddings:
         `count` ranks share the work if they share a folder. Each does its part, then whatever others have not done yet,
         starting from the far end: no rank waits, and a slow or missing rank is covered by the others.
         """
-        missing = [
-            one for one in dict.fromkeys(request.content for request in requests) if one not in self
-        ]
-        every = len(missing)
-        start, end = (
-            (every * part // count for part in (rank, rank + 1)) if self.folder else (0, every)
-        )
+        contents = dict.fromkeys(request.content for request in requests)
+        missing = [content for content in contents if content not in self]
+        start = 0
+        end = len(missing)
+        if self.folder:
+            start = len(missing) * rank // count
+            end = len(missing) * (rank + 1) // count
+
         bar = tqdm(
             missing[start:end], "prompt embeddings", unit="prompt", disable=rank > 0 or start == end
         )
-        for request in chain(bar, reversed(missing[end:] + missing[:start])):
-            self._cached(request)
+        for content in chain(bar, reversed(missing[end:] + missing[:start])):
+            self._cached(content)
         self.encoder.release()
 
     def _cached(self, request: Request) -> Conditioning:
+        """The conditioning of a request, encoded if it is not cached."""
         if request not in self:
             self._keep(request, self.encoder.encode(request).to("cpu"))
-        return (
-            self.encoder.kind(**load_file(self.path(request)))
-            if self.folder
-            else self.in_memory[request]
-        )
+        if self.folder:
+            return self.encoder.kind(**load_file(self.path(request)))
+        return self.in_memory[request]
 
     def __contains__(self, request: Request) -> bool:
         """Whether the request is cached; a damaged file is rejected here, long before it is needed.
 
         A file that was made for another prompt or by another encoder, whatever its name says, counts as missing.
         """
-        if not self.folder or not (path := self.path(request)).exists():
+        if not self.folder:
             return request in self.in_memory
+        path = self.path(request)
+        if not path.exists():
+            return False
+
         try:
             with safe_open(path, "pt") as file:
-                names, made_for = set(file.keys()), (file.metadata() or {}).get("made_for")
+                names = set(file.keys())
+                made_for = (file.metadata() or {}).get("made_for")
         except (SafetensorError, OSError) as error:
             raise ValueError(
                 f"prompt_cache: {path} is damaged ({printable(error)}); delete it"
             ) from error
-        if made_for == self.label(request) and names == {
-            field.name for field in fields(self.encoder.kind)
-        }:
+
+        expected_names = {field.name for field in fields(self.encoder.kind)}
+        if made_for == self.label(request) and names == expected_names:
             return True
-        if not self.noted:
-            text = (
-                f"{path} was not made for its prompt by this encoder; encoding such prompts again"
+        if not self.has_warned:
+            self.has_warned = True
+            print(
+                f"note: prompt_cache: {path} was not made for its prompt by this encoder; encoding such prompts again",
+                file=sys.stderr,
+                flush=True,
             )
-            print(f"note: prompt_cache: {text}", file=sys.stderr, flush=True)
-        self.noted = True
         return False
 
     def _keep(self, request: Request, cond: Conditioning) -> None:
-        """Files are written under a unique temporary name and renamed, so that no reader sees a partial one."""
+        """Cache a conditioning.
+
+        Files are written under a unique temporary name and renamed, so that no reader sees a partial one.
+        """
         if not self.folder:
             self.in_memory[request] = cond
             return
@@ -157,12 +172,11 @@ class Embeddings:
             raise ValueError(
                 f"prompt_cache: {self.folder} cannot be created ({error}); name another folder"
             ) from error
-        unfinished = self.folder / f"{request.key}.{uuid.uuid4().hex}.tmp"
+        draft = self.folder / f"{request.key}.{uuid.uuid4().hex}.tmp"
         tensors = {name: value.contiguous() for name, value in vars(cond).items()}
-        save_file(
-            tensors, unfinished, metadata={"prompt": request.text, "made_for": self.label(request)}
-        )
-        os.replace(unfinished, self.path(request))
+        metadata = {"prompt": request.text, "made_for": self.label(request)}
+        save_file(tensors, draft, metadata=metadata)
+        os.replace(draft, self.path(request))
 
     def path(self, request: Request) -> Path:
         return self.folder / f"{request.key}.safetensors"

@@ -14,7 +14,9 @@ from sage_grpo.models.backbone import Sampling
 from sage_grpo.models.versions import DEFAULT_VERSION
 from sage_grpo.models.weights import Weights, open_folder, read_index
 
-MODEL, TOKENIZER = ("config.json", "*.safetensors"), ("tokenizer_config.json",)
+# Files, or patterns of files, that a part needs.
+MODEL = ("config.json", "*.safetensors")
+TOKENIZER = ("tokenizer_config.json",)
 
 
 @dataclass(frozen=True)
@@ -43,13 +45,15 @@ class DiffusersFolder:
         """Missing files of some parts, or of all, relative to this folder; a pattern where any name will do."""
         missing = []
         for part in parts or self.files:
-            place, needed = self.place(part), self.files[part]
+            place = self.place(part)
+            needed = list(self.files[part])
             for index in place.glob("*.safetensors.index.json"):
-                needed += tuple(sorted(set(read_index(index).values())))
+                needed += sorted(set(read_index(index).values()))
             missing += [place / file for file in needed if not any(place.glob(file))]
         return list(dict.fromkeys(path.relative_to(self.root).as_posix() for path in missing))
 
     def place(self, part: str) -> Path:
+        """Where the subfolder of one part belongs, complete or not."""
         return self.root / part
 
     def part(self, name: str) -> Path:
@@ -58,11 +62,13 @@ class DiffusersFolder:
         if not self.missing_files(name):
             return self.place(name)
         missing = self.missing_files()
-        text = f"Model folder '{self.root}' lacks {', '.join(missing)}; download_weights.sh gets what is missing"
-        raise FileNotFoundError(f"{text}{self.remedy(missing)}.")
+        raise FileNotFoundError(
+            f"Model folder '{self.root}' lacks {', '.join(missing)}; download_weights.sh gets what is missing"
+            f"{self.remedy(missing)}."
+        )
 
     def remedy(self, missing: list[str]) -> str:
-        """What else to do about missing files."""
+        """What else to do about missing files: the end of a sentence, or nothing."""
         return ""
 
     def config(self, part: str) -> dict[str, Any]:
@@ -74,16 +80,18 @@ class DiffusersFolder:
 
     def empty(self, part: str, model: type[ModelMixin]) -> ModelMixin:
         """The `transformer` or `vae` on the meta device, in evaluation mode."""
-        config, path = self.config(part), self.place(part) / "config.json"
-        defaults = {
-            name: one.default for name, one in inspect.signature(model.__init__).parameters.items()
-        }
+        config = self.config(part)
+        path = self.place(part) / "config.json"
+        parameters = inspect.signature(model.__init__).parameters
+        defaults = {name: parameter.default for name, parameter in parameters.items()}
+
+        # A setting must have the type of its default. The default itself passes, whatever its value.
         kinds = {
-            name: type(defaults[name])
-            for name in config
-            if name in defaults and config[name] != defaults[name]
+            name: type(default)
+            for name, default in defaults.items()
+            if type(default) in KINDS and config.get(name, default) != default
         }
-        check_kinds(path, config, {name: kind for name, kind in kinds.items() if kind in KINDS})
+        check_kinds(path, config, kinds)
         self.check_sizes(path, defaults | config)
         with naming(path), torch.device("meta"):
             return model.from_config(config).eval()

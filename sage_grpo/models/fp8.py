@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 FORMAT = torch.float8_e4m3fn
 LARGEST = torch.finfo(FORMAT).max
-CAPABILITY = (8, 9)  # the first that multiplies them
-MULTIPLE = 16  # of both sizes of a weight, for the tensor cores
+CAPABILITY = (8, 9)  # the first that multiplies 8-bit floats
+MULTIPLE = 16  # both sizes of a weight must be a multiple of this, for the tensor cores
 
 
 class Switch:
@@ -24,11 +24,11 @@ class Switch:
 
     def __init__(self, blocks: nn.Module) -> None:
         for name, layer in blocks.named_modules():
-            fits = isinstance(layer, nn.Linear) and not any(
-                n % MULTIPLE for n in layer.weight.shape
-            )
-            if fits and "lora_" not in name:
-                layer.__class__, layer.switch = Linear, self
+            if not isinstance(layer, nn.Linear) or "lora_" in name:
+                continue
+            if all(size % MULTIPLE == 0 for size in layer.weight.shape):
+                layer.__class__ = Linear
+                layer.switch = self
 
     def __enter__(self) -> None:
         self.on = True
@@ -38,12 +38,16 @@ class Switch:
 
 
 class Linear(nn.Linear):
-    """A class, not a function for each layer: blocks whose layers are alike share one compiled graph."""
+    """A linear layer that a switch can turn to 8 bits.
+
+    It is a class, not a function per layer, so that blocks whose layers are alike share one compiled graph.
+    """
 
     switch: Switch
 
     def forward(self, x: Tensor) -> Tensor:
-        return (linear if self.switch.on else F.linear)(x, self.weight, self.bias)
+        compute = linear if self.switch.on else F.linear
+        return compute(x, self.weight, self.bias)
 
 
 def check(device: torch.device) -> None:
@@ -56,17 +60,18 @@ def check(device: torch.device) -> None:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """(..., I) -> (..., O) for a weight (O, I), like F.linear."""
-    (tokens, per_token), (rows, per_row) = rounded(x.flatten(0, -2)), rounded(weight)
+    tokens, token_scale = rounded(x.flatten(0, -2))
+    rows, row_scale = rounded(weight)
     if x.is_cuda and x.dtype == torch.bfloat16:
-        found = torch._scaled_mm(
-            tokens, rows.T, per_token, per_row.T, bias, out_dtype=x.dtype, use_fast_accum=True
+        out = torch._scaled_mm(
+            tokens, rows.T, token_scale, row_scale.T, bias, out_dtype=x.dtype, use_fast_accum=True
         )
     else:
-        found = F.linear(tokens.to(x) * per_token.to(x), rows.to(x) * per_row.to(x), bias)
-    return found.unflatten(0, x.shape[:-1])
+        out = F.linear(tokens.to(x) * token_scale.to(x), rows.to(x) * row_scale.to(x), bias)
+    return out.unflatten(0, x.shape[:-1])
 
 
 def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows (S, I) in 8 bits and their scales (S, 1) in fp32; times these they are x, nearly."""
+    """Rows (S, I) in 8 bits and their scales (S, 1) in fp32, whose product is x up to rounding."""
     scale = (x.abs().amax(1, keepdim=True).float() / LARGEST).clamp_min(1e-12)
     return (x / scale).to(FORMAT), scale

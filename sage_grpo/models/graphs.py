@@ -1,8 +1,8 @@
 """A module's forward and backward as CUDA graphs, for models so small that the GPU waits for Python.
 
 A graph holds the kernels that the module itself would run, so the results are the same to the bit, and rollout and
-training replay the same one. There is a pair of graphs for each set of shapes, captured when it first occurs. All pairs
-share their memory, so a backward has to come before the next forward.
+training replay the same graph. Each set of input shapes has a pair of graphs, captured when it first occurs. All pairs
+share their memory, so a backward must come before the next forward.
 """
 
 from dataclasses import dataclass
@@ -30,17 +30,15 @@ class Graphs:
     """Replays the forward of a module, whose gradients are added to its parameters'; no input gets one."""
 
     def __init__(self, module: nn.Module) -> None:
-        """Takes the place of the module's forward. Parameters may change later, but not move."""
-        self.run, self.trained = module.forward, [p for p in module.parameters() if p.requires_grad]
+        """Replaces the module's forward. Parameters may change later, but not move."""
+        self.run = module.forward
+        self.trained = [p for p in module.parameters() if p.requires_grad]
         self.pairs: dict[tuple[torch.Size, ...], Pair] = {}
-        self.memory, self.stream, self.replays = (
-            torch.cuda.graph_pool_handle(),
-            torch.cuda.Stream(),
-            0,
-        )
-        self.differentiable = torch.zeros(
-            (), requires_grad=True
-        )  # lets autograd call a replay's backward
+        self.memory = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream()
+        self.replays = 0
+        # an input that requires gradients, so that autograd calls a replay's backward
+        self.differentiable = torch.zeros((), requires_grad=True)
         module.forward = self
 
     def __call__(self, *inputs: Tensor) -> Tensor:
@@ -51,50 +49,67 @@ class Graphs:
 
     @torch.enable_grad()
     def captured(self, inputs: list[Tensor]) -> Pair:
+        """Capture both graphs for inputs of these shapes."""
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             for _ in range(WARM_UPS):
                 output = self.run(*inputs)
                 self.differentiated(output, torch.zeros_like(output))
         torch.cuda.current_stream().wait_stream(self.stream)
-        forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        # one stream for all: autograd keeps that of a parameter's first gradient; a thread may be writing a checkpoint
+
         settings = {
             "pool": self.memory,
+            # one stream for all: autograd keeps that of a parameter's first gradient
             "stream": self.stream,
+            # another thread may be writing a checkpoint
             "capture_error_mode": "thread_local",
         }
+        forward = torch.cuda.CUDAGraph()
+        backward = torch.cuda.CUDAGraph()
         with torch.cuda.graph(forward, **settings):
             output = self.run(*inputs)
         d_output = torch.zeros_like(output)
         with torch.cuda.graph(backward, **settings):
             gradients = self.differentiated(output, d_output)
-        return Pair(inputs, forward, output.detach(), d_output, backward, list(gradients))
+        return Pair(
+            inputs=inputs,
+            forward=forward,
+            output=output.detach(),
+            d_output=d_output,
+            backward=backward,
+            gradients=list(gradients),
+        )
 
     def differentiated(self, output: Tensor, d_output: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of the trained parameters; None for those that the output does not depend on."""
         return torch.autograd.grad(output, self.trained, d_output, allow_unused=True)
 
     def accumulate(self, gradients: list[Tensor | None]) -> None:
-        found = [
-            (p, gradient)
-            for p, gradient in zip(self.trained, gradients, strict=True)
-            if gradient is not None
-        ]
-        for parameter, gradient in found:
+        """Add gradients to those of the trained parameters."""
+        totals = []
+        additions = []
+        for parameter, gradient in zip(self.trained, gradients, strict=True):
+            if gradient is None:
+                continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(gradient)
-        torch._foreach_add_(
-            [parameter.grad for parameter, _ in found], [gradient for _, gradient in found]
-        )
+            totals.append(parameter.grad)
+            additions.append(gradient)
+        torch._foreach_add_(totals, additions)
 
 
 class Replay(torch.autograd.Function):
+    """Replays a pair of graphs as one differentiable operation."""
+
     @staticmethod
     def forward(ctx: FunctionCtx, graphs: Graphs, pair: Pair, _: Tensor, *inputs: Tensor) -> Tensor:
         torch._foreach_copy_(pair.inputs, inputs)
         pair.forward.replay()
         graphs.replays += 1
-        ctx.graphs, ctx.pair, ctx.number, ctx.count = graphs, pair, graphs.replays, 3 + len(inputs)
+        ctx.graphs = graphs
+        ctx.pair = pair
+        ctx.number = graphs.replays
+        ctx.num_inputs = 3 + len(inputs)  # of this function, none of which gets a gradient
         return pair.output.clone()
 
     @staticmethod
@@ -106,4 +121,4 @@ class Replay(torch.autograd.Function):
         ctx.pair.d_output.copy_(d_output)
         ctx.pair.backward.replay()
         ctx.graphs.accumulate(ctx.pair.gradients)
-        return (None,) * ctx.count
+        return (None,) * ctx.num_inputs

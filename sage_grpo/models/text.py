@@ -13,18 +13,24 @@ from sage_grpo.models.embeddings import Conditioning
 from sage_grpo.models.folder import DiffusersFolder
 from sage_grpo.models.weights import Weights, load_model
 
-EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight")  # names of a T5's one table of tokens
+# A T5 has one table of token embeddings under two names.
+EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight")
 
 
 class FolderEncoder:
-    """The text encoders of a model folder, loaded on the first prompt. Subclasses have `load` and `embed`."""
+    """The text encoders of a model folder, loaded on the first prompt.
+
+    Subclasses define `load`, which returns the tokenizers and the models, and `embed`, which encodes a prompt.
+    """
 
     kind: type[Conditioning]
     parts: ClassVar[tuple[str, ...]]  # folders of tokenizers and encoders
     settings: ClassVar[str]  # what else determines an embedding
 
     def __init__(self, folder: DiffusersFolder, device: torch.device, dtype: torch.dtype) -> None:
-        self.folder, self.device, self.dtype = folder, device, dtype
+        self.folder = folder
+        self.device = device
+        self.dtype = dtype
         self._models: tuple[PreTrainedModel, ...] | None = None
 
     @torch.no_grad()
@@ -42,13 +48,11 @@ class FolderEncoder:
     def identity(self) -> str:
         """Fingerprint of all that determines an embedding: tokenizers, encoder weights, settings and precision."""
         digest = hashlib.sha256(f"{self.dtype} {self.settings}".encode())
-        for name in self.parts:
-            for path in sorted(self.folder.part(name).rglob("*")):
+        for part in self.parts:
+            for path in sorted(self.folder.part(part).rglob("*")):
                 if path.is_file() and ".cache" not in path.parts:  # Hugging Face Hub metadata
-                    digest.update(
-                        path.relative_to(self.folder.root).as_posix().encode()
-                        + file_fingerprint(path)
-                    )
+                    name = path.relative_to(self.folder.root).as_posix()
+                    digest.update(name.encode() + file_fingerprint(path))
         return digest.hexdigest()[:16]
 
 
@@ -58,9 +62,10 @@ def file_fingerprint(path: Path, blocks: int = 64, block_size: int = 1 << 20) ->
     Reading 16 GB of weights at every start would take a minute; a different encoder differs in nearly every block.
     """
     size = path.stat().st_size
+    spacing = max(block_size, -(-size // blocks))  # rounded up
     digest = hashlib.sha256(str(size).encode())
     with path.open("rb") as file:
-        for start in range(0, size, max(block_size, -(-size // blocks))):
+        for start in range(0, size, spacing):
             file.seek(start)
             digest.update(file.read(block_size))
     return digest.digest()
@@ -88,7 +93,8 @@ def empty_model(kind: type[PreTrainedModel], folder: Path, **settings: int) -> P
 def load_t5(
     empty: PreTrainedModel, stored: Weights, device: torch.device, dtype: torch.dtype
 ) -> PreTrainedModel:
-    """Fill a T5 encoder, whose table of tokens has two names in the model, of which a file holds one."""
+    """Fill a T5 encoder, whose table of token embeddings has two names in the model, of which a file holds one."""
     table = next((stored.pieces[name] for name in EMBEDDINGS if name in stored.pieces), None)
-    stored.pieces |= dict.fromkeys(EMBEDDINGS, table) if table else {}
+    if table is not None:
+        stored.pieces.update(dict.fromkeys(EMBEDDINGS, table))
     return load_model(empty, stored, device, dtype).eval()

@@ -1,8 +1,10 @@
 """HunyuanVideo-1.5 image-to-video: the same transformer, which also sees the image that the clip begins with.
 
-It sees it as I tokens of a SigLIP vision model, and as VAE latents of the first frame in the condition channels,
-where a mask marks them; both of the image cropped to the size of the clip, as in the stock pipeline. The latents that
-are denoised do not contain it, so sampling and log-probabilities are those of text-to-video.
+It sees the image as I tokens of a SigLIP vision model, and as VAE latents of the first frame in the condition channels,
+where a mask marks them. Both are of the image cropped to the size of the clip, as in the stock pipeline. The latents
+that are denoised do not contain it, so sampling and log-probabilities are those of text-to-video.
+
+Shapes: B clips, I image tokens, C latent channels, (T, y, x) latent frames, rows, columns.
 """
 
 from collections.abc import Mapping
@@ -25,7 +27,12 @@ from sage_grpo.models.text import empty_model
 from sage_grpo.models.weights import Weights, load_model, open_folder
 
 IMAGE_TOKENS = 729  # of the published models
-IMAGE_FILES = {"image_encoder": MODEL, "feature_extractor": ("preprocessor_config.json",)}
+
+# Files required to load each part, in addition to those of text-to-video.
+IMAGE_FILES = {
+    "image_encoder": MODEL,
+    "feature_extractor": ("preprocessor_config.json",),
+}
 
 
 class ImageFolder(ModelFolder):
@@ -38,7 +45,7 @@ class ImageFolder(ModelFolder):
 
 @dataclass(frozen=True)
 class ImageConditioning(TextConditioning):
-    """Text and image of a request; a negative prompt has none, and takes that of the positive branch."""
+    """Text and image of a request; a negative prompt has no image and takes that of the positive branch."""
 
     image: Tensor  # (I, image_dim)
     first: Tensor  # (C, y, x), latents of the first frame in the model's scaling
@@ -54,35 +61,45 @@ class ImageConditioning(TextConditioning):
 class ImageEncoder(TextEncoder):
     """The text encoders, the vision model and, as `encode_video` of the backbone, the VAE."""
 
-    kind, parts = ImageConditioning, (*TextEncoder.parts, *IMAGE_FILES, "vae")
+    kind = ImageConditioning
+    parts = (*TextEncoder.parts, *IMAGE_FILES, "vae")
 
     def load(self) -> tuple[tuple, tuple]:
-        (tokenizers, encoders), place = super().load(), self.folder.part("feature_extractor")
+        tokenizers, encoders = super().load()
+
+        place = self.folder.part("feature_extractor")
         with naming(place / "preprocessor_config.json"):
             processor = SiglipImageProcessorPil.from_pretrained(place, local_files_only=True)
-        folder = self.folder.part("image_encoder")
-        stored, model = open_folder(folder), empty_model(SiglipVisionModel, folder)
-        pieces = {
+
+        place = self.folder.part("image_encoder")
+        stored = open_folder(place)
+        pieces = {  # without the prefix that published files have
             name.removeprefix("vision_model."): piece for name, piece in stored.pieces.items()
-        }  # published names
-        load_model(model, Weights(folder, pieces), self.device, self.dtype)
+        }
+        model = empty_model(SiglipVisionModel, place)
+        load_model(model, Weights(place, pieces), self.device, self.dtype)
         positions = torch.arange(model.embeddings.num_positions, device=self.device)
         model.embeddings.position_ids = positions[None]  # computed, not stored
         return (*tokenizers, processor), (*encoders, model.eval())
 
     @torch.no_grad()
     def encode(self, request: Request) -> ImageConditioning:
-        text, image = super().encode(request), request.image
-        if image is None:
+        text = super().encode(request)
+        if request.image is None:
             return ImageConditioning(**vars(text), image=torch.zeros(0), first=torch.zeros(0))
-        picture = image.cropped()
+        picture = request.image.cropped()
+
+        *_, processor = self._tokenizers
+        *_, vision_model = self._models
         with naming(self.folder.part("image_encoder")):
-            pixels = self._tokenizers[-1](picture, return_tensors="pt").pixel_values
-            tokens = self._models[-1](pixels.to(self.device, self.dtype)).last_hidden_state[0]
-        first = self.encode_video(torch.from_numpy(np.array(picture))[None, None])[0, :, 0]
+            pixels = processor(picture, return_tensors="pt").pixel_values
+            tokens = vision_model(pixels.to(self.device, self.dtype)).last_hidden_state[0]
+
+        clip = torch.from_numpy(np.array(picture))[None, None]  # one clip of one frame
+        first = self.encode_video(clip)[0, :, 0]
         if not first.isfinite().all():
             raise ValueError(
-                f"the VAE's latents of {image.path} are not finite; use another image, or dtype fp32"
+                f"the VAE's latents of {request.image.path} are not finite; use another image, or dtype fp32"
             )
         return ImageConditioning(**vars(text), image=tokens, first=first)
 
@@ -92,7 +109,9 @@ class ImageTransformer(PackedTransformer):
 
 
 class ImageToVideo(Hunyuan15):
-    folder_class, encoder_class, transformer_class = ImageFolder, ImageEncoder, ImageTransformer
+    folder_class = ImageFolder
+    encoder_class = ImageEncoder
+    transformer_class = ImageTransformer
     sees_image = True
 
     def encoder(self) -> ImageEncoder:
@@ -102,6 +121,7 @@ class ImageToVideo(Hunyuan15):
 
     @property
     def image_tokens(self) -> int:
+        """Tokens of an image."""
         if not self.folder.is_dir():
             return IMAGE_TOKENS
         place = self.parts.part("image_encoder")
@@ -110,12 +130,12 @@ class ImageToVideo(Hunyuan15):
         return (vision.image_size // vision.patch_size) ** 2
 
     def condition(self, blank: Tensor, cond: ImageConditioning) -> Tensor:
-        blank[:, :-1, 0], blank[:, -1, 0] = cond.first, 1
+        blank[:, :-1, 0] = cond.first
+        blank[:, -1, 0] = 1  # the mask
         return blank
 
     def default_size(self, request: Request) -> tuple[int, int]:
-        """The model's own size with the aspect ratio nearest to the image's."""
-        rule = HunyuanVideo15ImageProcessor(
-            vae_scale_factor=self.multiple
-        ).calculate_default_height_width
-        return rule(*request.image.shape, self.parts.config("transformer").get("target_size", 640))
+        """The size of those the model was trained with whose aspect ratio is nearest to the image's."""
+        target_size = self.parts.config("transformer").get("target_size", 640)
+        processor = HunyuanVideo15ImageProcessor(vae_scale_factor=self.multiple)
+        return processor.calculate_default_height_width(*request.image.shape, target_size)

@@ -22,7 +22,10 @@ from sage_grpo.models.attention import best_attention
 from sage_grpo.models.denoiser import StockDenoiser
 from sage_grpo.parallel.ulysses import Attend, Shares
 
-TEXT, GLYPH, IMAGE = range(3)  # rows of `cond_type_embed`
+# Rows of `cond_type_embed`.
+TEXT = 0
+GLYPH = 1
+IMAGE = 2
 
 
 class PackedAttention:
@@ -40,32 +43,42 @@ class PackedAttention:
 
         The stock block passes `attention_mask` through unread. No mask is needed, so it carries the attention function.
         """
-        video = self._heads(
-            attn, hidden_states, (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k)
+        video_query, video_key, video_value = self._heads(
+            hidden_states,
+            attn.heads,
+            projections=(attn.to_q, attn.to_k, attn.to_v),
+            norms=(attn.norm_q, attn.norm_k),
         )
-        video[:2] = [apply_rotary_emb(x, image_rotary_emb, sequence_dim=1) for x in video[:2]]
-        added, norms = (
-            (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj),
-            (attn.norm_added_q, attn.norm_added_k),
+        video_query = apply_rotary_emb(video_query, image_rotary_emb, sequence_dim=1)
+        video_key = apply_rotary_emb(video_key, image_rotary_emb, sequence_dim=1)
+        video = (video_query, video_key, video_value)
+        context = self._heads(
+            encoder_hidden_states,
+            attn.heads,
+            projections=(attn.add_q_proj, attn.add_k_proj, attn.add_v_proj),
+            norms=(attn.norm_added_q, attn.norm_added_k),
         )
-        context = self._heads(attn, encoder_hidden_states, added, norms)
-        batch, num_video = hidden_states.shape[:2]
+
         # A context still shared by the group is expanded here, the last point where that is exact.
-        joint = [
+        batch, num_video = hidden_states.shape[:2]
+        query, key, value = (
             torch.cat([v, c.expand(batch, -1, -1, -1)], dim=1)
             for v, c in zip(video, context, strict=True)
-        ]
-        out = attention_mask(*joint).flatten(2)
-        video_out, context_out = out[:, :num_video], out[:, num_video:]
-        return attn.to_out[1](attn.to_out[0](video_out)), attn.to_add_out(context_out)
+        )
+        out = attention_mask(query, key, value).flatten(2)
+
+        video_out = attn.to_out[1](attn.to_out[0](out[:, :num_video]))
+        context_out = attn.to_add_out(out[:, num_video:])
+        return video_out, context_out
 
     @staticmethod
-    def _heads(attn: Attention, tokens: Tensor, projections: tuple, norms: tuple) -> list[Tensor]:
+    def _heads(
+        tokens: Tensor, heads: int, projections: tuple, norms: tuple
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens (B, S, D) -> normalized query, normalized key, value, each (B, S, H, E)."""
-        query, key, value = (
-            project(tokens).unflatten(2, (attn.heads, -1)) for project in projections
-        )
-        return [norms[0](query), norms[1](key), value]
+        query, key, value = (project(tokens).unflatten(2, (heads, -1)) for project in projections)
+        norm_query, norm_key = norms
+        return norm_query(query), norm_key(key), value
 
 
 class PackedTransformer(StockDenoiser, HunyuanVideo15Transformer3DModel):
@@ -84,7 +97,7 @@ class PackedTransformer(StockDenoiser, HunyuanVideo15Transformer3DModel):
 
     @property
     def never_trained(self) -> tuple[str, ...]:
-        """What the task does not use; the last block's context output is dropped, so its queries are unused."""
+        """What the task does not use. The context that leaves the last block is dropped, so its queries are unused."""
         last = f"{self.block_list}.{len(self.all_blocks) - 1}"
         unread = ("attn.add_q_proj", "attn.norm_added_q", "attn.to_add_out", "ff_context")
         return (*self.unseen, *(f"{last}.{name}" for name in unread))
@@ -100,25 +113,28 @@ class PackedTransformer(StockDenoiser, HunyuanVideo15Transformer3DModel):
         image: (1, I, image_dim), only of image-to-video. Where clips have requests of their own, B instead of 1.
         """
         temb = self._time_embedding(timestep, hidden_states.dtype)
-        video, context = (
-            self.x_embedder(hidden_states),
-            self._context(timestep, text, glyph, *image),
-        )
+        video = self.x_embedder(hidden_states)
+        context = self._context(timestep, text, glyph, *image)
+
         shares = Shares(
             video.shape[1], context.shape[1], best_attention(video), self.sequence_group
         )
         rope = tuple(shares.own_video(table, dim=0) for table in self.rope(hidden_states))
-        video, context = shares.own_video(video), shares.own_context(context)
+        video = shares.own_video(video)
+        context = shares.own_context(context)
         for block in self.all_blocks:
             video, context = self.run_block(block, (video, context, temb), shares.attend, rope)
-        tokens, c = shares.join_video(self.proj_out(self.norm_out(video, temb))), self.config
-        patch = {"pt": c.patch_size_t, "py": c.patch_size, "px": c.patch_size}
-        sizes = {
-            "y": hidden_states.shape[3] // c.patch_size,
-            "x": hidden_states.shape[4] // c.patch_size,
-        }
+
+        tokens = shares.join_video(self.proj_out(self.norm_out(video, temb)))
+        c = self.config
         velocity = rearrange(
-            tokens, "b (t y x) (c pt py px) -> b c (t pt) (y py) (x px)", **sizes, **patch
+            tokens,
+            "b (t y x) (c pt py px) -> b c (t pt) (y py) (x px)",
+            y=hidden_states.shape[3] // c.patch_size,
+            x=hidden_states.shape[4] // c.patch_size,
+            pt=c.patch_size_t,
+            py=c.patch_size,
+            px=c.patch_size,
         )
         return velocity.clone(memory_format=torch.contiguous_format)  # FSDP does not accept views
 
@@ -133,12 +149,11 @@ class PackedTransformer(StockDenoiser, HunyuanVideo15Transformer3DModel):
         The batch is 1 unless the timesteps differ: then only the refiner's gates, and what follows them, are per clip.
         The glyph projection runs even for M = 0: under FSDP every rank must enter the same modules.
         """
-        refined = self.context_embedder(text, timestep.float()) + self.cond_type_embed.weight[TEXT]
-        glyphs = self.context_embedder_2(glyph) + self.cond_type_embed.weight[GLYPH]
-        seen = [
-            self.image_embedder(tokens) + self.cond_type_embed.weight[IMAGE] for tokens in image
-        ]
-        batch = max(len(tokens) for tokens in (refined, *seen))
-        return torch.cat(
-            [tokens.expand(batch, -1, -1) for tokens in (*seen, glyphs, refined)], dim=1
-        )
+        types = self.cond_type_embed.weight
+        refined = self.context_embedder(text, timestep.float()) + types[TEXT]
+        glyphs = self.context_embedder_2(glyph) + types[GLYPH]
+        images = [self.image_embedder(tokens) + types[IMAGE] for tokens in image]
+
+        batch = max(len(tokens) for tokens in (refined, *images))
+        context = [tokens.expand(batch, -1, -1) for tokens in (*images, glyphs, refined)]
+        return torch.cat(context, dim=1)

@@ -1,7 +1,11 @@
-"""Adapts the stock HunyuanVideo-1.5 VAE in place: it accepts batches of clips, and is fast on CPUs and GPUs."""
+"""Adapts the stock HunyuanVideo-1.5 VAE in place: it accepts batches of clips, and is fast on CPUs and GPUs.
+
+Shapes: x and h are feature maps (B, C, T, Y, X).
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +16,7 @@ from torch import Tensor
 from sage_grpo.models.backbone import at_least_fp32
 
 HALVES = (torch.float16, torch.bfloat16)
-LAST = {"memory_format": torch.channels_last_3d}  # the layout of the fastest convolutions
+LAST = {"memory_format": torch.channels_last_3d}  # the layout of the fastest convolutions on GPUs
 
 
 def causal_frame_mask(
@@ -23,10 +27,9 @@ def causal_frame_mask(
     Same signature as the method it replaces; the mask broadcasts over batch and heads, so `batch_size` is unused.
     """
     frame = torch.arange(n_frame, device=device).repeat_interleave(n_hw)
-    hidden = frame[None, :] > frame[:, None]
-    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill(hidden, float("-inf"))[
-        None, None
-    ]
+    is_later = frame[None, :] > frame[:, None]
+    mask = torch.zeros(is_later.shape, dtype=dtype, device=device)
+    return mask.masked_fill(is_later, float("-inf"))[None, None]
 
 
 def allow_batches(vae: AutoencoderKLHunyuanVideo15) -> AutoencoderKLHunyuanVideo15:
@@ -43,35 +46,37 @@ def causal_convolution(layer: stock.HunyuanVideo15CausalConv3d, x: Tensor) -> Te
     torch has fast 2-D convolutions for every CPU, but 3-D ones for x86_64 alone. In half precision the fast ones sum in
     half precision too, and are not used.
     """
-    padded, depth = (
-        F.pad(x, layer.time_causal_padding, mode=layer.pad_mode),
-        layer.conv.kernel_size[0],
-    )
+    frames = F.pad(x, layer.time_causal_padding, mode=layer.pad_mode)
     if x.dtype in HALVES:
-        return layer.conv(padded)
-    frames = padded.transpose(1, 2)
-    seen = torch.cat([frames[:, i : i + x.shape[2]] for i in range(depth)], dim=2).flatten(0, 1)
-    found = F.conv2d(seen, layer.conv.weight.transpose(1, 2).flatten(1, 2), layer.conv.bias)
-    return found.unflatten(0, (len(x), -1)).transpose(1, 2)
+        return layer.conv(frames)
+
+    frames = frames.transpose(1, 2)  # (B, T + depth - 1, C, Y, X)
+    depth = layer.conv.kernel_size[0]
+    shifted = [frames[:, i : i + x.shape[2]] for i in range(depth)]
+    stacked = torch.cat(shifted, dim=2).flatten(0, 1)  # (B * T, depth * C, Y, X)
+    weight = layer.conv.weight.transpose(1, 2).flatten(1, 2)
+    out = F.conv2d(stacked, weight, layer.conv.bias)
+    return out.unflatten(0, (len(x), -1)).transpose(1, 2)
 
 
 def normalize(layer: stock.HunyuanVideo15RMS_norm, x: Tensor) -> Tensor:
     """The layer's forward without torch's norm over a dimension that is not the last, which is slow on a CPU."""
     if x.dtype in HALVES:
         return type(layer).forward(layer, x)
-    length = x.square().sum(1 if layer.channel_first else -1, keepdim=True).sqrt().clamp_min(1e-12)
+    dim = 1 if layer.channel_first else -1
+    length = x.square().sum(dim, keepdim=True).sqrt().clamp_min(1e-12)
     return x / length * layer.scale * layer.gamma + layer.bias
 
 
 def fast_on_cpu(vae: AutoencoderKLHunyuanVideo15) -> AutoencoderKLHunyuanVideo15:
     """Replace the forward of all norms and causal convolutions; none of these has a stride."""
-    replaced = {
+    forwards = {
         stock.HunyuanVideo15CausalConv3d: causal_convolution,
         stock.HunyuanVideo15RMS_norm: normalize,
     }
     for module in vae.modules():
-        if type(module) in replaced:
-            module.forward = partial(replaced[type(module)], module)
+        if type(module) in forwards:
+            module.forward = partial(forwards[type(module)], module)
     return vae
 
 
@@ -89,31 +94,40 @@ def activated(
 
 
 def unpacked(x: Tensor, h: Tensor, bias: Tensor, repeats: int, doubles_frames: bool) -> Tensor:
-    """What upsampling makes of its input x and its convolution's output h: channels become pixels and frames."""
-    spread, h = stock.HunyuanVideo15Upsample._dcae_upsample_rearrange, h + bias
+    """Upsampling, given its input x and its convolution's output h: channels become pixels and frames."""
+    spread = stock.HunyuanVideo15Upsample._dcae_upsample_rearrange
+    h = h + bias
     if not doubles_frames:
         return spread(h + x.repeat_interleave(repeats, 1)).contiguous(**LAST)
-    first, later = spread(h[:, :, :1]).chunk(2, 1)[0], spread(h[:, :, 1:], 2)  # frame 0 stays one
+
+    # the first frame stays one frame, so half of its channels are unused
+    first, _ = spread(h[:, :, :1]).chunk(2, 1)
     first = first + spread(x[:, :, :1]).repeat_interleave(repeats // 2, 1)
-    later = later + spread(x[:, :, 1:], 2).repeat_interleave(repeats, 1)
+    later = spread(h[:, :, 1:], 2) + spread(x[:, :, 1:], 2).repeat_interleave(repeats, 1)
     return torch.cat([first, later], 2).contiguous(**LAST)
 
 
 def fuse_decoder(vae: AutoencoderKLHunyuanVideo15) -> AutoencoderKLHunyuanVideo15:
-    """Replace the decoder's forwards: all that lies between two convolutions is compiled into one or two kernels.
+    """Replace the decoder's forwards: everything between two convolutions is compiled into one or two kernels.
 
-    Eager, it takes two thirds of the time. Convolutions stay cuDNN's, without bias, which would be one more pass. Tiles
-    stay eager: they come in several sizes, each with graphs of its own, which take longer to compile than they save.
+    Run eagerly, it takes two thirds of the time. Convolutions stay cuDNN's, without bias, which would be one more pass.
+    Tiles stay eager: they come in several sizes, each with graphs of its own, which take longer to compile than they
+    save.
     """
     torch._dynamo.config.recompile_limit = 64  # a graph for each size and number of channels
 
     def fused(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
         compiled = torch.compile(call, dynamic=False)
-        return lambda *args: (call if vae.use_tiling else compiled)(*args)
 
-    pad, activate, unpack, add = map(
-        fused, (padded, activated, unpacked, lambda h, bias, x: h + bias + x)
-    )
+        def either(*args: Any) -> Tensor:
+            return call(*args) if vae.use_tiling else compiled(*args)
+
+        return either
+
+    pad = fused(padded)
+    activate = fused(activated)
+    unpack = fused(unpacked)
+    add = fused(lambda h, bias, x: h + bias + x)
 
     def bias(layer: stock.HunyuanVideo15CausalConv3d) -> Tensor:
         return layer.conv.bias[:, None, None, None]
@@ -122,31 +136,33 @@ def fuse_decoder(vae: AutoencoderKLHunyuanVideo15) -> AutoencoderKLHunyuanVideo1
         layer: stock.HunyuanVideo15CausalConv3d,
         norm: stock.HunyuanVideo15RMS_norm,
         x: Tensor,
-        before: Tensor | float,
+        previous_bias: Tensor | float,
     ) -> Tensor:
-        return F.conv3d(
-            activate(x, before, norm.gamma, norm.scale, layer.time_causal_padding),
-            layer.conv.weight,
-        )
+        """Norm, SiLU and convolution without its bias; `previous_bias` is still missing from x."""
+        inputs = activate(x, previous_bias, norm.gamma, norm.scale, layer.time_causal_padding)
+        return F.conv3d(inputs, layer.conv.weight)
 
     def residual(block: stock.HunyuanVideo15ResnetBlock, x: Tensor) -> Tensor:
         h = convolve(block.conv1, block.norm1, x, 0.0)
         h = convolve(block.conv2, block.norm2, h, bias(block.conv1))
-        return add(
-            h, bias(block.conv2), x if block.conv_shortcut is None else block.conv_shortcut(x)
-        )
+        shortcut = x if block.conv_shortcut is None else block.conv_shortcut(x)
+        return add(h, bias(block.conv2), shortcut)
 
     def upsample(layer: stock.HunyuanVideo15Upsample, x: Tensor) -> Tensor:
         h = F.conv3d(pad(x, layer.conv.time_causal_padding), layer.conv.conv.weight)
         return unpack(x, h, bias(layer.conv), layer.repeats, bool(layer.add_temporal_upsample))
 
-    replaced = {stock.HunyuanVideo15ResnetBlock: residual, stock.HunyuanVideo15Upsample: upsample}
+    forwards = {stock.HunyuanVideo15ResnetBlock: residual, stock.HunyuanVideo15Upsample: upsample}
     for module in vae.decoder.modules():
         if isinstance(module, torch.nn.Conv3d):
             module.to(**LAST)
-        if type(module) in replaced:
-            module.forward = partial(replaced[type(module)], module)
-    last, norm = vae.decoder.conv_out, vae.decoder.norm_out
-    norm.forward = vae.decoder.conv_act.forward = lambda x: x
+        if type(module) in forwards:
+            module.forward = partial(forwards[type(module)], module)
+
+    # the last convolution does its norm and activation itself
+    last = vae.decoder.conv_out
+    norm = vae.decoder.norm_out
     last.forward = lambda x: convolve(last, norm, x, 0.0) + bias(last)
+    norm.forward = lambda x: x
+    vae.decoder.conv_act.forward = lambda x: x
     return vae

@@ -1,6 +1,6 @@
 """Prompts to the text embeddings of Wan 2.1, as the stock pipeline makes them.
 
-UMT5 reads the cleaned prompt. What follows the prompt's tokens is set to zero and not masked: the model attends to it.
+UMT5 reads the cleaned prompt. The padding after the prompt's tokens is zero and not masked: the model attends to it.
 """
 
 import inspect
@@ -16,35 +16,41 @@ from sage_grpo.models.embeddings import Conditioning
 from sage_grpo.models.text import FolderEncoder, empty_model, load_t5, load_tokenizer
 from sage_grpo.models.weights import open_folder
 
-NUM_TOKENS: int = inspect.signature(WanPipeline.__call__).parameters["max_sequence_length"].default
+_STOCK = inspect.signature(WanPipeline.__call__).parameters
+NUM_TOKENS: int = _STOCK["max_sequence_length"].default
 
 
 @dataclass(frozen=True)
 class PaddedText(Conditioning):
-    """Text embeddings of one prompt with their padding."""
+    """Text embeddings of one prompt, padded with zeros."""
 
     text: Tensor  # (NUM_TOKENS, text_dim)
 
 
 class TextEncoder(FolderEncoder):
-    kind, parts = PaddedText, ("tokenizer", "text_encoder")
-    settings = (
-        f"{NUM_TOKENS} {is_ftfy_available()}"  # ftfy repairs damaged Unicode if it is installed
-    )
+    kind = PaddedText
+    parts = ("tokenizer", "text_encoder")
+    settings = f"{NUM_TOKENS} {is_ftfy_available()}"  # if installed, ftfy repairs damaged Unicode
 
     def load(self) -> tuple[tuple[T5TokenizerFast], tuple[UMT5EncoderModel]]:
-        texts, encoder = (self.folder.part(name) for name in self.parts)
-        model = load_t5(
-            empty_model(UMT5EncoderModel, encoder), open_folder(encoder), self.device, self.dtype
-        )
-        return (load_tokenizer(T5TokenizerFast, texts),), (model,)
+        tokenizer = load_tokenizer(T5TokenizerFast, self.folder.part("tokenizer"))
+        place = self.folder.part("text_encoder")
+        empty = empty_model(UMT5EncoderModel, place)
+        model = load_t5(empty, open_folder(place), self.device, self.dtype)
+        return (tokenizer,), (model,)
 
     def embed(self, prompt: str) -> PaddedText:
-        limits = {"padding": "max_length", "truncation": True, "max_length": NUM_TOKENS}
+        [tokenizer] = self._tokenizers
+        [model] = self._models
         with naming(self.folder.part("tokenizer")):
-            tokens = self._tokenizers[0](prompt_clean(prompt), **limits, return_tensors="pt").to(
-                self.device
-            )
+            tokens = tokenizer(
+                prompt_clean(prompt),
+                padding="max_length",
+                truncation=True,
+                max_length=NUM_TOKENS,
+                return_tensors="pt",
+            ).to(self.device)
         with naming(self.folder.part("text_encoder")):
-            states = self._models[0](tokens.input_ids, tokens.attention_mask).last_hidden_state[0]
-        return PaddedText(states.masked_fill(tokens.attention_mask[0, :, None] == 0, 0))
+            states = model(tokens.input_ids, tokens.attention_mask).last_hidden_state[0]
+        is_padding = tokens.attention_mask[0, :, None] == 0
+        return PaddedText(states.masked_fill(is_padding, 0))

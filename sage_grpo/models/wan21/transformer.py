@@ -19,9 +19,7 @@ from sage_grpo.models.attention import attention, best_attention
 from sage_grpo.models.denoiser import StockDenoiser
 from sage_grpo.parallel.ulysses import Attend, Shares
 
-Rope = tuple[
-    Tensor, Tensor, Attend
-]  # cosines and sines (1, N, 1, E/2), and the attention over all tokens
+Rope = tuple[Tensor, Tensor, Attend]  # cos and sin (1, N, 1, E/2), and attention over all tokens
 
 
 def attend(
@@ -32,13 +30,17 @@ def attend(
     The stock block passes `rope` to self-attention alone, so it also carries the attention function.
     """
     source = video if text is None else text
-    found = attn.norm_q(attn.to_q(video)), attn.norm_k(attn.to_k(source)), attn.to_v(source)
-    query, key, value = (x.unflatten(2, (attn.heads, -1)) for x in found)
-    if rope is None:  # a text that is still shared by the group is expanded
-        out = attention(query, *(x.expand(len(query), -1, -1, -1) for x in (key, value)))
+    query = attn.norm_q(attn.to_q(video)).unflatten(2, (attn.heads, -1))
+    key = attn.norm_k(attn.to_k(source)).unflatten(2, (attn.heads, -1))
+    value = attn.to_v(source).unflatten(2, (attn.heads, -1))
+
+    if rope is None:  # cross-attention, to a text that the group may still share
+        key = key.expand(len(query), -1, -1, -1)
+        value = value.expand(len(query), -1, -1, -1)
+        out = attention(query, key, value)
     else:
-        cos, sin, over_all = rope
-        out = over_all(rotated(query, cos, sin), rotated(key, cos, sin), value)
+        cos, sin, attend_to_all = rope
+        out = attend_to_all(rotated(query, cos, sin), rotated(key, cos, sin), value)
     return attn.to_out[0](out.flatten(2))
 
 
@@ -52,6 +54,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def rope_of(
     width: int, patch: tuple[int, ...], length: int, device: torch.device
 ) -> WanRotaryPosEmbed:
+    """The stock module that computes rotary tables."""
     with torch.device("cpu"):
         return WanRotaryPosEmbed(width, patch, length).to(device)
 
@@ -59,15 +62,15 @@ def rope_of(
 class WanTransformer(StockDenoiser, WanTransformer3DModel):
     """The stock model for text-to-video."""
 
-    stock, block_list = WanTransformer3DModel, "blocks"
+    stock = WanTransformer3DModel
+    block_list = "blocks"
 
     # `from_pretrained` reads the accepted config keys from the signature.
     @functools.wraps(WanTransformer3DModel.__init__)
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        del (
-            self.rope
-        )  # its tables are computed, not stored: of a model made on the meta device there are none
+        # Its tables are computed, not stored: those of a model on the meta device would never be filled.
+        del self.rope
         for block in self.all_blocks:
             block.attn1.set_processor(attend)
             block.attn2.set_processor(attend)
@@ -78,23 +81,32 @@ class WanTransformer(StockDenoiser, WanTransformer3DModel):
         timestep: fp32, 1000 * sigma; (1,) if the clips share it, which is cheaper, else (B,).
         text: (1 or B, L, text_dim), padded with zeros.
         """
-        c, (_, rows, columns) = self.config, hidden_states.shape[2:]
+        c = self.config
         video = self.patch_embedding(hidden_states).flatten(2).transpose(1, 2).contiguous()
         temb, modulation, text, _ = self.condition_embedder(timestep, text)
+        modulation = modulation.unflatten(1, (6, -1))
+
         shares = Shares(video.shape[1], 0, best_attention(video), self.sequence_group)
-        tables = rope_of(
+        video = shares.own_video(video)
+        rope_module = rope_of(
             c.attention_head_dim, tuple(c.patch_size), c.rope_max_seq_len, video.device
-        )(hidden_states)
-        cos, sin = (
-            shares.own_video(table) for table in tables
-        )  # (1, N, 1, E), with every number twice
+        )
+        # tables (1, N, 1, E) that hold every number twice
+        cos, sin = (shares.own_video(table) for table in rope_module(hidden_states))
         rope = (cos[..., 0::2].contiguous(), sin[..., 1::2].contiguous(), shares.attend)
-        video, modulation = shares.own_video(video), modulation.unflatten(1, (6, -1))
         for block in self.all_blocks:
             video = self.run_block(block, (video, text, modulation), rope)
+
         shift, scale = (self.scale_shift_table + temb[:, None]).chunk(2, dim=1)
         video = (self.norm_out(video.float()) * (1 + scale) + shift).type_as(video)
-        tokens, (_, py, px) = shares.join_video(self.proj_out(video)), c.patch_size
-        sizes = {"y": rows // py, "x": columns // px, "py": py, "px": px}
-        velocity = rearrange(tokens, "b (t y x) (py px c) -> b c t (y py) (x px)", **sizes)
+        tokens = shares.join_video(self.proj_out(video))
+        _, patch_rows, patch_columns = c.patch_size
+        velocity = rearrange(
+            tokens,
+            "b (t y x) (py px c) -> b c t (y py) (x px)",
+            y=hidden_states.shape[3] // patch_rows,
+            x=hidden_states.shape[4] // patch_columns,
+            py=patch_rows,
+            px=patch_columns,
+        )
         return velocity.clone(memory_format=torch.contiguous_format)  # FSDP does not accept views
