@@ -30,8 +30,8 @@ from research.tiny.training import warm_cosine
 from sage_grpo.algo.sde import flow_sigmas
 from sage_grpo.data.requests import Request, read_requests
 from sage_grpo.models.backbone import Backbone, Guidance
-from sage_grpo.models.latent import TIMESTEPS
 from sage_grpo.models.hunyuan15.transformer import IMAGE, PackedTransformer
+from sage_grpo.models.latent import TIMESTEPS
 from sage_grpo.models.registry import open_backbone
 from sage_grpo.models.sample import counter_noise, integrate
 from sage_grpo.models.versions import ANIMATE

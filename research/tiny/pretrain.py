@@ -38,10 +38,10 @@ from sage_grpo.algo.sde import build_schedule, flow_sigmas
 from sage_grpo.data.requests import Request
 from sage_grpo.models.backbone import Sampling
 from sage_grpo.models.embeddings import Embeddings
-from sage_grpo.models.latent import TIMESTEPS
 from sage_grpo.models.hunyuan15.folder import ModelFolder
 from sage_grpo.models.hunyuan15.text import TextConditioning, TextEncoder
 from sage_grpo.models.hunyuan15.transformer import PackedTransformer
+from sage_grpo.models.latent import TIMESTEPS
 from sage_grpo.models.registry import open_backbone
 from sage_grpo.runs.media import contact_sheet, thumbnails
 from sage_grpo.worlds.shapes.scenes import (
