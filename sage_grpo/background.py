@@ -1,4 +1,4 @@
-"""Calls that run in a thread, which ends with the process whatever it waits for."""
+"""Calls in daemon threads, which end with the process whatever they wait for."""
 
 import threading
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import torch
 
 
 class Work(Future):
-    """A call in a daemon thread, which an executor does not have. It is given `advance`, to tell its progress."""
+    """A call in a daemon thread (executors have none). The call is given `advance`, to report its progress."""
 
     def __init__(self, call: Callable[[Callable[[], None]], Any]) -> None:
         super().__init__()
@@ -23,16 +23,18 @@ class Work(Future):
             self.set_exception(error)
 
     def advance(self) -> None:
+        """Report progress."""
         self._moved = True
 
     def moved(self) -> bool:
-        """Whether it made progress since this was last asked, or is done."""
-        moved, self._moved = self._moved, False
+        """Whether the call is done or has made progress since the last time this was asked."""
+        moved = self._moved
+        self._moved = False
         return moved or self.done()
 
 
 def within(seconds: float, call: Callable[..., Any], *arguments: Any) -> Any:
-    """The result of a call without gradients, or TimeoutError; a hanging call is abandoned in its thread."""
+    """The result of a call, made without gradients; TimeoutError if it takes longer, its thread is then abandoned."""
     work = Work(lambda _: torch.no_grad()(call)(*arguments))
     if not wait([work], seconds).done:
         raise TimeoutError(f"no answer within {seconds:g} s")

@@ -1,3 +1,6 @@
-"""Exit codes of `post_train.py`; the last one tells a scheduler to requeue the job."""
+"""Exit codes of the programs."""
 
-DONE, FAILED, WRONG_INPUT, PREEMPTED = 0, 1, 2, 75
+DONE = 0
+FAILED = 1
+WRONG_INPUT = 2
+PREEMPTED = 75  # tells a scheduler to requeue the job

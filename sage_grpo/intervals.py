@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-# two-sided 95 % quantiles of Student's t, by degrees of freedom; between them it is almost linear in 1 / freedom
+# Two-sided 95 % quantiles of Student's t by degrees of freedom; between them they are almost linear in 1 / freedom.
 STUDENT_95 = {
     math.inf: 1.960,
     30: 2.042,
@@ -19,12 +19,12 @@ STUDENT_95 = {
     2: 4.303,
 }
 
-FEWEST = 8  # pairs below which there is no verdict
+FEWEST = 8  # pairs that a verdict takes
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean with its 95 % interval of +- `half`, which is NaN for fewer than 3 values: too few to be informative."""
+    """A mean with its 95 % interval, mean +- half; `half` is NaN for fewer than 3 values, which say too little."""
 
     mean: float
     half: float
@@ -33,22 +33,22 @@ class Interval:
     @property
     def sign(self) -> int:
         """+1 or -1 if the interval excludes 0, else 0."""
-        return int(np.sign(self.mean)) if abs(self.mean) > self.half else 0
+        excludes_zero = abs(self.mean) > self.half
+        return int(np.sign(self.mean)) if excludes_zero else 0
 
 
 def interval(values: Iterable[float]) -> Interval:
     """Mean and interval of the finite values; the mean of none is NaN."""
-    found = np.array([value for value in values if math.isfinite(value)])
-    count, mean = len(found), float(found.mean()) if len(found) else math.nan
-    half = (
-        student_95(count - 1) * float(found.std(ddof=1)) / math.sqrt(count)
-        if count > 2
-        else math.nan
-    )
+    finite = np.array([value for value in values if math.isfinite(value)])
+    count = len(finite)
+    mean = float(finite.mean()) if count else math.nan
+    half = math.nan
+    if count > 2:
+        half = student_95(count - 1) * float(finite.std(ddof=1)) / math.sqrt(count)
     return Interval(mean, half, count)
 
 
 def student_95(freedom: int) -> float:
-    return float(
-        np.interp(1 / freedom, [1 / known for known in STUDENT_95], list(STUDENT_95.values()))
-    )
+    """Two-sided 95 % quantile of Student's t with `freedom` degrees of freedom."""
+    inverses = [1 / known for known in STUDENT_95]
+    return float(np.interp(1 / freedom, inverses, list(STUDENT_95.values())))

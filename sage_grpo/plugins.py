@@ -1,4 +1,4 @@
-"""Everything that can be named: rows of fixed tables, and on a command line also `FILE.py:NAME`.
+"""Code that a setting can name: rows of fixed tables and, on a command line, also `FILE.py:NAME`.
 
 A row maps a name to `module:attribute`, so that a table can be read without importing what it names.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def load(table: Mapping[str, Any], name: str) -> Any:
-    """Import the object that a table row names. A row may also hold the object itself."""
+    """The object that a row names, imported now. A row may also hold the object itself."""
     row = table[name]
     if not isinstance(row, str):
         return row
@@ -22,22 +22,23 @@ def load(table: Mapping[str, Any], name: str) -> Any:
 
 
 def in_file(name: str | None) -> bool:
-    """Whether `name` is `FILE.py:NAME`. `flags.parse` lets only a command line name one."""
+    """Whether `name` is `FILE.py:NAME`, which `config/parse.py` allows on a command line only."""
     return bool(re.fullmatch(r".+\.py:[^\W\d]\w*", name or ""))
 
 
 def label(name: str) -> str:
-    """What `name` is called in weights and metrics: of `FILE.py:NAME`, the second half."""
+    """What `name` is called in weights and metrics: NAME for `FILE.py:NAME`, else the name itself."""
     return name.rpartition(":")[2]
 
 
 def resolved(name: str) -> Any:
-    """Run `FILE.py` and return its `NAME`, any failure in one sentence; another name is returned as it is."""
+    """Run `FILE.py` and return its `NAME`, any failure in one sentence; other names are returned unchanged."""
     if not in_file(name):
         return name
     path = Path(name.rpartition(":")[0])
     spec = spec_from_file_location(f"plugin_{path.stem}", path)
-    module = sys.modules[spec.name] = module_from_spec(spec)
+    module = module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up here
     try:
         spec.loader.exec_module(module)
         return getattr(module, label(name))

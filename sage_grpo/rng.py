@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# "generate" is for generation and validation, so that they never reuse training noise
+# "generate_*" is for generation and validation, which never reuse the noise of training
 PURPOSES = (
     "rollout_init",
     "rollout_sde",
@@ -27,25 +27,23 @@ PURPOSES = (
 def generator(
     seed: int, purpose: str, *, step: int = 0, prompt: int = 0, sample: int = 0, index: int = 0
 ) -> np.random.Generator:
-    """The generator for one draw.
+    """The generator of one draw.
 
-    step: GRPO iteration, or epoch for the prompt order. prompt: index in the prompt file. sample: member of the group.
-    index: additional counter within a sample, such as the denoising step of SDE noise.
+    step: training iteration, or epoch for the prompt order. prompt: index in the prompt file. sample: member of the
+    group. index: additional counter within a sample, such as the denoising step of SDE noise.
     """
     if purpose not in PURPOSES:
         raise ValueError(f"purpose is {purpose!r}; choose one of {', '.join(PURPOSES)}")
-    key = ":".join(
-        str(part) for part in (purpose, *(int(n) for n in (seed, step, prompt, sample, index)))
-    )
+    counters = (int(number) for number in (seed, step, prompt, sample, index))
+    key = ":".join(map(str, (purpose, *counters)))
     digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
 
 
 def normal(shape: Sequence[int], seed: int, purpose: str, **key: int) -> Tensor:
     """Standard normal fp32 tensor of `shape`, on the CPU."""
-    return torch.from_numpy(
-        generator(seed, purpose, **key).standard_normal(tuple(shape), dtype=np.float32)
-    )
+    draw = generator(seed, purpose, **key).standard_normal(tuple(shape), dtype=np.float32)
+    return torch.from_numpy(draw)
 
 
 def permutation(n: int, seed: int, purpose: str, **key: int) -> Tensor:

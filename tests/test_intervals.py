@@ -15,12 +15,16 @@ def test_student(freedom, quantile):
 
 
 def test_by_hand():
-    found = interval([1.0, 2.0, math.nan, 3.0, 4.0])
-    assert found.mean == 2.5 and found.half == pytest.approx(3.182 * math.sqrt(5 / 3) / 2, rel=0.01)
+    computed = interval([1.0, 2.0, math.nan, 3.0, 4.0])
+    assert computed.count == 4
+    assert computed.mean == 2.5
+    assert computed.half == pytest.approx(3.182 * math.sqrt(5 / 3) / 2, rel=0.01)
 
 
 def test_two_values_have_no_interval_and_none_no_mean():
-    assert interval([1.0, 3.0]).mean == 2 and math.isnan(interval([1.0, 3.0]).half)
+    two = interval([1.0, 3.0])
+    assert two.mean == 2
+    assert math.isnan(two.half)
     assert math.isnan(interval([math.nan]).mean)
 
 

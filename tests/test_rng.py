@@ -1,3 +1,5 @@
+"""Draws are pure functions of their keys."""
+
 import hashlib
 
 import pytest
@@ -10,16 +12,9 @@ SHAPE = (4, 3, 5)
 
 def test_a_draw_depends_on_each_part_of_its_key():
     base = {"seed": 1, "purpose": "rollout_sde", "step": 2, "prompt": 3, "sample": 4, "index": 5}
+    other = {"seed": 2, "purpose": "rollout_init", "step": 3, "prompt": 4, "sample": 5, "index": 6}
     draws = [rng.normal(SHAPE, **base)]
-    for part, other in {
-        "seed": 2,
-        "purpose": "rollout_init",
-        "step": 3,
-        "prompt": 4,
-        "sample": 5,
-        "index": 6,
-    }.items():
-        draws.append(rng.normal(SHAPE, **{**base, part: other}))
+    draws += [rng.normal(SHAPE, **base | {part: value}) for part, value in other.items()]
     # parts must not run together either: (step 1, prompt 23) is not (step 12, prompt 3)
     draws.append(rng.normal(SHAPE, 1, "rollout_sde", step=1, prompt=23))
     draws.append(rng.normal(SHAPE, 1, "rollout_sde", step=12, prompt=3))
@@ -54,11 +49,9 @@ def test_values_are_pinned():
 
 def test_normal_moments():
     draw = rng.normal((200, 500), 0, "rollout_init")
-    assert (
-        draw.dtype == torch.float32
-        and abs(draw.mean().item()) < 0.013
-        and abs(draw.std().item() - 1) < 0.01
-    )
+    assert draw.dtype == torch.float32
+    assert abs(draw.mean().item()) < 0.013
+    assert abs(draw.std().item() - 1) < 0.01
 
 
 def test_permutation_and_integer():

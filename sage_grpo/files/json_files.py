@@ -8,7 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-LARGEST, MOST_LAYERS = 2**31, 1000  # far above any real model
+# far above any real model
+LARGEST = 2**31
+MOST_LAYERS = 1000
+
 KINDS = {
     int: f"a whole number above 0, below {LARGEST}",
     float: f"a number above 0, below {LARGEST}",
@@ -34,21 +37,28 @@ def read_object(path: Path) -> dict[str, Any]:
 def read_config(path: Path) -> dict[str, Any]:
     """The settings of a model; numbers beyond any real model are rejected before something of that size is built."""
     config = read_object(path)
-    pending = [config]
-    for values in pending:  # grows while it is read
-        pending += [value for value in values.values() if isinstance(value, dict)]
-        for name, value in values.items():
-            most = MOST_LAYERS if "layers" in name or "depth" in name else LARGEST
-            size = len(value) if isinstance(value, list) else value
-            if type(size) in (int, float) and not abs(size) < most:
-                raise ValueError(
-                    f"{path} has {name!r:.60} {value!r:.60}, but no model has {most}; download it again"
-                )
+    _check_sizes(path, config)
     return config
 
 
+def _check_sizes(path: Path, config: Mapping[str, Any]) -> None:
+    """Reject numbers, and lists as long, beyond any real model; nested objects are searched too."""
+    pending = [config]
+    while pending:
+        for name, value in pending.pop().items():
+            if isinstance(value, dict):
+                pending.append(value)
+            size = len(value) if isinstance(value, list) else value
+            limit = MOST_LAYERS if "layers" in name or "depth" in name else LARGEST
+            # written so that NaN is rejected too
+            if type(size) in (int, float) and not abs(size) < limit:
+                raise ValueError(
+                    f"{path} has {name!r:.60} {value!r:.60}, but no model has {limit}; download it again"
+                )
+
+
 def check_kinds(path: Path, values: Mapping[str, Any], kinds: Mapping[str, type]) -> None:
-    """Reject values of another kind than expected, such as text in the place of a number."""
+    """Reject values of another kind than expected, such as text in place of a number; missing ones pass."""
     for name, kind in kinds.items():
         if name in values and not _is_kind(values[name], kind):
             raise ValueError(f"{path} has {name} {values[name]!r:.100}; it must be {KINDS[kind]}")
@@ -56,37 +66,37 @@ def check_kinds(path: Path, values: Mapping[str, Any], kinds: Mapping[str, type]
 
 def _is_kind(value: Any, kind: type) -> bool:
     if kind is tuple:
-        return (
-            isinstance(value, list) and bool(value) and all(_is_kind(part, int) for part in value)
-        )
+        is_list = isinstance(value, list) and len(value) > 0
+        return is_list and all(_is_kind(part, int) for part in value)
     if kind in (bool, str):
         return type(value) is kind
+    # an int may stand for a float; a bool, which is an int too, stands for neither
     return type(value) in (int, kind) and 0 < value < LARGEST
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Name the file in whatever other packages raise about its content, in one line."""
+    """Turn whatever other packages raise about a file's content into one line that names the file."""
     try:
         yield
-    except Exception as error:  # from KeyError to classes of their own
-        if "out of memory" in str(error):
+    except Exception as error:  # anything from KeyError to classes of those packages
+        if "out of memory" in str(error):  # not the file's fault
             raise
         text = printable(f"{type(error).__name__}: {error}")
         raise ValueError(f"{path} cannot be used ({text}); download it again") from error
 
 
 def printable(text: Any) -> str:
-    """A text from elsewhere in one line, without control characters."""
-    return "".join(letter for letter in " ".join(str(text).split()) if letter.isprintable())[:300]
+    """Text from elsewhere in one line of at most 300 characters, without control characters."""
+    one_line = " ".join(str(text).split())
+    return "".join(character for character in one_line if character.isprintable())[:300]
 
 
 def write_json(path: Path, values: Any, ensure_ascii: bool = True) -> None:
     """Replace a file atomically: readers see either the old or the new content."""
+    text = json.dumps(finite(values), indent=1, ensure_ascii=ensure_ascii) + "\n"
     draft = path.with_name(f"{path.name}.tmp")
-    draft.write_text(
-        json.dumps(finite(values), indent=1, ensure_ascii=ensure_ascii) + "\n", encoding="utf-8"
-    )
+    draft.write_text(text, encoding="utf-8")
     os.replace(draft, path)
 
 
@@ -96,4 +106,6 @@ def finite(value: Any) -> Any:
         return {key: finite(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
         return [finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

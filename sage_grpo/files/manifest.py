@@ -1,4 +1,4 @@
-"""Folders that are either complete or absent: they appear by one rename, with their files' SHA-256 listed.
+"""Folders that are either complete or absent: they appear by one rename, with the SHA-256 of each file in a manifest.
 
 FOLDER/manifest.json    {"files": {"trainer/state.json": "9f86d0...", ...}}
 """
@@ -36,35 +36,44 @@ def sync(path: Path) -> None:
 def commit(
     draft: Path, target: Path, hashes: Mapping[str, str], on_sync: Callable[[], None] = lambda: None
 ) -> None:
-    """Write a finished draft's manifest and rename it to `target`; `on_sync` is called as the disk follows.
+    """Write a finished draft's manifest and rename the draft to `target`.
 
     A draft with a manifest is complete: it replaces an existing target, which is deleted only after that.
+    `hashes`: SHA-256 by file name; the files must be on disk. `on_sync` is called after each wait for the disk.
     """
-    if missing := [name for name in hashes if not (draft / name).is_file()]:
-        text = "was written by another process and is not here; its folder must be shared"
-        raise FileNotFoundError(f"{draft / missing[0]} {text}")
+    missing = [name for name in hashes if not (draft / name).is_file()]
+    if missing:
+        raise FileNotFoundError(
+            f"{draft / missing[0]} was written by another process and is not here; "
+            "its folder must be shared"
+        )
 
-    def settle(path: Path) -> None:
+    def wait_for_disk(path: Path) -> None:
         sync(path)
         on_sync()
 
-    for path in (*(p for p in draft.rglob("*") if p.is_dir()), draft):
-        settle(path)
-    (draft / f"{NAME}.tmp").write_text(
-        json.dumps({"files": dict(sorted(hashes.items()))}, indent=1) + "\n"
-    )
-    settle(draft / f"{NAME}.tmp")
-    os.rename(draft / f"{NAME}.tmp", draft / NAME)
-    settle(draft)
-    old = _set_aside(target) if target.exists() else None
+    # 1. the files' names reach the disk before the manifest that lists them
+    folders = [path for path in draft.rglob("*") if path.is_dir()]
+    for folder in (*folders, draft):
+        wait_for_disk(folder)
+
+    # 2. the manifest appears by a rename, complete
+    manifest_draft = draft / f"{NAME}.tmp"
+    manifest_draft.write_text(json.dumps({"files": dict(sorted(hashes.items()))}, indent=1) + "\n")
+    wait_for_disk(manifest_draft)
+    os.rename(manifest_draft, draft / NAME)
+    wait_for_disk(draft)
+
+    # 3. the folder takes the place of an older one
+    replaced = _set_aside(target) if target.exists() else None
     os.rename(draft, target)
-    settle(target.parent)
-    if old:
-        shutil.rmtree(old)
+    wait_for_disk(target.parent)
+    if replaced:
+        shutil.rmtree(replaced)
 
 
 def remove(folder: Path) -> None:
-    """Delete a folder; it is renamed first, in case the process is killed halfway."""
+    """Delete a folder. It is renamed first: if the process is killed halfway, no partial folder keeps the name."""
     shutil.rmtree(_set_aside(folder))
 
 
@@ -80,33 +89,42 @@ def read(folder: Path) -> dict[str, str]:
         files = read_object(folder / NAME)["files"]
     except (OSError, ValueError, KeyError) as error:
         raise Damaged(f"{folder / NAME} cannot be read ({type(error).__name__})") from error
-    sound = isinstance(files, dict) and all(isinstance(value, str) for value in files.values())
-    if not sound or any(Path(name).is_absolute() or ".." in Path(name).parts for name in files):
+    is_table = isinstance(files, dict) and all(isinstance(value, str) for value in files.values())
+    if not is_table or not all(map(_is_inside, files)):
         raise Damaged(f"{folder / NAME} is not a list of files in this folder with their hashes")
     return files
 
 
-def check(folder: Path, part: str = "", share: slice = slice(None)) -> None:
-    """Reject a folder that lacks files, has others than its manifest lists, or holds changed ones.
+def _is_inside(name: str) -> bool:
+    """Whether a file name stays in its folder."""
+    return not Path(name).is_absolute() and ".." not in Path(name).parts
 
-    Bytes are read of a `share` of the files whose names begin with `part`.
+
+def check(folder: Path, part: str = "", share: slice = slice(None)) -> None:
+    """Reject a folder with missing, additional or changed files.
+
+    Only files whose names begin with `part` are read, and of these, in alphabetical order, a `share`.
     """
     hashes = read(folder)
-    there = {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()} - {
-        NAME
-    }
-    if missing := hashes.keys() - there:
+    present = {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
+    present.discard(NAME)
+    missing = hashes.keys() - present
+    if missing:
         raise Damaged(f"{folder / min(missing)} is missing")
-    if added := there - hashes.keys():
-        raise Damaged(
-            f"{folder / min(added)} is not in {NAME}: nothing was added when this was written"
-        )
-    for name in sorted(name for name in hashes if name.startswith(part))[share]:
-        try:  # a pipe would be waited for
-            found = file_sha256(folder / name) if (folder / name).is_file() else "not a file"
-        except OSError as error:
-            raise Damaged(f"{folder / name} cannot be read ({printable(error)})") from error
-        if found != hashes[name]:
-            raise Damaged(
-                f"{folder / name} was changed after it was written: its SHA-256 is not that of {NAME}"
-            )
+    added = present - hashes.keys()
+    if added:
+        raise Damaged(f"{folder / min(added)} is not in {NAME}: it was added later")
+
+    names = sorted(name for name in hashes if name.startswith(part))
+    for name in names[share]:
+        _check_bytes(folder / name, hashes[name])
+
+
+def _check_bytes(path: Path, sha256: str) -> None:
+    try:
+        # only plain files are opened: reading a pipe would wait forever
+        is_unchanged = path.is_file() and file_sha256(path) == sha256
+    except OSError as error:
+        raise Damaged(f"{path} cannot be read ({printable(error)})") from error
+    if not is_unchanged:
+        raise Damaged(f"{path} was changed after it was written: its SHA-256 is not that of {NAME}")

@@ -1,4 +1,4 @@
-"""Writes safetensors files in pieces: each is hashed while it is written, and the disk is never far behind."""
+"""Writes safetensors files piece by piece: each is hashed while it is written, and the disk is never far behind."""
 
 import hashlib
 import json
@@ -13,10 +13,9 @@ from safetensors.torch import _TYPES
 from torch import Tensor
 
 PIECE = 1 << 26  # bytes
-UNSYNCED = (
-    1 << 28
-)  # most bytes that wait for the disk: then a slow disk shows as slow pieces, not as one endless sync
-NAMES = {dtype: name for name, dtype in _TYPES.items()}
+# Most bytes that wait for the disk. A slow disk then shows as slow pieces, not as one endless sync.
+UNSYNCED = 1 << 28
+NAMES = {dtype: name for name, dtype in _TYPES.items()}  # of data types in a header
 
 
 class TensorFile(NamedTuple):
@@ -27,21 +26,25 @@ class TensorFile(NamedTuple):
 
 
 def host_copy(tensor: Tensor) -> Tensor:
-    """A copy that no later change of the tensor reaches."""
+    """A copy in host memory, which later changes to the tensor do not affect."""
     return tensor.detach().to("cpu", copy=True)
 
 
 def write_file(
     path: Path, contents: TensorFile | str | bytes, on_piece: Callable[[], None] = lambda: None
 ) -> str:
-    """Write a file and wait until it is on disk; returns its SHA-256. `on_piece` is called as it grows.
+    """Write a file and wait until it is on disk; returns its SHA-256. `on_piece` is called after each piece.
 
-    Tensors come to the host one at a time.
+    Tensors are copied to the host one at a time.
     """
-    digest, unsynced = hashlib.sha256(), 0
-    contents = contents.encode() if isinstance(contents, str) else contents
+    if isinstance(contents, str):
+        contents = contents.encode()
+    pieces = [contents] if isinstance(contents, bytes) else _pieces(contents)
+
+    digest = hashlib.sha256()
+    unsynced = 0
     with ThreadPoolExecutor(1) as hasher, path.open("wb") as file:
-        for piece in [contents] if isinstance(contents, bytes) else _pieces(contents):
+        for piece in pieces:
             hashing = hasher.submit(digest.update, piece)
             file.write(piece)
             unsynced += len(piece)
@@ -57,22 +60,27 @@ def write_file(
 
 
 def _pieces(contents: TensorFile) -> Iterator[bytes | memoryview]:
-    """Header and data. Wide types come first, which keeps every tensor aligned."""
+    """The bytes of a safetensors file: length of the header, header, data."""
+    # wide types come first, which keeps every tensor aligned
     tensors = sorted(contents.tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+
     header: dict[str, object] = {"__metadata__": dict(contents.metadata)}
-    end = 0
+    offset = 0
     for name, tensor in tensors:
-        begin, end = end, end + tensor.nbytes
         header[name] = {
             "dtype": NAMES[tensor.dtype],
             "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
+            "data_offsets": [offset, offset + tensor.nbytes],
         }
+        offset += tensor.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
+
     for _, tensor in tensors:
+        if not tensor.numel():
+            continue
         flat = tensor.detach().cpu().contiguous().reshape(-1)
-        data = memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+        data = memoryview(flat.view(torch.uint8).numpy())
         for begin in range(0, len(data), PIECE):
             yield data[begin : begin + PIECE]

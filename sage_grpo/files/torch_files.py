@@ -1,7 +1,7 @@
 """Converts weights published only as torch files to safetensors, once.
 
 Only tensors are read from a torch file (`weights_only=True`); code is rejected. The new file is next to the old one
-and stores its SHA-256, so that it is rewritten only if the old one changed.
+and stores the old one's SHA-256, so that it is rewritten only if that changed.
 """
 
 import os
@@ -29,19 +29,23 @@ def read_tensors(source: Path) -> Any:
 
 
 def convert(source: Path, tensors_of: Callable[[Any], dict[str, Tensor]] = dict) -> str:
-    """Write `source` as safetensors unless already done; returns which. `tensors_of` selects and names the tensors."""
-    target, sha256 = source.with_suffix(".safetensors"), file_sha256(source)
+    """Write `source` as safetensors unless that was done before; returns a sentence that says which.
+
+    `tensors_of` selects and names the tensors in what the file holds.
+    """
+    target = source.with_suffix(".safetensors")
+    sha256 = file_sha256(source)
     if target.is_file():
         with safe_open(target, "pt") as file:
-            if (file.metadata() or {}).get("source_sha256") == sha256:
-                return f"{target} is up to date"
+            metadata = file.metadata() or {}
+        if metadata.get("source_sha256") == sha256:
+            return f"{target} is up to date"
+
     tensors = tensors_of(read_tensors(source))
     if not tensors:
         raise ValueError(f"{source} holds none of the expected tensors; download it again.")
-    draft, about = (
-        target.with_suffix(".tmp"),
-        {"format": "pt", "source": source.name, "source_sha256": sha256},
-    )
-    write_file(draft, TensorFile(tensors, about))
+    metadata = {"format": "pt", "source": source.name, "source_sha256": sha256}
+    draft = target.with_suffix(".tmp")
+    write_file(draft, TensorFile(tensors, metadata))
     os.replace(draft, target)
     return f"wrote {target}, {len(tensors)} tensors, from {source.name} with sha256 {sha256}"

@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -22,12 +23,10 @@ def folder(tmp_path):
 
 def test_a_committed_folder_is_whole(folder):
     assert {path.name for path in folder.parent.iterdir()} == {"whole"}
-    assert sorted(manifest.read(folder)) == ["a.txt", "part/b.txt"]
-    # sha256 of "alpha", from sha256sum
-    assert (
-        manifest.read(folder)["a.txt"]
-        == "8ed3f6ad685b959ead7022518e1af76cd816f8e8ec7ccdda1ed4018e8f2223f8"
-    )
+    hashes = manifest.read(folder)
+    assert sorted(hashes) == ["a.txt", "part/b.txt"]
+    sha256sum_of_alpha = "8ed3f6ad685b959ead7022518e1af76cd816f8e8ec7ccdda1ed4018e8f2223f8"
+    assert hashes["a.txt"] == sha256sum_of_alpha
     manifest.check(folder)
 
 
@@ -37,12 +36,22 @@ def flip(file):
     file.write_bytes(data)
 
 
-def swap(a, b):
-    one, other = a.read_bytes(), b.read_bytes()
-    a.write_bytes(other), b.write_bytes(one)
+def swap(first, second):
+    before = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(before)
 
 
-DAMAGE = {
+def replace_by_folder(file):
+    file.unlink()
+    file.mkdir()
+
+
+def write_manifest(text):
+    return lambda folder: (folder / manifest.NAME).write_text(text)
+
+
+DAMAGE = {  # what is done to a folder, and what the error says
     "flip": (lambda f: flip(f / "a.txt"), "a.txt was changed"),
     "truncate": (lambda f: (f / "part" / "b.txt").write_text("bet"), "part/b.txt was changed"),
     "empty": (lambda f: (f / "a.txt").write_text(""), "a.txt was changed"),
@@ -52,29 +61,14 @@ DAMAGE = {
         lambda f: (f / "part" / "evil.pt").write_text("x"),
         "part/evil.pt is not in manifest.json",
     ),
-    "folder": (lambda f: ((f / "a.txt").unlink(), (f / "a.txt").mkdir()), "a.txt is missing"),
+    "folder": (lambda f: replace_by_folder(f / "a.txt"), "a.txt is missing"),
     "no manifest": (lambda f: (f / manifest.NAME).unlink(), "manifest.json cannot be read"),
-    "cut manifest": (
-        lambda f: (f / manifest.NAME).write_text('{"files": {"a.t'),
-        "manifest.json cannot be read",
-    ),
-    "empty list": (
-        lambda f: (f / manifest.NAME).write_text('{"files": {}}'),
-        "a.txt is not in manifest.json",
-    ),
-    "no list": (
-        lambda f: (f / manifest.NAME).write_text('{"files": [1]}'),
-        "manifest.json is not a list",
-    ),
-    "a number": (lambda f: (f / manifest.NAME).write_text("7"), "manifest.json cannot be read"),
-    "outside": (
-        lambda f: (f / manifest.NAME).write_text('{"files": {"../x": "0"}}'),
-        "manifest.json is not a list",
-    ),
-    "absolute": (
-        lambda f: (f / manifest.NAME).write_text('{"files": {"/etc/passwd": "0"}}'),
-        "is not a list",
-    ),
+    "cut manifest": (write_manifest('{"files": {"a.t'), "manifest.json cannot be read"),
+    "empty list": (write_manifest('{"files": {}}'), "a.txt is not in manifest.json"),
+    "no list": (write_manifest('{"files": [1]}'), "manifest.json is not a list"),
+    "a number": (write_manifest("7"), "manifest.json cannot be read"),
+    "outside": (write_manifest('{"files": {"../x": "0"}}'), "manifest.json is not a list"),
+    "absolute": (write_manifest('{"files": {"/etc/passwd": "0"}}'), "is not a list"),
 }
 
 
@@ -124,15 +118,15 @@ def test_removing_takes_the_name_first(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "a.txt"])
-@pytest.mark.parametrize("damage", ["pipe", "folder", "nested"])
-def test_what_is_no_file_is_damage(folder, name, damage):
+@pytest.mark.parametrize(
+    "replacement",
+    [os.mkfifo, Path.mkdir, lambda file: file.write_text("[" * 100_000)],
+    ids=["pipe", "folder", "nested"],
+)
+def test_what_is_not_the_file_is_damage(folder, name, replacement):
     """A pipe in the place of a file is not waited for."""
     file = folder / name
     file.unlink()
-    {
-        "pipe": lambda: os.mkfifo(file),
-        "folder": file.mkdir,
-        "nested": lambda: file.write_text("[" * 100_000),
-    }[damage]()
+    replacement(file)
     with pytest.raises(manifest.Damaged, match=name):
         manifest.check(folder)

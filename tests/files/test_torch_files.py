@@ -20,16 +20,16 @@ def test_the_numbers_stay_and_the_source_is_recorded(tmp_path, name):
     folder = shutil.copytree(FOLDER / name, tmp_path / name)
     (source,) = folder.glob("checkpoint-*/*.pth")
     target = source.with_suffix(".safetensors")
-    assert (
-        convert(source).startswith(f"wrote {target}")
-        and convert(source) == f"{target} is up to date"
-    )
-    before, after = torch.load(source, weights_only=True), load_file(target)
+    assert convert(source).startswith(f"wrote {target}")
+    assert convert(source) == f"{target} is up to date"
+
+    before = torch.load(source, weights_only=True)
+    after = load_file(target)
     assert before.keys() == after.keys()
-    assert all(
-        torch.equal(before[key], value) and before[key].dtype == value.dtype
-        for key, value in after.items()
-    )
+    for key, value in after.items():
+        assert before[key].dtype == value.dtype
+        assert torch.equal(before[key], value)
+
     with safe_open(target, "pt") as file:
         digest = hashlib.sha256(source.read_bytes()).hexdigest()
         assert file.metadata() == {"format": "pt", "source": source.name, "source_sha256": digest}
@@ -44,13 +44,13 @@ def test_code_in_a_file_is_not_run(tmp_path):
     ) as caught:
         convert(source)
     assert "\n" not in str(caught.value)
-    assert not trace.exists() and not source.with_suffix(".safetensors").exists()
+    assert not trace.exists()
+    assert not source.with_suffix(".safetensors").exists()
 
 
 def test_a_damaged_file_is_named(tmp_path):
     source = tmp_path / "model.pth"
-    source.write_bytes(
-        (FOLDER / "VideoReward" / "checkpoint-11352" / "model.pth").read_bytes()[:1000]
-    )
+    published = FOLDER / "VideoReward" / "checkpoint-11352" / "model.pth"
+    source.write_bytes(published.read_bytes()[:1000])
     with pytest.raises(ValueError, match=f"{source} is damaged"):
         convert(source)
