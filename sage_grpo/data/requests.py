@@ -21,21 +21,18 @@ MOST = 2**63 - 1  # the index and the seed are part of file names
 
 @dataclass(frozen=True)
 class Request:
-    """A request for a clip: a prompt, its index, the seed that validation and generation use for it, its first frame.
+    """A request for a clip."""
 
-    Training never uses the seed.
-    """
-
-    text: str
-    index: int = 0
-    seed: int | None = None
-    image: Image | None = None
+    text: str  # the prompt
+    index: int = 0  # of the prompt, in its file or as the file says
+    seed: int | None = None  # for validation and generation; training never uses it
+    image: Image | None = None  # the first frame
 
     def sized(self, height: int, width: int) -> "Request":
         """The request for a clip of this size, to which its image is cropped."""
-        return (
-            replace(self, image=replace(self.image, size=(height, width))) if self.image else self
-        )
+        if self.image is None:
+            return self
+        return replace(self, image=replace(self.image, size=(height, width)))
 
     @property
     def content(self) -> "Request":
@@ -43,7 +40,7 @@ class Request:
         return Request(self.text, image=self.image)
 
     def __str__(self) -> str:
-        """What a model encodes, in one string: no text holds a NUL."""
+        """What a model encodes, in one string; a NUL, which no text contains, separates text and image."""
         return f"{self.text}\0{self.image}" if self.image else self.text
 
     @property
@@ -53,12 +50,12 @@ class Request:
 
     @property
     def name(self) -> str:
-        """A file name made of the index and a short hash, so that no prompt can escape the folder."""
+        """A file name made of the index and a short hash, so that no prompt can lead out of the folder."""
         return f"{self.index:04d}-{self.key[:8]}"
 
 
 def read_requests(path: str | Path) -> list[Request]:
-    """All prompts of a file, in order. An empty or unreadable file is rejected, naming the bad line."""
+    """All requests of a file, in order. An empty or unreadable file is rejected, naming the bad line."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"prompt file {path} does not exist")
@@ -69,34 +66,47 @@ def read_requests(path: str | Path) -> list[Request]:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"prompt file {path} is not UTF-8 text: {error}") from error
-    rows = enumerate(readers[path.suffix](text, path))
-    prompts = [_request(row, number, where, path.parent) for number, (where, row) in rows]
-    if not prompts:
+
+    rows = readers[path.suffix](text, path)
+    requests = [
+        _request(row, number, where, path.parent) for number, (where, row) in enumerate(rows)
+    ]
+    if not requests:
         raise ValueError(f"prompt file {path} holds no prompt")
-    seen: dict[int, str] = {}
-    for prompt in prompts:  # the index determines file names and noise
-        if prompt.index in seen:
+
+    text_by_index: dict[int, str] = {}
+    for request in requests:  # the index determines file names and noise
+        if request.index in text_by_index:
             raise ValueError(
-                f"{path}: index {prompt.index} is that of {seen[prompt.index]!r} and of {prompt.text!r}"
+                f"{path}: index {request.index} is that of {text_by_index[request.index]!r} and of {request.text!r}"
             )
-        seen[prompt.index] = prompt.text
-    return prompts
+        text_by_index[request.index] = request.text
+    return requests
 
 
 def _request(row: dict, number: int, where: str, folder: Path) -> Request:
-    if unknown := sorted(str(key) for key in row if key not in COLUMNS):
+    """Check a row of a file. number: the index if the row has none. where: file and line, for errors."""
+    unknown = sorted(str(key) for key in row if key not in COLUMNS)
+    if unknown:
         raise ValueError(f"{where}: unknown column {unknown[0]!r}; known are {', '.join(COLUMNS)}")
     text = row.get("prompt")
     if not isinstance(text, str) or not text.strip():
         raise ValueError(f"{where}: the prompt is missing or empty")
     check_text(text, where)
-    index, seed = (_integer(row.get(key), key, where) for key in ("index", "seed"))
-    if (image := row.get("image") or None) and not isinstance(image, str):
+
+    index = _integer(row.get("index"), "index", where)
+    seed = _integer(row.get("seed"), "seed", where)
+    name = row.get("image") or None
+    if name is not None and not isinstance(name, str):
         raise ValueError(
-            f"{where}: image is a {type(image).__name__}; it must be the path of a file"
+            f"{where}: image is a {type(name).__name__}; it must be the path of a file"
         )
-    image = image and read_image(folder / image, where)
-    return Request(text, number if index is None else index, seed, image)
+    return Request(
+        text=text,
+        index=number if index is None else index,
+        seed=seed,
+        image=None if name is None else read_image(folder / name, where),
+    )
 
 
 def check_text(text: str, where: str) -> None:
@@ -110,6 +120,7 @@ def check_text(text: str, where: str) -> None:
 
 
 def _integer(value: object, key: str, where: str) -> int | None:
+    """A whole number from a file; None for an empty cell."""
     if value is None or value == "":
         return None
     text = str(value) if isinstance(value, (str, int)) else f"a {type(value).__name__}"
@@ -121,16 +132,14 @@ def _integer(value: object, key: str, where: str) -> int | None:
 
 
 def _lines(text: str, path: Path) -> Iterator[tuple[str, dict]]:
-    """Lines that are not empty, each as a prompt, and where they are."""
-    lines = enumerate(io.StringIO(text, newline=None), 1)
-    return (
-        (f"{path} line {number}", {"prompt": line.strip()})
-        for number, line in lines
-        if line.strip()
-    )
+    """Lines that are not empty, as (file and line, row with the line as prompt)."""
+    for number, line in enumerate(io.StringIO(text, newline=None), 1):
+        if line.strip():
+            yield f"{path} line {number}", {"prompt": line.strip()}
 
 
 def _csv(text: str, path: Path) -> Iterable[tuple[str, dict]]:
+    """Rows of CSV, as (file and line, row)."""
     reader = csv.DictReader(io.StringIO(text, newline=""))
     try:
         if "prompt" not in (reader.fieldnames or ()):
@@ -141,6 +150,7 @@ def _csv(text: str, path: Path) -> Iterable[tuple[str, dict]]:
 
 
 def _jsonl(text: str, path: Path) -> Iterator[tuple[str, dict]]:
+    """JSON objects, one per line, as (file and line, row)."""
     for where, line in _lines(text, path):
         try:
             row = json.loads(line["prompt"])

@@ -19,10 +19,11 @@ def shard(
     model: nn.Module, blocks: Iterable[nn.Module], mesh: DeviceMesh, compute: torch.dtype
 ) -> None:
     """Shard in place over a mesh (shard,) or (replicate, shard)."""
-    types = {"param_dtype": compute, "reduce_dtype": torch.promote_types(compute, torch.float32)}
     policy = MixedPrecisionPolicy(
-        **types, cast_forward_inputs=False
-    )  # True would round the rotary tables
+        param_dtype=compute,
+        reduce_dtype=torch.promote_types(compute, torch.float32),
+        cast_forward_inputs=False,  # True would round the rotary tables
+    )
     for unit in (*blocks, model):
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
         unit.set_gradient_divide_factor(1.0)
@@ -37,14 +38,14 @@ def reduce_gradients_in_next_backward(model: nn.Module, wanted: bool) -> None:
 
 @contextmanager
 def gathered(model: nn.Module, wanted: bool = True) -> Iterator[None]:
-    """Context in which weights stay gathered after a forward; they must not change inside it."""
-    kept = [module for module in model.modules() if wanted and isinstance(module, FSDPModule)]
-    for unit in kept:
+    """Context in which weights stay gathered after a forward, if wanted; they must not change inside it."""
+    units = [module for module in model.modules() if wanted and isinstance(module, FSDPModule)]
+    for unit in units:
         unit.set_reshard_after_forward(False, recurse=False)
     try:
         yield
     finally:
-        for unit in kept:
+        for unit in units:
             unit.set_reshard_after_forward(True, recurse=False)
             unit.reshard()
 
@@ -58,17 +59,24 @@ def shard_like(tensor: Tensor, part: Tensor) -> Tensor:
     """Wrap `part` as this rank's shard of a tensor with the same sharding as `tensor`."""
     if not isinstance(tensor, DTensor):
         return part
-    sizes = {"shape": tensor.shape, "stride": tensor.stride()}
-    return DTensor.from_local(part, tensor.device_mesh, tensor.placements, run_check=False, **sizes)
+    return DTensor.from_local(
+        part,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
 
 
 @torch.no_grad()
 def copy_into(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
     """Copy values into this rank's shards of the parameters with the same names."""
-    if values:
-        torch._foreach_copy_(
-            [local_shard(parameters[n]) for n in values], [local_shard(v) for v in values.values()]
-        )
+    if not values:
+        return
+    targets = [local_shard(parameters[name]) for name in values]
+    sources = [local_shard(value) for value in values.values()]
+    torch._foreach_copy_(targets, sources)
 
 
 @contextmanager
@@ -76,12 +84,14 @@ def replaced(
     parameters: Mapping[str, Tensor], values: Mapping[str, Tensor], home: torch.device | None = None
 ) -> Iterator[None]:
     """Context in which parameters have other values; the originals are kept meanwhile, on `home` if given."""
-    kept = {name: local_shard(parameters[name]).detach().to(home, copy=True) for name in values}
+    originals = {
+        name: local_shard(parameters[name]).detach().to(home, copy=True) for name in values
+    }
     copy_into(parameters, values)
     try:
         yield
     finally:
-        copy_into(parameters, kept)
+        copy_into(parameters, originals)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
@@ -90,10 +100,12 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def rows(tensor: Tensor) -> tuple[int, int]:
-    """Which rows (start, stop) of dim 0, the one that FSDP2 shards, are local."""
+    """Which rows start:stop of dim 0, the one that FSDP2 shards, are local; a scalar counts as one row."""
     if not isinstance(tensor, DTensor):
-        return 0, tensor.shape[0] if tensor.ndim else 1
+        num_rows = tensor.shape[0] if tensor.ndim else 1
+        return 0, num_rows
     shape, offset = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
-    return offset[0], offset[0] + shape[0]
+    start = offset[0]
+    return start, start + shape[0]

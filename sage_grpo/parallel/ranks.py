@@ -20,9 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from sage_grpo.parallel.device import choose_device
 
-NCCL_GRACE = (
-    60  # seconds by which a collective outlasts the run's watchdog, which records what it ended
-)
+# Seconds by which a collective outlasts the run's watchdog, so that the watchdog acts first and records what it ended.
+NCCL_GRACE = 60
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -34,45 +33,51 @@ class RankError(RuntimeError):
 
 @dataclass(eq=False)
 class Ranks:
-    rank: int  # data-parallel
-    count: int
+    """This rank's place in the run, and its communication with the others."""
+
+    rank: int  # number of this rank's data-parallel group
+    count: int  # of data-parallel groups
     device: torch.device
-    sp_rank: int = 0
+    sp_rank: int = 0  # within the sequence-parallel group
     sp_size: int = 1
     mesh: DeviceMesh | None = None  # (dp, sp)
     shards: DeviceMesh | None = None  # (shard,) or (replicate, shard), if the model is sharded
 
     def __post_init__(self) -> None:
+        # position
         self.leader = self.sp_rank == 0  # of its sequence-parallel group
         self.first = self.leader and self.rank == 0  # the rank that writes shared files
-        self.world, self.world_rank = (
-            self.count * self.sp_size,
-            self.rank * self.sp_size + self.sp_rank,
-        )
-        self.sequence_group = (
-            self.mesh["sp"].get_group() if self.mesh is not None and self.sp_size > 1 else None
-        )
-        self._dp = self.mesh["dp"].get_group() if self.mesh is not None else None
-        self.writes_shards = self.first  # its part of the model: one copy of each is enough
-        if self.shards is not None:
-            self.writes_shards = (
-                self.shards.ndim == 1 or self.shards.get_local_rank("replicate") == 0
-            )
+        self.world = self.count * self.sp_size
+        self.world_rank = self.rank * self.sp_size + self.sp_rank
 
-    def _objects(self, mine: T, group: dist.ProcessGroup | None, count: int) -> list[T]:
+        # process groups
+        self._dp = None if self.mesh is None else self.mesh["dp"].get_group()
+        self.sequence_group = None
+        if self.mesh is not None and self.sp_size > 1:
+            self.sequence_group = self.mesh["sp"].get_group()
+
+        # whether this rank saves its shards: one copy of each is enough
+        if self.shards is None:
+            self.writes_shards = self.first
+        elif self.shards.ndim == 1:
+            self.writes_shards = True
+        else:
+            self.writes_shards = self.shards.get_local_rank("replicate") == 0
+
+    def _gather_objects(self, value: T, group: dist.ProcessGroup | None, count: int) -> list[T]:
         """One object from each of the `count` ranks of a group."""
-        found = [mine] * count
+        values = [value] * count
         if count > 1 and self.mesh is not None:  # the doctor is one process that stands for many
-            dist.all_gather_object(found, mine, group)
-        return found
+            dist.all_gather_object(values, value, group)
+        return values
 
     def gather(self, values: Tensor) -> Tensor:
         """Tensors (N, ...) of equal shape from all data-parallel ranks, joined in their order: (count * N, ...)."""
         if self.count == 1:
             return values
-        home = values.to(self.device)
-        parts = [torch.empty_like(home) for _ in range(self.count)]
-        dist.all_gather(parts, home.contiguous(), self._dp)
+        local = values.to(self.device).contiguous()
+        parts = [torch.empty_like(local) for _ in range(self.count)]
+        dist.all_gather(parts, local, self._dp)
         return torch.cat(parts).to(values.device)
 
     def sum(self, values: Tensor) -> Tensor:
@@ -83,17 +88,21 @@ class Ranks:
         dist.all_reduce(total, group=self._dp)
         return total.to(values.device)
 
-    def texts(self, mine: str) -> list[str]:
+    def texts(self, text: str) -> list[str]:
         """One text from every data-parallel rank."""
-        return self._objects(mine, self._dp, self.count)
+        return self._gather_objects(text, self._dp, self.count)
 
     def from_leader(self, call: Callable[[], T]) -> T:
         """Run a call on the leader; all ranks of the sequence-parallel group get its result or its exception."""
-        try:
-            mine = (call() if self.leader else None, None)
-        except Exception as error:
-            mine = (None, error)
-        result, failure = self._objects(mine, self.sequence_group, self.sp_size)[0]
+        result = None
+        failure = None
+        if self.leader:
+            try:
+                result = call()
+            except Exception as error:
+                failure = error
+        outcomes = self._gather_objects((result, failure), self.sequence_group, self.sp_size)
+        result, failure = outcomes[0]
         if failure is not None:
             raise failure
         return result
@@ -102,31 +111,36 @@ class Ranks:
         """`work(items)`, split across the ranks of the sequence-parallel group; every rank gets all results."""
         if self.sequence_group is None:
             return work(items)
-        per_rank = -(-len(items) // self.sp_size)
-        mine = items[self.sp_rank * per_rank :][:per_rank]
-        found = self._objects(work(mine) if mine else [], self.sequence_group, self.sp_size)
-        return [result for part in found for result in part]
+        per_rank = -(-len(items) // self.sp_size)  # rounded up
+        own_items = items[self.sp_rank * per_rank :][:per_rank]
+        own_results = work(own_items) if own_items else []
+        parts = self._gather_objects(own_results, self.sequence_group, self.sp_size)
+        return [result for part in parts for result in part]
 
     def together(self, call: Callable[[], T]) -> list[T]:
         """Results of a call from every rank. If it fails on one, it fails on all, so that none is left waiting."""
+        result = None
+        failure = ""
         try:
-            mine: tuple[T | None, str] = (call(), "")
+            result = call()
         except Exception as error:
+            failure = f"{type(error).__name__}: {error}"
             if self.world == 1:
-                raise RankError(f"{type(error).__name__}: {error}") from error
-            mine = (None, f"rank {self.world_rank}: {type(error).__name__}: {error}")
-        found = self._objects(mine, None, self.world)
-        if failed := [text for _, text in found if text]:
-            raise RankError(failed[0])
-        return [result for result, _ in found]
+                raise RankError(failure) from error
+            failure = f"rank {self.world_rank}: {failure}"
+        outcomes = self._gather_objects((result, failure), None, self.world)
+        for _, text in outcomes:
+            if text:
+                raise RankError(text)
+        return [result for result, _ in outcomes]
 
-    def any(self, mine: bool) -> bool:
-        """Whether `mine` is true on any rank."""
+    def any(self, flag: bool) -> bool:
+        """Whether `flag` is true on any rank."""
         if self.world == 1:
-            return mine
-        flag = torch.tensor(int(mine), device=self.device)
-        dist.all_reduce(flag, dist.ReduceOp.MAX)
-        return bool(flag)
+            return flag
+        highest = torch.tensor(int(flag), device=self.device)
+        dist.all_reduce(highest, dist.ReduceOp.MAX)
+        return bool(highest)
 
     def log_once(self, text: str) -> None:
         """Print a note for the operator, on one rank only."""
@@ -140,23 +154,25 @@ class Ranks:
         ]
         if self.world == 1 or not gradients:
             return
-        flat = torch.cat([g.flatten() for g in gradients])
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(flat)
-        for gradient, total in zip(
-            gradients, flat.split([g.numel() for g in gradients]), strict=True
-        ):
+        totals = flat.split([gradient.numel() for gradient in gradients])
+        for gradient, total in zip(gradients, totals, strict=True):
             gradient.copy_(total.view_as(gradient))
 
     def set_timeout(self, seconds: float) -> None:
-        """Set how long ranks wait for each other from now on; until then, loading a model may take long."""
+        """Set how long ranks wait for each other from now on; until then, loading a model may take longer."""
         meshes = [mesh for mesh in (self.mesh, self.shards) if mesh is not None]
-        patience = timedelta(seconds=seconds + NCCL_GRACE * (self.device.type == "cuda"))
-        for group in (
-            (None, *(group for mesh in meshes for group in mesh.get_all_groups())) if meshes else ()
-        ):
-            dist.distributed_c10d._set_pg_timeout(patience, group)
+        if not meshes:
+            return
+        groups = [None, *(group for mesh in meshes for group in mesh.get_all_groups())]
+        if self.device.type == "cuda":
+            seconds += NCCL_GRACE
+        for group in groups:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
     def barrier(self) -> None:
+        """Wait until every rank is here."""
         if self.world > 1:
             dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
 
@@ -181,46 +197,49 @@ def join_ranks(
     sharded: create a mesh to shard the model over, with `replicas` copies; also works with one process.
     device_type: cuda, cpu, or auto: cuda if there is any.
     """
-    world, rank, home = (int(os.environ.get(name, default)) for name, default in
-                         (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)))  # fmt: skip
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    rank = int(os.environ.get("RANK", 0))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
     check_layout(world, sp_size, sharded, replicas)
-    device = (
-        torch.device("cuda", home)
-        if choose_device(device_type, lambda: 0) == "cuda"
-        else torch.device("cpu")
-    )
-    if device.type == "cuda":
-        if home >= torch.cuda.device_count():
+
+    device = torch.device("cpu")
+    if choose_device(device_type, lambda: 0) == "cuda":
+        device = torch.device("cuda", local_rank)
+        if local_rank >= torch.cuda.device_count():
             raise ValueError(
-                f"process {home + 1} of this machine finds {torch.cuda.device_count()} GPUs; start fewer"
+                f"process {local_rank + 1} of this machine finds {torch.cuda.device_count()} GPUs; start fewer"
             )
         torch.cuda.set_device(device)
     if world == 1 and not sharded:
-        yield Ranks(0, 1, device)
+        yield Ranks(rank=0, count=1, device=device)
         return
+
+    backend = "nccl" if device.type == "cuda" else "gloo"
     alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if world == 1 else {}
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout), **alone
-    )
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **alone)
     try:
         mesh = init_device_mesh(
             device.type, (world // sp_size, sp_size), mesh_dim_names=("dp", "sp")
         )
-        axes = (
-            {"replicate": replicas, "shard": world // replicas}
-            if replicas > 1
-            else {"shard": world}
-        )
-        shards = (
-            init_device_mesh(device.type, (*axes.values(),), mesh_dim_names=(*axes,))
-            if sharded
-            else None
-        )
         yield Ranks(
-            rank // sp_size, world // sp_size, device, rank % sp_size, sp_size, mesh, shards
+            rank=rank // sp_size,
+            count=world // sp_size,
+            device=device,
+            sp_rank=rank % sp_size,
+            sp_size=sp_size,
+            mesh=mesh,
+            shards=_shard_mesh(device, world, replicas) if sharded else None,
         )
     finally:
         dist.destroy_process_group()
+
+
+def _shard_mesh(device: torch.device, world: int, replicas: int) -> DeviceMesh:
+    """The mesh (shard,) or, with several replicas, (replicate, shard)."""
+    if replicas == 1:
+        return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
+    sizes = (replicas, world // replicas)
+    return init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "shard"))
 
 
 def check_layout(world: int, sp_size: int, sharded: bool, replicas: int) -> None:
@@ -232,5 +251,7 @@ def check_layout(world: int, sp_size: int, sharded: bool, replicas: int) -> None
     if replicas > 1 and not sharded:
         raise ValueError(f"dp_replicate is {replicas}; that needs enable_fsdp True")
     if world % replicas or world // replicas % sp_size:
-        part = f"an equal part of the {world} processes, a multiple of sp_size ({sp_size})"
-        raise ValueError(f"dp_replicate is {replicas}; each of the replicas must have {part}")
+        raise ValueError(
+            f"dp_replicate is {replicas}; each of the replicas must have an equal part of the {world} processes, a "
+            f"multiple of sp_size ({sp_size})"
+        )

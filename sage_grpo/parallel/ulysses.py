@@ -15,24 +15,27 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # query, key, value -> output
 
 
 class _AllToAll(torch.autograd.Function):
-    """Exchange rows of dim 0: `given[r]` of them go to rank r, `taken[r]` come from it. The gradient goes back."""
+    """Exchange rows of dim 0: `sent[r]` of them go to rank r, `received[r]` come from it. The gradient goes back."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, taken: list[int], given: list[int], group: dist.ProcessGroup
+        ctx: Any, x: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
     ) -> Tensor:
-        ctx.way_back = (given, taken, group)
-        out = x.new_empty(sum(taken), *x.shape[1:])
-        dist.all_to_all_single(out, x.contiguous(), taken, given, group)
+        ctx.received = received
+        ctx.sent = sent
+        ctx.group = group
+        out = x.new_empty(sum(received), *x.shape[1:])
+        dist.all_to_all_single(out, x.contiguous(), received, sent, group)
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _AllToAll.apply(gradient, *ctx.way_back), None, None, None
+        returned = _AllToAll.apply(gradient, ctx.sent, ctx.received, ctx.group)
+        return returned, None, None, None
 
 
 class _Join(torch.autograd.Function):
@@ -42,20 +45,24 @@ class _Join(torch.autograd.Function):
     def forward(
         ctx: Any, part: Tensor, sizes: list[int], rank: int, group: dist.ProcessGroup
     ) -> Tensor:
-        ctx.sizes, ctx.rank = sizes, rank
+        ctx.sizes = sizes
+        ctx.rank = rank
         padded = F.pad(part, (0, 0, 0, max(sizes) - part.shape[1])).contiguous()
         parts = [torch.empty_like(padded) for _ in sizes]
         dist.all_gather(parts, padded, group)
-        return torch.cat([p[:, :size] for p, size in zip(parts, sizes, strict=True)], dim=1)
+        unpadded = [part[:, :size] for part, size in zip(parts, sizes, strict=True)]
+        return torch.cat(unpadded, dim=1)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return gradient.split(ctx.sizes, dim=1)[ctx.rank], None, None, None
+        own_part = gradient.split(ctx.sizes, dim=1)[ctx.rank]
+        return own_part, None, None, None
 
 
 def part_sizes(length: int, count: int) -> list[int]:
-    """Split `length` as evenly as possible; the first ranks take the remainder."""
-    return [length // count + (rank < length % count) for rank in range(count)]
+    """Split `length` into `count` sizes, as evenly as possible; the first ones take the remainder."""
+    size, remainder = divmod(length, count)
+    return [size + 1] * remainder + [size] * (count - remainder)
 
 
 class Shares:
@@ -65,35 +72,40 @@ class Shares:
         self, num_video: int, num_context: int, kernel: Attend, group: dist.ProcessGroup | None
     ) -> None:
         """kernel: attention over full sequences, (B, S, H, E) each -> (B, S, H, E)."""
-        self.kernel, self.group = kernel, group
-        count, self.rank = (
-            (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-        )
-        self.video, self.context = (
-            part_sizes(num_video, count),
-            part_sizes(num_context, count),
-        )  # of each rank
+        self.kernel = kernel
+        self.group = group
+        self.rank = 0 if group is None else dist.get_rank(group)
+        count = 1 if group is None else dist.get_world_size(group)
+        self.video = part_sizes(num_video, count)  # tokens of each rank
+        self.context = part_sizes(num_context, count)
 
     def own_video(self, tokens: Tensor, dim: int = 1) -> Tensor:
+        """This rank's part of all video tokens, or of a table with a row for each."""
         return tokens if self.group is None else tokens.split(self.video, dim)[self.rank]
 
     def own_context(self, tokens: Tensor) -> Tensor:
+        """This rank's part (B, k, D) of all context tokens (B, K, D)."""
         return tokens if self.group is None else tokens.split(self.context, 1)[self.rank]
 
     def join_video(self, part: Tensor) -> Tensor:
+        """All video tokens (B, N, D), from this rank's part (B, n, D)."""
         return part if self.group is None else _Join.apply(part, self.video, self.rank, self.group)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention over all tokens, from this rank's (B, s, H, E) each -> (B, s, H, E)."""
         if self.group is None:
             return self.kernel(query, key, value)
-        totals = [n + k for n, k in zip(self.video, self.context, strict=True)]
-        count, mine = len(totals), totals[self.rank]
+        sizes = [n + k for n, k in zip(self.video, self.context, strict=True)]  # s of each rank
+        count = len(sizes)
+        own_sizes = [sizes[self.rank]] * count
+
+        # all heads of some tokens -> some heads, h = H / count, of all tokens
         joint = torch.stack([query, key, value])
         outgoing = rearrange(joint, "three b s (count h) e -> (count s) three b h e", count=count)
-        incoming = _AllToAll.apply(outgoing, totals, [mine] * count, self.group)  # (S, 3, B, h, E)
+        incoming = _AllToAll.apply(outgoing, sizes, own_sizes, self.group)  # (S, 3, B, h, E)
         out = self.kernel(*rearrange(incoming, "s three b h e -> three b s h e"))
-        back = _AllToAll.apply(
-            rearrange(out, "b s h e -> s b h e"), [mine] * count, totals, self.group
-        )
-        return rearrange(back, "(count s) b h e -> b s (count h) e", count=count)
+
+        # and back
+        outgoing = rearrange(out, "b s h e -> s b h e")
+        incoming = _AllToAll.apply(outgoing, own_sizes, sizes, self.group)
+        return rearrange(incoming, "(count s) b h e -> b s (count h) e", count=count)
