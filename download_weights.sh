@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Gets the weights of a model and of the VideoReward model, part by part; checkpoints-download.md explains it.
+# Gets the weights of a model and of the VideoReward model, part by part; docs/models.md explains it.
 # Run it again after an interruption: what is complete is left alone, the rest goes on where it stopped.
 set -euo pipefail
 shopt -s inherit_errexit

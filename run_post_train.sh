@@ -6,7 +6,7 @@
 # Checks this machine first: GPUs, driver, memory, disk, model, reward; SKIP_CHECKS=1 leaves that out.
 # Values come from configs/hunyuan15_8gpu.yaml: the published command with another KL weight, cheaper rollouts and larger
 # batches; for the exact published one, set CONFIG=configs/hunyuan15_8gpu_published.yaml. CONFIG, NUM_GPUS, OUTPUT_DIR,
-# MODEL_ROOT, LEARNING_RATE and more in the environment override them: docs/multinode.md lists them all.
+# MODEL_ROOT, LEARNING_RATE and more in the environment override them: docs/running.md lists them all.
 # `python post_train.py --help` lists the flags.
 set -euo pipefail
 here=$(dirname "$0")/scripts/post_train

@@ -3,7 +3,7 @@
 #
 #   NODES=a,b,c bash run_post_train_multinode.sh [--dry_run | --stop] [flags of post_train.py, which override all]
 #
-# docs/multinode.md lists the settings and explains what happens when a node dies.
+# docs/running.md lists the settings and explains what happens when a node dies.
 # `python post_train.py --help` lists the flags.
 set -euo pipefail
 here=$(dirname "$0")/scripts/post_train

@@ -24,7 +24,14 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("*.md", "docs/*.md", "research/*.md", "research/studies/*.md", "assets/tiny/README.md")
+PAGES = (
+    "*.md",
+    "docs/*.md",
+    "research/*.md",
+    "research/benchmarks/*.md",
+    "research/studies/*.md",
+    "assets/tiny/README.md",
+)
 STARTS = r"(?:[A-Z_]+=\S+ )*(make|bash|sbatch|(?:\.venv/bin/)?(?:python|torchrun)|\./?\S+\.sh|(post_train|generate)\.py)\b"
 OURS = r"(configs|assets|scripts|research/(?!benchmarks)\w+|docs|tests)/[\w./-]+"  # results are put into benchmarks
 NOT_RUN = {  # why a command is only read

@@ -1,4 +1,4 @@
-"""Run every planner command in docs/scaling.md and put its output below it.
+"""Run every planner command in research/benchmarks/scaling.md and put its output below it.
 
     python -m research.benchmarks.scaling_tables
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from sage_grpo.tools.plan.__main__ import main as plan
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "scaling.md"
+PAGE = ROOT / "research" / "benchmarks" / "scaling.md"
 BLOCK = re.compile(
     r"^(\$ python -m sage_grpo\.tools\.plan ((?:[^\n]*\\\n)*[^\n]*)\n).*?^```",
     re.DOTALL | re.MULTILINE,
@@ -37,7 +37,7 @@ def output_of(command: str) -> str:
         try:
             plan(shlex.split(flags))
         except SystemExit as end:
-            raise ValueError(f"docs/scaling.md has a command that cannot run: {command}") from end
+            raise ValueError(f"research/benchmarks/scaling.md has a command that cannot run: {command}") from end
     return printed.getvalue()
 
 

@@ -1,4 +1,4 @@
-"""Seconds of a clip at full size, change by change, from the published settings to the recipe: docs/efficiency.md.
+"""Seconds of a clip at full size, change by change, from the published settings to the recipe: docs/scaling.md.
 
 python -m research.benchmarks.waterfall        (computed by the planner; draws docs/figures/waterfall.png, prints the table)
 """

@@ -24,7 +24,7 @@ from sage_grpo.tools.figure_style import GREY, PALETTE
 from sage_grpo.tools.paired import number
 from sage_grpo.tools.plan.planner import plan_of
 
-# units of a forward and backward with LoRA, of a decode and of a reward, as measured at full size (docs/efficiency.md)
+# units of a forward and backward with LoRA, of a decode and of a reward, as measured at full size (docs/scaling.md)
 TRAINED, DECODED, REWARDED = 3.7, 3.8, 0.7
 ALL_STEPS = "sage, all but the last step"  # the arm that windows are compared with
 SHARE = 0.75  # of its gain in the search, which a run with another seed should reach as well

@@ -1,35 +1,56 @@
-"""Draws the README figures from a run of the embedded model: clips before and after, and training curves.
+"""Draws the figures of the README from a run of the embedded model and from the records of the head-to-head study.
 
     python -m research.studies.readme_figures outputs/tiny_cpu --output docs/figures        (make figures does this)
 
-Clips are of held-out prompts, sampled without noise from the same seeds. None are hand-picked: all are shown small, and
-four in detail, at the quantiles 1/8, 3/8, 5/8 and 7/8 of the gain in reward.
+    headline.png               clips before and after the run, beside gold match against compute
+    before_after.gif           the same clips in motion
+    all_clips.png              the middle frame of every held-out clip, before and after
+    match_against_compute.png  gold match against compute alone, all methods
+
+Held-out prompts are sampled without exploration noise, from the same seeds before and after. Of the clips that match
+their prompt only after training, the ones shown in detail moved most toward it, by the oracle's distance; all_clips.png
+leaves none out.
 """
 
 import argparse
 import json
+import math
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, SubFigure
 from PIL import Image
 
-from research.studies.statistics import halves_95
-from sage_grpo.runs.history import RunError, RunHistory, column, read_run
+from research.studies import compute, second_edition
+from research.studies.questions import StudyPlan
+from research.studies.records import Record, read_all, validated
+from research.studies.result_tables import Arms, arms_of
+from sage_grpo.runs.history import RunError, read_run
 from sage_grpo.runs.media import read_mp4
-from sage_grpo.tools.figure_style import BLUE, GREEN, GREY, STYLE
-from sage_grpo.tools.report.figures import draw_curve
+from sage_grpo.tools.figure_style import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, STYLE
 
-SHOWN, FRAMES = 4, 4  # clips in detail, and frames of each
-COLUMNS, EDGE = 8, 10  # of the clips that are shown small, and the width of their frame in pixels
-MOTION_FPS = 6  # of the GIF, in which every other pixel of the enlarged clips is shown
-CURVES = {
-    "reward/total": ("reward, which is trained", BLUE),
-    "gold/match": ("gold: share of clips that match their prompt", GREEN),
-    "gold/distance": ("gold: distance to the manifold, lower is better", GREEN),
+SHOWN = 5  # clips in detail
+FRAMES = 3  # of each of them
+COLUMNS = 8  # of all clips
+EDGE = 10  # pixels of the frame around a small clip
+MOTION_FPS = 6
+
+Clip = dict[str, Any]  # a record of clips.json, with the path of its file
+Pair = tuple[Clip, Clip]  # the same prompt and seed before and after training
+
+# method of the head-to-head -> its name in the figure and its color; the others are gray
+NAMED = {
+    "nft": ("DiffusionNFT (nft)", BLUE),
+    "awm": ("AWM (awm)", GREEN),
+    "MixGRPO, sliding window of 4": ("GRPO, sliding window", PURPLE),
+    "flash, 1 step per prompt": ("GRPO, 1 exploring step", ORANGE),
+    "published": ("SAGE-GRPO, as published", RED),
 }
 
 
@@ -41,128 +62,202 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=Path("docs/figures"))
     args = parser.parse_args(arguments)
     try:
-        run = read_run(args.run)
-        steps = [line["step"] for line in run.validations]
-        if len(steps) < 2:
-            raise RunError(
-                f"{args.run} has {len(steps)} validation(s); two are needed: validate_at_step0 True"
-            )
+        pairs = validation_pairs(args.run)
     except RunError as error:
         sys.exit(f"readme_figures.py: {error}")
+    arms = head_to_head()
     args.output.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context(fname=STYLE):
-        before_after(args.run, steps[0], steps[-1]).savefig(
-            args.output / "before_after.png", dpi=110
+        headline(pairs, arms).savefig(args.output / "headline.png", dpi=120)
+        all_clips(pairs).savefig(args.output / "all_clips.png", dpi=110)
+        match_against_compute(arms).savefig(args.output / "match_against_compute.png", dpi=120)
+    write_motion(args.output / "before_after.gif", most_improved(pairs))
+
+
+def validation_pairs(run: Path) -> list[Pair]:
+    """The clips of the first and the last validation of a run, prompt by prompt."""
+    steps = [line["step"] for line in read_run(run).validations]
+    if len(steps) < 2:
+        raise RunError(
+            f"{run} has {len(steps)} validation(s); two are needed: validate_at_step0 True"
         )
-        write_motion(args.output / "before_after.gif", args.run, steps[0], steps[-1])
-        curves(run).savefig(args.output / "demo_curves.png", dpi=130)
-
-
-def sides_of(folder: Path, *steps: int) -> list[list[dict]]:
-    """The records of the validations after `steps`, with the clips' paths."""
-    sides = [folder / "validation" / f"step-{step:06d}" for step in steps]
-    records = [json.loads((side / "clips.json").read_text(encoding="utf-8")) for side in sides]
-    return [
-        [r | {"path": side / r["file"]} for r in rows]
-        for side, rows in zip(sides, records, strict=True)
-    ]
-
-
-def chosen(sides: list[list[dict]]) -> list[tuple[dict, dict]]:
-    """The clips at evenly spaced quantiles of the gain in reward, before and after."""
-    pairs = sorted(
-        zip(*sides, strict=True),
-        key=lambda pair: pair[1]["scores"]["total"] - pair[0]["scores"]["total"],
+    before, after = (
+        clips_of(run / "validation" / f"step-{step:06d}") for step in steps[:: len(steps) - 1]
     )
-    return [pairs[len(pairs) * (2 * i + 1) // (2 * SHOWN)] for i in range(SHOWN)]
+    return list(zip(before, after, strict=True))
 
 
-def before_after(folder: Path, first: int, last: int) -> Figure:
-    """One frame of every clip; below them four prompts with frames of their clips and the reward above each."""
-    sides = sides_of(folder, first, last)
-    figure = Figure(figsize=(9.6, 10.1), layout="constrained")
-    top, bottom = figure.subfigures(2, 1, height_ratios=(5.1, 1.2 * SHOWN))
-    for ax, records, when in zip(top.subplots(1, 2), sides, ("before", "after"), strict=True):
-        ax.imshow(mosaic(records))
-        right = sum(record["gold"]["match"] > 0 for record in records)
-        ax.set_title(
-            f"{when}: {right} of {len(records)} clips match their prompt", fontsize=9, loc="left"
-        )
-        ax.axis("off")
-    for row, pair in zip(bottom.subplots(SHOWN, 2), chosen(sides), strict=True):
-        for ax, record, when in zip(row, pair, ("before", "after"), strict=True):
-            clip, _ = read_mp4(record["path"])
-            shown = clip[np.linspace(0, len(clip) - 1, FRAMES).round().astype(int)]
-            ax.imshow(
-                np.concatenate(
-                    [np.pad(f, ((0, 0), (0, 12), (0, 0)), constant_values=255) for f in shown], 1
-                )
-            )
-            ax.set_title(
-                f"{when}: {record['scores']['total']:+.2f}",
-                fontsize=8,
-                loc="left",
-                color="#52606d",
-                pad=2,
-            )
-            ax.axis("off")
-        row[0].text(0, 1.22, pair[0]["prompt"], transform=row[0].transAxes, fontsize=9)
+def clips_of(folder: Path) -> list[Clip]:
+    records = json.loads((folder / "clips.json").read_text(encoding="utf-8"))
+    return [record | {"path": folder / record["file"]} for record in records]
+
+
+def most_improved(pairs: Sequence[Pair]) -> list[Pair]:
+    """Of the clips that match their prompt only after training, those that moved most toward it."""
+
+    def gain(pair: Pair) -> float:
+        before, after = (clip["gold"]["prompt_distance"] for clip in pair)
+        return before - after
+
+    learned = [pair for pair in pairs if pair[1]["gold"]["match"] > pair[0]["gold"]["match"]]
+    return sorted(learned, key=gain, reverse=True)[:SHOWN]
+
+
+def matches(clips: Sequence[Clip]) -> int:
+    """How many of the clips show everything their prompt names."""
+    return sum(clip["gold"]["match"] > 0 for clip in clips)
+
+
+def headline(pairs: Sequence[Pair], arms: Arms) -> Figure:
+    """Clips on the left, gold match against compute on the right."""
+    figure = Figure(figsize=(11.5, 5.7), layout="constrained")
+    left, right = figure.subfigures(1, 2, width_ratios=(1.0, 1.0))
+    draw_clips(left, pairs)
+    draw_compute(right.subplots(), arms)
     return figure
 
 
-def mosaic(records: list[dict]) -> np.ndarray:
+def match_against_compute(arms: Arms) -> Figure:
+    figure = Figure(figsize=(7.5, 4.6), layout="constrained")
+    draw_compute(figure.subplots(), arms)
+    return figure
+
+
+def draw_clips(figure: SubFigure, pairs: Sequence[Pair]) -> None:
+    """A row for each prompt: frames before training on the left, after training on the right."""
+    shown = most_improved(pairs)
+    # fractions of the figure
+    header = 0.05
+    row_height = (1 - header) / SHOWN
+    text_height = 0.038
+    width = 0.48
+    columns = (0.01, 0.99 - width)
+    for side, when in enumerate(("base model", "after training")):
+        count = matches([pair[side] for pair in pairs])
+        title = f"{when}: {count} of {len(pairs)} match"
+        figure.text(columns[side], 1 - header / 2, title, fontsize=11.5, va="center")
+    for row, pair in enumerate(shown):
+        top = 1 - header - row * row_height
+        prompt = pair[0]["prompt"]
+        figure.text(
+            columns[0], top - text_height / 2, prompt, fontsize=10, va="center", color="black"
+        )
+        for side, clip in enumerate(pair):
+            height = row_height - text_height - 0.008
+            ax = figure.add_axes((columns[side], top - text_height - height, width, height))
+            ax.imshow(film_strip(clip), aspect="auto")
+            ax.axis("off")
+
+
+def film_strip(clip: Clip) -> np.ndarray:
+    """Evenly spaced frames of a clip side by side, with a white gap between them."""
+    frames, _ = read_mp4(clip["path"])
+    chosen = np.asarray(frames)[np.linspace(0, len(frames) - 1, FRAMES).round().astype(int)]
+    gap = ((0, 0), (0, 8), (0, 0))
+    return np.concatenate([np.pad(frame, gap, constant_values=255) for frame in chosen], axis=1)
+
+
+def all_clips(pairs: Sequence[Pair]) -> Figure:
+    """One frame of every clip; green where it matches its prompt."""
+    figure = Figure(figsize=(9.6, 5.2), layout="constrained")
+    sides = [[pair[side] for pair in pairs] for side in (0, 1)]
+    for ax, clips, when in zip(figure.subplots(1, 2), sides, ("before", "after"), strict=True):
+        ax.imshow(mosaic(clips))
+        ax.set_title(
+            f"{when}: {matches(clips)} of {len(clips)} clips match their prompt",
+            fontsize=10,
+            loc="left",
+        )
+        ax.axis("off")
+    return figure
+
+
+def mosaic(clips: Sequence[Clip]) -> np.ndarray:
     """The middle frame of each clip, with a green frame where the oracle finds all that the prompt names."""
     cells = []
-    for record in records:
-        clip, _ = read_mp4(record["path"])
-        middle = np.asarray(clip[len(clip) // 2])
-        color = np.array(to_rgb(GREEN if record["gold"]["match"] else "#d5dae0")) * 255
+    for clip in clips:
+        frames, _ = read_mp4(clip["path"])
+        middle = np.asarray(frames[len(frames) // 2])
+        color = np.array(to_rgb(GREEN if clip["gold"]["match"] else "#d5dae0")) * 255
         cell = np.full((middle.shape[0] + 4 * EDGE, middle.shape[1] + 4 * EDGE, 3), 255, np.uint8)
         cell[EDGE:-EDGE, EDGE:-EDGE] = color.astype(np.uint8)
         cell[2 * EDGE : -2 * EDGE, 2 * EDGE : -2 * EDGE] = middle
         cells.append(cell)
-    cells += [np.full_like(cells[0], 255)] * (
-        -len(cells) % COLUMNS
-    )  # white to the end of the last row
-    return np.concatenate(
-        [np.concatenate(cells[i : i + COLUMNS], axis=1) for i in range(0, len(cells), COLUMNS)]
-    )
+    blank = np.full_like(cells[0], 255)
+    cells += [blank] * (-len(cells) % COLUMNS)  # up to the end of the last row
+    rows = [np.concatenate(cells[i : i + COLUMNS], axis=1) for i in range(0, len(cells), COLUMNS)]
+    return np.concatenate(rows)
 
 
-def write_motion(path: Path, folder: Path, first: int, last: int) -> None:
-    """Write the clips as an animation: before training above, after training below."""
+def write_motion(path: Path, pairs: Sequence[Pair]) -> None:
+    """Write the clips as an animation at half size: before training above, after training below."""
     rows = []
-    for records in zip(*chosen(sides_of(folder, first, last)), strict=True):
-        clips = [read_mp4(record["path"])[0] for record in records]
-        edges = [
-            np.pad(clip, ((0, 0), (2, 2), (2, 2), (0, 0)), constant_values=255) for clip in clips
-        ]
-        rows.append(np.concatenate(edges, axis=2))
+    for side in (0, 1):
+        clips = [np.asarray(read_mp4(pair[side]["path"])[0]) for pair in pairs]
+        border = ((0, 0), (2, 2), (2, 2), (0, 0))
+        framed = [np.pad(clip, border, constant_values=255) for clip in clips]
+        rows.append(np.concatenate(framed, axis=2))
     frames = np.concatenate(rows, axis=1)[:, ::2, ::2]
-    first_frame, *others = map(Image.fromarray, frames)
-    first_frame.save(path, save_all=True, append_images=others, duration=1000 // MOTION_FPS, loop=0)
+    first, *others = map(Image.fromarray, frames)
+    first.save(path, save_all=True, append_images=others, duration=1000 // MOTION_FPS, loop=0)
 
 
-def curves(run: RunHistory) -> Figure:
-    """Training metrics by iteration, with validations and their 95 % intervals."""
-    figure = Figure(figsize=(10.5, 2.9), layout="constrained")
-    for ax, (key, (title, colour)) in zip(
-        figure.subplots(1, len(CURVES)), CURVES.items(), strict=True
-    ):
-        draw_curve(
-            ax, column(run.train, "step"), column(run.train, key), colour, "training, with noise"
-        )
-        steps, values = column(run.validations, "step"), column(run.validations, key)
-        bars = {"yerr": halves_95(run.validations, key), "fmt": "o", "color": GREY, "capsize": 3}
-        ax.errorbar(
-            steps, values, **bars, label="held-out prompts, without noise; bars: 95 % interval"
-        )
-        ax.set_title(title, fontsize=8.5, loc="left")
-        ax.set_xlabel("iteration")
-    figure.legend(
-        *figure.axes[0].get_legend_handles_labels(), fontsize=8, loc="outside lower center", ncols=2
-    )
-    return figure
+def head_to_head() -> Arms:
+    """The runs of the study, by method and seed."""
+    studies = second_edition.studies()
+    plan = StudyPlan(recipe=second_edition.RECIPE, studies=studies)
+    return arms_of(plan, "head_to_head", studies["head_to_head"], read_all(second_edition.RESULTS))
+
+
+def draw_compute(ax: Axes, arms: Arms) -> None:
+    """Gold match against compute: means over seeds with 95 % intervals; methods that are not named in gray."""
+    others = [arm for arm in arms if arm not in NAMED]
+    for arm in others:
+        spent, means, _ = match_curve(arms[arm])
+        ax.plot(spent, means, color=GREY, alpha=0.4, lw=1.2)
+    ends = []
+    for arm, (name, color) in NAMED.items():
+        spent, means, halves = match_curve(arms[arm])
+        ax.plot(spent, means, color=color, marker="o", ms=4, lw=2.4)
+        ax.fill_between(spent, means - halves, means + halves, color=color, alpha=0.18, lw=0)
+        ends.append((means[-1], f"{name}: {means[-1]:.0%}", color))
+    start = validated(next(iter(arms["published"].values())), compute.MATCH, 0)
+    ax.text(0, start - 0.02, f"base model: {start:.0%}", fontsize=10, va="top")
+    ax.set_ylim(start - 0.08, 1.0)
+    label_ends(ax, ends)
+    ax.set_ylabel("clips that show everything their prompt names", fontsize=10)
+    ax.set_xlabel("compute, in thousands of forwards of one clip", fontsize=10)
+    ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    ax.tick_params(labelsize=9.5)
+    seeds = len(arms["published"])
+    title = f"{len(arms)} methods at equal compute, {seeds} seeds each"
+    ax.set_title(title, fontsize=11, loc="left", color="black")
+
+
+def match_curve(records: Mapping[int, Record]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Thousands of units at each validation, mean gold match over seeds, half of its 95 % interval.
+
+    A collapsed run has no last validation and is left out.
+    """
+    finished = [r for r in records.values() if not math.isnan(validated(r, compute.MATCH))]
+    spent, _ = compute.validations(finished[0], compute.MATCH)
+    values = np.array([compute.validations(record, compute.MATCH)[1] for record in finished])
+    intervals = [compute.interval_of(column) for column in values.T]
+    means = np.array([mean for mean, _ in intervals])
+    halves = np.array([half for _, half in intervals])
+    return spent / 1000, means, halves
+
+
+def label_ends(ax: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
+    """Write the labels (height, text, color) to the right of the curves, pushed apart where they would overlap."""
+    right = max(line.get_xdata()[-1] for line in ax.lines)
+    ax.set_xlim(-0.02 * right, 2 * right)
+    ax.set_xticks([tick for tick in ax.get_xticks() if 0 <= tick <= right])
+    low, high = ax.get_ylim()
+    place = -math.inf
+    for height, text, color in sorted(ends):
+        place = max(height, place + 0.055 * (high - low))
+        ax.text(1.03 * right, place, text, color=color, fontsize=10, va="center")
 
 
 if __name__ == "__main__":

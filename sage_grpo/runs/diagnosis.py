@@ -80,7 +80,7 @@ def rule(name: str, **fields: Any) -> Callable[[Evidence], Evidence]:
 @rule(
     "first ratio",
     cause="Rollout and training run different arithmetic, so every gradient is wrong.",
-    remedy='see "The first ratio is not 1" in docs/troubleshooting.md; --compile False first.',
+    remedy='see "The first ratio is not 1" in docs/diagnosis.md; --compile False first.',
     panel="Largest ratio deviation",
     stop_message="first ratio",
 )

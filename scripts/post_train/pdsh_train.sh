@@ -5,7 +5,7 @@
 #
 # SCRIPT is scripts/post_train/train_grpo.sh or a script with the same switches; the flags are those of post_train.py.
 # The nodes come from NODES or HOSTFILE; the first hosts the rendezvous; all have the repository at the same path and
-# share OUTPUT_DIR. docs/multinode.md lists the settings. Exit code: the worst node's, 255 for a lost node.
+# share OUTPUT_DIR. docs/running.md lists the settings. Exit code: the worst node's, 255 for a lost node.
 set -euo pipefail
 shopt -s inherit_errexit
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."

@@ -1,6 +1,6 @@
 # shellcheck shell=bash disable=SC2034,SC2153 # variables of and for those who source this
 # Shared by the launchers: settings, flags that are read before post_train.py, the list of nodes. Sourced from the
-# repository root, never executed; docs/multinode.md lists the settings.
+# repository root, never executed; docs/running.md lists the settings.
 
 # post_train.py flags that can be set in the environment by their uppercase names.
 ENVIRONMENT_FLAGS=(

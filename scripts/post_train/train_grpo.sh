@@ -6,7 +6,7 @@
 # A run on one node begins with the checks of checks.sh; SKIP_CHECKS=1 leaves them out.
 # --dry_run prints the command, --check checks whether it could run. --stop and --kill end the same run on this node,
 # with and without time to save; stop a multi-node run on all nodes with pdsh_train.sh.
-# NNODES, NODE_RANK, NODE_NAME, MASTER_ADDR and MASTER_PORT describe this node's place in the run; docs/multinode.md
+# NNODES, NODE_RANK, NODE_NAME, MASTER_ADDR and MASTER_PORT describe this node's place in the run; docs/running.md
 # lists all settings. Exit code 0: done; 75: preempted, the same command resumes; 1: failed; 2: a setting or flag is
 # wrong; above 128: torchrun was killed by a signal.
 set -euo pipefail

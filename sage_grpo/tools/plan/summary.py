@@ -223,7 +223,7 @@ def few_prompts_warning(prompts: int) -> str:
         return ""
     return (
         f"{prompts} prompt(s) per update: below {FEW_PROMPTS}, a learning rate that suits larger "
-        "batches does harm (docs/efficiency.md): lower it, or raise gradient_accumulation_steps"
+        "batches does harm (docs/scaling.md): lower it, or raise gradient_accumulation_steps"
     )
 
 

@@ -1,4 +1,4 @@
-"""The tables of docs/scaling.md match the planner's output, and a stale one is detected."""
+"""The tables of research/benchmarks/scaling.md match the planner's output, and a stale one is detected."""
 
 import pytest
 

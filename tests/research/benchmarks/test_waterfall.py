@@ -1,4 +1,4 @@
-"""The table and figure of docs/efficiency.md are what the planner says."""
+"""The table and figure of docs/scaling.md are what the planner says."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from research.benchmarks import waterfall
 def test_the_page_shows_what_the_planner_says():
     assert (
         waterfall.table(waterfall.plans())
-        in (waterfall.ROOT / "docs" / "efficiency.md").read_text()
+        in (waterfall.ROOT / "docs" / "scaling.md").read_text()
     )
 
 

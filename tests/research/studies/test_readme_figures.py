@@ -1,54 +1,66 @@
-"""The figures of the README: drawn from a run, with clips chosen by their gain in reward."""
+"""The figures of the README: drawn from a run and from the recorded head-to-head."""
 
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 
 from research.studies import readme_figures
-from sage_grpo.intervals import interval
-from sage_grpo.runs.history import read_run
-from sage_grpo.tools.paired import validation_clips
 from tests.tools.fake_run import make_run
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # of imageio
 
 
-def test_the_figures_are_drawn_from_the_first_and_the_last_validation(tmp_path):
+@pytest.fixture(scope="module")
+def arms():
+    return readme_figures.head_to_head()
+
+
+def clip(match, distance):
+    return {"gold": {"match": match, "prompt_distance": distance}}
+
+
+def test_the_figures_are_drawn_from_the_first_and_the_last_validation(tmp_path, arms, monkeypatch):
     folder = make_run(tmp_path / "run", iterations=2, every=2, prompts=17)
+    monkeypatch.setattr(readme_figures, "head_to_head", lambda: arms)
+    shown = readme_figures.validation_pairs(folder)[:2]
+    monkeypatch.setattr(readme_figures, "most_improved", lambda pairs: shown)
     readme_figures.main([str(folder), "--output", str(tmp_path)])
     assert {path.name for path in tmp_path.glob("*.*")} == {
-        "before_after.png",
+        "headline.png",
         "before_after.gif",
-        "demo_curves.png",
+        "all_clips.png",
+        "match_against_compute.png",
     }
     side = (256 + 4) // 2  # a clip is enlarged in its file, and has a border
     with Image.open(tmp_path / "before_after.gif") as motion:
-        assert motion.n_frames == 9 and motion.size == (4 * side, 2 * side)
+        assert motion.n_frames == 9 and motion.size == (2 * side, 2 * side)
 
 
-def test_clips_are_chosen_at_quantiles_of_the_gain():
-    sides = [[{"scores": {"total": -gain * after}} for gain in range(16)] for after in (0, 1)]
-    assert [after["scores"]["total"] for _, after in readme_figures.chosen(sides)] == [
-        -13,
-        -9,
-        -5,
-        -1,
-    ]
+def test_shown_are_clips_that_match_only_after_training_the_largest_gain_first():
+    distances = (0.10, 0.11, 0.12, 0.13, 0.14, 0.15, 0.16)
+    learned = [(clip(0, distance), clip(1, 0.05)) for distance in distances]
+    others = [(clip(1, 0.9), clip(1, 0.0)), (clip(0, 0.9), clip(0, 0.0))]
+    shown = readme_figures.most_improved([*others, *learned])
+    assert shown == list(reversed(learned))[: readme_figures.SHOWN]
 
 
 def test_all_clips_are_in_the_mosaic(tmp_path):
     folder = make_run(tmp_path / "run", iterations=2, every=2, prompts=9)
-    records, _ = readme_figures.sides_of(folder, 0, 2)
-    assert readme_figures.mosaic(records).shape == (2 * (256 + 40), 8 * (256 + 40), 3)
+    clips = [before for before, _ in readme_figures.validation_pairs(folder)]
+    assert readme_figures.mosaic(clips).shape == (2 * (256 + 40), 8 * (256 + 40), 3)
 
 
-def test_error_bars_are_half_of_a_95_percent_interval(tmp_path):
-    run = read_run(make_run(tmp_path / "run", iterations=2, every=2, prompts=9))
-    for ax, key in zip(readme_figures.curves(run).axes, readme_figures.CURVES, strict=True):
-        values = [[clip.values[key] for clip in clips] for clips in validation_clips(run).values()]
-        (bars,) = (collection.get_segments() for collection in ax.collections)
-        halves = [(high - low) / 2 for (_, low), (_, high) in bars]
-        assert halves == pytest.approx([interval(found).half for found in values])
-    assert "95 %" in ax.figure.legends[0].get_texts()[1].get_text()
+def test_the_curves_end_at_the_matches_of_the_results_page(arms):
+    """research/studies/results.md: nft 0.93, awm 0.92, published 0.43, with intervals over 8 seeds."""
+    ends = {arm: readme_figures.match_curve(arms[arm])[1][-1] for arm in readme_figures.NAMED}
+    assert ends["nft"] == pytest.approx(0.932, abs=5e-4)
+    assert ends["awm"] == pytest.approx(0.922, abs=5e-4)
+    assert ends["published"] == pytest.approx(0.428, abs=5e-4)
+    assert all(len(arms[arm]) == 8 for arm in readme_figures.NAMED)
+    ax = Figure().subplots()
+    readme_figures.draw_compute(ax, arms)
+    assert len(ax.lines) == len(arms)
+    assert {text.get_text() for text in ax.texts} >= {"DiffusionNFT (nft): 93%", "base model: 34%"}
 
 
 def test_a_run_without_a_validation_at_the_start_is_refused(tmp_path):

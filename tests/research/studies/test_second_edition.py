@@ -29,7 +29,7 @@ def test_the_committed_page_is_what_would_run():
 
 
 def test_units_are_those_of_the_formula():
-    """(prefix / G + window + tail) + anchor + 3.7 window, and decode and reward (docs/efficiency.md)."""
+    """(prefix / G + window + tail) + anchor + 3.7 window, and decode and reward (docs/scaling.md)."""
     published = config_of(METHODS["published"])
     assert units(published) == pytest.approx(
         10 + 0.9 * 10 + 3.7 * 10 + 4.5
