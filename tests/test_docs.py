@@ -22,10 +22,19 @@ def test_all_pages_are_checked():
         "README.md",
         "CONTRIBUTING.md",
         "SECURITY.md",
+        "assets/tiny/README.md",
         "docs/method.md",
+        "research/log.md",
+        "research/benchmarks/scaling.md",
         "research/studies/results.md",
     }
-    assert expected | {"assets/tiny/README.md", "checkpoints-download.md"} <= names
+    assert expected <= names
+
+
+def test_the_readme_leads_to_every_page():
+    text = (ROOT / "README.md").read_text()
+    pages = [f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))]
+    assert not [page for page in pages if f"({page}" not in text]
 
 
 def test_the_readme_names_every_folder():
@@ -44,13 +53,38 @@ def test_the_readme_names_every_folder():
     ]
 
 
+def anchors(page: Path) -> set[str]:
+    """What can follow # in a link to a page: its headings in lower case, without punctuation, hyphens for spaces."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(page: Path) -> list[str]:
+    """Links of a page to files or headings that do not exist; addresses on the web are not followed."""
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        path, _, heading = target.partition("#")
+        linked = page.parent / path if path else page
+        if "://" in target:
+            continue
+        if not linked.exists() or (heading and heading not in anchors(linked)):
+            broken.append(target)
+    return broken
+
+
 @every_page
 def test_links_lead_somewhere(page):
-    targets = re.findall(r"\]\(([^)#]+)", page.read_text())
-    missing = [
-        target for target in targets if "://" not in target and not (page.parent / target).exists()
-    ]
-    assert not missing
+    assert not broken_links(page)
+
+
+def test_a_broken_link_is_noticed(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# One, and `two`\n[a](#one-and-two) [b](page.md#one-and-two) [c](https://x.y/none#z)\n"
+        "[d](#one) [e](none.md) [f](page.md#three)\n```\n# three\n```\n"
+    )
+    assert broken_links(page) == ["#one", "none.md", "page.md#three"]
 
 
 def test_tests_that_the_pages_name_exist():

@@ -377,7 +377,7 @@ def test_the_examples_of_the_page_run():
     blocks = re.findall(
         r"```python\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.DOTALL
     )
-    assert len(blocks) >= 4  # a reward, an SDE, a world, a backbone
+    assert len(blocks) >= 4  # a rewriter of prompts, a reward, an SDE, a world
     for block in blocks:
         exec(compile(block, "docs/extending.md", "exec"), {"__name__": "example"})
 
@@ -398,18 +398,6 @@ def test_a_rewriter_makes_the_long_prompts_from_the_short_ones(tmp_path):
     )
     expected = [Request('A caption: A SIGN, "OPEN"', 4, 11), Request("A caption: A CAFÉ", 7, None)]
     assert read_requests(tmp_path / "long.csv") == expected
-
-
-def test_the_worked_example_has_the_lines_that_the_page_says():
-    text, files = (
-        (ROOT / "docs/extending.md").read_text(),
-        sorted((ROOT / "sage_grpo/models/wan21").glob("*.py")),
-    )
-    lines = {file.name: len(file.read_text().splitlines()) for file in files}
-    assert f"`sage_grpo/models/wan21/` has {sum(lines.values())} lines of Python" in text
-    assert all(
-        f"| `{name}` | {count} |" in text for name, count in lines.items() if name != "__init__.py"
-    )
 
 
 def test_no_other_file_of_the_package_names_the_second_backbone():

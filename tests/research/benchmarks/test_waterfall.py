@@ -7,8 +7,7 @@ from research.benchmarks import waterfall
 
 def test_the_page_shows_what_the_planner_says():
     assert (
-        waterfall.table(waterfall.plans())
-        in (waterfall.ROOT / "docs" / "scaling.md").read_text()
+        waterfall.table(waterfall.plans()) in (waterfall.ROOT / "docs" / "scaling.md").read_text()
     )
 
 
