@@ -37,7 +37,9 @@ def output_of(command: str) -> str:
         try:
             plan(shlex.split(flags))
         except SystemExit as end:
-            raise ValueError(f"research/benchmarks/scaling.md has a command that cannot run: {command}") from end
+            raise ValueError(
+                f"research/benchmarks/scaling.md has a command that cannot run: {command}"
+            ) from end
     return printed.getvalue()
 
 
