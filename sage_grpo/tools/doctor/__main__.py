@@ -12,7 +12,7 @@ post_train.py would print, or the machine cannot run it.
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -69,9 +69,13 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace
     options, config = parser.parse_with_config(arguments)
 
     run = Path(config.output_dir)
-    options.output = options.output or run.with_name(f"{run.resolve().name}-doctor")
-    options.ranks = options.ranks or config.gpus or 1
-    options.ranks_here = options.ranks_here or (options.ranks if options.short else 1)
+    if options.output is None:
+        options.output = run.with_name(f"{run.resolve().name}-doctor")
+    if options.ranks is None:
+        options.ranks = config.gpus or 1
+    if options.ranks_here is None:
+        options.ranks_here = options.ranks if options.short else 1
+
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ConfigError("the doctor is one process: start it without torchrun and pass --ranks N")
     if options.output.resolve() == run.resolve():
@@ -88,69 +92,104 @@ from transformers.utils.logging import disable_progress_bar
 from sage_grpo.files.json_files import write_json
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.runs.folder import RunFolder
-from sage_grpo.tools.doctor.checks import CHECKS, Finding, attempt, judged
+from sage_grpo.tools.doctor.checks import CHECKS
+from sage_grpo.tools.doctor.finding import Finding, note, ok, run_check
 from sage_grpo.tools.doctor.machine import examine_machine, machine_of
 from sage_grpo.tools.doctor.samplers import check_samplers
 from sage_grpo.train.build import assemble, join_run, rollout_sampling
 from sage_grpo.train.trainer import Trainer
 
 
-def prepare(config: Config, alone: Ranks, count: int) -> tuple[Trainer, list[Finding]]:
-    """A trainer for the first of `count` ranks, and early findings. An existing run folder is not an error here."""
-    ranks = replace(alone, count=count // config.sp_size, sp_size=config.sp_size, mesh=None)
-    trainer = assemble(replace(config, overwrite=True), ranks)
-    notes, c = list(warnings(trainer.config, count)), trainer.config
-    try:
-        RunFolder(config, ranks)
-    except ConfigError as error:  # post_train.py's error about the folder
-        notes.append(str(error))
-    size = sum(p.numel() for p in trainer.optimization.parameters.values())
-    said = {
-        "sampling": str(rollout_sampling(c)),
-        "validation": trainer.validation and trainer.validation.sampling,
-    }
-    told = judged("config", True, c=c, size=size, device=ranks.device.type, **said)
-    return trainer, [told, *(judged("config.note", None, note=note) for note in notes)]
-
-
-def examine(
-    options: argparse.Namespace, machine: list[Finding], trainer: Trainer, findings: list[Finding]
-) -> int:
-    """Run the checks and print their findings; doctor.json keeps them beside those about the machine."""
-    print(*findings, sep="\n")
-    options.output.mkdir(parents=True, exist_ok=True)
-    wrong = []
-    for name, check in (CHECKS | {"samplers": partial(check_samplers, options=options)}).items():
-        if name == "samplers" and (wrong or options.skip_ab):
-            print(f"The samplers are not compared{' before this is repaired' if wrong else ''}.")
-            break
-        for finding in attempt(name, check, trainer):
-            print(finding, flush=True)
-            findings.append(finding)
-            wrong += [finding.check] if finding.mark == "WRONG" else []
-    record = {
-        name: [asdict(one) for one in found]
-        for name, found in (("machine", machine), ("findings", findings))
-    }
-    write_json(options.output / "doctor.json", record)
-    print(
-        f"WRONG: {', '.join(wrong)}" if wrong else "All is well.",
-        f"Numbers: {options.output / 'doctor.json'}",
-    )
-    return 1 if wrong else 0
-
-
 @answering("doctor: ")
 def main(arguments: Sequence[str] | None = None) -> int:
     options, config = parse_arguments(arguments)
     disable_progress_bar()  # from the text encoders
-    machine = examine_machine(machine_of(config, options.ranks, options.ranks_here))
-    if any(finding.mark == "WRONG" for finding in machine):
+
+    machine_findings = examine_machine(machine_of(config, options.ranks, options.ranks_here))
+    if any(finding.is_wrong for finding in machine_findings):
         return 2
     if options.short:
         return 0
+
     with join_run(replace(config, sp_size=1, dp_replicate=1)) as alone:
-        return examine(options, machine, *prepare(config, alone, options.ranks))
+        trainer = first_rank(config, alone, options.ranks)
+        options.output.mkdir(parents=True, exist_ok=True)
+        findings = [*describe(trainer, config), *examine(trainer, options)]
+
+    path = options.output / "doctor.json"
+    record = {
+        "machine": [asdict(finding) for finding in machine_findings],
+        "findings": [asdict(finding) for finding in findings],
+    }
+    write_json(path, record)
+    wrong_checks = [finding.check for finding in findings if finding.is_wrong]
+    verdict = f"WRONG: {', '.join(wrong_checks)}." if wrong_checks else "All is well."
+    print(f"{verdict} Numbers: {path}")
+    return 1 if wrong_checks else 0
+
+
+def first_rank(config: Config, alone: Ranks, count: int) -> Trainer:
+    """The trainer of the first of `count` ranks, in one process. An existing run folder is not an error here."""
+    data_parallel = count // config.sp_size
+    ranks = replace(alone, count=data_parallel, sp_size=config.sp_size, mesh=None)
+    return assemble(replace(config, overwrite=True), ranks)
+
+
+def describe(trainer: Trainer, config: Config) -> list[Finding]:
+    """Print what will be trained, and notes on the configuration as it was given."""
+    c = trainer.config
+    parameters = sum(p.numel() for p in trainer.optimization.parameters.values())
+    device = trainer.ranks.device.type
+    sampling = str(rollout_sampling(c))
+    text = (
+        f"trains {parameters:,} parameters of {c.pretrained_model_root}, {c.dtype} on {device}; "
+        f"clips of {sampling}, by {c.sde_type}, eta {c.eta:g}"
+    )
+    validation = str(trainer.validation.sampling) if trainer.validation else None
+    if validation:
+        text += f"; validation: {validation}"
+    numbers = {
+        "size": parameters,
+        "device": device,
+        "sampling": sampling,
+        "validation": validation,
+    }
+    findings = [ok("config", text, numbers=numbers)]
+
+    findings += [note("config", warning) for warning in warnings(c, trainer.ranks.world)]
+    try:
+        RunFolder(config, trainer.ranks)
+    except ConfigError as error:  # post_train.py's error about the folder
+        findings.append(note("config", str(error)))
+    for finding in findings:
+        print(finding)
+    return findings
+
+
+def examine(trainer: Trainer, options: argparse.Namespace) -> list[Finding]:
+    """Run the checks and print their findings. The samplers are compared only if nothing is WRONG before."""
+    findings: list[Finding] = []
+
+    def run(name: str, check: Callable[[Trainer], Iterator[Finding]]) -> None:
+        for finding in run_check(name, check, trainer):
+            print(finding, flush=True)
+            findings.append(finding)
+
+    for name, check in CHECKS.items():
+        run(name, check)
+    if any(finding.is_wrong for finding in findings):
+        print("The samplers are not compared before this is repaired.")
+    elif options.skip_ab:
+        print("The samplers are not compared.")
+    else:
+        compare = partial(
+            check_samplers,
+            num_prompts=options.prompts,
+            num_clips=options.clips,
+            output=options.output,
+        )
+        run("samplers", compare)
+    return findings
 
 
 if __name__ == "__main__":

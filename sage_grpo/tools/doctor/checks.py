@@ -1,314 +1,260 @@
-"""The doctor's checks. Each takes an assembled trainer and yields findings; nothing is trained or written."""
+"""Checks of a configuration on its model, prompts and reward.
 
-import math
-import textwrap
-import tomllib
-import traceback
-from collections import Counter
+Each takes an assembled trainer and yields findings; nothing is trained or written.
+"""
+
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
-from sage_grpo.algo.equalizer import equalizer, gradient_scale
 from sage_grpo.algo.sde import build_schedule
 from sage_grpo.config.fields import Config
 from sage_grpo.models.sample import counter_noise, denoise, integrate
 from sage_grpo.plugins import resolved
 from sage_grpo.tools import audit
-from sage_grpo.tools.paired import aligned
-from sage_grpo.tools.templating import render, sentence
-from sage_grpo.train.rollout import Trajectory
+from sage_grpo.tools.doctor.finding import Finding, indented, note, ok, wrong
+from sage_grpo.tools.doctor.update import check_update
+from sage_grpo.tools.plan.summary import few_prompts_warning
+from sage_grpo.tools.templating import render
 from sage_grpo.train.trainer import Trainer
-from sage_grpo.train.update import Objective
 from sage_grpo.train.windows import num_trained
 
-REWARD_CLIPS, VAE_CLIPS = 16, 4
-VAE_BOUND = 0.05  # RMS, relative to the pixel range: 26 dB, where details are visibly lost
-PATH_BOUND = {
-    "fp32": 1e-4,
-    "bf16": 0.05,
-}  # relative: how far rounding may drive two identical trajectories apart
-SENTENCES = tomllib.loads(
-    Path(__file__).parents[1].joinpath("templates", "findings.toml").read_text()
-)
-indented = partial(textwrap.indent, prefix=" " * 17)  # under the text of a finding
-BALANCE = ("step", "sigma", "std", "N_t", "gradient", "S_t", "equalized")
-
-
-@dataclass(frozen=True)
-class Finding:
-    check: str
-    mark: str  # ok, note or WRONG
-    text: str
-    remedy: str = ""
-    table: str = ""
-    numbers: dict[str, Any] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        lines = [f"{self.mark:<6}{self.check:<11}{self.text}"]
-        lines += [f"{'':17}remedy: {self.remedy}"] if self.remedy else []
-        wrapped = [textwrap.fill(line, 120, subsequent_indent=" " * 17) for line in lines]
-        return "\n".join([*wrapped, self.table] if self.table else wrapped)
-
-
-def judged(
-    key: str, good: bool | None, table: str = "", c: Config | None = None, **numbers: Any
-) -> Finding:
-    """A finding in the words of templates/findings.toml, which may use the numbers; a note if `good` is None."""
-    words, check, said = (
-        SENTENCES[key],
-        numbers.get("check", key.partition(".")[0]),
-        {"c": c} | numbers,
-    )
-    remedy = sentence(words.get("remedy", ""), **said) if good is False else ""
-    mark = {None: "note", True: "ok", False: "WRONG"}[good]
-    return Finding(check, mark, sentence(words["text"], **said), remedy, table, numbers)
-
-
-def attempt(
-    name: str, check: Callable[[Any], Any], subject: Any, failure: str = "broken"
-) -> Iterator[Finding]:
-    """The check's findings; a check that fails to finish is also WRONG."""
-    try:
-        yield from check(subject)
-    except (ValueError, OSError, RuntimeError) as error:
-        said = {
-            "kind": type(error).__name__,
-            "error": str(error),
-            "memory": isinstance(error, torch.OutOfMemoryError),
-        }
-        yield judged(failure, False, check=name, traceback=traceback.format_exc(), **said)
+REWARD_CLIPS = 16
+VAE_CLIPS = 4
+VAE_LIMIT = 0.05  # RMS, relative to the pixel range: 26 dB, where details are visibly lost
+# How far rounding may drive two identical trajectories apart, relative to their norm
+ODE_LIMIT = {"fp32": 1e-4, "bf16": 0.05}
 
 
 def check_batch(trainer: Trainer) -> Iterator[Finding]:
-    """Describe one iteration. Whether layout and groups divide was checked when the trainer was assembled."""
-    c, micro_batches, ranks = trainer.config, trainer.micro_batches(), trainer.ranks.count
-    trained, videos = num_trained(trainer.windows.size, c.timestep_fraction), c.batch_size * ranks
-    pairs = c.gradient_accumulation_steps * videos * trained // c.updates_per_rollout
+    """Describe one iteration. That layout and groups divide was checked when the trainer was assembled."""
+    c = trainer.config
+    ranks = trainer.ranks.count
     shards = trainer.ranks.world // c.dp_replicate if c.enable_fsdp else 1
-    yield judged("layout", True, data=ranks, sequence=c.sp_size, shards=shards)
-    numbers = {"videos": videos, "ranks": ranks, "trained": trained, "pairs": pairs}
-    yield judged(
-        "batch", True, c=c, micro_batches=len(micro_batches), clips=len(micro_batches[0]), **numbers
+    yield ok(
+        "layout",
+        f"{ranks} data-parallel x {c.sp_size} sequence-parallel rank(s), weights in {shards} shard(s)",
+        numbers={"data": ranks, "sequence": c.sp_size, "shards": shards},
     )
-    few = judged(
-        "batch.few", None, prompts=c.gradient_accumulation_steps * videos // c.num_generations
+
+    micro_batches = trainer.micro_batches()
+    clips_per_micro_batch = len(micro_batches[0])
+    clips = c.batch_size * ranks
+    trained_steps = num_trained(trainer.windows.size, c.timestep_fraction)
+    pairs = c.gradient_accumulation_steps * clips * trained_steps // c.updates_per_rollout
+    yield ok(
+        "batch",
+        f"{clips} clips per iteration: {clips // c.num_generations} prompt(s) x groups of "
+        f"{c.num_generations}, {ranks} rank(s) x {len(micro_batches)} micro-batch(es) x "
+        f"{clips_per_micro_batch} clip(s); {trained_steps} of {c.num_sampling_steps} denoising "
+        f"steps are trained, {pairs} (clip, step) pairs in each optimizer step",
+        numbers={
+            "videos": clips,
+            "ranks": ranks,
+            "micro_batches": len(micro_batches),
+            "clips": clips_per_micro_batch,
+            "trained": trained_steps,
+            "pairs": pairs,
+        },
     )
-    yield from [few] if few.text else []
+
+    prompts_per_update = c.gradient_accumulation_steps * clips // c.num_generations
+    if warning := few_prompts_warning(prompts_per_update):
+        yield note("batch", warning, numbers={"prompts": prompts_per_update})
 
 
 def check_prompts(trainer: Trainer) -> Iterator[Finding]:
-    backbone, validation = (
-        trainer.backbone,
-        trainer.validation.requests if trainer.validation else [],
-    )
-    train, held_out = (
-        [str(prompt) for prompt in prompts] for prompts in (trainer.requests, validation)
-    )
-    longest = max([*trainer.requests, *validation], key=lambda prompt: len(prompt.text))
+    """Count the prompts, and find repeated, shared, missing and truncated ones."""
+    backbone = trainer.backbone
+    train = list(trainer.requests)
+    held_out = list(trainer.validation.requests) if trainer.validation else []
+    longest = max([*train, *held_out], key=lambda prompt: len(prompt.text))
     tokens = backbone.num_tokens(*backbone.encode([longest]))
-    yield judged("prompts", True, train=len(train), held_out=len(held_out), tokens=tokens)
-    notes = {"repeated": len(train) - len(set(train)), "shared": len(set(train) & set(held_out))}
-    notes |= {"none": not held_out, "long": tokens >= backbone.max_tokens and backbone.max_tokens}
-    yield from (
-        judged(f"prompts.{name}", None, count=count) for name, count in notes.items() if count
+    yield ok(
+        "prompts",
+        f"{len(train)} to train, {len(held_out)} held out; the longest has {tokens} tokens",
+        numbers={"train": len(train), "held_out": len(held_out), "tokens": tokens},
     )
+
+    distinct_train = {str(prompt) for prompt in train}
+    repeated = len(train) - len(distinct_train)
+    if repeated:
+        yield note(
+            "prompts",
+            f"{repeated} of the training prompts repeat another one, which is trained more often",
+            numbers={"count": repeated},
+        )
+    shared = len(distinct_train & {str(prompt) for prompt in held_out})
+    if shared:
+        yield note(
+            "prompts",
+            f"{shared} of the held-out prompts are also trained on, so validation will flatter",
+            numbers={"count": shared},
+        )
+    if not held_out:
+        yield note(
+            "prompts", "nothing is held out, so there is no validation: give --validation_prompts"
+        )
+    if backbone.max_tokens and tokens >= backbone.max_tokens:
+        yield note(
+            "prompts",
+            f"the model reads only the first {backbone.max_tokens} tokens of the longest prompt",
+            numbers={"count": backbone.max_tokens},
+        )
 
 
 def check_vae(trainer: Trainer) -> Iterator[Finding]:
-    """Encode and decode clips of the model's world, or one whose colors encode each pixel's time and position."""
-    c, known = trainer.config, audit.drawn_clips(trainer.config, trainer.requests, VAE_CLIPS)
-    places = torch.meshgrid(
-        *(torch.linspace(0, 255, n) for n in (c.num_frames, c.height, c.width)), indexing="ij"
-    )
-    clips = torch.stack(known[0]) if known else torch.stack(places, -1)[None].byte()
+    """Encode and decode clips. WRONG if they come back too different: above VAE_LIMIT, or not finite."""
+    rendered = audit.drawn_clips(trainer.config, trainer.requests, VAE_CLIPS)
+    if rendered is None:
+        kind = "smooth synthetic"
+        clips = color_ramp(trainer.config)[None]
+    else:
+        kind = "rendered"
+        clips = torch.stack(rendered[0])
+
     latents = trainer.backbone.encode_video(clips)
-    rms = (
-        ((trainer.backbone.decode(latents).cpu().float() - clips.float()) / 255)
-        .square()
-        .mean()
-        .sqrt()
-        .item()
+    decoded = trainer.backbone.decode(latents).cpu()
+    difference = (decoded.float() - clips.float()) / 255
+    rms = difference.square().mean().sqrt().item()
+
+    mean, std = latents.mean().item(), latents.std().item()
+    text = (
+        f"{kind} clips, encoded and decoded, differ by {rms:.3f} of the pixel range "
+        f"(RMS, at most {VAE_LIMIT}); their latents have mean {mean:.2f} and standard deviation {std:.2f}"
     )
-    numbers = {
-        "rms": rms,
-        "bound": VAE_BOUND,
-        "mean": latents.mean().item(),
-        "std": latents.std().item(),
-    }
-    yield judged(
-        "vae", rms <= VAE_BOUND, kind="rendered" if known else "smooth synthetic", **numbers
-    )
+    numbers = {"kind": kind, "rms": rms, "bound": VAE_LIMIT, "mean": mean, "std": std}
+    if rms <= VAE_LIMIT:
+        yield ok("vae", text, numbers=numbers)
+    else:
+        remedy = (
+            "the VAE's weights are damaged or belong to another model: "
+            "download vae/ again, or try dtype fp32"
+        )
+        yield wrong("vae", text, remedy, numbers=numbers)
+
+
+def color_ramp(c: Config) -> Tensor:
+    """A uint8 clip (F, H, W, 3) in which red encodes a pixel's time, green its row and blue its column."""
+    sides = (c.num_frames, c.height, c.width)
+    ramps = [torch.linspace(0, 255, length) for length in sides]
+    return torch.stack(torch.meshgrid(*ramps, indexing="ij"), -1).byte()
 
 
 def check_reward(trainer: Trainer) -> Iterator[Finding]:
-    """The audit's short form: damage must lower the score that is about it, and nothing may raise the total."""
-    known = audit.drawn_clips(trainer.config, trainer.requests, REWARD_CLIPS)
-    if known is None:
-        yield judged("reward.no world", None)
-        return
-    try:
-        found = audit.measure(
-            trainer.reward, *known, trainer.config.fps, dict.fromkeys(audit.RULES["short"], ())
+    """The audit's short form, on clips that show exactly what their prompts say.
+
+    WRONG if the reward fails, if damage does not lower the score that is about it, or if an edit raises the total.
+    """
+    rendered = audit.drawn_clips(trainer.config, trainer.requests, REWARD_CLIPS)
+    if rendered is None:
+        yield note(
+            "reward", "not checked: this model has no world that can draw a clip known to be good"
         )
-    except ValueError as error:
-        yield judged("reward.fails", False, error=str(error))
         return
-    told = audit.conclude(found, verdicts := audit.give_verdicts(found, drawn=True))
-    table = render("audit_table.txt", found=found, verdicts=verdicts).rstrip()
-    yield judged("reward", not told["wrong"], indented(table), **told)
-    if told["unclear"]:
-        yield judged("reward.unclear", None, clips=len(known[0]), unclear=told["unclear"])
+
+    clips, prompts = rendered
+    edits = dict.fromkeys(audit.RULES["short"], ())
+    try:
+        scores = audit.measure(trainer.reward, clips, prompts, trainer.config.fps, edits)
+    except ValueError as error:
+        yield wrong("reward", str(error), "repair the reward", numbers={"error": str(error)})
+        return
+
+    verdicts = audit.give_verdicts(scores, drawn=True)
+    conclusions = audit.conclude(scores, verdicts)
+    table = indented(render("audit_table.txt", found=scores, verdicts=verdicts).rstrip())
+    if conclusions["wrong"]:
+        yield wrong(
+            "reward",
+            "; ".join(conclusions["wrong"]),
+            "check the sign of the reward, and reward_weights",
+            table=table,
+            numbers=conclusions,
+        )
+    else:
+        text = "no wrong reaction to known edits of good clips"
+        yield ok("reward", text, table=table, numbers=conclusions)
+    if conclusions["unclear"]:
+        yield note(
+            "reward",
+            f"too few clips to tell ({len(clips)}): {', '.join(conclusions['unclear'])}",
+            numbers={"clips": len(clips), "unclear": conclusions["unclear"]},
+        )
 
 
 def check_exploration(trainer: Trainer) -> Iterator[Finding]:
-    """Compare the injected noise, if any, with the noise level of the state it is added to."""
+    """Compare the injected noise with the noise level of the state it is added to."""
+    c = trainer.config
+    if not trainer.algorithm.explores:
+        text = f"{c.algorithm} injects none: clips of a group differ by their initial noise"
+        yield ok("noise", text, numbers={"energy": 0.0, "over": []})
+        return
+
     schedule = trainer.sampler.window(trainer.windows.steps)
-    std, after = (schedule.std * trainer.algorithm.explores).tolist(), schedule.sigmas[1:].tolist()
-    over = [i for i in range(schedule.num_steps - 1) if std[i] > after[i]]
-    yield judged("noise", True, c=trainer.config, energy=sum(s * s for s in std), over=over)
-    if over:
-        yield judged("noise.over", None, step=over[0], std=std[over[0]], level=after[over[0]])
-    if std[-1]:
-        yield judged("noise.last", None, std=std[-1])
+    stds = schedule.std.tolist()
+    next_levels = schedule.sigmas[1:].tolist()
+    inner_steps = range(schedule.num_steps - 1)
+    excessive_steps = [step for step in inner_steps if stds[step] > next_levels[step]]
+    energy = sum(std * std for std in stds)
+    text = f"{c.sde_type} at eta {c.eta:g} injects noise of energy {energy:.3g} (the sum of std^2)"
+    if not excessive_steps:
+        text += ", at no step more than the noise level of the next state"
+    yield ok("noise", text, numbers={"energy": energy, "over": excessive_steps})
+
+    if excessive_steps:
+        step = excessive_steps[0]
+        yield note(
+            "noise",
+            f"step {step} injects noise of std {stds[step]:.2g}, more than the noise level "
+            f"{next_levels[step]:.2g} of the next state, which the model was not trained on: "
+            "lower eta, take more steps, or set sde_type precise",
+            numbers={"step": step, "std": stds[step], "level": next_levels[step]},
+        )
+    if stds[-1]:
+        yield note(
+            "noise",
+            f"the noise of the last step, std {stds[-1]:.2g}, stays in the clip that is scored; "
+            "sde_window all_but_last makes that step deterministic",
+            numbers={"std": stds[-1]},
+        )
 
 
 @torch.no_grad()
 def check_noise_free(trainer: Trainer) -> Iterator[Finding]:
-    """Without noise the sampler must equal the ODE: the same initial noise must give the same latents."""
-    c, guidance, sigmas = trainer.config, trainer.guidance, trainer.sampler.sigmas
-    cond = trainer.backbone.encode([trainer.requests[0]])[0].to(sigmas.device)
-    x, noise = counter_noise(trainer.shape, c.seed, [0])
-    x = x.to(sigmas.device)
-    ode = integrate(trainer.backbone, sigmas.cpu(), x, cond, guidance)
-    silent = build_schedule(resolved(c.sde_type), sigmas.cpu(), 0.0).to(sigmas.device)
-    latents = denoise(trainer.backbone, silent, x, cond, guidance, noise)
-    difference = ((latents - ode).norm() / ode.norm()).item()
-    yield judged("noise 0", difference <= PATH_BOUND[c.dtype], c=c, difference=difference)
-
-
-def check_update(trainer: Trainer) -> Iterator[Finding]:
-    """Run one micro-batch through the trainer's rollout and loss, without an optimizer step."""
+    """Sample with eta 0. WRONG if the latents are not those of the ODE from the same initial noise."""
     c = trainer.config
-    trainer.optimization.old = {}  # that of a resumed run lags behind: sample with the trained policy
-    (trajectory,) = trainer.roll_out(trainer.micro_batches()[:1])
-    lost, pairs = int((~trajectory.is_finite).sum()), trajectory.order.numel()
-    if lost:
-        yield judged("rollout", False, c=c, lost=lost, paths=len(trajectory.x))
-        return
-    trainer.prepare_anchor([trajectory])
-    goal = Objective(
-        trainer.backbone,
-        trainer.algorithm,
-        trainer.trained_guidance,
-        trainer.sampler,
-        trainer.controller.coef,
-        pairs,
+    sigmas = trainer.sampler.sigmas
+    device = sigmas.device
+    cond = trainer.backbone.encode([trainer.requests[0]])[0].to(device)
+    x, noise = counter_noise(trainer.shape, c.seed, [0])
+    x = x.to(device)
+
+    ode = integrate(trainer.backbone, sigmas.cpu(), x, cond, trainer.guidance)
+    schedule = build_schedule(resolved(c.sde_type), sigmas.cpu(), 0.0).to(device)
+    latents = denoise(trainer.backbone, schedule, x, cond, trainer.guidance, noise)
+    difference = ((latents - ode).norm() / ode.norm()).item()
+
+    text = (
+        f"{c.sde_type} at eta 0 and a plain Euler ODE: "
+        f"the latents differ by {difference:.1g} of their norm"
     )
-    stats = trainer.no_stats()
-    signs = 1 - 2 * (
-        torch.arange(len(trajectory.x), device=trajectory.x.device) % 2.0
-    )  # in place of advantages
-    for places in tqdm(trajectory.order.T, "training forward", unit="step", leave=False):
-        goal.backward(trajectory, places, signs, stats)
-    deviation = stats.max_deviation.max().item()
-    yield judged("ratio", deviation == 0, pairs=pairs, deviation=deviation)
-    yield gradient_finding(trainer, trajectory)
-    trainer.optimization.zero_grad()
-    if trainer.algorithm.explores:
-        yield balance_finding(trainer, goal, trajectory, signs)
+    numbers = {"difference": difference}
+    if difference <= ODE_LIMIT[c.dtype]:
+        yield ok("noise 0", text, numbers=numbers)
+    else:
+        remedy = f"at eta 0 the table of {c.sde_type} (algo/sde.py) must be a = 1, b = next - sigma, std = 0"
+        yield wrong("noise 0", text, remedy, numbers=numbers)
 
 
-def gradient_finding(trainer: Trainer, trajectory: Trajectory) -> Finding:
-    """After a backward pass: trained parameters, and only those, must have gradients."""
-    trained = trainer.optimization.parameters
-    ours, used = (
-        {id(p) for p in trained.values()},
-        (trajectory.cond, trainer.trained_guidance.negative),
-    )
-    leaked = [
-        n
-        for n, p in trainer.backbone.transformer.named_parameters()
-        if p.grad is not None and id(p) not in ours
-    ]
-    silent = [name for name, p in trained.items() if p.grad is None or not p.grad.any()]
-    early = {
-        name
-        for name in silent
-        if "lora_A" in name and not trained[name.replace("lora_A", "lora_B")].any()
-    }
-    reasons = {
-        name: trainer.backbone.awaits(name, [cond for cond in used if cond is not None])
-        for name in silent
-    }
-    reasons |= dict.fromkeys(early, "lora_A wait for their lora_B, which starts at 0")
-    wrong = [
-        f"{name} has no gradient although it is trained" for name in silent if not reasons[name]
-    ]
-    wrong += [f"{name} has a gradient although it is frozen" for name in leaked]
-    norm = trainer.optimization.clip()
-    wrong += (
-        [] if math.isfinite(norm) else ["the gradient is not finite: lower eta, or try dtype fp32"]
-    )
-    waiting = dict(Counter(filter(None, reasons.values())))
-    numbers = {"trained": len(trained), "silent": len(silent), "norm": norm, "waiting": waiting}
-    return judged("gradients", not wrong, wrong=wrong, **numbers)
-
-
-def balance_finding(
-    trainer: Trainer, goal: Objective, trajectory: Trajectory, signs: Tensor
-) -> Finding:
-    """Gradient norm of the policy loss per denoising step; in theory it is proportional to N_t."""
-    schedule, c, rows = goal.schedule, trainer.config, []
-    expected, balance = (
-        gradient_scale(schedule, c.ratio_norm),
-        equalizer(schedule, True, c.ratio_norm),
-    )
-    for place, step in enumerate(
-        tqdm(trajectory.steps[0].tolist(), "gradient per step", unit="step", leave=False)
-    ):
-        goal.terms(
-            trajectory, torch.full_like(trajectory.order[:, 0], place), signs
-        ).policy.mean().backward()
-        norm = trainer.optimization.clip()
-        trainer.optimization.zero_grad()
-        known = (
-            schedule.sigmas[step],
-            schedule.std[step],
-            expected[step],
-            norm,
-            balance[step],
-            norm * balance[step],
-        )
-        rows.append([step, *map(float, known)])
-    plain, equalized = (
-        max(norms) / max(min(norms), 1e-30)
-        for norms in ([r[4] for r in rows], [r[6] for r in rows])
-    )
-    table = aligned([BALANCE, *([f"{value:.3g}" for value in row] for row in rows)])
-    return judged(
-        "balance",
-        True,
-        indented(table),
-        plain=plain,
-        equalized=equalized,
-        columns=BALANCE,
-        rows=rows,
-    )
-
-
-IN_ORDER = (
-    check_batch,
-    check_prompts,
-    check_vae,
-    check_reward,
-    check_exploration,
-    check_noise_free,
-)
-CHECKS = {check.__name__.removeprefix("check_"): check for check in (*IN_ORDER, check_update)}
+# In the order in which they run
+CHECKS: dict[str, Callable[[Trainer], Iterator[Finding]]] = {
+    "batch": check_batch,
+    "prompts": check_prompts,
+    "vae": check_vae,
+    "reward": check_reward,
+    "exploration": check_exploration,
+    "noise_free": check_noise_free,
+    "update": check_update,
+}

@@ -1,11 +1,10 @@
 """The short doctor: whether this machine can run a configuration, in seconds and without loading the model."""
 
-import math
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from sage_grpo.rewards.base import Setup
 from sage_grpo.rewards.build import build_reward
 from sage_grpo.rewards.registry import ALIASES
 from sage_grpo.rewards.videoalign.folder import check_folder
-from sage_grpo.tools.doctor.checks import Finding, attempt, judged
+from sage_grpo.tools.doctor.finding import Finding, ok, wrong
 from sage_grpo.tools.plan.memory import checkpoint_bytes, disk_bytes, fits, peak, snapshot_bytes
 from sage_grpo.tools.plan.model import BYTES, Plan
 from sage_grpo.tools.plan.planner import backbone_of, plan_of
@@ -26,13 +25,15 @@ from sage_grpo.tools.plan.remedies import remedies
 from sage_grpo.tools.plan.times import times
 from sage_grpo.train.inputs import reward_folder
 
-PROCESS = 6e9  # host bytes of a rank: Python, CUDA, tensors on their way; 2.3 to 5.3 GB measured, without mapped files
-BLOCK, LARGEST, LONGEST = (
-    32 << 20,
-    1 << 30,
-    3.0,
-)  # of the write test: bytes at once, bytes and seconds at most
+GB = 1e9  # bytes
+# Host bytes of a rank on a GPU: Python, CUDA, tensors in transit. 2.3 to 5.3 GB were measured, without mapped files.
+PROCESS_BYTES = 6e9
 REWARD_TIMEOUT = 20.0  # seconds
+
+# The write test
+BLOCK_BYTES = 32 << 20  # written at once
+MOST_BYTES = 1 << 30
+MOST_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
@@ -41,161 +42,250 @@ class Machine:
 
     plan: Plan
     device: str  # cuda or cpu
-    refused: str  # why that device cannot be used
+    refused: str  # why that device cannot be used; empty if it can
     ranks: int  # processes on this machine
     place: Path  # the run folder, or as much of its path as exists
 
 
 def machine_of(config: Config, ranks: int, ranks_here: int) -> Machine:
-    backbone = backbone_of(config.pretrained_model_root, config.pretrained_transformer_version)
-    device, refused, run = "cuda", "", Path(config.output_dir).absolute()
+    """Plan a run of `ranks` processes, of which `ranks_here` are on this machine."""
+    folder, version = config.pretrained_model_root, config.pretrained_transformer_version
+    backbone = backbone_of(folder, version)
+    device, refused = "cuda", ""
     try:
         device = choose_device(config.device, lambda: backbone.architecture().parameters)
     except ValueError as error:
         refused = str(error)
     try:
         plan = plan_of(replace(config, dtype=config.dtype or default_dtype(device)), ranks)
-    except ValueError as error:  # no GPU, or a missing folder, which stands for the full-size model here, explain more
-        open_backbone(config.pretrained_model_root, version=config.pretrained_transformer_version)
+    except ValueError as error:
+        # A missing folder was planned as the full-size model. If that or a missing GPU is the cause, it explains more.
+        open_backbone(folder, version=version)
         raise ValueError(refused or error) from error
-    return Machine(
-        plan, device, refused, ranks_here, next(p for p in (run, *run.parents) if p.exists())
-    )
+
+    run = Path(config.output_dir).absolute()
+    place = next(path for path in (run, *run.parents) if path.exists())
+    return Machine(plan=plan, device=device, refused=refused, ranks=ranks_here, place=place)
 
 
 def check_model(machine: Machine) -> Iterator[Finding]:
-    folder = machine.plan.config.pretrained_model_root
-    open_backbone(folder, version=machine.plan.config.pretrained_transformer_version)
-    yield judged("model", True, folder=folder, size=machine.plan.model.parameters)
+    """Open the model folder without its weights; what is missing raises an error."""
+    c = machine.plan.config
+    open_backbone(c.pretrained_model_root, version=c.pretrained_transformer_version)
+    parameters = machine.plan.model.parameters
+    yield ok(
+        "model",
+        f"{c.pretrained_model_root} is complete: {parameters / 1e9:.2f} B parameters",
+        numbers={"folder": c.pretrained_model_root, "size": parameters},
+    )
 
 
 def check_gpus(machine: Machine) -> Iterator[Finding]:
-    """Whether torch can compute on each GPU, and whether the run fits."""
-    if machine.refused or machine.device == "cpu":
-        yield judged("gpus.cpu", not machine.refused, refused=machine.refused)
+    """WRONG if there are too few GPUs, if one computes wrong results, or if the run does not fit the smallest one."""
+    if machine.refused:
+        yield wrong("gpus", machine.refused)
         return
-    here, numbers = (
-        range(machine.ranks),
-        {"ranks": machine.ranks, "count": torch.cuda.device_count()},
-    )
-    if numbers["count"] < machine.ranks:
-        yield judged("gpus.few", False, versions=versions(), **numbers)
+    if machine.device == "cpu":
+        yield ok("gpus", "none needed: the run is on the CPU")
         return
-    squares = [torch.ones(64, 64, device=f"cuda:{number}", dtype=torch.bfloat16) for number in here]
-    wrong = [
-        number for number, square in enumerate(squares) if (square @ square).sum().item() != 64**3
-    ]
-    yield judged(
-        "gpus",
-        not wrong,
-        name=torch.cuda.get_device_name(),
-        versions=versions(),
-        wrong=wrong,
-        **numbers,
-    )
-    yield memory_finding(
-        machine.plan, min(torch.cuda.get_device_properties(number).total_memory for number in here)
-    )
+
+    ranks = machine.ranks
+    count = torch.cuda.device_count()
+    numbers = {"ranks": ranks, "count": count, "versions": versions()}
+    if count < ranks:
+        yield wrong(
+            "gpus",
+            f"torch finds {count} for {ranks} processes; {versions()}",
+            "set NUM_GPUS, or check CUDA_VISIBLE_DEVICES",
+            numbers=numbers,
+        )
+        return
+
+    broken = [number for number in range(ranks) if not computes(f"cuda:{number}")]
+    name = torch.cuda.get_device_name()
+    text = f"{ranks} of {count} x {name}; {versions()}"
+    numbers |= {"name": name, "wrong": broken}
+    if broken:
+        remedy = f"GPUs {broken} compute wrong results: leave them out"
+        yield wrong("gpus", text, remedy, numbers=numbers)
+    else:
+        yield ok("gpus", text, numbers=numbers)
+
+    sizes = [torch.cuda.get_device_properties(number).total_memory for number in range(ranks)]
+    yield memory_finding(machine.plan, min(sizes))
+
+
+def computes(device: str) -> bool:
+    """Whether a product of matrices of ones is right."""
+    ones = torch.ones(64, 64, device=device, dtype=torch.bfloat16)
+    return (ones @ ones).sum().item() == 64**3
 
 
 def memory_finding(plan: Plan, gpu_bytes: float) -> Finding:
-    moment, most = peak(plan)
-    numbers = {"peak": most, "moment": moment, "reserve": plan.rates.reserve, "there": gpu_bytes}
-    return judged(
-        "memory",
-        fits(plan, gpu_bytes),
-        flags=[change.flag for change in remedies(plan, gpu_bytes)],
-        **numbers,
+    """WRONG if the planned peak and a reserve exceed the memory of a GPU."""
+    moment, peak_bytes = peak(plan)
+    reserve = plan.rates.reserve
+    text = (
+        f"computed peak {peak_bytes / GB:.1f} GB ({moment}), {reserve / GB:g} GB in reserve, "
+        f"the GPU has {gpu_bytes / GB:.1f} GB"
     )
+    flags = [change.flag for change in remedies(plan, gpu_bytes)]
+    numbers = {
+        "peak": peak_bytes,
+        "moment": moment,
+        "reserve": reserve,
+        "gpu_bytes": gpu_bytes,
+        "flags": flags,
+    }
+    if fits(plan, gpu_bytes):
+        return ok("memory", text, numbers=numbers)
+    remedy = " ".join(flags) or "more GPUs with enable_fsdp, or smaller clips"
+    return wrong("memory", text, remedy, numbers=numbers)
 
 
 def check_host(machine: Machine) -> Iterator[Finding]:
-    """Host memory for loading, and then for an anchor that is kept there and for asynchronous saves."""
-    plan, c, free = machine.plan, machine.plan.config, available_memory()
-    offloaded = c.trust_region.anchor is not None and c.reference_mode_offload and not c.use_lora
-    anchor = machine.ranks * plan.trained.total / plan.shards * BYTES[c.dtype] * offloaded
-    loading = (
-        2 * sum(reward.weight_bytes for reward in plan.rewards) * machine.ranks / c.sp_size
-    )  # as stored, and as used
-    base = PROCESS * machine.ranks * (machine.device == "cuda")
-    needed, copy = base + max(loading, anchor), snapshot_bytes(plan)
-    waits = needed <= free < base + anchor + copy
-    yield judged("host", needed <= free, free=free, needed=needed, waits=waits, copy=copy)
+    """WRONG if host memory is too small for loading rewards, or for an anchor that is kept there."""
+    plan, c = machine.plan, machine.plan.config
+    processes = PROCESS_BYTES * machine.ranks if machine.device == "cuda" else 0.0
+    reward_weights = sum(reward.weight_bytes for reward in plan.rewards)
+    # each leader of a sequence-parallel group holds them as stored and as used
+    loading = 2 * reward_weights * machine.ranks / c.sp_size
+    anchor = 0.0
+    if c.trust_region.anchor is not None and c.reference_mode_offload and not c.use_lora:
+        anchor = machine.ranks * plan.trained.total / plan.shards * BYTES[c.dtype]
+
+    free = available_memory()
+    needed = processes + max(loading, anchor)
+    snapshot = snapshot_bytes(plan)
+    saves_block = needed <= free < processes + anchor + snapshot
+    text = f"{free / GB:.0f} GB of host memory are free, {needed / GB:.0f} GB are needed"
+    if saves_block:
+        text += (
+            f"; async_save finds no {snapshot / GB:.0f} GB for a copy, "
+            "so training will wait for each save"
+        )
+    numbers = {"free": free, "needed": needed, "waits": saves_block, "copy": snapshot}
+    if needed <= free:
+        yield ok("host", text, numbers=numbers)
+    else:
+        remedy = "end other programs, or set reference_mode_offload False"
+        yield wrong("host", text, remedy, numbers=numbers)
 
 
 def check_disk(machine: Machine) -> Iterator[Finding]:
-    """Room for the checkpoints of the run, of which a resumed one has some already."""
-    c, needed, free = (
-        machine.plan.config,
-        disk_bytes(machine.plan),
-        shutil.disk_usage(machine.place).free,
+    """WRONG without room for the checkpoints of the run, of which a resumed one has some already."""
+    checkpoints = Path(machine.plan.config.output_dir, "checkpoints")
+    saved = sum(file.stat().st_size for file in checkpoints.rglob("*") if file.is_file())
+    free = shutil.disk_usage(machine.place).free
+    needed = disk_bytes(machine.plan)
+    text = (
+        f"{machine.place} has {free / GB:.1f} GB free; "
+        f"keep_checkpoints + 1 need {needed / GB:.1f} GB"
     )
-    saved = sum(
-        file.stat().st_size
-        for file in Path(c.output_dir, "checkpoints").rglob("*")
-        if file.is_file()
-    )
-    yield judged(
-        "disk",
-        saved + free >= needed,
-        place=str(machine.place),
-        free=free,
-        needed=needed,
-        saved=saved,
-    )
+    if saved:
+        text += f", of which {saved / GB:.1f} GB are there"
+    numbers = {"place": str(machine.place), "free": free, "needed": needed, "saved": saved}
+    if saved + free >= needed:
+        yield ok("disk", text, numbers=numbers)
+    else:
+        remedy = "free disk space, lower keep_checkpoints, or choose another output_dir"
+        yield wrong("disk", text, remedy, numbers=numbers)
 
 
 def check_speed(machine: Machine) -> Iterator[Finding]:
-    """Write an unnamed file where the run will be; a checkpoint must take less time than lies between two."""
-    plan, c, size = (
-        machine.plan,
-        machine.plan.config,
-        checkpoint_bytes(machine.plan.config, machine.plan.trained),
-    )
+    """WRONG if writing a checkpoint takes longer than the time between two."""
+    size = checkpoint_bytes(machine.plan.config, machine.plan.trained)
     speed = write_speed(machine.place, size)
-    limits = [
-        60 * c.save_minutes,
-        c.save_interval * sum(times(plan).values()) * (machine.device == "cuda"),
-    ]
-    numbers = {"seconds": size / speed, "between": min(filter(None, limits), default=None)}
-    good = numbers["seconds"] <= (numbers["between"] or math.inf)
-    yield judged("speed", good, place=str(machine.place), speed=speed, **numbers)
+    seconds = size / speed
+    between = seconds_between_saves(machine)
+    text = f"{machine.place} takes {speed / GB:.2f} GB/s: {seconds:.0f} s for a checkpoint"
+    if between is not None:
+        text += f", one every {between:.0f} s"
+    numbers = {
+        "place": str(machine.place),
+        "speed": speed,
+        "seconds": seconds,
+        "between": between,
+    }
+    if between is None or seconds <= between:
+        yield ok("speed", text, numbers=numbers)
+    else:
+        remedy = "use a faster disk, or raise save_interval and save_minutes"
+        yield wrong("speed", text, remedy, numbers=numbers)
 
 
-def write_speed(folder: Path, most: float) -> float:
-    """Bytes per second that reach the disk, from a file of at most that size."""
-    block, written, start = os.urandom(BLOCK), 0, time.perf_counter()
+def seconds_between_saves(machine: Machine) -> float | None:
+    """Seconds between two checkpoints, as far as known: the planner knows iterations on a GPU only."""
+    c = machine.plan.config
+    intervals = []
+    if c.save_minutes:
+        intervals.append(60 * c.save_minutes)
+    if c.save_interval and machine.device == "cuda":
+        intervals.append(c.save_interval * sum(times(machine.plan).values()))
+    return min(intervals, default=None)
+
+
+def write_speed(folder: Path, size: float) -> float:
+    """Bytes per second that reach the disk, measured with an unnamed file of at most `size` bytes."""
+    block = os.urandom(BLOCK_BYTES)
+    written = 0
+    start = time.perf_counter()
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-        while written < min(LARGEST, most) and time.perf_counter() - start < LONGEST:
+        while written < min(MOST_BYTES, size) and time.perf_counter() - start < MOST_SECONDS:
             written += file.write(block)
             os.fsync(file.fileno())
     return written / (time.perf_counter() - start)
 
 
 def check_reward(machine: Machine) -> Iterator[Finding]:
-    """Whether servers answer and folders are complete; VideoAlign's weights are not loaded."""
-    c, path = machine.plan.config, reward_folder(machine.plan.config)
+    """Whether servers answer and folders are complete; an error if not. VideoAlign's weights are not loaded."""
+    c = machine.plan.config
+    folder = reward_folder(c)
     setup = Setup(
-        path, torch.device("cpu"), c.reward_fps, c.remote_reward_url, REWARD_TIMEOUT, REWARD_TIMEOUT
+        path=folder,
+        device=torch.device("cpu"),
+        sample_fps=c.reward_fps,
+        url=c.remote_reward_url,
+        timeout=REWARD_TIMEOUT,
+        start_timeout=REWARD_TIMEOUT,
     )
     names = [ALIASES.get(name, name) for name in (*c.reward_model, c.holdout_reward) if name]
     for name in names:
-        check_folder(path) if name == "videoalign" else build_reward(name, setup)
-    yield judged("reward.usable", True, names=names)
+        if name == "videoalign":
+            check_folder(folder)
+        else:
+            build_reward(name, setup)
+    yield ok("reward", f"{' and '.join(names)} can be used", numbers={"names": names})
 
 
-CHECKS = (check_model, check_gpus, check_host, check_disk, check_speed, check_reward)
+# In the order in which they run
+CHECKS: dict[str, Callable[[Machine], Iterator[Finding]]] = {
+    "model": check_model,
+    "gpus": check_gpus,
+    "host": check_host,
+    "disk": check_disk,
+    "speed": check_speed,
+    "reward": check_reward,
+}
 
 
 def examine_machine(machine: Machine) -> list[Finding]:
-    """Print a line per finding."""
+    """Run all checks and print a line per finding."""
     findings = []
-    for check in CHECKS:
-        for finding in attempt(check.__name__.removeprefix("check_"), check, machine, "failed"):
-            mark = "FAIL" if finding.mark == "WRONG" else finding.mark
-            print(
-                f"{mark:<6}{finding.check:<8}{'; '.join(filter(None, (finding.text, finding.remedy)))}",
-                flush=True,
-            )
+    for name, check in CHECKS.items():
+        for finding in run_machine_check(name, check, machine):
+            mark = "FAIL" if finding.is_wrong else finding.mark
+            text = f"{finding.text}; {finding.remedy}" if finding.remedy else finding.text
+            print(f"{mark:<6}{finding.check:<8}{text}", flush=True)
             findings.append(finding)
     return findings
+
+
+def run_machine_check(
+    name: str, check: Callable[[Machine], Iterator[Finding]], machine: Machine
+) -> Iterator[Finding]:
+    """The findings of a check. Errors of these checks are sentences for users, with the remedy in them."""
+    try:
+        yield from check(machine)
+    except (ValueError, OSError, RuntimeError) as error:
+        yield wrong(name, str(error), numbers={"error": str(error)})

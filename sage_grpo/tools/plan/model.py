@@ -1,15 +1,14 @@
 """A run as the planner sees it: how many GPUs, clips, tokens and passes an iteration has."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from sage_grpo.config.fields import Config
 from sage_grpo.config.rules import check
-from sage_grpo.models.cost import Architecture
+from sage_grpo.models.cost import Architecture, DecodeBytes
 from sage_grpo.parallel.ranks import check_layout
 from sage_grpo.rewards.registry import ALIASES
-from sage_grpo.tools.plan.calibration import Calibration, calibrate
+from sage_grpo.tools.plan.calibration import ByMode, Calibration, calibrate
 from sage_grpo.train.algorithms.registry import build_algorithm
 from sage_grpo.train.windows import build_windows, num_trained
 
@@ -70,10 +69,9 @@ class Plan:
         self.recomputed = c.checkpointing_fraction if c.enable_gradient_checkpointing else 0.0
         self.rollout_gathers = self.micro_batches if c.gather_for_rollout else self.rollout_passes
 
-    def by_mode(self, figure: Sequence[float]) -> float:
-        """The value of a (compiled, eager) pair that applies to the run."""
-        compiled, eager = figure
-        return compiled if self.config.compile else eager
+    def by_mode(self, figure: ByMode | DecodeBytes) -> float:
+        """The value of a figure that applies to the run, compiled or eager."""
+        return figure.compiled if self.config.compile else figure.eager
 
     @property
     def decode_seconds(self) -> float:

@@ -88,11 +88,11 @@ def test_all_is_well(run_doctor):
         "balance",
         "samplers",
     }
-    assert (
-        "2 videos per iteration: prompts x group = 1 x 2, ranks x micro-batches x clips = 1 x 1 x 2"
-        in run_doctor.text
-        and "1 prompt(s) per update" in run_doctor.text
-    )
+    batch, few_prompts = run_doctor.findings("batch")
+    assert batch["numbers"] == {
+        "videos": 2, "ranks": 1, "micro_batches": 1, "clips": 2, "trained": 2, "pairs": 4
+    }  # fmt: skip
+    assert few_prompts["mark"] == "note" and "1 prompt(s) per update" in few_prompts["text"]
     assert run_doctor.findings("ratio")[0]["numbers"]["deviation"] == 0
     assert (
         run_doctor.findings("reward")[0]["numbers"]["wrong"] == []
@@ -170,11 +170,9 @@ def test_ranks_are_planned_not_started(run_doctor):
     assert (
         run_doctor("--skip_ab", "--ranks", "8", num_generations=4, sde_type="precise", eta=1.0) == 0
     )
-    assert (
-        "16 videos per iteration: prompts x group = 4 x 4, ranks x micro-batches x clips = 8 x 1 x 2"
-        in run_doctor.text
-    )
-    assert "at no step more than the noise level" in run_doctor.text
+    batch = run_doctor.findings("batch")[0]
+    assert "16 clips per iteration: 4 prompt(s) x groups of 4, 8 rank(s)" in batch["text"]
+    assert run_doctor.findings("noise")[0]["numbers"]["over"] == []
 
 
 def test_what_is_no_error_is_noted(run_doctor):
@@ -191,8 +189,8 @@ def test_what_is_no_error_is_noted(run_doctor):
     )
     assert list(old.parent.iterdir()) == [old] and old.read_text() == "{}\n"
     assert "1 of the training prompts repeat another one" in run_doctor.text
-    assert "1 of the held-out prompts are trained on" in run_doctor.text
-    assert "more than the noise level 0.75 that it leads to" in run_doctor.text
+    assert "1 of the held-out prompts are also trained on" in run_doctor.text
+    assert "more than the noise level 0.75 of the next state" in run_doctor.text
 
 
 def expect_wrong(run_doctor: Doctor, check: str, *texts: str, **flags: object) -> None:
@@ -211,7 +209,9 @@ def test_a_forward_that_differs_in_training(run_doctor, monkeypatch):
         return plain(self, x, *rest) + torch.is_grad_enabled() * 1e-2 * torch.randn_like(x)
 
     monkeypatch.setattr(Hunyuan15, "velocity", noisy)
-    expect_wrong(run_doctor, "ratio", "off by up to", "every gradient would be wrong", "dropout")
+    expect_wrong(
+        run_doctor, "ratio", "differs from 1 by up to", "every gradient would be wrong", "dropout"
+    )
 
 
 def spoil_training(monkeypatch, name: str, trained: bool) -> None:
@@ -253,7 +253,7 @@ def test_paths_that_are_not_finite(run_doctor, monkeypatch):
         "velocity",
         lambda self, x, *rest: plain(self, x, *rest) * (1 if len(x) == 1 else torch.nan),
     )
-    expect_wrong(run_doctor, "rollout", "2 of 2 paths are not finite", "lower eta (0.5)")
+    expect_wrong(run_doctor, "rollout", "2 of 2 trajectories are not finite", "lower eta (0.5)")
 
 
 def test_a_check_that_breaks_off(run_doctor, monkeypatch):
@@ -293,7 +293,7 @@ def test_a_reward_that_prefers_noise(run_doctor, monkeypatch):
     words = (
         "VQ does not fall for noisy clips",
         "prompt-blind: with wrong prompts",
-        "mind the reward's sign",
+        "check the sign of the reward",
     )
     expect_wrong(run_doctor, "reward", *words)
 
@@ -341,7 +341,7 @@ def test_a_reward_that_teaches_nothing(run_doctor, monkeypatch):
     monkeypatch.setitem(REWARDS, "shapes", lambda setup: Coarse())
     flags = {"reward_weights": '{"style": 1}', "sde_type": "precise", "eta": 1.2}
     expect_wrong(
-        run_doctor, "samplers", "varies by 0 inside a group", "equal rewards teach nothing", **flags
+        run_doctor, "samplers", "varies by 0 within a group", "equal rewards teach nothing", **flags
     )
     assert "cps is left out: eta is 1.2 with sde_type cps" in run_doctor.text
 
@@ -363,7 +363,7 @@ def test_a_model_without_a_world(run_doctor, tiny_folder):
         run_doctor,
         "vae",
         "smooth synthetic clips",
-        "fetch vae/ again",
+        "download vae/ again",
         "no world that can draw",
         **flags,
     )
@@ -376,8 +376,8 @@ def test_a_sampler_that_is_no_ode_without_noise(run_doctor, monkeypatch):
     expect_wrong(
         run_doctor,
         "noise 0",
-        "sage_grpo at eta 0 against a plain Euler ODE",
-        "the table of sage_grpo (algo/sde.py) must become a = 1",
+        "sage_grpo at eta 0 and a plain Euler ODE",
+        "the table of sage_grpo (algo/sde.py) must be a = 1",
     )
 
 
@@ -471,10 +471,9 @@ def test_a_sharded_run_is_checked_as_one_of_its_ranks(run_doctor):
     """In one process, with the model sharded over it alone, and the batch of the whole layout."""
     layout = {"sp_size": 2, "enable_fsdp": True, "dp_replicate": 2, "num_generations": 4}
     assert run_doctor("--skip_ab", "--ranks", "8", **layout) == 0
-    assert (
-        "data-parallel x sequence-parallel ranks = 4 x 2, the model in 4 part(s)" in run_doctor.text
-    )
-    assert "8 videos per iteration: prompts x group = 2 x 4" in run_doctor.text
+    (finding,) = run_doctor.findings("layout")
+    assert finding["numbers"] == {"data": 4, "sequence": 2, "shards": 4}
+    assert run_doctor.findings("batch")[0]["numbers"]["videos"] == 8
     assert (
         run_doctor("--skip_ab", "--ranks", "3", **layout) == 2
         and "sp_size is 2; it must divide" in run_doctor.errors
