@@ -85,239 +85,273 @@ SETTINGS = (
     "negative_prompt",
     "guidance_scale",
     "fps",
+    "dtype",
+    "validate_video_length",
+    "validation_timestep_shift",
+    "validation_fixed_size",
+    "validation_num_inference_steps",
+    "reward_path",
+    "reward_fps",
 )
-SETTINGS += ("dtype", "validate_video_length", "validation_timestep_shift", "validation_fixed_size")
-SETTINGS += ("validation_num_inference_steps", "reward_path", "reward_fps")
+
+Systems = Mapping[
+    str, Path | None
+]  # name -> checkpoint or folder of clips, None for the base model
 
 
 class Evaluation:
     """State shared by all systems."""
 
     def __init__(self, options: argparse.Namespace, config: Config, ranks: Ranks) -> None:
-        self.options, self.ranks, self.world = (
-            options,
-            ranks,
-            world_of(config.pretrained_model_root),
-        )
+        self.options = options
+        self.output: Path = options.output
+        self.ranks = ranks
+        self.world = world_of(config.pretrained_model_root)
         self.backbone, self.config = open_model(config, ranks.device)
-        prompts, usual = validation_requests(self.config), config.validation_global_seed
-        own = [dataclasses.replace(p, seed=usual if p.seed is None else p.seed) for p in prompts]
-        self.prompts = [
-            dataclasses.replace(p, seed=seed) for seed in options.seeds or () for p in prompts
-        ] or own
+        self.requests = seeded(
+            validation_requests(self.config), options.seeds, config.validation_global_seed
+        )
         self.reward = build_composite(self.config, reward_names(config), None, ranks.device)
 
-    def systems(self) -> dict[str, Path | None]:
-        """Name -> checkpoint or folder of clips, None for the base model; all others are compared with the first."""
-        o, found = (
-            self.options,
-            {} if self.options.clips and not self.options.checkpoints else {"base": None},
-        )
-        for path in (*o.checkpoints, *o.clips):
-            parts = path.resolve().parts[
-                1:
-            ]  # without the root, which would escape the output folder
-            name = "-".join(
-                part for part in parts[-3:] if part not in ("checkpoints", "validation")
-            )
-            if found.setdefault(name, path) != path:
-                raise ConfigError(
-                    f"{path} and {found[name]} would both be called {name}; rename one of their folders"
-                )
-        return found
-
-    def settle(self, systems: Mapping[str, Path | None]) -> None:
-        """Reject an output folder whose clips were made with other settings."""
-        now = {name: getattr(self.config, name) for name in SETTINGS}
-        now |= {f"weights of {name}": fingerprint(path) for name, path in systems.items() if path}
-        home, file = self.options.output, self.options.output / "settings.json"
-        before = read_object(file) if file.is_file() else {}
-        for name, value in now.items():
-            if before.get(name, value) != value:
-                raise ConfigError(
-                    f"output {home} holds clips with {name} {before[name]}, not {value}; give another"
-                )
-        self.ranks.barrier()
-        if self.ranks.first:
-            home.mkdir(parents=True, exist_ok=True)
-            write_json(file, before | now)
-
     def run(self) -> int:
-        systems = self.systems()
-        self.settle(systems)
+        """Make and score all clips that are missing; returns the exit code."""
+        systems = system_names(self.options.checkpoints, self.options.clips)
+        self.check_settings(systems)
         for name, path in systems.items():
-            home = self.options.output / name
-            home.mkdir(parents=True, exist_ok=True)
-            self.score_files(path, home) if path in self.options.clips else self.generate(
-                path, home
-            )
+            folder = self.output / name
+            folder.mkdir(parents=True, exist_ok=True)
+            if path in self.options.clips:
+                self.score_files(path, folder)
+            else:
+                self.generate(path, folder)
         self.ranks.barrier()
         return self.conclude(systems) if self.ranks.first else 0
 
-    def done(self, file: Path) -> bool:
-        """Whether a clip has all scores."""
-        return None not in map(scores_in(file).get, self.reward.names)
+    def check_settings(self, systems: Systems) -> None:
+        """Reject an output folder whose clips were made with other settings."""
+        settings: dict[str, Any] = {name: getattr(self.config, name) for name in SETTINGS}
+        for name, path in systems.items():
+            if path:
+                settings[f"weights of {name}"] = fingerprint(path)
 
-    def generate(self, checkpoint: Path | None, home: Path) -> None:
+        file = self.output / "settings.json"
+        earlier = read_object(file) if file.is_file() else {}
+        for name, value in settings.items():
+            if earlier.get(name, value) != value:
+                raise ConfigError(
+                    f"output {self.output} holds clips with {name} {earlier[name]}, not {value};"
+                    " give another folder"
+                )
+        self.ranks.barrier()
+        if self.ranks.first:
+            self.output.mkdir(parents=True, exist_ok=True)
+            write_json(file, earlier | settings)
+
+    def has_all_scores(self, file: Path) -> bool:
+        """Whether a clip's record has the scores of all rewards."""
+        scores = read_scores(file)
+        return all(scores.get(name) is not None for name in self.reward.names)
+
+    # clips of a model
+
+    def generate(self, checkpoint: Path | None, folder: Path) -> None:
         """Generate this process's share of a model's clips, except those that exist."""
-        mine = self.prompts[self.ranks.rank :: self.ranks.count]
-        left = [prompt for prompt in mine if not self.done(home / f"{stem(prompt)}.json")]
-        if not left:
+        share = self.requests[self.ranks.rank :: self.ranks.count]
+        missing = [
+            request
+            for request in share
+            if not self.has_all_scores(folder / f"{stem(request)}.json")
+        ]
+        if not missing:
             return
-        validation, size = self.validation(checkpoint), self.config.reward_batch_size
-        for i in tqdm(
-            range(0, len(left), size), home.name, unit="batch", disable=not self.ranks.first
-        ):
-            batch = left[i : i + size]
-            clips = [validation.sample(prompt) for prompt in batch]
-            for prompt, clip, record in zip(
-                batch, clips, validation.judge(clips, batch), strict=True
-            ):
+        validation = self.open_validation(checkpoint)
+        size = self.config.reward_batch_size
+        batches = [missing[i : i + size] for i in range(0, len(missing), size)]
+        for batch in tqdm(batches, folder.name, unit="batch", disable=not self.ranks.first):
+            clips = [validation.sample(request) for request in batch]
+            records = validation.judge(clips, batch)
+            for request, clip, record in zip(batch, clips, records, strict=True):
                 if clip is not None:
-                    write_mp4(home / record["file"], clip, self.config.fps)
-                keep(home / f"{stem(prompt)}.json", record)
+                    write_mp4(folder / record["file"], clip, self.config.fps)
+                save_record(folder / f"{stem(request)}.json", record)
 
-    def validation(self, checkpoint: Path | None) -> Validation:
+    def open_validation(self, checkpoint: Path | None) -> Validation:
         """A validation that samples and scores the prompts with the base model or a checkpoint."""
-        negative = Request(self.config.negative_prompt)
-        self.backbone.check_requests(self.prompts)
-        check_prompts(self.config.pretrained_model_root, [prompt.text for prompt in self.prompts])
-        self.reward.check(self.prompts)
-        self.backbone.prepare([negative, *self.prompts])
+        c = self.config
+        self.backbone.check_requests(self.requests)
+        check_prompts(c.pretrained_model_root, [request.text for request in self.requests])
+        self.reward.check(self.requests)
+
+        negative = Request(c.negative_prompt)
+        self.backbone.prepare([negative, *self.requests])
         self.backbone.load_weights(checkpoint)
-        guidance = Guidance(self.config.guidance_scale, self.backbone.encode([negative])[0])
-        gold = self.world and self.world.gold
         return Validation(
             backbone=self.backbone,
-            config=self.config,
-            requests=self.prompts,
-            guidance=guidance,
+            config=c,
+            requests=self.requests,
+            guidance=Guidance(c.guidance_scale, self.backbone.encode([negative])[0]),
             reward=self.reward,
             holdout=None,
-            gold=gold,
+            gold=self.world.gold if self.world else None,
             ranks=self.ranks,
         )
 
-    def score_files(self, folder: Path, home: Path) -> None:
-        entries = read_folder(folder)[self.ranks.rank :: self.ranks.count]
-        for entry in tqdm(entries, home.name, unit="clip", disable=not self.ranks.first):
-            file = home / f"{Path(entry['file']).stem}.json"
-            if not self.done(file):
-                clip, fps = read_mp4(entry["file"])
-                scores = self.reward.score([clip], [entry["prompt"]], fps)
-                named = {name: values[0].item() for name, values in scores.named.items()}
-                keep(
-                    file,
-                    entry
-                    | {"scores": named}
-                    | ({"error": scores.errors[0]} if scores.errors else {}),
-                )
+    # clips of a folder
 
-    def conclude(self, systems: Mapping[str, Path | None]) -> int:
+    def score_files(self, clip_folder: Path, folder: Path) -> None:
+        """Score this process's share of the clips in a folder, except those that have all scores."""
+        share = read_folder(clip_folder)[self.ranks.rank :: self.ranks.count]
+        for entry in tqdm(share, folder.name, unit="clip", disable=not self.ranks.first):
+            file = folder / f"{Path(entry['file']).stem}.json"
+            if self.has_all_scores(file):
+                continue
+            clip, fps = read_mp4(entry["file"])
+            scores = self.reward.score([clip], [entry["prompt"]], fps)
+            record = dict(entry)
+            record["scores"] = {name: values[0].item() for name, values in scores.named.items()}
+            if scores.errors:
+                record["error"] = scores.errors[0]
+            save_record(file, record)
+
+    # results
+
+    def conclude(self, systems: Systems) -> int:
         """Write tables and pages for all systems; returns 1 if a score is missing."""
-        lost = []
+        incomplete = []
         for name, path in systems.items():
-            listed = (
-                [Path(e["file"]).stem for e in read_folder(path)]
-                if path in self.options.clips
-                else None
-            )
-            files = [
-                self.options.output / name / f"{clip}.json"
-                for clip in listed or map(stem, self.prompts)
-            ]
+            if path in self.options.clips:
+                stems = [Path(entry["file"]).stem for entry in read_folder(path)]
+            else:
+                stems = [stem(request) for request in self.requests]
+            files = [self.output / name / f"{clip_stem}.json" for clip_stem in stems]
             records = [read_object(file) for file in files]
-            lost += [
-                record for file, record in zip(files, records, strict=True) if not self.done(file)
-            ]
-            write_json(self.options.output / name / "clips.json", records)
-        print(pages(self.options.output, list(systems)))
-        for record in lost[:3]:
-            print(
-                f"{record['file']} has no score: {record.get('error', 'it could not be made')}",
-                file=sys.stderr,
+            for file, record in zip(files, records, strict=True):
+                if not self.has_all_scores(file):
+                    incomplete.append(record)
+            write_json(self.output / name / "clips.json", records)
+
+        print(write_pages(self.output, list(systems)))
+        for record in incomplete[:3]:
+            reason = record.get("error", "it could not be made")
+            print(f"{record['file']} has no score: {reason}", file=sys.stderr)
+        return 1 if incomplete else 0
+
+
+def seeded(
+    requests: Sequence[Request], seeds: Sequence[int] | None, default_seed: int
+) -> list[Request]:
+    """Each request with each of the seeds; without any, with its own seed or the default one."""
+    if seeds:
+        return [dataclasses.replace(request, seed=seed) for seed in seeds for request in requests]
+    return [
+        dataclasses.replace(request, seed=default_seed) if request.seed is None else request
+        for request in requests
+    ]
+
+
+def system_names(checkpoints: Sequence[Path], clips: Sequence[Path]) -> dict[str, Path | None]:
+    """The systems by name; all others are compared with the first, the base model unless there are only clips."""
+    systems: dict[str, Path | None] = {}
+    if checkpoints or not clips:
+        systems["base"] = None
+    for path in (*checkpoints, *clips):
+        parts = path.resolve().parts[1:]  # without the root, which would escape the output folder
+        name = "-".join(part for part in parts[-3:] if part not in ("checkpoints", "validation"))
+        if systems.setdefault(name, path) != path:
+            raise ConfigError(
+                f"{path} and {systems[name]} would both be called {name}; rename one of their folders"
             )
-        return 1 if lost else 0
+    return systems
 
 
-def pages(output: Path, systems: Sequence[str]) -> str:
+def write_pages(output: Path, systems: Sequence[str]) -> str:
     """Write evaluation.json, .md and .html of the clips in `output`/SYSTEM; returns the tables for the terminal."""
     clips = {name: read_clips(output / name, anywhere=True) for name in systems}
     result = compared(clips)
-    found = tables(result)
+    result_tables = tables(result)
     write_json(output / "evaluation.json", result)
-    values = {
-        "title": "Evaluation",
-        "tables": found,
-        "rows": clip_rows(clips),
-        "systems": len(clips),
-    }
-    for name in ("evaluation.md", "evaluation.html"):
-        (output / name).write_text(render(name, **values), encoding="utf-8", errors="replace")
-    return "\n\n".join(map(aligned, found)) + f"\n\n{output / 'evaluation.html'}"
+
+    markdown = "\n".join(markdown_table(table.rows) for table in result_tables)
+    html = render(
+        "evaluation.html",
+        title="Evaluation",
+        tables=result_tables,
+        rows=clip_rows(clips),
+        systems=len(clips),
+    )
+    for name, text in (("evaluation.md", markdown), ("evaluation.html", html)):
+        (output / name).write_text(text, encoding="utf-8", errors="replace")
+    shown = [aligned(table.rows) for table in result_tables]
+    return "\n\n".join([*shown, str(output / "evaluation.html")])
+
+
+def markdown_table(rows: Sequence[Sequence[str]]) -> str:
+    titles, *others = rows
+    rule = ["---", *["---:"] * (len(titles) - 1)]
+    return "".join(f"| {' | '.join(row)} |\n" for row in (titles, rule, *others))
+
+
+# records of clips
 
 
 def read_folder(folder: Path) -> list[dict[str, Any]]:
     """File, prompt and seed of each clip in a folder written by generate.py or a validation, or laid out like one."""
-    listed = folder / "clips.json"
-    if listed.is_file():
-        entries = read_listing(listed)
+    listing = folder / "clips.json"
+    if listing.is_file():
+        records = read_listing(listing)
     else:
-        told = [
-            path
-            for file in sorted(folder.glob("*.mp4"))
-            if (path := file.with_suffix(".json")).is_file()
-        ]
-        entries = [
-            checked(read_object(path) | {"file": f"{path.stem}.mp4"}, str(path)) for path in told
-        ]
-    clips = [(beside(listed, entry["file"]).resolve(), entry) for entry in entries]
-    kept = [
-        {"file": str(file), "prompt": e["prompt"], "seed": e["seed"]}
-        for file, e in clips
-        if file.is_file()
-    ]
-    if not kept:
+        records = []
+        for video in sorted(folder.glob("*.mp4")):
+            file = video.with_suffix(".json")
+            if file.is_file():
+                records.append(checked(read_object(file) | {"file": video.name}, str(file)))
+
+    entries = []
+    for record in records:
+        video = beside(listing, record["file"]).resolve()
+        if video.is_file():
+            entries.append({"file": str(video), "prompt": record["prompt"], "seed": record["seed"]})
+    if not entries:
         raise ConfigError(
             f"clips {folder} holds no mp4 file that its clips.json lists, or that has a JSON beside it"
         )
-    return kept
+    return entries
 
 
 def fingerprint(path: Path) -> list[float]:
     """Total size and latest modification time under a path, to detect new weights under an old name."""
-    files = [file for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file()]
-    if not files:
+    candidates = path.rglob("*") if path.is_dir() else [path]
+    stats = [file.stat() for file in candidates if file.is_file()]
+    if not stats:
         raise FileNotFoundError(f"{path} does not exist or is empty")
-    return [sum(file.stat().st_size for file in files), max(file.stat().st_mtime for file in files)]
+    return [sum(stat.st_size for stat in stats), max(stat.st_mtime for stat in stats)]
 
 
-def stem(prompt: Request) -> str:
-    """File name stem of a clip."""
-    return f"{prompt.name}-{prompt.seed}"
+def stem(request: Request) -> str:
+    """File name of a clip, without its suffix."""
+    return f"{request.name}-{request.seed}"
 
 
-def scores_in(file: Path) -> dict[str, float | None]:
+def read_scores(file: Path) -> dict[str, float | None]:
     """The scores that a clip already has."""
     scores = read_object(file).get("scores") if file.is_file() else None
     return scores if isinstance(scores, dict) else {}
 
 
-def keep(file: Path, record: Mapping[str, Any]) -> None:
+def save_record(file: Path, record: Mapping[str, Any]) -> None:
     """Write a clip's record immediately; existing scores of other rewards are kept."""
-    write_json(file, {**record, "scores": scores_in(file) | record["scores"]})
+    write_json(file, {**record, "scores": read_scores(file) | record["scores"]})
 
 
 @answering("evaluate: ")
 def main(arguments: Sequence[str] | None = None) -> int:
     disable_progress_bar()
     options, config = parse_arguments(arguments)
-    model = (config.pretrained_model_root, config.pretrained_transformer_version)
-    device = (
-        device_for(config.device, *model)
-        if options.checkpoints or not options.clips
-        else config.device
-    )
+    device = config.device
+    if options.checkpoints or not options.clips:  # then a model is run
+        device = device_for(
+            device, config.pretrained_model_root, config.pretrained_transformer_version
+        )
     with join_ranks(config.start_timeout, device_type=device) as ranks:
         ranks.set_timeout(DAY)  # ranks work independently until the end, on shares that may differ
         return Evaluation(options, config, ranks).run()

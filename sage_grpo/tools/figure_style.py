@@ -5,10 +5,18 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-STYLE = Path(__file__).with_name("templates") / "report.mplstyle"
-PALETTE = BLUE, ORANGE, GREEN, PURPLE, RED, YELLOW, PALE, GREY = (
-    "#3b7dbd", "#d9822b", "#3f8f68", "#9c6b95", "#c4544a", "#b39b3c", "#7fa6c4", "#7b8794",
-)  # fmt: skip
+STYLE = Path(__file__).with_suffix(".mplstyle")
+
+BLUE = "#3b7dbd"
+ORANGE = "#d9822b"
+GREEN = "#3f8f68"
+PURPLE = "#9c6b95"
+RED = "#c4544a"
+YELLOW = "#b39b3c"
+PALE = "#7fa6c4"
+GREY = "#7b8794"
+PALETTE = (BLUE, ORANGE, GREEN, PURPLE, RED, YELLOW, PALE, GREY)
+
 SAMPLERS = {
     "sage_grpo": BLUE,
     "dance_grpo": RED,
@@ -17,10 +25,14 @@ SAMPLERS = {
     "precise": GREEN,
     "ode": GREY,
 }
-STRATEGIES = dict(
-    zip(("dual moving", "fixed", "moving", "step-wise", "dual fixed"), PALETTE, strict=False)
-)
-STRATEGIES["none"] = GREY
+STRATEGIES = {
+    "dual moving": BLUE,
+    "fixed": ORANGE,
+    "moving": GREEN,
+    "step-wise": PURPLE,
+    "dual fixed": RED,
+    "none": GREY,
+}
 
 
 def strategy(config: Mapping[str, Any]) -> str:
@@ -29,18 +41,19 @@ def strategy(config: Mapping[str, Any]) -> str:
         return "none"
     if not config.get("dual_kl_moving_weight"):
         return "step-wise"
-    return f"{'dual ' if config.get('use_dual_kl') else ''}{'moving' if config.get('use_moving_KL') else 'fixed'}"
+    anchor = "moving" if config.get("use_moving_KL") else "fixed"
+    return f"dual {anchor}" if config.get("use_dual_kl") else anchor
 
 
 def colors_of(*kinds: Mapping[str, str]) -> dict[str, str]:
-    """Name -> color of its sampler or KL strategy, by the first of `kinds` that tells all apart; else the palette's."""
-    known = (
-        STRATEGIES
-        | SAMPLERS
-        | {name.removesuffix("_grpo"): color for name, color in SAMPLERS.items()}
-    )
+    """Name -> color. Each of `kinds` maps the same names to samplers or KL strategies.
+
+    The first that tells all names apart decides; if none does, colors come from the palette.
+    """
+    short_names = {name.removesuffix("_grpo"): color for name, color in SAMPLERS.items()}
+    known = STRATEGIES | SAMPLERS | short_names
     for kind in kinds:
-        found = {name: known.get(of) for name, of in kind.items()}
-        if len(set(kind.values())) == len(kind) and all(found.values()):
-            return found
+        all_differ = len(set(kind.values())) == len(kind)
+        if all_differ and all(value in known for value in kind.values()):
+            return {name: known[value] for name, value in kind.items()}
     return dict(zip(kinds[0], cycle(PALETTE), strict=False))

@@ -13,7 +13,7 @@ from sage_grpo.runs.clips import read_clips
 from sage_grpo.runs.hacking import change, divergence
 from sage_grpo.runs.history import read_run
 from sage_grpo.tools.paired import drift
-from sage_grpo.tools.report.page import parted
+from sage_grpo.tools.report.page import hacking_verdict
 
 
 class Bright:
@@ -62,7 +62,7 @@ def test_a_run_that_is_hacked_says_so_and_stops_if_asked(hacked, tmp_path, capfd
     diverged = [line["holdout/diverged"] for line in run.validations]
     assert diverged[0] == 0 and diverged[-1] == 1 and len(diverged) == 3
     assert run.validations[-1]["reward/total"] > run.validations[0]["reward/total"]
-    assert parted(run).startswith(
+    assert hacking_verdict(run).startswith(
         "reward hacking: from iteration 0 to 8 the trained reward changed by +"
     )
     text = (tmp_path / "run" / "report.html").read_text()
@@ -96,11 +96,13 @@ def test_a_holdout_that_follows_is_no_hacking(hacked, make):
     trainer.train()
     trainer.run.close()
     run = read_run(trainer.run.path)
-    assert [line["holdout/diverged"] for line in run.validations] == [0, 0] and parted(run) == ""
+    assert [line["holdout/diverged"] for line in run.validations] == [0, 0] and hacking_verdict(
+        run
+    ) == ""
     assert drift(run)["held out"] == drift(run)["trained"]
     for file in run.folder.glob("validation/*/clips.json"):
         file.write_text(json.dumps(json.loads(file.read_text())[:7]))
-    assert parted(run) == "Too few clips for a verdict."
+    assert hacking_verdict(run) == "Too few clips for a verdict."
 
 
 def record(seed, total, holdout, prompt="a"):

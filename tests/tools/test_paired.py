@@ -133,8 +133,8 @@ def test_two_systems_make_one_table():
     clips = systems(
         [1.0] * 9, [1.5 + 0.1 * value for value in values], distances=([0.05] * 9, near)
     )
-    (rows,) = tables(compared(clips, total=True))
-    titles, total, distance = aligned(rows).splitlines()
+    (table,) = tables(compared(clips, total=True))
+    titles, total, distance = aligned(table.rows).splitlines()
     assert re.split("  +", titles) == [
         "mean ± 95 %",
         "one, 9 clips",
@@ -157,15 +157,25 @@ def test_two_systems_make_one_table():
 
 
 def test_more_systems_have_differences_in_a_table_of_their_own():
-    means, against = tables(
-        compared(systems([1.0] * 9, [1.0, 2.0] * 4 + [0.5], [None] * 8 + [3.0]), total=True)
-    )
+    clips = systems([1.0] * 9, [1.0, 2.0] * 4 + [0.5], [None] * 8 + [3.0])
+    means, against = [table.rows for table in tables(compared(clips, total=True))]
     assert means[0][1:] == ["one, 9 clips", "two, 9 clips", "three, 9 clips"] and len(means[1]) == 4
     assert against[0] == ["difference ± 95 %", "two minus one", "three minus one"]
     assert against[1][1].endswith("wins 67% of 9, not significant")
     assert against[1][2] == "+2.000 ± –, wins 100% of 1, too few clips"
     (alone,) = tables(compared(systems([1.0, 2.0, 3.0]), total=True))
-    assert alone == [["mean ± 95 %", "one, 3 clips"], ["total reward", "2.000 ± 2.484"]]
+    assert alone.rows == [["mean ± 95 %", "one, 3 clips"], ["total reward", "2.000 ± 2.484"]]
+
+
+def test_captions_explain_what_a_table_has():
+    scores = {"VQ": 1.0, "MQ": 1.0, "TA": 1.0}
+    (alone,) = tables(compared({"one": [clip(**scores)]}), note="A note.")
+    assert "A note. Overall is VQ" in alone.caption
+    assert "total reward" not in alone.caption and "Differences" not in alone.caption
+    (both,) = tables(compared(systems([1.0], [2.0]), total=True))
+    assert "The total reward is" in both.caption and "Differences are taken" in both.caption
+    means, differences = tables(compared(systems([1.0], [2.0], [3.0]), total=True))
+    assert "Differences" not in means.caption and "Differences are taken" in differences.caption
 
 
 def test_shown_clips_spread_over_gains_and_losses(tmp_path):

@@ -1,177 +1,318 @@
-"""The pages: of one run, and of several compared with the first."""
+"""The page of one run, from its head to the time per iteration; and where a page is written."""
 
+import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import yaml
+import numpy as np
 
-from sage_grpo.config.fields import Config, ConfigError
-from sage_grpo.config.yaml_files import yaml_mapping
+from sage_grpo.config.fields import ConfigError
 from sage_grpo.intervals import FEWEST
 from sage_grpo.runs.clips import Clip, pair_clips, read_validations
-from sage_grpo.runs.diagnosis import diagnose
+from sage_grpo.runs.diagnosis import Finding, diagnose
 from sage_grpo.runs.hacking import divergence
-from sage_grpo.runs.history import RunError, RunHistory, read_run
-from sage_grpo.tools.figure_style import colors_of, strategy
-from sage_grpo.tools.paired import aligned, clip_rows, compared, tables, validation_clips
-from sage_grpo.tools.report.figures import overlays, panels
+from sage_grpo.runs.history import RunError, RunHistory, as_float, column, read_run
+from sage_grpo.tools.paired import (
+    TOTAL,
+    aligned,
+    clip_rows,
+    compared,
+    number,
+    tables,
+    validation_clips,
+)
+from sage_grpo.tools.report import figures
+from sage_grpo.tools.report.comparison import comparison
+from sage_grpo.tools.report.drawing import Panel
+from sage_grpo.tools.report.settings import DEFAULTS, config_of, differing, text_of
 from sage_grpo.tools.templating import render
 
-TEXTS = ("command.txt", "config.yaml")
-
-
+# what a report reads of a run folder
 READ = (
-    *TEXTS,
+    "command.txt",
+    "config.yaml",
     "metrics.jsonl",
     "report.html",
     "validation",
     "validation/*",
     "validation/*/*",
-)  # of a run folder
-
-
-DEFAULTS = yaml.safe_load(Config().to_yaml())
-
-
-WEIGHTING = {"reward_model", "reward_weights"}  # total rewards are comparable only if these agree
+)
 
 
 def write_report(*folders: Path, output: Path | None = None) -> Path:
     """Write the page of a run, by default into its folder, or one that compares several; returns its path."""
-    # a page is shown to others: a link in a run folder from elsewhere could put any file of this machine into it
-    read = (path for folder in folders for pattern in READ for path in folder.glob(pattern))
-    if link := next((path for path in read if path.is_symlink()), None):
-        raise RunError(
-            f"{link} is a link, which a report does not follow; replace it by what it leads to"
-        )
+    for folder in folders:
+        check_links(folder)
     runs = [read_run(folder) for folder in folders]
-    output = output or (Path("comparison.html") if len(runs) > 1 else folders[0] / "report.html")
-    output.write_text(
-        comparison(runs) if len(runs) > 1 else page(*runs), encoding="utf-8", errors="replace"
-    )
+    if len(runs) > 1:
+        text = comparison(runs)
+        default_output = Path("comparison.html")
+    else:
+        text = page(runs[0])
+        default_output = folders[0] / "report.html"
+    output = output or default_output
+    output.write_text(text, encoding="utf-8", errors="replace")
     return output
 
 
-def page(run: RunHistory) -> str:
-    command, config = (text_of(run, name) for name in TEXTS)
-    clips, findings = before_after(run), []
-    with suppress(ConfigError):  # of an edited configuration, which the page shows anyway
-        findings = diagnose(run)
-    result = compared(clips, total=True) if clips else {}
-    changed = differing({"here": config_of(run), "default": DEFAULTS}) if config else []
-    values = {"run": run, "command": command, "config": config, "changed": changed}
-    values |= {
-        "compared": result,
-        "tables": tables(result) if result else [],
-        "rows": clip_rows(clips, total=True),
-    }
-    values |= {"panels": panels(run), "divergence": parted(run), "findings": findings}
-    return render("report.html", title=run.folder.resolve().name, **values)
-
-
-def comparison(histories: Sequence[RunHistory]) -> str:
-    """The page of several runs, each against the first."""
-    runs = named(histories)
-    clips, configs = last_clips(runs), {name: config_of(run) for name, run in runs.items()}
-    samplers = {name: str(config.get("sde_type")) for name, config in configs.items()}
-    colors = colors_of(samplers, {name: strategy(config) for name, config in configs.items()})
-    settings = differing(configs)
-    total = not WEIGHTING & {row[0] for row in settings}
-    values = {
-        "runs": runs,
-        "colors": colors,
-        "total": total,
-        "settings": settings,
-        "panels": overlays(runs, colors),
-    }
-    rows, found = clip_rows(clips, total), tables(compared(clips, total))
-    return render("comparison.html", title=" · ".join(runs), tables=found, rows=rows, **values)
-
-
-def named(histories: Sequence[RunHistory]) -> dict[str, RunHistory]:
-    """Runs by the names of their folders, or by whole paths where these are not distinct."""
-    paths = [run.folder.resolve() for run in histories]
-    if twice := next((path for path in paths if paths.count(path) > 1), None):
-        raise RunError(f"{twice} is named twice; name each run once")
-    names = [path.name for path in paths]
-    return dict(
-        zip(names if len(set(names)) == len(names) else map(str, paths), histories, strict=True)
-    )
-
-
-def last_clips(runs: Mapping[str, RunHistory]) -> dict[str, list[Clip]]:
-    """The clips of each run's last validation; each run must share some with the first."""
-    found = {}
-    for name, run in runs.items():
-        validations = validation_clips(run)
-        if not validations:
-            raise RunError(f"{run.folder} has no validation with clips, so it cannot be compared")
-        found[name] = validations[max(validations)]
-        if not pair_clips(found[first := next(iter(found))], found[name]):
-            both = f"{runs[first].folder} and {run.folder}"
-            remedy = "compare runs with the same validation prompts and validation_global_seed"
-            raise RunError(
-                f"the last validations of {both} have no prompt and seed in common; {remedy}"
-            )
-    return found
-
-
-def text_of(run: RunHistory, name: str) -> str:
-    file = run.folder / name
-    return file.read_text("utf-8", "replace").strip() if file.is_file() else ""
-
-
-def config_of(run: RunHistory) -> dict[str, Any]:
-    """The settings of a run; those that its version did not know yet are today's defaults."""
-    return (
-        DEFAULTS | yaml_mapping(text, "config.yaml")
-        if (text := text_of(run, "config.yaml"))
-        else {}
-    )
-
-
-def differing(configs: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
-    """The settings that differ, one row each: name, then its value in every run."""
-    keys = dict.fromkeys(
-        key for config in configs.values() for key in config if key != "output_dir"
-    )
-    rows = [[str(key), *(str(config.get(key, "–")) for config in configs.values())] for key in keys]
-    return [row for row in rows if len(set(row[1:])) > 1]
-
-
-def before_after(run: RunHistory) -> dict[str, list[Clip]]:
-    """The clips of the first and the last validation as systems; empty if there are fewer than two."""
-    found = validation_clips(run)
-    return (
-        {f"iteration {step}": found[step] for step in (min(found), max(found))}
-        if len(found) > 1
-        else {}
-    )
-
-
-def parted(run: RunHistory) -> str:
-    """Whether the last validation shows reward hacking, judged by the held-out reward."""
-    kept = read_validations(run.folder)
-    known = (
-        [line["step"] for line in run.validations if line["step"] in kept] if run.holdouts else []
-    )
-    if known and len(pair_clips(kept[min(kept)], kept[known[-1]])) < FEWEST:
-        return "Too few clips for a verdict."
-    return divergence(run.folder, known[-1]) if known else ""
+def check_links(folder: Path) -> None:
+    """A page is shown to others: a link in a run folder from elsewhere could put any file of this machine into it."""
+    for pattern in READ:
+        for path in folder.glob(pattern):
+            if path.is_symlink():
+                raise RunError(
+                    f"{path} is a link, which a report does not follow; replace it by what it leads to"
+                )
 
 
 def print_summary(folder: Path) -> None:
     """Print a table of a run's results and write the page; a full disk does not make the run fail."""
     try:
         clips = before_after(read_run(folder))
-        print(*map(aligned, tables(compared(clips, total=True)) if clips else ()), sep="\n\n")
+        if clips:
+            shown = [aligned(table.rows) for table in tables(compared(clips, total=True))]
+            print("\n\n".join(shown))
         print(f"report: {write_report(folder)}")
     except (OSError, ConfigError) as error:
-        later = f"`python -m sage_grpo.tools.report {folder}` makes it"
         print(
-            f"the run is done, but its report could not be written: {error}; {later}",
+            f"the run is done, but its report could not be written: {error};"
+            f" `python -m sage_grpo.tools.report {folder}` makes it",
             file=sys.stderr,
         )
+
+
+@dataclass(frozen=True)
+class Section:
+    """Figures under a heading; nothing without figures."""
+
+    title: str
+    panels: list[Panel]
+    intro: str = ""
+    layout: str = "panels"  # or "maps", which are wider
+
+
+def page(run: RunHistory) -> str:
+    clips = before_after(run)
+    result = compared(clips, total=True) if clips else None
+    return render(
+        "report.html",
+        title=run.folder.resolve().name,
+        findings=findings(run),
+        tiles=tiles(run),
+        command=text_of(run, "command.txt"),
+        facts=facts(run),
+        changed_settings=changed_settings(run),
+        config=text_of(run, "config.yaml"),
+        tables=tables(result, perfect_scores(run)) if result else [],
+        measures=[reward_section(run), holdout_section(run), gold_section(run, result)],
+        rows=clip_rows(clips, total=True),
+        training=[
+            update_section(run),
+            denoising_step_section(run),
+            schedule_section(run),
+            time_section(run),
+        ],
+    )
+
+
+# head
+
+
+def findings(run: RunHistory) -> list[Finding]:
+    with suppress(ConfigError):  # of an edited configuration, which the page shows anyway
+        return diagnose(run)
+    return []
+
+
+class Tile(NamedTuple):
+    value: str
+    name: str
+
+
+def tiles(run: RunHistory) -> list[Tile]:
+    """Everything measured; before and after are the first and the last validation."""
+    first_and_last = run.validations[:1] + run.validations[1:][-1:]
+    shown = [Tile(str(run.iterations), "iterations")]
+
+    metrics = {
+        "total reward": "reward/total",
+        "gold match": "gold/match",
+        "distance to the manifold": "gold/distance",
+    }
+    for name, metric in metrics.items():
+        if first_and_last and run.measured(metric):
+            values = [number(value) for value in column(first_and_last, metric)]
+            shown.append(Tile(" → ".join(values), name))
+
+    perfect = as_float((run.head.get("perfect") or {}).get("total"), "perfect")
+    totals = column(first_and_last, "reward/total")
+    if len(totals) == 2 and perfect > totals[0] and math.isfinite(totals[1]):
+        closed = (totals[1] - totals[0]) / (perfect - totals[0])
+        shown.append(Tile(f"{100 * closed:.0f} %", "of the gap to perfect clips"))
+
+    if run.has("time/total"):
+        shown.append(Tile(f"{training_minutes(run):.3g} min", "in iterations"))
+    if run.has("memory/peak_gb"):
+        peak = np.nanmax(column(run.train, "memory/peak_gb"))
+        shown.append(Tile(f"{peak:.3g} GB", "peak memory"))
+    return shown
+
+
+def training_minutes(run: RunHistory) -> float:
+    """Logged iterations, which alone have gold, stand for the others."""
+    total = np.nansum(column(run.train, "time/total"))
+    gold = np.nansum(column(run.train, "time/gold"))
+    seconds = run.iterations / len(run.train) * (total - gold) + gold
+    return float(seconds / 60)
+
+
+def facts(run: RunHistory) -> list[str]:
+    """Machine, size and versions, as far as the run recorded them."""
+    head = run.head
+    shown = []
+    if head.get("device"):
+        shown.append(head["device"])
+    if head.get("world"):
+        shown.append(f"world {head['world']}")
+    if (head.get("ranks") or 1) > 1:
+        shown.append(f"{head['ranks']} ranks")
+    if head.get("trainable_parameters") is not None:
+        shown.append(f"{head['trainable_parameters']:,} trainable parameters")
+    for name, version in (head.get("versions") or {}).items():
+        shown.append(f"{name} {version}")
+    if run.starts and "time" in run.starts[0]:
+        shown.append(f"started {run.starts[0]['time']}")
+    if len(run.starts) > 1:
+        shown.append(f"resumed {len(run.starts) - 1} ×")
+    return shown
+
+
+def changed_settings(run: RunHistory) -> list[str]:
+    """The settings that are not the defaults."""
+    config = config_of(run)
+    if not config:
+        return []
+    rows = differing({"run": config, "default": DEFAULTS})
+    return [f"{name}: {value}" for name, value, _ in rows if value != "–"]
+
+
+# before and after
+
+
+def before_after(run: RunHistory) -> dict[str, list[Clip]]:
+    """The clips of the first and the last validation as systems; empty if there are fewer than two."""
+    validations = validation_clips(run)
+    if len(validations) < 2:
+        return {}
+    first, last = min(validations), max(validations)
+    return {f"iteration {step}": validations[step] for step in (first, last)}
+
+
+def perfect_scores(run: RunHistory) -> str:
+    """What the world's perfect clips score, in a sentence."""
+    perfect = run.head.get("perfect") or {}
+    if not perfect:
+        return ""
+    scores = []
+    for name, value in perfect.items():
+        label = TOTAL if name == "total" else name
+        scores.append(f"{label} {number(as_float(value, name))}")
+    return f"Perfect clips: {', '.join(scores)}."
+
+
+# sections
+
+
+def reward_section(run: RunHistory) -> Section:
+    return Section("Reward", figures.reward_panels(run), failures(run))
+
+
+def failures(run: RunHistory) -> str:
+    """What failed during the run, and the first cause."""
+    counts = []
+    for name, metric in (
+        ("failed rewards", "reward/failed"),
+        ("groups with fewer than two rewards", "reward/starved_groups"),
+        ("groups without spread", "reward/flat_groups"),
+    ):
+        if run.has(metric):
+            counts.append(f"{np.nansum(column(run.train, metric)):.0f} {name}")
+    if run.has("policy/skipped_updates"):  # counted from the start of the run
+        skipped = np.nanmax(column(run.train, "policy/skipped_updates"))
+        counts.append(f"{skipped:.0f} skipped updates")
+
+    text = f"Over the whole run: {', '.join(counts)}." if counts else ""
+    errors = [line["reward/error"] for line in run.train if line.get("reward/error")]
+    if errors:
+        text += f" The first error of a reward: {errors[0]}"
+    return text.strip()
+
+
+def holdout_section(run: RunHistory) -> Section:
+    intro = f"A reward that training never sees, at each validation. {hacking_verdict(run)}"
+    return Section("Hold-out", figures.holdout_panels(run), intro)
+
+
+def hacking_verdict(run: RunHistory) -> str:
+    """Whether the last validation shows reward hacking, judged by the held-out reward."""
+    if not run.holdouts:
+        return ""
+    kept = read_validations(run.folder)
+    steps = [line["step"] for line in run.validations if line["step"] in kept]
+    if not steps:
+        return ""
+    if len(pair_clips(kept[min(kept)], kept[steps[-1]])) < FEWEST:
+        return "Too few clips for a verdict."
+    return divergence(run.folder, steps[-1])
+
+
+def gold_section(run: RunHistory, result: Mapping[str, Any] | None) -> Section:
+    intro = "An oracle that training never sees measures the clips themselves."
+    if result:
+        last = list(result["systems"].values())[-1]
+        intro += f" {gold_verdict(last['columns'])}"
+    return Section("Gold", figures.gold_panels(run), intro.strip())
+
+
+def gold_verdict(columns: Mapping[str, Mapping[str, Any]]) -> str:
+    """Whether reward and gold moved together, by the verdicts on the paired differences."""
+    verdicts = {
+        name.removeprefix("gold "): cell["verdict"]
+        for name, cell in columns.items()
+        if name.startswith("gold ") and "verdict" in cell
+    }
+    if not verdicts or columns.get(TOTAL, {}).get("verdict") != "better":
+        return ""
+    worse = [name for name, verdict in verdicts.items() if verdict == "worse"]
+    better = [name for name, verdict in verdicts.items() if verdict == "better"]
+    if worse:
+        return (
+            f"Here the reward rose and gold got worse ({', '.join(worse)}):"
+            " reward hacking. Look at the clips."
+        )
+    if better:
+        return f"Here reward and gold improved together ({', '.join(better)})."
+    return "Here gold did not follow the reward."
+
+
+def update_section(run: RunHistory) -> Section:
+    intro = "Bars of validations are 95 % intervals. A metric that is 0 throughout is not drawn."
+    return Section("Trust region and updates", figures.update_panels(run), intro)
+
+
+def denoising_step_section(run: RunHistory) -> Section:
+    intro = "One column per iteration, one row per denoising step, noise on top. Gray: not trained."
+    return Section("By denoising step", figures.denoising_step_panels(run), intro, layout="maps")
+
+
+def schedule_section(run: RunHistory) -> Section:
+    intro = "What the sampler does at each denoising step."
+    return Section("Schedule", figures.schedule_panels(run), intro)
+
+
+def time_section(run: RunHistory) -> Section:
+    return Section("Time", figures.time_panels(run))

@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from sage_grpo.runs.diagnosis import RULES
 from sage_grpo.runs.history import RunHistory, read_run
 from sage_grpo.tools.paired import clip_rows, number
 from sage_grpo.tools.report.__main__ import main
-from sage_grpo.tools.report.figures import draw_map, panel, phase_seconds
+from sage_grpo.tools.report.figures import gradient_map, phase_seconds
 from sage_grpo.tools.report.page import before_after, page, print_summary, write_report
 from tests.programs import exit_code
 from tests.tools.fake_run import make_run, read_lines, run_line, train_line, write_lines
@@ -77,6 +78,7 @@ def test_all_sections_are_there(text):
     assert headings(text) == HEADINGS
     titles = re.findall(r"<h3>(.*?)</h3><svg", text)
     assert titles[:5] == ["Total reward", "Exploration", "VQ", "MQ", "TA"] and len(titles) == 22
+    assert {rule.panel for rule in RULES.values() if rule.panel} <= set(titles)
 
 
 def test_the_page_needs_no_other_file(text):
@@ -136,10 +138,9 @@ def test_numbers_of_the_table(whole, text):
     change = f"{number(gains.mean(), sign='+')} ± {number(factor * gains.std(ddof=1))}"
     assert f'<td class="better">{change}, wins {(gains > 0).mean():.0%} of 14, better</td>' in row
     assert '<td class="better">−0.00' in table_row(text, "gold distance (lower is better)")
-    assert (
-        "± is half of the 95 % interval" in text
-        and "total reward 1.740. The total reward is the sum" in text
-    )
+    assert "± is half of the 95 % interval" in text
+    assert "total reward 1.740. The total reward is the sum" in text
+    assert "Differences are taken clip by clip, same prompt and seed." in text
 
 
 def test_head(whole, text):
@@ -325,13 +326,10 @@ def test_a_damaged_run(tmp_path, capsys):
 
 def grey_pixels(line: dict) -> float:
     """Share of a heat map that lets the grey behind it through, as cells do that were not trained."""
-    picture = panel("map", draw_map, RunHistory(Path(), [], [line], []), "grad_v")["svg"]
-    data = re.search(r'data:image/png;base64,([^"]+)"', picture).group(1)
-    return float(
-        (
-            np.asarray(Image.open(io.BytesIO(base64.b64decode(data))).convert("RGBA"))[..., 3] == 0
-        ).mean()
-    )
+    panel = gradient_map(RunHistory(Path(), [], [line], []))
+    data = re.search(r'data:image/png;base64,([^"]+)"', panel.svg).group(1)
+    image = Image.open(io.BytesIO(base64.b64decode(data))).convert("RGBA")
+    return float((np.asarray(image)[..., 3] == 0).mean())
 
 
 def test_untrained_cells_are_grey():

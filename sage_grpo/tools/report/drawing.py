@@ -1,0 +1,196 @@
+"""How the figures of a report are drawn: SVG panels that follow the colors of the page.
+
+Shapes: N logged iterations, T denoising steps.
+"""
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+import numpy as np
+from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm, Normalize, SymLogNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from sage_grpo.intervals import Interval, student_95
+from sage_grpo.runs.history import column
+from sage_grpo.tools.figure_style import BLUE, GREY, ORANGE, STYLE
+from sage_grpo.tools.templating import inline_svg
+
+# inches; the page scales them by 0.6 to 1.4
+SMALL = (3.9, 2.5)
+WIDE = (6.0, 2.8)
+MAP = (4.8, 2.4)
+MANY = 40  # points above which a curve is drawn with its running mean
+
+Lines = Sequence[Mapping[str, Any]]  # of metrics.jsonl
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A figure on the page."""
+
+    title: str
+    svg: Markup
+    caption: str
+    wide: bool
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A metric over iterations."""
+
+    lines: Lines
+    metric: str
+    color: str
+    label: str
+
+    @property
+    def values(self) -> np.ndarray:
+        """(N,), NaN where the metric is missing."""
+        return column(self.lines, self.metric)
+
+
+def panel(
+    title: str, caption: str, draw: Callable[[Axes], None], size: tuple[float, float] = SMALL
+) -> Panel:
+    """One plot, drawn by `draw(axes)`."""
+    # the salt makes ids reproducible, and unique per panel
+    with matplotlib.rc_context({"svg.hashsalt": title}, STYLE):
+        figure = Figure(figsize=size, layout="constrained")
+        axes = figure.subplots()
+        axes.set_xlabel("iteration")
+        draw(axes)
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", transparent=True)
+    return Panel(title, inline_svg(buffer.getvalue(), title), caption, wide=size == WIDE)
+
+
+# curves
+
+
+def draw_curves(
+    axes: Axes,
+    curves: Sequence[Curve],
+    limits: Mapping[str, float],
+    log_scale: bool = False,
+    smooth: bool = True,
+) -> None:
+    """Draw curves of related metrics; validations with 95 % intervals, from their standard errors.
+
+    limits: label -> value that can be reached.
+    """
+    for curve in curves:
+        steps = column(curve.lines, "step")
+        errors = column(curve.lines, f"{curve.metric}_stderr")
+        if np.isfinite(errors).any():
+            counts = column(curve.lines, "count")
+            factors = [student_95(count - 1) if count > 2 else 0.0 for count in counts]
+            halves = np.nan_to_num(errors * factors)
+            draw_intervals(axes, steps, curve.values, halves, curve.color, curve.label, lw=1.2)
+        else:
+            draw_curve(axes, steps, curve.values, curve.color, curve.label, smooth)
+    for label, value in limits.items():
+        axes.axhline(value, ls="--", lw=1, color=GREY, label=label)
+    finish(axes, log_scale)
+
+
+def draw_curve(
+    axes: Axes, x: np.ndarray, y: np.ndarray, color: str, label: str, smooth: bool = True
+) -> None:
+    """Draw the finite points as a line; if there are many, faint, under a running mean over a twentieth of them."""
+    known = np.isfinite(y)
+    x, y = x[known], y[known]
+    if len(y) < MANY:
+        axes.plot(x, y, "o-", ms=3, color=color, label=label)
+        return
+    if not smooth:
+        axes.plot(x, y, "-", ms=3, color=color, label=label)
+        return
+    window = np.ones(2 * (len(y) // MANY) + 1)
+    mean = np.convolve(y, window, "same") / np.convolve(np.ones_like(y), window, "same")
+    axes.plot(x, y, color=color, lw=0.8, alpha=0.35)
+    axes.plot(x, mean, color=color, label=label)
+
+
+def draw_intervals(
+    axes: Axes,
+    x: Sequence[float],
+    means: Sequence[float],
+    halves: Sequence[float],
+    color: str,
+    label: str,
+    **style: Any,
+) -> None:
+    axes.errorbar(x, means, halves, fmt="o-", ms=4, capsize=2, color=color, label=label, **style)
+
+
+def finish(axes: Axes, log_scale: bool) -> None:
+    """Set integer ticks, a log axis if it is wanted and a value is positive, and a legend if there is a choice."""
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if log_scale and any((np.asarray(line.get_ydata()) > 0).any() for line in axes.lines):
+        axes.set_yscale("log", nonpositive="mask")
+    if len(axes.get_legend_handles_labels()[1]) > 1:
+        axes.legend()
+
+
+def draw_drift(axes: Axes, changes: Mapping[str, Mapping[int, Interval]]) -> None:
+    """Draw changes since the first validation: name -> iteration -> mean change."""
+    for (name, by_iteration), color in zip(changes.items(), (BLUE, ORANGE), strict=True):
+        means = [change.mean for change in by_iteration.values()]
+        halves = np.nan_to_num([change.half for change in by_iteration.values()])
+        draw_intervals(axes, list(by_iteration), means, halves, color, name)
+    axes.axhline(0, ls="--", lw=1, color=GREY)
+    axes.legend()
+
+
+def draw_scatter(axes: Axes, steps: np.ndarray, reward: np.ndarray, gold: np.ndarray) -> None:
+    """Draw one dot per iteration, (N,) each."""
+    dots = axes.scatter(reward, gold, c=steps, s=12, linewidths=0)
+    axes.figure.colorbar(dots, ax=axes, label="iteration").outline.set_visible(False)
+    axes.set(xlabel="reward in training", ylabel="gold/match")
+
+
+# maps and stacks
+
+
+def draw_map(axes: Axes, train: Lines, values: np.ndarray, norm: Normalize, colors: str) -> None:
+    """Draw a metric (N, T) by iteration and denoising step; gray where a step was not trained."""
+    grid = np.ma.masked_invalid(values.T)
+    extent = (train[0]["step"] - 0.5, train[-1]["step"] + 0.5, len(grid) - 0.5, -0.5)
+    picture = axes.imshow(grid, colors, norm, aspect="auto", extent=extent, interpolation="none")
+    axes.set(facecolor=f"{GREY}55", ylabel="denoising step")
+    axes.grid(False)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.figure.colorbar(picture, ax=axes, pad=0.02).outline.set_visible(False)
+
+
+def symmetric_scale(values: np.ndarray) -> Normalize:
+    """Logarithmic on both sides of 0."""
+    reach = np.nanmax(np.abs(values)) or 1.0
+    return SymLogNorm(reach / 100, vmin=-reach, vmax=reach)
+
+
+def log_scale(values: np.ndarray) -> Normalize:
+    """Logarithmic if there is a positive value."""
+    return LogNorm() if (values > 0).any() else Normalize()
+
+
+def draw_stack(
+    axes: Axes, steps: np.ndarray, layers: Mapping[str, np.ndarray], colors: Mapping[str, str]
+) -> None:
+    """Draw stacked seconds, phase -> (N,); the legend has their means and shares."""
+    total = sum(seconds.sum() for seconds in layers.values())
+    labels = [
+        f"{phase} {seconds.mean():.3g} s, {seconds.sum() / total:.0%}"
+        for phase, seconds in layers.items()
+    ]
+    layer_colors = [colors.get(phase, GREY) for phase in layers]
+    axes.stackplot(steps, *layers.values(), colors=layer_colors, labels=labels, lw=0)
+    axes.figure.legend(loc="outside right center", reverse=True)
+    axes.set_ylabel("seconds")
+    axes.margins(x=0)
