@@ -1,3 +1,5 @@
+"""Gradient norms of the log-probability over steps, by autograd, and the factors that equalize them."""
+
 import pytest
 import torch
 
@@ -6,7 +8,8 @@ from sage_grpo.algo.grpo import normalized_log_ratio
 from sage_grpo.algo.sde import SDES, Schedule, build_schedule, flow_sigmas
 
 NOISY = [name for name in SDES if name != "ode"]
-SAMPLES, ELEMENTS = 64, 256
+SAMPLES = 64
+ELEMENTS = 256
 
 
 def gradient_norms(schedule: Schedule, ratio_norm: bool = False) -> torch.Tensor:
@@ -36,9 +39,9 @@ def test_gradient_norm_is_proportional_to_b_over_std(sde_type, ratio_norm):
     # 64 x 256 normal draws per step: relative sampling error 0.6 %
     torch.testing.assert_close(measured, predicted, rtol=0.03, atol=0)
     noisy = schedule.stochastic
-    equalised = (equalizer(schedule, ratio_norm=ratio_norm) * measured)[noisy]
+    equalized = (equalizer(schedule, ratio_norm=ratio_norm) * measured)[noisy]
     torch.testing.assert_close(
-        equalised, equalised.median().expand_as(equalised), rtol=0.03, atol=0
+        equalized, equalized.median().expand_as(equalized), rtol=0.03, atol=0
     )
     assert measured[noisy].max() > 5 * measured[noisy].min()  # and without it they are far apart
 

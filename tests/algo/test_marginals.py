@@ -8,9 +8,8 @@ import torch
 from research.studies.analytic import Mixture, marginal, velocity
 from sage_grpo.algo.sde import SDES, flow_sigmas
 
-DATA = Mixture(
-    torch.tensor([[1.0]], dtype=torch.float64), width=0.5
-)  # one Gaussian, mean 1, std 0.5
+# one Gaussian, mean 1, std 0.5
+DATA = Mixture(torch.tensor([[1.0]], dtype=torch.float64), width=0.5)
 CONVERGENT = ("ode", "dance_grpo", "sage_grpo", "precise")
 
 
@@ -30,7 +29,9 @@ def linear_velocity(steps: int) -> list[tuple[float, float]]:
 
 def moment_errors(sigmas, a, b, std):
     """(T, 2): error of the mean, and relative error of the variance, after each step, without sampling."""
-    mean, var, errors = 0.0, 1.0, []
+    mean = 0.0
+    var = 1.0
+    errors = []
     rows = zip(
         a.tolist(),
         b.tolist(),
@@ -60,7 +61,8 @@ def worst_errors(
     for steps in (200, 400, 800):
         sigmas, a, b, std = table(sde_type, steps, eta)
         if printed_score:  # Eq. 7 as printed: -(x - x0_hat)/sigma^2 = -v/sigma
-            a, b = torch.ones_like(a), -(sigmas[:-1] - sigmas[1:]) - std**2 / (2 * sigmas[:-1])
+            a = torch.ones_like(a)
+            b = -(sigmas[:-1] - sigmas[1:]) - std**2 / (2 * sigmas[:-1])
         worst[steps] = moment_errors(sigmas, a, b, std)[keep(sigmas[1:])].abs().max().item()
     return worst
 
@@ -98,6 +100,5 @@ def test_cps_loses_final_variance_however_many_steps(eta, bias):
         steps: moment_errors(*table("cps", steps, eta))[-1, 1].item() for steps in (800, 3200)
     }
     assert errors[3200] == pytest.approx(bias, abs=0.02)
-    assert abs(errors[3200] - bias) < abs(
-        errors[800] - bias
-    )  # the bias is its limit, not a passing value
+    # the bias is its limit, not a passing value
+    assert abs(errors[3200] - bias) < abs(errors[800] - bias)

@@ -1,4 +1,4 @@
-"""The rivals' losses: closed forms of their values and gradients, and what they teach on a world with known answers."""
+"""awm and nft: closed forms of their values and gradients, and what they teach in a world with known answers."""
 
 import pytest
 import torch
@@ -25,23 +25,22 @@ def test_the_table_measures_matches():
 
 
 def test_states_lie_between_clip_and_noise_and_move_along_the_target():
-    x0, z = drawn(3, 5), drawn(3, 5, seed=1)
-    (at_0, target), (at_1, _), (low, _) = (
-        noised(x0, torch.full((3,), sigma, dtype=torch.float64), z) for sigma in (0.0, 1.0, 0.3)
-    )
-    assert torch.equal(at_0, x0) and torch.equal(at_1, z)
-    torch.testing.assert_close(low, x0 + 0.3 * target)
+    x0 = drawn(3, 5)
+    z = drawn(3, 5, seed=1)
+    levels = (torch.full((3,), sigma, dtype=torch.float64) for sigma in (0.0, 1.0, 0.3))
+    (clean, target), (noise, _), (between, _) = (noised(x0, level, z) for level in levels)
+    assert torch.equal(clean, x0) and torch.equal(noise, z)
+    torch.testing.assert_close(between, x0 + 0.3 * target)
 
 
 def test_awm_pushes_matches_of_good_clips_on_policy():
     """At ratio 1 the gradient is A times that of |v - target|^2."""
-    schedule, v, target = (
-        matching_schedule(flow_sigmas(2, 1.0)),
-        drawn(2, 6).requires_grad_(),
-        drawn(2, 6, seed=1),
-    )
-    advantages, step = torch.tensor([1.5, -0.5], dtype=torch.float64), torch.tensor([0, 1])
-    log_prob = schedule.log_prob(step, v.detach(), v, target)
+    schedule = matching_schedule(flow_sigmas(2, 1.0))
+    steps = torch.tensor([0, 1])
+    v = drawn(2, 6).requires_grad_()
+    target = drawn(2, 6, seed=1)
+    advantages = torch.tensor([1.5, -0.5], dtype=torch.float64)
+    log_prob = schedule.log_prob(steps, v.detach(), v, target)
     policy_loss(log_prob - log_prob.detach(), advantages).sum().backward()
     torch.testing.assert_close(
         v.grad, advantages[:, None] * 2 * (v.detach() - target) / 6, rtol=1e-6, atol=0
@@ -49,38 +48,39 @@ def test_awm_pushes_matches_of_good_clips_on_policy():
 
 
 def nft_by_hand(v, v_old, target, sigma, advantage, beta, largest):
+    """The loss of one sample, as the paper writes it."""
+
+    def clip_error(velocity):
+        error = sigma * (velocity - target)
+        return (error**2).mean() / error.abs().mean().detach()
+
     r = 0.5 + 0.5 * max(-1.0, min(1.0, advantage / largest))
-    total = 0.0
-    for weight, guess in (
-        (r, (1 - beta) * v_old + beta * v),
-        (1 - r, (1 + beta) * v_old - beta * v),
-    ):
-        error = sigma * (guess - target)  # of the predicted clip
-        total = total + weight * (error**2).mean() / error.abs().mean().detach()
-    return total
+    positive = (1 - beta) * v_old + beta * v
+    negative = (1 + beta) * v_old - beta * v
+    return r * clip_error(positive) + (1 - r) * clip_error(negative)
 
 
 @pytest.mark.parametrize("beta", [0.1, 1.0, 2.0])
 def test_nft_is_the_papers_loss(beta):
-    v, v_old, target, sigma = (
-        drawn(4, 8),
-        drawn(4, 8, seed=1),
-        drawn(4, 8, seed=2),
-        drawn(4, seed=3).abs(),
-    )
+    v = drawn(4, 8).requires_grad_()
+    v_old = drawn(4, 8, seed=1)
+    target = drawn(4, 8, seed=2)
+    sigma = drawn(4, seed=3).abs()
     advantages = torch.tensor([2.0, -1.0, 9.0, 0.1], dtype=torch.float64)
-    ours, theirs = v.clone().requires_grad_(), v.clone().requires_grad_()
-    loss = nft_loss(ours, v_old, target, sigma, advantages, beta, 5.0)
-    rows = zip(theirs, v_old, target, sigma, advantages.tolist(), strict=True)
-    expected = torch.stack([nft_by_hand(*row, beta, 5.0) for row in rows])
+
+    loss = nft_loss(v, v_old, target, sigma, advantages, beta, 5.0)
+    samples = zip(v, v_old, target, sigma, advantages.tolist(), strict=True)
+    expected = torch.stack([nft_by_hand(*sample, beta, 5.0) for sample in samples])
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
-    loss.sum().backward()
-    expected.sum().backward()
-    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-15)
+
+    (gradient,) = torch.autograd.grad(loss.sum(), v)
+    (expected_gradient,) = torch.autograd.grad(expected.sum(), v)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=1e-15)
 
 
 def test_nft_on_policy_moves_towards_targets_of_good_clips_alone():
-    v, target = drawn(3, 8).requires_grad_(), drawn(3, 8, seed=1)
+    v = drawn(3, 8).requires_grad_()
+    target = drawn(3, 8, seed=1)
     advantages = torch.tensor([2.0, -2.0, 0.0], dtype=torch.float64)
     nft_loss(v, v.detach(), target, torch.ones(3), advantages, 1.0, 5.0).sum().backward()
     along = (v.grad * (v.detach() - target)).sum(1)
@@ -94,11 +94,9 @@ def test_a_gaussian_world_moves_to_where_the_reward_is_higher(algorithm):
 
     v(x, sigma) = E[z - x0 | x] = ((sigma - (1 - sigma)) (x - (1 - sigma) m)) / (sigma^2 + (1 - sigma)^2) - m.
     """
-    generator, m = (
-        torch.Generator().manual_seed(0),
-        torch.zeros((), dtype=torch.float64, requires_grad=True),
-    )
+    generator = torch.Generator().manual_seed(0)
     schedule = matching_schedule(flow_sigmas(8, 1.0))
+    m = torch.zeros((), dtype=torch.float64, requires_grad=True)
 
     def velocity(x, sigma, mean):
         variance = sigma**2 + (1 - sigma) ** 2

@@ -25,7 +25,8 @@ def gaussian_batch(batch: int = 3, seed: int = 0) -> list[torch.Tensor]:
 @pytest.mark.parametrize("name", CASES)
 def test_equals_published_code(name):
     """Mean, std, |b| and log-prob of the flow, dance, cps and precise samplers as their own code gave them."""
-    case, data = CASES[name], np.load(FIXTURES / f"{name}.npz")
+    case = CASES[name]
+    data = np.load(FIXTURES / f"{name}.npz")
     torch.testing.assert_close(
         flow_sigmas(case["num_steps"], case["shift"]).float(),
         torch.tensor(data["sigmas"]),
@@ -36,7 +37,8 @@ def test_equals_published_code(name):
     # published code floors the std of a deterministic last step at 1e-6; here it is 0, and the step is not trained
     torch.testing.assert_close(schedule.std, torch.tensor(data["std"]), rtol=1e-5, atol=1.1e-6)
     torch.testing.assert_close(schedule.b.abs(), torch.tensor(data["jac"]), rtol=1e-5, atol=0)
-    x, v = torch.tensor(data["x"]), torch.tensor(data["v"])
+    x = torch.tensor(data["x"])
+    v = torch.tensor(data["v"])
     for i in case["steps"]:
         expected = {key: torch.tensor(data[f"{key}_{i}"]) for key in ("next", "mean", "logp")}
         torch.testing.assert_close(schedule.mean(i, x, v), expected["mean"], rtol=1e-5, atol=1e-6)
@@ -63,14 +65,12 @@ def test_sage_stays_real_where_the_clamp_of_sigma_alone_does_not():
 
 def test_flow_uses_the_second_sigma_at_pure_noise():
     sigmas = flow_sigmas(20, 5.0)
-    first = build_schedule("flow_grpo", sigmas, 0.7).std[0].item()
-    assert first == pytest.approx(
-        0.7 * math.sqrt((1 - sigmas[1].item()) / (1 - sigmas[1].item())), rel=1e-6
-    )
+    schedule = build_schedule("flow_grpo", sigmas, 0.7)
+    second = sigmas[1].item()
+    expected = 0.7 * math.sqrt((1 - second) / (1 - second))
+    assert schedule.std[0].item() == pytest.approx(expected, rel=1e-6)
     late = build_schedule("flow_grpo", sigmas[1:], 0.7)  # starts below 1: no substitute is needed
-    assert late.std[0].item() == pytest.approx(
-        build_schedule("flow_grpo", sigmas, 0.7).std[1].item(), rel=1e-6
-    )
+    assert late.std[0].item() == pytest.approx(schedule.std[1].item(), rel=1e-6)
 
 
 def test_precise_forgets_its_start_at_pure_noise():
@@ -94,7 +94,8 @@ def test_noise_below_fp32_resolution_counts_as_none():
 @pytest.mark.parametrize("sde_type", SDES)
 def test_eta_zero_is_the_ode(sde_type):
     sigmas = flow_sigmas(20, 5.0)
-    schedule, ode = build_schedule(sde_type, sigmas, 0.0), build_schedule("ode", sigmas, 0.0)
+    schedule = build_schedule(sde_type, sigmas, 0.0)
+    ode = build_schedule("ode", sigmas, 0.0)
     assert not schedule.stochastic.any()
     torch.testing.assert_close(schedule.a, torch.ones(20))
     torch.testing.assert_close(schedule.b, -(sigmas[:-1] - sigmas[1:]).float())
@@ -123,15 +124,16 @@ def test_deterministic_steps_have_no_log_prob_and_no_gradient():
 def test_steps_per_sample_equal_single_steps(sde_type):
     """A LongTensor of steps gives, row by row, the very bits of an int."""
     x, v, noise, v_ref = gaussian_batch()
-    schedule, steps = build_schedule(sde_type, flow_sigmas(20, 5.0), 0.5), torch.tensor([0, 18, 7])
+    schedule = build_schedule(sde_type, flow_sigmas(20, 5.0), 0.5)
+    steps = torch.tensor([0, 18, 7])
     x_next, log_prob = schedule.step(steps, x, v, noise)
     kl = schedule.kl(steps, v, v_ref)
-    for row, i in enumerate(steps.tolist()):
-        one = slice(row, row + 1)
-        single_next, single_log_prob = schedule.step(i, x[one], v[one], noise[one])
-        assert torch.equal(x_next[one], single_next)
-        torch.testing.assert_close(log_prob[one], single_log_prob, rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(kl[one], schedule.kl(i, v[one], v_ref[one]), rtol=1e-6, atol=0)
+    for number, i in enumerate(steps.tolist()):
+        row = slice(number, number + 1)
+        single_next, single_log_prob = schedule.step(i, x[row], v[row], noise[row])
+        assert torch.equal(x_next[row], single_next)
+        torch.testing.assert_close(log_prob[row], single_log_prob, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(kl[row], schedule.kl(i, v[row], v_ref[row]), rtol=1e-6, atol=0)
 
 
 def test_a_bf16_velocity_is_widened_not_the_latents_narrowed():
@@ -148,13 +150,13 @@ def test_a_bf16_velocity_is_widened_not_the_latents_narrowed():
 
 def test_window_runs_the_ode_outside():
     sigmas = flow_sigmas(20, 5.0)
-    sage, ode = build_schedule("sage_grpo", sigmas, 0.5), build_schedule("ode", sigmas, 0.5)
+    sage = build_schedule("sage_grpo", sigmas, 0.5)
+    ode = build_schedule("ode", sigmas, 0.5)
     windowed = sage.window([3, 4])
     inside = torch.zeros(20, dtype=torch.bool)
     inside[3:5] = True
-    assert torch.equal(windowed.stochastic, inside) and torch.equal(
-        sage.window(range(3, 5)).std, windowed.std
-    )
+    assert torch.equal(windowed.stochastic, inside)
+    assert torch.equal(sage.window(range(3, 5)).std, windowed.std)
     for column in ("a", "b", "std"):
         assert torch.equal(getattr(windowed, column)[inside], getattr(sage, column)[inside])
         torch.testing.assert_close(
@@ -168,10 +170,10 @@ def test_kl_equals_torch_distributions(sde_type):
     x, v, _, v_ref = gaussian_batch()
     schedule = build_schedule(sde_type, flow_sigmas(20, 5.0), 0.5)
     for i in schedule.stochastic.nonzero().flatten().tolist():
-        mine, other = (
+        policy, reference = (
             torch.distributions.Normal(schedule.mean(i, x, w), schedule.std[i]) for w in (v, v_ref)
         )
-        expected = torch.distributions.kl_divergence(mine, other).flatten(1).mean(1)
+        expected = torch.distributions.kl_divergence(policy, reference).flatten(1).mean(1)
         torch.testing.assert_close(schedule.kl(i, v, v_ref), expected, rtol=1e-3, atol=0)
 
 
@@ -231,8 +233,5 @@ def test_any_valid_schedule_is_finite_and_consistent(drawn, seed):
     for i in range(schedule.num_steps):
         x_next, log_prob = schedule.step(i, x, v, noise)
         assert torch.equal(log_prob, schedule.log_prob(i, x, v, x_next))
-        assert (
-            x_next.isfinite().all()
-            and log_prob.isfinite().all()
-            and schedule.kl(i, v, v_ref).isfinite().all()
-        )
+        assert x_next.isfinite().all() and log_prob.isfinite().all()
+        assert schedule.kl(i, v, v_ref).isfinite().all()
