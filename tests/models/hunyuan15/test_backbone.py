@@ -11,7 +11,8 @@ from sage_grpo.models.hunyuan15.backbone import Hunyuan15
 from sage_grpo.models.hunyuan15.text import TextConditioning
 from sage_grpo.models.registry import open_backbone
 
-QUOTED, PLAIN = Request('a green letter "B" moving right'), Request("a red circle moving left")
+QUOTED = Request('a green letter "B" moving right')
+PLAIN = Request("a red circle moving left")
 NEGATIVE = Request("")
 
 
@@ -41,19 +42,19 @@ def backbone(tiny_folder):
 def test_euler_sampling_gives_the_stock_latents(backbone, stock, request_, scale, batch):
     noise = draw(batch, *backbone.latent_shape(5, 16, 24))
     stock.guider.guidance_scale = scale
-    call = {
-        "latents": noise,
-        "num_inference_steps": 4,
-        "output_type": "latent",
-        "height": 16,
-        "width": 24,
-    }
-    expected = stock([request_.text] * batch, **call)
+    expected = stock(
+        [request_.text] * batch,
+        latents=noise,
+        num_inference_steps=4,
+        output_type="latent",
+        height=16,
+        width=24,
+    ).frames
     cond, negative = backbone.encode([request_, NEGATIVE])
-    ours = euler_reference(
+    latents = euler_reference(
         backbone, noise, cond, Guidance(scale, negative), 4, stock.scheduler.config.shift
     )
-    torch.testing.assert_close(ours.double(), expected.frames, rtol=0, atol=2e-6)
+    torch.testing.assert_close(latents.double(), expected, rtol=0, atol=2e-6)
 
 
 def test_decoded_clip_is_the_stock_clip_to_the_last_bit(backbone, stock):
@@ -83,10 +84,8 @@ def test_pixels_that_are_not_finite_are_no_clip(backbone):
 
 
 def test_the_vae_is_as_precise_as_its_device_affords(tiny_folder):
-    found = {
-        place: Hunyuan15(tiny_folder, place, torch.bfloat16).vae_dtype for place in ("cuda", "cpu")
-    }
-    assert found == {"cuda": torch.float16, "cpu": torch.float32}
+    assert Hunyuan15(tiny_folder, "cuda", torch.bfloat16).vae_dtype == torch.float16
+    assert Hunyuan15(tiny_folder, "cpu", torch.bfloat16).vae_dtype == torch.float32
     assert Hunyuan15(tiny_folder, "cuda", torch.float32).vae_dtype == torch.float32
     assert Hunyuan15(tiny_folder, dtype=torch.bfloat16).vae.dtype == torch.float32
 
@@ -155,9 +154,8 @@ def test_guidance_extrapolates_from_the_negative_branch(backbone):
     x = draw(2, 8, 2, 4, 4)
     cond, negative = backbone.encode([QUOTED, NEGATIVE])
     with torch.no_grad():
-        positive, unguided = (
-            backbone.velocity(x, 0.6, one, Guidance()) for one in (cond, negative)
-        )
+        positive = backbone.velocity(x, 0.6, cond, Guidance())
+        unguided = backbone.velocity(x, 0.6, negative, Guidance())
         guided = backbone.velocity(x, 0.6, cond, Guidance(3.5, negative))
     assert (positive - unguided).abs().max() > 1e-3
     torch.testing.assert_close(guided, unguided + 3.5 * (positive - unguided), rtol=0, atol=1e-12)
@@ -170,9 +168,9 @@ def test_guidance_without_a_negative_is_refused(backbone):
 
 
 def test_gradients_reach_both_guidance_branches(backbone):
-    encoded = backbone.encode([PLAIN, NEGATIVE])
     cond, negative = (
-        TextConditioning(one.text.clone().requires_grad_(), one.glyph) for one in encoded
+        TextConditioning(encoded.text.clone().requires_grad_(), encoded.glyph)
+        for encoded in backbone.encode([PLAIN, NEGATIVE])
     )
     x = draw(2, 8, 2, 4, 4)
     weight = draw(2, 8, 2, 4, 4, seed=1).double()
@@ -181,11 +179,12 @@ def test_gradients_reach_both_guidance_branches(backbone):
         loss = (backbone.velocity(x, 0.6, cond, Guidance(scale, negative)) * weight).sum()
         return torch.autograd.grad(loss, (cond.text, negative.text))
 
-    at_3, at_5 = grads(3.0), grads(5.0)
-    assert at_3[0].abs().max() > 1e-4
+    positive_at_3, negative_at_3 = grads(3.0)
+    positive_at_5, negative_at_5 = grads(5.0)
+    assert positive_at_3.abs().max() > 1e-4
     # d guided / d v_pos = scale and d guided / d v_neg = 1 - scale
-    torch.testing.assert_close(at_5[0], 5 / 3 * at_3[0])
-    torch.testing.assert_close(at_5[1], 2 * at_3[1])
+    torch.testing.assert_close(positive_at_5, 5 / 3 * positive_at_3)
+    torch.testing.assert_close(negative_at_5, 2 * negative_at_3)
 
 
 def test_velocity_does_not_depend_on_the_batch(backbone):
@@ -203,10 +202,8 @@ def test_velocity_does_not_depend_on_the_batch(backbone):
 def test_velocity_is_fp32_whatever_the_latents_are(tiny_folder):
     backbone = Hunyuan15(tiny_folder, dtype=torch.float32)
     [cond] = backbone.encode([PLAIN])
-    assert (
-        backbone.velocity(draw(1, 8, 1, 2, 2).double(), 0.5, cond, Guidance()).dtype
-        == torch.float32
-    )
+    velocity = backbone.velocity(draw(1, 8, 1, 2, 2).double(), 0.5, cond, Guidance())
+    assert velocity.dtype == torch.float32
 
 
 def test_missing_folder_is_one_sentence(tmp_path):

@@ -54,20 +54,16 @@ def test_part_without_weights_is_named(tiny_folder, tmp_path):
 
 @pytest.mark.parametrize("place", ["transformer", "transformer/480p_t2v"])
 def test_a_step_distilled_transformer_is_refused(tiny_folder, tencent_folder, tmp_path, place):
-    folder = shutil.copytree(
-        tiny_folder if place == "transformer" else tencent_folder, tmp_path / "model"
-    )
+    original = tiny_folder if place == "transformer" else tencent_folder
+    folder = shutil.copytree(original, tmp_path / "model")
     ModelFolder(folder).check()
     path = folder / place / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"use_meanflow": True}))
-    for look in (
-        ModelFolder(folder).check,
-        open_backbone(folder, complete=False).empty_transformer,
-    ):
-        with pytest.raises(
-            ValueError, match=r"config\.json has use_meanflow True: this step-distilled transformer"
-        ):
-            look()
+    message = r"config\.json has use_meanflow True: this step-distilled transformer"
+    with pytest.raises(ValueError, match=message):
+        ModelFolder(folder).check()
+    with pytest.raises(ValueError, match=message):
+        open_backbone(folder, complete=False).empty_transformer()
 
 
 def test_layouts_are_told_apart(tiny_folder, tencent_folder, tmp_path):
@@ -85,11 +81,8 @@ def test_parts_of_tencents_layout(tencent_i2v_folder):
 
 
 def test_a_complete_folder_lacks_nothing(tiny_folder, tencent_folder):
-    assert (
-        ModelFolder(tiny_folder).missing_files()
-        == ModelFolder(tencent_folder).missing_files()
-        == []
-    )
+    assert ModelFolder(tiny_folder).missing_files() == []
+    assert ModelFolder(tencent_folder).missing_files() == []
 
 
 def test_everything_that_is_missing_is_listed_at_once(tencent_folder, tmp_path):
@@ -168,9 +161,8 @@ def test_hub_folders_take_the_built_in_table(tmp_path, version, guidance, expect
     "version, expected", [("480p_t2v", (81, 352, 624)), ("720p_t2v", (81, 720, 1280))]
 )
 def test_rollouts_are_those_of_the_published_training(tmp_path, version, expected):
-    assert (
-        open_backbone(tmp_path / "absent", version=version, complete=False).rollout_size == expected
-    )
+    absent = open_backbone(tmp_path / "absent", version=version, complete=False)
+    assert absent.rollout_size == expected
 
 
 def test_other_models_roll_out_what_they_are_meant_for(tiny_folder):
@@ -181,7 +173,8 @@ def test_other_models_roll_out_what_they_are_meant_for(tiny_folder):
 def test_the_pipeline_tells_the_task_and_the_transformer_does_not(tmp_path, task_type):
     """Published folders have a wrong `task_type`."""
     folder = hub_folder(tmp_path, 960, task_type)
-    assert [kind(folder).sampling().shift for kind in (ModelFolder, ImageFolder)] == [9.0, 7.0]
+    assert ModelFolder(folder).sampling().shift == 9.0
+    assert ImageFolder(folder).sampling().shift == 7.0
 
 
 def test_unknown_version_says_what_to_do(tmp_path):

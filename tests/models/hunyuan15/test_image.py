@@ -30,7 +30,8 @@ def backbone(i2v_folder):
 def stock(i2v_folder, monkeypatch):
     """The stock pipeline in fp64, its padding shortened; its scheduler would round each step to fp32."""
     pipe = HunyuanVideo15ImageToVideoPipeline.from_pretrained(i2v_folder, dtype=torch.float64)
-    pipe.tokenizer_max_length, pipe.tokenizer_2_max_length = 24, 24
+    pipe.tokenizer_max_length = 24
+    pipe.tokenizer_2_max_length = 24
     pipe.set_progress_bar_config(disable=True)
 
     def step(velocity, timestep, x, **_):
@@ -44,11 +45,11 @@ def stock(i2v_folder, monkeypatch):
 @pytest.fixture(scope="module")
 def requests(pictures, backbone):
     """One request per picture, each in the size that the model's rule gives it."""
-    asked = [
+    unsized = [
         Request(text, image=read_image(path, "here"))
         for text, path in zip(TEXTS, pictures, strict=True)
     ]
-    return [request.sized(*backbone.default_size(request)) for request in asked]
+    return [request.sized(*backbone.default_size(request)) for request in unsized]
 
 
 def draw(*shape, seed=0):
@@ -74,8 +75,9 @@ def test_sizes_tokens_and_first_latents_are_the_stock_ones(backbone, stock, requ
         )
         with torch.no_grad():
             tokens = stock.encode_image(cropped, 1, torch.device("cpu"), torch.float64)
-            place = (stock.vae, stock.video_processor, cropped, height, width, torch.device("cpu"))
-            latents = stock._get_image_latents(*place)
+            latents = stock._get_image_latents(
+                stock.vae, stock.video_processor, cropped, height, width, torch.device("cpu")
+            )
         (cond,) = backbone.encode([request])
         assert cond.image.shape == (9, 16) and cond.first.shape == (8, height // 4, width // 4)
         torch.testing.assert_close(cond.image, tokens[0], rtol=0, atol=1e-10)
@@ -87,7 +89,8 @@ def test_sizes_tokens_and_first_latents_are_the_stock_ones(backbone, stock, requ
 @pytest.mark.parametrize("scale", [1.0, 6.0])
 def test_every_clip_is_the_stock_clip(backbone, stock, requests, scale):
     """Each with its own image, text and size; a clip that saw another image would be far off."""
-    stock.guider.guidance_scale, found = scale, []
+    stock.guider.guidance_scale = scale
+    clips_latents = []
     for number, request in enumerate(requests):
         noise = draw(1, *backbone.latent_shape(5, *request.image.size), seed=number)
         call = {"prompt": request.text, "latents": noise, "num_inference_steps": 3, "num_frames": 5}
@@ -97,16 +100,16 @@ def test_every_clip_is_the_stock_clip(backbone, stock, requests, scale):
             x = integrate(backbone, stock.scheduler.sigmas, noise, cond, Guidance(scale, negative))
         torch.testing.assert_close(x, latents, rtol=0, atol=1e-10)
         clip = stock(Image.open(request.image.path), **call, output_type="pt").frames
-        assert torch.equal(
-            backbone.decode(x), (clip * 255).round().to(torch.uint8).permute(0, 1, 3, 4, 2)
-        )
-        found.append(x)
+        expected = (clip * 255).round().to(torch.uint8).permute(0, 1, 3, 4, 2)
+        assert torch.equal(backbone.decode(x), expected)
+        clips_latents.append(x)
+
     other = requests[1].sized(*requests[0].image.size).image
     cond, negative = backbone.encode([replace(requests[0], image=other), NEGATIVE])
     noise = draw(1, *backbone.latent_shape(5, *other.size))
     with torch.no_grad():
         wrong = integrate(backbone, stock.scheduler.sigmas, noise, cond, Guidance(scale, negative))
-    assert (wrong - found[0]).abs().max() > 1e-3
+    assert (wrong - clips_latents[0]).abs().max() > 1e-3
 
 
 def test_both_parts_of_the_image_and_its_mask_matter(backbone, requests):
@@ -118,9 +121,8 @@ def test_both_parts_of_the_image_and_its_mask_matter(backbone, requests):
     with torch.no_grad():
         whole = backbone.velocity(x, 0.7, cond, Guidance())
         for changes in ({"image": draw(9, 16)}, {"first": cond.first * 2}):
-            assert (
-                backbone.velocity(x, 0.7, replace(cond, **changes), Guidance()) - whole
-            ).abs().max() > 1e-4
+            changed = backbone.velocity(x, 0.7, replace(cond, **changes), Guidance())
+            assert (changed - whole).abs().max() > 1e-4
 
 
 def test_both_branches_of_guidance_see_the_image(backbone, requests):
@@ -137,17 +139,19 @@ def test_both_branches_of_guidance_see_the_image(backbone, requests):
 @pytest.mark.parametrize("sigma", [0.6, torch.tensor([0.6, 0.6, 0.2])])
 def test_several_requests_in_one_forward_are_each_as_if_alone(backbone, pictures, sigma):
     """Two clips of one request and one of another, of equal shape, with guidance."""
-    asked = [
+    requests = [
         Request(TEXTS[0], image=read_image(path, "here")).sized(16, 16) for path in pictures[:2]
     ]
-    one, other, negative = backbone.encode([*asked, NEGATIVE])
-    x, guidance = draw(3, *backbone.latent_shape(5, 16, 16)), Guidance(3.0, negative)
+    first, second, negative = backbone.encode([*requests, NEGATIVE])
+    conditions = [first, first, second]
+    guidance = Guidance(3.0, negative)
+    x = draw(3, *backbone.latent_shape(5, 16, 16))
     with torch.no_grad():
-        joined = backbone.velocity(x, sigma, together([one, one, other]), guidance)
+        joined = backbone.velocity(x, sigma, together(conditions), guidance)
         levels = torch.as_tensor(sigma).expand(3)
         alone = [
-            backbone.velocity(x[i : i + 1], levels[i], c, guidance)
-            for i, c in enumerate((one, one, other))
+            backbone.velocity(x[i : i + 1], levels[i], cond, guidance)
+            for i, cond in enumerate(conditions)
         ]
     torch.testing.assert_close(joined, torch.cat(alone), rtol=0, atol=1e-12)
     assert (alone[1] - alone[2]).abs().max() > 1e-3
@@ -158,18 +162,20 @@ def test_images_are_cached_by_content_and_size(i2v_folder, pictures, tmp_path):
     cached = open_backbone(i2v_folder, dtype=torch.float64, cache_dir=tmp_path / "cache")
     copy = shutil.copy(pictures[0], tmp_path / "copy.png")
     images = [read_image(path, "here") for path in (pictures[0], copy, pictures[1])]
-    asked = [Request(TEXTS[0], image=image).sized(16, 16) for image in images] + [
+    requests = [
+        *(Request(TEXTS[0], image=image).sized(16, 16) for image in images),
         Request(TEXTS[0], image=images[0]).sized(16, 24),
         Request(TEXTS[0]),
     ]
-    cached.prepare(asked)
+    cached.prepare(requests)
     assert len(list((tmp_path / "cache").rglob("*.safetensors"))) == 4
-    assert asked[0] == asked[1] and len({request.key for request in asked}) == 4
+    assert requests[0] == requests[1] and len({request.key for request in requests}) == 4
+
     again = open_backbone(i2v_folder, dtype=torch.float64, cache_dir=tmp_path / "cache")
     again.embeddings.encoder.encode = None  # nothing is encoded twice
-    fresh = open_backbone(i2v_folder, dtype=torch.float64).encode(asked)
-    for one, other in zip(again.encode(asked), fresh, strict=True):
-        assert all(torch.equal(value, getattr(other, name)) for name, value in vars(one).items())
+    fresh = open_backbone(i2v_folder, dtype=torch.float64)
+    for cond, expected in zip(again.encode(requests), fresh.encode(requests), strict=True):
+        assert all(torch.equal(value, getattr(expected, n)) for n, value in vars(cond).items())
 
 
 def test_another_vae_or_vision_model_is_another_encoder(i2v_folder, tmp_path):
@@ -189,8 +195,9 @@ def test_published_names_of_the_vision_model(i2v_folder, tmp_path, requests, bac
     folder = shutil.copytree(i2v_folder, tmp_path / "model")
     path = folder / "image_encoder" / "model.safetensors"
     save_file({f"vision_model.{name}": tensor for name, tensor in load_file(path).items()}, path)
-    ours = open_backbone(folder, dtype=torch.float64)
-    assert torch.equal(ours.encode(requests[:1])[0].image, backbone.encode(requests[:1])[0].image)
+    [cond] = open_backbone(folder, dtype=torch.float64).encode(requests[:1])
+    [expected] = backbone.encode(requests[:1])
+    assert torch.equal(cond.image, expected.image)
 
 
 def test_requests_must_fit_the_task(backbone, tiny_folder, requests):
@@ -221,20 +228,17 @@ def test_the_image_embedder_is_trained(backbone, tiny_folder):
 
 
 @pytest.mark.parametrize(
-    "version, shift, guidance",
+    "version, shift, guidance, rollout_size",
     [
-        ("480p_i2v", 5, 6),
-        ("720p_i2v", 7, 6),
-        ("480p_i2v_distilled", 5, 1),
-        ("720p_i2v_distilled", 7, 1),
+        ("480p_i2v", 5, 6, (81, 352, 624)),
+        ("720p_i2v", 7, 6, (81, 720, 1280)),
+        ("480p_i2v_distilled", 5, 1, (81, 352, 624)),
+        ("720p_i2v_distilled", 7, 1, (81, 720, 1280)),
     ],
 )
-def test_published_versions(tmp_path, version, shift, guidance):
+def test_published_versions(tmp_path, version, shift, guidance, rollout_size):
     absent = open_backbone(tmp_path / "absent", version=version, complete=False)
     assert isinstance(absent, ImageToVideo)
     assert (absent.sampling.shift, absent.sampling.guidance) == (shift, guidance)
-    assert absent.rollout_size == (
-        (81, 352, 624) if version.startswith("480p") else (81, 720, 1280)
-    )
-    model = absent.architecture()
-    assert model.sequence(1000, 150) == 1000 + 150 + 729
+    assert absent.rollout_size == rollout_size
+    assert absent.architecture().sequence(1000, 150) == 1000 + 150 + 729

@@ -39,12 +39,12 @@ def full_size(kind, **settings):
 def put_together(recipes, stored):
     """Apply recipes to tensors that are lists of rows."""
 
-    def block(source, number, of):
-        count = len(stored[source]) // of
-        return stored[source][number * count : (number + 1) * count]
+    def block(rows):
+        size = len(stored[rows.source]) // rows.num_blocks
+        return stored[rows.source][rows.block * size : (rows.block + 1) * size]
 
     return {
-        name: [row for rows in recipe for row in block(*rows)] for name, recipe in recipes.items()
+        name: [row for rows in recipe for row in block(rows)] for name, recipe in recipes.items()
     }
 
 
@@ -106,19 +106,17 @@ def published_vae_names():
         ("encoder", "down", "downsample", 2),
         ("decoder", "up", "upsample", 3),
     ):
-        names |= linear(f"{half}.conv_in.conv", f"{half}.conv_out.conv") | {
-            f"{half}.norm_out.gamma"
-        }
-        names |= (
-            block(f"{half}.mid.block_1")
-            | block(f"{half}.mid.block_2")
-            | {f"{half}.mid.attn_1.norm.gamma"}
-        )
+        names |= linear(f"{half}.conv_in.conv", f"{half}.conv_out.conv")
+        names.add(f"{half}.norm_out.gamma")
+        names |= block(f"{half}.mid.block_1")
+        names |= block(f"{half}.mid.block_2")
+        names.add(f"{half}.mid.attn_1.norm.gamma")
         names |= linear(*(f"{half}.mid.attn_1.{x}" for x in ("q", "k", "v", "proj_out")))
         for level in range(5):
             for number in range(blocks):
                 names |= block(f"{half}.{way}.{level}.block.{number}")
-            names |= linear(f"{half}.{way}.{level}.{resize}.conv.conv") if level < 4 else set()
+            if level < 4:
+                names |= linear(f"{half}.{way}.{level}.{resize}.conv.conv")
     return names
 
 
@@ -132,10 +130,11 @@ def published_vae_names():
 )
 def test_the_tables_cover_the_full_size_model_one_to_one(part, settings, published, count):
     shapes = full_size(KINDS[part], **settings)
-    theirs, ours = to_tencent(part, shapes), to_diffusers(part, published)
-    assert set(theirs) == published and len(published) == count
-    assert set(ours) == set(shapes)
-    for forth, back in ((ours, theirs), (theirs, ours)):
+    tencent = to_tencent(part, shapes)
+    diffusers = to_diffusers(part, published)
+    assert set(tencent) == published and len(published) == count
+    assert set(diffusers) == set(shapes)
+    for forth, back in ((diffusers, tencent), (tencent, diffusers)):
         stored = {name: [(name, row) for row in range(6)] for name in back}
         assert put_together(back, put_together(forth, stored)) == stored
 
@@ -143,113 +142,110 @@ def test_the_tables_cover_the_full_size_model_one_to_one(part, settings, publish
 def test_stacked_and_swapped_tensors_by_value(tiny_folder, tmp_path):
     stored = load_file(tiny_folder / "transformer" / SINGLE)
     save_tencent(tmp_path, "transformer", ModelFolder(tiny_folder).weights("transformer"))
-    theirs = load_file(tmp_path / SINGLE)
+    exported = load_file(tmp_path / SINGLE)
     for leaf in ("weight", "bias"):
         for i in range(2):
             refiner = f"context_embedder.token_refiner.refiner_blocks.{i}.attn"
             q, k, v = (stored[f"{refiner}.to_{x}.{leaf}"] for x in "qkv")
-            assert torch.equal(
-                theirs[f"txt_in.individual_token_refiner.blocks.{i}.self_attn_qkv.{leaf}"],
-                torch.cat([q, k, v]),
-            )
+            qkv = exported[f"txt_in.individual_token_refiner.blocks.{i}.self_attn_qkv.{leaf}"]
+            assert torch.equal(qkv, torch.cat([q, k, v]))
+
         scale, shift = stored[f"norm_out.linear.{leaf}"].chunk(2)
         assert not torch.equal(scale, shift)
-        assert torch.equal(
-            theirs[f"final_layer.adaLN_modulation.1.{leaf}"], torch.cat([shift, scale])
-        )
-        name = f"double_blocks.1.txt_mlp.fc1.{leaf}"
-        assert torch.equal(
-            theirs[name], stored[f"transformer_blocks.1.ff_context.net.0.proj.{leaf}"]
-        )
+        modulation = exported[f"final_layer.adaLN_modulation.1.{leaf}"]
+        assert torch.equal(modulation, torch.cat([shift, scale]))
+
+        plain = exported[f"double_blocks.1.txt_mlp.fc1.{leaf}"]
+        assert torch.equal(plain, stored[f"transformer_blocks.1.ff_context.net.0.proj.{leaf}"])
 
 
 @pytest.mark.parametrize("part", ["transformer", "vae"])
 def test_both_layouts_hold_the_same_numbers_in_every_range_of_rows(
     tiny_folder, tencent_folder, part
 ):
-    ours, theirs = (ModelFolder(folder).weights(part) for folder in (tiny_folder, tencent_folder))
-    assert sorted(ours.names) == sorted(theirs.names)
-    for name in ours.names:
-        whole, rows = ours.read(name), ours.shape(name)[0]
-        assert theirs.shape(name) == ours.shape(name) and torch.equal(theirs.read(name), whole)
-        for start, stop in (
-            (0, 1),
-            (rows // 2 - 1, rows // 2 + 1),
-            (rows // 3, rows),
-            (rows, rows),
-        ):
-            assert torch.equal(theirs.read(name, max(start, 0), stop), whole[max(start, 0) : stop])
+    diffusers = ModelFolder(tiny_folder).weights(part)
+    tencent = ModelFolder(tencent_folder).weights(part)
+    assert sorted(diffusers.names) == sorted(tencent.names)
+    for name in diffusers.names:
+        whole = diffusers.read(name)
+        rows = len(whole)
+        assert tencent.shape(name) == diffusers.shape(name)
+        assert torch.equal(tencent.read(name), whole)
+        middle = max(rows // 2 - 1, 0)
+        for start, stop in ((0, 1), (middle, rows // 2 + 1), (rows // 3, rows), (rows, rows)):
+            assert torch.equal(tencent.read(name, start, stop), whole[start:stop])
 
 
 def test_there_and_back_gives_the_same_file(tiny_folder, tencent_folder, tmp_path):
     """A checkpoint in the layout of diffusers becomes the very tensors of a Tencent folder, in shards too."""
-    save_tencent(
-        tmp_path,
-        "transformer",
-        ModelFolder(tiny_folder).weights("transformer"),
-        max_shard_bytes=1e6,
-    )
-    again, first = (
-        open_folder(tmp_path),
-        load_file(tencent_folder / "transformer" / "480p_t2v" / SINGLE),
-    )
+    weights = ModelFolder(tiny_folder).weights("transformer")
+    save_tencent(tmp_path, "transformer", weights, max_shard_bytes=1e6)
+    again = open_folder(tmp_path)
+    first = load_file(tencent_folder / "transformer" / "480p_t2v" / SINGLE)
     assert sorted(again.names) == sorted(first)
     assert all(torch.equal(again.read(name), tensor) for name, tensor in first.items())
 
 
+def assert_equal_conditions(conditions, expected):
+    for cond, expected_cond in zip(conditions, expected, strict=True):
+        assert vars(cond).keys() == vars(expected_cond).keys()
+        for name, value in vars(cond).items():
+            assert torch.equal(value, getattr(expected_cond, name))
+
+
 def test_the_same_model_comes_from_both_layouts_bit_for_bit(tiny_folder, tencent_folder):
-    ours, theirs = Hunyuan15(tiny_folder), Hunyuan15(tencent_folder)
-    noise = torch.randn(
-        2, *ours.latent_shape(9, 32, 32), generator=torch.Generator().manual_seed(0)
-    )
-    conditions = [backbone.encode(REQUESTS) for backbone in (ours, theirs)]
-    assert len(conditions[0][0].glyph) > 0
-    for one, other in zip(*conditions, strict=True):
-        assert torch.equal(one.text, other.text) and torch.equal(one.glyph, other.glyph)
-    cond, _, negative = conditions[0]
+    diffusers = Hunyuan15(tiny_folder)
+    tencent = Hunyuan15(tencent_folder)
+    conditions = diffusers.encode(REQUESTS)
+    assert len(conditions[0].glyph) > 0
+    assert_equal_conditions(tencent.encode(REQUESTS), conditions)
+
+    cond, _, negative = conditions
+    guidance = Guidance(6.0, negative)
+    shape = diffusers.latent_shape(9, 32, 32)
+    noise = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        velocities = [
-            backbone.velocity(noise, 0.7, cond, Guidance(6.0, negative))
-            for backbone in (ours, theirs)
-        ]
-    assert torch.equal(*velocities)
-    clips = [backbone.decode(noise) for backbone in (ours, theirs)]
-    assert torch.equal(*clips) and clips[0].float().std() > 5
-    assert torch.equal(*(backbone.encode_video(clips[0]) for backbone in (ours, theirs)))
-    assert ours.sampling == theirs.sampling
+        velocity = diffusers.velocity(noise, 0.7, cond, guidance)
+        assert torch.equal(tencent.velocity(noise, 0.7, cond, guidance), velocity)
+
+    clips = diffusers.decode(noise)
+    assert torch.equal(tencent.decode(noise), clips) and clips.float().std() > 5
+    assert torch.equal(tencent.encode_video(clips), diffusers.encode_video(clips))
+    assert tencent.sampling == diffusers.sampling
 
 
 def test_image_to_video_is_the_same_from_both_layouts_bit_for_bit(
     i2v_folder, tencent_i2v_folder, pictures
 ):
     """The names of the transformer are those of text to video; the vision model has a folder of its own."""
-    ours, theirs = open_backbone(i2v_folder), open_backbone(tencent_i2v_folder, version="480p_i2v")
-    request = Request("a red circle moving left", image=read_image(pictures[0], "here")).sized(
-        16, 24
-    )
-    conditions = [backbone.encode([request, Request("")]) for backbone in (ours, theirs)]
-    for one, other in zip(*conditions, strict=True):
-        assert all(torch.equal(value, getattr(other, name)) for name, value in vars(one).items())
-    x = torch.randn(1, *ours.latent_shape(5, 16, 24), generator=torch.Generator().manual_seed(0))
+    diffusers = open_backbone(i2v_folder)
+    tencent = open_backbone(tencent_i2v_folder, version="480p_i2v")
+    image = read_image(pictures[0], "here")
+    requests = [Request("a red circle moving left", image=image).sized(16, 24), Request("")]
+    conditions = diffusers.encode(requests)
+    assert_equal_conditions(tencent.encode(requests), conditions)
+
+    cond, negative = conditions
+    guidance = Guidance(6.0, negative)
+    shape = diffusers.latent_shape(5, 16, 24)
+    x = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        cond, negative = conditions[0]
-        assert torch.equal(
-            *(
-                backbone.velocity(x, 0.7, cond, Guidance(6.0, negative))
-                for backbone in (ours, theirs)
-            )
-        )
+        velocity = diffusers.velocity(x, 0.7, cond, guidance)
+        assert torch.equal(tencent.velocity(x, 0.7, cond, guidance), velocity)
     config = ImageFolder(tencent_i2v_folder, "480p_i2v").config("transformer")
     assert (config["target_size"], config["task_type"]) == (640, "i2v")
 
 
-@pytest.mark.parametrize("part", ["transformer", "vae"])
-def test_settings_of_both_layouts_agree(tiny_folder, tencent_folder, part):
-    ours, theirs = (ModelFolder(folder).config(part) for folder in (tiny_folder, tencent_folder))
-    different = {name: value for name, value in theirs.items() if ours[name] != value}
-    assert different == ({"target_size": 640} if part == "transformer" else {})
-    untold = {name for name in ours if name not in theirs and not name.startswith("_")}
-    assert untold == ({"num_refiner_layers", "qk_norm"} if part == "transformer" else set())
+@pytest.mark.parametrize("part, differing, absent", [
+    ("transformer", {"target_size": 640}, {"num_refiner_layers", "qk_norm"}),
+    ("vae", {}, set()),
+])  # fmt: skip
+def test_settings_of_both_layouts_agree(tiny_folder, tencent_folder, part, differing, absent):
+    diffusers = ModelFolder(tiny_folder).config(part)
+    tencent = ModelFolder(tencent_folder).config(part)
+    assert {name: v for name, v in tencent.items() if diffusers[name] != v} == differing
+    public = {name for name in diffusers if not name.startswith("_")}
+    assert public - tencent.keys() == absent
 
 
 def test_the_published_settings_are_the_defaults_of_diffusers():
@@ -269,22 +265,16 @@ def test_the_published_settings_are_the_defaults_of_diffusers():
         "rope_theta": 256,
         "use_meanflow": False,
     }
-    default = full_size(HunyuanVideo15Transformer3DModel)
-    assert (
-        full_size(
-            HunyuanVideo15Transformer3DModel, **diffusers_config("transformer", config, "480p_t2v")
-        )
-        == default
-    )
+    stock = HunyuanVideo15Transformer3DModel
+    settings = diffusers_config("transformer", config, "480p_t2v")
+    assert full_size(stock, **settings) == full_size(stock)
     with torch.device("meta"):
-        written = tencent_transformer_config(dict(HunyuanVideo15Transformer3DModel().config))
+        written = tencent_transformer_config(dict(stock().config))
     assert {name: written.get(name) for name in config} == config | {"rope_dim_list": (16, 56, 56)}
     vae = {
         "latent_channels": 32,
         "block_out_channels": [128, 256, 512, 1024, 1024],
         "layers_per_block": 2,
-    }
-    vae |= {
         "in_channels": 3,
         "out_channels": 3,
         "ffactor_spatial": 16,
@@ -292,9 +282,8 @@ def test_the_published_settings_are_the_defaults_of_diffusers():
         "shift_factor": None,
     }
     settings = diffusers_config("vae", vae, "480p_t2v")
-    assert full_size(AutoencoderKLHunyuanVideo15, **settings) == full_size(
-        AutoencoderKLHunyuanVideo15
-    )
+    stock = AutoencoderKLHunyuanVideo15
+    assert full_size(stock, **settings) == full_size(stock)
 
 
 @pytest.mark.parametrize(
@@ -331,9 +320,8 @@ def test_a_missing_or_foreign_tensor_of_tencents_is_named(tencent_folder, tmp_pa
     with pytest.raises(ValueError) as error:
         backbone.transformer  # noqa: B018
     refiner = "context_embedder.token_refiner.refiner_blocks.0.attn"
-    assert f"3 missing ({refiner}.to_q.bias, {refiner}.to_k.bias, {refiner}.to_v.bias)" in str(
-        error.value
-    )
+    missing = f"{refiner}.to_q.bias, {refiner}.to_k.bias, {refiner}.to_v.bias"
+    assert f"3 missing ({missing})" in str(error.value)
     assert "1 unexpected (single_blocks.0.linear1.weight)." in str(error.value)
 
 
@@ -349,20 +337,16 @@ def test_the_language_model_is_taken_out_of_a_whole_qwen(tiny_folder, tmp_path, 
     """Whatever its names are: those of the published files, of newer ones, or of the language model alone."""
     source = tiny_folder / "text_encoder"
     tensors = load_file(source / "model.safetensors")
-    vision = {"model.visual.merger.weight": torch.zeros(2)} if prefix else {}
-    save_file(
-        {f"{prefix}{name}": tensor for name, tensor in tensors.items()} | vision,
-        tmp_path / "model.safetensors",
-    )
+    stored = {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
+    if prefix:
+        stored["model.visual.merger.weight"] = torch.zeros(2)
+    save_file(stored, tmp_path / "model.safetensors")
     config = json.loads((source / "config.json").read_text())
-    config = (
-        {"model_type": "qwen2_5_vl", "text_config": config}
-        if prefix.endswith("language_model.")
-        else config
-    )
+    if prefix == "model.language_model.":
+        config = {"model_type": "qwen2_5_vl", "text_config": config}
     (tmp_path / "config.json").write_text(json.dumps(config))
     ids = torch.tensor([[5, 3, 8, 1]])
     stock = Qwen2_5_VLTextModel.from_pretrained(source)
-    ours = qwen_text_model(tmp_path, CPU, torch.float32)
+    model = qwen_text_model(tmp_path, CPU, torch.float32)
     with torch.no_grad():
-        assert torch.equal(stock(ids).last_hidden_state, ours(ids).last_hidden_state)
+        assert torch.equal(model(ids).last_hidden_state, stock(ids).last_hidden_state)

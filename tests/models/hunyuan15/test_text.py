@@ -47,7 +47,8 @@ def test_released_encoders_come_back_for_a_new_prompt_alone(tiny_folder):
 
 
 def test_changed_weights_miss_the_cache(tiny_folder, tmp_path):
-    folder, request = shutil.copytree(tiny_folder, tmp_path / "model"), Request("a red circle")
+    folder = shutil.copytree(tiny_folder, tmp_path / "model")
+    request = Request("a red circle")
     [before] = Embeddings(text_encoder(folder), CPU, tmp_path / "cache")([request])
     weights = load_file(folder / "text_encoder" / "model.safetensors")
     weights["embed_tokens.weight"] *= 1.01

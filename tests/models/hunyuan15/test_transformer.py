@@ -16,7 +16,9 @@ from sage_grpo.train.optimization import trainable_parameters
 from tests.dist import run_ranks
 from tests.models.kernels import CountedKernels
 
-TEXT_LEN, TEXT_PAD, GLYPH_PAD = 7, 4, 9
+TEXT_LEN = 7
+TEXT_PAD = 4
+GLYPH_PAD = 9
 
 
 def draw(*shape, seed=0):
@@ -83,11 +85,12 @@ def test_packed_gradients_equal_stock_gradients(models, batch, tolerance, glyph_
     for model, out in ((packed, packed(*args)), (stock, stock_forward(stock, *args))):
         loss = (out * weight).sum()
         names, params = zip(*model.named_parameters(), strict=True)
-        found = torch.autograd.grad(loss, params, allow_unused=True, materialize_grads=True)
-        grads.append(dict(zip(names, found, strict=True)))
-    assert grads[0].keys() == grads[1].keys()
-    for name, expected in grads[1].items():
-        error = (grads[0][name] - expected).abs().max()
+        values = torch.autograd.grad(loss, params, allow_unused=True, materialize_grads=True)
+        grads.append(dict(zip(names, values, strict=True)))
+    packed_grads, stock_grads = grads
+    assert packed_grads.keys() == stock_grads.keys()
+    for name, expected in stock_grads.items():
+        error = (packed_grads[name] - expected).abs().max()
         assert error <= tolerance * expected.abs().max() + 1e-15, name
 
 
@@ -118,15 +121,15 @@ def test_checkpointing_recomputes_each_block_and_changes_no_gradient(tiny_folder
         packed.zero_grad()
         packed(*inputs(2, 5)).square().mean().backward()
         grads.append(packed.transformer_blocks[0].attn.to_q.weight.grad.clone())
-    assert len(calls) == 3 * len(
-        packed.transformer_blocks
-    )  # once plain, then forward and recomputation
+    # once plain, then forward and recomputation
+    assert len(calls) == 3 * len(packed.transformer_blocks)
     assert grads[0].abs().max() > 0
     torch.testing.assert_close(grads[0], grads[1], rtol=0, atol=0)
 
 
 def test_kept_attention_is_not_computed_again(tiny_folder):
-    grads, counts = [], []
+    grads = []
+    counts = []
     for keep in (False, True):
         packed = PackedTransformer.from_pretrained(
             tiny_folder, subfolder="transformer", dtype=torch.float64
@@ -144,7 +147,8 @@ def test_kept_attention_is_not_computed_again(tiny_folder):
 def test_bf16_model_tells_timesteps_apart_that_bf16_cannot(tiny_folder):
     packed = PackedTransformer.from_pretrained(tiny_folder, subfolder="transformer")
     packed.time_embed.bfloat16()
-    near, far = torch.tensor([978.26]), torch.tensor([980.0])
+    near = torch.tensor([978.26])
+    far = torch.tensor([980.0])
     assert near.bfloat16() == far.bfloat16()
     embedded = packed._time_embedding(near, torch.bfloat16)
     assert embedded.dtype == torch.bfloat16
@@ -154,10 +158,8 @@ def test_bf16_model_tells_timesteps_apart_that_bf16_cannot(tiny_folder):
 def test_saved_folder_is_a_stock_folder(models, tmp_path):
     packed, stock = models
     packed.save_pretrained(tmp_path)
-    assert (
-        json.loads((tmp_path / "config.json").read_text())["_class_name"]
-        == "HunyuanVideo15Transformer3DModel"
-    )
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["_class_name"] == "HunyuanVideo15Transformer3DModel"
     again = HunyuanVideo15Transformer3DModel.from_pretrained(tmp_path, dtype=torch.float64)
     assert again.config.rope_axes_dim == stock.config.rope_axes_dim
     for name, value in stock.state_dict().items():
@@ -167,9 +169,8 @@ def test_saved_folder_is_a_stock_folder(models, tmp_path):
 @pytest.mark.parametrize("use_lora", [True, False])
 def test_compiled_blocks_run_one_arithmetic_and_few_graphs(tiny_folder, monkeypatch, use_lora):
     """Rollout and training agree to the last bit, and neither blocks nor lengths of text are compiled one by one."""
-    monkeypatch.setattr(
-        torch, "compile", functools.partial(torch.compile, backend="eager")
-    )  # the others need a C++
+    # other backends need a C++ compiler
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     packed = PackedTransformer.from_pretrained(
         tiny_folder, subfolder="transformer", dtype=torch.float64
     )
@@ -188,22 +189,19 @@ def test_compiled_blocks_run_one_arithmetic_and_few_graphs(tiny_folder, monkeypa
             rollout = packed(x, timestep, text[:, :length], glyph)
             expected = plain(x, timestep, text[:, :length], glyph)
         velocity = packed(x, timestep, text[:, :length], glyph)
-        assert (
-            torch.equal(rollout, velocity) and velocity.requires_grad and not rollout.requires_grad
-        )
+        assert torch.equal(rollout, velocity)
+        assert velocity.requires_grad and not rollout.requires_grad
         torch.testing.assert_close(velocity, expected, rtol=1e-12, atol=1e-12)
     velocity.square().sum().backward()
     assert all(parameter.grad is not None for parameter in trained.values())
-    assert (
-        counters["stats"]["unique_graphs"] <= 2 and not counters["graph_break"]
-    )  # the last block trains less
+    # two graphs, because the last block trains less
+    assert counters["stats"]["unique_graphs"] <= 2 and not counters["graph_break"]
 
 
 def graphs_of_a_sharded_model(ranks, folder):
     """Graphs after prompts of three lengths; FSDP's hooks run between `run_block` and the compiled forward."""
-    torch.compile = functools.partial(
-        torch.compile, backend="eager"
-    )  # this process has no other work
+    # this process has no other work
+    torch.compile = functools.partial(torch.compile, backend="eager")
     packed = PackedTransformer.from_pretrained(folder, subfolder="transformer", dtype=torch.float64)
     add_adapter(packed, 4, 8, ("to_q", "to_out.0"), torch.float64)
     init_adapter(packed, 0)

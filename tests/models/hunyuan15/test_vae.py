@@ -24,9 +24,10 @@ def test_mask_is_the_stock_mask_with_a_head_axis():
 
 
 ADAPTED = {
-    "3d": allow_batches, "2d": lambda vae: fast_on_cpu(allow_batches(vae)),
+    "3d": allow_batches,
+    "2d": lambda vae: fast_on_cpu(allow_batches(vae)),
     "fused": lambda vae: fuse_decoder(allow_batches(vae)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("adapt", ADAPTED.values(), ids=ADAPTED)
@@ -56,13 +57,23 @@ def test_tiles_are_decoded_without_the_compiler(tiny_folder, monkeypatch):
     latents = torch.randn(
         1, vae.config.latent_channels, 2, 3, 2, generator=torch.Generator().manual_seed(0)
     ).double()
-    small = {"tile_latent_min_height": 2, "tile_latent_min_width": 2}
-    side = {name.replace("latent", "sample"): 2 * vae.spatial_compression_ratio for name in small}
-    vae.enable_tiling(**small, **side)
-    expected, calls = vae.decode(latents).sample, []
-    monkeypatch.setattr(
-        torch, "compile", lambda call, dynamic: lambda *args: calls.append(call) or call(*args)
+    vae.enable_tiling(
+        tile_latent_min_height=2,
+        tile_latent_min_width=2,
+        tile_sample_min_height=2 * vae.spatial_compression_ratio,
+        tile_sample_min_width=2 * vae.spatial_compression_ratio,
     )
+    expected = vae.decode(latents).sample
+    calls = []
+
+    def recorded(call, dynamic):
+        def compiled(*args):
+            calls.append(call)
+            return call(*args)
+
+        return compiled
+
+    monkeypatch.setattr(torch, "compile", recorded)
     fuse_decoder(vae)
     torch.testing.assert_close(vae.decode(latents).sample, expected, rtol=0, atol=1e-12)
     assert not calls
@@ -81,7 +92,8 @@ def test_the_decoder_is_compiled_off_the_cpu_if_asked_for(tiny_folder, compiled,
 
 def test_no_convolution_in_three_dimensions_is_left_on_a_cpu(tiny_folder, monkeypatch):
     """Those of 1 x 1 x 1 are products of matrices in any case."""
-    vae, plain = open_backbone(tiny_folder).vae, torch.nn.Conv3d.forward
+    vae = open_backbone(tiny_folder).vae
+    plain = torch.nn.Conv3d.forward
 
     def small(layer, x):
         assert layer.kernel_size == (1, 1, 1)
@@ -92,10 +104,15 @@ def test_no_convolution_in_three_dimensions_is_left_on_a_cpu(tiny_folder, monkey
 
 
 def test_clips_are_tiled_unless_their_decode_fits(tiny_folder, monkeypatch):
-    backbone, tiled = open_backbone(tiny_folder), []
+    backbone = open_backbone(tiny_folder)
     plain = type(backbone.vae).decode
-    seen = lambda vae, *args, **named: tiled.append(vae.use_tiling) or plain(vae, *args, **named)  # noqa: E731
-    monkeypatch.setattr(type(backbone.vae), "decode", seen)
+    tiled = []
+
+    def recorded(vae, *args, **kwargs):
+        tiled.append(vae.use_tiling)
+        return plain(vae, *args, **kwargs)
+
+    monkeypatch.setattr(type(backbone.vae), "decode", recorded)
     latents = torch.zeros(2, *backbone.latent_shape(5, 16, 16))
     needed = latents[:, 0].numel() * UNTILED.eager / 1e9
     for gb in (0, 0.99 * needed, 1.01 * needed):
