@@ -58,7 +58,7 @@ def setting_lines(plan: Plan) -> list[str]:
     c = plan.config
     folder = c.pretrained_model_root
     if not Path(folder).is_dir():
-        folder += " (no such folder: the full-size model)"
+        folder += " (no such folder; planned as the full-size model)"
     model = (
         f"{folder}: {plan.model.parameters / 1e9:.2f} B parameters, "
         f"{plan.trained.total / 1e6:,.0f} M trained"
@@ -67,15 +67,15 @@ def setting_lines(plan: Plan) -> list[str]:
     text_tokens = plan.tokens - plan.latents - plan.model.image
     image = f" and {plan.model.image} of an image" if plan.model.image else ""
     clip = (
-        f"{c.num_frames} x {c.height} x {c.width}: {plan.tokens:,} tokens, "
-        f"{text_tokens} of them text{image}; {plan.branches} forward(s) in each of "
-        f"{c.num_sampling_steps} steps, {plan.trained_steps} steps trained"
+        f"{c.num_frames} frames of {c.height} x {c.width}: {plan.tokens:,} tokens, "
+        f"{text_tokens} of them text{image}; {c.num_sampling_steps} denoising steps with "
+        f"{plan.branches} forward(s) each, {plan.trained_steps} of them trained"
     )
 
     prompts = plan.clips // c.num_generations
     layout = (
         f"{plan.gpus} GPU(s): {plan.gpus // c.sp_size} data-parallel x {c.sp_size} "
-        f"sequence-parallel, weights in {plan.shards} part(s); "
+        f"sequence-parallel, weights in {plan.shards} shard(s); "
         f"{plan.clips} clips of {prompts} prompt(s) per iteration"
     )
     return [model, clip, layout]
@@ -105,7 +105,7 @@ def speed_line(plan: Plan) -> str:
     rate = clips_per_gpu_hour(plan)
     line = (
         f"{rate:.1f} clips per GPU-hour, {PAPER_CLIPS / rate:,.0f} GPU-hours for "
-        f"{PAPER_CLIPS:,} clips, as in the paper"
+        f"{PAPER_CLIPS:,} clips, as many as in the paper"
     )
     if plan.gpus > 1:
         without_overlap = sum(times(plan, overlap=False).values())
@@ -196,7 +196,7 @@ def verdict_lines(plan: Plan, gpu_bytes: float, changes: Sequence[Change]) -> li
         lines.append(f"  {change.flag}: {changed_peak / GB:.1f} GB; {change.cost}")
     last_plan = changes[-1].plan if changes else plan
     if not fits(last_plan, gpu_bytes):
-        lines.append("  That is not enough: more GPUs with enable_fsdp True, or smaller clips.")
+        lines.append("  That is not enough: use more GPUs with enable_fsdp True, or smaller clips.")
     return lines
 
 
@@ -213,7 +213,7 @@ def caveats(plan: Plan) -> list[str]:
     if warning := few_prompts_warning(prompts):
         lines.append(f"Note: {warning}.")
     if c.dtype != "bf16":
-        lines.append(f"Times are those of bf16; {c.dtype} takes several times as long.")
+        lines.append(f"Times are for bf16; {c.dtype} takes several times as long.")
     return lines
 
 
@@ -222,8 +222,8 @@ def few_prompts_warning(prompts: int) -> str:
     if prompts >= FEW_PROMPTS:
         return ""
     return (
-        f"{prompts} prompt(s) per update: below {FEW_PROMPTS}, a learning rate that suits larger "
-        "batches does harm (docs/scaling.md): lower it, or raise gradient_accumulation_steps"
+        f"{prompts} prompt(s) per update: below {FEW_PROMPTS}, a learning rate tuned for larger "
+        "batches is too high (docs/scaling.md): lower it, or raise gradient_accumulation_steps"
     )
 
 
