@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 # spinning threads slow down a busy machine tenfold
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: venv demo demo-gpu study figures test golden chaos lint clean
+.PHONY: venv demo demo-gpu study figures test test-all golden chaos lint clean
 
 venv: $(STAMP)
 
@@ -32,7 +32,12 @@ figures: demo
 	$(BIN)/python -m research.studies.readme_figures outputs/tiny_cpu --output docs/figures
 	$(BIN)/python -m research.studies.sde_study --output docs/figures
 
+# every promise once
 test: venv
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+
+# and with the real classes, more ranks, more cases: what each slow test adds is in its docstring
+test-all: venv
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 golden: venv

@@ -1,4 +1,4 @@
-"""A saved tiny model shared by the tests: random weights, real classes."""
+"""Models shared by the tests, with real classes and random weights, the smallest run of each, and the last line."""
 
 import os
 import shutil
@@ -6,9 +6,8 @@ import signal
 from collections import Counter
 from pathlib import Path
 
-os.environ.setdefault(
-    "OMP_WAIT_POLICY", "PASSIVE"
-)  # before torch: spinning threads slow a busy machine down tenfold
+# before torch: spinning threads slow a busy machine down tenfold
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 import torch
@@ -18,15 +17,21 @@ from transformers import SiglipImageProcessorPil, SiglipVisionConfig, SiglipVisi
 
 from research.benchmarks.random_wan import TINY_SAMPLING, build_tiny_wan
 from research.tiny.tiny import TinyConfig, build_tiny
+from sage_grpo.config.parse import from_values
 from sage_grpo.files.torch_files import convert
 from sage_grpo.models.backbone import Sampling
+from sage_grpo.models.registry import BACKBONES
+from sage_grpo.parallel.ranks import Ranks
+from sage_grpo.train.build import build_trainer
 from tests.models.hunyuan15.tencent_folder import write_tencent_folder
+from tests.smallest_run import PIPELINE, QUICK, TRIVIAL, smallest_run, write_trivial_model
 
 # what is started in the background ignores Ctrl-C, or with nohup a hangup, and so would all that tests start
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 FIXTURES = Path(__file__).parent / "fixtures"
+DEVICE = torch.device(os.environ.get("TEST_DEVICE", "cpu"))  # of trainers; cuda where there is one
 WORDS = ("a", "the", "red", "green", "circle", "square", "moving", "left", "right", "letter")
 SAMPLING = Sampling(frames=9, height=32, width=32, fps=8, shift=5.0, guidance=6.0, num_steps=20)
 
@@ -144,15 +149,71 @@ def videoalign_folders(tmp_path_factory):
     return folders
 
 
+@pytest.fixture(scope="session")
+def trivial_folder(tmp_path_factory):
+    """The trivial model. Read-only: copy it before changing a file."""
+    return write_trivial_model(tmp_path_factory.mktemp("trivial") / "model")
+
+
+@pytest.fixture
+def model():
+    """Which model `flags` and `make` train: "trivial", or "tiny" for the classes of HunyuanVideo-1.5.
+
+    Tests choose another one by parametrizing (`on_tiny`, `on_both`), a file by a fixture of this name.
+    """
+    return "trivial"
+
+
+@pytest.fixture
+def flags(model, request, tmp_path, monkeypatch):
+    """Flags of the smallest run of `model`, without drawings and pauses."""
+    monkeypatch.setitem(BACKBONES, PIPELINE, TRIVIAL)
+    for owner, name, value in QUICK:
+        monkeypatch.setattr(owner, name, value)
+    return smallest_run(request.getfixturevalue(f"{model}_folder"), tmp_path)
+
+
+@pytest.fixture
+def make(flags):
+    """make(flag=value, ...) -> a Trainer on one rank."""
+
+    def build(**changes):
+        return build_trainer(from_values(flags | changes), Ranks(0, 1, DEVICE))
+
+    return build
+
+
+def pytest_configure(config):
+    config.left_to_test_all = 0
+
+
+def pytest_deselected(items):
+    """Count the tests that `-m "not slow"` leaves out."""
+    for item in items:
+        item.config.left_to_test_all += item.get_closest_marker("slow") is not None
+
+
+def pytest_sessionfinish(session):
+    """A process of xdist tells the first one how many it left out; all of them collect the same tests."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_to_test_all"] = session.config.left_to_test_all
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    left = getattr(node, "workeroutput", {}).get("left_to_test_all", 0)
+    node.config.left_to_test_all = max(node.config.left_to_test_all, left)
+
+
 def pytest_unconfigure(config):
-    """The last line of a run: which promises were not tested here, and what to install for them."""
+    """The last line of a run: how many tests it left to `make test-all`, how many it skipped, and for want of what."""
     reporter = config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is None or hasattr(
-        config, "workerinput"
-    ):  # a process of xdist reports to the first one
+    if reporter is None or hasattr(config, "workerinput"):
         return
     skipped = reporter.stats.get("skipped", [])
     reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in skipped)
-    if reasons:
-        what = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
-        reporter.write_line(f"{len(skipped)} promises were not tested here: {what}")
+    wanting = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
+    reporter.write_line(
+        f"{config.left_to_test_all} tests left to make test-all; "
+        f"{len(skipped)} skipped{wanting and f': {wanting}'}"
+    )

@@ -8,11 +8,14 @@ import traceback
 from pathlib import Path
 
 ROOT = str(Path(__file__).parents[1])
+# of the server
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [ROOT, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-)  # of the server
+)
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["sage_grpo.train.build", "torch.testing", "pytest"])
+CONTEXT.set_forkserver_preload(
+    ["tests.smallest_run", "tests.trivial_backbone", "sage_grpo.train.build", "torch.testing"]
+)
 PATIENCE = 120  # seconds
 
 
@@ -48,8 +51,10 @@ def _rank(rank, world, port, pipe, layout, work, arguments):
     import torch
 
     from sage_grpo.parallel.ranks import join_ranks
+    from tests.smallest_run import prepare_process
 
     torch.set_num_threads(1)
+    prepare_process()
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(world),
@@ -62,6 +67,5 @@ def _rank(rank, world, port, pipe, layout, work, arguments):
         answer = (result, "")
     except BaseException:  # told to the test
         answer = (None, traceback.format_exc())
-    pipe.send_bytes(
-        pickle.dumps(answer)
-    )  # by value: `send` would hand over memory that ends with this process
+    # by value: `send` would hand over memory that ends with this process
+    pipe.send_bytes(pickle.dumps(answer))

@@ -42,12 +42,11 @@ def _agent(words, ranks, max_restarts, environment):
 
 def _rank(words):
     import post_train
-    from sage_grpo.tools.report import page as report
+    from tests.smallest_run import prepare_process
 
-    report.print_summary = lambda run: None  # seconds of drawing that no test of ranks looks at
-    signal.signal(
-        signal.SIGTERM, signal.SIG_DFL
-    )  # a fork has the agent's handler; a rank of torchrun has none
+    prepare_process()
+    # a fork has the agent's handler; a rank of torchrun has none
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     folder = Path(words[words.index("--output_dir") + 1]).parent / "ranks"
     folder.mkdir(exist_ok=True)
     draft = folder / f"{os.environ['RANK']}.tmp"

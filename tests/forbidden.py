@@ -40,6 +40,7 @@ NAMES |= {
 }
 YAML = {
     "safe_load",
+    "CSafeLoader",
     "safe_dump",
     "YAMLError",
     # gives these events and makes nothing of them

@@ -45,10 +45,9 @@ class TinyDenoiser(nn.Module, Denoiser):
         self.layers = nn.ModuleList([Block(), Block()])
 
     def forward(self, x, sigma, number):
-        """x (B, T, y, x, 3), sigma (B, 1, 1, 1, 1), number (1,)."""
-        x = self.enter(
-            torch.cat([x, sigma.expand(*x.shape[:4], 1), number.expand(*x.shape[:4], 1)], -1)
-        )
+        """x (B, T, y, x, 3); sigma and number (B, 1, 1, 1, 1), or 1 instead of B."""
+        shape = (*x.shape[:4], 1)
+        x = self.enter(torch.cat([x, sigma.expand(shape), number.expand(shape)], -1))
         for block in self.all_blocks:
             x = self.run_block(block, (x,))
         return self.leave(x)
@@ -63,7 +62,8 @@ class Trivial(Backbone):
 
     def branch(self, x, sigma, cond):
         sigma = torch.as_tensor(sigma, dtype=x.dtype, device=x.device).reshape(-1, 1, 1, 1, 1)
-        return self.transformer(x.movedim(1, -1), sigma, cond.number.to(x)).movedim(-1, 1)
+        number = cond.number.to(x).reshape(-1, 1, 1, 1, 1)
+        return self.transformer(x.movedim(1, -1), sigma, number).movedim(-1, 1)
 
     def decode(self, latents):
         return ((latents.movedim(1, -1) + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)

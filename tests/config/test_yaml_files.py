@@ -83,9 +83,7 @@ def test_a_value_may_equal_a_key(parsed):
 
 
 def test_a_malformed_file_is_reported_by_line_and_column(parsed):
-    with pytest.raises(
-        ConfigError, match=r"c\.yaml cannot be read in line 2, column 5: expected ',' or '\]'"
-    ):
+    with pytest.raises(ConfigError, match=r"c\.yaml .*line 2, column 5: .*',' or '\]'"):
         parsed("eta: [1\nseed: 2\n")
 
 

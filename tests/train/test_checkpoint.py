@@ -10,11 +10,12 @@ from sage_grpo.config.fields import ConfigError
 from sage_grpo.config.parse import from_values
 from sage_grpo.files import manifest
 from sage_grpo.models.backbone import Guidance
-from sage_grpo.models.hunyuan15.backbone import Hunyuan15
+from sage_grpo.models.registry import open_backbone
 from sage_grpo.train import checkpoint_folders
 from sage_grpo.train.build import assemble, build_trainer
 from tests.dist import run_ranks
 from tests.hostile import hashes_of
+from tests.smallest_run import on_both
 from tests.train.iterations import save
 
 
@@ -52,12 +53,13 @@ def test_resuming_keeps_the_run_even_when_told_to_overwrite(make):
     assert (trainer.run.path / "metrics.jsonl").read_text().count('"kind": "run"') == 2
 
 
+@on_both
 @pytest.mark.parametrize("use_lora", [True, False])
 def test_a_checkpoint_samples_as_the_policy_it_holds(make, use_lora):
     trainer = make(use_lora=use_lora, max_steps=2)
     trainer.train()
     (folder,) = checkpoint_folders.list_checkpoints(trainer.run.path / "checkpoints")
-    fresh = Hunyuan15(trainer.config.pretrained_model_root)
+    fresh = open_backbone(trainer.config.pretrained_model_root)
     x, cond = torch.randn(1, *trainer.shape), trainer.guidance.negative
     with torch.no_grad():
         untrained = fresh.velocity(x, 0.5, cond, Guidance())

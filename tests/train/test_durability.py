@@ -150,7 +150,7 @@ def test_a_full_disk_loses_nothing(make, tmp_path, capfd):
     wanted = make(max_steps=6, save_interval=2, output_dir=str(tmp_path / "wanted"))
     wanted.train()
     size = sum(p.stat().st_size for p in folder_of(wanted).rglob("*") if p.is_file()) // 3
-    with small_disk(tmp_path / "disk", megabytes=8 + 4 * size // 2**20):
+    with small_disk(tmp_path / "disk", megabytes=8 + 4 * size // 2**20):  # room for four
         filler = tmp_path / "disk" / "filler"
         trainer = make(max_steps=6, save_interval=2, output_dir=str(tmp_path / "disk" / "run"))
         finish, seen = trainer.finish_iteration, []
@@ -251,7 +251,7 @@ def test_when_all_are_damaged_nothing_starts_over(make, three):
     assert len(names(three)) == 3
 
 
-@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_strange_checkpoint_is_refused_in_one_sentence(three, tmp_path, data):
     """Any bytes in any file, with hashes to match: loading works, or says what is wrong in one line."""

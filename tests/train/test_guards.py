@@ -149,28 +149,25 @@ def test_a_second_signal_ends_at_once_and_an_echo_does_not(tmp_path, pause, hear
 
 
 def stuck(folder):
-    watched = alone(folder, timeout=0.5)
+    watched = alone(folder, timeout=1.0)
     with watched.watching(0, lambda: None):
         for _ in range(4):  # longer than the timeout, but with progress
-            time.sleep(0.2)
+            time.sleep(0.3)
             watched.beat()
         watched.step = 4
         watched.note("anchor")
-        threading.Event().wait(60)
+        threading.Event().wait(600)
 
 
 def test_a_process_in_which_nothing_moves_ends_itself(tmp_path):
     process = CONTEXT.Process(target=stuck, args=(tmp_path,))
     process.start()
-    process.join(50)
+    process.join(300)
     assert process.exitcode == guards.FAILED
     record = json.loads((tmp_path / "flight" / "rank-00000.json").read_text())
-    assert (record["iteration"], record["phase"]) == (5, "anchor") and 0.5 < record[
-        "idle_seconds"
-    ] < 2.5
-    assert "nothing moved for" in record["message"] and any(
-        "wait(60)" in s for s in record["stacks"]["MainThread"]
-    )
+    assert (record["iteration"], record["phase"]) == (5, "anchor")
+    assert record["idle_seconds"] > 1.0 and "nothing moved for" in record["message"]
+    assert any("wait(600)" in line for line in record["stacks"]["MainThread"])
     assert json.loads((tmp_path / "status.json").read_text())["message"] == record["message"]
 
 

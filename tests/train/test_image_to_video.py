@@ -15,8 +15,8 @@ from sage_grpo.models.registry import open_backbone
 from sage_grpo.models.sample import integrate
 from sage_grpo.runs.clips import read_clips
 from sage_grpo.train.inputs import validation_requests
+from tests.smallest_run import PROMPTS, slow
 from tests.train import test_layouts, test_resume
-from tests.train.conftest import PROMPTS
 from tests.train.iterations import next_gradients
 from tests.train.test_update import our_gradients, prepared, reference_gradients, worst_difference  # noqa: F401
 
@@ -75,9 +75,16 @@ def expected():
 
 
 @pytest.mark.parametrize(
-    "use_lora, name", [(True, "dp2"), (True, "sp2"), (False, "hsdp 2 x 2"), (False, "fsdp2 x sp2")]
+    "use_lora, name",
+    [
+        (True, "sp2"),
+        slow(True, "dp2"),
+        slow(False, "hsdp 2 x 2"),
+        slow(False, "fsdp2 x sp2"),
+    ],
 )
 def test_gradients_of_an_iteration_are_those_of_one_process(flags, expected, use_lora, name):
+    """Slow: data parallelism, and all weights on four ranks."""
     if use_lora not in expected:
         expected[use_lora] = test_layouts.run(flags, use_lora, "one")[0]
     wanted, kl, _ = expected[use_lora]
@@ -87,8 +94,9 @@ def test_gradients_of_an_iteration_are_those_of_one_process(flags, expected, use
         assert gradient.keys() == wanted.keys() and test_layouts.deviation(gradient, wanted) < 1e-8
 
 
-@pytest.mark.parametrize("use_lora", [True, False])
+@pytest.mark.parametrize("use_lora", [True, slow(False)])
 def test_a_resumed_run_is_the_straight_one(make, use_lora):
+    """Slow: with all weights."""
     changes = {"use_lora": use_lora, "max_steps": 4, "save_interval": 2, "update_ref_model_step": 3}
     straight = test_resume.run(make, **changes)
     shutil.rmtree(straight.run.path / "checkpoints" / "step-000004")

@@ -11,6 +11,7 @@ from sage_grpo.train import build
 from sage_grpo.train.batches import draw_prompts
 from sage_grpo.train.windows import build_windows
 from tests.dist import run_ranks
+from tests.smallest_run import slow
 from tests.train.iterations import in_fp64, next_gradients
 
 CLIPS = 4
@@ -96,10 +97,11 @@ def run(flags, use_lora, name, error=None, **changes):
     return run_ranks(world, gradients, values_of(flags, use_lora, layout) | changes, error, **words)
 
 
-def of_one_process(expected, flags, use_lora):
-    if use_lora not in expected:
-        (expected[use_lora],) = run(flags, use_lora, "one")
-    return expected[use_lora]
+def of_one_process(expected, flags, use_lora, **changes):
+    key = (flags["pretrained_model_root"], use_lora, *changes.items())
+    if key not in expected:
+        (expected[key],) = run(flags, use_lora, "one", **changes)
+    return expected[key]
 
 
 def deviation(found, wanted):
@@ -110,10 +112,24 @@ def deviation(found, wanted):
     )
 
 
-@pytest.mark.parametrize("use_lora, name", [
-    *((True, name) for name in LAYOUTS if name != "one"), (False, "dp2"), (False, "sp2"), (False, "fsdp2 x sp2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "model, use_lora, name",
+    [
+        ("tiny", True, "dp2"),
+        ("tiny", True, "sp2"),
+        ("tiny", True, "fsdp2"),
+        ("trivial", False, "dp2"),
+        ("trivial", False, "fsdp2"),
+        slow("tiny", True, "fsdp1"),
+        slow("tiny", True, "sp4"),
+        slow("tiny", True, "fsdp2 x sp2"),
+        slow("tiny", True, "hsdp 2 x 2"),
+        slow("tiny", False, "sp2"),
+        slow("tiny", False, "fsdp2 x sp2"),
+    ],
+)
 def test_gradients_of_an_iteration_are_those_of_one_process(flags, expected, use_lora, name):
+    """Slow: four ranks, and all weights of HunyuanVideo-1.5's classes."""
     wanted, kl, advantages = of_one_process(expected, flags, use_lora)
     assert (
         kl > 0
@@ -126,17 +142,27 @@ def test_gradients_of_an_iteration_are_those_of_one_process(flags, expected, use
         assert found.keys() == wanted.keys() and deviation(found, wanted) < 1e-8
 
 
-@pytest.mark.parametrize("name", ["dp2", "sp2", "fsdp2", "fsdp2 x sp2", "hsdp 2 x 2"])
+@pytest.mark.parametrize(
+    "model, name",
+    [
+        ("trivial", "dp2"),
+        ("trivial", "fsdp2"),
+        slow("tiny", "sp2"),
+        slow("tiny", "fsdp2 x sp2"),
+        slow("trivial", "hsdp 2 x 2"),
+    ],
+)
 def test_windows_of_prompts_are_those_of_one_process(flags, expected, name):
-    """Under FSDP ranks wait for each other in every forward, unless the weights stay gathered in the rollout."""
+    """Under FSDP ranks wait for each other in every forward, unless the weights stay gathered in the rollout.
+
+    Slow: sequence parallelism, and four ranks.
+    """
     windows = build_windows(
         parse_window(WINDOWS["sde_window"]), torch.ones(5, dtype=torch.bool), WINDOWS["seed"]
     )
     first, second = draw_prompts(0, 2, 3, WINDOWS["seed"])
     assert windows.start(0, first, 0) != windows.start(0, second, 0)
-    if "windows" not in expected:
-        (expected["windows"],) = run(flags, True, "one", **WINDOWS)
-    wanted, kl, advantages = expected["windows"]
+    wanted, kl, advantages = of_one_process(expected, flags, True, **WINDOWS)
     assert kl > 0 and advantages.abs().max() > 0.5
     for found, found_kl, found_advantages in run(flags, True, name, **WINDOWS):
         torch.testing.assert_close(found_advantages, advantages, rtol=1e-8, atol=1e-8)
@@ -149,12 +175,11 @@ RIVALS = {
 }
 
 
-@pytest.mark.parametrize("name", ["dp2", "fsdp2 x sp2"])
+@pytest.mark.parametrize("model, name", [("trivial", "dp2"), slow("tiny", "fsdp2 x sp2")])
 @pytest.mark.parametrize("rival", RIVALS)
 def test_rivals_are_those_of_one_process(flags, expected, rival, name):
-    if rival not in expected:
-        (expected[rival],) = run(flags, True, "one", **RIVALS[rival])
-    wanted, kl, advantages = expected[rival]
+    """Slow: four ranks that share weights and sequences."""
+    wanted, kl, advantages = of_one_process(expected, flags, True, **RIVALS[rival])
     assert (
         kl > 0
         and advantages.abs().max() > 0.5

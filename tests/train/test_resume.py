@@ -16,6 +16,7 @@ from sage_grpo.parallel.fsdp import full_tensor, local_shard, shard_like
 from sage_grpo.train import checkpoint
 from sage_grpo.train.build import build_trainer
 from tests.dist import run_ranks
+from tests.smallest_run import on_both, slow
 from tests.train.iterations import next_gradients
 from tests.train.test_trainer import STRATEGIES
 
@@ -143,6 +144,7 @@ def attributes(value, path="", seen=None):
     return found
 
 
+@on_both
 @pytest.mark.parametrize("use_lora", [True, False], ids=["lora", "full"])
 def test_whatever_changes_in_an_iteration_is_saved_or_derived(make, use_lora):
     changes = {"use_lora": use_lora, "ema_decay": 0.9, "optimizer": "muon", "kl_warmup_steps": 2}
@@ -213,11 +215,18 @@ def same(found, expected):
     )
 
 
-@pytest.mark.parametrize("saved, loaded, use_lora", [
-    ("fsdp2", "one", True), ("one", "fsdp2", True), ("hsdp", "sp2", True), ("dp2", "sp2", True),
-    ("one", "fsdp2", False), ("hsdp", "sp2", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "model, saved, loaded, use_lora",
+    [
+        ("trivial", "fsdp2", "one", True),
+        ("trivial", "one", "fsdp2", False),
+        slow("tiny", "hsdp", "sp2", True),
+        slow("tiny", "hsdp", "sp2", False),
+        slow("tiny", "dp2", "sp2", True),
+    ],
+)
 def test_another_number_of_ranks_goes_on_from_the_same_state(flags, saved, loaded, use_lora):
+    """Slow: four ranks, and sequence parallelism, which the trivial model does not have."""
     values = flags | {"use_lora": use_lora, "max_steps": 1, "ema_decay": 0.5}
     values |= {
         "optimizer": "adamw" if use_lora else "muon",
@@ -258,9 +267,16 @@ def resumed(ranks, values):
 
 
 @pytest.mark.parametrize(
-    "use_lora, layout", [(True, "dp2"), (True, "fsdp2"), (False, "fsdp2"), (False, "sp2")]
+    "model, use_lora, layout",
+    [
+        ("trivial", True, "dp2"),
+        ("trivial", False, "fsdp2"),
+        slow("tiny", True, "fsdp2"),
+        slow("tiny", False, "sp2"),
+    ],
 )
 def test_ranks_go_on_as_if_never_stopped(flags, tmp_path, use_lora, layout):
+    """Slow: the classes of HunyuanVideo-1.5, and sequence parallelism."""
     world, changes, words = LAYOUTS[layout]
     values = (
         flags

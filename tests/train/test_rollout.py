@@ -10,6 +10,7 @@ from sage_grpo.tools.plan.memory import memory
 from sage_grpo.tools.plan.planner import plan_of
 from sage_grpo.train.batches import draw_prompts, join_micro_batches, plan_micro_batches
 from sage_grpo.train.rollout import at_places
+from tests.smallest_run import on_tiny
 
 
 def test_every_epoch_has_each_prompt_once_in_a_fresh_order():
@@ -73,6 +74,7 @@ def test_rollouts_do_not_depend_on_the_split(make):
     assert torch.equal(paths[0][:, 0], paths[1][:, 0])
 
 
+@on_tiny
 @pytest.mark.parametrize(
     "changes", [{"sde_window": "all"}, {"algorithm": "awm", "timestep_fraction": 0.5}]
 )
@@ -96,8 +98,8 @@ def test_prompts_of_equal_length_share_a_forward():
     assert join_micro_batches(ones, conditions, prompts_per_forward=1) == ones
 
 
-@pytest.mark.parametrize("guidance", [1.0, 3.0])
-def test_joined_prompts_are_trained_as_each_alone(make, tmp_path, guidance):
+@on_tiny
+def test_joined_prompts_are_trained_as_each_alone(make, tmp_path):
     """Two of the three texts are equally long; the clips, the gradient and the metrics stay what they were."""
     (tmp_path / "three.txt").write_text(
         "a red circle moving left\na red moving left\na green square moving right\n"
@@ -106,7 +108,7 @@ def test_joined_prompts_are_trained_as_each_alone(make, tmp_path, guidance):
         "batch_size": 6,
         "num_generations": 2,
         "max_steps": 1,
-        "guidance_scale": guidance,
+        "guidance_scale": 3.0,
         "overwrite": True,
     }
     sizes, clips, lines = [], [], []

@@ -125,7 +125,9 @@ def test_the_anchor_takes_the_policys_place_and_gives_it_back(make, use_lora):
 def test_more_updates_per_rollout_make_the_clip_act(make):
     fractions = {}
     for updates in (1, 3):
-        trainer = make(updates_per_rollout=updates, overwrite=True, sde_window="all")
+        trainer = make(
+            updates_per_rollout=updates, overwrite=True, sde_window="all", learning_rate=1e-2
+        )
         trainer.train()
         fractions[updates] = records(trainer)[-1]["policy/clip_fraction"]
         assert records(trainer)[-1]["updates"] == 2 * updates
@@ -277,7 +279,7 @@ def test_the_loss_falls_on_what_it_was_computed_from(make):
     for group in trainer.optimization.optimizers[0].param_groups:
         group["weight_decay"] = 0.0
     trainer.optimization.config = trainer.config.__class__(
-        **{**trainer.config.__dict__, "learning_rate": 1e-7, "weight_decay": 0.0}
+        **{**trainer.config.__dict__, "learning_rate": 1e-5, "weight_decay": 0.0}
     )
     trainer.update(batch, advantages)
     assert value() < before
@@ -309,7 +311,8 @@ def test_muon_takes_the_matrices_of_the_blocks(make):
     adamw, muon = trainer.optimization.optimizers
     names = {id(p): name for name, p in trainer.optimization.parameters.items()}
     in_muon = {names[id(p)] for p in muon.param_groups[0]["params"]}
-    assert in_muon and all(name.startswith("transformer_blocks.") for name in in_muon)
+    blocks = trainer.backbone.transformer.block_list
+    assert in_muon and all(name.startswith(f"{blocks}.") for name in in_muon)
     assert len(in_muon) + len(adamw.param_groups[0]["params"]) == len(names)
     before = snapshot(trainer)
     trainer.train()
@@ -340,7 +343,8 @@ def test_every_metric_of_the_docs_is_written(make):
         assert math.isfinite(train[name]), name
     assert first["step"] == 0 and last["step"] == 1 and first["count"] == 3
     (run,) = records(trainer, "run")
-    assert len(run["schedule"]["sigmas"]) == 4 and run["trainable_parameters"] > 1000
+    assert len(run["schedule"]["sigmas"]) == 4
+    assert run["trainable_parameters"] == sum(p.numel() for p in snapshot(trainer).values())
 
 
 def test_lines_come_at_their_interval_and_at_the_end(make):

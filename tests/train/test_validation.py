@@ -13,6 +13,7 @@ from sage_grpo.algo.solver import ode_tables
 from sage_grpo.models.backbone import Sampling
 from sage_grpo.models.sample import counter_noise
 from sage_grpo.train.validation import gold_columns, summary
+from tests.smallest_run import on_tiny
 
 # imageio's reader leaves the pipes of its ffmpeg process to the garbage collector
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
@@ -45,6 +46,7 @@ def test_its_flags_take_effect(make, tmp_path, flags):
         validation_timestep_shift=2.0,
         holdout_reward="shapes",
         validation_interval=1,
+        validation_videos=1,
         max_steps=1,
     )
     torch.testing.assert_close(
@@ -64,6 +66,7 @@ def test_its_flags_take_effect(make, tmp_path, flags):
     assert len(frames) == 9 and frames[0].shape[:2] == (256, 512)  # magnified for players
 
 
+@on_tiny
 def test_the_defaults_are_those_of_the_model_whatever_the_rollout_does(make, flags):
     for name in [
         name
@@ -79,8 +82,9 @@ def test_the_defaults_are_those_of_the_model_whatever_the_rollout_does(make, fla
     assert len(trainer.validation.sigmas) == 21 and len(trainer.validation.requests) == 2
 
 
+@on_tiny
 def test_a_clip_with_broken_pixels_is_missing_and_the_others_are_not(make, tmp_path):
-    trainer, calls = make(), []
+    trainer, calls = make(validation_videos=3), []
 
     def break_second(module, inputs, pixels):
         calls.append(1)

@@ -39,8 +39,8 @@ def test_the_rate_of_sampling_reaches_the_reward(make, videoalign_folders):
     trainer.run.close()
 
 
-def test_the_default_place_is_the_model_folder(make, tiny_folder):
+def test_the_default_place_is_the_model_folder(make, trivial_folder):
     with pytest.raises(
-        FileNotFoundError, match=f"{tiny_folder / 'VideoReward'} does not exist; name it with"
+        FileNotFoundError, match=f"{trivial_folder / 'VideoReward'} .*--reward_path"
     ):
         make(reward_model="videoalign")

@@ -14,6 +14,7 @@ from sage_grpo.models.sample import integrate
 from sage_grpo.models.wan21.backbone import Wan21
 from sage_grpo.models.weights import open_folder
 from tests.dist import run_ranks
+from tests.smallest_run import slow
 from tests.train import test_layouts, test_resume
 from tests.train.iterations import in_fp64, next_gradients
 from tests.train.test_update import our_gradients, prepared, reference_gradients, worst_difference  # noqa: F401
@@ -71,10 +72,18 @@ def expected():
     return {}
 
 
-@pytest.mark.parametrize("use_lora, name", [
-    (True, "sp2"), (True, "fsdp2"), (True, "fsdp2 x sp2"), (False, "sp2"), (False, "fsdp2 x sp2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "use_lora, name",
+    [
+        (True, "sp2"),
+        slow(True, "fsdp2"),
+        slow(True, "fsdp2 x sp2"),
+        slow(False, "sp2"),
+        slow(False, "fsdp2 x sp2"),
+    ],
+)
 def test_gradients_of_an_iteration_are_those_of_one_process(flags, expected, use_lora, name):
+    """Slow: sharded weights, four ranks, and all weights."""
     found = {}
     for layout in ("one", name):
         if layout == "one" and use_lora in expected:
@@ -90,8 +99,9 @@ def test_gradients_of_an_iteration_are_those_of_one_process(flags, expected, use
         assert gradient.keys() == wanted.keys() and test_layouts.deviation(gradient, wanted) < 1e-8
 
 
-@pytest.mark.parametrize("use_lora", [True, False])
+@pytest.mark.parametrize("use_lora", [True, slow(False)])
 def test_a_resumed_run_is_the_straight_one(make, use_lora):
+    """Slow: with all weights."""
     changes = {
         "use_lora": use_lora,
         "max_steps": 4,
@@ -110,6 +120,7 @@ def test_a_resumed_run_is_the_straight_one(make, use_lora):
     assert test_resume.same(tensors, wanted)
 
 
+@pytest.mark.slow
 def test_ranks_go_on_as_if_never_stopped(flags):
     """Sharded all weights, among them tables whose single row only one rank has."""
     values = flags | {"enable_fsdp": True, "max_steps": 4, "save_interval": 2, "num_generations": 4}

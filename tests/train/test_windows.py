@@ -11,6 +11,7 @@ from sage_grpo.config.windows import parse_window
 from sage_grpo.models.backbone import Backbone
 from sage_grpo.models.sample import integrate
 from sage_grpo.train.windows import build_windows
+from tests.smallest_run import on_tiny, slow
 
 ALL = torch.ones(5, dtype=torch.bool)
 
@@ -222,8 +223,10 @@ def test_the_tail_is_coarse_and_of_second_order(make, monkeypatch):
     assert torch.equal(trainer.roll_out()[0].latents, trainer.roll_out()[0].outcome[:, -1])
 
 
-@pytest.mark.parametrize("use_lora", [True, False])
+@on_tiny
+@pytest.mark.parametrize("use_lora", [True, slow(False)])
 def test_steps_outside_the_window_may_be_lossy_and_the_ratio_stays_1(make, tmp_path, use_lora):
+    """Slow: with all weights, whose blocks are cast to 8 bits again after each step."""
     flags = {
         "num_sampling_steps": 4,
         "sde_window": "random:1",
