@@ -166,7 +166,7 @@ def test_a_process_in_which_nothing_moves_ends_itself(tmp_path):
     assert process.exitcode == guards.FAILED
     record = json.loads((tmp_path / "flight" / "rank-00000.json").read_text())
     assert (record["iteration"], record["phase"]) == (5, "anchor")
-    assert record["idle_seconds"] > 1.0 and "nothing moved for" in record["message"]
+    assert record["idle_seconds"] > 1.0 and "collective_timeout" in record["message"]
     assert any("wait(600)" in line for line in record["stacks"]["MainThread"])
     assert json.loads((tmp_path / "status.json").read_text())["message"] == record["message"]
 

@@ -91,7 +91,7 @@ def test_a_disk_that_stands_still_ends_it_like_any_hang(flags, tmp_path):
     process.join(100)
     assert process.exitcode == 1
     record = json.loads((tmp_path / "run" / "flight" / "rank-00000.json").read_text())
-    assert record["phase"] == "save" and "nothing moved for" in record["message"]
+    assert record["phase"] == "save" and "collective_timeout" in record["message"]
 
 
 @on_both
