@@ -1,8 +1,9 @@
-"""Builds the figures and tables of a page of results: by default research/studies/first_edition.md, from
+"""Build the figures and tables of a page of results: by default research/studies/first_edition.md, from
 research/studies/records/first.jsonl.
 
-    python -m research.studies.page                                     after research/studies/ablate.py has added results
-    python -m research.studies.page --results FILE.jsonl --page FILE.md        for a trial
+    python -m research.studies.page                                        after research/studies/ablate.py has added
+                                                                           results
+    python -m research.studies.page --results FILE.jsonl --page FILE.md    for a trial
 
 Draws the figures figures/PAGE_STUDY.png that the page shows, including the paper's Figures 3, 4, 7, 8 and 9, and
 regenerates the tables between markers in it; a missing page is created with everything available. Above are the
@@ -14,9 +15,9 @@ import argparse
 import math
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 import numpy as np
@@ -27,8 +28,10 @@ from research.studies.questions import HERE, RECIPE, RECORDS, SDES, STUDIES, Stu
 from research.studies.records import (
     VALIDATED,
     Record,
+    as_float,
     curve,
     mean,
+    name_of,
     read_all,
     schedule_of,
     validated,
@@ -50,35 +53,58 @@ from sage_grpo.algo.equalizer import equalizer, gradient_scale
 from sage_grpo.intervals import Interval
 from sage_grpo.tools.figure_style import GREY, STYLE, colors_of
 
-CURVES = {"reward/total": "reward", "reward/group_std": "exploration: reward std inside a group",
-          "gold/match": "gold match", "gold/distance": "distance to the manifold"}  # fmt: skip
-HELD = {
+CURVES = {
+    "reward/total": "reward",
+    "reward/group_std": "exploration: reward std inside a group",
+    "gold/match": "gold match",
+    "gold/distance": "distance to the manifold",
+}
+KL_CURVES = {
     "reward/total": "reward",
     "gold/match": "gold match",
     "kl/anchor": "KL to the anchor",
     "kl/coef": "KL coefficient",
 }
 LOGARITHMIC = ("kl/anchor", "kl/coef")
-VARIABLES = {
+VARIABLES = {  # in legends
     "balancing": "equalizer",
     "strategies": "KL strategy",
     "sde": "SDE",
     "energy": "SDE",
-}  # in legends
+}
 WINDOW = 5  # points in a running mean
-SIZE = (3.3, 2.5)  # inches per panel
-FOREST = (0.75, 0.21)  # inches: height of a panel with differences, without rows and per row
-COLUMNS = 7  # of a legend below all panels
+PANEL_WIDTH, PANEL_HEIGHT = 3.3, 2.5  # inches
+FOREST_HEIGHT, FOREST_ROW = (
+    0.75,
+    0.21,
+)  # inches: of a panel with differences, without rows and per row
+FOREST_PANELS = 4
+LEGEND_COLUMNS = 7  # of a legend below all panels
 APART = 0.012  # fraction of the horizontal axis between the dots of two arms
-Draw = Callable[..., None]
+
+Plot = Callable[[np.ndarray], None]  # draws into the axes of a figure
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A grid of panels, under a row of panels with differences where there are some.
+
+    shape: rows and columns. share_y: matplotlib's `sharey`. rows: number of differences.
+    """
+
+    shape: tuple[int, int]
+    plot: Plot
+    share_y: bool | str = False
+    rows: int = 0
+    differences: Callable[[Sequence[Axes]], None] | None = None
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
     """Running mean over WINDOW points, shorter at the ends; missing values are ignored."""
-    there, window = np.isfinite(values), np.ones(min(WINDOW, len(values)))
-    sums, counts = (
-        np.convolve(v, window, "same") for v in (np.where(there, values, 0.0), there.astype(float))
-    )
+    known = np.isfinite(values)
+    window = np.ones(min(WINDOW, len(values)))
+    sums = np.convolve(np.where(known, values, 0.0), window, "same")
+    counts = np.convolve(known.astype(float), window, "same")
     return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
 
 
@@ -86,32 +112,33 @@ def draw_arms(ax: Axes, arms: Arms, key: str, colors: Mapping[str, str] | None =
     """One color per arm, with dots side by side so that none hides another."""
     colors = colors or colors_of({arm: arm for arm in arms})
     for i, (arm, records) in enumerate(arms.items()):
-        draw_arm(ax, list(records.values()), key, colors[arm], arm, i - (len(arms) - 1) / 2)
+        place = i - (len(arms) - 1) / 2
+        draw_arm(ax, list(records.values()), key, colors[arm], arm, place)
 
 
 def draw_arm(
     ax: Axes, records: Sequence[Record], key: str, color: str, label: str, place: float = 0.0
 ) -> None:
-    """Mean over seeds of a smoothed curve, up to the shortest run; validation as dots."""
+    """Mean over seeds of a smoothed curve, up to the shortest run; validation as dots.
+
+    place: how far the dots are moved sideways, in units of APART.
+    """
     if not records:
         return
     length = min(len(record["steps"]) for record in records)
     steps = records[0]["steps"][:length]
-    ax.plot(
-        steps,
-        over_seeds([smooth(curve(record, key))[:length] for record in records]),
-        color=color,
-        label=label,
-    )
-    whole = [
+    curves = [smooth(curve(record, key))[:length] for record in records]
+    ax.plot(steps, over_seeds(curves), color=color, label=label)
+
+    complete = [
         record["validation"]
         for record in records
         if not math.isnan(validated(record, "reward/total"))
     ]
-    if key in VALIDATED and whole:
-        at = np.array(whole[0]["step"]) + place * APART * steps[-1]
-        middle = over_seeds([np.array(validation[key], dtype=float) for validation in whole])
-        ax.plot(at, middle, "o", ms=4, color=color, zorder=3)
+    if key in VALIDATED and complete:
+        x = np.array(complete[0]["step"]) + place * APART * steps[-1]
+        y = over_seeds([np.array(validation[key], dtype=float) for validation in complete])
+        ax.plot(x, y, "o", ms=4, color=color, zorder=3)
 
 
 def over_seeds(rows: Sequence[np.ndarray]) -> np.ndarray:
@@ -124,15 +151,16 @@ def forest(
 ) -> None:
     """Differences with their 95 % intervals, one row per name, the first on top; filled where decided."""
     for place, (name, change) in enumerate(rows.items()):
-        inside = colors[name] if name in decided else "white"
-        style = {
-            "fmt": "o",
-            "ms": 4.5,
-            "capsize": 2.5,
-            "color": colors[name],
-            "markerfacecolor": inside,
-        }
-        ax.errorbar(change.mean, place, xerr=np.nan_to_num(change.half), **style)
+        ax.errorbar(
+            change.mean,
+            place,
+            xerr=np.nan_to_num(change.half),
+            fmt="o",
+            ms=4.5,
+            capsize=2.5,
+            color=colors[name],
+            markerfacecolor=colors[name] if name in decided else "white",
+        )
     ax.axvline(0, ls="--", lw=1, color=GREY, zorder=0)
     ax.set_ylim(len(rows) - 0.4, -0.6)
     ax.set_yticks(range(len(rows)), list(rows))
@@ -146,31 +174,43 @@ def draw_differences(
 ) -> None:
     """A forest per gold metric and for the reward: each arm minus the one that it is compared with.
 
-    named: colors of some arms, if those of the study are no automatic ones; the other arms are grey then.
+    named: colors of some arms, where the study does not use automatic ones; the other arms are gray then.
     """
-    found = compared(study, arms)
-    same = len({study.reference(arm) for arm in found}) == 1
-    names = {arm: arm if same else f"{arm} minus {study.reference(arm)}" for arm in found}
-    colors = colors_of({arm: arm for arm in arms}, {arm: arm.removesuffix(" off") for arm in found})
-    colors = {arm: named.get(arm, GREY) if named else colors[arm] for arm in found}
-    for ax, measure in zip(axes, (name for name, m in MEASURES.items() if m.better), strict=True):
-        rows = {names[arm]: differences[measure].of for arm, differences in found.items()}
-        decided = {names[arm] for arm, differences in found.items() if differences[measure].verdict}
-        forest(ax, rows, {names[arm]: colors[arm] for arm in found}, decided)
-        better = "higher" if MEASURES[measure].better > 0 else "lower"
-        ax.set_title(f"{measure}, {better} is better")
-        ax.set_xlabel(f"minus {study.reference(next(iter(found)))}" if same else "difference")
+    changes = compared(study, arms)
+    references = {study.reference(arm) for arm in changes}
+    same_reference = len(references) == 1
+    labels = {
+        arm: arm if same_reference else f"{arm} minus {study.reference(arm)}" for arm in changes
+    }
+    colors = colors_of(
+        {arm: arm for arm in arms}, {arm: arm.removesuffix(" off") for arm in changes}
+    )
+    if named:
+        colors = {arm: named.get(arm, GREY) for arm in changes}
+    label_colors = {labels[arm]: colors[arm] for arm in changes}
+
+    judged = [name for name, measure in MEASURES.items() if measure.better]
+    for ax, name in zip(axes, judged, strict=True):
+        rows = {labels[arm]: differences[name].change for arm, differences in changes.items()}
+        decided = {labels[arm] for arm, differences in changes.items() if differences[name].verdict}
+        forest(ax, rows, label_colors, decided)
+        better = "higher" if MEASURES[name].better > 0 else "lower"
+        ax.set_title(f"{name}, {better} is better")
+        ax.set_xlabel(f"minus {study.reference(next(iter(changes)))}" if same_reference else "difference")  # fmt: skip
         ax.tick_params(labelleft=ax is axes[0])
 
 
 def finish(axes: np.ndarray, title: str, below: bool = False) -> None:
-    """Add a legend with the variable's name in the first panel or below all."""
+    """Add a legend with the variable's name, in the first panel or below all."""
     first = axes.flat[0]
     handles, labels = first.get_legend_handles_labels()
-    if handles and below:
-        place = {"loc": "outside lower center", "ncols": min(len(labels), COLUMNS), "fontsize": 8}
+    if not handles:
+        return
+    if below:
+        columns = min(len(labels), LEGEND_COLUMNS)
+        place = {"loc": "outside lower center", "ncols": columns, "fontsize": 8}
         first.figure.legend(handles, labels, title=title, **place)
-    elif handles:
+    else:
         first.legend(title=title)
 
 
@@ -196,25 +236,23 @@ def draw_balancing(axes: np.ndarray, arms: Arms, variable: str) -> None:
 
 def draw_gradients(axes: np.ndarray, arms: Arms) -> None:
     """Figure 4: measured norm of dL/dv by noise level, and |b|/std of the sampler scaled to it, without and with S."""
-    for ax, word, title in zip(
-        axes.flat, (" off", ""), ("without the equalizer", "with the equalizer"), strict=True
-    ):
-        for name, color in colors_of({name: name for name in SDES}).items():
-            records = list(arms[f"{name}{word}"].values())
+    titles = {" off": "without the equalizer", "": "with the equalizer"}
+    colors = colors_of({name: name for name in SDES})
+    for ax, (suffix, title) in zip(axes.flat, titles.items(), strict=True):
+        for name, color in colors.items():
+            records = list(arms[f"{name}{suffix}"].values())
             if not records:
                 continue
             schedule = schedule_of(records[0]["config"])
-            measured = np.array(
-                [[math.nan if v is None else v for v in r["per_step"]["grad_v"]] for r in records]
-            )
-            measured = np.array([mean(column) for column in measured.T])
-            factor = equalizer(schedule, enabled=not word).numpy()
             noisy = schedule.stochastic.numpy()
-            predicted = (factor * gradient_scale(schedule).numpy())[noisy]
-            scale = np.exp(mean(np.log(measured[noisy]) - np.log(predicted)))
             sigma = schedule.sigmas[:-1].numpy()[noisy]
+            norms = [[as_float(v) for v in record["per_step"]["grad_v"]] for record in records]
+            measured = over_seeds(norms)[noisy]
+            factor = equalizer(schedule, enabled=not suffix).numpy()
+            predicted = (factor * gradient_scale(schedule).numpy())[noisy]
+            scale = np.exp(mean(np.log(measured) - np.log(predicted)))
             ax.plot(sigma, scale * predicted, lw=1, color=color)
-            ax.plot(sigma, measured[noisy], "o", ms=4, color=color, label=name)
+            ax.plot(sigma, measured, "o", ms=4, color=color, label=name)
         ax.set(title=title, xlabel="noise level sigma of the step", yscale="log")
     axes.flat[0].set_ylabel("norm of dL/dv")
     finish(axes, "SDE: dots measured, lines |b|/std")
@@ -223,35 +261,49 @@ def draw_gradients(axes: np.ndarray, arms: Arms) -> None:
 def draw_schedules(axes: np.ndarray, arms: Arms, variable: str) -> None:
     """Figure 7: VQ, MQ, TA and the coefficient under three schedules, at the published scale and at one that acts."""
     keys = {"reward/VQ": "VQ", "reward/MQ": "MQ", "reward/TA": "TA", "kl/coef": "KL coefficient"}
-    for row, names in zip(axes, (list(arms)[:3], list(arms)[3:]), strict=True):
+    colors = colors_of({arm: arm for arm in arms})
+    published, acting = list(arms)[:3], list(arms)[3:]
+    for row, names in zip(axes, (published, acting), strict=True):
         for ax, (key, title) in zip(row, keys.items(), strict=True):
-            draw_arms(
-                ax, {arm: arms[arm] for arm in names}, key, colors_of({arm: arm for arm in arms})
-            )
+            draw_arms(ax, {arm: arms[arm] for arm in names}, key, colors)
             ax.set(title=title, xlabel="iteration")
         finish(row, variable)
 
 
-Figures = Mapping[str, tuple[tuple[int, int], Draw, Mapping[str, str]]]
-FIGURES: Figures = {  # study -> rows and columns, draw function, colors other than automatic ones; others: draw_curves
-    "balancing": ((3, 5), draw_balancing, {}),
-    "feedback": ((1, 4), partial(draw_curves, curves=HELD), {}),
-    "schedules": ((2, 4), draw_schedules, {}),
+@dataclass(frozen=True)
+class StudyFigure:
+    """How the results of a study are drawn below its differences.
+
+    plot: called with axes, arms and the variable's name. shape: rows and columns.
+    colors: of arms, instead of automatic ones.
+    """
+
+    plot: Callable[..., None] = draw_curves
+    shape: tuple[int, int] = (1, 4)
+    share_y: bool | str = False
+    colors: Mapping[str, str] = field(default_factory=dict)
+
+
+FIGURES: Mapping[str, StudyFigure] = {  # of the studies that are not drawn by draw_curves
+    "balancing": StudyFigure(draw_balancing, (3, 5), share_y="row"),
+    "feedback": StudyFigure(partial(draw_curves, curves=KL_CURVES)),
+    "schedules": StudyFigure(draw_schedules, (2, 4)),
 }
 
 
-def draw(path: Path, shape: tuple[int, int], plot: Callable[[np.ndarray], None], share: bool | str = False,
-         rows: int = 0, differences: Callable[[Sequence[Axes]], None] | None = None) -> None:  # fmt: skip
-    """A grid of panels, under a row of panels with that many `differences`; `share` is matplotlib's `sharey`."""
+def draw(path: Path, drawing: Drawing) -> None:
+    """Draw a figure and save it."""
+    rows, columns = drawing.shape
+    heights = [PANEL_HEIGHT * rows]
+    if drawing.differences:
+        heights.insert(0, FOREST_HEIGHT + FOREST_ROW * drawing.rows)
+        columns = max(columns, FOREST_PANELS if drawing.rows else 0)
     with matplotlib.rc_context({"axes.titlesize": 9, "legend.fontsize": 7}, STYLE):
-        heights = [FOREST[0] + FOREST[1] * rows] * (differences is not None) + [SIZE[1] * shape[0]]
-        figure = Figure(
-            figsize=(SIZE[0] * max(shape[1], 4 * bool(rows)), sum(heights)), layout="constrained"
-        )
+        figure = Figure(figsize=(PANEL_WIDTH * columns, sum(heights)), layout="constrained")
         parts = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
-        if differences:
-            differences(parts[0].subplots(1, 4, sharey=True))
-        plot(parts[-1].subplots(*shape, squeeze=False, sharey=share))
+        if drawing.differences:
+            drawing.differences(parts[0].subplots(1, FOREST_PANELS, sharey=True))
+        drawing.plot(parts[-1].subplots(*drawing.shape, squeeze=False, sharey=drawing.share_y))
         figure.savefig(path, dpi=110, metadata={"Software": None})
 
 
@@ -264,7 +316,9 @@ def ordered(arms: Arms) -> Arms:
 def variable_of(name: str, study: Study) -> str:
     """The flag that the arms vary, or the name of a study that varies several."""
     flags = {flag for arm in study.arms.values() for flag in arm}
-    return VARIABLES.get(name) or (flags.pop() if len(flags) == 1 else name.replace("_", " "))
+    if name in VARIABLES:
+        return VARIABLES[name]
+    return flags.pop() if len(flags) == 1 else name.replace("_", " ")
 
 
 def paired(arms: Arms) -> Arms:
@@ -280,74 +334,73 @@ def drawings(
     plan: StudyPlan,
     studies: Mapping[str, Study],
     found: Mapping[str, Record],
-    figures: Figures = FIGURES,
-) -> dict[str, tuple[Any, ...]]:
-    """Arguments of `draw`, by name: a figure per study with results, Figure 4 as `gradients`, Figure 9 as `std`."""
-    made: dict[str, tuple[Any, ...]] = {}
+    figures: Mapping[str, StudyFigure] = FIGURES,
+) -> dict[str, Drawing]:
+    """By name, a figure per study with results, Figure 4 as `gradients`, Figure 9 as `std`."""
+    made: dict[str, Drawing] = {}
     for name, study in studies.items():
         arms = arms_of(plan, name, study, found)
         if not comparable(arms) or name == "table2":
             continue
-        found_arms = arms
-        arms = ordered(paired(arms))
-        shape, plot, colors = figures.get(name, ((1, 4), draw_curves, {}))
-        curves = partial(plot, arms=arms, variable=variable_of(name, study))
-        above = partial(draw_differences, study=study, arms=ordered(found_arms), named=colors)
-        made[name] = (
-            shape,
-            curves,
-            "row" if name == "balancing" else False,
-            len(compared(study, found_arms)),
-            above,
+        figure = figures.get(name, StudyFigure())
+        shared_arms = ordered(paired(arms))
+        made[name] = Drawing(
+            figure.shape,
+            partial(figure.plot, arms=shared_arms, variable=variable_of(name, study)),
+            figure.share_y,
+            rows=len(compared(study, arms)),
+            differences=partial(
+                draw_differences, study=study, arms=ordered(arms), named=figure.colors
+            ),
         )
         if name == "balancing":
-            made["gradients"] = ((1, 2), partial(draw_gradients, arms=arms))
-    made["std"] = ((1, 3), lambda axes: plot_std(list(axes.flat)))
+            made["gradients"] = Drawing((1, 2), partial(draw_gradients, arms=shared_arms))
+    made["std"] = Drawing((1, 3), lambda axes: plot_std(list(axes.flat)))
     return made
 
 
 def main(
     arguments: Sequence[str] | None = None,
     studies: Mapping[str, Study] = STUDIES,
-    figures: Figures = FIGURES,
+    figures: Mapping[str, StudyFigure] = FIGURES,
     more: Mapping[str, Table] = NO_MORE,
 ) -> int:
-    """figures, more: of some studies, instead of the curves and after the tables that all have."""
+    """figures: of studies that are not drawn as curves; more: tables besides those that every study has."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--results", type=Path, default=RECORDS / "first.jsonl")
-    parser.add_argument("--page", type=Path, default=HERE / "first_edition.md")
-    parser.add_argument(
-        "--recipe", type=Path, default=RECIPE, help="YAML file that the studies vary"
-    )
+    add = parser.add_argument
+    add("--results", type=Path, default=RECORDS / "first.jsonl", help="file of finished runs")
+    add("--page", type=Path, default=HERE / "first_edition.md", help="page to write")
+    add("--recipe", type=Path, default=RECIPE, help="YAML file that the studies vary")
     args = parser.parse_args(arguments)
     try:
-        plan, found = StudyPlan(recipe=args.recipe, studies=studies), read_all(args.results)
+        plan = StudyPlan(recipe=args.recipe, studies=studies)
+        found = read_all(args.results)
     except (ValueError, FileNotFoundError) as error:
         print(f"page.py: {error}", file=sys.stderr)
         return 2
-    if unknown := sorted(
-        f"{r['study']}-{r['arm']}-{r['seed']}" for key, r in found.items() if key not in plan.runs
-    ):
+    unknown = sorted(name_of(record) for key, record in found.items() if key not in plan.runs)
+    if unknown:
         print(
-            f"page.py: {len(unknown)} results are of no study any more, such as {unknown[0]}",
+            f"page.py: {len(unknown)} results belong to no study any more, such as {unknown[0]}",
             file=sys.stderr,
         )
         return 2
-    folder = args.page.parent / "figures"
-    folder.mkdir(parents=True, exist_ok=True)
-    made, drawn = tables(plan, studies, found, more), drawings(plan, studies, found, figures)
-    links = {name: f"figures/{args.page.stem}_{name}.png" for name in drawn}
-    page = (
-        args.page.read_text(encoding="utf-8")
-        if args.page.is_file()
-        else first_page(studies, made, links)
-    )
-    for name in (name for name in drawn if links[name] in page):
-        draw(args.page.parent / links[name], *drawn[name])
-        print("wrote", args.page.parent / links[name])
-    args.page.write_text(refreshed(page, made), encoding="utf-8")
+
+    (args.page.parent / "figures").mkdir(parents=True, exist_ok=True)
+    made_tables = tables(plan, studies, found, more)
+    made_drawings = drawings(plan, studies, found, figures)
+    links = {name: f"figures/{args.page.stem}_{name}.png" for name in made_drawings}
+    text = first_page(studies, made_tables, links)
+    if args.page.is_file():
+        text = args.page.read_text(encoding="utf-8")
+    for name, drawing in made_drawings.items():
+        if links[name] in text:
+            path = args.page.parent / links[name]
+            draw(path, drawing)
+            print("wrote", path)
+    args.page.write_text(refreshed(text, made_tables), encoding="utf-8")
     print("wrote", args.page)
     return 0
 

@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,9 +35,12 @@ Flags = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Study:
-    """`flags` apply to all arms. Each arm is compared with the one that `against` names, else with the first.
+    """A question and the arms that answer it.
 
-    measured: what is measured of the last weights of each run, `path_kl` or `spread` (research/studies/path_kl.py, spread.py).
+    flags: apply to all arms.
+    against: the arm that an arm is compared with; if empty, all are compared with the first.
+    measured: what is measured of the last weights of each run: `path_kl` (research/studies/path_kl.py) or `spread`
+        (research/studies/spread.py).
     """
 
     question: str
@@ -48,10 +52,10 @@ class Study:
     measured: tuple[str, ...] = ()
 
     def reference(self, arm: str) -> str | None:
-        """The arm that this one is compared with."""
+        """The arm that this one is compared with; None for an arm that is not compared."""
         first = None if self.against else next(iter(self.arms))
-        found = self.against.get(arm, first)
-        return None if found == arm else found
+        reference = self.against.get(arm, first)
+        return None if reference == arm else reference
 
 
 @dataclass(frozen=True)
@@ -78,12 +82,12 @@ def run_name(study: str, arm: str, seed: int) -> str:
 
 def lasting(iterations: int) -> dict[str, int]:
     """Flags for a run of this length: validated at start, middle and end, with about 40 points per curve."""
-    logged, half = -(-iterations // POINTS), iterations // 2
+    half = iterations // 2
     return {
         "max_steps": iterations,
         "validation_interval": half,
         "save_interval": half,
-        "log_interval": logged,
+        "log_interval": math.ceil(iterations / POINTS),
     }
 
 
@@ -97,10 +101,8 @@ SDES = {name: {"sde_type": f"{name}_grpo"} for name in ("sage", "dance", "flow")
 SDES |= {name: {"sde_type": name} for name in ("cps", "precise")}
 # etas for which the sum of std^2 over the four exploring steps is 1
 EQUAL_ENERGY = {"sage": 0.4623, "dance": 1.3229, "flow": 0.5410, "cps": 0.4778, "precise": 0.3623}
-PUSHED = {
-    "learning_rate": 5e-4,
-    "updates_per_rollout": 2,
-}  # aggressive, and so that the velocity term matters
+# an aggressive rate, and two updates so that the KL to the rollout's policy matters
+PUSHED = {"learning_rate": 5e-4, "updates_per_rollout": 2}
 WARMING = {"kl_schedule": "two_stage", "kl_warmup_steps": 60}
 ADAPTIVE = {
     "kl_schedule": "adaptive",
@@ -302,20 +304,21 @@ FORMER_DEFAULTS = {
 
 def updated(values: Flags) -> dict[str, Any]:
     """Update an older identity: flags that are missing or at a former default get today's default."""
-    former = {
+    at_former_default = {
         name for name, value in FORMER_DEFAULTS.items() if name in values and values[name] == value
     }
-    return DEFAULTS | {name: value for name, value in values.items() if name not in former}
+    current = {name: value for name, value in values.items() if name not in at_former_default}
+    return DEFAULTS | current
 
 
 def digest(values: Flags) -> str:
     """A hash of the non-default flags, so that adding or removing flags changes nothing."""
-    own = {
+    changed = {
         name: value
         for name, value in updated(values).items()
         if name not in DEFAULTS or value != DEFAULTS[name]
     }
-    return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()[:12]
+    return hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()[:12]
 
 
 class StudyPlan:
@@ -329,55 +332,54 @@ class StudyPlan:
         studies: Mapping[str, Study] = STUDIES,
     ) -> None:
         """names: studies to include, all if empty; seeds: maximum per study."""
-        if unknown := [name for name in names if name not in studies]:
+        unknown = [name for name in names if name not in studies]
+        if unknown:
             raise ConfigError(f"there is no study {unknown[0]}; choose from {', '.join(studies)}")
         base = yaml_mapping(recipe.read_text(encoding="utf-8"), str(recipe))
         owners: dict[str, StudyRun] = {}
         self.keys: dict[tuple[str, str, int], str] = {}  # (study, arm, seed) -> digest
-        for (
-            name,
-            study,
-        ) in studies.items():  # all, even if not requested: the first study owns a shared run
-            for seed, (arm, flags) in itertools.product(
-                range(study.first_seed, study.first_seed + min(seeds or study.seeds, study.seeds)),
-                study.arms.items(),
-            ):
+
+        # All studies, even those not requested: the first study owns a run that several share.
+        for name, study in studies.items():
+            count = min(seeds or study.seeds, study.seeds)
+            study_seeds = range(study.first_seed, study.first_seed + count)
+            for seed, (arm, flags) in itertools.product(study_seeds, study.arms.items()):
                 config = from_values(base, study.flags, flags, {"seed": seed})
                 key = digest(identity(config))
                 owner = owners.get(key) or StudyRun(name, arm, seed, config)
-                asked = tuple(dict.fromkeys((*owner.measured, *study.measured)))
-                owners[key] = dataclasses.replace(owner, measured=asked)
+                measured = tuple(dict.fromkeys((*owner.measured, *study.measured)))
+                owners[key] = dataclasses.replace(owner, measured=measured)
                 if not names or name in names:
                     self.keys[name, arm, seed] = key
-        self.known = {run.name for run in owners.values()}
         self.runs = {key: owners[key] for key in self.keys.values()}  # by digest, in study order
 
 
-# core-seconds on one core of 2026, by phase, for 16 clips of the embedded model
-STARTUP, ROLLOUT_STEP, DECODE, GOLD_METRICS, ANCHOR_STEP, UPDATE_STEP = (
-    10.0,
-    0.13,
-    0.55,
-    0.55,
-    0.13,
-    0.4,
-)
-VALIDATION_CLIP, VALIDATION_STEP, VALIDATION_CLIPS = 0.1, 0.03, 64
+# Core-seconds on one core of 2026: of the start, then by phase for 16 clips of the embedded model
+STARTUP = 10.0
+ROLLOUT_STEP = 0.13
+DECODE = 0.55
+GOLD_METRICS = 0.55
+ANCHOR_STEP = 0.13
+UPDATE_STEP = 0.4
+# of a validation: for a clip, for each of its denoising steps, and the number of clips
+VALIDATION_CLIP = 0.1
+VALIDATION_STEP = 0.03
+VALIDATION_CLIPS = 64
 
 
 def core_seconds(config: Config) -> float:
     """Approximate cost of a run on one core: for planning, not for results."""
-    explored = build_windows(
-        config.window_form, torch.ones(config.num_sampling_steps), config.seed
-    ).size
+    every_step = torch.ones(config.num_sampling_steps)
+    explored = build_windows(config.window_form, every_step, config.seed).size
     trained = num_trained(explored, config.timestep_fraction)
     anchor = ANCHOR_STEP if config.trust_region.anchor else 0.0
     iteration = config.num_sampling_steps * ROLLOUT_STEP + DECODE + trained * (UPDATE_STEP + anchor)
-    iteration = (iteration + GOLD_METRICS / config.log_interval) * config.batch_size / 16
-    validation = VALIDATION_CLIPS * (
-        VALIDATION_CLIP + VALIDATION_STEP * config.validation_num_inference_steps
-    )
-    validations = 1 + (
+    iteration += GOLD_METRICS / config.log_interval
+    iteration *= config.batch_size / 16
+
+    clip = VALIDATION_CLIP + VALIDATION_STEP * config.validation_num_inference_steps
+    after_start = (
         config.max_steps // config.validation_interval if config.validation_interval else 1
     )
-    return STARTUP + config.max_steps * iteration + validations * validation
+    validations = 1 + after_start
+    return STARTUP + config.max_steps * iteration + validations * VALIDATION_CLIPS * clip

@@ -51,11 +51,15 @@ def weighted(record: Record, weights: Mapping[str, float], at: int = -1) -> floa
 
 def seconds(record: Record) -> float:
     """Seconds per iteration on a GPU; NaN on a CPU, because CPUs vary too much."""
-    return math.nan if record["device"] == "CPU" else record["seconds"]["total"] or math.nan
+    if record["device"] == "CPU":
+        return math.nan
+    return record["seconds"]["total"] or math.nan
 
 
 @dataclass(frozen=True)
 class Measure:
+    """A column of the tables."""
+
     value: Callable[[Record], float]
     better: int = 0  # +1 if higher is better, -1 if lower is, 0 if neither
     decimals: int = 3
@@ -75,6 +79,9 @@ VERDICTS = {1: "**better**", -1: "**worse**", 0: "undecided"}
 Arms = Mapping[str, Mapping[int, Record]]  # arm -> seed -> results
 Table = Callable[[Arms, Mapping[str, Record]], str]
 NO_MORE: Mapping[str, Table] = {}
+AT_EQUAL_REWARD = (
+    " at equal reward"  # ends the name of a measure that is compared where the rewards are equal
+)
 
 
 def arms_of(plan: StudyPlan, name: str, study: Study, found: Mapping[str, Record]) -> Arms:
@@ -88,7 +95,12 @@ def arms_of(plan: StudyPlan, name: str, study: Study, found: Mapping[str, Record
 
 def comparable(arms: Arms) -> bool:
     """Whether more than one arm has results; a shared arm alone answers nothing."""
-    return sum(map(bool, arms.values())) > 1
+    return len(with_results(arms)) > 1
+
+
+def with_results(arms: Arms) -> Arms:
+    """The arms that have results."""
+    return {arm: records for arm, records in arms.items() if records}
 
 
 def at_equal_reward(record: Record, other: Record, key: str) -> float:
@@ -98,14 +110,18 @@ def at_equal_reward(record: Record, other: Record, key: str) -> float:
     """
     if math.isnan(validated(record, key) + validated(other, key)):
         return math.nan
-    rewards = [
-        sum(w * np.array(r["validation"][f"reward/{name}"], float) for name, w in REWARD.items())
-        for r in (record, other)
-    ]
-    level = min(float(np.nanmax(values)) for values in rewards)
-    if level <= max(values[0] for values in rewards):
+    rewards = validation_rewards(record)
+    other_rewards = validation_rewards(other)
+    level = min(float(np.nanmax(rewards)), float(np.nanmax(other_rewards)))
+    if level <= max(rewards[0], other_rewards[0]):
         return math.nan
-    return crossing(rewards[0], np.array(record["validation"][key], dtype=float), level)
+    return crossing(rewards, np.array(record["validation"][key], dtype=float), level)
+
+
+def validation_rewards(record: Record) -> np.ndarray:
+    """The total reward of each validation, under the weights of setting B."""
+    scores = {name: np.array(record["validation"][f"reward/{name}"], float) for name in REWARD}
+    return sum(weight * scores[name] for name, weight in REWARD.items())
 
 
 def crossing(rewards: np.ndarray, values: np.ndarray, level: float) -> float:
@@ -122,31 +138,32 @@ def differences(
 ) -> dict[str, list[float]]:
     """Arm minus reference, by measure, one value per seed that both have."""
     pairs = [(arm[seed], reference[seed]) for seed in sorted(arm.keys() & reference.keys())]
-    found = {
-        name: [m.value(a) - m.value(b) for a, b in pairs]
-        for name, m in MEASURES.items()
-        if m.better
+    changes = {
+        name: [measure.value(a) - measure.value(b) for a, b in pairs]
+        for name, measure in MEASURES.items()
+        if measure.better
     }
-    for name, key in (
-        ("gold match", "gold/match"),
-        ("gold prompt distance", "gold/prompt_distance"),
-    ):
-        equal = [at_equal_reward(a, b, key) - at_equal_reward(b, a, key) for a, b in pairs]
-        found[f"{name} at equal reward"] = equal
-    return found
+    keys = {"gold match": "gold/match", "gold prompt distance": "gold/prompt_distance"}
+    for name, key in keys.items():
+        changes[f"{name}{AT_EQUAL_REWARD}"] = [
+            at_equal_reward(a, b, key) - at_equal_reward(b, a, key) for a, b in pairs
+        ]
+    return changes
 
 
 @dataclass(frozen=True)
 class Difference:
-    of: Interval
+    """A measure of an arm minus that of its reference."""
+
+    change: Interval
     pairs: int
     p: float  # corrected
-    better: int
+    better: int  # as in Measure
 
     @property
     def verdict(self) -> int:
         """+1 better, -1 worse, 0 undecided."""
-        return self.better * self.of.sign if self.p < LEVEL else 0
+        return self.better * self.change.sign if self.p < LEVEL else 0
 
 
 def comparisons(study: Study) -> int:
@@ -156,16 +173,18 @@ def comparisons(study: Study) -> int:
 
 def compared(study: Study, arms: Arms) -> dict[str, dict[str, Difference]]:
     """Differences by arm and measure; p-values are corrected per measure over all arms of the study, run or not."""
-    asked = {
-        arm: differences(arms[arm], arms[reference])
-        for arm in arms
-        if (reference := study.reference(arm)) and arms[arm] and arms[reference]
-    }
-    result: dict[str, dict[str, Difference]] = {arm: {} for arm in asked}
-    for name in next(iter(asked.values()), {}):
-        better = MEASURES[name.removesuffix(" at equal reward")].better
-        found = corrected([p_value(values[name]) for values in asked.values()], comparisons(study))
-        for (arm, values), p in zip(asked.items(), found, strict=True):
+    changes: dict[str, dict[str, list[float]]] = {}
+    for arm, records in arms.items():
+        reference = study.reference(arm)
+        if reference and records and arms[reference]:
+            changes[arm] = differences(records, arms[reference])
+
+    result: dict[str, dict[str, Difference]] = {arm: {} for arm in changes}
+    for name in next(iter(changes.values()), {}):
+        better = MEASURES[name.removesuffix(AT_EQUAL_REWARD)].better
+        p_values = [p_value(values[name]) for values in changes.values()]
+        corrected_p = corrected(p_values, comparisons(study))
+        for (arm, values), p in zip(changes.items(), corrected_p, strict=True):
             pairs = sum(map(math.isfinite, values[name]))
             result[arm][name] = Difference(interval(values[name]), pairs, p, better)
     return result
@@ -173,74 +192,73 @@ def compared(study: Study, arms: Arms) -> dict[str, dict[str, Difference]]:
 
 def study_table(study: Study, arms: Arms) -> str:
     """Markdown tables of means and spreads, then differences, for arms with results; the others are listed."""
-    rows = [["arm", "runs", "collapsed", *MEASURES]]
-    missing = [arm for arm, records in arms.items() if not records]
-    for arm, records in ((arm, records) for arm, records in arms.items() if records):
-        collapsed = sum(bool(record["collapsed"]) for record in records.values())
-        rows.append(
-            [
-                arm,
-                str(len(records)),
-                str(collapsed),
-                *(spread(m, records.values()) for m in MEASURES.values()),
-            ]
-        )
-    found = compared(study, arms)
-    text = (
-        (finding(study, found) if found else "")
-        + "Mean ± standard deviation over seeds.\n\n"
-        + markdown(rows)
-    )
-    names = list(next(iter(found.values()), {}))
-    rows = [["difference", "pairs", *names]]
-    for arm, values in found.items():
-        pairs = max((d.pairs for d in values.values()), default=0)
-        cells = [
-            shown(d, MEASURES[name.removesuffix(" at equal reward")].decimals)
-            + (f" ({d.pairs} pairs)" if 0 < d.pairs < pairs else "")
-            for name, d in values.items()
-        ]
-        rows.append([f"{arm} minus {study.reference(arm)}", str(pairs), *cells])
-    if found:
+    changes = compared(study, arms)
+    text = finding(study, changes) if changes else ""
+    text += f"Mean ± standard deviation over seeds.\n\n{markdown(mean_rows(arms))}"
+    if changes:
         asked = comparisons(study)
         over = f", p-values corrected over {asked} comparisons" if asked > 1 else ""
+        rows = difference_rows(study, changes)
         text += f"\nPaired differences with 95 % intervals{over}.\n\n{markdown(rows)}"
-    return text + (f"\nNot run yet: {'; '.join(missing)}.\n" if missing else "")
+    missing = [arm for arm, records in arms.items() if not records]
+    if missing:
+        text += f"\nNot run yet: {'; '.join(missing)}.\n"
+    return text
+
+
+def mean_rows(arms: Arms) -> list[list[str]]:
+    """A row per arm with results: its number of runs, how many collapsed, and all measures."""
+    rows = [["arm", "runs", "collapsed", *MEASURES]]
+    for arm, records in with_results(arms).items():
+        collapsed = sum(bool(record["collapsed"]) for record in records.values())
+        cells = [spread(measure, records.values()) for measure in MEASURES.values()]
+        rows.append([arm, str(len(records)), str(collapsed), *cells])
+    return rows
+
+
+def difference_rows(
+    study: Study, changes: Mapping[str, Mapping[str, Difference]]
+) -> list[list[str]]:
+    """A row per difference; a cell names its number of pairs where it has fewer than the row."""
+    rows = [["difference", "pairs", *next(iter(changes.values()))]]
+    for arm, values in changes.items():
+        pairs = max((difference.pairs for difference in values.values()), default=0)
+        cells = []
+        for name, difference in values.items():
+            cell = shown(difference, MEASURES[name.removesuffix(AT_EQUAL_REWARD)].decimals)
+            if 0 < difference.pairs < pairs:
+                cell += f" ({difference.pairs} pairs)"
+            cells.append(cell)
+        rows.append([f"{arm} minus {study.reference(arm)}", str(pairs), *cells])
+    return rows
 
 
 def reached(study: Study, arms: Arms) -> str:
     """A table of how far from the base model each arm ended, and whether as far as the arm it is compared with."""
-    rows = [
-        [
-            "arm",
-            "runs",
-            "kl_weight",
-            "path KL to the base model",
-            "over that of the other arm",
-            "matched",
-        ]
-    ]
+    low_ratio, high_ratio = MATCHED
+    head = ["arm", "runs", "kl_weight", "path KL to the base model", "over that of the other arm"]
+    rows = [[*head, "matched"]]
     logs = {
         arm: {seed: log_path_kl(record) for seed, record in records.items()}
         for arm, records in arms.items()
     }
-    for arm, own in ((arm, own) for arm, own in logs.items() if own):
-        other = logs.get(study.reference(arm) or "", {})
-        change = interval([own[seed] - other[seed] for seed in sorted(own.keys() & other.keys())])
+    for arm, records in with_results(arms).items():
+        arm_logs = logs[arm]
+        other_logs = logs.get(study.reference(arm) or "", {})
+        shared = sorted(arm_logs.keys() & other_logs.keys())
+        change = interval([arm_logs[seed] - other_logs[seed] for seed in shared])
         ratio, low, high = (math.exp(change.mean + end) for end in (0.0, -change.half, change.half))
         cells = [number(ratio, 2), ""]
         if math.isfinite(low):
-            cells = [
-                f"{ratio:.2f} ({low:.2f} to {high:.2f})",
-                "yes" if MATCHED[0] <= ratio <= MATCHED[1] else "no",
-            ]
-        weight, middle = (
-            next(iter(arms[arm].values()))["config"]["kl_weight"],
-            mean(np.array([*own.values()])),
-        )
-        rows.append([arm, str(len(own)), f"{weight:g}", f"{math.exp(middle):.3g}", *cells])
-    matched = f"matched: from {MATCHED[0]:g} to {MATCHED[1]:g}, otherwise a difference decides nothing about the arm"
-    return f"Geometric means over seeds, ratios by pairs with 95 % intervals; {matched}.\n\n{markdown(rows)}"
+            matched = "yes" if low_ratio <= ratio <= high_ratio else "no"
+            cells = [f"{ratio:.2f} ({low:.2f} to {high:.2f})", matched]
+        weight = next(iter(records.values()))["config"]["kl_weight"]
+        geometric_mean = math.exp(mean(np.array([*arm_logs.values()])))
+        rows.append([arm, str(len(records)), f"{weight:g}", f"{geometric_mean:.3g}", *cells])
+    return (
+        "Geometric means over seeds, ratios by pairs with 95 % intervals; matched: from "
+        f"{low_ratio:g} to {high_ratio:g}, otherwise a difference decides nothing about the arm.\n\n{markdown(rows)}"
+    )
 
 
 def log_path_kl(record: Record) -> float:
@@ -248,72 +266,66 @@ def log_path_kl(record: Record) -> float:
     return math.log(path_kl(record) or math.nan)
 
 
-def finding(study: Study, found: Mapping[str, Mapping[str, Difference]]) -> str:
+def finding(study: Study, changes: Mapping[str, Mapping[str, Difference]]) -> str:
     """What is decided of the measures, as the caption of the study's figure; without those at equal reward."""
-    said = []
-    for arm, measures in found.items():
-        decided = {
-            name: d.of.mean for name, d in measures.items() if name in MEASURES and d.verdict
-        }
-        words = [
-            f"{name} {number(mean, MEASURES[name].decimals, '+')}" for name, mean in decided.items()
+    sentences = []
+    for arm, measures in changes.items():
+        decided = [
+            f"{name} {number(difference.change.mean, MEASURES[name].decimals, '+')}"
+            for name, difference in measures.items()
+            if name in MEASURES and difference.verdict
         ]
-        said += [f"{arm} minus {study.reference(arm)}: {', '.join(words)}"] if words else []
-    if not said:
+        if decided:
+            sentences.append(f"{arm} minus {study.reference(arm)}: {', '.join(decided)}")
+    if not sentences:
         return "*No difference at the end is decided.*\n\n"
-    return f"*Decided at the end: {'; '.join(said)}. All else there is undecided.*\n\n"
+    return f"*Decided at the end: {'; '.join(sentences)}. All else there is undecided.*\n\n"
 
 
 def spread(measure: Measure, records: Iterable[Record]) -> str:
+    """Mean and standard deviation of a measure over the runs that have it."""
     values = np.array([value for value in map(measure.value, records) if math.isfinite(value)])
-    middle = number(float(values.mean()) if len(values) else math.nan, measure.decimals)
-    return (
-        middle
-        if len(values) < 2
-        else f"{middle} ± {number(float(values.std(ddof=1)), measure.decimals)}"
-    )
+    if len(values) == 0:
+        return number(math.nan, measure.decimals)
+    text = number(float(values.mean()), measure.decimals)
+    if len(values) > 1:
+        text += f" ± {number(float(values.std(ddof=1)), measure.decimals)}"
+    return text
 
 
 def shown(difference: Difference, decimals: int) -> str:
     """The difference, its interval and the verdict; with fewer than 3 pairs there is no interval or verdict."""
-    middle = number(difference.of.mean, decimals, "+")
-    if math.isnan(difference.of.half):
-        return middle
-    ends = " to ".join(
-        number(difference.of.mean + end, decimals, "+")
-        for end in (-difference.of.half, difference.of.half)
-    )
-    return f"{middle} ({ends}), p {difference.p:.2g}: {VERDICTS[difference.verdict]}"
+    change = difference.change
+    text = number(change.mean, decimals, "+")
+    if math.isnan(change.half):
+        return text
+    low = number(change.mean - change.half, decimals, "+")
+    high = number(change.mean + change.half, decimals, "+")
+    return f"{text} ({low} to {high}), p {difference.p:.2g}: {VERDICTS[difference.verdict]}"
 
 
 def table2(arms: Arms) -> str:
     """The paper's Table 2 on the embedded world: the base model, then each arm, with 95 % intervals over seeds."""
-    columns: dict[str, tuple[Callable[..., float], int]] = {
-        "Overall": (partial(weighted, weights=OVERALL), 3)
+    columns: dict[str, tuple[Callable[..., float], int]] = {  # value of a record, decimals
+        "Overall": (partial(weighted, weights=OVERALL), 3),
+        "VQ": (partial(validated, key="reward/VQ"), 3),
+        "MQ": (partial(validated, key="reward/MQ"), 3),
+        "TA": (partial(validated, key="reward/TA"), 3),
+        "gold match": (partial(validated, key="gold/match"), 3),
+        "gold prompt distance": (partial(validated, key="gold/prompt_distance"), 4),
+        "gold distance": (partial(validated, key="gold/distance"), 4),
     }
-    columns |= {name: (partial(validated, key=f"reward/{name}"), 3) for name in ("VQ", "MQ", "TA")}
-    columns |= {"gold match": (partial(validated, key="gold/match"), 3)}
-    columns |= {"gold prompt distance": (partial(validated, key="gold/prompt_distance"), 4)}
-    columns |= {"gold distance": (partial(validated, key="gold/distance"), 4)}
     rows = [["method", "runs", *columns]]
-    records = [record for found in arms.values() for record in found.values()]
-    if records:  # all runs start from the same clips
-        rows.append(
-            [
-                "base model",
-                "",
-                *(number(value(records[0], at=0), digits) for value, digits in columns.values()),
-            ]
-        )
-    for arm, found in ((arm, found) for arm, found in arms.items() if found):
-        cells = [
-            interval([value(record) for record in found.values()]) for value, _ in columns.values()
-        ]
-        digits = [decimals for _, decimals in columns.values()]
-        shown = [
-            f"{number(c.mean, d)} ± {number(c.half, d)}" for c, d in zip(cells, digits, strict=True)
-        ]
-        rows.append([arm, str(len(found)), *shown])
+    runs = [record for records in arms.values() for record in records.values()]
+    if runs:  # all start from the same clips
+        start = [number(value(runs[0], at=0), decimals) for value, decimals in columns.values()]
+        rows.append(["base model", "", *start])
+    for arm, records in with_results(arms).items():
+        cells = []
+        for value, decimals in columns.values():
+            estimate = interval([value(record) for record in records.values()])
+            cells.append(f"{number(estimate.mean, decimals)} ± {number(estimate.half, decimals)}")
+        rows.append([arm, str(len(records)), *cells])
     return "Mean ± half of the 95 % interval over seeds.\n\n" + markdown(rows)
 
 
@@ -328,9 +340,15 @@ def kl_pull(config: Mapping[str, Any]) -> float:
     """Strength of the KL relative to the policy loss, at weight 1 and equal velocity change in every step."""
     schedule = schedule_of(config)
     noisy = schedule.stochastic
-    scale, balance = gradient_scale(schedule)[noisy], equalizer(schedule)[noisy]
-    kl = scale**2 * (balance**2 if config["use_kl_balancing"] else 1.0)
-    return (kl.mean() / (scale * (balance if config["use_grad_balancing"] else 1.0)).mean()).item()
+    scale = gradient_scale(schedule)[noisy]
+    balance = equalizer(schedule)[noisy]
+    kl = scale**2
+    if config["use_kl_balancing"]:
+        kl = kl * balance**2
+    policy = scale
+    if config["use_grad_balancing"]:
+        policy = policy * balance
+    return (kl.mean() / policy.mean()).item()
 
 
 def per_step_table(
@@ -344,39 +362,40 @@ def per_step_table(
         "KL's pull",
     )
     rows = [["study", "arm", "runs", *columns]]
-    for name, arms in (
-        (name, arms_of(plan, name, studies[name], found)) for name in PER_STEP if name in studies
-    ):
-        for arm, records in (
-            (arm, list(arms[arm].values())) for arm in PER_STEP[name] if arms[arm]
-        ):
-            norms, kls = (
-                np.array(
-                    [[as_float(v) for v in record["per_step"][key]] for record in records]
-                ).mean(0)
-                for key in ("grad_v", "kl_anchor")
-            )
-            clipped = (
-                mean(np.array([mean(curve(r, f"policy/{key}")) for r in records]))
-                for key in ("clip_low", "clip_high")
-            )
-            cells = (1000 * norms, 100 * kls / np.nansum(kls), 100 * np.array(list(clipped)))
-            words = (", ".join(number(v, 1) for v in cell) for cell in cells)
-            rows.append(
-                [name, arm, str(len(records)), *words, number(kl_pull(records[0]["config"]), 2)]
-            )
+    for name in (name for name in PER_STEP if name in studies):
+        arms = arms_of(plan, name, studies[name], found)
+        for arm in (arm for arm in PER_STEP[name] if arms[arm]):
+            records = list(arms[arm].values())
+            norms = step_values(records, "grad_v")
+            kls = step_values(records, "kl_anchor")
+            clipped = np.array([clip_fraction(records, key) for key in ("clip_low", "clip_high")])
+            values = (1000 * norms, 100 * kls / np.nansum(kls), 100 * clipped)
+            cells = [", ".join(number(value, 1) for value in cell) for cell in values]
+            pull = number(kl_pull(records[0]["config"]), 2)
+            rows.append([name, arm, str(len(records)), *cells, pull])
     return markdown(rows)
+
+
+def step_values(records: Sequence[Record], key: str) -> np.ndarray:
+    """A per-step metric, mean over runs, (T,)."""
+    return np.array([[as_float(v) for v in record["per_step"][key]] for record in records]).mean(0)
+
+
+def clip_fraction(records: Sequence[Record], key: str) -> float:
+    """Mean of a clip fraction over iterations and runs."""
+    return mean(np.array([mean(curve(record, f"policy/{key}")) for record in records]))
 
 
 def origins(found: Mapping[str, Record]) -> str:
     """Number of runs by device and commit."""
-    counted = Counter(
-        (r["device"], (r["versions"] or {}).get("torch"), r["commit"]) for r in found.values()
+    counts = Counter(
+        (record["device"], (record["versions"] or {}).get("torch"), record["commit"])
+        for record in found.values()
     )
     rows = [["device", "torch", "commit", "runs"]]
-    return markdown(
-        rows + [[*map(str, key), str(count)] for key, count in sorted(counted.items(), key=str)]
-    )
+    for origin, count in sorted(counts.items(), key=str):
+        rows.append([*map(str, origin), str(count)])
+    return markdown(rows)
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
@@ -397,23 +416,31 @@ def tables(
     made = {}
     for name, study in studies.items():
         arms = arms_of(plan, name, study, found)
-        if comparable(arms):
-            made[name] = (table2(arms) + "\n" if name == "table2" else "") + study_table(
-                study, arms
-            )
-            made[name] += "\n" + reached(study, arms) if "path_kl" in study.measured else ""
-            made[name] += "\n" + more[name](arms, found) if name in more else ""
+        if not comparable(arms):
+            continue
+        parts = [study_table(study, arms)]
+        if name == "table2":
+            parts.insert(0, table2(arms))
+        if "path_kl" in study.measured:
+            parts.append(reached(study, arms))
+        if name in more:
+            parts.append(more[name](arms, found))
+        made[name] = "\n".join(parts)
     if found:
-        made |= {"per_step": per_step_table(plan, studies, found), "runs": origins(found)}
+        made["per_step"] = per_step_table(plan, studies, found)
+        made["runs"] = origins(found)
         made |= {name: table({}, found) for name, table in more.items() if name not in studies}
     return made
 
 
 def refreshed(page: str, made: Mapping[str, str]) -> str:
     """The page with each block between markers regenerated; a block without results says so."""
-    return BLOCK.sub(
-        lambda block: block[1] + made.get(block[2], "No results yet.\n") + block[3], page
-    )
+
+    def renewed(block: re.Match[str]) -> str:
+        begin, name, end = block.groups()
+        return begin + made.get(name, "No results yet.\n") + end
+
+    return BLOCK.sub(renewed, page)
 
 
 def first_page(
@@ -422,8 +449,7 @@ def first_page(
     """An initial page: the questions, their tables and figures, without interpretation."""
     parts = [f"# Results\n\n{NOTE}\n\n{LEGEND}\n"]
     for name in (name for name in made if name in studies):
-        picture = f"![{name}]({figures[name]})\n\n" if name in figures else ""
-        parts.append(
-            f"## {studies[name].question}\n\n{picture}<!-- results {name} -->\n<!-- end of results -->\n"
-        )
+        figure = f"![{name}]({figures[name]})\n\n" if name in figures else ""
+        block = f"<!-- results {name} -->\n<!-- end of results -->\n"
+        parts.append(f"## {studies[name].question}\n\n{figure}{block}")
     return refreshed("\n".join(parts), made)

@@ -64,7 +64,7 @@ def test_results_of_no_study_are_refused(place, capsys):
         path, [*others, record | {"config": config, "digest": records.digest(config)}]
     )
     assert call(place) == 2
-    assert "1 results are of no study any more, such as last_step-all-1" in capsys.readouterr().err
+    assert "1 results belong to no study any more, such as last_step-all-1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("page", ["first_edition", "results"])
@@ -173,7 +173,7 @@ def test_differences_are_those_of_the_tables():
     axes = Figure().subplots(1, 4)
     program.draw_differences(axes, study, arms, {})
     dots = [line for line in axes[0].lines if line.get_marker() == "o"]
-    expected = [d["reward"].of.mean for d in result_tables.compared(study, arms).values()]
+    expected = [d["reward"].change.mean for d in result_tables.compared(study, arms).values()]
     assert [dot.get_xdata()[0] for dot in dots] == pytest.approx(expected) and min(expected) < -0.1
     colors = [SAMPLERS[name] for name in ("sage_grpo", "dance_grpo", "flow_grpo", "cps", "precise")]
     assert [dot.get_color() for dot in dots] == colors

@@ -47,8 +47,8 @@ def test_a_known_difference_is_found_in_pairs():
     """The spread over seeds is common to both arms, so it leaves the difference; the interval is by hand."""
     found = compared(records())["good"]["reward"]
     deviation = math.sqrt(sum(x * x for x in NOISE) / 7)
-    assert found.pairs == 8 and found.of.mean == pytest.approx(0.1)
-    assert found.of.half == pytest.approx(2.365 * deviation / math.sqrt(8), rel=0.01)
+    assert found.pairs == 8 and found.change.mean == pytest.approx(0.1)
+    assert found.change.half == pytest.approx(2.365 * deviation / math.sqrt(8), rel=0.01)
     verdicts = {
         arm: {name: d.verdict for name, d in measures.items()}
         for arm, measures in compared(records()).items()
@@ -72,18 +72,18 @@ def test_three_arms_need_more_evidence_than_one():
     """An effect that would pass alone, p about 0.03, is undecided beside two others without any."""
     effects = EFFECTS | {"good": (0.02, 0.6, 0.05), "bad": (0.0, 0.6, 0.05)}
     found = compared(records(effects=effects))["good"]["reward"]
-    assert found.of.sign == 1 and 0.05 < found.p < 0.15 and found.verdict == 0
+    assert found.change.sign == 1 and 0.05 < found.p < 0.15 and found.verdict == 0
     study = Study("Which?", {arm: STUDIES["demo"].arms[arm] for arm in ("base", "good")}, seeds=8)
     arms = tables.arms_of(PLAN, "demo", STUDIES["demo"], records(effects=effects))
     alone = tables.compared(study, {arm: arms[arm] for arm in study.arms})["good"]["reward"]
-    assert alone.of == found.of and alone.p == pytest.approx(found.p / 3) and alone.verdict == 1
+    assert alone.change == found.change and alone.p == pytest.approx(found.p / 3) and alone.verdict == 1
 
 
 def test_arms_that_are_not_run_yet_count_as_asked():
     """Else a verdict would change when they are."""
     found = {key: record for key, record in records().items() if record["arm"] in ("base", "good")}
     one, all_three = compared(found)["good"]["reward"], compared(records())["good"]["reward"]
-    assert one.of == all_three.of and one.p == pytest.approx(all_three.p)
+    assert one.change == all_three.change and one.p == pytest.approx(all_three.p)
 
 
 def test_two_pairs_decide_nothing():
