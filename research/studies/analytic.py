@@ -48,7 +48,8 @@ class Mixture:
 
     def posterior_center(self, y: Tensor, signal: Level, var: Level) -> Tensor:
         # |y|^2 is common to all modes and drops out of the softmax
-        logits = (signal * y @ self.modes.T - 0.5 * signal**2 * self.modes.square().sum(1)) / var
+        energies = 0.5 * signal**2 * self.modes.square().sum(1)
+        logits = (signal * y @ self.modes.T - energies) / var
         return logits.softmax(1) @ self.modes
 
     def nearest(self, x: Tensor) -> Tensor:
@@ -102,9 +103,8 @@ def velocity(world: AnalyticWorld, x: Tensor, sigma: Level) -> Tensor:
 def sample_data(world: AnalyticWorld, n: int, generator: torch.Generator) -> Tensor:
     """True data x0: (N, D)."""
     centers = world.sample_centers(n, generator)
-    return centers + world.width * torch.randn(
-        centers.shape, generator=generator, dtype=centers.dtype
-    )
+    noise = torch.randn(centers.shape, generator=generator, dtype=centers.dtype)
+    return centers + world.width * noise
 
 
 def marginal(world: AnalyticWorld, sigma: float) -> tuple[Tensor, float]:

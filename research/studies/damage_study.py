@@ -29,12 +29,16 @@ STRENGTHS = {
 }
 SCORES = ("VQ", "MQ", "TA")
 
+Rows = dict[tuple[str, float], dict[str, float]]  # (damage, strength) -> measure -> mean
+
 
 def quantized(clips: Tensor) -> Tensor:
+    """uint8 clips, from clips in [0, 1]."""
     return (clips * 255).round().to(torch.uint8)
 
 
 def respond(clips: Tensor, sentences: list[str], damage: str, strength: float) -> dict[str, float]:
+    """What oracle and reward say about damaged clips, means over the clips."""
     damaged = quantized(DAMAGES[damage](clips, strength, torch.Generator().manual_seed(1)))
     reading = read(damaged, sentences)
     scores = ShapesReward().score(damaged, sentences, fps=8.0)
@@ -45,34 +49,26 @@ def respond(clips: Tensor, sentences: list[str], damage: str, strength: float) -
     return row | {name: scores[name].mean().item() for name in SCORES}
 
 
-def table(rows: dict[tuple[str, float], dict[str, float]]) -> str:
+def table(rows: Rows) -> str:
     columns = next(iter(rows.values()))
     lines = [
         "| damage | strength | " + " | ".join(columns) + " |",
         "|" + "---|" * (len(columns) + 2),
     ]
     for (damage, strength), row in rows.items():
-        lines.append(
-            f"| {damage} | {strength:g} | "
-            + " | ".join(f"{value:.3f}" for value in row.values())
-            + " |"
-        )
+        cells = " | ".join(f"{value:.3f}" for value in row.values())
+        lines.append(f"| {damage} | {strength:g} | {cells} |")
     return "\n".join(lines) + "\n"
 
 
-def draw(rows: dict[tuple[str, float], dict[str, float]], path: Path) -> None:
+def draw(rows: Rows, path: Path) -> None:
+    """One column per damage: the oracle above, the reward below, against the strength."""
     figure = Figure(figsize=(4 * len(STRENGTHS), 6), layout="constrained")
     axes = figure.subplots(2, len(STRENGTHS), sharey="row")
     for (damage, strengths), (above, below) in zip(STRENGTHS.items(), axes.T, strict=True):
         series = {name: [rows[damage, s][name] for s in strengths] for name in rows[damage, 0.0]}
-        for name, style in {"distance": "o-", "match": "s--"}.items():
-            above.plot(
-                strengths,
-                series[name],
-                style,
-                ms=4,
-                label={"match": "prompt match"}.get(name, name),
-            )
+        above.plot(strengths, series["distance"], "o-", ms=4, label="distance")
+        above.plot(strengths, series["match"], "s--", ms=4, label="prompt match")
         for name in SCORES:
             below.plot(strengths, series[name], "o-", ms=4, label=name)
         above.set_title(damage)
@@ -89,27 +85,31 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, default=Path("outputs/world_study"))
-    parser.add_argument("--clips", type=int, default=64)
+    parser.add_argument("--clips", type=int, default=64, help="number of clips")
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
+
     scenes = sample_scenes(args.clips, torch.Generator().manual_seed(7))
-    clips, sentences = render(scenes, 9, 32, 32), captions(scenes)
+    clips = render(scenes, 9, 32, 32)
+    sentences = captions(scenes)
     cells = [
         (damage, strength) for damage, strengths in STRENGTHS.items() for strength in strengths
     ]
-    rows = {cell: respond(clips, sentences, *cell) for cell in tqdm(cells, "damage", unit="cell")}
+    rows = {
+        (damage, strength): respond(clips, sentences, damage, strength)
+        for damage, strength in tqdm(cells, "damage", unit="cell")
+    }
     (args.output / "table.md").write_text(table(rows))
     with matplotlib.rc_context(fname=STYLE):
         draw(rows, args.output / "damage.png")
-    strongest = [
-        DAMAGES[name](clips[7:8], s[-1], torch.Generator().manual_seed(1))
-        for name, s in STRENGTHS.items()
-    ]
-    sheet = [*quantized(clips[:8]), *(quantized(clip)[0] for clip in strongest)]
-    labels = [
-        *sentences[:8],
-        *(f"the last one with {name} {s[-1]:g}" for name, s in STRENGTHS.items()),
-    ]
+
+    sheet = [*quantized(clips[:8])]
+    labels = list(sentences[:8])
+    for name, strengths in STRENGTHS.items():
+        strength = strengths[-1]
+        damaged = DAMAGES[name](clips[7:8], strength, torch.Generator().manual_seed(1))
+        sheet.append(quantized(damaged)[0])
+        labels.append(f"the last one with {name} {strength:g}")
     contact_sheet(args.output / "world.png", [thumbnails(clip) for clip in sheet], labels)
     print(table(rows))
 

@@ -2,9 +2,9 @@
 
 At equal weights the strategies go unequally far from the base model, so a comparison would tell strong from weak rather
 than one strategy from another. Therefore each strategy is run at a few weights with a seed that no result reports, its
-path KL to the base model (research/studies/path_kl.py) is read at the end, and the weight is taken at which it would be half of
-what training without a KL reaches. At half, every strategy has to act; the KL of the recipe's own weight could turn out
-to be that of no KL, and then all arms would be alike.
+path KL to the base model (research/studies/path_kl.py) is read at the end, and the weight is taken at which it would be
+half of what training without a KL reaches. At half, every strategy has to act; the KL of the recipe's own weight could
+turn out to be that of no KL, and then all arms would be alike.
 """
 
 import math
@@ -16,7 +16,8 @@ from typing import Any
 from research.studies import records
 from research.studies.questions import FIXED_KL, MOVING, NO_KL, PUSHED, STEPWISE, Flags
 
-SEARCH, COMPARED = "kl_weights", "kl_strategies"  # names of the two studies
+SEARCH = "kl_weights"  # names of the two studies
+COMPARED = "kl_strategies"
 FREE = "none"  # the strategy that has no weight to search, and sets the target
 STRATEGIES: dict[str, Flags] = {
     "dual moving": {},
@@ -26,8 +27,8 @@ STRATEGIES: dict[str, Flags] = {
     "moving": MOVING,
     "dual fixed": {"use_moving_KL": False},
 }
-# Weights of the search, around those that halve the path KL in a pilot (research/log.md). It was shorter and had smaller
-# batches, in which a KL probably acts more strongly: the ranges reach higher than lower.
+# Weights of the search, around those that halve the path KL in a pilot (research/log.md). It was shorter and had
+# smaller batches, in which a KL probably acts more strongly: the ranges reach higher than lower.
 WEIGHTS: dict[str, tuple[float, ...]] = {
     "dual moving": (0.01, 0.06, 0.3),
     "fixed": (0.003, 0.03, 0.3),
@@ -36,9 +37,8 @@ WEIGHTS: dict[str, tuple[float, ...]] = {
     "dual fixed": (0.003, 0.03, 0.3),
 }
 SHARE = 0.5  # of the path KL that training without a KL reaches: the target
-STEPS = (
-    30  # iterations, of two updates each: with one, the KL to the rollout's policy has no gradient
-)
+# iterations, of two updates each: with one, the KL to the rollout's policy has no gradient
+STEPS = 30
 # 5 denoising steps as in the recipe, validated only at start and end: 64 runs have to fit into 12 minutes
 FLAGS: dict[str, Any] = PUSHED | {
     "num_sampling_steps": 5, "validation_num_inference_steps": 5, "max_steps": STEPS, "validation_interval": STEPS,
@@ -51,9 +51,9 @@ REGISTERED = f"""**KL strategies.** Runs of `{SEARCH}` and `{COMPARED}` have
 {SETTINGS}.
 There are two updates per rollout, because with one the KL to the rollout's policy has no gradient, at the learning
 rate with which the first edition asked this question; all arms get equally many. The KL that training logs is to
-its anchor, which may have moved. So each run ends with its path KL to the base model (research/studies/path_kl.py): for each
-held-out prompt one path of the final, averaged weights, from noise that is the same in all runs; the sum over
-exploring steps of |mean - mean_base|^2 / (2 std^2), averaged over the elements of a clip.
+its anchor, which may have moved. So each run ends with its path KL to the base model (research/studies/path_kl.py):
+for each held-out prompt one path of the final, averaged weights, from noise that is the same in all runs; the sum
+over exploring steps of |mean - mean_base|^2 / (2 std^2), averaged over the elements of a clip.
 
 - *Search.* Training without a KL, and five strategies at three weights each, with seed 101. The target is {SHARE:g}
   of the path KL of the run without a KL, so that every strategy has to act. A strategy gets the weight whose path
@@ -86,10 +86,10 @@ def searched() -> dict[str, Flags]:
 
 def compared(weights: Mapping[str, float]) -> dict[str, Flags]:
     """The strategies, each at its weight once that has been found."""
-    found = {strategy: {"kl_weight": weight} for strategy, weight in weights.items()}
-    return {
-        strategy: {**flags, **found.get(strategy, {})} for strategy, flags in STRATEGIES.items()
-    }
+    arms = {strategy: dict(flags) for strategy, flags in STRATEGIES.items()}
+    for strategy, weight in weights.items():
+        arms[strategy]["kl_weight"] = weight
+    return arms
 
 
 def missing(weights: Mapping[str, float]) -> list[str]:
@@ -98,9 +98,9 @@ def missing(weights: Mapping[str, float]) -> list[str]:
 
 
 def matching_weight(kls: Mapping[float, float], target: float) -> float:
-    """The weight whose KL is nearest to the target, of the searched ones and of those between two neighbours.
+    """The weight whose KL is nearest to the target, of the searched ones and of those between two neighbors.
 
-    kls: the KL that each weight reached. Between neighbours of which one is above the target and one below, log KL is
+    kls: the KL that each weight reached. Between neighbors of which one is above the target and one below, log KL is
     taken as linear in log weight; the result has two significant digits.
     """
     reached = sorted((weight, kl) for weight, kl in kls.items() if math.isfinite(kl) and kl > 0)
@@ -110,31 +110,30 @@ def matching_weight(kls: Mapping[float, float], target: float) -> float:
         if min(first, second) <= target <= max(first, second) and first != second:
             share = math.log(target / first) / math.log(second / first)
             return float(f"{low * (high / low) ** share:.2g}")
-    return min(reached, key=lambda one: abs(math.log(one[1] / target)))[0]
+    nearest, _ = min(reached, key=lambda pair: abs(math.log(pair[1] / target)))
+    return nearest
 
 
 def choose(results: Path) -> dict[str, Any]:
     """The target, the KLs that the search reached, and the weight of each strategy whose search is finished."""
-    free, kls = math.nan, {strategy: {} for strategy in WEIGHTS}
+    free_kl = math.nan  # of training without a KL
+    kls: dict[str, dict[float, float]] = {strategy: {} for strategy in WEIGHTS}  # by weight
     runs = records.read_all(results).values()
     for record in (record for record in runs if record["study"] == SEARCH):
-        kl, strategy = records.path_kl(record), record["arm"].rpartition(", ")[0]
+        kl = records.path_kl(record)
         if record["arm"] == FREE:
-            free = kl
+            free_kl = kl
         else:
+            strategy = record["arm"].rpartition(", ")[0]
             kls[strategy][record["config"]["kl_weight"]] = kl
-    done = {
-        strategy: found for strategy, found in kls.items() if len(found) == len(WEIGHTS[strategy])
-    }
-    weights = {strategy: matching_weight(found, SHARE * free) for strategy, found in done.items()}
-    reached = {
-        strategy: {f"{weight:g}": kl for weight, kl in found.items()}
-        for strategy, found in kls.items()
-    }
-    return {
-        "target": SHARE * free,
-        "reached": {FREE: free} | reached,
-        "weights": {
-            strategy: weight for strategy, weight in weights.items() if math.isfinite(weight * free)
-        },
-    }
+
+    target = SHARE * free_kl
+    reached: dict[str, Any] = {FREE: free_kl}
+    weights = {}
+    for strategy, by_weight in kls.items():
+        reached[strategy] = {f"{weight:g}": kl for weight, kl in by_weight.items()}
+        weight = matching_weight(by_weight, target)
+        searched_all = len(by_weight) == len(WEIGHTS[strategy])
+        if searched_all and math.isfinite(weight * free_kl):
+            weights[strategy] = weight
+    return {"target": target, "reached": reached, "weights": weights}

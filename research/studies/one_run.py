@@ -14,7 +14,7 @@ from research.studies.questions import ROOT
 from sage_grpo.config.parse import parse
 from sage_grpo.exit_codes import DONE
 from sage_grpo.files.json_files import write_json
-from sage_grpo.models.hunyuan15 import backbone  # noqa: F401, imported for the fork, as the next three
+from sage_grpo.models.hunyuan15 import backbone  # noqa: F401, imported before the fork, as the next three
 from sage_grpo.rewards.videoalign import reward as videoalign  # noqa: F401
 from sage_grpo.tools.report import page as report  # noqa: F401
 from sage_grpo.train import build, console  # noqa: F401

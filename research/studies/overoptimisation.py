@@ -1,9 +1,9 @@
 """Draws what training far beyond the gain does: rewards and gold against the distance from the base model.
 
-    bash research/benchmarks/due.sh beyond OUTPUT                          four runs of 1,200 updates on one GPU
-    python -m research.studies.overoptimisation --distil RUN...            keeps their measurements in
-                                                                           research/studies/records/beyond.jsonl
-    python -m research.studies.overoptimisation                            draws docs/figures/overoptimisation.png from these
+    bash research/benchmarks/due.sh beyond OUTPUT                   four runs of 1,200 updates on one GPU
+    python -m research.studies.overoptimisation --distil RUN...     keeps their measurements in
+                                                                    research/studies/records/beyond.jsonl
+    python -m research.studies.overoptimisation                     draws docs/figures/overoptimisation.png from these
 
 As in the literature on overoptimisation of reward models (Gao et al., arXiv 2210.10760), the x axis is the square root
 of the KL to the base model, which all of these runs have as their anchor. Curves are means over three validations.
@@ -93,22 +93,22 @@ def distances(run: RunHistory) -> list[float]:
 
 def smooth(values: Sequence[float]) -> np.ndarray:
     """Means over WIDTH neighbors, fewer at the ends; the first value, the base model's, stays."""
-    found = [
-        np.mean(values[max(i - WIDTH // 2, 1) : i + WIDTH // 2 + 1]) for i in range(1, len(values))
-    ]
-    return np.array([values[0], *found])
+    reach = WIDTH // 2
+    means = [np.mean(values[max(i - reach, 1) : i + reach + 1]) for i in range(1, len(values))]
+    return np.array([values[0], *means])
 
 
 def changed(
     record: Record, name: str, before: Sequence[int], after: Sequence[int]
 ) -> tuple[float, float]:
     """How a measurement changed between two sets of iterations, clip by clip: mean, and half of the 95 % interval."""
-    early, late = (
-        np.mean([record[name][record["step"].index(step)] for step in steps], axis=0)
-        for steps in (before, after)
-    )
-    found = interval((late - early).tolist())
-    return found.mean, found.half
+    change = interval((clip_means(record, name, after) - clip_means(record, name, before)).tolist())
+    return change.mean, change.half
+
+
+def clip_means(record: Record, name: str, steps: Sequence[int]) -> np.ndarray:
+    """A measurement of each clip, mean over the validations after `steps`, (clips,)."""
+    return np.mean([record[name][record["step"].index(step)] for step in steps], axis=0)
 
 
 def keeps(record: Record) -> bool:
@@ -116,13 +116,15 @@ def keeps(record: Record) -> bool:
     return record["flags"]["kl_weight"] > 1e-6
 
 
-def name_of(record: Record) -> str:
+def label_of(record: Record) -> str:
+    """What the legend calls a run."""
     flags = record["flags"]
     kl = f"KL weight {flags['kl_weight']:g}" if keeps(record) else "no KL"
     return f"{kl}, learning rate {flags['learning_rate']:g}, seed {flags['seed']}"
 
 
 def draw(runs: Sequence[Record]) -> Figure:
+    """A panel per measurement: its mean over clips against the distance from the base model, one line per run."""
     figure = Figure(figsize=(10.5, 3.4), layout="constrained")
     axes = figure.subplots(1, len(PANELS))
     free = [record for record in runs if not keeps(record)]
@@ -130,32 +132,33 @@ def draw(runs: Sequence[Record]) -> Figure:
     for ax, (key, title) in zip(axes, PANELS.items(), strict=True):
         for record, color in zip([*free, *kept], (BLUE, ORANGE, GREY, GREEN), strict=False):
             means = [float(np.mean(clips)) for clips in record[key]]
-            ax.plot(smooth(record["root_kl"]), smooth(means), color=color, marker="o", ms=2, lw=1,
-                    label=name_of(record))  # fmt: skip
-        for record, color in ((free[0], BLUE), *((record, GREEN) for record in kept)):
-            ax.axvline(stopped(record), color=color, lw=1, ls="--")
+            style = {"color": color, "marker": "o", "ms": 2, "lw": 1}
+            ax.plot(smooth(record["root_kl"]), smooth(means), label=label_of(record), **style)
+        ax.axvline(stopped(free[0]), color=BLUE, lw=1, ls="--")
+        for record in kept:
+            ax.axvline(stopped(record), color=GREEN, lw=1, ls="--")
         ax.set(title=title, xlabel="root of the KL to the base model")
-    figure.legend(
-        *axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8
-    )
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=8)
     return figure
 
 
 def stopped(record: Record) -> float:
     """How far a run is from the base model: where its held-out reward is highest, or at its end if a KL keeps it."""
+    if keeps(record):
+        return record["root_kl"][-1]
     best = int(np.argmax([np.mean(clips) for clips in record["holdout"]]))
-    return record["root_kl"][-1 if keeps(record) else best]
+    return record["root_kl"][best]
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--distil", nargs="+", type=Path, default=[], metavar="RUN", help="run folders to keep"
-    )
-    parser.add_argument("--records", type=Path, default=KEPT, help="file of what is kept")
-    parser.add_argument("--output", type=Path, default=FIGURE)
+    add = parser.add_argument
+    add("--distil", nargs="+", type=Path, default=[], metavar="RUN", help="run folders to keep")
+    add("--records", type=Path, default=KEPT, help="file of kept runs")
+    add("--output", type=Path, default=FIGURE, help="figure to draw")
     args = parser.parse_args(arguments)
     try:
         runs = keep(args.records, args.distil)

@@ -35,10 +35,8 @@ from sage_grpo.train.windows import build_windows
 
 def measured_config(config: Config) -> Config:
     """The configuration of the measured paths: the run's sampler, other noise than in training, all exploring steps."""
-    if not ALGORITHMS[config.algorithm].explores or config.sde_window not in (
-        "all",
-        "all_but_last",
-    ):
+    explores = ALGORITHMS[config.algorithm].explores
+    if not explores or config.sde_window not in ("all", "all_but_last"):
         raise ConfigError(
             f"the path KL needs a sampler that explores from the first step on, not algorithm {config.algorithm} with "
             f"sde_window {config.sde_window}: use grpo and all or all_but_last, or a study without path_kl"
@@ -74,9 +72,10 @@ def path_kls(
     kls = torch.full((len(prompts),), torch.nan, dtype=torch.float64)
     for micro_batch in micro_batches:
         path = rollouts(micro_batch)
-        of_base = anchor_velocities(base, rollouts.guidance, sampler, path)
-        columns = zip(path.steps.T, path.velocity.unbind(1), of_base.unbind(1), strict=True)
-        sums = torch.stack([sampler.kl(*column).double() for column in columns]).sum(0)
+        base_velocity = anchor_velocities(base, rollouts.guidance, sampler, path)
+        columns = zip(path.steps.T, path.velocity.unbind(1), base_velocity.unbind(1), strict=True)
+        step_kls = [sampler.kl(step, v, v_base).double() for step, v, v_base in columns]
+        sums = torch.stack(step_kls).sum(0)
         positions = torch.tensor([position for position, _ in micro_batch])
         kls[positions] = sums.where(path.is_finite, torch.nan).cpu()
     return kls
@@ -84,18 +83,19 @@ def path_kls(
 
 def measure(config: Config) -> dict[str, float]:
     """Path KL of a finished run: its mean over the held-out prompts, the standard error, and how many they are."""
-    saved = last_checkpoint(config)
-    kind = device_for(
+    checkpoint = last_checkpoint(config)
+    device = device_for(
         config.device, config.pretrained_model_root, config.pretrained_transformer_version
     )
-    (policy, resolved), (base, _) = (open_model(config, torch.device(kind)) for _ in range(2))
+    policy, resolved = open_model(config, torch.device(device))
+    base, _ = open_model(config, torch.device(device))
     prompts = validation_requests(resolved)
     if len(prompts) < 2:
         raise ConfigError(
-            f"validation_prompts are {len(prompts)}; the path KL is a mean over at least 2"
+            f"there are {len(prompts)} validation_prompts; the path KL is a mean over at least 2"
         )
     policy.prepare([Request(resolved.negative_prompt), *prompts])  # frees the encoders
-    policy.load_weights(saved)
+    policy.load_weights(checkpoint)
     kls = path_kls(policy, base, resolved, prompts)
     error = kls.std().item() / len(kls) ** 0.5
     return {"mean": kls.mean().item(), "stderr": error, "clips": len(kls)}
@@ -103,9 +103,9 @@ def measure(config: Config) -> dict[str, float]:
 
 def last_checkpoint(config: Config) -> Path:
     """The checkpoint of the last iteration of a finished run."""
-    saved = list_checkpoints(Path(config.output_dir) / "checkpoints")
-    if not saved or saved[-1].name != f"step-{config.max_steps:06d}":
+    checkpoints = list_checkpoints(Path(config.output_dir) / "checkpoints")
+    if not checkpoints or checkpoints[-1].name != f"step-{config.max_steps:06d}":
         raise ConfigError(
             f"{config.output_dir} has no checkpoint of its last iteration, {config.max_steps}"
         )
-    return saved[-1]
+    return checkpoints[-1]

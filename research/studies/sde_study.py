@@ -17,10 +17,12 @@ import math
 import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
+import matplotlib
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 
@@ -44,12 +46,19 @@ from sage_grpo.algo.sde import (
 )
 from sage_grpo.tools.figure_style import SAMPLERS, STYLE
 
-ETAS, STEPS, SHIFTS = (0.1, 0.3, 0.5, 0.7, 1.0), (10, 20, 40), (1.0, 5.0, 9.0)
+ETAS = (0.1, 0.3, 0.5, 0.7, 1.0)
+STEPS = (10, 20, 40)
+SHIFTS = (1.0, 5.0, 9.0)
 ENERGIES = (0.5, 1.0, 1.5, 2.0, 4.0)
 ARMS = ("all", "last_ode", "equal_energy", "equal_energy_last_ode")
 NOISY = tuple(name for name in SDES if name != "ode")
-GROUPS, GENERATIONS = 1024, 2  # rollouts that share an initial noise form a group
+GROUPS = 1024
+GENERATIONS = 2  # rollouts of a group, which share their initial noise
 REFERENCE = {"T": 20, "shift": 5.0}
+X_LABELS = {
+    "energy": "injected energy, sum of std$^2$",
+    "exploration": "exploration: on-manifold spread in a group",
+}
 
 
 def mixture(dim: int = 16, modes: int = 8, width: float = 0.05, seed: int = 0) -> Mixture:
@@ -81,22 +90,24 @@ def moment_error(world: AnalyticWorld, x: Tensor, sigma: float) -> tuple[float, 
     """RMS error of the mean and relative error of the variance of the state at noise level sigma."""
     mean, var = marginal(world, sigma)
     gap = x - mean
-    return (gap.mean(0).square().mean().sqrt().item(), gap.square().mean().item() / var - 1)
+    mean_error = gap.mean(0).square().mean().sqrt().item()
+    return mean_error, gap.square().mean().item() / var - 1
 
 
 def finished(world: AnalyticWorld, x: Tensor) -> dict[str, float | None]:
     """Quality and diversity of finished samples (groups * generations, D)."""
-    distance, on_manifold = off_manifold(world, x), world.nearest(x)
-    weights = None
+    distance = off_manifold(world, x)
+    group_distance = distance.unflatten(0, (-1, GENERATIONS)).mean(1)
+    on_manifold = world.nearest(x)
+    total_variation = None  # of the weights of the modes
     if isinstance(world, Mixture):
         share = torch.bincount(world.nearest_mode(x), minlength=len(world.modes)) / len(x)
-        weights = (share - 1 / len(share)).abs().sum().item() / 2
+        total_variation = (share - 1 / len(share)).abs().sum().item() / 2
     return {
         "off_manifold": distance.mean().item(),
-        "off_manifold_se": distance.unflatten(0, (-1, GENERATIONS)).mean(1).std().item()
-        / math.sqrt(GROUPS),
+        "off_manifold_se": group_distance.std().item() / math.sqrt(GROUPS),
         "spread": (x - on_manifold).square().mean().sqrt().item(),
-        "mode_weight_tv": weights,
+        "mode_weight_tv": total_variation,
         "diversity": group_spread(x),
         "exploration": group_spread(on_manifold),
     }
@@ -108,6 +119,7 @@ def group_spread(points: Tensor) -> float:
 
 
 def energy(schedule: Schedule) -> float:
+    """Noise that a rollout adds: the sum of std^2 over its steps."""
     return schedule.std.double().square().sum().item()
 
 
@@ -120,12 +132,16 @@ def eta_for_energy(
     def injected(eta: float) -> float:
         return energy(build_schedule(sde_type, flow_sigmas(steps, shift), eta).window(noisy_steps))
 
-    low, high = 1e-3, 1.0 if sde_type == "cps" else 8.0
+    low = 1e-3
+    high = 1.0 if sde_type == "cps" else 8.0
     if not injected(low) <= target <= injected(high):
         return None
     for _ in range(30):
         middle = (low + high) / 2
-        low, high = (middle, high) if injected(middle) < target else (low, middle)
+        if injected(middle) < target:
+            low = middle
+        else:
+            high = middle
     return high
 
 
@@ -135,7 +151,7 @@ def cells() -> Iterator[dict]:
         base = {"world": world, "T": steps, "shift": shift}
         yield base | {"arm": "all", "sde_type": "ode", "setting": None, "eta": 0.0}
         for arm, sde_type in itertools.product(ARMS, NOISY):
-            noisy_steps = range(steps - arm.endswith("last_ode"))
+            noisy_steps = range(steps - 1 if arm.endswith("last_ode") else steps)
             for setting in ENERGIES if arm.startswith("equal") else ETAS:
                 eta = setting
                 if arm.startswith("equal"):
@@ -144,33 +160,33 @@ def cells() -> Iterator[dict]:
 
 
 def measure(cell: dict) -> dict:
+    """The row of a cell: its settings, energy, quality and diversity, and the moment errors by step."""
     world = worlds()[cell["world"]]
     schedule = build_schedule(cell["sde_type"], flow_sigmas(cell["T"], cell["shift"]), cell["eta"])
     if cell["arm"].endswith("last_ode"):
         schedule = schedule.window(range(cell["T"] - 1))
-    errors = []
+    mean_errors = []
+    var_errors = []
     for sigma, x in zip(schedule.sigmas[1:].tolist(), rollout(world, schedule), strict=True):
-        errors.append(moment_error(world, x, sigma))
-    mean_error, var_error = ([round(e, 5) for e in column] for column in zip(*errors, strict=True))
-    return (
-        cell
-        | {"energy": energy(schedule)}
-        | finished(world, x)
-        | {"mean_error": mean_error, "var_error": var_error}
-    )
+        mean_error, var_error = moment_error(world, x, sigma)
+        mean_errors.append(round(mean_error, 5))
+        var_errors.append(round(var_error, 5))
+    errors = {"mean_error": mean_errors, "var_error": var_errors}
+    return cell | {"energy": energy(schedule)} | finished(world, x) | errors
 
 
 def truth() -> dict[str, dict]:
     """Values of `finished` for samples of the data: the targets, and the error of the moments."""
-    out = {}
+    data = {}
     for name, world in worlds().items():
         x = sample_data(world, GROUPS * GENERATIONS, torch.Generator().manual_seed(1))
         mean_error, var_error = moment_error(world, x, 0.0)
-        out[name] = finished(world, x) | {"mean_error": mean_error, "var_error": var_error}
-    return out
+        data[name] = finished(world, x) | {"mean_error": mean_error, "var_error": var_error}
+    return data
 
 
 def select(rows: list[dict], **where: object) -> list[dict]:
+    """The rows with these values."""
     return [row for row in rows if all(row[key] == value for key, value in where.items())]
 
 
@@ -180,43 +196,46 @@ def claims(rows: list[dict], data: dict) -> str:
     head = " | ".join(f"{near} nearer than {far}" for near, far in pairs)
     lines = [f"| world | arm | {head} |", "|" + "---|" * 5]
     for world, arm in itertools.product(data, ARMS):
-        here = select(rows, world=world, arm=arm)
-        lines.append(
-            f"| {world} | {arm} | "
-            + " | ".join(compare(here, near, far) for near, far in pairs)
-            + " |"
-        )
+        arm_rows = select(rows, world=world, arm=arm)
+        cells = " | ".join(compare(arm_rows, near, far) for near, far in pairs)
+        lines.append(f"| {world} | {arm} | {cells} |")
     return "\n".join(lines) + "\n"
 
 
 def compare(rows: list[dict], near: str, far: str) -> str:
-    by_key = {(r["sde_type"], r["T"], r["shift"], r["setting"]): r for r in rows}
-    wins = losses = cells = 0
-    for (name, *key), a in by_key.items():
-        b = by_key.get((far, *key))
-        if name == near and b is not None:
-            gap = b["off_manifold"] - a["off_manifold"]
-            margin = 2 * math.hypot(a["off_manifold_se"], b["off_manifold_se"])
-            cells, wins, losses = cells + 1, wins + (gap > margin), losses + (gap < -margin)
-    return f"{wins} of {cells}, farther in {losses}"
+    """In how many cells sampler `near` is nearer to the manifold than `far` beyond sampling error, and farther."""
+    by_key = {(row["sde_type"], row["T"], row["shift"], row["setting"]): row for row in rows}
+    cells = 0
+    nearer = 0
+    farther = 0
+    for (name, *key), row in by_key.items():
+        other = by_key.get((far, *key))
+        if name != near or other is None:
+            continue
+        gap = other["off_manifold"] - row["off_manifold"]
+        margin = 2 * math.hypot(row["off_manifold_se"], other["off_manifold_se"])
+        cells += 1
+        if gap > margin:
+            nearer += 1
+        elif gap < -margin:
+            farther += 1
+    return f"{nearer} of {cells}, farther in {farther}"
 
 
 def reference(rows: list[dict], data: dict, etas: tuple[float, ...] = (0.5, 1.0)) -> str:
     """Effect of each sampler on the distribution in the reference cell: mixture, T = 20, shift 5."""
-    own = data["mixture"]
+    true = data["mixture"]
     lines = [
         "| arm | eta | sampler | off-manifold | spread | mode weights off by | variance error, worst step | energy |"
         " exploration |",
         "|" + "---|" * 9,
-        f"| | | true data | {own['off_manifold']:.3f} | {own['spread']:.3f} | {own['mode_weight_tv']:.3f} |"
-        f" {own['var_error']:+.2f} | | {own['exploration']:.2f} |",
+        f"| | | true data | {true['off_manifold']:.3f} | {true['spread']:.3f} | {true['mode_weight_tv']:.3f} |"
+        f" {true['var_error']:+.2f} | | {true['exploration']:.2f} |",
     ]
-    here = select(rows, world="mixture", **REFERENCE)
-    for row in [
-        r
-        for r in here
-        if r["arm"] in ("all", "last_ode") and (r["eta"] in etas or r["sde_type"] == "ode")
-    ]:
+    for row in select(rows, world="mixture", **REFERENCE):
+        shown_eta = row["eta"] in etas or row["sde_type"] == "ode"
+        if row["arm"] not in ("all", "last_ode") or not shown_eta:
+            continue
         worst = max(row["var_error"], key=abs)
         lines.append(
             f"| {row['arm']} | {row['eta']} | {row['sde_type']} | {row['off_manifold']:.3f} | {row['spread']:.3f} |"
@@ -228,7 +247,8 @@ def reference(rows: list[dict], data: dict, etas: tuple[float, ...] = (0.5, 1.0)
 def plot_std(axes: list, eta: float = 0.5) -> None:
     """Figure 9: std per step of sage and flow in the paper's three regimes."""
     sigmas = flow_sigmas(REFERENCE["T"], REFERENCE["shift"])
-    sigma, sigma_next, second = sigmas[:-1], sigmas[1:], sigmas[1].item()
+    sigma, sigma_next = sigmas[:-1], sigmas[1:]
+    second = sigmas[1].item()
     regimes = {
         "(a) both held at the second sigma:\nsage's first step has no noise left": (second, second),
         "(b) both held at 0.997:\nflow's first step nearly doubles": (0.997, 0.997),
@@ -257,51 +277,35 @@ def plot_front(axes: list, rows: list[dict], data: dict) -> None:
         x_key = "energy" if arm.startswith("equal") else "exploration"
         for name in NOISY:
             line = select(rows, world="mixture", arm=arm, sde_type=name, **REFERENCE)
-            xs, ys = [r[x_key] for r in line], [r["off_manifold"] for r in line]
-            ax.plot(xs, ys, "o-", ms=4, color=SAMPLERS[name], label=name)
-        own = data["mixture"]["off_manifold"]
-        ax.axhline(own, ls="--", color="grey", lw=1)
-        ax.text(
-            0.98,
-            own * 0.7,
-            "true data",
-            color="grey",
-            transform=ax.get_yaxis_transform(),
-            fontsize=8,
-            ha="right",
-        )
-        label = (
-            "injected energy, sum of std$^2$"
-            if x_key == "energy"
-            else "exploration: on-manifold spread in a group"
-        )
-        ax.set(title=title, xlabel=label, yscale="log")
+            x = [row[x_key] for row in line]
+            y = [row["off_manifold"] for row in line]
+            ax.plot(x, y, "o-", ms=4, color=SAMPLERS[name], label=name)
+        true = data["mixture"]["off_manifold"]
+        ax.axhline(true, ls="--", color="grey", lw=1)
+        style = {"color": "grey", "fontsize": 8, "ha": "right"}
+        ax.text(0.98, true * 0.7, "true data", transform=ax.get_yaxis_transform(), **style)
+        ax.set(title=title, xlabel=X_LABELS[x_key], yscale="log")
     axes[0].set_ylabel("distance to the manifold")
     axes[0].legend(title="sde_type", fontsize=8)
 
 
 def plot_gradients(axes: list, eta: float = 0.5) -> None:
     """Figure 4: norm of d log_prob / d v per step, predicted and by autograd, without and with the equalizer."""
-    world, generator = mixture(), torch.Generator().manual_seed(0)
-    noise = torch.randn(512, world.dim, generator=generator)
+    world = mixture()
+    noise = torch.randn(512, world.dim, generator=torch.Generator().manual_seed(0))
     for name in NOISY:
         schedule = build_schedule(name, flow_sigmas(REFERENCE["T"], REFERENCE["shift"]), eta)
         noisy = schedule.stochastic
+        sigma = schedule.sigmas[:-1][noisy]
+        predicted = gradient_scale(schedule)
         measured = torch.tensor(
             [_gradient_norm(world, schedule, i, noise) for i in range(schedule.num_steps)]
         )
-        for ax, factor in zip(
-            axes, (torch.ones(schedule.num_steps), equalizer(schedule)), strict=True
-        ):
-            sigma = schedule.sigmas[:-1][noisy]
-            ax.plot(
-                sigma,
-                (factor * gradient_scale(schedule))[noisy],
-                color=SAMPLERS[name],
-                lw=1,
-                label=name,
-            )
-            ax.plot(sigma, (factor * measured)[noisy], "o", ms=3, color=SAMPLERS[name])
+        factors = (torch.ones(schedule.num_steps), equalizer(schedule))
+        color = SAMPLERS[name]
+        for ax, factor in zip(axes, factors, strict=True):
+            ax.plot(sigma, (factor * predicted)[noisy], color=color, lw=1, label=name)
+            ax.plot(sigma, (factor * measured)[noisy], "o", ms=3, color=color)
     for ax, title in zip(axes, ("without the equalizer", "with the equalizer"), strict=True):
         ax.set(title=title, xlabel="noise level sigma of the step", yscale="log", ylim=(0.01, 10))
     axes[0].set_ylabel("norm of d log_prob / d v")
@@ -318,22 +322,20 @@ def _gradient_norm(world: AnalyticWorld, schedule: Schedule, i: int, noise: Tens
 
 
 def draw(rows: list[dict], data: dict, output: Path) -> list[Path]:
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    jobs = {
+    """Write the three plots; returns their paths."""
+    jobs = {  # name -> columns, plot function
         "std_per_step": (3, plot_std),
-        "front": (4, lambda axes: plot_front(axes, rows, data)),
+        "front": (4, partial(plot_front, rows=rows, data=data)),
         "gradient_scale": (2, plot_gradients),
     }
     paths = []
     for name, (columns, plot) in jobs.items():
-        size, share = (4.2 * columns, 3.6), name != "std_per_step"
-        paths.append(output / f"{name}.png")
+        path = output / f"{name}.png"
         with matplotlib.rc_context(fname=STYLE):
-            figure = Figure(figsize=size, layout="constrained")
-            plot(list(figure.subplots(1, columns, sharey=share)))
-            figure.savefig(paths[-1], dpi=110)
+            figure = Figure(figsize=(4.2 * columns, 3.6), layout="constrained")
+            plot(list(figure.subplots(1, columns, sharey=name != "std_per_step")))
+            figure.savefig(path, dpi=110)
+        paths.append(path)
     return paths
 
 
@@ -345,17 +347,14 @@ def main() -> None:
     output = parser.parse_args().output
     output.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # the tensors are small: one process per core is faster
-    todo, data = list(cells()), truth()
+    todo = list(cells())
+    data = truth()
     reachable = [cell for cell in todo if cell["eta"] is not None]
     unreachable = [cell for cell in todo if cell["eta"] is None]
-    with ProcessPoolExecutor(
-        os.cpu_count(), initializer=torch.set_num_threads, initargs=(1,)
-    ) as pool:
-        rows = list(
-            tqdm(
-                pool.map(measure, reachable, chunksize=8), "sde study", len(reachable), unit="cell"
-            )
-        )
+    one_thread = {"initializer": torch.set_num_threads, "initargs": (1,)}
+    with ProcessPoolExecutor(os.cpu_count(), **one_thread) as pool:
+        measured = pool.map(measure, reachable, chunksize=8)
+        rows = list(tqdm(measured, "sde study", len(reachable), unit="cell"))
     result = {"data": data, "rows": rows, "unreachable": unreachable}
     (output / "table.json").write_text(json.dumps(result, separators=(",", ":")))
     summary = reference(rows, data) + "\n" + claims(rows, data)

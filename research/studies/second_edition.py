@@ -1,12 +1,13 @@
 """The second edition of the studies: the paper's regime, and which method gives the most per unit of compute.
 
-    python -m research.studies.second_edition --page                                    writes research/studies/registration.md
-    python -m research.studies.second_edition --list                                    studies, runs, core-minutes
+    python -m research.studies.second_edition --page             writes research/studies/registration.md
+    python -m research.studies.second_edition --list             lists studies, runs, core-minutes
     python -m research.studies.second_edition --studies rates --jobs 16 --budget_minutes 9
-    python -m research.studies.second_edition --choose                                  rates and KL weights, from the searches
-    python -m research.studies.second_edition --studies further_rates --jobs 16 --budget_minutes 9          then --choose again
+    python -m research.studies.second_edition --choose           takes rates and KL weights from the searches
+    python -m research.studies.second_edition --studies further_rates --jobs 16 --budget_minutes 9
+    python -m research.studies.second_edition --choose
     python -m research.studies.second_edition --studies head_to_head --jobs 16 --budget_minutes 9
-    python -m research.studies.second_edition --summary                                 tables and figures: research/studies/results.md
+    python -m research.studies.second_edition --summary          writes tables and figures: research/studies/results.md
 
 All other flags are those of research.studies.ablate. What is asked, measured and decided is registered before the runs:
 research/studies/registration.md is committed, and a test compares it with this file. Runs vary configs/tiny_gpu.yaml.
@@ -27,6 +28,7 @@ from typing import Any
 from research.studies import ablate, compute, kl_strategies, records
 from research.studies import page as results_page
 from research.studies.compute import DECODED, REWARDED, TRAINED, units
+from research.studies.page import StudyFigure
 from research.studies.questions import (
     HERE,
     OFF,
@@ -38,6 +40,7 @@ from research.studies.questions import (
     Study,
     StudyPlan,
 )
+from research.studies.records import Record
 from research.studies.result_tables import Arms, Table, arms_of
 from sage_grpo.config.fields import Config
 from sage_grpo.config.parse import from_values
@@ -64,15 +67,13 @@ SHARED: dict[str, Any] = {
     "num_sampling_steps": 10, "validation_num_inference_steps": 10, "sde_window": "all_but_last", "num_generations": 8,
     "batch_size": 128, "prompts_per_forward": 8, "validation_videos": 0, "report_to": "none",
 }  # fmt: skip
-REPORTED = SHARED | {
-    "prompts_per_forward": 16
-}  # fewer, larger kernels; the searches were made before
+# fewer, larger kernels; the searches were made before
+REPORTED = SHARED | {"prompts_per_forward": 16}
 RAW = {"ema_decay": 0.0}
-RIVAL = {
-    "tail_steps": 5,
-    "timestep_fraction": 0.3,
-}  # rollouts of 5 steps of second order, 3 trained noise levels
-NFT, FIFTH = {"algorithm": "nft"} | RIVAL, {"kl_weight": 0.06}
+# rollouts of 5 steps of second order, 3 trained noise levels
+RIVAL = {"tail_steps": 5, "timestep_fraction": 0.3}
+NFT = {"algorithm": "nft"} | RIVAL
+FIFTH = {"kl_weight": 0.06}
 # max_steps by a count that left the anchor out of one iteration in ten, where nft runs it in all
 SLOW = {
     "nft_decay": 0.95,
@@ -82,7 +83,7 @@ SLOW = {
     "log_interval": 12,
 }
 CHEAP = {"same_init_noise": True, "tail_steps": 3}
-# of the other samplers, the eta whose noise has the sum of std^2 of sage at eta 0.7
+# for each other sampler, the eta at which its noise has the same sum of std^2 as sage at eta 0.7
 EQUAL_ENERGY = {"flow_grpo": 0.7498, "dance_grpo": 1.7656, "cps": 0.4927, "precise": 0.9226}
 METHODS: dict[str, Flags] = {
     "published": PUBLISHED,
@@ -109,37 +110,39 @@ CHECKED = (
     "cps",
     "awm",
 )
-GUIDED = {"guidance_scale": 2.0, "cuda_graphs": False}  # graphs take one branch alone
+GUIDED = {"guidance_scale": 2.0, "cuda_graphs": False}  # CUDA graphs support one branch only
 PROMPTS = (1, 2, 4, 8, 16, 32)
 CLIPS = 5120  # of every arm of the study of batches
 
 
 def config_of(*flags: Flags) -> Config:
-    return from_values(
-        yaml_mapping(RECIPE.read_text(encoding="utf-8"), str(RECIPE)), SHARED, *flags
-    )
+    """The recipe with the flags that all studies share, and these."""
+    recipe = yaml_mapping(RECIPE.read_text(encoding="utf-8"), str(RECIPE))
+    return from_values(recipe, SHARED, *flags)
 
 
 def energy(config: Config) -> float:
     """Noise that a rollout adds: the sum of std^2 over its exploring steps."""
-    plan = plan_of(
-        replace(config, pretrained_model_root=str(ROOT / config.pretrained_model_root)), 1
-    )
-    return float(
-        build_algorithm(plan.config).schedule().window(plan.windows.steps).std.square().sum()
-    )
+    model = str(ROOT / config.pretrained_model_root)
+    plan = plan_of(replace(config, pretrained_model_root=model), 1)
+    schedule = build_algorithm(plan.config).schedule()
+    return float(schedule.window(plan.windows.steps).std.square().sum())
 
 
 def lasting(steps: int) -> dict[str, int]:
     """Flags for a run of this length: 8 points a curve, validated at the start, three times between and at the end."""
-    points = {"validation_interval": 4, "log_interval": 8}
-    return {"max_steps": steps} | {flag: math.ceil(steps / count) for flag, count in points.items()}
+    return {
+        "max_steps": steps,
+        "validation_interval": math.ceil(steps / 4),
+        "log_interval": math.ceil(steps / 8),
+    }
 
 
 def affordable(flags: Flags, budget: float) -> dict[str, Any]:
     """The flags of an arm, with as many iterations as the budget pays for, in units."""
     config = config_of(flags)
-    return {**lasting(max(1, round(budget / (units(config) * config.batch_size)))), **flags}
+    iterations = round(budget / (units(config) * config.batch_size))
+    return {**lasting(max(1, iterations)), **flags}
 
 
 def rated(arms: Mapping[str, Flags]) -> dict[str, Flags]:
@@ -153,32 +156,44 @@ def rated(arms: Mapping[str, Flags]) -> dict[str, Flags]:
 
 def further(arms: Mapping[str, Flags]) -> dict[str, Flags]:
     """The arms whose best rate so far is at an end of the range, at the rate beyond it."""
-    best = {
-        arm: best_of({rate: found[rate] for rate in RATES}) for arm, found in searched().items()
-    }
-    rates = {arm: FURTHER[best[arm]] for arm in arms if best.get(arm) in FURTHER}
-    return {f"{arm}, {rate:g}": {**arms[arm], "learning_rate": rate} for arm, rate in rates.items()}
+    rewards = searched()
+    extended = {}
+    for arm in (arm for arm in arms if arm in rewards):
+        rate = FURTHER.get(best_first_rate(rewards[arm]))
+        if rate:
+            extended[f"{arm}, {rate:g}"] = {**arms[arm], "learning_rate": rate}
+    return extended
 
 
 def searched() -> dict[str, dict[float, float]]:
-    """The last reward of each rate, of the arms for which all RATES were tried."""
-    found = json.loads(CHOSEN.read_text()) if CHOSEN.is_file() else {}
-    by_rate = {
-        arm: {float(rate): as_float(reward) for rate, reward in one.items()}
-        for arm, one in found.items()
+    """The last reward at each learning rate, NaN if the run collapsed; of the arms for which all RATES were tried."""
+    stored = json.loads(CHOSEN.read_text()) if CHOSEN.is_file() else {}
+    rewards = {
+        arm: {float(rate): as_float(reward) for rate, reward in by_rate.items()}
+        for arm, by_rate in stored.items()
     }
-    return {arm: one for arm, one in by_rate.items() if set(RATES) <= set(one)}
+    return {arm: by_rate for arm, by_rate in rewards.items() if set(RATES) <= set(by_rate)}
 
 
 def best_of(rewards: Mapping[float, float]) -> float:
+    """The rate with the highest reward; collapsed runs last."""
     return max(rewards, key=lambda rate: -math.inf if math.isnan(rewards[rate]) else rewards[rate])
 
 
+def best_first_rate(rewards: Mapping[float, float]) -> float:
+    """The best of the rates that are tried for every arm."""
+    return best_of({rate: rewards[rate] for rate in RATES})
+
+
 def chosen(arm: str) -> dict[str, float]:
-    """The learning rate of an arm, once the search has been made."""
-    found = searched().get(arm, {})
-    beyond = FURTHER.get(best_of({rate: found[rate] for rate in RATES})) if found else None
-    return {"learning_rate": best_of(found)} if found and beyond in (None, *found) else {}
+    """The learning rate of an arm as a flag; empty until its search is complete."""
+    rewards = searched().get(arm)
+    if not rewards:
+        return {}
+    beyond = FURTHER.get(best_first_rate(rewards))
+    if beyond and beyond not in rewards:
+        return {}
+    return {"learning_rate": best_of(rewards)}
 
 
 def checked(arms: Mapping[str, Flags]) -> dict[str, Flags]:
@@ -191,21 +206,22 @@ def checked(arms: Mapping[str, Flags]) -> dict[str, Flags]:
 
 
 def kl_weights() -> dict[str, float]:
-    """The weight of each KL strategy, once the search has been made."""
+    """The weight of each KL strategy; empty until the search is complete."""
     return json.loads(WEIGHTS.read_text())["weights"] if WEIGHTS.is_file() else {}
 
 
 def batches() -> dict[str, Flags]:
-    """Arms with other numbers of prompts per update, of 8 clips each, and as many clips in all."""
-    flags = {
-        f"{count} prompt{'s' * (count > 1)} per update": {"batch_size": 8 * count}
-        for count in PROMPTS
-    }
-    return {arm: one | lasting(CLIPS // one["batch_size"]) for arm, one in flags.items()}
+    """Arms that differ in their prompts per update, of 8 clips each, and have equally many clips in all."""
+    arms = {}
+    for count in PROMPTS:
+        name = "1 prompt per update" if count == 1 else f"{count} prompts per update"
+        batch_size = 8 * count
+        arms[name] = {"batch_size": batch_size} | lasting(CLIPS // batch_size)
+    return arms
 
 
 def guided(budget: float) -> dict[str, Flags]:
-    """What the recipes do and both rivals, sampled with guidance; for the same units they have fewer updates."""
+    """What the recipes do and both rivals, sampled with guidance; the same units pay for fewer updates."""
     names = {"flash": "flash, 1 step per prompt", "awm": "awm", "nft": "nft"}
     return {
         f"{name}, guided": affordable({**METHODS[arm], **GUIDED}, budget)
@@ -214,7 +230,7 @@ def guided(budget: float) -> dict[str, Flags]:
 
 
 def studies() -> dict[str, Study]:
-    """In the order in which they are run."""
+    """All studies, in the order in which they are run."""
     published = config_of(PUBLISHED)
     budget = BUDGET * units(published) * published.batch_size
     equal = {arm: affordable(flags, budget) for arm, flags in METHODS.items()}
@@ -276,11 +292,9 @@ def page() -> str:
     for name, study in studies().items():
         lines += [f"## {name}", "", study.question, ""]
         if name.endswith("rates"):
-            arms = (
-                "each at every rate"
-                if name in SEARCHES
-                else "where the best rate is at an end, at the one beyond"
-            )
+            arms = "where the best rate is at an end, at the one beyond"
+            if name in SEARCHES:
+                arms = "each at every rate"
             lines += [f"Arms: those of the study below, {arms}, seed {study.first_seed}.", ""]
             continue
         last = study.first_seed + study.seeds - 1
@@ -288,24 +302,22 @@ def page() -> str:
         lines += [seeds, "", "| arm | flags | iterations | units |", "|---|---|---|---|"]
         for arm, flags in study.arms.items():
             config = config_of(study.flags, flags)
-            total = units(config) * config.batch_size * config.max_steps
-            own = [
+            thousands = units(config) * config.batch_size * config.max_steps / 1e3
+            registered = [
                 f"{flag} {value}"
                 for flag, value in flags.items()
                 if not found_by_search(name, flag, value)
             ]
-            lines.append(
-                f"| {arm} | {', '.join(own) or 'the recipe'} | {config.max_steps} | {total / 1e3:.0f},000 |"
-            )
+            text = ", ".join(registered) or "the recipe"
+            lines.append(f"| {arm} | {text} | {config.max_steps} | {thousands:.0f},000 |")
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
 
 
 def found_by_search(study: str, flag: str, value: object) -> bool:
-    """Whether the page leaves a flag out: it is told apart, or a search finds it, and the page is written before."""
-    return flag in LEFT_OUT or (
-        study == kl_strategies.COMPARED and flag == "kl_weight" and value != 0
-    )
+    """Whether the page leaves a flag out: it is told elsewhere, or a search finds it after the page is written."""
+    searched_weight = study == kl_strategies.COMPARED and flag == "kl_weight" and value != 0
+    return flag in LEFT_OUT or searched_weight
 
 
 SEARCHES = ("rates", "batch_rates", "guidance_rates")
@@ -343,9 +355,9 @@ at all learning rates of the search, as if the lag set the pace. They are report
 
 **Decisions.** Arms are compared with the first of their study, by pairs of seeds. A difference is one if the 95 %
 interval of its mean over the 8 pairs excludes 0 and its p-value, corrected by Holm over the arms of the study, is below
-0.05; all else is undecided. A collapsed run (research/studies/records.py) has no last validation, and is counted. A method wins
-the head-to-head if it beats the published one in gold match, and none that also does has a higher match by the same
-rule. If a rival (awm, nft) wins, it is named the winner, and the recipes say when to take it.
+0.05; all else is undecided. A collapsed run (research/studies/records.py) has no last validation, and is counted. A
+method wins the head-to-head if it beats the published one in gold match, and none that also does has a higher match by
+the same rule. If a rival (awm, nft) wins, it is named the winner, and the recipes say when to take it.
 
 **Raw weights**, registered together with nft's new arms. Validations sample weights that are averaged with a decay of
 0.95, which lag by some 20 updates: half of the published method's 40, a ninth of the 185 of flash with one step. That
@@ -365,10 +377,10 @@ this takes 10 minutes, and what is left of the other studies 9.
 
 **Diversity.** A reward says nothing about what no prompt names. So at the end of the runs with raw weights or guidance,
 16 prompts that leave size, speed and background open are sampled 8 times each from the base model and from the last
-weights, with the same noise, and the oracle reads the clips (research/studies/spread.py). Measures: the share of pairs of clips
-of a prompt that differ in an open attribute, and the standard deviation of where the object starts; both also over the
-pairs in which both clips match their prompt. A method narrows a spread if the 95 % interval of its difference from the
-base model over the seeds is below 0, and its p-value, corrected by Holm over the methods, is below 0.05.
+weights, with the same noise, and the oracle reads the clips (research/studies/spread.py). Measures: the share of pairs
+of clips of a prompt that differ in an open attribute, and the standard deviation of where the object starts; both also
+over the pairs in which both clips match their prompt. A method narrows a spread if the 95 % interval of its difference
+from the base model over the seeds is below 0, and its p-value, corrected by Holm over the methods, is below 0.05.
 
 **Units to a reward.** The level is the reward of the base model and {compute.SHARE:.0%} of what *{compute.ALL_STEPS}*
 gained at its best rate in the search. For each run of the head-to-head, the units until held-out prompts have it,
@@ -400,78 +412,87 @@ def choose(results: Path) -> dict[str, dict[str, float | None]]:
 
 def summary(results: Path, page: Path) -> int:
     """Write tables and figures of the results."""
-    where = ["--recipe", str(RECIPE), "--results", str(results), "--page", str(page)]
-    asked = studies()
-    guidance = dict(zip(asked["guidance"].arms, PALETTE, strict=False))
+    arguments = ["--recipe", str(RECIPE), "--results", str(results), "--page", str(page)]
+    registered = studies()
+    colors = dict(zip(registered["guidance"].arms, PALETTE, strict=False))
+    draw_guidance = partial(compute.draw_compute, colors=colors)
     figures = {
-        "head_to_head": ((1, 3), compute.draw_compute, compute.COLORS),
-        "batches": ((1, 3), compute.draw_batches, {}),
-        "guidance": ((1, 3), partial(compute.draw_compute, colors=guidance), guidance),
+        "head_to_head": StudyFigure(compute.draw_compute, (1, 3), colors=compute.COLORS),
+        "batches": StudyFigure(compute.draw_batches, (1, 3)),
+        "guidance": StudyFigure(draw_guidance, (1, 3), colors=colors),
     }
-    return results_page.main(where, asked, figures, more_tables())
+    return results_page.main(arguments, registered, figures, more_tables())
 
 
 def more_tables() -> dict[str, Table]:
     """Tables of the page besides those that every study has."""
-    asked = studies()
-    plan = StudyPlan(recipe=RECIPE, studies=asked)
+    registered = studies()
+    plan = StudyPlan(recipe=RECIPE, studies=registered)
 
-    def compared(found: Mapping[str, records.Record], name: str = "head_to_head") -> Arms:
-        return arms_of(plan, name, asked[name], found)
+    def arms_in(study: str, found: Mapping[str, Record]) -> Arms:
+        return arms_of(plan, study, registered[study], found)
 
-    def decision(_: Arms, found: Mapping[str, records.Record], name: str = "head_to_head") -> str:
-        return compute.decision_table(compared(found, name), found)
+    def decision(_: Arms, found: Mapping[str, Record], study: str) -> str:
+        return compute.decision_table(arms_in(study, found), found)
 
-    def spread(_: Arms, found: Mapping[str, records.Record], name: str = "raw_weights") -> str:
-        return compute.spread_table(compared(found, name))
+    def spread(_: Arms, found: Mapping[str, Record], study: str) -> str:
+        return compute.spread_table(arms_in(study, found))
 
-    def samplers(_: Arms, found: Mapping[str, records.Record]) -> str:
+    def samplers(_: Arms, found: Mapping[str, Record]) -> str:
+        arms = arms_in("head_to_head", found)
         names = (compute.ALL_STEPS, *(name.partition("_")[0] for name in EQUAL_ENERGY))
-        return compute.sampler_table({name: compared(found)[name] for name in names})
+        return compute.sampler_table({name: arms[name] for name in names})
 
-    def searched_rates(_: Arms, found: Mapping[str, records.Record], name: str) -> str:
-        return compute.search_table(found, (name, f"further_{name}"))
+    def search(_: Arms, found: Mapping[str, Record], study: str) -> str:
+        return compute.search_table(found, (study, f"further_{study}"))
 
-    searches = {f"searched_{name}": partial(searched_rates, name=name) for name in SEARCHES}
-    costs = dict.fromkeys(("head_to_head", "raw_weights"), compute.cost_table)
-    own = {"decision": decision, "samplers": samplers, "spread": spread}
-    own |= {
-        "raw_decision": partial(decision, name="raw_weights"),
-        "guided_spread": partial(spread, name="guidance"),
+    made: dict[str, Table] = {
+        "head_to_head": compute.cost_table,
+        "raw_weights": compute.cost_table,
+        "decision": partial(decision, study="head_to_head"),
+        "raw_decision": partial(decision, study="raw_weights"),
+        "samplers": samplers,
+        "spread": partial(spread, study="raw_weights"),
+        "guided_spread": partial(spread, study="guidance"),
     }
-    return costs | own | searches
+    for name in SEARCHES:
+        made[f"searched_{name}"] = partial(search, study=name)
+    return made
 
 
 def unready(names: Collection[str]) -> str:
     """Which search one of these studies waits for, in one sentence; empty if they can run."""
-    if kl_strategies.COMPARED in names and (left := kl_strategies.missing(kl_weights())):
+    without_weight = kl_strategies.missing(kl_weights())
+    if kl_strategies.COMPARED in names and without_weight:
         remedy = f"run --studies {kl_strategies.SEARCH} to its end, then --choose"
-        return f"{kl_strategies.COMPARED} has no weight for {left[0]}: {remedy}"
-    searched_by = {"head_to_head": (METHODS, "rates"), "raw_weights": (CHECKED, "rates")}
-    searched_by |= {
+        return f"{kl_strategies.COMPARED} has no weight for {without_weight[0]}: {remedy}"
+
+    searches = {  # study -> its arms, and the search that finds their rates
+        "head_to_head": (METHODS, "rates"),
+        "raw_weights": (CHECKED, "rates"),
         "batches": (batches(), "batch_rates"),
         "guidance": (guided(1.0), "guidance_rates"),
     }
-    for study, (arms, search) in searched_by.items():
-        if study in names and (without := [arm for arm in arms if not chosen(arm)]):
-            missing = search if without[0] not in searched() else f"further_{search}"
-            return f"{study} has no learning rate for {without[0]}: run --studies {missing} to its end, then --choose"
+    for study in (study for study in searches if study in names):
+        arms, search = searches[study]
+        without_rate = [arm for arm in arms if not chosen(arm)]
+        if without_rate:
+            arm = without_rate[0]
+            missing = f"further_{search}" if arm in searched() else search
+            remedy = f"run --studies {missing} to its end, then --choose"
+            return f"{study} has no learning rate for {arm}: {remedy}"
     return ""
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = ablate.new_parser(__doc__)
-    parser.add_argument(
-        "--page", action="store_true", help="write research/studies/registration.md"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--page", action="store_true", help="write research/studies/registration.md")
+    add(
         "--choose", action="store_true", help="take learning rates and KL weights from the searches"
     )
-    parser.add_argument(
-        "--summary",
-        action="store_true",
-        help="write tables and figures: research/studies/results.md",
-    )
+    add("--summary", action="store_true",
+        help="write tables and figures: research/studies/results.md")  # fmt: skip
     options = parser.parse_args(arguments)
     if options.page:
         PAGE.write_text(page(), encoding="utf-8")
@@ -482,17 +503,16 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if options.summary:
         return summary(RESULTS, SUMMARY)
-    if not options.list and (problem := unready(options.studies or studies())):
+    problem = "" if options.list else unready(options.studies or studies())
+    if problem:
         print(f"second_edition.py: {problem}", file=sys.stderr)
         return WRONG_INPUT
-    places = {"--recipe": RECIPE, "--results": RESULTS, "--work": ROOT / "outputs" / "second"}
-    words = [
-        word
-        for flag, value in places.items()
-        if flag not in arguments
-        for word in (flag, str(value))
-    ]
-    return ablate.main([*arguments, *words], studies())
+    defaults = {"--recipe": RECIPE, "--results": RESULTS, "--work": ROOT / "outputs" / "second"}
+    places: list[str] = []
+    for flag, value in defaults.items():
+        if flag not in arguments:
+            places += [flag, str(value)]
+    return ablate.main([*arguments, *places], studies())
 
 
 if __name__ == "__main__":

@@ -31,78 +31,76 @@ from sage_grpo.train.validation import validation_sampling
 from sage_grpo.worlds.shapes.oracle import Reading, read
 from sage_grpo.worlds.shapes.scenes import ATTRIBUTES, OPTIONAL, sentence
 
-PROMPTS, CLIPS = 16, 8  # prompts, and clips of each
+PROMPTS = 16
+CLIPS = 8  # of each prompt
 STRIDE = 11  # through all colors, shapes and directions: it shares no factor with their number, so that all occur
 
 
 def open_prompts(count: int = PROMPTS) -> list[Request]:
     """Prompts that name a color, a shape and a direction, and leave everything else open."""
     kinds = {name: words for name, words in ATTRIBUTES.items() if name not in OPTIONAL}
-    every = list(product(*kinds.values()))
-    chosen = [dict(zip(kinds, every[i * STRIDE % len(every)], strict=True)) for i in range(count)]
-    return [
-        Request(sentence(dict.fromkeys(OPTIONAL, "") | words), i) for i, words in enumerate(chosen)
-    ]
+    combined = list(product(*kinds.values()))
+    requests = []
+    for i in range(count):
+        words = dict(zip(kinds, combined[i * STRIDE % len(combined)], strict=True))
+        requests.append(Request(sentence(dict.fromkeys(OPTIONAL, "") | words), i))
+    return requests
 
 
 @torch.no_grad()
 def sampled(backbone: Backbone, config: Config, prompts: Sequence[Request], clips: int) -> Tensor:
     """uint8 clips (len(prompts) * clips, F, H, W, 3), sampled as in validation. config: a resolved one."""
-    how, found = validation_sampling(config), []
-    sigmas, shape = (
-        flow_sigmas(how.num_steps, how.shift),
-        backbone.latent_shape(how.frames, how.height, how.width),
-    )
+    sampling = validation_sampling(config)
+    sigmas = flow_sigmas(sampling.num_steps, sampling.shift)
+    shape = backbone.latent_shape(sampling.frames, sampling.height, sampling.width)
+    seed = config.validation_global_seed
     negative, *conditions = backbone.encode([Request(config.negative_prompt), *prompts])
+    guidance = Guidance(config.guidance_scale, negative)
+
+    decoded = []
     for prompt, cond in zip(prompts, conditions, strict=True):
-        x, _ = counter_noise(
-            shape, config.validation_global_seed, range(clips), "generate", prompt.index
-        )
-        guidance = Guidance(config.guidance_scale, negative)
-        found.append(
-            backbone.decode(
-                integrate(backbone, sigmas, x.to(backbone.device), cond, guidance)
-            ).cpu()
-        )
-    return torch.cat(found)
+        x, _ = counter_noise(shape, seed, range(clips), "generate", prompt.index)
+        latents = integrate(backbone, sigmas, x.to(backbone.device), cond, guidance)
+        decoded.append(backbone.decode(latents).cpu())
+    return torch.cat(decoded)
 
 
 def spread_of(reading: Reading, clips: int) -> dict[str, float]:
     """Spread of the clips of each prompt, which are neighbors in `reading`; NaN without a pair that matches."""
-    first, second = torch.tensor(list(combinations(range(clips), 2))).T
-    classes = torch.stack([reading.attributes[name].cpu() for name in OPTIONAL]).view(
-        len(OPTIONAL), -1, clips
-    )
-    places = (
-        torch.stack([reading.scenes.x.cpu(), reading.scenes.y.cpu()]).view(2, -1, clips).double()
-    )
+    attributes = torch.stack([reading.attributes[name].cpu() for name in OPTIONAL])
+    starts = torch.stack([reading.scenes.x.cpu(), reading.scenes.y.cpu()])
+    classes = attributes.view(len(OPTIONAL), -1, clips)  # (attributes, prompts, clips)
+    places = starts.view(2, -1, clips).double()
     match = reading.match.cpu().view(-1, clips)
-    differ = (classes[..., first] != classes[..., second]).double().mean(0)  # (prompts, pairs)
-    apart = (places[..., first] - places[..., second]).square().mean(
-        0
-    ) / 2  # its mean over pairs is the variance
-    found = {"match": match.double().mean().item()}
+
+    # Over all pairs of clips of a prompt, (prompts, pairs); the mean of `apart` over pairs is the variance.
+    first, second = torch.tensor(list(combinations(range(clips), 2))).T
+    differ = (classes[..., first] != classes[..., second]).double().mean(0)
+    apart = (places[..., first] - places[..., second]).square().mean(0) / 2
     both = match[:, first] & match[:, second]
-    for words, pairs in (("", torch.ones_like(both)), (" if both match", both)):
-        found[f"classes{words}"] = differ[pairs].mean().item()
-        found[f"places{words}"] = apart[pairs].mean().sqrt().item()
-    return found
+
+    spread = {"match": match.double().mean().item()}
+    for suffix, pairs in {"": torch.ones_like(both), " if both match": both}.items():
+        spread[f"classes{suffix}"] = differ[pairs].mean().item()
+        spread[f"places{suffix}"] = apart[pairs].mean().sqrt().item()
+    return spread
 
 
 def measure(config: Config) -> dict[str, dict[str, float]]:
     """The spread of the base model, and of a finished run."""
-    saved = last_checkpoint(config)
-    kind = device_for(
+    checkpoint = last_checkpoint(config)
+    device = device_for(
         config.device, config.pretrained_model_root, config.pretrained_transformer_version
     )
-    backbone, resolved = open_model(config, torch.device(kind))
+    backbone, resolved = open_model(config, torch.device(device))
     prompts = open_prompts()
     backbone.prepare([Request(resolved.negative_prompt), *prompts])
     texts = [prompt.text for prompt in prompts for _ in range(CLIPS)]
-    found = {}
-    for name in ("base", "end"):
-        if name == "end":
-            backbone.load_weights(saved)
+
+    def spread_now() -> dict[str, float]:
         clips = sampled(backbone, resolved, prompts, CLIPS).to(backbone.device)
-        found[name] = spread_of(read(clips, texts), CLIPS)
-    return found
+        return spread_of(read(clips, texts), CLIPS)
+
+    base = spread_now()
+    backbone.load_weights(checkpoint)
+    return {"base": base, "end": spread_now()}

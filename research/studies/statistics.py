@@ -12,29 +12,28 @@ from sage_grpo.runs.history import column
 
 def halves_95(validations: Sequence[Mapping[str, Any]], key: str) -> np.ndarray:
     """Half of the 95 % interval of a metric's mean at each validation; NaN for fewer than 3 clips."""
-    factors = [
-        student_95(count - 1) if count > 2 else math.nan for count in column(validations, "count")
-    ]
+    counts = column(validations, "count")
+    factors = [student_95(count - 1) if count > 2 else math.nan for count in counts]
     return column(validations, f"{key}_stderr") * factors
 
 
 def p_value(values: Iterable[float]) -> float:
     """Two-sided p-value of a mean of 0, by Student's t over the finite values; NaN for fewer than 3."""
-    found = np.array([value for value in values if math.isfinite(value)])
-    if len(found) < 3:
+    finite = np.array([value for value in values if math.isfinite(value)])
+    if len(finite) < 3:
         return math.nan
-    error = float(found.std(ddof=1)) / math.sqrt(len(found))
+    mean = float(finite.mean())
+    error = float(finite.std(ddof=1)) / math.sqrt(len(finite))
     if error == 0:
-        return 1.0 if found.mean() == 0 else 0.0
-    return student_tails(float(found.mean()) / error, len(found) - 1)
+        return 1.0 if mean == 0 else 0.0
+    return student_tails(mean / error, len(finite) - 1)
 
 
 def student_tails(t: float, freedom: int, points: int = 20001) -> float:
     """The probability of |T| > |t|: with t = sqrt(freedom) tan(angle), the density is cos(angle)^(freedom - 1)."""
     angles = np.linspace(0, math.pi / 2, points)
-    below = np.concatenate(
-        [[0.0], np.cumsum(np.cos((angles[1:] + angles[:-1]) / 2) ** (freedom - 1))]
-    )
+    density = np.cos((angles[1:] + angles[:-1]) / 2) ** (freedom - 1)
+    below = np.concatenate([[0.0], np.cumsum(density)])
     reached = np.interp(math.atan(abs(t) / math.sqrt(freedom)), angles, below)
     return float(1 - reached / below[-1])
 
@@ -47,9 +46,10 @@ def corrected(p_values: Sequence[float], asked: int) -> list[float]:
 
 def holm(p_values: Sequence[float]) -> list[float]:
     """P-values corrected for multiple testing (Holm 1979); NaN is not a test and stays NaN."""
-    asked = sorted((p, i) for i, p in enumerate(p_values) if math.isfinite(p))
-    adjusted, largest = [math.nan] * len(p_values), 0.0
-    for place, (p, i) in enumerate(asked):
-        largest = max(largest, min(1.0, (len(asked) - place) * p))
+    tests = sorted((p, i) for i, p in enumerate(p_values) if math.isfinite(p))
+    adjusted = [math.nan] * len(p_values)
+    largest = 0.0
+    for place, (p, i) in enumerate(tests):
+        largest = max(largest, min(1.0, (len(tests) - place) * p))
         adjusted[i] = largest
     return adjusted

@@ -64,7 +64,9 @@ def test_results_of_no_study_are_refused(place, capsys):
         path, [*others, record | {"config": config, "digest": records.digest(config)}]
     )
     assert call(place) == 2
-    assert "1 results belong to no study any more, such as last_step-all-1" in capsys.readouterr().err
+    assert (
+        "1 results belong to no study any more, such as last_step-all-1" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("page", ["first_edition", "results"])

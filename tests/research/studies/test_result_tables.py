@@ -76,7 +76,11 @@ def test_three_arms_need_more_evidence_than_one():
     study = Study("Which?", {arm: STUDIES["demo"].arms[arm] for arm in ("base", "good")}, seeds=8)
     arms = tables.arms_of(PLAN, "demo", STUDIES["demo"], records(effects=effects))
     alone = tables.compared(study, {arm: arms[arm] for arm in study.arms})["good"]["reward"]
-    assert alone.change == found.change and alone.p == pytest.approx(found.p / 3) and alone.verdict == 1
+    assert (
+        alone.change == found.change
+        and alone.p == pytest.approx(found.p / 3)
+        and alone.verdict == 1
+    )
 
 
 def test_arms_that_are_not_run_yet_count_as_asked():
