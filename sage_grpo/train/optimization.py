@@ -45,11 +45,15 @@ class Optimization:
         self.skipped_in_a_row = 0  # of these, the latest consecutive non-finite ones
 
         # averaged weights for validation and export, and the older policy that samples for nft
-        self.average = self._copy_of_parameters() if config.ema_decay else {}
-        self.old = self._copy_of_parameters() if config.lags else {}
+        self.average = self._wide_copy() if config.ema_decay else {}
+        self.old = self._wide_copy() if config.lags else {}
 
-    def _copy_of_parameters(self) -> dict[str, Tensor]:
-        return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+    def _wide_copy(self) -> dict[str, Tensor]:
+        """The parameters, at least in fp32: in bf16 an average never moves by less than a rounding step."""
+        return {
+            name: parameter.detach().to(_wide(parameter.dtype), copy=True)
+            for name, parameter in self.parameters.items()
+        }
 
     @property
     def learning_rate(self) -> float:
@@ -99,7 +103,10 @@ class Optimization:
         if not values:
             return
         shards = [local_shard(value) for value in values.values()]
-        targets = [local_shard(self.parameters[name]).detach() for name in values]
+        targets = [
+            local_shard(self.parameters[name]).detach().to(value.dtype)
+            for name, value in values.items()
+        ]
         torch._foreach_lerp_(shards, targets, 1 - decay)
 
     @property
@@ -146,6 +153,10 @@ class Optimization:
             )
             # moves the counters of a fused optimizer to the device
             optimizer.load_state_dict({"state": numbered, "param_groups": param_groups})
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def build_optimizers(

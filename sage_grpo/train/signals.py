@@ -17,10 +17,11 @@ THUMBNAIL = (4, 16, 16)  # frames, rows and columns of a clip that its variety i
 
 
 class HalfGradient:
-    """Tells signal from noise in the gradient g of an optimizer step, by that of half of its pairs.
+    """Tells signal from noise in the gradient g of an optimizer step, by that of half of its blocks.
 
-    A share f of the pairs has the squared norm f^2 |signal|^2 + f |noise|^2, so two shares give both. Not known (None)
-    where ranks hold no such share: with sequence parallelism, replicas of shards, or a sum that waits (reduce_once).
+    A share f of independent blocks has the squared norm f^2 |signal|^2 + f |noise|^2, so two shares give both. Not
+    known (None) with a single block, and where ranks hold no such share: with sequence parallelism, replicas of shards,
+    or a sum that waits (reduce_once).
     """
 
     def __init__(self, parameters: Iterable[Tensor], ranks: Ranks, reduces_once: bool) -> None:
@@ -29,14 +30,14 @@ class HalfGradient:
         self.sharded = ranks.shards is not None
         has_share = not (self.sharded and (reduces_once or ranks.shards.ndim > 1))
         self.known = ranks.sp_size == 1 and has_share
-        self.share = 1.0  # of the pairs that the squared norm is of
+        self.share = 1.0  # of the blocks that the squared norm is of; 1: none was observed
         self.square = 0.0  # squared norm of that share's gradient on this rank
         self.signal: float | None = None
 
     def observe(self, done: int, total: int) -> None:
-        """Called after each of the `total` backwards of an optimizer step."""
+        """Called after each of the `total` blocks of an optimizer step on this rank."""
         is_half = 2 * done in (total, total + 1)
-        if self.known and is_half:
+        if self.known and is_half and total > 1:
             self.share = done / total
             if not self.sharded:
                 self.share /= self.ranks.count
@@ -52,6 +53,7 @@ class HalfGradient:
         self.signal = None
         if self.known and f < 1 and grad_norm > 0:
             self.signal = (f - square / grad_norm**2) / (f - f**2)
+        self.share = 1.0
 
 
 @torch.no_grad()

@@ -45,6 +45,10 @@ DIAGNOSED = (
 )
 
 
+# a trajectory, the advantages of its clips, and the column of its `order` that is trained
+Backward = tuple[Trajectory, Tensor, int]
+
+
 @dataclass
 class Accumulation:
     """Rollouts that await their optimizer step."""
@@ -368,23 +372,21 @@ class Trainer:
         )
         stats = self.no_stats()
         shares = self.advantages_by_trajectory(batch, advantages)
-        num_backwards = len(places) * len(shares)
-        earlier = self.step % c.gradient_accumulation_steps * num_backwards
-        done = 0
-        for column in places.tolist():
-            for trajectory, share in zip(batch, shares, strict=True):
+        blocks = self.independent_blocks(list(zip(batch, shares, strict=True)), places.tolist())
+        earlier_blocks = self.step % c.gradient_accumulation_steps * len(blocks)
+        for number, block in enumerate(blocks, 1):
+            for backward, (trajectory, share, column) in enumerate(block, 1):
                 if interruptible:
                     self.safe_point(inside=True)
-                done += 1
-                is_last = done == num_backwards
+                is_last = number == len(blocks) and backward == len(block)
                 reduce_gradients_in_next_backward(
                     self.backbone.transformer, is_last or not c.reduces_once
                 )
                 finite = objective.backward(trajectory, trajectory.order[:, column], share, stats)
                 self.accumulated.finite.append((trajectory.micro_batch, finite))
-                self.half_gradient.observe(
-                    earlier + done, c.gradient_accumulation_steps * num_backwards
-                )
+            self.half_gradient.observe(
+                earlier_blocks + number, c.gradient_accumulation_steps * len(blocks)
+            )
 
         stats.sum_over(self.ranks)
         self.check_first_ratio(stats)
@@ -392,6 +394,16 @@ class Trainer:
         if advantages.trained.any():
             self.accumulated.has_signal = True
         return stats
+
+    def independent_blocks(
+        self, shares: Sequence[tuple[Trajectory, Tensor]], columns: Sequence[int]
+    ) -> list[list[Backward]]:
+        """The backwards of an update in blocks whose gradients have independent noise."""
+        if self.algorithm.independent_steps:
+            return [
+                [(trajectory, share, column)] for column in columns for trajectory, share in shares
+            ]
+        return [[(trajectory, share, column) for column in columns] for trajectory, share in shares]
 
     def advantages_by_trajectory(
         self, batch: Sequence[Trajectory], advantages: Advantages

@@ -18,6 +18,8 @@ class Algorithm(ABC):
         bool
     ]  # by the noise of an SDE; else clips differ by their initial noise alone
     rollouts: ClassVar[type[Rollouts]]
+    # whether the steps of one clip carry independent noise; awm and nft see the same clip at every level
+    independent_steps: ClassVar[bool]
 
     def __init__(self, config: Config) -> None:
         self.config = config

@@ -47,6 +47,7 @@ class ExploringRollouts(Rollouts):
 class Grpo(Algorithm):
     explores = True
     rollouts = ExploringRollouts
+    independent_steps = True
 
     def schedule(self) -> Schedule:
         """The transition tables of `sde_type`."""

@@ -51,6 +51,7 @@ class NoisedRollouts(Rollouts):
 class Matching(Algorithm):
     explores = False
     rollouts = NoisedRollouts
+    independent_steps = False
 
     def schedule(self) -> Schedule:
         """Tables by which the log-probability of a target is minus the squared error of the velocity."""
