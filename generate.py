@@ -103,7 +103,7 @@ def generate(args: argparse.Namespace, prompts: Sequence[Request], ranks: "Ranks
     from sage_grpo.algo.sde import build_schedule, flow_sigmas
     from sage_grpo.models.backbone import Guidance
     from sage_grpo.models.sample import counter_noise, denoise, integrate
-    from sage_grpo.rewards.base import Setup, told
+    from sage_grpo.rewards.base import Setup, prompts_for
     from sage_grpo.rewards.build import build_reward
     from sage_grpo.runs.media import contact_sheet, thumbnails, write_mp4
     from sage_grpo.worlds.registry import check_prompts
@@ -127,7 +127,7 @@ def generate(args: argparse.Namespace, prompts: Sequence[Request], ranks: "Ranks
     setup = Setup(Path(args.model_path) / "VideoReward", device)
     reward = build_reward(args.score, setup) if args.score and ranks.leader else None
     if reward:
-        reward.check(told(reward, prompts))
+        reward.check(prompts_for(reward, prompts))
     args.output_path.mkdir(parents=True, exist_ok=True)
 
     mine = [(prompt, number) for prompt in prompts for number in range(args.num_videos)][
@@ -166,9 +166,9 @@ def scored(reward: "Reward", clip: "Tensor", prompt: Request, fps: int) -> dict[
     """The named scores of one clip; an error if one is not a number."""
     import torch
 
-    from sage_grpo.rewards.base import told
+    from sage_grpo.rewards.base import prompts_for
 
-    found = reward.score([clip], told(reward, [prompt]), fps)
+    found = reward.score([clip], prompts_for(reward, [prompt]), fps)
     scores = {name: round(torch.as_tensor(value).item(), 6) for name, value in found.items()}
     if broken := next((name for name, value in scores.items() if not math.isfinite(value)), None):
         raise ValueError(

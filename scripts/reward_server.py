@@ -117,7 +117,8 @@ from torch import Tensor
 from sage_grpo.files.json_files import finite
 from sage_grpo.rewards.base import Composite, Setup
 from sage_grpo.rewards.build import build_rewards
-from sage_grpo.rewards.remote import MAX_HEADER, RemoteError, read_json, read_token
+from sage_grpo.rewards.client import RemoteError, read_json, read_token
+from sage_grpo.rewards.remote import MAX_HEADER
 
 MAX_FPS = 1_000_000  # frames per second of a clip
 KEYS = {"fps", "prompts", "shapes"}

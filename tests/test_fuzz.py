@@ -23,7 +23,7 @@ from sage_grpo.config.rules import check
 from sage_grpo.config.values import base_type
 from sage_grpo.data.requests import read_requests
 from sage_grpo.models.hunyuan15.folder import ModelFolder
-from sage_grpo.rewards.remote import RemoteError
+from sage_grpo.rewards.client import RemoteError
 from sage_grpo.worlds.registry import world_of
 from scripts.reward_server import unpack
 from tests import fuzz as fuzz_module

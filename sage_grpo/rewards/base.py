@@ -1,12 +1,12 @@
-"""What a reward is, how one is built from its name, and how several are combined into one number per clip.
+"""What a reward is, and how several are combined into one number per clip.
 
-Rewards receive clips in memory, never files; a failed reward is NaN, never a number. `REWARDS` in
-`sage_grpo/rewards/registry.py` is the table of names.
+Rewards receive clips in memory, never files; a failed reward is NaN, never a number. `registry.py` is the table of
+names, `build.py` builds rewards from names.
 """
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,7 +23,7 @@ class Reward(Protocol):
     sees_requests = False  # whether it is given requests, with text and image, instead of prompts
 
     def check(self, prompts: Sequence[str]) -> None:
-        """Reject prompts that cannot be scored, before anything is sampled for them; none, unless a reward does."""
+        """Reject prompts that cannot be scored, before anything is sampled for them; by default none."""
 
     def score(
         self, clips: Sequence[Tensor], prompts: Sequence[str], fps: float
@@ -35,17 +35,15 @@ class Reward(Protocol):
 class Setup:
     """Everything a reward may need at construction."""
 
-    path: Path  # VideoAlign's folder; other rewards' weights are in sibling folders
+    path: Path  # VideoAlign's folder; the weights of other rewards are in sibling folders
     device: torch.device
     sample_fps: float = 2.0  # frames sampled per second
-    url: str | None = None  # address of a reward server
+    url: str | None = None  # address of a reward server or a judge
     timeout: float = 300.0  # seconds a call may take
-    start_timeout: float = 1800.0  # seconds until a server has answered what it scores
-    judge: tuple[str | None, ...] = (
-        None,
-        None,
-        None,
-    )  # its model, file of its rubric, folder of its answers
+    start_timeout: float = 1800.0  # seconds until a server has said what it scores
+    judge_model: str | None = None  # None: the only one that the server has
+    judge_rubric: str | None = None  # file; None: rubric.txt in this folder
+    judge_cache: str | None = None  # folder of scores; None: host memory
 
     @property
     def dtype(self) -> torch.dtype:
@@ -59,9 +57,9 @@ class Setup:
 
 @dataclass
 class Scores:
-    """Rewards of N clips: the weighted total and every named score, fp64 on the CPU, NaN where scoring failed."""
+    """Scores of N clips, fp64 on the CPU, NaN where scoring failed."""
 
-    total: Tensor  # (N,)
+    total: Tensor  # (N,) weighted sum of the named scores
     named: dict[str, Tensor]  # each (N,)
     errors: list[str] = field(default_factory=list)  # one sentence per failure
     weights: Mapping[str, float] = field(default_factory=dict)  # of the named scores in the total
@@ -70,14 +68,12 @@ class Scores:
 Prompts = Sequence[str | Request]
 
 
-def told(reward: Reward, prompts: Prompts) -> list[Any]:
-    """What a reward is given for each clip: the request if it asks for it, else the prompt."""
+def prompts_for(reward: Reward, prompts: Prompts) -> list[Any]:
+    """What a reward is given for each clip: the request if it asks for requests, else the text."""
     requests = [Request(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-    return (
-        requests
-        if getattr(reward, "sees_requests", False)
-        else [request.text for request in requests]
-    )
+    if getattr(reward, "sees_requests", False):
+        return requests
+    return [request.text for request in requests]
 
 
 class Composite:
@@ -92,22 +88,25 @@ class Composite:
     ) -> None:
         """`weights`: by score name; with several rewards, by reward and then name (a number if it has one score).
 
-        Without weights, every score has weight 1.
+        Without weights, every score has weight 1. `timeout`: seconds that a batch may take.
         """
-        self.rewards, self.batch_size, self.timeout = dict(rewards), batch_size, timeout
+        self.rewards = dict(rewards)
+        self.batch_size = batch_size
+        self.timeout = timeout
+        self.on_batch: Callable[[], None] = lambda: None  # called before each batch is scored
         if weights is None:
             weights = {name: dict.fromkeys(reward.names, 1.0) for name, reward in rewards.items()}
         self.weights = {
-            self._label(*key): weight
-            for key, weight in _flat_weights(self.rewards, weights).items()
+            self._label(name, score): weight
+            for (name, score), weight in _flat_weights(self.rewards, weights).items()
         }
-        self.on_batch: Callable[[], None] = lambda: None  # called before each batch is scored
 
     def __str__(self) -> str:
         return " + ".join(f"{weight:g} {name}" for name, weight in self.weights.items() if weight)
 
     @property
     def names(self) -> tuple[str, ...]:
+        """Names of all scores."""
         return tuple(
             self._label(name, score)
             for name, reward in self.rewards.items()
@@ -118,8 +117,9 @@ class Composite:
         return score if len(self.rewards) == 1 else f"{name}.{score}"
 
     def check(self, prompts: Prompts) -> None:
+        """Reject prompts that one of the rewards cannot score."""
         for reward in self.rewards.values():
-            reward.check(told(reward, prompts))
+            reward.check(prompts_for(reward, prompts))
 
     def total(self, named: Mapping[str, Any]) -> Any:
         """The weighted sum; a score with weight 0 may be NaN."""
@@ -131,42 +131,52 @@ class Composite:
             name: torch.full((len(clips),), math.nan, dtype=torch.float64) for name in self.names
         }
         errors: list[str] = []
-        there = [i for i, clip in enumerate(clips) if clip is not None]
+        decoded = [row for row, clip in enumerate(clips) if clip is not None]
         for name, reward in self.rewards.items():
-            for start in range(0, len(there), self.batch_size):
-                rows = there[start : start + self.batch_size]
+            for rows in self._batches(decoded):
                 self.on_batch()
-                batch = ([clips[i] for i in rows], told(reward, [prompts[i] for i in rows]), fps)
+                batch_clips = [clips[row] for row in rows]
+                batch_prompts = prompts_for(reward, [prompts[row] for row in rows])
                 try:
-                    scores = _checked(reward, within(self.timeout, reward.score, *batch), len(rows))
-                except TimeoutError as error:  # the next batch would wait just as long
+                    scores = within(self.timeout, reward.score, batch_clips, batch_prompts, fps)
+                    scores = _checked(reward, scores, len(rows))
+                except TimeoutError as error:
                     errors.append(f"{name}: {error}")
-                    break
+                    break  # the next batch would take just as long
                 except Exception as error:  # any failure of a reward means no score
                     errors.append(f"{name}: {type(error).__name__}: {error}")
                     continue
-                errors += [
-                    f"{name}: {text}" for text in getattr(reward, "failures", ())
-                ]  # of single clips
+
+                failed_clips = getattr(reward, "failures", ())
+                errors += [f"{name}: {text}" for text in failed_clips]
                 for score, values in scores.items():
                     named[self._label(name, score)][rows] = values
+
         total = self.total(named)
-        lost = int((~total.isfinite()).sum()) - (len(clips) - len(there))
-        if lost and not errors:
-            errors.append(f"{lost} score(s) are not finite")
+        not_finite = int((~total.isfinite()).sum())
+        not_decoded = len(clips) - len(decoded)
+        if not_finite > not_decoded and not errors:
+            errors.append(f"{not_finite - not_decoded} score(s) are not finite")
         return Scores(total, named, errors, self.weights)
+
+    def _batches(self, rows: Sequence[int]) -> Iterator[Sequence[int]]:
+        for start in range(0, len(rows), self.batch_size):
+            yield rows[start : start + self.batch_size]
 
 
 def _checked(reward: Reward, scores: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
-    """Scores as fp64 on the CPU; rejects wrong names or lengths."""
+    """Scores as fp64 on the CPU, infinities as NaN; rejects wrong names or lengths."""
     if set(scores) != set(reward.names):
         raise ValueError(
             f"the scores are {', '.join(sorted(scores))}; expected {', '.join(reward.names)}"
         )
-    values = {name: torch.as_tensor(value).double().cpu() for name, value in scores.items()}
-    if wrong := next((name for name, value in values.items() if value.shape != (count,)), None):
-        raise ValueError(f"{wrong} has shape {tuple(values[wrong].shape)} for {count} clips")
-    return {name: torch.where(value.isfinite(), value, math.nan) for name, value in values.items()}
+    checked = {}
+    for name, score in scores.items():
+        values = torch.as_tensor(score).double().cpu()
+        if values.shape != (count,):
+            raise ValueError(f"{name} has shape {tuple(values.shape)} for {count} clips")
+        checked[name] = torch.where(values.isfinite(), values, math.nan)
+    return checked
 
 
 def _flat_weights(
@@ -174,29 +184,40 @@ def _flat_weights(
 ) -> dict[tuple[str, str], float]:
     """Weights by reward and score."""
     if len(rewards) == 1 and not set(weights) <= set(rewards):
-        weights = dict.fromkeys(rewards, weights)
-    flat: dict[tuple[str, str], float] = {}
-    if unknown := [name for name in weights if name not in rewards]:
+        weights = dict.fromkeys(rewards, weights)  # given by score alone
+    unknown = [name for name in weights if name not in rewards]
+    if unknown:
         raise ValueError(f"reward_weights names {unknown[0]}; the rewards are {', '.join(rewards)}")
+
+    flat = {}
     for name, reward in rewards.items():
-        given = weights.get(name, {})
-        if not isinstance(given, Mapping):
-            if len(reward.names) > 1:
-                raise ValueError(
-                    f"reward_weights must have a number for each of {name}'s {', '.join(reward.names)}"
-                )
-            given = {reward.names[0]: given}
-        for score, weight in given.items():
-            if score not in reward.names:
-                own = json.dumps(dict.fromkeys(reward.names, 1))
-                raise ValueError(
-                    f"reward_weights names {score}, not a score of {name}; give --reward_weights '{own}'"
-                )
-            if not isinstance(weight, (int, float)) or not math.isfinite(weight):
-                raise ValueError(
-                    f"reward_weights gives {score} the weight {weight!r}; it must be a number"
-                )
-            flat[name, score] = float(weight)
+        for score, weight in _weights_of(name, reward, weights.get(name, {})).items():
+            flat[name, score] = weight
     if not any(flat.values()):
         raise ValueError("reward_weights are all 0: nothing to learn from")
     return flat
+
+
+def _weights_of(name: str, reward: Reward, given: Any) -> dict[str, float]:
+    """Weights of one reward by score; `given` may be a number if it has a single score."""
+    if not isinstance(given, Mapping):
+        if len(reward.names) > 1:
+            raise ValueError(
+                f"reward_weights must have a number for each of {name}'s {', '.join(reward.names)}"
+            )
+        given = {reward.names[0]: given}
+
+    weights = {}
+    for score, weight in given.items():
+        if score not in reward.names:
+            example = json.dumps(dict.fromkeys(reward.names, 1))
+            raise ValueError(
+                f"reward_weights names {score}, not a score of {name}; "
+                f"give --reward_weights '{example}'"
+            )
+        if not isinstance(weight, (int, float)) or not math.isfinite(weight):
+            raise ValueError(
+                f"reward_weights gives {score} the weight {weight!r}; it must be a number"
+            )
+        weights[score] = float(weight)
+    return weights

@@ -13,15 +13,18 @@ from sage_grpo.rewards.registry import ALIASES, REWARDS
 
 def build_rewards(names: Sequence[str], setup: Setup) -> dict[str, Reward]:
     """Build the named rewards, with aliases resolved. Weights are loaded here and nowhere else."""
-    names = list(dict.fromkeys(ALIASES.get(name, name) for name in names))
-    labels = [plugins.label(name) for name in names]
-    if twice := next((label for label in labels if labels.count(label) > 1), None):
-        raise ValueError(f"two rewards are called {twice}; rename one of them")
-    return {label: build_reward(name, setup) for label, name in zip(labels, names, strict=True)}
+    unique_names = list(dict.fromkeys(ALIASES.get(name, name) for name in names))
+    labels = [plugins.label(name) for name in unique_names]
+    duplicates = [label for label in labels if labels.count(label) > 1]
+    if duplicates:
+        raise ValueError(f"two rewards are called {duplicates[0]}; rename one of them")
+    return {
+        label: build_reward(name, setup) for label, name in zip(labels, unique_names, strict=True)
+    }
 
 
 def build_reward(name: str, setup: Setup) -> Reward:
-    """Call what the table names with the setup, or make a reward of what a file defines."""
+    """Call what the registry names with the setup, or make a reward of what a file defines."""
     if plugins.in_file(name):
         return FileReward(name, setup)
     if name not in REWARDS:
@@ -34,27 +37,35 @@ def build_reward(name: str, setup: Setup) -> Reward:
 class FileReward:
     """A reward from `FILE.py:NAME`: a function of clips, prompts and perhaps fps; a class; or a `build(setup)`.
 
-    If it calls its second parameter `requests`, it is given requests.
-    A class may take the setup, and may leave out `check`; with a single score it may also leave out `names`, which is
+    If its second parameter is called `requests`, it is given requests instead of prompts.
+    A class may take the setup, and may leave out `check`. With a single score it may also leave out `names`, which is
     then NAME, and return plain values.
     """
 
     def __init__(self, name: str, setup: Setup) -> None:
-        made = plugins.resolved(name)
+        plugin = plugins.resolved(name)
         try:
-            count = len(inspect.signature(made).parameters)
-            if isinstance(made, type) or count < 2:
-                made = made(*[setup][:count])
-            self._score = getattr(made, "score", made)
+            reward = _instantiated(plugin, setup)
+            self._score = getattr(reward, "score", reward)
             parameters = inspect.signature(self._score).parameters
-            self._count, self.sees_requests = len(parameters), "requests" in parameters
         except Exception as error:  # the file may do anything
             raise ValueError(
                 f"the reward {name} cannot be built: {type(error).__name__}: {error}"
             ) from error
-        self.names = tuple(getattr(made, "names", [plugins.label(name)]))
-        self.check = getattr(made, "check", lambda prompts: None)
+        self._num_parameters = len(parameters)
+        self.sees_requests = "requests" in parameters
+        self.names = tuple(getattr(reward, "names", [plugins.label(name)]))
+        self.check = getattr(reward, "check", lambda prompts: None)
 
     def score(self, clips: Sequence[Tensor], prompts: Sequence[str], fps: float) -> dict[str, Any]:
-        scores = self._score(*(clips, prompts, fps)[: self._count])
+        arguments = (clips, prompts, fps)
+        scores = self._score(*arguments[: self._num_parameters])
         return dict(scores) if isinstance(scores, Mapping) else dict.fromkeys(self.names, scores)
+
+
+def _instantiated(plugin: Any, setup: Setup) -> Any:
+    """A class or a `build` is called, with the setup if it takes a parameter; a score function stays as it is."""
+    count = len(inspect.signature(plugin).parameters)
+    if not isinstance(plugin, type) and count >= 2:
+        return plugin
+    return plugin(setup) if count else plugin()

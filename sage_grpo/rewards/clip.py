@@ -35,12 +35,12 @@ class ClipScore(Reward):
     folder = "clip-vit-large-patch14"
 
     def __init__(self, setup: Setup) -> None:
+        self.device = setup.device
+        self.sample_fps = setup.sample_fps
         self.model, self.tokenizer = load_clip(setup.beside(self.folder))
-        self.scale = (
-            self.model.logit_scale.exp().item()
-        )  # before the cast: bf16 would make it 1 % smaller
+        # read before the cast: bf16 would make it 1 % smaller
+        self.scale = self.model.logit_scale.exp().item()
         self.model.to(setup.device, setup.dtype)
-        self.device, self.sample_fps = setup.device, setup.sample_fps
 
     @torch.no_grad()
     def score(
@@ -48,25 +48,43 @@ class ClipScore(Reward):
     ) -> dict[str, Tensor]:
         rates = video_frames.check_clips(clips, prompts, fps)
         frames = [self._pixels(clip, rate) for clip, rate in zip(clips, rates, strict=True)]
-        images = self.model.get_image_features(
-            torch.cat(frames).to(self.model.dtype)
-        ).pooler_output  # (N, D)
-        limits = {"padding": True, "truncation": True, "max_length": MAX_TOKENS}
-        tokens = self.tokenizer(list(prompts), return_tensors="pt", **limits).to(self.device)
-        texts = self.model.get_text_features(**tokens).pooler_output  # (B, D)
-        counts = [len(part) for part in frames]
-        repeated = texts.repeat_interleave(torch.tensor(counts, device=self.device), 0)
-        cosines = torch.cosine_similarity(images.float(), repeated.float())
-        return {"cosine": torch.stack([part.mean() for part in cosines.split(counts)]).cpu()}
+        counts = [len(pixels) for pixels in frames]
+        images = self._embed_images(torch.cat(frames))  # (N, D)
+        texts = self._embed_texts(prompts)  # (B, D)
+
+        texts = texts.repeat_interleave(torch.tensor(counts, device=self.device), 0)  # (N, D)
+        cosines = torch.cosine_similarity(images.float(), texts.float())  # (N,)
+        means = [clip_cosines.mean() for clip_cosines in cosines.split(counts)]
+        return {"cosine": torch.stack(means).cpu()}
+
+    def _embed_images(self, pixels: Tensor) -> Tensor:
+        """(N, 3, side, side) -> (N, D)"""
+        return self.model.get_image_features(pixels.to(self.model.dtype)).pooler_output
+
+    def _embed_texts(self, prompts: Sequence[str]) -> Tensor:
+        """(B, D)"""
+        tokens = self.tokenizer(
+            list(prompts),
+            return_tensors="pt",
+            padding=True,
+            truncation=True,
+            max_length=MAX_TOKENS,
+        )
+        return self.model.get_text_features(**tokens.to(self.device)).pooler_output
 
     def _pixels(self, clip: Tensor, fps: float) -> Tensor:
         """(n, 3, side, side): resized to fit the shorter side, center-cropped along the longer one."""
+        indices = video_frames.sample_indices(len(clip), fps, self.sample_fps)
+        frames = clip[indices.to(clip.device)].to(self.device)
+
         side = self.model.config.vision_config.image_size
-        chosen = video_frames.sample_indices(len(clip), fps, self.sample_fps)
-        frames = clip[chosen.to(clip.device)].to(self.device)
         height, width = frames.shape[1:3]
-        size = (side, side * width // height) if height < width else (side * height // width, side)
-        top, left = ((length - side) // 2 for length in size)
+        if height < width:
+            size = (side, side * width // height)
+        else:
+            size = (side * height // width, side)
+        top = (size[0] - side) // 2
+        left = (size[1] - side) // 2
         pixels = video_frames.resize(frames, size)[:, :, top : top + side, left : left + side]
         return video_frames.normalize(pixels)
 
@@ -80,13 +98,12 @@ class PickScore(ClipScore):
     def score(
         self, clips: Sequence[Tensor], prompts: Sequence[str], fps: float | Sequence[float]
     ) -> dict[str, Tensor]:
-        return {
-            "pickscore": self.scale * super().score(clips, prompts, fps)["cosine"] / PICKSCORE_SCALE
-        }
+        cosine = super().score(clips, prompts, fps)["cosine"]
+        return {"pickscore": self.scale * cosine / PICKSCORE_SCALE}
 
 
 def load_clip(folder: Path) -> tuple[CLIPModel, CLIPTokenizer]:
-    """Load a folder's complete model in fp32 and its tokenizer."""
+    """Load a folder's model, in fp32 and complete, and its tokenizer."""
     for pattern in ("config.json", "*.safetensors", "merges.txt", "vocab.json"):
         if not any(folder.glob(pattern)):
             raise FileNotFoundError(
@@ -94,22 +111,25 @@ def load_clip(folder: Path) -> tuple[CLIPModel, CLIPTokenizer]:
             )
     for index in folder.glob("*.safetensors.index.json"):
         read_index(index)
-    if (
-        folder / "adapter_config.json"
-    ).exists():  # transformers would load the base model and adapter it names
+    # transformers would load the base model and the adapter that it names
+    if (folder / "adapter_config.json").exists():
         raise ValueError(
             f"{folder} holds an adapter_config.json, which no CLIP model needs; delete it"
         )
     read_config(folder / "config.json")
-    # Set the attention explicitly: a config could name one that would be downloaded and run.
-    safe = {"local_files_only": True, "use_safetensors": True, "attn_implementation": "sdpa"}
+
     with naming(folder):
         model, report = CLIPModel.from_pretrained(
-            folder, dtype=torch.float32, output_loading_info=True, **safe
+            folder,
+            dtype=torch.float32,
+            output_loading_info=True,
+            local_files_only=True,
+            use_safetensors=True,
+            # set explicitly: a config could name one that would be downloaded and run
+            attn_implementation="sdpa",
         )
         tokenizer = CLIPTokenizer.from_pretrained(folder, local_files_only=True)
-    if report["missing_keys"]:
-        raise ValueError(
-            f"the weights in {folder} lack {min(report['missing_keys'])}; download them again"
-        )
+    missing = report["missing_keys"]
+    if missing:
+        raise ValueError(f"the weights in {folder} lack {min(missing)}; download them again")
     return model.eval(), tokenizer

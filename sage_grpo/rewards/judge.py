@@ -14,9 +14,11 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -24,54 +26,78 @@ from torch import Tensor
 from sage_grpo.background import Work
 from sage_grpo.files.json_files import printable, read_object, write_json
 from sage_grpo.rewards.base import Reward, Setup
-from sage_grpo.rewards.remote import RemoteError, Server, read_json
+from sage_grpo.rewards.client import RemoteError, ServerClient, read_json
 from sage_grpo.rewards.video_frames import check_clips, sample_indices
 
-RUBRIC, PLACEHOLDER = Path(__file__).with_name("rubric.txt"), "{prompt}"
-REPORT = "judge: {asked} clips asked for, {known} known; {prompt_tokens} prompt and {completion_tokens} answer tokens"
+RUBRIC = Path(__file__).with_name("rubric.txt")
+PLACEHOLDER = "{prompt}"
 
 
-def read_rubric(path: Path) -> tuple[str, tuple[str, ...], bool]:
-    """What the judge is asked, the scores that its headings `## NAME` name, and whether probabilities count.
+@dataclass(frozen=True)
+class Rubric:
+    """What the judge is asked."""
 
-    The first line, `answer: json` or `answer: logprobs`, is not sent.
+    text: str  # with PLACEHOLDER where the prompt belongs
+    names: tuple[str, ...]  # of the scores
+    by_probability: bool  # whether a score is the expected digit instead of the likeliest
+
+
+def read_rubric(path: Path) -> Rubric:
+    """Read a rubric, whose headings `## NAME` name the scores.
+
+    Its first line, `answer: json` or `answer: logprobs`, is not sent.
     """
-    head, _, text = path.read_text(encoding="utf-8").partition("\n")
-    names = re.findall(
-        r"^## ([A-Za-z_]+)$", text, re.MULTILINE
-    )  # a digit in a name could pass for a score
-    named = text.count(PLACEHOLDER) == 1 and len(names) == len(set(names)) > 0
-    if not named or head not in ("answer: json", "answer: logprobs"):
+    first_line, _, text = path.read_text(encoding="utf-8").partition("\n")
+    # letters only: a digit in a name could be taken for a score
+    names = re.findall(r"^## ([A-Za-z_]+)$", text, re.MULTILINE)
+    has_names = len(names) > 0 and len(names) == len(set(names))
+    has_answer = first_line in ("answer: json", "answer: logprobs")
+    if not has_names or not has_answer or text.count(PLACEHOLDER) != 1:
         raise ValueError(
-            f"judge_rubric {path} must begin with the line `answer: json` or `answer: logprobs`, hold {PLACEHOLDER} "
-            "once, and have a heading `## NAME`, in letters, for each score"
+            f"judge_rubric {path} must begin with the line `answer: json` or `answer: logprobs`, "
+            f"hold {PLACEHOLDER} once, and have a heading `## NAME`, in letters, for each score"
         )
-    return text, tuple(names), head.endswith("logprobs")
+    return Rubric(text, tuple(names), first_line == "answer: logprobs")
 
 
-class Judge(Server, Reward):
-    """Scores each clip by one request; the clips of a batch are asked for at the same time."""
+class Judge(ServerClient, Reward):
+    """Scores each clip with one request; the clips of a batch are sent at the same time."""
 
-    retried, hint, content_type = (429, 500, 502, 503, 504), "vLLM or SGLang", "application/json"
+    busy_statuses = (429, 500, 502, 503, 504)
+    hint = "vLLM or SGLang"
+    content_type = "application/json"
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        model, rubric, cache = setup.judge
-        self.rubric, self.names, self.by_probability = read_rubric(Path(rubric or RUBRIC))
-        self.cache, self.sample_fps, self.failures = cache and Path(cache), setup.sample_fps, []
-        self.known, self.counts = (
-            {},
-            Counter(),
-        )  # scores by the hash of the question; questions and tokens
-        served = [
-            str(each.get("id")) for each in self._ask_in_time("GET", "/v1/models").get("data") or ()
-        ]
-        if (model is None and len(served) != 1) or (model is not None and model not in served):
-            raise RemoteError(
-                f"judge_model is {model}; {self.url} serves {printable(', '.join(served)) or 'none'}"
-            )
-        self.model = model or served[0]
-        atexit.register(lambda: print(REPORT.format_map(self.counts), file=sys.stderr))
+        self.rubric = read_rubric(Path(setup.judge_rubric or RUBRIC))
+        self.names = self.rubric.names
+        self.cache = Path(setup.judge_cache) if setup.judge_cache else None
+        self.sample_fps = setup.sample_fps
+        self.known: dict[str, dict[str, float]] = {}  # scores by the hash of the request
+        self.counts: Counter[str] = Counter()  # of requests and tokens
+        self.failures: list[str] = []  # of the last batch, one sentence per clip
+        self.model = self._choose_model(setup.judge_model)
+        atexit.register(self._print_counts)
+
+    def _choose_model(self, wanted: str | None) -> str:
+        """The wanted model if the server has it; without a wish, the only one that it has."""
+        models = self._ask_in_time("GET", "/v1/models").get("data") or ()
+        served = [str(model.get("id")) for model in models]
+        if wanted in served:
+            return wanted
+        if wanted is None and len(served) == 1:
+            return served[0]
+        raise RemoteError(
+            f"judge_model is {wanted}; {self.url} serves {printable(', '.join(served)) or 'none'}"
+        )
+
+    def _print_counts(self) -> None:
+        counts = self.counts
+        print(
+            f"judge: {counts['asked']} clips asked for, {counts['known']} known; "
+            f"{counts['prompt_tokens']} prompt and {counts['completion_tokens']} answer tokens",
+            file=sys.stderr,
+        )
 
     def score(
         self, clips: Sequence[Tensor], prompts: Sequence[str], fps: float
@@ -81,11 +107,13 @@ class Judge(Server, Reward):
         requests = [
             self._request(clip, prompt, fps) for clip, prompt in zip(clips, prompts, strict=True)
         ]
-        rows, self.failures = [], []
-        for call in [Work(lambda _, body=body: self._judged(body)) for body in requests]:
+        calls = [Work(lambda _, request=request: self._judged(request)) for request in requests]
+        rows = []
+        self.failures = []
+        for call in calls:
             try:
-                scores, used = call.result()
-                self.counts.update(used)
+                scores, counts = call.result()
+                self.counts.update(counts)
             except (ValueError, OSError) as error:
                 scores = dict.fromkeys(self.names, math.nan)
                 self.failures.append(printable(error))
@@ -96,97 +124,117 @@ class Judge(Server, Reward):
         }
 
     def _judged(self, request: bytes) -> tuple[dict[str, float], dict[str, int]]:
-        """Scores, and what they cost: nothing if the same question was answered before."""
+        """Scores and what they cost: no tokens if the same request was answered before."""
         key = hashlib.sha256(request).hexdigest()
-        file = self.cache and self.cache / f"{key}.json"
+        file = self.cache / f"{key}.json" if self.cache else None
         if key not in self.known and file and file.is_file():
             self.known[key] = checked(read_object(file), self.names, str(file))
         if key in self.known:
             return self.known[key], {"known": 1}
-        self.known[key], used = self._read_scores(
-            self._ask("POST", "/v1/chat/completions", [request])
-        )
+
+        answer = self._ask("POST", "/v1/chat/completions", [request])
+        scores, tokens = self._read_scores(answer)
+        self.known[key] = scores
         if file:
             file.parent.mkdir(parents=True, exist_ok=True)
-            write_json(file, self.known[key])
-        return self.known[key], used | {"asked": 1}
+            write_json(file, scores)
+        return scores, tokens | {"asked": 1}
 
     def _request(self, clip: Tensor, prompt: str, fps: float) -> bytes:
         """A body with one image per sampled frame, then the rubric."""
-        parts: list[dict[str, Any]] = []
-        for frame in clip[sample_indices(len(clip), fps, self.sample_fps)].cpu().numpy():
-            Image.fromarray(frame).save(file := io.BytesIO(), "PNG")
-            url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
-            parts.append({"type": "image_url", "image_url": {"url": url}})
-        parts.append({"type": "text", "text": self.rubric.replace(PLACEHOLDER, prompt)})
-        schema = {"type": "object", "additionalProperties": False, "required": list(self.names)}
-        schema["properties"] = {
-            name: {"type": "integer", "enum": [1, 2, 3, 4, 5]} for name in self.names
+        indices = sample_indices(len(clip), fps, self.sample_fps)
+        images = [
+            {"type": "image_url", "image_url": {"url": data_url(frame)}}
+            for frame in clip[indices].cpu().numpy()
+        ]
+        question = {"type": "text", "text": self.rubric.text.replace(PLACEHOLDER, prompt)}
+        schema = {
+            "type": "object",
+            "additionalProperties": False,
+            "required": list(self.names),
+            "properties": {
+                name: {"type": "integer", "enum": [1, 2, 3, 4, 5]} for name in self.names
+            },
         }
-        wanted = {
-            "type": "json_schema",
-            "json_schema": {"name": "scores", "strict": True, "schema": schema},
-        }
-        body = {
+        body: dict[str, Any] = {
             "model": self.model,
-            "messages": [{"role": "user", "content": parts}],
-            "response_format": wanted,
+            "messages": [{"role": "user", "content": [*images, question]}],
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "scores", "strict": True, "schema": schema},
+            },
         }
-        body |= (
-            {"logprobs": True, "top_logprobs": 20} if self.by_probability else {}
-        )  # servers give no more
-        return json.dumps(
-            body | {"temperature": 0, "max_tokens": 32 * (1 + len(self.names))}
-        ).encode()
+        if self.rubric.by_probability:
+            body["logprobs"] = True
+            body["top_logprobs"] = 20  # the most that servers return
+        body["temperature"] = 0
+        body["max_tokens"] = 32 * (1 + len(self.names))
+        return json.dumps(body).encode()
 
     def _read_scores(self, answer: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, int]]:
-        """Scores and counts of an answer; RemoteError if anything is missing or out of range."""
+        """Scores and token counts of an answer; RemoteError if anything is missing or out of range."""
         try:
-            choice, usage = answer["choices"][0], answer.get("usage") or {}
-            used = {
+            choice = answer["choices"][0]
+            usage = answer.get("usage") or {}
+            counts = {
                 kind: int(usage.get(kind) or 0) for kind in ("prompt_tokens", "completion_tokens")
             }
-            scores = checked(read_json(choice["message"]["content"].encode()), self.names, self.url)
-            if not self.by_probability:
-                return scores, used
-            tokens = [
-                token
-                for token in choice["logprobs"]["content"]
-                if token["token"].strip().isdecimal()
-            ]
-            if len(tokens) != len(scores):
-                raise RemoteError(
-                    f"{self.url} gave the probabilities of {len(tokens)} digits for {len(scores)} scores"
-                )
-            return dict(
-                zip(
-                    scores, (expected_digit(token["top_logprobs"]) for token in tokens), strict=True
-                )
-            ), used
+            digits = read_json(choice["message"]["content"].encode())
+            scores = checked(digits, self.names, self.url)
+            if self.rubric.by_probability:
+                scores = self._expected_scores(scores, choice["logprobs"]["content"])
+            return scores, counts
         except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
-            text = f"{type(error).__name__}: {error}"
             raise RemoteError(
-                f"{self.url} answered without what the rubric asks for ({text})"
+                f"{self.url} answered without what the rubric asks for "
+                f"({type(error).__name__}: {error})"
             ) from error
+
+    def _expected_scores(
+        self, scores: Mapping[str, float], tokens: Sequence[Mapping[str, Any]]
+    ) -> dict[str, float]:
+        """Expected digits in place of the likeliest ones, given the tokens of the answer."""
+        digits = [token for token in tokens if token["token"].strip().isdecimal()]
+        if len(digits) != len(scores):
+            raise RemoteError(
+                f"{self.url} gave the probabilities of {len(digits)} digits for {len(scores)} scores"
+            )
+        return {
+            name: expected_digit(token["top_logprobs"])
+            for name, token in zip(scores, digits, strict=True)
+        }
+
+
+def data_url(frame: np.ndarray) -> str:
+    """A uint8 frame (H, W, 3) as a PNG in a URL."""
+    file = io.BytesIO()
+    Image.fromarray(frame).save(file, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def checked(scores: Any, names: Sequence[str], where: str) -> dict[str, float]:
-    """Scores in their own order, if there is a number from 1 to 5 for each name."""
-    numbers = scores.values() if isinstance(scores, dict) and set(scores) == set(names) else [None]
-    if not all(type(value) in (int, float) and 1 <= value <= 5 for value in numbers):
+    """Scores in the order of the answer, if there is a number from 1 to 5 for each name."""
+    has_names = isinstance(scores, dict) and set(scores) == set(names)
+    if not has_names or not all(map(_is_grade, scores.values())):
         raise RemoteError(
             f"{where} gave {printable(scores)}; expected 1 to 5 for {', '.join(names)}"
         )
     return scores
 
 
+def _is_grade(value: Any) -> bool:
+    return type(value) in (int, float) and 1 <= value <= 5
+
+
 def expected_digit(alternatives: Sequence[Mapping[str, Any]]) -> float:
     """Mean of the digits 1 to 5 over their probabilities among the likely tokens; blanks around one do not matter."""
-    likely = [(one["token"].strip(), math.exp(one["logprob"])) for one in alternatives]
-    weights = {
-        digit: sum(weight for token, weight in likely if token == str(digit))
-        for digit in range(1, 6)
-    }
-    if not 0 < (total := sum(weights.values())) < math.inf:
+    probabilities = dict.fromkeys(range(1, 6), 0.0)
+    for alternative in alternatives:
+        token = alternative["token"].strip()
+        probability = math.exp(alternative["logprob"])
+        if token in ("1", "2", "3", "4", "5"):
+            probabilities[int(token)] += probability
+    total = sum(probabilities.values())
+    if not 0 < total < math.inf:
         raise RemoteError("no digit from 1 to 5 is among the likely tokens")
-    return sum(digit * weight for digit, weight in weights.items()) / total
+    return sum(digit * probability for digit, probability in probabilities.items()) / total

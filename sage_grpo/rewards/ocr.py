@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sage_grpo.rewards import video_frames
 from sage_grpo.rewards.base import Setup
+from sage_grpo.rewards.video_frames import check_clips, sample_indices
 
 
 class OcrReward:
@@ -23,16 +23,18 @@ class OcrReward:
         try:
             from rapidocr_onnxruntime import RapidOCR
         except ImportError as error:
-            text = f"the reward ocr needs a package ({error}): pip install --no-deps -r requirements-ocr.txt"
-            raise ValueError(text) from error
+            raise ValueError(
+                f"the reward ocr needs a package ({error}): "
+                "pip install --no-deps -r requirements-ocr.txt"
+            ) from error
         self.sample_fps = setup.sample_fps
         # By default it would use all cores, enlarge small frames and look for upside-down text.
-        limits = {
-            "intra_op_num_threads": torch.get_num_threads(),
-            "det_limit_side_len": 960,
-            "det_limit_type": "max",
-        }
-        self.reader = RapidOCR(**limits, use_cls=False)
+        self.reader = RapidOCR(
+            intra_op_num_threads=torch.get_num_threads(),
+            det_limit_side_len=960,
+            det_limit_type="max",
+            use_cls=False,
+        )
 
     def check(self, prompts: Sequence[str]) -> None:
         """Reject prompts without quoted text."""
@@ -42,14 +44,18 @@ class OcrReward:
     def score(
         self, clips: Sequence[Tensor], prompts: Sequence[str], fps: float | Sequence[float]
     ) -> dict[str, Tensor]:
-        rates = video_frames.check_clips(clips, prompts, fps)
-        means = []
-        for clip, wanted, rate in zip(clips, map(wanted_text, prompts), rates, strict=True):
-            frames = clip[
-                video_frames.sample_indices(len(clip), rate, self.sample_fps).to(clip.device)
-            ].cpu()
-            means.append(sum(likeness(self.read(frame), wanted) for frame in frames) / len(frames))
+        rates = check_clips(clips, prompts, fps)
+        means = [
+            self._mean_likeness(clip, wanted_text(prompt), rate)
+            for clip, prompt, rate in zip(clips, prompts, rates, strict=True)
+        ]
         return {"ocr": torch.tensor(means)}
+
+    def _mean_likeness(self, clip: Tensor, wanted: str, fps: float) -> float:
+        """Mean over the sampled frames of a clip (F, H, W, 3)."""
+        indices = sample_indices(len(clip), fps, self.sample_fps)
+        frames = clip[indices.to(clip.device)].cpu()
+        return sum(likeness(self.read(frame), wanted) for frame in frames) / len(frames)
 
     def read(self, frame: Tensor) -> str:
         """All text in a uint8 frame (H, W, 3), lowercase, without spaces."""
@@ -58,6 +64,7 @@ class OcrReward:
 
 
 def wanted_text(prompt: str) -> str:
+    """The text between the first double quotes of a prompt, lowercase, without spaces."""
     quoted = re.search(r'"([^"]+)"', prompt)
     if not quoted or not plain(quoted[1]):
         raise ValueError(
@@ -67,19 +74,28 @@ def wanted_text(prompt: str) -> str:
 
 
 def plain(text: str) -> str:
+    """Lowercase, without spaces."""
     return re.sub(r"\s", "", text).lower()
 
 
 def likeness(read: str, wanted: str) -> float:
     """1 if the wanted text occurs in `read`; otherwise less for each letter to change, down to 0."""
-    return 1.0 if wanted in read else max(0.0, 1 - edit_distance(read, wanted) / len(wanted))
+    if wanted in read:
+        return 1.0
+    return max(0.0, 1 - edit_distance(read, wanted) / len(wanted))
 
 
-def edit_distance(one: str, other: str) -> int:
+def edit_distance(source: str, target: str) -> int:
     """Levenshtein distance: letters to insert, delete or replace."""
-    row = list(range(len(other) + 1))
-    for i, letter in enumerate(one, 1):
-        above, row = row, [i]
-        for j, wanted in enumerate(other, 1):
-            row.append(min(above[j] + 1, row[-1] + 1, above[j - 1] + (letter != wanted)))
+    row = list(
+        range(len(target) + 1)
+    )  # from no letter of the source to each beginning of the target
+    for i, letter in enumerate(source, 1):
+        previous = row
+        row = [i]
+        for j, wanted in enumerate(target, 1):
+            delete = previous[j] + 1
+            insert = row[j - 1] + 1
+            keep_or_replace = previous[j - 1] + int(letter != wanted)
+            row.append(min(delete, insert, keep_or_replace))
     return row[-1]

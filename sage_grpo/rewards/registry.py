@@ -1,4 +1,4 @@
-"""Rewards that a command line can name; those beyond VideoAlign are in sage_grpo/rewards/.
+"""Rewards that a command line can name: `module:attribute`, called with a `Setup`.
 
 To add one, write a file like `sage_grpo/rewards/ocr.py` and add a row (docs/extending.md).
 """
@@ -9,10 +9,10 @@ REWARDS = {
     "pickscore": "sage_grpo.rewards.clip:PickScore",
     "ocr": "sage_grpo.rewards.ocr:OcrReward",
     "first_frame": "sage_grpo.rewards.first_frame:FirstFrame",
-    "motion": "sage_grpo.rewards.first_frame:Motion",
+    "motion": "sage_grpo.rewards.motion:Motion",
     "judge": "sage_grpo.rewards.judge:Judge",
     "remote": "sage_grpo.rewards.remote:RemoteReward",
     "shapes": "sage_grpo.worlds.shapes.reward:build",
 }
 ALIASES = {"videoalign_local": "videoalign"}
-DEFAULT = "videoalign"  # for real-world models
+DEFAULT = "videoalign"  # for models of the real world

@@ -13,23 +13,28 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-PATCH, MERGE, PAIR = 14, 2, 2  # patch side in pixels, token side in patches, frames per patch
-SIDE = PATCH * MERGE
-MIN_FRAMES, MIN_PIXELS = 4, 128 * SIDE * SIDE
+PATCH = 14  # side of a patch, in pixels
+PAIR = 2  # frames of a patch
+MERGE = 2  # side of a token, in patches
+SIDE = PATCH * MERGE  # of a token, in pixels
+MIN_FRAMES = 4
+MIN_PIXELS = 128 * SIDE * SIDE
 MAX_RATIO = 200  # longer side to shorter side
-MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
+# of the color channels, for CLIP and Qwen2-VL
+MEAN = (0.48145466, 0.4578275, 0.40821073)
+STD = (0.26862954, 0.26130258, 0.27577711)
 
 
 def check_clips(
     clips: Sequence[Tensor], prompts: Sequence[str], fps: float | Sequence[float]
 ) -> list[float]:
-    """The fps of each clip; rejects anything but one prompt and one uint8 (T, H, W, 3) each."""
-    rates = (
-        [float(fps)] * len(clips)
-        if isinstance(fps, (int, float))
-        else [float(rate) for rate in fps]
-    )
-    if not len(clips) or {len(prompts), len(rates)} != {len(clips)}:
+    """The fps of each clip; rejects anything but uint8 clips (T, H, W, 3) with one prompt each."""
+    if isinstance(fps, (int, float)):
+        rates = [float(fps)] * len(clips)
+    else:
+        rates = [float(rate) for rate in fps]
+    if len(clips) == 0 or len(prompts) != len(clips) or len(rates) != len(clips):
         raise ValueError(
             f"{len(clips)} clips, {len(prompts)} prompts and {len(rates)} fps: give one of each per clip"
         )
@@ -47,10 +52,11 @@ def sample_indices(
     frames: int, fps: float, sample_fps: float, num_frames: int | None = None
 ) -> Tensor:
     """(n,) indices of the sampled frames, n even: `num_frames`, or `sample_fps` per second."""
-    by_rate = min(max(frames / fps * sample_fps, MIN_FRAMES), frames // PAIR * PAIR)
-    count = (
-        round((by_rate if num_frames is None else num_frames) / PAIR) * PAIR
-    )  # halves round to even, as in training
+    if num_frames is None:
+        wanted = min(max(frames / fps * sample_fps, MIN_FRAMES), frames // PAIR * PAIR)
+    else:
+        wanted = num_frames
+    count = round(wanted / PAIR) * PAIR  # halves round to even, as in training
     if not PAIR <= count <= frames:
         raise ValueError(
             f"{count} frames cannot be sampled from a clip of {frames}; at least {PAIR} are needed"
@@ -66,21 +72,21 @@ def frame_size(
         raise ValueError(
             f"frames are {height}x{width}; one side may be at most {MAX_RATIO} times the other"
         )
-    near = tuple(max(SIDE, round(side / SIDE) * SIDE) for side in (height, width))
-    if math.prod(near) > max_pixels:
+    sides = (height, width)
+    nearest = tuple(max(SIDE, round(side / SIDE) * SIDE) for side in sides)
+    if math.prod(nearest) > max_pixels:
         shrink = math.sqrt(height * width / max_pixels)
-        return tuple(max(SIDE, math.floor(side / shrink / SIDE) * SIDE) for side in (height, width))
-    if math.prod(near) < min_pixels:
+        return tuple(max(SIDE, math.floor(side / shrink / SIDE) * SIDE) for side in sides)
+    if math.prod(nearest) < min_pixels:
         grow = math.sqrt(min_pixels / (height * width))
-        return tuple(math.ceil(side * grow / SIDE) * SIDE for side in (height, width))
-    return near
+        return tuple(math.ceil(side * grow / SIDE) * SIDE for side in sides)
+    return nearest
 
 
 def resize(frames: Tensor, size: tuple[int, int]) -> Tensor:
     """uint8 (n, H, W, 3) to float (n, 3, *size), integers from 0 to 255 as in an image file."""
-    pixels = (
-        frames.permute(0, 3, 1, 2).contiguous().float()
-    )  # channels first: twice as fast from here on
+    # channels first in memory too: everything after is twice as fast
+    pixels = frames.permute(0, 3, 1, 2).contiguous().float()
     if pixels.shape[2:] == size:
         return pixels
     return F.interpolate(pixels, size, mode="bicubic", antialias=True).round().clamp(0, 255)
@@ -88,16 +94,23 @@ def resize(frames: Tensor, size: tuple[int, int]) -> Tensor:
 
 def normalize(pixels: Tensor) -> Tensor:
     """Normalize (n, 3, H, W) in 0 to 255 with the mean and standard deviation of CLIP and Qwen2-VL."""
-    mean, std = (pixels.new_tensor(values)[:, None, None] for values in (MEAN, STD))
+    mean = pixels.new_tensor(MEAN)[:, None, None]
+    std = pixels.new_tensor(STD)[:, None, None]
     return pixels.div(255).sub_(mean).div_(std)
 
 
 def patches(pixels: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
     """Rows of 3 * 2 * 14 * 14 values, the four patches of a token adjacent, and the patch grid (time, H, W)."""
     count, _, height, width = pixels.shape
+    # t: time, f: frame in a pair; y, i, p: rows of tokens, of patches in a token, of pixels in a patch;
+    # x, j, q: columns, likewise
     rows = rearrange(
-        pixels,  # t, f: time, frame in a pair; y, i, p: token row, patch row in it, pixel row; x, j, q: columns
+        pixels,
         "(t f) c (y i p) (x j q) -> (t y x i j) (c f p q)",
-        f=PAIR, i=MERGE, p=PATCH, j=MERGE, q=PATCH,
-    )  # fmt: skip
+        f=PAIR,
+        i=MERGE,
+        p=PATCH,
+        j=MERGE,
+        q=PATCH,
+    )
     return rows, (count // PAIR, height // PATCH, width // PATCH)

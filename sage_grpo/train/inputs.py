@@ -70,7 +70,9 @@ def build_composite(
         url=config.remote_reward_url,
         timeout=timeout,
         start_timeout=config.start_timeout,
-        judge=(config.judge_model, config.judge_rubric, config.judge_cache),
+        judge_model=config.judge_model,
+        judge_rubric=config.judge_rubric,
+        judge_cache=config.judge_cache,
     )
     rewards = build_rewards(names, setup)
     default_weights = Config().reward_weights

@@ -1,6 +1,7 @@
 """Weights, names and failures: any failure of a reward gives NaN for its clips, and the reason is kept."""
 
 import math
+import re
 import time
 
 import pytest
@@ -77,24 +78,22 @@ def test_total_is_the_weighted_sum_in_batches_of_any_size():
     expected = [2 * v / 100 + 0.5 * (1 - v / 100) for v in (0, 50, 100, 150, 200)]
     for size in (1, 2, 5, 9):
         scores = composite(Brightness(), batch_size=size).score(CLIPS, PROMPTS, 8)
-        assert scores.total.tolist() == pytest.approx(expected) and not scores.errors
+        assert scores.total.tolist() == pytest.approx(expected)
+        assert not scores.errors
 
 
 def test_a_clip_that_is_missing_fails_alone():
     scores = composite(Brightness()).score([CLIPS[0], None, *CLIPS[2:]], PROMPTS, 8)
-    assert scores.total.isnan().tolist() == [False, True, False, False, False] and not scores.errors
+    assert scores.total.isnan().tolist() == [False, True, False, False, False]
+    assert not scores.errors
 
 
 def test_every_clip_is_scored_with_its_own_prompt():
     reward = composite(ReadsPrompts(), batch_size=2)
     named = reward.score([CLIPS[0], None, *CLIPS[2:]], ["10", "11", "12", "13", "14"], 8).named
-    there = [0, 2, 3, 4]
-    assert named["light"][there].tolist() == [10, 12, 13, 14] and named["dark"][there].tolist() == [
-        0,
-        100,
-        150,
-        200,
-    ]
+    decoded = [0, 2, 3, 4]
+    assert named["light"][decoded].tolist() == [10, 12, 13, 14]
+    assert named["dark"][decoded].tolist() == [0, 100, 150, 200]
 
 
 @pytest.mark.parametrize(
@@ -110,20 +109,23 @@ def test_every_clip_is_scored_with_its_own_prompt():
 def test_a_failure_is_nan_for_the_clips_it_concerns(reward, lost, words):
     scores = composite(reward, batch_size=2).score(CLIPS, PROMPTS, 8)
     assert scores.total.isnan().nonzero().flatten().tolist() == lost
-    with pytest.raises(AssertionError, match=words):
-        raise AssertionError(scores.errors[0])
+    assert re.search(words, scores.errors[0])
 
 
 def test_a_reward_that_hangs_is_left_behind_and_not_asked_again():
-    reward, started = Hangs(), time.monotonic()
+    reward = Hangs()
+    start = time.monotonic()
     scores = composite(reward, batch_size=2, timeout=0.2).score(CLIPS, PROMPTS, 8)
-    assert scores.total.isnan().all() and scores.errors == ["b: no answer within 0.2 s"]
-    assert reward.calls == 1 and time.monotonic() - started < 10
+    assert time.monotonic() - start < 10
+    assert scores.total.isnan().all()
+    assert scores.errors == ["b: no answer within 0.2 s"]
+    assert reward.calls == 1
 
 
 def test_a_score_that_weighs_nothing_may_fail():
     scores = composite(GivesNaN(), {"light": 0.0, "dark": 1.0}).score(CLIPS, PROMPTS, 8)
-    assert scores.total.isfinite().all() and scores.named["light"].isnan().sum() == 1
+    assert scores.total.isfinite().all()
+    assert scores.named["light"].isnan().sum() == 1
 
 
 def test_several_rewards_are_named_apart():

@@ -18,10 +18,10 @@ import post_train
 from sage_grpo.config.fields import Config
 from sage_grpo.config.parse import parse
 from sage_grpo.environment import HOSTS_VARIABLE, TOKEN_VARIABLE
-from sage_grpo.rewards import judge, remote
+from sage_grpo.rewards import client, judge
 from sage_grpo.rewards.base import Composite, Setup
+from sage_grpo.rewards.client import RemoteError
 from sage_grpo.rewards.judge import RUBRIC, Judge, expected_digit, read_rubric
-from sage_grpo.rewards.remote import RemoteError
 from sage_grpo.train.inputs import build_composite
 from tests.rewards.serving import TOKEN, answering
 
@@ -33,7 +33,7 @@ JSON_RUBRIC = "answer: json\nWatch {prompt}.\n## TA\nIs it there?\n## look\nIs i
 @pytest.fixture(autouse=True)
 def token(monkeypatch):
     monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
-    monkeypatch.setattr(remote, "PAUSES", (0.01, 0.01))
+    monkeypatch.setattr(client, "PAUSES", (0.01, 0.01))
 
 
 def images_of(question):
@@ -112,7 +112,18 @@ def vlm(reply=None, models=("vlm",)):
 
 
 def judge_at(url, timeout=5.0, model=None, rubric=None, cache=None, fps=2.0):
-    return Judge(Setup(None, torch.device("cpu"), fps, url, timeout, 10.0, (model, rubric, cache)))
+    setup = Setup(
+        path=None,
+        device=torch.device("cpu"),
+        sample_fps=fps,
+        url=url,
+        timeout=timeout,
+        start_timeout=10.0,
+        judge_model=model,
+        judge_rubric=rubric,
+        judge_cache=cache,
+    )
+    return Judge(setup)
 
 
 @pytest.fixture
@@ -323,8 +334,8 @@ def test_a_server_that_recovers_is_asked_again(monkeypatch):
             (429, {"Retry-After": "9999"}),
         ],
     )
-    monkeypatch.setattr(remote, "PAUSES", (1.0, 2.0, 4.0))
-    monkeypatch.setattr(remote.time, "sleep", waited.append)
+    monkeypatch.setattr(client, "PAUSES", (1.0, 2.0, 4.0))
+    monkeypatch.setattr(client.time, "sleep", waited.append)
 
     def busy(handler, question):
         if left:
@@ -469,6 +480,8 @@ def test_an_address_is_needed_and_a_file_alone_cannot_choose_it(
 
 
 def test_the_rubric_we_ship_asks_for_the_scores_of_videoalign():
-    text, names, by_probability = read_rubric(RUBRIC)
-    assert names == ("VQ", "MQ", "TA") and by_probability and "answer:" not in text
-    assert set(Config().reward_weights) == set(names), "so that the usual weights fit"
+    rubric = read_rubric(RUBRIC)
+    assert rubric.names == ("VQ", "MQ", "TA")
+    assert rubric.by_probability
+    assert "answer:" not in rubric.text
+    assert set(Config().reward_weights) == set(rubric.names), "so that the usual weights fit"

@@ -12,10 +12,10 @@ import torch
 
 import post_train
 from sage_grpo.environment import HOSTS_VARIABLE, TOKEN_VARIABLE
-from sage_grpo.rewards import remote
+from sage_grpo.rewards import client
 from sage_grpo.rewards.base import Setup
 from sage_grpo.rewards.build import build_reward
-from sage_grpo.rewards.remote import RemoteError
+from sage_grpo.rewards.client import RemoteError
 from tests.rewards.serving import INFO, TOKEN, Light, answering, composite, remote_reward, serving
 
 CLIPS = [torch.full((2, 4, 4, 3), value, dtype=torch.uint8) for value in (10, 20, 30)]
@@ -25,7 +25,7 @@ PROMPTS = ["a", "bb", "ccc"]
 @pytest.fixture(autouse=True)
 def token(monkeypatch):
     monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
-    monkeypatch.setattr(remote, "PAUSES", (0.01, 0.01))
+    monkeypatch.setattr(client, "PAUSES", (0.01, 0.01))
 
 
 def replies(answer):
@@ -66,7 +66,7 @@ def test_several_rewards_keep_their_names_apart():
 
 
 def test_clips_are_sent_in_chunks_of_a_known_total(monkeypatch):
-    monkeypatch.setattr(remote, "MAX_CHUNK", 10)
+    monkeypatch.setattr(client, "MAX_CHUNK", 10)
     with serving(composite({"light": Light()})) as url:
         assert remote_reward(url).score(CLIPS, PROMPTS, 8.0)["light"].tolist() == [10, 20, 30]
     seen = {}
@@ -101,10 +101,11 @@ def test_a_wrong_token_is_an_error_that_does_not_show_it(monkeypatch):
 def test_more_than_the_server_takes_is_not_sent():
     with serving(composite({"light": Light()})) as url:
         reward = remote_reward(url)
-        reward.limits = (2, 1 << 20)
+        reward.max_clips = 2
         with pytest.raises(RemoteError, match=r"3 clips .* lower reward_batch_size"):
             reward.score(CLIPS, PROMPTS, 8.0)
-        reward.limits = (3, 100)
+        reward.max_clips = 3
+        reward.max_bytes = 100
         with pytest.raises(RemoteError, match=r"more than .* 100 bytes"):
             reward.score(CLIPS, PROMPTS, 8.0)
 
@@ -142,7 +143,7 @@ def test_what_is_no_number_is_nan(body):
     ],
 )
 def test_answers_that_are_none(monkeypatch, value, words):
-    monkeypatch.setattr(remote, "MAX_ANSWER", 100)
+    monkeypatch.setattr(client, "MAX_ANSWER", 100)
     with pytest.raises(RemoteError, match=words):
         scored(lambda handler: handler.say(200, value))
     assert scored.times == 1

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from sage_grpo.environment import TOKEN_VARIABLE
-from sage_grpo.rewards.remote import MAX_HEADER, RemoteError, pack, read_token
+from sage_grpo.rewards.client import RemoteError, read_token
+from sage_grpo.rewards.remote import MAX_HEADER, pack
 from scripts.reward_server import TooMuch, unpack
 
 CLIPS = [torch.randint(0, 256, shape, dtype=torch.uint8) for shape in ((3, 4, 5, 3), (1, 2, 2, 3))]
@@ -19,14 +20,15 @@ def message(clips=CLIPS, prompts=PROMPTS, fps=8.0):
 
 def spoilt(**changes):
     header = {"fps": 8, "prompts": ["a"], "shapes": [[1, 1, 1]]} | changes
-    return bytearray(
-        json.dumps({k: v for k, v in header.items() if v is not ...}).encode() + b"\n123"
-    )
+    given = {key: value for key, value in header.items() if value is not ...}
+    return bytearray(json.dumps(given).encode() + b"\n123")
 
 
 def test_what_goes_in_comes_out():
     clips, prompts, fps = unpack(message(), 2)
-    assert all(map(torch.equal, clips, CLIPS)) and prompts == PROMPTS and fps == 8.0
+    assert all(map(torch.equal, clips, CLIPS))
+    assert prompts == PROMPTS
+    assert fps == 8.0
     strided = CLIPS[0].flip(1).transpose(0, 1)
     assert torch.equal(unpack(message([strided], ["a"]), 1)[0][0], strided)
 
@@ -82,4 +84,5 @@ def test_a_token_that_is_none_is_refused_without_being_shown(monkeypatch, token,
         monkeypatch.setenv(TOKEN_VARIABLE, token)
     with pytest.raises(RemoteError, match=f"{TOKEN_VARIABLE} {words}") as caught:
         read_token()
-    assert "secret" not in str(caught.value) and "line" not in str(caught.value)
+    assert "secret" not in str(caught.value)
+    assert "line" not in str(caught.value)

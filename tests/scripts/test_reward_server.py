@@ -268,7 +268,7 @@ def test_under_load_nothing_is_lost_or_mixed_up():
             ]
             results[key] = reward.score(clips, ["x" * (key + i) for i in range(count)], 8.0)
 
-    with program("tests.extra_rewards.serving", str(12 << 20)) as (url, number):
+    with program("tests.rewards.serving", str(12 << 20)) as (url, number):
         threads = [threading.Thread(target=client, args=(n, remote_reward(url))) for n in range(8)]
         before = peak_memory(number)
         for thread in threads:

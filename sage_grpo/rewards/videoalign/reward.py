@@ -19,12 +19,11 @@ from torch.nn.utils.rnn import pad_sequence
 from sage_grpo.rewards import video_frames
 from sage_grpo.rewards.base import Setup
 from sage_grpo.rewards.videoalign import folder as videoalign_folder
-
-VIDEO_TOKEN, PAD_TOKEN = "<|video_pad|>", "<|endoftext|>"
+from sage_grpo.rewards.videoalign.folder import PAD_TOKEN, VIDEO_TOKEN
 
 
 class VideoAlign:
-    """A folder of weights as a reward; see `videoalign_folder.py` for what the folder holds."""
+    """A folder of weights as a reward; `folder.py` says what the folder holds."""
 
     names = videoalign_folder.DIMENSIONS
 
@@ -35,39 +34,46 @@ class VideoAlign:
         dtype: torch.dtype = torch.float32,
         sample_fps: float | None = None,
     ) -> None:
-        """sample_fps: frames per second, if not those of the folder's settings."""
-        folder, self.device = Path(folder), torch.device(device)
-        settings, checkpoint = (
-            videoalign_folder.read_settings(folder),
-            videoalign_folder.newest_checkpoint(folder),
-        )
+        """sample_fps: frames sampled per second; None: as in the folder's settings."""
+        folder = Path(folder)
+        settings = videoalign_folder.read_settings(folder)
+        checkpoint = videoalign_folder.newest_checkpoint(folder)
+        self.device = torch.device(device)
+
+        # frames
         data = settings["data_config"]
-        self.sample_fps, self.max_pixels = sample_fps or data["fps"], data["max_frame_pixels"]
+        self.sample_fps = sample_fps or data["fps"]
         self.num_frames = data.get("num_frames")  # in place of a rate
-        self.min_pixels = data.get(
-            "min_frame_pixels", video_frames.MIN_PIXELS
-        )  # a small model may want small frames
-        self.norm: dict[str, float] | None = settings.get("inference_config")
+        self.max_pixels = data["max_frame_pixels"]
+        # a small model may want small frames
+        self.min_pixels = data.get("min_frame_pixels", video_frames.MIN_PIXELS)
+
+        # text
         self.template = videoalign_folder.read_template(folder)
         self.tokenizer = videoalign_folder.read_tokenizer(folder, checkpoint)
-        model, head = videoalign_folder.load_model(folder, checkpoint, settings, dtype)
-        rows = model.get_input_embeddings().num_embeddings
-        if rows != len(self.tokenizer):
-            raise ValueError(
-                f"{checkpoint} embeds {rows} tokens, but its tokenizer has {len(self.tokenizer)}"
-            )
-        self.model, self.head = model.to(self.device), head.to(self.device)
         ids = self.tokenizer.convert_tokens_to_ids(videoalign_folder.TOKENS)
         self.reward_tokens = torch.tensor(ids, device=self.device)
+
+        # model
+        model, head = videoalign_folder.load_model(folder, checkpoint, settings, dtype)
+        num_embeddings = model.get_input_embeddings().num_embeddings
+        if num_embeddings != len(self.tokenizer):
+            raise ValueError(
+                f"{checkpoint} embeds {num_embeddings} tokens, "
+                f"but its tokenizer has {len(self.tokenizer)}"
+            )
+        self.model = model.to(self.device)
+        self.head = head.to(self.device)
+        self.norm: dict[str, float] | None = settings.get("inference_config")
 
     def check(self, prompts: Sequence[str]) -> None:
         """Reject prompts that contain special tokens: they could insert a video or a score."""
         for prompt in set(prompts):
-            if token := next(
-                (token for token in self.tokenizer.get_added_vocab() if token in prompt), None
-            ):
+            reserved = [token for token in self.tokenizer.get_added_vocab() if token in prompt]
+            if reserved:
                 raise ValueError(
-                    f"the prompt {prompt!r} holds {token}, which the reward reserves; take it out"
+                    f"the prompt {prompt!r} holds {reserved[0]}, "
+                    "which the reward reserves; take it out"
                 )
 
     @torch.no_grad()
@@ -82,16 +88,16 @@ class VideoAlign:
 
         The clips' `fps` determines how many frames are sampled. Without `inference_config`, scores are raw only.
         """
-        raw = (
-            self.hidden(self.inputs(clips, prompts, fps)).float() @ self.head.T
-        )  # (B, 3, output_dim)
-        raw = (raw.diagonal(dim1=1, dim2=2) if len(self.head) > 1 else raw[..., 0]).cpu()
-        scores = dict(zip(self.names, raw.unbind(1), strict=True))
+        hidden = self.hidden(self.inputs(clips, prompts, fps))  # (B, 3, D)
+        products = hidden.float() @ self.head.T  # (B, 3, output_dim)
+        # the head has one vector for all three tokens, or one for each
+        raw = products[..., 0] if len(self.head) == 1 else products.diagonal(dim1=1, dim2=2)
+        scores = dict(zip(self.names, raw.cpu().unbind(1), strict=True))
         if not normalize or self.norm is None:
             return scores
         return {
-            name: (s - self.norm[f"{name}_mean"]) / self.norm[f"{name}_std"]
-            for name, s in scores.items()
+            name: (values - self.norm[f"{name}_mean"]) / self.norm[f"{name}_std"]
+            for name, values in scores.items()
         }
 
     def inputs(
@@ -100,27 +106,30 @@ class VideoAlign:
         """Tokens (B, L), padded on the right; patches (P, 1176); patches per clip in time, height and width (B, 3)."""
         rates = video_frames.check_clips(clips, prompts, fps)
         self.check(prompts)
-        size = (
-            len(clips)
-            if len({(clip.shape, rate) for clip, rate in zip(clips, rates, strict=True)}) == 1
-            else 1
-        )
-        seen = [
-            self._patches(torch.stack(clips[i : i + size]), rates[i])
-            for i in range(0, len(clips), size)
-        ]
-        asked = list(zip(prompts, (grid for patches, grid in seen for _ in patches), strict=True))
-        tokens = {key: self._tokens(*key) for key in set(asked)}
-        padding = self.tokenizer.convert_tokens_to_ids(PAD_TOKEN)
+
+        # clips that are all alike are cut into patches together, others one by one
+        kinds = {(clip.shape, rate) for clip, rate in zip(clips, rates, strict=True)}
+        size = len(clips) if len(kinds) == 1 else 1
+        patches: list[Tensor] = []
+        grids: list[tuple[int, int, int]] = []  # one per clip
+        for start in range(0, len(clips), size):
+            batch = torch.stack(clips[start : start + size])
+            batch_patches, grid = self._patches(batch, rates[start])
+            patches.append(batch_patches.flatten(0, 1))
+            grids += [grid] * len(batch)
+
+        # equal prompts of equal clips are tokenized once
+        keys = list(zip(prompts, grids, strict=True))
+        tokens = {(prompt, grid): self._tokens(prompt, grid) for prompt, grid in set(keys)}
         padded = pad_sequence(
-            [tokens[key] for key in asked], batch_first=True, padding_value=padding
+            [tokens[key] for key in keys],
+            batch_first=True,
+            padding_value=self.tokenizer.convert_tokens_to_ids(PAD_TOKEN),
         )
-        grids = torch.tensor([grid for _, grid in asked], device=self.device)
-        rows = torch.cat([patches.flatten(0, 1) for patches, _ in seen])
         return {
             "input_ids": padded.to(self.device),
-            "pixel_values_videos": rows,
-            "video_grid_thw": grids,
+            "pixel_values_videos": torch.cat(patches),
+            "video_grid_thw": torch.tensor(grids, device=self.device),
         }
 
     def hidden(self, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -134,13 +143,14 @@ class VideoAlign:
 
     def _patches(self, clips: Tensor, fps: float) -> tuple[Tensor, tuple[int, int, int]]:
         """Patches (B, P, 1176) of clips of one size (B, F, H, W, 3), and the grid of each."""
-        chosen = video_frames.sample_indices(clips.shape[1], fps, self.sample_fps, self.num_frames)
-        frames = clips[:, chosen.to(clips.device)].to(self.device).flatten(0, 1)
-        size = video_frames.frame_size(*frames.shape[1:3], self.max_pixels, self.min_pixels)
-        rows, (times, *side) = video_frames.patches(
-            video_frames.normalize(video_frames.resize(frames, size))
-        )
-        return rows.unflatten(0, (len(clips), -1)), (times // len(clips), *side)
+        indices = video_frames.sample_indices(clips.shape[1], fps, self.sample_fps, self.num_frames)
+        frames = clips[:, indices.to(clips.device)].to(self.device).flatten(0, 1)
+        height, width = frames.shape[1:3]
+        size = video_frames.frame_size(height, width, self.max_pixels, self.min_pixels)
+        pixels = video_frames.normalize(video_frames.resize(frames, size))
+        rows, (times, grid_height, grid_width) = video_frames.patches(pixels)
+        grid = (times // len(clips), grid_height, grid_width)
+        return rows.unflatten(0, (len(clips), -1)), grid
 
     def _tokens(self, prompt: str, grid: tuple[int, int, int]) -> Tensor:
         """(L,) one chat turn: a video token per four patches, then the rubric with the prompt inserted."""
@@ -149,9 +159,11 @@ class VideoAlign:
         chat = self.tokenizer.apply_chat_template(
             [turn], tokenize=False, add_generation_prompt=True
         )
-        chat = chat.replace(VIDEO_TOKEN, VIDEO_TOKEN * (math.prod(grid) // video_frames.MERGE**2))
+        num_video_tokens = math.prod(grid) // video_frames.MERGE**2
+        chat = chat.replace(VIDEO_TOKEN, VIDEO_TOKEN * num_video_tokens)
         return torch.tensor(self.tokenizer(chat, add_special_tokens=False).input_ids)
 
 
 def build(setup: Setup) -> VideoAlign:
+    """The reward of the registry."""
     return VideoAlign(setup.path, setup.device, setup.dtype, setup.sample_fps)

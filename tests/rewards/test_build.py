@@ -1,4 +1,4 @@
-"""The table of rewards: fixed, cheap to import, and each entry finds its weights."""
+"""Rewards by name: the table is fixed and cheap to import, each entry finds its weights; and rewards in files."""
 
 import re
 import subprocess
@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sage_grpo.rewards.base import Setup
+from sage_grpo.data.requests import Request
+from sage_grpo.rewards.base import Composite, Setup
 from sage_grpo.rewards.build import build_reward, build_rewards
 from sage_grpo.rewards.registry import REWARDS
 from sage_grpo.rewards.videoalign.reward import VideoAlign
@@ -24,18 +25,16 @@ def test_the_table_is_imported_without_any_model():
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
     loaded = {name.split(".")[0] for name in done.stdout.split()}
-    assert "torch" in loaded and not loaded & {
-        "transformers",
-        "accelerate",
-        "rapidocr_onnxruntime",
-        "cv2",
-    }
+    assert "torch" in loaded
+    assert not loaded & {"transformers", "accelerate", "rapidocr_onnxruntime", "cv2"}
 
 
 def test_a_name_and_its_alias_build_the_reward_with_its_setup(videoalign_folders):
     setup = Setup(videoalign_folders["VideoReward"], CPU, sample_fps=3.0)
     ((name, reward),) = build_rewards(["videoalign_local"], setup).items()
-    assert name == "videoalign" and isinstance(reward, VideoAlign) and reward.sample_fps == 3.0
+    assert name == "videoalign"
+    assert isinstance(reward, VideoAlign)
+    assert reward.sample_fps == 3.0
     assert reward.model.dtype == torch.float32
 
 
@@ -76,3 +75,33 @@ def test_the_example_of_the_documentation_runs(tmp_path, monkeypatch):
 def test_the_documentation_names_every_reward():
     text = (ROOT / "docs" / "rewards.md").read_text()
     assert not [name for name in REWARDS if f"| `{name}` |" not in text]
+
+
+FILE = """
+def of_request(clips, requests, fps):
+    return [float(isinstance(request, str)) for request in requests]
+
+def of_prompt(clips, prompts):
+    return [float(isinstance(prompt, str)) for prompt in prompts]
+
+class OfClips:
+    def __init__(self, setup):
+        self.device = setup.device
+
+    def score(self, clips):
+        return [float(len(clip)) for clip in clips]
+"""
+
+
+def test_a_reward_in_a_file_is_given_what_its_parameters_name(tmp_path):
+    (tmp_path / "mine.py").write_text(FILE)
+    names = [f"{tmp_path}/mine.py:{name}" for name in ("of_request", "of_prompt", "OfClips")]
+    rewards = build_rewards(names, Setup(tmp_path, CPU))
+    clips = [torch.zeros(length, 2, 2, 3, dtype=torch.uint8) for length in (3, 5)]
+    scores = Composite(rewards, None).score(clips, [Request("a boat"), "a boat"], 8.0)
+    assert not scores.errors
+    assert {name: values.tolist() for name, values in scores.named.items()} == {
+        "of_request.of_request": [0.0, 0.0],
+        "of_prompt.of_prompt": [1.0, 1.0],
+        "OfClips.OfClips": [3.0, 5.0],
+    }
