@@ -58,6 +58,7 @@ from sage_grpo.runs.media import contact_sheet, read_mp4, thumbnails
 from sage_grpo.tools.audit import (
     EDITS,
     TOTAL,
+    audit_summary,
     conclude,
     drawn_clips,
     edited,
@@ -65,7 +66,6 @@ from sage_grpo.tools.audit import (
     measure,
 )
 from sage_grpo.tools.evaluate import read_folder
-from sage_grpo.tools.templating import render
 from sage_grpo.train.build import open_model
 from sage_grpo.train.inputs import build_composite, prompts_of, reward_names
 
@@ -127,9 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.output / "audit.json",
         record | {"verdicts": [asdict(v) | {"mark": v.mark} for v in verdicts]},
     )
-    print(
-        render("audit.txt", found=found, verdicts=verdicts, output=options.output, **told), end=""
-    )
+    print(audit_summary(found, verdicts, told, options.output))
     return 1 if told["wrong"] else 0
 
 

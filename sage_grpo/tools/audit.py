@@ -4,7 +4,6 @@ Every change is paired by clip, and verdicts come from 95 % intervals over clips
 all edits, and the doctor with a few.
 """
 
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,35 +18,53 @@ from sage_grpo.config.fields import Config
 from sage_grpo.data.requests import Request
 from sage_grpo.intervals import Interval, interval
 from sage_grpo.rewards.base import Composite, Prompts
-from sage_grpo.tools.paired import number
+from sage_grpo.tools.paired import aligned, number
 from sage_grpo.worlds.registry import drawn, world_of
 
-TOTAL, WRONG_PROMPT, UNCLEAR = "total", "wrong prompt", "unclear"
-NOISE = (
-    0.25  # changes up to this share of a score's standard deviation over good clips count as noise
-)
-RULES = tomllib.loads(Path(__file__).with_name("templates").joinpath("audit.toml").read_text())
+GOOD = "good"
+WRONG_PROMPT = "wrong prompt"
+TOTAL = "total"
+
+# changes up to this share of a score's standard deviation over good clips count as noise
+NOISE = 0.25
+SHORT = ("noisy", "frozen", "reversed")  # the doctor's edits
+VISIBLE = ("slowed", "blurred")  # a reward that does not notice these is weak
+# edit -> scores that must fall
+MUST_FALL = {
+    "noisy": ("VQ",),
+    "shaky": ("MQ",),
+    "frozen": ("MQ",),
+    WRONG_PROMPT: ("total", "TA", "cosine", "pickscore", "ocr"),  # they claim to read the prompt
+}
+# for clips drawn by a world, whose prompts name directions; real things could also happen backwards
+MUST_FALL_IF_DRAWN = MUST_FALL | {"reversed": ("TA",)}
+
 Scores = dict[str, dict[str, Tensor]]  # kind of clips -> score -> (N,)
 
 
+# edits
+
+
 def cropped(x: Tensor, _: Generator) -> Tensor:
-    top, left = (max(1, round(0.03 * side)) for side in x.shape[2:])
+    height, width = x.shape[2:]
+    top = max(1, round(0.03 * height))
+    left = max(1, round(0.03 * width))
     return interpolate(x[..., top:-top, left:-left], x.shape[2:], mode="bilinear")
 
 
 def shaken(x: Tensor, generator: Generator) -> Tensor:
-    shifts = (
-        (0.04 * x.shape[2] * torch.randn(len(x), 2, generator=generator)).round().long().tolist()
-    )
+    offsets = 0.04 * x.shape[2] * torch.randn(len(x), 2, generator=generator)
+    shifts = offsets.round().long().tolist()
     return torch.stack([frame.roll(shift, (1, 2)) for frame, shift in zip(x, shifts, strict=True)])
 
 
 def encoded(x: Tensor, _: Generator) -> Tensor:
-    files = [
-        imageio.imwrite("<bytes>", frame, extension=".jpg", quality=90)
-        for frame in as_uint8(x).numpy()
-    ]
-    return torch.from_numpy(np.stack([imageio.imread(file) for file in files])).movedim(-1, 1) / 255
+    """Through JPEG and back."""
+    frames = []
+    for frame in as_uint8(x).numpy():
+        file = imageio.imwrite("<bytes>", frame, extension=".jpg", quality=90)
+        frames.append(imageio.imread(file))
+    return torch.from_numpy(np.stack(frames)).movedim(-1, 1) / 255
 
 
 # what is done to a clip (F, 3, H, W) in [0, 1]; a good reward never scores the result higher
@@ -66,23 +83,28 @@ EDITS: dict[str, Callable[[Tensor, Generator], Tensor]] = {
 
 
 def as_uint8(x: Tensor) -> Tensor:
+    """(F, 3, H, W) in [0, 1] -> uint8 (F, H, W, 3)."""
     return (x.movedim(1, -1).clamp(0, 1) * 255).round().to(torch.uint8)
 
 
 def edited(clips: Sequence[Tensor], kind: str) -> list[Tensor]:
     """uint8 clips (F, H, W, 3) after an edit; the same clip at the same place gets the same noise."""
-    seeds = (Generator().manual_seed(i) for i in range(len(clips)))
-    return [
-        as_uint8(EDITS[kind](clip.movedim(-1, 1) / 255, seed))
-        for clip, seed in zip(clips, seeds, strict=True)
-    ]
+    results = []
+    for seed, clip in enumerate(clips):
+        x = clip.movedim(-1, 1) / 255
+        results.append(as_uint8(EDITS[kind](x, Generator().manual_seed(seed))))
+    return results
+
+
+# measurement
 
 
 def drawn_clips(
     config: Config, prompts: Sequence[Request], count: int
 ) -> tuple[list[Tensor], list[Request]] | None:
     """uint8 clips that show exactly what their prompts say, if the model's world can render them."""
-    if (world := world_of(config.pretrained_model_root)) is None:
+    world = world_of(config.pretrained_model_root)
+    if world is None:
         return None
     distinct = list({prompt.text: prompt for prompt in prompts}.values())[:count]
     return drawn(world, distinct, config.num_frames, config.height, config.width, config.seed)
@@ -99,17 +121,26 @@ def measure(
 
     The total comes first. There are no wrong prompts if all are equal. ValueError if the reward fails.
     """
-    found, distinct = {}, list(dict.fromkeys(prompts))
-    for kind in ("good", *kinds, *([WRONG_PROMPT] if len(distinct) > 1 else [])):
-        clips = (kinds[kind] or edited(good, kind)) if kind in kinds else good
-        step = int(kind == WRONG_PROMPT)
-        scores = reward.score(
-            clips, [distinct[(distinct.index(p) + step) % len(distinct)] for p in prompts], fps
-        )
+
+    def score(kind: str, clips: Sequence[Tensor], prompts: Prompts) -> dict[str, Tensor]:
+        scores = reward.score(clips, prompts, fps)
         if scores.errors:
             raise ValueError(f"it fails on {kind} clips: {scores.errors[0]}")
-        found[kind] = {TOTAL: scores.total} | scores.named
-    return found
+        return {TOTAL: scores.total} | scores.named
+
+    scores = {GOOD: score(GOOD, good, prompts)}
+    for kind, clips in kinds.items():
+        scores[kind] = score(kind, clips or edited(good, kind), prompts)
+
+    distinct = list(dict.fromkeys(prompts))
+    if len(distinct) > 1:
+        following = dict(zip(distinct, distinct[1:] + distinct[:1], strict=True))
+        wrong_prompts = [following[prompt] for prompt in prompts]
+        scores[WRONG_PROMPT] = score(WRONG_PROMPT, good, wrong_prompts)
+    return scores
+
+
+# verdicts
 
 
 @dataclass(frozen=True)
@@ -123,58 +154,129 @@ class Verdict:
     must_fall: bool
 
     @property
-    def sentence(self) -> str:
-        return (
-            f"{self.score} {'does not fall' if self.must_fall else 'rises'} for {self.edit} clips"
-        )
-
-    @property
     def mark(self) -> str:
         """In capitals if it is wrong. A single score that rises is only weak: training maximizes the total."""
-        low, high = self.change.mean - self.change.half, self.change.mean + self.change.half
+        low = self.change.mean - self.change.half
+        high = self.change.mean + self.change.half
         if high < 0:
             return "falls"
         if self.must_fall:
-            return "MUST FALL" if low >= -self.noise else UNCLEAR
+            return "MUST FALL" if low >= -self.noise else "unclear"
         if low > self.noise:
             return "RISES" if self.score == TOTAL else "rises"
-        return "same" if high <= self.noise else UNCLEAR
+        return "same" if high <= self.noise else "unclear"
+
+    @property
+    def is_wrong(self) -> bool:
+        return self.mark in ("MUST FALL", "RISES")
+
+    @property
+    def sentence(self) -> str:
+        verb = "does not fall" if self.must_fall else "rises"
+        return f"{self.score} {verb} for {self.edit} clips"
 
     def __str__(self) -> str:
         return f"{number(self.change.mean, sign='+')} ± {number(self.change.half)}"
 
 
-def give_verdicts(found: Scores, drawn: bool) -> list[Verdict]:
-    """A verdict on each edit and score. `drawn`: the clips are of a world."""
-    must, verdicts = RULES["must_fall"] | (RULES["drawn_must_fall"] if drawn else {}), []
-    for kind in (kind for kind in found if kind != "good"):
-        for name, good in found["good"].items():
-            change, noise = (
-                interval((found[kind][name] - good).tolist()),
-                NOISE * good.std(correction=0).item(),
+def give_verdicts(scores: Scores, drawn: bool) -> list[Verdict]:
+    """A verdict on each edit and score. `drawn`: the clips are rendered by a world."""
+    must_fall = MUST_FALL_IF_DRAWN if drawn else MUST_FALL
+    verdicts = []
+    for kind, edited_scores in scores.items():
+        if kind == GOOD:
+            continue
+        for name, good in scores[GOOD].items():
+            short_name = name.rpartition(".")[2]  # without the name of its reward
+            verdict = Verdict(
+                score=name,
+                edit=kind,
+                change=interval((edited_scores[name] - good).tolist()),
+                noise=NOISE * good.std(correction=0).item(),
+                must_fall=short_name in must_fall.get(kind, ()),
             )
-            verdicts.append(
-                Verdict(name, kind, change, noise, name.rpartition(".")[2] in must.get(kind, ()))
-            )
+            verdicts.append(verdict)
     return verdicts
 
 
-def conclude(found: Scores, verdicts: Sequence[Verdict]) -> dict[str, list[str]]:
-    """Sentences about what is wrong, what is only weak, and what too few clips leave open."""
-    said = RULES["sentences"]
-    wrong = [
-        f"{said.get(f'{v.score} {v.edit}', v.sentence)} ({v})" for v in verdicts if v.mark.isupper()
-    ]
-    totals = torch.cat([scores[TOTAL] for scores in found.values()])
+def conclude(scores: Scores, verdicts: Sequence[Verdict]) -> dict[str, list[str]]:
+    """Sentences about what is wrong, what is only weak, and what too few clips leave unclear."""
+    wrong = [f"{_wrong_sentence(v)} ({v})" for v in verdicts if v.is_wrong]
+    totals = torch.cat([by_name[TOTAL] for by_name in scores.values()])
     if torch.allclose(totals, totals[:1]):
-        wrong = [said["constant"]]
+        wrong = [
+            "constant: every clip gets the same total, whatever is done to it, so there is nothing to learn"
+        ]
+
     weak = [f"{v.sentence} ({v})" for v in verdicts if v.mark == "rises"]
-    for kind in (kind for kind in RULES["visible"] if kind in found):
-        falls = [v for v in verdicts if v.edit == kind and v.score != TOTAL and v.mark == "falls"]
+    for kind in VISIBLE:
+        if kind not in scores:
+            continue
+        of_scores = [v for v in verdicts if v.edit == kind and v.score != TOTAL]
+        falls = [v for v in of_scores if v.mark == "falls"]
         if not any(-v.change.mean >= v.noise / NOISE for v in falls):
             how = "hardly notices" if falls else "does not notice"
             weak.append(
                 f"{how} {kind} clips: no score falls by its standard deviation over good clips"
             )
-    left = [v for v in verdicts if v.mark == UNCLEAR and (v.must_fall or v.score == TOTAL)]
-    return {"wrong": wrong, "weak": weak, "unclear": [f"{v.score} of {v.edit} clips" for v in left]}
+
+    unclear = [
+        f"{v.score} of {v.edit} clips"
+        for v in verdicts
+        if v.mark == "unclear" and (v.must_fall or v.score == TOTAL)
+    ]
+    return {"wrong": wrong, "weak": weak, "unclear": unclear}
+
+
+def _wrong_sentence(verdict: Verdict) -> str:
+    """What the worst faults lead to; of the others what they are."""
+    if verdict.score == TOTAL and verdict.edit == WRONG_PROMPT:
+        return "prompt-blind: with wrong prompts the total does not fall, so clips need not show what is asked"
+    if verdict.score == TOTAL and verdict.edit == "frozen":
+        return "prefers frozen clips: their total rises, so training will stop the motion"
+    return verdict.sentence
+
+
+# text
+
+
+def audit_table(scores: Scores, verdicts: Sequence[Verdict]) -> str:
+    """Mean and standard deviation over good clips, then changes with 95 % intervals and verdicts."""
+    good = scores[GOOD]
+    rows = [[f"{len(good[TOTAL])} clips", *good]]
+    cells = [
+        f"{number(values.mean().item())} (std {number(values.std(correction=0).item())})"
+        for values in good.values()
+    ]
+    rows.append([GOOD, *cells])
+    for kind in scores:
+        if kind != GOOD:
+            rows.append([kind, *(f"{v} {v.mark}" for v in verdicts if v.edit == kind)])
+    return aligned(rows)
+
+
+def audit_summary(
+    scores: Scores,
+    verdicts: Sequence[Verdict],
+    conclusions: Mapping[str, Sequence[str]],
+    output: Path,
+) -> str:
+    """What an audit prints; `output` is the folder of its files."""
+    lines = [
+        audit_table(scores, verdicts),
+        "",
+        "Changes are means over clips with 95 % intervals. MUST FALL and RISES are wrong; unclear: too few clips to tell.",
+    ]
+    lines += [f"WRONG: {text}" for text in conclusions["wrong"]]
+    lines += [f"weak: {text}" for text in conclusions["weak"]]
+    if conclusions["unclear"]:
+        lines.append(f"too few clips to tell: {', '.join(conclusions['unclear'])}")
+
+    if conclusions["wrong"]:
+        verdict = "Not fit for training."
+    elif conclusions["unclear"]:
+        verdict = "Nothing is wrong, but not everything could be decided."
+    else:
+        verdict = "Fit for training."
+    lines.append(f"{verdict} See {output}/audit.json and sheet.png.")
+    return "\n".join(lines)

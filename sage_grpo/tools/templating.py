@@ -8,16 +8,11 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from sage_grpo.tools.paired import aligned, number
+from sage_grpo.tools.paired import number
 
 ENVIRONMENT = jinja2.Environment(
-    loader=jinja2.ChoiceLoader(
-        [
-            jinja2.PackageLoader("sage_grpo.tools.report"),
-            jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
-        ]
-    ),
-    autoescape=jinja2.select_autoescape(["html"], default_for_string=False),
+    loader=jinja2.PackageLoader("sage_grpo.tools.report"),
+    autoescape=jinja2.select_autoescape(["html"]),
     undefined=jinja2.StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,
@@ -47,13 +42,3 @@ def data_uri(video: Path) -> str:
 
 ENVIRONMENT.filters["number"] = number
 ENVIRONMENT.filters["data_uri"] = data_uri
-ENVIRONMENT.filters["form"] = format
-ENVIRONMENT.filters["columns"] = lambda text: aligned(
-    [line.split("|") for line in text.splitlines() if line]
-)
-ENVIRONMENT.filters["billions"] = lambda value, form=".1f": format(value / 1e9, form)
-
-
-def sentence(template: str, **values: Any) -> str:
-    """A short template in one line."""
-    return " ".join(ENVIRONMENT.from_string(template).render(values).split())

@@ -9,12 +9,12 @@ from sage_grpo.tools.audit import (
     EDITS,
     WRONG_PROMPT,
     Verdict,
+    audit_table,
     conclude,
     edited,
     give_verdicts,
     measure,
 )
-from sage_grpo.tools.templating import render
 
 NAN = float("nan")
 RAMP = torch.arange(6, dtype=torch.uint8)[:, None, None, None].expand(6, 32, 32, 3) * 10
@@ -206,7 +206,5 @@ def test_two_clips_decide_nothing():
     found = scores({"total": [0.9, 1.1], "VQ": [0.9, 1.1]}, {"noisy": {"VQ": 3.0, "total": 3.0}})
     told = sentences(found)
     assert not told["wrong"] and told["unclear"] == ["total of noisy clips", "VQ of noisy clips"]
-    shown = render(
-        "audit_table.txt", found=found, verdicts=give_verdicts(found, drawn=True)
-    ).splitlines()
+    shown = audit_table(found, give_verdicts(found, drawn=True)).splitlines()
     assert shown[0].split() == ["2", "clips", "total", "VQ"] and "+3.000 ± – unclear" in shown[2]

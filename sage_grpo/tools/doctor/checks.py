@@ -16,7 +16,6 @@ from sage_grpo.tools import audit
 from sage_grpo.tools.doctor.finding import Finding, indented, note, ok, wrong
 from sage_grpo.tools.doctor.update import check_update
 from sage_grpo.tools.plan.summary import few_prompts_warning
-from sage_grpo.tools.templating import render
 from sage_grpo.train.trainer import Trainer
 from sage_grpo.train.windows import num_trained
 
@@ -155,7 +154,7 @@ def check_reward(trainer: Trainer) -> Iterator[Finding]:
         return
 
     clips, prompts = rendered
-    edits = dict.fromkeys(audit.RULES["short"], ())
+    edits = dict.fromkeys(audit.SHORT, ())
     try:
         scores = audit.measure(trainer.reward, clips, prompts, trainer.config.fps, edits)
     except ValueError as error:
@@ -164,7 +163,7 @@ def check_reward(trainer: Trainer) -> Iterator[Finding]:
 
     verdicts = audit.give_verdicts(scores, drawn=True)
     conclusions = audit.conclude(scores, verdicts)
-    table = indented(render("audit_table.txt", found=scores, verdicts=verdicts).rstrip())
+    table = indented(audit.audit_table(scores, verdicts))
     if conclusions["wrong"]:
         yield wrong(
             "reward",
