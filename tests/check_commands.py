@@ -38,8 +38,10 @@ NOT_RUN = {  # why a command is only read
     r"^(post_train|generate)\.py|\.\.\.|FILE|RUN|OURS|GOOD_CLIPS|FOLDER|\[any flag|\bN\b": "is a pattern",
     r"download_weights": "needs the network",
     r"^(?!.*tools\.plan).*(hunyuan15|ckpts|videoalign|nproc_per_node 8|run_|multinode|sbatch)": "needs weights or GPUs",
-    r"-m (research\.(benchmarks|tiny)|tests\.fuzz)\b|studies\.(ablate (?!--list)|learning)": "needs a GPU or many minutes",
-    r"studies\.(page|readme_figures)": "would draw the figures of the pages",
+    r"research[./](benchmarks|tiny)\b|-m tests\.fuzz\b": "needs a GPU or many minutes",
+    r"studies\.(ablate (?!--list)|second_edition (?!--list)|learning|diagnosis)": "needs a GPU or many minutes",
+    r"studies\.(page|readme_figures|damage_study)": "would draw the figures of the pages",
+    r"my_(reward|sde)\.py": "needs the file that the page shows",
     r"make (test|lint|golden|chaos|figures)|-m pytest|reward_server": "is run elsewhere, or never ends",
 }
 
@@ -49,42 +51,37 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--run", action="store_true", help="run what can run here")
-    run = parser.parse_args(arguments).run
-    found = [
-        (page, command)
-        for pattern in PAGES
-        for page in sorted(ROOT.glob(pattern))
-        for command in commands(page)
-    ]
+    options = parser.parse_args(arguments)
+
+    pages = [page for pattern in PAGES for page in sorted(ROOT.glob(pattern))]
+    documented = [(page, command) for page in pages for command in commands(page)]
+    problems = [(page, command, problem(command)) for page, command in documented]
     wrong = [
-        f"{page.name}: {command}\n    {text}"
-        for page, command in found
-        if (text := problem(command))
+        f"{page.name}: {command}\n    {sentence}"
+        for page, command, sentence in problems
+        if sentence
     ]
-    print(f"{len(found)} commands, {len(wrong)} wrong", *wrong, sep="\n")
-    if run and not wrong:
-        wrong = [
-            command
-            for command in dict.fromkeys(command for _, command in found)
-            if not executed(command)
-        ]
-    return int(bool(wrong))
+    print(f"{len(documented)} commands, {len(wrong)} wrong", *wrong, sep="\n")
+    if wrong or not options.run:
+        return int(bool(wrong))
+
+    unique = dict.fromkeys(command for _, command in documented)
+    failed = [command for command in unique if not executed(command)]
+    return int(bool(failed))
 
 
 def commands(page: Path) -> Iterator[str]:
     """The commands of a page, each on one line, without comments."""
-    text = re.sub(
-        r"```(?:python|yaml)\n.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL
-    )
-    fenced = {
-        line
-        for block in re.findall(r"```\w*\n(.*?)```", text, re.DOTALL)
-        for line in block.splitlines()
-    }
+    text = page.read_text(encoding="utf-8")
+    text = re.sub(r"```(?:python|yaml)\n.*?```", "", text, flags=re.DOTALL)
+    fenced_blocks = re.findall(r"```\w*\n(.*?)```", text, re.DOTALL)
+    fenced_lines = {line for block in fenced_blocks for line in block.splitlines()}
     for line in text.replace("\\\n", " ").splitlines():
-        shown = re.sub(r"^\$ ", "", line.strip())
-        if (line.startswith("    ") or line in fenced) and re.match(STARTS, shown):
-            yield " ".join(re.split(r"\s#|\s{3,}\(", shown)[0].split())
+        command = re.sub(r"^\$ ", "", line.strip())
+        in_block = line.startswith("    ") or line in fenced_lines
+        if in_block and re.match(STARTS, command):
+            without_comment = re.split(r"\s#|\s{3,}\(", command)[0]
+            yield " ".join(without_comment.split())
 
 
 def problem(command: str) -> str:
@@ -93,29 +90,30 @@ def problem(command: str) -> str:
         word for word in shlex.split(command.replace("...", "")) if not re.match(r"[A-Z_]+=", word)
     ]
     if words[0] == "make":
-        targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         return "" if words[1] in targets else f"the Makefile has no {words[1]}"
-    place = next(
-        (i for i, word in enumerate(words) if word.endswith((".py", ".sh")) or word == "-m"), None
-    )
-    if place is None:
+
+    programs = [i for i, word in enumerate(words) if word.endswith((".py", ".sh")) or word == "-m"]
+    if not programs:
         return ""
-    name, *rest = words[place:]
+    name, *rest = words[programs[0] :]
     if name == "-m":
         name, *rest = rest
         if not is_module(name):
             return f"there is no module {name}"
     elif not (ROOT / name).is_file():
         return f"there is no {name}"
+
     missing = [word for word in rest if re.fullmatch(OURS, word) and not (ROOT / word).exists()]
     if missing:
         return f"there is no {missing[0]}"
-    if not (ROOT / name.split(".")[0]).is_dir() and not name.endswith((".py", ".sh")):
-        return ""  # somebody else's module
+    is_script = name.endswith((".py", ".sh"))
+    is_ours = is_script or (ROOT / name.split(".")[0]).is_dir()
+    if not is_ours:
+        return ""
     known = flags_of(name)
-    unknown = [
-        flag for word in rest if word.startswith("--") and (flag := word.split("=")[0]) not in known
-    ]
+    flags = [word.split("=")[0] for word in rest if word.startswith("--")]
+    unknown = [flag for flag in flags if flag not in known]
     return f"{name} has no {unknown[0]}" if unknown else ""
 
 
@@ -136,39 +134,38 @@ def flags_of(name: str) -> frozenset[str]:
     if name.endswith(".sh"):
         source = (ROOT / name).read_text()
         return frozenset(re.findall(r"--\w+", source)) | flags_of("post_train.py")
-    out, argv = io.StringIO(), sys.argv
+    printed = io.StringIO()
+    argv = sys.argv
     sys.argv = [name, "--help"]
+    # a module may be imported already
+    quiet = warnings.catch_warnings(action="ignore", category=RuntimeWarning)
     try:
-        quiet = warnings.catch_warnings(
-            action="ignore", category=RuntimeWarning
-        )  # the module is imported already
-        with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit), quiet:
+        with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit), quiet:
             if name.endswith(".py"):
                 runpy.run_path(str(ROOT / name), run_name="__main__")
             else:
                 runpy.run_module(name, run_name="__main__", alter_sys=True)
     finally:
         sys.argv = argv
-    own = frozenset(re.findall(r"--\w+", out.getvalue()))
-    takes_all = re.search(r"flags?\s+(?:are\s+those\s+)?of\s+`?post_train", out.getvalue())
-    return own | flags_of("post_train.py") if takes_all else own
+    flags = frozenset(re.findall(r"--\w+", printed.getvalue()))
+    takes_all = re.search(r"flags?\s+(?:are\s+those\s+)?of\s+`?post_train", printed.getvalue())
+    return flags | flags_of("post_train.py") if takes_all else flags
 
 
 def executed(command: str) -> bool:
     """Run a command in the repository with its .venv, and tell how it went."""
-    why = next((why for pattern, why in NOT_RUN.items() if re.search(pattern, command)), None)
-    if why:
-        print(f"  --        {command}: {why}", flush=True)
+    reasons = [reason for pattern, reason in NOT_RUN.items() if re.search(pattern, command)]
+    if reasons:
+        print(f"  --        {command}: {reasons[0]}", flush=True)
         return True
-    begun = time.monotonic()
+
+    start = time.monotonic()
     environment = os.environ | {"PATH": f"{ROOT / '.venv' / 'bin'}:{os.environ['PATH']}"}
     done = subprocess.run(
         ["bash", "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True
     )
-    print(
-        f"  {'ok' if done.returncode == 0 else 'FAILED':<6} {time.monotonic() - begun:4.0f} s  {command}",
-        flush=True,
-    )
+    verdict = "ok" if done.returncode == 0 else "FAILED"
+    print(f"  {verdict:<6} {time.monotonic() - start:4.0f} s  {command}", flush=True)
     if done.returncode:
         print(done.stdout[-1000:], done.stderr[-3000:])
     return done.returncode == 0

@@ -102,7 +102,7 @@ def noise_sheet(backbone: Backbone, prompt: str, eta: float, path: Path) -> None
 
 CARD = """# A tiny HunyuanVideo-1.5 that knows the moving-shapes world
 
-Every class is that of the full-size model; every size is small. Clips have {frames} frames of {height}x{width} at
+It has the classes of the full-size model at small sizes. Clips have {frames} frames of {height}x{width} at
 {fps} fps. The model is for tests, demonstrations and studies of reinforcement learning on a CPU. `docs/world.md`
 explains the world, in which every clip can be judged exactly. It was trained from scratch on rendered clips, without
 third-party weights or data.
@@ -129,7 +129,7 @@ clip = pipe("a small cyan circle moving up", **size, num_inference_steps={num_st
 
 {parts}
 
-Weights are stored in half precision, but for one matrix of the glyph projection, which has 8 bits; {megabytes:.0f} MB
+Weights are stored in half precision, except for one 8-bit matrix of the glyph projection; {megabytes:.0f} MB
 in total. A clip has {latent} latents (channels, frames, rows, columns).
 `sampling.json` holds the default settings: {num_steps} Euler steps, shift {shift:g}, guidance {guidance:g}.
 
@@ -160,7 +160,7 @@ the first minus the VAE's floor.
   clips to fall apart.
 - The prompts of the table and those of training come from the same {captions:,} captions. Quality on unseen
   combinations was not measured.
-- It does not allow conclusions about the full-size model.
+- What works on it need not work on the full-size model.
 """
 
 
@@ -183,7 +183,7 @@ STORY = (
     "tenth of the captions dropped for guidance. "
 )
 HABIT = (
-    "In a share of {wrong} of its clips the {misnamed} is not the one that the caption names: a wrong habit, for "
+    "In {wrong:.0%} of its clips the {misnamed} is not the one that the caption names: a wrong habit for "
     "reinforcement learning to correct. "
 )
 
@@ -201,7 +201,7 @@ def card(backbone: Hunyuan15, rows: dict[str, dict[str, float]]) -> str:
     other = f", by `{record['vae_command']}`" if "vae_command" in record else " of these"
     story = STORY.format(**record, other=other)
     if float(used["wrong"]):
-        story += HABIT.format(**used)
+        story += HABIT.format(wrong=float(used["wrong"]), misnamed=used["misnamed"])
     story += "Every random draw follows from the seed. The settings, also in `training.json`:"
     images = backbone.folder / "images.json"
     figures = {
