@@ -251,7 +251,7 @@ def test_the_documented_lines_sample_what_generate_samples(
     flags |= {
         "prompt": "a small cyan circle moving up",
         "num_frames": 9,
-        "num_inference_steps": 20,
+        "num_inference_steps": 3,
         "seed": 7,
     }
     generate.main([str(word) for flag, value in flags.items() for word in (f"--{flag}", value)])
