@@ -10,9 +10,8 @@ from sage_grpo.models.registry import open_backbone
 
 @pytest.fixture(scope="module")
 def full_size(tmp_path_factory):
-    return open_backbone(
-        tmp_path_factory.mktemp("models") / "absent", complete=False
-    ).architecture()
+    absent = tmp_path_factory.mktemp("models") / "absent"
+    return open_backbone(absent, complete=False).architecture()
 
 
 @pytest.mark.parametrize(
@@ -25,7 +24,8 @@ def test_tokens_of_published_sizes(full_size, clip, tokens):
 def test_tokens_are_the_places_of_the_latents(tiny_folder):
     """Also where a model compresses less than the published one."""
     backbone = open_backbone(tiny_folder)
-    architecture, (channels, *grid) = backbone.architecture(), backbone.latent_shape(9, 32, 48)
+    architecture = backbone.architecture()
+    channels, *grid = backbone.latent_shape(9, 32, 48)
     assert architecture.channels == channels
     assert architecture.video_tokens(9, 32, 48) == torch.tensor(grid).prod() == 3 * 8 * 12
 
@@ -33,19 +33,19 @@ def test_tokens_are_the_places_of_the_latents(tiny_folder):
 def test_operations_are_those_that_torch_counts(tiny_folder):
     """Operations of the blocks; the embeddings around them are left out."""
     backbone = open_backbone(tiny_folder)
-    x, text = torch.randn(1, 17, 4, 8, 8), torch.randn(1, 40, 64)
+    x = torch.randn(1, 17, 4, 8, 8)
+    text = torch.randn(1, 40, 64)
     with (
         sdpa_kernel(SDPBackend.MATH),
         FlopCounterMode(depth=None, display=False) as counter,
         torch.no_grad(),
     ):
         backbone.transformer(x, torch.tensor([500.0]), text, torch.zeros(1, 0, 16))
-    blocks = {
-        n: c
-        for n, c in counter.get_flop_counts().items()
-        if "transformer_blocks" in n and n.count(".") == 2
-    }
-    counted = sum(sum(counts.values()) for counts in blocks.values())
+    counted = sum(
+        sum(counts.values())
+        for name, counts in counter.get_flop_counts().items()
+        if "transformer_blocks" in name and name.count(".") == 2  # whole blocks
+    )
     work = backbone.architecture().forward(4 * 8 * 8, 40)
     assert counted == pytest.approx(sum(work), rel=0.01)
 

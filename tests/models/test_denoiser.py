@@ -40,7 +40,8 @@ def gradients(model, x):
 
 @pytest.mark.parametrize("share, count", [(0.0, 0), (0.5, 2), (1.0, 3)])
 def test_a_share_of_the_blocks_is_recomputed_and_no_gradient_changes(model, share, count):
-    x, calls = torch.ones(2, 4, dtype=torch.float64), []
+    x = torch.ones(2, 4, dtype=torch.float64)
+    calls = []
     expected = gradients(copy.deepcopy(model), x)
     for block in model.layers:
         block[0].register_forward_pre_hook(lambda *_: calls.append(1))
@@ -51,7 +52,8 @@ def test_a_share_of_the_blocks_is_recomputed_and_no_gradient_changes(model, shar
 
 def test_compiled_blocks_of_one_tensor_keep_no_history_without_gradients(model, monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    x, plain = torch.ones(2, 4, dtype=torch.float64), copy.deepcopy(model)
+    x = torch.ones(2, 4, dtype=torch.float64)
+    plain = copy.deepcopy(model)
     torch._dynamo.reset()
     model.prepare_blocks(recomputed=1.0, compiled=True)
     with torch.no_grad():
@@ -62,12 +64,8 @@ def test_compiled_blocks_of_one_tensor_keep_no_history_without_gradients(model, 
 
 
 def test_only_matrices_of_blocks_are_for_muon(model):
-    found = [
-        name
-        for name, parameter in model.named_parameters()
-        if model.is_block_matrix(name, parameter)
-    ]
-    assert found == ["layers.0.0.weight", "layers.1.0.weight", "layers.2.0.weight"]
+    matrices = [name for name, p in model.named_parameters() if model.is_block_matrix(name, p)]
+    assert matrices == ["layers.0.0.weight", "layers.1.0.weight", "layers.2.0.weight"]
 
 
 def test_a_model_without_sequence_parallelism_says_so(model, monkeypatch):

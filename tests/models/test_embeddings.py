@@ -44,9 +44,9 @@ def test_cache_hit_is_bit_equal_and_loads_no_encoder(tiny_folder, tmp_path):
 def test_prepared_requests_need_no_encoder_and_are_bit_equal(tiny_folder, tmp_path, on_disk):
     embeddings = open_embeddings(tiny_folder, tmp_path if on_disk else None)
     embeddings.prepare([*reversed(REQUESTS), REQUESTS[0]])
-    found = embeddings(REQUESTS)
+    conditions = embeddings(REQUESTS)
     assert embeddings.encoder._models is None
-    for request, cond in zip(REQUESTS, found, strict=True):
+    for request, cond in zip(REQUESTS, conditions, strict=True):
         [plain] = open_embeddings(tiny_folder)([request])
         assert torch.equal(cond.text, plain.text) and torch.equal(cond.glyph, plain.glyph)
         assert cond.glyph.shape == plain.glyph.shape
@@ -55,13 +55,14 @@ def test_prepared_requests_need_no_encoder_and_are_bit_equal(tiny_folder, tmp_pa
 @pytest.fixture
 def encoded(monkeypatch):
     """The requests that any encoder encodes, in order; `encoded.then` runs after each."""
-    plain, seen = TextEncoder.encode, SimpleNamespace(requests=[], then=lambda: None)
+    plain = TextEncoder.encode
+    seen = SimpleNamespace(requests=[], then=lambda: None)
 
     def watched(self, request):
         seen.requests.append(request)
-        found = plain(self, request)
+        cond = plain(self, request)
         seen.then()
-        return found
+        return cond
 
     monkeypatch.setattr(TextEncoder, "encode", watched)
     return seen
@@ -120,23 +121,21 @@ def test_a_file_of_another_prompt_or_encoder_is_made_again_and_said(
     tiny_folder, tmp_path, encoded, capsys
 ):
     first = open_embeddings(tiny_folder, tmp_path)
-    expected, path = [cond.text.clone() for cond in first(REQUESTS)], first.path
-    shutil.copy(path(REQUESTS[1]), path(REQUESTS[0]))  # another prompt
-    values = load_file(path(REQUESTS[2]))
-    save_file(
-        values, path(REQUESTS[2]), metadata={"prompt": REQUESTS[2].text}
-    )  # nothing says by whom
+    expected = [cond.text.clone() for cond in first(REQUESTS)]
+    copied = first.path(REQUESTS[0])
+    unlabeled = first.path(REQUESTS[2])
+    shutil.copy(first.path(REQUESTS[1]), copied)  # another prompt
+    # nothing says which encoder made it
+    save_file(load_file(unlabeled), unlabeled, metadata={"prompt": REQUESTS[2].text})
     encoded.requests.clear()
     assert "was not made for its prompt" not in capsys.readouterr().err
-    found = open_embeddings(tiny_folder, tmp_path)(REQUESTS)
+
+    conditions = open_embeddings(tiny_folder, tmp_path)(REQUESTS)
     assert encoded.requests == [REQUESTS[0], REQUESTS[2]]
-    assert (
-        capsys.readouterr().err.count(
-            f"{path(REQUESTS[0])} was not made for its prompt by this encoder"
-        )
-        == 1
-    )
-    assert all(torch.equal(old, new.text) for old, new in zip(expected, found, strict=True))
+    note = f"{copied} was not made for its prompt by this encoder"
+    assert capsys.readouterr().err.count(note) == 1
+    assert all(torch.equal(old, new.text) for old, new in zip(expected, conditions, strict=True))
+
     other = open_embeddings(tiny_folder, tmp_path)
     other.folder = tmp_path / "another_encoder"
     shutil.copytree(first.folder, other.folder)

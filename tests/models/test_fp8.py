@@ -37,33 +37,32 @@ def test_a_row_of_zeros_stays_zero():
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_product_is_that_of_the_rounded_factors(device):
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    x, weight, bias = (
-        drawn(*shape, device=device, dtype=dtype) for shape in ((2, 3, 32), (48, 32), (48,))
-    )
-    rounded = [
-        (values.double() * scale) for values, scale in map(fp8.rounded, (x.flatten(0, 1), weight))
-    ]
-    expected = F.linear(*rounded, bias.double()).view(2, 3, 48)
-    torch.testing.assert_close(
-        fp8.linear(x, weight, bias).double(),
-        expected,
-        rtol=1e-2 if dtype == torch.bfloat16 else 1e-5,
-        atol=1e-2,
-    )
+    dtype, tolerance = (torch.float32, 1e-5) if device == "cpu" else (torch.bfloat16, 1e-2)
+    x = drawn(2, 3, 32, device=device, dtype=dtype)
+    weight = drawn(48, 32, device=device, dtype=dtype)
+    bias = drawn(48, device=device, dtype=dtype)
+
+    def as_rounded(factor):
+        values, scale = fp8.rounded(factor)
+        return values.double() * scale
+
+    expected = F.linear(as_rounded(x.flatten(0, 1)), as_rounded(weight), bias.double())
+    product = fp8.linear(x, weight, bias).double()
+    torch.testing.assert_close(product, expected.view(2, 3, 48), rtol=tolerance, atol=1e-2)
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0)])
+def test_a_recent_gpu_and_a_cpu_are_accepted(monkeypatch, capability):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    fp8.check(torch.device("cuda"))
+    fp8.check(torch.device("cpu"))
 
 
 def test_a_gpu_that_is_too_old_is_refused(monkeypatch):
-    for capability, fits in (((8, 0), False), ((8, 9), True), ((9, 0), True)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
-        if fits:
-            fp8.check(torch.device("cuda"))
-        else:
-            with pytest.raises(
-                ValueError, match="this GPU cannot multiply 8-bit floats: set outside_window exact"
-            ):
-                fp8.check(torch.device("cuda"))
-    fp8.check(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    message = "this GPU cannot multiply 8-bit floats: set outside_window exact"
+    with pytest.raises(ValueError, match=message):
+        fp8.check(torch.device("cuda"))
 
 
 def test_layers_follow_the_switch_but_for_adapters_and_odd_sizes():
@@ -81,19 +80,19 @@ def test_layers_follow_the_switch_but_for_adapters_and_odd_sizes():
 def test_layers_that_are_alike_share_a_compiled_graph():
     """With a graph each, the 54 blocks of the real model compile for minutes."""
     torch._dynamo.reset()
-    graphs, layers = (
-        CompileCounter(),
-        nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(3)),
-    )
-    switch, x = fp8.Switch(layers), drawn(4, 32)
+    layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(3))
+    switch = fp8.Switch(layers)
+    graphs = CompileCounter()
     compiled = [torch.compile(layer.forward, backend=graphs) for layer in layers]
+    x = drawn(4, 32)
+
+    def agree():
+        pairs = zip(compiled, layers, strict=True)
+        return all(torch.equal(fast(x), layer(x)) for fast, layer in pairs)
+
     with torch.no_grad(), switch:
-        assert all(
-            torch.equal(fast(x), layer(x)) for fast, layer in zip(compiled, layers, strict=True)
-        )
+        assert agree()
         assert graphs.frame_count == 1
     with torch.no_grad():
-        assert all(
-            torch.equal(fast(x), layer(x)) for fast, layer in zip(compiled, layers, strict=True)
-        )
+        assert agree()
     assert graphs.frame_count == 2

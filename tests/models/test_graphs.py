@@ -18,9 +18,8 @@ def recorded_graphs(monkeypatch):
 def network():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 2), nn.Linear(2, 2)).double()
-    model.append(
-        nn.Linear(9, 9)
-    ).double()  # a layer that the forward never enters, as in the real models
+    # a layer that the forward never enters, as in the real models
+    model.append(nn.Linear(9, 9)).double()
     model[0].bias.requires_grad_(False)
     model.forward = lambda x, scale: model[3](model[2](model[1](model[0](x)))) * scale[:, None]
     return model
@@ -41,22 +40,26 @@ def trained(model, device="cpu"):
         for x, scale in inputs(device):
             with torch.no_grad():
                 outputs.append(model(x, scale))
-            found = model(x, scale)
-            outputs.append(found.detach())
-            found.square().mean().backward()
+            output = model(x, scale)
+            outputs.append(output.detach())
+            output.square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     return outputs, [p.detach().clone() for p in model.parameters()]
 
 
+def assert_equal(tensors, expected):
+    assert all(torch.equal(*pair) for pair in zip(tensors, expected, strict=True))
+
+
 def test_training_is_the_same_to_the_bit(recorded_graphs):
-    outputs, parameters = trained(network())
+    expected_outputs, expected_parameters = trained(network())
     model = network()
     graphs = Graphs(model)
-    found, moved = trained(model)
-    assert all(torch.equal(*pair) for pair in zip(found, outputs, strict=True))
-    assert all(torch.equal(*pair) for pair in zip(moved, parameters, strict=True))
-    assert not torch.equal(moved[0], next(network().parameters()))  # they did move
+    outputs, parameters = trained(model)
+    assert_equal(outputs, expected_outputs)
+    assert_equal(parameters, expected_parameters)
+    assert not torch.equal(parameters[0], next(network().parameters()))  # they did move
     assert len(graphs.pairs) == 2 and graphs.replays == len(outputs)  # one pair for each shape
 
 
@@ -64,28 +67,28 @@ def test_inputs_and_results_outlive_the_next_forward(recorded_graphs):
     model = network()
     Graphs(model)
     (first, scale), *_ = inputs()
-    kept = (first, model(first, scale).detach())
-    copied = [tensor.clone() for tensor in kept]
+    tensors = (first, model(first, scale).detach())
+    copies = [tensor.clone() for tensor in tensors]
     model(2 * first, scale)
-    assert all(torch.equal(*pair) for pair in zip(kept, copied, strict=True))
+    assert_equal(tensors, copies)
 
 
 def test_a_backward_after_another_forward_is_refused(recorded_graphs):
     model = network()
     Graphs(model)
-    one, two, _ = inputs()
-    loss = model(*one).sum()
+    first, second, _ = inputs()
+    loss = model(*first).sum()
     with torch.no_grad():
-        model(*two)
+        model(*second)
     with pytest.raises(RuntimeError, match="another forward has overwritten"):
         loss.backward()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu():
-    outputs, parameters = trained(network().cuda(), "cuda")
+    expected_outputs, expected_parameters = trained(network().cuda(), "cuda")
     model = network().cuda()
     Graphs(model)
-    found, moved = trained(model, "cuda")
-    assert all(torch.equal(*pair) for pair in zip(found, outputs, strict=True))
-    assert all(torch.equal(*pair) for pair in zip(moved, parameters, strict=True))
+    outputs, parameters = trained(model, "cuda")
+    assert_equal(outputs, expected_outputs)
+    assert_equal(parameters, expected_parameters)

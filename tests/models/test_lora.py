@@ -1,4 +1,4 @@
-"""Adapters: which layers have them, what they change, and that the two are independent."""
+"""Adapters: which layers have them, what they change, and which files are loaded or refused."""
 
 import json
 
@@ -47,8 +47,7 @@ def velocity(backbone):
 
 
 def test_layers_are_those_of_the_blocks_that_matter(backbone):
-    found = target_layers(backbone.transformer, NAMES)
-    assert found == [
+    assert target_layers(backbone.transformer, NAMES) == [
         "transformer_blocks.0.attn.to_q",
         "transformer_blocks.0.attn.add_q_proj",
         "transformer_blocks.0.attn.to_add_out",
@@ -62,12 +61,17 @@ def test_a_new_adapter_changes_nothing_and_follows_from_the_seed(backbone, tiny_
     before = velocity(backbone)
     add(backbone)
     torch.testing.assert_close(velocity(backbone), before)
-    others = [Hunyuan15(tiny_folder) for _ in range(2)]
-    for other, seed in zip(others, (0, 1), strict=True):
-        add(other, seed=seed)
-    mine, same, different = (adapter_parameters(p.transformer) for p in (backbone, *others))
-    name = next(name for name in mine if "lora_A" in name)
-    assert torch.equal(mine[name], same[name]) and not torch.equal(mine[name], different[name])
+
+    same_seed = Hunyuan15(tiny_folder)
+    add(same_seed, seed=0)
+    other_seed = Hunyuan15(tiny_folder)
+    add(other_seed, seed=1)
+    first, same, different = (
+        adapter_parameters(model.transformer) for model in (backbone, same_seed, other_seed)
+    )
+    name = next(name for name in first if "lora_A" in name)
+    assert torch.equal(first[name], same[name])
+    assert not torch.equal(first[name], different[name])
 
 
 def test_an_adapter_adds_its_product_scaled_by_alpha_over_rank(backbone):
@@ -76,16 +80,17 @@ def test_an_adapter_adds_its_product_scaled_by_alpha_over_rank(backbone):
     x = torch.randn(3, layer.in_features, generator=torch.Generator().manual_seed(0))
     before = layer(x)
     add(backbone)  # rank 4, alpha 8
-    mine = adapter_parameters(backbone.transformer)
-    down, up = (mine[f"{layer_name}.lora_{part}.weight"] for part in "AB")
+    parameters = adapter_parameters(backbone.transformer)
+    down = parameters[f"{layer_name}.lora_A.weight"]
+    up = parameters[f"{layer_name}.lora_B.weight"]
     up.data.fill_(0.1)
-    torch.testing.assert_close(
-        backbone.transformer.get_submodule(layer_name)(x), before + 8 / 4 * x @ down.T @ up.T
-    )
+    after = backbone.transformer.get_submodule(layer_name)(x)
+    torch.testing.assert_close(after, before + 8 / 4 * x @ down.T @ up.T)
 
 
 def test_an_adapter_has_its_own_precision_and_leaves_other_draws_alone(backbone):
-    transformer, state = backbone.transformer, torch.get_rng_state()
+    transformer = backbone.transformer
+    state = torch.get_rng_state()
     add_adapter(transformer, 4, 8, NAMES, torch.bfloat16)
     assert torch.equal(torch.get_rng_state(), state)
     assert {p.dtype for p in adapter_parameters(transformer).values()} == {torch.bfloat16}
@@ -93,17 +98,16 @@ def test_an_adapter_has_its_own_precision_and_leaves_other_draws_alone(backbone)
 
 
 def contents(file):
-    """Tensors and settings of an adapter's file, without the prefix that pipelines give them.
+    """Settings and tensors of an adapter's file, without the prefix that pipelines give them.
 
-    The order of the layers' names is nobody's business.
+    The order of the target modules does not matter.
     """
     with safe_open(file, "pt") as handle:
         settings = json.loads(handle.metadata()["lora_adapter_metadata"])
         tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 - it is no dict
-    settings, tensors = (
-        {n.removeprefix(PREFIX): v for n, v in part.items()} for part in (settings, tensors)
-    )
-    return settings | {"target_modules": sorted(settings["target_modules"])}, tensors
+    settings = {name.removeprefix(PREFIX): value for name, value in settings.items()}
+    settings["target_modules"] = sorted(settings["target_modules"])
+    return settings, {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
 
 
 def test_a_saved_adapter_is_loaded_or_refused(backbone, tiny_folder, tmp_path):
@@ -114,11 +118,11 @@ def test_a_saved_adapter_is_loaded_or_refused(backbone, tiny_folder, tmp_path):
     backbone.transformer.save_lora_adapter(
         tmp_path / "stock", adapter_name=POLICY, weight_name=LORA_FILE
     )
-    (settings, tensors), (theirs, stock) = (
-        contents(folder / LORA_FILE) for folder in (tmp_path, tmp_path / "stock")
-    )
-    assert settings == theirs and tensors.keys() == stock.keys()
-    assert all(torch.equal(value, stock[name]) for name, value in tensors.items())
+    settings, tensors = contents(tmp_path / LORA_FILE)
+    stock_settings, stock_tensors = contents(tmp_path / "stock" / LORA_FILE)
+    assert settings == stock_settings and tensors.keys() == stock_tensors.keys()
+    assert all(torch.equal(value, stock_tensors[name]) for name, value in tensors.items())
+
     other = Hunyuan15(tiny_folder)
     add(other)
     load_adapter(other.transformer, tmp_path)
@@ -138,12 +142,10 @@ def test_stock_diffusers_loads_it_into_the_transformer_of_a_pipeline(
     save(backbone, tmp_path)
     stock = Hunyuan15(tiny_folder)
     plain = velocity(stock)
-    stock.transformer.load_lora_adapter(
-        tmp_path, weight_name=LORA_FILE
-    )  # and the prefix that it expects
-    assert torch.equal(velocity(stock), velocity(backbone)) and not torch.equal(
-        velocity(stock), plain
-    )
+    # by default it expects the prefix of pipelines
+    stock.transformer.load_lora_adapter(tmp_path, weight_name=LORA_FILE)
+    assert torch.equal(velocity(stock), velocity(backbone))
+    assert not torch.equal(velocity(stock), plain)
 
 
 def save(backbone, folder):
@@ -151,12 +153,16 @@ def save(backbone, folder):
 
 
 def rewrite(folder, tensors=None, **settings):
-    """Change a saved adapter: tensors by name, settings by name (None takes one away)."""
-    old, kept = contents(folder / LORA_FILE)
-    told = {name: value for name, value in (old | settings).items() if value is not None}
-    save_file(
-        kept | (tensors or {}), folder / LORA_FILE, {"lora_adapter_metadata": json.dumps(told)}
-    )
+    """Change a saved adapter: tensors by name, settings by name (None removes one)."""
+    old_settings, old_tensors = contents(folder / LORA_FILE)
+    changed = old_settings | settings
+    changed = {name: value for name, value in changed.items() if value is not None}
+    metadata = {"lora_adapter_metadata": json.dumps(changed)}
+    save_file(old_tensors | (tensors or {}), folder / LORA_FILE, metadata)
+
+
+def assert_one_sentence(error, file):
+    assert str(error).startswith(f"{file} ") and len(str(error).splitlines()) == 1
 
 
 @pytest.mark.parametrize("settings, words", [
@@ -187,7 +193,7 @@ def test_an_adapter_without_settings_has_scale_1_as_in_diffusers(backbone, tiny_
     load_adapter(other.transformer, tmp_path)
 
 
-SLOW = "(a+)+" * 20 + "b"  # a regular expression that takes for ever
+SLOW = "(a+)+" * 20 + "b"  # a regular expression that takes forever
 LAYER = "transformer_blocks.0.attn.to_q"
 
 
@@ -203,10 +209,7 @@ def test_a_hostile_setting_is_refused_before_peft_sees_it(backbone, tmp_path, se
     rewrite(tmp_path, **settings)
     with pytest.raises(ValueError) as caught:
         backbone.load_weights(tmp_path)
-    assert (
-        str(caught.value).startswith(f"{tmp_path / LORA_FILE} ")
-        and len(str(caught.value).splitlines()) == 1
-    )
+    assert_one_sentence(caught.value, tmp_path / LORA_FILE)
 
 
 @pytest.mark.parametrize("layers", [SLOW, [SLOW], ".*", [1], None, "", {}], ids=str)
@@ -227,22 +230,21 @@ def test_only_the_tensors_say_which_layers_have_an_adapter(backbone, tiny_folder
     {"nowhere.lora_A.weight": torch.zeros(4, 64), "nowhere.lora_B.weight": torch.zeros(64, 4)},
     {f"{LAYER}.lora_magnitude_vector": torch.zeros(4)}, {"x": torch.zeros(1)},
 ], ids=lambda tensors: next(iter(tensors))[-30:])  # fmt: skip
-@pytest.mark.parametrize("told", [True, False], ids=["settings", "no settings"])
+@pytest.mark.parametrize("has_settings", [True, False], ids=["settings", "no settings"])
 def test_an_adapter_with_other_tensors_is_refused_in_one_sentence(
-    backbone, tmp_path, tensors, told
+    backbone, tmp_path, tensors, has_settings
 ):
     add(backbone)
     save(backbone, tmp_path)
     rewrite(tmp_path, tensors)
-    if not told:
+    if not has_settings:
         save_file(load_file(tmp_path / LORA_FILE), tmp_path / LORA_FILE)
-    for load in (lambda folder: load_adapter(backbone.transformer, folder), backbone.load_weights):
-        with pytest.raises(ValueError) as caught:
-            load(tmp_path)
-        assert (
-            str(caught.value).startswith(f"{tmp_path / LORA_FILE} ")
-            and len(str(caught.value).splitlines()) == 1
-        )
+    with pytest.raises(ValueError) as caught:
+        load_adapter(backbone.transformer, tmp_path)
+    assert_one_sentence(caught.value, tmp_path / LORA_FILE)
+    with pytest.raises(ValueError) as caught:
+        backbone.load_weights(tmp_path)
+    assert_one_sentence(caught.value, tmp_path / LORA_FILE)
 
 
 def test_a_merged_adapter_is_the_adapter(backbone, tiny_folder, tmp_path):
@@ -250,7 +252,8 @@ def test_a_merged_adapter_is_the_adapter(backbone, tiny_folder, tmp_path):
     for parameter in adapter_parameters(backbone.transformer).values():
         parameter.data += 0.1
     write_file(tmp_path / LORA_FILE, adapter_file(backbone.transformer))
-    base, plain = ModelFolder(tiny_folder).weights("transformer"), Hunyuan15(tiny_folder)
+    base = ModelFolder(tiny_folder).weights("transformer")
+    plain = Hunyuan15(tiny_folder)
     tensors = dict(merged(base, tmp_path / LORA_FILE))
     changed = {name for name, value in tensors.items() if not torch.equal(value, base.read(name))}
     assert changed == {f"{layer}.weight" for layer in target_layers(plain.transformer, NAMES)}

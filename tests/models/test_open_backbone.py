@@ -19,10 +19,8 @@ def named(folder, name):
 def test_the_pipeline_that_the_folder_names_chooses_the_class(
     tiny_folder, tencent_folder, tmp_path, monkeypatch
 ):
-    assert (
-        json.loads((tiny_folder / "model_index.json").read_text())["_class_name"]
-        == "HunyuanVideo15Pipeline"
-    )
+    index = json.loads((tiny_folder / "model_index.json").read_text())
+    assert index["_class_name"] == "HunyuanVideo15Pipeline"
     assert isinstance(open_backbone(tiny_folder), Hunyuan15)
     assert isinstance(open_backbone(tencent_folder), Hunyuan15)  # it names none
     opened = []
@@ -77,9 +75,7 @@ def test_sizes_are_known_without_a_folder(tmp_path):
     backbone = open_backbone(tmp_path / "absent", version="720p_t2v", complete=False)
     assert (backbone.sampling.height, backbone.sampling.shift) == (720, 9.0)
     assert 8.3e9 < backbone.architecture().parameters < 8.4e9
-    assert (
-        open_backbone(tmp_path / "absent", version="480p_i2v", complete=False).architecture().image
-        == 729
-    )
-    other = open_backbone(tmp_path / "absent", version="wan21-1.3b", complete=False)
-    assert 1.4e9 < other.architecture().parameters < 1.5e9
+    animating = open_backbone(tmp_path / "absent", version="480p_i2v", complete=False)
+    assert animating.architecture().image == 729
+    wan = open_backbone(tmp_path / "absent", version="wan21-1.3b", complete=False)
+    assert 1.4e9 < wan.architecture().parameters < 1.5e9

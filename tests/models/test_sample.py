@@ -1,3 +1,5 @@
+"""The denoising loop: its steps, its noise, and independence of the batch."""
+
 import torch
 
 from sage_grpo.algo.sde import build_schedule, flow_sigmas
@@ -6,7 +8,8 @@ from sage_grpo.models.backbone import Guidance
 from sage_grpo.models.hunyuan15.backbone import Hunyuan15
 from sage_grpo.models.sample import counter_noise, denoise
 
-PROMPT, NEGATIVE = Request("a red circle moving left"), Request("")
+PROMPT = Request("a red circle moving left")
+NEGATIVE = Request("")
 
 
 def finished(backbone, schedule, samples, seed=3):
@@ -18,10 +21,8 @@ def finished(backbone, schedule, samples, seed=3):
 
 
 def test_each_step_is_the_schedules_with_the_noise_of_its_number(tiny_folder):
-    backbone, schedule = (
-        Hunyuan15(tiny_folder),
-        build_schedule("sage_grpo", flow_sigmas(4, 5.0), 0.5),
-    )
+    backbone = Hunyuan15(tiny_folder)
+    schedule = build_schedule("sage_grpo", flow_sigmas(4, 5.0), 0.5)
     x, noise = counter_noise(backbone.latent_shape(5, 16, 16), 3, [0, 1])
     cond, negative = backbone.encode([PROMPT, NEGATIVE])
     with torch.no_grad():
@@ -32,7 +33,8 @@ def test_each_step_is_the_schedules_with_the_noise_of_its_number(tiny_folder):
 
 
 def test_without_noise_every_sampler_is_the_euler_ode(tiny_folder):
-    backbone, sigmas = Hunyuan15(tiny_folder, dtype=torch.float64), flow_sigmas(4, 5.0)
+    backbone = Hunyuan15(tiny_folder, dtype=torch.float64)
+    sigmas = flow_sigmas(4, 5.0)
     last = finished(backbone, build_schedule("ode", sigmas, 0.0), [0])
     x, _ = counter_noise(backbone.latent_shape(5, 16, 16), 3, [0])
     cond, negative = backbone.encode([PROMPT, NEGATIVE])
@@ -50,18 +52,16 @@ def test_any_split_of_the_clips_has_the_same_noise():
     whole, whole_noise = counter_noise((4, 3, 5), 42, range(8), **key)
     for samples in (range(3), [6], [1, 4, 7]):
         x, noise = counter_noise((4, 3, 5), 42, samples, **key)
-        assert torch.equal(x, whole[list(samples)]) and torch.equal(
-            noise(1), whole_noise(1)[list(samples)]
-        )
-    assert not torch.equal(whole, counter_noise((4, 3, 5), 42, range(8), **key | {"prompt": 8})[0])
+        assert torch.equal(x, whole[list(samples)])
+        assert torch.equal(noise(1), whole_noise(1)[list(samples)])
+    other_prompt, _ = counter_noise((4, 3, 5), 42, range(8), **key | {"prompt": 8})
+    assert not torch.equal(whole, other_prompt)
     assert not torch.equal(whole_noise(0), whole_noise(1))
 
 
 def test_a_clip_does_not_depend_on_its_batch(tiny_folder):
-    backbone, schedule = (
-        Hunyuan15(tiny_folder),
-        build_schedule("sage_grpo", flow_sigmas(4, 5.0), 0.5),
-    )
+    backbone = Hunyuan15(tiny_folder)
+    schedule = build_schedule("sage_grpo", flow_sigmas(4, 5.0), 0.5)
     together = finished(backbone, schedule, [0, 1, 2])
     alone = finished(backbone, schedule, [1])
     torch.testing.assert_close(together[1:2], alone, rtol=1e-4, atol=1e-5)

@@ -74,7 +74,8 @@ def test_a_sharded_transformer_is_what_diffusers_loads(tiny_folder, tmp_path):
 
 
 def test_saving_holds_one_shard_at_a_time(tmp_path):
-    arrays, held = [], []
+    arrays = []
+    held = []
 
     def produce():
         for i in range(6):
@@ -85,14 +86,8 @@ def test_saving_holds_one_shard_at_a_time(tmp_path):
             del array
 
     save_weights(tmp_path, produce(), 80)
-    assert held == [
-        0,
-        1,
-        2,
-        1,
-        2,
-        1,
-    ]  # two tensors a shard, written and forgotten as soon as a third is known
+    # two tensors a shard, written and forgotten as soon as a third is known
+    assert held == [0, 1, 2, 1, 2, 1]
 
 
 def test_saving_leaves_older_weights_alone(tmp_path, tensors):
@@ -125,20 +120,18 @@ def test_every_range_of_rows_equals_the_slice_of_the_whole(tmp_path):
         assert weights.shape(name) == tuple(tensor.shape)
         for start in range(len(tensor) + 1):
             for stop in (*range(start, len(tensor) + 1), None):
-                piece = weights.read(name, start, stop)
-                assert piece.shape == tensor[start:stop].shape and torch.equal(
-                    piece, tensor[start:stop]
-                )
+                assert torch.equal(weights.read(name, start, stop), tensor[start:stop])
 
 
 def test_what_was_read_does_not_change_with_the_file(tmp_path):
     save_weights(tmp_path, [("a", torch.ones(1000)), ("one", torch.tensor(1.0))])
     weights = open_folder(tmp_path)
-    many, one = weights.read("a", 10, 900), weights.read("one")
+    rows = weights.read("a", 10, 900)
+    scalar = weights.read("one")
     path = tmp_path / SINGLE
     with path.open("r+b") as file:
         file.write(b"\0" * path.stat().st_size)
-    assert many.sum() == 890 and one == 1
+    assert rows.sum() == 890 and scalar == 1
 
 
 def test_rows_that_cannot_be_split_are_refused(tmp_path):
@@ -253,9 +246,8 @@ def test_a_model_gets_its_weights_in_the_precision_asked_for(tmp_path, device):
         model = nn.Linear(3, 2, dtype=torch.float64)
     before = model.weight
     load_model(model, open_folder(tmp_path), "cpu", torch.float64)
-    assert torch.equal(model.weight, source.weight.double()) and torch.equal(
-        model.bias, source.bias.double()
-    )
+    assert torch.equal(model.weight, source.weight.double())
+    assert torch.equal(model.bias, source.bias.double())
     assert model.weight.requires_grad and (model.weight is before) == (device == "cpu")
 
 
@@ -275,26 +267,27 @@ def test_a_transformer_with_an_extra_tensor_is_refused_before_anything_is_loaded
 
 
 def fill(ranks, folder):
-    """Numbers that this rank read from the files, those of the whole model, and the model put together."""
-    backbone, read, plain = Hunyuan15(folder), [], Weights.read
+    """Numbers that this rank read from the files, those of the whole model, and the full tensors."""
+    backbone = Hunyuan15(folder)
+    plain = Weights.read
+    counts = []
 
     def counted(self, name, *rows):
-        found = plain(self, name, *rows)
-        read.append(found.numel())
-        return found
+        tensor = plain(self, name, *rows)
+        counts.append(tensor.numel())
+        return tensor
 
     Weights.read = counted  # this process has no other work
     model = backbone.empty_transformer()
     shard(model, model.transformer_blocks, ranks.shards, torch.float32)
     backbone.fill_transformer(model)
     weights = {name: full_tensor(p).detach() for name, p in model.named_parameters()}
-    return sum(read), sum(value.numel() for value in weights.values()), weights
+    return sum(counts), sum(value.numel() for value in weights.values()), weights
 
 
 def test_a_rank_of_a_sharded_model_reads_its_own_rows_and_no_more(tiny_folder):
     plain = Hunyuan15(tiny_folder).transformer.state_dict()
     for read, total, weights in run_ranks(2, fill, tiny_folder, sharded=True):
         assert 0.45 * total < read < 0.55 * total
-        assert weights.keys() == plain.keys() and all(
-            torch.equal(weights[name], plain[name]) for name in plain
-        )
+        assert weights.keys() == plain.keys()
+        assert all(torch.equal(weights[name], plain[name]) for name in plain)

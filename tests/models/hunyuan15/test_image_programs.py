@@ -9,12 +9,7 @@ import post_train
 from sage_grpo.tools import evaluate
 from sage_grpo.tools.doctor import __main__ as doctor
 from sage_grpo.tools.plan import __main__ as plan
-from tests.models.wan21.test_programs import SMALL
-
-
-def flag_list(flags):
-    """The words of a command line."""
-    return [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
+from tests.models.wan21.test_programs import SMALL, flag_list
 
 
 @pytest.fixture

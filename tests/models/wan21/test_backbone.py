@@ -12,7 +12,8 @@ from sage_grpo.models.sample import integrate
 from sage_grpo.models.wan21.backbone import Wan21
 from sage_grpo.models.wan21.text import NUM_TOKENS, PaddedText
 
-PROMPT, NEGATIVE = Request("a red  circle &amp; a green square moving left"), Request("the letter")
+PROMPT = Request("a red  circle &amp; a green square moving left")
+NEGATIVE = Request("the letter")
 
 
 def draw(*shape, seed=0):
@@ -22,7 +23,8 @@ def draw(*shape, seed=0):
 @pytest.fixture(scope="module")
 def backbone(wan_folder):
     backbone = Wan21(wan_folder, dtype=torch.float64)
-    x, (cond,) = draw(1, *backbone.latent_shape(1, 16, 16)), backbone.encode([PROMPT])
+    x = draw(1, *backbone.latent_shape(1, 16, 16))
+    [cond] = backbone.encode([PROMPT])
     backbone.velocity(x, 0.5, cond, Guidance())  # makes the rotary tables, before `exact`
     return backbone
 
@@ -46,16 +48,17 @@ def exact(monkeypatch):
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("sigma", [0.02, 0.7, 1.0])
 def test_velocity_is_the_stock_one(backbone, stock, exact, batch, sigma):
-    x, [cond] = draw(batch, *backbone.latent_shape(9, 32, 48)), backbone.encode([PROMPT])
+    x = draw(batch, *backbone.latent_shape(9, 32, 48))
+    [cond] = backbone.encode([PROMPT])
     text, _ = stock.encode_prompt(
         PROMPT.text, max_sequence_length=NUM_TOKENS, do_classifier_free_guidance=False
     )
     with torch.no_grad():
         timestep = torch.full((batch,), 1000.0) * torch.tensor(sigma)
-        theirs = stock.transformer(x, timestep, text.expand(batch, -1, -1), return_dict=False)[0]
-        ours = backbone.velocity(x, sigma, cond, Guidance())
-    assert theirs.std() > 0.1 and ours.dtype == torch.float64
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
+        expected = stock.transformer(x, timestep, text.expand(batch, -1, -1), return_dict=False)[0]
+        velocity = backbone.velocity(x, sigma, cond, Guidance())
+    assert expected.std() > 0.1 and velocity.dtype == torch.float64
+    torch.testing.assert_close(velocity, expected, rtol=0, atol=1e-10)
 
 
 def test_the_padding_is_a_part_of_the_model(backbone, stock):
@@ -68,10 +71,8 @@ def test_the_padding_is_a_part_of_the_model(backbone, stock):
     assert 10 < length < 30 and cond.text.shape[0] == NUM_TOKENS and not cond.text[length:].any()
     x = draw(1, *backbone.latent_shape(5, 32, 32))
     with torch.no_grad():
-        short, full = (
-            backbone.velocity(x, 0.5, one, Guidance())
-            for one in (PaddedText(cond.text[:length]), cond)
-        )
+        short = backbone.velocity(x, 0.5, PaddedText(cond.text[:length]), Guidance())
+        full = backbone.velocity(x, 0.5, cond, Guidance())
     assert (short - full).abs().max() > 1e-3
 
 
@@ -80,7 +81,8 @@ class Euler(FlowMatchEulerDiscreteScheduler):
 
     def set_timesteps(self, num_inference_steps, device):
         self.sigmas = flow_sigmas(num_inference_steps, self.config.shift)
-        self.timesteps, self.taken = 1000 * self.sigmas[:-1].to(torch.float32), 0
+        self.timesteps = 1000 * self.sigmas[:-1].to(torch.float32)
+        self.taken = 0
 
     def step(self, velocity, timestep, x, return_dict):
         before, after = self.sigmas[self.taken : self.taken + 2]
@@ -91,36 +93,35 @@ class Euler(FlowMatchEulerDiscreteScheduler):
 @pytest.mark.parametrize("scale", [1.0, 5.0])
 def test_euler_sampling_gives_the_stock_latents(backbone, stock, exact, monkeypatch, scale):
     monkeypatch.setattr(stock, "scheduler", Euler(shift=3.0))
-    monkeypatch.setattr(
-        stock, "prepare_latents", lambda *args: args[-1]
-    )  # else they are rounded to fp32
-    noise, (cond, negative) = (
-        draw(2, *backbone.latent_shape(5, 32, 48)),
-        backbone.encode([PROMPT, NEGATIVE]),
-    )
-    size = {
-        "height": 32,
-        "width": 48,
-        "num_frames": 5,
-        "num_inference_steps": 4,
-        "guidance_scale": scale,
-    }
-    prompts = {"prompt": [PROMPT.text] * 2, "negative_prompt": [NEGATIVE.text] * 2}
-    theirs = stock(**prompts, **size, latents=noise, output_type="latent").frames
+    # the stock method would round them to fp32
+    monkeypatch.setattr(stock, "prepare_latents", lambda *args: args[-1])
+    noise = draw(2, *backbone.latent_shape(5, 32, 48))
+    cond, negative = backbone.encode([PROMPT, NEGATIVE])
+    expected = stock(
+        prompt=[PROMPT.text] * 2,
+        negative_prompt=[NEGATIVE.text] * 2,
+        height=32,
+        width=48,
+        num_frames=5,
+        num_inference_steps=4,
+        guidance_scale=scale,
+        latents=noise,
+        output_type="latent",
+    ).frames
     with torch.no_grad():
-        ours = integrate(backbone, flow_sigmas(4, 3.0), noise, cond, Guidance(scale, negative))
-    assert theirs.std() > 0.3
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
+        latents = integrate(backbone, flow_sigmas(4, 3.0), noise, cond, Guidance(scale, negative))
+    assert expected.std() > 0.3
+    torch.testing.assert_close(latents, expected, rtol=0, atol=1e-10)
 
 
 def test_velocity_points_from_data_to_noise(backbone):
     """With velocity v = z - x0 the first Euler step over all noise levels, from 1 to 0, is x - v."""
-    x, [cond] = draw(1, *backbone.latent_shape(1, 16, 16)), backbone.encode([PROMPT])
+    x = draw(1, *backbone.latent_shape(1, 16, 16))
+    [cond] = backbone.encode([PROMPT])
     with torch.no_grad():
         v = backbone.velocity(x, 1.0, cond, Guidance())
-        torch.testing.assert_close(
-            integrate(backbone, flow_sigmas(1, 3.0), x, cond, Guidance()), x - v
-        )
+        end = integrate(backbone, flow_sigmas(1, 3.0), x, cond, Guidance())
+    torch.testing.assert_close(end, x - v)
 
 
 def test_decoded_clip_is_the_stock_clip(backbone, stock):
@@ -130,9 +131,11 @@ def test_decoded_clip_is_the_stock_clip(backbone, stock):
         "height": 32,
         "width": 32,
         "num_frames": 9,
+        "latents": draw(1, *backbone.latent_shape(9, 32, 32)),
+        "guidance_scale": 1.0,
     }
-    call |= {"latents": draw(1, *backbone.latent_shape(9, 32, 32)), "guidance_scale": 1.0}
-    latents, frames = (stock(**call, output_type=kind).frames for kind in ("latent", "pt"))
+    latents = stock(**call, output_type="latent").frames
+    frames = stock(**call, output_type="pt").frames
     clip = backbone.decode(latents)
     assert clip.dtype == torch.uint8 and clip.shape == (1, 9, 32, 32, 3) and clip.float().std() > 5
     difference = clip.double() - (frames * 255).permute(0, 1, 3, 4, 2)
@@ -143,23 +146,18 @@ def test_latents_are_normalized_per_channel(backbone):
     clips = torch.randint(
         0, 256, (2, 5, 32, 16, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8
     )
-    latents, pixels = (
-        backbone.encode_video(clips),
-        clips.permute(0, 4, 1, 2, 3).double() / 127.5 - 1,
-    )
+    latents = backbone.encode_video(clips)
+    pixels = clips.permute(0, 4, 1, 2, 3).double() / 127.5 - 1
     with torch.no_grad():
         mode = backbone.vae.encode(pixels).latent_dist.mode()
-    mean, std = (
-        torch.tensor(v).double().view(4, 1, 1, 1)
-        for v in ([0.5, -1.0, 0.1, 2.0], [0.4, 2.0, 1.5, 0.7])
-    )
+    mean = torch.tensor([0.5, -1.0, 0.1, 2.0]).double().view(4, 1, 1, 1)
+    std = torch.tensor([0.4, 2.0, 1.5, 0.7]).double().view(4, 1, 1, 1)
     torch.testing.assert_close(latents, (mode - mean) / std, rtol=0, atol=1e-5)
     assert latents.shape[1:] == backbone.latent_shape(5, 32, 16) == (4, 2, 4, 2)
     with torch.no_grad():
         decoded = (backbone.vae.decode(mode).sample / 2 + 0.5).clamp(0, 1)
-    assert (
-        backbone.decode(latents) - 255 * decoded.permute(0, 2, 3, 4, 1)
-    ).abs().max() <= 0.5 + 1e-3
+    levels = 255 * decoded.permute(0, 2, 3, 4, 1)
+    assert (backbone.decode(latents) - levels).abs().max() <= 0.5 + 1e-3
 
 
 def test_a_decode_beyond_decode_gb_is_tiled(wan_folder):
@@ -167,7 +165,8 @@ def test_a_decode_beyond_decode_gb_is_tiled(wan_folder):
     latents = draw(1, *backbone.latent_shape(1, 288, 288)).float()
     needed = 18 * 18 * Wan21.untiled.eager / 1e9
     clips = {}
-    for backbone.decode_gb in (0.99 * needed, 1.01 * needed):
+    for gb in (0.99 * needed, 1.01 * needed):
+        backbone.decode_gb = gb
         clips[backbone.vae.use_tiling] = backbone.decode(latents)
     assert clips.keys() == {True, False}
     assert not torch.equal(clips[True], clips[False])
@@ -186,14 +185,10 @@ def test_sizes_that_the_model_cannot_make_are_refused(backbone, size, message):
 
 
 def test_the_published_models_are_known_without_a_folder(tmp_path):
-    small, large = (
-        open_backbone(tmp_path / "absent", version=f"wan21-{n}", complete=False)
-        for n in ("1.3b", "14b")
-    )
-    assert (
-        str(small.sampling) == "81 frames of 480 x 832, 50 steps, shift 3, guidance 5"
-        and small.sampling.fps == 16
-    )
+    small = open_backbone(tmp_path / "absent", version="wan21-1.3b", complete=False)
+    large = open_backbone(tmp_path / "absent", version="wan21-14b", complete=False)
+    assert str(small.sampling) == "81 frames of 480 x 832, 50 steps, shift 3, guidance 5"
+    assert small.sampling.fps == 16
     assert small.rollout_size == (81, 480, 832)
     sizes = small.architecture()
     assert 1.41e9 < sizes.parameters < 1.43e9 and sizes.video_tokens(81, 480, 832) == 32760
@@ -205,7 +200,8 @@ def test_the_published_models_are_known_without_a_folder(tmp_path):
 def test_the_planner_counts_the_cross_attention(tmp_path):
     """Operations of a forward, counted by hand: one clip of 81 x 480 x 832, 30 blocks of width 1536."""
     sizes = open_backbone(tmp_path / "absent", version="wan21-1.3b", complete=False).architecture()
-    n, d = 32760, 1536
+    n = 32760  # tokens
+    d = 1536  # width
     work = sizes.forward(n, 150)
     assert work.attention == 30 * 4 * d * n * (n + 512)
     assert work.linear == pytest.approx(30 * 2 * n * (6 * d * d + 2 * d * 8960))

@@ -26,9 +26,8 @@ def change(path, **values):
 
 def test_the_index_chooses_the_backbone(wan_folder):
     backbone = open_backbone(wan_folder)
-    assert isinstance(backbone, Wan21) and str(backbone.sampling).startswith(
-        "9 frames of 32 x 32, 20 steps, shift 3"
-    )
+    assert isinstance(backbone, Wan21)
+    assert str(backbone.sampling).startswith("9 frames of 32 x 32, 20 steps, shift 3")
 
 
 @pytest.mark.parametrize(
@@ -37,12 +36,8 @@ def test_the_index_chooses_the_backbone(wan_folder):
 def test_a_folder_is_sampled_as_its_version_says(folder, version, height, shift):
     (folder / "sampling.json").unlink()
     sampling = open_backbone(folder, version=version).sampling
-    assert (sampling.frames, sampling.height, sampling.shift, sampling.fps) == (
-        81,
-        height,
-        shift,
-        16,
-    )
+    assert (sampling.frames, sampling.fps) == (81, 16)
+    assert (sampling.height, sampling.shift) == (height, shift)
 
 
 def test_an_unknown_version_is_named_with_those_that_are_known(tmp_path):
@@ -84,17 +79,16 @@ def build(folder, part):
     backbone = Wan21(folder)
     if part == "text_encoder":
         return backbone.encode([Request("a red circle")])
-    return (
-        (backbone.empty_transformer(), backbone.architecture())
-        if part == "transformer"
-        else backbone.vae
-    )
+    if part == "transformer":
+        return backbone.empty_transformer(), backbone.architecture()
+    return backbone.vae
 
 
 @pytest.mark.parametrize("part", ["transformer", "vae", "text_encoder"])
 def test_every_key_of_every_configuration(folder, part):
-    path, refused = folder / part / "config.json", 0
+    path = folder / part / "config.json"
     good = json.loads(path.read_text())
+    refused = 0
     for number, key in enumerate(good):
         for value in ANY[number % 3 :: 3]:
             path.write_text(json.dumps(good | {key: value}))

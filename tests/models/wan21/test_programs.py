@@ -24,76 +24,78 @@ SMALL = {
 }  # fmt: skip
 
 
+def flag_list(flags):
+    """The words of a command line."""
+    return [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
+
+
 @pytest.fixture
 def words(wan_folder, tmp_path):
+    """Flags that every program takes."""
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a red circle moving left\na green square moving right\n")
     flags = {
         "pretrained_model_root": wan_folder,
         "output_dir": tmp_path / "run",
         "train_prompts": prompts,
+        "validation_prompts": prompts,
+        **SMALL,
     }
-    flags |= {"validation_prompts": prompts} | SMALL
-    return [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
+    return flag_list(flags)
 
 
 def test_every_program_takes_the_folder(words, wan_folder, tmp_path, capsys):
+    # training
     assert post_train.main(words) == 0
     checkpoint = tmp_path / "run" / "checkpoints" / "step-000002"
-    assert (
-        evaluate.main(
-            [*words, "--checkpoints", str(checkpoint), "--output", str(tmp_path / "evaluation")]
-        )
-        == 0
-    )
-    settings = json.loads((tmp_path / "evaluation" / "settings.json").read_text())
+
+    # evaluation
+    output = tmp_path / "evaluation"
+    flags = {"checkpoints": checkpoint, "output": output}
+    assert evaluate.main([*words, *flag_list(flags)]) == 0
+    settings = json.loads((output / "settings.json").read_text())
     assert settings["negative_prompt"] == Wan21.negative_prompt
+
+    # planner
     capsys.readouterr()
     assert plan.main(words) == 0
     assert "5 x 32 x 32: 8 tokens, 0 of them text" in capsys.readouterr().out
+
+    # doctor
     doctor.main([*words, "--overwrite", "--output", str(tmp_path / "doctor"), "--skip_ab"])
     findings = json.loads((tmp_path / "doctor" / "doctor.json").read_text())["findings"]
-    assert [one["check"] for one in findings if one["mark"] == "WRONG"] == [
-        "vae"
-    ]  # it is untrained
-    assert {one["check"] for one in findings if one["mark"] == "ok"} >= {
-        "ratio",
-        "gradients",
-        "noise 0",
-        "prompts",
+    wrong = [finding["check"] for finding in findings if finding["mark"] == "WRONG"]
+    assert wrong == ["vae"]  # it is untrained
+    passed = {finding["check"] for finding in findings if finding["mark"] == "ok"}
+    assert passed >= {"ratio", "gradients", "noise 0", "prompts"}
+
+    # generation
+    flags = {
+        "model_path": wan_folder,
+        "prompt": "a red circle",
+        "num_inference_steps": 2,
+        "device": "cpu",
     }
-    call = [
-        "--model_path",
-        wan_folder,
-        "--prompt",
-        "a red circle",
-        "--num_inference_steps",
-        2,
-        "--device",
-        "cpu",
-    ]
-    for name, weights in (("base", ()), ("trained", ("--checkpoint_path", checkpoint))):
-        generate.main([str(word) for word in (*call, *weights, "--output_path", tmp_path / name)])
+    for name, weights in (("base", {}), ("trained", {"checkpoint_path": checkpoint})):
+        generate.main(flag_list({**flags, **weights, "output_path": tmp_path / name}))
         assert len(list((tmp_path / name).glob("*.mp4"))) == 1
 
 
 def test_an_exported_adapter_is_merged_into_a_stock_transformer(words, wan_folder, tmp_path):
     assert post_train.main(words) == 0
-    checkpoint, output = tmp_path / "run" / "checkpoints" / "step-000002", tmp_path / "exported"
-    assert export_checkpoint.main(["--checkpoint", str(checkpoint), "--output", str(output)]) == 0
-    stock, ours, base = (
-        WanTransformer3DModel.from_pretrained(output),
-        open_backbone(wan_folder),
-        Wan21(wan_folder),
-    )
-    ours.load_weights(checkpoint)
-    x, (cond,) = (
-        torch.randn(1, *ours.latent_shape(5, 32, 32)),
-        ours.encode([Request("a red circle")]),
-    )
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000002"
+    output = tmp_path / "exported"
+    assert export_checkpoint.main(flag_list({"checkpoint": checkpoint, "output": output})) == 0
+
+    stock = WanTransformer3DModel.from_pretrained(output)
+    base = open_backbone(wan_folder)
+    trained = open_backbone(wan_folder)
+    trained.load_weights(checkpoint)
+    x = torch.randn(1, *base.latent_shape(5, 32, 32))
+    [cond] = base.encode([Request("a red circle")])
     with torch.no_grad():
-        theirs = stock(x, torch.tensor([500.0]), cond.text[None], return_dict=False)[0]
-        torch.testing.assert_close(
-            ours.velocity(x, 0.5, cond, Guidance()), theirs, rtol=1e-4, atol=1e-5
-        )
-        assert (base.velocity(x, 0.5, cond, Guidance()) - theirs).abs().max() > 1e-3
+        expected = stock(x, torch.tensor([500.0]), cond.text[None], return_dict=False)[0]
+        velocity = trained.velocity(x, 0.5, cond, Guidance())
+        base_velocity = base.velocity(x, 0.5, cond, Guidance())
+    torch.testing.assert_close(velocity, expected, rtol=1e-4, atol=1e-5)
+    assert (base_velocity - expected).abs().max() > 1e-3

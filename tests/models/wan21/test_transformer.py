@@ -33,9 +33,10 @@ def load(kind, folder):
 
 @pytest.fixture(scope="module")
 def models(wan_folder):
-    ours, stock = (load(kind, wan_folder) for kind in (WanTransformer, WanTransformer3DModel))
-    ours(*inputs(1))  # makes the rotary tables, before `exact`
-    return ours, stock
+    """Our transformer and the stock one."""
+    model = load(WanTransformer, wan_folder)
+    model(*inputs(1))  # makes the rotary tables, before `exact`
+    return model, load(WanTransformer3DModel, wan_folder)
 
 
 @pytest.fixture
@@ -45,51 +46,58 @@ def exact(monkeypatch):
 
 
 def stock_forward(model, x, timestep, text):
-    return model(
-        x, timestep.double().expand(len(x)), text.expand(len(x), -1, -1), return_dict=False
-    )[0]
+    batch = len(x)
+    timestep = timestep.double().expand(batch)
+    return model(x, timestep, text.expand(batch, -1, -1), return_dict=False)[0]
 
 
 @pytest.mark.parametrize("batch, per_clip", [(1, False), (3, False), (3, True)])
 def test_values_and_gradients_are_the_stock_ones(models, exact, batch, per_clip):
-    args, weight, grads = inputs(batch, per_clip), draw(batch, 4, 2, 4, 6, seed=5), []
-    outputs = [models[0](*args), stock_forward(models[1], *args)]
-    torch.testing.assert_close(*outputs, rtol=0, atol=1e-10)
-    for model, out in zip(models, outputs, strict=True):
-        names, parameters = zip(*model.named_parameters(), strict=True)
-        grads.append(
-            dict(zip(names, torch.autograd.grad((out * weight).sum(), parameters), strict=True))
-        )
-    assert grads[0].keys() == grads[1].keys()
-    for name, expected in grads[1].items():
-        assert expected.abs().max() > 1e-6, name
-        assert (grads[0][name] - expected).abs().max() <= 1e-10 * expected.abs().max(), name
+    model, stock = models
+    args = inputs(batch, per_clip)
+    weight = draw(batch, 4, 2, 4, 6, seed=5)
+    velocity = model(*args)
+    expected = stock_forward(stock, *args)
+    torch.testing.assert_close(velocity, expected, rtol=0, atol=1e-10)
+
+    def gradients(network, output):
+        names, parameters = zip(*network.named_parameters(), strict=True)
+        values = torch.autograd.grad((output * weight).sum(), parameters)
+        return dict(zip(names, values, strict=True))
+
+    grads = gradients(model, velocity)
+    expected_grads = gradients(stock, expected)
+    assert grads.keys() == expected_grads.keys()
+    for name, value in expected_grads.items():
+        assert value.abs().max() > 1e-6, name
+        assert (grads[name] - value).abs().max() <= 1e-10 * value.abs().max(), name
 
 
 def test_other_patches_are_put_back_in_order(exact):
     torch.manual_seed(0)
-    sizes = {
-        "num_attention_heads": 2,
-        "attention_head_dim": 12,
-        "in_channels": 4,
-        "out_channels": 4,
-        "text_dim": 24,
-    }
     stock = WanTransformer3DModel(
-        patch_size=(1, 2, 4), num_layers=1, ffn_dim=16, freq_dim=32, **sizes
+        patch_size=(1, 2, 4),
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=4,
+        out_channels=4,
+        text_dim=24,
+        freq_dim=32,
+        ffn_dim=16,
+        num_layers=1,
     ).double()
-    ours = WanTransformer.from_config(stock.config).double()
-    ours.load_state_dict(stock.state_dict())
+    model = WanTransformer.from_config(stock.config).double()
+    model.load_state_dict(stock.state_dict())
     args = inputs(2, grid=(4, 4, 8))
     with torch.no_grad():
-        torch.testing.assert_close(
-            ours(*args), stock_forward(stock, *args), rtol=0, atol=1e-6
-        )  # tables of each
+        # up to 1e-6, because each has rotary tables of its own
+        torch.testing.assert_close(model(*args), stock_forward(stock, *args), rtol=0, atol=1e-6)
 
 
 def test_kept_attention_is_self_attention(wan_folder):
     """Cross-attention is recomputed even so: its output takes as much memory and is cheap to compute."""
-    grads, counts = [], []
+    grads = []
+    counts = []
     for keep in (False, True):
         model = load(WanTransformer, wan_folder)
         model.prepare_blocks(recomputed=1.0, keep_attention=keep)
@@ -104,23 +112,24 @@ def test_kept_attention_is_self_attention(wan_folder):
 
 @pytest.mark.parametrize("use_lora", [True, False])
 def test_compiled_blocks_run_one_arithmetic_and_one_graph(wan_folder, monkeypatch, use_lora):
-    monkeypatch.setattr(
-        torch, "compile", functools.partial(torch.compile, backend="eager")
-    )  # the others need a C++
+    # other backends need a C++ compiler
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     model = load(WanTransformer, wan_folder)
     plain = copy.deepcopy(model)
     if use_lora:
-        for one in (model, plain):
-            add_adapter(one, 4, 8, Wan21.lora_targets, torch.float64)
-            init_adapter(one, 0)
+        for transformer in (model, plain):
+            add_adapter(transformer, 4, 8, Wan21.lora_targets, torch.float64)
+            init_adapter(transformer, 0)
     trained = trainable_parameters(model, use_lora)
     torch._dynamo.reset()
     counters.clear()
     model.prepare_blocks(recomputed=1.0, keep_attention=True, compiled=True)
     with torch.no_grad():
-        rollout, expected = model(*inputs(2)), plain(*inputs(2))
+        rollout = model(*inputs(2))
+        expected = plain(*inputs(2))
     velocity = model(*inputs(2))
-    assert torch.equal(rollout, velocity) and velocity.requires_grad and not rollout.requires_grad
+    assert torch.equal(rollout, velocity)
+    assert velocity.requires_grad and not rollout.requires_grad
     torch.testing.assert_close(velocity, expected, rtol=1e-12, atol=1e-12)
     velocity.square().sum().backward()
     assert all(parameter.grad is not None for parameter in trained.values())
@@ -129,7 +138,8 @@ def test_compiled_blocks_run_one_arithmetic_and_one_graph(wan_folder, monkeypatc
 
 def test_bf16_model_tells_timesteps_apart_that_bf16_cannot(wan_folder):
     model = WanTransformer.from_pretrained(wan_folder, subfolder="transformer").bfloat16()
-    near, far = torch.tensor([978.26]), torch.tensor([980.0])
+    near = torch.tensor([978.26])
+    far = torch.tensor([980.0])
     assert near.bfloat16() == far.bfloat16()
     text = torch.zeros(1, 1, 24, dtype=torch.bfloat16)
     embedded, other = (model.condition_embedder(timestep, text)[0] for timestep in (near, far))
@@ -137,11 +147,11 @@ def test_bf16_model_tells_timesteps_apart_that_bf16_cannot(wan_folder):
 
 
 def test_saved_folder_is_a_stock_folder(models, tmp_path):
-    models[0].save_pretrained(tmp_path)
-    assert (
-        json.loads((tmp_path / "config.json").read_text())["_class_name"] == "WanTransformer3DModel"
-    )
+    model, stock = models
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["_class_name"] == "WanTransformer3DModel"
     again = WanTransformer3DModel.from_pretrained(tmp_path, dtype=torch.float64).double()
-    assert again.config.rope_max_seq_len == models[1].config.rope_max_seq_len
-    for name, value in models[1].state_dict().items():
+    assert again.config.rope_max_seq_len == stock.config.rope_max_seq_len
+    for name, value in stock.state_dict().items():
         assert torch.equal(again.state_dict()[name], value.float().double()), name
