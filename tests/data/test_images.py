@@ -10,7 +10,8 @@ from sage_grpo.data.images import MOST_PIXELS, open_picture, read_image
 from sage_grpo.data.requests import Request, read_requests
 
 LEFT_RED = np.zeros((4, 6, 3), dtype=np.uint8)
-LEFT_RED[:, :3, 0], LEFT_RED[:, 3:, 2] = 255, 255  # red beside blue
+LEFT_RED[:, :3, 0] = 255  # red on the left
+LEFT_RED[:, 3:, 2] = 255  # blue on the right
 
 
 def save(path, picture, **options):
@@ -26,11 +27,8 @@ def pixels(path):
 
 @pytest.mark.parametrize("name", ["p.png", "p.bmp", "p.tiff", "p.gif", "p.webp"])
 def test_formats_give_the_same_pixels(tmp_path, name):
-    path = save(
-        tmp_path / name,
-        Image.fromarray(LEFT_RED),
-        **({"lossless": True} if name == "p.webp" else {}),
-    )
+    options = {"lossless": True} if name == "p.webp" else {}
+    path = save(tmp_path / name, Image.fromarray(LEFT_RED), **options)
     assert np.array_equal(pixels(path), LEFT_RED)
 
 
@@ -43,9 +41,9 @@ def test_the_ending_of_the_name_does_not_matter(tmp_path):
 def test_modes_become_rgb(tmp_path, mode):
     picture = Image.fromarray(LEFT_RED).convert(mode)
     path = save(tmp_path / ("p.tiff" if mode == "CMYK" else "p.png"), picture)
-    wanted = np.array(picture.convert("RGB"))
-    assert np.array_equal(pixels(path), wanted)
-    assert len(np.unique(wanted)) > 1
+    expected = np.array(picture.convert("RGB"))
+    assert np.array_equal(pixels(path), expected)
+    assert len(np.unique(expected)) > 1
 
 
 def test_an_image_is_turned_as_its_exif_data_say(tmp_path):
@@ -65,18 +63,16 @@ def test_an_animation_gives_its_first_frame(tmp_path):
 def test_a_single_pixel_fills_a_clip(tmp_path):
     path = save(tmp_path / "p.png", Image.new("RGB", (1, 1), (9, 8, 7)))
     request = Request("a", image=read_image(path, "here")).sized(16, 24)
-    assert np.array_equal(
-        np.array(request.image.cropped()), np.broadcast_to([9, 8, 7], (16, 24, 3))
-    )
+    expected = np.broadcast_to([9, 8, 7], (16, 24, 3))
+    assert np.array_equal(np.array(request.image.cropped()), expected)
 
 
 def test_the_crop_is_around_the_center(tmp_path):
-    wide = (
-        np.repeat(np.arange(40, dtype=np.uint8), 10)[None, :, None].repeat(100, 0).repeat(3, 2)
-    )  # 100 x 400
+    stripes = np.repeat(np.arange(40, dtype=np.uint8), 10)
+    wide = stripes[None, :, None].repeat(100, 0).repeat(3, 2)  # 100 x 400
     path = save(tmp_path / "p.png", Image.fromarray(wide))
-    cropped = np.array(Request("a", image=read_image(path, "here")).sized(100, 100).image.cropped())
-    assert np.array_equal(cropped, wide[:, 150:250])
+    request = Request("a", image=read_image(path, "here")).sized(100, 100)
+    assert np.array_equal(np.array(request.image.cropped()), wide[:, 150:250])
 
 
 def huge(path):
@@ -132,10 +128,12 @@ def test_images_are_found_relative_to_the_prompt_file(tmp_path):
     path = save(tmp_path / "deep" / "p.png", Image.fromarray(LEFT_RED))
     (tmp_path / "p.csv").write_text(f"prompt,seed,image\na,3,deep/p.png\nb,4,{path}\nc,,\n")
     (tmp_path / "p.jsonl").write_text('{"prompt": "a", "image": "deep/p.png"}\n')
-    one, other, none = read_requests(tmp_path / "p.csv")
-    assert one.image == other.image and one.image.path == path and none.image is None
-    assert read_requests(tmp_path / "p.jsonl") == [Request("a", 0, None, one.image)]
-    assert one.content == Request("a", image=one.image) and one.sized(8, 8).key != one.key
+    relative, absolute, without = read_requests(tmp_path / "p.csv")
+    assert relative.image == absolute.image and relative.image.path == path
+    assert without.image is None
+    assert read_requests(tmp_path / "p.jsonl") == [Request("a", 0, None, relative.image)]
+    assert relative.content == Request("a", image=relative.image)
+    assert relative.sized(8, 8).key != relative.key
 
 
 @pytest.mark.parametrize("value", ["7", "[1]", "true", '{"a": 1}'])

@@ -1,3 +1,5 @@
+"""Prompt files: every format gives the same requests, and a bad line is named."""
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -27,64 +27,66 @@ def inputs(rank):
 
 
 def parts(ranks):
+    """Which rows of a weight this rank has, these, and the full tensors of the weight and of a copy of its shards."""
     sharded = model()
     shard(sharded, list(sharded), ranks.shards, torch.float64)
     weight = sharded[0].weight
-    start, stop = rows(weight)
-    again = shard_like(weight, local_shard(weight).detach().clone())
-    return (
-        (start, stop),
-        local_shard(weight).detach(),
-        full_tensor(weight).detach(),
-        full_tensor(again),
-    )
+    copy = shard_like(weight, local_shard(weight).detach().clone())
+    return {
+        "rows": rows(weight),
+        "shard": local_shard(weight).detach(),
+        "full": full_tensor(weight).detach(),
+        "full_copy": full_tensor(copy),
+    }
 
 
 def test_each_rank_has_its_rows_and_all_have_the_whole():
-    found, plain = run_ranks(2, parts, sharded=True), model()[0].weight
-    assert [where for where, *_ in found] == [(0, 3), (3, 5)]
-    for (start, stop), mine, all_of_it, again in found:
-        assert torch.equal(mine, plain[start:stop])
-        assert torch.equal(all_of_it, plain) and torch.equal(again, plain)
+    weight = model()[0].weight
+    ranks = run_ranks(2, parts, sharded=True)
+    assert [rank["rows"] for rank in ranks] == [(0, 3), (3, 5)]
+    for rank in ranks:
+        start, stop = rank["rows"]
+        assert torch.equal(rank["shard"], weight[start:stop])
+        assert torch.equal(rank["full"], weight)
+        assert torch.equal(rank["full_copy"], weight)
 
 
 def outputs(ranks):
     """Before and after the weights change, inside and outside of the context that keeps them gathered."""
     sharded = model()
     shard(sharded, list(sharded), ranks.shards, torch.float64)
-    x, seen = inputs(0), []
+    parameters = dict(sharded.named_parameters())
+    x = inputs(0)
+    seen = []
     with torch.no_grad():
         with gathered(sharded):
-            seen += [sharded(x), sharded(x)]
-        doubled = {name: 2 * local_shard(p) for name, p in sharded.named_parameters()}
-        copy_into(dict(sharded.named_parameters()), doubled)
+            seen.append(sharded(x))
+            seen.append(sharded(x))
+        doubled = {name: 2 * local_shard(p) for name, p in parameters.items()}
+        copy_into(parameters, doubled)
         seen.append(sharded(x))
         with gathered(sharded, wanted=False):
-            copy_into(
-                dict(sharded.named_parameters()),
-                {name: value / 2 for name, value in doubled.items()},
-            )
+            copy_into(parameters, {name: value / 2 for name, value in doubled.items()})
             seen.append(sharded(x))
     return seen
 
 
 def test_changed_weights_are_seen_by_the_next_forward():
-    plain, x = model(), inputs(0)
+    plain = model()
+    x = inputs(0)
     with torch.no_grad():
         before = plain(x)
         for parameter in plain.parameters():
             parameter.mul_(2)
         after = plain(x)
     for first, second, third, fourth in run_ranks(2, outputs, sharded=True):
-        assert (
-            torch.equal(first, before)
-            and torch.equal(second, before)
-            and torch.equal(fourth, before)
-        )
+        assert torch.equal(first, before) and torch.equal(second, before)
         assert torch.equal(third, after) and not torch.equal(after, before)
+        assert torch.equal(fourth, before)
 
 
 def reduced(ranks, once):
+    """The gradient of a weight after three backward passes, reduced after each or once."""
     sharded = model()
     shard(sharded, list(sharded), ranks.shards, torch.float64)
     for number in range(3):
@@ -99,5 +101,5 @@ def test_gradients_are_the_sum_over_ranks_and_backward_passes():
         for number in range(3):
             plain(inputs(rank) + number).square().sum().backward()
     for once in (False, True):
-        for found in run_ranks(2, reduced, once, sharded=True):
-            torch.testing.assert_close(found, plain[0].weight.grad, rtol=1e-12, atol=0)
+        for gradient in run_ranks(2, reduced, once, sharded=True):
+            torch.testing.assert_close(gradient, plain[0].weight.grad, rtol=1e-12, atol=0)

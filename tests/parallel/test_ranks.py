@@ -11,7 +11,8 @@ from tests.dist import run_ranks
 
 
 def talk(ranks):
-    own = torch.tensor([ranks.rank + 1.0])
+    """What this rank gets from each kind of communication."""
+    values = torch.tensor([ranks.rank + 1.0])
     parameter = nn.Parameter(torch.zeros(2))
     parameter.grad = torch.full((2,), 1.0 + ranks.world_rank)
     ranks.sum_gradients([parameter])
@@ -22,9 +23,9 @@ def talk(ranks):
         error = str(caught)
     return {
         "where": (ranks.rank, ranks.sp_rank, ranks.first, ranks.leader),
-        "gathered": ranks.gather(own).tolist(),
-        "sum": ranks.sum(own).tolist(),
-        "own": own.tolist(),
+        "gathered": ranks.gather(values).tolist(),
+        "sum": ranks.sum(values).tolist(),
+        "values": values.tolist(),
         "texts": ranks.texts(f"group {ranks.rank}"),
         "leader": ranks.from_leader(lambda: f"leader {ranks.rank}, {ranks.sp_rank}"),
         "error": error,
@@ -36,14 +37,17 @@ def talk(ranks):
 
 
 def test_two_groups_of_two():
-    found = run_ranks(4, talk, sp_size=2)
-    assert [f["where"] for f in found] == [
-        (0, 0, True, True), (0, 1, False, False), (1, 0, False, True), (1, 1, False, False)
-    ]  # fmt: skip
-    for number, answers in enumerate(found):
+    ranks = run_ranks(4, talk, sp_size=2)
+    assert [answers["where"] for answers in ranks] == [
+        (0, 0, True, True),
+        (0, 1, False, False),
+        (1, 0, False, True),
+        (1, 1, False, False),
+    ]
+    for number, answers in enumerate(ranks):
         group = number // 2
         assert answers["gathered"] == [1.0, 2.0] and answers["sum"] == [3.0]
-        assert answers["own"] == [group + 1.0]  # a reduction leaves its argument alone
+        assert answers["values"] == [group + 1.0]  # a reduction leaves its argument alone
         assert answers["texts"] == ["group 0", "group 1"]
         assert answers["leader"] == f"leader {group}, 0"
         assert "not a number" in answers["error"]

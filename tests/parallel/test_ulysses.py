@@ -22,18 +22,15 @@ def spread(ranks, folder, text_tokens, glyph_tokens, recomputed):
     model = PackedTransformer.from_pretrained(folder, subfolder="transformer", dtype=torch.float64)
     model.split_sequence(ranks.sequence_group)
     model.prepare_blocks(recomputed, keep_attention=recomputed > 0)
+    x = draw(2, 17, *GRID, seed=1)
     timestep = torch.tensor([978.26, 31.5])
-    x, text, glyph = (
-        draw(2, 17, *GRID, seed=1),
-        draw(1, text_tokens, 64, seed=2),
-        draw(1, glyph_tokens, 16, seed=3),
-    )
+    text = draw(1, text_tokens, 64, seed=2)
+    glyph = draw(1, glyph_tokens, 16, seed=3)
     velocity = model(x, timestep, text, glyph)
     (velocity * draw(*velocity.shape, seed=5)).sum().backward()
     ranks.sum_gradients(model.parameters())
-    return velocity.detach(), {
-        name: p.grad for name, p in model.named_parameters() if p.grad is not None
-    }
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return velocity.detach(), gradients
 
 
 @pytest.mark.parametrize("world, text_tokens, glyph_tokens, recomputed", [
@@ -46,15 +43,13 @@ def test_ranks_give_the_velocity_and_gradients_of_one(
     tiny_folder, world, text_tokens, glyph_tokens, recomputed
 ):
     case = (tiny_folder, text_tokens, glyph_tokens, recomputed)
-    ((velocity, gradients),) = run_ranks(1, spread, *case)
-    assert len(gradients) > 80
-    for found, found_gradients in run_ranks(world, spread, *case, sp_size=world):
-        torch.testing.assert_close(found, velocity, rtol=1e-12, atol=1e-12)
-        assert found_gradients.keys() == gradients.keys()
-        for name, gradient in gradients.items():
-            torch.testing.assert_close(
-                found_gradients[name], gradient, rtol=1e-10, atol=1e-10, msg=name
-            )
+    ((expected, expected_gradients),) = run_ranks(1, spread, *case)
+    assert len(expected_gradients) > 80
+    for velocity, gradients in run_ranks(world, spread, *case, sp_size=world):
+        torch.testing.assert_close(velocity, expected, rtol=1e-12, atol=1e-12)
+        assert gradients.keys() == expected_gradients.keys()
+        for name, gradient in expected_gradients.items():
+            torch.testing.assert_close(gradients[name], gradient, rtol=1e-10, atol=1e-10, msg=name)
 
 
 @pytest.mark.parametrize(
@@ -81,18 +76,20 @@ def test_heads_that_cannot_be_shared_are_refused(tiny_folder):
 
 def compiled(ranks, folder, wanted):
     """Velocities of three lengths of text without and with gradients, and the graphs that were made for them."""
-    torch.compile = functools.partial(
-        torch.compile, backend="eager"
-    )  # this process has no other work
+    # this process has no other work
+    torch.compile = functools.partial(torch.compile, backend="eager")
     model = PackedTransformer.from_pretrained(folder, subfolder="transformer", dtype=torch.float64)
     model.split_sequence(ranks.sequence_group)
     model.prepare_blocks(recomputed=1.0, keep_attention=True, compiled=wanted)
+    x = draw(1, 17, *GRID, seed=1)
+    timestep = torch.tensor([500.0])
+    glyph = draw(1, 0, 16, seed=3)
     pairs = []
     for length in (7, 5, 6):
-        rest = (torch.tensor([500.0]), draw(1, length, 64, seed=length), draw(1, 0, 16, seed=3))
+        text = draw(1, length, 64, seed=length)
         with torch.no_grad():
-            rollout = model(draw(1, 17, *GRID, seed=1), *rest)
-        velocity = model(draw(1, 17, *GRID, seed=1), *rest)
+            rollout = model(x, timestep, text, glyph)
+        velocity = model(x, timestep, text, glyph)
         velocity.square().sum().backward()
         pairs.append((rollout, velocity.detach()))
     return pairs, counters["stats"]["unique_graphs"], len(counters["graph_break"])
