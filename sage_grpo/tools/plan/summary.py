@@ -69,7 +69,7 @@ def setting_lines(plan: Plan) -> list[str]:
     clip = (
         f"{c.num_frames} frames of {c.height} x {c.width}: {plan.tokens:,} tokens, "
         f"{text_tokens} of them text{image}; {c.num_sampling_steps} denoising steps with "
-        f"{plan.branches} forward(s) each, {plan.trained_steps} of them trained"
+        f"{plan.branches} forward(s) each, {plan.trained_steps} steps trained"
     )
 
     prompts = plan.clips // c.num_generations
