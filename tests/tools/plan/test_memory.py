@@ -8,155 +8,164 @@ from safetensors import safe_open
 
 from sage_grpo.config.fields import Config
 from sage_grpo.config.parse import from_values
-from sage_grpo.models.cost import TILED, UNTILED, Architecture
+from sage_grpo.models.cost import TILED, UNTILED
 from sage_grpo.models.lora import LORA_FILE
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.tools.plan.calibration import calibrate
 from sage_grpo.tools.plan.memory import (
     MOMENTS,
-    activations,
+    at,
     checkpoint_bytes,
     disk_bytes,
     export_bytes,
     fits,
-    gathered,
-    gradients,
     memory,
     peak,
     snapshot_bytes,
 )
-from sage_grpo.tools.plan.model import Plan, Trained
+from sage_grpo.tools.plan.model import Plan
 from sage_grpo.tools.plan.planner import plan_of
 from sage_grpo.train.build import build_trainer
+from tests.tools.plan.imaginary import MODEL, TRAINED
 
-MODEL = Architecture(layers=5, heads=4, width=64, mlp_ratio=4, parameters=1600, block=240, vae=100)
-TRAINED = Trained(total=1200, matrices=1000)
 FULL = Config(
     enable_fsdp=True, batch_size=2, num_generations=2, num_sampling_steps=3, reward_model=("videoalign",), dtype="bf16",
     guidance_scale=6.0, timestep_shift=5.0, num_frames=9, height=32, width=48, ema_decay=0.9, report_to=("none",),
     reduce_once=False, micro_batch_size=1, validate_video_length=9, validation_fixed_size="32x48",
 )  # fmt: skip
 LORA = replace(FULL, use_lora=True, reduce_once=None)
+REPLICATED = {"enable_fsdp": False, "master_weight_type": "bf16"}
+NO_ANCHOR = {"kl_weight": 0.0, "use_dual_kl": False}
+TRAINED_HERE = 1200 / 4  # parameters on each of 4 GPUs
 
 
-def made(config: Config = FULL, gpus: int = 4, **flags: object) -> Plan:
+def imaginary_plan(config: Config = FULL, gpus: int = 4, **flags: object) -> Plan:
     return Plan(replace(config, **flags), MODEL, TRAINED, gpus, text_tokens=2)
 
 
-def part(name: str, *arguments: object, **flags: object) -> list[float]:
-    row = memory(made(*arguments, **flags))[name]
-    return [row[moment] for moment in MOMENTS]
+def part(name: str, config: Config = FULL, **flags: object) -> dict[str, float]:
+    """Bytes of a part at each moment."""
+    return memory(imaginary_plan(config, **flags))[name]
 
 
-def test_all_weights_are_fp32_and_in_parts():
-    assert part("weights") == [4 * 1600 / 4] * 6
-    assert part("EMA") == [4 * 1200 / 4] * 6
-    assert part("EMA", algorithm="nft") == [
-        3 * 1200,
-        *[2 * 1200] * 5,
-    ]  # its old policy; in the rollout the trained one too
-    assert part("weights", dp_replicate=2) == [4 * 1600 / 2] * 6
-    assert part("optimizer") == [2 * 4 * 300] * 5 + [3 * 4 * 300]
-    assert part("optimizer", optimizer="muon") == [4 * (250 + 2 * 50)] * 5 + [4 * (250 + 3 * 50)]
+def test_a_part_has_a_base_and_more_at_some_moments():
+    assert at(1.0, reward=2.0) == {
+        "rollout": 1.0, "decode": 1.0, "reward": 3.0, "anchor": 1.0, "update": 1.0, "step": 1.0
+    }  # fmt: skip
+
+
+def test_all_weights_are_fp32_and_sharded():
+    assert part("weights") == at(4 * 1600 / 4)
+    assert part("weights", dp_replicate=2) == at(4 * 1600 / 2)
 
 
 def test_adapters_beside_a_bf16_model():
-    assert part("weights", LORA) == [2 * 1600 / 4 + 4 * 300] * 6
-    swapped = [4 * 300] * 3 + [8 * 300] + [4 * 300] * 2
-    assert part("anchor", LORA) == swapped == part("anchor", LORA, reference_mode_offload=True)
+    assert part("weights", LORA) == at(2 * 1600 / 4 + 4 * TRAINED_HERE)
+    swapped = at(4 * TRAINED_HERE, anchor=4 * TRAINED_HERE)
+    assert part("anchor", LORA) == swapped
+    assert part("anchor", LORA, reference_mode_offload=True) == swapped
+
+
+def test_averages_and_an_old_policy():
+    """nft keeps its old policy, and in the rollout the trained one beside it."""
+    copy = 4 * TRAINED_HERE
+    assert part("EMA") == at(copy)
+    assert part("EMA", algorithm="nft") == at(2 * copy, rollout=copy)
+
+
+def test_moments_of_the_optimizer():
+    assert part("optimizer") == at(4 * 2 * TRAINED_HERE, step=4 * TRAINED_HERE)
+    matrices, others = 1000 / 4, 200 / 4
+    assert part("optimizer", optimizer="muon") == at(4 * (matrices + 2 * others), step=4 * others)
 
 
 def test_anchor_is_bf16_and_keeps_the_policy_meanwhile():
-    assert part("anchor") == [600, 600, 600, 600 + 1200, 600, 600]
-    assert (
-        part("anchor", reference_mode_offload=True)
-        == part("anchor", kl_weight=0.0, use_dual_kl=False)
-        == [0] * 6
-    )
+    assert part("anchor") == at(2 * TRAINED_HERE, anchor=4 * TRAINED_HERE)
+    assert part("anchor", reference_mode_offload=True) == at(0)
+    assert part("anchor", **NO_ANCHOR) == at(0)
 
 
 def test_gathered_weights():
-    few = 2 * (1600 - 3 * 240)  # two blocks, and what is in none
-    assert list(gathered(made()).values()) == [few, 0, 0, few, few, 0]
-    assert list(gathered(made(gather_for_rollout=True)).values()) == [
-        2 * 1600,
-        0,
-        0,
-        2 * 1600,
-        few,
-        0,
-    ]
-    alone = made(enable_fsdp=False, master_weight_type="bf16")
-    assert not any(gathered(alone).values())
+    two_blocks = 2 * (1600 - 3 * 240)  # and what is in no block
+    everything = 2 * 1600
+    assert part("gathered weights") == at(
+        0, rollout=two_blocks, anchor=two_blocks, update=two_blocks
+    )
+    assert part("gathered weights", gather_for_rollout=True) == at(
+        0, rollout=everything, anchor=everything, update=two_blocks
+    )
+    assert part("gathered weights", **REPLICATED) == at(0)
 
 
 def test_gradients():
-    assert list(gradients(made()).values()) == [0, 0, 0, 0, 1200 + 4 * 1200 * 2 / 5, 1200]
-    assert list(gradients(made(reduce_once=True)).values()) == [0, 0, 0, 0, 1200 + 4 * 1200, 1200]
-    kept = gradients(made(gradient_accumulation_steps=2))
-    assert list(kept.values()) == [1200] * 4 + [1200 + 4 * 1200 * 2 / 5, 1200]
-    alone = made(enable_fsdp=False, master_weight_type="bf16")
-    assert list(gradients(alone).values()) == [0, 0, 0, 0, 2 * 1200, 4 * 1200]
+    here = 4 * TRAINED_HERE
+    two_blocks = 4 * 1200 * 2 / 5
+    everything = 4 * 1200
+    assert part("gradients") == at(0, update=here + two_blocks, step=here)
+    assert part("gradients", reduce_once=True) == at(0, update=here + everything, step=here)
+    assert part("gradients", gradient_accumulation_steps=2) == at(here, update=two_blocks)
+    assert part("gradients", **REPLICATED) == at(0, update=2 * 1200, step=2 * 2 * 1200)
 
 
 def test_activations():
-    tokens = 3 * 2 * 3 + 2
-    unit = tokens * 64 * 2
     rates = calibrate()
-    inner = rates.training_activations.eager
-    assert made().tokens == tokens
-    assert activations(made())["update"] == pytest.approx(
-        2 * 5 * unit + inner * unit
-    )  # two branches, five blocks
-    assert activations(made(guidance_scale=1.0))["update"] == pytest.approx(5 * unit + inner * unit)
-    assert activations(made(algorithm="awm"))["update"] == pytest.approx(
-        5 * unit + inner * unit
-    )  # trains one
-    kept = 2 * 5 * (2 * unit + tokens * 4 * 4)
-    assert activations(made(keep_attention=True))["update"] == pytest.approx(kept + inner * unit)
-    saved = 2 * 5 * unit * (0.5 + 0.5 * rates.saved_activations)
-    assert activations(made(checkpointing_fraction=0.5))["update"] == pytest.approx(
-        saved + inner * unit
-    )
-    assert activations(made())["rollout"] == pytest.approx(rates.forward_activations.eager * unit)
-    assert activations(made(compile=True))["rollout"] == pytest.approx(
-        rates.forward_activations.compiled * unit
-    )
-    halved = activations(made(sp_size=2))["update"]
-    assert halved == pytest.approx((2 * 5 + inner + rates.exchange_activations) * unit / 2)
+    tokens = 3 * 2 * 3 + 2
+    assert imaginary_plan().tokens == tokens
+    unit = tokens * 64 * 2
+    inner = rates.training_activations.eager * unit
+    two_branches = 2 * 5 * unit  # the inputs of five blocks
+    attention_kept = 2 * 5 * (2 * unit + tokens * 4 * 4)
+    half_saved = 2 * 5 * unit * (0.5 + 0.5 * rates.saved_activations)
+
+    def update(**flags: object) -> float:
+        return part("activations", **flags)["update"]
+
+    assert update() == pytest.approx(two_branches + inner)
+    assert update(guidance_scale=1.0) == pytest.approx(two_branches / 2 + inner)
+    assert update(algorithm="awm") == pytest.approx(two_branches / 2 + inner)  # it trains one
+    assert update(keep_attention=True) == pytest.approx(attention_kept + inner)
+    assert update(checkpointing_fraction=0.5) == pytest.approx(half_saved + inner)
+    exchange = rates.exchange_activations * unit
+    assert update(sp_size=2) == pytest.approx((two_branches + inner + exchange) / 2)
+
+    forward = rates.forward_activations
+    assert part("activations")["rollout"] == pytest.approx(forward.eager * unit)
+    assert part("activations", compile=True)["rollout"] == pytest.approx(forward.compiled * unit)
 
 
-def test_trajectories_and_the_small_models():
-    states = 5 + 3 + 3  # states and the result, velocities of policy and anchor
-    assert part("trajectories") == [states * 18 * 32 * 4 * 2] * 6
-    assert part("trajectories", kl_weight=0.0, use_dual_kl=False) == [(5 + 3) * 18 * 32 * 4 * 2] * 6
-    assert (
-        part("trajectories", sde_window="random_iteration:1") == [(3 + 1 + 1) * 18 * 32 * 4 * 2] * 6
-    )
-    matched = (
-        4 * 2 + 1
-    )  # states, targets and velocities at two of three trained levels, and the result
-    assert (
-        part("trajectories", algorithm="awm", timestep_fraction=0.7)
-        == [matched * 18 * 32 * 4 * 2] * 6
-    )
-    assert part("VAE") == [200, 200 + TILED * 9, 200, 200, 200, 200]
-    untiled, positions = 200 + 18 * UNTILED[1], 3 * 2 * 3
-    assert part("VAE", decode_gb=positions * UNTILED[1] / 1e9) == [200, untiled, 200, 200, 200, 200]
-    assert part("VAE", decode_gb=0.03)[1] == 200 + TILED * 9
+def test_trajectories():
+    latents = 18 * 32 * 4 * 2  # bytes of two clips
+    states, velocities = 3 + 2, 3  # the final latents are a state, too
+    assert part("trajectories") == at((states + 2 * velocities) * latents)
+    assert part("trajectories", **NO_ANCHOR) == at((states + velocities) * latents)
+    assert part("trajectories", sde_window="random_iteration:1") == at((3 + 1 + 1) * latents)
+    # states, targets and two velocities at two of three trained levels, and the final latents
+    matched = part("trajectories", algorithm="awm", timestep_fraction=0.7)
+    assert matched == at((4 * 2 + 1) * latents)
+
+
+def test_the_vae_decodes_in_tiles_if_its_memory_exceeds_the_limit():
+    weights = 2 * 100
+    untiled = 18 * UNTILED.eager
+    assert part("VAE") == at(weights, decode=TILED * 9)
+    assert part("VAE", decode_gb=untiled / 1e9) == at(weights, decode=untiled)
+    assert part("VAE", decode_gb=0.03) == at(weights, decode=TILED * 9)
+
+
+def test_rewards():
     videoalign = calibrate().rewards["videoalign"]
-    loaded = videoalign.weight_bytes
-    scoring = loaded + videoalign.forward_bytes
-    assert part("reward") == [loaded, loaded, scoring, loaded, loaded, loaded]
-    assert part("reward", reward_model=("shapes",)) == [0] * 6
+    assert part("reward") == at(videoalign.weight_bytes, reward=videoalign.forward_bytes)
+    assert part("reward", reward_model=("shapes",)) == at(0)
 
 
 def test_peak_is_the_fullest_moment_and_needs_a_reserve():
-    plan = made()
-    totals = {moment: sum(row[moment] for row in memory(plan).values()) for moment in MOMENTS}
-    assert peak(plan) == ("reward", totals["reward"]) and totals["reward"] == max(totals.values())
-    reserve = plan.rates.reserve
-    assert fits(plan, totals["reward"] + reserve) and not fits(plan, totals["reward"] + reserve - 1)
+    plan = imaginary_plan()
+    parts = memory(plan).values()
+    totals = {moment: sum(part[moment] for part in parts) for moment in MOMENTS}
+    largest = max(totals.values())
+    assert peak(plan) == ("reward", largest)
+    needed = largest + plan.rates.reserve
+    assert fits(plan, needed) and not fits(plan, needed - 1)
 
 
 RUN = {
@@ -164,7 +173,6 @@ RUN = {
     "height": 16, "width": 16, "guidance_scale": 1.0, "max_steps": 1, "validation_num_inference_steps": 1,
     "report_to": "none", "kl_weight": 0.1, "dtype": "fp32", "lora_r": 16,
 }  # fmt: skip
-ALONE = {"kl_weight": 0.0, "use_dual_kl": False}
 
 
 def stored_bytes(files):
@@ -177,10 +185,10 @@ def stored_bytes(files):
     "changes",
     [
         {"use_lora": True},
-        {"use_lora": True, "ema_decay": 0.9, **ALONE},
+        {"use_lora": True, "ema_decay": 0.9, **NO_ANCHOR},
         {"ema_decay": 0.9},
         {"algorithm": "nft"},
-        {"optimizer": "muon", **ALONE},
+        {"optimizer": "muon", **NO_ANCHOR},
         {"master_weight_type": "bf16", "dtype": "bf16"},
     ],
 )
@@ -202,13 +210,19 @@ def test_checkpoints_have_the_size_that_was_planned(tiny_folder, tmp_path, chang
 
 
 def test_disk_and_host_memory_of_checkpoints():
-    one = 1200 * (3 * 4 + 2 + 4)  # weights and moments, the anchor in bf16, the average
-    assert checkpoint_bytes(FULL, TRAINED) == one and export_bytes(made()) == 4 * 1600
-    assert disk_bytes(made()) == 4 * one + 4 * 1600
-    assert disk_bytes(made(keep_checkpoints=1, export_interval=5)) == 2 * (one + 4 * 1600)
-    assert disk_bytes(made(LORA)) == 4 * 1200 * 6 * 4 and export_bytes(made(LORA)) == 0
-    assert snapshot_bytes(made()) == one and snapshot_bytes(made(async_save=False)) == 0
-    assert (
-        snapshot_bytes(made(gpus=16)) == one / 2
-        and snapshot_bytes(made(gpus=16, dp_replicate=4)) == one
-    )
+    plan = imaginary_plan()
+    checkpoint = 1200 * (3 * 4 + 2 + 4)  # weights and moments, the anchor in bf16, the average
+    export = 4 * 1600
+    assert checkpoint_bytes(FULL, TRAINED) == checkpoint
+    assert export_bytes(plan) == export
+    assert disk_bytes(plan) == 4 * checkpoint + export
+    exported = imaginary_plan(keep_checkpoints=1, export_interval=5)
+    assert disk_bytes(exported) == 2 * (checkpoint + export)
+
+    lora = imaginary_plan(LORA)
+    assert disk_bytes(lora) == 4 * 1200 * 6 * 4 and export_bytes(lora) == 0
+
+    assert snapshot_bytes(plan) == checkpoint
+    assert snapshot_bytes(imaginary_plan(async_save=False)) == 0
+    assert snapshot_bytes(imaginary_plan(gpus=16)) == checkpoint / 2
+    assert snapshot_bytes(imaginary_plan(gpus=16, dp_replicate=4)) == checkpoint
