@@ -61,12 +61,12 @@ def panel(
     """One plot, drawn by `draw(axes)`."""
     # the salt makes ids reproducible, and unique per panel
     with matplotlib.rc_context({"svg.hashsalt": title}, STYLE):
-        figure = Figure(figsize=size, layout="constrained")
+        figure = Figure(figsize=size, layout="constrained", facecolor="none")
         axes = figure.subplots()
-        axes.set_xlabel("iteration")
+        axes.set(facecolor="none", xlabel="iteration")
         draw(axes)
         buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", transparent=True)
+        figure.savefig(buffer, format="svg")
     return Panel(title, inline_svg(buffer.getvalue(), title), caption, wide=size == WIDE)
 
 
@@ -131,11 +131,15 @@ def draw_intervals(
 
 def finish(axes: Axes, log_scale: bool) -> None:
     """Set integer ticks, a log axis if it is wanted and a value is positive, and a legend if there is a choice."""
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(integer_ticks())
     if log_scale and any((np.asarray(line.get_ydata()) > 0).any() for line in axes.lines):
         axes.set_yscale("log", nonpositive="mask")
     if len(axes.get_legend_handles_labels()[1]) > 1:
         axes.legend()
+
+
+def integer_ticks() -> MaxNLocator:
+    return MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True)
 
 
 def draw_drift(axes: Axes, changes: Mapping[str, Mapping[int, Interval]]) -> None:
@@ -165,7 +169,7 @@ def draw_map(axes: Axes, train: Lines, values: np.ndarray, norm: Normalize, colo
     picture = axes.imshow(grid, colors, norm, aspect="auto", extent=extent, interpolation="none")
     axes.set(facecolor=f"{GREY}55", ylabel="denoising step")
     axes.grid(False)
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.yaxis.set_major_locator(integer_ticks())
     axes.figure.colorbar(picture, ax=axes, pad=0.02).outline.set_visible(False)
 
 

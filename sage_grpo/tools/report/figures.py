@@ -13,7 +13,7 @@ from matplotlib.colors import Normalize
 
 from sage_grpo.runs.history import RunHistory, as_float, column, numbers
 from sage_grpo.tools.figure_style import BLUE, GREEN, GREY, ORANGE, PALE, PURPLE, YELLOW
-from sage_grpo.tools.paired import drift, number
+from sage_grpo.tools.paired import drift
 from sage_grpo.tools.report.drawing import (
     MAP,
     SMALL,
@@ -284,9 +284,9 @@ def first_to_last(values: np.ndarray) -> str:
     """From where to where a curve went, in the means of its first and last tenth."""
     finite = values[np.isfinite(values)]
     tenth = -(-len(finite) // 10)
-    first = float(finite[:tenth].mean())
-    last = float(finite[-tenth:].mean())
-    return f"{number(first)} → {number(last)}"
+    first = finite[:tenth].mean()
+    last = finite[-tenth:].mean()
+    return f"{first:.3g} → {last:.3g}".replace("-", "−")
 
 
 # reward against what training never sees
@@ -393,7 +393,7 @@ def noise_level(run: RunHistory) -> Panel | None:
         run,
         "Noise level",
         (Line("sigmas", BLUE),),
-        "sigma before each denoising step, from 1 (pure noise) to 0 (the clip).",
+        "Sigma before each denoising step, from 1 (pure noise) to 0 (the clip).",
     )
 
 

@@ -39,7 +39,7 @@ def test_text_from_files_is_escaped(tmp_path):
     assert "<script" not in text and 'alert("' not in text and "<img" not in text
     places = (
         '<pre class="command">',
-        "defaults:</p><pre>prompt: ",
+        "defaults:</p><pre><span>prompt: ",
         "configuration</summary><pre>prompt: ",
         "<p>",
         " · world ",

@@ -16,6 +16,7 @@ from PIL import Image
 
 from sage_grpo.runs.diagnosis import RULES
 from sage_grpo.runs.history import RunHistory, read_run
+from sage_grpo.tools.figure_style import GREY
 from sage_grpo.tools.paired import clip_rows, number
 from sage_grpo.tools.report.__main__ import main
 from sage_grpo.tools.report.figures import gradient_map, phase_seconds
@@ -169,7 +170,7 @@ def test_configuration(text):
     shown, whole = re.search(
         r"Not the defaults:</p><pre>(.*?)</pre>.*?<pre>(.*?)</pre></details>", text, re.DOTALL
     ).groups()
-    assert shown.splitlines() == [
+    assert re.findall(r"<span>(.*?)</span>", shown) == [
         "eta: 0.7",
         "height: 32",
         "width: 32",
@@ -324,17 +325,19 @@ def test_a_damaged_run(tmp_path, capsys):
     assert "line 2 is damaged" in capsys.readouterr().err
 
 
-def grey_pixels(line: dict) -> float:
-    """Share of a heat map that lets the grey behind it through, as cells do that were not trained."""
-    panel = gradient_map(RunHistory(Path(), [], [line], []))
-    data = re.search(r'data:image/png;base64,([^"]+)"', panel.svg).group(1)
+def transparent_share(svg: str) -> float:
+    """Share of a heat map's picture that lets its background through."""
+    data = re.search(r'data:image/png;base64,([^"]+)"', svg).group(1)
     image = Image.open(io.BytesIO(base64.b64decode(data))).convert("RGBA")
     return float((np.asarray(image)[..., 3] == 0).mean())
 
 
-def test_untrained_cells_are_grey():
-    assert grey_pixels({"step": 1, "per_step": {"grad_v": [1.0, 2.0]}}) == 0
-    assert grey_pixels({"step": 1, "per_step": {"grad_v": [1.0, 2.0, None, None]}}) == 0.5
+@pytest.mark.parametrize(("values", "share"), [([1.0, 2.0], 0), ([1.0, 2.0, None, None], 0.5)])
+def test_untrained_cells_show_a_gray_background(values, share):
+    line = {"step": 1, "per_step": {"grad_v": values}}
+    svg = gradient_map(RunHistory(Path(), [], [line], [])).svg
+    assert transparent_share(svg) == share
+    assert f"fill: {GREY}; fill-opacity" in svg
 
 
 def test_phases_add_up_to_the_whole(tmp_path):
