@@ -21,7 +21,7 @@ def test_every_cell_runs(tmp_path, monkeypatch):
         prompts.unlink()
         prompts.write_text("\n".join(lines))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(build, "DRAWN", 2)
+    monkeypatch.setattr(build, "NUM_DRAWN", 2)
     matplotlib.use("agg")
     cells = json.loads((ROOT / "docs/quickstart.ipynb").read_text())["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]

@@ -46,10 +46,6 @@ def no_report(monkeypatch, request):
         monkeypatch.setattr(report, "print_summary", lambda folder: None)
 
 
-def test_the_entry_script_is_short():
-    assert len((ROOT / "post_train.py").read_text().splitlines()) < 60
-
-
 def test_a_run_leaves_everything_to_look_at(command, tmp_path, capfd):
     assert post_train.main(command(report_to="tensorboard")) == 0
     run = tmp_path / "run"
@@ -79,7 +75,7 @@ def test_a_run_leaves_everything_to_look_at(command, tmp_path, capfd):
         ([], {"reward_model": "applause"}, "choose one of videoalign, .*, shapes"),
         ([], {"reward_weights": '{"beauty": 1}'}, "reward_weights names beauty"),
         ([], {"num_frames": 6}, "num_frames 6 is not 4n \\+ 1"),
-        ([], {"sde_window": "random:9"}, "sde_window is 'random:9'"),
+        ([], {"sde_window": "random:9"}, "sde_window has a SIZE of 9"),
         ([], {"sde_type": "cps", "eta": 2}, "at most 1"),
         ([], {"updates_per_rollout": 3}, "updates_per_rollout is 3, but a rollout trains 2"),
         ([], {"validation_fixed_size": "big"}, "write HEIGHTxWIDTH"),

@@ -274,13 +274,11 @@ class Trainer:
         total = self.ranks.gather(rank_scores.total)
         scores = Scores(total, named, weights=rank_scores.weights)
         failed = ~total.isfinite()
-        if not failed.any():
-            return scores
+        if failed.any():  # the scores are gathered, so this holds on all ranks or on none
+            first_error = rank_scores.errors[0] if rank_scores.errors else ""
+            errors = [text for text in self.ranks.texts(first_error) if text]
+            scores.errors = errors or ["a clip could not be decoded, its numbers are not finite"]
 
-        # the scores are gathered, so all ranks come here or none does
-        first_error = rank_scores.errors[0] if rank_scores.errors else ""
-        errors = [text for text in self.ranks.texts(first_error) if text]
-        scores.errors = errors or ["a clip could not be decoded, its numbers are not finite"]
         share = failed.double().mean().item()
         limit = self.config.max_reward_failures
         if share > limit:

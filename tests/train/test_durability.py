@@ -133,7 +133,7 @@ def fail_in_save(ranks, values, guilty, function):
 
 
 @pytest.mark.parametrize(
-    "guilty, function", [(0, "write_files"), (1, "write_files"), (0, "finish")]
+    "guilty, function", [(0, "write_files"), (1, "write_files"), (0, "commit")]
 )
 def test_one_rank_that_cannot_write_is_an_error_of_all(flags, guilty, function):
     values = flags | {"max_steps": 1, "num_generations": 4, "enable_fsdp": True}

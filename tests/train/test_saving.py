@@ -277,7 +277,7 @@ def test_a_state_that_is_not_finite_is_never_committed(make, part):
     trainer.validation = None
     trainer.train()
     trainer.state.step += 1
-    tensor = [value for value in checkpoint._parts(trainer)[part].values() if value.ndim][-1]
+    tensor = [value for value in trainer.state.tensors()[part].values() if value.ndim][-1]
     tensor.data.view(-1)[-1] = math.nan
     words = rf"step-000002 was not written: {part}/.* is not finite: lower learning_rate .* goes back to step-000001"
     with pytest.raises(TrainingError, match=words):
