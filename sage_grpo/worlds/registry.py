@@ -44,17 +44,20 @@ class World(Protocol):
 
 
 def drawn(
-    world: World, requests: Sequence["Request"], *size_and_seed: int
+    world: World, requests: Sequence["Request"], frames: int, height: int, width: int, seed: int
 ) -> tuple[list["Tensor"], list["Request"]]:
-    """Clips that show exactly what requests ask for; the image of a request, if it has one, is then its first frame."""
-    clips = list(world.draw([request.text for request in requests], *size_and_seed))
-    images = [
-        request.image and drawn_image(clip[0].numpy())
-        for clip, request in zip(clips, requests, strict=True)
-    ]
-    return clips, [
-        replace(request, image=image) for request, image in zip(requests, images, strict=True)
-    ]
+    """Clips that show exactly what the requests ask for, and the requests.
+
+    A request with an image is returned with the first frame of its clip as the image.
+    """
+    texts = [request.text for request in requests]
+    clips = list(world.draw(texts, frames, height, width, seed))
+    drawn_requests = []
+    for clip, request in zip(clips, requests, strict=True):
+        if request.image:
+            request = replace(request, image=drawn_image(clip[0].numpy()))
+        drawn_requests.append(request)
+    return clips, drawn_requests
 
 
 def world_of(folder: str | Path) -> World | None:
@@ -70,5 +73,6 @@ def world_of(folder: str | Path) -> World | None:
 
 def check_prompts(folder: str | Path, prompts: Sequence[str]) -> None:
     """Reject prompts with words that the model's world does not know."""
-    if world := world_of(folder):
+    world = world_of(folder)
+    if world:
         world.check(prompts)

@@ -21,22 +21,20 @@ def blur(clips: Tensor, strength: float, generator: torch.Generator | None = Non
     kernel = torch.exp(-torch.arange(-reach, reach + 1).square() / (2 * strength**2))
     kernel = kernel / kernel.sum()
     images = clips.movedim(-1, 2).flatten(0, 2)[:, None]
-    images = conv2d(
-        pad(images, (reach, reach, 0, 0), mode="replicate"), kernel[None, None, None, :]
-    )
-    images = conv2d(
-        pad(images, (0, 0, reach, reach), mode="replicate"), kernel[None, None, :, None]
-    )
+    # the kernel is a product of one along the rows and one along the columns
+    images = pad(images, (reach, reach, 0, 0), mode="replicate")
+    images = conv2d(images, kernel[None, None, None, :])
+    images = pad(images, (0, 0, reach, reach), mode="replicate")
+    images = conv2d(images, kernel[None, None, :, None])
     return images.view(clips.movedim(-1, 2).shape).movedim(2, -1)
 
 
 def jitter(clips: Tensor, strength: float, generator: torch.Generator) -> Tensor:
     """Shift each frame at random; `strength` is the standard deviation in pixels along each axis."""
     frames = clips.shape[0] * clips.shape[1]
+    height, width = clips.shape[2:4]
     shift = strength * torch.randn(frames, 2, generator=generator)
-    return _warped(
-        clips, torch.ones(frames), 2 * shift / torch.tensor([clips.shape[3], clips.shape[2]])
-    )
+    return _warped(clips, torch.ones(frames), 2 * shift / torch.tensor([width, height]))
 
 
 def pulse(clips: Tensor, strength: float, generator: torch.Generator) -> Tensor:
@@ -47,7 +45,7 @@ def pulse(clips: Tensor, strength: float, generator: torch.Generator) -> Tensor:
 
 
 def _warped(clips: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """Frame by frame, sampled at `scale` times the place plus `shift`, in units of half the frame."""
+    """Sample each frame at `scale` (frames,) times the place plus `shift` (frames,2), in units of half the frame."""
     frames = clips.movedim(-1, 2).flatten(0, 1)
     matrix = scale[:, None, None] * torch.eye(2, 3)
     matrix[:, :, 2] = shift
@@ -64,15 +62,16 @@ def flicker(clips: Tensor, strength: float, generator: torch.Generator) -> Tenso
 
 def freeze(clips: Tensor, strength: float, generator: torch.Generator | None = None) -> Tensor:
     """Stop the clip after a part of it; `strength` is the share of the frames that repeat the last one shown."""
-    shown = max(1, round((1 - strength) * clips.shape[1]))
-    return clips[:, torch.arange(clips.shape[1]).clamp(max=shown - 1)]
+    frames = clips.shape[1]
+    moving = max(1, round((1 - strength) * frames))
+    return clips[:, torch.arange(frames).clamp(max=moving - 1)]
 
 
 def fade(clips: Tensor, strength: float, generator: torch.Generator | None = None) -> Tensor:
     """Fade the object into the background; by the last frame, a fraction `strength` of it is gone."""
-    back = clips[:, :1, :1, :1]
-    left = 1 - strength * torch.linspace(0, 1, clips.shape[1])
-    return back + left[:, None, None, None] * (clips - back)
+    background = clips[:, :1, :1, :1]
+    visible = 1 - strength * torch.linspace(0, 1, clips.shape[1])
+    return background + visible[:, None, None, None] * (clips - background)
 
 
 DAMAGES = {

@@ -64,21 +64,35 @@ def normal_equations(scenes: Scenes, target: Tensor) -> tuple[Tensor, Tensor, Te
     u, v, pixels = unit_coordinates(scenes, frames, height, width)
     products = target.new_empty(n, frames, 4, 4)
     for shape in scenes.shape.unique().tolist():
-        chosen = (scenes.shape == shape).nonzero()[:, 0]
-        mask, *slopes = coverage_slopes(shape, u[chosen], v[chosen], pixels[chosen])
-        columns = torch.stack([*slopes, mask - target[chosen]], dim=2).flatten(3)
-        products[chosen] = columns @ columns.transpose(-1, -2)
+        rows = (scenes.shape == shape).nonzero()[:, 0]
+        mask, *slopes = coverage_slopes(shape, u[rows], v[rows], pixels[rows])
+        error = mask - target[rows]
+        columns = torch.stack([*slopes, error], dim=2).flatten(3)  # (n,F,4,H*W)
+        products[rows] = columns @ columns.transpose(-1, -2)
+
+    # with J the derivatives and e the error: e'e, J'e and J'J, summed over frames
     chain = _chain_rule(scenes, frames, height, width)
-    total = (chain.transpose(-1, -2) @ products @ chain).sum(1)
-    return total[:, 4, 4], total[:, :4, 4], total[:, :4, :4]
+    total = (chain.transpose(-1, -2) @ products @ chain).sum(1)  # (N,5,5)
+    squared_error = total[:, 4, 4]
+    gradient = total[:, :4, 4]
+    matrix = total[:, :4, :4]
+    return squared_error, gradient, matrix
 
 
 def _chain_rule(scenes: Scenes, frames: int, height: int, width: int) -> Tensor:
     """Derivative of (column, row, radius in pixels, error) with respect to (x, y, radius, travel, error), (N,F,4,5)."""
+    heading = table(HEADING, scenes.x)[scenes.direction, None, :]
+    steps = heading * phases(frames, scenes.x)[:, None]  # (N,F,2)
     chain = scenes.x.new_zeros(len(scenes), frames, 4, 5)
-    steps = table(HEADING, scenes.x)[scenes.direction, None, :] * phases(frames, scenes.x)[:, None]
-    chain[:, :, 0, 0], chain[:, :, 1, 1], chain[:, :, 2, 2] = width, height, min(height, width)
-    chain[:, :, 0, 3], chain[:, :, 1, 3] = steps[..., 0] * width, steps[..., 1] * height
+    # column = (x + travel * step_x) * width
+    chain[:, :, 0, 0] = width
+    chain[:, :, 0, 3] = steps[..., 0] * width
+    # row = (y + travel * step_y) * height
+    chain[:, :, 1, 1] = height
+    chain[:, :, 1, 3] = steps[..., 1] * height
+    # radius in pixels = radius * shorter side
+    chain[:, :, 2, 2] = min(height, width)
+    # the error stays
     chain[:, :, 3, 4] = 1
     return chain
 
@@ -86,16 +100,21 @@ def _chain_rule(scenes: Scenes, frames: int, height: int, width: int) -> Tensor:
 def damped_step(
     gradient: Tensor, matrix: Tensor, damping: Tensor, free: Tensor | None = None
 ) -> Tensor:
-    """What to subtract from the parameters (...,P), given half the gradient, the Gauss-Newton matrix (...,P,P) and the
-    damping (...); parameters that are not `free` stay."""
-    free = torch.ones_like(gradient, dtype=torch.bool) if free is None else free
-    pairs = free[..., :, None] & free[..., None, :]
+    """What to subtract from the parameters (...,P): the solution of (A + damping diag(A)) step = gradient.
+
+    gradient: half of it (...,P). matrix: Gauss-Newton's A (...,P,P). damping: (...). Parameters that are not `free`
+    (...,P) have a step of 0.
+    """
+    if free is None:
+        free = torch.ones_like(gradient, dtype=torch.bool)
     diagonal = matrix.diagonal(dim1=-2, dim2=-1)
-    # a parameter that affects no pixel has a zero diagonal: the small constant keeps the system solvable
-    ridge = torch.where(
-        free, damping[..., None] * diagonal + 1e-6 * diagonal.amax(-1, keepdim=True) + 1e-12, 1.0
-    )
-    system = matrix * pairs + torch.diag_embed(ridge)
+    largest = diagonal.amax(-1, keepdim=True)
+    # a parameter that affects no pixel has a zero diagonal: the small constants keep the system solvable
+    ridge = damping[..., None] * diagonal + 1e-6 * largest + 1e-12
+    # a fixed parameter has the equation 1 * step = 0
+    ridge = torch.where(free, ridge, 1.0)
+    both_free = free[..., :, None] & free[..., None, :]
+    system = matrix * both_free + torch.diag_embed(ridge)
     return torch.linalg.solve(system, (gradient * free)[..., None])[..., 0]
 
 
@@ -103,8 +122,9 @@ def _step(scenes: Scenes, gradient: Tensor, matrix: Tensor, damping: Tensor) -> 
     """One damped Gauss-Newton step; parameters at a bound that the gradient pushes against stay fixed."""
     values = parameters(scenes)
     low, high = bounds(scenes)
-    free = ~(((values <= low) & (gradient > 0)) | ((values >= high) & (gradient < 0)))
-    step = damped_step(gradient, matrix, damping, free)
+    pushes_down = (values <= low) & (gradient > 0)
+    pushes_up = (values >= high) & (gradient < 0)
+    step = damped_step(gradient, matrix, damping, free=~(pushes_down | pushes_up))
     return project(with_parameters(scenes, values - step))
 
 
@@ -116,6 +136,8 @@ def fit(scenes: Scenes, target: Tensor, steps: int) -> tuple[Scenes, Tensor]:
     for _ in range(steps):
         trial = _step(best, gradient, matrix, damping)
         new_cost, new_gradient, new_matrix = normal_equations(trial, target)
+
+        # each fit keeps its trial if that is better, and is damped less then, otherwise more
         better = new_cost < cost
         values = torch.where(better[:, None], parameters(trial), parameters(best))
         best = with_parameters(best, values)

@@ -23,7 +23,8 @@ CHUNK = 64  # clips read at a time: limits memory
 PAIRS = 2  # color pairs searched per clip
 CANDIDATES = 6  # hypotheses fitted per clip, with ROUGH_STEPS each
 FINALISTS = 2  # of these, fitted to convergence
-ROUGH_STEPS, FINE_STEPS = 3, 7
+ROUGH_STEPS = 3
+FINE_STEPS = 7
 COARSE_SIDE = 32  # shorter side, in pixels, at which the search runs
 
 
@@ -48,22 +49,29 @@ class Reading:
 def read(clips: Tensor, prompts: Sequence[str]) -> Reading:
     """Read clips (B,F,H,W,3), uint8 or float in [0,1], against one prompt each; an empty prompt allows everything."""
     clips = _checked(clips)
-    scenes, distance = _nearest(clips, _allowed([{}] * len(clips), clips.device))
     if len(prompts) != len(clips):
         raise ValueError(
             f"{len(prompts)} prompts for {len(clips)} clips: give one prompt for each clip"
         )
+    everything = _allowed([{}] * len(clips), clips.device)
+    scenes, distance = _nearest(clips, everything)
     allowed = _allowed([parse(prompt) for prompt in prompts], clips.device)
     prompt_scenes, prompt_distance = _nearest_to_prompt(clips, allowed, scenes, distance)
+
     # scenes that match the prompt are scenes: where the narrower search did better, its result counts for both
-    nearer, found = prompt_distance < distance, dict(prompt_scenes.items())
-    scenes = Scenes(
-        **{name: torch.where(nearer, found[name], value) for name, value in scenes.items()}
-    )
-    distance = distance.minimum(prompt_distance)
-    attributes = {name: getattr(scenes, name) for name in ATTRIBUTES}
+    nearer = prompt_distance < distance
+    better = {
+        name: torch.where(nearer, getattr(prompt_scenes, name), value)
+        for name, value in scenes.items()
+    }
+    scenes = Scenes(**better)
     return Reading(
-        attributes, distance, scenes, prompt_distance, prompt_scenes, match=_agree(scenes, allowed)
+        attributes={name: getattr(scenes, name) for name in ATTRIBUTES},
+        distance=distance.minimum(prompt_distance),
+        scenes=scenes,
+        prompt_distance=prompt_distance,
+        prompt_scenes=prompt_scenes,
+        match=_agree(scenes, allowed),
     )
 
 
@@ -93,70 +101,83 @@ def _allowed(named: Sequence[Mapping[str, int]], device: torch.device) -> dict[s
     """Which classes each clip may take: name -> (B, classes) bool."""
     allowed = {}
     for name, words in ATTRIBUTES.items():
-        chosen = torch.tensor([parsed.get(name, -1) for parsed in named], device=device)[:, None]
-        allowed[name] = (chosen < 0) | (chosen == torch.arange(len(words), device=device))
+        wanted = torch.tensor([classes.get(name, -1) for classes in named], device=device)[:, None]
+        allowed[name] = (wanted < 0) | (wanted == torch.arange(len(words), device=device))
     return allowed
 
 
 def _nearest(clips: Tensor, allowed: Mapping[str, Tensor]) -> tuple[Scenes, Tensor]:
     """The nearest allowed scene for each clip, and its RMS pixel difference (B,)."""
-    chunks = [slice(start, start + CHUNK) for start in range(0, len(clips), CHUNK)]
-    parts = [
-        _nearest_chunk(clips[part], {name: mask[part] for name, mask in allowed.items()})
-        for part in chunks
-    ]
-    scenes = Scenes(
-        **{f.name: torch.cat([getattr(part, f.name) for part, _ in parts]) for f in fields(Scenes)}
-    )
-    return scenes, torch.cat([distance for _, distance in parts])
+    scenes = []
+    distances = []
+    for start in range(0, len(clips), CHUNK):
+        rows = slice(start, start + CHUNK)
+        chunk_allowed = {name: mask[rows] for name, mask in allowed.items()}
+        chunk_scenes, chunk_distances = _nearest_chunk(clips[rows], chunk_allowed)
+        scenes.append(chunk_scenes)
+        distances.append(chunk_distances)
+    values = {
+        field.name: torch.cat([getattr(part, field.name) for part in scenes])
+        for field in fields(Scenes)
+    }
+    return Scenes(**values), torch.cat(distances)
 
 
 def _nearest_to_prompt(
     clips: Tensor, allowed: Mapping[str, Tensor], scenes: Scenes, distance: Tensor
 ) -> tuple[Scenes, Tensor]:
     """Like `_nearest`, given the nearest scenes overall: where the prompt allows these, no search is needed."""
-    todo = (~_agree(scenes, allowed)).nonzero()[:, 0]
-    if not len(todo):
+    rows = (~_agree(scenes, allowed)).nonzero()[:, 0]
+    if not len(rows):
         return scenes, distance
-    found, found_distance = _nearest(
-        clips[todo], {name: mask[todo] for name, mask in allowed.items()}
-    )
+    rows_allowed = {name: mask[rows] for name, mask in allowed.items()}
+    new_scenes, new_distance = _nearest(clips[rows], rows_allowed)
     values = {
-        name: value.index_copy(0, todo, getattr(found, name)) for name, value in scenes.items()
+        name: value.index_copy(0, rows, getattr(new_scenes, name)) for name, value in scenes.items()
     }
-    return Scenes(**values), distance.index_copy(0, todo, found_distance)
+    return Scenes(**values), distance.index_copy(0, rows, new_distance)
 
 
 def _agree(scenes: Scenes, allowed: Mapping[str, Tensor]) -> Tensor:
     """Whether every class of a scene is allowed, (B,)."""
-    each = [mask.gather(1, getattr(scenes, name)[:, None])[:, 0] for name, mask in allowed.items()]
-    return torch.stack(each).all(0)
+    agreements = [
+        mask.gather(1, getattr(scenes, name)[:, None])[:, 0] for name, mask in allowed.items()
+    ]
+    return torch.stack(agreements).all(0)
 
 
 def _nearest_chunk(clips: Tensor, allowed: Mapping[str, Tensor]) -> tuple[Scenes, Tensor]:
+    """`_nearest` for as many clips as fit into memory."""
+    # 1. candidates: searched on a grid and roughly fitted, at low resolution
     small = _reduced(clips)
     owner, scenes = shortlist(small, allowed, PAIRS, CANDIDATES)
     scenes, error = _refine(small[owner], scenes, ROUGH_STEPS)
-    keep = _cheapest(owner, error, FINALISTS)
-    owner = owner[keep]
-    scenes, _ = _refine(clips[owner], scenes[keep], FINE_STEPS)
-    # rendered again: the fit's error is a difference of large sums, too coarse near zero
-    distance = (render(scenes, *clips.shape[1:4]) - clips[owner]).square().flatten(1).mean(1).sqrt()
-    keep = _cheapest(owner, distance, 1)
-    return scenes[keep], distance[keep]
+
+    # 2. finalists: fitted at full resolution
+    kept = _cheapest(owner, error, FINALISTS)
+    owner = owner[kept]
+    scenes, _ = _refine(clips[owner], scenes[kept], FINE_STEPS)
+
+    # 3. the nearest. Rendered again: the fit's error is a difference of large sums, too coarse near zero
+    frames, height, width = clips.shape[1:4]
+    residual = render(scenes, frames, height, width) - clips[owner]
+    distance = residual.square().flatten(1).mean(1).sqrt()
+    kept = _cheapest(owner, distance, 1)
+    return scenes[kept], distance[kept]
 
 
 def _reduced(clips: Tensor) -> Tensor:
-    """Clips downsampled to a shorter side below 2 COARSE_SIDE: edges are then wide enough for a rough initial guess,
-    and the search costs the same for every frame size."""
+    """Clips downsampled to a shorter side below 2 COARSE_SIDE.
+
+    Edges are then wide enough for a rough initial guess, and the search costs the same for every frame size.
+    """
     frames, height, width = clips.shape[1:4]
     factor = max(1, min(height, width) // COARSE_SIDE)
     if factor == 1:
         return clips
-    images = adaptive_avg_pool2d(
-        clips.movedim(-1, 2).flatten(0, 1), (height // factor, width // factor)
-    )
-    return images.view(len(clips), frames, 3, height // factor, width // factor).movedim(2, -1)
+    size = (height // factor, width // factor)
+    images = adaptive_avg_pool2d(clips.movedim(-1, 2).flatten(0, 1), size)
+    return images.view(len(clips), frames, 3, *size).movedim(2, -1)
 
 
 def _refine(clips: Tensor, scenes: Scenes, steps: int) -> tuple[Scenes, Tensor]:
@@ -168,7 +189,9 @@ def _refine(clips: Tensor, scenes: Scenes, steps: int) -> tuple[Scenes, Tensor]:
 
 def _cheapest(owner: Tensor, cost: Tensor, count: int) -> Tensor:
     """Indices of the `count` cheapest candidates per owner, ordered by owner, then by cost."""
-    order = cost.argsort(stable=True)
-    order = order[owner[order].argsort(stable=True)]
+    by_cost = cost.argsort(stable=True)
+    order = by_cost[owner[by_cost].argsort(stable=True)]
+    # rank among the candidates of the same owner: place minus the place of the owner's first
     place = torch.arange(len(order), device=owner.device)
-    return order[place - torch.searchsorted(owner[order], owner[order]) < count]
+    first = torch.searchsorted(owner[order], owner[order])
+    return order[place - first < count]

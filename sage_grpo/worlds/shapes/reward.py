@@ -21,7 +21,6 @@ from sage_grpo.rewards.base import Setup
 from sage_grpo.rewards.video_frames import check_clips
 from sage_grpo.worlds.shapes.geometry import NAMES, coverage
 from sage_grpo.worlds.shapes.scenes import (
-    ATTRIBUTES,
     BACKGROUNDS,
     HEADING,
     PALETTE,
@@ -43,9 +42,7 @@ class Look:
     mask: Tensor  # (B,F,H,W) position of each pixel on the line between the two, in [0,1]
     grain: Tensor  # (B,) RMS difference of the border from its median
     palette: Tensor  # (B,) RMS difference of all pixels from that line
-    flicker: (
-        Tensor  # (B,) standard deviation over frames of the object's and the border's mean color
-    )
+    flicker: Tensor  # (B,) standard deviation over frames of the object's and the border's color
 
 
 @dataclass(frozen=True)
@@ -89,6 +86,7 @@ class ShapesReward:
 
 
 def _as_floats(clips: Tensor | Sequence[Tensor], prompts: Sequence[str], fps: float) -> Tensor:
+    """(B,F,H,W,3) in [0,1]; rejects clips of several shapes or with too few frames."""
     check_clips(clips, prompts, fps)
     shapes = {tuple(clip.shape) for clip in clips}
     if len(shapes) > 1:
@@ -102,30 +100,38 @@ def _as_floats(clips: Tensor | Sequence[Tensor], prompts: Sequence[str], fps: fl
 
 def measure_look(clips: Tensor) -> Look:
     """Colors, mask and color defects of float clips (B,F,H,W,3)."""
-    ring = torch.cat(
-        [clips[:, :, 0], clips[:, :, -1], clips[:, :, 1:-1, 0], clips[:, :, 1:-1, -1]], dim=2
-    )
-    back = ring.flatten(1, 2).median(1).values
+    # background: the median of the border, (B,F,pixels,3)
+    top, bottom = clips[:, :, 0], clips[:, :, -1]
+    left, right = clips[:, :, 1:-1, 0], clips[:, :, 1:-1, -1]
+    border = torch.cat([top, bottom, left, right], dim=2)
+    back = border.flatten(1, 2).median(1).values
     offset = clips - back[:, None, None, None]
-    # a high power gives weight to the object's core, not to its edge or background noise
+
+    # object color: a high power gives weight to the object's core, not to its edge or background noise
     weight = offset.square().sum(-1, keepdim=True) ** 3 + 1e-9
     axis = (weight * offset).sum((1, 2, 3)) / weight.sum((1, 2, 3))
+
+    # mask = <offset, axis> / |axis|^2
     line = axis[:, None, None, None]
     mask = ((offset * line).sum(-1) / (line.square().sum(-1) + 1e-4)).clamp(0, 1)
+
+    # color of the object and of the border in each frame
     core = mask.square()[..., None] + 1e-4
-    colours = (core * offset).sum((2, 3)) / core.sum((2, 3))  # (B,F,3)
+    object_color = (core * offset).sum((2, 3)) / core.sum((2, 3))  # (B,F,3)
+    object_flicker = _rms(object_color - object_color.mean(1, keepdim=True))
+    border_flicker = _rms(border.mean(2) - border.mean((1, 2))[:, None])
     return Look(
         back=back,
         front=back + axis,
         mask=mask,
-        grain=_rms(ring - back[:, None, None]),
+        grain=_rms(border - back[:, None, None]),
         palette=_rms(offset - mask[..., None] * line),
-        flicker=_rms(colours - colours.mean(1, keepdim=True))
-        + _rms(ring.mean(2) - ring.mean((1, 2))[:, None]),
+        flicker=object_flicker + border_flicker,
     )
 
 
 def _rms(values: Tensor) -> Tensor:
+    """(B, ...) -> (B,)"""
     return values.square().flatten(1).mean(1).sqrt()
 
 
@@ -135,21 +141,26 @@ def measure_track(mask: Tensor) -> Track:
     # noise far from the object would dominate the higher moments: faint pixels get no weight, half-covered ones keep it
     solid = ((mask - 0.15) / 0.7).clamp(0, 1)
     solid = solid * solid * (3 - 2 * solid) + 1e-6
+
+    # centroid of each frame, (B,F,2) in pixels
     x = (torch.arange(width, device=mask.device) + 0.5).expand(height, width)
     y = (torch.arange(height, device=mask.device) + 0.5)[:, None].expand(height, width)
     area = solid.sum((2, 3))
-    center = (
-        torch.stack([(solid * x).sum((2, 3)), (solid * y).sum((2, 3))], -1) / area[..., None]
-    )  # (B,F,2) pixels
+    sums = torch.stack([(solid * x).sum((2, 3)), (solid * y).sum((2, 3))], -1)
+    center = sums / area[..., None]
+
+    # least-squares line at constant speed: place = mean + travel * phase
     place = center / center.new_tensor([width, height])
     phase = torch.linspace(-0.5, 0.5, frames, device=mask.device)[:, None]
     travel = (place * phase).sum(1) / phase.square().sum()
     off_line = place - place.mean(1, keepdim=True) - travel[:, None] * phase
+
     moments = _moments(solid, x - center[..., 0, None, None], y - center[..., 1, None, None])
+    covered = mask.sum((2, 3))  # (B,F) pixels
     return Track(
         travel=travel,
         wobble=off_line.square().sum(-1).mean(1).sqrt(),
-        swelling=mask.sum((2, 3)).std(1) / (mask.sum((2, 3)).mean(1) + 1),
+        swelling=covered.std(1) / (covered.mean(1) + 1),
         area=area.mean(1) / min(height, width) ** 2,
         moments=(moments * area[..., None]).sum(1) / area.sum(1, keepdim=True),
         faintness=torch.exp(-area.mean(1) / 4),
@@ -157,27 +168,35 @@ def measure_track(mask: Tensor) -> Track:
 
 
 def _moments(mask: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """Scale-free outline statistics (..., 13): central moments of order 2 to 4 in units of the radius of gyration, and
-    compactness, the area relative to a disc with the same radius of gyration."""
+    """Scale-free statistics of an outline, (..., 13), given pixel offsets from its centroid.
+
+    Central moments of order 2 to 4 in units of the radius of gyration, sum(mask x^i y^j) / area; and compactness, the
+    area relative to a disc with the same radius of gyration.
+    """
     area = mask.sum((-2, -1))
     gyration = ((mask * (x.square() + y.square())).sum((-2, -1)) / area + 1e-2).sqrt()
-    x, y = x / gyration[..., None, None], y / gyration[..., None, None]
+    x = x / gyration[..., None, None]
+    y = y / gyration[..., None, None]
     powers = [(i, order - i) for order in (2, 3, 4) for i in range(order + 1)]
     moments = [(mask * x**i * y**j).sum((-2, -1)) / area for i, j in powers]
-    return torch.stack([*moments, area / (2 * torch.pi * gyration.square())], -1)
+    compactness = area / (2 * torch.pi * gyration.square())
+    return torch.stack([*moments, compactness], -1)
 
 
 @cache
 def outline_table() -> tuple[Tensor, Tensor, Tensor]:
     """Moments of the known outlines (7,13), their spread over outlines (13,), and their areas in squared radii (7,)."""
-    radius, side = 6.0, 24
+    side = 24  # pixels
+    radius = 6.0
     points = (torch.arange(side) + 0.5 - side / 2) / radius
-    masks = torch.stack(
-        [coverage(k, points, points[:, None], torch.tensor(radius)) for k in range(len(NAMES))]
-    )
-    track = measure_track(masks[:, None].expand(-1, 5, -1, -1))
+    masks = [
+        coverage(shape, points, points[:, None], torch.tensor(radius))
+        for shape in range(len(NAMES))
+    ]
+    track = measure_track(torch.stack(masks)[:, None].expand(-1, 5, -1, -1))
+    spread = track.moments.std(0) + 0.02
     area = track.area * (side / radius) ** 2
-    return track.moments, track.moments.std(0) + 0.02, area
+    return track.moments, spread, area
 
 
 def outline_distances(track: Track) -> Tensor:
@@ -190,17 +209,23 @@ def outline_distances(track: Track) -> Tensor:
 def visual_quality(look: Look) -> Tensor:
     """VQ (B,)."""
     contrast = (look.front - look.back).norm(dim=-1)
-    score = 1 - 0.5 * torch.log1p(look.palette / 0.02) - 0.25 * torch.log1p(look.grain / 0.02)
-    score = score - 0.5 * torch.log1p(look.flicker / 0.02) + 0.4 * torch.log(contrast + 0.02)
-    return score - torch.log((edge_width(look.mask) + EDGE) / (2 * EDGE))
+    return (
+        1
+        - 0.5 * torch.log1p(look.palette / 0.02)
+        - 0.25 * torch.log1p(look.grain / 0.02)
+        - 0.5 * torch.log1p(look.flicker / 0.02)
+        + 0.4 * torch.log(contrast + 0.02)
+        - torch.log((edge_width(look.mask) + EDGE) / (2 * EDGE))
+    )
 
 
 def edge_width(mask: Tensor) -> Tensor:
     """Mean width of the mask's edges in pixels, (B,): the sum of m (1 - m) over the sum of gradients; 1 if none."""
     down = mask[:, :, 1:, :-1] - mask[:, :, :-1, :-1]
     right = mask[:, :, :-1, 1:] - mask[:, :, :-1, :-1]
-    length = (down.square() + right.square() + 1e-8).sqrt().sum((1, 2, 3))
-    return ((mask * (1 - mask)).sum((1, 2, 3)) + 1) / (length + 1)
+    gradients = (down.square() + right.square() + 1e-8).sqrt().sum((1, 2, 3))
+    softness = (mask * (1 - mask)).sum((1, 2, 3))
+    return (softness + 1) / (gradients + 1)
 
 
 def motion_quality(track: Track) -> Tensor:
@@ -218,9 +243,12 @@ def text_alignment(look: Look, track: Track, named: Sequence[Mapping[str, int]])
     """TA (B,): 1 minus twice the mean defect over the attributes that the prompt names; 0 if it names none."""
     defects = attribute_defects(look, track, named)
     scores = []
-    for i, words in enumerate(named):
-        parts = [defects[name][i, index] for name, index in words.items()]
-        scores.append(1 - 2 * torch.stack(parts).mean() if parts else look.back.new_zeros(()))
+    for i, classes in enumerate(named):
+        if classes:
+            clip_defects = [defects[name][i, index] for name, index in classes.items()]
+            scores.append(1 - 2 * torch.stack(clip_defects).mean())
+        else:
+            scores.append(look.back.new_zeros(()))
     return torch.stack(scores)
 
 
@@ -228,20 +256,19 @@ def attribute_defects(
     look: Look, track: Track, named: Sequence[Mapping[str, int]]
 ) -> dict[str, Tensor]:
     """How badly each class of each attribute matches the clips, name -> (B, classes), 0 being perfect."""
-    distances = outline_distances(track)
+    front = (look.front[:, None] - table(PALETTE, look.front)).norm(dim=-1)
+    back = (look.back[:, None] - table(BACKGROUNDS, look.back)).norm(dim=-1)
+    outline = outline_distances(track)
+    radius = _radius(track, outline, named)
     speed = track.travel.norm(dim=-1, keepdim=True)
-    heading = table(HEADING, speed)
+    cosine = track.travel @ table(HEADING, speed).T / (speed + 0.005)
     return {
-        "colour": torch.log1p((look.front[:, None] - table(PALETTE, speed)).norm(dim=-1) / 0.2),
-        "background": torch.log1p(
-            (look.back[:, None] - table(BACKGROUNDS, speed)).norm(dim=-1) / 0.2
-        ),
-        "shape": torch.log1p(distances / 0.3),
-        "direction": torch.log1p((1 - track.travel @ heading.T / (speed + 0.005)) / 0.25),
+        "colour": torch.log1p(front / 0.2),
+        "background": torch.log1p(back / 0.2),
+        "shape": torch.log1p(outline / 0.3),
+        "direction": torch.log1p((1 - cosine) / 0.25),
         "speed": torch.log1p(_outside(speed, table(TRAVEL, speed)) / 0.03),
-        "size": torch.log1p(
-            _outside(_radius(track, distances, named), table(RADIUS, speed)) / 0.015
-        ),
+        "size": torch.log1p(_outside(radius, table(RADIUS, speed)) / 0.015),
     }
 
 
@@ -253,14 +280,15 @@ def _outside(value: Tensor, ranges: Tensor) -> Tensor:
 def _radius(track: Track, distances: Tensor, named: Sequence[Mapping[str, int]]) -> Tensor:
     """Radius that explains the area, (B,1): for the outline that the prompt names, else for similar outlines."""
     weights = torch.softmax(-10 * distances, dim=-1)
-    for i, words in enumerate(named):
-        if "shape" in words:
-            weights[i] = torch.nn.functional.one_hot(
-                torch.tensor(words["shape"]), len(ATTRIBUTES["shape"])
-            )
-    unit_area = weights @ outline_table()[2].to(weights)
+    for i, classes in enumerate(named):
+        if "shape" in classes:
+            weights[i] = 0
+            weights[i, classes["shape"]] = 1
+    _, _, areas = outline_table()
+    unit_area = weights @ areas.to(weights)
     return (track.area / unit_area).sqrt()[:, None]
 
 
 def build(setup: Setup) -> ShapesReward:
+    """The reward of the registry; there is nothing to load."""
     return ShapesReward()

@@ -31,6 +31,7 @@ RADIUS = {"small": (0.13, 0.16), "large": (0.21, 0.25)}
 TRAVEL = {"slow": (0.10, 0.16), "fast": (0.26, 0.34)}
 HEADING = {"left": (-1.0, 0.0), "right": (1.0, 0.0), "up": (0.0, -1.0), "down": (0.0, 1.0)}
 PAD = 0.02  # keeps the object's soft edge inside the frame as well
+SMALLEST_SIDE = 12  # pixels of a frame; below that, letters and sizes are indistinguishable
 
 ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "colour": tuple(PALETTE),
@@ -40,30 +41,17 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "speed": tuple(TRAVEL),
     "background": tuple(BACKGROUNDS),
 }
-OPTIONAL = ("size", "speed", "background")
+OPTIONAL = ("size", "speed", "background")  # attributes that a caption may leave out
 ALIASES = {"slowly": "slow", "quickly": "fast", "gray": "grey", "big": "large"}
-FILLERS = frozenset(
-    (
-        "a",
-        "an",
-        "the",
-        "moving",
-        "moves",
-        "to",
-        "towards",
-        "on",
-        "in",
-        "over",
-        "at",
-        "with",
-        "speed",
-        "and",
-    )
+FILLERS = (  # words that name no attribute
+    {"a", "an", "the"}
+    | {"moving", "moves", "speed"}
+    | {"to", "towards", "on", "in", "over", "at", "with", "and"}
 )
 
 
 def vocabulary() -> list[str]:
-    """All words used in captions."""
+    """All words that a prompt may use."""
     words = [word for names in ATTRIBUTES.values() for word in names]
     return sorted({*words, *ALIASES, *FILLERS, "letter", "background"})
 
@@ -113,22 +101,25 @@ def sample_scenes(
     n: int, generator: torch.Generator, named: Mapping[str, Tensor] | None = None
 ) -> Scenes:
     """n scenes drawn uniformly; `named` fixes attributes: name -> (n,) class indices, -1 where free."""
-    drawn = {
+    classes = {
         name: torch.randint(len(words), (n,), generator=generator, device=generator.device)
         for name, words in ATTRIBUTES.items()
     }
-    for name, values in (named or {}).items():
-        values = values.to(drawn[name])
-        drawn[name] = torch.where(values < 0, drawn[name], values)
+    for name, fixed in (named or {}).items():
+        fixed = fixed.to(classes[name])
+        classes[name] = torch.where(fixed < 0, classes[name], fixed)
+
     u = torch.rand(4, n, generator=generator, device=generator.device)
-    low, high = table(RADIUS, u)[drawn["size"]].unbind(-1)
+    low, high = table(RADIUS, u)[classes["size"]].unbind(-1)
     radius = low + (high - low) * u[0]
-    low, high = table(TRAVEL, u)[drawn["speed"]].unbind(-1)
+    low, high = table(TRAVEL, u)[classes["speed"]].unbind(-1)
     travel = low + (high - low) * u[1]
-    margin_x, margin_y = path_margins(drawn["direction"], radius, travel).unbind(-1)
+
+    # the path stays inside the frame
+    margin_x, margin_y = path_margins(classes["direction"], radius, travel).unbind(-1)
     x = margin_x + (1 - 2 * margin_x) * u[2]
     y = margin_y + (1 - 2 * margin_y) * u[3]
-    return Scenes(**drawn, x=x, y=y, radius=radius, travel=travel)
+    return Scenes(**classes, x=x, y=y, radius=radius, travel=travel)
 
 
 def scenes_from_prompt(prompts: Sequence[str], generator: torch.Generator) -> Scenes:
@@ -149,9 +140,8 @@ def phases(frames: int, like: Tensor) -> Tensor:
 
 def centers(scenes: Scenes, frames: int, height: int, width: int) -> tuple[Tensor, Tensor]:
     """Column and row of the object's center in pixels, each (B,F)."""
-    steps = table(HEADING, scenes.x)[scenes.direction, :, None] * phases(
-        frames, scenes.x
-    )  # (B,2,F)
+    heading = table(HEADING, scenes.x)[scenes.direction, :, None]
+    steps = heading * phases(frames, scenes.x)  # (B,2,F)
     center_x = (scenes.x[:, None] + scenes.travel[:, None] * steps[:, 0]) * width
     center_y = (scenes.y[:, None] + scenes.travel[:, None] * steps[:, 1]) * height
     return center_x, center_y
@@ -161,9 +151,10 @@ def unit_coordinates(
     scenes: Scenes, frames: int, height: int, width: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Pixel centers relative to the object, in radii: u (B,F,1,W), v (B,F,H,1); and the radius in pixels (B,1,1,1)."""
-    if min(height, width) < 12:  # below that, letters and sizes are indistinguishable
+    if min(height, width) < SMALLEST_SIDE:
         raise ValueError(
-            f"height x width is {height}x{width}: shapes need at least 12 pixels each way"
+            f"height x width is {height}x{width}: "
+            f"shapes need at least {SMALLEST_SIDE} pixels each way"
         )
     center_x, center_y = centers(scenes, frames, height, width)
     columns = torch.arange(width, device=scenes.x.device, dtype=scenes.x.dtype) + 0.5
@@ -179,8 +170,8 @@ def object_mask(scenes: Scenes, frames: int, height: int, width: int) -> Tensor:
     u, v, pixels = unit_coordinates(scenes, frames, height, width)
     mask = scenes.x.new_empty(len(scenes), frames, height, width)
     for shape in scenes.shape.unique().tolist():
-        chosen = scenes.shape == shape
-        mask[chosen] = coverage(shape, u[chosen], v[chosen], pixels[chosen])
+        rows = scenes.shape == shape
+        mask[rows] = coverage(shape, u[rows], v[rows], pixels[rows])
     return mask
 
 
@@ -196,43 +187,54 @@ def captions(
     scenes: Scenes, generator: torch.Generator | None = None, drop: float = 0.3
 ) -> list[str]:
     """One sentence per scene. With a generator, each of `OPTIONAL` is left out with probability `drop`."""
-    keep = torch.ones(len(scenes), len(OPTIONAL), dtype=torch.bool)
+    is_named = torch.ones(len(scenes), len(OPTIONAL), dtype=torch.bool)
     if generator is not None:
-        keep = torch.rand(keep.shape, generator=generator, device=generator.device).cpu() >= drop
+        u = torch.rand(is_named.shape, generator=generator, device=generator.device)
+        is_named = u.cpu() >= drop
     sentences = []
-    for i, kept in enumerate(keep.tolist()):
+    for i in range(len(scenes)):
         words = {name: names[int(getattr(scenes, name)[i])] for name, names in ATTRIBUTES.items()}
-        sentences.append(
-            sentence(
-                {**words, **{name: "" for name, k in zip(OPTIONAL, kept, strict=True) if not k}}
-            )
-        )
+        for k, name in enumerate(OPTIONAL):
+            if not is_named[i, k]:
+                words[name] = ""
+        sentences.append(sentence(words))
     return sentences
 
 
 def sentence(words: Mapping[str, str]) -> str:
     """The caption for a word of each attribute; empty ones are left out."""
-    shape = f'letter "{words["shape"]}"' if len(words["shape"]) == 1 else words["shape"]
-    speed = {"slow": "slowly", "fast": "fast", "": ""}[words["speed"]]
+    is_letter = len(words["shape"]) == 1
+    shape = f'letter "{words["shape"]}"' if is_letter else words["shape"]
+    adverb = {"slow": "slowly", "fast": "fast", "": ""}[words["speed"]]
     place = f"on a {words['background']} background" if words["background"] else ""
-    parts = ["a", words["size"], words["colour"], shape, "moving", words["direction"], speed, place]
+    parts = [
+        "a",
+        words["size"],
+        words["colour"],
+        shape,
+        "moving",
+        words["direction"],
+        adverb,
+        place,
+    ]
     return " ".join(part for part in parts if part)
 
 
 def parse(prompt: str) -> dict[str, int]:
     """Attributes named by a prompt, name -> class index; unnamed ones are absent. Letters are in quotes."""
     tokens = re.findall(r'["“][^"”]*["”]|[^\s"“”.,;:!]+', prompt)
-    found: dict[str, int] = {}
+    named: dict[str, int] = {}
     for token, following in zip_longest(tokens, tokens[1:], fillvalue=""):
         if _says_nothing(token.lower(), following.lower()):
             continue
         name, index = _look_up(token, following, prompt)
-        if found.setdefault(name, index) != index:
+        if named.setdefault(name, index) != index:
             words = ATTRIBUTES[name]
             raise ValueError(
-                f"prompt {prompt!r} names two {name}s, {words[found[name]]} and {words[index]}: keep one"
+                f"prompt {prompt!r} names two {name}s, "
+                f"{words[named[name]]} and {words[index]}: keep one"
             )
-    return found
+    return named
 
 
 def _says_nothing(word: str, following: str) -> bool:
@@ -244,22 +246,20 @@ def _says_nothing(word: str, following: str) -> bool:
 
 def _look_up(token: str, following: str, prompt: str) -> tuple[str, int]:
     """Attribute and class of one word; the word before "background" is the background, quotes enclose a letter."""
-    names: tuple[str, ...] = ("shape",)
+    word = ALIASES.get(token.lower(), token.lower())
     if token[0] in '"“':
         word = token[1:-1].strip().upper()
+        names = ["shape"]
+    elif following.lower() == "background":
+        names = ["background"]
     else:
-        word = ALIASES.get(token.lower(), token.lower())
-        is_place = following.lower() == "background"
-        names = (
-            ("background",)
-            if is_place
-            else tuple(name for name in ATTRIBUTES if name != "background")
-        )
+        names = [name for name in ATTRIBUTES if name != "background"]
     for name in names:
         if word in ATTRIBUTES[name]:
             return name, ATTRIBUTES[name].index(word)
     known = "; ".join(f"{name}: {', '.join(words)}" for name, words in ATTRIBUTES.items())
     raise ValueError(
-        f"unknown word {token!r} in prompt {prompt!r}. Known words are {known}; letters are written in double quotes "
-        f'(letter "T") and a background as "on a black background".'
+        f"unknown word {token!r} in prompt {prompt!r}. Known words are {known}; "
+        'letters are written in double quotes (letter "T") '
+        'and a background as "on a black background".'
     )

@@ -9,21 +9,30 @@ from torch import Tensor
 from sage_grpo.data.requests import Request
 from sage_grpo.models.backbone import Backbone
 from sage_grpo.worlds.shapes.oracle import read
-from sage_grpo.worlds.shapes.reward import ShapesReward
-from sage_grpo.worlds.shapes.scenes import captions, render, sample_scenes, scenes_from_prompt
+from sage_grpo.worlds.shapes.scenes import (
+    captions,
+    parse,
+    render,
+    sample_scenes,
+    scenes_from_prompt,
+)
 
-GOLD_METRICS = ("match", "distance", "prompt_distance")
 FLOOR_CLIPS = 16
-SAME_OBJECT = 0.5  # of the distance between an image and its background: more if the object is two pixels away
+# An image's object is in its place if the image is at most this far away, as a fraction of its distance from an empty
+# background. An object two pixels away is farther.
+SAME_OBJECT = 0.5
 
 
 class ShapesWorld:
     """Implements `World`."""
 
-    name, reward = "shapes", "shapes"
+    name = "shapes"
+    reward = "shapes"
 
     def check(self, prompts: Sequence[str]) -> None:
-        ShapesReward().check(prompts)
+        """Reject prompts with words that the world does not know."""
+        for prompt in prompts:
+            parse(prompt)
 
     def gold(self, clips: Tensor, requests: Sequence[Request]) -> dict[str, Tensor]:
         """`match`: whether the clip shows everything its prompt names. `distance`: RMS pixel distance to the manifold;
@@ -33,40 +42,47 @@ class ShapesWorld:
         world; `image_match`: whether it is small, which takes the right object within about two pixels of its place.
         """
         reading = read(clips, [request.text for request in requests])
-        found = {name: getattr(reading, name).double().cpu() for name in GOLD_METRICS}
-        if pictures := [np.array(request.image.cropped()) for request in requests if request.image]:
+        metrics = {
+            "match": reading.match.double().cpu(),
+            "distance": reading.distance.double().cpu(),
+            "prompt_distance": reading.prompt_distance.double().cpu(),
+        }
+        pictures = [np.array(request.image.cropped()) for request in requests if request.image]
+        if pictures:
+            frames, height, width = clips.shape[1:4]
+            first_frames = render(reading.scenes, frames, height, width)[:, 0].flatten(1, 2).cpu()
             images = torch.from_numpy(np.stack(pictures)).flatten(1, 2).double() / 255
-            first = render(reading.scenes, *clips.shape[1:4])[:, 0].flatten(1, 2).cpu()
-            object_size = rms(
-                images - images.median(1, keepdim=True).values
-            )  # how far it is from an empty background
-            found["image_distance"] = rms(first - images)
-            found["image_match"] = (found["image_distance"] < SAME_OBJECT * object_size).double()
-        return found
+            empty_distance = rms(images - images.median(1, keepdim=True).values)
+            image_distance = rms(first_frames - images)
+            metrics["image_distance"] = image_distance
+            metrics["image_match"] = (image_distance < SAME_OBJECT * empty_distance).double()
+        return metrics
 
     def draw(
         self, prompts: Sequence[str], frames: int, height: int, width: int, seed: int
     ) -> Tensor:
+        """Render one clip per prompt that shows exactly what the prompt says, (B, F, H, W, 3)."""
         scenes = scenes_from_prompt(prompts, torch.Generator().manual_seed(seed))
         return as_uint8(render(scenes, frames, height, width))
 
     def vae_floor(self, backbone: Backbone) -> dict[str, float]:
+        """Gold metrics of rendered clips after a pass through the model's VAE: the best that a sample can reach."""
         _, decoded, prompts = round_trip(backbone, FLOOR_CLIPS)
-        return {
-            "distance": self.gold(decoded, [Request(text) for text in prompts])["distance"]
-            .mean()
-            .item()
-        }
+        metrics = self.gold(decoded, [Request(text) for text in prompts])
+        return {"distance": metrics["distance"].mean().item()}
 
 
 def round_trip(backbone: Backbone, count: int, seed: int = 0) -> tuple[Tensor, Tensor, list[str]]:
     """Rendered clips, their VAE reconstructions, uint8 (count, F, H, W, 3) each, and their full captions."""
-    settings, scenes = backbone.sampling, sample_scenes(count, torch.Generator().manual_seed(seed))
-    clips = as_uint8(render(scenes, settings.frames, settings.height, settings.width))
-    return clips, backbone.decode(backbone.encode_video(clips)).cpu(), captions(scenes)
+    sampling = backbone.sampling
+    scenes = sample_scenes(count, torch.Generator().manual_seed(seed))
+    clips = as_uint8(render(scenes, sampling.frames, sampling.height, sampling.width))
+    decoded = backbone.decode(backbone.encode_video(clips)).cpu()
+    return clips, decoded, captions(scenes)
 
 
 def rms(x: Tensor) -> Tensor:
+    """(B, ...) -> (B,)"""
     return x.square().flatten(1).mean(1).sqrt()
 
 
