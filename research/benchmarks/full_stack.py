@@ -1,6 +1,7 @@
 """All parts at their real size on one GPU, with random weights: Qwen2.5-VL 7B, ByT5, transformer, VAE, VideoAlign 2B.
 
-    python -m research.benchmarks.full_stack --scratch /tmp/full_stack --output research/benchmarks/DATE-full-stack-h200.md
+    python -m research.benchmarks.full_stack --scratch /tmp/full_stack \\
+        --output research/benchmarks/results/DATE-full-stack-h200.md
 
 Trains two iterations of configs/hunyuan15_1gpu_lora.yaml by post_train.py itself. SIGTERM in the rollout of the second
 one must end it with exit code 75; the same command resumes. generate.py then samples from the checkpoint. The parts are
@@ -11,7 +12,7 @@ import json
 import math
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,10 @@ from research.benchmarks.parts import (
     table,
     wrapped,
 )
+from sage_grpo.config.parse import parse
 from sage_grpo.exit_codes import DONE, PREEMPTED
+from sage_grpo.tools.plan.memory import memory
+from sage_grpo.tools.plan.planner import plan_of
 
 NAMES = ("model", "train", "resume", "generate")
 LIMITS = {"model": 150, "train": 300, "resume": 240, "generate": 150}
@@ -48,24 +52,29 @@ GENERATE = "--num_frames 81 --fixed_size 352x624 --num_inference_steps 10"
 SMALL_TRAIN = "--device cpu --compile False --validate_video_length 5 --validation_fixed_size 16x16"
 SMALL_GENERATE = "--num_frames 5 --fixed_size 16x16 --num_inference_steps 2"
 LOADING = ("load reward", "load encoders", "encode prompts", "load transformer", "load checkpoint")
-IMPORTS, READY = "Python starts, imports", "all until the first rollout"
+IMPORTS = "Python starts, imports"
+READY = "all until the first rollout"
 MOMENTS = ("rollout", "decode", "reward", "anchor", "update")
+ROWS = (IMPORTS, *LOADING, READY, *MOMENTS, "save", "validation")
 
 
 class FullStack:
     """The programs of this benchmark, and what they leave in the scratch folder."""
 
     def __init__(self, scratch: Path, rehearse: bool) -> None:
-        self.scratch, self.rehearse = scratch, rehearse
-        self.model, self.run, self.logs = scratch / "model", scratch / "run", scratch / "logs"
+        self.scratch = scratch
+        self.rehearse = rehearse
+        self.model = scratch / "model"
+        self.run = scratch / "run"
+        self.logs = scratch / "logs"
 
     def write_model(self, limit: float) -> Results:
+        """Write the random model, unless it exists."""
         if (self.model / "model_index.json").is_file():
             return {"line": f"{self.model}: already there", "gb": gigabytes(self.model)}
-        words = ["--tiny", "--device", "cpu"] if self.rehearse else ["--encoders"]
-        command = python(
-            "-m", "research.benchmarks.random_model", "--output", self.model, "--reward", *words
-        )
+        command = python("-m", "research.benchmarks.random_model", "--output", self.model)
+        command += ["--reward"]
+        command += ["--tiny", "--device", "cpu"] if self.rehearse else ["--encoders"]
         program = Program(command, self.logs / "model.log")
         program.wait(limit)
         return {"line": program.tail().strip().splitlines()[-1], "gb": gigabytes(self.model)}
@@ -74,23 +83,12 @@ class FullStack:
         """Flags of post_train.py, without the resume."""
         prompts = self.scratch / "validation.txt"
         prompts.write_text(f"{PROMPT}\n")
-        small = ["--train_prompts", prompts, *SMALL_TRAIN.split()]
-        words = [
-            "--config",
-            CONFIG,
-            "--pretrained_model_root",
-            self.model,
-            "--output_dir",
-            self.run,
-        ]
-        words += [
-            "--prompt_cache",
-            self.scratch / "embeddings",
-            "--validation_prompts",
-            prompts,
-            *TRAIN.split(),
-        ]
-        return [str(word) for word in words + (small if self.rehearse else [])]
+        words = ["--config", CONFIG, "--pretrained_model_root", self.model]
+        words += ["--output_dir", self.run, "--prompt_cache", self.scratch / "embeddings"]
+        words += ["--validation_prompts", prompts, *TRAIN.split()]
+        if self.rehearse:
+            words += ["--train_prompts", prompts, *SMALL_TRAIN.split()]
+        return [str(word) for word in words]
 
     def train(self, limit: float) -> Results:
         """Train until the second rollout, in which a signal stops the run."""
@@ -98,56 +96,46 @@ class FullStack:
         end = time.monotonic() + limit
         while program.process.poll() is None and time.monotonic() < end and rollouts(phases) < 2:
             time.sleep(0.1)
-        time.sleep(0 if self.rehearse else 1)  # a tiny iteration may take no more than that
+        if not self.rehearse:  # a tiny iteration may take no more than a second
+            time.sleep(1)
         program.process.send_signal(signal.SIGTERM)
-        told = time.time()
-        found = self.outcome(program, phases, max(1.0, end - time.monotonic()), PREEMPTED)
-        return found | {"stop_seconds": found["ended"] - told}
+        signaled = time.time()
+        result = self.outcome(program, phases, max(1.0, end - time.monotonic()), PREEMPTED)
+        return result | {"stop_seconds": result["ended"] - signaled}
 
     def resume(self, limit: float) -> Results:
         """Start the command again; its second iteration is still to do."""
-        program, phases = self.start(
-            "resume", "post_train.py", *self.flags(), "--resume_from_checkpoint", "auto"
-        )
-        found = self.outcome(program, phases, limit, DONE)
-        if [line["step"] for line in found["iterations"]] != [1, 2]:
+        words = ["post_train.py", *self.flags(), "--resume_from_checkpoint", "auto"]
+        program, phases = self.start("resume", *words)
+        result = self.outcome(program, phases, limit, DONE)
+        if [line["step"] for line in result["iterations"]] != [1, 2]:
             raise PartError(f"the run has other iterations than 1 and 2: {program.tail()}")
-        return found
+        return result
 
     def generate(self, limit: float) -> Results:
         """Sample one clip from the last checkpoint."""
-        newest = max((self.run / "checkpoints").glob("step-??????"))
+        checkpoint = max((self.run / "checkpoints").glob("step-??????"))
         output = self.scratch / "generated"
-        words = [
-            "--model_path",
-            self.model,
-            "--checkpoint_path",
-            newest,
-            "--prompt",
-            PROMPT,
-            "--output_path",
-            output,
-        ]
+        words = ["generate.py", "--model_path", self.model, "--checkpoint_path", checkpoint]
+        words += ["--prompt", PROMPT, "--output_path", output]
         words += (SMALL_GENERATE if self.rehearse else GENERATE).split()
-        program, phases = self.start("generate", "generate.py", *words)
+        program, phases = self.start("generate", *words)
         program.wait(limit)
         clip = next(output.glob("*.mp4"))
         record = json.loads(clip.with_suffix(".json").read_text())
+        settings = ("frames", "height", "width", "num_steps", "guidance")
         return {
             "command": program.command,
             "whole": time.time() - program.begun,
             "records": ended(phases),
-        } | {
             "clip_bytes": clip.stat().st_size,
-            "sampling": {
-                name: record[name]
-                for name in ("frames", "height", "width", "num_steps", "guidance")
-            },
-            "checkpoint": newest.name,
+            "sampling": {name: record[name] for name in settings},
+            "checkpoint": checkpoint.name,
             "host_gb": host_gb(phases),
         }
 
     def start(self, name: str, *words: object) -> tuple[Program, Path]:
+        """Start a program; returns it and the folder where its phases are recorded."""
         phases = self.scratch / "phases" / name
         return Program(python(*words), self.logs / f"{name}.log", PHASES=phases), phases
 
@@ -156,12 +144,14 @@ class FullStack:
         try:
             program.wait(limit, (code,))
         except PartError as error:
-            error.partial = self.found(program, phases)
+            error.partial = self.results(program, phases)
             raise
-        return self.found(program, phases) | {"exit_code": code}
+        return self.results(program, phases) | {"exit_code": code}
 
-    def found(self, program: Program, phases: Path) -> Results:
-        now, checkpoints = time.time(), sorted((self.run / "checkpoints").glob("step-??????"))
+    def results(self, program: Program, phases: Path) -> Results:
+        """What a run has left so far."""
+        now = time.time()
+        checkpoints = sorted((self.run / "checkpoints").glob("step-??????"))
         begins = [record for record in recorded(phases) if record["event"] == "begin"]
         rollout = [record["time"] for record in begins if record["phase"] == "rollout"]
         return {
@@ -179,35 +169,29 @@ class FullStack:
 
 
 def gigabytes(folder: Path) -> float:
+    """Size of all files in a folder, in GB."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 1e9
 
 
 def rollouts(phases: Path) -> int:
     """How many rollouts have begun."""
-    return sum(
-        record["event"] == "begin" and record["phase"] == "rollout" for record in recorded(phases)
-    )
+    begins = [record for record in recorded(phases) if record["event"] == "begin"]
+    return sum(record["phase"] == "rollout" for record in begins)
 
 
 def ended(phases: Path) -> list[dict[str, Any]]:
     """Seconds and peak of each phase, in order."""
-    kept = ("phase", "seconds", "peak_gb", "time")
-    return [
-        {name: record[name] for name in kept}
-        for record in recorded(phases)
-        if record["event"] == "end"
-    ]
+    keys = ("phase", "seconds", "peak_gb", "time")
+    ends = [record for record in recorded(phases) if record["event"] == "end"]
+    return [{key: record[key] for key in keys} for record in ends]
 
 
 def planned(flags: Sequence[str]) -> dict[str, float]:
     """The planner's GB at each moment."""
-    from sage_grpo.config.parse import parse
-    from sage_grpo.tools.plan.memory import memory
-    from sage_grpo.tools.plan.planner import plan_of
-
     parts = memory(plan_of(parse(list(flags)), 1)).values()
-    found = {moment: sum(part[moment] for part in parts) / 1e9 for moment in (*MOMENTS, "step")}
-    return found | {"update": max(found["update"], found["step"])}
+    peaks = {moment: sum(part[moment] for part in parts) / 1e9 for moment in (*MOMENTS, "step")}
+    peaks["update"] = max(peaks["update"], peaks["step"])
+    return peaks
 
 
 def main(words: list[str] | None = None) -> None:
@@ -217,9 +201,9 @@ def main(words: list[str] | None = None) -> None:
     parts.run("model", LIMITS["model"], stack.write_model)
     if (stack.model / "model_index.json").is_file():
         parts.results["planned"] = planned(stack.flags())
-    works: dict[str, Callable[[float], Results]] = {"train": stack.train, "resume": stack.resume}
-    for name, work in (works | {"generate": stack.generate}).items():
-        parts.run(name, LIMITS[name], work)
+    parts.run("train", LIMITS["train"], stack.train)
+    parts.run("resume", LIMITS["resume"], stack.resume)
+    parts.run("generate", LIMITS["generate"], stack.generate)
     parts.end()
 
 
@@ -229,12 +213,15 @@ def page(results: Results) -> str:
     lines = heading("All parts at full size", results["about"])
     lines += ["    python post_train.py " + " ".join(results["flags"]), ""]
     model = parts.get("model")
-    lines += (
-        [f"- model: {model['line']}."] if model and "line" in model else failure("model", model)
-    )
-    train, resume = (parts.get(name) for name in ("train", "resume"))
-    for name, part in (("train", train), ("resume", resume)):
-        lines += failure(name, part) if part is None or "error" in part else []
+    if model and "line" in model:
+        lines.append(f"- model: {model['line']}.")
+    else:
+        lines += failure("model", model)
+    train = parts.get("train")
+    resume = parts.get("resume")
+    for name, part in {"train": train, "resume": resume}.items():
+        if part is None or "error" in part:
+            lines += failure(name, part)
     lines += ["", "Peaks are those of torch's allocator; the planner's have no reserve.", ""]
     lines += [*phase_table(train, resume, results.get("planned", {})), ""]
     lines += run_facts(train, resume)
@@ -250,20 +237,13 @@ def phase_table(
     train: Results | None, resume: Results | None, planned: Mapping[str, float]
 ) -> list[str]:
     """Seconds and peak of each phase in the first run and in the resumed one."""
-    cells: dict[str, list[str]] = {}
-    for column, part in enumerate((train, resume)):
-        if not part or "records" not in part:
-            continue
-        names = [*LOADING, *MOMENTS, "save", "validation"]
-        values = {name: [r for r in part["records"] if r["phase"] == name] for name in names}
-        rows = {IMPORTS: [f"{part['before']:.1f}", ""], READY: [f"{part['ready']:.1f}", ""]}
-        for name, found in values.items():
-            if found:  # a stopped rollout is the last of two
-                first = found[0]
-                rows[name] = [f"{first['seconds']:.1f}", f"{first['peak_gb']:.1f}"]
-        for name, pair in rows.items():
-            cells.setdefault(name, ["", "", "", ""])[2 * column : 2 * column + 2] = pair
-    rows = [[n, *cells[n], f"{planned[n]:.1f}" if n in planned else ""] for n in order(cells)]
+    first = phase_cells(train)
+    second = phase_cells(resume)
+    nothing = ("", "")
+    rows = []
+    for name in (name for name in ROWS if name in first or name in second):
+        cells = [*first.get(name, nothing), *second.get(name, nothing)]
+        rows.append([name, *cells, f"{planned[name]:.1f}" if name in planned else ""])
     head = (
         "phase",
         "iteration 1, s",
@@ -275,9 +255,15 @@ def phase_table(
     return table(head, rows)
 
 
-def order(cells: Mapping[str, Any]) -> list[str]:
-    wanted = [IMPORTS, *LOADING, READY, *MOMENTS, "save", "validation"]
-    return [name for name in wanted if name in cells]
+def phase_cells(part: Results | None) -> dict[str, tuple[str, str]]:
+    """Seconds and peak of the first of each phase in a run; a stopped rollout is its second."""
+    if not part or "records" not in part:
+        return {}
+    cells = {IMPORTS: (f"{part['before']:.1f}", ""), READY: (f"{part['ready']:.1f}", "")}
+    for record in part["records"]:
+        seconds, peak = f"{record['seconds']:.1f}", f"{record['peak_gb']:.1f}"
+        cells.setdefault(record["phase"], (seconds, peak))
+    return cells
 
 
 def run_facts(train: Results | None, resume: Results | None) -> list[str]:
@@ -302,15 +288,18 @@ def run_facts(train: Results | None, resume: Results | None) -> list[str]:
 
 
 def checkpoint_text(part: Results) -> str:
-    return (
-        ", ".join(f"{name} of {size:.2f} GB" for name, size in part["checkpoints"].items())
-        or "no checkpoint"
-    )
+    """Names and sizes of the checkpoints."""
+    checkpoints = [f"{name} of {size:.2f} GB" for name, size in part["checkpoints"].items()]
+    return ", ".join(checkpoints) or "no checkpoint"
 
 
 def generated_lines(part: Results) -> list[str]:
+    """What was sampled, and seconds and peak of each phase."""
     s = part["sampling"]
-    rows = [[r["phase"], f"{r['seconds']:.1f}", f"{r['peak_gb']:.1f}"] for r in part["records"]]
+    rows = [
+        [record["phase"], f"{record['seconds']:.1f}", f"{record['peak_gb']:.1f}"]
+        for record in part["records"]
+    ]
     return [
         f"{s['frames']} x {s['height']} x {s['width']}, {s['num_steps']} steps, guidance {s['guidance']:g}, from "
         f"{part['checkpoint']}: {part['whole']:.0f} s in all, {part['host_gb']:.1f} GB of host memory, an mp4 of "

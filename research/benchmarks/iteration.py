@@ -1,6 +1,7 @@
 """How long does an iteration take, compared with a plain loop on stock diffusers?
 
-    python -m research.benchmarks.iteration --iterations 3 --guidance_scale 1 --output research/benchmarks/DATE-iteration-cpu.md
+    python -m research.benchmarks.iteration --iterations 3 --guidance_scale 1 \\
+        --output research/benchmarks/results/DATE-iteration-cpu.md
 
 Three loops take turns on one machine, with the same prompts, noise, reward, trained parameters and number of forwards:
     ours          unmodified `Trainer.train`, with the times it logs
@@ -58,10 +59,8 @@ PHASES = (
     "other",
 )
 IN_MODEL = ("text encoding", "rollout", "reference/anchor", "update")
-OWN_NAMES = {
-    "gold metrics": "gold",
-    "reference/anchor": "anchor",
-}  # phases that the trainer logs under another name
+# phases that the trainer logs under another name
+LOGGED_NAMES = {"gold metrics": "gold", "reference/anchor": "anchor"}
 # fp32: a pixel may round the other way, and rewards and gradient see it
 TOLERANCES = {"latents": 1e-4, "rewards": 1e-2, "gradient": 1e-2}
 # Features that the plain loop lacks; with other values the loops would do different work.
@@ -101,10 +100,13 @@ class Outcome:
     gradient: Tensor  # (P,) over all trained parameters, before clipping
 
 
-class Result(NamedTuple):
+@dataclass(frozen=True)
+class Result:
+    """What the page shows."""
+
     config: Config  # with model-dependent values filled in
     short: Padding
-    found: dict[str, list[Outcome]]  # per loop, without the warm-up
+    outcomes: dict[str, list[Outcome]]  # per loop, without the warm-up
     agreement: list[str]  # of each plain loop with ours, one line each
 
 
@@ -112,19 +114,21 @@ class PlainLoop:
     """GRPO on stock diffusers: nothing packed, nothing shared, a second transformer as reference."""
 
     def __init__(self, trainer: Trainer, padding: Padding) -> None:
-        c, self.device = trainer.config, trainer.ranks.device
-        self.trainer, self.config = trainer, c
-        root, kwargs = c.pretrained_model_root, {"dtype": torch.float32, "local_files_only": True}
+        c = trainer.config
+        self.trainer = trainer
+        self.config = c
+        self.device = trainer.ranks.device
+
+        root = c.pretrained_model_root
+        kwargs = {"dtype": torch.float32, "local_files_only": True}
         transformer = StockTransformer.from_pretrained(root, subfolder="transformer", **kwargs)
-        self.pipe = HunyuanVideo15Pipeline.from_pretrained(
-            root, transformer=transformer, **kwargs
-        ).to(self.device)
-        self.pipe.tokenizer_max_length, self.pipe.tokenizer_2_max_length = (
-            padding.text,
-            padding.glyph,
-        )
+        pipe = HunyuanVideo15Pipeline.from_pretrained(root, transformer=transformer, **kwargs)
+        self.pipe = pipe.to(self.device)
+        self.pipe.tokenizer_max_length = padding.text
+        self.pipe.tokenizer_2_max_length = padding.glyph
         self.pipe.vision_num_semantic_tokens = padding.image
         self.pipe.vae.enable_slicing()  # the stock VAE decodes one clip at a time; a batch fails
+
         self.policy = self.pipe.transformer.eval()
         self.reference = copy.deepcopy(self.policy).requires_grad_(False)
         if c.use_lora:
@@ -141,13 +145,17 @@ class PlainLoop:
 
     def iteration(self, step: int, batch: Sequence[Trajectory]) -> Outcome:
         """Regenerate the clips of the trainer's `batch` in iteration `step`, and train on them."""
-        watch, trainer = Stopwatch(self.device), self.trainer
+        trainer = self.trainer
+        watch = Stopwatch(self.device)
         micro_batches = [trajectory.micro_batch for trajectory in batch]
+        texts = [trainer.requests[prompt].text for (prompt, _), *_ in micro_batches]
         with watch.phase("text encoding"):
-            conditions = self.encode([trainer.requests[one[0][0]].text for one in micro_batches])
+            conditions = self.encode(texts)
         with watch.phase("rollout"):
-            planned = zip(micro_batches, conditions, strict=True)
-            paths = [self.roll_out(one, cond, step) for one, cond in planned]
+            paths = [
+                self.roll_out(micro_batch, cond, step)
+                for micro_batch, cond in zip(micro_batches, conditions, strict=True)
+            ]
         with watch.phase("decode"):
             clips = [clip for path in paths for clip in self.decode(path.x[-1])]
         with watch.phase("reward"):
@@ -155,7 +163,8 @@ class PlainLoop:
         advantages = trainer.advantages(scores).values.to(self.device, torch.float32)
         gradient = self.update(paths, advantages, watch)
         seconds = with_other(watch.seconds, watch.record()["time/total"])
-        return Outcome(seconds, torch.cat([path.x[-1] for path in paths]), scores.total, gradient)
+        latents = torch.cat([path.x[-1] for path in paths])
+        return Outcome(seconds, latents, scores.total, gradient)
 
     @torch.no_grad()
     def encode(self, texts: list[str]) -> list[list[Tensor]]:
@@ -178,28 +187,29 @@ class PlainLoop:
     def forward(
         self, model: StockTransformer, x: Tensor, sigma: Tensor, cond: list[Tensor]
     ) -> Tensor:
+        """One forward of the stock transformer, with its padded text and masks."""
         text, text_mask, glyph, glyph_mask = (part.expand(len(x), *part.shape[1:]) for part in cond)
-        return model(
-            hidden_states=torch.cat(
-                [x, *self.pipe.prepare_cond_latents_and_mask(x, x.dtype, x.device)], dim=1
-            ),
+        image_tokens = self.pipe.vision_num_semantic_tokens
+        channels = self.pipe.prepare_cond_latents_and_mask(x, x.dtype, x.device)
+        (velocity,) = model(
+            hidden_states=torch.cat([x, *channels], dim=1),
             timestep=1000 * sigma.expand(len(x)),
             encoder_hidden_states=text,
             encoder_attention_mask=text_mask,
             encoder_hidden_states_2=glyph,
             encoder_attention_mask_2=glyph_mask,
-            image_embeds=x.new_zeros(
-                len(x), self.pipe.vision_num_semantic_tokens, model.config.image_embed_dim
-            ),
+            image_embeds=x.new_zeros(len(x), image_tokens, model.config.image_embed_dim),
             return_dict=False,
-        )[0]
+        )
+        return velocity
 
     @torch.no_grad()
     def roll_out(self, micro_batch: MicroBatch, cond: list[Tensor], step: int) -> Rollout:
-        (prompts, samples), schedule = zip(*micro_batch, strict=True), self.schedule
-        first, noise = counter_noise(
-            self.trainer.shape, self.config.seed, samples, "rollout", prompts, step
-        )
+        """Sample one group with noise in all exploring steps."""
+        schedule = self.schedule
+        shape = self.trainer.shape
+        prompts, samples = zip(*micro_batch, strict=True)
+        first, noise = counter_noise(shape, self.config.seed, samples, "rollout", prompts, step)
         path = Rollout(cond, [first.to(self.device)], [])
         for i in tqdm(range(schedule.num_steps), "rollout", leave=False):
             velocity = self.velocity(self.policy, path.x[i], schedule.sigmas[i], cond)
@@ -211,29 +221,30 @@ class PlainLoop:
     @torch.no_grad()
     def decode(self, latents: Tensor) -> list[Tensor]:
         """Decode as the stock pipeline does, then convert to uint8 clips (F, H, W, 3)."""
-        video = self.pipe.vae.decode(
-            latents / self.pipe.vae.config.scaling_factor, return_dict=False
-        )[0]
-        video = self.pipe.video_processor.postprocess_video(
-            video, output_type="pt"
-        )  # (B, F, 3, H, W) in 0..1
-        return list((255 * video).round().to(torch.uint8).permute(0, 1, 3, 4, 2).cpu())
+        vae = self.pipe.vae
+        decoded = vae.decode(latents / vae.config.scaling_factor, return_dict=False)[0]
+        video = self.pipe.video_processor.postprocess_video(decoded, output_type="pt")
+        pixels = (255 * video).round().to(torch.uint8)  # (B, F, 3, H, W)
+        return list(pixels.permute(0, 1, 3, 4, 2).cpu())
 
     def update(self, paths: list[Rollout], advantages: Tensor, watch: Stopwatch) -> Tensor:
         """One optimizer step on all clips and steps; returns the gradient."""
-        c, schedule, steps = self.config, self.schedule, list(self.trainer.windows.steps)
+        c = self.config
+        schedule = self.schedule
+        steps = list(self.trainer.windows.steps)
         scale = equalizer(self.trainer.sampler, c.use_grad_balancing)
         pairs = len(advantages) * len(steps)
-        groups = list(zip(paths, advantages.split([len(path.x[0]) for path in paths]), strict=True))
+        group_sizes = [len(path.x[0]) for path in paths]
+        groups = list(zip(paths, advantages.split(group_sizes), strict=True))
         for i in tqdm(steps, "update", leave=False):
+            sigma = schedule.sigmas[i]
             for path, advantage in groups:
+                x = path.x[i]
                 with watch.phase("reference/anchor"), torch.no_grad():
-                    reference = self.velocity(
-                        self.reference, path.x[i], schedule.sigmas[i], path.cond
-                    )
+                    reference = self.velocity(self.reference, x, sigma, path.cond)
                 with watch.phase("update"):
-                    velocity = self.velocity(self.policy, path.x[i], schedule.sigmas[i], path.cond)
-                    log_prob = schedule.log_prob(i, path.x[i], velocity, path.x[i + 1])
+                    velocity = self.velocity(self.policy, x, sigma, path.cond)
+                    log_prob = schedule.log_prob(i, x, velocity, path.x[i + 1])
                     policy = policy_loss(log_prob - path.log_prob[i], advantage, c.clip_range)
                     kl = schedule.kl(i, velocity, reference)
                     objective(policy, scale[i], kl, c.kl_weight, pairs).backward()
@@ -260,45 +271,49 @@ def watch_trainer(
     trainer: Trainer, then: Callable[[int, Sequence[Trajectory], Outcome], None]
 ) -> None:
     """Run `Trainer.train`, calling `then` after each iteration, outside its timings."""
-    parameters, clip, log = trainer.optimization.parameters, trainer.optimization.clip, trainer.log
-    seen: dict[str, Any] = {}  # results and durations of the methods named below, in this iteration
+    parameters = trainer.optimization.parameters
+    clip = trainer.optimization.clip
+    log = trainer.log
+    results: dict[str, Any] = {}  # of the methods named below, in this iteration
+    seconds: dict[str, float] = {}  # that they took
 
-    def keep(owner: object, name: str) -> None:
+    def watch(owner: object, name: str) -> None:
         method = getattr(owner, name)
 
-        def kept(*arguments: Any) -> Any:
-            begun = time.perf_counter()
-            seen[name] = method(*arguments)
-            seen[f"{name} seconds"] = time.perf_counter() - begun
-            return seen[name]
+        def watched(*arguments: Any) -> Any:
+            begin = time.perf_counter()
+            results[name] = method(*arguments)
+            seconds[name] = time.perf_counter() - begin
+            return results[name]
 
-        setattr(owner, name, kept)
+        setattr(owner, name, watched)
 
-    def keep_gradient() -> float:
-        seen["gradient"] = flat_gradient(parameters)
+    def clip_and_keep() -> float:
+        results["gradient"] = flat_gradient(parameters)
         return clip()
 
-    def log_and_go_on(record: dict[str, Any], bar: tqdm) -> None:
-        seconds, latents = (
-            logged_seconds(record, seen["encode seconds"]),
-            [t.latents for t in seen["roll_out"]],
+    def log_and_continue(record: dict[str, Any], bar: tqdm) -> None:
+        batch = results["roll_out"]
+        ours = Outcome(
+            seconds=logged_seconds(record, seconds["encode"]),
+            latents=torch.cat([trajectory.latents for trajectory in batch]),
+            rewards=results["score"].total,
+            gradient=results["gradient"],
         )
-        ours = Outcome(seconds, torch.cat(latents), seen["score"].total, seen["gradient"])
-        then(trainer.step - 1, seen["roll_out"], ours)
+        then(trainer.step - 1, batch, ours)
         log(record, bar)
 
-    for owner, name in (
-        (trainer.backbone, "encode"),
-        *((trainer, name) for name in ("roll_out", "score")),
-    ):
-        keep(owner, name)
-    trainer.optimization.clip, trainer.log = keep_gradient, log_and_go_on
+    watch(trainer.backbone, "encode")
+    watch(trainer, "roll_out")
+    watch(trainer, "score")
+    trainer.optimization.clip = clip_and_keep
+    trainer.log = log_and_continue
     trainer.train()
 
 
 def logged_seconds(record: dict[str, Any], encoding: float) -> dict[str, float]:
     """The trainer's phase times; its rollout includes fetching embeddings, computed once before the first step."""
-    seconds = {phase: record[f"time/{OWN_NAMES.get(phase, phase)}"] for phase in PHASES[1:-1]}
+    seconds = {phase: record[f"time/{LOGGED_NAMES.get(phase, phase)}"] for phase in PHASES[1:-1]}
     inside = {"text encoding": encoding, "rollout": seconds["rollout"] - encoding}
     return with_other(seconds | inside, record["time/total"])
 
@@ -306,21 +321,25 @@ def logged_seconds(record: dict[str, Any], encoding: float) -> dict[str, float]:
 def longest(trainer: Trainer) -> Padding:
     """The smallest padding that fits every training prompt and the negative prompt."""
     texts = {trainer.config.negative_prompt, *(prompt.text for prompt in trainer.requests)}
-    found = trainer.backbone.encode([Request(text) for text in sorted(texts)])
-    return Padding(max(len(c.text) for c in found), max(1, *(len(c.glyph) for c in found)), 1)
+    conditions = trainer.backbone.encode([Request(text) for text in sorted(texts)])
+    text = max(len(cond.text) for cond in conditions)
+    glyph = max(1, *(len(cond.glyph) for cond in conditions))
+    return Padding(text=text, glyph=glyph, image=1)
 
 
 def check_equal(ours: Outcome, plain: Outcome) -> str:
     """One line on the agreement of two iterations from equal weights; a real difference is an error."""
-    pairs = {"latents": (ours.latents, plain.latents), "rewards": (ours.rewards, plain.rewards)}
-    found = {name: (one - other).abs().max().item() for name, (one, other) in pairs.items()}
-    found["gradient"] = ((ours.gradient - plain.gradient).norm() / ours.gradient.norm()).item()
-    line = "latents differ by {latents:.1e}, rewards by {rewards:.1e}, the gradient by {gradient:.1e} of its norm"
-    if not all(found[name] <= limit for name, limit in TOLERANCES.items()):
+    latents = (ours.latents - plain.latents).abs().max().item()
+    rewards = (ours.rewards - plain.rewards).abs().max().item()
+    gradient = ((ours.gradient - plain.gradient).norm() / ours.gradient.norm()).item()
+    errors = {"latents": latents, "rewards": rewards, "gradient": gradient}
+    line = f"latents differ by {latents:.1e}, rewards by {rewards:.1e}, the gradient by {gradient:.1e} of its norm"
+    # Written so that NaN, which is not below any limit, fails.
+    if not all(errors[name] <= limit for name, limit in TOLERANCES.items()):
         raise RuntimeError(
-            f"the loops do not compute the same: {line.format(**found)}; allowed are {TOLERANCES}"
+            f"the loops do not compute the same: {line}; allowed are at most {TOLERANCES}"
         )
-    return line.format(**found)
+    return line
 
 
 def measure(config: Config, ranks: Ranks) -> Result:
@@ -330,27 +349,27 @@ def measure(config: Config, ranks: Ranks) -> Result:
     trainer.validation = None
     short = longest(trainer)
     loops = {PLAIN: PlainLoop(trainer, STOCK), SHORT: PlainLoop(trainer, short)}
-    found: dict[str, list[Outcome]] = {name: [] for name in (OURS, *loops)}
+    outcomes: dict[str, list[Outcome]] = {name: [] for name in (OURS, *loops)}
     agreement: list[str] = []
 
     def run_others(step: int, batch: Sequence[Trajectory], ours: Outcome) -> None:
-        outcomes = {OURS: ours} | {
-            name: loop.iteration(step, batch) for name, loop in loops.items()
-        }
-        if step == 0:
-            agreement.extend(f"- {name}: {check_equal(ours, outcomes[name])}" for name in loops)
-        else:
-            for name, outcome in outcomes.items():
-                found[name].append(outcome)
+        plain = {name: loop.iteration(step, batch) for name, loop in loops.items()}
+        if step == 0:  # the warm-up
+            agreement.extend(f"- {name}: {check_equal(ours, plain[name])}" for name in loops)
+            return
+        outcomes[OURS].append(ours)
+        for name in loops:
+            outcomes[name].append(plain[name])
 
     try:
         watch_trainer(trainer, run_others)
     finally:
         trainer.run.close()
-    return Result(trainer.config, short, found, agreement)
+    return Result(trainer.config, short, outcomes, agreement)
 
 
 def refuse_other_work(config: Config) -> None:
+    """Reject flags with which the plain loop would do other work than ours."""
     for name, value in FIXED.items():
         if getattr(config, name) != value:
             raise ConfigError(
@@ -363,45 +382,43 @@ def refuse_other_work(config: Config) -> None:
 
 
 def medians(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """Median seconds of each phase, and of the total."""
     return {
-        name: statistics.median(o.seconds[name] for o in outcomes) for name in (*PHASES, "total")
+        name: statistics.median(outcome.seconds[name] for outcome in outcomes)
+        for name in (*PHASES, "total")
     }
 
 
-def table(found: dict[str, list[Outcome]]) -> str:
+def table(outcomes: dict[str, list[Outcome]]) -> str:
     """Median seconds by phase, and the slowdown of the plain loops."""
-    columns = {name: medians(outcomes) for name, outcomes in found.items()}
+    columns = {loop: medians(outcomes[loop]) for loop in (OURS, PLAIN, SHORT)}
     rows = [
         "| phase | ours, s | plain, s | ratio | plain, short, s | ratio |",
         "|---|---:|---:|---:|---:|---:|",
     ]
     for phase in (*PHASES, "total"):
         ours, plain, short = (columns[name][phase] for name in (OURS, PLAIN, SHORT))
-        cells = [
-            f"{ours:.2f}",
-            f"{plain:.2f}",
-            ratio(plain, ours),
-            f"{short:.2f}",
-            ratio(short, ours),
-        ]
-        rows.append("| " + " | ".join([phase, *cells]) + " |")
+        rows.append(
+            f"| {phase} | {ours:.2f} | {plain:.2f} | {ratio(plain, ours)} "
+            f"| {short:.2f} | {ratio(short, ours)} |"
+        )
     return "\n".join(rows)
 
 
 def ratio(other: float, ours: float) -> str:
+    """How many times as long another loop takes; empty where one does nothing."""
     return f"{other / ours:.1f}" if other and ours >= 0.005 else ""
 
 
-def differences(found: dict[str, list[Outcome]], config: Config) -> str:
+def differences(outcomes: dict[str, list[Outcome]], config: Config) -> str:
     """What each difference saves, in seconds per iteration."""
-    ours, plain, short = (medians(found[name]) for name in (OURS, PLAIN, SHORT))
+    ours, plain, short = (medians(outcomes[loop]) for loop in (OURS, PLAIN, SHORT))
+    in_model = sum(short[phase] - ours[phase] for phase in IN_MODEL)
+    encoding = short["text encoding"] - ours["text encoding"]
     saved = {
         "padding cut to the longest prompt": plain["total"] - short["total"],
-        "packed: no padding, no masks, text shared by the group": sum(
-            short[p] - ours[p] for p in IN_MODEL
-        ),
-        "prompts encoded once, before the first iteration": short["text encoding"]
-        - ours["text encoding"],
+        "packed: no padding, no masks, text shared by the group": in_model,
+        "prompts encoded once, before the first iteration": encoding,
         "clips decoded in batches": short["decode"] - ours["decode"],
         "gold metrics, which only ours measures": -ours["gold metrics"],
     }
@@ -409,58 +426,58 @@ def differences(found: dict[str, list[Outcome]], config: Config) -> str:
         every = config.update_ref_model_step
         name = f"anchor skipped while it is the policy, 1 iteration of {every} (not in the table)"
         saved[name] = ours["reference/anchor"] / every
-    return "\n".join(
-        [
-            "| difference | saves, s |",
-            "|---|---:|",
-            *(f"| {n} | {s:.2f} |" for n, s in saved.items()),
-        ]
-    )
+    lines = [f"| {name} | {seconds:.2f} |" for name, seconds in saved.items()]
+    return "\n".join(["| difference | saves, s |", "|---|---:|", *lines])
 
 
-def by_iteration(found: dict[str, list[Outcome]]) -> str:
-    totals = zip(
-        *([o.seconds["total"] for o in found[name]] for name in (OURS, PLAIN, SHORT)), strict=True
-    )
-    return "; ".join(f"{plain / ours:.1f} and {short / ours:.1f}" for ours, plain, short in totals)
+def by_iteration(outcomes: dict[str, list[Outcome]]) -> str:
+    """How many times as long the plain loops take, iteration by iteration."""
+    parts = []
+    for ours, plain, short in zip(outcomes[OURS], outcomes[PLAIN], outcomes[SHORT], strict=True):
+        total = ours.seconds["total"]
+        parts.append(
+            f"{plain.seconds['total'] / total:.1f} and {short.seconds['total'] / total:.1f}"
+        )
+    return "; ".join(parts)
 
 
 def report(config: Config, ranks: Ranks, command: str) -> str:
     """Measure, and format the results as a Markdown page."""
-    config, short, found, agreement = measure(config, ranks)
-    where = (
-        torch.cuda.get_device_name()
-        if ranks.device.type == "cuda"
-        else f"{os.cpu_count()} CPU cores"
-    )
+    result = measure(config, ranks)
+    c = result.config
+    short = result.short
+    outcomes = result.outcomes
+    device = f"{os.cpu_count()} CPU cores"
+    if ranks.device.type == "cuda":
+        device = torch.cuda.get_device_name()
+    trained = "LoRA" if c.use_lora else "all weights"
+    agreement = ["From equal weights the first iteration computes the same as ours:"]
+    agreement += result.agreement
     paragraphs = [
         f"# Time of an iteration, {time.strftime('%Y-%m-%d')}",
-        f"{where} ({platform.machine()}), fp32, torch {torch.__version__}, diffusers {diffusers.__version__}, "
-        f"Python {platform.python_version()}. {config.batch_size} clips in groups of {config.num_generations}, "
-        f"{config.num_sampling_steps} steps, guidance {config.guidance_scale:g}, "
-        f"{'LoRA' if config.use_lora else 'all weights'} trained. Median of {len(found[OURS])} iteration(s) after a "
-        "warm-up; the loops take turns.",
+        f"{device} ({platform.machine()}), fp32, torch {torch.__version__}, diffusers {diffusers.__version__}, "
+        f"Python {platform.python_version()}. {c.batch_size} clips in groups of {c.num_generations}, "
+        f"{c.num_sampling_steps} steps, guidance {c.guidance_scale:g}, {trained} trained. "
+        f"Median of {len(outcomes[OURS])} iteration(s) after a warm-up; the loops take turns.",
         f"    {command}",
-        table(found),
-        f"Ratios of the totals by iteration, plain and plain with short padding: {by_iteration(found)}.",
-        differences(found, config),
+        table(outcomes),
+        f"Ratios of the totals by iteration, plain and plain with short padding: {by_iteration(outcomes)}.",
+        differences(outcomes, c),
         f"Every prompt is padded to {STOCK.text} text, {STOCK.glyph} glyph and {STOCK.image} image tokens in `plain`, "
         f"the stock pipeline's defaults, and to {short.text}, {short.glyph} and {short.image} in `plain, short`.",
-        "\n".join(
-            ["From equal weights the first iteration computes the same as ours:", *agreement]
-        ),
+        "\n".join(agreement),
     ]
     return "\n\n".join(paragraphs) + "\n"
 
 
 def read_flags(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The flags of this script, and all others."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form, allow_abbrev=False)
-    parser.add_argument("--config", default="configs/tiny_cpu.yaml", help="recipe of post_train.py")
-    parser.add_argument(
-        "--iterations", type=int, default=3, help="iterations of each loop, after the warm-up"
-    )
-    parser.add_argument("--output", type=Path, help="Markdown file for the result")
+    add = parser.add_argument
+    add("--config", default="configs/tiny_cpu.yaml", help="recipe of post_train.py")
+    add("--iterations", type=int, default=3, help="iterations of each loop, after the warm-up")
+    add("--output", type=Path, help="Markdown file for the result")
     flags, others = parser.parse_known_args(arguments)
     if flags.iterations < 1:
         parser.error(f"--iterations is {flags.iterations}; at least 1 is needed")
@@ -470,17 +487,15 @@ def read_flags(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     flags, others = read_flags(arguments)
-    same = "--validate_at_step0 False --validation_interval 0 --save_interval 0 --report_to none"
-    same += " --ema_decay 0 --log_interval 1"  # the plain loop has no averaged weights; log every iteration
+    command = shlex.join(["python", "-m", "research.benchmarks.iteration", *arguments])
+    # Nothing but iterations; the plain loop has no averaged weights, and every iteration is logged.
+    bare = "--validate_at_step0 False --validation_interval 0 --save_interval 0 --report_to none"
+    bare += " --ema_decay 0 --log_interval 1"
     with tempfile.TemporaryDirectory() as folder:
-        own = ["--output_dir", folder, "--max_steps", str(flags.iterations + 1), *same.split()]
-        config = parse(["--config", flags.config, *others, *own])
+        run = ["--output_dir", folder, "--max_steps", str(flags.iterations + 1), *bare.split()]
+        config = parse(["--config", flags.config, *others, *run])
         with join_ranks(config.start_timeout) as ranks:
-            page = report(
-                config,
-                ranks,
-                shlex.join(["python", "-m", "research.benchmarks.iteration", *arguments]),
-            )
+            page = report(config, ranks, command)
     print(page)
     if flags.output:
         flags.output.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,7 @@
 """Several ranks on one GPU, connected by real NCCL over the loopback: agreement, memory, the launcher, a killed rank.
 
-    bash research/benchmarks/nccl_one_gpu.sh python -m research.benchmarks.nccl --scratch /tmp/nccl --output research/benchmarks/DATE-nccl-h200.md
+    bash research/benchmarks/nccl_one_gpu.sh python -m research.benchmarks.nccl --scratch /tmp/nccl \\
+        --output research/benchmarks/results/DATE-nccl-h200.md
 
 Times say nothing about several GPUs: all ranks share one, and sockets are slow. The parts:
 
@@ -22,6 +23,7 @@ import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +48,13 @@ from sage_grpo.tools.plan.planner import plan_of
 from sage_grpo.tools.plan.times import volumes
 
 NAMES = ("agree", "models", "link", "full2", "full4", "recipe", "kill")
-MODEL_PARTS = ("full2", "full4", "recipe", "kill")
+TINY = ROOT / "assets" / "tiny"
+# the parts that need each random model
+USERS = {
+    "reward": ("full2", "full4", "recipe", "kill"),
+    "recipe": ("recipe", "kill"),
+    "full": ("full2", "full4"),
+}
 LIMITS = {
     "agree": 150,
     "models": 150,
@@ -57,14 +65,25 @@ LIMITS = {
     "kill": 220,
 }
 PROMPTS = "A red boat crosses a quiet lake.\nA dog runs along the beach in the rain.\n"
-LAYOUTS = {  # ranks, data-parallel ranks, flags
-    "one process": (1, 1, ""),
-    "one process, again": (1, 1, ""),
-    "2 ranks: dp 2": (2, 2, ""),
-    "2 ranks: sp 2": (2, 1, "--sp_size 2"),
-    "4 ranks: dp 4": (4, 4, ""),
-    "4 ranks: FSDP2, dp 2 x sp 2": (4, 2, "--sp_size 2 --enable_fsdp True"),
-    "4 ranks: HSDP, 2 replicas of 2 shards": (4, 4, "--enable_fsdp True --dp_replicate 2"),
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ranks of a run of the embedded model, those of them that are data-parallel, and flags."""
+
+    ranks: int
+    dp: int
+    flags: str = ""
+
+
+LAYOUTS = {
+    "one process": Layout(ranks=1, dp=1),
+    "one process, again": Layout(ranks=1, dp=1),
+    "2 ranks: dp 2": Layout(ranks=2, dp=2),
+    "2 ranks: sp 2": Layout(ranks=2, dp=1, flags="--sp_size 2"),
+    "4 ranks: dp 4": Layout(ranks=4, dp=4),
+    "4 ranks: FSDP2, dp 2 x sp 2": Layout(4, 2, "--sp_size 2 --enable_fsdp True"),
+    "4 ranks: HSDP, 2 replicas of 2 shards": Layout(4, 4, "--enable_fsdp True --dp_replicate 2"),
 }
 VALIDATION = "--report_to none --validate_at_step0 False --validation_num_inference_steps 1 "
 # With the default eps, a gradient that is all rounding moves its weight as far as any other.
@@ -96,7 +115,8 @@ class Sizes:
     models: Mapping[str, str]  # flags of random_model.py for each folder
     most_ranks: int  # of the layouts of the embedded model
     clips: int  # of its iterations
-    link: tuple[int, int]  # ranks, bytes
+    link_ranks: int
+    link_bytes: int
     recipe_ranks: int
     agree_flags: str = ""
     full_flags: str = ""
@@ -107,16 +127,21 @@ GPU = Sizes(
     models={"reward": "--tiny --reward", "recipe": "--layers 2", "full": ""},
     most_ranks=4,
     clips=16,
-    link=(4, 300_000_000),
+    link_ranks=4,
+    link_bytes=300_000_000,
     recipe_ranks=8,
 )
 CPU = Sizes(
-    models={"reward": "--tiny --reward --device cpu", "recipe": "--tiny --layers 1 --device cpu"}
-    | {"full": "--tiny --device cpu"},
+    models={
+        "reward": "--tiny --reward --device cpu",
+        "recipe": "--tiny --layers 1 --device cpu",
+        "full": "--tiny --device cpu",
+    },
     most_ranks=2,
     clips=4,
     agree_flags="--num_generations 2 --num_sampling_steps 2 --num_frames 5 --height 16 --width 16",
-    link=(2, 1_000_000),
+    link_ranks=2,
+    link_bytes=1_000_000,
     recipe_ranks=2,
     full_flags=SMALL,
     recipe_flags=f"{SMALL} --batch_size 2 --num_generations 2",
@@ -127,38 +152,33 @@ class Ranks:
     """The programs of this benchmark, and what they leave in the scratch folder."""
 
     def __init__(self, scratch: Path, sizes: Sizes) -> None:
-        self.scratch, self.sizes, self.logs = scratch, sizes, scratch / "logs"
+        self.scratch = scratch
+        self.sizes = sizes
+        self.logs = scratch / "logs"
+        self.writer: Program | None = None  # of the random models
+
         self.prompts = scratch / "prompts.txt"
         self.prompts.write_text(PROMPTS)
         self.valid = scratch / "valid.txt"
         self.valid.write_text(PROMPTS.partition("\n")[0] + "\n")
-        lines = (ROOT / "assets" / "tiny" / "prompts_train.txt").read_text().splitlines()
-        self.captions = scratch / "captions.txt"  # of the embedded model
+        lines = (TINY / "prompts_train.txt").read_text().splitlines()
+        self.captions = scratch / "captions.txt"  # prompts of the embedded model
         self.captions.write_text("\n".join(lines[:4]) + "\n")
-        self.writer: Program | None = None
 
     def write_models(self, wanted: Collection[str]) -> None:
         """Begin to write the models that some of the wanted parts need; the smallest comes first."""
-        users = {"reward": MODEL_PARTS, "recipe": MODEL_PARTS[2:], "full": MODEL_PARTS[:2]}
-        commands = [
-            shlex.join(
-                python(
-                    "-m",
-                    "research.benchmarks.random_model",
-                    "--output",
-                    self.scratch / name,
-                    *flags.split(),
-                )
-            )
-            for name, flags in self.sizes.models.items()
-            if {*users[name]} & {*wanted}
-            and not (self.scratch / name / "model_index.json").is_file()
-        ]
-        self.writer = Program(
-            ["bash", "-c", " && ".join(commands) or "true"], self.logs / "models.log"
-        )
+        commands = []
+        for name, flags in self.sizes.models.items():
+            folder = self.scratch / name
+            needed = any(part in wanted for part in USERS[name])
+            if needed and not (folder / "model_index.json").is_file():
+                words = ["-m", "research.benchmarks.random_model", "--output", folder]
+                commands.append(shlex.join(python(*words, *flags.split())))
+        script = " && ".join(commands) or "true"
+        self.writer = Program(["bash", "-c", script], self.logs / "models.log")
 
     def models(self, limit: float) -> Results:
+        """Wait for the random models."""
         self.writer.wait(limit)
         return {"lines": [line for line in self.writer.tail().splitlines() if " GB in " in line]}
 
@@ -172,71 +192,68 @@ class Ranks:
     def torchrun(
         self, ranks: int, name: str, words: Sequence[object], **settings: object
     ) -> Program:
-        shutil.rmtree(self.scratch / "phases" / name, ignore_errors=True)
-        own = python("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks)
-        command = [*(own if ranks > 1 else python()), *words]
-        return Program(
-            command, self.logs / f"{name}.log", PHASES=self.scratch / "phases" / name, **settings
-        )
+        """Start a program on some ranks, with its phases recorded; settings: environment variables."""
+        phases = self.scratch / "phases" / name
+        shutil.rmtree(phases, ignore_errors=True)
+        launcher = python()
+        if ranks > 1:
+            launcher += ["-m", "torch.distributed.run", "--standalone"]
+            launcher += ["--nproc_per_node", str(ranks)]
+        return Program([*launcher, *words], self.logs / f"{name}.log", PHASES=phases, **settings)
 
     # agree
 
     def agree(self, limit: float) -> Results:
         """All layouts at once: they are small."""
-        wanted = {name: row for name, row in LAYOUTS.items() if row[0] <= self.sizes.most_ranks}
-        runs, programs, end = {}, {}, time.monotonic() + limit
-        prompts = ["--train_prompts", self.captions, "--validation_prompts", self.captions]
-        for number, (name, (ranks, dp, flags)) in enumerate(wanted.items()):
-            runs[name] = self.scratch / f"agree{number}"
-            shutil.rmtree(runs[name], ignore_errors=True)
-            words = [
-                "post_train.py",
-                *AGREE.split(),
-                *flags.split(),
-                *prompts,
-                *self.sizes.agree_flags.split(),
-            ]
-            words += ["--batch_size", self.sizes.clips // dp, "--output_dir", runs[name]]
-            programs[name] = self.torchrun(ranks, runs[name].name, words, OMP_NUM_THREADS=1)
-        found: dict[str, Any] = {}
+        end = time.monotonic() + limit
+        flags = f"{AGREE} {self.sizes.agree_flags}".split()
+        flags += ["--train_prompts", self.captions, "--validation_prompts", self.captions]
+        runs: dict[str, Path] = {}
+        programs: dict[str, Program] = {}
+        for name, layout in LAYOUTS.items():
+            if layout.ranks > self.sizes.most_ranks:
+                continue
+            run = self.scratch / f"agree{len(runs)}"
+            shutil.rmtree(run, ignore_errors=True)
+            words = ["post_train.py", *flags, *layout.flags.split(), "--output_dir", run]
+            words += ["--batch_size", self.sizes.clips // layout.dp]
+            runs[name] = run
+            programs[name] = self.torchrun(layout.ranks, run.name, words, OMP_NUM_THREADS=1)
+
+        layouts: dict[str, Any] = {}
         try:
             for name, program in programs.items():
                 try:
                     program.wait(max(1.0, end - time.monotonic()))
-                    found[name] = compared(
-                        runs["one process"], runs[name], ROOT / "assets" / "tiny"
-                    )
+                    layouts[name] = compared(runs["one process"], runs[name], TINY)
                 except (PartError, OSError, ValueError, KeyError) as error:
-                    found[name] = {
+                    layouts[name] = {
                         "error": f"{type(error).__name__}: {error}",
                         "seconds": time.time() - program.begun,
                     }
         finally:
             for program in programs.values():
                 program.kill()
-        return {"layouts": found}
+        return {"layouts": layouts}
 
     # link
 
     def link(self, limit: float) -> Results:
-        ranks, size = self.sizes.link
+        """GB/s between ranks."""
+        size = self.sizes.link_bytes
         output = self.scratch / "link.json"
         words = ["-m", "research.benchmarks.link_speed", "--output", output, "--bytes", size]
-        self.torchrun(ranks, "link", words).wait(limit)
+        self.torchrun(self.sizes.link_ranks, "link", words).wait(limit)
         return {"speeds": json.loads(output.read_text()), "bytes": size}
 
     # full size
 
     def full(self, ranks: int, limit: float) -> Results:
         """LoRA on the full-size model, two ranks per clip."""
-        name, dp = f"full{ranks}", ranks // 2
-        share = ["--batch_size", 2 // dp, "--micro_batch_size", 2 // dp]
-        flags = [
-            *FULL.split(),
-            *map(str, share),
-            *self.common("full"),
-            *self.sizes.full_flags.split(),
-        ]
+        name = f"full{ranks}"
+        clips = str(2 // (ranks // 2))  # of each data-parallel rank
+        flags = [*FULL.split(), "--batch_size", clips, "--micro_batch_size", clips]
+        flags += [*self.common("full"), *self.sizes.full_flags.split()]
         run = self.scratch / name
         shutil.rmtree(run, ignore_errors=True)
         program = self.torchrun(ranks, name, ["post_train.py", *flags, "--output_dir", run])
@@ -248,25 +265,26 @@ class Ranks:
         """Wait for a run: times, ratios, peaks of every rank and what the planner expects."""
         try:
             program.wait(limit)
-        except PartError as error:  # what there is, is shown
-            error.partial = self.found(program, name, flags, ranks)
+        except PartError as error:  # the page shows what there is
+            error.partial = self.results(program, name, flags, ranks)
             raise
-        return self.found(program, name, flags, ranks)
+        return self.results(program, name, flags, ranks)
 
-    def found(self, program: Program, name: str, flags: Sequence[str], ranks: int) -> Results:
-        run, phases = self.scratch / name, self.scratch / "phases" / name
+    def results(self, program: Program, name: str, flags: Sequence[str], ranks: int) -> Results:
+        """What a run has left so far."""
+        run = self.scratch / name
+        phases = self.scratch / "phases" / name
+        lines = metrics(run) if (run / "metrics.jsonl").is_file() else []
         saves = [
-            r["seconds"]
-            for r in recorded(phases)
-            if (r["event"], r["phase"], r["rank"]) == ("end", "save", 0)
+            record["seconds"]
+            for record in recorded(phases)
+            if (record["event"], record["phase"], record["rank"]) == ("end", "save", 0)
         ]
         return {
             "ranks": ranks,
             "command": shlex.join(program.command),
             "whole": time.time() - program.begun,
-            "iterations": [kept(line) for line in metrics(run)]
-            if (run / "metrics.jsonl").is_file()
-            else [],
+            "iterations": [shown_metrics(line) for line in lines],
             "peaks": peaks(phases),
             "saves": saves,
             "planned": planned(flags, ranks),
@@ -276,81 +294,83 @@ class Ranks:
 
     def recipe(self, name: str, limit: float, **settings: object) -> Results:
         """A run of the 8-GPU recipe through its launcher."""
-        run, phases = self.scratch / name, self.scratch / "phases" / name
+        run = self.scratch / name
+        phases = self.scratch / "phases" / name
         for folder in (run, phases):
             shutil.rmtree(folder, ignore_errors=True)
         flags = [*RECIPE.split(), *self.common("recipe"), *self.sizes.recipe_flags.split()]
-        own = {
+        environment = {
             "NUM_GPUS": self.sizes.recipe_ranks,
             "OUTPUT_DIR": run,
             "SKIP_CHECKS": 1,
             "PHASES": phases,
-        }
-        own |= {"PYTHON": sys.executable, "OMP_NUM_THREADS": 1} | settings
-        program = Program(["bash", "run_post_train.sh", *flags], self.logs / f"{name}.log", **own)
+            "PYTHON": sys.executable,
+            "OMP_NUM_THREADS": 1,
+        } | settings
+        launch = ["bash", "run_post_train.sh", *flags]
+        program = Program(launch, self.logs / f"{name}.log", **environment)
         config = ["--config", "configs/hunyuan15_8gpu.yaml", *flags]
         try:
-            found = self.measured(program, name, config, self.sizes.recipe_ranks, limit)
+            result = self.measured(program, name, config, self.sizes.recipe_ranks, limit)
         finally:  # torchrun has a session of its own
-            Program(
-                ["bash", "run_post_train.sh", "--kill", *flags],
-                self.logs / f"{name}-end.log",
-                **own,
-            ).wait(60)
-        size = sum(
-            path.stat().st_size for path in newest_checkpoint(run).rglob("*") if path.is_file()
-        )
-        return found | {"checkpoint_gb": size / 1e9}
+            end = ["bash", "run_post_train.sh", "--kill", *flags]
+            Program(end, self.logs / f"{name}-end.log", **environment).wait(60)
+        files = [path for path in newest_checkpoint(run).rglob("*") if path.is_file()]
+        return result | {"checkpoint_gb": sum(path.stat().st_size for path in files) / 1e9}
 
     def unbroken(self, limit: float) -> Results:
+        """The recipe without a kill."""
         return self.recipe("recipe8", limit, MAX_RESTARTS=0)
 
     def kill(self, limit: float) -> Results:
         """Kill the rank in the middle in the third rollout: the run must recover and end as if nothing had happened."""
         rank = self.sizes.recipe_ranks // 2
-        found = self.recipe("killed8", limit, MAX_RESTARTS=1, KILL=f"{rank}:3:rollout")
-        found |= recovery(recorded(self.scratch / "phases" / "killed8")) | {"killed": rank}
+        result = self.recipe("killed8", limit, MAX_RESTARTS=1, KILL=f"{rank}:3:rollout")
+        result |= recovery(recorded(self.scratch / "phases" / "killed8"))
+        result["killed"] = rank
+        unbroken, killed = self.scratch / "recipe8", self.scratch / "killed8"
         try:
-            return found | compared(
-                self.scratch / "recipe8", self.scratch / "killed8", self.scratch / "recipe"
-            )
+            return result | compared(unbroken, killed, model=self.scratch / "recipe")
         except (OSError, ValueError) as error:  # the unbroken run may have failed
-            return found | {"not_compared": str(error)}
+            return result | {"not_compared": str(error)}
 
-    def forget_full(self) -> None:
+    def remove_full(self) -> None:
         """Make room on the disk."""
         for name in ("full", "full2", "full4"):
             shutil.rmtree(self.scratch / name, ignore_errors=True)
 
 
-def kept(line: Mapping[str, Any]) -> Results:
+def shown_metrics(line: Mapping[str, Any]) -> Results:
     """What a page needs of an iteration's metrics."""
-    return {name: line.get(name) for name in ("step", "policy/ratio_max_deviation", *COMPARED)} | {
-        name: value for name, value in line.items() if name.startswith("time/")
-    }
+    shown = {name: line.get(name) for name in ("step", "policy/ratio_max_deviation", *COMPARED)}
+    seconds = {name: value for name, value in line.items() if name.startswith("time/")}
+    return shown | seconds
 
 
 def peaks(phases: Path) -> list[dict[str, float]]:
     """For each rank, the largest peak of each phase in GB, and that of the host memory."""
-    found: dict[int, dict[str, float]] = {}
+    by_rank: dict[int, dict[str, float]] = {}
     for record in recorded(phases):
         if record["event"] == "end":
-            rank = found.setdefault(record["rank"], {})
-            rank[record["phase"]] = max(rank.get(record["phase"], 0.0), record["peak_gb"])
+            phase = record["phase"]
+            rank = by_rank.setdefault(record["rank"], {})
+            rank[phase] = max(rank.get(phase, 0.0), record["peak_gb"])
             rank["host"] = max(rank.get("host", 0.0), record["host_gb"])
-    return [found[rank] for rank in sorted(found)]
+    return [by_rank[rank] for rank in sorted(by_rank)]
 
 
 def planned(flags: Sequence[str], ranks: int) -> Results:
     """The planner's GB at each moment, without the reward, which is small here; and GB into each rank per iteration."""
     plan = plan_of(parse(list(flags)), ranks, text_tokens=12)
     parts = [part for name, part in memory(plan).items() if name != "reward"]
-    found = {moment: sum(part[moment] for part in parts) / 1e9 for moment in (*MOMENTS, "step")}
-    found["update"] = max(found["update"], found.pop("step"))
-    return {"memory": found, "traffic": {name: size / 1e9 for name, size in volumes(plan).items()}}
+    peaks = {moment: sum(part[moment] for part in parts) / 1e9 for moment in (*MOMENTS, "step")}
+    peaks["update"] = max(peaks["update"], peaks.pop("step"))
+    traffic = {name: size / 1e9 for name, size in volumes(plan).items()}
+    return {"memory": peaks, "traffic": traffic}
 
 
 def newest_checkpoint(run: Path) -> Path:
+    """The last checkpoint of a run."""
     return max((run / "checkpoints").glob("step-??????"))
 
 
@@ -359,31 +379,38 @@ def compared(reference: Path, run: Path, model: Path) -> Results:
 
     model: the folder with which both began.
     """
-    lines = list(zip(metrics(run), metrics(reference), strict=True))
-    apart = {name: max(relative(a[name], b[name]) for a, b in lines) for name in COMPARED}
+    pairs = list(zip(metrics(run), metrics(reference), strict=True))
+    differences = {name: max(relative(a[name], b[name]) for a, b in pairs) for name in COMPARED}
     ratio = max(line["policy/ratio_max_deviation"] for line in metrics(run))
-    return weights_apart(reference, run, model) | {"metrics": apart, "ratio": ratio}
+    return weights_apart(reference, run, model) | {"metrics": differences, "ratio": ratio}
 
 
 def weights_apart(reference: Path, run: Path, model: Path) -> Results:
     """Largest difference, share of equal weights, and the norm of the difference over that of the change."""
-    ours, theirs = (open_shards(newest_checkpoint(path))["weights"] for path in (run, reference))
-    if set(ours.names) != set(theirs.names):
+    weights = open_shards(newest_checkpoint(run))["weights"]
+    reference_weights = open_shards(newest_checkpoint(reference))["weights"]
+    if set(weights.names) != set(reference_weights.names):
         raise ValueError("the runs train different tensors")
-    start, largest = open_folder(model / "transformer"), 0.0
-    sums = dict.fromkeys(("equal", "count", "apart", "change"), 0.0)
-    for name in theirs.names:
-        a, b = ours.read(name), theirs.read(name)
+    start = open_folder(model / "transformer")
+
+    largest = 0.0
+    equal = 0
+    count = 0
+    difference = 0.0  # squared norms
+    change = 0.0
+    for name in reference_weights.names:
+        a, b = weights.read(name), reference_weights.read(name)
         largest = max(largest, (a - b).abs().max().item())
-        sums["equal"] += (a == b).sum().item()
-        sums["count"] += a.numel()
-        sums["apart"] += (a - b).norm().item() ** 2
-        sums["change"] += (b - start.read(name).to(b)).norm().item() ** 2
-    of_change = math.sqrt(sums["apart"] / sums["change"]) if sums["change"] else math.nan
-    return {"largest": largest, "equal": sums["equal"] / sums["count"], "of_change": of_change}
+        equal += (a == b).sum().item()
+        count += a.numel()
+        difference += (a - b).norm().item() ** 2
+        change += (b - start.read(name).to(b)).norm().item() ** 2
+    of_change = math.sqrt(difference / change) if change else math.nan
+    return {"largest": largest, "equal": equal / count, "of_change": of_change}
 
 
 def relative(a: float, b: float) -> float:
+    """Difference of two numbers over the larger one."""
     return abs(a - b) / max(abs(a), abs(b), 1e-12)
 
 
@@ -393,47 +420,43 @@ def recovery(records: Sequence[Mapping[str, Any]]) -> Results:
     if killed is None:
         raise PartError("no rank was killed")
     later = [record for record in records if record["time"] > killed and record["attempt"]]
-    first = {
-        "start": ("start", ""),
-        "rollout": ("begin", "rollout"),
-        "iteration": ("end", "update"),
+
+    def seconds_until(event: str, phase: str) -> float:
+        times = [r["time"] for r in later if (r["event"], r["phase"]) == (event, phase)]
+        return times[0] - killed if times else math.nan
+
+    seconds = {
+        "start": seconds_until("start", ""),
+        "rollout": seconds_until("begin", "rollout"),
+        "iteration": seconds_until("end", "update"),
     }
-    found = {
-        name: next(
-            (r["time"] - killed for r in later if (r["event"], r["phase"]) == key), float("nan")
-        )
-        for name, key in first.items()
-    }
-    updates = sum((r["event"], r["phase"], r["rank"]) == ("end", "update", 0) for r in later)
-    return {"recovery": found, "iterations_after": updates}
+    updates = [r for r in later if (r["event"], r["phase"], r["rank"]) == ("end", "update", 0)]
+    return {"recovery": seconds, "iterations_after": len(updates)}
 
 
 def main(words: list[str] | None = None) -> None:
     options, parts = begin(__doc__, NAMES, page, words)
     ranks = Ranks(options.scratch, CPU if options.rehearse else GPU)
-    parts.results |= {
-        "about": about("bash research/benchmarks/nccl_one_gpu.sh "),
-        "mps": "CUDA_MPS_PIPE_DIRECTORY" in os.environ,
-    }
+    parts.results["about"] = about("bash research/benchmarks/nccl_one_gpu.sh ")
+    parts.results["mps"] = "CUDA_MPS_PIPE_DIRECTORY" in os.environ
     ranks.write_models(options.only or NAMES)
     if options.only:
         options.only.append("models")  # waits, if there is anything to wait for
+    work = {
+        "agree": ranks.agree,
+        "models": ranks.models,
+        "link": ranks.link,
+        "full2": partial(ranks.full, 2),
+        "full4": partial(ranks.full, 4),
+        "recipe": ranks.unbroken,
+        "kill": ranks.kill,
+    }
+    patience = 3 if options.rehearse else 1
     try:
         for name in NAMES:
-            work = {
-                "models": ranks.models,
-                "agree": ranks.agree,
-                "link": ranks.link,
-                "recipe": ranks.unbroken,
-            }
-            work |= {
-                "kill": ranks.kill,
-                "full2": lambda limit: ranks.full(2, limit),
-                "full4": lambda limit: ranks.full(4, limit),
-            }
             if name == "recipe":
-                ranks.forget_full()
-            parts.run(name, LIMITS[name] * (3 if options.rehearse else 1), work[name])
+                ranks.remove_full()
+            parts.run(name, patience * LIMITS[name], work[name])
     finally:
         ranks.writer.kill()
     parts.end()

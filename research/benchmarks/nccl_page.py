@@ -10,8 +10,9 @@ MOMENTS = ("rollout", "decode", "anchor", "update")
 NO_MPS = "MPS was not there: the ranks took turns."
 TRICK = (
     "All ranks share one GPU: `NCCL_HOSTID` differs for each, so NCCL takes them for different hosts and connects them "
-    "by sockets over the loopback; MPS lets their kernels run side by side (`research/benchmarks/nccl_one_gpu.sh`). Times are "
-    "those of this setup and say nothing about several GPUs. Host memory is without mapped files."
+    "by sockets over the loopback; MPS lets their kernels run side by side "
+    "(`research/benchmarks/nccl_one_gpu.sh`). Times are those of this setup and say nothing about several GPUs. Host "
+    "memory is without mapped files."
 )
 
 
@@ -19,7 +20,8 @@ def page(results: Results) -> str:
     """The results as Markdown."""
     parts = results["parts"]
     lines = [*heading("NCCL with several ranks on one GPU", results["about"]), TRICK, ""]
-    lines += [] if results.get("mps") else [NO_MPS, ""]
+    if not results.get("mps"):
+        lines += [NO_MPS, ""]
     sections = (
         ("The embedded model against one process", "agree", agreement),
         ("Speed of the loopback", "link", speeds),
@@ -38,50 +40,50 @@ def page(results: Results) -> str:
             lines += [*describe(part, parts), ""]
     lines += ["## Models", ""]
     written = parts.get("models", {})
-    lines += (
-        failure("models", written)
-        if "error" in written
-        else [f"- {line}" for line in written.get("lines", ())]
-    )
+    if "error" in written:
+        lines += failure("models", written)
+    else:
+        lines += [f"- {line}" for line in written.get("lines", ())]
     return wrapped(lines)
 
 
 def agreement(part: Results, parts: Mapping[str, Any]) -> list[str]:
+    """A row per layout: how far its weights and metrics are from those of one process; then what failed."""
     rows = []
-    for name, found in part["layouts"].items():
-        if "error" in found:
+    errors = []
+    for name, layout in part["layouts"].items():
+        if "error" in layout:
             rows.append([name, "failed", *[""] * 6])
+            errors += failure(name, layout)
             continue
-        apart = found["metrics"]
-        cells = [apart[key] for key in ("reward/total", "policy/grad_norm", "kl/anchor")]
-        cells = [f"{value:.1e}" for value in (found["largest"], found["of_change"], *cells)]
-        rows.append([name, *cells, f"{found['equal']:.1%}", f"{found['ratio']:g}"])
+        keys = ("reward/total", "policy/grad_norm", "kl/anchor")
+        differences = [layout["metrics"][key] for key in keys]
+        values = (layout["largest"], layout["of_change"], *differences)
+        cells = [f"{value:.1e}" for value in values]
+        rows.append([name, *cells, f"{layout['equal']:.1%}", f"{layout['ratio']:g}"])
     head = ("layout", "largest weight difference", "of the change", "reward", "gradient norm", "KL", "equal weights",
             "ratio deviation")  # fmt: skip
-    errors = [
-        line for name, f in part["layouts"].items() if "error" in f for line in failure(name, f)
-    ]
-    return [
+    lines = [
         "`assets/tiny` in fp32, three iterations of 16 clips, `configs/tiny_cpu.yaml` with adam_eps 1e-8. Of the "
         "change: norm of the difference over that of what training changed. Reward, gradient norm and KL are the "
         "largest relative differences over the iterations.",
         "",
         *table(head, rows),
-        *(["", *errors] if errors else []),
     ]
+    if errors:
+        lines += ["", *errors]
+    return lines
 
 
 def speeds(part: Results, parts: Mapping[str, Any]) -> list[str]:
+    """GB/s between ranks, by the size of the group."""
     kinds = ("all-gather", "all-to-all")
+    head = ("", *(f"{kind}, GB/s into a rank" for kind in kinds))
     rows = [
         [f"groups of {ranks}", *(f"{speed[kind]:.2f}" for kind in kinds)]
         for ranks, speed in part["speeds"].items()
     ]
-    return [
-        f"Messages of {part['bytes'] / 1e6:.0f} MB.",
-        "",
-        *table(("", *(f"{k}, GB/s into a rank" for k in kinds)), rows),
-    ]
+    return [f"Messages of {part['bytes'] / 1e6:.0f} MB.", "", *table(head, rows)]
 
 
 def run_lines(part: Results, parts: Mapping[str, Any]) -> list[str]:
@@ -89,14 +91,8 @@ def run_lines(part: Results, parts: Mapping[str, Any]) -> list[str]:
     rows = []
     for line in part["iterations"]:
         seconds = [f"{line.get(f'time/{phase}') or 0:.1f}" for phase in PHASES]
-        rows.append(
-            [
-                line["step"],
-                *seconds,
-                f"{line['policy/ratio_max_deviation']:g}",
-                f"{line['reward/total']:.4g}",
-            ]
-        )
+        deviation = f"{line['policy/ratio_max_deviation']:g}"
+        rows.append([line["step"], *seconds, deviation, f"{line['reward/total']:.4g}"])
     head = ("iteration", *(f"{phase}, s" for phase in PHASES), "ratio deviation", "reward")
     traffic = part["planned"]["traffic"]
     sent = ", ".join(f"{name} {size:.1f}" for name, size in traffic.items())
@@ -116,23 +112,17 @@ def memory_table(peaks: Sequence[Mapping[str, float]], planned: Mapping[str, flo
     rows = []
     for moment in MOMENTS:
         measured = [rank.get(moment, 0.0) for rank in peaks]
-        difference = (
-            f"{planned[moment] / max(measured) - 1:+.0%}" if measured and max(measured) else ""
-        )
-        rows.append(
-            [moment, f"{planned[moment]:.1f}", *(f"{value:.1f}" for value in measured), difference]
-        )
+        largest = max(measured, default=0.0)
+        difference = f"{planned[moment] / largest - 1:+.0%}" if largest else ""
+        cells = [f"{value:.1f}" for value in (planned[moment], *measured)]
+        rows.append([moment, *cells, difference])
     rows.append(["host", "", *(f"{rank['host']:.1f}" for rank in peaks), ""])
-    head = (
-        "peak GB",
-        "planned",
-        *(f"rank {rank}" for rank in range(len(peaks))),
-        "planned to largest",
-    )
-    return table(head, rows)
+    ranks = [f"rank {rank}" for rank in range(len(peaks))]
+    return table(("peak GB", "planned", *ranks, "planned to largest"), rows)
 
 
 def recipe(part: Results, parts: Mapping[str, Any]) -> list[str]:
+    """The run of the launcher: its checkpoint and saves, times and peaks."""
     saves = ", ".join(f"{seconds:.1f}" for seconds in part["saves"])
     return [
         f"{part['ranks']} ranks, {part['whole']:.0f} s in all. The last checkpoint has {part['checkpoint_gb']:.1f} GB; "
@@ -143,6 +133,7 @@ def recipe(part: Results, parts: Mapping[str, Any]) -> list[str]:
 
 
 def killed(part: Results, parts: Mapping[str, Any]) -> list[str]:
+    """How long the recovery took, and whether the run ended as the unbroken one."""
     after = part["recovery"]
     rows = [
         ("the ranks start again", f"{after['start']:.1f}"),
@@ -167,18 +158,16 @@ def same_result(part: Results, unbroken: Results) -> str:
     if part["largest"] == 0:
         return "The final weights are bit-equal to those of the unbroken run."
     apart = part["metrics"]
-    norms = [
+    first_norms = [
         line["policy/grad_norm"]
         for run in (part, unbroken)
         for line in run.get("iterations", ())[:1]
     ]
-    before = max(norms) / min(norms) - 1
-    kept = part["iterations_after"] < len(part["iterations"])  # the first was not repeated
-    already = (
-        f" Before the kill, the first gradient norm differs by {before:.1e} already."
-        if before and kept
-        else ""
-    )
+    before = max(first_norms) / min(first_norms) - 1
+    first_not_repeated = part["iterations_after"] < len(part["iterations"])
+    already = ""
+    if before and first_not_repeated:
+        already = f" Before the kill, the first gradient norm differs by {before:.1e} already."
     return (
         f"The final weights differ from those of the unbroken run by at most {part['largest']:.1e}, in norm by "
         f"{part['of_change']:.1e} of what training changed; {part['equal']:.2%} are equal. Rewards differ by "

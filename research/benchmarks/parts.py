@@ -38,47 +38,50 @@ class PartError(RuntimeError):
     partial: Mapping[str, Any] = {}
 
 
+def log(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
 class Parts:
     """Runs parts one after the other, until the time is up."""
 
     def __init__(self, options: argparse.Namespace, page: Callable[[Results], str]) -> None:
-        self.options, self.page, self.begun = options, page, time.monotonic()
+        self.options = options
+        self.page = page
+        self.begun = time.monotonic()
         self.file = options.output.with_suffix(".json")
         self.results: Results = {"parts": {}}
-        if (
-            options.only or options.page_only
-        ) and self.file.is_file():  # of an earlier call with other parts
+        # Results of an earlier call with other parts are kept.
+        continues = options.only or options.page_only
+        if continues and self.file.is_file():
             self.results = json.loads(self.file.read_text())
 
     @property
     def time_left(self) -> float:
+        """Seconds until the limit of the whole benchmark."""
         return self.options.limit - (time.monotonic() - self.begun)
 
     def run(self, name: str, limit: float, work: Callable[[float], Results]) -> Results | None:
         """The result of `work(limit)`, unless it fails or is not wanted."""
         if self.options.only and name not in self.options.only:
             return self.results["parts"].get(name)
-        begun, limit = time.monotonic(), min(limit, self.time_left)
-        found: Results = {}
+        begin = time.monotonic()
+        limit = min(limit, self.time_left)
+        result: Results = {}
         try:
             if limit <= 0:
                 raise PartError("no time left")
-            found = work(limit)
+            result = work(limit)
         except Exception as error:  # of any kind: the next part must run
-            found = {
-                **(error.partial if isinstance(error, PartError) else {}),
-                "error": f"{type(error).__name__}: {error}",
-            }
-            print(f"{name} failed: {found['error']}", file=sys.stderr, flush=True)
-        found["seconds"] = time.monotonic() - begun
-        self.results["parts"][name] = found
+            if isinstance(error, PartError):
+                result = dict(error.partial)
+            result["error"] = f"{type(error).__name__}: {error}"
+            log(f"{name} failed: {result['error']}")
+        result["seconds"] = time.monotonic() - begin
+        self.results["parts"][name] = result
         self.write()
-        print(
-            f"{name}: {found['seconds']:.0f} s, {self.time_left:.0f} s left",
-            file=sys.stderr,
-            flush=True,
-        )
-        return None if "error" in found else found
+        log(f"{name}: {result['seconds']:.0f} s, {self.time_left:.0f} s left")
+        return None if "error" in result else result
 
     def write(self) -> None:
         """Write the results, and the page if it can be made of them."""
@@ -86,9 +89,7 @@ class Parts:
         try:
             self.options.output.write_text(self.page(self.results))
         except (KeyError, TypeError, ValueError, IndexError) as error:  # --page_only tries again
-            print(
-                f"{self.options.output} could not be made: {error!r}", file=sys.stderr, flush=True
-            )
+            log(f"{self.options.output} could not be made: {error!r}")
 
     def end(self) -> NoReturn:
         """Exit, with an error if a part failed."""
@@ -98,27 +99,17 @@ class Parts:
 
 def arguments(parser: argparse.ArgumentParser, names: Sequence[str], limit: float) -> None:
     """Flags that all such benchmarks share."""
-    date = datetime.date.today()
-    kind = Path(getattr(sys.modules["__main__"], "__file__", None) or "").stem.replace("_", "-")
-    default = Path(f"research/benchmarks/{date}-{kind}.md")
-    parser.add_argument(
-        "--output", type=Path, default=default, help="page; results are beside it, as .json"
-    )
-    parser.add_argument(
-        "--scratch", type=Path, default=Path("outputs", kind), help="folder for models and runs"
-    )
-    parser.add_argument(
-        "--only", nargs="+", choices=names, help="parts to run; others keep their earlier results"
-    )
-    parser.add_argument(
-        "--limit", type=float, default=limit, help="seconds for all parts; default: %(default)s"
-    )
-    parser.add_argument(
-        "--rehearse", action="store_true", help="try the script with small models on the CPU"
-    )
-    parser.add_argument(
-        "--page_only", action="store_true", help="make the page again from the results"
-    )
+    script = getattr(sys.modules["__main__"], "__file__", None) or ""
+    kind = Path(script).stem.replace("_", "-")
+    page = Path(f"research/benchmarks/results/{datetime.date.today()}-{kind}.md")
+    scratch = Path("outputs", kind)
+    add = parser.add_argument
+    add("--output", type=Path, default=page, help="page; its results are beside it, as .json")
+    add("--scratch", type=Path, default=scratch, help="folder for models and runs")
+    add("--only", nargs="+", choices=names, help="parts to run; others keep their earlier results")
+    add("--limit", type=float, default=limit, help="seconds for all parts (default: %(default)s)")
+    add("--rehearse", action="store_true", help="try the script with small models on the CPU")
+    add("--page_only", action="store_true", help="make the page again from the results")
 
 
 def begin(
@@ -144,11 +135,16 @@ class Program:
 
     def __init__(self, command: Iterable[object], log: Path, **settings: object) -> None:
         """settings: environment variables."""
-        self.command, self.log, self.begun = [str(word) for word in command], log, time.time()
+        self.command = [str(word) for word in command]
+        self.log = log
+        self.begun = time.time()
         log.parent.mkdir(parents=True, exist_ok=True)
+
         folders = [str(ONE_GPU), str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-        own = {"PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(filter(None, folders))}
-        environment = os.environ | own | {k: str(v) for k, v in settings.items()}
+        environment = dict(os.environ)
+        environment["PYTHONUNBUFFERED"] = "1"
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
+        environment |= {name: str(value) for name, value in settings.items()}
         with log.open("w") as file:
             file.write(f"{shlex.join(self.command)}\n")
             file.flush()
@@ -176,6 +172,7 @@ class Program:
         return code
 
     def kill(self) -> None:
+        """Kill the program and all that it started."""
         try:
             os.killpg(self.process.pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -183,6 +180,7 @@ class Program:
         self.process.wait()
 
     def tail(self) -> str:
+        """The end of the output."""
         text = re.sub(r"[^\n]*\r", "", self.log.read_text(errors="replace"))  # progress bars
         return text[-TAIL:]
 
@@ -211,36 +209,40 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def python(*words: object) -> list[str]:
+    """A command that runs this interpreter."""
     return [sys.executable, *map(str, words)]
 
 
 def about(launcher: str = "") -> dict[str, Any]:
     """Hardware, versions and this command. Another process asks the GPU, so that this one needs none of its memory."""
-    asked = python("-m", "research.benchmarks.parts")
-    found = subprocess.run(
-        asked, cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.splitlines()[-1]
-    return json.loads(found) | {"command": launcher + shlex.join(["python", *sys.orig_argv[1:]])}
+    command = python("-m", "research.benchmarks.parts")
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    found = json.loads(answer.stdout.splitlines()[-1])
+    return found | {"command": launcher + shlex.join(["python", *sys.orig_argv[1:]])}
 
 
 def versions() -> dict[str, Any]:
+    """Hardware and versions, as seen by this process."""
     import torch
 
-    gpu = torch.cuda.is_available()
-    smi = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    device = f"CPU ({platform.machine()})"
+    driver = ""
+    nccl = "none, gloo instead"
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_name()
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    packages = ("diffusers", "transformers", "peft", "safetensors")
     return {
         "date": str(datetime.date.today()),
-        "device": torch.cuda.get_device_name() if gpu else f"CPU ({platform.machine()})",
-        "driver": subprocess.run(smi, capture_output=True, text=True, check=False).stdout.strip()
-        if gpu
-        else "",
+        "device": device,
+        "driver": driver,
         "cores": os.cpu_count(),
         "torch": torch.__version__,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if gpu else "none, gloo instead",
+        "nccl": nccl,
         "python": platform.python_version(),
-        "packages": {
-            name: version(name) for name in ("diffusers", "transformers", "peft", "safetensors")
-        },
+        "packages": {name: version(name) for name in packages},
     }
 
 
@@ -261,40 +263,32 @@ def heading(title: str, about: Mapping[str, Any]) -> list[str]:
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
     """A Markdown table; numbers are right-aligned."""
-    lines = [[str(cell) for cell in row] for row in rows]
-    return [
-        f"| {' | '.join(head)} |",
-        f"|---|{'---:|' * (len(head) - 1)}",
-        *(f"| {' | '.join(row)} |" for row in lines),
-    ]
+    lines = [f"| {' | '.join(head)} |", f"|---|{'---:|' * (len(head) - 1)}"]
+    for row in rows:
+        lines.append(f"| {' | '.join(str(cell) for cell in row)} |")
+    return lines
 
 
 def wrapped(lines: Iterable[str]) -> str:
     """A page of these lines, with its sentences in lines of at most 120 characters."""
-    text, code = [], False
+    page = []
+    in_code = False
     for line in lines:
-        code ^= line.startswith("```")
-        kept = code or line.startswith(("|", "    ", "#", "```"))
-        text.append(
-            line
-            if kept
-            else textwrap.fill(line, 120, subsequent_indent="  " * line.startswith("- "))
-        )
-    return "\n".join(text).rstrip() + "\n"
+        if line.startswith("```"):
+            in_code = not in_code
+        if not in_code and not line.startswith(("|", "    ", "#", "```")):
+            indent = "  " if line.startswith("- ") else ""
+            line = textwrap.fill(line, 120, subsequent_indent=indent)
+        page.append(line)
+    return "\n".join(page).rstrip() + "\n"
 
 
 def failure(name: str, part: Mapping[str, Any] | None) -> list[str]:
     """What a page says of a part without a result."""
     if part is None:
         return [f"{name}: not run.", ""]
-    return [
-        f"{name}: failed after {part['seconds']:.0f} s.",
-        "",
-        "```",
-        str(part["error"]).strip(),
-        "```",
-        "",
-    ]
+    sentence = f"{name}: failed after {part['seconds']:.0f} s."
+    return [sentence, "", "```", str(part["error"]).strip(), "```", ""]
 
 
 def stop_on_signal() -> None:

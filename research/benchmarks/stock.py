@@ -10,7 +10,8 @@ from sage_grpo.models.hunyuan15.transformer import PackedTransformer
 class StockTransformer(HunyuanVideo15Transformer3DModel, Denoiser):
     """The stock model with its stock forward; only the description of its layers is ours."""
 
-    unseen, never_trained = PackedTransformer.unseen, PackedTransformer.never_trained
+    unseen = PackedTransformer.unseen
+    never_trained = PackedTransformer.never_trained
 
 
 class StockImageTransformer(StockTransformer):
@@ -25,7 +26,7 @@ class StockWan(WanTransformer3DModel, Denoiser):
     block_list = "blocks"
 
     def with_tables(self, device: torch.device) -> "StockWan":
-        """The model with rotary tables on a device: of one made on the meta device there are none."""
+        """Make rotary tables on a device; a model made on the meta device has none."""
         c = self.config
         with torch.device("cpu"):
             tables = type(self.rope)(c.attention_head_dim, c.patch_size, c.rope_max_seq_len)

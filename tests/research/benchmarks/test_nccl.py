@@ -86,7 +86,7 @@ def test_the_planner_is_asked_without_the_reward(tmp_path):
 
 @pytest.fixture
 def results():
-    iteration = script.kept(
+    iteration = script.shown_metrics(
         LINE | {"step": 1, "time/rollout": 12.5, "time/update": 20.25, "other": 1}
     )
     run = {
@@ -206,12 +206,10 @@ def test_two_ranks_are_started_and_measured(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("sizes", [script.GPU, script.CPU])
 def test_the_flags_of_all_runs_fit_together(sizes):
-    for ranks, dp, flags in script.LAYOUTS.values():
-        words = f"{script.AGREE} {flags} {sizes.agree_flags} --batch_size {sizes.clips // dp}"
-        assert (
-            ranks > sizes.most_ranks
-            or script.planned(words.split(), ranks)["memory"]["rollout"] > 0
-        )
+    for layout in script.LAYOUTS.values():
+        if layout.ranks <= sizes.most_ranks:
+            words = f"{script.AGREE} {layout.flags} {sizes.agree_flags} --batch_size {sizes.clips // layout.dp}"
+            assert script.planned(words.split(), layout.ranks)["memory"]["rollout"] > 0
     for ranks in (2, 4):
         share = f"--batch_size {4 // ranks} --micro_batch_size {4 // ranks}"
         assert script.planned(f"{script.FULL} {share} {sizes.full_flags}".split(), ranks)
