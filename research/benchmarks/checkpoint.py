@@ -1,6 +1,6 @@
 """What fraction of a run's time do checkpoints take?
 
-    python -m research.benchmarks.checkpoint --pairs 8 --output research/benchmarks/DATE-checkpoint-cost.md
+    python -m research.benchmarks.checkpoint --pairs 8 --output research/benchmarks/results/DATE-checkpoint-cost.md
 
 One run in blocks of `save_interval` iterations. Every second block ends with a regular checkpoint, the others do not:
 so intermittent load slows both kinds down, and the difference includes what a save costs the iterations after it. All
@@ -39,16 +39,17 @@ class Block(NamedTuple):
 def measure(trainer: Trainer) -> list[Block]:
     """Train; returns the blocks in order, alternating with and without a save."""
     blocks: list[Block] = []
-    save, begun = trainer.saves.begin, time.perf_counter()
+    save = trainer.saves.begin
+    block_begin = time.perf_counter()
 
     def save_every_second(must: bool = True) -> None:
-        nonlocal begun
-        reached = time.perf_counter()
+        nonlocal block_begin
+        save_begin = time.perf_counter()
         if len(blocks) % 2 == 0:
             save(must)
-        now = time.perf_counter()
-        blocks.append(Block(reached - begun, now - reached))
-        begun = now
+        end = time.perf_counter()
+        blocks.append(Block(iterations=save_begin - block_begin, save=end - save_begin))
+        block_begin = end
 
     trainer.saves.begin = save_every_second
     trainer.train()
@@ -56,24 +57,25 @@ def measure(trainer: Trainer) -> list[Block]:
 
 
 def report(blocks: Sequence[Block], every: int, megabytes: float, about: str) -> str:
+    """The results as Markdown; every: iterations of a block."""
     pairs = list(zip(blocks[2::2], blocks[3::2], strict=True))  # the first two warm up
     save = statistics.median(saved.save for saved, _ in pairs)
     plain = statistics.median(without.iterations for _, without in pairs)
-    added = interval(100 * (s.save + s.iterations - w.iterations) / w.iterations for s, w in pairs)
+    longer = [
+        100 * (saved.save + saved.iterations - without.iterations) / without.iterations
+        for saved, without in pairs
+    ]
+    added = interval(longer)
     text = (
         f"A checkpoint of {megabytes:.1f} MB takes {save:.3f} s in the median, every {every} iterations of "
         f"{plain / every:.2f} s: **{100 * save / plain:.2f} %** of the time. Blocks with a save took {added.mean:+.2f} "
         f"± {added.half:.2f} % longer than their neighbors without (95 % interval)."
     )
-    rows = [f"| {s.iterations:.2f} | {s.save:.3f} | {w.iterations:.2f} |" for s, w in pairs]
-    head = ["| iterations, s | and save, s | iterations without save, s |", "|---:|---:|---:|"]
-    parts = [
-        f"# Cost of checkpoints, {time.strftime('%Y-%m-%d')}",
-        about,
-        text,
-        "\n".join([*head, *rows]),
-    ]
-    return "\n\n".join(parts) + "\n"
+    table = ["| iterations, s | and save, s | iterations without save, s |", "|---:|---:|---:|"]
+    for saved, without in pairs:
+        table.append(f"| {saved.iterations:.2f} | {saved.save:.3f} | {without.iterations:.2f} |")
+    title = f"# Cost of checkpoints, {time.strftime('%Y-%m-%d')}"
+    return "\n\n".join([title, about, text, "\n".join(table)]) + "\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -81,20 +83,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--config", default="configs/tiny_cpu.yaml", help="recipe of post_train.py")
-    parser.add_argument(
-        "--pairs", type=int, default=8, help="pairs of blocks, after one that warms up"
-    )
-    parser.add_argument("--save_interval", type=int, default=10)
-    parser.add_argument("--output", type=Path, help="Markdown file for the result")
+    add = parser.add_argument
+    add("--config", default="configs/tiny_cpu.yaml", help="recipe of post_train.py")
+    add("--pairs", type=int, default=8, help="pairs of blocks, after one that warms up")
+    add("--save_interval", type=int, default=10, help="iterations of a block")
+    add("--output", type=Path, help="Markdown file for the result")
     flags, others = parser.parse_known_args(arguments)
-    steps = 2 * (flags.pairs + 1) * flags.save_interval
-    same = f"--validate_at_step0 False --report_to none --max_steps {steps} --save_interval {flags.save_interval}"
+    every = flags.save_interval
+    steps = 2 * (flags.pairs + 1) * every
+    fixed = (
+        f"--validate_at_step0 False --report_to none --max_steps {steps} --save_interval {every}"
+    )
+
     Path("outputs").mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(
-        dir="outputs"
-    ) as folder:  # where runs are: /tmp may not be a disk
-        config = parse(["--config", flags.config, *others, *same.split(), "--output_dir", folder])
+    # In the folder of runs: /tmp may not be on a disk.
+    with tempfile.TemporaryDirectory(dir="outputs") as folder:
+        config = parse(["--config", flags.config, *others, *fixed.split(), "--output_dir", folder])
         with join_ranks(config.start_timeout) as ranks:
             trainer = build_trainer(config, ranks)
             trainer.validation = None
@@ -103,8 +107,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         newest = list_checkpoints(Path(folder) / "checkpoints")[-1]
         megabytes = sum(file.stat().st_size for file in newest.rglob("*") if file.is_file()) / 1e6
     command = shlex.join(["python", "-m", "research.benchmarks.checkpoint", *arguments])
-    about = f"    {command}\n\n{os.cpu_count()} CPU cores ({platform.machine()}), torch {torch.__version__}, Python "
-    page = report(blocks, flags.save_interval, megabytes, f"{about}{platform.python_version()}.")
+    about = (
+        f"    {command}\n\n{os.cpu_count()} CPU cores ({platform.machine()}), torch {torch.__version__}, "
+        f"Python {platform.python_version()}."
+    )
+    page = report(blocks, every, megabytes, about)
     print(page)
     if flags.output:
         flags.output.write_text(page)

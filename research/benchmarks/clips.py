@@ -1,8 +1,8 @@
 """Clips per GPU-hour at full size, side by side in one run: all steps trained, cheap rollouts, rivals without an SDE.
 
     python -m research.benchmarks.random_model --output /tmp/random_model
-    python -m research.benchmarks.clips --output research/benchmarks/DATE-clips-h200.md --config configs/hunyuan15_1gpu_lora.yaml \
-        --pretrained_model_root /tmp/random_model
+    python -m research.benchmarks.clips --output research/benchmarks/results/DATE-clips-h200.md \\
+        --config configs/hunyuan15_1gpu_lora.yaml --pretrained_model_root /tmp/random_model
 
 Each way runs one iteration of the unmodified trainer, whose anchor is not the policy, after every graph was compiled.
 A synthetic reward costs nothing. `all steps` trains a tenth of the steps of two clips; what the others would have cost
@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from research.benchmarks.grpo import IN_MODEL, PHASES, Contrast, measure
+from research.benchmarks.grpo import PHASES, Contrast, measure, trainer_overhead
 from sage_grpo.config.parse import parse
 from sage_grpo.parallel.ranks import Ranks, join_ranks
 from sage_grpo.rewards.registry import REWARDS
@@ -45,10 +45,36 @@ WAYS = {
     "awm, guidance 1": f"--algorithm awm {RIVAL} --guidance_scale 1",
     "nft": f"--algorithm nft {RIVAL}",
 }
+FIXED = (
+    "--reward_model contrast --report_to none --log_interval 1 --max_steps 1 --gradient_accumulation_steps 1 "
+    "--save_interval 0 --validation_interval 0 --validation_videos 0"
+)
+TITLES = (
+    "way",
+    "clips",
+    *(f"{phase}, s" for phase in PHASES),
+    "a clip, s",
+    "clips per GPU-hour",
+    "trainer's share",
+    "forward, s",
+    "outside the window, s",
+    "peak GB",
+    "largest ratio deviation",
+    "two streams",
+)
 REPEATS = 3
 
 
-@dataclass
+@dataclass(frozen=True)
+class Warmed:
+    """Times that are measured while the graphs are compiled."""
+
+    forward: float  # seconds, with all branches of the guidance
+    lossy: float  # seconds of a forward outside the window
+    overlap: float  # forwards and a decode on two streams, relative to one after the other
+
+
+@dataclass(frozen=True)
 class Result:
     """Seconds of one iteration by phase, and what the transformer took of them."""
 
@@ -56,46 +82,45 @@ class Result:
     clips: int
     overhead: float  # of the trainer, relative to the transformer
     peak: float  # GB
-    forward: float
-    lossy: float  # the same, outside the window
     deviation: float  # of the ratio from 1
-    overlap: (
-        float  # seconds of a forward and a decode on two streams, relative to one after the other
-    )
+    warmed: Warmed
 
     def row(self, name: str) -> str:
+        """A row of the page; its columns are TITLES."""
         total = sum(self.seconds.values())
-        cells = [f"{self.seconds[phase] / self.clips:.2f}" for phase in PHASES]
+        cells = [name, str(self.clips)]
+        cells += [f"{self.seconds[phase] / self.clips:.2f}" for phase in PHASES]
         cells += [
             f"{total / self.clips:.1f}",
             f"**{3600 * self.clips / total:.0f}**",
             f"{self.overhead:.2%}",
-        ]
-        cells += [
-            f"{self.forward:.3f}",
-            f"{self.lossy:.3f}",
+            f"{self.warmed.forward:.3f}",
+            f"{self.warmed.lossy:.3f}",
             f"{self.peak:.1f}",
             f"{self.deviation:.3g}",
+            f"{self.warmed.overlap:.2f}",
         ]
-        cells.append(f"{self.overlap:.2f}")
-        return f"| {name} | {self.clips} | " + " | ".join(cells) + " |"
+        return f"| {' | '.join(cells)} |"
 
 
 def seconds_of(call: Callable[[], object]) -> float:
-    """The mean over a few calls, after one that does not count."""
+    """Mean seconds over a few calls, after one that does not count."""
     call()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    synchronize()
     begin = time.perf_counter()
     for _ in range(REPEATS):
         call()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    synchronize()
     return (time.perf_counter() - begin) / REPEATS
 
 
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def side_by_side(first: Callable[[], object], second: Callable[[], object]) -> None:
-    """Both at once: the second from a thread, on a stream of its own."""
+    """Run both at once: the second from a thread, on a stream of its own."""
     stream = torch.cuda.Stream() if torch.cuda.is_available() else None
 
     def run() -> None:
@@ -108,18 +133,23 @@ def side_by_side(first: Callable[[], object], second: Callable[[], object]) -> N
         beside.result()  # raises what went wrong there
 
 
-def warm(trainer: Trainer) -> tuple[float, float, float]:
-    """Compile every graph that the iteration needs.
-
-    Returns the seconds of a forward, exact and outside the window, and of a forward beside a decode, relative to both
-    one after the other.
-    """
-    backbone, device = trainer.backbone, trainer.ranks.device
-    x, sigma = torch.randn(1, *trainer.shape, device=device), torch.full((1,), 0.5, device=device)
+def warm(trainer: Trainer) -> Warmed:
+    """Compile every graph that the iteration needs, and make the anchor older than the policy."""
+    backbone = trainer.backbone
+    device = trainer.ranks.device
+    x = torch.randn(1, *trainer.shape, device=device)
+    sigma = torch.full((1,), 0.5, device=device)
     (cond,) = backbone.encode([trainer.requests[0]])
 
     def forward() -> Tensor:
         return backbone.velocity(x, sigma, cond, trainer.guidance)
+
+    def two_forwards() -> None:
+        forward()
+        forward()
+
+    def decode() -> Tensor:
+        return backbone.decode(x)
 
     with trainer.gathered(), torch.no_grad():
         exact = seconds_of(forward)
@@ -127,48 +157,41 @@ def warm(trainer: Trainer) -> tuple[float, float, float]:
             lossy = seconds_of(forward)
         with trainer.anchor.in_place():
             forward()
-        few = [lambda: [forward() for _ in range(2)], lambda: backbone.decode(x)]
-        apart = sum(map(seconds_of, few))
-        overlap = seconds_of(lambda: side_by_side(*few)) / apart
+        one_by_one = seconds_of(two_forwards) + seconds_of(decode)
+        at_once = seconds_of(lambda: side_by_side(two_forwards, decode))
     forward().square().mean().backward()
     trainer.optimization.zero_grad()
-    trainer.anchor.age += 1  # as if it were older than the policy
-    return exact, lossy, overlap
+    trainer.anchor.age += 1
+    return Warmed(forward=exact, lossy=lossy, overlap=at_once / one_by_one)
 
 
 def run(name: str, flags: list[str], ranks: Ranks, folder: Path) -> Result:
-    fixed = "--reward_model contrast --report_to none --log_interval 1 --max_steps 1 --gradient_accumulation_steps 1"
-    fixed += " --save_interval 0 --validation_interval 0 --validation_videos 0"
-    config = parse(
-        [
-            *flags,
-            *fixed.split(),
-            *WAYS[name].split(),
-            "--output_dir",
-            str(folder / name.replace(" ", "_")),
-        ]
-    )
+    """One iteration of a way."""
+    place = ["--output_dir", str(folder / name.replace(" ", "_"))]
+    config = parse([*flags, *FIXED.split(), *WAYS[name].split(), *place])
     trainer = build_trainer(config, ranks)
     trainer.validation = None
-    forward, lossy, overlap = warm(trainer)
+    warmed = warm(trainer)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     (record,), (inside,) = measure(trainer)
-    seconds = {phase: record[f"time/{phase}"] for phase in PHASES}
-    overhead = (
-        sum(seconds[phase] for phase in IN_MODEL) / sum(inside[phase] for phase in IN_MODEL) - 1
-    )
-    if name == "all steps":
-        for phase in ("anchor", "update"):
-            seconds[phase] *= trainer.windows.size / num_trained(
-                trainer.windows.size, config.timestep_fraction
-            )
-    result = Result(
-        seconds, config.batch_size, overhead, record["memory/peak_gb"], forward, lossy,
-        record["policy/ratio_max_deviation"], overlap,
-    )  # fmt: skip
     trainer.run.close()
-    return result
+
+    seconds = {phase: record[f"time/{phase}"] for phase in PHASES}
+    overhead = trainer_overhead(seconds, inside)
+    if name == "all steps":
+        steps = trainer.windows.size
+        untrained_factor = steps / num_trained(steps, config.timestep_fraction)
+        seconds["anchor"] *= untrained_factor
+        seconds["update"] *= untrained_factor
+    return Result(
+        seconds=seconds,
+        clips=config.batch_size,
+        overhead=overhead,
+        peak=record["memory/peak_gb"],
+        deviation=record["policy/ratio_max_deviation"],
+        warmed=warmed,
+    )
 
 
 def options_of(
@@ -177,41 +200,24 @@ def options_of(
     """The page and the ways to measure, and the flags of post_train.py."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=about, formatter_class=form, allow_abbrev=False)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--ways", nargs="*", choices=ways, default=list(ways))
+    parser.add_argument("--output", type=Path, required=True, help="page to write")
+    parser.add_argument("--ways", nargs="*", choices=ways, default=list(ways), help="default: all")
     return parser.parse_known_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:
     options, flags = options_of(__doc__, WAYS, arguments)
     REWARDS["contrast"] = lambda setup: Contrast()
-    titles = [
-        "way",
-        "clips",
-        *(f"{phase}, s" for phase in PHASES),
-        "a clip, s",
-        "clips per GPU-hour",
-        "trainer's share",
-    ]
-    titles += [
-        "forward, s",
-        "outside the window, s",
-        "peak GB",
-        "largest ratio deviation",
-        "two streams",
-    ]
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
     lines = [
         f"# Clips per GPU-hour, {where}, {datetime.date.today()}", "",
         f"    {shlex.join(['python', *sys.orig_argv[1:]])}", "",
         f"torch {torch.__version__}. Seconds of the phases are per clip; a forward has all branches of the guidance. "
         "All steps: a tenth of them was trained, and the anchor's and the update's seconds multiplied by 10.", "",
-        f"| {' | '.join(titles)} |", "|---" * len(titles) + "|",
+        f"| {' | '.join(TITLES)} |", "|---" * len(TITLES) + "|",
     ]  # fmt: skip
-    with (
-        tempfile.TemporaryDirectory() as scratch,
-        join_ranks(600, sharded=parse(flags).enable_fsdp) as ranks,
-    ):
+    sharded = parse(flags).enable_fsdp
+    with tempfile.TemporaryDirectory() as scratch, join_ranks(600, sharded=sharded) as ranks:
         for name in options.ways:
             lines.append(run(name, flags, ranks, Path(scratch)).row(name))
             print(lines[-1], flush=True)

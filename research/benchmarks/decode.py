@@ -1,6 +1,6 @@
 """How fast can the VAE decode? Tiled and untiled, padded by slices, channels last, and with what lies between compiled.
 
-    python -m research.benchmarks.decode --output research/benchmarks/DATE-decode-h200.md
+    python -m research.benchmarks.decode --output research/benchmarks/results/DATE-decode-h200.md
 
 The full-size VAE with random weights, in fp16. Seconds are those of the second clip; a compiled decoder needs more for
 its first. The error is against fp32 without TF32, in gray levels of 255, on a short clip; the last column compares the
@@ -14,6 +14,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,19 +28,23 @@ from sage_grpo.models.hunyuan15.vae import fuse_decoder
 
 
 def untiled(vae: VAE) -> None:
+    """Decode clips whole."""
     vae.disable_tiling()
 
 
 def sliced(vae: VAE) -> None:
-    """Padding by slices: torch's own kernel copies element by element."""
+    """Pad by slices: torch's own kernel copies element by element."""
     for module in vae.modules():
         if isinstance(module, stock.HunyuanVideo15CausalConv3d):
-            module.forward = lambda x, layer=module: layer.conv(
-                replicate_pad(x, layer.time_causal_padding)
-            )
+            module.forward = partial(padded_conv, module)
+
+
+def padded_conv(layer: stock.HunyuanVideo15CausalConv3d, x: Tensor) -> Tensor:
+    return layer.conv(replicate_pad(x, layer.time_causal_padding))
 
 
 def channels_last(vae: VAE) -> None:
+    """Store channels last in memory."""
     for module in vae.modules():
         if isinstance(module, torch.nn.Conv3d):
             module.to(memory_format=torch.channels_last_3d)
@@ -60,42 +65,51 @@ def decode(vae: VAE, latents: Tensor) -> tuple[Tensor, float, float]:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        before, begin = torch.cuda.memory_allocated(), time.perf_counter()
+        before = torch.cuda.memory_allocated()
+        begin = time.perf_counter()
         pixels = vae.decode(latents, return_dict=False)[0]
         torch.cuda.synchronize()
-        seconds, inside = (
-            time.perf_counter() - begin,
-            (torch.cuda.max_memory_allocated() - before) / 1e9,
-        )
+        seconds = time.perf_counter() - begin
+        inside = (torch.cuda.max_memory_allocated() - before) / 1e9
     return pixels, seconds, inside
+
+
+def gray_levels(difference: Tensor) -> float:
+    """RMS of a difference of pixels in [-1, 1], in gray levels of 255."""
+    return 127.5 * difference.float().square().mean().sqrt().item()
 
 
 @torch.no_grad()
 def rows(clip: Sequence[int], short: Sequence[int], names: Sequence[str]) -> Iterator[str]:
-    whole = random_vae(torch.device("cuda"))
-    drawn = [
-        torch.randn(
-            1, whole.config.latent_channels, (f - 1) // 4 + 1, y // 16, x // 16, device="cuda"
-        )
-        for f, y, x in (clip, short)
-    ]
+    """A table row per way."""
+    stock_vae = random_vae(torch.device("cuda"))
+
+    def draw(size: Sequence[int]) -> Tensor:
+        frames, height, width = size
+        grid = ((frames - 1) // 4 + 1, height // 16, width // 16)
+        return torch.randn(1, stock_vae.config.latent_channels, *grid, device="cuda")
+
+    latents = draw(clip)
+    short_latents = draw(short)
     torch.backends.cudnn.allow_tf32 = False
-    truth = whole.decode(drawn[1], return_dict=False)[0]
-    torch.backends.cudnn.allow_tf32, reference = True, None
+    truth = stock_vae.decode(short_latents, return_dict=False)[0]
+    torch.backends.cudnn.allow_tf32 = True
+
+    reference = None  # pixels of the first way
     for name in names:
-        vae = copy.deepcopy(whole).half()
+        vae = copy.deepcopy(stock_vae).half()
         for change in WAYS[name]:
             change(vae)
         torch.compiler.reset()
         begin = time.perf_counter()
-        pixels, seconds, inside = decode(vae, drawn[0].half())
+        pixels, seconds, inside = decode(vae, latents.half())
         first = time.perf_counter() - begin - seconds
-        reference = pixels.cpu() if reference is None else reference
-        apart = 127.5 * (pixels - reference.to(pixels.device)).float().square().mean().sqrt().item()
+        if reference is None:
+            reference = pixels.cpu()
+        apart = gray_levels(pixels - reference.to(pixels.device))
         del pixels
-        error = (
-            127.5 * (decode(vae, drawn[1].half())[0].float() - truth).square().mean().sqrt().item()
-        )
+        short_pixels, _, _ = decode(vae, short_latents.half())
+        error = gray_levels(short_pixels.float() - truth)
         yield f"| {name} | {seconds:.2f} | {inside:.1f} | {error:.2g} | {first:.0f} | {apart:.2g} |"
         del vae
 
@@ -104,14 +118,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument(
-        "--clip", type=int, nargs=3, default=(81, 352, 624), help="frames, height and width"
-    )
-    parser.add_argument(
-        "--short", type=int, nargs=3, default=(9, 256, 256), help="the clip whose error is measured"
-    )
-    parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS))
+    add = parser.add_argument
+    add("--output", type=Path, required=True, help="page to write")
+    add("--clip", type=int, nargs=3, default=(81, 352, 624), help="frames, height and width")
+    add("--short", type=int, nargs=3, default=(9, 256, 256), help="clip whose error is measured")
+    add("--ways", nargs="*", choices=WAYS, default=list(WAYS), help="default: all")
     options = parser.parse_args()
     size = " x ".join(map(str, options.clip))
     lines = [
@@ -123,9 +134,8 @@ def main() -> None:
     for row in rows(options.clip, options.short, options.ways):
         print(row, flush=True)
         lines.append(row)
-        options.output.write_text(
-            "\n".join(lines) + "\n"
-        )  # after each way: compiling one can take minutes
+        # After each way: compiling one can take minutes.
+        options.output.write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -6,61 +6,73 @@
 #   clips    seconds and clips per GPU-hour at full size of the WAYS, separated by semicolons (awm, the recipe)
 #   embedded updates per minute of the embedded model: prompts one by one, together, and as CUDA graphs
 #   decode   ways to decode a clip at full size
-#   beyond   training the embedded model far beyond the gain, four runs side by side (research/studies/overoptimisation.py);
-#            called again, it continues them
+#   beyond   training the embedded model far beyond the gain, four runs side by side
+#            (research/studies/overoptimisation.py); called again, it continues them
 #   wan      Wan 2.1 1.3B against stock diffusers, and an iteration inside 24 GB
 #   images   image to video and 720p against stock diffusers and the planner
-#   study    the studies of research/studies/second_edition.py that STUDIES names (rates, which the others need), one after the
-#            other, those joined by a comma together, 16 runs side by side; called again, it continues them
+#   study    the studies of research/studies/second_edition.py that STUDIES names (rates, which the others need), one
+#            after the other, those joined by a comma together, 16 runs side by side; called again, it continues them
 #
 # A part at full size is rehearsed with a tiny model first: a wrong flag must not cost minutes. No part needs ffmpeg.
 # MODEL (/dev/shm/random_model) and RUNS (/tmp/beyond) are scratch folders, kept for the next call.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-part=$1 output=$2 seconds=${3:-570} begin=$SECONDS today=$(date +%F)
+
+part=$1
+output=$2
+seconds=${3:-570}
+begin=$SECONDS
+today=$(date +%F)
+model=${MODEL:-/dev/shm/random_model}
+runs=${RUNS:-/tmp/beyond}
 mkdir -p "$output"
-python=${PYTHON:-python3} model=${MODEL:-/dev/shm/random_model} runs=${RUNS:-/tmp/beyond}
+
+python=${PYTHON:-python3}
 if [[ -z ${PYTHON:-} && -x .venv/bin/python ]]; then python=.venv/bin/python; fi
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TQDM_DISABLE=1 HF_HUB_OFFLINE=1
 
-left() { echo $((seconds - (SECONDS - begin))); }
+left() { echo $((seconds - (SECONDS - begin))); } # seconds until the limit
 within() { timeout --signal INT "$(left)" "$@"; }
+run() { within "$python" -m "research.$1" "${@:2}"; } # MODULE FLAGS
 
 clips() {
-  local tiny=(--num_frames 5 --height 32 --width 32 --num_sampling_steps 4 --compile False --tail_steps 2) ways
+  local ways
+  local recipe=(--config configs/hunyuan15_1gpu_lora.yaml)
+  local tiny=(--num_frames 5 --height 32 --width 32 --num_sampling_steps 4 --compile False --tail_steps 2)
   IFS=';' read -ra ways <<< "${WAYS:-awm;recipe}"
-  within "$python" -m research.benchmarks.random_model --tiny --output "$model-tiny" > "$output/rehearsal.log" 2>&1
-  within "$python" -m research.benchmarks.clips --config configs/hunyuan15_1gpu_lora.yaml --pretrained_model_root "$model-tiny" \
-    --output "$output/rehearsal.md" "${tiny[@]}" --ways "${ways[@]}" >> "$output/rehearsal.log" 2>&1
-  [[ -d $model ]] || within "$python" -m research.benchmarks.random_model --output "$model"
-  within "$python" -m research.benchmarks.clips --config configs/hunyuan15_1gpu_lora.yaml --pretrained_model_root "$model" \
-    --prompt_cache "$model-prompts" --output "$output/$today-clips.md" \
-    --ways "${ways[@]}" > "$output/clips.log" 2>&1
+  run benchmarks.random_model --tiny --output "$model-tiny" > "$output/rehearsal.log" 2>&1
+  run benchmarks.clips "${recipe[@]}" --pretrained_model_root "$model-tiny" --output "$output/rehearsal.md" \
+    "${tiny[@]}" --ways "${ways[@]}" >> "$output/rehearsal.log" 2>&1
+  [[ -d $model ]] || run benchmarks.random_model --output "$model"
+  run benchmarks.clips "${recipe[@]}" --pretrained_model_root "$model" --prompt_cache "$model-prompts" \
+    --output "$output/$today-clips.md" --ways "${ways[@]}" > "$output/clips.log" 2>&1
 }
 
 embedded() {
-  local flags=(--config configs/tiny_gpu.yaml --device cuda --max_steps 24)
-  within "$python" -m research.benchmarks.embedded "${flags[@]}" --output "$output/$today-embedded.md" > "$output/embedded.log" 2>&1
+  run benchmarks.embedded --config configs/tiny_gpu.yaml --device cuda --max_steps 24 \
+    --output "$output/$today-embedded.md" > "$output/embedded.log" 2>&1
 }
 
-decode() { within "$python" -m research.benchmarks.decode --output "$output/$today-decode.md"; }
+decode() { run benchmarks.decode --output "$output/$today-decode.md"; }
 
 wan() {
-  within "$python" -m research.benchmarks.wan --rehearse --output "$output/rehearsal.md" > "$output/rehearsal.log" 2>&1
-  within "$python" -m research.benchmarks.wan --output "$output/$today-wan.md"
+  run benchmarks.wan --rehearse --output "$output/rehearsal.md" > "$output/rehearsal.log" 2>&1
+  run benchmarks.wan --output "$output/$today-wan.md"
 }
 
 images() {
-  within "$python" -m research.benchmarks.image_to_video --rehearse --output "$output/rehearsal.md" > "$output/rehearsal.log" 2>&1
-  within "$python" -m research.benchmarks.image_to_video --output "$output/$today-image-to-video.md"
+  run benchmarks.image_to_video --rehearse --output "$output/rehearsal.md" > "$output/rehearsal.log" 2>&1
+  run benchmarks.image_to_video --output "$output/$today-image-to-video.md"
 }
 
 train() { # NAME FLAGS
-  local name=$1 flags=(--validation_interval 40 --log_interval 20 --save_interval 40 --keep_checkpoints 1)
+  local name=$1
+  local flags=(--validation_interval 40 --log_interval 20 --save_interval 40 --keep_checkpoints 1)
   flags+=(--use_moving_KL False --use_dual_kl False --holdout_reward shapes --report_to none --validation_videos 0)
   flags+=(--device cuda --max_steps 1200 --output_dir "$runs/$name" --resume_from_checkpoint auto)
+  # It stops at the time limit, or by an error.
   within "$python" post_train.py --config configs/tiny_gpu.yaml "${flags[@]}" "${@:2}" > "$output/$name.log" 2>&1 \
-    || echo "$name stopped: $(tail -n 1 "$output/$name.log")" # at the time limit, or by an error
+    || echo "$name stopped: $(tail -n 1 "$output/$name.log")"
 }
 
 share() { # the GPU between processes, each with one CPU thread
@@ -84,17 +96,18 @@ beyond() {
 study() {
   share
   export TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 # as registered
-  local names name together budget commit=${COMMIT:-$(git rev-parse --short=12 HEAD)} # COMMIT where there is no repository
+  local names name together budget
+  local commit=${COMMIT:-$(git rev-parse --short=12 HEAD)} # COMMIT where there is no repository
   read -ra names <<< "${STUDIES:-rates}"
   for name in "${names[@]}"; do
     (($(left) > 120)) || break
     budget=$(awk "BEGIN { print ($(left) - 50) / 60 }") # less two starts of Python and an archive
     IFS=, read -ra together <<< "$name"
-    "$python" -m research.studies.second_edition --studies "${together[@]}" --jobs "${JOBS:-16}" --budget_minutes "$budget" \
-      --cut --commit "$commit" || echo "$name: exit code $?"
+    "$python" -m research.studies.second_edition --studies "${together[@]}" --jobs "${JOBS:-16}" \
+      --budget_minutes "$budget" --cut --commit "$commit" || echo "$name: exit code $?"
     "$python" -m research.studies.second_edition --choose # what the next study needs
   done
-  find research/studies/records/second.jsonl research/studies/*.json -type f | tar czf "$output/second.tar.gz" --files-from -
+  tar czf "$output/second.tar.gz" research/studies/records/second.jsonl research/studies/*.json
 }
 
 "$part"

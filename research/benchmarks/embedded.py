@@ -1,6 +1,7 @@
 """Updates per minute of the embedded model on one GPU, side by side in one run.
 
-    python -m research.benchmarks.embedded --output research/benchmarks/DATE-embedded-h200.md --config configs/tiny_gpu.yaml --device cuda
+    python -m research.benchmarks.embedded --output research/benchmarks/results/DATE-embedded-h200.md \\
+        --config configs/tiny_gpu.yaml --device cuda
 
 A row is the median over the second half of the iterations, without validations and the oracle. Flags of post_train.py
 apply to all rows.
@@ -38,28 +39,29 @@ def run(flags: list[str], ranks: Ranks, folder: Path) -> dict[str, float]:
     config = parse([*flags, *FIXED.split(), "--output_dir", str(folder)])
     begin = time.perf_counter()
     trainer = build_trainer(config, ranks)
-    trainer.validation = trainer.gold = None
+    trainer.validation = None
+    trainer.gold = None
     trainer.train()
+    spent = time.perf_counter() - begin
     lines = read_run(folder).train
     half = lines[len(lines) // 2 :]
-    seconds = {phase: statistics.median(line[f"time/{phase}"] for line in half) for phase in PHASES}
-    spent = time.perf_counter() - begin
-    return seconds | {
-        "deviation": max(line["policy/ratio_max_deviation"] for line in half),
-        "in all": spent,
-    }
+    medians = {phase: statistics.median(line[f"time/{phase}"] for line in half) for phase in PHASES}
+    deviation = max(line["policy/ratio_max_deviation"] for line in half)
+    return medians | {"deviation": deviation, "in all": spent}
 
 
-def row(name: str, found: dict[str, float], slowest: float) -> str:
-    total = sum(found[phase] for phase in PHASES)
-    cells = [f"{found[phase]:.3f}" for phase in PHASES]
+def row(name: str, measured: dict[str, float], first_total: float) -> str:
+    """A table row; first_total: seconds of an update in the first row."""
+    total = sum(measured[phase] for phase in PHASES)
+    cells = [name, *(f"{measured[phase]:.3f}" for phase in PHASES)]
     cells += [
         f"{total:.3f}",
         f"{60 / total:.0f}",
-        f"**{slowest / total:.1f}**",
-        f"{found['deviation']:.2g}",
+        f"**{first_total / total:.1f}**",
+        f"{measured['deviation']:.2g}",
+        f"{measured['in all']:.0f}",
     ]
-    return f"| {name} | {' | '.join(cells)} | {found['in all']:.0f} |"
+    return f"| {' | '.join(cells)} |"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -73,17 +75,15 @@ def main(arguments: list[str] | None = None) -> None:
         f"torch {torch.__version__}, {torch.get_num_threads()} CPU threads.", "",
         f"| {' | '.join(titles)} |", "|---" * len(titles) + "|",
     ]  # fmt: skip
-    slowest = 0.0
-    with (
-        tempfile.TemporaryDirectory() as scratch,
-        join_ranks(600, device_type=parse(flags).device) as ranks,
-    ):
+    first_total = 0.0
+    device = parse(flags).device
+    with tempfile.TemporaryDirectory() as scratch, join_ranks(600, device_type=device) as ranks:
         for name in options.ways:
-            found = run(
-                [*flags, *WAYS[name].split()], ranks, Path(scratch) / name.replace(" ", "_")
-            )
-            slowest = slowest or sum(found[phase] for phase in PHASES)
-            lines.append(row(name, found, slowest))
+            folder = Path(scratch) / name.replace(" ", "_")
+            measured = run([*flags, *WAYS[name].split()], ranks, folder)
+            if not first_total:
+                first_total = sum(measured[phase] for phase in PHASES)
+            lines.append(row(name, measured, first_total))
             print(lines[-1], flush=True)
             options.output.write_text("\n".join(lines) + "\n")  # after each way: the next may fail
             gc.collect()

@@ -1,8 +1,9 @@
 """A complete full-size GRPO iteration on one GPU: cost of each phase, and the trainer's overhead over the model.
 
     python -m research.benchmarks.random_model --output /tmp/random_model
-    python -m research.benchmarks.grpo --output research/benchmarks/DATE-grpo.md --config configs/hunyuan15_1gpu_lora.yaml \
-        --pretrained_model_root /tmp/random_model --timestep_fraction 0.25 --max_steps 3
+    python -m research.benchmarks.grpo --output research/benchmarks/results/DATE-grpo.md \\
+        --config configs/hunyuan15_1gpu_lora.yaml --pretrained_model_root /tmp/random_model \\
+        --timestep_fraction 0.25 --max_steps 3
 
 Runs rollout, VAE decode, a synthetic reward, the anchor and the update with the unmodified trainer; flags are those of
 post_train.py. The cost of training all steps is extrapolated from the unit costs and marked as such.
@@ -16,7 +17,7 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -56,17 +57,21 @@ class Meter:
     """Device time of the transformer by phase: forward and backward passes."""
 
     def __init__(self, kind: type[Backbone]) -> None:
-        self.kind, self.phase, self.marks = kind, "other", []
+        self.kind = kind
+        self.phase = "other"
+        self.marks: list[tuple[str, Any, Any]] = []  # phase, begin, end
 
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Mark every forward and backward, without device syncs."""
         forward, backward = self.kind.branch, Tensor.backward
-        self.kind.branch, Tensor.backward = self._marked(forward), self._marked(backward)
+        self.kind.branch = self._marked(forward)
+        Tensor.backward = self._marked(backward)
         try:
             yield
         finally:
-            self.kind.branch, Tensor.backward = forward, backward
+            self.kind.branch = forward
+            Tensor.backward = backward
 
     def _marked(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def marked(*args: Any, **kwargs: Any) -> Any:
@@ -120,26 +125,37 @@ def watched_phases(meter: Meter) -> None:
 
 def measure(trainer: Trainer) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
     """The records of all iterations, and the transformer's seconds in each."""
-    meter, inside, plain = Meter(type(trainer.backbone)), [], trainer.finish_iteration
+    meter = Meter(type(trainer.backbone))
+    inside: list[dict[str, float]] = []
+    finish_iteration = trainer.finish_iteration
 
     def finish() -> None:
         inside.append(meter.take())
-        plain()
+        finish_iteration()
 
     watched_phases(meter)
-    trainer.finish_iteration, trainer.saves.begin = finish, lambda must=True: None
+    trainer.finish_iteration = finish
+    trainer.saves.begin = lambda must=True: None
     with meter.watch():
         trainer.train()
     lines = map(json.loads, (trainer.run.path / "metrics.jsonl").read_text().splitlines())
     return [line for line in lines if line["kind"] == "train"], inside
 
 
+def trainer_overhead(seconds: Mapping[str, float], inside: Mapping[str, float]) -> float:
+    """What the trainer adds to the transformer's time in rollout, anchor and update, relative to it.
+
+    seconds: of the phases; inside: of the transformer in each.
+    """
+    spent = sum(seconds[phase] for phase in IN_MODEL)
+    needed = sum(inside[phase] for phase in IN_MODEL)
+    return spent / needed - 1
+
+
 def page(trainer: Trainer, records: list[dict[str, Any]], inside: list[dict[str, float]]) -> str:
     """The results as Markdown."""
-    c, where = (
-        trainer.config,
-        torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
-    )
+    c = trainer.config
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
     lines = [
         f"# A GRPO iteration, {where}, {datetime.date.today()}", "",
         f"    {shlex.join(['python', *sys.orig_argv[1:]])}", "",
@@ -154,19 +170,19 @@ def page(trainer: Trainer, records: list[dict[str, Any]], inside: list[dict[str,
         cells = [f"{record[f'time/{phase}']:.3g}" for phase in PHASES]
         cells += [f"{record['memory/peak_gb']:.1f}", f"{record['policy/ratio_max_deviation']:.3g}"]
         lines.append(f"| {record['step']} | " + " | ".join(cells) + " |")
-    last, model = records[-1], inside[-1]
-    spent, needed = (
-        sum(x[phase] for phase in IN_MODEL) for x in ({p: last[f"time/{p}"] for p in PHASES}, model)
-    )
+
+    last = records[-1]
+    seconds = {phase: last[f"time/{phase}"] for phase in PHASES}
+    spent = sum(seconds[phase] for phase in IN_MODEL)
+    needed = sum(inside[-1][phase] for phase in IN_MODEL)
+    overhead = trainer_overhead(seconds, inside[-1])
     steps = c.num_sampling_steps
     trained = num_trained(trainer.windows.size, c.timestep_fraction)
-    whole = sum(
-        last[f"time/{p}"] * (steps / trained if p in ("anchor", "update") else 1) for p in PHASES
-    )
+    whole = sum(seconds.values()) + (steps / trained - 1) * (seconds["anchor"] + seconds["update"])
     lines += [
         "",
         f"- Of the last iteration's rollout, anchor and update, the transformer takes {needed:.1f} s of {spent:.1f} s: "
-        f"the trainer adds {(spent - needed) / needed:.2%}.",
+        f"the trainer adds {overhead:.2%}.",
         f"- KL to the anchor in the last iteration: {last['kl/anchor']:.3g} (the anchor is not the policy any more).",
         f"- Computed, not run: an iteration that trains all {steps} steps takes {whole:.0f} s, "
         f"{3600 * c.batch_size / whole:.0f} clips per GPU-hour.",
@@ -177,8 +193,8 @@ def page(trainer: Trainer, records: list[dict[str, Any]], inside: list[dict[str,
 def main(arguments: list[str] | None = None) -> None:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form, allow_abbrev=False)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--memory", type=float, default=80.0, help="GiB that may be used")
+    parser.add_argument("--output", type=Path, required=True, help="page to write")
+    parser.add_argument("--memory", type=float, default=80.0, help="GiB that torch may allocate")
     options, rest = parser.parse_known_args(arguments)
     REWARDS["contrast"] = lambda setup: Contrast()
     if torch.cuda.is_available():
@@ -190,7 +206,8 @@ def main(arguments: list[str] | None = None) -> None:
         with join_ranks(600, sharded=config.enable_fsdp) as ranks:
             trainer = build_trainer(config, ranks)
             trainer.validation = None
-            text = page(trainer, *measure(trainer))
+            records, inside = measure(trainer)
+            text = page(trainer, records, inside)
     options.output.write_text(text)
     print(text)
 

@@ -1,6 +1,6 @@
 """Image to video and 720p on one GPU: the transformer against stock diffusers, and its memory against the planner.
 
-    python -m research.benchmarks.image_to_video --output research/benchmarks/DATE-image-to-video-h200.md
+    python -m research.benchmarks.image_to_video --output research/benchmarks/results/DATE-image-to-video-h200.md
 
 480p_i2v           81 x 480 x 848 with an image, the clips of a recipe for image to video
 720p_t2v           121 x 720 x 1280, the longest clips of the published models; ours alone, since stock takes minutes
@@ -27,6 +27,7 @@ from research.benchmarks.transformer import (
     distance,
     free,
     random_model,
+    rollout_to_training,
     set_blocks,
     stock_twin,
     training_step,
@@ -65,25 +66,29 @@ TINY = {
     "num_attention_heads": 2,
     "attention_head_dim": 16,
     "rope_axes_dim": (4, 6, 6),
+    "text_embed_dim": 24,
+    "text_embed_2_dim": 8,
+    "image_embed_dim": 12,
 }
-TINY |= {"text_embed_dim": 24, "text_embed_2_dim": 8, "image_embed_dim": 12}
+STOCK_FORWARD = "forward, stock"
+STOCK_STEP = "LoRA step, stock, checkpointed"
+FORWARD = "forward, ours, compiled"
 STEP = "LoRA step, ours, compiled, attention kept"
 
 
 def measured(part: Part, rehearse: bool) -> Results:
     """Rows of a table, findings about agreement, and what the planner expects."""
-    device, clip = torch.device("cpu" if rehearse else "cuda"), part.clip
-    clip = replace(clip, frames=5, height=32, width=48, text=7) if rehearse else clip
-    bench = Bench(
-        device,
-        torch.float32 if rehearse else torch.bfloat16,
-        repeat=1 if rehearse or part.clip is LARGE else 2,
-    )
-    model = random_model(
-        TINY if rehearse else {"num_layers": part.blocks}, device, bench.dtype, part.ours
-    )
+    clip = part.clip
+    sizes: dict[str, Any] = {"num_layers": part.blocks}
+    bench = Bench(torch.device("cuda"), torch.bfloat16, repeat=1 if clip is LARGE else 2)
+    if rehearse:
+        clip = replace(clip, frames=5, height=32, width=48, text=7)
+        sizes = TINY
+        bench = Bench(torch.device("cpu"), torch.float32, repeat=1)
+    model = random_model(sizes, bench.device, bench.dtype, part.ours)
     like = next(model.parameters())
-    packed, facts = clip.packed(model, like), []
+    packed = clip.packed(model, like)
+    facts = []
 
     def ours() -> Tensor:
         return model(*packed)
@@ -94,21 +99,19 @@ def measured(part: Part, rehearse: bool) -> Results:
     if part.stock:
         facts += against_stock(bench, stock_twin(model, part.stock), clip.stock(model, like), plain)
     with torch.no_grad():
-        set_blocks(model, 0.0, False, True)
-        bench.run("forward, ours, compiled", ours, 0)
-        facts.append(
-            f"compiled to not compiled: velocity {distance(ours().float(), plain):.2g} apart"
-        )
-    adapted(model, bench.dtype, False)
-    set_blocks(model, 1.0, True, True)
+        set_blocks(model, compiled=True)
+        bench.run(FORWARD, ours, 0)
+        apart = distance(ours().float(), plain)
+        facts.append(f"compiled to not compiled: velocity {apart:.2g} apart")
+    adapted(model, bench.dtype, train_all=False)
+    set_blocks(model, recomputed=1.0, keep_attention=True, compiled=True)
     bench.run(STEP, training_step(ours, model), 0)
-    with torch.no_grad():
-        rollout = ours().float()
-    facts.append(f"{STEP}: rollout to training {distance(ours().detach().float(), rollout):.2g}")
-    moments = (
-        {"forward, ours, compiled": "rollout", STEP: "update"} if part.blocks == BLOCKS else {}
-    )
-    planned = {row: expected(part.version, clip, moment) for row, moment in moments.items()}
+    facts.append(f"{STEP}: rollout to training {rollout_to_training(ours):.2g}")
+
+    planned = {}
+    if part.blocks == BLOCKS:
+        planned[FORWARD] = expected(part.version, clip, "rollout")
+        planned[STEP] = expected(part.version, clip, "update")
     return {
         "rows": [asdict(row) for row in bench.rows],
         "facts": facts,
@@ -126,11 +129,11 @@ def against_stock(
         return twin(**padded, return_dict=False)[0]
 
     with torch.no_grad():
-        bench.run("forward, stock", stock, 0)
+        bench.run(STOCK_FORWARD, stock, 0)
         apart = distance(plain, stock().float())
-    adapted(twin, bench.dtype, False)
+    adapted(twin, bench.dtype, train_all=False)
     twin.enable_gradient_checkpointing()
-    bench.run("LoRA step, stock, checkpointed", training_step(stock, twin.train()), 0)
+    bench.run(STOCK_STEP, training_step(stock, twin.train()), 0)
     twin.eval().delete_adapters(POLICY)
     return [f"ours to stock: velocity {apart:.2g} apart (stock rounds timesteps)"]
 
@@ -141,22 +144,19 @@ def expected(version: str, clip: Clip, moment: str) -> float:
         "pretrained_model_root": "absent",
         "pretrained_transformer_version": version,
         "use_lora": True,
-    }
-    flags |= {
         "num_frames": clip.frames,
         "height": clip.height,
         "width": clip.width,
         "guidance_scale": 1.0,
-    }
-    flags |= {
         "batch_size": 4,
         "micro_batch_size": 1,
         "compile": True,
         "keep_attention": True,
         "kl_weight": 0.0,
+        "validation_videos": 0,
+        "master_weight_type": "bf16",
     }
-    flags |= {"validation_videos": 0}
-    parts = memory(plan_of(from_values(flags | {"master_weight_type": "bf16"}), 1, clip.text))
+    parts = memory(plan_of(from_values(flags), 1, clip.text))
     return sum(parts[part][moment] for part in ("weights", "gradients", "activations")) / 2**30
 
 
@@ -165,23 +165,23 @@ def page(results: Results) -> str:
     lines = heading("Image to video and 720p", results["about"])
     for name in PARTS:
         part = results["parts"].get(name)
-        shown = part_page(part) if part and "error" not in part else failure(name, part)
-        lines += ["", f"## {name}", "", *shown]
+        lines += ["", f"## {name}", ""]
+        lines += part_page(part) if part and "error" not in part else failure(name, part)
     return wrapped(lines)
 
 
 def part_page(part: dict[str, Any]) -> list[str]:
-    middle, rows = {row["name"]: statistics.median(row["milliseconds"]) for row in part["rows"]}, []
+    """Times against those of stock, peaks against the planner's, and how far the velocities are apart."""
+    medians = {row["name"]: statistics.median(row["milliseconds"]) for row in part["rows"]}
+    rows = []
     for row in part["rows"]:
-        base = middle.get(
-            "forward, stock"
-            if row["name"].startswith("forward")
-            else "LoRA step, stock, checkpointed"
-        )
-        planned = part["planned"].get(row["name"])
-        shown = f"{planned:.1f} ({row['peak'] / planned - 1:+.0%})" if planned else ""
-        times = f"{base / middle[row['name']]:.2f}" if base else ""
-        rows.append((row["name"], f"{middle[row['name']]:.0f}", times, f"{row['peak']:.1f}", shown))
+        name, peak = row["name"], row["peak"]
+        median = medians[name]
+        stock = medians.get(STOCK_FORWARD if name.startswith("forward") else STOCK_STEP)
+        times = f"{stock / median:.2f}" if stock else ""
+        planned = part["planned"].get(name)
+        planned_text = f"{planned:.1f} ({peak / planned - 1:+.0%})" if planned else ""
+        rows.append((name, f"{median:.0f}", times, f"{peak:.1f}", planned_text))
     clip = part["clip"]
     context = f"{clip['text'] + clip['image']} tokens beside it"
     size = f"one clip of {clip['frames']} x {clip['height']} x {clip['width']}, {context}"

@@ -1,6 +1,7 @@
 """How fast the ranks of a run exchange tensors: all-gather and all-to-all in groups of 2 ranks and of all.
 
-bash research/benchmarks/nccl_one_gpu.sh torchrun --nproc_per_node 4 -m research.benchmarks.link_speed --output speed.json
+    bash research/benchmarks/nccl_one_gpu.sh torchrun --nproc_per_node 4 \\
+        -m research.benchmarks.link_speed --output speed.json
 """
 
 import argparse
@@ -22,9 +23,9 @@ def speed(
     call()
     times = []
     for _ in range(repeats):
-        begun = _now(device)
+        begin = _now(device)
         call()
-        times.append(_now(device) - begun)
+        times.append(_now(device) - begin)
     slowest = torch.tensor(min(times), device=device, dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return received / slowest.item() / 1e9
@@ -43,32 +44,35 @@ def measure(group: dist.ProcessGroup, size: int, device: torch.device) -> dict[s
     part = full.chunk(count)[0].clone()
     received = part.nbytes * (count - 1)
     other = torch.empty_like(full)
+
+    def gather() -> None:
+        dist.all_gather_into_tensor(full, part, group)
+
+    def exchange() -> None:
+        dist.all_to_all_single(other, full, group=group)
+
     return {
-        "all-gather": speed(
-            lambda: dist.all_gather_into_tensor(full, part, group), received, device
-        ),
-        "all-to-all": speed(
-            lambda: dist.all_to_all_single(other, full, group=group), received, device
-        ),
+        "all-gather": speed(gather, received, device),
+        "all-to-all": speed(exchange, received, device),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--bytes", type=int, default=300_000_000)
+    parser.add_argument("--output", type=Path, required=True, help="JSON file for the speeds")
+    parser.add_argument("--bytes", type=int, default=300_000_000, help="size of a message")
     options = parser.parse_args()
-    gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
-    if gpu:
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if gpu else "gloo")
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
-    pairs = [
-        dist.new_group([first, first + 1]) for first in range(0, world - 1, 2)
-    ]  # all of them work at once
+    # All pairs work at once.
+    pairs = [dist.new_group([first, first + 1]) for first in range(0, world - 1, 2)]
     speeds = {2: measure(pairs[rank // 2], options.bytes, device)}
-    speeds |= {world: measure(dist.group.WORLD, options.bytes, device)} if world > 2 else {}
+    if world > 2:
+        speeds[world] = measure(dist.group.WORLD, options.bytes, device)
     if rank == 0:
         options.output.write_text(json.dumps(speeds))
     dist.destroy_process_group()

@@ -6,9 +6,9 @@
 #   bash research/benchmarks/nccl_one_gpu.sh torchrun --nproc_per_node 4 post_train.py --sp_size 2 --enable_fsdp True
 #   NUM_GPUS=8 bash research/benchmarks/nccl_one_gpu.sh bash run_post_train.sh
 #
-# Without a command: the benchmark, `python -m research.benchmarks.nccl`. The daemon of MPS runs meanwhile, so that the kernels of
-# all ranks run side by side; without it a rank's kernel waits while another's has the GPU. research/benchmarks/one_gpu/ has the
-# rest of the trick.
+# Without a command: the benchmark, `python -m research.benchmarks.nccl`. The daemon of MPS runs meanwhile, so that the
+# kernels of all ranks run side by side; without it a rank's kernel waits while another's has the GPU. The rest of the
+# trick is in research/benchmarks/one_gpu/.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 export PYTHONPATH="$PWD/research/benchmarks/one_gpu:$PWD${PYTHONPATH:+:$PYTHONPATH}"

@@ -14,9 +14,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from sage_grpo.environment import TOKEN_VARIABLE
 from sage_grpo.rewards.base import Setup
@@ -26,24 +28,27 @@ from sage_grpo.rewards.remote import RemoteReward
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = "a red circle moving left"
 
+Score = Callable[[list[Tensor], list[str], float], object]
+
 
 def start(args: argparse.Namespace, batch_size: int) -> tuple[subprocess.Popen, str]:
+    """Start a server; returns its process and address."""
     command = [sys.executable, "scripts/reward_server.py", "--reward", args.reward, "--port", "0"]
-    command += [
-        "--reward_path",
-        str(args.reward_path.resolve()),
-        "--reward_batch_size",
-        str(batch_size),
-    ]
+    command += ["--reward_path", str(args.reward_path.resolve())]
+    command += ["--reward_batch_size", str(batch_size)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     return process, process.stdout.readline().split()[0]
 
 
-def seconds(score, args: argparse.Namespace) -> float:
+def seconds(score: Score, args: argparse.Namespace) -> float:
     """Seconds for `args.clients` threads to score `args.requests` clips each."""
     clip = torch.randint(0, 256, (args.frames, args.size, args.size, 3), dtype=torch.uint8)
-    threads = [threading.Thread(target=lambda: [score([clip], [PROMPT], args.fps) for _ in range(args.requests)])
-               for _ in range(args.clients)]  # fmt: skip
+
+    def send() -> None:
+        for _ in range(args.requests):
+            score([clip], [PROMPT], args.fps)
+
+    threads = [threading.Thread(target=send) for _ in range(args.clients)]
     begin = time.perf_counter()
     for thread in threads:
         thread.start()
@@ -56,44 +61,44 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--reward", default="videoalign")
-    parser.add_argument("--reward_path", type=Path, default=Path("ckpts/VideoReward"))
-    parser.add_argument("--batch_sizes", type=int, nargs="+", default=[1, 8])
-    for name, default in {
-        "clients": 8,
-        "requests": 4,
-        "rounds": 5,
-        "frames": 9,
-        "size": 32,
-        "fps": 8,
-    }.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
+    add = parser.add_argument
+    add("--reward", default="videoalign", help="name of the reward")
+    add("--reward_path", type=Path, default=Path("ckpts/VideoReward"), help="its folder")
+    add("--batch_sizes", type=int, nargs="+", default=[1, 8], help="one server for each")
+    add("--clients", type=int, default=8, help="threads that send clips")
+    add("--requests", type=int, default=4, help="clips that each sends in a round")
+    add("--rounds", type=int, default=5, help="rounds, after one that warms up")
+    add("--frames", type=int, default=9, help="frames of a clip")
+    add("--size", type=int, default=32, help="height and width of a clip in pixels")
+    add("--fps", type=int, default=8, help="frame rate of a clip")
     args = parser.parse_args()
     os.environ[TOKEN_VARIABLE] = secrets.token_hex(32)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    reward, lock = build_reward(args.reward, Setup(args.reward_path, device)), threading.Lock()
+    reward = build_reward(args.reward, Setup(args.reward_path, device))
+    lock = threading.Lock()
 
-    def here(*batch):
+    def local_score(clips: list[Tensor], prompts: list[str], fps: float) -> object:
         with lock:
-            return reward.score(*batch)
+            return reward.score(clips, prompts, fps)
 
     servers = {size: start(args, size) for size in args.batch_sizes}
-    calls = {"no server, one by one": here}
+    calls: dict[str, Score] = {"no server, one by one": local_score}
     for size, (_, url) in servers.items():
-        calls[f"server, batches of up to {size}"] = RemoteReward(
-            Setup(args.reward_path, device, url=url)
-        ).score
-    times = {name: [] for name in calls}
+        remote = RemoteReward(Setup(args.reward_path, device, url=url))
+        calls[f"server, batches of up to {size}"] = remote.score
+    times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(args.rounds + 1):
         for name, call in calls.items():
             times[name].append(seconds(call, args))
     for process, _ in servers.values():
         process.terminate()
         process.wait()
+
     clips = args.clients * args.requests
-    for name, taken in times.items():
-        best, middle = min(taken[1:]), statistics.median(taken[1:])  # the first round warms up
-        print(f"{name:32}{clips / best:8.1f} clips/s at best, {clips / middle:8.1f} in the median")
+    for name, (_, *rounds) in times.items():  # the first round warms up
+        best = clips / min(rounds)
+        median = clips / statistics.median(rounds)
+        print(f"{name:32}{best:8.1f} clips/s at best, {median:8.1f} in the median")
 
 
 if __name__ == "__main__":

@@ -25,13 +25,11 @@ BLOCK = re.compile(
 
 def output_of(command: str) -> str:
     """The planner's output for these flags, in a folder without models, whether the run fits or not."""
-    printed, flags = (
-        io.StringIO(),
-        command.replace("\\\n", " ").replace("configs/", f"{ROOT}/configs/"),
-    )
+    flags = command.replace("\\\n", " ").replace("configs/", f"{ROOT}/configs/")
+    output = io.StringIO()
     with (
         tempfile.TemporaryDirectory() as empty,
-        contextlib.redirect_stdout(printed),
+        contextlib.redirect_stdout(output),
         contextlib.chdir(empty),
     ):
         try:
@@ -40,7 +38,7 @@ def output_of(command: str) -> str:
             raise ValueError(
                 f"research/benchmarks/scaling.md has a command that cannot run: {command}"
             ) from end
-    return printed.getvalue()
+    return output.getvalue()
 
 
 def refreshed(text: str) -> str:

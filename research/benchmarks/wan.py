@@ -1,6 +1,6 @@
 """Wan 2.1 1.3B on one GPU: its transformer against stock diffusers, and a GRPO iteration inside 24 GB.
 
-    python -m research.benchmarks.wan --output research/benchmarks/DATE-wan-h200.md
+    python -m research.benchmarks.wan --output research/benchmarks/results/DATE-wan-h200.md
 
 transformer  forward and LoRA step, ours and stock on the same weights, 81 x 480 x 832, bf16, one clip
 grpo         one iteration of configs/wan21_1gpu_24gb_lora.yaml by the unmodified trainer, with the VAE and VideoAlign
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from research.benchmarks.clips import warm
-from research.benchmarks.grpo import IN_MODEL, PHASES, measure
+from research.benchmarks.grpo import PHASES, measure, trainer_overhead
 from research.benchmarks.parts import ROOT, Results, about, begin, failure, heading, table, wrapped
 from research.benchmarks.random_model import prompt_words
 from research.benchmarks.random_reward import write_reward
@@ -33,6 +33,7 @@ from research.benchmarks.transformer import (
     distance,
     free,
     random_model,
+    rollout_to_training,
     set_blocks,
     stock_twin,
     training_step,
@@ -50,35 +51,40 @@ from sage_grpo.train.build import build_trainer
 PARTS = ("transformer", "grpo")
 CONFIG = ROOT / "configs" / "wan21_1gpu_24gb_lora.yaml"
 LIMIT = 24e9  # bytes that torch may allocate in the iteration
-CLIPS, PROMPT = (
-    4,
-    "A red kite rises over a windy beach while two children run below it, wide shot, morning light.",
+CLIPS = 4
+PROMPT = (
+    "A red kite rises over a windy beach while two children run below it, wide shot, morning light."
 )
-ALWAYS = "--report_to none --log_interval 1 --max_steps 1 --gradient_accumulation_steps 1 --save_interval 0"
-ALWAYS += (
-    f" --validation_interval 0 --validation_videos 0 --batch_size {CLIPS} --num_generations {CLIPS}"
+ALWAYS = (
+    "--report_to none --log_interval 1 --max_steps 1 --gradient_accumulation_steps 1 --save_interval 0 "
+    f"--validation_interval 0 --validation_videos 0 --batch_size {CLIPS} --num_generations {CLIPS}"
 )
 REHEARSED = "--num_frames 5 --height 32 --width 32 --num_sampling_steps 6 --lora_r 4 --dtype fp32 --device cpu"
-GRID, TINY_GRID = (21, 60, 104), (2, 4, 6)  # latents of 81 x 480 x 832
+GRID = (21, 60, 104)  # latents of 81 x 480 x 832
+TINY_GRID = (2, 4, 6)
+STOCK_FORWARD = "forward, stock"
+STOCK_STEP = "LoRA step, stock, checkpointed"
 
 
 def transformer_rows(rehearse: bool) -> Results:
     """Rows of a table and findings about agreement."""
-    device = torch.device("cpu" if rehearse else "cuda")
-    bench = Bench(
-        device, torch.float32 if rehearse else torch.bfloat16, repeat=1 if rehearse else 5
-    )
-    model = random_model(
-        TINY_TRANSFORMER if rehearse else SMALL, device, bench.dtype, WanTransformer
-    )
-    twin, c = stock_twin(model, StockWan).with_tables(device), model.config
-    draw = torch.Generator(device).manual_seed(1)
-    sizes = ((1, c.in_channels, *(TINY_GRID if rehearse else GRID)), (1, Wan21.cross, c.text_dim))
-    video, text = (
-        torch.randn(size, generator=draw, device=device).to(bench.dtype) for size in sizes
-    )
+    bench = Bench(torch.device("cuda"), torch.bfloat16, repeat=5)
+    sizes, grid = SMALL, GRID
+    if rehearse:
+        bench = Bench(torch.device("cpu"), torch.float32, repeat=1)
+        sizes, grid = TINY_TRANSFORMER, TINY_GRID
+    device = bench.device
+    model = random_model(sizes, device, bench.dtype, WanTransformer)
+    twin = stock_twin(model, StockWan).with_tables(device)
+    c = model.config
+
+    generator = torch.Generator(device).manual_seed(1)
+    video = torch.randn(1, c.in_channels, *grid, generator=generator, device=device)
+    text = torch.randn(1, Wan21.cross, c.text_dim, generator=generator, device=device)
+    video, text = video.to(bench.dtype), text.to(bench.dtype)
     text[:, 150:] = 0
-    timestep, facts = torch.tensor([731.0], device=device), []
+    timestep = torch.tensor([731.0], device=device)
+    facts = []
 
     def ours() -> Tensor:
         return model(video, timestep, text)
@@ -87,147 +93,133 @@ def transformer_rows(rehearse: bool) -> Results:
         return twin(video, timestep, text, return_dict=False)[0]
 
     with torch.no_grad():
-        bench.run("forward, stock", stock, 0)
+        bench.run(STOCK_FORWARD, stock, 0)
         bench.run("forward, ours", ours, 0)
-        plain, theirs = ours().float(), stock().float()
-        facts.append(f"ours to stock: velocity {distance(plain, theirs):.2g} apart")
-        set_blocks(model, 0.0, False, True)
+        plain = ours().float()
+        facts.append(f"ours to stock: velocity {distance(plain, stock().float()):.2g} apart")
+        set_blocks(model, compiled=True)
         bench.run("forward, ours, compiled", ours, 0)
-        facts.append(
-            f"compiled to not compiled: velocity {distance(ours().float(), plain):.2g} apart"
-        )
+        apart = distance(ours().float(), plain)
+        facts.append(f"compiled to not compiled: velocity {apart:.2g} apart")
     stock_step(bench, twin, stock)
-    adapted(model, bench.dtype, False, Wan21.lora_targets)
-    for name, keep in (
-        ("LoRA step, ours, compiled", False),
-        ("LoRA step, ours, compiled, attention kept", True),
-    ):
-        set_blocks(model, 1.0, keep, True)
+    adapted(model, bench.dtype, train_all=False, layers=Wan21.lora_targets)
+    steps = {
+        "LoRA step, ours, compiled": False,
+        "LoRA step, ours, compiled, attention kept": True,
+    }
+    for name, keep_attention in steps.items():
+        set_blocks(model, recomputed=1.0, keep_attention=keep_attention, compiled=True)
         bench.run(name, training_step(ours, model), 0)
-        with torch.no_grad():
-            rollout = ours().float()
-        facts.append(
-            f"{name}: rollout to training {distance(ours().detach().float(), rollout):.2g}"
-        )
+        facts.append(f"{name}: rollout to training {rollout_to_training(ours):.2g}")
     return {"rows": [asdict(row) for row in bench.rows], "facts": facts}
 
 
 def stock_step(bench: Bench, twin: nn.Module, forward: Callable[[], Tensor]) -> None:
     """The stock model's LoRA step with all blocks recomputed."""
-    adapted(twin, bench.dtype, False, Wan21.lora_targets)
+    adapted(twin, bench.dtype, train_all=False, layers=Wan21.lora_targets)
     twin.enable_gradient_checkpointing()
-    bench.run("LoRA step, stock, checkpointed", training_step(forward, twin.train()), 0)
+    bench.run(STOCK_STEP, training_step(forward, twin.train()), 0)
     twin.eval().delete_adapters(POLICY)
 
 
 def write_model(folder: Path, rehearse: bool) -> None:
-    """A random model folder with its reward, unless an earlier call has written it."""
+    """Write a random model folder with its reward, unless an earlier call has."""
     if (folder / "model_index.json").is_file():
         return
-    writer, words = Writer(torch.device("cpu" if rehearse else "cuda")), prompt_words()
+    writer = Writer(torch.device("cpu" if rehearse else "cuda"))
+    words = prompt_words()
     folder.mkdir(parents=True)
     write_wan(folder, rehearse, words, writer)
     write_reward(folder / "VideoReward", rehearse, words, writer)
     writer.finish()
-    (folder / "model_index.json").write_text('{"_class_name": "WanPipeline"}\n')  # it is complete
+    # Written last: a folder with this file is complete.
+    (folder / "model_index.json").write_text('{"_class_name": "WanPipeline"}\n')
 
 
 def iteration(scratch: Path, rehearse: bool) -> Results:
     """One iteration inside the limit, and what the planner says of it."""
     write_model(scratch / "model", rehearse)
     free()
-    words = [
-        "--config",
-        CONFIG,
-        "--pretrained_model_root",
-        scratch / "model",
-        "--output_dir",
-        scratch / "run",
-    ]
     prompts = scratch / "prompts.txt"
     prompts.write_text(f"{PROMPT}\n")
+    words = ["--config", CONFIG, "--pretrained_model_root", scratch / "model"]
     words += ["--train_prompts", prompts, "--validation_prompts", prompts]
-    flags = [
-        *map(str, words),
-        "--overwrite",
-        *ALWAYS.split(),
-        *(REHEARSED.split() if rehearse else []),
-    ]
-    if not rehearse:
-        torch.cuda.set_per_process_memory_fraction(
-            LIMIT / torch.cuda.get_device_properties(0).total_memory
-        )
-    config = parse(flags)
-    with join_ranks(
-        600, sharded=config.enable_fsdp, device_type="cpu" if rehearse else "cuda"
-    ) as ranks:
+    words += ["--output_dir", scratch / "run", "--overwrite", *ALWAYS.split()]
+    device = "cuda"
+    if rehearse:
+        words += REHEARSED.split()
+        device = "cpu"
+    else:
+        memory = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(LIMIT / memory)
+
+    config = parse([str(word) for word in words])
+    with join_ranks(600, sharded=config.enable_fsdp, device_type=device) as ranks:
         trainer = build_trainer(config, ranks)
         trainer.validation = None
-        forward, *_ = warm(trainer)
+        warmed = warm(trainer)
         (record,), (inside,) = measure(trainer)
         trainer.run.close()
     moment, planned = peak(plan_of(config, 1))
     seconds = {phase: record[f"time/{phase}"] for phase in PHASES}
-    spent, needed = (sum(of[phase] for phase in IN_MODEL) for of in (seconds, inside))
     return {
-        "seconds_of": seconds, "forward": forward, "overhead": spent / needed - 1,
-        "peak": record["memory/peak_gb"], "reserved": 0.0 if rehearse else torch.cuda.max_memory_reserved() / 1e9,
-        "planned": planned / 1e9, "moment": moment, "clips_per_hour": 3600 * CLIPS / sum(seconds.values()),
-        "deviation": record["policy/ratio_max_deviation"], "clip": [config.num_frames, config.height, config.width],
-    }  # fmt: skip
+        "seconds_of": seconds,
+        "forward": warmed.forward,
+        "overhead": trainer_overhead(seconds, inside),
+        "peak": record["memory/peak_gb"],
+        "reserved": 0.0 if rehearse else torch.cuda.max_memory_reserved() / 1e9,
+        "planned": planned / 1e9,
+        "moment": moment,
+        "clips_per_hour": 3600 * CLIPS / sum(seconds.values()),
+        "deviation": record["policy/ratio_max_deviation"],
+        "clip": [config.num_frames, config.height, config.width],
+    }
 
 
 def page(results: Results) -> str:
     """The results as Markdown."""
     lines = heading("Wan 2.1 1.3B", results["about"])
-    for name, write in (("transformer", transformer_page), ("grpo", iteration_page)):
+    for name, write in {"transformer": transformer_page, "grpo": iteration_page}.items():
         part = results["parts"].get(name)
-        lines += [
-            "",
-            f"## {name}",
-            "",
-            *(write(part) if part and "error" not in part else failure(name, part)),
-        ]
+        lines += ["", f"## {name}", ""]
+        lines += write(part) if part and "error" not in part else failure(name, part)
     return wrapped(lines)
 
 
 def transformer_page(part: dict[str, Any]) -> list[str]:
-    middle = {row["name"]: statistics.median(row["milliseconds"]) for row in part["rows"]}
+    """Times of forward and LoRA step against those of stock, and how far the velocities are apart."""
+    medians = {row["name"]: statistics.median(row["milliseconds"]) for row in part["rows"]}
     rows = []
     for row in part["rows"]:
-        base = middle[
-            "forward, stock"
-            if row["name"].startswith("forward")
-            else "LoRA step, stock, checkpointed"
-        ]
-        low, high, own = min(row["milliseconds"]), max(row["milliseconds"]), middle[row["name"]]
-        spread = f"{own:.0f} ({low:.0f} to {high:.0f})"
+        name = row["name"]
+        median = medians[name]
+        stock = medians[STOCK_FORWARD if name.startswith("forward") else STOCK_STEP]
+        spread = f"{min(row['milliseconds']):.0f} to {max(row['milliseconds']):.0f}"
+        times = f"{stock / median:.2f}"
         rows.append(
-            (row["name"], spread, f"{base / own:.2f}", f"{row['first']:.1f}", f"{row['peak']:.1f}")
+            (name, f"{median:.0f} ({spread})", times, f"{row['first']:.1f}", f"{row['peak']:.1f}")
         )
-    head = (
-        "one clip of 81 x 480 x 832",
-        "ms",
-        "times as fast as stock",
-        "first call, s",
-        "peak GiB",
-    )
+    clip = "one clip of 81 x 480 x 832"
+    head = (clip, "ms", "times as fast as stock", "first call, s", "peak GiB")
     return [*table(head, rows), "", *(f"- {fact}" for fact in part["facts"]), ""]
 
 
 def iteration_page(part: dict[str, Any]) -> list[str]:
-    rows = [
-        (phase, f"{part['seconds_of'][phase]:.2f}", f"{part['seconds_of'][phase] / CLIPS:.2f}")
-        for phase in PHASES
-    ]
+    """Seconds by phase, clips per hour, memory."""
+    rows = []
+    for phase in PHASES:
+        seconds = part["seconds_of"][phase]
+        rows.append((phase, f"{seconds:.2f}", f"{seconds / CLIPS:.2f}"))
     return [
-        *table(("phase", "s", "s per clip"), rows), "",
+        *table(("phase", "s", "s per clip"), rows),
+        "",
         f"- {CLIPS} clips of one prompt, **{part['clips_per_hour']:.0f} clips per GPU-hour**; the trainer adds "
         f"{part['overhead']:.2%} to the transformer's time; a guided forward takes {part['forward']:.2f} s.",
         f"- Peak {part['peak']:.1f} GB, reserved {part['reserved']:.1f} GB, limit {LIMIT / 1e9:.0f} GB; the planner "
         f"expects {part['planned']:.1f} GB in {part['moment']}.",
-        f"- Largest deviation of the first ratio from 1: {part['deviation']:.3g}.", "",
-    ]  # fmt: skip
+        f"- Largest deviation of the first ratio from 1: {part['deviation']:.3g}.",
+        "",
+    ]
 
 
 def main(words: list[str] | None = None) -> None:

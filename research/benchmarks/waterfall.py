@@ -1,6 +1,8 @@
 """Seconds of a clip at full size, change by change, from the published settings to the recipe: docs/scaling.md.
 
-python -m research.benchmarks.waterfall        (computed by the planner; draws docs/figures/waterfall.png, prints the table)
+    python -m research.benchmarks.waterfall
+
+The planner computes them. Draws docs/figures/waterfall.png and prints the table.
 """
 
 import argparse
@@ -31,34 +33,37 @@ COLORS = {"rollout": BLUE, "decode": GREEN, "reward": GREY, "anchor": ORANGE, "u
 
 
 def plans() -> dict[str, Plan]:
-    found = {}
+    """The plan of each row."""
+    by_name = {}
     for name, change in CHANGES.items():
-        words = [word for key, value in change.items() for word in (f"--{key}", value)]
-        found[name] = plan_of(parse(["--config", str(ROOT / RECIPE), *words]), 1)
-    return found
+        flags = ["--config", str(ROOT / RECIPE)]
+        for flag, value in change.items():
+            flags += [f"--{flag}", value]
+        by_name[name] = plan_of(parse(flags), 1)
+    return by_name
 
 
 def seconds(plan: Plan) -> dict[str, float]:
-    """By phase, of one clip."""
+    """Seconds of one clip by phase."""
     return {name: value / plan.clips for name, value in times(plan).items()}
 
 
-def table(found: dict[str, Plan]) -> str:
+def table(by_name: dict[str, Plan]) -> str:
     lines = ["| | " + " | ".join(COLORS) + " | s per clip | clips per GPU-hour |"]
     lines.append("|---|" + "---:|" * (len(COLORS) + 2))
-    for name, plan in found.items():
-        parts = seconds(plan)
-        cells = [f"{parts[phase]:.1f}" for phase in COLORS]
-        lines.append(
-            f"| {name} | {' | '.join(cells)} | {sum(parts.values()):.1f} | {clips_per_gpu_hour(plan):.0f} |"
-        )
+    for name, plan in by_name.items():
+        phases = seconds(plan)
+        cells = [name, *(f"{phases[phase]:.1f}" for phase in COLORS)]
+        cells += [f"{sum(phases.values()):.1f}", f"{clips_per_gpu_hour(plan):.0f}"]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def draw(found: dict[str, Plan]) -> Figure:
+def draw(by_name: dict[str, Plan]) -> Figure:
+    """A stacked bar per plan."""
     figure = Figure(figsize=(9, 2.9), layout="constrained")
     ax = figure.subplots()
-    for row, plan in enumerate(found.values()):
+    for row, plan in enumerate(by_name.values()):
         left = 0.0
         for phase, color in COLORS.items():
             width = seconds(plan)[phase]
@@ -66,9 +71,10 @@ def draw(found: dict[str, Plan]) -> Figure:
             left += width
         text = f"{left:.1f} s, {clips_per_gpu_hour(plan):.0f} clips per GPU-hour"
         ax.text(left + 0.8, row, text, va="center", fontsize=8)
-    ax.set_yticks(range(len(found)), list(found))
+    ax.set_yticks(range(len(by_name)), list(by_name))
     ax.invert_yaxis()
-    ax.set_xlim(0, 1.3 * sum(seconds(next(iter(found.values()))).values()))
+    slowest = next(iter(by_name.values()))
+    ax.set_xlim(0, 1.3 * sum(seconds(slowest).values()))
     ax.set_xlabel("seconds of one H200 per clip of 81 x 352 x 624")
     ax.legend(fontsize=8, loc="center right")
     return figure
@@ -79,10 +85,11 @@ def main(arguments: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "figures" / "waterfall.png")
-    args, found = parser.parse_args(arguments), plans()
+    args = parser.parse_args(arguments)
+    by_name = plans()
     with matplotlib.rc_context(fname=STYLE):
-        draw(found).savefig(args.output, dpi=110)
-    print(table(found))
+        draw(by_name).savefig(args.output, dpi=110)
+    print(table(by_name))
 
 
 if __name__ == "__main__":

@@ -55,12 +55,13 @@ class Recorder:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
+        """Record what happens inside as a phase."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         self._take_peak()
         self.peaks.append(0.0)
-        begun = time.time()
+        begin = time.time()
         self.write("begin", name)
         self._count(name)
         try:
@@ -71,9 +72,11 @@ class Recorder:
             if self.peaks:
                 self.peaks[-1] = max(self.peaks[-1], peak)
             self._look_at_host()
-            self.write("end", name, seconds=time.time() - begun, peak_gb=peak, host_gb=self.host_gb)
+            seconds = time.time() - begin
+            self.write("end", name, seconds=seconds, peak_gb=peak, host_gb=self.host_gb)
 
     def write(self, event: str, name: str, **values: float) -> None:
+        """Write a line; before the first one, that the process has started."""
         attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
         record = {
             "event": event,
@@ -83,9 +86,8 @@ class Recorder:
             "attempt": attempt,
         }
         lines = [record | values]
-        if (
-            not self.path.exists()
-        ):  # many processes inherit the environment; only those with phases leave a file
+        # Many processes inherit the environment; only those with phases leave a file.
+        if not self.path.exists():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             lines.insert(0, record | {"event": "start", "phase": "", "time": self.started})
             threading.Thread(target=self._watch_host, daemon=True).start()
@@ -99,9 +101,12 @@ class Recorder:
 
     def _look_at_host(self) -> None:
         status = Path("/proc/self/status")
-        for line in status.read_text().splitlines() if status.is_file() else ():
+        if not status.is_file():
+            return
+        for line in status.read_text().splitlines():
             if line.startswith("RssAnon:"):
-                self.host_gb = max(self.host_gb, int(line.split()[1]) * 1024 / 1e9)
+                kibibytes = int(line.split()[1])
+                self.host_gb = max(self.host_gb, kibibytes * 1024 / 1e9)
 
     def _take_peak(self) -> None:
         """Add the memory since the last call to the innermost open phase."""
@@ -114,9 +119,11 @@ class Recorder:
         torch.cuda.reset_peak_memory_stats()
 
     def _count(self, name: str) -> None:
+        """Count the phase, and kill this process soon if KILL asks for it."""
         self.counts[name] = self.counts.get(name, 0) + 1
-        first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-        if first and os.environ.get("KILL") == f"{self.rank}:{self.counts[name]}:{name}":
+        first_attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+        due = os.environ.get("KILL") == f"{self.rank}:{self.counts[name]}:{name}"
+        if first_attempt and due:
             timer = threading.Timer(DELAY, self._kill)
             timer.daemon = True
             timer.start()
@@ -126,6 +133,7 @@ class Recorder:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def wrapped(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """A function that is recorded as a phase; without a name, a context that is given its name."""
         if name:
 
             @functools.wraps(call)
@@ -143,9 +151,12 @@ class Recorder:
         return context
 
     def wrap(self, module: ModuleType) -> None:
+        """Wrap the functions of a module that PHASES names."""
         for path, name in PHASES[module.__name__].items():
             *owners, last = path.split(".")
-            owner = functools.reduce(lambda found, part: getattr(found, part, None), owners, module)
+            owner: Any = module
+            for part in owners:
+                owner = getattr(owner, part, None)
             if getattr(owner, last, None) is None:
                 print(f"phase_records.py: {module.__name__} has no {path}", file=sys.stderr)
                 continue
@@ -161,9 +172,9 @@ class Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        spec = (
-            importlib.machinery.PathFinder.find_spec(name, path, target) if name in PHASES else None
-        )
+        if name not in PHASES:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is None or spec.loader is None:
             return None
         load = spec.loader.exec_module
@@ -177,4 +188,5 @@ class Finder(importlib.abc.MetaPathFinder):
 
 
 def start(folder: str) -> None:
+    """Record the phases of this process."""
     sys.meta_path.insert(0, Finder(Recorder(Path(folder))))

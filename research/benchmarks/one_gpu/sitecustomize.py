@@ -19,12 +19,13 @@ NCCL = {
 }
 
 if "RANK" in os.environ:  # a worker of torchrun
-    os.environ |= {"NCCL_HOSTID": f"rank{os.environ['RANK']}", "LOCAL_RANK": "0"}
-    os.environ |= {name: value for name, value in NCCL.items() if name not in os.environ}
+    os.environ["NCCL_HOSTID"] = f"rank{os.environ['RANK']}"
+    os.environ["LOCAL_RANK"] = "0"
+    for name, value in NCCL.items():
+        os.environ.setdefault(name, value)
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        os.environ["CUDA_MPS_PIPE_DIRECTORY"] = (
-            "/nonexistent"  # the killed rank may have broken its MPS server
-        )
+        # The killed rank may have broken its MPS server.
+        os.environ["CUDA_MPS_PIPE_DIRECTORY"] = "/nonexistent"
 if "PHASES" in os.environ:
     import phase_records
 

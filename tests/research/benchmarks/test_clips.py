@@ -52,7 +52,8 @@ def test_each_way_has_a_row(tmp_path, monkeypatch):
 
 def test_a_row_counts_per_clip_and_per_hour():
     seconds = {"rollout": 10.0, "decode": 4.0, "reward": 0.0, "anchor": 2.0, "update": 8.0}
-    row = script.Result(seconds, 2, 0.01, 39.5, 0.9, 0.8, 0.0, 0.95).row("way")
+    warmed = script.Warmed(forward=0.9, lossy=0.8, overlap=0.95)
+    row = script.Result(seconds, 2, 0.01, 39.5, 0.0, warmed).row("way")
     rest = "1.00% | 0.900 | 0.800 | 39.5 | 0 | 0.95 |"
     assert row == f"| way | 2 | 5.00 | 2.00 | 0.00 | 1.00 | 4.00 | 12.0 | **300** | {rest}"
 

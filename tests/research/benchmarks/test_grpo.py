@@ -10,7 +10,10 @@ from sage_grpo.train import saving
 
 ROOT = Path(__file__).parents[3]
 SMALL = "--height 16 --width 16"
-LIGHT = f"--batch_size 2 --num_generations 2 --num_sampling_steps 3 --sde_window all --num_frames 5 {SMALL} --use_lora True"
+LIGHT = (
+    "--batch_size 2 --num_generations 2 --num_sampling_steps 3 --sde_window all --num_frames 5 "
+    f"{SMALL} --use_lora True"
+)
 
 
 def test_it_measures_a_run(tmp_path, monkeypatch):
