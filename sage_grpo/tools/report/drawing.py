@@ -59,11 +59,12 @@ def panel(
     title: str, caption: str, draw: Callable[[Axes], None], size: tuple[float, float] = SMALL
 ) -> Panel:
     """One plot, drawn by `draw(axes)`."""
-    # the salt makes ids reproducible, and unique per panel
-    with matplotlib.rc_context({"svg.hashsalt": title}, STYLE):
-        figure = Figure(figsize=size, layout="constrained", facecolor="none")
+    # backgrounds are the page's; the salt makes ids reproducible, and unique per panel
+    settings = {"figure.facecolor": "none", "axes.facecolor": "none", "svg.hashsalt": title}
+    with matplotlib.rc_context(settings, STYLE):
+        figure = Figure(figsize=size, layout="constrained")
         axes = figure.subplots()
-        axes.set(facecolor="none", xlabel="iteration")
+        axes.set_xlabel("iteration")
         draw(axes)
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg")
