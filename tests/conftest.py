@@ -12,6 +12,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import pytest
 import torch
 from diffusers import HunyuanVideo15ImageToVideoPipeline, HunyuanVideo15Pipeline
+from hypothesis import HealthCheck, settings
 from PIL import Image
 from transformers import SiglipImageProcessorPil, SiglipVisionConfig, SiglipVisionModel
 
@@ -165,11 +166,16 @@ def model():
 
 
 @pytest.fixture
-def flags(model, request, tmp_path, monkeypatch):
-    """Flags of the smallest run of `model`, without drawings and pauses."""
+def quick(monkeypatch):
+    """The trivial model is known, and runs have neither drawings nor pauses."""
     monkeypatch.setitem(BACKBONES, PIPELINE, TRIVIAL)
     for owner, name, value in QUICK:
         monkeypatch.setattr(owner, name, value)
+
+
+@pytest.fixture
+def flags(quick, model, request, tmp_path):
+    """Flags of the smallest run of `model`."""
     return smallest_run(request.getfixturevalue(f"{model}_folder"), tmp_path)
 
 
@@ -184,7 +190,18 @@ def make(flags):
 
 
 def pytest_configure(config):
+    """`make test` draws fewer examples than `make test-all`, always the same ones."""
     config.left_to_test_all = 0
+    quick = "not slow" in config.option.markexpr
+    settings.register_profile(
+        "suite",
+        max_examples=50 if quick else 400,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    settings.load_profile("suite")
 
 
 def pytest_deselected(items):

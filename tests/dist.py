@@ -48,12 +48,9 @@ def run_ranks(world, work, *arguments, **layout):
 
 
 def _rank(rank, world, port, pipe, layout, work, arguments):
-    import torch
-
     from sage_grpo.parallel.ranks import join_ranks
     from tests.smallest_run import prepare_process
 
-    torch.set_num_threads(1)
     prepare_process()
     os.environ |= {
         "RANK": str(rank),

@@ -28,7 +28,8 @@ QUICK = (
 
 
 def prepare_process():
-    """Make this process, which does nothing else, know the trivial model and be quick."""
+    """Make this process, which does nothing else, know the trivial model, be quick and use one thread."""
+    torch.set_num_threads(1)
     BACKBONES[PIPELINE] = TRIVIAL
     for owner, name, value in QUICK:
         setattr(owner, name, value)
@@ -95,6 +96,8 @@ def command_line(flags):
     """The words of a command line that gives these flags."""
     words = []
     for name, value in flags.items():
+        if isinstance(value, dict):
+            value = json.dumps(value)
         values = value if isinstance(value, (list, tuple)) else [value]
         words += [f"--{name}", *map(str, values)]
     return words

@@ -13,7 +13,8 @@ from sage_grpo.runs.clips import read_clips
 from sage_grpo.runs.hacking import change, divergence
 from sage_grpo.runs.history import read_run
 from sage_grpo.tools.paired import drift
-from sage_grpo.tools.report.page import hacking_verdict
+from sage_grpo.tools.report.page import hacking_verdict, page
+from tests.smallest_run import command_line
 
 
 class Bright:
@@ -48,16 +49,8 @@ def hacked(flags, tmp_path, monkeypatch):
     }  # fmt: skip
 
 
-def arguments(flags):
-    words = {
-        name: json.dumps(value) if isinstance(value, dict) else str(value)
-        for name, value in flags.items()
-    }
-    return [word for pair in words.items() for word in (f"--{pair[0]}", pair[1])]
-
-
 def test_a_run_that_is_hacked_says_so_and_stops_if_asked(hacked, tmp_path, capfd):
-    assert post_train.main(arguments(hacked)) == 0
+    assert post_train.main(command_line(hacked)) == 0
     run = read_run(tmp_path / "run")
     diverged = [line["holdout/diverged"] for line in run.validations]
     assert diverged[0] == 0 and diverged[-1] == 1 and len(diverged) == 3
@@ -65,11 +58,7 @@ def test_a_run_that_is_hacked_says_so_and_stops_if_asked(hacked, tmp_path, capfd
     assert hacking_verdict(run).startswith(
         "reward hacking: from iteration 0 to 8 the trained reward changed by +"
     )
-    text = (tmp_path / "run" / "report.html").read_text()
-    assert (
-        "reward hacking: from iteration 0 to 8" in text
-        and "<h3>Trained against held out</h3>" in text
-    )
+    assert "reward hacking: from iteration 0 to 8" in page(run)
     moved = drift(run)
     assert (
         moved["trained"][0].mean == 0
@@ -81,7 +70,7 @@ def test_a_run_that_is_hacked_says_so_and_stops_if_asked(hacked, tmp_path, capfd
     )  # one is minus the other
     capfd.readouterr()
 
-    assert post_train.main(arguments(hacked | {"stop_on_hacking": True, "overwrite": True})) == 1
+    assert post_train.main(command_line(hacked | {"stop_on_hacking": True, "overwrite": True})) == 1
     told = capfd.readouterr().err
     stopped = read_run(tmp_path / "run").validations[-1]
     assert stopped["step"] == 4 * diverged.index(1) and stopped["holdout/diverged"] == 1

@@ -18,11 +18,11 @@ from sage_grpo.config.parse import from_values
 from sage_grpo.runs import lock
 from sage_grpo.runs.folder import RunFolder
 from sage_grpo.runs.lock import NAME, Lock
-from sage_grpo.tools.report import page as report
 from tests.disks import fill, small_disk
 from tests.dist import CONTEXT, ROOT, run_ranks
+from tests.smallest_run import command_line, prepare_process
 
-PATIENCE = 120  # seconds
+PATIENCE = 300  # seconds
 ELSEWHERE = b"process 7 on far-away since 2026-11-01 12:00:00 +0000\nfar-away boot pid:[1] user 0\n7\n1\ntoken"
 PREAMBLE = "from pathlib import Path; from sage_grpo.runs import lock; folder = Path({!r}); lock.BEAT = 0.02\n"
 HOLDING = PREAMBLE + "held = lock.Lock(folder, False, 0); print('held', flush=True); input()\n"
@@ -344,21 +344,11 @@ def words(flags):
     """words(flag=value, ...) -> a command line of post_train.py."""
     quick = {"max_steps": 6, "save_interval": 2, "validation_interval": 0, "num_sampling_steps": 2}
 
-    def build(**changes):
-        return [
-            str(word)
-            for name, value in (flags | quick | changes).items()
-            for word in (f"--{name}", value)
-        ]
-
-    return build
+    return lambda **changes: command_line(flags | quick | changes)
 
 
 def run_main(words, said, gate=None):
-    import torch
-
-    torch.set_num_threads(1)
-    report.print_summary = lambda run: None
+    prepare_process()
     with said.open("w", buffering=1) as file:
         os.dup2(file.fileno(), 2)
         if gate:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sage_grpo.config.fields import ConfigError
@@ -251,7 +251,6 @@ def test_when_all_are_damaged_nothing_starts_over(make, three):
     assert len(names(three)) == 3
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_strange_checkpoint_is_refused_in_one_sentence(three, tmp_path, data):
     """Any bytes in any file, with hashes to match: loading works, or says what is wrong in one line."""
