@@ -3,7 +3,7 @@
     export SAGE_REWARD_TOKEN=$(openssl rand -hex 32)     (the same on the clients)
     python scripts/reward_server.py --reward videoalign --reward_path ckpts/VideoReward
 
-Clients are `--reward_model remote --remote_reward_url http://HOST:PORT`; `sage_grpo/rewards/remote.py` shows the format.
+Clients are `--reward_model remote --remote_reward_url http://HOST:PORT`; `sage_grpo/rewards/remote.py` has the format.
 Clips that arrive while a batch is scored form the next batch, whoever sent them. Memory is bounded: a request declares
 its length up front and is rejected if pending requests leave no room for it.
 """

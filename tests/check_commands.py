@@ -32,7 +32,10 @@ PAGES = (
     "research/studies/*.md",
     "assets/tiny/README.md",
 )
-STARTS = r"(?:[A-Z_]+=\S+ )*(make|bash|sbatch|(?:\.venv/bin/)?(?:python|torchrun)|\./?\S+\.sh|(post_train|generate)\.py)\b"
+PROGRAMS = (
+    r"make|bash|sbatch|(?:\.venv/bin/)?(?:python|torchrun)|\./?\S+\.sh|(post_train|generate)\.py"
+)
+STARTS = rf"(?:[A-Z_]+=\S+ )*({PROGRAMS})\b"
 OURS = r"(configs|assets|scripts|research/(?!benchmarks)\w+|docs|tests)/[\w./-]+"  # results are put into benchmarks
 NOT_RUN = {  # why a command is only read
     r"^(post_train|generate)\.py|\.\.\.|FILE|RUN|OURS|GOOD_CLIPS|FOLDER|\[any flag|\bN\b": "is a pattern",

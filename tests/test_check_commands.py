@@ -26,7 +26,7 @@ def test_the_commands_of_all_pages_name_what_exists(capsys):
     ("python -m sage_grpo.tools --help", "there is no module sage_grpo.tools"),
     ("python -m research.studies.ablate --list --lost", "research.studies.ablate has no --lost"),
     ("python -m research.studies.ablate --recipe research/studies/none.yaml", "there is no research/studies/none.yaml"),
-    ("python -m research.benchmarks.iteration --iterations 3 --guidance_scale 1 --output research/benchmarks/DATE-a.md", ""),
+    ("python -m research.benchmarks.iteration --iterations 3 --output research/benchmarks/DATE-a.md", ""),
     ("python -m pytest tests/none", "there is no tests/none"),
     ("python -m pytest tests/train -q --strange", ""),
     ("python generate.py --prompt 'a --strange one'", ""),

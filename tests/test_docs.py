@@ -144,5 +144,6 @@ def test_what_is_missing_is_noticed():
     right += ["models/hunyuan15/text.py", "outputs/none.py", "RUN/none.json"]
     text = "".join(f"`{name}` and " for name in (*wrong, *right))
     assert missing_files(text) == wrong
-    text = "`python -m research.studies.none` and `python -m\nresearch.studies.ablate` and python -m sage_grpo.tools.NAME"
+    text = "`python -m research.studies.none` and `python -m\nresearch.studies.ablate`"
+    text += " and python -m sage_grpo.tools.NAME"
     assert missing_modules(text) == ["research.studies.none"]

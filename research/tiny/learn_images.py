@@ -1,8 +1,8 @@
 """Teach the embedded model to begin a clip with an image. What it draws without one stays the same to the bit.
 
-    python -m research.tiny.learn_images --model assets/tiny       (40 minutes on a CPU core; fully determined by --seed)
+    python -m research.tiny.learn_images --model assets/tiny      (40 minutes on a CPU core; determined by --seed)
 
-Changes a folder that research/tiny/pretrain.py wrote: trains by flow matching only what text to video never reads, which is
+Changes a folder that pretrain.py wrote: trains by flow matching only what text to video never reads, which is
 the weights of the condition channels, the projection of the image tokens, and their type. Adds a small vision model, as
 untrained as the text encoders, requests with images, and images.json: what the oracle reads in clips of these requests.
 """

@@ -10,7 +10,8 @@ with one of two means:
     coefficient preserving     (1 - sigma_next) x0_hat + r z_hat      with r^2 = sigma_next^2 - std^2
 
 Equation numbers refer to SAGE-GRPO (arXiv 2603.21872). docs/method.md lists where we deviate from the paper.
-To try a sampler, give --sde_type FILE.py:NAME; to keep it, add a row to SDES and its name to `SDE_TYPES` of config.py.
+To try a sampler, give --sde_type FILE.py:NAME; to keep it, add a row to SDES, and its name to SDE_TYPES in
+config/fields.py.
 
 Shapes: B samples, T steps, ... any sample shape.
 """

@@ -25,8 +25,8 @@ def model_card(
 ) -> dict[str, str | bytes]:
     """The files of the card: README.md, and curves.png if there are two rollouts to draw.
 
-    recipe: the settings that are not defaults. step: iterations trained. reward: what training raised. base: fingerprint
-    of the base weights. image: whether clips begin with an image.
+    recipe: the settings that are not defaults. step: iterations trained. reward: what training raised.
+    base: fingerprint of the base weights. image: whether clips begin with an image.
     """
     files: dict[str, str | bytes] = {}
     steps = column(run.train, "step")

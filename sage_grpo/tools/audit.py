@@ -265,7 +265,8 @@ def audit_summary(
     lines = [
         audit_table(scores, verdicts),
         "",
-        "Changes are means over clips with 95 % intervals. MUST FALL and RISES are wrong; unclear: too few clips to tell.",
+        "Changes are means over clips with 95 % intervals. MUST FALL and RISES are wrong; "
+        "unclear: too few clips to tell.",
     ]
     lines += [f"WRONG: {text}" for text in conclusions["wrong"]]
     lines += [f"weak: {text}" for text in conclusions["weak"]]

@@ -175,8 +175,10 @@ def tables(result: Mapping[str, Any], note: str = "") -> list[Table]:
 
 
 ABOUT_DIFFERENCES = (
-    "Differences are taken clip by clip, same prompt and seed. wins: the share of pairs in which the clip is better, ties"
-    f" counted half. A verdict needs {FEWEST} pairs; it is better or worse (green, red) if the interval of the difference"
+    "Differences are taken clip by clip, same prompt and seed. "
+    "wins: the share of pairs in which the clip is better, ties"
+    f" counted half. A verdict needs {FEWEST} pairs; "
+    "it is better or worse (green, red) if the interval of the difference"
     " excludes 0, not corrected for the number of rows."
 )
 

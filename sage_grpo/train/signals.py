@@ -1,4 +1,4 @@
-"""Signals: numbers for the diagnosis of a run (runs/diagnosis.py), read from the state of training without changing it."""
+"""Signals: numbers for the diagnosis of a run (runs/diagnosis.py), read from training without changing it."""
 
 import math
 import zlib

@@ -35,7 +35,7 @@ def test_one_machine_runs_this_command():
 def test_its_values_are_those_of_the_published_command_but_for_the_kl_the_batch_and_the_length(
     monkeypatch,
 ):
-    """research/studies/results.md and docs/scaling.md have the reasons; with the published recipe there is no difference."""
+    """docs/scaling.md has the reasons; with the published recipe there is no difference."""
     monkeypatch.chdir(ROOT)
     theirs = parse(PUBLISHED)
     names = {word[2:] for word in PUBLISHED if word.startswith("--")} - {

@@ -147,7 +147,8 @@ ELSEWHERE = "env -u NCCL_X -u SEED -u SAGE_REWARD_TOKEN"  # a node does not have
 @pytest.mark.parametrize("how", ["exec", "ssh"])
 def test_words_and_variables_arrive_as_they_were(nodes, tmp_path, how):
     """By ssh they pass through one more shell; a small program stands for ssh and hands them on as sshd does."""
-    save = f'printf "%s\\0" "$@" $NODE_RANK "$NCCL_X" "$SEED" "${{SAGE_REWARD_TOKEN-none}}" >{tmp_path}/$NODE_NAME.words'
+    words = '"$@" $NODE_RANK "$NCCL_X" "$SEED" "${SAGE_REWARD_TOKEN-none}"'
+    save = f'printf "%s\\0" {words} >{tmp_path}/$NODE_NAME.words'
     script, settings = nodes(save, save, PDSH_RCMD_TYPE=how, REMOTE_SHELL=ELSEWHERE)
     ssh = f'until [[ $1 != -* ]]; do shift; done; shift; exec {ELSEWHERE} sh -c "$*"'
     settings |= {"PATH": program(tmp_path / "bin", "ssh", ssh)}

@@ -1,6 +1,6 @@
 """How well does the embedded reward judge? Recomputes the figures of its card from clips that it never saw.
 
-    python -m research.tiny.videoreward.card                  (minutes on 2 cores; writes README.md and card.json beside it)
+    python -m research.tiny.videoreward.card              (minutes on 2 cores; writes README.md and card.json beside it)
 
 Pairs of held-out clips, ordered by the reward and by the oracle without an annotator's errors; prompts with one word
 replaced; and clips damaged in known ways. All scores come from `VideoAlign.score`, as in training.

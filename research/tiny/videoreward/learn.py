@@ -1,6 +1,6 @@
 """Train the embedded reward: a small Qwen2-VL in VideoAlign's folder format that judges clips of the shapes world.
 
-    python -m research.tiny.videoreward.learn --model assets/tiny --output assets/tiny/VideoReward       (one GPU, minutes)
+    python -m research.tiny.videoreward.learn --model assets/tiny --output assets/tiny/VideoReward    (one GPU, minutes)
 
 As its large relative it first learns to caption clips, and then to agree with annotators about pairs of them, by
 Bradley-Terry with ties. What it is measured by is in its card (`card.py`). Everything follows from --seed.

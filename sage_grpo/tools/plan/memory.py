@@ -37,7 +37,7 @@ def memory(plan: Plan) -> dict[str, dict[str, float]]:
 
 
 def weights(plan: Plan) -> dict[str, float]:
-    """This rank's shard: master weights; with LoRA, frozen weights in the compute dtype and the adapter's master weights."""
+    """This rank's shard: master weights; with LoRA, frozen weights in the compute dtype and the adapter."""
     c = plan.config
     master = BYTES[c.master_weight_type]
     all_here = plan.model.parameters / plan.shards
@@ -88,7 +88,7 @@ def optimizer(plan: Plan) -> dict[str, float]:
 
 
 def anchor(plan: Plan) -> dict[str, float]:
-    """The anchor's weights, if they stay on the GPU; while they run, the policy's trained weights are kept beside them."""
+    """The anchor's weights, if they stay on the GPU; while they run, the policy's are kept beside them."""
     c = plan.config
     if c.trust_region.anchor is None or (c.reference_mode_offload and not c.use_lora):
         return at(0.0)

@@ -1,4 +1,4 @@
-"""DiffusionNFT (arXiv 2509.16117): pull good clips towards the policy and push bad ones away, relative to an old policy.
+"""DiffusionNFT (arXiv 2509.16117): relative to an old policy, match good clips more closely and bad ones less.
 
 The old policy samples. It follows the trained one with a lag that grows over the run (`nft_decay`).
 """
