@@ -85,7 +85,10 @@ def test_quality_leaves_room_and_no_attribute_is_at_chance(card):
 
 @pytest.mark.slow
 def test_the_cards_table_can_be_measured_again(backbone, card):
-    """Adds to the attributes of one clip, below, the shares in the card's table: of its first prompts. Two standard errors and one clip of tolerance: other machines round otherwise."""
+    """Adds to the attributes of one clip, below, the shares in the card's table: of its first prompts.
+
+    Two standard errors and one clip of tolerance, because other machines round otherwise.
+    """
     stored = card[f"guidance {backbone.sampling.guidance:g}"]
     prompts = random_prompts(stored["clips"], seed=1)[:SUBSET]
     row, _ = model_card.measure(backbone, prompts, backbone.sampling.guidance)
