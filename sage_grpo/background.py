@@ -34,8 +34,15 @@ class Work(Future):
 
 
 def within(seconds: float, call: Callable[..., Any], *arguments: Any) -> Any:
-    """The result of a call, made without gradients; TimeoutError if it takes longer, its thread is then abandoned."""
+    """The result of a call, made without gradients; TimeoutError if it takes longer, its thread is then abandoned.
+
+    A call cannot end the program: its own SystemExit or KeyboardInterrupt becomes a RuntimeError. Ctrl-C still does,
+    because it arrives in the thread that waits.
+    """
     work = Work(lambda _: torch.no_grad()(call)(*arguments))
     if not wait([work], seconds).done:
         raise TimeoutError(f"no answer within {seconds:g} s")
+    error = work.exception()
+    if error is not None and not isinstance(error, Exception):
+        raise RuntimeError(f"it tried to end the program ({error!r})") from error
     return work.result()

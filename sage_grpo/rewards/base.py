@@ -118,8 +118,11 @@ class Composite:
 
     def check(self, prompts: Prompts) -> None:
         """Reject prompts that one of the rewards cannot score."""
-        for reward in self.rewards.values():
-            reward.check(prompts_for(reward, prompts))
+        for name, reward in self.rewards.items():
+            try:
+                reward.check(prompts_for(reward, prompts))
+            except SystemExit as error:  # would end the program without a word
+                raise ValueError(f"the reward {name} ended its check with {error!r}") from error
 
     def total(self, named: Mapping[str, Any]) -> Any:
         """The weighted sum; a score with weight 0 may be NaN."""
@@ -140,6 +143,7 @@ class Composite:
                 try:
                     scores = within(self.timeout, reward.score, batch_clips, batch_prompts, fps)
                     scores = _checked(reward, scores, len(rows))
+                    failed_clips = list(getattr(reward, "failures", ()))
                 except TimeoutError as error:
                     errors.append(f"{name}: {error}")
                     break  # the next batch would take just as long
@@ -147,7 +151,6 @@ class Composite:
                     errors.append(f"{name}: {type(error).__name__}: {error}")
                     continue
 
-                failed_clips = getattr(reward, "failures", ())
                 errors += [f"{name}: {text}" for text in failed_clips]
                 for score, values in scores.items():
                     named[self._label(name, score)][rows] = values

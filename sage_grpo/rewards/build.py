@@ -48,7 +48,7 @@ class FileReward:
             reward = _instantiated(plugin, setup)
             self._score = getattr(reward, "score", reward)
             parameters = inspect.signature(self._score).parameters
-        except Exception as error:  # the file may do anything
+        except (Exception, SystemExit) as error:  # the file may do anything
             raise ValueError(
                 f"the reward {name} cannot be built: {type(error).__name__}: {error}"
             ) from error

@@ -2,6 +2,8 @@
 
 import math
 import re
+import signal
+import threading
 import time
 
 import pytest
@@ -32,6 +34,19 @@ class Raises(Brightness):
         if any(clip.float().mean() == 100 for clip in clips):
             raise RuntimeError("out of memory")
         return super().score(clips, prompts, fps)
+
+
+class EndsTheProgram(Brightness):
+    """Raises what is no Exception, and would end a program that does not expect it."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def check(self, prompts):
+        raise self.error
+
+    def score(self, clips, prompts, fps):
+        raise self.error
 
 
 class GivesNaN(Brightness):
@@ -164,3 +179,31 @@ def test_within_hands_on_results_and_errors_without_gradients():
     assert within(5, torch.is_grad_enabled) is False
     with pytest.raises(KeyError):
         within(5, {}.__getitem__, "missing")
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt(), GeneratorExit()])
+def test_a_reward_cannot_end_the_program(error):
+    scores = composite(EndsTheProgram(error), batch_size=5).score(CLIPS, PROMPTS, 8)
+    assert scores.total.isnan().all()
+    assert type(error).__name__ in scores.errors[0]
+
+
+def test_a_check_cannot_end_the_program():
+    with pytest.raises(ValueError, match="the reward b .*SystemExit"):
+        composite(EndsTheProgram(SystemExit(0))).check(PROMPTS)
+
+
+def test_ctrl_c_still_ends_a_program_that_waits_for_a_reward():
+    main = threading.main_thread().ident
+    threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        composite(Hangs()).score(CLIPS, PROMPTS, 8)
+
+
+def test_odd_failures_of_a_reward_are_failures():
+    class CountsFailures(Brightness):
+        failures = 3
+
+    scores = composite(CountsFailures(), batch_size=5).score(CLIPS, PROMPTS, 8)
+    assert scores.total.isnan().all()
+    assert "TypeError" in scores.errors[0]
