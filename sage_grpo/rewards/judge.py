@@ -10,6 +10,7 @@ import hashlib
 import io
 import json
 import math
+import os
 import re
 import sys
 from collections import Counter
@@ -31,6 +32,7 @@ from sage_grpo.rewards.video_frames import check_clips, sample_indices
 
 RUBRIC = Path(__file__).with_name("rubric.txt")
 PLACEHOLDER = "{prompt}"
+MOST_TOKENS = 2**31  # of one answer
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,11 @@ def read_rubric(path: Path) -> Rubric:
 
     Its first line, `answer: json` or `answer: logprobs`, is not sent.
     """
-    first_line, _, text = path.read_text(encoding="utf-8").partition("\n")
+    try:
+        rubric = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"judge_rubric {path} cannot be read: {error}") from error
+    first_line, _, text = rubric.partition("\n")
     # letters only: a digit in a name could be taken for a score
     names = re.findall(r"^## ([A-Za-z_]+)$", text, re.MULTILINE)
     has_names = len(names) > 0 and len(names) == len(set(names))
@@ -71,7 +77,8 @@ class Judge(ServerClient, Reward):
         super().__init__(setup)
         self.rubric = read_rubric(Path(setup.judge_rubric or RUBRIC))
         self.names = self.rubric.names
-        self.cache = Path(setup.judge_cache) if setup.judge_cache else None
+        self.cache = _usable_cache(setup.judge_cache)
+        self.cache_notes: set[str] = set()  # printed so far: "read", "written"
         self.sample_fps = setup.sample_fps
         self.known: dict[str, dict[str, float]] = {}  # scores by the hash of the request
         self.counts: Counter[str] = Counter()  # of requests and tokens
@@ -81,7 +88,11 @@ class Judge(ServerClient, Reward):
 
     def _choose_model(self, wanted: str | None) -> str:
         """The wanted model if the server has it; without a wish, the only one that it has."""
-        models = self._ask_in_time("GET", "/v1/models").get("data") or ()
+        models = self._ask_in_time("GET", "/v1/models").get("data") or []
+        if not isinstance(models, list) or not all(isinstance(model, dict) for model in models):
+            raise RemoteError(
+                f"{self.url} lists its models as {printable(models)}; is {self.hint} running there?"
+            )
         served = [str(model.get("id")) for model in models]
         if wanted in served:
             return wanted
@@ -126,19 +137,47 @@ class Judge(ServerClient, Reward):
     def _judged(self, request: bytes) -> tuple[dict[str, float], dict[str, int]]:
         """Scores and what they cost: no tokens if the same request was answered before."""
         key = hashlib.sha256(request).hexdigest()
-        file = self.cache / f"{key}.json" if self.cache else None
-        if key not in self.known and file and file.is_file():
-            self.known[key] = checked(read_object(file), self.names, str(file))
-        if key in self.known:
-            return self.known[key], {"known": 1}
+        scores = self.known.get(key) or self._cached(key)
+        if scores:
+            self.known[key] = scores
+            return scores, {"known": 1}
 
         answer = self._ask("POST", "/v1/chat/completions", [request])
         scores, tokens = self._read_scores(answer)
         self.known[key] = scores
-        if file:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_json(file, scores)
+        self._store(key, scores)
         return scores, tokens | {"asked": 1}
+
+    # the cache saves questions; without it, or with a damaged file in it, they are asked again
+
+    def _cached(self, key: str) -> dict[str, float] | None:
+        """Scores from the cache folder; None if they are not there or cannot be read."""
+        if self.cache is None:
+            return None
+        file = self.cache / f"{key}.json"
+        try:
+            if not file.is_file():
+                return None
+            return checked(read_object(file), self.names, str(file))
+        except (OSError, ValueError) as error:
+            self._note_once("read", error)
+            return None
+
+    def _store(self, key: str, scores: Mapping[str, float]) -> None:
+        if self.cache is None:
+            return
+        try:
+            self.cache.mkdir(parents=True, exist_ok=True)
+            write_json(self.cache / f"{key}.json", scores)
+        except OSError as error:
+            self._note_once("written", error)
+
+    def _note_once(self, what: str, error: Exception) -> None:
+        if what in self.cache_notes:
+            return
+        self.cache_notes.add(what)
+        text = f"judge_cache {self.cache} cannot be {what} everywhere: {error}"
+        print(f"note: {printable(text)}", file=sys.stderr, flush=True)
 
     def _request(self, clip: Tensor, prompt: str, fps: float) -> bytes:
         """A body with one image per sampled frame, then the rubric."""
@@ -175,15 +214,11 @@ class Judge(ServerClient, Reward):
         """Scores and token counts of an answer; RemoteError if anything is missing or out of range."""
         try:
             choice = answer["choices"][0]
-            usage = answer.get("usage") or {}
-            counts = {
-                kind: int(usage.get(kind) or 0) for kind in ("prompt_tokens", "completion_tokens")
-            }
             digits = read_json(choice["message"]["content"].encode())
             scores = checked(digits, self.names, self.url)
             if self.rubric.by_probability:
                 scores = self._expected_scores(scores, choice["logprobs"]["content"])
-            return scores, counts
+            return scores, token_counts(answer.get("usage"))
         except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
             raise RemoteError(
                 f"{self.url} answered without what the rubric asks for "
@@ -203,6 +238,26 @@ class Judge(ServerClient, Reward):
             name: expected_digit(token["top_logprobs"])
             for name, token in zip(scores, digits, strict=True)
         }
+
+
+def _usable_cache(path: str | None) -> Path | None:
+    """The folder of the cache, which may not exist yet; an error if a file is in its way."""
+    if path is None:
+        return None
+    cache = Path(path)
+    for place in (cache, *cache.parents):
+        if os.path.lexists(place) and not place.is_dir():
+            raise ValueError(f"judge_cache is {cache}, but {place} is not a folder")
+    return cache
+
+
+def token_counts(usage: Any) -> dict[str, int]:
+    """What an answer says about its cost; 0 where it says nothing useful, which is no reason to drop its scores."""
+    counts = {}
+    for kind in ("prompt_tokens", "completion_tokens"):
+        count = usage.get(kind) if isinstance(usage, dict) else None
+        counts[kind] = count if type(count) is int and 0 <= count < MOST_TOKENS else 0
+    return counts
 
 
 def data_url(frame: np.ndarray) -> str:

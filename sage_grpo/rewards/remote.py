@@ -46,7 +46,11 @@ class RemoteReward(ServerClient):
             raise RemoteError(
                 f"{self.url} is not a reward server: its /info lists no names and limits"
             )
-        self.names: tuple[str, ...] = tuple(map(str, info["names"]))
+        if not info["names"] or not all(isinstance(name, str) for name in info["names"]):
+            raise RemoteError(
+                f"{self.url} names its scores {printable(info['names'])}; it must have at least one"
+            )
+        self.names: tuple[str, ...] = tuple(info["names"])
         self.max_clips = info.get("max_clips", math.inf)  # of a request
         self.max_bytes = info["max_bytes"]
 

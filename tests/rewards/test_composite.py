@@ -189,7 +189,7 @@ def test_a_reward_cannot_end_the_program(error):
 
 
 def test_a_check_cannot_end_the_program():
-    with pytest.raises(ValueError, match="the reward b .*SystemExit"):
+    with pytest.raises(ValueError, match=r"the reward b .*SystemExit"):
         composite(EndsTheProgram(SystemExit(0))).check(PROMPTS)
 
 

@@ -389,11 +389,76 @@ def test_a_question_is_asked_once(tmp_path):
         other = judge_at(url, model="other", cache=str(cache))
         other.score(CLIPS, PROMPTS, 8.0)
         assert other.counts["asked"] == 3 and len(list(cache.iterdir())) == 9
-        for file in cache.iterdir():
-            file.write_text('{"VQ": 7, "MQ": 3, "TA": 3}')
-        damaged = judge_at(url, model="vlm", cache=str(cache))
-        assert damaged.score(CLIPS[:1], PROMPTS[:1], 8.0)["VQ"].isnan().all()
-        assert re.search(r"cache/.*\.json gave .*'VQ': 7.*expected 1 to 5", damaged.failures[0])
+
+
+@pytest.mark.parametrize("damage", ['{"VQ": 7, "MQ": 3, "TA": 3}', '{"VQ": 4, "M', "", "[]"])
+def test_a_damaged_file_of_the_cache_is_asked_again_and_replaced(tmp_path, capsys, damage):
+    cache = tmp_path / "cache"
+    with vlm() as (url, _):
+        values = judge_at(url, cache=str(cache)).score(CLIPS, PROMPTS, 8.0)
+        contents = {file: file.read_text() for file in cache.iterdir()}
+        for file in contents:
+            file.write_text(damage)
+        damaged = judge_at(url, cache=str(cache))
+        assert torch.equal(damaged.score(CLIPS, PROMPTS, 8.0)["VQ"], values["VQ"])
+    assert damaged.counts["asked"] == 3 and not damaged.failures
+    assert {file: file.read_text() for file in cache.iterdir()} == contents
+    assert capsys.readouterr().err.count("note: judge_cache") == 1
+
+
+def test_a_cache_that_cannot_be_written_costs_no_score(tmp_path, capsys):
+    cache = tmp_path / "cache"
+    with vlm() as (url, _):
+        reward = judge_at(url, cache=str(cache))
+        cache.write_text("in the way since the start")
+        assert reward.score(CLIPS, PROMPTS, 8.0)["VQ"].isfinite().all()
+    assert not reward.failures
+    assert capsys.readouterr().err.count("cannot be written") == 1
+
+
+@pytest.mark.parametrize("path", ["file", "file/cache"])
+def test_a_file_in_place_of_the_cache_is_noticed_at_the_start(tmp_path, path):
+    (tmp_path / "file").write_text("")
+    with vlm() as (url, _), pytest.raises(ValueError, match=r"judge_cache .* is not a folder"):
+        judge_at(url, cache=str(tmp_path / path))
+
+
+@pytest.mark.parametrize(
+    "usage",
+    [5, "x", ["x"], {"prompt_tokens": "many"}, {"prompt_tokens": 1e400}, {"prompt_tokens": -1}],
+)
+def test_a_bad_account_of_tokens_costs_no_score(usage):
+    def reply(handler, question):
+        handler.say(200, json.dumps(answer_to(question) | {"usage": usage}).encode())
+        return True
+
+    with vlm(reply) as (url, _):
+        reward = judge_at(url)
+        assert reward.score(CLIPS[:1], PROMPTS[:1], 8.0)["VQ"].isfinite().all()
+    assert reward.counts["asked"] == 1 and reward.counts["prompt_tokens"] == 0
+
+
+@pytest.mark.parametrize("data", [5, ["x"], {"a": 1}, "vlm", [None]])
+def test_models_that_are_no_list_of_models_are_one_sentence(data):
+    def answer(handler):
+        handler.say(200, {"data": data})
+
+    with (
+        answering(answer) as (url, _),
+        pytest.raises(RemoteError, match="lists its models as"),
+    ):
+        judge_at(url)
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe"])
+def test_a_rubric_that_cannot_be_read_is_one_sentence(tmp_path, content):
+    path = tmp_path / "rubric"
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"judge_rubric .*rubric cannot be read"):
+        read_rubric(path)
 
 
 def test_a_failure_is_not_remembered():

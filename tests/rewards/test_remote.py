@@ -300,3 +300,12 @@ def test_a_password_in_the_address_is_refused_and_not_repeated():
 def test_without_an_address_there_is_no_remote_reward(tmp_path):
     with pytest.raises(ValueError, match="give --remote_reward_url"):
         build_reward("remote", Setup(tmp_path, torch.device("cpu")))
+
+
+@pytest.mark.parametrize("names", [[], [5], [["light"]]])
+def test_a_server_must_name_its_scores(names):
+    def answer(handler):
+        handler.say(200, INFO | {"names": names})
+
+    with answering(answer) as (url, _), pytest.raises(RemoteError, match="names its scores"):
+        remote_reward(url, 5.0)
