@@ -14,33 +14,40 @@ and rank.
 import argparse
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from sage_grpo.config import argument_types
 from sage_grpo.config.command_line import Parser
-from sage_grpo.config.fields import FIELDS, MAX_NUMBER, SDE_TYPES, SOLVERS
+from sage_grpo.config.fields import SDE_TYPES, SOLVERS, Config, flag_info
 from sage_grpo.data.images import read_image
-from sage_grpo.data.requests import MOST, Request, check_text, read_requests
+from sage_grpo.data.requests import Request, check_text, read_requests
+from sage_grpo.exit_codes import WRONG_INPUT
 from sage_grpo.files.json_files import write_json
-from sage_grpo.plugins import in_file, resolved
+from sage_grpo.plugins import resolved
 from sage_grpo.rewards.registry import REWARDS
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # imported where it is used, after the command line has been checked
     from torch import Tensor
 
-    from sage_grpo.models.backbone import Backbone, Sampling
+    from sage_grpo.algo.sde import Schedule
+    from sage_grpo.models.backbone import Backbone, Guidance, Sampling
     from sage_grpo.parallel.ranks import Ranks
     from sage_grpo.rewards.base import Reward
 
-TIMEOUT = 1800  # seconds that processes wait for each other
+TIMEOUT = 1800  # seconds that ranks wait for each other
 AREAS = {"480p": 640 * 640, "720p": 960 * 960}  # pixels per frame, whatever the aspect ratio
+SCORES = [name for name in REWARDS if name != "remote"]
 
 
 def main(arguments: list[str] | None = None) -> None:
     try:
-        args = parse_arguments(arguments)  # before imports that take seconds
-        prompts = requests_of(args)
+        args = parse_arguments(arguments)
+        requests = read_prompts(args)
+
+        # these imports take seconds
         import torch
         from transformers.utils.logging import disable_progress_bar
 
@@ -48,40 +55,94 @@ def main(arguments: list[str] | None = None) -> None:
         from sage_grpo.parallel.ranks import join_ranks
 
         disable_progress_bar()  # that of loading weights
-        args.checkpoint_path = checkpoint_of(args.checkpoint_path)
+        args.checkpoint_path = find_weights(args.checkpoint_path)
         device = device_for(args.device, args.model_path, args.pretrained_transformer_version)
         with torch.no_grad(), join_ranks(TIMEOUT, args.sp_size, device_type=device) as ranks:
-            generate(args, prompts, ranks)
+            generate(args, requests, ranks)
     except (ValueError, FileNotFoundError) as error:
         print(f"generate.py: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(WRONG_INPUT)
 
 
-def checkpoint_of(path: str | None) -> str | None:
+def generate(args: argparse.Namespace, requests: Sequence[Request], ranks: "Ranks") -> None:
+    """Sample this rank's share of the clips, score them and write them."""
+    from tqdm import tqdm
+
+    from sage_grpo.runs.media import contact_sheet, thumbnails, write_mp4
+
+    backbone = open_model(args, requests, ranks)
+    sampler = build_sampler(args, backbone, requests, ranks)
+    requests = sampler.sized(requests)
+    reward = build_scorer(args, requests, ranks) if ranks.leader else None
+    args.output_path.mkdir(parents=True, exist_ok=True)
+
+    clips = [(request, number) for request in requests for number in range(args.num_videos)]
+    clips = clips[ranks.rank :: ranks.count]
+    sampler.prepare([request for request, _ in clips])
+    rows = []
+    labels = []
+    for request, number in tqdm(clips, "clips", unit="clip", disable=not ranks.first):
+        seed = args.seed if request.seed is None else request.seed
+        latents = sampler.sample(request, seed, number)
+        if not ranks.leader:
+            continue  # it has helped with the velocities; the clip is decoded once
+        (clip,) = backbone.decode(latents).cpu()
+
+        sampling = sampler.samplings[request.index]
+        record = describe(args, request, seed, number, sampling)
+        path = args.output_path / f"{request.name}-{seed}-{number}.mp4"
+        write_mp4(path, clip, sampling.fps)
+        if reward:
+            record["scores"] = score(reward, clip, request, sampling.fps)
+        write_json(path.with_suffix(".json"), record, ensure_ascii=False)
+        rows.append(thumbnails(clip))
+        labels.append(label(record))
+
+    if rows:
+        name = "sheet.png" if ranks.count == 1 else f"sheet-{ranks.rank}.png"
+        sheet = args.output_path / name
+        contact_sheet(sheet, rows, labels)
+        noun = "clip" if len(rows) == 1 else "clips"
+        print(f"wrote {len(rows)} {noun} and {sheet}")
+
+
+# What is asked for
+
+
+def read_prompts(args: argparse.Namespace) -> list[Request]:
+    """What the command line or its prompt file asks for, with images that can be used."""
+    if args.valid_video_csv:
+        return read_requests(args.valid_video_csv)
+    check_text(args.prompt, "--prompt")
+    image = read_image(args.image, "--image") if args.image else None
+    return [Request(args.prompt, image=image)]
+
+
+def find_weights(path: str | None) -> str | None:
     """The weights that `--checkpoint_path` names; a run folder means its newest checkpoint."""
-    if path is None or not (Path(path) / "checkpoints").is_dir():
-        if path is not None and not Path(path).exists():
-            raise FileNotFoundError(f"checkpoint_path {path} does not exist")
+    if path is None:
+        return None
+    if not Path(path).exists():
+        raise FileNotFoundError(f"checkpoint_path {path} does not exist")
+    folder = Path(path) / "checkpoints"
+    if not folder.is_dir():
         return path
+
     from sage_grpo.train.checkpoint_folders import list_checkpoints
 
-    if not (complete := list_checkpoints(Path(path) / "checkpoints")):
+    checkpoints = list_checkpoints(folder)
+    if not checkpoints:
         raise FileNotFoundError(
             f"checkpoint_path {path} is a run folder that holds no checkpoint yet"
         )
-    return str(complete[-1])
+    return str(checkpoints[-1])
 
 
-def requests_of(args: argparse.Namespace) -> list[Request]:
-    """What the command line or its file asks for, with images that can be used."""
-    check_text(args.prompt or "", "--prompt")
-    if args.valid_video_csv:
-        return read_requests(args.valid_video_csv)
-    return [Request(args.prompt, image=read_image(args.image, "--image") if args.image else None)]
+# Sampling
 
 
-def open_model(args: argparse.Namespace, prompts: Sequence[Request], ranks: "Ranks") -> "Backbone":
-    """The backbone with the weights to sample, which can serve the prompts."""
+def open_model(args: argparse.Namespace, requests: Sequence[Request], ranks: "Ranks") -> "Backbone":
+    """The backbone with the weights to sample; an error if it cannot serve the requests."""
     import torch
 
     from sage_grpo.models.registry import open_backbone
@@ -90,190 +151,178 @@ def open_model(args: argparse.Namespace, prompts: Sequence[Request], ranks: "Ran
     backbone = open_backbone(
         args.model_path, ranks.device, dtype, version=args.pretrained_transformer_version
     )
-    backbone.check_requests(prompts)
+    backbone.check_requests(requests)
     backbone.load_weights(args.checkpoint_path)
     backbone.transformer.requires_grad_(False).split_sequence(ranks.sequence_group)
     backbone.transformer.prepare_blocks(compiled=args.compile)
     return backbone
 
 
-def generate(args: argparse.Namespace, prompts: Sequence[Request], ranks: "Ranks") -> None:
-    from tqdm import tqdm
+@dataclass
+class Sampler:
+    """Samples one clip at a time, by the ODE or with exploration noise."""
 
+    backbone: "Backbone"
+    samplings: dict[int, "Sampling"]  # by the index of a request; they differ in the size alone
+    sigmas: "Tensor"  # (steps + 1,)
+    schedule: "Schedule"
+    solver: str | None  # of the ODE; None: exploration noise
+    negative: Request
+    guidance: "Guidance | None" = None
+
+    def sized(self, requests: Sequence[Request]) -> list[Request]:
+        """The requests, with images cropped to the sizes of their clips."""
+        sizes = [self.samplings[request.index] for request in requests]
+        return [
+            request.sized(size.height, size.width)
+            for request, size in zip(requests, sizes, strict=True)
+        ]
+
+    def prepare(self, requests: Sequence[Request]) -> None:
+        """Encode all prompts, and free the encoders."""
+        from sage_grpo.models.backbone import Guidance
+
+        self.backbone.prepare([self.negative, *requests])
+        scale = next(iter(self.samplings.values())).guidance
+        self.guidance = Guidance(scale, self.backbone.encode([self.negative])[0])
+
+    def sample(self, request: Request, seed: int, number: int) -> "Tensor":
+        """Latents (1, C, T, y, x) of the clip with this number."""
+        from sage_grpo.models.sample import counter_noise, denoise, integrate
+
+        sampling = self.samplings[request.index]
+        shape = self.backbone.latent_shape(sampling.frames, sampling.height, sampling.width)
+        x, noise = counter_noise(shape, seed, [number])
+        x = x.to(self.backbone.device)
+        (cond,) = self.backbone.encode([request])
+        if self.solver:
+            return integrate(self.backbone, self.sigmas, x, cond, self.guidance, self.solver)
+        return denoise(self.backbone, self.schedule, x, cond, self.guidance, noise)
+
+
+def build_sampler(
+    args: argparse.Namespace, backbone: "Backbone", requests: Sequence[Request], ranks: "Ranks"
+) -> Sampler:
+    """The sampler that the flags describe; an error if the model cannot sample the requests that way."""
     from sage_grpo.algo.sde import build_schedule, flow_sigmas
-    from sage_grpo.models.backbone import Guidance
-    from sage_grpo.models.sample import counter_noise, denoise, integrate
-    from sage_grpo.rewards.base import Setup, prompts_for
-    from sage_grpo.rewards.build import build_reward
-    from sage_grpo.runs.media import contact_sheet, thumbnails, write_mp4
     from sage_grpo.worlds.registry import check_prompts
 
-    device, rank, world = ranks.device, ranks.rank, ranks.count
-    backbone = open_model(args, prompts, ranks)
-    settings = {prompt.index: resolve(args, backbone, prompt) for prompt in prompts}
-    prompts = [
-        prompt.sized(settings[prompt.index].height, settings[prompt.index].width)
-        for prompt in prompts
-    ]
-    own = settings[prompts[0].index]
+    samplings = {request.index: sampling_for(args, backbone, request) for request in requests}
+    first = samplings[requests[0].index]
     if ranks.first:
-        print(f"sampling: {own}", flush=True)
-    check_prompts(backbone.folder, [prompt.text for prompt in prompts])
-    sigmas = flow_sigmas(own.num_steps, own.shift)
-    schedule = build_schedule(resolved(args.sde_type), sigmas, args.eta).to(device)
-    shapes = {
-        i: backbone.latent_shape(one.frames, one.height, one.width) for i, one in settings.items()
-    }
-    setup = Setup(Path(args.model_path) / "VideoReward", device)
-    reward = build_reward(args.score, setup) if args.score and ranks.leader else None
-    if reward:
-        reward.check(prompts_for(reward, prompts))
-    args.output_path.mkdir(parents=True, exist_ok=True)
+        print(f"sampling: {first}", flush=True)
+    check_prompts(backbone.folder, [request.text for request in requests])
+    sigmas = flow_sigmas(first.num_steps, first.shift)
+    schedule = build_schedule(resolved(args.sde_type), sigmas, args.eta).to(ranks.device)
+    for sampling in samplings.values():  # rejects sizes that the model does not have
+        backbone.latent_shape(sampling.frames, sampling.height, sampling.width)
 
-    mine = [(prompt, number) for prompt in prompts for number in range(args.num_videos)][
-        rank::world
-    ]
-    unwanted = backbone.negative_prompt if args.negative_prompt is None else args.negative_prompt
-    negative, rows, labels = Request(unwanted), [], []
-    backbone.prepare([negative, *(prompt for prompt, _ in mine)])
-    guidance = Guidance(own.guidance, backbone.encode([negative])[0])
-    for prompt, number in tqdm(mine, "clips", unit="clip", disable=not ranks.first):
-        seed = args.seed if prompt.seed is None else prompt.seed
-        x, noise = counter_noise(shapes[prompt.index], seed, [number])
-        start = (x.to(device), *backbone.encode([prompt]), guidance)
-        if args.sde_type == "ode":
-            latents = integrate(backbone, sigmas, *start, args.solver)
-        else:
-            latents = denoise(backbone, schedule, *start, noise)
-        if not ranks.leader:  # it has helped with the velocities; the clip is made once
-            continue
-        (clip,) = backbone.decode(latents).cpu()
-        record = described(args, prompt, seed, number) | vars(settings[prompt.index])
-        path = args.output_path / f"{prompt.name}-{seed}-{number}.mp4"
-        write_mp4(path, clip, own.fps)
-        if reward:
-            record["scores"] = scored(reward, clip, prompt, own.fps)
-        write_json(path.with_suffix(".json"), record, ensure_ascii=False)
-        rows.append(thumbnails(clip))
-        labels.append(label(record))
-    if rows:
-        sheet = args.output_path / ("sheet.png" if world == 1 else f"sheet-{rank}.png")
-        contact_sheet(sheet, rows, labels)
-        print(f"wrote {len(rows)} clip{'s' * (len(rows) > 1)} and {sheet}")
+    negative = backbone.negative_prompt if args.negative_prompt is None else args.negative_prompt
+    return Sampler(
+        backbone=backbone,
+        samplings=samplings,
+        sigmas=sigmas,
+        schedule=schedule,
+        solver=args.solver if args.sde_type == "ode" else None,
+        negative=Request(negative),
+    )
 
 
-def scored(reward: "Reward", clip: "Tensor", prompt: Request, fps: int) -> dict[str, float]:
+def sampling_for(args: argparse.Namespace, backbone: "Backbone", request: Request) -> "Sampling":
+    """The model's settings for a request, overridden by those of the command line."""
+    from sage_grpo.models.backbone import Sampling
+
+    default = backbone.sampling
+    height, width = frame_size(args, backbone, request)
+    return Sampling(
+        frames=args.num_frames or default.frames,
+        height=height,
+        width=width,
+        fps=default.fps,
+        shift=default.shift if args.timestep_shift is None else args.timestep_shift,
+        guidance=default.guidance if args.guidance_scale is None else args.guidance_scale,
+        num_steps=args.num_inference_steps or default.num_steps,
+    )
+
+
+def frame_size(args: argparse.Namespace, backbone: "Backbone", request: Request) -> tuple[int, int]:
+    """Height and width: `--fixed_size`, else `--resolution` and `--aspect_ratio`, else the model's for this request."""
+    if args.fixed_size:
+        return args.fixed_size
+    if not args.resolution and not args.aspect_ratio:
+        return backbone.default_size(request)
+
+    default = backbone.sampling
+    area = AREAS[args.resolution] if args.resolution else default.height * default.width
+    ratio = args.aspect_ratio or default.width / default.height
+
+    def rounded_down(side: float) -> int:
+        return max(backbone.multiple, int(side / backbone.multiple) * backbone.multiple)
+
+    return rounded_down(math.sqrt(area / ratio)), rounded_down(math.sqrt(area * ratio))
+
+
+# Scores and records
+
+
+def build_scorer(
+    args: argparse.Namespace, requests: Sequence[Request], ranks: "Ranks"
+) -> "Reward | None":
+    """The reward that `--score` names, if any; an error if it cannot score the requests."""
+    if not args.score:
+        return None
+
+    from sage_grpo.rewards.base import Setup, prompts_for
+    from sage_grpo.rewards.build import build_reward
+
+    reward = build_reward(args.score, Setup(args.model_path / "VideoReward", ranks.device))
+    reward.check(prompts_for(reward, requests))
+    return reward
+
+
+def score(reward: "Reward", clip: "Tensor", request: Request, fps: int) -> dict[str, float]:
     """The named scores of one clip; an error if one is not a number."""
     import torch
 
     from sage_grpo.rewards.base import prompts_for
 
-    found = reward.score([clip], prompts_for(reward, [prompt]), fps)
-    scores = {name: round(torch.as_tensor(value).item(), 6) for name, value in found.items()}
-    if broken := next((name for name, value in scores.items() if not math.isfinite(value)), None):
-        raise ValueError(
-            f"the reward gives {broken} {scores[broken]} for the prompt {prompt.text[:80]!r}: it is broken"
-        )
+    scores = {}
+    for name, value in reward.score([clip], prompts_for(reward, [request]), fps).items():
+        scores[name] = round(torch.as_tensor(value).item(), 6)
+        if not math.isfinite(scores[name]):
+            raise ValueError(
+                f"the reward gives {name} {scores[name]} for the prompt {request.text[:80]!r}: "
+                "it is broken"
+            )
     return scores
 
 
-def described(args: argparse.Namespace, prompt: Request, seed: int, number: int) -> dict:
-    """What the JSON of a clip says, but for its sizes and scores."""
+def describe(
+    args: argparse.Namespace, request: Request, seed: int, number: int, sampling: "Sampling"
+) -> dict[str, Any]:
+    """What the JSON of a clip says, except for its scores."""
     record = {
-        "prompt": prompt.text,
+        "prompt": request.text,
         "seed": seed,
         "number": number,
         "model_path": str(args.model_path),
+        "checkpoint_path": args.checkpoint_path,
+        "sde_type": args.sde_type,
+        "eta": args.eta,
+        "solver": args.solver,
     }
-    record |= {
-        name: getattr(args, name) for name in ("checkpoint_path", "sde_type", "eta", "solver")
-    }
-    return record | ({"image": str(prompt.image.path)} if prompt.image else {})
+    if request.image:
+        record["image"] = str(request.image.path)
+    return record | vars(sampling)
 
 
-def label(record: dict) -> str:
+def label(record: dict[str, Any]) -> str:
+    """The line of a clip on the contact sheet."""
     scores = "  ".join(f"{name} {value:.2f}" for name, value in record.get("scores", {}).items())
     return f"{record['seed']}/{record['number']}  {scores}  {record['prompt']}"
 
 
-def resolve(args: argparse.Namespace, backbone: "Backbone", request: Request) -> "Sampling":
-    """The model's own settings for a request, with those of the command line on top."""
-    from sage_grpo.models.backbone import Sampling
-
-    own = backbone.sampling
-    height, width = frame_size(args, backbone, request)
-    return Sampling(
-        frames=args.num_frames or own.frames,
-        height=height,
-        width=width,
-        fps=own.fps,
-        shift=own.shift if args.timestep_shift is None else args.timestep_shift,
-        guidance=own.guidance if args.guidance_scale is None else args.guidance_scale,
-        num_steps=args.num_inference_steps or own.num_steps,
-    )
-
-
-def frame_size(args: argparse.Namespace, backbone: "Backbone", request: Request) -> tuple[int, int]:
-    """`--fixed_size`, else the area of `--resolution` in the shape of `--aspect_ratio`, else the model's own."""
-    own = backbone.sampling
-    if args.fixed_size:
-        return args.fixed_size
-    if not args.resolution and not args.aspect_ratio:
-        return backbone.default_size(request)
-    area = AREAS[args.resolution] if args.resolution else own.height * own.width
-    ratio, multiple = args.aspect_ratio or own.width / own.height, backbone.multiple
-    sides = math.sqrt(area / ratio), math.sqrt(area * ratio)
-    height, width = (max(multiple, int(side / multiple) * multiple) for side in sides)
-    return height, width
-
-
-def size(text: str) -> tuple[int, int]:
-    parts = text.lower().split("x")
-    if len(parts) != 2 or not all(part.isdigit() and len(part) < 7 for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is not HEIGHTxWIDTH, such as 480x848")
-    return int(parts[0]), int(parts[1])
-
-
-def aspect(text: str) -> float:
-    parts = text.split(":")
-    if len(parts) != 2 or not all(part.isdigit() and len(part) < 7 and int(part) for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is not WIDTH:HEIGHT, such as 16:9")
-    return int(parts[0]) / int(parts[1])
-
-
-def finite(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not abs(number) <= MAX_NUMBER:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number up to {MAX_NUMBER}")
-    return number
-
-
-def positive(text: str) -> int:
-    if not text.isdigit() or len(text) > 6 or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 999999")
-    return int(text)
-
-
-def one_of(names: Iterable[str]) -> Callable[[str], str]:
-    """Accepts one of `names`, or a plug-in."""
-
-    def convert(text: str) -> str:
-        if text not in names and not in_file(text):
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is not one of {', '.join(names)}, or FILE.py:NAME"
-            )
-        return text
-
-    return convert
-
-
-def seed_number(text: str) -> int:
-    if not text.isdigit() or len(text) > 19 or int(text) > MOST:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {MOST}")
-    return int(text)
+# Flags
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -282,94 +331,14 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         __doc__,
         usage="generate.py (--prompt TEXT | --prompt_file FILE) [--FLAG VALUE ...]",
     )
-    add = parser.add_argument_group("Model").add_argument
-    names = ("pretrained_model_root", "pretrained_transformer_version", "device")
-    root, version, device = (FIELDS[name] for name in names)
-    add(
-        "--model_path",
-        type=Path,
-        metavar="FOLDER",
-        default=Path(root.default),
-        help=root.metadata["help"],
+    add_model_flags(parser.add_argument_group("Model"))
+    add_prompt_flags(parser.add_argument_group("Prompts"))
+    add_sampling_flags(
+        parser.add_argument_group(
+            "Sampling; the defaults are the model's, and the size follows the image's aspect ratio"
+        )
     )
-    add(f"--{version.name}", metavar="NAME", default=version.default, help=version.metadata["help"])
-    weights = "a run, or weights: a folder with transformer/ or a LoRA, or a .safetensors file"
-    add("--checkpoint_path", metavar="PATH", help=f"{weights}; without it, the model as it is")
-    group = parser.add_argument_group("Prompts")
-    what, add = group.add_mutually_exclusive_group(required=True), group.add_argument
-    what.add_argument("--prompt", metavar="TEXT", help="prompt of the clips")
-    what.add_argument(
-        "--valid_video_csv",
-        "--prompt_file",
-        metavar="FILE",
-        help="prompts in a .csv, .txt or .jsonl file",
-    )
-    cropped = "resized and cropped around its center to the size of the clip"
-    add(
-        "--image",
-        type=Path,
-        metavar="FILE",
-        help=f"first frame of the clips of --prompt, {cropped}",
-    )
-    add(
-        "--negative_prompt",
-        metavar="TEXT",
-        help="prompt of the negative branch of guidance (default: the model's)",
-    )
-    add("--num_videos", type=positive, metavar="N", default=1, help="clips per prompt")
-    add("--seed", type=seed_number, metavar="N", default=42, help="seed of prompts that name none")
-    sampling = "Sampling; what is not given is the model's own, and the size that of its sizes closest to the image's"
-    add = parser.add_argument_group(sampling).add_argument
-    add("--resolution", choices=AREAS, help="area of a frame")
-    add("--aspect_ratio", type=aspect, metavar="W:H", help="shape of a frame, such as 16:9")
-    add(
-        "--fixed_size",
-        type=size,
-        metavar="HxW",
-        help="exact size of a frame; overrides the two above",
-    )
-    add("--num_frames", type=positive, metavar="N", help="frames of a clip")
-    add("--num_inference_steps", type=positive, metavar="N", help="denoising steps")
-    add("--guidance_scale", type=finite, metavar="X", help="classifier-free guidance")
-    add("--timestep_shift", type=finite, metavar="X", help="shift of the noise schedule")
-    add(
-        "--solver",
-        choices=SOLVERS,
-        default="euler",
-        help="ODE solver; dpm has second order and needs fewer steps",
-    )
-    noise = f"look at the exploration noise of {', '.join(SDE_TYPES)} or FILE.py:NAME"
-    add("--sde_type", type=one_of(("ode", *SDE_TYPES)), metavar="NAME", default="ode", help=noise)
-    add("--eta", type=finite, metavar="X", default=0.5, help="exploration scale of --sde_type")
-    add = parser.add_argument_group("Machine and output").add_argument
-    add(
-        "--device",
-        choices=device.metadata["choices"],
-        default=device.default,
-        help=device.metadata["help"],
-    )
-    add(
-        "--sp_size",
-        type=positive,
-        metavar="N",
-        default=1,
-        help="ranks that share each clip; the others share prompts",
-    )
-    add(
-        "--compile",
-        action="store_true",
-        help="compile the transformer blocks: faster from the second clip on",
-    )
-    add(
-        "--output_path",
-        type=Path,
-        metavar="FOLDER",
-        default=Path("outputs/generated"),
-        help="where clips are written",
-    )
-    rewards = [name for name in REWARDS if name != "remote"]
-    score = f"write scores into each JSON: {', '.join(rewards)} or FILE.py:NAME"
-    add("--score", type=one_of(rewards), metavar="REWARD", help=score)
+    add_output_flags(parser.add_argument_group("Machine and output"))
     args = parser.parse_args(arguments)
     if args.image and args.valid_video_csv:
         parser.error(
@@ -377,9 +346,158 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         )
     if args.solver != "euler" and args.sde_type != "ode":
         parser.error(
-            f"--solver {args.solver} solves the ODE, and --sde_type {args.sde_type} adds noise: leave one out"
+            f"--solver {args.solver} solves the ODE, and --sde_type {args.sde_type} adds noise: "
+            "leave one out"
         )
     return args
+
+
+def add_model_flags(group: Any) -> None:
+    add = group.add_argument
+    defaults = Config()
+    add(
+        "--model_path",
+        type=Path,
+        metavar="FOLDER",
+        default=Path(defaults.pretrained_model_root),
+        help=flag_info("pretrained_model_root").help,
+    )
+    add(
+        "--pretrained_transformer_version",
+        metavar="NAME",
+        default=defaults.pretrained_transformer_version,
+        help=flag_info("pretrained_transformer_version").help,
+    )
+    add(
+        "--checkpoint_path",
+        metavar="PATH",
+        help="run folder, or weights: a folder with transformer/ or a LoRA, or a .safetensors file "
+        "(default: the weights of the model folder)",
+    )
+
+
+def add_prompt_flags(group: Any) -> None:
+    add = group.add_argument
+    source = group.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", metavar="TEXT", help="prompt of the clips")
+    source.add_argument(
+        "--valid_video_csv",
+        "--prompt_file",
+        metavar="FILE",
+        help="prompts in a .csv, .txt or .jsonl file",
+    )
+    add(
+        "--image",
+        type=Path,
+        metavar="FILE",
+        help="first frame of the clips of --prompt, "
+        "resized and cropped around its center to the size of the clip",
+    )
+    add(
+        "--negative_prompt",
+        metavar="TEXT",
+        help="negative prompt for guidance (default: the model's)",
+    )
+    add(
+        "--num_videos",
+        type=argument_types.count,
+        metavar="N",
+        default=1,
+        help="clips per prompt",
+    )
+    add(
+        "--seed",
+        type=argument_types.seed,
+        metavar="N",
+        default=42,
+        help="seed of prompts that specify none",
+    )
+
+
+def add_sampling_flags(group: Any) -> None:
+    add = group.add_argument
+    add("--resolution", choices=AREAS, help="area of a frame")
+    add(
+        "--aspect_ratio",
+        type=argument_types.aspect_ratio,
+        metavar="W:H",
+        help="shape of a frame, such as 16:9",
+    )
+    add(
+        "--fixed_size",
+        type=argument_types.frame_size,
+        metavar="HxW",
+        help="exact size of a frame; overrides the two above",
+    )
+    add("--num_frames", type=argument_types.count, metavar="N", help="frames per clip")
+    add("--num_inference_steps", type=argument_types.count, metavar="N", help="denoising steps")
+    add(
+        "--guidance_scale",
+        type=argument_types.finite_number,
+        metavar="X",
+        help="classifier-free guidance scale",
+    )
+    add(
+        "--timestep_shift",
+        type=argument_types.finite_number,
+        metavar="X",
+        help="timestep shift of the noise schedule",
+    )
+    add(
+        "--solver",
+        choices=SOLVERS,
+        default="euler",
+        help="ODE solver; dpm is second-order and needs fewer steps",
+    )
+    add(
+        "--sde_type",
+        type=argument_types.name_or_code(("ode", *SDE_TYPES)),
+        metavar="NAME",
+        default="ode",
+        help=f"sample with the exploration noise of {', '.join(SDE_TYPES)} or FILE.py:NAME",
+    )
+    add(
+        "--eta",
+        type=argument_types.finite_number,
+        metavar="X",
+        default=0.5,
+        help="noise scale of --sde_type",
+    )
+
+
+def add_output_flags(group: Any) -> None:
+    add = group.add_argument
+    add(
+        "--device",
+        choices=flag_info("device").choices,
+        default=Config().device,
+        help=flag_info("device").help,
+    )
+    add(
+        "--sp_size",
+        type=argument_types.count,
+        metavar="N",
+        default=1,
+        help="number of ranks that share each clip; the groups share the prompts",
+    )
+    add(
+        "--compile",
+        action="store_true",
+        help="compile the transformer blocks; faster from the second clip on",
+    )
+    add(
+        "--output_path",
+        type=Path,
+        metavar="FOLDER",
+        default=Path("outputs/generated"),
+        help="folder to write clips to",
+    )
+    add(
+        "--score",
+        type=argument_types.name_or_code(SCORES),
+        metavar="REWARD",
+        help=f"reward whose scores are written to each JSON: {', '.join(SCORES)} or FILE.py:NAME",
+    )
 
 
 if __name__ == "__main__":

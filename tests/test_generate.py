@@ -36,9 +36,13 @@ def folder(tiny_folder, tmp_path_factory):
 
 def run(folder, output, *arguments):
     generate.main(["--model_path", str(folder), "--output_path", str(output), *FAST, *arguments])
-    return sorted(output.glob("*.mp4")), [
-        json.loads(path.read_text()) for path in sorted(output.glob("*.json"))
-    ]
+    return written(output)
+
+
+def written(output):
+    """The clips in a folder and their records."""
+    records = [json.loads(path.read_text()) for path in sorted(output.glob("*.json"))]
+    return sorted(output.glob("*.mp4")), records
 
 
 def frames(path):
@@ -57,23 +61,18 @@ def test_one_prompt_gives_a_playable_clip_and_its_record(folder, tmp_path):
     (clip,), (record,) = run(
         folder, tmp_path, "--prompt", PROMPT, "--score", "shapes", "--seed", "5"
     )
-    assert frames(clip).shape[0] == 5 and (tmp_path / "sheet.png").is_file()
-    assert record["prompt"] == PROMPT and record["seed"] == 5 and record["num_steps"] == 2
+    assert len(frames(clip)) == 5
+    assert (tmp_path / "sheet.png").is_file()
+    assert (record["prompt"], record["seed"], record["num_steps"]) == (PROMPT, 5, 2)
     assert (record["frames"], record["height"], record["width"]) == (5, 16, 24)
     assert set(record["scores"]) == {"VQ", "MQ", "TA"}
 
 
 def test_the_layout_of_the_folder_makes_no_difference(tiny_folder, tencent_folder, tmp_path):
-    ours, _ = run(tiny_folder, tmp_path / "a", "--prompt", PROMPT)
-    theirs, _ = run(
-        tencent_folder,
-        tmp_path / "b",
-        "--prompt",
-        PROMPT,
-        "--pretrained_transformer_version",
-        "480p_t2v",
-    )
-    assert np.array_equal(frames(ours[0]), frames(theirs[0]))
+    words = ("--prompt", PROMPT, "--pretrained_transformer_version", "480p_t2v")
+    (ours,), _ = run(tiny_folder, tmp_path / "a", "--prompt", PROMPT)
+    (theirs,), _ = run(tencent_folder, tmp_path / "b", *words)
+    assert np.array_equal(frames(ours), frames(theirs))
 
 
 def test_another_version_has_to_be_there(tencent_folder, tmp_path, capsys):
@@ -90,10 +89,10 @@ def test_a_seed_gives_the_same_clip_whatever_the_batch(folder, tmp_path):
     (alone,), _ = run(folder, tmp_path / "a", "--prompt", PROMPT, "--seed", "5")
     several, _ = run(folder, tmp_path / "b", "--prompt", PROMPT, "--seed", "5", "--num_videos", "3")
     rows, _ = run(folder, tmp_path / "c", "--valid_video_csv", str(prompts))
-    assert len(several) == 3 and len(rows) == 2
-    assert np.array_equal(frames(alone), frames(several[0])) and np.array_equal(
-        frames(alone), frames(rows[1])
-    )
+    assert len(several) == 3
+    assert len(rows) == 2
+    assert np.array_equal(frames(alone), frames(several[0]))
+    assert np.array_equal(frames(alone), frames(rows[1]))
     assert not np.array_equal(frames(several[0]), frames(several[1]))
 
 
@@ -102,16 +101,16 @@ def test_exploration_noise_changes_the_clip(folder, tmp_path):
     (sde,), (record,) = run(
         folder, tmp_path / "b", "--prompt", PROMPT, "--sde_type", "sage_grpo", "--eta", "1.0"
     )
-    assert record["sde_type"] == "sage_grpo" and not np.array_equal(frames(ode), frames(sde))
+    assert record["sde_type"] == "sage_grpo"
+    assert not np.array_equal(frames(ode), frames(sde))
 
 
 def test_the_second_order_solver_gives_another_clip_and_is_recorded(folder, tmp_path, capsys):
     words = ("--prompt", PROMPT, "--num_inference_steps", "5")
-    (plain,), (first,) = run(folder, tmp_path / "euler", *words)
-    (other,), (second,) = run(folder, tmp_path / "dpm", *words, "--solver", "dpm")
-    assert (first["solver"], second["solver"]) == ("euler", "dpm") and (
-        frames(plain) != frames(other)
-    ).any()
+    (euler,), (euler_record,) = run(folder, tmp_path / "euler", *words)
+    (dpm,), (dpm_record,) = run(folder, tmp_path / "dpm", *words, "--solver", "dpm")
+    assert (euler_record["solver"], dpm_record["solver"]) == ("euler", "dpm")
+    assert (frames(euler) != frames(dpm)).any()
     error = refused(
         capsys, folder, tmp_path / "none", *words, "--solver", "dpm", "--sde_type", "cps"
     )
@@ -120,7 +119,7 @@ def test_the_second_order_solver_gives_another_clip_and_is_recorded(folder, tmp_
 
 def sample(ranks, *arguments):
     args = generate.parse_arguments(list(arguments))
-    generate.generate(args, generate.requests_of(args), ranks)
+    generate.generate(args, generate.read_prompts(args), ranks)
 
 
 @pytest.mark.parametrize("world, sp_size", [(2, 1), (4, 2)])
@@ -129,11 +128,11 @@ def test_ranks_share_prompts_and_clips(folder, tmp_path, world, sp_size):
     run_ranks(world, sample, *arguments, "--output_path", str(tmp_path / "many"), sp_size=sp_size)
     one, _ = run(folder, tmp_path / "one", "--prompt", PROMPT, "--num_videos", "3")
     many = sorted((tmp_path / "many").glob("*.mp4"))
-    assert [path.name for path in many] == [path.name for path in one] and len(one) == 3
-    for here, there in zip(
-        many, one, strict=True
-    ):  # of a split sequence a pixel may round the other way; the codec adds to it
-        assert np.abs(frames(here).astype(int) - frames(there)).max() <= 4
+    assert len(one) == 3
+    assert [path.name for path in many] == [path.name for path in one]
+    for shared, alone in zip(many, one, strict=True):
+        # with a split sequence a pixel may round the other way; the codec adds to it
+        assert np.abs(frames(shared).astype(int) - frames(alone)).max() <= 4
 
 
 def test_checkpoints_full_and_lora_change_the_clip(folder, tmp_path):
@@ -158,7 +157,8 @@ def test_checkpoints_full_and_lora_change_the_clip(folder, tmp_path):
         folder, tmp_path / "b", "--prompt", PROMPT, "--checkpoint_path", str(tmp_path / "lora")
     )[0]
     clips = [frames(paths[0]) for paths in (base, full, lora)]
-    assert not np.array_equal(clips[0], clips[1]) and not np.array_equal(clips[0], clips[2])
+    assert not np.array_equal(clips[0], clips[1])
+    assert not np.array_equal(clips[0], clips[2])
 
 
 @pytest.mark.parametrize(
@@ -211,10 +211,8 @@ def test_bad_input_is_one_clear_sentence_and_writes_nothing(
 
 
 def test_a_run_folder_means_its_newest_checkpoint_and_hyphens_are_fine(folder, tmp_path, capsys):
-    model, run_folder = (
-        HunyuanVideo15Transformer3DModel.from_pretrained(folder / "transformer"),
-        tmp_path / "run",
-    )
+    model = HunyuanVideo15Transformer3DModel.from_pretrained(folder / "transformer")
+    run_folder = tmp_path / "run"
     (run_folder / "checkpoints").mkdir(parents=True)
     words = ("--prompt", PROMPT, "--checkpoint-path")
     assert "holds no checkpoint yet" in refused(capsys, folder, tmp_path, *words, str(run_folder))
@@ -223,12 +221,11 @@ def test_a_run_folder_means_its_newest_checkpoint_and_hyphens_are_fine(folder, t
             model.proj_out.weight, std=std, generator=torch.Generator().manual_seed(0)
         )
         model.save_pretrained(run_folder / "checkpoints" / step / "transformer")
-    sampled = [
-        run(folder, tmp_path / path.name, *words, str(path))[0]
-        for path in (run_folder, run_folder / "checkpoints" / "step-000010")
-    ]
+    newest = run_folder / "checkpoints" / "step-000010"
+    (of_run,), _ = run(folder, tmp_path / "of_run", *words, str(run_folder))
+    (of_newest,), _ = run(folder, tmp_path / "of_newest", *words, str(newest))
     assert "wrote 1 clip and " in capsys.readouterr().out
-    assert np.array_equal(*(frames(paths[0]) for paths in sampled))
+    assert np.array_equal(frames(of_run), frames(of_newest))
 
 
 def test_a_checkpoint_of_another_model_is_refused(folder, tmp_path, capsys):
@@ -254,7 +251,8 @@ def test_prompts_that_cannot_be_scored_are_refused_before_sampling(tiny_folder, 
     message = refused(
         capsys, tiny_folder, tmp_path / "out", "--prompt", "a cat", "--score", "shapes"
     )
-    assert "unknown word 'cat'" in message and not (tmp_path / "out").exists()
+    assert "unknown word 'cat'" in message
+    assert not (tmp_path / "out").exists()
 
 
 def test_broken_weights_give_no_clip(folder, tmp_path, capsys):
@@ -270,7 +268,8 @@ def test_broken_weights_give_no_clip(folder, tmp_path, capsys):
 
 def test_a_missing_model_folder_is_named(tmp_path, capsys):
     message = refused(capsys, tmp_path / "no_model", tmp_path / "out", "--prompt", PROMPT)
-    assert "no_model" in message and "does not exist" in message
+    assert "no_model" in message
+    assert "does not exist" in message
 
 
 def test_the_defaults_are_those_of_the_model_and_are_printed(folder, tmp_path, capsys):
@@ -278,25 +277,19 @@ def test_the_defaults_are_those_of_the_model_and_are_printed(folder, tmp_path, c
         ["--model_path", str(folder), "--output_path", str(tmp_path / "out"), "--prompt", PROMPT]
     )
     record = json.loads(next((tmp_path / "out").glob("*.json")).read_text())
-    assert (record["frames"], record["height"], record["width"], record["num_steps"]) == (
-        9,
-        32,
-        32,
-        20,
-    )
-    assert (
-        "sampling: 9 frames of 32 x 32, 20 steps, shift 5, guidance 6\n" in capsys.readouterr().out
-    )
+    assert (record["frames"], record["height"], record["width"]) == (9, 32, 32)
+    assert record["num_steps"] == 20
+    printed = capsys.readouterr().out
+    assert "sampling: 9 frames of 32 x 32, 20 steps, shift 5, guidance 6\n" in printed
 
 
 @pytest.mark.parametrize("version, size", [("480p_t2v", "480 x 848"), ("720p_t2v", "720 x 1280")])
 def test_the_published_models_are_sampled_as_their_authors_do(tmp_path, version, size):
     """The folder stands for the published model: nothing but its configuration is needed."""
     backbone = open_backbone(tmp_path / "absent", version=version, complete=False)
-    settings = generate.resolve(
-        generate.parse_arguments(["--prompt", PROMPT]), backbone, Request(PROMPT)
-    )
-    assert str(settings).startswith(f"121 frames of {size}, 50 steps, shift ")
+    args = generate.parse_arguments(["--prompt", PROMPT])
+    sampling = generate.sampling_for(args, backbone, Request(PROMPT))
+    assert str(sampling).startswith(f"121 frames of {size}, 50 steps, shift ")
 
 
 @pytest.mark.parametrize(
@@ -326,9 +319,7 @@ def animate(folder, output, *arguments):
     """Without a size, which is then that of the image."""
     fast = ("--num_inference_steps", "2", "--num_frames", "5")
     generate.main(["--model_path", str(folder), "--output_path", str(output), *fast, *arguments])
-    return sorted(output.glob("*.mp4")), [
-        json.loads(path.read_text()) for path in sorted(output.glob("*.json"))
-    ]
+    return written(output)
 
 
 def test_images_are_animated_each_in_its_own_size(i2v_folder, pictures, image_file, tmp_path):
@@ -337,19 +328,16 @@ def test_images_are_animated_each_in_its_own_size(i2v_folder, pictures, image_fi
     )
     sizes = [(record["height"], record["width"]) for record in records]
     assert [record["image"] for record in records] == [str(path) for path in pictures]
-    assert (
-        len(set(sizes)) == 3
-        and sizes[0][0] < sizes[0][1]
-        and sizes[1][0] > sizes[1][1]
-        and sizes[2] == (32, 32)
-    )
+    wide, tall, square = sizes
+    assert wide[0] < wide[1]
+    assert tall[0] > tall[1]
+    assert square == (32, 32)
     assert all(0 < record["scores"]["first_frame"] < 1 for record in records)
-    (one,), _ = animate(i2v_folder, tmp_path / "b", "--prompt", PROMPT, "--image", str(pictures[0]))
-    (other,), _ = animate(
-        i2v_folder, tmp_path / "c", "--prompt", PROMPT, "--image", str(pictures[1])
-    )
-    assert np.array_equal(frames(one), frames(tmp_path / "a" / one.name))
-    assert frames(one).shape != frames(other).shape
+    words = ("--prompt", PROMPT, "--image")
+    (first,), _ = animate(i2v_folder, tmp_path / "b", *words, str(pictures[0]))
+    (second,), _ = animate(i2v_folder, tmp_path / "c", *words, str(pictures[1]))
+    assert np.array_equal(frames(first), frames(tmp_path / "a" / first.name))
+    assert frames(first).shape != frames(second).shape
 
 
 def test_a_given_size_is_that_of_the_clip(i2v_folder, pictures, tmp_path):
@@ -360,7 +348,8 @@ def test_a_given_size_is_that_of_the_clip(i2v_folder, pictures, tmp_path):
 def test_images_and_models_must_fit(
     i2v_folder, tiny_folder, pictures, image_file, tmp_path, capsys
 ):
-    out, image = tmp_path / "out", ("--image", str(pictures[0]))
+    out = tmp_path / "out"
+    image = ("--image", str(pictures[0]))
     assert "animates images" in refused(capsys, i2v_folder, out, "--prompt", PROMPT)
     assert "is a text-to-video model" in refused(
         capsys, tiny_folder, out, "--prompt", PROMPT, *image
