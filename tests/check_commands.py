@@ -41,7 +41,7 @@ NOT_RUN = {  # why a command is only read
     r"^(post_train|generate)\.py|\.\.\.|FILE|RUN|OURS|GOOD_CLIPS|FOLDER|\[any flag|\bN\b": "is a pattern",
     r"download_weights": "needs the network",
     r"^(?!.*tools\.plan).*(hunyuan15|ckpts|videoalign|nproc_per_node 8|run_|multinode|sbatch)": "needs weights or GPUs",
-    r"research[./](benchmarks|tiny)\b|-m tests\.fuzz\b": "needs a GPU or many minutes",
+    r"research[./](benchmarks|tiny)\b|-m tests\.(fuzz|mutants\.run)\b": "needs a GPU or many minutes",
     r"studies\.(ablate (?!--list)|second_edition (?!--list)|learning|diagnosis)": "needs a GPU or many minutes",
     r"studies\.(page|readme_figures|damage_study)": "would draw the figures of the pages",
     r"my_(reward|sde)\.py": "needs the file that the page shows",
