@@ -26,7 +26,7 @@ from sage_grpo.data.images import read_image
 from sage_grpo.data.requests import Request, check_text, read_requests
 from sage_grpo.exit_codes import WRONG_INPUT
 from sage_grpo.files.json_files import write_json
-from sage_grpo.plugins import resolved
+from sage_grpo.plugins import resolved, trust
 from sage_grpo.rewards.registry import REWARDS
 
 if TYPE_CHECKING:  # imported where it is used, after the command line has been checked
@@ -349,6 +349,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
             f"--solver {args.solver} solves the ODE, and --sde_type {args.sde_type} adds noise: "
             "leave one out"
         )
+    trust(args.sde_type, args.score)
     return args
 
 

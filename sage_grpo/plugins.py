@@ -1,6 +1,9 @@
 """Code that a setting can name: rows of fixed tables and, on a command line, also `FILE.py:NAME`.
 
 A row maps a name to `module:attribute`, so that a table can be read without importing what it names.
+
+A file of plug-ins runs only if the command line of this process named it: programs call `trust` with the values of
+their own flags, and `resolved` refuses all other names. A stored configuration may name code, but cannot make it run.
 """
 
 import re
@@ -10,6 +13,8 @@ from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
+
+_trusted: set[str] = set()  # each `FILE.py:NAME` from the command line of this process
 
 
 def load(table: Mapping[str, Any], name: str) -> Any:
@@ -31,10 +36,28 @@ def label(name: str) -> str:
     return name.rpartition(":")[2]
 
 
+def trust(*names: str | None) -> None:
+    """Allow code that the operator named: call this with values of the command line, never with those of a file."""
+    _trusted.update(name for name in names if in_file(name))
+
+
+def is_trusted(name: str | None) -> bool:
+    """Whether `name` is a row of a table, or code that `trust` allowed."""
+    return not in_file(name) or name in _trusted
+
+
 def resolved(name: str) -> Any:
-    """Run `FILE.py` and return its `NAME`, any failure in one sentence; other names are returned unchanged."""
+    """Run `FILE.py` and return its `NAME`, any failure in one sentence; other names are returned unchanged.
+
+    Code that was not passed to `trust` is refused, and its file is not opened.
+    """
     if not in_file(name):
         return name
+    if not is_trusted(name):
+        raise ValueError(
+            f"{name!r:.300} is code that only a file names, and it was not run;"
+            " if you trust it, name it on the command line"
+        )
     path = Path(name.rpartition(":")[0])
     spec = spec_from_file_location(f"plugin_{path.stem}", path)
     module = module_from_spec(spec)

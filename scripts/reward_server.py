@@ -115,6 +115,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from torch import Tensor
 
 from sage_grpo.files.json_files import finite
+from sage_grpo.plugins import trust
 from sage_grpo.rewards.base import Composite, Setup
 from sage_grpo.rewards.build import build_rewards
 from sage_grpo.rewards.client import RemoteError, read_json, read_token
@@ -385,6 +386,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
         token = read_token()
+        trust(*args.reward)
         rewards = build_rewards(
             args.reward, Setup(args.reward_path, torch.device(args.device), args.reward_fps)
         )

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from sage_grpo.environment import TOKEN_VARIABLE
+from sage_grpo.plugins import trust
 from sage_grpo.rewards.base import Setup
 from sage_grpo.rewards.build import build_reward
 from sage_grpo.rewards.remote import RemoteReward
@@ -74,6 +75,7 @@ def main() -> None:
     args = parser.parse_args()
     os.environ[TOKEN_VARIABLE] = secrets.token_hex(32)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    trust(args.reward)
     reward = build_reward(args.reward, Setup(args.reward_path, device))
     lock = threading.Lock()
 

@@ -19,7 +19,7 @@ from sage_grpo.config.fields import FIELDS, SECTIONS, Config, ConfigError, flag_
 from sage_grpo.config.values import CONVERTERS, base_type, convert
 from sage_grpo.config.yaml_files import read_yaml
 from sage_grpo.environment import HOSTS_VARIABLE, TOKEN_VARIABLE
-from sage_grpo.plugins import in_file
+from sage_grpo.plugins import in_file, trust
 
 ALIASES = {
     "train_video_csv": "train_prompts",
@@ -62,13 +62,17 @@ def parse(arguments: Sequence[str], also: Sequence[str] = ()) -> Config:
         raise SystemExit(0)
 
     _check_code(config, from_command_line, file)
+    _trust_code(config, from_command_line)
     if "remote_reward_url" not in from_command_line:
         _check_address(config.remote_reward_url, file)
     return config
 
 
 def from_values(*sources: Mapping[str, Any]) -> Config:
-    """Build a configuration from mappings of raw values; later ones override earlier ones."""
+    """Build a configuration from mappings of raw values; later ones override earlier ones.
+
+    The values may come from a stored file: code that they name (FILE.py:NAME) is not trusted by this.
+    """
     values: dict[str, Any] = {}
     for source in sources:
         key_of: dict[str, str] = {}  # how this source spells each flag
@@ -102,13 +106,23 @@ def _check_code(config: Config, from_command_line: Collection[str], file: str | 
     for name in FIELDS:
         if not flag_info(name).allows_code or name in from_command_line:
             continue
-        value = getattr(config, name)
-        words = value if isinstance(value, tuple) else (value,)
+        words = _words(getattr(config, name))
         if any(map(in_file, words)):
             remedy = " ".join((f"--{name}", *words))
             raise ConfigError(
                 f"only config {file} names code, which a file alone may not choose; give {remedy}"
             )
+
+
+def _trust_code(config: Config, from_command_line: Collection[str]) -> None:
+    """Allow the code (FILE.py:NAME) that the command line names to run in this process."""
+    for name in from_command_line:
+        if name in FIELDS and flag_info(name).allows_code:
+            trust(*_words(getattr(config, name)))
+
+
+def _words(value: str | tuple[str, ...] | None) -> tuple[str | None, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 def _check_address(url: str | None, file: str | None) -> None:

@@ -22,6 +22,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 answer_early(__name__, parse_arguments)
 
+from sage_grpo.plugins import is_trusted
 from sage_grpo.runs.case import Case
 from sage_grpo.runs.diagnosis import Finding, Rule, diagnose
 from sage_grpo.runs.history import read_run
@@ -45,7 +46,7 @@ def slower_than_planned(case: Case) -> str | None:
     head = case.run.head
     device = str(head.get("device")).lower()
     gpu_model = next((name for name in GPU_MODELS if name in device), None)
-    if gpu_model is None:
+    if gpu_model is None or not is_trusted(case.config.sde_type):  # a plan builds the sampler
         return None
     plan = plan_of(case.config, head.get("ranks") or 1, gpu_model=gpu_model)
     if plan.model.parameters < LARGE or plan.trained.total != head.get("trainable_parameters"):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sage_grpo.data.requests import Request
+from sage_grpo.plugins import trust
 from sage_grpo.rewards.base import Composite, Setup
 from sage_grpo.rewards.build import build_reward, build_rewards
 from sage_grpo.rewards.registry import REWARDS
@@ -96,6 +97,7 @@ class OfClips:
 def test_a_reward_in_a_file_is_given_what_its_parameters_name(tmp_path):
     (tmp_path / "mine.py").write_text(FILE)
     names = [f"{tmp_path}/mine.py:{name}" for name in ("of_request", "of_prompt", "OfClips")]
+    trust(*names)
     rewards = build_rewards(names, Setup(tmp_path, CPU))
     clips = [torch.zeros(length, 2, 2, 3, dtype=torch.uint8) for length in (3, 5)]
     scores = Composite(rewards, None).score(clips, [Request("a boat"), "a boat"], 8.0)

@@ -15,6 +15,7 @@ from dataclasses import asdict
 from sage_grpo.config.command_line import answer_early, answering
 from sage_grpo.config.fields import Config
 from sage_grpo.config.parse import from_values
+from sage_grpo.plugins import trust
 from sage_grpo.tools.options import ToolParser
 from sage_grpo.tools.plan.calibration import GPU_MODELS, MEASURED_ON
 
@@ -108,6 +109,7 @@ def varied_plan(config: Config, options: argparse.Namespace, flag: str, value: s
     """The plan with another value of a flag of post_train.py, or of gpus."""
     flag = flag.replace("-", "_")
     changed = from_values(asdict(config), {flag: value})
+    trust(value)  # it is from the command line
     gpus = changed.gpus if flag == "gpus" else options.gpus
     return plan_of(changed, gpus, options.text_tokens, options.gpu)
 
