@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import cache_from_source
@@ -40,6 +40,18 @@ SURVIVED = "survived"
 STALE = "stale"
 UNCLEAN = "tests fail without it"
 CAUGHT = (FAST, SLOW)
+
+# folders that a copy of the repository does not need
+WRITTEN_BY_TOOLS = {
+    ".git",
+    ".venv",
+    "outputs",
+    "__pycache__",
+    ".pytest_cache",
+    ".ruff_cache",
+    ".mypy_cache",
+    ".hypothesis",
+}
 
 # exit codes of pytest
 PASSED = 0
@@ -180,11 +192,25 @@ class Copy:
 
 
 def tracked_files() -> list[str]:
-    """Files of the repository, and new ones that git does not ignore."""
-    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    """Files of the repository and new ones that git does not ignore; without git, all but what tools write."""
+    names = git("ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")
     # a file that was deleted and not committed is still listed
-    return [name for name in listed.split("\0") if name and (ROOT / name).is_file()]
+    files = [name for name in names if name and (ROOT / name).is_file()]
+    if files:
+        return files
+    paths = [path for path in ROOT.rglob("*") if path.is_file()]
+    return [
+        str(path.relative_to(ROOT))
+        for path in paths
+        if not WRITTEN_BY_TOOLS.intersection(path.relative_to(ROOT).parts)
+    ]
+
+
+def git(*arguments: str) -> str:
+    """What git answers; empty if this is no repository, or there is no git."""
+    if shutil.which("git") is None:
+        return ""
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout
 
 
 def write_source(path: Path, text: str) -> None:
@@ -244,7 +270,8 @@ def try_all(
             selections = dict.fromkeys(mistake.selection for mistake in mistakes)
             print(f"running {len(selections)} selections of tests without a mistake", flush=True)
             list(pool.map(check, selections))
-        for _ in pool.map(attempt, mistakes):
+        for attempted in as_completed([pool.submit(attempt, mistake) for mistake in mistakes]):
+            attempted.result()
             done = [results[mistake.name] for mistake in mistakes if mistake.name in results]
             if output:
                 output.write_text(page(done, len(mistakes)))
@@ -277,11 +304,12 @@ def totals(results: Sequence[Result]) -> str:
 
 def page(results: Sequence[Result], planned: int) -> str:
     """The results so far as Markdown."""
+    commit = git("describe", "--always", "--dirty").strip() or "unknown"
     machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
     lines = [
         "# Deliberate mistakes, and what catches them",
         "",
-        f"{time.strftime('%Y-%m-%d')}, commit {commit()}, {machine}.",
+        f"{time.strftime('%Y-%m-%d')}, commit {commit}, {machine}.",
         "The rows are those of `tests/mutants/table.py`; `python -m tests.mutants.run` tries them.",
         "",
         "| mistake | file | caught by | first failing test | s |",
@@ -301,12 +329,6 @@ def page(results: Sequence[Result], planned: int) -> str:
     )
     lines += ["", f"{totals(results)}.{unfinished}", ""]
     return "\n".join(lines)
-
-
-def commit() -> str:
-    command = ["git", "describe", "--always", "--dirty"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":
