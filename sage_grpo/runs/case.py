@@ -74,9 +74,9 @@ class Case:
     @cached_property
     def validation_clips(self) -> dict[int, list[Clip]]:
         """By iteration, for the validations that kept their clips."""
-        kept = read_validations(self.run.folder)
+        validations = read_validations(self.run.folder)
         steps = [line["step"] for line in self.run.validations]
-        return {step: kept[step] for step in steps if step in kept}
+        return {step: validations[step] for step in steps if step in validations}
 
     @property
     def validated_iterations(self) -> int:

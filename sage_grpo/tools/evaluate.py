@@ -94,9 +94,8 @@ SETTINGS = (
     "reward_fps",
 )
 
-Systems = Mapping[
-    str, Path | None
-]  # name -> checkpoint or folder of clips, None for the base model
+# name -> checkpoint or folder of clips, None for the base model
+Systems = Mapping[str, Path | None]
 
 
 class Evaluation:

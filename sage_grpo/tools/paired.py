@@ -209,9 +209,8 @@ def shown(column: str, cell: Mapping[str, float], mean: str, half: str, sign: st
     """A mean with its interval, both named by their keys in `cell`."""
     if mean not in cell:
         return "–"
-    decimals = (
-        4 if better_sign(column) < 0 else 3
-    )  # distances are small fractions of the pixel range
+    # distances are small fractions of the pixel range
+    decimals = 4 if better_sign(column) < 0 else 3
     return f"{number(cell[mean], decimals, sign)} ± {number(cell[half], decimals)}"
 
 

@@ -29,11 +29,9 @@ def test_the_card_says_what_was_trained_from_what_for_what(folder, use_lora):
         not use_lora,
         not use_lora,
     )
-    assert (
-        "for 4 iterations" in card
-        and "the reward VQ + 2 TA" in card
-        and "base weights: 0123abcd" in card
-    )
+    assert "for 4 iterations" in card
+    assert "the reward VQ + 2 TA" in card
+    assert "base weights: 0123abcd" in card
     assert yaml.safe_load(card.split("```yaml\n")[1].split("```")[0]) == recipe
 
 
@@ -51,9 +49,8 @@ def test_the_card_shows_held_out_rewards_in_a_table_and_those_of_the_rollouts_as
     assert f"|---|---|\n{rows}\n" in files["README.md"] and "(curves.png)" in files["README.md"]
     assert Image.open(io.BytesIO(files["curves.png"])).format == "PNG"
     ((steps, rewards),) = drawn
-    assert steps.tolist() == [1, 2, 3, 4] and np.array_equal(
-        rewards, column(run.train, "reward/total")
-    )
+    assert steps.tolist() == [1, 2, 3, 4]
+    assert np.array_equal(rewards, column(run.train, "reward/total"))
 
 
 def test_a_run_with_a_single_reward_has_no_curve_and_without_validations_no_table(folder, tmp_path):
@@ -64,8 +61,6 @@ def test_a_run_with_a_single_reward_has_no_curve_and_without_validations_no_tabl
     files = model_card(
         {"pretrained_model_root": "video", "use_lora": True}, read_run(tmp_path), **FACTS
     )
-    assert (
-        files.keys() == {"README.md"}
-        and "curves.png" not in files["README.md"]
-        and "| it" not in files["README.md"]
-    )
+    assert files.keys() == {"README.md"}
+    assert "curves.png" not in files["README.md"]
+    assert "| it" not in files["README.md"]

@@ -52,10 +52,8 @@ def test_clips_are_paired_by_prompt_and_seed_in_any_order():
 
 
 def test_clips_of_one_prompt_and_seed_are_paired_by_their_images():
-    before, after = (
-        [clip(1, "a", "x.png"), clip(1, "a", "y.png")],
-        [clip(1, "a", "y.png"), clip(1, "a", "z.png")],
-    )
+    before = [clip(1, "a", "x.png"), clip(1, "a", "y.png")]
+    after = [clip(1, "a", "y.png"), clip(1, "a", "z.png")]
     assert pair_clips(before, after) == [(before[1], after[0])]
 
 

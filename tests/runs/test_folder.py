@@ -50,10 +50,8 @@ def test_only_what_a_run_writes_is_replaced(tmp_path):
     run.open(0)
     assert {path.name for path in tmp_path.iterdir()} == {"config.yaml", "command.txt", "notes.txt"}
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["output_dir"] == str(tmp_path)
-    assert (
-        run.checkpoints == tmp_path / "checkpoints"
-        and run.validation_folder(7).name == "step-000007"
-    )
+    assert run.checkpoints == tmp_path / "checkpoints"
+    assert run.validation_folder(7).name == "step-000007"
 
 
 def test_a_line_is_found_by_kind_and_step(tmp_path):

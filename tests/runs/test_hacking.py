@@ -58,26 +58,23 @@ def test_a_run_that_is_hacked_says_so_and_stops_if_asked(hacked, tmp_path, capfd
     assert hacking_verdict(run).startswith(
         "reward hacking: from iteration 0 to 8 the trained reward changed by +"
     )
-    assert "reward hacking: from iteration 0 to 8" in page(run)
+    text = page(run)
+    assert "reward hacking: from iteration 0 to 8" in text
+    assert "<h3>Trained against held out</h3>" in text
     moved = drift(run)
-    assert (
-        moved["trained"][0].mean == 0
-        and moved["trained"][8].sign == 1
-        and moved["held out"][8].sign == -1
-    )
-    assert moved["trained"][8].mean == pytest.approx(
-        -moved["held out"][8].mean
-    )  # one is minus the other
+    assert moved["trained"][0].mean == 0
+    assert moved["trained"][8].sign == 1
+    assert moved["held out"][8].sign == -1
+    # one is minus the other
+    assert moved["trained"][8].mean == pytest.approx(-moved["held out"][8].mean)
     capfd.readouterr()
 
     assert post_train.main(command_line(hacked | {"stop_on_hacking": True, "overwrite": True})) == 1
     told = capfd.readouterr().err
     stopped = read_run(tmp_path / "run").validations[-1]
     assert stopped["step"] == 4 * diverged.index(1) and stopped["holdout/diverged"] == 1
-    assert (
-        f"from iteration 0 to {stopped['step']} the trained reward changed by +" in told
-        and "held-out one by -" in told
-    )
+    assert f"from iteration 0 to {stopped['step']} the trained reward changed by +" in told
+    assert "held-out one by -" in told
 
 
 def test_a_holdout_that_follows_is_no_hacking(hacked, make):
@@ -85,9 +82,8 @@ def test_a_holdout_that_follows_is_no_hacking(hacked, make):
     trainer.train()
     trainer.run.close()
     run = read_run(trainer.run.path)
-    assert [line["holdout/diverged"] for line in run.validations] == [0, 0] and hacking_verdict(
-        run
-    ) == ""
+    assert [line["holdout/diverged"] for line in run.validations] == [0, 0]
+    assert hacking_verdict(run) == ""
     assert drift(run)["held out"] == drift(run)["trained"]
     for file in run.folder.glob("validation/*/clips.json"):
         file.write_text(json.dumps(json.loads(file.read_text())[:7]))
@@ -115,9 +111,8 @@ def test_clips_are_compared_one_by_one(tmp_path):
     )
     records = [record(seed, seed + 1.0, {"x": 0.5, "y": 2.0 * seed}) for seed in (4, 2, 1, 3)]
     after = read_again(tmp_path, records)
-    assert change(before, after, "reward") == Interval(1, 0) and change(
-        before, after, "held_out"
-    ) == Interval(-0.5, 0)
+    assert change(before, after, "reward") == Interval(1, 0)
+    assert change(before, after, "held_out") == Interval(-0.5, 0)
     lost = [
         record(0, None, {"x": None, "y": 1.0}),
         record(9, 50.0, {}),
@@ -143,18 +138,14 @@ def test_both_intervals_must_leave_out_zero(tmp_path, totals, holdouts, hacked, 
             for seed, (total, held) in enumerate(values)
         ]
         (folder / "clips.json").write_text(json.dumps(records))
-    assert (
-        bool(divergence(tmp_path, 5)) == hacked
-        and not divergence(tmp_path, 7)
-        and not divergence(tmp_path, 0)
-    )
+    assert bool(divergence(tmp_path, 5)) == hacked
+    assert not divergence(tmp_path, 7)
+    assert not divergence(tmp_path, 0)
     for file in tmp_path.glob("validation/*/clips.json"):
         file.write_text(json.dumps(json.loads(file.read_text())[:7]))
     assert not divergence(tmp_path, 0) and capsys.readouterr().err == ""
-    assert (
-        not divergence(tmp_path, 5)
-        and "that takes 8 clips in each validation" in capsys.readouterr().err
-    )
+    assert not divergence(tmp_path, 5)
+    assert "that takes 8 clips in each validation" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("reward", "hacked"), [(2.0, True), (0.5, False)])

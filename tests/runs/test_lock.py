@@ -108,12 +108,10 @@ def test_a_living_process_keeps_its_lock(tmp_path, holder):
     with pytest.raises(ConfigError) as error:
         take(tmp_path)
     text = f"output_dir {tmp_path} is in use by process {process.pid} on {os.uname()[1]} since 20"
-    assert str(error.value).startswith(text) and "stop it, or give another output_dir" in str(
-        error.value
-    )
-    assert [path.name for path in tmp_path.iterdir()] == [NAME] and (
-        tmp_path / NAME
-    ).read_bytes() == before
+    assert str(error.value).startswith(text)
+    assert "stop it, or give another output_dir" in str(error.value)
+    assert [path.name for path in tmp_path.iterdir()] == [NAME]
+    assert (tmp_path / NAME).read_bytes() == before
 
 
 def test_a_patient_start_waits_for_a_release_and_not_for_ever(tmp_path, holder, capfd):
@@ -156,15 +154,15 @@ def test_a_lock_from_elsewhere_is_stale_once_it_is_seen_not_to_change(tmp_path, 
     with pytest.raises(ConfigError, match="in use by process 7 on far-away since 2026-11-01"):
         take(tmp_path, patient=True, wait=0.1)
     held = take(tmp_path)
-    assert (
-        tmp_path / NAME
-    ).read_bytes() == held.content and "in use by process 7 on far-away" in capfd.readouterr().err
+    assert (tmp_path / NAME).read_bytes() == held.content
+    assert "in use by process 7 on far-away" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("how", ["renewed", "rewritten"])
 @pytest.mark.parametrize("patient", [False, True])
 def test_a_living_lock_from_elsewhere_is_refused(tmp_path, how, patient):
-    path, stop = tmp_path / NAME, threading.Event()
+    path = tmp_path / NAME
+    stop = threading.Event()
     path.write_bytes(ELSEWHERE)
 
     def live():  # far from this machine's clock, and slower than the looks
@@ -218,9 +216,8 @@ def test_a_start_that_is_killed_while_it_takes_over_is_no_obstacle(tmp_path, hol
     second.write_bytes((tmp_path / NAME).read_bytes())
     (tmp_path / "lock.after-1").write_bytes(second.read_bytes())
     held = take(tmp_path, patient=True)
-    assert [path.name for path in tmp_path.iterdir()] == [NAME] and (
-        tmp_path / NAME
-    ).read_bytes() == held.content
+    assert [path.name for path in tmp_path.iterdir()] == [NAME]
+    assert (tmp_path / NAME).read_bytes() == held.content
 
 
 def test_a_deleted_lock_comes_back(tmp_path):
@@ -235,7 +232,8 @@ def test_a_deleted_lock_comes_back(tmp_path):
 
 def test_a_full_disk_does_not_make_a_lock_stale(tmp_path):
     with small_disk(tmp_path / "disk", 1):
-        held, path = take(tmp_path / "disk"), tmp_path / "disk" / NAME
+        held = take(tmp_path / "disk")
+        path = tmp_path / "disk" / NAME
         fill(tmp_path / "disk" / "filler")
         with pytest.raises(OSError):
             (tmp_path / "disk" / "more").write_bytes(b"1" * 5000)
@@ -250,9 +248,9 @@ def test_a_process_whose_folder_was_taken_over_ends_itself(tmp_path, holder):
     draft = tmp_path / "draft"
     draft.write_bytes(ELSEWHERE)
     os.replace(draft, tmp_path / NAME)
-    code, said = process.wait(PATIENCE), process.stderr.read()
-    assert code == 1 and said.count("\n") == 1
-    assert said.startswith(
+    assert process.wait(PATIENCE) == 1
+    (message,) = process.stderr.read().splitlines()
+    assert message.startswith(
         f"post_train.py: output_dir {tmp_path} was taken over by process 7 on far-away"
     )
     assert (tmp_path / NAME).read_bytes() == ELSEWHERE
@@ -260,27 +258,25 @@ def test_a_process_whose_folder_was_taken_over_ends_itself(tmp_path, holder):
 
 def test_nobody_takes_over_between_the_last_look_and_the_removal(tmp_path, holder, monkeypatch):
     kill_and_leave(holder(tmp_path))
-    look, looks, answers = lock._look, [], []
+    look = lock._look
+    looks = []
+    answers = []
 
     def look_and_pause(path):
         seen = look(path)
         looks.append(path.name)
-        if (
-            len(looks) == 2
-        ):  # of a start that has seen again that the lock is stale, and is about to remove it
+        # this start has seen again that the lock is stale, and is about to remove it
+        if len(looks) == 2:
             code = PREAMBLE.format(str(tmp_path)) + "lock.Lock(folder, True, 1); print('held')\n"
-            answers.append(
-                subprocess.run(
-                    [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
-                )
-            )
+            command = [sys.executable, "-c", code]
+            answers.append(subprocess.run(command, cwd=ROOT, capture_output=True, text=True))
         return seen
 
     monkeypatch.setattr(lock, "_look", look_and_pause)
     held = take(tmp_path, wait=0)
-    assert (
-        looks[:2] == [NAME, NAME] and "is in use by" in answers[0].stderr and not answers[0].stdout
-    )
+    assert looks[:2] == [NAME, NAME]
+    assert "is in use by" in answers[0].stderr
+    assert not answers[0].stdout
     assert (tmp_path / NAME).read_bytes() == held.content
 
 
@@ -313,15 +309,15 @@ print(json.dumps([answers.get(timeout=100) for _ in range(starts * len(folders))
 @pytest.mark.parametrize("what", ["nothing", "dead", "elsewhere"])
 def test_of_many_starts_at_once_exactly_one_wins(tmp_path, holder, what):
     """Every process tries to take one folder after another, each at the same moment as all others do."""
-    starts, folders = (
-        8,
-        [tmp_path / f"run-{number}" for number in range(30 if what == "elsewhere" else 100)],
-    )
+    starts = 8
+    count = 30 if what == "elsewhere" else 100
+    folders = [tmp_path / f"run-{number}" for number in range(count)]
     kill_and_leave(holder(tmp_path))
-    found = {"dead": (tmp_path / NAME).read_bytes(), "elsewhere": ELSEWHERE}
-    for folder in folders if what in found else ():
-        folder.mkdir()
-        (folder / NAME).write_bytes(found[what])
+    locks = {"dead": (tmp_path / NAME).read_bytes(), "elsewhere": ELSEWHERE}
+    if what in locks:
+        for folder in folders:
+            folder.mkdir()
+            (folder / NAME).write_bytes(locks[what])
     command = [sys.executable, "-c", RACE, str(starts), *map(str, folders)]
     raced = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=PATIENCE
@@ -331,9 +327,8 @@ def test_of_many_starts_at_once_exactly_one_wins(tmp_path, holder, what):
         outcomes = [outcome for name, outcome in said if name == str(folder)]
         (winner,) = [outcome for outcome in outcomes if isinstance(outcome, int)]
         refused = [outcome for outcome in outcomes if outcome != winner]
-        assert len(refused) == starts - 1 and all(
-            f"is in use by process {winner} " in text for text in refused
-        )
+        assert len(refused) == starts - 1
+        assert all(f"is in use by process {winner} " in text for text in refused)
 
 
 # real starts
@@ -380,7 +375,8 @@ def kinds(run):
 
 
 def test_two_starts_at_once_are_one_run(words, tmp_path):
-    gate, said = CONTEXT.Barrier(2), [tmp_path / name for name in "ab"]
+    gate = CONTEXT.Barrier(2)
+    said = [tmp_path / name for name in "ab"]
     processes = [start(words(), file, gate) for file in said]
     codes = [ended(process) for process in processes]
     assert sorted(codes) == [0, 2], [file.read_text() for file in said]

@@ -40,7 +40,9 @@ def test_mp4_plays_back_as_it_was(tmp_path):
 
 
 def test_a_full_disk_is_an_error_and_leaves_no_file(tmp_path):
-    (clip,), mp4, png = clips(1), tmp_path / "a.mp4", tmp_path / "a.png"
+    (clip,) = clips(1)
+    mp4 = tmp_path / "a.mp4"
+    png = tmp_path / "a.png"
     for path in (mp4, png):
         path.symlink_to("/dev/full")
     with pytest.raises(OSError, match=r"a\.mp4"):
@@ -67,11 +69,9 @@ def test_contact_sheet_shows_frames_in_order(tmp_path):
         3 * (96 + GAP) - GAP + 2 * MARGIN,
         3,
     )
-    assert (
-        (sheet[:MARGIN] == 255).all()
-        and (sheet[:, :MARGIN] == 255).all()
-        and (sheet[:, -MARGIN:] == 255).all()
-    )
+    assert (sheet[:MARGIN] == 255).all()
+    assert (sheet[:, :MARGIN] == 255).all()
+    assert (sheet[:, -MARGIN:] == 255).all()
     assert (sheet[MARGIN : MARGIN + LABEL_HEIGHT] < 100).any(), "the label"
     top = MARGIN + LABEL_HEIGHT
     for column, frame in enumerate((0, 4, 8)):
@@ -94,7 +94,6 @@ def test_labels_are_one_printable_line_that_fits():
     font = ImageFont.load_default(13)
     assert fitted("caf\u00e9\nand \u202etea", font, 600) == "caf\u00e9 and tea"
     cut = fitted("x" * 200, font, 120)
-    assert cut == "x" * (len(cut) - 1) + "…" and font.getlength(cut) <= 120 < font.getlength(
-        "x" + cut
-    )
+    assert cut == "x" * (len(cut) - 1) + "…"
+    assert font.getlength(cut) <= 120 < font.getlength("x" + cut)
     assert fitted("anything", font, 0) == "…"

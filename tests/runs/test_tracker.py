@@ -53,13 +53,13 @@ def test_lines_wait_for_room_on_a_full_disk(tmp_path, capfd):
         ]
 
 
-@pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnhandledThreadExceptionWarning"
-)  # of TensorBoard's own thread
+# of TensorBoard's own thread
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_tensorboard_goes_on_after_an_error_of_the_disk(tmp_path, capfd):
     tracker = Tracker(tmp_path, ["tensorboard"], {}, 0)
     tracker.write("train", 1, {"reward/total": 0.5})
-    first, step = tracker.board, 1
+    first = tracker.board
+    step = 1
     tracker.board.flush()
     shutil.rmtree(tmp_path / "tensorboard")
     while tracker.board is first:  # its writer works in a thread, ten lines at a time

@@ -82,7 +82,8 @@ def run_line(step: int = 0) -> dict[str, Any]:
 
 
 def train_line(step: int, rng: np.random.Generator) -> dict[str, Any]:
-    done, noise = progress(step), rng.standard_normal(8)
+    done = progress(step)
+    noise = rng.standard_normal(8)
     scores = {
         name: START[name] - 0.25 + (PERFECT[name] - START[name]) * done + 0.08 * noise[0]
         for name in WEIGHTS
@@ -161,16 +162,16 @@ def validation(folder: Path, step: int, done: float, prompts: int) -> dict[str, 
     """Writes the clips of one validation, better with `done`; returns its line of metrics."""
     home = folder / "validation" / f"step-{step:06d}"
     home.mkdir(parents=True)
-    generator, rng = torch.Generator().manual_seed(0), np.random.default_rng(1)
+    generator = torch.Generator().manual_seed(0)
+    rng = np.random.default_rng(1)
     scenes = sample_scenes(prompts, generator)
     clips = render(scenes, 9, 32, 32)
     for damage, strength in ((fade, 0.5), (jitter, 0.8), (add_noise, 0.16)):
         clips = damage(clips, strength * (1 - done), generator)
     entries = []
     for i, prompt in enumerate(captions(scenes)):
-        luck = rng.standard_normal(
-            3
-        )  # the same at every validation, but for the part that training amplifies
+        # the same at every validation, but for the part that training amplifies
+        luck = rng.standard_normal(3)
         scores = {
             name: START[name] + (PERFECT[name] - START[name]) * done * (1 + 0.5 * luck[0])
             for name in WEIGHTS

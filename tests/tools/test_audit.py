@@ -36,7 +36,8 @@ def smooth_clip():
 @pytest.mark.parametrize("kind", EDITS)
 def test_an_edit_keeps_the_kind_of_clip_and_changes_it(kind):
     clip = smooth_clip()
-    once, again = edited([clip], kind)[0], edited([clip, clip], kind)
+    once = edited([clip], kind)[0]
+    again = edited([clip, clip], kind)
     assert once.shape == clip.shape and once.dtype == torch.uint8
     assert torch.equal(once, again[0]) and not torch.equal(once, clip)
 
@@ -47,14 +48,8 @@ def test_edits_by_hand():
         for kind in ("frozen", "reversed", "slowed", "brighter")
     }
     assert frames["frozen"] == [0] * 6 and frames["reversed"] == [50, 40, 30, 20, 10, 0]
-    assert frames["slowed"] == [0, 0, 10, 10, 20, 20] and frames["brighter"] == [
-        0,
-        12,
-        24,
-        36,
-        48,
-        60,
-    ]
+    assert frames["slowed"] == [0, 0, 10, 10, 20, 20]
+    assert frames["brighter"] == [0, 12, 24, 36, 48, 60]
     spread = (edited(CLIPS, "noisy")[1].float() - CLIPS[1].float()).std() / 255
     assert 0.2 < spread < 0.31  # less than what was added, since pixels end at 0 and 255
     clip = smooth_clip()
@@ -63,14 +58,13 @@ def test_edits_by_hand():
     gray = torch.full((2, 8, 8, 3), 90, dtype=torch.uint8)
     color = gray + torch.tensor([20, 0, 10], dtype=torch.uint8)
     assert torch.equal(edited([gray], "saturated")[0], gray)
-    assert edited([color], "saturated")[0][0, 0, 0].tolist() == [
-        115,
-        85,
-        100,
-    ]  # the mean stays, differences grow by half
-    sharp, soft = ((clip[:, :, 1:].float() - clip[:, :, :-1].float()).abs().amax() for clip in
-                   (clip, edited([clip], "blurred")[0]))  # fmt: skip
-    assert soft < 0.6 * sharp
+    # the mean stays, differences grow by half
+    assert edited([color], "saturated")[0][0, 0, 0].tolist() == [115, 85, 100]
+
+    def sharpest_edge(clip):
+        return (clip[:, :, 1:].float() - clip[:, :, :-1].float()).abs().amax()
+
+    assert sharpest_edge(edited([clip], "blurred")[0]) < 0.6 * sharpest_edge(clip)
 
 
 class Recorder:
@@ -92,12 +86,14 @@ class Recorder:
 
 
 def test_every_kind_is_measured_with_its_prompts():
-    reward, known = Recorder(), [clip + 1 for clip in CLIPS]
+    reward = Recorder()
+    known = [clip + 1 for clip in CLIPS]
     composite = Composite({"recorder": reward}, None)
     found = measure(composite, CLIPS, ["a", "b"], 8.0, {"slowed": known, "reversed": ()})
     assert list(found) == ["good", "slowed", "reversed", WRONG_PROMPT]
     assert reward.prompts == [["a", "b"]] * 3 + [["b", "a"]]
-    assert found["good"]["total"].tolist() == [25, 125] and found["slowed"]["level"].tolist() == [
+    assert found["good"]["total"].tolist() == [25, 125]
+    assert found["slowed"]["level"].tolist() == [
         26,
         126,
     ]
@@ -183,9 +179,8 @@ def test_what_is_wrong_is_named():
     told = sentences(
         scores({"total": [0.3] * 4, "VQ": [0.3] * 4}, {"noisy": {"total": 1e-9}, WRONG_PROMPT: {}})
     )
-    assert len(told["wrong"]) == 1 and told["wrong"][0].startswith(
-        "constant: every clip gets the same total"
-    )
+    assert len(told["wrong"]) == 1
+    assert told["wrong"][0].startswith("constant: every clip gets the same total")
 
 
 def test_what_is_not_noticed_is_weak():

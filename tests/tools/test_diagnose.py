@@ -81,7 +81,8 @@ def test_an_iteration_is_compared_with_its_plan(tmp_path, factor, device, fewer,
     plan = plan_of(config, 1)
     folder = restore(RECORDED["healthy-1"], tmp_path / "run")
     (folder / "config.yaml").write_text(config.to_yaml())
-    lines, seconds = read_lines(folder), factor * sum(times(plan).values())
+    lines = read_lines(folder)
+    seconds = factor * sum(times(plan).values())
     head = lines[0] | {
         "device": device,
         "ranks": 1,

@@ -33,7 +33,8 @@ class Level:
     """Mean of the pixels; it counts the clips that it sees, and fails for those in `bad`."""
 
     names = ("level",)
-    seen, bad = 0, ()
+    seen = 0
+    bad = ()
 
     def check(self, prompts):
         pass
@@ -107,29 +108,25 @@ def test_base_against_checkpoint(command, checkpoint, tmp_path, level, capsys):
     gains = after - before
     assert column["difference"] == pytest.approx(gains.mean().item()) and gains.abs().min() > 0
     assert column["difference_half"] == pytest.approx(3.182 * gains.std().item() / 2, rel=0.01)
-    assert (
-        column["win_rate"] == (gains > 0).double().mean()
-        and "win_rate" not in found["systems"]["base"]["columns"]["level"]
-    )
+    assert column["win_rate"] == (gains > 0).double().mean()
+    assert "win_rate" not in found["systems"]["base"]["columns"]["level"]
     shown = capsys.readouterr().out
-    assert (
-        "Overall" in shown
-        and "run-step-000007 minus base" in shown
-        and "of 4, too few clips" in shown
-    )
+    assert "Overall" in shown
+    assert "run-step-000007 minus base" in shown
+    assert "of 4, too few clips" in shown
     text = (tmp_path / "out" / "evaluation.md").read_text()
     titles = (
         "| mean ± 95 % | base, 4 clips | run-step-000007, 4 clips | run-step-000007 minus base |\n"
     )
-    assert text.startswith(f"{titles}| --- | ---: | ---: | ---: |\n| Overall | ") and text.endswith(
-        " |\n"
-    )
+    assert text.startswith(f"{titles}| --- | ---: | ---: | ---: |\n| Overall | ")
+    assert text.endswith(" |\n")
     assert (tmp_path / "out" / "evaluation.html").read_text().count("<video") == 8
 
 
 def test_a_second_call_goes_on_where_the_first_ended(command, tmp_path, level, monkeypatch):
     words = command(reward_model="level")
-    plain, made = Hunyuan15.decode, []
+    plain = Hunyuan15.decode
+    made = []
     monkeypatch.setattr(
         Hunyuan15, "decode", lambda self, latents: made.append(1) or plain(self, latents)
     )
@@ -138,28 +135,21 @@ def test_a_second_call_goes_on_where_the_first_ended(command, tmp_path, level, m
     (tmp_path / "out" / "base" / records(tmp_path, "base")[1]["file"]).with_suffix(".json").unlink()
     assert evaluate.main(words) == 0 and len(made) == 5 and level.seen == 5
     assert result(tmp_path) == first
-    assert (
-        evaluate.main(command(reward_model="shapes")) == 0 and len(made) == 9
-    )  # pixels are needed again
+    # another reward needs the pixels again
+    assert evaluate.main(command(reward_model="shapes")) == 0 and len(made) == 9
     assert evaluate.main(words) == 0 and len(made) == 9  # and old scores were kept
     level.bad = PROMPTS[:1]
     shutil.rmtree(tmp_path / "out")
     assert evaluate.main(words) == 1
     level.bad = ()
-    assert [r["scores"]["level"] is None for r in records(tmp_path, "base")] == [
-        True,
-        True,
-        False,
-        False,
-    ]
+    failed = [r["scores"]["level"] is None for r in records(tmp_path, "base")]
+    assert failed == [True, True, False, False]
     assert evaluate.main(words) == 0 and len(made) == 15 and result(tmp_path) == first
 
 
 def test_clips_made_in_another_way_are_not_mixed(command, checkpoint, tmp_path, level, capsys):
-    assert (
-        evaluate.main(command("--checkpoints", checkpoint, "--seeds", "3", reward_model="level"))
-        == 0
-    )
+    words = command("--checkpoints", checkpoint, "--seeds", "3", reward_model="level")
+    assert evaluate.main(words) == 0
     assert [r["seed"] for r in records(tmp_path, "base")] == [3] * 4
     other = command(reward_model="level", validation_num_inference_steps=3)
     assert exit_code(evaluate.main, other) == 2
@@ -192,10 +182,8 @@ def folder_of_clips(folder, shift=0, listed=False):
 
 
 def test_folders_of_clips(command, tmp_path, level, capsys):
-    ours, theirs = (
-        folder_of_clips(tmp_path / "a" / "ours", 20),
-        folder_of_clips(tmp_path / "a" / "theirs", listed=True),
-    )
+    ours = folder_of_clips(tmp_path / "a" / "ours", 20)
+    theirs = folder_of_clips(tmp_path / "a" / "theirs", listed=True)
     words = command("--clips", theirs, ours, reward_model="level")
     assert evaluate.main(words) == 0 and level.seen == 8
     found = result(tmp_path)
@@ -266,7 +254,8 @@ def test_the_name_of_a_system_stays_in_the_output_folder(command, path, tmp_path
 def evaluated(ranks, words):
     """Exit code and the number of clips that this rank made."""
     options, config = evaluate.parse_arguments(words)
-    plain, made = Hunyuan15.decode, []
+    plain = Hunyuan15.decode
+    made = []
     Hunyuan15.decode = lambda self, latents: made.append(1) or plain(self, latents)
     return evaluate.Evaluation(options, config, ranks).run(), len(made)
 
@@ -303,21 +292,20 @@ def test_three_systems_are_shown_side_by_side_with_their_verdicts(tmp_path):
     assert "1.040 ± 0.021" in shown and "+1.040 ± 0.021, wins 100% of 9, better" in shown
     text = (tmp_path / "evaluation.html").read_text()
     assert '<td class="better">+1.040 ±' in text and '<td class="worse">−0.520 ±' in text
-    assert (
-        "<td>gold distance (lower is better)</td>" in text
-        and '<td class="better">−1.0400 ±' in text
-    )
+    assert "<td>gold distance (lower is better)</td>" in text
+    assert '<td class="better">−1.0400 ±' in text
     row = text.partition("<h3>&lt;b&gt;</h3>")[2].partition("</figure>")[0]
-    assert row.count("<video") == 3 and row.index("<b>one<") < row.index("<b>two<") < row.index(
-        "<b>three<"
-    )
+    assert row.count("<video") == 3
+    assert row.index("<b>one<") < row.index("<b>two<") < row.index("<b>three<")
     assert text.count('class="scroll"') == text.count("<table>") == 2
     assert "Overall is VQ" not in text and text.count("Differences are taken clip by clip") == 1
     assert json.loads((tmp_path / "evaluation.json").read_text())["reference"] == "one"
 
 
 def test_names_and_prompts_are_escaped(tmp_path):
-    bad, system = "<script>alert(1)</script>", "<img src=x>"
+    bad = "<script>alert(1)</script>"
+    escaped = "&lt;script&gt;alert(1)&lt;/script&gt;"
+    system = "<img src=x>"
     for name in ("one", system):
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.mp4").write_bytes(b"clip")
@@ -330,14 +318,9 @@ def test_names_and_prompts_are_escaped(tmp_path):
         }
         (tmp_path / name / "clips.json").write_text(json.dumps([entry]))
     evaluate.write_pages(tmp_path, [system, "one"])
-    text, escaped = (
-        (tmp_path / "evaluation.html").read_text(),
-        "&lt;script&gt;alert(1)&lt;/script&gt;",
-    )
+    text = (tmp_path / "evaluation.html").read_text()
     assert "<script" not in text and "<img" not in text
-    assert (
-        f"<h3>{escaped}</h3>" in text
-        and f"<small>{escaped}&nbsp;1.000" in text
-        and f"<td>{escaped}</td>" in text
-    )
+    assert f"<h3>{escaped}</h3>" in text
+    assert f"<small>{escaped}&nbsp;1.000" in text
+    assert f"<td>{escaped}</td>" in text
     assert all(f"{tag}&lt;img src=x&gt;" in text for tag in ("<th>", "<th>one minus ", "<b>"))

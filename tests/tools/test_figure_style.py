@@ -10,9 +10,8 @@ from sage_grpo.tools.figure_style import PALETTE, SAMPLERS, STRATEGIES, STYLE, c
 
 def test_every_sampler_and_strategy_has_a_color_of_its_own():
     assert SAMPLERS.keys() == SDES.keys()
-    assert len(set(SAMPLERS.values())) == len(SAMPLERS) and len(set(STRATEGIES.values())) == len(
-        STRATEGIES
-    )
+    assert len(set(SAMPLERS.values())) == len(SAMPLERS)
+    assert len(set(STRATEGIES.values())) == len(STRATEGIES)
     with matplotlib.rc_context(fname=STYLE):
         assert matplotlib.rcParams["axes.prop_cycle"].by_key()["color"] == list(PALETTE)
 

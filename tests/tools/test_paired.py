@@ -39,12 +39,11 @@ def test_the_columns_of_the_papers_table_come_first():
                   videoalign_dot_MQ=-0.5, videoalign_dot_TA=1.5, total=9.0)  # fmt: skip
     found = columns(scored)
     assert list(found) == ["Overall", "VQ", "MQ", "TA", "CLIPScore", "PickScore", "ocr"]
-    assert (
-        found["Overall"] == 0.25
-        and found["CLIPScore"] == pytest.approx(0.5)
-        and found["PickScore"] == 0.74
-    )
-    assert columns(clip(cosine=-0.2)) == {"CLIPScore": 0} and columns(clip(VQ=1.0, TA=2.0)) == {
+    assert found["Overall"] == 0.25
+    assert found["CLIPScore"] == pytest.approx(0.5)
+    assert found["PickScore"] == 0.74
+    assert columns(clip(cosine=-0.2)) == {"CLIPScore": 0}
+    assert columns(clip(VQ=1.0, TA=2.0)) == {
         "VQ": 1,
         "TA": 2,
     }
@@ -98,14 +97,11 @@ def test_differences_are_paired_and_smaller_distances_win():
     )
     found = compared(clips, total=True)
     total, distance = found["systems"]["two"]["columns"].values()
-    assert (
-        total["count"] == 4
-        and total["pairs"] == 3
-        and found["systems"]["one"]["columns"]["total reward"]["count"] == 3
-    )
-    assert total["difference"] == pytest.approx(2 / 3) and total["win_rate"] == pytest.approx(
-        2.5 / 3
-    )
+    assert total["count"] == 4
+    assert total["pairs"] == 3
+    assert found["systems"]["one"]["columns"]["total reward"]["count"] == 3
+    assert total["difference"] == pytest.approx(2 / 3)
+    assert total["win_rate"] == pytest.approx(2.5 / 3)
     assert total["difference_half"] == pytest.approx(
         4.303 * math.sqrt(1 / 3) / math.sqrt(3), rel=0.01
     )
@@ -115,24 +111,17 @@ def test_differences_are_paired_and_smaller_distances_win():
 
 
 def test_clips_of_other_prompts_or_seeds_are_no_pairs():
-    one, two = (
-        [clip(1, total=0.0), clip(2, total=0.0)],
-        [clip(2, total=1.0), clip(1, "b", total=5.0)],
-    )
-    found = compared({"one": one, "two": two}, total=True)["systems"]["two"]["columns"][
-        "total reward"
-    ]
-    assert found["pairs"] == 1 and found["difference"] == 1 and found["mean"] == 3
+    one = [clip(1, total=0.0), clip(2, total=0.0)]
+    two = [clip(2, total=1.0), clip(1, "b", total=5.0)]
+    result = compared({"one": one, "two": two}, total=True)
+    total = result["systems"]["two"]["columns"]["total reward"]
+    assert total["pairs"] == 1 and total["difference"] == 1 and total["mean"] == 3
 
 
 def test_two_systems_make_one_table():
-    values, near = (
-        [float(seed) for seed in range(9)],
-        [0.05 + 0.001 * (seed % 2) for seed in range(9)],
-    )
-    clips = systems(
-        [1.0] * 9, [1.5 + 0.1 * value for value in values], distances=([0.05] * 9, near)
-    )
+    totals = [1.5 + 0.1 * float(seed) for seed in range(9)]
+    distances = [0.05 + 0.001 * (seed % 2) for seed in range(9)]
+    clips = systems([1.0] * 9, totals, distances=([0.05] * 9, distances))
     (table,) = tables(compared(clips, total=True))
     titles, total, distance = aligned(table.rows).splitlines()
     assert re.split("  +", titles) == [
@@ -141,9 +130,8 @@ def test_two_systems_make_one_table():
         "two, 9 clips",
         "two minus one",
     ]
-    half = (
-        2.306 * math.sqrt(0.075) / 3
-    )  # Student's t of 8 degrees of freedom; the values' variance is 0.075
+    # Student's t of 8 degrees of freedom; the values' variance is 0.075
+    half = 2.306 * math.sqrt(0.075) / 3
     change = f"+0.900 ± {half:.3f}, wins 100% of 9, better"
     assert re.split("  +", total) == [
         "total reward",
@@ -151,9 +139,8 @@ def test_two_systems_make_one_table():
         f"1.900 ± {half:.3f}",
         change,
     ]
-    assert distance.startswith(
-        "gold distance (lower is better)  0.0500 ± 0.0000"
-    ) and distance.endswith(", worse")
+    assert distance.startswith("gold distance (lower is better)  0.0500 ± 0.0000")
+    assert distance.endswith(", worse")
 
 
 def test_more_systems_have_differences_in_a_table_of_their_own():
@@ -183,32 +170,25 @@ def test_shown_clips_spread_over_gains_and_losses(tmp_path):
     path.write_bytes(bytes(10))
     before = [clip(i, str(i), path, total=0.0) for i in range(30)]
     after = [clip(i, str(i), path, total=float(i)) for i in range(30)]
-    again, lost = (
-        [clip(50, "8", path, total=t) for t in (0.0, 50.0)],
-        [clip(60, "60", total=t) for t in (0.0, 60.0)],
-    )
-    shown = clip_rows(
-        {"a": [*before, again[0], lost[0]], "b": [*after, again[1], lost[1]]}, total=True
-    )
-    gains = [row[1][1].reward for row in shown]  # one clip per prompt, none without its file
-    assert (
-        len(gains) == MOST_PROMPTS
-        and gains[0] == 29
-        and gains[-1] == 0
-        and gains == sorted(gains, reverse=True)
-    )
+    # a second clip of a prompt, and one without its file
+    before += [clip(50, "8", path, total=0.0), clip(60, "60", total=0.0)]
+    after += [clip(50, "8", path, total=50.0), clip(60, "60", total=60.0)]
+    shown = clip_rows({"a": before, "b": after}, total=True)
+    gains = [row[1].clip.reward for row in shown]
+    assert len(gains) == MOST_PROMPTS
+    assert gains[0] == 29
+    assert gains[-1] == 0
+    assert gains == sorted(gains, reverse=True)
     assert max(a - b for a, b in itertools.pairwise(gains)) <= 3
-    assert [[name for name, *_ in row] for row in shown] == [["a", "b"]] * MOST_PROMPTS
+    assert [[cell.system for cell in row] for row in shown] == [["a", "b"]] * MOST_PROMPTS
 
 
 def test_rows_that_lack_a_clip_are_shown_if_all_do(tmp_path):
     path = tmp_path / "clip.mp4"
     path.write_bytes(bytes(10))
-    one, two, other = (
-        clip(1, "a", path, VQ=1.0),
-        clip(1, "a", path, VQ=2.0),
-        clip(2, "b", path, VQ=3.0),
-    )
+    one = clip(1, "a", path, VQ=1.0)
+    two = clip(1, "a", path, VQ=2.0)
+    other = clip(2, "b", path, VQ=3.0)
     assert [len(row) for row in clip_rows({"a": [one], "b": [two, other]})] == [2]
     assert [len(row) for row in clip_rows({"a": [one], "b": [other]})] == [1, 1]
     assert clip_rows({}) == []

@@ -261,11 +261,11 @@ def hacking_verdict(run: RunHistory) -> str:
     """Whether the last validation shows reward hacking, judged by the held-out reward."""
     if not run.holdouts:
         return ""
-    kept = read_validations(run.folder)
-    steps = [line["step"] for line in run.validations if line["step"] in kept]
+    validations = read_validations(run.folder)
+    steps = [line["step"] for line in run.validations if line["step"] in validations]
     if not steps:
         return ""
-    if len(pair_clips(kept[min(kept)], kept[steps[-1]])) < FEWEST:
+    if len(pair_clips(validations[min(validations)], validations[steps[-1]])) < FEWEST:
         return "Too few clips for a verdict."
     return divergence(run.folder, steps[-1])
 

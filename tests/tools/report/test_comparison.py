@@ -64,17 +64,14 @@ def test_two_runs_on_one_page(whole, copy, tmp_path):
     ]
     assert text.count("2 iterations, last validated after 2") == 2
     found = rows(text)
-    half = (
-        2.306 * np.std([0.5 + 0.1 * (i % 2) for i in range(9)], ddof=1) / 3
-    )  # Student's t, 8 degrees of freedom
+    gains = [0.5 + 0.1 * (i % 2) for i in range(9)]
+    half = 2.306 * np.std(gains, ddof=1) / 3  # Student's t, 8 degrees of freedom
     assert found["total reward"][2] == f"+0.544 ± {half:.3f}, wins 100% of 9, better"
     assert found["gold distance (lower is better)"][2] == "+0.0500 ± 0.0000, wins 0% of 9, worse"
     assert found["VQ"][2] == "+0.000 ± 0.000, wins 50% of 9, not significant"
-    assert (
-        found["sde_type"] == ["sage_grpo", "dance_grpo"]
-        and "output_dir" not in found
-        and "eta" not in found
-    )
+    assert found["sde_type"] == ["sage_grpo", "dance_grpo"]
+    assert "output_dir" not in found
+    assert "eta" not in found
     first = re.search(r'<div class="row">(.*?)<figcaption>', text, re.DOTALL).group(1)
     assert first.count("<video") == 2 and first.index("<b>sage</b>") < first.index("<b>dance</b>")
     assert text.count("<video") == 18
@@ -90,7 +87,8 @@ def test_a_setting_that_an_older_run_does_not_know_has_todays_default(whole, cop
     (copy / "config.yaml").write_text("seed: 7\nan_old_flag: 1\n")
     text = write_report(new, copy, output=tmp_path / "page.html").read_text()
     settings = rows(text.split("<h2>Settings that differ</h2>")[1].split("<h2>")[0])
-    assert settings.pop("seed") == [str(Config().seed), "7"] and settings.pop("an_old_flag") == [
+    assert settings.pop("seed") == [str(Config().seed), "7"]
+    assert settings.pop("an_old_flag") == [
         "–",
         "1",
     ]
@@ -109,9 +107,8 @@ def test_the_default_place_and_three_runs_of_the_same_name(whole, tmp_path, monk
     for run in runs:  # nothing has to be drawn
         write_lines(run, [line for line in read_lines(run) if line["kind"] == "validation"])
     monkeypatch.chdir(tmp_path)
-    assert (
-        main([str(whole), *map(str, runs)]) == 0 and capsys.readouterr().out == "comparison.html\n"
-    )
+    assert main([str(whole), *map(str, runs)]) == 0
+    assert capsys.readouterr().out == "comparison.html\n"
     text = (tmp_path / "comparison.html").read_text()
     assert f"<h1>{whole} · {runs[0]} · {runs[1]}</h1>" in text and "None but the folder." in text
     assert len(rows(text)["total reward"]) == 2, "differences have a table of their own"
@@ -147,17 +144,16 @@ def test_what_cannot_be_compared_is_refused_in_one_sentence(whole, copy, tmp_pat
 
 
 def test_no_text_of_a_run_becomes_markup_and_no_link_is_followed(whole, copy, tmp_path):
-    bad, good = "<script>alert(1)</script>", "&lt;script&gt;alert(1)&lt;/script&gt;"
+    bad = "<script>alert(1)</script>"
+    good = "&lt;script&gt;alert(1)&lt;/script&gt;"
     (copy / "config.yaml").write_text(yaml.safe_dump({"sde_type": bad, bad: 1, "kl_weight": bad}))
     run = copy.rename(tmp_path / "<img src=x>")
     write_lines(run, [line | {bad: 1.0, f"{bad}_stderr": 0.1} for line in read_lines(run)])
     text = write_report(whole, run, output=tmp_path / "page.html").read_text()
     assert "<script" not in text and "<img" not in text
-    assert (
-        f"<td>{good}</td>" in text
-        and f"<h3>{good}</h3>" in text
-        and "<b>&lt;img src=x&gt;</b>" in text
-    )
+    assert f"<td>{good}</td>" in text
+    assert f"<h3>{good}</h3>" in text
+    assert "<b>&lt;img src=x&gt;</b>" in text
     listing = run / "validation/step-000002/clips.json"
     listing.symlink_to(listing.rename(tmp_path / "elsewhere"))
     with pytest.raises(RunError, match=f"{listing} is a link"):

@@ -83,14 +83,12 @@ def hostile_page(folder: Path) -> str:
 
 def test_no_field_of_a_metrics_line_is_markup(tmp_path):
     """One metric to a line, so that hardly anything has to be drawn."""
-    start, train = run_line(), train_line(1, np.random.default_rng(0))
+    train = train_line(1, np.random.default_rng(0))
     metrics = train | {"per_step": {"grad_v": [1.0]}, "reward/error": "none", "holdout/x": 0.5}
-    head, first, second = (
-        {"kind": "run", "step": 0},
-        {"kind": "train", "step": 1},
-        {"kind": "validation", "step": 1},
-    )
-    cases = [({key: value} | head, [first]) for key, value in start.items()]
+    head = {"kind": "run", "step": 0}
+    first = {"kind": "train", "step": 1}
+    second = {"kind": "validation", "step": 1}
+    cases = [({key: value} | head, [first]) for key, value in run_line().items()]
     cases += [
         (head | {key: {"VQ": 0.9}}, [first | {"reward/VQ": 0.5}])
         for key in ("perfect", "vae_floor")

@@ -130,10 +130,8 @@ def test_numbers_of_the_table(whole, text):
         for step in (0, 12)
     ]
     before, after = (np.array([clip["scores"]["total"] for clip in part]) for part in clips)
-    row, factor = (
-        table_row(text, "total reward"),
-        2.1604 / 14**0.5,
-    )  # Student's t, 13 degrees of freedom
+    row = table_row(text, "total reward")
+    factor = 2.1604 / 14**0.5  # Student's t, 13 degrees of freedom
     assert f"<td>{number(before.mean())} ± {number(factor * before.std(ddof=1))}</td>" in row
     gains = after - before
     change = f"{number(gains.mean(), sign='+')} ± {number(factor * gains.std(ddof=1))}"
@@ -158,10 +156,8 @@ def test_head(whole, text):
     }
     assert tile(f"{number(lines[0])} → {number(lines[12])}", "total reward") in text
     closed = 100 * (lines[12] - lines[0]) / (1.74 - lines[0])
-    assert (
-        tile(f"{closed:.0f} %", "of the gap to perfect clips") in text
-        and tile("18.2 GB", "peak memory") in text
-    )
+    assert tile(f"{closed:.0f} %", "of the gap to perfect clips") in text
+    assert tile("18.2 GB", "peak memory") in text
     assert "Over the whole run: 0 failed rewards" in text
 
 
@@ -385,10 +381,8 @@ def test_a_run_is_done_without_its_report(copy, capsys):
     print_summary(copy)
     out, err = capsys.readouterr()
     assert "total reward" in out and "report:" not in out
-    assert (
-        "the run is done, but its report could not be written: " in err
-        and f"tools.report {copy}` makes it" in err
-    )
+    assert "the run is done, but its report could not be written: " in err
+    assert f"tools.report {copy}` makes it" in err
 
 
 def test_only_logged_iterations_wait_for_the_oracle(copy):
