@@ -29,7 +29,7 @@ HOLDING = PREAMBLE + "held = lock.Lock(folder, False, 0); print('held', flush=Tr
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch):
+def quick_locks(monkeypatch):
     for name, value in {"BEAT": 0.02, "LOOK": 0.02, "STALE": 20}.items():
         monkeypatch.setattr(lock, name, value)
 
