@@ -7,7 +7,7 @@ import pytest
 
 import post_train
 from sage_grpo.environment import TOKEN_VARIABLE
-from sage_grpo.rewards import remote
+from sage_grpo.rewards import client
 from sage_grpo.tools.report import page as report
 from sage_grpo.train.trainer import Trainer
 from sage_grpo.worlds.shapes.reward import ShapesReward
@@ -212,7 +212,7 @@ class DiesLater(ShapesReward):
 
 def test_a_remote_reward_that_fails_ends_the_run_with_its_words(command, monkeypatch, capfd):
     monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
-    monkeypatch.setattr(remote, "PAUSES", (0.01,))
+    monkeypatch.setattr(client, "PAUSES", (0.01,))
     with serving(composite({"shapes": DiesLater()})) as url:
         assert post_train.main(command(reward_model="remote", remote_reward_url=url)) == 1
     assert (

@@ -118,10 +118,10 @@ def reward_record(scores: Scores, advantages: Advantages, group_size: int) -> di
     }
     for name, values in scores.named.items():
         record[f"reward/{name}"] = values.nanmean().item()
-    record["reward/advantage_size"] = math.nan
+    record["signal/advantage_size"] = math.nan
     if advantages.trained.any():
         trained = advantages.values[advantages.trained]
-        record["reward/advantage_size"] = trained.abs().mean().item()
+        record["signal/advantage_size"] = trained.abs().mean().item()
     record["reward/failed"] = advantages.failed
     record["reward/starved_groups"] = advantages.starved_groups
     record["reward/flat_groups"] = advantages.flat_groups

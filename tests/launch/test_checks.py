@@ -60,7 +60,7 @@ def test_every_failed_check_is_a_line(tmp_path):
         "port": [f"MASTER_PORT {port} is not free"],
         "model": ["Model folder 'gone' does not exist; download_weights.sh makes one"],
         "gpus": ["NVIDIA driver "],
-        "disk": ["GB of room; keep_checkpoints + 1 need "],
+        "disk": ["GB free; keep_checkpoints + 1 need "],
         "speed": [" s for a checkpoint, one every 0 s; use a faster disk, or raise save_interval and save_minutes"],
         "reward": ["the reward folder gone/VideoReward does not exist; name it with --reward_path"],
     }  # fmt: skip

@@ -59,7 +59,7 @@ def test_every_program_takes_the_folder(words, wan_folder, tmp_path, capsys):
     # planner
     capsys.readouterr()
     assert plan.main(words) == 0
-    assert "5 x 32 x 32: 8 tokens, 0 of them text" in capsys.readouterr().out
+    assert "5 frames of 32 x 32: 8 tokens, 0 of them text" in capsys.readouterr().out
 
     # doctor
     doctor.main([*words, "--overwrite", "--output", str(tmp_path / "doctor"), "--skip_ab"])

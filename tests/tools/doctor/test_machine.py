@@ -12,7 +12,7 @@ import torch
 
 from sage_grpo.config.parse import parse
 from sage_grpo.environment import TOKEN_VARIABLE
-from sage_grpo.rewards import remote
+from sage_grpo.rewards import client
 from sage_grpo.tools.doctor import __main__ as doctor
 from sage_grpo.tools.doctor import machine as machine_checks
 from sage_grpo.tools.doctor.machine import (
@@ -223,7 +223,7 @@ def test_a_reward_folder_must_be_complete(flags, videoalign_folders, tmp_path, n
 
 def test_a_reward_server_must_answer(flags, monkeypatch):
     monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
-    monkeypatch.setattr(remote, "PAUSES", ())
+    monkeypatch.setattr(client, "PAUSES", ())
     with serving(composite({"light": Light()})) as address:
         words = [*flags, "--reward_model", "remote", "--remote_reward_url", address]
         assert reward_marks(words) == ["ok"]
