@@ -60,6 +60,32 @@ def test_the_old_policy_follows_by_a_decay_that_grows_to_its_largest():
     )
 
 
+@pytest.mark.parametrize(
+    ("flags", "copy"),
+    [
+        ({"ema_decay": 0.95}, "average"),
+        ({"algorithm": "nft", "nft_decay": 0.95, "nft_decay_growth": 1.0}, "old"),
+    ],
+    ids=["average", "old"],
+)
+def test_copies_of_bf16_weights_follow_them(flags, copy):
+    """In bf16 a copy at 1.0 would stay there: a twentieth of the way to 1.03 is less than half a rounding step."""
+    weight = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+    optimized = Optimization(Denoiser(), {"w": weight}, Config(learning_rate=0.0, **flags))
+    with torch.no_grad():
+        weight.fill_(1.03)
+    for _ in range(20):
+        weight.grad = torch.zeros_like(weight)
+        optimized.step()
+    target = weight.item()
+    followed = getattr(optimized, copy)["w"].item()
+    assert followed == pytest.approx(target - 0.95**20 * (target - 1), rel=1e-4)
+
+    with optimized.using(getattr(optimized, copy)):
+        assert optimized.parameters["w"].item() == pytest.approx(followed, abs=2**-8)
+    assert optimized.parameters["w"].item() == target
+
+
 def test_warmup_ends_at_the_learning_rate():
     optimized = optimization(warmup_steps=2)
     rates = []

@@ -92,6 +92,43 @@ def test_a_run_records_them(make):
     ] == [0.0]
 
 
+def blocks_of(trainer):
+    """What the blocks of an update hold: for each, the clips and the columns of its backwards."""
+    batch = trainer.roll_out()
+    shares = [(trajectory, torch.ones(trajectory.size)) for trajectory in batch]
+    columns = list(range(batch[0].order.shape[1]))
+    blocks = trainer.independent_blocks(shares, columns)
+    backwards = [len(block) for block in blocks]
+    clips = [
+        {clip for trajectory, _, _ in block for clip in trajectory.micro_batch} for block in blocks
+    ]
+    return clips, backwards, len(columns)
+
+
+@pytest.mark.parametrize("algorithm", ["awm", "nft"])
+def test_blocks_of_algorithms_that_share_a_clip_between_levels_hold_different_clips(
+    make, algorithm
+):
+    """Levels of one clip have its x0 in common, so their gradients are not independent."""
+    clips, backwards, num_columns = blocks_of(make(algorithm=algorithm, micro_batch_size=1))
+    assert num_columns > 1 and backwards == [num_columns] * 4
+    assert len(set.union(*clips)) == sum(len(block) for block in clips) == 4
+
+
+def test_blocks_of_grpo_are_pairs_whose_noise_is_their_own(make):
+    clips, backwards, num_columns = blocks_of(make(micro_batch_size=1))
+    assert backwards == [1] * (4 * num_columns)
+    assert clips[:4] == clips[4:8]  # ordered by step
+
+
+@pytest.mark.parametrize("algorithm", ["awm", "nft"])
+def test_the_signal_is_not_known_from_one_block(make, algorithm):
+    trainer = make(algorithm=algorithm, batch_size=2, micro_batch_size=2, validation_interval=0)
+    trainer.train()
+    train = [line for line in lines(trainer) if line["kind"] == "train"]
+    assert [line["signal/gradient"] for line in train] == [None, None]
+
+
 def two_ranks(ranks, values, broken):
     trainer = build_trainer(from_values(values | {"batch_size": 2}), ranks)
     if ranks.rank == 1 and broken == "weights":
