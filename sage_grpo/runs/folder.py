@@ -10,6 +10,8 @@ import shlex
 import shutil
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ import torch
 from PIL import Image
 
 from sage_grpo.config.fields import Config, ConfigError
-from sage_grpo.files.json_files import write_json
+from sage_grpo.files.json_files import printable, write_json
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.runs.diagnosis import diagnose
 from sage_grpo.runs.hacking import divergence
@@ -154,8 +156,9 @@ class RunFolder:
         self.log("validation", step, record)
         sheet = self.validation_folder(step) / "sheet.png"
         if self.tracker and sheet.is_file():
-            image = np.array(Image.open(sheet).convert("RGB"))
-            self.tracker.show("validation/clips", image, step)
+            with self._optional("the contact sheet is not sent to the trackers"):
+                image = np.array(Image.open(sheet).convert("RGB"))
+                self.tracker.show("validation/clips", image, step)
 
     def validation_folder(self, step: int) -> Path:
         return self.path / "validation" / f"step-{step:06d}"
@@ -183,30 +186,38 @@ class RunFolder:
     def divergence(self, step: int) -> str:
         """On the first rank, a warning if reward and held-out reward have diverged; else empty."""
         if self.ranks.first and self.config.holdout_reward:
-            return divergence(self.path, step)
+            with self._optional("not checked for reward hacking"):
+                return divergence(self.path, step)
         return ""
 
     def diagnose(self, step: int) -> None:
         """On the first rank, print the first finding about the run so far if it is a new one; refresh report.html."""
         if not self.ranks.first:
             return
-        # a damaged file or a full machine must not stop the training
-        try:
-            if self.report_module:
+        if self.report_module:
+            with self._optional("report.html cannot be refreshed"):
                 self.page.refresh(self.report_module)
-        except OSError as error:
-            self.ranks.log_once(f"report.html cannot be refreshed: {error}")
-        try:
-            findings = diagnose(read_run(self.path))
-        except (OSError, ConfigError) as error:
-            self.ranks.log_once(f"no diagnosis: {error}")
-            return
+        with self._optional("no diagnosis"):
+            self._print_finding(step)
 
+    def _print_finding(self, step: int) -> None:
+        findings = diagnose(read_run(self.path))
         finding = findings[0].name if findings else ""
         if finding != self.last_finding:
             text = findings[0] if findings else "no finding any more"
             self.ranks.log_once(f"iteration {step}: {text}")
         self.last_finding = finding
+
+    @contextmanager
+    def _optional(self, consequence: str) -> Iterator[None]:
+        """Context of work that training can do without: whatever it raises is a note.
+
+        It reads files that a crash or somebody else may have changed, and needs a machine that is not full.
+        """
+        try:
+            yield
+        except Exception as error:
+            self.ranks.log_once(f"{consequence}: {printable(error) or type(error).__name__}")
 
 
 def _remove(path: Path) -> None:

@@ -32,7 +32,7 @@ FIELD_TYPES = {
     "schedule": dict,
     "per_step": dict,
 }
-LARGEST_STEP = 2**53
+LARGEST_INTEGER = 2**53  # beyond it floats skip integers, and far beyond it they overflow
 LARGEST = 1e100  # beyond it a value is shown as missing: axes and squares would overflow
 
 
@@ -154,7 +154,10 @@ def _read_lines(path: Path) -> list[Line]:
 def _check_line(line: Any) -> None:
     """ValueError or another error unless it is a line of known kind, with fields of the right types."""
     for key, field_type in FIELD_TYPES.items():
-        if not isinstance(line.get(key), field_type | None):
-            raise ValueError(f"{key} is {line[key]!r:.100}")
-    if line["kind"] not in KINDS or not abs(line["step"]) < LARGEST_STEP:
+        value = line.get(key)
+        if not isinstance(value, field_type | None):
+            raise ValueError(f"{key} is {value!r:.100}")
+        if field_type is int and value is not None and not abs(value) < LARGEST_INTEGER:
+            raise ValueError(f"{key} is too large")
+    if line["kind"] not in KINDS or line["step"] is None:
         raise ValueError(f"kind {line['kind']!r:.20}, step {line['step']!r:.20}")

@@ -4,7 +4,8 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from sage_grpo.config.fields import Config, ConfigError
+from sage_grpo.config.fields import Config
+from sage_grpo.files.json_files import printable
 from sage_grpo.files.tensor_files import TensorFile
 from sage_grpo.models.backbone import Backbone
 from sage_grpo.parallel.ranks import Ranks
@@ -48,12 +49,22 @@ class Export:
         return files
 
     def card(self, step: int) -> dict[str, str | bytes]:
-        """The model card, with the settings that are not defaults."""
+        """The model card, with the settings that are not defaults.
+
+        A checkpoint is worth more than its card: what goes wrong is printed, and costs the curve or the card.
+        """
+        card = f"the model card of iteration {step}"
         try:
-            history = read_run(self.run.path)
-        except (OSError, ConfigError) as error:  # a checkpoint is worth more than its card
-            history = RunHistory(self.run.path, [], [], [])
-            print(f"the model card of iteration {step} has no curve: {error}", file=sys.stderr)
+            return self._card(step, read_run(self.run.path))
+        except Exception as error:
+            print(f"{card} has no curve: {printable(error)}", file=sys.stderr)
+        try:
+            return self._card(step, RunHistory(self.run.path, [], [], []))
+        except Exception as error:
+            print(f"{card} is not written: {printable(error)}", file=sys.stderr)
+        return {}
+
+    def _card(self, step: int, history: RunHistory) -> dict[str, str | bytes]:
         return model_card(
             self._settings(),
             history,

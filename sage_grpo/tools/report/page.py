@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sage_grpo.config.fields import ConfigError
+from sage_grpo.files.json_files import printable
 from sage_grpo.intervals import FEWEST
 from sage_grpo.runs.clips import Clip, pair_clips, read_validations
 from sage_grpo.runs.diagnosis import Finding, diagnose
@@ -70,16 +71,16 @@ def check_links(folder: Path) -> None:
 
 
 def print_summary(folder: Path) -> None:
-    """Print a table of a run's results and write the page; a full disk does not make the run fail."""
+    """Print a table of a run's results and write the page; nothing that goes wrong here makes the run fail."""
     try:
         clips = before_after(read_run(folder))
         if clips:
             shown = [aligned(table.rows) for table in tables(compared(clips, total=True))]
             print("\n\n".join(shown))
         print(f"report: {write_report(folder)}")
-    except (OSError, ConfigError) as error:
+    except Exception as error:  # the run is done, whatever is wrong with its folder
         print(
-            f"the run is done, but its report could not be written: {error};"
+            f"the run is done, but its report could not be written: {printable(error)};"
             f" `python -m sage_grpo.tools.report {folder}` makes it",
             file=sys.stderr,
         )

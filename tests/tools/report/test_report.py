@@ -18,6 +18,7 @@ from sage_grpo.runs.diagnosis import RULES
 from sage_grpo.runs.history import RunHistory, read_run
 from sage_grpo.tools.figure_style import GREY
 from sage_grpo.tools.paired import clip_rows, number
+from sage_grpo.tools.report import page as page_module
 from sage_grpo.tools.report.__main__ import main
 from sage_grpo.tools.report.figures import gradient_map, phase_seconds
 from sage_grpo.tools.report.page import before_after, page, print_summary, write_report
@@ -383,6 +384,15 @@ def test_a_run_is_done_without_its_report(copy, capsys):
     assert "total reward" in out and "report:" not in out
     assert "the run is done, but its report could not be written: " in err
     assert f"tools.report {copy}` makes it" in err
+
+
+def test_nothing_in_its_folder_makes_a_run_fail_that_is_done(copy, capsys, monkeypatch):
+    def broken(folder):
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr(page_module, "write_report", broken)
+    print_summary(copy)
+    assert "its report could not be written: division by zero" in capsys.readouterr().err
 
 
 def test_only_logged_iterations_wait_for_the_oracle(copy):
