@@ -14,6 +14,8 @@ problem() { # CHECK TEXT
 check_node() {
     local name before
     problems=0
+    MAX_USED_GPU_MB=${MAX_USED_GPU_MB:-1000} CHECK_TIMEOUT=${CHECK_TIMEOUT:-20}
+    whole MAX_USED_GPU_MB CHECK_TIMEOUT
     refuse_second_start
     for name in source idle port; do
         before=$problems text=''
@@ -44,7 +46,7 @@ check_source() {
 
 # Whether others use the GPUs; whether torch can use them is for the doctor to say.
 check_idle() {
-    local used number most=${MAX_USED_GPU_MB:-1000}
+    local used number most=$MAX_USED_GPU_MB
     text="no nvidia-smi here, so not checked"
     command -v nvidia-smi >/dev/null || return 0
     if ! used=$(nvidia-smi ${CUDA_VISIBLE_DEVICES:+-i "$CUDA_VISIBLE_DEVICES"} --query-gpu=memory.used \
@@ -68,5 +70,5 @@ check_port() {
     if ((MASTER_PORT == 0)); then text="a free one is chosen"; fi
     if ((NODE_RANK == 0)); then role=listen; fi
     said=$("$(python_path)" scripts/post_train/rendezvous_probe.py "$role" "$MASTER_ADDR" "$MASTER_PORT" \
-        $((NNODES - 1)) "${CHECK_TIMEOUT:-20}" 2>&1) || problem port "${said##*$'\n'}"
+        $((NNODES - 1)) "$CHECK_TIMEOUT" 2>&1) || problem port "${said##*$'\n'}"
 }

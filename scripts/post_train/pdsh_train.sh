@@ -40,19 +40,21 @@ read_launch_settings() { # SCRIPT FLAG...
 # Sets `settings` and `variables` to the NAME=VALUE pairs sent to every node: the launcher settings that are set, and
 # NCCL_*, GLOO_*, SAGE_* and the names in PASS_ENV.
 read_passed() {
-    local name secret='(TOKEN|SECRET|PASSWORD|KEY)'
+    local name names secret='(TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|KEY)' # in uppercase
     settings=() variables=()
     for name in "${NODE_SETTINGS[@]}" "${ENVIRONMENT_FLAGS[@]^^}"; do
         if [[ -n ${!name:-} ]]; then settings+=("$name=${!name}"); fi
     done
-    for name in ${PASS_ENV:-}; do
+    read -r -d '' -a names <<<"${PASS_ENV:-}" || true # it ends without the delimiter
+    for name in "${names[@]}"; do
+        [[ $name =~ ^[A-Za-z_][A-Za-z0-9_]*$ ]] || fail "PASS_ENV holds '$name', which is not the name of a variable"
         [[ -n ${!name+set} ]] || fail "PASS_ENV names $name, which is not set"
-        [[ ! $name =~ $secret ]] ||
+        [[ ! ${name^^} =~ $secret ]] ||
             fail "PASS_ENV names $name, which others could read in the list of processes; use ENV_FILE"
         variables+=("$name=${!name}")
     done
     for name in $(compgen -e | grep -E '^(NCCL|GLOO|SAGE)_' || true); do
-        if [[ $name =~ $secret ]]; then
+        if [[ ${name^^} =~ $secret ]]; then
             echo "note: $name is not sent: others could read it in the list of processes; ENV_FILE can hold it" >&2
         else
             variables+=("$name=${!name}")

@@ -21,10 +21,11 @@ fail() {
     exit 2
 }
 
-whole() { # NAME...: require each of these settings to be an integer
+whole() { # NAME...: require each of these settings to be an integer, and drop its leading zeros, which mean octal
     local name
     for name in "$@"; do
-        [[ ${!name} =~ ^[0-9]+$ ]] || fail "$name is '${!name}'; a whole number is expected"
+        [[ ${!name} =~ ^0*[0-9]{1,9}$ ]] || fail "$name is '${!name}'; a whole number is expected"
+        printf -v "$name" %d $((10#${!name}))
     done
 }
 
@@ -119,12 +120,12 @@ refuse_starting_over() { # REMEDY
     fi
 }
 
-# Sets `nodes`, from NODES ("a,b,c") or else from the lines of HOSTFILE ("a" or "a slots=8", # begins a comment).
+# Sets `nodes`, from NODES ("a,b,c", or separated by blanks or lines) or else from the lines of HOSTFILE ("a" or "a slots=8", # begins a comment).
 read_nodes() {
     local line slots=() words
     nodes=()
     if [[ -n ${NODES:-} ]]; then
-        IFS=', ' read -r -a nodes <<<"$NODES"
+        IFS=$', \t\n' read -r -d '' -a nodes <<<"$NODES" || true # it ends without the delimiter
     else
         [[ -n ${HOSTFILE:-} ]] || fail "no nodes are given; set NODES=a,b,c or HOSTFILE=FILE with a host per line"
         [[ -r $HOSTFILE ]] || fail "HOSTFILE is '$HOSTFILE', which cannot be read"

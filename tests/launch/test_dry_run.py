@@ -180,6 +180,19 @@ def test_every_node_gets_the_same_but_for_its_place():
     )
 
 
+@pytest.mark.parametrize("nodes", ["a\nb\nc", "a b\tc\n", "a, b,\nc", "\na\nb\n\nc\n"])
+@pytest.mark.parametrize("script", [(PDSH, TRAIN), ("scripts/post_train/slurm.sh",)])
+def test_nodes_may_be_lines(nodes, script):
+    found = [options(words)["local_addr"] for words in commands(*script, NODES=nodes)]
+    assert found == ["a", "b", "c"]
+
+
+def test_leading_zeros_are_no_octal_number():
+    (words,) = commands(TRAIN, NUM_GPUS="08", MAX_RESTARTS="009")
+    assert options(words)["nproc_per_node"] == "8"
+    assert options(words)["max_restarts"] == "9"
+
+
 def test_nodes_from_a_file(tmp_path):
     hosts = tmp_path / "hosts"
     hosts.write_text("# my cluster\n\n  alpha slots=4   # the first\nbeta.example.org\tslots=4")
@@ -194,13 +207,18 @@ def test_variables_for_the_nodes_are_shown_and_secrets_stay():
         "NODES": "a",
         "NCCL_DEBUG": "INFO x",
         "SAGE_REWARD_TOKEN": "hush",
+        "SAGE_reward_token": "hush",
+        "SAGE_Passwd": "hush",
         "PASS_ENV": "TMPDIR",
         "TMPDIR": "/t",
     }
     result = launch(PDSH, TRAIN, "--dry_run", **settings)
     assert "export NCCL_DEBUG=INFO\\ x\n" in result.stdout and "export TMPDIR=/t\n" in result.stdout
     assert (
-        "SAGE_REWARD_TOKEN is not sent" in result.stderr
+        all(
+            f"{name} is not sent" in result.stderr
+            for name in ("SAGE_REWARD_TOKEN", "SAGE_reward_token", "SAGE_Passwd")
+        )
         and "hush" not in result.stdout + result.stderr
     )
 
@@ -307,6 +325,19 @@ def test_variables_for_the_nodes_are_shown_and_secrets_stay():
             {"NODES": "a", "PASS_ENV": "WANDB_API_KEY", "WANDB_API_KEY": "1"},
             "use ENV_FILE",
         ),
+        (
+            PDSH,
+            (TRAIN,),
+            {"NODES": "a", "PASS_ENV": "my_token", "my_token": "1"},
+            "use ENV_FILE",
+        ),
+        (
+            PDSH,
+            (TRAIN,),
+            {"NODES": "a", "PASS_ENV": "x[$(echo>&2)]"},
+            "PASS_ENV holds 'x[$(echo>&2)]', which is not the name of a variable",
+        ),
+        (TRAIN, (), {"NUM_GPUS": "9" * 20}, "a whole number is expected"),
         (
             "scripts/post_train/slurm.sh",
             ("--stop",),
