@@ -24,6 +24,7 @@ from sage_grpo.config.command_line import Parser
 from sage_grpo.config.fields import SDE_TYPES, SOLVERS, Config, flag_info
 from sage_grpo.data.images import read_image
 from sage_grpo.data.requests import Request, check_text, read_requests
+from sage_grpo.escape import plain
 from sage_grpo.exit_codes import WRONG_INPUT
 from sage_grpo.files.json_files import write_json
 from sage_grpo.plugins import resolved, trust
@@ -59,8 +60,8 @@ def main(arguments: list[str] | None = None) -> None:
         device = device_for(args.device, args.model_path, args.pretrained_transformer_version)
         with torch.no_grad(), join_ranks(TIMEOUT, args.sp_size, device_type=device) as ranks:
             generate(args, requests, ranks)
-    except (ValueError, FileNotFoundError) as error:
-        print(f"generate.py: {error}", file=sys.stderr)
+    except (ValueError, OSError) as error:
+        print(f"generate.py: {plain(error)}", file=sys.stderr)
         sys.exit(WRONG_INPUT)
 
 

@@ -12,6 +12,7 @@ import traceback
 from typing import Any
 
 from sage_grpo.config.parse import parse
+from sage_grpo.escape import plain
 from sage_grpo.exit_codes import DONE, FAILED, PREEMPTED, WRONG_INPUT
 
 
@@ -30,8 +31,8 @@ def main(arguments: list[str] | None = None) -> int:
             if (code := train(trainer)) == FAILED:
                 ranks.abandon(code)
             return code
-    except (ValueError, FileNotFoundError) as error:
-        print(f"post_train.py: {error}", file=sys.stderr)
+    except (ValueError, OSError) as error:
+        print(f"post_train.py: {plain(error)}", file=sys.stderr)
         return WRONG_INPUT
 
 
@@ -41,7 +42,7 @@ def train(trainer: Any) -> int:
     try:
         trainer.train()
     except (Preempted, TrainingError) as end:
-        print(f"post_train.py: {end}", file=sys.stderr)
+        print(f"post_train.py: {plain(end)}", file=sys.stderr)
         return PREEMPTED if isinstance(end, Preempted) else FAILED
     except Exception:  # a fault of the program, not of its input
         traceback.print_exc()

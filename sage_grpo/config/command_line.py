@@ -12,6 +12,7 @@ from typing import Any
 
 from sage_grpo import __version__
 from sage_grpo.config.fields import ConfigError
+from sage_grpo.escape import plain
 from sage_grpo.exit_codes import WRONG_INPUT
 
 
@@ -76,7 +77,7 @@ def answering(prefix: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
-        print(f"{prefix}{error}", file=sys.stderr)
+        print(f"{prefix}{plain(error)}", file=sys.stderr)
         sys.exit(WRONG_INPUT)
 
 

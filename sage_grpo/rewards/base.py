@@ -17,6 +17,9 @@ from torch import Tensor
 from sage_grpo.background import within
 from sage_grpo.data.requests import Request
 
+# not names of scores: the metrics have reward/total and so on; the same as BATCH_STATISTICS of runs/history.py
+RESERVED_NAMES = ("total", "std", "group_std", "failed", "starved_groups", "flat_groups", "error")
+
 
 class Reward(Protocol):
     names: tuple[str, ...]  # names of the scores it returns
@@ -94,6 +97,7 @@ class Composite:
         self.batch_size = batch_size
         self.timeout = timeout
         self.on_batch: Callable[[], None] = lambda: None  # called before each batch is scored
+        self._check_names()
         if weights is None:
             weights = {name: dict.fromkeys(reward.names, 1.0) for name, reward in rewards.items()}
         self.weights = {
@@ -115,6 +119,14 @@ class Composite:
 
     def _label(self, name: str, score: str) -> str:
         return score if len(self.rewards) == 1 else f"{name}.{score}"
+
+    def _check_names(self) -> None:
+        """Reject names of scores that the metrics use for something else, or that cannot be shown."""
+        for name in self.names:
+            if not isinstance(name, str) or not name or not name.isprintable():
+                raise ValueError(f"a score is called {name!r}; use letters and digits")
+            if name in RESERVED_NAMES or name.endswith("_stderr"):
+                raise ValueError(f"a score is called {name}, which the metrics use; rename it")
 
     def check(self, prompts: Prompts) -> None:
         """Reject prompts that one of the rewards cannot score."""

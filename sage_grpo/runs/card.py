@@ -1,6 +1,8 @@
 """The model card of a checkpoint: what a hub shows about the weights, with the reward curve of the run."""
 
 import io
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +11,15 @@ import numpy as np
 import yaml
 
 from sage_grpo import __version__
+from sage_grpo.escape import markdown, without_folders
 from sage_grpo.runs.history import RunHistory, column
 
 TEMPLATE = Path(__file__).with_name("card.md")
+PRIVATE = (
+    "remote_reward_url",
+    "output_dir",
+    "resume_from_checkpoint",
+)  # settings a card leaves out
 
 
 def model_card(
@@ -41,19 +49,28 @@ def model_card(
     template = jinja2.Template(
         TEMPLATE.read_text(encoding="utf-8"), trim_blocks=True, keep_trailing_newline=True
     )
+    settings = yaml.safe_dump(_public(recipe), sort_keys=False, width=math.inf)
+    longest_ticks = max(map(len, re.findall("`+", settings)), default=0)
     files["README.md"] = template.render(
-        model=Path(recipe["pretrained_model_root"]).name,
+        model=markdown(Path(recipe["pretrained_model_root"]).name),
         lora=recipe["use_lora"],
         image=image,
         step=step,
-        reward=reward,
-        base=base,
+        reward=markdown(reward),
+        base=markdown(base),
         curves=list(files),
         validations=list(validations),
         version=__version__,
-        recipe=yaml.safe_dump(recipe, sort_keys=False),
+        recipe=settings,
+        fence="`" * max(3, longest_ticks + 1),  # a setting cannot close it
     )
     return files
+
+
+def _public(recipe: dict[str, Any]) -> dict[str, Any]:
+    """The settings without addresses and folders of the machine that trained."""
+    settings = {name: value for name, value in recipe.items() if name not in PRIVATE}
+    return without_folders(settings)
 
 
 def curve(steps: np.ndarray, rewards: np.ndarray) -> bytes:

@@ -1,6 +1,7 @@
 """The model card: what it says about a run, and its curve. tests/scripts/test_export_checkpoint.py runs its lines."""
 
 import io
+import re
 
 import numpy as np
 import pytest
@@ -64,3 +65,36 @@ def test_a_run_with_a_single_reward_has_no_curve_and_without_validations_no_tabl
     assert files.keys() == {"README.md"}
     assert "curves.png" not in files["README.md"]
     assert "| it" not in files["README.md"]
+
+
+def test_no_text_of_a_run_becomes_markup_or_ends_the_recipe(folder):
+    fence = "x ```\n```\n# hacked <script>"
+    recipe = {
+        "pretrained_model_root": "/home/me/<b>*m*",
+        "use_lora": True,
+        "sde_type": fence,
+        "train_prompts": "a " * 60 + "``` b",
+    }
+    facts = FACTS | {"reward": "<img src=x> [VQ](http://evil)\n# title \033[2J"}
+    card = model_card(recipe, read_run(folder), **facts)["README.md"]
+    assert "\n# \\<b\\>\\*m\\*, post-trained\n" in card
+    assert "\\<img src=x\\> \\[VQ\\](http\\://evil) \\# title ?\\[2J." in card
+
+    opening, yaml_text, _ = re.split(r"^````+(?:yaml)?\n", card, flags=re.MULTILINE)
+    assert "## Recipe" in opening
+    assert yaml.safe_load(yaml_text)["sde_type"] == fence
+
+
+def test_a_card_names_no_folder_and_no_address_of_the_machine(folder):
+    recipe = {
+        "pretrained_model_root": "/home/me/video",
+        "use_lora": True,
+        "output_dir": "/secret/run",
+        "remote_reward_url": "http://inside:8000",
+        "reward_model": ["/home/me/r.py:score", "videoalign"],
+    }
+    card = model_card(recipe, read_run(folder), **FACTS)["README.md"]
+    for private in ("/home", "secret", "inside"):
+        assert private not in card
+    assert "pretrained_model_root: video\n" in card
+    assert "- r.py:score\n- videoalign\n" in card
