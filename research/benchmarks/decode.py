@@ -23,7 +23,7 @@ from diffusers.models.autoencoders import autoencoder_kl_hunyuanvideo15 as stock
 from torch import Tensor
 
 from research.benchmarks.vae_precision import random_vae
-from research.tiny.learn_vae import replicate_pad
+from research.tiny.learn_vae import padded_conv
 from sage_grpo.models.hunyuan15.vae import fuse_decoder
 
 
@@ -37,10 +37,6 @@ def sliced(vae: VAE) -> None:
     for module in vae.modules():
         if isinstance(module, stock.HunyuanVideo15CausalConv3d):
             module.forward = partial(padded_conv, module)
-
-
-def padded_conv(layer: stock.HunyuanVideo15CausalConv3d, x: Tensor) -> Tensor:
-    return layer.conv(replicate_pad(x, layer.time_causal_padding))
 
 
 def channels_last(vae: VAE) -> None:

@@ -42,9 +42,8 @@ def measure(
 ) -> tuple[dict[str, float], Tensor]:
     """Quality of one clip per prompt sampled with the ODE, and the clips."""
     settings = backbone.sampling
-    schedule = build_schedule("ode", flow_sigmas(settings.num_steps, settings.shift), 0.0).to(
-        backbone.device
-    )
+    schedule = build_schedule("ode", flow_sigmas(settings.num_steps, settings.shift), 0.0)
+    schedule = schedule.to(backbone.device)
     clips = torch.cat(list(sample_clips(backbone, schedule, prompts, 1, guidance)))
     return counted(clips, prompts), clips
 
@@ -52,10 +51,8 @@ def measure(
 def counted(clips: Tensor, prompts: list[str]) -> dict[str, float]:
     """Quality with the number of clips and the standard error of `match`; the clips are independent."""
     row = quality(clips, prompts)
-    return row | {
-        "clips": len(clips),
-        "match_error": math.sqrt(row["match"] * (1 - row["match"]) / len(clips)),
-    }
+    match_error = math.sqrt(row["match"] * (1 - row["match"]) / len(clips))
+    return row | {"clips": len(clips), "match_error": match_error}
 
 
 def chance() -> dict[str, float]:
@@ -65,38 +62,42 @@ def chance() -> dict[str, float]:
 
 
 def table(rows: dict[str, dict[str, float]]) -> str:
-    lines = [
-        "| | " + " | ".join(COLUMNS).replace("_", " ").replace("vae", "VAE") + " |",
-        "|" + "---|" * (len(COLUMNS) + 1),
-    ]
+    """A Markdown table of COLUMNS."""
+    titles = " | ".join(COLUMNS).replace("_", " ").replace("vae", "VAE")
+    lines = [f"| | {titles} |", "|" + "---|" * (len(COLUMNS) + 1)]
     for name, row in rows.items():
-        lines.append(f"| {name} | " + " | ".join(cell(column, row) for column in COLUMNS) + " |")
+        cells = " | ".join(cell(column, row) for column in COLUMNS)
+        lines.append(f"| {name} | {cells} |")
     return "\n".join(lines) + "\n"
 
 
 def cell(column: str, row: dict[str, float]) -> str:
+    """A distance, or a share in percent; the match with half of its 95 % interval."""
     if column not in row:
         return ""
+    value = row[column]
     if "distance" in column:
-        return f"{row[column]:.3f}"
-    half = (
-        student_95(row["clips"] - 1) * row["match_error"]
-        if column == "match" and row.get("match_error")
-        else 0.0
-    )
-    return f"{100 * row[column]:.{0 if row[column] in (0, 1) else 1}f}{f' ± {100 * half:.1f}' if half else ''} %"
+        return f"{value:.3f}"
+    decimals = 0 if value in (0, 1) else 1
+    text = f"{100 * value:.{decimals}f}"
+    if column == "match" and row.get("match_error"):
+        half = student_95(row["clips"] - 1) * row["match_error"]
+        text += f" ± {100 * half:.1f}"
+    return f"{text} %"
 
 
 def noise_sheet(backbone: Backbone, prompt: str, eta: float, path: Path) -> None:
     """Two rollouts per sampler, side by side; the samplers share the initial noise."""
-    settings, rows, labels = backbone.sampling, [], []
+    settings = backbone.sampling
+    sigmas = flow_sigmas(settings.num_steps, settings.shift)
+    rows = []
+    labels = []
     for name in ("ode", *(name for name in SDES if name != "ode")):
-        schedule = build_schedule(name, flow_sigmas(settings.num_steps, settings.shift), eta).to(
-            backbone.device
-        )
+        schedule = build_schedule(name, sigmas, eta).to(backbone.device)
         (pair,) = sample_clips(backbone, schedule, [prompt], 2, settings.guidance)
         rows.append(np.concatenate([thumbnails(clip) for clip in pair]))
-        labels.append(f"{name}, {'no noise' if name == 'ode' else f'eta {eta:g}'}: {prompt}")
+        noise = "no noise" if name == "ode" else f"eta {eta:g}"
+        labels.append(f"{name}, {noise}: {prompt}")
     contact_sheet(path, rows, labels)
 
 
@@ -144,8 +145,8 @@ in total. A clip has {latent} latents (channels, frames, rows, columns).
 ## Quality
 
 One clip for each of {clips} random prompts, {num_steps} Euler steps, read by the exact oracle; ± is half of a 95 %
-interval. `python -m research.tiny.card --card` repeats the measurement and writes this card. *match* is the share of clips
-that show all attributes of their prompt; the columns after it count each attribute alone. Distances are RMS pixel
+interval. `python -m research.tiny.card --card` repeats the measurement and writes this card. *match* is the share of
+clips that show all attributes of their prompt; the columns after it count each attribute alone. Distances are RMS pixel
 differences, 1 being the full range: to the nearest clip of the world, to the nearest one that the prompt allows, and
 the first minus the VAE's floor.
 
@@ -169,10 +170,11 @@ IMAGES = """## Image to video
     python generate.py --pretrained_transformer_version i2v --image assets/tiny/images/valid-00.png \\
         --prompt {prompt}
 
-Afterwards `python -m research.tiny.learn_images --model assets/tiny` ({steps} steps, {seconds} s, CPU threads: {threads})
-taught it to begin a clip with an image. This changed no weight that text to video reads. `images_train.csv` and
-`images_valid.csv` hold requests with images. One clip of each, read by the oracle; *image match* is the share of clips
-that begin with the object of the image, within about two pixels of its place.
+Afterwards `python -m research.tiny.learn_images --model assets/tiny`
+({steps} steps, {seconds} s, CPU threads: {threads}) taught it to begin a clip with an image. This changed no weight
+that text to video reads. `images_train.csv` and `images_valid.csv` hold requests with images. One clip of each, read by
+the oracle; *image match* is the share of clips that begin with the object of the image, within about two pixels of its
+place.
 
 {table}
 """
@@ -190,127 +192,112 @@ HABIT = (
 
 def card(backbone: Hunyuan15, rows: dict[str, dict[str, float]]) -> str:
     """The model card: contents of the folder, training, and quality."""
-    settings, record = (
-        backbone.sampling,
-        json.loads((backbone.folder / "training.json").read_text()),
-    )
+    settings = backbone.sampling
+    folder = backbone.folder
+    record = json.loads((folder / "training.json").read_text())
+    flags = record.pop("flags")
     row = rows[f"guidance {settings.guidance:g}"]
-    weakest = min(ATTRIBUTES, key=row.__getitem__)
-    used = record.pop("flags")
-    flags = ", ".join(f"{name} {value}" for name, value in used.items() if value != "None")
+
     other = f", by `{record['vae_command']}`" if "vae_command" in record else " of these"
     story = STORY.format(**record, other=other)
-    if float(used["wrong"]):
-        story += HABIT.format(wrong=float(used["wrong"]), misnamed=used["misnamed"])
+    if float(flags["wrong"]):
+        story += HABIT.format(wrong=float(flags["wrong"]), misnamed=flags["misnamed"])
     story += "Every random draw follows from the seed. The settings, also in `training.json`:"
-    images = backbone.folder / "images.json"
-    figures = {
-        "images": images_section(backbone.folder, json.loads(images.read_text()))
-        if images.is_file()
-        else "",
-        "story": textwrap.fill(story, 120),
-        "flags": textwrap.fill(flags, 120),
-        "clips": row["clips"],
-        "shown": min(SHOWN, row["clips"]),
-        "parts": parts(backbone),
-        "megabytes": sum(
-            path.stat().st_size for path in backbone.folder.rglob("*") if path.is_file()
-        )
-        / 1e6,
-        "latent": "x".join(
-            map(str, backbone.latent_shape(settings.frames, settings.height, settings.width))
-        ),
-        "weakest": weakest,
-        "weakest_share": 100 * row[weakest],
-        "captions": math.prod(map(len, ATTRIBUTES.values())),
-    }
-    return CARD.format(**record, **figures, table=table(rows), **vars(settings))
+    flags_text = ", ".join(f"{name} {value}" for name, value in flags.items() if value != "None")
+
+    images = ""
+    if (folder / "images.json").is_file():
+        images = images_section(folder, json.loads((folder / "images.json").read_text()))
+    bytes_in_all = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    latent = backbone.latent_shape(settings.frames, settings.height, settings.width)
+    weakest = min(ATTRIBUTES, key=row.__getitem__)
+    return CARD.format(
+        **record,
+        **vars(settings),
+        story=textwrap.fill(story, 120),
+        flags=textwrap.fill(flags_text, 120),
+        images=images,
+        parts=parts(backbone),
+        table=table(rows),
+        clips=row["clips"],
+        shown=min(SHOWN, row["clips"]),
+        megabytes=bytes_in_all / 1e6,
+        latent="x".join(map(str, latent)),
+        weakest=weakest,
+        weakest_share=100 * row[weakest],
+        captions=math.prod(map(len, ATTRIBUTES.values())),
+    )
 
 
 def images_section(folder: Path, record: dict) -> str:
     """What the card says about image to video."""
-    first, columns = (
-        read_requests(folder / "images_valid.csv")[0].text,
-        ("match", "image_match", "image_distance"),
-    )
+    first = read_requests(folder / "images_valid.csv")[0]
     lines = ["| | clips | match | image match | image distance |", "|---|---|---|---|---|"]
     for name, row in record["quality"].items():
-        lines.append(
-            f"| {name} | {row['clips']} | "
-            + " | ".join(cell(column, row) for column in columns)
-            + " |"
-        )
-    facts = record | record["flags"] | {"prompt": shlex.quote(first), "table": "\n".join(lines)}
-    return IMAGES.format(**facts) + "\n"
+        columns = ("match", "image_match", "image_distance")
+        cells = " | ".join(cell(column, row) for column in columns)
+        lines.append(f"| {name} | {row['clips']} | {cells} |")
+    facts = record | record["flags"]
+    return IMAGES.format(**facts, prompt=shlex.quote(first.text), table="\n".join(lines)) + "\n"
 
 
 def parts(backbone: Hunyuan15) -> str:
     """A table of the networks in the folder."""
-    net, vae = backbone.transformer.config, backbone.vae.config
-    text, glyph = (
-        kind.from_pretrained(backbone.folder / name, local_files_only=True)
-        for kind, name in (
-            (Qwen2_5_VLTextModel, "text_encoder"),
-            (T5EncoderModel, "text_encoder_2"),
-        )
-    )
-    compression = f"{vae.temporal_compression_ratio}x{vae.spatial_compression_ratio}x{vae.spatial_compression_ratio}"
-    described = (
-        (
-            HunyuanVideo15Transformer3DModel,
-            backbone.transformer,
-            f"{net.num_layers} layers, {net.num_attention_heads} heads of {net.attention_head_dim}",
-        ),
-        (
-            AutoencoderKLHunyuanVideo15,
-            backbone.vae,
-            f"{vae.latent_channels} channels, {compression} compression",
-        ),
-        (
-            Qwen2_5_VLTextModel,
-            text,
-            f"{text.config.num_hidden_layers} layers, {text.config.hidden_size} wide, untrained",
-        ),
-        (
-            T5EncoderModel,
-            glyph,
-            f"{glyph.config.num_layers} layers, {glyph.config.d_model} wide, untrained",
-        ),
-    )
-    if (backbone.folder / "image_encoder").is_dir():
-        vision = SiglipVisionModel.from_pretrained(
-            backbone.folder / "image_encoder", local_files_only=True
-        )
-        size = (
-            f"{vision.config.num_hidden_layers} layer, {vision.config.hidden_size} wide, untrained"
-        )
-        described += ((SiglipVisionModel, vision, size),)
+    folder = backbone.folder
+    net = backbone.transformer.config
+    vae = backbone.vae.config
+    spatial = vae.spatial_compression_ratio
+    compression = f"{vae.temporal_compression_ratio}x{spatial}x{spatial}"
+    local = {"local_files_only": True}
+    text = Qwen2_5_VLTextModel.from_pretrained(folder / "text_encoder", **local)
+    glyph = T5EncoderModel.from_pretrained(folder / "text_encoder_2", **local)
+
+    def row(kind: type[nn.Module], size: str, network: nn.Module) -> str:
+        count = sum(parameter.numel() for parameter in network.parameters())
+        return f"| `{kind.__name__}` | {size} | {count / 1e6:.2f} M |"
+
     rows = [
-        f"| `{kind.__name__}` | {size} | {count(network) / 1e6:.2f} M |"
-        for kind, network, size in described
+        row(
+            HunyuanVideo15Transformer3DModel,
+            f"{net.num_layers} layers, {net.num_attention_heads} heads of {net.attention_head_dim}",
+            backbone.transformer,
+        ),
+        row(
+            AutoencoderKLHunyuanVideo15,
+            f"{vae.latent_channels} channels, {compression} compression",
+            backbone.vae,
+        ),
+        row(
+            Qwen2_5_VLTextModel,
+            f"{text.config.num_hidden_layers} layers, {text.config.hidden_size} wide, untrained",
+            text,
+        ),
+        row(
+            T5EncoderModel,
+            f"{glyph.config.num_layers} layers, {glyph.config.d_model} wide, untrained",
+            glyph,
+        ),
     ]
+    if (folder / "image_encoder").is_dir():
+        vision = SiglipVisionModel.from_pretrained(folder / "image_encoder", **local)
+        layers = vision.config.num_hidden_layers
+        size = f"{layers} layer, {vision.config.hidden_size} wide, untrained"
+        rows.append(row(SiglipVisionModel, size, vision))
     return "\n".join(["| class | size | parameters |", "|---|---|---|", *rows])
-
-
-def count(network: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in network.parameters())
 
 
 def floor(backbone: Backbone, count: int, output: Path) -> dict[str, float]:
     """Quality of rendered clips after a VAE round trip; draws them before and after."""
     clips, decoded, sentences = round_trip(backbone, count)
-    contact_sheet(
-        output / "world.png", [thumbnails(clip) for clip in clips[:SHOWN]], sentences[:SHOWN]
-    )
-    pairs = [
-        clip
-        for pair in zip(clips[: SHOWN // 2], decoded[: SHOWN // 2], strict=True)
-        for clip in pair
-    ]
-    labels = [
-        label for sentence in sentences[: SHOWN // 2] for label in (sentence, "after the VAE")
-    ]
-    contact_sheet(output / "round_trip.png", [thumbnails(clip) for clip in pairs], labels)
+    world = [thumbnails(clip) for clip in clips[:SHOWN]]
+    contact_sheet(output / "world.png", world, sentences[:SHOWN])
+
+    rows = []
+    labels = []
+    for i in range(min(SHOWN // 2, len(clips))):
+        rows += [thumbnails(clips[i]), thumbnails(decoded[i])]
+        labels += [sentences[i], "after the VAE"]
+    contact_sheet(output / "round_trip.png", rows, labels)
     return counted(decoded, sentences)
 
 
@@ -318,22 +305,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model_path", type=Path, default=Path("assets/tiny"))
-    parser.add_argument("--output", type=Path, default=Path("outputs/tiny_quality"))
-    parser.add_argument("--prompts", type=int, default=256)
-    parser.add_argument(
-        "--eta",
-        type=float,
-        default=0.5,
-        help="exploration scale on the sheet of the samplers' noise",
-    )
-    parser.add_argument(
-        "--card", action="store_true", help="write README.md and its figures into the model folder"
-    )
-    parser.add_argument(
-        "--again", action="store_true", help="write README.md from the quality.json that is there"
-    )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add = parser.add_argument
+    add("--model_path", type=Path, default=Path("assets/tiny"), help="model folder")
+    add("--output", type=Path, default=Path("outputs/tiny_quality"), help="folder of the results")
+    add("--prompts", type=int, default=256, help="number of prompts")
+    add("--eta", type=float, default=0.5, help="eta on the contact sheet of the samplers' noise")
+    add("--card", action="store_true", help="write README.md and its figures into the model folder")
+    add("--again", action="store_true", help="write README.md from the quality.json that is there")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(arguments)
     backbone = open_backbone(args.model_path, args.device)
     if args.again:
@@ -355,9 +334,8 @@ def main(arguments: list[str] | None = None) -> None:
     (args.output / "quality.json").write_text(json.dumps(rows, indent=2) + "\n")
     (args.output / "table.md").write_text(table(rows))
     if args.card:
-        shutil.copyfile(
-            sheet, args.model_path / "samples.png"
-        )  # the last one uses the default guidance
+        # The last sheet is that of the default guidance.
+        shutil.copyfile(sheet, args.model_path / "samples.png")
         shutil.copyfile(args.output / "quality.json", args.model_path / "quality.json")
         (args.model_path / "README.md").write_text(card(backbone, rows))
     print(table(rows))

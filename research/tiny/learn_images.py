@@ -1,10 +1,11 @@
 """Teach the embedded model to begin a clip with an image. What it draws without one stays the same to the bit.
 
-    python -m research.tiny.learn_images --model assets/tiny      (40 minutes on a CPU core; determined by --seed)
+    python -m research.tiny.learn_images --model assets/tiny     40 minutes on a CPU core; fully determined by --seed
 
-Changes a folder that pretrain.py wrote: trains by flow matching only what text to video never reads, which is
-the weights of the condition channels, the projection of the image tokens, and their type. Adds a small vision model, as
-untrained as the text encoders, requests with images, and images.json: what the oracle reads in clips of these requests.
+Changes a folder that research/tiny/pretrain.py wrote: trains by flow matching only what text to video never reads,
+which is the weights of the condition channels, the projection of the image tokens, and their type. Adds a small vision
+model, as untrained as the text encoders, requests with images, and images.json: what the oracle reads in clips of these
+requests.
 """
 
 import argparse
@@ -62,17 +63,17 @@ class Bucket:
 
 def vision_model(seed: int, width: int, side: int) -> SiglipVisionModel:
     """An untrained SigLIP."""
-    sizes = {
-        "hidden_size": width,
-        "intermediate_size": 2 * width,
-        "num_attention_heads": 2,
-        "num_hidden_layers": 1,
-    }
+    config = SiglipVisionConfig(
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_attention_heads=2,
+        num_hidden_layers=1,
+        image_size=side,
+        patch_size=side // TOKENS,
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return SiglipVisionModel(
-            SiglipVisionConfig(**sizes, image_size=side, patch_size=side // TOKENS)
-        ).eval()
+        return SiglipVisionModel(config).eval()
 
 
 @torch.no_grad()
@@ -80,26 +81,27 @@ def build_buckets(
     backbone: Backbone, vision: SiglipVisionModel, args: argparse.Namespace
 ) -> list[Bucket]:
     """`--clips` clips with captions that are wrong as often as those of pretraining; images show what clips show."""
-    generator, side = torch.Generator().manual_seed(args.seed), backbone.sampling.height
+    generator = torch.Generator().manual_seed(args.seed)
+    side = backbone.sampling.height
+    vae = backbone.vae
     sentences = captions(sample_scenes(args.prompts, generator), generator)
     conditions = backbone.encode([Request(text) for text in sentences])
     members = defaultdict(list)
     for _ in tqdm(range(args.clips // ENCODED), "latents", unit="batch", mininterval=5):
         chosen = torch.randint(args.prompts, (ENCODED,), generator=generator).tolist()
-        clips = pixels(
-            misnamed(
-                scenes_from_prompt([sentences[i] for i in chosen], generator), args, generator
-            ),
-            side,
-        )
-        latents = backbone.vae.encode(clips).latent_dist.mode() * backbone.vae.config.scaling_factor
+        scenes = scenes_from_prompt([sentences[i] for i in chosen], generator)
+        clips = pixels(misnamed(scenes, args, generator), side)
+        latents = vae.encode(clips).latent_dist.mode() * vae.config.scaling_factor
         images = vision(clips[:, :, 0]).last_hidden_state  # in [-1, 1], as the processor makes them
         for latent, image, i in zip(latents, images, chosen, strict=True):
             text, glyph = conditions[i].tokens
             members[len(text), len(glyph)].append((latent, image, text, glyph))
-    return [
-        Bucket(*map(torch.stack, zip(*rows, strict=True))) for _, rows in sorted(members.items())
-    ]
+
+    buckets = []
+    for _, rows in sorted(members.items()):
+        latents, images, texts, glyphs = (torch.stack(part) for part in zip(*rows, strict=True))
+        buckets.append(Bucket(latents, images, texts, glyphs))
+    return buckets
 
 
 def loss(
@@ -108,15 +110,16 @@ def loss(
     """mean((v - (z - x0))^2) of clips whose first latent frames are conditions."""
     u = torch.rand(len(bucket.latents), generator=generator)
     sigma = shift * u / (1 + (shift - 1) * u)
-    noise, level = (
-        torch.randn(bucket.latents.shape, generator=generator),
-        sigma.view(-1, 1, 1, 1, 1),
-    )
+    level = sigma.view(-1, 1, 1, 1, 1)
+    noise = torch.randn(bucket.latents.shape, generator=generator)
+    x = (1 - level) * bucket.latents + level * noise
+
+    # The condition channels: the first latent frame, and a mask that says where it is.
     first = torch.zeros_like(bucket.latents)
     first[:, :, 0] = bucket.latents[:, :, 0]
     mask = torch.zeros_like(first[:, :1])
     mask[:, :, 0] = 1
-    inputs = torch.cat([(1 - level) * bucket.latents + level * noise, first, mask], 1)
+    inputs = torch.cat([x, first, mask], 1)
     velocity = model(inputs, TIMESTEPS * sigma, bucket.text, bucket.glyph, bucket.image)
     return (velocity - (noise - bucket.latents)).square().mean()
 
@@ -128,21 +131,23 @@ def image_rows(model: PackedTransformer) -> dict[str, tuple]:
         "x_embedder.proj.weight": channels,
         "cond_type_embed.weight": (IMAGE,),
     }
-    return rows | {
-        f"image_embedder.{name}": (...,) for name, _ in model.image_embedder.named_parameters()
-    }
+    for name, _ in model.image_embedder.named_parameters():
+        rows[f"image_embedder.{name}"] = (...,)
+    return rows
 
 
 def train(backbone: Backbone, buckets: list[Bucket], args: argparse.Namespace) -> dict[str, Tensor]:
     """The learned parts by name; all else stays as it was."""
-    model, generator = backbone.transformer, torch.Generator().manual_seed(args.seed + 1)
-    rows, parameters = image_rows(model), dict(model.named_parameters())
+    model = backbone.transformer
+    generator = torch.Generator().manual_seed(args.seed + 1)
+    rows = image_rows(model)
+    parameters = dict(model.named_parameters())
     model.requires_grad_(False)
     for name, part in rows.items():
         parameters[name].requires_grad_(True)
-        only = torch.zeros_like(parameters[name])
-        only[part] = 1
-        parameters[name].register_hook(only.mul)
+        mask = torch.zeros_like(parameters[name])
+        mask[part] = 1
+        parameters[name].register_hook(mask.mul)
     with torch.no_grad():
         model.x_embedder.proj.weight[rows["x_embedder.proj.weight"]] = 0
     optimizer = torch.optim.AdamW(
@@ -151,15 +156,19 @@ def train(backbone: Backbone, buckets: list[Bucket], args: argparse.Namespace) -
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: warm_cosine(step, args.steps)
     )
-    empty, sizes = (
-        backbone.encode([Request("")])[0],
-        torch.tensor([float(len(one.latents)) for one in buckets]),
-    )
-    bar, smooth = tqdm(range(args.steps), "transformer", unit="step", mininterval=5), 0.0
+    (empty,) = backbone.encode([Request("")])
+    sizes = torch.tensor([float(len(bucket.latents)) for bucket in buckets])
+    smooth = 0.0
+    bar = tqdm(range(args.steps), "transformer", unit="step", mininterval=5)
     for step in bar:
         bucket = buckets[int(torch.multinomial(sizes, 1, generator=generator))]
         chosen = torch.randint(len(bucket.latents), (args.batch,), generator=generator)
-        batch = Bucket(*(part[chosen] for part in vars(bucket).values()))
+        batch = Bucket(
+            latents=bucket.latents[chosen],
+            image=bucket.image[chosen],
+            text=bucket.text[chosen],
+            glyph=bucket.glyph[chosen],
+        )
         if torch.rand((), generator=generator) < CAPTION_DROP:
             batch.text, batch.glyph = (part.expand(args.batch, -1, -1) for part in empty.tokens)
         value = loss(model, batch, backbone.sampling.shift, generator)
@@ -174,28 +183,26 @@ def train(backbone: Backbone, buckets: list[Bucket], args: argparse.Namespace) -
 
 def write(folder: Path, learned: dict[str, Tensor], vision: SiglipVisionModel, side: int) -> None:
     """Put the learned parts and the vision model into the folder."""
-    rows, tensors = (
-        image_rows(open_backbone(folder).empty_transformer()),
-        load_file(folder / WEIGHTS),
-    )
+    rows = image_rows(open_backbone(folder).empty_transformer())
+    tensors = load_file(folder / WEIGHTS)
     for name, part in rows.items():
         tensors[name][part] = learned[name].to(tensors[name].dtype)
     save_file(tensors, folder / WEIGHTS, {"format": "pt"})
     vision.half().save_pretrained(folder / "image_encoder")
-    SiglipImageProcessorPil(size={"height": side, "width": side}).save_pretrained(
-        folder / "feature_extractor"
-    )
-    added = {"feature_extractor": "SiglipImageProcessorPil", "image_encoder": "SiglipVisionModel"}
-    change(
-        folder / "model_index.json", {name: ["transformers", kind] for name, kind in added.items()}
-    )
-    change(folder / "transformer" / "config.json", {"target_size": side})
+    processor = SiglipImageProcessorPil(size={"height": side, "width": side})
+    processor.save_pretrained(folder / "feature_extractor")
+    parts = {
+        "feature_extractor": ["transformers", "SiglipImageProcessorPil"],
+        "image_encoder": ["transformers", "SiglipVisionModel"],
+    }
+    update_json(folder / "model_index.json", parts)
+    update_json(folder / "transformer" / "config.json", {"target_size": side})
 
 
-def change(path: Path, values: dict) -> None:
-    path.write_text(
-        json.dumps(json.loads(path.read_text()) | values, indent=2, sort_keys=True) + "\n"
-    )
+def update_json(path: Path, values: dict) -> None:
+    """Set values of a JSON file."""
+    updated = json.loads(path.read_text()) | values
+    path.write_text(json.dumps(updated, indent=2, sort_keys=True) + "\n")
 
 
 def write_requests(folder: Path, kind: str, count: int, side: int) -> None:
@@ -204,90 +211,92 @@ def write_requests(folder: Path, kind: str, count: int, side: int) -> None:
     scenes = scenes_from_prompt(prompts, torch.Generator().manual_seed(0))
     names = [f"images/{kind}-{number:02d}.png" for number in range(count)]
     (folder / "images").mkdir(exist_ok=True)
-    for name, frame in zip(names, as_uint8(render(scenes, FRAMES, side, side)[:, 0]), strict=True):
+    frames = as_uint8(render(scenes, FRAMES, side, side)[:, 0])
+    for name, frame in zip(names, frames, strict=True):
         Image.fromarray(frame.numpy()).save(folder / name, optimize=True)
     with (folder / f"images_{kind}.csv").open("w", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows(
-            [("prompt", "image"), *zip(prompts, names, strict=True)]
-        )
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(("prompt", "image"))
+        writer.writerows(zip(prompts, names, strict=True))
 
 
 @torch.no_grad()
 def quality(folder: Path) -> dict[str, dict[str, float]]:
     """Gold metrics of one clip per request that is shipped, with its image and, for comparison, without."""
-    requests = [one for kind in REQUESTS for one in read_requests(folder / f"images_{kind}.csv")]
-    found = {}
+    requests = []
+    for kind in REQUESTS:
+        requests += read_requests(folder / f"images_{kind}.csv")
+
+    measured = {}
     for name, version in {"with image": ANIMATE, "without": None}.items():
         backbone = open_backbone(folder, version=version)
-        own = backbone.sampling
-        requests = [one.sized(own.height, own.width) for one in requests]
-        asked = [one if backbone.sees_image else Request(one.text) for one in requests]
-        numbered = enumerate(tqdm(asked, name, unit="clip"))
-        clips = torch.cat(
-            [sampled(backbone, one, own.num_steps, number) for number, one in numbered]
-        )
-        gold = ShapesWorld().gold(clips, requests)
-        found[name] = {"clips": len(clips)} | {
-            metric: values.mean().item() for metric, values in gold.items()
-        }
-    return found
+        sampling = backbone.sampling
+        requests = [request.sized(sampling.height, sampling.width) for request in requests]
+        inputs = requests
+        if not backbone.sees_image:
+            inputs = [Request(request.text) for request in requests]
+        clips = [
+            sampled(backbone, request, sampling.num_steps, number)
+            for number, request in enumerate(tqdm(inputs, name, unit="clip"))
+        ]
+        gold = ShapesWorld().gold(torch.cat(clips), requests)
+        means = {metric: values.mean().item() for metric, values in gold.items()}
+        measured[name] = {"clips": len(clips)} | means
+    return measured
 
 
 def sampled(backbone: Backbone, request: Request, num_steps: int, number: int) -> Tensor:
     """A clip (1, F, H, W, 3) in the model's own size."""
-    own, cond = backbone.sampling, backbone.encode([request])[0]
-    start, _ = counter_noise(backbone.latent_shape(own.frames, own.height, own.width), 0, [number])
-    return backbone.decode(
-        integrate(backbone, flow_sigmas(num_steps, own.shift), start, cond, Guidance())
-    ).cpu()
+    sampling = backbone.sampling
+    (cond,) = backbone.encode([request])
+    shape = backbone.latent_shape(sampling.frames, sampling.height, sampling.width)
+    start, _ = counter_noise(shape, 0, [number])
+    sigmas = flow_sigmas(num_steps, sampling.shift)
+    return backbone.decode(integrate(backbone, sigmas, start, cond, Guidance())).cpu()
 
 
 def main() -> None:
     args = arguments().parse_args()
     if (args.model / "image_encoder").exists():
         sys.exit(
-            f"learn_images.py: {args.model} animates images already; take one that research/tiny/pretrain.py wrote"
+            f"learn_images.py: {args.model} animates images already; take one that research/tiny/pretrain.py "
+            "wrote"
         )
     backbone = open_backbone(args.model)
     backbone.load_weights(None)
     side = backbone.sampling.height
     vision = vision_model(args.seed, backbone.transformer.config.image_embed_dim, side)
-    started = time.time()
+    begin = time.time()
     learned = train(backbone, build_buckets(backbone, vision, args), args)
     write(args.model, learned, vision, side)
-    seconds = round(time.time() - started)
+    seconds = round(time.time() - begin)
     for kind, count in REQUESTS.items():
         write_requests(args.model, kind, count, side)
     record = {
         "flags": {name: value for name, value in vars(args).items() if name != "model"},
         "seconds": seconds,
-    }
-    record |= {
         "threads": torch.get_num_threads(),
         "machine": platform.machine(),
         "torch": torch.__version__,
+        "quality": quality(args.model),
     }
-    text = json.dumps(record | {"quality": quality(args.model)}, indent=2)
-    (args.model / "images.json").write_text(text + "\n")
+    (args.model / "images.json").write_text(json.dumps(record, indent=2) + "\n")
 
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--model", type=Path, required=True, help="folder of the embedded model, which is changed"
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--misnamed", choices=ATTRIBUTES, default="colour", help="what captions say wrongly"
-    )
-    parser.add_argument("--wrong", type=float, default=0.5, help="share of the captions that do")
-    parser.add_argument("--clips", type=int, default=4096, help="latents that it learns from")
-    parser.add_argument("--prompts", type=int, default=512, help="captions that these clips have")
-    parser.add_argument("--steps", type=int, default=1200)
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--lr", type=float, default=3e-3)
+    add = parser.add_argument
+    add("--model", type=Path, required=True, help="folder of the embedded model, which is changed")
+    add("--seed", type=int, default=0)
+    add("--misnamed", choices=ATTRIBUTES, default="colour", help="attribute that captions misname")
+    add("--wrong", type=float, default=0.5, help="share of the captions that do")
+    add("--clips", type=int, default=4096, help="latents that it learns from")
+    add("--prompts", type=int, default=512, help="captions that these clips have")
+    add("--steps", type=int, default=1200)
+    add("--batch", type=int, default=32)
+    add("--lr", type=float, default=3e-3)
     return parser
 
 

@@ -4,6 +4,7 @@ Shapes: N clips, F frames, H rows, W columns, C latent channels.
 """
 
 import argparse
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanV
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from research.tiny.training import Recorder, forget, warm_cosine
+from research.tiny.training import Recorder, warm_cosine, zero_state
 from sage_grpo.models.hunyuan15.vae import allow_batches, fast_on_cpu
 from sage_grpo.worlds.shapes.scenes import Scenes, object_mask, render, sample_scenes
 
@@ -24,11 +25,8 @@ ENCODED = 512  # clips per batch when no gradient is needed
 
 def pixels(scenes: Scenes, side: int) -> Tensor:
     """Clips (N, 3, F, H, W) in [-1, 1], quantized as a video file would be."""
-    return (
-        ((render(scenes, FRAMES, side, side) * 255).round() / 127.5 - 1)
-        .permute(0, 4, 1, 2, 3)
-        .contiguous()
-    )
+    levels = (render(scenes, FRAMES, side, side) * 255).round()
+    return (levels / 127.5 - 1).permute(0, 4, 1, 2, 3).contiguous()
 
 
 def object_weight(scenes: Scenes, side: int) -> Tensor:
@@ -39,12 +37,15 @@ def object_weight(scenes: Scenes, side: int) -> Tensor:
 
 def replicate_pad(x: Tensor, padding: tuple[int, ...]) -> Tensor:
     """F.pad(mode="replicate") built from slices: the stock backward is slow on a GPU in deterministic mode."""
-    for axis, (before, after) in zip(
-        (-1, -2, -3), zip(padding[::2], padding[1::2], strict=True), strict=True
-    ):
+    for axis, before, after in zip((-1, -2, -3), padding[::2], padding[1::2], strict=True):
         first, last = x.narrow(axis, 0, 1), x.narrow(axis, x.shape[axis] - 1, 1)
         x = torch.cat([first] * before + [x] + [last] * after, dim=axis)
     return x
+
+
+def padded_conv(layer: HunyuanVideo15CausalConv3d, x: Tensor) -> Tensor:
+    """The forward of a causal convolution, padded by slices."""
+    return layer.conv(replicate_pad(x, layer.time_causal_padding))
 
 
 class Step:
@@ -58,8 +59,11 @@ class Step:
         weight: Tensor,
         kl_weight: float,
     ) -> None:
-        self.vae, self.optimizer, self.kl_weight = vae, optimizer, kl_weight
-        self.clips, self.weight = clips.clone(), weight.clone()
+        self.vae = vae
+        self.optimizer = optimizer
+        self.kl_weight = kl_weight
+        self.clips = clips.clone()
+        self.weight = weight.clone()
         with torch.no_grad():
             self.noise = torch.zeros_like(vae.encode(clips).latent_dist.mean)
 
@@ -69,9 +73,8 @@ class Step:
         posterior = self.vae.encode(self.clips).latent_dist
         gap = self.vae.decode(posterior.mean + posterior.std * self.noise).sample - self.clips
         kl = 0.5 * (posterior.mean.square() + posterior.var - 1 - posterior.logvar).mean()
-        loss = (
-            self.weight * (gap.abs() + gap.square())
-        ).mean() / self.weight.mean() + self.kl_weight * kl
+        error = (self.weight * (gap.abs() + gap.square())).mean() / self.weight.mean()
+        loss = error + self.kl_weight * kl
         loss.backward()
         nn.utils.clip_grad_norm_(self.vae.parameters(), 1.0)
         self.optimizer.step()
@@ -89,24 +92,23 @@ def train_vae(
     else:
         for module in vae.modules():
             if isinstance(module, HunyuanVideo15CausalConv3d):
-                module.forward = lambda x, conv=module: conv.conv(
-                    replicate_pad(x, conv.time_causal_padding)
-                )
-    drawn = [
-        (((pixels(part, args.side) + 1) * 127.5).round().byte(), object_weight(part, args.side))
-        for part in (
-            sample_scenes(min(ENCODED, args.vae_clips), generator)
-            for _ in range(0, args.vae_clips, ENCODED)
-        )
-    ]
-    clips, weights = (torch.cat(parts) for parts in zip(*drawn, strict=True))
+                module.forward = partial(padded_conv, module)
+
+    clip_parts = []
+    weight_parts = []
+    for _ in range(0, args.vae_clips, ENCODED):
+        scenes = sample_scenes(min(ENCODED, args.vae_clips), generator)
+        clip_parts.append(((pixels(scenes, args.side) + 1) * 127.5).round().byte())
+        weight_parts.append(object_weight(scenes, args.side))
+    clips = torch.cat(clip_parts)
+    weights = torch.cat(weight_parts)
+
     lr = torch.zeros((), device=device)
     optimizer = torch.optim.AdamW(vae.parameters(), lr, betas=(0.9, 0.99), capturable=lr.is_cuda)
-    step = Step(
-        vae, optimizer, clips[: args.vae_batch] / 127.5 - 1, weights[: args.vae_batch], args.vae_kl
-    )
+    first_clips = clips[: args.vae_batch] / 127.5 - 1
+    step = Step(vae, optimizer, first_clips, weights[: args.vae_batch], args.vae_kl)
     replay = Recorder(device)(step)
-    forget(optimizer)
+    zero_state(optimizer)
     bar = tqdm(range(args.vae_steps), "VAE", unit="step", mininterval=5)
     for number in bar:
         lr.fill_(args.vae_lr * warm_cosine(number, args.vae_steps))
@@ -119,7 +121,6 @@ def train_vae(
             bar.set_postfix(rms=f"{error.item():.4f}", refresh=False)
     vae.eval().requires_grad_(False)
     with torch.no_grad():
-        latents = vae.encode(
-            pixels(sample_scenes(ENCODED, generator), args.side)
-        ).latent_dist.mode()
+        clips = pixels(sample_scenes(ENCODED, generator), args.side)
+        latents = vae.encode(clips).latent_dist.mode()
     vae.register_to_config(scaling_factor=round(1 / latents.std().item(), 5))

@@ -46,8 +46,8 @@ def quality(clips: Tensor, prompts: Sequence[str]) -> dict[str, float]:
     result = {
         "match": reading.match.double().mean().item(),
         "distance": reading.distance.mean().item(),
+        "prompt_distance": reading.prompt_distance.mean().item(),
     }
-    result["prompt_distance"] = reading.prompt_distance.mean().item()
     wanted = [parse(prompt) for prompt in prompts]
     for name in ATTRIBUTES:
         named = [i for i, attributes in enumerate(wanted) if name in attributes]

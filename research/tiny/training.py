@@ -9,14 +9,16 @@ from torch import Tensor
 
 def warm_cosine(step: int, steps: int) -> float:
     """Factor of the learning rate at step 0, 1, ...: up during a twentieth of the steps, then down to a fiftieth."""
-    return min(1.0, 20 * (step + 1) / steps) * (0.51 + 0.49 * math.cos(math.pi * step / steps))
+    warmup = min(1.0, 20 * (step + 1) / steps)
+    return warmup * (0.51 + 0.49 * math.cos(math.pi * step / steps))
 
 
 class Recorder:
     """Makes training steps over static buffers fast: on a GPU each is recorded once as a CUDA graph and replayed.
 
     The models are so small that a GPU would mostly wait for kernel launches. Before it is recorded a step runs twice;
-    the learning rate must be 0 then, and `forget` resets the optimizer afterwards. All graphs share stream and memory.
+    the learning rate must be 0 then, and `zero_state` resets the optimizer afterwards. All graphs share stream and
+    memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -42,8 +44,8 @@ class Recorder:
         return replay
 
 
-def forget(optimizer: torch.optim.Optimizer) -> None:
-    """Zero the state in place: graphs hold these tensors."""
+def zero_state(optimizer: torch.optim.Optimizer) -> None:
+    """Zero the optimizer's state in place: graphs hold these tensors."""
     for state in optimizer.state.values():
         for value in state.values():
             value.zero_()

@@ -1,6 +1,6 @@
 """How well does the embedded reward judge? Recomputes the figures of its card from clips that it never saw.
 
-    python -m research.tiny.videoreward.card              (minutes on 2 cores; writes README.md and card.json beside it)
+    python -m research.tiny.videoreward.card     minutes on 2 cores; writes README.md and card.json into its folder
 
 Pairs of held-out clips, ordered by the reward and by the oracle without an annotator's errors; prompts with one word
 replaced; and clips damaged in known ways. All scores come from `VideoAlign.score`, as in training.
@@ -26,23 +26,18 @@ from sage_grpo.worlds.shapes.world import as_uint8
 
 LEAST = 0.05  # pairs that differ by less have no better clip
 SEED = 1000  # of the clips; training uses others
+BATCH = 64
 WEIGHTS = {"VQ": 0.5, "MQ": 0.5, "TA": 1.0}  # the default of `reward_weights`
 
 
 def score(reward: VideoAlign, clips: Tensor, prompts: Sequence[str], fps: float) -> Tensor:
-    """(N, 3) z-scores."""
-    rows = tqdm(
-        list(zip(clips.split(64), _chunks(prompts, 64), strict=True)),
-        "reward",
-        unit="batch",
-        leave=False,
-    )
-    found = [reward.score(list(part), texts, fps) for part, texts in rows]
-    return torch.cat([torch.stack([scores[name] for name in SCORES], 1) for scores in found])
-
-
-def _chunks(prompts: Sequence[str], size: int) -> list[Sequence[str]]:
-    return [prompts[i : i + size] for i in range(0, len(prompts), size)]
+    """z-scores (N, 3)."""
+    parts = []
+    for start in tqdm(range(0, len(clips), BATCH), "reward", unit="batch", leave=False):
+        batch = slice(start, start + BATCH)
+        scores = reward.score(list(clips[batch]), prompts[batch], fps)
+        parts.append(torch.stack([scores[name] for name in SCORES], 1))
+    return torch.cat(parts)
 
 
 def pair_accuracy(
@@ -52,63 +47,60 @@ def pair_accuracy(
 
     None where no pairs differ: rendered clips all move perfectly.
     """
-    scores = score(
-        reward, pool.clips[pairs.clips.flatten()], [p for p in pairs.prompts for _ in range(2)], fps
-    )
+    prompts = [prompt for prompt in pairs.prompts for _ in range(2)]  # one for each clip
+    scores = score(reward, pool.clips[pairs.clips.flatten()], prompts, fps)
     difference = scores[::2] - scores[1::2]
+
     source = pool.source.cpu()[pairs.clips]
     groups = {"all": torch.ones(len(source), dtype=torch.bool)}
-    groups |= {f"both {name}": (source == i).all(1) for i, name in enumerate(SOURCES)}
+    for i, name in enumerate(SOURCES):
+        groups[f"both {name}"] = (source == i).all(1)
     groups["of two sources"] = source[:, 0] != source[:, 1]
-    rows = {
-        name: {
-            kind: accuracy(difference[chosen, i], pairs.truth[chosen, i], LEAST)
-            for i, kind in enumerate(SCORES)
-        }
-        | {"pairs": int(chosen.sum())}
-        for name, chosen in groups.items()
-    }
-    rows = {
-        name: {key: None if math.isnan(x) else x for key, x in row.items()}
-        for name, row in rows.items()
-    }
-    return rows | {"annotators": agreement(pairs)}
+
+    rows: dict[str, dict[str, float | None]] = {}
+    for name, chosen in groups.items():
+        rows[name] = {}
+        for i, kind in enumerate(SCORES):
+            share = accuracy(difference[chosen, i], pairs.truth[chosen, i], LEAST)
+            rows[name][kind] = None if math.isnan(share) else share
+        rows[name]["pairs"] = int(chosen.sum())
+    rows["annotators"] = agreement(pairs)
+    return rows
 
 
 def agreement(pairs: Pairs) -> dict[str, float]:
     """Share of the annotators' labels that agree with the truth, among those that are no ties."""
-    return {
-        kind: accuracy(pairs.labels[chosen, i], pairs.truth[chosen, i], LEAST)
-        for i, kind in enumerate(SCORES)
-        for chosen in [pairs.labels[:, i] != 0]
-    } | {"pairs": len(pairs.prompts)}
+    shares = {}
+    for i, kind in enumerate(SCORES):
+        decided = pairs.labels[:, i] != 0
+        shares[kind] = accuracy(pairs.labels[decided, i], pairs.truth[decided, i], LEAST)
+    return shares | {"pairs": len(pairs.prompts)}
 
 
 def word_accuracy(reward: VideoAlign, pool: Pool, fps: float, count: int) -> dict[str, float]:
     """By attribute: how often TA prefers what a clip shows to the same prompt with this one word replaced."""
     generator = torch.Generator().manual_seed(SEED)
     chosen = torch.randperm(len(pool.clips), generator=generator)[:count]
+    clips = pool.clips.cpu()[chosen]
     shown = pool.attributes.cpu()[chosen]
-    clips, right = (
-        pool.clips.cpu()[chosen],
-        score(reward, pool.clips[chosen], _sentences(shown), fps)[:, 2],
-    )
-    found = {}
+    right = score(reward, clips, _sentences(shown), fps)[:, 2]  # TA
+    shares = {}
     for column, (name, words) in enumerate(ATTRIBUTES.items()):
-        wrong = shown.clone()
-        wrong[:, column] += torch.randint(1, len(words), (len(shown),), generator=generator)
-        wrong[:, column] %= len(words)
-        found[name] = (
-            (score(reward, clips, _sentences(wrong), fps)[:, 2] < right).double().mean().item()
-        )
-    return found
+        classes = shown.clone()
+        classes[:, column] += torch.randint(1, len(words), (len(shown),), generator=generator)
+        classes[:, column] %= len(words)
+        wrong = score(reward, clips, _sentences(classes), fps)[:, 2]
+        shares[name] = (wrong < right).double().mean().item()
+    return shares
 
 
 def _sentences(classes: Tensor) -> list[str]:
-    return [
-        sentence({name: words[i] for (name, words), i in zip(ATTRIBUTES.items(), row, strict=True)})
-        for row in classes.tolist()
-    ]
+    """Prompts that name these classes (N, 6)."""
+    sentences = []
+    for row in classes.tolist():
+        named = zip(ATTRIBUTES.items(), row, strict=True)
+        sentences.append(sentence({name: words[i] for (name, words), i in named}))
+    return sentences
 
 
 def damage_effects(
@@ -116,26 +108,25 @@ def damage_effects(
 ) -> dict[str, dict[str, float]]:
     """By damage at half its strongest: mean change of each score, and the share of clips whose weighted sum rises."""
     scenes = sample_scenes(count, torch.Generator().manual_seed(SEED))
-    clips, prompts = render(scenes, *size), captions(scenes)
-    plain, weights = (
-        score(reward, as_uint8(clips), prompts, fps),
-        torch.tensor([WEIGHTS[name] for name in SCORES]),
-    )
-    found = {}
+    clips = render(scenes, *size)
+    prompts = captions(scenes)
+    before = score(reward, as_uint8(clips), prompts, fps)
+    weights = torch.tensor([WEIGHTS[name] for name in SCORES])
+    effects = {}
     for name, damage in DAMAGES.items():
-        hurt = as_uint8(damage(clips, STRONGEST[name] / 2, torch.Generator().manual_seed(SEED)))
-        change = score(reward, hurt, prompts, fps) - plain
+        damaged = damage(clips, STRONGEST[name] / 2, torch.Generator().manual_seed(SEED))
+        change = score(reward, as_uint8(damaged), prompts, fps) - before
         means = {kind: change[:, i].mean().item() for i, kind in enumerate(SCORES)}
-        found[name] = means | {"fooled": ((change @ weights) > 0).double().mean().item()}
-    return found
+        effects[name] = means | {"fooled": ((change @ weights) > 0).double().mean().item()}
+    return effects
 
 
 CARD = """# A tiny VideoAlign that learned to judge moving shapes
 
 A Qwen2-VL of {parameters:.1f} M parameters in the folder format of VideoAlign, read by the class that reads the
-published weights. It was trained by `research/tiny/videoreward/learn.py` on pairs of clips, with VideoAlign's kind of loss
-(Bradley-Terry with ties) and labels of simulated annotators: the oracle's judgement with an error of {error} and ties
-below {tie} (VQ, MQ, TA). Like any learned reward it is a proxy, and errs.
+published weights. It was trained by `research/tiny/videoreward/learn.py` on pairs of clips, with VideoAlign's kind of
+loss (Bradley-Terry with ties) and labels of simulated annotators: the oracle's judgement with an error of {error} and
+ties below {tie} (VQ, MQ, TA). Like any learned reward it is a proxy, and errs.
 
     {command}
 
@@ -159,13 +150,11 @@ clips whose reward (VQ, MQ and TA weighted {weights}) rose all the same.
 
 
 def table(rows: Mapping[str, Mapping[str, float]], formats: Mapping[str, str]) -> str:
+    """A Markdown table; formats: format of each column."""
     lines = ["| | " + " | ".join(formats) + " |", "|" + "---|" * (len(formats) + 1)]
     for name, row in rows.items():
-        lines.append(
-            f"| {name} | "
-            + " | ".join(cell(row[key], form) for key, form in formats.items())
-            + " |"
-        )
+        cells = " | ".join(cell(row[key], form) for key, form in formats.items())
+        lines.append(f"| {name} | {cells} |")
     return "\n".join(lines) + "\n"
 
 
@@ -174,6 +163,8 @@ def cell(value: float | None, form: str) -> str:
 
 
 def card(figures: Mapping[str, Mapping], parameters: int, command: str) -> str:
+    """The card of the reward; command: the one that trained it."""
+
     def joined(values: Sequence[float]) -> str:
         return ", ".join(f"{value:g}" for value in values)
 
@@ -194,16 +185,18 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--model", type=Path, default=Path("assets/tiny"), help="its VAE and samples are judged too"
     )
-    parser.add_argument("--reward", type=Path, default=Path("assets/tiny/VideoReward"))
-    parser.add_argument("--clips", type=int, default=512, help="clips per source")
-    parser.add_argument("--pairs", type=int, default=2048)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--reward", type=Path, default=Path("assets/tiny/VideoReward"), help="reward folder")
+    add("--clips", type=int, default=512, help="clips per source")
+    add("--pairs", type=int, default=2048, help="number of pairs")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(words)
     device = torch.device(args.device)
-    backbone, reward = open_backbone(args.model, device), VideoAlign(args.reward, device)
+    backbone = open_backbone(args.model, device)
+    reward = VideoAlign(args.reward, device)
     settings = backbone.sampling
     size = settings.frames, settings.height, settings.width
     pool = build_pool(backbone, dict.fromkeys(SOURCES, args.clips), SEED, device)
@@ -214,7 +207,8 @@ def main(words: Sequence[str] | None = None) -> None:
     }
     command = json.loads((args.reward / "training.json").read_text())["command"]
     (args.reward / "card.json").write_text(json.dumps(figures, indent=1) + "\n")
-    text = card(figures, sum(p.numel() for p in reward.model.parameters()), command)
+    parameters = sum(parameter.numel() for parameter in reward.model.parameters())
+    text = card(figures, parameters, command)
     (args.reward / "README.md").write_text(text)
     print(text)
 

@@ -58,26 +58,24 @@ def write_folder(
 
 def unit_scale() -> dict[str, float]:
     """`inference_config` that leaves scores as they are."""
-    return {
-        f"{name}_{kind}": value
-        for name in DIMENSIONS
-        for kind, value in (("mean", 0.0), ("std", 1.0))
-    }
+    scale = {}
+    for name in DIMENSIONS:
+        scale[f"{name}_mean"] = 0.0
+        scale[f"{name}_std"] = 1.0
+    return scale
 
 
 def base_config(
     text: Mapping[str, Any], vision: Mapping[str, Any], rows: int, ids: Mapping[str, int]
 ) -> dict[str, Any]:
     """`config.json` of Qwen2-VL, flat as it is published."""
-    tokens = {f"{name}_token_id": ids[f"<|{name}|>"] for name in ("vision_start", "vision_end")}
-    tokens |= {f"{name}_token_id": ids[f"<|{name}_pad|>"] for name in ("image", "video")}
-    tokens |= dict.fromkeys(("bos_token_id", "eos_token_id"), ids["<|endoftext|>"])
-    patch = {
-        "mlp_ratio": 4,
-        "in_chans": 3,
-        "patch_size": 14,
-        "spatial_merge_size": 2,
-        "spatial_patch_size": 14,
+    tokens = {
+        "vision_start_token_id": ids["<|vision_start|>"],
+        "vision_end_token_id": ids["<|vision_end|>"],
+        "image_token_id": ids["<|image_pad|>"],
+        "video_token_id": ids["<|video_pad|>"],
+        "bos_token_id": ids["<|endoftext|>"],
+        "eos_token_id": ids["<|endoftext|>"],
     }
     return {
         "architectures": ["Qwen2VLForConditionalGeneration"],
@@ -92,7 +90,11 @@ def base_config(
         "vision_config": {
             **vision,
             "hidden_size": text["hidden_size"],
-            **patch,
+            "mlp_ratio": 4,
+            "in_chans": 3,
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "spatial_patch_size": 14,
             "temporal_patch_size": 2,
         },
     }
@@ -101,10 +103,8 @@ def base_config(
 def tokenizer_of(rows: int | None, words: Sequence[str]) -> tuple[dict[str, Any], int]:
     """A `tokenizer.json` and how many tokens it has: one per word, unused ones up to `rows`, then special ones."""
     tokenizer = json.loads(build_tokenizer(words).backend_tokenizer.to_str())
-    vocabulary, known = (
-        tokenizer["model"]["vocab"],
-        {token["content"] for token in tokenizer["added_tokens"]},
-    )
+    vocabulary = tokenizer["model"]["vocab"]
+    known = {token["content"] for token in tokenizer["added_tokens"]}
     missing = [token for token in SPECIAL if token not in known]
     rows = rows or len(vocabulary) + len(missing)
     if len(vocabulary) + len(missing) > rows:

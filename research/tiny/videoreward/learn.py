@@ -1,6 +1,6 @@
 """Train the embedded reward: a small Qwen2-VL in VideoAlign's folder format that judges clips of the shapes world.
 
-    python -m research.tiny.videoreward.learn --model assets/tiny --output assets/tiny/VideoReward    (one GPU, minutes)
+    python -m research.tiny.videoreward.learn --model assets/tiny --output assets/tiny/VideoReward     minutes on a GPU
 
 As its large relative it first learns to caption clips, and then to agree with annotators about pairs of them, by
 Bradley-Terry with ties. What it is measured by is in its card (`card.py`). Everything follows from --seed.
@@ -28,7 +28,7 @@ from tqdm import tqdm
 from transformers import Qwen2VLConfig, Qwen2VLModel
 from transformers.models.qwen2_vl.modeling_qwen2_vl import apply_rotary_pos_emb_vision
 
-from research.tiny.training import Recorder, forget, warm_cosine
+from research.tiny.training import Recorder, warm_cosine, zero_state
 from research.tiny.videoreward.folder import CHECKPOINT, unit_scale, write_folder
 from research.tiny.videoreward.pairs import (
     SCORES,
@@ -52,7 +52,8 @@ TEXT = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 4, "nu
         "num_key_value_heads": 2, "initializer_range": 0.05,
         "rope_scaling": {"type": "mrope", "mrope_section": [4, 4, 4]}}  # fmt: skip
 VISION = {"depth": 4, "embed_dim": 96, "num_heads": 4, "initializer_range": 0.05}
-HELD_CLIPS, HELD_PAIRS = 512, 2048  # per source, and in all
+HELD_CLIPS = 512  # per source
+HELD_PAIRS = 2048  # in all
 FRAMES = 8  # of a clip that are seen; two make a token
 IGNORED = -100
 
@@ -69,12 +70,12 @@ class Judge(nn.Module):
 
     def patches(self, pool: Pool, fps: float) -> tuple[Tensor, tuple[int, int, int]]:
         """Patches (N, P, 1176) of all clips, which have one size, and their grid."""
-        found = []
-        for part in pool.clips.split(1024):
-            rows, grid = self.reward._patches(part, fps)
-            found.append(rows.half())
-        self._prepare(found[0][:1], grid)
-        return torch.cat(found), grid
+        parts = []
+        for clips in pool.clips.split(1024):
+            rows, grid = self.reward._patches(clips, fps)
+            parts.append(rows.half())
+        self._prepare(parts[0][:1], grid)
+        return torch.cat(parts), grid
 
     @torch.no_grad()
     def _prepare(self, patches: Tensor, grid: tuple[int, int, int]) -> None:
@@ -82,48 +83,47 @@ class Judge(nn.Module):
 
         With it a forward needs no look at the numbers, and a GPU can record it.
         """
-        visual, seen = self.model.visual, {}
-        hook = visual.blocks[0].register_forward_pre_hook(
-            lambda _, __, named: seen.update(named), with_kwargs=True
-        )
+        visual = self.model.visual
+        seen: dict[str, Any] = {}
+
+        def keep_kwargs(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            seen.update(kwargs)
+
+        hook = visual.blocks[0].register_forward_pre_hook(keep_kwargs, with_kwargs=True)
         visual(patches.flatten(0, 1).float(), grid_thw=torch.tensor([grid], device=patches.device))
         hook.remove()
         self.angles = tuple(part.clone() for part in seen["position_embeddings"])
+
         tokens = self.reward._tokens("", grid)
-        places = (
-            (tokens == self.reward.tokenizer.convert_tokens_to_ids(VIDEO_TOKEN)).nonzero().flatten()
-        )
+        video_token = self.reward.tokenizer.convert_tokens_to_ids(VIDEO_TOKEN)
+        places = (tokens == video_token).nonzero().flatten()
         self.place = slice(int(places[0]), int(places[-1]) + 1)
         for block in visual.blocks:
             block.attn.forward = partial(attend_within_frames, block.attn, grid[1] * grid[2])
 
     def forward(self, tokens: Tensor, patches: Tensor) -> Tensor:
         """(B, L, D) final hidden states: the forward of Qwen2-VL for clips of one grid."""
-        visual, angles = (
-            self.model.visual,
-            tuple(part.repeat(len(tokens), 1) for part in self.angles),
-        )
+        visual = self.model.visual
+        angles = tuple(part.repeat(len(tokens), 1) for part in self.angles)
         x = visual.patch_embed(patches.flatten(0, 1).float())
         for block in visual.blocks:
             x = block(x, cu_seqlens=None, position_embeddings=angles)
-        embedded, clip = (
-            self.model.get_input_embeddings()(tokens),
-            visual.merger(x).unflatten(0, (len(tokens), -1)),
-        )
-        embedded = torch.cat(
-            [embedded[:, : self.place.start], clip, embedded[:, self.place.stop :]], 1
-        )
+        clip = visual.merger(x).unflatten(0, (len(tokens), -1))
+
+        text = self.model.get_input_embeddings()(tokens)
+        before, after = text[:, : self.place.start], text[:, self.place.stop :]
+        embedded = torch.cat([before, clip, after], 1)
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand(3, *tokens.shape)
-        return self.model.language_model(
+        output = self.model.language_model(
             inputs_embeds=embedded, position_ids=positions, use_cache=False
-        ).last_hidden_state
+        )
+        return output.last_hidden_state
 
     def scores(self, tokens: Tensor, hidden: Tensor) -> Tensor:
-        """(B, 3)."""
-        places = (tokens[..., None] == self.reward.reward_tokens).int().argmax(1)
-        return (hidden.gather(1, places[..., None].expand(-1, -1, hidden.shape[-1])) @ self.head.T)[
-            ..., 0
-        ]
+        """Raw scores (B, 3), read at the reward tokens."""
+        places = (tokens[..., None] == self.reward.reward_tokens).int().argmax(1)  # (B, 3)
+        states = hidden.gather(1, places[..., None].expand(-1, -1, hidden.shape[-1]))
+        return (states @ self.head.T)[..., 0]
 
 
 def attend_within_frames(
@@ -137,8 +137,8 @@ def attend_within_frames(
     q, k, v = attention.qkv(hidden_states).unflatten(-1, (3, attention.num_heads, -1)).unbind(1)
     q, k = apply_rotary_pos_emb_vision(q, k, *position_embeddings)
     q, k, v = (part.unflatten(0, (-1, patches)).transpose(1, 2) for part in (q, k, v))
-    found = F.scaled_dot_product_attention(q, k, v)
-    return attention.proj(found.transpose(1, 2).flatten(2).flatten(0, 1))
+    output = F.scaled_dot_product_attention(q, k, v)
+    return attention.proj(output.transpose(1, 2).flatten(2).flatten(0, 1))
 
 
 class Texts:
@@ -164,17 +164,16 @@ class Texts:
 
 def caption_loss(judge: Judge, tokens: Tensor, hidden: Tensor) -> Tensor:
     """Cross-entropy of the tokens between the marks of MQ and TA, the prompt, by the tied embedding table."""
-    after, before = (
-        (tokens == token).int().argmax(1, keepdim=True)
-        for token in judge.reward.reward_tokens[1:].unbind()
-    )
+    _, mq_token, ta_token = judge.reward.reward_tokens.unbind()
+    begin = (tokens == mq_token).int().argmax(1, keepdim=True)
+    end = (tokens == ta_token).int().argmax(1, keepdim=True)
     place = torch.arange(1, tokens.shape[1], device=tokens.device)
-    wanted = torch.where((place > after) & (place < before), tokens[:, 1:], IGNORED)
+    targets = torch.where((place > begin) & (place < end), tokens[:, 1:], IGNORED)
     logits = hidden[:, :-1] @ judge.model.get_input_embeddings().weight.T
-    return F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), ignore_index=IGNORED)
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
 
 
-Batch = tuple[Tensor, ...]  # tokens, patches, and what else the loss needs
+Batch = tuple[Tensor, ...]  # tokens, patches, and what else the loss takes
 
 
 def optimize(
@@ -187,11 +186,9 @@ def optimize(
     watch: Callable[[], str],
     every: int = 1000,
 ) -> None:
-    """AdamW on batches of one shape; `watch` is shown every so many steps."""
-    buffers, rate = (
-        tuple(part.clone() for part in draw()),
-        torch.zeros((), device=judge.head.device),
-    )
+    """AdamW on batches of one shape; what `watch` says is printed every so many steps."""
+    buffers = tuple(part.clone() for part in draw())
+    rate = torch.zeros((), device=judge.head.device)
     optimizer = torch.optim.AdamW(
         judge.parameters(), rate, betas=(0.9, 0.98), weight_decay=0.05, capturable=rate.is_cuda
     )
@@ -205,11 +202,11 @@ def optimize(
         return loss.detach()
 
     replay = Recorder(rate.device)(step)
-    forget(optimizer)
+    zero_state(optimizer)
     for number in tqdm(range(1, steps + 1), name, unit="step", mininterval=5):
         rate.fill_(lr * warm_cosine(number - 1, steps))
-        for mine, new in zip(buffers, draw(), strict=True):
-            mine.copy_(new)
+        for buffer, part in zip(buffers, draw(), strict=True):
+            buffer.copy_(part)
         loss = replay()
         if number % every == 0 or number == steps:
             tqdm.write(f"{name} {number}: loss {loss.item():.4f} {watch()}")
@@ -218,14 +215,14 @@ def optimize(
 @torch.no_grad()
 def pair_scores(judge: Judge, patches: Tensor, texts: Texts, pairs: Pairs) -> Tensor:
     """Raw scores (P, 2, 3) of both clips of each pair."""
-    found = []
-    for rows in torch.arange(len(pairs.prompts), device=patches.device).split(256):
-        clips, tokens = (
-            pairs.clips.to(patches.device)[rows].flatten(),
-            texts[rows].repeat_interleave(2, 0),
-        )
-        found.append(judge.scores(tokens, judge(tokens, patches[clips])).unflatten(0, (-1, 2)))
-    return torch.cat(found)
+    device = patches.device
+    parts = []
+    for rows in torch.arange(len(pairs.prompts), device=device).split(256):
+        clips = pairs.clips.to(device)[rows].flatten()
+        tokens = texts[rows].repeat_interleave(2, 0)
+        scores = judge.scores(tokens, judge(tokens, patches[clips]))
+        parts.append(scores.unflatten(0, (-1, 2)))
+    return torch.cat(parts)
 
 
 def accuracies(scores: Tensor, pairs: Pairs) -> dict[str, float]:
@@ -237,48 +234,40 @@ def accuracies(scores: Tensor, pairs: Pairs) -> dict[str, float]:
 
 
 def write_weights(folder: Path, model: Qwen2VLModel, head: Tensor) -> None:
-    """The published names, in half precision."""
-    named = {
+    """Write the weights under the published names, in half precision."""
+    weights = {
         re.sub("^language_model", "model", name): value
         for name, value in model.state_dict().items()
     }
-    tensors = {
-        name: value.detach().half().cpu().contiguous()
-        for name, value in (named | {"rm_head.weight": head}).items()
-    }
+    weights["rm_head.weight"] = head
+    tensors = {name: value.detach().half().cpu().contiguous() for name, value in weights.items()}
     save_file(tensors, folder / CHECKPOINT / "model.safetensors")
 
 
 def write_scale(folder: Path, scores: Tensor) -> None:
     """Make the scores (N, 3) of these clips z-scores."""
+    scale = {}
+    for kind, values in {"mean": scores.mean(0), "std": scores.std(0)}.items():
+        for name, value in zip(SCORES, values.tolist(), strict=True):
+            scale[f"{name}_{kind}"] = value
     file = folder / "model_config.json"
-    kinds = {"mean": scores.mean(0).tolist(), "std": scores.std(0).tolist()}
-    scale = {
-        f"{name}_{kind}": values[i]
-        for kind, values in kinds.items()
-        for i, name in enumerate(SCORES)
-    }
-    file.write_text(
-        json.dumps(json.loads(file.read_text()) | {"inference_config": scale}, indent=1) + "\n"
-    )
+    config = json.loads(file.read_text()) | {"inference_config": scale}
+    file.write_text(json.dumps(config, indent=1) + "\n")
 
 
 def describe(folder: Path, args: argparse.Namespace, seconds: int, device: torch.device) -> None:
     """Write training.json: how the folder was made."""
-    left_out = ("model", "output", "device")
-    changed = {
-        k: v for k, v in vars(args).items() if k not in left_out and v != arguments().get_default(k)
-    }
-    command = "python -m research.tiny.videoreward.learn" + "".join(
-        f" --{key} {value}" for key, value in changed.items()
-    )
+    command = "python -m research.tiny.videoreward.learn"
+    for flag, value in vars(args).items():
+        if flag not in ("model", "output", "device") and value != arguments().get_default(flag):
+            command += f" --{flag} {value}"
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     record = {"command": command, "seconds": seconds, "device": name, "torch": torch.__version__}
     (folder / "training.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 def new_reward(folder: Path, seed: int, pixels: int) -> None:
-    """A folder with random weights. pixels: least size of a frame, to which clips are enlarged."""
+    """Write a folder with random weights. pixels: least size of a frame, to which clips are enlarged."""
     words = [*vocabulary(), *re.findall(r"[A-Za-z]+", TEMPLATE)]
     settings = {
         "data_config": {
@@ -296,49 +285,45 @@ def new_reward(folder: Path, seed: int, pixels: int) -> None:
     )
     torch.manual_seed(seed)
     config = Qwen2VLConfig.from_pretrained(folder / "base_config")
-    write_weights(
-        folder, Qwen2VLModel(config), 0.02 * torch.randn(1, config.text_config.hidden_size)
-    )
+    model = Qwen2VLModel(config)
+    head = 0.02 * torch.randn(1, config.text_config.hidden_size)
+    write_weights(folder, model, head)
 
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--model", type=Path, default=Path("assets/tiny"), help="its VAE and samples are judged too"
     )
-    parser.add_argument("--output", type=Path, default=Path("assets/tiny/VideoReward"))
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--clips", type=int, default=16384, help="rendered, damaged and reconstructed clips, each"
-    )
-    parser.add_argument("--sampled", type=int, default=4096, help="clips sampled from the model")
-    parser.add_argument("--pairs", type=int, default=524288)
-    parser.add_argument("--pixels", type=int, default=56 * 56)
-    parser.add_argument("--caption_steps", type=int, default=4000)
-    parser.add_argument("--steps", type=int, default=9000)
-    parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--lr", type=float, default=1e-3, help="for captions")
-    parser.add_argument(
-        "--pair_lr", type=float, default=4e-4, help="for pairs, whose labels tell far less"
-    )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--output", type=Path, default=Path("assets/tiny/VideoReward"), help="folder to write")
+    add("--seed", type=int, default=0)
+    add("--clips", type=int, default=16384, help="rendered, damaged and reconstructed clips, each")
+    add("--sampled", type=int, default=4096, help="clips sampled from the model")
+    add("--pairs", type=int, default=524288, help="pairs of clips that annotators label")
+    add("--pixels", type=int, default=56 * 56, help="least size of a frame")
+    add("--caption_steps", type=int, default=4000)
+    add("--steps", type=int, default=9000, help="steps on pairs")
+    add("--batch", type=int, default=128, help="pairs per step")
+    add("--lr", type=float, default=1e-3, help="learning rate for captions")
+    add("--pair_lr", type=float, default=4e-4, help="for pairs, whose labels tell far less")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser
 
 
 def main(words: Sequence[str] | None = None) -> None:
     args = arguments().parse_args(words)
-    started, device = time.time(), torch.device(args.device)
+    begin = time.time()
+    device = torch.device(args.device)
     torch.backends.cuda.matmul.allow_tf32 = True
     backbone = open_backbone(args.model, device)
     counts = dict.fromkeys(SOURCES, args.clips) | {"sampled": args.sampled}
     pool = build_pool(backbone, counts, 2 * args.seed, device)
     held = build_pool(backbone, dict.fromkeys(counts, HELD_CLIPS), 2 * args.seed + 1, device)
-    print(
-        f"{len(pool.clips)} + {len(held.clips)} clips after {time.time() - started:.0f} s",
-        flush=True,
-    )
+    seconds = time.time() - begin
+    print(f"{len(pool.clips)} + {len(held.clips)} clips after {seconds:.0f} s", flush=True)
     with tempfile.TemporaryDirectory() as draft:
         folder = Path(draft) / "VideoReward"
         new_reward(folder, args.seed, args.pixels)
@@ -346,26 +331,31 @@ def main(words: Sequence[str] | None = None) -> None:
         scores = train(judge, pool, held, backbone.sampling.fps, args)
         write_weights(folder, judge.model, judge.head)
         write_scale(folder, scores.flatten(0, 1))
-        describe(folder, args, round(time.time() - started), device)
+        describe(folder, args, round(time.time() - begin), device)
         shutil.move(folder, args.output)
-    print(f"{args.output} after {time.time() - started:.0f} s")
+    print(f"{args.output} after {time.time() - begin:.0f} s")
 
 
 def train(judge: Judge, pool: Pool, held: Pool, fps: float, args: argparse.Namespace) -> Tensor:
-    """Captions first, then pairs; returns the scores (P, 2, 3) of the held-out pairs."""
+    """Train on captions, then on pairs; returns the scores (P, 2, 3) of the held-out pairs."""
     device = pool.clips.device
     generator = torch.Generator(device).manual_seed(args.seed)
-    (patches, grid), (held_patches, _) = judge.patches(pool, fps), judge.patches(held, fps)
-    pairs, held_pairs = (
-        draw_pairs(pool, args.pairs, args.seed),
-        draw_pairs(held, HELD_PAIRS, args.seed + 1),
-    )
-    texts, held_texts = (Texts(judge.reward, p.prompts, grid, device) for p in (pairs, held_pairs))
+    patches, grid = judge.patches(pool, fps)
+    held_patches, _ = judge.patches(held, fps)
+    pairs = draw_pairs(pool, args.pairs, args.seed)
+    held_pairs = draw_pairs(held, HELD_PAIRS, args.seed + 1)
+    clips = pairs.clips.to(device)
+    labels = pairs.labels.to(device)
+    texts = Texts(judge.reward, pairs.prompts, grid, device)
+    held_texts = Texts(judge.reward, held_pairs.prompts, grid, device)
     captions = Texts(judge.reward, captions_of(pool, args.seed), grid, device)
 
     def caption_batch() -> Batch:
         rows = torch.randint(len(pool.clips), (2 * args.batch,), generator=generator, device=device)
         return captions[rows], patches[rows]
+
+    def caption_batch_loss(tokens: Tensor, patches: Tensor) -> Tensor:
+        return caption_loss(judge, tokens, judge(tokens, patches))
 
     def pair_batch() -> Batch:
         rows = torch.randint(len(pairs.prompts), (args.batch,), generator=generator, device=device)
@@ -379,13 +369,27 @@ def train(judge: Judge, pool: Pool, held: Pool, fps: float, args: argparse.Names
         return pair_scores(judge, held_patches, held_texts, held_pairs)
 
     def watch() -> str:
-        found = accuracies(held_scores(), held_pairs)
-        return ", ".join(f"{name} {value:.3f}" for name, value in found.items())
+        shares = accuracies(held_scores(), held_pairs)
+        return ", ".join(f"{name} {value:.3f}" for name, value in shares.items())
 
-    clips, labels = pairs.clips.to(device), pairs.labels.to(device)
-    caption = lambda tokens, patches: caption_loss(judge, tokens, judge(tokens, patches))  # noqa: E731
-    optimize(judge, args.caption_steps, args.lr, caption_batch, caption, "captions", lambda: "")
-    optimize(judge, args.steps, args.pair_lr, pair_batch, pair_loss, "pairs", watch)
+    optimize(
+        judge,
+        args.caption_steps,
+        args.lr,
+        draw=caption_batch,
+        loss_of=caption_batch_loss,
+        name="captions",
+        watch=lambda: "",
+    )
+    optimize(
+        judge,
+        args.steps,
+        args.pair_lr,
+        draw=pair_batch,
+        loss_of=pair_loss,
+        name="pairs",
+        watch=watch,
+    )
     return held_scores()
 
 

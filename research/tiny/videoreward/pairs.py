@@ -22,11 +22,8 @@ SCORES = ("VQ", "MQ", "TA")
 ERROR = (0.4, 0.4, 0.2)
 TIE = (0.2, 0.2, 0.1)
 KEPT = 0.8  # share of the optional attributes that a prompt names
-CHANCES = (
-    0.4,
-    0.3,
-    0.3,
-)  # that a word of the prompt is taken from the first clip, the second, or at random
+# that a word of the prompt is taken from the first clip, the second, or at random
+CHANCES = (0.4, 0.3, 0.3)
 TIES = 5.0  # how likely the model of the labels makes a tie of two equal clips
 
 
@@ -43,22 +40,22 @@ class Pairs:
 def draw_pairs(pool: Pool, count: int, seed: int) -> Pairs:
     """Random pairs: half of them any two clips of the pool, half two of one source, which are harder to tell apart."""
     generator = torch.Generator().manual_seed(seed)
-    attributes, source = pool.attributes.cpu(), pool.source.cpu()
+    attributes = pool.attributes.cpu()
+    source = pool.source.cpu()
     first = torch.randint(len(source), (count,), generator=generator)
     second = torch.randint(len(source), (count,), generator=generator)
     for kind in source.unique():  # sources are contiguous, but of different lengths
         members = (source == kind).nonzero()[:, 0]
-        alike = (
-            (source[first] == kind) & (torch.rand(count, generator=generator) < 0.5)
-        ).nonzero()[:, 0]
+        half = torch.rand(count, generator=generator) < 0.5
+        alike = ((source[first] == kind) & half).nonzero()[:, 0]
         second[alike] = members[torch.randint(len(members), (len(alike),), generator=generator)]
     clips = torch.stack([first, second], 1)
     named = _prompts(attributes[clips], generator)
-    right = (attributes[clips] == named[:, None]).double() * (named >= 0)[:, None]
-    alignment = right.sum(-1) / (named >= 0).sum(-1, keepdim=True)
-    scores = torch.stack(
-        [pool.VQ.cpu()[clips], pool.MQ.cpu()[clips], alignment.float()], -1
-    )  # (P,2,3)
+    is_named = named >= 0
+    right = (attributes[clips] == named[:, None]).double() * is_named[:, None]
+    alignment = right.sum(-1) / is_named.sum(-1, keepdim=True)
+    vq, mq = pool.VQ.cpu()[clips], pool.MQ.cpu()[clips]
+    scores = torch.stack([vq, mq, alignment.float()], -1)  # (P,2,3)
     truth = scores[:, 0] - scores[:, 1]
     seen = truth + torch.tensor(ERROR) * torch.randn(truth.shape, generator=generator)
     labels = seen.sign() * (seen.abs() > torch.tensor(TIE))
@@ -68,10 +65,10 @@ def draw_pairs(pool: Pool, count: int, seed: int) -> Pairs:
 def _prompts(attributes: Tensor, generator: torch.Generator) -> Tensor:
     """The classes that each pair's prompt names, (P,6), -1 for none; attributes: (P,2,6) of its clips."""
     count = len(attributes)
-    anything = torch.stack(
-        [torch.randint(len(words), (count,), generator=generator) for words in ATTRIBUTES.values()],
-        1,
-    )
+    columns = [
+        torch.randint(len(words), (count,), generator=generator) for words in ATTRIBUTES.values()
+    ]
+    anything = torch.stack(columns, 1)
     choices = torch.cat([attributes, anything[:, None]], 1)  # (P,3,6)
     chances = torch.tensor(CHANCES).expand(count * len(ATTRIBUTES), -1)
     chosen = torch.multinomial(chances, 1, generator=generator).view(count, 1, -1)
@@ -94,18 +91,21 @@ def _drop(named: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _text(classes: Sequence[int]) -> str:
-    return sentence(
-        {
-            n: words[i] if i >= 0 else ""
-            for (n, words), i in zip(ATTRIBUTES.items(), classes, strict=True)
-        }
-    )
+    """The prompt that names these classes, -1 for none."""
+    named = {}
+    for (name, words), i in zip(ATTRIBUTES.items(), classes, strict=True):
+        named[name] = words[i] if i >= 0 else ""
+    return sentence(named)
 
 
 def label_losses(difference: Tensor, labels: Tensor) -> Tensor:
-    """Minus the log-probability of each label under Bradley-Terry with ties (Rao and Kupper), for scores that differ by
-    `difference`: P(first) = 1 / (1 + TIES exp(-difference)), and a tie is what is left."""
-    first, second = F.softplus(math.log(TIES) - difference), F.softplus(math.log(TIES) + difference)
+    """Minus the log-probability of each label, for scores that differ by `difference`.
+
+    Under Bradley-Terry with ties (Rao and Kupper): P(first) = 1 / (1 + TIES exp(-difference)), and a tie is what is
+    left.
+    """
+    first = F.softplus(math.log(TIES) - difference)
+    second = F.softplus(math.log(TIES) + difference)
     tie = first + second - math.log(TIES**2 - 1)
     return torch.where(labels > 0, first, torch.where(labels < 0, second, tie))
 

@@ -7,7 +7,7 @@ Shapes: N clips, F frames, H rows, W columns.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import cycle, islice
+from itertools import cycle, islice, product
 
 import torch
 from torch import Tensor
@@ -31,13 +31,9 @@ STRONGEST = {
     "flicker": 0.2,
     "freeze": 1.0,
 }
-SAMPLERS = [
-    (steps, guidance, sde)
-    for steps in (2, 3, 5, 10)
-    for guidance in (1.0, 2.0)
-    for sde in ("ode", "sage_grpo")
-]
+SAMPLERS = list(product((2, 3, 5, 10), (1.0, 2.0), ("ode", "sage_grpo")))  # steps, guidance, SDE
 ETA = 0.7
+PER_PROMPT = 16  # clips sampled for each prompt
 
 
 @dataclass(frozen=True)
@@ -51,47 +47,45 @@ class Pool:
     source: Tensor  # (N,) index into SOURCES
 
 
-Made = tuple[
-    Tensor, Scenes | None
-]  # uint8 clips (N,F,H,W,3) and what they are to show, if it is known
+# uint8 clips (N,F,H,W,3) and what they are to show, if it is known
+Made = tuple[Tensor, Scenes | None]
 
 
 def rendered(backbone: Backbone, count: int, generator: torch.Generator) -> Iterator[Made]:
+    """Perfect clips."""
     s = backbone.sampling
     for start in range(0, count, BATCH):
         scenes = sample_scenes(min(BATCH, count - start), generator)
-        yield (
-            as_uint8(render(scenes.to(backbone.device), s.frames, s.height, s.width)).cpu(),
-            scenes,
-        )
+        clips = render(scenes.to(backbone.device), s.frames, s.height, s.width)
+        yield as_uint8(clips).cpu(), scenes
 
 
 def damaged(backbone: Backbone, count: int, generator: torch.Generator) -> Iterator[Made]:
     """Rendered clips with each kind of damage in turn, of a strength between nothing and STRONGEST."""
     for clips, scenes in rendered(backbone, count, generator):
-        hurt = [
-            DAMAGES[name](
-                clip / 255, strongest * torch.rand((), generator=generator).item(), generator
-            )
-            for clip, (name, strongest) in zip(clips.split(1), cycle(STRONGEST.items()))
-        ]
-        yield as_uint8(torch.cat(hurt)), scenes
+        parts = []
+        for clip, (name, strongest) in zip(clips.split(1), cycle(STRONGEST.items()), strict=False):
+            strength = strongest * torch.rand((), generator=generator).item()
+            parts.append(DAMAGES[name](clip / 255, strength, generator))
+        yield as_uint8(torch.cat(parts)), scenes
 
 
 def round_trips(backbone: Backbone, count: int, generator: torch.Generator) -> Iterator[Made]:
+    """Rendered clips, sent through the VAE."""
     for clips, scenes in rendered(backbone, count, generator):
         yield backbone.decode(backbone.encode_video(clips)), scenes
 
 
 def samples(backbone: Backbone, count: int, generator: torch.Generator) -> Iterator[Made]:
-    """Clips of random prompts; each prompt and sampler in turn gives sixteen."""
-    shift, each = backbone.sampling.shift, 16
-    prompts = random_prompts(count // each, int(torch.randint(2**31, (), generator=generator)))
+    """Clips of random prompts; the samplers take turns."""
+    shift = backbone.sampling.shift
+    seed = int(torch.randint(2**31, (), generator=generator))
+    prompts = random_prompts(count // PER_PROMPT, seed)
     for number, (steps, guidance, sde) in enumerate(SAMPLERS):
         schedule = build_schedule(sde, flow_sigmas(steps, shift), ETA).to(backbone.device)
-        mine = prompts[number :: len(SAMPLERS)]
-        found = sample_clips(backbone, schedule, mine, each, guidance, seed=number)
-        while clips := list(islice(found, BATCH // each)):
+        chosen = prompts[number :: len(SAMPLERS)]
+        sampled = sample_clips(backbone, schedule, chosen, PER_PROMPT, guidance, seed=number)
+        while clips := list(islice(sampled, BATCH // PER_PROMPT)):
             yield torch.cat(clips), None
 
 
@@ -105,17 +99,22 @@ SOURCES: dict[str, Callable[[Backbone, int, torch.Generator], Iterator[Made]]] =
 
 def build_pool(backbone: Backbone, counts: dict[str, int], seed: int, device: torch.device) -> Pool:
     """Judged clips; counts: how many of each source."""
-    clips, judged, source = [], [], []
+    clips = []
+    judged = []
+    source = []
     for number, (name, make) in enumerate(SOURCES.items()):
         generator = torch.Generator().manual_seed(seed * len(SOURCES) + number)
-        for part, scenes in tqdm(
-            make(backbone, counts[name], generator), name, unit="batch", mininterval=5
-        ):
-            clips.append(part.to(device))
-            judged.append(judge(clips[-1], scenes and scenes.to(device)))
-            source += [number] * len(part)
+        batches = make(backbone, counts[name], generator)
+        for batch, scenes in tqdm(batches, name, unit="batch", mininterval=5):
+            batch = batch.to(device)
+            clips.append(batch)
+            judged.append(judge(batch, None if scenes is None else scenes.to(device)))
+            source += [number] * len(batch)
     attributes = [torch.cat([part.attributes[name] for part in judged]) for name in ATTRIBUTES]
-    scores = (torch.cat([getattr(part, name) for part in judged]) for name in ("VQ", "MQ"))
     return Pool(
-        torch.cat(clips), *scores, torch.stack(attributes, 1), torch.tensor(source, device=device)
+        clips=torch.cat(clips),
+        VQ=torch.cat([part.VQ for part in judged]),
+        MQ=torch.cat([part.MQ for part in judged]),
+        attributes=torch.stack(attributes, 1),
+        source=torch.tensor(source, device=device),
     )
