@@ -42,7 +42,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sage_grpo.files import manifest
+from sage_grpo.files import foreign, manifest
 from sage_grpo.models.hunyuan15.folder import ModelFolder
 from sage_grpo.models.hunyuan15.tencent import RULES, SETTINGS, diffusers_config, translate
 from sage_grpo.models.hunyuan15.transformer import PackedTransformer
@@ -76,7 +76,10 @@ def write_diffusers(checkpoint: Path, folder: Path, model_path: Path | None) -> 
             raise ValueError(
                 f"--model_path is for adapters and shards; {checkpoint} has transformer/: leave it out"
             )
-        shutil.copytree(checkpoint / "transformer", folder)
+        # the manifest was checked, but nothing may lead elsewhere even if the checkpoint changes meanwhile
+        shutil.copytree(
+            checkpoint / "transformer", folder, symlinks=True, copy_function=foreign.copy_regular
+        )
         return
     run = json.loads((checkpoint / "trainer" / "state.json").read_text())["config"]
     root = model_path or Path(run["pretrained_model_root"])
@@ -222,18 +225,17 @@ def export(checkpoint: Path, output: Path, layout: str, model_path: Path | None 
     if output.exists():
         raise ValueError(f"--output {output} exists; name another folder")
     manifest.check(checkpoint)
-    adapter, drafts = checkpoint / LORA_FILE, output.with_name(f"{output.name}.tmp")
+    adapter = checkpoint / LORA_FILE
     if layout == "lora" and not adapter.is_file():
         raise ValueError(
             f"{checkpoint} holds all weights and no adapter; use --layout diffusers or tencent"
         )
-    shutil.rmtree(drafts, ignore_errors=True)
-    drafts.mkdir(parents=True)
+    drafts = foreign.new_folder(output)
     draft = drafts / layout
     try:
         if layout == "lora":
             draft.mkdir()
-            shutil.copyfile(adapter, draft / LORA_FILE)
+            foreign.copy_regular(adapter, draft / LORA_FILE)
         else:
             write_diffusers(checkpoint, drafts / "diffusers", model_path)
         if layout == "tencent":

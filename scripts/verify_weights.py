@@ -84,6 +84,13 @@ def main(arguments: list[str] | None = None) -> int:
         )
         published = pinned
     published = {path: known for path, known in published.items() if fnmatch(path, args.include)}
+    outside = [path for path in published if not is_inside(path)]
+    if outside:
+        print(
+            f"{args.repository} lists {outside[0]!r}, which is not in {args.folder}",
+            file=sys.stderr,
+        )
+        return 1
     wrong = differences(args.folder, published)
     for path, reason in wrong.items():
         print(f"{path} {reason}", file=sys.stderr)
@@ -94,6 +101,12 @@ def main(arguments: list[str] | None = None) -> int:
         f"{args.repository} {args.include}: {len(published)} files, {hashed} with a sha256, {len(wrong)} wrong"
     )
     return 1 if wrong else 0
+
+
+def is_inside(name: str) -> bool:
+    """Whether a published name stays in the folder that it is downloaded to: a mirror may list anything."""
+    path = Path(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
 
 
 def differences(folder: Path, published: Mapping[str, Published]) -> dict[Path, str]:

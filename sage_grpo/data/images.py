@@ -9,8 +9,11 @@ import numpy as np
 from PIL import Image as pil
 from PIL import ImageOps
 
+from sage_grpo.files.foreign import Refused, inside, read_bytes
+
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # decoders of others may start programs
 MOST_PIXELS = 1 << 26
+MOST_BYTES = 1 << 29  # of a file, above that of any image of so many pixels
 MOST_ASPECT = 16  # a thinner image would grow to gigabytes before it is cropped
 
 
@@ -37,11 +40,32 @@ class Image:
         return VaeImageProcessor().resize(picture, height, width, resize_mode="crop")
 
 
-def read_image(path: Path, where: str) -> Image:
-    """Check that an image can be used, by reading all of it. where: the line that names it, for errors."""
+def read_image(path: Path, where: str, root: Path | None = None) -> Image:
+    """Check that an image can be used, by reading all of it.
+
+    where: the line that names it, for errors. root: the folder that it must be in; an image from the command line may
+    be anywhere.
+    """
+    if root is not None:
+        _check_inside(path, where, root)
     picture = open_picture(path, f"{where}: ")
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    digest = hashlib.sha256(_read(path)).hexdigest()
     return Image(path, digest, shape=(picture.height, picture.width))
+
+
+def _check_inside(path: Path, where: str, root: Path) -> None:
+    """A prompt file may come from others, and may not show their model any picture of this machine."""
+    try:
+        inside(root, path)
+    except (Refused, OSError, RuntimeError) as error:  # a loop of links is one of the latter
+        raise ValueError(
+            f"{where}: the image {path} cannot be used: {error}; an image must be in the folder of its prompt file"
+        ) from error
+
+
+def _read(path: Path) -> bytes:
+    """The bytes of a regular file. A link is followed: if that matters, `_check_inside` has seen where it leads."""
+    return read_bytes(path.resolve(), MOST_BYTES)
 
 
 def drawn_image(frame: np.ndarray) -> Image:
@@ -59,7 +83,7 @@ def drawn_image(frame: np.ndarray) -> Image:
 def open_picture(path: Path, where: str = "") -> pil.Image:
     """The first frame of a file in RGB, turned upright as its EXIF data say."""
     try:
-        with pil.open(io.BytesIO(path.read_bytes()), formats=FORMATS) as file:
+        with pil.open(io.BytesIO(_read(path)), formats=FORMATS) as file:
             width, height = file.size
             mode = file.mode
             is_small = width * height <= MOST_PIXELS

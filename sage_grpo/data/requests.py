@@ -1,7 +1,7 @@
 """Requests for clips, and the files that list them.
 
 Prompt files are .txt (one prompt per line), .csv (`prompt`, optional `index`, `seed` and `image`) or .jsonl (the same
-keys). An image is a path relative to the file.
+keys). An image is a path relative to the file, in the folder of the file or below.
 """
 
 import csv
@@ -105,7 +105,7 @@ def _request(row: dict, number: int, where: str, folder: Path) -> Request:
         text=text,
         index=number if index is None else index,
         seed=seed,
-        image=None if name is None else read_image(folder / name, where),
+        image=None if name is None else read_image(folder / name, where, folder),
     )
 
 

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from sage_grpo.files.foreign import new_name
+
 # far above any real model
 LARGEST = 2**31
 MOST_LAYERS = 1000
@@ -95,9 +97,14 @@ def printable(text: Any) -> str:
 def write_json(path: Path, values: Any, ensure_ascii: bool = True) -> None:
     """Replace a file atomically: readers see either the old or the new content."""
     text = json.dumps(finite(values), indent=1, ensure_ascii=ensure_ascii) + "\n"
-    draft = path.with_name(f"{path.name}.tmp")
-    draft.write_text(text, encoding="utf-8")
-    os.replace(draft, path)
+    draft = new_name(path)
+    try:
+        with draft.open("x", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(draft, path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
 
 
 def finite(value: Any) -> Any:

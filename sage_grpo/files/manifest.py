@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from sage_grpo.files.foreign import Refused, open_regular
 from sage_grpo.files.json_files import printable, read_object
 
 NAME = "manifest.json"
@@ -106,7 +107,9 @@ def check(folder: Path, part: str = "", share: slice = slice(None)) -> None:
     Only files whose names begin with `part` are read, and of these, in alphabetical order, a `share`.
     """
     hashes = read(folder)
-    present = {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
+    # a linked folder counts as a file that was added: what it leads to is not part of this folder
+    paths = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
+    present = {str(path.relative_to(folder)) for path in paths}
     present.discard(NAME)
     missing = hashes.keys() - present
     if missing:
@@ -122,8 +125,10 @@ def check(folder: Path, part: str = "", share: slice = slice(None)) -> None:
 
 def _check_bytes(path: Path, sha256: str) -> None:
     try:
-        # only plain files are opened: reading a pipe would wait forever
-        is_unchanged = path.is_file() and file_sha256(path) == sha256
+        with open_regular(path) as file:
+            is_unchanged = hashlib.file_digest(file, "sha256").hexdigest() == sha256
+    except Refused:  # only regular files are written
+        is_unchanged = False
     except OSError as error:
         raise Damaged(f"{path} cannot be read ({printable(error)})") from error
     if not is_unchanged:

@@ -38,7 +38,7 @@ class Case:
     def failure(self) -> str:
         """The message of a run that stopped with an error; empty for all others."""
         status_file = self.run.folder / "status.json"
-        if not status_file.is_file():
+        if not status_file.is_file() or status_file.is_symlink():
             return ""
         status = read_object(status_file)
         return str(status.get("message")) if status.get("state") == "failed" else ""

@@ -21,6 +21,7 @@ import torch
 from PIL import Image
 
 from sage_grpo.config.fields import Config, ConfigError
+from sage_grpo.files.foreign import first_link
 from sage_grpo.files.json_files import printable, write_json
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.runs.diagnosis import diagnose
@@ -108,7 +109,18 @@ class RunFolder:
                 f"output_dir {self.path} already holds a run ({contents[0]}); give another one,"
                 " --resume_from_checkpoint auto to continue it, or --overwrite to replace it"
             )
+        if not self._replaces:
+            self._check_links()
         return names
+
+    def _check_links(self) -> None:
+        """Reject a folder with a link where a run writes: it may come from others, and lead to files of the user."""
+        link = first_link(self.path, CONTENTS, unless_below="checkpoints")
+        if link is not None:
+            raise ConfigError(
+                f"{link} is a link, and a run does not write through links;"
+                " replace it by what it leads to, or give another output_dir"
+            )
 
     def open(self, step: int) -> None:
         """Create the folder and write the run's description before it continues after iteration `step`."""

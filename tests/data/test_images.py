@@ -1,6 +1,8 @@
 """Images of requests: every kind of file becomes an upright RGB picture, or one sentence."""
 
+import os
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -146,3 +148,27 @@ def test_an_image_must_be_a_path(tmp_path, value):
 def test_names_of_requests_without_an_image_stay():
     """Those of caches and clips that earlier versions wrote."""
     assert Request("a red circle").key == "a1e4a280d27cad5b1aa05b230031f649"
+
+
+def test_a_prompt_file_names_no_image_outside_its_folder(tmp_path):
+    secret = save(tmp_path / "secret.png", Image.fromarray(LEFT_RED))
+    folder = tmp_path / "prompts"
+    folder.mkdir()
+    (folder / "link.png").symlink_to(secret)
+    for name in (secret, "../secret.png", "link.png", "/dev/zero"):
+        (folder / "p.csv").write_text(f"prompt,image\na boat,{name}\n")
+        with pytest.raises(ValueError, match=r"p\.csv line 2: .* must be in the folder of its"):
+            read_requests(folder / "p.csv")
+    assert read_image(folder / "link.png", "--image").shape == (4, 6)  # from a command line
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.png")
+    (tmp_path / "p.csv").write_text("prompt,image\na boat,pipe.png\n")
+    with pytest.raises(ValueError, match="is not a regular file"):
+        read_requests(tmp_path / "p.csv")
+
+
+def test_a_device_is_not_read_even_from_a_command_line():
+    with pytest.raises(ValueError, match="is not a regular file"):
+        read_image(Path("/dev/zero"), "--image")

@@ -118,7 +118,18 @@ def test_a_file_is_written_whole_and_what_json_does_not_know_is_null(tmp_path):
     file = tmp_path / "a.json"
     write_json(file, {"a": (1, math.nan), "b": {"c": -math.inf, "d": 0.5}})
     assert json.loads(file.read_text()) == {"a": [1, None], "b": {"c": None, "d": 0.5}}
-    (tmp_path / "a.json.tmp").mkdir()  # where a draft cannot be written
+
+
+def test_a_draft_takes_no_name_of_the_user_and_is_not_left(tmp_path):
+    file = tmp_path / "a.json"
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "a.json.tmp").symlink_to(tmp_path / "precious")
+    write_json(file, {"a": 1})
+    assert json.loads(file.read_text()) == {"a": 1}
+    assert (tmp_path / "precious").read_text() == "precious"
+
+    (tmp_path / "folder").mkdir()
     with pytest.raises(OSError):
-        write_json(file, {})
-    assert json.loads(file.read_text())["b"]["d"] == 0.5
+        write_json(tmp_path / "folder", {})
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"a.json", "a.json.tmp", "folder", "precious"}

@@ -130,3 +130,18 @@ def test_what_is_not_the_file_is_damage(folder, name, replacement):
     replacement(file)
     with pytest.raises(manifest.Damaged, match=name):
         manifest.check(folder)
+
+
+def test_a_linked_folder_counts_as_added(folder, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "key").write_text("secret")
+    (folder / "more").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(manifest.Damaged, match=r"more is not in manifest\.json"):
+        manifest.check(folder)
+
+
+def test_a_linked_file_counts_as_changed(folder, tmp_path):
+    (folder / "a.txt").rename(tmp_path / "same")
+    (folder / "a.txt").symlink_to(tmp_path / "same")
+    with pytest.raises(manifest.Damaged, match=r"a\.txt was changed"):
+        manifest.check(folder)

@@ -178,3 +178,19 @@ def test_the_status_is_replaced_and_a_folder_that_is_gone_is_only_noted(tmp_path
     run.path.rename(tmp_path / "away")
     run.write_status("running", 3, "")
     assert "status.json could not be written" in capfd.readouterr().err
+
+
+PLACES = (*CONTENTS, "validation/step-000001", "tensorboard/events")
+
+
+@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_run_is_not_resumed_through_a_link(tmp_path, name, overwrite):
+    folder = tmp_path / "run"
+    (folder / name).parent.mkdir(parents=True)
+    (tmp_path / "precious").write_text("precious")
+    (folder / name).symlink_to(tmp_path / "precious")
+    with pytest.raises(ConfigError, match=f"{name} is a link"):
+        made(folder, ALONE, resume_from_checkpoint="auto", overwrite=overwrite)
+    assert (tmp_path / "precious").read_text() == "precious"
+    assert not (folder / "lock").exists()

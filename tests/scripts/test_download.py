@@ -537,3 +537,14 @@ def test_nothing_to_convert_is_one_sentence(tmp_path, capsys, content, message):
         convert.main([str(tmp_path)])
     assert stop.value.code == 2 and message in capsys.readouterr().err
     assert not list(tmp_path.rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("name", ["../victim", "a/../../victim", "{root}/victim"])
+def test_a_mirror_cannot_have_a_file_outside_deleted(tmp_path, monkeypatch, capsys, name):
+    name = name.format(root=tmp_path)
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / "weights").mkdir()
+    monkeypatch.setattr(verify, "ask", lambda url: {"siblings": [{"rfilename": name, "size": 1}]})
+    assert verify.main(["x/y", str(tmp_path / "weights"), "--remove_wrong"]) == 1
+    assert name in capsys.readouterr().err
+    assert (tmp_path / "victim").read_text() == "precious"

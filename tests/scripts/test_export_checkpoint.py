@@ -144,7 +144,7 @@ def test_what_cannot_be_exported_is_one_sentence(checkpoints, tiny_folder, tmp_p
         assert run(*arguments) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert words in line
-        assert not (tmp_path / "out").exists() and not (tmp_path / "out.tmp").exists()
+        assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out.*"))
 
     out = tmp_path / "out"
     damaged = shutil.copytree(checkpoints["lora"], tmp_path / "damaged")
@@ -289,3 +289,39 @@ def test_the_model_card_says_what_was_trained_and_how_to_repeat_it(checkpoints, 
         "eta",
         "seed",
     }
+
+
+def hostile_checkpoint(folder, secrets):
+    """A checkpoint of others, whose transformer is a link to a folder of the user."""
+    folder.mkdir()
+    (folder / "trainer").mkdir()
+    (folder / "trainer" / "state.json").write_text("{}")
+    hashes = {"trainer/state.json": manifest.file_sha256(folder / "trainer" / "state.json")}
+    (folder / manifest.NAME).write_text(json.dumps({"files": hashes}))
+    (folder / "transformer").symlink_to(secrets)
+    return folder
+
+
+def test_a_linked_folder_is_not_exported(tmp_path, capsys):
+    (tmp_path / "secrets").mkdir()
+    (tmp_path / "secrets" / "key").write_text("secret")
+    checkpoint = hostile_checkpoint(tmp_path / "step-000001", tmp_path / "secrets")
+    assert run(checkpoint, tmp_path / "out", "diffusers") == 2
+    assert "transformer is not in manifest.json" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_existing_folder_with_the_name_of_a_draft_is_kept(tmp_path, capsys):
+    (tmp_path / "out.tmp").mkdir()
+    (tmp_path / "out.tmp" / "precious").write_text("precious")
+    checkpoint = tmp_path / "step-000001"
+    (checkpoint / "transformer").mkdir(parents=True)
+    (checkpoint / "transformer" / "config.json").write_text("{}")
+    hashes = {
+        "transformer/config.json": manifest.file_sha256(checkpoint / "transformer/config.json")
+    }
+    (checkpoint / manifest.NAME).write_text(json.dumps({"files": hashes}))
+    assert run(checkpoint, tmp_path / "out", "diffusers") == 0
+    assert (tmp_path / "out" / "config.json").read_text() == "{}"
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "out.tmp", "step-000001"}
+    assert (tmp_path / "out.tmp" / "precious").read_text() == "precious"

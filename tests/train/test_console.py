@@ -83,6 +83,7 @@ def test_the_next_command_names_image_and_version(
     folder = shutil.copytree(i2v_folder, tmp_path / "both")
     shutil.copy(tiny_folder / "model_index.json", folder)
     prompts = tmp_path / "images.csv"
+    pictures = [shutil.copy(path, tmp_path) for path in pictures[:2]]
     prompts.write_text(f"prompt,image\na red circle,{pictures[0]}\na green square,{pictures[1]}\n")
     files = dict.fromkeys(("train_prompts", "validation_prompts"), (str(prompts),))
     trainer = make(pretrained_model_root=str(folder), pretrained_transformer_version="i2v", **files)
@@ -90,7 +91,7 @@ def test_the_next_command_names_image_and_version(
     assert (args.model_path, args.pretrained_transformer_version, args.image) == (
         folder,
         "i2v",
-        pictures[0],
+        Path(pictures[0]),
     )
 
 

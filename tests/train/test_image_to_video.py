@@ -111,7 +111,8 @@ def test_a_resumed_run_is_the_straight_one(make, use_lora):
 
 def test_other_images_are_other_prompts(make, flags, pictures, tmp_path):
     before = make().fingerprints
-    rows = [f"{text},{pictures[0]}" for text in PROMPTS]
+    picture = shutil.copy(pictures[0], tmp_path)
+    rows = [f"{text},{picture}" for text in PROMPTS]
     (tmp_path / "others.csv").write_text("\n".join(["prompt,image", *rows, ""]))
     after = make(train_prompts=str(tmp_path / "others.csv"), overwrite=True).fingerprints
     assert [name for name in before if before[name] != after[name]] == ["training prompts"]

@@ -38,6 +38,7 @@ READ = (
     "config.yaml",
     "metrics.jsonl",
     "report.html",
+    "status.json",
     "validation",
     "validation/*",
     "validation/*/*",

@@ -1,6 +1,7 @@
 """An image-to-video folder through the programs, which need no flag of its own."""
 
 import json
+import shutil
 
 import pytest
 
@@ -17,7 +18,8 @@ def words(i2v_folder, pictures, tmp_path):
     """Flags that every program takes."""
     prompts = tmp_path / "prompts.csv"
     # the images alone tell the requests apart
-    rows = [f"a red circle moving left,{path}" for path in pictures[:2]]
+    copies = [shutil.copy(path, tmp_path) for path in pictures[:2]]
+    rows = [f"a red circle moving left,{path}" for path in copies]
     prompts.write_text("\n".join(["prompt,image", *rows, ""]))
     flags = {
         "pretrained_model_root": i2v_folder,
@@ -41,7 +43,7 @@ def test_every_program_takes_the_folder(words, i2v_folder, pictures, tmp_path, c
     flags = {"checkpoints": checkpoint, "output": output}
     assert evaluate.main([*words, *flag_list(flags)]) == 0
     clips = json.loads((output / "base" / "clips.json").read_text())
-    assert [clip["image"] for clip in clips] == [str(path) for path in pictures[:2]]
+    assert [clip["image"] for clip in clips] == [str(tmp_path / path.name) for path in pictures[:2]]
     assert len({clip["scores"]["first_frame"] for clip in clips}) == 2
 
     # planner

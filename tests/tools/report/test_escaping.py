@@ -155,7 +155,16 @@ def test_a_page_follows_no_links(tmp_path):
     places = [clip, clip.with_name("clips.json"), clip.parent, clip.parents[1]]
     for path in (
         *places,
-        *(run / name for name in ("command.txt", "config.yaml", "metrics.jsonl", "report.html")),
+        *(
+            run / name
+            for name in (
+                "command.txt",
+                "config.yaml",
+                "metrics.jsonl",
+                "report.html",
+                "status.json",
+            )
+        ),
     ):
         kept = path.rename(inner) if path.exists() else secret
         path.symlink_to(kept)
