@@ -168,8 +168,8 @@ class Case:
     def kl_pull(self) -> float:
         """Gradient of the KL, relative to the noise of the policy gradient, in one update; NaN with nft.
 
-        At the velocity and per pair they are lambda N_t sqrt(2 KL_t) and S_t N_t. The first adds up over the P pairs of
-        an update, the second as sqrt(P).
+        At the velocity and per pair they are lambda N_t sqrt(2 KL_t) and |A| S_t N_t, for advantages of size |A|. The
+        first adds up over the P pairs of an update, the second as sqrt(P).
         """
         c = self.config
         kl = self.run.grid("kl_anchor")
@@ -186,5 +186,8 @@ class Case:
         pairs = clips * trained.sum(1) / c.updates_per_rollout
 
         weight = column(self.run.train, "kl/coef") * c.dual_kl_moving_weight
+        advantage_size = column(self.run.train, "signal/advantage_size")
+        advantage_size = np.where(advantage_size > 0, advantage_size, 1.0)  # 1: not recorded
         pull = weight * np.sqrt(pairs * kl_square / np.maximum(policy_square, 1e-30))
+        pull /= advantage_size
         return float(np.median(pull[kl_square > 0]))

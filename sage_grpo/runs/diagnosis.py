@@ -6,12 +6,14 @@ reported about it. Shapes: N logged iterations, T denoising steps.
 """
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from sage_grpo.config.fields import FIELDS, Config
 from sage_grpo.runs.case import FEWEST_FOR_TREND, Case
 from sage_grpo.runs.history import RunHistory, column
 
@@ -27,6 +29,7 @@ class Rule:
     evidence: Evidence
     cause: str
     remedy: str
+    remedy_if_set: str = ""  # the remedy of a run that has one of the settings in `remedy` already
     panel: str = ""  # the figure of report.html that shows it
     silent_while_rising: bool = False  # and as long as it is too early to tell
     stop_message: str = ""  # part of the message with which a run stops for this reason
@@ -38,13 +41,40 @@ class Finding:
 
     rule: Rule
     evidence: str
+    config: Config
 
     @property
     def name(self) -> str:
         return self.rule.name
 
+    @property
+    def remedy(self) -> str:
+        """What helps: never a setting that the run has already."""
+        if self.rule.remedy_if_set and is_any_set(settings_in(self.rule.remedy), self.config):
+            return self.rule.remedy_if_set
+        return self.rule.remedy
+
     def __str__(self) -> str:
-        return f"{self.name}: {self.evidence}. {self.rule.cause} Remedy: {self.rule.remedy}"
+        return f"{self.name}: {self.evidence}. {self.rule.cause} Remedy: {self.remedy}"
+
+
+def settings_in(remedy: str) -> dict[str, str]:
+    """Values by flag that a remedy advises, such as `--compile False`; resuming is no setting but a step to take."""
+    values = {}
+    for flag, word in re.findall(r"--(\w+) ([\w.-]+)", remedy):
+        if flag in FIELDS and flag != "resume_from_checkpoint":
+            values[flag] = word.rstrip(".")
+    return values
+
+
+def is_any_set(settings: Mapping[str, str], config: Config) -> bool:
+    for flag, word in settings.items():
+        value = getattr(config, flag)
+        if str(value) == word:
+            return True
+        if isinstance(value, float) and f"{value:g}" == word:
+            return True
+    return False
 
 
 RULES: dict[str, Rule] = {}  # by name
@@ -60,7 +90,7 @@ def diagnose(run: RunHistory) -> list[Finding]:
             evidence = f"the run stopped: {case.failure:.200}"
         if evidence is None or (rule.silent_while_rising and case.direction in (1, None)):
             continue
-        findings.append(Finding(rule, evidence))
+        findings.append(Finding(rule, evidence, case.config))
     return findings
 
 
@@ -81,6 +111,7 @@ def rule(name: str, **fields: Any) -> Callable[[Evidence], Evidence]:
     "first ratio",
     cause="Rollout and training run different arithmetic, so every gradient is wrong.",
     remedy='see "The first ratio is not 1" in docs/diagnosis.md; --compile False first.',
+    remedy_if_set='see "The first ratio is not 1" in docs/diagnosis.md.',
     panel="Largest ratio deviation",
     stop_message="first ratio",
 )
@@ -206,6 +237,7 @@ def variety_collapsed(case: Case) -> str | None:
     "gradient below eps",
     cause="AdamW divides by gradient plus eps, so weights hardly move.",
     remedy="--adam_eps 1e-15.",
+    remedy_if_set="a larger --max_grad_norm, or advantages of another scale (--advantage_std).",
     panel="Gradient norm",
 )
 def gradient_is_below_eps(case: Case) -> str | None:
@@ -220,6 +252,7 @@ def gradient_is_below_eps(case: Case) -> str | None:
     "weights too coarse",
     cause="Most updates round to nothing.",
     remedy="--master_weight_type fp32 (with bf16 computation: --enable_fsdp True).",
+    remedy_if_set="fp32 for --master_weight_type.",
     panel="Learning rate",
     silent_while_rising=True,
 )
@@ -306,6 +339,7 @@ def last_noise(case: Case) -> float:
     "noise in the clips",
     cause="No later step removes the last one's noise, and the reward judges it.",
     remedy="--sde_window all_but_last, or --sde_type precise.",
+    remedy_if_set="an --sde_window without the last step, or a smaller --eta.",
     panel="Exploration noise",
 )
 def noise_is_left_in_the_clips(case: Case) -> str | None:
@@ -322,6 +356,7 @@ def noise_is_left_in_the_clips(case: Case) -> str | None:
     "too much exploration",
     cause="Exploration leads outside of what the model can make, so the reward ranks damage.",
     remedy="a smaller --eta, more --num_sampling_steps, or --sde_type precise.",
+    remedy_if_set="a smaller --eta, or more --num_sampling_steps.",
     panel="Total reward",
 )
 def exploration_is_too_strong(case: Case) -> str | None:
@@ -353,6 +388,7 @@ def exploration_is_too_weak(case: Case) -> str | None:
     "one step dominates",
     cause="The update is the noise of one step; the others hardly learn.",
     remedy="--use_grad_balancing True.",
+    remedy_if_set="an --sde_window without that step, or a smaller --kl_weight.",
     panel="Gradient at the velocity",
 )
 def one_step_dominates(case: Case) -> str | None:
@@ -389,6 +425,7 @@ def is_one_sided(low: float, high: float) -> bool:
     remedy=(
         "--ratio_norm True, --updates_per_rollout 1, a smaller --learning_rate or a larger --clip_range."
     ),
+    remedy_if_set="fewer --updates_per_rollout, a smaller --learning_rate or a larger --clip_range.",
     panel="Clipped pairs",
 )
 def pairs_are_clipped_on_one_side(case: Case) -> str | None:
@@ -407,6 +444,7 @@ def pairs_are_clipped_on_one_side(case: Case) -> str | None:
     remedy=(
         "--updates_per_rollout 1, --ratio_norm True, a smaller --learning_rate or a larger --clip_range."
     ),
+    remedy_if_set="fewer --updates_per_rollout, a smaller --learning_rate or a larger --clip_range.",
     panel="Clipped pairs",
 )
 def pairs_are_clipped(case: Case) -> str | None:
@@ -422,6 +460,7 @@ def pairs_are_clipped(case: Case) -> str | None:
     "KL too strong",
     cause="The anchor holds the policy where it is.",
     remedy="a smaller --kl_weight, or --use_moving_KL True with a smaller --update_ref_model_step.",
+    remedy_if_set="a smaller --kl_weight, or a smaller --update_ref_model_step.",
     panel="KL",
     silent_while_rising=True,
 )
@@ -452,6 +491,7 @@ def learning_rate_is_too_high(case: Case) -> str | None:
     "KL without effect",
     cause="The trust region does not hold the policy.",
     remedy="a larger --kl_weight, --kl_schedule fixed.",
+    remedy_if_set="a larger --kl_weight.",
     panel="KL coefficient",
 )
 def kl_has_no_effect(case: Case) -> str | None:

@@ -67,6 +67,7 @@ SLOWER_THAN_PLANNED = Rule(
         "compare the phases of report.html with those of tools.plan;"
         " --compile True, --gather_for_rollout True."
     ),
+    remedy_if_set="compare the phases of report.html with those of tools.plan.",
     panel="Time per iteration",
 )
 
@@ -77,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     case = Case(run)
     findings = diagnose(run)
     if evidence := slower_than_planned(case):
-        findings.append(Finding(SLOWER_THAN_PLANNED, evidence))
+        findings.append(Finding(SLOWER_THAN_PLANNED, evidence, case.config))
 
     verdict = DIRECTIONS[case.direction]
     if not findings:

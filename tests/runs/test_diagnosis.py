@@ -14,9 +14,11 @@ import torch
 from research.studies.diagnosis_check import read_records, restore
 from research.studies.faults import BY_WORLD, FAULTS, HEALTHY
 from sage_grpo.config.fields import FIELDS, Config
+from sage_grpo.config.parse import from_values
+from sage_grpo.config.yaml_files import yaml_mapping
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.runs.case import Case
-from sage_grpo.runs.diagnosis import RULES, diagnose
+from sage_grpo.runs.diagnosis import RULES, Finding, diagnose, settings_in
 from sage_grpo.runs.folder import RunFolder
 from sage_grpo.runs.history import read_run
 from sage_grpo.tools.diagnose import SLOWER_THAN_PLANNED
@@ -168,8 +170,44 @@ def test_the_page_has_every_finding_in_its_order():
 @pytest.mark.parametrize("rule", ALL_RULES, ids=lambda rule: rule.name)
 def test_a_remedy_names_flags_that_exist(rule):
     assert rule.cause.endswith(".") and rule.remedy.endswith(".")
-    flags = set(re.findall(r"--(\w+)", rule.remedy))
+    flags = set(re.findall(r"--(\w+)", rule.remedy + rule.remedy_if_set))
     assert flags <= set(FIELDS) and (flags or rule.name in ("slow", "rewards repeat"))
+
+
+@pytest.mark.parametrize("rule", ALL_RULES, ids=lambda rule: rule.name)
+def test_a_remedy_is_never_a_setting_that_the_run_has(rule):
+    for flag, word in settings_in(rule.remedy).items():
+        try:
+            config = from_values({flag: yaml_mapping(f"value: {word}", "a remedy")["value"]})
+        except (TypeError, ValueError):  # a word of the sentence, not a value
+            continue
+        assert f"--{flag} {word}" not in Finding(rule, "", config).remedy
+
+
+def test_a_run_with_the_equalizer_is_not_told_to_use_it(replay):
+    folder = replay("equalizer off")
+    (finding,) = [f for f in diagnose(read_run(folder)) if f.name == "one step dominates"]
+    assert finding.remedy == "--use_grad_balancing True."
+    config_file = folder / "config.yaml"
+    settings = config_file.read_text()
+    assert settings.count("use_grad_balancing: false") == 1
+    config_file.write_text(settings.replace("grad_balancing: false", "grad_balancing: true"))
+    (finding,) = [f for f in diagnose(read_run(folder)) if f.name == "one step dominates"]
+    assert "--use_grad_balancing" not in str(finding) and "--sde_window" in finding.remedy
+
+
+def test_the_kl_is_measured_against_advantages_of_their_size(replay):
+    """With tiny advantages the gradient is the KL's, whose steps differ without the equalizer's doing."""
+    folder = replay("equalizer off")
+    assumed = Case(read_run(folder)).kl_pull
+    assert 0 < assumed < 1
+    lines = read_lines(folder)
+    for line in lines:
+        if line["kind"] == "train":
+            line["signal/advantage_size"] = 1e-4
+    write_lines(folder, lines)
+    assert Case(read_run(folder)).kl_pull == pytest.approx(1e4 * assumed)
+    assert "one step dominates" not in names(folder)
 
 
 def test_training_prints_the_first_finding_when_it_changes(replay, capsys):
