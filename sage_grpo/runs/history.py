@@ -17,7 +17,16 @@ from sage_grpo.config.fields import ConfigError
 Line = dict[str, Any]  # of metrics.jsonl: kind, step, metrics
 
 # metrics under reward/ that are not scores
-BATCH_STATISTICS = ("total", "std", "group_std", "failed", "starved_groups", "flat_groups", "error")
+BATCH_STATISTICS = (
+    "total",
+    "std",
+    "group_std",
+    "advantage_size",
+    "failed",
+    "starved_groups",
+    "flat_groups",
+    "error",
+)
 KINDS = ("run", "train", "validation")  # of line
 FIELD_TYPES = {
     "time": str,
