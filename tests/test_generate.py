@@ -309,9 +309,8 @@ def test_frame_sizes(tiny_folder, arguments, expected):
 @pytest.fixture
 def image_file(pictures, tmp_path):
     path = tmp_path / "images.csv"
-    path.write_text(
-        "\n".join(["prompt,image", *(f"{PROMPT},{picture}" for picture in pictures), ""])
-    )
+    copies = [shutil.copy(picture, tmp_path) for picture in pictures]
+    path.write_text("\n".join(["prompt,image", *(f"{PROMPT},{picture}" for picture in copies), ""]))
     return path
 
 
@@ -327,7 +326,9 @@ def test_images_are_animated_each_in_its_own_size(i2v_folder, pictures, image_fi
         i2v_folder, tmp_path / "a", "--prompt_file", str(image_file), "--score", "first_frame"
     )
     sizes = [(record["height"], record["width"]) for record in records]
-    assert [record["image"] for record in records] == [str(path) for path in pictures]
+    assert [record["image"] for record in records] == [
+        str(tmp_path / path.name) for path in pictures
+    ]
     wide, tall, square = sizes
     assert wide[0] < wide[1]
     assert tall[0] > tall[1]

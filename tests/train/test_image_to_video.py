@@ -23,7 +23,8 @@ from tests.train.test_update import our_gradients, prepared, reference_gradients
 
 @pytest.fixture
 def flags(flags, i2v_folder, pictures, tmp_path):
-    rows = [f"{text},{path}" for text, path in zip(PROMPTS, pictures, strict=True)]
+    copies = [shutil.copy(path, tmp_path) for path in pictures]
+    rows = [f"{text},{path}" for text, path in zip(PROMPTS, copies, strict=True)]
     (tmp_path / "images.csv").write_text("\n".join(["prompt,image", *rows, ""]))
     file = str(tmp_path / "images.csv")
     own = {"train_prompts": file, "validation_prompts": file, "validation_fixed_size": "16x24"}
