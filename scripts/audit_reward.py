@@ -11,7 +11,7 @@ clip, and verdicts come from 95 % intervals over clips. Writes audit.json and sh
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from sage_grpo.config.command_line import answer_early, answering
@@ -51,13 +51,18 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace
 answer_early(__name__, parse_arguments)
 
 import torch
+from torch import Tensor
 
+from sage_grpo.exit_codes import DONE, FAILED
 from sage_grpo.files.json_files import write_json
+from sage_grpo.intervals import FEWEST
 from sage_grpo.parallel.device import choose_device
+from sage_grpo.rewards.base import Prompts
 from sage_grpo.runs.media import contact_sheet, read_mp4, thumbnails
 from sage_grpo.tools.audit import (
     EDITS,
     TOTAL,
+    Verdict,
     audit_summary,
     conclude,
     drawn_clips,
@@ -70,65 +75,100 @@ from sage_grpo.train.build import open_model
 from sage_grpo.train.inputs import build_composite, prompts_of, reward_names
 
 
-def good_clips(
-    options: argparse.Namespace, config: Config, device: torch.device
-) -> tuple[list, list, float, list]:
-    """Clips, prompts and fps; of a world also the clips at half the speed, which it can render."""
-    entries = [entry for folder in options.clips for entry in read_folder(folder)][
-        : options.num_clips
-    ]
-    if entries:
-        clips, rates = zip(*(read_mp4(Path(entry["file"])) for entry in entries), strict=True)
-        if len(set(rates)) > 1:
-            raise ConfigError(
-                "the clips have several frame rates; the reward would see more of some than of others"
-            )
-        return list(clips), [entry["prompt"] for entry in entries], rates[0], []
+@dataclass(frozen=True)
+class GoodClips:
+    """Clips that are known to be good."""
+
+    clips: list[Tensor]  # uint8 (F, H, W, 3)
+    prompts: Prompts
+    fps: float
+    slowed: list[Tensor]  # the same at half the speed; empty unless a world rendered them
+
+
+def read_clips(folders: Sequence[Path], count: int) -> GoodClips:
+    """The first clips in folders that generate.py wrote."""
+    entries = [entry for folder in folders for entry in read_folder(folder)]
+    clips = []
+    prompts = []
+    rates = set()
+    for entry in entries[:count]:
+        clip, fps = read_mp4(Path(entry["file"]))
+        clips.append(clip)
+        prompts.append(entry["prompt"])
+        rates.add(fps)
+    if len(rates) != 1:
+        raise ConfigError(
+            "the clips have several frame rates; the reward would see more of some than of others"
+        )
+    return GoodClips(clips, prompts, fps=rates.pop(), slowed=[])
+
+
+def render_clips(config: Config, device: torch.device, count: int) -> GoodClips:
+    """Clips of training prompts, rendered by the model's world."""
     _, c = open_model(config, device)
     prompts = prompts_of(c.train_prompts, Path(c.pretrained_model_root), "train")
-    drawn = drawn_clips(c, prompts, options.num_clips)
+    drawn = drawn_clips(c, prompts, count)
     if drawn is None:
         raise ConfigError(
-            "this model has no world that can draw a clip known to be good: name a folder with --clips"
+            "this model has no world that can draw a clip known to be good: "
+            "name a folder with --clips"
         )
-    longer, _ = drawn_clips(replace(c, num_frames=2 * c.num_frames - 1), prompts, options.num_clips)
-    return *drawn, c.fps, [clip[: c.num_frames] for clip in longer]
+    clips, requests = drawn
+    twice_as_long = replace(c, num_frames=2 * c.num_frames - 1)
+    longer, _ = drawn_clips(twice_as_long, prompts, count)
+    return GoodClips(clips, requests, c.fps, slowed=[clip[: c.num_frames] for clip in longer])
 
 
 @answering("audit_reward: ")
 def main(arguments: Sequence[str] | None = None) -> int:
     options, config = parse_arguments(arguments)
     device = torch.device(choose_device(config.device, lambda: 0))
-    clips, prompts, fps, slowed = good_clips(options, config, device)
-    if len(clips) < 8:
+    if options.clips:
+        good = read_clips(options.clips, options.num_clips)
+    else:
+        good = render_clips(config, device, options.num_clips)
+    if len(good.clips) < FEWEST:
         raise ConfigError(
-            f"{len(clips)} clips are too few to tell; give at least 8, with different prompts"
+            f"{len(good.clips)} clips are too few to tell; "
+            f"give at least {FEWEST}, with different prompts"
         )
+
     reward = build_composite(config, reward_names(config), config.reward_weights, device)
-    reward.check(prompts)
-    kinds = dict.fromkeys(EDITS, ()) | {"slowed": slowed}
-    found = measure(reward, clips, prompts, fps, kinds)
-    told = conclude(found, verdicts := give_verdicts(found, drawn=not options.clips))
+    reward.check(good.prompts)
+    kinds = dict.fromkeys(EDITS, ()) | {"slowed": good.slowed}
+    scores = measure(reward, good.clips, good.prompts, good.fps, kinds)
+    verdicts = give_verdicts(scores, drawn=not options.clips)
+    conclusions = conclude(scores, verdicts)
+
     options.output.mkdir(parents=True, exist_ok=True)
-    rows = {kind: (kinds[kind] or edited(clips[:1], kind))[0] for kind in kinds}
-    marks = {
-        v.edit: f"{v.change.mean:+.3f} +- {v.change.half:.3f} {v.mark}"
-        for v in verdicts
-        if v.score == TOTAL
+    write_sheet(options.output / "sheet.png", good, verdicts)
+    record = {
+        "clips": len(good.clips),
+        "weights": reward.weights,
+        "fit": not conclusions["wrong"],
+        **conclusions,
+        "verdicts": [asdict(verdict) | {"mark": verdict.mark} for verdict in verdicts],
     }
-    sheet = [thumbnails(clip) for clip in (clips[0], *rows.values())]
-    contact_sheet(
-        options.output / "sheet.png",
-        sheet,
-        ["good", *(f"{kind}: total {marks[kind]}" for kind in rows)],
-    )
-    record = {"clips": len(clips), "weights": reward.weights, "fit": not told["wrong"]} | told
-    write_json(
-        options.output / "audit.json",
-        record | {"verdicts": [asdict(v) | {"mark": v.mark} for v in verdicts]},
-    )
-    print(audit_summary(found, verdicts, told, options.output))
-    return 1 if told["wrong"] else 0
+    write_json(options.output / "audit.json", record)
+    print(audit_summary(scores, verdicts, conclusions, options.output))
+    return FAILED if conclusions["wrong"] else DONE
+
+
+def write_sheet(path: Path, good: GoodClips, verdicts: Sequence[Verdict]) -> None:
+    """The first clip, and what each edit makes of it and of the total."""
+    totals = {verdict.edit: verdict for verdict in verdicts if verdict.score == TOTAL}
+    rows = [thumbnails(good.clips[0])]
+    labels = ["good"]
+    for kind in EDITS:
+        if kind == "slowed" and good.slowed:
+            clip = good.slowed[0]
+        else:
+            (clip,) = edited(good.clips[:1], kind)
+        rows.append(thumbnails(clip))
+        total = totals[kind]
+        change = f"{total.change.mean:+.3f} +- {total.change.half:.3f}"
+        labels.append(f"{kind}: total {change} {total.mark}")
+    contact_sheet(path, rows, labels)
 
 
 if __name__ == "__main__":

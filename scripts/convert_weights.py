@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sage_grpo.config.command_line import Parser
+from sage_grpo.exit_codes import WRONG_INPUT
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,37 +26,39 @@ def main(arguments: list[str] | None = None) -> None:
         "folder", type=Path, metavar="FOLDER", help="model folder in Tencent's layout"
     )
     try:
-        folder = parser.parse_args(arguments).folder  # before imports that take seconds
-        from sage_grpo.files.torch_files import convert
-
-        found = [
-            (path, of)
-            for pattern, of in CONVERSIONS.items()
-            for path in sorted(folder.glob(pattern))
-        ]
-        if not found:
-            raise FileNotFoundError(
-                f"'{folder}' has none of {', '.join(CONVERSIONS)}; run download_weights.sh first."
-            )
-        for path, tensors_of in found:
-            print(convert(path, tensors_of))
+        convert_folder(parser.parse_args(arguments).folder)
     except (ValueError, FileNotFoundError) as error:
         print(f"convert_weights.py: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(WRONG_INPUT)
+
+
+def convert_folder(folder: Path) -> None:
+    """Convert every file that the table names, and print what was done."""
+    from sage_grpo.files.torch_files import convert  # takes seconds
+
+    any_file = False
+    for pattern, tensors_of in CONVERSIONS.items():
+        for path in sorted(folder.glob(pattern)):
+            any_file = True
+            print(convert(path, tensors_of))
+    if not any_file:
+        raise FileNotFoundError(
+            f"'{folder}' has none of {', '.join(CONVERSIONS)}; run download_weights.sh first."
+        )
 
 
 def glyph_tensors(content: dict[str, Any]) -> "dict[str, Tensor]":
     """The ByT5 encoder of Glyph-SDXL-v2 under T5EncoderModel names; a full training state holds more."""
-    if "state_dict" in content:
-        tensors = content["state_dict"]
-        content = {
-            n.removeprefix(GLYPH_PREFIX): t
-            for n, t in tensors.items()
-            if n.startswith(GLYPH_PREFIX)
-        }
-    return {f"encoder.{name}": tensor for name, tensor in content.items()}
+    if "state_dict" not in content:
+        return {f"encoder.{name}": tensor for name, tensor in content.items()}
+    return {
+        f"encoder.{name.removeprefix(GLYPH_PREFIX)}": tensor
+        for name, tensor in content["state_dict"].items()
+        if name.startswith(GLYPH_PREFIX)
+    }
 
 
+# pattern of files -> what selects and names the tensors in one
 CONVERSIONS: "dict[str, Callable[[Any], dict[str, Tensor]]]" = {
     "text_encoder/Glyph-SDXL-v2/checkpoints/byt5_model.pt": glyph_tensors,
     "VideoReward/checkpoint-*/model.pth": dict,

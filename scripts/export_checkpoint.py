@@ -24,9 +24,20 @@ from sage_grpo.config.command_line import Parser, answer_early
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser("scripts/export_checkpoint.py", __doc__)
     add = parser.add_argument
-    add("--checkpoint", type=Path, metavar="FOLDER", required=True, help="RUN/checkpoints/step-N")
-    add("--output", type=Path, metavar="FOLDER", required=True, help="folder to make")
-    add("--layout", choices=("diffusers", "tencent", "lora"), default="diffusers", help="as above")
+    add(
+        "--checkpoint",
+        type=Path,
+        metavar="FOLDER",
+        required=True,
+        help="checkpoint to export, RUN/checkpoints/step-N",
+    )
+    add("--output", type=Path, metavar="FOLDER", required=True, help="folder to create")
+    add(
+        "--layout",
+        choices=("diffusers", "tencent", "lora"),
+        default="diffusers",
+        help="layout of the folder, see above",
+    )
     add(
         "--model_path",
         type=Path,
@@ -42,6 +53,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from sage_grpo.exit_codes import DONE, WRONG_INPUT
 from sage_grpo.files import foreign, manifest
 from sage_grpo.models.hunyuan15.folder import ModelFolder
 from sage_grpo.models.hunyuan15.tencent import RULES, SETTINGS, diffusers_config, translate
@@ -60,7 +72,41 @@ from sage_grpo.models.weights import (
     open_folder,
 )
 
-NAMED = ("target_size", "task_type")  # encoded in the folder name in Tencent's layout
+IN_FOLDER_NAME = ("target_size", "task_type")  # settings that Tencent's layout has there
+
+
+def export(checkpoint: Path, output: Path, layout: str, model_path: Path | None = None) -> None:
+    """Write everything to a draft folder, then rename it."""
+    if output.exists():
+        raise ValueError(f"--output {output} exists; name another folder")
+    manifest.check(checkpoint)
+    adapter = checkpoint / LORA_FILE
+    if layout == "lora" and not adapter.is_file():
+        raise ValueError(
+            f"{checkpoint} holds all weights and no adapter; use --layout diffusers or tencent"
+        )
+
+    drafts = foreign.new_folder(output)
+    draft = drafts / layout
+    try:
+        if layout == "lora":
+            draft.mkdir()
+            foreign.copy_regular(adapter, draft / LORA_FILE)
+        else:
+            write_diffusers(checkpoint, drafts / "diffusers", model_path)
+        if layout == "tencent":
+            write_tencent(drafts / "diffusers", draft)
+
+        hashes = {}
+        for file in sorted(draft.iterdir()):
+            manifest.sync(file)
+            hashes[file.name] = manifest.file_sha256(file)
+        manifest.commit(draft, output, hashes)
+    finally:
+        shutil.rmtree(drafts)
+
+
+# The layout of diffusers
 
 
 def full_config(config: dict[str, Any]) -> str:
@@ -81,19 +127,23 @@ def write_diffusers(checkpoint: Path, folder: Path, model_path: Path | None) -> 
             checkpoint / "transformer", folder, symlinks=True, copy_function=foreign.copy_regular
         )
         return
-    run = json.loads((checkpoint / "trainer" / "state.json").read_text())["config"]
-    root = model_path or Path(run["pretrained_model_root"])
-    version = run["pretrained_transformer_version"] if ModelFolder(root).is_tencent else None
-    base, adapter = open_backbone(root, version=version, complete=False), checkpoint / LORA_FILE
-    weights = base.open_weights()
-    save_weights(
-        folder, merged(weights, adapter) if adapter.is_file() else trained(checkpoint, weights)
-    )
+
+    config = json.loads((checkpoint / "trainer" / "state.json").read_text())["config"]
+    root = model_path or Path(config["pretrained_model_root"])
+    version = config["pretrained_transformer_version"] if ModelFolder(root).is_tencent else None
+    base = open_backbone(root, version=version, complete=False)
+
+    adapter = checkpoint / LORA_FILE
+    if adapter.is_file():
+        tensors = merged(base.open_weights(), adapter)
+    else:
+        tensors = trained(checkpoint, base.open_weights())
+    save_weights(folder, tensors)
     (folder / "config.json").write_text(base.empty_transformer().to_json_string())
 
 
 def trained(checkpoint: Path, base: Weights) -> Iterator[tuple[str, Tensor]]:
-    """Transformer tensors, one at a time, from the ranks' shards; the model gives what was never trained."""
+    """Transformer tensors, one at a time, from the ranks' shards; those never trained are the base model's."""
     weights = trained_weights(checkpoint, lambda: base)
     check_names(weights, {name: base.shape(name) for name in base.names})
     return ((name, weights.read(name)) for name in weights.names)
@@ -104,36 +154,46 @@ def merged(weights: Weights, file: Path) -> Iterator[tuple[str, Tensor]]:
     adapter, config = read_adapter(file)
     if not config or config["use_rslora"]:
         raise ValueError(
-            f"{file} does not tell one rank and one scale for all layers; merge it by other means"
+            f"{file} does not have one rank and one scale for all layers; merge it by other means"
         )
-    downs = {name.replace(".lora_A.", "."): name for name in adapter if ".lora_A." in name}
-    for name, down in downs.items():
-        shape = (len(adapter[down.replace(".lora_A.", ".lora_B.")]), adapter[down].shape[1])
+    factors = {}  # name of a weight -> its A (r, in) and B (out, r)
+    for name_a in adapter:
+        if ".lora_A." in name_a:
+            name_b = name_a.replace(".lora_A.", ".lora_B.")
+            factors[name_a.replace(".lora_A.", ".")] = (adapter[name_a], adapter[name_b])
+    for name, (a, b) in factors.items():
+        shape = (b.shape[0], a.shape[1])
         if name not in weights.names or weights.shape(name) != shape:
             raise ValueError(
                 f"{file} does not fit '{weights.where}': {name} of shape {shape} is not there"
             )
+
     for name in weights.names:
         value = weights.read(name)
-        if name in downs:
-            down, up = adapter[downs[name]], adapter[downs[name].replace(".lora_A.", ".lora_B.")]
-            change = config["lora_alpha"] / config["r"] * (up.double() @ down.double())
+        if name in factors:
+            a, b = factors[name]
+            change = config["lora_alpha"] / config["r"] * (b.double() @ a.double())
             value = (value.double() + change).to(value.dtype)
         yield name, value
 
 
+# Tencent's layout
+
+
 def write_tencent(diffusers: Path, folder: Path) -> None:
     """Write the transformer in Tencent's layout; rejects settings that its config.json cannot express."""
-    ours = json.loads((diffusers / "config.json").read_text())
-    theirs = tencent_transformer_config(ours)
-    told = json.loads(full_config(diffusers_config("transformer", theirs, DEFAULT_VERSION)))
-    lost = [name for name in told if name not in NAMED and told[name] != ours[name]]
-    if lost:
-        raise ValueError(
-            f"Tencent's config.json cannot tell that {lost[0]} is {ours[lost[0]]}; use --layout diffusers"
-        )
+    config = json.loads((diffusers / "config.json").read_text())
+    tencent_config = tencent_transformer_config(config)
+    read_back = diffusers_config("transformer", tencent_config, DEFAULT_VERSION)
+    read_back = json.loads(full_config(read_back))
+    for name, value in read_back.items():
+        if name not in IN_FOLDER_NAME and value != config[name]:
+            raise ValueError(
+                f"Tencent's config.json cannot express that {name} is {config[name]}; "
+                "use --layout diffusers"
+            )
     save_tencent(folder, "transformer", open_folder(diffusers))
-    (folder / "config.json").write_text(json.dumps(theirs, indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(tencent_config, indent=2) + "\n")
 
 
 def to_tencent(part: str, names: Iterable[str]) -> dict[str, tuple[Rows, ...]]:
@@ -141,25 +201,28 @@ def to_tencent(part: str, names: Iterable[str]) -> dict[str, tuple[Rows, ...]]:
 
     Names that are not in the tables are rejected.
     """
-    blocks: dict[str, list[Rows | None]] = {}
+    blocks: dict[str, list[Rows | None]] = {}  # of each Tencent tensor
     for name in names:
-        known = [
-            (rule, new)
+        matches = [
+            (rule, tencent_name)
             for rule in RULES[part]
-            if (new := translate(name, rule.diffusers, rule.tencent))
+            if (tencent_name := translate(name, rule.diffusers, rule.tencent))
         ]
-        if not known:
+        if not matches:
             raise ValueError(f"the {part} tensor {name} has no place in Tencent's layout")
-        [(rule, new)] = known
-        found = blocks.setdefault(new, [None] * rule.num_blocks)
+        [(rule, tencent_name)] = matches
+        tensor_blocks = blocks.setdefault(tencent_name, [None] * rule.num_blocks)
         for position, block in enumerate(rule.blocks):
-            found[block] = Rows(name, position, len(rule.blocks))
-    for new, found in blocks.items():
-        if None in found:
+            tensor_blocks[block] = Rows(name, position, len(rule.blocks))
+
+    for tencent_name, tensor_blocks in blocks.items():
+        missing = tensor_blocks.count(None)
+        if missing:
             raise ValueError(
-                f"{new} of Tencent's layout cannot be put together: {found.count(None)} parts are missing"
+                f"{tencent_name} of Tencent's layout cannot be put together: "
+                f"{missing} parts are missing"
             )
-    return {new: tuple(rows for rows in found if rows) for new, found in blocks.items()}
+    return {name: tuple(tensor_blocks) for name, tensor_blocks in blocks.items()}
 
 
 def tencent_transformer_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -167,15 +230,24 @@ def tencent_transformer_config(config: dict[str, Any]) -> dict[str, Any]:
 
     Size and task are in the folder name; refiner layers and norm cannot be expressed.
     """
-    patch = [config["patch_size_t"], config["patch_size"], config["patch_size"]]
-    width = config["num_attention_heads"] * config["attention_head_dim"]
-    own = {
+    renamed = {tencent: config[name] for tencent, name in SETTINGS["transformer"].items()}
+    return renamed | {
         "in_channels": (config["in_channels"] - 1) // 2,
         "concat_condition": True,
         "mm_single_blocks_depth": 0,
+        "hidden_size": config["num_attention_heads"] * config["attention_head_dim"],
+        "patch_size": [config["patch_size_t"], config["patch_size"], config["patch_size"]],
     }
-    renamed = {theirs: config[ours] for theirs, ours in SETTINGS["transformer"].items()}
-    return renamed | own | {"hidden_size": width, "patch_size": patch}
+
+
+def save_tencent(folder: Path, part: str, weights: Weights, max_shard_bytes: float = 5e9) -> None:
+    """Write weights with diffusers names, such as a checkpoint's, to a folder in Tencent's layout."""
+    renamed = weights.renamed(to_tencent(part, weights.names))
+    tensors = ((name, renamed.read(name)) for name in renamed.names)
+    save_weights(folder, tensors, max_shard_bytes)
+
+
+# Files
 
 
 def save_weights(
@@ -183,70 +255,48 @@ def save_weights(
 ) -> None:
     """Write files with diffusers' names. If `tensors` is a generator, only one shard at a time is in memory."""
     folder.mkdir(parents=True, exist_ok=True)
-    if old := sorted(folder.glob(f"{STEM}*.safetensors*")):
-        raise ValueError(f"'{folder}' already holds {old[0].name}; write to another folder.")
-    drafts, total = [], 0
-    for group in grouped(tensors, max_shard_bytes):
-        drafts.append((folder / f"{STEM}-{len(drafts) + 1:05d}.tmp", list(group)))
-        total += sum(tensor.nbytes for tensor in group.values())
-        shard = {name: tensor.detach().cpu().contiguous() for name, tensor in group.items()}
-        save_file(shard, drafts[-1][0], metadata={"format": "pt"})
-        del group, shard  # before filling the next one
-    files = {}
-    for number, (draft, names) in enumerate(drafts, 1):
-        place = f"-{number:05d}-of-{len(drafts):05d}" if len(drafts) > 1 else ""
-        draft.rename(folder / f"{STEM}{place}.safetensors")
-        files |= dict.fromkeys(names, f"{STEM}{place}.safetensors")
-    if len(drafts) > 1:
-        (folder / INDEX).write_text(index_text(files, total))
+    existing = sorted(folder.glob(f"{STEM}*.safetensors*"))
+    if existing:
+        raise ValueError(f"'{folder}' already holds {existing[0].name}; write to another folder.")
+
+    shard_names = []  # names of the tensors in each shard
+    total_bytes = 0
+    for shard in shards(tensors, max_shard_bytes):
+        shard_names.append(list(shard))
+        total_bytes += sum(tensor.nbytes for tensor in shard.values())
+        contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in shard.items()}
+        save_file(contiguous, shard_draft(folder, len(shard_names)), metadata={"format": "pt"})
+        del shard, contiguous  # before filling the next one
+
+    # final names contain the number of shards, which is known only now
+    count = len(shard_names)
+    file_of = {}
+    for number, names in enumerate(shard_names, 1):
+        file = f"{STEM}-{number:05d}-of-{count:05d}.safetensors"
+        if count == 1:
+            file = f"{STEM}.safetensors"
+        shard_draft(folder, number).rename(folder / file)
+        file_of |= dict.fromkeys(names, file)
+    if count > 1:
+        (folder / INDEX).write_text(index_text(file_of, total_bytes))
 
 
-def grouped(tensors: Iterable[tuple[str, Tensor]], most: float) -> Iterator[dict[str, Tensor]]:
-    """Tensors in order, as many together as have `most` bytes."""
-    group: dict[str, Tensor] = {}
-    total = 0
+def shard_draft(folder: Path, number: int) -> Path:
+    return folder / f"{STEM}-{number:05d}.tmp"
+
+
+def shards(tensors: Iterable[tuple[str, Tensor]], max_bytes: float) -> Iterator[dict[str, Tensor]]:
+    """Tensors in order, as many together as fit into `max_bytes`."""
+    shard: dict[str, Tensor] = {}
+    size = 0
     for name, tensor in tensors:
-        if group and total + tensor.nbytes > most:
-            yield group
-            group, total = {}, 0
-        group[name] = tensor
-        total += tensor.nbytes
-    yield group
-
-
-def save_tencent(folder: Path, part: str, weights: Weights, max_shard_bytes: float = 5e9) -> None:
-    """Write weights with diffusers names, such as a checkpoint's, to a folder in Tencent's layout."""
-    theirs = weights.renamed(to_tencent(part, weights.names))
-    save_weights(folder, ((name, theirs.read(name)) for name in theirs.names), max_shard_bytes)
-
-
-def export(checkpoint: Path, output: Path, layout: str, model_path: Path | None = None) -> None:
-    """Write everything to a draft folder, then rename it."""
-    if output.exists():
-        raise ValueError(f"--output {output} exists; name another folder")
-    manifest.check(checkpoint)
-    adapter = checkpoint / LORA_FILE
-    if layout == "lora" and not adapter.is_file():
-        raise ValueError(
-            f"{checkpoint} holds all weights and no adapter; use --layout diffusers or tencent"
-        )
-    drafts = foreign.new_folder(output)
-    draft = drafts / layout
-    try:
-        if layout == "lora":
-            draft.mkdir()
-            foreign.copy_regular(adapter, draft / LORA_FILE)
-        else:
-            write_diffusers(checkpoint, drafts / "diffusers", model_path)
-        if layout == "tencent":
-            write_tencent(drafts / "diffusers", draft)
-        hashes = {}
-        for file in sorted(draft.iterdir()):
-            manifest.sync(file)
-            hashes[file.name] = manifest.file_sha256(file)
-        manifest.commit(draft, output, hashes)
-    finally:
-        shutil.rmtree(drafts)
+        if shard and size + tensor.nbytes > max_bytes:
+            yield shard
+            shard = {}
+            size = 0
+        shard[name] = tensor
+        size += tensor.nbytes
+    yield shard
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -255,9 +305,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         export(args.checkpoint, args.output, args.layout, args.model_path)
     except (ValueError, FileNotFoundError) as error:
         print(f"export_checkpoint.py: {error}", file=sys.stderr)
-        return 2
+        return WRONG_INPUT
     print(f"wrote {args.output}")
-    return 0
+    return DONE
 
 
 if __name__ == "__main__":

@@ -18,19 +18,19 @@ SHA256 = "fdb6309bac618dd0c8b1b589d3a0970a974f7856eecbb355a190b2dce54af700"
 
 def main(source: Path, target: Path) -> int:
     content = source.read_bytes()
-    try:
-        if hashlib.sha256(content).hexdigest() != SHA256:
+    if sha256_of(content) != SHA256:  # it is not the text itself, but perhaps its source
+        try:
             content = constant(content.decode(), CONSTANT).encode()
-    except (SyntaxError, ValueError) as error:
+        except (SyntaxError, ValueError) as error:
+            print(
+                f"{source} is not the source of the prompt template ({error}); nothing was written.",
+                file=sys.stderr,
+            )
+            return 1
+    sha256 = sha256_of(content)
+    if sha256 != SHA256:
         print(
-            f"{source} is not the source of the prompt template ({error}); nothing was written.",
-            file=sys.stderr,
-        )
-        return 1
-    found = hashlib.sha256(content).hexdigest()
-    if found != SHA256:
-        print(
-            f"{source}: {CONSTANT} has sha256 {found} instead of {SHA256}; nothing was written.",
+            f"{source}: {CONSTANT} has sha256 {sha256} instead of {SHA256}; nothing was written.",
             file=sys.stderr,
         )
         return 1
@@ -39,12 +39,17 @@ def main(source: Path, target: Path) -> int:
     return 0
 
 
+def sha256_of(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
 def constant(source: str, name: str) -> str:
     """The string value that a module assigns to `name`."""
     for node in ast.parse(source).body:
-        if isinstance(node, ast.Assign) and any(
-            isinstance(t, ast.Name) and t.id == name for t in node.targets
-        ):
+        if not isinstance(node, ast.Assign):
+            continue
+        names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+        if name in names:
             value = ast.literal_eval(node.value)
             if isinstance(value, str):
                 return value

@@ -3,24 +3,28 @@
 python scripts/render_images.py [FOLDER]
 """
 
+import math
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageDraw
 
 FOLDER = Path(__file__).parents[1] / "assets" / "prompts" / "images"
-COLORS = 64  # of an image, as a palette
-FINE = 3  # drawn so many times larger, then averaged
+PALETTE_SIZE = 64
+OVERSAMPLING = 3  # an image is drawn this many times larger, then averaged
+BANDS = 24  # of the sky
 
 Color = tuple[int, int, int]
 Draw = Callable[[ImageDraw.ImageDraw, int, int], None]
 
 
 def sky(width: int, height: int, top: Color, bottom: Color) -> Image.Image:
-    """A picture that fades from one color to another, in 24 bands."""
-    bands = np.linspace(0, 1, 24).repeat(-(-height // 24))[:height, None, None]
+    """A picture that fades from one color to another, in bands."""
+    band_height = math.ceil(height / BANDS)
+    bands = np.linspace(0, 1, BANDS).repeat(band_height)[:height, None, None]
     pixels = (1 - bands) * np.array(top) + bands * np.array(bottom)
     return Image.fromarray(np.broadcast_to(pixels, (height, width, 3)).round().astype(np.uint8))
 
@@ -100,23 +104,36 @@ def fish(draw: ImageDraw.ImageDraw, w: int, h: int) -> None:
         ball(draw, x * w, y * h, 0.015 * w, (220, 240, 250))
 
 
-SCENES: dict[str, tuple[Draw, tuple[int, int], Color, Color]] = {  # width and height, colors above and below
-    "boat": (boat, (424, 240), (92, 150, 206), (250, 196, 150)),
-    "balloon": (balloon, (240, 424), (110, 180, 236), (222, 238, 246)),
-    "lighthouse": (lighthouse, (424, 240), (20, 24, 60), (92, 72, 116)),
-    "candle": (candle, (320, 320), (30, 22, 30), (70, 44, 40)),
-    "train": (train, (424, 240), (150, 196, 230), (232, 236, 226)),
-    "fish": (fish, (424, 240), (60, 160, 190), (16, 60, 110)),
-}  # fmt: skip
+@dataclass(frozen=True)
+class Scene:
+    """What is drawn on a sky."""
+
+    draw: Draw
+    width: int
+    height: int
+    top: Color  # of the sky
+    bottom: Color
+
+
+SCENES = {
+    "boat": Scene(boat, 424, 240, (92, 150, 206), (250, 196, 150)),
+    "balloon": Scene(balloon, 240, 424, (110, 180, 236), (222, 238, 246)),
+    "lighthouse": Scene(lighthouse, 424, 240, (20, 24, 60), (92, 72, 116)),
+    "candle": Scene(candle, 320, 320, (30, 22, 30), (70, 44, 40)),
+    "train": Scene(train, 424, 240, (150, 196, 230), (232, 236, 226)),
+    "fish": Scene(fish, 424, 240, (60, 160, 190), (16, 60, 110)),
+}
 
 
 def render(name: str) -> Image.Image:
-    paint, (width, height), top, bottom = SCENES[name]
-    picture = sky(FINE * width, FINE * height, top, bottom)
-    paint(ImageDraw.Draw(picture), *picture.size)
-    return picture.resize((width, height), Image.Resampling.BOX).quantize(
-        COLORS, dither=Image.Dither.NONE
-    )
+    """A scene as an image with a palette."""
+    scene = SCENES[name]
+    width = OVERSAMPLING * scene.width
+    height = OVERSAMPLING * scene.height
+    picture = sky(width, height, scene.top, scene.bottom)
+    scene.draw(ImageDraw.Draw(picture), width, height)
+    picture = picture.resize((scene.width, scene.height), Image.Resampling.BOX)
+    return picture.quantize(PALETTE_SIZE, dither=Image.Dither.NONE)
 
 
 def main(folder: Path = FOLDER) -> None:

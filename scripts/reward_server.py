@@ -1,4 +1,4 @@
-"""Serves rewards over HTTP, so that their models run off the training GPUs or in another environment.
+"""Serve rewards over HTTP, so that their models run off the training GPUs or in another environment.
 
     export SAGE_REWARD_TOKEN=$(openssl rand -hex 32)     (the same on the clients)
     python scripts/reward_server.py --reward videoalign --reward_path ckpts/VideoReward
@@ -14,7 +14,7 @@ import hmac
 import math
 import socket
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,6 +114,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from torch import Tensor
 
+from sage_grpo.exit_codes import DONE, WRONG_INPUT
 from sage_grpo.files.json_files import finite
 from sage_grpo.plugins import trust
 from sage_grpo.rewards.base import Composite, Setup
@@ -137,34 +138,36 @@ def unpack(body: bytearray, max_clips: int) -> tuple[list[Tensor], list[str], fl
     header = read_json(body[:end])
     if not isinstance(header, dict) or set(header) != KEYS:
         raise RemoteError(f"the header must be an object with the keys {', '.join(sorted(KEYS))}")
-    fps, prompts, shapes = header["fps"], header["prompts"], header["shapes"]
+    fps = header["fps"]
+    prompts = header["prompts"]
+    shapes = header["shapes"]
     if type(fps) not in (int, float) or not 0 < fps <= MAX_FPS:
         raise RemoteError(f"fps is {fps!r}; it must be a positive number of at most {MAX_FPS}")
-    if not (isinstance(prompts, list) and isinstance(shapes, list)) or not 0 < len(prompts) == len(
-        shapes
-    ):
+    are_lists = isinstance(prompts, list) and isinstance(shapes, list)
+    if not are_lists or len(prompts) != len(shapes) or not prompts:
         raise RemoteError(
             "prompts and shapes must be lists with one entry for each clip, at least one"
         )
     if len(shapes) > max_clips:
         raise TooMuch(f"{len(shapes)} clips in one request; at most {max_clips} are allowed")
-    good = (
-        isinstance(s, list) and len(s) == 3 and all(type(n) is int and n > 0 for n in s)
-        for s in shapes
-    )
-    if not all(isinstance(prompt, str) for prompt in prompts) or not all(good):
+    if not all(isinstance(prompt, str) for prompt in prompts) or not all(map(is_shape, shapes)):
         raise RemoteError(
             "a prompt must be text, and a shape three whole numbers: frames, height, width"
         )
+
     sizes = [math.prod(shape) * 3 for shape in shapes]
-    if sum(sizes) != len(body) - end - 1:
-        raise RemoteError(f"the shapes need {sum(sizes)} bytes, but {len(body) - end - 1} came")
-    pixels = torch.frombuffer(body, dtype=torch.uint8, offset=end + 1)
-    return (
-        [p.view(*shape, 3) for p, shape in zip(pixels.split(sizes), shapes, strict=True)],
-        prompts,
-        float(fps),
-    )
+    received = len(body) - end - 1
+    if sum(sizes) != received:
+        raise RemoteError(f"the shapes need {sum(sizes)} bytes, but {received} came")
+    pixels = torch.frombuffer(body, dtype=torch.uint8, offset=end + 1).split(sizes)
+    clips = [part.view(*shape, 3) for part, shape in zip(pixels, shapes, strict=True)]
+    return clips, prompts, float(fps)
+
+
+def is_shape(value: Any) -> bool:
+    """Whether a value is a list of three whole numbers above 0."""
+    is_list = isinstance(value, list) and len(value) == 3
+    return is_list and all(type(number) is int and number > 0 for number in value)
 
 
 @dataclass(frozen=True)
@@ -176,77 +179,99 @@ class Limits:
     connections: int = 256
 
 
-Item = tuple[Tensor, str, float]  # a clip, its prompt and its frames per second
+@dataclass(frozen=True, eq=False)
+class Job:
+    """A clip that waits to be scored."""
+
+    clip: Tensor  # uint8 (F, H, W, 3)
+    prompt: str
+    fps: float
+    result: "asyncio.Future[ClipScores]"
+
+    @property
+    def kind(self) -> tuple[torch.Size, float]:
+        """Clips of one kind can be scored together by any reward."""
+        return self.clip.shape, self.fps
+
+
+@dataclass(frozen=True)
+class ClipScores:
+    """The result of a job."""
+
+    named: dict[str, float]
+    error: str | None  # why there is no total
 
 
 class Batcher:
     """Scores one batch at a time: up to `reward.batch_size` waiting clips of one kind, oldest first."""
 
     def __init__(self, reward: Composite) -> None:
-        self.reward, self.arrived = reward, asyncio.Event()
-        self.waiting: dict[
-            asyncio.Future, Item
-        ] = {}  # by their results: named scores, and the error if there are none
+        self.reward = reward
+        self.arrived = asyncio.Event()
+        self.waiting: list[Job] = []
 
     async def scores(
         self, clips: Sequence[Tensor], prompts: Sequence[str], fps: float, seconds: float
-    ) -> list[Any]:
-        """Named scores and error for each clip; TimeoutError after `seconds`."""
-        new = asyncio.get_running_loop().create_future
-        items = {new(): (clip, prompt, fps) for clip, prompt in zip(clips, prompts, strict=True)}
-        self.waiting |= items
+    ) -> list[ClipScores]:
+        """Scores of each clip; TimeoutError after `seconds`."""
+        loop = asyncio.get_running_loop()
+        jobs = [
+            Job(clip, prompt, fps, loop.create_future())
+            for clip, prompt in zip(clips, prompts, strict=True)
+        ]
+        self.waiting += jobs
         self.arrived.set()
         try:
             async with asyncio.timeout(seconds):
-                return await asyncio.gather(*items)
+                return await asyncio.gather(*(job.result for job in jobs))
         finally:  # abandoned clips must not hold memory
-            self.waiting = {
-                result: item for result, item in self.waiting.items() if not result.done()
-            }
+            self.waiting = [job for job in self.waiting if not job.result.done()]
 
     async def work(self) -> None:
+        """Score whatever arrives, for as long as the server runs."""
         while True:
             await self.arrived.wait()
             self.arrived.clear()
             while self.waiting:
-                kinds = {
-                    result: (clip.shape, fps) for result, (clip, _, fps) in self.waiting.items()
-                }
-                oldest = next(iter(kinds.values()))
-                alike = [
-                    result for result, kind in kinds.items() if kind == oldest
-                ]  # any reward can batch one kind
-                await self._score(
-                    {result: self.waiting.pop(result) for result in alike[: self.reward.batch_size]}
-                )
+                kind = self.waiting[0].kind
+                alike = [job for job in self.waiting if job.kind == kind]
+                batch = alike[: self.reward.batch_size]
+                self.waiting = [job for job in self.waiting if job not in batch]
+                await self._score(batch)
 
-    async def _score(self, batch: Mapping[asyncio.Future, Item]) -> None:
-        clips, prompts, rates = zip(*batch.values(), strict=True)
-        found = await asyncio.to_thread(self.reward.score, clips, prompts, rates[0])
-        for i, (result, item) in enumerate(batch.items()):
-            lost = not found.total[i].isfinite()
-            if lost and len(batch) > 1 and not result.done():  # another clip may be at fault
-                await self._score({result: item})
-            elif not result.done():
-                row = {name: values[i].item() for name, values in found.named.items()}
-                result.set_result((row, found.errors[0] if lost else None))
+    async def _score(self, batch: Sequence[Job]) -> None:
+        clips = [job.clip for job in batch]
+        prompts = [job.prompt for job in batch]
+        scores = await asyncio.to_thread(self.reward.score, clips, prompts, batch[0].fps)
+        for i, job in enumerate(batch):
+            if job.result.done():  # abandoned
+                continue
+            failed = not scores.total[i].isfinite()
+            if failed and len(batch) > 1:  # another clip may be at fault
+                await self._score([job])
+                continue
+            named = {name: values[i].item() for name, values in scores.named.items()}
+            job.result.set_result(ClipScores(named, scores.errors[0] if failed else None))
 
 
 class Gate:
     """Rejects requests without the token, and those that give their length twice: two readers could disagree."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
-        self.app, self.expected = app, f"Bearer {token}".encode()
+        self.app = app
+        self.expected = f"Bearer {token}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer, headers = self.app, scope.get("headers", ())
-        given = dict(headers).get(b"authorization", b"")
-        if scope["type"] != "lifespan" and not hmac.compare_digest(given, self.expected):
+        headers = scope.get("headers", ())
+        authorization = dict(headers).get(b"authorization", b"")
+        lengths = [name for name, _ in headers if name in (b"content-length", b"transfer-encoding")]
+        answer = self.app
+        if scope["type"] != "lifespan" and not hmac.compare_digest(authorization, self.expected):
             answer = error_response(
                 401, "the token is missing or wrong: set SAGE_REWARD_TOKEN to that of the server"
             )
-        elif sum(name in (b"content-length", b"transfer-encoding") for name, _ in headers) > 1:
-            answer = error_response(400, "say the length of the request once, in Content-Length")
+        elif len(lengths) > 1:
+            answer = error_response(400, "give the length of the request once, in Content-Length")
         await answer(scope, receive, send)
 
 
@@ -254,18 +279,22 @@ class Service:
     """The three endpoints: which scores are available, check prompts, score clips."""
 
     def __init__(self, reward: Composite, limits: Limits) -> None:
-        self.reward, self.limits, self.inside, self.batcher = reward, limits, 0, Batcher(reward)
+        self.reward = reward
+        self.limits = limits
+        self.batcher = Batcher(reward)
+        self.pending_bytes = 0
 
     def app(self, token: str) -> Starlette:
-        paths = {
-            "/info": (self.info, "GET"),
-            "/check": (self.check, "POST"),
-            "/score": (self.score, "POST"),
-        }
-        routes = [Route(path, call, methods=[method]) for path, (call, method) in paths.items()]
-        gate, turned_away = [Middleware(Gate, token=token)], dict.fromkeys(STATUS, refusal)
+        """The application, behind the gate."""
         app = Starlette(
-            routes=routes, middleware=gate, exception_handlers=turned_away, lifespan=self.lifespan
+            routes=[
+                Route("/info", self.info, methods=["GET"]),
+                Route("/check", self.check, methods=["POST"]),
+                Route("/score", self.score, methods=["POST"]),
+            ],
+            middleware=[Middleware(Gate, token=token)],
+            exception_handlers=dict.fromkeys((HTTPException, *STATUS), refusal),
+            lifespan=self.lifespan,
         )
         app.router.redirect_slashes = False
         return app
@@ -278,18 +307,21 @@ class Service:
             work.cancel()
 
     async def info(self, request: Request) -> JSONResponse:
-        limits = {"max_clips": self.limits.clips, "max_bytes": self.limits.request}
         return JSONResponse(
-            {"names": list(self.reward.names), "rewards": list(self.reward.rewards)} | limits
+            {
+                "names": list(self.reward.names),
+                "rewards": list(self.reward.rewards),
+                "max_clips": self.limits.clips,
+                "max_bytes": self.limits.request,
+            }
         )
 
     async def check(self, request: Request) -> JSONResponse:
         async with self.body(request) as body:
-            asked = read_json(body)
-            prompts = asked.get("prompts") if isinstance(asked, dict) else None
-            if not isinstance(prompts, list) or not all(
-                isinstance(prompt, str) for prompt in prompts
-            ):
+            question = read_json(body)
+            prompts = question.get("prompts") if isinstance(question, dict) else None
+            is_list = isinstance(prompts, list)
+            if not is_list or not all(isinstance(prompt, str) for prompt in prompts):
                 raise RemoteError("send an object with a list of prompts")
             try:
                 await asyncio.to_thread(self.reward.check, prompts)
@@ -299,26 +331,30 @@ class Service:
 
     async def score(self, request: Request) -> JSONResponse:
         async with self.body(request) as body:
-            rows = await self.batcher.scores(*unpack(body, self.limits.clips), self.limits.seconds)
-            scores = {name: [row[name] for row, _ in rows] for name in self.reward.names}
-            return JSONResponse(
-                finite({"scores": scores, "errors": [error for _, error in rows if error]})
-            )
+            clips, prompts, fps = unpack(body, self.limits.clips)
+            results = await self.batcher.scores(clips, prompts, fps, self.limits.seconds)
+            answer = {
+                "scores": {
+                    name: [result.named[name] for result in results] for name in self.reward.names
+                },
+                "errors": [result.error for result in results if result.error],
+            }
+            return JSONResponse(finite(answer))
 
     @asynccontextmanager
     async def body(self, request: Request) -> AsyncIterator[bytearray]:
         """The complete body; its memory counts as reserved until the response is ready."""
-        told = request.headers.get("content-length", "")
-        if not told.isascii() or not told.isdigit():
-            raise HTTPException(411, "say the length of the request in Content-Length")
-        length = int(told[:20])
+        header = request.headers.get("content-length", "")
+        if not header.isascii() or not header.isdigit():
+            raise HTTPException(411, "give the length of the request in Content-Length")
+        length = int(header[:20])
         if length > self.limits.request:
             raise HTTPException(
                 413, f"the request has {length} bytes; at most {self.limits.request} are allowed"
             )
-        if self.inside + length > self.limits.waiting:
+        if self.pending_bytes + length > self.limits.waiting:
             raise HTTPException(503, "the queue is full")
-        self.inside += length
+        self.pending_bytes += length
         try:
             body = bytearray()
             async with asyncio.timeout(self.limits.seconds):
@@ -326,11 +362,11 @@ class Service:
                     body += chunk
             yield body
         finally:
-            self.inside -= length
+            self.pending_bytes -= length
 
 
+# statuses of errors; an HTTPException has its own
 STATUS = {
-    HTTPException: 0,
     TooMuch: 413,
     RemoteError: 400,
     TimeoutError: 504,
@@ -339,35 +375,35 @@ STATUS = {
 
 
 async def refusal(request: Request, error: Exception) -> JSONResponse:
-    """The response to a request that was turned away."""
-    status = getattr(error, "status_code", None) or STATUS[type(error)]
-    told = getattr(error, "detail", None) or str(error) or "the request took too long, or broke off"
-    return error_response(status, told)
+    """The response to a request that is refused."""
+    if isinstance(error, HTTPException):
+        return error_response(error.status_code, error.detail)
+    text = str(error) or "the request took too long, or broke off"
+    return error_response(STATUS[type(error)], text)
 
 
-def error_response(status: int, told: str) -> JSONResponse:
+def error_response(status: int, text: str) -> JSONResponse:
     """Closes the connection, as the rest of a body may still be in transit."""
-    return JSONResponse({"error": told}, status, headers={"Connection": "close"})
+    return JSONResponse({"error": text}, status, headers={"Connection": "close"})
 
 
 def build_server(
     reward: Composite, limits: Limits, token: str, host: str, port: int
 ) -> uvicorn.Server:
-    settings = {
-        "log_level": "warning",
-        "access_log": False,
-        "server_header": False,
-        "proxy_headers": False,
-    }
-    settings |= {
-        "limit_concurrency": limits.connections,
-        "timeout_graceful_shutdown": 5,
-        "ws": "none",
-        "http": "h11",
-    }
-    return uvicorn.Server(
-        uvicorn.Config(Service(reward, limits).app(token), host, port, **settings)
+    config = uvicorn.Config(
+        Service(reward, limits).app(token),
+        host,
+        port,
+        http="h11",
+        ws="none",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        limit_concurrency=limits.connections,
+        timeout_graceful_shutdown=5,
     )
+    return uvicorn.Server(config)
 
 
 def listen(server: uvicorn.Server) -> tuple[socket.socket, str]:
@@ -377,32 +413,48 @@ def listen(server: uvicorn.Server) -> tuple[socket.socket, str]:
     return listener, f"http://{server.config.host}:{listener.getsockname()[1]}"
 
 
+def build_served_reward(args: argparse.Namespace, device: str) -> Composite:
+    """The rewards that the flags name, every score with weight 1."""
+    elsewhere = [name for name in args.reward if name in ("remote", "judge")]
+    if elsewhere:
+        raise ValueError(
+            f"{elsewhere[0]} is served by another machine; name it in the run that uses it"
+        )
+    setup = Setup(args.reward_path, torch.device(device), args.reward_fps)
+    return Composite(
+        build_rewards(args.reward, setup),
+        weights=None,
+        batch_size=args.reward_batch_size,
+        timeout=args.timeout,
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     try:
         args = parse_arguments(arguments)
-        if served := {"remote", "judge"} & set(args.reward):
-            raise ValueError(
-                f"{served.pop()} is served by another machine; name it in the run that uses it"
-            )
-        args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
         token = read_token()
         trust(*args.reward)
-        rewards = build_rewards(
-            args.reward, Setup(args.reward_path, torch.device(args.device), args.reward_fps)
-        )
-        reward = Composite(rewards, None, args.reward_batch_size, args.timeout)
+        reward = build_served_reward(args, device)
     except (ValueError, FileNotFoundError) as error:
         print(f"reward_server: {error}", file=sys.stderr)
-        return 2
+        return WRONG_INPUT
+
     limits = Limits(
-        args.max_clips, args.max_request_mb << 20, args.max_waiting_mb << 20, args.timeout
+        clips=args.max_clips,
+        request=args.max_request_mb << 20,
+        waiting=args.max_waiting_mb << 20,
+        seconds=args.timeout,
     )
     server = build_server(reward, limits, token, args.host, args.port)
     listener, address = listen(server)
-    told = f"up to {args.reward_batch_size} clips together, on {args.device}"
-    print(f"{address} scores {', '.join(reward.names)}, {told}", flush=True)
+    print(
+        f"{address} scores {', '.join(reward.names)}, "
+        f"up to {args.reward_batch_size} clips together, on {device}",
+        flush=True,
+    )
     server.run(sockets=[listener])
-    return 0
+    return DONE
 
 
 if __name__ == "__main__":

@@ -19,17 +19,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-HUGGINGFACE = os.environ.get("HF_ENDPOINT", "https://huggingface.co") + "/api/models/{}?blobs=true"
-MODELSCOPE = (
-    os.environ.get("MODELSCOPE_ENDPOINT", "https://modelscope.cn")
-    + "/api/v1/models/{}/repo/files?Recursive=true"
-)
+HF_ENDPOINT = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+MODELSCOPE_ENDPOINT = os.environ.get("MODELSCOPE_ENDPOINT", "https://modelscope.cn")
 
 
 class Published(NamedTuple):
-    """What is known of a published file."""
+    """What is known about a published file."""
 
-    size: int | None = None
+    size: int | None = None  # bytes
     sha256: str | None = None
 
 
@@ -43,9 +40,40 @@ PINNED = {"KlingTeam/VideoReward": VIDEOREWARD, "KwaiVGI/VideoReward": VIDEOREWA
 
 
 def main(arguments: list[str] | None = None) -> int:
-    form = partial(argparse.RawDescriptionHelpFormatter, max_help_position=32, width=110)
+    args = parse_arguments(arguments)
+    published = {
+        path: file
+        for path, file in published_files(args.repository, args.hub).items()
+        if fnmatch(path, args.include)
+    }
+    outside = [path for path in published if not is_inside(path)]
+    if outside:
+        print(
+            f"{args.repository} lists {outside[0]!r}, which is not in {args.folder}",
+            file=sys.stderr,
+        )
+        return 1
+    wrong = differences(args.folder, published)
+    for path, reason in wrong.items():
+        print(f"{path} {reason}", file=sys.stderr)
+        if args.remove_wrong:
+            path.unlink(missing_ok=True)
+    hashed = sum(file.sha256 is not None for file in published.values())
+    print(
+        f"{args.repository} {args.include}: "
+        f"{len(published)} files, {hashed} with a sha256, {len(wrong)} wrong"
+    )
+    return 1 if wrong else 0
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    # argparse itself: this program runs before anything is installed
     parser = argparse.ArgumentParser(
-        "scripts/verify_weights.py", description=__doc__, formatter_class=form
+        "scripts/verify_weights.py",
+        description=__doc__,
+        formatter_class=partial(
+            argparse.RawDescriptionHelpFormatter, max_help_position=32, width=110
+        ),
     )
     add = parser.add_argument
     add("repository", metavar="OWNER/NAME", help="repository on the hub that published the files")
@@ -67,40 +95,22 @@ def main(arguments: list[str] | None = None) -> int:
         action="store_true",
         help="delete files that differ, so that they are downloaded again",
     )
-    args = parser.parse_args(arguments)
-    pinned = PINNED.get(args.repository, {})
+    return parser.parse_args(arguments)
+
+
+def published_files(repository: str, hub: str) -> dict[str, Published]:
+    """All files of a repository; if the hub cannot be asked, the pinned ones only."""
+    pinned = PINNED.get(repository, {})
     try:
-        published = HUBS[args.hub](args.repository) | pinned
-    except (
-        OSError,
-        ValueError,
-        LookupError,
-        TypeError,
-    ) as error:  # no answer, or another kind of answer
-        rest = f", except {', '.join(pinned)}" if pinned else ""
+        return HUBS[hub](repository) | pinned
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        # the hub did not answer, or its answer has another form
+        exception = f", except {', '.join(pinned)}" if pinned else ""
         print(
-            f"NOT CHECKED{rest}: {args.repository} cannot be asked for its sha256 sums ({error})",
+            f"NOT CHECKED{exception}: {repository} cannot be asked for its sha256 sums ({error})",
             file=sys.stderr,
         )
-        published = pinned
-    published = {path: known for path, known in published.items() if fnmatch(path, args.include)}
-    outside = [path for path in published if not is_inside(path)]
-    if outside:
-        print(
-            f"{args.repository} lists {outside[0]!r}, which is not in {args.folder}",
-            file=sys.stderr,
-        )
-        return 1
-    wrong = differences(args.folder, published)
-    for path, reason in wrong.items():
-        print(f"{path} {reason}", file=sys.stderr)
-        if args.remove_wrong:
-            path.unlink(missing_ok=True)
-    hashed = sum(known.sha256 is not None for known in published.values())
-    print(
-        f"{args.repository} {args.include}: {len(published)} files, {hashed} with a sha256, {len(wrong)} wrong"
-    )
-    return 1 if wrong else 0
+        return pinned
 
 
 def is_inside(name: str) -> bool:
@@ -112,20 +122,26 @@ def is_inside(name: str) -> bool:
 def differences(folder: Path, published: Mapping[str, Published]) -> dict[Path, str]:
     """What is wrong with each file that differs from the published one."""
     wrong = {}
-    for name, known in published.items():
-        path = folder / name
-        if not path.is_file():
-            wrong[path] = "is missing; run download_weights.sh again."
-        elif known.size not in (None, path.stat().st_size):
-            size = path.stat().st_size
-            wrong[path] = (
-                f"has {size:,} bytes instead of {known.size:,}; delete it and run download_weights.sh again."
-            )
-        elif known.sha256 and (found := file_sha256(path)) != known.sha256:
-            wrong[path] = (
-                f"has sha256 {found} instead of {known.sha256}; delete it and run download_weights.sh again."
-            )
+    for name, file in published.items():
+        problem = difference(folder / name, file)
+        if problem:
+            wrong[folder / name] = problem
     return wrong
+
+
+def difference(path: Path, published: Published) -> str | None:
+    """How a file differs from the published one, and the remedy."""
+    if not path.is_file():
+        return "is missing; run download_weights.sh again."
+    remedy = "delete it and run download_weights.sh again."
+    size = path.stat().st_size
+    if published.size not in (None, size):
+        return f"has {size:,} bytes instead of {published.size:,}; {remedy}"
+    if published.sha256:
+        sha256 = file_sha256(path)
+        if sha256 != published.sha256:
+            return f"has sha256 {sha256} instead of {published.sha256}; {remedy}"
+    return None
 
 
 def file_sha256(path: Path) -> str:
@@ -133,20 +149,22 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def of_huggingface(repository: str) -> dict[str, Published]:
-    files = ask(HUGGINGFACE.format(repository))["siblings"]
-    return {
-        f["rfilename"]: Published(f.get("size"), (f.get("lfs") or {}).get("sha256")) for f in files
-    }
+def files_on_huggingface(repository: str) -> dict[str, Published]:
+    answer = ask(f"{HF_ENDPOINT}/api/models/{repository}?blobs=true")
+    published = {}
+    for file in answer["siblings"]:
+        lfs = file.get("lfs") or {}  # large files only
+        published[file["rfilename"]] = Published(file.get("size"), lfs.get("sha256"))
+    return published
 
 
-def of_modelscope(repository: str) -> dict[str, Published]:
-    files = ask(MODELSCOPE.format(repository))["Data"]["Files"]
-    return {
-        f["Path"]: Published(f.get("Size"), f.get("Sha256") or None)
-        for f in files
-        if f["Type"] != "tree"
-    }
+def files_on_modelscope(repository: str) -> dict[str, Published]:
+    answer = ask(f"{MODELSCOPE_ENDPOINT}/api/v1/models/{repository}/repo/files?Recursive=true")
+    published = {}
+    for file in answer["Data"]["Files"]:
+        if file["Type"] != "tree":  # a folder
+            published[file["Path"]] = Published(file.get("Size"), file.get("Sha256") or None)
+    return published
 
 
 def ask(url: str) -> dict[str, Any]:
@@ -154,7 +172,7 @@ def ask(url: str) -> dict[str, Any]:
         return json.load(answer)
 
 
-HUBS = {"huggingface": of_huggingface, "modelscope": of_modelscope}
+HUBS = {"huggingface": files_on_huggingface, "modelscope": files_on_modelscope}
 
 
 if __name__ == "__main__":

@@ -16,17 +16,18 @@ def listen(host: str, port: int, callers: int, seconds: float) -> None:
         server = socket.create_server(("", port), family=family, dualstack_ipv6=dual)
     except OSError as error:
         sys.exit(f"MASTER_PORT {port} is not free ({error.strerror}); choose another")
-    end, heard = time.monotonic() + seconds, 0
+    end = time.monotonic() + seconds
     with server:
-        while heard < callers:
+        for missing in range(callers, 0, -1):
             server.settimeout(max(0.01, end - time.monotonic()))
             try:
-                server.accept()[0].close()
+                connection, _ = server.accept()
             except TimeoutError:
                 sys.exit(
-                    f"{callers - heard} of {callers} other nodes have not reached {host}:{port} in {seconds:g} s"
+                    f"{missing} of {callers} other nodes have not reached {host}:{port} "
+                    f"in {seconds:g} s"
                 )
-            heard += 1
+            connection.close()
 
 
 def call(host: str, port: int, seconds: float) -> None:
@@ -39,7 +40,8 @@ def call(host: str, port: int, seconds: float) -> None:
         except OSError as error:
             if time.monotonic() > end:
                 sys.exit(
-                    f"MASTER_ADDR {host}:{port} cannot be reached ({error.strerror or error}); check name and firewall"
+                    f"MASTER_ADDR {host}:{port} cannot be reached ({error.strerror or error}); "
+                    "check name and firewall"
                 )
             time.sleep(0.2)
 

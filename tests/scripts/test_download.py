@@ -460,18 +460,14 @@ def test_the_reward_model_is_pinned_under_both_names_of_its_repository(
 
 
 def test_answers_of_both_hubs_are_read(monkeypatch):
-    small, large = (
-        {"rfilename": "a.json"},
-        {"rfilename": "b.bin", "size": 3, "lfs": {"sha256": "12"}},
-    )
+    small = {"rfilename": "a.json"}
+    large = {"rfilename": "b.bin", "size": 3, "lfs": {"sha256": "12"}}
     monkeypatch.setattr(verify, "ask", lambda url: {"siblings": [small, large]})
-    assert verify.of_huggingface("x/y") == {"a.json": (None, None), "b.bin": (3, "12")}
-    folder, file = (
-        {"Path": "d", "Type": "tree", "Sha256": ""},
-        {"Path": "d/b.pt", "Type": "blob", "Size": 5, "Sha256": "34"},
-    )
+    assert verify.files_on_huggingface("x/y") == {"a.json": (None, None), "b.bin": (3, "12")}
+    folder = {"Path": "d", "Type": "tree", "Sha256": ""}
+    file = {"Path": "d/b.pt", "Type": "blob", "Size": 5, "Sha256": "34"}
     monkeypatch.setattr(verify, "ask", lambda url: {"Data": {"Files": [folder, file]}})
-    assert verify.of_modelscope("x/y") == {"d/b.pt": (5, "34")}
+    assert verify.files_on_modelscope("x/y") == {"d/b.pt": (5, "34")}
 
 
 def test_the_template_is_taken_byte_for_byte_without_running_the_source(tmp_path, monkeypatch):

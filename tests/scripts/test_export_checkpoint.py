@@ -186,7 +186,7 @@ def test_settings_that_tencent_cannot_tell_are_refused(checkpoints, tmp_path):
     folder = shutil.copytree(checkpoints["full"] / "transformer", tmp_path / "transformer")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_refiner_layers": 1}))
-    with pytest.raises(ValueError, match="cannot tell that num_refiner_layers is 1"):
+    with pytest.raises(ValueError, match="num_refiner_layers is 1; use --layout diffusers"):
         script.write_tencent(folder, tmp_path / "tencent")
 
 
