@@ -194,8 +194,8 @@ def planned(flags: Sequence[str]) -> dict[str, float]:
     return peaks
 
 
-def main(words: list[str] | None = None) -> None:
-    options, parts = begin(__doc__, NAMES, page, words)
+def main(arguments: list[str] | None = None) -> None:
+    options, parts = begin(__doc__, NAMES, page, arguments)
     stack = FullStack(options.scratch, options.rehearse)
     parts.results |= {"about": about(), "flags": stack.flags()}
     parts.run("model", LIMITS["model"], stack.write_model)

@@ -189,8 +189,8 @@ def part_page(part: dict[str, Any]) -> list[str]:
     return [*table(head, rows), "", *(f"- {fact}" for fact in part["facts"]), ""]
 
 
-def main(words: list[str] | None = None) -> None:
-    options, parts = begin(__doc__, tuple(PARTS), page, words)
+def main(arguments: list[str] | None = None) -> None:
+    options, parts = begin(__doc__, tuple(PARTS), page, arguments)
     parts.results.setdefault("about", about())
     for name, part in PARTS.items():
         parts.run(name, options.limit, lambda _, part=part: measured(part, options.rehearse))

@@ -434,8 +434,8 @@ def recovery(records: Sequence[Mapping[str, Any]]) -> Results:
     return {"recovery": seconds, "iterations_after": len(updates)}
 
 
-def main(words: list[str] | None = None) -> None:
-    options, parts = begin(__doc__, NAMES, page, words)
+def main(arguments: list[str] | None = None) -> None:
+    options, parts = begin(__doc__, NAMES, page, arguments)
     ranks = Ranks(options.scratch, CPU if options.rehearse else GPU)
     parts.results["about"] = about("bash research/benchmarks/nccl_one_gpu.sh ")
     parts.results["mps"] = "CUDA_MPS_PIPE_DIRECTORY" in os.environ

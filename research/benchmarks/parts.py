@@ -97,7 +97,7 @@ class Parts:
         sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
 
 
-def arguments(parser: argparse.ArgumentParser, names: Sequence[str], limit: float) -> None:
+def add_arguments(parser: argparse.ArgumentParser, names: Sequence[str], limit: float) -> None:
     """Flags that all such benchmarks share."""
     script = getattr(sys.modules["__main__"], "__file__", None) or ""
     kind = Path(script).stem.replace("_", "-")
@@ -113,14 +113,17 @@ def arguments(parser: argparse.ArgumentParser, names: Sequence[str], limit: floa
 
 
 def begin(
-    about: str, names: Sequence[str], page: Callable[[Results], str], words: Sequence[str] | None
+    about: str,
+    names: Sequence[str],
+    page: Callable[[Results], str],
+    arguments: Sequence[str] | None,
 ) -> tuple[argparse.Namespace, "Parts"]:
     """Read the command line of a benchmark; with --page_only, make the page and exit."""
     parser = argparse.ArgumentParser(
         description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    arguments(parser, names, 540)
-    options = parser.parse_args(words)
+    add_arguments(parser, names, 540)
+    options = parser.parse_args(arguments)
     parts = Parts(options, page)
     if options.page_only:
         parts.write()
@@ -217,8 +220,8 @@ def about(launcher: str = "") -> dict[str, Any]:
     """Hardware, versions and this command. Another process asks the GPU, so that this one needs none of its memory."""
     command = python("-m", "research.benchmarks.parts")
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    found = json.loads(answer.stdout.splitlines()[-1])
-    return found | {"command": launcher + shlex.join(["python", *sys.orig_argv[1:]])}
+    machine = json.loads(answer.stdout.splitlines()[-1])
+    return machine | {"command": launcher + shlex.join(["python", *sys.orig_argv[1:]])}
 
 
 def versions() -> dict[str, Any]:

@@ -222,8 +222,8 @@ def iteration_page(part: dict[str, Any]) -> list[str]:
     ]
 
 
-def main(words: list[str] | None = None) -> None:
-    options, parts = begin(__doc__, PARTS, page, words)
+def main(arguments: list[str] | None = None) -> None:
+    options, parts = begin(__doc__, PARTS, page, arguments)
     parts.results.setdefault("about", about())
     parts.run("transformer", options.limit, lambda _: transformer_rows(options.rehearse))
     free()

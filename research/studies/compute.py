@@ -75,18 +75,18 @@ def validations(record: Record, key: str) -> tuple[np.ndarray, np.ndarray]:
     return spent, np.array(validation[key], float)
 
 
-def level_of(found: Mapping[str, Record]) -> float:
+def level_of(runs: Mapping[str, Record]) -> float:
     """The reward to be reached: the base model's, and SHARE of what ALL_STEPS gained at its best rate in the search."""
-    searched = [
+    candidates = [
         record
-        for record in found.values()
+        for record in runs.values()
         if record["study"] == "rates"
         and record["arm"].rpartition(", ")[0] == ALL_STEPS
         and not record["collapsed"]
     ]
-    if not searched:
+    if not candidates:
         return math.nan
-    best = max(searched, key=lambda record: validated(record, REWARD))
+    best = max(candidates, key=lambda record: validated(record, REWARD))
     first = validated(best, REWARD, 0)
     last = validated(best, REWARD)
     return first + SHARE * (last - first)
@@ -146,9 +146,9 @@ def matches_there(arms: Arms, level: float) -> dict[str, str]:
     return cells
 
 
-def cost_table(arms: Arms, found: Mapping[str, Record]) -> str:
+def cost_table(arms: Arms, runs: Mapping[str, Record]) -> str:
     """How many units each arm takes to reach the level, over those of ALL_STEPS, and the gold match there."""
-    level = level_of(found)
+    level = level_of(runs)
     matches = matches_there(arms, level)
     reference = arms.get(ALL_STEPS, {})
     logs = {
@@ -213,11 +213,11 @@ def leads(
         if arm != reference
     }
     p_values = corrected([p_value(values) for values in differences.values()], len(arms) - 1)
-    found = {}
+    arm_leads = {}
     for (arm, values), p in zip(differences.items(), p_values, strict=True):
         gap = interval(values)
-        found[arm] = Lead(gap, gap.sign if p < LEVEL else 0)
-    return found
+        arm_leads[arm] = Lead(gap, gap.sign if p < LEVEL else 0)
+    return arm_leads
 
 
 def winners(arms: Arms) -> list[str]:
@@ -236,10 +236,10 @@ def match_of(records: Mapping[int, Record]) -> Interval:
     return interval([last_match(record) for record in records.values()])
 
 
-def decision_table(arms: Arms, found: Mapping[str, Record]) -> str:
+def decision_table(arms: Arms, runs: Mapping[str, Record]) -> str:
     """All methods, the highest gold match first: what they reach, for how many units, and how far behind the winner."""
     first = next(iter(arms))
-    level = level_of(found)
+    level = level_of(runs)
     finished = with_results(arms)
     if first not in finished or len(finished) < 2:
         return "No results yet.\n"
@@ -346,28 +346,29 @@ def spread_table(arms: Arms) -> str:
     return f"{table}\n±: 95 % intervals over seeds. p-values corrected over {len(arms)} methods.\n"
 
 
-def search_table(found: Mapping[str, Record], studies: Sequence[str]) -> str:
+def search_table(runs: Mapping[str, Record], studies: Sequence[str]) -> str:
     """Last reward and gold match of each arm at each learning rate of a search; bold where the reward is highest."""
-    runs: dict[str, dict[float, Record]] = {}  # arm -> learning rate -> run
-    for record in found.values():
+    searched: dict[str, dict[float, Record]] = {}  # arm -> learning rate -> run
+    for record in runs.values():
         if record["study"] in studies:
             arm = record["arm"].rpartition(", ")[0]
-            runs.setdefault(arm, {})[record["config"]["learning_rate"]] = record
-    if not runs:
+            searched.setdefault(arm, {})[record["config"]["learning_rate"]] = record
+    if not searched:
         return "No results yet.\n"
 
-    rates = sorted({rate for by_rate in runs.values() for rate in by_rate})
+    rates = sorted({rate for by_rate in searched.values() for rate in by_rate})
     rows = [["arm", *(f"{rate:g}" for rate in rates)]]
-    for arm in sorted(runs, key=numbers_in):
+    for arm in sorted(searched, key=numbers_in):
+        by_rate = searched[arm]
         rewards = {
             rate: validated(record, REWARD)
-            for rate, record in runs[arm].items()
+            for rate, record in by_rate.items()
             if not record["collapsed"]
         }
         best = max(rewards, key=rewards.__getitem__, default=None)
-        cells = dict.fromkeys(rates, "") | dict.fromkeys(runs[arm], "collapsed")
+        cells = dict.fromkeys(rates, "") | dict.fromkeys(by_rate, "collapsed")
         for rate, reward in rewards.items():
-            match = validated(runs[arm][rate], MATCH)
+            match = validated(by_rate[rate], MATCH)
             cell = f"{number(reward, 3)}, {number(match, 2)}"
             cells[rate] = f"**{cell}**" if rate == best else cell
         rows.append([arm, *cells.values()])

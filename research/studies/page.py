@@ -333,13 +333,13 @@ def paired(arms: Arms) -> Arms:
 def drawings(
     plan: StudyPlan,
     studies: Mapping[str, Study],
-    found: Mapping[str, Record],
+    runs: Mapping[str, Record],
     figures: Mapping[str, StudyFigure] = FIGURES,
 ) -> dict[str, Drawing]:
     """By name, a figure per study with results, Figure 4 as `gradients`, Figure 9 as `std`."""
     made: dict[str, Drawing] = {}
     for name, study in studies.items():
-        arms = arms_of(plan, name, study, found)
+        arms = arms_of(plan, name, study, runs)
         if not comparable(arms) or name == "table2":
             continue
         figure = figures.get(name, StudyFigure())
@@ -376,11 +376,11 @@ def main(
     args = parser.parse_args(arguments)
     try:
         plan = StudyPlan(recipe=args.recipe, studies=studies)
-        found = read_all(args.results)
+        runs = read_all(args.results)
     except (ValueError, FileNotFoundError) as error:
         print(f"page.py: {error}", file=sys.stderr)
         return 2
-    unknown = sorted(name_of(record) for key, record in found.items() if key not in plan.runs)
+    unknown = sorted(name_of(record) for key, record in runs.items() if key not in plan.runs)
     if unknown:
         print(
             f"page.py: {len(unknown)} results belong to no study any more, such as {unknown[0]}",
@@ -389,8 +389,8 @@ def main(
         return 2
 
     (args.page.parent / "figures").mkdir(parents=True, exist_ok=True)
-    made_tables = tables(plan, studies, found, more)
-    made_drawings = drawings(plan, studies, found, figures)
+    made_tables = tables(plan, studies, runs, more)
+    made_drawings = drawings(plan, studies, runs, figures)
     links = {name: f"figures/{args.page.stem}_{name}.png" for name in made_drawings}
     text = first_page(studies, made_tables, links)
     if args.page.is_file():

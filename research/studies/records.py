@@ -230,13 +230,13 @@ def check_same(run: StudyRun, place: str, config: Mapping[str, Any]) -> None:
     place: what the error names.
     """
     expected = updated(identity(run.config))
-    found = updated(config)
+    stored = updated(config)
     changed = sorted(
-        key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key)
+        key for key in expected.keys() | stored.keys() if expected.get(key) != stored.get(key)
     )
     if changed:
         flag = changed[0]
         raise ConfigError(
-            f"{place} was made with {flag} {found.get(flag)!r}, but the study now says {expected.get(flag)!r}: "
+            f"{place} was made with {flag} {stored.get(flag)!r}, but the study now says {expected.get(flag)!r}: "
             "delete or move it to run it again, or change the study back"
         )

@@ -84,12 +84,12 @@ AT_EQUAL_REWARD = (
 )
 
 
-def arms_of(plan: StudyPlan, name: str, study: Study, found: Mapping[str, Record]) -> Arms:
+def arms_of(plan: StudyPlan, name: str, study: Study, runs: Mapping[str, Record]) -> Arms:
     """The available results of a study, by arm and seed."""
     arms: dict[str, dict[int, Record]] = {arm: {} for arm in study.arms}
     for (owner, arm, seed), key in plan.keys.items():
-        if owner == name and key in found:
-            arms[arm][seed] = found[key]
+        if owner == name and key in runs:
+            arms[arm][seed] = runs[key]
     return arms
 
 
@@ -316,9 +316,10 @@ def table2(arms: Arms) -> str:
         "gold distance": (partial(validated, key="gold/distance"), 4),
     }
     rows = [["method", "runs", *columns]]
-    runs = [record for records in arms.values() for record in records.values()]
-    if runs:  # all start from the same clips
-        start = [number(value(runs[0], at=0), decimals) for value, decimals in columns.values()]
+    every_run = [record for records in arms.values() for record in records.values()]
+    if every_run:  # all start from the same clips
+        first = every_run[0]
+        start = [number(value(first, at=0), decimals) for value, decimals in columns.values()]
         rows.append(["base model", "", *start])
     for arm, records in with_results(arms).items():
         cells = []
@@ -352,7 +353,7 @@ def kl_pull(config: Mapping[str, Any]) -> float:
 
 
 def per_step_table(
-    plan: StudyPlan, studies: Mapping[str, Study], found: Mapping[str, Record]
+    plan: StudyPlan, studies: Mapping[str, Study], runs: Mapping[str, Record]
 ) -> str:
     """Means over runs and seeds: gradient norm and KL share per step, and clip fractions."""
     columns = (
@@ -363,7 +364,7 @@ def per_step_table(
     )
     rows = [["study", "arm", "runs", *columns]]
     for name in (name for name in PER_STEP if name in studies):
-        arms = arms_of(plan, name, studies[name], found)
+        arms = arms_of(plan, name, studies[name], runs)
         for arm in (arm for arm in PER_STEP[name] if arms[arm]):
             records = list(arms[arm].values())
             norms = step_values(records, "grad_v")
@@ -386,11 +387,11 @@ def clip_fraction(records: Sequence[Record], key: str) -> float:
     return mean(np.array([mean(curve(record, f"policy/{key}")) for record in records]))
 
 
-def origins(found: Mapping[str, Record]) -> str:
+def origins(runs: Mapping[str, Record]) -> str:
     """Number of runs by device and commit."""
     counts = Counter(
         (record["device"], (record["versions"] or {}).get("torch"), record["commit"])
-        for record in found.values()
+        for record in runs.values()
     )
     rows = [["device", "torch", "commit", "runs"]]
     for origin, count in sorted(counts.items(), key=str):
@@ -406,7 +407,7 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 def tables(
     plan: StudyPlan,
     studies: Mapping[str, Study],
-    found: Mapping[str, Record],
+    runs: Mapping[str, Record],
     more: Mapping[str, Table] = NO_MORE,
 ) -> dict[str, str]:
     """Markdown for each study with something to compare; for `per_step` statistics, `runs`, and what `more` adds.
@@ -415,7 +416,7 @@ def tables(
     """
     made = {}
     for name, study in studies.items():
-        arms = arms_of(plan, name, study, found)
+        arms = arms_of(plan, name, study, runs)
         if not comparable(arms):
             continue
         parts = [study_table(study, arms)]
@@ -424,12 +425,12 @@ def tables(
         if "path_kl" in study.measured:
             parts.append(reached(study, arms))
         if name in more:
-            parts.append(more[name](arms, found))
+            parts.append(more[name](arms, runs))
         made[name] = "\n".join(parts)
-    if found:
-        made["per_step"] = per_step_table(plan, studies, found)
-        made["runs"] = origins(found)
-        made |= {name: table({}, found) for name, table in more.items() if name not in studies}
+    if runs:
+        made["per_step"] = per_step_table(plan, studies, runs)
+        made["runs"] = origins(runs)
+        made |= {name: table({}, runs) for name, table in more.items() if name not in studies}
     return made
 
 

@@ -429,22 +429,22 @@ def more_tables() -> dict[str, Table]:
     registered = studies()
     plan = StudyPlan(recipe=RECIPE, studies=registered)
 
-    def arms_in(study: str, found: Mapping[str, Record]) -> Arms:
-        return arms_of(plan, study, registered[study], found)
+    def arms_in(study: str, runs: Mapping[str, Record]) -> Arms:
+        return arms_of(plan, study, registered[study], runs)
 
-    def decision(_: Arms, found: Mapping[str, Record], study: str) -> str:
-        return compute.decision_table(arms_in(study, found), found)
+    def decision(_: Arms, runs: Mapping[str, Record], study: str) -> str:
+        return compute.decision_table(arms_in(study, runs), runs)
 
-    def spread(_: Arms, found: Mapping[str, Record], study: str) -> str:
-        return compute.spread_table(arms_in(study, found))
+    def spread(_: Arms, runs: Mapping[str, Record], study: str) -> str:
+        return compute.spread_table(arms_in(study, runs))
 
-    def samplers(_: Arms, found: Mapping[str, Record]) -> str:
-        arms = arms_in("head_to_head", found)
+    def samplers(_: Arms, runs: Mapping[str, Record]) -> str:
+        arms = arms_in("head_to_head", runs)
         names = (compute.ALL_STEPS, *(name.partition("_")[0] for name in EQUAL_ENERGY))
         return compute.sampler_table({name: arms[name] for name in names})
 
-    def search(_: Arms, found: Mapping[str, Record], study: str) -> str:
-        return compute.search_table(found, (study, f"further_{study}"))
+    def search(_: Arms, runs: Mapping[str, Record], study: str) -> str:
+        return compute.search_table(runs, (study, f"further_{study}"))
 
     made: dict[str, Table] = {
         "head_to_head": compute.cost_table,

@@ -185,7 +185,7 @@ def train_transformer(
         parameters, lr, betas=(0.9, 0.99), weight_decay=0.01, capturable=lr.is_cuda
     )
     recorder = Recorder(lr.device)
-    trainers = [FlowMatching(model, optimizer, args.batch, one, recorder) for one in buckets]
+    trainers = [FlowMatching(model, optimizer, args.batch, bucket, recorder) for bucket in buckets]
     trainer_without_caption = FlowMatching(model, optimizer, args.batch, empty, recorder)
     zero_state(optimizer)
     weights = model.state_dict()

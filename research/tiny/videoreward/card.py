@@ -181,7 +181,7 @@ def card(figures: Mapping[str, Mapping], parameters: int, command: str) -> str:
     )
 
 
-def main(words: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -193,7 +193,7 @@ def main(words: Sequence[str] | None = None) -> None:
     add("--clips", type=int, default=512, help="clips per source")
     add("--pairs", type=int, default=2048, help="number of pairs")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    args = parser.parse_args(words)
+    args = parser.parse_args(arguments)
     device = torch.device(args.device)
     backbone = open_backbone(args.model, device)
     reward = VideoAlign(args.reward, device)

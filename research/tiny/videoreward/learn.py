@@ -313,8 +313,8 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    args = arguments().parse_args(words)
+def main(command_line: Sequence[str] | None = None) -> None:
+    args = arguments().parse_args(command_line)
     begin = time.time()
     device = torch.device(args.device)
     torch.backends.cuda.matmul.allow_tf32 = True
