@@ -50,7 +50,7 @@ class TinyDenoiser(nn.Module, Denoiser):
         x = self.enter(torch.cat([x, sigma.expand(shape), number.expand(shape)], -1))
         for block in self.all_blocks:
             x = self.run_block(block, (x,))
-        return self.leave(x)
+        return self.leave(x).clone()  # FSDP warns of views
 
 
 class Trivial(Backbone):

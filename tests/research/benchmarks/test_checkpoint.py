@@ -12,7 +12,9 @@ SMALL = "--height 16 --width 16 --reward_model shapes"
 LIGHT = f"--batch_size 2 --num_generations 2 --num_sampling_steps 2 --num_frames 5 {SMALL} --pairs 1 --save_interval 1"
 
 
+@pytest.mark.slow
 def test_every_second_block_is_saved(tmp_path, monkeypatch):
+    """Slow: a real run; the page is tested from records."""
     monkeypatch.chdir(tmp_path)
     model = [
         "--config",

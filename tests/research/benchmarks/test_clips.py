@@ -13,7 +13,9 @@ LIGHT = "--num_sampling_steps 4 --sde_window random:1 --same_init_noise True --n
 BATCH = "--batch_size 2 --num_generations 2 --use_lora True --device cpu"
 
 
+@pytest.mark.slow
 def test_each_way_has_a_row(tmp_path, monkeypatch):
+    """Slow: a run of each way; a row is tested from numbers."""
     output, prompts = tmp_path / "page.md", tmp_path / "prompts.txt"
     monkeypatch.setitem(
         REWARDS, "contrast", None

@@ -7,6 +7,7 @@ import torch
 from diffusers import AutoencoderKLHunyuanVideo15
 
 from research.benchmarks import decode as script
+from tests.smallest_run import slow
 
 
 @pytest.fixture
@@ -22,8 +23,11 @@ def latents(vae):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", script.WAYS)
+@pytest.mark.parametrize(
+    "name", [slow(name) if "compiled" in name else name for name in script.WAYS]
+)
 def test_every_way_gives_the_stock_clip(vae, name, monkeypatch):
+    """Slow: compiled."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     expected = vae.decode(latents(vae)).sample
     for change in script.WAYS[name]:

@@ -10,7 +10,9 @@ ROOT = Path(__file__).parents[3]
 LIGHT = "--num_sampling_steps 2 --num_frames 5 --height 16 --width 16 --batch_size 4 --num_generations 2 --max_steps 2"
 
 
+@pytest.mark.slow
 def test_each_way_has_a_row(tmp_path):
+    """Slow: a run of each way; a row is tested from numbers."""
     prompts, ways = tmp_path / "prompts.txt", ["one prompt per forward", "recipe"]
     prompts.write_text("a small red circle\na large blue square\n")
     files = [

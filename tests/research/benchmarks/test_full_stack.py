@@ -109,7 +109,9 @@ def test_the_page_shows_what_failed_and_all_the_rest(results, name):
     assert ("exit code 75" in text) == (name != "train")
 
 
+@pytest.mark.slow
 def test_a_run_is_measured_and_stopped_in_its_second_rollout(tmp_path, monkeypatch):
+    """Slow: a real run; the page is tested from records."""
     monkeypatch.setattr(script, "about", lambda *_: ABOUT)
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     random_model.main(

@@ -16,7 +16,9 @@ LIGHT = (
 )
 
 
+@pytest.mark.slow
 def test_it_measures_a_run(tmp_path, monkeypatch):
+    """Slow: the whole program on the tiny model."""
     output, prompts = tmp_path / "page.md", tmp_path / "prompts.txt"
     monkeypatch.setitem(
         REWARDS, "contrast", None

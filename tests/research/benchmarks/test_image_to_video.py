@@ -12,7 +12,9 @@ from research.benchmarks import image_to_video as script
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of the compiler, about itself
 
 
+@pytest.mark.slow
 def test_all_parts_are_measured_and_ours_agrees_with_stock(tmp_path, monkeypatch):
+    """Slow: the whole program; its parts are tested with the model and the planner."""
     monkeypatch.setattr(
         torch, "compile", functools.partial(torch.compile, backend="eager")
     )  # no C++ needed

@@ -46,7 +46,9 @@ def page(tmp_path_factory):
     return run(tmp_path_factory.mktemp("bench"))
 
 
+@pytest.mark.slow
 def test_both_plain_loops_compute_what_the_trainer_does(page):
+    """Slow: the real loops; the comparison is tested with numbers."""
     lines = re.findall(
         r"^- (.*): latents differ by (\S+), rewards by (\S+), the gradient by (\S+) of",
         page,
@@ -57,7 +59,9 @@ def test_both_plain_loops_compute_what_the_trainer_does(page):
         assert float(latents) < 5e-5 and float(rewards) < 1e-3 and float(gradient) < 1e-3
 
 
+@pytest.mark.slow
 def test_the_table_has_every_phase_and_adds_up(page):
+    """Slow: real iterations; the page is tested from records."""
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines()]
     rows = {cells[0]: cells[1:] for cells in lines if len(cells) == 6 and "---" not in cells[0]}
     assert list(rows) == ["phase", *bench.PHASES, "total"]
@@ -73,7 +77,9 @@ def test_the_table_has_every_phase_and_adds_up(page):
     )
 
 
+@pytest.mark.slow
 def test_the_page_says_what_was_run(page):
+    """Slow: real iterations; the page is tested from records."""
     assert "4 clips in groups of 2, 2 steps, guidance 2, all weights trained" in page
     assert "    python -m research.benchmarks.iteration --config" in page and LIGHT in page
     assert "padded to 30 text, 14 glyph and 3 image tokens" in page
@@ -90,7 +96,9 @@ def test_loops_that_differ_are_refused(part, error):
         bench.check_equal(outcome(), wrong)
 
 
+@pytest.mark.slow
 def test_a_plain_loop_that_is_slightly_wrong_is_caught(tmp_path, monkeypatch):
+    """Slow: the real loops; the comparison is tested with numbers."""
     forward = bench.PlainLoop.forward
     monkeypatch.setattr(bench.PlainLoop, "forward", lambda *arguments: 1.001 * forward(*arguments))
     with pytest.raises(RuntimeError, match="do not compute the same"):

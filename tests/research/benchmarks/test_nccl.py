@@ -183,7 +183,9 @@ def test_the_page_shows_what_failed_and_what_there_was(results, name):
     assert (f"{name}: not run." in nccl_page.page(results)) == (name != "models")
 
 
+@pytest.mark.slow
 def test_two_ranks_are_started_and_measured(tmp_path, monkeypatch):
+    """Slow: real processes; the page is tested from records."""
     monkeypatch.setattr(script, "about", lambda *_: ABOUT)
     words = [
         "--rehearse",

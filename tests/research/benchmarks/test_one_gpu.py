@@ -74,7 +74,9 @@ def test_other_processes_are_left_alone(tmp_path):
     assert not (tmp_path / "phases").exists()
 
 
+@pytest.mark.slow
 def test_phases_are_recorded_with_what_they_contain(tmp_path):
+    """Slow: a real process that loads torch."""
     result = run(PHASES, PHASES=tmp_path, RANK=1)
     assert result.returncode == 0 and result.stdout == "['rollout']\n", result.stderr
     (file,) = tmp_path.glob("rank-00001-*.jsonl")

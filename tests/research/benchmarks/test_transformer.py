@@ -24,7 +24,9 @@ ROWS = (
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of the compiler, about itself
 
 
+@pytest.mark.slow
 def test_every_row_is_measured_and_all_agree(tmp_path, monkeypatch):
+    """Slow: all rows; single ones are measured below."""
     monkeypatch.setattr(
         torch, "compile", functools.partial(torch.compile, backend="eager")
     )  # no C++ needed

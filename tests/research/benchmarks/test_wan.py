@@ -12,7 +12,9 @@ from sage_grpo.train import trainer as training
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of the compiler, about itself
 
 
+@pytest.mark.slow
 def test_both_parts_are_measured_and_ours_agrees_with_stock(tmp_path, monkeypatch):
+    """Slow: the whole program."""
     monkeypatch.setattr(
         torch, "compile", functools.partial(torch.compile, backend="eager")
     )  # no C++ needed

@@ -90,7 +90,9 @@ def results_in(place):
     return {records.name_of(record): record for record in runs}
 
 
+@pytest.mark.slow
 def test_every_configuration_runs_once_and_leaves_one_line(call, done, capsys):
+    """Slow: real runs in processes of their own; the plan, the records and the refusals are tested without."""
     _, there = done
     found = results_in(there)
     assert list(found) == ["first-base-1", "first-more-1"]
@@ -118,7 +120,9 @@ def test_every_configuration_runs_once_and_leaves_one_line(call, done, capsys):
     assert "2 of 2 runs are done" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_and_resumed_elsewhere_gives_the_same_numbers(done, recipe, tmp_path):
+    """Slow: real runs in processes of their own; resuming to the bit is tested in tests/train/test_resume.py."""
     here, there = done
     stopped = json.loads((here / "work" / "first-base-1" / "status.json").read_text())
     assert (
@@ -156,7 +160,9 @@ def test_a_changed_configuration_is_refused(call, recipe, tmp_path, capsys):
     )
 
 
+@pytest.mark.slow
 def test_results_of_another_configuration_are_refused(call, done, tmp_path, capsys):
+    """Slow: the results of real runs; other results are refused in tests/research/studies/test_records.py."""
     record = results_in(done[1])["first-more-1"]
     records.append(tmp_path / "results.jsonl", record | {"arm": "base"})
     assert call(tmp_path) == WRONG_INPUT
@@ -170,7 +176,9 @@ def test_an_unknown_study_is_refused(call, tmp_path, capsys):
     assert "there is no study third; choose from first, second" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_list_counts_shared_runs_once(call, done, capsys):
+    """Slow: the list of real runs; an unfinished plan is listed by every program's own test."""
     assert call(done[1], "--list") == DONE
     rows = {line.split()[0]: line.split()[1:5] for line in capsys.readouterr().out.splitlines()}
     assert rows["first"] == ["2", "1", "2", "2"] and rows["second"] == ["1", "1", "0", "0"]
@@ -203,10 +211,14 @@ def test_nothing_new_is_started_that_cannot_end_unless_it_may_be_cut(
     "message, code",
     [("the gradient was not finite 6 times in a row", DONE), ("nothing moved for 600 s", FAILED)],
 )
+@pytest.mark.slow
 def test_only_numbers_that_are_lost_are_a_result(
     call, done, recipe, tmp_path, capsys, message, code
 ):
-    """A run that training had to stop is a collapse; one that a machine stopped is not."""
+    """A run that training had to stop is a collapse; one that a machine stopped is not.
+
+    Slow: runs in processes of their own.
+    """
 
     class Ended:
         exitcode = FAILED

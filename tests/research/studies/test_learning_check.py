@@ -9,31 +9,18 @@ from research.studies import learning_check as check
 from sage_grpo.config.parse import parse
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.train.build import build_trainer
+from tests.smallest_run import command_line
 
 COLOURS = ("red", "green", "red", "green", "red", "green", "red", "green")
 
 
 @pytest.fixture
-def flags(tiny_folder, tmp_path):
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text(
-        "".join(
-            f"a {words}\n" for words in ("red circle", "red square", "green circle", "green square")
-        )
-    )
-    words = {
-        "pretrained_model_root": tiny_folder, "output_dir": tmp_path / "run", "train_prompts": prompts,
-        "validation_prompts": prompts, "reward_model": "shapes", "batch_size": 4, "num_generations": 2,
-        "num_sampling_steps": 2, "num_frames": 5, "height": 16, "width": 16, "guidance_scale": 1.0,
-        "max_steps": 1, "report_to": "none",
-        "validation_num_inference_steps": 2, "validate_video_length": 5, "validation_fixed_size": "16x16",
-        "enable_gradient_checkpointing": False,
-    }  # fmt: skip
-    return [word for name, value in words.items() for word in (f"--{name}", str(value))]
+def words(flags):
+    return command_line(flags | {"max_steps": 1})
 
 
-def test_totals_are_dealt_out_anew_and_nothing_else_is(flags):
-    trainer = build_trainer(parse(flags), Ranks(0, 1, torch.device("cpu")))
+def test_totals_are_dealt_out_anew_and_nothing_else_is(words):
+    trainer = build_trainer(parse(words), Ranks(0, 1, torch.device("cpu")))
     true, shuffled = trainer.reward, check.shuffled(trainer.reward, trainer)
     generator = torch.Generator().manual_seed(0)
     clips = list(torch.randint(0, 256, (8, 5, 32, 32, 3), generator=generator, dtype=torch.uint8))
@@ -50,7 +37,7 @@ def test_totals_are_dealt_out_anew_and_nothing_else_is(flags):
     assert not torch.equal(shuffled.score(*arguments).total, dealt.total)
 
 
-def test_a_shuffled_run_is_validated_by_the_true_reward(flags, tmp_path, monkeypatch):
+def test_a_shuffled_run_is_validated_by_the_true_reward(words, tmp_path, monkeypatch):
     seen, scores, train = {}, {}, check.Trainer.train
 
     def watched(trainer):
@@ -60,7 +47,7 @@ def test_a_shuffled_run_is_validated_by_the_true_reward(flags, tmp_path, monkeyp
     monkeypatch.setattr(check.Trainer, "train", watched)
     for kind in ("true", "shuffled"):
         folder = tmp_path / kind
-        check.train(kind, 3, folder, flags)
+        check.train(kind, 3, folder, words)
         assert (folder / "done").is_file()
         assert (seen["training"] is seen["validation"]) == (kind == "true")
         clips = json.loads((folder / "validation" / "step-000000" / "clips.json").read_text())

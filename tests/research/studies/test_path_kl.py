@@ -185,7 +185,9 @@ def trained(tiny_folder, tmp_path_factory):
     return folder, from_values(flags)
 
 
+@pytest.mark.slow
 def test_a_run_records_the_kl_of_the_weights_that_it_exports(trained):
+    """Slow: a real run; the KL itself is tested against formulas."""
     folder, config = trained
     told = yaml.safe_load((folder / "run" / "path_kl.json").read_text())
     (policy, resolved), (base, _) = (open_model(config, CPU) for _ in range(2))
@@ -199,7 +201,9 @@ def test_a_run_records_the_kl_of_the_weights_that_it_exports(trained):
     assert told["mean"] > 1e-6
 
 
+@pytest.mark.slow
 def test_a_run_that_ended_before_its_measurement_is_measured_by_the_next_call(trained):
+    """Slow: a real run; the KL itself is tested against formulas."""
     folder, _ = trained
     file = folder / "run" / "path_kl.json"
     before = file.read_text()
@@ -210,7 +214,9 @@ def test_a_run_that_ended_before_its_measurement_is_measured_by_the_next_call(tr
     )
 
 
+@pytest.mark.slow
 def test_only_the_last_checkpoint_is_measured(trained, tmp_path):
+    """Slow: a real run; the KL itself is tested against formulas."""
     folder, config = trained
     shutil.copytree(folder / "run" / "checkpoints", tmp_path / "checkpoints")
     with pytest.raises(ConfigError, match="has no checkpoint of its last iteration, 3"):

@@ -19,7 +19,9 @@ def clip(match, distance):
     return {"gold": {"match": match, "prompt_distance": distance}}
 
 
+@pytest.mark.slow
 def test_the_figures_are_drawn_from_the_first_and_the_last_validation(tmp_path, arms, monkeypatch):
+    """Slow: all figures at full size; which clips are shown, the mosaic and the curves are tested alone."""
     folder = make_run(tmp_path / "run", iterations=2, every=2, prompts=17)
     monkeypatch.setattr(readme_figures, "head_to_head", lambda: arms)
     shown = readme_figures.validation_pairs(folder)[:2]

@@ -97,7 +97,9 @@ def test_clips_depend_on_prompt_and_number_alone():
     )
 
 
+@pytest.mark.slow
 def test_a_run_ends_with_its_spread(tmp_path, monkeypatch):
+    """Slow: a real run; the measure is tested with numbers."""
     monkeypatch.setattr(spread, "CLIPS", 2)
     monkeypatch.setattr(spread, "open_prompts", lambda: open_prompts(2))
     run = tmp_path / "run.json"

@@ -21,21 +21,37 @@ TINY = Path("assets/tiny")
 FEW = "--clips 16 --prompts 4 --steps 6 --batch 4"
 
 
+SEEDS = {"before": None, "first": 0, "same": 0, "other": 1}
+
+
+class Folders:
+    """The embedded model before, and after a few steps with a seed, each made on first use: `folders / "first"`."""
+
+    def __init__(self, root):
+        self.root = root
+
+    def __truediv__(self, name):
+        folder = self.root / name
+        if not folder.exists():
+            shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("image_encoder"))
+            with pytest.MonkeyPatch.context() as patch:
+                if SEEDS[name] is not None:
+                    learn(folder, SEEDS[name], patch)
+        return folder
+
+
+def learn(folder, seed, patch):
+    patch.setattr(learn_images, "ENCODED", 8)
+    patch.setattr(learn_images, "REQUESTS", {"train": 2, "valid": 1})
+    patch.setattr(learn_images, "quality", lambda folder: {})  # takes longer than all else
+    flags = ["--model", str(folder), "--seed", str(seed), *FEW.split()]
+    patch.setattr(sys, "argv", ["learn_images.py", *flags])
+    learn_images.main()
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """The embedded model before, and after a few steps with each of three seeds, two of them the same."""
-    root = tmp_path_factory.mktemp("images")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(learn_images, "ENCODED", 8)
-        patch.setattr(learn_images, "REQUESTS", {"train": 2, "valid": 1})
-        patch.setattr(learn_images, "quality", lambda folder: {})  # takes longer than all else
-        for name, seed in {"before": None, "first": 0, "same": 0, "other": 1}.items():
-            shutil.copytree(TINY, root / name, ignore=shutil.ignore_patterns("image_encoder"))
-            if seed is not None:
-                flags = ["--model", str(root / name), "--seed", str(seed), *FEW.split()]
-                patch.setattr(sys, "argv", ["learn_images.py", *flags])
-                learn_images.main()
-    return root
+    return Folders(tmp_path_factory.mktemp("images"))
 
 
 def test_what_has_learned_is_not_taught_again(monkeypatch):
@@ -48,13 +64,17 @@ def weights(folder):
     return load_file(folder / learn_images.WEIGHTS)
 
 
+@pytest.mark.slow
 def test_everything_follows_from_the_seed(folders):
+    """Slow: three runs of the whole program; one is looked at by all other tests."""
     first, same, other = (weights(folders / name) for name in ("first", "same", "other"))
     assert all(torch.equal(first[name], same[name]) for name in first)
     assert any(not torch.equal(first[name], other[name]) for name in first)
 
 
+@pytest.mark.slow
 def test_only_what_text_to_video_never_reads_has_changed(folders):
+    """Slow: a run of the whole program."""
     before, after = weights(folders / "before"), weights(folders / "first")
     assert list(before) == list(after)
     rows = learn_images.image_rows(open_backbone(folders / "first").empty_transformer())
@@ -68,7 +88,9 @@ def test_only_what_text_to_video_never_reads_has_changed(folders):
         )  # eight bits are not compared
 
 
+@pytest.mark.slow
 def test_a_clip_without_an_image_is_the_same_to_the_bit(folders):
+    """Slow: a run of the whole program."""
     asked, x = Request("a small red circle moving left slowly"), torch.randn(1, 32, 3, 6, 6)
     velocities = []
     for name in ("before", "first"):
@@ -78,8 +100,9 @@ def test_a_clip_without_an_image_is_the_same_to_the_bit(folders):
     assert torch.equal(*velocities)
 
 
+@pytest.mark.slow
 def test_it_learns(folders):
-    """A few steps lower the loss of a fixed batch."""
+    """A few steps lower the loss of a fixed batch. Slow: real learning steps."""
     args = learn_images.arguments().parse_args(
         ["--model", ".", "--clips", "8", "--prompts", "1", "--steps", "15"]
     )
@@ -124,8 +147,12 @@ def test_what_is_shipped_is_what_the_program_writes(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_the_shipped_model_begins_with_its_image():
-    """A few clips of few steps are nearer to their images than clips of the same noise that never saw them."""
+    """A few clips of few steps are nearer to their images than clips of the same noise that never saw them.
+
+    Slow: sampling with the shipped weights; that they are what the program writes is tested without.
+    """
     requests = [one.sized(48, 48) for one in read_requests(TINY / "images_valid.csv")[:6]]
     found = {}
     for version in ("i2v", None):

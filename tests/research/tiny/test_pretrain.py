@@ -1,4 +1,7 @@
-"""The pretraining script end to end, with a few steps of each stage on the CPU."""
+"""The pretraining script end to end, with a few steps of each stage on the CPU.
+
+Slow: adds the whole program to the tests of its parts, test_learn_vae.py, test_training.py and test_tiny.py.
+"""
 
 import json
 import sys
@@ -11,11 +14,11 @@ from safetensors.torch import load_file
 
 from research.tiny import card as model_card
 from research.tiny import learn_vae, pretrain
-from research.tiny.training import warm_cosine
 from sage_grpo.data.requests import read_requests
 from sage_grpo.models.hunyuan15.backbone import Hunyuan15
 from sage_grpo.worlds.shapes.scenes import render, sample_scenes
 
+pytestmark = pytest.mark.slow
 FEW = "--vae_steps 2 --vae_batch 2 --vae_clips 16 --clips 32 --prompts 8 --batch 4 --snapshots 2 --device cpu "
 FEW += "--heads 4 --side 32 --vae_channels 16 32 32 --latents 16 --guidance 2"
 RUNS = {
@@ -36,11 +39,8 @@ def runs(tmp_path_factory):
         patch.setattr(pretrain, "EMA_EVERY", 1)
         patch.setattr(pretrain, "SHEET", {"prompts": 2, "steps": 2})
         for name, flags in RUNS.items():
-            patch.setattr(
-                sys,
-                "argv",
-                ["pretrain.py", "--output", str(root / name), *FEW.split(), *flags.split()],
-            )
+            command = ["pretrain.py", "--output", str(root / name), *FEW.split(), *flags.split()]
+            patch.setattr(sys, "argv", command)
             pretrain.main()
     torch.use_deterministic_algorithms(False)
     return root
@@ -55,13 +55,6 @@ def test_everything_follows_from_the_seed(runs):
         first, same, other = (weights(runs / name, part) for name in ("first", "same", "other"))
         assert all(torch.equal(first[name], same[name]) for name in first)
         assert any(not torch.equal(first[name], other[name]) for name in first)
-
-
-@pytest.mark.parametrize("steps", [3, 20, 21, 200])
-def test_the_learning_rate_rises_and_falls_whatever_the_number_of_steps(steps):
-    rates = [warm_cosine(step, steps) for step in range(steps)]
-    assert max(rates) <= 1 and rates[-1] < max(rates) and (steps < 40 or rates[0] < max(rates))
-    assert steps < 200 or rates[-1] < 0.03
 
 
 def test_training_moves_both_parts(runs):
@@ -145,16 +138,3 @@ def test_the_card_is_made_of_measured_figures(runs, tmp_path):
 def pretrain_clip():
     scenes = sample_scenes(1, torch.Generator().manual_seed(0))
     return (render(scenes, 9, 32, 32) * 255).round().to(torch.uint8)
-
-
-def test_slices_pad_as_the_stock_padding():
-    x = torch.randn(2, 3, 5, 4, 6, dtype=torch.float64, requires_grad=True)
-    padding = (1, 1, 1, 1, 2, 0)
-    mine, stock = (
-        learn_vae.replicate_pad(x, padding),
-        torch.nn.functional.pad(x, padding, mode="replicate"),
-    )
-    assert torch.equal(mine, stock)
-    weight = torch.randn(mine.shape, dtype=torch.float64)
-    gradients = [torch.autograd.grad((padded * weight).sum(), x)[0] for padded in (mine, stock)]
-    torch.testing.assert_close(*gradients)

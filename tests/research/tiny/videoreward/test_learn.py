@@ -44,7 +44,9 @@ def clips(count=2, side=32):
     )
 
 
+@pytest.mark.slow
 def test_the_folder_is_complete_and_videoalign_gives_the_scores_of_training(trained):
+    """Slow: a run of the whole program."""
     judge, folder = trained
     check_folder(folder)
     reward = VideoAlign(folder)
@@ -71,13 +73,17 @@ def test_scores_are_z_scores_of_what_was_held_out(tmp_path):
     assert found["inference_config"]["VQ_std"] == pytest.approx(2**0.5)
 
 
+@pytest.mark.slow
 def test_only_alignment_depends_on_the_prompt(trained):
+    """Slow: a run of the whole program."""
     reward = VideoAlign(trained[1])
     one, other = (reward.score(list(clips(1)), [prompt], 8.0) for prompt in PROMPTS)
     assert one["VQ"] == other["VQ"] and one["MQ"] == other["MQ"] and one["TA"] != other["TA"]
 
 
+@pytest.mark.slow
 def test_patches_of_many_clips_are_those_of_each(trained):
+    """Slow: a run of the whole program."""
     judge, _ = trained
     many = pool.Pool(clips(3), *(torch.zeros(3),) * 2, torch.zeros(3, 6), torch.zeros(3))
     found, grid = judge.patches(many, 8.0)
@@ -87,7 +93,9 @@ def test_patches_of_many_clips_are_those_of_each(trained):
         torch.testing.assert_close(rows.float(), wanted[0], atol=2e-3, rtol=0)
 
 
+@pytest.mark.slow
 def test_attention_within_frames_is_that_of_the_stock_model(trained):
+    """Slow: a run of the whole program."""
     judge, folder = trained
     stock = VideoAlign(folder)
     stock.model.load_state_dict(judge.model.state_dict())
@@ -99,7 +107,9 @@ def test_attention_within_frames_is_that_of_the_stock_model(trained):
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_captions_are_learned_from_the_tokens_of_the_prompt_alone(trained):
+    """Slow: a run of the whole program."""
     judge, _ = trained
     tokens = learn.Texts(judge.reward, PROMPTS, GRID, torch.device("cpu"))[torch.arange(2)]
     hidden = torch.zeros(*tokens.shape, judge.head.shape[1], requires_grad=True)
@@ -110,6 +120,8 @@ def test_captions_are_learned_from_the_tokens_of_the_prompt_alone(trained):
         assert prompt in text and "Motion" not in text and "Picture" not in text
 
 
+@pytest.mark.slow
 def test_the_number_of_frames_that_the_folder_fixes_beats_the_rate_of_a_run(trained):
+    """Slow: a run of the whole program."""
     reward = build(Setup(trained[1], torch.device("cpu"), sample_fps=2.0))
     assert reward._patches(clips(1), 8.0)[1] == GRID
