@@ -17,8 +17,17 @@ from torch import Tensor
 from sage_grpo.background import within
 from sage_grpo.data.requests import Request
 
-# not names of scores: the metrics have reward/total and so on; the same as BATCH_STATISTICS of runs/history.py
-RESERVED_NAMES = ("total", "std", "group_std", "failed", "starved_groups", "flat_groups", "error")
+# Names that no score may have: the metrics use reward/total and so on. The same as BATCH_STATISTICS of runs/history.py.
+RESERVED_NAMES = (
+    "total",
+    "std",
+    "group_std",
+    "advantage_size",
+    "failed",
+    "starved_groups",
+    "flat_groups",
+    "error",
+)
 
 
 class Reward(Protocol):
@@ -43,7 +52,7 @@ class Setup:
     sample_fps: float = 2.0  # frames sampled per second
     url: str | None = None  # address of a reward server or a judge
     timeout: float = 300.0  # seconds a call may take
-    start_timeout: float = 1800.0  # seconds until a server has said what it scores
+    start_timeout: float = 1800.0  # seconds until a server has answered which scores it has
     judge_model: str | None = None  # None: the only one that the server has
     judge_rubric: str | None = None  # file; None: rubric.txt in this folder
     judge_cache: str | None = None  # folder of scores; None: host memory

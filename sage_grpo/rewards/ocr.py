@@ -87,9 +87,8 @@ def likeness(read: str, wanted: str) -> float:
 
 def edit_distance(source: str, target: str) -> int:
     """Levenshtein distance: letters to insert, delete or replace."""
-    row = list(
-        range(len(target) + 1)
-    )  # from no letter of the source to each beginning of the target
+    # distances from the letters of the source so far to each beginning of the target
+    row = list(range(len(target) + 1))
     for i, letter in enumerate(source, 1):
         previous = row
         row = [i]

@@ -91,10 +91,9 @@ def test_pixels_are_those_that_clip_was_trained_on(folder, clips):
     reward = built(ClipScore, folder)
     for clip in clips:
         expected = torch.stack([pil_pixels(clip[0]), pil_pixels(clip[-1])])
-        found = reward._pixels(clip, 8.0)[[0, -1]]
-        assert (found - expected).abs().max() < 3 / 255 / min(
-            STD
-        )  # PIL rounds between its two passes
+        pixels = reward._pixels(clip, 8.0)[[0, -1]]
+        # PIL rounds between its two passes
+        assert (pixels - expected).abs().max() < 3 / 255 / min(STD)
 
 
 @torch.no_grad()
@@ -102,14 +101,14 @@ def test_scores_are_those_of_the_formulas(folder, clips):
     """The model's own logits, with clips alone and prompts alone."""
     model = CLIPModel.from_pretrained(folder).eval()
     tokenizer = CLIPTokenizer.from_pretrained(folder)
-    clip_score, pick_score = (built(kind, folder) for kind in (ClipScore, PickScore))
-    expected = []
+    clip_score = built(ClipScore, folder)
+    pick_score = built(PickScore, folder)
+    means = []
     for clip, prompt in zip(clips, PROMPTS, strict=True):
         tokens = tokenizer(prompt, truncation=True, max_length=77, return_tensors="pt")
-        expected.append(
-            model(pixel_values=clip_score._pixels(clip, 8.0), **tokens).logits_per_image.mean()
-        )
-    raw = torch.stack(expected)
+        logits = model(pixel_values=clip_score._pixels(clip, 8.0), **tokens).logits_per_image
+        means.append(logits.mean())
+    raw = torch.stack(means)
     assert raw.std() > 0.1
     torch.testing.assert_close(pick_score.score(clips, PROMPTS, 8.0)["pickscore"], raw / 26)
     cosine = clip_score.score(clips, PROMPTS, 8.0)["cosine"]
@@ -119,29 +118,29 @@ def test_scores_are_those_of_the_formulas(folder, clips):
 
 def test_half_precision_does_not_round_the_scale(folder, clips):
     """Published models have exp(logit_scale) = 100, which bf16 would round to 99."""
-    halves = {kind: built(kind, folder, InHalf) for kind in (ClipScore, PickScore)}
-    assert all(reward.model.dtype == torch.bfloat16 for reward in halves.values())
+    clip_score = built(ClipScore, folder, InHalf)
+    pick_score = built(PickScore, folder, InHalf)
+    assert clip_score.model.dtype == pick_score.model.dtype == torch.bfloat16
+
     scale = CLIPModel.from_pretrained(folder).logit_scale.exp().item()
-    assert abs(torch.tensor(scale).log().bfloat16().exp().item() - scale) > 1e-3 * scale
-    found = halves[PickScore].score(clips, PROMPTS, 8.0)["pickscore"]
-    torch.testing.assert_close(
-        found, scale * halves[ClipScore].score(clips, PROMPTS, 8.0)["cosine"] / 26
-    )
+    rounded = torch.tensor(scale).log().bfloat16().exp().item()
+    assert abs(rounded - scale) > 1e-3 * scale
+    cosine = clip_score.score(clips, PROMPTS, 8.0)["cosine"]
+    scores = pick_score.score(clips, PROMPTS, 8.0)["pickscore"]
+    torch.testing.assert_close(scores, scale * cosine / 26)
 
 
 def test_all_sampled_frames_count(folder, clips):
     reward = built(ClipScore, folder)
     assert [len(reward._pixels(clip, 8.0)) for clip in clips] == [4, 4, 6]
-    first = clips[0][:1].expand(16, -1, -1, -1)
-    frames = clips[0][[0, 5, 10, 15]]
-    each = [
-        reward.score([frame.expand(4, -1, -1, -1)], ["boat"], 8.0)["cosine"].item()
-        for frame in frames
-    ]
-    assert reward.score([clips[0]], ["boat"], 8.0)["cosine"].item() == pytest.approx(
-        sum(each) / 4, abs=1e-5
-    )
-    assert reward.score([first], ["boat"], 8.0)["cosine"].item() == pytest.approx(each[0], abs=1e-5)
+
+    def cosine(clip):
+        return reward.score([clip], ["boat"], 8.0)["cosine"].item()
+
+    frame_cosines = [cosine(clips[0][[i] * 4]) for i in (0, 5, 10, 15)]
+    assert cosine(clips[0]) == pytest.approx(sum(frame_cosines) / 4, abs=1e-5)
+    only_first = clips[0][[0] * 16]
+    assert cosine(only_first) == pytest.approx(frame_cosines[0], abs=1e-5)
 
 
 @pytest.mark.parametrize("lost", ["config.json", "model.safetensors", "vocab.json"])

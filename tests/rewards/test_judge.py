@@ -38,15 +38,13 @@ def token(monkeypatch):
 
 def images_of(question):
     """The images of a request, as arrays."""
-    urls = [
-        part["image_url"]["url"]
-        for part in question["messages"][0]["content"]
-        if part["type"] == "image_url"
-    ]
-    assert all(url.startswith("data:image/png;base64,") for url in urls)
-    return [
-        np.asarray(Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2])))) for url in urls
-    ]
+    images = []
+    for part in question["messages"][0]["content"]:
+        if part["type"] == "image_url":
+            kind, _, data = part["image_url"]["url"].partition(",")
+            assert kind == "data:image/png;base64"
+            images.append(np.asarray(Image.open(io.BytesIO(base64.b64decode(data)))))
+    return images
 
 
 def text_of(question):
@@ -77,15 +75,17 @@ def answer_to(question, sharpness=2.0, scores=None):
     """A server's answer: each score is 1 to 4 by how bright the images are."""
     names = list(question["response_format"]["json_schema"]["schema"]["properties"])
     brightness = int(np.mean(images_of(question)) // 50)
-    scores = dict.fromkeys(names, 1 + brightness) if scores is None else scores
+    if scores is None:
+        scores = dict.fromkeys(names, 1 + brightness)
+    logprobs = None
+    if question.get("logprobs"):
+        logprobs = {"content": tokens_of(scores, sharpness)}
     choice = {
         "index": 0,
         "finish_reason": "stop",
         "message": {"role": "assistant", "content": json.dumps(scores)},
+        "logprobs": logprobs,
     }
-    choice["logprobs"] = (
-        {"content": tokens_of(scores, sharpness)} if question.get("logprobs") else None
-    )
     return {
         "choices": [choice],
         "usage": {"prompt_tokens": 100, "completion_tokens": 20, "total_tokens": 120},
@@ -99,10 +99,8 @@ def vlm(reply=None, models=("vlm",)):
         if handler.headers["Authorization"] != f"Bearer {TOKEN}":
             return handler.say(401, {"error": {"message": "Unauthorized"}})
         if handler.path == "/v1/models":
-            return handler.say(
-                200,
-                {"object": "list", "data": [{"id": name, "object": "model"} for name in models]},
-            )
+            listed = [{"id": name, "object": "model"} for name in models]
+            return handler.say(200, {"object": "list", "data": listed})
         assert (handler.path, handler.command) == ("/v1/chat/completions", "POST")
         assert handler.headers["Content-Type"] == "application/json"
         question = json.loads(handler.body)
@@ -139,72 +137,64 @@ def test_the_question_holds_the_sampled_frames_and_the_rubric():
         judge_at(url).score([clip], PROMPTS[:1], 4.0)
         judge_at(url, fps=100.0).score([clip], PROMPTS[:1], 4.0)
     first, every = asked
-    assert (
-        first["model"] == "vlm"
-        and first["temperature"] == 0
-        and first["logprobs"]
-        and first["top_logprobs"] == 20
-    )
-    assert [image[0, 0, 0] for image in images_of(first)] == [0, 14, 35, 49], (
-        "four frames, the first and the last too"
-    )
+    assert first["model"] == "vlm"
+    assert first["temperature"] == 0
+    assert first["logprobs"]
+    assert first["top_logprobs"] == 20
+
+    # four frames, the first and the last too
+    assert [image[0, 0, 0] for image in images_of(first)] == [0, 14, 35, 49]
     assert [image[5, 9, 2] for image in images_of(every)] == [7 * i for i in range(8)]
     assert images_of(first)[0].shape == (6, 10, 3)
-    assert text_of(first) == RUBRIC.read_text().partition("\n")[2].replace("{prompt}", PROMPTS[0])
+    rubric = RUBRIC.read_text().partition("\n")[2]
+    assert text_of(first) == rubric.replace("{prompt}", PROMPTS[0])
+
     form = first["response_format"]
-    assert form["type"] == "json_schema" and form["json_schema"]["schema"]["required"] == [
-        "VQ",
-        "MQ",
-        "TA",
-    ]
-    assert form["json_schema"]["schema"]["properties"]["MQ"] == {
-        "type": "integer",
-        "enum": [1, 2, 3, 4, 5],
-    }
+    schema = form["json_schema"]["schema"]
+    assert form["type"] == "json_schema"
+    assert schema["required"] == ["VQ", "MQ", "TA"]
+    assert schema["properties"]["MQ"] == {"type": "integer", "enum": [1, 2, 3, 4, 5]}
 
 
 def test_a_score_is_the_expected_digit():
     """Digits outside of 1 to 5 and other tokens do not count; " 3" is a 3."""
     with vlm() as (url, _):
-        found = judge_at(url).score(CLIPS, PROMPTS, 8.0)
-    assert list(found) == ["VQ", "MQ", "TA"] and all(
-        values.dtype == torch.float64 for values in found.values()
-    )
+        scores = judge_at(url).score(CLIPS, PROMPTS, 8.0)
+    assert list(scores) == ["VQ", "MQ", "TA"]
+    assert all(values.dtype == torch.float64 for values in scores.values())
     for i, digit in enumerate((2, 3, 4)):
         weights = {d: math.exp(-2 * abs(d - digit)) for d in range(10)}
         scale = 0.5 / sum(weights.values())
         likely = {d: scale * weights[d] + 0.1 * (d == digit) for d in range(1, 6)}
         expected = sum(d * weight for d, weight in likely.items()) / sum(likely.values())
-        assert found["MQ"][i].item() == pytest.approx(expected)
-    assert 2.01 < found["MQ"][0] < 2.9 and 3.1 < found["MQ"][2] < 3.99, "not the digit itself"
+        assert scores["MQ"][i].item() == pytest.approx(expected)
+    # not the digits themselves
+    assert 2.01 < scores["MQ"][0] < 2.9
+    assert 3.1 < scores["MQ"][2] < 3.99
 
 
 def test_probabilities_by_hand():
-    even = [{"token": "2", "logprob": math.log(0.25)}, {"token": "5", "logprob": math.log(0.25)}]
+    def token(text, probability):
+        return {"token": text, "logprob": math.log(probability)}
+
+    even = [token("2", 0.25), token("5", 0.25)]
     assert expected_digit(even) == pytest.approx(3.5)
-    assert expected_digit([*even, {"token": " 5\n", "logprob": math.log(0.25)}]) == pytest.approx(
-        4.0
-    )
-    assert expected_digit(
-        [*even, {"token": "0", "logprob": 0.0}, {"token": "55", "logprob": 0.0}]
-    ) == pytest.approx(3.5)
-    for none in ([], [{"token": "good", "logprob": 0.0}], [{"token": "4", "logprob": -9999.0}]):
+    assert expected_digit([*even, token(" 5\n", 0.25)]) == pytest.approx(4.0)
+    assert expected_digit([*even, token("0", 1), token("55", 1)]) == pytest.approx(3.5)
+    for without_digit in ([], [token("good", 1)], [{"token": "4", "logprob": -9999.0}]):
         with pytest.raises(RemoteError, match="no digit from 1 to 5"):
-            expected_digit(none)
+            expected_digit(without_digit)
 
 
 def test_a_rubric_of_ones_own_in_json(json_rubric):
     asked = []
     with vlm(lambda handler, question: asked.append(question)) as (url, _):
-        found = judge_at(url, rubric=json_rubric).score(CLIPS, PROMPTS, 8.0)
-    assert {name: values.tolist() for name, values in found.items()} == {
-        "TA": [2, 3, 4],
-        "look": [2, 3, 4],
-    }
+        scores = judge_at(url, rubric=json_rubric).score(CLIPS, PROMPTS, 8.0)
+    assert list(scores) == ["TA", "look"]
+    assert scores["TA"].tolist() == scores["look"].tolist() == [2, 3, 4]
     assert all("logprobs" not in question for question in asked)
-    assert {text_of(question).splitlines()[0] for question in asked} == {
-        f"Watch {prompt}." for prompt in PROMPTS
-    }
+    first_lines = {text_of(question).splitlines()[0] for question in asked}
+    assert first_lines == {f"Watch {prompt}." for prompt in PROMPTS}
 
 
 @pytest.mark.parametrize(
@@ -315,25 +305,21 @@ def test_a_failure_is_nan_with_a_sentence_for_its_clip_alone(name):
     assert [math.isfinite(total) for total in scores.total.tolist()] == [True, False, True]
     assert all(values.isnan().tolist() == [False, True, False] for values in scores.named.values())
     (error,) = scores.errors
-    assert (
-        error.startswith("judge: ")
-        and re.search(sentence, error)
-        and "\n" not in error
-        and TOKEN not in error
-    )
+    assert error.startswith("judge: ")
+    assert re.search(sentence, error)
+    assert "\n" not in error
+    assert TOKEN not in error
     assert asked.count("/v1/chat/completions") == 2 + times
     assert reward.counts["asked"] == 2
 
 
 def test_a_server_that_recovers_is_asked_again(monkeypatch):
-    waited, left = (
-        [],
-        [
-            (429, {"Retry-After": "7"}),
-            (503, {"Retry-After": "soon"}),
-            (429, {"Retry-After": "9999"}),
-        ],
-    )
+    left = [
+        (429, {"Retry-After": "7"}),
+        (503, {"Retry-After": "soon"}),
+        (429, {"Retry-After": "9999"}),
+    ]
+    waited = []
     monkeypatch.setattr(client, "PAUSES", (1.0, 2.0, 4.0))
     monkeypatch.setattr(client.time, "sleep", waited.append)
 
@@ -344,8 +330,9 @@ def test_a_server_that_recovers_is_asked_again(monkeypatch):
             return True
 
     with vlm(busy) as (url, _):
-        found = judge_at(url).score(CLIPS[:1], PROMPTS[:1], 8.0)
-    assert found["VQ"].isfinite().all() and waited == [7.0, 2.0, 60.0]
+        scores = judge_at(url).score(CLIPS[:1], PROMPTS[:1], 8.0)
+    assert scores["VQ"].isfinite().all()
+    assert waited == [7.0, 2.0, 60.0]
 
 
 def test_clips_of_a_batch_are_judged_at_the_same_time():
@@ -367,28 +354,24 @@ def test_a_question_is_asked_once(tmp_path):
         first = judge_at(url, model="vlm", cache=str(cache))
         values = first.score(CLIPS, PROMPTS, 8.0)
         assert torch.equal(first.score(CLIPS, PROMPTS, 8.0)["TA"], values["TA"])
-        assert first.counts == {
-            "asked": 3,
-            "known": 3,
-            "prompt_tokens": 300,
-            "completion_tokens": 60,
-        }
+        tokens = {"prompt_tokens": 300, "completion_tokens": 60}
+        assert first.counts == {"asked": 3, "known": 3} | tokens
+
         later = judge_at(url, model="vlm", cache=str(cache))
-        assert (
-            torch.equal(later.score(CLIPS, PROMPTS, 8.0)["TA"], values["TA"])
-            and later.counts["asked"] == 0
-        )
-        changes = [
-            (CLIPS[1:2], PROMPTS[:1]),
-            ([CLIPS[0] + 1], PROMPTS[:1]),
-            ([CLIPS[0][:, :, :9]], PROMPTS[:1]),
-        ]
-        for clips, prompts in changes:  # another clip, other pixels, another size
-            later.score(clips, prompts, 8.0)
+        assert torch.equal(later.score(CLIPS, PROMPTS, 8.0)["TA"], values["TA"])
+        assert later.counts["asked"] == 0
+
+        another_clip = CLIPS[1]
+        other_pixels = CLIPS[0] + 1
+        another_size = CLIPS[0][:, :, :9]
+        for clip in (another_clip, other_pixels, another_size):
+            later.score([clip], PROMPTS[:1], 8.0)
         assert later.counts["asked"] == 3
+
         other = judge_at(url, model="other", cache=str(cache))
         other.score(CLIPS, PROMPTS, 8.0)
-        assert other.counts["asked"] == 3 and len(list(cache.iterdir())) == 9
+        assert other.counts["asked"] == 3
+        assert len(list(cache.iterdir())) == 9
 
 
 @pytest.mark.parametrize("damage", ['{"VQ": 7, "MQ": 3, "TA": 3}', '{"VQ": 4, "M', "", "[]"])
@@ -401,7 +384,8 @@ def test_a_damaged_file_of_the_cache_is_asked_again_and_replaced(tmp_path, capsy
             file.write_text(damage)
         damaged = judge_at(url, cache=str(cache))
         assert torch.equal(damaged.score(CLIPS, PROMPTS, 8.0)["VQ"], values["VQ"])
-    assert damaged.counts["asked"] == 3 and not damaged.failures
+    assert damaged.counts["asked"] == 3
+    assert not damaged.failures
     assert {file: file.read_text() for file in cache.iterdir()} == contents
     assert capsys.readouterr().err.count("note: judge_cache") == 1
 
@@ -465,31 +449,24 @@ def test_a_failure_is_not_remembered():
     left = [say(400, {})]
     with vlm(lambda *request: left.pop()(*request) if left else None) as (url, _):
         reward = judge_at(url)
-        assert (
-            reward.score(CLIPS[:1], PROMPTS[:1], 8.0)["VQ"].isnan().all()
-            and len(reward.failures) == 1
-        )
-        assert (
-            reward.score(CLIPS[:1], PROMPTS[:1], 8.0)["VQ"].isfinite().all()
-            and reward.failures == []
-        )
+        assert reward.score(CLIPS[:1], PROMPTS[:1], 8.0)["VQ"].isnan().all()
+        assert len(reward.failures) == 1
+        assert reward.score(CLIPS[:1], PROMPTS[:1], 8.0)["VQ"].isfinite().all()
+        assert reward.failures == []
 
 
 def test_tokens_are_reported_at_the_end(monkeypatch, capsys):
     ends = []
     monkeypatch.setattr(judge.atexit, "register", ends.append)
     with vlm() as (url, _):
-        config = parse(
-            ["--reward_model", "judge", "--remote_reward_url", url, "--judge_model", "vlm"]
-        )
+        flags = f"--reward_model judge --remote_reward_url {url} --judge_model vlm"
+        config = parse(flags.split())
         reward = build_composite(config, ("judge",), {"VQ": 1.0, "TA": 0.5}, torch.device("cpu"))
         scores = reward.score(CLIPS, PROMPTS, 8.0)
     assert torch.equal(scores.total, scores.named["VQ"] + 0.5 * scores.named["TA"])
     ends[0]()
-    assert (
-        "judge: 3 clips asked for, 0 known; 300 prompt and 60 answer tokens"
-        in capsys.readouterr().err
-    )
+    report = "judge: 3 clips asked for, 0 known; 300 prompt and 60 answer tokens"
+    assert report in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -521,27 +498,17 @@ def test_an_address_is_needed_and_a_file_alone_cannot_choose_it(
     with pytest.raises(RemoteError, match="give --remote_reward_url"):
         judge_at(None)
     monkeypatch.delenv(HOSTS_VARIABLE, raising=False)
-    flags = [
-        "--pretrained_model_root",
-        str(tiny_folder),
-        "--output_dir",
-        str(tmp_path / "run"),
-        "--batch_size",
-        "4",
-    ]
+    flags = ["--pretrained_model_root", str(tiny_folder), "--output_dir", str(tmp_path / "run")]
+    flags += ["--batch_size", "4"]
     assert post_train.main([*flags, "--reward_model", "judge"]) == 2
-    assert (
-        "the reward judge needs the address of its server: give remote_reward_url"
-        in capsys.readouterr().err
-    )
+    assert "the reward judge needs the address of its server" in capsys.readouterr().err
     with vlm() as (url, asked):
         config = tmp_path / "config.yaml"
         config.write_text(f"reward_model: judge\nremote_reward_url: {url}\n")
         assert post_train.main([*flags, "--config", str(config)]) == 2
-        assert (
-            not asked
-            and f"set {HOSTS_VARIABLE}={url.removeprefix('http://')}" in capsys.readouterr().err
-        )
+        assert not asked
+        remedy = f"set {HOSTS_VARIABLE}={url.removeprefix('http://')}"
+        assert remedy in capsys.readouterr().err
 
 
 def test_the_rubric_we_ship_asks_for_the_scores_of_videoalign():

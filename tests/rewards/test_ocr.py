@@ -19,9 +19,9 @@ def reward():
     return OcrReward(Setup(None, torch.device("cpu")))
 
 
-def drawn(text, colour="black"):
+def drawn(text):
     image = Image.new("RGB", (320, 96), "white")
-    ImageDraw.Draw(image).text((24, 24), text, fill=colour, font=ImageFont.load_default(40))
+    ImageDraw.Draw(image).text((24, 24), text, fill="black", font=ImageFont.load_default(40))
     return torch.from_numpy(np.array(image))
 
 
@@ -29,7 +29,7 @@ def clip(*texts):
     return torch.stack([drawn(text) for text in texts])
 
 
-def test_exact_misspelt_and_blank(reward):
+def test_exact_misspelled_and_blank(reward):
     """Two sampled frames each."""
     clips = [clip("OPEN DAILY", "OPEN DAILY"), clip("OPEM DAYLY", "OPEM DAYLY"), clip("", "")]
     scores = reward.score(clips, ['a sign that says "Open daily"'] * 3, 8.0)
@@ -55,7 +55,7 @@ def test_prompts_without_quoted_text_are_refused(reward):
 
 
 @pytest.mark.parametrize(
-    "one, other, distance",
+    "source, target, distance",
     [
         ("", "abc", 3),
         ("abc", "", 3),
@@ -65,8 +65,8 @@ def test_prompts_without_quoted_text_are_refused(reward):
         ("ab", "ba", 2),
     ],
 )
-def test_edit_distance(one, other, distance):
-    assert edit_distance(one, other) == edit_distance(other, one) == distance
+def test_edit_distance(source, target, distance):
+    assert edit_distance(source, target) == edit_distance(target, source) == distance
 
 
 def test_more_letters_than_wanted_score_nothing_less_than_zero():

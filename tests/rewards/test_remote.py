@@ -49,8 +49,9 @@ def test_scores_come_back_under_their_names(tmp_path):
     with serving(composite({"light": Light()})) as url:
         reward = build_reward("remote", Setup(tmp_path, torch.device("cpu"), url=url))
         assert reward.names == ("light", "words")
-        found = reward.score(CLIPS, PROMPTS, 8.0)
-        assert found["light"].tolist() == [10, 20, 30] and found["words"].tolist() == [1, 2, 3]
+        scores = reward.score(CLIPS, PROMPTS, 8.0)
+        assert scores["light"].tolist() == [10, 20, 30]
+        assert scores["words"].tolist() == [1, 2, 3]
         reward.check(["a"])
         with pytest.raises(
             RemoteError, match=r"refused \(422\): the prompt 'dark' cannot be scored"
@@ -60,9 +61,9 @@ def test_scores_come_back_under_their_names(tmp_path):
 
 def test_several_rewards_keep_their_names_apart():
     with serving(composite({"one": Light(), "two": Light()})) as url:
-        found = remote_reward(url).score(CLIPS, PROMPTS, 8.0)
-        assert list(found) == ["one.light", "one.words", "two.light", "two.words"]
-        assert found["two.light"].tolist() == [10, 20, 30]
+        scores = remote_reward(url).score(CLIPS, PROMPTS, 8.0)
+        assert list(scores) == ["one.light", "one.words", "two.light", "two.words"]
+        assert scores["two.light"].tolist() == [10, 20, 30]
 
 
 def test_clips_are_sent_in_chunks_of_a_known_total(monkeypatch):
@@ -76,16 +77,17 @@ def test_clips_are_sent_in_chunks_of_a_known_total(monkeypatch):
         handler.say(200, {"scores": {"light": [1, 2, 3]}, "errors": []})
 
     assert scored(answer) == [1, 2, 3]
-    assert int(seen["Content-Length"]) > 3 * CLIPS[0].numel() and "Transfer-Encoding" not in seen
-    assert seen["Authorization"] == f"Bearer {TOKEN}" and seen["Accept-Encoding"] == "identity"
+    assert int(seen["Content-Length"]) > 3 * CLIPS[0].numel()
+    assert "Transfer-Encoding" not in seen
+    assert seen["Authorization"] == f"Bearer {TOKEN}"
+    assert seen["Accept-Encoding"] == "identity"
 
 
 def test_proxies_of_the_environment_are_ignored(monkeypatch):
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
-    assert scored(
-        lambda handler: handler.say(200, {"scores": {"light": [1, 2, 3]}, "errors": []})
-    ) == [1, 2, 3]
+    answer = {"scores": {"light": [1, 2, 3]}, "errors": []}
+    assert scored(lambda handler: handler.say(200, answer)) == [1, 2, 3]
 
 
 def test_a_wrong_token_is_an_error_that_does_not_show_it(monkeypatch):
@@ -95,7 +97,8 @@ def test_a_wrong_token_is_an_error_that_does_not_show_it(monkeypatch):
             RemoteError, match=r"refused \(401\): the token is missing or wrong"
         ) as caught:
             remote_reward(url)
-    assert TOKEN not in str(caught.value) and "another" not in str(caught.value)
+    assert TOKEN not in str(caught.value)
+    assert "another" not in str(caught.value)
 
 
 def test_more_than_the_server_takes_is_not_sent():
@@ -113,7 +116,8 @@ def test_more_than_the_server_takes_is_not_sent():
 @pytest.mark.parametrize("body", [b'{"scores": {"light": [1, NaN, null]}, "errors": []}'])
 def test_what_is_no_number_is_nan(body):
     first, *rest = scored(lambda handler: handler.say(200, body))
-    assert first == 1 and all(map(math.isnan, rest))
+    assert first == 1
+    assert all(map(math.isnan, rest))
 
 
 @pytest.mark.parametrize(
@@ -153,7 +157,8 @@ def test_a_redirect_is_not_followed():
     with replies(lambda handler: handler.say(200, {})) as (elsewhere, reached):
         with pytest.raises(RemoteError, match=r"a redirect \(307\), which is not followed"):
             scored(lambda handler: handler.say(307, {}, Location=f"{elsewhere}/score"))
-        assert not reached and scored.times == 1
+        assert not reached
+        assert scored.times == 1
 
 
 def test_a_slow_server_is_a_timeout_and_not_asked_again():
@@ -166,10 +171,13 @@ def test_a_full_queue_is_asked_again_and_not_for_ever():
     left = [503, 503]
 
     def busy(handler):
-        status = left.pop() if left else 200
-        handler.say(status, {"scores": {"light": [1, 2, 3]}, "errors": []} if status == 200 else {})
+        if left:
+            handler.say(left.pop(), {})
+        else:
+            handler.say(200, {"scores": {"light": [1, 2, 3]}, "errors": []})
 
-    assert scored(busy) == [1, 2, 3] and scored.times == 3
+    assert scored(busy) == [1, 2, 3]
+    assert scored.times == 3
     with pytest.raises(RemoteError, match=r"3 times in a row \(it answered 503\)"):
         scored(lambda handler: handler.say(503, {}))
     assert scored.times == 3
@@ -249,18 +257,20 @@ def test_the_token_is_not_sent_where_only_a_file_says_so(
             "remote_reward_url": url,
             "batch_size": 4,
             "output_dir": tmp_path / "run",
+            "pretrained_model_root": tiny_folder,
+            "train_prompts": tmp_path / "prompts.txt",
         }
-        values |= {"pretrained_model_root": tiny_folder, "train_prompts": tmp_path / "prompts.txt"}
         config.write_text("".join(f"{name}: {value}\n" for name, value in values.items()))
         (tmp_path / "prompts.txt").write_text("a red circle\n")
         assert post_train.main(["--config", str(config)]) == 2
-        assert (
-            not asked
-            and f"set {HOSTS_VARIABLE}={url.removeprefix('http://')}" in capsys.readouterr().err
-        )
+        assert not asked
+        remedy = f"set {HOSTS_VARIABLE}={url.removeprefix('http://')}"
+        assert remedy in capsys.readouterr().err
+
         monkeypatch.setenv(HOSTS_VARIABLE, "127.0.0.1")
         assert post_train.main(["--config", str(config)]) == 2
-        assert asked == ["/info"] and "refused (500): seen" in capsys.readouterr().err
+        assert asked == ["/info"]
+        assert "refused (500): seen" in capsys.readouterr().err
 
 
 def test_something_else_is_no_reward_server():

@@ -10,21 +10,22 @@ CLIP = torch.zeros(8, 28, 28, 3, dtype=torch.uint8)
 
 def test_frames_and_sizes_are_those_of_the_published_code(samples):
     for sample in samples:
-        assert (
-            vf.sample_indices(sample.num_frames, sample.fps, 2.0).tolist() == sample.sampled_frames
-        ), sample.name
+        indices = vf.sample_indices(sample.num_frames, sample.fps, 2.0)
+        assert indices.tolist() == sample.sampled_frames, sample.name
         size = vf.frame_size(sample.height, sample.width, 200704)
         assert size == (sample.resized_height, sample.resized_width), sample.name
 
 
 def test_patches_are_those_of_the_published_code(samples, upstream):
-    rows, grids = [], []
+    rows = []
+    grids = []
     for sample in samples:
         frames = sample.clip[sample.sampled_frames]
         pixels = vf.resize(frames, (sample.resized_height, sample.resized_width))
-        assert torch.equal(pixels, pixels.round()) and pixels.min() >= 0 and pixels.max() <= 255
-        cut, grid = vf.patches(vf.normalize(pixels))
-        rows.append(cut)
+        assert torch.equal(pixels, pixels.round())
+        assert pixels.min() >= 0 and pixels.max() <= 255
+        sample_rows, grid = vf.patches(vf.normalize(pixels))
+        rows.append(sample_rows)
         grids.append(grid)
     rows = torch.cat(rows)
     assert torch.equal(torch.tensor(grids), upstream["video_grid_thw"])
@@ -51,7 +52,8 @@ def test_patches_are_those_of_the_published_code(samples, upstream):
 def test_number_of_frames(frames, fps, sample_fps, expected):
     indices = vf.sample_indices(frames, fps, sample_fps)
     assert len(indices) == expected
-    assert indices[0] == 0 and indices[-1] == frames - 1
+    assert indices[0] == 0
+    assert indices[-1] == frames - 1
 
 
 def test_a_fixed_number_of_frames_is_taken_or_refused():
@@ -65,7 +67,8 @@ def test_a_fixed_number_of_frames_is_taken_or_refused():
 def test_sizes_stay_within_their_bounds_and_shape():
     for height, width in ((32, 32), (352, 624), (720, 1280), (600, 900), (1000, 30), (28, 5000)):
         h, w = vf.frame_size(height, width, 200704)
-        assert h % 28 == w % 28 == 0 and (vf.MIN_PIXELS <= h * w <= 200704 or min(h, w) == 28)
+        assert h % 28 == w % 28 == 0
+        assert vf.MIN_PIXELS <= h * w <= 200704 or min(h, w) == 28
     with pytest.raises(ValueError, match="28x6000; one side may be at most 200 times the other"):
         vf.frame_size(28, 6000, 200704)
 

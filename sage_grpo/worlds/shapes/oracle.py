@@ -154,16 +154,16 @@ def _nearest_chunk(clips: Tensor, allowed: Mapping[str, Tensor]) -> tuple[Scenes
     scenes, error = _refine(small[owner], scenes, ROUGH_STEPS)
 
     # 2. finalists: fitted at full resolution
-    kept = _cheapest(owner, error, FINALISTS)
-    owner = owner[kept]
-    scenes, _ = _refine(clips[owner], scenes[kept], FINE_STEPS)
+    finalists = _cheapest(owner, error, FINALISTS)
+    owner = owner[finalists]
+    scenes, _ = _refine(clips[owner], scenes[finalists], FINE_STEPS)
 
     # 3. the nearest. Rendered again: the fit's error is a difference of large sums, too coarse near zero
     frames, height, width = clips.shape[1:4]
     residual = render(scenes, frames, height, width) - clips[owner]
     distance = residual.square().flatten(1).mean(1).sqrt()
-    kept = _cheapest(owner, distance, 1)
-    return scenes[kept], distance[kept]
+    nearest = _cheapest(owner, distance, 1)
+    return scenes[nearest], distance[nearest]
 
 
 def _reduced(clips: Tensor) -> Tensor:

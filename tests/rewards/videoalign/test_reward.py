@@ -10,9 +10,8 @@ from sage_grpo.rewards.base import Composite
 from sage_grpo.rewards.videoalign import folder as videoalign_folder
 from sage_grpo.rewards.videoalign.reward import VideoAlign
 
-RUNS = json.loads(
-    (Path(__file__).parents[2] / "fixtures/videoalign/upstream_scores.json").read_text()
-)["runs"]
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "videoalign"
+RUNS = json.loads((FIXTURES / "upstream_scores.json").read_text())["runs"]
 OVERRIDES = {"fps": "sample_fps", "max_pixels": "max_pixels", "num_frames": "num_frames"}
 
 
@@ -21,18 +20,22 @@ def reward(videoalign_folders):
     return VideoAlign(videoalign_folders["VideoReward"])
 
 
+def columns(samples):
+    """Clips, prompts and frame rates."""
+    clips = [sample.clip for sample in samples]
+    prompts = [sample.prompt for sample in samples]
+    return clips, prompts, [sample.fps for sample in samples]
+
+
 def score(reward, samples, **options):
-    scores = reward.score(
-        [s.clip for s in samples], [s.prompt for s in samples], [s.fps for s in samples], **options
-    )
+    """(B, 3)"""
+    scores = reward.score(*columns(samples), **options)
     return torch.stack([scores[name] for name in ("VQ", "MQ", "TA")], 1)
 
 
 @pytest.fixture(scope="module")
 def inputs(reward, samples):
-    return reward.inputs(
-        [s.clip for s in samples], [s.prompt for s in samples], [s.fps for s in samples]
-    )
+    return reward.inputs(*columns(samples))
 
 
 def test_tokens_are_those_of_the_published_code(reward, inputs, upstream):
@@ -67,9 +70,9 @@ def test_scores_are_those_of_the_published_code(videoalign_folders, samples, run
     vars(reward).update(options)
     chosen = [samples[i] for i in run["samples"]]
     batches = [chosen] if run["mode"] == "batch" else [[sample] for sample in chosen]
-    found = torch.cat([score(reward, batch, normalize=run["use_norm"]) for batch in batches])
+    scores = torch.cat([score(reward, batch, normalize=run["use_norm"]) for batch in batches])
     expected = torch.tensor([[row[name] for name in ("VQ", "MQ", "TA")] for row in run["scores"]])
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(scores, expected, atol=1e-4, rtol=0)
 
 
 def test_a_score_does_not_depend_on_company_or_order(reward, samples):
@@ -86,19 +89,21 @@ def test_a_score_does_not_depend_on_company_or_order(reward, samples):
 def test_frames_of_one_size_share_an_attention_call_with_the_result_of_single_calls(
     reward, samples, monkeypatch, kind
 ):
-    samples = samples if kind == "of several sizes" else samples[:1] * 3
-    calls, plain = [], videoalign_folder.scaled_dot_product_attention
+    if kind == "of one size":
+        samples = samples[:1] * 3
+    calls = []
+    plain = videoalign_folder.scaled_dot_product_attention
 
     def counted(*args, **kwargs):
         calls.append(args)
         return plain(*args, **kwargs)
 
     monkeypatch.setattr(videoalign_folder, "scaled_dot_product_attention", counted)
-    found = score(reward, samples)
-    layers, sizes = len(reward.model.visual.blocks), {sample.clip.shape for sample in samples}
-    assert (len(calls) == layers) == (len(sizes) == 1)
+    scores = score(reward, samples)
+    layers = len(reward.model.visual.blocks)
+    assert (len(calls) == layers) == (kind == "of one size")
     monkeypatch.setattr(reward.model.visual.config, "_attn_implementation", "sdpa")
-    torch.testing.assert_close(found, score(reward, samples), rtol=0, atol=1e-6)
+    torch.testing.assert_close(scores, score(reward, samples), rtol=0, atol=1e-6)
 
 
 def test_only_text_alignment_sees_the_prompt(reward, samples):
@@ -110,10 +115,10 @@ def test_only_text_alignment_sees_the_prompt(reward, samples):
 
 
 def test_the_rate_of_the_clip_decides_what_is_seen(reward, samples):
-    slow, fast = (
-        reward.inputs([samples[1].clip], ["p"], fps)["video_grid_thw"] for fps in (8.0, 16)
-    )
-    assert (slow[0, 0].item(), fast[0, 0].item()) == (10, 5)
+    def sampled_pairs(fps):
+        return reward.inputs([samples[1].clip], ["p"], fps)["video_grid_thw"][0, 0].item()
+
+    assert (sampled_pairs(8.0), sampled_pairs(16)) == (10, 5)
 
 
 def test_a_folder_without_statistics_has_raw_scores(videoalign_folders, samples):
@@ -136,30 +141,27 @@ def test_half_precision_rounds_the_rotary_frequencies_as_published(
     half = VideoAlign(videoalign_folders["VideoReward"], dtype=torch.bfloat16)
     frequencies = half.model.language_model.rotary_emb.inv_freq
     exact = reward.model.language_model.rotary_emb.inv_freq
-    assert torch.equal(frequencies.float(), exact.bfloat16().float()) and not torch.equal(
-        frequencies.float(), exact
-    )
-    seen = []
-    first = half.model.visual.blocks[0]
-    first.register_forward_pre_hook(
-        lambda _, args, words: seen.append(words["position_embeddings"]), with_kwargs=True
+    assert torch.equal(frequencies.float(), exact.bfloat16().float())
+    assert not torch.equal(frequencies.float(), exact)
+
+    # cosines and sines that the first block of the vision model is given
+    embeddings = []
+    half.model.visual.blocks[0].register_forward_pre_hook(
+        lambda _, args, kwargs: embeddings.append(kwargs["position_embeddings"]), with_kwargs=True
     )
     assert (score(half, samples[:1]) - score(reward, samples[:1])).abs().max() < 0.5
-    frames, height, width = half.inputs([samples[0].clip], ["p"], samples[0].fps)["video_grid_thw"][
-        0
-    ].tolist()
-    blocks = [
-        (y, x) for y in range(0, height, 2) for x in range(0, width, 2)
-    ]  # patches come in blocks of 2 x 2
-    places = torch.tensor(
-        [(y + dy, x + dx) for y, x in blocks for dy in (0, 1) for dx in (0, 1)] * frames
-    )
+    cosines, sines = embeddings[0]
+
+    # the same by hand; patches come in blocks of 2 x 2
+    inputs = half.inputs([samples[0].clip], ["p"], samples[0].fps)
+    frames, height, width = inputs["video_grid_thw"][0].tolist()
+    blocks = [(y, x) for y in range(0, height, 2) for x in range(0, width, 2)]
+    places = [(y + dy, x + dx) for y, x in blocks for dy in (0, 1) for dx in (0, 1)]
     rounded = reward.model.visual.rotary_pos_emb.inv_freq.bfloat16()
-    angles = torch.outer(torch.arange(max(height, width), dtype=torch.bfloat16), rounded)[
-        places
-    ].flatten(1)
-    for found, expected in zip(seen[0], (angles.cos(), angles.sin()), strict=True):
-        assert torch.equal(found.float(), torch.cat([expected, expected], 1).float())
+    table = torch.outer(torch.arange(max(height, width), dtype=torch.bfloat16), rounded)
+    angles = table[torch.tensor(places * frames)].flatten(1)
+    assert torch.equal(cosines.float(), torch.cat([angles.cos()] * 2, 1).float())
+    assert torch.equal(sines.float(), torch.cat([angles.sin()] * 2, 1).float())
 
 
 def test_numbers_that_break_later_never_train(videoalign_folders, samples):
@@ -167,4 +169,5 @@ def test_numbers_that_break_later_never_train(videoalign_folders, samples):
     with torch.no_grad():
         reward.model.language_model.norm.weight[0] = torch.nan
     scores = Composite({"videoalign": reward}, {"VQ": 1.0}).score([samples[0].clip], ["p"], 8.0)
-    assert scores.total.isnan().all() and scores.errors == ["1 score(s) are not finite"]
+    assert scores.total.isnan().all()
+    assert scores.errors == ["1 score(s) are not finite"]
