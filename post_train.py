@@ -1,4 +1,4 @@
-"""Post-train a video model by GRPO.
+"""Post-train a video model by reinforcement learning: GRPO, AWM or DiffusionNFT.
 
     python post_train.py --config configs/tiny_cpu.yaml                         (the embedded model, on a CPU)
     torchrun --nproc_per_node 8 post_train.py --config FILE.yaml --FLAG VALUE   (flags beat the file; --help lists them)

@@ -20,7 +20,7 @@ SOLVERS = ("euler", "dpm")
 def ode_tables(sigmas: Tensor, solver: str = "euler") -> tuple[Tensor, Tensor]:
     """delta (..., n) and the factor of x0_hat - x0_hat_before (..., n), fp64, for noise levels `sigmas` (..., n+1).
 
-    A level may be repeated: the step between is none.
+    A level may be repeated: repeated levels give a zero-length step.
     """
     if solver not in SOLVERS:
         raise ValueError(f"solver is {solver!r}; choose one of {', '.join(SOLVERS)}")

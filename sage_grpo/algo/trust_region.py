@@ -3,7 +3,8 @@
     L_KL = beta_pos KL(pi || pi_anchor) + beta_vel KL(pi || pi_prev)          (Eq. 40)
 
 It is added to the minimized loss with a plus (Eq. 43 as printed has a minus), scaled by the coefficient lambda that
-`KLController` adjusts (Eq. 41-42). Shapes: B samples.
+`KLController` adjusts (Eq. 41-42). Position and velocity are the paper's words for the policy's distance from the
+anchor and its change since the rollout; the latter is not the model's output v. Shapes: B samples.
 """
 
 from collections import deque

@@ -75,7 +75,7 @@ def read_requests(path: str | Path) -> list[Request]:
         raise ValueError(f"prompt file {path} holds no prompt")
 
     text_by_index: dict[int, str] = {}
-    for request in requests:  # the index determines file names and noise
+    for request in requests:  # the index determines file names and the noise of validation
         if request.index in text_by_index:
             raise ValueError(
                 f"{path}: index {request.index} is that of {text_by_index[request.index]!r} and of {request.text!r}"

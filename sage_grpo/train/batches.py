@@ -72,7 +72,8 @@ def join_micro_batches(
 ) -> Sequence[MicroBatch]:
     """Join up to `prompts_per_forward` micro-batches whose prompts are equally long.
 
-    `conditions` has the encoded prompts by their index. The clips of a prompt stay together.
+    `conditions` has the encoded prompts by their index. The clips of a group stay together, on which
+    `Trainer.advantages` relies.
     """
     if prompts_per_forward == 1:
         return micro_batches

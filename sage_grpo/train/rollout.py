@@ -110,7 +110,7 @@ class Rollouts(ABC):
     guidance: Guidance
     shape: Sequence[int]  # of one clip's latents
     config: Config
-    step: int
+    step: int  # the iteration; `steps` are always denoising steps
     conditions: Mapping[int, Conditioning]  # by prompt index
     # the states in which groups enter their windows
     group_states: dict[GroupId, Tensor] = field(default_factory=dict)
@@ -204,7 +204,7 @@ class Rollouts(ABC):
     def finish(self, x: Tensor, end: Tensor, cond: Conditioning) -> Tensor:
         """Follow the ODE to the clips, from windows that end before step `end` (B,).
 
-        With `tail_steps`, by so many steps of second order, unless fewer are left.
+        With `tail_steps`, in that many second-order steps, unless fewer remain.
         """
         tail_steps = self.config.tail_steps
         sigmas = self.sampler.sigmas.cpu().double()

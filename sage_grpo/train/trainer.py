@@ -40,9 +40,8 @@ from sage_grpo.train.update import Objective, anchor_velocities
 from sage_grpo.train.validation import Gold, Validation, decoded, gold_columns
 from sage_grpo.train.windows import build_windows
 
-DIAGNOSED = (
-    25  # iterations between diagnoses, the first after one; they also follow each validation
-)
+# iterations between diagnoses; one also follows the first iteration and each validation
+DIAGNOSIS_INTERVAL = 25
 
 
 # a trajectory, the advantages of its clips, and the column of its `order` that is trained
@@ -70,8 +69,8 @@ class Trainer:
     state: TrainState
     requests: Sequence[Request]  # what is trained on
     guidance: Guidance
-    reward: Composite
-    gold: Gold | None
+    reward: Composite | None  # None on ranks that are not leaders of a sequence-parallel group
+    gold: Gold | None  # the world's oracle: measured, never trained on
     validation: Validation | None
     run: RunFolder
     fingerprints: Mapping[str, Any]  # what the run was started with
@@ -185,9 +184,10 @@ class Trainer:
         self.safe_point()
 
     def safe_point(self, inside: bool = False) -> None:
-        """Stop if told to, and commit a checkpoint whose files are on disk; all ranks must call.
+        """Stop if told to, and commit a checkpoint whose files are on disk. A collective: all ranks must call.
 
-        inside: a phase, in which ranks that join prompts may run different numbers of micro-batches.
+        inside: whether this is in the middle of a phase. With prompts_per_forward > 1 it then does nothing, because
+        ranks may run different numbers of micro-batches.
         """
         if not inside or self.config.prompts_per_forward == 1:
             self.guards.stop_if_told()
@@ -218,7 +218,7 @@ class Trainer:
     ) -> list[Trajectory]:
         """Sample trajectories for `micro_batches`, by default this rank's share of the iteration.
 
-        With a `sampler` of its own they explore by its noise, whatever the algorithm.
+        sampler: the doctor passes one of its own; clips then explore with its noise, whatever the algorithm.
         """
         c = self.config
         if micro_batches is None:
@@ -246,6 +246,7 @@ class Trainer:
         batch = []
         for clips in join_micro_batches(micro_batches, conditions, c.prompts_per_forward):
             self.safe_point(inside=True)
+            # nft samples with a policy that lags behind; otherwise `old` is empty, and the trained weights sample
             with self.optimization.using(self.optimization.old), self.gathered():
                 batch.append(rollouts(clips))
         return batch
@@ -277,7 +278,7 @@ class Trainer:
         if failed.any():  # the scores are gathered, so this holds on all ranks or on none
             first_error = rank_scores.errors[0] if rank_scores.errors else ""
             errors = [text for text in self.ranks.texts(first_error) if text]
-            scores.errors = errors or ["a clip could not be decoded, its numbers are not finite"]
+            scores.errors = errors or ["a clip could not be decoded: its numbers are not finite"]
 
         share = failed.double().mean().item()
         limit = self.config.max_reward_failures
@@ -307,7 +308,10 @@ class Trainer:
         }
 
     def advantages(self, scores: Scores) -> Advantages:
-        """Advantages over all ranks: rows are clips in plan order, group by group."""
+        """Advantages over all ranks: rows are clips in the order of the batch, rank by rank.
+
+        Groups are contiguous, because joined micro-batches keep the clips of a group together.
+        """
         c = self.config
         groups = torch.arange(len(scores.total)) // c.num_generations
         if c.advantage_per_score:
@@ -333,13 +337,12 @@ class Trainer:
             "lr": self.optimization.learning_rate,
             "kl/coef": self.controller.coef,
         }
-        num_places = batch[0].order.shape[1]
+        num_trained = batch[0].order.shape[1]
         total = self.no_stats()
-        for number, places in enumerate(
-            torch.arange(num_places).tensor_split(c.updates_per_rollout)
-        ):
+        parts = torch.arange(num_trained).tensor_split(c.updates_per_rollout)
+        for number, columns in enumerate(parts):
             # later parts see changed weights, so a stop between them would lose the iteration
-            stats = self.accumulate(batch, advantages, places, interruptible=number == 0)
+            stats = self.accumulate(batch, advantages, columns, interruptible=number == 0)
             total += stats
             if (self.step + 1) % c.gradient_accumulation_steps == 0:
                 grad_norm = self.optimizer_step()
@@ -354,12 +357,12 @@ class Trainer:
         self,
         batch: Sequence[Trajectory],
         advantages: Advantages,
-        places: Tensor,
+        columns: Tensor,
         interruptible: bool,
     ) -> UpdateStats:
-        """Add the gradient of these places of all trajectories, one backward for each place of each micro-batch."""
+        """Add the gradient of these columns of `order`, one backward for each column of each micro-batch."""
         c = self.config
-        num_pairs = c.gradient_accumulation_steps * len(advantages.values) * len(places)
+        num_pairs = c.gradient_accumulation_steps * len(advantages.values) * len(columns)
         objective = Objective(
             self.backbone,
             self.algorithm,
@@ -370,7 +373,7 @@ class Trainer:
         )
         stats = self.no_stats()
         shares = self.advantages_by_trajectory(batch, advantages)
-        blocks = self.independent_blocks(list(zip(batch, shares, strict=True)), places.tolist())
+        blocks = self.independent_blocks(list(zip(batch, shares, strict=True)), columns.tolist())
         earlier_blocks = self.step % c.gradient_accumulation_steps * len(blocks)
         for number, block in enumerate(blocks, 1):
             for backward, (trajectory, share, column) in enumerate(block, 1):
@@ -396,7 +399,10 @@ class Trainer:
     def independent_blocks(
         self, shares: Sequence[tuple[Trajectory, Tensor]], columns: Sequence[int]
     ) -> list[list[Backward]]:
-        """The backwards of an update in blocks whose gradients have independent noise."""
+        """The backwards of an update, in blocks whose gradient noise is independent.
+
+        Only `HalfGradient` needs the blocks; the sum of the gradients is the same.
+        """
         if self.algorithm.independent_steps:
             return [
                 [(trajectory, share, column)] for column in columns for trajectory, share in shares
@@ -476,7 +482,7 @@ class Trainer:
             self.saves.begin(must=self.step == c.max_steps)
         if self.is_due(c.validation_interval):
             self.validate()
-        if self.is_due(c.validation_interval) or self.step % DIAGNOSED == 1:
+        if self.is_due(c.validation_interval) or self.step % DIAGNOSIS_INTERVAL == 1:
             self.run.diagnose(self.step)
 
     def is_due(self, interval: int) -> bool:

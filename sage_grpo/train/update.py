@@ -68,7 +68,7 @@ class Objective:
             columns["objective"] = scale * terms.policy + self.kl_coef * terms.kl
             columns["kl_anchor"] = terms.to_anchor
             columns["kl_rollout"] = terms.to_rollout
-            # the norm of each pair's gradient, as if it were the full batch
+            # gradient norm of each pair with respect to its velocity, without the division by num_pairs
             columns["grad_v"] = self.num_pairs * velocity_grad.norm(dim=1)
             finite_columns = {name: values[pairs.is_finite] for name, values in columns.items()}
             stats.add(pairs.steps[pairs.is_finite], finite_columns)

@@ -99,7 +99,7 @@ def test_a_clip_that_was_not_decoded_is_the_error(make):
     clips = trainer.decode(batch)
     assert trainer.score(batch, clips).errors == []
     assert trainer.score(batch, [None, *clips[1:]]).errors == [
-        "a clip could not be decoded, its numbers are not finite"
+        "a clip could not be decoded: its numbers are not finite"
     ]
 
 

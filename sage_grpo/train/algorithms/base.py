@@ -14,9 +14,8 @@ from sage_grpo.train.rollout import Pairs, Rollouts
 class Algorithm(ABC):
     """One way to learn from clips and their advantages."""
 
-    explores: ClassVar[
-        bool
-    ]  # by the noise of an SDE; else clips differ by their initial noise alone
+    # whether clips explore by the noise of an SDE; else they differ by their initial noise alone
+    explores: ClassVar[bool]
     rollouts: ClassVar[type[Rollouts]]
     # whether the steps of one clip carry independent noise; awm and nft see the same clip at every level
     independent_steps: ClassVar[bool]
