@@ -13,6 +13,7 @@ import pytest
 import torch
 from diffusers import HunyuanVideo15ImageToVideoPipeline, HunyuanVideo15Pipeline
 from hypothesis import HealthCheck, settings
+from matplotlib.figure import Figure
 from PIL import Image
 from transformers import SiglipImageProcessorPil, SiglipVisionConfig, SiglipVisionModel
 
@@ -177,6 +178,12 @@ def quick(monkeypatch):
 def flags(quick, model, request, tmp_path):
     """Flags of the smallest run of `model`."""
     return smallest_run(request.getfixturevalue(f"{model}_folder"), tmp_path)
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Figures of reports are composed, but not drawn, which takes most of the time of a page."""
+    monkeypatch.setattr(Figure, "savefig", lambda figure, file, format: file.write("<svg></svg>"))
 
 
 @pytest.fixture

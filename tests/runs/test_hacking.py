@@ -49,7 +49,7 @@ def hacked(flags, tmp_path, monkeypatch):
     }  # fmt: skip
 
 
-def test_a_run_that_is_hacked_says_so_and_stops_if_asked(hacked, tmp_path, capfd):
+def test_a_run_that_is_hacked_says_so_and_stops_if_asked(undrawn, hacked, tmp_path, capfd):
     assert post_train.main(command_line(hacked)) == 0
     run = read_run(tmp_path / "run")
     diverged = [line["holdout/diverged"] for line in run.validations]
@@ -77,7 +77,7 @@ def test_a_run_that_is_hacked_says_so_and_stops_if_asked(hacked, tmp_path, capfd
     assert "held-out one by -" in told
 
 
-def test_a_holdout_that_follows_is_no_hacking(hacked, make):
+def test_a_holdout_that_follows_is_no_hacking(undrawn, hacked, make):
     trainer = make(**hacked | {"holdout_reward": "bright", "stop_on_hacking": True, "max_steps": 4})
     trainer.train()
     trainer.run.close()

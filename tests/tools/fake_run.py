@@ -98,7 +98,7 @@ def train_line(step: int, rng: np.random.Generator) -> dict[str, Any]:
         "reward/std": 0.5 - 0.25 * done + 0.03 * noise[3],
         "reward/group_std": 0.32 - 0.2 * done + 0.02 * noise[4],
         **{f"reward/{name}": score for name, score in scores.items()},
-        "reward/advantage_size": 0.8,
+        "signal/advantage_size": 0.8,
         "reward/failed": int(step % 60 == 0),
         "reward/starved_groups": 0,
         "reward/flat_groups": int(step % 90 == 0),

@@ -37,7 +37,7 @@ def test_a_healthy_run(tmp_path, capsys):
     )
 
 
-def test_the_first_box_of_the_report(tmp_path):
+def test_the_first_box_of_the_report(undrawn, tmp_path):
     folder = restore(RECORDED["eta 0.005"], tmp_path / "run")
     text = page(read_run(folder))
     first = text.index('<ol class="findings">')

@@ -84,7 +84,7 @@ def test_a_failure_that_is_tolerated_keeps_its_words(make, how, words):
     assert failed["reward/error"] == words and "reward/error" not in good
 
 
-def test_the_report_quotes_the_first_failure(make):
+def test_the_report_quotes_the_first_failure(undrawn, make):
     trainer = with_reward(make, "raise", [1], report_to="tensorboard")  # which takes numbers alone
     trainer.train()
     trainer.run.close()

@@ -17,7 +17,7 @@ HOSTILE = "<script>alert(1)</script>"
 ESCAPED = "&lt;script&gt;alert(1)&lt;/script&gt;"
 
 
-def test_text_from_files_is_escaped(tmp_path):
+def test_text_from_files_is_escaped(drawn, tmp_path):
     run = make_run(tmp_path / "<img src=x> & co", iterations=2, every=2, prompts=2)
     bad = '<script>alert("x")</script> & co'
     good = "&lt;script&gt;alert(&#34;x&#34;)&lt;/script&gt; &amp; co"
