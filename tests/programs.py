@@ -7,3 +7,8 @@ def exit_code(main, arguments):
         return main(arguments)
     except SystemExit as end:
         return end.code
+
+
+def flag_list(flags):
+    """Words of a command line: `--name value` for each flag."""
+    return [str(word) for name, value in flags.items() for word in (f"--{name}", value)]

@@ -21,8 +21,14 @@ SCRIPTED = (
 )
 SCRIPTS = [f"scripts/{name}.py" for name in SCRIPTED]
 PROGRAMS = ["post_train.py", "generate.py", *TOOLS, *SCRIPTS]
-LAUNCHERS = ["run_post_train.sh", "run_post_train_multinode.sh", "run_inference.sh", "scripts/post_train/train_grpo.sh",
-             "scripts/post_train/pdsh_train.sh", "scripts/post_train/slurm.sh"]  # fmt: skip
+LAUNCHERS = [
+    "run_post_train.sh",
+    "run_post_train_multinode.sh",
+    "run_inference.sh",
+    "scripts/post_train/train_grpo.sh",
+    "scripts/post_train/pdsh_train.sh",
+    "scripts/post_train/slurm.sh",
+]
 HEAVY = """
 import runpy, sys
 sys.argv = [{name!r}, *{words!r}]
@@ -52,52 +58,47 @@ def answer(name, *words):
 def test_help_and_wrong_flags_need_no_torch(name):
     helped = answer(name, "--help")
     assert helped.stderr.split() in (["0"], ["None"]), helped.stderr
-    assert helped.stdout.startswith("usage: ") and "--version" in helped.stdout
-    *said, last = answer(name, "--verison").stderr.splitlines()
-    assert (
-        last == "2"
-        and len(said) == 1
-        and "unknown flag --verison; did you mean --version?" in said[0]
-    )
+    assert helped.stdout.startswith("usage: ")
+    assert "--version" in helped.stdout
+    sentence, code = answer(name, "--verison").stderr.splitlines()
+    assert code == "2"
+    assert "unknown flag --verison; did you mean --version?" in sentence
     assert answer(name, "--version").stdout == f"sage-grpo {__version__}\n"
 
 
 @pytest.mark.parametrize("name", [*PROGRAMS, "scripts/verify_weights.py"])
 def test_every_argument_says_what_it_is_and_what_kind_of_value_it_takes(name):
-    lines = re.split(
-        "(?:positional arguments|options):", answer(name, "--help").stdout, maxsplit=1
-    )[1].splitlines()
+    text = answer(name, "--help").stdout
+    _, arguments = re.split("(?:positional arguments|options):", text, maxsplit=1)
+    lines = arguments.splitlines()
     for line, following in zip(lines, [*lines[1:], ""], strict=True):
-        if re.match(r"  \S", line) and not line.endswith(":"):
-            assert "  " in line.strip() or (following.startswith(" " * 8) and following.strip()), (
-                line
-            )
-            assert line.startswith("  -") or re.match(r"  [A-Z]", line), line
-            assert not re.match(r"  --(\w+)[ =]\1\b", line, re.IGNORECASE), (
-                f"{line}: what kind of value?"
-            )
+        if not re.match(r"  \S", line) or line.endswith(":"):
+            continue
+        has_help = "  " in line.strip() or re.match(r" {8} *\S", following)
+        is_flag_or_metavar = re.match(r"  (-|[A-Z])", line)
+        repeats_its_name = re.match(r"  --(\w+)[ =]\1\b", line, re.IGNORECASE)
+        assert has_help, line
+        assert is_flag_or_metavar, line
+        assert not repeats_its_name, f"{line}: what kind of value?"
 
 
 def test_downloads_are_verified_before_anything_is_installed():
-    command = [
-        sys.executable,
-        "-I",
-        "-S",
-        "scripts/verify_weights.py",
-        "--help",
-    ]  # -S: the standard library only
-    assert subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.startswith("usage: ")
+    # -S: the standard library only
+    command = [sys.executable, "-I", "-S", "scripts/verify_weights.py", "--help"]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert process.stdout.startswith("usage: ")
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_a_launcher_that_is_asked_for_help_launches_nothing(name, tmp_path):
-    said = subprocess.run(
+    process = subprocess.run(
         ["bash", str(ROOT / name), "--eta", "1", "--help"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
     )
-    assert said.returncode == 0 and said.stderr == "" and Path(name).name in said.stdout
-    assert "#" not in said.stdout and not list(tmp_path.iterdir())
+    assert process.returncode == 0
+    assert process.stderr == ""
+    assert Path(name).name in process.stdout
+    assert "#" not in process.stdout
+    assert not list(tmp_path.iterdir())

@@ -43,7 +43,8 @@ def test_flags_are_not_abbreviated(parser):
 def test_the_help_shows_defaults_that_say_something(parser):
     text = parser.format_help()
     assert "how many (default: 3)" in text
-    assert "what it is called" in text and "None" not in text
+    assert "what it is called" in text
+    assert "None" not in text
 
 
 def test_wrong_input_is_a_sentence_and_exit_code_2(capsys):

@@ -21,7 +21,8 @@ def test_a_flag_beats_the_file_and_the_file_beats_the_default(tmp_path):
     )
     config = parse(["--config", str(file), "--eta", "0.9", "--reward_weights", '{"VQ": 1}'])
     assert (config.eta, config.learning_rate, config.use_lora) == (0.9, 1e-4, True)
-    assert config.train_prompts == ("a.txt", "b.txt") and config.reward_weights == {"VQ": 1}
+    assert config.train_prompts == ("a.txt", "b.txt")
+    assert config.reward_weights == {"VQ": 1}
     assert config.num_sampling_steps == Config().num_sampling_steps
 
 

@@ -419,7 +419,8 @@ def test_a_bad_account_of_tokens_costs_no_score(usage):
     with vlm(reply) as (url, _):
         reward = judge_at(url)
         assert reward.score(CLIPS[:1], PROMPTS[:1], 8.0)["VQ"].isfinite().all()
-    assert reward.counts["asked"] == 1 and reward.counts["prompt_tokens"] == 0
+    assert reward.counts["asked"] == 1
+    assert reward.counts["prompt_tokens"] == 0
 
 
 @pytest.mark.parametrize("data", [5, ["x"], {"a": 1}, "vlm", [None]])

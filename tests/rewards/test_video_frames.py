@@ -23,7 +23,8 @@ def test_patches_are_those_of_the_published_code(samples, upstream):
         frames = sample.clip[sample.sampled_frames]
         pixels = vf.resize(frames, (sample.resized_height, sample.resized_width))
         assert torch.equal(pixels, pixels.round())
-        assert pixels.min() >= 0 and pixels.max() <= 255
+        assert pixels.min() >= 0
+        assert pixels.max() <= 255
         sample_rows, grid = vf.patches(vf.normalize(pixels))
         rows.append(sample_rows)
         grids.append(grid)

@@ -13,7 +13,7 @@ from sage_grpo.tools.audit import EDITS, WRONG_PROMPT
 from sage_grpo.worlds.shapes.reward import ShapesReward
 from sage_grpo.worlds.shapes.scenes import captions, render, sample_scenes
 from scripts import audit_reward
-from tests.programs import exit_code
+from tests.programs import exit_code, flag_list
 
 TINY = Path(__file__).parents[2] / "assets" / "tiny"
 # imageio's reader leaves the pipes of its ffmpeg process to the garbage collector
@@ -56,20 +56,18 @@ def audit(tmp_path, capsys, monkeypatch):
 
     def run(reward="shapes", *words, num_clips=10, **flags):
         if not isinstance(reward, str):
-            monkeypatch.setitem(REWARDS, "ocr", lambda setup, own=reward: own)
-            reward, flags = (
-                "ocr",
-                {"reward_weights": json.dumps(dict.fromkeys(reward.names, 1.0))} | flags,
-            )
+            built = reward
+            monkeypatch.setitem(REWARDS, "ocr", lambda setup: built)
+            weights = json.dumps(dict.fromkeys(built.names, 1.0))
+            flags = {"reward_weights": weights} | flags
+            reward = "ocr"
         flags = {
             "pretrained_model_root": TINY,
             "reward_model": reward,
             "num_clips": num_clips,
+            "output": tmp_path / "audit",
         } | flags
-        words = [*words, *(word for name, value in flags.items() for word in (f"--{name}", value))]
-        code = exit_code(
-            audit_reward.main, [str(word) for word in (*words, "--output", tmp_path / "audit")]
-        )
+        code = exit_code(audit_reward.main, [*map(str, words), *flag_list(flags)])
         file = tmp_path / "audit" / "audit.json"
         record = json.loads(file.read_text()) if file.is_file() else None
         return code, capsys.readouterr(), record
@@ -80,7 +78,9 @@ def audit(tmp_path, capsys, monkeypatch):
 def test_the_learned_reward_passes_and_its_weaknesses_are_named(audit, tmp_path):
     """They are those of its card: it does not tell slow from fast, and hardly sees blur."""
     code, printed, record = audit("videoalign", num_clips=16, reward_batch_size=16)
-    assert code == 0 and record["fit"] and not record["wrong"]
+    assert code == 0
+    assert record["fit"]
+    assert not record["wrong"]
     for kind in ("slowed", "blurred"):
         assert any(
             f"notice {kind} clips" in text.replace("notices", "notice") for text in record["weak"]
@@ -94,17 +94,22 @@ def test_the_learned_reward_passes_and_its_weaknesses_are_named(audit, tmp_path)
         == "falls"
     )
     assert marks[WRONG_PROMPT, "VQ"] == "same", "VQ never sees the prompt"
-    assert "16 clips" in printed.out and "weak: hardly notices blurred clips" in printed.out
+    assert "16 clips" in printed.out
+    assert "weak: hardly notices blurred clips" in printed.out
     with Image.open(tmp_path / "audit" / "sheet.png") as sheet:
-        assert sheet.height > 90 * (1 + len(EDITS)) and sheet.getbbox()
+        assert sheet.height > 90 * (1 + len(EDITS))
+        assert sheet.getbbox()
 
 
 def test_the_hand_written_reward_passes(audit):
     code, printed, record = audit("shapes")
-    assert code == 0 and "Fit for training." in printed.out and record["clips"] == 10
+    assert code == 0
+    assert "Fit for training." in printed.out
+    assert record["clips"] == 10
     assert {v["edit"] for v in record["verdicts"]} == {*EDITS, WRONG_PROMPT}
     changes = {(v["edit"], v["score"]): v["change"] for v in record["verdicts"]}
-    assert changes["noisy", "VQ"]["mean"] < -1 and 0 < changes["noisy", "VQ"]["half"] < 0.5
+    assert changes["noisy", "VQ"]["mean"] < -1
+    assert 0 < changes["noisy", "VQ"]["half"] < 0.5
     assert not any("slowed" in text for text in record["weak"]), (
         "it sees speed, as the rendered slow clips show"
     )
@@ -124,17 +129,17 @@ def test_the_hand_written_reward_passes(audit):
 )
 def test_a_reward_that_misleads_is_rejected_by_name(audit, reward, sentence):
     code, printed, record = audit(reward)
-    assert (
-        code == 1
-        and not record["fit"]
-        and any(text.startswith(sentence) for text in record["wrong"])
-    )
-    assert f"WRONG: {sentence}" in printed.out and "Not fit for training." in printed.out
+    assert code == 1
+    assert not record["fit"]
+    assert any(text.startswith(sentence) for text in record["wrong"])
+    assert f"WRONG: {sentence}" in printed.out
+    assert "Not fit for training." in printed.out
 
 
 def test_weights_count(audit):
     code, _, record = audit("shapes", reward_weights='{"MQ": -1.0, "TA": 0.01}')
-    assert code == 1 and any(text.startswith("prefers frozen clips") for text in record["wrong"])
+    assert code == 1
+    assert any(text.startswith("prefers frozen clips") for text in record["wrong"])
 
 
 def folder_of_clips(folder, count, fps=8):
@@ -153,7 +158,9 @@ def test_clips_of_files(audit, tmp_path, tiny_folder):
     good = folder_of_clips(tmp_path / "good", 9)
     elsewhere = {"pretrained_model_root": tmp_path / "nowhere"}
     code, printed, record = audit("shapes", "--clips", good, **elsewhere)
-    assert code == 0 and record["clips"] == 9 and "9 clips" in printed.out
+    assert code == 0
+    assert record["clips"] == 9
+    assert "9 clips" in printed.out
     must = {(v["edit"], v["score"]) for v in record["verdicts"] if v["must_fall"]}
     assert must == {
         ("noisy", "VQ"),
@@ -163,10 +170,12 @@ def test_clips_of_files(audit, tmp_path, tiny_folder):
         (WRONG_PROMPT, "total"),
     }
     code, printed, _ = audit("shapes", "--clips", good, num_clips=5, **elsewhere)
-    assert code == 2 and "5 clips are too few to tell; give at least 8" in printed.err
+    assert code == 2
+    assert "5 clips are too few to tell; give at least 8" in printed.err
     mixed = folder_of_clips(tmp_path / "mixed", 2, fps=16)
     code, printed, _ = audit("shapes", "--clips", good, mixed, **elsewhere)
-    assert code == 2 and "several frame rates" in printed.err
+    assert code == 2
+    assert "several frame rates" in printed.err
 
 
 def test_what_cannot_be_audited(audit, tiny_folder, tmp_path):
@@ -175,6 +184,9 @@ def test_what_cannot_be_audited(audit, tiny_folder, tmp_path):
     code, printed, record = audit(
         "shapes", pretrained_model_root=tiny_folder, train_prompts=prompts
     )
-    assert code == 2 and record is None and "name a folder with --clips" in printed.err
+    assert code == 2
+    assert record is None
+    assert "name a folder with --clips" in printed.err
     code, printed, _ = audit("shapes", nonsense=1)
-    assert code == 2 and "audit_reward: unknown flag --nonsense" in printed.err
+    assert code == 2
+    assert "audit_reward: unknown flag --nonsense" in printed.err

@@ -86,7 +86,8 @@ def pinned(download, tmp_path):
         scripts = tmp_path / "repository" / "scripts"
         known = verify.VIDEOREWARD[MODEL]
         text = (scripts / "verify_weights.py").read_text()
-        assert known.sha256 in text and f"{known.size:_}" in text
+        assert known.sha256 in text
+        assert f"{known.size:_}" in text
         text = text.replace(known.sha256, sha256).replace(f"{known.size:_}", str(size))
         (scripts / "verify_weights.py").write_text(text)
         text = (scripts / "prompt_template.py").read_text()
@@ -119,7 +120,8 @@ def serve():
             def log_message(self, *_):
                 pass
 
-        log, server = [], http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        log = []
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         servers.append(server)
         return f"http://127.0.0.1:{server.server_port}", log
@@ -149,15 +151,19 @@ def free(gigabytes):
 def test_a_dry_run_names_every_part_and_does_nothing(download, tmp_path):
     result = download("--dry_run", tools={"df": free(1)})  # too little room, which it only mentions
     assert result.returncode == 0, result.stderr
-    for repository in ("tencent/HunyuanVideo-1.5", "Qwen/Qwen2.5-VL-7B-Instruct", "google/byt5-small",
-                       "KlingTeam/VideoReward", "Qwen/Qwen2-VL-2B-Instruct"):  # fmt: skip
+    repositories = (
+        "tencent/HunyuanVideo-1.5",
+        "Qwen/Qwen2.5-VL-7B-Instruct",
+        "google/byt5-small",
+        "KlingTeam/VideoReward",
+        "Qwen/Qwen2-VL-2B-Instruct",
+    )
+    for repository in repositories:
         assert f"hf download {repository} --include" in result.stdout
         assert f"scripts/verify_weights.py {repository}" in result.stdout
     assert "transformer 480p_t2v: up to 34 GB, 1 GB free" in result.stdout
-    assert (
-        "transformer/480p_t2v/" in result.stdout
-        and "Glyph-SDXL-v2/checkpoints/byt5_model.pt" in result.stdout
-    )
+    assert "transformer/480p_t2v/" in result.stdout
+    assert "Glyph-SDXL-v2/checkpoints/byt5_model.pt" in result.stdout
     for place in (
         f"KlingAIResearch/VideoAlign/{COMMIT}",
         f"KwaiVGI/VideoAlign/{COMMIT}",
@@ -170,9 +176,8 @@ def test_a_dry_run_names_every_part_and_does_nothing(download, tmp_path):
 def test_the_other_layout_is_one_repository(download):
     options = ("--dry_run", "--layout", "diffusers", "--version", "720p_t2v", "--skip_reward")
     lines = [line for line in download(*options).stdout.splitlines() if "download" in line]
-    assert (
-        len(lines) == 1 and "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v" in lines[0]
-    )
+    assert len(lines) == 1
+    assert "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v" in lines[0]
 
 
 @pytest.mark.parametrize("size, gigabytes", [("1.3b", 32), ("14b", 84)])
@@ -187,9 +192,8 @@ def test_wan_is_one_repository_in_a_folder_of_its_own(size, gigabytes):
     ]
     result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
     (line,) = [line for line in result.stdout.splitlines() if " download " in line]
-    assert f"Wan-AI/Wan2.1-T2V-{size.upper()}-Diffusers" in line and line.endswith(
-        f"ckpts/wan21-{size}"
-    )
+    assert f"Wan-AI/Wan2.1-T2V-{size.upper()}-Diffusers" in line
+    assert line.endswith(f"ckpts/wan21-{size}")
     assert f"model wan21-{size}: up to {gigabytes} GB" in result.stdout
 
 
@@ -212,7 +216,8 @@ def test_wan_is_one_repository_in_a_folder_of_its_own(size, gigabytes):
 )
 def test_what_is_wrong_is_one_sentence(download, tmp_path, options, message):
     result = download(*options)
-    assert result.returncode == 2 and result.stderr == f"download_weights.sh: {message}\n"
+    assert result.returncode == 2
+    assert result.stderr == f"download_weights.sh: {message}\n"
     assert not (tmp_path / "ckpts").exists()
 
 
@@ -229,7 +234,8 @@ def test_a_part_that_does_not_fit_is_not_begun(download, tmp_path):
     done.mkdir(parents=True)
     tools = {"hf": "echo began", "df": free(32), "du": "printf '1000000\\t%s' $2", "curl": ""}
     result = download(tools=tools)
-    assert result.returncode == 2 and "began" not in result.stdout
+    assert result.returncode == 2
+    assert "began" not in result.stdout
     assert result.stderr == (
         f"download_weights.sh: transformer 480p_t2v needs 33 GB more in {tmp_path / 'ckpts'}, but only 32 GB are free; "
         "make room or choose another --output\n"
@@ -245,13 +251,15 @@ def test_what_is_already_there_counts(download, tmp_path):
         "curl": "",
     }
     result = download(tools=tools)
-    assert result.returncode == 7 and "began" in result.stdout
+    assert result.returncode == 7
+    assert "began" in result.stdout
 
 
 def test_the_older_program_does_as_well(download):
     tools = {"huggingface-cli": 'echo "$@"; exit 7', "df": free(99), "curl": ""}
     result = download("--layout", "diffusers", tools=tools)
-    assert result.returncode == 7 and "download hunyuanvideo-community/" in result.stdout
+    assert result.returncode == 7
+    assert "download hunyuanvideo-community/" in result.stdout
 
 
 def test_all_parts_in_turn_then_the_conversion(download, tmp_path):
@@ -279,7 +287,8 @@ def test_the_model_is_converted_even_if_the_reward_cannot_be_had(download, tmp_p
     result = download(
         tools={"hf": "[[ $2 != */VideoReward ]] || exit 7", "curl": curl, "df": free(99)}
     )
-    assert result.returncode == 7 and "VideoReward could not be downloaded" in result.stderr
+    assert result.returncode == 7
+    assert "VideoReward could not be downloaded" in result.stderr
     assert (tmp_path / "ckpts" / GLYPH).with_suffix(".safetensors").is_file()
 
 
@@ -313,11 +322,10 @@ def test_a_wrong_file_of_hugging_face_is_deleted_and_fetched_again(download, pin
         "--layout", "diffusers", tools=tools, PROMPT_TEMPLATE=str(tmp_path / "source.py")
     )
     assert result.returncode == 0, result.stderr
-    assert (
-        "NOT CHECKED, except checkpoint-11352/model.pth" in result.stderr
-        and "instead of" in result.stderr
-    )
-    assert "using KlingTeam/VideoReward" in result.stdout and damaged.read_bytes() == model
+    assert "NOT CHECKED, except checkpoint-11352/model.pth" in result.stderr
+    assert "instead of" in result.stderr
+    assert "using KlingTeam/VideoReward" in result.stdout
+    assert damaged.read_bytes() == model
     assert result.stdout.count("hf KlingTeam/VideoReward") == 2
 
 
@@ -326,7 +334,8 @@ def test_a_file_that_is_wrong_twice_ends_the_download(download, pinned, tmp_path
     pinned(hashlib.sha256(model).hexdigest(), len(model) + 1)
     tools = {"hf": hf_of(tmp_path / "made.pt"), "curl": "exit 6", "df": free(99)}
     result = download("--layout", "diffusers", tools=tools)
-    assert result.returncode == 2 and result.stdout.count("hf KlingTeam/VideoReward") == 2
+    assert result.returncode == 2
+    assert result.stdout.count("hf KlingTeam/VideoReward") == 2
     assert f"has {len(model):,} bytes instead of {len(model) + 1:,}" in result.stderr
     assert "KlingTeam/VideoReward * was wrong twice; wrong files were deleted" in result.stderr
     assert not (tmp_path / "ckpts" / "VideoReward" / MODEL).exists()
@@ -334,16 +343,11 @@ def test_a_file_that_is_wrong_twice_ends_the_download(download, pinned, tmp_path
 
 def modelscope_files(files):
     """Answers of ModelScope: its listing with sizes and sums, and the files."""
-    root, listing = "models/AI-ModelScope/Glyph-SDXL-v2", [{"Path": "assets", "Type": "tree"}]
+    root = "models/AI-ModelScope/Glyph-SDXL-v2"
+    listing = [{"Path": "assets", "Type": "tree"}]
     for name, body in files.items():
-        listing.append(
-            {
-                "Path": name,
-                "Type": "blob",
-                "Size": len(body),
-                "Sha256": hashlib.sha256(body).hexdigest(),
-            }
-        )
+        sha256 = hashlib.sha256(body).hexdigest()
+        listing.append({"Path": name, "Type": "blob", "Size": len(body), "Sha256": sha256})
     answers = {f"/{root}/resolve/master/{name}": body for name, body in files.items()}
     listed = json.dumps({"Data": {"Files": listing}}).encode()
     return answers | {f"/api/v1/{root}/repo/files?Recursive=true": listed}
@@ -353,26 +357,33 @@ def modelscope_files(files):
 def test_what_an_interrupted_download_left_is_continued_and_checked(download, serve, tmp_path):
     """A partial file is continued; if the result is not the published file, it is downloaded again in the same run."""
     glyph = torch_bytes(tmp_path, {"final_layer_norm.weight": torch.ones(2)})
+    half = len(glyph) // 2
     files = {
         "assets/color_idx.json": b'{"white": 0}',
         "assets/multilingual_10-lang_idx.json": b'{"en": 0}',
+        "checkpoints/byt5_model.pt": glyph,
     }
-    files |= {"checkpoints/byt5_model.pt": glyph}
     address, log = serve(modelscope_files(files))
-    folder, half = tmp_path / "ckpts" / "text_encoder" / "Glyph-SDXL-v2", len(glyph) // 2
+    folder = tmp_path / "ckpts" / "text_encoder" / "Glyph-SDXL-v2"
     left = {
         "assets/color_idx.json.part": b'{"white": 0}?',
         "assets/multilingual_10-lang_idx.json": b'{"en": 1}',
+        "checkpoints/byt5_model.pt.part": b"?" * half,
     }
-    for name, content in (left | {"checkpoints/byt5_model.pt.part": b"?" * half}).items():
+    for name, content in left.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
     tools = {"hf": "", "curl": f'exec {shutil.which("curl")} "$@"', "df": free(99)}
     result = download("--skip_reward", tools=tools, MODELSCOPE_ENDPOINT=address)
     assert result.returncode == 0, result.stderr
     begun = [(Path(path).name, begin) for path, begin in log if path.startswith("/models/")]
-    assert begun == [("color_idx.json", 13), ("color_idx.json", 0), ("multilingual_10-lang_idx.json", 0),
-                     ("byt5_model.pt", half), ("byt5_model.pt", 0)]  # fmt: skip
+    assert begun == [
+        ("color_idx.json", 13),
+        ("color_idx.json", 0),
+        ("multilingual_10-lang_idx.json", 0),
+        ("byt5_model.pt", half),
+        ("byt5_model.pt", 0),
+    ]
     assert not list(folder.rglob("*.part"))
     for name, body in files.items():
         assert (folder / name).read_bytes() == body
@@ -393,7 +404,8 @@ def test_the_prompt_template_is_taken_from_the_first_address_that_has_it(
         f"/{name}/VideoAlign/{COMMIT}/prompt_template.py": body for name, body in names.items()
     }
     mirror = f"/gh/KlingAIResearch/VideoAlign@{COMMIT}/prompt_template.py"
-    (github, log), (cdn, _) = serve(files), serve({mirror: SOURCE.encode()})
+    github, log = serve(files)
+    cdn, _ = serve({mirror: SOURCE.encode()})
     curl = f'exec {shutil.which("curl")} "$@"'
     tools = {"hf": hf_of(tmp_path / "made.pt"), "curl": curl, "df": free(99)}
     places = {"GITHUB_ENDPOINT": github, "JSDELIVR_ENDPOINT": cdn}
@@ -402,12 +414,14 @@ def test_the_prompt_template_is_taken_from_the_first_address_that_has_it(
     file.write_text("damaged")
     result = download("--layout", "diffusers", tools=tools, **places)
     assert result.returncode == 0, result.stderr
-    assert f"prompt template: {cdn}{mirror}" in result.stdout and "has sha256" in result.stderr
+    assert f"prompt template: {cdn}{mirror}" in result.stdout
+    assert "has sha256" in result.stderr
     assert [path.split("/")[1] for path, _ in log] == ["KlingAIResearch", "KlingTeam", "KwaiVGI"]
     assert file.read_bytes() == TEMPLATE.encode()
-    assert (
-        download("--layout", "diffusers", tools=tools, **places).returncode == 0 and len(log) == 3
-    )  # it is kept
+
+    # it is not downloaded again
+    assert download("--layout", "diffusers", tools=tools, **places).returncode == 0
+    assert len(log) == 3
 
 
 def test_a_prompt_template_that_nobody_has_is_one_sentence(download, pinned, tmp_path):
@@ -428,9 +442,13 @@ def test_files_are_compared_with_the_published_sums(tmp_path):
     (tmp_path / "small.json").write_text("{}")
     right = hashlib.sha256(b"abc").hexdigest()
     (tmp_path / "short.bin").write_bytes(b"ab")
-    large, small = verify.Published(3, right), verify.Published(size=2)
-    published = {"good.bin": large, "bad.bin": large, "short.bin": large, "small.json": small}
-    published |= {"gone.json": verify.Published()}
+    published = {
+        "good.bin": verify.Published(3, right),
+        "bad.bin": verify.Published(3, right),
+        "short.bin": verify.Published(3, right),
+        "small.json": verify.Published(size=2),
+        "gone.json": verify.Published(),
+    }
     wrong = {path.name: reason for path, reason in verify.differences(tmp_path, published).items()}
     assert wrong.pop("bad.bin").startswith(
         f"has sha256 {hashlib.sha256(b'abd').hexdigest()} instead of {right}"
@@ -443,20 +461,15 @@ def test_the_reward_model_is_pinned_under_both_names_of_its_repository(
     tmp_path, monkeypatch, capsys
 ):
     """Its hub is not needed to find it wrong, nor believed about it."""
-    listed = {
-        "siblings": [
-            {"rfilename": MODEL, "size": 3, "lfs": {"sha256": hashlib.sha256(b"abc").hexdigest()}}
-        ]
-    }
-    monkeypatch.setattr(verify, "ask", lambda url: listed)
+    sha256 = hashlib.sha256(b"abc").hexdigest()
+    listed = [{"rfilename": MODEL, "size": 3, "lfs": {"sha256": sha256}}]
+    monkeypatch.setattr(verify, "ask", lambda url: {"siblings": listed})
     (tmp_path / MODEL).parent.mkdir()
     for name in ("KlingTeam", "KwaiVGI"):
         (tmp_path / MODEL).write_bytes(b"abc")
         assert verify.main([f"{name}/VideoReward", str(tmp_path), "--remove_wrong"]) == 1
-        assert (
-            "has 3 bytes instead of 5,031,072,529" in capsys.readouterr().err
-            and not (tmp_path / MODEL).exists()
-        )
+        assert "has 3 bytes instead of 5,031,072,529" in capsys.readouterr().err
+        assert not (tmp_path / MODEL).exists()
 
 
 def test_answers_of_both_hubs_are_read(monkeypatch):
@@ -493,11 +506,9 @@ def torch_file(folder, content, name=GLYPH):
 def test_the_glyph_encoder_is_taken_out_of_either_kind_of_file(tmp_path, whole, capsys):
     tensors = {"embed_tokens.weight": torch.randn(3, 2), "final_layer_norm.weight": torch.randn(2)}
     prefixed = {f"module.text_tower.encoder.{name}": tensor for name, tensor in tensors.items()}
-    content = (
-        {"epoch": 1, "state_dict": prefixed | {"module.logit_scale": torch.ones(1)}}
-        if whole
-        else tensors
-    )
+    content = tensors
+    if whole:
+        content = {"epoch": 1, "state_dict": prefixed | {"module.logit_scale": torch.ones(1)}}
     path = torch_file(tmp_path, content)
     convert.main([str(tmp_path)])
     written = load_file(path.with_suffix(".safetensors"))
@@ -513,7 +524,8 @@ def test_a_file_is_converted_again_only_if_it_changed(tmp_path, capsys):
     convert.main([str(tmp_path)])
     convert.main([str(tmp_path)])
     first, second = capsys.readouterr().out.splitlines()
-    assert first.startswith("wrote") and second.endswith("model.safetensors is up to date")
+    assert first.startswith("wrote")
+    assert second.endswith("model.safetensors is up to date")
     torch.save({"w": torch.ones(2)}, path)
     convert.main([str(tmp_path)])
     assert load_file(path.with_suffix(".safetensors"))["w"].sum() == 2
@@ -531,7 +543,8 @@ def test_nothing_to_convert_is_one_sentence(tmp_path, capsys, content, message):
         torch_file(tmp_path, content)
     with pytest.raises(SystemExit) as stop:
         convert.main([str(tmp_path)])
-    assert stop.value.code == 2 and message in capsys.readouterr().err
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
     assert not list(tmp_path.rglob("*.safetensors"))
 
 

@@ -25,6 +25,7 @@ from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.runs import media
 from sage_grpo.train.build import build_trainer
 from scripts import export_checkpoint as script
+from tests.programs import flag_list
 
 ROOT = Path(__file__).parents[2]
 PROMPT = "a red circle moving left"
@@ -35,22 +36,33 @@ def checkpoints(tiny_folder, tmp_path_factory):
     """Checkpoints of one iteration each, by what was trained. Read-only."""
     folder = tmp_path_factory.mktemp("runs")
     (folder / "prompts.txt").write_text(PROMPT + "\n")
-    flags = {
-        "pretrained_model_root": str(tiny_folder), "train_prompts": str(folder / "prompts.txt"), "batch_size": 2,
-        "validation_prompts": str(folder / "prompts.txt"), "validation_num_inference_steps": 2, "num_generations": 2,
-        "validate_video_length": 5, "validation_fixed_size": "16x16",
-        "num_sampling_steps": 2, "num_frames": 5, "height": 16, "width": 16, "guidance_scale": 1.0, "max_steps": 1,
-        "learning_rate": 0.02, "reward_model": "shapes", "report_to": "none", "lora_r": 4, "lora_alpha": 12,
-    }  # fmt: skip
-    made = {}
-    for name, own in {"full": {"ema_decay": 0.5}, "lora": {"use_lora": True}}.items():
-        trainer = build_trainer(
-            from_values(flags | own | {"output_dir": str(folder / name)}),
-            Ranks(0, 1, torch.device("cpu")),
-        )
-        trainer.train()
-        made[name] = folder / name / "checkpoints" / "step-000001"
-    return made
+    shared = {
+        "pretrained_model_root": str(tiny_folder),
+        "train_prompts": str(folder / "prompts.txt"),
+        "reward_model": "shapes",
+        "report_to": "none",
+        "batch_size": 2,
+        "num_generations": 2,
+        "num_sampling_steps": 2,
+        "num_frames": 5,
+        "height": 16,
+        "width": 16,
+        "guidance_scale": 1.0,
+        "max_steps": 1,
+        "learning_rate": 0.02,
+        "lora_r": 4,
+        "lora_alpha": 12,
+        "validation_prompts": str(folder / "prompts.txt"),
+        "validation_num_inference_steps": 2,
+        "validate_video_length": 5,
+        "validation_fixed_size": "16x16",
+    }
+    paths = {}
+    for name, flags in {"full": {"ema_decay": 0.5}, "lora": {"use_lora": True}}.items():
+        config = from_values(shared | flags | {"output_dir": str(folder / name)})
+        build_trainer(config, Ranks(0, 1, torch.device("cpu"))).train()
+        paths[name] = folder / name / "checkpoints" / "step-000001"
+    return paths
 
 
 @torch.no_grad()
@@ -58,10 +70,10 @@ def velocity(model, checkpoint=None):
     """The model's velocity for one fixed noisy clip."""
     backbone = open_backbone(model)
     backbone.load_weights(checkpoint)
-    x = torch.randn(
-        1, *backbone.latent_shape(5, 32, 32), generator=torch.Generator().manual_seed(3)
-    )
-    return backbone.velocity(x, 0.5, backbone.encode([Request(PROMPT)])[0], Guidance())
+    shape = (1, *backbone.latent_shape(5, 32, 32))
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+    (cond,) = backbone.encode([Request(PROMPT)])
+    return backbone.velocity(x, 0.5, cond, Guidance())
 
 
 def replaced(model, target, place, exported):
@@ -73,17 +85,8 @@ def replaced(model, target, place, exported):
 
 
 def run(checkpoint, output, layout, *more):
-    return script.main(
-        [
-            "--checkpoint",
-            str(checkpoint),
-            "--output",
-            str(output),
-            "--layout",
-            layout,
-            *map(str, more),
-        ]
-    )
+    flags = {"checkpoint": checkpoint, "output": output, "layout": layout}
+    return script.main([*flag_list(flags), *map(str, more)])
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
@@ -96,13 +99,13 @@ def test_an_exported_transformer_samples_as_its_checkpoint(
     assert run(checkpoints[kind], tmp_path / "out", layout) == 0
     manifest.check(tmp_path / "out")
     base = tiny_folder if layout == "diffusers" else tencent_folder
-    found = velocity(replaced(base, tmp_path / "model", place, tmp_path / "out"))
+    exported = velocity(replaced(base, tmp_path / "model", place, tmp_path / "out"))
     expected = velocity(tiny_folder, checkpoints[kind])
     assert (expected - velocity(tiny_folder)).abs().max() > 0.01
     if kind == "full":
-        assert torch.equal(found, expected)
+        assert torch.equal(exported, expected)
     else:
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(exported, expected, rtol=1e-5, atol=1e-5)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
 
 
@@ -113,20 +116,20 @@ def test_stock_diffusers_loads_a_merged_adapter(checkpoints, tmp_path):
     model, info = HunyuanVideo15Transformer3DModel.from_pretrained(
         tmp_path / "out", output_loading_info=True
     )
-    assert not info["missing_keys"] and not info["unexpected_keys"]
-    assert model.config.task_type == "t2v" and model.config.num_layers == 2
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert model.config.task_type == "t2v"
+    assert model.config.num_layers == 2
 
 
 def test_an_adapter_in_a_model_of_tencents_layout(
     checkpoints, tiny_folder, tencent_folder, tmp_path
 ):
-    assert (
-        run(checkpoints["lora"], tmp_path / "out", "diffusers", "--model_path", tencent_folder) == 0
-    )
-    found = velocity(replaced(tiny_folder, tmp_path / "model", "transformer", tmp_path / "out"))
-    torch.testing.assert_close(
-        found, velocity(tiny_folder, checkpoints["lora"]), rtol=1e-5, atol=1e-5
-    )
+    out = tmp_path / "out"
+    assert run(checkpoints["lora"], out, "diffusers", "--model_path", tencent_folder) == 0
+    exported = velocity(replaced(tiny_folder, tmp_path / "model", "transformer", out))
+    expected = velocity(tiny_folder, checkpoints["lora"])
+    torch.testing.assert_close(exported, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_an_adapter_is_copied(checkpoints, tiny_folder, tmp_path):
@@ -144,7 +147,8 @@ def test_what_cannot_be_exported_is_one_sentence(checkpoints, tiny_folder, tmp_p
         assert run(*arguments) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert words in line
-        assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out.*"))
+        assert not (tmp_path / "out").exists()
+        assert not list(tmp_path.glob(".out.*"))
 
     out = tmp_path / "out"
     damaged = shutil.copytree(checkpoints["lora"], tmp_path / "damaged")
@@ -176,10 +180,8 @@ def test_what_cannot_be_exported_is_one_sentence(checkpoints, tiny_folder, tmp_p
     )
     refused("does not fit", checkpoints["lora"], out, "diffusers", "--model_path", other)
     (tmp_path / "there").mkdir()
-    assert (
-        run(checkpoints["lora"], tmp_path / "there", "lora") == 2
-        and "exists" in capsys.readouterr().err
-    )
+    assert run(checkpoints["lora"], tmp_path / "there", "lora") == 2
+    assert "exists" in capsys.readouterr().err
 
 
 def test_settings_that_tencent_cannot_tell_are_refused(checkpoints, tmp_path):
@@ -237,58 +239,61 @@ def test_the_documented_lines_sample_what_generate_samples(
         place.symlink_to(there)
     latents, _ = counter_noise(open_backbone(model).latent_shape(9, 48, 48), 7, [0])
     monkeypatch.setattr(HunyuanVideo15Pipeline, "prepare_latents", lambda *args, **kwargs: latents)
-    said = {}
-    exec(lines, said)
+    variables = {}
+    exec(lines, variables)
+    of_diffusers = variables["clip"]
 
-    seen = []
-    monkeypatch.setattr(media, "write_mp4", lambda path, clip, fps: seen.append(clip))
+    written = []
+    monkeypatch.setattr(media, "write_mp4", lambda path, clip, fps: written.append(clip))
     flags = {
         "model_path": model,
         "checkpoint_path": checkpoint,
         "output_path": "clips",
-        "fixed_size": "48x48",
-    }
-    flags |= {
         "prompt": "a small cyan circle moving up",
+        "fixed_size": "48x48",
         "num_frames": 9,
         "num_inference_steps": 3,
         "seed": 7,
     }
-    generate.main([str(word) for flag, value in flags.items() for word in (f"--{flag}", value)])
-    assert said["clip"].shape == seen[0].shape == (9, 48, 48, 3)
-    assert np.abs(255 * said["clip"] - seen[0].numpy()).max() <= 1
+    generate.main(flag_list(flags))
+    (of_generate,) = written
+    assert of_diffusers.shape == of_generate.shape == (9, 48, 48, 3)
+    assert np.abs(255 * of_diffusers - of_generate.numpy()).max() <= 1
 
 
 @pytest.mark.parametrize("name", ["lora", "full"])
 def test_the_lines_of_the_model_card_load_the_trained_weights(checkpoints, tiny_folder, name):
     card = (checkpoints[name] / "README.md").read_text()
     (lines,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
-    said = {}
-    exec(lines.replace("MODEL", str(tiny_folder)).replace("FOLDER", str(checkpoints[name])), said)
-    found = said["pipe"].transformer.state_dict()
+    lines = lines.replace("MODEL", str(tiny_folder)).replace("FOLDER", str(checkpoints[name]))
+    variables = {}
+    exec(lines, variables)
+    weights = variables["pipe"].transformer.state_dict()
     base = load_file(next((tiny_folder / "transformer").glob("*.safetensors")))
     if name == "full":
-        assert any(not torch.equal(found[key], base[key]) for key in base)
+        assert any(not torch.equal(weights[key], base[key]) for key in base)
     else:
-        assert any("lora_B" in key and value.any() for key, value in found.items())
+        assert any("lora_B" in key and value.any() for key, value in weights.items())
 
 
 @pytest.mark.parametrize("name", ["lora", "full"])
 def test_the_model_card_says_what_was_trained_and_how_to_repeat_it(checkpoints, name, tmp_path):
     card = (checkpoints[name] / "README.md").read_text()
-    front, recipe = card.split("---\n")[1], re.search(r"```yaml\n(.*?)```", card, re.DOTALL)[1]
-    assert yaml.safe_load(front)["library_name"] == "diffusers" and "license applies" in card
+    front = card.split("---\n")[1]
+    recipe = re.search(r"```yaml\n(.*?)```", card, re.DOTALL)[1]
+    assert yaml.safe_load(front)["library_name"] == "diffusers"
+    assert "license applies" in card
     (tmp_path / "again.yaml").write_text(recipe)
     config = parse(["--config", str(tmp_path / "again.yaml")])
-    assert config.use_lora == (name == "lora") and config.learning_rate != Config().learning_rate
+    assert config.use_lora == (name == "lora")
+    assert config.learning_rate != Config().learning_rate
     assert "output_dir" not in recipe
-    assert "1 iterations" in card and "to raise the reward" in card
+    assert "1 iterations" in card
+    assert "to raise the reward" in card
     state = json.loads((checkpoints[name] / "trainer" / "state.json").read_text())
     assert f"base weights: {state['fingerprints']['base weights']}." in card
-    assert yaml.safe_load(recipe).keys() < {field.name for field in dataclasses.fields(Config)} - {
-        "eta",
-        "seed",
-    }
+    all_flags = {field.name for field in dataclasses.fields(Config)}
+    assert yaml.safe_load(recipe).keys() < all_flags - {"eta", "seed"}
 
 
 def hostile_checkpoint(folder, secrets):

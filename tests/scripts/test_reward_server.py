@@ -65,17 +65,24 @@ def ask(url, method, path, body=None, headers=GOOD):
 def test_nothing_is_told_without_the_token(light_server, path, headers):
     for method in ("GET", "POST"):
         status, answer = ask(light_server, method, path, None, headers)
-        assert status == 401 and list(answer) == ["error"] and TOKEN not in answer["error"]
+        assert status == 401
+        assert list(answer) == ["error"]
+        assert TOKEN not in answer["error"]
 
 
 def test_the_token_is_compared_in_constant_time(light_server, monkeypatch):
-    compared, plain = [], hmac.compare_digest
-    monkeypatch.setattr(hmac, "compare_digest", lambda *both: compared.append(both) or plain(*both))
-    for given, status in ((TOKEN, 200), (f"{TOKEN}x", 401), ("", 401)):
-        assert (
-            ask(light_server, "GET", "/info", None, {"Authorization": f"Bearer {given}"})[0]
-            == status
-        )
+    compared = []
+    compare_digest = hmac.compare_digest
+
+    def recorded(given, expected):
+        compared.append((given, expected))
+        return compare_digest(given, expected)
+
+    monkeypatch.setattr(hmac, "compare_digest", recorded)
+    for given, expected_status in ((TOKEN, 200), (f"{TOKEN}x", 401), ("", 401)):
+        headers = {"Authorization": f"Bearer {given}"}
+        status, _ = ask(light_server, "GET", "/info", None, headers)
+        assert status == expected_status
     whole = f"Bearer {TOKEN}".encode()
     assert compared == [(whole, whole), (whole + b"x", whole), (b"Bearer", whole)]
 
@@ -87,28 +94,23 @@ def light_server():
 
 
 def test_bodies_that_are_turned_away(light_server):
-    one = message([clip(1)], ["a"])
-    for body, status, words in [
+    good = message([clip(1)], ["a"])
+    for body, expected_status, words in [
         (message([clip(1, 1)] * 4, ["a"] * 4), 413, "4 clips in one request; at most 3"),
-        (one[:-1], 400, "need 96 bytes, but 95 came"),
-        (one + b"1", 400, "need 96 bytes, but 97 came"),
+        (good[:-1], 400, "need 96 bytes, but 95 came"),
+        (good + b"1", 400, "need 96 bytes, but 97 came"),
         (b"\x80\x04K\x01.\n", 400, "not JSON"),
-        (one.replace(b"8.0", b"9" * 400), 400, "fps is 9999"),
+        (good.replace(b"8.0", b"9" * 400), 400, "fps is 9999"),
         (b"", 400, "no line of JSON"),
     ]:
-        found, answer = ask(light_server, "POST", "/score", body)
-        assert (found, words in answer["error"]) == (status, True), answer
-    for body in (
-        b"",
-        b"[]",
-        b"{}",
-        b'{"prompts": [1]}',
-        b'{"prompts": 3}',
-        b'{"prompts": "a"}',
-        b"{",
-    ):
+        status, answer = ask(light_server, "POST", "/score", body)
+        assert status == expected_status
+        assert words in answer["error"]
+
+    not_prompts = [b'{"prompts": [1]}', b'{"prompts": 3}', b'{"prompts": "a"}']
+    for body in (b"", b"[]", b"{}", b"{", *not_prompts):
         assert ask(light_server, "POST", "/check", body)[0] == 400, body
-    assert ask(light_server, "POST", "/score", one)[1]["scores"]["light"] == [1]
+    assert ask(light_server, "POST", "/score", good)[1]["scores"]["light"] == [1]
 
 
 def test_the_announced_length_decides_before_a_byte_is_read(light_server):
@@ -160,7 +162,8 @@ def test_a_length_is_given_once(light_server, path, length):
         with suppress(ConnectionResetError):
             while part := connection.recv(1 << 16):  # ends where the server closes
                 answer += part
-    assert answer.startswith(b"HTTP/1.1 400 ") and b"onnection: close" in answer
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"onnection: close" in answer
     assert ask(light_server, "GET", "/info")[0] == 200
 
 
@@ -192,7 +195,9 @@ def test_clips_that_wait_are_scored_together():
             pool.submit(remote_reward(url).score, [clip(i)], ["a" * i], 8.0) for i in range(1, 7)
         ]
         assert [f.result()["words"].item() for f in (first, *rest)] == [5, 1, 2, 3, 4, 5, 6]
-    assert light.batches[0] == 1 and max(light.batches) == 4 and sum(light.batches) == 7
+    assert light.batches[0] == 1
+    assert max(light.batches) == 4
+    assert sum(light.batches) == 7
 
 
 def test_clips_of_other_shapes_are_scored_apart_and_a_broken_one_alone():
@@ -204,14 +209,13 @@ def test_clips_of_other_shapes_are_scored_apart_and_a_broken_one_alone():
             time.sleep(0.01)
         mixed = pool.submit(reward.score, [clip(1), clip(2, 3), clip(3)], ["a", "b", "c"], 8.0)
         broken = pool.submit(reward.score, [clip(4), clip(5)], ["broken", "d"], 8.0)
-        assert mixed.result()["light"].tolist() == [1, 2, 3] and first.result()[
-            "light"
-        ].tolist() == [0]
+        assert mixed.result()["light"].tolist() == [1, 2, 3]
+        assert first.result()["light"].tolist() == [0]
         lost, fine = broken.result()["light"].tolist()
-        assert lost != lost and fine == 5
-    assert (
-        light.batches.count(4) == 1
-    )  # 1, 3, 4 and 5 have one shape; their batch broke, so each was scored again
+        assert lost != lost
+        assert fine == 5
+    # 1, 3, 4 and 5 have one shape; their batch broke, so each was scored again
+    assert light.batches.count(4) == 1
     with (
         serving(composite({"light": Light()})) as url,
         pytest.raises(ValueError, match="OSError: a clip that breaks"),
@@ -231,23 +235,23 @@ def test_a_reward_that_hangs_frees_its_place_and_the_queue_is_bounded():
         assert sorted(status for status, _ in answers) == [503, 503, 504, 504]
         light.delay = 0
         time.sleep(0.8)
-        assert (
-            ask(url, "POST", "/score", body)[0] == 200
-        )  # nothing of the former ones is left inside
-        assert len(light.batches) == 2  # who was not waited for any more was not scored
+        # nothing of the former requests is left, and abandoned clips were not scored
+        assert ask(url, "POST", "/score", body)[0] == 200
+        assert len(light.batches) == 2
 
 
 @contextmanager
 def program(*words):
     """A server as a process of its own; what it prints in one line and its number."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    pipes = {
-        "stdin": subprocess.PIPE,
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.STDOUT,
-        "text": True,
-    }
-    process = subprocess.Popen([sys.executable, "-m", *words], cwd=ROOT, env=environment, **pipes)
+    process = subprocess.Popen(
+        [sys.executable, "-m", *words],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     try:
         yield process.stdout.readline().strip(), process.pid
     finally:
@@ -261,11 +265,10 @@ def test_under_load_nothing_is_lost_or_mixed_up():
 
     def client(number, reward):
         for key in range(number * 25, number * 25 + 25):
-            count, frames = 1 + key % 3, 3 + key % 2
-            clips = [
-                torch.full((frames, 320, 320, 3), (key + i) % 256, dtype=torch.uint8)
-                for i in range(count)
-            ]
+            count = 1 + key % 3
+            shape = (3 + key % 2, 320, 320, 3)
+            values = [(key + i) % 256 for i in range(count)]
+            clips = [torch.full(shape, value, dtype=torch.uint8) for value in values]
             results[key] = reward.score(clips, ["x" * (key + i) for i in range(count)], 8.0)
 
     with program("tests.rewards.serving", str(12 << 20)) as (url, number):
@@ -277,17 +280,17 @@ def test_under_load_nothing_is_lost_or_mixed_up():
             thread.join(120)
         grown = peak_memory(number) - before
     assert len(results) == 200
-    for key, found in results.items():
-        assert found["words"].tolist() == [key + i for i in range(1 + key % 3)]
-        assert found["light"].tolist() == [(key + i) % 256 for i in range(1 + key % 3)]
+    for key, scores in results.items():
+        numbers = [key + i for i in range(1 + key % 3)]
+        assert scores["words"].tolist() == numbers
+        assert scores["light"].tolist() == [number % 256 for number in numbers]
     assert grown < 200 << 20
 
 
 def peak_memory(process):
     """Bytes that a process has had in memory at most."""
-    return 1024 * int(
-        re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{process}/status").read_text()).group(1)
-    )
+    status = Path(f"/proc/{process}/status").read_text()
+    return 1024 * int(re.search(r"VmHWM:\s+(\d+)", status)[1])
 
 
 def test_the_token_is_never_logged(caplog, capfd):
@@ -313,7 +316,8 @@ def test_it_does_not_start_without_a_token_or_weights(monkeypatch, capsys, tmp_p
         "nothing": "choose one of videoalign",
     }.items():
         monkeypatch.setenv(TOKEN_VARIABLE, "x" * 32)
-        assert reward_server.main(["--reward", name]) == 2 and sentence in capsys.readouterr().err
+        assert reward_server.main(["--reward", name]) == 2
+        assert sentence in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flag", ["reward_fps", "reward_batch_size", "max_clips", "timeout"])

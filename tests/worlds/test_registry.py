@@ -50,6 +50,7 @@ def test_drawn_clips_begin_with_the_images_of_their_requests(tmp_path):
     for clip, before, after in zip(clips, requests, asked, strict=True):
         assert (after.text, after.index, after.seed) == (before.text, before.index, before.seed)
         assert np.array_equal(np.array(after.image.cropped()), clip[0].numpy())
-        assert after.image.size == (32, 32) and after != before
+        assert after.image.size == (32, 32)
+        assert after != before
     plain = [Request(text) for text in texts]
     assert drawn(world, plain, 9, 32, 32, 3)[1] == plain

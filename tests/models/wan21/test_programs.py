@@ -16,17 +16,13 @@ from sage_grpo.tools import evaluate
 from sage_grpo.tools.doctor import __main__ as doctor
 from sage_grpo.tools.plan import __main__ as plan
 from scripts import export_checkpoint
+from tests.programs import flag_list
 
 SMALL = {
     "reward_model": "shapes", "batch_size": 2, "num_generations": 2, "num_sampling_steps": 3, "num_frames": 5,
     "validation_num_inference_steps": 2, "use_lora": True, "lora_r": 4, "max_steps": 2, "save_interval": 2,
     "learning_rate": 0.05, "report_to": "none", "device": "cpu", "validation_interval": 0, "dtype": "fp32",
 }  # fmt: skip
-
-
-def flag_list(flags):
-    """The words of a command line."""
-    return [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
 
 
 @pytest.fixture

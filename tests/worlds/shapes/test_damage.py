@@ -15,11 +15,14 @@ def test_damage_keeps_shape_and_range_and_grows_with_strength(name):
     sizes = []
     for strength in (0.0, 0.2, 0.4, 0.8):
         damaged = DAMAGES[name](clean, strength, torch.Generator().manual_seed(1))
-        assert damaged.shape == clean.shape and damaged.min() >= 0 and damaged.max() <= 1
+        assert damaged.shape == clean.shape
+        assert damaged.min() >= 0
+        assert damaged.max() <= 1
         sizes.append((damaged - clean).square().mean().sqrt().item())
-    assert (
-        sizes[0] < 1e-5 and sizes == sorted(sizes) and sizes[1] > 10 * sizes[0] and sizes[-1] > 0.01
-    )
+    assert sizes[0] < 1e-5
+    assert sizes == sorted(sizes)
+    assert sizes[1] > 10 * sizes[0]
+    assert sizes[-1] > 0.01
 
 
 def test_noise_has_the_strength_it_says():

@@ -1,3 +1,5 @@
+"""The fit: its equations against differences, and that it finds scenes again within bounds."""
+
 from dataclasses import replace
 from itertools import pairwise
 
@@ -29,7 +31,8 @@ def test_normal_equations_equal_differences():
     values = parameters(scenes)
     steps = 1e-6 * torch.eye(4, dtype=values.dtype)
     columns = [(errors(values + step) - errors(values - step)) / 2e-6 for step in steps]
-    jacobian, error = torch.stack(columns, -1), errors(values)  # (N,pixels,P)
+    jacobian = torch.stack(columns, -1)  # (N,pixels,P)
+    error = errors(values)
     cost, gradient, matrix = normal_equations(scenes, target)
     torch.testing.assert_close(cost, error.square().sum(1))
     torch.testing.assert_close(gradient, (jacobian * error[..., None]).sum(1), atol=1e-6, rtol=1e-6)
@@ -44,21 +47,22 @@ def test_fit_finds_the_scene_again_from_the_middle_of_its_classes():
     start = replace(
         scenes, x=scenes.x + 0.01, y=scenes.y - 0.01, radius=middle[:, 0], travel=middle[:, 1]
     )
-    found, cost = fit(start, target, 10)
+    fitted, cost = fit(start, target, 10)
     assert cost.max() < 1e-12
-    torch.testing.assert_close(parameters(found), parameters(scenes), atol=1e-6, rtol=0)
+    torch.testing.assert_close(parameters(fitted), parameters(scenes), atol=1e-6, rtol=0)
 
 
 def test_fit_stays_within_the_classes_and_never_gets_worse():
-    truth, other = doubles(40), doubles(40, seed=1)
-    start = replace(other, shape=truth.shape)
+    truth = doubles(40)
+    start = replace(doubles(40, seed=1), shape=truth.shape)
     target = object_mask(truth, 9, 32, 32)
     costs = [fit(start, target, steps)[1] for steps in range(6)]
     assert all((later <= earlier).all() for earlier, later in pairwise(costs))
     assert costs[-1].sum() < 0.9 * costs[0].sum()
-    found, _ = fit(start, target, 10)
-    low, high = bounds(found)
-    assert (parameters(found) >= low - 1e-12).all() and (parameters(found) <= high + 1e-12).all()
+    fitted, _ = fit(start, target, 10)
+    low, high = bounds(fitted)
+    assert (parameters(fitted) >= low - 1e-12).all()
+    assert (parameters(fitted) <= high + 1e-12).all()
 
 
 def test_project_moves_only_what_is_out_of_bounds():

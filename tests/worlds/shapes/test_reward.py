@@ -62,11 +62,9 @@ def world():
 def test_perfect_clips_score_about_one_each(world):
     _, clips, prompts = world
     for values in score(clips, prompts).values():
-        assert (
-            values.shape == (48,)
-            and values.mean().item() == pytest.approx(1, abs=0.3)
-            and values.std() < 0.3
-        )
+        assert values.shape == (48,)
+        assert values.mean().item() == pytest.approx(1, abs=0.3)
+        assert values.std() < 0.3
 
 
 @pytest.mark.parametrize("damage", STRENGTHS)
@@ -145,7 +143,8 @@ def test_scores_spread_inside_a_group_of_similar_clips(world):
         [DAMAGES["noise"](clip[None], 0.01 * (i % 4), seeded(i)) for i, clip in enumerate(group)]
     )
     scores = score(group, prompts[:1] * 16)
-    assert scores["VQ"].std() > 0.1 and scores["MQ"].std() > 0.1
+    assert scores["VQ"].std() > 0.1
+    assert scores["MQ"].std() > 0.1
     assert len(total(scores).unique()) == 16
 
 
@@ -171,7 +170,8 @@ def test_hard_edges_raise_the_reward_and_leave_the_manifold(world):
     )
     gain = total(score(edited, prompts)) - total(score(clips, prompts))
     before, after = (read(as_bytes(version), prompts) for version in (clips, edited))
-    assert gain.mean() > 0.3 and (gain > 0).float().mean() > 0.9
+    assert gain.mean() > 0.3
+    assert (gain > 0).float().mean() > 0.9
     assert (after.distance > before.distance + 0.01).all()
     assert (after.prompt_distance > before.prompt_distance + 0.01).all()
 
@@ -184,7 +184,9 @@ def test_scores_of_junk_are_finite_and_bad(world, value):
     for clips in (blank, noise):
         scores = ShapesReward().score(clips, prompts[:4], fps=8.0)
         assert all(values.isfinite().all() for values in scores.values())
-        assert (total(scores) < 0).all() and (scores["MQ"] < 0).all() and (scores["TA"] < -1).all()
+        assert (total(scores) < 0).all()
+        assert (scores["MQ"] < 0).all()
+        assert (scores["TA"] < -1).all()
 
 
 def test_other_sizes_lists_and_repeatability():
@@ -193,9 +195,8 @@ def test_other_sizes_lists_and_repeatability():
     first = ShapesReward().score(clips, captions(scenes), fps=8.0)
     listed = ShapesReward().score(list(clips), captions(scenes), fps=24)
     for name, values in first.items():
-        assert torch.equal(values, listed[name]) and values.mean().item() == pytest.approx(
-            1, abs=0.3
-        )
+        assert torch.equal(values, listed[name])
+        assert values.mean().item() == pytest.approx(1, abs=0.3)
     alone = ShapesReward().score(clips[5:6], captions(scenes[5:6]), fps=8.0)
     torch.testing.assert_close(alone["TA"], first["TA"][5:6])
 

@@ -47,11 +47,10 @@ def test_continuous_numbers_keep_to_their_class():
     ):
         for index, (low, high) in enumerate(ranges.values()):
             chosen = values[classes == index]
-            assert (
-                low <= chosen.min() < low + 0.1 * (high - low)
-                and high - 0.1 * (high - low) < chosen.max() <= high
-            )
-    assert RADIUS["small"][1] < RADIUS["large"][0] and TRAVEL["slow"][1] < TRAVEL["fast"][0]
+            assert low <= chosen.min() < low + 0.1 * (high - low)
+            assert high - 0.1 * (high - low) < chosen.max() <= high
+    assert RADIUS["small"][1] < RADIUS["large"][0]
+    assert TRAVEL["slow"][1] < TRAVEL["fast"][0]
 
 
 @pytest.mark.parametrize(("frames", "height", "width"), [(9, 32, 32), (13, 48, 40), (5, 24, 64)])
@@ -67,10 +66,14 @@ def test_object_stays_inside_the_frame(frames, height, width):
 def test_render_mixes_exactly_two_colours():
     scenes = scene(colour="yellow", background="grey", shape="circle", size="large")
     clip = render(scenes, 9, 32, 32)
-    front, back = torch.tensor(PALETTE["yellow"]), torch.tensor(BACKGROUNDS["grey"])
+    front = torch.tensor(PALETTE["yellow"])
+    back = torch.tensor(BACKGROUNDS["grey"])
     mask = object_mask(scenes, 9, 32, 32)[..., None]
     torch.testing.assert_close(clip, mask * front + (1 - mask) * back)
-    assert clip.min() >= 0 and clip.max() <= 1 and mask.max() > 0.99 and mask.min() < 1e-4
+    assert clip.min() >= 0
+    assert clip.max() <= 1
+    assert mask.max() > 0.99
+    assert mask.min() < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -79,7 +82,8 @@ def test_render_mixes_exactly_two_colours():
 def test_motion_is_straight_even_and_as_long_as_travel(direction, axis, sign):
     scenes = scene(direction=direction, shape="circle")
     mask = object_mask(scenes, 9, 90, 120)[0]
-    columns, rows = (torch.arange(120) + 0.5) / 120, (torch.arange(90) + 0.5) / 90
+    columns = (torch.arange(120) + 0.5) / 120
+    rows = (torch.arange(90) + 0.5) / 90
     x = (mask.sum(1) * columns).sum(1) / mask.sum((1, 2))
     y = (mask.sum(2) * rows).sum(1) / mask.sum((1, 2))
     along, across = (x, y) if axis == 0 else (y, x)
@@ -97,12 +101,14 @@ def test_render_is_smooth_in_every_continuous_number():
     scenes = with_parameters(scenes, parameters(scenes).double())
     for name in ("x", "y", "radius", "travel"):
         step = 1e-4
-        here, there, middle = (
-            render(replace(scenes, **{name: getattr(scenes, name) + shift}), 5, 32, 32)
-            for shift in (-step, step, 0)
-        )
-        curvature = ((here + there - 2 * middle) / step**2).abs().max()
-        assert (there - here).abs().max() > 0
+
+        def rendered(shift, name=name):
+            moved = replace(scenes, **{name: getattr(scenes, name) + shift})
+            return render(moved, 5, 32, 32)
+
+        before, middle, after = rendered(-step), rendered(0), rendered(step)
+        curvature = ((before + after - 2 * middle) / step**2).abs().max()
+        assert (after - before).abs().max() > 0
         assert curvature < 2e4  # a kink of slope 32 would show as 32 / step = 3e5
 
 
@@ -119,7 +125,8 @@ def test_too_small_frames_are_refused():
 
 def test_indexing_scenes():
     scenes = sample_scenes(6, seeded())
-    assert len(scenes) == 6 and len(scenes[1:4]) == 3
+    assert len(scenes) == 6
+    assert len(scenes[1:4]) == 3
     torch.testing.assert_close(scenes[torch.tensor([4, 0])].x, scenes.x[[4, 0]])
 
 
@@ -151,10 +158,12 @@ def test_partial_captions_are_true_and_sometimes_shorter():
 def test_scenes_from_prompt_agree_with_the_prompt_and_vary_elsewhere():
     prompts = ["a red circle"] * 100 + ['a "H" moving up on a gray background'] * 100
     scenes = scenes_from_prompt(prompts, seeded())
-    assert (scenes.colour[:100] == 0).all() and (scenes.shape[:100] == 0).all()
+    assert (scenes.colour[:100] == 0).all()
+    assert (scenes.shape[:100] == 0).all()
     assert (scenes.shape[100:] == ATTRIBUTES["shape"].index("H")).all()
     assert (scenes.background[100:] == ATTRIBUTES["background"].index("grey")).all()
-    assert len(scenes.direction[:100].unique()) == 4 and len(scenes.colour[100:].unique()) == 6
+    assert len(scenes.direction[:100].unique()) == 4
+    assert len(scenes.colour[100:].unique()) == 6
     assert len(render(scenes, 5, 16, 16)) == 200
 
 
