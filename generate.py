@@ -40,7 +40,6 @@ if TYPE_CHECKING:  # imported where it is used, after the command line has been 
 
 TIMEOUT = 1800  # seconds that ranks wait for each other
 AREAS = {"480p": 640 * 640, "720p": 960 * 960}  # pixels per frame, whatever the aspect ratio
-SCORES = [name for name in REWARDS if name != "remote"]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -469,6 +468,7 @@ def add_sampling_flags(group: Any) -> None:
 
 def add_output_flags(group: Any) -> None:
     add = group.add_argument
+    rewards = [name for name in REWARDS if name != "remote"]
     add(
         "--device",
         choices=flag_info("device").choices,
@@ -496,9 +496,9 @@ def add_output_flags(group: Any) -> None:
     )
     add(
         "--score",
-        type=argument_types.name_or_code(SCORES),
+        type=argument_types.name_or_code(rewards),
         metavar="REWARD",
-        help=f"reward whose scores are written to each JSON: {', '.join(SCORES)} or FILE.py:NAME",
+        help=f"reward whose scores are written to each JSON: {', '.join(rewards)} or FILE.py:NAME",
     )
 
 
