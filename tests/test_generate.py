@@ -17,6 +17,7 @@ from sage_grpo.models.hunyuan15.backbone import Hunyuan15
 from sage_grpo.models.lora import LORA_FILE
 from sage_grpo.models.registry import open_backbone
 from tests.dist import run_ranks
+from tests.smallest_run import slow
 
 # imageio's reader leaves the pipes of its ffmpeg process to the garbage collector
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
@@ -122,8 +123,9 @@ def sample(ranks, *arguments):
     generate.generate(args, generate.read_prompts(args), ranks)
 
 
-@pytest.mark.parametrize("world, sp_size", [(2, 1), (4, 2)])
+@pytest.mark.parametrize("world, sp_size", [(2, 1), slow(4, 2)])
 def test_ranks_share_prompts_and_clips(folder, tmp_path, world, sp_size):
+    """Slow: four ranks, two of which share a sequence."""
     arguments = ("--model_path", str(folder), *FAST, "--prompt", PROMPT, "--num_videos", "3")
     run_ranks(world, sample, *arguments, "--output_path", str(tmp_path / "many"), sp_size=sp_size)
     one, _ = run(folder, tmp_path / "one", "--prompt", PROMPT, "--num_videos", "3")

@@ -144,8 +144,12 @@ def test_a_fault_has_its_promises(kind, seen, wrong):
     assert wrong in found and bool(found) == bool(wrong)
 
 
+@pytest.mark.slow
 def test_a_short_campaign(tmp_path, monkeypatch, capfd):
-    """One rank, because starts take half of the time; `make chaos` uses two, and all kinds."""
+    """One rank, because starts take half of the time; `make chaos` uses two, and all kinds.
+
+    Slow: real torchrun and restarts; tests/train/test_faults.py and tests/runs/test_lock.py test each fault alone.
+    """
     monkeypatch.setenv(TOKEN_VARIABLE, "the script makes its own")
     monkeypatch.setattr(chaos, "STEPS_PER_FAULT", 3)
     kinds = ["damage", "kill_launcher", "two_starts"]

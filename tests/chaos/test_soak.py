@@ -52,7 +52,9 @@ def test_a_sample_sees_a_file_and_memory():
     assert 120 < after["rss"] - before["rss"] < 264 and kept[0] == region[0] == 1
 
 
+@pytest.mark.slow
 def test_a_short_soak(tmp_path, capfd):
+    """Slow: a real run; slopes and samples are tested with numbers."""
     flags = ["--iterations", "2", "--output", str(tmp_path / "out")]
     assert soak.main(flags) == 0
     samples = soak.read_samples(tmp_path / "out" / "rank-0.csv")

@@ -69,7 +69,9 @@ def launched(settings, said):
             launcher.wait(PATIENCE)
 
 
+@pytest.mark.slow
 def test_a_run_survives_the_loss_of_each_host(settings, tmp_path):
+    """Slow: real hosts and real training; what the launcher does about a lost node is tested in test_pdsh.py."""
     one, two, said = tmp_path / "one", tmp_path / "two", tmp_path / "said"
     run_ranks(2, train, settings["CONFIG"], one)  # on one host, without a stop
     with hosts.two_hosts() as (first, second):

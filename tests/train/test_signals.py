@@ -12,7 +12,7 @@ from sage_grpo.train.build import build_trainer
 from sage_grpo.train.signals import HalfGradient, same_reward, thumbnail, variety
 from tests.dist import run_ranks
 
-NAMES = {"gradient", "weight_rms", "anchor_moved", "variety", "same_reward"}
+NAMES = {"advantage_size", "gradient", "weight_rms", "anchor_moved", "variety", "same_reward"}
 
 
 def measured_share(signal, noise, pairs=8, updates=400, size=50):
