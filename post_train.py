@@ -4,7 +4,7 @@
     torchrun --nproc_per_node 8 post_train.py --config FILE.yaml --FLAG VALUE   (flags beat the file; --help lists them)
 
 Exit code 0: done; 75: stopped by a signal, with a checkpoint to resume from; 1: training had to stop; 2: the
-configuration or a file is wrong, and nothing was written but prompt embeddings.
+configuration or a file is wrong, or another process uses the run folder; nothing was written but prompt embeddings.
 """
 
 import sys

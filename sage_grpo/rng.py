@@ -29,8 +29,8 @@ def generator(
 ) -> np.random.Generator:
     """The generator of one draw.
 
-    step: training iteration, or epoch for the prompt order. prompt: index in the prompt file. sample: member of the
-    group. index: additional counter within a sample, such as the denoising step of SDE noise.
+    step: training iteration, or epoch for the prompt order. prompt: index in the prompt file. sample: clip of the
+    prompt's group. index: additional counter within a sample, such as the denoising step of SDE noise.
     """
     if purpose not in PURPOSES:
         raise ValueError(f"purpose is {purpose!r}; choose one of {', '.join(PURPOSES)}")

@@ -87,7 +87,7 @@ class ModelFlags:
     train_prompts: tuple[str, ...] | None = flag(
         None,
         "prompt files to train on: .txt, .csv or .jsonl",
-        default_text=MODEL_DEFAULT,
+        default_text="those in the model folder",
         is_path=True,
     )
     prompt_cache: str | None = flag(

@@ -41,6 +41,8 @@ CONTENTS = (
     "checkpoints",
     "flight",
     "tensorboard",
+    "wandb",
+    "wandb_id",
 )
 
 

@@ -45,7 +45,7 @@ class Tracker:
         scalars = {
             prefix + key: value
             for key, value in line.items()
-            if "/" in key and isinstance(value, (int, float))
+            if key != "step" and isinstance(value, (int, float))
         }
 
         def add_scalars(board: Any) -> None:

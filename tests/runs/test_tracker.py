@@ -16,21 +16,30 @@ from tests.disks import fill, small_disk
 
 def test_numbers_reach_the_trackers_by_kind_and_words_only_the_file(tmp_path):
     tracker = Tracker(tmp_path, ["tensorboard"], {}, 0)
-    words = {"reward/error": "gone", "kl/anchor": math.nan, "step_count": 3}
+    words = {"reward/error": "gone", "kl/anchor": math.nan}
     tracker.write("run", 0, {"a/b": 1.0})
-    tracker.write("train", 1, {"reward/total": 0.5} | words)
+    tracker.write("train", 1, {"reward/total": 0.5, "lr": 0.25} | words)
     tracker.write("validation", 1, {"reward/total": 0.75})
     tracker.close()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert lines[1] == {"kind": "train", "step": 1, "reward/total": 0.5} | words | {
-        "kl/anchor": None
+    assert lines[1] == {
+        "kind": "train",
+        "step": 1,
+        "reward/total": 0.5,
+        "lr": 0.25,
+        "reward/error": "gone",
+        "kl/anchor": None,
     }
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     found = {
         tag: [(event.step, event.value) for event in events.Scalars(tag)]
         for tag in events.Tags()["scalars"]
     }
-    assert found == {"reward/total": [(1, 0.5)], "validation/reward/total": [(1, 0.75)]}
+    assert found == {
+        "reward/total": [(1, 0.5)],
+        "lr": [(1, 0.25)],
+        "validation/reward/total": [(1, 0.75)],
+    }
 
 
 def test_lines_wait_for_room_on_a_full_disk(tmp_path, capfd):
