@@ -141,7 +141,7 @@ class PlainLoop:
             self.parameters.values(), lr=c.learning_rate, weight_decay=c.weight_decay
         )
         self.negative = self.encode([c.negative_prompt])[0]
-        self.schedule = trainer.sampler.window(trainer.windows.steps)
+        self.schedule = trainer.schedule.window(trainer.windows.steps)
 
     def iteration(self, step: int, batch: Sequence[Trajectory]) -> Outcome:
         """Regenerate the clips of the trainer's `batch` in iteration `step`, and train on them."""
@@ -232,7 +232,7 @@ class PlainLoop:
         c = self.config
         schedule = self.schedule
         steps = list(self.trainer.windows.steps)
-        scale = equalizer(self.trainer.sampler, c.use_grad_balancing)
+        scale = equalizer(self.trainer.schedule, c.use_grad_balancing)
         pairs = len(advantages) * len(steps)
         group_sizes = [len(path.x[0]) for path in paths]
         groups = list(zip(paths, advantages.split(group_sizes), strict=True))

@@ -50,18 +50,18 @@ def path_kls(
 ) -> Tensor:
     """Path KL (N,) of one clip for each of N prompts, fp64; NaN where a path is not finite. config: a resolved one."""
     c = measured_config(config)
-    sampler = build_algorithm(c).schedule().to(policy.device)
-    windows = build_windows(c.window_form, sampler.stochastic, c.seed)
+    schedule = build_algorithm(c).schedule().to(policy.device)
+    windows = build_windows(c.window_form, schedule.stochastic, c.seed)
     negative, *conditions = policy.encode([Request(c.negative_prompt), *prompts])
     conditions_by_index = dict(enumerate(conditions))
     rollouts = ExploringRollouts(
         backbone=policy,
-        sampler=sampler,
+        schedule=schedule,
         windows=windows,
         guidance=Guidance(c.guidance_scale, negative),
         shape=policy.latent_shape(c.num_frames, c.height, c.width),
         config=c,
-        step=0,
+        iteration=0,
         conditions=conditions_by_index,
     )
     micro_batches = join_micro_batches(
@@ -72,9 +72,9 @@ def path_kls(
     kls = torch.full((len(prompts),), torch.nan, dtype=torch.float64)
     for micro_batch in micro_batches:
         path = rollouts(micro_batch)
-        base_velocity = anchor_velocities(base, rollouts.guidance, sampler, path)
+        base_velocity = anchor_velocities(base, rollouts.guidance, schedule, path)
         columns = zip(path.steps.T, path.velocity.unbind(1), base_velocity.unbind(1), strict=True)
-        step_kls = [sampler.kl(step, v, v_base).double() for step, v, v_base in columns]
+        step_kls = [schedule.kl(step, v, v_base).double() for step, v, v_base in columns]
         sums = torch.stack(step_kls).sum(0)
         positions = torch.tensor([position for position, _ in micro_batch])
         kls[positions] = sums.where(path.is_finite, torch.nan).cpu()

@@ -15,10 +15,11 @@ from torch import Tensor
 
 ESTIMATORS = ("exact", "logprob")
 SCHEDULES = ("fixed", "two_stage", "adaptive")
+# factors on lambda when the KL is too high, too low
 FEEDBACKS = {
     "paper": (0.9, 1.1),
     "trust_region": (1.1, 0.9),
-}  # factors on lambda when the KL is too high, too low
+}
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,7 @@ def trust_region(
     return TrustRegion(anchor, position, velocity)
 
 
-def velocity_kl(
-    estimator: str, exact: Tensor, log_prob: Tensor, log_prob_rollout: Tensor
-) -> Tensor:
+def rollout_kl(estimator: str, exact: Tensor, log_prob: Tensor, log_prob_rollout: Tensor) -> Tensor:
     """KL (B,) from the current policy to the rollout policy, computed as `step_kl_estimator` says.
 
     `exact` is the closed form, `Schedule.kl`. `logprob` is the published estimator (Eq. 15); on-policy its value is 0
@@ -100,9 +99,8 @@ class KLController:
                 raise ValueError(
                     f"{name} is {getattr(self, name)!r}; choose one of {', '.join(choices)}"
                 )
-        if (
-            self.kl_schedule == "fixed" or self.kl_weight == 0
-        ):  # start and floor have no effect then
+        # start and floor have no effect then
+        if self.kl_schedule == "fixed" or self.kl_weight == 0:
             self.kl_coef = self.kl_min_coef = self.kl_weight
         for name, value in {"kl_coef": self.kl_coef, "kl_min_coef": self.kl_min_coef}.items():
             if not 0 <= value <= (most := self.kl_weight):

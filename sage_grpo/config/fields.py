@@ -154,7 +154,8 @@ class ParallelismFlags:
     )
     reduce_once: bool | None = flag(
         None,
-        "reduce gradients once per optimizer step; 33 GB more if all weights are trained",
+        "reduce sharded gradients once per rollout batch and update, not in each backward pass; "
+        "33 GB more if all weights are trained",
         default_text="True with LoRA, else False",
     )
     gather_for_rollout: bool = flag(
@@ -614,7 +615,7 @@ class Config(  # a dataclass lists the fields of its last base first
 
     @property
     def reduces_once(self) -> bool:
-        """Whether gradients are reduced across ranks once per optimizer step instead of in each backward pass."""
+        """Whether sharded gradients are reduced once per rollout batch and update instead of in each backward pass."""
         return self.use_lora if self.reduce_once is None else self.reduce_once
 
     def kl_controller(self) -> "KLController":

@@ -16,9 +16,8 @@ class WindowForm:
     kind: str  # "all", "random" or "slide"
     size: int | None = None  # denoising steps of a window; None: every step that can explore
     every: int = DEFAULT_EVERY  # iterations after which a sliding window advances by one step
-    per_group: bool = (
-        True  # each group of clips has a window of its own; else all of an iteration share one
-    )
+    # each group of clips has a window of its own; else all of an iteration share one
+    per_group: bool = True
     last_step: bool = True  # whether the last denoising step may explore
 
     @property

@@ -77,7 +77,7 @@ def counter_noise(
     samples: Sequence[int],
     purpose: str = "generate",
     prompt: int | Sequence[int] = 0,
-    step: int = 0,
+    iteration: int = 0,
     init_samples: Sequence[int] | None = None,
 ) -> tuple[Tensor, Noise]:
     """Initial noise and per-step noise for the clips numbered `samples`, independent of batch and rank.
@@ -91,7 +91,13 @@ def counter_noise(
         indices = torch.as_tensor(index).expand(len(numbers)).tolist()
         clips = [
             rng.normal(
-                shape, seed, f"{purpose}_{kind}", step=step, prompt=clip_prompt, sample=n, index=i
+                shape,
+                seed,
+                f"{purpose}_{kind}",
+                step=iteration,
+                prompt=clip_prompt,
+                sample=n,
+                index=i,
             )
             for clip_prompt, n, i in zip(prompts, numbers, indices, strict=True)
         ]

@@ -15,11 +15,12 @@ from sage_grpo.escape import markdown, without_folders
 from sage_grpo.runs.history import RunHistory, column
 
 TEMPLATE = Path(__file__).with_name("card.md")
+# settings a card leaves out
 PRIVATE = (
     "remote_reward_url",
     "output_dir",
     "resume_from_checkpoint",
-)  # settings a card leaves out
+)
 
 
 def model_card(

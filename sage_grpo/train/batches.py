@@ -32,9 +32,9 @@ def group_of(clip: ClipId, group_size: int) -> GroupId:
     return GroupId(clip.prompt_index, clip.sample // group_size)
 
 
-def draw_prompts(step: int, per_step: int, num_prompts: int, seed: int) -> list[int]:
-    """Prompt indices of iteration `step`: each epoch goes through all prompts in a new order."""
-    numbers = range(step * per_step, (step + 1) * per_step)
+def draw_prompts(iteration: int, per_iteration: int, num_prompts: int, seed: int) -> list[int]:
+    """Prompt indices of an iteration: each epoch goes through all prompts in a new order."""
+    numbers = range(iteration * per_iteration, (iteration + 1) * per_iteration)
     epochs = {number // num_prompts for number in numbers}
     orders = {
         epoch: rng.permutation(num_prompts, seed, "prompt_order", step=epoch) for epoch in epochs

@@ -272,7 +272,7 @@ def starting_point(config: Config) -> Path | None:
 def start_record(trainer: Trainer, world: World | None) -> dict[str, Any]:
     """What the report needs to know about a run besides its configuration."""
     c = trainer.config
-    schedule = trainer.sampler
+    schedule = trainer.schedule
     exploration_std = schedule.window(trainer.windows.steps).std * trainer.algorithm.explores
     return {
         "world": world.name if world else None,

@@ -16,10 +16,11 @@ from sage_grpo.runs.history import RunHistory, read_run
 from sage_grpo.train.checkpoint import plain_config
 from sage_grpo.train.state import TrainState
 
+# settings that a card names even if they are defaults
 ALWAYS_NAMED = (
     "pretrained_model_root",
     "use_lora",
-)  # settings that a card names even if they are defaults
+)
 
 
 @dataclass(eq=False)

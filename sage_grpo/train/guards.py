@@ -82,11 +82,11 @@ class Guards:
         self,
         step: int,
         save: Callable[[], None],
-        settle: Callable[[bool], None] = lambda wait: None,
+        finish_writing: Callable[[bool], None] = lambda wait: None,
     ) -> Iterator[None]:
         """Context for training after iteration `step`: a signal stops the run after `save`; a hang ends the process.
 
-        If training has to stop, a checkpoint that is being written is waited for: `settle(True)`.
+        If training has to stop, a checkpoint that is being written is waited for: `finish_writing(True)`.
         """
         self.step = step
         self.listening = True
@@ -102,7 +102,7 @@ class Guards:
                     save()
                     raise
                 except TrainingError:  # raised by all ranks
-                    settle(True)
+                    finish_writing(True)
                     raise
                 self.report("done")
             except Preempted as preempted:

@@ -29,9 +29,8 @@ class Path:
     """What a rollout keeps of a micro-batch, fp32."""
 
     x: Tensor  # (B, W, ...) states before the steps of the window
-    outcome: (
-        Tensor  # (B, W, ...) what has the log-probability: the next states, or the targets to match
-    )
+    # (B, W, ...) what has the log-probability: the next states, or the targets to match
+    outcome: Tensor
     velocity: Tensor  # (B, W, ...) predicted by the policy that sampled
     log_prob: Tensor  # (B, W)
     latents: Tensor  # (B, ...) the clips
@@ -66,9 +65,8 @@ class Trajectory:
     log_prob: Tensor  # (B, W)
     latents: Tensor  # (B, ...)
     is_finite: Tensor  # (B,) bool: whether all of the above is finite
-    anchor_velocity: Tensor | None = (
-        None  # (B, W, ...); None while the anchor is the policy that sampled
-    )
+    # (B, W, ...); None while the anchor is the policy that sampled
+    anchor_velocity: Tensor | None = None
 
     @property
     def size(self) -> int:
@@ -99,18 +97,18 @@ def at_places(values: Tensor, places: Tensor) -> Tensor:
 
 @dataclass
 class Rollouts(ABC):
-    """Samples the micro-batches of iteration `step` on one rank. An algorithm says by which path.
+    """Samples the micro-batches of one iteration on one rank. An algorithm says by which path.
 
     With `same_init_noise` the clips of a group are identical up to their window, and the way there is computed once.
     """
 
     backbone: Backbone
-    sampler: Schedule
+    schedule: Schedule
     windows: Windows
     guidance: Guidance
     shape: Sequence[int]  # of one clip's latents
     config: Config
-    step: int  # the iteration; `steps` are always denoising steps
+    iteration: int
     conditions: Mapping[int, Conditioning]  # by prompt index
     # the states in which groups enter their windows
     group_states: dict[GroupId, Tensor] = field(default_factory=dict)
@@ -122,7 +120,7 @@ class Rollouts(ABC):
     @torch.no_grad()
     def __call__(self, micro_batch: MicroBatch) -> Trajectory:
         """Non-finite trajectories are zeroed and flagged: they must not turn other clips' gradients into NaN."""
-        device = self.sampler.sigmas.device
+        device = self.schedule.sigmas.device
         cond = self.conditioning([clip.prompt_index for clip in micro_batch])
         steps, order = self.trained_places(micro_batch)
         path = self.sample(micro_batch, cond, steps)
@@ -147,7 +145,7 @@ class Rollouts(ABC):
         window = torch.arange(self.windows.size)
         num_kept = num_trained(self.windows.size, c.timestep_fraction)
         groups = [group_of(clip, c.num_generations) for clip in micro_batch]
-        starts = [self.windows.start(self.step, *group) for group in groups]
+        starts = [self.windows.start(self.iteration, *group) for group in groups]
         steps = torch.tensor(starts)[:, None] + window
         if not c.enable_timestep_permutation:
             return steps, window[:num_kept].expand(len(micro_batch), -1)
@@ -157,7 +155,7 @@ class Rollouts(ABC):
                 self.windows.size,
                 c.seed,
                 "permutation",
-                step=self.step,
+                step=self.iteration,
                 prompt=clip.prompt_index,
                 sample=clip.sample,
             )
@@ -174,7 +172,7 @@ class Rollouts(ABC):
             init_samples = [sample - sample % c.num_generations for sample in samples]
         prompt_indices = [clip.prompt_index for clip in micro_batch]
         return counter_noise(
-            self.shape, c.seed, samples, "rollout", prompt_indices, self.step, init_samples
+            self.shape, c.seed, samples, "rollout", prompt_indices, self.iteration, init_samples
         )
 
     def conditioning(self, prompt_indices: Sequence[int]) -> Conditioning:
@@ -188,9 +186,8 @@ class Rollouts(ABC):
             return self.integrate(self.levels_before(start), x, cond)
 
         groups = [group_of(clip, self.config.num_generations) for clip in micro_batch]
-        first_rows: dict[
-            GroupId, int
-        ] = {}  # of groups that are not known from an earlier micro-batch
+        # of groups that are not known from an earlier micro-batch
+        first_rows: dict[GroupId, int] = {}
         for row, group in enumerate(groups):
             if group not in self.group_states:
                 first_rows.setdefault(group, row)
@@ -207,7 +204,7 @@ class Rollouts(ABC):
         With `tail_steps`, in that many second-order steps, unless fewer remain.
         """
         tail_steps = self.config.tail_steps
-        sigmas = self.sampler.sigmas.cpu().double()
+        sigmas = self.schedule.sigmas.cpu().double()
         levels = [sigmas[step:] for step in end.tolist()]
         if tail_steps:
             levels = [
@@ -230,4 +227,4 @@ class Rollouts(ABC):
     def levels_before(self, start: Tensor) -> Tensor:
         """Noise levels (B, n+1) up to the windows that begin at `start` (B,); short rows repeat their last level."""
         steps = torch.arange(int(start.max()) + 1).minimum(start[:, None])
-        return self.sampler.sigmas.cpu()[steps]
+        return self.schedule.sigmas.cpu()[steps]

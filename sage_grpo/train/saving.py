@@ -44,9 +44,8 @@ class Saves:
         self.fingerprints = fingerprints
 
         self.step = -1  # iteration of the last committed checkpoint
-        self.good_step: int | None = (
-            None  # of the last one that was written while gradients were finite
-        )
+        # iteration of the last one that was written while gradients were finite
+        self.good_step: int | None = None
         self.failed = False  # whether the last attempt failed
         self.begun = time.monotonic()  # when the last attempt began
         self.current: Iterator[Work] = iter(())  # the checkpoint that is being written
@@ -71,7 +70,7 @@ class Saves:
 
         If it `must` be, this waits for it, and a failure ends the run; else a failure is logged and tried again later.
         """
-        self.settle(wait=True)
+        self.continue_writing(wait=True)
         step = self.state.settled_step
         if self.step == step:
             return
@@ -85,7 +84,7 @@ class Saves:
         no_room = self.config.async_save and self.ranks.any(not fits_in_memory(self.state))
         copied = self.config.async_save and not no_room
         self.current = self._writing(copied)
-        self.settle(wait=must or not copied, must=must)
+        self.continue_writing(wait=must or not copied, must=must)
 
     def _writing(self, copied: bool) -> Iterator[Work]:
         step = self.state.settled_step
@@ -144,7 +143,7 @@ class Saves:
             yield work
         return self.ranks.together(work.result)
 
-    def settle(self, wait: bool = False, must: bool = False) -> None:
+    def continue_writing(self, wait: bool = False, must: bool = False) -> None:
         """Go on with the checkpoint that is being written, until it is committed if told to `wait`."""
         try:
             for work in self.current:

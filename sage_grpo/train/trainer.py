@@ -29,6 +29,7 @@ from sage_grpo.train.batches import (
     join_micro_batches,
     plan_micro_batches,
 )
+from sage_grpo.train.clips import Gold, decoded, gold_columns
 from sage_grpo.train.export import Export
 from sage_grpo.train.guards import MAX_SKIPPED, Guards, TrainingError
 from sage_grpo.train.metrics import Stopwatch, UpdateStats, peak_memory, reward_record
@@ -37,7 +38,7 @@ from sage_grpo.train.saving import Saves
 from sage_grpo.train.signals import HalfGradient, signals
 from sage_grpo.train.state import TrainState
 from sage_grpo.train.update import Objective, anchor_velocities
-from sage_grpo.train.validation import Gold, Validation, decoded, gold_columns
+from sage_grpo.train.validation import Validation
 from sage_grpo.train.windows import build_windows
 
 # iterations between diagnoses; one also follows the first iteration and each validation
@@ -80,8 +81,8 @@ class Trainer:
         c = self.config
 
         # the method
-        self.sampler = self.algorithm.schedule().to(self.ranks.device)
-        self.windows = build_windows(c.window_form, self.sampler.stochastic, c.seed)
+        self.schedule = self.algorithm.schedule().to(self.ranks.device)
+        self.windows = build_windows(c.window_form, self.schedule.stochastic, c.seed)
         self.trained_guidance = self.algorithm.trained_guidance(self.guidance)
         self.shape = self.backbone.latent_shape(c.num_frames, c.height, c.width)
 
@@ -130,7 +131,7 @@ class Trainer:
     def train(self) -> None:
         """Run the remaining iterations; validate and save as configured and at the end; also save on a signal."""
         with (
-            self.guards.watching(self.step, self.saves.begin, self.saves.settle),
+            self.guards.watching(self.step, self.saves.begin, self.saves.continue_writing),
             self.progress() as bar,
         ):
             self.catch_up()
@@ -191,7 +192,7 @@ class Trainer:
         """
         if not inside or self.config.prompts_per_forward == 1:
             self.guards.stop_if_told()
-            self.saves.settle()
+            self.saves.continue_writing()
 
     def catch_up(self) -> None:
         """Run the validation due before the first iteration, or one that an interrupted run missed."""
@@ -214,11 +215,11 @@ class Trainer:
         )
 
     def roll_out(
-        self, micro_batches: Sequence[MicroBatch] | None = None, sampler: Schedule | None = None
+        self, micro_batches: Sequence[MicroBatch] | None = None, schedule: Schedule | None = None
     ) -> list[Trajectory]:
         """Sample trajectories for `micro_batches`, by default this rank's share of the iteration.
 
-        sampler: the doctor passes one of its own; clips then explore with its noise, whatever the algorithm.
+        schedule: the doctor passes one of its own; clips then explore with its noise, whatever the algorithm.
         """
         c = self.config
         if micro_batches is None:
@@ -231,15 +232,15 @@ class Trainer:
             index: cond.to(self.ranks.device)
             for index, cond in zip(prompt_indices, encoded, strict=True)
         }
-        kind = self.algorithm.rollouts if sampler is None else ExploringRollouts
+        kind = self.algorithm.rollouts if schedule is None else ExploringRollouts
         rollouts = kind(
             backbone=self.backbone,
-            sampler=sampler or self.sampler,
+            schedule=schedule or self.schedule,
             windows=self.windows,
             guidance=self.guidance,
             shape=self.shape,
             config=c,
-            step=self.step,
+            iteration=self.step,
             conditions=conditions,
         )
 
@@ -327,7 +328,7 @@ class Trainer:
         with self.anchor.in_place(), self.gathered():
             for trajectory in batch:
                 trajectory.anchor_velocity = anchor_velocities(
-                    self.backbone, self.trained_guidance, self.sampler, trajectory
+                    self.backbone, self.trained_guidance, self.schedule, trajectory
                 )
 
     def update(self, batch: Sequence[Trajectory], advantages: Advantages) -> dict[str, Any]:
@@ -367,7 +368,7 @@ class Trainer:
             self.backbone,
             self.algorithm,
             self.trained_guidance,
-            self.sampler,
+            self.schedule,
             self.controller.coef,
             num_pairs,
         )
@@ -420,7 +421,7 @@ class Trainer:
         return rank_values.split([trajectory.size for trajectory in batch])
 
     def no_stats(self) -> UpdateStats:
-        return UpdateStats(self.sampler.num_steps, self.ranks.device)
+        return UpdateStats(self.schedule.num_steps, self.ranks.device)
 
     def no_accumulation(self) -> Accumulation:
         return Accumulation(self.no_stats())

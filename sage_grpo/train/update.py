@@ -12,7 +12,7 @@ from torch import Tensor
 from sage_grpo.algo.equalizer import equalizer
 from sage_grpo.algo.grpo import normalized_log_ratio, objective, policy_columns
 from sage_grpo.algo.sde import Schedule
-from sage_grpo.algo.trust_region import velocity_kl
+from sage_grpo.algo.trust_region import rollout_kl
 from sage_grpo.models.backbone import Backbone, Guidance
 from sage_grpo.train.algorithms.base import Algorithm
 from sage_grpo.train.metrics import UpdateStats
@@ -95,7 +95,7 @@ class Objective:
         to_anchor = torch.zeros_like(to_rollout)
         if region.anchor:
             to_anchor = schedule.kl(steps, velocity, pairs.anchor_velocity)
-        step_kl = velocity_kl(c.step_kl_estimator, to_rollout, log_prob, pairs.old_log_prob)
+        step_kl = rollout_kl(c.step_kl_estimator, to_rollout, log_prob, pairs.old_log_prob)
         kl = self.kl_scale[steps] * region.kl(to_anchor, step_kl)
         kl = torch.where(pairs.is_finite, kl, 0.0)
 

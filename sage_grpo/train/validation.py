@@ -18,16 +18,15 @@ from sage_grpo.algo.sde import flow_sigmas
 from sage_grpo.config.fields import Config
 from sage_grpo.data.requests import Request
 from sage_grpo.files.json_files import finite, write_json
-from sage_grpo.models.backbone import Backbone, BrokenClip, Guidance, Sampling
+from sage_grpo.models.backbone import Backbone, Guidance, Sampling
 from sage_grpo.models.embeddings import alike, together
 from sage_grpo.models.sample import counter_noise, integrate
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.rewards.base import Composite
 from sage_grpo.runs.clips import LISTING, PLACES, write_sheet, write_videos
+from sage_grpo.train.clips import Gold, decoded, gold_columns
 
 NUM_RESCORED = 8  # clips of each rank that are scored twice
-
-Gold = Callable[[Tensor, Sequence[Request]], dict[str, Tensor]]
 
 
 @dataclass(eq=False)
@@ -200,31 +199,6 @@ def validation_sampling(config: Config) -> Sampling:
         num_steps=config.validation_num_inference_steps,
         guidance=config.guidance_scale,
     )
-
-
-def decoded(backbone: Backbone, latents: Sequence[Tensor]) -> list[Tensor | None]:
-    """uint8 clips (F, H, W, 3) on the CPU, of latents (1, ...) each; None where pixels are not finite."""
-    try:
-        clips = backbone.decode(torch.cat(latents)).cpu()
-    except BrokenClip:
-        if len(latents) == 1:
-            return [None]
-        # find the broken one
-        return [clip for latent in latents for clip in decoded(backbone, [latent])]
-    return [clip.clone() for clip in clips]  # clone: a clip is sent to other ranks, not the batch
-
-
-def gold_columns(
-    gold: Gold | None, clips: Sequence[Tensor | None], requests: Sequence[Request]
-) -> dict[str, Tensor]:
-    """Gold metrics of each clip, (N,), NaN for missing clips; empty if the world has no oracle."""
-    rows = [row for row, clip in enumerate(clips) if clip is not None]
-    if gold is None or not rows:
-        return {}
-    measured = gold(torch.stack([clips[row] for row in rows]), [requests[row] for row in rows])
-    missing = torch.full((len(clips),), math.nan, dtype=torch.float64)
-    index = torch.tensor(rows)
-    return {name: missing.index_copy(0, index, v.double()) for name, v in measured.items()}
 
 
 def summary(records: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -27,17 +27,17 @@ class Windows:
         """All steps that may be in a window."""
         return range(self.first, self.first + self.places - 1 + self.size)
 
-    def start(self, step: int, prompt_index: int, group: int) -> int:
-        """First denoising step of the window of a prompt's group in iteration `step`."""
+    def start(self, iteration: int, prompt_index: int, group: int) -> int:
+        """First denoising step of the window of a prompt's group in an iteration."""
         group_key = {"prompt": prompt_index, "sample": group} if self.form.per_group else {}
         if self.form.kind == "random":
             return self.first + rng.integer(
-                self.places, self.seed, "window", step=step, **group_key
+                self.places, self.seed, "window", step=iteration, **group_key
             )
         phase = 0
         if self.form.per_group:
             phase = rng.integer(self.places, self.seed, "window", prompt=prompt_index)
-        return self.first + (phase + step // self.form.every) % self.places
+        return self.first + (phase + iteration // self.form.every) % self.places
 
 
 def build_windows(form: WindowForm, stochastic: Tensor, seed: int) -> Windows:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sage_grpo.algo.sde import build_schedule, flow_sigmas
-from sage_grpo.algo.trust_region import KLController, TrustRegion, trust_region, velocity_kl
+from sage_grpo.algo.trust_region import KLController, TrustRegion, rollout_kl, trust_region
 
 SCHEDULE = build_schedule("sage_grpo", flow_sigmas(20, 5.0), 0.5)
 
@@ -55,7 +55,7 @@ def test_a_step_on_the_kl_pulls_towards_the_anchor():
     assert after < before < away
 
 
-def test_velocity_kl_estimators_on_policy():
+def test_rollout_kl_estimators_on_policy():
     """On-policy both are 0. The exact one is at its minimum there; the published one has the gradient of -log_prob."""
     generator = torch.Generator().manual_seed(0)
     x, v_rollout, noise = (torch.randn(4, 64, generator=generator) for _ in range(3))
@@ -64,14 +64,14 @@ def test_velocity_kl_estimators_on_policy():
     for estimator in ("exact", "logprob"):
         v = v_rollout.clone().requires_grad_()
         log_prob = SCHEDULE.log_prob(5, x, v, x_next)
-        kl = velocity_kl(estimator, SCHEDULE.kl(5, v, v_rollout), log_prob, log_prob_rollout)
+        kl = rollout_kl(estimator, SCHEDULE.kl(5, v, v_rollout), log_prob, log_prob_rollout)
         assert torch.equal(kl, torch.zeros(4))
         (gradients[estimator],) = torch.autograd.grad(kl.sum(), v)
     assert torch.equal(gradients["exact"], torch.zeros(4, 64))
     expected = -SCHEDULE.b[5] / SCHEDULE.std[5] * noise / 64
     torch.testing.assert_close(gradients["logprob"], expected, rtol=1e-3, atol=1e-6)
     with pytest.raises(ValueError, match="step_kl_estimator is 'exakt'"):
-        velocity_kl("exakt", x, x, x)
+        rollout_kl("exakt", x, x, x)
 
 
 def test_exact_and_logprob_agree_in_expectation_off_policy():
@@ -83,8 +83,8 @@ def test_exact_and_logprob_agree_in_expectation_off_policy():
     x_next, log_prob_rollout = SCHEDULE.step(5, x, v_rollout, noise)
     log_prob = SCHEDULE.log_prob(5, x, v, x_next)
     kl = SCHEDULE.kl(5, v, v_rollout)
-    estimate = velocity_kl("logprob", kl, log_prob, log_prob_rollout)
-    exact = velocity_kl("exact", kl, log_prob, log_prob_rollout).mean().item()
+    estimate = rollout_kl("logprob", kl, log_prob, log_prob_rollout)
+    exact = rollout_kl("exact", kl, log_prob, log_prob_rollout).mean().item()
     assert estimate.mean().item() == pytest.approx(exact, abs=4 * estimate.std().item() / 4000**0.5)
     # the sample is large enough to tell it from 0
     assert exact > 10 * estimate.std().item() / 4000**0.5

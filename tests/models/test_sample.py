@@ -48,7 +48,7 @@ def test_without_noise_every_sampler_is_the_euler_ode(tiny_folder):
 
 
 def test_any_split_of_the_clips_has_the_same_noise():
-    key = {"purpose": "rollout", "prompt": 7, "step": 3}
+    key = {"purpose": "rollout", "prompt": 7, "iteration": 3}
     whole, whole_noise = counter_noise((4, 3, 5), 42, range(8), **key)
     for samples in (range(3), [6], [1, 4, 7]):
         x, noise = counter_noise((4, 3, 5), 42, samples, **key)

@@ -139,8 +139,8 @@ TRAIN = (
     Mistake(
         "accumulated rollouts add up instead of being averaged",
         "sage_grpo/train/trainer.py",
-        "c.gradient_accumulation_steps * len(advantages.values) * len(places)",
-        "len(advantages.values) * len(places)",
+        "c.gradient_accumulation_steps * len(advantages.values) * len(columns)",
+        "len(advantages.values) * len(columns)",
         ("tests/train/test_trainer.py",),
         "accumulation",
     ),
@@ -171,7 +171,7 @@ TRAIN = (
     Mistake(
         "the same noise in every iteration",
         "sage_grpo/train/rollout.py",
-        '"rollout", prompt_indices, self.step, init_samples',
+        '"rollout", prompt_indices, self.iteration, init_samples',
         '"rollout", prompt_indices, 0, init_samples',
         ("tests/train/test_rollout.py",),
         "fresh_noise",

@@ -18,7 +18,7 @@ def reference_gradients(trainer, batch, rewards):
         for i in range(2):
             advantage = ((group[i] - group.mean()) / (group.std(correction=0) + 1e-6)).item()
             for place in trajectory.order[i].tolist():
-                sigma = trainer.sampler.sigmas[trajectory.steps[i, place]]
+                sigma = trainer.schedule.sigmas[trajectory.steps[i, place]]
                 x, z_minus_x0, old = (
                     part[i, place]
                     for part in (trajectory.x, trajectory.outcome, trajectory.velocity)
@@ -95,7 +95,7 @@ def test_clips_are_those_of_the_ode_and_states_lie_on_the_way_to_noise(make):
         sde_window="random:1", same_init_noise=False, guidance_scale=2.0, overwrite=True
     )
     assert not torch.equal(explored.roll_out()[0].latents, batch.latents)
-    sigma = trainer.sampler.sigmas[batch.steps].view(*batch.steps.shape, 1, 1, 1, 1)
+    sigma = trainer.schedule.sigmas[batch.steps].view(*batch.steps.shape, 1, 1, 1, 1)
     torch.testing.assert_close(
         batch.x, batch.latents[:, None] + sigma * batch.outcome, rtol=1e-5, atol=1e-5
     )
@@ -103,7 +103,7 @@ def test_clips_are_those_of_the_ode_and_states_lie_on_the_way_to_noise(make):
         start_record(explored, None)["schedule"]["std"]
     )
     plain = trainer.backbone.velocity(
-        batch.x[:, 0], trainer.sampler.sigmas[batch.steps[:, 0]], batch.cond, Guidance()
+        batch.x[:, 0], trainer.schedule.sigmas[batch.steps[:, 0]], batch.cond, Guidance()
     )
     torch.testing.assert_close(
         batch.velocity[:, 0], plain, rtol=1e-4, atol=1e-5

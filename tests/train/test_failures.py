@@ -13,8 +13,8 @@ from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.runs.history import read_run
 from sage_grpo.tools.report.page import page
 from sage_grpo.train import saving
+from sage_grpo.train.clips import decoded
 from sage_grpo.train.guards import Preempted, TrainingError
-from sage_grpo.train.validation import decoded
 from sage_grpo.worlds.shapes.reward import ShapesReward
 from tests.smallest_run import on_tiny
 

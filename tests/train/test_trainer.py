@@ -259,7 +259,7 @@ def test_gradients_are_zero_only_where_nothing_depends_on_the_parameter(make):
 def test_the_loss_falls_on_what_it_was_computed_from(make):
     """A small step down the gradient lowers the objective of the same rollout: the sign is right."""
     trainer = make(kl_weight=0, use_grad_balancing=True)
-    schedule = trainer.sampler
+    schedule = trainer.schedule
     batch = trainer.roll_out()
     advantages = trainer.advantages(trainer.score(batch, trainer.decode(batch)))
 

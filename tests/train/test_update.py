@@ -99,7 +99,7 @@ def prepared(make):
         trainer = make(
             kl_schedule="fixed", kl_weight=flags.pop("kl_weight", 0.5), clip_range=1e-3, **flags
         )
-        schedule = trainer.sampler
+        schedule = trainer.schedule
         batch = trainer.roll_out()
         rewards = torch.tensor([0.1, 0.9, -2.0, 0.3], dtype=torch.float64)
 
@@ -158,7 +158,7 @@ def test_the_comparison_sees_a_mistake(prepared, error):
 def test_a_broken_path_leaves_the_others_gradients_alone(make):
     """A clip whose path is not finite adds nothing: not to the policy loss, not to the KL, and no NaN."""
     trainer = make(kl_weight=0.5)
-    schedule = trainer.sampler
+    schedule = trainer.schedule
     batch = trainer.roll_out()
     batch[0].is_finite[1] = False
     batch[0].x[1], batch[0].velocity[1] = (

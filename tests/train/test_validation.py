@@ -12,7 +12,8 @@ import torch
 from sage_grpo.algo.solver import ode_tables
 from sage_grpo.models.backbone import Sampling
 from sage_grpo.models.sample import counter_noise
-from sage_grpo.train.validation import gold_columns, summary
+from sage_grpo.train.clips import gold_columns
+from sage_grpo.train.validation import summary
 from tests.smallest_run import on_tiny
 
 # imageio's reader leaves the pipes of its ffmpeg process to the garbage collector

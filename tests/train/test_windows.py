@@ -202,7 +202,7 @@ def test_the_tail_is_coarse_and_of_second_order(make, monkeypatch):
     batch = trainer.roll_out()
     assert forwards.sizes == [2] * (2 + 3) * 2
     x = batch[0].outcome[:, -1]
-    sigma = trainer.sampler.sigmas[2].item()
+    sigma = trainer.schedule.sigmas[2].item()
     u = [sigma / (5 - 4 * sigma) * part for part in (1, 2 / 3, 1 / 3, 0)]
     levels = [5 * value / (1 + 4 * value) for value in u]
     lam = [torch.tensor((1 - s) / s).double().log() if s else None for s in levels]

@@ -191,7 +191,7 @@ def check_exploration(trainer: Trainer) -> Iterator[Finding]:
         yield ok("noise", text, numbers={"energy": 0.0, "over": []})
         return
 
-    schedule = trainer.sampler.window(trainer.windows.steps)
+    schedule = trainer.schedule.window(trainer.windows.steps)
     stds = schedule.std.tolist()
     next_levels = schedule.sigmas[1:].tolist()
     inner_steps = range(schedule.num_steps - 1)
@@ -224,7 +224,7 @@ def check_exploration(trainer: Trainer) -> Iterator[Finding]:
 def check_noise_free(trainer: Trainer) -> Iterator[Finding]:
     """Sample with eta 0. WRONG if the latents are not those of the ODE from the same initial noise."""
     c = trainer.config
-    sigmas = trainer.sampler.sigmas
+    sigmas = trainer.schedule.sigmas
     device = sigmas.device
     cond = trainer.backbone.encode([trainer.requests[0]])[0].to(device)
     x, noise = counter_noise(trainer.shape, c.seed, [0])

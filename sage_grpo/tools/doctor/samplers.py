@@ -16,8 +16,8 @@ from sage_grpo.runs.media import contact_sheet, thumbnails
 from sage_grpo.tools.doctor.finding import Finding, ok, wrong
 from sage_grpo.tools.paired import aligned
 from sage_grpo.train.batches import MicroBatch, draw_prompts, plan_micro_batches
+from sage_grpo.train.clips import gold_columns
 from sage_grpo.train.trainer import Trainer
-from sage_grpo.train.validation import gold_columns
 
 ODE = "ode"
 EXACT = "exact"  # the configured sampler without lossy steps

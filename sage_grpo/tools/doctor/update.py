@@ -43,7 +43,7 @@ def check_update(trainer: Trainer) -> Iterator[Finding]:
         backbone=trainer.backbone,
         algorithm=trainer.algorithm,
         guidance=trainer.trained_guidance,
-        schedule=trainer.sampler,
+        schedule=trainer.schedule,
         kl_coef=trainer.controller.coef,
         num_pairs=num_pairs,
     )

@@ -16,7 +16,7 @@ class ExploringRollouts(Rollouts):
     """The ODE up to the window, noise at each of its steps, the ODE again."""
 
     def sample(self, micro_batch: MicroBatch, cond: Conditioning, steps: Tensor) -> Path:
-        device = self.sampler.sigmas.device
+        device = self.schedule.sigmas.device
         x, step_noise = self.noise(micro_batch)
         x = self.begin(x.to(device), micro_batch, steps[:, 0], cond)
 
@@ -26,8 +26,8 @@ class ExploringRollouts(Rollouts):
         for step in steps.T:
             noise = step_noise(step).to(device)
             step = step.to(device)
-            velocity = self.backbone.velocity(x, self.sampler.sigmas[step], cond, self.guidance)
-            x, log_prob = self.sampler.step(step, x, velocity, noise)
+            velocity = self.backbone.velocity(x, self.schedule.sigmas[step], cond, self.guidance)
+            x, log_prob = self.schedule.step(step, x, velocity, noise)
             states.append(x)
             velocities.append(velocity)
             log_probs.append(log_prob)

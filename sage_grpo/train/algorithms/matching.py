@@ -20,7 +20,7 @@ class NoisedRollouts(Rollouts):
         return steps.gather(1, order), torch.arange(order.shape[1]).expand_as(order)
 
     def sample(self, micro_batch: MicroBatch, cond: Conditioning, steps: Tensor) -> Path:
-        device = self.sampler.sigmas.device
+        device = self.schedule.sigmas.device
         x, step_noise = self.noise(micro_batch)
         latents = self.finish(x.to(device), torch.zeros_like(steps[:, 0]), cond)
 
@@ -31,13 +31,13 @@ class NoisedRollouts(Rollouts):
         for step in steps.T:
             noise = step_noise(step).to(device)
             step = step.to(device)
-            sigma = self.sampler.sigmas[step]
+            sigma = self.schedule.sigmas[step]
             state, target = noised(latents, sigma, noise)
             velocity = self.backbone.velocity(state, sigma, cond, Guidance())
             states.append(state)
             targets.append(target)
             velocities.append(velocity)
-            log_probs.append(self.sampler.log_prob(step, state, velocity, target))
+            log_probs.append(self.schedule.log_prob(step, state, velocity, target))
 
         return Path(
             x=torch.stack(states, 1),
