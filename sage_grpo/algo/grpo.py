@@ -51,20 +51,23 @@ def group_advantages(
         )
     names, group_of = torch.unique(groups, return_inverse=True)
     finite = rewards.isfinite()
-    r, home = rewards[finite].double(), group_of[finite]  # finite rewards and their groups
+    r = rewards[finite].double()
+    group_of_r = group_of[finite]
 
     def per_group(values: Tensor, reduce: str) -> Tensor:
-        return values.new_zeros(len(names)).scatter_reduce(
-            0, home, values, reduce, include_self=False
-        )
+        zeros = values.new_zeros(len(names))
+        return zeros.scatter_reduce(0, group_of_r, values, reduce, include_self=False)
 
     count = per_group(torch.ones_like(r), "sum")
     flat = per_group(r, "amax") == per_group(r, "amin")
-    scaled = r - per_group(r, "mean")[home]
+
+    scaled = r - per_group(r, "mean")[group_of_r]
     if advantage_std == "group":
-        scaled = scaled / (per_group(scaled.square(), "mean").sqrt()[home] + eps)
+        group_std = per_group(scaled.square(), "mean").sqrt()
+        scaled = scaled / (group_std[group_of_r] + eps)
     elif advantage_std == "batch":
         scaled = scaled / (r.std(correction=0) + eps)
+
     values = torch.zeros_like(rewards)
     values[finite] = scaled.clamp(-adv_clip_max, adv_clip_max).to(rewards.dtype)
     trained = finite & ((count >= 2) & ~flat)[group_of]
@@ -91,19 +94,25 @@ def score_advantages(
     """
     used = {name: weight for name, weight in weights.items() if weight}
     failed = torch.stack([~scores[name].isfinite() for name in used]).any(0)
-    how = (groups, advantage_std, math.inf)
-    alone = [group_advantages(scores[name].masked_fill(failed, math.nan), *how) for name in used]
+    by_score = {
+        name: group_advantages(
+            scores[name].masked_fill(failed, math.nan), groups, advantage_std, math.inf
+        )
+        for name in used
+    }
+
     scale = 1.0 if advantage_std == "none" else sum(map(abs, used.values()))
-    values = torch.stack(
-        [w / scale * each.values for w, each in zip(used.values(), alone, strict=True)]
-    ).sum(0)
-    trained = torch.stack([each.trained for each in alone]).any(0)
-    flat = len(torch.unique(groups)) - alone[0].starved_groups - len(torch.unique(groups[trained]))
+    values = torch.stack([used[name] / scale * by_score[name].values for name in used]).sum(0)
+    trained = torch.stack([alone.trained for alone in by_score.values()]).any(0)
+
+    first = next(iter(by_score.values()))  # which rollouts failed is the same for all scores
+    num_groups = len(torch.unique(groups))
+    num_trained_groups = len(torch.unique(groups[trained]))
     return replace(
-        alone[0],
+        first,
         values=values.clamp(-adv_clip_max, adv_clip_max),
         trained=trained,
-        flat_groups=flat,
+        flat_groups=num_groups - first.starved_groups - num_trained_groups,
     )
 
 
@@ -145,7 +154,8 @@ def policy_columns(log_ratio: Tensor, advantages: Tensor, clip_range: float) -> 
     """
     log_ratio = log_ratio.double()
     deviation = log_ratio.expm1()
-    above, below = deviation > clip_range, deviation < -clip_range
+    above = deviation > clip_range
+    below = deviation < -clip_range
     return {
         "ratio_mean": 1 + deviation,
         "log_ratio_mean": log_ratio,

@@ -197,14 +197,21 @@ def build_schedule(
     """
     sigmas = torch.as_tensor(sigmas, dtype=torch.float64)
     _check(sde_type, sigmas, eta)
-    steps = sigmas[:-1], sigmas[1:], eta
-    found = SDES[sde_type](*steps) if isinstance(sde_type, str) else sde_type(*steps)
-    a, b, std = euler_maruyama(lambda *_: found)(*steps) if isinstance(found, Tensor) else found
+    sampler = SDES[sde_type] if isinstance(sde_type, str) else sde_type
+    sigma = sigmas[:-1]
+    sigma_next = sigmas[1:]
+    result = sampler(sigma, sigma_next, eta)
+    if isinstance(result, Tensor):
+        variance = result
+        result = euler_maruyama(lambda *_: variance)(sigma, sigma_next, eta)
+    a, b, std = result
+
     for name, column in (("a", a), ("b", b), ("std", std)):
-        if column.shape != sigmas[1:].shape or not bool(column.isfinite().all()):
+        if column.shape != sigma_next.shape or not bool(column.isfinite().all()):
             raise ValueError(
                 f"the sampler's {name} is {column.tolist()}; it must be a finite number for each step"
             )
+
     noisy = std >= MIN_STD
     std = torch.where(noisy, std, 0.0)
     inv_std = torch.where(noisy, 1 / std, 0.0)

@@ -74,7 +74,7 @@ def test_a_slow_disk_does_not_end_a_run(flags, world):
     """Slow: on two ranks that share a model, of which one waits for the other."""
     values = flags | {"use_lora": True, "enable_fsdp": world > 1, "max_steps": 1}
     values["collective_timeout"] = 2.0 * world
-    arguments = (train_on_disk, values, 0.2, 10 * world)
+    arguments = (train_on_disk, values, 0.1, 2 * world)
     for seconds, checkpoints in run_ranks(world, *arguments, sharded=world > 1):
         assert seconds > values["collective_timeout"] and checkpoints == ["step-000001"]
 
