@@ -40,7 +40,9 @@ def test_a_sound_node_passes(tmp_path):
     assert result.returncode == 0 and not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 def test_every_failed_check_is_a_line(tmp_path):
+    """Slow: all checks fail at once; those of a sound node are run in `make test`."""
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()

@@ -95,7 +95,9 @@ def compiled(ranks, folder, wanted):
     return pairs, counters["stats"]["unique_graphs"], len(counters["graph_break"])
 
 
+@pytest.mark.slow
 def test_compiled_blocks_of_a_split_sequence_run_one_arithmetic(tiny_folder):
+    """Slow: compiles on two ranks; test_transformer.py compiles in one process."""
     ((expected, *_),) = run_ranks(1, compiled, tiny_folder, False)
     for pairs, graphs, breaks in run_ranks(2, compiled, tiny_folder, True, sp_size=2):
         for (rollout, velocity), (_, plain) in zip(pairs, expected, strict=True):

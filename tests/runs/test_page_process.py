@@ -24,7 +24,9 @@ def run(tmp_path):
     return run_folder
 
 
+@pytest.mark.slow
 def test_the_page_is_refreshed_once_it_is_old(run):
+    """Slow: waits for real pages."""
     page = run.path / "report.html"
     run.diagnose(1)
     run.close()

@@ -153,8 +153,12 @@ def folder_of_clips(folder, count, fps=8):
     return folder
 
 
+@pytest.mark.slow
 def test_clips_of_files(audit, tmp_path, tiny_folder):
-    """The model need not even be there: only its reward is."""
+    """The model need not even be there: only its reward is.
+
+    Slow: encodes clips as files; clips in memory are audited in `make test`.
+    """
     good = folder_of_clips(tmp_path / "good", 9)
     elsewhere = {"pretrained_model_root": tmp_path / "nowhere"}
     code, printed, record = audit("shapes", "--clips", good, **elsewhere)

@@ -280,7 +280,9 @@ def test_all_parts_in_turn_then_the_conversion(download, tmp_path):
     assert result.stdout.endswith(f"{tmp_path / 'ckpts'} is complete\n")
 
 
+@pytest.mark.slow
 def test_the_model_is_converted_even_if_the_reward_cannot_be_had(download, tmp_path):
+    """Slow: a whole download; all parts together are fetched in `make test`."""
     glyph = torch_bytes(tmp_path, {"final_layer_norm.weight": torch.ones(2)})
     (tmp_path / "glyph.pt").write_bytes(glyph)
     curl = f'while [[ $1 != --output ]]; do shift; done\ncat {tmp_path / "glyph.pt"} > "$2"'
@@ -292,7 +294,9 @@ def test_the_model_is_converted_even_if_the_reward_cannot_be_had(download, tmp_p
     assert (tmp_path / "ckpts" / GLYPH).with_suffix(".safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_a_repository_is_found_under_its_old_name(download, pinned, tmp_path):
+    """Slow: a whole download from a second address."""
     model = torch_bytes(tmp_path, {"w": torch.zeros(2)})
     pinned(hashlib.sha256(model).hexdigest(), len(model))
     (tmp_path / "source.py").write_text(SOURCE)
@@ -353,9 +357,13 @@ def modelscope_files(files):
     return answers | {f"/api/v1/{root}/repo/files?Recursive=true": listed}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("curl"), reason="needs curl")
 def test_what_an_interrupted_download_left_is_continued_and_checked(download, serve, tmp_path):
-    """A partial file is continued; if the result is not the published file, it is downloaded again in the same run."""
+    """A partial file is continued; if the result is not the published file, it is downloaded again in the same run.
+
+    Slow: downloads twice.
+    """
     glyph = torch_bytes(tmp_path, {"final_layer_norm.weight": torch.ones(2)})
     half = len(glyph) // 2
     files = {
@@ -389,11 +397,15 @@ def test_what_an_interrupted_download_left_is_continued_and_checked(download, se
         assert (folder / name).read_bytes() == body
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("curl"), reason="needs curl")
 def test_the_prompt_template_is_taken_from_the_first_address_that_has_it(
     download, pinned, serve, tmp_path
 ):
-    """The newest name answers with a page, the second with another template, the third not at all."""
+    """The newest name answers with a page, the second with another template, the third not at all.
+
+    Slow: a download for each address; one address is tried in `make test`.
+    """
     model = torch_bytes(tmp_path, {"w": torch.zeros(2)})
     pinned(hashlib.sha256(model).hexdigest(), len(model))
     names = {
@@ -424,7 +436,9 @@ def test_the_prompt_template_is_taken_from_the_first_address_that_has_it(
     assert len(log) == 3
 
 
+@pytest.mark.slow
 def test_a_prompt_template_that_nobody_has_is_one_sentence(download, pinned, tmp_path):
+    """Slow: tries every address."""
     model = torch_bytes(tmp_path, {"w": torch.zeros(2)})
     pinned(hashlib.sha256(model).hexdigest(), len(model))
     (tmp_path / "other.txt").write_text("another {text_prompt}")

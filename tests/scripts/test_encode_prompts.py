@@ -123,7 +123,9 @@ def test_a_missing_file_is_one_sentence(encode, tmp_path):
     assert error == f"encode_prompts.py: prompt file {missing} does not exist\n"
 
 
+@pytest.mark.slow
 def test_post_train_then_loads_no_encoder(encode, prompts, loads, tiny_folder, tmp_path):
+    """Slow: trains from the encoded prompts; their tensors are compared in `make test`."""
     encode(*prompts)
     loads.clear()
     flags = {

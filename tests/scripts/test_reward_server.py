@@ -259,8 +259,12 @@ def program(*words):
         assert TOKEN not in process.communicate(timeout=20)[0]
 
 
+@pytest.mark.slow
 def test_under_load_nothing_is_lost_or_mixed_up():
-    """8 clients, 200 requests of 1 to 3 clips of two shapes, 470 MB of pixels in all; the server has room for 12."""
+    """8 clients, 200 requests of 1 to 3 clips of two shapes, 470 MB of pixels in all; the server has room for 12.
+
+    Slow: many clients at once; one client is served in `make test`.
+    """
     results = {}
 
     def client(number, reward):

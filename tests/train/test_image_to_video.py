@@ -78,14 +78,14 @@ def expected():
 @pytest.mark.parametrize(
     "use_lora, name",
     [
-        (True, "sp2"),
+        slow(True, "sp2"),
         slow(True, "dp2"),
         slow(False, "hsdp 2 x 2"),
         slow(False, "fsdp2 x sp2"),
     ],
 )
 def test_gradients_of_an_iteration_are_those_of_one_process(flags, expected, use_lora, name):
-    """Slow: data parallelism, and all weights on four ranks."""
+    """Slow: all layouts; test_layouts.py runs them without images in `make test`."""
     if use_lora not in expected:
         expected[use_lora] = test_layouts.run(flags, use_lora, "one")[0]
     wanted, kl, _ = expected[use_lora]

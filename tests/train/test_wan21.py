@@ -75,7 +75,7 @@ def expected():
 @pytest.mark.parametrize(
     "use_lora, name",
     [
-        (True, "sp2"),
+        slow(True, "sp2"),
         slow(True, "fsdp2"),
         slow(True, "fsdp2 x sp2"),
         slow(False, "sp2"),
@@ -83,7 +83,7 @@ def expected():
     ],
 )
 def test_gradients_of_an_iteration_are_those_of_one_process(flags, expected, use_lora, name):
-    """Slow: sharded weights, four ranks, and all weights."""
+    """Slow: all layouts; test_layouts.py runs them with HunyuanVideo-1.5's classes in `make test`."""
     found = {}
     for layout in ("one", name):
         if layout == "one" and use_lora in expected:

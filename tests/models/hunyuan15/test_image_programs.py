@@ -33,7 +33,9 @@ def words(i2v_folder, pictures, tmp_path):
     return flag_list(flags)
 
 
+@pytest.mark.slow
 def test_every_program_takes_the_folder(words, i2v_folder, pictures, tmp_path, capsys):
+    """Slow: whole programs; test_image.py compares their parts with stock."""
     # training
     assert post_train.main(words) == 0
     checkpoint = tmp_path / "run" / "checkpoints" / "step-000002"

@@ -40,7 +40,9 @@ def words(wan_folder, tmp_path):
     return flag_list(flags)
 
 
+@pytest.mark.slow
 def test_every_program_takes_the_folder(words, wan_folder, tmp_path, capsys):
+    """Slow: whole programs; the tests of the backbone compare their parts with stock."""
     # training
     assert post_train.main(words) == 0
     checkpoint = tmp_path / "run" / "checkpoints" / "step-000002"
@@ -77,7 +79,9 @@ def test_every_program_takes_the_folder(words, wan_folder, tmp_path, capsys):
         assert len(list((tmp_path / name).glob("*.mp4"))) == 1
 
 
+@pytest.mark.slow
 def test_an_exported_adapter_is_merged_into_a_stock_transformer(words, wan_folder, tmp_path):
+    """Slow: trains and exports; test_lora.py loads adapters in stock classes."""
     assert post_train.main(words) == 0
     checkpoint = tmp_path / "run" / "checkpoints" / "step-000002"
     output = tmp_path / "exported"

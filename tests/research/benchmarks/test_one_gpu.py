@@ -94,7 +94,9 @@ def test_phases_are_recorded_with_what_they_contain(tmp_path):
     assert 0 < records[-1]["host_gb"] < 10 and "phase_records.py" not in result.stderr
 
 
+@pytest.mark.slow
 def test_a_rank_is_killed_in_the_phase_that_is_named(tmp_path):
+    """Slow: real ranks; tests/train/test_faults.py kills them in every phase."""
     code = THREE_ROLLOUTS.format(tmp_path)
     assert run(code, RANK=1, KILL="1:2:rollout").returncode == -signal.SIGKILL
     (file,) = tmp_path.glob("rank-00001-*.jsonl")

@@ -162,7 +162,9 @@ FOUR = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_winner_is_beaten_by_none_of_those_that_beat_the_first():
+    """Slow: compares all arms with bootstrapped intervals."""
     assert compute.winners(matched(FOUR)) == ["awm"]
     tied = compute.winners(matched({arm: FOUR[arm] for arm in ("published", "flow", "cps")}))
     assert sorted(tied) == ["cps", "flow"] and tied[0] == "flow"  # the higher mean first
@@ -176,7 +178,9 @@ def test_the_winner_is_beaten_by_none_of_those_that_beat_the_first():
     )  # arms that are not run yet count as tests
 
 
+@pytest.mark.slow
 def test_the_decision_is_ordered_by_match_and_says_how_far_behind_the_winner(search):
+    """Slow: compares all arms with bootstrapped intervals."""
     rows = compute.decision_table(matched(FOUR), search).splitlines()
     cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows[2:6]]
     assert [row[0] for row in cells] == ["awm", "flow", "cps", "published"]

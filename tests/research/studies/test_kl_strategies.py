@@ -144,7 +144,9 @@ def leave_out(path, arm):
     assert len(records.read_lines(path)) == len(runs) - 1
 
 
+@pytest.mark.slow
 def test_nothing_is_compared_before_the_weights_are_chosen(places, monkeypatch, capsys):
+    """Slow: draws the study's figures."""
     started = []
     monkeypatch.setattr(
         second_edition.ablate, "main", lambda arguments, found: started.append(found) or DONE
@@ -176,7 +178,9 @@ def test_a_search_that_is_not_finished_leaves_a_file_that_can_be_read(places):
     assert kl_strategies.missing(second_edition.kl_weights()) == list(WEIGHTS)
 
 
+@pytest.mark.slow
 def test_the_summary_tells_which_arms_are_matched(places):
+    """Slow: draws the study's figures."""
     factors = {"none": 2.0, "fixed": 1.2, "step-wise": 1.3, "moving": 0.79}
     write_search(places / "second.jsonl")
     assert second_edition.main(["--choose"]) == DONE

@@ -37,7 +37,9 @@ def test_totals_are_dealt_out_anew_and_nothing_else_is(words):
     assert not torch.equal(shuffled.score(*arguments).total, dealt.total)
 
 
+@pytest.mark.slow
 def test_a_shuffled_run_is_validated_by_the_true_reward(words, tmp_path, monkeypatch):
+    """Slow: trains the embedded model."""
     seen, scores, train = {}, {}, check.Trainer.train
 
     def watched(trainer):

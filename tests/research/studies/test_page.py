@@ -30,7 +30,9 @@ def call(place):
     )
 
 
+@pytest.mark.slow
 def test_one_command_makes_the_figures_and_the_tables_of_a_page(place):
+    """Slow: draws all figures of a page."""
     page, folder = place / "docs" / "results.md", place / "docs" / "figures"
     page.parent.mkdir()
     names = ("last_step", "balancing", "gradients", "std")
@@ -69,8 +71,10 @@ def test_results_of_no_study_are_refused(place, capsys):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ["first_edition", "results"])
 def test_the_pages_of_the_repository_are_what_their_results_say(page):
+    """Slow: recomputes the pages from all recorded runs."""
     text = (program.HERE / f"{page}.md").read_text()
     if page == "results":
         asked, found = second_edition.studies(), records.read_all(second_edition.RESULTS)

@@ -46,7 +46,9 @@ def test_shown_are_clips_that_match_only_after_training_the_largest_gain_first()
     assert shown == list(reversed(learned))[: readme_figures.SHOWN]
 
 
+@pytest.mark.slow
 def test_all_clips_are_in_the_mosaic(tmp_path):
+    """Slow: renders README's video."""
     folder = make_run(tmp_path / "run", iterations=2, every=2, prompts=9)
     clips = [before for before, _ in readme_figures.validation_pairs(folder)]
     assert readme_figures.mosaic(clips).shape == (2 * (256 + 40), 8 * (256 + 40), 3)

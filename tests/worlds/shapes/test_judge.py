@@ -8,6 +8,7 @@ from sage_grpo.worlds.shapes.judge import defects, judge
 from sage_grpo.worlds.shapes.oracle import read
 from sage_grpo.worlds.shapes.scenes import ATTRIBUTES, captions, render, sample_scenes
 from sage_grpo.worlds.shapes.world import as_uint8
+from tests.smallest_run import slow
 
 FELT_BY = {
     "noise": "VQ",
@@ -44,8 +45,12 @@ def test_clips_without_defects_get_about_nothing_off(world):
     assert judgement.alignment(captions(scenes)).eq(1).all()
 
 
-@pytest.mark.parametrize("damage", FELT_BY)
+@pytest.mark.parametrize(
+    "damage",
+    [damage if damage in ("noise", "freeze") else slow(damage) for damage in FELT_BY],
+)
 def test_each_damage_is_felt_by_its_score_and_hardly_by_the_other(world, damage):
+    """Slow: more kinds of damage for each score."""
     felt = FELT_BY[damage]
     other = {"VQ": "MQ", "MQ": "VQ"}[felt]
     generator = torch.Generator().manual_seed(1)

@@ -6,6 +6,7 @@ import torch
 from sage_grpo.worlds.shapes.damage import DAMAGES
 from sage_grpo.worlds.shapes.oracle import _reduced, read
 from sage_grpo.worlds.shapes.scenes import ATTRIBUTES, captions, render, sample_scenes
+from tests.smallest_run import slow
 
 STRENGTHS = {
     "noise": (0, 0.02, 0.1, 0.3),
@@ -19,9 +20,11 @@ def seeded(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-def test_exact_on_rendered_clips():
-    scenes = sample_scenes(200, seeded())
-    reading = read(render(scenes, 9, 32, 32), [""] * 200)
+@pytest.mark.parametrize("num_clips", [30, slow(200)])
+def test_exact_on_rendered_clips(num_clips):
+    """Slow: more clips."""
+    scenes = sample_scenes(num_clips, seeded())
+    reading = read(render(scenes, 9, 32, 32), [""] * num_clips)
     for name in ATTRIBUTES:
         assert torch.equal(reading.attributes[name], getattr(scenes, name)), name
     assert reading.distance.max() < 1e-5
@@ -32,9 +35,10 @@ def test_exact_on_rendered_clips():
 
 
 @pytest.mark.parametrize(
-    ("frames", "height", "width"), [(13, 48, 40), (5, 12, 12), (5, 16, 24), (9, 128, 96)]
+    ("frames", "height", "width"), [(13, 48, 40), (5, 12, 12), (5, 16, 24), slow(9, 128, 96)]
 )
 def test_exact_at_other_lengths_and_resolutions(frames, height, width):
+    """Slow: large frames."""
     scenes = sample_scenes(16, seeded())
     reading = read(render(scenes, frames, height, width), captions(scenes))
     assert reading.match.all()

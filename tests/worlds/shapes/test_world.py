@@ -88,7 +88,9 @@ def test_round_trip_pairs_clips_with_what_the_vae_makes_of_them(tiny_folder):
     assert torch.equal(decoded, backbone.decode(backbone.encode_video(clips)))
 
 
+@pytest.mark.slow
 def test_the_floor_is_the_mean_distance_after_the_vae(tiny_folder):
+    """Slow: encodes, decodes and reads clips of the whole world."""
     backbone = Hunyuan15(tiny_folder)
     world = ShapesWorld()
     _, decoded, sentences = round_trip(backbone, FLOOR_CLIPS)

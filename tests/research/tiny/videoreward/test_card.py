@@ -40,7 +40,9 @@ def clips():
     )
 
 
+@pytest.mark.slow
 def test_the_oracle_as_reward_is_right(clips):
+    """Slow: reads many clips; test_oracle.py reads a few of each kind."""
     rows = card.pair_accuracy(Oracle(), clips, draw_pairs(clips, 24, 1), 8.0)
     assert (rows["all"]["VQ"], rows["all"]["TA"], rows["all"]["pairs"]) == (1, 1, 24)
     assert rows["all"]["MQ"] > 0.8  # the truth knows the path; the oracle has to find it
