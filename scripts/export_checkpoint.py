@@ -5,6 +5,8 @@
 layout diffusers   FOLDER replaces transformer/ in a diffusers model folder
        tencent     FOLDER replaces transformer/480p_t2v, or the matching version, in Tencent's layout
        lora        FOLDER holds the adapter in diffusers format
+       comfyui     FOLDER holds one file, named like FOLDER: an adapter for ComfyUI/models/loras, at strength 1, or
+                   all weights for ComfyUI/models/diffusion_models
 For the first two, an adapter is merged into the model it was trained on. A run of all weights needs this only for
 checkpoints without a transformer/ folder, which `export_interval` adds. If the run averaged its weights, the averaged
 ones are exported. Every file of the checkpoint is first verified by its hash; FOLDER appears once it is complete.
@@ -20,6 +22,8 @@ from typing import Any
 
 from sage_grpo.config.command_line import Parser, answer_early
 
+DTYPES = ("float32", "bfloat16", "float16")
+
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser("scripts/export_checkpoint.py", __doc__)
@@ -34,9 +38,14 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--output", type=Path, metavar="FOLDER", required=True, help="folder to create")
     add(
         "--layout",
-        choices=("diffusers", "tencent", "lora"),
+        choices=("diffusers", "tencent", "lora", "comfyui"),
         default="diffusers",
         help="layout of the folder, see above",
+    )
+    add(
+        "--dtype",
+        choices=DTYPES,
+        help="data type of layout comfyui (default: that of the checkpoint)",
     )
     add(
         "--model_path",
@@ -55,10 +64,12 @@ from torch import Tensor
 
 from sage_grpo.exit_codes import DONE, WRONG_INPUT
 from sage_grpo.files import foreign, manifest
+from sage_grpo.models import comfyui
 from sage_grpo.models.hunyuan15.folder import ModelFolder
-from sage_grpo.models.hunyuan15.tencent import RULES, SETTINGS, diffusers_config, translate
+from sage_grpo.models.hunyuan15.tencent import RULES, SETTINGS, diffusers_config
 from sage_grpo.models.hunyuan15.transformer import PackedTransformer
-from sage_grpo.models.lora import LORA_FILE, read_adapter
+from sage_grpo.models.lora import LORA_FILE, read_scaled_adapter
+from sage_grpo.models.names import to_original
 from sage_grpo.models.registry import open_backbone
 from sage_grpo.models.shards import trained_weights
 from sage_grpo.models.versions import DEFAULT_VERSION
@@ -75,11 +86,20 @@ from sage_grpo.models.weights import (
 IN_FOLDER_NAME = ("target_size", "task_type")  # settings that Tencent's layout has there
 
 
-def export(checkpoint: Path, output: Path, layout: str, model_path: Path | None = None) -> None:
+def export(
+    checkpoint: Path,
+    output: Path,
+    layout: str,
+    model_path: Path | None = None,
+    dtype: str | None = None,
+) -> None:
     """Write everything to a draft folder, then rename it."""
     if output.exists():
         raise ValueError(f"--output {output} exists; name another folder")
+    if dtype is not None and layout != "comfyui":
+        raise ValueError(f"--dtype is for --layout comfyui; leave it out for {layout}")
     manifest.check(checkpoint)
+    torch_dtype = None if dtype is None else getattr(torch, dtype)
     adapter = checkpoint / LORA_FILE
     if layout == "lora" and not adapter.is_file():
         raise ValueError(
@@ -92,10 +112,16 @@ def export(checkpoint: Path, output: Path, layout: str, model_path: Path | None 
         if layout == "lora":
             draft.mkdir()
             foreign.copy_regular(adapter, draft / LORA_FILE)
+        elif layout == "comfyui" and adapter.is_file():
+            draft.mkdir()
+            comfyui.write_lora(adapter, draft / f"{output.name}.safetensors", torch_dtype)
         else:
             write_diffusers(checkpoint, drafts / "diffusers", model_path)
         if layout == "tencent":
             write_tencent(drafts / "diffusers", draft)
+        if layout == "comfyui" and not adapter.is_file():
+            draft.mkdir()
+            write_comfyui(drafts / "diffusers", draft / f"{output.name}.safetensors", torch_dtype)
 
         hashes = {}
         for file in sorted(draft.iterdir()):
@@ -151,11 +177,7 @@ def trained(checkpoint: Path, base: Weights) -> Iterator[tuple[str, Tensor]]:
 
 def merged(weights: Weights, file: Path) -> Iterator[tuple[str, Tensor]]:
     """Transformer tensors, one at a time, with a saved adapter's `alpha / r * B A` added; dtypes are kept."""
-    adapter, config = read_adapter(file)
-    if not config or config["use_rslora"]:
-        raise ValueError(
-            f"{file} does not have one rank and one scale for all layers; merge it by other means"
-        )
+    adapter, scale = read_scaled_adapter(file)
     factors = {}  # name of a weight -> its A (r, in) and B (out, r)
     for name_a in adapter:
         if ".lora_A." in name_a:
@@ -172,7 +194,7 @@ def merged(weights: Weights, file: Path) -> Iterator[tuple[str, Tensor]]:
         value = weights.read(name)
         if name in factors:
             a, b = factors[name]
-            change = config["lora_alpha"] / config["r"] * (b.double() @ a.double())
+            change = scale * (b.double() @ a.double())
             value = (value.double() + change).to(value.dtype)
         yield name, value
 
@@ -197,32 +219,8 @@ def write_tencent(diffusers: Path, folder: Path) -> None:
 
 
 def to_tencent(part: str, names: Iterable[str]) -> dict[str, tuple[Rows, ...]]:
-    """The inverse of `to_diffusers`: the diffusers rows that make up each Tencent tensor.
-
-    Names that are not in the tables are rejected.
-    """
-    blocks: dict[str, list[Rows | None]] = {}  # of each Tencent tensor
-    for name in names:
-        matches = [
-            (rule, tencent_name)
-            for rule in RULES[part]
-            if (tencent_name := translate(name, rule.diffusers, rule.tencent))
-        ]
-        if not matches:
-            raise ValueError(f"the {part} tensor {name} has no place in Tencent's layout")
-        [(rule, tencent_name)] = matches
-        tensor_blocks = blocks.setdefault(tencent_name, [None] * rule.num_blocks)
-        for position, block in enumerate(rule.blocks):
-            tensor_blocks[block] = Rows(name, position, len(rule.blocks))
-
-    for tencent_name, tensor_blocks in blocks.items():
-        missing = tensor_blocks.count(None)
-        if missing:
-            raise ValueError(
-                f"{tencent_name} of Tencent's layout cannot be put together: "
-                f"{missing} parts are missing"
-            )
-    return {name: tuple(tensor_blocks) for name, tensor_blocks in blocks.items()}
+    """The inverse of `to_diffusers`: the diffusers rows that make up each Tencent tensor."""
+    return to_original(RULES[part], names, "Tencent's layout")
 
 
 def tencent_transformer_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -245,6 +243,16 @@ def save_tencent(folder: Path, part: str, weights: Weights, max_shard_bytes: flo
     renamed = weights.renamed(to_tencent(part, weights.names))
     tensors = ((name, renamed.read(name)) for name in renamed.names)
     save_weights(folder, tensors, max_shard_bytes)
+
+
+# ComfyUI's layout
+
+
+def write_comfyui(diffusers: Path, file: Path, dtype: torch.dtype | None) -> None:
+    """Write a transformer as ComfyUI reads it. It reads one file, so all weights are in memory at once."""
+    weights = comfyui.all_weights(open_folder(diffusers))
+    tensors = {name: weights.read(name) for name in weights.names}
+    save_file(comfyui.cast(tensors, dtype), file, metadata={"format": "pt"})
 
 
 # Files
@@ -302,7 +310,7 @@ def shards(tensors: Iterable[tuple[str, Tensor]], max_bytes: float) -> Iterator[
 def main(arguments: Sequence[str] | None = None) -> int:
     try:
         args = parse_arguments(arguments)
-        export(args.checkpoint, args.output, args.layout, args.model_path)
+        export(args.checkpoint, args.output, args.layout, args.model_path, args.dtype)
     except (ValueError, FileNotFoundError) as error:
         print(f"export_checkpoint.py: {error}", file=sys.stderr)
         return WRONG_INPUT

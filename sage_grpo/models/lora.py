@@ -103,6 +103,15 @@ def adapter_parameters(transformer: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
+def base_names(transformer: nn.Module) -> list[str]:
+    """Names of the parameters without those of an adapter, as they are without one."""
+    return [
+        name.replace(".base_layer.", ".")
+        for name, _ in transformer.named_parameters()
+        if ".lora_" not in name
+    ]
+
+
 def adapter_file(transformer: Denoiser) -> TensorFile:
     """A copy of the adapter as diffusers' pipelines save it, on the host. All ranks of a sharded model must call."""
     tensors = {
@@ -155,6 +164,16 @@ def read_adapter(file: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
             f"{file} has r {settings['r']}, but tensors of rank {max(layer_ranks.values())}; save it again"
         )
     return tensors, settings | {"target_modules": sorted(layer_ranks)}
+
+
+def read_scaled_adapter(file: Path) -> tuple[dict[str, Tensor], float]:
+    """Tensors of a saved adapter as `read_adapter` gives them, and the alpha / r that multiplies every B A."""
+    tensors, settings = read_adapter(file)
+    if not settings or settings["use_rslora"]:
+        raise ValueError(
+            f"{file} does not have one rank and one scale for all layers; merge it by other means"
+        )
+    return tensors, settings["lora_alpha"] / settings["r"]
 
 
 def _layer_ranks(file: Path, tensors: Mapping[str, Tensor]) -> dict[str, int]:

@@ -31,11 +31,13 @@ def model_card(
     reward: Any,
     base: str,
     image: bool = False,
+    comfyui: bool = False,
 ) -> dict[str, str | bytes]:
     """The files of the card: README.md, and curves.png if there are two rollouts to draw.
 
     recipe: the settings that are not defaults. step: iterations trained. reward: what training raised.
     base: fingerprint of the base weights. image: whether clips begin with an image.
+    comfyui: whether ComfyUI's layout has a place for the weights.
     """
     files: dict[str, str | bytes] = {}
     steps = column(run.train, "step")
@@ -56,6 +58,7 @@ def model_card(
         model=markdown(Path(recipe["pretrained_model_root"]).name),
         lora=recipe["use_lora"],
         image=image,
+        comfyui=comfyui,
         step=step,
         reward=markdown(reward),
         base=markdown(base),

@@ -7,7 +7,9 @@ from typing import Any
 from sage_grpo.config.fields import Config
 from sage_grpo.files.json_files import printable
 from sage_grpo.files.tensor_files import TensorFile
+from sage_grpo.models import comfyui
 from sage_grpo.models.backbone import Backbone
+from sage_grpo.models.lora import base_names
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.rewards.base import Composite
 from sage_grpo.runs.card import model_card
@@ -73,6 +75,7 @@ class Export:
             step=step,
             reward=self.reward,
             image=self.backbone.sees_image,
+            comfyui=comfyui.has_layout(base_names(self.backbone.transformer)),
         )
 
     def _settings(self) -> dict[str, Any]:

@@ -17,10 +17,12 @@ from sage_grpo.config.fields import Config
 from sage_grpo.config.parse import from_values, parse
 from sage_grpo.data.requests import Request
 from sage_grpo.files import manifest
+from sage_grpo.models import comfyui
 from sage_grpo.models.backbone import Guidance
-from sage_grpo.models.lora import LORA_FILE
+from sage_grpo.models.lora import LORA_FILE, read_scaled_adapter
 from sage_grpo.models.registry import open_backbone
 from sage_grpo.models.sample import counter_noise
+from sage_grpo.models.weights import open_folder
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.runs import media
 from sage_grpo.train.build import build_trainer
@@ -142,6 +144,31 @@ def test_an_adapter_is_copied(checkpoints, tiny_folder, tmp_path):
     )
 
 
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_one_file_for_comfyui_named_like_the_folder(checkpoints, tmp_path, kind):
+    out = tmp_path / "my_run"
+    assert run(checkpoints[kind], out, "comfyui", "--dtype", "bfloat16") == 0
+    manifest.check(out)
+    assert {path.name for path in out.iterdir()} == {"my_run.safetensors", manifest.NAME}
+    exported = load_file(out / "my_run.safetensors")
+    assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
+
+    if kind == "lora":
+        adapter, scale = read_scaled_adapter(checkpoints[kind] / LORA_FILE)
+        expected = comfyui.lora(adapter, scale)
+        assert scale == 3
+    else:
+        weights = comfyui.all_weights(open_folder(checkpoints[kind] / "transformer"))
+        expected = {name: weights.read(name) for name in weights.names}
+    assert exported.keys() == expected.keys()
+    assert all(torch.equal(exported[name], expected[name].bfloat16()) for name in expected)
+
+    place = {"lora": "ComfyUI/models/loras", "full": "ComfyUI/models/diffusion_models"}[kind]
+    card = (checkpoints[kind] / "README.md").read_text()
+    assert f"`{place}`" in card
+    assert ("strength 1.0" in card) == (kind == "lora")
+
+
 def test_what_cannot_be_exported_is_one_sentence(checkpoints, tiny_folder, tmp_path, capsys):
     def refused(words, *arguments):
         assert run(*arguments) == 2
@@ -174,6 +201,9 @@ def test_what_cannot_be_exported_is_one_sentence(checkpoints, tiny_folder, tmp_p
         "--model_path",
         "nowhere",
     )
+    refused(
+        "--dtype is for --layout comfyui", checkpoints["lora"], out, "lora", "--dtype", "bfloat16"
+    )
     other = shutil.copytree(tiny_folder, tmp_path / "other")
     shutil.copytree(
         ROOT / "assets" / "tiny" / "transformer", other / "transformer", dirs_exist_ok=True
@@ -194,7 +224,7 @@ def test_settings_that_tencent_cannot_tell_are_refused(checkpoints, tmp_path):
 
 def test_weights_without_a_place_in_tencents_layout_are_not_written():
     with pytest.raises(
-        ValueError, match=r"^the transformer tensor lora\.weight has no place in Tencent's layout$"
+        ValueError, match=r"^the tensor lora\.weight has no place in Tencent's layout$"
     ):
         script.to_tencent("transformer", ["lora.weight"])
     names = ["context_embedder.token_refiner.refiner_blocks.0.attn.to_q.weight"]

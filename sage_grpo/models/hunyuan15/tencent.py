@@ -7,8 +7,9 @@ stacks query, key and value of the text refiner in one tensor, and its last modu
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from sage_grpo.models.names import read_rules, translate
 from sage_grpo.models.weights import Rows
 
 # Names of settings in Tencent's config.json, and in that of diffusers.
@@ -42,40 +43,7 @@ SETTINGS = {
 TARGET_SIZES = {"480p": 640, "720p": 960}  # the transformer's `target_size`
 
 
-class Rule(NamedTuple):
-    """Maps a Tencent tensor, split into `num_blocks` equal blocks of rows, to a diffusers tensor.
-
-    `blocks` are those that the diffusers tensor consists of, in order.
-    """
-
-    tencent: str
-    diffusers: str
-    blocks: tuple[int, ...] = (0,)
-    num_blocks: int = 1
-
-
-def _read_rules() -> dict[str, list[Rule]]:
-    """The rules for the tensors of each part: `transformer` and `vae`."""
-    rules: dict[str, list[Rule]] = {}
-    for line in Path(__file__).with_name("tencent_names.txt").read_text().splitlines():
-        if not line or line.startswith("# "):
-            continue
-        if line.startswith("["):
-            part = line[1:-1]
-            rules[part] = []
-            continue
-        tencent, diffusers, *stacked = line.split()
-        rule = Rule(tencent, diffusers)
-        if stacked:
-            blocks, _, num_blocks = stacked[0].partition("/")
-            rule = Rule(
-                tencent, diffusers, tuple(int(n) for n in blocks.split(",")), int(num_blocks)
-            )
-        rules[part].append(rule)
-    return rules
-
-
-RULES = _read_rules()
+RULES = read_rules(Path(__file__).with_name("tencent_names.txt"))
 
 
 def to_diffusers(part: str, names: Iterable[str]) -> dict[str, tuple[Rows, ...]]:
@@ -84,25 +52,13 @@ def to_diffusers(part: str, names: Iterable[str]) -> dict[str, tuple[Rows, ...]]
     for name in names:
         has_rule = False
         for rule in RULES[part]:
-            new_name = translate(name, rule.tencent, rule.diffusers)
+            new_name = translate(name, rule.original, rule.diffusers)
             if new_name is not None:
                 has_rule = True
                 recipes[new_name] = tuple(Rows(name, n, rule.num_blocks) for n in rule.blocks)
         if not has_rule:
             recipes[name] = (Rows(name, 0, 1),)
     return recipes
-
-
-def translate(name: str, pattern: str, template: str) -> str | None:
-    """`name` with the beginning that `pattern` matches replaced by `template`; None if it does not match.
-
-    Each `#` matches a number, which takes the place of the `#` at the same position in the template.
-    """
-    match = re.match(re.escape(pattern).replace(r"\#", r"(\d+)") + r"(?=\.)", name)
-    if not match:
-        return None
-    numbers = iter(match.groups())
-    return re.sub("#", lambda _: next(numbers), template) + name[match.end() :]
 
 
 def read_version(name: str) -> tuple[int, str, bool]:

@@ -1,0 +1,116 @@
+"""What ComfyUI reads: a LoRA, or all weights of a transformer, in one file with the names of ComfyUI's own modules.
+
+A LoRA has `diffusion_model.MODULE.lora_A.weight` and `.lora_B.weight`. ComfyUI multiplies B A by 1 where no alpha is
+stored, so alpha / r is folded into B. It drops what it cannot place with a line in its log; here that is an error.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from sage_grpo.models.lora import read_scaled_adapter
+from sage_grpo.models.names import Rule, find, read_rules, to_original
+from sage_grpo.models.weights import Weights
+
+PREFIX = "diffusion_model."
+LAYOUT = "ComfyUI's layout"
+
+# Tables of names by model. To add one, write the table beside the backbone.
+TABLES = {
+    "HunyuanVideo-1.5": "hunyuan15/comfyui_names.txt",
+    "Wan": "wan21/comfyui_names.txt",
+}
+RULES = {
+    model: read_rules(Path(__file__).parent / table)["transformer"]
+    for model, table in TABLES.items()
+}
+
+
+def has_layout(names: Iterable[str]) -> bool:
+    """Whether ComfyUI has a place for every transformer tensor with these diffusers names."""
+    names = list(names)
+    rules = _closest(names)
+    return all(find(rules, name) for name in names)
+
+
+def _closest(names: Sequence[str]) -> list[Rule]:
+    """The rules of the model that has most of the names; `to_original` and `lora` then reject the others."""
+
+    def num_known(rules: list[Rule]) -> int:
+        return sum(find(rules, name) is not None for name in names)
+
+    return max(RULES.values(), key=num_known)
+
+
+def all_weights(weights: Weights) -> Weights:
+    """A transformer's weights with diffusers names, renamed and stacked as ComfyUI has them."""
+    rules = _closest(weights.names)
+    return weights.renamed(to_original(rules, weights.names, LAYOUT))
+
+
+def write_lora(adapter: Path, file: Path, dtype: torch.dtype | None = None) -> None:
+    """Write a checkpoint's adapter as ComfyUI reads it; without `dtype`, in its own."""
+    stored, scale = read_scaled_adapter(adapter)
+    dtypes = {tensor.dtype for tensor in stored.values()}
+    if dtype is None and len(dtypes) == 1:
+        dtype = dtypes.pop()
+    save_file(cast(lora(stored, scale), dtype), file, metadata={"format": "pt"})
+
+
+def lora(adapter: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
+    """An adapter's A (r, in) and B (out, r) by diffusers name, as ComfyUI has them; fp32.
+
+    scale: alpha / r. Where ComfyUI stacks several layers, A stacks their A, and B holds their B as blocks: each takes
+    its rows of the output, and its columns of the stacked A. Layers without an adapter leave their rows at 0.
+    """
+    layers = [
+        name.removesuffix(".lora_A.weight") for name in adapter if name.endswith(".lora_A.weight")
+    ]
+    rules = _closest([f"{layer}.weight" for layer in layers])
+
+    # of each ComfyUI module: the rule, A and B of the layers that it consists of
+    parts: dict[str, list[tuple[Rule, Tensor, Tensor]]] = {}
+    for layer in layers:
+        match = find(rules, f"{layer}.weight")
+        if match is None:
+            raise ValueError(f"the adapter of {layer} has no place in {LAYOUT}")
+        rule, name = match
+        a = adapter[f"{layer}.lora_A.weight"].float()
+        b = scale * adapter[f"{layer}.lora_B.weight"].float()
+        parts.setdefault(name.removesuffix(".weight"), []).append((rule, a, b))
+
+    tensors = {}
+    for module, pairs in parts.items():
+        tensors[f"{PREFIX}{module}.lora_A.weight"] = torch.cat([a for _, a, _ in pairs])
+        tensors[f"{PREFIX}{module}.lora_B.weight"] = _stack_b(pairs)
+    return tensors
+
+
+def _stack_b(pairs: Sequence[tuple[Rule, Tensor, Tensor]]) -> Tensor:
+    """B of a module, (rows of all its blocks, sum of the layers' r)."""
+    rule, _, b = pairs[0]
+    block_rows = len(b) // len(rule.blocks)
+    total_rank = sum(b.shape[1] for _, _, b in pairs)
+    stacked = torch.zeros(rule.num_blocks * block_rows, total_rank)
+
+    column = 0
+    for rule, _, b in pairs:
+        rank = b.shape[1]
+        for block, rows in zip(rule.blocks, b.chunk(len(rule.blocks)), strict=True):
+            start = block * block_rows
+            stacked[start : start + block_rows, column : column + rank] = rows
+        column += rank
+    return stacked
+
+
+def cast(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """The tensors in another data type, or as they are; numbers that it cannot hold are an error."""
+    converted = {}
+    for name, tensor in tensors.items():
+        converted[name] = tensor if dtype is None else tensor.to(dtype)
+        if not converted[name].isfinite().all():
+            raise ValueError(f"{name} has numbers that {dtype} cannot hold; use --dtype bfloat16")
+    return converted
