@@ -22,7 +22,7 @@ from typing import Any
 
 from sage_grpo.config.command_line import Parser, answer_early
 
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPE_NAMES = ("float32", "bfloat16", "float16")
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -44,7 +44,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add(
         "--dtype",
-        choices=DTYPES,
+        choices=DTYPE_NAMES,
         help="data type of layout comfyui (default: that of the checkpoint)",
     )
     add(
@@ -83,6 +83,7 @@ from sage_grpo.models.weights import (
     open_folder,
 )
 
+DTYPES = dict(zip(DTYPE_NAMES, (torch.float32, torch.bfloat16, torch.float16), strict=True))
 IN_FOLDER_NAME = ("target_size", "task_type")  # settings that Tencent's layout has there
 
 
@@ -99,7 +100,7 @@ def export(
     if dtype is not None and layout != "comfyui":
         raise ValueError(f"--dtype is for --layout comfyui; leave it out for {layout}")
     manifest.check(checkpoint)
-    torch_dtype = None if dtype is None else getattr(torch, dtype)
+    torch_dtype = None if dtype is None else DTYPES[dtype]
     adapter = checkpoint / LORA_FILE
     if layout == "lora" and not adapter.is_file():
         raise ValueError(
