@@ -13,21 +13,19 @@ and rank.
 
 import argparse
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sage_grpo.config import argument_types
-from sage_grpo.config.command_line import Parser
+from sage_grpo.config.command_line import Parser, answering
 from sage_grpo.config.fields import SDE_TYPES, SOLVERS, Config, flag_info
 from sage_grpo.data.images import read_image
 from sage_grpo.data.requests import Request, check_text, read_requests
-from sage_grpo.escape import plain
-from sage_grpo.exit_codes import WRONG_INPUT
 from sage_grpo.files.json_files import write_json
-from sage_grpo.plugins import resolved, trust
+from sage_grpo.files.paths import check_folder, make_folder
+from sage_grpo.plugins import contained, trust
 from sage_grpo.rewards.registry import REWARDS
 
 if TYPE_CHECKING:  # imported where it is used, after the command line has been checked
@@ -42,26 +40,24 @@ TIMEOUT = 1800  # seconds that ranks wait for each other
 AREAS = {"480p": 640 * 640, "720p": 960 * 960}  # pixels per frame, whatever the aspect ratio
 
 
+@answering("generate.py: ")
 def main(arguments: list[str] | None = None) -> None:
-    try:
-        args = parse_arguments(arguments)
-        requests = read_prompts(args)
+    args = parse_arguments(arguments)
+    check_folder(args.output_path, "output_path")
+    requests = read_prompts(args)
 
-        # these imports take seconds
-        import torch
-        from transformers.utils.logging import disable_progress_bar
+    # these imports take seconds
+    import torch
+    from transformers.utils.logging import disable_progress_bar
 
-        from sage_grpo.models.registry import device_for
-        from sage_grpo.parallel.ranks import join_ranks
+    from sage_grpo.models.registry import device_for
+    from sage_grpo.parallel.ranks import join_ranks
 
-        disable_progress_bar()  # that of loading weights
-        args.checkpoint_path = find_weights(args.checkpoint_path)
-        device = device_for(args.device, args.model_path, args.pretrained_transformer_version)
-        with torch.no_grad(), join_ranks(TIMEOUT, args.sp_size, device_type=device) as ranks:
-            generate(args, requests, ranks)
-    except (ValueError, OSError) as error:
-        print(f"generate.py: {plain(error)}", file=sys.stderr)
-        sys.exit(WRONG_INPUT)
+    disable_progress_bar()  # that of loading weights
+    args.checkpoint_path = find_weights(args.checkpoint_path)
+    device = device_for(args.device, args.model_path, args.pretrained_transformer_version)
+    with torch.no_grad(), join_ranks(TIMEOUT, args.sp_size, device_type=device) as ranks:
+        generate(args, requests, ranks)
 
 
 def generate(args: argparse.Namespace, requests: Sequence[Request], ranks: "Ranks") -> None:
@@ -74,7 +70,7 @@ def generate(args: argparse.Namespace, requests: Sequence[Request], ranks: "Rank
     sampler = build_sampler(args, backbone, requests, ranks)
     requests = sampler.sized(requests)
     reward = build_scorer(args, requests, ranks) if ranks.leader else None
-    args.output_path.mkdir(parents=True, exist_ok=True)
+    make_folder(args.output_path, "output_path")
 
     clips = [(request, number) for request in requests for number in range(args.num_videos)]
     clips = clips[ranks.rank :: ranks.count]
@@ -204,7 +200,8 @@ def build_sampler(
     args: argparse.Namespace, backbone: "Backbone", requests: Sequence[Request], ranks: "Ranks"
 ) -> Sampler:
     """The sampler that the flags describe; an error if the model cannot sample the requests that way."""
-    from sage_grpo.algo.sde import build_schedule, flow_sigmas
+    from sage_grpo.algo.sde import flow_sigmas
+    from sage_grpo.models.sample import schedule_of
     from sage_grpo.worlds.registry import check_prompts
 
     samplings = {request.index: sampling_for(args, backbone, request) for request in requests}
@@ -213,7 +210,7 @@ def build_sampler(
         print(f"sampling: {first}", flush=True)
     check_prompts(backbone.folder, [request.text for request in requests])
     sigmas = flow_sigmas(first.num_steps, first.shift)
-    schedule = build_schedule(resolved(args.sde_type), sigmas, args.eta).to(ranks.device)
+    schedule = schedule_of(args.sde_type, sigmas, args.eta).to(ranks.device)
     for sampling in samplings.values():  # rejects sizes that the model does not have
         backbone.latent_shape(sampling.frames, sampling.height, sampling.width)
 
@@ -276,7 +273,8 @@ def build_scorer(
     from sage_grpo.rewards.build import build_reward
 
     reward = build_reward(args.score, Setup(args.model_path / "VideoReward", ranks.device))
-    reward.check(prompts_for(reward, requests))
+    with contained(f"--score {args.score} cannot check the prompts"):
+        reward.check(prompts_for(reward, requests))
     return reward
 
 
@@ -287,8 +285,11 @@ def score(reward: "Reward", clip: "Tensor", request: Request, fps: int) -> dict[
     from sage_grpo.rewards.base import prompts_for
 
     scores = {}
-    for name, value in reward.score([clip], prompts_for(reward, [request]), fps).items():
-        scores[name] = round(torch.as_tensor(value).item(), 6)
+    with contained("the reward failed"):
+        named = reward.score([clip], prompts_for(reward, [request]), fps)
+        values = {name: torch.as_tensor(value).item() for name, value in named.items()}
+    for name, value in values.items():
+        scores[name] = round(value, 6)
         if not math.isfinite(scores[name]):
             raise ValueError(
                 f"the reward gives {name} {scores[name]} for the prompt {request.text[:80]!r}: "

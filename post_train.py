@@ -11,12 +11,19 @@ import sys
 import traceback
 from typing import Any
 
+from sage_grpo.config.command_line import WRONG, sentence
+from sage_grpo.config.fields import ConfigError
 from sage_grpo.config.parse import parse
 from sage_grpo.escape import plain
 from sage_grpo.exit_codes import DONE, FAILED, PREEMPTED, WRONG_INPUT
+from sage_grpo.parallel import elastic
 
 
 def main(arguments: list[str] | None = None) -> int:
+    refusal = elastic.earlier_refusal()
+    if refusal:  # a restart by torchrun changes neither flags nor files
+        print(f"post_train.py: refused as before this restart: {refusal}", file=sys.stderr)
+        return WRONG_INPUT
     try:
         # before imports that take seconds
         config = parse(sys.argv[1:] if arguments is None else arguments)
@@ -31,8 +38,11 @@ def main(arguments: list[str] | None = None) -> int:
             if (code := train(trainer)) == FAILED:
                 ranks.abandon(code)
             return code
-    except (ValueError, OSError) as error:
-        print(f"post_train.py: {plain(error)}", file=sys.stderr)
+    except WRONG as error:
+        text = sentence(error)
+        print(f"post_train.py: {text}", file=sys.stderr)
+        if isinstance(error, ConfigError):
+            elastic.note_refusal(text)
         return WRONG_INPUT
 
 

@@ -19,12 +19,16 @@ def markdown(text: Any) -> str:
     return re.sub(r"[\\`*_\[\]<>|~&#!:]", r"\\\g<0>", plain(one_line))
 
 
-def without_folders(value: Any) -> Any:
-    """A setting whose paths outside the working folder are reduced to their last part: they name users and machines."""
+def without_folders(value: Any, is_path: bool = False) -> Any:
+    """A setting whose paths are reduced to their last part: folders name users, machines and projects.
+
+    is_path: whether a text is a path even if it does not look like one, as relative paths do not.
+    """
     if isinstance(value, dict):
-        return {key: without_folders(part) for key, part in value.items()}
+        return {key: without_folders(part, is_path) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return [without_folders(part) for part in value]
-    if isinstance(value, str) and (value.startswith(("/", "~")) or ".." in PurePath(value).parts):
-        return PurePath(value).name
-    return value
+        return [without_folders(part, is_path) for part in value]
+    if not isinstance(value, str):
+        return value
+    leaves = value.startswith(("/", "~")) or ".." in PurePath(value).parts
+    return PurePath(value).name if is_path or leaves else value

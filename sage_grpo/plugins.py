@@ -7,8 +7,11 @@ their own flags, and `resolved` refuses all other names. A stored configuration 
 """
 
 import re
+import signal
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -62,8 +65,48 @@ def resolved(name: str) -> Any:
     spec = spec_from_file_location(f"plugin_{path.stem}", path)
     module = module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up here
-    try:
+    with contained(f"{name} cannot be loaded", passes=()):
         spec.loader.exec_module(module)
         return getattr(module, label(name))
-    except Exception as error:  # the file may do anything
-        raise ValueError(f"{name} cannot be loaded: {type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def contained(
+    problem: str, passes: tuple[type[Exception], ...] = (ValueError, OSError)
+) -> Iterator[None]:
+    """Context of code that may do anything: what it raises becomes a ValueError that begins with `problem`.
+
+    Its own SystemExit and KeyboardInterrupt are failures too; a Ctrl-C, which is a signal, still interrupts.
+    passes: errors that are sentences already.
+    """
+    with _watching_for_interrupt() as interrupts:
+        try:
+            yield
+        except passes:
+            raise
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            if interrupts:
+                raise
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ValueError(f"{problem}: {reason}") from error
+
+
+@contextmanager
+def _watching_for_interrupt() -> Iterator[list[int]]:
+    """Context in which a Ctrl-C is noted in a list, and then does what it did before."""
+    interrupts: list[int] = []
+    previous = signal.getsignal(signal.SIGINT)
+    # signals reach the main thread alone
+    if not callable(previous) or threading.current_thread() is not threading.main_thread():
+        yield interrupts
+        return
+
+    def note(number: int, frame: Any) -> None:
+        interrupts.append(number)
+        previous(number, frame)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield interrupts
+    finally:
+        signal.signal(signal.SIGINT, previous)

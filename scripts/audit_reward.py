@@ -55,6 +55,7 @@ from torch import Tensor
 
 from sage_grpo.exit_codes import DONE, FAILED
 from sage_grpo.files.json_files import write_json
+from sage_grpo.files.paths import check_folder, make_folder
 from sage_grpo.intervals import FEWEST
 from sage_grpo.parallel.device import choose_device
 from sage_grpo.rewards.base import Prompts
@@ -122,6 +123,7 @@ def render_clips(config: Config, device: torch.device, count: int) -> GoodClips:
 @answering("audit_reward: ")
 def main(arguments: Sequence[str] | None = None) -> int:
     options, config = parse_arguments(arguments)
+    check_folder(options.output, "output")
     device = torch.device(choose_device(config.device, lambda: 0))
     if options.clips:
         good = read_clips(options.clips, options.num_clips)
@@ -140,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verdicts = give_verdicts(scores, drawn=not options.clips)
     conclusions = conclude(scores, verdicts)
 
-    options.output.mkdir(parents=True, exist_ok=True)
+    make_folder(options.output, "output")
     write_sheet(options.output / "sheet.png", good, verdicts)
     record = {
         "clips": len(good.clips),

@@ -6,13 +6,11 @@ Converts every file of the table below that it finds, once: the new file is next
 Torch files are read with `weights_only=True`.
 """
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sage_grpo.config.command_line import Parser
-from sage_grpo.exit_codes import WRONG_INPUT
+from sage_grpo.config.command_line import Parser, answering
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,16 +18,13 @@ if TYPE_CHECKING:
 GLYPH_PREFIX = "module.text_tower.encoder."
 
 
+@answering("convert_weights.py: ")
 def main(arguments: list[str] | None = None) -> None:
     parser = Parser("scripts/convert_weights.py", __doc__)
     parser.add_argument(
         "folder", type=Path, metavar="FOLDER", help="model folder in Tencent's layout"
     )
-    try:
-        convert_folder(parser.parse_args(arguments).folder)
-    except (ValueError, FileNotFoundError) as error:
-        print(f"convert_weights.py: {error}", file=sys.stderr)
-        sys.exit(WRONG_INPUT)
+    convert_folder(parser.parse_args(arguments).folder)
 
 
 def convert_folder(folder: Path) -> None:

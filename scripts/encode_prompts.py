@@ -14,20 +14,20 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from sage_grpo.config.command_line import Parser
+from sage_grpo.config.command_line import Parser, answering
 from sage_grpo.config.fields import default_dtype, flag_info
 from sage_grpo.data.requests import Request, read_requests
-from sage_grpo.exit_codes import DONE, WRONG_INPUT
+from sage_grpo.exit_codes import DONE
+from sage_grpo.files.paths import check_folder
 
 
+@answering("encode_prompts.py: ")
 def main(arguments: Sequence[str] | None = None) -> int:
+    args = parse_arguments(arguments)
+    check_folder(args.prompt_cache, "prompt_cache")
     rank = int(os.environ.get("RANK", 0))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    try:
-        summary = encode(parse_arguments(arguments), rank, world_size)
-    except (ValueError, FileNotFoundError) as error:
-        print(f"encode_prompts.py: {error}", file=sys.stderr)
-        return WRONG_INPUT
+    summary = encode(args, rank, world_size)
     if rank == 0:
         print(summary)
     return DONE

@@ -14,13 +14,14 @@ ones are exported. Every file of the checkpoint is first verified by its hash; F
 
 import argparse
 import json
+import os
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from sage_grpo.config.command_line import Parser, answer_early
+from sage_grpo.config.command_line import Parser, answer_early, answering
 
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 
@@ -62,8 +63,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sage_grpo.exit_codes import DONE, WRONG_INPUT
+from sage_grpo.exit_codes import DONE
 from sage_grpo.files import foreign, manifest
+from sage_grpo.files.json_files import naming, read_config, read_object
+from sage_grpo.files.paths import check_folder
 from sage_grpo.models import comfyui
 from sage_grpo.models.hunyuan15.folder import ModelFolder
 from sage_grpo.models.hunyuan15.tencent import RULES, SETTINGS, diffusers_config
@@ -95,10 +98,11 @@ def export(
     dtype: str | None = None,
 ) -> None:
     """Write everything to a draft folder, then rename it."""
-    if output.exists():
+    if os.path.lexists(output):
         raise ValueError(f"--output {output} exists; name another folder")
     if dtype is not None and layout != "comfyui":
         raise ValueError(f"--dtype is for --layout comfyui; leave it out for {layout}")
+    check_folder(output.parent, "--output")
     manifest.check(checkpoint)
     torch_dtype = None if dtype is None else DTYPES[dtype]
     adapter = checkpoint / LORA_FILE
@@ -155,9 +159,12 @@ def write_diffusers(checkpoint: Path, folder: Path, model_path: Path | None) -> 
         )
         return
 
-    config = json.loads((checkpoint / "trainer" / "state.json").read_text())["config"]
-    root = model_path or Path(config["pretrained_model_root"])
-    version = config["pretrained_transformer_version"] if ModelFolder(root).is_tencent else None
+    file = checkpoint / "trainer" / "state.json"
+    config = read_object(file).get("config")
+    root = model_path or Path(setting(config, "pretrained_model_root", file))
+    version = None
+    if ModelFolder(root).is_tencent:
+        version = setting(config, "pretrained_transformer_version", file)
     base = open_backbone(root, version=version, complete=False)
 
     adapter = checkpoint / LORA_FILE
@@ -167,6 +174,17 @@ def write_diffusers(checkpoint: Path, folder: Path, model_path: Path | None) -> 
         tensors = trained(checkpoint, base.open_weights())
     save_weights(folder, tensors)
     (folder / "config.json").write_text(base.empty_transformer().to_json_string())
+
+
+def setting(config: Any, name: str, file: Path) -> str:
+    """A setting of the run, as its checkpoint recorded it."""
+    value = config.get(name) if isinstance(config, dict) else None
+    if not isinstance(value, str) or not value.isprintable() or not value:
+        raise ValueError(
+            f"{file} does not say what {name} was: "
+            "this is not a checkpoint of post_train.py, or it is damaged"
+        )
+    return value
 
 
 def trained(checkpoint: Path, base: Weights) -> Iterator[tuple[str, Tensor]]:
@@ -205,14 +223,15 @@ def merged(weights: Weights, file: Path) -> Iterator[tuple[str, Tensor]]:
 
 def write_tencent(diffusers: Path, folder: Path) -> None:
     """Write the transformer in Tencent's layout; rejects settings that its config.json cannot express."""
-    config = json.loads((diffusers / "config.json").read_text())
-    tencent_config = tencent_transformer_config(config)
-    read_back = diffusers_config("transformer", tencent_config, DEFAULT_VERSION)
-    read_back = json.loads(full_config(read_back))
+    config = read_config(diffusers / "config.json")
+    with naming(diffusers / "config.json"):
+        tencent_config = tencent_transformer_config(config)
+        read_back = diffusers_config("transformer", tencent_config, DEFAULT_VERSION)
+        read_back = json.loads(full_config(read_back))
     for name, value in read_back.items():
-        if name not in IN_FOLDER_NAME and value != config[name]:
+        if name not in IN_FOLDER_NAME and value != config.get(name):
             raise ValueError(
-                f"Tencent's config.json cannot express that {name} is {config[name]}; "
+                f"Tencent's config.json cannot express that {name} is {config.get(name)}; "
                 "use --layout diffusers"
             )
     save_tencent(folder, "transformer", open_folder(diffusers))
@@ -308,13 +327,10 @@ def shards(tensors: Iterable[tuple[str, Tensor]], max_bytes: float) -> Iterator[
     yield shard
 
 
+@answering("export_checkpoint.py: ")
 def main(arguments: Sequence[str] | None = None) -> int:
-    try:
-        args = parse_arguments(arguments)
-        export(args.checkpoint, args.output, args.layout, args.model_path, args.dtype)
-    except (ValueError, FileNotFoundError) as error:
-        print(f"export_checkpoint.py: {error}", file=sys.stderr)
-        return WRONG_INPUT
+    args = parse_arguments(arguments)
+    export(args.checkpoint, args.output, args.layout, args.model_path, args.dtype)
     print(f"wrote {args.output}")
     return DONE
 

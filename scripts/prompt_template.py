@@ -4,7 +4,7 @@
 
 The text is part of the trained reward model: changing a single space changes the scores. It is therefore written byte
 for byte, and only if it is the one the model was trained with. The source is parsed, never executed; it may also be the
-text itself. Exit code 1: the source does not hold that text.
+text itself. Exit code 1: the source does not hold that text, or a file cannot be used.
 """
 
 import ast
@@ -57,4 +57,9 @@ def constant(source: str, name: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*map(Path, sys.argv[1:])))
+    if len(sys.argv) != 3:
+        sys.exit("give two paths: prompt_template.py SOURCE TARGET")
+    try:  # this program runs before anything is installed
+        sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2])))
+    except OSError as error:
+        sys.exit(f"prompt_template.py: {error.filename}: {error.strerror}")

@@ -4,13 +4,15 @@ python scripts/render_images.py [FOLDER]
 """
 
 import math
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageDraw
+
+from sage_grpo.config.command_line import Parser, answering
+from sage_grpo.files.paths import make_folder
 
 FOLDER = Path(__file__).parents[1] / "assets" / "prompts" / "images"
 PALETTE_SIZE = 64
@@ -136,11 +138,17 @@ def render(name: str) -> Image.Image:
     return picture.quantize(PALETTE_SIZE, dither=Image.Dither.NONE)
 
 
-def main(folder: Path = FOLDER) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+@answering("render_images.py: ")
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = Parser("scripts/render_images.py", __doc__)
+    parser.add_argument(
+        "folder", type=Path, nargs="?", metavar="FOLDER", default=FOLDER, help="folder to write to"
+    )
+    folder = parser.parse_args(arguments).folder
+    make_folder(folder, "FOLDER")
     for name in SCENES:
         render(name).save(folder / f"{name}.png", optimize=True)
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))
+    main()

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sage_grpo.config.command_line import answer_early
+from sage_grpo.config import argument_types
+from sage_grpo.config.command_line import answer_early, answering
 from sage_grpo.tools.options import ToolParser
 
 
@@ -62,7 +63,13 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         default="127.0.0.1",
         help="address to listen on; 0.0.0.0 accepts other machines",
     )
-    parser.add_argument("--port", type=int, metavar="N", default=8900, help="port to listen on")
+    parser.add_argument(
+        "--port",
+        type=argument_types.port,
+        metavar="N",
+        default=8900,
+        help="port to listen on; 0 takes a free one",
+    )
     parser.add_argument(
         "--device", metavar="NAME", help="device of the rewards (default: a GPU if there is one)"
     )
@@ -114,7 +121,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from torch import Tensor
 
-from sage_grpo.exit_codes import DONE, WRONG_INPUT
+from sage_grpo.exit_codes import DONE
 from sage_grpo.files.json_files import finite
 from sage_grpo.plugins import trust
 from sage_grpo.rewards.base import Composite, Setup
@@ -408,9 +415,25 @@ def build_server(
 
 def listen(server: uvicorn.Server) -> tuple[socket.socket, str]:
     """The server's bound socket, which queues early clients, and its address."""
-    listener = server.config.bind_socket()
-    listener.listen()
-    return listener, f"http://{server.config.host}:{listener.getsockname()[1]}"
+    host = server.config.host
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, server.config.port), family=family)
+    except OSError as error:
+        raise ValueError(
+            f"--host {host} --port {server.config.port} cannot be listened on: {error.strerror}"
+        ) from error
+    return listener, f"http://{host}:{listener.getsockname()[1]}"
+
+
+def check_device(device: str) -> None:
+    """Reject the name of a device that is not there."""
+    name, _, number = device.partition(":")
+    count = {"cpu": 1, "cuda": torch.cuda.device_count()}.get(name, 0)
+    if (number or "0") not in map(str, range(count)):
+        raise ValueError(
+            f"--device is {device!r}; give cpu, or cuda or cuda:N for a GPU that exists"
+        )
 
 
 def build_served_reward(args: argparse.Namespace, device: str) -> Composite:
@@ -429,16 +452,14 @@ def build_served_reward(args: argparse.Namespace, device: str) -> Composite:
     )
 
 
+@answering("reward_server: ")
 def main(arguments: Sequence[str] | None = None) -> int:
-    try:
-        args = parse_arguments(arguments)
-        device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        token = read_token()
-        trust(*args.reward)
-        reward = build_served_reward(args, device)
-    except (ValueError, FileNotFoundError) as error:
-        print(f"reward_server: {error}", file=sys.stderr)
-        return WRONG_INPUT
+    args = parse_arguments(arguments)
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    check_device(device)
+    token = read_token()
+    trust(*args.reward)
+    reward = build_served_reward(args, device)
 
     limits = Limits(
         clips=args.max_clips,

@@ -3,8 +3,9 @@
     python scripts/verify_weights.py tencent/HunyuanVideo-1.5 ckpts --include "vae/*"
     python scripts/verify_weights.py AI-ModelScope/Glyph-SDXL-v2 FOLDER --hub modelscope --include "checkpoints/*"
 
-Hubs publish hashes for large files; of small text files only the size is compared. Exit code 1: a file is missing or
-differs from the published one. If a hub cannot be reached, only the files in PINNED are checked, and a message says so.
+Hubs publish hashes for large files; of small text files only the size is compared. If a hub cannot be reached, only the
+files in PINNED are checked, and a message says so. Exit code 1: a file is missing or differs from the published one;
+2: a file cannot be read or deleted.
 """
 
 import argparse
@@ -41,6 +42,17 @@ PINNED = {"KlingTeam/VideoReward": VIDEOREWARD, "KwaiVGI/VideoReward": VIDEOREWA
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse_arguments(arguments)
+    try:
+        return verify(args)
+    except (
+        OSError
+    ) as error:  # this program runs before anything is installed, so it has a boundary of its own
+        print(f"verify_weights.py: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
+
+
+def verify(args: argparse.Namespace) -> int:
+    """Compare the files in a folder with the published ones; returns the exit code."""
     published = {
         path: file
         for path, file in published_files(args.repository, args.hub).items()
@@ -103,7 +115,7 @@ def published_files(repository: str, hub: str) -> dict[str, Published]:
     pinned = PINNED.get(repository, {})
     try:
         return HUBS[hub](repository) | pinned
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         # the hub did not answer, or its answer has another form
         exception = f", except {', '.join(pinned)}" if pinned else ""
         print(
@@ -116,7 +128,8 @@ def published_files(repository: str, hub: str) -> dict[str, Published]:
 def is_inside(name: str) -> bool:
     """Whether a published name stays in the folder that it is downloaded to: a mirror may list anything."""
     path = Path(name)
-    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
+    is_relative = bool(path.parts) and not path.is_absolute() and ".." not in path.parts
+    return is_relative and name.isprintable()
 
 
 def differences(folder: Path, published: Mapping[str, Published]) -> dict[Path, str]:
@@ -154,7 +167,7 @@ def files_on_huggingface(repository: str) -> dict[str, Published]:
     published = {}
     for file in answer["siblings"]:
         lfs = file.get("lfs") or {}  # large files only
-        published[file["rfilename"]] = Published(file.get("size"), lfs.get("sha256"))
+        published[str(file["rfilename"])] = described(file.get("size"), lfs.get("sha256"))
     return published
 
 
@@ -163,8 +176,15 @@ def files_on_modelscope(repository: str) -> dict[str, Published]:
     published = {}
     for file in answer["Data"]["Files"]:
         if file["Type"] != "tree":  # a folder
-            published[file["Path"]] = Published(file.get("Size"), file.get("Sha256") or None)
+            published[str(file["Path"])] = described(file.get("Size"), file.get("Sha256") or None)
     return published
+
+
+def described(size: Any, sha256: Any) -> Published:
+    """What a hub says about a file; TypeError if that is something else than a size and a hash."""
+    if not isinstance(size, int | None) or not isinstance(sha256, str | None):
+        raise TypeError(f"a file has size {size!r:.60} and sha256 {sha256!r:.60}")
+    return Published(size, sha256)
 
 
 def ask(url: str) -> dict[str, Any]:

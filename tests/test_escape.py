@@ -37,3 +37,4 @@ def test_folders_of_a_machine_are_left_out():
         "f": None,
     }
     assert without_folders(settings) == public
+    assert without_folders(settings, is_path=True)["c"] == {"d": "model"}

@@ -1,14 +1,16 @@
 """Code in a file runs only if the command line of this process names it; a stored configuration cannot make it run."""
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
 
+import generate
 import post_train
 from research.studies.diagnosis_check import read_records, restore
 from sage_grpo.config.parse import from_values
-from sage_grpo.plugins import is_trusted, resolved, trust
+from sage_grpo.plugins import contained, is_trusted, resolved, trust
 from sage_grpo.rewards.base import Setup
 from sage_grpo.rewards.build import build_reward
 from sage_grpo.tools import diagnose, evaluate
@@ -124,3 +126,60 @@ def test_a_run_with_a_plug_in_resumes_when_it_is_named_again(flags, code, tmp_pa
     assert post_train.main([*words, "--reward_model", f"{code}:score"]) == 0
     status = json.loads((Path(values["output_dir"]) / "status.json").read_text())
     assert status["step"] == 2
+
+
+FAULTS = {"exit": "sys.exit(0)", "interrupt": "raise KeyboardInterrupt", "bug": "1 / 0"}
+FAULTY = """
+import sys
+
+class Check:
+    names = ("a",)
+    def check(self, prompts):
+        {fault}
+    def score(self, clips, prompts, fps):
+        return {{"a": [0.0] * len(clips)}}
+
+class Build:
+    def __init__(self):
+        {fault}
+
+def score(clips, prompts):
+    {fault}
+
+def step(sigma, sigma_next, eta):
+    {fault}
+"""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_whatever_a_plug_in_raises_is_one_sentence(flags, tmp_path, capsys, fault):
+    """Also an attempt to end the program, which would otherwise look like success."""
+    file = tmp_path / "faulty.py"
+    file.write_text(FAULTY.format(fault=FAULTS[fault]))
+    on_load = tmp_path / "on_load.py"
+    on_load.write_text(f"import sys\n{FAULTS[fault]}")
+    flags.pop("reward_model")
+    rewards = [f"{file}:Check", f"{file}:Build", f"{on_load}:score"]
+    commands = [["--reward_model", name, "--reward_weights", '{"a": 1}'] for name in rewards]
+    commands.append(["--reward_model", "shapes", "--sde_type", f"{file}:step"])
+    for words in commands:
+        assert exit_code(post_train.main, command_line(flags) + words) == 2, words
+        (line,) = capsys.readouterr().err.splitlines()
+        assert words[-1] in line or words[1] in line or "Check" in line
+
+    model = ["--model_path", flags["pretrained_model_root"], "--prompt", "a red circle"]
+    model += ["--output_path", str(tmp_path / "clips")]
+    commands = [["--score", name] for name in (*rewards, f"{file}:score")]
+    commands.append(["--sde_type", f"{file}:step"])
+    for words in commands:
+        assert exit_code(generate.main, model + words) == 2, words
+        assert "Traceback" not in capsys.readouterr().err
+    assert not Path(flags["output_dir"]).exists()
+
+
+def test_ctrl_c_interrupts_a_plug_in():
+    with pytest.raises(KeyboardInterrupt), contained("it failed"):
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with pytest.raises(ValueError, match="it failed: KeyboardInterrupt"), contained("it failed"):
+        raise KeyboardInterrupt

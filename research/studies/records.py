@@ -35,6 +35,7 @@ from research.studies.questions import ROOT, StudyRun, digest, identity, run_nam
 from sage_grpo.algo.sde import Schedule, build_schedule, flow_sigmas
 from sage_grpo.config.fields import ConfigError
 from sage_grpo.config.windows import parse_window
+from sage_grpo.files.foreign import new_name
 from sage_grpo.files.json_files import read_object
 from sage_grpo.models.registry import open_backbone
 from sage_grpo.runs.history import RunHistory, as_float, column, read_run
@@ -190,7 +191,7 @@ def append(path: Path, record: Record) -> None:
 def write_lines(path: Path, records: Iterable[Record]) -> None:
     """Replace a file of records atomically; not for a file to which other processes append."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".tmp")
+    draft = new_name(path)
     lines = [json.dumps(record, separators=(",", ":")) + "\n" for record in records]
     draft.write_text("".join(lines), encoding="utf-8")
     os.replace(draft, path)

@@ -8,6 +8,7 @@ from sage_grpo.config.fields import MAX_NUMBER, MAX_SEED
 from sage_grpo.plugins import in_file
 
 MAX_DIGITS = 6  # of sizes and counts
+MAX_PORT = 65535
 
 
 def frame_size(text: str) -> tuple[int, int]:
@@ -43,6 +44,13 @@ def count(text: str) -> int:
     """A whole number above 0."""
     if not _is_short_number(text) or int(text) < 1:
         raise ArgumentTypeError(f"{text!r} is not a whole number from 1 to {10**MAX_DIGITS - 1}")
+    return int(text)
+
+
+def port(text: str) -> int:
+    """A number of a TCP port."""
+    if not _is_short_number(text) or int(text) > MAX_PORT:
+        raise ArgumentTypeError(f"{text!r} is not a whole number from 0 to {MAX_PORT}")
     return int(text)
 
 

@@ -14,6 +14,10 @@ from sage_grpo import __version__
 from sage_grpo.config.fields import ConfigError
 from sage_grpo.escape import plain
 from sage_grpo.exit_codes import WRONG_INPUT
+from sage_grpo.files.paths import LONGEST_NAME, LONGEST_PATH, is_too_long, shown
+
+# what wrong input raises: sentences of this package, and errors of the operating system
+WRONG = (ValueError, OSError)
 
 
 def unknown_name(what: str, name: str, known: Sequence[str]) -> str:
@@ -40,7 +44,14 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
         words = sys.argv[1:] if args is None else args
-        return super().parse_known_args([_with_underscores(word) for word in words], namespace)
+        known, rest = super().parse_known_args(
+            [_with_underscores(word) for word in words], namespace
+        )
+        for name, value in vars(known).items():
+            for path in value if isinstance(value, list) else [value]:
+                if isinstance(path, Path):
+                    _check_length(name, path)
+        return known, rest
 
     def parse_args(
         self, args: Sequence[str] | None = None, also: Sequence[str] = ()
@@ -66,6 +77,14 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
+def _check_length(name: str, path: Path) -> None:
+    if is_too_long(path):
+        raise ConfigError(
+            f"{name} is {shown(path)}; a path has at most {LONGEST_PATH} bytes, "
+            f"and each name in it {LONGEST_NAME}"
+        )
+
+
 def _with_underscores(word: str) -> str:
     """A word of a command line, with underscores for the hyphens inside its flag, if it is one."""
     return re.sub(r"^--[\w-]+", lambda flag: "--" + flag[0][2:].replace("-", "_"), word)
@@ -76,9 +95,17 @@ def answering(prefix: str) -> Iterator[None]:
     """Answer wrong input with one sentence on stderr and exit code 2. Also decorates the `main` of a program."""
     try:
         yield
-    except (ValueError, OSError) as error:
-        print(f"{prefix}{plain(error)}", file=sys.stderr)
+    except WRONG as error:
+        print(f"{prefix}{sentence(error)}", file=sys.stderr)
         sys.exit(WRONG_INPUT)
+
+
+def sentence(error: BaseException) -> str:
+    """What is wrong, for a terminal; an error of the operating system begins with its file."""
+    if isinstance(error, OSError) and error.strerror:
+        place = "" if error.filename is None else f"{shown(error.filename)} cannot be used: "
+        return plain(f"{place}{error.strerror}")
+    return plain(error) or type(error).__name__
 
 
 def answer_early(module: str, parse_arguments: Callable[[None], Any]) -> None:

@@ -11,6 +11,7 @@ from types import NoneType
 from typing import Any
 
 from sage_grpo.config.fields import MAX_NUMBER, Config, ConfigError, FlagInfo, flag_info
+from sage_grpo.files.paths import LONGEST_NAME, LONGEST_PATH, is_too_long, shown
 from sage_grpo.plugins import in_file
 
 HINTS = typing.get_type_hints(Config)
@@ -40,7 +41,7 @@ def convert(name: str, raw: Any) -> Any:
         if info.is_path:
             value = tuple(map(_path, value)) if isinstance(value, tuple) else _path(value)
     except (ValueError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{name} is {raw!r}; {error}") from error
+        raise ConfigError(f"{name} is {shown(repr(raw))}; {error}") from error
 
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         _check_range(name, value, info)
@@ -114,7 +115,12 @@ def _path(text: str) -> str:
     has_control_characters = any(unicodedata.category(c) in ("Cc", "Cs") for c in text)
     if not text or text.startswith("-") or has_control_characters:
         raise ValueError("a path is expected, without control characters and not beginning with -")
-    return os.path.expanduser(text)
+    path = os.path.expanduser(text)
+    if is_too_long(path):
+        raise ValueError(
+            f"a path has at most {LONGEST_PATH} bytes, and each name in it {LONGEST_NAME}"
+        )
+    return path
 
 
 CONVERTERS: dict[type, Callable[[Any], Any]] = {

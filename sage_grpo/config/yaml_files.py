@@ -20,7 +20,8 @@ def read_yaml(path: str) -> dict[str, Any]:
         suggestion = f"; there are {recipes}" if recipes else ""
         raise ConfigError(f"config {path} does not exist{suggestion}") from error
     except (OSError, ValueError) as error:
-        raise ConfigError(f"config {path} cannot be read: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"config {path} cannot be read: {reason}") from error
     return yaml_mapping(text, f"config {path}")
 
 

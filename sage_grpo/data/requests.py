@@ -66,6 +66,8 @@ def read_requests(path: str | Path) -> list[Request]:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"prompt file {path} is not UTF-8 text: {error}") from error
+    except OSError as error:
+        raise ValueError(f"prompt file {path} cannot be read: {error.strerror}") from error
 
     rows = readers[path.suffix](text, path)
     requests = [

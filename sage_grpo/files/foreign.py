@@ -8,7 +8,7 @@ import os
 import stat
 import tempfile
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -63,29 +63,39 @@ def copy_regular(source: str | Path, target: str | Path) -> None:
             copy.write(piece)
 
 
-def first_link(folder: Path, names: Iterable[str], unless_below: str = "") -> Path | None:
-    """The first link among `names` of a folder and everything below them; None if there is none.
+def check_regular(folder: Path, names: Iterable[str], unless_below: Collection[str] = ()) -> None:
+    """Refuse a link, a pipe or a device among `names` of a folder and everything below them.
 
-    unless_below: the one of `names` whose contents are checked elsewhere.
+    unless_below: those of `names` in whose contents they do no harm, or are checked elsewhere.
     """
     for name in names:
         path = folder / name
-        if path.is_symlink():
-            return path
-        if path.is_dir() and name != unless_below:
-            found = _link_below(path)
-            if found is not None:
-                return found
-    return None
+        _check_kind(path)
+        if name in unless_below:
+            continue
+        for place, folders, files in os.walk(path, followlinks=False):
+            for inner in sorted((*folders, *files)):
+                _check_kind(Path(place) / inner)
 
 
-def _link_below(folder: Path) -> Path | None:
-    for place, folders, files in os.walk(folder, followlinks=False):
-        for name in sorted((*folders, *files)):
-            path = Path(place) / name
-            if path.is_symlink():
-                return path
-    return None
+def _check_kind(path: Path) -> None:
+    """Refuse what is neither a regular file nor a folder; what does not exist passes."""
+    if path.is_symlink():
+        raise Refused(f"{path} is a link, which is not followed; replace it by what it leads to")
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise Refused(f"{path} is a pipe or a device, not a regular file; delete it")
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file that appears complete, in place of whatever has its name: nothing is written through a link."""
+    draft = new_name(path)
+    try:
+        with draft.open("x", encoding="utf-8", errors="replace") as file:
+            file.write(text)
+        os.replace(draft, path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
 
 
 def new_name(path: Path) -> Path:

@@ -2,13 +2,12 @@
 
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sage_grpo.files.foreign import new_name
+from sage_grpo.files.foreign import replace_text
 
 # far above any real model
 LARGEST = 2**31
@@ -97,14 +96,7 @@ def printable(text: Any) -> str:
 def write_json(path: Path, values: Any, ensure_ascii: bool = True) -> None:
     """Replace a file atomically: readers see either the old or the new content."""
     text = json.dumps(finite(values), indent=1, ensure_ascii=ensure_ascii) + "\n"
-    draft = new_name(path)
-    try:
-        with draft.open("x", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(draft, path)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
+    replace_text(path, text)
 
 
 def finite(value: Any) -> Any:

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from sage_grpo.files.foreign import Refused, open_regular
+from sage_grpo.files.foreign import Refused, new_name, open_regular
 from sage_grpo.files.json_files import printable, read_object
 
 NAME = "manifest.json"
@@ -59,29 +59,35 @@ def commit(
         wait_for_disk(folder)
 
     # 2. the manifest appears by a rename, complete
-    manifest_draft = draft / f"{NAME}.tmp"
+    manifest_draft = new_name(draft / NAME)
     manifest_draft.write_text(json.dumps({"files": dict(sorted(hashes.items()))}, indent=1) + "\n")
     wait_for_disk(manifest_draft)
     os.rename(manifest_draft, draft / NAME)
     wait_for_disk(draft)
 
     # 3. the folder takes the place of an older one
-    replaced = _set_aside(target) if target.exists() else None
+    replaced = _set_aside(target) if os.path.lexists(target) else None
     os.rename(draft, target)
     wait_for_disk(target.parent)
     if replaced:
-        shutil.rmtree(replaced)
+        delete(replaced)
 
 
 def remove(folder: Path) -> None:
     """Delete a folder. It is renamed first: if the process is killed halfway, no partial folder keeps the name."""
-    shutil.rmtree(_set_aside(folder))
+    delete(_set_aside(folder))
+
+
+def delete(path: Path) -> None:
+    """Delete a folder, a file or a link, but not what the link leads to; nothing if it is gone."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _set_aside(folder: Path) -> Path:
-    old = folder.with_name(f"{folder.name}.old.tmp")
-    shutil.rmtree(old, ignore_errors=True)
-    return folder.rename(old)
+    return folder.rename(new_name(folder.with_name(f"{folder.name}.old")))
 
 
 def read(folder: Path) -> dict[str, str]:

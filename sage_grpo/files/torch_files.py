@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from sage_grpo.files.foreign import new_name
 from sage_grpo.files.manifest import file_sha256
 from sage_grpo.files.tensor_files import TensorFile, write_file
 
@@ -45,7 +46,11 @@ def convert(source: Path, tensors_of: Callable[[Any], dict[str, Tensor]] = dict)
     if not tensors:
         raise ValueError(f"{source} holds none of the expected tensors; download it again.")
     metadata = {"format": "pt", "source": source.name, "source_sha256": sha256}
-    draft = target.with_suffix(".tmp")
-    write_file(draft, TensorFile(tensors, metadata))
-    os.replace(draft, target)
+    draft = new_name(target)
+    try:
+        write_file(draft, TensorFile(tensors, metadata))
+        os.replace(draft, target)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
     return f"wrote {target}, {len(tensors)} tensors, from {source.name} with sha256 {sha256}"

@@ -134,7 +134,7 @@ class Embeddings:
         if not self.folder:
             return request in self.in_memory
         path = self.path(request)
-        if not path.exists():
+        if path.is_symlink() or not path.is_file():
             return False
 
         try:

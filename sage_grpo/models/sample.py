@@ -9,12 +9,22 @@ import torch
 from torch import Tensor
 
 from sage_grpo import rng
-from sage_grpo.algo.sde import Schedule, Step
+from sage_grpo.algo.sde import Schedule, Step, build_schedule
 from sage_grpo.algo.solver import ode_tables
 from sage_grpo.models.backbone import Backbone, Conditioning, Guidance
+from sage_grpo.plugins import contained, in_file, resolved
 
 # Denoising step, shared or one per clip -> standard normal noise (B, C, T, y, x), on any device.
 Noise = Callable[[Step], Tensor]
+
+
+def schedule_of(sde_type: str, sigmas: Tensor, eta: float) -> Schedule:
+    """The transition tables of a sampler: a row of SDES, or `FILE.py:NAME` of the command line."""
+    sampler = resolved(sde_type)
+    if not in_file(sde_type):
+        return build_schedule(sampler, sigmas, eta)
+    with contained(f"sde_type {sde_type} cannot be used", passes=()):
+        return build_schedule(sampler, sigmas, eta)
 
 
 def denoise(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sage_grpo.background import within
 from sage_grpo.data.requests import Request
+from sage_grpo.plugins import contained
 
 # Names that no score may have: the metrics use reward/total and so on. The same as BATCH_STATISTICS of runs/history.py.
 RESERVED_NAMES = (
@@ -28,6 +29,7 @@ RESERVED_NAMES = (
     "flat_groups",
     "error",
 )
+MAX_WEIGHT = 1e9  # of a score in the total; beyond it sums lose what the other scores say
 
 
 class Reward(Protocol):
@@ -140,10 +142,8 @@ class Composite:
     def check(self, prompts: Prompts) -> None:
         """Reject prompts that one of the rewards cannot score."""
         for name, reward in self.rewards.items():
-            try:
+            with contained(f"the reward {name} cannot check the prompts"):
                 reward.check(prompts_for(reward, prompts))
-            except SystemExit as error:  # would end the program without a word
-                raise ValueError(f"the reward {name} ended its check with {error!r}") from error
 
     def total(self, named: Mapping[str, Any]) -> Any:
         """The weighted sum; a score with weight 0 may be NaN."""
@@ -239,9 +239,10 @@ def _weights_of(name: str, reward: Reward, given: Any) -> dict[str, float]:
                 f"reward_weights names {score}, not a score of {name}; "
                 f"give --reward_weights '{example}'"
             )
-        if not isinstance(weight, (int, float)) or not math.isfinite(weight):
+        if not isinstance(weight, (int, float)) or not abs(weight) <= MAX_WEIGHT:
             raise ValueError(
-                f"reward_weights gives {score} the weight {weight!r}; it must be a number"
+                f"reward_weights gives {score} the weight {weight!r:.100}; "
+                f"it must be a number of at most {MAX_WEIGHT:g}"
             )
         weights[score] = float(weight)
     return weights

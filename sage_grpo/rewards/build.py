@@ -44,18 +44,14 @@ class FileReward:
 
     def __init__(self, name: str, setup: Setup) -> None:
         plugin = plugins.resolved(name)
-        try:
+        with plugins.contained(f"the reward {name} cannot be built", passes=()):
             reward = _instantiated(plugin, setup)
             self._score = getattr(reward, "score", reward)
             parameters = inspect.signature(self._score).parameters
-        except (Exception, SystemExit) as error:  # the file may do anything
-            raise ValueError(
-                f"the reward {name} cannot be built: {type(error).__name__}: {error}"
-            ) from error
+            self.names = tuple(getattr(reward, "names", [plugins.label(name)]))
+            self.check = getattr(reward, "check", lambda prompts: None)
         self._num_parameters = len(parameters)
         self.sees_requests = "requests" in parameters
-        self.names = tuple(getattr(reward, "names", [plugins.label(name)]))
-        self.check = getattr(reward, "check", lambda prompts: None)
 
     def score(self, clips: Sequence[Tensor], prompts: Sequence[str], fps: float) -> dict[str, Any]:
         arguments = (clips, prompts, fps)

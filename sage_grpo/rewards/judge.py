@@ -10,7 +10,6 @@ import hashlib
 import io
 import json
 import math
-import os
 import re
 import sys
 from collections import Counter
@@ -25,7 +24,9 @@ from PIL import Image
 from torch import Tensor
 
 from sage_grpo.background import Work
-from sage_grpo.files.json_files import printable, read_object, write_json
+from sage_grpo.files.foreign import read_bytes
+from sage_grpo.files.json_files import printable, write_json
+from sage_grpo.files.paths import check_folder
 from sage_grpo.rewards.base import Reward, Setup
 from sage_grpo.rewards.client import RemoteError, ServerClient, read_json
 from sage_grpo.rewards.video_frames import check_clips, sample_indices
@@ -33,6 +34,7 @@ from sage_grpo.rewards.video_frames import check_clips, sample_indices
 RUBRIC = Path(__file__).with_name("rubric.txt")
 PLACEHOLDER = "{prompt}"
 MOST_TOKENS = 2**31  # of one answer
+MOST_BYTES = 1 << 16  # of a file in the cache
 
 
 @dataclass(frozen=True)
@@ -156,9 +158,9 @@ class Judge(ServerClient, Reward):
             return None
         file = self.cache / f"{key}.json"
         try:
-            if not file.is_file():
-                return None
-            return checked(read_object(file), self.names, str(file))
+            return checked(read_json(read_bytes(file, MOST_BYTES)), self.names, str(file))
+        except FileNotFoundError:
+            return None
         except (OSError, ValueError) as error:
             self._note_once("read", error)
             return None
@@ -244,11 +246,8 @@ def _usable_cache(path: str | None) -> Path | None:
     """The folder of the cache, which may not exist yet; an error if a file is in its way."""
     if path is None:
         return None
-    cache = Path(path)
-    for place in (cache, *cache.parents):
-        if os.path.lexists(place) and not place.is_dir():
-            raise ValueError(f"judge_cache is {cache}, but {place} is not a folder")
-    return cache
+    check_folder(Path(path), "judge_cache")
+    return Path(path)
 
 
 def token_counts(usage: Any) -> dict[str, int]:

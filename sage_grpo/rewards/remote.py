@@ -50,6 +50,10 @@ class RemoteReward(ServerClient):
             raise RemoteError(
                 f"{self.url} names its scores {printable(info['names'])}; it must have at least one"
             )
+        if not _is_number(info.get("max_clips", 1)):
+            raise RemoteError(
+                f"{self.url} takes {printable(info['max_clips'])} clips; a number is expected"
+            )
         self.names: tuple[str, ...] = tuple(info["names"])
         self.max_clips = info.get("max_clips", math.inf)  # of a request
         self.max_bytes = info["max_bytes"]

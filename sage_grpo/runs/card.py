@@ -11,6 +11,7 @@ import numpy as np
 import yaml
 
 from sage_grpo import __version__
+from sage_grpo.config.fields import flag_info
 from sage_grpo.escape import markdown, without_folders
 from sage_grpo.runs.history import RunHistory, column
 
@@ -73,8 +74,17 @@ def model_card(
 
 def _public(recipe: dict[str, Any]) -> dict[str, Any]:
     """The settings without addresses and folders of the machine that trained."""
-    settings = {name: value for name, value in recipe.items() if name not in PRIVATE}
-    return without_folders(settings)
+    return {
+        name: without_folders(value, _names_file(name))
+        for name, value in recipe.items()
+        if name not in PRIVATE
+    }
+
+
+def _names_file(name: str) -> bool:
+    """Whether a setting is a path, or may be `FILE.py:NAME`."""
+    info = flag_info(name)
+    return info.is_path or info.allows_code
 
 
 def curve(steps: np.ndarray, rewards: np.ndarray) -> bytes:

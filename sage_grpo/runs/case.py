@@ -14,7 +14,7 @@ from sage_grpo.config.yaml_files import yaml_mapping
 from sage_grpo.files.json_files import read_object
 from sage_grpo.intervals import Interval, interval, student_95
 from sage_grpo.runs.clips import Clip, Pair, pair_clips, read_validations
-from sage_grpo.runs.history import RunHistory, column, numbers
+from sage_grpo.runs.history import RunHistory, column, numbers, text_of
 
 FEWEST_FOR_TREND = 8  # iterations or updates before which nothing is said about a trend
 
@@ -27,7 +27,7 @@ class Case:
         self.has_config = config_file.is_file()
         settings = {}
         if self.has_config:
-            settings = yaml_mapping(config_file.read_text("utf-8", "replace"), str(config_file))
+            settings = yaml_mapping(text_of(config_file), str(config_file))
         self.config: Config = from_values({k: v for k, v in settings.items() if k in FIELDS})
 
         c = self.config
@@ -104,7 +104,7 @@ class Case:
         if known.sum() < FEWEST_FOR_TREND:
             return interval([])
         (slope, _), covariance = np.polyfit(steps[known], rewards[known], 1, cov=True)
-        half = student_95(int(known.sum()) - 2) * math.sqrt(covariance[0, 0])
+        half = student_95(int(known.sum()) - 2) * math.sqrt(max(covariance[0, 0], 0.0))
         return Interval(float(slope), half)
 
     @property
@@ -175,7 +175,8 @@ class Case:
         kl = self.run.grid("kl_anchor")
         gradient_scale = self.schedule("gradient_scale")
         equalizer = self.schedule("equalizer")
-        if kl.shape[1] != len(gradient_scale) or not (kl > 0).any() or c.algorithm == "nft":
+        num_steps = {kl.shape[1], len(gradient_scale), len(equalizer)}
+        if len(num_steps) > 1 or not (kl > 0).any() or c.algorithm == "nft":
             return math.nan
 
         balancing = equalizer**4 if c.use_kl_balancing else 1

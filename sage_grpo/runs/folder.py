@@ -7,7 +7,6 @@ import dataclasses
 import platform
 import re
 import shlex
-import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -21,8 +20,9 @@ import torch
 from PIL import Image
 
 from sage_grpo.config.fields import Config, ConfigError
-from sage_grpo.files.foreign import first_link
+from sage_grpo.files.foreign import Refused, check_regular, replace_text
 from sage_grpo.files.json_files import printable, write_json
+from sage_grpo.files.manifest import delete
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.runs.diagnosis import diagnose
 from sage_grpo.runs.hacking import divergence
@@ -117,12 +117,11 @@ class RunFolder:
 
     def _check_links(self) -> None:
         """Reject a folder with a link where a run writes: it may come from others, and lead to files of the user."""
-        link = first_link(self.path, CONTENTS, unless_below="checkpoints")
-        if link is not None:
-            raise ConfigError(
-                f"{link} is a link, and a run does not write through links;"
-                " replace it by what it leads to, or give another output_dir"
-            )
+        # checkpoints are checked by their manifests; wandb itself keeps links to its newest files
+        try:
+            check_regular(self.path, CONTENTS, unless_below=("checkpoints", "wandb"))
+        except Refused as error:
+            raise ConfigError(f"{error}, or give another output_dir") from error
 
     def open(self, step: int) -> None:
         """Create the folder and write the run's description before it continues after iteration `step`."""
@@ -131,9 +130,9 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         if self._replaces:
             for name in CONTENTS:
-                _remove(self.path / name)
-        (self.path / "config.yaml").write_text(self.config.to_yaml())
-        (self.path / "command.txt").write_text(shlex.join(sys.orig_argv) + "\n")
+                delete(self.path / name)
+        replace_text(self.path / "config.yaml", self.config.to_yaml())
+        replace_text(self.path / "command.txt", shlex.join(sys.orig_argv) + "\n")
         config = dataclasses.asdict(self.config)
         self.tracker = Tracker(self.path, self.config.report_to, config, step)
 
@@ -232,14 +231,6 @@ class RunFolder:
             yield
         except Exception as error:
             self.ranks.log_once(f"{consequence}: {printable(error) or type(error).__name__}")
-
-
-def _remove(path: Path) -> None:
-    """Remove a file, a folder or a link, but not what the link leads to."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _now() -> str:

@@ -5,7 +5,8 @@ Shapes: N logged iterations, T denoising steps. A null in the file becomes NaN.
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 import numpy as np
 
 from sage_grpo.config.fields import ConfigError
+from sage_grpo.files.foreign import Refused, read_bytes
+from sage_grpo.files.json_files import printable
 
 Line = dict[str, Any]  # of metrics.jsonl: kind, step, metrics
 
@@ -42,6 +45,8 @@ FIELD_TYPES = {
     "per_step": dict,
 }
 LARGEST_INTEGER = 2**53  # beyond it floats skip integers, and far beyond it they overflow
+MOST_BYTES = 1 << 32  # of metrics.jsonl
+MOST_TEXT = 1 << 24  # bytes of a text file
 LARGEST = 1e100  # beyond it a value is shown as missing: axes and squares would overflow
 
 
@@ -120,9 +125,31 @@ def as_float(value: Any, name: str = "a metric") -> float:
     return float(value) if abs(value) < LARGEST else math.nan
 
 
+def text_of(file: Path) -> str:
+    """A text file of a run folder; empty if it is missing."""
+    if not file.is_file():
+        return ""
+    return read_bytes(file, MOST_TEXT).decode(errors="replace")
+
+
+@contextmanager
+def about(*folders: Path) -> Iterator[None]:
+    """Context of work on run folders: an error that numbers in them cause names the folders."""
+    try:
+        yield
+    except (ConfigError, Refused):  # these name their file
+        raise
+    except (ValueError, ArithmeticError) as error:
+        names = " or ".join(map(str, folders))
+        raise RunError(
+            f"{names} holds values that cannot be used ({printable(error)});"
+            " look at its metrics.jsonl and its clips.json"
+        ) from error
+
+
 def read_run(folder: Path) -> RunHistory:
     path = folder / "metrics.jsonl"
-    if not path.is_file():
+    if not path.is_file() and not path.is_symlink():
         raise RunError(f"{folder} is not a run folder: it holds no metrics.jsonl")
 
     starts: list[Line] = []
@@ -146,7 +173,7 @@ def read_run(folder: Path) -> RunHistory:
 
 def _read_lines(path: Path) -> list[Line]:
     """All lines, except a last one cut short by a crash."""
-    texts = path.read_bytes().splitlines()
+    texts = read_bytes(path, MOST_BYTES).splitlines()
     lines = []
     for number, text in enumerate(texts, 1):
         try:

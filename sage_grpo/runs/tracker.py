@@ -5,12 +5,16 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from sage_grpo.files.foreign import read_bytes
 from sage_grpo.files.json_files import finite
+
+MOST_ID = 100  # bytes of wandb_id
 
 
 class Tracker:
@@ -105,13 +109,13 @@ def _open_wandb(folder: Path, config: Mapping[str, Any]) -> Any:
     import wandb
 
     id_file = folder / "wandb_id"
-    if not id_file.is_file():
-        id_file.write_text(secrets.token_hex(8))
+    with suppress(FileExistsError), id_file.open("x") as file:  # does not write through a link
+        file.write(secrets.token_hex(8))
     return wandb.init(
         project="sage-grpo",
         dir=str(folder),
         config=dict(config),
-        id=id_file.read_text(),
+        id=read_bytes(id_file, MOST_ID).decode(),
         resume="allow",
     )
 

@@ -25,7 +25,7 @@ answer_early(__name__, parse_arguments)
 from sage_grpo.plugins import is_trusted
 from sage_grpo.runs.case import Case
 from sage_grpo.runs.diagnosis import Finding, Rule, diagnose
-from sage_grpo.runs.history import read_run
+from sage_grpo.runs.history import about, read_run
 from sage_grpo.tools.plan.calibration import GPU_MODELS
 from sage_grpo.tools.plan.planner import plan_of
 from sage_grpo.tools.plan.times import times
@@ -48,7 +48,10 @@ def slower_than_planned(case: Case) -> str | None:
     gpu_model = next((name for name in GPU_MODELS if name in device), None)
     if gpu_model is None or not is_trusted(case.config.sde_type):  # a plan builds the sampler
         return None
-    plan = plan_of(case.config, head.get("ranks") or 1, gpu_model=gpu_model)
+    try:
+        plan = plan_of(case.config, head.get("ranks") or 1, gpu_model=gpu_model)
+    except (ValueError, OSError):  # a configuration or a model folder that is not that of the run
+        return None
     if plan.model.parameters < LARGE or plan.trained.total != head.get("trainable_parameters"):
         return None
 
@@ -74,13 +77,15 @@ SLOWER_THAN_PLANNED = Rule(
 
 @answering("")
 def main(arguments: Sequence[str] | None = None) -> int:
-    run = read_run(parse_arguments(arguments).run)
-    case = Case(run)
-    findings = diagnose(run)
-    if evidence := slower_than_planned(case):
-        findings.append(Finding(SLOWER_THAN_PLANNED, evidence, case.config))
+    folder = parse_arguments(arguments).run
+    with about(folder):
+        run = read_run(folder)
+        case = Case(run)
+        findings = diagnose(run)
+        if evidence := slower_than_planned(case):
+            findings.append(Finding(SLOWER_THAN_PLANNED, evidence, case.config))
+        verdict = DIRECTIONS[case.direction]
 
-    verdict = DIRECTIONS[case.direction]
     if not findings:
         verdict += " Nothing is wrong as far as it was recorded."
     print(verdict)

@@ -65,6 +65,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from sage_grpo.data.requests import Request
 from sage_grpo.files.json_files import read_object, write_json
+from sage_grpo.files.paths import check_folder, make_folder
 from sage_grpo.models.backbone import Guidance
 from sage_grpo.models.registry import device_for
 from sage_grpo.parallel.ranks import Ranks, join_ranks
@@ -118,7 +119,7 @@ class Evaluation:
         self.check_settings(systems)
         for name, path in systems.items():
             folder = self.output / name
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder, "output")
             if path in self.options.clips:
                 self.score_files(path, folder)
             else:
@@ -143,7 +144,7 @@ class Evaluation:
                 )
         self.ranks.barrier()
         if self.ranks.first:
-            self.output.mkdir(parents=True, exist_ok=True)
+            make_folder(self.output, "output")
             write_json(file, earlier | settings)
 
     def has_all_scores(self, file: Path) -> bool:
@@ -346,6 +347,7 @@ def save_record(file: Path, record: Mapping[str, Any]) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     disable_progress_bar()
     options, config = parse_arguments(arguments)
+    check_folder(options.output, "output")
     device = config.device
     if options.checkpoints or not options.clips:  # then a model is run
         device = device_for(

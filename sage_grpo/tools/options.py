@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from sage_grpo.config.command_line import Parser
-from sage_grpo.config.fields import Config, ConfigError
+from sage_grpo.config.fields import MAX_NUMBER, Config, ConfigError
 from sage_grpo.config.parse import parse
+from sage_grpo.files.paths import shown
 
 
 class ToolParser(Parser):
@@ -35,9 +36,11 @@ class ToolParser(Parser):
         known, rest = super().parse_known_args(args, namespace)
         for name, limit in self.lower_limits.items():
             value = getattr(known, name)
-            # Not `value <= limit`, which is False for NaN.
-            if value is not None and not value > limit:
-                raise ConfigError(f"{name} is {value}; it must be above {limit}")
+            # written so that NaN is rejected too
+            if value is not None and not limit < value <= MAX_NUMBER:
+                raise ConfigError(
+                    f"{name} is {shown(str(value))}; it must be above {limit}, at most {MAX_NUMBER}"
+                )
         return known, rest
 
     def parse_with_config(self, args: Sequence[str] | None) -> tuple[argparse.Namespace, Config]:

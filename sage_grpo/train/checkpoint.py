@@ -106,9 +106,11 @@ def read_state(path: Path) -> dict[str, Any]:
         numbers = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise manifest.Damaged(f"{file} cannot be read ({type(error).__name__})") from error
+    if not isinstance(numbers, dict):
+        raise manifest.Damaged(f"{file} is not a JSON object")
     for name, kind in FIELD_TYPES.items():
-        if not isinstance(numbers[name], kind):
-            raise TypeError(f"{name} in {file} is {numbers[name]!r}")
+        if name not in numbers or not isinstance(numbers[name], kind):
+            raise manifest.Damaged(f"{file} has {name} {numbers.get(name)!r:.100}")
     return numbers
 
 

@@ -1,7 +1,6 @@
 """Which checkpoints a run has: names, order, what is kept, and which one to resume from."""
 
 import re
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -32,7 +31,7 @@ def _list_with_drafts(folder: Path) -> list[Path]:
     folders = [
         path
         for path in folder.glob("step-*")
-        if re.fullmatch(r"step-\d+((\.old)?\.tmp)?", path.name)
+        if re.fullmatch(r"step-\d+((\.old(\.[0-9a-f]+)?)?\.tmp)?", path.name)
         and path.is_dir()
         and not path.is_symlink()
     ]
@@ -83,10 +82,7 @@ def tidy(folder: Path, step: int, resumed_from: Path | None = None) -> None:
         manifest.sync(folder)
 
     for leftover in folder.glob("step-*.tmp"):
-        if leftover.is_symlink():
-            leftover.unlink()
-        else:
-            shutil.rmtree(leftover)
+        manifest.delete(leftover)
 
 
 def check_files(path: Path, ranks: Ranks) -> None:

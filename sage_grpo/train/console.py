@@ -65,6 +65,10 @@ def upcoming(trainer: Trainer, interval: int) -> int:
 def ending(trainer: Trainer) -> str:
     """Where the result is, and the command to look at it."""
     c = trainer.config
+    checkpoint = trainer.run.checkpoints / f"step-{trainer.settled_step:06d}"
+    if not checkpoint.is_dir():
+        return table({"checkpoint": f"none, as max_steps is {c.max_steps}"})
+
     requests = trainer.validation.requests if trainer.validation else trainer.requests
     request = requests[0]
     command = ["python", "generate.py", "--checkpoint_path", str(trainer.run.path)]
@@ -75,7 +79,6 @@ def ending(trainer: Trainer) -> str:
         command += ["--pretrained_transformer_version", c.pretrained_transformer_version]
     if request.image:
         command += ["--image", str(request.image.path)]
-    checkpoint = trainer.run.checkpoints / f"step-{trainer.settled_step:06d}"
     return table({"checkpoint": str(checkpoint), "next": shlex.join(command)})
 
 

@@ -3,14 +3,15 @@
 A slow save counts as progress; a stalled one trips the hang timeout.
 """
 
-import shutil
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from sage_grpo.background import Work
 from sage_grpo.config.fields import Config
+from sage_grpo.files import manifest
 from sage_grpo.files.tensor_files import TensorFile
 from sage_grpo.parallel.ranks import RankError, Ranks
 from sage_grpo.train.checkpoint import fits_in_memory, state_files, write_files
@@ -108,7 +109,8 @@ class Saves:
 
         def clear() -> None:
             if ranks.first:
-                shutil.rmtree(draft, ignore_errors=True)
+                with suppress(OSError):
+                    manifest.delete(draft)
 
         def commit_draft(advance: Callable[[], None]) -> None:
             if ranks.first:

@@ -160,6 +160,13 @@ refuse_second_start() {
     [[ -z $running ]] || fail "$NODE_NAME already trains into $OUTPUT_DIR (processes ${running% }); --stop ends that"
 }
 
+refuse_linked_logs() { # a run folder may come from others, and lead to files of the user
+    local path
+    for path in "$logs" "$logs/$NODE_NAME" "$logs/$NODE_NAME.log"; do
+        [[ ! -L $path ]] || fail "$path is a link, and a run does not write through links; remove it"
+    done
+}
+
 take_switches "$@"
 read_settings "${flags[@]}"
 torchrun_command
@@ -177,6 +184,7 @@ case $mode in
             trap 'kill_marked; exit 75' TERM INT HUP
             check_node || fail "$NODE_NAME is not ready, nothing was started; SKIP_CHECKS=1 leaves the checks out"
         fi
+        refuse_linked_logs
         mkdir -p "$logs"
         # the log continues when the reader of the output is gone, and survives a signal to this process group
         exec > >(trap '' TERM INT HUP && exec tee -p -a "$logs/$NODE_NAME.log") 2>&1

@@ -1,10 +1,13 @@
 """The parser of every program."""
 
+from pathlib import Path
+
 import pytest
 
-from sage_grpo.config.command_line import Parser, answering
+from sage_grpo.config.command_line import Parser, answering, sentence
 from sage_grpo.config.fields import ConfigError
 from sage_grpo.config.parse import parse
+from sage_grpo.config.values import convert
 
 
 @pytest.fixture
@@ -52,3 +55,30 @@ def test_wrong_input_is_a_sentence_and_exit_code_2(capsys):
         raise ValueError("eta is 0")
     assert stop.value.code == 2
     assert capsys.readouterr().err == "program: eta is 0\n"
+
+
+@pytest.mark.parametrize(
+    "error, words",
+    [
+        (FileExistsError(17, "File exists", "out/clips"), "out/clips cannot be used: File exists"),
+        (OSError(98, "Address already in use"), "Address already in use"),
+        (FileNotFoundError("no such model"), "no such model"),
+        (ValueError("a \033[2J b"), "a ?[2J b"),
+        (ValueError(), "ValueError"),
+    ],
+)
+def test_any_error_about_a_file_is_a_sentence(error, words):
+    assert sentence(error) == words
+
+
+@pytest.mark.parametrize("path", ["x" * 256, "ä" * 128, "x/" * 2048])
+def test_a_path_that_no_file_system_takes_is_refused_by_its_flag(path):
+    parser = Parser("program", "about")
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--files", type=Path, nargs="+")
+    for words in (["--folder", path], ["--files", "a", path]):
+        with pytest.raises(ConfigError, match=rf"{words[0][2:]} is .*at most 4095 bytes"):
+            parser.parse_args(words)
+    with pytest.raises(ConfigError, match=r"init_from_checkpoint is .*at most 4095 bytes"):
+        convert("init_from_checkpoint", path)
+    assert parser.parse_args(["--folder", "x" * 255]).folder == Path("x" * 255)

@@ -7,13 +7,14 @@ import pytest
 
 from sage_grpo.files.foreign import (
     Refused,
+    check_regular,
     copy_regular,
-    first_link,
     inside,
     new_folder,
     new_name,
     open_regular,
     read_bytes,
+    replace_text,
 )
 
 
@@ -57,12 +58,26 @@ def test_what_leads_out_of_a_folder_is_refused(tmp_path):
     assert inside(root, root / "in" / "a") == inside(root, root / "a") == root.resolve() / "a"
 
 
-def test_the_first_link_is_found_at_any_depth(tmp_path):
+def test_what_is_no_regular_file_is_found_at_any_depth(tmp_path):
     (tmp_path / "a" / "b").mkdir(parents=True)
-    assert first_link(tmp_path, ["a", "missing"]) is None
+    check_regular(tmp_path, ["a", "missing"])
     (tmp_path / "a" / "b" / "c").symlink_to("nowhere")
-    assert first_link(tmp_path, ["a"]) == tmp_path / "a" / "b" / "c"
-    assert first_link(tmp_path, ["a"], unless_below="a") is None
+    with pytest.raises(Refused, match="a/b/c is a link"):
+        check_regular(tmp_path, ["a"])
+    check_regular(tmp_path, ["a"], unless_below=("a",))
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(Refused, match="pipe is a pipe"):
+        check_regular(tmp_path, ["pipe"])
+
+
+@pytest.mark.parametrize("make", [link, os.mkfifo], ids=["link", "pipe"])
+def test_a_text_replaces_whatever_has_its_name(tmp_path, make):
+    make(tmp_path / "a")
+    replace_text(tmp_path / "a", "text \ud800")
+    assert (tmp_path / "a").read_text() == "text ?"
+    assert not (tmp_path / "a").is_symlink()
+    target = tmp_path / "target"
+    assert not target.exists() or target.read_text() == "secret"
 
 
 def test_names_of_drafts_are_new(tmp_path):

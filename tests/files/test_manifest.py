@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -114,7 +115,8 @@ def test_removing_takes_the_name_first(folder, monkeypatch):
     monkeypatch.setattr(manifest.shutil, "rmtree", killed)
     with pytest.raises(KeyboardInterrupt):
         manifest.remove(folder)
-    assert {path.name for path in folder.parent.iterdir()} == {"whole.old.tmp"}
+    (left,) = folder.parent.iterdir()
+    assert re.fullmatch(r"whole\.old\.[0-9a-f]{32}\.tmp", left.name)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "a.txt"])
@@ -145,3 +147,34 @@ def test_a_linked_file_counts_as_changed(folder, tmp_path):
     (folder / "a.txt").symlink_to(tmp_path / "same")
     with pytest.raises(manifest.Damaged, match=r"a\.txt was changed"):
         manifest.check(folder)
+
+
+def new_draft(folder):
+    """A draft with one file, and its hashes."""
+    draft = folder / "draft"
+    draft.mkdir()
+    (draft / "c.txt").write_text("gamma")
+    return draft, hashes_of(draft, [draft / "c.txt"])
+
+
+@pytest.mark.parametrize("target", ["precious", "nowhere"])
+def test_a_link_in_place_of_a_folder_is_replaced_and_what_it_leads_to_stays(tmp_path, target):
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "file").write_text("precious")
+    (tmp_path / "whole").symlink_to(tmp_path / target)
+    draft, hashes = new_draft(tmp_path)
+    manifest.commit(draft, tmp_path / "whole", hashes)
+    assert not (tmp_path / "whole").is_symlink()
+    assert (tmp_path / "whole" / "c.txt").read_text() == "gamma"
+    assert {path.name for path in tmp_path.iterdir()} == {"precious", "whole"}
+    assert (tmp_path / "precious" / "file").read_text() == "precious"
+
+
+def test_no_name_that_somebody_may_have_is_taken_for_a_draft(folder, tmp_path):
+    (tmp_path / "whole.old.tmp").mkdir()
+    (tmp_path / "whole.old.tmp" / "precious").write_text("precious")
+    draft, hashes = new_draft(tmp_path)
+    manifest.commit(draft, folder, hashes)
+    manifest.check(folder)
+    assert {path.name for path in tmp_path.iterdir()} == {"whole", "whole.old.tmp"}
+    assert (tmp_path / "whole.old.tmp" / "precious").read_text() == "precious"

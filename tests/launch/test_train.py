@@ -214,6 +214,16 @@ def test_the_log_goes_on_when_nobody_reads(settings, tmp_path):
     )
 
 
+@pytest.mark.parametrize("name", ["logs", "logs/localhost", "logs/localhost.log"])
+def test_a_log_is_not_written_through_a_link(settings, tmp_path, name):
+    link = tmp_path / "run" / name
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(tmp_path / "elsewhere")
+    result = launch(TRAIN, DO="exit 0", **settings)
+    assert result.returncode == 2 and f"{link} is a link" in result.stderr
+    assert not (tmp_path / "elsewhere").exists()
+
+
 def test_wrong_flags_are_refused_before_torchrun_tries_them_again_and_again(settings, tmp_path):
     result = launch(TRAIN, "--learning_rat", "1", DO="exit 0", **settings)
     assert result.returncode == 2 and not (tmp_path / "run" / "logs").exists()

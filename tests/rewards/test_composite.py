@@ -12,6 +12,7 @@ import torch
 from sage_grpo.background import within
 from sage_grpo.rewards.base import Composite
 from sage_grpo.runs.history import BATCH_STATISTICS
+from sage_grpo.worlds.shapes.reward import ShapesReward
 
 CLIPS = [torch.full((5, 4, 4, 3), value, dtype=torch.uint8) for value in (0, 50, 100, 150, 200)]
 PROMPTS = ["p"] * 5
@@ -219,3 +220,9 @@ def test_names_that_the_metrics_use_or_that_cannot_be_shown_are_no_names_of_scor
 
     with pytest.raises(ValueError, match="a score is called "):
         Composite({"b": Named()}, None)
+
+
+@pytest.mark.parametrize("weight", [10**400, -(10**400), 1e308, float("nan"), "x"])
+def test_a_weight_is_a_number_of_a_size_that_sums_can_hold(weight):
+    with pytest.raises(ValueError, match="it must be a number of at most"):
+        Composite({"shapes": ShapesReward()}, {"VQ": weight})

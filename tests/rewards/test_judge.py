@@ -390,6 +390,22 @@ def test_a_damaged_file_of_the_cache_is_asked_again_and_replaced(tmp_path, capsy
     assert capsys.readouterr().err.count("note: judge_cache") == 1
 
 
+def test_a_link_in_the_cache_is_not_followed_and_replaced(tmp_path):
+    cache = tmp_path / "cache"
+    secret = '{"VQ": 1, "MQ": 1, "TA": 1}'
+    (tmp_path / "secret").write_text(secret)
+    with vlm() as (url, _):
+        judge_at(url, cache=str(cache)).score(CLIPS, PROMPTS, 8.0)
+        for file in cache.iterdir():
+            file.unlink()
+            file.symlink_to(tmp_path / "secret")
+        again = judge_at(url, cache=str(cache))
+        again.score(CLIPS, PROMPTS, 8.0)
+    assert again.counts["asked"] == 3
+    assert not any(file.is_symlink() for file in cache.iterdir())
+    assert (tmp_path / "secret").read_text() == secret
+
+
 def test_a_cache_that_cannot_be_written_costs_no_score(tmp_path, capsys):
     cache = tmp_path / "cache"
     with vlm() as (url, _):

@@ -33,7 +33,8 @@ def test_the_card_says_what_was_trained_from_what_for_what(folder, use_lora):
     assert "for 4 iterations" in card
     assert "the reward VQ + 2 TA" in card
     assert "base weights: 0123abcd" in card
-    assert yaml.safe_load(card.split("```yaml\n")[1].split("```")[0]) == recipe
+    settings = yaml.safe_load(card.split("```yaml\n")[1].split("```")[0])
+    assert settings == recipe | {"pretrained_model_root": "video"}
 
 
 def test_the_card_shows_held_out_rewards_in_a_table_and_those_of_the_rollouts_as_a_curve(
@@ -92,9 +93,11 @@ def test_a_card_names_no_folder_and_no_address_of_the_machine(folder):
         "output_dir": "/secret/run",
         "remote_reward_url": "http://inside:8000",
         "reward_model": ["/home/me/r.py:score", "videoalign"],
+        "train_prompts": ["client/prompts.csv"],
+        "sde_type": "client/sde.py:mine",
     }
     card = model_card(recipe, read_run(folder), **FACTS)["README.md"]
-    for private in ("/home", "secret", "inside"):
+    for private in ("/home", "secret", "inside", "client"):
         assert private not in card
     assert "pretrained_model_root: video\n" in card
     assert "- r.py:score\n- videoalign\n" in card

@@ -180,6 +180,12 @@ def test_the_status_is_replaced_and_a_folder_that_is_gone_is_only_noted(tmp_path
     assert "status.json could not be written" in capfd.readouterr().err
 
 
+def test_links_that_wandb_makes_are_no_reason_not_to_resume(tmp_path):
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb" / "latest-run").symlink_to("run-1")
+    made(tmp_path, ALONE, resume_from_checkpoint="auto")
+
+
 PLACES = (*CONTENTS, "validation/step-000001", "tensorboard/events")
 
 

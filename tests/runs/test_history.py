@@ -1,10 +1,12 @@
 import json
+import math
 
 import numpy as np
 import pytest
 
-from sage_grpo.runs.history import RunError, column, read_run
-from tests.tools.fake_run import run_line, train_line, write_lines
+from sage_grpo.runs.case import Case
+from sage_grpo.runs.history import RunError, about, column, read_run
+from tests.tools.fake_run import make_run, read_lines, run_line, train_line, write_lines
 
 
 def train(step: int, reward: float | None) -> dict:
@@ -115,3 +117,28 @@ def test_a_run_without_lines_is_refused(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(RunError, match="holds no metrics yet"):
         read_run(tmp_path)
+
+
+def test_an_error_about_numbers_names_the_run(tmp_path):
+    for error in (ValueError("math domain error"), OverflowError("too large")):
+        with pytest.raises(RunError, match=f"{tmp_path} holds values .*{error}"), about(tmp_path):
+            raise error
+    with pytest.raises(RunError, match=r"^a sentence$"), about(tmp_path):
+        raise RunError("a sentence")
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml"])
+def test_no_link_of_a_run_is_read(tmp_path, name):
+    folder = make_run(tmp_path / "run", iterations=2, every=2, prompts=3)
+    (folder / name).rename(tmp_path / "secret")
+    (folder / name).symlink_to(tmp_path / "secret")
+    with pytest.raises(ValueError, match=f"{name} is a link"):
+        Case(read_run(folder))
+
+
+def test_a_schedule_of_unequal_lengths_is_measured_nowhere(tmp_path):
+    folder = make_run(tmp_path / "run", iterations=2, every=2, prompts=3)
+    lines = read_lines(folder)
+    lines[0]["schedule"]["equalizer"].pop()
+    write_lines(folder, lines)
+    assert math.isnan(Case(read_run(folder)).kl_pull)

@@ -109,3 +109,12 @@ def test_a_resumed_run_goes_on_under_its_name_at_wandb(tmp_path, monkeypatch):
         Tracker(tmp_path / folder, ["wandb"], {"eta": 0.5}, 0)
     first, resumed, other = (kwargs["id"] for kwargs in calls)
     assert first == resumed != other and all(kwargs["resume"] == "allow" for kwargs in calls)
+
+
+def test_the_name_at_wandb_is_not_written_through_a_link(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **kwargs: None))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "wandb_id").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="wandb_id is a link"):
+        Tracker(tmp_path / "run", ["wandb"], {}, 0)
+    assert not (tmp_path / "elsewhere").exists()

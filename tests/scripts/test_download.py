@@ -571,3 +571,22 @@ def test_a_mirror_cannot_have_a_file_outside_deleted(tmp_path, monkeypatch, caps
     assert verify.main(["x/y", str(tmp_path / "weights"), "--remove_wrong"]) == 1
     assert name in capsys.readouterr().err
     assert (tmp_path / "victim").read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    "listed",
+    [5, [5], ["x"], [{}], [{"rfilename": "a", "size": "1"}], [{"rfilename": "a", "lfs": "x"}]],
+)
+def test_a_listing_of_another_form_is_not_checked_and_says_so(
+    tmp_path, monkeypatch, capsys, listed
+):
+    monkeypatch.setattr(verify, "ask", lambda url: {"siblings": listed})
+    assert verify.main(["x/y", str(tmp_path)]) == 0
+    assert "NOT CHECKED" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(verify, "ask", lambda url: {"siblings": [{"rfilename": "x" * 300}]})
+    assert verify.main(["x/y", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("File name too long")

@@ -10,7 +10,7 @@ from sage_grpo.models.hunyuan15 import text
 from sage_grpo.parallel import device
 from sage_grpo.train.inputs import BUNDLED_PROMPTS
 from scripts import encode_prompts as script
-from tests.programs import flag_list
+from tests.programs import exit_code, flag_list
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def encode(tiny_folder, tmp_path, capsys):
         arguments = flag_list(flags)
         if files:
             arguments += ["--prompts", *map(str, files)]
-        status = script.main(arguments)
+        status = exit_code(script.main, arguments)
         printed = capsys.readouterr()
         return (status, printed.err) if status else printed.out
 

@@ -27,7 +27,8 @@ from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.runs import media
 from sage_grpo.train.build import build_trainer
 from scripts import export_checkpoint as script
-from tests.programs import flag_list
+from tests.hostile import sealed_again
+from tests.programs import exit_code, flag_list
 
 ROOT = Path(__file__).parents[2]
 PROMPT = "a red circle moving left"
@@ -88,7 +89,7 @@ def replaced(model, target, place, exported):
 
 def run(checkpoint, output, layout, *more):
     flags = {"checkpoint": checkpoint, "output": output, "layout": layout}
-    return script.main([*flag_list(flags), *map(str, more)])
+    return exit_code(script.main, [*flag_list(flags), *map(str, more)])
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
@@ -360,3 +361,37 @@ def test_an_existing_folder_with_the_name_of_a_draft_is_kept(tmp_path, capsys):
     assert (tmp_path / "out" / "config.json").read_text() == "{}"
     assert {path.name for path in tmp_path.iterdir()} == {"out", "out.tmp", "step-000001"}
     assert (tmp_path / "out.tmp" / "precious").read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"config": "x"}',
+        '{"config": 1e400}',
+        '{"config": []}',
+        '{"config": {}}',
+        '{"config": {"pretrained_model_root": 5}}',
+        '{"config": {"pretrained_model_root": "a\\nb"}}',
+    ],
+)
+def test_a_checkpoint_that_does_not_name_its_model_is_one_sentence(tmp_path, capsys, state):
+    checkpoint = hostile_checkpoint(tmp_path / "step-000001", tmp_path)
+    (checkpoint / "transformer").unlink()
+    (checkpoint / "trainer" / "state.json").write_text(state)
+    sealed_again(checkpoint)
+    assert run(checkpoint, tmp_path / "out", "diffusers") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(checkpoint / "trainer" / "state.json") in line
+    assert {path.name for path in tmp_path.iterdir()} == {"step-000001"}
+
+
+def test_an_output_that_cannot_be_a_folder_is_refused_first(tmp_path, capsys):
+    (tmp_path / "file").write_text("precious")
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    for output in ("file", "link", "file/out", "x" * 300):
+        assert run(tmp_path / "missing", tmp_path / output, "diffusers") == 2
+        assert "output" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "link"}

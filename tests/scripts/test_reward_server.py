@@ -23,6 +23,7 @@ from sage_grpo.environment import TOKEN_VARIABLE
 from sage_grpo.rewards.remote import pack
 from scripts import reward_server
 from scripts.reward_server import Limits
+from tests.programs import exit_code
 from tests.rewards.serving import TOKEN, Light, composite, remote_reward, serving
 
 ROOT = Path(__file__).parents[2]
@@ -307,27 +308,55 @@ def test_the_token_is_never_logged(caplog, capfd):
     assert TOKEN not in caplog.text + out + err
 
 
+def started(*words):
+    """The exit code of the program with these flags, which never get it to serve."""
+    return exit_code(reward_server.main, list(words))
+
+
 def test_it_does_not_start_without_a_token_or_weights(monkeypatch, capsys, tmp_path):
-    assert (
-        reward_server.main(["--reward", "videoalign", "--reward_path", str(tmp_path / "none")]) == 2
-    )
+    assert started("--reward", "videoalign", "--reward_path", str(tmp_path / "none")) == 2
     assert "does not exist" in capsys.readouterr().err
     monkeypatch.delenv(TOKEN_VARIABLE)
-    assert reward_server.main(["--reward", "shapes"]) == 2
+    assert started("--reward", "shapes") == 2
     assert f"{TOKEN_VARIABLE} is not set" in capsys.readouterr().err
     for name, sentence in {
         "remote": "served by another machine",
         "nothing": "choose one of videoalign",
     }.items():
         monkeypatch.setenv(TOKEN_VARIABLE, "x" * 32)
-        assert reward_server.main(["--reward", name]) == 2
+        assert started("--reward", name) == 2
         assert sentence in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flag", ["reward_fps", "reward_batch_size", "max_clips", "timeout"])
 def test_it_does_not_start_with_limits_that_let_nothing_through(flag, capsys):
-    assert reward_server.main(["--reward", "shapes", f"--{flag}", "0"]) == 2
+    assert started("--reward", "shapes", f"--{flag}", "0") == 2
     assert f"{flag} is 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flag, value",
+    [
+        ("port", "99999"),
+        ("port", "-1"),
+        ("device", "foo"),
+        ("device", "cuda:99"),
+        ("device", "cpu:x"),
+        ("host", "not a host"),
+        ("reward_fps", "inf"),
+        ("max_clips", "9" * 400),
+    ],
+)
+def test_it_does_not_start_where_it_cannot_serve(flag, value, capsys):
+    assert started("--reward", "shapes", f"--{flag}", value) == 2
+    assert flag in capsys.readouterr().err
+
+
+def test_it_does_not_start_at_a_port_in_use(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        assert started("--reward", "shapes", "--port", port) == 2
+    assert f"--port {port} cannot be listened on" in capsys.readouterr().err
 
 
 def test_the_program_serves_on_loopback():

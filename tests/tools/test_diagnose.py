@@ -93,3 +93,11 @@ def test_an_iteration_is_compared_with_its_plan(tmp_path, factor, device, fewer,
     assert bool(evidence) == expected
     if expected:
         assert f"{seconds:.3g} s" in evidence and f"{seconds / factor:.3g} s" in evidence
+
+
+def test_a_configuration_that_cannot_be_planned_is_diagnosed_all_the_same(tmp_path, capsys):
+    folder = restore(RECORDED["healthy-1"], tmp_path / "run")
+    write_lines(folder, [line | {"device": "NVIDIA H200"} for line in read_lines(folder)])
+    (folder / "config.yaml").write_text("batch_size: 2\nnum_generations: 4\n")
+    assert exit_code(main, [str(folder)]) in (0, 1)
+    assert "The reward rises." in capsys.readouterr().out

@@ -77,6 +77,13 @@ def test_the_end_names_the_checkpoint_and_the_next_command(make, flags):
     assert args.prompt == trainer.validation.requests[0].text and args.image is None
 
 
+def test_a_run_without_an_iteration_names_no_checkpoint(make):
+    trainer = make(max_steps=0)
+    trainer.train()
+    assert said(console.ending(trainer)) == {"checkpoint": "none, as max_steps is 0"}
+    assert not list(trainer.run.checkpoints.glob("*"))
+
+
 def test_the_next_command_names_image_and_version(
     make, i2v_folder, tiny_folder, pictures, tmp_path
 ):
@@ -87,6 +94,7 @@ def test_the_next_command_names_image_and_version(
     prompts.write_text(f"prompt,image\na red circle,{pictures[0]}\na green square,{pictures[1]}\n")
     files = dict.fromkeys(("train_prompts", "validation_prompts"), (str(prompts),))
     trainer = make(pretrained_model_root=str(folder), pretrained_transformer_version="i2v", **files)
+    (trainer.run.checkpoints / "step-000000").mkdir(parents=True)
     args = parse_arguments(shlex.split(said(console.ending(trainer))["next"])[2:])
     assert (args.model_path, args.pretrained_transformer_version, args.image) == (
         folder,

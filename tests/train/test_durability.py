@@ -296,7 +296,7 @@ def test_a_state_of_another_kind_is_refused_by_name(three, name, value):
     sealed_again(path)
     with pytest.raises(
         ConfigError,
-        match=f"cannot be read as a checkpoint of this version: TypeError: {name} in .* is",
+        match=f"cannot be read as a checkpoint of this version: Damaged: .*state.json has {name} ",
     ):
         load(three, path)
 

@@ -90,6 +90,7 @@ answer_early(__name__, parse_arguments)
 from transformers.utils.logging import disable_progress_bar
 
 from sage_grpo.files.json_files import write_json
+from sage_grpo.files.paths import check_folder, make_folder
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.runs.folder import RunFolder
 from sage_grpo.tools.doctor.checks import CHECKS
@@ -103,6 +104,8 @@ from sage_grpo.train.trainer import Trainer
 @answering("doctor: ")
 def main(arguments: Sequence[str] | None = None) -> int:
     options, config = parse_arguments(arguments)
+    if not options.short:
+        check_folder(options.output, "output")
     disable_progress_bar()  # from the text encoders
 
     machine_findings = examine_machine(machine_of(config, options.ranks, options.ranks_here))
@@ -113,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     with join_run(replace(config, sp_size=1, dp_replicate=1)) as alone:
         trainer = first_rank(config, alone, options.ranks)
-        options.output.mkdir(parents=True, exist_ok=True)
+        make_folder(options.output, "output")
         findings = [*describe(trainer, config), *examine(trainer, options)]
 
     path = options.output / "doctor.json"

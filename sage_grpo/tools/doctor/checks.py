@@ -8,10 +8,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from sage_grpo.algo.sde import build_schedule
 from sage_grpo.config.fields import Config
-from sage_grpo.models.sample import counter_noise, denoise, integrate
-from sage_grpo.plugins import resolved
+from sage_grpo.models.sample import counter_noise, denoise, integrate, schedule_of
 from sage_grpo.tools import audit
 from sage_grpo.tools.doctor.finding import Finding, indented, note, ok, wrong
 from sage_grpo.tools.doctor.update import check_update
@@ -231,7 +229,7 @@ def check_noise_free(trainer: Trainer) -> Iterator[Finding]:
     x = x.to(device)
 
     ode = integrate(trainer.backbone, sigmas.cpu(), x, cond, trainer.guidance)
-    schedule = build_schedule(resolved(c.sde_type), sigmas.cpu(), 0.0).to(device)
+    schedule = schedule_of(c.sde_type, sigmas.cpu(), 0.0).to(device)
     latents = denoise(trainer.backbone, schedule, x, cond, trainer.guidance, noise)
     difference = ((latents - ode).norm() / ode.norm()).item()
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from sage_grpo.algo.sde import SDES, Schedule, build_schedule, flow_sigmas
-from sage_grpo.plugins import resolved
+from sage_grpo.algo.sde import SDES, Schedule, flow_sigmas
+from sage_grpo.models.sample import schedule_of
 from sage_grpo.runs.media import contact_sheet, thumbnails
 from sage_grpo.tools.doctor.finding import Finding, ok, wrong
 from sage_grpo.tools.paired import aligned
@@ -127,7 +127,7 @@ class Comparison:
         if name == c.algorithm:
             return None
         sigmas = flow_sigmas(c.num_sampling_steps, c.timestep_shift)
-        schedule = build_schedule(resolved(name), sigmas, c.eta)
+        schedule = schedule_of(name, sigmas, c.eta)
         return schedule.window(self.trainer.windows.steps).to(self.trainer.ranks.device)
 
     def sample(self, name: str, schedule: Schedule | None) -> Results:

@@ -11,12 +11,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sage_grpo.config.fields import ConfigError
+from sage_grpo.files.foreign import check_regular, replace_text
 from sage_grpo.files.json_files import printable
 from sage_grpo.intervals import FEWEST
 from sage_grpo.runs.clips import Clip, pair_clips, read_validations
 from sage_grpo.runs.diagnosis import Finding, diagnose
 from sage_grpo.runs.hacking import divergence
-from sage_grpo.runs.history import RunError, RunHistory, as_float, column, read_run
+from sage_grpo.runs.history import (
+    RunHistory,
+    about,
+    as_float,
+    column,
+    read_run,
+    text_of,
+)
 from sage_grpo.tools.paired import (
     TOTAL,
     aligned,
@@ -29,46 +37,26 @@ from sage_grpo.tools.paired import (
 from sage_grpo.tools.report import figures
 from sage_grpo.tools.report.comparison import comparison
 from sage_grpo.tools.report.drawing import Panel
-from sage_grpo.tools.report.settings import DEFAULTS, config_of, differing, text_of
+from sage_grpo.tools.report.settings import DEFAULTS, config_of, differing
 from sage_grpo.tools.templating import render
 
 # what a report reads of a run folder
-READ = (
-    "command.txt",
-    "config.yaml",
-    "metrics.jsonl",
-    "report.html",
-    "status.json",
-    "validation",
-    "validation/*",
-    "validation/*/*",
-)
+READ = ("command.txt", "config.yaml", "metrics.jsonl", "status.json", "validation")
 
 
 def write_report(*folders: Path, output: Path | None = None) -> Path:
     """Write the page of a run, by default into its folder, or one that compares several; returns its path."""
+    # a page is shown to others: a link in a run folder from elsewhere could put any file of this machine into it
     for folder in folders:
-        check_links(folder)
-    runs = [read_run(folder) for folder in folders]
-    if len(runs) > 1:
-        text = comparison(runs)
-        default_output = Path("comparison.html")
-    else:
-        text = page(runs[0])
-        default_output = folders[0] / "report.html"
-    output = output or default_output
-    output.write_text(text, encoding="utf-8", errors="replace")
+        check_regular(folder, READ)
+    several = len(folders) > 1
+    with about(*folders):
+        runs = [read_run(folder) for folder in folders]
+        text = comparison(runs) if several else page(runs[0])
+    if output is None:
+        output = Path("comparison.html") if several else folders[0] / "report.html"
+    replace_text(output, text)
     return output
-
-
-def check_links(folder: Path) -> None:
-    """A page is shown to others: a link in a run folder from elsewhere could put any file of this machine into it."""
-    for pattern in READ:
-        for path in folder.glob(pattern):
-            if path.is_symlink():
-                raise RunError(
-                    f"{path} is a link, which a report does not follow; replace it by what it leads to"
-                )
 
 
 def print_summary(folder: Path) -> None:
@@ -105,10 +93,10 @@ def page(run: RunHistory) -> str:
         title=run.folder.resolve().name,
         findings=findings(run),
         tiles=tiles(run),
-        command=text_of(run, "command.txt"),
+        command=text_of(run.folder / "command.txt").strip(),
         facts=facts(run),
         changed_settings=changed_settings(run),
-        config=text_of(run, "config.yaml"),
+        config=text_of(run.folder / "config.yaml").strip(),
         tables=tables(result, perfect_scores(run)) if result else [],
         measures=[reward_section(run), holdout_section(run), gold_section(run, result)],
         rows=clip_rows(clips, total=True),

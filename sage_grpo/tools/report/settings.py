@@ -7,21 +7,16 @@ import yaml
 
 from sage_grpo.config.fields import Config
 from sage_grpo.config.yaml_files import yaml_mapping
-from sage_grpo.runs.history import RunHistory
+from sage_grpo.runs.history import RunHistory, text_of
 
 DEFAULTS = yaml.safe_load(Config().to_yaml())
 
 
-def text_of(run: RunHistory, name: str) -> str:
-    """A text file of a run folder; empty if it is missing."""
-    file = run.folder / name
-    return file.read_text("utf-8", "replace").strip() if file.is_file() else ""
-
-
 def config_of(run: RunHistory) -> dict[str, Any]:
     """The settings of a run; those that its version did not know yet are today's defaults."""
-    text = text_of(run, "config.yaml")
-    return DEFAULTS | yaml_mapping(text, "config.yaml") if text else {}
+    file = run.folder / "config.yaml"
+    text = text_of(file).strip()
+    return DEFAULTS | yaml_mapping(text, str(file)) if text else {}
 
 
 def differing(configs: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:

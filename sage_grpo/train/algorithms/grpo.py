@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from sage_grpo.algo.grpo import policy_loss
-from sage_grpo.algo.sde import Schedule, build_schedule, flow_sigmas
+from sage_grpo.algo.sde import Schedule, flow_sigmas
 from sage_grpo.models.backbone import Conditioning, Guidance
-from sage_grpo.plugins import resolved
+from sage_grpo.models.sample import schedule_of
 from sage_grpo.train.algorithms.base import Algorithm
 from sage_grpo.train.batches import MicroBatch
 from sage_grpo.train.rollout import Pairs, Path, Rollouts
@@ -53,7 +53,7 @@ class Grpo(Algorithm):
         """The transition tables of `sde_type`."""
         c = self.config
         sigmas = flow_sigmas(c.num_sampling_steps, c.timestep_shift)
-        return build_schedule(resolved(c.sde_type), sigmas, c.eta)
+        return schedule_of(c.sde_type, sigmas, c.eta)
 
     def trained_guidance(self, guidance: Guidance) -> Guidance:
         """The guided velocity is the policy: the gradient flows through both branches."""

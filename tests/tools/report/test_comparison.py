@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from sage_grpo.config.fields import Config
-from sage_grpo.runs.history import RunError
+from sage_grpo.files.foreign import Refused
 from sage_grpo.tools.report.__main__ import main
 from sage_grpo.tools.report.page import write_report
 from tests.programs import exit_code
@@ -153,5 +153,5 @@ def test_no_text_of_a_run_becomes_markup_and_no_link_is_followed(whole, copy, tm
     assert "<b>&lt;img src=x&gt;</b>" in text
     listing = run / "validation/step-000002/clips.json"
     listing.symlink_to(listing.rename(tmp_path / "elsewhere"))
-    with pytest.raises(RunError, match=f"{listing} is a link"):
+    with pytest.raises(Refused, match=f"{listing} is a link"):
         write_report(whole, run, output=tmp_path / "page.html")

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from sage_grpo.config.fields import Config, ConfigError
+from sage_grpo.files.foreign import Refused
 from sage_grpo.runs.history import RunError, read_run
 from sage_grpo.tools.report.page import page, write_report
 from tests.tools.fake_run import make_run, read_lines, run_line, train_line, write_lines
@@ -161,19 +162,21 @@ def test_a_page_follows_no_links(tmp_path):
                 "command.txt",
                 "config.yaml",
                 "metrics.jsonl",
-                "report.html",
                 "status.json",
             )
         ),
     ):
         kept = path.rename(inner) if path.exists() else secret
         path.symlink_to(kept)
-        with pytest.raises(RunError, match=rf"{path} is a link, which a report does not follow"):
+        with pytest.raises(Refused, match=rf"{path} is a link, which is not followed"):
             write_report(run)
         path.unlink()
         if kept == inner:
             inner.rename(path)
-    assert secret.read_text() == "a password" and write_report(run).is_file()
+    page = run / "report.html"
+    page.symlink_to(secret)  # is replaced
+    assert write_report(run) == page and not page.is_symlink()
+    assert secret.read_text() == "a password"
 
 
 def test_no_field_of_a_clip_or_the_configuration_is_markup(tmp_path):
