@@ -1,10 +1,14 @@
-"""Thousands of damaged folders: every one is read, or refused in one sentence, and none hangs.
+"""Thousands of damaged folders and replies: every one is read, or refused in one sentence, and nothing gets out.
 
     python -m tests.fuzz --cases 10000 --seed 1 --jobs 2
+    python -m tests.fuzz --cases 10000 --seed 1 --part 1/4      (every fourth case)
 
-A case damages one file of a good folder (a value, a tensor, some bytes, or the file itself) and hands the folder to the
-code that reads it. It follows from seed, kind and number alone: `--only KIND:NUMBER` repeats one, with its traceback.
-Exits with 1 if a case ended in anything but success or one sentence, or took more than LIMIT seconds of processor time.
+A case damages one file of a good folder (a value, a tensor, some bytes, or the file itself), plants a link in it, or
+changes what a server says, and hands it to the code that reads it. `fuzz_foreign.py` has what comes from others: there,
+files outside the folder must stay as they were, and their content must not show anywhere.
+
+A case follows from seed, kind and number alone: `--only KIND:NUMBER` repeats one, with its traceback. Exits with 1 if a
+case ended in anything but success or one sentence, or took more than LIMIT seconds of processor time.
 """
 
 import argparse
@@ -61,7 +65,7 @@ VALUES += [
     [1],
 ]
 VALUES += [[0], [None], [-1, 2, 3], [[[]]], ["x"] * 3, {}, {"a": 1}, {"": {"": []}}]
-ENDS = ("success", "refused", "traceback", "hang")
+ENDS = ("success", "refused", "traceback", "hang", "leak", "written")
 
 
 class Hang(BaseException):
@@ -239,6 +243,17 @@ def damage(folder, rng, names=()):
     return f"{chosen.__name__} of {path.relative_to(folder)}"
 
 
+def damage_replies(path, rng):
+    """What a server says: a value or two of it, or its bytes."""
+    if rng.random() < 0.1:
+        damage_bytes(path, rng)
+        return "damage_bytes of the replies"
+    count = rng.choice([1, 1, 1, 2, 3])
+    for _ in range(count):
+        damage_json(path, rng)
+    return f"{count} damaged values in the replies"
+
+
 def thin_out(path, rng):
     """Keep some of the metrics of a run: each of them is a figure, which takes a tenth of a second."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -253,15 +268,35 @@ def thin_out(path, rng):
 # what reads the folders
 
 
+# kinds whose good folder has another name
+GOOD = {"diagnose": "run", "readers": "run", "export": "checkpoint"}
+# kinds that come from others, for which canaries are watched
+FOREIGN = ("run", "diagnose", "readers", "export", "resumed", "prompts", "judge", "remote", "hub")
+REPLIES = ("judge", "remote", "hub")  # kinds that are what a server says
+# where links are planted, by kind: names of lists in fuzz_foreign.py
+PLANTS = {
+    "run": "IN_RUN",
+    "diagnose": "IN_RUN",
+    "readers": "IN_RUN",
+    "resumed": "IN_RUN",
+    "export": "IN_CHECKPOINT",
+}
+
+
 class Bench:
     """Good folders, made once per process, and the readers of each kind."""
 
     def __init__(self, home):
+        from tests import fuzz_foreign
         from tests.fuzz_folders import make_folders
 
+        self.foreign = fuzz_foreign
         self.home, self.good = home, home / "good"
+        self.canaries = fuzz_foreign.Canaries(home / "canaries")
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             self.trainer, self.backbone = make_folders(self.good)
+            fuzz_foreign.make_foreign_folders(self.good)
+        self.rng = random.Random()  # of the case
         self.kinds = {
             "model": self.read_model,
             "tencent": self.read_model,
@@ -270,20 +305,58 @@ class Bench:
             "adapter": self.read_adapter,
             "checkpoint": self.read_checkpoint,
             "run": self.read_run,
+            "diagnose": fuzz_foreign.read_diagnosis,
+            "readers": fuzz_foreign.read_elsewhere,
+            "export": lambda folder: fuzz_foreign.export(folder, self.rng),
+            "resumed": fuzz_foreign.resume,
+            "prompts": fuzz_foreign.read_prompts,
+            "judge": lambda folder: fuzz_foreign.ask_server(folder, self.rng, "judge"),
+            "remote": lambda folder: fuzz_foreign.ask_server(folder, self.rng, "remote"),
+            "hub": lambda folder: fuzz_foreign.verify(folder, self.rng, self.canaries),
         }
 
     def case(self, kind, number, seed):
         """How the case ended, and what it was."""
-        rng = random.Random(f"{seed} {kind} {number}")
-        folder = (
-            self.home / "case" / "checkpoints" / "step-000000"
-        )  # where a run has its checkpoints
-        shutil.rmtree(self.home / "case", ignore_errors=True)
-        shutil.copytree(self.good / kind, folder)
+        rng = self.rng = random.Random(f"{seed} {kind} {number}")
+        place = self.home / "case"
+        folder = place / "checkpoints" / "step-000000"  # where a run has its checkpoints
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(self.good / GOOD.get(kind, kind), folder)
         if kind == "run":
             thin_out(folder / "metrics.jsonl", rng)
+        did = self.damage(kind, folder)
+
+        end, said = ended(lambda: self.kinds[kind](folder))
+        if kind in FOREIGN and end in ("success", "refused"):
+            try:
+                self.canaries.check(said, place)
+            except self.foreign.Leak as leak:
+                return "leak", str(leak), did
+            except self.foreign.Written as written:
+                return "written", str(written), did
+        return end, said, did
+
+    def damage(self, kind, folder):
+        """Damage a folder, or plant in it what leads out; returns what was done."""
+        rng = self.rng
+        if kind == "prompts" and rng.random() < 0.5:
+            return self.foreign.misname_image(folder, rng, self.canaries)
+        if kind in REPLIES:
+            return damage_replies(folder / "replies.json", rng)
+        planted_names = PLANTS.get(kind)
+        if planted_names and rng.random() < 0.4:
+            names = getattr(self.foreign, planted_names)
+            root = folder / "run" if kind == "resumed" else folder
+            return self.foreign.plant(root, rng, self.canaries, names)
         did = damage(folder, rng)
-        return (*ended(lambda: self.kinds[kind](folder)), did)
+        if kind == "resumed" and rng.random() < 0.5:
+            from tests.hostile import sealed_again
+
+            for checkpoint in sorted((folder / "run" / "checkpoints").glob("step-??????")):
+                with contextlib.suppress(OSError):
+                    sealed_again(checkpoint)
+            did += ", sealed again"
+        return did
 
     def read_model(self, folder):
         import torch
@@ -390,8 +463,8 @@ def ended(call):
                 call()
             except (ValueError, FileNotFoundError) as error:
                 check_sentence(error)
-                return "refused", str(error)
-        return "success", ""
+                return "refused", f"{said.getvalue()}{error}"
+        return "success", said.getvalue()
     except Hang:
         return "hang", traceback.format_exc()
     except BaseException:
@@ -416,7 +489,10 @@ def settle():
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
 
+    from tests.fuzz_foreign import settle_foreign
+
     set_timers()
+    settle_foreign()
     torch.set_num_threads(1)
     diffusers_logging.set_verbosity(50)
     transformers_logging.set_verbosity(50)
@@ -468,20 +544,28 @@ def table(counts):
     return "\n".join("".join(cell.ljust(12) for cell in row).rstrip() for row in rows)
 
 
-SHARES = {
-    "model": 20,
-    "tencent": 12,
-    "videoalign": 8,
-    "clip": 4,
-    "adapter": 16,
+SHARES = {  # of 1000 cases; models take the longest
+    "model": 5,
+    "tencent": 5,
+    "videoalign": 20,
+    "clip": 10,
+    "adapter": 50,
     "checkpoint": 20,
-    "run": 20,
-}  # percent
+    "run": 10,
+    "diagnose": 200,
+    "readers": 100,
+    "export": 60,
+    "resumed": 40,
+    "prompts": 220,
+    "judge": 100,
+    "remote": 100,
+    "hub": 60,
+}
 
 
 def all_cases(count):
     return [
-        (kind, number) for kind, share in SHARES.items() for number in range(count * share // 100)
+        (kind, number) for kind, share in SHARES.items() for number in range(count * share // 1000)
     ]
 
 
@@ -490,6 +574,7 @@ def main(arguments=None):
     parser.add_argument("--cases", type=int, default=10000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--part", metavar="I/N", default="1/1", help="every Nth case, from the Ith")
     parser.add_argument(
         "--only", metavar="KIND:NUMBER", help="repeat one case and show how it ended"
     )
@@ -505,15 +590,24 @@ def main(arguments=None):
 
     cases, counts = all_cases(args.cases), Counter()
     random.Random(args.seed).shuffle(cases)
-    bar = tqdm(total=len(cases), unit="case")
+    part, parts = map(int, args.part.split("/"))
+    cases = cases[part - 1 :: parts]
+    bar = tqdm(total=len(cases), unit="case", mininterval=30)
 
     def count(share):
         for kind, number, end, said, did in outcomes(share, args.seed):
             counts[kind, end] += 1
             bar.update()
             if end in ENDS[2:]:
-                bar.write(f"{kind}:{number} {end}, {did}: {said.strip().splitlines()[-1]}")
+                last_line = (said.strip().splitlines() or [""])[-1]
+                bar.write(f"{kind}:{number} {end}, {did}: {last_line}")
 
+    def stop(*_):
+        """When told to stop: the table of what was done."""
+        print(table(counts), flush=True)
+        os._exit(143)
+
+    signal.signal(signal.SIGTERM, stop)
     with ThreadPoolExecutor(args.jobs) as pool:
         for job in [pool.submit(count, cases[job :: args.jobs]) for job in range(args.jobs)]:
             job.result()

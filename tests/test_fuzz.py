@@ -22,12 +22,16 @@ from sage_grpo.config.parse import ALIASES, from_values, parse
 from sage_grpo.config.rules import check
 from sage_grpo.config.values import base_type
 from sage_grpo.data.requests import read_requests
+from sage_grpo.environment import TOKEN_VARIABLE
 from sage_grpo.models.hunyuan15.folder import ModelFolder
+from sage_grpo.models.registry import BACKBONES
 from sage_grpo.rewards.client import RemoteError
 from sage_grpo.worlds.registry import world_of
 from scripts.reward_server import unpack
 from tests import fuzz as fuzz_module
+from tests import fuzz_foreign, smallest_run
 from tests.fuzz import SHARES, Bench, ended, set_timers
+from tests.rewards.serving import TOKEN
 
 
 def either(call, *arguments):
@@ -206,16 +210,25 @@ def test_files_of_a_model_folder(folder, name, data):
 def bench(tmp_path_factory):
     before = {number: signal.getsignal(number) for number in (signal.SIGPROF, signal.SIGALRM)}
     set_timers()
-    yield Bench(tmp_path_factory.mktemp("bench"))
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name, value in (*smallest_run.QUICK, *fuzz_foreign.QUICK):
+            patch.setattr(owner, name, value)
+        patch.setitem(BACKBONES, smallest_run.PIPELINE, smallest_run.TRIVIAL)
+        patch.setenv(TOKEN_VARIABLE, TOKEN)
+        yield Bench(tmp_path_factory.mktemp("bench"))
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+# the others take longer
+CASES = dict.fromkeys(("diagnose", "readers", "prompts", "judge", "remote", "hub", "adapter"), 20)
 
 
 @pytest.mark.parametrize("kind", SHARES)
 def test_damaged_folders(bench, kind):
     """The first cases of `python -m tests.fuzz`."""
     ends = Counter()
-    for number in range(4 if kind == "run" else SHARES[kind] // 4):
+    for number in range(CASES.get(kind, 4)):
         end, said, did = bench.case(kind, number, seed=0)
         assert end in ("success", "refused"), f"{kind}:{number}, {did}: {said}"
         ends[end] += 1
