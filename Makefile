@@ -45,7 +45,7 @@ golden: venv
 
 chaos: venv
 	rm -rf outputs/chaos
-	$(BIN)/python -m tests.chaos.chaos --faults 20 --seed 0 --output outputs/chaos
+	$(BIN)/python -m tests.chaos.chaos --seed 0 --output outputs/chaos
 
 lint: venv
 	$(BIN)/ruff check .

@@ -1,6 +1,7 @@
 """Breaks training runs at random moments, restarts them as an operator would, and checks that nothing was lost.
 
-    python -m tests.chaos.chaos --faults 20 --seed 0 --output outputs/chaos
+    python -m tests.chaos.chaos --seed 0 --output outputs/chaos
+    python -m tests.chaos.chaos --faults 6 --kinds litter link_planted --output outputs/chaos
 
 Each run is `post_train.py` on a miniature model under torchrun with two ranks, and gets up to five faults, all drawn
 from the seed: which of `faults.py`, when, on which rank. torchrun restarts ranks that die; once it has exited too, the
@@ -29,7 +30,7 @@ from sage_grpo.files import manifest
 from sage_grpo.runs.history import read_run
 from sage_grpo.train.checkpoint_folders import list_checkpoints
 from sage_grpo.train.guards import heard
-from tests.chaos.faults import KINDS, Chaos, Fault, Outcome
+from tests.chaos.faults import KINDS, Chaos, Fault, Outcome, canary_changes
 from tests.chaos.world import MoodyReward, Stuck, Training, own_disk, serving, write_model
 
 LAYOUTS = {
@@ -121,6 +122,7 @@ def train_unbroken(training: Training) -> tuple[float, float]:
 def differences(run: Path, reference: Path) -> list[str]:
     """Where a run differs from the unbroken one or is incomplete; empty if it is bit-identical."""
     wrong = [f"{path} is left" for path in (run / "checkpoints").glob("*.tmp")]
+    wrong += canary_changes(run)
     for path in list_checkpoints(run / "checkpoints"):
         try:
             manifest.check(path)
@@ -204,7 +206,7 @@ def read_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--faults", type=int, default=20)
+    parser.add_argument("--faults", type=int, default=len(KINDS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--ranks", type=int, default=2)

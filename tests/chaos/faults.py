@@ -1,5 +1,6 @@
 """The faults of `chaos.py`: what can happen to a run, when, how it recovers, and what must not happen."""
 
+import errno
 import random
 import re
 import resource
@@ -27,13 +28,42 @@ KINDS = {  # and the moments at which they occur
     "damage": ANY[1:],  # kill_all, then change, truncate or delete a file of the newest checkpoint
     "reward_raises": ("iteration",),
     "reward_hangs": ("iteration",),
+    "reward_nan": ("iteration",),
+    "pause_all": ANY[1:],  # all ranks stand still for a while, as on a suspended machine
+    "clock_jump": ("iteration",),  # the clock is wrong by days
+    "no_room": ("iteration",),  # metrics.jsonl cannot be written
+    "no_permission": ("iteration",),  # checkpoints cannot be written
+    "lock_deleted": ("iteration",),
+    "torn_line": ("iteration",),  # kill_all, then half a line at the end of metrics.jsonl
+    "link_planted": ANY[
+        1:
+    ],  # kill_all, then links to a folder of the user where checkpoints will be
+    "litter": ANY[1:],  # kill_all, then names like those of checkpoints, newer than all of them
+    "double_term": ANY[1:],  # a second SIGTERM, while the run saves because of the first
 }
+GOES_ON = (
+    "pause_all",
+    "clock_jump",
+    "no_room",
+    "no_permission",
+    "lock_deleted",
+)  # without a restart
 RELAUNCHES = 5  # after the last fault, before an operator would give up
 SMALL_FILE = 1 << 14  # bytes
 FREE = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
 SAVE_FAILED = r"step-\d+ could not be written"
 BUSY = "is in use by process"
 SLOW = {signal.SIGCONT: 0.1, signal.SIGSTOP: 0.4}  # seconds
+PAUSE = 3.0  # seconds; less than the run's collective_timeout
+IMPATIENCE = 1.5  # seconds between two signals; sooner, the second counts as an echo of the first
+DAY = 24 * 3600  # seconds
+DENIED = {
+    "no_room": (errno.ENOSPC, "metrics.jsonl"),
+    "no_permission": (errno.EACCES, "/checkpoints/"),
+}
+BUFFERED = "buffering metrics in memory"
+NEWEST_OF_ALL = "step-099999"  # a name that litter has
+PRECIOUS = "a file of the user\n"
 
 
 @dataclass(frozen=True)
@@ -91,7 +121,7 @@ class Chaos:
         training = self.training
         self.await_moment(fault)
         step, starts, pids = training.step, len(training.starts), self.all_ranks()
-        self.newest = training.checkpoints()[-1:]
+        self.newest, self.step = training.checkpoints()[-1:], step
         begun, clock, spoken = time.monotonic(), time.time(), len(training.said)
         wrong = self.strike(fault, pids)
         training.wait(
@@ -107,6 +137,8 @@ class Chaos:
         wrong = wrong or broken_promise(
             fault, step, state, newest, None if interrupted else said, flight
         )
+        if fault.kind in GOES_ON and not ended.startswith("went on"):
+            wrong = wrong or "the run did not go on"
         ended = f"{ended}{exit_codes(said)}; {state['state']}"
         return Outcome(
             training.folder.name, str(fault), ended, resumed, time.monotonic() - begun, wrong
@@ -164,8 +196,32 @@ class Chaos:
             case "damage":
                 training.kill_all()
                 damage(training.checkpoints()[-1], random.Random(fault.seed))
-            case "reward_raises" | "reward_hangs":
+            case "reward_raises" | "reward_hangs" | "reward_nan":
                 self.reward.turn(fault.kind.removeprefix("reward_"))
+            case "pause_all":
+                training.send(signal.SIGSTOP, *pids.values())
+                time.sleep(PAUSE)
+                training.send(signal.SIGCONT, *pids.values())
+            case "clock_jump":
+                training.clock.write_text(str(random.Random(fault.seed).choice((-9 * DAY, DAY))))
+            case "no_room" | "no_permission":
+                number, text = DENIED[fault.kind]
+                training.denied.write_text(f"{number} {text}")
+            case "lock_deleted":
+                (training.folder / "lock").unlink()
+            case "torn_line":
+                training.kill_all()
+                tear_line(training.folder / "metrics.jsonl")
+            case "link_planted":
+                training.kill_all()
+                plant_links(training)
+            case "litter":
+                training.kill_all()
+                litter(training.folder / "checkpoints")
+            case "double_term":
+                training.send(signal.SIGTERM, training.launcher.pid)
+                time.sleep(IMPATIENCE)
+                training.send(signal.SIGTERM, *pids.values())
         return ""
 
     def orphan(self, orphans: set[int], loading: bool) -> str:
@@ -237,9 +293,21 @@ class Chaos:
 
     def over(self, fault: Fault, pids: Mapping[int, int], said: str) -> bool:
         """Whether the ranks have exited, or continued without the missing resource."""
-        without = fault.kind == "full_disk" and re.search(SAVE_FAILED, said)
-        slowly = fault.kind == "slow_disk" and self.training.checkpoints()[-1:] != self.newest
-        return bool(without) or slowly or not self.left(pids.values())
+        training = self.training
+        match fault.kind:
+            case "full_disk" | "no_permission":
+                goes_on = re.search(SAVE_FAILED, said)
+            case "slow_disk":
+                goes_on = training.checkpoints()[-1:] != self.newest
+            case "no_room":
+                goes_on = BUFFERED in said
+            case "lock_deleted":
+                goes_on = (training.folder / "lock").exists()
+            case "pause_all" | "clock_jump":
+                goes_on = training.step > self.step
+            case _:
+                goes_on = False
+        return bool(goes_on) or not self.left(pids.values())
 
     def left(self, pids: Iterable[int]) -> set[int]:
         """Which of these ranks live."""
@@ -249,7 +317,8 @@ class Chaos:
         """Free the disk and let the reward respond again."""
         self.reward.turn("good")
         (self.training.folder / "filler").unlink(missing_ok=True)
-        self.training.slow.unlink(missing_ok=True)
+        for fault in (self.training.slow, self.training.clock, self.training.denied):
+            fault.unlink(missing_ok=True)
         for pid in self.left(pids.values()):
             resource.prlimit(pid, resource.RLIMIT_FSIZE, FREE)
 
@@ -263,8 +332,13 @@ class Chaos:
             )
             if self.left(pids.values()):
                 return f"went on ({'tmpfs' if self.disk else 'file limit'})"
-        if fault.kind == "slow_disk" and self.left(pids.values()):
-            return "went on"
+        if fault.kind in ("slow_disk", *GOES_ON) and self.left(pids.values()):
+            step = training.step
+            training.wait(
+                "the next iteration", lambda: training.step > step or not self.left(pids.values())
+            )
+            if self.left(pids.values()):
+                return "went on"
         training.wait(
             "new ranks",
             lambda: training.ended or set(training.pids().values()) - set(pids.values()),
@@ -307,6 +381,44 @@ def damage(checkpoint: Path, rng: random.Random) -> None:
         file.write_bytes(content if how == "change" else content[:place])
 
 
+def tear_line(metrics: Path) -> None:
+    """Add half of the last line again, as a writer leaves it that is killed while it writes."""
+    last = metrics.read_bytes().splitlines()[-1]
+    with metrics.open("ab") as file:
+        file.write(last[: len(last) // 2])
+
+
+def plant_links(training: Training) -> None:
+    """Put links to a folder of the user where the next checkpoints and their drafts will be."""
+    training.canary.mkdir(exist_ok=True)
+    (training.canary / "precious").write_text(PRECIOUS)
+    checkpoints = training.folder / "checkpoints"
+    checkpoints.mkdir(exist_ok=True)
+    newest = max(map(step_of, training.checkpoints()), default=0)
+    for step in range(newest + 1, newest + 4):
+        for name in (f"step-{step:06d}", f"step-{step:06d}.tmp"):
+            if not (checkpoints / name).exists():
+                (checkpoints / name).symlink_to(training.canary)
+
+
+def canary_changes(folder: Path) -> list[str]:
+    """What happened to the folder of the user that links in the run led to; empty if nothing."""
+    canary = folder.with_suffix(".canary")
+    if not canary.exists():
+        return []
+    found = {path.name: path.read_text() for path in canary.iterdir()}
+    return [] if found == {"precious": PRECIOUS} else [f"{canary} was changed: {sorted(found)}"]
+
+
+def litter(checkpoints: Path) -> None:
+    """Leave what looks like a newer checkpoint, a draft that is a file, and names that mean nothing."""
+    (checkpoints / NEWEST_OF_ALL).mkdir(parents=True)
+    (checkpoints / NEWEST_OF_ALL / "manifest.json").write_text("{}")
+    (checkpoints / "step-099998.tmp").write_text("not a folder")
+    (checkpoints / "step-x").mkdir(exist_ok=True)
+    (checkpoints.parent / "notes.txt").write_text("of the user\n")
+
+
 def exit_codes(said: str) -> str:
     """Exit codes of ranks as reported by torchrun."""
     codes = re.findall(r"exitcode: (-?\d+)\)", said)
@@ -336,4 +448,9 @@ def broken_promise(
         return f"a slow disk ended the run: {state['message']}"
     if fault.kind == "damage" and said is not None and "is damaged and left out" not in said:
         return "the damage was not noticed"
+    litter_named = f"{NEWEST_OF_ALL} is damaged and left out"
+    if fault.kind == "litter" and said is not None and litter_named not in said:
+        return "the litter was not noticed"
+    if fault.kind in GOES_ON and flight:
+        return f"the run ended: {state['message']}"
     return ""

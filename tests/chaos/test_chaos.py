@@ -134,6 +134,12 @@ def test_damage_of_every_sort_is_noticed(trained, tmp_path):
         ("two_starts", {"said": None}, ""),
         ("slow_disk", {"flight": 1}, "a slow disk ended the run"),
         ("slow_disk", {"flight": 0}, ""),
+        ("clock_jump", {"flight": 1}, "the run ended"),
+        ("pause_all", {"flight": 0}, ""),
+        ("reward_nan", {}, "did not stop for its reward"),
+        ("litter", {}, "the litter was not noticed"),
+        ("litter", {"said": "step-099999 is damaged and left out: x"}, ""),
+        ("double_term", {"state": "running", "newest": 0}, ""),
         ("kill_all", {"state": "running", "newest": 0, "flight": 0}, ""),
     ],
 )

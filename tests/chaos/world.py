@@ -18,6 +18,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from research.tiny.tiny import TinyConfig, build_tiny
 from sage_grpo.environment import TOKEN_VARIABLE
 from sage_grpo.models.backbone import Sampling
@@ -34,7 +36,7 @@ DISK = "640m"  # size of the tmpfs: four checkpoints and some headroom
 PROMPTS = ("a red circle moving left", "a green square moving right", "a red square moving right")
 ENVIRONMENT = {  # without the first, most restarts of ranks fail
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE",
-    "PYTHONPATH": f"{Path(__file__).parent / 'slow_disk'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+    "PYTHONPATH": f"{Path(__file__).parent / 'faulty_machine'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
 }  # fmt: skip
 
 T = TypeVar("T")
@@ -49,7 +51,11 @@ class Training:
 
     def __init__(self, folder: Path, flags: Sequence[str], ranks: int) -> None:
         self.folder, self.ranks = folder, ranks
-        self.slow = folder.with_suffix(".slow")  # while this file exists, the disk is slow
+        # while these files exist, the machine is faulty: see faulty_machine/sitecustomize.py
+        self.slow = folder.with_suffix(".slow")
+        self.clock = folder.with_suffix(".clock")
+        self.denied = folder.with_suffix(".denied")
+        self.canary = folder.with_suffix(".canary")  # a folder of the user that links may lead to
         self.launchers: dict[str, subprocess.Popen] = {}  # by mark
         self.output: list[str] = []
         launcher = [
@@ -75,7 +81,7 @@ class Training:
         self.launchers[self.mark] = subprocess.Popen(
             self.command,
             cwd=ROOT,
-            env=os.environ | ENVIRONMENT | {MARK: self.mark, "SAGE_CHAOS_SLOW": str(self.slow)},
+            env=os.environ | ENVIRONMENT | {MARK: self.mark, "SAGE_CHAOS": str(self.folder)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -218,7 +224,7 @@ def write_model(folder: Path) -> list[str]:
 
 
 class MoodyReward(ShapesReward):
-    """A reward that raises or hangs on demand."""
+    """A reward that raises, hangs or gives no numbers on demand."""
 
     def __init__(self) -> None:
         self.mood, self.released = "good", threading.Event()
@@ -228,7 +234,10 @@ class MoodyReward(ShapesReward):
             raise OSError("the reward was told to fail")
         if self.mood == "hangs":
             self.released.wait(PATIENCE)
-        return super().score(*batch)
+        scores = super().score(*batch)
+        if self.mood == "nan":
+            return {name: torch.full_like(values, torch.nan) for name, values in scores.items()}
+        return scores
 
     def turn(self, mood: str) -> None:
         self.mood = mood
