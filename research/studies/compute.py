@@ -53,8 +53,10 @@ def units(config: Config) -> float:
     model = str(ROOT / config.pretrained_model_root)
     plan = plan_of(replace(config, pretrained_model_root=model), 1)
     # Each pair of a clip and a step is in one update, however many a rollout has.
-    passes = plan.rollout_passes + plan.training_passes * (plan.anchor_fraction + TRAINED)
-    return passes * plan.micro_batch_size / config.batch_size + DECODED + REWARDED
+    sampled = plan.rollout_passes * plan.micro_batch_size
+    passes = plan.old_policy_passes + plan.training_passes * (plan.anchor_fraction + TRAINED)
+    trained = passes * config.trained_micro_batch
+    return (sampled + trained) / config.batch_size + DECODED + REWARDED
 
 
 def per_iteration(record: Record) -> float:

@@ -23,6 +23,10 @@ class Advantages:
     starved_groups: int  # groups with fewer than two finite rewards
     flat_groups: int  # groups whose finite rewards are all equal
 
+    def at(self, rows: Tensor) -> "Advantages":
+        """The advantages of these rows; the counts remain those of all rollouts."""
+        return replace(self, values=self.values[rows], trained=self.trained[rows])
+
 
 def group_advantages(
     rewards: Tensor,

@@ -123,6 +123,13 @@ class OptimizationFlags:
         maximum=MAX_VIDEOS,
     )
     num_generations: int = flag(4, "videos per prompt (group size)", minimum=2, maximum=MAX_VIDEOS)
+    train_clips: int | None = flag(
+        None,
+        "videos of each group to train, the best and the worst; the others are only sampled and scored",
+        minimum=2,
+        maximum=MAX_VIDEOS,
+        default_text="all",
+    )
     gradient_accumulation_steps: int = flag(1, "rollout batches per optimizer step", minimum=1)
     updates_per_rollout: int = flag(1, "optimizer steps per rollout batch", minimum=1)
     gpus: int | None = flag(
@@ -607,6 +614,32 @@ class Config(  # a dataclass lists the fields of its last base first
     @property
     def window_form(self) -> WindowForm:
         return parse_window(self.sde_window)
+
+    @property
+    def group_trained(self) -> int:
+        """Clips of each group that are trained."""
+        return self.num_generations if self.train_clips is None else self.train_clips
+
+    @property
+    def rank_trained(self) -> int:
+        """Clips that each rank trains in an iteration."""
+        return self.batch_size * self.group_trained // self.num_generations
+
+    @property
+    def rollout_micro_batch(self) -> int:
+        """Clips that are sampled together."""
+        return self.micro_batch_size or min(self.batch_size, self.num_generations)
+
+    @property
+    def trained_micro_batch(self) -> int:
+        """Clips that are trained together, all of one prompt, before `prompts_per_forward` joins prompts."""
+        return min(self.rollout_micro_batch, self.rank_trained, self.group_trained)
+
+    @property
+    def regroups(self) -> bool:
+        """Whether clips are trained beside other clips than those that they were sampled with."""
+        alone = self.rollout_micro_batch == self.prompts_per_forward == 1
+        return self.group_trained < self.num_generations and not alone
 
     @property
     def lags(self) -> bool:

@@ -92,6 +92,23 @@ def _groups_fit_the_ranks(c: Config, ranks: int) -> str | None:
     )
 
 
+def _trained_clips_fit_the_ranks(c: Config, ranks: int) -> str | None:
+    """Each rank trains equally many clips: of each of its groups, or its part of one."""
+    if c.group_trained > c.num_generations:
+        return (
+            f"train_clips is {c.train_clips}; a group has num_generations ({c.num_generations}) clips, "
+            "so it can be at most that"
+        )
+    ranks_per_group = max(1, c.num_generations // c.batch_size)
+    if c.group_trained % ranks_per_group:
+        return (
+            f"train_clips is {c.train_clips}; with batch_size {c.batch_size} a group of "
+            f"{c.num_generations} is spread over {ranks_per_group} ranks, which train equally many clips: "
+            f"take a multiple of {ranks_per_group}"
+        )
+    return None
+
+
 def _shards_run_equal_windows(c: Config, ranks: int) -> str | None:
     window = c.window_form
     moves = window.per_group and not window.is_whole
@@ -139,6 +156,12 @@ def _micro_batches_divide_a_prompt(c: Config, ranks: int) -> str | None:
     videos = min(c.batch_size, c.num_generations)
     if c.micro_batch_size and videos % c.micro_batch_size:
         return f"micro_batch_size is {c.micro_batch_size}; it must divide the {videos} videos of a prompt"
+    trained = min(c.rank_trained, c.group_trained)
+    if trained % c.trained_micro_batch:
+        return (
+            f"micro_batch_size is {c.micro_batch_size}; it must divide the {trained} videos of a prompt "
+            f"that train_clips ({c.train_clips}) leaves on a rank, or be larger"
+        )
     return None
 
 
@@ -213,6 +236,7 @@ RULES = (
     _remote_rewards_have_an_address,
     _hacking_is_measurable,
     _groups_fit_the_ranks,
+    _trained_clips_fit_the_ranks,
     _shards_run_equal_windows,
     _shards_run_equal_forwards,
     _groups_explore,

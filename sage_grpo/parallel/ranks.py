@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -88,6 +88,38 @@ class Ranks:
         total = values.to(self.device, copy=True)
         dist.all_reduce(total, group=self._dp)
         return total.to(values.device)
+
+    def take(self, rows: Sequence[Tensor], wanted: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Rows from a list that is spread over the data-parallel ranks, n on each, numbered in their order.
+
+        rows: this rank's n rows, of equal shape. wanted: for each rank, the numbers of the rows that it gets. A row
+        that is on this rank already is returned as it is; only the others travel. All ranks must call.
+        """
+        n = len(rows)
+        empty = torch.empty_like(rows[0], memory_format=torch.contiguous_format)
+        taken = []
+        transfers = []
+        for receiver, numbers in enumerate(wanted):
+            for number in numbers:
+                sender = number // n
+                if receiver == self.rank:
+                    row = rows[number % n] if sender == self.rank else empty.clone()
+                    taken.append(row)
+                if sender == receiver or self.rank not in (sender, receiver) or not rows[0].numel():
+                    continue
+                if sender == self.rank:
+                    row = rows[number % n].contiguous()
+                    transfers.append(self._transfer(dist.isend, row, receiver))
+                else:
+                    transfers.append(self._transfer(dist.irecv, taken[-1], sender))
+        if transfers:
+            for work in dist.batch_isend_irecv(transfers):
+                work.wait()
+        return taken
+
+    def _transfer(self, operation: Callable[..., Any], row: Tensor, other: int) -> dist.P2POp:
+        """A row to or from the data-parallel rank `other`."""
+        return dist.P2POp(operation, row, dist.get_global_rank(self._dp, other), self._dp)
 
     def texts(self, text: str) -> list[str]:
         """One text from every data-parallel rank."""

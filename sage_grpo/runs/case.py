@@ -33,6 +33,7 @@ class Case:
         c = self.config
         ranks = run.head.get("ranks") or 1
         self.clips_per_rollout = max(1, c.batch_size * ranks // c.sp_size)
+        self.trained_clips = max(1, c.rank_trained * ranks // c.sp_size)  # of a rollout
 
     @cached_property
     def failure(self) -> str:
@@ -183,7 +184,7 @@ class Case:
         kl_square = np.nansum(2 * kl * gradient_scale**2 * balancing, 1)
         trained = np.isfinite(kl)
         policy_square = np.where(trained, (equalizer * gradient_scale) ** 2, 0).sum(1)
-        clips = self.clips_per_rollout * c.gradient_accumulation_steps
+        clips = self.trained_clips * c.gradient_accumulation_steps
         pairs = clips * trained.sum(1) / c.updates_per_rollout
 
         weight = column(self.run.train, "kl/coef") * c.dual_kl_moving_weight

@@ -530,10 +530,13 @@ def clips_are_too_few(case: Case) -> str | None:
 
     clips = case.clips_per_rollout * c.gradient_accumulation_steps
     shape = f"{clips // c.num_generations} x {c.num_generations}"
+    chosen = ""
+    if c.group_trained < c.num_generations:
+        chosen = f", of which {c.group_trained} of each group are trained,"
     at_most = max(share, 2 * error, 1e-3)
     needed = clips * (1 - at_most) / at_most
     return (
-        f"{share:.0%} ± {error:.0%} of an update of {shape} clips is signal;"
+        f"{share:.0%} ± {error:.0%} of an update of {shape} clips{chosen} is signal;"
         f" it takes about {needed:.0f} clips or more to make it half"
     )
 

@@ -61,8 +61,12 @@ def plan_micro_batches(
         sampled[prompt_index] += group_size
 
     rank_clips = clips[rank * batch_size : (rank + 1) * batch_size]
-    size = micro_batch_size or min(batch_size, group_size)
-    return [tuple(rank_clips[start : start + size]) for start in range(0, len(rank_clips), size)]
+    return split_clips(rank_clips, micro_batch_size or min(batch_size, group_size))
+
+
+def split_clips(clips: Sequence[ClipId], size: int) -> list[MicroBatch]:
+    """Micro-batches of `size` consecutive clips."""
+    return [tuple(clips[start : start + size]) for start in range(0, len(clips), size)]
 
 
 def join_micro_batches(

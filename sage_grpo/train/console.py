@@ -30,6 +30,9 @@ def banner(trainer: Trainer) -> str:
     total = sum(p.numel() for p in trainer.backbone.transformer.parameters())
     machine = torch.cuda.get_device_name() if ranks.device.type == "cuda" else "CPU"
     num_prompts = c.gradient_accumulation_steps * c.batch_size * ranks.count // c.num_generations
+    chosen = ""
+    if c.group_trained < c.num_generations:
+        chosen = f", the best and worst {c.group_trained} trained"
     method = c.algorithm
     if trainer.algorithm.explores:
         method = f"{c.sde_type}, eta {c.eta:g}, window {c.sde_window}"
@@ -38,7 +41,7 @@ def banner(trainer: Trainer) -> str:
         "run": f"{trainer.run.path}, iteration {trainer.step} of {c.max_steps}",
         "model": f"{c.pretrained_model_root}: {trained:,} of {total:,} parameters are trained, {c.dtype}",
         "machine": f"{ranks.world} x {machine}: {ranks.count} data-parallel x {ranks.sp_size} sequence-parallel",
-        "update": f"{num_prompts} prompts x {c.num_generations} clips of {rollout_sampling(c)}; {method}",
+        "update": f"{num_prompts} prompts x {c.num_generations} clips of {rollout_sampling(c)}{chosen}; {method}",
         "reward": f"{trainer.reward} ({', '.join(trainer.reward.rewards)})",
         "checkpoint": f"after iteration {upcoming(trainer, c.save_interval)}",
     }

@@ -26,7 +26,7 @@ from sage_grpo.train.windows import Windows, num_trained
 
 @dataclass
 class Path:
-    """What a rollout keeps of a micro-batch, fp32."""
+    """What a rollout keeps of a micro-batch, fp32; W is 0 for awm and nft, which noise the clips they train later."""
 
     x: Tensor  # (B, W, ...) states before the steps of the window
     # (B, W, ...) what has the log-probability: the next states, or the targets to match
@@ -34,6 +34,33 @@ class Path:
     velocity: Tensor  # (B, W, ...) predicted by the policy that sampled
     log_prob: Tensor  # (B, W)
     latents: Tensor  # (B, ...) the clips
+
+    @classmethod
+    def of_latents(cls, latents: Tensor) -> "Path":
+        """Clips (B, ...) of which no step is kept."""
+        no_states = latents.unsqueeze(1)[:, :0]
+        return cls(
+            x=no_states,
+            outcome=no_states,
+            velocity=no_states,
+            log_prob=latents.new_zeros(len(latents), 0),
+            latents=latents,
+        )
+
+    def split(self, sizes: Sequence[int]) -> list["Path"]:
+        """Consecutive parts of so many clips."""
+        columns = [values.split(sizes) for values in vars(self).values()]
+        return [Path(*parts) for parts in zip(*columns, strict=True)]
+
+    def finite_rows(self) -> Tensor:
+        """(B,) bool: whether everything of a clip is finite."""
+        parts = [values.isfinite().flatten(1).all(1) for values in vars(self).values()]
+        return torch.stack(parts).all(0)
+
+    def clear(self, rows: Tensor) -> None:
+        """Set clips, (B,) bool, to zero: a non-finite one would turn other clips' gradients into NaN."""
+        for values in vars(self).values():
+            values[rows] = 0.0
 
 
 @dataclass
@@ -64,7 +91,7 @@ class Trajectory:
     velocity: Tensor  # (B, W, ...)
     log_prob: Tensor  # (B, W)
     latents: Tensor  # (B, ...)
-    is_finite: Tensor  # (B,) bool: whether all of the above is finite
+    is_finite: Tensor  # (B,) bool: whether all of the above is finite; else it is zero
     # (B, W, ...); None while the anchor is the policy that sampled
     anchor_velocity: Tensor | None = None
 
@@ -72,6 +99,10 @@ class Trajectory:
     def size(self) -> int:
         """Number of clips."""
         return len(self.micro_batch)
+
+    @property
+    def path(self) -> Path:
+        return Path(self.x, self.outcome, self.velocity, self.log_prob, self.latents)
 
     def pairs(self, places: Tensor, sigmas: Tensor) -> Pairs:
         """The pairs at these places (B,) of the windows, one per clip; `sigmas` (T+1,) are the sampler's levels."""
@@ -97,9 +128,10 @@ def at_places(values: Tensor, places: Tensor) -> Tensor:
 
 @dataclass
 class Rollouts(ABC):
-    """Samples the micro-batches of one iteration on one rank. An algorithm says by which path.
+    """Samples the micro-batches of one iteration on one rank, and prepares those that are trained.
 
-    With `same_init_noise` the clips of a group are identical up to their window, and the way there is computed once.
+    An algorithm says by which path, and what training needs of it. With `same_init_noise` the clips of a group are
+    identical up to their window, and the way there is computed once.
     """
 
     backbone: Backbone
@@ -117,26 +149,39 @@ class Rollouts(ABC):
     def sample(self, micro_batch: MicroBatch, cond: Conditioning, steps: Tensor) -> Path:
         """Sample clips whose windows have these `steps` (B, W)."""
 
+    @abstractmethod
+    def training_path(self, trajectory: Trajectory) -> Path:
+        """What training needs of clips that were sampled, computed by the policy that sampled them."""
+
     @torch.no_grad()
     def __call__(self, micro_batch: MicroBatch) -> Trajectory:
-        """Non-finite trajectories are zeroed and flagged: they must not turn other clips' gradients into NaN."""
-        device = self.schedule.sigmas.device
+        """Sample clips; non-finite ones are zeroed and flagged."""
         cond = self.conditioning([clip.prompt_index for clip in micro_batch])
-        steps, order = self.trained_places(micro_batch)
+        steps, _ = self.trained_places(micro_batch)
         path = self.sample(micro_batch, cond, steps)
+        is_finite = path.finite_rows()
+        path.clear(~is_finite)
+        return self.trajectory(micro_batch, path, is_finite)
 
-        tensors = vars(path)
-        finite_parts = [values.isfinite().flatten(1).all(1) for values in tensors.values()]
-        is_finite = torch.stack(finite_parts).all(0)
-        for values in tensors.values():
-            values[~is_finite] = 0.0
+    @torch.no_grad()
+    def to_train(self, trajectory: Trajectory) -> Trajectory:
+        """A sampled trajectory with all that training needs; clips of which that is not finite are flagged too."""
+        path = self.training_path(trajectory)
+        is_finite = trajectory.is_finite & path.finite_rows()
+        path.clear(~is_finite)
+        return self.trajectory(trajectory.micro_batch, path, is_finite)
+
+    def trajectory(self, micro_batch: MicroBatch, path: Path, is_finite: Tensor) -> Trajectory:
+        """The trajectory of clips whose path is known."""
+        device = self.schedule.sigmas.device
+        steps, order = self.trained_places(micro_batch)
         return Trajectory(
             micro_batch=micro_batch,
-            cond=cond,
+            cond=self.conditioning([clip.prompt_index for clip in micro_batch]),
             steps=steps.to(device),
             order=order.to(device),
             is_finite=is_finite,
-            **tensors,
+            **vars(path),
         )
 
     def trained_places(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:

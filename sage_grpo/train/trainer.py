@@ -1,7 +1,7 @@
 """Post-training, one loop for every size and every algorithm: prompts, rollout, score, advantage, update."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from sage_grpo.algo.grpo import Advantages, group_advantages, score_advantages
 from sage_grpo.algo.sde import Schedule
+from sage_grpo.algo.selection import extreme_rows
 from sage_grpo.config.fields import Config
 from sage_grpo.data.requests import Request
 from sage_grpo.models.backbone import Backbone, Guidance
@@ -24,16 +25,19 @@ from sage_grpo.runs.folder import RunFolder
 from sage_grpo.train.algorithms.base import Algorithm
 from sage_grpo.train.algorithms.grpo import ExploringRollouts
 from sage_grpo.train.batches import (
+    ClipId,
     MicroBatch,
     draw_prompts,
     join_micro_batches,
     plan_micro_batches,
+    split_clips,
 )
 from sage_grpo.train.clips import Gold, decoded, gold_columns
 from sage_grpo.train.export import Export
 from sage_grpo.train.guards import MAX_SKIPPED, Guards, TrainingError
 from sage_grpo.train.metrics import Stopwatch, UpdateStats, peak_memory, reward_record
-from sage_grpo.train.rollout import Trajectory
+from sage_grpo.train.rollout import Path as ClipPath
+from sage_grpo.train.rollout import Rollouts, Trajectory
 from sage_grpo.train.saving import Saves
 from sage_grpo.train.signals import HalfGradient, signals
 from sage_grpo.train.state import TrainState
@@ -147,12 +151,13 @@ class Trainer:
                     gold = self.measure_gold(batch, clips)
                 advantages = self.advantages(scores)
                 with watch.phase("anchor"):
+                    batch, trained = self.select(batch, advantages)
                     self.prepare_anchor(batch)
                 with watch.phase("update"):
-                    record = self.update(batch, advantages)
+                    record = self.update(batch, trained)
                 self.state.step += 1
 
-                record.update(reward_record(scores, advantages, self.config.num_generations))
+                record.update(reward_record(scores, trained, self.config.num_generations))
                 record.update(gold)
                 record.update(watch.record())
                 if self.is_logged(self.step):
@@ -224,6 +229,20 @@ class Trainer:
         c = self.config
         if micro_batches is None:
             micro_batches = self.micro_batches()
+        rollouts = self.rollouts_of(micro_batches, schedule)
+
+        batch = []
+        for clips in join_micro_batches(micro_batches, rollouts.conditions, c.prompts_per_forward):
+            self.safe_point(inside=True)
+            # nft samples with a policy that lags behind; otherwise `old` is empty, and the trained weights sample
+            with self.optimization.using(self.optimization.old), self.gathered():
+                batch.append(rollouts(clips))
+        return batch
+
+    def rollouts_of(
+        self, micro_batches: Sequence[MicroBatch], schedule: Schedule | None = None
+    ) -> Rollouts:
+        """What samples these micro-batches in this iteration, with their prompts encoded."""
         prompt_indices = list(
             dict.fromkeys(clip.prompt_index for clips in micro_batches for clip in clips)
         )
@@ -233,24 +252,16 @@ class Trainer:
             for index, cond in zip(prompt_indices, encoded, strict=True)
         }
         kind = self.algorithm.rollouts if schedule is None else ExploringRollouts
-        rollouts = kind(
+        return kind(
             backbone=self.backbone,
             schedule=schedule or self.schedule,
             windows=self.windows,
             guidance=self.guidance,
             shape=self.shape,
-            config=c,
+            config=self.config,
             iteration=self.step,
             conditions=conditions,
         )
-
-        batch = []
-        for clips in join_micro_batches(micro_batches, conditions, c.prompts_per_forward):
-            self.safe_point(inside=True)
-            # nft samples with a policy that lags behind; otherwise `old` is empty, and the trained weights sample
-            with self.optimization.using(self.optimization.old), self.gathered():
-                batch.append(rollouts(clips))
-        return batch
 
     def decode(self, batch: Sequence[Trajectory]) -> list[Tensor | None]:
         """uint8 clips (F, H, W, 3) on the CPU; None where the trajectory or the pixels are not finite."""
@@ -320,6 +331,68 @@ class Trainer:
                 scores.named, scores.weights, groups, c.advantage_std, c.adv_clip_max
             )
         return group_advantages(scores.total, groups, c.advantage_std, c.adv_clip_max)
+
+    def select(
+        self, batch: Sequence[Trajectory], advantages: Advantages
+    ) -> tuple[Sequence[Trajectory], Advantages]:
+        """The clips to train with all that training needs of them, and their advantages.
+
+        With `train_clips`, the best and the worst of each group, in equal numbers on every rank; else all.
+        """
+        c = self.config
+        rows = extreme_rows(
+            advantages.values, advantages.trained, c.num_generations, c.group_trained
+        )
+        if len(rows) < len(advantages.values):
+            batch = self.regroup(batch, rows)
+        return self.to_train(batch), advantages.at(rows)
+
+    def regroup(self, batch: Sequence[Trajectory], rows: Tensor) -> list[Trajectory]:
+        """New trajectories of the clips in these `rows` of the full batch; each rank gets an equal number of rows.
+
+        If groups are spread over ranks, clips move to ranks that have fewer of the rows.
+        """
+        c = self.config
+        clips = [clip for trajectory in batch for clip in trajectory.micro_batch]
+        all_clips = self.ranks.gather(torch.tensor(clips))
+        wanted = rows.view(self.ranks.count, -1).tolist()
+
+        def moved(part: Callable[[Trajectory], Tensor]) -> Tensor:
+            rank_rows = [row for trajectory in batch for row in part(trajectory)]
+            return torch.stack(self.ranks.take(rank_rows, wanted))
+
+        path = ClipPath(
+            x=moved(lambda trajectory: trajectory.x),
+            outcome=moved(lambda trajectory: trajectory.outcome),
+            velocity=moved(lambda trajectory: trajectory.velocity),
+            log_prob=moved(lambda trajectory: trajectory.log_prob),
+            latents=moved(lambda trajectory: trajectory.latents),
+        )
+        is_finite = moved(lambda trajectory: trajectory.is_finite.float()).bool()
+
+        chosen = [ClipId(*all_clips[row].tolist()) for row in wanted[self.ranks.rank]]
+        micro_batches = split_clips(chosen, c.trained_micro_batch)
+        rollouts = self.rollouts_of(micro_batches)
+        joined = join_micro_batches(micro_batches, rollouts.conditions, c.prompts_per_forward)
+        sizes = [len(micro_batch) for micro_batch in joined]
+        return [
+            rollouts.trajectory(micro_batch, part, finite)
+            for micro_batch, part, finite in zip(
+                joined, path.split(sizes), is_finite.split(sizes), strict=True
+            )
+        ]
+
+    def to_train(self, batch: Sequence[Trajectory]) -> list[Trajectory]:
+        """These trajectories with all that training needs, computed by the policy that sampled them."""
+        if self.algorithm.explores and not self.config.regroups:
+            return list(batch)  # the rollout has kept everything
+        rollouts = self.rollouts_of([trajectory.micro_batch for trajectory in batch])
+        prepared = []
+        for trajectory in batch:
+            self.safe_point(inside=True)
+            with self.optimization.using(self.optimization.old), self.gathered():
+                prepared.append(rollouts.to_train(trajectory))
+        return prepared
 
     def prepare_anchor(self, batch: Sequence[Trajectory]) -> None:
         """Store the anchor's velocities along the rollout; while it equals the policy, the rollout's are used."""
@@ -418,7 +491,12 @@ class Trainer:
         first = self.ranks.rank * num_rows
         rank_values = advantages.values[first : first + num_rows]
         rank_values = rank_values.to(self.ranks.device, torch.float32)
-        return rank_values.split([trajectory.size for trajectory in batch])
+        shares = rank_values.split([trajectory.size for trajectory in batch])
+        # what was noised after the reward may be not finite, although the clip is
+        return [
+            share.where(trajectory.is_finite, 0.0)
+            for trajectory, share in zip(batch, shares, strict=True)
+        ]
 
     def no_stats(self) -> UpdateStats:
         return UpdateStats(self.schedule.num_steps, self.ranks.device)

@@ -62,6 +62,13 @@ def test_flags_that_contradict_each_other_are_refused(values, words):
         ({"batch_size": 2, "num_generations": 4}, 1, "nearest batch_size is 4 or 8"),
         ({"batch_size": 3, "num_generations": 4}, 2, "nearest batch_size is 2 or 4"),
         ({"batch_size": 2, "sp_size": 2}, 2, "batch_size is 2 on 1 data-parallel rank"),
+        ({"batch_size": 4, "train_clips": 5}, 1, "train_clips is 5; .* at most that"),
+        ({"batch_size": 2, "train_clips": 3}, 2, "train_clips is 3; .* a multiple of 2"),
+        (
+            {"batch_size": 8, "num_generations": 8, "train_clips": 6, "micro_batch_size": 4},
+            1,
+            "micro_batch_size is 4; it must divide the 6 videos",
+        ),
     ],
 )
 def test_batches_with_parts_of_groups_are_refused(values, ranks, words):

@@ -210,6 +210,18 @@ def test_the_kl_is_measured_against_advantages_of_their_size(replay):
     assert "one step dominates" not in names(folder)
 
 
+def test_only_clips_that_are_trained_count_in_an_update(replay):
+    """The KL's pull grows with the square root of the pairs: a quarter of the clips, half of the pull."""
+    folder = replay("equalizer off")
+    case = Case(read_run(folder))
+    train_clips = case.config.num_generations // 4
+    config = folder / "config.yaml"
+    config.write_text(f"{config.read_text()}\ntrain_clips: {train_clips}\n")
+    chosen = Case(read_run(folder))
+    assert chosen.clips_per_rollout == case.clips_per_rollout == 4 * chosen.trained_clips
+    assert chosen.kl_pull == pytest.approx(case.kl_pull / 2)
+
+
 def test_training_prints_the_first_finding_when_it_changes(replay, capsys):
     folder = replay("learning rate x 50")
     run = RunFolder(

@@ -31,8 +31,9 @@ def next_gradients(trainer):
     trainer.optimizer_step = optimizer_step
     batch = trainer.roll_out()
     advantages = trainer.advantages(trainer.score(batch, trainer.decode(batch)))
+    batch, trained = trainer.select(batch, advantages)
     trainer.prepare_anchor(batch)
-    record = trainer.update(batch, advantages)
+    record = trainer.update(batch, trained)
     return found, record, advantages.values
 
 

@@ -90,7 +90,7 @@ def test_runs_learn_with_an_exact_first_ratio_and_resume_to_the_bit(make, tmp_pa
 
 def test_clips_are_those_of_the_ode_and_states_lie_on_the_way_to_noise(make):
     trainer = make(algorithm="awm", guidance_scale=2.0)
-    (batch, *_) = trainer.roll_out()
+    (batch, *_) = trainer.to_train(trainer.roll_out())
     explored = make(
         sde_window="random:1", same_init_noise=False, guidance_scale=2.0, overwrite=True
     )
@@ -117,8 +117,8 @@ def test_only_the_levels_that_are_trained_are_kept(make):
         "num_sampling_steps": 4,
         "enable_timestep_permutation": True,
     }
-    whole = make(**flags, timestep_fraction=1.0).roll_out()[0]
-    half = make(**flags, timestep_fraction=0.5, overwrite=True).roll_out()[0]
+    trainers = [make(**flags, timestep_fraction=share, overwrite=True) for share in (1.0, 0.5)]
+    whole, half = (trainer.to_train(trainer.roll_out())[0] for trainer in trainers)
     assert (
         half.order.tolist() == [[0, 1]] * len(half.order)
         and len(set(map(tuple, whole.steps.tolist()))) > 1
@@ -133,7 +133,7 @@ def test_only_the_levels_that_are_trained_are_kept(make):
 def test_an_anchor_that_equals_the_policy_is_not_the_old_policy(make):
     for name, measured in (("nft", True), ("awm", False)):
         trainer = make(algorithm=name, kl_weight=0.1, overwrite=True)
-        batch = trainer.roll_out()
+        batch = trainer.to_train(trainer.roll_out())
         assert trainer.anchor.age == 0
         trainer.prepare_anchor(batch)
         assert all((trajectory.anchor_velocity is not None) == measured for trajectory in batch)

@@ -10,11 +10,21 @@ from sage_grpo.train.build import build_trainer
 from tests.recorded_graphs import record_graphs
 
 LORA = {"use_lora": True}
+EXTREMES = {"batch_size": 8, "num_generations": 4, "train_clips": 2}
 CHEAP = {"sde_window": "random:1", "same_init_noise": True, "tail_steps": 2}
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, LORA, CHEAP, {"algorithm": "nft"}, {"enable_gradient_checkpointing": True}]
+    "changes",
+    [
+        {},
+        LORA,
+        CHEAP,
+        {"algorithm": "nft"},
+        {"enable_gradient_checkpointing": True},
+        CHEAP | EXTREMES,
+        {"algorithm": "nft"} | EXTREMES,
+    ],
 )
 def test_a_run_is_the_same_to_the_bit(make, monkeypatch, changes):
     found = []

@@ -100,7 +100,7 @@ def prepared(make):
             kl_schedule="fixed", kl_weight=flags.pop("kl_weight", 0.5), clip_range=1e-3, **flags
         )
         schedule = trainer.schedule
-        batch = trainer.roll_out()
+        batch = trainer.to_train(trainer.roll_out())
         rewards = torch.tensor([0.1, 0.9, -2.0, 0.3], dtype=torch.float64)
 
         def move(size, seed):

@@ -39,18 +39,23 @@ def check_batch(trainer: Trainer) -> Iterator[Finding]:
     clips_per_micro_batch = len(micro_batches[0])
     clips = c.batch_size * ranks
     trained_steps = num_trained(trainer.windows.size, c.timestep_fraction)
-    pairs = c.gradient_accumulation_steps * clips * trained_steps // c.updates_per_rollout
+    trained_clips = c.rank_trained * ranks
+    pairs = c.gradient_accumulation_steps * trained_clips * trained_steps // c.updates_per_rollout
+    chosen = ""
+    if trained_clips < clips:
+        chosen = f"the best and worst {c.group_trained} of each group are trained: {trained_clips} clips; "
     yield ok(
         "batch",
         f"{clips} clips per iteration: {clips // c.num_generations} prompt(s) x groups of "
         f"{c.num_generations}, {ranks} rank(s) x {len(micro_batches)} micro-batch(es) x "
-        f"{clips_per_micro_batch} clip(s); {trained_steps} of {c.num_sampling_steps} denoising "
+        f"{clips_per_micro_batch} clip(s); {chosen}{trained_steps} of {c.num_sampling_steps} denoising "
         f"steps are trained, {pairs} (clip, step) pairs in each optimizer step",
         numbers={
             "videos": clips,
             "ranks": ranks,
             "micro_batches": len(micro_batches),
             "clips": clips_per_micro_batch,
+            "trained_clips": trained_clips,
             "trained": trained_steps,
             "pairs": pairs,
         },

@@ -24,7 +24,8 @@ def check_update(trainer: Trainer) -> Iterator[Finding]:
     c = trainer.config
     # The old policy of a resumed run lags behind; the first ratio is 1 only if the trained policy samples.
     trainer.optimization.old = {}
-    (trajectory,) = trainer.roll_out(trainer.micro_batches()[:1])
+    (sampled,) = trainer.roll_out(trainer.micro_batches()[:1])
+    (trajectory,) = trainer.to_train([trained_part(trainer, sampled)])
     num_clips = trajectory.size
     lost = int((~trajectory.is_finite).sum())
     if lost:
@@ -58,6 +59,14 @@ def check_update(trainer: Trainer) -> Iterator[Finding]:
     trainer.optimization.zero_grad()
     if trainer.algorithm.explores:
         yield balance_finding(trainer, objective, trajectory, advantages)
+
+
+def trained_part(trainer: Trainer, sampled: Trajectory) -> Trajectory:
+    """As many clips of a sampled micro-batch as are trained together; there is no reward here to choose by."""
+    size = trainer.config.trained_micro_batch
+    clips = sampled.micro_batch[:size]
+    path, *_ = sampled.path.split([size, sampled.size - size])
+    return trainer.rollouts_of([clips]).trajectory(clips, path, sampled.is_finite[:size])
 
 
 def ratio_finding(num_pairs: int, deviation: float) -> Finding:

@@ -109,7 +109,9 @@ def averages(plan: Plan) -> dict[str, float]:
 def activations(plan: Plan) -> dict[str, float]:
     """Each guidance branch keeps every block's input, or more; one block at a time is active."""
     c, r = plan.config, plan.rates
-    tokens = plan.tokens * plan.micro_batch_size / c.sp_size
+    sampled_tokens = plan.tokens * plan.micro_batch_size / c.sp_size
+    sampled_unit = sampled_tokens * plan.model.width * BYTES[c.dtype]
+    tokens = plan.tokens * c.trained_micro_batch / c.sp_size
     unit = tokens * plan.model.width * BYTES[c.dtype]
     exchange = r.exchange_activations if c.sp_size > 1 else 0.0
 
@@ -122,22 +124,41 @@ def activations(plan: Plan) -> dict[str, float]:
         plan.recomputed * recomputed_block + (1 - plan.recomputed) * saved_block
     )
 
-    forward = unit * (plan.by_mode(r.forward_activations) + exchange)
+    per_unit = plan.by_mode(r.forward_activations) + exchange
     training = unit * (plan.by_mode(r.training_activations) + exchange)
-    return at(0.0, rollout=forward, anchor=forward, update=plan.trained_branches * graph + training)
+    return at(
+        0.0,
+        rollout=sampled_unit * per_unit,
+        anchor=unit * per_unit,
+        update=plan.trained_branches * graph + training,
+    )
 
 
 def trajectories(plan: Plan) -> dict[str, float]:
-    """Latents of the rollout, kept until the update."""
-    anchored = int(plan.config.trust_region.anchor is not None)
+    """Latents of all clips until the reward, and of the trained ones until the update; both while they are chosen."""
+    c = plan.config
+    anchored = int(c.trust_region.anchor is not None)
     if plan.algorithm.explores:
         # W steps: W + 1 states and the final latents; a velocity of the policy and of the anchor at each step
-        per_clip = (2 + anchored) * plan.windows.size + 2
+        sampled_clip = 2 * plan.windows.size + 2
+        trained_clip = sampled_clip + anchored * plan.windows.size
     else:
         # a state, a target and the same velocities at each trained step; the final latents
-        per_clip = (3 + anchored) * plan.trained_steps + 1
+        sampled_clip = 1
+        trained_clip = (3 + anchored) * plan.trained_steps + 1
     latent = plan.latents * plan.model.channels * LATENT_BYTES
-    return at(per_clip * latent * plan.config.batch_size)
+    trained = trained_clip * latent * plan.trained_clips
+    if plan.trained_clips == c.batch_size:
+        return at(trained)
+    sampled = sampled_clip * latent * c.batch_size
+    return at(
+        0.0,
+        rollout=sampled,
+        decode=sampled,
+        reward=sampled,
+        anchor=sampled + trained,
+        update=trained,
+    )
 
 
 def vae(plan: Plan) -> dict[str, float]:

@@ -47,8 +47,9 @@ class Plan:
         # Layout
         self.clips = c.batch_size * self.gpus // c.sp_size  # per iteration, over all ranks
         self.shards = self.gpus // c.dp_replicate if c.enable_fsdp else 1
-        self.micro_batch_size = c.micro_batch_size or min(c.batch_size, c.num_generations)
+        self.micro_batch_size = c.rollout_micro_batch
         self.micro_batches = c.batch_size // self.micro_batch_size  # per rank and iteration
+        self.trained_clips = c.rank_trained  # per rank and iteration
 
         # One clip
         self.latents = self.model.video_tokens(c.num_frames, c.height, c.width)  # positions
@@ -64,8 +65,14 @@ class Plan:
         self.branches = 1 if math.isclose(c.guidance_scale, 1.0) else 2
         self.trained_branches = self.branches if self.algorithm.explores else 1
 
-        # Passes of a micro-batch per iteration and rank. The anchor, if it runs, has as many forwards as the update.
-        self.training_passes = self.micro_batches * self.trained_branches * self.trained_steps
+        # Passes of a trained micro-batch per iteration and rank; the anchor, if it runs, has as many forwards
+        trained_micro_batches = self.trained_clips // c.trained_micro_batch
+        self.training_passes = trained_micro_batches * self.trained_branches * self.trained_steps
+        # Its clips, as a share of those in a micro-batch of the rollout
+        self.trained_share = c.trained_micro_batch / self.micro_batch_size
+        # Forwards of the policy that sampled: awm and nft noise the clips they train, grpo regroups them
+        runs_old_policy = c.regroups or not self.algorithm.explores
+        self.old_policy_passes = self.training_passes if runs_old_policy else 0
         self.recomputed = c.checkpointing_fraction if c.enable_gradient_checkpointing else 0.0
         self.rollout_gathers = self.micro_batches if c.gather_for_rollout else self.rollout_passes
 
@@ -97,9 +104,8 @@ class Plan:
         """Forwards of a micro-batch per iteration and rank."""
         c = self.config
         if not self.algorithm.explores:
-            # The ODE with guidance, then the old policy without it at the trained states.
             steps = min(c.tail_steps or c.num_sampling_steps, c.num_sampling_steps)
-            return self.micro_batches * (self.branches * steps + self.trained_steps)
+            return self.micro_batches * self.branches * steps
 
         before, after = self.ode_steps
         inside_and_after = self.micro_batches * (self.windows.size + after)

@@ -78,6 +78,8 @@ def setting_lines(plan: Plan) -> list[str]:
         f"sequence-parallel, weights in {plan.shards} shard(s); "
         f"{plan.clips} clips of {prompts} prompt(s) per iteration"
     )
+    if c.group_trained < c.num_generations:
+        layout += f", of which the best and worst {c.group_trained} of each {c.num_generations} are trained"
     return [model, clip, layout]
 
 

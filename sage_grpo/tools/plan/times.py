@@ -26,13 +26,14 @@ def forward_parts(plan: Plan) -> ForwardParts:
     )
 
 
-def forward_time(plan: Plan) -> float:
-    """Seconds for the forward of a micro-batch on one rank, without waiting for others."""
-    return sum(forward_parts(plan)) * plan.micro_batch_size / plan.config.sp_size
+def forward_time(plan: Plan, clips: int | None = None) -> float:
+    """Seconds for the forward of `clips`, by default a micro-batch of the rollout, without waiting for other ranks."""
+    clips = plan.micro_batch_size if clips is None else clips
+    return sum(forward_parts(plan)) * clips / plan.config.sp_size
 
 
 def backward_time(plan: Plan) -> float:
-    """Seconds for the backward of a micro-batch on one rank, with recomputation, without waiting for others."""
+    """Seconds for the backward of a trained micro-batch, with recomputation, without waiting for other ranks."""
     c, r = plan.config, plan.rates
     forward = forward_parts(plan)
     recomputed_attention = 0.0 if c.keep_attention else forward.attention
@@ -45,7 +46,7 @@ def backward_time(plan: Plan) -> float:
     rest = plan.tokens * plan.model.layers * plan.by_mode(r.rest_backward)
 
     seconds = attention + recomputation + (linear + rest)
-    return seconds * plan.micro_batch_size / c.sp_size
+    return seconds * c.trained_micro_batch / c.sp_size
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Traffic:
     """What one GPU receives, in bytes or in seconds."""
 
     gather: float  # all weights, for one pass of a sharded model
-    exchange: float  # tokens of one forward, between sequence-parallel ranks
+    exchange: float  # tokens of one forward in the rollout, between sequence-parallel ranks
     reduce: float  # gradients of one reduction, within a group of shards
     replicas: float  # gradients of one reduction, between replicas
 
@@ -99,20 +100,25 @@ def times(plan: Plan, overlap: bool = True) -> dict[str, float]:
     """
     c, r = plan.config, plan.rates
     wait = waits(plan)
-    forward = forward_time(plan) * r.trainer_overhead.forward
+    sampling = forward_time(plan) * r.trainer_overhead.forward
+    forward = forward_time(plan, c.trained_micro_batch) * r.trainer_overhead.forward
     backward = backward_time(plan) * r.trainer_overhead.backward
 
     # Seconds of computation that can hide communication
     overlaps = overlap and c.enable_fsdp
+    hidden_by_sampling = sampling if overlaps else 0.0
     hidden_by_forward = forward if overlaps else 0.0
     hidden_by_backward = backward if overlaps else 0.0
+    sampling_gather = max(0.0, wait.gather - hidden_by_sampling)
     forward_gather = max(0.0, wait.gather - hidden_by_forward)
     backward_gather = max(0.0, wait.gather - hidden_by_backward)
     left_for_reduction = max(0.0, hidden_by_backward - wait.gather)
     reduction = max(0.0, wait.reduce + wait.replicas - left_for_reduction)
 
-    forward += wait.exchange
-    backward_exchange = (1 + plan.recomputed) * wait.exchange
+    sampling += wait.exchange
+    trained_exchange = plan.trained_share * wait.exchange
+    forward += trained_exchange
+    backward_exchange = (1 + plan.recomputed) * trained_exchange
     trained_here = plan.trained.total / plan.shards
 
     passes = plan.training_passes
@@ -125,11 +131,13 @@ def times(plan: Plan, overlap: bool = True) -> dict[str, float]:
         # Parameters move to the host, the anchor comes in, and the parameters come back.
         anchor += trained_here * (2 * BYTES[c.master_weight_type] + BYTES[c.dtype]) / r.host
 
+    old_policy = plan.old_policy_passes * (forward + forward_gather)
+
     return {
-        "rollout": plan.rollout_passes * forward + plan.rollout_gathers * forward_gather,
+        "rollout": plan.rollout_passes * sampling + plan.rollout_gathers * sampling_gather,
         "decode": math.ceil(c.batch_size / c.sp_size) * plan.decode_seconds,
         "reward": c.batch_size * sum(reward.seconds for reward in plan.rewards),
-        "anchor": plan.anchor_fraction * anchor,
+        "anchor": old_policy + plan.anchor_fraction * anchor,
         "update": update,
     }
 
@@ -164,8 +172,10 @@ def volumes(plan: Plan) -> dict[str, float]:
     """Bytes into one GPU per iteration."""
     volume = traffic(plan)
     passes = plan.training_passes
-    gathers = plan.rollout_gathers + passes * (2 + plan.anchor_fraction)
-    exchanges = plan.rollout_passes + passes * (2 + plan.recomputed + plan.anchor_fraction)
+    references = plan.old_policy_passes + passes * plan.anchor_fraction
+    gathers = plan.rollout_gathers + references + 2 * passes
+    trained_exchanges = references + passes * (2 + plan.recomputed)
+    exchanges = plan.rollout_passes + plan.trained_share * trained_exchanges
     return {
         "weights": volume.gather * gathers,
         "gradients": (volume.reduce + volume.replicas) * plan.reductions,

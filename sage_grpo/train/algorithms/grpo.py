@@ -1,5 +1,7 @@
 """GRPO (Eq. 4, 10): explore by an SDE, and make the steps of good clips more likely than those of bad ones."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,7 @@ from sage_grpo.models.backbone import Conditioning, Guidance
 from sage_grpo.models.sample import schedule_of
 from sage_grpo.train.algorithms.base import Algorithm
 from sage_grpo.train.batches import MicroBatch
-from sage_grpo.train.rollout import Pairs, Path, Rollouts
+from sage_grpo.train.rollout import Pairs, Path, Rollouts, Trajectory, at_places
 
 
 class ExploringRollouts(Rollouts):
@@ -42,6 +44,27 @@ class ExploringRollouts(Rollouts):
             log_prob=log_prob,
             latents=self.finish(x, steps[:, -1] + 1, cond),
         )
+
+    def training_path(self, trajectory: Trajectory) -> Path:
+        """The rollout's path, with velocities from a forward of the shape that training uses.
+
+        Needed only for clips that were sampled in other micro-batches: a forward of another shape rounds differently,
+        and the first ratio must be exactly 1.
+        """
+        path = trajectory.path
+        velocities = path.velocity.clone()
+        log_probs = path.log_prob.clone()
+        rows = torch.arange(trajectory.size, device=velocities.device)
+        for places in trajectory.order.T:
+            step = at_places(trajectory.steps, places)
+            x = at_places(path.x, places)
+            sigma = self.schedule.sigmas[step]
+            velocity = self.backbone.velocity(x, sigma, trajectory.cond, self.guidance)
+            velocities[rows, places] = velocity
+            log_probs[rows, places] = self.schedule.log_prob(
+                step, x, velocity, at_places(path.outcome, places)
+            )
+        return replace(path, velocity=velocities, log_prob=log_probs)
 
 
 class Grpo(Algorithm):

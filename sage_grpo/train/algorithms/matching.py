@@ -8,11 +8,14 @@ from sage_grpo.algo.sde import Schedule, flow_sigmas
 from sage_grpo.models.backbone import Conditioning, Guidance
 from sage_grpo.train.algorithms.base import Algorithm
 from sage_grpo.train.batches import MicroBatch
-from sage_grpo.train.rollout import Path, Rollouts
+from sage_grpo.train.rollout import Path, Rollouts, Trajectory
 
 
 class NoisedRollouts(Rollouts):
-    """Samples by the ODE, in `tail_steps` of second order if given; clips are noised to the levels that they train."""
+    """Samples by the ODE, in `tail_steps` of second order if given.
+
+    Clips that are trained are noised to the levels that they train, where the policy that sampled predicts velocities.
+    """
 
     def trained_places(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Only the trained steps, in training order: of the others nothing is kept."""
@@ -20,20 +23,23 @@ class NoisedRollouts(Rollouts):
         return steps.gather(1, order), torch.arange(order.shape[1]).expand_as(order)
 
     def sample(self, micro_batch: MicroBatch, cond: Conditioning, steps: Tensor) -> Path:
-        device = self.schedule.sigmas.device
-        x, step_noise = self.noise(micro_batch)
-        latents = self.finish(x.to(device), torch.zeros_like(steps[:, 0]), cond)
+        x, _ = self.noise(micro_batch)
+        x = x.to(self.schedule.sigmas.device)
+        return Path.of_latents(self.finish(x, torch.zeros_like(steps[:, 0]), cond))
+
+    def training_path(self, trajectory: Trajectory) -> Path:
+        latents = trajectory.latents
+        _, step_noise = self.noise(trajectory.micro_batch)
 
         states = []
         targets = []
         velocities = []
         log_probs = []
-        for step in steps.T:
-            noise = step_noise(step).to(device)
-            step = step.to(device)
+        for step in trajectory.steps.T:
+            noise = step_noise(step).to(latents.device)
             sigma = self.schedule.sigmas[step]
             state, target = noised(latents, sigma, noise)
-            velocity = self.backbone.velocity(state, sigma, cond, Guidance())
+            velocity = self.backbone.velocity(state, sigma, trajectory.cond, Guidance())
             states.append(state)
             targets.append(target)
             velocities.append(velocity)

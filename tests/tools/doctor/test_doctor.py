@@ -100,7 +100,7 @@ def test_all_is_well(request, fixture, reward):
     }  # fmt: skip
     batch, few_prompts = run_doctor.findings("batch")
     assert batch["numbers"] == {
-        "videos": 2, "ranks": 1, "micro_batches": 1, "clips": 2, "trained": 2, "pairs": 4
+        "videos": 2, "ranks": 1, "micro_batches": 1, "clips": 2, "trained_clips": 2, "trained": 2, "pairs": 4
     }  # fmt: skip
     assert few_prompts["mark"] == "note" and "1 prompt(s) per update" in few_prompts["text"]
     assert run_doctor.findings("ratio")[0]["numbers"]["deviation"] == 0
@@ -150,6 +150,17 @@ def test_an_algorithm_without_an_sde_is_judged_by_its_own_clips(run_doctor, algo
     assert [finding["mark"] for finding in run_doctor.findings("noise")] == ["ok"]
     rows = run_doctor.findings("samplers")[0]["numbers"]["rows"]
     assert rows[algorithm]["noise"] == 0 and rows[algorithm]["spread"] > 0
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "nft"])
+def test_the_update_has_as_many_clips_as_are_trained(run_doctor, algorithm):
+    flags = {"algorithm": algorithm, "batch_size": 4, "num_generations": 4, "train_clips": 2}
+    assert run_doctor("--skip_ab", **flags) == 0
+    batch = run_doctor.findings("batch")[0]["numbers"]
+    assert (batch["videos"], batch["trained_clips"]) == (4, 2)
+    assert batch["pairs"] == 2 * batch["trained"]
+    ratio = run_doctor.findings("ratio")[0]["numbers"]
+    assert ratio == {"pairs": 2 * batch["trained"], "deviation": 0}
 
 
 def test_a_resumed_policy_that_lags_is_no_wrong_arithmetic(run_doctor):

@@ -144,6 +144,15 @@ def test_trajectories():
     assert matched == at((4 * 2 + 1) * latents)
 
 
+def test_trajectories_of_clips_that_are_not_trained_end_with_the_reward():
+    groups = {"batch_size": 4, "num_generations": 4, "train_clips": 2, "algorithm": "awm"}
+    latents = 18 * 32 * 4 * 4  # bytes of four clips
+    trained = (4 * 3 + 1) * latents / 2
+    assert part("trajectories", **groups) == at(
+        0, rollout=latents, decode=latents, reward=latents, anchor=latents + trained, update=trained
+    )
+
+
 def test_the_vae_decodes_in_tiles_if_its_memory_exceeds_the_limit():
     weights = 2 * 100
     untiled = 18 * UNTILED.eager

@@ -2,7 +2,6 @@
 
 import pytest
 
-from sage_grpo.tools.plan.model import Plan
 from tests.tools.plan.imaginary import imaginary_plan
 
 
@@ -48,16 +47,12 @@ def test_a_policy_that_lags_is_not_its_own_anchor():
         assert plan.anchor_fraction == pytest.approx(0.9)
 
 
-def sampling_passes(plan: Plan) -> float:
-    """Rollout passes of an algorithm without an SDE, except those of the old policy."""
-    return plan.rollout_passes - plan.micro_batches * plan.trained_steps
-
-
 def test_clips_without_an_sde_take_no_more_steps_than_there_are():
     few = imaginary_plan(algorithm="awm", tail_steps=3, num_sampling_steps=4)
     many = imaginary_plan(algorithm="awm", tail_steps=10, num_sampling_steps=4)
-    assert sampling_passes(few) == few.micro_batches * 2 * 3
-    assert sampling_passes(many) == many.micro_batches * 2 * 4
+    assert few.rollout_passes == few.micro_batches * 2 * 3
+    assert many.rollout_passes == many.micro_batches * 2 * 4
+    assert few.old_policy_passes == few.micro_batches * few.trained_steps
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,32 @@ def test_phases_without_any_wait():
     assert clips_per_gpu_hour(plan) == pytest.approx(3600 * 4 / sum(seconds.values()))
 
 
+def test_only_the_clips_that_are_trained_cost_anything_after_the_reward():
+    """Two of four: grpo also runs the old policy again, unless clips are sampled one by one."""
+    plan = imaginary_plan()
+    forward, backward = forward_time(plan), backward_time(plan)
+    everything = times(plan)
+    half = times(imaginary_plan(train_clips=2))
+    for phase in ("rollout", "decode", "reward"):
+        assert half[phase] == everything[phase]
+    assert half["anchor"] == pytest.approx((1 + 0.9) * PASSES / 2 * forward)
+    assert half["update"] == pytest.approx(PASSES / 2 * (forward + backward))
+
+    alone = times(imaginary_plan(train_clips=2, micro_batch_size=1))
+    assert alone["anchor"] == pytest.approx(0.9 * PASSES / 2 * forward)
+
+    matched = {"algorithm": "nft", "timestep_fraction": 0.4}  # 2 of 5 levels without guidance
+    for train_clips, micro_batches in ((None, 2), (2, 1)):
+        seconds = times(imaginary_plan(train_clips=train_clips, **matched))
+        assert seconds["rollout"] == pytest.approx(PASSES * forward)
+        assert seconds["anchor"] == pytest.approx(2 * micro_batches * 2 * forward)
+        assert seconds["update"] == pytest.approx(micro_batches * 2 * (forward + backward))
+
+    # four clips in a forward of the rollout, two in one of the update
+    whole = {"micro_batch_size": 4, "train_clips": 2}
+    assert times(imaginary_plan(**whole))["update"] == pytest.approx(half["update"])
+
+
 def test_passes_take_longer_in_the_trainer():
     forward, backward = forward_time(imaginary_plan()), backward_time(imaginary_plan())
     rates = replace(FREE_LINKS, trainer_overhead=Overhead(forward=1.1, backward=1.3))
