@@ -12,14 +12,15 @@ from sage_grpo.config.yaml_files import yaml_mapping
 from sage_grpo.models.registry import open_backbone
 from sage_grpo.tools.plan.memory import checkpoint_bytes, fits
 from sage_grpo.tools.plan.planner import plan_of
-from sage_grpo.tools.plan.times import times, validation_time
+from sage_grpo.tools.plan.times import clips_per_gpu_hour, times, validation_time
 from sage_grpo.train.inputs import prompts_of, validation_requests
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 TINY = CONFIGS.parent / "assets" / "tiny"
 RANKS = {"hunyuan15_8gpu": 8, "hunyuan15_8gpu_published": 8, "hunyuan15_64gpu": 64, "wan21_8gpu": 8}
-RANKS |= {"hunyuan15_8gpu_i2v": 8, "hunyuan15_64gpu_720p": 64}
+RANKS |= {"hunyuan15_8gpu_i2v": 8, "hunyuan15_64gpu_720p": 64, "hunyuan15_8gpu_nft": 8}
 FULL_SIZE = RANKS | {"hunyuan15_1gpu_lora": 1, "wan21_1gpu_24gb_lora": 1}
+FULL_SIZE |= {"hunyuan15_1gpu_nft": 1, "wan21_1gpu_24gb_nft": 1}
 HALF_HOUR = 1800
 START, DISK = 300, 1e9  # assumed: seconds to load and compile, bytes per second to the disk
 PUBLISHED = {  # the published README and the paper's appendix; kl_target as in the published code
@@ -70,6 +71,25 @@ def test_wan_fits_a_card_of_24_gb():
     assert not fits(plan_of(parse([*recipe, "--keep_attention", "True"]), 1), 24e9)
     remote = ["--reward_model", "remote", "--remote_reward_url", "http://localhost:1"]
     assert fits(plan_of(parse([*recipe, "--keep_attention", "True", *remote]), 1), 24e9)
+
+
+@pytest.mark.parametrize(
+    "name, gpu_bytes",
+    [("hunyuan15_1gpu_nft", 80e9), ("hunyuan15_8gpu_nft", 80e9), ("wan21_1gpu_24gb_nft", 24e9)],
+)
+def test_nft_fits_its_cards_and_samples_more_clips_per_hour_than_grpo(name, gpu_bytes):
+    """GRPO's recipe of the same hardware differs in its name alone."""
+    grpo = name.replace("8gpu_nft", "8gpu").replace("_nft", "_lora")
+    plans = [
+        plan_of(
+            parse(["--config", str(CONFIGS / f"{recipe}.yaml"), "--pretrained_model_root", "none"]),
+            FULL_SIZE[recipe],
+        )
+        for recipe in (name, grpo)
+    ]
+    assert fits(plans[0], gpu_bytes)
+    rates = [clips_per_gpu_hour(plan) for plan in plans]
+    assert rates[0] > 1.2 * rates[1]
 
 
 @pytest.mark.parametrize(
