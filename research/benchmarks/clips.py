@@ -7,7 +7,7 @@
 Each way runs one iteration of the unmodified trainer, whose anchor is not the policy, after every graph was compiled.
 A synthetic reward costs nothing. `all steps` trains a tenth of the steps of two clips; what the others would have cost
 is added and marked. The last column compares forwards and a decode on two streams with one after the other. Flags of
-post_train.py apply to all ways.
+post_train.py apply to all ways. Ways that the page has are not measured again, so a long list can be split over calls.
 """
 
 import argparse
@@ -36,14 +36,19 @@ from sage_grpo.train.windows import num_trained
 
 ALL = "--sde_window all --same_init_noise False --tail_steps 0 --decode_gb 0"
 RIVAL = "--sde_window all --same_init_noise False --tail_steps 10 --timestep_fraction 0.15 --kl_weight 0.3"
+EIGHT = "--batch_size 8 --num_generations 8"
 WAYS = {
     "all steps": f"{ALL} --batch_size 2 --num_generations 2 --timestep_fraction 0.1",
     "recipe": "",
     "recipe, guidance 1": "--guidance_scale 1",
     "recipe, fp8": "--outside_window fp8",
-    "awm": f"--algorithm awm {RIVAL}",
-    "awm, guidance 1": f"--algorithm awm {RIVAL} --guidance_scale 1",
-    "nft": f"--algorithm nft {RIVAL}",
+    "recipe, 2 of 8": f"{EIGHT} --train_clips 2",
+    **{
+        f"{algorithm}{trained}{guidance}": f"--algorithm {algorithm} {RIVAL}{flags}{guidance_flag}"
+        for algorithm in ("nft", "awm")
+        for guidance, guidance_flag in {"": "", ", guidance 1": " --guidance_scale 1"}.items()
+        for trained, flags in {"": "", ", 2 of 8": f" {EIGHT} --train_clips 2"}.items()
+    },
 }
 FIXED = (
     "--reward_model contrast --report_to none --log_interval 1 --max_steps 1 --gradient_accumulation_steps 1 "
@@ -194,6 +199,16 @@ def run(name: str, flags: list[str], ranks: Ranks, folder: Path) -> Result:
     )
 
 
+def measured_rows(page: Path) -> dict[str, str]:
+    """The rows that a page has, by way; none if there is no page."""
+    if not page.is_file():
+        return {}
+    cells = {
+        line: line.removeprefix("| ").split(" | ")[0] for line in page.read_text().splitlines()
+    }
+    return {way: line for line, way in cells.items() if way in WAYS}
+
+
 def options_of(
     about: str, ways: Iterable[str], arguments: list[str] | None
 ) -> tuple[argparse.Namespace, list[str]]:
@@ -216,9 +231,11 @@ def main(arguments: list[str] | None = None) -> None:
         "All steps: a tenth of them was trained, and the anchor's and the update's seconds multiplied by 10.", "",
         f"| {' | '.join(TITLES)} |", "|---" * len(TITLES) + "|",
     ]  # fmt: skip
+    earlier = measured_rows(options.output)
     sharded = parse(flags).enable_fsdp
     with tempfile.TemporaryDirectory() as scratch, join_ranks(600, sharded=sharded) as ranks:
-        for name in options.ways:
+        lines += earlier.values()
+        for name in (way for way in options.ways if way not in earlier):
             lines.append(run(name, flags, ranks, Path(scratch)).row(name))
             print(lines[-1], flush=True)
             gc.collect()

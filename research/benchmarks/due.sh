@@ -4,6 +4,8 @@
 #   bash research/benchmarks/due.sh PART OUTPUT [SECONDS]
 #
 #   clips    seconds and clips per GPU-hour at full size of the WAYS, separated by semicolons (awm, the recipe)
+#   rivals   the same of nft and awm, with all clips trained and with the best and worst of 8, with and without guidance;
+#            some 25 minutes in all: called again on the same machine, it continues
 #   embedded updates per minute of the embedded model: prompts one by one, together, and as CUDA graphs
 #   decode   ways to decode a clip at full size
 #   beyond   training the embedded model far beyond the gain, four runs side by side
@@ -12,6 +14,8 @@
 #   images   image to video and 720p against stock diffusers and the planner
 #   study    the studies of research/studies/second_edition.py that STUDIES names (rates, which the others need), one
 #            after the other, those joined by a comma together, 16 runs side by side; called again, it continues them
+#   third    all studies of research/studies/third_edition.py, in their order; called again, it continues them. On another
+#            machine it continues from the records, if the archive of the last call was unpacked into the repository
 #
 # A part at full size is rehearsed with a tiny model first: a wrong flag must not cost minutes. No part needs ffmpeg.
 # MODEL (/dev/shm/random_model) and RUNS (/tmp/beyond) are scratch folders, kept for the next call.
@@ -43,9 +47,19 @@ clips() {
   run benchmarks.random_model --tiny --output "$model-tiny" > "$output/rehearsal.log" 2>&1
   run benchmarks.clips "${recipe[@]}" --pretrained_model_root "$model-tiny" --output "$output/rehearsal.md" \
     "${tiny[@]}" --ways "${ways[@]}" >> "$output/rehearsal.log" 2>&1
+  [[ -z ${REHEARSE:-} ]] || return 0
   [[ -d $model ]] || run benchmarks.random_model --output "$model"
+  local page=$model-$part.md # kept: the next call adds to it
+  local code=0
   run benchmarks.clips "${recipe[@]}" --pretrained_model_root "$model" --prompt_cache "$model-prompts" \
-    --output "$output/$today-clips.md" --ways "${ways[@]}" > "$output/clips.log" 2>&1
+    --output "$page" --ways "${ways[@]}" > "$output/clips.log" 2>&1 || code=$?
+  cp "$page" "$output/$today-$part.md"
+  return $code
+}
+
+rivals() {
+  local all='nft;nft, 2 of 8;nft, guidance 1;nft, 2 of 8, guidance 1;awm;awm, 2 of 8;awm, guidance 1;awm, 2 of 8, guidance 1'
+  WAYS="${WAYS:-$all;recipe;recipe, 2 of 8}" clips
 }
 
 embedded() {
@@ -108,6 +122,17 @@ study() {
     "$python" -m research.studies.second_edition --choose # what the next study needs
   done
   tar czf "$output/second.tar.gz" research/studies/records/second.jsonl research/studies/*.json
+}
+
+third() {
+  share
+  export TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 # as registered
+  local commit=${COMMIT:-$(git rev-parse --short=12 HEAD)} # COMMIT where there is no repository
+  local budget
+  budget=$(awk "BEGIN { print ($(left) - 40) / 60 }") # less a start of Python and an archive
+  "$python" -m research.studies.third_edition --jobs "${JOBS:-16}" --budget_minutes "$budget" --cut --commit "$commit" \
+    || echo "exit code $?"
+  tar czf "$output/third.tar.gz" research/studies/records/third*
 }
 
 "$part"

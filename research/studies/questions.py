@@ -372,6 +372,7 @@ def core_seconds(config: Config) -> float:
     every_step = torch.ones(config.num_sampling_steps)
     explored = build_windows(config.window_form, every_step, config.seed).size
     trained = num_trained(explored, config.timestep_fraction)
+    trained *= config.group_trained / config.num_generations
     anchor = ANCHOR_STEP if config.trust_region.anchor else 0.0
     iteration = config.num_sampling_steps * ROLLOUT_STEP + DECODE + trained * (UPDATE_STEP + anchor)
     iteration += GOLD_METRICS / config.log_interval

@@ -154,9 +154,9 @@ def rated(arms: Mapping[str, Flags]) -> dict[str, Flags]:
     }
 
 
-def further(arms: Mapping[str, Flags]) -> dict[str, Flags]:
-    """The arms whose best rate so far is at an end of the range, at the rate beyond it."""
-    rewards = searched()
+def further(arms: Mapping[str, Flags], rates: Path | None = None) -> dict[str, Flags]:
+    """The arms whose best rate so far is at an end of the range, at the rate beyond it; `rates` as for `searched`."""
+    rewards = searched(rates)
     extended = {}
     for arm in (arm for arm in arms if arm in rewards):
         rate = FURTHER.get(best_first_rate(rewards[arm]))
@@ -165,9 +165,13 @@ def further(arms: Mapping[str, Flags]) -> dict[str, Flags]:
     return extended
 
 
-def searched() -> dict[str, dict[float, float]]:
-    """The last reward at each learning rate, NaN if the run collapsed; of the arms for which all RATES were tried."""
-    stored = json.loads(CHOSEN.read_text()) if CHOSEN.is_file() else {}
+def searched(rates: Path | None = None) -> dict[str, dict[float, float]]:
+    """The last reward at each learning rate, NaN if the run collapsed; of the arms for which all RATES were tried.
+
+    rates: the file that `choose` filled, by default this edition's.
+    """
+    file = rates or CHOSEN
+    stored = json.loads(file.read_text()) if file.is_file() else {}
     rewards = {
         arm: {float(rate): as_float(reward) for rate, reward in by_rate.items()}
         for arm, by_rate in stored.items()
@@ -185,9 +189,9 @@ def best_first_rate(rewards: Mapping[float, float]) -> float:
     return best_of({rate: rewards[rate] for rate in RATES})
 
 
-def chosen(arm: str) -> dict[str, float]:
-    """The learning rate of an arm as a flag; empty until its search is complete."""
-    rewards = searched().get(arm)
+def chosen(arm: str, rates: Path | None = None) -> dict[str, float]:
+    """The learning rate of an arm as a flag, empty until its search is complete; `rates` as for `searched`."""
+    rewards = searched(rates).get(arm)
     if not rewards:
         return {}
     beyond = FURTHER.get(best_first_rate(rewards))
@@ -397,11 +401,11 @@ and `raw_weights` 7.) Runs are kept one by one. Matrix products are in TF32
 {kl_strategies.REGISTERED}"""
 
 
-def choose(results: Path) -> dict[str, dict[str, float | None]]:
+def choose(results: Path, searches: Sequence[str] = SEARCHES) -> dict[str, dict[str, float | None]]:
     """The last reward of each arm at each rate that was tried; None if the run collapsed."""
     rewards: dict[str, dict[str, float | None]] = {}
     runs = records.read_all(results).values()
-    for study in (*SEARCHES, *(f"further_{name}" for name in SEARCHES)):
+    for study in (*searches, *(f"further_{name}" for name in searches)):
         for record in (record for record in runs if record["study"] == study):
             arm = record["arm"].rpartition(", ")[0]
             rate = f"{record['config']['learning_rate']:g}"
