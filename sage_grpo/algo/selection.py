@@ -23,9 +23,9 @@ def extreme_rows(values: Tensor, usable: Tensor, group_size: int, count: int) ->
     if not 1 <= count <= group_size:
         raise ValueError(f"train_clips is {count}; it must be 1 to {group_size}, the group size")
     chosen = []
-    for group_values, group_usable in zip(
-        values.split(group_size), usable.split(group_size), strict=True
-    ):
+    groups = values.view(-1, group_size).unbind()
+    groups_usable = usable.view(-1, group_size).unbind()
+    for group_values, group_usable in zip(groups, groups_usable, strict=True):
         by_advantage = group_values.argsort(descending=True, stable=True)
         candidates = by_advantage[group_usable[by_advantage]]
         if len(candidates) >= count:
