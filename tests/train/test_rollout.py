@@ -80,10 +80,11 @@ def test_rollouts_do_not_depend_on_the_split(make):
 )
 def test_a_trajectory_keeps_what_the_planner_counts(make, changes):
     trainer = make(**changes, num_sampling_steps=4, kl_weight=0.0, use_dual_kl=False)
-    parts = [part for t in trainer.roll_out() for part in (t.x, t.outcome, t.velocity, t.latents)]
+    batch = trainer.to_train(trainer.roll_out())
+    parts = [part for t in batch for part in (t.x, t.outcome, t.velocity, t.latents)]
     kept = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}
     planned = memory(plan_of(trainer.config, 1))["trajectories"]
-    assert sum(kept.values()) == planned["rollout"]
+    assert sum(kept.values()) == planned["update"]
 
 
 def test_prompts_of_equal_length_share_a_forward():
