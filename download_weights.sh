@@ -22,6 +22,7 @@ fail() {
     exit 2
 }
 
+total=0 # gigabytes of all parts
 model=hunyuan15 output='' layout='' version='' reward=yes dry=no template=${PROMPT_TEMPLATE:-}
 while (($#)); do
     case $1 in
@@ -95,12 +96,14 @@ used() {
 
 # space NAME GIGABYTES PATH...: refuse to begin what does not fit; what is already at the paths counts as done
 space() {
-    local name=$1 gigabytes=$2 existing=$output free have need
+    local name=$1 gigabytes=$2 have need
+    existing=$output
     shift 2
     while [[ ! -d $existing ]]; do existing=$(dirname "$existing"); done
     free=$(df -Pk "$existing" | awk 'NR == 2 { print $4 }')
     have=$(used "$@")
     need=$((gigabytes * 1000000000 / 1024 - have))
+    total=$((total + gigabytes))
     echo "$name: up to $gigabytes GB, $((free * 1024 / 1000000000)) GB free in $existing"
     if [[ $dry == no ]] && ((need > free)); then
         fail "$name needs $((need * 1024 / 1000000000 + 1)) GB more in $output, but only" \
@@ -239,4 +242,8 @@ prompt_template() {
 
 $layout
 if [[ $reward == yes ]]; then videoreward; fi
-if [[ $dry == no ]]; then echo "$output is complete"; fi
+if [[ $dry == no ]]; then
+    echo "$output is complete"
+else
+    echo "total: up to $total GB; $((free * 1024 / 1000000000)) GB free in $existing, $(($(used "$output") * 1024 / 1000000000)) GB already there"
+fi

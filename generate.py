@@ -13,6 +13,7 @@ and rank.
 
 import argparse
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +24,9 @@ from sage_grpo.config.command_line import Parser, answering
 from sage_grpo.config.fields import SDE_TYPES, SOLVERS, Config, flag_info
 from sage_grpo.data.images import read_image
 from sage_grpo.data.requests import Request, check_text, read_requests
-from sage_grpo.files.json_files import write_json
+from sage_grpo.files.json_files import read_object, write_json
 from sage_grpo.files.paths import check_folder, make_folder
+from sage_grpo.installed import require_packages
 from sage_grpo.plugins import contained, trust
 from sage_grpo.rewards.registry import REWARDS
 
@@ -43,6 +45,7 @@ AREAS = {"480p": 640 * 640, "720p": 960 * 960}  # pixels per frame, whatever the
 @answering("generate.py: ")
 def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(arguments)
+    require_packages()
     check_folder(args.output_path, "output_path")
     requests = read_prompts(args)
 
@@ -66,6 +69,7 @@ def generate(args: argparse.Namespace, requests: Sequence[Request], ranks: "Rank
 
     from sage_grpo.runs.media import contact_sheet, thumbnails, write_mp4
 
+    check_output(args)
     backbone = open_model(args, requests, ranks)
     sampler = build_sampler(args, backbone, requests, ranks)
     requests = sampler.sized(requests)
@@ -132,6 +136,25 @@ def find_weights(path: str | None) -> str | None:
             f"checkpoint_path {path} is a run folder that holds no checkpoint yet"
         )
     return str(checkpoints[-1])
+
+
+def check_output(args: argparse.Namespace) -> None:
+    """Reject a folder with clips of other weights, which new ones would replace or be taken for."""
+    if args.overwrite or not args.output_path.is_dir():
+        return
+    for path in sorted(args.output_path.glob("*.json")):
+        try:
+            record = read_object(path)
+        except (ValueError, OSError):  # not of a clip
+            continue
+        if "checkpoint_path" not in record or "model_path" not in record:
+            continue
+        other = str(record["checkpoint_path"] or record["model_path"])
+        if os.path.abspath(other) != os.path.abspath(args.checkpoint_path or args.model_path):
+            raise ValueError(
+                f"output_path {args.output_path} holds clips of {other}, such as {path.stem}; "
+                "give another --output_path, or --overwrite to write into it all the same"
+            )
 
 
 # Sampling
@@ -494,6 +517,11 @@ def add_output_flags(group: Any) -> None:
         metavar="FOLDER",
         default=Path("outputs/generated"),
         help="folder to write clips to",
+    )
+    add(
+        "--overwrite",
+        action="store_true",
+        help="write into a folder that holds clips of other weights, and replace those of the same name",
     )
     add(
         "--score",

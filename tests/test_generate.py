@@ -163,6 +163,25 @@ def test_checkpoints_full_and_lora_change_the_clip(folder, tmp_path):
     assert not np.array_equal(clips[0], clips[2])
 
 
+def test_clips_of_other_weights_are_not_replaced_in_silence(
+    trivial_folder, quick, tmp_path, capsys
+):
+    other = shutil.copytree(trivial_folder, tmp_path / "other")
+    checkpoint = ("--checkpoint_path", str(other))
+    output = tmp_path / "out"
+    (clip,), _ = run(trivial_folder, output, "--prompt", PROMPT)
+    before = clip.read_bytes()
+
+    assert "--overwrite" in refused(capsys, trivial_folder, output, "--prompt", PROMPT, *checkpoint)
+    assert "--overwrite" in refused(capsys, other, output, "--prompt", PROMPT)
+    assert clip.read_bytes() == before
+    assert written(output)[1][0]["checkpoint_path"] is None
+
+    run(trivial_folder, output, "--prompt", PROMPT)  # the same again
+    run(trivial_folder, output, "--prompt", PROMPT, "--overwrite", *checkpoint)
+    assert written(output)[1][0]["checkpoint_path"] == str(other)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "sage_grpo"
 LAYERS = [  # folders and modules of the package; each imports from its own layer and from those before it
-    {"algo", "background", "environment", "escape", "exit_codes", "files", "intervals"}
+    {"algo", "background", "environment", "escape", "exit_codes", "files", "installed", "intervals"}
     | {"parallel", "plugins", "rng"},
     {"data", "models", "rewards", "worlds"},
     {"config"},

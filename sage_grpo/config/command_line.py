@@ -5,30 +5,36 @@ import difflib
 import re
 import sys
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from sage_grpo import __version__
 from sage_grpo.config.fields import ConfigError
+from sage_grpo.config.other_names import flags_for
 from sage_grpo.escape import plain
 from sage_grpo.exit_codes import WRONG_INPUT
 from sage_grpo.files.paths import LONGEST_NAME, LONGEST_PATH, is_too_long, shown
+from sage_grpo.installed import require_packages
 
 # what wrong input raises: sentences of this package, and errors of the operating system
 WRONG = (ValueError, OSError)
 
 
 def unknown_name(what: str, name: str, known: Sequence[str]) -> str:
-    """The error for a name that is not among the `known` ones, with the most similar of them."""
-    similar = difflib.get_close_matches(name, known, 1)
-    hint = f"did you mean {similar[0]}?" if similar else "--help lists them all"
+    """The error for a name that is not among the `known` ones, with the one of them that was probably meant."""
+    suggestions = flags_for(name, known)
+    if suggestions is None:
+        suggestions = difflib.get_close_matches(name, known, 1)
+    hint = f"did you mean {suggestions[0]}?" if suggestions else "--help lists them all"
     return f"unknown {what} {name}; {hint}"
 
 
 class Parser(argparse.ArgumentParser):
     """Flags in full, with hyphens or underscores; what is wrong with them is a ConfigError, one sentence."""
+
+    instead: Mapping[str, str] = {}  # flag that others have -> what does the same here
 
     def __init__(self, program: str, about: str, **kwargs: Any) -> None:
         super().__init__(
@@ -65,7 +71,10 @@ class Parser(argparse.ArgumentParser):
         if not unknown:
             known, unknown = self.parse_known_args(words)
         if unknown:
-            raise ConfigError(unknown_name("flag", unknown[0], [*self.flags, *also]))
+            flag = unknown[0]
+            if instead := self.instead.get(_with_underscores(flag)):
+                raise ConfigError(f"there is no {flag}; {instead}")
+            raise ConfigError(unknown_name("flag", flag, [*self.flags, *also]))
         return known
 
     @property
@@ -113,6 +122,7 @@ def answer_early(module: str, parse_arguments: Callable[[None], Any]) -> None:
     if module == "__main__":
         with answering(f"{Path(sys.argv[0]).name}: "):
             parse_arguments(None)
+        require_packages()
 
 
 class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):

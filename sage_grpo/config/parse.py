@@ -41,6 +41,12 @@ RETIRED = {
     ),
     "lora_dropout": RetiredFlag(0.0, "dropout would make the first ratio differ from 1"),
 }
+# flags that this program has not, although one might look for them
+INSTEAD = {
+    "--dry_run": "`python -m sage_grpo.tools.plan` computes memory, time and cost, "
+    "and `python -m sage_grpo.tools.doctor` tries an iteration without training: "
+    "give either the same flags",
+}
 FILE_KEYS = (*FIELDS, *ALIASES, *RETIRED)
 
 
@@ -180,6 +186,7 @@ def _parser() -> Parser:
         "A YAML file may set any flag; the command line overrides it.",
         usage="post_train.py [--config FILE.yaml] [--FLAG VALUE ...]",
     )
+    parser.instead = INSTEAD
     parser.add_argument("--config", metavar="FILE.yaml", help="values of any of the flags below")
     parser.add_argument(
         "--print_config",

@@ -1,1 +1,5 @@
 """Requests for clips: the only data of a GRPO run."""
+
+from sage_grpo.installed import require_packages
+
+require_packages("PIL")

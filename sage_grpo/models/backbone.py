@@ -132,9 +132,15 @@ class Backbone(ABC):
                     f"`image`, for {prompt}"
                 )
             if not self.sees_image and request.image is not None:
-                raise ValueError(
-                    f"{self.folder} is a text-to-video model; remove the image from {prompt}"
-                )
+                remedy = f"remove the image from {prompt}"
+                if self.image_versions:
+                    remedy += f", or animate it by --pretrained_transformer_version {self.image_versions[0]}"
+                raise ValueError(f"{self.folder} is a text-to-video model; {remedy}")
+
+    @property
+    def image_versions(self) -> list[str]:
+        """The values of `pretrained_transformer_version` with which this folder animates images."""
+        return []
 
     def default_size(self, request: Request) -> tuple[int, int]:
         """Height and width of a clip in pixels, where the user chose none."""

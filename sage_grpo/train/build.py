@@ -181,8 +181,23 @@ def resume(trainer: Trainer, wanted: str) -> None:
         return
     checkpoint.load(trainer.state, trainer.config, trainer.fingerprints, trainer.ranks, path)
     trainer.resumed_from = path
+    check_remaining(trainer)
     if path.parent == trainer.run.checkpoints:
         trainer.saves.resumed(trainer.step)
+
+
+def check_remaining(trainer: Trainer) -> None:
+    """Refuse a checkpoint from beyond the end of the run, and say so if it is the end."""
+    max_steps = trainer.config.max_steps
+    if trainer.step > max_steps:
+        raise ConfigError(
+            f"max_steps is {max_steps}, but {trainer.resumed_from} has completed {trainer.step} iterations; "
+            f"raise max_steps above {trainer.step}, or resume from an earlier checkpoint"
+        )
+    if trainer.step == max_steps:
+        trainer.ranks.log_once(
+            f"all {max_steps} iterations are done; to train on, raise max_steps above that"
+        )
 
 
 def fingerprints(
@@ -277,6 +292,7 @@ def start_record(trainer: Trainer, world: World | None) -> dict[str, Any]:
     return {
         "world": world.name if world else None,
         "perfect": perfect_scores(trainer, world) if world else None,
+        "perfect_is_best": bool(world) and perfect_is_best(c, trainer.reward, world),
         "vae_floor": world.vae_floor(trainer.backbone) if world else None,
         "fingerprints": trainer.fingerprints,
         "trainable_parameters": sum(p.numel() for p in trainer.optimization.parameters.values()),
@@ -287,6 +303,15 @@ def start_record(trainer: Trainer, world: World | None) -> dict[str, Any]:
             "gradient_scale": gradient_scale(schedule, c.ratio_norm).tolist(),
         },
     }
+
+
+def perfect_is_best(config: Config, reward: Composite, world: World) -> bool:
+    """Whether no clip can score more than a perfect one: not so for rewards that the world does not know.
+
+    A reward that is measured in another folder than the model's may come from another world.
+    """
+    of_this_world = config.reward_path is None and set(reward.rewards) <= set(world.bounded_rewards)
+    return of_this_world and min(reward.weights.values()) >= 0
 
 
 def perfect_scores(trainer: Trainer, world: World) -> dict[str, float]:

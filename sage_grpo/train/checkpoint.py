@@ -200,6 +200,13 @@ def _compare(
             f"{path} was trained from other weights than those in {config.pretrained_model_root}; "
             "name the model it began with, or start a new run with init_from_checkpoint"
         )
+    if before.get("use_lora", config.use_lora) != config.use_lora:
+        trained = "an adapter" if before["use_lora"] else "all weights"
+        raise ConfigError(
+            f"{path} holds {trained}, trained with use_lora {before['use_lora']}, and this run has "
+            f"use_lora {config.use_lora}; resume with --use_lora {before['use_lora']}, or start a new run from "
+            "a model folder with what scripts/export_checkpoint.py makes of the checkpoint"
+        )
     changed = [
         f"{name} {old!r} -> {now[name]!r}"
         for name, old in before.items()

@@ -9,7 +9,7 @@ from sage_grpo.config.fields import Config, ConfigError
 from sage_grpo.files import manifest
 from sage_grpo.models.shards import open_shards
 from sage_grpo.parallel.ranks import RankError, Ranks
-from sage_grpo.train.checkpoint import read_state
+from sage_grpo.train.checkpoint import STATE_FILE, read_state
 
 # values of `resume_from_checkpoint` that are not a folder
 NEWEST = "auto"
@@ -114,6 +114,8 @@ def choose(run_folder: Path, wanted: str, ranks: Ranks) -> Path | None:
     A complete draft counts: its writer was killed just before it got its name.
     """
     if wanted not in (NEWEST, LAST_GOOD):
+        if problem := ranks.together(partial(_other_place, Path(wanted)))[0]:
+            raise ConfigError(f"resume_from_checkpoint {wanted} {problem}")
         try:
             ranks.together(partial(check_files, Path(wanted), ranks))
         except RankError as error:
@@ -137,6 +139,19 @@ def choose(run_folder: Path, wanted: str, ranks: Ranks) -> Path | None:
         )
     ranks.log_once(f"{run_folder} holds no checkpoint: starting from the beginning")
     return None
+
+
+def _other_place(path: Path) -> str:
+    """What a path is, if it was not meant to be a checkpoint, and what to name instead; else empty."""
+    if not path.exists():
+        return "does not exist; name RUN/checkpoints/step-N, or auto for the newest of output_dir"
+    folders = [*list_checkpoints(path), *list_checkpoints(path / "checkpoints")]
+    checkpoints = [folder for folder in folders if (folder / manifest.NAME).is_file()]
+    if checkpoints:
+        return f"holds checkpoints and is none itself; name one of them, such as {checkpoints[-1]}"
+    if not (path / manifest.NAME).is_file() and not (path / STATE_FILE).is_file():
+        return "is not a checkpoint, which has a manifest.json; name RUN/checkpoints/step-N"
+    return ""
 
 
 def _candidates(folder: Path, ranks: Ranks) -> list[Path]:

@@ -252,6 +252,7 @@ train() {
 
 read_launch_settings "$@"
 read_passed
+if [[ $mode == dry_run || $mode == run || $mode == check ]]; then note_other_size; fi
 if [[ $mode == dry_run ]]; then
     dry_run
     exit

@@ -92,7 +92,8 @@ ask() { # NAME... -- FLAG...
 }
 
 # Sets CONFIG and OUTPUT_DIR to what training will use, and `training` to the flags of post_train.py: the file, then the
-# environment, then the command line. `resume` and `overwrite` say how the run starts.
+# environment, then the command line. `resume` and `overwrite` say how the run starts, `intended_gpus` for how many GPUs
+# the recipe was made, empty if it does not say.
 read_config() { # FLAG...
     local recipe=hunyuan15_8gpu flag name chosen=()
     if ((NNODES > 1)); then recipe=hunyuan15_64gpu; fi
@@ -103,12 +104,22 @@ read_config() { # FLAG...
         if [[ -n ${!name:-} ]]; then chosen+=("--$flag" "${!name}"); fi
     done
     training=(--config "${CONFIG:-configs/$recipe.yaml}" ${OUTPUT_DIR:+--output_dir "$OUTPUT_DIR"} "${chosen[@]}" "$@")
-    ask config output_dir resume_from_checkpoint overwrite given -- "${training[@]}"
+    ask config output_dir resume_from_checkpoint overwrite given gpus -- "${training[@]}"
     CONFIG=${answers[0]} OUTPUT_DIR=${answers[1]} resume=${answers[2]:-none} overwrite=${answers[3]}
+    intended_gpus=${answers[5]}
     if [[ $overwrite == false && ${answers[4]} != *'"resume_from_checkpoint"'* ]]; then
         resume=auto chosen=(--resume_from_checkpoint auto "${chosen[@]}")
     fi
     training=(--config "$CONFIG" --output_dir "$OUTPUT_DIR" "${chosen[@]}" "$@")
+}
+
+# Every GPU holds batch_size clips, so that another number of them is another experiment, and a tight fit may fail.
+note_other_size() {
+    local gpus=$((NNODES * ${NUM_GPUS:-8}))
+    if [[ -z $intended_gpus ]] || ((gpus == intended_gpus)); then return; fi
+    echo "note: $CONFIG is made for $intended_gpus GPUs, and $NNODES x ${NUM_GPUS:-8} are $gpus: an iteration has" \
+        "$gpus/$intended_gpus of its clips; use $intended_gpus GPUs, choose a recipe for $gpus, or adapt batch_size" \
+        "and learning_rate" >&2
 }
 
 # A restart must resume from the newest checkpoint, or it gains nothing.

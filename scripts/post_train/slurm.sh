@@ -66,6 +66,7 @@ export NNODES=${#nodes[@]} MASTER_ADDR=${MASTER_ADDR:-${nodes[0]}} MASTER_PORT=$
 export STOP_GRACE=${STOP_GRACE:-570}
 read_config "${flags[@]}"
 if [[ ${REQUEUE:=1} == 1 ]]; then refuse_starting_over REQUEUE=0; fi
+note_other_size
 case $mode in
     dry_run) dry_run ;;
     run)

@@ -170,6 +170,7 @@ refuse_linked_logs() { # a run folder may come from others, and lead to files of
 take_switches "$@"
 read_settings "${flags[@]}"
 torchrun_command
+if ((NNODES == 1)) && [[ $mode == dry_run || $mode == run || $mode == check ]]; then note_other_size; fi
 case $mode in
     dry_run)
         pasteable cd "$PWD"

@@ -1,13 +1,18 @@
 """The parser of every program."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+import generate
 from sage_grpo.config.command_line import Parser, answering, sentence
-from sage_grpo.config.fields import ConfigError
+from sage_grpo.config.fields import FIELDS, ConfigError
+from sage_grpo.config.other_names import OTHER_NAMES
 from sage_grpo.config.parse import parse
 from sage_grpo.config.values import convert
+from tests.launch.shell import ROOT
 
 
 @pytest.fixture
@@ -82,3 +87,65 @@ def test_a_path_that_no_file_system_takes_is_refused_by_its_flag(path):
     with pytest.raises(ConfigError, match=r"init_from_checkpoint is .*at most 4095 bytes"):
         convert("init_from_checkpoint", path)
     assert parser.parse_args(["--folder", "x" * 255]).folder == Path("x" * 255)
+
+
+@pytest.mark.parametrize(
+    "flag, in_training, in_sampling",
+    [
+        ("lr", "learning_rate", None),
+        ("output", "output_dir", "output_path"),
+        ("steps", "max_steps", "num_inference_steps"),
+        ("rank", "lora_r", None),
+        ("cfg", "guidance_scale", "guidance_scale"),
+        ("model", "pretrained_model_root", "model_path"),
+        ("per-device-train-batch-size", "batch_size", None),
+    ],
+)
+def test_names_of_other_trainers_lead_to_flags_of_this_one(flag, in_training, in_sampling):
+    for read, meant in ((parse, in_training), (generate.parse_arguments, in_sampling)):
+        hint = rf"did you mean --{meant}\?" if meant else "--help lists them all"
+        with pytest.raises(ConfigError, match=rf"unknown flag --{flag}; {hint}$"):
+            read([f"--{flag}", "1"])
+
+
+def test_the_names_of_others_are_not_ours_and_lead_to_flags_that_exist():
+    help_of_sampling = subprocess.run(
+        [sys.executable, "generate.py", "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    tools = {"checkpoints"}
+    for name, flags in OTHER_NAMES.items():
+        assert name not in FIELDS
+        for flag in flags:
+            assert flag in {*FIELDS, *tools} or f"--{flag}" in help_of_sampling, (name, flag)
+
+
+def test_a_dry_run_of_training_leads_to_the_planner_and_the_doctor():
+    for flag in ("--dry_run", "--dry-run"):
+        with pytest.raises(ConfigError) as refusal:
+            parse(["--max_steps", "3", flag])
+        assert "sage_grpo.tools.plan" in str(refusal.value)
+        assert "sage_grpo.tools.doctor" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "program", [["generate.py", "--prompt", "x"], ["post_train.py"], ["-m", "sage_grpo.tools.plan"]]
+)
+def test_without_the_packages_a_program_ends_with_one_sentence(program):
+    # -S: without site-packages, as outside the virtual environment
+    ended = subprocess.run(
+        [sys.executable, "-S", *program],
+        cwd=ROOT,
+        env={},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 2
+    assert ended.stdout == ""
+    (sentence,) = ended.stderr.splitlines()
+    assert "torch" in sentence
+    assert "requirements.txt" in sentence

@@ -1,5 +1,6 @@
 """What the launchers would run, word for word, and what they reject."""
 
+import re
 import shlex
 import shutil
 import subprocess
@@ -185,6 +186,24 @@ def test_every_node_gets_the_same_but_for_its_place():
 def test_nodes_may_be_lines(nodes, script):
     found = [options(words)["local_addr"] for words in commands(*script, NODES=nodes)]
     assert found == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    "script, settings, sizes",
+    [
+        ("run_post_train_multinode.sh", {"NODES": "a,b"}, ("64", "16")),
+        ("scripts/post_train/slurm.sh", {"NODES": "a,b"}, ("64", "16")),
+        ("run_post_train.sh", {"NUM_GPUS": 4}, ("8", "4")),
+        ("run_post_train.sh", {}, None),
+        ("run_post_train_multinode.sh", {"NODES": "a,b,c,d,e,f,g,h"}, None),
+        ("run_post_train.sh", {"NUM_GPUS": 2, "CONFIG": "configs/tiny_cpu.yaml"}, None),
+    ],
+)
+def test_fewer_gpus_than_the_recipe_was_made_for_are_noted_once(script, settings, sizes):
+    result = launch(script, "--dry_run", **settings)
+    assert result.returncode == 0
+    noted = re.findall(r"^note: .* is made for (\d+) GPUs, and .* are (\d+):", result.stderr, re.M)
+    assert noted == ([] if sizes is None else [sizes])
 
 
 def test_leading_zeros_are_no_octal_number():

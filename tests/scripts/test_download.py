@@ -171,6 +171,10 @@ def test_a_dry_run_names_every_part_and_does_nothing(download, tmp_path):
     ):
         assert place in result.stdout
     assert not (tmp_path / "ckpts").exists()
+    *_, last = result.stdout.splitlines()
+    parts = [int(size) for size in re.findall(r": up to (\d+) GB, 1 GB free", result.stdout)]
+    assert len(parts) == 5
+    assert last.startswith(f"total: up to {sum(parts)} GB; 1 GB free")
 
 
 def test_the_other_layout_is_one_repository(download):

@@ -98,12 +98,47 @@ def test_a_folder_that_is_no_checkpoint_takes_no_place(make):
 
 def test_a_checkpoint_of_another_configuration_is_refused(make):
     make(use_lora=True, max_steps=1).train()
-    for changes, words in (
-        ({"use_lora": False}, "weights .* do not fit"),
-        ({"use_lora": True, "ema_decay": 0.9}, "average .* do not fit"),
-    ):
+    for changes, words in (({"use_lora": True, "ema_decay": 0.9}, "average .* do not fit"),):
         with pytest.raises(ConfigError, match=words):
             make(resume_from_checkpoint="auto", **changes)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_adapters_and_all_weights_do_not_resume_each_other(make, before):
+    make(use_lora=before, max_steps=1).train()
+    with pytest.raises(ConfigError) as refusal:
+        make(use_lora=not before, resume_from_checkpoint="auto")
+    assert f"resume with --use_lora {before}" in str(refusal.value)
+    assert "export_checkpoint.py" in str(refusal.value)
+
+
+def test_an_end_before_the_checkpoint_is_refused_and_one_at_it_is_said(make, capfd):
+    make(max_steps=2).train()
+    with pytest.raises(ConfigError, match=r"max_steps is 1, but .* has completed 2 iterations"):
+        make(max_steps=1, resume_from_checkpoint="auto")
+    capfd.readouterr()
+    assert make(max_steps=2, resume_from_checkpoint="auto").step == 2
+    assert "all 2 iterations are done" in capfd.readouterr().err
+    make(max_steps=3, resume_from_checkpoint="auto")
+    assert "are done" not in capfd.readouterr().err
+
+
+def test_a_path_that_is_no_checkpoint_is_not_called_damaged(make, tmp_path):
+    trainer = make(max_steps=1)
+    trainer.train()
+    run = trainer.run.path
+    for path, words in (
+        (tmp_path / "typo", "does not exist"),
+        (run, r"name one of them, such as .*step-000001"),
+        (run / "checkpoints", r"name one of them, such as .*step-000001"),
+        (run / "validation", "is not a checkpoint"),
+        (run / "config.yaml", "is not a checkpoint"),
+    ):
+        with pytest.raises(
+            ConfigError, match=f"resume_from_checkpoint {path} .*{words}"
+        ) as refusal:
+            make(resume_from_checkpoint=str(path))
+        assert "amaged" not in str(refusal.value)
 
 
 def test_an_adapter_of_another_rank_is_not_stretched(make):
@@ -130,9 +165,7 @@ def test_a_missing_file_of_a_rank_is_noticed(flags):
 def test_nothing_to_resume_is_a_fresh_start_only_for_auto(make, tmp_path, capfd):
     assert make(resume_from_checkpoint="auto").step == 0
     assert "holds no checkpoint: starting from the beginning" in capfd.readouterr().err
-    with pytest.raises(
-        ConfigError, match=r"is not a complete checkpoint: .*manifest.json cannot be read"
-    ):
+    with pytest.raises(ConfigError, match=r"is not a checkpoint, which has a manifest.json"):
         make(resume_from_checkpoint=str(tmp_path))
 
 

@@ -16,6 +16,7 @@ from sage_grpo.models.hunyuan15.text import MAX_TEXT_TOKENS, TextConditioning, T
 from sage_grpo.models.hunyuan15.transformer import PackedTransformer
 from sage_grpo.models.hunyuan15.vae import allow_batches, fast_on_cpu, fuse_decoder
 from sage_grpo.models.latent import LatentBackbone, model_timestep
+from sage_grpo.models.versions import ANIMATE
 
 
 class Hunyuan15(LatentBackbone):
@@ -40,6 +41,13 @@ class Hunyuan15(LatentBackbone):
     def rollout_size(self) -> tuple[int, int, int]:
         full_size = super().rollout_size
         return ROLLOUT.get(full_size, full_size)
+
+    @property
+    def image_versions(self) -> list[str]:
+        if self.parts.is_tencent:
+            return [version for version in self.parts.versions if "_i2v" in version]
+        has_vision_model = (self.folder / "image_encoder").is_dir()
+        return [ANIMATE] if has_vision_model else []
 
     def num_tokens(self, cond: TextConditioning) -> int:
         return len(cond.text)

@@ -23,7 +23,8 @@ from sage_grpo.tools.plan.model import BYTES, Plan
 from sage_grpo.tools.plan.planner import backbone_of, plan_of
 from sage_grpo.tools.plan.remedies import remedies
 from sage_grpo.tools.plan.times import times
-from sage_grpo.train.inputs import reward_folder
+from sage_grpo.train.inputs import prompts_of, reward_folder
+from sage_grpo.worlds.registry import check_prompts as world_prompts
 
 GB = 1e9  # bytes
 # Host bytes of a rank on a GPU: Python, CUDA, tensors in transit. 2.3 to 5.3 GB were measured, without mapped files.
@@ -77,6 +78,24 @@ def check_model(machine: Machine) -> Iterator[Finding]:
         "model",
         f"{c.pretrained_model_root} is complete: {parameters / 1e9:.2f} B parameters",
         numbers={"folder": c.pretrained_model_root, "size": parameters},
+    )
+
+
+def check_prompts(machine: Machine) -> Iterator[Finding]:
+    """Read the prompt files; an error if one cannot be read, or lacks the images that the model animates."""
+    c = machine.plan.config
+    folder = Path(c.pretrained_model_root)
+    train = prompts_of(c.train_prompts, folder, "train")
+    held_out = prompts_of(c.validation_prompts, folder, "valid")
+    requests = [*train, *held_out]
+    backbone = open_backbone(folder, version=c.pretrained_transformer_version, complete=False)
+    backbone.check_requests(requests)
+    world_prompts(folder, [request.text for request in requests])
+    num_images = sum(request.image is not None for request in requests)
+    yield ok(
+        "prompts",
+        f"{len(train)} to train, {len(held_out)} held out, {num_images} of them with an image",
+        numbers={"train": len(train), "held_out": len(held_out), "images": num_images},
     )
 
 
@@ -261,6 +280,7 @@ def check_reward(machine: Machine) -> Iterator[Finding]:
 # In the order in which they run
 CHECKS: dict[str, Callable[[Machine], Iterator[Finding]]] = {
     "model": check_model,
+    "prompts": check_prompts,
     "gpus": check_gpus,
     "host": check_host,
     "disk": check_disk,

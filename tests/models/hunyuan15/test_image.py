@@ -214,6 +214,26 @@ def test_requests_must_fit_the_task(backbone, tiny_folder, requests):
         open_backbone(tiny_folder).check_requests(requests)
 
 
+def test_an_image_for_text_to_video_names_the_version_that_animates_it(
+    i2v_folder, tencent_folder, tencent_i2v_folder, requests, tmp_path
+):
+    # as assets/tiny: one transformer for both tasks
+    diffusers = shutil.copytree(i2v_folder, tmp_path / "diffusers")
+    index = diffusers / "model_index.json"
+    index.write_text(index.read_text().replace("HunyuanVideo15ImageToVideo", "HunyuanVideo15"))
+    # as after downloading both versions
+    tencent = shutil.copytree(tencent_folder, tmp_path / "tencent")
+    shutil.copytree(tencent_i2v_folder, tencent, dirs_exist_ok=True)
+
+    for folder, version in ((diffusers, "i2v"), (tencent, "480p_i2v")):
+        with pytest.raises(ValueError, match=f" --pretrained_transformer_version {version}$"):
+            open_backbone(folder).check_requests(requests)
+        open_backbone(folder, version=version).check_requests(requests)
+    with pytest.raises(ValueError) as refusal:
+        open_backbone(tencent_folder).check_requests(requests)
+    assert "pretrained_transformer_version" not in str(refusal.value)
+
+
 @pytest.mark.parametrize("part", ["image_encoder", "feature_extractor"])
 def test_missing_parts_are_named(i2v_folder, tmp_path, part):
     folder = shutil.copytree(i2v_folder, tmp_path / "model")

@@ -64,7 +64,15 @@ def run_short(capsys, *words):
 def test_all_is_well_and_nothing_is_left_behind(capsys, flags, tmp_path):
     code, lines = run_short(capsys, *flags)
     assert code == 0
-    assert [check for _, check, _ in lines] == ["model", "gpus", "host", "disk", "speed", "reward"]
+    assert [check for _, check, _ in lines] == [
+        "model",
+        "prompts",
+        "gpus",
+        "host",
+        "disk",
+        "speed",
+        "reward",
+    ]
     assert {mark for mark, _, _ in lines} == {"ok"}
     assert not list(tmp_path.iterdir())
 
@@ -91,6 +99,35 @@ def test_what_is_wrong_is_one_line_and_exit_code_2(capsys, flags, tiny_folder, t
     assert wrong["model"] == (
         f"Model folder '{model}' lacks text_encoder/*.safetensors; download_weights.sh gets what is missing."
     )
+
+
+def test_prompts_must_be_readable_and_have_the_images_that_the_model_animates(
+    capsys, flags, i2v_folder, pictures, tmp_path
+):
+    with_images = pictures[0].with_name("with_images.csv")
+    with_images.write_text(f"prompt,image\na red circle,{pictures[0].name}\n")
+    without_images = tmp_path / "without_images.txt"
+    without_images.write_text("a red circle\n")
+    model = ["--pretrained_model_root", i2v_folder]
+
+    def verdict(train, held_out):
+        """Marks of the checks that are not ok, and the text of the prompts' one."""
+        files = ["--train_prompts", train, "--validation_prompts", held_out]
+        code, lines = run_short(capsys, *flags, *model, *files)
+        texts = {check: text for _, check, text in lines}
+        return code, [check for mark, check, _ in lines if mark != "ok"], texts["prompts"]
+
+    assert verdict(with_images, with_images) == (
+        0,
+        [],
+        "1 to train, 1 held out, 2 of them with an image",
+    )
+    code, failed, text = verdict(with_images, without_images)
+    assert (code, failed) == (2, ["prompts"])
+    assert "animates images" in text
+    code, failed, text = verdict(tmp_path / "gone.txt", with_images)
+    assert (code, failed) == (2, ["prompts"])
+    assert "gone.txt does not exist" in text
 
 
 def test_room_counts_what_a_resumed_run_has_already(flags, tmp_path, monkeypatch):

@@ -1,0 +1,49 @@
+"""Whether the packages of requirements.txt are there, answered in one sentence before an import of one fails."""
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from sage_grpo.exit_codes import WRONG_INPUT
+
+ROOT = Path(__file__).parents[1]
+# by the names under which they are imported; those that few programs need are left to these programs
+PACKAGES = (
+    "torch",
+    "diffusers",
+    "transformers",
+    "peft",
+    "numpy",
+    "einops",
+    "safetensors",
+    "imageio",
+    "PIL",
+    "tqdm",
+    "yaml",
+    "matplotlib",
+    "jinja2",
+    "httpx2",
+)
+NAMED = 3  # of those that are missing
+
+
+def require_packages(*needed: str) -> None:
+    """Exit with a sentence if one of these packages, by default of all, is missing.
+
+    Usually the virtual environment was not activated, so the sentence names all that are missing.
+    """
+    missing = [name for name in PACKAGES if find_spec(name) is None]
+    if not set(missing) & set(needed or PACKAGES):
+        return
+    remedy = "run `make venv` first, then `source .venv/bin/activate`"
+    if (ROOT / ".venv").is_dir():
+        remedy = f"run `source {ROOT / '.venv' / 'bin' / 'activate'}` first"
+    names = ", ".join(missing[:NAMED])
+    if len(missing) > NAMED:
+        names += f" and {len(missing) - NAMED} more packages"
+    print(
+        f"{sys.executable} lacks {names}, which this program needs; {remedy}, "
+        f"or install {ROOT / 'requirements.txt'}",
+        file=sys.stderr,
+    )
+    sys.exit(WRONG_INPUT)
