@@ -4,6 +4,7 @@ Rewards receive clips in memory, never files; a failed reward is NaN, never a nu
 names, `build.py` builds rewards from names.
 """
 
+import difflib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -102,13 +103,22 @@ class Composite:
     ) -> None:
         """`weights`: by score name; with several rewards, by reward and then name (a number if it has one score).
 
-        Without weights, every score has weight 1. `timeout`: seconds that a batch may take.
+        Without weights, every score has weight 1; so has the only score of an only reward if the weights are of
+        others. `timeout`: seconds that a batch may take.
         """
         self.rewards = dict(rewards)
         self.batch_size = batch_size
         self.timeout = timeout
         self.on_batch: Callable[[], None] = lambda: None  # called before each batch is scored
         self._check_names()
+        self.note = ""  # what in the weights was not used, in a sentence
+        if weights and _are_of_others(self.rewards, weights):
+            (score,) = self.names
+            given = ", ".join(map(str, weights))
+            self.note = (
+                f"the reward_weights are those of {given}; the only score, {score}, counts 1"
+            )
+            weights = None
         if weights is None:
             weights = {name: dict.fromkeys(reward.names, 1.0) for name, reward in rewards.items()}
         self.weights = {
@@ -183,6 +193,10 @@ class Composite:
             errors.append(f"{not_finite - not_decoded} score(s) are not finite")
         return Scores(total, named, errors, self.weights)
 
+    def num_batches(self, num_clips: int) -> int:
+        """How often `on_batch` is called while so many clips are scored."""
+        return len(self.rewards) * -(-num_clips // self.batch_size)
+
     def _batches(self, rows: Sequence[int]) -> Iterator[Sequence[int]]:
         for start in range(0, len(rows), self.batch_size):
             yield rows[start : start + self.batch_size]
@@ -201,6 +215,17 @@ def _checked(reward: Reward, scores: Mapping[str, Tensor], count: int) -> dict[s
             raise ValueError(f"{name} has shape {tuple(values.shape)} for {count} clips")
         checked[name] = torch.where(values.isfinite(), values, math.nan)
     return checked
+
+
+def _are_of_others(rewards: Mapping[str, Reward], weights: Mapping[str, Any]) -> bool:
+    """Whether weights, such as those of a recipe, belong to other rewards than an only one with an only score.
+
+    A name that is nearly right is a mistake, and left to be refused.
+    """
+    names = [*rewards, *(score for reward in rewards.values() for score in reward.names)]
+    if len(names) != 2:
+        return False
+    return not any(difflib.get_close_matches(str(given), names, 1) for given in weights)
 
 
 def _flat_weights(

@@ -34,10 +34,15 @@ MUST_FALL = {
     "noisy": ("VQ",),
     "shaky": ("MQ",),
     "frozen": ("MQ",),
-    WRONG_PROMPT: ("total", "TA", "cosine", "pickscore", "ocr"),  # they claim to read the prompt
+    WRONG_PROMPT: ("TA", "cosine", "pickscore", "ocr"),  # they claim to read the prompt
 }
 # for clips drawn by a world, whose prompts name directions; real things could also happen backwards
 MUST_FALL_IF_DRAWN = MUST_FALL | {"reversed": ("TA",)}
+
+BLIND = (
+    "prompt-blind: the total is the same with wrong prompts, so training may forget what is asked; "
+    "if it is meant to judge the clip alone, hold out or add a reward that reads the prompt"
+)
 
 Scores = dict[str, dict[str, Tensor]]  # kind of clips -> score -> (N,)
 
@@ -171,6 +176,11 @@ class Verdict:
         return self.mark in ("MUST FALL", "RISES")
 
     @property
+    def is_blind(self) -> bool:
+        """Whether the total ignores the prompt, which is a fault or, as with aesthetic rewards, meant so."""
+        return self.score == TOTAL and self.edit == WRONG_PROMPT and self.mark == "same"
+
+    @property
     def sentence(self) -> str:
         verb = "does not fall" if self.must_fall else "rises"
         return f"{self.score} {verb} for {self.edit} clips"
@@ -200,13 +210,15 @@ def give_verdicts(scores: Scores, drawn: bool) -> list[Verdict]:
 
 
 def conclude(scores: Scores, verdicts: Sequence[Verdict]) -> dict[str, list[str]]:
-    """Sentences about what is wrong, what is only weak, and what too few clips leave unclear."""
+    """Sentences about what is wrong, what may be meant so, what is only weak, and what too few clips leave unclear."""
     wrong = [f"{_wrong_sentence(v)} ({v})" for v in verdicts if v.is_wrong]
+    warnings = [f"{BLIND} ({v})" for v in verdicts if v.is_blind]
     totals = torch.cat([by_name[TOTAL] for by_name in scores.values()])
     if torch.allclose(totals, totals[:1]):
         wrong = [
             "constant: every clip gets the same total, whatever is done to it, so there is nothing to learn"
         ]
+        warnings = []
 
     weak = [f"{v.sentence} ({v})" for v in verdicts if v.mark == "rises"]
     for kind in VISIBLE:
@@ -225,13 +237,13 @@ def conclude(scores: Scores, verdicts: Sequence[Verdict]) -> dict[str, list[str]
         for v in verdicts
         if v.mark == "unclear" and (v.must_fall or v.score == TOTAL)
     ]
-    return {"wrong": wrong, "weak": weak, "unclear": unclear}
+    return {"wrong": wrong, "warnings": warnings, "weak": weak, "unclear": unclear}
 
 
 def _wrong_sentence(verdict: Verdict) -> str:
     """What the worst faults lead to; of the others what they are."""
     if verdict.score == TOTAL and verdict.edit == WRONG_PROMPT:
-        return "prompt-blind: with wrong prompts the total does not fall, so clips need not show what is asked"
+        return "prefers wrong prompts: the total rises with them"
     if verdict.score == TOTAL and verdict.edit == "frozen":
         return "prefers frozen clips: their total rises, so training will stop the motion"
     return verdict.sentence
@@ -269,6 +281,7 @@ def audit_summary(
         "unclear: too few clips to tell.",
     ]
     lines += [f"WRONG: {text}" for text in conclusions["wrong"]]
+    lines += [f"warning: {text}" for text in conclusions["warnings"]]
     lines += [f"weak: {text}" for text in conclusions["weak"]]
     if conclusions["unclear"]:
         lines.append(f"too few clips to tell: {', '.join(conclusions['unclear'])}")
@@ -277,6 +290,8 @@ def audit_summary(
         verdict = "Not fit for training."
     elif conclusions["unclear"]:
         verdict = "Nothing is wrong, but not everything could be decided."
+    elif conclusions["warnings"]:
+        verdict = "Fit for training, if it is meant to ignore the prompt."
     else:
         verdict = "Fit for training."
     lines.append(f"{verdict} See {output}/audit.json and sheet.png.")

@@ -27,6 +27,7 @@ class World(Protocol):
 
     name: str
     reward: str  # name of the reward for models on this world whose folder brings none
+    bounded_rewards: tuple[str, ...]  # those in which no clip beats what `draw` makes
 
     def check(self, prompts: Sequence[str]) -> None:
         """Reject prompts with words that the world does not know."""

@@ -65,7 +65,8 @@ def test_a_missing_package_is_named_with_its_remedy(tmp_path, monkeypatch):
 
 def test_the_example_of_the_documentation_runs(tmp_path, monkeypatch):
     text = (ROOT / "docs" / "rewards.md").read_text()
-    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    section = text.partition("## From Python")[2]
+    (block,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     file = tmp_path / "example.py"
     file.write_text(block)
     monkeypatch.setattr("sage_grpo.rewards.build.REWARDS", dict(REWARDS))

@@ -169,6 +169,30 @@ def test_weights_that_cannot_be_used_are_refused(weights, words):
         composite(Brightness(), weights)
 
 
+class Dimness(Brightness):
+    names = ("dim",)
+
+    def score(self, clips, prompts, fps):
+        return {"dim": super().score(clips, prompts, fps)["dark"]}
+
+
+def test_an_only_reward_with_an_only_score_needs_no_weights():
+    of_a_recipe = {"VQ": 0.5, "MQ": 0.25, "TA": 2.0}
+    for weights in (of_a_recipe, {"videoalign": of_a_recipe, "first_frame": 2.0}):
+        alone = Composite({"shade": Dimness()}, weights)
+        assert alone.weights == {"dim": 1.0}
+        assert "VQ" in alone.note or "videoalign" in alone.note
+
+    for weights in ({"dim": 3.0}, {"shade": 3.0}, {"shade": {"dim": 3.0}}):
+        assert Composite({"shade": Dimness()}, weights).weights == {"dim": 3.0}
+        assert not Composite({"shade": Dimness()}, weights).note
+    for weights in ({"shaed": -1.0}, {"dmi": -1.0}, {"VQ": 0.5, "dmi": 1.0}):  # slips
+        with pytest.raises(ValueError, match="reward_weights names"):
+            Composite({"shade": Dimness()}, weights)
+    with pytest.raises(ValueError, match="reward_weights names VQ"):
+        composite(Brightness(), of_a_recipe)
+
+
 def test_a_weight_for_a_reward_that_is_not_there_is_refused():
     with pytest.raises(ValueError, match="reward_weights names c; the rewards are a, b"):
         Composite(

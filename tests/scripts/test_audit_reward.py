@@ -27,6 +27,16 @@ class Blind(ShapesReward):
         return super().score(clips, ["a red circle moving left"] * len(clips), fps)
 
 
+class Clean(ShapesReward):
+    """Judges the picture alone, and says so."""
+
+    names = ("clean",)
+
+    def score(self, clips, prompts, fps):
+        scores = super().score(clips, prompts, fps)
+        return {"clean": scores["VQ"] + scores["MQ"]}
+
+
 class Style:
     """A reward of one score, computed from clip and prompt."""
 
@@ -121,7 +131,7 @@ def test_the_hand_written_reward_passes(audit):
 @pytest.mark.parametrize(
     ("reward", "sentence"),
     [
-        (Blind(), "prompt-blind: with wrong prompts the total does not fall"),
+        (Blind(), "TA does not fall for wrong prompt clips"),
         (Style(constant), "constant: every clip gets the same total"),
         (Style(stillness), "prefers frozen clips: their total rises"),
     ],
@@ -134,6 +144,13 @@ def test_a_reward_that_misleads_is_rejected_by_name(audit, reward, sentence):
     assert any(text.startswith(sentence) for text in record["wrong"])
     assert f"WRONG: {sentence}" in printed.out
     assert "Not fit for training." in printed.out
+
+
+def test_a_reward_that_ignores_the_prompt_passes_with_a_warning(audit):
+    code, printed, record = audit(Clean())
+    assert (code, record["wrong"]) == (0, [])
+    assert [text.partition(":")[0] for text in record["warnings"]] == ["prompt-blind"]
+    assert "warning: prompt-blind" in printed.out
 
 
 def test_weights_count(audit):

@@ -155,7 +155,6 @@ def test_which_scores_must_fall():
         ("shaky", "MQ"),
         ("frozen", "MQ"),
         (WRONG_PROMPT, "TA"),
-        (WRONG_PROMPT, "total"),
     }
     assert must(drawn=False) == real and must(drawn=True) == real | {("reversed", "TA")}
     assert len(give_verdicts(found, drawn=False)) == len(names) * (len(EDITS) + 1)
@@ -171,8 +170,9 @@ def test_what_is_wrong_is_named():
         scores(good, {"frozen": {"total": 2.0}, WRONG_PROMPT: {}, "noisy": {"total": -1.0}})
     )
     assert [text.partition(":")[0] for text in told["wrong"]] == [
-        "prefers frozen clips", "prompt-blind", "VQ does not fall for noisy clips (+0.000 ± 0.000)",
+        "prefers frozen clips", "VQ does not fall for noisy clips (+0.000 ± 0.000)",
     ]  # fmt: skip
+    assert [text.partition(":")[0] for text in told["warnings"]] == ["prompt-blind"]
     told = sentences(scores(good, {"blurred": {"total": 1.0, "VQ": -1.0}, "brighter": {"VQ": 1.0}}))
     assert told["wrong"] == ["total rises for blurred clips (+1.000 ± 0.000)"]
     assert told["weak"] == ["VQ rises for brighter clips (+1.000 ± 0.000)"]
@@ -181,6 +181,17 @@ def test_what_is_wrong_is_named():
     )
     assert len(told["wrong"]) == 1
     assert told["wrong"][0].startswith("constant: every clip gets the same total")
+    assert not told["warnings"]
+
+
+def test_a_total_that_ignores_the_prompt_may_be_meant_so_but_not_one_that_prefers_a_wrong_one():
+    for change, wrong, warnings in ((0.0, 0, 1), (2.0, 1, 0), (-2.0, 0, 0)):
+        told = sentences(scores({"total": VALUES}, {WRONG_PROMPT: {"total": change}}))
+        assert (len(told["wrong"]), len(told["warnings"])) == (wrong, warnings)
+    told = sentences(scores({"total": VALUES, "TA": VALUES}, {WRONG_PROMPT: {"total": -2.0}}))
+    assert [text.partition(" (")[0] for text in told["wrong"]] == [
+        "TA does not fall for wrong prompt clips"
+    ]
 
 
 def test_what_is_not_noticed_is_weak():

@@ -12,7 +12,7 @@ from sage_grpo.config.fields import ConfigError
 from sage_grpo.config.parse import from_values
 from sage_grpo.models.hunyuan15 import text
 from sage_grpo.train import build
-from sage_grpo.train.build import build_trainer, open_model, perfect_scores
+from sage_grpo.train.build import build_trainer, open_model, perfect_is_best, perfect_scores
 from sage_grpo.train.inputs import BUNDLED_PROMPTS, prompts_of, reward_names
 from sage_grpo.worlds.shapes.reward import ShapesReward
 from sage_grpo.worlds.shapes.world import ShapesWorld
@@ -159,6 +159,21 @@ def test_the_goal_is_the_reward_of_clips_that_show_what_the_prompts_say(make):
     weights = trainer.config.reward_weights
     assert perfect["total"] == pytest.approx(sum(weights[name] * perfect[name] for name in weights))
     trainer.run.close()
+
+
+@pytest.mark.parametrize(
+    "changes, is_best",
+    [
+        ({"reward_model": ["shapes"]}, True),
+        ({"reward_model": ["motion"]}, False),  # more motion than a prompt asks for scores more
+        ({"reward_model": ["shapes", "motion"]}, False),
+        ({"reward_model": ["shapes"], "reward_weights": {"VQ": -1, "MQ": 1, "TA": 1}}, False),
+    ],
+)
+def test_perfect_clips_are_the_best_in_the_rewards_of_their_world_alone(make, changes, is_best):
+    trainer = make(**changes)
+    trainer.run.close()
+    assert perfect_is_best(trainer.config, trainer.reward, ShapesWorld()) is is_best
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ from sage_grpo.files.paths import check_folder, make_folder
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.runs.folder import RunFolder
 from sage_grpo.tools.doctor.checks import CHECKS
-from sage_grpo.tools.doctor.finding import Finding, note, ok, run_check
+from sage_grpo.tools.doctor.finding import NOTE, Finding, note, ok, run_check
 from sage_grpo.tools.doctor.machine import examine_machine, machine_of
 from sage_grpo.tools.doctor.samplers import check_samplers
 from sage_grpo.train.build import assemble, join_run, rollout_sampling
@@ -126,9 +126,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     write_json(path, record)
     wrong_checks = [finding.check for finding in findings if finding.is_wrong]
-    verdict = f"WRONG: {', '.join(wrong_checks)}." if wrong_checks else "All is well."
-    print(f"{verdict} Numbers: {path}")
+    notes = sum(finding.mark == NOTE for finding in findings)
+    print(f"\n{verdict(wrong_checks, notes)}; the numbers are in {path}")
     return 1 if wrong_checks else 0
+
+
+def verdict(wrong_checks: Sequence[str], notes: int) -> str:
+    """What all findings come to."""
+    if wrong_checks:
+        return f"WRONG: {', '.join(dict.fromkeys(wrong_checks))}"
+    if notes:
+        return f"All is well, with {notes} note{'s' if notes > 1 else ''}"
+    return "All is well"
 
 
 def first_rank(config: Config, alone: Ranks, count: int) -> Trainer:
@@ -160,6 +169,8 @@ def describe(trainer: Trainer, config: Config) -> list[Finding]:
     findings = [ok("config", text, numbers=numbers)]
 
     findings += [note("config", warning) for warning in warnings(c, trainer.ranks.world)]
+    if trainer.reward.note:
+        findings.append(note("config", trainer.reward.note))
     try:
         RunFolder(config, trainer.ranks)
     except ConfigError as error:  # post_train.py's error about the folder

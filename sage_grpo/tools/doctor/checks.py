@@ -62,7 +62,7 @@ def check_batch(trainer: Trainer) -> Iterator[Finding]:
     )
 
     prompts_per_update = c.gradient_accumulation_steps * clips // c.num_generations
-    if warning := few_prompts_warning(prompts_per_update):
+    if warning := few_prompts_warning(prompts_per_update, c.ema_decay):
         yield note("batch", warning, numbers={"prompts": prompts_per_update})
 
 
@@ -178,6 +178,8 @@ def check_reward(trainer: Trainer) -> Iterator[Finding]:
     else:
         text = "no wrong reaction to known edits of good clips"
         yield ok("reward", text, table=table, numbers=conclusions)
+    for text in conclusions["warnings"]:
+        yield note("reward", text)
     if conclusions["unclear"]:
         yield note(
             "reward",
@@ -201,19 +203,16 @@ def check_exploration(trainer: Trainer) -> Iterator[Finding]:
     excessive_steps = [step for step in inner_steps if stds[step] > next_levels[step]]
     energy = sum(std * std for std in stds)
     text = f"{c.sde_type} at eta {c.eta:g} injects noise of energy {energy:.3g} (the sum of std^2)"
-    if not excessive_steps:
+    if excessive_steps:  # whether that hurts, the comparison of the samplers measures
+        step = excessive_steps[0]
+        text += (
+            f"; at step {step} std {stds[step]:.2g}, more than the noise level "
+            f"{next_levels[step]:.2g} of the next state"
+        )
+    else:
         text += ", at no step more than the noise level of the next state"
     yield ok("noise", text, numbers={"energy": energy, "over": excessive_steps})
 
-    if excessive_steps:
-        step = excessive_steps[0]
-        yield note(
-            "noise",
-            f"step {step} injects noise of std {stds[step]:.2g}, more than the noise level "
-            f"{next_levels[step]:.2g} of the next state, which the model was not trained on: "
-            "lower eta, take more steps, or set sde_type precise",
-            numbers={"step": step, "std": stds[step], "level": next_levels[step]},
-        )
     if stds[-1]:
         yield note(
             "noise",

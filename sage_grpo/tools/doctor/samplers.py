@@ -13,7 +13,7 @@ from tqdm import tqdm
 from sage_grpo.algo.sde import SDES, Schedule, flow_sigmas
 from sage_grpo.models.sample import schedule_of
 from sage_grpo.runs.media import contact_sheet, thumbnails
-from sage_grpo.tools.doctor.finding import Finding, ok, wrong
+from sage_grpo.tools.doctor.finding import Finding, note, ok, wrong
 from sage_grpo.tools.paired import aligned
 from sage_grpo.train.batches import MicroBatch, draw_prompts, plan_micro_batches
 from sage_grpo.train.clips import gold_columns
@@ -190,9 +190,23 @@ def check_samplers(
         yield wrong("samplers", text, remedy, table=table, numbers=numbers)
     else:
         yield ok("samplers", text, table=table, numbers=numbers)
+        yield from cost_finding(configured, rows[configured])
 
     if EXACT in results:
         yield lossy_steps_finding(result, results[EXACT])
+
+
+def cost_finding(configured: str, row: Mapping[str, float]) -> Iterator[Finding]:
+    """A note if exploration costs more reward than it spreads, beyond two standard errors."""
+    cost = -row["vs ode"]
+    error = row["vs ode +-"]
+    if cost - 2 * error > row["spread"]:
+        yield note(
+            "samplers",
+            f"{configured} lowers the reward by {cost:.3g} +- {error:.2g}, more than it varies within a group: "
+            "its clips are far from what the model draws; lower eta, take more steps, or set sde_type precise",
+            numbers={"cost": cost, "error": error, "spread": row["spread"]},
+        )
 
 
 def sampler_table(

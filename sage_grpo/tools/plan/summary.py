@@ -212,20 +212,21 @@ def caveats(plan: Plan) -> list[str]:
         names = ", ".join(unknown_rewards)
         lines.append(f"Not counted, because its cost is unknown: reward {names}.")
     prompts = c.gradient_accumulation_steps * plan.clips // c.num_generations
-    if warning := few_prompts_warning(prompts):
+    if warning := few_prompts_warning(prompts, c.ema_decay):
         lines.append(f"Note: {warning}.")
     if c.dtype != "bf16":
         lines.append(f"Times are for bf16; {c.dtype} takes several times as long.")
     return lines
 
 
-def few_prompts_warning(prompts: int) -> str:
-    """A warning about too few prompts per optimizer step; empty if there are enough."""
-    if prompts >= FEW_PROMPTS:
+def few_prompts_warning(prompts: int, ema_decay: float = 0.0) -> str:
+    """A warning about too few prompts per optimizer step; empty if there are enough, or if weights are averaged."""
+    if prompts >= FEW_PROMPTS or ema_decay > 0:
         return ""
     return (
         f"{prompts} prompt(s) per update: below {FEW_PROMPTS}, a learning rate tuned for larger "
-        "batches is too high (docs/scaling.md): lower it, or raise gradient_accumulation_steps"
+        "batches is too high (docs/scaling.md): lower it, raise gradient_accumulation_steps, "
+        "or average the weights with ema_decay"
     )
 
 

@@ -28,6 +28,7 @@ class ShapesWorld:
 
     name = "shapes"
     reward = "shapes"
+    bounded_rewards = ("shapes", "videoalign")  # the model's VideoAlign learned from this world
 
     def check(self, prompts: Sequence[str]) -> None:
         """Reject prompts with words that the world does not know."""

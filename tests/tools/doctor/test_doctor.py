@@ -14,6 +14,7 @@ from sage_grpo.config.parse import parse
 from sage_grpo.rewards.registry import REWARDS
 from sage_grpo.tools.doctor import __main__ as doctor
 from sage_grpo.tools.doctor.machine import memory_finding
+from sage_grpo.tools.doctor.samplers import cost_finding
 from sage_grpo.tools.plan.planner import plan_of
 from sage_grpo.train import build
 from sage_grpo.worlds.shapes.reward import ShapesReward
@@ -208,7 +209,31 @@ def test_what_is_no_error_is_noted(run_doctor):
     assert list(old.parent.iterdir()) == [old] and old.read_text() == "{}\n"
     assert "1 of the training prompts repeat another one" in run_doctor.text
     assert "1 of the held-out prompts are also trained on" in run_doctor.text
-    assert "more than the noise level 0.75 of the next state" in run_doctor.text
+    assert run_doctor.findings("noise")[0]["numbers"]["over"] == [0]
+
+
+@pytest.mark.parametrize("cost, error, notes", [(0.5, 0.1, 0), (2.0, 0.1, 1), (2.0, 0.8, 0)])
+def test_exploration_that_costs_more_than_it_spreads_is_noted(cost, error, notes):
+    row = {"vs ode": -cost, "vs ode +-": error, "spread": 1.0}
+    assert len(list(cost_finding("dance_grpo", row))) == notes
+
+
+@pytest.mark.slow
+def test_the_demo_is_not_warned_about(embedded_doctor):
+    """Adds the shipped recipe itself, with its model, reward and noise, to the checks of small ones."""
+    arguments = [
+        "--config",
+        str(ROOT / "configs" / "tiny_cpu.yaml"),
+        "--prompts",
+        "2",
+        "--clips",
+        "2",
+    ]
+    arguments += ["--output_dir", str(embedded_doctor.folder / "run")]
+    arguments += ["--output", str(embedded_doctor.output)]
+    assert exit_code(doctor.main, arguments) == 0
+    marks = {finding["mark"] for finding in embedded_doctor.record["findings"]}
+    assert marks == {"ok"}
 
 
 def expect_wrong(run_doctor: Doctor, check: str, *texts: str, **flags: object) -> None:
@@ -310,10 +335,32 @@ def test_a_reward_that_prefers_noise(run_doctor, monkeypatch):
     monkeypatch.setitem(REWARDS, "shapes", lambda setup: LovesNoise())
     words = (
         "VQ does not fall for noisy clips",
-        "prompt-blind: with wrong prompts",
+        "prefers wrong prompts",
         "check the sign of the reward",
     )
     expect_wrong(run_doctor, "reward", *words)
+
+
+class Clean(ShapesReward):
+    """Judges the picture alone, as aesthetic rewards do."""
+
+    names = ("clean",)
+
+    def score(self, clips, prompts, fps):
+        return {"clean": super().score(clips, prompts, fps)["VQ"]}
+
+
+def test_a_reward_that_ignores_the_prompt_is_noted_and_the_samplers_are_compared(
+    run_doctor, monkeypatch
+):
+    monkeypatch.setitem(REWARDS, "shapes", lambda setup: Clean())
+    assert run_doctor("--prompts", "2", "--clips", "2", eta=0.3) == 0
+    marks = [(finding["mark"], finding["text"][:12]) for finding in run_doctor.findings("reward")]
+    assert marks[:2] == [("ok", "no wrong rea"), ("note", "prompt-blind")]
+    assert run_doctor.findings("samplers")
+    notes = sum(finding["mark"] == "note" for finding in run_doctor.record["findings"])
+    path = run_doctor.output / "doctor.json"
+    assert run_doctor.text.endswith(f" All is well, with {notes} notes; the numbers are in {path}")
 
 
 def test_weights_that_prefer_frozen_clips(run_doctor):
@@ -404,7 +451,6 @@ def test_a_sampler_that_is_no_ode_without_noise(run_doctor, monkeypatch):
     [
         {"batch_size": 3},
         {"nonsense": 1},
-        {"train_prompts": "missing.txt"},
         {"pretrained_model_root": "missing"},
         {"updates_per_rollout": 3},
     ],
@@ -416,6 +462,15 @@ def test_a_wrong_configuration_gets_the_sentence_of_the_trainer(run_doctor, caps
     assert post_train.main(run_doctor.arguments(**flags)) == 2
     sentence = capsys.readouterr().err.splitlines()[-1].removeprefix("post_train.py: ")
     assert run_doctor.errors.splitlines()[-1] == f"doctor: {sentence}"
+
+
+def test_a_missing_prompt_file_is_found_with_the_machine(run_doctor, capsys):
+    flags = {"train_prompts": "missing.txt"}
+    assert run_doctor(**flags) == 2
+    assert not run_doctor.output.exists()
+    assert post_train.main(run_doctor.arguments(**flags)) == 2
+    sentence = capsys.readouterr().err.splitlines()[-1].removeprefix("post_train.py: ")
+    assert f"FAIL prompts {sentence}" in run_doctor.text
 
 
 def test_its_own_flags(run_doctor, monkeypatch):

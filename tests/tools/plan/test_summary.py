@@ -8,6 +8,7 @@ def test_few_prompts_per_update_are_named():
     assert few_prompts_warning(8) == ""
     warning = few_prompts_warning(7)
     assert warning.startswith("7 prompt(s) per update") and "gradient_accumulation_steps" in warning
+    assert few_prompts_warning(2, ema_decay=0.95) == ""  # as in the demo
 
 
 def test_rewards_of_unknown_cost_are_named_and_aliases_are_not():
