@@ -16,6 +16,7 @@ from sage_grpo.config.fields import ConfigError
 from sage_grpo.config.parse import parse
 from sage_grpo.escape import plain
 from sage_grpo.exit_codes import DONE, FAILED, PREEMPTED, WRONG_INPUT
+from sage_grpo.installed import require_packages
 from sage_grpo.parallel import elastic
 
 
@@ -27,6 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         # before imports that take seconds
         config = parse(sys.argv[1:] if arguments is None else arguments)
+        require_packages()
         from sage_grpo.train import console
         from sage_grpo.train.build import build_trainer, join_run
 
@@ -65,6 +67,7 @@ def train(trainer: Any) -> int:
 
         print_summary(trainer.run.path)
         print(console.ending(trainer))
+        console.offer_report(trainer.run.path / "report.html")
     return DONE
 
 

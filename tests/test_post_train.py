@@ -63,7 +63,7 @@ def test_a_run_leaves_everything_to_look_at(command, tmp_path, monkeypatch, capf
         ([], {"validation_fixed_size": "big"}, "write HEIGHTxWIDTH"),
         (["--use_lora", "--lora_target_modules", "to_z"], {}, "lora_target_modules names to_z"),
         (["--use_lora", "--pretrained_lora_path", "nowhere"], {}, "pretrained_lora_path nowhere"),
-        (["--resume_from_checkpoint", "nowhere"], {}, "nowhere is not a complete checkpoint"),
+        (["--resume_from_checkpoint", "nowhere"], {}, "nowhere does not exist"),
         (
             ["--init_from_checkpoint", "nowhere"],
             {},

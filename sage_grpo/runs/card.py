@@ -41,8 +41,8 @@ def model_card(
     comfyui: whether ComfyUI's layout has a place for the weights.
     """
     files: dict[str, str | bytes] = {}
-    steps = column(run.train, "step")
-    rewards = column(run.train, "reward/total")
+    steps = column(run.rewards, "step")
+    rewards = column(run.rewards, "reward/total")
     known = np.isfinite(rewards)
     if known.sum() > 1:
         files["curves.png"] = curve(steps[known], rewards[known])

@@ -7,7 +7,8 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ BATCH_STATISTICS = (
     "flat_groups",
     "error",
 )
-KINDS = ("run", "train", "validation")  # of line
+KINDS = ("run", "train", "reward", "validation")  # of line
 FIELD_TYPES = {
     "time": str,
     "device": str,
@@ -40,6 +41,7 @@ FIELD_TYPES = {
     "trainable_parameters": int,
     "versions": dict,
     "perfect": dict,
+    "perfect_is_best": bool,
     "vae_floor": dict,
     "schedule": dict,
     "per_step": dict,
@@ -60,20 +62,27 @@ class RunHistory:
     starts: list[Line]  # the "run" lines: the start and each resume
     train: list[Line]  # one line per logged iteration, in order
     validations: list[Line]  # by iteration
+    # iterations of which only the reward was kept
+    unlogged: list[Line] = field(default_factory=list)
 
     @property
     def head(self) -> Line:
         """The line of the last start."""
         return self.starts[-1] if self.starts else {}
 
+    @cached_property
+    def rewards(self) -> list[Line]:
+        """A line per iteration, in order: all have the metrics of the reward, some have all others too."""
+        return sorted([*self.train, *self.unlogged], key=lambda line: line["step"])
+
     @property
     def iterations(self) -> int:
-        return self.train[-1]["step"] if self.train else 0
+        return self.rewards[-1]["step"] if self.rewards else 0
 
     @property
     def scores(self) -> list[str]:
         """Names of the reward's scores, such as VQ, in file order."""
-        keys = dict.fromkeys(key for line in (*self.train, *self.validations) for key in line)
+        keys = dict.fromkeys(key for line in (*self.rewards, *self.validations) for key in line)
         names = [key.removeprefix("reward/") for key in keys if key.startswith("reward/")]
         return [
             name for name in names if name not in BATCH_STATISTICS and not name.endswith("_stderr")
@@ -87,7 +96,7 @@ class RunHistory:
 
     def has(self, key: str) -> bool:
         """Whether the metric has a value in training."""
-        return bool(np.isfinite(column(self.train, key)).any())
+        return bool(np.isfinite(column(self.rewards, key)).any())
 
     def measured(self, key: str) -> bool:
         """Whether the metric has a value in training or in validation."""
@@ -153,7 +162,7 @@ def read_run(folder: Path) -> RunHistory:
         raise RunError(f"{folder} is not a run folder: it holds no metrics.jsonl")
 
     starts: list[Line] = []
-    by_step: dict[str, dict[int, Line]] = {"train": {}, "validation": {}}
+    by_step: dict[str, dict[int, Line]] = {"train": {}, "reward": {}, "validation": {}}
     for line in _read_lines(path):
         kind, step = line["kind"], line["step"]
         if kind != "run":
@@ -165,10 +174,11 @@ def read_run(folder: Path) -> RunHistory:
             by_step[name] = {n: earlier for n, earlier in lines.items() if n <= step}
 
     train = list(by_step["train"].values())
+    unlogged = list(by_step["reward"].values())
     validations = list(by_step["validation"].values())
-    if not (starts or train or validations):
+    if not (starts or train or unlogged or validations):
         raise RunError(f"{path} holds no metrics yet")
-    return RunHistory(folder, starts, train, validations)
+    return RunHistory(folder, starts, train, validations, unlogged)
 
 
 def _read_lines(path: Path) -> list[Line]:

@@ -45,7 +45,7 @@ class Tracker:
         if kind == "run":
             return
 
-        prefix = "" if kind == "train" else f"{kind}/"
+        prefix = "" if kind in ("train", "reward") else f"{kind}/"
         scalars = {
             prefix + key: value
             for key, value in line.items()

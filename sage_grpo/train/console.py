@@ -1,8 +1,12 @@
 """What a run says on the terminal: what it is at its start, and how to go on at its end."""
 
+import os
+import select
 import shlex
 import sys
+import webbrowser
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
@@ -13,6 +17,8 @@ from sage_grpo.models.versions import DEFAULT_VERSION
 from sage_grpo.train.build import rollout_sampling
 from sage_grpo.train.trainer import Trainer
 
+PATIENCE = 30.0  # seconds to wait for an answer
+
 
 def begin(trainer: Trainer) -> None:
     """Say what is about to run, and what in it does less than it seems to; all ranks call this."""
@@ -20,6 +26,8 @@ def begin(trainer: Trainer) -> None:
         print(banner(trainer), flush=True)
     for text in warnings(trainer.config, trainer.ranks.world):
         trainer.ranks.log_once(text)
+    if trainer.reward is not None and trainer.reward.note:
+        trainer.ranks.log_once(trainer.reward.note)
 
 
 def banner(trainer: Trainer) -> str:
@@ -66,7 +74,7 @@ def upcoming(trainer: Trainer, interval: int) -> int:
 
 
 def ending(trainer: Trainer) -> str:
-    """Where the result is, and the command to look at it."""
+    """Where the result is, the command to sample from it, and last the page to look at."""
     c = trainer.config
     checkpoint = trainer.run.checkpoints / f"step-{trainer.settled_step:06d}"
     if not checkpoint.is_dir():
@@ -76,13 +84,41 @@ def ending(trainer: Trainer) -> str:
     request = requests[0]
     command = ["python", "generate.py", "--checkpoint_path", str(trainer.run.path)]
     command += ["--prompt", request.text]
+    # what was gained in the steps of the run may not show in others
+    steps = trainer.validation.sampling.num_steps if trainer.validation else c.num_sampling_steps
+    if steps != trainer.backbone.sampling.num_steps:
+        command += ["--num_inference_steps", str(steps)]
     if c.pretrained_model_root != FIELDS["pretrained_model_root"].default:
         command += ["--model_path", c.pretrained_model_root]
     if c.pretrained_transformer_version != DEFAULT_VERSION:
         command += ["--pretrained_transformer_version", c.pretrained_transformer_version]
     if request.image:
         command += ["--image", str(request.image.path)]
-    return table({"checkpoint": str(checkpoint), "next": shlex.join(command)})
+    lines = {"checkpoint": str(checkpoint), "next": shlex.join(command)}
+    report = trainer.run.path / "report.html"
+    if report.is_file():
+        lines["report"] = str(report)
+    return table(lines)
+
+
+def offer_report(page: Path) -> None:
+    """In a terminal on a desktop, ask whether to open the report in a browser; nobody else is asked or waited for."""
+    if not (page.is_file() and sys.stdin.isatty() and sys.stdout.isatty() and has_desktop()):
+        return
+    print(f"Open {page} in a browser? [Y/n] ", end="", flush=True)
+    answered, _, _ = select.select([sys.stdin], [], [], PATIENCE)
+    answer = sys.stdin.readline().strip().lower() if answered else "n"
+    if not answered:
+        print()
+    if answer in ("", "y", "yes"):
+        webbrowser.open(page.resolve().as_uri())
+
+
+def has_desktop() -> bool:
+    """Whether a browser would have a screen to appear on."""
+    if sys.platform == "darwin":
+        return "SSH_CONNECTION" not in os.environ
+    return any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
 
 
 def table(lines: Mapping[str, str]) -> str:

@@ -130,6 +130,11 @@ def reward_record(scores: Scores, advantages: Advantages, group_size: int) -> di
     return record
 
 
+def reward_part(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What an iteration knows of its rewards, among all of its metrics."""
+    return {name: value for name, value in record.items() if name.startswith("reward/")}
+
+
 def peak_memory() -> float:
     """Peak memory in GB of the GPU, or of the process if there is no GPU."""
     if torch.cuda.is_available():

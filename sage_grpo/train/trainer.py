@@ -35,7 +35,7 @@ from sage_grpo.train.batches import (
 from sage_grpo.train.clips import Gold, decoded, gold_columns
 from sage_grpo.train.export import Export
 from sage_grpo.train.guards import MAX_SKIPPED, Guards, TrainingError
-from sage_grpo.train.metrics import Stopwatch, UpdateStats, peak_memory, reward_record
+from sage_grpo.train.metrics import Stopwatch, UpdateStats, peak_memory, reward_part, reward_record
 from sage_grpo.train.rollout import Path as ClipPath
 from sage_grpo.train.rollout import Rollouts, Trajectory
 from sage_grpo.train.saving import Saves
@@ -608,6 +608,8 @@ class Trainer:
         self.guards.report("running")
         if self.is_logged(self.step):
             self.run.log("train", self.step, record)
+        else:
+            self.run.log("reward", self.step, reward_part(record))
 
         shown = {
             "reward": record["reward/total"],
@@ -620,5 +622,5 @@ class Trainer:
         bar.update()
 
     def is_logged(self, step: int) -> bool:
-        """Whether iteration `step` writes its metrics."""
+        """Whether iteration `step` writes all of its metrics; of the others, only the reward is kept."""
         return step % self.config.log_interval == 0 or step == self.config.max_steps

@@ -3,9 +3,10 @@
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +68,45 @@ class Validation:
         num_extra = most_per_rank - len(rank_requests)
         batches += [[request] for request in self.requests[:num_extra]]
 
-        bar = tqdm(batches, "validation", unit="batch", leave=False, disable=not self.ranks.first)
-        with gathered():
-            latents = [self.latents(batch, between) for batch in bar]
-        clips = [clip for x in latents for clip in self.decode(x, between)]
-        clips = clips[: len(rank_requests)]
-        records = self.ranks.from_leader(lambda: self.judge(clips, rank_requests, NUM_RESCORED))
+        with StageBar(desc="validation", leave=False, disable=not self.ranks.first) as bar:
+            with gathered():
+                latents = [self.latents(batch, between) for batch in bar.over("sampling", batches)]
+            decoded_batches = [self.decode(x, between) for x in bar.over("decoding", latents)]
+            clips = [clip for batch in decoded_batches for clip in batch][: len(rank_requests)]
+            with self.counted_scoring(bar, len(clips)):
+                records = self.ranks.from_leader(
+                    lambda: self.judge(clips, rank_requests, NUM_RESCORED)
+                )
+            bar.begin("writing")
+            return self.write(folder, clips, records)
 
+    @contextmanager
+    def counted_scoring(self, bar: "StageBar", num_clips: int) -> Iterator[None]:
+        """Advance the bar with every batch of clips that a reward scores."""
+        rewards = [reward for reward in (self.reward, self.holdout) if reward is not None]
+        num_batches = sum(reward.num_batches(num_clips) for reward in rewards)
+        if self.reward is not None:
+            num_batches += self.reward.num_batches(min(num_clips, NUM_RESCORED))
+        bar.begin("scoring", num_batches)
+
+        callbacks = [reward.on_batch for reward in rewards]
+
+        def counted(callback: Callable[[], None]) -> None:
+            callback()
+            bar.update()
+
+        for reward, callback in zip(rewards, callbacks, strict=True):
+            reward.on_batch = partial(counted, callback)
+        try:
+            yield
+        finally:
+            for reward, callback in zip(rewards, callbacks, strict=True):
+                reward.on_batch = callback
+
+    def write(
+        self, folder: Path, clips: Sequence[Tensor | None], records: Sequence[dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Write this rank's clips, and on the first rank the records of all; returns the summary of these."""
         with_video = {
             self.file(request) for request in self.requests[: self.config.validation_videos]
         }
@@ -180,6 +213,23 @@ class Validation:
                 record.update(finite({"scored_again": again[i]}))
             records.append(record)
         return records
+
+
+class StageBar(tqdm):
+    """The progress bar of a validation, which shows one stage after the other."""
+
+    def begin(self, stage: str, total: int = 1) -> None:
+        """Show the next stage, of `total` batches."""
+        self.set_description_str(f"validation: {stage}", refresh=False)
+        self.unit = "batch"
+        self.reset(total)
+
+    def over(self, stage: str, batches: Sequence[Any]) -> Iterator[Any]:
+        """The batches of the next stage; each is counted once it is done."""
+        self.begin(stage, len(batches))
+        for batch in batches:
+            yield batch
+            self.update()
 
 
 def validation_sampling(config: Config) -> Sampling:

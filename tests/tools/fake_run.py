@@ -62,6 +62,7 @@ def run_line(step: int = 0) -> dict[str, Any]:
         "time": "2026-11-15T05:00:00",
         "world": "shapes",
         "perfect": PERFECT,
+        "perfect_is_best": True,
         "vae_floor": {"distance": 0.021},
         "schedule": {
             "sigmas": flow_sigmas(STEPS, 5.0).tolist(),

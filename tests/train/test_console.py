@@ -1,8 +1,11 @@
 """What a run says at its start and at its end."""
 
+import os
 import shlex
 import shutil
 import sys
+import webbrowser
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -75,6 +78,80 @@ def test_the_end_names_the_checkpoint_and_the_next_command(make, flags):
         flags["pretrained_model_root"],
     )
     assert args.prompt == trainer.validation.requests[0].text and args.image is None
+    assert "report" not in found  # it was not written
+    (trainer.run.path / "report.html").write_text("<p>")
+    *_, last = console.ending(trainer).splitlines()
+    assert last.split() == ["report", str(trainer.run.path / "report.html")]
+
+
+@pytest.mark.parametrize("steps", [2, 20])
+def test_the_next_command_samples_in_the_steps_of_the_run(make, steps):
+    """20 steps are the model's own; what was gained in two may not show in them."""
+    trainer = make(validation_num_inference_steps=steps, max_steps=1)
+    trainer.train()
+    trainer.run.close()
+    args = parse_arguments(shlex.split(said(console.ending(trainer))["next"])[2:])
+    own_steps = trainer.backbone.sampling.num_steps
+    assert (args.num_inference_steps or own_steps) == steps
+
+
+class Keyboard:
+    """Standard input of a terminal on which something was typed, or nothing."""
+
+    def __init__(self, typed):
+        self.reader, self.writer = os.pipe()
+        if typed is not None:
+            os.write(self.writer, typed.encode())
+        self.file = os.fdopen(self.reader)
+
+    def isatty(self):
+        return True
+
+    def fileno(self):
+        return self.reader
+
+    def readline(self):
+        return self.file.readline()
+
+    def close(self):
+        self.file.close()
+        os.close(self.writer)
+
+
+@pytest.mark.parametrize(
+    "typed, terminal, desktop, opened",
+    [
+        ("\n", True, True, True),
+        ("y\n", True, True, True),
+        ("n\n", True, True, False),
+        (None, True, True, False),  # nobody is there
+        ("\n", False, True, False),
+        ("\n", True, False, False),
+    ],
+)
+def test_the_report_is_offered_in_a_terminal_on_a_desktop_alone(
+    typed, terminal, desktop, opened, monkeypatch, tmp_path, capsys
+):
+    page = tmp_path / "report.html"
+    page.write_text("<p>")
+    browser = tmp_path / "browser"
+    browser.write_text(f'#!/bin/sh\necho "$1" > {tmp_path}/opened\n')
+    browser.chmod(0o755)
+    monkeypatch.setattr(webbrowser, "_tryorder", None)  # which it reads from the environment once
+    monkeypatch.setenv("BROWSER", f"{browser} %s")
+    monkeypatch.setenv("DISPLAY", ":0" if desktop else "")
+    monkeypatch.setenv("WAYLAND_DISPLAY", "")
+    monkeypatch.setattr(console, "PATIENCE", 0.01)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
+
+    with closing(Keyboard(typed)) as keyboard:
+        monkeypatch.setattr(sys, "stdin", keyboard)
+        console.offer_report(page)
+    asked = capsys.readouterr().out
+    assert asked.startswith("Open ") if terminal and desktop else not asked
+    assert (tmp_path / "opened").is_file() is opened
+    if opened:
+        assert (tmp_path / "opened").read_text().strip() == page.as_uri()
 
 
 def test_a_run_without_an_iteration_names_no_checkpoint(make):

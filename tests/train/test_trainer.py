@@ -354,6 +354,25 @@ def test_lines_come_at_their_interval_and_at_the_end(make):
     assert [record["step"] for record in records(trainer)] == [2, 3]
 
 
+def test_the_reward_of_every_iteration_is_kept_and_logging_changes_nothing_else(make):
+    runs = {}
+    for interval in (1, 3):
+        trainer = make(max_steps=4, log_interval=interval, overwrite=True)
+        trainer.validation = None
+        trainer.train()
+        lines = records(trainer, "train") + records(trainer, "reward")
+        rewards = [line["reward/total"] for line in sorted(lines, key=lambda line: line["step"])]
+        runs[interval] = (rewards, snapshot(trainer))
+    assert [line["step"] for line in records(trainer, "train")] == [3, 4]
+    short = records(trainer, "reward")
+    assert [line["step"] for line in short] == [1, 2]
+    assert all(key.startswith("reward/") for key in short[0].keys() - {"kind", "step"})
+
+    (rewards, weights), (other_rewards, other_weights) = runs.values()
+    assert rewards == other_rewards
+    assert all(torch.equal(value, other_weights[name]) for name, value in weights.items())
+
+
 def test_spreads_of_the_reward_are_those_of_their_definition(make):
     trainer = make()
     scores = Scores(

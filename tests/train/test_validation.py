@@ -119,6 +119,22 @@ def test_some_clips_are_kept_as_videos_and_all_are_judged(make, tmp_path, count,
     ] and len(files) == 3
 
 
+def test_the_bar_shows_every_stage_and_each_batch_that_is_scored(make, tmp_path, capfd):
+    trainer = make(reward_batch_size=1, holdout_reward="shapes")
+    before = trainer.reward.on_batch
+    capfd.readouterr()
+    trainer.validation.run(tmp_path / "validation")
+    shown = capfd.readouterr().err
+    places = [
+        shown.index(f"validation: {stage}")
+        for stage in ("sampling", "decoding", "scoring", "writing")
+    ]
+    assert places == sorted(places)
+    clips = len(trainer.validation.requests)
+    assert f"0/{3 * clips} " in shown  # the reward, the hold-out, and the reward again
+    assert trainer.reward.on_batch is before
+
+
 def test_a_run_can_be_stopped_at_every_denoising_step_and_clip(make, tmp_path):
     """A full-size clip takes minutes, more than a scheduler waits after its signal."""
     validation, calls = make().validation, []

@@ -16,7 +16,7 @@ from matplotlib.colors import LogNorm, Normalize, SymLogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from sage_grpo.intervals import Interval, student_95
+from sage_grpo.intervals import Interval, interval, student_95
 from sage_grpo.runs.history import column
 from sage_grpo.tools.figure_style import BLUE, GREY, ORANGE, STYLE
 from sage_grpo.tools.templating import inline_svg
@@ -25,7 +25,10 @@ from sage_grpo.tools.templating import inline_svg
 SMALL = (3.9, 2.5)
 WIDE = (6.0, 2.8)
 MAP = (4.8, 2.4)
-MANY = 40  # points above which a curve is drawn with its running mean
+MANY = 40  # points from which on a curve is drawn as its running mean
+# values on either side that a running mean includes: a twentieth of all, but enough to see through the noise
+REACH = 0.05
+LEAST_REACH = 10
 
 Lines = Sequence[Mapping[str, Any]]  # of metrics.jsonl
 
@@ -100,22 +103,40 @@ def draw_curves(
     finish(axes, log_scale)
 
 
+def is_long(values: np.ndarray) -> bool:
+    """Whether a metric has enough finite values for a running mean."""
+    return bool(np.isfinite(values).sum() >= MANY)
+
+
 def draw_curve(
     axes: Axes, x: np.ndarray, y: np.ndarray, color: str, label: str, smooth: bool = True
 ) -> None:
-    """Draw the finite points as a line; if there are many, faint, under a running mean over a twentieth of them."""
+    """Draw the finite points as a line; if there are many, as faint dots under a running mean and its band."""
     known = np.isfinite(y)
     x, y = x[known], y[known]
-    if len(y) < MANY:
+    if not is_long(y):
         axes.plot(x, y, "o-", ms=3, color=color, label=label)
         return
     if not smooth:
         axes.plot(x, y, "-", ms=3, color=color, label=label)
         return
-    window = np.ones(2 * (len(y) // MANY) + 1)
-    mean = np.convolve(y, window, "same") / np.convolve(np.ones_like(y), window, "same")
-    axes.plot(x, y, color=color, lw=0.8, alpha=0.35)
-    axes.plot(x, mean, color=color, label=label)
+    means, halves = running_mean(y, max(LEAST_REACH, round(REACH * len(y))))
+    axes.plot(x, y, "o", ms=2.5, mew=0, color=color, alpha=0.35)
+    low = np.clip(means - halves, y.min(), y.max())  # inside, for a log scale too
+    high = np.clip(means + halves, y.min(), y.max())
+    axes.fill_between(x, low, high, color=color, alpha=0.2, lw=0)
+    axes.plot(x, means, color=color, label=label)
+
+
+def running_mean(values: np.ndarray, reach: int) -> tuple[np.ndarray, np.ndarray]:
+    """Means of (N,) over `reach` values to either side, fewer at the ends, and half of their 95 % intervals."""
+    means = np.empty_like(values)
+    halves = np.empty_like(values)
+    for i in range(len(values)):
+        window = interval(values[max(0, i - reach) : i + reach + 1])
+        means[i] = window.mean
+        halves[i] = window.half
+    return means, halves
 
 
 def draw_intervals(
@@ -133,14 +154,32 @@ def draw_intervals(
 def finish(axes: Axes, log_scale: bool) -> None:
     """Set integer ticks, a log axis if it is wanted and a value is positive, and a legend if there is a choice."""
     axes.xaxis.set_major_locator(integer_ticks())
+    label_single_points(axes)
     if log_scale and any((np.asarray(line.get_ydata()) > 0).any() for line in axes.lines):
         axes.set_yscale("log", nonpositive="mask")
     if len(axes.get_legend_handles_labels()[1]) > 1:
         axes.legend()
 
 
+def label_single_points(axes: Axes) -> None:
+    """If there is a single iteration, begin its axis at 0 and write the values beside the dots."""
+    # neither limits, which reach all across, nor the ends of error bars
+    curves = [line for line in axes.lines if line.get_marker() == "o"]
+    dots = [line for line in curves if len(line.get_xdata()) == 1]
+    iterations = {float(line.get_xdata()[0]) for line in dots}
+    if len(dots) < len(curves) or len(iterations) != 1:
+        return
+    (iteration,) = iterations
+    axes.set_xlim(0, max(1.0, 1.3 * iteration))
+    for line in dots:
+        value = float(line.get_ydata()[0])
+        axes.annotate(
+            f"{value:.3g}", (iteration, value), (6, 0), textcoords="offset points", va="center"
+        )
+
+
 def integer_ticks() -> MaxNLocator:
-    return MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True)
+    return MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True, min_n_ticks=1)
 
 
 def draw_drift(axes: Axes, changes: Mapping[str, Mapping[int, Interval]]) -> None:
@@ -170,6 +209,7 @@ def draw_map(axes: Axes, train: Lines, values: np.ndarray, norm: Normalize, colo
     picture = axes.imshow(grid, colors, norm, aspect="auto", extent=extent, interpolation="none")
     axes.set(facecolor=f"{GREY}55", ylabel="denoising step")
     axes.grid(False)
+    axes.xaxis.set_major_locator(integer_ticks())
     axes.yaxis.set_major_locator(integer_ticks())
     axes.figure.colorbar(picture, ax=axes, pad=0.02).outline.set_visible(False)
 
@@ -195,7 +235,11 @@ def draw_stack(
         for phase, seconds in layers.items()
     ]
     layer_colors = [colors.get(phase, GREY) for phase in layers]
+    if len(steps) == 1:  # an area needs two
+        steps = steps[0] + np.array([-0.5, 0.5])
+        layers = {phase: np.repeat(seconds, 2) for phase, seconds in layers.items()}
     axes.stackplot(steps, *layers.values(), colors=layer_colors, labels=labels, lw=0)
+    axes.xaxis.set_major_locator(integer_ticks())
     axes.figure.legend(loc="outside right center", reverse=True)
     axes.set_ylabel("seconds")
     axes.margins(x=0)

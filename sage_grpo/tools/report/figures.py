@@ -15,6 +15,7 @@ from sage_grpo.runs.history import RunHistory, as_float, column, numbers
 from sage_grpo.tools.figure_style import BLUE, GREEN, GREY, ORANGE, PALE, PURPLE, YELLOW
 from sage_grpo.tools.paired import drift
 from sage_grpo.tools.report.drawing import (
+    LEAST_REACH,
     MAP,
     SMALL,
     WIDE,
@@ -27,11 +28,13 @@ from sage_grpo.tools.report.drawing import (
     draw_scatter,
     draw_stack,
     finish,
+    is_long,
     log_scale,
     panel,
     symmetric_scale,
 )
 
+FEWEST_DOTS = 3  # of a scatter plot
 LONGEST_NAME = 28  # letters of a run's name in a legend: the last ones, which tell runs apart
 
 
@@ -207,7 +210,7 @@ def drawn(panels: Iterable[Panel | None]) -> list[Panel]:
 
 def curve_panel(run: RunHistory, figure: CurveFigure) -> Panel | None:
     """The curves of one run: training, then validation, and what can be reached."""
-    curves = [Curve(run.train, line.metric, line.color, line.label) for line in figure.lines]
+    curves = [Curve(run.rewards, line.metric, line.color, line.label) for line in figure.lines]
     curves += [Curve(run.validations, line.metric, ORANGE, "validation") for line in figure.lines]
     return labeled_panel(figure, curves, reachable(run, figure))
 
@@ -243,7 +246,7 @@ def validation_overlays(runs: Mapping[str, RunHistory], colors: Mapping[str, str
 
 def training_overlays(runs: Mapping[str, RunHistory], colors: Mapping[str, str]) -> list[Panel]:
     """The training of several runs, a panel per figure of the page of one."""
-    by_run = {name: run.train for name, run in runs.items()}
+    by_run = {name: run.rewards for name, run in runs.items()}
     return drawn(overlay(figure, by_run, colors) for figure in COMPARED)
 
 
@@ -268,11 +271,15 @@ def labeled_panel(
     changes = [
         f"{curve.label} {first_to_last(curve.values)}".strip()
         for curve in shown
-        if len(curve.lines) > 1
+        if np.isfinite(curve.values).sum() > 1
     ]
     caption = figure.caption
     if changes:
         caption = f"First to last: {'; '.join(changes)}. {caption}"
+    if figure.smooth and any(is_long(curve.values) for curve in shown):
+        caption += (
+            " Lines are running means, with the 95 % interval of each mean; dots are iterations."
+        )
 
     def draw(axes: Axes) -> None:
         draw_curves(axes, shown, limits, figure.log_scale, figure.smooth)
@@ -281,11 +288,13 @@ def labeled_panel(
 
 
 def first_to_last(values: np.ndarray) -> str:
-    """From where to where a curve went, in the means of its first and last tenth."""
+    """From where to where a curve went, in the means of its first and last tenth, or of more if it is noisy."""
     finite = values[np.isfinite(values)]
-    tenth = -(-len(finite) // 10)
-    first = finite[:tenth].mean()
-    last = finite[-tenth:].mean()
+    count = -(-len(finite) // 10)
+    if is_long(finite):
+        count = max(count, 2 * LEAST_REACH)
+    first = finite[:count].mean()
+    last = finite[-count:].mean()
     return f"{first:.3g} → {last:.3g}".replace("-", "−")
 
 
@@ -306,7 +315,7 @@ def trained_against_held_out(run: RunHistory) -> Panel | None:
 
 
 def gold_against_proxy(run: RunHistory) -> Panel | None:
-    if not run.has("gold/match"):
+    if np.isfinite(column(run.train, "gold/match")).sum() < FEWEST_DOTS:
         return None
     steps = column(run.train, "step")
     reward = column(run.train, "reward/total")

@@ -37,7 +37,7 @@ from sage_grpo.tools.paired import (
 from sage_grpo.tools.report import figures
 from sage_grpo.tools.report.comparison import comparison
 from sage_grpo.tools.report.drawing import Panel
-from sage_grpo.tools.report.settings import DEFAULTS, config_of, differing
+from sage_grpo.tools.report.settings import DEFAULTS, config_of, differing, has_meaning
 from sage_grpo.tools.templating import render
 
 # what a report reads of a run folder
@@ -66,7 +66,7 @@ def print_summary(folder: Path) -> None:
         if clips:
             shown = [aligned(table.rows) for table in tables(compared(clips, total=True))]
             print("\n\n".join(shown))
-        print(f"report: {write_report(folder)}")
+        write_report(folder)
     except Exception as error:  # the run is done, whatever is wrong with its folder
         print(
             f"the run is done, but its report could not be written: {printable(error)};"
@@ -140,7 +140,8 @@ def tiles(run: RunHistory) -> list[Tile]:
 
     perfect = as_float((run.head.get("perfect") or {}).get("total"), "perfect")
     totals = column(first_and_last, "reward/total")
-    if len(totals) == 2 and perfect > totals[0] and math.isfinite(totals[1]):
+    is_gap = bool(run.head.get("perfect_is_best")) and len(totals) == 2 and perfect > totals[0]
+    if is_gap and math.isfinite(totals[1]):
         closed = (totals[1] - totals[0]) / (perfect - totals[0])
         shown.append(Tile(f"{100 * closed:.0f} %", "of the gap to perfect clips"))
 
@@ -182,12 +183,14 @@ def facts(run: RunHistory) -> list[str]:
 
 
 def changed_settings(run: RunHistory) -> list[str]:
-    """The settings that are not the defaults."""
+    """The settings that are not the defaults and had a meaning in the run."""
     config = config_of(run)
     if not config:
         return []
     rows = differing({"run": config, "default": DEFAULTS})
-    return [f"{name}: {value}" for name, value, _ in rows if value != "–"]
+    return [
+        f"{name}: {value}" for name, value, _ in rows if value != "–" and has_meaning(name, config)
+    ]
 
 
 # before and after
@@ -230,13 +233,13 @@ def failures(run: RunHistory) -> str:
         ("groups without spread", "reward/flat_groups"),
     ):
         if run.has(metric):
-            counts.append(f"{np.nansum(column(run.train, metric)):.0f} {name}")
+            counts.append(f"{np.nansum(column(run.rewards, metric)):.0f} {name}")
     if run.has("policy/skipped_updates"):  # counted from the start of the run
         skipped = np.nanmax(column(run.train, "policy/skipped_updates"))
         counts.append(f"{skipped:.0f} skipped updates")
 
     text = f"Over the whole run: {', '.join(counts)}." if counts else ""
-    errors = [line["reward/error"] for line in run.train if line.get("reward/error")]
+    errors = [line["reward/error"] for line in run.rewards if line.get("reward/error")]
     if errors:
         text += f" The first error of a reward: {errors[0]}"
     return text.strip()

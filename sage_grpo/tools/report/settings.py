@@ -10,6 +10,23 @@ from sage_grpo.config.yaml_files import yaml_mapping
 from sage_grpo.runs.history import RunHistory, text_of
 
 DEFAULTS = yaml.safe_load(Config().to_yaml())
+# beginnings of names -> the setting without which, or the value of it without which, they mean nothing
+NEEDED = {
+    "lora_": ("use_lora", True),
+    "nft_": ("algorithm", "nft"),
+}
+# how a run is started, not what it does
+HANDLING = ("overwrite",)
+
+
+def has_meaning(name: str, config: Mapping[str, Any]) -> bool:
+    """Whether a setting has an effect on a run of this configuration."""
+    if name in HANDLING:
+        return False
+    for beginning, (setting, value) in NEEDED.items():
+        if name.startswith(beginning) and config.get(setting) != value:
+            return False
+    return True
 
 
 def config_of(run: RunHistory) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from sage_grpo.config.fields import Config
 from sage_grpo.runs.diagnosis import RULES
 from sage_grpo.runs.history import RunHistory, read_run
 from sage_grpo.tools.figure_style import GREY
@@ -19,7 +20,13 @@ from sage_grpo.tools.paired import clip_rows, number
 from sage_grpo.tools.report import page as page_module
 from sage_grpo.tools.report.__main__ import main
 from sage_grpo.tools.report.figures import gradient_map, phase_seconds
-from sage_grpo.tools.report.page import before_after, page, print_summary, write_report
+from sage_grpo.tools.report.page import (
+    before_after,
+    changed_settings,
+    page,
+    print_summary,
+    write_report,
+)
 from tests.programs import exit_code
 from tests.tools.fake_run import make_run, read_lines, run_line, train_line, write_lines
 
@@ -61,8 +68,9 @@ def headings(text: str) -> list[str]:
 
 
 def table_row(text: str, name: str) -> str:
-    """The cells of one metric before and after."""
-    return re.search(rf"<tr><td>{re.escape(name)}</td>(.*?)</tr>", text, re.DOTALL).group(1)
+    """The cells of one metric before and after, without their titles for narrow windows."""
+    row = re.search(rf"<tr><td>{re.escape(name)}</td>(.*?)</tr>", text, re.DOTALL).group(1)
+    return re.sub(' data-title="[^"]*"', "", row)
 
 
 def without(folder: Path, *prefixes: str) -> str:
@@ -154,11 +162,20 @@ def test_head(whole, text):
     assert "Over the whole run: 0 failed rewards" in text
 
 
+def test_the_gap_to_perfect_clips_is_shown_only_where_they_are_the_best(copy):
+    assert "of the gap to perfect clips" in page(read_run(copy))
+    assert "of the gap to perfect clips" not in without(copy, "perfect_is_best")
+
+
 def test_configuration(text):
-    """What is not the default stands out; the rest is folded away."""
-    shown, whole = re.search(
-        r"Not the defaults:</p><pre>(.*?)</pre>.*?<pre>(.*?)</pre></details>", text, re.DOTALL
+    """All of it is folded away, what is not the default apart from the rest."""
+    number, shown, whole = re.search(
+        r"<details><summary>(\d+) settings are not the defaults</summary><pre>(.*?)</pre></details>"
+        r"\s*<details>.*?<pre>(.*?)</pre></details>",
+        text,
+        re.DOTALL,
     ).groups()
+    assert number == "4"
     assert re.findall(r"<span>(.*?)</span>", shown) == [
         "eta: 0.7",
         "height: 32",
@@ -166,6 +183,45 @@ def test_configuration(text):
         "reward_weights: {&#39;VQ&#39;: 1.0}",
     ]
     assert "eta: 0.7" in whole and "clip_range: 0.0001" in whole
+
+
+@pytest.mark.parametrize("use_lora", [True, False])
+def test_settings_that_mean_nothing_in_a_run_are_not_listed(copy, use_lora):
+    config = Config(use_lora=use_lora, lora_r=7, nft_beta=0.3, overwrite=True, eta=0.9)
+    (copy / "config.yaml").write_text(config.to_yaml())
+    shown = changed_settings(read_run(copy))
+    assert ("lora_r: 7" in shown) is use_lora
+    assert "eta: 0.9" in shown
+    assert not [line for line in shown if line.startswith(("nft_", "overwrite"))]
+
+
+def test_cells_carry_the_titles_of_their_columns_for_narrow_windows(text):
+    row = re.search(r"<tr><td>total reward</td>(.*?)</tr>", text, re.DOTALL).group(1)
+    assert re.findall('data-title="([^"]*)"', row) == [
+        "iteration 0, 14 clips",
+        "iteration 12, 14 clips",
+        "iteration 12 minus iteration 0",
+    ]
+
+
+def test_the_rewards_of_all_iterations_are_drawn_and_counted(tmp_path):
+    lines = [
+        {"kind": "train" if step % 10 == 0 else "reward", "step": step, "reward/total": 0.1 * step}
+        | {"reward/failed": 1}
+        for step in range(1, 26)
+    ]
+    write_lines(tmp_path, lines)
+    run = read_run(tmp_path)
+    assert [line["step"] for line in run.rewards] == list(range(1, 26))
+    assert [line["step"] for line in run.train] == [10, 20]
+    assert run.iterations == 25
+    text = page(run)
+    assert "Over the whole run: 25 failed rewards." in text
+    assert "First to last: training 0.2 → 2.4." in text
+
+    # a resume after iteration 12 voids what came later
+    write_lines(tmp_path, [*lines, {"kind": "run", "step": 12}])
+    assert read_run(tmp_path).iterations == 12
 
 
 def test_skipped_updates_are_counted_once(tmp_path):
@@ -363,6 +419,7 @@ def test_every_metric_is_explained():
     keys |= {
         *run_line()["schedule"],
         "perfect",
+        "perfect_is_best",
         "vae_floor",
         "schedule",
         "time/validation",
@@ -376,7 +433,7 @@ def test_a_run_is_done_without_its_report(copy, capsys):
     (copy / "report.html").mkdir()  # no file can be written there
     print_summary(copy)
     out, err = capsys.readouterr()
-    assert "total reward" in out and "report:" not in out
+    assert "total reward" in out
     assert "the run is done, but its report could not be written: " in err
     assert f"tools.report {copy}` makes it" in err
 
@@ -394,4 +451,5 @@ def test_only_logged_iterations_wait_for_the_oracle(copy):
     """Ten iterations per line, each of 60 s and 30 s more for the oracle if it is logged."""
     run = read_run(copy)
     lines = [{"step": step, "time/total": 90.0, "time/gold": 30.0} for step in (10, 20)]
-    assert tile("21 min", "in iterations") in page(dataclasses.replace(run, train=lines))
+    shortened = dataclasses.replace(run, train=lines, unlogged=[])
+    assert tile("21 min", "in iterations") in page(shortened)
