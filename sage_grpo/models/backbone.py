@@ -154,6 +154,16 @@ class Backbone(ABC):
     def embeddings(self) -> Embeddings:
         return Embeddings(self.encoder(), self.device, self.cache_dir)
 
+    @property
+    def encodes_ahead(self) -> bool:
+        """Whether a run encodes all requests before it begins.
+
+        On a GPU it must, to free the encoders before the transformer needs their memory; and a cache that others will
+        read has to be complete. Else each request is encoded when it is needed: the run begins earlier, and may never
+        reach some.
+        """
+        return self.device.type != "cpu" or self.cache_dir is not None
+
     def encode(self, requests: Sequence[Request]) -> list[Conditioning]:
         """One conditioning per request, on the backbone's device, each encoded once."""
         return self.embeddings(requests)

@@ -127,9 +127,9 @@ def fill(run: RunFolder, backbone: Backbone, config: Config, ranks: Ranks) -> Tr
     )
     reward, holdout = rewards or (None, None)
 
-    # encode every prompt, which frees the encoders before the transformer needs their memory
     negative = Request(config.negative_prompt)
-    backbone.prepare([negative, *requests, *held_out], ranks.world_rank, ranks.world)
+    if backbone.encodes_ahead:
+        backbone.prepare([negative, *requests, *held_out], ranks.world_rank, ranks.world)
     guidance = Guidance(config.guidance_scale, backbone.encode([negative])[0])
 
     parameters = prepare_transformer(backbone, config, ranks)

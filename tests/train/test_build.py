@@ -52,7 +52,8 @@ def test_encoders_are_loaded_once_or_never_and_change_nothing(make, loads, tmp_p
             use_lora=True,
             max_steps=1,
         )
-        assert trainer.backbone.embeddings.encoder._models is None
+        # on the CPU they stay for prompts that an iteration needs, unless all are in a cache
+        assert (trainer.backbone.embeddings.encoder._models is None) == (cache is not None)
         at_build = len(loads)
         trainer.train()
         assert len(loads) == at_build  # neither rollout nor validation loads them again
@@ -62,6 +63,27 @@ def test_encoders_are_loaded_once_or_never_and_change_nothing(make, loads, tmp_p
     for _, found, again in runs[1:]:
         assert all(torch.equal(found[name], expected[name]) for name in expected)
         assert again == rewards and len(rewards) == 1
+
+
+def test_without_a_cache_prompts_are_encoded_when_an_iteration_needs_them(make, tmp_path):
+    """The same numbers as with all of them encoded first, which a cache for others asks for."""
+    trainer = make(max_steps=1, batch_size=2)
+    encoded = trainer.backbone.embeddings.in_memory
+    assert [request.text for request in encoded] == [""]
+    trainer.roll_out()
+    assert len(encoded) == 2
+    trainer.train()
+
+    ahead = make(
+        max_steps=1,
+        batch_size=2,
+        output_dir=str(tmp_path / "ahead"),
+        prompt_cache=str(tmp_path / "cache"),
+    )
+    assert len(list((tmp_path / "cache").glob("*/*.safetensors"))) == 1 + len(trainer.requests)
+    ahead.train()
+    expected = weights(ahead)
+    assert all(torch.equal(found, expected[name]) for name, found in weights(trainer).items())
 
 
 def test_a_run_goes_on_the_same_with_embeddings_from_disk(make, loads, tmp_path):
