@@ -310,7 +310,8 @@ def perfect_is_best(config: Config, reward: Composite, world: World) -> bool:
 
     A reward that is measured in another folder than the model's may come from another world.
     """
-    of_this_world = config.reward_path is None and set(reward.rewards) <= set(world.bounded_rewards)
+    bounded = set(getattr(world, "bounded_rewards", ()))
+    of_this_world = config.reward_path is None and set(reward.rewards) <= bounded
     return of_this_world and min(reward.weights.values()) >= 0
 
 

@@ -27,7 +27,8 @@ class World(Protocol):
 
     name: str
     reward: str  # name of the reward for models on this world whose folder brings none
-    bounded_rewards: tuple[str, ...]  # those in which no clip beats what `draw` makes
+    # rewards in which no clip beats what `draw` makes; a world may leave this out
+    bounded_rewards: tuple[str, ...] = ()
 
     def check(self, prompts: Sequence[str]) -> None:
         """Reject prompts with words that the world does not know."""
