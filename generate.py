@@ -472,7 +472,7 @@ def add_sampling_flags(group: Any) -> None:
         "--solver",
         choices=SOLVERS,
         default="euler",
-        help="ODE solver; dpm is second-order and needs fewer steps",
+        help="ODE solver; dpm and unipc are second-order, dpm3 is third-order: they need fewer steps",
     )
     add(
         "--sde_type",

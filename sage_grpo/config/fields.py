@@ -27,7 +27,7 @@ ADVANTAGE_STDS = ("group", "batch", "none")
 KL_SCHEDULES = ("fixed", "two_stage", "adaptive")
 KL_FEEDBACKS = ("paper", "trust_region")
 KL_ESTIMATORS = ("exact", "logprob")
-SOLVERS = ("euler", "dpm")
+SOLVERS = ("euler", "dpm", "dpm3", "unipc")
 
 # Upper limits, far above any real use: a typo is rejected before it allocates memory.
 MAX_VIDEOS = 65_536
@@ -312,9 +312,18 @@ class RolloutFlags:
     )
     tail_steps: int = flag(
         0,
-        "second-order solver steps after the window; 0 takes the remaining steps as they are",
+        "higher-order solver steps after the window; 0 takes the remaining steps as they are",
         minimum=0,
         maximum=MAX_SAMPLING_STEPS,
+    )
+    tail_solver: str = flag(
+        "dpm",
+        "solver of tail_steps: second or third order, or second order with a corrector",
+        choices=SOLVERS[1:],
+    )
+    guidance_interval: str = flag(
+        "0:1",
+        "noise levels LOW:HIGH at which rollouts of awm and nft are guided; others cost half",
     )
     outside_window: str = flag(
         "exact",
@@ -512,7 +521,7 @@ class ValidationFlags:
     )
     validation_solver: str = flag(
         "euler",
-        "ODE solver in validation; dpm is second-order",
+        "ODE solver in validation; dpm and unipc are second-order, dpm3 is third-order",
         choices=SOLVERS,
     )
     validation_fixed_size: str | None = flag(
@@ -614,6 +623,21 @@ class Config(  # a dataclass lists the fields of its last base first
     @property
     def window_form(self) -> WindowForm:
         return parse_window(self.sde_window)
+
+    @property
+    def guided_levels(self) -> tuple[float, float]:
+        """The noise levels at which rollouts are guided, the lowest and the highest."""
+        low, _, high = self.guidance_interval.partition(":")
+        try:
+            levels = float(low), float(high)
+        except ValueError:
+            levels = (1.0, 0.0)
+        if not 0 <= levels[0] <= levels[1] <= 1:
+            raise ValueError(
+                f"guidance_interval is {self.guidance_interval!r}; write LOW:HIGH with noise levels "
+                "from 0 to 1, such as 0.2:0.9"
+            )
+        return levels
 
     @property
     def group_trained(self) -> int:

@@ -15,6 +15,7 @@ def check(config: Config, world_size: int = 1) -> None:
     ranks = world_size // config.sp_size
     try:  # these validate themselves
         config.window_form  # noqa: B018
+        config.guided_levels  # noqa: B018
         config.trust_region  # noqa: B018
         config.kl_controller()
     except ValueError as error:
@@ -138,6 +139,15 @@ def _groups_explore(c: Config, ranks: int) -> str | None:
     return None
 
 
+def _guidance_is_trained_as_sampled(c: Config, ranks: int) -> str | None:
+    if c.algorithm == "grpo" and c.guided_levels != (0.0, 1.0):
+        return (
+            f"guidance_interval is {c.guidance_interval}; grpo trains the guided velocity at every step: "
+            "take algorithm awm or nft, or guidance_interval 0:1"
+        )
+    return None
+
+
 def _graphs_are_possible(c: Config, ranks: int) -> str | None:
     needed = {
         "guidance_scale": 1,
@@ -240,6 +250,7 @@ RULES = (
     _shards_run_equal_windows,
     _shards_run_equal_forwards,
     _groups_explore,
+    _guidance_is_trained_as_sampled,
     _graphs_are_possible,
     _micro_batches_divide_a_prompt,
     _updates_or_accumulation,

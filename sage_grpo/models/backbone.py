@@ -47,6 +47,12 @@ class Guidance:
 
     scale: float = 1.0
     negative: Conditioning | None = None
+    interval: tuple[float, float] = (0.0, 1.0)  # noise levels at which it is on (arXiv 2404.07724)
+
+    def at(self, sigma: float) -> "Guidance":
+        """The guidance of a step from noise level `sigma`: this one, or none outside the interval."""
+        low, high = self.interval
+        return self if low <= sigma <= high else Guidance()
 
 
 @dataclass(frozen=True)

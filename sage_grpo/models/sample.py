@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sage_grpo import rng
 from sage_grpo.algo.sde import Schedule, Step, build_schedule
-from sage_grpo.algo.solver import ode_tables
+from sage_grpo.algo.solver import OdeTables, ode_tables
 from sage_grpo.models.backbone import Backbone, Conditioning, Guidance
 from sage_grpo.plugins import contained, in_file, resolved
 
@@ -58,27 +58,53 @@ def integrate(
 ) -> Tensor:
     """Follow the ODE from x, (B, C, T, y, x), over the noise levels `sigmas`, (n+1,) or (B, n+1).
 
-    `between` is called after each step.
+    `between` is called after each step. Guidance of an interval is on or off for all clips of a step, by the highest of
+    their levels.
     """
-    delta, factor = (table.float().to(x) for table in ode_tables(sigmas, solver))
+    tables = ode_tables(sigmas, solver).to(x)
     levels = sigmas.to(x.device, torch.float32)
     per_clip = (-1, *[1] * (x.ndim - 1))  # shape in which a number per clip broadcasts over x
-    previous_clean = None
+    earlier: list[Tensor] = []  # predictions of the clean clip, the latest first
+    begin = x  # where the step before began
 
     for i in range(sigmas.shape[-1] - 1):
         sigma = levels[..., i].expand(len(x))
-        velocity = backbone.velocity(x, sigma, cond, guidance)
-        x_next = x - delta[..., i].reshape(per_clip) * velocity
+        step_guidance = guidance.at(sigmas[..., i].max().item())
+        velocity = backbone.velocity(x, sigma, cond, step_guidance)
+        x_next = x - tables.delta[..., i].reshape(per_clip) * velocity
 
-        if solver != "euler":  # second order: extrapolate from the last two predictions of x0
+        if solver != "euler":  # extrapolate from this and earlier predictions of the clean clip
             clean = x - sigma.reshape(per_clip) * velocity
-            if previous_clean is not None:
-                x_next = x_next + factor[..., i].reshape(per_clip) * (clean - previous_clean)
-            previous_clean = clean
+            ratio = tables.ratio[..., i].reshape(per_clip)
+            if tables.correction is not None and earlier:
+                x = corrected(tables, i - 1, begin, clean, earlier)
+                x_next = ratio * x + (1 - ratio) * clean
+            weights = tables.history[..., i, :].unbind(-1)
+            for weight, clean_before in zip(weights, earlier, strict=False):
+                x_next = x_next + weight.reshape(per_clip) * (clean - clean_before)
+            earlier = [clean, *earlier[:1]]
 
+        begin = x
         x = x_next
         between()
     return x
+
+
+def corrected(
+    tables: OdeTables, i: int, begin: Tensor, clean_next: Tensor, earlier: Sequence[Tensor]
+) -> Tensor:
+    """The end of step i, which began in `begin`, once the clean clip predicted there is known; (B, C, T, y, x).
+
+    earlier: the predictions at the beginning of the step and before, the latest first.
+    """
+    per_clip = (-1, *[1] * (begin.ndim - 1))
+    clean, *before = earlier
+    *weights, weight_next = tables.correction[..., i, :].unbind(-1)
+    ratio = tables.ratio[..., i].reshape(per_clip)
+    x = ratio * begin + (1 - ratio) * clean
+    for weight, clean_before in zip(weights, before, strict=False):
+        x = x + weight.reshape(per_clip) * (clean - clean_before)
+    return x + weight_next.reshape(per_clip) * (clean_next - clean)
 
 
 def counter_noise(

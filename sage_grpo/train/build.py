@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +162,7 @@ def fill(run: RunFolder, backbone: Backbone, config: Config, ranks: Ranks) -> Tr
         algorithm=build_algorithm(config),
         state=state,
         requests=requests,
-        guidance=guidance,
+        guidance=replace(guidance, interval=config.guided_levels),
         reward=reward,
         gold=gold,
         validation=validation,

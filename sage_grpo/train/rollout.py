@@ -246,7 +246,7 @@ class Rollouts(ABC):
     def finish(self, x: Tensor, end: Tensor, cond: Conditioning) -> Tensor:
         """Follow the ODE to the clips, from windows that end before step `end` (B,).
 
-        With `tail_steps`, in that many second-order steps, unless fewer remain.
+        With `tail_steps`, in that many steps of `tail_solver`, unless fewer remain.
         """
         tail_steps = self.config.tail_steps
         sigmas = self.schedule.sigmas.cpu().double()
@@ -260,7 +260,9 @@ class Rollouts(ABC):
             ]
         # short rows are padded with zeros: repeated levels give zero-length steps
         padded = pad_sequence(levels, batch_first=True)
-        return self.integrate(padded, x, cond, solver="dpm" if tail_steps else "euler")
+        return self.integrate(
+            padded, x, cond, solver=self.config.tail_solver if tail_steps else "euler"
+        )
 
     def integrate(
         self, sigmas: Tensor, x: Tensor, cond: Conditioning, solver: str = "euler"

@@ -69,6 +69,7 @@ CHOICES = {  # flag: the table in the code that computes
     "kl_feedback": trust_region.FEEDBACKS,
     "step_kl_estimator": trust_region.ESTIMATORS,
     "validation_solver": solver.SOLVERS,
+    "tail_solver": set(solver.SOLVERS) - {"euler"},
     "algorithm": registry.ALGORITHMS,
 }
 

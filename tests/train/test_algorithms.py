@@ -110,6 +110,40 @@ def test_clips_are_those_of_the_ode_and_states_lie_on_the_way_to_noise(make):
     )  # without guidance
 
 
+def test_guidance_in_part_of_the_steps_costs_less_and_is_guidance_there(make):
+    """Clips are those of a loop that guides the steps inside the interval, and trained without any."""
+    flags = {"algorithm": "nft", "guidance_scale": 3.0, "num_sampling_steps": 4, "overwrite": True}
+    trainer = make(**flags, guidance_interval="0.3:0.9")
+    forwards = []
+    trainer.backbone.transformer.register_forward_pre_hook(lambda *_: forwards.append(1))
+    (batch, *_) = trainer.roll_out()
+    sigmas = trainer.schedule.sigmas
+    guided = [0.3 <= sigma <= 0.9 for sigma in sigmas[:-1].tolist()]
+    assert 0 < sum(guided) < 4
+    assert len(forwards) == 2 * (4 + sum(guided))  # two prompts
+
+    x, _ = trainer.rollouts_of([batch.micro_batch]).noise(batch.micro_batch)
+    with torch.no_grad():
+        for i, is_guided in enumerate(guided):
+            guidance = Guidance(3.0, trainer.guidance.negative) if is_guided else Guidance()
+            velocity = trainer.backbone.velocity(x, sigmas[i].expand(2), batch.cond, guidance)
+            x = x - (sigmas[i] - sigmas[i + 1]) * velocity
+    torch.testing.assert_close(batch.latents, x, rtol=1e-5, atol=1e-5)
+    whole = make(**flags).roll_out()[0].latents
+    assert not torch.allclose(whole, x, atol=1e-3)
+    assert trainer.trained_guidance == Guidance()
+    assert trainer.validation.guidance.interval == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("solver", ["dpm3", "unipc"])
+def test_clips_may_be_sampled_by_any_solver(make, solver):
+    flags = {"algorithm": "awm", "num_sampling_steps": 8, "tail_steps": 6, "overwrite": True}
+    latents = make(**flags, tail_solver=solver).roll_out()[0].latents
+    second_order = make(**flags).roll_out()[0].latents
+    assert not torch.equal(latents, second_order)
+    torch.testing.assert_close(latents, second_order, rtol=0.1, atol=0.1)
+
+
 def test_only_the_levels_that_are_trained_are_kept(make):
     flags = {
         "algorithm": "awm",

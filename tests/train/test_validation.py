@@ -196,7 +196,8 @@ def test_validation_may_use_the_second_order_solver(make):
     trainer = make(validation_solver="dpm", validation_num_inference_steps=4)
     validation, prompt = trainer.validation, trainer.validation.requests[0]
     (cond,), sigmas = trainer.backbone.encode([prompt]), validation.sigmas.float()
-    delta, factor = (table.float() for table in ode_tables(validation.sigmas, "dpm"))
+    tables = ode_tables(validation.sigmas, "dpm")
+    delta, factor = tables.delta.float(), tables.history[:, 0].float()
     x, before = (
         counter_noise(validation.shape, validation.seed(prompt), [0], prompt=prompt.index)[0],
         0.0,

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, field
 
+from sage_grpo.algo.sde import flow_sigmas
 from sage_grpo.config.fields import Config
 from sage_grpo.config.rules import check
 from sage_grpo.models.cost import Architecture, DecodeBytes
@@ -105,7 +106,10 @@ class Plan:
         c = self.config
         if not self.algorithm.explores:
             steps = min(c.tail_steps or c.num_sampling_steps, c.num_sampling_steps)
-            return self.micro_batches * self.branches * steps
+            low, high = c.guided_levels
+            levels = flow_sigmas(steps, c.timestep_shift)[:-1]
+            guided_steps = int(((levels >= low) & (levels <= high)).sum())
+            return self.micro_batches * (steps + (self.branches - 1) * guided_steps)
 
         before, after = self.ode_steps
         inside_and_after = self.micro_batches * (self.windows.size + after)

@@ -12,7 +12,7 @@ from sage_grpo.train.rollout import Path, Rollouts, Trajectory
 
 
 class NoisedRollouts(Rollouts):
-    """Samples by the ODE, in `tail_steps` of second order if given.
+    """Samples by the ODE, in `tail_steps` of `tail_solver` if given.
 
     Clips that are trained are noised to the levels that they train, where the policy that sampled predicts velocities.
     """

@@ -4,6 +4,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from sage_grpo.algo.sde import flow_sigmas
 from sage_grpo.tools.plan.calibration import Calibration, Overhead, calibrate
 from sage_grpo.tools.plan.times import (
     backward_time,
@@ -112,6 +113,12 @@ def test_only_the_clips_that_are_trained_cost_anything_after_the_reward():
         assert seconds["rollout"] == pytest.approx(PASSES * forward)
         assert seconds["anchor"] == pytest.approx(2 * micro_batches * 2 * forward)
         assert seconds["update"] == pytest.approx(micro_batches * 2 * (forward + backward))
+
+    # guidance in the two steps whose levels are 0.8 and more
+    part = times(imaginary_plan(**matched, guidance_interval="0.9:1"))["rollout"]
+    guided_steps = sum(level >= 0.9 for level in flow_sigmas(5, 5.0).tolist())
+    assert 0 < guided_steps < 5
+    assert part == pytest.approx(2 * (5 + guided_steps) * forward)
 
     # four clips in a forward of the rollout, two in one of the update
     whole = {"micro_batch_size": 4, "train_clips": 2}
