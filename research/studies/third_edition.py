@@ -15,7 +15,7 @@ research/studies/registration_3.md with this file. All other flags are those of 
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,8 @@ GOAL_MATCH = 0.9  # to which units are counted
 GOAL_RATIO = 0.6  # of those of REFERENCE
 MARGIN = 0.05  # by which match or spread may be lower: a seed that is run twice differs by as much
 SPREAD = "classes if both match"
-# a rehearsal: two iterations of 16 clips, one seed
+# a rehearsal: two arms, one seed, two iterations of 16 clips
+TINY_ARMS = (REFERENCE, "flash, best and worst of 16")
 TINY: dict[str, Any] = {
     "batch_size": 16,
     "prompts_per_forward": 1,
@@ -117,10 +118,15 @@ def guided(best: Sequence[str]) -> dict[str, Flags]:
     }
 
 
-def two_best(results: Path, seeds: int = SEEDS) -> list[str]:
-    """The two arms with the highest mean match of those that never collapsed; empty until all runs are there."""
+def two_best(
+    results: Path, compared: Collection[str] | None = None, seeds: int = SEEDS
+) -> list[str]:
+    """The two arms with the highest mean match of those that never collapsed; empty until all runs are there.
+
+    compared: the arms of the study, by default all.
+    """
     runs = [run for run in records.read_all(results).values() if run["study"] == "clips"]
-    by_arm: dict[str, list[Record]] = {arm: [] for arm in arms()}
+    by_arm: dict[str, list[Record]] = {arm: [] for arm in compared or arms()}
     for run in runs:
         by_arm[run["arm"]].append(run)
     if any(len(arm_runs) < seeds for arm_runs in by_arm.values()):
@@ -137,8 +143,9 @@ def studies(results: Path = RESULTS, tiny: bool = False) -> dict[str, Study]:
     """All studies, in the order in which they are run; those that wait for results have no arms yet."""
     rates = rates_file(results)
     seeds = 1 if tiny else SEEDS
-    plain = arms()
-    with_guidance = guided(best) if (best := two_best(results, seeds)) else {}
+    plain = {arm: flags for arm, flags in arms().items() if not tiny or arm in TINY_ARMS}
+    best = two_best(results, plain, seeds)
+    with_guidance = guided(best) if best else {}
     search = {"flags": REPORTED | RAW, **SEARCH}
     compared = {"flags": REPORTED | RAW, "seeds": seeds, "measured": ("spread",)}
     made = {
