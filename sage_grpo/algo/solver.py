@@ -80,9 +80,10 @@ def _second_order(sigmas: Tensor, delta: Tensor, h: Tensor) -> Tensor:
 def _third_order(ratio: Tensor, h: Tensor, second: Tensor) -> Tensor:
     """w_1 and w_2 (..., n, 2) of DPM-Solver++(3M); the second order's where a step is not finite.
 
-    With r_1 = h_1 / h and r_2 = h_2 / h, the slope and the curvature of m over the step are
+    With r_1 = h_1 / h and r_2 = h_2 / h, the first and second derivative of m, in units of h, are
     D_1 = (1 + q) (m - m_1) / r_1 - q (m_1 - m_2) / r_2 with q = r_1 / (r_1 + r_2), and
-    D_2 = ((m - m_1) / r_1 - (m_1 - m_2) / r_2) / (r_1 + r_2). They enter as a D_1 - b D_2.
+    D_2 = 2 ((m - m_1) / r_1 - (m_1 - m_2) / r_2) / (r_1 + r_2). They enter as a D_1 - b D_2. The published code
+    lacks the 2 in D_2, which makes it second-order; with it, this is UniPC's predictor of third order.
     """
     weights = torch.stack([second, torch.zeros_like(second)], -1)
     step, one_before, two_before = h[..., 2:], h[..., 1:-1], h[..., :-2]
@@ -91,10 +92,10 @@ def _third_order(ratio: Tensor, h: Tensor, second: Tensor) -> Tensor:
     r_2 = two_before / step
     q = r_1 / (r_1 + r_2)
 
-    first_slope = a * (1 + q) - b / (r_1 + r_2)  # of (m - m_1) / r_1
-    second_slope = (
-        b / (r_1 + r_2) - a * q
-    )  # of (m_1 - m_2) / r_2, where m_1 - m_2 = (m - m_2) - (m - m_1)
+    curvature = 2 * b / (r_1 + r_2)
+    # weights of (m - m_1) / r_1 and of (m_1 - m_2) / r_2, where m_1 - m_2 = (m - m_2) - (m - m_1)
+    first_slope = a * (1 + q) - curvature
+    second_slope = curvature - a * q
     found = torch.stack([first_slope / r_1 - second_slope / r_2, second_slope / r_2], -1)
 
     usable = _usable(step) & _usable(one_before) & _usable(two_before)

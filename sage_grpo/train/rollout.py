@@ -249,6 +249,7 @@ class Rollouts(ABC):
         With `tail_steps`, in that many steps of `tail_solver`, unless fewer remain.
         """
         tail_steps = self.config.tail_steps
+        tail_solver = self.config.tail_solver
         sigmas = self.schedule.sigmas.cpu().double()
         levels = [sigmas[step:] for step in end.tolist()]
         if tail_steps:
@@ -260,9 +261,7 @@ class Rollouts(ABC):
             ]
         # short rows are padded with zeros: repeated levels give zero-length steps
         padded = pad_sequence(levels, batch_first=True)
-        return self.integrate(
-            padded, x, cond, solver=self.config.tail_solver if tail_steps else "euler"
-        )
+        return self.integrate(padded, x, cond, solver=tail_solver if tail_steps else "euler")
 
     def integrate(
         self, sigmas: Tensor, x: Tensor, cond: Conditioning, solver: str = "euler"

@@ -38,8 +38,7 @@ def solve(sigmas, x, solver):
     return integrate(KnownVelocity(), sigmas, x[:, None], None, Guidance(), solver)[:, 0]
 
 
-# what the order is after a start by Euler, which costs dpm3 one
-@pytest.mark.parametrize("solver, order", [("euler", 1), ("dpm", 2), ("dpm3", 2), ("unipc", 3)])
+@pytest.mark.parametrize("solver, order", [("euler", 1), ("dpm", 2), ("dpm3", 3), ("unipc", 3)])
 def test_errors_fall_with_the_order_of_the_solver(solver, order):
     """Over equal steps of the log-SNR between two finite ones, where both are derived."""
     x = torch.linspace(-2, 2, 9, dtype=torch.float64)
@@ -57,10 +56,10 @@ def test_the_error_of_one_step_falls_with_its_order(solver, order):
     """From the exact solution before the step, where no start by Euler interferes."""
     start = torch.linspace(-2, 2, 9, dtype=torch.float64)
     errors = []
-    for h in (0.4, 0.2, 0.1):
-        sigmas = torch.sigmoid(1.0 - h * torch.arange(4, dtype=torch.float64))
+    for h in (0.2, 0.1, 0.05):
+        sigmas = torch.sigmoid(h * torch.arange(3, -1, -1, dtype=torch.float64))
         tables = ode_tables(sigmas, solver)
-        quantile = exact(start, sigmas[0])
+        quantile = exact(start, torch.tensor(0.7))
 
         def on_the_way(sigma, quantile=quantile):
             spread = ((1 - sigma) ** 2 * STD**2 + sigma**2) ** 0.5
@@ -78,11 +77,13 @@ def test_the_error_of_one_step_falls_with_its_order(solver, order):
 
 STOCK = {
     "dpm": (DPMSolverMultistepScheduler, {"solver_order": 2, "algorithm_type": "dpmsolver++"}),
-    "dpm3": (DPMSolverMultistepScheduler, {"solver_order": 3, "algorithm_type": "dpmsolver++"}),
+    # whose DPM-Solver++ of third order lacks a factor of 2
+    "dpm3": (UniPCMultistepScheduler, {"solver_order": 3, "disable_corrector": list(range(20))}),
     "unipc": (UniPCMultistepScheduler, {"solver_order": 2, "solver_type": "bh2"}),
 }
 
 
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 @pytest.mark.parametrize("solver", STOCK)
 def test_it_is_what_diffusers_computes(solver):
     kind, settings = STOCK[solver]
@@ -90,13 +91,15 @@ def test_it_is_what_diffusers_computes(solver):
         prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0, **settings
     )
     stock.set_timesteps(20)
+    steps = 18 if solver == "dpm3" else 20  # diffusers lowers its order in the last two steps
+    sigmas = stock.sigmas[: steps + 1]
     x = torch.linspace(-2, 2, 9)
-    solution = solve(stock.sigmas.double(), x.double(), solver)
+    solution = solve(sigmas.double(), x.double(), solver)
     state = x[:, None]
-    for sigma, timestep in zip(stock.sigmas, stock.timesteps, strict=False):
+    for sigma, timestep in zip(sigmas[:-1], stock.timesteps, strict=False):
         state = stock.step(velocity(state, sigma), timestep, state).prev_sample
     torch.testing.assert_close(solution.float(), state[:, 0], rtol=0, atol=2e-6)
-    euler = solve(stock.sigmas.double(), x.double(), "euler")
+    euler = solve(sigmas.double(), x.double(), "euler")
     assert (euler.float() - state[:, 0]).abs().max() > 1e-3
 
 
