@@ -69,10 +69,12 @@ def generate(args: argparse.Namespace, requests: Sequence[Request], ranks: "Rank
 
     from sage_grpo.runs.media import contact_sheet, thumbnails, write_mp4
 
-    check_output(args)
+    # before weights are loaded; the names of clips with images depend on their size
+    check_output(args, [request for request in requests if request.image is None])
     backbone = open_model(args, requests, ranks)
     sampler = build_sampler(args, backbone, requests, ranks)
     requests = sampler.sized(requests)
+    check_output(args, requests)
     reward = build_scorer(args, requests, ranks) if ranks.leader else None
     make_folder(args.output_path, "output_path")
 
@@ -82,7 +84,7 @@ def generate(args: argparse.Namespace, requests: Sequence[Request], ranks: "Rank
     rows = []
     labels = []
     for request, number in tqdm(clips, "clips", unit="clip", disable=not ranks.first):
-        seed = args.seed if request.seed is None else request.seed
+        seed = seed_of(args, request)
         latents = sampler.sample(request, seed, number)
         if not ranks.leader:
             continue  # it has helped with the velocities; the clip is decoded once
@@ -90,7 +92,7 @@ def generate(args: argparse.Namespace, requests: Sequence[Request], ranks: "Rank
 
         sampling = sampler.samplings[request.index]
         record = describe(args, request, seed, number, sampling)
-        path = args.output_path / f"{request.name}-{seed}-{number}.mp4"
+        path = clip_path(args, request, number)
         write_mp4(path, clip, sampling.fps)
         if reward:
             record["scores"] = score(reward, clip, request, sampling.fps)
@@ -138,23 +140,33 @@ def find_weights(path: str | None) -> str | None:
     return str(checkpoints[-1])
 
 
-def check_output(args: argparse.Namespace) -> None:
-    """Reject a folder with clips of other weights, which new ones would replace or be taken for."""
-    if args.overwrite or not args.output_path.is_dir():
+def check_output(args: argparse.Namespace, requests: Sequence[Request]) -> None:
+    """Reject clips whose files exist and are of other weights, unless they may be overwritten."""
+    if args.overwrite:
         return
-    for path in sorted(args.output_path.glob("*.json")):
-        try:
-            record = read_object(path)
-        except (ValueError, OSError):  # not of a clip
-            continue
-        if "checkpoint_path" not in record or "model_path" not in record:
-            continue
-        other = str(record["checkpoint_path"] or record["model_path"])
-        if os.path.abspath(other) != os.path.abspath(args.checkpoint_path or args.model_path):
-            raise ValueError(
-                f"output_path {args.output_path} holds clips of {other}, such as {path.stem}; "
-                "give another --output_path, or --overwrite to write into it all the same"
-            )
+    weights = os.path.abspath(args.checkpoint_path or args.model_path)
+    for request in requests:
+        for number in range(args.num_videos):
+            file = clip_path(args, request, number).with_suffix(".json")
+            try:
+                record = read_object(file)
+            except (ValueError, OSError):  # there is none, or it is not of a clip
+                continue
+            other = str(record.get("checkpoint_path") or record.get("model_path"))
+            if os.path.abspath(other) != weights:
+                raise ValueError(
+                    f"{file.with_suffix('.mp4')} is a clip of {other}; "
+                    "give another --output_path, or --overwrite to replace such clips"
+                )
+
+
+def clip_path(args: argparse.Namespace, request: Request, number: int) -> Path:
+    """The mp4 of a clip."""
+    return args.output_path / f"{request.name}-{seed_of(args, request)}-{number}.mp4"
+
+
+def seed_of(args: argparse.Namespace, request: Request) -> int:
+    return args.seed if request.seed is None else request.seed
 
 
 # Sampling
@@ -521,7 +533,7 @@ def add_output_flags(group: Any) -> None:
     add(
         "--overwrite",
         action="store_true",
-        help="write into a folder that holds clips of other weights, and replace those of the same name",
+        help="replace clips of other weights that have the same name",
     )
     add(
         "--score",

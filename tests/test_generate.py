@@ -178,8 +178,10 @@ def test_clips_of_other_weights_are_not_replaced_in_silence(
     assert written(output)[1][0]["checkpoint_path"] is None
 
     run(trivial_folder, output, "--prompt", PROMPT)  # the same again
+    run(trivial_folder, output, "--prompt", PROMPT, "--seed", "7", *checkpoint)  # another clip
+    assert clip.read_bytes() == before
     run(trivial_folder, output, "--prompt", PROMPT, "--overwrite", *checkpoint)
-    assert written(output)[1][0]["checkpoint_path"] == str(other)
+    assert json.loads(clip.with_suffix(".json").read_text())["checkpoint_path"] == str(other)
 
 
 @pytest.mark.parametrize(
