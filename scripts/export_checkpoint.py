@@ -9,7 +9,8 @@ layout diffusers   FOLDER replaces transformer/ in a diffusers model folder
                    all weights for ComfyUI/models/diffusion_models
 For the first two, an adapter is merged into the model it was trained on. A run of all weights needs this only for
 checkpoints without a transformer/ folder, which `export_interval` adds. If the run averaged its weights, the averaged
-ones are exported. Every file of the checkpoint is first verified by its hash; FOLDER appears once it is complete.
+ones are exported. Every file of the checkpoint is first verified by its hash; FOLDER appears once it is complete, with
+a model card.
 """
 
 import argparse
@@ -65,9 +66,10 @@ from torch import Tensor
 
 from sage_grpo.exit_codes import DONE
 from sage_grpo.files import foreign, manifest
-from sage_grpo.files.json_files import naming, read_config, read_object
+from sage_grpo.files.json_files import naming, printable, read_config, read_object
 from sage_grpo.files.paths import check_folder
 from sage_grpo.models import comfyui
+from sage_grpo.models.backbone import Origin
 from sage_grpo.models.hunyuan15.folder import ModelFolder
 from sage_grpo.models.hunyuan15.tencent import RULES, SETTINGS, diffusers_config
 from sage_grpo.models.hunyuan15.transformer import PackedTransformer
@@ -85,6 +87,10 @@ from sage_grpo.models.weights import (
     index_text,
     open_folder,
 )
+from sage_grpo.runs.card import model_card
+from sage_grpo.runs.history import RunHistory, read_run
+from sage_grpo.train.checkpoint import read_state
+from sage_grpo.train.export import origin_of, recipe_of
 
 DTYPES = dict(zip(DTYPE_NAMES, (torch.float32, torch.bfloat16, torch.float16), strict=True))
 IN_FOLDER_NAME = ("target_size", "task_type")  # settings that Tencent's layout has there
@@ -127,6 +133,7 @@ def export(
         if layout == "comfyui" and not adapter.is_file():
             draft.mkdir()
             write_comfyui(drafts / "diffusers", draft / f"{output.name}.safetensors", torch_dtype)
+        write_card(checkpoint, draft, layout, model_path)
 
         hashes = {}
         for file in sorted(draft.iterdir()):
@@ -135,6 +142,46 @@ def export(
         manifest.commit(draft, output, hashes)
     finally:
         shutil.rmtree(drafts)
+
+
+def write_card(checkpoint: Path, folder: Path, layout: str, model_path: Path | None) -> None:
+    """Write the model card of what was exported. Weights are worth more than their card: what goes wrong is printed."""
+    try:
+        state = read_state(checkpoint)
+        config = state["config"]
+        root = model_path or Path(config["pretrained_model_root"])
+        backbone = open_backbone(root, version=version_of(config, root), complete=False)
+        prints = state.get("fingerprints", {})
+        files = model_card(
+            recipe_of(config),
+            history_of(checkpoint, state["step"]),
+            step=state["step"],
+            reward=prints.get("reward", {}).get("weights", "of its run"),
+            base=prints.get("base weights", "unknown"),
+            image=backbone.sees_image,
+            # a folder that is not here may have held any weights of that architecture
+            origin=origin_of(backbone) if root.is_dir() else Origin(),
+            layout=layout,
+        )
+        for name, content in files.items():
+            (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    except Exception as error:
+        print(f"export_checkpoint.py: no model card: {printable(error)}", file=sys.stderr)
+
+
+def history_of(checkpoint: Path, step: int) -> RunHistory:
+    """The run that the checkpoint lies in, until that iteration; an empty one if it was moved away from its run."""
+    run = checkpoint.resolve().parent.parent
+    metrics = run / "metrics.jsonl"
+    if metrics.is_file() and not metrics.is_symlink():
+        return read_run(run).until(step)
+    return RunHistory(run, [], [], [])
+
+
+def version_of(config: dict[str, Any], root: Path) -> str | None:
+    """The transformer's version, where the folder needs one to choose."""
+    is_tencent = ModelFolder(root).is_tencent or not root.is_dir()
+    return config["pretrained_transformer_version"] if is_tencent else None
 
 
 # The layout of diffusers

@@ -122,6 +122,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from torch import Tensor
 
 from sage_grpo.exit_codes import DONE
+from sage_grpo.files.fingerprints import text_fingerprint
 from sage_grpo.files.json_files import finite
 from sage_grpo.plugins import trust
 from sage_grpo.rewards.base import Composite, Setup
@@ -289,6 +290,8 @@ class Service:
         self.reward = reward
         self.limits = limits
         self.batcher = Batcher(reward)
+        # a run notices when a server at the same address has other weights
+        self.fingerprint = text_fingerprint(repr(sorted(reward.fingerprint().items())))
         self.pending_bytes = 0
 
     def app(self, token: str) -> Starlette:
@@ -320,6 +323,7 @@ class Service:
                 "rewards": list(self.reward.rewards),
                 "max_clips": self.limits.clips,
                 "max_bytes": self.limits.request,
+                "fingerprint": self.fingerprint,
             }
         )
 

@@ -278,7 +278,7 @@ def test_plug_ins_from_a_file_train_without_touching_the_package(folder, own, ca
     Path(own).write_text(PLUGINS + "\n# changed\n")
     capsys.readouterr()
     assert post_train.main([*flags, "--max_steps", "3", "--resume_from_checkpoint", "auto"]) == 0
-    assert f"'own.py': '{digest}'" in capsys.readouterr().err
+    assert f"plug-ins own.py '{digest}' -> " in capsys.readouterr().err
     output = [
         "--output_path",
         str(folder.with_name("clips")),

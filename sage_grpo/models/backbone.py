@@ -86,6 +86,16 @@ class Sampling:
         write_json(path, asdict(self))
 
 
+@dataclass(frozen=True)
+class Origin:
+    """The published model that weights derive from, as model cards on the Hugging Face Hub name it."""
+
+    base_model: str = ""  # repository
+    license: str = ""  # identifier; `other` if the Hub knows none, with a name and a link
+    license_name: str = ""
+    license_link: str = ""
+
+
 class BrokenClip(ValueError):
     """A clip has non-finite pixels: it cannot be shown or scored."""
 
@@ -103,6 +113,7 @@ class Backbone(ABC):
     negative_prompt = ""  # default for guidance
     sees_image = False  # whether every clip begins with the image of its request
     lora_targets: tuple[str, ...]  # linear layers of a block that get an adapter by default
+    origin = Origin()  # of the weights; empty if unknown
 
     # may be set after construction
     decode_gb = 0.0  # GB; clips whose decoding needs more memory are tiled
@@ -254,6 +265,10 @@ class Backbone(ABC):
                 values = weights.read(name, row, row + 1).contiguous()
                 digest.update(values.view(torch.uint8).numpy())
         return digest.hexdigest()[:16]
+
+    def fingerprints(self) -> dict[str, str]:
+        """Identify what samples depend on besides settings, by name; subclasses add their own parts."""
+        return {"base weights": self.fingerprint(), "encoders": self.embeddings.encoder.identity()}
 
     @cached_property
     def transformer(self) -> Denoiser:

@@ -12,6 +12,7 @@ import torch
 from diffusers import ModelMixin
 from torch import Tensor, nn
 
+from sage_grpo.files.fingerprints import files_fingerprint
 from sage_grpo.models.backbone import Backbone, BrokenClip, Sampling, at_least_fp32
 from sage_grpo.models.cost import TILED, UNTILED, Architecture, DecodeBytes
 from sage_grpo.models.denoiser import Denoiser
@@ -159,6 +160,13 @@ class LatentBackbone(Backbone):
 
     def open_weights(self) -> Weights:
         return self.parts.weights("transformer")
+
+    def fingerprints(self) -> dict[str, str]:
+        transformer_config = self.parts.part("transformer") / "config.json"
+        return super().fingerprints() | {
+            "transformer config": files_fingerprint([transformer_config]),
+            "VAE": files_fingerprint([self.parts.part("vae")]),
+        }
 
     @property
     def vae_dtype(self) -> torch.dtype:

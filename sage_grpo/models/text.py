@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sage_grpo.data.requests import Request
+from sage_grpo.files.fingerprints import file_fingerprint
 from sage_grpo.files.json_files import naming, read_config
 from sage_grpo.models.embeddings import Conditioning
 from sage_grpo.models.folder import DiffusersFolder
@@ -54,21 +55,6 @@ class FolderEncoder:
                     name = path.relative_to(self.folder.root).as_posix()
                     digest.update(name.encode() + file_fingerprint(path))
         return digest.hexdigest()[:16]
-
-
-def file_fingerprint(path: Path, blocks: int = 64, block_size: int = 1 << 20) -> bytes:
-    """Hash of a file's size and evenly spaced blocks; files up to `blocks * block_size` bytes are hashed completely.
-
-    Reading 16 GB of weights at every start would take a minute; a different encoder differs in nearly every block.
-    """
-    size = path.stat().st_size
-    spacing = max(block_size, -(-size // blocks))  # rounded up
-    digest = hashlib.sha256(str(size).encode())
-    with path.open("rb") as file:
-        for start in range(0, size, spacing):
-            file.seek(start)
-            digest.update(file.read(block_size))
-    return digest.digest()
 
 
 def load_tokenizer(kind: type[PreTrainedTokenizerBase], folder: Path) -> PreTrainedTokenizerBase:

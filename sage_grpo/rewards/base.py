@@ -5,6 +5,7 @@ names, `build.py` builds rewards from names.
 """
 
 import difflib
+import inspect
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from sage_grpo.background import within
 from sage_grpo.data.requests import Request
+from sage_grpo.files.fingerprints import files_fingerprint
 from sage_grpo.plugins import contained
 
 # Names that no score may have: the metrics use reward/total and so on. The same as BATCH_STATISTICS of runs/history.py.
@@ -44,6 +46,10 @@ class Reward(Protocol):
         self, clips: Sequence[Tensor], prompts: Sequence[str], fps: float
     ) -> dict[str, Tensor]:
         """Named scores, each (B,), higher is better, for uint8 clips (F, H, W, 3) with one prompt each."""
+
+    def fingerprint(self) -> dict[str, str]:
+        """What the scores depend on besides clips, prompts and code, such as weights, by name; by default nothing."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -149,6 +155,19 @@ class Composite:
             if name in RESERVED_NAMES or name.endswith("_stderr"):
                 raise ValueError(f"a score is called {name}, which the metrics use; rename it")
 
+    def fingerprint(self) -> dict[str, str]:
+        """What the scores depend on besides clips and prompts: the code, weights and settings of each reward."""
+        fingerprints = {}
+        for name, reward in self.rewards.items():
+            parts = {"code": _code_fingerprint(reward)}
+            if hasattr(reward, "sample_fps"):
+                parts["sample_fps"] = str(reward.sample_fps)
+            if hasattr(reward, "fingerprint"):
+                parts.update(reward.fingerprint())
+            for part, value in parts.items():
+                fingerprints[f"{name} {part}"] = value
+        return fingerprints
+
     def check(self, prompts: Prompts) -> None:
         """Reject prompts that one of the rewards cannot score."""
         for name, reward in self.rewards.items():
@@ -200,6 +219,15 @@ class Composite:
     def _batches(self, rows: Sequence[int]) -> Iterator[Sequence[int]]:
         for start in range(0, len(rows), self.batch_size):
             yield rows[start : start + self.batch_size]
+
+
+def _code_fingerprint(reward: Reward) -> str:
+    """Of the file that defines the reward's class; "unknown" if there is none."""
+    try:
+        file = inspect.getsourcefile(type(reward))
+    except TypeError:
+        file = None
+    return files_fingerprint([Path(file)]) if file and Path(file).is_file() else "unknown"
 
 
 def _checked(reward: Reward, scores: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:

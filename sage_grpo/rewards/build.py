@@ -2,11 +2,13 @@
 
 import inspect
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from sage_grpo import plugins
+from sage_grpo.files.fingerprints import files_fingerprint
 from sage_grpo.rewards.base import Reward, Setup
 from sage_grpo.rewards.registry import ALIASES, REWARDS
 
@@ -39,7 +41,7 @@ class FileReward:
 
     If its second parameter is called `requests`, it is given requests instead of prompts.
     A class may take the setup, and may leave out `check`. With a single score it may also leave out `names`, which is
-    then NAME, and return plain values.
+    then NAME, and return plain values. In `files` it may list the files and folders that its scores depend on.
     """
 
     def __init__(self, name: str, setup: Setup) -> None:
@@ -50,8 +52,21 @@ class FileReward:
             parameters = inspect.signature(self._score).parameters
             self.names = tuple(getattr(reward, "names", [plugins.label(name)]))
             self.check = getattr(reward, "check", lambda prompts: None)
+            self.code = Path(name.rpartition(":")[0])
+            self.files = [Path(file) for file in getattr(reward, "files", ())]
+        missing = [str(file) for file in self.files if not file.exists()]
+        if missing:
+            raise ValueError(
+                f"the reward {name} lists {missing[0]} in `files`, which does not exist"
+            )
         self._num_parameters = len(parameters)
         self.sees_requests = "requests" in parameters
+
+    def fingerprint(self) -> dict[str, str]:
+        return {
+            "code": files_fingerprint([self.code]),
+            "files": files_fingerprint(self.files) if self.files else "none",
+        }
 
     def score(self, clips: Sequence[Tensor], prompts: Sequence[str], fps: float) -> dict[str, Any]:
         arguments = (clips, prompts, fps)

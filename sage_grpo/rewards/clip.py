@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import CLIPModel, CLIPTokenizer
 
+from sage_grpo.files.fingerprints import files_fingerprint
 from sage_grpo.files.json_files import naming, read_config
 from sage_grpo.models.weights import read_index
 from sage_grpo.rewards import video_frames
@@ -37,7 +38,8 @@ class ClipScore(Reward):
     def __init__(self, setup: Setup) -> None:
         self.device = setup.device
         self.sample_fps = setup.sample_fps
-        self.model, self.tokenizer = load_clip(setup.beside(self.folder))
+        self.weights = setup.beside(self.folder)
+        self.model, self.tokenizer = load_clip(self.weights)
         # read before the cast: bf16 would make it 1 % smaller
         self.scale = self.model.logit_scale.exp().item()
         self.model.to(setup.device, setup.dtype)
@@ -56,6 +58,9 @@ class ClipScore(Reward):
         cosines = torch.cosine_similarity(images.float(), texts.float())  # (N,)
         means = [clip_cosines.mean() for clip_cosines in cosines.split(counts)]
         return {"cosine": torch.stack(means).cpu()}
+
+    def fingerprint(self) -> dict[str, str]:
+        return {"weights": files_fingerprint([self.weights])}
 
     def _embed_images(self, pixels: Tensor) -> Tensor:
         """(N, 3, side, side) -> (N, D)"""

@@ -24,6 +24,7 @@ from PIL import Image
 from torch import Tensor
 
 from sage_grpo.background import Work
+from sage_grpo.files.fingerprints import text_fingerprint
 from sage_grpo.files.foreign import read_bytes
 from sage_grpo.files.json_files import printable, write_json
 from sage_grpo.files.paths import check_folder
@@ -103,6 +104,9 @@ class Judge(ServerClient, Reward):
         raise RemoteError(
             f"judge_model is {wanted}; {self.url} serves {printable(', '.join(served)) or 'none'}"
         )
+
+    def fingerprint(self) -> dict[str, str]:
+        return {"model": printable(self.model), "rubric": text_fingerprint(repr(self.rubric))}
 
     def _print_counts(self) -> None:
         counts = self.counts

@@ -57,6 +57,11 @@ class RemoteReward(ServerClient):
         self.names: tuple[str, ...] = tuple(info["names"])
         self.max_clips = info.get("max_clips", math.inf)  # of a request
         self.max_bytes = info["max_bytes"]
+        # a server that does not say what its scores depend on is known by its address alone
+        self.served = printable(info.get("fingerprint") or self.url)
+
+    def fingerprint(self) -> dict[str, str]:
+        return {"server": self.served}
 
     def check(self, prompts: Sequence[str]) -> None:
         """Reject prompts that the server's rewards reject."""

@@ -13,9 +13,12 @@ import yaml
 from sage_grpo import __version__
 from sage_grpo.config.fields import flag_info
 from sage_grpo.escape import markdown, without_folders
+from sage_grpo.models.backbone import Origin
 from sage_grpo.runs.history import RunHistory, column
 
+CARD = "README.md"
 TEMPLATE = Path(__file__).with_name("card.md")
+NO_ORIGIN = Origin()
 # settings a card leaves out
 PRIVATE = (
     "remote_reward_url",
@@ -33,13 +36,18 @@ def model_card(
     base: str,
     image: bool = False,
     comfyui: bool = False,
+    origin: Origin = NO_ORIGIN,
+    layout: str | None = None,
 ) -> dict[str, str | bytes]:
     """The files of the card: README.md, and curves.png if there are two rollouts to draw.
 
     recipe: the settings that are not defaults. step: iterations trained. reward: what training raised.
     base: fingerprint of the base weights. image: whether clips begin with an image.
-    comfyui: whether ComfyUI's layout has a place for the weights.
+    comfyui: whether ComfyUI's layout has a place for the weights. origin: of the base weights.
+    layout: of the card's folder, a layout of scripts/export_checkpoint.py or `checkpoint`; None: as training writes it.
     """
+    layout = layout or ("lora" if recipe["use_lora"] else "checkpoint")
+    lora = layout == "lora" or (layout == "comfyui" and recipe["use_lora"])
     files: dict[str, str | bytes] = {}
     steps = column(run.rewards, "step")
     rewards = column(run.rewards, "reward/total")
@@ -55,21 +63,41 @@ def model_card(
     )
     settings = yaml.safe_dump(_public(recipe), sort_keys=False, width=math.inf)
     longest_ticks = max(map(len, re.findall("`+", settings)), default=0)
-    files["README.md"] = template.render(
+    files[CARD] = template.render(
+        front=yaml.safe_dump(front_matter(origin, lora, image), sort_keys=False, width=math.inf),
+        layout=layout,
+        lora=lora,
+        license=markdown(origin.license_name or origin.license),
         model=markdown(Path(recipe["pretrained_model_root"]).name),
-        lora=recipe["use_lora"],
         image=image,
         comfyui=comfyui,
         step=step,
         reward=markdown(reward),
         base=markdown(base),
         curves=list(files),
+        since=run.breaks[-1]["step"] if run.breaks else None,
         validations=list(validations),
         version=__version__,
         recipe=settings,
         fence="`" * max(3, longest_ticks + 1),  # a setting cannot close it
     )
     return files
+
+
+def front_matter(origin: Origin, lora: bool, image: bool) -> dict[str, Any]:
+    """What a hub reads of a card; nothing is claimed about weights of unknown origin."""
+    front: dict[str, Any] = {
+        "library_name": "diffusers",
+        "pipeline_tag": f"{'image' if image else 'text'}-to-video",
+        "tags": ["sage-grpo", "grpo", "reinforcement-learning"],
+    }
+    if origin.base_model:
+        front["base_model"] = origin.base_model
+        front["base_model_relation"] = "adapter" if lora else "finetune"
+    for name in ("license", "license_name", "license_link"):
+        if getattr(origin, name):
+            front[name] = getattr(origin, name)
+    return front
 
 
 def _public(recipe: dict[str, Any]) -> dict[str, Any]:

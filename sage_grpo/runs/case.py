@@ -85,6 +85,14 @@ class Case:
         steps = list(self.validation_clips)
         return steps[-1] - steps[0]
 
+    @property
+    def validated_updates(self) -> float:
+        """Optimizer steps between the first and the last validation; after a break, in proportion to iterations."""
+        updates = self.most("updates")
+        if not self.run.breaks:
+            return updates
+        return updates * self.validated_iterations / max(1, self.run.iterations)
+
     @cached_property
     def validation_pairs(self) -> list[Pair]:
         """Clips of the first and of the last validation, same prompt and seed."""

@@ -315,6 +315,8 @@ def reward_is_noisy(case: Case) -> str | None:
 def validation_is_unlike_training(case: Case) -> str | None:
     slope = case.training_slope
     iterations = case.run.train[-1]["step"] - case.run.train[0]["step"]
+    if case.run.breaks and case.validation_pairs:  # the two series may not begin together
+        iterations = min(iterations, case.validated_iterations)
     least_gain = iterations * (slope.mean - slope.half)
     most_validated = case.validation_change.mean + case.validation_change.half
     if not (least_gain > 0 and most_validated < 0.3 * least_gain):
@@ -567,7 +569,7 @@ def learning_rate_is_too_low(case: Case) -> str | None:
     spread = rewards[:, 0].std() if len(rewards) > 2 else 0.0
     if spread > 0:
         moved = np.sqrt(np.square(np.diff(rewards)).mean()) / spread
-        changes.append(moved * planned_updates / updates)
+        changes.append(moved * planned_updates / case.validated_updates)
 
     change = max((value for value in changes if math.isfinite(value)), default=math.nan)
     if updates >= FEWEST_FOR_TREND and change < 0.02:

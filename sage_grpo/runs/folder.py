@@ -5,7 +5,6 @@ Only the first rank writes. `runs/history.py` reads the metrics back; checkpoint
 
 import dataclasses
 import platform
-import re
 import shlex
 import sys
 import time
@@ -26,7 +25,7 @@ from sage_grpo.files.manifest import delete
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.runs.diagnosis import diagnose
 from sage_grpo.runs.hacking import divergence
-from sage_grpo.runs.history import read_run
+from sage_grpo.runs.history import break_sentence, read_run, yardstick_changes
 from sage_grpo.runs.lock import WAIT, Lock
 from sage_grpo.runs.page_process import PageProcess
 from sage_grpo.runs.tracker import Tracker
@@ -150,7 +149,8 @@ class RunFolder:
             self.tracker.write(kind, step, record)
 
     def log_start(self, step: int, record: dict[str, Any]) -> None:
-        """Write the line that marks a start or a resume."""
+        """Write the line that marks a start or a resume, and one that ends a series if its yardstick changed."""
+        broken = self._yardstick_changes(step, record.get("yardstick") or {})
         on_gpu = self.ranks.device.type == "cuda"
         about = {
             "time": _now(),
@@ -163,6 +163,18 @@ class RunFolder:
             "ranks": self.ranks.world,
         }
         self.log("run", step, about | record)
+        if broken:
+            self.log("break", step, broken)
+            self.ranks.log_once(break_sentence({"step": step, **broken}))
+
+    def _yardstick_changes(self, step: int, yardstick: dict[str, Any]) -> dict[str, Any] | None:
+        """What ends a series of results here; None if nothing does, or earlier metrics cannot be read."""
+        file = self.path / "metrics.jsonl"
+        if not file.is_file() or not file.stat().st_size:
+            return None
+        with self._optional("not checked whether earlier results are comparable"):
+            return yardstick_changes(read_run(self.path), step, yardstick)
+        return None
 
     def log_validation(self, step: int, record: dict[str, Any]) -> None:
         """Write a metrics line, and send the contact sheet to the trackers."""
@@ -176,13 +188,13 @@ class RunFolder:
     def validation_folder(self, step: int) -> Path:
         return self.path / "validation" / f"step-{step:06d}"
 
-    def has(self, kind: str, step: int) -> bool:
-        """Whether the metrics have a line of this kind and step, as `Tracker` writes it."""
-        file = self.path / "metrics.jsonl"
-        if not file.is_file():
-            return False
-        line = rf'^{{"kind": "{kind}", "step": {step}[,}}]'
-        return re.search(line, file.read_text(), re.MULTILINE) is not None
+    def validated_steps(self) -> list[int]:
+        """The iterations that were validated by the present yardstick."""
+        if not (self.path / "metrics.jsonl").is_file():
+            return []
+        with self._optional("it is not known which iterations were validated"):
+            return [line["step"] for line in read_run(self.path).validations]
+        return []
 
     def write_status(self, state: str, step: int, message: str) -> None:
         """Replace status.json; a full disk does not stop the run."""
@@ -200,7 +212,7 @@ class RunFolder:
         """On the first rank, a warning if reward and held-out reward have diverged; else empty."""
         if self.ranks.first and self.config.holdout_reward:
             with self._optional("not checked for reward hacking"):
-                return divergence(self.path, step)
+                return divergence(self.path, step, self.validated_steps())
         return ""
 
     def diagnose(self, step: int) -> None:

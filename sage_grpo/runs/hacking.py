@@ -5,7 +5,7 @@ excludes 0.
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from sage_grpo.intervals import FEWEST, Interval, interval
@@ -19,10 +19,16 @@ def change(before: Sequence[Clip], after: Sequence[Clip], name: str) -> Interval
     return interval(getattr(new, name) - getattr(old, name) for old, new in pairs)
 
 
-def divergence(folder: Path, step: int) -> str:
-    """What is wrong with the validation at `step` of a run folder, in one sentence; empty if nothing is."""
+def divergence(folder: Path, step: int, series: Collection[int] | None = None) -> str:
+    """What is wrong with the validation at `step` of a run folder, in one sentence; empty if nothing is.
+
+    series: iterations whose validations had the same yardstick, the only ones it is compared with; None: all of them.
+    """
     try:
-        return _divergence(read_validations(folder), step)
+        validations = read_validations(folder)
+        if series is not None:
+            validations = {n: validations[n] for n in validations if n in series or n == step}
+        return _divergence(validations, step)
     except RunError as error:  # such as a listing that a crash has cut short; training must go on
         print(f"note: not checked for reward hacking: {error}", file=sys.stderr, flush=True)
         return ""

@@ -1,5 +1,13 @@
 """The metrics of a run folder, read back by iteration.
 
+Results can be compared as long as the yardstick stays the same: the reward with its weights, the prompts, and how clips
+are sampled. Where a resumed run changes it, a line of the kind "break" ends the series of training results, that of
+validations, or both:
+
+    {"kind": "break", "step": 40, "series": ["train", "validation"], "changed": {"reward weights": ["1 VQ", "2 VQ"]}}
+
+Readers get the series since the last break, so no comparison crosses one; earlier series are only drawn.
+
 Shapes: N logged iterations, T denoising steps. A null in the file becomes NaN.
 """
 
@@ -31,7 +39,9 @@ BATCH_STATISTICS = (
     "flat_groups",
     "error",
 )
-KINDS = ("run", "train", "reward", "validation")  # of line
+SERIES = ("train", "validation")  # whose results are compared
+KINDS = ("run", "break", "train", "reward", "validation")  # of line
+SERIES_OF = {"train": "train", "reward": "train", "validation": "validation"}  # by kind of line
 FIELD_TYPES = {
     "time": str,
     "device": str,
@@ -45,6 +55,9 @@ FIELD_TYPES = {
     "vae_floor": dict,
     "schedule": dict,
     "per_step": dict,
+    "yardstick": dict,
+    "series": list,
+    "changed": dict,
 }
 LARGEST_INTEGER = 2**53  # beyond it floats skip integers, and far beyond it they overflow
 MOST_BYTES = 1 << 32  # of metrics.jsonl
@@ -60,10 +73,15 @@ class RunError(ConfigError):
 class RunHistory:
     folder: Path
     starts: list[Line]  # the "run" lines: the start and each resume
-    train: list[Line]  # one line per logged iteration, in order
-    validations: list[Line]  # by iteration
-    # iterations of which only the reward was kept
+    train: list[Line]  # one line per logged iteration, in order, since the last break
+    validations: list[Line]  # by iteration, since the last break
+    # iterations since the last break of which only the reward was kept
     unlogged: list[Line] = field(default_factory=list)
+    breaks: list[Line] = field(default_factory=list)  # where a series ended, in order
+    # series that ended, as `train`, `rewards` and `validations`
+    earlier_train: list[list[Line]] = field(default_factory=list)
+    earlier_rewards: list[list[Line]] = field(default_factory=list)
+    earlier_validations: list[list[Line]] = field(default_factory=list)
 
     @property
     def head(self) -> Line:
@@ -73,11 +91,45 @@ class RunHistory:
     @cached_property
     def rewards(self) -> list[Line]:
         """A line per iteration, in order: all have the metrics of the reward, some have all others too."""
-        return sorted([*self.train, *self.unlogged], key=lambda line: line["step"])
+        return _in_order([*self.train, *self.unlogged])
+
+    @property
+    def all_rewards(self) -> list[Line]:
+        """The lines of all series: for failures, which need no yardstick."""
+        return [line for series in (*self.earlier_rewards, self.rewards) for line in series]
+
+    @property
+    def all_train(self) -> list[Line]:
+        """Logged iterations of all series: for costs, which need no yardstick."""
+        return [line for series in (*self.earlier_train, self.train) for line in series]
 
     @property
     def iterations(self) -> int:
-        return self.rewards[-1]["step"] if self.rewards else 0
+        lines = self.all_rewards
+        return lines[-1]["step"] if lines else 0
+
+    def until(self, step: int) -> "RunHistory":
+        """The series to which iteration `step` belongs, as it was then."""
+        breaks = [line for line in self.breaks if line["step"] < step]
+
+        def series(name: str, parts: Sequence[Sequence[Line]]) -> list[Line]:
+            current = parts[_count(name, breaks)]
+            return [line for line in current if line["step"] <= step]
+
+        rewards = series("train", [*self.earlier_rewards, self.rewards])
+        return RunHistory(
+            self.folder,
+            self.starts,
+            train=[line for line in rewards if line["kind"] == "train"],
+            validations=series("validation", [*self.earlier_validations, self.validations]),
+            unlogged=[line for line in rewards if line["kind"] == "reward"],
+            breaks=breaks,
+        )
+
+    @property
+    def break_sentences(self) -> list[str]:
+        """One for each break: where it is, what it separates, what changed."""
+        return [break_sentence(line) for line in self.breaks]
 
     @property
     def scores(self) -> list[str]:
@@ -162,23 +214,122 @@ def read_run(folder: Path) -> RunHistory:
         raise RunError(f"{folder} is not a run folder: it holds no metrics.jsonl")
 
     starts: list[Line] = []
-    by_step: dict[str, dict[int, Line]] = {"train": {}, "reward": {}, "validation": {}}
+    breaks: list[Line] = []
+    # by kind of line, the lines of each series by iteration
+    series: dict[str, list[dict[int, Line]]] = {kind: [{}] for kind in SERIES_OF}
     for line in _read_lines(path):
         kind, step = line["kind"], line["step"]
-        if kind != "run":
-            by_step[kind][step] = line
-            continue
-        starts.append(line)
-        # a resume repeats iterations: what an earlier start wrote after this one is void
-        for name, lines in by_step.items():
-            by_step[name] = {n: earlier for n, earlier in lines.items() if n <= step}
+        if kind in SERIES_OF:
+            series[kind][-1][step] = line
+        elif kind == "break":
+            breaks.append(line)
+            for name in SERIES_OF:
+                if SERIES_OF[name] in _ended(line):
+                    series[name].append({})
+        else:
+            starts.append(line)
+            # a resume repeats iterations: what an earlier start wrote after this one is void
+            breaks = [earlier for earlier in breaks if earlier["step"] <= step]
+            for name, parts in series.items():
+                count = 1 + _count(SERIES_OF[name], breaks)
+                series[name] = [_until(step, lines) for lines in parts[:count]]
 
-    train = list(by_step["train"].values())
-    unlogged = list(by_step["reward"].values())
-    validations = list(by_step["validation"].values())
-    if not (starts or train or unlogged or validations):
+    train, unlogged, validations = (
+        [list(lines.values()) for lines in series[kind]] for kind in SERIES_OF
+    )
+    if not (starts or any(map(any, (train, unlogged, validations)))):
         raise RunError(f"{path} holds no metrics yet")
-    return RunHistory(folder, starts, train, validations, unlogged)
+    return RunHistory(
+        folder,
+        starts,
+        train=train[-1],
+        validations=validations[-1],
+        unlogged=unlogged[-1],
+        breaks=breaks,
+        earlier_train=train[:-1],
+        earlier_rewards=[
+            _in_order([*logged, *others])
+            for logged, others in zip(train[:-1], unlogged[:-1], strict=True)
+        ],
+        earlier_validations=validations[:-1],
+    )
+
+
+# series and their breaks
+
+
+def yardstick_changes(
+    run: RunHistory, step: int, yardstick: Mapping[str, Mapping[str, Any]]
+) -> Line | None:
+    """Why results of a run that continues after iteration `step` are not comparable with those it has: a "break" line.
+
+    yardstick: by series, what two results must share. None if it is that of the last start that led to `step`, or if
+    the run has no results yet that it could break.
+    """
+    known = [line for line in run.starts if line["step"] <= step and line.get("yardstick")]
+    if not known:
+        return None
+    before = known[-1]["yardstick"]
+    results = {
+        "train": (*run.earlier_rewards, run.rewards),
+        "validation": (*run.earlier_validations, run.validations),
+    }
+    after = json.loads(json.dumps(yardstick))
+    ended = []
+    changed: dict[str, Any] = {}
+    for name in SERIES:
+        old = before.get(name)
+        has_results = any(line["step"] <= step for lines in results[name] for line in lines)
+        if not isinstance(old, dict) or not has_results:
+            continue
+        differing = {
+            key: [old[key], value]
+            for key, value in after[name].items()
+            if key in old and old[key] != value
+        }
+        if differing:
+            ended.append(name)
+            changed.update(differing)
+    return {"series": ended, "changed": changed} if ended else None
+
+
+def _ended(line: Line) -> list[str]:
+    """The series that a break ends."""
+    return [name for name in SERIES if name in (line.get("series") or ())]
+
+
+def _count(name: str, breaks: Sequence[Line]) -> int:
+    """How many series of this name ended."""
+    return sum(name in _ended(line) for line in breaks)
+
+
+def _until(step: int, lines: Mapping[int, Line]) -> dict[int, Line]:
+    return {number: line for number, line in lines.items() if number <= step}
+
+
+def _in_order(lines: Sequence[Line]) -> list[Line]:
+    return sorted(lines, key=lambda line: line["step"])
+
+
+RESULTS = {"train": "training rewards", "validation": "validations"}
+
+
+def break_sentence(line: Line) -> str:
+    """Where a break is, what it separates, and what changed."""
+    results = " and ".join(RESULTS[name] for name in _ended(line))
+    return (
+        f"{results.capitalize()} up to iteration {line['step']} are not compared with later ones,"
+        f" because the yardstick changed: {'; '.join(change_texts(line))}."
+    )
+
+
+def change_texts(line: Line) -> list[str]:
+    """What changed at a break, in words: name, old value, new value."""
+    texts = []
+    for name, values in (line.get("changed") or {}).items():
+        old, new = values if isinstance(values, list) and len(values) == 2 else ("?", values)
+        texts.append(f"{printable(name)} {printable(old)} -> {printable(new)}")
+    return texts
 
 
 def _read_lines(path: Path) -> list[Line]:

@@ -22,6 +22,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 answer_early(__name__, parse_arguments)
 
+from sage_grpo.escape import plain
 from sage_grpo.plugins import is_trusted
 from sage_grpo.runs.case import Case
 from sage_grpo.runs.diagnosis import Finding, Rule, diagnose
@@ -88,6 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     if not findings:
         verdict += " Nothing is wrong as far as it was recorded."
+    for sentence in run.break_sentences:
+        print(plain(sentence))
     print(verdict)
     for number, finding in enumerate(findings, 1):
         panel = finding.rule.panel

@@ -91,6 +91,7 @@ SETTINGS = (
     "validation_timestep_shift",
     "validation_fixed_size",
     "validation_num_inference_steps",
+    "validation_solver",
     "reward_path",
     "reward_fps",
 )
@@ -130,6 +131,10 @@ class Evaluation:
     def check_settings(self, systems: Systems) -> None:
         """Reject an output folder whose clips were made with other settings."""
         settings: dict[str, Any] = {name: getattr(self.config, name) for name in SETTINGS}
+        for name, value in self.reward.fingerprint().items():
+            settings[f"reward {name}"] = value
+        if "base" in systems:
+            settings.update(self.backbone.fingerprints())
         for name, path in systems.items():
             if path:
                 settings[f"weights of {name}"] = fingerprint(path)

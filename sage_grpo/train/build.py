@@ -1,7 +1,5 @@
 """Builds a trainer from a configuration. All errors in it surface here, before the run folder is created."""
 
-import hashlib
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +12,6 @@ from sage_grpo.algo.equalizer import equalizer, gradient_scale
 from sage_grpo.config.fields import Config, ConfigError, default_dtype, resolve
 from sage_grpo.config.rules import check
 from sage_grpo.data.requests import Request
-from sage_grpo.files.manifest import file_sha256
 from sage_grpo.models import fp8
 from sage_grpo.models.backbone import (
     Backbone,
@@ -28,12 +25,12 @@ from sage_grpo.models.lora import LORA_FILE, add_adapter, init_adapter, load_ada
 from sage_grpo.models.registry import device_for, open_backbone
 from sage_grpo.parallel.fsdp import shard
 from sage_grpo.parallel.ranks import Ranks, join_ranks
-from sage_grpo.plugins import in_file
 from sage_grpo.rewards.base import Composite
 from sage_grpo.runs.folder import RunFolder
 from sage_grpo.train import checkpoint, checkpoint_folders
 from sage_grpo.train.algorithms.registry import build_algorithm
 from sage_grpo.train.anchor import Anchor
+from sage_grpo.train.fingerprints import fingerprints, yardstick
 from sage_grpo.train.inputs import build_rewards_of, train_requests, validation_requests
 from sage_grpo.train.optimization import Optimization, trainable_parameters
 from sage_grpo.train.state import TrainState
@@ -167,7 +164,7 @@ def fill(run: RunFolder, backbone: Backbone, config: Config, ranks: Ranks) -> Tr
         gold=gold,
         validation=validation,
         run=run,
-        fingerprints=fingerprints(config, backbone, requests, ranks),
+        fingerprints=fingerprints(config, backbone, requests, held_out, reward, holdout, ranks),
     )
     check_steps(config, trainer.windows)
     if config.resume_from_checkpoint:
@@ -199,23 +196,6 @@ def check_remaining(trainer: Trainer) -> None:
         trainer.ranks.log_once(
             f"all {max_steps} iterations are done; to train on, raise max_steps above that"
         )
-
-
-def fingerprints(
-    config: Config, backbone: Backbone, requests: Sequence[Request], ranks: Ranks
-) -> dict[str, Any]:
-    """What a run was started with; a resumed run must have the same, or is told what changed."""
-    base_weights = ranks.together(lambda: backbone.fingerprint() if ranks.first else "")[0]
-    prompts = repr([(str(request), request.seed) for request in requests])
-    prompts_hash = hashlib.sha256(prompts.encode()).hexdigest()[:8]
-    names = [*(config.reward_model or ()), config.holdout_reward, config.sde_type]
-    files = [name.rpartition(":")[0] for name in names if in_file(name)]
-    return {
-        "base weights": base_weights,
-        "training prompts": f"{len(requests)}, {prompts_hash}",
-        "ranks": ranks.world,
-        "plug-ins": {file: file_sha256(Path(file))[:8] for file in files},
-    }
 
 
 def check_steps(config: Config, windows: Windows) -> None:
@@ -296,6 +276,7 @@ def start_record(trainer: Trainer, world: World | None) -> dict[str, Any]:
         "perfect_is_best": bool(world) and perfect_is_best(c, trainer.reward, world),
         "vae_floor": world.vae_floor(trainer.backbone) if world else None,
         "fingerprints": trainer.fingerprints,
+        "yardstick": yardstick(c, trainer.fingerprints),
         "trainable_parameters": sum(p.numel() for p in trainer.optimization.parameters.values()),
         "schedule": {
             "sigmas": schedule.sigmas.tolist(),

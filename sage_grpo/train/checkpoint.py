@@ -30,6 +30,7 @@ from sage_grpo.models.weights import Weights
 from sage_grpo.parallel.device import available_memory
 from sage_grpo.parallel.fsdp import local_shard
 from sage_grpo.parallel.ranks import Ranks
+from sage_grpo.train.fingerprints import flat
 from sage_grpo.train.state import COUNTERS, TrainState
 
 STATE_FILE = "trainer/state.json"
@@ -193,8 +194,8 @@ def _compare(
     path: Path,
 ) -> None:
     """Refuse other base weights; log everything else that changed since the checkpoint was written."""
-    now = plain_config(config) | fingerprints
-    before = numbers["config"] | numbers.get("fingerprints", {})
+    now = plain_config(config) | flat(fingerprints)
+    before = numbers["config"] | flat(numbers.get("fingerprints", {}))
     if before.get("base weights", now["base weights"]) != now["base weights"]:
         raise ConfigError(
             f"{path} was trained from other weights than those in {config.pretrained_model_root}; "
@@ -207,13 +208,9 @@ def _compare(
             f"use_lora {config.use_lora}; resume with --use_lora {before['use_lora']}, or start a new run from "
             "a model folder with what scripts/export_checkpoint.py makes of the checkpoint"
         )
-    changed = [
-        f"{name} {old!r} -> {now[name]!r}"
-        for name, old in before.items()
-        if name in now and now[name] != old
-    ]
-    if changed:
-        ranks.log_once(f"changed since the checkpoint: {', '.join(sorted(changed))}")
+    for name, old in sorted(before.items()):
+        if name in now and now[name] != old:
+            ranks.log_once(f"changed since the checkpoint: {name} {old!r} -> {now[name]!r}")
 
 
 def plain_config(config: Config) -> dict[str, Any]:

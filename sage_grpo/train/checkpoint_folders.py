@@ -1,5 +1,6 @@
 """Which checkpoints a run has: names, order, what is kept, and which one to resume from."""
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -7,6 +8,7 @@ from pathlib import Path
 
 from sage_grpo.config.fields import Config, ConfigError
 from sage_grpo.files import manifest
+from sage_grpo.files.tensor_files import write_file
 from sage_grpo.models.shards import open_shards
 from sage_grpo.parallel.ranks import RankError, Ranks
 from sage_grpo.train.checkpoint import STATE_FILE, read_state
@@ -51,6 +53,28 @@ def commit(
     for old in surplus(checkpoints, config.keep_checkpoints, config.save_interval):
         manifest.remove(old)
         on_step()
+
+
+def replace_files(path: Path, contents: Mapping[str, str | bytes]) -> None:
+    """Replace small files of a checkpoint, at any moment of which there is a complete one.
+
+    A draft with the new files, and links to the others, is committed in its place. Without links this raises OSError.
+    """
+    draft = path.with_suffix(".tmp")
+    hashes = manifest.read(path)
+    manifest.delete(draft)
+    try:
+        for name in (*hashes, *contents):
+            (draft / name).parent.mkdir(parents=True, exist_ok=True)
+            if name not in contents:
+                os.link(path / name, draft / name)
+        for name, content in contents.items():
+            hashes[name] = write_file(draft / name, content)
+        manifest.commit(draft, path, hashes)
+    except Exception:
+        if path.is_dir():  # else the draft is the only complete one that has a name
+            manifest.delete(draft)
+        raise
 
 
 def surplus(folders: Sequence[Path], keep: int, interval: int) -> list[Path]:

@@ -1,6 +1,7 @@
 """What a checkpoint holds for other software: the adapter or all weights, and the model card."""
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +9,7 @@ from sage_grpo.config.fields import Config
 from sage_grpo.files.json_files import printable
 from sage_grpo.files.tensor_files import TensorFile
 from sage_grpo.models import comfyui
-from sage_grpo.models.backbone import Backbone
+from sage_grpo.models.backbone import Backbone, Origin
 from sage_grpo.models.lora import base_names
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.rewards.base import Composite
@@ -17,12 +18,16 @@ from sage_grpo.runs.folder import RunFolder
 from sage_grpo.runs.history import RunHistory, read_run
 from sage_grpo.train.checkpoint import plain_config
 from sage_grpo.train.state import TrainState
+from sage_grpo.worlds.registry import world_of
 
 # settings that a card names even if they are defaults
 ALWAYS_NAMED = (
     "pretrained_model_root",
     "use_lora",
 )
+
+
+EMBEDDED = Origin(license="apache-2.0")
 
 
 @dataclass(eq=False)
@@ -69,19 +74,27 @@ class Export:
 
     def _card(self, step: int, history: RunHistory) -> dict[str, str | bytes]:
         return model_card(
-            self._settings(),
+            recipe_of(plain_config(self.config)),
             history,
             base=self.base_weights,
             step=step,
             reward=self.reward,
             image=self.backbone.sees_image,
             comfyui=comfyui.has_layout(base_names(self.backbone.transformer)),
+            origin=origin_of(self.backbone),
         )
 
-    def _settings(self) -> dict[str, Any]:
-        defaults = plain_config(Config())
-        return {
-            name: value
-            for name, value in plain_config(self.config).items()
-            if name in ALWAYS_NAMED or value != defaults.get(name)
-        }
+
+def recipe_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a plain configuration that are not defaults, and those that a card always names."""
+    defaults = plain_config(Config())
+    return {
+        name: config.get(name, default)
+        for name, default in defaults.items()
+        if name in ALWAYS_NAMED or config.get(name, default) != default
+    }
+
+
+def origin_of(backbone: Backbone) -> Origin:
+    """What a card says about the base weights; those of a world are this project's own, whatever their classes."""
+    return EMBEDDED if world_of(backbone.folder) else backbone.origin

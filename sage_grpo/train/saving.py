@@ -12,10 +12,12 @@ from typing import Any
 from sage_grpo.background import Work
 from sage_grpo.config.fields import Config
 from sage_grpo.files import manifest
+from sage_grpo.files.json_files import printable
 from sage_grpo.files.tensor_files import TensorFile
 from sage_grpo.parallel.ranks import RankError, Ranks
+from sage_grpo.runs.card import CARD
 from sage_grpo.train.checkpoint import fits_in_memory, state_files, write_files
-from sage_grpo.train.checkpoint_folders import commit
+from sage_grpo.train.checkpoint_folders import commit, replace_files
 from sage_grpo.train.export import Export
 from sage_grpo.train.guards import Guards, TrainingError
 from sage_grpo.train.state import TrainState
@@ -50,6 +52,7 @@ class Saves:
         self.failed = False  # whether the last attempt failed
         self.begun = time.monotonic()  # when the last attempt began
         self.current: Iterator[Work] = iter(())  # the checkpoint that is being written
+        self.stale_card: int | None = None  # iteration whose card does not show its validation yet
 
     def resumed(self, step: int) -> None:
         """The run continues from its own checkpoint."""
@@ -95,6 +98,30 @@ class Saves:
         self.failed = False
         if is_good:
             self.good_step = step
+        self._renew_card()
+
+    def renew_card(self) -> None:
+        """Show the validation of this iteration on its checkpoint's card, now or once the checkpoint is committed.
+
+        A checkpoint does not wait for the validation, in which a run may end.
+        """
+        self.stale_card = self.state.settled_step
+        self._renew_card()
+
+    def _renew_card(self) -> None:
+        if self.stale_card is None or self.stale_card != self.step:
+            return
+        self.stale_card = None
+        if not self.ranks.first:
+            return
+        path = self.folder / f"step-{self.step:06d}"
+        try:
+            if CARD in manifest.read(path):
+                replace_files(path, self.export.card(self.step))
+        except Exception as error:  # a card is not worth a run
+            self.ranks.log_once(
+                f"the model card of {path.name} lacks its validation: {printable(error)}"
+            )
 
     def write(self, folder: Path, export: bool, copied: bool) -> Iterator[Work]:
         """Write a checkpoint of the state after its last optimizer step; yields the work to wait for.

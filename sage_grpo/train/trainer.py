@@ -200,14 +200,17 @@ class Trainer:
             self.saves.continue_writing()
 
     def catch_up(self) -> None:
-        """Run the validation due before the first iteration, or one that an interrupted run missed."""
-        if self.step == 0:
-            is_due = self.config.validate_at_step0
-        else:
-            is_due = self.is_due(self.config.validation_interval)
-        if is_due and self.ranks.any(
-            self.ranks.first and not self.run.has("validation", self.step)
-        ):
+        """Run the validation that a series begins with, or one that an interrupted run missed.
+
+        A series begins with the run, and again where a resumed run changes the yardstick.
+        """
+        is_due = False
+        if self.ranks.first:
+            validated = self.run.validated_steps()
+            begins = self.config.validate_at_step0 and not validated
+            scheduled = self.step > 0 and self.is_due(self.config.validation_interval)
+            is_due = begins or (scheduled and self.step not in validated)
+        if self.ranks.any(is_due):
             self.validate()
 
     def micro_batches(self) -> list[MicroBatch]:
@@ -586,6 +589,7 @@ class Trainer:
             record["holdout/diverged"] = int(bool(hacking))
         record.update(watch.record())
         self.run.log_validation(self.step, record)
+        self.saves.renew_card()
         if self.config.stop_on_hacking and hacking:
             raise TrainingError(hacking)
 

@@ -396,8 +396,8 @@ RUNS = (
     Mistake(
         "a resume drops the iteration that it continues from",
         "sage_grpo/runs/history.py",
-        "if n <= step}",
-        "if n < step}",
+        "if number <= step}",
+        "if number < step}",
         ("tests/runs/test_history.py",),
     ),
     Mistake(

@@ -2,15 +2,20 @@
 
 import io
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
 from PIL import Image
 
+from sage_grpo.models.registry import open_backbone
 from sage_grpo.runs.card import model_card
 from sage_grpo.runs.history import column, read_run
+from sage_grpo.train.export import origin_of
 from tests.tools.fake_run import make_run, read_lines, write_lines
+
+ROOT = Path(__file__).parents[2]
 
 FACTS = {"step": 4, "reward": "VQ + 2 TA", "base": "0123abcd"}
 
@@ -66,6 +71,45 @@ def test_a_run_with_a_single_reward_has_no_curve_and_without_validations_no_tabl
     assert files.keys() == {"README.md"}
     assert "curves.png" not in files["README.md"]
     assert "| it" not in files["README.md"]
+
+
+HUNYUAN = {
+    "base_model": "tencent/HunyuanVideo-1.5",
+    "license": "other",
+    "license_name": "tencent-hunyuan-community",
+    "license_link": "https://huggingface.co/tencent/HunyuanVideo-1.5/blob/main/LICENSE",
+}
+
+
+@pytest.mark.parametrize(
+    "version, expected",
+    [
+        ("480p_t2v", HUNYUAN),
+        ("720p_i2v", HUNYUAN),
+        (
+            "wan21-1.3b",
+            {"base_model": "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "license": "apache-2.0"},
+        ),
+        ("wan21-14b", {"base_model": "Wan-AI/Wan2.1-T2V-14B-Diffusers", "license": "apache-2.0"}),
+        ("assets/tiny", {"license": "apache-2.0"}),
+    ],
+)
+@pytest.mark.parametrize("use_lora", [True, False])
+def test_the_card_names_the_base_model_and_its_license(folder, version, expected, use_lora):
+    """Of published models by their versions, and of the embedded model, which has the classes of one of them."""
+    if version == "assets/tiny":
+        backbone = open_backbone(ROOT / version)
+    else:
+        backbone = open_backbone("nowhere", version=version, complete=False)
+    recipe = {"pretrained_model_root": "ckpts", "use_lora": use_lora}
+    card = model_card(recipe, read_run(folder), **FACTS, origin=origin_of(backbone))["README.md"]
+    front = yaml.safe_load(card.split("---\n")[1])
+    if "base_model" in expected:
+        expected = expected | {"base_model_relation": "adapter" if use_lora else "finetune"}
+    assert {name: front[name] for name in front if name.startswith(("base_model", "license"))} == (
+        expected
+    )
+    assert front["library_name"] == "diffusers"
 
 
 def test_no_text_of_a_run_becomes_markup_or_ends_the_recipe(folder):

@@ -54,15 +54,19 @@ def test_only_what_a_run_writes_is_replaced(tmp_path):
     assert run.validation_folder(7).name == "step-000007"
 
 
-def test_a_line_is_found_by_kind_and_step(tmp_path):
+def test_it_is_known_what_was_validated_by_the_present_yardstick(tmp_path):
     run = made(tmp_path / "run")
-    assert not run.has("train", 1)
+    assert run.validated_steps() == []
     run.open(0)
+    run.log("train", 1, {})
     run.log("validation", 12, {})
-    found = [
-        run.has(kind, step) for kind, step in (("validation", 12), ("validation", 1), ("train", 12))
-    ]
-    assert found == [True, False, False]
+    assert run.validated_steps() == [12]
+    run.log("break", 12, {"series": ["train"]})
+    assert run.validated_steps() == [12]
+    run.log("break", 12, {"series": ["validation"]})
+    assert run.validated_steps() == []
+    run.log("validation", 12, {})
+    assert run.validated_steps() == [12]
 
 
 def mine(folder):
@@ -165,7 +169,6 @@ def test_a_run_opens_with_what_it_is(tmp_path):
         "shapes",
     )
     assert line["versions"]["torch"] == torch.__version__
-    assert run.has("run", 0) and not run.has("run", 1) and not run.has("train", 0)
 
 
 def test_the_status_is_replaced_and_a_folder_that_is_gone_is_only_noted(tmp_path, capfd):

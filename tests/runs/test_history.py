@@ -42,6 +42,54 @@ def test_what_a_resume_has_left_behind_is_dropped(tmp_path):
     assert column(read_run(tmp_path).validations, "reward/total").tolist() == [0, 1]
 
 
+def broken(step: int, *series: str) -> dict:
+    return {"kind": "break", "step": step, "series": list(series), "changed": {"eta": [0.5, 0.3]}}
+
+
+@pytest.mark.parametrize(
+    "lines, trained, validated, earlier",
+    [
+        # each series ends by itself, and the present one is empty until it has a result
+        ([broken(2, "validation")], [1, 2], [], [[0, 2]]),
+        ([broken(2, "validation"), train(3, 1.0), validation(2, 1.0)], [1, 2, 3], [2], [[0, 2]]),
+        ([broken(2, "train"), train(3, 1.0)], [3], [0, 2], []),
+        # a second break
+        (
+            [broken(2, "validation"), validation(4, 1.0), run_line(4), broken(4, "validation")],
+            [1, 2],
+            [],
+            [[0, 2], [4]],
+        ),
+        # a resume from before a break makes it void; one from the break itself does not
+        (
+            [broken(2, "train", "validation"), train(3, 1.0), run_line(1), train(2, 0.0)],
+            [1, 2],
+            [0],
+            [],
+        ),
+        ([broken(2, "validation"), run_line(2), validation(2, 1.0)], [1, 2], [2], [[0, 2]]),
+    ],
+)
+def test_a_break_begins_another_series(tmp_path, lines, trained, validated, earlier):
+    first = [run_line(), validation(0, 0.0), train(1, 0.0), train(2, 0.0), validation(2, 0.0)]
+    write_lines(tmp_path, [*first, run_line(2), *lines])
+    run = read_run(tmp_path)
+    assert column(run.train, "step").tolist() == trained
+    assert column(run.validations, "step").tolist() == validated
+    assert [column(part, "step").tolist() for part in run.earlier_validations] == earlier
+
+
+def test_a_break_of_others_is_shown_as_text_or_refused(tmp_path):
+    changed = {"a\n\033[2J": [1, "x" * 1000], "b": {"c": []}, "d": [1, 2, 3]}
+    line = broken(1, "train", "elsewhere") | {"changed": changed}
+    write_lines(tmp_path, [run_line(), train(1, 0.0), line, train(2, 0.0)])
+    (sentence,) = read_run(tmp_path).break_sentences
+    assert sentence.isprintable() and len(sentence) < 1000
+    write_lines(tmp_path, [run_line(), train(1, 0.0), line | {"series": "train"}, train(2, 0.0)])
+    with pytest.raises(RunError, match="line 3 is damaged"):
+        read_run(tmp_path)
+
+
 def test_null_and_missing_values_are_nan(tmp_path):
     write_lines(tmp_path, [train(1, None), train(2, 0.5), {"kind": "train", "step": 3}])
     run = read_run(tmp_path)

@@ -150,7 +150,11 @@ def test_one_file_for_comfyui_named_like_the_folder(checkpoints, tmp_path, kind)
     out = tmp_path / "my_run"
     assert run(checkpoints[kind], out, "comfyui", "--dtype", "bfloat16") == 0
     manifest.check(out)
-    assert {path.name for path in out.iterdir()} == {"my_run.safetensors", manifest.NAME}
+    assert {path.name for path in out.iterdir()} == {
+        "my_run.safetensors",
+        "README.md",
+        manifest.NAME,
+    }
     exported = load_file(out / "my_run.safetensors")
     assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
 
@@ -325,6 +329,46 @@ def test_the_model_card_says_what_was_trained_and_how_to_repeat_it(checkpoints, 
     assert f"base weights: {state['fingerprints']['base weights']}." in card
     all_flags = {field.name for field in dataclasses.fields(Config)}
     assert yaml.safe_load(recipe).keys() < all_flags - {"eta", "seed"}
+
+
+@pytest.mark.parametrize(
+    "name, layout, relation",
+    [
+        ("lora", "lora", "adapter"),
+        ("lora", "diffusers", "finetune"),
+        ("full", "diffusers", "finetune"),
+        ("full", "tencent", "finetune"),
+        ("lora", "comfyui", "adapter"),
+        ("full", "comfyui", "finetune"),
+    ],
+)
+def test_an_exported_folder_has_a_card_whose_lines_load_it(
+    checkpoints, tiny_folder, tmp_path, name, layout, relation
+):
+    out = tmp_path / "out"
+    assert run(checkpoints[name], out, layout) == 0
+    manifest.check(out)
+    card = (out / "README.md").read_text()
+    front = yaml.safe_load(card.split("---\n")[1])
+    assert front["base_model"] == "tencent/HunyuanVideo-1.5"
+    assert front["license_name"] == "tencent-hunyuan-community"
+    assert front["base_model_relation"] == relation
+    assert re.findall(r"^\| (\d+) \|", card, re.MULTILINE) == ["1"]
+    original = (checkpoints[name] / "README.md").read_text()
+    assert card.partition("## Recipe")[2] == original.partition("## Recipe")[2]
+
+    lines = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    assert len(lines) == (layout not in ("tencent", "comfyui"))
+    assert ("ComfyUI/models" in card) == (layout == "comfyui")
+    for text in lines:
+        exec(text.replace("MODEL", str(tiny_folder)).replace("FOLDER", str(out)), {})
+
+
+def test_a_checkpoint_that_was_moved_has_a_card_without_results(checkpoints, tmp_path):
+    moved = shutil.copytree(checkpoints["lora"], tmp_path / "a" / "b" / "mine")
+    assert run(moved, tmp_path / "out", "lora") == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "1 iterations" in card and "| 1 |" not in card
 
 
 def hostile_checkpoint(folder, secrets):

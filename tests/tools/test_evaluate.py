@@ -36,6 +36,10 @@ class Level:
     names = ("level",)
     seen = 0
     bad = ()
+    weights = "first"
+
+    def fingerprint(self):
+        return {"weights": self.weights}
 
     def check(self, prompts):
         pass
@@ -148,13 +152,21 @@ def test_a_second_call_goes_on_where_the_first_ended(command, tmp_path, level, m
     assert evaluate.main(words) == 0 and len(made) == 15 and result(tmp_path) == first
 
 
-def test_clips_made_in_another_way_are_not_mixed(command, checkpoint, tmp_path, level, capsys):
+def test_clips_made_or_scored_in_another_way_are_not_mixed(
+    command, checkpoint, tmp_path, level, monkeypatch, capsys
+):
     words = command("--checkpoints", checkpoint, "--seeds", "3", reward_model="level")
     assert evaluate.main(words) == 0
     assert [r["seed"] for r in records(tmp_path, "base")] == [3] * 4
     other = command(reward_model="level", validation_num_inference_steps=3)
     assert exit_code(evaluate.main, other) == 2
     assert "validation_num_inference_steps 2, not 3; give another" in capsys.readouterr().err
+    assert exit_code(evaluate.main, command(reward_model="level", validation_solver="dpm")) == 2
+    assert "validation_solver euler, not dpm" in capsys.readouterr().err
+    monkeypatch.setattr(Level, "weights", "second")
+    assert exit_code(evaluate.main, words) == 2
+    assert "reward level weights first, not second" in capsys.readouterr().err
+    monkeypatch.setattr(Level, "weights", "first")
     os.utime(next((checkpoint / "transformer").glob("*.safetensors")), (1, 2e9))
     assert exit_code(evaluate.main, command("--checkpoints", checkpoint, reward_model="level")) == 2
     assert "weights of run-step-000007" in capsys.readouterr().err

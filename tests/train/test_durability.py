@@ -26,7 +26,15 @@ from tests.dist import run_ranks
 from tests.hostile import change, sealed_again
 from tests.train.iterations import load, save
 
-WRITES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "os.truncate"}
+WRITES = {
+    "os.mkdir",
+    "os.rename",
+    "os.remove",
+    "os.rmdir",
+    "shutil.rmtree",
+    "os.truncate",
+    "os.link",
+}
 
 
 def folder_of(trainer):
@@ -59,16 +67,28 @@ def kill_before_write(number, folder):
     sys.addaudithook(audit)
 
 
-def die_in_save(ranks, values, steps):
-    """Kill the writer before each of its writes; returns the checkpoint that the loader finds each time.
+def save_later(trainer):
+    """Write the checkpoint of the next iteration."""
+    trainer.state.step = 2
+    save(trainer, folder_of(trainer))
 
-    steps: by how many the new checkpoint is later than the one that is there.
-    """
+
+def save_again(trainer):
+    """Replace the checkpoint."""
+    save(trainer, folder_of(trainer))
+
+
+def renew_card(trainer):
+    """Replace the card of the checkpoint."""
+    trainer.saves.renew_card()
+
+
+def die_in_save(ranks, values, write):
+    """Kill the writer before each of its writes; returns the checkpoint that the loader finds each time."""
     trainer = build_trainer(from_values(values), ranks)
     trainer.validation = None
     trainer.train()
     folder, seen = folder_of(trainer), []
-    trainer.state.step += steps
     shutil.copytree(folder, folder.with_name("before"))
     for number in range(1, 200):
         shutil.rmtree(folder)
@@ -76,7 +96,7 @@ def die_in_save(ranks, values, steps):
         child = os.fork()
         if child == 0:
             kill_before_write(number, folder)
-            save(trainer, folder)
+            write(trainer)
             os._exit(0)
         _, status = os.waitpid(child, 0)
         if os.WIFEXITED(status):
@@ -97,14 +117,15 @@ def die_in_save(ranks, values, steps):
 @pytest.mark.parametrize("use_lora", [True, False], ids=["lora", "full"])
 def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(flags, use_lora):
     values = flags | {"use_lora": use_lora, "max_steps": 1, "keep_checkpoints": 1}
-    (seen,) = run_ranks(1, die_in_save, values, 1)
+    (seen,) = run_ranks(1, die_in_save, values, save_later)
     turn = seen.index("step-000002")
     assert turn >= 6 and set(seen[:turn]) == {"step-000001"} and set(seen[turn:]) == {"step-000002"}
 
 
-def test_a_writer_killed_while_it_replaces_a_checkpoint_leaves_one_of_them(flags):
+@pytest.mark.parametrize("write", [save_again, renew_card])
+def test_a_writer_killed_while_it_replaces_a_checkpoint_leaves_one_of_them(flags, write):
     values = flags | {"use_lora": True, "max_steps": 1, "keep_checkpoints": 1}
-    (seen,) = run_ranks(1, die_in_save, values, 0)
+    (seen,) = run_ranks(1, die_in_save, values, write)
     assert len(seen) >= 8 and set(seen) == {"step-000001"}
 
 
@@ -176,7 +197,7 @@ def test_a_full_disk_loses_nothing(make, tmp_path, capfd):
         "step-000005",
         "step-000006",
     ]  # tried again before the next interval
-    assert [line[:30] for line in lines if '"train"' in line] == [
+    assert [line[:30] for line in lines if '"kind": "train"' in line] == [
         f'{{"kind": "train", "step": {step}, "'[:30] for step in range(1, 7)
     ]
     expected = weights(wanted)

@@ -380,10 +380,10 @@ def test_a_validation_that_was_cut_short_is_made_up_for(make):
     trainer.validation.latents = stop_in_second
     with pytest.raises(Preempted, match="iteration 2, validation"):
         trainer.train()
-    assert len(seen) == 2 and trainer.saves.step == 1 and not trainer.run.has("validation", 1)
+    assert len(seen) == 2 and trainer.saves.step == 1 and not trainer.run.validated_steps()
     again = make(max_steps=2, save_interval=1, validation_interval=1, resume_from_checkpoint="auto")
     again.train()
-    assert again.run.has("validation", 1) and again.run.has("validation", 2)
+    assert again.run.validated_steps() == [1, 2]
     lines = (again.run.path / "metrics.jsonl").read_text().splitlines()
     assert sum('"kind": "validation"' in line for line in lines) == 2
     idle = make(max_steps=2, validation_interval=1, resume_from_checkpoint="auto")

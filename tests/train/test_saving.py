@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import re
 import shutil
 import threading
 import time
@@ -439,3 +441,39 @@ def test_a_disk_that_fails_under_the_metrics_costs_no_checkpoint_either(make, ca
     trainer.train()
     assert names(folder_of(trainer)) == ["step-000001"]
     assert "the model card of iteration 1 has no curve: the disk is gone" in capsys.readouterr().err
+
+
+def iterations_on(card):
+    """The iterations in the table of held-out rewards."""
+    return [int(step) for step in re.findall(r"^\| (\d+) \|", card.read_text(), re.MULTILINE)]
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_the_card_of_a_checkpoint_shows_the_validation_of_its_iteration(make, async_save):
+    trainer = make(
+        use_lora=True,
+        max_steps=3,
+        save_interval=1,
+        validation_interval=2,
+        validate_at_step0=True,
+        async_save=async_save,
+    )
+    trainer.train()
+    shown = {path.name: iterations_on(path / "README.md") for path in folder_of(trainer).iterdir()}
+    assert shown == {"step-000001": [0], "step-000002": [0, 2], "step-000003": [0, 2, 3]}
+    for path in folder_of(trainer).iterdir():
+        manifest.check(path)
+    assert make(use_lora=True, max_steps=3, resume_from_checkpoint="auto").step == 3
+
+
+def test_a_card_that_cannot_be_replaced_leaves_the_checkpoint_as_it_was(make, monkeypatch, capfd):
+    def no_links(*names):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", no_links)
+    trainer = make(use_lora=True, max_steps=1, validate_at_step0=True)
+    trainer.train()
+    assert [path.name for path in folder_of(trainer).iterdir()] == ["step-000001"]
+    manifest.check(folder_of(trainer) / "step-000001")
+    assert iterations_on(folder_of(trainer) / "step-000001" / "README.md") == [0]
+    assert "model card of step-000001 lacks its validation" in capfd.readouterr().err

@@ -10,7 +10,7 @@ import torch
 from diffusers import AutoencoderKLHunyuanVideo15
 from torch import Tensor
 
-from sage_grpo.models.backbone import at_least_fp32
+from sage_grpo.models.backbone import Origin, at_least_fp32
 from sage_grpo.models.hunyuan15.folder import ROLLOUT, ModelFolder
 from sage_grpo.models.hunyuan15.text import MAX_TEXT_TOKENS, TextConditioning, TextEncoder
 from sage_grpo.models.hunyuan15.transformer import PackedTransformer
@@ -26,6 +26,12 @@ class Hunyuan15(LatentBackbone):
     vae_class = AutoencoderKLHunyuanVideo15
 
     max_tokens = MAX_TEXT_TOKENS
+    origin = Origin(
+        base_model="tencent/HunyuanVideo-1.5",
+        license="other",
+        license_name="tencent-hunyuan-community",
+        license_link="https://huggingface.co/tencent/HunyuanVideo-1.5/blob/main/LICENSE",
+    )
     lora_targets = (
         "to_q",
         "to_k",

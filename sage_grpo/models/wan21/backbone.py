@@ -7,10 +7,10 @@ import torch
 from diffusers import AutoencoderKLWan
 from torch import Tensor
 
-from sage_grpo.models.backbone import at_least_fp32
+from sage_grpo.models.backbone import Origin, at_least_fp32
 from sage_grpo.models.cost import DecodeBytes
 from sage_grpo.models.latent import LatentBackbone, model_timestep
-from sage_grpo.models.wan21.folder import WanFolder
+from sage_grpo.models.wan21.folder import SMALL, WanFolder
 from sage_grpo.models.wan21.text import NUM_TOKENS, PaddedText, TextEncoder
 from sage_grpo.models.wan21.transformer import WanTransformer
 
@@ -33,6 +33,12 @@ class Wan21(LatentBackbone):
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
     # the one that Wan publishes
     negative_prompt = Path(__file__).with_name("negative_prompt.txt").read_text("utf-8").strip()
+
+    @property
+    def origin(self) -> Origin:
+        config = self.parts.config("transformer")
+        size = "1.3B" if config.get("num_layers") == SMALL["num_layers"] else "14B"
+        return Origin(f"Wan-AI/Wan2.1-T2V-{size}-Diffusers", license="apache-2.0")
 
     def num_tokens(self, cond: PaddedText) -> int:
         return int(cond.text.any(1).sum())

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from sage_grpo.files.fingerprints import files_fingerprint
 from sage_grpo.rewards import video_frames
 from sage_grpo.rewards.base import Setup
 from sage_grpo.rewards.videoalign import folder as videoalign_folder
@@ -36,6 +37,7 @@ class VideoAlign:
     ) -> None:
         """sample_fps: frames sampled per second; None: as in the folder's settings."""
         folder = Path(folder)
+        self.folder = folder
         settings = videoalign_folder.read_settings(folder)
         checkpoint = videoalign_folder.newest_checkpoint(folder)
         self.device = torch.device(device)
@@ -75,6 +77,9 @@ class VideoAlign:
                     f"the prompt {prompt!r} holds {reserved[0]}, "
                     "which the reward reserves; take it out"
                 )
+
+    def fingerprint(self) -> dict[str, str]:
+        return {"weights": files_fingerprint([self.folder])}
 
     @torch.no_grad()
     def score(

@@ -103,6 +103,12 @@ def draw_curves(
     finish(axes, log_scale)
 
 
+def draw_breaks(axes: Axes, iterations: Sequence[int]) -> None:
+    """Draw a vertical line where the yardstick changed, behind everything else."""
+    for iteration in iterations:
+        axes.axvline(iteration, ls=":", lw=1.2, color=GREY, zorder=0)
+
+
 def is_long(values: np.ndarray) -> bool:
     """Whether a metric has enough finite values for a running mean."""
     return bool(np.isfinite(values).sum() >= MANY)

@@ -22,6 +22,7 @@ from sage_grpo.tools.report.drawing import (
     Curve,
     Lines,
     Panel,
+    draw_breaks,
     draw_curves,
     draw_drift,
     draw_map,
@@ -212,7 +213,13 @@ def curve_panel(run: RunHistory, figure: CurveFigure) -> Panel | None:
     """The curves of one run: training, then validation, and what can be reached."""
     curves = [Curve(run.rewards, line.metric, line.color, line.label) for line in figure.lines]
     curves += [Curve(run.validations, line.metric, ORANGE, "validation") for line in figure.lines]
-    return labeled_panel(figure, curves, reachable(run, figure))
+    earlier = [
+        Curve(lines, line.metric, GREY, label="")
+        for line in figure.lines
+        for lines in (*run.earlier_rewards, *run.earlier_validations)
+    ]
+    breaks = sorted({line["step"] for line in run.breaks})
+    return labeled_panel(figure, curves, reachable(run, figure), earlier, breaks)
 
 
 def reachable(run: RunHistory, figure: CurveFigure) -> dict[str, float]:
@@ -262,11 +269,19 @@ def overlay(
 
 
 def labeled_panel(
-    figure: CurveFigure, curves: Sequence[Curve], limits: Mapping[str, float]
+    figure: CurveFigure,
+    curves: Sequence[Curve],
+    limits: Mapping[str, float],
+    earlier: Sequence[Curve] = (),
+    breaks: Sequence[int] = (),
 ) -> Panel | None:
-    """A panel whose caption says from where to where its curves went; None if all is 0 or missing."""
+    """A panel whose caption says from where to where its curves went; None if all is 0 or missing.
+
+    earlier: series with another yardstick, which ended at `breaks`; they are drawn apart and left out of the caption.
+    """
     shown = [curve for curve in curves if np.nan_to_num(curve.values).any()]
-    if not shown:
+    past = [curve for curve in earlier if np.nan_to_num(curve.values).any()]
+    if not shown and not past:
         return None
     changes = [
         f"{curve.label} {first_to_last(curve.values)}".strip()
@@ -280,9 +295,12 @@ def labeled_panel(
         caption += (
             " Lines are running means, with the 95 % interval of each mean; dots are iterations."
         )
+    if breaks:
+        caption += " Dotted lines: the yardstick changed, and what is gray cannot be compared."
 
     def draw(axes: Axes) -> None:
-        draw_curves(axes, shown, limits, figure.log_scale, figure.smooth)
+        draw_curves(axes, [*past, *shown], limits, figure.log_scale, figure.smooth)
+        draw_breaks(axes, breaks)
 
     return panel(figure.title, caption, draw, figure.size)
 
@@ -462,7 +480,7 @@ def time_per_iteration(run: RunHistory) -> Panel | None:
     phases = phase_seconds(run)
     if not phases:
         return None
-    steps = column(run.train, "step")
+    steps = column(run.all_train, "step")
     return panel(
         "Time per iteration",
         "Phases, stacked; the legend has their means. A slow climb is a leak or a busy machine.",
@@ -475,12 +493,12 @@ def phase_seconds(run: RunHistory) -> dict[str, np.ndarray]:
     """Seconds (N,) of each phase that took time; `other` is the remainder of time/total."""
     phases = {}
     for name in PHASE_COLORS:
-        seconds = np.nan_to_num(column(run.train, f"time/{name}"))
+        seconds = np.nan_to_num(column(run.all_train, f"time/{name}"))
         if seconds.sum() > 0:
             phases[name] = seconds
     if not phases:
         return {}
-    total = np.nan_to_num(column(run.train, "time/total"))
+    total = np.nan_to_num(column(run.all_train, "time/total"))
     rest = total - sum(phases.values())
     if rest.max() > 0:
         phases["other"] = rest.clip(min=0)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sage_grpo.config.fields import ConfigError
+from sage_grpo.escape import plain
 from sage_grpo.files.foreign import check_regular, replace_text
 from sage_grpo.files.json_files import printable
 from sage_grpo.intervals import FEWEST
@@ -62,7 +63,10 @@ def write_report(*folders: Path, output: Path | None = None) -> Path:
 def print_summary(folder: Path) -> None:
     """Print a table of a run's results and write the page; nothing that goes wrong here makes the run fail."""
     try:
-        clips = before_after(read_run(folder))
+        run = read_run(folder)
+        for sentence in run.break_sentences:
+            print(plain(sentence))
+        clips = before_after(run)
         if clips:
             shown = [aligned(table.rows) for table in tables(compared(clips, total=True))]
             print("\n\n".join(shown))
@@ -95,6 +99,7 @@ def page(run: RunHistory) -> str:
         tiles=tiles(run),
         command=text_of(run.folder / "command.txt").strip(),
         facts=facts(run),
+        breaks=run.break_sentences,
         changed_settings=changed_settings(run),
         config=text_of(run.folder / "config.yaml").strip(),
         tables=tables(result, perfect_scores(run)) if result else [],
@@ -148,16 +153,17 @@ def tiles(run: RunHistory) -> list[Tile]:
     if run.has("time/total"):
         shown.append(Tile(f"{training_minutes(run):.3g} min", "in iterations"))
     if run.has("memory/peak_gb"):
-        peak = np.nanmax(column(run.train, "memory/peak_gb"))
+        peak = np.nanmax(column(run.all_train, "memory/peak_gb"))
         shown.append(Tile(f"{peak:.3g} GB", "peak memory"))
     return shown
 
 
 def training_minutes(run: RunHistory) -> float:
     """Logged iterations, which alone have gold, stand for the others."""
-    total = np.nansum(column(run.train, "time/total"))
-    gold = np.nansum(column(run.train, "time/gold"))
-    seconds = run.iterations / len(run.train) * (total - gold) + gold
+    lines = run.all_train
+    total = np.nansum(column(lines, "time/total"))
+    gold = np.nansum(column(lines, "time/gold"))
+    seconds = run.iterations / len(lines) * (total - gold) + gold
     return float(seconds / 60)
 
 
@@ -233,13 +239,13 @@ def failures(run: RunHistory) -> str:
         ("groups without spread", "reward/flat_groups"),
     ):
         if run.has(metric):
-            counts.append(f"{np.nansum(column(run.rewards, metric)):.0f} {name}")
+            counts.append(f"{np.nansum(column(run.all_rewards, metric)):.0f} {name}")
     if run.has("policy/skipped_updates"):  # counted from the start of the run
-        skipped = np.nanmax(column(run.train, "policy/skipped_updates"))
+        skipped = np.nanmax(column(run.all_train, "policy/skipped_updates"))
         counts.append(f"{skipped:.0f} skipped updates")
 
     text = f"Over the whole run: {', '.join(counts)}." if counts else ""
-    errors = [line["reward/error"] for line in run.rewards if line.get("reward/error")]
+    errors = [line["reward/error"] for line in run.all_rewards if line.get("reward/error")]
     if errors:
         text += f" The first error of a reward: {errors[0]}"
     return text.strip()
@@ -258,9 +264,9 @@ def hacking_verdict(run: RunHistory) -> str:
     steps = [line["step"] for line in run.validations if line["step"] in validations]
     if not steps:
         return ""
-    if len(pair_clips(validations[min(validations)], validations[steps[-1]])) < FEWEST:
+    if len(pair_clips(validations[steps[0]], validations[steps[-1]])) < FEWEST:
         return "Too few clips for a verdict."
-    return divergence(run.folder, steps[-1])
+    return divergence(run.folder, steps[-1], steps)
 
 
 def gold_section(run: RunHistory, result: Mapping[str, Any] | None) -> Section:

@@ -99,6 +99,31 @@ def test_totals_under_other_weights_are_not_compared(whole, copy, tmp_path):
     assert "The total rewards are left out" in text
 
 
+@pytest.mark.parametrize(
+    "name, reward_model, compared",
+    [
+        ("reward own code", ["files/own.py:own"], False),
+        ("reward videoalign weights", None, False),
+        ("reward videoalign code", None, True),  # a comment may have changed
+        ("validation_num_inference_steps", None, True),
+    ],
+)
+def test_scores_of_different_rewards_are_not_compared(
+    whole, copy, tmp_path, name, reward_model, compared
+):
+    runs = [Path(shutil.copytree(whole, tmp_path / "first")), copy]
+    for number, run in enumerate(runs):
+        change(run, reward_model=reward_model)
+        start, *lines = read_lines(run)
+        write_lines(run, [start | {"yardstick": {"validation": {name: number, "x": 1}}}, *lines])
+    text = write_report(*runs, output=tmp_path / "page.html").read_text()
+    assert f"The validations differ in {name}." in text
+    assert {"VQ", "Overall", "total reward"} & rows(text).keys() == (
+        {"VQ", "Overall", "total reward"} if compared else set()
+    )
+    assert "gold match" in rows(text)
+
+
 def test_the_default_place_and_three_runs_of_the_same_name(whole, tmp_path, monkeypatch, capsys):
     runs = [Path(shutil.copytree(whole, tmp_path / name / "sage")) for name in "ab"]
     for run in runs:  # nothing has to be drawn

@@ -10,16 +10,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 
 from sage_grpo.config.fields import Config
 from sage_grpo.runs.diagnosis import RULES
 from sage_grpo.runs.history import RunHistory, read_run
-from sage_grpo.tools.figure_style import GREY
+from sage_grpo.tools.figure_style import BLUE, GREY
 from sage_grpo.tools.paired import clip_rows, number
 from sage_grpo.tools.report import page as page_module
 from sage_grpo.tools.report.__main__ import main
-from sage_grpo.tools.report.figures import gradient_map, phase_seconds
+from sage_grpo.tools.report.figures import TOTAL_REWARD, curve_panel, gradient_map, phase_seconds
 from sage_grpo.tools.report.page import (
     before_after,
     changed_settings,
@@ -57,6 +58,37 @@ def text(whole):
 @pytest.fixture
 def copy(whole, tmp_path):
     return Path(shutil.copytree(whole, tmp_path / "demo"))
+
+
+@pytest.mark.parametrize("series", [["train"], ["validation"], ["train", "validation"]])
+def test_no_curve_crosses_a_break(drawn, whole, tmp_path, monkeypatch, series):
+    """It is drawn as a vertical line, what precedes it in gray, and captions speak of what follows."""
+    lines = [*read_lines(whole), *read_lines(whole)[-2:]]
+    place = next(i for i, line in enumerate(lines) if line["step"] == 6) + 1
+    changed = {"reward weights": ["1 VQ", "2 VQ"]}
+    lines[place:place] = [
+        run_line(6),
+        {"kind": "break", "step": 6, "series": series, "changed": changed},
+        read_lines(whole)[1] | {"step": 6},
+    ]
+    write_lines(tmp_path, lines)
+    axes = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: axes.extend(figure.axes))
+    monkeypatch.setattr("sage_grpo.tools.report.drawing.inline_svg", lambda svg, title: svg)
+    panel = curve_panel(read_run(tmp_path), TOTAL_REWARD)
+    assert "Dotted lines" in panel.caption
+
+    curves = [line for line in axes[0].get_lines() if len(line.get_xdata()) > 2]
+    dotted = [line for line in axes[0].get_lines() if list(line.get_xdata()) == [6, 6]]
+    assert len(dotted) == 1
+    by_color = {line.get_color(): list(line.get_xdata()) for line in curves}
+    if "train" in series:
+        assert by_color[BLUE] == list(range(7, 13))
+        assert by_color[GREY] == list(range(1, 7))
+    else:
+        assert by_color[BLUE] == list(range(1, 13))
+    validated = [line["step"] for line in read_run(tmp_path).validations]
+    assert validated == ([6, 12] if "validation" in series else [0, 6, 12])
 
 
 def tile(value: str, name: str) -> str:
