@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 # spinning threads slow down a busy machine tenfold
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: venv demo demo-gpu study figures test test-all golden chaos lint clean
+.PHONY: venv demo demo-gpu demo-people study figures test test-all golden chaos lint clean
 
 venv: $(STAMP)
 
@@ -23,6 +23,10 @@ demo: venv
 
 demo-gpu: venv
 	$(BIN)/python post_train.py --config configs/tiny_gpu.yaml --device cuda --overwrite
+
+# label, learn a reward, post-train with it, compare blindly; the raters are simulated
+demo-people: venv
+	$(BIN)/python -m research.people.demo --output outputs/people
 
 study: venv
 	$(BIN)/python -m research.studies.sde_study --output outputs/sde_study

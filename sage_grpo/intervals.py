@@ -48,7 +48,7 @@ def interval(values: Iterable[float]) -> Interval:
     return Interval(mean, half, count)
 
 
-def student_95(freedom: int) -> float:
+def student_95(freedom: float) -> float:
     """Two-sided 95 % quantile of Student's t with `freedom` degrees of freedom."""
     inverses = [1 / known for known in STUDENT_95]
     return float(np.interp(1 / freedom, inverses, list(STUDENT_95.values())))

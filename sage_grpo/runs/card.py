@@ -3,6 +3,7 @@
 import io
 import math
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from sage_grpo.config.fields import flag_info
 from sage_grpo.escape import markdown, without_folders
 from sage_grpo.models.backbone import Origin
 from sage_grpo.runs.history import RunHistory, column
+from sage_grpo.runs.preferences import read_preferences
 
 CARD = "README.md"
 TEMPLATE = Path(__file__).with_name("card.md")
@@ -77,6 +79,7 @@ def model_card(
         curves=list(files),
         since=run.breaks[-1]["step"] if run.breaks else None,
         validations=list(validations),
+        preferences=_preferences(run),
         version=__version__,
         recipe=settings,
         fence="`" * max(3, longest_ticks + 1),  # a setting cannot close it
@@ -98,6 +101,16 @@ def front_matter(origin: Origin, lora: bool, image: bool) -> dict[str, Any]:
         if getattr(origin, name):
             front[name] = getattr(origin, name)
     return front
+
+
+def _preferences(run: RunHistory) -> list[tuple[str, str, str, str]]:
+    """What people preferred, as cells; nothing if the file is damaged, because a checkpoint has to be saved."""
+    cells = []
+    with suppress(ValueError, OSError):
+        for row in read_preferences(run.folder):
+            names = (markdown(row.system), markdown(row.other), markdown(row.question))
+            cells.append((*names, str(row)))
+    return cells
 
 
 def _public(recipe: dict[str, Any]) -> dict[str, Any]:

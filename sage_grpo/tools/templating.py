@@ -1,4 +1,4 @@
-"""Pages from the templates in report/templates. HTML escapes every value; only our own drawings are `Markup`."""
+"""Pages from the templates of report/ and prefer/. HTML escapes every value; only our own drawings are `Markup`."""
 
 import re
 from base64 import b64encode
@@ -11,7 +11,12 @@ from markupsafe import Markup
 from sage_grpo.tools.paired import number
 
 ENVIRONMENT = jinja2.Environment(
-    loader=jinja2.PackageLoader("sage_grpo.tools.report"),
+    loader=jinja2.ChoiceLoader(
+        [
+            jinja2.PackageLoader("sage_grpo.tools.report"),
+            jinja2.PackageLoader("sage_grpo.tools.prefer"),
+        ]
+    ),
     autoescape=jinja2.select_autoescape(["html"]),
     undefined=jinja2.StrictUndefined,
     trim_blocks=True,

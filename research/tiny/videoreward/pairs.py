@@ -6,12 +6,10 @@ with the loss of VideoAlign: Bradley-Terry with ties.
 Shapes: P pairs, N clips of the pool.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from research.tiny.videoreward.pool import Pool
@@ -24,7 +22,6 @@ TIE = (0.2, 0.2, 0.1)
 KEPT = 0.8  # share of the optional attributes that a prompt names
 # that a word of the prompt is taken from the first clip, the second, or at random
 CHANCES = (0.4, 0.3, 0.3)
-TIES = 5.0  # how likely the model of the labels makes a tie of two equal clips
 
 
 @dataclass(frozen=True)
@@ -96,18 +93,6 @@ def _text(classes: Sequence[int]) -> str:
     for (name, words), i in zip(ATTRIBUTES.items(), classes, strict=True):
         named[name] = words[i] if i >= 0 else ""
     return sentence(named)
-
-
-def label_losses(difference: Tensor, labels: Tensor) -> Tensor:
-    """Minus the log-probability of each label, for scores that differ by `difference`.
-
-    Under Bradley-Terry with ties (Rao and Kupper): P(first) = 1 / (1 + TIES exp(-difference)), and a tie is what is
-    left.
-    """
-    first = F.softplus(math.log(TIES) - difference)
-    second = F.softplus(math.log(TIES) + difference)
-    tie = first + second - math.log(TIES**2 - 1)
-    return torch.where(labels > 0, first, torch.where(labels < 0, second, tie))
 
 
 def accuracy(difference: Tensor, truth: Tensor, least: float = 0.0) -> float:

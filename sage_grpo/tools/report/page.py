@@ -26,6 +26,7 @@ from sage_grpo.runs.history import (
     read_run,
     text_of,
 )
+from sage_grpo.runs.preferences import read_preferences
 from sage_grpo.tools.paired import (
     TOTAL,
     aligned,
@@ -42,7 +43,14 @@ from sage_grpo.tools.report.settings import DEFAULTS, config_of, differing, has_
 from sage_grpo.tools.templating import render
 
 # what a report reads of a run folder
-READ = ("command.txt", "config.yaml", "metrics.jsonl", "status.json", "validation")
+READ = (
+    "command.txt",
+    "config.yaml",
+    "metrics.jsonl",
+    "preferences.json",
+    "status.json",
+    "validation",
+)
 
 
 def write_report(*folders: Path, output: Path | None = None) -> Path:
@@ -105,6 +113,7 @@ def page(run: RunHistory) -> str:
         tables=tables(result, perfect_scores(run)) if result else [],
         measures=[reward_section(run), holdout_section(run), gold_section(run, result)],
         rows=clip_rows(clips, total=True),
+        preferences=preference_rows(run),
         training=[
             update_section(run),
             denoising_step_section(run),
@@ -221,6 +230,19 @@ def perfect_scores(run: RunHistory) -> str:
         label = TOTAL if name == "total" else name
         scores.append(f"{label} {number(as_float(value, name))}")
     return f"Perfect clips: {', '.join(scores)}."
+
+
+# what people preferred
+
+
+def preference_rows(run: RunHistory) -> list[list[str]]:
+    """Win rates of a blind comparison, titles first; empty if there was none."""
+    preferences = read_preferences(run.folder)
+    if not preferences:
+        return []
+    titles = ["", "question", "win rate, ties count half"]
+    rows = [[f"{row.system} against {row.other}", row.question, str(row)] for row in preferences]
+    return [titles, *rows]
 
 
 # sections

@@ -7,11 +7,9 @@ import torch
 
 from research.tiny.videoreward.pairs import (
     ERROR,
-    TIES,
     accuracy,
     captions_of,
     draw_pairs,
-    label_losses,
 )
 from research.tiny.videoreward.pool import Pool
 from sage_grpo.worlds.shapes.judge import alignment
@@ -27,17 +25,6 @@ def pool():
     ]
     quality = torch.randn(2, 200, generator=generator)
     return Pool(torch.zeros(200, 1), *quality, torch.stack(classes, 1), torch.arange(200) // 150)
-
-
-def test_the_three_labels_have_the_probabilities_of_rao_and_kupper():
-    difference = torch.tensor([-3.0, -0.5, 0.0, 0.5, 3.0], dtype=torch.float64)
-    first, tie, second = (
-        torch.exp(-label_losses(difference, torch.full((5,), label))) for label in (1, 0, -1)
-    )
-    torch.testing.assert_close(first + tie + second, torch.ones(5, dtype=torch.float64))
-    torch.testing.assert_close(first, 1 / (1 + TIES * torch.exp(-difference)))
-    torch.testing.assert_close(second, first.flip(0))
-    assert tie.argmax() == 2
 
 
 def test_truth_is_what_the_judge_says_about_the_prompt(pool):

@@ -1,0 +1,1 @@
+"""The whole loop of people in the loop on the embedded world, with simulated raters."""

@@ -1,0 +1,280 @@
+"""People in the loop from end to end, in one command: label, learn a reward, post-train with it, compare blindly.
+
+    python -m research.people.demo --output outputs/people             about 10 minutes on two cores; `make demo-people`
+    python -m research.people.demo --seeds 0 1 2 3 4 --output outputs/people --record FILE.json         the proof
+
+The raters are simulated: they like large shapes in the middle of the frame, which the embedded reward does not care
+about. They see what the page sends, and nothing else. Each stage is skipped if its result exists, so a second call
+continues. The story ends in OUTPUT/seed-N/people.html.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from research.people.page_rater import rate
+from research.people.taste import Rater, open_prompts, ordered_rightly, taste
+from sage_grpo.files.json_files import read_object, write_json
+from sage_grpo.intervals import interval
+from sage_grpo.rewards.videoalign.reward import VideoAlign
+from sage_grpo.runs.clips import Clip, pair_clips, read_clips
+from sage_grpo.runs.media import read_mp4
+from sage_grpo.tools.prefer.answers import read_answers
+from sage_grpo.tools.prefer.learn import reduced
+from sage_grpo.tools.prefer.statistics import share
+from sage_grpo.tools.templating import ENVIRONMENT
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "assets" / "tiny"
+OLD_REWARD = MODEL / "VideoReward"
+SIDE = 48  # pixels of a clip
+FPS = 8
+STEPS = 3  # denoising steps, as in training
+QUESTION = "vq"
+STUDY_PROMPTS = 120
+CLIPS_PER_PROMPT = 3
+PAIRS = 300
+NOISE = 0.10  # of the rater who teaches
+JUDGE_NOISE = 0.20  # of the one who judges
+TRAIN_PROMPTS = 256
+HELD_PROMPTS = 64
+ITERATIONS = 40
+WEIGHTS = {"VQ": 2.0, "MQ": 0.25, "TA": 1.0}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--output", type=Path, default=Path("outputs/people"), help="folder for everything")
+    add("--seeds", type=int, nargs="+", default=[0], help="one run of the loop for each")
+    add("--record", type=Path, help="JSON file for the results of all seeds")
+    args = parser.parse_args(arguments)
+    records = []
+    for seed in args.seeds:
+        begin = time.time()
+        loop = Loop(args.output / f"seed-{seed}", seed)
+        records.append(loop.run())
+        print(f"seed {seed}: {time.time() - begin:.0f} s; {loop.folder / 'people.html'}")
+        if args.record:
+            about = {"date": time.strftime("%F"), "torch": torch.__version__, "seeds": records}
+            write_json(args.record, about)
+
+
+class Loop:
+    """The stages, in order; each leaves a file or folder."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.folder = folder
+        self.seed = seed
+        self.reward = folder / "reward"
+        self.run_folder = folder / "run"
+        prompts = open_prompts(seed)
+        self.study_prompts = prompts[:STUDY_PROMPTS]
+        self.held_prompts = prompts[STUDY_PROMPTS : STUDY_PROMPTS + HELD_PROMPTS]
+        rest = prompts[STUDY_PROMPTS + HELD_PROMPTS :]
+        self.train_prompts = rest[:TRAIN_PROMPTS]
+
+    def run(self) -> dict[str, Any]:
+        """The results of all stages."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for name in ("study_prompts", "held_prompts", "train_prompts"):
+            (self.folder / f"{name}.txt").write_text("\n".join(getattr(self, name)) + "\n")
+        self.teach()
+        self.learn()
+        self.train()
+        self.compare()
+        record = self.results()
+        write_json(self.folder / "results.json", record)
+        self.write_page(record)
+        return record
+
+    # stages
+
+    def teach(self) -> None:
+        """A rater with the taste labels pairs of clips of the base model."""
+        file = self.folder / "taught.jsonl"
+        words = [str(MODEL), "--output", str(file), "--questions", QUESTION, "--raters", "teacher"]
+        words += ["--pairs", str(PAIRS), "--repeat", "0", "--study_seed", str(self.seed)]
+        words += ["--config", "configs/tiny_cpu.yaml"]
+        words += ["--validation_prompts", str(self.folder / "study_prompts.txt"), "--seeds"]
+        words += [str(100 * self.seed + number) for number in range(CLIPS_PER_PROMPT)]
+        self.label(words, file, Rater(NOISE, self.seed, SIDE), PAIRS)
+
+    def learn(self) -> None:
+        """Fine-tune the embedded reward on the answers."""
+        if self.reward.is_dir():
+            return
+        tool(
+            "learn",
+            str(self.folder / "taught.jsonl"),
+            "--base",
+            str(OLD_REWARD),
+            "--output",
+            str(self.reward),
+        )
+
+    def train(self) -> None:
+        """Post-train with the new reward; the old one is held out, so that hacking shows."""
+        if self.validations()[1:]:
+            return
+        command = [sys.executable, "post_train.py", "--config", "configs/tiny_cpu.yaml"]
+        command += ["--output_dir", str(self.run_folder), "--reward_path", str(self.reward)]
+        command += ["--reward_weights", json.dumps(WEIGHTS), "--max_steps", str(ITERATIONS)]
+        command += ["--train_prompts", str(self.folder / "train_prompts.txt")]
+        command += ["--validation_prompts", str(self.folder / "held_prompts.txt")]
+        command += ["--validation_videos", str(HELD_PROMPTS), "--seed", str(self.seed)]
+        command += ["--holdout_reward", "research/people/old_reward.py:old_reward"]
+        command += ["--save_interval", "20", "--resume_from_checkpoint", "auto"]
+        subprocess.run(command, cwd=ROOT, check=True)
+
+    def validations(self) -> list[Path]:
+        """Folders of clips of the held-out prompts, before and after."""
+        return sorted(path.parent for path in self.run_folder.glob("validation/step-*/clips.json"))
+
+    def compare(self) -> None:
+        """A rater with other noise compares the clips before and after, blindly."""
+        file = self.folder / "preferences.jsonl"
+        before, after = self.validations()[0], self.validations()[-1]
+        words = [str(before), str(after), "--output", str(file), "--questions", QUESTION]
+        words += ["--raters", "judge", "--repeat", "0.1"]
+        pairs = HELD_PROMPTS + round(0.1 * HELD_PROMPTS)
+        self.label(words, file, Rater(JUDGE_NOISE, 1000 + self.seed, SIDE), pairs)
+
+    def label(self, words: Sequence[str], file: Path, rater: Rater, expected: int) -> None:
+        """Let a rater answer all pairs of a study through the page."""
+        if file.is_file() and len(read_answers(file)[1]) == expected:
+            return
+        with serving(["label", *words, "--port", "0"]) as address:
+            rate(address, rater.choose, QUESTION)
+
+    # results
+
+    def results(self) -> dict[str, Any]:
+        before, after = (read_clips(place, anywhere=True) for place in self.ends())
+        pairs = pair_clips(before, after)
+        tastes_before = tastes([clip for clip, _ in pairs])
+        tastes_after = tastes([clip for _, clip in pairs])
+        gains = [b - a for a, b in zip(tastes_before, tastes_after, strict=True)]
+        matches = [b.values["gold/match"] - a.values["gold/match"] for a, b in pairs]
+        study, answers = read_answers(self.folder / "preferences.jsonl")
+        # the pair's first clip is the one from before
+        wins = [1 - answer.outcome(QUESTION) for answer in answers]
+        verdict = share(wins, [study.prompt(answer.pair) for answer in answers])
+        learning = read_object(self.reward / "learning.json")
+        return {
+            "seed": self.seed,
+            "answers": learning["answers"],
+            "held_out_answers": {
+                "before": learning["before"]["accuracy"],
+                "after": learning["after"]["accuracy"],
+            },
+            "taste_accuracy": self.taste_accuracy(),
+            "taste": {"before": mean(tastes_before), "after": mean(tastes_after)},
+            "taste_gain": vars(interval(gains)),
+            "match": {
+                "before": mean([clip.values["gold/match"] for clip, _ in pairs]),
+                "after": mean([clip.values["gold/match"] for _, clip in pairs]),
+            },
+            "match_gain": vars(interval(matches)),
+            "blind_win_rate": asdict(verdict),
+        }
+
+    def ends(self) -> tuple[Path, Path]:
+        return self.validations()[0], self.validations()[-1]
+
+    def taste_accuracy(self) -> dict[str, Any]:
+        """How often VQ orders clips as the taste does, without noise, for prompts that learning never saw."""
+        file = self.folder / "taste_accuracy.json"
+        if file.is_file():
+            return read_object(file)
+        from research.tiny.quality import sample_clips
+        from sage_grpo.algo.sde import build_schedule, flow_sigmas
+        from sage_grpo.models.registry import open_backbone
+
+        group = 3
+        backbone = open_backbone(MODEL, torch.device("cpu"))
+        schedule = build_schedule("ode", flow_sigmas(STEPS, backbone.sampling.shift), 0.0)
+        sampled = sample_clips(backbone, schedule, self.held_prompts, group, 1.0, seed=77)
+        clips = torch.cat(list(sampled))
+        liked = taste(clips).tolist()
+        prompts = [prompt for prompt in self.held_prompts for _ in range(group)]
+        result = {}
+        for name, folder in {"before": OLD_REWARD, "after": self.reward}.items():
+            reward = VideoAlign(folder)
+            scores = []
+            for start in range(0, len(clips), 32):
+                batch = slice(start, start + 32)
+                scores += reward.score(list(clips[batch]), prompts[batch], FPS)["VQ"].tolist()
+            right = ordered_rightly(scores, liked, group)
+            result[name] = {"accuracy": mean(right), "pairs": len(right)}
+        write_json(file, result)
+        return result
+
+    def write_page(self, record: dict[str, Any]) -> None:
+        before, after = (read_clips(place, anywhere=True) for place in self.ends())
+        pairs = pair_clips(before, after)[:: HELD_PROMPTS // 8]
+        taught, answers = read_answers(self.folder / "taught.jsonl")
+        template = ENVIRONMENT.from_string((Path(__file__).parent / "people.html").read_text())
+        text = template.render(
+            title="People in the loop",
+            record=record,
+            noise=NOISE,
+            judge_noise=JUDGE_NOISE,
+            iterations=ITERATIONS,
+            prompts=len({taught.prompt(answer.pair) for answer in answers}),
+            pairs=pairs,
+        )
+        (self.folder / "people.html").write_text(text, encoding="utf-8")
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def tastes(clips: Sequence[Clip]) -> list[float]:
+    """How much the raters like these clips, without noise."""
+    videos = [reduced(read_mp4(clip.path)[0], SIDE, SIDE) for clip in clips]
+    return taste(torch.stack(videos)).tolist()
+
+
+def tool(*words: str) -> None:
+    command = [sys.executable, "-m", "sage_grpo.tools.prefer", *words]
+    print("$", *command[1:], flush=True)
+    subprocess.run(command, cwd=ROOT, check=True)
+
+
+@contextmanager
+def serving(words: Sequence[str]) -> Iterator[str]:
+    """Run `label` with these words; gives the address of its only rater."""
+    command = [sys.executable, "-m", "sage_grpo.tools.prefer", *words]
+    print("$", *command[1:], flush=True)
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        address = None
+        while address is None:
+            line = process.stdout.readline()
+            if not line:
+                raise RuntimeError(f"`label` ended with exit code {process.wait()}")
+            match = re.search(r"http://127\.0\.0\.1:\d+/\?token=\S+", line)
+            address = match[0] if match else None
+        yield address
+    finally:
+        process.terminate()
+        process.wait()
+        process.stdout.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,309 @@
+"""The server of the labeling page: on this machine alone, one secret address per rater, clips by number.
+
+GET  /?token=TOKEN     the page
+POST /state            the pair to show
+POST /answer           {"trial": 7, "answers": {"overall": "left"}, "seconds": 3.2}; stored before the next pair is sent
+POST /undo             take back the last answer
+GET  /clips/NUMBER     a clip of the pair that is shown, or of the next one
+
+All but the page take the token in a header, which a page of another site cannot send. The number of a clip is different
+in every trial and follows from a key that is never sent, so nothing that a browser receives tells which system made
+which clip.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import json
+import secrets
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import parse_qs
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sage_grpo.tools.prefer.answers import AnswersFile
+from sage_grpo.tools.prefer.blinding import equal_size, padded
+from sage_grpo.tools.prefer.pairs import Trial, trials
+from sage_grpo.tools.prefer.study import CHOICES, LEFT, QUESTIONS, RIGHT, check_raters, clip_path
+from sage_grpo.tools.templating import render
+
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+MOST_BYTES = 4096  # of an answer
+HEADERS = {
+    "Cache-Control": "no-store",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
+POLICY = (
+    "default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; media-src blob:; img-src data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+class Gate:
+    """Rejects what does not come from a rater's own page: wrong host, other origin, missing or wrong token."""
+
+    def __init__(self, app: ASGIApp, raters: Mapping[str, str], hosts: Sequence[str]) -> None:
+        """raters: token -> name. hosts: names under which the page may be opened, besides this machine."""
+        self.app = app
+        self.raters = raters
+        self.hosts = {*LOOPBACK, *hosts}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                extra = [(name.lower().encode(), text.encode()) for name, text in HEADERS.items()]
+                message = {**message, "headers": [*message["headers"], *extra]}
+            await send(message)
+
+        headers = {
+            name.decode("latin-1"): text.decode("latin-1") for name, text in scope["headers"]
+        }
+        problem = self._problem(headers)
+        rater = self._rater(scope, headers)
+        answer = self.app
+        if problem:
+            answer = refusal(403, problem)
+        elif rater is None:
+            answer = refusal(
+                403, "this page opens only with the whole address that `label` printed"
+            )
+        else:
+            scope["rater"] = rater
+        await answer(scope, receive, send_with_headers)
+
+    def _problem(self, headers: Mapping[str, str]) -> str:
+        """Why a request is not from our own page, or empty: guards against other sites and DNS rebinding."""
+        host = headers.get("host", "")
+        name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
+        if name not in self.hosts:
+            return "open the page as 127.0.0.1 or localhost, or name the host with --allow_host"
+        origin = headers.get("origin")
+        if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
+            return "the request comes from another page"
+        return ""
+
+    def _rater(self, scope: Scope, headers: Mapping[str, str]) -> str | None:
+        """Whose token it is; every token is compared, so that the time tells nothing."""
+        if scope["path"] == "/":
+            query = parse_qs(scope["query_string"].decode("latin-1"))
+            given = query.get("token", [""])[0]
+        else:
+            given = headers.get("authorization", "").removeprefix("Bearer ")
+        owners = [
+            rater
+            for token, rater in self.raters.items()
+            if hmac.compare_digest(token.encode(), given.encode(errors="replace"))
+        ]
+        return owners[0] if owners else None
+
+
+class Labeling:
+    """The endpoints. What a rater sees next follows from the answers file alone."""
+
+    def __init__(self, answers: AnswersFile, raters: Sequence[str]) -> None:
+        check_raters(raters)
+        self.answers = answers
+        self.study = answers.study
+        self.tokens = {secrets.token_urlsafe(24): rater for rater in raters}
+        self.schedules = {rater: trials(self.study, rater) for rater in raters}
+        self.key = secrets.token_bytes(32)
+        self.writing = asyncio.Lock()  # one answer at a time
+
+    def app(self, hosts: Sequence[str] = ()) -> Starlette:
+        app = Starlette(
+            routes=[
+                Route("/", self.page, methods=["GET"]),
+                Route("/state", self.state, methods=["POST"]),
+                Route("/answer", self.answer, methods=["POST"]),
+                Route("/undo", self.undo, methods=["POST"]),
+                Route("/clips/{number}", self.clip, methods=["GET"]),
+            ],
+            middleware=[Middleware(Gate, raters=self.tokens, hosts=hosts)],
+            exception_handlers={HTTPException: http_refusal, OSError: disk_refusal},
+        )
+        app.router.redirect_slashes = False
+        return app
+
+    async def page(self, request: Request) -> HTMLResponse:
+        nonce = secrets.token_urlsafe(16)
+        html = render(
+            "label.html",
+            title="Which clip is better?",
+            rater=request.scope["rater"],
+            questions=[(name, QUESTIONS[name]) for name in self.study.questions],
+            nonce=nonce,
+        )
+        return HTMLResponse(html, headers={"Content-Security-Policy": POLICY.format(nonce=nonce)})
+
+    async def state(self, request: Request) -> JSONResponse:
+        return JSONResponse(self.current(request.scope["rater"]))
+
+    async def answer(self, request: Request) -> JSONResponse:
+        """Store an answer to the pair that is shown; one to another pair, of an old tab, changes nothing."""
+        rater = request.scope["rater"]
+        number, choices, seconds = self.checked(await read_object(request))
+        async with self.writing:
+            if number != self.number(rater):
+                raise HTTPException(409, "this pair has been answered already")
+            trial = self.schedules[rater][number]
+            await asyncio.to_thread(self.answers.add, rater, number, trial, choices, seconds)
+            return JSONResponse(self.current(rater))
+
+    async def undo(self, request: Request) -> JSONResponse:
+        rater = request.scope["rater"]
+        async with self.writing:
+            await asyncio.to_thread(self.answers.undo, rater)
+            return JSONResponse(self.current(rater))
+
+    async def clip(self, request: Request) -> Response:
+        rater = request.scope["rater"]
+        shown = self.number(rater)
+        given = request.path_params["number"]
+        for number in (shown, shown + 1):
+            if number >= len(self.schedules[rater]):
+                continue
+            for side in (LEFT, RIGHT):
+                if hmac.compare_digest(
+                    self.clip_number(rater, number, side).encode(), given.encode()
+                ):
+                    trial = self.schedules[rater][number]
+                    video = await asyncio.to_thread(self.video, trial, side)
+                    return Response(video, media_type="video/mp4")
+        raise HTTPException(404, "there is no such clip")
+
+    # what is shown
+
+    def number(self, rater: str) -> int:
+        """The first trial of a rater that is not answered; their number if all are."""
+        given = self.answers.of(rater)
+        schedule = self.schedules[rater]
+        return next((i for i in range(len(schedule)) if i not in given), len(schedule))
+
+    def current(self, rater: str) -> dict[str, Any]:
+        """The pair to show to a rater, and the clips of the next one to load ahead."""
+        schedule = self.schedules[rater]
+        number = self.number(rater)
+        state: dict[str, Any] = {
+            "done": number,
+            "total": len(schedule),
+            "can_undo": bool(self.answers.of(rater)),
+        }
+        if number < len(schedule):
+            state["trial"] = number
+            state["prompt"] = self.study.prompt(schedule[number].pair)
+            state["clips"] = self.clip_numbers(rater, number)
+        if number + 1 < len(schedule):
+            state["next_clips"] = self.clip_numbers(rater, number + 1)
+        return state
+
+    def clip_numbers(self, rater: str, number: int) -> list[str]:
+        """The numbers of the left and the right clip of a trial."""
+        return [self.clip_number(rater, number, side) for side in (LEFT, RIGHT)]
+
+    def clip_number(self, rater: str, number: int, side: str) -> str:
+        text = f"{number}\0{side}\0{rater}"
+        return hmac.new(self.key, text.encode(errors="replace"), hashlib.sha256).hexdigest()[:32]
+
+    def video(self, trial: Trial, side: str) -> bytes:
+        """The clip on one side of a trial, as large as the other one."""
+        pair = self.study.pairs[trial.pair]
+        index = (side == RIGHT) != trial.swapped  # of the clip in its pair
+        paths = [clip_path(self.answers.path, self.study.clips[clip]) for clip in pair]
+        size = equal_size(*(path.stat().st_size for path in paths))
+        return padded(paths[index].read_bytes(), size)
+
+    def checked(self, body: Mapping[str, Any]) -> tuple[int, dict[str, str], float]:
+        """Trial, choices and seconds of a request."""
+        number = body.get("trial")
+        choices = body.get("answers")
+        seconds = body.get("seconds", 0)
+        if type(number) is not int or not isinstance(choices, dict):
+            raise HTTPException(400, "an answer has a trial and answers")
+        if set(choices) != set(self.study.questions):
+            raise HTTPException(400, f"answer {', '.join(self.study.questions)}")
+        if not all(isinstance(choice, str) and choice in CHOICES for choice in choices.values()):
+            raise HTTPException(400, f"choose from {', '.join(CHOICES)}")
+        if type(seconds) not in (int, float) or not 0 <= seconds < 1e6:
+            raise HTTPException(400, "seconds is not a time")
+        return number, choices, float(seconds)
+
+
+async def read_object(request: Request) -> dict[str, Any]:
+    """The JSON object of a request of limited size."""
+    if request.headers.get("content-type", "").partition(";")[0] != "application/json":
+        raise HTTPException(415, "send application/json")
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MOST_BYTES:
+            raise HTTPException(413, f"an answer has at most {MOST_BYTES} bytes")
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise HTTPException(400, "the answer is not JSON") from error
+    if not isinstance(value, dict):
+        raise HTTPException(400, "an answer is an object")
+    return value
+
+
+def refusal(status: int, text: str) -> JSONResponse:
+    """Closes the connection, as the rest of a body may still be in transit."""
+    return JSONResponse({"error": text}, status, headers={"Connection": "close"})
+
+
+async def http_refusal(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    return refusal(error.status_code, error.detail)
+
+
+async def disk_refusal(request: Request, error: Exception) -> JSONResponse:
+    """An answer that is not on disk was not given, and the rater has to know."""
+    return refusal(507, "the answer could not be stored; is the disk full?")
+
+
+# running it
+
+
+def build_server(labeling: Labeling, port: int, hosts: Sequence[str] = ()) -> uvicorn.Server:
+    config = uvicorn.Config(
+        labeling.app(hosts),
+        "127.0.0.1",
+        port,
+        http="h11",
+        ws="none",
+        log_level="warning",
+        access_log=False,  # addresses hold tokens
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=5,
+    )
+    return uvicorn.Server(config)
+
+
+def listen(server: uvicorn.Server) -> tuple[socket.socket, str]:
+    """The server's bound socket, and its address."""
+    listener = server.config.bind_socket()
+    listener.listen()
+    return listener, f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def addresses(labeling: Labeling, base: str) -> dict[str, str]:
+    """The address of each rater's page, by name."""
+    return {rater: f"{base}/?token={token}" for token, rater in labeling.tokens.items()}

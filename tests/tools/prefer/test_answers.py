@@ -1,0 +1,164 @@
+"""The answers file: nothing confirmed is lost, damage is found, one server at a time."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from sage_grpo.tools.prefer import answers as answers_module
+from sage_grpo.tools.prefer.answers import Answer, AnswersFile, read_answers
+from sage_grpo.tools.prefer.pairs import Trial
+from sage_grpo.tools.prefer.study import Clip, Study, StudyError, clip_path, from_record, to_record
+
+CLIPS = tuple(Clip(f"{i}.mp4", i % 2, f"prompt {i // 2}", scores={"VQ": 0.5}) for i in range(4))
+STUDY = Study(("a", "b"), ("overall",), CLIPS, ((0, 1), (2, 3)), repeat=0.5, seed=3, ordered=True)
+TRIAL = Trial(1, swapped=True)
+
+
+@pytest.fixture
+def path(tmp_path):
+    AnswersFile(tmp_path / "prefs.jsonl", STUDY).close()
+    return tmp_path / "prefs.jsonl"
+
+
+def choices(path):
+    return [answer.choices["overall"] for answer in read_answers(path)[1]]
+
+
+def test_what_is_written_is_read_back(path):
+    file = AnswersFile(path)
+    file.add("ann", 0, TRIAL, {"overall": "left"}, 2.25)
+    file.add("bob", 0, Trial(0, False, True), {"overall": "bad"}, 1.0)
+    file.close()
+    study, answers = read_answers(path)
+    assert study == STUDY
+    assert answers == [
+        Answer("ann", 0, 1, True, False, {"overall": "left"}, 2.25),
+        Answer("bob", 0, 0, False, True, {"overall": "bad"}, 1.0),
+    ]
+
+
+@pytest.mark.parametrize("choice, swapped, outcome", [
+    ("left", False, 1.0), ("right", False, 0.0), ("left", True, 0.0), ("right", True, 1.0),
+    ("tie", False, 0.5), ("tie", True, 0.5), ("bad", True, 0.5),
+])  # fmt: skip
+def test_an_outcome_is_about_the_pairs_first_clip(choice, swapped, outcome):
+    assert Answer("ann", 0, 0, swapped, False, {"overall": choice}).outcome("overall") == outcome
+
+
+def test_undo_takes_back_the_raters_own_last_answer(path):
+    file = AnswersFile(path)
+    assert not file.undo("ann")
+    file.add("ann", 0, TRIAL, {"overall": "left"}, 1)
+    file.add("bob", 0, TRIAL, {"overall": "right"}, 1)
+    assert file.undo("ann")
+    assert file.of("ann") == {}
+    file.add("ann", 0, TRIAL, {"overall": "tie"}, 1)
+    file.close()
+    assert choices(path) == ["right", "tie"]
+    assert len(path.read_text().splitlines()) == 5  # nothing is rewritten
+
+
+@pytest.mark.parametrize("half", [b'{"kind": "answer", "rater": "an', b"{", b"\xff\xfe"])
+def test_a_half_written_line_at_the_end_is_cut_off(path, half):
+    file = AnswersFile(path)
+    file.add("ann", 0, TRIAL, {"overall": "left"}, 1)
+    file.close()
+    complete = path.read_bytes()
+    path.write_bytes(complete + half)
+    assert choices(path) == ["left"]
+
+    again = AnswersFile(path)
+    assert again.cut_bytes == len(half)
+    again.add("ann", 1, TRIAL, {"overall": "tie"}, 1)
+    again.close()
+    assert path.read_bytes().startswith(complete + b'{"kind": "answer"')
+    assert choices(path) == ["left", "tie"]
+
+
+@pytest.mark.parametrize("line", [
+    "{", "[]", '{"kind": "vote"}', '{"kind": "answer"}',
+    '{"kind": "answer", "rater": "a", "trial": 0, "pair": 2, "answers": {"overall": "left"}}',
+    '{"kind": "answer", "rater": "a", "trial": 0, "pair": 0, "answers": {"overall": "best"}}',
+    '{"kind": "answer", "rater": "a", "trial": 0, "pair": 0, "answers": {"vq": "left"}}',
+    '{"kind": "answer", "rater": "a\\u001b", "trial": 0, "pair": 0, "answers": {"overall": "left"}}',
+])  # fmt: skip
+def test_damage_elsewhere_is_reported_with_its_line(path, line):
+    with path.open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(StudyError):
+        read_answers(path)
+    with pytest.raises(StudyError):
+        AnswersFile(path)
+    path.write_text(path.read_text().rpartition(line)[0])
+    AnswersFile(path).close()  # the failed attempt holds no lock
+
+
+def test_a_second_server_is_refused_and_a_killed_one_is_not_in_the_way(path):
+    code = (
+        "import sys, time; from pathlib import Path; from sage_grpo.tools.prefer.answers import AnswersFile, Trial;"
+        "f = AnswersFile(Path(sys.argv[1])); f.add('ann', 0, Trial(0, False), {'overall': 'left'}, 1);"
+        "print('ready', flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(path)],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.getcwd()},
+    )
+    try:
+        assert process.stdout.readline() == b"ready\n"
+        with pytest.raises(StudyError, match="in use by another server"):
+            AnswersFile(path)
+        assert choices(path) == ["left"]  # reading needs no lock
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+    AnswersFile(path).close()
+    assert choices(path) == ["left"]
+
+
+def test_an_answer_is_synced_before_it_counts(path, monkeypatch):
+    file = AnswersFile(path)
+
+    def full_disk(handle):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(answers_module.os, "fsync", full_disk)
+        with pytest.raises(OSError, match="No space"):
+            file.add("ann", 0, TRIAL, {"overall": "left"}, 1)
+    assert file.of("ann") == {}
+    assert choices(path) == []
+    file.add("ann", 0, TRIAL, {"overall": "right"}, 1)
+    file.close()
+    assert choices(path) == ["right"]
+
+
+def test_a_new_study_replaces_no_file(path):
+    before = path.read_bytes()
+    with pytest.raises(StudyError, match="exists already"):
+        AnswersFile(path, STUDY)
+    assert path.read_bytes() == before
+    assert [place.name for place in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("change", [
+    {"kind": "run"}, {"version": 2}, {"pairs": []}, {"pairs": [[0, 4]]}, {"pairs": [[1, 1]]}, {"pairs": [[0]]},
+    {"systems": ["a"]}, {"questions": ["beauty"]}, {"questions": []}, {"repeat": 2}, {"clips": None}, {"seed": "x"},
+    {"systems": "ab", "questions": [1]},
+])  # fmt: skip
+def test_a_damaged_study_is_rejected(change):
+    record = json.loads(json.dumps(to_record(STUDY)))
+    assert from_record(record, "here") == STUDY
+    with pytest.raises(StudyError, match="here"):
+        from_record(record | change, "here")
+
+
+@pytest.mark.parametrize("name", ["../a.mp4", "/a.mp4", "a/b.mp4", "..", "", "prefs.jsonl"])
+def test_a_clip_lies_in_the_studys_folder(path, name):
+    with pytest.raises(ValueError, match=r"does not lie beside it|not an mp4"):
+        clip_path(path, Clip(name, 0, "p"))

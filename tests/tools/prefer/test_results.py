@@ -1,0 +1,168 @@
+"""The result of a study: numbers, page, JSON, and where a run shows it."""
+
+import json
+import re
+
+import pytest
+
+from sage_grpo.runs import card
+from sage_grpo.runs.history import RunError, RunHistory
+from sage_grpo.runs.preferences import read_preferences
+from sage_grpo.tools.prefer.__main__ import main
+from sage_grpo.tools.prefer.answers import AnswersFile
+from sage_grpo.tools.prefer.pairs import trials
+from sage_grpo.tools.prefer.results import disputed, summarize
+from sage_grpo.tools.prefer.study import Clip, Study
+from sage_grpo.tools.report.page import preference_rows
+from tests.tools.prefer.studies import SYSTEMS, new_study
+
+PREFERS = {True: "left", False: "right"}
+
+
+def answer_all(file: AnswersFile, rater: str, choose) -> None:
+    """choose: (pair, system on the left) -> choice."""
+    study = file.study
+    for number, trial in enumerate(trials(study, rater)):
+        left, _ = study.pairs[trial.pair][:: -1 if trial.swapped else 1]
+        choices = dict.fromkeys(study.questions, choose(trial.pair, study.clips[left].system))
+        file.add(rater, number, trial, choices, 2.0)
+
+
+def abstract_study(prompts=40, **changes):
+    """Two systems; VQ prefers the second, TA neither."""
+    clips = [
+        Clip(
+            f"{system}{i}.mp4",
+            system,
+            f"prompt {i}",
+            scores={"VQ": float(system), "TA": i % 3 - system * (i % 2)},
+        )
+        for i in range(prompts)
+        for system in (0, 1)
+    ]
+    pairs = tuple((2 * i, 2 * i + 1) for i in range(prompts))
+    return Study(SYSTEMS, ("overall",), tuple(clips), pairs, **changes)
+
+
+@pytest.fixture
+def file(tmp_path):
+    opened = AnswersFile(tmp_path / "prefs.jsonl", abstract_study(repeat=0.25))
+    yield opened
+    opened.close()
+
+
+def test_a_clear_winner_is_found_whatever_the_sides(file):
+    answer_all(file, "ann", lambda pair, left: "tie" if pair < 8 else PREFERS[left == 1])
+    answer_all(file, "bob", lambda pair, left: "bad" if pair < 4 else PREFERS[left == 1])
+    record = summarize(file.study, [a for given in file.answers.values() for a in given.values()])
+    (row,) = record["questions"]["overall"]["comparisons"]
+    assert (row["system"], row["other"]) == (SYSTEMS[1], SYSTEMS[0])
+    assert row["losses"] == 0
+    assert row["wins"] + row["ties"] + row["both_bad"] == 100
+    assert row["both_bad"] >= 4
+    assert 0.85 < row["win_rate"]["mean"] < 1
+    assert row["decided"]
+    assert row["more_answers"] == 0
+    assert record["questions"]["overall"]["alpha"] > 0.3
+    assert record["questions"]["overall"]["rewards"]["VQ"]["mean"] == 1.0
+    for figures in record["raters"].values():
+        assert (figures["answers"], figures["consistency"]["count"]) == (50, 10)
+        assert figures["consistency"]["mean"] == 1.0
+        assert 0.2 < figures["left"] < 0.8
+
+
+def test_a_rater_who_always_presses_left_decides_nothing_and_is_noticed(file):
+    answer_all(file, "ann", lambda pair, left: "left")
+    record = summarize(file.study, list(file.of("ann").values()))
+    (row,) = record["questions"]["overall"]["comparisons"]
+    assert not row["decided"]
+    assert record["raters"]["ann"]["left"] == 1.0
+    assert record["raters"]["ann"]["consistency"]["mean"] == 0.0
+
+
+def test_pairs_are_disputed_if_raters_or_rewards_contradict(file):
+    answer_all(file, "ann", lambda pair, left: PREFERS[left == 1])
+    answer_all(file, "bob", lambda pair, left: PREFERS[(left == 1) == (pair != 7)])
+    answers = [a for given in file.answers.values() for a in given.values()]
+    shown = disputed(file.study, answers, file.path)
+    assert shown[0].prompt == "prompt 7"
+    assert "Raters disagree" in shown[0].reason
+    assert any("TA the other one" in pair.reason for pair in shown[1:])
+
+
+def test_the_page_and_its_json(tmp_path, capsys):
+    hostile = "<script>alert(1)</script>"
+    file = new_study(tmp_path / "preferences.jsonl", prompts=(hostile, "b", "c", "d"))
+    answer_all(file, "<b>ann</b>", lambda pair, left: PREFERS[left == 1])
+    answer_all(
+        file, "bob\N{RIGHT-TO-LEFT MARK}"[:3], lambda pair, left: PREFERS[left == (pair > 0)]
+    )
+    file.close()
+    assert main(["result", str(file.path)]) == 0
+    page = (tmp_path / "preferences.html").read_text()
+    record = json.loads((tmp_path / "preferences.json").read_text())
+    assert record["answers"] == 8
+    assert "<script" not in page
+    assert "<b>ann" not in page
+    assert page.count("data:video/mp4;base64,") >= 2
+    assert not re.search(r'(src|href)="(?!data:)', page)
+    assert SYSTEMS[1] in capsys.readouterr().out
+
+    (row,) = read_preferences(tmp_path)
+    assert (row.system, row.raters, row.answers) == (SYSTEMS[1], 2, 8)
+
+
+def test_there_is_no_result_without_answers(tmp_path, capsys):
+    AnswersFile(tmp_path / "prefs.jsonl", abstract_study()).close()
+    with pytest.raises(SystemExit) as stop:
+        main(["result", str(tmp_path / "prefs.jsonl")])
+    assert stop.value.code == 2
+    assert "no answers yet" in capsys.readouterr().err
+
+
+# where a run shows it
+
+RECORD = {
+    "kind": "preferences",
+    "raters": {"ann": {}, "bob": {}},
+    "questions": {
+        "overall": {
+            "comparisons": [
+                {
+                    "system": "step-000080|x",
+                    "other": "base",
+                    "win_rate": {"mean": 0.72, "low": 0.61, "high": 0.81, "count": 128},
+                }
+            ]
+        }
+    },
+}
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunHistory(tmp_path, [], [], [])
+
+
+def test_report_and_card_show_a_study_of_the_run(run):
+    recipe = {"pretrained_model_root": "assets/tiny", "use_lora": False}
+    about = {"step": 3, "reward": "1 VQ", "base": "abc"}
+    assert preference_rows(run) == []
+    assert "blind" not in card.model_card(recipe, run, **about)["README.md"]
+
+    (run.folder / "preferences.json").write_text(json.dumps(RECORD))
+    text = "72% (61% to 81%) of 128 answers by 2 raters"
+    assert preference_rows(run)[1] == ["step-000080|x against base", "overall", text]
+    readme = card.model_card(recipe, run, **about)["README.md"]
+    assert f"| step-000080\\|x against base | overall | {text} |" in readme
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", "[]", '{"kind": "preferences"}', "{", '{"kind": "run", "raters": {}}']
+)
+def test_a_damaged_study_is_named_by_the_report_and_left_out_of_the_card(run, text):
+    (run.folder / "preferences.json").write_text(text)
+    with pytest.raises((RunError, ValueError), match=r"preferences\.json"):
+        preference_rows(run)
+    recipe = {"pretrained_model_root": "assets/tiny", "use_lora": False}
+    assert "blind" not in card.model_card(recipe, run, step=3, reward="r", base="b")["README.md"]
