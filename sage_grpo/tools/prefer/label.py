@@ -4,6 +4,7 @@ import argparse
 import random
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from sage_grpo.config.fields import Config, ConfigError
@@ -33,7 +34,8 @@ def label(options: argparse.Namespace, config: Config) -> int:
     )
     for rater, address in addresses(labeling, base).items():
         print(f"{plain(rater)}: {address}", flush=True)
-    server.run(sockets=[listener])
+    with suppress(KeyboardInterrupt):  # uvicorn raises it again after its own shutdown
+        server.run(sockets=[listener])
     answers.close()
     print(f"python -m sage_grpo.tools.prefer result {options.output}")
     return DONE

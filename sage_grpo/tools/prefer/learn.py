@@ -1,6 +1,7 @@
 """`learn`: fine-tune VideoAlign on the answers of a study, and write it only if it is better on left-out prompts."""
 
 import argparse
+import hashlib
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -53,7 +54,7 @@ def learn(options: argparse.Namespace) -> int:
     print(plan_line(reward, study), flush=True)
 
     draft = options.output.with_name(options.output.name + ".partial")
-    hidden = cached_hidden(reward, study, options.answers, draft)
+    hidden = cached_hidden(reward, study, options.answers, draft, cache_key(options))
     old_head = full_head(reward.head).cpu().double()
     losses = choose_strength(hidden, old_head, training, options.seed)
     strength = min(losses, key=losses.__getitem__)
@@ -177,14 +178,27 @@ def plan_line(reward: VideoAlign, study: Study) -> str:
     return f"{text}: {memory:.1f} GB, about {minutes:.0f} minutes on an {MEASURED_ON}; then seconds"
 
 
+def cache_key(options: argparse.Namespace) -> str:
+    """What stored hidden states depend on: the study, and the weights of the base."""
+    with options.answers.open("rb") as file:
+        digest = hashlib.sha256(file.readline())
+    for path in sorted(options.base.rglob("*")):
+        if path.is_file():
+            status = path.stat()
+            digest.update(
+                f"{path}\0{status.st_size}\0{status.st_mtime_ns}\n".encode(errors="replace")
+            )
+    return digest.hexdigest()[:16]
+
+
 @torch.no_grad()
-def cached_hidden(reward: VideoAlign, study: Study, answers: Path, draft: Path) -> Tensor:
+def cached_hidden(reward: VideoAlign, study: Study, answers: Path, draft: Path, key: str) -> Tensor:
     """Hidden states (N, 3, D) of all clips; each batch is stored, so that a second call goes on after a crash."""
     draft.mkdir(parents=True, exist_ok=True)
     parts = []
     starts = range(0, len(study.clips), BATCH)
     for start in tqdm(starts, "hidden states", unit="batch"):
-        file = draft / f"hidden-{start:06d}.safetensors"
+        file = draft / f"{key}-{start:06d}.safetensors"
         clips = study.clips[start : start + BATCH]
         if not file.is_file():
             videos = [read_mp4(clip_path(answers, clip)) for clip in clips]

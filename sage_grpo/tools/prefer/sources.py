@@ -23,10 +23,22 @@ from sage_grpo.train.validation import validation_sampling
 Sourced = tuple[Path, Clip]  # file and clip
 
 
-def is_model(path: Path, config: Config) -> bool:
-    """Whether a path is a model folder, which stands for its own weights."""
-    is_root = path.resolve() == Path(config.pretrained_model_root).resolve()
-    return is_root or (path / "model_index.json").is_file()
+def is_root(path: Path, config: Config) -> bool:
+    """Whether a path is the model folder of the configuration, which stands for the base model."""
+    return path.resolve() == Path(config.pretrained_model_root).resolve()
+
+
+def with_root(config: Config, models: Sequence[Path], alone: bool) -> Config:
+    """The configuration for the named model folders, at most one; `alone`: nothing else is compared with it."""
+    others = [path for path in models if not is_root(path, config)]
+    if not others:
+        return config
+    if len(models) > 1 or not alone:
+        raise ConfigError(
+            f"{others[0]} is another model than pretrained_model_root {config.pretrained_model_root}; "
+            "sample clips of each with generate.py, and compare their folders"
+        )
+    return replace(config, pretrained_model_root=str(others[0]))
 
 
 def is_clips(path: Path) -> bool:
@@ -57,7 +69,10 @@ def collect(
 
     reward: name of a reward that scores the clips of folders as well. folder: where sampled clips are kept.
     """
-    base = [path for path in paths if is_model(path, config)]
+    base = [
+        path for path in paths if (path / "model_index.json").is_file() or is_root(path, config)
+    ]
+    config = with_root(config, base, alone=len(paths) == len(base))
     folders = [path for path in paths if path not in base and is_clips(path)]
     checkpoints = [weights_of(path) for path in paths if path not in (*base, *folders)]
     systems = system_names(checkpoints, folders)

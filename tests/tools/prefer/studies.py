@@ -13,7 +13,7 @@ import torch
 from sage_grpo.runs.media import write_mp4
 from sage_grpo.tools.prefer.answers import AnswersFile
 from sage_grpo.tools.prefer.blinding import strip
-from sage_grpo.tools.prefer.pairs import candidates
+from sage_grpo.tools.prefer.pairs import candidates, trials
 from sage_grpo.tools.prefer.server import Labeling, addresses, build_server, listen
 from sage_grpo.tools.prefer.study import Clip, Study, clips_folder
 from sage_grpo.worlds.shapes.world import ShapesWorld
@@ -21,6 +21,7 @@ from sage_grpo.worlds.shapes.world import ShapesWorld
 PROMPTS = ("a red circle moving left", "a green square moving right", "a blue triangle moving up")
 SYSTEMS = ("base", "secret-run-step-000080")
 SIDE = 48  # pixels
+PREFERS = {True: "left", False: "right"}
 
 
 def draw_clip(system: int, number: int):
@@ -53,6 +54,15 @@ def new_study(path: Path, questions=("overall",), prompts=PROMPTS, repeat=0.0) -
             clips.append(Clip(name, system, prompt, seed=number, scores=scores))
     pairs = tuple(candidates(clips))
     return AnswersFile(path, Study(SYSTEMS, tuple(questions), tuple(clips), pairs, repeat))
+
+
+def answer_all(file: AnswersFile, rater: str, choose) -> None:
+    """choose: (pair, system on the left) -> choice."""
+    study = file.study
+    for number, trial in enumerate(trials(study, rater)):
+        left, _ = study.pairs[trial.pair][:: -1 if trial.swapped else 1]
+        choices = dict.fromkeys(study.questions, choose(trial.pair, study.clips[left].system))
+        file.add(rater, number, trial, choices, 2.0)
 
 
 @contextmanager

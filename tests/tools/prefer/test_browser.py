@@ -16,8 +16,9 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
+from sage_grpo.tools.prefer.__main__ import main
 from sage_grpo.tools.prefer.answers import read_answers
-from tests.tools.prefer.studies import PROMPTS, new_study, serving
+from tests.tools.prefer.studies import PREFERS, PROMPTS, answer_all, new_study, serving
 
 CHROMIUM = shutil.which("chromium")
 DRIVER = shutil.which("chromedriver")
@@ -211,3 +212,19 @@ def test_an_answer_that_is_not_stored_is_reported(browser, tmp_path):
     waiting.until(lambda driver: page.text("#problem").startswith("Not stored"))
     assert choices(answers) == []
     answers.close()
+
+
+def test_the_result_page_plays_its_clips(browser, tmp_path):
+    answers = new_study(tmp_path / "prefs.jsonl", prompts=[*PROMPTS, *"abcdefg"], repeat=0.3)
+    answer_all(answers, "ann", lambda pair, left: PREFERS[left == 0])
+    answer_all(answers, "bob", lambda pair, left: PREFERS[(left == 0) == (pair % 3 > 0)])
+    answers.close()
+    assert main(["result", str(answers.path)]) == 0
+    address = (tmp_path / "prefs.html").as_uri()
+    for name, size in {"result": WIDE, "result_phone": PHONE}.items():
+        page = Page(browser, address, size)
+        waiting = WebDriverWait(browser, SECONDS, 0.05)
+        states = "return [...document.querySelectorAll('video')].map((video) => video.readyState)"
+        waiting.until(lambda driver: min(page.script(states), default=0) >= 2)  # noqa: B023
+        assert page.script("return document.documentElement.scrollWidth") <= size[0]
+        page.screenshot(name)

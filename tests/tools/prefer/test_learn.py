@@ -186,7 +186,7 @@ def test_a_killed_call_continues(base, tmp_path, monkeypatch):
     answers = bright_study(tmp_path / "prefs.jsonl")
     study, _ = learn_module.read_answers(answers)
     reward = VideoAlign(base)
-    expected = cached_hidden(reward, study, answers, tmp_path / "whole")
+    expected = cached_hidden(reward, study, answers, tmp_path / "whole", "key")
 
     seen = []
     real = learn_module.read_mp4
@@ -199,10 +199,12 @@ def test_a_killed_call_continues(base, tmp_path, monkeypatch):
 
     monkeypatch.setattr(learn_module, "read_mp4", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        cached_hidden(reward, study, answers, tmp_path / "draft")
-    hidden = cached_hidden(reward, study, answers, tmp_path / "draft")
+        cached_hidden(reward, study, answers, tmp_path / "draft", "key")
+    hidden = cached_hidden(reward, study, answers, tmp_path / "draft", "key")
     assert torch.equal(hidden, expected)
     assert len(seen) == 20 + len(study.clips) - learn_module.BATCH
+    cached_hidden(reward, study, answers, tmp_path / "draft", "other")  # of another base
+    assert len(seen) == 20 + 2 * len(study.clips) - learn_module.BATCH
 
 
 @pytest.mark.parametrize("change, message", [

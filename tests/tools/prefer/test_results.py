@@ -10,22 +10,10 @@ from sage_grpo.runs.history import RunError, RunHistory
 from sage_grpo.runs.preferences import read_preferences
 from sage_grpo.tools.prefer.__main__ import main
 from sage_grpo.tools.prefer.answers import AnswersFile
-from sage_grpo.tools.prefer.pairs import trials
 from sage_grpo.tools.prefer.results import disputed, summarize
 from sage_grpo.tools.prefer.study import Clip, Study
 from sage_grpo.tools.report.page import preference_rows
-from tests.tools.prefer.studies import SYSTEMS, new_study
-
-PREFERS = {True: "left", False: "right"}
-
-
-def answer_all(file: AnswersFile, rater: str, choose) -> None:
-    """choose: (pair, system on the left) -> choice."""
-    study = file.study
-    for number, trial in enumerate(trials(study, rater)):
-        left, _ = study.pairs[trial.pair][:: -1 if trial.swapped else 1]
-        choices = dict.fromkeys(study.questions, choose(trial.pair, study.clips[left].system))
-        file.add(rater, number, trial, choices, 2.0)
+from tests.tools.prefer.studies import PREFERS, SYSTEMS, answer_all, new_study
 
 
 def abstract_study(prompts=40, **changes):
