@@ -129,7 +129,7 @@ class Loop:
         """Post-train with the new reward; the old one is held out, so that hacking shows."""
         if self.validations()[1:]:
             return
-        command = [sys.executable, "post_train.py", "--config", "configs/tiny_cpu.yaml"]
+        command = [sys.executable, "post_train.py", "--config", "configs/tiny_cpu_nft.yaml"]
         command += ["--output_dir", str(self.run_folder), "--reward_path", str(self.reward)]
         command += ["--reward_weights", json.dumps(WEIGHTS), "--max_steps", str(ITERATIONS)]
         command += ["--train_prompts", str(self.folder / "train_prompts.txt")]

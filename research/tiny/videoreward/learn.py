@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
@@ -40,7 +41,6 @@ from research.tiny.videoreward.pool import SOURCES, Pool, build_pool
 from sage_grpo.algo.preference import tie_losses
 from sage_grpo.models.registry import open_backbone
 from sage_grpo.rewards.videoalign.reward import PAD_TOKEN, VIDEO_TOKEN, VideoAlign
-from sage_grpo.rewards.videoalign.writing import write_weights
 from sage_grpo.worlds.shapes.scenes import vocabulary
 
 TEMPLATE = (
@@ -233,6 +233,17 @@ def accuracies(scores: Tensor, pairs: Pairs) -> dict[str, float]:
     }
 
 
+def write_weights(folder: Path, model: Qwen2VLModel, head: Tensor) -> None:
+    """Write the weights under the published names, in half precision."""
+    weights = {
+        re.sub("^language_model", "model", name): value
+        for name, value in model.state_dict().items()
+    }
+    weights["rm_head.weight"] = head
+    tensors = {name: value.detach().half().cpu().contiguous() for name, value in weights.items()}
+    save_file(tensors, folder / CHECKPOINT / "model.safetensors")
+
+
 def write_scale(folder: Path, scores: Tensor) -> None:
     """Make the scores (N, 3) of these clips z-scores."""
     scale = {}
@@ -276,7 +287,7 @@ def new_reward(folder: Path, seed: int, pixels: int) -> None:
     config = Qwen2VLConfig.from_pretrained(folder / "base_config")
     model = Qwen2VLModel(config)
     head = 0.02 * torch.randn(1, config.text_config.hidden_size)
-    write_weights(folder / CHECKPOINT, model, head.half(), torch.half)
+    write_weights(folder, model, head)
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -318,7 +329,7 @@ def main(command_line: Sequence[str] | None = None) -> None:
         new_reward(folder, args.seed, args.pixels)
         judge = Judge(folder, device)
         scores = train(judge, pool, held, backbone.sampling.fps, args)
-        write_weights(folder / CHECKPOINT, judge.model, judge.head.half(), torch.half)
+        write_weights(folder, judge.model, judge.head)
         write_scale(folder, scores.flatten(0, 1))
         describe(folder, args, round(time.time() - begin), device)
         shutil.move(folder, args.output)

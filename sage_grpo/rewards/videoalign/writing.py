@@ -1,47 +1,44 @@
-"""Writes a folder in VideoAlign's format: weights under their published names, in safetensors."""
+"""Writes a folder in VideoAlign's format that differs from another one in its reward heads alone; safetensors only."""
 
-import re
 import shutil
 from pathlib import Path
 
-import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from sage_grpo.files.json_files import read_object, write_json
-from sage_grpo.rewards.videoalign.folder import newest_checkpoint
+from sage_grpo.rewards.videoalign.folder import newest_checkpoint, read_weights
 
-WEIGHTS = "model.safetensors"
-COPIED = (
+HEAD = "rm_head.weight"
+SETTINGS = (
     "prompt_template.txt",
     "base_config/config.json",
     "base_config/preprocessor_config.json",
     "base_config/chat_template.json",
 )
+# either layout; `folder.py` describes them
+WEIGHTS = ("model", "adapter_model", "non_lora_state_dict")
 
 
-def write_weights(checkpoint: Path, model: nn.Module, head: Tensor, dtype: torch.dtype) -> None:
-    """Write a Qwen2-VL, LoRA merged, in `dtype`, and its reward head (output_dim, hidden)."""
-    weights = {
-        re.sub("^language_model", "model", name): value
-        for name, value in model.state_dict().items()
-    }
-    tensors = {name: value.detach().to(dtype).cpu().contiguous() for name, value in weights.items()}
-    tensors["rm_head.weight"] = head.detach().cpu().contiguous()
-    save_file(tensors, checkpoint / WEIGHTS)
-
-
-def write_variant(
-    base: Path, output: Path, model: nn.Module, head: Tensor, dtype: torch.dtype
-) -> None:
-    """Write the reward of the folder `base` with other weights: all in one file, LoRA merged, same normalization."""
+def write_with_head(base: Path, output: Path, head: Tensor) -> None:
+    """Write the reward of `base` with another head (3, hidden) into `output`; all other weights stay as stored."""
     checkpoint = newest_checkpoint(base)
-    for name in COPIED:
+    for name in SETTINGS:
         (output / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(base / name, output / name)
+    for file in (base / "base_config").glob("*.safetensors"):
+        shutil.copyfile(file, output / "base_config" / file.name)
     shutil.copytree(checkpoint / "tokenizer", output / checkpoint.name / "tokenizer")
     settings = read_object(base / "model_config.json")
     settings["model_config"]["output_dim"] = len(head)
-    settings["peft_lora_config"]["lora_enable"] = False
     write_json(output / "model_config.json", settings)
-    write_weights(output / checkpoint.name, model, head, dtype)
+
+    for stem in WEIGHTS:
+        file = checkpoint / f"{stem}.safetensors"
+        if not file.is_file() and not file.with_suffix(".pth").is_file():
+            continue
+        tensors = read_weights(file)
+        for name in tensors:
+            if name.endswith(HEAD):
+                tensors[name] = head.float().contiguous()
+        save_file(tensors, output / checkpoint.name / file.name)

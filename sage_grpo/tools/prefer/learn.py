@@ -3,10 +3,11 @@
 import argparse
 import hashlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -16,9 +17,9 @@ from sage_grpo import __version__
 from sage_grpo.algo.preference import THETA, outcome_probabilities, tie_losses
 from sage_grpo.exit_codes import DONE, FAILED
 from sage_grpo.files.json_files import write_json
-from sage_grpo.rewards.videoalign.folder import DIMENSIONS, newest_checkpoint, read_checkpoint
+from sage_grpo.rewards.videoalign.folder import DIMENSIONS, check_folder
 from sage_grpo.rewards.videoalign.reward import VideoAlign
-from sage_grpo.rewards.videoalign.writing import write_variant
+from sage_grpo.rewards.videoalign.writing import write_with_head
 from sage_grpo.runs.media import read_mp4
 from sage_grpo.tools.plan.calibration import MEASURED_ON, calibrate
 from sage_grpo.tools.prefer.answers import Answer, read_answers
@@ -37,6 +38,7 @@ from sage_grpo.tools.templating import render
 FEWEST_PROMPTS = 10
 BATCH = 16  # clips per forward
 BINS = 5  # of calibration
+RESAMPLES = 400  # of a bootstrap
 GB = 1e9  # bytes
 LARGE = 1e9  # parameters from which on the planner's figures for the published model apply
 
@@ -84,7 +86,7 @@ def learn(options: argparse.Namespace) -> int:
         "version": __version__,
     }
     print(summary(before, after))
-    better = after.accuracy.mean > before.accuracy.mean and after.loss < before.loss
+    better = after.accuracy.mean > before.accuracy.mean and after.loss.value < before.loss.value
     if not better and not options.even_if_worse:
         print(
             f"not written: on left-out prompts the new reward is not better than {options.base}; "
@@ -95,16 +97,15 @@ def learn(options: argparse.Namespace) -> int:
     folder = draft / "reward"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    stored = stored_dtype(options.base)
     # the check is done: what is written learns from the held-out answers too
     final_head = fit_heads(hidden, old_head, comparisons, strength)
-    write_variant(options.base, folder, reward.model, final_head.float(), stored)
+    write_with_head(options.base, folder, final_head)
     write_json(folder / "learning.json", record)
     card = render(
         "reward_card.md", record=record, before=before, after=after, dimensions=DIMENSIONS
     )
     (folder / "README.md").write_text(card, encoding="utf-8")
-    VideoAlign(folder)  # it can be read back
+    check_folder(folder)
     folder.rename(options.output)
     shutil.rmtree(draft)
     print(f"wrote {options.output}; train with --reward_path {options.output}")
@@ -220,19 +221,23 @@ def cached_hidden(reward: VideoAlign, study: Study, answers: Path, draft: Path, 
 def reduced(video: Tensor, height: int, width: int) -> Tensor:
     """A clip (F, H, W, 3) in the size in which it was sampled: `write_mp4` magnifies tiny clips by a whole number."""
     rows, columns = video.shape[1:3]
-    if not height or not width or rows == height or rows % height or columns % width:
+    is_magnified = height and width and rows > height and rows % height == 0
+    if not is_magnified or columns * height != rows * width:
         return video
     blocks = video.float().unflatten(2, (width, -1)).unflatten(1, (height, -1))
     return blocks.mean((2, 4)).round().to(torch.uint8)  # (F, height, width, 3)
 
 
-def stored_dtype(base: Path) -> torch.dtype:
-    """The precision of the base's weights, in which new ones are written."""
-    tensors = read_checkpoint(base, newest_checkpoint(base))
-    return max((tensor for tensor in tensors.values()), key=lambda tensor: tensor.numel()).dtype
-
-
 # how good a reward is
+
+
+@dataclass(frozen=True)
+class Range:
+    """A value with its 95 % interval, from a bootstrap over prompts."""
+
+    value: float
+    low: float
+    high: float
 
 
 @dataclass(frozen=True)
@@ -240,8 +245,8 @@ class Judged:
     """How well scores agree with held-out answers."""
 
     accuracy: Share  # of the answers that are no ties
-    loss: float  # mean of minus the log-probability of an answer
-    calibration_error: float  # mean difference between predicted and observed shares, ties left out
+    loss: Range  # mean of minus the log-probability of an answer
+    calibration_error: Range  # mean difference of predicted and observed shares, ties left out
     bins: list[dict[str, float]]  # predicted and observed share, count
     by_question: dict[str, Share]
 
@@ -263,14 +268,37 @@ def judged(comparisons: Comparisons, raw: Tensor) -> Judged:
         by_question[question] = accuracy(
             [row for row in rows if comparisons.questions[row] == question]
         )
-    bins, error = calibration(differences[decided], labels[decided])
+    losses = tie_losses(differences, labels)
+
+    def loss(chosen: Tensor) -> float:
+        return losses[chosen].mean().item()
+
+    def calibration_error(chosen: Tensor) -> float:
+        clear = chosen[decided[chosen]]
+        return calibration(differences[clear], labels[clear])[1]
+
     return Judged(
         accuracy=accuracy(rows),
-        loss=tie_losses(differences, labels).mean().item(),
-        calibration_error=error,
-        bins=bins,
+        loss=bootstrapped(loss, comparisons.prompts),
+        calibration_error=bootstrapped(calibration_error, comparisons.prompts),
+        bins=calibration(differences[decided], labels[decided])[0],
         by_question=by_question,
     )
+
+
+def bootstrapped(statistic: Callable[[Tensor], float], prompts: Sequence[str]) -> Range:
+    """A statistic of rows, and the range of its values when prompts, with all of their rows, are drawn anew."""
+    rows_of: dict[str, list[int]] = {}
+    for row, prompt in enumerate(prompts):
+        rows_of.setdefault(prompt, []).append(row)
+    groups = [torch.tensor(rows) for rows in rows_of.values()]
+    generator = np.random.default_rng(0)
+    values = []
+    for _ in range(RESAMPLES):
+        drawn = generator.integers(len(groups), size=len(groups))
+        values.append(statistic(torch.cat([groups[number] for number in drawn])))
+    low, high = np.nanquantile(values, [0.025, 0.975])
+    return Range(statistic(torch.arange(len(prompts))), float(low), float(high))
 
 
 def calibration(differences: Tensor, labels: Tensor) -> tuple[list[dict[str, float]], float]:
@@ -297,11 +325,14 @@ def summary(before: Judged, after: Judged) -> str:
     for question, old in before.by_question.items():
         new = after.by_question[question]
         lines.append(f"{question:20s}  {shown(old):22s}  {shown(new)}")
-    lines.append(f"{'loss':20s}  {before.loss:<22.3f}  {after.loss:.3f}")
-    lines.append(
-        f"{'calibration error':20s}  {before.calibration_error:<22.3f}  {after.calibration_error:.3f}"
-    )
+    lines.append(f"{'loss':20s}  {ranged(before.loss):22s}  {ranged(after.loss)}")
+    old = ranged(before.calibration_error)
+    lines.append(f"{'calibration error':20s}  {old:22s}  {ranged(after.calibration_error)}")
     return "\n".join(lines)
+
+
+def ranged(value: Range) -> str:
+    return f"{value.value:.3f} ({value.low:.2f} to {value.high:.2f})"
 
 
 def shown(value: Share) -> str:

@@ -19,7 +19,7 @@ from sage_grpo.tools.prefer.study import Clip, Study, clips_folder
 from sage_grpo.worlds.shapes.world import ShapesWorld
 
 PROMPTS = ("a red circle moving left", "a green square moving right", "a blue triangle moving up")
-SYSTEMS = ("base", "secret-run-step-000080")
+SYSTEMS = ("base", "run-step-000080")
 SIDE = 48  # pixels
 PREFERS = {True: "left", False: "right"}
 
