@@ -119,8 +119,13 @@ def parse_label(arguments: Sequence[str]) -> Any:
 
 
 def config_file(sources: Sequence[Path]) -> Path | None:
-    """The configuration of the first run among the sources: of a run folder, or of a checkpoint's run."""
+    """The configuration of the first run among the sources: of a run folder, or of a checkpoint's run.
+
+    Folders of clips need none.
+    """
     for source in sources:
+        if (source / "clips.json").is_file() or any(source.glob("*.mp4")):
+            continue
         for place in (source, *source.resolve().parents[:2]):
             if (place / "config.yaml").is_file():
                 return place / "config.yaml"

@@ -4,6 +4,7 @@ prefs.jsonl            line 1: the study; then one line per answer or undo
 prefs.clips/0042.mp4   the clips, numbered at random and without metadata
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -129,6 +130,7 @@ def _text(value: Any) -> str:
 
 def _clip(values: Any) -> Clip:
     scores = {_text(name): float(score) for name, score in values["scores"].items()}
+    scores = {name: score for name, score in scores.items() if math.isfinite(score)}
     return Clip(
         file=_text(values["file"]),
         system=int(values["system"]),

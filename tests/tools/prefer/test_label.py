@@ -76,6 +76,9 @@ def test_the_base_model_and_a_run_are_sampled_first(flags, make, tmp_path, capsy
     make(save_interval=1, holdout_reward="motion").train()
     run = flags["output_dir"]
     assert str(config_file([Path(run)])) == f"{run}/config.yaml"
+    assert str(config_file([Path(run) / "checkpoints" / "step-000002"])) == f"{run}/config.yaml"
+    clips = write_generated(Path(run) / "validation" / "step-000009", 0)
+    assert config_file([clips]) is None
     output = tmp_path / "prefs.jsonl"
     words = (flags["pretrained_model_root"], run, "--output", output)
     study = study_of(*words)
