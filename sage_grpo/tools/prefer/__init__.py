@@ -1,11 +1,14 @@
 """People in the loop: compare clips blindly in a browser, read the result, learn a reward from the answers.
 
-study.py       what is compared: clips, pairs, questions; the first line of the answers file
-pairs.py       which pairs are shown to a rater, in which order and on which sides
-sources.py     clips of runs, checkpoints and folders
-blinding.py    clips without a trace of where they come from
-answers.py     the answers file: appended, synced, locked
-server.py      the page's server
-statistics.py  win rates with intervals, agreement, how many more pairs
-results.py     the page and the JSON of a study
+label     label.py       makes or continues a study, and serves its page
+          study.py       what is compared: clips, pairs, questions; the first line of the answers file
+          sources.py     clips of runs, checkpoints and folders
+          blinding.py    clips without a trace of where they come from
+          pairs.py       which pairs are compared, and what a rater is shown: order and sides
+          answers.py     the answers file: appended, synced, locked
+          server.py      the page's server
+result    results.py     the page and the JSON of a study
+          statistics.py  win rates with intervals, agreement, how many more pairs
+learn     learn.py       answers to comparisons, held-out prompts, the folder that is written
+          heads.py       the fit of the reward heads
 """
