@@ -122,7 +122,7 @@ SIDE = 48
 
 def drawn(number):
     """A clip (F, H, W, 3) of the shapes world."""
-    return ShapesWorld().draw(["a red circle moving left"], 8, SIDE, SIDE, seed=number)[0]
+    return ShapesWorld().draw(["a red circle moving left"], 9, SIDE, SIDE, seed=number)[0]
 
 
 @pytest.fixture(scope="module")
