@@ -550,16 +550,16 @@ SHARES = {  # of 1000 cases; models take the longest
     "videoalign": 20,
     "clip": 10,
     "adapter": 50,
-    "checkpoint": 20,
-    "run": 10,
+    "checkpoint": 10,
+    "run": 5,
     "diagnose": 200,
     "readers": 100,
-    "export": 60,
-    "resumed": 40,
-    "prompts": 220,
+    "export": 50,
+    "resumed": 30,
+    "prompts": 245,
     "judge": 100,
     "remote": 100,
-    "hub": 60,
+    "hub": 70,
 }
 
 
