@@ -1,5 +1,8 @@
 """Every program answers a path that it cannot use with one sentence and exit code 2, before it does anything."""
 
+import ast
+from pathlib import Path
+
 import pytest
 
 import generate
@@ -17,6 +20,14 @@ from scripts import (
 )
 from tests.programs import exit_code
 from tests.tools.fake_run import make_run
+
+ROOT = Path(__file__).parents[1]
+# programs that run before anything is installed, and have a boundary of their own
+FIRST = (
+    "scripts/verify_weights.py",
+    "scripts/prompt_template.py",
+    "scripts/post_train/rendezvous_probe.py",
+)
 
 # FILE is a file where a folder is expected, FOLDER a folder where a file is, RUN a run
 COMMANDS = {
@@ -56,3 +67,26 @@ def test_a_path_that_cannot_be_used_is_one_sentence(tmp_path, monkeypatch, capsy
     assert len(lines) == 1 and "Errno" not in lines[0]
     assert sorted(tmp_path.rglob("*")) == before
     assert (tmp_path / "FILE").read_text() == "precious"
+
+
+def test_every_program_has_the_one_boundary():
+    """`answering` decorates each `main`; post_train.py, whose refusals torchrun hears, uses its parts."""
+    without = []
+    for file in sorted(
+        [*ROOT.glob("*.py"), *ROOT.glob("scripts/**/*.py"), *ROOT.glob("sage_grpo/tools/**/*.py")]
+    ):
+        name = file.relative_to(ROOT).as_posix()
+        tree = ast.parse(file.read_text())
+        mains = [
+            node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main"
+        ]
+        decorators = {
+            ast.unparse(decorator).partition("(")[0]
+            for main in mains
+            for decorator in main.decorator_list
+        }
+        is_program = "__main__" in ast.unparse(tree)
+        if is_program and "answering" not in decorators and name not in FIRST:
+            without.append(name)
+    assert without == ["post_train.py"]
+    assert "except WRONG as error:" in (ROOT / "post_train.py").read_text()

@@ -3,7 +3,6 @@
 import hashlib
 import os
 import sys
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import chain
@@ -16,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
 from sage_grpo.data.requests import Request
+from sage_grpo.files.foreign import new_name
 from sage_grpo.files.json_files import printable
 
 
@@ -172,7 +172,7 @@ class Embeddings:
             raise ValueError(
                 f"prompt_cache: {self.folder} cannot be created ({error}); name another folder"
             ) from error
-        draft = self.folder / f"{request.key}.{uuid.uuid4().hex}.tmp"
+        draft = new_name(self.path(request))
         tensors = {name: value.contiguous() for name, value in vars(cond).items()}
         metadata = {"prompt": request.text, "made_for": self.label(request)}
         save_file(tensors, draft, metadata=metadata)

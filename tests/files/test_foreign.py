@@ -84,3 +84,20 @@ def test_names_of_drafts_are_new(tmp_path):
     assert new_name(tmp_path / "a") != new_name(tmp_path / "a")
     assert new_folder(tmp_path / "a") != new_folder(tmp_path / "a")
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_no_code_names_drafts_of_its_own():
+    """A fixed name may be taken. Drafts of checkpoints have one, in the run's own folder, and exports, in a new one."""
+    root = Path(__file__).parents[2]
+    sources = [
+        file
+        for part in ("sage_grpo", "scripts", "research")
+        for file in (root / part).rglob("*.py")
+    ]
+    named = {file.relative_to(root).as_posix() for file in sources if ".tmp" in file.read_text()}
+    assert named == {
+        "sage_grpo/files/foreign.py",
+        "sage_grpo/train/checkpoint_folders.py",
+        "sage_grpo/train/saving.py",
+        "scripts/export_checkpoint.py",
+    }
