@@ -110,11 +110,12 @@ def answering(prefix: str) -> Iterator[None]:
 
 
 def sentence(error: BaseException) -> str:
-    """What is wrong, for a terminal; an error of the operating system begins with its file."""
+    """What is wrong, in one line for a terminal; an error of the operating system begins with its file."""
+    text = str(error) or type(error).__name__
     if isinstance(error, OSError) and error.strerror:
         place = "" if error.filename is None else f"{shown(error.filename)} cannot be used: "
-        return plain(f"{place}{error.strerror}")
-    return plain(error) or type(error).__name__
+        text = f"{place}{error.strerror}"
+    return plain(text.replace("\n", " "))
 
 
 def answer_early(module: str, parse_arguments: Callable[[None], Any]) -> None:

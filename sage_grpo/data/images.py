@@ -10,6 +10,7 @@ from PIL import Image as pil
 from PIL import ImageOps
 
 from sage_grpo.files.foreign import Refused, inside, read_bytes
+from sage_grpo.files.json_files import printable
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # decoders of others may start programs
 MOST_PIXELS = 1 << 26
@@ -59,7 +60,8 @@ def _check_inside(path: Path, where: str, root: Path) -> None:
         inside(root, path)
     except (Refused, OSError, RuntimeError) as error:  # a loop of links is one of the latter
         raise ValueError(
-            f"{where}: the image {path} cannot be used: {error}; an image must be in the folder of its prompt file"
+            f"{where}: the image {printable(path)} cannot be used: {printable(error)};"
+            " an image must be in the folder of its prompt file"
         ) from error
 
 
@@ -92,13 +94,14 @@ def open_picture(path: Path, where: str = "") -> pil.Image:
             if is_small and not is_thin and is_8_bit:
                 return ImageOps.exif_transpose(file).convert("RGB")
     except Exception as error:  # decoders raise almost anything on a damaged file
-        problem = f"cannot be read ({error})"
+        problem = f"cannot be read ({printable(error)})"
         if isinstance(error, FileNotFoundError):
             problem = "does not exist"
         raise ValueError(
-            f"{where}the image {path} {problem}; it must be one of {', '.join(FORMATS)}"
+            f"{where}the image {printable(path)} {problem}; it must be one of {', '.join(FORMATS)}"
         ) from error
     raise ValueError(
-        f"{where}the image {path} is {width} x {height} in mode {mode}; it may have at most {MOST_PIXELS:,} pixels, "
+        f"{where}the image {printable(path)} is {width} x {height} in mode {mode}; "
+        f"it may have at most {MOST_PIXELS:,} pixels, "
         f"one side at most {MOST_ASPECT} times the other, 8 bits per channel"
     )

@@ -68,7 +68,7 @@ def test_wrong_input_is_a_sentence_and_exit_code_2(capsys):
         (FileExistsError(17, "File exists", "out/clips"), "out/clips cannot be used: File exists"),
         (OSError(98, "Address already in use"), "Address already in use"),
         (FileNotFoundError("no such model"), "no such model"),
-        (ValueError("a \033[2J b"), "a ?[2J b"),
+        (ValueError("a \033[2J\nb"), "a ?[2J b"),
         (ValueError(), "ValueError"),
     ],
 )

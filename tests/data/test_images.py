@@ -138,6 +138,13 @@ def test_images_are_found_relative_to_the_prompt_file(tmp_path):
     assert relative.sized(8, 8).key != relative.key
 
 
+def test_a_name_of_several_lines_is_one_sentence(tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a", "image": "a\\n\\u001b[2J.png"}\n')
+    with pytest.raises(ValueError, match="does not exist") as error:
+        read_requests(tmp_path / "p.jsonl")
+    assert str(error.value).isprintable()
+
+
 @pytest.mark.parametrize("value", ["7", "[1]", "true", '{"a": 1}'])
 def test_an_image_must_be_a_path(tmp_path, value):
     (tmp_path / "p.jsonl").write_text(f'{{"prompt": "a", "image": {value}}}\n')
