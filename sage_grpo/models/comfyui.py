@@ -84,9 +84,20 @@ def lora(adapter: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
 
     tensors = {}
     for module, pairs in parts.items():
+        _check_sizes(module, pairs)
         tensors[f"{PREFIX}{module}.lora_A.weight"] = torch.cat([a for _, a, _ in pairs])
         tensors[f"{PREFIX}{module}.lora_B.weight"] = _stack_b(pairs)
     return tensors
+
+
+def _check_sizes(module: str, pairs: Sequence[tuple[Rule, Tensor, Tensor]]) -> None:
+    """Reject layers that cannot be stacked into one module, because their inputs or outputs differ."""
+    inputs = {a.shape[1] for _, a, _ in pairs}
+    rows = {len(b) / len(rule.blocks) for rule, _, b in pairs}
+    if len(inputs) > 1 or len(rows) > 1 or not min(rows).is_integer():
+        raise ValueError(
+            f"the adapter has layers of several sizes for {module} of {LAYOUT}; save it again"
+        )
 
 
 def _stack_b(pairs: Sequence[tuple[Rule, Tensor, Tensor]]) -> Tensor:

@@ -187,6 +187,19 @@ def test_an_adapter_of_some_stacked_layers_leaves_the_others_alone(transformer, 
     assert_same(merged(base, without_prefix(comfyui.lora(some, SCALE)), 1), expected)
 
 
+@pytest.mark.parametrize("a, b", [((2, 8), (4, 2)), ((2, 4), (5, 2))])
+def test_layers_that_cannot_be_stacked_are_an_error(a, b):
+    layer = "transformer_blocks.0.attn"
+    pairs = {
+        f"{layer}.to_q.lora_A.weight": torch.ones(2, 4),
+        f"{layer}.to_q.lora_B.weight": torch.ones(4, 2),
+        f"{layer}.to_k.lora_A.weight": torch.ones(a),
+        f"{layer}.to_k.lora_B.weight": torch.ones(b),
+    }
+    with pytest.raises(ValueError, match=r"layers of several sizes for double_blocks\.0\.img_attn"):
+        comfyui.lora(pairs, SCALE)
+
+
 def test_what_has_no_place_is_an_error(transformer, adapter):
     layer = "blocks.0.new" if "blocks.0.attn1.to_q.lora_A.weight" in adapter else "new_blocks.0.q"
     more = {f"{layer}.lora_A.weight": torch.ones(2, 4), f"{layer}.lora_B.weight": torch.ones(4, 2)}
