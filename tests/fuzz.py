@@ -103,7 +103,9 @@ def damage_value(value, rng):
     if deed == "replace":
         parent[last] = rng.choice(VALUES)
     elif deed == "scale" and type(old) in (int, float):
-        parent[last] = old * rng.choice((2, 3, 0.5, -1, 1000))
+        factor = rng.choice((2, 3, 0.5, -1, 1000))
+        with contextlib.suppress(OverflowError):  # an integer that no float can hold
+            parent[last] = old * factor
     else:
         del parent[last]
         if deed == "rename" and isinstance(parent, dict):
