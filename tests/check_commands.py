@@ -45,6 +45,7 @@ NOT_RUN = {  # why a command is only read
     r"studies\.(ablate (?!--list)|second_edition (?!--list)|learning|diagnosis)": "needs a GPU or many minutes",
     r"studies\.(page|readme_figures|damage_study)": "would draw the figures of the pages",
     r"my_(reward|sde)\.py": "needs the file that the page shows",
+    r"tools\.prefer|research\.people|demo-people": "needs people, or many minutes",
     r"make (test|lint|golden|chaos|figures)|-m pytest|reward_server": "is run elsewhere, or never ends",
 }
 

@@ -5,6 +5,11 @@
     python -m sage_grpo.tools.prefer result prefs.jsonl                            who wins, and how sure is that?
     python -m sage_grpo.tools.prefer learn prefs.jsonl --base ckpts/VideoReward --output ckpts/OurReward
 
+label SOURCE ... --output FILE [--raters NAME ...] [--questions LIST] [--pairs N] [--repeat X] [--active REWARD]
+      [--seeds N ...] [--study_seed N] [--port N] [--allow_host NAME ...], and every flag of post_train.py
+result FILE [--output FILE]
+learn FILE --base FOLDER --output FOLDER [--holdout X] [--seed N] [--device NAME] [--even_if_worse]
+
 Each command has its own --help.
 """
 
