@@ -79,6 +79,21 @@ def test_a_break_begins_another_series(tmp_path, lines, trained, validated, earl
     assert [column(part, "step").tolist() for part in run.earlier_validations] == earlier
 
 
+def test_rewards_between_logged_iterations_belong_to_the_series_of_training(tmp_path):
+    def unlogged(step):
+        return train(step, 0.0) | {"kind": "reward"}
+
+    first = [run_line(), unlogged(1), train(2, 0.0), unlogged(3), train(4, 0.0)]
+    write_lines(tmp_path, [*first, run_line(3), broken(3, "train"), train(4, 1.0), unlogged(5)])
+    run = read_run(tmp_path)
+    assert column(run.rewards, "step").tolist() == [4, 5]
+    assert [column(part, "step").tolist() for part in run.earlier_rewards] == [[1, 2, 3]]
+    assert column(run.all_train, "step").tolist() == [2, 4]
+    assert run.iterations == 5
+    assert column(run.until(3).rewards, "step").tolist() == [1, 2, 3]
+    assert run.until(3).breaks == []
+
+
 def test_a_break_of_others_is_shown_as_text_or_refused(tmp_path):
     changed = {"a\n\033[2J": [1, "x" * 1000], "b": {"c": []}, "d": [1, 2, 3]}
     line = broken(1, "train", "elsewhere") | {"changed": changed}
