@@ -5,6 +5,7 @@ import torch
 
 from sage_grpo.algo.grpo import group_advantages
 from sage_grpo.config.parse import from_values
+from sage_grpo.parallel.fsdp import full_tensor
 from sage_grpo.train import build
 from sage_grpo.train.batches import ClipId, join_micro_batches, split_clips
 from tests.dist import run_ranks
@@ -34,7 +35,7 @@ def gradients(trainer, advantages):
     def optimizer_step():
         parameters = trainer.optimization.parameters
         trainer.ranks.sum_gradients(parameters.values())
-        found.update({name: p.grad.clone() for name, p in parameters.items()})
+        found.update({name: full_tensor(p.grad).clone() for name, p in parameters.items()})
         trainer.optimization.zero_grad()
         return 1.0
 
@@ -128,14 +129,18 @@ def rank_gradients(ranks, values):
     return found, [tuple(clip) for trajectory in batch for clip in trajectory.micro_batch]
 
 
-@pytest.mark.parametrize("group_size", [8, slow(4)])
+@pytest.mark.parametrize("group_size, sharded", [(8, False), slow(4, False), slow(8, True)])
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_ranks_train_what_one_process_trains(flags, name, group_size):
-    """Two ranks share a group of eight, whose extremes are both on the first: one moves. Slow: a group each."""
+def test_ranks_train_what_one_process_trains(flags, name, group_size, sharded):
+    """Two ranks share a group of eight, whose extremes are both on the first: one moves.
+
+    Slow: a group each, and shards of one model, whose ranks wait for each other in every forward.
+    """
     values = flags | GROUPS | ALGORITHMS[name] | {"train_clips": 2, "overwrite": True}
     values |= {"num_generations": group_size}
     ((wanted, clips),) = run_ranks(1, rank_gradients, values)
-    found = run_ranks(2, rank_gradients, values)
+    values |= {"enable_fsdp": sharded, "gather_for_rollout": sharded}
+    found = run_ranks(2, rank_gradients, values, sharded=sharded)
     per_rank = len(clips) // 2
     for rank, (rank_found, rank_clips) in enumerate(found):
         assert rank_clips == clips[rank * per_rank : (rank + 1) * per_rank]
