@@ -8,7 +8,7 @@
 One command goes through the stages in order: the searches for learning rates, the comparison, and guidance for the two
 best. What is finished is in research/studies/records/third.jsonl and is never run again, so the command can be split
 over any number of leases; it ends with 75 while runs are left. `--tiny --results FILE --work FOLDER` rehearses all of
-it in minutes on a CPU. What is asked, measured and decided is registered before the runs: a test compares the committed
+it on a CPU. What is asked, measured and decided is registered before the runs: a test compares the committed
 research/studies/registration_3.md with this file. All other flags are those of research.studies.ablate.
 """
 
@@ -73,17 +73,17 @@ GOAL_MATCH = 0.9  # to which units are counted
 GOAL_RATIO = 0.6  # of those of REFERENCE
 MARGIN = 0.05  # by which match or spread may be lower: a seed that is run twice differs by as much
 SPREAD = "classes if both match"
-# a rehearsal: two arms, one seed, two iterations of 16 clips
+# a rehearsal: two arms, one seed, one iteration of 16 clips
 TINY_ARMS = (REFERENCE, "flash, best and worst of 16")
 TINY: dict[str, Any] = {
     "batch_size": 16,
     "prompts_per_forward": 1,
     "cuda_graphs": False,
     "device": "cpu",
-    "max_steps": 2,
+    "max_steps": 1,
     "validation_interval": 1,
     "log_interval": 1,
-    "num_validation_prompts": 2,
+    "num_validation_prompts": 1,
 }
 
 

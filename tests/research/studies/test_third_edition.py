@@ -149,19 +149,3 @@ def test_a_rehearsal_is_never_a_result(capsys):
     assert main(["--tiny"]) == WRONG_INPUT
     assert "--results" in capsys.readouterr().err
     assert main(["--studies", "clips"]) == WRONG_INPUT
-
-
-@pytest.mark.slow
-def test_a_rehearsal_goes_through_all_stages(tmp_path):
-    """Slow: 14 or more runs of seconds with the embedded model; the fast tests pretend the runs."""
-    results = tmp_path / "third.jsonl"
-    words = ["--tiny", "--results", str(results), "--work", str(tmp_path / "work")]
-    words += ["--jobs", "2", "--commit", "rehearsal"]
-    assert main(words) == DONE
-    runs = records.read_all(results)
-    assert {"rates", "clips", "guidance_rates", "guidance"} <= {r["study"] for r in runs.values()}
-    guided = [r for r in runs.values() if r["study"] == "guidance"]
-    assert {r["arm"] for r in guided} == {f"{arm}, guided" for arm in third_edition.TINY_ARMS}
-
-    assert main(words) == DONE  # nothing is run twice
-    assert records.read_all(results).keys() == runs.keys()
