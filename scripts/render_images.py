@@ -1,20 +1,24 @@
-"""Render the images of assets/prompts/images.csv: flat scenes of our own, small enough for the repository.
+"""Render the images of assets/prompts: flat scenes of our own, small enough for the repository, and their prompt files.
 
-python scripts/render_images.py [FOLDER]
+    python scripts/render_images.py [FOLDER]
+
+images.csv has the six scenes. images_train.csv and images_valid.csv have 8 variants of each, in four kinds of light and
+mirrored; no image is in both, and the validation file asks for four clips of each image.
 """
 
+import csv
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageOps
 
 from sage_grpo.config.command_line import Parser, answering
 from sage_grpo.files.paths import make_folder
 
-FOLDER = Path(__file__).parents[1] / "assets" / "prompts" / "images"
+FOLDER = Path(__file__).parents[1] / "assets" / "prompts"
 PALETTE_SIZE = 64
 OVERSAMPLING = 3  # an image is drawn this many times larger, then averaged
 BANDS = 24  # of the sky
@@ -75,6 +79,8 @@ def lighthouse(draw: ImageDraw.ImageDraw, w: int, h: int) -> None:
 
 def candle(draw: ImageDraw.ImageDraw, w: int, h: int) -> None:
     draw.rectangle((0, 0.8 * h, w, h), fill=(74, 46, 28))
+    draw.ellipse((0.34 * w, 0.79 * h, 0.66 * w, 0.87 * h), fill=(170, 136, 70))
+    ball(draw, 0.69 * w, 0.83 * h, 0.035 * w, (170, 136, 70))  # the handle of its holder
     draw.rectangle((0.43 * w, 0.45 * h, 0.57 * w, 0.82 * h), fill=(238, 226, 200))
     draw.line((0.5 * w, 0.45 * h, 0.5 * w, 0.4 * h), fill=(20, 20, 20), width=w // 90)
     draw.polygon(
@@ -115,6 +121,25 @@ class Scene:
     height: int
     top: Color  # of the sky
     bottom: Color
+    mirrored: bool = False
+
+
+@dataclass(frozen=True)
+class Light:
+    """Another sky behind a scene, and how a prompt begins with it."""
+
+    words: str
+    top: Color
+    bottom: Color
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A scene in another light, mirrored or not, with its prompt."""
+
+    name: str
+    scene: Scene
+    prompt: str
 
 
 SCENES = {
@@ -127,15 +152,72 @@ SCENES = {
 }
 
 
+LIGHTS = {
+    "noon": Light("At noon", (70, 140, 220), (200, 226, 246)),
+    "dusk": Light("At dusk", (70, 50, 110), (240, 130, 90)),
+    "mist": Light("In pale mist", (170, 176, 182), (216, 218, 216)),
+    "night": Light("At night", (10, 14, 40), (50, 60, 100)),
+}
+# What happens; {ahead} is where the scene looks, {back} the other way.
+ACTIONS = {
+    "boat": "the sailing boat glides to the {ahead} over calm water, and its sail swells in the wind.",
+    "balloon": "the red hot-air balloon rises slowly and drifts to the {ahead} above the green hills.",
+    "lighthouse": "the beam of the lighthouse on the {ahead} sweeps over the sea, and waves break on the rocks.",
+    "candle": "the flame of the candle leans to the {ahead} in a light draft and rights itself again.",
+    "train": "the little train rolls to the {back} in front of the mountains; the camera stays still.",
+    "fish": "the orange fish swims to the {back} with quick strokes of its tail, and bubbles rise.",
+}
+SEEDS = (930, 931, 932, 933)  # of the clips of a validation image
+
+
+def variants() -> dict[str, Variant]:
+    """Every scene in every light, as it is and mirrored."""
+    every = {}
+    for scene_name, scene in SCENES.items():
+        for light_name, light in LIGHTS.items():
+            for mirrored in (False, True):
+                ahead, back = ("left", "right") if mirrored else ("right", "left")
+                name = f"{scene_name}_{light_name}" + ("_mirrored" if mirrored else "")
+                prompt = f"{light.words} {ACTIONS[scene_name].format(ahead=ahead, back=back)}"
+                changed = replace(scene, top=light.top, bottom=light.bottom, mirrored=mirrored)
+                every[name] = Variant(name, changed, prompt)
+    return every
+
+
 def render(name: str) -> Image.Image:
-    """A scene as an image with a palette."""
-    scene = SCENES[name]
+    """A scene or a variant as an image with a palette."""
+    scene = SCENES.get(name) or variants()[name].scene
     width = OVERSAMPLING * scene.width
     height = OVERSAMPLING * scene.height
     picture = sky(width, height, scene.top, scene.bottom)
     scene.draw(ImageDraw.Draw(picture), width, height)
     picture = picture.resize((scene.width, scene.height), Image.Resampling.BOX)
+    if scene.mirrored:
+        picture = ImageOps.mirror(picture)
     return picture.quantize(PALETTE_SIZE, dither=Image.Dither.NONE)
+
+
+def split(number: int) -> str:
+    """Whether the variant with this number is for training or for validation: every third is held out."""
+    return "valid" if number % 3 == 0 else "train"
+
+
+def prompt_rows(kind: str) -> list[list[str | int]]:
+    """Rows of images_train.csv or images_valid.csv: prompt, seed, image."""
+    seeds = SEEDS if kind == "valid" else SEEDS[:1]
+    return [
+        [variant.prompt, seed, f"images/{variant.name}.png"]
+        for number, variant in enumerate(variants().values())
+        for seed in seeds
+        if split(number) == kind
+    ]
+
+
+def write_prompts(path: Path, rows: Sequence[Sequence[str | int]]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["index", "prompt", "seed", "image"])
+        writer.writerows([index, *row] for index, row in enumerate(rows))
 
 
 @answering("render_images.py: ")
@@ -145,9 +227,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "folder", type=Path, nargs="?", metavar="FOLDER", default=FOLDER, help="folder to write to"
     )
     folder = parser.parse_args(arguments).folder
-    make_folder(folder, "FOLDER")
-    for name in SCENES:
-        render(name).save(folder / f"{name}.png", optimize=True)
+    images = folder / "images"
+    make_folder(images, "FOLDER")
+    for name in (*SCENES, *variants()):
+        render(name).save(images / f"{name}.png", optimize=True)
+    for kind in ("train", "valid"):
+        write_prompts(folder / f"images_{kind}.csv", prompt_rows(kind))
 
 
 if __name__ == "__main__":

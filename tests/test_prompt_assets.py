@@ -13,7 +13,8 @@ from PIL import Image
 from sage_grpo.data.requests import read_requests
 from sage_grpo.models.hunyuan15.text import MAX_TEXT_TOKENS
 from sage_grpo.train.inputs import BUNDLED_PROMPTS
-from scripts.render_images import SCENES, render
+from scripts.render_images import SCENES
+from scripts.render_images import main as render_images
 
 TRAIN, VALID = (read_requests(BUNDLED_PROMPTS / f"{kind}.csv") for kind in ("train", "valid"))
 LONG_TRAIN, LONG_VALID = (
@@ -97,7 +98,7 @@ def test_no_phrase_is_repeated_in_long_prompts():
 
 
 def test_image_prompts_and_their_images():
-    """A few small pictures of several shapes, as scripts/render_images.py draws them."""
+    """Six small pictures of several shapes."""
     requests = read_requests(BUNDLED_PROMPTS / "images.csv")
     shapes = [request.image.shape for request in requests]
     assert {height < width for height, width in shapes} == {True, False} and len(set(shapes)) == 3
@@ -106,11 +107,31 @@ def test_image_prompts_and_their_images():
         == len({request.text for request in requests})
         == len(SCENES)
     )
+
+
+def test_image_prompts_are_as_scripts_render_images_writes_them(tmp_path):
+    render_images([str(tmp_path)])
     files = sorted((BUNDLED_PROMPTS / "images").iterdir())
-    assert sorted(request.image.path for request in requests) == files
+    assert [path.name for path in files] == sorted(
+        path.name for path in (tmp_path / "images").iterdir()
+    )
     assert sum(path.stat().st_size for path in files) < 200_000
     for path in files:
         drawn, stored = (
-            np.array(picture.convert("RGB")) for picture in (render(path.stem), Image.open(path))
+            np.array(Image.open(picture).convert("RGB"))
+            for picture in (tmp_path / "images" / path.name, path)
         )
-        assert np.array_equal(drawn, stored)
+        assert np.array_equal(drawn, stored), path.name
+    for name in ("images_train.csv", "images_valid.csv"):
+        assert (tmp_path / name).read_text() == (BUNDLED_PROMPTS / name).read_text()
+
+
+def test_no_image_is_both_trained_on_and_validated_with():
+    trained, validated = (
+        read_requests(BUNDLED_PROMPTS / f"images_{kind}.csv") for kind in ("train", "valid")
+    )
+    images = {Image.open(request.image.path).convert("RGB").tobytes() for request in trained}
+    held_out = {Image.open(request.image.path).convert("RGB").tobytes() for request in validated}
+    assert len(images) == len(trained) == 32 and not images & held_out
+    assert not {request.text for request in trained} & {request.text for request in validated}
+    assert len(held_out) == 16 and len({(r.image.path, r.seed) for r in validated}) == 64

@@ -2,7 +2,8 @@
 
     python -m research.benchmarks.scaling_tables
 
-Run it after changing the calibration, the planner or a recipe.
+Run it after changing the calibration, the planner or a recipe. The tables of recipes in README.md and docs/scaling.md
+get the planner's figures, too (research/benchmarks/recipe_tables.py).
 """
 
 import argparse
@@ -13,6 +14,7 @@ import shlex
 import tempfile
 from pathlib import Path
 
+from research.benchmarks import recipe_tables
 from sage_grpo.tools.plan.__main__ import main as plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,6 +52,7 @@ def main(arguments: list[str] | None = None) -> None:
     form = argparse.RawDescriptionHelpFormatter
     argparse.ArgumentParser(description=__doc__, formatter_class=form).parse_args(arguments)
     PAGE.write_text(refreshed(PAGE.read_text()))
+    recipe_tables.main()
 
 
 if __name__ == "__main__":

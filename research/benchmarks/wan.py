@@ -57,7 +57,8 @@ PROMPT = (
 )
 ALWAYS = (
     "--report_to none --log_interval 1 --max_steps 1 --gradient_accumulation_steps 1 --save_interval 0 "
-    f"--validation_interval 0 --validation_videos 0 --batch_size {CLIPS} --num_generations {CLIPS}"
+    f"--validation_interval 0 --validation_videos 0 --batch_size {CLIPS} --num_generations {CLIPS} "
+    "--num_frames 81 --height 480 --width 832 --keep_attention False"  # larger than the recipe's
 )
 REHEARSED = "--num_frames 5 --height 32 --width 32 --num_sampling_steps 6 --lora_r 4 --dtype fp32 --device cpu"
 GRID = (21, 60, 104)  # latents of 81 x 480 x 832

@@ -18,8 +18,15 @@ from sage_grpo.rewards.build import build_reward
 from sage_grpo.rewards.registry import ALIASES
 from sage_grpo.rewards.videoalign.folder import check_folder
 from sage_grpo.tools.doctor.finding import Finding, ok, wrong
-from sage_grpo.tools.plan.memory import checkpoint_bytes, disk_bytes, fits, peak, snapshot_bytes
-from sage_grpo.tools.plan.model import BYTES, Plan
+from sage_grpo.tools.plan.memory import (
+    checkpoint_bytes,
+    disk_bytes,
+    fits,
+    offloaded_bytes,
+    peak,
+    snapshot_bytes,
+)
+from sage_grpo.tools.plan.model import Plan
 from sage_grpo.tools.plan.planner import backbone_of, plan_of
 from sage_grpo.tools.plan.remedies import remedies
 from sage_grpo.tools.plan.times import times
@@ -148,7 +155,7 @@ def memory_finding(plan: Plan, gpu_bytes: float) -> Finding:
         f"computed peak {peak_bytes / GB:.1f} GB ({moment}), {reserve / GB:g} GB in reserve, "
         f"the GPU has {gpu_bytes / GB:.1f} GB"
     )
-    flags = [change.flag for change in remedies(plan, gpu_bytes)]
+    flags = [change.words for change in remedies(plan, gpu_bytes)]
     numbers = {
         "peak": peak_bytes,
         "moment": moment,
@@ -163,15 +170,13 @@ def memory_finding(plan: Plan, gpu_bytes: float) -> Finding:
 
 
 def check_host(machine: Machine) -> Iterator[Finding]:
-    """WRONG if host memory is too small for loading rewards, or for an anchor that is kept there."""
+    """WRONG if host memory is too small for loading rewards, or for an anchor and the weights that it replaces."""
     plan, c = machine.plan, machine.plan.config
     processes = PROCESS_BYTES * machine.ranks if machine.device == "cuda" else 0.0
     reward_weights = sum(reward.weight_bytes for reward in plan.rewards)
     # each leader of a sequence-parallel group holds them as stored and as used
     loading = 2 * reward_weights * machine.ranks / c.sp_size
-    anchor = 0.0
-    if c.trust_region.anchor is not None and c.reference_mode_offload and not c.use_lora:
-        anchor = machine.ranks * plan.trained.total / plan.shards * BYTES[c.dtype]
+    anchor = machine.ranks * offloaded_bytes(plan)
 
     free = available_memory()
     needed = processes + max(loading, anchor)

@@ -1,6 +1,6 @@
 """Estimates a run's memory, time and checkpoints before it starts, without its weights.
 
-    python -m sage_grpo.tools.plan --config FILE.yaml --gpus N --gpu_memory GB [--FLAG VALUE ...]
+    python -m sage_grpo.tools.plan --config FILE.yaml --gpus N --gpu NAME [--FLAG VALUE ...]
     ... --vary num_frames 49 81 121        one line per value of a flag (or of gpus) instead
 
 Takes every flag of post_train.py. A model folder that does not exist stands for the full-size model. Exit code 0: the
@@ -19,6 +19,9 @@ from sage_grpo.plugins import trust
 from sage_grpo.tools.options import ToolParser
 from sage_grpo.tools.plan.calibration import GPU_MODELS, MEASURED_ON
 
+GB = 1e9  # bytes
+DEFAULT_MEMORY = 80.0  # GB, of the cards that most recipes are written for
+
 
 def parse_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Config]:
     """Parse this tool's flags, and all others as flags of post_train.py."""
@@ -34,15 +37,13 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace
         "--gpu_memory",
         type=float,
         metavar="GB",
-        default=80.0,
         above=0,
-        help="memory of each GPU",
+        help=f"memory of each GPU (default: that of --gpu, or {DEFAULT_MEMORY:g} without it)",
     )
     parser.add_argument(
         "--gpu",
         choices=list(GPU_MODELS),
-        default=MEASURED_ON,
-        help="GPU model; rates were measured on an h200 and are scaled for the others",
+        help="GPU model, with its memory; rates were measured on an h200 and are scaled for the others",
     )
     parser.add_argument(
         "--price",
@@ -68,6 +69,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace
     options, config = parser.parse_with_config(arguments)
 
     options.gpus = options.gpus or config.gpus or 1
+    if options.gpu_memory is None:
+        options.gpu_memory = GPU_MODELS[options.gpu].memory / GB if options.gpu else DEFAULT_MEMORY
+    options.gpu = options.gpu or MEASURED_ON
     return options, config
 
 
@@ -79,8 +83,6 @@ from sage_grpo.tools.plan.planner import plan_of
 from sage_grpo.tools.plan.remedies import remedies
 from sage_grpo.tools.plan.summary import compare, summarize
 from sage_grpo.train.inputs import validation_requests
-
-GB = 1e9  # bytes
 
 
 @answering("plan: ")

@@ -38,11 +38,21 @@ class RewardCost:
     forward_bytes: float  # in addition, while it scores
     seconds: float  # per clip
 
+    def of_size(self, stored_bytes: float) -> "RewardCost":
+        """The cost of a smaller model of the same kind, whose files have this size; at most the full cost."""
+        share = min(1.0, stored_bytes / self.weight_bytes)
+        return RewardCost(
+            weight_bytes=share * self.weight_bytes,
+            forward_bytes=share * self.forward_bytes,
+            seconds=share * self.seconds,
+        )
+
 
 @dataclass(frozen=True)
 class GpuModel:
     """Figures of a data sheet."""
 
+    memory: float  # bytes
     flops: float  # bf16 FLOP/s
     memory_bandwidth: float  # bytes/s
     link_bandwidth: float  # bytes/s of NVLink (or PCIe) into the GPU

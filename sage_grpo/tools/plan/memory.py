@@ -1,6 +1,6 @@
 """Memory of a run on one GPU, part by part: on a sequence-parallel leader, which also holds the reward.
 
-Also the size of its checkpoints, on disk and in host memory.
+Also the size of its checkpoints on disk, and what a node needs in host memory.
 """
 
 from sage_grpo.config.fields import Config
@@ -9,9 +9,20 @@ from sage_grpo.tools.plan.model import BYTES, GRADIENT_BYTES, Plan, Trained
 from sage_grpo.train.build import rollout_sampling
 from sage_grpo.train.validation import validation_sampling
 
-# When memory may peak: the phases of an iteration, and the optimizer step, when activations are freed.
-MOMENTS = ("rollout", "decode", "reward", "anchor", "update", "step")
+# When memory may peak: the phases of an iteration, the optimizer step, when activations are freed, and the two phases
+# of a validation, whose clips may be larger.
+MOMENTS = (
+    "rollout",
+    "decode",
+    "reward",
+    "anchor",
+    "update",
+    "step",
+    "validation",
+    "validation_decode",
+)
 LATENT_BYTES = 4  # trajectories are kept in fp32
+AVERAGE_BYTES = 4  # averages are kept in fp32, whatever the weights are
 NORMALIZER_BYTES = 4  # of attention, per token and head, in fp32
 
 
@@ -48,14 +59,20 @@ def weights(plan: Plan) -> dict[str, float]:
 
 
 def gathered(plan: Plan) -> dict[str, float]:
-    """The current block, the next one, and everything outside blocks; or all weights during rollout and anchor."""
+    """The current block, the next one, and everything outside blocks; or all weights in passes without gradients."""
     c, model = plan.config, plan.model
     if not c.enable_fsdp:
         return at(0.0)
     two_blocks = (model.parameters - (model.layers - 2) * model.block) * BYTES[c.dtype]
     everything = model.parameters * BYTES[c.dtype]
     without_gradients = everything if c.gather_for_rollout else two_blocks
-    return at(0.0, rollout=without_gradients, anchor=without_gradients, update=two_blocks)
+    return at(
+        0.0,
+        rollout=without_gradients,
+        anchor=without_gradients,
+        validation=without_gradients,
+        update=two_blocks,
+    )
 
 
 def gradients(plan: Plan) -> dict[str, float]:
@@ -99,11 +116,18 @@ def anchor(plan: Plan) -> dict[str, float]:
 
 
 def averages(plan: Plan) -> dict[str, float]:
-    """Averaged weights, and an old policy that lags behind; in the rollout the trained policy is kept beside it."""
+    """Averaged weights, and an old policy that lags behind; while either runs, the trained policy is kept beside it."""
     c = plan.config
-    copy = plan.trained.total / plan.shards * BYTES[c.master_weight_type]
+    here = plan.trained.total / plan.shards
     copies = int(bool(c.ema_decay)) + int(c.lags)
-    return at(copy * copies, rollout=copy if c.lags else 0.0)
+    policy = here * BYTES[c.master_weight_type]
+    beside_average = policy if c.ema_decay else 0.0
+    return at(
+        here * AVERAGE_BYTES * copies,
+        rollout=policy if c.lags else 0.0,
+        validation=beside_average,
+        validation_decode=beside_average,
+    )
 
 
 def activations(plan: Plan) -> dict[str, float]:
@@ -111,6 +135,7 @@ def activations(plan: Plan) -> dict[str, float]:
     c, r = plan.config, plan.rates
     sampled_tokens = plan.tokens * plan.micro_batch_size / c.sp_size
     sampled_unit = sampled_tokens * plan.model.width * BYTES[c.dtype]
+    validated_unit = validation_tokens(plan) / c.sp_size * plan.model.width * BYTES[c.dtype]
     tokens = plan.tokens * c.trained_micro_batch / c.sp_size
     unit = tokens * plan.model.width * BYTES[c.dtype]
     exchange = r.exchange_activations if c.sp_size > 1 else 0.0
@@ -131,7 +156,15 @@ def activations(plan: Plan) -> dict[str, float]:
         rollout=sampled_unit * per_unit,
         anchor=unit * per_unit,
         update=plan.trained_branches * graph + training,
+        validation=validated_unit * per_unit,
     )
+
+
+def validation_tokens(plan: Plan) -> int:
+    """Tokens of a validation clip, which runs alone."""
+    sampling = validation_sampling(plan.config)
+    latents = plan.model.video_tokens(sampling.frames, sampling.height, sampling.width)
+    return plan.model.sequence(latents, plan.text_tokens)
 
 
 def trajectories(plan: Plan) -> dict[str, float]:
@@ -162,10 +195,13 @@ def trajectories(plan: Plan) -> dict[str, float]:
 
 
 def vae(plan: Plan) -> dict[str, float]:
-    """Weights, and what decoding the larger of a rollout's and a validation's clips takes."""
-    samplings = (rollout_sampling(plan.config), validation_sampling(plan.config))
-    decoding = max(decoding_bytes(plan, sampling) for sampling in samplings)
-    return at(plan.model.vae * BYTES[plan.config.dtype], decode=decoding)
+    """Weights, and what decoding a clip takes."""
+    c = plan.config
+    return at(
+        plan.model.vae * BYTES[c.dtype],
+        decode=decoding_bytes(plan, rollout_sampling(c)),
+        validation_decode=decoding_bytes(plan, validation_sampling(c)),
+    )
 
 
 def decoding_bytes(plan: Plan, sampling: Sampling) -> float:
@@ -200,10 +236,9 @@ def checkpoint_bytes(config: Config, trained: Trained) -> int:
     """One checkpoint: weights, optimizer state, anchor, averaged weights; an adapter also in diffusers' layout."""
     master = BYTES[config.master_weight_type]
     copies = 3  # the weights and two moments
-    copies += int(bool(config.ema_decay))
-    copies += int(config.lags)
     copies += int(config.use_lora)
-    per_parameter = copies * master
+    averages = int(bool(config.ema_decay)) + int(config.lags)
+    per_parameter = copies * master + averages * AVERAGE_BYTES
     if config.trust_region.anchor is not None:
         per_parameter += master if config.use_lora else BYTES[config.dtype]
     with_one_moment = trained.matrices if config.optimizer == "muon" else 0
@@ -230,3 +265,18 @@ def snapshot_bytes(plan: Plan) -> float:
         return 0.0
     share = min(1.0, plan.rates.gpus_per_node / plan.shards)
     return checkpoint_bytes(plan.config, plan.trained) * share
+
+
+def offloaded_bytes(plan: Plan) -> float:
+    """Host memory of one rank for an offloaded anchor, and for the trained weights that wait there while it runs."""
+    c = plan.config
+    if c.trust_region.anchor is None or not c.reference_mode_offload or c.use_lora:
+        return 0.0
+    here = plan.trained.total / plan.shards
+    return here * (BYTES[c.dtype] + BYTES[c.master_weight_type])
+
+
+def host_bytes(plan: Plan) -> float:
+    """Host memory of the fullest node, besides the processes themselves."""
+    ranks = min(plan.gpus, plan.rates.gpus_per_node)
+    return snapshot_bytes(plan) + ranks * offloaded_bytes(plan)

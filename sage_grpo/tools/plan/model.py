@@ -1,7 +1,9 @@
 """A run as the planner sees it: how many GPUs, clips, tokens and passes an iteration has."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from sage_grpo.algo.sde import flow_sigmas
 from sage_grpo.config.fields import Config
@@ -75,7 +77,13 @@ class Plan:
         runs_old_policy = c.regroups or not self.algorithm.explores
         self.old_policy_passes = self.training_passes if runs_old_policy else 0
         self.recomputed = c.checkpointing_fraction if c.enable_gradient_checkpointing else 0.0
+
+        # How often the weights of a sharded model are gathered: for each pass, or once for many in a row
         self.rollout_gathers = self.micro_batches if c.gather_for_rollout else self.rollout_passes
+        self.anchor_gathers = 1 if c.gather_for_rollout else self.training_passes
+        self.old_policy_gathers = self.old_policy_passes
+        if runs_old_policy and c.gather_for_rollout:
+            self.old_policy_gathers = trained_micro_batches
 
     def by_mode(self, figure: ByMode | DecodeBytes) -> float:
         """The value of a figure that applies to the run, compiled or eager."""
@@ -90,19 +98,33 @@ class Plan:
         return self.latents * self.by_mode(self.rates.decode_untiled)
 
     @property
-    def ode_steps(self) -> tuple[float, float]:
-        """Denoising steps before and after the window, averaged over its places."""
-        c = self.config
-        windows = self.windows
-        before = [windows.first + place for place in range(windows.places)]
-        after = [c.num_sampling_steps - start - windows.size for start in before]
-        if c.tail_steps:
-            after = [min(steps, c.tail_steps) for steps in after]
-        return sum(before) / windows.places, sum(after) / windows.places
+    def window_starts(self) -> range:
+        """Denoising steps at which a window may start, all equally likely."""
+        return range(self.windows.first, self.windows.first + self.windows.places)
+
+    @property
+    def windows_at_once(self) -> int:
+        """Independent windows among the micro-batches that the ranks run at the same time."""
+        if not self.windows.form.per_group:
+            return 1
+        groups = self.clips // self.config.num_generations
+        return min(groups, self.gpus // self.config.sp_size)
 
     @property
     def rollout_passes(self) -> float:
-        """Forwards of a micro-batch per iteration and rank."""
+        """Forwards of a micro-batch per iteration and rank, with those for which it waits.
+
+        Ranks meet after every micro-batch, so each lasts as long as the one with the costliest window.
+        """
+        return self.expected_rollout_passes(self.windows_at_once)
+
+    @property
+    def own_rollout_passes(self) -> float:
+        """Forwards of a micro-batch per iteration and rank, averaged over ranks."""
+        return self.expected_rollout_passes(windows_at_once=1)
+
+    def expected_rollout_passes(self, windows_at_once: int) -> float:
+        """Forwards of a micro-batch, each the expected maximum over so many independent windows."""
         c = self.config
         if not self.algorithm.explores:
             steps = min(c.tail_steps or c.num_sampling_steps, c.num_sampling_steps)
@@ -111,15 +133,29 @@ class Plan:
             guided_steps = int(((levels >= low) & (levels <= high)).sum())
             return self.micro_batches * (steps + (self.branches - 1) * guided_steps)
 
-        before, after = self.ode_steps
-        inside_and_after = self.micro_batches * (self.windows.size + after)
+        # Micro-batches that also run the steps before their window: all; or the first of each group, for one clip
+        with_prefix = self.micro_batches
+        prefix_share = 1.0
         if c.same_init_noise:
-            # A group shares the steps before its window, which cost as much as one clip's.
-            groups = math.ceil(c.batch_size / c.num_generations)
-            micro_batches_before = groups / self.micro_batch_size
-        else:
-            micro_batches_before = self.micro_batches
-        return self.branches * (micro_batches_before * before + inside_and_after)
+            with_prefix = math.ceil(c.batch_size / c.num_generations)
+            prefix_share = 1 / self.micro_batch_size
+
+        without = [self.steps_from(start) for start in self.window_starts]
+        complete = [
+            prefix_share * start + steps
+            for start, steps in zip(self.window_starts, without, strict=True)
+        ]
+        passes = with_prefix * expected_maximum(complete, windows_at_once)
+        passes += (self.micro_batches - with_prefix) * expected_maximum(without, windows_at_once)
+        return self.branches * passes
+
+    def steps_from(self, start: int) -> int:
+        """Denoising steps of a clip in its window and after it."""
+        c = self.config
+        after = c.num_sampling_steps - start - self.windows.size
+        if c.tail_steps:
+            after = min(after, c.tail_steps)
+        return self.windows.size + after
 
     @property
     def anchor_fraction(self) -> float:
@@ -142,3 +178,13 @@ class Plan:
         if c.reduces_once:
             return c.updates_per_rollout * self.trained_branches
         return self.training_passes
+
+
+def expected_maximum(values: Sequence[float], draws: int) -> float:
+    """The mean of the largest of so many independent draws from equally likely values."""
+    count = len(values)
+    below = [
+        (rank / count) ** draws for rank in range(count + 1)
+    ]  # P(all draws are among the `rank` smallest)
+    chances = [after - before for before, after in pairwise(below)]
+    return sum(value * chance for value, chance in zip(sorted(values), chances, strict=True))

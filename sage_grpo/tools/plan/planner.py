@@ -2,15 +2,16 @@
 
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 
 from sage_grpo.config.fields import Config, resolve
 from sage_grpo.models.backbone import Backbone
 from sage_grpo.models.cost import Architecture
 from sage_grpo.models.lora import target_layers
 from sage_grpo.models.registry import open_backbone
-from sage_grpo.tools.plan.calibration import MEASURED_ON, calibrate
+from sage_grpo.tools.plan.calibration import MEASURED_ON, Calibration, calibrate
 from sage_grpo.tools.plan.model import Plan, Trained
-from sage_grpo.train.inputs import reward_names
+from sage_grpo.train.inputs import reward_folder, reward_names
 from sage_grpo.train.optimization import trainable_parameters
 
 
@@ -29,8 +30,18 @@ def plan_of(
         trained=trained,
         gpus=gpus,
         text_tokens=text_tokens,
-        rates=calibrate(gpu_model),
+        rates=with_local_rewards(calibrate(gpu_model), reward_folder(config)),
     )
+
+
+def with_local_rewards(rates: Calibration, folder: Path) -> Calibration:
+    """The rates with VideoAlign as large as in `folder`; a missing folder stands for the published model."""
+    files = [file for file in folder.rglob("*") if file.suffix in (".safetensors", ".pth")]
+    if not files:
+        return rates
+    stored_bytes = sum(file.stat().st_size for file in files)
+    videoalign = rates.rewards["videoalign"].of_size(stored_bytes)
+    return replace(rates, rewards={**rates.rewards, "videoalign": videoalign})
 
 
 @lru_cache

@@ -1,6 +1,5 @@
 """What the planner prints: one plan in full, or a line per value of a flag."""
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,13 +12,22 @@ from sage_grpo.tools.plan.memory import (
     disk_bytes,
     export_bytes,
     fits,
+    host_bytes,
     memory,
+    offloaded_bytes,
     peak,
     snapshot_bytes,
 )
 from sage_grpo.tools.plan.model import Plan
-from sage_grpo.tools.plan.remedies import Change
-from sage_grpo.tools.plan.times import clips_per_gpu_hour, times, validation_time, volumes
+from sage_grpo.tools.plan.remedies import MOST_GPUS, Change, all_words
+from sage_grpo.tools.plan.times import (
+    clips_per_gpu_hour,
+    run_time,
+    times,
+    validation_time,
+    volumes,
+    waiting_time,
+)
 from sage_grpo.train.validation import validation_sampling
 
 GB = 1e9  # bytes
@@ -43,11 +51,12 @@ def summarize(
         [
             *time_table(plan),
             speed_line(plan),
+            *waiting_lines(plan),
             validation_line(plan, validation_clips),
             whole_run_line(plan, validation_clips, price),
             rates_line(plan),
         ],
-        [*checkpoint_table(plan), disk_line(plan)],
+        [*checkpoint_table(plan), disk_line(plan), host_line(plan)],
         [*verdict_lines(plan, gpu_bytes, changes), *caveats(plan)],
     ]
     return "\n\n".join("\n".join(lines) for lines in paragraphs)
@@ -87,7 +96,7 @@ def memory_table(plan: Plan) -> list[str]:
     """GB of each part that takes any, and their total, at every moment."""
     parts = {name: list(row.values()) for name, row in memory(plan).items()}
     totals = [sum(column) for column in zip(*parts.values(), strict=True)]
-    rows = [["GB per GPU", *MOMENTS]]
+    rows = [["GB per GPU", *(moment.replace("_", " ") for moment in MOMENTS)]]
     for name, sizes in [*parts.items(), ("total", totals)]:
         if any(sizes):
             rows.append([name, *(f"{size / GB:.1f}" for size in sizes)])
@@ -119,6 +128,21 @@ def speed_line(plan: Plan) -> str:
     return line
 
 
+def waiting_lines(plan: Plan) -> list[str]:
+    """What ranks lose because their windows differ, and the form of `sde_window` that loses nothing."""
+    seconds = waiting_time(plan)
+    if not seconds:
+        return []
+    window = plan.config.sde_window
+    form = plan.config.window_form
+    share = seconds / sum(times(plan).values())
+    shared = window.replace(form.kind, f"{form.kind}_iteration", 1)
+    return [
+        f"{seconds:.1f} s of the rollout, {share:.0%} of an iteration, ranks wait for the one whose "
+        f"window costs most; --sde_window {shared} has one window for all ranks and no such wait"
+    ]
+
+
 def validation_line(plan: Plan, clips: int) -> str:
     c = plan.config
     seconds = validation_time(plan, clips)
@@ -134,10 +158,7 @@ def validation_line(plan: Plan, clips: int) -> str:
 def whole_run_line(plan: Plan, validation_clips: int, price: float | None) -> str:
     c = plan.config
     iteration = sum(times(plan).values())
-    validations = int(c.validate_at_step0)
-    validations += math.ceil(c.max_steps / (c.validation_interval or c.max_steps or 1))
-    seconds = c.max_steps * iteration + validations * validation_time(plan, validation_clips)
-    hours = seconds / 3600
+    hours = run_time(plan, validation_clips) / 3600
     gpu_hours = hours * plan.gpus
     cost = f", {gpu_hours * price:,.0f} at {price:g} an hour" if price else ""
 
@@ -180,9 +201,19 @@ def disk_line(plan: Plan) -> str:
     )
     if not c.use_lora:
         line += f" and {checkpoints if c.export_interval else 1} export(s)"
-    if c.async_save:
-        line += f"; host memory: {snapshot_bytes(plan) / GB:.1f} GB on each node that writes"
     return f"{line}."
+
+
+def host_line(plan: Plan) -> str:
+    """Host memory of the fullest node, and what it is for."""
+    parts = []
+    if plan.config.async_save:
+        parts.append(f"{snapshot_bytes(plan) / GB:.1f} for the copy of a checkpoint")
+    if offloaded_bytes(plan):
+        offloaded = host_bytes(plan) - snapshot_bytes(plan)
+        parts.append(f"{offloaded / GB:.1f} for the anchor and the weights that it replaces")
+    uses = f": {', '.join(parts)}" if parts else ""
+    return f"Host memory: {host_bytes(plan) / GB:.1f} GB on each node, besides its processes{uses}."
 
 
 def verdict_lines(plan: Plan, gpu_bytes: float, changes: Sequence[Change]) -> list[str]:
@@ -190,15 +221,23 @@ def verdict_lines(plan: Plan, gpu_bytes: float, changes: Sequence[Change]) -> li
     moment, peak_bytes = peak(plan)
     verdict = "fits" if fits(plan, gpu_bytes) else "does NOT fit"
     lines = [
-        f"Peak {peak_bytes / GB:.1f} GB ({moment}) and {plan.rates.reserve / GB:.0f} GB in reserve: "
-        f"{verdict} {gpu_bytes / GB:g} GB."
+        f"Peak {peak_bytes / GB:.1f} GB ({moment.replace('_', ' ')}) and "
+        f"{plan.rates.reserve / GB:.0f} GB in reserve: {verdict} {gpu_bytes / GB:g} GB."
     ]
+    if fits(plan, gpu_bytes):
+        return lines
+    if not changes:
+        return [
+            *lines,
+            f"  No flags and no {MOST_GPUS} GPUs of {gpu_bytes / GB:g} GB make it fit: "
+            "take a card with more memory, or a smaller model.",
+        ]
+    lines.append("These together make it fit, with the peak after each:")
     for change in changes:
         _, changed_peak = peak(change.plan)
-        lines.append(f"  {change.flag}: {changed_peak / GB:.1f} GB; {change.cost}")
-    last_plan = changes[-1].plan if changes else plan
-    if not fits(last_plan, gpu_bytes):
-        lines.append("  That is not enough: use more GPUs with enable_fsdp True, or smaller clips.")
+        lines.append(f"  {change.words}: {changed_peak / GB:.1f} GB; {change.cost}")
+    rate = clips_per_gpu_hour(changes[-1].plan)
+    lines.append(f"Then {rate:.1f} clips per GPU-hour: {all_words(changes)}")
     return lines
 
 

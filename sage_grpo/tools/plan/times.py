@@ -126,12 +126,12 @@ def times(plan: Plan, overlap: bool = True) -> dict[str, float]:
     update = passes * (forward + forward_gather + backward + backward_gather + backward_exchange)
     update += plan.reductions * reduction + optimizer_steps * trained_here / r.optimizer
 
-    anchor = passes * (forward + forward_gather)
+    anchor = passes * forward + plan.anchor_gathers * forward_gather
     if c.reference_mode_offload and not c.use_lora:
         # Parameters move to the host, the anchor comes in, and the parameters come back.
         anchor += trained_here * (2 * BYTES[c.master_weight_type] + BYTES[c.dtype]) / r.host
 
-    old_policy = plan.old_policy_passes * (forward + forward_gather)
+    old_policy = plan.old_policy_passes * forward + plan.old_policy_gathers * forward_gather
 
     return {
         "rollout": plan.rollout_passes * sampling + plan.rollout_gathers * sampling_gather,
@@ -140,6 +140,12 @@ def times(plan: Plan, overlap: bool = True) -> dict[str, float]:
         "anchor": old_policy + plan.anchor_fraction * anchor,
         "update": update,
     }
+
+
+def waiting_time(plan: Plan) -> float:
+    """Seconds per iteration that an average rank waits in the rollout for the rank with the costliest window."""
+    forward = forward_time(plan) * plan.rates.trainer_overhead.forward + waits(plan).exchange
+    return (plan.rollout_passes - plan.own_rollout_passes) * forward
 
 
 def clips_per_gpu_hour(plan: Plan) -> float:
@@ -168,14 +174,24 @@ def validation_time(plan: Plan, clips: int) -> float:
     return clips_per_rank * seconds
 
 
+def run_time(plan: Plan, validation_clips: int) -> float:
+    """Seconds of a whole run, with its validations."""
+    c = plan.config
+    validations = int(c.validate_at_step0)
+    validations += math.ceil(c.max_steps / (c.validation_interval or c.max_steps or 1))
+    iterations = c.max_steps * sum(times(plan).values())
+    return iterations + validations * validation_time(plan, validation_clips)
+
+
 def volumes(plan: Plan) -> dict[str, float]:
     """Bytes into one GPU per iteration."""
     volume = traffic(plan)
     passes = plan.training_passes
-    references = plan.old_policy_passes + passes * plan.anchor_fraction
-    gathers = plan.rollout_gathers + references + 2 * passes
-    trained_exchanges = references + passes * (2 + plan.recomputed)
-    exchanges = plan.rollout_passes + plan.trained_share * trained_exchanges
+    anchor_passes = passes * plan.anchor_fraction
+    gathers = plan.rollout_gathers + 2 * passes
+    gathers += plan.old_policy_gathers + plan.anchor_gathers * plan.anchor_fraction
+    trained_exchanges = plan.old_policy_passes + anchor_passes + passes * (2 + plan.recomputed)
+    exchanges = plan.own_rollout_passes + plan.trained_share * trained_exchanges
     return {
         "weights": volume.gather * gathers,
         "gradients": (volume.reduce + volume.replicas) * plan.reductions,

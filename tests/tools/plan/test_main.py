@@ -8,6 +8,7 @@ import pytest
 
 from sage_grpo.config.parse import parse
 from sage_grpo.tools.plan import __main__ as program
+from sage_grpo.tools.plan.calibration import GPU_MODELS
 from sage_grpo.tools.plan.memory import memory
 from sage_grpo.tools.plan.planner import plan_of
 from sage_grpo.tools.plan.times import clips_per_gpu_hour, times, validation_time
@@ -48,6 +49,52 @@ def test_a_run_that_does_not_fit_gets_remedies(run):
     assert code == 0 and "does NOT fit" not in text
 
 
+@pytest.mark.parametrize("name", GPU_MODELS)
+def test_a_card_brings_its_memory(run, name):
+    """The same peak of 50 GB fits the large cards; a smaller one gets flags that together make it fit."""
+    code, text, _ = run(f"{ONE_GPU} --gpu {name}")
+    gb = GPU_MODELS[name].memory / 1e9
+    fits_card = gb >= 80
+    assert code == (0 if fits_card else 1)
+    assert f"{'fits' if fits_card else 'does NOT fit'} {gb:g} GB." in text
+    if fits_card:
+        return
+    (command,) = re.findall(r"clips per GPU-hour: (--.*)$", text, re.MULTILINE)
+    code, text, _ = run(f"{ONE_GPU} --gpu {name} {command}")
+    assert code == 0 and f"fits {gb:g} GB." in text
+
+
+def test_memory_that_is_given_overrides_that_of_the_card(run):
+    code, text, _ = run(f"{ONE_GPU} --gpu 4090 --gpu_memory 80")
+    assert code == 0 and "fits 80 GB" in text and "scaled from an H200 to the 4090" in text
+
+
+def test_a_card_on_which_nothing_helps(run):
+    code, text, _ = run(f"{ONE_GPU} --gpu_memory 6")
+    assert code == 1 and "make it fit" in text and "These together" not in text
+
+
+def test_the_reward_of_a_model_folder_has_the_size_of_its_files(run):
+    """Not that of the published model, 4.5 GB."""
+    _, text, _ = run("--config configs/tiny_cpu.yaml")
+    (row,) = [line.split() for line in text.splitlines() if line.startswith("reward  ")][:1]
+    assert row[1:] == ["0.0"] * 8
+
+
+def test_waiting_for_the_costliest_window_is_named(run):
+    _, text, _ = run(f"{EIGHT_GPUS} --sde_window random:2")
+    (line,) = [line for line in text.splitlines() if "whose window costs most" in line]
+    seconds, *_ = line.split()
+    _, shared, _ = run(f"{EIGHT_GPUS} --sde_window random_iteration:2")
+    assert "whose window costs most" not in shared
+
+    def rollout(text: str) -> float:
+        (row,) = [line.split() for line in text.splitlines() if line.startswith("rollout ")]
+        return float(row[1])
+
+    assert float(seconds) == pytest.approx(rollout(text) - rollout(shared), abs=0.2)
+
+
 def test_how_long_a_checkpoint_takes(run):
     _, text, _ = run(f"{EIGHT_GPUS} --use_moving_KL True --keep_checkpoints 2")
     rows = [line.split() for line in text.splitlines() if line.startswith(("checkpoint", "export"))]
@@ -56,14 +103,15 @@ def test_how_long_a_checkpoint_takes(run):
         ["export", "33.3", "111", "33.3", "11.1"],
     ]
     assert "Disk: 381.1 GB for 3 checkpoints (keep_checkpoints + 1) and 1 export(s)" in text
-    assert "host memory: 115.9 GB on each node that writes" in text
+    assert "Host memory: 165.6 GB on each node" in text
 
 
 def test_what_a_validation_costs(run):
-    """Twice the clips take twice the time; 64 clips on 1 GPU are why the recipes take fewer."""
+    """Twice the clips take twice the time; 64 clips as the model is meant to be sampled would take four hours."""
+    meant = "--validate_video_length 121 --validation_fixed_size 480x848 --validation_num_inference_steps 50"
     minutes = {}
     for clips in (4, 8, 64):
-        _, text, _ = run(f"{ONE_GPU} --validation_interval 96 --num_validation_prompts {clips}")
+        _, text, _ = run(f"{ONE_GPU} {meant} --num_validation_prompts {clips}")
         (line,) = [line for line in text.splitlines() if line.startswith("validation: ")]
         sampling = "121 frames of 480 x 848, 50 steps, shift 5, guidance 6"
         assert line.endswith(f"{clips} clips, {sampling}")
@@ -84,8 +132,8 @@ def test_what_the_whole_run_costs(run):
     _, text, _ = run(f"{EIGHT_GPUS} --price 2")
     lines = {line.partition(":")[0]: line for line in text.splitlines()}
     plan = full_size_plan("--config configs/hunyuan15_8gpu.yaml", gpus=8)
-    # The first of 9 validations is before training.
-    hours = (800 * sum(times(plan).values()) + 9 * validation_time(plan, 16)) / 3600
+    # The first of 21 validations is before training.
+    hours = (800 * sum(times(plan).values()) + 21 * validation_time(plan, 64)) / 3600
     assert lines["whole run"] == (
         f"whole run: 800 iterations, 25,600 clips, {hours / 24:.1f} days, {8 * hours:,.0f} GPU-hours, "
         f"{2 * 8 * hours:,.0f} at 2 an hour; a checkpoint every 15 min"

@@ -19,6 +19,7 @@ from sage_grpo.tools.plan.memory import (
     disk_bytes,
     export_bytes,
     fits,
+    host_bytes,
     memory,
     peak,
     snapshot_bytes,
@@ -49,9 +50,7 @@ def part(name: str, config: Config = FULL, **flags: object) -> dict[str, float]:
 
 
 def test_a_part_has_a_base_and_more_at_some_moments():
-    assert at(1.0, reward=2.0) == {
-        "rollout": 1.0, "decode": 1.0, "reward": 3.0, "anchor": 1.0, "update": 1.0, "step": 1.0
-    }  # fmt: skip
+    assert at(1.0, reward=2.0) == dict.fromkeys(MOMENTS, 1.0) | {"reward": 3.0}
 
 
 def test_all_weights_are_fp32_and_sharded():
@@ -67,10 +66,14 @@ def test_adapters_beside_a_bf16_model():
 
 
 def test_averages_and_an_old_policy():
-    """nft keeps its old policy, and in the rollout the trained one beside it."""
+    """While averaged weights are validated, or nft's old policy samples, the trained one is kept beside them."""
     copy = 4 * TRAINED_HERE
-    assert part("EMA") == at(copy)
-    assert part("EMA", algorithm="nft") == at(2 * copy, rollout=copy)
+    validated = {"validation": copy, "validation_decode": copy}
+    assert part("EMA") == at(copy, **validated)
+    assert part("EMA", algorithm="nft") == at(2 * copy, rollout=copy, **validated)
+    assert part("EMA", algorithm="nft", ema_decay=0.0) == at(copy, rollout=copy)
+    in_bf16 = part("EMA", master_weight_type="bf16")
+    assert in_bf16 == at(copy, validation=copy / 2, validation_decode=copy / 2)
 
 
 def test_moments_of_the_optimizer():
@@ -89,10 +92,10 @@ def test_gathered_weights():
     two_blocks = 2 * (1600 - 3 * 240)  # and what is in no block
     everything = 2 * 1600
     assert part("gathered weights") == at(
-        0, rollout=two_blocks, anchor=two_blocks, update=two_blocks
+        0, rollout=two_blocks, anchor=two_blocks, validation=two_blocks, update=two_blocks
     )
     assert part("gathered weights", gather_for_rollout=True) == at(
-        0, rollout=everything, anchor=everything, update=two_blocks
+        0, rollout=everything, anchor=everything, validation=everything, update=two_blocks
     )
     assert part("gathered weights", **REPLICATED) == at(0)
 
@@ -133,6 +136,14 @@ def test_activations():
     assert part("activations", compile=True)["rollout"] == pytest.approx(forward.compiled * unit)
 
 
+def test_a_validation_clip_has_its_own_size():
+    forward = calibrate().forward_activations.eager
+    tokens = 5 * 2 * 3 + 2
+    validated = part("activations", micro_batch_size=2, validate_video_length=17)["validation"]
+    assert validated == pytest.approx(forward * tokens * 64 * 2)
+    assert part("VAE", validate_video_length=17)["validation_decode"] == 2 * 100 + TILED * 17
+
+
 def test_trajectories():
     latents = 18 * 32 * 4 * 2  # bytes of two clips
     states, velocities = 3 + 2, 3  # the final latents are a state, too
@@ -156,9 +167,11 @@ def test_trajectories_of_clips_that_are_not_trained_end_with_the_reward():
 def test_the_vae_decodes_in_tiles_if_its_memory_exceeds_the_limit():
     weights = 2 * 100
     untiled = 18 * UNTILED.eager
-    assert part("VAE") == at(weights, decode=TILED * 9)
-    assert part("VAE", decode_gb=untiled / 1e9) == at(weights, decode=untiled)
-    assert part("VAE", decode_gb=0.03) == at(weights, decode=TILED * 9)
+    in_tiles = at(weights, decode=TILED * 9, validation_decode=TILED * 9)
+    assert part("VAE") == in_tiles
+    whole = at(weights, decode=untiled, validation_decode=untiled)
+    assert part("VAE", decode_gb=untiled / 1e9) == whole
+    assert part("VAE", decode_gb=0.03) == in_tiles
 
 
 def test_rewards():
@@ -235,3 +248,20 @@ def test_disk_and_host_memory_of_checkpoints():
     assert snapshot_bytes(imaginary_plan(async_save=False)) == 0
     assert snapshot_bytes(imaginary_plan(gpus=16)) == checkpoint / 2
     assert snapshot_bytes(imaginary_plan(gpus=16, dp_replicate=4)) == checkpoint
+
+
+@pytest.mark.parametrize(
+    ("flags", "parameters"),
+    [
+        ({}, 0),
+        ({"reference_mode_offload": True}, 1200),
+        ({"reference_mode_offload": True, "gpus": 16}, 1200 / 2),
+        ({"reference_mode_offload": True, "gpus": 16, "dp_replicate": 2}, 1200),
+        ({"reference_mode_offload": True, **NO_ANCHOR}, 0),
+        ({"reference_mode_offload": True, "config": LORA}, 0),
+    ],
+)
+def test_a_node_keeps_the_offloaded_anchor_and_the_weights_that_it_replaces(flags, parameters):
+    """The anchor in bf16 and, while it runs, the policy in fp32, besides the copy of a checkpoint."""
+    plan = imaginary_plan(**flags)
+    assert host_bytes(plan) - snapshot_bytes(plan) == parameters * (2 + 4)

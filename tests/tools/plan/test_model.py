@@ -1,5 +1,7 @@
 """What a plan counts, by hand for a small imaginary model."""
 
+import itertools
+
 import pytest
 
 from tests.tools.plan.imaginary import imaginary_plan
@@ -22,12 +24,50 @@ def test_passes_of_an_iteration():
     assert imaginary_plan(guidance_scale=1.0).branches == 1
 
 
+WINDOWS = {
+    "sde_window": "random:1",
+    "tail_steps": 1,
+    "same_init_noise": True,
+    "gather_for_rollout": True,
+}
+
+
 def test_a_group_shares_the_steps_before_its_window():
-    plan = imaginary_plan(
-        sde_window="random:1", tail_steps=1, same_init_noise=True, gather_for_rollout=True
-    )
-    assert plan.ode_steps == (2, 4 / 5)
-    assert plan.rollout_passes == 2 * (2 / 2 + 2 * (1 + 4 / 5))
+    """Windows start at one of five steps; the first four leave a tail of one step."""
+    plan = imaginary_plan(gpus=1, **WINDOWS)
+    assert plan.rollout_passes == pytest.approx(2 * (2 / 2 + 2 * (1 + 4 / 5)))
+
+
+def test_ranks_wait_for_the_costliest_window():
+    """Two micro-batches of two clips on each of two ranks, all pairs of windows equally likely."""
+    plan = imaginary_plan(gpus=2, **WINDOWS)
+    first_batch = [start / 2 + 1 + int(start < 4) for start in range(5)]
+    second_batch = [1 + int(start < 4) for start in range(5)]
+    pairs = list(itertools.product(range(5), repeat=2))
+    longest = [
+        max(first_batch[a], first_batch[b]) + max(second_batch[a], second_batch[b])
+        for a, b in pairs
+    ]
+    assert plan.rollout_passes == pytest.approx(2 * sum(longest) / len(pairs))
+    assert plan.own_rollout_passes == imaginary_plan(gpus=1, **WINDOWS).rollout_passes
+
+    shared = imaginary_plan(gpus=2, **WINDOWS | {"sde_window": "random_iteration:1"})
+    assert shared.rollout_passes == shared.own_rollout_passes == plan.own_rollout_passes
+
+
+@pytest.mark.parametrize(
+    ("gpus", "flags", "windows"),
+    [
+        (8, {}, 8),
+        (8, {"sp_size": 2}, 4),
+        (8, {"batch_size": 2}, 4),  # two ranks share a group
+        (8, {"batch_size": 8}, 8),
+        (8, {"sde_window": "slide:1"}, 8),
+        (8, {"sde_window": "slide_iteration:1"}, 1),
+    ],
+)
+def test_how_many_windows_run_at_once(gpus, flags, windows):
+    assert imaginary_plan(gpus=gpus, **WINDOWS | flags).windows_at_once == windows
 
 
 def test_fraction_of_iterations_with_an_anchor():
