@@ -77,6 +77,7 @@ def test_the_search_uses_no_seed_that_is_reported():
     names = {"kl_weights", *SEARCHES, *(f"further_{name}" for name in SEARCHES)}
     searches = {name: {SEARCH["first_seed"]} for name in names}
     own = searches | {"raw_weights": {11, 12, 13, 14}}
+    own |= {name: {21, 22, 23, 24} for name in ("authors", "shared_window")}
     assert all(found == own.get(name, set(range(1, 9))) for name, found in seeds.items())
 
 
