@@ -81,6 +81,7 @@ def smallest_run(model, folder, **changes):
         "validation_num_inference_steps": 2,
         "validation_interval": 1000,
         "validation_videos": 0,  # ffmpeg takes longer than the iterations
+        "rollout_videos": 0,
         "save_interval": 0,
         "report_to": "none",
         "lora_r": 4,

@@ -541,6 +541,11 @@ class ValidationFlags:
         minimum=0,
         default_text="all",
     )
+    rollout_videos: int = flag(
+        24,
+        "logged iterations whose best and worst clip of a group are kept as small videos; 0 keeps none",
+        minimum=0,
+    )
 
 
 @dataclass(frozen=True)

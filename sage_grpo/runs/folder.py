@@ -8,7 +8,7 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,16 @@ import diffusers
 import numpy as np
 import torch
 from PIL import Image
+from torch import Tensor
 
 from sage_grpo.config.fields import Config, ConfigError
 from sage_grpo.files.foreign import Refused, check_regular, replace_text
 from sage_grpo.files.json_files import printable, write_json
 from sage_grpo.files.manifest import delete
 from sage_grpo.parallel.ranks import Ranks
+from sage_grpo.runs.clips import Record
 from sage_grpo.runs.diagnosis import diagnose
+from sage_grpo.runs.gallery import Gallery
 from sage_grpo.runs.hacking import divergence
 from sage_grpo.runs.history import break_sentence, read_run, yardstick_changes
 from sage_grpo.runs.lock import WAIT, Lock
@@ -37,6 +40,7 @@ CONTENTS = (
     "metrics.jsonl",
     "report.html",
     "validation",
+    "rollouts",
     "checkpoints",
     "flight",
     "tensorboard",
@@ -57,6 +61,7 @@ class RunFolder:
         self.lock: Lock | None = None
         self.tracker: Tracker | None = None
         self.page = PageProcess(self.path)
+        self.gallery = Gallery(self.path, config.rollout_videos)
         self.report_module: str | None = (
             None  # program that writes report.html; the caller names it
         )
@@ -137,6 +142,7 @@ class RunFolder:
 
     def close(self) -> None:
         self.page.finish()
+        self.gallery.finish()
         if self.tracker:
             self.tracker.close()
         if self.lock:
@@ -184,6 +190,13 @@ class RunFolder:
             with self._optional("the contact sheet is not sent to the trackers"):
                 image = np.array(Image.open(sheet).convert("RGB"))
                 self.tracker.show("validation/clips", image, step)
+
+    def show_rollouts(
+        self, step: int, clips: Sequence[Tensor], records: Sequence[Record], fps: int
+    ) -> None:
+        """Keep the best and the worst clip of a group to look at, in the background."""
+        with self._optional("the best and the worst clip of an iteration are not kept"):
+            self.gallery.keep(step, clips, records, fps)
 
     def validation_folder(self, step: int) -> Path:
         return self.path / "validation" / f"step-{step:06d}"

@@ -23,12 +23,15 @@ LABEL_HEIGHT = 20
 FONT_SIZE = 13
 
 
-def write_mp4(path: Path, clip: Tensor, fps: int) -> None:
-    """Write near-lossless H.264. Tiny clips are magnified: players and chroma subsampling need some pixels."""
+def write_mp4(path: Path, clip: Tensor, fps: int, quality: int = 9) -> None:
+    """Write H.264, near-lossless unless told another quality, up to 10.
+
+    Tiny clips are magnified: players and chroma subsampling need some pixels.
+    """
     is_tiny = min(clip.shape[1:3]) < 128
     frames = magnified(clip, SMALLEST_VIDEO if is_tiny else 1)
     imageio.mimwrite(
-        path, frames, "FFMPEG", fps=fps, codec="libx264", quality=9, macro_block_size=2
+        path, frames, "FFMPEG", fps=fps, codec="libx264", quality=quality, macro_block_size=2
     )
     if not path.is_file() or not path.stat().st_size:  # ffmpeg fails silently
         path.unlink(missing_ok=True)

@@ -22,12 +22,14 @@ from sage_grpo.parallel.fsdp import gathered, reduce_gradients_in_next_backward
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.rewards.base import Composite, Scores
 from sage_grpo.runs.folder import RunFolder
+from sage_grpo.runs.gallery import extremes, record_of
 from sage_grpo.train.algorithms.base import Algorithm
 from sage_grpo.train.algorithms.grpo import ExploringRollouts
 from sage_grpo.train.batches import (
     ClipId,
     MicroBatch,
     draw_prompts,
+    group_of,
     join_micro_batches,
     plan_micro_batches,
     split_clips,
@@ -150,6 +152,7 @@ class Trainer:
                 with watch.phase("gold"):
                     gold = self.measure_gold(batch, clips)
                 advantages = self.advantages(scores)
+                self.show_extremes(batch, clips, scores)
                 with watch.phase("anchor"):
                     batch, trained = self.select(batch, advantages)
                     self.prepare_anchor(batch)
@@ -604,6 +607,30 @@ class Trainer:
             self.half_gradient.signal,
             start=f"{self.fingerprints}, seed {self.config.seed}",
         )
+
+    def show_extremes(
+        self, batch: Sequence[Trajectory], clips: Sequence[Tensor | None], scores: Scores
+    ) -> None:
+        """Keep the best and the worst clip of a group to look at; those of the first rank are enough."""
+        c = self.config
+        if not self.ranks.first or not c.rollout_videos or not self.is_logged(self.step + 1):
+            return
+        ids = [clip for trajectory in batch for clip in trajectory.micro_batch]
+        totals = scores.total[: len(ids)].tolist()  # the first rank's rows come first
+        for position, clip in enumerate(clips):
+            if clip is None:
+                totals[position] = math.nan
+        chosen = extremes(totals, [group_of(clip, c.num_generations) for clip in ids])
+        if chosen is None:
+            return
+
+        records = []
+        for position in chosen:
+            clip_scores = {name: values[position].item() for name, values in scores.named.items()}
+            clip_scores["total"] = totals[position]
+            text = self.requests[ids[position].prompt_index].text
+            records.append(record_of(text, ids[position].sample, clip_scores))
+        self.run.show_rollouts(self.step + 1, [clips[i] for i in chosen], records, c.fps)
 
     def log(self, record: dict[str, Any], bar: tqdm) -> None:
         record["kl/anchor_age"] = self.anchor.age if self.anchor else None

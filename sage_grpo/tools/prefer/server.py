@@ -82,7 +82,7 @@ class Gate:
             answer = refusal(403, problem)
         elif rater is None:
             answer = refusal(
-                403, "this page opens only with the whole address that `label` printed"
+                403, "this page opens only with the whole address that the program printed"
             )
         else:
             scope["rater"] = rater

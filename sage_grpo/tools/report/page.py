@@ -17,6 +17,7 @@ from sage_grpo.files.json_files import printable
 from sage_grpo.intervals import FEWEST
 from sage_grpo.runs.clips import Clip, pair_clips, read_validations
 from sage_grpo.runs.diagnosis import Finding, diagnose
+from sage_grpo.runs.gallery import read_gallery
 from sage_grpo.runs.hacking import divergence
 from sage_grpo.runs.history import (
     RunHistory,
@@ -42,6 +43,8 @@ from sage_grpo.tools.report.drawing import Panel
 from sage_grpo.tools.report.settings import DEFAULTS, config_of, differing, has_meaning
 from sage_grpo.tools.templating import render
 
+MOST_ROLLOUTS = 8  # iterations whose best and worst clip a page shows
+
 # what a report reads of a run folder
 READ = (
     "command.txt",
@@ -50,6 +53,7 @@ READ = (
     "preferences.json",
     "status.json",
     "validation",
+    "rollouts",
 )
 
 
@@ -114,6 +118,7 @@ def page(run: RunHistory) -> str:
         measures=[reward_section(run), holdout_section(run), gold_section(run, result)],
         rows=clip_rows(clips, total=True),
         preferences=preference_rows(run),
+        rollouts=spread(read_gallery(run.folder)),
         training=[
             update_section(run),
             denoising_step_section(run),
@@ -218,6 +223,15 @@ def before_after(run: RunHistory) -> dict[str, list[Clip]]:
         return {}
     first, last = min(validations), max(validations)
     return {f"iteration {step}": validations[step] for step in (first, last)}
+
+
+def spread(pairs: dict[int, tuple[Clip, Clip]]) -> dict[int, tuple[Clip, Clip]]:
+    """At most MOST_ROLLOUTS of the pairs, from the first to the last: each is a video inside the page."""
+    steps = list(pairs)
+    if len(steps) > MOST_ROLLOUTS:
+        positions = np.linspace(0, len(steps) - 1, MOST_ROLLOUTS).round().astype(int)
+        steps = [steps[position] for position in positions]
+    return {step: pairs[step] for step in steps}
 
 
 def perfect_scores(run: RunHistory) -> str:
