@@ -46,6 +46,8 @@ NOT_RUN = {  # why a command is only read
     r"studies\.(page|readme_figures|damage_study)": "would draw the figures of the pages",
     r"my_(reward|sde)\.py": "needs the file that the page shows",
     r"tools\.prefer|research\.people|demo-people": "needs people, or many minutes",
+    r"tools\.watch": "serves until it is stopped",
+    r"tools\.publish": "needs an account on the hub",
     r"make (test|lint|golden|chaos|figures)|-m pytest|reward_server": "is run elsewhere, or never ends",
 }
 

@@ -10,7 +10,7 @@ import pytest
 from sage_grpo import __version__
 
 ROOT = Path(__file__).parents[1]
-NAMES = ("diagnose", "doctor", "evaluate", "plan", "prefer", "report")
+NAMES = ("diagnose", "doctor", "evaluate", "plan", "prefer", "publish", "report", "watch")
 TOOLS = [f"sage_grpo.tools.{name}" for name in NAMES]
 SCRIPTED = (
     "audit_reward",

@@ -21,10 +21,16 @@ from tests.tools.fake_run import make_run
 HOSTILE = '<script>alert("x")</script>'
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A run of 12 iterations with three validations. Read-only."""
+    return make_run(tmp_path_factory.mktemp("made") / "run", iterations=12, every=6, prompts=3)
+
+
 @pytest.fixture
-def run(tmp_path, monkeypatch):
-    """A run of 12 iterations with three validations and two pairs of rollouts."""
-    folder = make_run(tmp_path / "runs" / "mine", iterations=12, every=6, prompts=3)
+def run(made, tmp_path, monkeypatch):
+    """A copy of that run, with two pairs of rollouts."""
+    folder = shutil.copytree(made, tmp_path / "runs" / "mine")
     monkeypatch.setattr(
         gallery, "write_mp4", lambda path, clip, fps, quality: path.write_bytes(b"video of a pair")
     )
