@@ -1,7 +1,9 @@
 """Learning a reward from answers: the real VideoAlign classes at a tiny size, and raters with a known taste."""
 
 import json
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -125,6 +127,15 @@ def drawn(number):
     return ShapesWorld().draw(["a red circle moving left"], 9, SIDE, SIDE, seed=number)[0]
 
 
+@cache
+def encoded(number):
+    """The bytes of its mp4 file, which take the longest to make."""
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "clip.mp4"
+        write_mp4(file, drawn(number), 8)
+        return file.read_bytes()
+
+
 @pytest.fixture(scope="module")
 def clips():
     """48 clips, and the VQ that the embedded reward gives them."""
@@ -135,12 +146,12 @@ def clips():
 
 def write_study(path, clips, likes_what_the_base_likes, prompts=24):
     """Two clips per prompt; the rater agrees with the base, or always says the opposite."""
-    videos, scores = clips
+    _, scores = clips
     clips_folder(path).mkdir(parents=True)
     listed = []
     for number in range(2 * prompts):
         name = f"{number}.mp4"
-        write_mp4(clips_folder(path) / name, videos[number], 8)
+        (clips_folder(path) / name).write_bytes(encoded(number))
         prompt = f"a red circle moving left at speed {number // 2}"
         listed.append(Clip(name, 0, prompt, height=SIDE, width=SIDE))
     pairs = tuple((2 * i, 2 * i + 1) for i in range(prompts))
@@ -154,7 +165,9 @@ def write_study(path, clips, likes_what_the_base_likes, prompts=24):
     return path
 
 
+@pytest.mark.slow
 def test_a_reward_learns_what_a_rater_likes_and_the_folder_says_how_well(clips, tmp_path, capsys):
+    """The whole command on the embedded reward; the fit and the writing alone have fast tests."""
     answers = write_study(tmp_path / "prefs.jsonl", clips, likes_what_the_base_likes=False)
     output = tmp_path / "reward"
     assert main(["learn", str(answers), "--base", str(BASE), "--output", str(output)]) == 0
@@ -177,7 +190,9 @@ def test_a_reward_learns_what_a_rater_likes_and_the_folder_says_how_well(clips, 
         torch.testing.assert_close(after[name], before[name], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_reward_that_is_not_better_is_not_written_unless_told_to(clips, tmp_path, capsys):
+    """The whole command, for a rater who agrees with the base; the fit alone has a fast test."""
     answers = write_study(tmp_path / "prefs.jsonl", clips, likes_what_the_base_likes=True)
     words = ["learn", str(answers), "--base", str(BASE), "--output", str(tmp_path / "reward")]
     assert main(words) == 1
@@ -190,7 +205,9 @@ def test_a_reward_that_is_not_better_is_not_written_unless_told_to(clips, tmp_pa
     assert "exists already" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_killed_call_continues_and_another_base_starts_anew(clips, tmp_path, monkeypatch):
+    """Decodes and scores files several times; what a stored state is made of has no fast test."""
     answers = write_study(tmp_path / "prefs.jsonl", clips, True, prompts=12)
     study, _ = learn_module.read_answers(answers)
     reward = VideoAlign(BASE)
