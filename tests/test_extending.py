@@ -322,7 +322,7 @@ def test_a_plug_in_is_seen_by_the_doctor_and_counts_1_if_it_has_a_single_score(f
     ("reward_model", "bad.py:calm", "bad.py:calm cannot be loaded: SyntaxError"),
     ("reward_model", "own.py:Picky", "no model can draw a red wall"),
     ("reward_model", "own.py:build", "reward_weights must have a number for each of build's light, dark"),
-    ("sde_type", "own.py:short", "the sampler's a is"),
+    ("sde_type", "own.py:short", "sde_type own.py:short cannot be used"),
     ("sde_type", "own.py:Calm", "own.py:Calm cannot be loaded: AttributeError"),
 ])  # fmt: skip
 def test_a_plug_in_that_cannot_be_used_is_one_sentence(folder, own, capsys, flag, name, sentence):

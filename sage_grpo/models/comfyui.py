@@ -18,15 +18,9 @@ from sage_grpo.models.weights import Weights
 PREFIX = "diffusion_model."
 LAYOUT = "ComfyUI's layout"
 
-# Tables of names by model. To add one, write the table beside the backbone.
-TABLES = {
-    "HunyuanVideo-1.5": "hunyuan15/comfyui_names.txt",
-    "Wan": "wan21/comfyui_names.txt",
-}
-RULES = {
-    model: read_rules(Path(__file__).parent / table)["transformer"]
-    for model, table in TABLES.items()
-}
+# The rules of each table of names. To add one, write the table beside the backbone.
+TABLES = sorted(Path(__file__).parent.glob("*/comfyui_names.txt"))
+RULES = [read_rules(table)["transformer"] for table in TABLES]
 
 
 def has_layout(names: Iterable[str]) -> bool:
@@ -42,7 +36,7 @@ def _closest(names: Sequence[str]) -> list[Rule]:
     def num_known(rules: list[Rule]) -> int:
         return sum(find(rules, name) is not None for name in names)
 
-    return max(RULES.values(), key=num_known)
+    return max(RULES, key=num_known)
 
 
 def all_weights(weights: Weights) -> Weights:
