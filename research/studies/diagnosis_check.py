@@ -27,7 +27,7 @@ import yaml
 from safetensors.torch import save_file
 from torch import Tensor
 
-from research.studies.faults import BY_WORLD, HEALTHY, fault_of
+from research.studies.faults import BY_WORLD, HEALTHY, OTHER_ALGORITHMS, fault_of
 from sage_grpo.config.fields import Config
 from sage_grpo.config.parse import from_values
 from sage_grpo.models.registry import BACKBONES
@@ -41,6 +41,7 @@ from tests.trivial_backbone import TinyDenoiser
 
 ROOT = Path(__file__).parents[2]
 SEEDS = range(1, 9)  # of healthy runs
+FEW_SEEDS = range(1, 4)  # of healthy runs of the other algorithms
 TEXTS = ("a wall", "a door", "a roof", "a floor")
 ORANGE = (0.9, 0.5, 0.1)  # what all of them should be
 SHARED = {
@@ -114,8 +115,22 @@ def run_folder(output: Path, world: str, name: str) -> Path:
     return output / world / re.sub(r"\W+", "-", name)
 
 
+def healthy_runs(world: str) -> list[str]:
+    """Names of the healthy runs: of grpo, and in the small world a few of the other algorithms."""
+    names = [f"{HEALTHY}-{seed}" for seed in SEEDS]
+    if world == "small":
+        names += [f"{HEALTHY}-{name}-{seed}" for name in OTHER_ALGORITHMS for seed in FEW_SEEDS]
+    return names
+
+
+def healthy_flags(name: str) -> dict[str, Any]:
+    """What distinguishes a healthy run from the others."""
+    _, *algorithm, seed = name.split("-")
+    return {"seed": int(seed), "algorithm": algorithm[0] if algorithm else "grpo"}
+
+
 def train(output: Path, world: str, name: str) -> None:
-    """Make one run in this process; `healthy-3` is a healthy one with seed 3."""
+    """Make one run in this process; `healthy-3` is a healthy one with seed 3, `healthy-awm-3` the same of awm."""
     torch.set_num_threads(1)
     BACKBONES["TrivialPipeline"] = "tests.trivial_backbone:Trivial"
     REWARDS["walls"] = lambda setup: Walls()
@@ -131,7 +146,7 @@ def train(output: Path, world: str, name: str) -> None:
         values["prompt_cache"] = str(output / "prompts")
     values["batch_size"] //= fault.ranks
     if name.startswith(HEALTHY):
-        values["seed"] = int(name.split("-")[1])
+        values |= healthy_flags(name)
 
     config = from_values(values)
     with join_run(config) as ranks:
@@ -285,8 +300,7 @@ def main() -> None:
         train(args.output, args.world, args.train)
         return
 
-    healthy = [f"{HEALTHY}-{seed}" for seed in SEEDS]
-    names = args.only or [*BY_WORLD[args.world], *healthy]
+    names = args.only or [*BY_WORLD[args.world], *healthy_runs(args.world)]
     if args.world == "small" and not (args.output / "model" / "transformer").is_dir():
         small_model(args.output / "model")
     for name in names:
@@ -298,9 +312,9 @@ def main() -> None:
     print(verdicts)
     if args.record:
         runs = read_records(args.record) if args.record.is_file() else {}
-        runs[args.world] = {
-            name: record(run_folder(args.output, args.world, name)) for name in names
-        }
+        for name in names:
+            recorded = record(run_folder(args.output, args.world, name))
+            runs.setdefault(args.world, {})[name] = recorded
         write_records(args.record, runs)
     if args.write:
         write_table(args.write, args.world, verdicts)

@@ -3,6 +3,7 @@
 import copy
 import math
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -92,6 +93,21 @@ def brightness(values: Tensor, trainer: Trainer, clips: Sequence[Tensor]) -> Ten
     return torch.stack([clip.double().mean() / 255 for clip in clips])
 
 
+def ranked(values: Tensor, trainer: Trainer, clips: Sequence[Tensor]) -> Tensor:
+    """Score clips by their place among those of the call, from 0 to 1."""
+    return values.argsort().argsort().double() / trainer.reward.batch_size
+
+
+def reversed_order(values: Tensor, trainer: Trainer, clips: Sequence[Tensor]) -> Tensor:
+    """Give the first clip of a call the score of its last one."""
+    return values.flip(0)
+
+
+def checksum(values: Tensor, trainer: Trainer, clips: Sequence[Tensor]) -> Tensor:
+    """Score clips by a checksum of their pixels: the same clip always scores the same, but nothing can be learned."""
+    return torch.tensor([zlib.crc32(clip.numpy().tobytes()) / 2**32 for clip in clips]).double()
+
+
 def rugged(values: Tensor, trainer: Trainer, clips: Sequence[Tensor]) -> Tensor:
     """Add a part that depends on the clip alone but on nothing that can be learned."""
     return values + 0.1 * torch.stack([torch.sin(1e3 * clip.double().sum()) for clip in clips])
@@ -146,6 +162,7 @@ def lone_prompts(trainer: Trainer) -> None:
 
 
 HEALTHY = "healthy"
+OTHER_ALGORITHMS = ("awm", "nft")  # healthy runs without one of these words are grpo's
 LARGER_CLIPS = {
     "num_frames": 2,
     "height": 16,
@@ -220,6 +237,30 @@ FAULTS = {  # of the small world
     "every fifth gradient is not finite": Fault("not finite", inject=no_gradient),
     "reward slows down": Fault("slow", inject=rescored(delayed)),
 }
+
+# Faults that have nothing to do with how a policy explores, and need not show in the curve: for every algorithm.
+OF_REWARDS = {
+    "reward is a checksum of the clip": Fault(
+        "too few clips",
+        {"max_steps": 128},  # in fewer, the share of signal is too uncertain
+        rescored(checksum, validation=True),
+    ),
+    "reward ranks the clips of its call": Fault(
+        "depends on the other clips of its call",
+        inject=rescored(ranked, validation=True),
+    ),
+    "scores in reverse order": Fault(
+        "scores belong to other clips",
+        inject=rescored(reversed_order, validation=True),
+    ),
+}
+for _algorithm in ("grpo", *OTHER_ALGORITHMS):
+    for _name, _fault in OF_REWARDS.items():
+        _flags = {"algorithm": _algorithm, **_fault.flags}
+        if _algorithm == "nft" and _fault.finding == "too few clips":
+            # at a higher rate its pull toward the old policy, whatever the reward, is a part of the gradient
+            _flags["learning_rate"] = 2e-4
+        FAULTS[f"{_name}, {_algorithm}"] = replace(_fault, flags=_flags)
 
 # A fault that shows in every iteration needs no long run.
 SHORT = {"max_steps": 10, "num_validation_prompts": 8}

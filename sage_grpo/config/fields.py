@@ -308,11 +308,12 @@ class RolloutFlags:
     same_init_noise: bool = flag(False, "start all clips of a group from the same noise")
     sde_window: str = flag(
         "all",
-        "steps that explore: all, all_but_last, [random|slide][_iteration]:SIZE[:EVERY]",
+        "steps that explore: all, all_but_last, [random|slide][_iteration]:SIZE[:EVERY][:all_but_last][:even]",
     )
     tail_steps: int = flag(
         0,
-        "higher-order solver steps after the window; 0 takes the remaining steps as they are",
+        "higher-order solver steps after the window; the first and the last of them are Euler's, and from pure noise"
+        " (awm, nft) the second too; 0 takes the remaining steps as they are",
         minimum=0,
         maximum=MAX_SAMPLING_STEPS,
     )
@@ -469,7 +470,12 @@ class RewardFlags:
         minimum=0,
         maximum=1,
     )
-    reward_fps: float = flag(2.0, "frames per second that rewards other than shapes see", above=0)
+    reward_fps: float | None = flag(
+        None,
+        "frames per second that rewards other than shapes see",
+        above=0,
+        default_text="that of VideoAlign's folder, 2 for other rewards",
+    )
     reward_batch_size: int = flag(4, "clips per reward call", minimum=1)
 
 

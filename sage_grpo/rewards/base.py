@@ -4,6 +4,7 @@ Rewards receive clips in memory, never files; a failed reward is NaN, never a nu
 names, `build.py` builds rewards from names.
 """
 
+import copy
 import difflib
 import inspect
 import json
@@ -20,6 +21,7 @@ from sage_grpo.background import within
 from sage_grpo.data.requests import Request
 from sage_grpo.files.fingerprints import files_fingerprint
 from sage_grpo.plugins import contained
+from sage_grpo.rewards.failures import failure_text
 
 # Names that no score may have: the metrics use reward/total and so on. The same as BATCH_STATISTICS of runs/history.py.
 RESERVED_NAMES = (
@@ -58,13 +60,18 @@ class Setup:
 
     path: Path  # VideoAlign's folder; the weights of other rewards are in sibling folders
     device: torch.device
-    sample_fps: float = 2.0  # frames sampled per second
+    sample_fps: float | None = None  # frames sampled per second; None: the reward's own rate
     url: str | None = None  # address of a reward server or a judge
     timeout: float = 300.0  # seconds a call may take
     start_timeout: float = 1800.0  # seconds until a server has answered which scores it has
     judge_model: str | None = None  # None: the only one that the server has
     judge_rubric: str | None = None  # file; None: rubric.txt in this folder
     judge_cache: str | None = None  # folder of scores; None: host memory
+
+    @property
+    def sample_fps_or_default(self) -> float:
+        """For rewards that have no rate of their own."""
+        return 2.0 if self.sample_fps is None else self.sample_fps
 
     @property
     def dtype(self) -> torch.dtype:
@@ -84,6 +91,7 @@ class Scores:
     named: dict[str, Tensor]  # each (N,)
     errors: list[str] = field(default_factory=list)  # one sentence per failure
     weights: Mapping[str, float] = field(default_factory=dict)  # of the named scores in the total
+    exceptions: int = 0  # calls that raised an error or took too long
 
 
 Prompts = Sequence[str | Request]
@@ -178,12 +186,19 @@ class Composite:
         """The weighted sum; a score with weight 0 may be NaN."""
         return sum(weight * named[name] for name, weight in self.weights.items() if weight)
 
+    def one_per_call(self) -> "Composite":
+        """The same rewards, given one clip at a time."""
+        alone = copy.copy(self)
+        alone.batch_size = 1
+        return alone
+
     def score(self, clips: Sequence[Tensor | None], prompts: Prompts, fps: float) -> Scores:
         """Score uint8 clips (F, H, W, 3); None is a clip that could not be decoded and counts as failed."""
         named = {
             name: torch.full((len(clips),), math.nan, dtype=torch.float64) for name in self.names
         }
         errors: list[str] = []
+        exceptions = 0
         decoded = [row for row, clip in enumerate(clips) if clip is not None]
         for name, reward in self.rewards.items():
             for rows in self._batches(decoded):
@@ -196,9 +211,11 @@ class Composite:
                     failed_clips = list(getattr(reward, "failures", ()))
                 except TimeoutError as error:
                     errors.append(f"{name}: {error}")
+                    exceptions += 1
                     break  # the next batch would take just as long
                 except Exception as error:  # any failure of a reward means no score
-                    errors.append(f"{name}: {type(error).__name__}: {error}")
+                    errors.append(failure_text(name, error))
+                    exceptions += 1
                     continue
 
                 errors += [f"{name}: {text}" for text in failed_clips]
@@ -210,7 +227,7 @@ class Composite:
         not_decoded = len(clips) - len(decoded)
         if not_finite > not_decoded and not errors:
             errors.append(f"{not_finite - not_decoded} score(s) are not finite")
-        return Scores(total, named, errors, self.weights)
+        return Scores(total, named, errors, self.weights, exceptions)
 
     def num_batches(self, num_clips: int) -> int:
         """How often `on_batch` is called while so many clips are scored."""

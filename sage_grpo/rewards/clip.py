@@ -37,7 +37,7 @@ class ClipScore(Reward):
 
     def __init__(self, setup: Setup) -> None:
         self.device = setup.device
-        self.sample_fps = setup.sample_fps
+        self.sample_fps = setup.sample_fps_or_default
         self.weights = setup.beside(self.folder)
         self.model, self.tokenizer = load_clip(self.weights)
         # read before the cast: bf16 would make it 1 % smaller

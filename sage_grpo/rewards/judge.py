@@ -82,7 +82,7 @@ class Judge(ServerClient, Reward):
         self.names = self.rubric.names
         self.cache = _usable_cache(setup.judge_cache)
         self.cache_notes: set[str] = set()  # printed so far: "read", "written"
-        self.sample_fps = setup.sample_fps
+        self.sample_fps = setup.sample_fps_or_default
         self.known: dict[str, dict[str, float]] = {}  # scores by the hash of the request
         self.counts: Counter[str] = Counter()  # of requests and tokens
         self.failures: list[str] = []  # of the last batch, one sentence per clip

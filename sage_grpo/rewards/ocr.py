@@ -27,7 +27,7 @@ class OcrReward:
                 f"the reward ocr needs a package ({error}): "
                 "pip install --no-deps -r requirements-ocr.txt"
             ) from error
-        self.sample_fps = setup.sample_fps
+        self.sample_fps = setup.sample_fps_or_default
         # By default it would use all cores, enlarge small frames and look for upside-down text.
         self.reader = RapidOCR(
             intra_op_num_threads=torch.get_num_threads(),

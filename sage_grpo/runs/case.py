@@ -4,6 +4,7 @@ Shapes: N logged iterations, T denoising steps. What a run did not record is NaN
 """
 
 import math
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -14,9 +15,27 @@ from sage_grpo.config.yaml_files import yaml_mapping
 from sage_grpo.files.json_files import read_object
 from sage_grpo.intervals import Interval, interval, student_95
 from sage_grpo.runs.clips import Clip, Pair, pair_clips, read_validations
-from sage_grpo.runs.history import RunHistory, column, numbers, text_of
+from sage_grpo.runs.history import Line, RunHistory, column, numbers, text_of
 
 FEWEST_FOR_TREND = 8  # iterations or updates before which nothing is said about a trend
+# logged iterations before which early and late ones are not compared
+FEWEST_FOR_LATE = 2 * FEWEST_FOR_TREND + 1
+
+
+def gradient_signal(lines: Sequence[Line]) -> tuple[float, float]:
+    """Share of signal in the squared gradient of an update, and its standard error; NaN if not known.
+
+    Iterations count by their squared gradient norm, of which the share is a part.
+    """
+    shares = column(lines, "signal/gradient")
+    squares = column(lines, "policy/grad_norm") ** 2
+    known = np.isfinite(shares) & (squares > 0)
+    if known.sum() < FEWEST_FOR_TREND:
+        return math.nan, math.nan
+    weights = squares[known] / squares[known].sum()
+    share = shares[known] @ weights
+    error = np.linalg.norm((shares[known] - share) * weights)
+    return float(share), float(error)
 
 
 class Case:
@@ -60,7 +79,7 @@ class Case:
     def early_and_late(self, key: str) -> tuple[float, float]:
         """Medians over the first 8 and the last 4 iterations, without the very first, which warms up."""
         values = self.values(key)[1:]
-        if len(values) < 2 * FEWEST_FOR_TREND:
+        if len(values) < FEWEST_FOR_LATE - 1:
             return math.nan, math.nan
         early = values[:FEWEST_FOR_TREND]
         late = values[-FEWEST_FOR_TREND // 2 :]
@@ -69,6 +88,40 @@ class Case:
     def schedule(self, key: str) -> np.ndarray:
         """What the sampler does at each denoising step, (T,); empty if that was not recorded."""
         return np.array(numbers((self.run.head.get("schedule") or {}).get(key), key))
+
+    @cached_property
+    def rescorings(self) -> list[Line]:
+        """The lines of iterations and validations in which a few clips were scored again."""
+        lines = [*self.run.train, *self.run.validations]
+        return [line for line in lines if "signal/rescoring" in line]
+
+    def rescoring(self, key: str) -> float:
+        """Root mean square of a metric over `rescorings`; NaN if none has it."""
+        values = column(self.rescorings, key)
+        values = values[np.isfinite(values)]
+        return math.sqrt(np.square(values).mean()) if len(values) else math.nan
+
+    # how much is there to judge by?
+
+    def iteration_of_line(self, count: int) -> int:
+        """The iteration that writes the `count`th line of training metrics."""
+        missing = max(0, count - len(self.run.train))
+        return self.run.iterations + missing * self.config.log_interval
+
+    @property
+    def next_validation(self) -> int | None:
+        """The iteration of the next validation; None if none is to come."""
+        c = self.config
+        if self.run.iterations >= c.max_steps:
+            return None
+        every = c.validation_interval or c.max_steps
+        return min((self.run.iterations // every + 1) * every, c.max_steps)
+
+    @property
+    def seconds_per_iteration(self) -> float:
+        """Median over logged iterations; NaN if none has its time."""
+        times = self.values("time/total")
+        return float(np.median(times)) if len(times) else math.nan
 
     # did the reward rise?
 
@@ -143,7 +196,10 @@ class Case:
 
     @cached_property
     def drift(self) -> float:
-        """How far the policy's velocity gets from its anchor's, in units of the exploration noise."""
+        """How far the policy's velocity gets from its anchor's: with grpo 1 is the exploration noise.
+
+        awm and nft have none; their KL is the squared difference of the velocities, so that this is sqrt(2) times it.
+        """
         return math.sqrt(max(2 * self.most("kl/anchor"), 0.0))
 
     @cached_property

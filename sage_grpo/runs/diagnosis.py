@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from sage_grpo.config.fields import FIELDS, Config
-from sage_grpo.runs.case import FEWEST_FOR_TREND, Case
+from sage_grpo.runs.case import FEWEST_FOR_TREND, Case, gradient_signal
 from sage_grpo.runs.history import RunHistory, column
 
 BF16 = 2.0**-9  # relative rounding error
@@ -184,6 +184,66 @@ def rewards_repeat(case: Case) -> str | None:
     return None
 
 
+def call_dependence(case: Case) -> float:
+    """How far a clip's score in a call with others is from its score alone, where 1 is the spread within a group.
+
+    0 unless that is far more than the score differs between two calls of the clip alone.
+    """
+    difference = case.rescoring("signal/call_difference")
+    if difference < 3 * case.rescoring("signal/rescoring"):
+        return 0.0
+    return difference / (case.mean("reward/group_std") or math.nan)
+
+
+def scores_are_swapped(case: Case) -> bool:
+    """Whether the scores of a call are those of its clips, but in another order."""
+    in_order = case.rescoring("signal/call_difference")
+    return case.rescoring("signal/call_sorted") < 0.1 * in_order
+
+
+def call_score(case: Case) -> str:
+    """The score that depends on its call."""
+    names = [line["signal/call_score"] for line in case.rescorings if "signal/call_score" in line]
+    return f"{names[-1]!s:.60}" if names else "the reward"
+
+
+@rule(
+    "scores belong to other clips",
+    cause="The reward returns its scores in another order than it is given clips, so advantages are chance.",
+    remedy="return the scores in the order of the clips; until then --reward_batch_size 1.",
+    remedy_if_set="return the scores in the order of the clips.",
+    panel="Total reward",
+)
+def scores_belong_to_other_clips(case: Case) -> str | None:
+    share = call_dependence(case)
+    if share > 0.3 and scores_are_swapped(case):
+        return (
+            f"clips of one call get each other's {call_score(case)}: scored alone, they differ by"
+            f" {share:.0%} of the spread within a group, but not once both lists are sorted"
+        )
+    return None
+
+
+@rule(
+    "depends on the other clips of its call",
+    cause="A clip's reward depends on which clips happen to be scored beside it.",
+    remedy="score each clip by itself; until then --reward_batch_size 1.",
+    remedy_if_set="score each clip by itself.",
+    panel="Total reward",
+)
+def reward_depends_on_its_call(case: Case) -> str | None:
+    share = call_dependence(case)
+    if share > 0.3 and not scores_are_swapped(case):
+        return (
+            f"{call_score(case)} of the same clip differs by {share:.0%} of the spread within a group"
+            " between a call with other clips and one without"
+        )
+    failures = case.rescoring("signal/call_failures")
+    if failures > 0.9:
+        return f"{failures:.0%} of the clips are scored in calls of several, but fail alone"
+    return None
+
+
 @rule(
     "wrong anchor",
     cause="The KL pulls the policy toward weights other than those it had when the anchor was due.",
@@ -196,8 +256,9 @@ def anchor_is_wrong(case: Case) -> str | None:
     c = case.config
     keys = ("signal/anchor_moved", "kl/anchor_age", "lr", "signal/weight_rms")
     distance, age, learning_rate, weight_rms = (column(case.run.train, key) for key in keys)
-    # optimizers move a weight by about the learning rate, and rounding adds a little
-    reachable = 2 * learning_rate * age + 2 * BF16 * weight_rms + 1e-30
+    # optimizers move a weight by about the learning rate, and weight decay by that share of it; rounding adds a little
+    per_update = learning_rate * (1 + c.weight_decay * weight_rms)
+    reachable = 2 * per_update * age + 2 * BF16 * weight_rms + 1e-30
     excess = distance / reachable
     if np.isfinite(excess).any():
         worst = int(np.nanargmax(excess))
@@ -277,7 +338,7 @@ def weights_are_too_coarse(case: Case) -> str | None:
 def groups_are_flat(case: Case) -> str | None:
     groups = case.mean("reward/flat_groups")
     share = groups * case.config.num_generations / case.clips_per_rollout
-    if share > 0.5:
+    if share > 1 / 3:
         return f"in {share:.0%} of the groups all clips got the same reward"
     return None
 
@@ -292,7 +353,7 @@ def groups_are_flat(case: Case) -> str | None:
     panel="Exploration",
 )
 def reward_is_noisy(case: Case) -> str | None:
-    differences = column(case.run.validations, "signal/rescoring")
+    differences = column(case.rescorings, "signal/rescoring")
     largest = max(differences[np.isfinite(differences)], default=math.nan)
     share = largest / (case.mean("reward/group_std") or math.nan)
     if share > 0.7:
@@ -472,6 +533,14 @@ def kl_is_too_strong(case: Case) -> str | None:
     return None
 
 
+def drift_text(case: Case) -> str:
+    """How far the policy gets from its anchor, in a unit that its algorithm has."""
+    if case.config.algorithm == "grpo":
+        return f"{case.drift:.2g} from its anchor, where 1 is the exploration noise"
+    # The KL of awm and nft is |v - v_anchor|^2, and a velocity is noise minus clip: its mean square is about 2.
+    return f"{case.drift / 2:.2g} from its anchor, where 1 is the size of a velocity"
+
+
 @rule(
     "learning rate too high",
     cause="The policy moves, but not toward what the reward asks for.",
@@ -484,7 +553,7 @@ def learning_rate_is_too_high(case: Case) -> str | None:
     if case.direction == -1 or case.drift > 0.5:
         return (
             f"the reward changed by {change.mean:+.2g} ± {change.half:.1g}, while the policy drifted up to"
-            f" {case.drift:.2g} from its anchor, where 1 is the exploration noise"
+            f" {drift_text(case)}"
         )
     return None
 
@@ -507,46 +576,12 @@ def kl_has_no_effect(case: Case) -> str | None:
 
 
 @rule(
-    "too few clips",
-    cause="Updates are mostly noise, which the learning rate turns into a random walk.",
-    remedy=(
-        "more prompts per update: --gradient_accumulation_steps or --batch_size,"
-        " with a smaller --learning_rate."
-    ),
-    panel="Gradient norm",
-    silent_while_rising=True,
-)
-def clips_are_too_few(case: Case) -> str | None:
-    c = case.config
-    shares = column(case.run.train, "signal/gradient")
-    squares = column(case.run.train, "policy/grad_norm") ** 2
-    known = np.isfinite(shares) & (squares > 0)
-    if known.sum() < FEWEST_FOR_TREND or case.kl_pull > 1:  # then most of the gradient is the KL's
-        return None
-
-    weights = squares[known] / squares[known].sum()
-    share = shares[known] @ weights
-    error = np.linalg.norm((shares[known] - share) * weights)
-    if not share + error < 0.25:
-        return None
-
-    clips = case.clips_per_rollout * c.gradient_accumulation_steps
-    shape = f"{clips // c.num_generations} x {c.num_generations}"
-    chosen = ""
-    if c.group_trained < c.num_generations:
-        chosen = f", of which {c.group_trained} of each group are trained,"
-    at_most = max(share, 2 * error, 1e-3)
-    needed = clips * (1 - at_most) / at_most
-    return (
-        f"{share:.0%} ± {error:.0%} of an update of {shape} clips{chosen} is signal;"
-        f" it takes about {needed:.0f} clips or more to make it half"
-    )
-
-
-@rule(
     "learning rate too low",
     cause="Nothing moves.",
-    remedy="a larger --learning_rate; LoRA needs about ten times that of all weights.",
+    remedy=(
+        "a larger --learning_rate, LoRA needs about ten times that of all weights;"
+        " fewer --warmup_steps if the warm-up has not ended."
+    ),
     panel="KL",
     silent_while_rising=True,
 )
@@ -572,9 +607,47 @@ def learning_rate_is_too_low(case: Case) -> str | None:
         changes.append(moved * planned_updates / case.validated_updates)
 
     change = max((value for value in changes if math.isfinite(value)), default=math.nan)
-    if updates >= FEWEST_FOR_TREND and change < 0.02:
-        return f"at this pace the whole run changes the policy by {change:.1g}, where 1 is a visible change"
-    return None
+    if not (updates >= FEWEST_FOR_TREND and change < 0.02):
+        return None
+    text = f"at this pace the whole run changes the policy by {change:.1g}, where 1 is a visible change"
+    reached = case.most("lr")
+    if c.warmup_steps > updates and reached < 0.5 * c.learning_rate:
+        text += (
+            f"; after {updates:.0f} of {c.warmup_steps} steps of warm-up the learning rate is {reached:.2g}"
+            f" instead of {c.learning_rate:.2g}"
+        )
+    return text
+
+
+@rule(
+    "too few clips",
+    cause="Updates are mostly noise, which the learning rate turns into a random walk.",
+    remedy=(
+        "more prompts per update: --gradient_accumulation_steps or --batch_size,"
+        " with a smaller --learning_rate."
+    ),
+    panel="Gradient norm",
+    silent_while_rising=True,
+)
+def clips_are_too_few(case: Case) -> str | None:
+    c = case.config
+    share, error = gradient_signal(case.run.train)
+    if case.kl_pull > 1:  # then most of the gradient is the KL's
+        return None
+    if not share + error < 0.25:
+        return None
+
+    clips = case.clips_per_rollout * c.gradient_accumulation_steps
+    shape = f"{clips // c.num_generations} x {c.num_generations}"
+    chosen = ""
+    if c.group_trained < c.num_generations:
+        chosen = f", of which {c.group_trained} of each group are trained,"
+    at_most = max(share, 2 * error, 1e-3)
+    needed = clips * (1 - at_most) / at_most
+    return (
+        f"{share:.0%} ± {error:.0%} of an update of {shape} clips{chosen} is signal;"
+        f" it takes about {needed:.0f} clips or more to make it half"
+    )
 
 
 @rule(

@@ -2,10 +2,12 @@
 
     python -m sage_grpo.tools.diagnose RUN
 
-docs/diagnosis.md explains the findings. Exit code 0: none; 1: some; 2: the folder cannot be read.
+docs/diagnosis.md explains the findings. Exit code 0: none; 1: some; 2: the folder cannot be read; 3: none yet, but it
+is too early to tell.
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +26,7 @@ answer_early(__name__, parse_arguments)
 
 from sage_grpo.escape import plain
 from sage_grpo.plugins import is_trusted
-from sage_grpo.runs.case import Case
+from sage_grpo.runs.case import FEWEST_FOR_LATE, FEWEST_FOR_TREND, Case
 from sage_grpo.runs.diagnosis import Finding, Rule, diagnose
 from sage_grpo.runs.history import about, read_run
 from sage_grpo.tools.plan.calibration import GPU_MODELS
@@ -38,8 +40,13 @@ DIRECTIONS = {
     1: "The reward rises.",
     0: "The reward is flat.",
     -1: "The reward falls.",
-    None: "Too early to judge.",
+    None: "Too early to tell whether the reward rises.",
 }
+TOO_EARLY = 3  # exit code
+NO_FAULT_BUT_FLAT = (
+    " No fault that a run shows explains it. Ask the reward whether it notices known damage (scripts/audit_reward.py),"
+    " and the model whether it samples as it should (python -m sage_grpo.tools.doctor), then give it more iterations."
+)
 
 
 def slower_than_planned(case: Case) -> str | None:
@@ -76,6 +83,58 @@ SLOWER_THAN_PLANNED = Rule(
 )
 
 
+def duration(seconds: float) -> str:
+    """A time that a person waits for."""
+    if not math.isfinite(seconds):
+        return "an unknown time"
+    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def waiting_for(case: Case) -> str:
+    """What is needed to judge the run, and when it is there; empty if everything could be judged."""
+    logged = len(case.run.train)
+    is_directed = case.direction is not None
+    if is_directed and logged >= FEWEST_FOR_LATE:
+        return ""
+
+    if is_directed:
+        needs = f"{FEWEST_FOR_LATE} logged iterations, to compare late with early ones"
+        iteration = case.iteration_of_line(FEWEST_FOR_LATE)
+    else:
+        needs = f"{FEWEST_FOR_TREND} logged iterations or two validations of the same clips"
+        iteration = case.iteration_of_line(FEWEST_FOR_TREND)
+        # a validation is paired with an earlier one
+        if case.validation_clips and case.next_validation is not None:
+            iteration = min(iteration, case.next_validation)
+    start = f" There are {logged} logged iterations and {len(case.run.validations)} validations; it needs {needs}"
+
+    max_steps = case.config.max_steps
+    if iteration > max_steps:
+        return f"{start}, which a run of {max_steps} does not reach: raise --max_steps, or lower --log_interval."
+    seconds = (iteration - case.run.iterations) * case.seconds_per_iteration
+    return (
+        f"{start}. Ask again after iteration {iteration}, {duration(seconds)} of training from now."
+    )
+
+
+def verdict_of(case: Case, has_findings: bool) -> str:
+    """The direction of the reward, and how far the absence of findings can be trusted."""
+    verdict = DIRECTIONS[case.direction]
+    waiting = waiting_for(case)
+    if has_findings:
+        return verdict + (waiting if case.direction is None else "")
+    if waiting:
+        return f"{verdict} No fault so far, but too early to say that there is none.{waiting}"
+    if case.direction == 0:
+        return verdict + NO_FAULT_BUT_FLAT
+    if case.direction == -1:
+        return f"{verdict} No fault that a run shows explains it: look at the clips, and resume from a good step."
+    return f"{verdict} Nothing is wrong as far as it was recorded."
+
+
 @answering("")
 def main(arguments: Sequence[str] | None = None) -> int:
     folder = parse_arguments(arguments).run
@@ -85,17 +144,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         findings = diagnose(run)
         if evidence := slower_than_planned(case):
             findings.append(Finding(SLOWER_THAN_PLANNED, evidence, case.config))
-        verdict = DIRECTIONS[case.direction]
+        verdict = verdict_of(case, has_findings=bool(findings))
+        is_too_early = bool(waiting_for(case))
 
-    if not findings:
-        verdict += " Nothing is wrong as far as it was recorded."
     for sentence in run.break_sentences:
         print(plain(sentence))
     print(verdict)
     for number, finding in enumerate(findings, 1):
         panel = finding.rule.panel
         print(f"{number}. {finding}" + (f" Panel of report.html: {panel}." if panel else ""))
-    return 1 if findings else 0
+    if findings:
+        return 1
+    return TOO_EARLY if is_too_early else 0
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from sage_grpo.train.algorithms.base import Algorithm
 from sage_grpo.train.algorithms.grpo import ExploringRollouts
 from sage_grpo.train.batches import (
     ClipId,
+    GroupId,
     MicroBatch,
     draw_prompts,
     group_of,
@@ -38,6 +39,7 @@ from sage_grpo.train.clips import Gold, decoded, gold_columns
 from sage_grpo.train.export import Export
 from sage_grpo.train.guards import MAX_SKIPPED, Guards, TrainingError
 from sage_grpo.train.metrics import Stopwatch, UpdateStats, peak_memory, reward_part, reward_record
+from sage_grpo.train.reward_checks import from_all_ranks, rescored, rescoring_record, trial_error
 from sage_grpo.train.rollout import Path as ClipPath
 from sage_grpo.train.rollout import Rollouts, Trajectory
 from sage_grpo.train.saving import Saves
@@ -98,9 +100,12 @@ class Trainer:
         self.controller = self.state.controller
         self.accumulated = self.no_accumulation()
         self.ratio_checked = False
+        self.reward_checked = False
         self.half_gradient = HalfGradient(
             self.optimization.parameters.values(), self.ranks, c.reduces_once
         )
+        if not self.algorithm.independent_steps and c.batch_size % c.num_generations:
+            self.half_gradient.known = False  # a rank holds a part of a group
 
         # services
         self.guards = Guards(self.ranks, self.run, c.collective_timeout)
@@ -140,6 +145,7 @@ class Trainer:
             self.guards.watching(self.step, self.saves.begin, self.saves.continue_writing),
             self.progress() as bar,
         ):
+            self.try_reward()
             self.catch_up()
             while self.step < self.config.max_steps:
                 watch = Stopwatch(self.ranks.device, self.enter)
@@ -149,6 +155,7 @@ class Trainer:
                     clips = self.decode(batch)
                 with watch.phase("reward"):
                     scores = self.score(batch, clips)
+                    rescoring = self.rescore_once(batch, clips)
                 with watch.phase("gold"):
                     gold = self.measure_gold(batch, clips)
                 advantages = self.advantages(scores)
@@ -161,6 +168,7 @@ class Trainer:
                 self.state.step += 1
 
                 record.update(reward_record(scores, trained, self.config.num_generations))
+                record.update(rescoring)
                 record.update(gold)
                 record.update(watch.record())
                 if self.is_logged(self.step):
@@ -201,6 +209,29 @@ class Trainer:
         if not inside or self.config.prompts_per_forward == 1:
             self.guards.stop_if_told()
             self.saves.continue_writing()
+
+    def try_reward(self) -> None:
+        """Score a made-up clip on every rank: a reward that always fails ends the run before anything is sampled."""
+        c = self.config
+        shape = (c.num_frames, c.height, c.width)
+
+        def errors_of(reward: Composite | None) -> list[str]:
+            error = self.ranks.from_leader(
+                lambda: trial_error(reward, self.requests[0], shape, c.fps)
+            )
+            return [text for text in self.ranks.texts(error) if text]
+
+        errors = errors_of(self.reward)
+        share = len(errors) / self.ranks.count
+        if share > c.max_reward_failures:
+            raise TrainingError(
+                f"{share:.0%} of the rewards failed on a made-up clip, before anything was sampled: {errors[0]};"
+                " mend the reward, or give --max_reward_failures 1 to train nevertheless"
+            )
+        if self.validation and c.holdout_reward:
+            errors += errors_of(self.validation.holdout)
+        if errors:
+            self.ranks.log_once(f"a reward failed on a made-up clip: {errors[0]}")
 
     def catch_up(self) -> None:
         """Run the validation that a series begins with, or one that an interrupted run missed.
@@ -487,7 +518,23 @@ class Trainer:
             return [
                 [(trajectory, share, column)] for column in columns for trajectory, share in shares
             ]
-        return [[(trajectory, share, column) for column in columns] for trajectory, share in shares]
+
+        # Clips of a group are compared with each other: their advantages add up to 0. What all clips pull at cancels
+        # in a group but not in a part of it, so a block is a whole group.
+        blocks: list[list[Backward]] = []
+        groups: set[GroupId] = set()  # of the last block
+        for trajectory, share in shares:
+            backwards = [(trajectory, share, column) for column in columns]
+            trajectory_groups = {
+                group_of(clip, self.config.num_generations) for clip in trajectory.micro_batch
+            }
+            if groups & trajectory_groups:
+                blocks[-1] += backwards
+                groups |= trajectory_groups
+            else:
+                blocks.append(backwards)
+                groups = trajectory_groups
+        return blocks
 
     def advantages_by_trajectory(
         self, batch: Sequence[Trajectory], advantages: Advantages
@@ -631,6 +678,18 @@ class Trainer:
             text = self.requests[ids[position].prompt_index].text
             records.append(record_of(text, ids[position].sample, clip_scores))
         self.run.show_rollouts(self.step + 1, [clips[i] for i in chosen], records, c.fps)
+
+    def rescore_once(
+        self, batch: Sequence[Trajectory], clips: Sequence[Tensor | None]
+    ) -> dict[str, Any]:
+        """In the first logged iteration after a start: metrics of a few clips, scored again as in validations."""
+        if self.reward_checked or not self.is_logged(self.step + 1):
+            return {}
+        self.reward_checked = True
+        scored_again = self.ranks.from_leader(
+            lambda: rescored(self.reward, clips, self.requests_of(batch), self.config.fps)
+        )
+        return rescoring_record(from_all_ranks(self.ranks, scored_again))
 
     def log(self, record: dict[str, Any], bar: tqdm) -> None:
         record["kl/anchor_age"] = self.anchor.age if self.anchor else None

@@ -26,8 +26,12 @@ from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.rewards.base import Composite
 from sage_grpo.runs.clips import LISTING, PLACES, write_sheet, write_videos
 from sage_grpo.train.clips import Gold, decoded, gold_columns
-
-NUM_RESCORED = 8  # clips of each rank that are scored twice
+from sage_grpo.train.reward_checks import (
+    NUM_RESCORED,
+    from_all_ranks,
+    rescored,
+    rescoring_record,
+)
 
 
 @dataclass(eq=False)
@@ -74,11 +78,13 @@ class Validation:
             decoded_batches = [self.decode(x, between) for x in bar.over("decoding", latents)]
             clips = [clip for batch in decoded_batches for clip in batch][: len(rank_requests)]
             with self.counted_scoring(bar, len(clips)):
-                records = self.ranks.from_leader(
-                    lambda: self.judge(clips, rank_requests, NUM_RESCORED)
+                records = self.ranks.from_leader(lambda: self.judge(clips, rank_requests))
+                scored_again = self.ranks.from_leader(
+                    lambda: rescored(self.reward, clips, rank_requests, self.config.fps)
                 )
             bar.begin("writing")
-            return self.write(folder, clips, records)
+            result = self.write(folder, clips, records)
+            return result | rescoring_record(from_all_ranks(self.ranks, scored_again))
 
     @contextmanager
     def counted_scoring(self, bar: "StageBar", num_clips: int) -> Iterator[None]:
@@ -86,7 +92,9 @@ class Validation:
         rewards = [reward for reward in (self.reward, self.holdout) if reward is not None]
         num_batches = sum(reward.num_batches(num_clips) for reward in rewards)
         if self.reward is not None:
-            num_batches += self.reward.num_batches(min(num_clips, NUM_RESCORED))
+            num_rescored = min(num_clips, NUM_RESCORED)
+            num_batches += self.reward.num_batches(num_rescored)
+            num_batches += 2 * self.reward.one_per_call().num_batches(num_rescored)
         bar.begin("scoring", num_batches)
 
         callbacks = [reward.on_batch for reward in rewards]
@@ -178,12 +186,9 @@ class Validation:
         return f"{request.name}-{self.seed(request)}.mp4"
 
     def judge(
-        self, clips: Sequence[Tensor | None], requests: Sequence[Request], num_rescored: int = 0
+        self, clips: Sequence[Tensor | None], requests: Sequence[Request]
     ) -> list[dict[str, Any]]:
-        """One record per clip: file, prompt, seed and scores, plus the reward's error if it failed.
-
-        num_rescored: clips that are scored again, in another order: a reward may depend on chance or on its batch.
-        """
+        """One record per clip: file, prompt, seed and scores, plus the reward's error if it failed."""
         fps = self.config.fps
         scores = self.reward.score(clips, requests, fps)
         holdout = self.holdout.score(clips, requests, fps).named if self.holdout else {}
@@ -192,9 +197,6 @@ class Validation:
             "holdout": holdout,
             "gold": gold_columns(self.gold, clips, requests),
         }
-        first = slice(min(num_rescored, len(clips)))
-        reversed_scores = self.reward.score(clips[first][::-1], requests[first][::-1], fps)
-        again = reversed_scores.total.flip(0).tolist()
 
         records = []
         for i, request in enumerate(requests):
@@ -209,8 +211,6 @@ class Validation:
                 record["error"] = scores.errors[0]
             for kind, named in columns.items():
                 record[kind] = finite({name: values[i].item() for name, values in named.items()})
-            if i < len(again):
-                record.update(finite({"scored_again": again[i]}))
             records.append(record)
         return records
 
@@ -264,17 +264,5 @@ def summary(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
                 result[f"{kind}/{name}"] = known.mean().item()
             if len(known) > 1:
                 result[f"{kind}/{name}_stderr"] = float(known.std(ddof=1) / math.sqrt(len(known)))
-    result["signal/rescoring"] = rescoring_error(records)
     result["reward/failed"] = sum(record["scores"]["total"] is None for record in records)
     return result
-
-
-def rescoring_error(records: Sequence[dict[str, Any]]) -> float:
-    """Standard deviation of a reward between two scorings of one clip; NaN if none was scored twice."""
-    squares = []
-    for record in records:
-        first = record["scores"]["total"]
-        second = record.get("scored_again")
-        if first is not None and second is not None:
-            squares.append((first - second) ** 2 / 2)
-    return math.sqrt(np.mean(squares)) if squares else math.nan

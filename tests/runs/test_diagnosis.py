@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
-from research.studies.diagnosis_check import read_records, restore
+from research.studies.diagnosis_check import healthy_runs, read_records, restore
 from research.studies.faults import BY_WORLD, FAULTS, HEALTHY
 from sage_grpo.config.fields import FIELDS, Config
 from sage_grpo.config.parse import from_values
@@ -43,7 +44,7 @@ def replay(tmp_path):
 
 def test_everything_was_recorded():
     assert set(FAULTS) <= set(RECORDED["small"])
-    assert len({name for world, name in HEALTHY_RUNS if world == "small"}) == 8
+    assert {name for world, name in HEALTHY_RUNS if world == "small"} == {*healthy_runs("small")}
     assert {fault.finding for fault in FAULTS.values()} == set(RULES)
 
 
@@ -220,6 +221,67 @@ def test_only_clips_that_are_trained_count_in_an_update(replay):
     chosen = Case(read_run(folder))
     assert chosen.clips_per_rollout == case.clips_per_rollout == 4 * chosen.trained_clips
     assert chosen.kl_pull == pytest.approx(case.kl_pull / 2)
+
+
+def change(folder, settings=(), **metrics):
+    """Replace settings of a restored run, and metrics of all its iterations."""
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | dict(settings)))
+    lines = read_lines(folder)
+    for line in lines:
+        if line["kind"] == "train":
+            line.update({name.replace("__", "/"): value for name, value in metrics.items()})
+    write_lines(folder, lines)
+
+
+@pytest.mark.parametrize(("weight_decay", "is_wrong"), [(0.01, True), (500.0, False)])
+def test_weight_decay_may_move_weights_away_from_the_anchor(replay, weight_decay, is_wrong):
+    """In 2 updates at a learning rate of 1e-3, a decay of 500 halves weights of 0.1 twice."""
+    folder = replay("healthy-1")
+    moved = {
+        "signal__anchor_moved": 0.05,
+        "signal__weight_rms": 0.1,
+        "kl__anchor_age": 2,
+        "lr": 1e-3,
+    }
+    change(folder, {"weight_decay": weight_decay}, **moved)
+    assert ("wrong anchor" in names(folder)) == is_wrong
+
+
+@pytest.mark.parametrize("world", BY_WORLD)
+def test_a_learning_rate_that_is_too_low_comes_before_advice_to_lower_it(replay, world):
+    folder = replay("learning rate / 10,000", world)
+    assert names(folder)[0] == "learning rate too low"
+
+
+def test_a_warm_up_that_does_not_end_is_named(replay):
+    folder = replay("learning rate / 10,000")
+    change(folder, {"warmup_steps": 1000, "learning_rate": 2e-3})
+    (finding, *_) = diagnose(read_run(folder))
+    assert finding.name == "learning rate too low"
+    assert "of 1000 steps of warm-up" in finding.evidence and "--warmup_steps" in finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "unit"), [("grpo", "exploration noise"), ("awm", "size of a velocity")]
+)
+def test_drift_is_told_in_a_unit_that_the_algorithm_has(replay, algorithm, unit):
+    folder = replay("learning rate x 50")
+    change(folder, {"algorithm": algorithm})
+    (evidence,) = [
+        finding.evidence
+        for finding in diagnose(read_run(folder))
+        if finding.name == "learning rate too high"
+    ]
+    assert evidence.endswith(f"where 1 is the {unit}")
+
+
+@pytest.mark.parametrize(("flat_groups", "is_found"), [(0.9, True), (0.5, False)])
+def test_a_reward_that_is_constant_for_half_of_the_prompts(replay, flat_groups, is_found):
+    """2 groups per iteration, about one of which is flat by the luck of the draw."""
+    folder = replay("learning rate / 10,000")
+    change(folder, reward__flat_groups=flat_groups)
+    assert ("flat groups" in names(folder)) == is_found
 
 
 def test_training_prints_the_first_finding_when_it_changes(replay, capsys):

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from research.studies.diagnosis_check import read_records, restore
 from sage_grpo.config.fields import Config
@@ -18,6 +19,11 @@ from tests.tools.fake_run import read_lines, write_lines
 
 ROOT = Path(__file__).parents[2]
 RECORDED = read_records(ROOT / "tests" / "fixtures" / "diagnosis.json.gz")["small"]
+
+
+def change_settings(folder, **changes):
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | changes))
 
 
 def test_the_list_of_a_faulty_run(tmp_path, capsys):
@@ -35,6 +41,55 @@ def test_a_healthy_run(tmp_path, capsys):
     assert (
         capsys.readouterr().out == "The reward rises. Nothing is wrong as far as it was recorded.\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("logged", "changes", "needed"),
+    [
+        (1, {}, 8),
+        (1, {"log_interval": 3}, 22),
+        (5, {}, 8),
+        (7, {"validation_interval": 30}, 8),
+        (10, {}, 17),  # the trend is known, but not how late iterations compare with early ones
+        (1, {"max_steps": 6}, None),
+        (1, {"log_interval": 10}, None),
+    ],
+)
+def test_a_run_that_has_just_begun_is_not_called_healthy(tmp_path, capsys, logged, changes, needed):
+    folder = restore(RECORDED["healthy-1"], tmp_path / "run")
+    change_settings(folder, **changes)
+    lines = [line for line in read_lines(folder) if line["kind"] != "validation"]
+    write_lines(folder, [line | {"time/total": 180.0} for line in lines[: 1 + logged]])
+
+    assert main([str(folder)]) == 3
+    out = capsys.readouterr().out
+    assert "Nothing is wrong" not in out and out.count("\n") == 1
+    if needed is None:
+        assert "--max_steps" in out
+    else:
+        assert f"after iteration {needed}, {3 * (needed - logged)} min" in out
+
+
+def test_a_second_validation_makes_a_judgment_possible(tmp_path, capsys):
+    folder = restore(RECORDED["healthy-1"], tmp_path / "run")
+    change_settings(folder, validation_interval=2)
+    steps = (0, 1)
+    write_lines(folder, [line for line in read_lines(folder) if line["step"] in steps])
+    assert main([str(folder)]) == 3
+    assert "after iteration 2," in capsys.readouterr().out
+
+
+def test_a_flat_run_without_a_finding_is_told_whom_to_ask(tmp_path, capsys):
+    folder = restore(RECORDED["learning rate / 10,000"], tmp_path / "run")
+    lines = [
+        {key: value for key, value in line.items() if not key.startswith(("kl/", "updates"))}
+        for line in read_lines(folder)
+    ]
+    write_lines(folder, lines)
+    assert main([str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("The reward is flat.") and "Nothing is wrong" not in out
+    assert "scripts/audit_reward.py" in out and "tools.doctor" in out
 
 
 def test_the_first_box_of_the_report(undrawn, tmp_path):

@@ -15,6 +15,7 @@ from sage_grpo.tools.report.page import page
 from sage_grpo.train import saving
 from sage_grpo.train.clips import decoded
 from sage_grpo.train.guards import Preempted, TrainingError
+from sage_grpo.train.reward_checks import NUM_TRIALS
 from sage_grpo.worlds.shapes.reward import ShapesReward
 from tests.smallest_run import on_tiny
 
@@ -23,7 +24,8 @@ class Broken(ShapesReward):
     """Fails for the clips whose numbers are in `bad`, counted over the run, in the way that `how` says."""
 
     def __init__(self, how, bad):
-        self.how, self.bad, self.seen = how, set(bad), 0
+        self.how, self.bad = how, set(bad)
+        self.seen = -NUM_TRIALS  # clips are scored before the first iteration
 
     def score(self, clips, prompts, fps):
         scores = super().score(clips, prompts, fps)
@@ -81,7 +83,9 @@ def test_a_failure_that_is_tolerated_keeps_its_words(make, how, words):
     trainer = with_reward(make, how, [1])
     trainer.train()
     failed, good = lines(trainer)
-    assert failed["reward/error"] == words and "reward/error" not in good
+    error, _, place = failed["reward/error"].partition(" (tests/")
+    assert error == words and "reward/error" not in good
+    assert bool(place) == (how == "raise")
 
 
 def test_the_report_quotes_the_first_failure(undrawn, make):

@@ -13,6 +13,7 @@ from sage_grpo.train.signals import HalfGradient, same_reward, thumbnail, variet
 from tests.dist import run_ranks
 
 NAMES = {"advantage_size", "gradient", "weight_rms", "anchor_moved", "variety", "same_reward"}
+OF_RESCORING = {"rescoring", "call_difference", "call_sorted", "call_failures", "call_score"}
 
 
 def measured_share(signal, noise, pairs=8, updates=400, size=50):
@@ -80,16 +81,17 @@ def test_a_run_records_them(make):
     trainer.train()
     train = [line for line in lines(trainer) if line["kind"] == "train"]
     found = [{key for key in line if key.startswith("signal/")} for line in train]
-    assert found == [{f"signal/{name}" for name in NAMES}] * 2
+    names = {f"signal/{name}" for name in NAMES}
+    assert found == [names | {f"signal/{name}" for name in OF_RESCORING}, names]
     first, second = train
     assert 0 < first["signal/anchor_moved"] < 2 * 2 * trainer.config.learning_rate
     assert (
         0 < second["signal/anchor_moved"] < 2 * trainer.config.learning_rate
     )  # refreshed after iteration 3
     assert first["signal/variety"] > 0 and abs(first["signal/gradient"]) < 10
-    assert [
-        line["signal/rescoring"] for line in lines(trainer) if line["kind"] == "validation"
-    ] == [0.0]
+    (validation,) = [line for line in lines(trainer) if line["kind"] == "validation"]
+    for line in (first, validation):
+        assert line["signal/rescoring"] == line["signal/call_difference"] == 0.0
 
 
 def blocks_of(trainer):
@@ -109,10 +111,11 @@ def blocks_of(trainer):
 def test_blocks_of_algorithms_that_share_a_clip_between_levels_hold_different_clips(
     make, algorithm
 ):
-    """Levels of one clip have its x0 in common, so their gradients are not independent."""
+    """Levels of one clip have its x0 in common, and the advantages of a group add up to 0: neither is independent."""
     clips, backwards, num_columns = blocks_of(make(algorithm=algorithm, micro_batch_size=1))
-    assert num_columns > 1 and backwards == [num_columns] * 4
+    assert num_columns > 1 and backwards == [2 * num_columns] * 2
     assert len(set.union(*clips)) == sum(len(block) for block in clips) == 4
+    assert [len({clip.prompt_index for clip in block}) for block in clips] == [1, 1]
 
 
 def test_blocks_of_grpo_are_pairs_whose_noise_is_their_own(make):
@@ -122,8 +125,8 @@ def test_blocks_of_grpo_are_pairs_whose_noise_is_their_own(make):
 
 
 @pytest.mark.parametrize("algorithm", ["awm", "nft"])
-def test_the_signal_is_not_known_from_one_block(make, algorithm):
-    trainer = make(algorithm=algorithm, batch_size=2, micro_batch_size=2, validation_interval=0)
+def test_the_signal_is_not_known_from_one_group(make, algorithm):
+    trainer = make(algorithm=algorithm, batch_size=2, micro_batch_size=1, validation_interval=0)
     trainer.train()
     train = [line for line in lines(trainer) if line["kind"] == "train"]
     assert [line["signal/gradient"] for line in train] == [None, None]

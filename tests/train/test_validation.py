@@ -131,7 +131,9 @@ def test_the_bar_shows_every_stage_and_each_batch_that_is_scored(make, tmp_path,
     ]
     assert places == sorted(places)
     clips = len(trainer.validation.requests)
-    assert f"0/{3 * clips} " in shown  # the reward, the hold-out, and the reward again
+    assert (
+        f"0/{5 * clips} " in shown
+    )  # the reward, the hold-out, and the reward again: together and twice alone
     assert trainer.reward.on_batch is before
 
 

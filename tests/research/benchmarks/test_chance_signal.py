@@ -1,0 +1,32 @@
+"""A reward that is pure chance has no signal: the interval of `signal/gradient` contains 0."""
+
+import math
+from itertools import product
+
+import pytest
+
+from research.benchmarks.chance_signal import ALGORITHMS, main, measure
+from tests.smallest_run import slow
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "prompts", "accumulation"),
+    [
+        ("nft", 2, 1),
+        *(slow(*case) for case in product(ALGORITHMS, (1, 2), (1, 2)) if case != ("nft", 2, 1)),
+    ],
+)
+def test_chance_has_no_signal(tmp_path, algorithm, prompts, accumulation):
+    """Slow: the other algorithms, updates of one group of clips, and those of two iterations."""
+    share, error = measure(tmp_path, algorithm, prompts, accumulation, iterations=60 * accumulation)
+    if algorithm != "grpo" and prompts == accumulation == 1:
+        assert math.isnan(share)  # a single group has no independent halves
+        return
+    assert error < 0.25
+    assert abs(share) < 3 * error
+
+
+def test_the_table(capsys):
+    main(["--iterations", "16", "--algorithms", "awm"])
+    rows = capsys.readouterr().out.splitlines()
+    assert len(rows) == 2 + 4 and rows[2].startswith("| awm | 2 x 8 | 1 | ")
