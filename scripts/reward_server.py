@@ -45,9 +45,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--reward_fps",
         type=float,
         metavar="X",
-        default=2.0,
         above=0,
-        help="frames per second that the reward sees",
+        help="frames per second that the reward sees (default: that of VideoAlign's folder, 2 for other rewards)",
     )
     parser.add_argument(
         "--reward_batch_size",

@@ -51,7 +51,12 @@ def check_clips(
 def sample_indices(
     frames: int, fps: float, sample_fps: float, num_frames: int | None = None
 ) -> Tensor:
-    """(n,) indices of the sampled frames, n even: `num_frames`, or `sample_fps` per second."""
+    """(n,) indices of the sampled frames, n even: `num_frames`, or `sample_fps` per second.
+
+    A picture is a clip that stands still: its only frame is repeated.
+    """
+    if frames == 1:
+        return torch.zeros(num_frames or PAIR, dtype=torch.long)
     if num_frames is None:
         wanted = min(max(frames / fps * sample_fps, MIN_FRAMES), frames // PAIR * PAIR)
     else:

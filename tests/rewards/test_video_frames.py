@@ -57,12 +57,15 @@ def test_number_of_frames(frames, fps, sample_fps, expected):
     assert indices[-1] == frames - 1
 
 
+def test_a_single_frame_is_a_clip_that_stands_still():
+    assert vf.sample_indices(1, 8.0, 2.0).tolist() == [0, 0]
+    assert vf.sample_indices(1, 8.0, 2.0, num_frames=8).tolist() == [0] * 8
+
+
 def test_a_fixed_number_of_frames_is_taken_or_refused():
     assert vf.sample_indices(75, 30, 2.0, num_frames=8).tolist() == [0, 11, 21, 32, 42, 53, 63, 74]
     with pytest.raises(ValueError, match="8 frames cannot be sampled from a clip of 7"):
         vf.sample_indices(7, 30, 2.0, num_frames=8)
-    with pytest.raises(ValueError, match="from a clip of 1; at least 2"):
-        vf.sample_indices(1, 30, 2.0)
 
 
 def test_sizes_stay_within_their_bounds_and_shape():

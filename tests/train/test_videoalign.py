@@ -1,6 +1,7 @@
 """Two iterations of training on VideoAlign's scores."""
 
 import json
+import shutil
 
 import pytest
 
@@ -29,13 +30,18 @@ def test_training_on_videoalign(make, videoalign_folders):
     assert {"reward/VQ", "reward/MQ", "reward/TA"} <= validation.keys()
 
 
-def test_the_rate_of_sampling_reaches_the_reward(make, videoalign_folders):
-    trainer = make(
-        reward_model="videoalign",
-        reward_path=str(videoalign_folders["VideoReward"]),
-        reward_fps=4.0,
-    )
-    assert trainer.reward.rewards["videoalign"].sample_fps == 4.0
+@pytest.mark.parametrize(("given", "rate"), [({}, 3.0), ({"reward_fps": 4.0}, 4.0)])
+def test_the_folder_decides_on_the_rate_of_sampling_unless_the_flag_does(
+    make, videoalign_folders, tmp_path, given, rate
+):
+    folder = tmp_path / "VideoReward"
+    shutil.copytree(videoalign_folders["VideoReward"], folder)
+    settings_file = folder / "model_config.json"
+    settings = json.loads(settings_file.read_text())
+    settings["data_config"]["fps"] = 3.0
+    settings_file.write_text(json.dumps(settings))
+    trainer = make(reward_model="videoalign", reward_path=str(folder), **given)
+    assert trainer.reward.rewards["videoalign"].sample_fps == rate
     trainer.run.close()
 
 

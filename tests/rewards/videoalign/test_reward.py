@@ -114,6 +114,14 @@ def test_only_text_alignment_sees_the_prompt(reward, samples):
     assert abs(scores["TA"][0] - scores["TA"][1]) > 0.01
 
 
+def test_a_picture_scores_like_a_clip_that_stands_still(reward, samples):
+    clip, prompt = samples[0].clip[:1], samples[0].prompt
+    picture = reward.score([clip], [prompt], 8.0)
+    still = reward.score([clip.expand(2, -1, -1, -1)], [prompt], 8.0)
+    for name in reward.names:
+        torch.testing.assert_close(picture[name], still[name])
+
+
 def test_the_rate_of_the_clip_decides_what_is_seen(reward, samples):
     def sampled_pairs(fps):
         return reward.inputs([samples[1].clip], ["p"], fps)["video_grid_thw"][0, 0].item()
