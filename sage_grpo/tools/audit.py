@@ -43,6 +43,8 @@ BLIND = (
     "prompt-blind: the total is the same with wrong prompts, so training may forget what is asked; "
     "if it is meant to judge the clip alone, hold out or add a reward that reads the prompt"
 )
+DAMAGE = ("noisy", "shaky", "frozen", "blurred", WRONG_PROMPT)
+FLIPPED = "flipped: damage raises the total and none lowers it, as if its sign were wrong"
 
 Scores = dict[str, dict[str, Tensor]]  # kind of clips -> score -> (N,)
 
@@ -213,6 +215,8 @@ def conclude(scores: Scores, verdicts: Sequence[Verdict]) -> dict[str, list[str]
     """Sentences about what is wrong, what may be meant so, what is only weak, and what too few clips leave unclear."""
     wrong = [f"{_wrong_sentence(v)} ({v})" for v in verdicts if v.is_wrong]
     warnings = [f"{BLIND} ({v})" for v in verdicts if v.is_blind]
+    if is_flipped(verdicts):
+        wrong.insert(0, FLIPPED)
     totals = torch.cat([by_name[TOTAL] for by_name in scores.values()])
     if torch.allclose(totals, totals[:1]):
         wrong = [
@@ -238,6 +242,12 @@ def conclude(scores: Scores, verdicts: Sequence[Verdict]) -> dict[str, list[str]
         if v.mark == "unclear" and (v.must_fall or v.score == TOTAL)
     ]
     return {"wrong": wrong, "warnings": warnings, "weak": weak, "unclear": unclear}
+
+
+def is_flipped(verdicts: Sequence[Verdict]) -> bool:
+    """Whether several kinds of damage raise the total and none lowers it."""
+    marks = [v.mark for v in verdicts if v.score == TOTAL and v.edit in DAMAGE]
+    return marks.count("RISES") > 1 and "falls" not in marks
 
 
 def _wrong_sentence(verdict: Verdict) -> str:

@@ -7,6 +7,7 @@ from sage_grpo.intervals import Interval
 from sage_grpo.rewards.base import Composite
 from sage_grpo.tools.audit import (
     EDITS,
+    FLIPPED,
     WRONG_PROMPT,
     Verdict,
     audit_table,
@@ -192,6 +193,16 @@ def test_a_total_that_ignores_the_prompt_may_be_meant_so_but_not_one_that_prefer
     assert [text.partition(" (")[0] for text in told["wrong"]] == [
         "TA does not fall for wrong prompt clips"
     ]
+
+
+@pytest.mark.parametrize(
+    ("noisy", "frozen", "is_flipped"),
+    [(2.0, 2.0, True), (2.0, -2.0, False), (2.0, 0.0, False), (-2.0, -2.0, False)],
+)
+def test_a_reward_with_the_wrong_sign_is_named(noisy, frozen, is_flipped):
+    """A legitimate reward may like some damage, but not several kinds of it and dislike none."""
+    found = scores({"total": VALUES}, {"noisy": {"total": noisy}, "frozen": {"total": frozen}})
+    assert (FLIPPED in sentences(found)["wrong"]) == is_flipped
 
 
 def test_what_is_not_noticed_is_weak():

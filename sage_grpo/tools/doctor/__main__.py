@@ -93,6 +93,7 @@ from sage_grpo.files.json_files import write_json
 from sage_grpo.files.paths import check_folder, make_folder
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.runs.folder import RunFolder
+from sage_grpo.tools.doctor.base_model import check_base_model
 from sage_grpo.tools.doctor.checks import CHECKS
 from sage_grpo.tools.doctor.finding import NOTE, Finding, note, ok, run_check
 from sage_grpo.tools.doctor.machine import examine_machine, machine_of
@@ -192,10 +193,14 @@ def examine(trainer: Trainer, options: argparse.Namespace) -> list[Finding]:
     for name, check in CHECKS.items():
         run(name, check)
     if any(finding.is_wrong for finding in findings):
-        print("The samplers are not compared before this is repaired.")
+        print("The model is not sampled, nor are the samplers compared, before this is repaired.")
     elif options.skip_ab:
-        print("The samplers are not compared.")
+        print("The model is not sampled, nor are the samplers compared.")
     else:
+        run(
+            "base model",
+            partial(check_base_model, num_prompts=options.prompts, num_clips=options.clips),
+        )
         compare = partial(
             check_samplers,
             num_prompts=options.prompts,

@@ -87,6 +87,12 @@ def check_prompts(trainer: Trainer) -> Iterator[Finding]:
             f"{repeated} of the training prompts repeat another one, which is trained more often",
             numbers={"count": repeated},
         )
+    if len(distinct_train) == 1:
+        yield note(
+            "prompts",
+            "one prompt is trained: what is learned need not hold for any other, and validation may fall",
+            numbers={"count": 1},
+        )
     shared = len(distinct_train & {str(prompt) for prompt in held_out})
     if shared:
         yield note(

@@ -94,8 +94,10 @@ def test_all_is_well(request, fixture, reward):
     assert "All is well" in run_doctor.text and not run_doctor.wrong()
     assert not (run_doctor.folder / "run").exists()
     findings = run_doctor.record["findings"]
+    of_the_model = {"sampling", "latents", "damage"}  # whose weights are random in the quick case
+    assert of_the_model <= {finding["check"] for finding in findings}
     passed = {finding["check"] for finding in findings if finding["mark"] == "ok"}
-    assert passed == {
+    assert passed - of_the_model == {
         "config", "batch", "layout", "prompts", "vae", "reward", "noise", "noise 0", "ratio", "gradients", "balance",
         "samplers",
     }  # fmt: skip
@@ -122,6 +124,34 @@ def check_comparison(run_doctor: Doctor) -> None:
         assert row["vs ode"] == pytest.approx(row["reward"] - rows["ode"]["reward"])
     assert rows["ode"]["noise"] == 0 and rows["precise"]["vs ode"] != 0
     assert "* sage_grpo" in run_doctor.text and "prompt_distance" in run_doctor.text
+
+
+def asked(doctor: Doctor, check: str, **flags: object) -> list[str]:
+    """The marks of a check that samples the embedded model, on few and small clips."""
+    small = {"num_frames": 5, "height": 24, "width": 24, "num_sampling_steps": 4}
+    code = doctor("--prompts", "3", "--clips", "3", **small, **flags)
+    assert code == 0, doctor.text
+    return [finding["mark"] for finding in doctor.findings(check)]
+
+
+@pytest.mark.slow
+def test_the_model_is_asked_what_a_run_cannot_tell(embedded_doctor, tmp_path):
+    """Slow, because only a trained model has an answer: a wrong shift and a wrong scale of the VAE are noted."""
+    assert asked(embedded_doctor, "sampling") == ["ok", "ok"]
+    assert embedded_doctor.findings("latents")[0]["mark"] == "ok"
+    assert embedded_doctor.findings("damage")[0]["mark"] == "ok"
+
+    assert asked(embedded_doctor, "sampling", timestep_shift=0.2) == ["note", "ok"]
+    assert embedded_doctor.findings("sampling")[0]["numbers"]["change"] < 0
+
+    model = tmp_path / "scaled"
+    shutil.copytree(TINY, model)
+    config_file = model / "vae" / "config.json"
+    config = json.loads(config_file.read_text())
+    config_file.write_text(json.dumps(config | {"scaling_factor": 2 * config["scaling_factor"]}))
+    embedded_doctor.model = model
+    assert asked(embedded_doctor, "latents") == ["note"]
+    assert embedded_doctor.findings("latents")[0]["numbers"]["ratio"] > 1.5
 
 
 @pytest.mark.slow
@@ -194,6 +224,12 @@ def test_ranks_are_planned_not_started(run_doctor):
     batch = run_doctor.findings("batch")[0]
     assert "16 clips per iteration: 4 prompt(s) x groups of 4, 8 rank(s)" in batch["text"]
     assert run_doctor.findings("noise")[0]["numbers"]["over"] == []
+
+
+def test_one_training_prompt_is_noted(run_doctor):
+    run_doctor.train.write_text("a red circle moving left\n")
+    run_doctor("--skip_ab")
+    assert {"count": 1} in [finding["numbers"] for finding in run_doctor.findings("prompts")]
 
 
 def test_what_is_no_error_is_noted(run_doctor):

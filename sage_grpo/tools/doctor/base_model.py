@@ -1,0 +1,168 @@
+"""Questions that a run cannot answer: does the model sample as it was trained to, and does damage lower its reward?
+
+A wrong shift, a wrong scale of the VAE or a reward with the wrong sign train without an error. Here the model is asked:
+clips of its own sampling defaults are the yardstick.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sage_grpo.algo.sde import flow_sigmas
+from sage_grpo.data.requests import Request
+from sage_grpo.intervals import interval
+from sage_grpo.models.backbone import Guidance, Sampling
+from sage_grpo.models.sample import counter_noise, integrate
+from sage_grpo.tools import audit
+from sage_grpo.tools.doctor.finding import Finding, indented, note, ok, wrong
+from sage_grpo.train.build import rollout_sampling
+from sage_grpo.train.clips import decoded
+from sage_grpo.train.trainer import Trainer
+
+# Decoded and encoded again, latents keep their size; a VAE with another scale than the model was trained with does not.
+SMALLEST_RATIO = 0.7
+EDITS = ("noisy", "shaky", "frozen", "blurred")
+WORSE = 0.25  # standard deviations of the reward over clips, below which a loss is not worth a word
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Clips of one way of sampling, without exploration noise; N clips."""
+
+    latents: Tensor  # (N, ...)
+    clips: list[Tensor | None]  # uint8 (F, H, W, 3); None if not finite
+    requests: list[Request]
+
+
+@torch.no_grad()
+def sampled(
+    trainer: Trainer, num_steps: int, shift: float, guidance: float, prompts: int, clips: int
+) -> Sampled:
+    """Clips of the rollout's size; the same noise whatever the settings are."""
+    c = trainer.config
+    device = trainer.ranks.device
+    requests = list(trainer.requests[:prompts])
+    scale = Guidance(guidance, trainer.guidance.negative)
+    sigmas = flow_sigmas(num_steps, shift)
+    latents = []
+    for request in requests:
+        cond = trainer.backbone.encode([request])[0].to(device)
+        for clip in range(clips):
+            x, _ = counter_noise(trainer.shape, c.seed, [clip], prompt=request.index)
+            latents.append(integrate(trainer.backbone, sigmas, x.to(device), cond, scale))
+
+    return Sampled(
+        latents=torch.cat(latents),
+        clips=[clip for latent in latents for clip in decoded(trainer.backbone, [latent])],
+        requests=[request for request in requests for _ in range(clips)],
+    )
+
+
+def check_base_model(trainer: Trainer, num_prompts: int, num_clips: int) -> Iterator[Finding]:
+    """Clips of the model's own sampling defaults against those of the run, their latents, and damage to them."""
+    c = trainer.config
+    own = trainer.backbone.sampling
+    yardstick = sampled(
+        trainer, c.num_sampling_steps, own.shift, own.guidance, num_prompts, num_clips
+    )
+    settings = {"rollouts": rollout_sampling(c)}
+    if trainer.validation:
+        settings["validation"] = trainer.validation.sampling
+    for name, sampling in settings.items():
+        yield sampling_finding(trainer, name, sampling, yardstick, num_prompts, num_clips)
+    yield latents_finding(trainer, yardstick)
+    yield damage_finding(trainer, yardstick)
+
+
+def sampling_finding(
+    trainer: Trainer,
+    name: str,
+    sampling: Sampling,
+    yardstick: Sampled,
+    num_prompts: int,
+    num_clips: int,
+) -> Finding:
+    """Whether another shift or guidance than the model's own lowers the reward, at equally many steps."""
+    own = trainer.backbone.sampling
+    if (sampling.shift, sampling.guidance) == (own.shift, own.guidance):
+        text = f"{name} have the model's own shift {own.shift:g} and guidance {own.guidance:g}"
+        return ok("sampling", text, numbers={"of": name, "differs": False})
+
+    c = trainer.config
+    others = sampled(
+        trainer, c.num_sampling_steps, sampling.shift, sampling.guidance, num_prompts, num_clips
+    )
+    with_own = trainer.reward.score(yardstick.clips, yardstick.requests, c.fps).total
+    with_others = trainer.reward.score(others.clips, others.requests, c.fps).total
+    change = interval((with_others - with_own).tolist())
+    spread = with_own[with_own.isfinite()].std(correction=0).item()
+    text = (
+        f"{name} have shift {sampling.shift:g} and guidance {sampling.guidance:g}, the model's own are "
+        f"{own.shift:g} and {own.guidance:g}: in {c.num_sampling_steps} steps that changes the reward by "
+        f"{change.mean:+.2g} ± {change.half:.2g}, which varies by {spread:.2g} between clips"
+    )
+    numbers = {
+        "of": name,
+        "differs": True,
+        "change": change.mean,
+        "half": change.half,
+        "spread": spread,
+    }
+    if change.sign < 0 and -change.mean > WORSE * spread:
+        flags = "timestep_shift" if name == "rollouts" else "validation_timestep_shift"
+        return note("sampling", f"{text}; leave out {flags} and guidance_scale", numbers=numbers)
+    return ok("sampling", text, numbers=numbers)
+
+
+def latents_finding(trainer: Trainer, yardstick: Sampled) -> Finding:
+    """Whether latents that the model samples are of the size that the VAE makes."""
+    finite = [row for row, clip in enumerate(yardstick.clips) if clip is not None]
+    if not finite:
+        return wrong("latents", "no sampled clip is finite", "check the weights, or try dtype fp32")
+    latents = yardstick.latents[finite]
+    clips = torch.stack([yardstick.clips[row] for row in finite])
+    again = trainer.backbone.encode_video(clips)
+    ratio = (again.std() / latents.std()).item()
+    text = (
+        f"sampled latents have standard deviation {latents.std().item():.2f}, and {ratio:.2f} times that "
+        "after they were decoded and encoded again"
+    )
+    numbers = {"std": latents.std().item(), "ratio": ratio}
+    if SMALLEST_RATIO < ratio < 1 / SMALLEST_RATIO:
+        return ok("latents", text, numbers=numbers)
+    remedy = (
+        "the VAE expects latents of another size than the model makes: check scaling_factor, or latents_mean and "
+        "latents_std, in vae/config.json, unless the weights are random"
+    )
+    return note("latents", f"{text}; {remedy}", numbers=numbers)
+
+
+def damage_finding(trainer: Trainer, yardstick: Sampled) -> Finding:
+    """Whether damage to the model's own clips raises the reward, and none lowers it."""
+    clips: list[Tensor] = []
+    requests: list[Request] = []
+    for clip, request in zip(yardstick.clips, yardstick.requests, strict=True):
+        if clip is not None:
+            clips.append(clip)
+            requests.append(request)
+    scores = audit.measure(
+        trainer.reward, clips, requests, trainer.config.fps, dict.fromkeys(EDITS, ())
+    )
+    verdicts = audit.give_verdicts(scores, drawn=False)
+    totals = [verdict for verdict in verdicts if verdict.score == audit.TOTAL]
+    numbers = {verdict.edit: verdict.change.mean for verdict in totals}
+    if audit.is_flipped(totals):
+        # a note, because a model of poor clips may score higher when they are damaged
+        text = f"{audit.FLIPPED}: check the sign of the reward, and reward_weights"
+        return note("damage", text, numbers=numbers)
+    falls = [verdict.edit for verdict in totals if verdict.mark == "falls"]
+    if not falls:
+        text = (
+            f"no damage to the model's own clips ({', '.join(EDITS)}) lowers the reward for certain"
+        )
+        return note("damage", text, numbers=numbers)
+    text = f"damage to the model's own clips lowers the reward: {', '.join(falls)}"
+    table = indented(audit.audit_table(scores, verdicts))
+    return ok("damage", text, table=table, numbers=numbers)
