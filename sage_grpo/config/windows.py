@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 
 FORMS = (
-    "all, all_but_last, random:SIZE, slide:SIZE[:EVERY], "
-    "random_iteration:SIZE or slide_iteration:SIZE[:EVERY]"
+    "all, all_but_last, random:SIZE[:even], slide:SIZE[:EVERY], "
+    "random_iteration:SIZE[:even] or slide_iteration:SIZE[:EVERY], the last four also with :all_but_last"
 )
+ALL_BUT_LAST = "all_but_last"
+EVEN = "even"
 DEFAULT_EVERY = 25
 
 
@@ -19,6 +21,8 @@ class WindowForm:
     # each group of clips has a window of its own; else all of an iteration share one
     per_group: bool = True
     last_step: bool = True  # whether the last denoising step may explore
+    # whether windows do not overlap, so that all steps explore equally often; random ones alone can
+    even: bool = False
 
     @property
     def is_whole(self) -> bool:
@@ -33,10 +37,17 @@ def parse_window(text: str) -> WindowForm:
     `slide:SIZE:EVERY` starts at a different step for each prompt, advances by one step every EVERY iterations and wraps
     around (MixGRPO). With `_iteration`, all groups of an iteration share one window, and a sliding one starts at the
     first step.
+
+    After the numbers, `all_but_last` keeps the last step, whose noise would stay in the clip, out of all windows.
+    `even` draws a random window among those that do not overlap: else steps near both ends are in fewer of them.
     """
     name, *numbers = text.split(":")
-    if not numbers and name in ("all", "all_but_last"):
+    if not numbers and name in ("all", ALL_BUT_LAST):
         return WindowForm("all", last_step=name == "all")
+    words = [word for word in numbers if word in (ALL_BUT_LAST, EVEN)]
+    numbers, after = numbers[: len(numbers) - len(words)], numbers[len(numbers) - len(words) :]
+    if after != words or len(set(words)) < len(words) or (EVEN in words and "random" not in name):
+        raise ValueError(f"sde_window is {text!r}; write {FORMS}")
     kind = name.removesuffix("_iteration")
     most_numbers = {"random": 1, "slide": 2}.get(kind, 0)
     if not 1 <= len(numbers) <= most_numbers or "" in numbers:
@@ -44,4 +55,11 @@ def parse_window(text: str) -> WindowForm:
     if not all(number.isdigit() and int(number) > 0 for number in numbers):
         raise ValueError(f"sde_window is {text!r}; its numbers must be whole and at least 1")
     every = int(numbers[1]) if len(numbers) > 1 else DEFAULT_EVERY
-    return WindowForm(kind, size=int(numbers[0]), every=every, per_group=name == kind)
+    return WindowForm(
+        kind,
+        size=int(numbers[0]),
+        every=every,
+        per_group=name == kind,
+        last_step=ALL_BUT_LAST not in words,
+        even=EVEN in words,
+    )

@@ -246,7 +246,8 @@ class Rollouts(ABC):
     def finish(self, x: Tensor, end: Tensor, cond: Conditioning) -> Tensor:
         """Follow the ODE to the clips, from windows that end before step `end` (B,).
 
-        With `tail_steps`, in that many steps of `tail_solver`, unless fewer remain.
+        With `tail_steps`, in that many steps of `tail_solver`, unless fewer remain (`algo/solver.py` says which of them
+        are of first order).
         """
         tail_steps = self.config.tail_steps
         tail_solver = self.config.tail_solver

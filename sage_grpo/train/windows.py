@@ -21,23 +21,28 @@ class Windows:
     first: int  # first step at which a window may start
     places: int  # number of steps at which a window may start
     seed: int
+    stride: int = 1  # steps from one of these places to the next
+
+    @property
+    def starts(self) -> range:
+        """The steps at which a window may start."""
+        return range(self.first, self.first + self.places * self.stride, self.stride)
 
     @property
     def steps(self) -> range:
         """All steps that may be in a window."""
-        return range(self.first, self.first + self.places - 1 + self.size)
+        return range(self.first, self.starts[-1] + self.size)
 
     def start(self, iteration: int, prompt_index: int, group: int) -> int:
         """First denoising step of the window of a prompt's group in an iteration."""
         group_key = {"prompt": prompt_index, "sample": group} if self.form.per_group else {}
         if self.form.kind == "random":
-            return self.first + rng.integer(
-                self.places, self.seed, "window", step=iteration, **group_key
-            )
+            place = rng.integer(self.places, self.seed, "window", step=iteration, **group_key)
+            return self.starts[place]
         phase = 0
         if self.form.per_group:
             phase = rng.integer(self.places, self.seed, "window", prompt=prompt_index)
-        return self.first + (phase + iteration // self.form.every) % self.places
+        return self.starts[(phase + iteration // self.form.every) % self.places]
 
 
 def build_windows(form: WindowForm, stochastic: Tensor, seed: int) -> Windows:
@@ -55,7 +60,14 @@ def build_windows(form: WindowForm, stochastic: Tensor, seed: int) -> Windows:
         raise ValueError(
             f"sde_window has a SIZE of {size}; it can be at most {len(noisy)}, the steps that explore"
         )
-    return Windows(form, size, first=noisy[0], places=len(noisy) - size + 1, seed=seed)
+    if not form.even:
+        return Windows(form, size, first=noisy[0], places=len(noisy) - size + 1, seed=seed)
+    if len(noisy) % size:
+        raise ValueError(
+            f"sde_window has a SIZE of {size} and even, but {len(noisy)} steps can explore,"
+            f" which {size} does not divide: choose another SIZE or num_sampling_steps"
+        )
+    return Windows(form, size, noisy[0], places=len(noisy) // size, seed=seed, stride=size)
 
 
 def num_trained(window_size: int, fraction: float) -> int:

@@ -7,6 +7,7 @@ import torch
 
 from sage_grpo.algo.equalizer import equalizer
 from sage_grpo.algo.sde import build_schedule, flow_sigmas
+from sage_grpo.algo.solver import ode_tables
 from sage_grpo.config.windows import parse_window
 from sage_grpo.models.backbone import Backbone
 from sage_grpo.models.sample import integrate
@@ -42,6 +43,48 @@ def test_a_random_window_differs_between_prompts_groups_and_iterations():
     whole = build_windows(parse_window("random_iteration:2"), ALL, seed=1)
     assert len({whole.start(3, prompt, group) for prompt in range(9) for group in range(9)}) == 1
     assert {whole.start(step, 0, 0) for step in range(40)} == {0, 1, 2, 3}
+
+
+def coverage(text, stochastic=ALL):
+    """How often each step is in one of the windows that can be drawn."""
+    windows = build_windows(parse_window(text), stochastic, seed=0)
+    drawn = {windows.start(step, 0, 0) for step in range(200)}
+    assert drawn == set(windows.starts)
+    counts = [0] * len(stochastic)
+    for start in windows.starts:
+        for step in range(start, start + windows.size):
+            counts[step] += 1
+    assert [step for step, count in enumerate(counts) if count] == list(windows.steps)
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"),
+    [
+        ("random:2", [1, 2, 2, 2, 1]),
+        ("random:2:all_but_last", [1, 2, 2, 1, 0]),
+        ("slide:2:1:all_but_last", [1, 2, 2, 1, 0]),
+        ("random:2:all_but_last:even", [1, 1, 1, 1, 0]),
+        ("random_iteration:2:even:all_but_last", [1, 1, 1, 1, 0]),
+        ("random:1:even", [1, 1, 1, 1, 1]),
+    ],
+)
+def test_steps_that_windows_cover(text, counts):
+    assert coverage(text) == counts
+
+
+def test_windows_that_cannot_be_even_are_refused():
+    with pytest.raises(ValueError, match="5 steps can explore, which 2 does not divide"):
+        build_windows(parse_window("random:2:even"), ALL, seed=0)
+
+
+@pytest.mark.parametrize("tail_steps, second_order", [(5, 2), (4, 1), (3, 0)])
+def test_steps_of_second_order_from_pure_noise(tail_steps, second_order):
+    """As the help of tail_steps says: the first two and the last are Euler's."""
+    from_noise = ode_tables(flow_sigmas(tail_steps, 5.0), "dpm").history
+    after_window = ode_tables(flow_sigmas(tail_steps, 5.0, 0.9), "dpm").history
+    assert int((from_noise != 0).sum()) == second_order
+    assert int((after_window != 0).sum()) == second_order + 1
 
 
 def test_sliding_windows_advance_together_from_places_of_their_own():

@@ -100,7 +100,7 @@ class Plan:
     @property
     def window_starts(self) -> range:
         """Denoising steps at which a window may start, all equally likely."""
-        return range(self.windows.first, self.windows.first + self.windows.places)
+        return self.windows.starts
 
     @property
     def windows_at_once(self) -> int:
