@@ -16,7 +16,7 @@ import math
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,8 @@ TINY: dict[str, Any] = {
 }
 
 
-def arms() -> dict[str, Flags]:
+@cache
+def arms() -> Mapping[str, Flags]:
     """Every algorithm with every share of its clips, as long as the budget of the second edition pays for."""
     published = config_of(PUBLISHED)
     budget = BUDGET * compute.units(published) * published.batch_size

@@ -149,3 +149,35 @@ def test_a_rehearsal_is_never_a_result(capsys):
     assert main(["--tiny"]) == WRONG_INPUT
     assert "--results" in capsys.readouterr().err
     assert main(["--studies", "clips"]) == WRONG_INPUT
+
+
+def test_all_stages_lead_to_the_page_of_results(tmp_path, monkeypatch):
+    """Runs are pretended: nft with half of its clips or fewer is best, and at the highest rate."""
+    results = tmp_path / "third.jsonl"
+    started = []
+
+    def pretended(words, registered):
+        stage = words[words.index("--studies") + 1]
+        started.append(stage)
+        for made in StudyPlan([stage], None, RECIPE, registered).runs.values():
+            is_best = made.arm.startswith(("nft, best", "nft, 4"))
+            gain = 0.3 + is_best * 0.1 + made.config.learning_rate
+            record = invented(made, gain, match=0.95 if is_best else 0.5 + made.seed / 100)
+            records.append(results, record)
+        return DONE
+
+    monkeypatch.setattr(third_edition.ablate, "main", pretended)
+    monkeypatch.setattr(third_edition.results_page, "draw", lambda path, drawing: None)
+    assert main(["--results", str(results)]) == DONE
+    assert started == list(STAGES)
+    assert {flags["learning_rate"] for flags in studies(results)["clips"].arms.values()} == {3e-3}
+    guided = studies(results)["guidance"].arms
+    assert len(guided) == 3
+    assert all(arm.startswith("nft, ") for arm in guided)
+
+    started.clear()
+    page_of_results = tmp_path / "results_3.md"
+    assert third_edition.summary(results, page_of_results) == DONE
+    text = page_of_results.read_text()
+    assert text.count("| verdict |") == 2
+    assert "nft, best and worst of 8" in text
