@@ -35,7 +35,18 @@ def test_a_sound_node_passes(tmp_path):
     }
     result = launch(TRAIN, "--check", "--device", "cpu", **settings)
     found = [line.split(maxsplit=2)[:2] for line in result.stdout.splitlines()]
-    names = ("source", "idle", "port", "model", "gpus", "host", "disk", "speed", "reward")
+    names = (
+        "source",
+        "idle",
+        "port",
+        "model",
+        "prompts",
+        "gpus",
+        "host",
+        "disk",
+        "speed",
+        "reward",
+    )
     assert found == [["ok", name] for name in names], result.stdout + result.stderr
     assert result.returncode == 0 and not (tmp_path / "new").exists()
 

@@ -1,12 +1,17 @@
 """A start that is refused under torchrun is not repeated in full by its restarts."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 import post_train
 from sage_grpo.config.fields import ConfigError
 from sage_grpo.parallel import elastic
-from tests import elastic as agents
-from tests.smallest_run import command_line
+from tests.smallest_run import command_line, on_tiny
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -59,14 +64,18 @@ def test_without_torchrun_nothing_is_written(tmp_path, monkeypatch, capsys):
     assert not list(tmp_path.iterdir())
 
 
+@on_tiny
 @pytest.mark.slow
-def test_a_folder_in_use_is_found_once(flags, tmp_path, capfd):
-    """Slow: a real agent with restarts; its fast sibling sets what torchrun would."""
+def test_a_folder_in_use_is_found_once(flags, tmp_path):
+    """Slow: a real torchrun with restarts; its fast sibling sets what torchrun would."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("")
-    agent = agents.start(command_line(flags), ranks=1, max_restarts=3)
-    agent.join()
-    assert agent.exitcode
-    said = capfd.readouterr().err
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    restarts = ["--nproc_per_node", "1", "--max_restarts", "3", "post_train.py"]
+    result = subprocess.run(
+        [*torchrun, *restarts, *command_line(flags)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert result.returncode
+    said = result.stderr
     assert said.count("already holds a run") == 4
     assert said.count("refused as before this restart") == 3

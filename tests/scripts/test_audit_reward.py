@@ -188,7 +188,6 @@ def test_clips_of_files(audit, tmp_path, tiny_folder):
         ("shaky", "MQ"),
         ("frozen", "MQ"),
         (WRONG_PROMPT, "TA"),
-        (WRONG_PROMPT, "total"),
     }
     code, printed, _ = audit("shapes", "--clips", good, num_clips=5, **elsewhere)
     assert code == 2
