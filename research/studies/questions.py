@@ -299,6 +299,7 @@ FORMER_DEFAULTS = {
     "lora_dropout": 0.0,
     "kl_compute_mode": "rollout_phase",
     "negative_prompt": "",
+    "reward_fps": 2.0,  # that of VideoAlign's folder
 }  # fmt: skip
 
 
