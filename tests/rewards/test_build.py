@@ -76,7 +76,10 @@ def test_the_example_of_the_documentation_runs(tmp_path, monkeypatch):
 
 def test_the_documentation_names_every_reward():
     text = (ROOT / "docs" / "rewards.md").read_text()
-    assert not [name for name in REWARDS if f"| `{name}` |" not in text]
+    # rows of the package are strings; studies add others to the table
+    names = [name for name, place in REWARDS.items() if isinstance(place, str)]
+    assert names
+    assert not [name for name in names if f"| `{name}` |" not in text]
 
 
 FILE = """

@@ -28,7 +28,7 @@ def test_a_value_at_or_below_its_limit_is_refused_and_so_is_nan():
     parser.add_argument("--speed", type=float, above=2, help="speed")
     parser.add_argument("--count", type=int, default=1, help="count")
     for value in ("2", "-1", "nan"):
-        with pytest.raises(ConfigError, match=r"^speed is .*; it must be above 2$"):
+        with pytest.raises(ConfigError, match=r"^speed is .*; it must be above 2"):
             parser.parse_known_args(["--speed", value])
     assert parser.parse_known_args(["--speed", "2.5"])[0].speed == 2.5
     assert parser.parse_known_args([])[0].speed is None
@@ -61,6 +61,6 @@ def test_flags_of_the_configuration_are_passed_on():
     ],
 )
 def test_every_tool_refuses_values_beyond_its_limits(tool, flag, value, limit):
-    with pytest.raises(ConfigError, match=rf"{flag} is {value}\S*; it must be above {limit}$"):
+    with pytest.raises(ConfigError, match=rf"{flag} is {value}\S*; it must be above {limit}"):
         parsed(tool, f"--{flag}", value)
     assert getattr(parsed(tool, f"--{flag}", "2"), flag) == 2
