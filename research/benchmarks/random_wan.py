@@ -19,7 +19,7 @@ from transformers import T5TokenizerFast, UMT5Config, UMT5EncoderModel
 
 from research.benchmarks.random_weights import Writer
 from sage_grpo.models.backbone import Sampling
-from sage_grpo.models.wan21.folder import SMALL
+from sage_grpo.models.wan.folder import SMALL
 
 TINY_SAMPLING = Sampling(
     frames=9, height=32, width=32, fps=8, shift=3.0, guidance=5.0, num_steps=20

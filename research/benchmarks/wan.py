@@ -40,9 +40,9 @@ from research.benchmarks.transformer import (
 )
 from sage_grpo.config.parse import parse
 from sage_grpo.models.lora import POLICY
-from sage_grpo.models.wan21.backbone import Wan21
-from sage_grpo.models.wan21.folder import SMALL
-from sage_grpo.models.wan21.transformer import WanTransformer
+from sage_grpo.models.wan.backbone import Wan
+from sage_grpo.models.wan.folder import SMALL
+from sage_grpo.models.wan.transformer import WanTransformer
 from sage_grpo.parallel.ranks import join_ranks
 from sage_grpo.tools.plan.memory import peak
 from sage_grpo.tools.plan.planner import plan_of
@@ -81,7 +81,7 @@ def transformer_rows(rehearse: bool) -> Results:
 
     generator = torch.Generator(device).manual_seed(1)
     video = torch.randn(1, c.in_channels, *grid, generator=generator, device=device)
-    text = torch.randn(1, Wan21.cross, c.text_dim, generator=generator, device=device)
+    text = torch.randn(1, Wan.cross, c.text_dim, generator=generator, device=device)
     video, text = video.to(bench.dtype), text.to(bench.dtype)
     text[:, 150:] = 0
     timestep = torch.tensor([731.0], device=device)
@@ -103,7 +103,7 @@ def transformer_rows(rehearse: bool) -> Results:
         apart = distance(ours().float(), plain)
         facts.append(f"compiled to not compiled: velocity {apart:.2g} apart")
     stock_step(bench, twin, stock)
-    adapted(model, bench.dtype, train_all=False, layers=Wan21.lora_targets)
+    adapted(model, bench.dtype, train_all=False, layers=Wan.lora_targets)
     steps = {
         "LoRA step, ours, compiled": False,
         "LoRA step, ours, compiled, attention kept": True,
@@ -117,7 +117,7 @@ def transformer_rows(rehearse: bool) -> Results:
 
 def stock_step(bench: Bench, twin: nn.Module, forward: Callable[[], Tensor]) -> None:
     """The stock model's LoRA step with all blocks recomputed."""
-    adapted(twin, bench.dtype, train_all=False, layers=Wan21.lora_targets)
+    adapted(twin, bench.dtype, train_all=False, layers=Wan.lora_targets)
     twin.enable_gradient_checkpointing()
     bench.run(STOCK_STEP, training_step(forward, twin.train()), 0)
     twin.eval().delete_adapters(POLICY)

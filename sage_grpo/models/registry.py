@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 BACKBONES = {
     "HunyuanVideo15Pipeline": "sage_grpo.models.hunyuan15.backbone:Hunyuan15",
     "HunyuanVideo15ImageToVideoPipeline": "sage_grpo.models.hunyuan15.image:ImageToVideo",
-    "WanPipeline": "sage_grpo.models.wan21.backbone:Wan21",
+    "WanPipeline": "sage_grpo.models.wan.backbone:Wan",
 }
 
 # By the beginning of the version: the pipeline of folders that name none. These are folders in

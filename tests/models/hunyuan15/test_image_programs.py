@@ -10,7 +10,7 @@ import post_train
 from sage_grpo.tools import evaluate
 from sage_grpo.tools.doctor import __main__ as doctor
 from sage_grpo.tools.plan import __main__ as plan
-from tests.models.wan21.test_programs import SMALL, flag_list
+from tests.models.wan.test_programs import SMALL, flag_list
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import post_train
 from sage_grpo.data.requests import Request
 from sage_grpo.models.backbone import Guidance
 from sage_grpo.models.registry import open_backbone
-from sage_grpo.models.wan21.backbone import Wan21
+from sage_grpo.models.wan.backbone import Wan
 from sage_grpo.tools import evaluate
 from sage_grpo.tools.doctor import __main__ as doctor
 from sage_grpo.tools.plan import __main__ as plan
@@ -52,7 +52,7 @@ def test_every_program_takes_the_folder(words, wan_folder, tmp_path, capsys):
     flags = {"checkpoints": checkpoint, "output": output}
     assert evaluate.main([*words, *flag_list(flags)]) == 0
     settings = json.loads((output / "settings.json").read_text())
-    assert settings["negative_prompt"] == Wan21.negative_prompt
+    assert settings["negative_prompt"] == Wan.negative_prompt
 
     # planner
     capsys.readouterr()

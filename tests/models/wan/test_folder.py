@@ -8,8 +8,8 @@ import torch
 
 from sage_grpo.data.requests import Request
 from sage_grpo.models.registry import open_backbone
-from sage_grpo.models.wan21.backbone import Wan21
-from sage_grpo.models.wan21.folder import WanFolder
+from sage_grpo.models.wan.backbone import Wan
+from sage_grpo.models.wan.folder import WanFolder
 
 ANY = (None, "x", [], {}, -1, 2**62, 1e308, 0.5, [[1]], 0)
 
@@ -26,7 +26,7 @@ def change(path, **values):
 
 def test_the_index_chooses_the_backbone(wan_folder):
     backbone = open_backbone(wan_folder)
-    assert isinstance(backbone, Wan21)
+    assert isinstance(backbone, Wan)
     assert str(backbone.sampling).startswith("9 frames of 32 x 32, 20 steps, shift 3")
 
 
@@ -76,7 +76,7 @@ def test_an_odd_folder_is_refused_in_a_sentence(folder, name, values, words):
 
 
 def build(folder, part):
-    backbone = Wan21(folder)
+    backbone = Wan(folder)
     if part == "text_encoder":
         return backbone.encode([Request("a red circle")])
     if part == "transformer":
@@ -101,14 +101,14 @@ def test_every_key_of_every_configuration(folder, part):
 
 
 def test_the_prompt_is_cut_where_the_stock_pipeline_cuts_it(wan_folder):
-    backbone = Wan21(wan_folder)
+    backbone = Wan(wan_folder)
     [cond] = backbone.encode([Request("red " * 700)])
     assert cond.text.shape == (512, 24) and backbone.num_tokens(cond) == backbone.max_tokens == 512
 
 
 def test_identity_depends_on_tokenizer_and_precision(wan_folder, folder):
-    original = Wan21(folder).encoder().identity()
-    assert original == Wan21(wan_folder).encoder().identity()
-    assert original != Wan21(folder, dtype=torch.bfloat16).encoder().identity()
+    original = Wan(folder).encoder().identity()
+    assert original == Wan(wan_folder).encoder().identity()
+    assert original != Wan(folder, dtype=torch.bfloat16).encoder().identity()
     change(folder / "tokenizer" / "tokenizer_config.json", unk_token="<unk> ")
-    assert original != Wan21(folder).encoder().identity()
+    assert original != Wan(folder).encoder().identity()

@@ -10,12 +10,12 @@ from torch import Tensor
 from sage_grpo.models.backbone import Origin, at_least_fp32
 from sage_grpo.models.cost import DecodeBytes
 from sage_grpo.models.latent import LatentBackbone, model_timestep
-from sage_grpo.models.wan21.folder import SMALL, WanFolder
-from sage_grpo.models.wan21.text import NUM_TOKENS, PaddedText, TextEncoder
-from sage_grpo.models.wan21.transformer import WanTransformer
+from sage_grpo.models.wan.folder import SMALL, WanFolder
+from sage_grpo.models.wan.text import NUM_TOKENS, PaddedText, TextEncoder
+from sage_grpo.models.wan.transformer import WanTransformer
 
 
-class Wan21(LatentBackbone):
+class Wan(LatentBackbone):
     folder_class = WanFolder
     encoder_class = TextEncoder
     transformer_class = WanTransformer

@@ -11,7 +11,7 @@ from sage_grpo.data.requests import Request
 from sage_grpo.models.backbone import Guidance
 from sage_grpo.models.registry import open_backbone
 from sage_grpo.models.sample import integrate
-from sage_grpo.models.wan21.backbone import Wan21
+from sage_grpo.models.wan.backbone import Wan
 from sage_grpo.models.weights import open_folder
 from tests.dist import run_ranks
 from tests.smallest_run import slow
@@ -55,7 +55,7 @@ def test_the_first_ratio_is_exactly_one(make, changes):
 def test_gradients_equal_the_formulas(prepared):  # noqa: F811
     trainer, schedule, batch, rewards = prepared()
     reference = reference_gradients(trainer, batch, rewards, eta=0.5)
-    assert isinstance(trainer.backbone, Wan21)
+    assert isinstance(trainer.backbone, Wan)
     assert (
         worst_difference(our_gradients(trainer, schedule, batch, rewards), reference) < 2e-3
     )  # fp32
@@ -187,12 +187,12 @@ def test_all_weights_of_a_run_load_in_stock_diffusers(make, wan_folder):
 
 def test_guidance_has_the_models_negative_prompt_unless_told_otherwise(make, monkeypatch):
     asked = []
-    encode = Wan21.encode
+    encode = Wan.encode
     monkeypatch.setattr(
-        Wan21, "encode", lambda self, requests: asked.extend(requests) or encode(self, requests)
+        Wan, "encode", lambda self, requests: asked.extend(requests) or encode(self, requests)
     )
     trainer = make(guidance_scale=5.0)
-    assert asked[0] == Request(Wan21.negative_prompt) and trainer.config.negative_prompt.startswith(
+    assert asked[0] == Request(Wan.negative_prompt) and trainer.config.negative_prompt.startswith(
         "色调艳丽"
     )
     asked.clear()

@@ -10,8 +10,8 @@ from diffusers import WanTransformer3DModel
 from torch._dynamo.utils import counters
 
 from sage_grpo.models.lora import add_adapter, init_adapter
-from sage_grpo.models.wan21.backbone import Wan21
-from sage_grpo.models.wan21.transformer import WanTransformer
+from sage_grpo.models.wan.backbone import Wan
+from sage_grpo.models.wan.transformer import WanTransformer
 from sage_grpo.train.optimization import trainable_parameters
 from tests.models.kernels import CountedKernels
 
@@ -118,7 +118,7 @@ def test_compiled_blocks_run_one_arithmetic_and_one_graph(wan_folder, monkeypatc
     plain = copy.deepcopy(model)
     if use_lora:
         for transformer in (model, plain):
-            add_adapter(transformer, 4, 8, Wan21.lora_targets, torch.float64)
+            add_adapter(transformer, 4, 8, Wan.lora_targets, torch.float64)
             init_adapter(transformer, 0)
     trained = trainable_parameters(model, use_lora)
     torch._dynamo.reset()

@@ -9,8 +9,8 @@ from sage_grpo.data.requests import Request
 from sage_grpo.models.backbone import Guidance
 from sage_grpo.models.registry import open_backbone
 from sage_grpo.models.sample import integrate
-from sage_grpo.models.wan21.backbone import Wan21
-from sage_grpo.models.wan21.text import NUM_TOKENS, PaddedText
+from sage_grpo.models.wan.backbone import Wan
+from sage_grpo.models.wan.text import NUM_TOKENS, PaddedText
 
 PROMPT = Request("a red  circle &amp; a green square moving left")
 NEGATIVE = Request("the letter")
@@ -22,7 +22,7 @@ def draw(*shape, seed=0):
 
 @pytest.fixture(scope="module")
 def backbone(wan_folder):
-    backbone = Wan21(wan_folder, dtype=torch.float64)
+    backbone = Wan(wan_folder, dtype=torch.float64)
     x = draw(1, *backbone.latent_shape(1, 16, 16))
     [cond] = backbone.encode([PROMPT])
     backbone.velocity(x, 0.5, cond, Guidance())  # makes the rotary tables, before `exact`
@@ -161,9 +161,9 @@ def test_latents_are_normalized_per_channel(backbone):
 
 
 def test_a_decode_beyond_decode_gb_is_tiled(wan_folder):
-    backbone = Wan21(wan_folder)
+    backbone = Wan(wan_folder)
     latents = draw(1, *backbone.latent_shape(1, 288, 288)).float()
-    needed = 18 * 18 * Wan21.untiled.eager / 1e9
+    needed = 18 * 18 * Wan.untiled.eager / 1e9
     clips = {}
     for gb in (0.99 * needed, 1.01 * needed):
         backbone.decode_gb = gb
