@@ -93,7 +93,7 @@ def clips_of(folder: Path) -> list[Clip]:
 
 
 def most_improved(pairs: Sequence[Pair]) -> list[Pair]:
-    """Of the clips that match their prompt only after training, those that moved most toward it."""
+    """The clips that moved most toward their prompt, among those that match it only after training."""
 
     def gain(pair: Pair) -> float:
         before, after = (clip["gold"]["prompt_distance"] for clip in pair)

@@ -86,7 +86,9 @@ def _third_order(ratio: Tensor, h: Tensor, second: Tensor) -> Tensor:
     lacks the 2 in D_2, which makes it second-order; with it, this is UniPC's predictor of third order.
     """
     weights = torch.stack([second, torch.zeros_like(second)], -1)
-    step, one_before, two_before = h[..., 2:], h[..., 1:-1], h[..., :-2]
+    step = h[..., 2:]
+    one_before = h[..., 1:-1]
+    two_before = h[..., :-2]
     a, b = _integrals(ratio[..., 2:], step)
     r_1 = one_before / step
     r_2 = two_before / step
@@ -112,7 +114,8 @@ def _correction(sigmas: Tensor, ratio: Tensor, h: Tensor) -> Tensor:
     first_order = torch.where(sigmas[..., 1:] > 0, scale / 2, 0.0)
     weights = torch.stack([torch.zeros_like(first_order), first_order], -1)
 
-    step, before = h[..., 1:], h[..., :-1]
+    step = h[..., 1:]
+    before = h[..., :-1]
     decay = torch.expm1(-step)
     phi = -decay / step - 1
     b_1 = phi / decay

@@ -43,7 +43,8 @@ def trust_region(
     dual_kl_step_weight: float,
 ) -> TrustRegion:
     """The strategy selected by the flags: no, fixed, step-wise, moving, dual moving or dual fixed KL."""
-    position, velocity = dual_kl_moving_weight, dual_kl_step_weight * use_dual_kl
+    position = dual_kl_moving_weight
+    velocity = dual_kl_step_weight if use_dual_kl else 0.0
     weights = {
         "kl_weight": kl_weight,
         "dual_kl_moving_weight": position,
@@ -58,8 +59,9 @@ def trust_region(
         raise ValueError(
             f"kl_weight is {kl_weight} but both KL terms weigh 0: give one a weight, or kl_weight 0"
         )
-    anchor = None if position == 0 else "moving" if use_moving_KL else "fixed"
-    return TrustRegion(anchor, position, velocity)
+    if position == 0:
+        return TrustRegion(None, position, velocity)
+    return TrustRegion("moving" if use_moving_KL else "fixed", position, velocity)
 
 
 def rollout_kl(estimator: str, exact: Tensor, log_prob: Tensor, log_prob_rollout: Tensor) -> Tensor:
@@ -103,15 +105,16 @@ class KLController:
         if self.kl_schedule == "fixed" or self.kl_weight == 0:
             self.kl_coef = self.kl_min_coef = self.kl_weight
         for name, value in {"kl_coef": self.kl_coef, "kl_min_coef": self.kl_min_coef}.items():
-            if not 0 <= value <= (most := self.kl_weight):
+            if not 0 <= value <= self.kl_weight:
                 raise ValueError(
-                    f"{name} is {value}; it must lie between 0 and kl_weight, the maximum ({most})"
+                    f"{name} is {value}; it must lie between 0 and kl_weight, the maximum ({self.kl_weight})"
                 )
         if not self.kl_target > 0:
             raise ValueError(f"kl_target is {self.kl_target}; it must be positive")
         if self.kl_warmup_steps < 0:
             raise ValueError(f"kl_warmup_steps is {self.kl_warmup_steps}; it must be at least 0")
-        self.step, self.coef = 0, self._warmed_up(0)
+        self.step = 0
+        self.coef = self._warmed_up(0)
         self.recent: deque[float] = deque(maxlen=10)
 
     def update(self, kl: float) -> float:
@@ -125,19 +128,26 @@ class KLController:
         if self.step <= self.kl_warmup_steps:
             self.coef = self._warmed_up(self.step)
         elif self.kl_schedule == "adaptive":
-            mean, (high, low) = sum(self.recent) / len(self.recent), FEEDBACKS[self.kl_feedback]
-            factor = (
-                high if mean > 1.5 * self.kl_target else low if mean < 0.5 * self.kl_target else 1.0
-            )
-            self.coef = min(max(self.coef * factor, self.kl_min_coef), self.kl_weight)
+            self.coef = min(max(self.coef * self._feedback(), self.kl_min_coef), self.kl_weight)
         return self.coef
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.step, "coef": self.coef, "recent": list(self.recent)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.step, self.coef = state["step"], state["coef"]
+        self.step = state["step"]
+        self.coef = state["coef"]
         self.recent = deque(state["recent"], maxlen=self.recent.maxlen)
+
+    def _feedback(self) -> float:
+        """The factor on lambda that the recent KL asks for."""
+        too_high, too_low = FEEDBACKS[self.kl_feedback]
+        mean = sum(self.recent) / len(self.recent)
+        if mean > 1.5 * self.kl_target:
+            return too_high
+        if mean < 0.5 * self.kl_target:
+            return too_low
+        return 1.0
 
     def _warmed_up(self, step: int) -> float:
         share = min(step / self.kl_warmup_steps, 1.0) if self.kl_warmup_steps else 1.0

@@ -22,18 +22,8 @@ from sage_grpo.data.requests import Request
 from sage_grpo.files.fingerprints import files_fingerprint
 from sage_grpo.plugins import contained
 from sage_grpo.rewards.failures import failure_text
+from sage_grpo.rewards.reserved import RESERVED_NAMES
 
-# Names that no score may have: the metrics use reward/total and so on. The same as BATCH_STATISTICS of runs/history.py.
-RESERVED_NAMES = (
-    "total",
-    "std",
-    "group_std",
-    "advantage_size",
-    "failed",
-    "starved_groups",
-    "flat_groups",
-    "error",
-)
 MAX_WEIGHT = 1e9  # of a score in the total; beyond it sums lose what the other scores say
 
 
@@ -187,7 +177,7 @@ class Composite:
         return sum(weight * named[name] for name, weight in self.weights.items() if weight)
 
     def one_per_call(self) -> "Composite":
-        """The same rewards, given one clip at a time."""
+        """A copy that passes its rewards one clip at a time."""
         alone = copy.copy(self)
         alone.batch_size = 1
         return alone
@@ -239,7 +229,7 @@ class Composite:
 
 
 def _code_fingerprint(reward: Reward) -> str:
-    """Of the file that defines the reward's class; "unknown" if there is none."""
+    """The hash of the file that defines the reward's class; "unknown" if there is none."""
     try:
         file = inspect.getsourcefile(type(reward))
     except TypeError:

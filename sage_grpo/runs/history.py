@@ -25,20 +25,10 @@ import numpy as np
 from sage_grpo.config.fields import ConfigError
 from sage_grpo.files.foreign import Refused, read_bytes
 from sage_grpo.files.json_files import printable
+from sage_grpo.rewards.reserved import RESERVED_NAMES
 
 Line = dict[str, Any]  # of metrics.jsonl: kind, step, metrics
 
-# metrics under reward/ that are not scores
-BATCH_STATISTICS = (
-    "total",
-    "std",
-    "group_std",
-    "advantage_size",
-    "failed",
-    "starved_groups",
-    "flat_groups",
-    "error",
-)
 SERIES = ("train", "validation")  # whose results are compared
 KINDS = ("run", "break", "train", "reward", "validation")  # of line
 SERIES_OF = {"train": "train", "reward": "train", "validation": "validation"}  # by kind of line
@@ -137,7 +127,7 @@ class RunHistory:
         keys = dict.fromkeys(key for line in (*self.rewards, *self.validations) for key in line)
         names = [key.removeprefix("reward/") for key in keys if key.startswith("reward/")]
         return [
-            name for name in names if name not in BATCH_STATISTICS and not name.endswith("_stderr")
+            name for name in names if name not in RESERVED_NAMES and not name.endswith("_stderr")
         ]
 
     @property

@@ -71,7 +71,7 @@ def replace_files(path: Path, contents: Mapping[str, str | bytes]) -> None:
         for name, content in contents.items():
             hashes[name] = write_file(draft / name, content)
         manifest.commit(draft, path, hashes)
-    except Exception:
+    except OSError:
         if path.is_dir():  # else the draft is the only complete one that has a name
             manifest.delete(draft)
         raise

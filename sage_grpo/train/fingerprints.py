@@ -137,7 +137,7 @@ def reward_fingerprint(reward: Composite | None) -> dict[str, str]:
 
 @cache
 def versions() -> dict[str, str]:
-    """Of Python, this program and the libraries that are installed."""
+    """Versions of Python, this program and the installed libraries."""
     result = {"python": platform.python_version(), "sage_grpo": program_version()}
     for name in LIBRARIES:
         try:

@@ -11,7 +11,7 @@ import torch
 
 from sage_grpo.background import within
 from sage_grpo.rewards.base import Composite
-from sage_grpo.runs.history import BATCH_STATISTICS
+from sage_grpo.rewards.reserved import RESERVED_NAMES
 from sage_grpo.worlds.shapes.reward import ShapesReward
 
 CLIPS = [torch.full((5, 4, 4, 3), value, dtype=torch.uint8) for value in (0, 50, 100, 150, 200)]
@@ -236,7 +236,7 @@ def test_odd_failures_of_a_reward_are_failures():
 
 
 @pytest.mark.parametrize(
-    "name", [*BATCH_STATISTICS, "VQ_stderr", "", "\033[2J", "a\nb", 5], ids=ascii
+    "name", [*RESERVED_NAMES, "VQ_stderr", "", "\033[2J", "a\nb", 5], ids=ascii
 )
 def test_names_that_the_metrics_use_or_that_cannot_be_shown_are_no_names_of_scores(name):
     class Named(Brightness):

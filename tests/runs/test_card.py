@@ -96,7 +96,7 @@ HUNYUAN = {
 )
 @pytest.mark.parametrize("use_lora", [True, False])
 def test_the_card_names_the_base_model_and_its_license(folder, version, expected, use_lora):
-    """Of published models by their versions, and of the embedded model, which has the classes of one of them."""
+    """Published models are named by their versions; so is the embedded model, which has the classes of one of them."""
     if version == "assets/tiny":
         backbone = open_backbone(ROOT / version)
     else:

@@ -419,28 +419,25 @@ def test_metrics_that_cannot_be_read_cost_the_card_its_curve_and_never_the_check
     assert (folder_of(trainer) / "step-000002" / "README.md").is_file()
 
 
-def test_a_card_that_cannot_be_written_costs_no_checkpoint(make, capsys, monkeypatch):
-    def broken(*arguments, **facts):
-        raise ZeroDivisionError("no card today")
+@pytest.mark.parametrize(
+    "function, error, expected",
+    [
+        ("model_card", ZeroDivisionError("no card today"), "is not written: no card today"),
+        ("read_run", OSError("the disk is gone"), "has no curve: the disk is gone"),
+    ],
+)
+def test_a_card_that_fails_costs_no_checkpoint(
+    make, capsys, monkeypatch, function, error, expected
+):
+    def failing(*arguments, **facts):
+        raise error
 
     trainer = make(use_lora=True, max_steps=1, save_interval=1)
     trainer.validation = None
-    monkeypatch.setattr(export, "model_card", broken)
+    monkeypatch.setattr(export, function, failing)
     trainer.train()
     assert names(folder_of(trainer)) == ["step-000001"]
-    assert "the model card of iteration 1 is not written: no card today" in capsys.readouterr().err
-
-
-def test_a_disk_that_fails_under_the_metrics_costs_no_checkpoint_either(make, capsys, monkeypatch):
-    def unreadable(folder):
-        raise OSError("the disk is gone")
-
-    trainer = make(use_lora=True, max_steps=1, save_interval=1)
-    trainer.validation = None
-    monkeypatch.setattr(export, "read_run", unreadable)
-    trainer.train()
-    assert names(folder_of(trainer)) == ["step-000001"]
-    assert "the model card of iteration 1 has no curve: the disk is gone" in capsys.readouterr().err
+    assert f"the model card of iteration 1 {expected}" in capsys.readouterr().err
 
 
 def iterations_on(card):

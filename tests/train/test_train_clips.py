@@ -28,7 +28,7 @@ def known_advantages(trainer):
 
 
 def gradients(trainer, advantages):
-    """Of one iteration before the optimizer, over all ranks, with all clips or those that are selected."""
+    """The gradient of one iteration before the optimizer, over all ranks, with all clips or the selected ones."""
     trainer.ratio_checked = False
     found = {}
 

@@ -99,5 +99,5 @@ def score_names(scores: Sequence[str]) -> list[str]:
 
 
 def secret_seed() -> int:
-    """Of the numbers of clips, which must not follow from the study's public seed."""
+    """The seed for numbering clips, which must not be derivable from the study's public seed."""
     return random.SystemRandom().getrandbits(64)

@@ -287,7 +287,7 @@ def judged(comparisons: Comparisons, raw: Tensor) -> Judged:
 
 
 def bootstrapped(statistic: Callable[[Tensor], float], prompts: Sequence[str]) -> Range:
-    """A statistic of rows, and the range of its values when prompts, with all of their rows, are drawn anew."""
+    """A statistic of rows, and its 95 % interval from a bootstrap over prompts, each with all of its rows."""
     rows_of: dict[str, list[int]] = {}
     for row, prompt in enumerate(prompts):
         rows_of.setdefault(prompt, []).append(row)

@@ -207,7 +207,9 @@ def training_curves(history: RunHistory) -> list[dict[str, Any]]:
 def running_curve(title: str, steps: np.ndarray, values: np.ndarray) -> dict[str, Any]:
     """Points, and the mean over the last WINDOW of them with its interval."""
     positions = np.unique(np.linspace(0, len(values) - 1, MOST_POINTS).round().astype(int))
-    means, lows, highs = [], [], []
+    means = []
+    lows = []
+    highs = []
     for position in positions:
         window = interval(values[max(0, position + 1 - WINDOW) : position + 1])
         means.append(window.mean)

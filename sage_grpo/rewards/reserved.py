@@ -1,0 +1,12 @@
+"""Names that no score may have, because metrics under `reward/` have them: reward/total and so on."""
+
+RESERVED_NAMES = (
+    "total",
+    "std",
+    "group_std",
+    "advantage_size",
+    "failed",
+    "starved_groups",
+    "flat_groups",
+    "error",
+)
