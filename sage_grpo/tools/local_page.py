@@ -1,8 +1,4 @@
-"""A page for the user of this machine alone: on 127.0.0.1, opened by a secret address, behind the gate of `prefer`.
-
-The address has a random token. The page itself takes it from there; everything else takes it in a header, which a page
-of another site cannot send. Works through an SSH tunnel (`ssh -L 8000:127.0.0.1:8000 MACHINE`).
-"""
+"""A page with one user, behind the gate."""
 
 import secrets
 import socket
@@ -16,8 +12,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse
 from starlette.routing import Route
 
-from sage_grpo.tools.prefer.server import POLICY, Gate, http_refusal, listen
-from sage_grpo.tools.templating import render
+from sage_grpo.tools.gate import Gate, build_server, http_refusal, listen, page_response
 
 
 class LocalPage:
@@ -35,24 +30,10 @@ class LocalPage:
         self.app.router.redirect_slashes = False
 
     async def page(self, request: Request) -> HTMLResponse:
-        nonce = secrets.token_urlsafe(16)
-        html = render(self.template, title=self.title, nonce=nonce)
-        return HTMLResponse(html, headers={"Content-Security-Policy": POLICY.format(nonce=nonce)})
+        return page_response(self.template, title=self.title)
 
     def listen(self, port: int) -> tuple[uvicorn.Server, socket.socket, str]:
         """A server, its bound socket, and the address to open; port 0 takes a free one."""
-        config = uvicorn.Config(
-            self.app,
-            "127.0.0.1",
-            port,
-            http="h11",
-            ws="none",
-            log_level="warning",
-            access_log=False,  # addresses hold the token
-            server_header=False,
-            proxy_headers=False,
-            timeout_graceful_shutdown=2,
-        )
-        server = uvicorn.Server(config)
+        server = build_server(self.app, port, shutdown_seconds=2)
         listener, base = listen(server)
         return server, listener, f"{base}/?token={self.token}"

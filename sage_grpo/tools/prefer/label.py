@@ -10,10 +10,11 @@ from dataclasses import replace
 from sage_grpo.config.fields import Config, ConfigError
 from sage_grpo.escape import plain
 from sage_grpo.exit_codes import DONE
+from sage_grpo.tools.gate import build_server, listen
 from sage_grpo.tools.prefer.answers import AnswersFile
 from sage_grpo.tools.prefer.blinding import blind_copies
 from sage_grpo.tools.prefer.pairs import candidates, draw, least_certain
-from sage_grpo.tools.prefer.server import Labeling, addresses, build_server, listen
+from sage_grpo.tools.prefer.server import Labeling, addresses
 from sage_grpo.tools.prefer.sources import collect
 from sage_grpo.tools.prefer.study import Study, StudyError, check_raters, clips_folder
 
@@ -25,7 +26,7 @@ def label(options: argparse.Namespace, config: Config) -> int:
     if answers.cut_bytes:
         print(f"note: {options.output} ended in half a line, which was cut off")
     labeling = Labeling(answers, options.raters)
-    server = build_server(labeling, options.port, options.allow_host)
+    server = build_server(labeling.app(options.allow_host), options.port)
     listener, base = listen(server)
     study = answers.study
     print(

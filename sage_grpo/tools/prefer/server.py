@@ -16,102 +16,23 @@ import hashlib
 import hmac
 import json
 import secrets
-import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
-from urllib.parse import parse_qs
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sage_grpo.tools.gate import Gate, http_refusal, page_response, refusal
 from sage_grpo.tools.prefer.answers import AnswersFile
 from sage_grpo.tools.prefer.blinding import equal_size, padded
 from sage_grpo.tools.prefer.pairs import Trial, trials
 from sage_grpo.tools.prefer.study import CHOICES, LEFT, QUESTIONS, RIGHT, check_raters, clip_path
-from sage_grpo.tools.templating import render
 
-LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 MOST_BYTES = 4096  # of an answer
-HEADERS = {
-    "Cache-Control": "no-store",
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
-}
-POLICY = (
-    "default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; media-src blob:; img-src data:; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
-
-
-class Gate:
-    """Rejects what does not come from a rater's own page: wrong host, other origin, missing or wrong token."""
-
-    def __init__(self, app: ASGIApp, raters: Mapping[str, str], hosts: Sequence[str]) -> None:
-        """raters: token -> name. hosts: names under which the page may be opened, besides this machine."""
-        self.app = app
-        self.raters = raters
-        self.hosts = {*LOOPBACK, *hosts}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-
-        async def send_with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                extra = [(name.lower().encode(), text.encode()) for name, text in HEADERS.items()]
-                message = {**message, "headers": [*message["headers"], *extra]}
-            await send(message)
-
-        headers = {
-            name.decode("latin-1"): text.decode("latin-1") for name, text in scope["headers"]
-        }
-        problem = self._problem(headers)
-        rater = self._rater(scope, headers)
-        answer = self.app
-        if problem:
-            answer = refusal(403, problem)
-        elif rater is None:
-            answer = refusal(
-                403, "this page opens only with the whole address that the program printed"
-            )
-        else:
-            scope["rater"] = rater
-        await answer(scope, receive, send_with_headers)
-
-    def _problem(self, headers: Mapping[str, str]) -> str:
-        """Why a request is not from our own page, or empty: guards against other sites and DNS rebinding."""
-        host = headers.get("host", "")
-        name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
-        if name not in self.hosts:
-            return "open the page as 127.0.0.1 or localhost, or name the host with --allow_host"
-        origin = headers.get("origin")
-        if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
-            return "the request comes from another page"
-        return ""
-
-    def _rater(self, scope: Scope, headers: Mapping[str, str]) -> str | None:
-        """Whose token it is; every token is compared, so that the time tells nothing."""
-        if scope["path"] == "/":
-            query = parse_qs(scope["query_string"].decode("latin-1"))
-            given = query.get("token", [""])[0]
-        else:
-            given = headers.get("authorization", "").removeprefix("Bearer ")
-        owners = [
-            rater
-            for token, rater in self.raters.items()
-            if hmac.compare_digest(token.encode(), given.encode(errors="replace"))
-        ]
-        return owners[0] if owners else None
 
 
 class Labeling:
@@ -142,15 +63,12 @@ class Labeling:
         return app
 
     async def page(self, request: Request) -> HTMLResponse:
-        nonce = secrets.token_urlsafe(16)
-        html = render(
+        return page_response(
             "label.html",
             title="Which clip is better?",
             rater=request.scope["rater"],
             questions=[(name, QUESTIONS[name]) for name in self.study.questions],
-            nonce=nonce,
         )
-        return HTMLResponse(html, headers={"Content-Security-Policy": POLICY.format(nonce=nonce)})
 
     async def state(self, request: Request) -> JSONResponse:
         return JSONResponse(self.current(request.scope["rater"]))
@@ -263,45 +181,9 @@ async def read_object(request: Request) -> dict[str, Any]:
     return value
 
 
-def refusal(status: int, text: str) -> JSONResponse:
-    """Closes the connection, as the rest of a body may still be in transit."""
-    return JSONResponse({"error": text}, status, headers={"Connection": "close"})
-
-
-async def http_refusal(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, HTTPException)
-    return refusal(error.status_code, error.detail)
-
-
 async def disk_refusal(request: Request, error: Exception) -> JSONResponse:
     """An answer that is not on disk was not given, and the rater has to know."""
     return refusal(507, "the answer could not be stored; is the disk full?")
-
-
-# running it
-
-
-def build_server(labeling: Labeling, port: int, hosts: Sequence[str] = ()) -> uvicorn.Server:
-    config = uvicorn.Config(
-        labeling.app(hosts),
-        "127.0.0.1",
-        port,
-        http="h11",
-        ws="none",
-        log_level="warning",
-        access_log=False,  # addresses hold tokens
-        server_header=False,
-        proxy_headers=False,
-        timeout_graceful_shutdown=5,
-    )
-    return uvicorn.Server(config)
-
-
-def listen(server: uvicorn.Server) -> tuple[socket.socket, str]:
-    """The server's bound socket, and its address."""
-    listener = server.config.bind_socket()
-    listener.listen()
-    return listener, f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
 def addresses(labeling: Labeling, base: str) -> dict[str, str]:

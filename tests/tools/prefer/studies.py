@@ -11,10 +11,11 @@ import httpx2 as httpx
 import torch
 
 from sage_grpo.runs.media import write_mp4
+from sage_grpo.tools.gate import build_server, listen
 from sage_grpo.tools.prefer.answers import AnswersFile
 from sage_grpo.tools.prefer.blinding import strip
 from sage_grpo.tools.prefer.pairs import candidates, trials
-from sage_grpo.tools.prefer.server import Labeling, addresses, build_server, listen
+from sage_grpo.tools.prefer.server import Labeling, addresses
 from sage_grpo.tools.prefer.study import Clip, Study, clips_folder
 from sage_grpo.worlds.shapes.world import ShapesWorld
 
@@ -69,7 +70,7 @@ def answer_all(file: AnswersFile, rater: str, choose) -> None:
 def serving(answers: AnswersFile, raters=("ann",), hosts=()):
     """Serve the page in a thread; gives the address of each rater's page."""
     labeling = Labeling(answers, raters)
-    server = build_server(labeling, port=0, hosts=hosts)
+    server = build_server(labeling.app(hosts), port=0)
     listener, base = listen(server)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()

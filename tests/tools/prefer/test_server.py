@@ -6,9 +6,10 @@ from urllib.parse import quote
 
 import pytest
 
+from sage_grpo.tools.gate import HEADERS
 from sage_grpo.tools.prefer.answers import read_answers
 from sage_grpo.tools.prefer.pairs import trials
-from sage_grpo.tools.prefer.server import HEADERS, MOST_BYTES
+from sage_grpo.tools.prefer.server import MOST_BYTES
 from sage_grpo.tools.prefer.study import StudyError
 from tests.tools.prefer.studies import PROMPTS, SYSTEMS, Browser, blinded, new_study, serving
 
