@@ -10,6 +10,8 @@ from subprocess import run
 
 import pytest
 
+from tests.smallest_run import slow
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "sage_grpo"
 LAYERS = [  # folders and modules of the package; each imports from its own layer and from those before it
@@ -185,7 +187,7 @@ def test_rewards_never_see_the_gold_metric():
             "sage_grpo.config, sage_grpo.config.parse",
             {"torch", "numpy", "diffusers", "transformers"},
         ),
-        ("post_train, sage_grpo.train.build", {"matplotlib"}),
+        slow("post_train, sage_grpo.train.build", {"matplotlib"}),
     ],
 )
 def test_nothing_heavy_is_imported_before_it_is_needed(modules, unwanted):

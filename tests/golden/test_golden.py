@@ -43,7 +43,7 @@ RUNS = {
     "cps": {"sde_type": "cps", "sde_window": "random:2", "timestep_fraction": 0.5, "gradient_accumulation_steps": 3},
     "wan": {"use_lora": True, "guidance_scale": 2.0, "height": 32, "width": 48, "validation_fixed_size": "32x48"},
 }  # fmt: skip
-LEFT_TO_ALL = ("dance", "flow", "cps")
+LEFT_TO_ALL = ("published", "precise", "dance", "flow", "cps")
 LEFT_OUT = (
     "time",
     "memory",

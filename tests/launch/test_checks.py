@@ -25,7 +25,9 @@ def smi(tmp_path, *megabytes):
     )
 
 
+@pytest.mark.slow
 def test_a_sound_node_passes(tmp_path):
+    """Slow: a process of its own; tests/tools/doctor/test_machine.py runs the checks of a sound machine."""
     path = smi(tmp_path, 3, 900, 50000)
     settings = TINY | {
         "NUM_GPUS": 2,

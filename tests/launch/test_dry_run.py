@@ -9,6 +9,7 @@ import pytest
 
 from sage_grpo.config.parse import parse
 from tests.launch.shell import PDSH, ROOT, TRAIN, commands, launch, options
+from tests.smallest_run import slow
 
 PUBLISHED = shlex.split("""
 --pretrained_model_root ./ckpts --learning_rate 1e-5 --batch_size 2 --num_generations 4 --max_steps 10000
@@ -181,7 +182,9 @@ def test_every_node_gets_the_same_but_for_its_place():
     )
 
 
-@pytest.mark.parametrize("nodes", ["a\nb\nc", "a b\tc\n", "a, b,\nc", "\na\nb\n\nc\n"])
+@pytest.mark.parametrize(
+    "nodes", [slow("a\nb\nc"), slow("a b\tc\n"), slow("a, b,\nc"), "\na\nb, \n\nc\n"]
+)
 @pytest.mark.parametrize("script", [(PDSH, TRAIN), ("scripts/post_train/slurm.sh",)])
 def test_nodes_may_be_lines(nodes, script):
     found = [options(words)["local_addr"] for words in commands(*script, NODES=nodes)]

@@ -9,6 +9,7 @@ from torch._dynamo.utils import counters
 from sage_grpo.models.hunyuan15.transformer import PackedTransformer
 from sage_grpo.parallel.ulysses import part_sizes
 from tests.dist import run_ranks
+from tests.smallest_run import slow
 
 GRID = (3, 5, 3)  # 45 video tokens: no multiple of 2 or 4
 
@@ -36,8 +37,8 @@ def spread(ranks, folder, text_tokens, glyph_tokens, recomputed):
 @pytest.mark.parametrize("world, text_tokens, glyph_tokens, recomputed", [
     (2, 7, 0, 0.0),
     (2, 6, 3, 1.0),
-    (4, 3, 0, 1.0),  # the last rank has no text
-    (4, 1, 0, 0.5),
+    slow(4, 3, 0, 1.0),  # the last rank has no text
+    slow(4, 1, 0, 0.5),
 ])  # fmt: skip
 def test_ranks_give_the_velocity_and_gradients_of_one(
     tiny_folder, world, text_tokens, glyph_tokens, recomputed

@@ -20,7 +20,7 @@ from sage_grpo.runs.folder import RunFolder
 from sage_grpo.runs.lock import NAME, Lock
 from tests.disks import fill, small_disk
 from tests.dist import CONTEXT, ROOT, run_ranks
-from tests.smallest_run import command_line, prepare_process
+from tests.smallest_run import command_line, prepare_process, slow
 
 PATIENCE = 300  # seconds
 ELSEWHERE = b"process 7 on far-away since 2026-11-01 12:00:00 +0000\nfar-away boot pid:[1] user 0\n7\n1\ntoken"
@@ -306,7 +306,7 @@ print(json.dumps([answers.get(timeout=100) for _ in range(starts * len(folders))
 """
 
 
-@pytest.mark.parametrize("what", ["nothing", "dead", "elsewhere"])
+@pytest.mark.parametrize("what", ["nothing", slow("dead"), slow("elsewhere")])
 def test_of_many_starts_at_once_exactly_one_wins(tmp_path, holder, what):
     """Every process tries to take one folder after another, each at the same moment as all others do."""
     starts = 8
@@ -374,7 +374,9 @@ def kinds(run):
     return [(line["kind"], line["step"]) for line in lines]
 
 
+@pytest.mark.slow
 def test_two_starts_at_once_are_one_run(words, tmp_path):
+    """Slow: two whole runs; test_of_many_starts_at_once_exactly_one_wins has the lock alone."""
     gate = CONTEXT.Barrier(2)
     said = [tmp_path / name for name in "ab"]
     processes = [start(words(), file, gate) for file in said]

@@ -317,8 +317,12 @@ def test_a_repository_is_found_under_its_old_name(download, pinned, tmp_path):
     assert (tmp_path / "ckpts" / "VideoReward" / MODEL).with_suffix(".safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_a_wrong_file_of_hugging_face_is_deleted_and_fetched_again(download, pinned, tmp_path):
-    """hf takes a file that is there for complete, so a damaged one would be found wrong again and again."""
+    """hf takes a file that is there for complete, so a damaged one would be found wrong again and again.
+
+    Slow: two downloads; test_files_are_compared_with_the_published_sums has the comparison alone.
+    """
     model = torch_bytes(tmp_path, {"w": torch.zeros(2)})
     pinned(hashlib.sha256(model).hexdigest(), len(model))
     damaged = tmp_path / "ckpts" / "VideoReward" / MODEL

@@ -29,6 +29,7 @@ from sage_grpo.train.build import build_trainer
 from scripts import export_checkpoint as script
 from tests.hostile import sealed_again
 from tests.programs import exit_code, flag_list
+from tests.smallest_run import slow
 
 ROOT = Path(__file__).parents[2]
 PROMPT = "a red circle moving left"
@@ -92,7 +93,7 @@ def run(checkpoint, output, layout, *more):
     return exit_code(script.main, [*flag_list(flags), *map(str, more)])
 
 
-@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize("kind", ["full", slow("lora")])
 @pytest.mark.parametrize(
     "layout, place", [("diffusers", "transformer"), ("tencent", "transformer/480p_t2v")]
 )
@@ -258,7 +259,10 @@ def documented(page, checkpoint):
     return loading + sampling
 
 
-@pytest.mark.parametrize(("page", "name"), DOCUMENTED)
+@pytest.mark.parametrize(
+    ("page", "name"),
+    [("README.md", "full"), slow("docs/models.md", "full"), slow("docs/models.md", "lora")],
+)
 def test_the_documented_lines_sample_what_generate_samples(
     checkpoints, tiny_folder, tmp_path, monkeypatch, page, name
 ):
@@ -335,11 +339,11 @@ def test_the_model_card_says_what_was_trained_and_how_to_repeat_it(checkpoints, 
     "name, layout, relation",
     [
         ("lora", "lora", "adapter"),
-        ("lora", "diffusers", "finetune"),
+        slow("lora", "diffusers", "finetune"),
         ("full", "diffusers", "finetune"),
-        ("full", "tencent", "finetune"),
+        slow("full", "tencent", "finetune"),
         ("lora", "comfyui", "adapter"),
-        ("full", "comfyui", "finetune"),
+        slow("full", "comfyui", "finetune"),
     ],
 )
 def test_an_exported_folder_has_a_card_whose_lines_load_it(

@@ -24,6 +24,7 @@ from sage_grpo.train.guards import TrainingError
 from tests.disks import fill, small_disk
 from tests.dist import run_ranks
 from tests.hostile import change, sealed_again
+from tests.smallest_run import slow
 from tests.train.iterations import load, save
 
 WRITES = {
@@ -114,7 +115,7 @@ def die_in_save(ranks, values, write):
     return seen
 
 
-@pytest.mark.parametrize("use_lora", [True, False], ids=["lora", "full"])
+@pytest.mark.parametrize("use_lora", [True, slow(False)], ids=["lora", "full"])
 def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(flags, use_lora):
     values = flags | {"use_lora": use_lora, "max_steps": 1, "keep_checkpoints": 1}
     (seen,) = run_ranks(1, die_in_save, values, save_later)
@@ -154,7 +155,7 @@ def fail_in_save(ranks, values, guilty, function):
 
 
 @pytest.mark.parametrize(
-    "guilty, function", [(0, "write_files"), (1, "write_files"), (0, "commit")]
+    "guilty, function", [slow(0, "write_files"), (1, "write_files"), (0, "commit")]
 )
 def test_one_rank_that_cannot_write_is_an_error_of_all(flags, guilty, function):
     values = flags | {"max_steps": 1, "num_generations": 4, "enable_fsdp": True}

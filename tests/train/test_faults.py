@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from sage_grpo.train import checkpoint_folders
 from tests import elastic
+from tests.smallest_run import slow
 
 PATIENCE = 100  # seconds
 LAST = 8
@@ -110,7 +111,7 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize("whom, moment", [("all", "rollout"), ("one", "save")])
+@pytest.mark.parametrize("whom, moment", [("all", "rollout"), slow("one", "save")])
 def test_sigterm_stops_all_ranks_at_one_step_with_a_checkpoint(command, unbroken, whom, moment):
     folder = Path(command["output_dir"])
     process = start(command)
@@ -130,7 +131,7 @@ def test_sigterm_stops_all_ranks_at_one_step_with_a_checkpoint(command, unbroken
     )
 
 
-@pytest.mark.parametrize("moment", ["start", "save"])
+@pytest.mark.parametrize("moment", [slow("start"), "save"])
 def test_a_dead_rank_does_not_end_the_run(command, unbroken, moment):
     folder = Path(command["output_dir"])
     process = start(command, max_restarts=2)
@@ -171,7 +172,9 @@ def test_a_rank_that_hangs_ends_the_run_with_evidence(command):
     assert status(folder)["state"] == "failed" and status(folder)["message"] == record["message"]
 
 
+@pytest.mark.slow
 def test_a_run_that_lost_its_newest_checkpoint_goes_on_from_the_one_before(command, unbroken):
+    """Slow: two ranks under torchrun; tests/train/test_durability.py damages checkpoints of one."""
     folder = Path(command["output_dir"])
     assert ended(start(command)) == 0
     newest = checkpoint_folders.list_checkpoints(folder / "checkpoints")[-1]

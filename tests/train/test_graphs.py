@@ -8,6 +8,7 @@ from sage_grpo.models.graphs import Graphs
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.train.build import build_trainer
 from tests.recorded_graphs import record_graphs
+from tests.smallest_run import slow
 
 LORA = {"use_lora": True}
 EXTREMES = {"batch_size": 8, "num_generations": 4, "train_clips": 2}
@@ -17,11 +18,11 @@ CHEAP = {"sde_window": "random:1", "same_init_noise": True, "tail_steps": 2}
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
+        slow({}),
         LORA,
-        CHEAP,
-        {"algorithm": "nft"},
-        {"enable_gradient_checkpointing": True},
+        slow(CHEAP),
+        slow({"algorithm": "nft"}),
+        slow({"enable_gradient_checkpointing": True}),
         CHEAP | EXTREMES,
         {"algorithm": "nft"} | EXTREMES,
     ],

@@ -47,7 +47,7 @@ def state(trainer):
     return {name: value.detach().clone() for name, value in tensors.items()}, numbers
 
 
-@pytest.mark.parametrize("use_lora", [True, False], ids=["lora", "full"])
+@pytest.mark.parametrize("use_lora", [True, slow(False)], ids=["lora", "full"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_four_and_four_iterations_are_eight(make, strategy, use_lora):
     changes = (

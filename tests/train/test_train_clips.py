@@ -98,7 +98,9 @@ def test_the_others_cost_nothing_after_the_reward(make, name):
     assert (half[2], everything[2]) == (4 * levels, 8 * levels)
 
 
-@pytest.mark.parametrize("changes", [{}, {"prompts_per_forward": 2}, {"micro_batch_size": 2}])
+@pytest.mark.parametrize(
+    "changes", [{}, slow({"prompts_per_forward": 2}), slow({"micro_batch_size": 2})]
+)
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_runs_have_an_exact_first_ratio_and_resume_to_the_bit(make, tmp_path, name, changes):
     """With accumulation: a stop between two rollouts of one optimizer step repeats the first."""

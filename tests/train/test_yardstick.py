@@ -11,6 +11,7 @@ from sage_grpo.runs.history import column, read_run
 from sage_grpo.tools import diagnose
 from sage_grpo.tools.paired import TOTAL, compared, validation_clips
 from sage_grpo.tools.report.page import before_after, page, print_summary, tiles
+from tests.smallest_run import slow
 
 REWARD = """
 class Light:
@@ -71,9 +72,9 @@ MORE = {"max_steps": 8, "resume_from_checkpoint": "auto"}
     "changes, named",
     [
         ({"factor": 2}, "reward Light code"),
-        ({"reward_weights": {"light": 2.0}}, "reward weights"),
+        slow({"reward_weights": {"light": 2.0}}, "reward weights"),
         ({"reward_weights": {"light": 1.0, "dark": 3.0}}, "reward weights"),
-        ({"reward_model": "own.py:Same"}, "reward names"),
+        slow({"reward_model": "own.py:Same"}, "reward names"),
     ],
     ids=["doubled reward", "doubled weight", "other weights", "another reward with that score"],
 )

@@ -10,6 +10,7 @@ from sage_grpo.models.backbone import BrokenClip, Guidance
 from sage_grpo.models.hunyuan15.backbone import Hunyuan15
 from sage_grpo.models.hunyuan15.text import TextConditioning
 from sage_grpo.models.registry import open_backbone
+from tests.smallest_run import slow
 
 QUOTED = Request('a green letter "B" moving right')
 PLAIN = Request("a red circle moving left")
@@ -38,7 +39,7 @@ def backbone(tiny_folder):
 
 @pytest.mark.parametrize("request_", [PLAIN, QUOTED], ids=["plain", "quoted"])
 @pytest.mark.parametrize("scale", [1.0, 6.0])
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("batch", [slow(1), 3])
 def test_euler_sampling_gives_the_stock_latents(backbone, stock, request_, scale, batch):
     noise = draw(batch, *backbone.latent_shape(5, 16, 24))
     stock.guider.guidance_scale = scale

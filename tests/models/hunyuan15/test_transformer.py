@@ -15,6 +15,7 @@ from sage_grpo.parallel.fsdp import shard
 from sage_grpo.train.optimization import trainable_parameters
 from tests.dist import run_ranks
 from tests.models.kernels import CountedKernels
+from tests.smallest_run import slow
 
 TEXT_LEN = 7
 TEXT_PAD = 4
@@ -166,7 +167,7 @@ def test_saved_folder_is_a_stock_folder(models, tmp_path):
         torch.testing.assert_close(again.state_dict()[name], value, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("use_lora", [True, False])
+@pytest.mark.parametrize("use_lora", [True, slow(False)])
 def test_compiled_blocks_run_one_arithmetic_and_few_graphs(tiny_folder, monkeypatch, use_lora):
     """Rollout and training agree to the last bit, and neither blocks nor lengths of text are compiled one by one."""
     # other backends need a C++ compiler
@@ -216,7 +217,11 @@ def graphs_of_a_sharded_model(ranks, folder):
     return counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.slow
 def test_lengths_of_text_share_a_graph_under_fsdp_too(tiny_folder):
-    """With a second graph for the first length, what runs would depend on what ran before: a ratio that is not 1."""
+    """With a second graph for the first length, what runs would depend on what ran before: a ratio that is not 1.
+
+    Slow: two ranks, compiled; without ranks it is test_compiled_blocks_run_one_arithmetic_and_few_graphs.
+    """
     (graphs,) = run_ranks(1, graphs_of_a_sharded_model, tiny_folder, sharded=True)
     assert graphs <= 2

@@ -164,7 +164,7 @@ def test_lossy_steps_are_compared_with_exact_ones(embedded_doctor, algorithm):
         assert "exact" in embedded_doctor.findings("samplers")[0]["numbers"]["rows"]
 
 
-@pytest.mark.parametrize("algorithm", ["awm", "nft"])
+@pytest.mark.parametrize("algorithm", [slow("awm"), "nft"])
 def test_an_algorithm_without_an_sde_is_judged_by_its_own_clips(run_doctor, algorithm):
     """It samples with guidance and trains without."""
     flags = {

@@ -27,6 +27,7 @@ from sage_grpo.tools.plan.memory import (
 from sage_grpo.tools.plan.model import Plan
 from sage_grpo.tools.plan.planner import plan_of
 from sage_grpo.train.build import build_trainer
+from tests.smallest_run import slow
 from tests.tools.plan.imaginary import MODEL, TRAINED
 
 FULL = Config(
@@ -207,11 +208,11 @@ def stored_bytes(files):
     "changes",
     [
         {"use_lora": True},
-        {"use_lora": True, "ema_decay": 0.9, **NO_ANCHOR},
-        {"ema_decay": 0.9},
+        slow({"use_lora": True, "ema_decay": 0.9, **NO_ANCHOR}),
+        slow({"ema_decay": 0.9}),
         {"algorithm": "nft"},
-        {"optimizer": "muon", **NO_ANCHOR},
-        {"master_weight_type": "bf16", "dtype": "bf16"},
+        slow({"optimizer": "muon", **NO_ANCHOR}),
+        slow({"master_weight_type": "bf16", "dtype": "bf16"}),
     ],
 )
 def test_checkpoints_have_the_size_that_was_planned(tiny_folder, tmp_path, changes):

@@ -29,6 +29,7 @@ from sage_grpo.tools.report.page import (
     write_report,
 )
 from tests.programs import exit_code
+from tests.smallest_run import slow
 from tests.tools.fake_run import make_run, read_lines, run_line, train_line, write_lines
 
 ROOT = Path(__file__).parents[3]
@@ -60,7 +61,7 @@ def copy(whole, tmp_path):
     return Path(shutil.copytree(whole, tmp_path / "demo"))
 
 
-@pytest.mark.parametrize("series", [["train"], ["validation"], ["train", "validation"]])
+@pytest.mark.parametrize("series", [slow(["train"]), slow(["validation"]), ["train", "validation"]])
 def test_no_curve_crosses_a_break(drawn, whole, tmp_path, monkeypatch, series):
     """It is drawn as a vertical line, what precedes it in gray, and captions speak of what follows."""
     lines = [*read_lines(whole), *read_lines(whole)[-2:]]
