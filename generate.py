@@ -223,12 +223,14 @@ class Sampler:
 
         sampling = self.samplings[request.index]
         shape = self.backbone.latent_shape(sampling.frames, sampling.height, sampling.width)
-        x, noise = counter_noise(shape, seed, [number])
-        x = x.to(self.backbone.device)
         (cond,) = self.backbone.encode([request])
+        x, noise = counter_noise(self.backbone.free_shape(shape, cond), seed, [number])
+        x = x.to(self.backbone.device)
         if self.solver:
-            return integrate(self.backbone, self.sigmas, x, cond, self.guidance, self.solver)
-        return denoise(self.backbone, self.schedule, x, cond, self.guidance, noise)
+            x = integrate(self.backbone, self.sigmas, x, cond, self.guidance, self.solver)
+        else:
+            x = denoise(self.backbone, self.schedule, x, cond, self.guidance, noise)
+        return self.backbone.whole(x, cond)
 
 
 def build_sampler(

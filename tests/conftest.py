@@ -11,7 +11,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 import torch
-from diffusers import HunyuanVideo15ImageToVideoPipeline, HunyuanVideo15Pipeline
+from diffusers import (
+    HunyuanVideo15ImageToVideoPipeline,
+    HunyuanVideo15Pipeline,
+    WanImageToVideoPipeline,
+)
+from diffusers.pipelines.wan import pipeline_wan, pipeline_wan_i2v
 from hypothesis import HealthCheck, settings
 from matplotlib.figure import Figure
 from PIL import Image
@@ -121,6 +126,22 @@ def wan_folder(tmp_path_factory):
     """A tiny Wan 2.1. Read-only: copy it before changing a file."""
     folder = tmp_path_factory.mktemp("wan")
     build_tiny_wan(0, WORDS).save_pretrained(folder)
+    TINY_SAMPLING.to_json(folder / "sampling.json")
+    return folder
+
+
+@pytest.fixture
+def stock_image_to_video(monkeypatch):
+    """The stock pipeline that animates images; by itself it needs ftfy, which only cleans prompts."""
+    monkeypatch.setattr(pipeline_wan_i2v, "prompt_clean", pipeline_wan.prompt_clean)
+    return WanImageToVideoPipeline
+
+
+@pytest.fixture(scope="session")
+def ti2v_folder(tmp_path_factory):
+    """A tiny Wan 2.2 TI2V. Read-only: copy it before changing a file."""
+    folder = tmp_path_factory.mktemp("ti2v")
+    build_tiny_wan(0, WORDS, "wan22-ti2v-5b").save_pretrained(folder)
     TINY_SAMPLING.to_json(folder / "sampling.json")
     return folder
 

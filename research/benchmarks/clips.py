@@ -142,9 +142,9 @@ def warm(trainer: Trainer) -> Warmed:
     """Compile every graph that the iteration needs, and make the anchor older than the policy."""
     backbone = trainer.backbone
     device = trainer.ranks.device
-    x = torch.randn(1, *trainer.shape, device=device)
-    sigma = torch.full((1,), 0.5, device=device)
     (cond,) = backbone.encode([trainer.requests[0]])
+    x = torch.randn(1, *backbone.free_shape(trainer.shape, cond), device=device)
+    sigma = torch.full((1,), 0.5, device=device)
 
     def forward() -> Tensor:
         return backbone.velocity(x, sigma, cond, trainer.guidance)
@@ -154,7 +154,7 @@ def warm(trainer: Trainer) -> Warmed:
         forward()
 
     def decode() -> Tensor:
-        return backbone.decode(x)
+        return backbone.decode(backbone.whole(x, cond))
 
     with trainer.gathered(), torch.no_grad():
         exact = seconds_of(forward)

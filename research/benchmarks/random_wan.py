@@ -1,11 +1,12 @@
-"""Write a Wan 2.1 folder with random weights: the architecture of the 1.3 B model, or a tiny one for the CPU.
+"""Write a Wan folder with random weights: the architecture of a published model, or a tiny one for the CPU.
 
-Transformer (1.42 B parameters) and VAE are full size. The text encoder has the real widths but two layers, because it
-is used once per prompt and then leaves the device.
+Transformer and VAE are full size: 1.42 B parameters for Wan 2.1 1.3B, 5.0 B for Wan 2.2 TI2V 5B. The text encoder has
+the real widths but two layers, because it is used once per prompt and then leaves the device.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from diffusers import (
@@ -18,8 +19,9 @@ from torch import nn
 from transformers import T5TokenizerFast, UMT5Config, UMT5EncoderModel
 
 from research.benchmarks.random_weights import Writer
+from sage_grpo.files.json_files import write_json
 from sage_grpo.models.backbone import Sampling
-from sage_grpo.models.wan.folder import SMALL
+from sage_grpo.models.wan.folder import SMALL, TI2V_TRANSFORMER, TI2V_VAE
 
 TINY_SAMPLING = Sampling(
     frames=9, height=32, width=32, fps=8, shift=3.0, guidance=5.0, num_steps=20
@@ -32,8 +34,28 @@ TINY_VAE = {  # statistics far from 0 and 1, so that a missing or doubled normal
     "base_dim": 4, "z_dim": 4, "num_res_blocks": 1, "latents_mean": [0.5, -1.0, 0.1, 2.0],
     "latents_std": [0.4, 2.0, 1.5, 0.7],
 }  # fmt: skip
+TINY_TI2V_VAE = {
+    "base_dim": 4, "decoder_base_dim": 8, "z_dim": 4, "num_res_blocks": 1, "in_channels": 12, "out_channels": 12,
+    "patch_size": 2, "is_residual": True, "scale_factor_spatial": 16, "latents_mean": [0.5, -1.0, 0.1, 2.0],
+    "latents_std": [0.4, 2.0, 1.5, 0.7],
+}  # fmt: skip
 TINY_TEXT = {"d_model": 24, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 3}
 TEXT = {"d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 2, "num_heads": 64}
+
+
+class Model(NamedTuple):
+    """Settings of a model's parts, at full size and tiny, and what its model_index.json says besides the parts."""
+
+    transformer: dict[str, Any]
+    vae: dict[str, Any]
+    tiny_vae: dict[str, Any]
+    settings: dict[str, Any]
+
+
+MODELS = {
+    "wan21-1.3b": Model(SMALL, {}, TINY_VAE, {}),
+    "wan22-ti2v-5b": Model(TI2V_TRANSFORMER, TI2V_VAE, TINY_TI2V_VAE, {"expand_timesteps": True}),
+}
 
 
 def tokenizer_of(words: Sequence[str]) -> T5TokenizerFast:
@@ -44,7 +66,7 @@ def tokenizer_of(words: Sequence[str]) -> T5TokenizerFast:
     return T5TokenizerFast(vocab=list(zip([*pieces, *letters], scores, strict=True)), extra_ids=0)
 
 
-def parts_of(tiny: bool, tokens: int) -> dict[str, nn.Module]:
+def parts_of(model: Model, tiny: bool, tokens: int) -> dict[str, nn.Module]:
     """Transformer, VAE and text encoder, on the current device."""
     text = TINY_TEXT if tiny else TEXT
     kind = {
@@ -53,34 +75,42 @@ def parts_of(tiny: bool, tokens: int) -> dict[str, nn.Module]:
         "tie_word_embeddings": False,
     }
     return {
-        "transformer": WanTransformer3DModel(**(TINY_TRANSFORMER if tiny else SMALL)),
-        "vae": AutoencoderKLWan(**(TINY_VAE if tiny else {})),
+        "transformer": WanTransformer3DModel(**(TINY_TRANSFORMER if tiny else model.transformer)),
+        "vae": AutoencoderKLWan(**(model.tiny_vae if tiny else model.vae)),
         "text_encoder": UMT5EncoderModel(UMT5Config(vocab_size=tokens, **text, **kind)),
     }
 
 
-def build_tiny_wan(seed: int, words: Sequence[str]) -> WanPipeline:
-    """The stock pipeline around untrained tiny components, in fp32."""
+def build_tiny_wan(seed: int, words: Sequence[str], name: str = "wan21-1.3b") -> WanPipeline:
+    """The stock pipeline around untrained tiny components of a model of MODELS, in fp32."""
+    model = MODELS[name]
     tokenizer = tokenizer_of(words)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        parts = {name: part.eval() for name, part in parts_of(True, len(tokenizer)).items()}
+        parts = {name: part.eval() for name, part in parts_of(model, True, len(tokenizer)).items()}
         nn.init.normal_(parts["text_encoder"].shared.weight)
         # No norm weight stays at 1, where a swap of two would not show.
         for parameter in parts["transformer"].parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape))
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
-    return WanPipeline(**parts, tokenizer=tokenizer, scheduler=scheduler)
+    return WanPipeline(**parts, tokenizer=tokenizer, scheduler=scheduler, **model.settings)
 
 
-def write_wan(folder: Path, tiny: bool, words: Sequence[str], writer: Writer) -> None:
-    """Begin to write a folder; it is complete when `writer` is finished and `model_index.json` is written."""
+def write_wan(
+    folder: Path, tiny: bool, words: Sequence[str], writer: Writer, name: str = "wan21-1.3b"
+) -> None:
+    """Begin to write a folder; it is complete when `writer` is finished and `write_index` was called."""
     tokenizer = tokenizer_of(words)
     tokenizer.save_pretrained(folder / "tokenizer")
     with torch.device("meta"):
-        parts = parts_of(tiny, len(tokenizer))
+        parts = parts_of(MODELS[name], tiny, len(tokenizer))
     for name, part in parts.items():
         config = part.config.to_json_string() if name == "text_encoder" else part.to_json_string()
         writer.model(folder / name, part, config)
     if tiny:
         TINY_SAMPLING.to_json(folder / "sampling.json")
+
+
+def write_index(folder: Path, name: str = "wan21-1.3b") -> None:
+    """Write `model_index.json`: a folder with this file is complete."""
+    write_json(folder / "model_index.json", {"_class_name": "WanPipeline", **MODELS[name].settings})

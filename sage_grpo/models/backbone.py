@@ -105,6 +105,10 @@ class Backbone(ABC):
 
     Parts are loaded on first use. `dtype` is the compute precision; latents and velocities are always fp32 (fp64 with
     an fp64 model).
+
+    Free elements: a conditioning may fix a part of a clip's latents, such as a clean first frame. Noise, states and
+    velocities, and so log-probabilities, KL, targets and all means over elements, have the others alone: the free ones,
+    which `free_shape` counts. `branch` adds what is fixed for the model to see, and `whole` before a clip is decoded.
     """
 
     # set by subclasses
@@ -200,9 +204,19 @@ class Backbone(ABC):
         """Frames, height and width of a rollout; full-size models roll out smaller clips than they can sample."""
         return self.sampling.frames, self.sampling.height, self.sampling.width
 
+    def free_shape(self, shape: Sequence[int], cond: Conditioning) -> tuple[int, ...]:
+        """Shape of the free elements of one clip, of all whose latents have `shape` (C, T, y, x); here all of them."""
+        return tuple(shape)
+
+    def whole(self, free: Tensor, cond: Conditioning) -> Tensor:
+        """The latents (B, C, T, y, x) of clips, from their free elements and what the conditioning fixes."""
+        return free
+
     @abstractmethod
     def branch(self, x: Tensor, sigma: Tensor | float, cond: Conditioning) -> Tensor:
         """Velocity without guidance, at least fp32, for latents x (B, C, T, y, x); sigma is a scalar or (B,).
+
+        Both are of the free elements: T may be less than that of a clip.
 
         With prompts_per_forward, `cond` may hold several prompts: its tensors then have the B clips as first dim.
         """

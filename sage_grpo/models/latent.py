@@ -8,10 +8,12 @@ from abc import abstractmethod
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from diffusers import ModelMixin
 from torch import Tensor, nn
 
+from sage_grpo.data.images import Image
 from sage_grpo.files.fingerprints import files_fingerprint
 from sage_grpo.models.backbone import Backbone, BrokenClip, Sampling, at_least_fp32
 from sage_grpo.models.cost import TILED, UNTILED, Architecture, DecodeBytes
@@ -123,6 +125,16 @@ class LatentBackbone(Backbone):
         mode = self.vae.encode(pixels.to(self.vae.dtype)).latent_dist.mode()
         shift, factor = self.scaling()
         return (at_least_fp32(mode) - shift) * factor
+
+    def encode_image(self, image: Image) -> Tensor:
+        """Scaled latents (C, 1, y, x) of an image, cropped to the size of the clip that begins with it."""
+        frame = torch.from_numpy(np.array(image.cropped()))
+        latents = self.encode_video(frame[None, None])[0]  # a clip of one frame
+        if not latents.isfinite().all():
+            raise ValueError(
+                f"the VAE's latents of {image.path} are not finite; use another image, or dtype fp32"
+            )
+        return latents
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
         """Latent shape (C, T, y, x) of one clip; rejects sizes that the VAE cannot encode."""

@@ -10,17 +10,18 @@ from sage_grpo.models.versions import ANIMATE
 if TYPE_CHECKING:
     from sage_grpo.models.backbone import Backbone
 
-# By `_class_name` in the folder's model_index.json: where the backbone's class is.
+# By `_class_name` in the folder's model_index.json: where the backbone's class is, or a function that opens it.
 BACKBONES = {
     "HunyuanVideo15Pipeline": "sage_grpo.models.hunyuan15.backbone:Hunyuan15",
     "HunyuanVideo15ImageToVideoPipeline": "sage_grpo.models.hunyuan15.image:ImageToVideo",
-    "WanPipeline": "sage_grpo.models.wan.backbone:Wan",
+    "WanPipeline": "sage_grpo.models.wan.kinds:open_wan",
+    "WanImageToVideoPipeline": "sage_grpo.models.wan.kinds:open_wan",
 }
 
 # By the beginning of the version: the pipeline of folders that name none. These are folders in
 # Tencent's layout and, for the planner, folders that do not exist. The first row that matches wins.
 VERSIONS = {
-    "wan": "WanPipeline",  # wan21-1.3b, wan21-14b, wan21-14b-720p
+    "wan": "WanPipeline",  # wan21-1.3b, wan21-14b, wan21-14b-720p, wan22-ti2v-5b
     "480p_i2v": "HunyuanVideo15ImageToVideoPipeline",  # with any suffix, such as _distilled
     "720p_i2v": "HunyuanVideo15ImageToVideoPipeline",
     "": "HunyuanVideo15Pipeline",  # everything else, also no version

@@ -92,8 +92,9 @@ class Ranks:
     def take(self, rows: Sequence[Tensor], wanted: Sequence[Sequence[int]]) -> list[Tensor]:
         """Rows from a list that is spread over the data-parallel ranks, n on each, numbered in their order.
 
-        rows: this rank's n rows, of equal shape. wanted: for each rank, the numbers of the rows that it gets. A row
-        that is on this rank already is returned as it is; only the others travel. All ranks must call.
+        rows: this rank's n rows. wanted: for each rank, the numbers of the rows that it gets. A row that is on this
+        rank already is returned as it is; only the others travel, which have the shape of the receiver's own rows. All
+        ranks must call.
         """
         n = len(rows)
         empty = torch.empty_like(rows[0], memory_format=torch.contiguous_format)

@@ -83,6 +83,11 @@ class Shares:
         """This rank's part of all video tokens, or of a table with a row for each."""
         return tokens if self.group is None else tokens.split(self.video, dim)[self.rank]
 
+    def own_first(self, count: int) -> int:
+        """How many of the first `count` video tokens this rank has: they are the first of its own."""
+        before = sum(self.video[: self.rank])
+        return max(0, min(count - before, self.video[self.rank]))
+
     def own_context(self, tokens: Tensor) -> Tensor:
         """This rank's part (B, k, D) of all context tokens (B, K, D)."""
         return tokens if self.group is None else tokens.split(self.context, 1)[self.rank]

@@ -3,7 +3,8 @@
 All clips in one forward share a prompt (packed text), or have prompts of equal length. Training runs the same
 micro-batches through the same function, which is why the first ratio is exactly 1.
 
-Shapes: B clips of a micro-batch, W denoising steps of a window, K of them trained, ... the latent shape (C, t, y, x).
+Shapes: B clips of a micro-batch, W denoising steps of a window, K of them trained, ... the shape (C, t, y, x) of the
+free elements of a clip's latents, which may differ between micro-batches.
 """
 
 from abc import ABC, abstractmethod
@@ -138,7 +139,7 @@ class Rollouts(ABC):
     schedule: Schedule
     windows: Windows
     guidance: Guidance
-    shape: Sequence[int]  # of one clip's latents
+    shape: Sequence[int]  # of one clip's latents, free or not
     config: Config
     iteration: int
     conditions: Mapping[int, Conditioning]  # by prompt index
@@ -216,8 +217,10 @@ class Rollouts(ABC):
         if c.same_init_noise:
             init_samples = [sample - sample % c.num_generations for sample in samples]
         prompt_indices = [clip.prompt_index for clip in micro_batch]
+        # equal for all: only conditionings of equal shapes are in one micro-batch
+        shape = self.backbone.free_shape(self.shape, self.conditions[prompt_indices[0]])
         return counter_noise(
-            self.shape, c.seed, samples, "rollout", prompt_indices, self.iteration, init_samples
+            shape, c.seed, samples, "rollout", prompt_indices, self.iteration, init_samples
         )
 
     def conditioning(self, prompt_indices: Sequence[int]) -> Conditioning:

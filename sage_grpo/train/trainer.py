@@ -1,10 +1,12 @@
 """Post-training, one loop for every size and every algorithm: prompts, rollout, score, advantage, update."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -302,7 +304,8 @@ class Trainer:
 
     def decode(self, batch: Sequence[Trajectory]) -> list[Tensor | None]:
         """uint8 clips (F, H, W, 3) on the CPU; None where the trajectory or the pixels are not finite."""
-        latents = torch.cat([trajectory.latents for trajectory in batch]).split(1)
+        whole = [self.backbone.whole(trajectory.latents, trajectory.cond) for trajectory in batch]
+        latents = torch.cat(whole).split(1)
         is_finite = torch.cat([trajectory.is_finite for trajectory in batch]).tolist()
         clips = self.ranks.shared(latents, lambda share: decoded(self.backbone, share))
         return [clip if finite else None for clip, finite in zip(clips, is_finite, strict=True)]
@@ -394,30 +397,25 @@ class Trainer:
         all_clips = self.ranks.gather(torch.tensor(clips))
         wanted = rows.view(self.ranks.count, -1).tolist()
 
-        def moved(part: Callable[[Trajectory], Tensor]) -> Tensor:
-            rank_rows = [row for trajectory in batch for row in part(trajectory)]
-            return torch.stack(self.ranks.take(rank_rows, wanted))
-
-        path = ClipPath(
-            x=moved(lambda trajectory: trajectory.x),
-            outcome=moved(lambda trajectory: trajectory.outcome),
-            velocity=moved(lambda trajectory: trajectory.velocity),
-            log_prob=moved(lambda trajectory: trajectory.log_prob),
-            latents=moved(lambda trajectory: trajectory.latents),
-        )
-        is_finite = moved(lambda trajectory: trajectory.is_finite.float()).bool()
-
         chosen = [ClipId(*all_clips[row].tolist()) for row in wanted[self.ranks.rank]]
         micro_batches = split_clips(chosen, c.trained_micro_batch)
         rollouts = self.rollouts_of(micro_batches)
         joined = join_micro_batches(micro_batches, rollouts.conditions, c.prompts_per_forward)
-        sizes = [len(micro_batch) for micro_batch in joined]
-        return [
-            rollouts.trajectory(micro_batch, part, finite)
-            for micro_batch, part, finite in zip(
-                joined, path.split(sizes), is_finite.split(sizes), strict=True
-            )
-        ]
+        ends = list(itertools.accumulate(len(micro_batch) for micro_batch in joined))
+
+        def moved(part: Callable[[Trajectory], Tensor]) -> list[Tensor]:
+            """A part of each chosen clip, stacked by micro-batch: those of different ones may differ in shape."""
+            rank_rows = [row for trajectory in batch for row in part(trajectory)]
+            taken = self.ranks.take(rank_rows, wanted)
+            return [torch.stack(taken[a:b]) for a, b in itertools.pairwise([0, *ends])]
+
+        parts = {part.name: moved(attrgetter(part.name)) for part in fields(ClipPath)}
+        is_finite = moved(lambda trajectory: trajectory.is_finite.float())
+        trajectories = []
+        for number, micro_batch in enumerate(joined):
+            path = ClipPath(**{name: stacked[number] for name, stacked in parts.items()})
+            trajectories.append(rollouts.trajectory(micro_batch, path, is_finite[number].bool()))
+        return trajectories
 
     def to_train(self, batch: Sequence[Trajectory]) -> list[Trajectory]:
         """These trajectories with all that training needs, computed by the policy that sampled them."""

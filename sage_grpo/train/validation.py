@@ -153,15 +153,18 @@ class Validation:
         self, requests: Sequence[Request], between: Callable[[], None] = lambda: None
     ) -> Tensor:
         """The latents (B, ...) of B requests that share a forward, a clip each."""
+        conditions = self.backbone.encode(requests)
+        shape = self.backbone.free_shape(self.shape, conditions[0])
         noise = []
         for request in requests:
-            first, _ = counter_noise(self.shape, self.seed(request), [0], prompt=request.index)
+            first, _ = counter_noise(shape, self.seed(request), [0], prompt=request.index)
             noise.append(first)
         x = torch.cat(noise).to(self.ranks.device)
-        cond = together(self.backbone.encode(requests))
+        cond = together(conditions)
         solver = self.config.validation_solver
         # `between` after each step, because a full-size clip takes minutes
-        return integrate(self.backbone, self.sigmas, x, cond, self.guidance, solver, between)
+        x = integrate(self.backbone, self.sigmas, x, cond, self.guidance, solver, between)
+        return self.backbone.whole(x, cond)
 
     @torch.no_grad()
     def decode(

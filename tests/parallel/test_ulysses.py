@@ -7,7 +7,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from sage_grpo.models.hunyuan15.transformer import PackedTransformer
-from sage_grpo.parallel.ulysses import part_sizes
+from sage_grpo.parallel.ulysses import Shares, part_sizes
 from tests.dist import run_ranks
 from tests.smallest_run import slow
 
@@ -51,6 +51,16 @@ def test_ranks_give_the_velocity_and_gradients_of_one(
         assert gradients.keys() == expected_gradients.keys()
         for name, gradient in expected_gradients.items():
             torch.testing.assert_close(gradients[name], gradient, rtol=1e-10, atol=1e-10, msg=name)
+
+
+@pytest.mark.parametrize(
+    "num_first, expected", [(0, [0, 0, 0]), (2, [2, 0, 0]), (5, [4, 1, 0]), (10, [4, 3, 3])]
+)
+def test_the_first_tokens_are_on_the_first_ranks(num_first, expected):
+    shares = Shares(10, 0, None, None)
+    shares.video = part_sizes(10, 3)
+    for shares.rank, count in enumerate(expected):
+        assert shares.own_first(num_first) == count
 
 
 @pytest.mark.parametrize(

@@ -22,12 +22,13 @@ STRATEGIES = {
 }
 
 
-def reference_gradients(trainer, batch, rewards, eta, error=None):
+def reference_gradients(trainer, batch, rewards, eta, error=None, velocity=None):
     """GRPO on stored trajectories in plain loops: sage's mean and variance, advantages, equalizer, clip, two KLs.
 
-    `error` names one deliberate mistake.
+    `error` names one deliberate mistake, `velocity` replaces the backbone's.
     """
-    config, model = trainer.config, trainer.backbone
+    config = trainer.config
+    velocity = velocity or trainer.backbone.velocity
     sigmas = [5 * u / (1 + 4 * u) for u in (1, 2 / 3, 1 / 3, 0)]
     rows = []
     for sigma, following in itertools.pairwise(sigmas):
@@ -51,7 +52,7 @@ def reference_gradients(trainer, batch, rewards, eta, error=None):
             for t, (a, b, std) in enumerate(rows):
                 x, following = trajectory.x[i, t], trajectory.outcome[i, t]
                 both = trajectory.x[:, t], torch.full((2,), sigmas[t])
-                v = model.velocity(*both, trajectory.cond, Guidance())[i]
+                v = velocity(*both, trajectory.cond, Guidance())[i]
                 with torch.no_grad():
                     old = -(
                         ((following - a * x - b * trajectory.velocity[i, t]) ** 2) / (2 * std**2)

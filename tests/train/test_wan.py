@@ -1,11 +1,15 @@
-"""Training Wan 2.1: the gradients of an iteration, every layout, a resumed run, and the adapter in stock diffusers."""
+"""Training Wan 2.1 and 2.2 TI2V: gradients of an iteration, layouts, a resumed run, the adapter in stock diffusers.
+
+Kinds: `wan21`; `ti2v` animates images; `mixed` is the same folder with an image for every other prompt.
+"""
 
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from diffusers import WanPipeline
+from diffusers import WanPipeline, WanTransformer3DModel
+from torch.func import functional_call
 
 from sage_grpo.data.requests import Request
 from sage_grpo.models.backbone import Guidance
@@ -14,22 +18,46 @@ from sage_grpo.models.sample import integrate
 from sage_grpo.models.wan.backbone import Wan
 from sage_grpo.models.weights import open_folder
 from tests.dist import run_ranks
-from tests.smallest_run import slow
+from tests.smallest_run import PROMPTS, slow
 from tests.train import test_layouts, test_resume
 from tests.train.iterations import in_fp64, next_gradients
 from tests.train.test_update import our_gradients, prepared, reference_gradients, worst_difference  # noqa: F401
 
-SIZE = {"num_frames": 5, "height": 32, "width": 48}
+SIZES = {
+    "wan21": {"num_frames": 5, "height": 32, "width": 48},
+    # 9 tokens, of which the first of two ranks has 5: the 3 of the clean frame and 2 others
+    "ti2v": {"num_frames": 9, "height": 32, "width": 96},
+    "mixed": {"num_frames": 5, "height": 32, "width": 64},
+}
+IMAGES = {"ti2v": (0, 1, 2), "mixed": (0, None)}  # the picture of each prompt
+
+on_both = pytest.mark.parametrize("kind", ["wan21", "ti2v"])
 
 
 @pytest.fixture
-def flags(flags, wan_folder):
+def kind():
+    return "wan21"
+
+
+@pytest.fixture
+def flags(flags, kind, wan_folder, ti2v_folder, pictures, tmp_path):
+    size = SIZES[kind]
     own = {
-        "pretrained_model_root": str(wan_folder),
-        "validation_fixed_size": "32x48",
+        "pretrained_model_root": str(wan_folder if kind == "wan21" else ti2v_folder),
+        "validation_fixed_size": "{height}x{width}".format(**size),
+        "validate_video_length": size["num_frames"],
         "timestep_shift": 5.0,
     }
-    return flags | SIZE | own
+    if kind in IMAGES:
+        copies = [shutil.copy(path, tmp_path) for path in pictures]
+        rows = [
+            f"{text},{'' if number is None else copies[number]}"
+            for text, number in zip(PROMPTS, IMAGES[kind], strict=False)
+        ]
+        file = tmp_path / "images.csv"
+        file.write_text("\n".join(["prompt,image", *rows, ""]))
+        own |= {"train_prompts": str(file), "validation_prompts": str(file)}
+    return flags | size | own
 
 
 def exact():
@@ -43,13 +71,86 @@ def gradients(ranks, values):
     return test_layouts.gradients(ranks, values)
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"guidance_scale": 5.0, "use_lora": True, "micro_batch_size": 1}]
-)
+LORA = {"guidance_scale": 5.0, "use_lora": True, "micro_batch_size": 1}
+
+
+@on_both
+@pytest.mark.parametrize("changes", [{}, LORA])
 def test_the_first_ratio_is_exactly_one(make, changes):
     trainer = make(**changes)
     _, record, advantages = next_gradients(trainer)
     assert record["policy/ratio_max_deviation"] == 0.0 and advantages.abs().max() > 0.5
+
+
+@pytest.mark.parametrize("kind", ["mixed"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"guidance_scale": 3.0, "prompts_per_forward": 2},
+        {"train_clips": 2, "num_generations": 4, "batch_size": 8, "use_lora": True},
+        {"sde_window": "random:2", "same_init_noise": True, "tail_steps": 1},
+        {"algorithm": "awm"},
+        {"algorithm": "nft", "nft_beta": 0.5},
+    ],
+)
+def test_prompts_with_and_without_an_image_train_together(make, changes):
+    """Their states have different shapes, so nothing may stack them; their clips do not."""
+    trainer = make(**changes)
+    batch = trainer.roll_out()
+    frames = {
+        trajectory.latents.shape[2]: trainer.requests[trajectory.micro_batch[0].prompt_index].image
+        for trajectory in batch
+    }
+    assert sorted(frames) == [1, 2] and frames[1] is not None and frames[2] is None
+    clips = trainer.decode(batch)
+    assert {clip.shape for clip in clips} == {(5, 32, 64, 3)}
+
+    found, record, advantages = next_gradients(trainer)
+    assert record["policy/ratio_max_deviation"] == 0.0 and advantages.abs().max() > 0.5
+    assert max(gradient.abs().max() for gradient in found.values()) > 1e-6
+    assert trainer.validation.run(trainer.run.path / "validation")["count"] == 2
+
+
+@pytest.fixture
+def whole_velocity(ti2v_folder):
+    """The velocity of a trainer's free frames by the stock transformer, which sees a timestep for each token."""
+    stock = WanTransformer3DModel.from_pretrained(ti2v_folder, subfolder="transformer")
+
+    def build(trainer):
+        parameters = dict(trainer.backbone.transformer.named_parameters())
+
+        def velocity(x, sigma, cond, guidance):
+            latents = torch.cat([cond.first.expand(len(x), -1, -1, -1, -1), x], dim=2)
+            per_frame = latents.shape[3] * latents.shape[4] // 4
+            timestep = 1000 * sigma[:, None].repeat(1, latents.shape[2] * per_frame)
+            timestep[:, :per_frame] = 0
+            text = cond.text.expand(len(x), -1, -1)
+            args = {"hidden_states": latents, "timestep": timestep, "encoder_hidden_states": text}
+            output = functional_call(stock, parameters, kwargs=args | {"return_dict": False})[0]
+            return output[:, :, 1:]
+
+        return velocity
+
+    return build
+
+
+@pytest.mark.parametrize("kind", ["ti2v"])
+def test_the_clean_frame_is_in_no_loss_and_in_no_mean(prepared, whole_velocity):  # noqa: F811
+    """The formulas on the stock transformer, whose means are over the frames after the first alone."""
+    trainer, schedule, batch, rewards = prepared()
+    velocity = whole_velocity(trainer)
+    assert batch[0].x.shape[2:] == (4, 2, 2, 6)  # of three latent frames
+
+    # the log-probability, by the number of elements
+    first, second = batch[0].x[0, 0], batch[0].outcome[0, 0]
+    mean = schedule.a[0] * first + schedule.b[0] * batch[0].velocity[0, 0]
+    square = ((second - mean) / schedule.std[0]).square().sum() / (4 * 2 * 2 * 6)
+    expected = schedule.log_norm[0] - square / 2
+    torch.testing.assert_close(batch[0].log_prob[0, 0], expected.float(), rtol=1e-5, atol=1e-5)
+
+    # the gradient of the loss
+    reference = reference_gradients(trainer, batch, rewards, eta=0.5, velocity=velocity)
+    assert worst_difference(our_gradients(trainer, schedule, batch, rewards), reference) < 2e-3
 
 
 def test_gradients_equal_the_formulas(prepared):  # noqa: F811
@@ -73,35 +174,41 @@ def expected():
 
 
 @pytest.mark.parametrize(
-    "use_lora, name",
+    "kind, use_lora, name",
     [
-        slow(True, "sp2"),
-        slow(True, "fsdp2"),
-        slow(True, "fsdp2 x sp2"),
-        slow(False, "sp2"),
-        slow(False, "fsdp2 x sp2"),
+        slow("wan21", True, "sp2"),
+        slow("wan21", True, "fsdp2"),
+        slow("wan21", True, "fsdp2 x sp2"),
+        slow("wan21", False, "sp2"),
+        slow("wan21", False, "fsdp2 x sp2"),
+        slow("ti2v", True, "dp2"),
+        slow("ti2v", True, "sp2"),
+        slow("ti2v", True, "fsdp2"),
+        slow("ti2v", False, "fsdp2 x sp2"),
     ],
 )
-def test_gradients_of_an_iteration_are_those_of_one_process(flags, expected, use_lora, name):
+def test_gradients_of_an_iteration_are_those_of_one_process(flags, expected, kind, use_lora, name):
     """Slow: all layouts; test_layouts.py runs them with HunyuanVideo-1.5's classes in `make test`."""
     found = {}
     for layout in ("one", name):
-        if layout == "one" and use_lora in expected:
+        if layout == "one" and (kind, use_lora) in expected:
             continue
         world, changes = test_layouts.LAYOUTS[layout]
         kinds = {"sp_size": changes.get("sp_size", 1), "sharded": changes.get("enable_fsdp", False)}
-        values = test_layouts.values_of(flags, use_lora, changes) | SIZE
+        values = test_layouts.values_of(flags, use_lora, changes) | SIZES[kind]
         found[layout] = run_ranks(world, gradients, values, **kinds)
-    (wanted, kl, _) = expected.setdefault(use_lora, found.get("one", [None])[0])
+    (wanted, kl, _) = expected.setdefault((kind, use_lora), found.get("one", [None])[0])
     assert kl > 0 and max(gradient.abs().max() for gradient in wanted.values()) > 1e-6
     for gradient, found_kl, _ in found[name]:
         assert found_kl == pytest.approx(kl, rel=1e-8)
         assert gradient.keys() == wanted.keys() and test_layouts.deviation(gradient, wanted) < 1e-8
 
 
-@pytest.mark.parametrize("use_lora", [True, slow(False)])
+@pytest.mark.parametrize(
+    "kind, use_lora", [("wan21", True), slow("wan21", False), slow("mixed", True)]
+)
 def test_a_resumed_run_is_the_straight_one(make, use_lora):
-    """Slow: with all weights."""
+    """Slow: with all weights, and with images for some prompts."""
     changes = {
         "use_lora": use_lora,
         "max_steps": 4,
@@ -132,43 +239,43 @@ def test_ranks_go_on_as_if_never_stopped(flags):
         assert test_resume.same(found, state)
 
 
-def test_the_adapter_of_a_run_gives_the_same_clip_in_stock_diffusers(make, wan_folder):
+@on_both
+def test_the_adapter_of_a_run_gives_the_same_clip_in_stock_diffusers(
+    make, flags, kind, stock_image_to_video
+):
     trainer = make(use_lora=True, max_steps=2, learning_rate=0.05, save_interval=2)
     trainer.validation = None
     trainer.train()
     checkpoint = trainer.run.path / "checkpoints" / "step-000002"
-    pipe, ours, request = (
-        WanPipeline.from_pretrained(wan_folder),
-        open_backbone(wan_folder),
-        Request("a red circle"),
-    )
-    noise, clips = (
-        torch.randn(1, *ours.latent_shape(5, 32, 48), generator=torch.Generator().manual_seed(0)),
-        [],
-    )
-    call = {
-        "prompt": request.text,
-        "height": 32,
-        "width": 48,
-        "num_frames": 5,
-        "num_inference_steps": 3,
-    }
+
+    folder = flags["pretrained_model_root"]
+    ours = open_backbone(folder)
+    request = trainer.requests[0]
+    size = SIZES[kind]
+    shape = ours.latent_shape(*size.values())
+    noise = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0))
+    call = {"prompt": request.text, "num_inference_steps": 3, "guidance_scale": 1.0, **size}
+    call |= {"latents": noise, "output_type": "pt"}
+    stock = WanPipeline
+    if request.image:
+        stock = stock_image_to_video
+        call["image"] = request.image.cropped()
+    pipe = stock.from_pretrained(folder)
+    clips = []
     for lora in (None, checkpoint):
         if lora:
             pipe.load_lora_weights(lora, adapter_name="policy")
-        clips.append(
-            255
-            * pipe(**call, guidance_scale=1.0, latents=noise, output_type="pt").frames.movedim(2, 4)
-        )
+        clips.append(255 * pipe(**call).frames.movedim(2, 4))
+
     loaded = [name for name, _ in pipe.transformer.named_parameters() if "lora_" in name]
-    assert (
-        len(loaded) == len(trainer.optimization.parameters) == 2 * 8 * len(pipe.transformer.blocks)
-    )
+    trained = len(trainer.optimization.parameters)
+    assert len(loaded) == trained == 2 * 8 * len(pipe.transformer.blocks)
     ours.load_weights(checkpoint)
+    [cond] = ours.encode([request])
+    _, frames, *_ = ours.free_shape(shape, cond)
     with torch.no_grad():
-        clip = ours.decode(
-            integrate(ours, pipe.scheduler.sigmas, noise, *ours.encode([request]), Guidance())
-        )
+        free = integrate(ours, pipe.scheduler.sigmas, noise[:, :, -frames:], cond, Guidance())
+        clip = ours.decode(ours.whole(free, cond))
     assert (clip - clips[1]).abs().max() < 0.51 and (clip - clips[0]).abs().max() > 2
 
 

@@ -10,7 +10,6 @@ Shapes: B clips, I image tokens, C latent channels, (T, y, x) latent frames, row
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from diffusers.pipelines.hunyuan_video1_5.image_processor import HunyuanVideo15ImageProcessor
 from torch import Tensor
@@ -59,7 +58,7 @@ class ImageConditioning(TextConditioning):
 
 
 class ImageEncoder(TextEncoder):
-    """The text encoders, the vision model and, as `encode_video` of the backbone, the VAE."""
+    """The text encoders, the vision model and, as `encode_image` of the backbone, the VAE."""
 
     kind = ImageConditioning
     parts = (*TextEncoder.parts, *IMAGE_FILES, "vae")
@@ -95,12 +94,7 @@ class ImageEncoder(TextEncoder):
             pixels = processor(picture, return_tensors="pt").pixel_values
             tokens = vision_model(pixels.to(self.device, self.dtype)).last_hidden_state[0]
 
-        clip = torch.from_numpy(np.array(picture))[None, None]  # one clip of one frame
-        first = self.encode_video(clip)[0, :, 0]
-        if not first.isfinite().all():
-            raise ValueError(
-                f"the VAE's latents of {request.image.path} are not finite; use another image, or dtype fp32"
-            )
+        first = self.encode_image(request.image)[:, 0]
         return ImageConditioning(**vars(text), image=tokens, first=first)
 
 
@@ -116,7 +110,7 @@ class ImageToVideo(Hunyuan15):
 
     def encoder(self) -> ImageEncoder:
         encoder = super().encoder()
-        encoder.encode_video = self.encode_video
+        encoder.encode_image = self.encode_image
         return encoder
 
     @property

@@ -1,4 +1,7 @@
-"""Wan 2.1 text-to-video backbone, of 1.3 B or 14 B parameters, built on the stock transformer, VAE and text encoder."""
+"""Wan 2.1 text-to-video backbone, of 1.3 B or 14 B parameters, built on the stock transformer, VAE and text encoder.
+
+Shapes: B clips, C latent channels, (T, y, x) latent frames, rows, columns.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -44,10 +47,13 @@ class Wan(LatentBackbone):
         return int(cond.text.any(1).sum())
 
     def branch(self, x: Tensor, sigma: Tensor | float, cond: PaddedText) -> Tensor:
-        text = cond.to(x.device, self.dtype).text
+        return self.predicted(x, model_timestep(sigma, x.device), cond)
+
+    def predicted(self, x: Tensor, timestep: Tensor, cond: PaddedText) -> Tensor:
+        """The transformer's velocity, at least fp32, of all that it sees: x (B, C, T, y, x)."""
+        text = cond.text.to(x.device, self.dtype)
         if text.ndim == 2:  # one prompt for all clips
             text = text[None]
-        timestep = model_timestep(sigma, x.device)
         return at_least_fp32(self.transformer(x.to(self.dtype), timestep, text))
 
     def scaling(self) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""The parts of a Wan 2.1 folder in the layout of diffusers, and how the published models are sampled."""
+"""The parts of a Wan folder in the layout of diffusers, and how the published models are sampled."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 from sage_grpo.files.json_files import read_object
 from sage_grpo.models.backbone import Sampling
 from sage_grpo.models.folder import MODEL, TOKENIZER, DiffusersFolder
+from sage_grpo.models.versions import DEFAULT_VERSION
 
 # Transformer settings of 1.3 B; 14 B has the defaults of diffusers.
 SMALL = {"num_attention_heads": 12, "num_layers": 30, "ffn_dim": 8960}
@@ -15,12 +16,38 @@ SMALL = {"num_attention_heads": 12, "num_layers": 30, "ffn_dim": 8960}
 AT_480P = Sampling(frames=81, height=480, width=832, fps=16, shift=3.0, guidance=5.0, num_steps=50)
 AT_720P = replace(AT_480P, height=720, width=1280, shift=5.0)
 
+# Wan 2.2 TI2V 5B
+TI2V_SAMPLING = Sampling(
+    frames=121, height=704, width=1280, fps=24, shift=5.0, guidance=5.0, num_steps=50
+)
+TI2V_TRANSFORMER = {
+    "num_attention_heads": 24,
+    "num_layers": 30,
+    "ffn_dim": 14336,
+    "in_channels": 48,
+    "out_channels": 48,
+}
+TI2V_VAE = {
+    "base_dim": 160,
+    "decoder_base_dim": 256,
+    "z_dim": 48,
+    "in_channels": 12,
+    "out_channels": 12,
+    "patch_size": 2,
+    "is_residual": True,
+    "scale_factor_spatial": 16,
+    # Stand-ins: only the files of a folder have its statistics.
+    "latents_mean": [0.0] * 48,
+    "latents_std": [1.0] * 48,
+}
+
 
 class Published(NamedTuple):
-    """A published model: how it is sampled, and its transformer, which stands for a folder that does not exist."""
+    """A published model: how it is sampled, and its parts, which stand for a folder that does not exist."""
 
     sampling: Sampling
-    transformer: dict[str, int]
+    transformer: dict[str, Any]
+    vae: dict[str, Any] = {}  # noqa: RUF012 - never changed
 
 
 VERSIONS = {
@@ -30,11 +57,18 @@ VERSIONS = {
     "wan21-14b": Published(AT_480P, {}),
     "wan21-14b-720p": Published(AT_720P, {}),
 }
-
-WAN_22_SETTINGS = ("boundary_ratio", "expand_timesteps")  # of pipelines
+TI2V = Published(TI2V_SAMPLING, TI2V_TRANSFORMER, TI2V_VAE)
+TI2V_VERSIONS = {DEFAULT_VERSION: TI2V, "wan22-ti2v-5b": TI2V}
+EVERY_VERSION = VERSIONS | TI2V_VERSIONS
 
 
 class WanFolder(DiffusersFolder):
+    """A folder of Wan 2.1 text to video."""
+
+    name: ClassVar[str] = "Wan 2.1"
+    versions: ClassVar[Mapping[str, Published]] = VERSIONS
+    vae_patch: ClassVar[int | None] = None  # pixels that the VAE's first layer joins, per side
+
     files: ClassVar = {
         "transformer": MODEL,
         "vae": MODEL,
@@ -45,27 +79,26 @@ class WanFolder(DiffusersFolder):
     def check_version(self) -> None:
         super().check_version()
         index = self.root / "model_index.json"
-        settings = read_object(index)
-        for name in WAN_22_SETTINGS:
-            if settings.get(name):
-                raise ValueError(
-                    f"{index} has {name}, as Wan 2.2 does; only Wan 2.1 can be trained"
-                )
+        if read_object(index).get("boundary_ratio"):
+            raise ValueError(
+                f"{index} has boundary_ratio, as Wan 2.2 A14B does; only Wan 2.1 and 2.2 TI2V can be trained"
+            )
 
     def config(self, part: str) -> dict[str, Any]:
         if self.root.is_dir():
             return super().config(part)
-        return self.published.transformer if part == "transformer" else {}
+        return getattr(self.published, part)
 
     def check_sizes(self, path: Path, config: Mapping[str, Any]) -> None:
         if config.get("image_dim") is not None or config.get("added_kv_proj_dim") is not None:
             raise ValueError(
                 f"{path} is of an image-to-video transformer; only text-to-video can be trained"
             )
+        is_vae = "z_dim" in config
         patch = config.get("patch_size")
-        if patch not in (None, (1, 2, 2), [1, 2, 2]):  # None: the VAE of 2.1 has no patches
+        if patch not in ([self.vae_patch] if is_vae else [(1, 2, 2), [1, 2, 2]]):
             raise ValueError(
-                f"{path} has patch_size {patch!r:.60}, unlike Wan 2.1; only Wan 2.1 can be trained"
+                f"{path} has patch_size {patch!r:.60}, unlike {self.name}; only {self.name} can be trained"
             )
         for name in ("latents_mean", "latents_std"):
             values = config.get(name)
@@ -78,14 +111,23 @@ class WanFolder(DiffusersFolder):
     @property
     def published(self) -> Published:
         """The published model that the version names."""
-        if self.version not in VERSIONS:
+        if self.version not in self.versions:
+            known = self.versions if self.root.is_dir() else EVERY_VERSION
             raise ValueError(
-                f"pretrained_transformer_version is {self.version!r}; for Wan choose from {', '.join(VERSIONS)}"
+                f"pretrained_transformer_version is {self.version!r}; for Wan choose from {', '.join(known)}"
             )
-        return VERSIONS[self.version]
+        return self.versions[self.version]
 
     def published_sampling(self) -> Sampling:
         return self.published.sampling
+
+
+class Ti2vFolder(WanFolder):
+    """A folder of Wan 2.2 TI2V."""
+
+    name = "Wan 2.2 TI2V"
+    versions = TI2V_VERSIONS
+    vae_patch = 2
 
 
 def _is_scaling(values: Any, num_channels: int, allow_zero: bool) -> bool:

@@ -42,20 +42,23 @@ def sampled(
 ) -> Sampled:
     """Clips of the rollout's size; the same noise whatever the settings are."""
     c = trainer.config
+    backbone = trainer.backbone
     device = trainer.ranks.device
     requests = list(trainer.requests[:prompts])
     scale = Guidance(guidance, trainer.guidance.negative)
     sigmas = flow_sigmas(num_steps, shift)
     latents = []
     for request in requests:
-        cond = trainer.backbone.encode([request])[0].to(device)
+        cond = backbone.encode([request])[0].to(device)
+        shape = backbone.free_shape(trainer.shape, cond)
         for clip in range(clips):
-            x, _ = counter_noise(trainer.shape, c.seed, [clip], prompt=request.index)
-            latents.append(integrate(trainer.backbone, sigmas, x.to(device), cond, scale))
+            x, _ = counter_noise(shape, c.seed, [clip], prompt=request.index)
+            x = integrate(backbone, sigmas, x.to(device), cond, scale)
+            latents.append(backbone.whole(x, cond))
 
     return Sampled(
         latents=torch.cat(latents),
-        clips=[clip for latent in latents for clip in decoded(trainer.backbone, [latent])],
+        clips=[clip for latent in latents for clip in decoded(backbone, [latent])],
         requests=[request for request in requests for _ in range(clips)],
     )
 

@@ -235,7 +235,7 @@ def check_noise_free(trainer: Trainer) -> Iterator[Finding]:
     sigmas = trainer.schedule.sigmas
     device = sigmas.device
     cond = trainer.backbone.encode([trainer.requests[0]])[0].to(device)
-    x, noise = counter_noise(trainer.shape, c.seed, [0])
+    x, noise = counter_noise(trainer.backbone.free_shape(trainer.shape, cond), c.seed, [0])
     x = x.to(device)
 
     ode = integrate(trainer.backbone, sigmas.cpu(), x, cond, trainer.guidance)

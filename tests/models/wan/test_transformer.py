@@ -8,6 +8,7 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sage_grpo.models.lora import add_adapter, init_adapter
 from sage_grpo.models.wan.backbone import Wan
@@ -22,8 +23,11 @@ def draw(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def inputs(batch, per_clip=False, grid=(2, 4, 6)):
+def inputs(batch, per_clip=False, grid=(2, 4, 6), clean=False):
+    """clean: whether the first frame has timestep 0."""
     timestep = torch.tensor([978.26, 500.0, 31.5][:batch] if per_clip else [731.7])
+    if clean:
+        timestep = torch.stack([torch.zeros_like(timestep), timestep], dim=1)
     return draw(batch, 4, *grid), timestep, draw(1, LENGTH, 24, seed=2)
 
 
@@ -39,22 +43,21 @@ def models(wan_folder):
     return model, load(WanTransformer3DModel, wan_folder)
 
 
-@pytest.fixture
-def exact(monkeypatch):
-    """Norms and modulation in fp64 too: the stock blocks compute them in fp32."""
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-
-
 def stock_forward(model, x, timestep, text):
     batch = len(x)
-    timestep = timestep.double().expand(batch)
+    if timestep.ndim == 2:  # stock has one for each token
+        frames, rows, columns = x.shape[2:]
+        by_frame = torch.cat([timestep[:, :1], timestep[:, 1:].expand(-1, frames - 1)], dim=1)
+        timestep = by_frame.repeat_interleave(rows * columns // 4, dim=1)
+    timestep = timestep.double().expand(batch, *timestep.shape[1:])
     return model(x, timestep, text.expand(batch, -1, -1), return_dict=False)[0]
 
 
+@pytest.mark.parametrize("clean", [False, True])
 @pytest.mark.parametrize("batch, per_clip", [(1, False), (3, False), (3, True)])
-def test_values_and_gradients_are_the_stock_ones(models, exact, batch, per_clip):
+def test_values_and_gradients_are_the_stock_ones(models, exact, batch, per_clip, clean):
     model, stock = models
-    args = inputs(batch, per_clip)
+    args = inputs(batch, per_clip, clean=clean)
     weight = draw(batch, 4, 2, 4, 6, seed=5)
     velocity = model(*args)
     expected = stock_forward(stock, *args)
@@ -94,6 +97,27 @@ def test_other_patches_are_put_back_in_order(exact):
         torch.testing.assert_close(model(*args), stock_forward(stock, *args), rtol=0, atol=1e-6)
 
 
+def test_no_tensor_has_a_modulation_for_each_token(wan_folder):
+    """Stock makes six numbers per channel and token of them."""
+    model = load(WanTransformer, wan_folder)
+    x, timestep, text = inputs(1, grid=(5, 16, 16), clean=True)
+    tokens = 5 * 8 * 8
+    largest = tokens * model.config.ffn_dim  # inside the feed-forward
+
+    class Sizes(TorchDispatchMode):
+        most = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor):
+                self.most = max(self.most, result.numel())
+            return result
+
+    with torch.no_grad(), Sizes() as sizes:
+        model(x, timestep, text)
+    assert sizes.most == largest < tokens * 6 * model.scale_shift_table.shape[-1]
+
+
 def test_kept_attention_is_self_attention(wan_folder):
     """Cross-attention is recomputed even so: its output takes as much memory and is cheap to compute."""
     grads = []
@@ -110,8 +134,8 @@ def test_kept_attention_is_self_attention(wan_folder):
     assert torch.equal(*grads)
 
 
-@pytest.mark.parametrize("use_lora", [True, False])
-def test_compiled_blocks_run_one_arithmetic_and_one_graph(wan_folder, monkeypatch, use_lora):
+@pytest.mark.parametrize("use_lora, clean", [(True, False), (False, False), (True, True)])
+def test_compiled_blocks_run_one_arithmetic_and_one_graph(wan_folder, monkeypatch, use_lora, clean):
     # other backends need a C++ compiler
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     model = load(WanTransformer, wan_folder)
@@ -124,10 +148,11 @@ def test_compiled_blocks_run_one_arithmetic_and_one_graph(wan_folder, monkeypatc
     torch._dynamo.reset()
     counters.clear()
     model.prepare_blocks(recomputed=1.0, keep_attention=True, compiled=True)
+    args = inputs(2, clean=clean)
     with torch.no_grad():
-        rollout = model(*inputs(2))
-        expected = plain(*inputs(2))
-    velocity = model(*inputs(2))
+        rollout = model(*args)
+        expected = plain(*args)
+    velocity = model(*args)
     assert torch.equal(rollout, velocity)
     assert velocity.requires_grad and not rollout.requires_grad
     torch.testing.assert_close(velocity, expected, rtol=1e-12, atol=1e-12)
