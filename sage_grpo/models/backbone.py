@@ -96,6 +96,9 @@ class Origin:
     license_link: str = ""
 
 
+MOST_RESIDENT = 1e8  # bytes of encoders that may stay on a GPU during training: what no plan of memory would notice
+
+
 class BrokenClip(ValueError):
     """A clip has non-finite pixels: it cannot be shown or scored."""
 
@@ -179,11 +182,17 @@ class Backbone(ABC):
     def encodes_ahead(self) -> bool:
         """Whether a run encodes all requests before it begins.
 
-        On a GPU it must, to free the encoders before the transformer needs their memory; and a cache that others will
-        read has to be complete. Else each request is encoded when it is needed: the run begins earlier, and may never
-        reach some.
+        Large encoders on a GPU must leave before the transformer needs their memory, and cannot come back for a prompt
+        later; and a cache that others will read has to be complete. Else each request is encoded when it is needed: the
+        run begins earlier, and may never reach some.
         """
-        return self.device.type != "cpu" or self.cache_dir is not None
+        must_leave = self.device.type != "cpu" and self.encoder_bytes > MOST_RESIDENT
+        return must_leave or self.cache_dir is not None
+
+    @property
+    def encoder_bytes(self) -> float:
+        """Memory of the encoders while they are loaded; infinite if unknown."""
+        return math.inf
 
     def encode(self, requests: Sequence[Request]) -> list[Conditioning]:
         """One conditioning per request, on the backbone's device, each encoded once."""

@@ -65,6 +65,17 @@ class LatentBackbone(Backbone):
     def encoder(self) -> FolderEncoder:
         return self.encoder_class(self.parts, self.device, self.dtype)
 
+    @property
+    def encoder_bytes(self) -> float:
+        """The size of their files, which hold weights in the precision of the run or a wider one."""
+        files = (
+            file
+            for part in self.encoder_class.parts
+            for file in self.parts.part(part).rglob("*")
+            if file.is_file()
+        )
+        return sum(file.stat().st_size for file in files)
+
     @abstractmethod
     def scaling(self) -> tuple[Tensor | float, Tensor | float]:
         """Shift and factor, numbers or (C, 1, 1, 1): the model's latents are (the VAE's - shift) * factor."""

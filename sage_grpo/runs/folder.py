@@ -8,7 +8,7 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -172,6 +172,11 @@ class RunFolder:
         if broken:
             self.log("break", step, broken)
             self.ranks.log_once(break_sentence({"step": step, **broken}))
+
+    def log_limits(self, step: int, measure: Callable[[], dict[str, Any]]) -> None:
+        """Write the line of what samples can reach at best, which only reports show."""
+        with self._optional("reports cannot show what perfect clips score"):
+            self.log("limits", step, measure())
 
     def _yardstick_changes(self, step: int, yardstick: dict[str, Any]) -> dict[str, Any] | None:
         """What ends a series of results here; None if nothing does, or earlier metrics cannot be read."""

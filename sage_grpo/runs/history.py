@@ -30,7 +30,9 @@ from sage_grpo.rewards.reserved import RESERVED_NAMES
 Line = dict[str, Any]  # of metrics.jsonl: kind, step, metrics
 
 SERIES = ("train", "validation")  # whose results are compared
-KINDS = ("run", "break", "train", "reward", "validation")  # of line
+KINDS = ("run", "limits", "break", "train", "reward", "validation")  # of line
+# fields of a "limits" line; in runs of older versions, of a "run" line
+LIMITS = ("perfect", "vae_floor")
 SERIES_OF = {"train": "train", "reward": "train", "validation": "validation"}  # by kind of line
 FIELD_TYPES = {
     "time": str,
@@ -68,6 +70,7 @@ class RunHistory:
     # iterations since the last break of which only the reward was kept
     unlogged: list[Line] = field(default_factory=list)
     breaks: list[Line] = field(default_factory=list)  # where a series ended, in order
+    limits: Line = field(default_factory=dict)  # what samples can reach at best
     # series that ended, as `train`, `rewards` and `validations`
     earlier_train: list[list[Line]] = field(default_factory=list)
     earlier_rewards: list[list[Line]] = field(default_factory=list)
@@ -75,8 +78,8 @@ class RunHistory:
 
     @property
     def head(self) -> Line:
-        """The line of the last start."""
-        return self.starts[-1] if self.starts else {}
+        """The line of the last start, with what samples can reach at best."""
+        return {**self.limits, **self.starts[-1]} if self.starts else {}
 
     @cached_property
     def rewards(self) -> list[Line]:
@@ -114,6 +117,7 @@ class RunHistory:
             validations=series("validation", [*self.earlier_validations, self.validations]),
             unlogged=[line for line in rewards if line["kind"] == "reward"],
             breaks=breaks,
+            limits=self.limits,
         )
 
     @property
@@ -205,13 +209,17 @@ def read_run(folder: Path) -> RunHistory:
 
     starts: list[Line] = []
     breaks: list[Line] = []
+    limits: Line = {}
     # by kind of line, the lines of each series by iteration
     series: dict[str, list[dict[int, Line]]] = {kind: [{}] for kind in SERIES_OF}
     for line in _read_lines(path):
         kind, step = line["kind"], line["step"]
         if kind in SERIES_OF:
             series[kind][-1][step] = line
+        elif kind == "limits":
+            limits = {name: line.get(name) for name in LIMITS}
         elif kind == "break":
+            limits = {}  # of another yardstick
             breaks.append(line)
             for name in SERIES_OF:
                 if SERIES_OF[name] in _ended(line):
@@ -236,6 +244,7 @@ def read_run(folder: Path) -> RunHistory:
         validations=validations[-1],
         unlogged=unlogged[-1],
         breaks=breaks,
+        limits=limits,
         earlier_train=train[:-1],
         earlier_rewards=[
             _in_order([*logged, *others])

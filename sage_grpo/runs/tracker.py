@@ -42,7 +42,7 @@ class Tracker:
         line = finite({"kind": kind, "step": step, **record})
         self.buffer.append(json.dumps(line, allow_nan=False) + "\n")
         self._append()
-        if kind == "run":
+        if kind in ("run", "limits"):
             return
 
         prefix = "" if kind in ("train", "reward") else f"{kind}/"

@@ -37,10 +37,9 @@ from sage_grpo.train.state import TrainState
 from sage_grpo.train.trainer import Trainer
 from sage_grpo.train.validation import Validation
 from sage_grpo.train.windows import Windows, num_trained
-from sage_grpo.worlds.registry import World, drawn, world_of
+from sage_grpo.worlds.registry import World, world_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-NUM_DRAWN = 64  # rendered clips whose scores are the goal
 
 
 def join_run(config: Config) -> AbstractContextManager[Ranks]:
@@ -61,8 +60,7 @@ def build_trainer(config: Config, ranks: Ranks) -> Trainer:
     trainer.run.open(trainer.step)
     if ranks.first:
         checkpoint_folders.tidy(trainer.run.checkpoints, trainer.step, trainer.resumed_from)
-        world = world_of(config.pretrained_model_root)
-        trainer.run.log_start(trainer.step, start_record(trainer, world))
+        trainer.run.log_start(trainer.step, start_record(trainer))
     return trainer
 
 
@@ -165,6 +163,7 @@ def fill(run: RunFolder, backbone: Backbone, config: Config, ranks: Ranks) -> Tr
         validation=validation,
         run=run,
         fingerprints=fingerprints(config, backbone, requests, held_out, reward, holdout, ranks),
+        world=world,
     )
     check_steps(config, trainer.windows)
     if config.resume_from_checkpoint:
@@ -265,16 +264,15 @@ def starting_point(config: Config) -> Path | None:
     return folder
 
 
-def start_record(trainer: Trainer, world: World | None) -> dict[str, Any]:
-    """What the report needs to know about a run besides its configuration."""
+def start_record(trainer: Trainer) -> dict[str, Any]:
+    """What the report needs to know about a run besides its configuration, as far as it takes no time to find out."""
     c = trainer.config
+    world = trainer.world
     schedule = trainer.schedule
     exploration_std = schedule.window(trainer.windows.steps).std * trainer.algorithm.explores
     return {
         "world": world.name if world else None,
-        "perfect": perfect_scores(trainer, world) if world else None,
         "perfect_is_best": bool(world) and perfect_is_best(c, trainer.reward, world),
-        "vae_floor": world.vae_floor(trainer.backbone) if world else None,
         "fingerprints": trainer.fingerprints,
         "yardstick": yardstick(c, trainer.fingerprints),
         "trainable_parameters": sum(p.numel() for p in trainer.optimization.parameters.values()),
@@ -295,14 +293,3 @@ def perfect_is_best(config: Config, reward: Composite, world: World) -> bool:
     bounded = set(getattr(world, "bounded_rewards", ()))
     of_this_world = config.reward_path is None and set(reward.rewards) <= bounded
     return of_this_world and min(reward.weights.values()) >= 0
-
-
-def perfect_scores(trainer: Trainer, world: World) -> dict[str, float]:
-    """Mean scores of clips that show exactly what held-out prompts say: about the most that training can reach."""
-    c = trainer.config
-    requests = trainer.validation.requests if trainer.validation else trainer.requests
-    clips, requests = drawn(world, requests[:NUM_DRAWN], c.num_frames, c.height, c.width, c.seed)
-    scores = trainer.reward.score(clips, requests, c.fps)
-    means = {name: values.mean().item() for name, values in scores.named.items()}
-    means["total"] = scores.total.mean().item()
-    return means

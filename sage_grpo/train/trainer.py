@@ -40,6 +40,7 @@ from sage_grpo.train.batches import (
 from sage_grpo.train.clips import Gold, decoded, gold_columns
 from sage_grpo.train.export import Export
 from sage_grpo.train.guards import MAX_SKIPPED, Guards, TrainingError
+from sage_grpo.train.limits import limits
 from sage_grpo.train.metrics import Stopwatch, UpdateStats, peak_memory, reward_part, reward_record
 from sage_grpo.train.reward_checks import from_all_ranks, rescored, rescoring_record, trial_error
 from sage_grpo.train.rollout import Path as ClipPath
@@ -50,6 +51,7 @@ from sage_grpo.train.state import TrainState
 from sage_grpo.train.update import Objective, anchor_velocities
 from sage_grpo.train.validation import Validation
 from sage_grpo.train.windows import build_windows
+from sage_grpo.worlds.registry import World
 
 # iterations between diagnoses; one also follows the first iteration and each validation
 DIAGNOSIS_INTERVAL = 25
@@ -85,6 +87,7 @@ class Trainer:
     validation: Validation | None
     run: RunFolder
     fingerprints: Mapping[str, Any]  # what the run was started with
+    world: World | None = None  # of the model, if it has one
     resumed_from: Path | None = None
 
     def __post_init__(self) -> None:
@@ -103,6 +106,7 @@ class Trainer:
         self.accumulated = self.no_accumulation()
         self.ratio_checked = False
         self.reward_checked = False
+        self.limits_measured = False
         self.half_gradient = HalfGradient(
             self.optimization.parameters.values(), self.ranks, c.reduces_once
         )
@@ -608,12 +612,23 @@ class Trainer:
         c = self.config
         if self.anchor:
             self.anchor.refresh_if_due()
+        self.measure_limits_once()
         if self.is_due(c.save_interval) or self.saves.is_due:
             self.saves.begin(must=self.step == c.max_steps)
         if self.is_due(c.validation_interval):
             self.validate()
         if self.is_due(c.validation_interval) or self.step % DIAGNOSIS_INTERVAL == 1:
             self.run.diagnose(self.step)
+
+    def measure_limits_once(self) -> None:
+        """After the first iteration of a start: what samples of the model's world can reach at best."""
+        if self.limits_measured:
+            return
+        self.limits_measured = True
+        if self.world and self.ranks.first:
+            requests = self.validation.requests if self.validation else self.requests
+            measure = partial(limits, self.world, self.backbone, self.reward, requests, self.config)
+            self.run.log_limits(self.step, measure)
 
     def is_due(self, interval: int) -> bool:
         """Whether something scheduled every `interval` iterations, and at the end, is due now."""

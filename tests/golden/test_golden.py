@@ -58,7 +58,8 @@ def numbers_of(ranks, values):
     in_fp64()
     trainer = assemble(from_values(values), ranks)
     trainer.run.open(0)
-    trainer.gold = trainer.validation.gold = None  # the oracle is slow, and tested elsewhere
+    # the oracle is slow, and tested elsewhere
+    trainer.world = trainer.gold = trainer.validation.gold = None
     parameters = trainer.optimization.parameters
     before = {name: p.detach().clone() for name, p in parameters.items()}
     trainer.train()

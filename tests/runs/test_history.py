@@ -105,6 +105,17 @@ def test_a_break_of_others_is_shown_as_text_or_refused(tmp_path):
         read_run(tmp_path)
 
 
+def test_limits_belong_to_the_last_start_until_a_break(tmp_path):
+    start = {"kind": "run", "step": 0, "world": "shapes"}
+    measured = {"kind": "limits", "step": 1, "perfect": {"total": 2.0}, "vae_floor": None}
+    write_lines(tmp_path, [start, train(1, 0.0), measured, {**start, "step": 1}])
+    run = read_run(tmp_path)
+    assert run.head == {**start, "step": 1, "perfect": {"total": 2.0}, "vae_floor": None}
+    assert run.until(1).head == run.head and column(run.train, "step").tolist() == [1]
+    write_lines(tmp_path, [start, measured, start, broken(1, "train")])
+    assert read_run(tmp_path).head == start
+
+
 def test_null_and_missing_values_are_nan(tmp_path):
     write_lines(tmp_path, [train(1, None), train(2, 0.5), {"kind": "train", "step": 3}])
     run = read_run(tmp_path)

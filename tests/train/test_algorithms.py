@@ -99,8 +99,8 @@ def test_clips_are_those_of_the_ode_and_states_lie_on_the_way_to_noise(make):
     torch.testing.assert_close(
         batch.x, batch.latents[:, None] + sigma * batch.outcome, rtol=1e-5, atol=1e-5
     )
-    assert not any(start_record(trainer, None)["schedule"]["std"]) and any(
-        start_record(explored, None)["schedule"]["std"]
+    assert not any(start_record(trainer)["schedule"]["std"]) and any(
+        start_record(explored)["schedule"]["std"]
     )
     plain = trainer.backbone.velocity(
         batch.x[:, 0], trainer.schedule.sigmas[batch.steps[:, 0]], batch.cond, Guidance()
