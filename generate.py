@@ -214,8 +214,9 @@ class Sampler:
         from sage_grpo.models.backbone import Guidance
 
         self.backbone.prepare([self.negative, *requests])
-        scale = next(iter(self.samplings.values())).guidance
-        self.guidance = Guidance(scale, self.backbone.encode([self.negative])[0])
+        sampling = next(iter(self.samplings.values()))
+        (negative,) = self.backbone.encode([self.negative])
+        self.guidance = Guidance(sampling.guidance, negative, scale_2=sampling.guidance_2)
 
     def sample(self, request: Request, seed: int, number: int) -> "Tensor":
         """Latents (1, C, T, y, x) of the clip with this number."""
@@ -275,8 +276,20 @@ def sampling_for(args: argparse.Namespace, backbone: "Backbone", request: Reques
         fps=default.fps,
         shift=default.shift if args.timestep_shift is None else args.timestep_shift,
         guidance=default.guidance if args.guidance_scale is None else args.guidance_scale,
+        guidance_2=second_guidance(args, backbone),
         num_steps=args.num_inference_steps or default.num_steps,
     )
+
+
+def second_guidance(args: argparse.Namespace, backbone: "Backbone") -> float | None:
+    """The guidance of a second transformer: as the first one's if only that is given, as in stock pipelines."""
+    if args.guidance_scale_2 is None:
+        return backbone.sampling.guidance_2 if args.guidance_scale is None else None
+    if len(backbone.experts) == 1:
+        raise ValueError(
+            f"--guidance_scale_2 is {args.guidance_scale_2:g}, but the model has one transformer: leave it out"
+        )
+    return args.guidance_scale_2
 
 
 def frame_size(args: argparse.Namespace, backbone: "Backbone", request: Request) -> tuple[int, int]:
@@ -475,6 +488,12 @@ def add_sampling_flags(group: Any) -> None:
         type=argument_types.finite_number,
         metavar="X",
         help="classifier-free guidance scale",
+    )
+    add(
+        "--guidance_scale_2",
+        type=argument_types.finite_number,
+        metavar="X",
+        help="that of the transformer for low noise levels, in a model with two",
     )
     add(
         "--timestep_shift",

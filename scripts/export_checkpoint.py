@@ -7,10 +7,11 @@ layout diffusers   FOLDER replaces transformer/ in a diffusers model folder
        lora        FOLDER holds the adapter in diffusers format
        comfyui     FOLDER holds one file, named like FOLDER: an adapter for ComfyUI/models/loras, at strength 1, or
                    all weights for ComfyUI/models/diffusion_models
-For the first two, an adapter is merged into the model it was trained on. A run of all weights needs this only for
-checkpoints without a transformer/ folder, which `export_interval` adds. If the run averaged its weights, the averaged
-ones are exported. Every file of the checkpoint is first verified by its hash; FOLDER appears once it is complete, with
-a model card.
+Of a model with two transformers, FOLDER holds transformer/ and transformer_2/, two adapters, or for ComfyUI two files
+that end in _high_noise and _low_noise. For the first two layouts, an adapter is merged into the model it was trained
+on. A run of all weights needs this only for checkpoints without a transformer/ folder, which `export_interval` adds. If
+the run averaged its weights, the averaged ones are exported. Every file of the checkpoint is first verified by its
+hash; FOLDER appears once it is complete, with a model card.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +71,11 @@ from sage_grpo.files.json_files import naming, printable, read_config, read_obje
 from sage_grpo.files.paths import check_folder
 from sage_grpo.models import comfyui
 from sage_grpo.models.backbone import Origin
+from sage_grpo.models.denoiser import TRANSFORMER
 from sage_grpo.models.hunyuan15.folder import ModelFolder
 from sage_grpo.models.hunyuan15.tencent import RULES, SETTINGS, diffusers_config
 from sage_grpo.models.hunyuan15.transformer import PackedTransformer
-from sage_grpo.models.lora import LORA_FILE, read_scaled_adapter
+from sage_grpo.models.lora import LORA_FILES, read_scaled_adapter, saved_adapters
 from sage_grpo.models.names import to_original
 from sage_grpo.models.registry import open_backbone
 from sage_grpo.models.shards import trained_weights
@@ -111,8 +113,8 @@ def export(
     check_folder(output.parent, "--output")
     manifest.check(checkpoint)
     torch_dtype = None if dtype is None else DTYPES[dtype]
-    adapter = checkpoint / LORA_FILE
-    if layout == "lora" and not adapter.is_file():
+    adapters = saved_adapters(checkpoint)
+    if layout == "lora" and not adapters:
         raise ValueError(
             f"{checkpoint} holds all weights and no adapter; use --layout diffusers or tencent"
         )
@@ -122,26 +124,45 @@ def export(
     try:
         if layout == "lora":
             draft.mkdir()
-            foreign.copy_regular(adapter, draft / LORA_FILE)
-        elif layout == "comfyui" and adapter.is_file():
+            for adapter in adapters.values():
+                foreign.copy_regular(adapter, draft / adapter.name)
+        elif layout == "comfyui" and adapters:
             draft.mkdir()
-            comfyui.write_lora(adapter, draft / f"{output.name}.safetensors", torch_dtype)
+            has_two = is_one_of_two(checkpoint, adapters)
+            for expert, adapter in adapters.items():
+                file = draft / comfyui.file_name(output.name, expert, has_two)
+                comfyui.write_lora(adapter, file, torch_dtype)
         else:
             write_diffusers(checkpoint, drafts / "diffusers", model_path)
         if layout == "tencent":
             write_tencent(drafts / "diffusers", draft)
-        if layout == "comfyui" and not adapter.is_file():
+        if layout == "comfyui" and not adapters:
             draft.mkdir()
-            write_comfyui(drafts / "diffusers", draft / f"{output.name}.safetensors", torch_dtype)
+            folders = transformer_folders(drafts / "diffusers")
+            for expert, folder in folders.items():
+                file = draft / comfyui.file_name(output.name, expert, len(folders) > 1)
+                write_comfyui(folder, file, torch_dtype)
         write_card(checkpoint, draft, layout, model_path)
 
         hashes = {}
-        for file in sorted(draft.iterdir()):
+        for file in sorted(path for path in draft.rglob("*") if path.is_file()):
             manifest.sync(file)
-            hashes[file.name] = manifest.file_sha256(file)
+            hashes[file.relative_to(draft).as_posix()] = manifest.file_sha256(file)
         manifest.commit(draft, output, hashes)
     finally:
         shutil.rmtree(drafts)
+
+
+def is_one_of_two(checkpoint: Path, adapters: Mapping[str, Path]) -> bool:
+    """Whether the adapters are of a model with two transformers, of which they may adapt one."""
+    config = read_state(checkpoint)["config"]
+    return len(adapters) > 1 or config.get("lora_experts", "both") != "both"
+
+
+def transformer_folders(folder: Path) -> dict[str, Path]:
+    """The folders of the transformers that `write_diffusers` wrote: `folder` itself, or folders in it."""
+    inside = {name: folder / name for name in LORA_FILES if (folder / name).is_dir()}
+    return inside or {TRANSFORMER: folder}
 
 
 def write_card(checkpoint: Path, folder: Path, layout: str, model_path: Path | None) -> None:
@@ -162,6 +183,7 @@ def write_card(checkpoint: Path, folder: Path, layout: str, model_path: Path | N
             # a folder that is not here may have held any weights of that architecture
             origin=origin_of(backbone) if root.is_dir() else Origin(),
             layout=layout,
+            experts=list(saved_adapters(checkpoint)) or list(backbone.experts),
         )
         for name, content in files.items():
             (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
@@ -194,16 +216,24 @@ def full_config(config: dict[str, Any]) -> str:
 
 
 def write_diffusers(checkpoint: Path, folder: Path, model_path: Path | None) -> None:
-    """Write a checkpoint's transformer. Adapters and shards change `model_path`, by default the run's model."""
-    if (checkpoint / "transformer").is_dir():
+    """Write a checkpoint's transformer, or in folders of their own those of two that it changed.
+
+    Adapters and shards change `model_path`, by default the run's model.
+    """
+    exported = [name for name in LORA_FILES if (checkpoint / name).is_dir()]
+    if exported:
         if model_path is not None:
             raise ValueError(
                 f"--model_path is for adapters and shards; {checkpoint} has transformer/: leave it out"
             )
-        # the manifest was checked, but nothing may lead elsewhere even if the checkpoint changes meanwhile
-        shutil.copytree(
-            checkpoint / "transformer", folder, symlinks=True, copy_function=foreign.copy_regular
-        )
+        for name in exported:
+            # the manifest was checked, but nothing may lead elsewhere even if the checkpoint changes meanwhile
+            shutil.copytree(
+                checkpoint / name,
+                folder / name if len(exported) > 1 else folder,
+                symlinks=True,
+                copy_function=foreign.copy_regular,
+            )
         return
 
     file = checkpoint / "trainer" / "state.json"
@@ -214,13 +244,19 @@ def write_diffusers(checkpoint: Path, folder: Path, model_path: Path | None) -> 
         version = setting(config, "pretrained_transformer_version", file)
     base = open_backbone(root, version=version, complete=False)
 
-    adapter = checkpoint / LORA_FILE
-    if adapter.is_file():
-        tensors = merged(base.open_weights(), adapter)
-    else:
-        tensors = trained(checkpoint, base.open_weights())
-    save_weights(folder, tensors)
-    (folder / "config.json").write_text(base.empty_transformer().to_json_string())
+    adapters = saved_adapters(checkpoint)
+    base_weights = base.open_weights()
+    for name, transformer in base.empty_transformer().experts.items():
+        prefix = f"{name}." if len(base.experts) > 1 else ""
+        if name in adapters:
+            tensors = merged(base_weights.below(prefix), adapters[name])
+        elif not adapters:
+            tensors = trained(checkpoint, base_weights, base.experts, prefix)
+        else:  # the run has not changed it
+            continue
+        place = folder / name if prefix else folder
+        save_weights(place, tensors)
+        (place / "config.json").write_text(transformer.to_json_string())
 
 
 def setting(config: Any, name: str, file: Path) -> str:
@@ -234,10 +270,16 @@ def setting(config: Any, name: str, file: Path) -> str:
     return value
 
 
-def trained(checkpoint: Path, base: Weights) -> Iterator[tuple[str, Tensor]]:
-    """Transformer tensors, one at a time, from the ranks' shards; those never trained are the base model's."""
-    weights = trained_weights(checkpoint, lambda: base)
+def trained(
+    checkpoint: Path, base: Weights, experts: Sequence[str], prefix: str
+) -> Iterator[tuple[str, Tensor]]:
+    """Transformer tensors, one at a time, from the ranks' shards; those never trained are the base model's.
+
+    prefix: of the names of one of several transformers, `experts`.
+    """
+    weights = trained_weights(checkpoint, lambda: base, experts)
     check_names(weights, {name: base.shape(name) for name in base.names})
+    weights = weights.below(prefix)
     return ((name, weights.read(name)) for name in weights.names)
 
 

@@ -226,6 +226,11 @@ class LoraFlags:
         "layers to adapt in each block",
         default_text="all attention layers",
     )
+    lora_experts: str = flag(
+        "both",
+        "transformers to adapt, in a model with one for high and one for low noise levels",
+        choices=("both", "high", "low"),
+    )
     pretrained_lora_path: str | None = flag(
         None,
         "adapter folder to start from",
@@ -260,6 +265,12 @@ class RolloutFlags:
         "classifier-free guidance scale, in rollouts and in training",
         minimum=0,
         default_text=MODEL_DEFAULT,
+    )
+    guidance_scale_2: float | None = flag(
+        None,
+        "guidance scale of the transformer for low noise levels, in a model with two",
+        minimum=0,
+        default_text="guidance_scale, or set by the model if that is too",
     )
     num_frames: int | None = flag(
         None,
@@ -651,6 +662,11 @@ class Config(  # a dataclass lists the fields of its last base first
         return levels
 
     @property
+    def adapted_experts(self) -> str:
+        """The transformers that are trained, `high`, `low` or `both`, in a model that has two."""
+        return self.lora_experts if self.use_lora else "both"
+
+    @property
     def group_trained(self) -> int:
         """Clips of each group that are trained."""
         return self.num_generations if self.train_clips is None else self.train_clips
@@ -732,6 +748,8 @@ def resolve(config: Config, backbone: "Backbone", device: str) -> Config:
         "fps": sampling.fps,
         "timestep_shift": sampling.shift,
         "guidance_scale": sampling.guidance,
+        # one scale that is given serves both transformers, as in stock pipelines
+        "guidance_scale_2": sampling.guidance_2 if config.guidance_scale is None else None,
         "negative_prompt": backbone.negative_prompt,
         "validate_video_length": sampling.frames,
         "validation_fixed_size": f"{sampling.height}x{sampling.width}",

@@ -10,8 +10,8 @@ from sage_grpo.rewards.registry import ALIASES, REWARDS
 TRACKERS = ("tensorboard", "wandb", "none")
 
 
-def check(config: Config, world_size: int = 1) -> None:
-    """Reject flags that contradict each other."""
+def check(config: Config, world_size: int = 1, experts: int = 1) -> None:
+    """Reject flags that contradict each other, for a model with so many transformers."""
     ranks = world_size // config.sp_size
     try:  # these validate themselves
         config.window_form  # noqa: B018
@@ -21,7 +21,8 @@ def check(config: Config, world_size: int = 1) -> None:
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
-    problems = (rule(config, ranks) for rule in RULES)
+    rules = RULES + (RULES_OF_EXPERTS if experts > 1 else RULES_OF_ONE)
+    problems = (rule(config, ranks) for rule in rules)
     if problem := next(filter(None, problems), None):
         raise ConfigError(problem)
 
@@ -239,6 +240,45 @@ def _videos_can_be_written(c: Config, ranks: int) -> str | None:
         )
     return None
 
+
+def _one_transformer_has_no_second(c: Config, ranks: int) -> str | None:
+    for name, value in (("lora_experts", "both"), ("guidance_scale_2", None)):
+        if getattr(c, name) != value:
+            return (
+                f"{name} is {getattr(c, name)}, but the model has one transformer for all noise levels: "
+                "leave it out"
+            )
+    return None
+
+
+def _experts_need_lora(c: Config, ranks: int) -> str | None:
+    if c.lora_experts != "both" and not c.use_lora:
+        return f"lora_experts is {c.lora_experts}, which chooses adapters: set use_lora True"
+    return None
+
+
+def _shards_run_equal_experts(c: Config, ranks: int) -> str | None:
+    """Ranks of a sharded model gather the weights of a transformer together, so all must run the same one."""
+    if not c.enable_fsdp:
+        return None
+    reason = "ranks of a sharded model would run different transformers at a time"
+    window = c.window_form
+    if window.per_group and not window.is_whole:
+        return f"sde_window is {c.sde_window}; {reason}: take {window.kind}_iteration"
+    if c.enable_timestep_permutation:
+        return f"enable_timestep_permutation is True; {reason}: set it to False"
+    return None
+
+
+def _graphs_run_one_transformer(c: Config, ranks: int) -> str | None:
+    if c.cuda_graphs:
+        return "cuda_graphs is True, but the model chooses between transformers by noise level: set it to False"
+    return None
+
+
+# Of models with one transformer, and of those with one for high and one for low noise levels.
+RULES_OF_ONE = (_one_transformer_has_no_second,)
+RULES_OF_EXPERTS = (_experts_need_lora, _shards_run_equal_experts, _graphs_run_one_transformer)
 
 # The first problem is the one reported.
 RULES = (

@@ -12,9 +12,9 @@ Shapes: B clips of one request, F frames of (Y, X) pixels, C latent channels, (T
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -25,9 +25,14 @@ from sage_grpo.files import manifest
 from sage_grpo.files.json_files import check_kinds, naming, read_object, write_json
 from sage_grpo.files.tensor_files import TensorFile, host_copy
 from sage_grpo.models.cost import Architecture
-from sage_grpo.models.denoiser import Denoiser
+from sage_grpo.models.denoiser import TRANSFORMER, Denoiser
 from sage_grpo.models.embeddings import Conditioning, Embeddings, Encoder
-from sage_grpo.models.lora import LORA_FILE, adapter_file, read_adapter
+from sage_grpo.models.lora import (
+    LORA_FILE,
+    adapter_files,
+    read_adapter,
+    saved_adapters,
+)
 from sage_grpo.models.shards import rank_file, trained_weights
 from sage_grpo.models.weights import (
     INDEX,
@@ -48,6 +53,13 @@ class Guidance:
     scale: float = 1.0
     negative: Conditioning | None = None
     interval: tuple[float, float] = (0.0, 1.0)  # noise levels at which it is on (arXiv 2404.07724)
+    # of the second transformer, in a model that has two; None: as `scale`
+    scale_2: float | None = None
+
+    @property
+    def second(self) -> "Guidance":
+        """The guidance of the second transformer."""
+        return self if self.scale_2 is None else replace(self, scale=self.scale_2)
 
     def at(self, sigma: float) -> "Guidance":
         """The guidance of a step from noise level `sigma`: this one, or none outside the interval."""
@@ -66,16 +78,23 @@ class Sampling:
     shift: float  # of the noise levels
     guidance: float
     num_steps: int
+    # of the second transformer, in a model that has two; None: as `guidance`
+    guidance_2: float | None = None
 
     def __str__(self) -> str:
         clip = f"{self.frames} frames of {self.height} x {self.width}"
-        return f"{clip}, {self.num_steps} steps, shift {self.shift:g}, guidance {self.guidance:g}"
+        guidance = f"{self.guidance:g}"
+        if self.guidance_2 is not None:
+            guidance += f" and {self.guidance_2:g}"
+        return f"{clip}, {self.num_steps} steps, shift {self.shift:g}, guidance {guidance}"
 
     @classmethod
     def from_json(cls, path: Path) -> "Sampling":
         """Read a `sampling.json`; missing keys, unknown keys and values other than positive numbers are errors."""
         values = read_object(path)
-        kinds = {field.name: field.type for field in fields(cls)}
+        kinds = {field.name: field.type for field in fields(cls) if field.name != "guidance_2"}
+        if "guidance_2" in values:
+            kinds["guidance_2"] = float
         if sorted(values) != sorted(kinds):
             raise ValueError(f"{path} has keys {sorted(values)}; it needs exactly {sorted(kinds)}.")
         check_kinds(path, values, kinds)
@@ -83,7 +102,7 @@ class Sampling:
 
     def to_json(self, path: Path) -> None:
         """Write what `from_json` reads."""
-        write_json(path, asdict(self))
+        write_json(path, {name: value for name, value in asdict(self).items() if value is not None})
 
 
 @dataclass(frozen=True)
@@ -120,6 +139,9 @@ class Backbone(ABC):
     negative_prompt = ""  # default for guidance
     sees_image = False  # whether every clip begins with the image of its request
     lora_targets: tuple[str, ...]  # linear layers of a block that get an adapter by default
+    # Folders of the transformers; of two, the first works at noise levels from `boundary` on, the second below.
+    experts: tuple[str, ...] = (TRANSFORMER,)
+    boundary = 0.0
     origin = Origin()  # of the weights; empty if unknown
 
     # may be set after construction
@@ -237,15 +259,15 @@ class Backbone(ABC):
 
         Both branches carry gradients, and see the same image if there is one.
         """
-        v_pos = self.branch(x, sigma, cond)
-        if math.isclose(guidance.scale, 1.0):
-            return v_pos
-        if guidance.negative is None:
-            raise ValueError(
-                f"guidance {guidance.scale} needs a negative conditioning; encode the negative prompt ('')."
-            )
-        v_neg = self.branch(x, sigma, guidance.negative.seeing(cond))
-        return v_neg + guidance.scale * (v_pos - v_neg)
+        return guided(partial(self.branch, x, sigma), cond, guidance)
+
+    def learns_at(self, sigmas: Tensor, adapted: str = "both") -> Tensor:
+        """(n,) bool: whether trained parameters affect the velocity at noise levels `sigmas` (n,).
+
+        Other levels cannot be trained, so no window includes them. adapted: the transformers that are trained, `high`,
+        `low` or `both`, in a model that has two.
+        """
+        return torch.ones_like(sigmas, dtype=torch.bool)
 
     @abstractmethod
     def decode(self, latents: Tensor) -> Tensor:
@@ -304,11 +326,14 @@ class Backbone(ABC):
         checkpoint: of a full fine-tuning run, whose weights replace the folder's.
         """
         model.to_empty(device=self.device)
-        if checkpoint is None:
-            fill_model(model, self.open_weights())
-        else:
-            fill_model(model, trained_weights(checkpoint, self.open_weights))
+        fill_model(model, self.starting_weights(checkpoint))
         self.transformer = model
+
+    def starting_weights(self, checkpoint: Path | None) -> Weights:
+        """The folder's weights, or those of a full fine-tuning run's checkpoint."""
+        if checkpoint is None:
+            return self.open_weights()
+        return trained_weights(checkpoint, self.open_weights, self.experts)
 
     def load_weights(self, path: str | Path | None) -> None:
         """Use post-trained weights: a folder with `transformer/`, a LoRA folder, or a file; None for the base model."""
@@ -318,13 +343,15 @@ class Backbone(ABC):
         path = Path(path)
         check_exported(path)
 
-        if (path / LORA_FILE).is_file():
-            self._load_lora(path / LORA_FILE)
+        adapters = saved_adapters(path)
+        for expert, file in adapters.items():
+            self._load_lora(expert, file)
+        if adapters:
             return
         if path.suffix == ".safetensors" and path.is_file():
             weights = open_file(path)
         elif holds_all_weights(path):
-            weights = trained_weights(path, self.open_weights)
+            weights = trained_weights(path, self.open_weights, self.experts)
         else:
             raise FileNotFoundError(
                 f"checkpoint_path {path} has neither transformer/*.safetensors nor {LORA_FILE}"
@@ -336,12 +363,18 @@ class Backbone(ABC):
             )
         fill_model(self.transformer, weights)
 
-    def _load_lora(self, file: Path) -> None:
-        """Load a LoRA file. diffusers silently skips tensors that it cannot place, so count them."""
+    def _load_lora(self, expert: str, file: Path) -> None:
+        """Load a LoRA file into a transformer. diffusers silently skips tensors that it cannot place, so count them."""
+        if expert not in self.experts:
+            raise ValueError(f"{file} is of {expert}, which this model does not have")
+        transformer = self.transformer.experts[expert]
         tensors, settings = read_adapter(file)
         with naming(file):
-            self.transformer.load_lora_adapter(tensors, prefix=None, metadata=settings)
-        loaded = sum("lora_" in name for name in self.transformer.state_dict())
+            transformer.load_lora_adapter(tensors, prefix=None, metadata=settings)
+        adapter = [value for name, value in transformer.named_parameters() if "lora_" in name]
+        for parameter in adapter:  # peft puts it where the layer is, which may be in host memory
+            parameter.data = parameter.data.to(self.device)
+        loaded = len(adapter)
         if loaded != len(tensors):
             raise ValueError(
                 f"{file} holds {len(tensors)} LoRA tensors, of which this transformer has a place for {loaded}"
@@ -355,10 +388,18 @@ class Backbone(ABC):
         All `count` ranks must call.
         """
         if use_lora:
-            adapter = adapter_file(self.transformer)  # a collective: every rank joins
-            return {LORA_FILE: adapter} if rank == 0 else {}
+            adapters = adapter_files(self.transformer)  # a collective: every rank joins
+            return dict(adapters) if rank == 0 else {}
+        files: dict[str, TensorFile | str] = {}
+        for folder, expert in self.transformer.experts.items():
+            files |= self._exported_weights(folder, expert, rank, count)
+        return files
 
-        parameters = dict(self.transformer.named_parameters())
+    def _exported_weights(
+        self, folder: str, transformer: Denoiser, rank: int, count: int
+    ) -> dict[str, TensorFile | str]:
+        """All weights of one transformer: this rank's share of the files of its folder. All ranks must call."""
+        parameters = dict(transformer.named_parameters())
         sizes = {name: p.numel() * p.element_size() for name, p in parameters.items()}
         plan = plan_files(sizes)
         files: dict[str, TensorFile | str] = {}
@@ -370,13 +411,13 @@ class Backbone(ABC):
                 if is_ours:
                     tensors[name] = host_copy(value)
             if is_ours:
-                files[f"transformer/{file}"] = TensorFile(tensors, {"format": "pt"})
+                files[f"{folder}/{file}"] = TensorFile(tensors, {"format": "pt"})
 
         if rank == 0:
-            files["transformer/config.json"] = self.transformer.to_json_string()
+            files[f"{folder}/config.json"] = transformer.to_json_string()
             if plan.is_sharded:
                 index = index_text(plan.tensor_to_filename, sum(sizes.values()))
-                files[f"transformer/{INDEX}"] = index
+                files[f"{folder}/{INDEX}"] = index
         return files
 
     # for the planner and the doctor
@@ -385,16 +426,34 @@ class Backbone(ABC):
     def architecture(self) -> Architecture:
         """The sizes that determine a run's memory and time; needs no weights."""
 
-    def awaits(self, name: str, seen: Sequence[Conditioning]) -> str:
-        """Why the trained tensor `name` may lack a gradient after the conditionings `seen`; empty if it must not."""
+    def awaits(self, name: str, seen: Sequence[Conditioning], levels: Sequence[float]) -> str:
+        """Why the trained tensor `name` may lack a gradient after the conditionings `seen`; empty if it must not.
+
+        levels: the noise levels of the trained steps.
+        """
         return ""
+
+
+def guided(
+    branch: Callable[[Conditioning], Tensor], cond: Conditioning, guidance: Guidance
+) -> Tensor:
+    """The guided velocity, `v_neg + scale * (v_pos - v_neg)`, of the velocity without guidance, `branch(cond)`."""
+    v_pos = branch(cond)
+    if math.isclose(guidance.scale, 1.0):
+        return v_pos
+    if guidance.negative is None:
+        raise ValueError(
+            f"guidance {guidance.scale} needs a negative conditioning; encode the negative prompt ('')."
+        )
+    v_neg = branch(guidance.negative.seeing(cond))
+    return v_neg + guidance.scale * (v_pos - v_neg)
 
 
 def holds_all_weights(checkpoint: Path) -> bool:
     """Whether a checkpoint has all weights, in diffusers layout or as the ranks' shards."""
-    is_exported = any((checkpoint / "transformer").glob("*.safetensors"))
+    is_exported = any((checkpoint / TRANSFORMER).glob("*.safetensors"))
     has_shards = (checkpoint / rank_file(0)).is_file()
-    is_lora = (checkpoint / LORA_FILE).is_file()
+    is_lora = bool(saved_adapters(checkpoint))
     return is_exported or (has_shards and not is_lora)
 
 
@@ -402,11 +461,11 @@ def check_exported(checkpoint: Path) -> None:
     """Reject a checkpoint whose weights changed since they were written."""
     if not (checkpoint / manifest.NAME).is_file():
         return
-    for part in (LORA_FILE, "transformer"):
-        if (checkpoint / part).exists():
-            manifest.check(checkpoint, part)
-            return
-    manifest.check(checkpoint, "trainer")
+    parts = [file.name for file in saved_adapters(checkpoint).values()]
+    if not parts:
+        parts = [TRANSFORMER if (checkpoint / TRANSFORMER).exists() else "trainer"]
+    for part in parts:
+        manifest.check(checkpoint, part)
 
 
 def at_least_fp32(tensor: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from sage_grpo.models.denoiser import TRANSFORMER
 from sage_grpo.models.lora import read_scaled_adapter
 from sage_grpo.models.names import Rule, find, read_rules, to_original
 from sage_grpo.models.weights import Weights
@@ -21,6 +22,16 @@ LAYOUT = "ComfyUI's layout"
 # The rules of each table of names. To add one, write the table beside the backbone.
 TABLES = sorted(Path(__file__).parent.glob("*/comfyui_names.txt"))
 RULES = [read_rules(table)["transformer"] for table in TABLES]
+
+
+# What the files of two transformers are called after, by folder; ComfyUI loads each into a model of its own.
+SUFFIXES = {TRANSFORMER: "_high_noise", "transformer_2": "_low_noise"}
+
+
+def file_name(name: str, expert: str, is_one_of_two: bool) -> str:
+    """The file of a transformer in a folder or repository called `name`."""
+    suffix = SUFFIXES[expert] if is_one_of_two else ""
+    return f"{name}{suffix}.safetensors"
 
 
 def has_layout(names: Iterable[str]) -> bool:

@@ -37,7 +37,7 @@ class Architecture:
     mlp_ratio: float  # width of the feed-forward relative to `width`
 
     # parameters
-    parameters: int  # of the full denoiser
+    parameters: int  # of the full denoiser; of one transformer, if there are several
     block: int  # of these, in one block
     vae: int  # of the VAE
 
@@ -55,6 +55,10 @@ class Architecture:
         0  # tokens that the video attends to in a layer of its own; 0: they join the video's tokens
     )
     image: int = 0  # tokens of an image, which join the context
+
+    # transformers, of which a step runs one; the first of two at noise levels from `boundary` on
+    experts: int = 1
+    boundary: float = 0.0
 
     def video_tokens(self, frames: int, height: int, width: int) -> int:
         """Tokens of a clip of so many frames and pixels."""

@@ -6,7 +6,7 @@ Blocks are the units of sharding, activation recomputation, compilation and LoRA
 import functools
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -22,6 +22,8 @@ from torch.utils.checkpoint import (
 
 from sage_grpo.models import fp8
 from sage_grpo.models.attention import KEPT
+
+TRANSFORMER = "transformer"  # folder of the transformer in the layout of diffusers
 
 
 class Denoiser(PeftAdapterMixin):
@@ -40,6 +42,11 @@ class Denoiser(PeftAdapterMixin):
 
     # set by `split_sequence`
     sequence_group: dist.ProcessGroup | None = None
+
+    @property
+    def experts(self) -> Mapping[str, "Denoiser"]:
+        """The transformers between which the noise level chooses, by folder, that of high levels first; here one."""
+        return {TRANSFORMER: self}
 
     @property
     def all_blocks(self) -> nn.ModuleList:

@@ -211,7 +211,7 @@ class LatentBackbone(Backbone):
         return config.mlp_ratio
 
     def architecture(self) -> Architecture:
-        transformer = self.empty_transformer()
+        transformer, *_ = self.empty_transformer().experts.values()
         vae = self.parts.empty("vae", self.vae_class)
         c = transformer.config
         channels, temporal, spatial = self._compression(vae)
@@ -230,6 +230,8 @@ class LatentBackbone(Backbone):
             tiled=self.tiled,
             cross=self.cross,
             image=self.image_tokens,
+            experts=len(self.experts),
+            boundary=self.boundary,
         )
 
 
@@ -240,3 +242,18 @@ def _count_parameters(module: nn.Module) -> int:
 def model_timestep(sigma: Tensor | float, device: torch.device) -> Tensor:
     """The timestep that the transformer reads for noise level(s) sigma: fp32, (1,) for a scalar, else (B,)."""
     return TIMESTEPS * torch.as_tensor(sigma, dtype=torch.float32, device=device).reshape(-1)
+
+
+def high_levels(sigma: Tensor | float, boundary: float, device: torch.device) -> Tensor:
+    """Whether the first of two transformers works at noise level(s) sigma: bool, (1,) or (B,).
+
+    As in stock pipelines, timesteps are compared, in fp32.
+    """
+    return model_timestep(sigma, device) >= boundary * TIMESTEPS
+
+
+def trained_levels(sigmas: Tensor, boundary: float, adapted: str) -> Tensor:
+    """(n,) bool: whether the transformers for `high`, `low` or `both` noise levels work at `sigmas` (n,)."""
+    is_high = high_levels(sigmas, boundary, sigmas.device)
+    sides = {"high": is_high, "low": ~is_high, "both": torch.ones_like(is_high)}
+    return sides[adapted]

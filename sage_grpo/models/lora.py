@@ -14,11 +14,17 @@ from torch import Tensor, nn
 
 from sage_grpo.files.json_files import check_kinds
 from sage_grpo.files.tensor_files import TensorFile, host_copy
-from sage_grpo.models.denoiser import Denoiser
+from sage_grpo.models.denoiser import TRANSFORMER, Denoiser
 from sage_grpo.models.weights import open_safetensors
 from sage_grpo.parallel.fsdp import full_tensor, local_shard, rows
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
+# the file of each transformer's adapter, by the transformer's folder
+LORA_FILES = {
+    TRANSFORMER: LORA_FILE,
+    "transformer_2": "pytorch_lora_weights_2.safetensors",
+}
+EXPERTS = ("high", "low")  # noise levels, in the order of a model's transformers
 POLICY = "policy"  # the adapter's name in peft
 PREFIX = "transformer."  # of tensors and settings in files that pipelines save
 
@@ -37,6 +43,14 @@ HARMLESS = (
     "init_lora_weights",
     "lora_dropout",
 )
+
+
+def adapted_experts(transformer: Denoiser, which: str) -> list[Denoiser]:
+    """The transformers that get an adapter: that of `high` or of `low` noise levels, or `both`; a single one always."""
+    experts = list(transformer.experts.values())
+    if which == "both" or len(experts) == 1:
+        return experts
+    return [experts[EXPERTS.index(which)]]
 
 
 def target_layers(transformer: Denoiser, names: Sequence[str]) -> list[str]:
@@ -110,6 +124,21 @@ def base_names(transformer: nn.Module) -> list[str]:
         for name, _ in transformer.named_parameters()
         if ".lora_" not in name
     ]
+
+
+def saved_adapters(folder: Path) -> dict[str, Path]:
+    """The files of a saved adapter, by the folder of the transformer that each of them is for; empty without any."""
+    files = {name: folder / file for name, file in LORA_FILES.items()}
+    return {name: file for name, file in files.items() if file.is_file()}
+
+
+def adapter_files(transformer: Denoiser) -> dict[str, TensorFile]:
+    """Copies of the adapters of all transformers that have one, by file name. All ranks of a sharded model call."""
+    return {
+        LORA_FILES[name]: adapter_file(expert)
+        for name, expert in transformer.experts.items()
+        if adapter_parameters(expert)
+    }
 
 
 def adapter_file(transformer: Denoiser) -> TensorFile:
@@ -210,10 +239,25 @@ def _layer_ranks(file: Path, tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return layer_ranks
 
 
+def load_adapter(transformer: Denoiser, folder: Path) -> None:
+    """Fill the adapters of all transformers that have one from saved ones; those of other transformers are an error."""
+    files = saved_adapters(folder)
+    adapted = {
+        name: expert for name, expert in transformer.experts.items() if adapter_parameters(expert)
+    }
+    if files.keys() != adapted.keys():
+        saved = " and ".join(files) or "no transformer"
+        raise ValueError(
+            f"{folder} has an adapter of {saved}, but this run adapts {' and '.join(adapted)}; "
+            "give the lora_experts that it was trained with"
+        )
+    for name, expert in adapted.items():
+        _load_file(expert, files[name])
+
+
 @torch.no_grad()
-def load_adapter(transformer: nn.Module, folder: Path) -> None:
+def _load_file(transformer: nn.Module, file: Path) -> None:
     """Fill the adapter from a saved one with the same rank, scale and layers."""
-    file = folder / LORA_FILE
     tensors, settings = read_adapter(file)
     parameters = adapter_parameters(transformer)
 

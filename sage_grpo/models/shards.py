@@ -6,14 +6,15 @@ Parts are weights, optimizer, anchor, average and old_policy.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 
 from torch import Tensor
 
 from sage_grpo.files.tensor_files import TensorFile
-from sage_grpo.models.weights import Weights, open_folder, open_safetensors
+from sage_grpo.models.denoiser import TRANSFORMER
+from sage_grpo.models.weights import Weights, joined, open_folder, open_safetensors
 
 FOLDER = "trainer"
 PARTS = ("weights", "optimizer", "anchor", "average", "old_policy")
@@ -79,14 +80,16 @@ def _in_order(name: str, pieces: list[tuple[int, Tensor]]) -> list[Tensor]:
     return [piece for _, piece in pieces]
 
 
-def trained_weights(checkpoint: Path, base: Callable[[], Weights]) -> Weights:
-    """All weights of a full fine-tuning run's checkpoint.
+def trained_weights(
+    checkpoint: Path, base: Callable[[], Weights], experts: Sequence[str] = (TRANSFORMER,)
+) -> Weights:
+    """All weights of a full fine-tuning run's checkpoint, of a model with the transformers `experts`.
 
     They are the exported ones if there are any. Otherwise they are those of the model, `base()`, with what the ranks
     trained in their place, or its average if the run had one.
     """
-    if (checkpoint / "transformer").is_dir():
-        return open_folder(checkpoint / "transformer")
+    if (checkpoint / experts[0]).is_dir():
+        return joined(checkpoint, {name: open_folder(checkpoint / name) for name in experts})
     parts = open_shards(checkpoint)
     trained = parts["average"].pieces or parts["weights"].pieces
     return Weights(checkpoint, base().pieces | trained)

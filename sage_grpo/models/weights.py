@@ -70,6 +70,15 @@ class Weights:
             stop = max(stop - len(piece), 0)
         return torch.cat(selected)  # a copy: the file may change or vanish
 
+    def below(self, prefix: str) -> "Weights":
+        """The tensors whose names begin with `prefix`, without it."""
+        pieces = {
+            name.removeprefix(prefix): piece
+            for name, piece in self.pieces.items()
+            if name.startswith(prefix)
+        }
+        return Weights(self.where, pieces)
+
     def renamed(self, recipes: Mapping[str, Sequence[Rows]]) -> "Weights":
         """The stored tensors under other names: each new tensor stacks some rows of stored ones."""
         pieces = {name: [self._view(rows) for rows in recipe] for name, recipe in recipes.items()}
@@ -113,6 +122,19 @@ def open_folder(folder: Path) -> Weights:
             f"{index} disagrees with its files about {_some(differing)}; download that folder again."
         )
     return weights
+
+
+def joined(where: Path, parts: Mapping[str, Weights]) -> Weights:
+    """The weights of several parts, whose names precede those of their tensors; of a single part, its own."""
+    if len(parts) == 1:
+        [weights] = parts.values()
+        return weights
+    pieces = {
+        f"{part}.{name}": piece
+        for part, weights in parts.items()
+        for name, piece in weights.pieces.items()
+    }
+    return Weights(where, pieces)
 
 
 def read_index(path: Path) -> dict[str, str]:

@@ -182,11 +182,23 @@ class Ranks:
             print(f"note: {plain(text)}", file=sys.stderr, flush=True)
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sum the gradients over all ranks in place, in one message; those of a sharded model are already summed."""
-        gradients = [
-            p.grad for p in parameters if p.grad is not None and not isinstance(p.grad, DTensor)
-        ]
-        if self.world == 1 or not gradients:
+        """Sum the gradients over all ranks in place, in one message; those of a sharded model are already summed.
+
+        A parameter may have a gradient on some ranks only, whose clips alone used it; on the others it counts as 0.
+        """
+        parameters = [p for p in parameters if not isinstance(p, DTensor)]
+        if self.world == 1 or not parameters:
+            return
+        has_gradient = torch.tensor([p.grad is not None for p in parameters], device=self.device)
+        used = has_gradient.int()
+        dist.all_reduce(used, dist.ReduceOp.MAX)
+        gradients = []
+        for parameter, is_used in zip(parameters, used.tolist(), strict=True):
+            if is_used:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                gradients.append(parameter.grad)
+        if not gradients:
             return
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(flat)

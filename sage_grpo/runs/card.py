@@ -3,6 +3,7 @@
 import io
 import math
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from sage_grpo import __version__
 from sage_grpo.config.fields import flag_info
 from sage_grpo.escape import markdown, without_folders
 from sage_grpo.models.backbone import Origin
+from sage_grpo.models.denoiser import TRANSFORMER
+from sage_grpo.models.lora import LORA_FILES
 from sage_grpo.runs.history import RunHistory, column
 from sage_grpo.runs.preferences import read_preferences
 
@@ -40,6 +43,7 @@ def model_card(
     comfyui: bool = False,
     origin: Origin = NO_ORIGIN,
     layout: str | None = None,
+    experts: Sequence[str] = (TRANSFORMER,),
 ) -> dict[str, str | bytes]:
     """The files of the card: README.md, and curves.png if there are two rollouts to draw.
 
@@ -47,6 +51,7 @@ def model_card(
     base: fingerprint of the base weights. image: whether clips begin with an image.
     comfyui: whether ComfyUI's layout has a place for the weights. origin: of the base weights.
     layout: of the card's folder, a layout of scripts/export_checkpoint.py or `checkpoint`; None: as training writes it.
+    experts: folders of the transformers that the weights are of.
     """
     layout = layout or ("lora" if recipe["use_lora"] else "checkpoint")
     lora = layout == "lora" or (layout == "comfyui" and recipe["use_lora"])
@@ -68,6 +73,8 @@ def model_card(
     files[CARD] = template.render(
         front=yaml.safe_dump(front_matter(origin, lora, image), sort_keys=False, width=math.inf),
         layout=layout,
+        experts=experts,
+        lora_files=LORA_FILES,
         lora=lora,
         license=markdown(origin.license_name or origin.license),
         model=markdown(Path(recipe["pretrained_model_root"]).name),

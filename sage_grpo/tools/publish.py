@@ -40,7 +40,7 @@ from sage_grpo.escape import markdown, without_folders
 from sage_grpo.files import foreign, manifest
 from sage_grpo.files.json_files import printable, read_object
 from sage_grpo.models import comfyui
-from sage_grpo.models.lora import LORA_FILE, read_adapter
+from sage_grpo.models.lora import LORA_FILES, read_adapter, saved_adapters
 from sage_grpo.runs.clips import Clip, pair_clips, read_clips
 from sage_grpo.runs.gallery import step_folders
 from sage_grpo.runs.history import RunError, read_run
@@ -109,24 +109,31 @@ def collect(checkpoint: Path, scratch: Path, name: str) -> Files:
 
 def weights(checkpoint: Path, scratch: Path, name: str) -> Files:
     """An adapter in both layouts, or the transformer as diffusers reads it."""
-    adapter = checkpoint / LORA_FILE
-    if adapter.is_file():
-        files = {LORA_FILE: adapter}
+    files: Files = {}
+    adapters = saved_adapters(checkpoint)
+    for expert, adapter in adapters.items():
+        files[adapter.name] = adapter
         tensors, _ = read_adapter(adapter)
         layers = [layer.rpartition(".lora_")[0] for layer in tensors]
         if comfyui.has_layout([f"{layer}.weight" for layer in layers]):
-            file = f"{name}_comfyui.safetensors"
+            stem = comfyui.file_name(name, expert, len(adapters) > 1).removesuffix(".safetensors")
+            file = f"{stem}_comfyui.safetensors"
             comfyui.write_lora(adapter, scratch / file)
             files[file] = scratch / file
+    if files:
         return files
 
-    folder = checkpoint / "transformer"
-    if not folder.is_dir():
+    folders = [checkpoint / expert for expert in LORA_FILES if (checkpoint / expert).is_dir()]
+    if not folders:
         raise ValueError(
             f"{checkpoint} has no transformer/, only the shards of the ranks; "
             "publish the last checkpoint of the run, or one that --export_interval selects"
         )
-    return {f"transformer/{path.name}": path for path in sorted(folder.iterdir())}
+    return {
+        f"{folder.name}/{path.name}": path
+        for folder in folders
+        for path in sorted(folder.iterdir())
+    }
 
 
 def samples(checkpoint: Path, files: Files) -> str:

@@ -21,7 +21,14 @@ from sage_grpo.models.backbone import (
     holds_all_weights,
 )
 from sage_grpo.models.graphs import Graphs
-from sage_grpo.models.lora import LORA_FILE, add_adapter, init_adapter, load_adapter
+from sage_grpo.models.lora import (
+    LORA_FILE,
+    adapted_experts,
+    add_adapter,
+    init_adapter,
+    load_adapter,
+    saved_adapters,
+)
 from sage_grpo.models.registry import device_for, open_backbone
 from sage_grpo.parallel.fsdp import shard
 from sage_grpo.parallel.ranks import Ranks, join_ranks
@@ -67,7 +74,7 @@ def build_trainer(config: Config, ranks: Ranks) -> Trainer:
 def assemble(config: Config, ranks: Ranks, lock: bool = False) -> Trainer:
     """Load the model, prompts and rewards, check them, resume if asked. Nothing is written, except a lock if asked."""
     backbone, config = open_model(config, ranks.device)
-    check(config, ranks.world)
+    check(config, ranks.world, len(backbone.experts))
     build_algorithm(config).schedule()  # refuses what cannot sample, before weights are loaded
     run = RunFolder(config, ranks)
     if lock:
@@ -102,6 +109,7 @@ def rollout_sampling(config: Config) -> Sampling:
         fps=config.fps,
         shift=config.timestep_shift,
         guidance=config.guidance_scale,
+        guidance_2=config.guidance_scale_2,
         num_steps=config.num_sampling_steps,
     )
 
@@ -126,7 +134,9 @@ def fill(run: RunFolder, backbone: Backbone, config: Config, ranks: Ranks) -> Tr
     negative = Request(config.negative_prompt)
     if backbone.encodes_ahead:
         backbone.prepare([negative, *requests, *held_out], ranks.world_rank, ranks.world)
-    guidance = Guidance(config.guidance_scale, backbone.encode([negative])[0])
+    guidance = Guidance(
+        config.guidance_scale, backbone.encode([negative])[0], scale_2=config.guidance_scale_2
+    )
 
     parameters = prepare_transformer(backbone, config, ranks)
     state = TrainState(
@@ -219,9 +229,10 @@ def prepare_transformer(
         # with LoRA the base is frozen and needs no master precision
         parameter.data = parameter.data.to(compute_dtype if config.use_lora else master_dtype)
     if config.use_lora:
-        add_adapter(
-            transformer, config.lora_r, config.lora_alpha, config.lora_target_modules, master_dtype
-        )
+        for expert in adapted_experts(transformer, config.lora_experts):
+            add_adapter(
+                expert, config.lora_r, config.lora_alpha, config.lora_target_modules, master_dtype
+            )
     trainable_parameters(transformer, config.use_lora)
 
     transformer.split_sequence(ranks.sequence_group)
@@ -254,7 +265,7 @@ def starting_point(config: Config) -> Path | None:
     if value is None:
         return None
     folder = Path(value)
-    fits = (folder / LORA_FILE).is_file() if config.use_lora else holds_all_weights(folder)
+    fits = bool(saved_adapters(folder)) if config.use_lora else holds_all_weights(folder)
     if not fits:
         needed = LORA_FILE if config.use_lora else "transformer"
         raise ConfigError(

@@ -10,7 +10,7 @@ from sage_grpo.files.json_files import printable
 from sage_grpo.files.tensor_files import TensorFile
 from sage_grpo.models import comfyui
 from sage_grpo.models.backbone import Backbone, Origin
-from sage_grpo.models.lora import base_names
+from sage_grpo.models.lora import adapter_parameters, base_names
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.rewards.base import Composite
 from sage_grpo.runs.card import model_card
@@ -73,6 +73,12 @@ class Export:
         return {}
 
     def _card(self, step: int, history: RunHistory) -> dict[str, str | bytes]:
+        experts = self.backbone.transformer.experts
+        trained = [
+            name
+            for name, expert in experts.items()
+            if not self.config.use_lora or adapter_parameters(expert)
+        ]
         return model_card(
             recipe_of(plain_config(self.config)),
             history,
@@ -80,8 +86,9 @@ class Export:
             step=step,
             reward=self.reward,
             image=self.backbone.sees_image,
-            comfyui=comfyui.has_layout(base_names(self.backbone.transformer)),
+            comfyui=all(comfyui.has_layout(base_names(expert)) for expert in experts.values()),
             origin=origin_of(self.backbone),
+            experts=trained,
         )
 
 

@@ -95,7 +95,8 @@ class Trainer:
 
         # the method
         self.schedule = self.algorithm.schedule().to(self.ranks.device)
-        self.windows = build_windows(c.window_form, self.schedule.stochastic, c.seed)
+        learns = self.backbone.learns_at(self.schedule.sigmas[:-1], c.adapted_experts)
+        self.windows = build_windows(c.window_form, self.schedule.stochastic & learns, c.seed)
         self.trained_guidance = self.algorithm.trained_guidance(self.guidance)
         self.shape = self.backbone.latent_shape(c.num_frames, c.height, c.width)
 

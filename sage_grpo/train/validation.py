@@ -251,6 +251,7 @@ def validation_sampling(config: Config) -> Sampling:
         shift=config.validation_timestep_shift,
         num_steps=config.validation_num_inference_steps,
         guidance=config.guidance_scale,
+        guidance_2=config.guidance_scale_2,
     )
 
 

@@ -15,7 +15,11 @@ def talk(ranks):
     values = torch.tensor([ranks.rank + 1.0])
     parameter = nn.Parameter(torch.zeros(2))
     parameter.grad = torch.full((2,), 1.0 + ranks.world_rank)
-    ranks.sum_gradients([parameter])
+    # one that only the clips of the last rank used, and one that none did
+    others = [nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))]
+    if ranks.world_rank == ranks.world - 1:
+        others[0].grad = torch.ones(1)
+    ranks.sum_gradients([*others, parameter])
     try:
         ranks.from_leader(lambda: int("not a number"))
         error = None
@@ -33,6 +37,7 @@ def talk(ranks):
             [1, 2, 3], lambda items: [(ranks.sp_rank, 10 * item) for item in items]
         ),
         "gradient": parameter.grad.tolist(),
+        "others": [other.grad for other in others],
     }
 
 
@@ -53,6 +58,7 @@ def test_two_groups_of_two():
         assert "not a number" in answers["error"]
         assert answers["shared"] == [(0, 10), (0, 20), (1, 30)]
         assert answers["gradient"] == [10.0, 10.0]  # 1 + 2 + 3 + 4: gradients are summed over all
+        assert answers["others"] == [torch.ones(1), None]
 
 
 @pytest.mark.parametrize("world, sp_size, sharded, replicas, words", [

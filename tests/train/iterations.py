@@ -24,7 +24,11 @@ def next_gradients(trainer):
     def optimizer_step():
         trainer.ranks.sum_gradients(parameters.values())
         found.update(
-            {name: full_tensor(parameter.grad).clone() for name, parameter in parameters.items()}
+            {
+                name: full_tensor(parameter.grad).clone()
+                for name, parameter in parameters.items()
+                if parameter.grad is not None
+            }
         )
         return 1.0
 

@@ -85,7 +85,7 @@ class Hunyuan15(LatentBackbone):
             return fast_on_cpu(model)
         return fuse_decoder(model) if self.compiled else model
 
-    def awaits(self, name: str, seen: Sequence[TextConditioning]) -> str:
+    def awaits(self, name: str, seen: Sequence[TextConditioning], levels: Sequence[float]) -> str:
         is_glyph = name.startswith("context_embedder_2.")
         if is_glyph and not any(len(cond.glyph) for cond in seen):
             return "of the glyph embedder wait for a prompt that quotes text"

@@ -38,15 +38,15 @@ class Sampled:
 
 @torch.no_grad()
 def sampled(
-    trainer: Trainer, num_steps: int, shift: float, guidance: float, prompts: int, clips: int
+    trainer: Trainer, num_steps: int, sampling: Sampling, prompts: int, clips: int
 ) -> Sampled:
-    """Clips of the rollout's size; the same noise whatever the settings are."""
+    """Clips of the rollout's size, with shift and guidance of `sampling`; the same noise whatever these are."""
     c = trainer.config
     backbone = trainer.backbone
     device = trainer.ranks.device
     requests = list(trainer.requests[:prompts])
-    scale = Guidance(guidance, trainer.guidance.negative)
-    sigmas = flow_sigmas(num_steps, shift)
+    scale = Guidance(sampling.guidance, trainer.guidance.negative, scale_2=sampling.guidance_2)
+    sigmas = flow_sigmas(num_steps, sampling.shift)
     latents = []
     for request in requests:
         cond = backbone.encode([request])[0].to(device)
@@ -67,9 +67,7 @@ def check_base_model(trainer: Trainer, num_prompts: int, num_clips: int) -> Iter
     """Clips of the model's own sampling defaults against those of the run, their latents, and damage to them."""
     c = trainer.config
     own = trainer.backbone.sampling
-    yardstick = sampled(
-        trainer, c.num_sampling_steps, own.shift, own.guidance, num_prompts, num_clips
-    )
+    yardstick = sampled(trainer, c.num_sampling_steps, own, num_prompts, num_clips)
     settings = {"rollouts": rollout_sampling(c)}
     if trainer.validation:
         settings["validation"] = trainer.validation.sampling
@@ -89,14 +87,16 @@ def sampling_finding(
 ) -> Finding:
     """Whether another shift or guidance than the model's own lowers the reward, at equally many steps."""
     own = trainer.backbone.sampling
-    if (sampling.shift, sampling.guidance) == (own.shift, own.guidance):
+    is_own = all(
+        getattr(sampling, setting) == getattr(own, setting)
+        for setting in ("shift", "guidance", "guidance_2")
+    )
+    if is_own:
         text = f"{name} have the model's own shift {own.shift:g} and guidance {own.guidance:g}"
         return ok("sampling", text, numbers={"of": name, "differs": False})
 
     c = trainer.config
-    others = sampled(
-        trainer, c.num_sampling_steps, sampling.shift, sampling.guidance, num_prompts, num_clips
-    )
+    others = sampled(trainer, c.num_sampling_steps, sampling, num_prompts, num_clips)
     with_own = trainer.reward.score(yardstick.clips, yardstick.requests, c.fps).total
     with_others = trainer.reward.score(others.clips, others.requests, c.fps).total
     change = interval((with_others - with_own).tolist())

@@ -25,6 +25,7 @@ from sage_grpo.tools.plan.memory import (
     offloaded_bytes,
     peak,
     snapshot_bytes,
+    swapped_bytes,
 )
 from sage_grpo.tools.plan.model import Plan
 from sage_grpo.tools.plan.planner import backbone_of, plan_of
@@ -80,7 +81,7 @@ def check_model(machine: Machine) -> Iterator[Finding]:
     """Open the model folder without its weights; what is missing raises an error."""
     c = machine.plan.config
     open_backbone(c.pretrained_model_root, version=c.pretrained_transformer_version)
-    parameters = machine.plan.model.parameters
+    parameters = machine.plan.model.parameters * machine.plan.model.experts
     yield ok(
         "model",
         f"{c.pretrained_model_root} is complete: {parameters / 1e9:.2f} B parameters",
@@ -170,18 +171,21 @@ def memory_finding(plan: Plan, gpu_bytes: float) -> Finding:
 
 
 def check_host(machine: Machine) -> Iterator[Finding]:
-    """WRONG if host memory is too small for loading rewards, or for an anchor and the weights that it replaces."""
+    """WRONG if host memory is too small for loading rewards, or for what waits there while the run trains."""
     plan, c = machine.plan, machine.plan.config
     processes = PROCESS_BYTES * machine.ranks if machine.device == "cuda" else 0.0
     reward_weights = sum(reward.weight_bytes for reward in plan.rewards)
     # each leader of a sequence-parallel group holds them as stored and as used
     loading = 2 * reward_weights * machine.ranks / c.sp_size
-    anchor = machine.ranks * offloaded_bytes(plan)
+    # an anchor and the weights that it replaces, and transformers that take turns on a GPU
+    waiting = machine.ranks * offloaded_bytes(plan)
+    if machine.device == "cuda":
+        waiting += machine.ranks * swapped_bytes(plan)
 
     free = available_memory()
-    needed = processes + max(loading, anchor)
+    needed = processes + max(loading, waiting)
     snapshot = snapshot_bytes(plan)
-    saves_block = needed <= free < processes + anchor + snapshot
+    saves_block = needed <= free < processes + waiting + snapshot
     text = f"{free / GB:.0f} GB of host memory are free, {needed / GB:.0f} GB are needed"
     if saves_block:
         text += (
@@ -193,6 +197,8 @@ def check_host(machine: Machine) -> Iterator[Finding]:
         yield ok("host", text, numbers=numbers)
     else:
         remedy = "end other programs, or set reference_mode_offload False"
+        if swapped_bytes(plan):
+            remedy = "end other programs, or shard the transformers: enable_fsdp True"
         yield wrong("host", text, remedy, numbers=numbers)
 
 

@@ -133,7 +133,8 @@ def reason_for_silence(trainer: Trainer, trajectory: Trajectory, name: str) -> s
         return "lora_A wait for their lora_B, which starts at 0"
     negative = trainer.trained_guidance.negative
     conditionings = [trajectory.cond] if negative is None else [trajectory.cond, negative]
-    return trainer.backbone.awaits(name, conditionings)
+    levels = trainer.schedule.sigmas[trajectory.steps].flatten().tolist()
+    return trainer.backbone.awaits(name, conditionings, levels)
 
 
 @dataclass(frozen=True)

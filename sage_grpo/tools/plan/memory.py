@@ -51,11 +51,18 @@ def weights(plan: Plan) -> dict[str, float]:
     """This rank's shard: master weights; with LoRA, frozen weights in the compute dtype and the adapter."""
     c = plan.config
     master = BYTES[c.master_weight_type]
-    all_here = plan.model.parameters / plan.shards
+    all_here = plan.model.parameters * plan.model.experts / plan.shards - waiting_parameters(plan)
     if not c.use_lora:
         return at(all_here * master)
     adapter_here = plan.trained.total / plan.shards
     return at(all_here * BYTES[c.dtype] + adapter_here * master)
+
+
+def waiting_parameters(plan: Plan) -> int:
+    """Frozen parameters of the transformers that do not run, which wait in host memory unless they are sharded."""
+    if plan.config.enable_fsdp or not plan.config.use_lora:
+        return 0
+    return (plan.model.experts - 1) * plan.model.layers * plan.model.block
 
 
 def gathered(plan: Plan) -> dict[str, float]:
@@ -63,8 +70,9 @@ def gathered(plan: Plan) -> dict[str, float]:
     c, model = plan.config, plan.model
     if not c.enable_fsdp:
         return at(0.0)
-    two_blocks = (model.parameters - (model.layers - 2) * model.block) * BYTES[c.dtype]
-    everything = model.parameters * BYTES[c.dtype]
+    everything = model.parameters * model.experts * BYTES[c.dtype]
+    in_blocks = model.layers * model.block * model.experts * BYTES[c.dtype]
+    two_blocks = everything - in_blocks + 2 * model.block * BYTES[c.dtype]
     without_gradients = everything if c.gather_for_rollout else two_blocks
     return at(
         0.0,
@@ -249,7 +257,7 @@ def export_bytes(plan: Plan) -> int:
     """All weights in diffusers' layout, which some checkpoints hold in addition; none do with LoRA."""
     if plan.config.use_lora:
         return 0
-    return plan.model.parameters * BYTES[plan.config.master_weight_type]
+    return plan.model.parameters * plan.model.experts * BYTES[plan.config.master_weight_type]
 
 
 def disk_bytes(plan: Plan) -> int:
@@ -276,7 +284,15 @@ def offloaded_bytes(plan: Plan) -> float:
     return here * (BYTES[c.dtype] + BYTES[c.master_weight_type])
 
 
+def swapped_bytes(plan: Plan) -> float:
+    """Host memory of one rank for transformers that take turns on its GPU: the blocks of all of them."""
+    if not waiting_parameters(plan):
+        return 0.0
+    model = plan.model
+    return model.experts * model.layers * model.block * BYTES[plan.config.dtype]
+
+
 def host_bytes(plan: Plan) -> float:
     """Host memory of the fullest node, besides the processes themselves."""
     ranks = min(plan.gpus, plan.rates.gpus_per_node)
-    return snapshot_bytes(plan) + ranks * offloaded_bytes(plan)
+    return snapshot_bytes(plan) + ranks * (offloaded_bytes(plan) + swapped_bytes(plan))

@@ -9,6 +9,7 @@ from sage_grpo.algo.sde import flow_sigmas
 from sage_grpo.config.fields import Config
 from sage_grpo.config.rules import check
 from sage_grpo.models.cost import Architecture, DecodeBytes
+from sage_grpo.models.latent import trained_levels
 from sage_grpo.parallel.ranks import check_layout
 from sage_grpo.rewards.registry import ALIASES
 from sage_grpo.tools.plan.calibration import ByMode, Calibration, calibrate
@@ -45,7 +46,7 @@ class Plan:
             raise ValueError(
                 f"sp_size is {c.sp_size}; it must divide the model's {self.model.heads} heads"
             )
-        check(c, self.gpus)
+        check(c, self.gpus, self.model.experts)
 
         # Layout
         self.clips = c.batch_size * self.gpus // c.sp_size  # per iteration, over all ranks
@@ -63,9 +64,12 @@ class Plan:
 
         # Denoising steps, and forwards in each: two with classifier-free guidance
         self.algorithm = build_algorithm(c)
-        self.windows = build_windows(c.window_form, self.algorithm.schedule().stochastic, c.seed)
+        schedule = self.algorithm.schedule()
+        learns = trained_levels(schedule.sigmas[:-1], self.model.boundary, c.adapted_experts)
+        self.windows = build_windows(c.window_form, schedule.stochastic & learns, c.seed)
         self.trained_steps = num_trained(self.windows.size, c.timestep_fraction)
-        self.branches = 1 if math.isclose(c.guidance_scale, 1.0) else 2
+        scales = {c.guidance_scale, c.guidance_scale_2 or c.guidance_scale}
+        self.branches = 1 if all(math.isclose(scale, 1.0) for scale in scales) else 2
         self.trained_branches = self.branches if self.algorithm.explores else 1
 
         # Passes of a trained micro-batch per iteration and rank; the anchor, if it runs, has as many forwards

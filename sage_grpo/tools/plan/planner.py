@@ -7,7 +7,7 @@ from pathlib import Path
 from sage_grpo.config.fields import Config, resolve
 from sage_grpo.models.backbone import Backbone
 from sage_grpo.models.cost import Architecture
-from sage_grpo.models.lora import target_layers
+from sage_grpo.models.lora import adapted_experts, target_layers
 from sage_grpo.models.registry import open_backbone
 from sage_grpo.tools.plan.calibration import MEASURED_ON, Calibration, calibrate
 from sage_grpo.tools.plan.model import Plan, Trained
@@ -22,7 +22,9 @@ def plan_of(
     backbone = backbone_of(config.pretrained_model_root, config.pretrained_transformer_version)
     config = resolve(config, backbone, "cuda")
     config = replace(config, reward_model=reward_names(config))
-    lora = (config.lora_r, config.lora_target_modules) if config.use_lora else None
+    lora = None
+    if config.use_lora:
+        lora = (config.lora_r, config.lora_target_modules, config.lora_experts)
     architecture, trained = sizes_of(backbone, lora)
     return Plan(
         config=config,
@@ -52,13 +54,17 @@ def backbone_of(folder: str, version: str) -> Backbone:
 
 @lru_cache
 def sizes_of(
-    backbone: Backbone, lora: tuple[int, tuple[str, ...]] | None
+    backbone: Backbone, lora: tuple[int, tuple[str, ...], str] | None
 ) -> tuple[Architecture, Trained]:
-    """Count parameters on the real classes, on the meta device. `lora`: rank and layers of the adapter."""
+    """Count parameters on the real classes, on the meta device. `lora`: rank, layers, transformers of the adapter."""
     transformer = backbone.empty_transformer()
     if lora:
-        rank, targets = lora
-        layers = [transformer.get_submodule(name) for name in target_layers(transformer, targets)]
+        rank, targets, experts = lora
+        layers = [
+            expert.get_submodule(name)
+            for expert in adapted_experts(transformer, experts)
+            for name in target_layers(expert, targets)
+        ]
         total = sum(rank * (layer.in_features + layer.out_features) for layer in layers)
         matrices = total
     else:

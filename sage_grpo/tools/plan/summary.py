@@ -17,6 +17,7 @@ from sage_grpo.tools.plan.memory import (
     offloaded_bytes,
     peak,
     snapshot_bytes,
+    swapped_bytes,
 )
 from sage_grpo.tools.plan.model import Plan
 from sage_grpo.tools.plan.remedies import MOST_GPUS, Change, all_words
@@ -68,8 +69,9 @@ def setting_lines(plan: Plan) -> list[str]:
     folder = c.pretrained_model_root
     if not Path(folder).is_dir():
         folder += " (no such folder; planned as the full-size model)"
+    experts = f"{plan.model.experts} transformers of " if plan.model.experts > 1 else ""
     model = (
-        f"{folder}: {plan.model.parameters / 1e9:.2f} B parameters, "
+        f"{folder}: {experts}{plan.model.parameters / 1e9:.2f} B parameters, "
         f"{plan.trained.total / 1e6:,.0f} M trained"
     )
 
@@ -209,9 +211,13 @@ def host_line(plan: Plan) -> str:
     parts = []
     if plan.config.async_save:
         parts.append(f"{snapshot_bytes(plan) / GB:.1f} for the copy of a checkpoint")
+    ranks = min(plan.gpus, plan.rates.gpus_per_node)
     if offloaded_bytes(plan):
-        offloaded = host_bytes(plan) - snapshot_bytes(plan)
+        offloaded = ranks * offloaded_bytes(plan)
         parts.append(f"{offloaded / GB:.1f} for the anchor and the weights that it replaces")
+    if swapped_bytes(plan):
+        swapped = ranks * swapped_bytes(plan)
+        parts.append(f"{swapped / GB:.1f} for transformers that take turns on the GPUs")
     uses = f": {', '.join(parts)}" if parts else ""
     return f"Host memory: {host_bytes(plan) / GB:.1f} GB on each node, besides its processes{uses}."
 
