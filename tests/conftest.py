@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 # before torch: spinning threads slow a busy machine down tenfold
@@ -143,6 +144,24 @@ def ti2v_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ti2v")
     build_tiny_wan(0, WORDS, "wan22-ti2v-5b").save_pretrained(folder)
     TINY_SAMPLING.to_json(folder / "sampling.json")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def a14b_folder(tmp_path_factory):
+    """A tiny Wan 2.2 A14B text to video. Read-only: copy it before changing a file."""
+    folder = tmp_path_factory.mktemp("a14b")
+    build_tiny_wan(0, WORDS, "wan22-t2v-a14b").save_pretrained(folder)
+    replace(TINY_SAMPLING, guidance=4.0, guidance_2=3.0).to_json(folder / "sampling.json")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def animating_folder(tmp_path_factory):
+    """A tiny Wan 2.2 A14B image to video. Read-only: copy it before changing a file."""
+    folder = tmp_path_factory.mktemp("animating")
+    build_tiny_wan(0, WORDS, "wan22-i2v-a14b").save_pretrained(folder)
+    replace(TINY_SAMPLING, guidance=3.5, guidance_2=2.5).to_json(folder / "sampling.json")
     return folder
 
 

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from diffusers import (
     AutoencoderKLWan,
+    DiffusionPipeline,
     FlowMatchEulerDiscreteScheduler,
+    WanImageToVideoPipeline,
     WanPipeline,
     WanTransformer3DModel,
 )
@@ -21,7 +23,7 @@ from transformers import T5TokenizerFast, UMT5Config, UMT5EncoderModel
 from research.benchmarks.random_weights import Writer
 from sage_grpo.files.json_files import write_json
 from sage_grpo.models.backbone import Sampling
-from sage_grpo.models.wan.folder import SMALL, TI2V_TRANSFORMER, TI2V_VAE
+from sage_grpo.models.wan.folder import A14B_I2V_TRANSFORMER, SMALL, TI2V_TRANSFORMER, TI2V_VAE
 
 TINY_SAMPLING = Sampling(
     frames=9, height=32, width=32, fps=8, shift=3.0, guidance=5.0, num_steps=20
@@ -50,11 +52,27 @@ class Model(NamedTuple):
     vae: dict[str, Any]
     tiny_vae: dict[str, Any]
     settings: dict[str, Any]
+    pipeline: type[DiffusionPipeline] = WanPipeline
+    tiny_transformer: dict[str, Any] = TINY_TRANSFORMER
+    transformers: tuple[str, ...] = ("transformer",)  # folders
 
 
 MODELS = {
     "wan21-1.3b": Model(SMALL, {}, TINY_VAE, {}),
     "wan22-ti2v-5b": Model(TI2V_TRANSFORMER, TI2V_VAE, TINY_TI2V_VAE, {"expand_timesteps": True}),
+    "wan22-t2v-a14b": Model(
+        {}, {}, TINY_VAE, {"boundary_ratio": 0.875}, transformers=("transformer", "transformer_2")
+    ),
+    "wan22-i2v-a14b": Model(
+        A14B_I2V_TRANSFORMER,
+        {},
+        TINY_VAE,
+        {"boundary_ratio": 0.9},
+        WanImageToVideoPipeline,
+        # latents, four masks and the latents of the image
+        TINY_TRANSFORMER | {"in_channels": 12},
+        ("transformer", "transformer_2"),
+    ),
 }
 
 
@@ -67,21 +85,22 @@ def tokenizer_of(words: Sequence[str]) -> T5TokenizerFast:
 
 
 def parts_of(model: Model, tiny: bool, tokens: int) -> dict[str, nn.Module]:
-    """Transformer, VAE and text encoder, on the current device."""
+    """Transformers, VAE and text encoder, on the current device."""
     text = TINY_TEXT if tiny else TEXT
     kind = {
         "feed_forward_proj": "gated-gelu",
         "is_encoder_decoder": False,
         "tie_word_embeddings": False,
     }
+    sizes = model.tiny_transformer if tiny else model.transformer
     return {
-        "transformer": WanTransformer3DModel(**(TINY_TRANSFORMER if tiny else model.transformer)),
+        **{folder: WanTransformer3DModel(**sizes) for folder in model.transformers},
         "vae": AutoencoderKLWan(**(model.tiny_vae if tiny else model.vae)),
         "text_encoder": UMT5EncoderModel(UMT5Config(vocab_size=tokens, **text, **kind)),
     }
 
 
-def build_tiny_wan(seed: int, words: Sequence[str], name: str = "wan21-1.3b") -> WanPipeline:
+def build_tiny_wan(seed: int, words: Sequence[str], name: str = "wan21-1.3b") -> DiffusionPipeline:
     """The stock pipeline around untrained tiny components of a model of MODELS, in fp32."""
     model = MODELS[name]
     tokenizer = tokenizer_of(words)
@@ -90,10 +109,11 @@ def build_tiny_wan(seed: int, words: Sequence[str], name: str = "wan21-1.3b") ->
         parts = {name: part.eval() for name, part in parts_of(model, True, len(tokenizer)).items()}
         nn.init.normal_(parts["text_encoder"].shared.weight)
         # No norm weight stays at 1, where a swap of two would not show.
-        for parameter in parts["transformer"].parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape))
+        for folder in model.transformers:
+            for parameter in parts[folder].parameters():
+                parameter.add_(0.05 * torch.randn(parameter.shape))
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
-    return WanPipeline(**parts, tokenizer=tokenizer, scheduler=scheduler, **model.settings)
+    return model.pipeline(**parts, tokenizer=tokenizer, scheduler=scheduler, **model.settings)
 
 
 def write_wan(
@@ -113,4 +133,6 @@ def write_wan(
 
 def write_index(folder: Path, name: str = "wan21-1.3b") -> None:
     """Write `model_index.json`: a folder with this file is complete."""
-    write_json(folder / "model_index.json", {"_class_name": "WanPipeline", **MODELS[name].settings})
+    model = MODELS[name]
+    index = {"_class_name": model.pipeline.__name__, **model.settings}
+    write_json(folder / "model_index.json", index)

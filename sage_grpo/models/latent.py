@@ -131,16 +131,24 @@ class LatentBackbone(Backbone):
         return torch.cat([self._encode(part) for part in clips.split(batch)])
 
     def _encode(self, clips: Tensor) -> Tensor:
-        self.vae.use_tiling = clips.shape[1] > 1  # an image needs no tiles, which would change it
         pixels = clips.to(self.vae.device).permute(0, 4, 1, 2, 3) / 127.5 - 1
+        # an image needs no tiles, which would change it
+        return self.encode_pixels(pixels, tiled=clips.shape[1] > 1)
+
+    def encode_pixels(self, pixels: Tensor, tiled: bool) -> Tensor:
+        """Pixels (B, 3, F, Y, X) from -1 to 1 -> scaled latents (B, C, T, y, x), fp32 or more, the mode."""
+        self.vae.use_tiling = tiled
         mode = self.vae.encode(pixels.to(self.vae.dtype)).latent_dist.mode()
         shift, factor = self.scaling()
         return (at_least_fp32(mode) - shift) * factor
 
     def encode_image(self, image: Image) -> Tensor:
         """Scaled latents (C, 1, y, x) of an image, cropped to the size of the clip that begins with it."""
-        frame = torch.from_numpy(np.array(image.cropped()))
-        latents = self.encode_video(frame[None, None])[0]  # a clip of one frame
+        return self.checked(self.encode_video(clip_of(image))[0], image)
+
+    @staticmethod
+    def checked(latents: Tensor, image: Image) -> Tensor:
+        """The latents of an image, which must be finite."""
         if not latents.isfinite().all():
             raise ValueError(
                 f"the VAE's latents of {image.path} are not finite; use another image, or dtype fp32"
@@ -242,6 +250,11 @@ def _count_parameters(module: nn.Module) -> int:
 def model_timestep(sigma: Tensor | float, device: torch.device) -> Tensor:
     """The timestep that the transformer reads for noise level(s) sigma: fp32, (1,) for a scalar, else (B,)."""
     return TIMESTEPS * torch.as_tensor(sigma, dtype=torch.float32, device=device).reshape(-1)
+
+
+def clip_of(image: Image) -> Tensor:
+    """A clip of one frame, uint8 (1, 1, Y, X, 3): the image, cropped to its size."""
+    return torch.from_numpy(np.array(image.cropped()))[None, None]
 
 
 def high_levels(sigma: Tensor | float, boundary: float, device: torch.device) -> Tensor:

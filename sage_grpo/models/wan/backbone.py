@@ -3,6 +3,8 @@
 Shapes: B clips, C latent channels, (T, y, x) latent frames, rows, columns.
 """
 
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from diffusers import AutoencoderKLWan
 from torch import Tensor
 
+from sage_grpo.data.requests import Request
 from sage_grpo.models.backbone import Origin, at_least_fp32
 from sage_grpo.models.cost import DecodeBytes
 from sage_grpo.models.latent import LatentBackbone, model_timestep
@@ -43,18 +46,39 @@ class Wan(LatentBackbone):
         size = "1.3B" if config.get("num_layers") == SMALL["num_layers"] else "14B"
         return Origin(f"Wan-AI/Wan2.1-T2V-{size}-Diffusers", license="apache-2.0")
 
+    def default_size(self, request: Request) -> tuple[int, int]:
+        """With an image its aspect ratio, with as many pixels as the model's own size."""
+        height, width = super().default_size(request)
+        if request.image is None:
+            return height, width
+        image_height, image_width = request.image.shape
+        ratio = image_height / image_width
+
+        def rounded_down(side: float) -> int:
+            return max(self.multiple, int(side) // self.multiple * self.multiple)
+
+        area = height * width
+        return rounded_down(math.sqrt(area * ratio)), rounded_down(math.sqrt(area / ratio))
+
     def num_tokens(self, cond: PaddedText) -> int:
         return int(cond.text.any(1).sum())
 
     def branch(self, x: Tensor, sigma: Tensor | float, cond: PaddedText) -> Tensor:
         return self.predicted(x, model_timestep(sigma, x.device), cond)
 
-    def predicted(self, x: Tensor, timestep: Tensor, cond: PaddedText) -> Tensor:
-        """The transformer's velocity, at least fp32, of all that it sees: x (B, C, T, y, x)."""
+    def predicted(
+        self,
+        x: Tensor,
+        timestep: Tensor,
+        cond: PaddedText,
+        transformer: Callable[..., Tensor] | None = None,
+    ) -> Tensor:
+        """The velocity, at least fp32, of all that the transformer, or the given one, sees: x (B, C, T, y, x)."""
+        transformer = transformer or self.transformer
         text = cond.text.to(x.device, self.dtype)
         if text.ndim == 2:  # one prompt for all clips
             text = text[None]
-        return at_least_fp32(self.transformer(x.to(self.dtype), timestep, text))
+        return at_least_fp32(transformer(x.to(self.dtype), timestep, text))
 
     def scaling(self) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(self.vae.dtype, torch.float32)

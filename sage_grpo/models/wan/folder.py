@@ -42,12 +42,19 @@ TI2V_VAE = {
 }
 
 
+# Wan 2.2 A14B; its transformers have the defaults of diffusers, and in image to video more input channels.
+A14B_T2V = replace(AT_480P, shift=12.0, guidance=4.0, guidance_2=3.0, num_steps=40)
+A14B_I2V = replace(A14B_T2V, shift=5.0, guidance=3.5, guidance_2=3.5)
+A14B_I2V_TRANSFORMER = {"in_channels": 36}
+
+
 class Published(NamedTuple):
     """A published model: how it is sampled, and its parts, which stand for a folder that does not exist."""
 
     sampling: Sampling
     transformer: dict[str, Any]
     vae: dict[str, Any] = {}  # noqa: RUF012 - never changed
+    boundary: float = 0.0  # noise level from which on the first of two transformers works
 
 
 VERSIONS = {
@@ -59,7 +66,24 @@ VERSIONS = {
 }
 TI2V = Published(TI2V_SAMPLING, TI2V_TRANSFORMER, TI2V_VAE)
 TI2V_VERSIONS = {DEFAULT_VERSION: TI2V, "wan22-ti2v-5b": TI2V}
-EVERY_VERSION = VERSIONS | TI2V_VERSIONS
+
+
+def _at_both_sizes(name: str, published: Published) -> dict[str, Published]:
+    """A model's versions: 480p, which is the default, and 720p."""
+    large = published._replace(sampling=replace(published.sampling, height=720, width=1280))
+    return {
+        DEFAULT_VERSION: published,
+        "720p_t2v": large,
+        name: published,
+        f"{name}-720p": large,
+    }
+
+
+A14B_VERSIONS = _at_both_sizes("wan22-t2v-a14b", Published(A14B_T2V, {}, boundary=0.875))
+A14B_I2V_VERSIONS = _at_both_sizes(
+    "wan22-i2v-a14b", Published(A14B_I2V, A14B_I2V_TRANSFORMER, boundary=0.9)
+)
+EVERY_VERSION = VERSIONS | TI2V_VERSIONS | A14B_VERSIONS | A14B_I2V_VERSIONS
 
 
 class WanFolder(DiffusersFolder):
@@ -68,6 +92,7 @@ class WanFolder(DiffusersFolder):
     name: ClassVar[str] = "Wan 2.1"
     versions: ClassVar[Mapping[str, Published]] = VERSIONS
     vae_patch: ClassVar[int | None] = None  # pixels that the VAE's first layer joins, per side
+    refused: ClassVar[tuple[str, ...]] = ("boundary_ratio", "expand_timesteps")  # of pipelines
 
     files: ClassVar = {
         "transformer": MODEL,
@@ -79,15 +104,16 @@ class WanFolder(DiffusersFolder):
     def check_version(self) -> None:
         super().check_version()
         index = self.root / "model_index.json"
-        if read_object(index).get("boundary_ratio"):
-            raise ValueError(
-                f"{index} has boundary_ratio, as Wan 2.2 A14B does; only Wan 2.1 and 2.2 TI2V can be trained"
-            )
+        for setting in self.refused:
+            if read_object(index).get(setting):
+                raise ValueError(
+                    f"{index} has {setting}, unlike {self.name}; download that folder again"
+                )
 
     def config(self, part: str) -> dict[str, Any]:
         if self.root.is_dir():
             return super().config(part)
-        return getattr(self.published, part)
+        return self.published.vae if part == "vae" else self.published.transformer
 
     def check_sizes(self, path: Path, config: Mapping[str, Any]) -> None:
         if config.get("image_dim") is not None or config.get("added_kv_proj_dim") is not None:
@@ -128,6 +154,47 @@ class Ti2vFolder(WanFolder):
     name = "Wan 2.2 TI2V"
     versions = TI2V_VERSIONS
     vae_patch = 2
+    refused = ("boundary_ratio",)
+
+
+class ExpertsFolder(WanFolder):
+    """A folder of Wan 2.2 A14B text to video."""
+
+    name = "Wan 2.2 A14B"
+    versions = A14B_VERSIONS
+    refused = ("expand_timesteps",)
+    files: ClassVar = {**WanFolder.files, "transformer_2": MODEL}
+
+    @property
+    def boundary(self) -> float:
+        """The noise level from which on the first transformer works."""
+        if not self.root.is_dir():
+            return self.published.boundary
+        index = self.root / "model_index.json"
+        ratio = read_object(index).get("boundary_ratio")
+        if type(ratio) is not float or not 0 < ratio < 1:
+            raise ValueError(
+                f"{index} has boundary_ratio {ratio!r:.60}; it must be a number between 0 and 1"
+            )
+        return ratio
+
+    def check(self) -> None:
+        super().check()
+        self.boundary  # noqa: B018 - it checks itself
+        if self.sizes("transformer") != self.sizes("transformer_2"):
+            raise ValueError(
+                f"{self.root} has a transformer and a transformer_2 of different sizes; download that folder again"
+            )
+
+    def sizes(self, part: str) -> dict[str, Any]:
+        """The settings of a transformer, without notes of the program that wrote them."""
+        return {name: value for name, value in self.config(part).items() if name[0] != "_"}
+
+
+class AnimatingFolder(ExpertsFolder):
+    """A folder of Wan 2.2 A14B image to video."""
+
+    versions = A14B_I2V_VERSIONS
 
 
 def _is_scaling(values: Any, num_channels: int, allow_zero: bool) -> bool:

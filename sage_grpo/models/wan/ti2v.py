@@ -7,7 +7,6 @@ denoised, whose velocities alone are returned: noise, log-probabilities, losses 
 Shapes: B clips, C latent channels, (T, y, x) latent frames, rows, columns.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -71,20 +70,6 @@ class Ti2v(Wan):
 
     def check_requests(self, requests: Sequence[Request]) -> None:
         """Every request will do, with an image or without."""
-
-    def default_size(self, request: Request) -> tuple[int, int]:
-        """The aspect ratio of the image, with as many pixels as the model's own size."""
-        height, width = super().default_size(request)
-        if request.image is None:
-            return height, width
-        image_height, image_width = request.image.shape
-        ratio = image_height / image_width
-
-        def rounded_down(side: float) -> int:
-            return max(self.multiple, int(side) // self.multiple * self.multiple)
-
-        area = height * width
-        return rounded_down(math.sqrt(area * ratio)), rounded_down(math.sqrt(area / ratio))
 
     def free_shape(self, shape: Sequence[int], cond: FirstFrame) -> tuple[int, ...]:
         channels, frames, rows, columns = shape

@@ -58,7 +58,7 @@ def test_a_missing_part_is_named(folder, name):
 
 
 @pytest.mark.parametrize("name, values, words", [
-    ("model_index.json", {"boundary_ratio": 0.875}, "has boundary_ratio, as Wan 2.2 A14B does; only Wan 2.1 and"),
+    ("model_index.json", {"boundary_ratio": 0.875, "expand_timesteps": True}, "boundary_ratio, unlike Wan 2.2 TI2V"),
     ("transformer/config.json", {"image_dim": 1280}, "is of an image-to-video transformer"),
     ("transformer/config.json", {"patch_size": [1, 4, 4]}, r"has patch_size \[1, 4, 4\], unlike Wan 2.1"),
     ("transformer/config.json", {"num_layers": 10**6}, "'num_layers' 1000000, but no model has 1000"),
