@@ -1,6 +1,6 @@
 """The clips of a validation with their scores, written and read back.
 
-RUN/validation/step-000100/clips.json      a record per clip: file, prompt, seed, scores, holdout, gold
+RUN/validation/step-000100/clips.json      a record per clip: file, prompt, seed, size, scores, holdout, gold
 RUN/validation/step-000100/*.mp4, sheet.png
 """
 

@@ -46,6 +46,19 @@ def read_mp4(path: Path) -> tuple[Tensor, float]:
     return torch.from_numpy(frames), fps
 
 
+def reduced(clip: Tensor, height: int, width: int) -> Tensor:
+    """A clip (F, H, W, 3) from a file in the size in which it was sampled: `write_mp4` magnifies tiny ones.
+
+    height, width: that size, 0 if unknown. A clip that is not a whole multiple of it is returned as it is.
+    """
+    rows, columns = clip.shape[1:3]
+    is_magnified = height > 0 and width > 0 and rows > height and rows % height == 0
+    if not is_magnified or columns * height != rows * width:
+        return clip
+    blocks = clip.float().unflatten(2, (width, -1)).unflatten(1, (height, -1))
+    return blocks.mean((2, 4)).round().to(torch.uint8)  # (F, height, width, 3)
+
+
 def magnified(clip: Tensor, least: int) -> np.ndarray:
     """(F, H, W, 3) array, magnified by an integer so that the shorter side has at least `least` pixels."""
     frames = clip.cpu().numpy()

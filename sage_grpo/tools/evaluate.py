@@ -70,7 +70,7 @@ from sage_grpo.models.backbone import Guidance
 from sage_grpo.models.registry import device_for
 from sage_grpo.parallel.ranks import Ranks, join_ranks
 from sage_grpo.runs.clips import beside, checked, read_clips, read_listing
-from sage_grpo.runs.media import read_mp4, write_mp4
+from sage_grpo.runs.media import read_mp4, reduced, write_mp4
 from sage_grpo.tools.paired import aligned, clip_rows, compared, tables
 from sage_grpo.tools.templating import render
 from sage_grpo.train.build import open_model
@@ -215,7 +215,8 @@ class Evaluation:
             file = folder / f"{Path(entry['file']).stem}.json"
             if self.has_all_scores(file):
                 continue
-            clip, fps = read_mp4(entry["file"])
+            video, fps = read_mp4(entry["file"])
+            clip = reduced(video, entry.get("height", 0), entry.get("width", 0))
             scores = self.reward.score([clip], [entry["prompt"]], fps)
             record = dict(entry)
             record["scores"] = {name: values[0].item() for name, values in scores.named.items()}
@@ -305,7 +306,10 @@ def markdown_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def read_folder(folder: Path) -> list[dict[str, Any]]:
-    """File, prompt and seed of each clip in a folder written by generate.py or a validation, or laid out like one."""
+    """File, prompt and seed of each clip in a folder written by generate.py or a validation, or laid out like one.
+
+    And height and width, in pixels as sampled, where its record has them.
+    """
     listing = folder / "clips.json"
     if listing.is_file():
         records = read_listing(listing)
@@ -319,8 +323,13 @@ def read_folder(folder: Path) -> list[dict[str, Any]]:
     entries = []
     for record in records:
         video = beside(listing, record["file"]).resolve()
-        if video.is_file():
-            entries.append({"file": str(video), "prompt": record["prompt"], "seed": record["seed"]})
+        if not video.is_file():
+            continue
+        entry = {"file": str(video), "prompt": record["prompt"], "seed": record["seed"]}
+        size = {name: record.get(name) for name in ("height", "width")}
+        if all(isinstance(pixels, int) for pixels in size.values()):
+            entry.update(size)
+        entries.append(entry)
     if not entries:
         raise ConfigError(
             f"clips {folder} holds no mp4 file that its clips.json lists, or that has a JSON beside it"

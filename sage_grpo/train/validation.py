@@ -191,7 +191,10 @@ class Validation:
     def judge(
         self, clips: Sequence[Tensor | None], requests: Sequence[Request]
     ) -> list[dict[str, Any]]:
-        """One record per clip: file, prompt, seed and scores, plus the reward's error if it failed."""
+        """One record per clip: file, prompt, seed, size and scores, plus the reward's error if it failed.
+
+        The size in pixels is the sampled one: files of tiny clips are magnified.
+        """
         fps = self.config.fps
         scores = self.reward.score(clips, requests, fps)
         holdout = self.holdout.score(clips, requests, fps).named if self.holdout else {}
@@ -208,6 +211,9 @@ class Validation:
                 "prompt": request.text,
                 "seed": self.seed(request),
             }
+            clip = clips[i]
+            if clip is not None:
+                record["height"], record["width"] = clip.shape[1:3]
             if request.image:
                 record["image"] = str(request.image.path)
             if scores.errors and not scores.total[i].isfinite():

@@ -11,6 +11,8 @@ from sage_grpo.runs.media import (
     MARGIN,
     contact_sheet,
     fitted,
+    read_mp4,
+    reduced,
     thumbnails,
     write_mp4,
 )
@@ -37,6 +39,17 @@ def test_mp4_plays_back_as_it_was(tmp_path):
     assert frames.shape == (9, 256, 256, 3)  # tiny clips are magnified eightfold
     error = np.abs(frames[:, 4::8, 4::8].astype(int) - clip.numpy().astype(int))
     assert error.mean() < 4
+
+
+def test_a_magnified_clip_is_reduced_to_its_own_size(tmp_path):
+    (clip,) = clips(1)
+    write_mp4(tmp_path / "a.mp4", clip[:, :24], fps=8)
+    video, _ = read_mp4(tmp_path / "a.mp4")
+    small = reduced(video, 24, 32)
+    assert small.shape == (9, 24, 32, 3) and small.dtype == torch.uint8
+    assert (small.int() - clip[:, :24].int()).abs().float().mean() < 4
+    for height, width in ((0, 0), (23, 32), (24, 31), (-24, -32)):
+        assert reduced(video, height, width) is video
 
 
 def test_a_full_disk_is_an_error_and_leaves_no_file(tmp_path):

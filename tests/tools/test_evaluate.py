@@ -224,6 +224,32 @@ def test_folders_of_clips(command, tmp_path, level, capsys):
     assert "theirs holds no mp4 file that its clips.json lists" in capsys.readouterr().err
 
 
+class Rows:
+    """Height of a clip in pixels."""
+
+    names = ("rows",)
+
+    def check(self, prompts):
+        pass
+
+    def score(self, clips, prompts, fps):
+        return {"rows": torch.tensor([float(clip.shape[1]) for clip in clips])}
+
+
+@pytest.mark.parametrize("layout", ["a validation's listing", "a record per clip"])
+def test_files_of_tiny_clips_are_scored_in_the_size_that_was_sampled(
+    command, tmp_path, monkeypatch, layout
+):
+    monkeypatch.setitem(REWARDS, "rows", lambda setup: Rows())
+    assert evaluate.main(command(reward_model="rows", output=tmp_path / "made")) == 0
+    folder = tmp_path / "made" / "base"
+    if layout == "a record per clip":
+        (folder / "clips.json").unlink()
+    assert evaluate.main(command("--clips", folder, reward_model="rows")) == 0
+    scored = records(tmp_path, f"{tmp_path.name}-made-base")
+    assert [record["scores"]["rows"] for record in scored] == [16.0] * len(PROMPTS)
+
+
 @pytest.mark.parametrize("damage", ["listing", "record", "video", "output"])
 def test_damaged_clips_are_named(command, tmp_path, level, capsys, damage):
     folder = folder_of_clips(tmp_path / "clips", listed=damage == "listing")

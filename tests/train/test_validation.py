@@ -56,6 +56,7 @@ def test_its_flags_take_effect(make, tmp_path, flags):
     trainer.train()
     folder = trainer.run.path / "validation" / "step-000001"
     (record,) = json.loads((folder / "clips.json").read_text())
+    assert (record["height"], record["width"]) == (32, 64)
     assert (
         record["seed"] == 11
         and record["file"].startswith("0004-")
