@@ -12,6 +12,7 @@
 #            (research/studies/overoptimisation.py); called again, it continues them
 #   wan      Wan 2.1 1.3B against stock diffusers, and an iteration inside 24 GB
 #   images   image to video and 720p against stock diffusers and the planner
+#   people   learning a reward from answers at full size: heads, and LoRA with recomputed layers and bf16 autocast
 #   study    the studies of research/studies/second_edition.py that STUDIES names (rates, which the others need), one
 #            after the other, those joined by a comma together, 16 runs side by side; called again, it continues them
 #   third    all studies of research/studies/third_edition.py, in their order; called again, it continues them. On another
@@ -77,6 +78,12 @@ wan() {
 images() {
   run benchmarks.image_to_video --rehearse --output "$output/rehearsal.md" > "$output/rehearsal.log" 2>&1
   run benchmarks.image_to_video --output "$output/$today-image-to-video.md"
+}
+
+people() {
+  run benchmarks.prefer_learn --rehearse --output "$output/rehearsal.md" > "$output/rehearsal.log" 2>&1
+  [[ -z ${REHEARSE:-} ]] || return 0
+  run benchmarks.prefer_learn --output "$output/$today-prefer-learn.md"
 }
 
 train() { # NAME FLAGS

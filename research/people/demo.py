@@ -3,9 +3,9 @@
     python -m research.people.demo --output outputs/people             about 10 minutes on two cores; `make demo-people`
     python -m research.people.demo --seeds 0 1 2 3 4 --output outputs/people --record FILE.json         the proof
 
-The raters are simulated: they like large shapes in the middle of the frame, which the embedded reward does not care
-about. They see what the page sends, and nothing else. Each stage is skipped if its result exists, so a second call
-continues. The story ends in OUTPUT/seed-N/people.html.
+The raters are simulated: they like large shapes, about which the embedded reward hardly cares. They see what the page
+sends, and nothing else. Each stage is skipped if its result exists, so a second call continues. The story ends in
+OUTPUT/seed-N/people.html.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -25,13 +25,13 @@ import torch
 from research.people.page_rater import rate
 from research.people.taste import Rater, open_prompts, ordered_rightly, taste
 from sage_grpo.files.json_files import read_object, write_json
-from sage_grpo.intervals import interval
+from sage_grpo.intervals import Interval, interval
 from sage_grpo.rewards.videoalign.reward import VideoAlign
-from sage_grpo.runs.clips import Clip, pair_clips, read_clips
-from sage_grpo.runs.media import read_mp4
-from sage_grpo.tools.prefer.answers import read_answers
-from sage_grpo.tools.prefer.learn import reduced
+from sage_grpo.runs.clips import LISTING, pair_clips, read_clips
+from sage_grpo.runs.media import read_mp4, reduced
+from sage_grpo.tools.prefer.answers import Answer, read_answers
 from sage_grpo.tools.prefer.statistics import share
+from sage_grpo.tools.prefer.study import Study, clip_path
 from sage_grpo.tools.templating import ENVIRONMENT
 
 ROOT = Path(__file__).parents[2]
@@ -48,8 +48,18 @@ NOISE = 0.10  # of the rater who teaches
 JUDGE_NOISE = 0.20  # of the one who judges
 TRAIN_PROMPTS = 256
 HELD_PROMPTS = 64
-ITERATIONS = 40
-WEIGHTS = {"VQ": 2.0, "MQ": 0.25, "TA": 1.0}
+RECIPE = "configs/tiny_cpu_nft.yaml"
+FLAGS = {
+    "config": RECIPE,
+    "num_sampling_steps": 3,
+    "timestep_fraction": 1,
+    "tail_steps": 0,
+    "train_clips": 4,
+    "learning_rate": 3e-4,
+    "validation_solver": "euler",
+}
+ITERATIONS = 30
+WEIGHTS = {"VQ": 1.5, "MQ": 0.25, "TA": 1.5}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -59,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add("--output", type=Path, default=Path("outputs/people"), help="folder for everything")
     add("--seeds", type=int, nargs="+", default=[0], help="one run of the loop for each")
-    add("--record", type=Path, help="JSON file for the results of all seeds")
+    add("--record", type=Path, help="JSON file for the results of all seeds; a table beside it")
     args = parser.parse_args(arguments)
     records = []
     for seed in args.seeds:
@@ -68,8 +78,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         records.append(loop.run())
         print(f"seed {seed}: {time.time() - begin:.0f} s; {loop.folder / 'people.html'}")
         if args.record:
+            args.record.parent.mkdir(parents=True, exist_ok=True)
             about = {"date": time.strftime("%F"), "torch": torch.__version__, "seeds": records}
             write_json(args.record, about)
+            args.record.with_suffix(".md").write_text(record_page(about))
 
 
 class Loop:
@@ -91,14 +103,23 @@ class Loop:
         self.folder.mkdir(parents=True, exist_ok=True)
         for name in ("study_prompts", "held_prompts", "train_prompts"):
             (self.folder / f"{name}.txt").write_text("\n".join(getattr(self, name)) + "\n")
-        self.teach()
-        self.learn()
-        self.train()
-        self.compare()
+        for stage in (self.teach, self.learn, self.train, self.compare):
+            self.timed(stage)
         record = self.results()
         write_json(self.folder / "results.json", record)
         self.write_page(record)
         return record
+
+    def timed(self, stage: Callable[[], None]) -> None:
+        """Run a stage, and add its seconds to those of earlier calls, which may have been killed."""
+        file = self.folder / "seconds.json"
+        begin = time.time()
+        try:
+            stage()
+        finally:
+            seconds = read_object(file) if file.is_file() else {}
+            seconds[stage.__name__] = seconds.get(stage.__name__, 0) + time.time() - begin
+            write_json(file, seconds)
 
     # stages
 
@@ -107,7 +128,7 @@ class Loop:
         file = self.folder / "taught.jsonl"
         words = [str(MODEL), "--output", str(file), "--questions", QUESTION, "--raters", "teacher"]
         words += ["--pairs", str(PAIRS), "--repeat", "0", "--study_seed", str(self.seed)]
-        words += ["--config", "configs/tiny_cpu.yaml"]
+        words += flags(FLAGS)
         words += ["--validation_prompts", str(self.folder / "study_prompts.txt"), "--seeds"]
         words += [str(100 * self.seed + number) for number in range(CLIPS_PER_PROMPT)]
         self.label(words, file, Rater(NOISE, self.seed, SIDE), PAIRS)
@@ -127,26 +148,27 @@ class Loop:
 
     def train(self) -> None:
         """Post-train with the new reward; the old one is held out, so that hacking shows."""
-        if self.validations()[1:]:
+        if (self.ends()[1] / LISTING).is_file():
             return
-        command = [sys.executable, "post_train.py", "--config", "configs/tiny_cpu_nft.yaml"]
+        command = [sys.executable, "post_train.py", *flags(FLAGS)]
         command += ["--output_dir", str(self.run_folder), "--reward_path", str(self.reward)]
         command += ["--reward_weights", json.dumps(WEIGHTS), "--max_steps", str(ITERATIONS)]
         command += ["--train_prompts", str(self.folder / "train_prompts.txt")]
         command += ["--validation_prompts", str(self.folder / "held_prompts.txt")]
         command += ["--validation_videos", str(HELD_PROMPTS), "--seed", str(self.seed)]
         command += ["--holdout_reward", "research/people/old_reward.py:old_reward"]
-        command += ["--save_interval", "20", "--resume_from_checkpoint", "auto"]
+        command += ["--save_interval", "10", "--resume_from_checkpoint", "auto"]
         subprocess.run(command, cwd=ROOT, check=True)
 
-    def validations(self) -> list[Path]:
-        """Folders of clips of the held-out prompts, before and after."""
-        return sorted(path.parent for path in self.run_folder.glob("validation/step-*/clips.json"))
+    def ends(self) -> tuple[Path, Path]:
+        """Folders of clips of the held-out prompts, before and after training."""
+        validations = self.run_folder / "validation"
+        return validations / "step-000000", validations / f"step-{ITERATIONS:06d}"
 
     def compare(self) -> None:
         """A rater with other noise compares the clips before and after, blindly."""
         file = self.folder / "preferences.jsonl"
-        before, after = self.validations()[0], self.validations()[-1]
+        before, after = self.ends()
         words = [str(before), str(after), "--output", str(file), "--questions", QUESTION]
         words += ["--raters", "judge", "--repeat", "0.1"]
         pairs = HELD_PROMPTS + round(0.1 * HELD_PROMPTS)
@@ -164,8 +186,8 @@ class Loop:
     def results(self) -> dict[str, Any]:
         before, after = (read_clips(place, anywhere=True) for place in self.ends())
         pairs = pair_clips(before, after)
-        tastes_before = tastes([clip for clip, _ in pairs])
-        tastes_after = tastes([clip for _, clip in pairs])
+        tastes_before = tastes([clip.path for clip, _ in pairs])
+        tastes_after = tastes([clip.path for _, clip in pairs])
         gains = [b - a for a, b in zip(tastes_before, tastes_after, strict=True)]
         matches = [b.values["gold/match"] - a.values["gold/match"] for a, b in pairs]
         study, answers = read_answers(self.folder / "preferences.jsonl")
@@ -189,10 +211,13 @@ class Loop:
             },
             "match_gain": vars(interval(matches)),
             "blind_win_rate": asdict(verdict),
+            "verdicts": {
+                "after": wins.count(1.0),
+                "tie": wins.count(0.5),
+                "before": wins.count(0.0),
+            },
+            "seconds": read_object(self.folder / "seconds.json"),
         }
-
-    def ends(self) -> tuple[Path, Path]:
-        return self.validations()[0], self.validations()[-1]
 
     def taste_accuracy(self) -> dict[str, Any]:
         """How often VQ orders clips as the taste does, without noise, for prompts that learning never saw."""
@@ -218,14 +243,16 @@ class Loop:
                 batch = slice(start, start + 32)
                 scores += reward.score(list(clips[batch]), prompts[batch], FPS)["VQ"].tolist()
             right = ordered_rightly(scores, liked, group)
-            result[name] = {"accuracy": mean(right), "pairs": len(right)}
+            accuracy = share([value for _, value in right], [number for number, _ in right])
+            result[name] = asdict(accuracy)
         write_json(file, result)
         return result
 
     def write_page(self, record: dict[str, Any]) -> None:
+        """The page that tells the story."""
         before, after = (read_clips(place, anywhere=True) for place in self.ends())
         pairs = pair_clips(before, after)[:: HELD_PROMPTS // 8]
-        taught, answers = read_answers(self.folder / "taught.jsonl")
+        study, answers = read_answers(self.folder / "taught.jsonl")
         template = ENVIRONMENT.from_string((Path(__file__).parent / "people.html").read_text())
         text = template.render(
             title="People in the loop",
@@ -233,19 +260,80 @@ class Loop:
             noise=NOISE,
             judge_noise=JUDGE_NOISE,
             iterations=ITERATIONS,
-            prompts=len({taught.prompt(answer.pair) for answer in answers}),
+            held_prompts=HELD_PROMPTS,
+            prompts=len({study.prompt(answer.pair) for answer in answers}),
+            taught=self.clear_answers(study, answers),
             pairs=pairs,
         )
         (self.folder / "people.html").write_text(text, encoding="utf-8")
+
+    def clear_answers(
+        self, study: Study, answers: Sequence[Answer]
+    ) -> list[tuple[str, Path, Path]]:
+        """Prompt, preferred clip and other clip of four answers: those with the clearest reason of the first dozen."""
+        shown = []
+        for answer in answers:
+            outcome = answer.outcome(QUESTION)
+            if outcome == 0.5 or len(shown) == 12:
+                continue
+            first, second = (
+                clip_path(self.folder / "taught.jsonl", study.clips[number])
+                for number in study.pairs[answer.pair]
+            )
+            liked, other = (first, second) if outcome == 1 else (second, first)
+            better, worse = tastes([liked, other])
+            shown.append((better - worse, study.prompt(answer.pair), liked, other))
+        shown.sort(key=lambda row: row[0], reverse=True)
+        return [(prompt, liked, other) for _, prompt, liked, other in shown[:4]]
+
+
+def record_page(about: dict[str, Any]) -> str:
+    """The results of all seeds as a table, with their means and 95 % intervals."""
+    records = about["seeds"]
+
+    def over_seeds(*names: str) -> Interval:
+        values = []
+        for record in records:
+            part = record
+            for name in names:
+                part = part[name]
+            values.append(part["mean"])
+        return interval(values)
+
+    means = {
+        "taste_before": over_seeds("taste_accuracy", "before"),
+        "taste_after": over_seeds("taste_accuracy", "after"),
+        "answers_before": over_seeds("held_out_answers", "before"),
+        "answers_after": over_seeds("held_out_answers", "after"),
+        "taste_gain": over_seeds("taste_gain"),
+        "match_gain": over_seeds("match_gain"),
+        "wins": over_seeds("blind_win_rate"),
+    }
+    template = ENVIRONMENT.from_string((Path(__file__).parent / "record.md").read_text())
+    return template.render(
+        about=about,
+        means=means,
+        pairs=PAIRS,
+        noise=NOISE,
+        judge_noise=JUDGE_NOISE,
+        recipe=RECIPE,
+        iterations=ITERATIONS,
+        held_prompts=HELD_PROMPTS,
+    )
+
+
+def flags(values: dict[str, Any]) -> list[str]:
+    """Words of a command line."""
+    return [word for name, value in values.items() for word in (f"--{name}", str(value))]
 
 
 def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def tastes(clips: Sequence[Clip]) -> list[float]:
-    """How much the raters like these clips, without noise."""
-    videos = [reduced(read_mp4(clip.path)[0], SIDE, SIDE) for clip in clips]
+def tastes(files: Sequence[Path]) -> list[float]:
+    """How much the raters like the clips of these files, without noise."""
+    videos = [reduced(read_mp4(file)[0], SIDE, SIDE) for file in files]
     return taste(torch.stack(videos)).tolist()
 
 

@@ -1,7 +1,7 @@
-"""A taste that the embedded reward does not have, and simulated raters who share it.
+"""A taste that the embedded reward hardly has, and simulated raters who share it.
 
-They like large shapes in the middle of the frame. The oracle measures both exactly. VideoAlign's VQ of the embedded
-model has no opinion about either: it orders clips that differ in this taste no better than a coin.
+They like large shapes. The oracle measures the radius exactly; VideoAlign's VQ of the embedded model orders pairs of
+clips by it little better than a coin.
 """
 
 import hashlib
@@ -13,22 +13,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sage_grpo.runs.media import read_mp4
-from sage_grpo.tools.prefer.learn import reduced
+from sage_grpo.runs.media import read_mp4, reduced
 from sage_grpo.worlds.shapes.oracle import read
 from sage_grpo.worlds.shapes.scenes import ATTRIBUTES, sentence
 
-# standard deviations over clips of the embedded model
-RADIUS = 0.018  # of the radius
-OFFSET = 0.10  # of the distance between the path's center and the frame's
-TIE = 1.5  # a rater sees no difference below
+RADIUS = (
+    0.013  # standard deviation of the radius over clips of the embedded model, of the frame's side
+)
+TIE = 1 / 3  # in these units: a rater sees no difference below
 
 
 def taste(clips: Tensor) -> Tensor:
-    """How much the raters like uint8 clips (B, F, H, W, 3), (B,): size minus distance from the middle."""
-    scenes = read(clips, [""] * len(clips)).scenes
-    offset = torch.hypot(scenes.x - 0.5, scenes.y - 0.5)
-    return scenes.radius / RADIUS - offset / OFFSET
+    """How much the raters like uint8 clips (B, F, H, W, 3), (B,): the radius of the shape."""
+    return read(clips, [""] * len(clips)).scenes.radius / RADIUS
 
 
 def open_prompts(seed: int) -> list[str]:
@@ -52,29 +49,39 @@ class Rater:
         self.known: dict[bytes, float] = {}  # by content
 
     def choose(self, left: Path, right: Path) -> str:
-        difference = self.liking(left) - self.liking(right)
+        first, second = self.likings([left, right])
         if self.random.random() < self.noise:
             return self.random.choice(["left", "right", "tie"])
-        if abs(difference) < TIE:
+        if abs(first - second) < TIE:
             return "tie"
-        return "left" if difference > 0 else "right"
+        return "left" if first > second else "right"
 
-    def liking(self, file: Path) -> float:
-        clip = reduced(read_mp4(file)[0], self.side, self.side)
-        key = hashlib.sha256(clip.numpy().tobytes()).digest()
-        if key not in self.known:
-            self.known[key] = taste(clip[None]).item()
-        return self.known[key]
+    def likings(self, files: Sequence[Path]) -> list[float]:
+        """How much the rater likes each clip, which is looked at once."""
+        keys = [hashlib.sha256(without_padding(file.read_bytes())).digest() for file in files]
+        new = [place for place, key in enumerate(keys) if key not in self.known]
+        if new:
+            clips = [reduced(read_mp4(files[place])[0], self.side, self.side) for place in new]
+            for place, liking in zip(new, taste(torch.stack(clips)).tolist(), strict=True):
+                self.known[keys[place]] = liking
+        return [self.known[key] for key in keys]
 
 
-def ordered_rightly(scores: Sequence[float], tastes: Sequence[float], group: int) -> list[float]:
-    """For each pair of clips in consecutive groups that differ in taste: 1 if the scores order it like the taste."""
+def without_padding(video: bytes) -> bytes:
+    """An mp4 without the empty box at its end, by which the page makes the clips of a pair equal in size."""
+    content = video.rstrip(b"\0")
+    return content[:-8] if content.endswith(b"free") else video
+
+
+def ordered_rightly(
+    scores: Sequence[float], tastes: Sequence[float], group: int
+) -> list[tuple[int, float]]:
+    """For each pair of clips in consecutive groups that differ in taste: the group's number, and 1 if scores agree."""
     right = []
-    for start in range(0, len(scores), group):
+    for number, start in enumerate(range(0, len(scores), group)):
         members = range(start, start + group)
         for i in members:
             for j in members:
-                difference = tastes[i] - tastes[j]
-                if difference > TIE:
-                    right.append(float(scores[i] > scores[j]))
+                if tastes[i] - tastes[j] > TIE:
+                    right.append((number, float(scores[i] > scores[j])))
     return right

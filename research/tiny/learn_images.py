@@ -27,7 +27,6 @@ from transformers import SiglipImageProcessorPil, SiglipVisionConfig, SiglipVisi
 
 from research.tiny.learn_vae import FRAMES, pixels
 from research.tiny.pretrain import CAPTION_DROP, misnamed
-from research.tiny.training import warm_cosine
 from sage_grpo.algo.sde import flow_sigmas
 from sage_grpo.data.requests import Request, read_requests
 from sage_grpo.models.backbone import Backbone, Guidance
@@ -36,6 +35,7 @@ from sage_grpo.models.latent import TIMESTEPS
 from sage_grpo.models.registry import open_backbone
 from sage_grpo.models.sample import counter_noise, integrate
 from sage_grpo.models.versions import ANIMATE
+from sage_grpo.rewards.videoalign.training import warm_cosine
 from sage_grpo.worlds.shapes.scenes import (
     ATTRIBUTES,
     captions,

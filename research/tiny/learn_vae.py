@@ -13,8 +13,9 @@ from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanV
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from research.tiny.training import Recorder, warm_cosine, zero_state
+from research.tiny.training import Recorder
 from sage_grpo.models.hunyuan15.vae import allow_batches, fast_on_cpu
+from sage_grpo.rewards.videoalign.training import warm_cosine, zero_state
 from sage_grpo.worlds.shapes.scenes import Scenes, object_mask, render, sample_scenes
 
 FRAMES = 9

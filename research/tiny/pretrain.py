@@ -32,7 +32,7 @@ from tqdm import tqdm
 from research.tiny.learn_vae import ENCODED, FRAMES, pixels, train_vae
 from research.tiny.quality import random_prompts, sample_clips
 from research.tiny.tiny import TinyConfig, build_tiny
-from research.tiny.training import Recorder, zero_state
+from research.tiny.training import Recorder
 from sage_grpo.algo.sde import build_schedule, flow_sigmas
 from sage_grpo.data.requests import Request
 from sage_grpo.models.backbone import Sampling
@@ -42,6 +42,7 @@ from sage_grpo.models.hunyuan15.text import TextConditioning, TextEncoder
 from sage_grpo.models.hunyuan15.transformer import PackedTransformer
 from sage_grpo.models.latent import TIMESTEPS
 from sage_grpo.models.registry import open_backbone
+from sage_grpo.rewards.videoalign.training import zero_state
 from sage_grpo.runs.media import contact_sheet, thumbnails
 from sage_grpo.worlds.shapes.scenes import (
     ATTRIBUTES,

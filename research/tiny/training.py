@@ -1,16 +1,9 @@
-"""What the trainers of the embedded models share: a schedule of the learning rate, and steps that a GPU replays."""
+"""What the trainers of the embedded models share: steps that a GPU replays."""
 
-import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
-
-
-def warm_cosine(step: int, steps: int) -> float:
-    """Factor of the learning rate at step 0, 1, ...: up during a twentieth of the steps, then down to a fiftieth."""
-    warmup = min(1.0, 20 * (step + 1) / steps)
-    return warmup * (0.51 + 0.49 * math.cos(math.pi * step / steps))
 
 
 class Recorder:
@@ -42,10 +35,3 @@ class Recorder:
             return result
 
         return replay
-
-
-def zero_state(optimizer: torch.optim.Optimizer) -> None:
-    """Zero the optimizer's state in place: graphs hold these tensors."""
-    for state in optimizer.state.values():
-        for value in state.values():
-            value.zero_()

@@ -3,7 +3,8 @@
     python -m research.tiny.videoreward.learn --model assets/tiny --output assets/tiny/VideoReward     minutes on a GPU
 
 As its large relative it first learns to caption clips, and then to agree with annotators about pairs of them, by
-Bradley-Terry with ties. What it is measured by is in its card (`card.py`). Everything follows from --seed.
+Bradley-Terry with ties, in the loop by which `prefer learn` trains adapters. What it is measured by is in its card
+(`card.py`). Everything follows from --seed.
 
 Shapes: B sequences, L tokens, D hidden features.
 """
@@ -28,7 +29,7 @@ from tqdm import tqdm
 from transformers import Qwen2VLConfig, Qwen2VLModel
 from transformers.models.qwen2_vl.modeling_qwen2_vl import apply_rotary_pos_emb_vision
 
-from research.tiny.training import Recorder, warm_cosine, zero_state
+from research.tiny.training import Recorder
 from research.tiny.videoreward.folder import CHECKPOINT, unit_scale, write_folder
 from research.tiny.videoreward.pairs import (
     SCORES,
@@ -40,7 +41,10 @@ from research.tiny.videoreward.pairs import (
 from research.tiny.videoreward.pool import SOURCES, Pool, build_pool
 from sage_grpo.algo.preference import tie_losses
 from sage_grpo.models.registry import open_backbone
+from sage_grpo.rewards.videoalign import training
 from sage_grpo.rewards.videoalign.reward import PAD_TOKEN, VIDEO_TOKEN, VideoAlign
+from sage_grpo.rewards.videoalign.training import Batch
+from sage_grpo.rewards.videoalign.writing import HEAD, published_weights
 from sage_grpo.worlds.shapes.scenes import vocabulary
 
 TEMPLATE = (
@@ -173,9 +177,6 @@ def caption_loss(judge: Judge, tokens: Tensor, hidden: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
 
 
-Batch = tuple[Tensor, ...]  # tokens, patches, and what else the loss takes
-
-
 def optimize(
     judge: Judge,
     steps: int,
@@ -186,30 +187,27 @@ def optimize(
     watch: Callable[[], str],
     every: int = 1000,
 ) -> None:
-    """AdamW on batches of one shape; what `watch` says is printed every so many steps."""
-    buffers = tuple(part.clone() for part in draw())
-    rate = torch.zeros((), device=judge.head.device)
-    optimizer = torch.optim.AdamW(
-        judge.parameters(), rate, betas=(0.9, 0.98), weight_decay=0.05, capturable=rate.is_cuda
-    )
+    """The package's loop on all weights and batches of one shape; what `watch` says is printed every so many steps."""
 
-    def step() -> Tensor:
-        optimizer.zero_grad(set_to_none=True)
-        loss = loss_of(*buffers)
+    def gradients(*batch: Tensor) -> Tensor:
+        loss = loss_of(*batch)
         loss.backward()
-        nn.utils.clip_grad_norm_(judge.parameters(), 1.0)
-        optimizer.step()
-        return loss.detach()
+        return loss
 
-    replay = Recorder(rate.device)(step)
-    zero_state(optimizer)
-    for number in tqdm(range(1, steps + 1), name, unit="step", mininterval=5):
-        rate.fill_(lr * warm_cosine(number - 1, steps))
-        for buffer, part in zip(buffers, draw(), strict=True):
-            buffer.copy_(part)
-        loss = replay()
+    def after_step(number: int, loss: Tensor) -> None:
         if number % every == 0 or number == steps:
             tqdm.write(f"{name} {number}: loss {loss.item():.4f} {watch()}")
+
+    training.train(
+        dict(judge.named_parameters()),
+        steps=steps,
+        lr=lr,
+        draw=lambda number: draw(),
+        gradients=gradients,
+        name=name,
+        after_step=after_step,
+        record=Recorder(judge.head.device),
+    )
 
 
 @torch.no_grad()
@@ -235,13 +233,9 @@ def accuracies(scores: Tensor, pairs: Pairs) -> dict[str, float]:
 
 def write_weights(folder: Path, model: Qwen2VLModel, head: Tensor) -> None:
     """Write the weights under the published names, in half precision."""
-    weights = {
-        re.sub("^language_model", "model", name): value
-        for name, value in model.state_dict().items()
-    }
-    weights["rm_head.weight"] = head
-    tensors = {name: value.detach().half().cpu().contiguous() for name, value in weights.items()}
-    save_file(tensors, folder / CHECKPOINT / "model.safetensors")
+    weights = published_weights(model, torch.float16)
+    weights[HEAD] = head.detach().half().cpu().contiguous()
+    save_file(weights, folder / CHECKPOINT / "model.safetensors")
 
 
 def write_scale(folder: Path, scores: Tensor) -> None:

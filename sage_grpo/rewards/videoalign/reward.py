@@ -123,6 +123,15 @@ class VideoAlign:
             patches.append(batch_patches.flatten(0, 1))
             grids += [grid] * len(batch)
 
+        return self.joined(patches, grids, prompts)
+
+    def joined(
+        self,
+        patches: Sequence[Tensor],
+        grids: Sequence[tuple[int, int, int]],
+        prompts: Sequence[str],
+    ) -> dict[str, Tensor]:
+        """Inputs of the model for clips that are cut into patches; grids, prompts: one per clip."""
         # equal prompts of equal clips are tokenized once
         keys = list(zip(prompts, grids, strict=True))
         tokens = {(prompt, grid): self._tokens(prompt, grid) for prompt, grid in set(keys)}
@@ -133,7 +142,7 @@ class VideoAlign:
         )
         return {
             "input_ids": padded.to(self.device),
-            "pixel_values_videos": torch.cat(patches),
+            "pixel_values_videos": torch.cat(list(patches)),
             "video_grid_thw": torch.tensor(grids, device=self.device),
         }
 

@@ -8,7 +8,8 @@
 label SOURCE ... --output FILE [--raters NAME ...] [--questions LIST] [--pairs N] [--repeat X] [--active REWARD]
       [--seeds N ...] [--study_seed N] [--port N] [--allow_host NAME ...], and every flag of post_train.py
 result FILE [--output FILE]
-learn FILE --base FOLDER --output FOLDER [--holdout X] [--seed N] [--device NAME] [--even_if_worse]
+learn FILE --base FOLDER --output FOLDER [--method heads|lora] [--rank N] [--epochs N] [--learning_rate X] [--batch N]
+      [--holdout X] [--seed N] [--device NAME] [--even_if_worse]
 
 Each command has its own --help.
 """
@@ -159,13 +160,15 @@ def parse_result(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-LEARN = """Fit VideoAlign's reward heads to the answers of a study, by Bradley-Terry with ties.
+LEARN = """Fine-tune VideoAlign on the answers of a study, by Bradley-Terry with ties: its heads, or also LoRA.
 
     python -m sage_grpo.tools.prefer learn prefs.jsonl --base ckpts/VideoReward --output ckpts/OurReward
 
-Whole prompts are held out; the new reward is written only if it judges them better than the base does. The output is a
-folder in VideoAlign's format that --reward_path takes. A second call continues one that was killed. Exit code 1: the
-reward was not better, and was not written.
+Heads weigh what the base perceives, and take seconds after one forward per clip. --method lora also trains an adapter
+of the language model, which is merged into the weights; on a CPU that is for small models. Whole prompts are held out;
+the new reward is written only if it judges them better than the base does. The output is a folder in VideoAlign's
+format that --reward_path takes. A second call continues one that was killed. Exit code 1: the reward was not better
+and was not written.
 """
 
 
@@ -182,13 +185,36 @@ def parse_learn(arguments: Sequence[str]) -> argparse.Namespace:
     )
     add("--output", type=Path, required=True, metavar="FOLDER", help="folder to write")
     add(
+        "--method",
+        choices=("heads", "lora"),
+        default="heads",
+        help="heads: the reward heads alone; lora: an adapter of the language model, too",
+    )
+    add("--rank", type=int, metavar="N", above=0, default=16, help="rank of the adapter")
+    add("--epochs", type=int, metavar="N", above=0, default=8, help="epochs of the adapter at most")
+    add(
+        "--learning_rate",
+        type=float,
+        metavar="X",
+        above=0,
+        default=2e-4,
+        help="learning rate of the adapter",
+    )
+    add("--batch", type=int, metavar="N", above=0, default=16, help="pairs per step of the adapter")
+    add(
         "--holdout",
         type=held_out_share,
         metavar="X",
         default=0.2,
         help="share of the prompts that are held out",
     )
-    add("--seed", type=int, metavar="N", default=0, help="seed of the held-out prompts")
+    add(
+        "--seed",
+        type=int,
+        metavar="N",
+        default=0,
+        help="seed of the held-out prompts and of the adapter",
+    )
     add("--device", metavar="NAME", help="device of the reward (default: a GPU if there is one)")
     add(
         "--even_if_worse",

@@ -5,22 +5,26 @@ import hashlib
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
-from tqdm import tqdm
 
 from sage_grpo import __version__
 from sage_grpo.algo.preference import THETA, outcome_probabilities, tie_losses
 from sage_grpo.exit_codes import DONE, FAILED
 from sage_grpo.files.json_files import write_json
+from sage_grpo.rewards.videoalign.adapter import adapter_size
 from sage_grpo.rewards.videoalign.folder import DIMENSIONS, check_folder
 from sage_grpo.rewards.videoalign.reward import VideoAlign
-from sage_grpo.rewards.videoalign.writing import write_with_head
-from sage_grpo.runs.media import read_mp4
+from sage_grpo.rewards.videoalign.writing import (
+    stored_dtype,
+    write_with_head,
+    write_with_weights,
+)
 from sage_grpo.tools.plan.calibration import MEASURED_ON, calibrate
 from sage_grpo.tools.prefer.answers import Answer, read_answers
 from sage_grpo.tools.prefer.heads import (
@@ -31,16 +35,16 @@ from sage_grpo.tools.prefer.heads import (
     prompt_folds,
     raw_scores,
 )
+from sage_grpo.tools.prefer.lora import LARGE, LoraLearner, Recipe
 from sage_grpo.tools.prefer.statistics import Share, share
-from sage_grpo.tools.prefer.study import Study, StudyError, clip_path
+from sage_grpo.tools.prefer.study import Study, StudyError
+from sage_grpo.tools.prefer.study_clips import StudyClips
 from sage_grpo.tools.templating import render
 
 FEWEST_PROMPTS = 10
-BATCH = 16  # clips per forward
 BINS = 5  # of calibration
 RESAMPLES = 400  # of a bootstrap
 GB = 1e9  # bytes
-LARGE = 1e9  # parameters from which on the planner's figures for the published model apply
 
 
 def learn(options: argparse.Namespace) -> int:
@@ -50,24 +54,27 @@ def learn(options: argparse.Namespace) -> int:
     study, answers = read_answers(options.answers)
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    reward = VideoAlign(options.base, device, dtype)
-    comparisons = comparisons_of(study, answers, reward.norm)
-    training, held_out = split(comparisons, options.holdout, options.seed)
-    print(plan_line(reward, study), flush=True)
-
+    open_reward = partial(VideoAlign, options.base, device, dtype)
     draft = options.output.with_name(options.output.name + ".partial")
-    hidden = cached_hidden(reward, study, options.answers, draft, cache_key(options))
-    old_head = full_head(reward.head).cpu().double()
+    clips = StudyClips(open_reward(), study, options.answers, draft, clips_key(options))
+    comparisons = comparisons_of(study, answers, clips.reward.norm)
+    training, held_out = split(comparisons, options.holdout, options.seed)
+    print(plan_line(clips, options, len(comparisons)), flush=True)
+
+    hidden = clips.hidden(keeps=options.method == "lora")
+    old_head = full_head(clips.reward.head).cpu().double()
     losses = choose_strength(hidden, old_head, training, options.seed)
     strength = min(losses, key=losses.__getitem__)
-    new_head = fit_heads(hidden, old_head, training, strength)
+    learner = METHODS[options.method](
+        Material(options, open_reward, clips, hidden, old_head, strength)
+    )
 
     before = judged(held_out, raw_scores(hidden.double(), old_head))
-    after = judged(held_out, raw_scores(hidden.double(), new_head))
+    after = judged(held_out, learner.judge(training, held_out))
     record = {
         "study": options.answers.name,
         "base": options.base.name,
-        "method": "heads",
+        "method": options.method,
         "answers": len(answers),
         "raters": len({answer.rater for answer in answers}),
         "pairs": len({answer.pair for answer in answers}),
@@ -84,6 +91,7 @@ def learn(options: argparse.Namespace) -> int:
         "before": asdict(before),
         "after": asdict(after),
         "version": __version__,
+        **learner.record(),
     }
     print(summary(before, after))
     better = after.accuracy.mean > before.accuracy.mean and after.loss.value < before.loss.value
@@ -98,8 +106,7 @@ def learn(options: argparse.Namespace) -> int:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     # the check is done: what is written learns from the held-out answers too
-    final_head = fit_heads(hidden, old_head, comparisons, strength)
-    write_with_head(options.base, folder, final_head)
+    learner.write(comparisons, folder)
     write_json(folder / "learning.json", record)
     card = render(
         "reward_card.md", record=record, before=before, after=after, dimensions=DIMENSIONS
@@ -161,26 +168,44 @@ def split(comparisons: Comparisons, holdout: float, seed: int) -> tuple[Comparis
     return comparisons[training], comparisons[held_out]
 
 
-# hidden states
+# before it starts
 
 
-def plan_line(reward: VideoAlign, study: Study) -> str:
+def plan_line(clips: StudyClips, options: argparse.Namespace, num_comparisons: int) -> str:
     """Memory and minutes, from the planner's figures for the published model; a small one takes seconds."""
+    reward = clips.reward
+    num_clips = len(clips.study.clips)
     parameters = sum(parameter.numel() for parameter in reward.model.parameters())
-    clips = len(study.clips)
-    text = (
-        f"{clips} clips through a reward of {parameters / 1e6:,.0f} M parameters on {reward.device}"
-    )
+    text = f"{num_clips} clips through a reward of {parameters / 1e6:,.0f} M parameters on {reward.device}"
     if parameters < LARGE:
         return f"{text}: under 1 GB, and a few minutes on two cores at most"
-    cost = calibrate().rewards["videoalign"]
-    memory = (cost.weight_bytes + cost.forward_bytes) / GB
-    minutes = clips * cost.seconds / 60
-    return f"{text}: {memory:.1f} GB, about {minutes:.0f} minutes on an {MEASURED_ON}; then seconds"
+    calibration = calibrate()
+    cost = calibration.rewards["videoalign"]
+    memory = cost.weight_bytes + cost.forward_bytes
+    forwards = num_clips
+    if options.method == "lora":
+        memory += lora_bytes(clips, options.rank, calibration.training_activations.eager)
+        # two trainings; each pass over a pair: two clips, forward, layers recomputed, backward to the adapters
+        forwards += 2 * options.epochs * num_comparisons * 2 * 3
+    minutes = forwards * cost.seconds / 60
+    return f"{text}: {memory / GB:.1f} GB, at most about {minutes:.0f} minutes on an {MEASURED_ON}"
 
 
-def cache_key(options: argparse.Namespace) -> str:
-    """What stored hidden states depend on: the study, and the weights of the base."""
+def lora_bytes(clips: StudyClips, rank: int, block_activations: float) -> float:
+    """Memory that training an adapter takes in addition: its state, and activations of one pair.
+
+    block_activations: of a layer that is recomputed, in the planner's unit, one bf16 number per token and channel.
+    """
+    model = clips.reward.model
+    text = model.config.text_config
+    state = 16 * adapter_size(model, rank)  # fp32: weights, gradients, two moments
+    tokens = 2 * clips.inputs([0], keeps=False)["input_ids"].shape[1]
+    unit = 2 * tokens * text.hidden_size
+    return state + unit * (text.num_hidden_layers + block_activations)
+
+
+def clips_key(options: argparse.Namespace) -> str:
+    """What stored clips and hidden states depend on: the study, and the weights of the base."""
     with options.answers.open("rb") as file:
         digest = hashlib.sha256(file.readline())
     for path in sorted(options.base.rglob("*")):
@@ -192,40 +217,85 @@ def cache_key(options: argparse.Namespace) -> str:
     return digest.hexdigest()[:16]
 
 
-@torch.no_grad()
-def cached_hidden(reward: VideoAlign, study: Study, answers: Path, draft: Path, key: str) -> Tensor:
-    """Hidden states (N, 3, D) of all clips; each batch is stored, so that a second call goes on after a crash."""
-    draft.mkdir(parents=True, exist_ok=True)
-    parts = []
-    starts = range(0, len(study.clips), BATCH)
-    for start in tqdm(starts, "hidden states", unit="batch"):
-        file = draft / f"{key}-{start:06d}.safetensors"
-        clips = study.clips[start : start + BATCH]
-        if not file.is_file():
-            videos = [read_mp4(clip_path(answers, clip)) for clip in clips]
-            inputs = reward.inputs(
-                [
-                    reduced(video, clip.height, clip.width)
-                    for clip, (video, _) in zip(clips, videos, strict=True)
-                ],
-                [clip.prompt for clip in clips],
-                [fps for _, fps in videos],
-            )
-            unfinished = file.with_suffix(".new")
-            save_file({"hidden": reward.hidden(inputs).float().cpu().contiguous()}, unfinished)
-            unfinished.rename(file)
-        parts.append(load_file(file)["hidden"])
-    return torch.cat(parts)
+# what is learned
 
 
-def reduced(video: Tensor, height: int, width: int) -> Tensor:
-    """A clip (F, H, W, 3) in the size in which it was sampled: `write_mp4` magnifies tiny clips by a whole number."""
-    rows, columns = video.shape[1:3]
-    is_magnified = height and width and rows > height and rows % height == 0
-    if not is_magnified or columns * height != rows * width:
-        return video
-    blocks = video.float().unflatten(2, (width, -1)).unflatten(1, (height, -1))
-    return blocks.mean((2, 4)).round().to(torch.uint8)  # (F, height, width, 3)
+@dataclass(frozen=True)
+class Material:
+    """What there is to learn from, besides the answers."""
+
+    options: argparse.Namespace
+    open_reward: Callable[[], VideoAlign]  # the base
+    clips: StudyClips
+    hidden: Tensor  # (N, 3, D) of the base
+    old_head: Tensor  # (3, D)
+    strength: float  # of the penalty on new heads
+
+    def fitted_head(self, comparisons: Comparisons) -> Tensor:
+        return fit_heads(self.hidden, self.old_head, comparisons, self.strength)
+
+
+class Heads:
+    """Learns the reward heads alone, on hidden states of the base: a convex problem, solved in seconds."""
+
+    def __init__(self, material: Material) -> None:
+        self.material = material
+
+    def judge(self, comparisons: Comparisons, held_out: Comparisons) -> Tensor:
+        """Raw scores (N, 3) of the held-out clips, after learning from other comparisons."""
+        head = self.material.fitted_head(comparisons)
+        return raw_scores(self.material.hidden.double(), head)
+
+    def write(self, comparisons: Comparisons, folder: Path) -> None:
+        """Learn from all comparisons, and write the reward."""
+        write_with_head(self.material.options.base, folder, self.material.fitted_head(comparisons))
+
+    def record(self) -> dict[str, Any]:
+        """What the record says of this method alone."""
+        return {"lora": None}
+
+
+class Lora:
+    """Learns an adapter of the language model, starting from fitted heads."""
+
+    def __init__(self, material: Material) -> None:
+        options = material.options
+        self.base = options.base
+        self.recipe = Recipe(
+            rank=options.rank,
+            epochs=options.epochs,
+            lr=options.learning_rate,
+            batch=options.batch,
+            seed=options.seed,
+        )
+        digest = hashlib.sha256(options.answers.read_bytes())
+        digest.update(f"{material.clips.key} {options.holdout} {self.recipe}".encode())
+        self.learner = LoraLearner(
+            open_reward=material.open_reward,
+            clips=material.clips,
+            first_head=material.fitted_head,
+            base_scores=raw_scores(material.hidden.double(), material.old_head),
+            recipe=self.recipe,
+            dtype=stored_dtype(options.base),
+            key=digest.hexdigest()[:16],
+        )
+
+    def judge(self, comparisons: Comparisons, held_out: Comparisons) -> Tensor:
+        """Raw scores (N, 3) of the held-out clips, after learning from other comparisons."""
+        return self.learner.judge(comparisons, held_out)
+
+    def write(self, comparisons: Comparisons, folder: Path) -> None:
+        """Learn from all comparisons, and write the reward with the adapter merged."""
+        model, head = self.learner.final(comparisons)
+        write_with_weights(self.base, folder, model, head)
+
+    def record(self) -> dict[str, Any]:
+        """What the record says of this method alone."""
+        losses = {str(epoch): loss for epoch, loss in self.learner.losses.items()}
+        return {"lora": asdict(self.recipe) | {"trained": self.learner.epochs, "losses": losses}}
+
+
+METHODS = {"heads": Heads, "lora": Lora}
 
 
 # how good a reward is

@@ -43,7 +43,9 @@ def loop(tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "HELD_PROMPTS", 8)
     loop = demo.Loop(tmp_path / "seed-0", seed=0)
     write_validation(loop.run_folder / "validation" / "step-000000", DISLIKED, [0, 1] * 4)
-    write_validation(loop.run_folder / "validation" / "step-000040", LIKED, [1, 1] * 4)
+    write_validation(
+        loop.run_folder / "validation" / f"step-{demo.ITERATIONS:06d}", LIKED, [1, 1] * 4
+    )
     write_study(loop.folder / "taught.jsonl", "tie")
     write_study(loop.folder / "preferences.jsonl", "right")
     loop.reward.mkdir()
@@ -51,7 +53,8 @@ def loop(tmp_path, monkeypatch):
     judged = {"accuracy": accuracy}
     learning = {"answers": 300, "before": judged, "after": judged}
     (loop.reward / "learning.json").write_text(json.dumps(learning))
-    measured = {name: {"accuracy": 0.9, "pairs": 80} for name in ("before", "after")}
+    (loop.folder / "seconds.json").write_text('{"learn": 7.0}')
+    measured = {name: accuracy | {"mean": 0.9} for name in ("before", "after")}
     (loop.folder / "taste_accuracy.json").write_text(json.dumps(measured))
     return loop
 
@@ -63,11 +66,14 @@ def test_results_and_page_tell_what_the_stages_left(loop):
     assert record["match"] == {"before": 0.5, "after": 1.0}
     assert record["match_gain"]["mean"] == 0.5
     assert record["blind_win_rate"]["mean"] == 1.0
-    assert record["taste_accuracy"]["after"]["accuracy"] == 0.9
+    assert record["taste_accuracy"]["after"]["mean"] == 0.9
+    table = demo.record_page({"date": "today", "torch": "2", "seeds": [record] * 5})
+    assert table.count("| 0 | 90.0 % (40 to 60) | 90.0 % (40 to 60) | 50.0 % ") == 5
+    assert "| mean | 90.0 ± 0.0 % |" in table
     loop.write_page(json.loads(json.dumps(record)))
     page = (loop.folder / "people.html").read_text()
     assert page.count("data:video/mp4;base64,") == 16
-    assert "50 % → 100 %" in page
+    assert "50 % → 100 %" in page and "8 for the trained model, 0 for the one before" in page
     assert "<b>&lt;" not in page.replace("<b>before", "").replace("<b>after", "")
     assert "prompt 0 &lt;b&gt;" in page
 

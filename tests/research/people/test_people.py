@@ -7,6 +7,7 @@ from research.people.page_rater import rate
 from research.people.taste import TIE, Rater, open_prompts, ordered_rightly, taste
 from sage_grpo.runs.media import write_mp4
 from sage_grpo.tools.prefer.answers import read_answers
+from sage_grpo.tools.prefer.blinding import padded
 from sage_grpo.worlds.shapes.scenes import Scenes, parse, render
 from sage_grpo.worlds.shapes.world import as_uint8
 from tests.tools.prefer.studies import new_study, serving
@@ -31,7 +32,7 @@ LIKED = drawn(1, 0.24, 0.5)
 DISLIKED = drawn(0, 0.14, 0.25)
 
 
-def test_large_shapes_in_the_middle_are_liked():
+def test_large_shapes_are_liked():
     liked, disliked = taste(torch.cat([LIKED, DISLIKED])).tolist()
     assert liked - disliked > 3 * TIE
 
@@ -45,9 +46,20 @@ def test_a_rater_reads_the_files_and_errs_as_often_as_told(tmp_path):
     assert exact.choose(bad, good) == "right"
     assert exact.choose(good, good) == "tie"
     careless = Rater(noise=1.0, seed=0, side=SIDE)
-    careless.liking = {good: 9.0, bad: 0.0}.get
+    careless.likings = lambda files: [{good: 9.0, bad: 0.0}[file] for file in files]
     answers = [careless.choose(good, bad) for _ in range(300)]
     assert all(70 < answers.count(choice) < 130 for choice in ("left", "right", "tie"))
+
+
+def test_a_clip_is_known_again_whatever_its_padding(tmp_path):
+    write_mp4(tmp_path / "clip.mp4", LIKED[0], 8)
+    video = (tmp_path / "clip.mp4").read_bytes()
+    rater = Rater(noise=0.0, seed=0, side=SIDE)
+    likings = []
+    for extra in (0, 8, 700):
+        (tmp_path / "padded.mp4").write_bytes(padded(video, len(video) + extra))
+        likings += rater.likings([tmp_path / "padded.mp4"])
+    assert len(rater.known) == 1 and len(set(likings)) == 1
 
 
 def test_prompts_leave_size_and_speed_open():
@@ -59,8 +71,8 @@ def test_prompts_leave_size_and_speed_open():
 
 
 def test_ordered_rightly_counts_pairs_of_a_group_that_differ():
-    assert ordered_rightly([1, 2, 3, 4], [0, 10, 5, 5.1], group=2) == [1.0]
-    assert ordered_rightly([2, 1], [0, 10], group=2) == [0.0]
+    assert ordered_rightly([1, 2, 3, 4], [0, 10, 5, 5.1], group=2) == [(0, 1.0)]
+    assert ordered_rightly([0, 0, 2, 1], [0, 0, 0, 10], group=2) == [(1, 0.0)]
 
 
 def test_a_program_rates_through_the_page(tmp_path):

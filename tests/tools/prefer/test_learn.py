@@ -11,10 +11,10 @@ import torch
 from sage_grpo.rewards.videoalign.folder import check_folder
 from sage_grpo.rewards.videoalign.reward import VideoAlign
 from sage_grpo.rewards.videoalign.writing import write_with_head
-from sage_grpo.runs.media import read_mp4, write_mp4
-from sage_grpo.tools.prefer import learn as learn_module
+from sage_grpo.runs.media import write_mp4
+from sage_grpo.tools.prefer import study_clips
 from sage_grpo.tools.prefer.__main__ import main
-from sage_grpo.tools.prefer.answers import AnswersFile
+from sage_grpo.tools.prefer.answers import AnswersFile, read_answers
 from sage_grpo.tools.prefer.heads import (
     Comparisons,
     choose_strength,
@@ -23,9 +23,10 @@ from sage_grpo.tools.prefer.heads import (
     prompt_folds,
     raw_scores,
 )
-from sage_grpo.tools.prefer.learn import cached_hidden, calibration, judged, reduced
+from sage_grpo.tools.prefer.learn import calibration, judged
 from sage_grpo.tools.prefer.pairs import Trial
 from sage_grpo.tools.prefer.study import Clip, Study, clips_folder
+from sage_grpo.tools.prefer.study_clips import StudyClips
 from sage_grpo.worlds.shapes.world import ShapesWorld
 
 # imageio's reader leaves the pipes of its ffmpeg process to the garbage collector
@@ -100,20 +101,6 @@ def test_calibration_of_a_reward_that_knows_and_of_one_that_boasts():
     assert error < 0.02
     assert [part["predicted"] for part in bins] == sorted(part["predicted"] for part in bins)
     assert calibration(5 * differences[decided], labels[decided])[1] > 0.05
-
-
-def test_magnified_clips_are_seen_in_their_own_size(tmp_path):
-    clip = torch.randint(
-        0, 256, (4, 12, 16, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8
-    )
-    write_mp4(tmp_path / "a.mp4", clip, 8)
-    video, _ = read_mp4(tmp_path / "a.mp4")
-    assert video.shape[1] > 200
-    small = reduced(video, 12, 16)
-    assert small.shape == clip.shape
-    assert (small.int() - clip.int()).abs().float().mean() < 4
-    assert reduced(video, 0, 0) is video
-    assert reduced(video, 11, 16) is video
 
 
 # the command
@@ -191,6 +178,26 @@ def test_a_reward_learns_what_a_rater_likes_and_the_folder_says_how_well(clips, 
 
 
 @pytest.mark.slow
+def test_an_adapter_is_learned_merged_and_written(clips, tmp_path):
+    """The whole command with --method lora on the embedded reward; its parts have fast tests in test_lora.py."""
+    answers = write_study(tmp_path / "prefs.jsonl", clips, likes_what_the_base_likes=False)
+    output = tmp_path / "reward"
+    words = ["learn", str(answers), "--base", str(BASE), "--output", str(output)]
+    assert main([*words, "--method", "lora", "--epochs", "2", "--rank", "4"]) == 0
+    check_folder(output)
+    record = json.loads((output / "learning.json").read_text())
+    assert record["method"] == "lora" and record["lora"]["rank"] == 4
+    assert record["lora"]["losses"].keys() >= {"0", "1"}
+    assert record["after"]["accuracy"]["mean"] > 0.7 > record["before"]["accuracy"]["mean"]
+    stored = {path.suffix for path in output.rglob("*") if path.is_file()}
+    assert stored == {".json", ".safetensors", ".txt", ".md"}
+    videos, _ = clips
+    scores = VideoAlign(output).score(videos[:4], ["a red circle"] * 4, 8)
+    assert all(values.isfinite().all() for values in scores.values())
+    assert not (tmp_path / "reward.partial").exists()
+
+
+@pytest.mark.slow
 def test_a_reward_that_is_not_better_is_not_written_unless_told_to(clips, tmp_path, capsys):
     """The whole command, for a rater who agrees with the base; the fit alone has a fast test."""
     answers = write_study(tmp_path / "prefs.jsonl", clips, likes_what_the_base_likes=True)
@@ -209,12 +216,15 @@ def test_a_reward_that_is_not_better_is_not_written_unless_told_to(clips, tmp_pa
 def test_a_killed_call_continues_and_another_base_starts_anew(clips, tmp_path, monkeypatch):
     """Decodes and scores files several times; what a stored state is made of has no fast test."""
     answers = write_study(tmp_path / "prefs.jsonl", clips, True, prompts=12)
-    study, _ = learn_module.read_answers(answers)
+    study, _ = read_answers(answers)
     reward = VideoAlign(BASE)
-    expected = cached_hidden(reward, study, answers, tmp_path / "whole", "key")
 
+    def hidden_states(folder, key):
+        return StudyClips(reward, study, answers, tmp_path / folder, key).hidden(keeps=False)
+
+    expected = hidden_states("whole", "key")
     seen = []
-    real = learn_module.read_mp4
+    real = study_clips.read_mp4
 
     def interrupted(path):
         seen.append(path)
@@ -222,14 +232,14 @@ def test_a_killed_call_continues_and_another_base_starts_anew(clips, tmp_path, m
             raise KeyboardInterrupt
         return real(path)
 
-    monkeypatch.setattr(learn_module, "read_mp4", interrupted)
+    monkeypatch.setattr(study_clips, "read_mp4", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        cached_hidden(reward, study, answers, tmp_path / "draft", "key")
-    hidden = cached_hidden(reward, study, answers, tmp_path / "draft", "key")
+        hidden_states("draft", "key")
+    hidden = hidden_states("draft", "key")
     assert torch.equal(hidden, expected)
-    assert len(seen) == 20 + 24 - learn_module.BATCH
-    cached_hidden(reward, study, answers, tmp_path / "draft", "other")
-    assert len(seen) == 20 + 24 - learn_module.BATCH + 24
+    assert len(seen) == 20 + 24 - study_clips.BATCH
+    hidden_states("draft", "other")
+    assert len(seen) == 20 + 24 - study_clips.BATCH + 24
 
 
 def test_too_little_to_learn_from_is_refused(clips, tmp_path, capsys):

@@ -7,6 +7,7 @@ import torch
 
 from research.tiny.videoreward import learn, pool
 from sage_grpo.rewards.base import Setup
+from sage_grpo.rewards.videoalign import training
 from sage_grpo.rewards.videoalign.folder import check_folder
 from sage_grpo.rewards.videoalign.reward import VideoAlign, build
 
@@ -42,6 +43,40 @@ def clips(count=2, side=32):
         dtype=torch.uint8,
         generator=torch.Generator().manual_seed(0),
     )
+
+
+class Slope(torch.nn.Module):
+    """The least that can be trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Parameter(torch.ones(1))
+
+
+def test_it_is_trained_by_the_loop_of_the_package(monkeypatch):
+    """The loop in which `prefer learn` trains an adapter (tests/tools/prefer/test_lora.py)."""
+    names = []
+    loop = training.train
+
+    def counted(*args, **kwargs):
+        names.append(kwargs["name"])
+        loop(*args, **kwargs)
+
+    monkeypatch.setattr(training, "train", counted)
+    slope = Slope()
+    watched = []
+    learn.optimize(
+        slope,
+        3,
+        0.1,
+        draw=lambda: (torch.ones(4),),
+        loss_of=lambda x: (slope.head * x).square().mean(),
+        name="pairs",
+        watch=lambda: watched.append(1) or "",
+        every=2,
+    )
+    assert names == ["pairs"]
+    assert slope.head < 1 and len(watched) == 2
 
 
 @pytest.mark.slow
