@@ -20,8 +20,9 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 TINY = CONFIGS.parent / "assets" / "tiny"
 RANKS = {"hunyuan15_8gpu": 8, "hunyuan15_8gpu_published": 8, "hunyuan15_64gpu": 64, "wan21_8gpu": 8}
 RANKS |= {"hunyuan15_8gpu_i2v": 8, "hunyuan15_64gpu_720p": 64, "hunyuan15_8gpu_nft": 8}
+RANKS |= {"wan22_5b_8gpu": 8}
 FULL_SIZE = RANKS | {"hunyuan15_1gpu_lora": 1, "wan21_1gpu_24gb_lora": 1}
-FULL_SIZE |= {"hunyuan15_1gpu_nft": 1, "wan21_1gpu_24gb_nft": 1}
+FULL_SIZE |= {"hunyuan15_1gpu_nft": 1, "wan21_1gpu_24gb_nft": 1, "wan22_5b_1gpu_24gb_lora": 1}
 HALF_HOUR = 1800
 START, DISK = 300, 1e9  # assumed: seconds to load and compile, bytes per second to the disk
 PUBLISHED = {  # the published README and the paper's appendix; kl_target as in the published code
@@ -78,6 +79,7 @@ def test_wan_fits_a_card_of_24_gb():
 # world (research/studies/first_hours.py)
 CARDS = dict.fromkeys(FULL_SIZE, "h100")
 CARDS |= {"wan21_1gpu_24gb_lora": "4090", "wan21_1gpu_24gb_nft": "4090"}
+CARDS |= {"wan22_5b_1gpu_24gb_lora": "4090"}
 ENOUGH_CLIPS = 64
 
 

@@ -11,6 +11,7 @@
 #   beyond   training the embedded model far beyond the gain, four runs side by side
 #            (research/studies/overoptimisation.py); called again, it continues them
 #   wan      Wan 2.1 1.3B against stock diffusers, and an iteration inside 24 GB
+#   ti2v     the same of Wan 2.2 TI2V 5B, text to video and image to video
 #   images   image to video and 720p against stock diffusers and the planner
 #   people   learning a reward from answers at full size: heads, and LoRA with recomputed layers and bf16 autocast
 #   study    the studies of research/studies/second_edition.py that STUDIES names (rates, which the others need), one
@@ -73,6 +74,13 @@ decode() { run benchmarks.decode --output "$output/$today-decode.md"; }
 wan() {
   run benchmarks.wan --rehearse --output "$output/rehearsal.md" > "$output/rehearsal.log" 2>&1
   run benchmarks.wan --output "$output/$today-wan.md"
+}
+
+ti2v() {
+  local model=(--model wan22-ti2v-5b)
+  run benchmarks.wan "${model[@]}" --rehearse --output "$output/rehearsal.md" > "$output/rehearsal.log" 2>&1
+  [[ -z ${REHEARSE:-} ]] || return 0
+  run benchmarks.wan "${model[@]}" --output "$output/$today-ti2v.md"
 }
 
 images() {

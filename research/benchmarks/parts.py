@@ -117,12 +117,19 @@ def begin(
     names: Sequence[str],
     page: Callable[[Results], str],
     arguments: Sequence[str] | None,
+    models: Sequence[str] = (),
 ) -> tuple[argparse.Namespace, "Parts"]:
-    """Read the command line of a benchmark; with --page_only, make the page and exit."""
+    """Read the command line of a benchmark; with --page_only, make the page and exit.
+
+    models: values of `--model`, the default first, for benchmarks that measure one of several.
+    """
     parser = argparse.ArgumentParser(
         description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_arguments(parser, names, 540)
+    if models:
+        help_text = "what to measure (default: %(default)s)"
+        parser.add_argument("--model", choices=models, default=models[0], help=help_text)
     options = parser.parse_args(arguments)
     parts = Parts(options, page)
     if options.page_only:

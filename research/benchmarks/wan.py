@@ -1,9 +1,11 @@
-"""Wan 2.1 1.3B on one GPU: its transformer against stock diffusers, and a GRPO iteration inside 24 GB.
+"""A Wan on one GPU: its transformer against stock diffusers, and a GRPO iteration inside 24 GB.
 
     python -m research.benchmarks.wan --output research/benchmarks/results/DATE-wan-h200.md
+    python -m research.benchmarks.wan --model wan22-ti2v-5b --output research/benchmarks/results/DATE-ti2v-h200.md
 
 transformer  forward and LoRA step, ours and stock on the same weights, 81 x 480 x 832, bf16, one clip
-grpo         one iteration of configs/wan21_1gpu_24gb_lora.yaml by the unmodified trainer, with the VAE and VideoAlign
+image        the same with a clean first frame, for models that animate images
+grpo         one iteration of the model's recipe for a 24 GB card by the unmodified trainer, with the VAE and VideoAlign
              at full size, after every graph was compiled; torch may allocate 24 GB
 
 Random weights. The page is written after each part. `--only NAME` runs one part, `--rehearse` tries the script with a
@@ -14,7 +16,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +26,7 @@ from research.benchmarks.grpo import PHASES, measure, trainer_overhead
 from research.benchmarks.parts import ROOT, Results, about, begin, failure, heading, table, wrapped
 from research.benchmarks.random_model import prompt_words
 from research.benchmarks.random_reward import write_reward
-from research.benchmarks.random_wan import TINY_TRANSFORMER, write_wan
+from research.benchmarks.random_wan import MODELS, TINY_TRANSFORMER, write_index, write_wan
 from research.benchmarks.random_weights import Writer
 from research.benchmarks.stock import StockWan
 from research.benchmarks.transformer import (
@@ -41,15 +43,13 @@ from research.benchmarks.transformer import (
 from sage_grpo.config.parse import parse
 from sage_grpo.models.lora import POLICY
 from sage_grpo.models.wan.backbone import Wan
-from sage_grpo.models.wan.folder import SMALL
 from sage_grpo.models.wan.transformer import WanTransformer
 from sage_grpo.parallel.ranks import join_ranks
 from sage_grpo.tools.plan.memory import peak
 from sage_grpo.tools.plan.planner import plan_of
 from sage_grpo.train.build import build_trainer
 
-PARTS = ("transformer", "grpo")
-CONFIG = ROOT / "configs" / "wan21_1gpu_24gb_lora.yaml"
+PARTS = ("transformer", "image", "grpo")
 LIMIT = 24e9  # bytes that torch may allocate in the iteration
 CLIPS = 4
 PROMPT = (
@@ -57,23 +57,50 @@ PROMPT = (
 )
 ALWAYS = (
     "--report_to none --log_interval 1 --max_steps 1 --gradient_accumulation_steps 1 --save_interval 0 "
-    f"--validation_interval 0 --validation_videos 0 --batch_size {CLIPS} --num_generations {CLIPS} "
-    "--num_frames 81 --height 480 --width 832 --keep_attention False"  # larger than the recipe's
+    f"--validation_interval 0 --validation_videos 0 --batch_size {CLIPS} --num_generations {CLIPS}"
 )
+
+
+class Case(NamedTuple):
+    """What is measured of a model."""
+
+    title: str
+    recipe: str
+    grid: tuple[int, int, int]  # latents of 81 x 480 x 832
+    timestep_per_token: bool = False  # as the stock pipeline passes them
+    flags: str = ""  # of the iteration, besides the recipe and ALWAYS
+
+
+CASES = {
+    "wan21-1.3b": Case(
+        title="Wan 2.1 1.3B",
+        recipe="wan21_1gpu_24gb_lora",
+        grid=(21, 60, 104),
+        # larger than the recipe's
+        flags="--num_frames 81 --height 480 --width 832 --keep_attention False",
+    ),
+    "wan22-ti2v-5b": Case(
+        title="Wan 2.2 TI2V 5B",
+        recipe="wan22_5b_1gpu_24gb_lora",
+        grid=(21, 30, 52),
+        timestep_per_token=True,
+    ),
+}
 REHEARSED = "--num_frames 5 --height 32 --width 32 --num_sampling_steps 6 --lora_r 4 --dtype fp32 --device cpu"
-GRID = (21, 60, 104)  # latents of 81 x 480 x 832
 TINY_GRID = (2, 4, 6)
 STOCK_FORWARD = "forward, stock"
 STOCK_STEP = "LoRA step, stock, checkpointed"
 
 
-def transformer_rows(rehearse: bool) -> Results:
-    """Rows of a table and findings about agreement."""
+def transformer_rows(name: str, rehearse: bool, clean: bool = False) -> Results:
+    """Rows of a table and findings about agreement. clean: whether the first frame has timestep 0."""
     bench = Bench(torch.device("cuda"), torch.bfloat16, repeat=5)
-    sizes, grid = SMALL, GRID
+    sizes = MODELS[name].transformer
+    grid = CASES[name].grid
     if rehearse:
         bench = Bench(torch.device("cpu"), torch.float32, repeat=1)
-        sizes, grid = TINY_TRANSFORMER, TINY_GRID
+        sizes = TINY_TRANSFORMER
+        grid = TINY_GRID
     device = bench.device
     model = random_model(sizes, device, bench.dtype, WanTransformer)
     twin = stock_twin(model, StockWan).with_tables(device)
@@ -85,13 +112,21 @@ def transformer_rows(rehearse: bool) -> Results:
     video, text = video.to(bench.dtype), text.to(bench.dtype)
     text[:, 150:] = 0
     timestep = torch.tensor([731.0], device=device)
+    stock_timestep = timestep
+    if CASES[name].timestep_per_token:
+        frames, rows, columns = grid
+        per_frame = rows * columns // 4
+        stock_timestep = timestep[:, None].repeat(1, frames * per_frame)
+    if clean:
+        timestep = torch.tensor([[0.0, 731.0]], device=device)
+        stock_timestep[:, :per_frame] = 0
     facts = []
 
     def ours() -> Tensor:
         return model(video, timestep, text)
 
     def stock() -> Tensor:
-        return twin(video, timestep, text, return_dict=False)[0]
+        return twin(video, stock_timestep, text, return_dict=False)[0]
 
     with torch.no_grad():
         bench.run(STOCK_FORWARD, stock, 0)
@@ -108,10 +143,10 @@ def transformer_rows(rehearse: bool) -> Results:
         "LoRA step, ours, compiled": False,
         "LoRA step, ours, compiled, attention kept": True,
     }
-    for name, keep_attention in steps.items():
+    for step, keep_attention in steps.items():
         set_blocks(model, recomputed=1.0, keep_attention=keep_attention, compiled=True)
-        bench.run(name, training_step(ours, model), 0)
-        facts.append(f"{name}: rollout to training {rollout_to_training(ours):.2g}")
+        bench.run(step, training_step(ours, model), 0)
+        facts.append(f"{step}: rollout to training {rollout_to_training(ours):.2g}")
     return {"rows": [asdict(row) for row in bench.rows], "facts": facts}
 
 
@@ -123,29 +158,32 @@ def stock_step(bench: Bench, twin: nn.Module, forward: Callable[[], Tensor]) -> 
     twin.eval().delete_adapters(POLICY)
 
 
-def write_model(folder: Path, rehearse: bool) -> None:
+def write_model(folder: Path, name: str, rehearse: bool) -> None:
     """Write a random model folder with its reward, unless an earlier call has."""
     if (folder / "model_index.json").is_file():
         return
     writer = Writer(torch.device("cpu" if rehearse else "cuda"))
     words = prompt_words()
     folder.mkdir(parents=True)
-    write_wan(folder, rehearse, words, writer)
+    write_wan(folder, rehearse, words, writer, name)
     write_reward(folder / "VideoReward", rehearse, words, writer)
     writer.finish()
-    # Written last: a folder with this file is complete.
-    (folder / "model_index.json").write_text('{"_class_name": "WanPipeline"}\n')
+    write_index(folder, name)  # last: a folder with this file is complete
 
 
-def iteration(scratch: Path, rehearse: bool) -> Results:
+def iteration(scratch: Path, name: str, rehearse: bool) -> Results:
     """One iteration inside the limit, and what the planner says of it."""
-    write_model(scratch / "model", rehearse)
+    case = CASES[name]
+    model = scratch / name
+    write_model(model, name, rehearse)
     free()
     prompts = scratch / "prompts.txt"
     prompts.write_text(f"{PROMPT}\n")
-    words = ["--config", CONFIG, "--pretrained_model_root", scratch / "model"]
+    recipe = ROOT / "configs" / f"{case.recipe}.yaml"
+    words = ["--config", recipe, "--pretrained_model_root", model]
     words += ["--train_prompts", prompts, "--validation_prompts", prompts]
-    words += ["--output_dir", scratch / "run", "--overwrite", *ALWAYS.split()]
+    words += ["--output_dir", scratch / "run", "--overwrite"]
+    words += [*ALWAYS.split(), *case.flags.split()]
     device = "cuda"
     if rehearse:
         words += REHEARSED.split()
@@ -179,8 +217,12 @@ def iteration(scratch: Path, rehearse: bool) -> Results:
 
 def page(results: Results) -> str:
     """The results as Markdown."""
-    lines = heading("Wan 2.1 1.3B", results["about"])
-    for name, write in {"transformer": transformer_page, "grpo": iteration_page}.items():
+    case = CASES[results.get("model", "wan21-1.3b")]
+    lines = heading(case.title, results["about"])
+    writers = {"transformer": transformer_page, "image": transformer_page, "grpo": iteration_page}
+    for name, write in writers.items():
+        if name == "image" and not case.timestep_per_token:
+            continue
         part = results["parts"].get(name)
         lines += ["", f"## {name}", ""]
         lines += write(part) if part and "error" not in part else failure(name, part)
@@ -211,11 +253,13 @@ def iteration_page(part: dict[str, Any]) -> list[str]:
     for phase in PHASES:
         seconds = part["seconds_of"][phase]
         rows.append((phase, f"{seconds:.2f}", f"{seconds / CLIPS:.2f}"))
+    frames, height, width = part["clip"]
     return [
         *table(("phase", "s", "s per clip"), rows),
         "",
-        f"- {CLIPS} clips of one prompt, **{part['clips_per_hour']:.0f} clips per GPU-hour**; the trainer adds "
-        f"{part['overhead']:.2%} to the transformer's time; a guided forward takes {part['forward']:.2f} s.",
+        f"- {CLIPS} clips of one prompt, {frames} x {height} x {width}, **{part['clips_per_hour']:.0f} clips per "
+        f"GPU-hour**; the trainer adds {part['overhead']:.2%} to the transformer's time; a guided forward takes "
+        f"{part['forward']:.2f} s.",
         f"- Peak {part['peak']:.1f} GB, reserved {part['reserved']:.1f} GB, limit {LIMIT / 1e9:.0f} GB; the planner "
         f"expects {part['planned']:.1f} GB in {part['moment']}.",
         f"- Largest deviation of the first ratio from 1: {part['deviation']:.3g}.",
@@ -224,11 +268,17 @@ def iteration_page(part: dict[str, Any]) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options, parts = begin(__doc__, PARTS, page, arguments)
+    options, parts = begin(__doc__, PARTS, page, arguments, list(CASES))
+    name = options.model
+    rehearse = options.rehearse
     parts.results.setdefault("about", about())
-    parts.run("transformer", options.limit, lambda _: transformer_rows(options.rehearse))
+    parts.results["model"] = name
+    parts.run("transformer", options.limit, lambda _: transformer_rows(name, rehearse))
     free()
-    parts.run("grpo", options.limit, lambda _: iteration(options.scratch, options.rehearse))
+    if CASES[name].timestep_per_token:
+        parts.run("image", options.limit, lambda _: transformer_rows(name, rehearse, clean=True))
+        free()
+    parts.run("grpo", options.limit, lambda _: iteration(options.scratch, name, rehearse))
     parts.end()
 
 

@@ -184,27 +184,37 @@ def test_the_other_layout_is_one_repository(download):
     assert "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v" in lines[0]
 
 
-@pytest.mark.parametrize("size, gigabytes", [("1.3b", 32), ("14b", 84)])
-def test_wan_is_one_repository_in_a_folder_of_its_own(size, gigabytes):
+@pytest.mark.parametrize(
+    "model, repository, gigabytes",
+    [
+        ("wan21-1.3b", "Wan2.1-T2V-1.3B", 32),
+        ("wan21-14b", "Wan2.1-T2V-14B", 84),
+        ("wan22-ti2v-5b", "Wan2.2-TI2V-5B", 48),
+    ],
+)
+def test_wan_is_one_repository_in_a_folder_of_its_own(model, repository, gigabytes):
     words = [
         "bash",
         "download_weights.sh",
         "--dry_run",
         "--model",
-        f"wan21-{size}",
+        model,
         "--skip_reward",
     ]
     result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
     (line,) = [line for line in result.stdout.splitlines() if " download " in line]
-    assert f"Wan-AI/Wan2.1-T2V-{size.upper()}-Diffusers" in line
-    assert line.endswith(f"ckpts/wan21-{size}")
-    assert f"model wan21-{size}: up to {gigabytes} GB" in result.stdout
+    assert f"Wan-AI/{repository}-Diffusers" in line
+    assert line.endswith(f"ckpts/{model}")
+    assert f"model {model}: up to {gigabytes} GB" in result.stdout
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--model", "wan"), "model is wan; choose hunyuan15, wan21-1.3b or wan21-14b"),
+        (
+            ("--model", "wan"),
+            "model is wan; choose hunyuan15, wan21-1.3b, wan21-14b or wan22-ti2v-5b",
+        ),
         (
             ("--model", "wan21-14b", "--version", "720p"),
             "--layout and --version are for hunyuan15; leave them out with --model wan21-14b",

@@ -18,6 +18,9 @@ from sage_grpo.train.windows import build_windows, num_trained
 
 BYTES = {"fp32": 4, "bf16": 2}  # of one number
 GRADIENT_BYTES = BYTES["fp32"]  # of one number while gradients are summed over ranks
+MEASURED_SPATIAL = (
+    16  # pixels per row and column of a latent position, of the VAE whose decoding was timed
+)
 
 
 @dataclass(frozen=True)
@@ -97,9 +100,11 @@ class Plan:
     def decode_seconds(self) -> float:
         """Seconds for the VAE to decode one clip, tiled if its memory exceeds `decode_gb`."""
         untiled_bytes = self.latents * self.by_mode(self.model.untiled)
+        # a VAE whose positions have more pixels takes longer for each
+        positions = self.latents * (self.model.spatial / MEASURED_SPATIAL) ** 2
         if untiled_bytes > self.config.decode_gb * 1e9:
-            return self.latents * self.rates.decode_tiled
-        return self.latents * self.by_mode(self.rates.decode_untiled)
+            return positions * self.rates.decode_tiled
+        return positions * self.by_mode(self.rates.decode_untiled)
 
     @property
     def window_starts(self) -> range:

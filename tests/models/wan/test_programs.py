@@ -1,6 +1,7 @@
 """A Wan folder through the programs: training, evaluation, plan, export and sampling need no flag of its own."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -26,12 +27,24 @@ SMALL = {
 
 
 @pytest.fixture
-def words(wan_folder, tmp_path):
-    """Flags that every program takes."""
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("a red circle moving left\na green square moving right\n")
+def kind():
+    return "wan"
+
+
+@pytest.fixture
+def folder(kind, request):
+    return request.getfixturevalue(f"{kind}_folder")
+
+
+@pytest.fixture
+def words(folder, kind, pictures, tmp_path):
+    """Flags that every program takes; the first prompt of TI2V has an image."""
+    picture = shutil.copy(pictures[0], tmp_path) if kind == "ti2v" else ""
+    prompts = tmp_path / "prompts.csv"
+    rows = ["prompt,image", f"a red circle moving left,{picture}", "a green square moving right,"]
+    prompts.write_text("\n".join([*rows, ""]))
     flags = {
-        "pretrained_model_root": wan_folder,
+        "pretrained_model_root": folder,
         "output_dir": tmp_path / "run",
         "train_prompts": prompts,
         "validation_prompts": prompts,
@@ -41,7 +54,8 @@ def words(wan_folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_every_program_takes_the_folder(words, wan_folder, tmp_path, capsys):
+@pytest.mark.parametrize("kind, tokens", [("wan", 8), ("ti2v", 2)])
+def test_every_program_takes_the_folder(words, folder, kind, tokens, pictures, tmp_path, capsys):
     """Slow: whole programs; the tests of the backbone compare their parts with stock."""
     # training
     assert post_train.main(words) == 0
@@ -57,7 +71,8 @@ def test_every_program_takes_the_folder(words, wan_folder, tmp_path, capsys):
     # planner
     capsys.readouterr()
     assert plan.main(words) == 0
-    assert "5 frames of 32 x 32: 8 tokens, 0 of them text" in capsys.readouterr().out
+    size = f"5 frames of 32 x 32: {tokens} tokens, 0 of them text"
+    assert size in capsys.readouterr().out
 
     # doctor
     doctor.main([*words, "--overwrite", "--output", str(tmp_path / "doctor"), "--skip_ab"])
@@ -69,11 +84,13 @@ def test_every_program_takes_the_folder(words, wan_folder, tmp_path, capsys):
 
     # generation
     flags = {
-        "model_path": wan_folder,
+        "model_path": folder,
         "prompt": "a red circle",
         "num_inference_steps": 2,
         "device": "cpu",
     }
+    if kind == "ti2v":
+        flags |= {"image": pictures[0], "fixed_size": "32x64"}
     for name, weights in (("base", {}), ("trained", {"checkpoint_path": checkpoint})):
         generate.main(flag_list({**flags, **weights, "output_path": tmp_path / name}))
         assert len(list((tmp_path / name).glob("*.mp4"))) == 1

@@ -137,6 +137,18 @@ def test_measured_iterations(monkeypatch, flags, clips, window_start, measured):
     assert {phase: seconds[phase] for phase in measured} == pytest.approx(measured, rel=0.08)
 
 
+def test_decoding_is_counted_by_pixels(monkeypatch):
+    """Wan 2.2 TI2V has a quarter of Wan 2.1's latent positions, each of four times the pixels."""
+    monkeypatch.chdir(ROOT)
+    size = ["--num_frames", "33", "--height", "320", "--width", "576"]
+    plans = [
+        plan_of(parse(["--config", f"configs/{name}_1gpu_24gb_lora.yaml", *size]), 1)
+        for name in ("wan21", "wan22_5b")
+    ]
+    assert plans[0].latents == 4 * plans[1].latents
+    assert plans[0].decode_seconds == pytest.approx(plans[1].decode_seconds)
+
+
 def test_validation_ranks_share_the_clips():
     plan = full_size_plan(
         "--sp_size 2 --enable_fsdp True --batch_size 4 --num_generations 4 --reward_model shapes",
