@@ -78,6 +78,34 @@ def test_results_and_page_tell_what_the_stages_left(loop):
     assert "prompt 0 &lt;b&gt;" in page
 
 
+SMALLEST = {
+    "STUDY_PROMPTS": 10,
+    "CLIPS_PER_PROMPT": 2,
+    "PAIRS": 10,
+    "TRAIN_PROMPTS": 8,
+    "HELD_PROMPTS": 8,
+    "ITERATIONS": 1,
+}
+
+
+@pytest.mark.slow
+def test_the_whole_loop_from_the_first_label_to_the_page(tmp_path, monkeypatch):
+    """Slow: every program of the loop, on as few clips as it takes. Ten answers need not make a better reward."""
+    for name, value in SMALLEST.items():
+        monkeypatch.setattr(demo, name, value)
+    tool = demo.tool
+    monkeypatch.setattr(demo, "tool", lambda *words: tool(*words, "--even_if_worse"))
+    demo.main(["--output", str(tmp_path), "--record", str(tmp_path / "record.json")])
+    (record,) = json.loads((tmp_path / "record.json").read_text())["seeds"]
+    assert record["answers"] == 10
+    assert set(record["seconds"]) == {"teach", "learn", "train", "compare"}
+    assert sum(record["verdicts"].values()) == record["blind_win_rate"]["count"] == 9
+    assert record["taste_gain"]["count"] == record["match_gain"]["count"] == 8
+    assert (tmp_path / "record.md").read_text().count("| 0 |") == 1
+    page = (tmp_path / "seed-0" / "people.html").read_text()
+    assert page.count("data:video/mp4;base64,") >= 16
+
+
 def test_stages_that_are_done_are_not_repeated(loop, monkeypatch):
     def forbidden(*words, **kwargs):
         raise AssertionError(words)
