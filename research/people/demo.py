@@ -251,7 +251,7 @@ class Loop:
     def write_page(self, record: dict[str, Any]) -> None:
         """The page that tells the story."""
         before, after = (read_clips(place, anywhere=True) for place in self.ends())
-        pairs = pair_clips(before, after)[:: HELD_PROMPTS // 8]
+        pairs = pair_clips(before, after)[:: max(1, HELD_PROMPTS // 9)][:9]
         study, answers = read_answers(self.folder / "taught.jsonl")
         template = ENVIRONMENT.from_string((Path(__file__).parent / "people.html").read_text())
         text = template.render(
@@ -270,7 +270,7 @@ class Loop:
     def clear_answers(
         self, study: Study, answers: Sequence[Answer]
     ) -> list[tuple[str, Path, Path]]:
-        """Prompt, preferred clip and other clip of four answers: those with the clearest reason of the first dozen."""
+        """Prompt, preferred clip and other clip of three answers: those with the clearest reason of the first dozen."""
         shown = []
         for answer in answers:
             outcome = answer.outcome(QUESTION)
@@ -284,7 +284,7 @@ class Loop:
             better, worse = tastes([liked, other])
             shown.append((better - worse, study.prompt(answer.pair), liked, other))
         shown.sort(key=lambda row: row[0], reverse=True)
-        return [(prompt, liked, other) for _, prompt, liked, other in shown[:4]]
+        return [(prompt, liked, other) for _, prompt, liked, other in shown[:3]]
 
 
 def record_page(about: dict[str, Any]) -> str:
