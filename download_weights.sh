@@ -7,7 +7,7 @@ shopt -s inherit_errexit
 usage() {
     cat <<'TEXT'
 bash download_weights.sh [options]
-  --model NAME        hunyuan15 (default), wan21-1.3b, wan21-14b or wan22-ti2v-5b
+  --model NAME        hunyuan15 (default), wan21-1.3b, wan21-14b, wan22-ti2v-5b, wan22-t2v-a14b or wan22-i2v-a14b
   --output DIR        model folder; default: ckpts, for Wan ckpts/NAME
   --layout NAME       of hunyuan15: tencent (default) or diffusers
   --version NAME      transformer of hunyuan15; default: 480p_t2v; with _i2v in it, the vision encoder comes too
@@ -52,11 +52,11 @@ case $model in
         output=${output:-$PWD/ckpts} layout=${layout:-tencent} version=${version:-480p_t2v}
         [[ $layout == tencent || $layout == diffusers ]] || fail "layout is $layout; choose tencent or diffusers"
         ;;
-    wan21-1.3b | wan21-14b | wan22-ti2v-5b)
+    wan21-1.3b | wan21-14b | wan22-ti2v-5b | wan22-t2v-a14b | wan22-i2v-a14b)
         [[ -z $layout$version ]] || fail "--layout and --version are for hunyuan15; leave them out with --model $model"
         output=${output:-$PWD/ckpts/$model} layout=wan
         ;;
-    *) fail "model is $model; choose hunyuan15, wan21-1.3b, wan21-14b or wan22-ti2v-5b" ;;
+    *) fail "model is $model; choose hunyuan15, wan21-1.3b, wan21-14b, wan22-ti2v-5b, wan22-t2v-a14b or wan22-i2v-a14b" ;;
 esac
 if [[ -f $template ]]; then template=$(realpath "$template"); fi
 cd "$(dirname "$0")"
@@ -197,6 +197,8 @@ wan() {
         wan21-1.3b) name=Wan2.1-T2V-1.3B room=32 ;;
         wan21-14b) name=Wan2.1-T2V-14B room=84 ;;
         wan22-ti2v-5b) name=Wan2.2-TI2V-5B room=48 ;;
+        wan22-t2v-a14b) name=Wan2.2-T2V-A14B room=142 ;; # at most: two transformers in fp32
+        wan22-i2v-a14b) name=Wan2.2-I2V-A14B room=142 ;;
     esac
     space "model $model" $room "$output"
     fetch "*" "$output" "Wan-AI/$name-Diffusers"

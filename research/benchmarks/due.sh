@@ -12,6 +12,8 @@
 #            (research/studies/overoptimisation.py); called again, it continues them
 #   wan      Wan 2.1 1.3B against stock diffusers, and an iteration inside 24 GB
 #   ti2v     the same of Wan 2.2 TI2V 5B, text to video and image to video
+#   a14b     an iteration of Wan 2.2 A14B, whose transformers take turns on the GPU, with its peak beside the plan; it writes
+#            58 GB of weights first: called again on the same machine, it continues
 #   images   image to video and 720p against stock diffusers and the planner
 #   people   learning a reward from answers at full size: heads, and LoRA with recomputed layers and bf16 autocast
 #   study    the studies of research/studies/second_edition.py that STUDIES names (rates, which the others need), one
@@ -81,6 +83,13 @@ ti2v() {
   run benchmarks.wan "${model[@]}" --rehearse --output "$output/rehearsal.md" > "$output/rehearsal.log" 2>&1
   [[ -z ${REHEARSE:-} ]] || return 0
   run benchmarks.wan "${model[@]}" --output "$output/$today-ti2v.md"
+}
+
+a14b() {
+  local model=(--model wan22-t2v-a14b)
+  run benchmarks.wan "${model[@]}" --rehearse --output "$output/rehearsal.md" > "$output/rehearsal.log" 2>&1
+  [[ -z ${REHEARSE:-} ]] || return 0
+  run benchmarks.wan "${model[@]}" --scratch "${SCRATCH:-/tmp/a14b}" --output "$output/$today-a14b.md"
 }
 
 images() {

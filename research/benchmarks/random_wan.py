@@ -1,7 +1,8 @@
 """Write a Wan folder with random weights: the architecture of a published model, or a tiny one for the CPU.
 
-Transformer and VAE are full size: 1.42 B parameters for Wan 2.1 1.3B, 5.0 B for Wan 2.2 TI2V 5B. The text encoder has
-the real widths but two layers, because it is used once per prompt and then leaves the device.
+Transformers and VAE are full size: 1.42 B parameters for Wan 2.1 1.3B, 5.0 B for Wan 2.2 TI2V 5B, twice 14.3 B for Wan
+2.2 A14B. The text encoder has the real widths but two layers, because it is used once per prompt and then leaves the
+device.
 """
 
 from collections.abc import Sequence

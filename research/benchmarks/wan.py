@@ -2,11 +2,13 @@
 
     python -m research.benchmarks.wan --output research/benchmarks/results/DATE-wan-h200.md
     python -m research.benchmarks.wan --model wan22-ti2v-5b --output research/benchmarks/results/DATE-ti2v-h200.md
+    python -m research.benchmarks.wan --model wan22-t2v-a14b --output research/benchmarks/results/DATE-a14b-h200.md
 
 transformer  forward and LoRA step, ours and stock on the same weights, 81 x 480 x 832, bf16, one clip
 image        the same with a clean first frame, for models that animate images
 grpo         one iteration of the model's recipe for a 24 GB card by the unmodified trainer, with the VAE and VideoAlign
-             at full size, after every graph was compiled; torch may allocate 24 GB
+             at full size, after every graph was compiled; torch may allocate 24 GB. A14B, whose transformers take turns
+             on the GPU, runs its recipe for eight GPUs on one, with shorter clips and without a limit
 
 Random weights. The page is written after each part. `--only NAME` runs one part, `--rehearse` tries the script with a
 tiny model on the CPU.
@@ -45,12 +47,12 @@ from sage_grpo.models.lora import POLICY
 from sage_grpo.models.wan.backbone import Wan
 from sage_grpo.models.wan.transformer import WanTransformer
 from sage_grpo.parallel.ranks import join_ranks
-from sage_grpo.tools.plan.memory import peak
+from sage_grpo.tools.plan.memory import peak, swapped_bytes
 from sage_grpo.tools.plan.planner import plan_of
 from sage_grpo.train.build import build_trainer
 
 PARTS = ("transformer", "image", "grpo")
-LIMIT = 24e9  # bytes that torch may allocate in the iteration
+LIMIT = 24e9  # bytes
 CLIPS = 4
 PROMPT = (
     "A red kite rises over a windy beach while two children run below it, wide shot, morning light."
@@ -69,6 +71,8 @@ class Case(NamedTuple):
     grid: tuple[int, int, int]  # latents of 81 x 480 x 832
     timestep_per_token: bool = False  # as the stock pipeline passes them
     flags: str = ""  # of the iteration, besides the recipe and ALWAYS
+    parts: tuple[str, ...] = ("transformer", "grpo")
+    limit: float | None = LIMIT  # bytes that torch may allocate in the iteration
 
 
 CASES = {
@@ -84,6 +88,15 @@ CASES = {
         recipe="wan22_5b_1gpu_24gb_lora",
         grid=(21, 30, 52),
         timestep_per_token=True,
+        parts=PARTS,
+    ),
+    "wan22-t2v-a14b": Case(
+        title="Wan 2.2 A14B",
+        recipe="wan22_a14b_8gpu_lora",
+        grid=(21, 60, 104),
+        flags="--gpus 1 --enable_fsdp False --num_frames 33",
+        parts=("grpo",),  # each of its transformers is that of Wan 2.1 14B
+        limit=None,
     ),
 }
 REHEARSED = "--num_frames 5 --height 32 --width 32 --num_sampling_steps 6 --lora_r 4 --dtype fp32 --device cpu"
@@ -188,9 +201,9 @@ def iteration(scratch: Path, name: str, rehearse: bool) -> Results:
     if rehearse:
         words += REHEARSED.split()
         device = "cpu"
-    else:
+    elif case.limit is not None:
         memory = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(LIMIT / memory)
+        torch.cuda.set_per_process_memory_fraction(case.limit / memory)
 
     config = parse([str(word) for word in words])
     with join_ranks(600, sharded=config.enable_fsdp, device_type=device) as ranks:
@@ -212,6 +225,8 @@ def iteration(scratch: Path, name: str, rehearse: bool) -> Results:
         "clips_per_hour": 3600 * CLIPS / sum(seconds.values()),
         "deviation": record["policy/ratio_max_deviation"],
         "clip": [config.num_frames, config.height, config.width],
+        "limit": case.limit,
+        "host": swapped_bytes(plan_of(config, 1)) / 1e9,
     }
 
 
@@ -221,7 +236,7 @@ def page(results: Results) -> str:
     lines = heading(case.title, results["about"])
     writers = {"transformer": transformer_page, "image": transformer_page, "grpo": iteration_page}
     for name, write in writers.items():
-        if name == "image" and not case.timestep_per_token:
+        if name not in case.parts:
             continue
         part = results["parts"].get(name)
         lines += ["", f"## {name}", ""]
@@ -254,14 +269,17 @@ def iteration_page(part: dict[str, Any]) -> list[str]:
         seconds = part["seconds_of"][phase]
         rows.append((phase, f"{seconds:.2f}", f"{seconds / CLIPS:.2f}"))
     frames, height, width = part["clip"]
+    limit = part.get("limit", LIMIT)
+    limit = "no limit" if limit is None else f"limit {limit / 1e9:.0f} GB"
     return [
         *table(("phase", "s", "s per clip"), rows),
         "",
         f"- {CLIPS} clips of one prompt, {frames} x {height} x {width}, **{part['clips_per_hour']:.0f} clips per "
         f"GPU-hour**; the trainer adds {part['overhead']:.2%} to the transformer's time; a guided forward takes "
         f"{part['forward']:.2f} s.",
-        f"- Peak {part['peak']:.1f} GB, reserved {part['reserved']:.1f} GB, limit {LIMIT / 1e9:.0f} GB; the planner "
-        f"expects {part['planned']:.1f} GB in {part['moment']}.",
+        f"- Peak {part['peak']:.1f} GB, reserved {part['reserved']:.1f} GB, {limit}; the planner expects "
+        f"{part['planned']:.1f} GB in {part['moment']}, and {part.get('host', 0.0):.1f} GB of host memory for a "
+        "transformer that waits.",
         f"- Largest deviation of the first ratio from 1: {part['deviation']:.3g}.",
         "",
     ]
@@ -273,12 +291,14 @@ def main(arguments: list[str] | None = None) -> None:
     rehearse = options.rehearse
     parts.results.setdefault("about", about())
     parts.results["model"] = name
-    parts.run("transformer", options.limit, lambda _: transformer_rows(name, rehearse))
-    free()
-    if CASES[name].timestep_per_token:
-        parts.run("image", options.limit, lambda _: transformer_rows(name, rehearse, clean=True))
+    measures = {
+        "transformer": lambda _: transformer_rows(name, rehearse),
+        "image": lambda _: transformer_rows(name, rehearse, clean=True),
+        "grpo": lambda _: iteration(options.scratch, name, rehearse),
+    }
+    for part in CASES[name].parts:
+        parts.run(part, options.limit, measures[part])
         free()
-    parts.run("grpo", options.limit, lambda _: iteration(options.scratch, name, rehearse))
     parts.end()
 
 

@@ -210,7 +210,8 @@ def _weights_have_one_source(c: Config, ranks: int) -> str | None:
 
 
 def _mixed_precision_is_sharded(c: Config, ranks: int) -> str | None:
-    if c.dtype not in (None, c.master_weight_type) and not c.enable_fsdp:
+    # an adapter casts what it reads, so it may have another precision than the frozen weights
+    if c.dtype not in (None, c.master_weight_type) and not c.enable_fsdp and not c.use_lora:
         return (
             f"dtype {c.dtype} with master_weight_type {c.master_weight_type} needs enable_fsdp True, "
             "which works on one GPU too; else choose one of them for both"

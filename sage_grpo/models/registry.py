@@ -21,7 +21,7 @@ BACKBONES = {
 # By the beginning of the version: the pipeline of folders that name none. These are folders in
 # Tencent's layout and, for the planner, folders that do not exist. The first row that matches wins.
 VERSIONS = {
-    "wan": "WanPipeline",  # wan21-1.3b, wan21-14b, wan21-14b-720p, wan22-ti2v-5b
+    "wan": "WanPipeline",  # wan21-1.3b, wan21-14b, wan21-14b-720p, wan22-ti2v-5b, wan22-t2v-a14b, ...
     "480p_i2v": "HunyuanVideo15ImageToVideoPipeline",  # with any suffix, such as _distilled
     "720p_i2v": "HunyuanVideo15ImageToVideoPipeline",
     "": "HunyuanVideo15Pipeline",  # everything else, also no version

@@ -190,6 +190,8 @@ def test_the_other_layout_is_one_repository(download):
         ("wan21-1.3b", "Wan2.1-T2V-1.3B", 32),
         ("wan21-14b", "Wan2.1-T2V-14B", 84),
         ("wan22-ti2v-5b", "Wan2.2-TI2V-5B", 48),
+        ("wan22-t2v-a14b", "Wan2.2-T2V-A14B", 142),
+        ("wan22-i2v-a14b", "Wan2.2-I2V-A14B", 142),
     ],
 )
 def test_wan_is_one_repository_in_a_folder_of_its_own(model, repository, gigabytes):
@@ -213,7 +215,8 @@ def test_wan_is_one_repository_in_a_folder_of_its_own(model, repository, gigabyt
     [
         (
             ("--model", "wan"),
-            "model is wan; choose hunyuan15, wan21-1.3b, wan21-14b or wan22-ti2v-5b",
+            "model is wan; choose hunyuan15, wan21-1.3b, wan21-14b, wan22-ti2v-5b, wan22-t2v-a14b or "
+            "wan22-i2v-a14b",
         ),
         (
             ("--model", "wan21-14b", "--version", "720p"),

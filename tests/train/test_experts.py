@@ -125,10 +125,14 @@ def test_transformers_that_take_turns_train_to_the_same_bits(make, monkeypatch):
     results = []
     for takes_turns in (False, True):
         monkeypatch.setattr(A14b, "takes_turns", lambda self, model, on=takes_turns: on)
-        trainer = make(**LORA, enable_gradient_checkpointing=True, overwrite=True)
+        # as on a GPU, an adapter in fp32 beside weights in bf16
+        trainer = make(**LORA, dtype="bf16", enable_gradient_checkpointing=True, overwrite=True)
+        dtypes = {p.dtype for p in trainer.backbone.transformer.parameters()}
+        assert dtypes == {torch.bfloat16, torch.float32}
         swap = trainer.backbone.transformer.transformer.swap
         assert (swap is not None) == takes_turns
-        found, _, _ = next_gradients(trainer)
+        found, record, _ = next_gradients(trainer)
+        assert record["policy/ratio_max_deviation"] == 0.0
         results.append(found)
     assert swap.num_copies > 4
     assert results[0].keys() == results[1].keys()

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from sage_grpo.models.cost import BACKWARD_OF_ATTENTION
+from sage_grpo.tools.plan.memory import swapped_bytes
 from sage_grpo.tools.plan.model import BYTES, GRADIENT_BYTES, Plan
 from sage_grpo.train.validation import validation_sampling
 
@@ -131,15 +132,27 @@ def times(plan: Plan, overlap: bool = True) -> dict[str, float]:
         # Parameters move to the host, the anchor comes in, and the parameters come back.
         anchor += trained_here * (2 * BYTES[c.master_weight_type] + BYTES[c.dtype]) / r.host
 
+    # Transformers that take turns on the GPU change in the middle of a clip and for the next one.
+    changes = 2 * plan.micro_batches if swapped_bytes(plan) else 0
+
     old_policy = plan.old_policy_passes * forward + plan.old_policy_gathers * forward_gather
 
     return {
-        "rollout": plan.rollout_passes * sampling + plan.rollout_gathers * sampling_gather,
+        "rollout": plan.rollout_passes * sampling
+        + plan.rollout_gathers * sampling_gather
+        + changes * change_time(plan),
         "decode": math.ceil(c.batch_size / c.sp_size) * plan.decode_seconds,
         "reward": c.batch_size * sum(reward.seconds for reward in plan.rewards),
         "anchor": old_policy + plan.anchor_fraction * anchor,
         "update": update,
     }
+
+
+def change_time(plan: Plan) -> float:
+    """Seconds that a forward waits for a transformer from host memory: for one block, or for what it cannot hide."""
+    model = plan.model
+    copy = model.layers * model.block * BYTES[plan.config.dtype] / plan.rates.host
+    return max(copy - forward_time(plan), copy / model.layers)
 
 
 def waiting_time(plan: Plan) -> float:

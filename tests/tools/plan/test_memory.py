@@ -266,3 +266,26 @@ def test_a_node_keeps_the_offloaded_anchor_and_the_weights_that_it_replaces(flag
     """The anchor in bf16 and, while it runs, the policy in fp32, besides the copy of a checkpoint."""
     plan = imaginary_plan(**flags)
     assert host_bytes(plan) - snapshot_bytes(plan) == parameters * (2 + 4)
+
+
+def test_of_two_transformers_one_is_on_the_gpu_unless_they_are_sharded():
+    """Blocks of both are in host memory, and what is outside of them is on the GPU."""
+    two = replace(MODEL, experts=2, boundary=0.9)
+    ordered = {"enable_timestep_permutation": False}
+
+    def plan(config: Config, **flags: object) -> Plan:
+        return Plan(replace(config, **flags), two, TRAINED, 4, text_tokens=2)
+
+    turns = plan(LORA, enable_fsdp=False)
+    in_blocks = 5 * 240
+    assert memory(turns)["weights"] == at(2 * (2 * 1600 - in_blocks) + 4 * 1200)
+    assert host_bytes(turns) - snapshot_bytes(turns) == 4 * 2 * 2 * in_blocks
+
+    sharded = plan(LORA, **ordered)
+    assert memory(sharded)["weights"] == at(2 * 2 * 1600 / 4 + 4 * TRAINED_HERE)
+    outside = 1600 - in_blocks
+    assert memory(sharded)["gathered weights"]["update"] == 2 * (2 * outside + 2 * 240)
+    assert host_bytes(sharded) == snapshot_bytes(sharded)
+
+    all_weights = plan(FULL, **ordered)
+    assert export_bytes(all_weights) == 2 * export_bytes(imaginary_plan())
