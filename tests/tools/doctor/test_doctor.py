@@ -134,12 +134,23 @@ def asked(doctor: Doctor, check: str, **flags: object) -> list[str]:
     return [finding["mark"] for finding in doctor.findings(check)]
 
 
+@pytest.mark.parametrize("shift, mark", [(3.2, "ok"), (60.0, "note")])
+def test_a_shift_that_misplaces_the_steps_is_noted(run_doctor, shift, mark):
+    """Of the trivial model, whose own shift is 3; its clips are noise, so their rewards tell nothing."""
+    flags = {"num_sampling_steps": 4, "timestep_shift": shift, "guidance_scale": 2}
+    run_doctor("--prompts", "3", "--clips", "2", **flags)
+    rollouts, validation = run_doctor.findings("sampling")
+    assert (rollouts["mark"], validation["mark"]) == (mark, "ok")
+    assert (rollouts["numbers"]["times_as_far"] > 1.25) is (mark == "note")
+
+
 @pytest.mark.slow
 def test_the_model_is_asked_what_a_run_cannot_tell(embedded_doctor, tmp_path):
     """Slow, because only a trained model has an answer: a wrong shift and a wrong scale of the VAE are noted."""
     assert asked(embedded_doctor, "sampling") == ["ok", "ok"]
     assert embedded_doctor.findings("latents")[0]["mark"] == "ok"
     assert embedded_doctor.findings("damage")[0]["mark"] == "ok"
+    assert asked(embedded_doctor, "sampling", timestep_shift=1.0) == ["note", "ok"]
 
     model = tmp_path / "scaled"
     shutil.copytree(TINY, model)
