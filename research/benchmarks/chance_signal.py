@@ -2,12 +2,19 @@
 
     python -m research.benchmarks.chance_signal                 minutes on a CPU
     python -m research.benchmarks.chance_signal --iterations 1600 --algorithms nft
+    python -m research.benchmarks.chance_signal --algorithms awm nft --prompts 2 --accumulation 2 --seeds 1 2 3
 
 The reward is a checksum of the clip: it is the same whenever a clip is scored, but nothing about it can be learned, so
 no part of a gradient is signal. Iterations are the real trainer's, on a policy of 8,899 parameters; their shares are
 averaged as the diagnosis does, weighted by the squared norm of the gradient. The interval should contain
 0 for every algorithm, for updates of one and of two groups of clips, made of one iteration or of two. With awm and nft,
 one group in one update has no independent halves, and its signal is not known.
+
+Why it should: let a and b be the gradients of the two halves. Given the clips, chance orders the rewards of a group
+anyhow, so each group's gradient has mean 0, and those of different groups are independent: E a.b = 0. That advantages
+of a group add up to 0 ties clips of one group only, and a half holds whole groups. The share of n updates is
+the sum of 2 (|b|^2 - |a|^2) + 4 a.b over that of |a + b|^2. Its mean is about -2 / (n d) for gradients that point in
+d directions, because a.b is in the denominator too: less than 1 / sqrt(n d) of its own standard error.
 """
 
 import argparse
@@ -23,6 +30,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from sage_grpo.config.fields import Config
 from sage_grpo.config.parse import from_values
 from sage_grpo.models.registry import BACKBONES
 from sage_grpo.rewards.registry import REWARDS
@@ -89,7 +97,12 @@ def write_model(folder: Path) -> None:
 
 
 def measure(
-    folder: Path, algorithm: str, prompts: int, accumulation: int, iterations: int
+    folder: Path,
+    algorithm: str,
+    prompts: int,
+    accumulation: int,
+    iterations: int,
+    seed: int = Config().seed,
 ) -> tuple[float, float]:
     """Share of signal and its standard error, over a run of `iterations` on `prompts` x 8 clips each."""
     BACKBONES[PIPELINE] = f"{__name__}:Wide"
@@ -98,7 +111,7 @@ def measure(
     if not model.is_dir():
         write_model(model)
 
-    run = folder / f"{algorithm}-{prompts}-{accumulation}"
+    run = folder / f"{algorithm}-{prompts}-{accumulation}-{seed}"
     changes = {
         "pretrained_model_root": str(model),
         "train_prompts": str(model / "prompts.txt"),
@@ -108,6 +121,7 @@ def measure(
         "batch_size": 8 * prompts,
         "gradient_accumulation_steps": accumulation,
         "max_steps": iterations,
+        "seed": seed,
     }
     config = from_values(FLAGS | changes)
     lines = []
@@ -133,22 +147,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--iterations", type=int, default=400)
     parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=ALGORITHMS)
+    parser.add_argument("--prompts", nargs="+", type=int, default=(2, 1), help="per iteration")
+    parser.add_argument(
+        "--accumulation", nargs="+", type=int, default=(1, 2), help="iterations per update"
+    )
+    parser.add_argument("--seeds", nargs="+", type=int, default=(Config().seed,))
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
 
-    print(
-        "| algorithm | prompts x clips | iterations per update | signal, with its standard error |"
-    )
-    print("|---|---|---|---|")
+    print("| algorithm | prompts x clips | iterations per update | seed | signal, standard error |")
+    print("|---|---|---|---|---|")
+    cases = product(options.algorithms, options.prompts, options.accumulation, options.seeds)
     with tempfile.TemporaryDirectory() as folder:
-        for algorithm, prompts, accumulation in product(options.algorithms, (2, 1), (1, 2)):
+        for algorithm, prompts, accumulation, seed in cases:
             share, error = measure(
-                Path(folder), algorithm, prompts, accumulation, options.iterations
+                Path(folder), algorithm, prompts, accumulation, options.iterations, seed
             )
-            print(
-                f"| {algorithm} | {prompts} x 8 | {accumulation} | {signal_text(share, error)} |",
-                flush=True,
-            )
+            text = signal_text(share, error)
+            print(f"| {algorithm} | {prompts} x 8 | {accumulation} | {seed} | {text} |", flush=True)
 
 
 if __name__ == "__main__":
