@@ -4,6 +4,7 @@ Kinds: `a14b`, text to video, and `animating`, image to video. With shift 5, fou
 1, 0.94, 0.83 and 0.63, and two have 1 and 0.83: as many on each side of the boundary.
 """
 
+import functools
 import re
 import shutil
 
@@ -120,13 +121,22 @@ def test_an_adapter_for_one_transformer_trains_its_steps_alone(make, which, pref
     assert plan.windows.steps == steps and plan.trained.total == trained
 
 
-def test_transformers_that_take_turns_train_to_the_same_bits(make, monkeypatch):
-    """As on a GPU: of each pair of blocks one is on the device; here both places are host memory."""
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", [False, True])
+def test_transformers_that_take_turns_train_to_the_same_bits(make, monkeypatch, compiled):
+    """As on a GPU: of each pair of blocks one is on the device; here both places are host memory.
+
+    Slow: whole iterations in bf16; test_swap.py has single blocks.
+    """
+    # other backends need a C++ compiler
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    changes = {"dtype": "bf16", "enable_gradient_checkpointing": True, "compile": compiled}
     results = []
     for takes_turns in (False, True):
         monkeypatch.setattr(A14b, "takes_turns", lambda self, model, on=takes_turns: on)
         # as on a GPU, an adapter in fp32 beside weights in bf16
-        trainer = make(**LORA, dtype="bf16", enable_gradient_checkpointing=True, overwrite=True)
+        trainer = make(**LORA, **changes, overwrite=True)
         dtypes = {p.dtype for p in trainer.backbone.transformer.parameters()}
         assert dtypes == {torch.bfloat16, torch.float32}
         swap = trainer.backbone.transformer.transformer.swap
