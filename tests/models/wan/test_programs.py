@@ -38,10 +38,13 @@ def folder(kind, request):
 
 @pytest.fixture
 def words(folder, kind, pictures, tmp_path):
-    """Flags that every program takes; the first prompt of TI2V has an image."""
-    picture = shutil.copy(pictures[0], tmp_path) if kind == "ti2v" else ""
+    """Flags that every program takes; the first prompt of TI2V has an image, and both of image to video do."""
+    with_image = {"ti2v": 1, "animating": 2}.get(kind, 0)
+    copies = [shutil.copy(picture, tmp_path) for picture in pictures[:with_image]]
+    first, second, *_ = [*copies, "", ""]
     prompts = tmp_path / "prompts.csv"
-    rows = ["prompt,image", f"a red circle moving left,{picture}", "a green square moving right,"]
+    rows = ["prompt,image", f"a red circle moving left,{first}"]
+    rows.append(f"a green square moving right,{second}")
     prompts.write_text("\n".join([*rows, ""]))
     flags = {
         "pretrained_model_root": folder,
@@ -54,7 +57,7 @@ def words(folder, kind, pictures, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, tokens", [("wan", 8), ("ti2v", 2)])
+@pytest.mark.parametrize("kind, tokens", [("wan", 8), ("ti2v", 2), ("a14b", 8), ("animating", 8)])
 def test_every_program_takes_the_folder(words, folder, kind, tokens, pictures, tmp_path, capsys):
     """Slow: whole programs; the tests of the backbone compare their parts with stock."""
     # training
@@ -89,7 +92,7 @@ def test_every_program_takes_the_folder(words, folder, kind, tokens, pictures, t
         "num_inference_steps": 2,
         "device": "cpu",
     }
-    if kind == "ti2v":
+    if kind in ("ti2v", "animating"):
         flags |= {"image": pictures[0], "fixed_size": "32x64"}
     for name, weights in (("base", {}), ("trained", {"checkpoint_path": checkpoint})):
         generate.main(flag_list({**flags, **weights, "output_path": tmp_path / name}))
