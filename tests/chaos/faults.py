@@ -446,7 +446,9 @@ def broken_promise(
         return f"the run did not stop for its reward: {state['message']}"
     if fault.kind == "hang_rank" and not flight:
         return "there is no flight record"
-    if fault.kind in ("kill_launcher", "two_starts") and said is not None and BUSY not in said:
+    # a run that was done before another start looked had given its folder back
+    is_met = said is None or BUSY in said or state["state"] == "done"
+    if fault.kind in ("kill_launcher", "two_starts") and not is_met:
         return "no start found the run folder in use"
     if fault.kind == "slow_disk" and flight:
         return f"a slow disk ended the run: {state['message']}"

@@ -130,6 +130,7 @@ def test_damage_of_every_sort_is_noticed(trained, tmp_path):
         ("damage", {}, "the damage was not noticed"),
         ("damage", {"said": "step-000004 is damaged and left out"}, ""),
         ("kill_launcher", {}, "no start found the run folder in use"),
+        ("kill_launcher", {"state": "done"}, ""),
         ("two_starts", {"said": "output_dir x is in use by process 7 on a since b"}, ""),
         ("two_starts", {"said": None}, ""),
         ("slow_disk", {"flight": 1}, "a slow disk ended the run"),
