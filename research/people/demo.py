@@ -49,15 +49,6 @@ JUDGE_NOISE = 0.20  # of the one who judges
 TRAIN_PROMPTS = 256
 HELD_PROMPTS = 64
 RECIPE = "configs/tiny_cpu_nft.yaml"
-FLAGS = {
-    "config": RECIPE,
-    "num_sampling_steps": 3,
-    "timestep_fraction": 1,
-    "tail_steps": 0,
-    "train_clips": 4,
-    "learning_rate": 3e-4,
-    "validation_solver": "euler",
-}
 ITERATIONS = 30
 WEIGHTS = {"VQ": 1.5, "MQ": 0.25, "TA": 1.5}
 
@@ -128,7 +119,7 @@ class Loop:
         file = self.folder / "taught.jsonl"
         words = [str(MODEL), "--output", str(file), "--questions", QUESTION, "--raters", "teacher"]
         words += ["--pairs", str(PAIRS), "--repeat", "0", "--study_seed", str(self.seed)]
-        words += flags(FLAGS)
+        words += ["--config", RECIPE]
         words += ["--validation_prompts", str(self.folder / "study_prompts.txt"), "--seeds"]
         words += [str(100 * self.seed + number) for number in range(CLIPS_PER_PROMPT)]
         self.label(words, file, Rater(NOISE, self.seed, SIDE), PAIRS)
@@ -150,7 +141,7 @@ class Loop:
         """Post-train with the new reward; the old one is held out, so that hacking shows."""
         if (self.ends()[1] / LISTING).is_file():
             return
-        command = [sys.executable, "post_train.py", *flags(FLAGS)]
+        command = [sys.executable, "post_train.py", "--config", RECIPE]
         command += ["--output_dir", str(self.run_folder), "--reward_path", str(self.reward)]
         command += ["--reward_weights", json.dumps(WEIGHTS), "--max_steps", str(ITERATIONS)]
         command += ["--train_prompts", str(self.folder / "train_prompts.txt")]
@@ -320,11 +311,6 @@ def record_page(about: dict[str, Any]) -> str:
         iterations=ITERATIONS,
         held_prompts=HELD_PROMPTS,
     )
-
-
-def flags(values: dict[str, Any]) -> list[str]:
-    """Words of a command line."""
-    return [word for name, value in values.items() for word in (f"--{name}", str(value))]
 
 
 def mean(values: Sequence[float]) -> float:
