@@ -8,7 +8,7 @@ import matplotlib
 import pytest
 
 from sage_grpo.config.parse import parse
-from sage_grpo.train import build
+from sage_grpo.train import limits
 
 ROOT = Path(__file__).parents[1]
 
@@ -42,7 +42,7 @@ def test_every_cell_runs(tmp_path, monkeypatch):
         prompts.unlink()
         prompts.write_text("\n".join(lines))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(build, "NUM_DRAWN", 2)
+    monkeypatch.setattr(limits, "NUM_DRAWN", 2)
     matplotlib.use("agg")
     names: dict = {}
     for number, cell in enumerate(code_cells()):
