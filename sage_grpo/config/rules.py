@@ -210,8 +210,7 @@ def _weights_have_one_source(c: Config, ranks: int) -> str | None:
 
 
 def _mixed_precision_is_sharded(c: Config, ranks: int) -> str | None:
-    # an adapter casts what it reads, so it may have another precision than the frozen weights
-    if c.dtype not in (None, c.master_weight_type) and not c.enable_fsdp and not c.use_lora:
+    if c.dtype not in (None, c.master_weight_type) and not c.enable_fsdp:
         return (
             f"dtype {c.dtype} with master_weight_type {c.master_weight_type} needs enable_fsdp True, "
             "which works on one GPU too; else choose one of them for both"
@@ -258,6 +257,11 @@ def _experts_need_lora(c: Config, ranks: int) -> str | None:
     return None
 
 
+def _mixed_weights_are_sharded(c: Config, ranks: int) -> str | None:
+    """Transformers that take turns are not sharded, and their adapters are fp32: an adapter casts what it reads."""
+    return None if c.use_lora else _mixed_precision_is_sharded(c, ranks)
+
+
 def _shards_run_equal_experts(c: Config, ranks: int) -> str | None:
     """Ranks of a sharded model gather the weights of a transformer together, so all must run the same one."""
     if not c.enable_fsdp:
@@ -265,9 +269,15 @@ def _shards_run_equal_experts(c: Config, ranks: int) -> str | None:
     reason = "ranks of a sharded model would run different transformers at a time"
     window = c.window_form
     if window.per_group and not window.is_whole:
-        return f"sde_window is {c.sde_window}; {reason}: take {window.kind}_iteration"
+        return f"sde_window is {c.sde_window}; {reason}: take {window.kind}_iteration:{window.size}"
     if c.enable_timestep_permutation:
         return f"enable_timestep_permutation is True; {reason}: set it to False"
+    if window.is_whole and c.timestep_fraction < 1 and c.lora_experts == "both":
+        return (
+            f"timestep_fraction is {c.timestep_fraction:g}: without enable_timestep_permutation it trains the noisiest "
+            "steps alone, and the transformer for low noise may never learn; set it to 1, or take a window such as "
+            "sde_window random_iteration:2"
+        )
     return None
 
 
@@ -278,8 +288,13 @@ def _graphs_run_one_transformer(c: Config, ranks: int) -> str | None:
 
 
 # Of models with one transformer, and of those with one for high and one for low noise levels.
-RULES_OF_ONE = (_one_transformer_has_no_second,)
-RULES_OF_EXPERTS = (_experts_need_lora, _shards_run_equal_experts, _graphs_run_one_transformer)
+RULES_OF_ONE = (_one_transformer_has_no_second, _mixed_precision_is_sharded)
+RULES_OF_EXPERTS = (
+    _experts_need_lora,
+    _mixed_weights_are_sharded,
+    _shards_run_equal_experts,
+    _graphs_run_one_transformer,
+)
 
 # The first problem is the one reported.
 RULES = (
@@ -298,7 +313,6 @@ RULES = (
     _intervals_end_with_an_update,
     _adapters_need_lora,
     _weights_have_one_source,
-    _mixed_precision_is_sharded,
     _trackers_are_known,
     _trackers_are_installed,
     _videos_can_be_written,

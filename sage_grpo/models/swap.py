@@ -8,6 +8,7 @@ block, as long as a block computes longer than the next one is copied.
 Trained weights, such as adapters, stay on the device, and so does everything outside the blocks.
 """
 
+import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -55,6 +56,8 @@ class BlockSwap:
             self.arrivals = [torch.cuda.Event() for _ in first_stack]
             for flat in self.host.values():
                 pin(flat)
+            # it keeps the memory until its pages are unlocked
+            weakref.finalize(self, unpin, list(self.host.values()))
 
     def fetch(self, block: nn.Module, direction: int = 1) -> None:
         """Make a block's weights ready for what is launched next, and copy those of its neighbor meanwhile.
@@ -150,3 +153,11 @@ def pin(tensor: Tensor) -> None:
             f"{tensor.nbytes / 1e9:.2f} GB of host memory could not be locked (CUDA error {int(code)}): "
             "raise the limit of locked memory (ulimit -l), or free memory"
         )
+
+
+def unpin(tensors: Sequence[Tensor]) -> None:
+    """Unlock the pages of tensors that `pin` locked, once no copy from them is under way."""
+    torch.cuda.synchronize()
+    runtime = torch.cuda.cudart()
+    for tensor in tensors:
+        runtime.cudaHostUnregister(tensor.data_ptr())

@@ -5,6 +5,7 @@
       trainer/rank-00000.safetensors ...     everything that training changes, each rank's rows
       pytorch_lora_weights.safetensors       with LoRA: the adapter for other software, EMA applied
       transformer/                           with all weights, when `export_interval` asks for it: the same
+      (..._2.safetensors, transformer_2/)    of a model with a second transformer, for low noise levels
       README.md, curves.png                  with either of them: the model card
       manifest.json                          SHA-256 of each of these files
 

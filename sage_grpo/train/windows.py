@@ -46,19 +46,20 @@ class Windows:
 
 
 def build_windows(form: WindowForm, stochastic: Tensor, seed: int) -> Windows:
-    """Windows among the steps that can have noise, `stochastic` (T,) bool, which are consecutive in every sampler."""
+    """Windows among the steps that have noise and are trained, `stochastic` (T,) bool: consecutive in every sampler."""
     noisy = stochastic.nonzero().flatten().tolist()
     if not form.last_step:
         noisy = [step for step in noisy if step < len(stochastic) - 1]
     if not noisy:
         raise ValueError(
-            "the schedule has no stochastic step to train: choose an sde_type other than ode, or eta > 0"
+            "the schedule has no stochastic step to train: choose an sde_type other than ode, or eta > 0; "
+            "with lora_experts, a transformer that has steps"
         )
 
     size = len(noisy) if form.size is None else form.size
     if size > len(noisy):
         raise ValueError(
-            f"sde_window has a SIZE of {size}; it can be at most {len(noisy)}, the steps that explore"
+            f"sde_window has a SIZE of {size}; it can be at most {len(noisy)}, the steps that explore and are trained"
         )
     if not form.even:
         return Windows(form, size, first=noisy[0], places=len(noisy) - size + 1, seed=seed)

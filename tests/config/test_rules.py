@@ -53,6 +53,10 @@ def refused(values, ranks, words):
         ({"report_to": "no.such"}, "report_to names no.such; choose from"),
         ({"report_to": "wandb"}, "wandb, which is not installed: pip install wandb"),
         ({"dtype": "bf16"}, "bf16 with master_weight_type fp32 needs enable_fsdp"),
+        (
+            {"dtype": "bf16", "use_lora": True},
+            "bf16 with master_weight_type fp32 needs enable_fsdp",
+        ),
         ({"lora_experts": "low"}, "the model has one transformer for all noise levels"),
         ({"guidance_scale_2": 3.0}, "the model has one transformer for all noise levels"),
     ],

@@ -377,6 +377,7 @@ def test_the_doctor_knows_which_transformer_waits(make):
     [
         ({"enable_fsdp": True, "sde_window": "random:2", "gather_for_rollout": True, **ORDERED}, "random_iteration"),
         ({"enable_fsdp": True}, "enable_timestep_permutation is True"),
+        ({"enable_fsdp": True, "timestep_fraction": 0.5, **ORDERED}, "may never learn"),
         ({"cuda_graphs": True, "guidance_scale": 1.0}, "cuda_graphs is True"),
         ({"lora_experts": "high"}, "set use_lora True"),
     ],

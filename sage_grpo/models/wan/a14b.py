@@ -69,9 +69,10 @@ class A14b(Wan):
     ) -> Tensor:
         """The velocity of each clip's own transformer, which only runs if some clip needs it."""
         is_high = high_levels(sigma, self.boundary, x.device)
-        if is_high.all():
+        num_high = int(is_high.sum())  # read once: the host waits for the device here
+        if num_high == len(is_high):
             return velocity_of(HIGH)
-        if not is_high.any():
+        if num_high == 0:
             return velocity_of(LOW)
         return torch.where(is_high.view(-1, 1, 1, 1, 1), velocity_of(HIGH), velocity_of(LOW))
 

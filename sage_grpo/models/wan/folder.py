@@ -118,7 +118,7 @@ class WanFolder(DiffusersFolder):
     def check_sizes(self, path: Path, config: Mapping[str, Any]) -> None:
         if config.get("image_dim") is not None or config.get("added_kv_proj_dim") is not None:
             raise ValueError(
-                f"{path} is of an image-to-video transformer; only text-to-video can be trained"
+                f"{path} is of an image-to-video transformer of Wan 2.1, which cannot be trained; Wan 2.2 can"
             )
         is_vae = "z_dim" in config
         patch = config.get("patch_size")

@@ -56,8 +56,11 @@ def train(
     of step 1, 2, ... gradients: adds the gradients of a batch's loss to the parameters and returns the
     loss. name: of the progress bar. after_step: called with the number of a finished step and its loss; True ends the
     training. record: makes a step over static buffers fast; batches must then have one shape, and the step runs a few
-    times at a learning rate of 0 before. state: where to store the state of training, and to continue from.
+    times at a learning rate of 0 before. state, not with record: where to store the state of training, and to continue
+    from.
     """
+    if record and state:
+        raise ValueError("a recorded step keeps its moments: give either record or state")
     trained = list(parameters.values())
     rate = torch.zeros((), device=trained[0].device)
     optimizer = torch.optim.AdamW(

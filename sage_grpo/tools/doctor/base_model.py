@@ -133,7 +133,7 @@ def sampling_finding(
         for setting in ("shift", "guidance", "guidance_2")
     )
     if is_own:
-        text = f"{name} have the model's own shift {own.shift:g} and guidance {own.guidance:g}"
+        text = f"{name} have the model's own {settings_text(own)}"
         return ok("sampling", text, numbers={"of": name, "differs": False})
 
     c = trainer.config
@@ -150,8 +150,8 @@ def sampling_finding(
         "spread": spread,
     }
     text = (
-        f"{name} have shift {sampling.shift:g} and guidance {sampling.guidance:g}, the model's own are "
-        f"{own.shift:g} and {own.guidance:g}: in {c.num_sampling_steps} steps that changes the reward by "
+        f"{name} have {settings_text(sampling)}, the model's own are {settings_text(own)}: "
+        f"in {c.num_sampling_steps} steps that changes the reward by "
         f"{change.mean:+.2g} ± {change.half:.2g}, which varies by {spread:.2g} between clips"
     )
     is_worse = change.sign < 0 and -change.mean > WORSE * spread
@@ -169,8 +169,16 @@ def sampling_finding(
     if not is_worse:
         return ok("sampling", text, numbers=numbers)
     flag = "timestep_shift" if name == "rollouts" else "validation_timestep_shift"
-    advice = f"unless that is meant, leave out {flag} and guidance_scale"
+    advice = f"unless that is meant, leave out {flag}, guidance_scale and guidance_scale_2"
     return note("sampling", f"{text}; {advice}", numbers=numbers)
+
+
+def settings_text(sampling: Sampling) -> str:
+    """Shift and guidance, of two transformers both of theirs."""
+    text = f"shift {sampling.shift:g} and guidance {sampling.guidance:g}"
+    if sampling.guidance_2 is not None:
+        text += f" / {sampling.guidance_2:g}"
+    return text
 
 
 def latents_finding(trainer: Trainer, yardstick: Sampled) -> Finding:

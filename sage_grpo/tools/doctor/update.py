@@ -133,7 +133,8 @@ def reason_for_silence(trainer: Trainer, trajectory: Trajectory, name: str) -> s
         return "lora_A wait for their lora_B, which starts at 0"
     negative = trainer.trained_guidance.negative
     conditionings = [trajectory.cond] if negative is None else [trajectory.cond, negative]
-    levels = trainer.schedule.sigmas[trajectory.steps].flatten().tolist()
+    trained_steps = trajectory.steps.gather(1, trajectory.order)
+    levels = trainer.schedule.sigmas[trained_steps].flatten().tolist()
     return trainer.backbone.awaits(name, conditionings, levels)
 
 

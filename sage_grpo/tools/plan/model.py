@@ -18,9 +18,8 @@ from sage_grpo.train.windows import build_windows, num_trained
 
 BYTES = {"fp32": 4, "bf16": 2}  # of one number
 GRADIENT_BYTES = BYTES["fp32"]  # of one number while gradients are summed over ranks
-MEASURED_SPATIAL = (
-    16  # pixels per row and column of a latent position, of the VAE whose decoding was timed
-)
+# pixels per row and column of a latent position, of the VAE whose decoding was timed
+MEASURED_SPATIAL = 16
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,9 @@ class Plan:
         learns = trained_levels(schedule.sigmas[:-1], self.model.boundary, c.adapted_experts)
         self.windows = build_windows(c.window_form, schedule.stochastic & learns, c.seed)
         self.trained_steps = num_trained(self.windows.size, c.timestep_fraction)
-        scales = {c.guidance_scale, c.guidance_scale_2 or c.guidance_scale}
+        scales = {c.guidance_scale}
+        if c.guidance_scale_2 is not None:
+            scales.add(c.guidance_scale_2)
         self.branches = 1 if all(math.isclose(scale, 1.0) for scale in scales) else 2
         self.trained_branches = self.branches if self.algorithm.explores else 1
 

@@ -122,9 +122,8 @@ def _evaluated(
     places = {}
     with join_ranks(config.start_timeout, device_type=device) as ranks:
         evaluation = Evaluation(options, config, ranks)
-        evaluation.world = (
-            None  # people judge; the exact judge of the embedded world takes longer than sampling
-        )
+        # people judge; the exact judge of the embedded world takes longer than sampling
+        evaluation.world = None
         evaluation.check_settings(systems)
         for name, path in systems.items():  # the base model comes first: weights are loaded over it
             place = output / name
