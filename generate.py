@@ -283,12 +283,9 @@ def sampling_for(args: argparse.Namespace, backbone: "Backbone", request: Reques
 
 def second_guidance(args: argparse.Namespace, backbone: "Backbone") -> float | None:
     """The guidance of a second transformer: as the first one's if only that is given, as in stock pipelines."""
+    backbone.check_second_guidance(args.guidance_scale_2)
     if args.guidance_scale_2 is None:
         return backbone.sampling.guidance_2 if args.guidance_scale is None else None
-    if len(backbone.experts) == 1:
-        raise ValueError(
-            f"--guidance_scale_2 is {args.guidance_scale_2:g}, but the model has one transformer: leave it out"
-        )
     return args.guidance_scale_2
 
 

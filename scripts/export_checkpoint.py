@@ -3,7 +3,7 @@
     python scripts/export_checkpoint.py --checkpoint RUN/checkpoints/step-000100 --output FOLDER --layout diffusers
 
 layout diffusers   FOLDER replaces transformer/ in a diffusers model folder
-       tencent     FOLDER replaces transformer/480p_t2v, or the matching version, in Tencent's layout
+       tencent     HunyuanVideo-1.5: FOLDER replaces transformer/480p_t2v, or the matching version, in Tencent's layout
        lora        FOLDER holds the adapter in diffusers format
        comfyui     FOLDER holds one file, named like FOLDER: an adapter for ComfyUI/models/loras, at strength 1, or
                    all weights for ComfyUI/models/diffusion_models
@@ -19,7 +19,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +70,9 @@ from sage_grpo.files import foreign, manifest
 from sage_grpo.files.json_files import naming, printable, read_config, read_object
 from sage_grpo.files.paths import check_folder
 from sage_grpo.models import comfyui
-from sage_grpo.models.backbone import Origin
+from sage_grpo.models.backbone import Backbone, Origin
 from sage_grpo.models.denoiser import TRANSFORMER
+from sage_grpo.models.hunyuan15.backbone import Hunyuan15
 from sage_grpo.models.hunyuan15.folder import ModelFolder
 from sage_grpo.models.hunyuan15.tencent import RULES, SETTINGS, diffusers_config
 from sage_grpo.models.hunyuan15.transformer import PackedTransformer
@@ -92,7 +93,7 @@ from sage_grpo.models.weights import (
 from sage_grpo.runs.card import model_card
 from sage_grpo.runs.history import RunHistory, read_run
 from sage_grpo.train.checkpoint import read_state
-from sage_grpo.train.export import origin_of, recipe_of
+from sage_grpo.train.export import is_one_of_two, origin_of, recipe_of
 
 DTYPES = dict(zip(DTYPE_NAMES, (torch.float32, torch.bfloat16, torch.float16), strict=True))
 IN_FOLDER_NAME = ("target_size", "task_type")  # settings that Tencent's layout has there
@@ -118,6 +119,8 @@ def export(
         raise ValueError(
             f"{checkpoint} holds all weights and no adapter; use --layout diffusers or tencent"
         )
+    if layout == "tencent":
+        check_tencent(checkpoint, model_path)
 
     drafts = foreign.new_folder(output)
     draft = drafts / layout
@@ -153,12 +156,6 @@ def export(
         shutil.rmtree(drafts)
 
 
-def is_one_of_two(checkpoint: Path, adapters: Mapping[str, Path]) -> bool:
-    """Whether the adapters are of a model with two transformers, of which they may adapt one."""
-    config = read_state(checkpoint)["config"]
-    return len(adapters) > 1 or config.get("lora_experts", "both") != "both"
-
-
 def transformer_folders(folder: Path) -> dict[str, Path]:
     """The folders of the transformers that `write_diffusers` wrote: `folder` itself, or folders in it."""
     inside = {name: folder / name for name in LORA_FILES if (folder / name).is_dir()}
@@ -173,6 +170,10 @@ def write_card(checkpoint: Path, folder: Path, layout: str, model_path: Path | N
         root = model_path or Path(config["pretrained_model_root"])
         backbone = open_backbone(root, version=version_of(config, root), complete=False)
         prints = state.get("fingerprints", {})
+        adapters = saved_adapters(checkpoint)
+        # the checkpoint first: the folder of the model may not be here
+        experts = list(adapters) or exported_transformers(checkpoint) or list(backbone.experts)
+        has_two = is_one_of_two(checkpoint, adapters) or len({*experts, *backbone.experts}) > 1
         files = model_card(
             recipe_of(config),
             history_of(checkpoint, state["step"]),
@@ -183,7 +184,8 @@ def write_card(checkpoint: Path, folder: Path, layout: str, model_path: Path | N
             # a folder that is not here may have held any weights of that architecture
             origin=origin_of(backbone) if root.is_dir() else Origin(),
             layout=layout,
-            experts=list(saved_adapters(checkpoint)) or list(backbone.experts),
+            experts=experts,
+            num_transformers=2 if has_two else 1,
         )
         for name, content in files.items():
             (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
@@ -220,7 +222,7 @@ def write_diffusers(checkpoint: Path, folder: Path, model_path: Path | None) -> 
 
     Adapters and shards change `model_path`, by default the run's model.
     """
-    exported = [name for name in LORA_FILES if (checkpoint / name).is_dir()]
+    exported = exported_transformers(checkpoint)
     if exported:
         if model_path is not None:
             raise ValueError(
@@ -236,14 +238,7 @@ def write_diffusers(checkpoint: Path, folder: Path, model_path: Path | None) -> 
             )
         return
 
-    file = checkpoint / "trainer" / "state.json"
-    config = read_object(file).get("config")
-    root = model_path or Path(setting(config, "pretrained_model_root", file))
-    version = None
-    if ModelFolder(root).is_tencent:
-        version = setting(config, "pretrained_transformer_version", file)
-    base = open_backbone(root, version=version, complete=False)
-
+    base = open_base(checkpoint, model_path)
     adapters = saved_adapters(checkpoint)
     base_weights = base.open_weights()
     for name, transformer in base.empty_transformer().experts.items():
@@ -257,6 +252,22 @@ def write_diffusers(checkpoint: Path, folder: Path, model_path: Path | None) -> 
         place = folder / name if prefix else folder
         save_weights(place, tensors)
         (place / "config.json").write_text(transformer.to_json_string())
+
+
+def exported_transformers(checkpoint: Path) -> list[str]:
+    """The folders of a checkpoint with all weights of a transformer; empty for adapters and shards."""
+    return [name for name in LORA_FILES if (checkpoint / name).is_dir()]
+
+
+def open_base(checkpoint: Path, model_path: Path | None) -> Backbone:
+    """The model that adapters or shards change: `model_path`, by default the run's."""
+    file = checkpoint / "trainer" / "state.json"
+    config = read_object(file).get("config")
+    root = model_path or Path(setting(config, "pretrained_model_root", file))
+    version = None
+    if ModelFolder(root).is_tencent:
+        version = setting(config, "pretrained_transformer_version", file)
+    return open_backbone(root, version=version, complete=False)
 
 
 def setting(config: Any, name: str, file: Path) -> str:
@@ -308,6 +319,22 @@ def merged(weights: Weights, file: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 # Tencent's layout
+
+
+def check_tencent(checkpoint: Path, model_path: Path | None) -> None:
+    """Reject a checkpoint of a model without Tencent's layout, before weights are read."""
+    exported = exported_transformers(checkpoint)
+    if exported:
+        configs = [read_config(checkpoint / name / "config.json") for name in exported]
+        stock = PackedTransformer.stock.__name__
+        has_layout = all(config.get("_class_name") == stock for config in configs)
+    else:
+        has_layout = isinstance(open_base(checkpoint, model_path), Hunyuan15)
+    if not has_layout:
+        raise ValueError(
+            f"{checkpoint} is not of HunyuanVideo-1.5, the only model with Tencent's layout; "
+            "use --layout diffusers"
+        )
 
 
 def write_tencent(diffusers: Path, folder: Path) -> None:

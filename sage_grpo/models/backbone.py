@@ -183,6 +183,13 @@ class Backbone(ABC):
                     remedy += f", or animate it by --pretrained_transformer_version {self.image_versions[0]}"
                 raise ValueError(f"{self.folder} is a text-to-video model; {remedy}")
 
+    def check_second_guidance(self, scale_2: float | None) -> None:
+        """Reject the flag guidance_scale_2 for a model without a second transformer."""
+        if scale_2 is not None and len(self.experts) == 1:
+            raise ValueError(
+                f"--guidance_scale_2 is {scale_2:g}, but the model has one transformer: leave it out"
+            )
+
     @property
     def image_versions(self) -> list[str]:
         """The values of `pretrained_transformer_version` with which this folder animates images."""

@@ -247,9 +247,11 @@ def load_adapter(transformer: Denoiser, folder: Path) -> None:
     }
     if files.keys() != adapted.keys():
         saved = " and ".join(files) or "no transformer"
+        remedy = "give the lora_experts that it was trained with"
+        if len(transformer.experts) == 1:
+            remedy = "take an adapter of a model with one transformer"
         raise ValueError(
-            f"{folder} has an adapter of {saved}, but this run adapts {' and '.join(adapted)}; "
-            "give the lora_experts that it was trained with"
+            f"{folder} has an adapter of {saved}, but this run adapts {' and '.join(adapted)}; {remedy}"
         )
     for name, expert in adapted.items():
         _load_file(expert, files[name])

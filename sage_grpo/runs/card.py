@@ -16,8 +16,9 @@ from sage_grpo import __version__
 from sage_grpo.config.fields import flag_info
 from sage_grpo.escape import markdown, without_folders
 from sage_grpo.models.backbone import Origin
+from sage_grpo.models.comfyui import file_name
 from sage_grpo.models.denoiser import TRANSFORMER
-from sage_grpo.models.lora import LORA_FILES
+from sage_grpo.models.lora import EXPERTS, LORA_FILES
 from sage_grpo.runs.history import RunHistory, column
 from sage_grpo.runs.preferences import read_preferences
 
@@ -44,6 +45,7 @@ def model_card(
     origin: Origin = NO_ORIGIN,
     layout: str | None = None,
     experts: Sequence[str] = (TRANSFORMER,),
+    num_transformers: int = 1,
 ) -> dict[str, str | bytes]:
     """The files of the card: README.md, and curves.png if there are two rollouts to draw.
 
@@ -51,7 +53,7 @@ def model_card(
     base: fingerprint of the base weights. image: whether clips begin with an image.
     comfyui: whether ComfyUI's layout has a place for the weights. origin: of the base weights.
     layout: of the card's folder, a layout of scripts/export_checkpoint.py or `checkpoint`; None: as training writes it.
-    experts: folders of the transformers that the weights are of.
+    experts: folders of the transformers that the weights are of, some or all of the model's `num_transformers`.
     """
     layout = layout or ("lora" if recipe["use_lora"] else "checkpoint")
     lora = layout == "lora" or (layout == "comfyui" and recipe["use_lora"])
@@ -74,7 +76,12 @@ def model_card(
         front=yaml.safe_dump(front_matter(origin, lora, image), sort_keys=False, width=math.inf),
         layout=layout,
         experts=experts,
+        num_transformers=num_transformers,
         lora_files=LORA_FILES,
+        noise_levels=dict(zip(LORA_FILES, EXPERTS, strict=True)),
+        comfyui_files=" and ".join(
+            f"`NAME/{file_name('NAME', expert, num_transformers > 1)}`" for expert in experts
+        ),
         lora=lora,
         license=markdown(origin.license_name or origin.license),
         model=markdown(Path(recipe["pretrained_model_root"]).name),

@@ -110,6 +110,7 @@ class Evaluation:
         self.ranks = ranks
         self.world = world_of(config.pretrained_model_root)
         self.backbone, self.config = open_model(config, ranks.device)
+        self.backbone.check_second_guidance(config.guidance_scale_2)
         self.requests = seeded(
             validation_requests(self.config), options.seeds, config.validation_global_seed
         )

@@ -45,6 +45,7 @@ from sage_grpo.runs.clips import Clip, pair_clips, read_clips
 from sage_grpo.runs.gallery import step_folders
 from sage_grpo.runs.history import RunError, read_run
 from sage_grpo.runs.preferences import read_preferences
+from sage_grpo.train.export import is_one_of_two
 
 CARD = "README.md"
 CURVE = "curves.png"
@@ -93,13 +94,14 @@ def collect(checkpoint: Path, scratch: Path, name: str) -> Files:
         files[CURVE] = checkpoint / CURVE
 
     card = (checkpoint / CARD).read_text(encoding="utf-8")
-    comfyui_file = next((file for file in files if file.endswith("_comfyui.safetensors")), None)
+    comfyui_files = [f"`{file}`" for file in files if file.endswith("_comfyui.safetensors")]
     sections = samples(checkpoint, files) + preferences(checkpoint, card) + data(checkpoint)
     card = card.replace("## Recipe\n", f"{sections}## Recipe\n", 1)
-    if comfyui_file:
+    if comfyui_files:
+        verb = "are" if len(comfyui_files) > 1 else "is"
         card = re.sub(
-            r"`python scripts/export_checkpoint\.py [^`]*` writes `[^`]*`\.",
-            f"`{comfyui_file}` of this repository is for ComfyUI.",
+            r"`python scripts/export_checkpoint\.py [^`]*` writes `[^`]*`(?: and `[^`]*`)?\.",
+            f"{' and '.join(comfyui_files)} of this repository {verb} for ComfyUI.",
             card,
         )
     (scratch / CARD).write_text(card, encoding="utf-8")
@@ -111,12 +113,13 @@ def weights(checkpoint: Path, scratch: Path, name: str) -> Files:
     """An adapter in both layouts, or the transformer as diffusers reads it."""
     files: Files = {}
     adapters = saved_adapters(checkpoint)
+    has_two = bool(adapters) and is_one_of_two(checkpoint, adapters)
     for expert, adapter in adapters.items():
         files[adapter.name] = adapter
         tensors, _ = read_adapter(adapter)
         layers = [layer.rpartition(".lora_")[0] for layer in tensors]
         if comfyui.has_layout([f"{layer}.weight" for layer in layers]):
-            stem = comfyui.file_name(name, expert, len(adapters) > 1).removesuffix(".safetensors")
+            stem = comfyui.file_name(name, expert, has_two).removesuffix(".safetensors")
             file = f"{stem}_comfyui.safetensors"
             comfyui.write_lora(adapter, scratch / file)
             files[file] = scratch / file

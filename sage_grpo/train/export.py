@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from sage_grpo.config.fields import Config
@@ -16,7 +17,7 @@ from sage_grpo.rewards.base import Composite
 from sage_grpo.runs.card import model_card
 from sage_grpo.runs.folder import RunFolder
 from sage_grpo.runs.history import RunHistory, read_run
-from sage_grpo.train.checkpoint import plain_config
+from sage_grpo.train.checkpoint import plain_config, read_state
 from sage_grpo.train.state import TrainState
 from sage_grpo.worlds.registry import world_of
 
@@ -89,6 +90,7 @@ class Export:
             comfyui=all(comfyui.has_layout(base_names(expert)) for expert in experts.values()),
             origin=origin_of(self.backbone),
             experts=trained,
+            num_transformers=len(experts),
         )
 
 
@@ -100,6 +102,12 @@ def recipe_of(config: Mapping[str, Any]) -> dict[str, Any]:
         for name, default in defaults.items()
         if name in ALWAYS_NAMED or config.get(name, default) != default
     }
+
+
+def is_one_of_two(checkpoint: Path, adapters: Mapping[str, Path]) -> bool:
+    """Whether the adapters of a checkpoint are of a model with two transformers, of which they may adapt one."""
+    config = read_state(checkpoint)["config"]
+    return len(adapters) > 1 or config.get("lora_experts", "both") != "both"
 
 
 def origin_of(backbone: Backbone) -> Origin:

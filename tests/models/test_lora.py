@@ -1,6 +1,7 @@
 """Adapters: which layers have them, what they change, and which files are loaded or refused."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from sage_grpo.models.hunyuan15.backbone import Hunyuan15
 from sage_grpo.models.hunyuan15.folder import ModelFolder
 from sage_grpo.models.lora import (
     LORA_FILE,
+    LORA_FILES,
     POLICY,
     PREFIX,
     adapter_file,
@@ -131,6 +133,12 @@ def test_a_saved_adapter_is_loaded_or_refused(backbone, tiny_folder, tmp_path):
     add_adapter(wider.transformer, 8, 8, NAMES, torch.float32)
     with pytest.raises(ValueError, match="does not fit lora_r"):
         load_adapter(wider.transformer, tmp_path)
+
+    # lora_experts would be refused, too
+    shutil.copy(tmp_path / LORA_FILE, tmp_path / LORA_FILES["transformer_2"])
+    with pytest.raises(ValueError, match="transformer and transformer_2, but this run") as caught:
+        load_adapter(other.transformer, tmp_path)
+    assert "lora_experts" not in str(caught.value)
 
 
 def test_stock_diffusers_loads_it_into_the_transformer_of_a_pipeline(

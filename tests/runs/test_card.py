@@ -73,6 +73,51 @@ def test_a_run_with_a_single_reward_has_no_curve_and_without_validations_no_tabl
     assert "| it" not in files["README.md"]
 
 
+HIGH, LOW = "transformer", "transformer_2"
+WHOLE = 'AutoModel.from_pretrained("FOLDER")'
+PARTS = {
+    name: f'pipe.{name} = AutoModel.from_pretrained("FOLDER", subfolder="{name}")'
+    for name in (HIGH, LOW)
+}
+ADAPTERS = {
+    HIGH: 'transformer.load_lora_adapter("FOLDER", weight_name="pytorch_lora_weights.safetensors")',
+    LOW: 'transformer_2.load_lora_adapter("FOLDER", weight_name="pytorch_lora_weights_2.safetensors")',
+}
+SIDES = ("NAME/NAME_high_noise.safetensors", "NAME/NAME_low_noise.safetensors")
+
+
+@pytest.mark.parametrize(
+    "number, experts, layout, loads",
+    [
+        (1, [HIGH], "diffusers", [WHOLE]),
+        (2, [HIGH], "diffusers", [PARTS[HIGH]]),
+        (2, [LOW], "diffusers", [PARTS[LOW]]),
+        (2, [HIGH, LOW], "diffusers", list(PARTS.values())),
+        (1, [HIGH], "lora", [ADAPTERS[HIGH], "writes `NAME/NAME.safetensors`."]),
+        (2, [HIGH], "lora", [ADAPTERS[HIGH], f"writes `{SIDES[0]}`.", "of high noise levels"]),
+        (2, [LOW], "lora", [ADAPTERS[LOW], f"writes `{SIDES[1]}`.", "of low noise levels"]),
+        (2, [HIGH, LOW], "lora", [*ADAPTERS.values(), f"writes `{SIDES[0]}` and `{SIDES[1]}`."]),
+        (1, [HIGH], "comfyui", []),
+        (2, [HIGH], "comfyui", ["of high noise levels"]),
+        (2, [LOW], "comfyui", ["of low noise levels"]),
+    ],
+)
+def test_the_card_loads_the_transformers_that_were_trained_of_one_or_two(
+    folder, number, experts, layout, loads
+):
+    recipe = {"pretrained_model_root": "ckpts/video", "use_lora": True}
+    about = {"experts": experts, "num_transformers": number, "layout": layout}
+    run = read_run(folder)
+    card = model_card(recipe, run, **FACTS, **about, comfyui=layout == "lora")["README.md"]
+    known = [WHOLE, *PARTS.values(), *ADAPTERS.values()]
+    known += ["of high noise levels", "of low noise levels"]
+    assert [text for text in known if text in card] == [text for text in loads if text in known]
+    assert all(text in card for text in loads)
+    assert ("Put both files" in card) == (len(experts) > 1 and layout == "lora")
+    written = re.findall(r"`NAME/(\w+)\.safetensors`", card)
+    assert len(written) == (len(experts) if layout == "lora" else 0)
+
+
 HUNYUAN = {
     "base_model": "tencent/HunyuanVideo-1.5",
     "license": "other",

@@ -220,6 +220,25 @@ def test_what_cannot_be_exported_is_one_sentence(checkpoints, tiny_folder, tmp_p
     assert "exists" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("export_interval", [0, 1])
+def test_a_model_without_tencents_layout_is_refused_before_anything_is_written(
+    make, tmp_path, capsys, monkeypatch, export_interval
+):
+    """Shards, and all weights; tests/train/test_experts.py has adapters."""
+    trainer = make(save_interval=1, export_interval=export_interval)
+    trainer.validation = None
+    trainer.train()
+    checkpoint = trainer.run.path / "checkpoints" / "step-000001"
+    assert (checkpoint / "transformer").is_dir() == bool(export_interval)
+
+    monkeypatch.setattr(script, "save_weights", None)
+    capsys.readouterr()
+    assert run(checkpoint, tmp_path / "out", "tencent") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "is not of HunyuanVideo-1.5" in line and "use --layout diffusers" in line
+    assert not list(tmp_path.glob("*out*"))
+
+
 def test_settings_that_tencent_cannot_tell_are_refused(checkpoints, tmp_path):
     folder = shutil.copytree(checkpoints["full"] / "transformer", tmp_path / "transformer")
     config = json.loads((folder / "config.json").read_text())

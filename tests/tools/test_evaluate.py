@@ -177,6 +177,13 @@ def test_clips_made_or_scored_in_another_way_are_not_mixed(
     assert "none does not exist" in capsys.readouterr().err
 
 
+def test_a_guidance_for_a_second_transformer_that_is_not_there(command, tmp_path, level, capsys):
+    assert exit_code(evaluate.main, command(reward_model="level", guidance_scale_2=3.0)) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--guidance_scale_2 is 3, but the model has one transformer" in line
+    assert not (tmp_path / "out").exists() and level.seen == 0
+
+
 def folder_of_clips(folder, shift=0, listed=False):
     """Four rendered clips, some pixels lighter by `shift`, in the way of generate.py or of a validation."""
     folder.mkdir(parents=True)

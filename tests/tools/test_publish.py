@@ -92,6 +92,19 @@ def test_card_weights_and_clips_arrive_and_nothing_else(run, hub, kind, weights,
             assert load(files[name])
 
 
+def test_one_adapter_of_two_is_named_by_its_noise_levels(run, hub, tmp_path):
+    """tests/train/test_experts.py publishes runs of models with two transformers."""
+    state = json.loads((run["lora"] / "trainer" / "state.json").read_text())
+    state["config"]["lora_experts"] = "high"
+    target = tmp_path / "checkpoints" / "step-000001"
+    changed(run["lora"], target, "trainer/state.json", json.dumps(state).encode())
+    assert call(target) == 0
+    files = hub.repos[REPO]["files"]
+    ours = "shapes-lora_high_noise_comfyui.safetensors"
+    assert [name for name in files if "comfyui" in name] == [ours]
+    assert f"`{ours}` of this repository is" in files["README.md"].decode()
+
+
 def test_nothing_about_the_machine_leaves_it(run, hub):
     for kind, checkpoint in run.items():
         call(checkpoint, repo=f"someone/{kind}")

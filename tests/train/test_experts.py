@@ -321,21 +321,52 @@ def test_an_adapter_is_exported_as_two_files(make, flags, tmp_path):
             velocity = backbone.velocity(x, sigma, cond, Guidance())
         torch.testing.assert_close(velocity, expected, rtol=1e-4, atol=1e-5)
 
-    # for a hub
-    files = publish.weights(checkpoint, tmp_path, "mine")
-    assert sorted(files) == [
-        "mine_high_noise_comfyui.safetensors",
-        "mine_low_noise_comfyui.safetensors",
+    # for a hub, with a card that names both
+    files = publish.collect(checkpoint, tmp_path, "mine")
+    ours = ["mine_high_noise_comfyui.safetensors", "mine_low_noise_comfyui.safetensors"]
+    assert [name for name in files if name.endswith(".safetensors")] == [
+        *ours,
         *sorted(LORA_FILES.values()),
     ]
+    card = files["README.md"].read_text()
+    assert f"`{ours[0]}` and `{ours[1]}` of this repository" in card and "NAME" not in card
+
+    refuses_tencent(checkpoint, tmp_path)
+
+
+def refuses_tencent(checkpoint, folder):
+    """Nothing is written, not even a draft."""
+    before = sorted(folder.iterdir())
+    with pytest.raises(ValueError, match=r"is not of HunyuanVideo-1\.5"):
+        export_checkpoint.export(checkpoint, folder / "tencent", "tencent")
+    assert sorted(folder.iterdir()) == before
 
 
 @pytest.mark.parametrize("which, file", [("high", "_high_noise"), ("low", "_low_noise")])
-def test_one_adapter_is_exported_as_one_file(make, tmp_path, which, file):
+def test_one_adapter_is_exported_as_one_file(make, flags, tmp_path, which, file):
     trainer, checkpoint = trained(make, **LORA, lora_experts=which)
     assert len(list(checkpoint.glob("*.safetensors"))) == 1
     assert exported(checkpoint, tmp_path / "comfy", "comfyui") == [f"comfy{file}.safetensors"]
     assert len(exported(checkpoint, tmp_path / "merged", "diffusers")) == 1
+
+    # with a card whose lines load the merged one
+    card = (tmp_path / "merged" / "README.md").read_text()
+    [lines] = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    model = flags["pretrained_model_root"]
+    names = {}
+    exec(lines.replace("MODEL", model).replace("FOLDER", str(tmp_path / "merged")), names)
+    base = WanPipeline.from_pretrained(model)
+    for name, side in (("transformer", "high"), ("transformer_2", "low")):
+        found = getattr(names["pipe"], name).blocks[0].attn1.to_q.weight
+        same = torch.equal(found, getattr(base, name).blocks[0].attn1.to_q.weight)
+        assert same == (side != which)
+
+    # for a hub, named by its noise levels
+    files = publish.collect(checkpoint, tmp_path, "mine")
+    ours = f"mine{file}_comfyui.safetensors"
+    assert [name for name in files if "comfyui" in name] == [ours]
+    card = files["README.md"].read_text()
+    assert f"`{ours}` of this repository" in card and f"the model of {which} noise levels" in card
 
     # it starts another run, whose adapters are of the same transformers
     checkpoint = shutil.copytree(checkpoint, tmp_path / "start")
@@ -358,6 +389,8 @@ def test_all_weights_are_exported_as_two_folders(make, flags, tmp_path):
     loaded = dict(ours.transformer.named_parameters())
     assert all(torch.equal(value, weights[name]) for name, value in loaded.items())
     assert len(exported(checkpoint, tmp_path / "comfy", "comfyui")) == 2
+    assert "writes `NAME/NAME_high_noise.safetensors` and" in (checkpoint / "README.md").read_text()
+    refuses_tencent(checkpoint, tmp_path)
 
 
 def test_the_doctor_knows_which_transformer_waits(make):

@@ -171,6 +171,14 @@ format that --reward_path takes. A second call continues one that was killed. Ex
 and was not written.
 """
 
+# flags that only --method lora has, and their defaults
+ADAPTER = {
+    "rank": 16,
+    "epochs": 8,
+    "learning_rate": 2e-4,
+    "batch": 16,
+}
+
 
 def parse_learn(arguments: Sequence[str]) -> argparse.Namespace:
     parser = ToolParser(f"{PROGRAM} learn", LEARN)
@@ -190,17 +198,15 @@ def parse_learn(arguments: Sequence[str]) -> argparse.Namespace:
         default="heads",
         help="heads: the reward heads alone; lora: an adapter of the language model, too",
     )
-    add("--rank", type=int, metavar="N", above=0, default=16, help="rank of the adapter")
-    add("--epochs", type=int, metavar="N", above=0, default=8, help="epochs of the adapter at most")
-    add(
-        "--learning_rate",
-        type=float,
-        metavar="X",
-        above=0,
-        default=2e-4,
-        help="learning rate of the adapter",
-    )
-    add("--batch", type=int, metavar="N", above=0, default=16, help="pairs per step of the adapter")
+    # without defaults of argparse, so that a flag that is given can be told from one that is not
+    for name, kind, metavar, text in (
+        ("rank", int, "N", "rank of the adapter"),
+        ("epochs", int, "N", "epochs of the adapter at most"),
+        ("learning_rate", float, "X", "learning rate of the adapter"),
+        ("batch", int, "N", "pairs per step of the adapter"),
+    ):
+        about = f"{text} (default: {ADAPTER[name]})"
+        add(f"--{name}", type=kind, metavar=metavar, above=0, help=about)
     add(
         "--holdout",
         type=held_out_share,
@@ -221,7 +227,17 @@ def parse_learn(arguments: Sequence[str]) -> argparse.Namespace:
         action="store_true",
         help="write a reward that is not better than the base, too",
     )
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    for name, default in ADAPTER.items():
+        value = getattr(options, name)
+        if value is None:
+            setattr(options, name, default)
+        elif options.method != "lora":
+            raise ConfigError(
+                f"--{name} is {value:g}, but --method {options.method} trains no adapter: "
+                "leave it out, or give --method lora"
+            )
+    return options
 
 
 def held_out_share(text: str) -> float:

@@ -13,7 +13,7 @@ from sage_grpo.rewards.videoalign.reward import VideoAlign
 from sage_grpo.rewards.videoalign.writing import write_with_head
 from sage_grpo.runs.media import write_mp4
 from sage_grpo.tools.prefer import study_clips
-from sage_grpo.tools.prefer.__main__ import main
+from sage_grpo.tools.prefer.__main__ import main, parse_arguments
 from sage_grpo.tools.prefer.answers import AnswersFile, read_answers
 from sage_grpo.tools.prefer.heads import (
     Comparisons,
@@ -240,6 +240,21 @@ def test_a_killed_call_continues_and_another_base_starts_anew(clips, tmp_path, m
     assert len(seen) == 20 + 24 - study_clips.BATCH
     hidden_states("draft", "other")
     assert len(seen) == 20 + 24 - study_clips.BATCH + 24
+
+
+@pytest.mark.parametrize("flag", ["--rank=4", "--epochs=8", "--learning_rate=1e-3", "--batch=2"])
+def test_flags_of_the_adapter_are_refused_without_one(tmp_path, capsys, flag):
+    words = ["learn", "none.jsonl", "--base", str(BASE), "--output", str(tmp_path / "reward"), flag]
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    name = flag.partition("=")[0]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and f"{name} is" in line and "--method lora" in line
+
+    _, options = parse_arguments([*words, "--method", "lora"])
+    defaults = {"rank": 16, "epochs": 8, "learning_rate": 2e-4, "batch": 16}
+    differing = {name for name, value in defaults.items() if getattr(options, name) != value}
+    assert differing <= {name.removeprefix("--")}
 
 
 def test_too_little_to_learn_from_is_refused(clips, tmp_path, capsys):
