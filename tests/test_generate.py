@@ -187,6 +187,10 @@ def test_clips_of_other_weights_are_not_replaced_in_silence(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (
+            ("--prompt", PROMPT, "--guidance_scale_2", "3"),
+            "the model has one transformer: leave it out",
+        ),
         (("--prompt", "a purple circle moving left"), "unknown word 'purple'"),
         (("--prompt", PROMPT, "--num_frames", "6"), "num_frames 6 is not 4n + 1; the nearest is 5"),
         (("--prompt", PROMPT, "--fixed_size", "18x24"), "height 18 is not a multiple of 4"),
