@@ -98,8 +98,7 @@ SAVED = (
 DERIVED = (
     r"backbone\.transformer\..*",  # the trained parameters, and the anchor's adapter
     r"(guidance|validation)\..*backbone.*", r"state\.anchor\.parameters\..*",  # the same objects again
-    r"ratio_checked",
-    "reward_checked",  # checked again
+    r"ratio_checked", r"reward_checked", r"limits_measured",  # once per start
     r"saves\.(step|good_step|failed|begun|current).*",  # what lies in the folder
     r"state\.optimization\.optimizers\..*lr",  # follows from `updates`
     r"guards\.(step|phase|last_beat|events).*",  # of this process
