@@ -64,7 +64,7 @@ def sides(found):
     return {name.partition(".")[0] + "." for name, value in found.items() if value.any()}
 
 
-@pytest.mark.parametrize("kind", ["a14b", "animating"])
+@pytest.mark.parametrize("kind", ["a14b", slow("animating")])
 @pytest.mark.parametrize(
     "changes",
     [
@@ -202,7 +202,7 @@ def test_gradients_of_an_iteration_are_those_of_one_process(
 @pytest.mark.parametrize(
     "kind, changes",
     [
-        ("a14b", {**LORA, "ema_decay": 0.9}),
+        slow("a14b", {**LORA, "ema_decay": 0.9}),
         ("a14b", {**LORA, "algorithm": "nft", "nft_decay_growth": 0.2, "lora_experts": "low"}),
         slow("animating", {**LORA, "ema_decay": 0.9}),
         slow("a14b", {"ema_decay": 0.9}),
@@ -235,7 +235,7 @@ def trained(make, **changes):
 STOCK = {"a14b": WanPipeline, "animating": WanImageToVideoPipeline}
 
 
-@pytest.mark.parametrize("kind", ["a14b", "animating"])
+@pytest.mark.parametrize("kind", ["a14b", slow("animating")])
 def test_both_adapters_give_the_same_clip_in_stock_diffusers(make, flags, kind):
     trainer, checkpoint = trained(make, **LORA)
     assert sorted(path.name for path in checkpoint.glob("*.safetensors")) == sorted(
@@ -342,7 +342,7 @@ def refuses_tencent(checkpoint, folder):
     assert sorted(folder.iterdir()) == before
 
 
-@pytest.mark.parametrize("which, file", [("high", "_high_noise"), ("low", "_low_noise")])
+@pytest.mark.parametrize("which, file", [slow("high", "_high_noise"), ("low", "_low_noise")])
 def test_one_adapter_is_exported_as_one_file(make, flags, tmp_path, which, file):
     trainer, checkpoint = trained(make, **LORA, lora_experts=which)
     assert len(list(checkpoint.glob("*.safetensors"))) == 1
