@@ -7,11 +7,8 @@ import pytest
 import torch
 from diffusers import WanImageToVideoPipeline, WanPipeline
 from diffusers.pipelines.wan import pipeline_wan, pipeline_wan_i2v
-from PIL import Image
 
 from sage_grpo.algo.sde import flow_sigmas
-from sage_grpo.data.images import read_image
-from sage_grpo.data.requests import Request
 from sage_grpo.models.backbone import Guidance
 from sage_grpo.models.embeddings import together
 from sage_grpo.models.registry import open_backbone
@@ -19,6 +16,7 @@ from sage_grpo.models.sample import integrate
 from sage_grpo.models.wan.a14b import A14b
 from sage_grpo.models.wan.animate import AnimatingA14b
 from sage_grpo.models.wan.text import NUM_TOKENS
+from tests.models.wan.pictures import requests_with_images
 from tests.models.wan.test_backbone import NEGATIVE, PROMPT, Euler, draw
 
 # frames, height and width: odd numbers of latent frames, of rows and of columns of tokens
@@ -42,16 +40,7 @@ def requests(kind, tmp_path_factory):
     """The prompt, for image to video twice, with images of the size of the clip."""
     if kind == "a14b_folder":
         return [PROMPT]
-    folder = tmp_path_factory.mktemp("images")
-    result = []
-    for number in range(2):
-        pixels = torch.randint(
-            0, 256, (*SIZE[1:], 3), generator=torch.Generator().manual_seed(number)
-        )
-        path = folder / f"{number}.png"
-        Image.fromarray(pixels.byte().numpy()).save(path)
-        result.append(Request(PROMPT.text, image=read_image(path, "test")).sized(*SIZE[1:]))
-    return result
+    return requests_with_images(tmp_path_factory.mktemp("images"), PROMPT.text, *SIZE[1:])
 
 
 @pytest.fixture(scope="module")

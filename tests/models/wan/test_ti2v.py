@@ -16,6 +16,7 @@ from sage_grpo.models.registry import open_backbone
 from sage_grpo.models.sample import integrate
 from sage_grpo.models.wan.text import NUM_TOKENS
 from sage_grpo.models.wan.ti2v import Ti2v
+from tests.models.wan.pictures import requests_with_images
 from tests.models.wan.test_backbone import NEGATIVE, PROMPT, Euler, draw
 
 # frames, height and width: an odd number of latent frames, of rows and of columns of tokens
@@ -26,16 +27,7 @@ SIZE = (9, 96, 32)
 def requests(tmp_path_factory):
     """The prompt with one image and with another, both of the size of the clip, and without."""
     folder = tmp_path_factory.mktemp("images")
-    images = []
-    for number in range(2):
-        pixels = torch.randint(
-            0, 256, (*SIZE[1:], 3), generator=torch.Generator().manual_seed(number)
-        )
-        path = folder / f"{number}.png"
-        Image.fromarray(pixels.byte().numpy()).save(path)
-        images.append(read_image(path, "test"))
-    with_images = [Request(PROMPT.text, image=image).sized(*SIZE[1:]) for image in images]
-    return [*with_images, PROMPT]
+    return [*requests_with_images(folder, PROMPT.text, *SIZE[1:]), PROMPT]
 
 
 @pytest.fixture(scope="module")
