@@ -2,8 +2,8 @@
 
     python -m research.benchmarks.prefer_learn --output research/benchmarks/results/DATE-prefer-learn-h200.md
 
-Heads and LoRA learn from random answers about clips of noise, one epoch each, and the reward that LoRA wrote is loaded
-again. Minutes on one GPU. `--rehearse` takes a tiny reward and small clips, on a CPU. No ffmpeg is needed: clips are
+Heads and LoRA learn from random answers about clips of noise, LoRA for one epoch, and the rewards that they wrote are
+loaded again. Minutes on one GPU. `--rehearse` takes a tiny reward and small clips, on a CPU. No ffmpeg is needed: clips are
 put into the store of `learn` as patches.
 """
 
@@ -35,7 +35,8 @@ from sage_grpo.tools.prefer.pairs import Trial
 from sage_grpo.tools.prefer.study import Clip, Study, clips_folder
 from sage_grpo.tools.prefer.study_clips import StudyClips, write_at_once
 
-METHODS = ("heads", "lora")
+# flags of each
+METHODS: dict[str, tuple[str, ...]] = {"heads": (), "lora": ("--epochs", "1")}
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def measure(folder: Path, study: Study, size: Size, method: str, device: str) ->
         "--output",
         str(output),
     ]
-    words += ["--method", method, "--epochs", "1", "--device", device, "--even_if_worse"]
+    words += ["--method", method, "--device", device, "--even_if_worse", *METHODS[method]]
     options = parse_learn(words)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     store = output.with_name(f"{method}.partial")
@@ -148,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "",
         f"{datetime.date.today()}, {name}, torch {torch.__version__}; "
         f"{2 * size.prompts} clips of {size.frames} x {size.height} x {size.width}, "
-        f"{2 * size.prompts} answers, one epoch.",
+        f"{2 * size.prompts} answers; one epoch of the adapter.",
         "",
         f"    python -m research.benchmarks.prefer_learn {shlex.join(arguments or sys.argv[1:])}",
         "",
