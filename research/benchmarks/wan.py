@@ -177,7 +177,7 @@ def write_model(folder: Path, name: str, rehearse: bool) -> None:
         return
     writer = Writer(torch.device("cpu" if rehearse else "cuda"))
     words = prompt_words()
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)  # an earlier call may have been stopped
     write_wan(folder, rehearse, words, writer, name)
     write_reward(folder / "VideoReward", rehearse, words, writer)
     writer.finish()
