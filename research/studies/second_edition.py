@@ -423,10 +423,9 @@ of clips of a prompt that differ in an open attribute, and the standard deviatio
 over the pairs in which both clips match their prompt. A method narrows a spread if the 95 % interval of its difference
 from the base model over the seeds is below 0, and its p-value, corrected by Holm over the methods, is below 0.05.
 
-**Authors' settings and shared windows**, registered after all of the above had been run, and not run yet: five arms of
-awm and nft, and two of flash, with four new seeds each, raw weights, at the rates of the head-to-head. Compared are the
-last validations in gold match and reward, by the rule of the decisions. These 28 runs take some 7 minutes by the rate
-of the runs before: `python -m research.studies.second_edition --studies authors shared_window --jobs 16`.
+**Authors' settings and shared windows**, registered after all of the above had been run: five arms of awm and nft, and
+two of flash, with four new seeds each, raw weights, at the rates of the head-to-head. Compared are the last validations
+in gold match and reward, by the rule of the decisions. (These 28 runs took 6 minutes.)
 
 **Units to a reward.** The level is the reward of the base model and {compute.SHARE:.0%} of what *{compute.ALL_STEPS}*
 gained at its best rate in the search. For each run of the head-to-head, the units until held-out prompts have it,
