@@ -17,9 +17,8 @@ from sage_grpo.runs.media import read_mp4, reduced
 from sage_grpo.worlds.shapes.oracle import read
 from sage_grpo.worlds.shapes.scenes import ATTRIBUTES, sentence
 
-RADIUS = (
-    0.013  # standard deviation of the radius over clips of the embedded model, of the frame's side
-)
+# standard deviation of the radius over clips of the embedded model, in sides of the frame
+RADIUS = 0.013
 TIE = 1 / 3  # in these units: a rater sees no difference below
 
 
