@@ -3,8 +3,8 @@
     python -m research.benchmarks.prefer_learn --output research/benchmarks/results/DATE-prefer-learn-h200.md
 
 Heads and LoRA learn from random answers about clips of noise, LoRA for one epoch, and the rewards that they wrote are
-loaded again. Minutes on one GPU. `--rehearse` takes a tiny reward and small clips, on a CPU. No ffmpeg is needed: clips are
-put into the store of `learn` as patches.
+loaded again. Minutes on one GPU. `--rehearse` takes a tiny reward and small clips, on a CPU. No ffmpeg is needed: clips
+are put into the store of `learn` as patches.
 """
 
 import argparse
