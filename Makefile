@@ -4,6 +4,8 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 # spinning threads slow down a busy machine tenfold
 export OMP_WAIT_POLICY ?= PASSIVE
+# or every process that tests start compiles what it imports
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: venv demo demo-gpu demo-people study figures test test-all golden chaos lint clean
 
@@ -38,11 +40,11 @@ figures: demo
 
 # every promise once
 test: venv
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
 
 # and with the real classes, more ranks, more cases: what each slow test adds is in its docstring
 test-all: venv
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 golden: venv
 	$(BIN)/python -m tests.golden.test_golden

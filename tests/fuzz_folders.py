@@ -11,9 +11,9 @@ from sage_grpo.models.hunyuan15.backbone import Hunyuan15
 from sage_grpo.models.lora import LORA_FILE
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.train.build import build_trainer
-from tests.conftest import FIXTURES, SAMPLING, WORDS
 from tests.models.hunyuan15.tencent_folder import write_tencent_folder
 from tests.rewards.test_clip import write_clip
+from tests.shared_fixtures import FIXTURES, SAMPLING, WORDS
 from tests.tools.fake_run import make_run
 from tests.train.iterations import save
 

@@ -1,10 +1,10 @@
 """The model card of a checkpoint: what a hub shows about the weights, with the reward curve of the run."""
 
 import io
-import math
 import re
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +67,10 @@ def model_card(
     validations = zip(
         column(run.validations, "step"), column(run.validations, "reward/total"), strict=True
     )
-    template = jinja2.Template(
-        TEMPLATE.read_text(encoding="utf-8"), trim_blocks=True, keep_trailing_newline=True
-    )
-    settings = yaml.safe_dump(_public(recipe), sort_keys=False, width=math.inf)
+    settings = _on_long_lines(_public(recipe))
     longest_ticks = max(map(len, re.findall("`+", settings)), default=0)
-    files[CARD] = template.render(
-        front=yaml.safe_dump(front_matter(origin, lora, image), sort_keys=False, width=math.inf),
+    files[CARD] = _template().render(
+        front=_on_long_lines(front_matter(origin, lora, image)),
         layout=layout,
         experts=experts,
         num_transformers=num_transformers,
@@ -99,6 +96,19 @@ def model_card(
         fence="`" * max(3, longest_ticks + 1),  # a setting cannot close it
     )
     return files
+
+
+@cache
+def _template() -> jinja2.Template:
+    """The text of all cards; compiling it takes longer than filling it in."""
+    return jinja2.Template(
+        TEMPLATE.read_text(encoding="utf-8"), trim_blocks=True, keep_trailing_newline=True
+    )
+
+
+def _on_long_lines(values: dict[str, Any]) -> str:
+    """YAML that breaks no line, however long."""
+    return yaml.dump(values, Dumper=yaml.CSafeDumper, sort_keys=False, width=-1)
 
 
 def front_matter(origin: Origin, lora: bool, image: bool) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from sage_grpo.models.swap import BlockSwap
-from tests.conftest import DEVICE
+from tests.shared_fixtures import DEVICE
 
 BLOCKS = 3
 BATCH = 2
