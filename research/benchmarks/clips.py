@@ -6,8 +6,9 @@
 
 Each way runs one iteration of the unmodified trainer, whose anchor is not the policy, after every graph was compiled.
 A synthetic reward costs nothing. `all steps` trains a tenth of the steps of two clips; what the others would have cost
-is added and marked. The last column compares forwards and a decode on two streams with one after the other. Flags of
-post_train.py apply to all ways. Ways that the page has are not measured again, so a long list can be split over calls.
+is added and marked. The last column compares forwards and a decode on two streams with one after the other, for the
+first way alone. Flags of post_train.py apply to all ways. Ways that the page has are not measured again, so a long list
+can be split over calls.
 """
 
 import argparse
@@ -76,7 +77,8 @@ class Warmed:
 
     forward: float  # seconds, with all branches of the guidance
     lossy: float  # seconds of a forward outside the window
-    overlap: float  # forwards and a decode on two streams, relative to one after the other
+    # forwards and a decode on two streams, relative to one after the other; None: not measured
+    overlap: float | None
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ class Result:
             f"{self.warmed.lossy:.3f}",
             f"{self.peak:.1f}",
             f"{self.deviation:.3g}",
-            f"{self.warmed.overlap:.2f}",
+            "" if self.warmed.overlap is None else f"{self.warmed.overlap:.2f}",
         ]
         return f"| {' | '.join(cells)} |"
 
@@ -138,15 +140,18 @@ def side_by_side(first: Callable[[], object], second: Callable[[], object]) -> N
         beside.result()  # raises what went wrong there
 
 
-def warm(trainer: Trainer) -> Warmed:
-    """Compile every graph that the iteration needs, and make the anchor older than the policy."""
+def warm(trainer: Trainer, two_streams: bool) -> Warmed:
+    """Compile every graph that the iteration needs, and make the anchor older than the policy.
+
+    two_streams: whether forwards beside a decode are timed as well.
+    """
     backbone = trainer.backbone
     device = trainer.ranks.device
     (cond,) = backbone.encode([trainer.requests[0]])
     x = torch.randn(1, *backbone.free_shape(trainer.shape, cond), device=device)
-    sigma = torch.full((1,), 0.5, device=device)
 
-    def forward() -> Tensor:
+    def forward(level: float = 0.5) -> Tensor:
+        sigma = torch.full((1,), level, device=device)
         return backbone.velocity(x, sigma, cond, trainer.guidance)
 
     def two_forwards() -> None:
@@ -156,27 +161,34 @@ def warm(trainer: Trainer) -> Warmed:
     def decode() -> Tensor:
         return backbone.decode(backbone.whole(x, cond))
 
+    overlap = None
     with trainer.gathered(), torch.no_grad():
+        if len(backbone.experts) > 1:
+            forward(1.0)  # the transformer for high noise levels
         exact = seconds_of(forward)
         with backbone.transformer.lossy():
             lossy = seconds_of(forward)
         with trainer.anchor.in_place():
             forward()
-        one_by_one = seconds_of(two_forwards) + seconds_of(decode)
-        at_once = seconds_of(lambda: side_by_side(two_forwards, decode))
+        if two_streams:
+            one_by_one = seconds_of(two_forwards) + seconds_of(decode)
+            at_once = seconds_of(lambda: side_by_side(two_forwards, decode))
+            overlap = at_once / one_by_one
+        else:
+            decode()
     forward().square().mean().backward()
     trainer.optimization.zero_grad()
     trainer.anchor.age += 1
-    return Warmed(forward=exact, lossy=lossy, overlap=at_once / one_by_one)
+    return Warmed(forward=exact, lossy=lossy, overlap=overlap)
 
 
-def run(name: str, flags: list[str], ranks: Ranks, folder: Path) -> Result:
-    """One iteration of a way."""
+def run(name: str, flags: list[str], ranks: Ranks, folder: Path, two_streams: bool) -> Result:
+    """One iteration of a way; `two_streams` as for `warm`."""
     place = ["--output_dir", str(folder / name.replace(" ", "_"))]
     config = parse([*flags, *FIXED.split(), *WAYS[name].split(), *place])
     trainer = build_trainer(config, ranks)
     trainer.validation = None
-    warmed = warm(trainer)
+    warmed = warm(trainer, two_streams)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     (record,), (inside,) = measure(trainer)
@@ -236,7 +248,8 @@ def main(arguments: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as scratch, join_ranks(600, sharded=sharded) as ranks:
         lines += earlier.values()
         for name in (way for way in options.ways if way not in earlier):
-            lines.append(run(name, flags, ranks, Path(scratch)).row(name))
+            is_first = not measured_rows(options.output)
+            lines.append(run(name, flags, ranks, Path(scratch), is_first).row(name))
             print(lines[-1], flush=True)
             gc.collect()
             torch.cuda.empty_cache()

@@ -13,7 +13,7 @@
 #   wan      Wan 2.1 1.3B against stock diffusers, and an iteration inside 24 GB
 #   ti2v     the same of Wan 2.2 TI2V 5B, text to video and image to video
 #   a14b     an iteration of Wan 2.2 A14B, whose transformers take turns on the GPU, with its peak beside the plan; it writes
-#            58 GB of weights first: called again on the same machine, it continues
+#            35 GB of weights first: called again on the same machine, it continues
 #   images   image to video and 720p against stock diffusers and the planner
 #   people   learning a reward from answers at full size: heads, and LoRA with recomputed layers and bf16 autocast
 #   study    the studies of research/studies/second_edition.py that STUDIES names (rates, which the others need), one
@@ -21,8 +21,10 @@
 #   third    all studies of research/studies/third_edition.py, in their order; called again, it continues them. On another
 #            machine it continues from the records, if the archive of the last call was unpacked into the repository
 #
-# A part at full size is rehearsed with a tiny model first: a wrong flag must not cost minutes. No part needs ffmpeg.
-# MODEL (/dev/shm/random_model) and RUNS (/tmp/beyond) are scratch folders, kept for the next call.
+# A part at full size is rehearsed with a tiny model first, while its weights are written: a wrong flag must not cost
+# minutes. REHEARSE=1 does nothing else. No part needs ffmpeg.
+# MODEL (/dev/shm/random_model), SCRATCH (in /dev/shm where there is room, else in /tmp) and RUNS (/tmp/beyond) are
+# scratch folders, kept for the next call.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -38,27 +40,64 @@ mkdir -p "$output"
 python=${PYTHON:-python3}
 if [[ -z ${PYTHON:-} && -x .venv/bin/python ]]; then python=.venv/bin/python; fi
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TQDM_DISABLE=1 HF_HUB_OFFLINE=1
+unset OMP_NUM_THREADS # a model at full size wants all cores; parts of many small runs set it themselves
 
 left() { echo $((seconds - (SECONDS - begin))); } # seconds until the limit
 within() { timeout --signal INT "$(left)" "$@"; }
 run() { within "$python" -m "research.$1" "${@:2}"; } # MODULE FLAGS
 
+roomy() { # GB; the folder in memory if it has room for them, else one on a disk
+  local free
+  free=$(df --output=avail -B 1G /dev/shm 2> /dev/null | tail -n 1) || free=0
+  if ((free >= $1)); then echo /dev/shm; else echo /tmp; fi
+}
+
+writing= # process that writes weights
+write() { # MODULE FLAGS; begins in the background
+  [[ -z ${REHEARSE:-} ]] || return 0
+  timeout "$(left)" "$python" -m "research.$1" "${@:2}" > "$output/weights.log" 2>&1 &
+  writing=$!
+}
+
+rehearse() { # COMMAND; then waits for the weights. If either fails, so does the part
+  local failed=
+  "$@" > "$output/rehearsal.log" 2>&1 || failed=$output/rehearsal.log
+  if [[ -n $writing && -n $failed ]]; then
+    kill "$writing" 2> /dev/null || true
+  elif [[ -n $writing ]]; then
+    wait "$writing" || failed=$output/weights.log
+  fi
+  if [[ -n $failed ]]; then
+    tail -n 5 "$failed" >&2
+    echo "$part failed before it measured anything: $failed" >&2
+    exit 1
+  fi
+  [[ -z ${REHEARSE:-} ]] || exit 0
+}
+
 clips() {
   local ways
   local recipe=(--config configs/hunyuan15_1gpu_lora.yaml)
-  local tiny=(--num_frames 5 --height 32 --width 32 --num_sampling_steps 4 --compile False --tail_steps 2)
   IFS=';' read -ra ways <<< "${WAYS:-awm;recipe}"
-  run benchmarks.random_model --tiny --output "$model-tiny" > "$output/rehearsal.log" 2>&1
-  run benchmarks.clips "${recipe[@]}" --pretrained_model_root "$model-tiny" --output "$output/rehearsal.md" \
-    "${tiny[@]}" --ways "${ways[@]}" >> "$output/rehearsal.log" 2>&1
-  [[ -z ${REHEARSE:-} ]] || return 0
-  [[ -d $model ]] || run benchmarks.random_model --output "$model"
+  if [[ ! -d $model ]]; then
+    rm -rf "$model-partial" # of a call that was stopped
+    write benchmarks.random_model --output "$model-partial"
+  fi
+  rehearse tiny_clips
+  [[ -d $model ]] || mv "$model-partial" "$model"
   local page=$model-$part.md # kept: the next call adds to it
   local code=0
   run benchmarks.clips "${recipe[@]}" --pretrained_model_root "$model" --prompt_cache "$model-prompts" \
     --output "$page" --ways "${ways[@]}" > "$output/clips.log" 2>&1 || code=$?
   cp "$page" "$output/$today-$part.md"
   return $code
+}
+
+tiny_clips() { # of the caller's recipe and ways
+  local tiny=(--num_frames 5 --height 32 --width 32 --num_sampling_steps 4 --compile False --tail_steps 2)
+  [[ -d $model-tiny ]] || run benchmarks.random_model --tiny --output "$model-tiny" || return
+  run benchmarks.clips "${recipe[@]}" --pretrained_model_root "$model-tiny" --output "$output/rehearsal.md" \
+    "${tiny[@]}" --ways "${ways[@]}"
 }
 
 rivals() {
@@ -73,34 +112,29 @@ embedded() {
 
 decode() { run benchmarks.decode --output "$output/$today-decode.md"; }
 
-wan() {
-  run benchmarks.wan --rehearse --output "$output/rehearsal.md" > "$output/rehearsal.log" 2>&1
-  run benchmarks.wan --output "$output/$today-wan.md"
-}
+wan() { measure_wan wan wan21-1.3b 20; }
 
-ti2v() {
-  local model=(--model wan22-ti2v-5b)
-  run benchmarks.wan "${model[@]}" --rehearse --output "$output/rehearsal.md" > "$output/rehearsal.log" 2>&1
-  [[ -z ${REHEARSE:-} ]] || return 0
-  run benchmarks.wan "${model[@]}" --output "$output/$today-ti2v.md"
-}
+ti2v() { measure_wan ti2v wan22-ti2v-5b 30; }
 
-a14b() {
-  local model=(--model wan22-t2v-a14b)
-  run benchmarks.wan "${model[@]}" --rehearse --output "$output/rehearsal.md" > "$output/rehearsal.log" 2>&1
-  [[ -z ${REHEARSE:-} ]] || return 0
-  run benchmarks.wan "${model[@]}" --scratch "${SCRATCH:-/tmp/a14b}" --output "$output/$today-a14b.md"
+a14b() { measure_wan a14b wan22-t2v-a14b 70; }
+
+measure_wan() { # PAGE MODEL GB
+  local scratch=${SCRATCH:-$(roomy "$3")/random_wan}
+  write benchmarks.wan --model "$2" --scratch "$scratch" --write_only
+  rehearse run benchmarks.wan --model "$2" --rehearse --output "$output/rehearsal.md"
+  run benchmarks.wan --model "$2" --scratch "$scratch" --output "$output/$today-$1.md"
 }
 
 images() {
-  run benchmarks.image_to_video --rehearse --output "$output/rehearsal.md" > "$output/rehearsal.log" 2>&1
+  rehearse run benchmarks.image_to_video --rehearse --output "$output/rehearsal.md"
   run benchmarks.image_to_video --output "$output/$today-image-to-video.md"
 }
 
 people() {
-  run benchmarks.prefer_learn --rehearse --output "$output/rehearsal.md" > "$output/rehearsal.log" 2>&1
-  [[ -z ${REHEARSE:-} ]] || return 0
-  run benchmarks.prefer_learn --output "$output/$today-prefer-learn.md"
+  local base=${SCRATCH:-$(roomy 12)}/random_reward
+  write benchmarks.prefer_learn --base "$base" --write_only
+  rehearse run benchmarks.prefer_learn --rehearse --output "$output/rehearsal.md"
+  run benchmarks.prefer_learn --base "$base" --output "$output/$today-prefer-learn.md"
 }
 
 train() { # NAME FLAGS

@@ -118,10 +118,12 @@ def begin(
     page: Callable[[Results], str],
     arguments: Sequence[str] | None,
     models: Sequence[str] = (),
+    writes: bool = False,
 ) -> tuple[argparse.Namespace, "Parts"]:
     """Read the command line of a benchmark; with --page_only, make the page and exit.
 
     models: values of `--model`, the default first, for benchmarks that measure one of several.
+    writes: whether the benchmark writes weights first, and so has `--write_only`.
     """
     parser = argparse.ArgumentParser(
         description=about, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -130,6 +132,9 @@ def begin(
     if models:
         help_text = "what to measure (default: %(default)s)"
         parser.add_argument("--model", choices=models, default=models[0], help=help_text)
+    if writes:
+        help_text = "write the weights and measure nothing"
+        parser.add_argument("--write_only", action="store_true", help=help_text)
     options = parser.parse_args(arguments)
     parts = Parts(options, page)
     if options.page_only:

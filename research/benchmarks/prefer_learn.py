@@ -3,8 +3,8 @@
     python -m research.benchmarks.prefer_learn --output research/benchmarks/results/DATE-prefer-learn-h200.md
 
 Heads and LoRA learn from random answers about clips of noise, LoRA for one epoch, and the rewards that they wrote are
-loaded again. Minutes on one GPU. `--rehearse` takes a tiny reward and small clips, on a CPU. No ffmpeg is needed: clips
-are put into the store of `learn` as patches.
+loaded again. Minutes on one GPU. `--rehearse` takes a tiny reward and small clips, on a CPU. `--base FOLDER` keeps the
+random reward for the next call. No ffmpeg is needed: clips are put into the store of `learn` as patches.
 """
 
 import argparse
@@ -85,21 +85,29 @@ def fill_store(clips: StudyClips, size: Size) -> None:
         write_at_once(file, {"patches": patches.cpu().contiguous(), "grid": torch.tensor(grid)})
 
 
-def measure(folder: Path, study: Study, size: Size, method: str, device: str) -> dict[str, str]:
+def write_base(base: Path, rehearse: bool, device: str) -> None:
+    """Write a random reward, unless an earlier call has."""
+    if base.is_dir():
+        return
+    draft = base.with_name(f"{base.name}-partial")
+    shutil.rmtree(draft, ignore_errors=True)  # of a call that was stopped
+    writer = Writer(torch.device(device))
+    write_reward(draft, rehearse, prompt_words(), writer)
+    writer.finish()
+    draft.rename(base)
+
+
+def measure(
+    folder: Path, base: Path, study: Study, size: Size, method: str, device: str
+) -> dict[str, str]:
     """A row: what `learn` said beforehand, and what it took."""
     output = folder / method
-    words = [
-        str(folder / "prefs.jsonl"),
-        "--base",
-        str(folder / "VideoReward"),
-        "--output",
-        str(output),
-    ]
+    words = [str(folder / "prefs.jsonl"), "--base", str(base), "--output", str(output)]
     words += ["--method", method, "--device", device, "--even_if_worse", *METHODS[method]]
     options = parse_learn(words)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     store = output.with_name(f"{method}.partial")
-    reward = VideoAlign(folder / "VideoReward", device, dtype)
+    reward = VideoAlign(base, device, dtype)
     fill_store(StudyClips(reward, study, options.answers, store, clips_key(options)), size)
     del reward
 
@@ -129,19 +137,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", type=Path, required=True, help="page to write, .md")
+    parser.add_argument("--output", type=Path, help="page to write, .md")
+    parser.add_argument("--base", type=Path, help="folder of the random reward, written if missing")
     parser.add_argument("--rehearse", action="store_true", help="tiny, on a CPU")
+    parser.add_argument("--write_only", action="store_true", help="write the base, learn nothing")
     options = parser.parse_args(arguments)
+    if options.write_only and not options.base:
+        parser.error("--write_only needs --base")
+    if not options.write_only and not options.output:
+        parser.error("--output is missing")
     size = TINY if options.rehearse else FULL
     device = "cpu" if options.rehearse else "cuda"
 
+    if options.write_only:
+        write_base(options.base, options.rehearse, device)
+        return
+
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        writer = Writer(torch.device(device))
-        write_reward(folder / "VideoReward", options.rehearse, prompt_words(), writer)
-        writer.finish()
+        base = options.base or folder / "VideoReward"
+        write_base(base, options.rehearse, device)
         study = write_study(folder / "prefs.jsonl", size)
-        rows = [measure(folder, study, size, method, device) for method in METHODS]
+        rows = [measure(folder, base, study, size, method, device) for method in METHODS]
 
     name = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {platform.machine()}"
     lines = [

@@ -1,10 +1,11 @@
 """Write a Wan folder with random weights: the architecture of a published model, or a tiny one for the CPU.
 
 Transformers and VAE are full size: 1.42 B parameters for Wan 2.1 1.3B, 5.0 B for Wan 2.2 TI2V 5B, twice 14.3 B for Wan
-2.2 A14B. The text encoder has the real widths but two layers, because it is used once per prompt and then leaves the
-device.
+2.2 A14B, whose second transformer shares the files of the first. The text encoder has the real widths but two layers,
+because it is used once per prompt and then leaves the device.
 """
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -120,16 +121,34 @@ def build_tiny_wan(seed: int, words: Sequence[str], name: str = "wan21-1.3b") ->
 def write_wan(
     folder: Path, tiny: bool, words: Sequence[str], writer: Writer, name: str = "wan21-1.3b"
 ) -> None:
-    """Begin to write a folder; it is complete when `writer` is finished and `write_index` was called."""
+    """Begin to write a folder. When `writer` is finished, `link_experts` and `write_index` complete it."""
     tokenizer = tokenizer_of(words)
     tokenizer.save_pretrained(folder / "tokenizer")
+    model = MODELS[name]
     with torch.device("meta"):
-        parts = parts_of(MODELS[name], tiny, len(tokenizer))
-    for name, part in parts.items():
-        config = part.config.to_json_string() if name == "text_encoder" else part.to_json_string()
-        writer.model(folder / name, part, config)
+        parts = parts_of(model, tiny, len(tokenizer))
+    for part_name, part in parts.items():
+        if part_name in model.transformers[1:]:
+            continue
+        is_stock = part_name == "text_encoder"
+        config = part.config.to_json_string() if is_stock else part.to_json_string()
+        writer.model(folder / part_name, part, config)
     if tiny:
         TINY_SAMPLING.to_json(folder / "sampling.json")
+
+
+def link_experts(folder: Path, name: str) -> None:
+    """Give the second transformer, if there is one, the files of the first.
+
+    Speed does not depend on values, and half of the tens of gigabytes need not be written.
+    """
+    first, *others = MODELS[name].transformers
+    for other in others:
+        (folder / other).mkdir(exist_ok=True)
+        for file in (folder / first).iterdir():
+            link = folder / other / file.name
+            link.unlink(missing_ok=True)  # of a call that was stopped
+            os.link(file, link)
 
 
 def write_index(folder: Path, name: str = "wan21-1.3b") -> None:

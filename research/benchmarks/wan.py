@@ -11,7 +11,7 @@ grpo         one iteration of the model's recipe for a 24 GB card by the unmodif
              on the GPU, runs its recipe for eight GPUs on one, with shorter clips and without a limit
 
 Random weights. The page is written after each part. `--only NAME` runs one part, `--rehearse` tries the script with a
-tiny model on the CPU.
+tiny model on the CPU, `--write_only` writes the weights for a later call.
 """
 
 import statistics
@@ -28,7 +28,13 @@ from research.benchmarks.grpo import PHASES, measure, trainer_overhead
 from research.benchmarks.parts import ROOT, Results, about, begin, failure, heading, table, wrapped
 from research.benchmarks.random_model import prompt_words
 from research.benchmarks.random_reward import write_reward
-from research.benchmarks.random_wan import MODELS, TINY_TRANSFORMER, write_index, write_wan
+from research.benchmarks.random_wan import (
+    MODELS,
+    TINY_TRANSFORMER,
+    link_experts,
+    write_index,
+    write_wan,
+)
 from research.benchmarks.random_weights import Writer
 from research.benchmarks.stock import StockWan
 from research.benchmarks.transformer import (
@@ -171,24 +177,26 @@ def stock_step(bench: Bench, twin: nn.Module, forward: Callable[[], Tensor]) -> 
     twin.eval().delete_adapters(POLICY)
 
 
-def write_model(folder: Path, name: str, rehearse: bool) -> None:
-    """Write a random model folder with its reward, unless an earlier call has."""
+def write_model(scratch: Path, name: str, rehearse: bool) -> Path:
+    """Write a random model folder with its reward, unless an earlier call has; returns the folder."""
+    folder = scratch / (f"{name}-tiny" if rehearse else name)
     if (folder / "model_index.json").is_file():
-        return
+        return folder
     writer = Writer(torch.device("cpu" if rehearse else "cuda"))
     words = prompt_words()
     folder.mkdir(parents=True, exist_ok=True)  # an earlier call may have been stopped
     write_wan(folder, rehearse, words, writer, name)
     write_reward(folder / "VideoReward", rehearse, words, writer)
     writer.finish()
+    link_experts(folder, name)
     write_index(folder, name)  # last: a folder with this file is complete
+    return folder
 
 
 def iteration(scratch: Path, name: str, rehearse: bool) -> Results:
     """One iteration inside the limit, and what the planner says of it."""
     case = CASES[name]
-    model = scratch / name
-    write_model(model, name, rehearse)
+    model = write_model(scratch, name, rehearse)
     free()
     prompts = scratch / "prompts.txt"
     prompts.write_text(f"{PROMPT}\n")
@@ -209,7 +217,7 @@ def iteration(scratch: Path, name: str, rehearse: bool) -> Results:
     with join_ranks(600, sharded=config.enable_fsdp, device_type=device) as ranks:
         trainer = build_trainer(config, ranks)
         trainer.validation = None
-        warmed = warm(trainer)
+        warmed = warm(trainer, two_streams=False)
         (record,), (inside,) = measure(trainer)
         trainer.run.close()
     moment, planned = peak(plan_of(config, 1))
@@ -286,9 +294,12 @@ def iteration_page(part: dict[str, Any]) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options, parts = begin(__doc__, PARTS, page, arguments, list(CASES))
+    options, parts = begin(__doc__, PARTS, page, arguments, list(CASES), writes=True)
     name = options.model
     rehearse = options.rehearse
+    if options.write_only:
+        write_model(options.scratch, name, rehearse)
+        return
     parts.results.setdefault("about", about())
     parts.results["model"] = name
     measures = {
