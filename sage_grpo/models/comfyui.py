@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from sage_grpo.files.tensor_files import all_finite
 from sage_grpo.models.denoiser import TRANSFORMER
 from sage_grpo.models.lora import read_scaled_adapter
 from sage_grpo.models.names import Rule, find, read_rules, to_original
@@ -127,6 +128,6 @@ def cast(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, 
     converted = {}
     for name, tensor in tensors.items():
         converted[name] = tensor if dtype is None else tensor.to(dtype)
-        if not converted[name].isfinite().all():
+        if not all_finite(converted[name]):
             raise ValueError(f"{name} has numbers that {dtype} cannot hold; use --dtype bfloat16")
     return converted

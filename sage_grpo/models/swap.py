@@ -30,7 +30,10 @@ class BlockSwap:
     """Keeps the frozen weights of one block per place on a device."""
 
     def __init__(self, stacks: Sequence[Sequence[nn.Module]], device: torch.device) -> None:
-        """Move the blocks' frozen weights to host memory. stacks: equally many blocks of equal sizes in each."""
+        """Make places for the blocks' frozen weights in host memory, whose values are then to be filled in.
+
+        stacks: equally many blocks of equal sizes in each.
+        """
         self.stacks = [list(blocks) for blocks in stacks]
         self.device = device
         self.places = {
@@ -40,7 +43,7 @@ class BlockSwap:
         }
         # kept here: adapters that are added later stay on the device
         self.weights = {block: frozen(block) for block in self.places}
-        self.host = {block: flattened(weights) for block, weights in self.weights.items()}
+        self.host = {block: host_place(weights) for block, weights in self.weights.items()}
         first_stack = stacks[0]
         self.on_device = [
             torch.empty_like(self.host[block], device=device) for block in first_stack
@@ -54,10 +57,15 @@ class BlockSwap:
         if device.type == "cuda":
             self.stream = torch.cuda.Stream(device)
             self.arrivals = [torch.cuda.Event() for _ in first_stack]
-            for flat in self.host.values():
-                pin(flat)
-            # it keeps the memory until its pages are unlocked
-            weakref.finalize(self, unpin, list(self.host.values()))
+
+    def lock(self) -> None:
+        """Lock the pages of the filled host memory; before, copies from it are correct, but slow."""
+        if self.stream is None:
+            return
+        for flat in self.host.values():
+            pin(flat)
+        # it keeps the memory until its pages are unlocked
+        weakref.finalize(self, unpin, list(self.host.values()))
 
     def fetch(self, block: nn.Module, direction: int = 1) -> None:
         """Make a block's weights ready for what is launched next, and copy those of its neighbor meanwhile.
@@ -120,20 +128,16 @@ def frozen(block: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in block.parameters() if not parameter.requires_grad]
 
 
-def flattened(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """One tensor in host memory that holds all parameters, which become views of it."""
+def host_place(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """One tensor in host memory for all parameters, which become views of it and lose their values."""
     size = sum(padded(parameter.numel()) for parameter in parameters)
-    flat = torch.zeros(size, dtype=parameters[0].dtype)
-    begin = 0
-    for parameter in parameters:
-        flat[begin : begin + parameter.numel()].copy_(parameter.detach().flatten())
-        begin += padded(parameter.numel())
+    flat = torch.empty(size, dtype=parameters[0].dtype)
     bind(parameters, flat)
     return flat
 
 
 def bind(parameters: Sequence[nn.Parameter], flat: Tensor) -> None:
-    """Make parameters views of a tensor that `flattened` made, or of a copy of it."""
+    """Make parameters views of a tensor that `host_place` made, or of a copy of it."""
     begin = 0
     for parameter in parameters:
         parameter.data = flat[begin : begin + parameter.numel()].view(parameter.shape)

@@ -6,13 +6,16 @@ A rank of a sharded run reads only the rows it keeps, whatever the names and ord
 import json
 import re
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from huggingface_hub import StateDictSplit, split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from sage_grpo.files.json_files import printable, read_object
 from sage_grpo.files.tensor_files import TensorFile
@@ -21,6 +24,8 @@ from sage_grpo.parallel.fsdp import local_shard, rows
 STEM = "diffusion_pytorch_model"
 INDEX = f"{STEM}.safetensors.index.json"
 SHOWN = 3  # names shown in an error
+READERS = 4  # threads: one alone would wait for the disk, or for new pages of memory
+LONG = 4e9  # bytes whose copying is shown
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -56,19 +61,31 @@ class Weights:
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Copy rows start:stop of the tensor to the CPU, or all of a scalar; no other bytes are read."""
-        shape = self.shape(name)
-        if not shape:
+        if not self.shape(name):
             return self.pieces[name][0].clone()
-        if stop is None:
-            stop = shape[0]
+        return torch.cat(self._rows(name, start, stop))  # a copy: the file may change or vanish
 
+    def copy_to(self, target: Tensor, name: str, start: int = 0, stop: int | None = None) -> None:
+        """Copy rows start:stop of the tensor, or all of a scalar, into `target`, on any device and of any dtype."""
+        if not self.shape(name):
+            target.copy_(self.pieces[name][0])
+            return
+        begin = 0
+        for piece in self._rows(name, start, stop):
+            target[begin : begin + len(piece)].copy_(piece)
+            begin += len(piece)
+
+    def _rows(self, name: str, start: int, stop: int | None) -> list[Tensor]:
+        """Views of the files that hold rows start:stop; some may be empty."""
+        if stop is None:
+            stop = self.shape(name)[0]
         selected = []
         for piece in self.pieces[name]:
             selected.append(piece[start:stop])
             # count from the beginning of the next piece
             start = max(start - len(piece), 0)
             stop = max(stop - len(piece), 0)
-        return torch.cat(selected)  # a copy: the file may change or vanish
+        return selected
 
     def below(self, prefix: str) -> "Weights":
         """The tensors whose names begin with `prefix`, without it."""
@@ -212,14 +229,21 @@ def _some(names: Sequence[str]) -> str:
 def load_model(
     model: Model, weights: Weights, device: torch.device | str, dtype: torch.dtype
 ) -> Model:
-    """Load weights into a model one tensor at a time; the model may be on the meta device."""
+    """Load weights into a model; it may be on the meta device."""
     check_names(weights, {name: tensor.shape for name, tensor in model.state_dict().items()})
-    tensors = {name: weights.read(name).to(device, dtype) for name in weights.names}
+    first_names: dict[int, str] = {}  # a tensor with two names is read once
+    tensors: dict[str, Tensor] = {}
+    for name, pieces in weights.pieces.items():
+        first_name = first_names.setdefault(id(pieces), name)
+        if first_name == name:
+            tensors[name] = torch.empty(weights.shape(name), device=device, dtype=dtype)
+        else:
+            tensors[name] = tensors[first_name]
+    copy_all(weights, {name: (tensors[name], 0, None) for name in first_names.values()})
     model.load_state_dict(tensors, assign=next(model.parameters()).is_meta)
     return model
 
 
-@torch.no_grad()
 def fill_model(model: nn.Module, weights: Weights) -> None:
     """Fill the parameters in place (each rank only its rows of sharded ones); adapters are left alone."""
     parameters = {
@@ -228,9 +252,42 @@ def fill_model(model: nn.Module, weights: Weights) -> None:
         if ".lora_" not in name
     }
     check_names(weights, {name: parameter.shape for name, parameter in parameters.items()})
-    for name, parameter in parameters.items():
-        start, stop = rows(parameter)
-        local_shard(parameter).copy_(weights.read(name, start, stop))
+    copy_all(
+        weights,
+        {
+            name: (local_shard(parameter.detach()), *rows(parameter))
+            for name, parameter in parameters.items()
+        },
+    )
+
+
+def copy_all(weights: Weights, targets: Mapping[str, tuple[Tensor, int, int | None]]) -> None:
+    """Copy tensors from their files to where they belong, several at a time; a bar shows what takes long.
+
+    targets: for each name the place of the rows start:stop, which follow.
+    """
+
+    @torch.no_grad()
+    def copy(name: str) -> int:
+        target, start, stop = targets[name]
+        weights.copy_to(target, name, start, stop)
+        return target.nbytes
+
+    total = sum(target.nbytes for target, _, _ in targets.values())
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    shown = is_first and total >= LONG
+    bar = tqdm(
+        total=total,
+        desc="weights",
+        unit="B",
+        unit_scale=True,
+        mininterval=1,
+        disable=not shown,
+    )
+    with bar, ThreadPoolExecutor(READERS) as pool:
+        copies = [pool.submit(copy, name) for name in targets]
+        for finished in as_completed(copies):
+            bar.update(finished.result())
 
 
 def plan_files(sizes: Mapping[str, int], max_bytes: float = 5e9) -> StateDictSplit:

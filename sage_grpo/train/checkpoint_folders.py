@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sage_grpo.config.fields import Config, ConfigError
 from sage_grpo.files import manifest
-from sage_grpo.files.tensor_files import write_file
+from sage_grpo.files.tensor_files import all_finite, write_file
 from sage_grpo.models.shards import open_shards
 from sage_grpo.parallel.ranks import RankError, Ranks
 from sage_grpo.train.checkpoint import STATE_FILE, read_state
@@ -128,7 +128,7 @@ def check_good(path: Path, ranks: Ranks) -> None:
         for name in weights.names
     ]
     for part, name, weights in stored[ranks.world_rank :: ranks.world]:
-        if not weights.read(name).isfinite().all():
+        if not all_finite(weights.read(name)):
             raise manifest.Damaged(f"its {part}/{name} is not finite")
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from sage_grpo.algo.trust_region import KLController
+from sage_grpo.files.tensor_files import all_finite
 from sage_grpo.parallel.fsdp import local_shard, rows
 from sage_grpo.train.anchor import Anchor
 from sage_grpo.train.optimization import Optimization
@@ -68,7 +69,7 @@ class TrainState:
     def first_nonfinite(self) -> str:
         """The first tensor on this rank that is not finite, as PART/NAME; empty if there is none."""
         for name, value in self.shards().items():
-            if not value.isfinite().all():
+            if not all_finite(value):
                 return name
         return ""
 

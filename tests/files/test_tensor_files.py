@@ -8,7 +8,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from sage_grpo.files import tensor_files
-from sage_grpo.files.tensor_files import NAMES, TensorFile, write_file
+from sage_grpo.files.tensor_files import NAMES, TensorFile, all_finite, write_file
 
 
 def some_tensors():
@@ -61,3 +61,21 @@ def test_text_is_written_as_it_is(tmp_path):
 def test_a_file_without_tensors_is_one(tmp_path):
     write_file(tmp_path / "none.safetensors", TensorFile({}, {}))
     assert load_file(tmp_path / "none.safetensors") == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_one_value_that_is_not_finite_is_noticed(dtype):
+    largest = torch.finfo(dtype).max
+    values = torch.full((3, 50), largest, dtype=dtype)  # whose sum is not finite
+    assert all_finite(values) and all_finite(values[:0])
+    infinite = torch.zeros(40, dtype=dtype)
+    infinite[[3, 30]] = torch.tensor([torch.inf, -torch.inf], dtype=dtype)
+    assert not all_finite(infinite)
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        values = torch.ones(3, 50, dtype=dtype)
+        values[1, 20] = bad
+        assert not all_finite(values)
+
+
+def test_numbers_of_other_kinds_are_finite():
+    assert all_finite(torch.arange(3)) and all_finite(torch.tensor([True]))

@@ -34,10 +34,13 @@ def stacks():
 
 def on_device(stacks):
     """The stacks with a swap: trained weights on the device, frozen ones taking turns."""
+    values = [stack.state_dict() for stack in copy.deepcopy(stacks)]
     swap = BlockSwap(stacks, DEVICE)
-    for stack in stacks:
+    for stack, own_values in zip(stacks, values, strict=True):
+        stack.load_state_dict(own_values)
         for block in stack:
             block.trained.to(DEVICE)
+    swap.lock()
     return swap
 
 

@@ -13,7 +13,15 @@ from torch import nn
 
 from sage_grpo.models.hunyuan15.backbone import Hunyuan15
 from sage_grpo.models.hunyuan15.folder import ModelFolder
-from sage_grpo.models.weights import STEM, Rows, Weights, check_names, load_model, open_folder
+from sage_grpo.models.weights import (
+    STEM,
+    Rows,
+    Weights,
+    check_names,
+    fill_model,
+    load_model,
+    open_folder,
+)
 from sage_grpo.parallel.fsdp import full_tensor, shard
 from scripts.export_checkpoint import save_weights
 from tests.dist import run_ranks
@@ -120,7 +128,11 @@ def test_every_range_of_rows_equals_the_slice_of_the_whole(tmp_path):
         assert weights.shape(name) == tuple(tensor.shape)
         for start in range(len(tensor) + 1):
             for stop in (*range(start, len(tensor) + 1), None):
-                assert torch.equal(weights.read(name, start, stop), tensor[start:stop])
+                rows = tensor[start:stop]
+                assert torch.equal(weights.read(name, start, stop), rows)
+                place = torch.full_like(rows, torch.nan, dtype=torch.float64)
+                weights.copy_to(place, name, start, stop)
+                assert torch.equal(place, rows.double())
 
 
 def test_what_was_read_does_not_change_with_the_file(tmp_path):
@@ -251,6 +263,25 @@ def test_a_model_gets_its_weights_in_the_precision_asked_for(tmp_path, device):
     assert model.weight.requires_grad and (model.weight is before) == (device == "cpu")
 
 
+def test_long_copies_show_their_progress_and_a_tensor_with_two_names_is_read_once(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr("sage_grpo.models.weights.LONG", 24)
+    save_weights(tmp_path, [("0.weight", draw(2, 3))])
+    weights = open_folder(tmp_path)
+    weights.pieces["1.weight"] = weights.pieces["0.weight"]
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(3, 2, bias=False))
+    load_model(model, weights, "cpu", torch.float32)
+    first, second = model.parameters()
+    assert torch.equal(first, weights.read("0.weight"))
+    assert first.data_ptr() == second.data_ptr()
+    assert "24.0/24.0" in capsys.readouterr().err
+
+    fill_model(nn.Linear(3, 1, bias=False), Weights(tmp_path, {"weight": [draw(1, 3)]}))
+    assert not capsys.readouterr().err  # short
+
+
 def test_a_transformer_with_an_extra_tensor_is_refused_before_anything_is_loaded(
     tiny_folder, tmp_path
 ):
@@ -269,15 +300,14 @@ def test_a_transformer_with_an_extra_tensor_is_refused_before_anything_is_loaded
 def fill(ranks, folder):
     """Numbers that this rank read from the files, those of the whole model, and the full tensors."""
     backbone = Hunyuan15(folder)
-    plain = Weights.read
+    plain = Weights.copy_to
     counts = []
 
-    def counted(self, name, *rows):
-        tensor = plain(self, name, *rows)
-        counts.append(tensor.numel())
-        return tensor
+    def counted(self, target, *rows):
+        counts.append(target.numel())
+        plain(self, target, *rows)
 
-    Weights.read = counted  # this process has no other work
+    Weights.copy_to = counted  # this process has no other work
     model = backbone.empty_transformer()
     shard(model, model.transformer_blocks, ranks.shards, torch.float32)
     backbone.fill_transformer(model)

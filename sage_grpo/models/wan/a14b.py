@@ -101,9 +101,10 @@ class A14b(Wan):
         if not self.takes_turns(model):
             super().fill_transformer(model, checkpoint)
             return
-        model.to_empty(device="cpu")
+        model.to_empty(device="cpu")  # memory that is never written takes no time
+        swap = model.take_turns(self.device)
         fill_model(model, self.starting_weights(checkpoint))
-        model.take_turns(self.device)
+        swap.lock()
         self.transformer = model
 
     def takes_turns(self, model: Experts) -> bool:

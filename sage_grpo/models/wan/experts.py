@@ -74,10 +74,10 @@ class Experts(nn.Module, Denoiser):
         """The velocity that one of the transformers predicts; `inputs` as for `WanTransformer`."""
         return self.experts[expert](*inputs)
 
-    def take_turns(self, device: torch.device) -> None:
+    def take_turns(self, device: torch.device) -> BlockSwap:
         """Keep the frozen weights of one transformer's blocks on a device, the others in host memory.
 
-        The weights are in host memory now. Everything else moves to the device.
+        The weights have no values yet. Everything else moves to the device.
         """
         swap = BlockSwap([expert.all_blocks for expert in self.experts.values()], device)
         swapped = {id(weight) for weights in swap.weights.values() for weight in weights}
@@ -86,3 +86,4 @@ class Experts(nn.Module, Denoiser):
                 parameter.data = parameter.data.to(device)
         for expert in self.experts.values():
             expert.swap = swap
+        return swap

@@ -24,6 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedTokenizerFast, Qwen2VLConfig, Qwen2VLModel
 
 from sage_grpo.files.json_files import check_kinds, naming, printable, read_config, read_object
+from sage_grpo.files.tensor_files import all_finite
 from sage_grpo.files.torch_files import convert, read_tensors
 from sage_grpo.rewards.video_frames import MEAN, MERGE, PAIR, PATCH, STD
 
@@ -154,16 +155,22 @@ def check_folder(folder: Path) -> None:
         )
 
 
-def read_weights(path: Path) -> dict[str, Tensor]:
-    """Read a safetensors file, all values finite; if it is missing, convert the published torch file first."""
+def open_weights(path: Path) -> dict[str, Tensor]:
+    """Tensors of a safetensors file, read when used; if it is missing, the published torch file is converted first."""
     source = path.with_suffix(".pth")
     if not path.is_file() and not source.is_file():
         raise FileNotFoundError(f"{path} is missing; download that folder again")
     with naming(path):
         if not path.is_file() and os.access(path.parent, os.W_OK):
             convert(source)
-        tensors = load_file(path) if path.is_file() else read_tensors(source)
-        not_finite = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
+        return load_file(path) if path.is_file() else read_tensors(source)
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """As `open_weights`, all values finite."""
+    tensors = open_weights(path)
+    with naming(path):
+        not_finite = [name for name, tensor in tensors.items() if not all_finite(tensor)]
     if not_finite:
         raise ValueError(
             f"{path} is damaged: {printable(not_finite[0])} is not finite; "
@@ -172,22 +179,26 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def read_checkpoint(folder: Path, checkpoint: Path) -> dict[str, Tensor]:
-    """All weights under their published names, from either layout."""
+def weight_files(folder: Path, checkpoint: Path) -> list[Path]:
+    """The files of all weights, in either layout. Of a tensor in several, the last counts."""
     if not (checkpoint / "adapter_model.safetensors").is_file():
-        return read_weights(checkpoint / "model.safetensors")
+        return [checkpoint / "model.safetensors"]
     base_files = sorted((folder / "base_config").glob("*.safetensors"))
     if not base_files:
         raise FileNotFoundError(
             f"{folder / 'base_config'} has no weights (*.safetensors), which {checkpoint} adapts"
         )
-    files = [
+    return [
         *base_files,
         checkpoint / "non_lora_state_dict.safetensors",
         checkpoint / "adapter_model.safetensors",
     ]
+
+
+def read_checkpoint(folder: Path, checkpoint: Path) -> dict[str, Tensor]:
+    """All weights under their published names."""
     tensors = {}
-    for file in files:
+    for file in weight_files(folder, checkpoint):
         tensors |= read_weights(file)
     return tensors
 

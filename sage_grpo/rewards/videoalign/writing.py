@@ -11,7 +11,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from sage_grpo.files.json_files import read_object, write_json
-from sage_grpo.rewards.videoalign.folder import newest_checkpoint, read_checkpoint, read_weights
+from sage_grpo.rewards.videoalign.folder import (
+    newest_checkpoint,
+    open_weights,
+    read_weights,
+    weight_files,
+)
 
 HEAD = "rm_head.weight"
 EMBEDDINGS = "embed_tokens.weight"
@@ -81,8 +86,12 @@ def published_weights(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]
 
 
 def stored_dtype(base: Path) -> torch.dtype:
-    """The precision in which a folder stores its weights."""
-    stored = read_checkpoint(base, newest_checkpoint(base))
+    """The precision in which a folder stores its weights; they are not read."""
     # with adapters apart, the base model has a table of its own, which comes first
-    *_, embeddings = (tensor for name, tensor in stored.items() if name.endswith(EMBEDDINGS))
-    return embeddings.dtype
+    dtypes = [
+        tensor.dtype
+        for file in weight_files(base, newest_checkpoint(base))
+        for name, tensor in open_weights(file).items()
+        if name.endswith(EMBEDDINGS)
+    ]
+    return dtypes[-1]

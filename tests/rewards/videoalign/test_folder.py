@@ -17,6 +17,7 @@ from sage_grpo.rewards.videoalign.folder import (
     read_weights,
 )
 from sage_grpo.rewards.videoalign.reward import VideoAlign
+from sage_grpo.rewards.videoalign.writing import stored_dtype
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 
@@ -175,6 +176,7 @@ def test_weights_that_are_not_finite_are_refused(broken, key, value):
     weights[f"base_model.model.{key}"].view(-1)[3] = value
     save_file(weights, file)
     assert f"{file} is damaged: base_model.model.{key} is not finite" in refused(folder)
+    assert stored_dtype(folder) == torch.bfloat16  # read from the header
 
 
 def test_numbers_that_cannot_be_checked_are_refused(broken):
