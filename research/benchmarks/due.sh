@@ -20,6 +20,9 @@
 #            after the other, those joined by a comma together, 16 runs side by side; called again, it continues them
 #   third    all studies of research/studies/third_edition.py, in their order; called again, it continues them. On another
 #            machine it continues from the records, if the archive of the last call was unpacked into the repository
+#            (tar xzf third.tar.gz); runs that were stopped begin anew there, because their checkpoints are large. The
+#            archive is written EVERY 60 seconds, and at the end or on a signal. REHEARSE=1: small runs on a CPU, in
+#            OUTPUT/rehearsal
 #
 # A part at full size is rehearsed with a tiny model first, while its weights are written: a wrong flag must not cost
 # minutes. REHEARSE=1 does nothing else. No part needs ffmpeg.
@@ -182,15 +185,43 @@ study() {
   tar czf "$output/second.tar.gz" research/studies/records/second.jsonl research/studies/*.json
 }
 
+third_archive() { # FOLDER of the records
+  local code=0
+  (cd "$1" && find research/studies/records -name 'third*') \
+    | tar czf "$output/third.tar.gz.part" -C "$1" --files-from - || code=$?
+  if ((code > 1)); then # 1: a file grew meanwhile
+    echo "no archive this time: tar ended with $code" >&2
+    return
+  fi
+  mv "$output/third.tar.gz.part" "$output/third.tar.gz"
+}
+
 third() {
-  share
+  [[ -n ${REHEARSE:-} ]] || share
   export TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 # as registered
   local commit=${COMMIT:-$(git rev-parse --short=12 HEAD)} # COMMIT where there is no repository
-  local budget
-  budget=$(awk "BEGIN { print ($(left) - 40) / 60 }") # less a start of Python and an archive
-  "$python" -m research.studies.third_edition --jobs "${JOBS:-16}" --budget_minutes "$budget" --cut --commit "$commit" \
-    || echo "exit code $?"
-  tar czf "$output/third.tar.gz" research/studies/records/third*
+  local root=$PWD
+  local flags=(--cut --commit "$commit" --jobs "${JOBS:-16}")
+  if [[ -n ${REHEARSE:-} ]]; then
+    root=$(realpath "$output")/rehearsal
+    flags+=(--tiny)
+  fi
+  mkdir -p "$root/research/studies/records" "$root/outputs/third"
+  flags+=(--results "$root/research/studies/records/third.jsonl" --work "$root/outputs/third")
+  flags+=(--budget_minutes "$(awk "BEGIN { print ($(left) - 30) / 60 }")") # less a start of Python and an archive
+
+  "$python" -m research.studies.third_edition "${flags[@]}" &
+  local study=$!
+  local pause
+  trap 'kill -TERM $study 2> /dev/null || true' INT TERM # its runs save
+  while kill -0 "$study" 2> /dev/null; do
+    sleep "${EVERY:-60}" &
+    pause=$!
+    wait -n "$study" "$pause" || true
+    kill "$pause" 2> /dev/null || true
+    third_archive "$root" # again and again, in case that this is killed
+  done
+  wait "$study" || echo "exit code $?"
 }
 
 "$part"

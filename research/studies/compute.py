@@ -406,13 +406,27 @@ def label_ends(ax: Axes, colors: Mapping[str, str]) -> None:
     lines = [line for line in ax.lines if line.get_label() in colors]
     ends = {line.get_label(): line.get_xydata()[-1] for line in lines}
     low, high = ax.get_ylim()
-    gap = 0.062 * (high - low)
     ax.set_xlim(right=1.62 * max((x for x, _ in ends.values()), default=1.0))
-    place = -math.inf
-    for arm, (x, y) in sorted(ends.items(), key=lambda item: item[1][1]):
-        place = max(y, place + gap)
+    order = sorted(ends, key=lambda arm: ends[arm][1])
+    heights = apart([ends[arm][1] for arm in order], 0.062 * (high - low), high)
+    for arm, height in zip(order, heights, strict=True):
+        x, y = ends[arm]
         style = {"color": colors[arm], "fontsize": 7, "va": "center"}
-        ax.annotate(arm, (x, y), (1.03 * x, place), annotation_clip=False, **style)
+        ax.annotate(arm, (x, y), (1.03 * x, height), annotation_clip=False, **style)
+
+
+def apart(heights: Sequence[float], gap: float, highest: float) -> list[float]:
+    """Ascending heights, moved until neighbors are `gap` apart: upward, and down again from `highest`."""
+    moved = []
+    place = -math.inf
+    for height in heights:
+        place = max(height, place + gap)
+        moved.append(place)
+    limit = highest
+    for number_below in reversed(range(len(moved))):
+        moved[number_below] = min(moved[number_below], limit)
+        limit = moved[number_below] - gap
+    return moved
 
 
 def draw_validations(

@@ -89,7 +89,7 @@ Plot = Callable[[np.ndarray], None]  # draws into the axes of a figure
 class Drawing:
     """A grid of panels, under a row of panels with differences where there are some.
 
-    shape: rows and columns. share_y: matplotlib's `sharey`. rows: number of differences.
+    shape: rows and columns. share_y: matplotlib's `sharey`. rows: number of differences. panel_height: in inches.
     """
 
     shape: tuple[int, int]
@@ -97,6 +97,7 @@ class Drawing:
     share_y: bool | str = False
     rows: int = 0
     differences: Callable[[Sequence[Axes]], None] | None = None
+    panel_height: float = PANEL_HEIGHT
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
@@ -275,13 +276,14 @@ class StudyFigure:
     """How the results of a study are drawn below its differences.
 
     plot: called with axes, arms and the variable's name. shape: rows and columns.
-    colors: of arms, instead of automatic ones.
+    colors: of arms, instead of automatic ones. panel_height: in inches.
     """
 
     plot: Callable[..., None] = draw_curves
     shape: tuple[int, int] = (1, 4)
     share_y: bool | str = False
     colors: Mapping[str, str] = field(default_factory=dict)
+    panel_height: float = PANEL_HEIGHT
 
 
 FIGURES: Mapping[str, StudyFigure] = {  # of the studies that are not drawn by draw_curves
@@ -294,7 +296,7 @@ FIGURES: Mapping[str, StudyFigure] = {  # of the studies that are not drawn by d
 def draw(path: Path, drawing: Drawing) -> None:
     """Draw a figure and save it."""
     rows, columns = drawing.shape
-    heights = [PANEL_HEIGHT * rows]
+    heights = [drawing.panel_height * rows]
     if drawing.differences:
         heights.insert(0, FOREST_HEIGHT + FOREST_ROW * drawing.rows)
         columns = max(columns, FOREST_PANELS if drawing.rows else 0)
@@ -352,6 +354,7 @@ def drawings(
             differences=partial(
                 draw_differences, study=study, arms=ordered(arms), named=figure.colors
             ),
+            panel_height=figure.panel_height,
         )
         if name == "balancing":
             made["gradients"] = Drawing((1, 2), partial(draw_gradients, arms=shared_arms))

@@ -235,6 +235,12 @@ def test_matches_are_compared_at_the_reward_that_all_reach():
     assert found[names[0]] == pytest.approx([0.8]) and found[names[1]] == pytest.approx([0.8])
 
 
+def test_labels_are_moved_apart_and_stay_below_the_top():
+    assert compute.apart([0.1, 0.5, 0.5], 0.1, 1.0) == pytest.approx([0.1, 0.5, 0.6])
+    assert compute.apart([0.2, 0.95, 0.96, 0.97], 0.1, 1.0) == pytest.approx([0.2, 0.8, 0.9, 1.0])
+    assert compute.apart([], 0.1, 1.0) == []
+
+
 def test_figures_show_every_arm():
     axes = Figure().subplots(1, 3, squeeze=False)
     arms = results({ALL_STEPS: [0.2, 0.3, 0.4], FLASH: [0.4, 0.5, 0.6]})

@@ -10,18 +10,31 @@ from research.studies.compute import units
 from research.studies.questions import StudyPlan, StudyRun
 from research.studies.second_edition import RATES, RAW, RECIPE, REPORTED, SEARCH, config_of
 from research.studies.third_edition import (
+    COMPARED_SAMPLERS,
+    GUIDED_SAMPLER,
     PAGE,
     REFERENCE,
     STAGES,
+    TODAYS_POINT,
+    TODAYS_SAMPLER,
     arms,
-    goal_table,
-    log_ratios,
     main,
     page,
+    points,
     rates_file,
+    sampled,
     studies,
     two_best,
+)
+from research.studies.third_tables import (
+    PLACES,
+    SPREAD,
+    goal_table,
+    log_ratios,
+    sampler_table,
+    taken_samplers,
     units_to_match,
+    variety_decision,
     verdict,
 )
 from sage_grpo.exit_codes import DONE, PREEMPTED, WRONG_INPUT
@@ -38,15 +51,47 @@ def test_the_committed_page_is_what_would_run():
 
 
 def test_arms_cost_the_same_and_the_search_uses_no_seed_that_is_reported():
+    shorter = {"half of the updates": 0.5, "a quarter of the updates": 0.25}
     spent = []
-    for flags in arms().values():
-        config = config_of(REPORTED, RAW, flags)
-        spent.append(units(config) * config.batch_size * config.max_steps)
-    assert len(spent) == 12
+    for study_arms in (arms(), sampled(), points()):
+        for arm, flags in study_arms.items():
+            config = config_of(REPORTED, RAW, flags)
+            cost = units(config) * config.batch_size * config.max_steps
+            spent.append(cost / shorter.get(arm, 1.0))
+    assert len(spent) == 12 + 10 + 11
     assert max(spent) / min(spent) < 1.02
-    keys = StudyPlan((), None, RECIPE, studies()).keys
-    seeds = {name: {seed for study, _, seed in keys if study == name} for name, _, _ in keys}
-    assert seeds == {"rates": {SEARCH["first_seed"]}, "clips": set(range(1, 9))}
+    plan = StudyPlan((), None, RECIPE, studies())
+    seeds = {
+        name: {seed for study, _, seed in plan.keys if study == name} for name, _, _ in plan.keys
+    }
+    few = set(range(1, 5))
+    assert seeds == {
+        "rates": {SEARCH["first_seed"]},
+        "clips": set(range(1, 9)),
+        "samplers": few,
+        "variety": few,
+    }
+
+
+def test_samplers_and_variety_share_their_reference_and_are_validated_alike():
+    """At any rates: today's sampler and point, all of 8 and best and worst of 16 are runs of `clips`."""
+    plan = StudyPlan((), None, RECIPE, studies())
+    shared = {
+        (study, arm)
+        for (study, arm, _), key in plan.keys.items()
+        if study in ("samplers", "variety") and plan.runs[key].study == "clips"
+    }
+    assert shared == {
+        ("samplers", TODAYS_SAMPLER),
+        ("variety", TODAYS_POINT),
+        ("variety", "best and worst of 16"),
+        ("variety", "all of 8"),
+    }
+    names = ("validation_num_inference_steps", "validation_solver", "validation_timestep_shift")
+    validated_by = {
+        tuple(getattr(run.config, name) for name in names) for run in plan.runs.values()
+    }
+    assert len(validated_by) == 1
 
 
 def run(arm, seed, study="clips"):
@@ -90,7 +135,7 @@ def test_verdicts_are_those_registered(expected):
 
 
 def test_the_table_names_a_winner():
-    spread = {"end": {third_edition.SPREAD: 0.5}}
+    spread = {"end": {SPREAD: 0.5}}
     gains = {
         REFERENCE: (0.9, 0.92, 0.94),
         CHEAPER: (1.6, 1.62, 1.6),
@@ -102,10 +147,90 @@ def test_the_table_names_a_winner():
         }
         for arm, own in gains.items()
     }
-    rows = {row.split(" | ")[0].strip("| "): row for row in goal_table(made, {}).splitlines()}
+    table = goal_table(made, {}, REFERENCE)
+    rows = {row.split(" | ")[0].strip("| "): row for row in table.splitlines()}
     assert "**wins**" in rows[CHEAPER]
     assert "goal not met; match may be worse" in rows["awm, 4 of 8"]
-    assert goal_table({}, {}) == "No results yet.\n"
+    assert goal_table({}, {}, REFERENCE) == "No results yet.\n"
+
+
+SPREADS = {"base": {SPREAD: 0.53, PLACES: 0.13}}
+
+
+def made_up(study_arms, ends, seeds):
+    """By arm and seed, runs that end with the match and spread of `ends`, or of None."""
+    made = {}
+    for arm, flags in study_arms.items():
+        match, spread, collapsed = (*ends.get(arm, ends[None]), "")[:3]
+        made[arm] = {}
+        for seed in seeds:
+            run = StudyRun("any", arm, seed, config_of(REPORTED, RAW, flags, {"seed": seed}))
+            record = invented(run, match=match + seed / 1000, collapsed=collapsed)
+            end = {SPREAD: spread - seed / 1000, PLACES: spread / 4}
+            made[arm][seed] = record | {"spread": SPREADS | {"end": end}}
+    return made
+
+
+# match, spread and, where runs collapsed, why; None: all other arms
+SAMPLED = {
+    "a cheaper one that is as good": (
+        {None: (0.95, 0.45), "unipc, 3 steps": (0.85, 0.5), "euler, 3 steps": (0.95, 0.5, "lost")},
+        {TODAYS_SAMPLER: "dpm, 4 steps", GUIDED_SAMPLER: "dpm, 5 steps, guided above 0.8"},
+    ),
+    "the cheapest, if it is as good; not one that narrows": (
+        {
+            None: (0.95, 0.45),
+            "euler, 3 steps": (0.97, 0.45),
+            "dpm, 5 steps, guided above 0.8": (0.97, 0.39),
+        },
+        {TODAYS_SAMPLER: "euler, 3 steps", GUIDED_SAMPLER: GUIDED_SAMPLER},
+    ),
+    "an equally cheap one only if it is better": (
+        {None: (0.8, 0.45), TODAYS_SAMPLER: (0.95, 0.45), "unipc, 5 steps": (0.99, 0.45)},
+        {TODAYS_SAMPLER: "unipc, 5 steps", GUIDED_SAMPLER: GUIDED_SAMPLER},
+    ),
+    "today's, if no other is": (
+        {None: (0.8, 0.45), TODAYS_SAMPLER: (0.95, 0.45), GUIDED_SAMPLER: (0.95, 0.45)},
+        {TODAYS_SAMPLER: TODAYS_SAMPLER, GUIDED_SAMPLER: GUIDED_SAMPLER},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SAMPLED)
+def test_the_cheapest_sampler_that_is_no_worse_is_taken(case):
+    ends, expected = SAMPLED[case]
+    made = made_up(sampled(), ends, range(1, 5))
+    assert taken_samplers(made, COMPARED_SAMPLERS, 4) == expected
+    table = sampler_table(made, {}, COMPARED_SAMPLERS, 4)
+    assert table.count("**taken**") == sum(arm != other for arm, other in expected.items())
+    made["dpm, 10 steps"].pop(4)
+    assert taken_samplers(made, COMPARED_SAMPLERS, 4) == {}
+    assert sampler_table({}, {}, COMPARED_SAMPLERS, 4) == "No results yet.\n"
+
+
+WIDER = "KL weight 3"
+HELD = {None: (0.95, 0.44), WIDER: (0.93, 0.52), "KL weight 10": (0.7, 0.53)}
+CHECKED = {  # ends with the first seeds, ends with the new ones, what the sentence says
+    "confirmed": (HELD, HELD, f"take **{WIDER}**"),
+    "the match of new seeds is lower": (HELD, HELD | {WIDER: (0.89, 0.52)}, f"confirm {WIDER}"),
+    "the spread of new seeds is lower": (HELD, HELD | {WIDER: (0.95, 0.4)}, f"confirm {WIDER}"),
+    "a new seed collapsed": (HELD, HELD | {WIDER: (0.95, 0.52, "lost")}, f"confirm {WIDER}"),
+    "not run yet": (HELD, {}, f"Proposed is {WIDER}"),
+    "none is wider": ({None: (0.95, 0.44)}, {}, "no other may be proposed"),
+    "wider at too high a price": (HELD | {WIDER: (0.89, 0.5)}, {}, "no other may be proposed"),
+    "wider but collapsed": (HELD | {WIDER: (0.95, 0.5, "lost")}, {}, "no other may be proposed"),
+}
+
+
+@pytest.mark.parametrize("case", CHECKED)
+def test_a_point_with_more_spread_is_taken_if_new_seeds_confirm_it(case):
+    first, new, expected = CHECKED[case]
+    made = made_up(points(), first, range(1, 5))
+    pair = {arm: points()[arm] for arm in (TODAYS_POINT, WIDER)}
+    check = made_up(pair, new, range(5, 9)) if new else {}
+    assert expected in variety_decision(made, check, TODAYS_POINT, 4)
+    made["all of 8"].pop(2)
+    assert "Not decided yet" in variety_decision(made, check, TODAYS_POINT, 4)
 
 
 def test_guidance_waits_for_the_two_best_that_never_collapsed(tmp_path):
@@ -123,25 +248,32 @@ def test_guidance_waits_for_the_two_best_that_never_collapsed(tmp_path):
     assert {flags["guidance_scale"] for flags in guided.values()} == {2.0}
 
 
+def stage_in(words):
+    """The studies that a call of ablate.py runs."""
+    start = words.index("--studies") + 1
+    return tuple(words[start : words.index("--budget_minutes")])
+
+
 def test_stages_follow_each_other_and_stop_where_runs_are_left(tmp_path, monkeypatch):
     results = tmp_path / "third.jsonl"
     started = []
 
     def pretended(words, registered, codes):
-        stage = words[words.index("--studies") + 1]
+        stage = stage_in(words)
         started.append(stage)
-        return codes.get(stage, DONE)
+        return codes.get(stage[0], DONE)
 
     def start(codes):
         monkeypatch.setattr(third_edition.ablate, "main", partial(pretended, codes=codes))
         return main(["--results", str(results), "--budget_minutes", "9"])
 
     assert start({"rates": PREEMPTED}) == PREEMPTED
-    assert started == ["rates"]
+    assert started == [("rates",)]
     assert rates_file(results).is_file()
     started.clear()
     assert start({}) == DONE
-    assert started == ["rates", "clips"]  # nothing is at an end, and no result names the best
+    # nothing is at an end, and no result names the best
+    assert started == [("rates",), ("clips", "samplers", "variety")]
     assert set(started) < set(STAGES)
 
 
@@ -152,32 +284,56 @@ def test_a_rehearsal_is_never_a_result(capsys):
 
 
 def test_all_stages_lead_to_the_page_of_results(tmp_path, monkeypatch):
-    """Runs are pretended: nft with half of its clips or fewer is best, and at the highest rate."""
+    """Runs are pretended: nft with half of its clips or fewer is best, all at the highest rate, a strong KL is wide."""
     results = tmp_path / "third.jsonl"
     started = []
 
     def pretended(words, registered):
-        stage = words[words.index("--studies") + 1]
+        stage = stage_in(words)
         started.append(stage)
-        for made in StudyPlan([stage], None, RECIPE, registered).runs.values():
-            is_best = made.arm.startswith(("nft, best", "nft, 4"))
+        for made in StudyPlan(stage, None, RECIPE, registered).runs.values():
+            is_best = made.study != "clips" or made.arm.startswith(("nft, best", "nft, 4"))
             gain = 0.3 + is_best * 0.1 + made.config.learning_rate
-            record = invented(made, gain, match=0.95 if is_best else 0.5 + made.seed / 100)
+            best_match = 0.95 + (made.config.tail_steps == 4) / 50
+            record = invented(made, gain, match=best_match if is_best else 0.5 + made.seed / 100)
+            spread = 0.52 if made.config.kl_weight == 3 else 0.44
+            end = {SPREAD: spread + made.seed / 1000, PLACES: 0.1}
+            unmeasured = dict.fromkeys(("classes", "places", "match"), 0.4)
+            ends = {"base": unmeasured | SPREADS["base"], "end": unmeasured | end}
+            record |= {"spread": ends} if "spread" in made.measured else {}
             records.append(results, record)
         return DONE
 
+    drawn = []
+
+    def drawn_if_new(path, drawing):
+        drawn.append(path.stem)
+        if path.stem == "results_3_variety":
+            draw(path, drawing)
+
+    draw = third_edition.results_page.draw
     monkeypatch.setattr(third_edition.ablate, "main", pretended)
-    monkeypatch.setattr(third_edition.results_page, "draw", lambda path, drawing: None)
+    monkeypatch.setattr(third_edition.results_page, "draw", drawn_if_new)
     assert main(["--results", str(results)]) == DONE
     assert started == list(STAGES)
-    assert {flags["learning_rate"] for flags in studies(results)["clips"].arms.values()} == {3e-3}
-    guided = studies(results)["guidance"].arms
+    registered = studies(results)
+    for name in ("clips", "samplers", "variety"):
+        assert {flags["learning_rate"] for flags in registered[name].arms.values()} == {3e-3}
+    assert list(registered["variety_check"].arms) == [TODAYS_POINT, WIDER]
+    guided = registered["guidance"].arms
     assert len(guided) == 3
     assert all(arm.startswith("nft, ") for arm in guided)
+    runs = [run["study"] for run in records.read_all(results).values()]
+    assert {name: runs.count(name) for name in ("samplers", "variety", "variety_check")} == {
+        "samplers": 36, "variety": 32, "variety_check": 4,
+    }  # fmt: skip
 
     started.clear()
     page_of_results = tmp_path / "results_3.md"
     assert third_edition.summary(results, page_of_results) == DONE
     text = page_of_results.read_text()
-    assert text.count("| verdict |") == 2
-    assert "nft, best and worst of 8" in text
+    assert text.count("| verdict |") == 4
+    assert f"the recipes take **{WIDER}**" in text
+    assert f"dpm, 4 steps instead of {TODAYS_SAMPLER}" in text
+    assert set(drawn) >= {f"results_3_{name}" for name in ("clips", "samplers", "variety")}
+    assert (tmp_path / "figures" / "results_3_variety.png").stat().st_size > 10_000
