@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from diffusers import ModelMixin
+from diffusers.models.modeling_utils import no_init_weights
 
 from sage_grpo.files.json_files import KINDS, check_kinds, naming, read_config
 from sage_grpo.models.backbone import Sampling
@@ -93,7 +94,7 @@ class DiffusersFolder:
         }
         check_kinds(path, config, kinds)
         self.check_sizes(path, defaults | config)
-        with naming(path), torch.device("meta"):
+        with naming(path), torch.device("meta"), no_init_weights():
             return model.from_config(config).eval()
 
     def weights(self, part: str) -> Weights:

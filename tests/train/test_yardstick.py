@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import pytest
 
@@ -141,34 +142,35 @@ def test_an_unchanged_run_has_one_series(train):
     assert kinds.count("break") == 0
 
 
-@pytest.mark.parametrize(
-    "changes, series",
-    [
-        ({"validation_num_inference_steps": 3}, ["validation"]),
-        ({"validation_solver": "dpm"}, ["validation"]),
-        ({"validation_global_seed": 1}, ["validation"]),
-        ({"validation_fixed_size": "16x24"}, ["validation"]),
-        ({"validate_video_length": 7}, ["validation"]),
-        ({"validation_timestep_shift": 2.0}, ["validation"]),
-        ({"num_validation_prompts": 7}, ["validation"]),
-        ({"holdout_reward": "motion"}, []),  # there is nothing yet to compare it with
-        ({"guidance_scale": 2.0}, ["train", "validation"]),
-        ({"fps": 4}, ["train", "validation"]),
-        ({"eta": 0.3}, ["train"]),
-        ({"num_sampling_steps": 2}, ["train"]),
-        ({"sde_type": "flow_grpo"}, ["train"]),
-        ({"seed": 7}, ["train"]),
-        ({"kl_weight": 0.2}, []),
-        ({"learning_rate": 1e-6}, []),
-        ({"reward_batch_size": 2}, []),
-    ],
-    ids=lambda value: "-".join(value),
-)
-def test_each_series_ends_with_its_own_yardstick(train, changes, series):
+# changed settings, and the series that end with them
+YARDSTICKS = [
+    ({"validation_num_inference_steps": 3}, ["validation"]),
+    ({"validation_solver": "dpm"}, ["validation"]),
+    ({"validation_global_seed": 1}, ["validation"]),
+    ({"validation_fixed_size": "16x24"}, ["validation"]),
+    ({"validate_video_length": 7}, ["validation"]),
+    ({"validation_timestep_shift": 2.0}, ["validation"]),
+    ({"num_validation_prompts": 7}, ["validation"]),
+    ({"holdout_reward": "motion"}, []),  # there is nothing yet to compare it with
+    ({"guidance_scale": 2.0}, ["train", "validation"]),
+    ({"fps": 4}, ["train", "validation"]),
+    ({"eta": 0.3}, ["train"]),
+    ({"num_sampling_steps": 2}, ["train"]),
+    ({"sde_type": "flow_grpo"}, ["train"]),
+    ({"seed": 7}, ["train"]),
+    ({"kl_weight": 0.2}, []),
+    ({"learning_rate": 1e-6}, []),
+    ({"reward_batch_size": 2}, []),
+]
+
+
+def test_each_series_ends_with_its_own_yardstick(train, tmp_path):
     short = {"max_steps": 1, "save_interval": 0, "validate_at_step0": False}
-    train(**short)
-    run = train(**short | changes, resume_from_checkpoint="auto")
-    assert [line["series"] for line in run.breaks] == ([series] if series else [])
+    started = train(**short).folder
+    for number, (changes, series) in enumerate(YARDSTICKS):
+        copy = shutil.copytree(started, tmp_path / f"copy {number}")
+        run = train(**short | changes, output_dir=str(copy), resume_from_checkpoint="auto")
+        assert [line["series"] for line in run.breaks] == ([series] if series else []), changes
 
 
 def test_a_run_that_goes_back_before_a_break_undoes_it(train):

@@ -76,4 +76,10 @@ def sizes_of(
             for name, parameter in parameters.items()
             if transformer.is_block_matrix(name, parameter)
         )
-    return backbone.architecture(), Trained(total=total, matrices=matrices)
+    return architecture_of(backbone), Trained(total=total, matrices=matrices)
+
+
+@lru_cache
+def architecture_of(backbone: Backbone) -> Architecture:
+    """Of the model, whatever is trained of it."""
+    return backbone.architecture()
