@@ -126,14 +126,23 @@ def check_comparison(run_doctor: Doctor) -> None:
     assert "* sage_grpo" in run_doctor.text and "prompt_distance" in run_doctor.text
 
 
+SMALL = {"num_frames": 5, "height": 24, "width": 24, "num_sampling_steps": 4}
+
+
+@pytest.fixture
+def uncompared(monkeypatch):
+    """The samplers are not compared, which takes most of the time; `test_all_is_well` compares them."""
+    monkeypatch.setattr(doctor, "check_samplers", lambda *arguments, **options: iter(()))
+
+
 def asked(doctor: Doctor, check: str, **flags: object) -> list[str]:
     """The marks of a check that samples the embedded model, on few and small clips."""
-    small = {"num_frames": 5, "height": 24, "width": 24, "num_sampling_steps": 4}
-    code = doctor("--prompts", "3", "--clips", "3", **small, **flags)
+    code = doctor("--prompts", "3", "--clips", "3", **SMALL, **flags)
     assert code == 0, doctor.text
     return [finding["mark"] for finding in doctor.findings(check)]
 
 
+@pytest.mark.usefixtures("uncompared")
 @pytest.mark.parametrize("shift, mark", [(3.2, "ok"), (60.0, "note")])
 def test_a_shift_that_misplaces_the_steps_is_noted(run_doctor, shift, mark):
     """Of the trivial model, whose own shift is 3; its clips are noise, so their rewards tell nothing."""
@@ -145,6 +154,7 @@ def test_a_shift_that_misplaces_the_steps_is_noted(run_doctor, shift, mark):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("uncompared")
 def test_the_model_is_asked_what_a_run_cannot_tell(embedded_doctor, tmp_path):
     """Slow, because only a trained model has an answer: a wrong shift and a wrong scale of the VAE are noted."""
     assert asked(embedded_doctor, "sampling") == ["ok", "ok"]
@@ -166,7 +176,7 @@ def test_the_model_is_asked_what_a_run_cannot_tell(embedded_doctor, tmp_path):
 @pytest.mark.parametrize("algorithm", ["grpo", "awm", "nft"])
 def test_lossy_steps_are_compared_with_exact_ones(embedded_doctor, algorithm):
     """Slow: steps in 8 bits, for which the trivial model is too narrow; the other findings are tested below."""
-    flags = {"num_sampling_steps": 4, "sde_window": "random:1", "outside_window": "fp8"}
+    flags = SMALL | {"sde_window": "random:1", "outside_window": "fp8"}
     embedded_doctor("--prompts", "2", "--clips", "2", algorithm=algorithm, **flags)
     (finding,) = embedded_doctor.findings("lossy steps")
     assert 0 < finding["numbers"]["pixels"] < 30 and finding["numbers"]["change"] != 0
