@@ -1,5 +1,6 @@
 """How the suite runs: the processes, what they have in common, and the last line."""
 
+import gc
 import os
 import signal
 from collections import Counter
@@ -52,6 +53,12 @@ def pytest_xdist_auto_num_workers():
     processors = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return max(1, min(processors + 1, memory // (3 * 1024**3), MOST_PROCESSES))
+
+
+def pytest_collection_finish():
+    """Leave out of every later garbage collection what lives until the end: the packages and thousands of tests."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_deselected(items):

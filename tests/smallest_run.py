@@ -13,14 +13,15 @@ from safetensors.torch import save_file
 from sage_grpo.models.registry import BACKBONES
 from sage_grpo.runs import card
 from sage_grpo.tools.report import page as report
-from sage_grpo.train import saving
+from sage_grpo.train import reward_checks, saving
 from tests.trivial_backbone import TinyDenoiser
 
 PIPELINE, TRIVIAL = "TrivialPipeline", "tests.trivial_backbone:Trivial"
 PROMPTS = ("a red circle moving left", "a green square moving right", "a red square moving right")
 
-# what takes longer than the smallest run itself: drawings, and the pauses of a save
+# what takes longer than the smallest run itself: drawings, the pauses of a save, and a dozen calls of the reward
 QUICK = (
+    (reward_checks, "NUM_RESCORED", 2),
     (card, "curve", lambda steps, values: b"no drawing"),
     (report, "print_summary", lambda folder: None),
     (saving, "PAUSE", 0.002),

@@ -7,6 +7,7 @@ equal blocks. `#` stands for a number. What follows a name, such as .weight, is 
 
 import re
 from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,11 +52,17 @@ def translate(name: str, pattern: str, template: str) -> str | None:
 
     Each `#` matches a number, which takes the place of the `#` at the same position in the template.
     """
-    match = re.match(re.escape(pattern).replace(r"\#", r"(\d+)") + r"(?=\.|$)", name)
+    match = _beginning(pattern).match(name)
     if not match:
         return None
     numbers = iter(match.groups())
     return re.sub("#", lambda _: next(numbers), template) + name[match.end() :]
+
+
+@cache
+def _beginning(pattern: str) -> re.Pattern[str]:
+    """Matches the names that begin with `pattern`."""
+    return re.compile(re.escape(pattern).replace(r"\#", r"(\d+)") + r"(?=\.|$)")
 
 
 def find(rules: Sequence[Rule], name: str) -> tuple[Rule, str] | None:

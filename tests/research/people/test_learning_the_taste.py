@@ -2,6 +2,7 @@
 
 import random
 from functools import partial
+from itertools import combinations
 
 import pytest
 import torch
@@ -20,9 +21,9 @@ from sage_grpo.tools.prefer.heads import (
     raw_scores,
 )
 
-STUDY_PROMPTS = 100
-NEW_PROMPTS = 40
-GROUP = 3  # clips of a prompt, so 300 pairs
+STUDY_PROMPTS = 30
+NEW_PROMPTS = 12
+GROUP = 5  # clips of a prompt, so 300 pairs
 
 
 def material(prompts, seed):
@@ -45,7 +46,7 @@ def answers(liked, prompts, seed):
     rng = random.Random(seed)
     rows = []
     for number, prompt in enumerate(prompts):
-        for i, j in ((0, 1), (0, 2), (1, 2)):
+        for i, j in combinations(range(GROUP), 2):
             first, second = GROUP * number + i, GROUP * number + j
             difference = (liked[first] - liked[second]).item()
             label = 0.0 if abs(difference) < TIE else (1.0 if difference > 0 else -1.0)
@@ -68,7 +69,7 @@ def answers(liked, prompts, seed):
 @pytest.mark.slow
 @torch.no_grad()
 def test_heads_learn_the_taste_from_three_hundred_answers():
-    """Slow: 420 clips are sampled and read by the oracle. The fast test of the fit has a taste made of its features."""
+    """Slow: 210 clips are sampled and read by the oracle. The fast test of the fit has a taste made of its features."""
     prompts = open_prompts(seed=0)
     study_prompts = prompts[:STUDY_PROMPTS]
     hidden, liked = material(study_prompts, seed=0)
@@ -85,5 +86,5 @@ def test_heads_learn_the_taste_from_three_hundred_answers():
         scores = raw_scores(new_hidden.double(), vectors)[:, 0].tolist()
         right = [value for _, value in ordered_rightly(scores, new_liked.tolist(), GROUP)]
         accuracy[name] = sum(right) / len(right)
-    assert accuracy["before"] < 0.68  # 0.60 of 50 pairs
-    assert accuracy["after"] > 0.8  # 0.88
+    assert accuracy["before"] < 0.68  # 0.59 of 56 pairs
+    assert accuracy["after"] > 0.8  # 0.91
