@@ -10,6 +10,7 @@ from sage_grpo.data.requests import Request
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.rewards.base import Composite
 from sage_grpo.runs.history import read_run
+from sage_grpo.train import reward_checks
 from sage_grpo.train.guards import TrainingError
 from sage_grpo.train.reward_checks import (
     NUM_RESCORED,
@@ -130,8 +131,9 @@ def test_a_reward_that_failed_once_or_may_fail_is_trained_with(make, failures, l
     assert ("failed on a made-up clip" in capfd.readouterr().err) == (failures == NUM_TRIALS)
 
 
-def test_clips_are_scored_again_with_their_own_prompts(make):
+def test_clips_are_scored_again_with_their_own_prompts(make, monkeypatch):
     """Also where only some of the clips are trained, and the first iteration is not logged."""
+    monkeypatch.setattr(reward_checks, "NUM_RESCORED", NUM_RESCORED)
     trainer = make(max_steps=3, log_interval=2, num_generations=4, train_clips=2)
     asked = []
     score = trainer.reward.rewards["shapes"].score
