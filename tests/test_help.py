@@ -1,8 +1,10 @@
 """Every program: help and wrong flags are answered before anything heavy is imported, and nothing is launched."""
 
+import json
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,46 +31,58 @@ LAUNCHERS = [
     "scripts/post_train/pdsh_train.sh",
     "scripts/post_train/slurm.sh",
 ]
-HEAVY = """
-import runpy, sys
-sys.argv = [{name!r}, *{words!r}]
+CALLS = """
+import contextlib, io, json, runpy, sys
 sys.path[0] = {folder!r}
-code = None
-try:
-    if {name!r}.endswith(".py"):
-        runpy.run_path({name!r}, run_name="__main__")
-    else:
-        runpy.run_module({name!r}, run_name="__main__", alter_sys=True)
-except SystemExit as end:
-    code = end.code
+answers = {{}}
+for word in ("--help", "--verison", "--version"):
+    sys.argv = [{name!r}, word]
+    code = None
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            if {name!r}.endswith(".py"):
+                runpy.run_path({name!r}, run_name="__main__")
+            else:
+                runpy.run_module({name!r}, run_name="__main__", alter_sys=True)
+        except SystemExit as end:
+            code = end.code
+    answers[word] = (code, out.getvalue(), err.getvalue())
 heavy = {{"torch", "transformers", "diffusers", "matplotlib", "scipy", "uvicorn"}} & sys.modules.keys()
-print(code, *sorted(heavy), file=sys.stderr)
+print(json.dumps([answers, sorted(heavy)]))
 """
 
 
-def answer(name, *words):
+@cache
+def answers_of(name):
+    """Exit code, output and errors of a program by the flag it is called with, and what heavy it has imported."""
     folder = str(ROOT / name.rpartition("/")[0]) if name.endswith(".py") else str(ROOT)
-    code = HEAVY.format(name=name, words=list(words), folder=folder)
-    return subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    command = [sys.executable, "-c", CALLS.format(name=name, folder=folder)]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return json.loads(process.stdout)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_help_and_wrong_flags_need_no_torch(name):
-    helped = answer(name, "--help")
-    assert helped.stderr.split() in (["0"], ["None"]), helped.stderr
-    assert helped.stdout.startswith("usage: ")
-    assert "--version" in helped.stdout
-    sentence, code = answer(name, "--verison").stderr.splitlines()
-    assert code == "2"
+    answers, heavy = answers_of(name)
+    assert heavy == []
+
+    code, helped, errors = answers["--help"]
+    assert code in (0, None) and errors == ""
+    assert helped.startswith("usage: ")
+    assert "--version" in helped
+
+    code, _, errors = answers["--verison"]
+    (sentence,) = errors.splitlines()
+    assert code == 2
     assert "unknown flag --verison; did you mean --version?" in sentence
-    assert answer(name, "--version").stdout == f"sage-grpo {__version__}\n"
+
+    assert answers["--version"][1] == f"sage-grpo {__version__}\n"
 
 
 @pytest.mark.parametrize("name", [*PROGRAMS, "scripts/verify_weights.py"])
 def test_every_argument_says_what_it_is_and_what_kind_of_value_it_takes(name):
-    text = answer(name, "--help").stdout
+    answers, _ = answers_of(name)
+    text = answers["--help"][1]
     _, arguments = re.split("(?:positional arguments|options):", text, maxsplit=1)
     lines = arguments.splitlines()
     for line, following in zip(lines, [*lines[1:], ""], strict=True):
