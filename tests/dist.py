@@ -13,8 +13,9 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     [ROOT, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
 )
 CONTEXT = multiprocessing.get_context("forkserver")
+PACKAGES = ("sage_grpo.train.build", "sage_grpo.worlds.shapes.reward", "torch.testing")
 CONTEXT.set_forkserver_preload(
-    ["tests.smallest_run", "tests.trivial_backbone", "sage_grpo.train.build", "torch.testing"]
+    [*PACKAGES, "tests.smallest_run", "tests.trivial_backbone", "tests.warm"]
 )
 PATIENCE = 120  # seconds
 

@@ -69,7 +69,7 @@ def model_card(
     )
     settings = _on_long_lines(_public(recipe))
     longest_ticks = max(map(len, re.findall("`+", settings)), default=0)
-    files[CARD] = _template().render(
+    files[CARD] = compiled_template().render(
         front=_on_long_lines(front_matter(origin, lora, image)),
         layout=layout,
         experts=experts,
@@ -99,7 +99,7 @@ def model_card(
 
 
 @cache
-def _template() -> jinja2.Template:
+def compiled_template() -> jinja2.Template:
     """The text of all cards; compiling it takes longer than filling it in."""
     return jinja2.Template(
         TEMPLATE.read_text(encoding="utf-8"), trim_blocks=True, keep_trailing_newline=True
