@@ -49,7 +49,7 @@ from research.studies.second_edition import (
     rated,
 )
 from research.studies.third_tables import GOAL_MATCH, GOAL_RATIO, MARGIN
-from sage_grpo.exit_codes import DONE, WRONG_INPUT
+from sage_grpo.exit_codes import DONE, FAILED, WRONG_INPUT
 from sage_grpo.files.json_files import write_json
 from sage_grpo.tools.figure_style import PALETTE
 
@@ -454,8 +454,12 @@ def summary(results: Path, target: Path) -> int:
 
 
 def run_stages(options: Any, passed_on: Sequence[str]) -> int:
-    """Run the stages one after another, until all is done or the budget ends."""
+    """Run the stages one after another, until all is done or the budget ends.
+
+    A run that fails stops a search, which must be complete, but no comparison: what depends on it has no arms then.
+    """
     deadline = time.monotonic() + 60 * options.budget_minutes
+    outcome = DONE
     for stage in STAGES:
         registered = studies(options.results, options.tiny)
         names = [name for name in stage if registered[name].arms]
@@ -466,9 +470,12 @@ def run_stages(options: Any, passed_on: Sequence[str]) -> int:
         print(f"{', '.join(names)}:", flush=True)
         code = ablate.main(words, registered)
         write_json(rates_file(options.results), choose(options.results, SEARCHES))
-        if code != DONE:
+        searches = [name for name in names if name.endswith("rates")]
+        if code == FAILED and not searches:
+            outcome = FAILED
+        elif code != DONE:
             return code
-    return DONE
+    return outcome
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -7,7 +7,7 @@ import pytest
 
 from research.studies import records, third_edition
 from research.studies.compute import units
-from research.studies.questions import StudyPlan, StudyRun
+from research.studies.questions import Study, StudyPlan, StudyRun
 from research.studies.second_edition import RATES, RAW, RECIPE, REPORTED, SEARCH, config_of
 from research.studies.third_edition import (
     COMPARED_SAMPLERS,
@@ -37,7 +37,7 @@ from research.studies.third_tables import (
     variety_decision,
     verdict,
 )
-from sage_grpo.exit_codes import DONE, PREEMPTED, WRONG_INPUT
+from sage_grpo.exit_codes import DONE, FAILED, PREEMPTED, WRONG_INPUT
 from sage_grpo.intervals import Interval
 from tests.research.studies.invented_results import invented
 
@@ -275,6 +275,22 @@ def test_stages_follow_each_other_and_stop_where_runs_are_left(tmp_path, monkeyp
     # nothing is at an end, and no result names the best
     assert started == [("rates",), ("clips", "samplers", "variety")]
     assert set(started) < set(STAGES)
+
+
+def test_a_failed_run_stops_a_search_but_no_comparison(tmp_path, monkeypatch):
+    ready = {name: Study("?", {"arm": {}}) for stage in STAGES for name in stage}
+    monkeypatch.setattr(third_edition, "studies", lambda *_: ready)
+    started = []
+
+    def pretended(words, registered, failing):
+        started.append(stage_in(words))
+        return FAILED if started[-1][0] == failing else DONE
+
+    for failing, reached in {"clips": len(STAGES), "variety_check": 4, "rates": 1}.items():
+        started.clear()
+        monkeypatch.setattr(third_edition.ablate, "main", partial(pretended, failing=failing))
+        assert main(["--results", str(tmp_path / "third.jsonl")]) == FAILED
+        assert started == list(STAGES[:reached])
 
 
 def test_a_rehearsal_is_never_a_result(capsys):
