@@ -87,7 +87,7 @@ class ModelFlags:
     train_prompts: tuple[str, ...] | None = flag(
         None,
         "prompt files to train on: .txt, .csv or .jsonl",
-        default_text="those in the model folder",
+        default_text="prompts_train.txt in the model folder, else assets/prompts/train_long.csv",
         is_path=True,
     )
     prompt_cache: str | None = flag(
@@ -108,7 +108,7 @@ class OptimizationFlags:
         minimum=1e-30,
         maximum=1,
     )
-    max_grad_norm: float = flag(1.0, "norm to which the gradient is clipped", above=0)
+    max_grad_norm: float = flag(1.0, "maximum gradient norm; larger gradients are clipped", above=0)
     warmup_steps: int = flag(0, "optimizer steps of linear learning-rate warm-up", minimum=0)
     optimizer: str = flag(
         "adamw",
@@ -125,7 +125,7 @@ class OptimizationFlags:
     num_generations: int = flag(4, "videos per prompt (group size)", minimum=2, maximum=MAX_VIDEOS)
     train_clips: int | None = flag(
         None,
-        "videos of each group to train, the best and the worst; the others are only sampled and scored",
+        "videos of each group to train on, the best and the worst ones; the others are only sampled and scored",
         minimum=2,
         maximum=MAX_VIDEOS,
         default_text="all",
@@ -162,12 +162,12 @@ class ParallelismFlags:
     reduce_once: bool | None = flag(
         None,
         "reduce sharded gradients once per rollout batch and update, not in each backward pass; "
-        "33 GB more if all weights are trained",
+        "takes 33 GB more if all weights are trained",
         default_text="True with LoRA, else False",
     )
     gather_for_rollout: bool = flag(
         False,
-        "keep sharded weights gathered during a rollout; faster, 17 GB more",
+        "keep sharded weights gathered during a rollout; faster, but takes 17 GB more",
     )
     enable_gradient_checkpointing: bool = flag(
         True,
@@ -181,7 +181,7 @@ class ParallelismFlags:
     )
     keep_attention: bool = flag(
         False,
-        "store the attention outputs of recomputed blocks; faster, more memory",
+        "store the attention outputs of recomputed blocks; faster, but takes more memory",
     )
     dtype: str | None = flag(
         None,
@@ -201,7 +201,7 @@ class ParallelismFlags:
     )
     decode_gb: float = flag(
         0,
-        "decode clips without tiling if that takes at most this many GB; faster",
+        "decode clips without tiling, which is faster, if that takes at most this many GB",
         minimum=0,
     )
     collective_timeout: float = flag(
@@ -228,7 +228,7 @@ class LoraFlags:
     )
     lora_experts: str = flag(
         "both",
-        "transformers to adapt, in a model with one for high and one for low noise levels",
+        "transformers to adapt in a model that has one for high and one for low noise levels",
         choices=("both", "high", "low"),
     )
     pretrained_lora_path: str | None = flag(
@@ -268,9 +268,9 @@ class RolloutFlags:
     )
     guidance_scale_2: float | None = flag(
         None,
-        "guidance scale of the transformer for low noise levels, in a model with two",
+        "guidance scale of the low-noise transformer, in a model that has two",
         minimum=0,
-        default_text="guidance_scale, or set by the model if that is too",
+        default_text="guidance_scale if given, else set by the model",
     )
     num_frames: int | None = flag(
         None,
@@ -323,19 +323,19 @@ class RolloutFlags:
     )
     tail_steps: int = flag(
         0,
-        "higher-order solver steps after the window; the first and the last of them are Euler's, and from pure noise"
-        " (awm, nft) the second too; 0 takes the remaining steps as they are",
+        "solver steps after the window, higher-order except the first and the last and, from pure noise (awm, nft), "
+        "the second; 0 takes the remaining steps as they are",
         minimum=0,
         maximum=MAX_SAMPLING_STEPS,
     )
     tail_solver: str = flag(
         "dpm",
-        "solver of tail_steps: second or third order, or second order with a corrector",
+        "solver of tail_steps: dpm is second-order, dpm3 third-order, unipc second-order with a corrector",
         choices=SOLVERS[1:],
     )
     guidance_interval: str = flag(
         "0:1",
-        "noise levels LOW:HIGH at which rollouts of awm and nft are guided; others cost half",
+        "noise levels LOW:HIGH at which rollouts of awm and nft are guided; unguided steps cost half",
     )
     outside_window: str = flag(
         "exact",
@@ -375,7 +375,7 @@ class LossFlags:
     nft_decay_growth: float = flag(0.001, "growth of nft's decay per update, from 0", minimum=0)
     use_grad_balancing: bool = flag(True, "use the temporal gradient equalizer")
     clip_range: float = flag(1e-4, "PPO clip range around ratio 1", above=0)
-    adv_clip_max: float = flag(5.0, "absolute value to which advantages are clipped", above=0)
+    adv_clip_max: float = flag(5.0, "maximum absolute advantage; larger ones are clipped", above=0)
     advantage_std: str = flag(
         "group",
         "standard deviation by which advantages are divided",
@@ -421,7 +421,7 @@ class TrustRegionFlags:
     )
     reference_mode_offload: bool = flag(
         False,
-        "keep an anchor of all weights in host memory while it is not in use",
+        "when training all weights, keep the anchor in host memory while it is not in use",
     )
 
 
@@ -451,7 +451,7 @@ class RewardFlags:
     judge_model: str | None = flag(
         None,
         "name of the judge's model",
-        default_text="the only model that its server has",
+        default_text="the only model on its server",
     )
     judge_rubric: str | None = flag(
         None,
@@ -483,9 +483,9 @@ class RewardFlags:
     )
     reward_fps: float | None = flag(
         None,
-        "frames per second that rewards other than shapes see",
+        "frames per second that videoalign, clipscore, pickscore, ocr and judge see",
         above=0,
-        default_text="that of VideoAlign's folder, 2 for other rewards",
+        default_text="the rate in VideoAlign's folder; 2 for the others",
     )
     reward_batch_size: int = flag(4, "clips per reward call", minimum=1)
 
@@ -503,16 +503,16 @@ class ValidationFlags:
         "iterations between validations; 0 validates at the end only",
         minimum=0,
     )
-    validate_at_step0: bool = flag(False, "validate before training too")
+    validate_at_step0: bool = flag(False, "also validate before training")
     validation_prompts: tuple[str, ...] | None = flag(
         None,
         "prompt files to validate with",
-        default_text=MODEL_DEFAULT,
+        default_text="prompts_valid.txt in the model folder, else assets/prompts/valid_long.csv",
         is_path=True,
     )
     num_validation_prompts: int | None = flag(
         None,
-        "validate with the first N of these prompts",
+        "validate with only the first N prompts",
         minimum=1,
         default_text="all",
     )
@@ -560,7 +560,7 @@ class ValidationFlags:
     )
     rollout_videos: int = flag(
         24,
-        "logged iterations whose best and worst clip of a group are kept as small videos; 0 keeps none",
+        "number of logged iterations for which a group's best and worst clips are kept as small videos; 0 keeps none",
         minimum=0,
     )
 
@@ -593,7 +593,7 @@ class CheckpointFlags:
     )
     init_from_checkpoint: str | None = flag(
         None,
-        "checkpoint whose weights, and nothing else, start a new run",
+        "checkpoint whose weights (and nothing else) a new run starts from",
         default_text="none",
         is_path=True,
     )
