@@ -168,6 +168,8 @@ ORDERED = {"enable_timestep_permutation": False}
         slow("animating", True, "fsdp2", ORDERED),
         slow("a14b", True, "fsdp2", {**ORDERED, "sde_window": "slide_iteration:1:1"}),
         slow("a14b", True, "fsdp2 x sp2", ORDERED),
+        slow("a14b", True, "sp4", {}),
+        slow("a14b", True, "hsdp 2 x 2", ORDERED),
         slow("a14b", False, "fsdp2", ORDERED),
         slow("animating", False, "fsdp2 x sp2", ORDERED),
     ],
@@ -220,6 +222,21 @@ def test_a_resumed_run_is_the_straight_one(make, changes):
     wanted, wanted_numbers = test_resume.state(straight)
     assert numbers == wanted_numbers and numbers["step"] == 2
     assert test_resume.same(tensors, wanted)
+
+
+@pytest.mark.parametrize(
+    "saved, loaded, use_lora",
+    [
+        slow("fsdp2", "one", True),
+        slow("hsdp", "sp2", True),
+        slow("one", "fsdp2", False),
+    ],
+)
+def test_another_number_of_ranks_goes_on_from_the_same_state(flags, saved, loaded, use_lora):
+    """Slow: adds the names of two transformers to what test_resume.py has in `make test`."""
+    test_resume.test_another_number_of_ranks_goes_on_from_the_same_state(
+        flags | ORDERED, saved, loaded, use_lora
+    )
 
 
 def trained(make, **changes):
