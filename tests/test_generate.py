@@ -189,7 +189,7 @@ def test_clips_of_other_weights_are_not_replaced_in_silence(
     [
         (
             ("--prompt", PROMPT, "--guidance_scale_2", "3"),
-            "the model has one transformer: leave it out",
+            "guidance_scale_2 is 3.0, but the model has one transformer for all noise levels: leave it out",
         ),
         (("--prompt", "a purple circle moving left"), "unknown word 'purple'"),
         (("--prompt", PROMPT, "--num_frames", "6"), "num_frames 6 is not 4n + 1; the nearest is 5"),

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from sage_grpo.config.fields import Config, ConfigError
+from sage_grpo.models.backbone import refused_for_one_transformer
 from sage_grpo.plugins import in_file
 from sage_grpo.rewards.registry import ALIASES, REWARDS
 
@@ -244,10 +245,7 @@ def _videos_can_be_written(c: Config, ranks: int) -> str | None:
 def _one_transformer_has_no_second(c: Config, ranks: int) -> str | None:
     for name, value in (("lora_experts", "both"), ("guidance_scale_2", None)):
         if getattr(c, name) != value:
-            return (
-                f"{name} is {getattr(c, name)}, but the model has one transformer for all noise levels: "
-                "leave it out"
-            )
+            return refused_for_one_transformer(name, getattr(c, name))
     return None
 
 

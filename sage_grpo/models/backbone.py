@@ -118,6 +118,13 @@ class Origin:
 MOST_RESIDENT = 1e8  # bytes of encoders that may stay on a GPU during training: what no plan of memory would notice
 
 
+def refused_for_one_transformer(flag: str, value: object) -> str:
+    """Why a model with one transformer refuses a flag for those with two."""
+    return (
+        f"{flag} is {value}, but the model has one transformer for all noise levels: leave it out"
+    )
+
+
 class BrokenClip(ValueError):
     """A clip has non-finite pixels: it cannot be shown or scored."""
 
@@ -186,9 +193,7 @@ class Backbone(ABC):
     def check_second_guidance(self, scale_2: float | None) -> None:
         """Reject the flag guidance_scale_2 for a model without a second transformer."""
         if scale_2 is not None and len(self.experts) == 1:
-            raise ValueError(
-                f"--guidance_scale_2 is {scale_2:g}, but the model has one transformer: leave it out"
-            )
+            raise ValueError(refused_for_one_transformer("guidance_scale_2", scale_2))
 
     @property
     def image_versions(self) -> list[str]:

@@ -180,7 +180,7 @@ def test_clips_made_or_scored_in_another_way_are_not_mixed(
 def test_a_guidance_for_a_second_transformer_that_is_not_there(command, tmp_path, level, capsys):
     assert exit_code(evaluate.main, command(reward_model="level", guidance_scale_2=3.0)) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "--guidance_scale_2 is 3, but the model has one transformer" in line
+    assert "guidance_scale_2 is 3.0, but the model has one transformer" in line
     assert not (tmp_path / "out").exists() and level.seen == 0
 
 
