@@ -82,6 +82,8 @@ class Calibration:
     training_activations: ByMode
     saved_activations: float
     exchange_activations: float
+    adapter_forward: float
+    adapter_training: ByMode
     reserve: float  # bytes outside tensors
 
     # Links: bytes/s into one GPU
@@ -121,6 +123,8 @@ def calibrate(gpu_model: str = MEASURED_ON) -> Calibration:
         training_activations=ByMode(**t["training_activations"]),
         saved_activations=t["saved_activations"],
         exchange_activations=t["exchange_activations"],
+        adapter_forward=t["adapter_forward"],
+        adapter_training=ByMode(**t["adapter_training"]),
         reserve=t["reserve"],
         gpus_per_node=t["gpus_per_node"],
         nvlink=t["nvlink"] * links,

@@ -147,18 +147,22 @@ def activations(plan: Plan) -> dict[str, float]:
     tokens = plan.tokens * c.trained_micro_batch / c.sp_size
     unit = tokens * plan.model.width * BYTES[c.dtype]
     exchange = r.exchange_activations if c.sp_size > 1 else 0.0
+    casts = adapters_cast(plan)
+    copies = plan.by_mode(r.adapter_training) if casts else 0.0
 
     # What one block keeps until its backward: its input, and with keep_attention also the output of attention
     recomputed_block = unit
     if c.keep_attention:
         recomputed_block = 2 * unit + tokens * plan.model.heads * NORMALIZER_BYTES
-    saved_block = r.saved_activations * unit
+    saved_block = (r.saved_activations + copies) * unit
     graph = plan.model.layers * (
         plan.recomputed * recomputed_block + (1 - plan.recomputed) * saved_block
     )
 
     per_unit = plan.by_mode(r.forward_activations) + exchange
-    training = unit * (plan.by_mode(r.training_activations) + exchange)
+    if casts:
+        per_unit += r.adapter_forward
+    training = unit * (plan.by_mode(r.training_activations) + exchange + copies)
     return at(
         0.0,
         rollout=sampled_unit * per_unit,
@@ -166,6 +170,12 @@ def activations(plan: Plan) -> dict[str, float]:
         update=plan.trained_branches * graph + training,
         validation=validated_unit * per_unit,
     )
+
+
+def adapters_cast(plan: Plan) -> bool:
+    """Whether adapters copy what they read to their own precision; FSDP casts adapters instead."""
+    c = plan.config
+    return c.use_lora and not c.enable_fsdp and BYTES[c.master_weight_type] > BYTES[c.dtype]
 
 
 def validation_tokens(plan: Plan) -> int:

@@ -14,7 +14,7 @@ from sage_grpo.parallel.ranks import check_layout
 from sage_grpo.rewards.registry import ALIASES
 from sage_grpo.tools.plan.calibration import ByMode, Calibration, calibrate
 from sage_grpo.train.algorithms.registry import build_algorithm
-from sage_grpo.train.windows import build_windows, num_trained
+from sage_grpo.train.windows import Windows, build_windows, num_trained
 
 BYTES = {"fp32": 4, "bf16": 2}  # of one number
 GRADIENT_BYTES = BYTES["fp32"]  # of one number while gradients are summed over ranks
@@ -69,6 +69,8 @@ class Plan:
         schedule = self.algorithm.schedule()
         learns = trained_levels(schedule.sigmas[:-1], self.model.boundary, c.adapted_experts)
         self.windows = build_windows(c.window_form, schedule.stochastic & learns, c.seed)
+        high = trained_levels(schedule.sigmas[:-1], self.model.boundary, "high")
+        self.crossing = crossing_share(self.windows, high.tolist())
         self.trained_steps = num_trained(self.windows.size, c.timestep_fraction)
         scales = {c.guidance_scale}
         if c.guidance_scale_2 is not None:
@@ -78,6 +80,7 @@ class Plan:
 
         # Passes of a trained micro-batch per iteration and rank; the anchor, if it runs, has as many forwards
         trained_micro_batches = self.trained_clips // c.trained_micro_batch
+        self.trained_micro_batches = trained_micro_batches
         self.training_passes = trained_micro_batches * self.trained_branches * self.trained_steps
         # Its clips, as a share of those in a micro-batch of the rollout
         self.trained_share = c.trained_micro_batch / self.micro_batch_size
@@ -188,6 +191,12 @@ class Plan:
         if c.reduces_once:
             return c.updates_per_rollout * self.trained_branches
         return self.training_passes
+
+
+def crossing_share(windows: Windows, is_high: Sequence[bool]) -> float:
+    """Share of the windows with steps on both sides of the boundary between two transformers; is_high: by step."""
+    sides = [set(is_high[start : start + windows.size]) for start in windows.starts]
+    return sum(len(side) > 1 for side in sides) / len(sides)
 
 
 def expected_maximum(values: Sequence[float], draws: int) -> float:

@@ -132,15 +132,20 @@ def times(plan: Plan, overlap: bool = True) -> dict[str, float]:
         # Parameters move to the host, the anchor comes in, and the parameters come back.
         anchor += trained_here * (2 * BYTES[c.master_weight_type] + BYTES[c.dtype]) / r.host
 
-    # Transformers that take turns on the GPU change in the middle of a clip and for the next one.
-    changes = 2 * plan.micro_batches if swapped_bytes(plan) else 0
+    # Transformers that take turns on the GPU change in the middle of a clip, or of a window, and for the next one.
+    change = change_time(plan)
+    window_changes = 2 * plan.crossing * plan.trained_micro_batches * change
+    anchor += window_changes
+    update += window_changes
 
     old_policy = plan.old_policy_passes * forward + plan.old_policy_gathers * forward_gather
+    if plan.old_policy_passes:
+        old_policy += window_changes
 
     return {
         "rollout": plan.rollout_passes * sampling
         + plan.rollout_gathers * sampling_gather
-        + changes * change_time(plan),
+        + 2 * plan.micro_batches * change,
         "decode": math.ceil(c.batch_size / c.sp_size) * plan.decode_seconds,
         "reward": c.batch_size * sum(reward.seconds for reward in plan.rewards),
         "anchor": old_policy + plan.anchor_fraction * anchor,
@@ -149,7 +154,12 @@ def times(plan: Plan, overlap: bool = True) -> dict[str, float]:
 
 
 def change_time(plan: Plan) -> float:
-    """Seconds that a forward waits for a transformer from host memory: for one block, or for what it cannot hide."""
+    """Seconds that a forward waits for a transformer from host memory: for one block, or for what it cannot hide.
+
+    None if transformers do not take turns on the GPU.
+    """
+    if not swapped_bytes(plan):
+        return 0.0
     model = plan.model
     copy = model.layers * model.block * BYTES[plan.config.dtype] / plan.rates.host
     return max(copy - forward_time(plan), copy / model.layers)
@@ -183,6 +193,7 @@ def validation_time(plan: Plan, clips: int) -> float:
     step = plan.branches * (max(forward_time(one_clip), wait.gather) + wait.exchange)
     scoring = sum(reward.seconds for reward in plan.rewards)
     seconds = sampling.num_steps * step + one_clip.decode_seconds + scoring
+    seconds += 2 * change_time(one_clip)
     clips_per_rank = math.ceil(clips * c.sp_size / plan.gpus)
     return clips_per_rank * seconds
 

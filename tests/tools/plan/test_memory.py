@@ -289,3 +289,23 @@ def test_of_two_transformers_one_is_on_the_gpu_unless_they_are_sharded():
 
     all_weights = plan(FULL, **ordered)
     assert export_bytes(all_weights) == 2 * export_bytes(imaginary_plan())
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_fp32_adapters_copy_what_they_read_unless_they_are_cast_instead(compiled):
+    two = replace(MODEL, experts=2, boundary=0.9)
+
+    def activations(**flags: object) -> dict[str, float]:
+        flags = {"enable_fsdp": False, "compile": compiled, **flags}
+        plan = Plan(replace(LORA, **flags), two, TRAINED, 4, text_tokens=2)
+        return memory(plan)["activations"]
+
+    plan = imaginary_plan(config=LORA)
+    unit = plan.tokens * LORA.trained_micro_batch * 64 * 2
+    copied = activations()
+    plain = activations(master_weight_type="bf16")
+    assert copied["rollout"] - plain["rollout"] == 4 * unit
+    assert copied["anchor"] - plain["anchor"] == 4 * unit
+    assert copied["update"] - plain["update"] == (4 if compiled else 11) * unit
+    sharded = {"enable_fsdp": True, "enable_timestep_permutation": False}
+    assert activations(**sharded) == activations(**sharded, master_weight_type="bf16") == plain

@@ -6,16 +6,18 @@ import pytest
 
 from sage_grpo.algo.sde import flow_sigmas
 from sage_grpo.tools.plan.calibration import Calibration, Overhead, calibrate
+from sage_grpo.tools.plan.model import Plan
 from sage_grpo.tools.plan.times import (
     backward_time,
     clips_per_gpu_hour,
     forward_time,
     times,
     traffic,
+    validation_time,
     volumes,
     waits,
 )
-from tests.tools.plan.imaginary import FREE_LINKS, MODEL, imaginary_plan
+from tests.tools.plan.imaginary import FREE_LINKS, MODEL, TRAINED, imaginary_plan
 
 PASSES = 2 * 2 * 5  # micro-batches, guidance branches, denoising steps
 
@@ -202,3 +204,32 @@ def test_volumes_of_an_iteration():
     # once per micro-batch of the rollout, once for the anchor, and twice per pass of the update
     gathered_once = volumes(imaginary_plan(gather_for_rollout=True))["weights"]
     assert gathered_once == pytest.approx(once.gather * (2 + 0.9 + PASSES * 2))
+
+
+def test_transformers_that_take_turns_change_in_every_phase_that_runs_them():
+    """Of the steps 1, 0.95, 0.88, 0.77 and 0.56, windows of two begin at the first four; one crosses the boundary."""
+    copy = 100.0  # seconds for all blocks: the computation hides next to nothing
+    rates = replace(FREE_LINKS, host=5 * 240 * 2 / copy)
+    two = replace(MODEL, experts=2, boundary=0.8)
+    flags = {"use_lora": True, "enable_fsdp": False, "sde_window": "random_iteration:2"}
+    flags |= {"validate_video_length": 9, "validation_fixed_size": "32x48"}
+    flags |= {"validation_num_inference_steps": 5, "validation_timestep_shift": 5.0}
+    config = imaginary_plan(**flags, master_weight_type="bf16").config
+    plan = Plan(config, two, TRAINED, 4, text_tokens=2, rates=rates)
+    assert plan.crossing == 1 / 4
+    free = replace(plan, rates=FREE_LINKS)
+    waits = {phase: seconds - times(free)[phase] for phase, seconds in times(plan).items()}
+    in_windows = 2 / 4 * plan.trained_micro_batches * copy
+    expected = {
+        "rollout": 2 * plan.micro_batches * copy,
+        "decode": 0.0,
+        "reward": 0.0,
+        "anchor": plan.anchor_fraction * in_windows,
+        "update": in_windows,
+    }
+    assert waits == pytest.approx(expected, rel=1e-3, abs=1e-9)
+    assert validation_time(plan, 4) - validation_time(free, 4) == pytest.approx(2 * copy, rel=1e-3)
+
+    sharded = replace(config, enable_fsdp=True, enable_timestep_permutation=False)
+    plan = Plan(sharded, two, TRAINED, 4, text_tokens=2, rates=rates)
+    assert times(plan) == times(replace(plan, rates=FREE_LINKS))
