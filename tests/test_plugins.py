@@ -67,7 +67,7 @@ def foreign_run(tmp_path, code):
 
 
 @pytest.mark.parametrize("program", [diagnose, report])
-def test_reading_a_run_folder_does_not_run_its_code(foreign_run, code, program):
+def test_reading_a_run_folder_does_not_run_its_code(undrawn, foreign_run, code, program):
     assert exit_code(program.main, [str(foreign_run)]) in (0, 1)
     assert not ran(code)
 

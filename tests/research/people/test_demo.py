@@ -3,9 +3,11 @@
 import json
 
 import pytest
+import yaml
 
 from research.people import demo
 from research.people.taste import TIE
+from sage_grpo.config.yaml_files import read_yaml
 from sage_grpo.runs.media import write_mp4
 from sage_grpo.tools.prefer.answers import AnswersFile
 from sage_grpo.tools.prefer.pairs import Trial
@@ -86,6 +88,7 @@ SMALLEST = {
     "HELD_PROMPTS": 8,
     "ITERATIONS": 1,
 }
+SMALL_BATCH = {"batch_size": 4, "num_generations": 4, "train_clips": 2}
 
 
 @pytest.mark.slow
@@ -93,6 +96,9 @@ def test_the_whole_loop_from_the_first_label_to_the_page(tmp_path, monkeypatch):
     """Slow: every program of the loop, on as few clips as it takes. Ten answers need not make a better reward."""
     for name, value in SMALLEST.items():
         monkeypatch.setattr(demo, name, value)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(read_yaml(str(demo.ROOT / demo.RECIPE)) | SMALL_BATCH))
+    monkeypatch.setattr(demo, "RECIPE", str(recipe))
     tool = demo.tool
     monkeypatch.setattr(demo, "tool", lambda *words: tool(*words, "--even_if_worse"))
     demo.main(["--output", str(tmp_path), "--record", str(tmp_path / "record.json")])
