@@ -13,8 +13,10 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 _trusted: set[str] = set()  # each `FILE.py:NAME` from the command line of this process
@@ -62,12 +64,20 @@ def resolved(name: str) -> Any:
             " if you trust it, name it on the command line"
         )
     path = Path(name.rpartition(":")[0])
-    spec = spec_from_file_location(f"plugin_{path.stem}", path)
+    module_name = f"plugin_{path.stem}"
+    spec = spec_from_file_location(module_name, path, loader=_FromSource(module_name, str(path)))
     module = module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up here
     with contained(f"{name} cannot be loaded", passes=()):
         spec.loader.exec_module(module)
         return getattr(module, label(name))
+
+
+class _FromSource(SourceFileLoader):
+    """Runs what the file says now: bytecode beside it can be older, or somebody else's."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
 
 
 @contextmanager

@@ -1,7 +1,9 @@
 """Code in a file runs only if the command line of this process names it; a stored configuration cannot make it run."""
 
 import json
+import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -82,6 +84,17 @@ def test_a_configuration_of_a_run_folder_does_not_run_its_code(
     assert exit_code(program.main, words) == 2
     assert f"{code}:step" in capsys.readouterr().err
     assert not ran(code)
+
+
+def test_an_edited_file_runs_as_it_is_now(tmp_path, monkeypatch):
+    """Bytecode beside a file counts while its size and the second of its change are the same, as after a quick edit."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    file = tmp_path / "own.py"
+    trust(f"{file}:value")
+    for value in (1, 2):
+        file.write_text(f"value = {value}\n")
+        os.utime(file, (1e9, 1e9))
+        assert resolved(f"{file}:value") == value
 
 
 def test_values_do_not_make_code_trusted(code, tmp_path):
