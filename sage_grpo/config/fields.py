@@ -721,7 +721,7 @@ class Config(  # a dataclass lists the fields of its last base first
         for name, value in values.items():
             if isinstance(value, tuple):
                 values[name] = list(value)
-        return yaml.dump(values, Dumper=yaml.CSafeDumper, sort_keys=False)
+        return yaml.safe_dump(values, sort_keys=False)
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}

@@ -4,6 +4,7 @@ import io
 import re
 from collections.abc import Sequence
 from contextlib import suppress
+import math
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,7 @@ def compiled_template() -> jinja2.Template:
 
 def _on_long_lines(values: dict[str, Any]) -> str:
     """YAML that breaks no line, however long."""
-    return yaml.dump(values, Dumper=yaml.CSafeDumper, sort_keys=False, width=-1)
+    return yaml.safe_dump(values, sort_keys=False, width=math.inf)
 
 
 def front_matter(origin: Origin, lora: bool, image: bool) -> dict[str, Any]:
