@@ -1,10 +1,10 @@
 """The model card of a checkpoint: what a hub shows about the weights, with the reward curve of the run."""
 
 import io
+import math
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-import math
 from functools import cache
 from pathlib import Path
 from typing import Any
