@@ -1,4 +1,4 @@
-"""The planner's figures in the tables of recipes: README.md and docs/scaling.md.
+"""The planner's figures in the tables of recipes: README.md, docs/scaling.md and research/benchmarks/scaling.md.
 
 `python -m research.benchmarks.scaling_tables` writes them. A row that links a recipe and names the cards for it,
 such as `8 x H100`, gets the planner's figures under the headings of FIGURES; all other cells are left as they are.
@@ -18,12 +18,16 @@ from sage_grpo.tools.plan.times import run_time, times, validation_time
 from sage_grpo.train.inputs import validation_requests
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = (ROOT / "README.md", ROOT / "docs" / "scaling.md")
+PAGES = (
+    ROOT / "README.md",
+    ROOT / "docs" / "scaling.md",
+    ROOT / "research" / "benchmarks" / "scaling.md",
+)
 PRICES = {"h100": 2.5, "4090": 0.4}  # dollars for an hour of one GPU, in November 2026
 # Updates after which 64 pairs of clips tell the gain on the embedded world from chance
 # (python -m research.studies.first_hours)
 UPDATES_TO_VERDICT = {"grpo": 20, "nft": 8, "awm": 8}
-RECIPE = re.compile(r"\]\((?:\.\./)?(configs/\w+\.yaml)\)")
+RECIPE = re.compile(r"\]\((?:\.\./)*(configs/\w+\.yaml)\)")
 CARDS = re.compile(r"\b(\d+) x (?:RTX )?(\w+)")
 
 
@@ -40,6 +44,21 @@ def duration(seconds: float) -> str:
 
 def validation_clips(plan: Plan) -> int:
     return len(validation_requests(plan.config))
+
+
+def trained_weights(plan: Plan) -> str:
+    return "LoRA" if plan.config.use_lora else "all"
+
+
+def learning_rate(plan: Plan) -> str:
+    """Always in scientific notation, such as 1e-4, so that rows are easy to compare."""
+    mantissa, exponent = f"{plan.config.learning_rate:e}".split("e")
+    return f"{float(mantissa):g}e{int(exponent)}"
+
+
+def clip_size(plan: Plan) -> str:
+    c = plan.config
+    return f"{c.num_frames} x {c.height} x {c.width}"
 
 
 def peak_memory(plan: Plan) -> str:
@@ -84,7 +103,9 @@ def price(plan: Plan) -> str:
 
 FIGURES: dict[str, Callable[[Plan], str]] = {
     "algorithm": lambda plan: plan.config.algorithm,
-    "learning rate": lambda plan: f"{plan.config.learning_rate:g}",
+    "weights": trained_weights,
+    "learning rate": learning_rate,
+    "clip": clip_size,
     "clips per iteration": lambda plan: str(plan.clips),
     "prompts per update": lambda plan: str(
         plan.clips // plan.config.num_generations * plan.config.gradient_accumulation_steps

@@ -2,8 +2,8 @@
 
     python -m research.benchmarks.scaling_tables
 
-Run it after changing the calibration, the planner or a recipe. The tables of recipes in README.md and docs/scaling.md
-get the planner's figures, too (research/benchmarks/recipe_tables.py).
+Run it after changing the calibration, the planner or a recipe. The tables of recipes in README.md, docs/scaling.md and
+this page get the planner's figures, too (research/benchmarks/recipe_tables.py).
 """
 
 import argparse

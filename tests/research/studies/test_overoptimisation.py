@@ -78,7 +78,7 @@ def test_lines_stand_where_the_held_out_reward_was_highest_and_where_a_kl_keeps_
     ],
 )
 def test_the_numbers_of_the_text(name, later, at_the_end, of_a_kl):
-    """Those of docs/rewards.md."""
+    """Those of research/studies/overoptimisation.md."""
     free, kept = RECORDS["free-2e-4"], RECORDS["kept-4e-4"]
     close = {"abs": 5e-4 if name == "distance" else 5.1e-3}
     assert overoptimisation.changed(free, name, EARLY, LATE) == pytest.approx(later, **close)
