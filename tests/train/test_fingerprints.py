@@ -1,5 +1,6 @@
 """What shapes samples and rewards is fingerprinted, and a resumed run is told what changed."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -9,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sage_grpo import plugins
+from sage_grpo.config.fields import RolloutFlags
 from sage_grpo.environment import TOKEN_VARIABLE
 from sage_grpo.models.registry import open_backbone
 from sage_grpo.rewards.base import Composite, Setup
@@ -163,3 +165,18 @@ def test_versions_are_those_of_libraries_that_shape_samples():
     versions = fingerprints.versions()
     assert versions["torch"] == torch.__version__
     assert {"python", "sage_grpo", "diffusers", "transformers", "numpy"} <= versions.keys()
+
+
+# flags of rollouts that say how many clips there are or how they are computed, not what a clip is; prompts have a
+# fingerprint of their own
+NOT_OF_A_CLIP = {
+    "enable_timestep_permutation",
+    "micro_batch_size",
+    "prompts_per_forward",
+    "timestep_fraction",
+}
+
+
+def test_every_flag_that_shapes_a_training_clip_is_part_of_its_yardstick():
+    flags = {field.name for field in dataclasses.fields(RolloutFlags)}
+    assert flags - NOT_OF_A_CLIP <= set(fingerprints.SETTINGS["train"])
