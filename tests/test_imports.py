@@ -4,6 +4,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from subprocess import run
@@ -28,15 +29,26 @@ REGISTRY = "sage_grpo.rewards.registry"  # names the world's reward as well
 GOLD = {f"sage_grpo.worlds.shapes.{name}" for name in ("judge", "oracle", "search", "fit", "world")}
 
 
+@cache
+def parsed(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
+def is_for_a_type_checker(node: ast.AST) -> bool:
+    """Whether it is `if TYPE_CHECKING:` or `if typing.TYPE_CHECKING:`."""
+    test = getattr(node, "test", None)
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in (
+        getattr(test, "id", None),
+        getattr(test, "attr", None),
+    )
+
+
 def import_statements(node: ast.AST, in_functions: bool) -> Iterator[ast.Import | ast.ImportFrom]:
     """Those that run; what only a type checker sees is left out."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, (ast.Import, ast.ImportFrom)):
             yield child
-        elif isinstance(child, ast.If) and ast.unparse(child.test) in (
-            "TYPE_CHECKING",
-            "typing.TYPE_CHECKING",
-        ):
+        elif is_for_a_type_checker(child):
             for other in child.orelse:
                 yield from import_statements(ast.Module([other], []), in_functions)
         elif in_functions or not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -46,7 +58,7 @@ def import_statements(node: ast.AST, in_functions: bool) -> Iterator[ast.Import 
 def imported_modules(path: Path, in_functions: bool = True) -> set[str]:
     """Every name that a file imports, `a.b` and `a.b.c` for `from a.b import c`, which may be a module or not."""
     modules = set()
-    for node in import_statements(ast.parse(path.read_text()), in_functions):
+    for node in import_statements(parsed(path.read_text()), in_functions):
         if isinstance(node, ast.Import):
             modules |= {alias.name for alias in node.names}
         else:
@@ -59,7 +71,7 @@ def named_modules(path: Path) -> set[str]:
     """Modules that a file names in a string: rows of tables (`module:attribute`), programs that it starts."""
     strings = (
         node.value
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path.read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     )
     matches = (re.fullmatch(r"(sage_grpo(?:\.\w+)+)(?::\w+)?", text) for text in strings)
