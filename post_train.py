@@ -61,7 +61,7 @@ def train(trainer: Any) -> int:
         return FAILED
     finally:
         trainer.run.close()
-    if trainer.ranks.first:
+    if trainer.ranks.is_first:
         from sage_grpo.tools.report.page import print_summary  # loads matplotlib
         from sage_grpo.train import console
 

@@ -65,7 +65,7 @@ def build_trainer(config: Config, ranks: Ranks) -> Trainer:
     trainer = assemble(config, ranks, lock=True)
     ranks.barrier()  # every rank has looked for an older run before the first one writes
     trainer.run.open(trainer.step)
-    if ranks.first:
+    if ranks.is_first:
         checkpoint_folders.tidy(trainer.run.checkpoints, trainer.step, trainer.resumed_from)
         trainer.run.log_start(trainer.step, start_record(trainer))
     return trainer
@@ -74,7 +74,7 @@ def build_trainer(config: Config, ranks: Ranks) -> Trainer:
 def assemble(config: Config, ranks: Ranks, lock: bool = False) -> Trainer:
     """Load the model, prompts and rewards, check them, resume if asked. Nothing is written, except a lock if asked."""
     backbone, config = open_model(config, ranks.device)
-    check(config, ranks.world, len(backbone.experts))
+    check(config, ranks.world_size, len(backbone.experts))
     build_algorithm(config).schedule()  # refuses what cannot sample, before weights are loaded
     run = RunFolder(config, ranks)
     if lock:
@@ -133,7 +133,7 @@ def fill(run: RunFolder, backbone: Backbone, config: Config, ranks: Ranks) -> Tr
 
     negative = Request(config.negative_prompt)
     if backbone.encodes_ahead:
-        backbone.prepare([negative, *requests, *held_out], ranks.world_rank, ranks.world)
+        backbone.prepare([negative, *requests, *held_out], ranks.world_rank, ranks.world_size)
     guidance = Guidance(
         config.guidance_scale, backbone.encode([negative])[0], scale_2=config.guidance_scale_2
     )
@@ -242,8 +242,8 @@ def prepare_transformer(
     transformer.prepare_blocks(
         recomputed, config.keep_attention, config.compile, config.outside_window
     )
-    if ranks.shards is not None:
-        shard(transformer, transformer.all_blocks, ranks.shards, compute_dtype)
+    if ranks.shard_mesh is not None:
+        shard(transformer, transformer.all_blocks, ranks.shard_mesh, compute_dtype)
 
     if config.use_lora:
         backbone.fill_transformer(transformer, None)

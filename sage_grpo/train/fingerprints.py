@@ -95,7 +95,7 @@ def fingerprints(
 
     def read() -> dict[str, Any]:
         """The rewards are on the first rank, and one rank reads the files for all."""
-        if not ranks.first:
+        if not ranks.is_first:
             return {}
         return {
             **backbone.fingerprints(),
@@ -110,10 +110,10 @@ def fingerprints(
     # the index of a held-out prompt is part of its noise
     training_prompts = [(str(request), request.seed) for request in requests]
     held_out_prompts = [(str(request), request.seed, request.index) for request in held_out]
-    return ranks.together(read)[0] | {
+    return ranks.on_all(read)[0] | {
         "training prompts": _list_fingerprint(training_prompts),
         "validation prompts": _list_fingerprint(held_out_prompts),
-        "ranks": ranks.world,
+        "ranks": ranks.world_size,
         "plug-ins": plugin_hashes,
         "sampler code": plugin_hashes.get(_file(config.sde_type), "built in"),
     }

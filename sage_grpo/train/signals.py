@@ -27,8 +27,8 @@ class HalfGradient:
     def __init__(self, parameters: Iterable[Tensor], ranks: Ranks, reduces_once: bool) -> None:
         self.parameters = list(parameters)
         self.ranks = ranks
-        self.sharded = ranks.shards is not None
-        has_share = not (self.sharded and (reduces_once or ranks.shards.ndim > 1))
+        self.sharded = ranks.shard_mesh is not None
+        has_share = not (self.sharded and (reduces_once or ranks.shard_mesh.ndim > 1))
         self.known = ranks.sp_size == 1 and has_share
         self.share = 1.0  # of the blocks that the squared norm is of; 1: none was observed
         self.square = 0.0  # squared norm of that share's gradient on this rank
@@ -40,7 +40,7 @@ class HalfGradient:
         if self.known and is_half and total > 1:
             self.share = done / total
             if not self.sharded:
-                self.share /= self.ranks.count
+                self.share /= self.ranks.dp_size
             gradients = [p.grad for p in self.parameters if p.grad is not None]
             self.square = sum_of_squares(local_shard(gradient) for gradient in gradients)
 
@@ -48,7 +48,7 @@ class HalfGradient:
         """Set `signal`, the share of signal in |g|^2; by chance it can be negative. All ranks must call."""
         square = self.ranks.sum(torch.tensor(self.square, dtype=torch.float64)).item()
         if not self.sharded:
-            square /= self.ranks.count
+            square /= self.ranks.dp_size
         f = self.share
         self.signal = None
         if self.known and f < 1 and grad_norm > 0:
@@ -81,9 +81,9 @@ def signals(
         "signal/variety": variety(thumbnails, group_size),
         "signal/same_reward": same_reward(scores.total),
     }
-    if ranks.count > 1:
+    if ranks.dp_size > 1:
         # replicas must agree on the weights; shards differ by nature
-        replica_square = 0.0 if ranks.shards else square
+        replica_square = 0.0 if ranks.shard_mesh else square
         row = [[zlib.crc32(start.encode()), replica_square]]
         all_ranks = ranks.gather(torch.tensor(row, dtype=torch.float64))
         spread = (all_ranks.amax(0) - all_ranks.amin(0)).tolist()

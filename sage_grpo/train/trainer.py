@@ -197,7 +197,7 @@ class Trainer:
             total=self.config.max_steps,
             initial=self.step,
             unit="it",
-            disable=not self.ranks.first,
+            disable=not self.ranks.is_first,
         )
         with heartbeat, bar:
             yield bar
@@ -229,7 +229,7 @@ class Trainer:
             return [text for text in self.ranks.texts(error) if text]
 
         errors = errors_of(self.reward)
-        share = len(errors) / self.ranks.count
+        share = len(errors) / self.ranks.dp_size
         if share > c.max_reward_failures:
             raise TrainingError(
                 f"{share:.0%} of the rewards failed on a made-up clip, before anything was sampled: {errors[0]};"
@@ -246,7 +246,7 @@ class Trainer:
         A series begins with the run, and again where a resumed run changes the yardstick.
         """
         is_due = False
-        if self.ranks.first:
+        if self.ranks.is_first:
             validated = self.run.validated_steps()
             begins = self.config.validate_at_step0 and not validated
             scheduled = self.step > 0 and self.is_due(self.config.validation_interval)
@@ -257,10 +257,10 @@ class Trainer:
     def micro_batches(self) -> list[MicroBatch]:
         """This rank's micro-batches for this iteration, each of one prompt."""
         c = self.config
-        num_groups = c.batch_size * self.ranks.count // c.num_generations
+        num_groups = c.batch_size * self.ranks.dp_size // c.num_generations
         prompt_indices = draw_prompts(self.step, num_groups, len(self.requests), c.seed)
         return plan_micro_batches(
-            prompt_indices, c.num_generations, c.batch_size, self.ranks.rank, c.micro_batch_size
+            prompt_indices, c.num_generations, c.batch_size, self.ranks.dp_rank, c.micro_batch_size
         )
 
     def roll_out(
@@ -400,9 +400,9 @@ class Trainer:
         c = self.config
         clips = [clip for trajectory in batch for clip in trajectory.micro_batch]
         all_clips = self.ranks.gather(torch.tensor(clips))
-        wanted = rows.view(self.ranks.count, -1).tolist()
+        wanted = rows.view(self.ranks.dp_size, -1).tolist()
 
-        chosen = [ClipId(*all_clips[row].tolist()) for row in wanted[self.ranks.rank]]
+        chosen = [ClipId(*all_clips[row].tolist()) for row in wanted[self.ranks.dp_rank]]
         micro_batches = split_clips(chosen, c.trained_micro_batch)
         rollouts = self.rollouts_of(micro_batches)
         joined = join_micro_batches(micro_batches, rollouts.conditions, c.prompts_per_forward)
@@ -543,8 +543,8 @@ class Trainer:
         self, batch: Sequence[Trajectory], advantages: Advantages
     ) -> Sequence[Tensor]:
         """This rank's rows of the advantages, split as its clips are into trajectories."""
-        num_rows = len(advantages.values) // self.ranks.count
-        first = self.ranks.rank * num_rows
+        num_rows = len(advantages.values) // self.ranks.dp_size
+        first = self.ranks.dp_rank * num_rows
         rank_values = advantages.values[first : first + num_rows]
         rank_values = rank_values.to(self.ranks.device, torch.float32)
         shares = rank_values.split([trajectory.size for trajectory in batch])
@@ -626,7 +626,7 @@ class Trainer:
         if self.limits_measured:
             return
         self.limits_measured = True
-        if self.world and self.ranks.first:
+        if self.world and self.ranks.is_first:
             requests = self.validation.requests if self.validation else self.requests
             measure = partial(limits, self.world, self.backbone, self.reward, requests, self.config)
             self.run.log_limits(self.step, measure)
@@ -674,7 +674,7 @@ class Trainer:
     ) -> None:
         """Keep the best and the worst clip of a group to look at; those of the first rank are enough."""
         c = self.config
-        if not self.ranks.first or not c.rollout_videos or not self.is_logged(self.step + 1):
+        if not self.ranks.is_first or not c.rollout_videos or not self.is_logged(self.step + 1):
             return
         ids = [clip for trajectory in batch for clip in trajectory.micro_batch]
         totals = scores.total[: len(ids)].tolist()  # the first rank's rows come first
@@ -719,7 +719,7 @@ class Trainer:
             "reward": record["reward/total"],
             "kl": record["kl/anchor"],
             "match": record.get("gold/match"),
-            "clips/h": 3600 * self.config.batch_size * self.ranks.count / record["time/total"],
+            "clips/h": 3600 * self.config.batch_size * self.ranks.dp_size / record["time/total"],
         }
         rounded = {name: f"{float(f'{v:.3g}'):g}" for name, v in shown.items() if v is not None}
         bar.set_postfix(rounded, refresh=False)

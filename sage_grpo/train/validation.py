@@ -65,14 +65,14 @@ class Validation:
         between: called on all ranks after each denoising step and each clip; it may raise. gathered: context for the
         denoising alone, because weights that stay gathered would take the VAE's memory.
         """
-        batches = self.joined(self.requests[self.ranks.rank :: self.ranks.count])
+        batches = self.joined(self.requests[self.ranks.dp_rank :: self.ranks.dp_size])
         rank_requests = [request for batch in batches for request in batch]
         # A sharded model's forward needs all ranks, so ranks with fewer clips sample an extra one and discard it.
-        most_per_rank = -(-len(self.requests) // self.ranks.count)
+        most_per_rank = -(-len(self.requests) // self.ranks.dp_size)
         num_extra = most_per_rank - len(rank_requests)
         batches += [[request] for request in self.requests[:num_extra]]
 
-        with StageBar(desc="validation", leave=False, disable=not self.ranks.first) as bar:
+        with StageBar(desc="validation", leave=False, disable=not self.ranks.is_first) as bar:
             with gathered():
                 latents = [self.latents(batch, between) for batch in bar.over("sampling", batches)]
             decoded_batches = [self.decode(x, between) for x in bar.over("decoding", latents)]
@@ -122,7 +122,7 @@ class Validation:
         rank_texts = self.ranks.texts(json.dumps(records, ensure_ascii=False, allow_nan=False))
         all_records = [record for text in rank_texts for record in json.loads(text)]
         all_records.sort(key=lambda record: record["file"])
-        if self.ranks.first:
+        if self.ranks.is_first:
             self._keep(lambda: write_json(folder / LISTING, all_records, ensure_ascii=False))
             self._keep(lambda: write_sheet(folder, clips, records))
         return summary(all_records)
@@ -172,7 +172,7 @@ class Validation:
     ) -> list[Tensor | None]:
         """Decode latents (B, ...) on the leader; None for non-finite clips, and on other ranks."""
         between()
-        is_finite = [self.ranks.leader and bool(x.isfinite().all()) for x in latents]
+        is_finite = [self.ranks.is_leader and bool(x.isfinite().all()) for x in latents]
         clips: list[Tensor | None] = [None] * len(latents)
         if any(is_finite):
             decodable = [row for row, finite in enumerate(is_finite) if finite]

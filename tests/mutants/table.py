@@ -131,7 +131,7 @@ TRAIN = (
     Mistake(
         "every rank takes the first rank's advantages",
         "sage_grpo/train/trainer.py",
-        "first = self.ranks.rank * num_rows",
+        "first = self.ranks.dp_rank * num_rows",
         "first = 0",
         ("tests/train/test_layouts.py",),
         "gradients_of_an_iteration and dp2",
@@ -233,7 +233,7 @@ TRAIN = (
     Mistake(
         "manifest check skipped before a resume",
         "sage_grpo/train/checkpoint_folders.py",
-        "    manifest.check(path, share=slice(ranks.world_rank, None, ranks.world))\n",
+        "    manifest.check(path, share=slice(ranks.world_rank, None, ranks.world_size))\n",
         "",
         ("tests/train/test_durability.py",),
         "auto_steps_back or named_checkpoint",

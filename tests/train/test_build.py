@@ -159,7 +159,7 @@ def test_a_reward_may_take_half_of_what_ranks_wait_for_each_other(make):
 
 def build_slowly(ranks, values):
     """The second rank looks for an older run only after the first had time to write its own."""
-    if ranks.rank == 1:
+    if ranks.dp_rank == 1:
         look, config = build.RunFolder, Path(values["output_dir"]) / "config.yaml"
 
         def late(*arguments):

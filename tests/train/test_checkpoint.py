@@ -20,7 +20,7 @@ from tests.train.iterations import save
 
 
 def train(ranks, values):
-    build_trainer(from_values(values | {"batch_size": 4 // ranks.count}), ranks).train()
+    build_trainer(from_values(values | {"batch_size": 4 // ranks.dp_size}), ranks).train()
 
 
 def assemble_on(ranks, values):

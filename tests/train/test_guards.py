@@ -194,7 +194,7 @@ class Broken(ShapesReward):
 
 def on_ranks(ranks, values, **changes):
     trainer = build_trainer(
-        from_values(values | {"batch_size": 4 // ranks.count, **changes}), ranks
+        from_values(values | {"batch_size": 4 // ranks.dp_size, **changes}), ranks
     )
     trainer.validation = None
     return trainer
@@ -215,7 +215,7 @@ def unchanged(trainer, before):
 def train_with_reward(ranks, values, how, bad):
     """bad: how many clips fail on each rank. Returns the text of the end, the last record, if state is as before."""
     trainer = on_ranks(ranks, values, reward_batch_size=2)
-    trainer.reward.rewards["shapes"], trainer.reward.timeout = Broken(how, bad[ranks.rank]), 0.5
+    trainer.reward.rewards["shapes"], trainer.reward.timeout = Broken(how, bad[ranks.dp_rank]), 0.5
     before, end = state(trainer), ""
     try:
         trainer.train()
@@ -263,7 +263,7 @@ def train_with_nan(ranks, values, where, always):
     )
 
     def guilty():
-        return ranks.rank == 1 and (trainer.step == 1 or (always and trainer.step > 1))
+        return ranks.dp_rank == 1 and (trainer.step == 1 or (always and trainer.step > 1))
 
     def broken_velocity(x, *rest):
         v = velocity(x, *rest)

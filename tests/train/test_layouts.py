@@ -38,7 +38,7 @@ def nudge(parameters):
 def gradients(ranks, values, error=None):
     """Gradients of one iteration, before the optimizer, of a policy that is not its anchor."""
     in_fp64()
-    trainer = build.assemble(from_values(values | {"batch_size": CLIPS // ranks.count}), ranks)
+    trainer = build.assemble(from_values(values | {"batch_size": CLIPS // ranks.dp_size}), ranks)
     nudge(trainer.optimization.parameters.values())
     trainer.anchor.age += 1
     trainer.ratio_checked = (

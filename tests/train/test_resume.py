@@ -183,7 +183,7 @@ def whole_state(trainer):
 
 
 def on_ranks(values, ranks):
-    return build_trainer(from_values(values | {"batch_size": 4 // ranks.count}), ranks)
+    return build_trainer(from_values(values | {"batch_size": 4 // ranks.dp_size}), ranks)
 
 
 def train_and_save(ranks, values):

@@ -134,10 +134,10 @@ def test_the_signal_is_not_known_from_one_group(make, algorithm):
 
 def two_ranks(ranks, values, broken):
     trainer = build_trainer(from_values(values | {"batch_size": 2}), ranks)
-    if ranks.rank == 1 and broken == "weights":
+    if ranks.dp_rank == 1 and broken == "weights":
         with torch.no_grad():
             next(iter(trainer.optimization.parameters.values())).add_(1e-3)
-    if ranks.rank == 1 and broken == "prompts":
+    if ranks.dp_rank == 1 and broken == "prompts":
         trainer.fingerprints["training prompts"] = "others"
     trainer.train()
     trainer.run.close()

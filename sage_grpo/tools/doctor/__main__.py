@@ -144,7 +144,7 @@ def verdict(wrong_checks: Sequence[str], notes: int) -> str:
 def first_rank(config: Config, alone: Ranks, count: int) -> Trainer:
     """The trainer of the first of `count` ranks, in one process. An existing run folder is not an error here."""
     data_parallel = count // config.sp_size
-    ranks = replace(alone, count=data_parallel, sp_size=config.sp_size, mesh=None)
+    ranks = replace(alone, dp_size=data_parallel, sp_size=config.sp_size, mesh=None)
     return assemble(replace(config, overwrite=True), ranks)
 
 
@@ -169,7 +169,7 @@ def describe(trainer: Trainer, config: Config) -> list[Finding]:
     }
     findings = [ok("config", text, numbers=numbers)]
 
-    findings += [note("config", warning) for warning in warnings(c, trainer.ranks.world)]
+    findings += [note("config", warning) for warning in warnings(c, trainer.ranks.world_size)]
     if trainer.reward.note:
         findings.append(note("config", trainer.reward.note))
     try:
