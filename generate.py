@@ -231,7 +231,7 @@ class Sampler:
             x = integrate(self.backbone, self.sigmas, x, cond, self.guidance, self.solver)
         else:
             x = denoise(self.backbone, self.schedule, x, cond, self.guidance, noise)
-        return self.backbone.whole(x, cond)
+        return self.backbone.full_latents(x, cond)
 
 
 def build_sampler(

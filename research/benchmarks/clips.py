@@ -159,7 +159,7 @@ def warm(trainer: Trainer, two_streams: bool) -> Warmed:
         forward()
 
     def decode() -> Tensor:
-        return backbone.decode(backbone.whole(x, cond))
+        return backbone.decode(backbone.full_latents(x, cond))
 
     overlap = None
     with trainer.gathered(), torch.no_grad():

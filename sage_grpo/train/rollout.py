@@ -19,7 +19,7 @@ from sage_grpo import rng
 from sage_grpo.algo.sde import Schedule, flow_sigmas
 from sage_grpo.config.fields import Config
 from sage_grpo.models.backbone import Backbone, Conditioning, Guidance
-from sage_grpo.models.embeddings import together
+from sage_grpo.models.embeddings import shared_or_stacked
 from sage_grpo.models.sample import Noise, counter_noise, integrate
 from sage_grpo.train.batches import GroupId, MicroBatch, group_of
 from sage_grpo.train.windows import Windows, num_trained
@@ -224,7 +224,7 @@ class Rollouts(ABC):
         )
 
     def conditioning(self, prompt_indices: Sequence[int]) -> Conditioning:
-        return together([self.conditions[prompt_index] for prompt_index in prompt_indices])
+        return shared_or_stacked([self.conditions[prompt_index] for prompt_index in prompt_indices])
 
     def begin(
         self, x: Tensor, micro_batch: MicroBatch, start: Tensor, cond: Conditioning

@@ -309,7 +309,9 @@ class Trainer:
 
     def decode(self, batch: Sequence[Trajectory]) -> list[Tensor | None]:
         """uint8 clips (F, H, W, 3) on the CPU; None where the trajectory or the pixels are not finite."""
-        whole = [self.backbone.whole(trajectory.latents, trajectory.cond) for trajectory in batch]
+        whole = [
+            self.backbone.full_latents(trajectory.latents, trajectory.cond) for trajectory in batch
+        ]
         latents = torch.cat(whole).split(1)
         is_finite = torch.cat([trajectory.is_finite for trajectory in batch]).tolist()
         clips = self.ranks.shared(latents, lambda share: decoded(self.backbone, share))

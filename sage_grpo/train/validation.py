@@ -20,7 +20,7 @@ from sage_grpo.config.fields import Config
 from sage_grpo.data.requests import Request
 from sage_grpo.files.json_files import finite, write_json
 from sage_grpo.models.backbone import Backbone, Guidance, Sampling
-from sage_grpo.models.embeddings import alike, together
+from sage_grpo.models.embeddings import alike, shared_or_stacked
 from sage_grpo.models.sample import counter_noise, integrate
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.rewards.base import Composite
@@ -160,11 +160,11 @@ class Validation:
             first, _ = counter_noise(shape, self.seed(request), [0], prompt=request.index)
             noise.append(first)
         x = torch.cat(noise).to(self.ranks.device)
-        cond = together(conditions)
+        cond = shared_or_stacked(conditions)
         solver = self.config.validation_solver
         # `between` after each step, because a full-size clip takes minutes
         x = integrate(self.backbone, self.sigmas, x, cond, self.guidance, solver, between)
-        return self.backbone.whole(x, cond)
+        return self.backbone.full_latents(x, cond)
 
     @torch.no_grad()
     def decode(

@@ -288,7 +288,7 @@ def test_the_adapter_of_a_run_gives_the_same_clip_in_stock_diffusers(
     _, frames, *_ = ours.free_shape(shape, cond)
     with torch.no_grad():
         free = integrate(ours, pipe.scheduler.sigmas, noise[:, :, -frames:], cond, Guidance())
-        clip = ours.decode(ours.whole(free, cond))
+        clip = ours.decode(ours.full_latents(free, cond))
     assert (clip - clips[1]).abs().max() < 0.51 and (clip - clips[0]).abs().max() > 2
 
 

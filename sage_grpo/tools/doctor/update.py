@@ -135,7 +135,7 @@ def reason_for_silence(trainer: Trainer, trajectory: Trajectory, name: str) -> s
     conditionings = [trajectory.cond] if negative is None else [trajectory.cond, negative]
     trained_steps = trajectory.steps.gather(1, trajectory.order)
     levels = trainer.schedule.sigmas[trained_steps].flatten().tolist()
-    return trainer.backbone.awaits(name, conditionings, levels)
+    return trainer.backbone.why_no_gradient(name, conditionings, levels)
 
 
 @dataclass(frozen=True)
