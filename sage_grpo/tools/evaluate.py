@@ -202,7 +202,7 @@ class Evaluation:
                 scale_2=c.guidance_scale_2,
             ),
             reward=self.reward,
-            holdout=None,
+            holdout_reward=None,
             gold=self.world.gold if self.world else None,
             ranks=self.ranks,
         )

@@ -172,7 +172,7 @@ def _other_place(path: Path) -> str:
     folders = [*list_checkpoints(path), *list_checkpoints(path / "checkpoints")]
     checkpoints = [folder for folder in folders if (folder / manifest.NAME).is_file()]
     if checkpoints:
-        return f"holds checkpoints and is none itself; name one of them, such as {checkpoints[-1]}"
+        return f"contains checkpoints but is not one; name one of them, such as {checkpoints[-1]}"
     if not (path / manifest.NAME).is_file() and not (path / STATE_FILE).is_file():
         return "is not a checkpoint, which has a manifest.json; name RUN/checkpoints/step-N"
     return ""

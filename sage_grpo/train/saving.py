@@ -54,8 +54,8 @@ class Saves:
         self.current: Iterator[Work] = iter(())  # the checkpoint that is being written
         self.stale_card: int | None = None  # iteration whose card does not show its validation yet
 
-    def resumed(self, step: int) -> None:
-        """The run continues from its own checkpoint."""
+    def note_resume(self, step: int) -> None:
+        """Note that the run continues from its own checkpoint of iteration `step`."""
         self.step = step
         self.good_step = step if self.state.is_good else None
 
@@ -160,7 +160,13 @@ class Saves:
     def _files(self, export: bool, copied: bool) -> dict[str, TensorFile | str | bytes]:
         """This rank's files; all ranks must call."""
         files = self.export.files(self.state) if export else {}
-        files |= state_files(self.state, self.config, self.fingerprints, self.ranks, copied)
+        files |= state_files(
+            self.state,
+            config=self.config,
+            fingerprints=self.fingerprints,
+            ranks=self.ranks,
+            copied=copied,
+        )
         return files
 
     def _in_threads(

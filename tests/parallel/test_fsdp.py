@@ -6,7 +6,7 @@ from torch import nn
 from sage_grpo.parallel.fsdp import (
     copy_into,
     full_tensor,
-    gathered,
+    keep_unsharded,
     local_shard,
     reduce_gradients_in_next_backward,
     rows,
@@ -52,20 +52,20 @@ def test_each_rank_has_its_rows_and_all_have_the_whole():
 
 
 def outputs(ranks):
-    """Before and after the weights change, inside and outside of the context that keeps them gathered."""
+    """Before and after the weights change, inside and outside of the context that keeps them unsharded."""
     sharded = model()
     shard(sharded, list(sharded), ranks.shard_mesh, torch.float64)
     parameters = dict(sharded.named_parameters())
     x = inputs(0)
     seen = []
     with torch.no_grad():
-        with gathered(sharded):
+        with keep_unsharded(sharded):
             seen.append(sharded(x))
             seen.append(sharded(x))
         doubled = {name: 2 * local_shard(p) for name, p in parameters.items()}
         copy_into(parameters, doubled)
         seen.append(sharded(x))
-        with gathered(sharded, wanted=False):
+        with keep_unsharded(sharded, wanted=False):
             copy_into(parameters, {name: value / 2 for name, value in doubled.items()})
             seen.append(sharded(x))
     return seen

@@ -93,7 +93,7 @@ SAVED = (
     r"state\.optimization\.optimizers.*state.*",
     r"state\.anchor\.values\..*",
     r"state\.anchor\.age",
-    r"state\.controller\.(step|coef|recent).*",
+    r"state\.controller\.(step|kl_lambda|recent).*",
 )
 DERIVED = (
     r"backbone\.transformer\..*",  # the trained parameters, and the anchor's adapter

@@ -125,7 +125,7 @@ def rank_gradients(ranks, values):
     """In fp64: gradients of all ranks together, and the clips that this rank trains."""
     in_fp64()
     clips_here = {"batch_size": 8 // ranks.dp_size}
-    trainer = build.assemble(from_values(values | clips_here), ranks)
+    trainer = build.load_trainer(from_values(values | clips_here), ranks)
     trainer.anchor.age += 1
     found, batch = gradients(trainer, known_advantages(trainer))
     return found, [tuple(clip) for trajectory in batch for clip in trajectory.micro_batch]
