@@ -75,18 +75,18 @@ def generate(args: argparse.Namespace, requests: Sequence[Request], ranks: "Rank
     sampler = build_sampler(args, backbone, requests, ranks)
     requests = sampler.sized(requests)
     check_output(args, requests)
-    reward = build_scorer(args, requests, ranks) if ranks.leader else None
+    reward = build_scorer(args, requests, ranks) if ranks.is_leader else None
     make_folder(args.output_path, "output_path")
 
     clips = [(request, number) for request in requests for number in range(args.num_videos)]
-    clips = clips[ranks.rank :: ranks.count]
+    clips = clips[ranks.dp_rank :: ranks.dp_size]
     sampler.prepare([request for request, _ in clips])
     rows = []
     labels = []
-    for request, number in tqdm(clips, "clips", unit="clip", disable=not ranks.first):
+    for request, number in tqdm(clips, "clips", unit="clip", disable=not ranks.is_first):
         seed = seed_of(args, request)
         latents = sampler.sample(request, seed, number)
-        if not ranks.leader:
+        if not ranks.is_leader:
             continue  # it has helped with the velocities; the clip is decoded once
         (clip,) = backbone.decode(latents).cpu()
 
@@ -101,7 +101,7 @@ def generate(args: argparse.Namespace, requests: Sequence[Request], ranks: "Rank
         labels.append(label(record))
 
     if rows:
-        name = "sheet.png" if ranks.count == 1 else f"sheet-{ranks.rank}.png"
+        name = "sheet.png" if ranks.dp_size == 1 else f"sheet-{ranks.dp_rank}.png"
         sheet = args.output_path / name
         contact_sheet(sheet, rows, labels)
         noun = "clip" if len(rows) == 1 else "clips"
@@ -231,7 +231,7 @@ class Sampler:
             x = integrate(self.backbone, self.sigmas, x, cond, self.guidance, self.solver)
         else:
             x = denoise(self.backbone, self.schedule, x, cond, self.guidance, noise)
-        return self.backbone.whole(x, cond)
+        return self.backbone.full_latents(x, cond)
 
 
 def build_sampler(
@@ -244,7 +244,7 @@ def build_sampler(
 
     samplings = {request.index: sampling_for(args, backbone, request) for request in requests}
     first = samplings[requests[0].index]
-    if ranks.first:
+    if ranks.is_first:
         print(f"sampling: {first}", flush=True)
     check_prompts(backbone.folder, [request.text for request in requests])
     sigmas = flow_sigmas(first.num_steps, first.shift)

@@ -34,6 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
 
         with join_run(config) as ranks:
             trainer = build_trainer(config, ranks)
+            # named here, because train/ must not import tools/
             trainer.run.report_module = "sage_grpo.tools.report"
             ranks.set_timeout(config.collective_timeout)
             console.begin(trainer)
@@ -61,7 +62,7 @@ def train(trainer: Any) -> int:
         return FAILED
     finally:
         trainer.run.close()
-    if trainer.ranks.first:
+    if trainer.ranks.is_first:
         from sage_grpo.tools.report.page import print_summary  # loads matplotlib
         from sage_grpo.train import console
 

@@ -29,8 +29,9 @@ def generator(
 ) -> np.random.Generator:
     """The generator of one draw.
 
-    step: training iteration, or epoch for the prompt order. prompt: index in the prompt file. sample: clip of the
-    prompt's group. index: additional counter within a sample, such as the denoising step of SDE noise.
+    step: training iteration, or epoch for the prompt order. prompt: position in the training list, or `Request.index`
+    in validation and generation. sample: clip of the prompt in this iteration, or its group for a window. index:
+    additional counter within a sample, such as the denoising step of SDE noise.
     """
     if purpose not in PURPOSES:
         raise ValueError(f"purpose is {purpose!r}; choose one of {', '.join(PURPOSES)}")

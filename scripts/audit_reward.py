@@ -73,7 +73,7 @@ from sage_grpo.tools.audit import (
 )
 from sage_grpo.tools.evaluate import read_folder
 from sage_grpo.train.build import open_model
-from sage_grpo.train.inputs import build_composite, prompts_of, reward_names
+from sage_grpo.train.inputs import build_composite, requests_from, reward_names
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def read_clips(folders: Sequence[Path], count: int) -> GoodClips:
 def render_clips(config: Config, device: torch.device, count: int) -> GoodClips:
     """Clips of training prompts, rendered by the model's world."""
     _, c = open_model(config, device)
-    prompts = prompts_of(c.train_prompts, Path(c.pretrained_model_root), "train")
+    prompts = requests_from(c.train_prompts, Path(c.pretrained_model_root), "train")
     drawn = drawn_clips(c, prompts, count)
     if drawn is None:
         raise ConfigError(

@@ -116,10 +116,10 @@ def encode(args: argparse.Namespace, rank: int, world_size: int) -> str:
 
 def prompts_to_encode(files: Sequence[str] | None, folder: Path) -> list[Request]:
     """Prompts from the files, else those that post_train.py would train on and validate with."""
-    from sage_grpo.train.inputs import prompts_of
+    from sage_grpo.train.inputs import requests_from
 
     if files is None:
-        return prompts_of(None, folder, "train") + prompts_of(None, folder, "valid")
+        return requests_from(None, folder, "train") + requests_from(None, folder, "valid")
     return [prompt for file in files for prompt in read_requests(file)]
 
 

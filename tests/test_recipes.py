@@ -14,7 +14,7 @@ from sage_grpo.tools.plan.calibration import GPU_MODELS
 from sage_grpo.tools.plan.memory import checkpoint_bytes, fits
 from sage_grpo.tools.plan.planner import plan_of
 from sage_grpo.tools.plan.times import clips_per_gpu_hour, times, validation_time
-from sage_grpo.train.inputs import prompts_of, train_requests, validation_requests
+from sage_grpo.train.inputs import requests_from, train_requests, validation_requests
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 TINY = CONFIGS.parent / "assets" / "tiny"
@@ -177,7 +177,7 @@ def test_half_an_hour_shows_clips_and_is_never_lost(name):
         FULL_SIZE[name],
     )
     c, iteration = plan.config, sum(times(plan, overlap=False).values())
-    prompts = prompts_of(c.validation_prompts, Path("none"), "valid")[: c.num_validation_prompts]
+    prompts = requests_from(c.validation_prompts, Path("none"), "valid")[: c.num_validation_prompts]
     clock = validation_time(plan, len(prompts))
     assert c.validate_at_step0 and prompts and START + clock < HALF_HOUR
     saved = [0.0]

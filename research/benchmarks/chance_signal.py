@@ -132,7 +132,7 @@ def measure(
             scores = trainer.score(batch, trainer.decode(batch))
             record = trainer.update(*trainer.select(batch, trainer.advantages(scores)))
             trainer.state.step += 1
-            lines.append(record | {"signal/gradient": trainer.half_gradient.signal})
+            lines.append(record | {"signal/gradient": trainer.half_gradient.signal_fraction})
         trainer.run.close()
     return gradient_signal(lines)
 

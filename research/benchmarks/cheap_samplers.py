@@ -22,7 +22,7 @@ from sage_grpo.config.parse import from_values
 from sage_grpo.data.requests import Request
 from sage_grpo.intervals import Interval, interval
 from sage_grpo.models.backbone import Backbone, Guidance
-from sage_grpo.models.embeddings import alike, together
+from sage_grpo.models.embeddings import alike, shared_or_stacked
 from sage_grpo.models.sample import counter_noise, integrate
 from sage_grpo.train.build import open_model
 from sage_grpo.train.inputs import train_requests
@@ -101,7 +101,7 @@ def matches(
         noise = [
             counter_noise(shape, SEED, range(clips), prompt=requests[row].index)[0] for row in batch
         ]
-        cond = together([conditions[row] for row in rows])
+        cond = shared_or_stacked([conditions[row] for row in rows])
         latents = integrate(
             backbone, way.sigmas(sampling.shift), torch.cat(noise), cond, guidance, way.solver
         )

@@ -159,16 +159,16 @@ def warm(trainer: Trainer, two_streams: bool) -> Warmed:
         forward()
 
     def decode() -> Tensor:
-        return backbone.decode(backbone.whole(x, cond))
+        return backbone.decode(backbone.full_latents(x, cond))
 
     overlap = None
-    with trainer.gathered(), torch.no_grad():
+    with trainer.keep_unsharded(), torch.no_grad():
         if len(backbone.experts) > 1:
             forward(1.0)  # the transformer for high noise levels
         exact = seconds_of(forward)
         with backbone.transformer.lossy():
             lossy = seconds_of(forward)
-        with trainer.anchor.in_place():
+        with trainer.anchor.active():
             forward()
         if two_streams:
             one_by_one = seconds_of(two_forwards) + seconds_of(decode)

@@ -296,7 +296,7 @@ def watch_trainer(
         batch = results["roll_out"]
         ours = Outcome(
             seconds=logged_seconds(record, seconds["encode"]),
-            latents=torch.cat([trajectory.latents for trajectory in batch]),
+            latents=torch.cat([trajectory.data.latents for trajectory in batch]),
             rewards=results["score"].total,
             gradient=results["gradient"],
         )

@@ -149,14 +149,14 @@ def never_refreshed(trainer: Trainer) -> None:
 
 def lone_weights(trainer: Trainer) -> None:
     """Change the weights of rank 1."""
-    if trainer.ranks.rank == 1:
+    if trainer.ranks.dp_rank == 1:
         with torch.no_grad():
             next(iter(trainer.optimization.parameters.values())).add_(1e-3)
 
 
 def lone_prompts(trainer: Trainer) -> None:
     """Change the order of the prompts of rank 1."""
-    if trainer.ranks.rank == 1:
+    if trainer.ranks.dp_rank == 1:
         trainer.requests = [*trainer.requests[1:], trainer.requests[0]]
         trainer.fingerprints = trainer.fingerprints | {"training prompts": "others"}
 

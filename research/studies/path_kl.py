@@ -23,7 +23,7 @@ from sage_grpo.config.fields import Config, ConfigError
 from sage_grpo.data.requests import Request
 from sage_grpo.models.backbone import Backbone, Guidance
 from sage_grpo.models.registry import device_for
-from sage_grpo.train.algorithms.grpo import ExploringRollouts
+from sage_grpo.train.algorithms.grpo import ExploringSampler
 from sage_grpo.train.algorithms.registry import ALGORITHMS, build_algorithm
 from sage_grpo.train.batches import ClipId, join_micro_batches
 from sage_grpo.train.build import open_model
@@ -54,7 +54,7 @@ def path_kls(
     windows = build_windows(c.window_form, schedule.stochastic, c.seed)
     negative, *conditions = policy.encode([Request(c.negative_prompt), *prompts])
     conditions_by_index = dict(enumerate(conditions))
-    rollouts = ExploringRollouts(
+    sampler = ExploringSampler(
         backbone=policy,
         schedule=schedule,
         windows=windows,
@@ -71,13 +71,14 @@ def path_kls(
     )
     kls = torch.full((len(prompts),), torch.nan, dtype=torch.float64)
     for micro_batch in micro_batches:
-        path = rollouts(micro_batch)
-        base_velocity = anchor_velocities(base, rollouts.guidance, schedule, path)
-        columns = zip(path.steps.T, path.velocity.unbind(1), base_velocity.unbind(1), strict=True)
+        trajectory = sampler.roll_out(micro_batch)
+        base_velocity = anchor_velocities(base, sampler.guidance, schedule, trajectory)
+        velocity = trajectory.data.velocity
+        columns = zip(trajectory.steps.T, velocity.unbind(1), base_velocity.unbind(1), strict=True)
         step_kls = [schedule.kl(step, v, v_base).double() for step, v, v_base in columns]
         sums = torch.stack(step_kls).sum(0)
         positions = torch.tensor([position for position, _ in micro_batch])
-        kls[positions] = sums.where(path.is_finite, torch.nan).cpu()
+        kls[positions] = sums.where(trajectory.is_finite, torch.nan).cpu()
     return kls
 
 

@@ -141,16 +141,16 @@ def policy_loss(log_ratio: Tensor, advantages: Tensor, clip_range: float = 1e-4)
 
 
 def objective(
-    policy: Tensor, scale: Tensor, kl: Tensor | float, kl_coef: float, num_pairs: int
+    policy: Tensor, scale: Tensor, kl: Tensor | float, kl_lambda: float, num_pairs: int
 ) -> Tensor:
     """Eq. 43, with a plus: sum over these pairs of S_t policy_t + lambda L_KL, divided by the planned number of pairs.
 
     `num_pairs` counts all pairs of the update on all ranks, trained or failed, so that micro-batches add up.
     """
-    return (scale * policy + kl_coef * kl).sum() / num_pairs
+    return (scale * policy + kl_lambda * kl).sum() / num_pairs
 
 
-def policy_columns(log_ratio: Tensor, advantages: Tensor, clip_range: float) -> dict[str, Tensor]:
+def policy_metrics(log_ratio: Tensor, advantages: Tensor, clip_range: float) -> dict[str, Tensor]:
     """The usual PPO diagnostics of each (rollout, step) pair, (P,) fp64; their means are the metrics.
 
     approx_kl is Schulman's non-negative estimator ratio - 1 - log ratio. clip_fraction counts |ratio - 1| beyond the

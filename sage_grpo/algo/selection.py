@@ -17,8 +17,8 @@ def extreme_rows(values: Tensor, usable: Tensor, group_size: int, count: int) ->
 
     The usable clips of a group are sorted by falling advantage, equal ones by their number. The first half of `count`
     is taken from the front, the second from the back; if `count` is odd, the front gives one more. If a group has
-    fewer usable clips than `count`, all of them are taken, and its first others, whose advantage is 0, fill up: every
-    group trains equally many clips, so that shapes and the work of each rank stay the same.
+    fewer usable clips than `count`, all of them are taken, and the rest are its first other clips, with advantage 0:
+    every group trains equally many clips, so that shapes and the work of each rank stay the same.
     """
     if not 1 <= count <= group_size:
         raise ValueError(f"train_clips is {count}; it must be 1 to {group_size}, the group size")

@@ -79,7 +79,7 @@ def rollout_kl(estimator: str, exact: Tensor, log_prob: Tensor, log_prob_rollout
 
 @dataclass(eq=False)
 class KLController:
-    """lambda_KL, one state for all ranks. Read `coef`, then call `update` once per optimizer step.
+    """lambda_KL, one state for all ranks. Read `kl_lambda`, then call `update` once per optimizer step.
 
     `fixed` holds kl_weight. `two_stage` rises linearly from kl_coef to kl_weight over the warm-up and stays (Eq. 41).
     `adaptive` does the same and then follows the mean of the last 10 KL values (Eq. 42): above 1.5 x target, lambda is
@@ -87,8 +87,8 @@ class KLController:
     `trust_region`, as a Lagrange multiplier would; below 0.5 x target, the factors are swapped.
     """
 
-    kl_weight: float = 1e-5  # the maximum
-    kl_coef: float = 1e-7  # the start
+    kl_weight: float = 1e-5  # the maximum of lambda
+    kl_coef: float = 1e-7  # lambda at the start
     kl_min_coef: float = 1e-7
     kl_target: float = 1e-4
     kl_warmup_steps: int = 100
@@ -114,7 +114,7 @@ class KLController:
         if self.kl_warmup_steps < 0:
             raise ValueError(f"kl_warmup_steps is {self.kl_warmup_steps}; it must be at least 0")
         self.step = 0
-        self.coef = self._warmed_up(0)
+        self.kl_lambda = self._warmed_up(0)
         self.recent: deque[float] = deque(maxlen=10)
 
     def update(self, kl: float) -> float:
@@ -126,17 +126,18 @@ class KLController:
         self.step += 1
         self.recent.append(kl)
         if self.step <= self.kl_warmup_steps:
-            self.coef = self._warmed_up(self.step)
+            self.kl_lambda = self._warmed_up(self.step)
         elif self.kl_schedule == "adaptive":
-            self.coef = min(max(self.coef * self._feedback(), self.kl_min_coef), self.kl_weight)
-        return self.coef
+            kl_lambda = self.kl_lambda * self._feedback()
+            self.kl_lambda = min(max(kl_lambda, self.kl_min_coef), self.kl_weight)
+        return self.kl_lambda
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "coef": self.coef, "recent": list(self.recent)}
+        return {"step": self.step, "coef": self.kl_lambda, "recent": list(self.recent)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step = state["step"]
-        self.coef = state["coef"]
+        self.kl_lambda = state["coef"]
         self.recent = deque(state["recent"], maxlen=self.recent.maxlen)
 
     def _feedback(self) -> float:
@@ -150,5 +151,5 @@ class KLController:
         return 1.0
 
     def _warmed_up(self, step: int) -> float:
-        share = min(step / self.kl_warmup_steps, 1.0) if self.kl_warmup_steps else 1.0
-        return self.kl_coef + (self.kl_weight - self.kl_coef) * share
+        progress = min(step / self.kl_warmup_steps, 1.0) if self.kl_warmup_steps else 1.0
+        return self.kl_coef + (self.kl_weight - self.kl_coef) * progress

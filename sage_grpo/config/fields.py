@@ -687,18 +687,18 @@ class Config(  # a dataclass lists the fields of its last base first
         return min(self.rollout_micro_batch, self.rank_trained, self.group_trained)
 
     @property
-    def regroups(self) -> bool:
+    def trains_in_new_batches(self) -> bool:
         """Whether clips are trained beside other clips than those that they were sampled with."""
         alone = self.rollout_micro_batch == self.prompts_per_forward == 1
         return self.group_trained < self.num_generations and not alone
 
     @property
-    def lags(self) -> bool:
+    def samples_with_old_policy(self) -> bool:
         """Whether clips are sampled by an older policy than the trained one."""
         return self.algorithm == "nft" and self.nft_decay > 0 and self.nft_decay_growth > 0
 
     @property
-    def reduces_once(self) -> bool:
+    def reduces_gradients_once(self) -> bool:
         """Whether sharded gradients are reduced once per rollout batch and update instead of in each backward pass."""
         return self.use_lora if self.reduce_once is None else self.reduce_once
 

@@ -135,7 +135,7 @@ def _shards_run_equal_forwards(c: Config, ranks: int) -> str | None:
 def _groups_explore(c: Config, ranks: int) -> str | None:
     if c.algorithm != "grpo" and c.same_init_noise:
         return (
-            f"algorithm is {c.algorithm}, which explores by the first noise alone: "
+            f"algorithm is {c.algorithm}, whose clips differ only by their initial noise: "
             "set same_init_noise False"
         )
     return None

@@ -131,7 +131,8 @@ class Backbone(ABC):
 
     Free elements: a conditioning may fix a part of a clip's latents, such as a clean first frame. Noise, states and
     velocities, and so log-probabilities, KL, targets and all means over elements, have the others alone: the free ones,
-    which `free_shape` counts. `branch` adds what is fixed for the model to see, and `whole` before a clip is decoded.
+    which `free_shape` counts. What is fixed is added by `branch`, for the model to see, and by `full_latents`, before a
+    clip is decoded.
     """
 
     # set by subclasses
@@ -226,9 +227,11 @@ class Backbone(ABC):
         """One conditioning per request, on the backbone's device, each encoded once."""
         return self.embeddings(requests)
 
-    def prepare(self, requests: Sequence[Request], rank: int = 0, count: int = 1) -> None:
-        """Encode all requests that `encode` will need, then free the encoders; `count` ranks share the work."""
-        self.embeddings.prepare(requests, rank, count)
+    def prepare(
+        self, requests: Sequence[Request], world_rank: int = 0, world_size: int = 1
+    ) -> None:
+        """Encode all requests that `encode` will need, then free the encoders; all ranks share the work."""
+        self.embeddings.prepare(requests, world_rank, world_size)
 
     def num_tokens(self, cond: Conditioning) -> int:
         """Number of text tokens of a conditioning."""
@@ -245,7 +248,7 @@ class Backbone(ABC):
         """Shape of the free elements of one clip, of all whose latents have `shape` (C, T, y, x); here all of them."""
         return tuple(shape)
 
-    def whole(self, free: Tensor, cond: Conditioning) -> Tensor:
+    def full_latents(self, free: Tensor, cond: Conditioning) -> Tensor:
         """The latents (B, C, T, y, x) of clips, from their free elements and what the conditioning fixes."""
         return free
 
@@ -387,22 +390,22 @@ class Backbone(ABC):
             )
 
     def exported(
-        self, use_lora: bool, rank: int = 0, count: int = 1
+        self, use_lora: bool, world_rank: int = 0, world_size: int = 1
     ) -> dict[str, TensorFile | str]:
         """The trained weights in diffusers layout: this rank's share of the files, copied to the host.
 
-        All `count` ranks must call.
+        All ranks must call.
         """
         if use_lora:
             adapters = adapter_files(self.transformer)  # a collective: every rank joins
-            return dict(adapters) if rank == 0 else {}
+            return dict(adapters) if world_rank == 0 else {}
         files: dict[str, TensorFile | str] = {}
         for folder, expert in self.transformer.experts.items():
-            files |= self._exported_weights(folder, expert, rank, count)
+            files |= self._exported_weights(folder, expert, world_rank, world_size)
         return files
 
     def _exported_weights(
-        self, folder: str, transformer: Denoiser, rank: int, count: int
+        self, folder: str, transformer: Denoiser, world_rank: int, world_size: int
     ) -> dict[str, TensorFile | str]:
         """All weights of one transformer: this rank's share of the files of its folder. All ranks must call."""
         parameters = dict(transformer.named_parameters())
@@ -410,7 +413,7 @@ class Backbone(ABC):
         plan = plan_files(sizes)
         files: dict[str, TensorFile | str] = {}
         for number, (file, names) in enumerate(plan.filename_to_tensors.items()):
-            is_ours = number % count == rank
+            is_ours = number % world_size == world_rank
             tensors = {}
             for name in names:
                 value = full_tensor(parameters[name])  # a collective: every rank joins
@@ -419,7 +422,7 @@ class Backbone(ABC):
             if is_ours:
                 files[f"{folder}/{file}"] = TensorFile(tensors, {"format": "pt"})
 
-        if rank == 0:
+        if world_rank == 0:
             files[f"{folder}/config.json"] = transformer.to_json_string()
             if plan.is_sharded:
                 index = index_text(plan.tensor_to_filename, sum(sizes.values()))
@@ -432,8 +435,10 @@ class Backbone(ABC):
     def architecture(self) -> Architecture:
         """The sizes that determine a run's memory and time; needs no weights."""
 
-    def awaits(self, name: str, seen: Sequence[Conditioning], levels: Sequence[float]) -> str:
-        """Why the trained tensor `name` may lack a gradient after the conditionings `seen`; empty if it must not.
+    def why_no_gradient(
+        self, name: str, conditions: Sequence[Conditioning], levels: Sequence[float]
+    ) -> str:
+        """Why the trained tensor `name` may lack a gradient after training under these conditionings; else empty.
 
         levels: the noise levels of the trained steps.
         """

@@ -39,7 +39,7 @@ class Conditioning:
         return self
 
 
-def together(conditions: Sequence[Conditioning]) -> Conditioning:
+def shared_or_stacked(conditions: Sequence[Conditioning]) -> Conditioning:
     """The conditioning of several clips: the one that they share, else theirs stacked, with the clips as first dim."""
     first, *others = conditions
     if all(other is first for other in others):
@@ -97,22 +97,27 @@ class Embeddings:
         """One conditioning per request, on the device."""
         return [self._cached(request.content).to(self.device) for request in requests]
 
-    def prepare(self, requests: Sequence[Request], rank: int = 0, count: int = 1) -> None:
+    def prepare(
+        self, requests: Sequence[Request], world_rank: int = 0, world_size: int = 1
+    ) -> None:
         """Encode requests that are not cached, so that later calls for them do not need the encoders.
 
-        `count` ranks share the work if they share a folder. Each does its part, then whatever others have not done yet,
-        starting from the far end: no rank waits, and a slow or missing rank is covered by the others.
+        All `world_size` ranks share the work if they share a folder. Each does its part, then whatever others have not
+        done yet, starting from the far end: no rank waits, and a slow or missing rank is covered by the others.
         """
         contents = dict.fromkeys(request.content for request in requests)
         missing = [content for content in contents if content not in self]
         start = 0
         end = len(missing)
         if self.folder:
-            start = len(missing) * rank // count
-            end = len(missing) * (rank + 1) // count
+            start = len(missing) * world_rank // world_size
+            end = len(missing) * (world_rank + 1) // world_size
 
         bar = tqdm(
-            missing[start:end], "prompt embeddings", unit="prompt", disable=rank > 0 or start == end
+            missing[start:end],
+            "prompt embeddings",
+            unit="prompt",
+            disable=world_rank > 0 or start == end,
         )
         for content in chain(bar, reversed(missing[end:] + missing[:start])):
             self._cached(content)

@@ -76,10 +76,10 @@ def target_layers(transformer: Denoiser, names: Sequence[str]) -> list[str]:
 
 
 def add_adapter(
-    transformer: Denoiser, rank: int, alpha: float, names: Sequence[str], dtype: torch.dtype
+    transformer: Denoiser, rank: int, alpha: float, layers: Sequence[str], dtype: torch.dtype
 ) -> None:
     """Add the layers of an adapter, on the transformer's device. `init_adapter` or `load_adapter` fills them."""
-    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=target_layers(transformer, names))
+    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=target_layers(transformer, layers))
     device = next(transformer.parameters()).device
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device):
         transformer.add_adapter(config, POLICY)
@@ -249,7 +249,7 @@ def load_adapter(transformer: Denoiser, folder: Path) -> None:
         saved = " and ".join(files) or "no transformer"
         remedy = "give the lora_experts that it was trained with"
         if len(transformer.experts) == 1:
-            remedy = "take an adapter of a model with one transformer"
+            remedy = "use an adapter of a model with one transformer"
         raise ValueError(
             f"{folder} has an adapter of {saved}, but this run adapts {' and '.join(adapted)}; {remedy}"
         )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
-ALIGNMENT = 64  # numbers; each weight begins at a multiple of this, as kernels like it
+ALIGNMENT = 64  # numbers; each weight begins at a multiple of this, for aligned loads
 
 
 class Place(NamedTuple):

@@ -37,8 +37,8 @@ def reduce_gradients_in_next_backward(model: nn.Module, wanted: bool) -> None:
 
 
 @contextmanager
-def gathered(model: nn.Module, wanted: bool = True) -> Iterator[None]:
-    """Context in which weights stay gathered after a forward, if wanted; they must not change inside it."""
+def keep_unsharded(model: nn.Module, wanted: bool = True) -> Iterator[None]:
+    """Context in which weights stay unsharded between forwards, if wanted; they must not change inside it."""
     units = [module for module in model.modules() if wanted and isinstance(module, FSDPModule)]
     for unit in units:
         unit.set_reshard_after_forward(False, recurse=False)
@@ -81,11 +81,14 @@ def copy_into(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) ->
 
 @contextmanager
 def replaced(
-    parameters: Mapping[str, Tensor], values: Mapping[str, Tensor], home: torch.device | None = None
+    parameters: Mapping[str, Tensor],
+    values: Mapping[str, Tensor],
+    storage_device: torch.device | None = None,
 ) -> Iterator[None]:
-    """Context in which parameters have other values; the originals are kept meanwhile, on `home` if given."""
+    """Context in which parameters have other values; meanwhile the originals are kept, on `storage_device` if given."""
     originals = {
-        name: local_shard(parameters[name]).detach().to(home, copy=True) for name in values
+        name: local_shard(parameters[name]).detach().to(storage_device, copy=True)
+        for name in values
     }
     copy_into(parameters, values)
     try:

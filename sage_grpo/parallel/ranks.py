@@ -1,7 +1,7 @@
 """The ranks of a run and how they communicate. A single process needs no process group.
 
 The `sp_size` ranks of a sequence-parallel group work on the same clips; the first one, the leader, does what only one
-rank per group has to do. The groups are data-parallel: this rank's group is number `rank` of `count`.
+rank per group has to do. The groups are data-parallel: this rank's group is number `dp_rank` of `dp_size`.
 """
 
 import os
@@ -36,20 +36,20 @@ class RankError(RuntimeError):
 class Ranks:
     """This rank's place in the run, and its communication with the others."""
 
-    rank: int  # number of this rank's data-parallel group
-    count: int  # of data-parallel groups
+    dp_rank: int  # number of this rank's data-parallel group
+    dp_size: int  # number of data-parallel groups
     device: torch.device
     sp_rank: int = 0  # within the sequence-parallel group
     sp_size: int = 1
     mesh: DeviceMesh | None = None  # (dp, sp)
-    shards: DeviceMesh | None = None  # (shard,) or (replicate, shard), if the model is sharded
+    shard_mesh: DeviceMesh | None = None  # (shard,) or (replicate, shard), if the model is sharded
 
     def __post_init__(self) -> None:
         # position
-        self.leader = self.sp_rank == 0  # of its sequence-parallel group
-        self.first = self.leader and self.rank == 0  # the rank that writes shared files
-        self.world = self.count * self.sp_size
-        self.world_rank = self.rank * self.sp_size + self.sp_rank
+        self.is_leader = self.sp_rank == 0  # of its sequence-parallel group
+        self.is_first = self.is_leader and self.dp_rank == 0  # the rank that writes shared files
+        self.world_size = self.dp_size * self.sp_size
+        self.world_rank = self.dp_rank * self.sp_size + self.sp_rank
 
         # process groups
         self._dp = None if self.mesh is None else self.mesh["dp"].get_group()
@@ -58,12 +58,12 @@ class Ranks:
             self.sequence_group = self.mesh["sp"].get_group()
 
         # whether this rank saves its shards: one copy of each is enough
-        if self.shards is None:
-            self.writes_shards = self.first
-        elif self.shards.ndim == 1:
+        if self.shard_mesh is None:
+            self.writes_shards = self.is_first
+        elif self.shard_mesh.ndim == 1:
             self.writes_shards = True
         else:
-            self.writes_shards = self.shards.get_local_rank("replicate") == 0
+            self.writes_shards = self.shard_mesh.get_local_rank("replicate") == 0
 
     def _gather_objects(self, value: T, group: dist.ProcessGroup | None, count: int) -> list[T]:
         """One object from each of the `count` ranks of a group."""
@@ -73,17 +73,17 @@ class Ranks:
         return values
 
     def gather(self, values: Tensor) -> Tensor:
-        """Tensors (N, ...) of equal shape from all data-parallel ranks, joined in their order: (count * N, ...)."""
-        if self.count == 1:
+        """Tensors (N, ...) of equal shape from all data-parallel ranks, joined in their order: (dp_size * N, ...)."""
+        if self.dp_size == 1:
             return values
         local = values.to(self.device).contiguous()
-        parts = [torch.empty_like(local) for _ in range(self.count)]
+        parts = [torch.empty_like(local) for _ in range(self.dp_size)]
         dist.all_gather(parts, local, self._dp)
         return torch.cat(parts).to(values.device)
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum over data-parallel ranks; the argument is not modified."""
-        if self.count == 1:
+        if self.dp_size == 1:
             return values
         total = values.to(self.device, copy=True)
         dist.all_reduce(total, group=self._dp)
@@ -103,12 +103,16 @@ class Ranks:
         for receiver, numbers in enumerate(wanted):
             for number in numbers:
                 sender = number // n
-                if receiver == self.rank:
-                    row = rows[number % n] if sender == self.rank else empty.clone()
+                if receiver == self.dp_rank:
+                    row = rows[number % n] if sender == self.dp_rank else empty.clone()
                     taken.append(row)
-                if sender == receiver or self.rank not in (sender, receiver) or not rows[0].numel():
+                if (
+                    sender == receiver
+                    or self.dp_rank not in (sender, receiver)
+                    or not rows[0].numel()
+                ):
                     continue
-                if sender == self.rank:
+                if sender == self.dp_rank:
                     row = rows[number % n].contiguous()
                     transfers.append(self._transfer(dist.isend, row, receiver))
                 else:
@@ -124,13 +128,13 @@ class Ranks:
 
     def texts(self, text: str) -> list[str]:
         """One text from every data-parallel rank."""
-        return self._gather_objects(text, self._dp, self.count)
+        return self._gather_objects(text, self._dp, self.dp_size)
 
     def from_leader(self, call: Callable[[], T]) -> T:
         """Run a call on the leader; all ranks of the sequence-parallel group get its result or its exception."""
         result = None
         failure = None
-        if self.leader:
+        if self.is_leader:
             try:
                 result = call()
             except Exception as error:
@@ -151,7 +155,7 @@ class Ranks:
         parts = self._gather_objects(own_results, self.sequence_group, self.sp_size)
         return [result for part in parts for result in part]
 
-    def together(self, call: Callable[[], T]) -> list[T]:
+    def on_all(self, call: Callable[[], T]) -> list[T]:
         """Results of a call from every rank. If it fails on one, it fails on all, so that none is left waiting."""
         result = None
         failure = ""
@@ -159,10 +163,10 @@ class Ranks:
             result = call()
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
-            if self.world == 1:
+            if self.world_size == 1:
                 raise RankError(failure) from error
             failure = f"rank {self.world_rank}: {failure}"
-        outcomes = self._gather_objects((result, failure), None, self.world)
+        outcomes = self._gather_objects((result, failure), None, self.world_size)
         for _, text in outcomes:
             if text:
                 raise RankError(text)
@@ -170,7 +174,7 @@ class Ranks:
 
     def any(self, flag: bool) -> bool:
         """Whether `flag` is true on any rank."""
-        if self.world == 1:
+        if self.world_size == 1:
             return flag
         highest = torch.tensor(int(flag), device=self.device)
         dist.all_reduce(highest, dist.ReduceOp.MAX)
@@ -178,7 +182,7 @@ class Ranks:
 
     def log_once(self, text: str) -> None:
         """Print a note for the operator, on one rank only."""
-        if self.first:
+        if self.is_first:
             print(f"note: {plain(text)}", file=sys.stderr, flush=True)
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -187,7 +191,7 @@ class Ranks:
         A parameter may have a gradient on some ranks only, whose clips alone used it; on the others it counts as 0.
         """
         parameters = [p for p in parameters if not isinstance(p, DTensor)]
-        if self.world == 1 or not parameters:
+        if self.world_size == 1 or not parameters:
             return
         has_gradient = torch.tensor([p.grad is not None for p in parameters], device=self.device)
         used = has_gradient.int()
@@ -208,7 +212,7 @@ class Ranks:
 
     def set_timeout(self, seconds: float) -> None:
         """Set how long ranks wait for each other from now on; until then, loading a model may take longer."""
-        meshes = [mesh for mesh in (self.mesh, self.shards) if mesh is not None]
+        meshes = [mesh for mesh in (self.mesh, self.shard_mesh) if mesh is not None]
         if not meshes:
             return
         groups = [None, *(group for mesh in meshes for group in mesh.get_all_groups())]
@@ -219,12 +223,12 @@ class Ranks:
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
-        if self.world > 1:
+        if self.world_size > 1:
             dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
 
     def abandon(self, code: int) -> None:
         """Exit immediately: a normal exit can hang while NCCL waits for collectives that others may never join."""
-        if self.world > 1 and self.device.type == "cuda":
+        if self.world_size > 1 and self.device.type == "cuda":
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
@@ -243,10 +247,10 @@ def join_ranks(
     sharded: create a mesh to shard the model over, with `replicas` copies; also works with one process.
     device_type: cuda, cpu, or auto: cuda if there is any.
     """
-    world = int(os.environ.get("WORLD_SIZE", 1))
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
     rank = int(os.environ.get("RANK", 0))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    check_layout(world, sp_size, sharded, replicas)
+    check_layout(world_size, sp_size, sharded, replicas)
 
     device = torch.device("cpu")
     if choose_device(device_type, lambda: 0) == "cuda":
@@ -256,48 +260,48 @@ def join_ranks(
                 f"process {local_rank + 1} of this machine finds {torch.cuda.device_count()} GPUs; start fewer"
             )
         torch.cuda.set_device(device)
-    if world == 1 and not sharded:
-        yield Ranks(rank=0, count=1, device=device)
+    if world_size == 1 and not sharded:
+        yield Ranks(dp_rank=0, dp_size=1, device=device)
         return
 
     backend = "nccl" if device.type == "cuda" else "gloo"
-    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if world == 1 else {}
+    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if world_size == 1 else {}
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **alone)
     try:
         mesh = init_device_mesh(
-            device.type, (world // sp_size, sp_size), mesh_dim_names=("dp", "sp")
+            device.type, (world_size // sp_size, sp_size), mesh_dim_names=("dp", "sp")
         )
         yield Ranks(
-            rank=rank // sp_size,
-            count=world // sp_size,
+            dp_rank=rank // sp_size,
+            dp_size=world_size // sp_size,
             device=device,
             sp_rank=rank % sp_size,
             sp_size=sp_size,
             mesh=mesh,
-            shards=_shard_mesh(device, world, replicas) if sharded else None,
+            shard_mesh=_shard_mesh(device, world_size, replicas) if sharded else None,
         )
     finally:
         dist.destroy_process_group()
 
 
-def _shard_mesh(device: torch.device, world: int, replicas: int) -> DeviceMesh:
+def _shard_mesh(device: torch.device, world_size: int, replicas: int) -> DeviceMesh:
     """The mesh (shard,) or, with several replicas, (replicate, shard)."""
     if replicas == 1:
-        return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
-    sizes = (replicas, world // replicas)
+        return init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
+    sizes = (replicas, world_size // replicas)
     return init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "shard"))
 
 
-def check_layout(world: int, sp_size: int, sharded: bool, replicas: int) -> None:
+def check_layout(world_size: int, sp_size: int, sharded: bool, replicas: int) -> None:
     """Reject sizes that do not divide each other."""
-    if world % sp_size:
+    if world_size % sp_size:
         raise ValueError(
-            f"sp_size is {sp_size}; it must divide the number of processes, which is {world}"
+            f"sp_size is {sp_size}; it must divide the number of processes, which is {world_size}"
         )
     if replicas > 1 and not sharded:
         raise ValueError(f"dp_replicate is {replicas}; that needs enable_fsdp True")
-    if world % replicas or world // replicas % sp_size:
+    if world_size % replicas or world_size // replicas % sp_size:
         raise ValueError(
-            f"dp_replicate is {replicas}; each of the replicas must have an equal part of the {world} processes, a "
-            f"multiple of sp_size ({sp_size})"
+            f"dp_replicate is {replicas}; each of the replicas must have an equal part of the {world_size} processes, "
+            f"a multiple of sp_size ({sp_size})"
         )

@@ -74,7 +74,7 @@ class RunFolder:
 
     def take(self) -> None:
         """Keep other runs out of the folder until `close`; all ranks call this, and get the same error."""
-        problem = self.ranks.together(lambda: self._take() if self.ranks.first else "")[0]
+        problem = self.ranks.on_all(lambda: self._take() if self.ranks.is_first else "")[0]
         if problem:
             self.close()
             raise ConfigError(problem)
@@ -129,7 +129,7 @@ class RunFolder:
 
     def open(self, step: int) -> None:
         """Create the folder and write the run's description before it continues after iteration `step`."""
-        if not self.ranks.first:
+        if not self.ranks.is_first:
             return
         self.path.mkdir(parents=True, exist_ok=True)
         if self._replaces:
@@ -166,7 +166,7 @@ class RunFolder:
                 "diffusers": diffusers.__version__,
             },
             "device": torch.cuda.get_device_name() if on_gpu else "CPU",
-            "ranks": self.ranks.world,
+            "ranks": self.ranks.world_size,
         }
         self.log("run", step, about | record)
         if broken:
@@ -216,7 +216,7 @@ class RunFolder:
 
     def write_status(self, state: str, step: int, message: str) -> None:
         """Replace status.json; a full disk does not stop the run."""
-        if not self.ranks.first:
+        if not self.ranks.is_first:
             return
         status = {"state": state, "step": step, "message": message, "time": _now()}
         try:
@@ -228,14 +228,14 @@ class RunFolder:
 
     def divergence(self, step: int) -> str:
         """On the first rank, a warning if reward and held-out reward have diverged; else empty."""
-        if self.ranks.first and self.config.holdout_reward:
+        if self.ranks.is_first and self.config.holdout_reward:
             with self._optional("not checked for reward hacking"):
                 return divergence(self.path, step, self.validated_steps())
         return ""
 
     def diagnose(self, step: int) -> None:
         """On the first rank, print the first finding about the run so far if it is a new one; refresh report.html."""
-        if not self.ranks.first:
+        if not self.ranks.is_first:
             return
         if self.report_module:
             with self._optional("report.html cannot be refreshed"):

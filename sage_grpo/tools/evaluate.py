@@ -128,7 +128,7 @@ class Evaluation:
             else:
                 self.generate(path, folder)
         self.ranks.barrier()
-        return self.conclude(systems) if self.ranks.first else 0
+        return self.conclude(systems) if self.ranks.is_first else 0
 
     def check_settings(self, systems: Systems) -> None:
         """Reject an output folder whose clips were made with other settings."""
@@ -150,7 +150,7 @@ class Evaluation:
                     " give another folder"
                 )
         self.ranks.barrier()
-        if self.ranks.first:
+        if self.ranks.is_first:
             make_folder(self.output, "output")
             write_json(file, earlier | settings)
 
@@ -163,7 +163,7 @@ class Evaluation:
 
     def generate(self, checkpoint: Path | None, folder: Path) -> None:
         """Generate this process's share of a model's clips, except those that exist."""
-        share = self.requests[self.ranks.rank :: self.ranks.count]
+        share = self.requests[self.ranks.dp_rank :: self.ranks.dp_size]
         missing = [
             request
             for request in share
@@ -174,7 +174,7 @@ class Evaluation:
         validation = self.open_validation(checkpoint)
         size = self.config.reward_batch_size
         batches = [missing[i : i + size] for i in range(0, len(missing), size)]
-        for batch in tqdm(batches, folder.name, unit="batch", disable=not self.ranks.first):
+        for batch in tqdm(batches, folder.name, unit="batch", disable=not self.ranks.is_first):
             clips = [validation.sample(request) for request in batch]
             records = validation.judge(clips, batch)
             for request, clip, record in zip(batch, clips, records, strict=True):
@@ -202,7 +202,7 @@ class Evaluation:
                 scale_2=c.guidance_scale_2,
             ),
             reward=self.reward,
-            holdout=None,
+            holdout_reward=None,
             gold=self.world.gold if self.world else None,
             ranks=self.ranks,
         )
@@ -211,8 +211,8 @@ class Evaluation:
 
     def score_files(self, clip_folder: Path, folder: Path) -> None:
         """Score this process's share of the clips in a folder, except those that have all scores."""
-        share = read_folder(clip_folder)[self.ranks.rank :: self.ranks.count]
-        for entry in tqdm(share, folder.name, unit="clip", disable=not self.ranks.first):
+        share = read_folder(clip_folder)[self.ranks.dp_rank :: self.ranks.dp_size]
+        for entry in tqdm(share, folder.name, unit="clip", disable=not self.ranks.is_first):
             file = folder / f"{Path(entry['file']).stem}.json"
             if self.has_all_scores(file):
                 continue

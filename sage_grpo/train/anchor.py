@@ -29,20 +29,20 @@ class Anchor:
         if config.trust_region.anchor == "moving":
             self.refresh_every = config.update_ref_model_step
 
-        # where the values are while the model does not use them
+        # where values are that the model does not use: the anchor's, or the policy's while the anchor is active
         offloaded = config.reference_mode_offload and not config.use_lora
-        self.home = torch.device("cpu") if offloaded else backbone.device
+        self.storage_device = torch.device("cpu") if offloaded else backbone.device
         # the precision of the forward, so that rounding to it changes no result
         dtype = None if config.use_lora else backbone.dtype
         # by parameter name; a checkpoint must include them
         self.values = {
-            name: local_shard(parameter).detach().to(self.home, dtype, copy=True)
+            name: local_shard(parameter).detach().to(self.storage_device, dtype, copy=True)
             for name, parameter in parameters.items()
         }
 
-    def in_place(self) -> AbstractContextManager[None]:
+    def active(self) -> AbstractContextManager[None]:
         """Context in which the model runs with the anchor's values."""
-        return replaced(self.parameters, self.values, self.home)
+        return replaced(self.parameters, self.values, self.storage_device)
 
     def refresh_if_due(self) -> None:
         """Called between iterations: copy the policy once enough optimizer steps have passed."""

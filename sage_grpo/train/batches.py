@@ -46,7 +46,7 @@ def plan_micro_batches(
     prompt_indices: Sequence[int],
     group_size: int,
     batch_size: int,
-    rank: int,
+    dp_rank: int,
     micro_batch_size: int | None,
 ) -> list[MicroBatch]:
     """The micro-batches of one rank: its `batch_size` rows of the list of all clips, group by group.
@@ -60,7 +60,7 @@ def plan_micro_batches(
         clips += [ClipId(prompt_index, first + number) for number in range(group_size)]
         sampled[prompt_index] += group_size
 
-    rank_clips = clips[rank * batch_size : (rank + 1) * batch_size]
+    rank_clips = clips[dp_rank * batch_size : (dp_rank + 1) * batch_size]
     return split_clips(rank_clips, micro_batch_size or min(batch_size, group_size))
 
 

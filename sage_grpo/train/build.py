@@ -1,11 +1,13 @@
 """Builds a trainer from a configuration. All errors in it surface here, before the run folder is created."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from sage_grpo.algo.equalizer import equalizer, gradient_scale
@@ -34,11 +36,11 @@ from sage_grpo.parallel.fsdp import shard
 from sage_grpo.parallel.ranks import Ranks, join_ranks
 from sage_grpo.rewards.base import Composite
 from sage_grpo.runs.folder import RunFolder
-from sage_grpo.train import checkpoint, checkpoint_folders
+from sage_grpo.train import checkpoint, checkpoint_folders, inputs
 from sage_grpo.train.algorithms.registry import build_algorithm
 from sage_grpo.train.anchor import Anchor
+from sage_grpo.train.clips import Gold
 from sage_grpo.train.fingerprints import fingerprints, yardstick
-from sage_grpo.train.inputs import build_rewards_of, train_requests, validation_requests
 from sage_grpo.train.optimization import Optimization, trainable_parameters
 from sage_grpo.train.state import TrainState
 from sage_grpo.train.trainer import Trainer
@@ -55,32 +57,39 @@ def join_run(config: Config) -> AbstractContextManager[Ranks]:
         config.device, config.pretrained_model_root, config.pretrained_transformer_version
     )
     return join_ranks(
-        config.start_timeout, config.sp_size, config.enable_fsdp, config.dp_replicate, device
+        config.start_timeout,
+        sp_size=config.sp_size,
+        sharded=config.enable_fsdp,
+        replicas=config.dp_replicate,
+        device_type=device,
     )
 
 
 def build_trainer(config: Config, ranks: Ranks) -> Trainer:
-    """Assemble a trainer and open its run folder."""
+    """Load a trainer, and open its run folder for writing."""
     disable_progress_bar()  # the one for loading weights
-    trainer = assemble(config, ranks, lock=True)
+    trainer = load_trainer(config, ranks, lock=True)
     ranks.barrier()  # every rank has looked for an older run before the first one writes
     trainer.run.open(trainer.step)
-    if ranks.first:
+    if ranks.is_first:
         checkpoint_folders.tidy(trainer.run.checkpoints, trainer.step, trainer.resumed_from)
         trainer.run.log_start(trainer.step, start_record(trainer))
     return trainer
 
 
-def assemble(config: Config, ranks: Ranks, lock: bool = False) -> Trainer:
-    """Load the model, prompts and rewards, check them, resume if asked. Nothing is written, except a lock if asked."""
+def load_trainer(config: Config, ranks: Ranks, lock: bool = False) -> Trainer:
+    """Open the model, check the configuration against it, take the run folder, and load everything else.
+
+    Nothing is written, except a lock if asked.
+    """
     backbone, config = open_model(config, ranks.device)
-    check(config, ranks.world, len(backbone.experts))
+    check(config, ranks.world_size, len(backbone.experts))
     build_algorithm(config).schedule()  # refuses what cannot sample, before weights are loaded
     run = RunFolder(config, ranks)
     if lock:
         run.take()
     try:
-        return fill(run, backbone, config, ranks)
+        return assemble_trainer(run, backbone, config, ranks)
     except BaseException:
         run.close()
         raise
@@ -114,26 +123,27 @@ def rollout_sampling(config: Config) -> Sampling:
     )
 
 
-def fill(run: RunFolder, backbone: Backbone, config: Config, ranks: Ranks) -> Trainer:
-    """A trainer with all its parts, for a checked configuration."""
+def assemble_trainer(run: RunFolder, backbone: Backbone, config: Config, ranks: Ranks) -> Trainer:
+    """A trainer of a checked configuration: load prompts, rewards and weights, and resume if asked."""
     # what is trained on and validated with
     world = world_of(config.pretrained_model_root)
-    requests = train_requests(config)
-    held_out = validation_requests(config)
-    backbone.check_requests([*requests, *held_out])
+    training_requests = inputs.train_requests(config)
+    validation_requests = inputs.validation_requests(config)
+    all_requests = [*training_requests, *validation_requests]
+    backbone.check_requests(all_requests)
     if world:
-        world.check([request.text for request in (*requests, *held_out)])
+        world.check([request.text for request in all_requests])
 
     # rewards live on the leader alone, because models cannot be sent
     rewards: list[Composite | None] = []
     ranks.from_leader(
-        lambda: rewards.extend(build_rewards_of(config, [*requests, *held_out], ranks.device))
+        lambda: rewards.extend(inputs.build_rewards_of(config, all_requests, ranks.device))
     )
-    reward, holdout = rewards or (None, None)
+    reward, holdout_reward = rewards or (None, None)
 
     negative = Request(config.negative_prompt)
     if backbone.encodes_ahead:
-        backbone.prepare([negative, *requests, *held_out], ranks.world_rank, ranks.world)
+        backbone.prepare([negative, *all_requests], ranks.world_rank, ranks.world_size)
     guidance = Guidance(
         config.guidance_scale, backbone.encode([negative])[0], scale_2=config.guidance_scale_2
     )
@@ -145,18 +155,16 @@ def fill(run: RunFolder, backbone: Backbone, config: Config, ranks: Ranks) -> Tr
         controller=config.kl_controller(),
         gradient_accumulation_steps=config.gradient_accumulation_steps,
     )
-    gold = None
-    if world:
-        gold = lambda clips, asked: world.gold(clips.to(ranks.device), asked)  # noqa: E731
+    gold = gold_of(world, ranks.device) if world else None
     validation = None
-    if held_out:
+    if validation_requests:
         validation = Validation(
             backbone=backbone,
             config=config,
-            requests=held_out,
+            requests=validation_requests,
             guidance=guidance,
             reward=reward,
-            holdout=holdout,
+            holdout_reward=holdout_reward,
             gold=gold,
             ranks=ranks,
         )
@@ -166,13 +174,21 @@ def fill(run: RunFolder, backbone: Backbone, config: Config, ranks: Ranks) -> Tr
         backbone=backbone,
         algorithm=build_algorithm(config),
         state=state,
-        requests=requests,
+        requests=training_requests,
         guidance=replace(guidance, interval=config.guided_levels),
         reward=reward,
         gold=gold,
         validation=validation,
         run=run,
-        fingerprints=fingerprints(config, backbone, requests, held_out, reward, holdout, ranks),
+        fingerprints=fingerprints(
+            config,
+            backbone,
+            training_requests=training_requests,
+            validation_requests=validation_requests,
+            reward=reward,
+            holdout_reward=holdout_reward,
+            ranks=ranks,
+        ),
         world=world,
     )
     check_steps(config, trainer.windows)
@@ -181,16 +197,31 @@ def fill(run: RunFolder, backbone: Backbone, config: Config, ranks: Ranks) -> Tr
     return trainer
 
 
+def gold_of(world: World, device: torch.device) -> Gold:
+    """The world's oracle, which measures clips on `device`."""
+
+    def gold(clips: Tensor, requests: Sequence[Request]) -> dict[str, Tensor]:
+        return world.gold(clips.to(device), requests)
+
+    return gold
+
+
 def resume(trainer: Trainer, wanted: str) -> None:
     """Load the checkpoint that `resume_from_checkpoint` names, if there is one."""
     path = checkpoint_folders.choose(trainer.run.path, wanted, trainer.ranks)
     if path is None:
         return
-    checkpoint.load(trainer.state, trainer.config, trainer.fingerprints, trainer.ranks, path)
+    checkpoint.load(
+        trainer.state,
+        config=trainer.config,
+        fingerprints=trainer.fingerprints,
+        ranks=trainer.ranks,
+        path=path,
+    )
     trainer.resumed_from = path
     check_remaining(trainer)
     if path.parent == trainer.run.checkpoints:
-        trainer.saves.resumed(trainer.step)
+        trainer.saves.note_resume(trainer.step)
 
 
 def check_remaining(trainer: Trainer) -> None:
@@ -231,7 +262,11 @@ def prepare_transformer(
     if config.use_lora:
         for expert in adapted_experts(transformer, config.lora_experts):
             add_adapter(
-                expert, config.lora_r, config.lora_alpha, config.lora_target_modules, master_dtype
+                expert,
+                rank=config.lora_r,
+                alpha=config.lora_alpha,
+                layers=config.lora_target_modules,
+                dtype=master_dtype,
             )
     trainable_parameters(transformer, config.use_lora)
 
@@ -240,10 +275,13 @@ def prepare_transformer(
         fp8.check(backbone.device)
     recomputed = config.checkpointing_fraction if config.enable_gradient_checkpointing else 0.0
     transformer.prepare_blocks(
-        recomputed, config.keep_attention, config.compile, config.outside_window
+        recomputed=recomputed,
+        keep_attention=config.keep_attention,
+        compiled=config.compile,
+        lossy=config.outside_window,
     )
-    if ranks.shards is not None:
-        shard(transformer, transformer.all_blocks, ranks.shards, compute_dtype)
+    if ranks.shard_mesh is not None:
+        shard(transformer, transformer.all_blocks, ranks.shard_mesh, compute_dtype)
 
     if config.use_lora:
         backbone.fill_transformer(transformer, None)
@@ -280,7 +318,9 @@ def start_record(trainer: Trainer) -> dict[str, Any]:
     c = trainer.config
     world = trainer.world
     schedule = trainer.schedule
-    exploration_std = schedule.window(trainer.windows.steps).std * trainer.algorithm.explores
+    exploration_std = schedule.window(trainer.windows.steps).std
+    if not trainer.algorithm.explores:
+        exploration_std = torch.zeros_like(exploration_std)
     return {
         "world": world.name if world else None,
         "perfect_is_best": bool(world) and perfect_is_best(c, trainer.reward, world),

@@ -66,7 +66,7 @@ def state_files(
 ) -> dict[str, TensorFile | str]:
     """This rank's files of the state. copied: from copies in host memory, so that training can go on."""
     files: dict[str, TensorFile | str] = {}
-    if ranks.first:
+    if ranks.is_first:
         files[STATE_FILE] = json.dumps(_state_json(state, config, fingerprints), indent=1) + "\n"
     if ranks.writes_shards:
         tensors = state.shards()

@@ -111,7 +111,7 @@ def tidy(folder: Path, step: int, resumed_from: Path | None = None) -> None:
 
 def check_files(path: Path, ranks: Ranks) -> None:
     """Verify every byte of this rank's share of the files."""
-    manifest.check(path, share=slice(ranks.world_rank, None, ranks.world))
+    manifest.check(path, share=slice(ranks.world_rank, None, ranks.world_size))
     if re.match(r"step-\d+", path.name):
         step = read_state(path)["step"]
         if step != step_of(path):
@@ -127,7 +127,7 @@ def check_good(path: Path, ranks: Ranks) -> None:
         for part, weights in open_shards(path).items()
         for name in weights.names
     ]
-    for part, name, weights in stored[ranks.world_rank :: ranks.world]:
+    for part, name, weights in stored[ranks.world_rank :: ranks.world_size]:
         if not all_finite(weights.read(name)):
             raise manifest.Damaged(f"its {part}/{name} is not finite")
 
@@ -138,10 +138,10 @@ def choose(run_folder: Path, wanted: str, ranks: Ranks) -> Path | None:
     A complete draft counts: its writer was killed just before it got its name.
     """
     if wanted not in (NEWEST, LAST_GOOD):
-        if problem := ranks.together(partial(_other_place, Path(wanted)))[0]:
+        if problem := ranks.on_all(partial(_other_place, Path(wanted)))[0]:
             raise ConfigError(f"resume_from_checkpoint {wanted} {problem}")
         try:
-            ranks.together(partial(check_files, Path(wanted), ranks))
+            ranks.on_all(partial(check_files, Path(wanted), ranks))
         except RankError as error:
             raise ConfigError(
                 f"resume_from_checkpoint {wanted} is not a complete checkpoint: {error}"
@@ -153,7 +153,7 @@ def choose(run_folder: Path, wanted: str, ranks: Ranks) -> Path | None:
     for path in reversed(candidates):
         try:
             for check in checks:
-                ranks.together(partial(check, path, ranks))
+                ranks.on_all(partial(check, path, ranks))
             return path
         except RankError as error:
             ranks.log_once(f"{path.name} is damaged and left out: {error}")
@@ -172,7 +172,7 @@ def _other_place(path: Path) -> str:
     folders = [*list_checkpoints(path), *list_checkpoints(path / "checkpoints")]
     checkpoints = [folder for folder in folders if (folder / manifest.NAME).is_file()]
     if checkpoints:
-        return f"holds checkpoints and is none itself; name one of them, such as {checkpoints[-1]}"
+        return f"contains checkpoints but is not one; name one of them, such as {checkpoints[-1]}"
     if not (path / manifest.NAME).is_file() and not (path / STATE_FILE).is_file():
         return "is not a checkpoint, which has a manifest.json; name RUN/checkpoints/step-N"
     return ""
@@ -184,5 +184,5 @@ def _candidates(folder: Path, ranks: Ranks) -> list[Path]:
     def look() -> list[tuple[Path, bool]]:
         return [(path, (path / manifest.NAME).is_file()) for path in _list_with_drafts(folder)]
 
-    listed = ranks.together(look)[0]
+    listed = ranks.on_all(look)[0]
     return [path for path, is_complete in listed if is_complete or path.suffix != ".tmp"]

@@ -25,10 +25,10 @@ def decoded(backbone: Backbone, latents: Sequence[Tensor]) -> list[Tensor | None
     return [clip.clone() for clip in clips]  # clone: a clip is sent to other ranks, not the batch
 
 
-def gold_columns(
+def gold_metrics(
     gold: Gold | None, clips: Sequence[Tensor | None], requests: Sequence[Request]
 ) -> dict[str, Tensor]:
-    """Gold metrics of each clip, (N,), NaN for missing clips; empty if the world has no oracle."""
+    """Gold metrics of clips by name, (N,) each, NaN for missing clips; empty if the world has no oracle."""
     rows = [row for row, clip in enumerate(clips) if clip is not None]
     if gold is None or not rows:
         return {}

@@ -22,9 +22,9 @@ PATIENCE = 30.0  # seconds to wait for an answer
 
 def begin(trainer: Trainer) -> None:
     """Say what is about to run, and what in it does less than it seems to; all ranks call this."""
-    if trainer.ranks.first:
+    if trainer.ranks.is_first:
         print(banner(trainer), flush=True)
-    for text in warnings(trainer.config, trainer.ranks.world):
+    for text in warnings(trainer.config, trainer.ranks.world_size):
         trainer.ranks.log_once(text)
     if trainer.reward is not None and trainer.reward.note:
         trainer.ranks.log_once(trainer.reward.note)
@@ -37,7 +37,7 @@ def banner(trainer: Trainer) -> str:
     trained = sum(p.numel() for p in trainer.optimization.parameters.values())
     total = sum(p.numel() for p in trainer.backbone.transformer.parameters())
     machine = torch.cuda.get_device_name() if ranks.device.type == "cuda" else "CPU"
-    num_prompts = c.gradient_accumulation_steps * c.batch_size * ranks.count // c.num_generations
+    num_prompts = c.gradient_accumulation_steps * c.batch_size * ranks.dp_size // c.num_generations
     chosen = ""
     if c.group_trained < c.num_generations:
         chosen = f", the best and worst {c.group_trained} trained"
@@ -48,7 +48,7 @@ def banner(trainer: Trainer) -> str:
     lines = {
         "run": f"{trainer.run.path}, iteration {trainer.step} of {c.max_steps}",
         "model": f"{c.pretrained_model_root}: {trained:,} of {total:,} parameters are trained, {c.dtype}",
-        "machine": f"{ranks.world} x {machine}: {ranks.count} data-parallel x {ranks.sp_size} sequence-parallel",
+        "machine": f"{ranks.world_size} x {machine}: {ranks.dp_size} data-parallel x {ranks.sp_size} sequence-parallel",
         "update": f"{num_prompts} prompts x {c.num_generations} clips of {rollout_sampling(c)}{chosen}; {method}",
         "reward": f"{trainer.reward} ({', '.join(trainer.reward.rewards)})",
         "checkpoint": f"after iteration {upcoming(trainer, c.save_interval)}",

@@ -52,8 +52,8 @@ class Export:
         """This rank's files: averaged weights if there are any, and on the first rank the card."""
         ranks = self.ranks
         with state.optimization.using(state.optimization.average):
-            files = self.backbone.exported(self.config.use_lora, ranks.world_rank, ranks.world)
-        if ranks.first:
+            files = self.backbone.exported(self.config.use_lora, ranks.world_rank, ranks.world_size)
+        if ranks.is_first:
             files.update(self.card(state.settled_step))
         return files
 

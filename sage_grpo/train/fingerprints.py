@@ -88,35 +88,37 @@ SHARED = ("VAE", "encoders", "transformer config", "reward")
 def fingerprints(
     config: Config,
     backbone: Backbone,
-    requests: Sequence[Request],
-    held_out: Sequence[Request],
+    training_requests: Sequence[Request],
+    validation_requests: Sequence[Request],
     reward: Composite | None,
-    holdout: Composite | None,
+    holdout_reward: Composite | None,
     ranks: Ranks,
 ) -> dict[str, Any]:
     """What a run is started with; a resumed run is told what changed. All ranks must call."""
 
     def read() -> dict[str, Any]:
         """The rewards are on the first rank, and one rank reads the files for all."""
-        if not ranks.first:
+        if not ranks.is_first:
             return {}
         return {
             **backbone.fingerprints(),
             "reward": reward_fingerprint(reward),
-            "held-out reward": reward_fingerprint(holdout),
+            "held-out reward": reward_fingerprint(holdout_reward),
             "versions": versions(),
             "device": device_name(ranks.device),
         }
 
     names = [*(config.reward_model or ()), config.holdout_reward, config.sde_type]
     plugin_hashes = {file: file_sha256(Path(file))[:8] for file in map(_file, names) if file}
-    # the index of a held-out prompt is part of its noise
-    training_prompts = [(str(request), request.seed) for request in requests]
-    held_out_prompts = [(str(request), request.seed, request.index) for request in held_out]
-    return ranks.together(read)[0] | {
+    training_prompts = [(str(request), request.seed) for request in training_requests]
+    # the index of a validation prompt is part of its noise
+    validation_prompts = [
+        (str(request), request.seed, request.index) for request in validation_requests
+    ]
+    return ranks.on_all(read)[0] | {
         "training prompts": _list_fingerprint(training_prompts),
-        "validation prompts": _list_fingerprint(held_out_prompts),
-        "ranks": ranks.world,
+        "validation prompts": _list_fingerprint(validation_prompts),
+        "ranks": ranks.world_size,
         "plug-ins": plugin_hashes,
         "sampler code": plugin_hashes.get(_file(config.sde_type), "built in"),
     }

@@ -20,20 +20,20 @@ BUNDLED_PROMPTS = Path(__file__).parents[2] / "assets" / "prompts"
 
 def train_requests(config: Config) -> list[Request]:
     """The prompts of training, each with its size."""
-    requests = prompts_of(config.train_prompts, Path(config.pretrained_model_root), "train")
+    requests = requests_from(config.train_prompts, Path(config.pretrained_model_root), "train")
     return [request.sized(config.height, config.width) for request in requests]
 
 
 def validation_requests(config: Config) -> list[Request]:
     """The held-out prompts of a validation, each with its size."""
     sampling = validation_sampling(config)
-    requests = prompts_of(config.validation_prompts, Path(config.pretrained_model_root), "valid")
+    requests = requests_from(config.validation_prompts, Path(config.pretrained_model_root), "valid")
     requests = requests[: config.num_validation_prompts]
     return [request.sized(sampling.height, sampling.width) for request in requests]
 
 
-def prompts_of(files: Sequence[str] | None, folder: Path, kind: str) -> list[Request]:
-    """Prompts from `files`, else from the model folder; for real-world models without any, from the bundled file.
+def requests_from(files: Sequence[str] | None, folder: Path, kind: str) -> list[Request]:
+    """Requests from `files`, else from the model folder; for real-world models without any, from the bundled file.
 
     kind: "train" or "valid".
     """
@@ -92,10 +92,10 @@ def build_rewards_of(
     """The training reward and the held-out reward, if any."""
     reward = build_composite(config, reward_names(config), config.reward_weights, device)
     reward.check(requests)
-    holdout = None
+    holdout_reward = None
     if config.holdout_reward:
-        holdout = build_composite(config, (config.holdout_reward,), None, device)
-    return reward, holdout
+        holdout_reward = build_composite(config, (config.holdout_reward,), None, device)
+    return reward, holdout_reward
 
 
 def reward_names(config: Config) -> tuple[str, ...]:

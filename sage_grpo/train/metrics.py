@@ -14,7 +14,7 @@ from sage_grpo.algo.grpo import Advantages
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.rewards.base import Scores
 
-# the columns of `policy_columns`
+# the names of `policy_metrics`
 POLICY = (
     "ratio_mean",
     "log_ratio_mean",
@@ -33,11 +33,11 @@ class UpdateStats:
         self.sums = torch.zeros(len(SUMS), num_steps, dtype=torch.float64, device=device)
         self.max_deviation = torch.zeros_like(self.sums[0])  # (T,) largest |ratio - 1|
 
-    def add(self, steps: Tensor, columns: Mapping[str, Tensor]) -> None:
-        """Add the pairs (P,) of `columns` to their denoising `steps` (P,)."""
-        rows = [columns[name].double() for name in SUMS[1:]]
+    def add(self, steps: Tensor, pair_metrics: Mapping[str, Tensor]) -> None:
+        """Add metrics of pairs, (P,) each, to the pairs' denoising `steps` (P,)."""
+        rows = [pair_metrics[name].double() for name in SUMS[1:]]
         self.sums.index_add_(1, steps, torch.stack([torch.ones_like(rows[0]), *rows]))
-        deviation = columns["log_ratio_mean"].double().expm1().abs()
+        deviation = pair_metrics["log_ratio_mean"].double().expm1().abs()
         self.max_deviation.scatter_reduce_(0, steps, deviation, "amax")
 
     def __iadd__(self, other: "UpdateStats") -> "UpdateStats":

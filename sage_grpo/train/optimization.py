@@ -41,12 +41,12 @@ class Optimization:
         self.optimizers = build_optimizers(transformer, self.parameters, config)
 
         self.updates = 0
-        self.skipped = 0  # updates without a signal or with a non-finite gradient
+        self.skipped = 0  # updates without an advantage or with a non-finite gradient
         self.skipped_in_a_row = 0  # of these, the latest consecutive non-finite ones
 
         # averaged weights for validation and export, and the older policy that samples for nft
         self.average = self._wide_copy() if config.ema_decay else {}
-        self.old = self._wide_copy() if config.lags else {}
+        self.old_policy = self._wide_copy() if config.samples_with_old_policy else {}
 
     def _wide_copy(self) -> dict[str, Tensor]:
         """The parameters, at least in fp32: in bf16 an average never moves by less than a rounding step."""
@@ -73,21 +73,21 @@ class Optimization:
         count = sum(parameter.numel() for parameter in self.parameters.values())
         return min(grad_norm, self.config.max_grad_norm) / math.sqrt(count)
 
-    def should_step(self, grad_norm: float, has_signal: bool) -> bool:
-        """Whether to take a step, else it counts as skipped. The norm is global, so all ranks decide alike.
+    def should_step(self, grad_norm: float, has_advantage: bool) -> bool:
+        """Whether to take a step, else to skip it. The norm is global, so all ranks decide alike.
 
-        has_signal: some rollout has a nonzero advantage; otherwise the gradient carries no information.
+        has_advantage: some rollout has a nonzero advantage; otherwise the gradient carries no information.
         """
-        is_finite = math.isfinite(grad_norm)
-        if has_signal and is_finite:
-            self.skipped_in_a_row = 0
-            return True
+        return has_advantage and math.isfinite(grad_norm)
+
+    def count_skip(self, grad_norm: float) -> None:
+        """Count a step that is not taken."""
         self.skipped += 1
-        if not is_finite:
+        if not math.isfinite(grad_norm):
             self.skipped_in_a_row += 1
-        return False
 
     def step(self) -> None:
+        self.skipped_in_a_row = 0
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = self.learning_rate
@@ -96,7 +96,7 @@ class Optimization:
         self._follow(self.average, self.config.ema_decay)
         # the decay of nft's old policy grows from 0: it samples almost on-policy at first
         old_decay = min(self.config.nft_decay, self.config.nft_decay_growth * self.updates)
-        self._follow(self.old, old_decay)
+        self._follow(self.old_policy, old_decay)
 
     def _follow(self, values: Mapping[str, Tensor], decay: float) -> None:
         """Move `values` towards the parameters: decay * values + (1 - decay) * parameters."""
@@ -121,7 +121,7 @@ class Optimization:
             parameter.grad = None
 
     def using(self, values: Mapping[str, Tensor]) -> AbstractContextManager[None]:
-        """Context in which the model uses these values, `average` or `old`; the trained ones if there are none."""
+        """Context in which the model uses `average` or `old_policy`; the trained values if these are empty."""
         return replaced(self.parameters, values)
 
     def tensors(self) -> dict[str, Tensor]:

@@ -85,7 +85,7 @@ def rescoring_record(clips: Sequence[Rescored]) -> dict[str, Any]:
     """What the diagnosis needs of clips that were scored again; NaN where nothing is known.
 
     Differences are standard deviations, in units of the total reward. Of several scores, the one that depends most on
-    its call is told.
+    its call is reported.
     """
     record: dict[str, Any] = {
         "signal/rescoring": _difference(_totals(clips, "alone"), _totals(clips, "alone_again")),

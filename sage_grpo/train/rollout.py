@@ -19,14 +19,14 @@ from sage_grpo import rng
 from sage_grpo.algo.sde import Schedule, flow_sigmas
 from sage_grpo.config.fields import Config
 from sage_grpo.models.backbone import Backbone, Conditioning, Guidance
-from sage_grpo.models.embeddings import together
+from sage_grpo.models.embeddings import shared_or_stacked
 from sage_grpo.models.sample import Noise, counter_noise, integrate
 from sage_grpo.train.batches import GroupId, MicroBatch, group_of
 from sage_grpo.train.windows import Windows, num_trained
 
 
 @dataclass
-class Path:
+class RolloutData:
     """What a rollout keeps of a micro-batch, fp32; W is 0 for awm and nft, which noise the clips they train later."""
 
     x: Tensor  # (B, W, ...) states before the steps of the window
@@ -37,7 +37,7 @@ class Path:
     latents: Tensor  # (B, ...) the clips
 
     @classmethod
-    def of_latents(cls, latents: Tensor) -> "Path":
+    def of_latents(cls, latents: Tensor) -> "RolloutData":
         """Clips (B, ...) of which no step is kept."""
         no_states = latents.unsqueeze(1)[:, :0]
         return cls(
@@ -48,10 +48,13 @@ class Path:
             latents=latents,
         )
 
-    def split(self, sizes: Sequence[int]) -> list["Path"]:
+    def split(self, sizes: Sequence[int]) -> list["RolloutData"]:
         """Consecutive parts of so many clips."""
-        columns = [values.split(sizes) for values in vars(self).values()]
-        return [Path(*parts) for parts in zip(*columns, strict=True)]
+        parts = {name: values.split(sizes) for name, values in vars(self).items()}
+        return [
+            RolloutData(**{name: split[number] for name, split in parts.items()})
+            for number in range(len(sizes))
+        ]
 
     def finite_rows(self) -> Tensor:
         """(B,) bool: whether everything of a clip is finite."""
@@ -86,13 +89,10 @@ class Trajectory:
     micro_batch: MicroBatch
     cond: Conditioning
     steps: Tensor  # (B, W) the denoising steps of each clip's window, or those that it trains
-    order: Tensor  # (B, K) the places in the window to train, in training order
-    x: Tensor  # (B, W, ...) as in `Path`
-    outcome: Tensor  # (B, W, ...)
-    velocity: Tensor  # (B, W, ...)
-    log_prob: Tensor  # (B, W)
-    latents: Tensor  # (B, ...)
-    is_finite: Tensor  # (B,) bool: whether all of the above is finite; else it is zero
+    # (B, K) the positions in each clip's window that are trained, in training order
+    trained_positions: Tensor
+    data: RolloutData
+    is_finite: Tensor  # (B,) bool: whether all data of a clip is finite; else it is zero
     # (B, W, ...); None while the anchor is the policy that sampled
     anchor_velocity: Tensor | None = None
 
@@ -101,37 +101,34 @@ class Trajectory:
         """Number of clips."""
         return len(self.micro_batch)
 
-    @property
-    def path(self) -> Path:
-        return Path(self.x, self.outcome, self.velocity, self.log_prob, self.latents)
-
-    def pairs(self, places: Tensor, sigmas: Tensor) -> Pairs:
-        """The pairs at these places (B,) of the windows, one per clip; `sigmas` (T+1,) are the sampler's levels."""
-        steps = at_places(self.steps, places)
-        anchor_velocity = self.velocity if self.anchor_velocity is None else self.anchor_velocity
+    def pairs(self, positions: Tensor, sigmas: Tensor) -> Pairs:
+        """The pairs at these positions (B,) in the windows, one per clip; `sigmas` (T+1,) are the sampler's levels."""
+        data = self.data
+        steps = at_positions(self.steps, positions)
+        anchor_velocity = data.velocity if self.anchor_velocity is None else self.anchor_velocity
         return Pairs(
             cond=self.cond,
             steps=steps,
             sigma=sigmas[steps],
-            x=at_places(self.x, places),
-            outcome=at_places(self.outcome, places),
-            old_velocity=at_places(self.velocity, places),
-            old_log_prob=at_places(self.log_prob, places),
-            anchor_velocity=at_places(anchor_velocity, places),
+            x=at_positions(data.x, positions),
+            outcome=at_positions(data.outcome, positions),
+            old_velocity=at_positions(data.velocity, positions),
+            old_log_prob=at_positions(data.log_prob, positions),
+            anchor_velocity=at_positions(anchor_velocity, positions),
             is_finite=self.is_finite,
         )
 
 
-def at_places(values: Tensor, places: Tensor) -> Tensor:
-    """Row b of `values` (B, W, ...) at places[b]: (B, ...)."""
-    return values[torch.arange(len(values), device=values.device), places]
+def at_positions(values: Tensor, positions: Tensor) -> Tensor:
+    """Row b of `values` (B, W, ...) at positions[b]: (B, ...)."""
+    return values[torch.arange(len(values), device=values.device), positions]
 
 
 @dataclass
-class Rollouts(ABC):
+class RolloutSampler(ABC):
     """Samples the micro-batches of one iteration on one rank, and prepares those that are trained.
 
-    An algorithm says by which path, and what training needs of it. With `same_init_noise` the clips of a group are
+    Subclasses define how clips are sampled and what training needs. With `same_init_noise` the clips of a group are
     identical up to their window, and the way there is computed once.
     """
 
@@ -147,54 +144,56 @@ class Rollouts(ABC):
     group_states: dict[GroupId, Tensor] = field(default_factory=dict)
 
     @abstractmethod
-    def sample(self, micro_batch: MicroBatch, cond: Conditioning, steps: Tensor) -> Path:
+    def sample(self, micro_batch: MicroBatch, cond: Conditioning, steps: Tensor) -> RolloutData:
         """Sample clips whose windows have these `steps` (B, W)."""
 
     @abstractmethod
-    def training_path(self, trajectory: Trajectory) -> Path:
+    def training_data(self, trajectory: Trajectory) -> RolloutData:
         """What training needs of clips that were sampled, computed by the policy that sampled them."""
 
     @torch.no_grad()
-    def __call__(self, micro_batch: MicroBatch) -> Trajectory:
+    def roll_out(self, micro_batch: MicroBatch) -> Trajectory:
         """Sample clips; non-finite ones are zeroed and flagged."""
         cond = self.conditioning([clip.prompt_index for clip in micro_batch])
-        steps, _ = self.trained_places(micro_batch)
-        path = self.sample(micro_batch, cond, steps)
-        is_finite = path.finite_rows()
-        path.clear(~is_finite)
-        return self.trajectory(micro_batch, path, is_finite)
+        steps, _ = self.steps_and_positions(micro_batch)
+        data = self.sample(micro_batch, cond, steps)
+        is_finite = data.finite_rows()
+        data.clear(~is_finite)
+        return self.trajectory(micro_batch, data, is_finite)
 
     @torch.no_grad()
-    def to_train(self, trajectory: Trajectory) -> Trajectory:
-        """A sampled trajectory with all that training needs; clips of which that is not finite are flagged too."""
-        path = self.training_path(trajectory)
-        is_finite = trajectory.is_finite & path.finite_rows()
-        path.clear(~is_finite)
-        return self.trajectory(trajectory.micro_batch, path, is_finite)
+    def prepare_for_training(self, trajectory: Trajectory) -> Trajectory:
+        """Add what training needs to a sampled trajectory; flag clips where it is non-finite."""
+        data = self.training_data(trajectory)
+        is_finite = trajectory.is_finite & data.finite_rows()
+        data.clear(~is_finite)
+        return self.trajectory(trajectory.micro_batch, data, is_finite)
 
-    def trajectory(self, micro_batch: MicroBatch, path: Path, is_finite: Tensor) -> Trajectory:
-        """The trajectory of clips whose path is known."""
+    def trajectory(
+        self, micro_batch: MicroBatch, data: RolloutData, is_finite: Tensor
+    ) -> Trajectory:
+        """The trajectory of clips whose data is known."""
         device = self.schedule.sigmas.device
-        steps, order = self.trained_places(micro_batch)
+        steps, trained_positions = self.steps_and_positions(micro_batch)
         return Trajectory(
             micro_batch=micro_batch,
             cond=self.conditioning([clip.prompt_index for clip in micro_batch]),
             steps=steps.to(device),
-            order=order.to(device),
+            trained_positions=trained_positions.to(device),
+            data=data,
             is_finite=is_finite,
-            **vars(path),
         )
 
-    def trained_places(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """A trajectory's `steps` (B, W) and `order` (B, K)."""
+    def steps_and_positions(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """A trajectory's `steps` (B, W) and `trained_positions` (B, K)."""
         c = self.config
-        window = torch.arange(self.windows.size)
+        positions = torch.arange(self.windows.size)
         num_kept = num_trained(self.windows.size, c.timestep_fraction)
         groups = [group_of(clip, c.num_generations) for clip in micro_batch]
         starts = [self.windows.start(self.iteration, *group) for group in groups]
-        steps = torch.tensor(starts)[:, None] + window
+        steps = torch.tensor(starts)[:, None] + positions
         if not c.enable_timestep_permutation:
-            return steps, window[:num_kept].expand(len(micro_batch), -1)
+            return steps, positions[:num_kept].expand(len(micro_batch), -1)
 
         orders = [
             rng.permutation(
@@ -220,11 +219,17 @@ class Rollouts(ABC):
         # equal for all: only conditionings of equal shapes are in one micro-batch
         shape = self.backbone.free_shape(self.shape, self.conditions[prompt_indices[0]])
         return counter_noise(
-            shape, c.seed, samples, "rollout", prompt_indices, self.iteration, init_samples
+            shape,
+            c.seed,
+            samples,
+            purpose="rollout",
+            prompt=prompt_indices,
+            iteration=self.iteration,
+            init_samples=init_samples,
         )
 
     def conditioning(self, prompt_indices: Sequence[int]) -> Conditioning:
-        return together([self.conditions[prompt_index] for prompt_index in prompt_indices])
+        return shared_or_stacked([self.conditions[index] for index in prompt_indices])
 
     def begin(
         self, x: Tensor, micro_batch: MicroBatch, start: Tensor, cond: Conditioning
@@ -272,7 +277,7 @@ class Rollouts(ABC):
     ) -> Tensor:
         """Follow the ODE outside the windows, where no log-probability is taken."""
         with self.backbone.transformer.lossy():
-            return integrate(self.backbone, sigmas, x, cond, self.guidance, solver)
+            return integrate(self.backbone, sigmas, x, cond, self.guidance, solver=solver)
 
     def levels_before(self, start: Tensor) -> Tensor:
         """Noise levels (B, n+1) up to the windows that begin at `start` (B,); short rows repeat their last level."""

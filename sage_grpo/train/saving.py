@@ -54,8 +54,8 @@ class Saves:
         self.current: Iterator[Work] = iter(())  # the checkpoint that is being written
         self.stale_card: int | None = None  # iteration whose card does not show its validation yet
 
-    def resumed(self, step: int) -> None:
-        """The run continues from its own checkpoint."""
+    def note_resume(self, step: int) -> None:
+        """Note that the run continues from its own checkpoint of iteration `step`."""
         self.step = step
         self.good_step = step if self.state.is_good else None
 
@@ -81,7 +81,7 @@ class Saves:
 
         self.guards.note("save")
         self.begun = time.monotonic()
-        nonfinite = [name for name in self.ranks.together(self.state.first_nonfinite) if name]
+        nonfinite = [name for name in self.ranks.on_all(self.state.first_nonfinite) if name]
         if nonfinite:
             raise self.diverged(f"step-{step:06d} was not written: {nonfinite[0]} is not finite")
 
@@ -112,7 +112,7 @@ class Saves:
         if self.stale_card is None or self.stale_card != self.step:
             return
         self.stale_card = None
-        if not self.ranks.first:
+        if not self.ranks.is_first:
             return
         path = self.folder / f"step-{self.step:06d}"
         try:
@@ -135,24 +135,24 @@ class Saves:
         files: dict[str, TensorFile | str | bytes] = {}
 
         def clear() -> None:
-            if ranks.first:
+            if ranks.is_first:
                 with suppress(OSError):
                     manifest.delete(draft)
 
         def commit_draft(advance: Callable[[], None]) -> None:
-            if ranks.first:
+            if ranks.is_first:
                 commit(draft, target, hashes, self.config, advance)
 
         try:
-            ranks.together(clear)
-            ranks.together(lambda: (draft / "trainer").mkdir(parents=True, exist_ok=True))
-            ranks.together(lambda: files.update(self._files(export, copied)))
-            rank_hashes = yield from self._together(
+            ranks.on_all(clear)
+            ranks.on_all(lambda: (draft / "trainer").mkdir(parents=True, exist_ok=True))
+            ranks.on_all(lambda: files.update(self._files(export, copied)))
+            rank_hashes = yield from self._in_threads(
                 lambda advance: write_files(draft, files, advance)
             )
             files.clear()
             hashes = {name: digest for part in rank_hashes for name, digest in part.items()}
-            yield from self._together(commit_draft)
+            yield from self._in_threads(commit_draft)
         except RankError as error:
             clear()
             raise TrainingError(f"{target.name} could not be written: {error}") from error
@@ -160,17 +160,23 @@ class Saves:
     def _files(self, export: bool, copied: bool) -> dict[str, TensorFile | str | bytes]:
         """This rank's files; all ranks must call."""
         files = self.export.files(self.state) if export else {}
-        files |= state_files(self.state, self.config, self.fingerprints, self.ranks, copied)
+        files |= state_files(
+            self.state,
+            config=self.config,
+            fingerprints=self.fingerprints,
+            ranks=self.ranks,
+            copied=copied,
+        )
         return files
 
-    def _together(
+    def _in_threads(
         self, call: Callable[[Callable[[], None]], Any]
     ) -> Generator[Work, None, list[Any]]:
         """Run a call in a thread of each rank; returns the results of all ranks."""
         work = Work(call)
         while self.ranks.any(not work.done()):
             yield work
-        return self.ranks.together(work.result)
+        return self.ranks.on_all(work.result)
 
     def continue_writing(self, wait: bool = False, must: bool = False) -> None:
         """Go on with the checkpoint that is being written, until it is committed if told to `wait`."""

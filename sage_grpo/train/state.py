@@ -46,7 +46,7 @@ class TrainState:
             "optimizer": self.optimization.tensors(),
             "anchor": self.anchor.values if self.anchor else {},
             "average": self.optimization.average,
-            "old_policy": self.optimization.old,
+            "old_policy": self.optimization.old_policy,
         }
 
     def shards(self) -> dict[str, Tensor]:

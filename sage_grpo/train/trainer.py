@@ -20,13 +20,13 @@ from sage_grpo.algo.selection import extreme_rows
 from sage_grpo.config.fields import Config
 from sage_grpo.data.requests import Request
 from sage_grpo.models.backbone import Backbone, Guidance
-from sage_grpo.parallel.fsdp import gathered, reduce_gradients_in_next_backward
+from sage_grpo.parallel.fsdp import keep_unsharded, reduce_gradients_in_next_backward
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.rewards.base import Composite, Scores
 from sage_grpo.runs.folder import RunFolder
 from sage_grpo.runs.gallery import extremes, record_of
 from sage_grpo.train.algorithms.base import Algorithm
-from sage_grpo.train.algorithms.grpo import ExploringRollouts
+from sage_grpo.train.algorithms.grpo import ExploringSampler
 from sage_grpo.train.batches import (
     ClipId,
     GroupId,
@@ -37,16 +37,15 @@ from sage_grpo.train.batches import (
     plan_micro_batches,
     split_clips,
 )
-from sage_grpo.train.clips import Gold, decoded, gold_columns
+from sage_grpo.train.clips import Gold, decoded, gold_metrics
+from sage_grpo.train.diagnosis_metrics import HalfGradient, diagnosis_metrics
 from sage_grpo.train.export import Export
 from sage_grpo.train.guards import MAX_SKIPPED, Guards, TrainingError
 from sage_grpo.train.limits import limits
 from sage_grpo.train.metrics import Stopwatch, UpdateStats, peak_memory, reward_part, reward_record
 from sage_grpo.train.reward_checks import from_all_ranks, rescored, rescoring_record, trial_error
-from sage_grpo.train.rollout import Path as ClipPath
-from sage_grpo.train.rollout import Rollouts, Trajectory
+from sage_grpo.train.rollout import RolloutData, RolloutSampler, Trajectory
 from sage_grpo.train.saving import Saves
-from sage_grpo.train.signals import HalfGradient, signals
 from sage_grpo.train.state import TrainState
 from sage_grpo.train.update import Objective, anchor_velocities
 from sage_grpo.train.validation import Validation
@@ -57,8 +56,13 @@ from sage_grpo.worlds.registry import World
 DIAGNOSIS_INTERVAL = 25
 
 
-# a trajectory, the advantages of its clips, and the column of its `order` that is trained
-Backward = tuple[Trajectory, Tensor, int]
+@dataclass(frozen=True, eq=False)
+class Backward:
+    """One backward pass of an update: one denoising step of each clip of a trajectory."""
+
+    trajectory: Trajectory
+    advantages: Tensor  # (B,) fp32, those of its clips
+    positions: Tensor  # (B,) where in its window each clip's step is
 
 
 @dataclass
@@ -66,7 +70,7 @@ class Accumulation:
     """Rollouts that await their optimizer step."""
 
     stats: UpdateStats
-    has_signal: bool = False  # whether any of their clips has an advantage
+    has_advantage: bool = False  # whether any of their clips has a nonzero one
     # for each backward its clips, and which of them had a finite loss and gradient
     finite: list[tuple[MicroBatch, Tensor]] = field(default_factory=list)
 
@@ -109,32 +113,36 @@ class Trainer:
         self.reward_checked = False
         self.limits_measured = False
         self.half_gradient = HalfGradient(
-            self.optimization.parameters.values(), self.ranks, c.reduces_once
+            self.optimization.parameters.values(),
+            self.ranks,
+            reduces_gradients_once=c.reduces_gradients_once,
         )
         if not self.algorithm.independent_steps and c.batch_size % c.num_generations:
-            self.half_gradient.known = False  # a rank holds a part of a group
+            self.half_gradient.is_known = False  # a rank holds a part of a group
 
         # services
         self.guards = Guards(self.ranks, self.run, c.collective_timeout)
         export = Export(
-            self.backbone,
-            c,
-            self.ranks,
-            self.run,
-            self.reward,
+            backbone=self.backbone,
+            config=c,
+            ranks=self.ranks,
+            run=self.run,
+            reward=self.reward,
             base_weights=self.fingerprints.get("base weights", "unknown"),
         )
         self.saves = Saves(
-            self.state,
-            c,
-            self.ranks,
-            self.guards,
-            self.run.checkpoints,
-            export,
-            self.fingerprints,
+            state=self.state,
+            config=c,
+            ranks=self.ranks,
+            guards=self.guards,
+            folder=self.run.checkpoints,
+            export=export,
+            fingerprints=self.fingerprints,
         )
-        # context for many forwards in a row
-        self.gathered = partial(gathered, self.backbone.transformer, c.gather_for_rollout)
+        # context for many forwards in a row; FSDP: weights stay unsharded between them
+        self.keep_unsharded = partial(
+            keep_unsharded, self.backbone.transformer, wanted=c.gather_for_rollout
+        )
 
     @property
     def step(self) -> int:
@@ -155,7 +163,8 @@ class Trainer:
             self.try_reward()
             self.catch_up()
             while self.step < self.config.max_steps:
-                watch = Stopwatch(self.ranks.device, self.enter)
+                # each phase begins at a safe point: stop if told, commit a save
+                watch = Stopwatch(self.ranks.device, on_phase=self.enter)
                 with watch.phase("rollout"):
                     batch = self.roll_out()
                 with watch.phase("decode"):
@@ -168,18 +177,20 @@ class Trainer:
                 advantages = self.advantages(scores)
                 self.show_extremes(batch, clips, scores)
                 with watch.phase("anchor"):
-                    batch, trained = self.select(batch, advantages)
+                    batch, trained_advantages = self.select(batch, advantages)
                     self.prepare_anchor(batch)
                 with watch.phase("update"):
-                    record = self.update(batch, trained)
+                    record = self.update(batch, trained_advantages)
                 self.state.step += 1
 
-                record.update(reward_record(scores, trained, self.config.num_generations))
+                record.update(
+                    reward_record(scores, trained_advantages, self.config.num_generations)
+                )
                 record.update(rescoring)
                 record.update(gold)
                 record.update(watch.record())
                 if self.is_logged(self.step):
-                    record.update(self.signals(clips, scores))
+                    record.update(self.diagnosis_metrics(clips, scores))
                 self.log(record, bar)
                 self.finish_iteration()
 
@@ -189,15 +200,15 @@ class Trainer:
         heartbeat = self.backbone.transformer.register_forward_pre_hook(
             lambda *_: self.guards.beat()
         )
-        holdout = self.validation.holdout if self.validation else None
-        for reward in (self.reward, holdout):
+        holdout_reward = self.validation.holdout_reward if self.validation else None
+        for reward in (self.reward, holdout_reward):
             if reward is not None:
                 reward.on_batch = self.guards.beat
         bar = tqdm(
             total=self.config.max_steps,
             initial=self.step,
             unit="it",
-            disable=not self.ranks.first,
+            disable=not self.ranks.is_first,
         )
         with heartbeat, bar:
             yield bar
@@ -229,14 +240,14 @@ class Trainer:
             return [text for text in self.ranks.texts(error) if text]
 
         errors = errors_of(self.reward)
-        share = len(errors) / self.ranks.count
-        if share > c.max_reward_failures:
+        failed_fraction = len(errors) / self.ranks.dp_size
+        if failed_fraction > c.max_reward_failures:
             raise TrainingError(
-                f"{share:.0%} of the rewards failed on a made-up clip, before anything was sampled: {errors[0]};"
-                " mend the reward, or give --max_reward_failures 1 to train nevertheless"
+                f"{failed_fraction:.0%} of the rewards failed on a made-up clip, before anything was sampled: "
+                f"{errors[0]}; fix the reward, or set --max_reward_failures 1 to train anyway"
             )
         if self.validation and c.holdout_reward:
-            errors += errors_of(self.validation.holdout)
+            errors += errors_of(self.validation.holdout_reward)
         if errors:
             self.ranks.log_once(f"a reward failed on a made-up clip: {errors[0]}")
 
@@ -246,7 +257,7 @@ class Trainer:
         A series begins with the run, and again where a resumed run changes the yardstick.
         """
         is_due = False
-        if self.ranks.first:
+        if self.ranks.is_first:
             validated = self.run.validated_steps()
             begins = self.config.validate_at_step0 and not validated
             scheduled = self.step > 0 and self.is_due(self.config.validation_interval)
@@ -257,10 +268,14 @@ class Trainer:
     def micro_batches(self) -> list[MicroBatch]:
         """This rank's micro-batches for this iteration, each of one prompt."""
         c = self.config
-        num_groups = c.batch_size * self.ranks.count // c.num_generations
+        num_groups = c.batch_size * self.ranks.dp_size // c.num_generations
         prompt_indices = draw_prompts(self.step, num_groups, len(self.requests), c.seed)
         return plan_micro_batches(
-            prompt_indices, c.num_generations, c.batch_size, self.ranks.rank, c.micro_batch_size
+            prompt_indices,
+            group_size=c.num_generations,
+            batch_size=c.batch_size,
+            dp_rank=self.ranks.dp_rank,
+            micro_batch_size=c.micro_batch_size,
         )
 
     def roll_out(
@@ -273,30 +288,30 @@ class Trainer:
         c = self.config
         if micro_batches is None:
             micro_batches = self.micro_batches()
-        rollouts = self.rollouts_of(micro_batches, schedule)
+        sampler = self.rollout_sampler(micro_batches, schedule)
+        joined = join_micro_batches(micro_batches, sampler.conditions, c.prompts_per_forward)
 
         batch = []
-        for clips in join_micro_batches(micro_batches, rollouts.conditions, c.prompts_per_forward):
+        for micro_batch in joined:
             self.safe_point(inside=True)
-            # nft samples with a policy that lags behind; otherwise `old` is empty, and the trained weights sample
-            with self.optimization.using(self.optimization.old), self.gathered():
-                batch.append(rollouts(clips))
+            # nft samples with its old policy; otherwise that is empty, and the trained weights sample
+            with self.optimization.using(self.optimization.old_policy), self.keep_unsharded():
+                batch.append(sampler.roll_out(micro_batch))
         return batch
 
-    def rollouts_of(
+    def rollout_sampler(
         self, micro_batches: Sequence[MicroBatch], schedule: Schedule | None = None
-    ) -> Rollouts:
+    ) -> RolloutSampler:
         """What samples these micro-batches in this iteration, with their prompts encoded."""
-        prompt_indices = list(
-            dict.fromkeys(clip.prompt_index for clips in micro_batches for clip in clips)
-        )
+        ids = [clip_id for micro_batch in micro_batches for clip_id in micro_batch]
+        prompt_indices = list(dict.fromkeys(clip_id.prompt_index for clip_id in ids))
         encoded = self.backbone.encode([self.requests[index] for index in prompt_indices])
         conditions = {
             index: cond.to(self.ranks.device)
             for index, cond in zip(prompt_indices, encoded, strict=True)
         }
-        kind = self.algorithm.rollouts if schedule is None else ExploringRollouts
-        return kind(
+        sampler_class = self.algorithm.sampler if schedule is None else ExploringSampler
+        return sampler_class(
             backbone=self.backbone,
             schedule=schedule or self.schedule,
             windows=self.windows,
@@ -309,18 +324,21 @@ class Trainer:
 
     def decode(self, batch: Sequence[Trajectory]) -> list[Tensor | None]:
         """uint8 clips (F, H, W, 3) on the CPU; None where the trajectory or the pixels are not finite."""
-        whole = [self.backbone.whole(trajectory.latents, trajectory.cond) for trajectory in batch]
-        latents = torch.cat(whole).split(1)
+        full_latents = [
+            self.backbone.full_latents(trajectory.data.latents, trajectory.cond)
+            for trajectory in batch
+        ]
+        latents = torch.cat(full_latents).split(1)
         is_finite = torch.cat([trajectory.is_finite for trajectory in batch]).tolist()
-        clips = self.ranks.shared(latents, lambda share: decoded(self.backbone, share))
+        clips = self.ranks.shared(latents, lambda part: decoded(self.backbone, part))
         return [clip if finite else None for clip, finite in zip(clips, is_finite, strict=True)]
 
     def requests_of(self, batch: Sequence[Trajectory]) -> list[Request]:
         """The request of each of this rank's clips."""
         return [
-            self.requests[clip.prompt_index]
+            self.requests[clip_id.prompt_index]
             for trajectory in batch
-            for clip in trajectory.micro_batch
+            for clip_id in trajectory.micro_batch
         ]
 
     def score(self, batch: Sequence[Trajectory], clips: Sequence[Tensor | None]) -> Scores:
@@ -337,11 +355,11 @@ class Trainer:
             errors = [text for text in self.ranks.texts(first_error) if text]
             scores.errors = errors or ["a clip could not be decoded: its numbers are not finite"]
 
-        share = failed.double().mean().item()
+        failed_fraction = failed.double().mean().item()
         limit = self.config.max_reward_failures
-        if share > limit:
+        if failed_fraction > limit:
             raise TrainingError(
-                f"iteration {self.step + 1}: {share:.0%} of the rewards failed, more than "
+                f"iteration {self.step + 1}: {failed_fraction:.0%} of the rewards failed, more than "
                 f"max_reward_failures ({limit:.0%}); the first error was: {scores.errors[0]}"
             )
         return scores
@@ -352,15 +370,15 @@ class Trainer:
         """The oracle's metrics, for reporting only; nothing in training depends on them."""
         if not self.is_logged(self.step + 1):
             return {}
-        columns = self.ranks.from_leader(
-            lambda: gold_columns(self.gold, clips, self.requests_of(batch))
+        rank_gold = self.ranks.from_leader(
+            lambda: gold_metrics(self.gold, clips, self.requests_of(batch))
         )
         # a rank that has no clip to measure knows no names
-        rank_names = self.ranks.texts(" ".join(columns))
+        rank_names = self.ranks.texts(" ".join(rank_gold))
         names = dict.fromkeys(name for text in rank_names for name in text.split())
         missing = torch.full((len(clips),), math.nan, dtype=torch.float64)
         return {
-            f"gold/{name}": self.ranks.gather(columns.get(name, missing)).nanmean().item()
+            f"gold/{name}": self.ranks.gather(rank_gold.get(name, missing)).nanmean().item()
             for name in names
         }
 
@@ -373,9 +391,15 @@ class Trainer:
         groups = torch.arange(len(scores.total)) // c.num_generations
         if c.advantage_per_score:
             return score_advantages(
-                scores.named, scores.weights, groups, c.advantage_std, c.adv_clip_max
+                scores.named,
+                scores.weights,
+                groups,
+                advantage_std=c.advantage_std,
+                adv_clip_max=c.adv_clip_max,
             )
-        return group_advantages(scores.total, groups, c.advantage_std, c.adv_clip_max)
+        return group_advantages(
+            scores.total, groups, advantage_std=c.advantage_std, adv_clip_max=c.adv_clip_max
+        )
 
     def select(
         self, batch: Sequence[Trajectory], advantages: Advantages
@@ -386,11 +410,14 @@ class Trainer:
         """
         c = self.config
         rows = extreme_rows(
-            advantages.values, advantages.trained, c.num_generations, c.group_trained
+            advantages.values,
+            usable=advantages.trained,
+            group_size=c.num_generations,
+            count=c.group_trained,
         )
         if len(rows) < len(advantages.values):
             batch = self.regroup(batch, rows)
-        return self.to_train(batch), advantages.at(rows)
+        return self.prepare_for_training(batch), advantages.at(rows)
 
     def regroup(self, batch: Sequence[Trajectory], rows: Tensor) -> list[Trajectory]:
         """New trajectories of the clips in these `rows` of the full batch; each rank gets an equal number of rows.
@@ -398,14 +425,14 @@ class Trainer:
         If groups are spread over ranks, clips move to ranks that have fewer of the rows.
         """
         c = self.config
-        clips = [clip for trajectory in batch for clip in trajectory.micro_batch]
-        all_clips = self.ranks.gather(torch.tensor(clips))
-        wanted = rows.view(self.ranks.count, -1).tolist()
+        ids = [clip_id for trajectory in batch for clip_id in trajectory.micro_batch]
+        all_ids = self.ranks.gather(torch.tensor(ids))
+        wanted = rows.view(self.ranks.dp_size, -1).tolist()
 
-        chosen = [ClipId(*all_clips[row].tolist()) for row in wanted[self.ranks.rank]]
-        micro_batches = split_clips(chosen, c.trained_micro_batch)
-        rollouts = self.rollouts_of(micro_batches)
-        joined = join_micro_batches(micro_batches, rollouts.conditions, c.prompts_per_forward)
+        chosen_ids = [ClipId(*all_ids[row].tolist()) for row in wanted[self.ranks.dp_rank]]
+        micro_batches = split_clips(chosen_ids, c.trained_micro_batch)
+        sampler = self.rollout_sampler(micro_batches)
+        joined = join_micro_batches(micro_batches, sampler.conditions, c.prompts_per_forward)
         ends = list(itertools.accumulate(len(micro_batch) for micro_batch in joined))
 
         def moved(part: Callable[[Trajectory], Tensor]) -> list[Tensor]:
@@ -414,49 +441,53 @@ class Trainer:
             taken = self.ranks.take(rank_rows, wanted)
             return [torch.stack(taken[a:b]) for a, b in itertools.pairwise([0, *ends])]
 
-        parts = {part.name: moved(attrgetter(part.name)) for part in fields(ClipPath)}
+        parts = {part.name: moved(attrgetter(f"data.{part.name}")) for part in fields(RolloutData)}
         is_finite = moved(lambda trajectory: trajectory.is_finite.float())
         trajectories = []
         for number, micro_batch in enumerate(joined):
-            path = ClipPath(**{name: stacked[number] for name, stacked in parts.items()})
-            trajectories.append(rollouts.trajectory(micro_batch, path, is_finite[number].bool()))
+            data = RolloutData(**{name: stacked[number] for name, stacked in parts.items()})
+            trajectories.append(sampler.trajectory(micro_batch, data, is_finite[number].bool()))
         return trajectories
 
-    def to_train(self, batch: Sequence[Trajectory]) -> list[Trajectory]:
+    def prepare_for_training(self, batch: Sequence[Trajectory]) -> list[Trajectory]:
         """These trajectories with all that training needs, computed by the policy that sampled them."""
-        if self.algorithm.explores and not self.config.regroups:
+        if self.algorithm.explores and not self.config.trains_in_new_batches:
             return list(batch)  # the rollout has kept everything
-        rollouts = self.rollouts_of([trajectory.micro_batch for trajectory in batch])
+        sampler = self.rollout_sampler([trajectory.micro_batch for trajectory in batch])
         prepared = []
         for trajectory in batch:
             self.safe_point(inside=True)
-            with self.optimization.using(self.optimization.old), self.gathered():
-                prepared.append(rollouts.to_train(trajectory))
+            with self.optimization.using(self.optimization.old_policy), self.keep_unsharded():
+                prepared.append(sampler.prepare_for_training(trajectory))
         return prepared
 
     def prepare_anchor(self, batch: Sequence[Trajectory]) -> None:
         """Store the anchor's velocities along the rollout; while it equals the policy, the rollout's are used."""
-        if self.anchor is None or (self.anchor.age == 0 and not self.config.lags):
+        if self.anchor is None:
             return
-        with self.anchor.in_place(), self.gathered():
+        if self.anchor.age == 0 and not self.config.samples_with_old_policy:
+            return
+        with self.anchor.active(), self.keep_unsharded():
             for trajectory in batch:
                 trajectory.anchor_velocity = anchor_velocities(
                     self.backbone, self.trained_guidance, self.schedule, trajectory
                 )
 
     def update(self, batch: Sequence[Trajectory], advantages: Advantages) -> dict[str, Any]:
-        """Train the rollout's steps in `updates_per_rollout` parts, with an optimizer step after each."""
+        """Train the rollout's steps in `updates_per_rollout` parts, each followed by an optimizer step unless gradients
+        accumulate over more rollouts.
+        """
         c = self.config
         record: dict[str, Any] = {
             "lr": self.optimization.learning_rate,
-            "kl/coef": self.controller.coef,
+            "kl/coef": self.controller.kl_lambda,
         }
-        num_trained = batch[0].order.shape[1]
+        num_trained = batch[0].trained_positions.shape[1]
         total = self.no_stats()
         parts = torch.arange(num_trained).tensor_split(c.updates_per_rollout)
-        for number, columns in enumerate(parts):
+        for number, turns in enumerate(parts):
             # later parts see changed weights, so a stop between them would lose the iteration
-            stats = self.accumulate(batch, advantages, columns, interruptible=number == 0)
+            stats = self.accumulate(batch, advantages, turns.tolist(), interruptible=number == 0)
             total += stats
             if (self.step + 1) % c.gradient_accumulation_steps == 0:
                 grad_norm = self.optimizer_step()
@@ -471,65 +502,80 @@ class Trainer:
         self,
         batch: Sequence[Trajectory],
         advantages: Advantages,
-        columns: Tensor,
+        turns: Sequence[int],
         interruptible: bool,
     ) -> UpdateStats:
-        """Add the gradient of these columns of `order`, one backward for each column of each micro-batch."""
+        """Add the gradient of the steps that each clip trains in these turns, one backward per turn and micro-batch.
+
+        In turn k, a clip trains the k-th of its `trained_positions`.
+        """
         c = self.config
-        num_pairs = c.gradient_accumulation_steps * len(advantages.values) * len(columns)
+        num_pairs = c.gradient_accumulation_steps * len(advantages.values) * len(turns)
         objective = Objective(
-            self.backbone,
-            self.algorithm,
-            self.trained_guidance,
-            self.schedule,
-            self.controller.coef,
-            num_pairs,
+            backbone=self.backbone,
+            algorithm=self.algorithm,
+            guidance=self.trained_guidance,
+            schedule=self.schedule,
+            kl_lambda=self.controller.kl_lambda,
+            num_pairs=num_pairs,
         )
         stats = self.no_stats()
-        shares = self.advantages_by_trajectory(batch, advantages)
-        blocks = self.independent_blocks(list(zip(batch, shares, strict=True)), columns.tolist())
+        clip_advantages = self.advantages_by_trajectory(batch, advantages)
+        blocks = self.independent_blocks(batch, clip_advantages, turns)
         earlier_blocks = self.step % c.gradient_accumulation_steps * len(blocks)
         for number, block in enumerate(blocks, 1):
-            for backward, (trajectory, share, column) in enumerate(block, 1):
+            for backward in block:
                 if interruptible:
                     self.safe_point(inside=True)
-                is_last = number == len(blocks) and backward == len(block)
+                is_last = backward is blocks[-1][-1]
                 reduce_gradients_in_next_backward(
-                    self.backbone.transformer, is_last or not c.reduces_once
+                    self.backbone.transformer, is_last or not c.reduces_gradients_once
                 )
-                finite = objective.backward(trajectory, trajectory.order[:, column], share, stats)
-                self.accumulated.finite.append((trajectory.micro_batch, finite))
-            self.half_gradient.observe(
-                earlier_blocks + number, c.gradient_accumulation_steps * len(blocks)
+                finite = objective.backward(
+                    backward.trajectory, backward.positions, backward.advantages, stats
+                )
+                self.accumulated.finite.append((backward.trajectory.micro_batch, finite))
+            self.half_gradient.record_if_half(
+                done=earlier_blocks + number, total=c.gradient_accumulation_steps * len(blocks)
             )
 
         stats.sum_over(self.ranks)
         self.check_first_ratio(stats)
         self.accumulated.stats += stats
         if advantages.trained.any():
-            self.accumulated.has_signal = True
+            self.accumulated.has_advantage = True
         return stats
 
     def independent_blocks(
-        self, shares: Sequence[tuple[Trajectory, Tensor]], columns: Sequence[int]
+        self,
+        batch: Sequence[Trajectory],
+        clip_advantages: Sequence[Tensor],
+        turns: Sequence[int],
     ) -> list[list[Backward]]:
         """The backwards of an update, in blocks whose gradient noise is independent.
 
         Only `HalfGradient` needs the blocks; the sum of the gradients is the same.
         """
+
+        def backward_of(trajectory: Trajectory, advantages: Tensor, turn: int) -> Backward:
+            return Backward(trajectory, advantages, trajectory.trained_positions[:, turn])
+
+        rows = list(zip(batch, clip_advantages, strict=True))
         if self.algorithm.independent_steps:
             return [
-                [(trajectory, share, column)] for column in columns for trajectory, share in shares
+                [backward_of(trajectory, advantages, turn)]
+                for turn in turns
+                for trajectory, advantages in rows
             ]
 
         # Clips of a group are compared with each other: their advantages add up to 0. What all clips pull at cancels
         # in a group but not in a part of it, so a block is a whole group.
         blocks: list[list[Backward]] = []
         groups: set[GroupId] = set()  # of the last block
-        for trajectory, share in shares:
-            backwards = [(trajectory, share, column) for column in columns]
+        for trajectory, advantages in rows:
+            backwards = [backward_of(trajectory, advantages, turn) for turn in turns]
             trajectory_groups = {
-                group_of(clip, self.config.num_generations) for clip in trajectory.micro_batch
+                group_of(clip_id, self.config.num_generations) for clip_id in trajectory.micro_batch
             }
             if groups & trajectory_groups:
                 blocks[-1] += backwards
@@ -543,15 +589,15 @@ class Trainer:
         self, batch: Sequence[Trajectory], advantages: Advantages
     ) -> Sequence[Tensor]:
         """This rank's rows of the advantages, split as its clips are into trajectories."""
-        num_rows = len(advantages.values) // self.ranks.count
-        first = self.ranks.rank * num_rows
-        rank_values = advantages.values[first : first + num_rows]
-        rank_values = rank_values.to(self.ranks.device, torch.float32)
-        shares = rank_values.split([trajectory.size for trajectory in batch])
-        # what was noised after the reward may be not finite, although the clip is
+        num_rows = len(advantages.values) // self.ranks.dp_size
+        first = self.ranks.dp_rank * num_rows
+        rank_advantages = advantages.values[first : first + num_rows]
+        rank_advantages = rank_advantages.to(self.ranks.device, torch.float32)
+        split = rank_advantages.split([trajectory.size for trajectory in batch])
+        # awm and nft noise a clip after it is scored: the result may be non-finite even if the clip is finite
         return [
-            share.where(trajectory.is_finite, 0.0)
-            for trajectory, share in zip(batch, shares, strict=True)
+            clip_advantages.where(trajectory.is_finite, 0.0)
+            for trajectory, clip_advantages in zip(batch, split, strict=True)
         ]
 
     def no_stats(self) -> UpdateStats:
@@ -565,7 +611,7 @@ class Trainer:
         if self.ratio_checked:
             return
         self.ratio_checked = True
-        has_lag = self.config.lags and self.optimization.updates > 0
+        has_lag = self.config.samples_with_old_policy and self.optimization.updates > 0
         deviation = stats.max_deviation.max().item()
         if deviation and not has_lag:
             raise TrainingError(
@@ -574,11 +620,11 @@ class Trainer:
             )
 
     def optimizer_step(self) -> float:
-        """Step on the gradients of all ranks, unless they carry no signal or are not finite; returns their norm."""
+        """Step on the gradients of all ranks, if they are finite and a clip has an advantage; returns their norm."""
         self.ranks.sum_gradients(self.optimization.parameters.values())
         grad_norm = self.optimization.clip()
-        self.half_gradient.compare(grad_norm)
-        if self.optimization.should_step(grad_norm, self.accumulated.has_signal):
+        self.half_gradient.estimate_signal(grad_norm)
+        if self.optimization.should_step(grad_norm, self.accumulated.has_advantage):
             self.optimization.step()
             if self.ranks.any(not self.optimization.is_finite):
                 raise self.saves.diverged(
@@ -588,6 +634,8 @@ class Trainer:
                 self.anchor.age += 1
             kl = "kl_anchor" if self.config.trust_region.anchor else "kl_rollout"
             self.controller.update(self.accumulated.stats.mean(kl))
+        else:
+            self.optimization.count_skip(grad_norm)
         if self.optimization.skipped_in_a_row > MAX_SKIPPED:
             raise self.saves.diverged(
                 f"the gradient was not finite {self.optimization.skipped_in_a_row} times in a row, "
@@ -603,8 +651,8 @@ class Trainer:
         rank_text = ""
         for micro_batch, finite in self.accumulated.finite:
             if not finite.all():
-                clip = micro_batch[int((~finite).nonzero()[0])]
-                rank_text = f"{self.requests[clip.prompt_index].text!r}, clip {clip.sample}"
+                clip_id = micro_batch[int((~finite).nonzero()[0])]
+                rank_text = f"{self.requests[clip_id.prompt_index].text!r}, clip {clip_id.sample}"
                 break
         return next((text for text in self.ranks.texts(rank_text) if text), "the parameters")
 
@@ -626,9 +674,16 @@ class Trainer:
         if self.limits_measured:
             return
         self.limits_measured = True
-        if self.world and self.ranks.first:
+        if self.world and self.ranks.is_first:
             requests = self.validation.requests if self.validation else self.requests
-            measure = partial(limits, self.world, self.backbone, self.reward, requests, self.config)
+            measure = partial(
+                limits,
+                world=self.world,
+                backbone=self.backbone,
+                reward=self.reward,
+                requests=requests,
+                config=self.config,
+            )
             self.run.log_limits(self.step, measure)
 
     def is_due(self, interval: int) -> bool:
@@ -639,16 +694,14 @@ class Trainer:
     def validate(self) -> None:
         if self.validation is None:
             return
-        watch = Stopwatch(self.ranks.device, self.enter)
+        watch = Stopwatch(self.ranks.device, on_phase=self.enter)
         with watch.phase("validation"), self.optimization.using(self.optimization.average):
             record = self.validation.run(
                 self.run.validation_folder(self.step),
-                lambda: self.safe_point(inside=True),
-                self.gathered,
+                between=lambda: self.safe_point(inside=True),
+                keep_unsharded=self.keep_unsharded,
             )
-        hacking = self.ranks.from_leader(
-            lambda: "".join(self.ranks.texts(self.run.divergence(self.step)))
-        )
+        hacking = self.ranks.from_leader(self.hacking_warning)
         if self.config.holdout_reward:
             record["holdout/diverged"] = int(bool(hacking))
         record.update(watch.record())
@@ -657,15 +710,20 @@ class Trainer:
         if self.config.stop_on_hacking and hacking:
             raise TrainingError(hacking)
 
-    def signals(self, clips: Sequence[Tensor | None], scores: Scores) -> dict[str, Any]:
-        """Numbers for the diagnosis; all ranks must call."""
-        return signals(
-            self.state,
-            self.ranks,
-            clips,
-            scores,
-            self.config.num_generations,
-            self.half_gradient.signal,
+    def hacking_warning(self) -> str:
+        """The warning that reward and held-out reward have diverged, else empty; all leaders must call."""
+        rank_text = self.run.divergence(self.step)  # empty on all ranks but the first
+        return "".join(self.ranks.texts(rank_text))
+
+    def diagnosis_metrics(self, clips: Sequence[Tensor | None], scores: Scores) -> dict[str, Any]:
+        """Metrics for the diagnosis; all ranks must call."""
+        return diagnosis_metrics(
+            state=self.state,
+            ranks=self.ranks,
+            clips=clips,
+            scores=scores,
+            group_size=self.config.num_generations,
+            signal_fraction=self.half_gradient.signal_fraction,
             start=f"{self.fingerprints}, seed {self.config.seed}",
         )
 
@@ -674,14 +732,14 @@ class Trainer:
     ) -> None:
         """Keep the best and the worst clip of a group to look at; those of the first rank are enough."""
         c = self.config
-        if not self.ranks.first or not c.rollout_videos or not self.is_logged(self.step + 1):
+        if not self.ranks.is_first or not c.rollout_videos or not self.is_logged(self.step + 1):
             return
-        ids = [clip for trajectory in batch for clip in trajectory.micro_batch]
+        ids = [clip_id for trajectory in batch for clip_id in trajectory.micro_batch]
         totals = scores.total[: len(ids)].tolist()  # the first rank's rows come first
         for position, clip in enumerate(clips):
             if clip is None:
                 totals[position] = math.nan
-        chosen = extremes(totals, [group_of(clip, c.num_generations) for clip in ids])
+        chosen = extremes(totals, [group_of(clip_id, c.num_generations) for clip_id in ids])
         if chosen is None:
             return
 
@@ -719,12 +777,18 @@ class Trainer:
             "reward": record["reward/total"],
             "kl": record["kl/anchor"],
             "match": record.get("gold/match"),
-            "clips/h": 3600 * self.config.batch_size * self.ranks.count / record["time/total"],
+            "clips/h": 3600 * self.config.batch_size * self.ranks.dp_size / record["time/total"],
         }
-        rounded = {name: f"{float(f'{v:.3g}'):g}" for name, v in shown.items() if v is not None}
-        bar.set_postfix(rounded, refresh=False)
+        texts = {name: rounded(value) for name, value in shown.items() if value is not None}
+        bar.set_postfix(texts, refresh=False)
         bar.update()
 
     def is_logged(self, step: int) -> bool:
         """Whether iteration `step` writes all of its metrics; of the others, only the reward is kept."""
         return step % self.config.log_interval == 0 or step == self.config.max_steps
+
+
+def rounded(value: float) -> str:
+    """A number with three significant digits, without an exponent up to a million: 1230, not 1.23e+03."""
+    three_digits = float(f"{value:.3g}")
+    return f"{three_digits:g}"

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from sage_grpo.algo.equalizer import equalizer
-from sage_grpo.algo.grpo import normalized_log_ratio, objective, policy_columns
+from sage_grpo.algo.grpo import normalized_log_ratio, objective, policy_metrics
 from sage_grpo.algo.sde import Schedule
 from sage_grpo.algo.trust_region import rollout_kl
 from sage_grpo.models.backbone import Backbone, Guidance
 from sage_grpo.train.algorithms.base import Algorithm
 from sage_grpo.train.metrics import UpdateStats
-from sage_grpo.train.rollout import Pairs, Trajectory, at_places
+from sage_grpo.train.rollout import Pairs, Trajectory, at_positions
 
 
 class Terms(NamedTuple):
@@ -24,9 +24,9 @@ class Terms(NamedTuple):
 
     velocity: Tensor  # (B, ...)
     log_ratio: Tensor
-    policy: Tensor  # the algorithm's loss
-    to_anchor: Tensor  # closed-form KL
-    to_rollout: Tensor  # closed-form KL
+    policy_loss: Tensor  # of the algorithm
+    kl_anchor: Tensor  # closed-form KL to the anchor
+    kl_rollout: Tensor  # closed-form KL to the policy that sampled
     kl: Tensor  # L_KL of Eq. 40, weighted by step
 
 
@@ -38,41 +38,49 @@ class Objective:
     algorithm: Algorithm
     guidance: Guidance  # of the trained velocities
     schedule: Schedule
-    kl_coef: float
+    kl_lambda: float  # of this optimizer step, from `KLController`
     num_pairs: int  # planned pairs of the full optimizer step, over all ranks
 
     def __post_init__(self) -> None:
-        c = self.config = self.algorithm.config
-        # factors of each step's policy loss and KL, (T,); the KL is N_t^2 |v - v'|^2 / 2, so that scaled by S_t^2 it
-        # depends on velocities alone
-        self.scale = equalizer(self.schedule, c.use_grad_balancing, c.ratio_norm)
+        self.config = self.algorithm.config
+        c = self.config
+        # S_t of each step, (T,), for the policy loss
+        self.policy_scale = equalizer(self.schedule, c.use_grad_balancing, c.ratio_norm)
+        # S_t^2, for the KL: it cancels the N_t^2 in it (algo/equalizer.py)
         self.kl_scale = equalizer(self.schedule, c.use_kl_balancing).square()
 
     def backward(
-        self, trajectory: Trajectory, places: Tensor, advantages: Tensor, stats: UpdateStats
+        self, trajectory: Trajectory, positions: Tensor, advantages: Tensor, stats: UpdateStats
     ) -> Tensor:
-        """Accumulate the gradient of the pairs at `places` (B,) of the windows, with `advantages` (B,), one per clip.
+        """Accumulate the gradient of the pairs at `positions` (B,) in the windows, one per clip.
 
-        Returns (B,) bool: whether loss and gradient are finite.
+        advantages: (B,), of the clips. Returns (B,) bool: whether loss and gradient are finite.
         """
-        pairs = trajectory.pairs(places, self.schedule.sigmas)
+        pairs = trajectory.pairs(positions, self.schedule.sigmas)
         terms = self.terms(pairs, advantages)
-        scale = self.scale[pairs.steps]
+        scale = self.policy_scale[pairs.steps]
         terms.velocity.retain_grad()
-        objective(terms.policy, scale, terms.kl, self.kl_coef, self.num_pairs).backward()
+        loss = objective(
+            policy=terms.policy_loss,
+            scale=scale,
+            kl=terms.kl,
+            kl_lambda=self.kl_lambda,
+            num_pairs=self.num_pairs,
+        )
+        loss.backward()
 
         velocity_grad = terms.velocity.grad.flatten(1)
         with torch.no_grad():
-            columns = policy_columns(terms.log_ratio, advantages, self.config.clip_range)
-            columns["loss"] = terms.policy
-            columns["objective"] = scale * terms.policy + self.kl_coef * terms.kl
-            columns["kl_anchor"] = terms.to_anchor
-            columns["kl_rollout"] = terms.to_rollout
+            metrics = policy_metrics(terms.log_ratio, advantages, self.config.clip_range)
+            metrics["loss"] = terms.policy_loss
+            metrics["objective"] = scale * terms.policy_loss + self.kl_lambda * terms.kl
+            metrics["kl_anchor"] = terms.kl_anchor
+            metrics["kl_rollout"] = terms.kl_rollout
             # gradient norm of each pair with respect to its velocity, without the division by num_pairs
-            columns["grad_v"] = self.num_pairs * velocity_grad.norm(dim=1)
-            finite_columns = {name: values[pairs.is_finite] for name, values in columns.items()}
-            stats.add(pairs.steps[pairs.is_finite], finite_columns)
-        return (terms.policy + terms.kl).isfinite() & velocity_grad.isfinite().all(1)
+            metrics["grad_v"] = self.num_pairs * velocity_grad.norm(dim=1)
+            finite_metrics = {name: values[pairs.is_finite] for name, values in metrics.items()}
+            stats.add(pairs.steps[pairs.is_finite], finite_metrics)
+        return (terms.policy_loss + terms.kl).isfinite() & velocity_grad.isfinite().all(1)
 
     def terms(self, pairs: Pairs, advantages: Tensor) -> Terms:
         """Rerun the rollout's forward with the current parameters and compute the loss terms."""
@@ -86,22 +94,28 @@ class Objective:
         # 2. The log-ratio to the policy that sampled (Eq. 4).
         log_prob = schedule.log_prob(steps, pairs.x, velocity, pairs.outcome)
         log_ratio = log_prob - pairs.old_log_prob
-        to_rollout = schedule.kl(steps, velocity, pairs.old_velocity)
+        kl_rollout = schedule.kl(steps, velocity, pairs.old_velocity)
         if c.ratio_norm:
-            log_ratio = normalized_log_ratio(log_ratio, to_rollout, schedule.std[steps])
+            log_ratio = normalized_log_ratio(log_ratio, kl_rollout, schedule.std[steps])
 
         # 3. The dual trust region (Eq. 40): position to the anchor, velocity to the policy that sampled.
         region = c.trust_region
-        to_anchor = torch.zeros_like(to_rollout)
+        kl_anchor = torch.zeros_like(kl_rollout)
         if region.anchor:
-            to_anchor = schedule.kl(steps, velocity, pairs.anchor_velocity)
-        step_kl = rollout_kl(c.step_kl_estimator, to_rollout, log_prob, pairs.old_log_prob)
-        kl = self.kl_scale[steps] * region.kl(to_anchor, step_kl)
+            kl_anchor = schedule.kl(steps, velocity, pairs.anchor_velocity)
+        step_kl = rollout_kl(c.step_kl_estimator, kl_rollout, log_prob, pairs.old_log_prob)
+        kl = self.kl_scale[steps] * region.kl(kl_anchor, step_kl)
         kl = torch.where(pairs.is_finite, kl, 0.0)
 
         # 4. The algorithm's own loss.
-        policy = self.algorithm.policy_loss(pairs, velocity, log_ratio, advantages)
-        return Terms(velocity, log_ratio, policy, to_anchor, to_rollout, kl)
+        return Terms(
+            velocity=velocity,
+            log_ratio=log_ratio,
+            policy_loss=self.algorithm.policy_loss(pairs, velocity, log_ratio, advantages),
+            kl_anchor=kl_anchor,
+            kl_rollout=kl_rollout,
+            kl=kl,
+        )
 
 
 @torch.no_grad()
@@ -109,10 +123,10 @@ def anchor_velocities(
     backbone: Backbone, guidance: Guidance, schedule: Schedule, trajectory: Trajectory
 ) -> Tensor:
     """The anchor's velocities (B, W, ...) along a trajectory at its trained steps, 0 elsewhere."""
-    velocities = torch.zeros_like(trajectory.velocity)
+    velocities = torch.zeros_like(trajectory.data.velocity)
     rows = torch.arange(trajectory.size, device=velocities.device)
-    for places in trajectory.order.T:
-        sigma = schedule.sigmas[at_places(trajectory.steps, places)]
-        x = at_places(trajectory.x, places)
-        velocities[rows, places] = backbone.velocity(x, sigma, trajectory.cond, guidance)
+    for positions in trajectory.trained_positions.T:
+        sigma = schedule.sigmas[at_positions(trajectory.steps, positions)]
+        x = at_positions(trajectory.data.x, positions)
+        velocities[rows, positions] = backbone.velocity(x, sigma, trajectory.cond, guidance)
     return velocities

@@ -20,12 +20,12 @@ from sage_grpo.config.fields import Config
 from sage_grpo.data.requests import Request
 from sage_grpo.files.json_files import finite, write_json
 from sage_grpo.models.backbone import Backbone, Guidance, Sampling
-from sage_grpo.models.embeddings import alike, together
+from sage_grpo.models.embeddings import alike, shared_or_stacked
 from sage_grpo.models.sample import counter_noise, integrate
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.rewards.base import Composite
 from sage_grpo.runs.clips import LISTING, PLACES, write_sheet, write_videos
-from sage_grpo.train.clips import Gold, decoded, gold_columns
+from sage_grpo.train.clips import Gold, decoded, gold_metrics
 from sage_grpo.train.reward_checks import (
     NUM_RESCORED,
     from_all_ranks,
@@ -43,7 +43,7 @@ class Validation:
     requests: Sequence[Request]  # held-out prompts
     guidance: Guidance
     reward: Composite
-    holdout: Composite | None
+    holdout_reward: Composite | None
     gold: Gold | None
     ranks: Ranks
 
@@ -58,22 +58,22 @@ class Validation:
         self,
         folder: Path,
         between: Callable[[], None] = lambda: None,
-        gathered: Callable[[], AbstractContextManager[None]] = nullcontext,
+        keep_unsharded: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> dict[str, Any]:
         """Write the clips and clips.json into `folder`; returns means and their standard errors.
 
-        between: called on all ranks after each denoising step and each clip; it may raise. gathered: context for the
-        denoising alone, because weights that stay gathered would take the VAE's memory.
+        between: called on all ranks after each denoising step and each clip; it may raise. keep_unsharded: context for
+        the denoising alone, because weights that stay unsharded would take the VAE's memory.
         """
-        batches = self.joined(self.requests[self.ranks.rank :: self.ranks.count])
+        batches = self.joined(self.requests[self.ranks.dp_rank :: self.ranks.dp_size])
         rank_requests = [request for batch in batches for request in batch]
         # A sharded model's forward needs all ranks, so ranks with fewer clips sample an extra one and discard it.
-        most_per_rank = -(-len(self.requests) // self.ranks.count)
+        most_per_rank = -(-len(self.requests) // self.ranks.dp_size)
         num_extra = most_per_rank - len(rank_requests)
         batches += [[request] for request in self.requests[:num_extra]]
 
-        with StageBar(desc="validation", leave=False, disable=not self.ranks.first) as bar:
-            with gathered():
+        with StageBar(desc="validation", leave=False, disable=not self.ranks.is_first) as bar:
+            with keep_unsharded():
                 latents = [self.latents(batch, between) for batch in bar.over("sampling", batches)]
             decoded_batches = [self.decode(x, between) for x in bar.over("decoding", latents)]
             clips = [clip for batch in decoded_batches for clip in batch][: len(rank_requests)]
@@ -89,7 +89,7 @@ class Validation:
     @contextmanager
     def counted_scoring(self, bar: "StageBar", num_clips: int) -> Iterator[None]:
         """Advance the bar with every batch of clips that a reward scores."""
-        rewards = [reward for reward in (self.reward, self.holdout) if reward is not None]
+        rewards = [reward for reward in (self.reward, self.holdout_reward) if reward is not None]
         num_batches = sum(reward.num_batches(num_clips) for reward in rewards)
         if self.reward is not None:
             num_rescored = min(num_clips, NUM_RESCORED)
@@ -122,7 +122,7 @@ class Validation:
         rank_texts = self.ranks.texts(json.dumps(records, ensure_ascii=False, allow_nan=False))
         all_records = [record for text in rank_texts for record in json.loads(text)]
         all_records.sort(key=lambda record: record["file"])
-        if self.ranks.first:
+        if self.ranks.is_first:
             self._keep(lambda: write_json(folder / LISTING, all_records, ensure_ascii=False))
             self._keep(lambda: write_sheet(folder, clips, records))
         return summary(all_records)
@@ -160,11 +160,17 @@ class Validation:
             first, _ = counter_noise(shape, self.seed(request), [0], prompt=request.index)
             noise.append(first)
         x = torch.cat(noise).to(self.ranks.device)
-        cond = together(conditions)
-        solver = self.config.validation_solver
-        # `between` after each step, because a full-size clip takes minutes
-        x = integrate(self.backbone, self.sigmas, x, cond, self.guidance, solver, between)
-        return self.backbone.whole(x, cond)
+        cond = shared_or_stacked(conditions)
+        x = integrate(
+            self.backbone,
+            self.sigmas,
+            x,
+            cond,
+            self.guidance,
+            solver=self.config.validation_solver,
+            between=between,  # after each step, because a full-size clip takes minutes
+        )
+        return self.backbone.full_latents(x, cond)
 
     @torch.no_grad()
     def decode(
@@ -172,7 +178,7 @@ class Validation:
     ) -> list[Tensor | None]:
         """Decode latents (B, ...) on the leader; None for non-finite clips, and on other ranks."""
         between()
-        is_finite = [self.ranks.leader and bool(x.isfinite().all()) for x in latents]
+        is_finite = [self.ranks.is_leader and bool(x.isfinite().all()) for x in latents]
         clips: list[Tensor | None] = [None] * len(latents)
         if any(is_finite):
             decodable = [row for row, finite in enumerate(is_finite) if finite]
@@ -197,11 +203,13 @@ class Validation:
         """
         fps = self.config.fps
         scores = self.reward.score(clips, requests, fps)
-        holdout = self.holdout.score(clips, requests, fps).named if self.holdout else {}
-        columns = {
+        holdout = {}
+        if self.holdout_reward:
+            holdout = self.holdout_reward.score(clips, requests, fps).named
+        values_by_kind = {
             "scores": scores.named | {"total": scores.total},
             "holdout": holdout,
-            "gold": gold_columns(self.gold, clips, requests),
+            "gold": gold_metrics(self.gold, clips, requests),
         }
 
         records = []
@@ -218,7 +226,7 @@ class Validation:
                 record["image"] = str(request.image.path)
             if scores.errors and not scores.total[i].isfinite():
                 record["error"] = scores.errors[0]
-            for kind, named in columns.items():
+            for kind, named in values_by_kind.items():
                 record[kind] = finite({name: values[i].item() for name, values in named.items()})
             records.append(record)
         return records

@@ -19,14 +19,14 @@ class Windows:
     form: WindowForm
     size: int  # denoising steps of a window
     first: int  # first step at which a window may start
-    places: int  # number of steps at which a window may start
+    num_starts: int  # number of steps at which a window may start
     seed: int
-    stride: int = 1  # steps from one of these places to the next
+    stride: int = 1  # steps from one of these starts to the next
 
     @property
     def starts(self) -> range:
         """The steps at which a window may start."""
-        return range(self.first, self.first + self.places * self.stride, self.stride)
+        return range(self.first, self.first + self.num_starts * self.stride, self.stride)
 
     @property
     def steps(self) -> range:
@@ -37,12 +37,12 @@ class Windows:
         """First denoising step of the window of a prompt's group in an iteration."""
         group_key = {"prompt": prompt_index, "sample": group} if self.form.per_group else {}
         if self.form.kind == "random":
-            place = rng.integer(self.places, self.seed, "window", step=iteration, **group_key)
-            return self.starts[place]
+            number = rng.integer(self.num_starts, self.seed, "window", step=iteration, **group_key)
+            return self.starts[number]
         phase = 0
         if self.form.per_group:
-            phase = rng.integer(self.places, self.seed, "window", prompt=prompt_index)
-        return self.starts[(phase + iteration // self.form.every) % self.places]
+            phase = rng.integer(self.num_starts, self.seed, "window", prompt=prompt_index)
+        return self.starts[(phase + iteration // self.form.every) % self.num_starts]
 
 
 def build_windows(form: WindowForm, stochastic: Tensor, seed: int) -> Windows:
@@ -62,13 +62,15 @@ def build_windows(form: WindowForm, stochastic: Tensor, seed: int) -> Windows:
             f"sde_window has a SIZE of {size}; it can be at most {len(noisy)}, the steps that explore and are trained"
         )
     if not form.even:
-        return Windows(form, size, first=noisy[0], places=len(noisy) - size + 1, seed=seed)
+        num_starts = len(noisy) - size + 1
+        return Windows(form, size, first=noisy[0], num_starts=num_starts, seed=seed)
     if len(noisy) % size:
         raise ValueError(
             f"sde_window has a SIZE of {size} and even, but {len(noisy)} steps can explore,"
             f" which {size} does not divide: choose another SIZE or num_sampling_steps"
         )
-    return Windows(form, size, noisy[0], places=len(noisy) // size, seed=seed, stride=size)
+    num_starts = len(noisy) // size
+    return Windows(form, size, first=noisy[0], num_starts=num_starts, seed=seed, stride=size)
 
 
 def num_trained(window_size: int, fraction: float) -> int:

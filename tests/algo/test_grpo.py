@@ -9,8 +9,8 @@ from sage_grpo.algo.grpo import (
     group_advantages,
     normalized_log_ratio,
     objective,
-    policy_columns,
     policy_loss,
+    policy_metrics,
     score_advantages,
 )
 from sage_grpo.algo.sde import build_schedule, flow_sigmas
@@ -205,7 +205,7 @@ def test_objective_adds_the_kl_and_parts_add_up():
     policy = torch.tensor([1.0, -2.0, 3.0])
     scale = torch.tensor([1.0, 0.5, 2.0])
     kl = torch.tensor([4.0, 5.0, 6.0])
-    whole = objective(policy, scale, kl, kl_coef=0.1, num_pairs=3)
+    whole = objective(policy, scale, kl, kl_lambda=0.1, num_pairs=3)
     assert whole.item() == pytest.approx((1.0 - 1.0 + 6.0 + 0.1 * 15.0) / 3)
     parts = sum(objective(policy[p], scale[p], kl[p], 0.1, 3) for p in (slice(0, 1), slice(1, 3)))
     assert parts.item() == pytest.approx(whole.item())
@@ -235,7 +235,7 @@ def test_ratio_norm_removes_the_mean_and_the_spread_of_std():
 def test_diagnostics_by_hand():
     log_ratio = torch.tensor([1.0, 1.2, 0.8, 1.05, 0.7], dtype=torch.float64).log()
     advantages = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0])
-    columns = policy_columns(log_ratio, advantages, clip_range=0.1)
+    columns = policy_metrics(log_ratio, advantages, clip_range=0.1)
     assert columns["ratio_mean"].tolist() == pytest.approx([1.0, 1.2, 0.8, 1.05, 0.7])
     assert torch.equal(columns["log_ratio_mean"], log_ratio)
     expected_kl = log_ratio.exp() - 1 - log_ratio
@@ -246,6 +246,6 @@ def test_diagnostics_by_hand():
 
 
 def test_on_policy_diagnostics_are_exact():
-    columns = policy_columns(torch.zeros(6), torch.randn(6), 1e-4)
+    columns = policy_metrics(torch.zeros(6), torch.randn(6), 1e-4)
     assert torch.equal(columns.pop("ratio_mean"), torch.ones(6, dtype=torch.float64))
     assert not any(values.any() for values in columns.values())

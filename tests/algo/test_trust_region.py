@@ -98,7 +98,9 @@ def test_fixed_holds():
 @pytest.mark.parametrize("schedule", ["fixed", "two_stage", "adaptive"])
 def test_no_kl_stays_none(schedule):
     controller = KLController(kl_weight=0.0, kl_schedule=schedule, kl_warmup_steps=2)
-    assert [controller.coef, *(controller.update(kl) for kl in (0.0, 1.0, 0.0, 1.0))] == [0.0] * 5
+    assert [controller.kl_lambda, *(controller.update(kl) for kl in (0.0, 1.0, 0.0, 1.0))] == [
+        0.0
+    ] * 5
 
 
 def test_a_fixed_coefficient_may_be_smaller_than_the_default_floor():
@@ -107,7 +109,7 @@ def test_a_fixed_coefficient_may_be_smaller_than_the_default_floor():
 
 def test_two_stage_warms_up_linearly_and_holds():
     controller = KLController(kl_schedule="two_stage", kl_warmup_steps=4)
-    coefficients = [controller.coef, *(controller.update(1.0) for _ in range(6))]
+    coefficients = [controller.kl_lambda, *(controller.update(1.0) for _ in range(6))]
     ramp = [1e-7 + (1e-5 - 1e-7) * k / 4 for k in range(5)]
     assert coefficients == pytest.approx([*ramp, 1e-5, 1e-5], rel=1e-12)
 
@@ -131,9 +133,9 @@ def test_adaptive_follows_its_rule_step_by_step(feedback, when_high, when_low):
             coef = min(max(coef * factor, 1e-7), 1e-5)
         assert controller.update(kl) == pytest.approx(coef, rel=1e-12)
     if feedback == "paper":
-        assert controller.coef != 1e-5
+        assert controller.kl_lambda != 1e-5
     else:
-        assert controller.coef > 1e-7
+        assert controller.kl_lambda > 1e-7
 
 
 def test_the_published_rule_loosens_when_the_policy_runs_away():
@@ -144,7 +146,7 @@ def test_the_published_rule_loosens_when_the_policy_runs_away():
     for kl in runaway:
         published.update(kl)
         multiplier.update(kl)
-    assert published.coef == 1e-7 and multiplier.coef == 1e-5
+    assert published.kl_lambda == 1e-7 and multiplier.kl_lambda == 1e-5
 
 
 def test_state_survives_json_exactly():

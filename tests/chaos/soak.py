@@ -101,7 +101,7 @@ def train(flags: Sequence[str], output: Path) -> bool:
             writer.writeheader()
             writer.writerows(samples)
         ranks.barrier()
-        return ranks.first
+        return ranks.is_first
 
 
 def read_samples(file: Path) -> dict[str, np.ndarray]:

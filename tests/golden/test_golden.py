@@ -19,7 +19,7 @@ import torch
 
 from research.benchmarks.random_wan import TINY_SAMPLING, build_tiny_wan
 from sage_grpo.config.parse import from_values
-from sage_grpo.train.build import assemble
+from sage_grpo.train.build import load_trainer
 from tests.dist import run_ranks
 from tests.smallest_run import slow
 from tests.train.iterations import in_fp64
@@ -56,7 +56,7 @@ PROMPTS = 3
 def numbers_of(ranks, values):
     """Every number that a run writes, and the size of what it changed, by name."""
     in_fp64()
-    trainer = assemble(from_values(values), ranks)
+    trainer = load_trainer(from_values(values), ranks)
     trainer.run.open(0)
     # the oracle is slow, and tested elsewhere
     trainer.world = trainer.gold = trainer.validation.gold = None

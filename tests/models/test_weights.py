@@ -309,7 +309,7 @@ def fill(ranks, folder):
 
     Weights.copy_to = counted  # this process has no other work
     model = backbone.empty_transformer()
-    shard(model, model.transformer_blocks, ranks.shards, torch.float32)
+    shard(model, model.transformer_blocks, ranks.shard_mesh, torch.float32)
     backbone.fill_transformer(model)
     weights = {name: full_tensor(p).detach() for name, p in model.named_parameters()}
     return sum(counts), sum(value.numel() for value in weights.values()), weights

@@ -82,8 +82,8 @@ ALGO = (
     Mistake(
         "the KL is subtracted from the minimized loss",
         "sage_grpo/algo/grpo.py",
-        "(scale * policy + kl_coef * kl).sum()",
-        "(scale * policy - kl_coef * kl).sum()",
+        "(scale * policy + kl_lambda * kl).sum()",
+        "(scale * policy - kl_lambda * kl).sum()",
         ("tests/algo/test_grpo.py",),
     ),
     Mistake(
@@ -123,7 +123,7 @@ TRAIN = (
     Mistake(
         "the lagging policy's velocity is taken for the anchor's",
         "sage_grpo/train/trainer.py",
-        "self.anchor.age == 0 and not self.config.lags",
+        "self.anchor.age == 0 and not self.config.samples_with_old_policy",
         "self.anchor.age == 0",
         ("tests/train/test_algorithms.py",),
         "anchor",
@@ -131,7 +131,7 @@ TRAIN = (
     Mistake(
         "every rank takes the first rank's advantages",
         "sage_grpo/train/trainer.py",
-        "first = self.ranks.rank * num_rows",
+        "first = self.ranks.dp_rank * num_rows",
         "first = 0",
         ("tests/train/test_layouts.py",),
         "gradients_of_an_iteration and dp2",
@@ -139,8 +139,8 @@ TRAIN = (
     Mistake(
         "accumulated rollouts add up instead of being averaged",
         "sage_grpo/train/trainer.py",
-        "c.gradient_accumulation_steps * len(advantages.values) * len(columns)",
-        "len(advantages.values) * len(columns)",
+        "c.gradient_accumulation_steps * len(advantages.values) * len(turns)",
+        "len(advantages.values) * len(turns)",
         ("tests/train/test_trainer.py",),
         "accumulation",
     ),
@@ -171,8 +171,8 @@ TRAIN = (
     Mistake(
         "the same noise in every iteration",
         "sage_grpo/train/rollout.py",
-        '"rollout", prompt_indices, self.iteration, init_samples',
-        '"rollout", prompt_indices, 0, init_samples',
+        "            iteration=self.iteration,\n",
+        "            iteration=0,\n",
         ("tests/train/test_rollout.py",),
         "fresh_noise",
     ),
@@ -185,10 +185,10 @@ TRAIN = (
         "twice",
     ),
     Mistake(
-        "wrong window start: the last place is never reached",
+        "wrong window start: the last start is never reached",
         "sage_grpo/train/windows.py",
-        "places=len(noisy) - size + 1",
-        "places=max(1, len(noisy) - size)",
+        "num_starts = len(noisy) - size + 1",
+        "num_starts = max(1, len(noisy) - size)",
         ("tests/train/test_windows.py",),
         "places",
     ),
@@ -217,8 +217,8 @@ TRAIN = (
     Mistake(
         "a step on a gradient that is not finite",
         "sage_grpo/train/optimization.py",
-        "if has_signal and is_finite:",
-        "if has_signal:",
+        "return has_advantage and math.isfinite(grad_norm)",
+        "return has_advantage",
         ("tests/train/test_guards.py",),
         "a_step_is_taken",
     ),
@@ -233,7 +233,7 @@ TRAIN = (
     Mistake(
         "manifest check skipped before a resume",
         "sage_grpo/train/checkpoint_folders.py",
-        "    manifest.check(path, share=slice(ranks.world_rank, None, ranks.world))\n",
+        "    manifest.check(path, share=slice(ranks.world_rank, None, ranks.world_size))\n",
         "",
         ("tests/train/test_durability.py",),
         "auto_steps_back or named_checkpoint",
@@ -264,10 +264,10 @@ TRAIN = (
     ),
     Mistake(
         "signal share of the gradient with the wrong denominator",
-        "sage_grpo/train/signals.py",
+        "sage_grpo/train/diagnosis_metrics.py",
         "/ (f - f**2)",
         "/ f",
-        ("tests/train/test_signals.py",),
+        ("tests/train/test_diagnosis_metrics.py",),
         "told_apart",
     ),
 )
@@ -472,7 +472,7 @@ PARALLEL = (
         ("tests/parallel/test_fsdp.py",),
     ),
     Mistake(
-        "gathered weights stay after the context and go stale",
+        "unsharded weights stay after the context and go stale",
         "sage_grpo/parallel/fsdp.py",
         "            unit.reshard()\n",
         "",

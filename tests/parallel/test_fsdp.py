@@ -6,7 +6,7 @@ from torch import nn
 from sage_grpo.parallel.fsdp import (
     copy_into,
     full_tensor,
-    gathered,
+    keep_unsharded,
     local_shard,
     reduce_gradients_in_next_backward,
     rows,
@@ -29,7 +29,7 @@ def inputs(rank):
 def parts(ranks):
     """Which rows of a weight this rank has, these, and the full tensors of the weight and of a copy of its shards."""
     sharded = model()
-    shard(sharded, list(sharded), ranks.shards, torch.float64)
+    shard(sharded, list(sharded), ranks.shard_mesh, torch.float64)
     weight = sharded[0].weight
     copy = shard_like(weight, local_shard(weight).detach().clone())
     return {
@@ -52,20 +52,20 @@ def test_each_rank_has_its_rows_and_all_have_the_whole():
 
 
 def outputs(ranks):
-    """Before and after the weights change, inside and outside of the context that keeps them gathered."""
+    """Before and after the weights change, inside and outside of the context that keeps them unsharded."""
     sharded = model()
-    shard(sharded, list(sharded), ranks.shards, torch.float64)
+    shard(sharded, list(sharded), ranks.shard_mesh, torch.float64)
     parameters = dict(sharded.named_parameters())
     x = inputs(0)
     seen = []
     with torch.no_grad():
-        with gathered(sharded):
+        with keep_unsharded(sharded):
             seen.append(sharded(x))
             seen.append(sharded(x))
         doubled = {name: 2 * local_shard(p) for name, p in parameters.items()}
         copy_into(parameters, doubled)
         seen.append(sharded(x))
-        with gathered(sharded, wanted=False):
+        with keep_unsharded(sharded, wanted=False):
             copy_into(parameters, {name: value / 2 for name, value in doubled.items()})
             seen.append(sharded(x))
     return seen
@@ -88,10 +88,10 @@ def test_changed_weights_are_seen_by_the_next_forward():
 def reduced(ranks, once):
     """The gradient of a weight after three backward passes, reduced after each or once."""
     sharded = model()
-    shard(sharded, list(sharded), ranks.shards, torch.float64)
+    shard(sharded, list(sharded), ranks.shard_mesh, torch.float64)
     for number in range(3):
         reduce_gradients_in_next_backward(sharded, not once or number == 2)
-        sharded(inputs(ranks.rank) + number).square().sum().backward()
+        sharded(inputs(ranks.dp_rank) + number).square().sum().backward()
     return full_tensor(sharded[0].weight.grad)
 
 

@@ -12,12 +12,12 @@ from tests.dist import run_ranks
 
 def talk(ranks):
     """What this rank gets from each kind of communication."""
-    values = torch.tensor([ranks.rank + 1.0])
+    values = torch.tensor([ranks.dp_rank + 1.0])
     parameter = nn.Parameter(torch.zeros(2))
     parameter.grad = torch.full((2,), 1.0 + ranks.world_rank)
     # one that only the clips of the last rank used, and one that none did
     others = [nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))]
-    if ranks.world_rank == ranks.world - 1:
+    if ranks.world_rank == ranks.world_size - 1:
         others[0].grad = torch.ones(1)
     ranks.sum_gradients([*others, parameter])
     try:
@@ -26,12 +26,12 @@ def talk(ranks):
     except ValueError as caught:
         error = str(caught)
     return {
-        "where": (ranks.rank, ranks.sp_rank, ranks.first, ranks.leader),
+        "where": (ranks.dp_rank, ranks.sp_rank, ranks.is_first, ranks.is_leader),
         "gathered": ranks.gather(values).tolist(),
         "sum": ranks.sum(values).tolist(),
         "values": values.tolist(),
-        "texts": ranks.texts(f"group {ranks.rank}"),
-        "leader": ranks.from_leader(lambda: f"leader {ranks.rank}, {ranks.sp_rank}"),
+        "texts": ranks.texts(f"group {ranks.dp_rank}"),
+        "leader": ranks.from_leader(lambda: f"leader {ranks.dp_rank}, {ranks.sp_rank}"),
         "error": error,
         "shared": ranks.shared(
             [1, 2, 3], lambda items: [(ranks.sp_rank, 10 * item) for item in items]

@@ -17,11 +17,15 @@ def reference_gradients(trainer, batch, rewards):
         group = rewards[2 * number : 2 * number + 2]
         for i in range(2):
             advantage = ((group[i] - group.mean()) / (group.std(correction=0) + 1e-6)).item()
-            for place in trajectory.order[i].tolist():
+            for place in trajectory.trained_positions[i].tolist():
                 sigma = trainer.schedule.sigmas[trajectory.steps[i, place]]
                 x, z_minus_x0, old = (
                     part[i, place]
-                    for part in (trajectory.x, trajectory.outcome, trajectory.velocity)
+                    for part in (
+                        trajectory.data.x,
+                        trajectory.data.outcome,
+                        trajectory.data.velocity,
+                    )
                 )
                 v = trainer.backbone.velocity(x[None], sigma.view(1), trajectory.cond, Guidance())[
                     0
@@ -40,12 +44,12 @@ def reference_gradients(trainer, batch, rewards):
                         error = sigma * (old + sign * c.nft_beta * (v - old) - z_minus_x0)
                         loss = loss + weight * (error**2).mean() / error.abs().mean().detach()
                 anchor = (
-                    trajectory.velocity
+                    trajectory.data.velocity
                     if trajectory.anchor_velocity is None
                     else trajectory.anchor_velocity
                 )
                 kl = ((v - anchor[i, place]) ** 2).mean() + 0.1 * ((v - old) ** 2).mean()
-                total, count = total + loss + trainer.controller.coef * kl, count + 1
+                total, count = total + loss + trainer.controller.kl_lambda * kl, count + 1
     (total / count).backward()
     found = {name: p.grad.clone() for name, p in trainer.optimization.parameters.items()}
     trainer.optimization.zero_grad()
@@ -90,23 +94,23 @@ def test_runs_learn_with_an_exact_first_ratio_and_resume_to_the_bit(make, tmp_pa
 
 def test_clips_are_those_of_the_ode_and_states_lie_on_the_way_to_noise(make):
     trainer = make(algorithm="awm", guidance_scale=2.0)
-    (batch, *_) = trainer.to_train(trainer.roll_out())
+    (batch, *_) = trainer.prepare_for_training(trainer.roll_out())
     explored = make(
         sde_window="random:1", same_init_noise=False, guidance_scale=2.0, overwrite=True
     )
-    assert not torch.equal(explored.roll_out()[0].latents, batch.latents)
+    assert not torch.equal(explored.roll_out()[0].data.latents, batch.data.latents)
     sigma = trainer.schedule.sigmas[batch.steps].view(*batch.steps.shape, 1, 1, 1, 1)
     torch.testing.assert_close(
-        batch.x, batch.latents[:, None] + sigma * batch.outcome, rtol=1e-5, atol=1e-5
+        batch.data.x, batch.data.latents[:, None] + sigma * batch.data.outcome, rtol=1e-5, atol=1e-5
     )
     assert not any(start_record(trainer)["schedule"]["std"]) and any(
         start_record(explored)["schedule"]["std"]
     )
     plain = trainer.backbone.velocity(
-        batch.x[:, 0], trainer.schedule.sigmas[batch.steps[:, 0]], batch.cond, Guidance()
+        batch.data.x[:, 0], trainer.schedule.sigmas[batch.steps[:, 0]], batch.cond, Guidance()
     )
     torch.testing.assert_close(
-        batch.velocity[:, 0], plain, rtol=1e-4, atol=1e-5
+        batch.data.velocity[:, 0], plain, rtol=1e-4, atol=1e-5
     )  # without guidance
 
 
@@ -122,14 +126,14 @@ def test_guidance_in_part_of_the_steps_costs_less_and_is_guidance_there(make):
     assert 0 < sum(guided) < 4
     assert len(forwards) == 2 * (4 + sum(guided))  # two prompts
 
-    x, _ = trainer.rollouts_of([batch.micro_batch]).noise(batch.micro_batch)
+    x, _ = trainer.rollout_sampler([batch.micro_batch]).noise(batch.micro_batch)
     with torch.no_grad():
         for i, is_guided in enumerate(guided):
             guidance = Guidance(3.0, trainer.guidance.negative) if is_guided else Guidance()
             velocity = trainer.backbone.velocity(x, sigmas[i].expand(2), batch.cond, guidance)
             x = x - (sigmas[i] - sigmas[i + 1]) * velocity
-    torch.testing.assert_close(batch.latents, x, rtol=1e-5, atol=1e-5)
-    whole = make(**flags).roll_out()[0].latents
+    torch.testing.assert_close(batch.data.latents, x, rtol=1e-5, atol=1e-5)
+    whole = make(**flags).roll_out()[0].data.latents
     assert not torch.allclose(whole, x, atol=1e-3)
     assert trainer.trained_guidance == Guidance()
     assert trainer.validation.guidance.interval == (0.0, 1.0)
@@ -138,8 +142,8 @@ def test_guidance_in_part_of_the_steps_costs_less_and_is_guidance_there(make):
 @pytest.mark.parametrize("solver", ["dpm3", "unipc"])
 def test_clips_may_be_sampled_by_any_solver(make, solver):
     flags = {"algorithm": "awm", "num_sampling_steps": 8, "tail_steps": 6, "overwrite": True}
-    latents = make(**flags, tail_solver=solver).roll_out()[0].latents
-    second_order = make(**flags).roll_out()[0].latents
+    latents = make(**flags, tail_solver=solver).roll_out()[0].data.latents
+    second_order = make(**flags).roll_out()[0].data.latents
     assert not torch.equal(latents, second_order)
     torch.testing.assert_close(latents, second_order, rtol=0.1, atol=0.1)
 
@@ -152,22 +156,22 @@ def test_only_the_levels_that_are_trained_are_kept(make):
         "enable_timestep_permutation": True,
     }
     trainers = [make(**flags, timestep_fraction=share, overwrite=True) for share in (1.0, 0.5)]
-    whole, half = (trainer.to_train(trainer.roll_out())[0] for trainer in trainers)
+    whole, half = (trainer.prepare_for_training(trainer.roll_out())[0] for trainer in trainers)
     assert (
-        half.order.tolist() == [[0, 1]] * len(half.order)
+        half.trained_positions.tolist() == [[0, 1]] * len(half.trained_positions)
         and len(set(map(tuple, whole.steps.tolist()))) > 1
     )
     assert torch.equal(
         half.steps, whole.steps[:, :2]
     )  # in the order of training, another one for each clip
     for part in ("x", "outcome", "velocity", "log_prob"):
-        assert torch.equal(getattr(half, part), getattr(whole, part)[:, :2]), part
+        assert torch.equal(getattr(half.data, part), getattr(whole.data, part)[:, :2]), part
 
 
 def test_an_anchor_that_equals_the_policy_is_not_the_old_policy(make):
     for name, measured in (("nft", True), ("awm", False)):
         trainer = make(algorithm=name, kl_weight=0.1, overwrite=True)
-        batch = trainer.to_train(trainer.roll_out())
+        batch = trainer.prepare_for_training(trainer.roll_out())
         assert trainer.anchor.age == 0
         trainer.prepare_anchor(batch)
         assert all((trajectory.anchor_velocity is not None) == measured for trajectory in batch)
@@ -175,9 +179,9 @@ def test_an_anchor_that_equals_the_policy_is_not_the_old_policy(make):
 
 def test_nft_samples_with_its_old_policy(make):
     trainer = make(algorithm="nft")
-    before = trainer.roll_out()[0].latents
+    before = trainer.roll_out()[0].data.latents
     for parameter in trainer.optimization.parameters.values():
         parameter.data += 0.05
-    assert torch.equal(trainer.roll_out()[0].latents, before)
-    trainer.optimization.old = {}  # as if the trained policy sampled
-    assert not torch.equal(trainer.roll_out()[0].latents, before)
+    assert torch.equal(trainer.roll_out()[0].data.latents, before)
+    trainer.optimization.old_policy = {}  # as if the trained policy sampled
+    assert not torch.equal(trainer.roll_out()[0].data.latents, before)

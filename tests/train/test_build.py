@@ -14,7 +14,7 @@ from sage_grpo.models import backbone
 from sage_grpo.models.hunyuan15 import text
 from sage_grpo.train import build
 from sage_grpo.train.build import build_trainer, open_model, perfect_is_best
-from sage_grpo.train.inputs import BUNDLED_PROMPTS, prompts_of, reward_names
+from sage_grpo.train.inputs import BUNDLED_PROMPTS, requests_from, reward_names
 from sage_grpo.worlds.shapes.world import ShapesWorld
 from tests.dist import run_ranks
 from tests.smallest_run import on_tiny
@@ -122,34 +122,34 @@ def test_a_run_goes_on_the_same_with_embeddings_from_disk(make, loads, tmp_path)
 
 
 def test_prompts_are_those_of_the_flag_the_folder_or_ours(tmp_path):
-    trained = prompts_of(None, tmp_path, "train")
+    trained = requests_from(None, tmp_path, "train")
     assert (
         len(trained) > 300
-        and prompts_of((str(BUNDLED_PROMPTS / "train_long.csv"),), tmp_path, "valid") == trained
+        and requests_from((str(BUNDLED_PROMPTS / "train_long.csv"),), tmp_path, "valid") == trained
     )
-    assert all(prompt.seed is not None for prompt in prompts_of(None, tmp_path, "valid"))
+    assert all(prompt.seed is not None for prompt in requests_from(None, tmp_path, "valid"))
     (tmp_path / "prompts_train.txt").write_text("a red circle\n")
-    assert [prompt.text for prompt in prompts_of(None, tmp_path, "train")] == ["a red circle"]
+    assert [prompt.text for prompt in requests_from(None, tmp_path, "train")] == ["a red circle"]
 
 
 def test_a_model_of_a_world_has_prompts_of_its_own_or_none(tmp_path):
     (tmp_path / "world.json").write_text('{"world": "shapes"}')
-    assert prompts_of(None, tmp_path, "valid") == []
+    assert requests_from(None, tmp_path, "valid") == []
     with pytest.raises(
         ConfigError, match=r"has no prompts_train\.txt; name a prompt file with --train_prompts"
     ):
-        prompts_of(None, tmp_path, "train")
+        requests_from(None, tmp_path, "train")
 
 
 def test_prompts_of_several_files_are_numbered_through(tmp_path):
     files = [tmp_path / "a.txt", tmp_path / "b.csv"]
     files[0].write_text("red\ngreen\n")
     files[1].write_text("prompt,index,seed\nblue,0,5\n")
-    found = prompts_of([str(file) for file in files], tmp_path, "train")
+    found = requests_from([str(file) for file in files], tmp_path, "train")
     assert [(prompt.text, prompt.index, prompt.seed) for prompt in found] == [
         ("red", 0, None), ("green", 1, None), ("blue", 2, 5)
     ]  # fmt: skip
-    assert [prompt.index for prompt in prompts_of([str(files[1])], tmp_path, "train")] == [0]
+    assert [prompt.index for prompt in requests_from([str(files[1])], tmp_path, "train")] == [0]
 
 
 def test_a_reward_may_take_half_of_what_ranks_wait_for_each_other(make):
@@ -159,7 +159,7 @@ def test_a_reward_may_take_half_of_what_ranks_wait_for_each_other(make):
 
 def build_slowly(ranks, values):
     """The second rank looks for an older run only after the first had time to write its own."""
-    if ranks.rank == 1:
+    if ranks.dp_rank == 1:
         look, config = build.RunFolder, Path(values["output_dir"]) / "config.yaml"
 
         def late(*arguments):

@@ -12,7 +12,7 @@ from sage_grpo.files import manifest
 from sage_grpo.models.backbone import Guidance
 from sage_grpo.models.registry import open_backbone
 from sage_grpo.train import checkpoint_folders
-from sage_grpo.train.build import assemble, build_trainer
+from sage_grpo.train.build import build_trainer, load_trainer
 from tests.dist import run_ranks
 from tests.hostile import hashes_of
 from tests.smallest_run import on_both
@@ -20,11 +20,11 @@ from tests.train.iterations import save
 
 
 def train(ranks, values):
-    build_trainer(from_values(values | {"batch_size": 4 // ranks.count}), ranks).train()
+    build_trainer(from_values(values | {"batch_size": 4 // ranks.dp_size}), ranks).train()
 
 
 def assemble_on(ranks, values):
-    assemble(from_values(values), ranks)
+    load_trainer(from_values(values), ranks)
 
 
 def files(folder):

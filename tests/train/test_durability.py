@@ -132,7 +132,7 @@ def test_a_writer_killed_while_it_replaces_a_checkpoint_leaves_one_of_them(flags
 
 def fail_in_save(ranks, values, guilty, function):
     """One rank's write fails; then it works again. Returns what all said, what lay there, and whether state changed."""
-    trainer = build_trainer(from_values(values | {"batch_size": 4 // ranks.count}), ranks)
+    trainer = build_trainer(from_values(values | {"batch_size": 4 // ranks.dp_size}), ranks)
     trainer.validation = None
     trainer.train()
     before, works = weights(trainer), getattr(saving, function)
@@ -303,7 +303,7 @@ def test_a_strange_checkpoint_is_refused_in_one_sentence(three, tmp_path, data):
         victim.unlink()
     sealed_again(path)
     try:
-        three.ranks.together(lambda: checkpoint_folders.check_files(path, three.ranks))
+        three.ranks.on_all(lambda: checkpoint_folders.check_files(path, three.ranks))
         load(three, path)
     except (ConfigError, RankError) as error:
         assert str(error) and "\n" not in str(error) and len(str(error)) < 1000

@@ -77,13 +77,13 @@ def sides(found):
 )
 def test_the_first_ratio_is_exactly_one_also_across_the_boundary(make, changes, monkeypatch):
     across = []
-    chosen = A14b.chosen
+    by_noise_level = A14b.by_noise_level
 
     def counted(self, x, sigma, velocity_of):
         across.append(torch.is_grad_enabled() and len(set((sigma >= self.boundary).tolist())) > 1)
-        return chosen(self, x, sigma, velocity_of)
+        return by_noise_level(self, x, sigma, velocity_of)
 
-    monkeypatch.setattr(A14b, "chosen", counted)
+    monkeypatch.setattr(A14b, "by_noise_level", counted)
     found, record, advantages = next_gradients(make(**changes))
     assert record["policy/ratio_max_deviation"] == 0.0 and advantages.abs().max() > 0.5
     assert any(across) and sides(found) == {HIGH, LOW}

@@ -196,7 +196,7 @@ def test_broken_latents_are_a_failed_reward(make, monkeypatch):
     batch = trainer.roll_out()
     broken = False
     assert [trajectory.is_finite.tolist() for trajectory in batch] == [[False, True], [False, True]]
-    assert all(trajectory.x.isfinite().all() for trajectory in batch)
+    assert all(trajectory.data.x.isfinite().all() for trajectory in batch)
     assert [clip is None for clip in trainer.decode(batch)] == [True, False, True, False]
 
 
@@ -204,8 +204,10 @@ def test_broken_latents_are_a_failed_reward(make, monkeypatch):
 def test_broken_pixels_are_lost_alone(make):
     trainer = make()
     batch = trainer.roll_out()
-    alone = [clip for trajectory in batch for clip in trainer.backbone.decode(trajectory.latents)]
-    batch[0].latents[1, 0, 0, 0, 0] = math.nan
+    alone = [
+        clip for trajectory in batch for clip in trainer.backbone.decode(trajectory.data.latents)
+    ]
+    batch[0].data.latents[1, 0, 0, 0, 0] = math.nan
     clips = trainer.decode(batch)
     assert [clip is None for clip in clips] == [False, True, False, False]
     assert all(
@@ -232,7 +234,7 @@ def test_an_error_of_the_decoder_is_no_broken_clip(make):
     with pytest.raises(ValueError, match="no kernel"):
         trainer.decode(batch)
     with pytest.raises(ValueError, match="no kernel"):
-        decoded(trainer.backbone, [batch[0].latents[:1]])
+        decoded(trainer.backbone, [batch[0].data.latents[:1]])
     with pytest.raises(ValueError, match="no kernel"):
         trainer.validation.sample(trainer.validation.requests[0])
 

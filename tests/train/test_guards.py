@@ -40,12 +40,25 @@ def skipped(optimization):
 
 
 def test_a_step_is_taken_if_it_is_finite_and_teaches_something():
-    update = Optimization(None, {}, Config())
-    assert update.should_step(1.0, True) and skipped(update) == (0, 0)
-    assert not update.should_step(1.0, False) and skipped(update) == (1, 0)
-    for bad in (math.nan, math.inf):
-        assert not update.should_step(bad, True)
-    assert skipped(update) == (3, 2) and update.should_step(0.0, True) and skipped(update) == (3, 0)
+    optimization = Optimization(None, {}, Config())
+    assert optimization.should_step(1.0, True) and optimization.should_step(0.0, True)
+    assert not optimization.should_step(1.0, False)
+    assert not optimization.should_step(math.nan, True)
+    assert not optimization.should_step(math.inf, True)
+
+
+def test_steps_that_are_not_taken_are_counted_and_a_step_ends_the_row():
+    optimization = Optimization(None, {}, Config())
+    assert skipped(optimization) == (0, 0)
+    optimization.count_skip(1.0)  # no advantage
+    assert skipped(optimization) == (1, 0)
+    optimization.count_skip(math.nan)
+    optimization.count_skip(math.inf)
+    assert skipped(optimization) == (3, 2)
+    optimization.count_skip(1.0)
+    assert skipped(optimization) == (4, 2)
+    optimization.step()
+    assert skipped(optimization) == (4, 0)
 
 
 def test_rewards_may_fail_up_to_the_limit(make):
@@ -194,7 +207,7 @@ class Broken(ShapesReward):
 
 def on_ranks(ranks, values, **changes):
     trainer = build_trainer(
-        from_values(values | {"batch_size": 4 // ranks.count, **changes}), ranks
+        from_values(values | {"batch_size": 4 // ranks.dp_size, **changes}), ranks
     )
     trainer.validation = None
     return trainer
@@ -215,7 +228,7 @@ def unchanged(trainer, before):
 def train_with_reward(ranks, values, how, bad):
     """bad: how many clips fail on each rank. Returns the text of the end, the last record, if state is as before."""
     trainer = on_ranks(ranks, values, reward_batch_size=2)
-    trainer.reward.rewards["shapes"], trainer.reward.timeout = Broken(how, bad[ranks.rank]), 0.5
+    trainer.reward.rewards["shapes"], trainer.reward.timeout = Broken(how, bad[ranks.dp_rank]), 0.5
     before, end = state(trainer), ""
     try:
         trainer.train()
@@ -263,7 +276,7 @@ def train_with_nan(ranks, values, where, always):
     )
 
     def guilty():
-        return ranks.rank == 1 and (trainer.step == 1 or (always and trainer.step > 1))
+        return ranks.dp_rank == 1 and (trainer.step == 1 or (always and trainer.step > 1))
 
     def broken_velocity(x, *rest):
         v = velocity(x, *rest)

@@ -38,11 +38,13 @@ def nudge(parameters):
 def gradients(ranks, values, error=None):
     """Gradients of one iteration, before the optimizer, of a policy that is not its anchor."""
     in_fp64()
-    trainer = build.assemble(from_values(values | {"batch_size": CLIPS // ranks.count}), ranks)
+    trainer = build.load_trainer(
+        from_values(values | {"batch_size": CLIPS // ranks.dp_size}), ranks
+    )
     nudge(trainer.optimization.parameters.values())
     trainer.anchor.age += 1
     trainer.ratio_checked = (
-        trainer.config.lags
+        trainer.config.samples_with_old_policy
     )  # rollouts are those of the old policy, which was not nudged
     if error == "mean":
         for unit in (

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from sage_grpo.algo.grpo import policy_columns
+from sage_grpo.algo.grpo import policy_metrics
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.train.metrics import POLICY, SUMS, UpdateStats
 
@@ -25,7 +25,7 @@ def filled() -> UpdateStats:
     steps, values = torch.tensor([0, 2, 0]), torch.tensor([1.0, 5.0, 3.0])
     stats = UpdateStats(3, torch.device("cpu"))
     columns = {name: values * (i + 1) for i, name in enumerate(SUMS[1:])}
-    stats.add(steps, columns | policy_columns(torch.tensor([0.5, 0.0, -0.1]).double(), values, 0.2))
+    stats.add(steps, columns | policy_metrics(torch.tensor([0.5, 0.0, -0.1]).double(), values, 0.2))
     return stats
 
 
@@ -61,7 +61,7 @@ def test_parts_and_ranks_add_up_but_the_largest_deviation_stays_the_largest():
 def ratios(pairs: slice = slice(None)) -> UpdateStats:
     """Five pairs at steps 0 and 2 of 4, of which some are clipped."""
     log_ratio = torch.tensor([1.0, 1.2, 0.8, 1.05, 0.7], dtype=torch.float64).log()[pairs]
-    columns = policy_columns(
+    columns = policy_metrics(
         log_ratio, torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0])[pairs], clip_range=0.1
     )
     stats = UpdateStats(4, torch.device("cpu"))

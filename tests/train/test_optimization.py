@@ -54,9 +54,11 @@ def test_the_old_policy_follows_by_a_decay_that_grows_to_its_largest():
         optimized.parameters["w"].grad = torch.tensor([1.0, -1.0])
         optimized.step()
         expected = decay * expected + (1 - decay) * optimized.parameters["w"].detach()
-        torch.testing.assert_close(optimized.old["w"], expected)
+        torch.testing.assert_close(optimized.old_policy["w"], expected)
     assert (
-        optimization(algorithm="nft", nft_decay=0.0).old == optimization(algorithm="awm").old == {}
+        optimization(algorithm="nft", nft_decay=0.0).old_policy
+        == optimization(algorithm="awm").old_policy
+        == {}
     )
 
 
@@ -64,9 +66,9 @@ def test_the_old_policy_follows_by_a_decay_that_grows_to_its_largest():
     ("flags", "copy"),
     [
         ({"ema_decay": 0.95}, "average"),
-        ({"algorithm": "nft", "nft_decay": 0.95, "nft_decay_growth": 1.0}, "old"),
+        ({"algorithm": "nft", "nft_decay": 0.95, "nft_decay_growth": 1.0}, "old_policy"),
     ],
-    ids=["average", "old"],
+    ids=["average", "old_policy"],
 )
 def test_copies_of_bf16_weights_follow_them(flags, copy):
     """In bf16 a copy at 1.0 would stay there: a twentieth of the way to 1.03 is less than half a rounding step."""

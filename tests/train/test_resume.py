@@ -93,7 +93,7 @@ SAVED = (
     r"state\.optimization\.optimizers.*state.*",
     r"state\.anchor\.values\..*",
     r"state\.anchor\.age",
-    r"state\.controller\.(step|coef|recent).*",
+    r"state\.controller\.(step|kl_lambda|recent).*",
 )
 DERIVED = (
     r"backbone\.transformer\..*",  # the trained parameters, and the anchor's adapter
@@ -183,7 +183,7 @@ def whole_state(trainer):
 
 
 def on_ranks(values, ranks):
-    return build_trainer(from_values(values | {"batch_size": 4 // ranks.count}), ranks)
+    return build_trainer(from_values(values | {"batch_size": 4 // ranks.dp_size}), ranks)
 
 
 def train_and_save(ranks, values):

@@ -9,7 +9,7 @@ import torch
 from sage_grpo.tools.plan.memory import memory
 from sage_grpo.tools.plan.planner import plan_of
 from sage_grpo.train.batches import draw_prompts, join_micro_batches, plan_micro_batches
-from sage_grpo.train.rollout import at_places
+from sage_grpo.train.rollout import at_positions
 from tests.smallest_run import on_tiny
 
 
@@ -45,7 +45,7 @@ def test_orders_are_permutations_of_the_window(make):
             num_sampling_steps=4, batch_size=4, num_generations=4, overwrite=True, **flags
         )
         trainer.state.step = step
-        return trainer.roll_out()[0].order.tolist()
+        return trainer.roll_out()[0].trained_positions.tolist()
 
     found = order()
     assert (
@@ -61,7 +61,7 @@ def test_orders_are_permutations_of_the_window(make):
 
 def test_at_steps_takes_each_row_at_its_own_step():
     values = torch.arange(24).view(3, 4, 2)
-    assert at_places(values, torch.tensor([3, 0, 1])).tolist() == [[6, 7], [8, 9], [18, 19]]
+    assert at_positions(values, torch.tensor([3, 0, 1])).tolist() == [[6, 7], [8, 9], [18, 19]]
 
 
 def test_rollouts_do_not_depend_on_the_split(make):
@@ -69,7 +69,7 @@ def test_rollouts_do_not_depend_on_the_split(make):
     paths = []
     for size in (2, 1):
         trainer = make(micro_batch_size=size, overwrite=True)
-        paths.append(torch.cat([t.x for t in trainer.roll_out()]))
+        paths.append(torch.cat([t.data.x for t in trainer.roll_out()]))
     torch.testing.assert_close(paths[0], paths[1], rtol=1e-4, atol=1e-4)
     assert torch.equal(paths[0][:, 0], paths[1][:, 0])
 
@@ -80,8 +80,10 @@ def test_rollouts_do_not_depend_on_the_split(make):
 )
 def test_a_trajectory_keeps_what_the_planner_counts(make, changes):
     trainer = make(**changes, num_sampling_steps=4, kl_weight=0.0, use_dual_kl=False)
-    batch = trainer.to_train(trainer.roll_out())
-    parts = [part for t in batch for part in (t.x, t.outcome, t.velocity, t.latents)]
+    batch = trainer.prepare_for_training(trainer.roll_out())
+    parts = [
+        part for t in batch for part in (t.data.x, t.data.outcome, t.data.velocity, t.data.latents)
+    ]
     kept = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}
     planned = memory(plan_of(trainer.config, 1))["trajectories"]
     assert sum(kept.values()) == planned["update"]
@@ -118,9 +120,9 @@ def test_joined_prompts_are_trained_as_each_alone(make, tmp_path):
             prompts_per_forward=together, train_prompts=str(tmp_path / "three.txt"), **flags
         )
         trainer.validation, batch = None, trainer.roll_out()
-        sizes.append([len(one.x) for one in batch])
+        sizes.append([len(one.data.x) for one in batch])
         rows = sorted(range(6), key=lambda i: (trainer.requests_of(batch)[i].text, i))
-        clips.append(torch.cat([one.x for one in batch])[rows])
+        clips.append(torch.cat([one.data.x for one in batch])[rows])
         trainer.train()
         lines.append(json.loads((trainer.run.path / "metrics.jsonl").read_text().splitlines()[-1]))
     assert sizes[0] == [2, 2, 2] and sorted(sizes[1]) == [2, 4]
@@ -137,14 +139,14 @@ def test_same_init_noise_is_shared_by_the_group_alone(make, tmp_path):
     )  # both groups are of the same prompt
     trainer = make(same_init_noise=True, train_prompts=str(tmp_path / "one.txt"))
     first, second = trainer.roll_out()
-    assert torch.equal(first.x[0, 0], first.x[1, 0]) and not torch.equal(
-        first.x[0, 0], second.x[0, 0]
+    assert torch.equal(first.data.x[0, 0], first.data.x[1, 0]) and not torch.equal(
+        first.data.x[0, 0], second.data.x[0, 0]
     )
-    assert not torch.equal(first.x[0, 1], first.x[1, 1])
+    assert not torch.equal(first.data.x[0, 1], first.data.x[1, 1])
 
 
 def test_each_iteration_has_fresh_noise(make):
     trainer = make()
-    first = trainer.roll_out()[0].x[:, 0]
+    first = trainer.roll_out()[0].data.x[:, 0]
     trainer.state.step = 3  # one epoch of three prompts later, two prompts per iteration: the same prompts come again
-    assert not any(torch.equal(first, t.x[:, 0]) for t in trainer.roll_out())
+    assert not any(torch.equal(first, t.data.x[:, 0]) for t in trainer.roll_out())

@@ -62,9 +62,9 @@ def slowly(write, seconds, pieces=1):
 
 def train_on_disk(ranks, values, seconds, pieces):
     """The disk of the last rank is slow; returns how long the run took, and its checkpoints."""
-    trainer = without_validation(values | {"batch_size": 4 // ranks.count}, ranks)
+    trainer = without_validation(values | {"batch_size": 4 // ranks.dp_size}, ranks)
     ranks.set_timeout(trainer.config.collective_timeout)
-    if ranks.world_rank == ranks.world - 1:
+    if ranks.world_rank == ranks.world_size - 1:
         saving.write_files = slowly(saving.write_files, seconds, pieces)
     begun = time.monotonic()
     trainer.train()
@@ -241,7 +241,7 @@ def export_in_parts(ranks, values):
     held = {
         name: full_tensor(p.detach()) for name, p in trainer.backbone.transformer.named_parameters()
     }
-    if not ranks.first:
+    if not ranks.is_first:
         return None
     folder = folder_of(trainer) / "step-000001" / "transformer"
     weights = open_folder(folder)  # compares the index with the files

@@ -124,8 +124,8 @@ def test_runs_have_an_exact_first_ratio_and_resume_to_the_bit(make, tmp_path, na
 def rank_gradients(ranks, values):
     """In fp64: gradients of all ranks together, and the clips that this rank trains."""
     in_fp64()
-    clips_here = {"batch_size": 8 // ranks.count}
-    trainer = build.assemble(from_values(values | clips_here), ranks)
+    clips_here = {"batch_size": 8 // ranks.dp_size}
+    trainer = build.load_trainer(from_values(values | clips_here), ranks)
     trainer.anchor.age += 1
     found, batch = gradients(trainer, known_advantages(trainer))
     return found, [tuple(clip) for trajectory in batch for clip in trajectory.micro_batch]

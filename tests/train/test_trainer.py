@@ -94,8 +94,10 @@ def test_the_anchor_forward_is_skipped_only_while_it_would_change_nothing(make):
     trainer.anchor.age += 1  # as after an update that changed nothing
     trainer.prepare_anchor(batch)
     rows = torch.arange(2)
-    for steps in batch[0].order.T:  # the same forward, so the same bits
-        assert torch.equal(batch[0].anchor_velocity[rows, steps], batch[0].velocity[rows, steps])
+    for steps in batch[0].trained_positions.T:  # the same forward, so the same bits
+        assert torch.equal(
+            batch[0].anchor_velocity[rows, steps], batch[0].data.velocity[rows, steps]
+        )
 
 
 @pytest.mark.parametrize("use_lora", [False, True])
@@ -113,12 +115,12 @@ def test_the_anchor_takes_the_policys_place_and_gives_it_back(make, use_lora):
         for parameter in trainer.optimization.parameters.values():
             parameter.add_(0.05)
     after, kept = velocity(), snapshot(trainer)
-    with trainer.anchor.in_place():
+    with trainer.anchor.active():
         assert torch.equal(velocity(), before)
     assert torch.equal(velocity(), after) and not torch.allclose(after, before)
     assert all(torch.equal(p, kept[name]) for name, p in trainer.optimization.parameters.items())
     copy_into(trainer.anchor.values, trainer.anchor.parameters)
-    with trainer.anchor.in_place():
+    with trainer.anchor.active():
         assert torch.equal(velocity(), after)
 
 
@@ -265,12 +267,19 @@ def test_the_loss_falls_on_what_it_was_computed_from(make):
 
     def value():
         goal = Objective(
-            trainer.backbone, trainer.algorithm, trainer.guidance, schedule, 0.0, num_pairs=1
+            backbone=trainer.backbone,
+            algorithm=trainer.algorithm,
+            guidance=trainer.guidance,
+            schedule=schedule,
+            kl_lambda=0.0,
+            num_pairs=1,
         )
-        rows = advantages.values.float().split([len(t.x) for t in batch])
+        rows = advantages.values.float().split([len(t.data.x) for t in batch])
         with torch.no_grad():
             return sum(
-                goal.terms(t.pairs(torch.full((2,), step), schedule.sigmas), a).policy.sum().item()
+                goal.terms(t.pairs(torch.full((2,), step), schedule.sigmas), a)
+                .policy_loss.sum()
+                .item()
                 for t, a in zip(batch, rows, strict=True)
                 for step in range(3)
             )
@@ -288,9 +297,12 @@ def test_the_loss_falls_on_what_it_was_computed_from(make):
 def test_average_is_validated_and_exported_but_not_trained(make, monkeypatch):
     trainer = make(ema_decay=0.9, max_steps=1)
     start, validated, run = snapshot(trainer), {}, trainer.validation.run
-    monkeypatch.setattr(
-        trainer.validation, "run", lambda *words: validated.update(snapshot(trainer)) or run(*words)
-    )
+
+    def watched_run(*args, **kwargs):
+        validated.update(snapshot(trainer))
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(trainer.validation, "run", watched_run)
     trainer.train()
     now = snapshot(trainer)
     name = max(now, key=lambda n: (now[n] - start[n]).abs().max())

@@ -50,12 +50,13 @@ def reference_gradients(trainer, batch, rewards, eta, error=None, velocity=None)
         for i in range(2):
             advantage = (group[i] - group.mean()) / (group.std(correction=0) + 1e-6)
             for t, (a, b, std) in enumerate(rows):
-                x, following = trajectory.x[i, t], trajectory.outcome[i, t]
-                both = trajectory.x[:, t], torch.full((2,), sigmas[t])
+                x, following = trajectory.data.x[i, t], trajectory.data.outcome[i, t]
+                both = trajectory.data.x[:, t], torch.full((2,), sigmas[t])
                 v = velocity(*both, trajectory.cond, Guidance())[i]
                 with torch.no_grad():
                     old = -(
-                        ((following - a * x - b * trajectory.velocity[i, t]) ** 2) / (2 * std**2)
+                        ((following - a * x - b * trajectory.data.velocity[i, t]) ** 2)
+                        / (2 * std**2)
                     ).mean()
                 new = -(((following - a * x - b * v) ** 2) / (2 * std**2)).mean()
                 ratio = (new - old).exp()
@@ -76,14 +77,16 @@ def reference_gradients(trainer, batch, rewards, eta, error=None, velocity=None)
                     / (2 * std ** (4 if error == "squared variance" else 2))
                     * ((v - anchor) ** 2).mean()
                 )
-                step_kl = b**2 / (2 * std**2) * ((v - trajectory.velocity[i, t]) ** 2).mean()
+                step_kl = b**2 / (2 * std**2) * ((v - trajectory.data.velocity[i, t]) ** 2).mean()
                 if config.step_kl_estimator == "logprob":
                     step_kl = old - new
                 sign = -1 if error == "sign of the KL" else 1
                 weight = 0.1 * config.use_dual_kl
                 sign *= (median / norms[t]) ** 2 if config.use_kl_balancing else 1
                 total = (
-                    total + scale * loss + sign * trainer.controller.coef * (kl + weight * step_kl)
+                    total
+                    + scale * loss
+                    + sign * trainer.controller.kl_lambda * (kl + weight * step_kl)
                 )
                 count += 1
     (total / (count if error != "sum over steps" else count / 3)).backward()
@@ -101,7 +104,7 @@ def prepared(make):
             kl_schedule="fixed", kl_weight=flags.pop("kl_weight", 0.5), clip_range=1e-3, **flags
         )
         schedule = trainer.schedule
-        batch = trainer.to_train(trainer.roll_out())
+        batch = trainer.prepare_for_training(trainer.roll_out())
         rewards = torch.tensor([0.1, 0.9, -2.0, 0.3], dtype=torch.float64)
 
         def move(size, seed):
@@ -162,7 +165,7 @@ def test_a_broken_path_leaves_the_others_gradients_alone(make):
     schedule = trainer.schedule
     batch = trainer.roll_out()
     batch[0].is_finite[1] = False
-    batch[0].x[1], batch[0].velocity[1] = (
+    batch[0].data.x[1], batch[0].data.velocity[1] = (
         0.0,
         7.0,
     )  # as roll_out leaves it, but with a KL that would show
@@ -170,15 +173,20 @@ def test_a_broken_path_leaves_the_others_gradients_alone(make):
     found = our_gradients(trainer, schedule, batch, rewards)
     assert all(value.isfinite().all() for value in found.values())
     only = {}
-    batch[0].velocity[1] = -3.0
+    batch[0].data.velocity[1] = -3.0
     only = our_gradients(trainer, schedule, batch, rewards)
     assert all(torch.equal(found[name], only[name]) for name in found)
 
 
-def measured(trainer, schedule, trajectory, num_pairs, coef=0.5):
+def measured(trainer, schedule, trajectory, num_pairs, kl_lambda=0.5):
     """The statistics of the first step of a trajectory's two clips."""
     goal = Objective(
-        trainer.backbone, trainer.algorithm, trainer.guidance, schedule, coef, num_pairs
+        backbone=trainer.backbone,
+        algorithm=trainer.algorithm,
+        guidance=trainer.guidance,
+        schedule=schedule,
+        kl_lambda=kl_lambda,
+        num_pairs=num_pairs,
     )
     stats = UpdateStats(3, torch.device("cpu"))
     goal.backward(trajectory, torch.tensor([0, 0]), torch.tensor([0.5, -1.0]), stats)

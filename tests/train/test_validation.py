@@ -12,7 +12,7 @@ import torch
 from sage_grpo.algo.solver import ode_tables
 from sage_grpo.models.backbone import Sampling
 from sage_grpo.models.sample import counter_noise
-from sage_grpo.train.clips import gold_columns
+from sage_grpo.train.clips import gold_metrics
 from sage_grpo.train.validation import summary
 from tests.smallest_run import on_tiny
 
@@ -150,8 +150,8 @@ def test_weights_are_not_gathered_while_clips_are_decoded(make, monkeypatch, tmp
     validation, seen = make().validation, []
 
     @contextmanager
-    def gathered():
-        seen.append("gathered")
+    def keep_unsharded():
+        seen.append("unsharded")
         yield
         seen.append("freed")
 
@@ -160,8 +160,8 @@ def test_weights_are_not_gathered_while_clips_are_decoded(make, monkeypatch, tmp
         monkeypatch.setattr(
             validation, name, lambda *words, n=name, f=plain: seen.append(n) or f(*words)
         )
-    validation.run(tmp_path / "clips", gathered=gathered)
-    assert seen == ["gathered", *["latents"] * 3, "freed", *["decode"] * 3]
+    validation.run(tmp_path / "clips", keep_unsharded=keep_unsharded)
+    assert seen == ["unsharded", *["latents"] * 3, "freed", *["decode"] * 3]
 
 
 def test_summary_is_over_what_has_a_value():
@@ -181,11 +181,11 @@ def test_summary_is_over_what_has_a_value():
 
 def test_gold_of_a_missing_clip_is_nan():
     clip = torch.zeros(5, 4, 4, 3, dtype=torch.uint8)
-    found = gold_columns(
+    found = gold_metrics(
         lambda clips, prompts: {"match": torch.ones(len(clips)).double()}, [clip, None], ["a", "b"]
     )
     assert found["match"][0] == 1 and found["match"][1].isnan()
-    assert gold_columns(None, [clip], ["a"]) == {}
+    assert gold_metrics(None, [clip], ["a"]) == {}
 
 
 def test_a_size_that_is_none_is_refused(make):

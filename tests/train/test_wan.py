@@ -98,7 +98,9 @@ def test_prompts_with_and_without_an_image_train_together(make, changes):
     trainer = make(**changes)
     batch = trainer.roll_out()
     frames = {
-        trajectory.latents.shape[2]: trainer.requests[trajectory.micro_batch[0].prompt_index].image
+        trajectory.data.latents.shape[2]: trainer.requests[
+            trajectory.micro_batch[0].prompt_index
+        ].image
         for trajectory in batch
     }
     assert sorted(frames) == [1, 2] and frames[1] is not None and frames[2] is None
@@ -139,14 +141,14 @@ def test_the_clean_frame_is_in_no_loss_and_in_no_mean(prepared, whole_velocity):
     """The formulas on the stock transformer, whose means are over the frames after the first alone."""
     trainer, schedule, batch, rewards = prepared()
     velocity = whole_velocity(trainer)
-    assert batch[0].x.shape[2:] == (4, 2, 2, 6)  # of three latent frames
+    assert batch[0].data.x.shape[2:] == (4, 2, 2, 6)  # of three latent frames
 
     # the log-probability, by the number of elements
-    first, second = batch[0].x[0, 0], batch[0].outcome[0, 0]
-    mean = schedule.a[0] * first + schedule.b[0] * batch[0].velocity[0, 0]
+    first, second = batch[0].data.x[0, 0], batch[0].data.outcome[0, 0]
+    mean = schedule.a[0] * first + schedule.b[0] * batch[0].data.velocity[0, 0]
     square = ((second - mean) / schedule.std[0]).square().sum() / (4 * 2 * 2 * 6)
     expected = schedule.log_norm[0] - square / 2
-    torch.testing.assert_close(batch[0].log_prob[0, 0], expected.float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(batch[0].data.log_prob[0, 0], expected.float(), rtol=1e-5, atol=1e-5)
 
     # the gradient of the loss
     reference = reference_gradients(trainer, batch, rewards, eta=0.5, velocity=velocity)
@@ -288,7 +290,7 @@ def test_the_adapter_of_a_run_gives_the_same_clip_in_stock_diffusers(
     _, frames, *_ = ours.free_shape(shape, cond)
     with torch.no_grad():
         free = integrate(ours, pipe.scheduler.sigmas, noise[:, :, -frames:], cond, Guidance())
-        clip = ours.decode(ours.whole(free, cond))
+        clip = ours.decode(ours.full_latents(free, cond))
     assert (clip - clips[1]).abs().max() < 0.51 and (clip - clips[0]).abs().max() > 2
 
 

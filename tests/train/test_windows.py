@@ -185,11 +185,11 @@ def test_a_shared_way_to_the_window_is_that_of_each_clip(make, monkeypatch, size
     forwards = Forwards(monkeypatch)
     batch = shared.roll_out()
     counted = list(forwards.sizes)
-    monkeypatch.setattr("sage_grpo.train.rollout.Rollouts.begin", begin_each)
+    monkeypatch.setattr("sage_grpo.train.rollout.RolloutSampler.begin", begin_each)
     plain = make(same_init_noise=True, **flags)
     plain.state.step = 2
     each = plain.roll_out()
-    ours, theirs = (torch.cat([t.x for t in found]) for found in (batch, each))
+    ours, theirs = (torch.cat([t.data.x for t in found]) for found in (batch, each))
     if size == 1:
         assert torch.equal(ours, theirs) and counted == 2 * (
             [1] * 2 + [1, 1] + [1, 1]
@@ -198,7 +198,7 @@ def test_a_shared_way_to_the_window_is_that_of_each_clip(make, monkeypatch, size
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
         assert counted == 2 * ([1] * 2 + [2] + [2])
     assert torch.equal(ours[0, 0], ours[1, 0])
-    after = torch.cat([t.outcome for t in batch])
+    after = torch.cat([t.data.outcome for t in batch])
     assert not torch.equal(after[0, 0], after[1, 0])
 
 
@@ -230,7 +230,7 @@ def test_windows_per_prompt_in_one_forward_are_those_of_each_alone(make, tmp_pat
         assert len(torch.cat([t.steps[:, 0] for t in batch]).unique()) > 1
         names = [clip for t in batch for clip in t.micro_batch]
         rows = sorted(range(6), key=names.__getitem__)
-        clips.append(torch.cat([t.latents for t in batch])[rows])
+        clips.append(torch.cat([t.data.latents for t in batch])[rows])
         trainer.train()
         lines.append(json.loads((trainer.run.path / "metrics.jsonl").read_text().splitlines()[-1]))
     torch.testing.assert_close(*clips, rtol=1e-4, atol=1e-4)
@@ -244,7 +244,7 @@ def test_the_tail_is_coarse_and_of_second_order(make, monkeypatch):
     forwards = Forwards(monkeypatch)
     batch = trainer.roll_out()
     assert forwards.sizes == [2] * (2 + 3) * 2
-    x = batch[0].outcome[:, -1]
+    x = batch[0].data.outcome[:, -1]
     sigma = trainer.schedule.sigmas[2].item()
     u = [sigma / (5 - 4 * sigma) * part for part in (1, 2 / 3, 1 / 3, 0)]
     levels = [5 * value / (1 + 4 * value) for value in u]
@@ -261,9 +261,11 @@ def test_the_tail_is_coarse_and_of_second_order(make, monkeypatch):
         ratio = levels[i + 1] / levels[i]
         x = ratio * x + ((1 - levels[i + 1]) - ratio * (1 - levels[i])) * guess
         before = clean
-    torch.testing.assert_close(batch[0].latents, x.float(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(batch[0].data.latents, x.float(), rtol=1e-4, atol=1e-5)
     trainer.state.step = 6  # the window ends with the sampler: nothing is left to do
-    assert torch.equal(trainer.roll_out()[0].latents, trainer.roll_out()[0].outcome[:, -1])
+    assert torch.equal(
+        trainer.roll_out()[0].data.latents, trainer.roll_out()[0].data.outcome[:, -1]
+    )
 
 
 @on_tiny
@@ -288,5 +290,5 @@ def test_steps_outside_the_window_may_be_lossy_and_the_ratio_stays_1(make, tmp_p
         assert trainer.ratio_checked
     assert torch.equal(found["exact"].steps, found["fp8"].steps)
     for part in ("x", "latents"):
-        exact, lossy = (getattr(found[kind], part) for kind in ("exact", "fp8"))
+        exact, lossy = (getattr(found[kind].data, part) for kind in ("exact", "fp8"))
         assert 0 < (exact - lossy).norm() / exact.norm() < 0.1

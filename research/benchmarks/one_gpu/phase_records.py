@@ -27,10 +27,8 @@ from typing import Any
 PHASES = {  # what is wrapped in each module, and the name of its phase
     "sage_grpo.models.hunyuan15.text": {"load_encoders": "load encoders"},
     "sage_grpo.models.embeddings": {"Embeddings.prepare": "encode prompts"},
-    "sage_grpo.train.build": {
-        "build_rewards_of": "load reward",
-        "prepare_transformer": "load transformer",
-    },
+    "sage_grpo.train.inputs": {"build_rewards_of": "load reward"},
+    "sage_grpo.train.build": {"prepare_transformer": "load transformer"},
     "sage_grpo.train.checkpoint": {"load": "load checkpoint"},
     "sage_grpo.train.saving": {"Saves.begin": "save"},
     "sage_grpo.train.metrics": {"Stopwatch.phase": ""},  # a context that is given its name

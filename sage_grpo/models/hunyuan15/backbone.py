@@ -85,8 +85,10 @@ class Hunyuan15(LatentBackbone):
             return fast_on_cpu(model)
         return fuse_decoder(model) if self.compiled else model
 
-    def awaits(self, name: str, seen: Sequence[TextConditioning], levels: Sequence[float]) -> str:
+    def why_no_gradient(
+        self, name: str, conditions: Sequence[TextConditioning], levels: Sequence[float]
+    ) -> str:
         is_glyph = name.startswith("context_embedder_2.")
-        if is_glyph and not any(len(cond.glyph) for cond in seen):
+        if is_glyph and not any(len(cond.glyph) for cond in conditions):
             return "of the glyph embedder wait for a prompt that quotes text"
         return ""

@@ -40,7 +40,9 @@ class A14b(Wan):
     # sampling
 
     def branch(self, x: Tensor, sigma: Tensor | float, cond: PaddedText) -> Tensor:
-        return self.chosen(x, sigma, lambda expert: self.expert_branch(expert, x, sigma, cond))
+        return self.by_noise_level(
+            x, sigma, lambda expert: self.expert_branch(expert, x, sigma, cond)
+        )
 
     def velocity(
         self, x: Tensor, sigma: Tensor | float, cond: PaddedText, guidance: Guidance
@@ -51,20 +53,22 @@ class A14b(Wan):
             own_guidance = guidance if expert == HIGH else guidance.second
             return guided(partial(self.expert_branch, expert, x, sigma), cond, own_guidance)
 
-        return self.chosen(x, sigma, velocity_of)
+        return self.by_noise_level(x, sigma, velocity_of)
 
     def expert_branch(
         self, expert: str, x: Tensor, sigma: Tensor | float, cond: PaddedText
     ) -> Tensor:
         """Velocity of one transformer without guidance."""
         timestep = model_timestep(sigma, x.device)
-        return self.predicted(self.seen(x, cond), timestep, cond, partial(self.transformer, expert))
+        return self.run_transformer(
+            self.model_input(x, cond), timestep, cond, partial(self.transformer, expert)
+        )
 
-    def seen(self, x: Tensor, cond: PaddedText) -> Tensor:
+    def model_input(self, x: Tensor, cond: PaddedText) -> Tensor:
         """What the transformers see: the latents alone."""
         return x
 
-    def chosen(
+    def by_noise_level(
         self, x: Tensor, sigma: Tensor | float, velocity_of: Callable[[str], Tensor]
     ) -> Tensor:
         """The velocity of each clip's own transformer, which only runs if some clip needs it."""
@@ -119,7 +123,9 @@ class A14b(Wan):
             "boundary": str(self.boundary),
         }
 
-    def awaits(self, name: str, seen: Sequence[PaddedText], levels: Sequence[float]) -> str:
+    def why_no_gradient(
+        self, name: str, conditions: Sequence[PaddedText], levels: Sequence[float]
+    ) -> str:
         expert, _, _ = name.partition(".")
         side = "high" if expert == HIGH else "low"
         if self.learns_at(torch.tensor(levels), side).any():

@@ -76,7 +76,7 @@ class AnimatingA14b(A14b):
             )
         return super().latent_shape(frames, height, width)
 
-    def seen(self, x: Tensor, cond: AnimatedImage) -> Tensor:
+    def model_input(self, x: Tensor, cond: AnimatedImage) -> Tensor:
         """Latents, mask and image in the channels of the input, (B, 2 C + M, T, y, x); M frames per latent frame."""
         batch, _, frames, *grid = x.shape
         image = cond.image[..., :frames, :, :].to(x).expand(batch, -1, -1, -1, -1)

@@ -64,9 +64,9 @@ class Wan(LatentBackbone):
         return int(cond.text.any(1).sum())
 
     def branch(self, x: Tensor, sigma: Tensor | float, cond: PaddedText) -> Tensor:
-        return self.predicted(x, model_timestep(sigma, x.device), cond)
+        return self.run_transformer(x, model_timestep(sigma, x.device), cond)
 
-    def predicted(
+    def run_transformer(
         self,
         x: Tensor,
         timestep: Tensor,

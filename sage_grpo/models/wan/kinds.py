@@ -39,6 +39,6 @@ def open_wan(folder: str | Path, *args: Any, version: str | None = None, **kwarg
             return kind.backbone(folder, *args, version=version, **kwargs)
     if settings.get("_class_name") == IMAGE:
         raise ValueError(
-            f"{index} is of image to video of Wan 2.1, whose image encoder is not supported; take Wan 2.2 instead"
+            f"{index} is of image to video of Wan 2.1, whose image encoder is not supported; use Wan 2.2 instead"
         )
     return Wan(folder, *args, version=version, **kwargs)

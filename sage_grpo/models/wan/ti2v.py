@@ -2,7 +2,7 @@
 
 The image is the first latent frame itself. The transformer sees its clean latents with timestep 0 before those that are
 denoised, whose velocities alone are returned: noise, log-probabilities, losses and means never see the clean frame, and
-`whole` puts it back before a clip is decoded.
+`full_latents` puts it back before a clip is decoded.
 
 Shapes: B clips, C latent channels, (T, y, x) latent frames, rows, columns.
 """
@@ -81,7 +81,7 @@ class Ti2v(Wan):
             )
         return channels, frames - 1, rows, columns
 
-    def whole(self, free: Tensor, cond: FirstFrame) -> Tensor:
+    def full_latents(self, free: Tensor, cond: FirstFrame) -> Tensor:
         if not cond.has_image:
             return free
         first = cond.first.to(free).expand(len(free), -1, -1, -1, -1)
@@ -92,4 +92,4 @@ class Ti2v(Wan):
             return super().branch(x, sigma, cond)
         timestep = model_timestep(sigma, x.device)
         by_frame = torch.stack([torch.zeros_like(timestep), timestep], dim=1)
-        return self.predicted(self.whole(x, cond), by_frame, cond)[:, :, 1:]
+        return self.run_transformer(self.full_latents(x, cond), by_frame, cond)[:, :, 1:]

@@ -98,7 +98,7 @@ from sage_grpo.tools.doctor.checks import CHECKS
 from sage_grpo.tools.doctor.finding import NOTE, Finding, note, ok, run_check
 from sage_grpo.tools.doctor.machine import examine_machine, machine_of
 from sage_grpo.tools.doctor.samplers import check_samplers
-from sage_grpo.train.build import assemble, join_run, rollout_sampling
+from sage_grpo.train.build import join_run, load_trainer, rollout_sampling
 from sage_grpo.train.trainer import Trainer
 
 
@@ -144,8 +144,8 @@ def verdict(wrong_checks: Sequence[str], notes: int) -> str:
 def first_rank(config: Config, alone: Ranks, count: int) -> Trainer:
     """The trainer of the first of `count` ranks, in one process. An existing run folder is not an error here."""
     data_parallel = count // config.sp_size
-    ranks = replace(alone, count=data_parallel, sp_size=config.sp_size, mesh=None)
-    return assemble(replace(config, overwrite=True), ranks)
+    ranks = replace(alone, dp_size=data_parallel, sp_size=config.sp_size, mesh=None)
+    return load_trainer(replace(config, overwrite=True), ranks)
 
 
 def describe(trainer: Trainer, config: Config) -> list[Finding]:
@@ -169,7 +169,7 @@ def describe(trainer: Trainer, config: Config) -> list[Finding]:
     }
     findings = [ok("config", text, numbers=numbers)]
 
-    findings += [note("config", warning) for warning in warnings(c, trainer.ranks.world)]
+    findings += [note("config", warning) for warning in warnings(c, trainer.ranks.world_size)]
     if trainer.reward.note:
         findings.append(note("config", trainer.reward.note))
     try:

@@ -78,7 +78,7 @@ def sampled_latents(
         for clip in range(clips):
             x, _ = counter_noise(shape, trainer.config.seed, [clip], prompt=request.index)
             x = integrate(backbone, sigmas, x.to(device), cond, scale, solver)
-            latents.append(backbone.whole(x, cond))
+            latents.append(backbone.full_latents(x, cond))
     return torch.cat(latents)
 
 

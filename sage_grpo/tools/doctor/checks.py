@@ -27,8 +27,8 @@ ODE_LIMIT = {"fp32": 1e-4, "bf16": 0.05}
 def check_batch(trainer: Trainer) -> Iterator[Finding]:
     """Describe one iteration. That layout and groups divide was checked when the trainer was assembled."""
     c = trainer.config
-    ranks = trainer.ranks.count
-    shards = trainer.ranks.world // c.dp_replicate if c.enable_fsdp else 1
+    ranks = trainer.ranks.dp_size
+    shards = trainer.ranks.world_size // c.dp_replicate if c.enable_fsdp else 1
     yield ok(
         "layout",
         f"{ranks} data-parallel x {c.sp_size} sequence-parallel rank(s), weights in {shards} shard(s)",

@@ -31,7 +31,7 @@ from sage_grpo.tools.plan.model import Plan
 from sage_grpo.tools.plan.planner import backbone_of, plan_of
 from sage_grpo.tools.plan.remedies import remedies
 from sage_grpo.tools.plan.times import times
-from sage_grpo.train.inputs import prompts_of, reward_folder
+from sage_grpo.train.inputs import requests_from, reward_folder
 from sage_grpo.worlds.registry import check_prompts as world_prompts
 
 GB = 1e9  # bytes
@@ -93,8 +93,8 @@ def check_prompts(machine: Machine) -> Iterator[Finding]:
     """Read the prompt files; an error if one cannot be read, or lacks the images that the model animates."""
     c = machine.plan.config
     folder = Path(c.pretrained_model_root)
-    train = prompts_of(c.train_prompts, folder, "train")
-    held_out = prompts_of(c.validation_prompts, folder, "valid")
+    train = requests_from(c.train_prompts, folder, "train")
+    held_out = requests_from(c.validation_prompts, folder, "valid")
     requests = [*train, *held_out]
     backbone = open_backbone(folder, version=c.pretrained_transformer_version, complete=False)
     backbone.check_requests(requests)

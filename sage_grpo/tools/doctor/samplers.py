@@ -16,7 +16,7 @@ from sage_grpo.runs.media import contact_sheet, thumbnails
 from sage_grpo.tools.doctor.finding import Finding, note, ok, wrong
 from sage_grpo.tools.paired import aligned
 from sage_grpo.train.batches import MicroBatch, draw_prompts, plan_micro_batches
-from sage_grpo.train.clips import gold_columns
+from sage_grpo.train.clips import gold_metrics
 from sage_grpo.train.trainer import Trainer
 
 ODE = "ode"
@@ -91,7 +91,7 @@ class Comparison:
             self.prompt_indices,
             group_size=num_clips,
             batch_size=num_clips * len(self.prompt_indices),
-            rank=0,
+            dp_rank=0,
             # at most as many clips at once as in training
             micro_batch_size=math.gcd(num_clips, len(trainer.micro_batches()[0])),
         )
@@ -141,7 +141,7 @@ class Comparison:
             requests += trainer.requests_of(batch)
         scores = trainer.reward.score(clips, requests, trainer.config.fps)
         columns = {"reward": scores.total, **scores.named}
-        columns |= gold_columns(trainer.gold, clips, requests)
+        columns |= gold_metrics(trainer.gold, clips, requests)
         return Results(
             noise=schedule.std.double().square().sum().item() if schedule else 0.0,
             clips=clips,

@@ -23,9 +23,9 @@ def check_update(trainer: Trainer) -> Iterator[Finding]:
     """Trajectories must be finite, the first ratio exactly 1, and gradients where they belong."""
     c = trainer.config
     # The old policy of a resumed run lags behind; the first ratio is 1 only if the trained policy samples.
-    trainer.optimization.old = {}
+    trainer.optimization.old_policy = {}
     (sampled,) = trainer.roll_out(trainer.micro_batches()[:1])
-    (trajectory,) = trainer.to_train([trained_part(trainer, sampled)])
+    (trajectory,) = trainer.prepare_for_training([trained_part(trainer, sampled)])
     num_clips = trajectory.size
     lost = int((~trajectory.is_finite).sum())
     if lost:
@@ -39,20 +39,21 @@ def check_update(trainer: Trainer) -> Iterator[Finding]:
         return
 
     trainer.prepare_anchor([trajectory])
-    num_pairs = trajectory.order.numel()
+    num_pairs = trajectory.trained_positions.numel()
     objective = Objective(
         backbone=trainer.backbone,
         algorithm=trainer.algorithm,
         guidance=trainer.trained_guidance,
         schedule=trainer.schedule,
-        kl_coef=trainer.controller.coef,
+        kl_lambda=trainer.controller.kl_lambda,
         num_pairs=num_pairs,
     )
     # There is no reward here: alternate between good and bad clips.
-    advantages = 1 - 2 * (torch.arange(num_clips, device=trajectory.x.device) % 2.0)
+    advantages = 1 - 2 * (torch.arange(num_clips, device=trajectory.data.x.device) % 2.0)
     stats = trainer.no_stats()
-    for places in tqdm(trajectory.order.T, "training forward", unit="step", leave=False):
-        objective.backward(trajectory, places, advantages, stats)
+    turns = tqdm(trajectory.trained_positions.T, "training forward", unit="step", leave=False)
+    for positions in turns:
+        objective.backward(trajectory, positions, advantages, stats)
 
     yield ratio_finding(num_pairs, stats.max_deviation.max().item())
     yield gradient_finding(trainer, trajectory)
@@ -65,8 +66,8 @@ def trained_part(trainer: Trainer, sampled: Trajectory) -> Trajectory:
     """As many clips of a sampled micro-batch as are trained together; there is no reward here to choose by."""
     size = trainer.config.trained_micro_batch
     clips = sampled.micro_batch[:size]
-    path, *_ = sampled.path.split([size, sampled.size - size])
-    return trainer.rollouts_of([clips]).trajectory(clips, path, sampled.is_finite[:size])
+    data, _ = sampled.data.split([size, sampled.size - size])
+    return trainer.rollout_sampler([clips]).trajectory(clips, data, sampled.is_finite[:size])
 
 
 def ratio_finding(num_pairs: int, deviation: float) -> Finding:
@@ -133,9 +134,9 @@ def reason_for_silence(trainer: Trainer, trajectory: Trajectory, name: str) -> s
         return "lora_A wait for their lora_B, which starts at 0"
     negative = trainer.trained_guidance.negative
     conditionings = [trajectory.cond] if negative is None else [trajectory.cond, negative]
-    trained_steps = trajectory.steps.gather(1, trajectory.order)
+    trained_steps = trajectory.steps.gather(1, trajectory.trained_positions)
     levels = trainer.schedule.sigmas[trained_steps].flatten().tolist()
-    return trainer.backbone.awaits(name, conditionings, levels)
+    return trainer.backbone.why_no_gradient(name, conditionings, levels)
 
 
 @dataclass(frozen=True)
@@ -161,10 +162,10 @@ def balance_finding(
 
     rows = []
     steps = trajectory.steps[0].tolist()
-    for place, step in enumerate(tqdm(steps, "gradient per step", unit="step", leave=False)):
-        places = torch.full_like(trajectory.order[:, 0], place)
-        pairs = trajectory.pairs(places, schedule.sigmas)
-        objective.terms(pairs, advantages).policy.mean().backward()
+    for position, step in enumerate(tqdm(steps, "gradient per step", unit="step", leave=False)):
+        positions = torch.full_like(trajectory.trained_positions[:, 0], position)
+        pairs = trajectory.pairs(positions, schedule.sigmas)
+        objective.terms(pairs, advantages).policy_loss.mean().backward()
         norm = trainer.optimization.clip()
         trainer.optimization.zero_grad()
         factor = float(factors[step])

@@ -94,7 +94,7 @@ def gradients(plan: Plan) -> dict[str, float]:
         return at(0.0, update=here, step=here * copies_in_step)
 
     # All of them until the only reduction, else those of two blocks in flight
-    unreduced = trained if c.reduces_once else trained * 2 / plan.model.layers
+    unreduced = trained if c.reduces_gradients_once else trained * 2 / plan.model.layers
     accumulated = here if c.gradient_accumulation_steps > 1 else 0.0
     return at(
         accumulated,
@@ -127,12 +127,12 @@ def averages(plan: Plan) -> dict[str, float]:
     """Averaged weights, and an old policy that lags behind; while either runs, the trained policy is kept beside it."""
     c = plan.config
     here = plan.trained.total / plan.shards
-    copies = int(bool(c.ema_decay)) + int(c.lags)
+    copies = int(bool(c.ema_decay)) + int(c.samples_with_old_policy)
     policy = here * BYTES[c.master_weight_type]
     beside_average = policy if c.ema_decay else 0.0
     return at(
         here * AVERAGE_BYTES * copies,
-        rollout=policy if c.lags else 0.0,
+        rollout=policy if c.samples_with_old_policy else 0.0,
         validation=beside_average,
         validation_decode=beside_average,
     )
@@ -255,7 +255,7 @@ def checkpoint_bytes(config: Config, trained: Trained) -> int:
     master = BYTES[config.master_weight_type]
     copies = 3  # the weights and two moments
     copies += int(config.use_lora)
-    averages = int(bool(config.ema_decay)) + int(config.lags)
+    averages = int(bool(config.ema_decay)) + int(config.samples_with_old_policy)
     per_parameter = copies * master + averages * AVERAGE_BYTES
     if config.trust_region.anchor is not None:
         per_parameter += master if config.use_lora else BYTES[config.dtype]

@@ -85,7 +85,7 @@ class Plan:
         # Its clips, as a share of those in a micro-batch of the rollout
         self.trained_share = c.trained_micro_batch / self.micro_batch_size
         # Forwards of the policy that sampled: awm and nft noise the clips they train, grpo regroups them
-        runs_old_policy = c.regroups or not self.algorithm.explores
+        runs_old_policy = c.trains_in_new_batches or not self.algorithm.explores
         self.old_policy_passes = self.training_passes if runs_old_policy else 0
         self.recomputed = c.checkpointing_fraction if c.enable_gradient_checkpointing else 0.0
 
@@ -177,7 +177,7 @@ class Plan:
         anchor = c.trust_region.anchor
         if anchor is None:
             return 0.0
-        if anchor != "moving" or c.lags:
+        if anchor != "moving" or c.samples_with_old_policy:
             return 1.0
         iterations_per_refresh = math.ceil(c.update_ref_model_step / c.updates_per_rollout)
         return 1 - 1 / iterations_per_refresh
@@ -188,7 +188,7 @@ class Plan:
         c = self.config
         if not c.enable_fsdp:
             return c.updates_per_rollout / c.gradient_accumulation_steps
-        if c.reduces_once:
+        if c.reduces_gradients_once:
             return c.updates_per_rollout * self.trained_branches
         return self.training_passes
 

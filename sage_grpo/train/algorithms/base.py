@@ -8,15 +8,15 @@ from torch import Tensor
 from sage_grpo.algo.sde import Schedule
 from sage_grpo.config.fields import Config
 from sage_grpo.models.backbone import Guidance
-from sage_grpo.train.rollout import Pairs, Rollouts
+from sage_grpo.train.rollout import Pairs, RolloutSampler
 
 
 class Algorithm(ABC):
     """One way to learn from clips and their advantages."""
 
-    # whether clips explore by the noise of an SDE; else they differ by their initial noise alone
+    # whether clips explore by the noise of an SDE; else they differ only by their initial noise
     explores: ClassVar[bool]
-    rollouts: ClassVar[type[Rollouts]]
+    sampler: ClassVar[type[RolloutSampler]]
     # whether the steps of one clip carry independent noise; awm and nft see the same clip at every level
     independent_steps: ClassVar[bool]
 

@@ -11,13 +11,13 @@ from sage_grpo.models.backbone import Conditioning, Guidance
 from sage_grpo.models.sample import schedule_of
 from sage_grpo.train.algorithms.base import Algorithm
 from sage_grpo.train.batches import MicroBatch
-from sage_grpo.train.rollout import Pairs, Path, Rollouts, Trajectory, at_places
+from sage_grpo.train.rollout import Pairs, RolloutData, RolloutSampler, Trajectory, at_positions
 
 
-class ExploringRollouts(Rollouts):
+class ExploringSampler(RolloutSampler):
     """The ODE up to the window, noise at each of its steps, the ODE again."""
 
-    def sample(self, micro_batch: MicroBatch, cond: Conditioning, steps: Tensor) -> Path:
+    def sample(self, micro_batch: MicroBatch, cond: Conditioning, steps: Tensor) -> RolloutData:
         device = self.schedule.sigmas.device
         x, step_noise = self.noise(micro_batch)
         x = self.begin(x.to(device), micro_batch, steps[:, 0], cond)
@@ -25,9 +25,9 @@ class ExploringRollouts(Rollouts):
         states = [x]
         velocities = []
         log_probs = []
-        for step in steps.T:
-            noise = step_noise(step).to(device)
-            step = step.to(device)
+        for host_step in steps.T:
+            noise = step_noise(host_step).to(device)
+            step = host_step.to(device)
             velocity = self.backbone.velocity(x, self.schedule.sigmas[step], cond, self.guidance)
             x, log_prob = self.schedule.step(step, x, velocity, noise)
             states.append(x)
@@ -37,39 +37,38 @@ class ExploringRollouts(Rollouts):
         stacked = torch.stack(states, 1)
         velocity = torch.stack(velocities, 1)
         log_prob = torch.stack(log_probs, 1)
-        return Path(
+        return RolloutData(
             x=stacked[:, :-1],
-            outcome=stacked[:, 1:],  # shares the memory of x
+            outcome=stacked[:, 1:],  # views of the same states, one step later
             velocity=velocity,
             log_prob=log_prob,
             latents=self.finish(x, steps[:, -1] + 1, cond),
         )
 
-    def training_path(self, trajectory: Trajectory) -> Path:
-        """The rollout's path, with velocities from a forward of the shape that training uses.
+    def training_data(self, trajectory: Trajectory) -> RolloutData:
+        """The rollout's data, with velocities from a forward of the shape that training uses.
 
         Needed only for clips that were sampled in other micro-batches: a forward of another shape rounds differently,
         and the first ratio must be exactly 1.
         """
-        path = trajectory.path
-        velocities = path.velocity.clone()
-        log_probs = path.log_prob.clone()
+        data = trajectory.data
+        velocities = data.velocity.clone()
+        log_probs = data.log_prob.clone()
         rows = torch.arange(trajectory.size, device=velocities.device)
-        for places in trajectory.order.T:
-            step = at_places(trajectory.steps, places)
-            x = at_places(path.x, places)
+        for positions in trajectory.trained_positions.T:
+            step = at_positions(trajectory.steps, positions)
+            x = at_positions(data.x, positions)
             sigma = self.schedule.sigmas[step]
             velocity = self.backbone.velocity(x, sigma, trajectory.cond, self.guidance)
-            velocities[rows, places] = velocity
-            log_probs[rows, places] = self.schedule.log_prob(
-                step, x, velocity, at_places(path.outcome, places)
-            )
-        return replace(path, velocity=velocities, log_prob=log_probs)
+            velocities[rows, positions] = velocity
+            outcome = at_positions(data.outcome, positions)
+            log_probs[rows, positions] = self.schedule.log_prob(step, x, velocity, outcome)
+        return replace(data, velocity=velocities, log_prob=log_probs)
 
 
 class Grpo(Algorithm):
     explores = True
-    rollouts = ExploringRollouts
+    sampler = ExploringSampler
     independent_steps = True
 
     def schedule(self) -> Schedule:

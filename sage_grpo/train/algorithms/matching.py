@@ -8,27 +8,28 @@ from sage_grpo.algo.sde import Schedule, flow_sigmas
 from sage_grpo.models.backbone import Conditioning, Guidance
 from sage_grpo.train.algorithms.base import Algorithm
 from sage_grpo.train.batches import MicroBatch
-from sage_grpo.train.rollout import Path, Rollouts, Trajectory
+from sage_grpo.train.rollout import RolloutData, RolloutSampler, Trajectory
 
 
-class NoisedRollouts(Rollouts):
+class NoisedSampler(RolloutSampler):
     """Samples by the ODE, in `tail_steps` of `tail_solver` if given.
 
     Clips that are trained are noised to the levels that they train, where the policy that sampled predicts velocities.
     """
 
-    def trained_places(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    def steps_and_positions(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Only the trained steps, in training order: of the others nothing is kept."""
-        steps, order = super().trained_places(micro_batch)
-        return steps.gather(1, order), torch.arange(order.shape[1]).expand_as(order)
+        steps, positions = super().steps_and_positions(micro_batch)
+        trained_steps = steps.gather(1, positions)
+        return trained_steps, torch.arange(positions.shape[1]).expand_as(positions)
 
-    def sample(self, micro_batch: MicroBatch, cond: Conditioning, steps: Tensor) -> Path:
+    def sample(self, micro_batch: MicroBatch, cond: Conditioning, steps: Tensor) -> RolloutData:
         x, _ = self.noise(micro_batch)
         x = x.to(self.schedule.sigmas.device)
-        return Path.of_latents(self.finish(x, torch.zeros_like(steps[:, 0]), cond))
+        return RolloutData.of_latents(self.finish(x, torch.zeros_like(steps[:, 0]), cond))
 
-    def training_path(self, trajectory: Trajectory) -> Path:
-        latents = trajectory.latents
+    def training_data(self, trajectory: Trajectory) -> RolloutData:
+        latents = trajectory.data.latents
         _, step_noise = self.noise(trajectory.micro_batch)
 
         states = []
@@ -45,7 +46,7 @@ class NoisedRollouts(Rollouts):
             velocities.append(velocity)
             log_probs.append(self.schedule.log_prob(step, state, velocity, target))
 
-        return Path(
+        return RolloutData(
             x=torch.stack(states, 1),
             outcome=torch.stack(targets, 1),
             velocity=torch.stack(velocities, 1),
@@ -56,7 +57,7 @@ class NoisedRollouts(Rollouts):
 
 class Matching(Algorithm):
     explores = False
-    rollouts = NoisedRollouts
+    sampler = NoisedSampler
     independent_steps = False
 
     def schedule(self) -> Schedule:

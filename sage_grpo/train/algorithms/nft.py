@@ -1,6 +1,7 @@
 """DiffusionNFT (arXiv 2509.16117): relative to an old policy, match good clips more closely and bad ones less.
 
-The old policy samples. It follows the trained one with a lag that grows over the run (`nft_decay`).
+The old policy samples. It follows the trained one with a growing lag (`nft_decay`): `Optimization.step` moves it, and
+`Trainer.roll_out` samples with it.
 """
 
 from torch import Tensor

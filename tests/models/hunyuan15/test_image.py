@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from sage_grpo.data.images import read_image
 from sage_grpo.data.requests import Request
 from sage_grpo.models.backbone import Guidance
-from sage_grpo.models.embeddings import together
+from sage_grpo.models.embeddings import shared_or_stacked
 from sage_grpo.models.hunyuan15.image import ImageToVideo
 from sage_grpo.models.registry import open_backbone
 from sage_grpo.models.sample import integrate
@@ -147,7 +147,7 @@ def test_several_requests_in_one_forward_are_each_as_if_alone(backbone, pictures
     guidance = Guidance(3.0, negative)
     x = draw(3, *backbone.latent_shape(5, 16, 16))
     with torch.no_grad():
-        joined = backbone.velocity(x, sigma, together(conditions), guidance)
+        joined = backbone.velocity(x, sigma, shared_or_stacked(conditions), guidance)
         levels = torch.as_tensor(sigma).expand(3)
         alone = [
             backbone.velocity(x[i : i + 1], levels[i], cond, guidance)

@@ -208,7 +208,7 @@ def graphs_of_a_sharded_model(ranks, folder):
     init_adapter(packed, 0)
     trainable_parameters(packed, True)
     packed.prepare_blocks(recomputed=1.0, keep_attention=True, compiled=True)
-    shard(packed, packed.all_blocks, ranks.shards, torch.float64)
+    shard(packed, packed.all_blocks, ranks.shard_mesh, torch.float64)
     for length in (7, 5, 6):
         x, timestep, text, glyph = inputs(2, 0)
         with torch.no_grad():

@@ -10,7 +10,7 @@ from diffusers.pipelines.wan import pipeline_wan, pipeline_wan_i2v
 
 from sage_grpo.algo.sde import flow_sigmas
 from sage_grpo.models.backbone import Guidance
-from sage_grpo.models.embeddings import together
+from sage_grpo.models.embeddings import shared_or_stacked
 from sage_grpo.models.registry import open_backbone
 from sage_grpo.models.sample import integrate
 from sage_grpo.models.wan.a14b import A14b
@@ -166,7 +166,7 @@ def test_clips_of_several_images_share_a_forward(backbone, requests):
     conditions = backbone.encode(requests)
     x = draw(2, *backbone.latent_shape(5, *SIZE[1:]))  # shorter than the longest clip
     with torch.no_grad():
-        both = backbone.velocity(x, 0.5, together(conditions), Guidance())
+        both = backbone.velocity(x, 0.5, shared_or_stacked(conditions), Guidance())
         alone = [
             backbone.velocity(clip[None], 0.5, cond, Guidance())
             for clip, cond in zip(x, conditions, strict=True)
@@ -189,7 +189,7 @@ def test_the_condition_of_a_shorter_clip_is_the_beginning_of_a_longer_one(
     _, condition = stock.prepare_latents(*args)
     torch.testing.assert_close(condition[0, 4:].double(), cond.image[:, :2], rtol=0, atol=1e-5)
     x = draw(1, *backbone.latent_shape(5, height, width))
-    assert torch.equal(backbone.seen(x, cond)[:, 4:8], condition[:, :4].double())
+    assert torch.equal(backbone.model_input(x, cond)[:, 4:8], condition[:, :4].double())
 
 
 # Folders

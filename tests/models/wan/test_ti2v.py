@@ -11,7 +11,7 @@ from sage_grpo.algo.sde import flow_sigmas
 from sage_grpo.data.images import read_image
 from sage_grpo.data.requests import Request
 from sage_grpo.models.backbone import Guidance
-from sage_grpo.models.embeddings import together
+from sage_grpo.models.embeddings import shared_or_stacked
 from sage_grpo.models.registry import open_backbone
 from sage_grpo.models.sample import integrate
 from sage_grpo.models.wan.text import NUM_TOKENS
@@ -89,13 +89,13 @@ def test_clips_of_several_images_share_a_forward(backbone, requests):
     conditions = backbone.encode(requests[:2])
     x = draw(2, *backbone.free_shape(backbone.latent_shape(*SIZE), conditions[0]))
     with torch.no_grad():
-        both = backbone.velocity(x, 0.5, together(conditions), Guidance())
+        both = backbone.velocity(x, 0.5, shared_or_stacked(conditions), Guidance())
         alone = [
             backbone.velocity(clip[None], 0.5, cond, Guidance())
             for clip, cond in zip(x, conditions, strict=True)
         ]
     torch.testing.assert_close(both, torch.cat(alone), rtol=0, atol=1e-6)
-    whole = backbone.whole(x, together(conditions))
+    whole = backbone.full_latents(x, shared_or_stacked(conditions))
     for clip, cond, free in zip(whole, conditions, x, strict=True):
         assert torch.equal(clip[:, :1], cond.first) and torch.equal(clip[:, 1:], free)
 
@@ -139,7 +139,7 @@ def test_euler_sampling_gives_the_stock_latents(
     with torch.no_grad():
         guidance = Guidance(scale, negative)
         free = integrate(backbone, flow_sigmas(4, 5.0), noise[:, :, 1:], cond, guidance)
-    latents = backbone.whole(free, cond)
+    latents = backbone.full_latents(free, cond)
     assert expected.std() > 0.3 and expected.shape[1:] == shape
     torch.testing.assert_close(latents, expected, rtol=0, atol=1e-10)
 

@@ -1,4 +1,4 @@
-"""Signals: numbers for the diagnosis of a run (runs/diagnosis.py), read from training without changing it."""
+"""Metrics for the diagnosis of a run (runs/diagnosis.py), read from training without changing it."""
 
 import math
 import zlib
@@ -19,71 +19,73 @@ THUMBNAIL = (4, 16, 16)  # frames, rows and columns of a clip that its variety i
 class HalfGradient:
     """Tells signal from noise in the gradient g of an optimizer step, by that of half of its blocks.
 
-    A share f of independent blocks has the squared norm f^2 |signal|^2 + f |noise|^2, so two shares give both. Not
-    known (None) with a single block, and where ranks hold no such share: with sequence parallelism, replicas of shards,
-    or a sum that waits (reduce_once).
+    A fraction f of independent blocks has the squared norm f^2 |signal|^2 + f |noise|^2, so two fractions give both.
+    Not known (None) with a single block, and where ranks hold no such part: with sequence parallelism, replicas of
+    shards, or a sum that waits (reduce_once).
     """
 
-    def __init__(self, parameters: Iterable[Tensor], ranks: Ranks, reduces_once: bool) -> None:
+    def __init__(
+        self, parameters: Iterable[Tensor], ranks: Ranks, reduces_gradients_once: bool
+    ) -> None:
         self.parameters = list(parameters)
         self.ranks = ranks
-        self.sharded = ranks.shards is not None
-        has_share = not (self.sharded and (reduces_once or ranks.shards.ndim > 1))
-        self.known = ranks.sp_size == 1 and has_share
-        self.share = 1.0  # of the blocks that the squared norm is of; 1: none was observed
-        self.square = 0.0  # squared norm of that share's gradient on this rank
-        self.signal: float | None = None
+        self.sharded = ranks.shard_mesh is not None
+        has_part = not (self.sharded and (reduces_gradients_once or ranks.shard_mesh.ndim > 1))
+        self.is_known = ranks.sp_size == 1 and has_part
+        self.fraction = 1.0  # of the blocks that the squared norm is of; 1: none was recorded
+        self.square = 0.0  # squared norm of that fraction's gradient on this rank
+        self.signal_fraction: float | None = None  # of signal in |g|^2
 
-    def observe(self, done: int, total: int) -> None:
+    def record_if_half(self, done: int, total: int) -> None:
         """Called after each of the `total` blocks of an optimizer step on this rank."""
         is_half = 2 * done in (total, total + 1)
-        if self.known and is_half and total > 1:
-            self.share = done / total
+        if self.is_known and is_half and total > 1:
+            self.fraction = done / total
             if not self.sharded:
-                self.share /= self.ranks.count
+                self.fraction /= self.ranks.dp_size
             gradients = [p.grad for p in self.parameters if p.grad is not None]
             self.square = sum_of_squares(local_shard(gradient) for gradient in gradients)
 
-    def compare(self, grad_norm: float) -> None:
-        """Set `signal`, the share of signal in |g|^2; by chance it can be negative. All ranks must call."""
+    def estimate_signal(self, grad_norm: float) -> None:
+        """Set `signal_fraction`, given the norm |g|; by chance it can be negative. All ranks must call."""
         square = self.ranks.sum(torch.tensor(self.square, dtype=torch.float64)).item()
         if not self.sharded:
-            square /= self.ranks.count
-        f = self.share
-        self.signal = None
-        if self.known and f < 1 and grad_norm > 0:
-            self.signal = (f - square / grad_norm**2) / (f - f**2)
-        self.share = 1.0
+            square /= self.ranks.dp_size
+        f = self.fraction
+        self.signal_fraction = None
+        if self.is_known and f < 1 and grad_norm > 0:
+            self.signal_fraction = (f - square / grad_norm**2) / (f - f**2)
+        self.fraction = 1.0
 
 
 @torch.no_grad()
-def signals(
+def diagnosis_metrics(
     state: TrainState,
     ranks: Ranks,
     clips: Sequence[Tensor | None],
     scores: Scores,
     group_size: int,
-    gradient_signal: float | None,
+    signal_fraction: float | None,
     start: str,
 ) -> dict[str, Any]:
-    """Metrics of an iteration, before the anchor is refreshed. All ranks must call.
+    """The group `signal/` of an iteration's metrics, before the anchor is refreshed. All ranks must call.
 
-    gradient_signal: of `HalfGradient`. start: what this rank was started with, which all ranks must share.
+    signal_fraction: of `HalfGradient`. start: what this rank was started with, which all ranks must share.
     """
     weights = {name: local_shard(p) for name, p in state.optimization.parameters.items()}
     count = max(1, sum(weight.numel() for weight in weights.values()))
     square = sum_of_squares(weights.values())
     thumbnails = ranks.gather(torch.stack([thumbnail(clip) for clip in clips]))
     record = {
-        "signal/gradient": gradient_signal,
+        "signal/gradient": signal_fraction,
         "signal/weight_rms": math.sqrt(square / count),
         "signal/anchor_moved": math.sqrt(_anchor_distance(state, weights) / count),
         "signal/variety": variety(thumbnails, group_size),
         "signal/same_reward": same_reward(scores.total),
     }
-    if ranks.count > 1:
+    if ranks.dp_size > 1:
         # replicas must agree on the weights; shards differ by nature
-        replica_square = 0.0 if ranks.shards else square
+        replica_square = 0.0 if ranks.shard_mesh else square
         row = [[zlib.crc32(start.encode()), replica_square]]
         all_ranks = ranks.gather(torch.tensor(row, dtype=torch.float64))
         spread = (all_ranks.amax(0) - all_ranks.amin(0)).tolist()

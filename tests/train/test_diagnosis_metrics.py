@@ -9,7 +9,7 @@ import torch
 from sage_grpo.config.parse import from_values
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.train.build import build_trainer
-from sage_grpo.train.signals import HalfGradient, same_reward, thumbnail, variety
+from sage_grpo.train.diagnosis_metrics import HalfGradient, same_reward, thumbnail, variety
 from tests.dist import run_ranks
 
 NAMES = {"advantage_size", "gradient", "weight_rms", "anchor_moved", "variety", "same_reward"}
@@ -27,10 +27,10 @@ def measured_share(signal, noise, pairs=8, updates=400, size=50):
         for done in range(1, pairs + 1):
             drawn = torch.randn(size, generator=generator, dtype=torch.float64)
             weight.grad += mean + drawn * math.sqrt(noise / size / pairs)
-            half.observe(done, pairs)
+            half.record_if_half(done, pairs)
         norm = weight.grad.norm().item()
-        half.compare(norm)
-        total, squares = total + half.signal * norm**2, squares + norm**2
+        half.estimate_signal(norm)
+        total, squares = total + half.signal_fraction * norm**2, squares + norm**2
     return total / squares
 
 
@@ -47,9 +47,9 @@ def test_what_is_not_known_is_none():
     weight.grad = torch.ones(3)
     for ranks in (Ranks(0, 1, torch.device("cpu"), sp_size=2), Ranks(0, 1, torch.device("cpu"))):
         half = HalfGradient([weight], ranks, False)
-        half.observe(1, 1)  # one backward has no half
-        half.compare(weight.grad.norm().item())
-        assert half.signal is None
+        half.record_if_half(1, 1)  # one backward has no half
+        half.estimate_signal(weight.grad.norm().item())
+        assert half.signal_fraction is None
 
 
 def test_variety():
@@ -95,16 +95,16 @@ def test_a_run_records_them(make):
 
 
 def blocks_of(trainer):
-    """What the blocks of an update hold: for each, the clips and the columns of its backwards."""
+    """What the blocks of an update hold: the clips of each and its number of backwards; and the number of turns."""
     batch = trainer.roll_out()
-    shares = [(trajectory, torch.ones(trajectory.size)) for trajectory in batch]
-    columns = list(range(batch[0].order.shape[1]))
-    blocks = trainer.independent_blocks(shares, columns)
+    advantages = [torch.ones(trajectory.size) for trajectory in batch]
+    turns = range(batch[0].trained_positions.shape[1])
+    blocks = trainer.independent_blocks(batch, advantages, turns)
     backwards = [len(block) for block in blocks]
     clips = [
-        {clip for trajectory, _, _ in block for clip in trajectory.micro_batch} for block in blocks
+        {clip for backward in block for clip in backward.trajectory.micro_batch} for block in blocks
     ]
-    return clips, backwards, len(columns)
+    return clips, backwards, len(turns)
 
 
 @pytest.mark.parametrize("algorithm", ["awm", "nft"])
@@ -112,15 +112,15 @@ def test_blocks_of_algorithms_that_share_a_clip_between_levels_hold_different_cl
     make, algorithm
 ):
     """Levels of one clip have its x0 in common, and the advantages of a group add up to 0: neither is independent."""
-    clips, backwards, num_columns = blocks_of(make(algorithm=algorithm, micro_batch_size=1))
-    assert num_columns > 1 and backwards == [2 * num_columns] * 2
+    clips, backwards, num_turns = blocks_of(make(algorithm=algorithm, micro_batch_size=1))
+    assert num_turns > 1 and backwards == [2 * num_turns] * 2
     assert len(set.union(*clips)) == sum(len(block) for block in clips) == 4
     assert [len({clip.prompt_index for clip in block}) for block in clips] == [1, 1]
 
 
 def test_blocks_of_grpo_are_pairs_whose_noise_is_their_own(make):
-    clips, backwards, num_columns = blocks_of(make(micro_batch_size=1))
-    assert backwards == [1] * (4 * num_columns)
+    clips, backwards, num_turns = blocks_of(make(micro_batch_size=1))
+    assert backwards == [1] * (4 * num_turns)
     assert clips[:4] == clips[4:8]  # ordered by step
 
 
@@ -134,10 +134,10 @@ def test_the_signal_is_not_known_from_one_group(make, algorithm):
 
 def two_ranks(ranks, values, broken):
     trainer = build_trainer(from_values(values | {"batch_size": 2}), ranks)
-    if ranks.rank == 1 and broken == "weights":
+    if ranks.dp_rank == 1 and broken == "weights":
         with torch.no_grad():
             next(iter(trainer.optimization.parameters.values())).add_(1e-3)
-    if ranks.rank == 1 and broken == "prompts":
+    if ranks.dp_rank == 1 and broken == "prompts":
         trainer.fingerprints["training prompts"] = "others"
     trainer.train()
     trainer.run.close()
