@@ -56,7 +56,7 @@ from torch import Tensor
 from sage_grpo.exit_codes import DONE, FAILED
 from sage_grpo.files.json_files import write_json
 from sage_grpo.files.paths import check_folder, make_folder
-from sage_grpo.intervals import FEWEST
+from sage_grpo.intervals import MIN_PAIRS
 from sage_grpo.parallel.device import choose_device
 from sage_grpo.rewards.base import Prompts
 from sage_grpo.runs.media import contact_sheet, read_mp4, thumbnails
@@ -129,10 +129,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         good = read_clips(options.clips, options.num_clips)
     else:
         good = render_clips(config, device, options.num_clips)
-    if len(good.clips) < FEWEST:
+    if len(good.clips) < MIN_PAIRS:
         raise ConfigError(
             f"{len(good.clips)} clips are too few to tell; "
-            f"give at least {FEWEST}, with different prompts"
+            f"give at least {MIN_PAIRS}, with different prompts"
         )
 
     reward = build_composite(config, reward_names(config), config.reward_weights, device)

@@ -15,7 +15,7 @@ from sage_grpo.config.fields import ConfigError
 from sage_grpo.config.other_names import flags_for
 from sage_grpo.escape import plain
 from sage_grpo.exit_codes import WRONG_INPUT
-from sage_grpo.files.paths import LONGEST_NAME, LONGEST_PATH, is_too_long, shown
+from sage_grpo.files.paths import MAX_NAME_BYTES, MAX_PATH_BYTES, is_too_long, shown
 from sage_grpo.installed import require_packages
 
 # what wrong input raises: sentences of this package, and errors of the operating system
@@ -89,8 +89,8 @@ class Parser(argparse.ArgumentParser):
 def _check_length(name: str, path: Path) -> None:
     if is_too_long(path):
         raise ConfigError(
-            f"{name} is {shown(path)}; a path has at most {LONGEST_PATH} bytes, "
-            f"and each name in it {LONGEST_NAME}"
+            f"{name} is {shown(path)}; a path has at most {MAX_PATH_BYTES} bytes, "
+            f"and each name in it {MAX_NAME_BYTES}"
         )
 
 

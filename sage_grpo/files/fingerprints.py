@@ -14,7 +14,7 @@ from typing import BinaryIO
 NUM_BLOCKS = 64
 BLOCK = 1 << 20  # bytes
 SAMPLE = 4096  # bytes of a tensor, at its start and in its middle
-LARGEST_HEADER = 100 << 20  # bytes that safetensors allows
+MAX_HEADER = 100 << 20  # bytes that safetensors allows
 CONVERTED = (
     ".pth",
     ".pt",
@@ -78,7 +78,7 @@ def _tensor_places(file: BinaryIO) -> Iterator[int]:
     """Where each tensor of a safetensors file starts, and its middle; nothing if the header cannot be read."""
     file.seek(0)
     length = int.from_bytes(file.read(8), "little")
-    if length > LARGEST_HEADER:
+    if length > MAX_HEADER:
         return
     try:
         header = json.loads(file.read(length))

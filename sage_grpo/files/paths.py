@@ -3,15 +3,17 @@
 import os
 from pathlib import Path
 
-LONGEST_NAME = 255  # bytes of one part of a path, on every common file system
-LONGEST_PATH = 4095  # bytes
+MAX_NAME_BYTES = 255  # bytes of one part of a path, on every common file system
+MAX_PATH_BYTES = 4095  # bytes
 SHOWN = 120  # characters of a path in a message
 
 
 def is_too_long(path: str | Path) -> bool:
     """Whether no file system takes this path."""
     parts = os.fsencode(path).split(b"/")
-    return max(map(len, parts)) > LONGEST_NAME or sum(map(len, parts)) + len(parts) > LONGEST_PATH
+    return (
+        max(map(len, parts)) > MAX_NAME_BYTES or sum(map(len, parts)) + len(parts) > MAX_PATH_BYTES
+    )
 
 
 def shown(path: str | Path) -> str:

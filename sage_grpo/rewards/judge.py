@@ -34,8 +34,8 @@ from sage_grpo.rewards.video_frames import check_clips, sample_indices
 
 RUBRIC = Path(__file__).with_name("rubric.txt")
 PLACEHOLDER = "{prompt}"
-MOST_TOKENS = 2**31  # of one answer
-MOST_BYTES = 1 << 16  # of a file in the cache
+MAX_TOKENS = 2**31  # of one answer
+MAX_BYTES = 1 << 16  # of a file in the cache
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class Judge(ServerClient, Reward):
             return None
         file = self.cache / f"{key}.json"
         try:
-            return checked(read_json(read_bytes(file, MOST_BYTES)), self.names, str(file))
+            return checked(read_json(read_bytes(file, MAX_BYTES)), self.names, str(file))
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
@@ -259,7 +259,7 @@ def token_counts(usage: Any) -> dict[str, int]:
     counts = {}
     for kind in ("prompt_tokens", "completion_tokens"):
         count = usage.get(kind) if isinstance(usage, dict) else None
-        counts[kind] = count if type(count) is int and 0 <= count < MOST_TOKENS else 0
+        counts[kind] = count if type(count) is int and 0 <= count < MAX_TOKENS else 0
     return counts
 
 

@@ -17,9 +17,9 @@ from sage_grpo.intervals import Interval, interval, student_95
 from sage_grpo.runs.clips import Clip, Pair, pair_clips, read_validations
 from sage_grpo.runs.history import Line, RunHistory, column, numbers, text_of
 
-FEWEST_FOR_TREND = 8  # iterations or updates before which nothing is said about a trend
+MIN_FOR_TREND = 8  # iterations or updates before which nothing is said about a trend
 # logged iterations before which early and late ones are not compared
-FEWEST_FOR_LATE = 2 * FEWEST_FOR_TREND + 1
+MIN_FOR_LATE = 2 * MIN_FOR_TREND + 1
 
 
 def gradient_signal(lines: Sequence[Line]) -> tuple[float, float]:
@@ -30,7 +30,7 @@ def gradient_signal(lines: Sequence[Line]) -> tuple[float, float]:
     shares = column(lines, "signal/gradient")
     squares = column(lines, "policy/grad_norm") ** 2
     known = np.isfinite(shares) & (squares > 0)
-    if known.sum() < FEWEST_FOR_TREND:
+    if known.sum() < MIN_FOR_TREND:
         return math.nan, math.nan
     weights = squares[known] / squares[known].sum()
     share = shares[known] @ weights
@@ -79,10 +79,10 @@ class Case:
     def early_and_late(self, key: str) -> tuple[float, float]:
         """Medians over the first 8 and the last 4 iterations, without the very first, which warms up."""
         values = self.values(key)[1:]
-        if len(values) < FEWEST_FOR_LATE - 1:
+        if len(values) < MIN_FOR_LATE - 1:
             return math.nan, math.nan
-        early = values[:FEWEST_FOR_TREND]
-        late = values[-FEWEST_FOR_TREND // 2 :]
+        early = values[:MIN_FOR_TREND]
+        late = values[-MIN_FOR_TREND // 2 :]
         return float(np.median(early)), float(np.median(late))
 
     def schedule(self, key: str) -> np.ndarray:
@@ -163,7 +163,7 @@ class Case:
         steps = column(self.run.train, "step")
         rewards = column(self.run.train, "reward/total")
         known = np.isfinite(rewards)
-        if known.sum() < FEWEST_FOR_TREND:
+        if known.sum() < MIN_FOR_TREND:
             return interval([])
         (slope, _), covariance = np.polyfit(steps[known], rewards[known], 1, cov=True)
         half = student_95(int(known.sum()) - 2) * math.sqrt(max(covariance[0, 0], 0.0))

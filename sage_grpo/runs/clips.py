@@ -19,7 +19,7 @@ from sage_grpo.runs.history import RunError, as_float
 from sage_grpo.runs.media import contact_sheet, thumbnails, write_mp4
 
 LISTING = "clips.json"
-MOST_BYTES = 1 << 28  # of a listing
+MAX_BYTES = 1 << 28  # of a listing
 SHEET = "sheet.png"
 SHEET_ROWS = 16
 # kind of metric -> key of a record
@@ -123,7 +123,7 @@ def read_clips(folder: Path, anywhere: bool = False) -> list[Clip]:
 def read_listing(path: Path) -> list[Record]:
     """The records of a clips.json; scores are numbers, NaN where there is none."""
     try:
-        records = json.loads(read_bytes(path, MOST_BYTES))
+        records = json.loads(read_bytes(path, MAX_BYTES))
         if not isinstance(records, list):
             raise ValueError("it is not a list of clips")
     except (ValueError, RecursionError) as error:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from sage_grpo.config.fields import FIELDS, Config
-from sage_grpo.runs.case import FEWEST_FOR_TREND, Case, gradient_signal
+from sage_grpo.runs.case import MIN_FOR_TREND, Case, gradient_signal
 from sage_grpo.runs.history import RunHistory, column
 
 BF16 = 2.0**-9  # relative rounding error
@@ -607,7 +607,7 @@ def learning_rate_is_too_low(case: Case) -> str | None:
         changes.append(moved * planned_updates / case.validated_updates)
 
     change = max((value for value in changes if math.isfinite(value)), default=math.nan)
-    if not (updates >= FEWEST_FOR_TREND and change < 0.02):
+    if not (updates >= MIN_FOR_TREND and change < 0.02):
         return None
     text = f"at this pace the whole run changes the policy by {change:.1g}, where 1 is a visible change"
     reached = case.most("lr")

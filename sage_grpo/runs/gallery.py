@@ -25,10 +25,10 @@ from sage_grpo.runs.media import write_mp4
 
 FOLDER = "rollouts"
 FILES = ("best.mp4", "worst.mp4")
-MOST_FRAMES = 49
-LARGEST_SIDE = 320  # pixels
+MAX_FRAMES = 49
+MAX_SIDE = 320  # pixels
 QUALITY = 6  # of 10
-MOST_WAIT = 20.0  # seconds for the last pair, when a run ends
+MAX_WAIT = 20.0  # seconds for the last pair, when a run ends
 
 
 def extremes(totals: Sequence[float], groups: Sequence[Any]) -> tuple[int, int] | None:
@@ -97,14 +97,14 @@ class Gallery:
     def finish(self) -> None:
         """Wait for the pair that is being written."""
         if self.work is not None:
-            wait([self.work], MOST_WAIT)
+            wait([self.work], MAX_WAIT)
 
 
 def small(clip: Tensor, fps: int) -> tuple[Tensor, int]:
-    """A clip (F, H, W, 3) with at most MOST_FRAMES frames and LARGEST_SIDE pixels on its longer side, and its fps."""
-    stride = math.ceil(len(clip) / MOST_FRAMES)
+    """A clip (F, H, W, 3) with at most MAX_FRAMES frames and MAX_SIDE pixels on its longer side, and its fps."""
+    stride = math.ceil(len(clip) / MAX_FRAMES)
     frames = clip[::stride].cpu()
-    factor = LARGEST_SIDE / max(clip.shape[1:3])
+    factor = MAX_SIDE / max(clip.shape[1:3])
     if factor < 1:
         # sizes of H.264 are even
         size = [max(2, round(side * factor / 2) * 2) for side in clip.shape[1:3]]

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from sage_grpo.intervals import FEWEST, Interval, interval
+from sage_grpo.intervals import MIN_PAIRS, Interval, interval
 from sage_grpo.runs.clips import Clip, pair_clips, read_validations
 from sage_grpo.runs.history import RunError
 
@@ -48,8 +48,8 @@ def _divergence(validations: Mapping[int, Sequence[Clip]], step: int) -> str:
     for start in dict.fromkeys([first, best]):
         reward = change(validations[start], validations[step], "reward")
         held_out = change(validations[start], validations[step], "held_out")
-        if min(reward.count, held_out.count) < FEWEST:
-            raise RunError(f"that takes {FEWEST} clips in each validation")
+        if min(reward.count, held_out.count) < MIN_PAIRS:
+            raise RunError(f"that takes {MIN_PAIRS} clips in each validation")
         if reward.sign > 0 > held_out.sign:
             return (
                 f"reward hacking: from iteration {start} to {step} the trained reward changed by {_shown(reward)}"

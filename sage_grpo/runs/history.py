@@ -51,10 +51,10 @@ FIELD_TYPES = {
     "series": list,
     "changed": dict,
 }
-LARGEST_INTEGER = 2**53  # beyond it floats skip integers, and far beyond it they overflow
-MOST_BYTES = 1 << 32  # of metrics.jsonl
-MOST_TEXT = 1 << 24  # bytes of a text file
-LARGEST = 1e100  # beyond it a value is shown as missing: axes and squares would overflow
+MAX_INTEGER = 2**53  # beyond it floats skip integers, and far beyond it they overflow
+MAX_BYTES = 1 << 32  # of metrics.jsonl
+MAX_TEXT = 1 << 24  # bytes of a text file
+MAX_VALUE = 1e100  # beyond it a value is shown as missing: axes and squares would overflow
 
 
 class RunError(ConfigError):
@@ -177,14 +177,14 @@ def as_float(value: Any, name: str = "a metric") -> float:
         return math.nan
     if not isinstance(value, (int, float)):
         raise RunError(f"{name} is {value!r:.100}; a number is expected")
-    return float(value) if abs(value) < LARGEST else math.nan
+    return float(value) if abs(value) < MAX_VALUE else math.nan
 
 
 def text_of(file: Path) -> str:
     """A text file of a run folder; empty if it is missing."""
     if not file.is_file():
         return ""
-    return read_bytes(file, MOST_TEXT).decode(errors="replace")
+    return read_bytes(file, MAX_TEXT).decode(errors="replace")
 
 
 @contextmanager
@@ -333,7 +333,7 @@ def change_texts(line: Line) -> list[str]:
 
 def _read_lines(path: Path) -> list[Line]:
     """All lines, except a last one cut short by a crash."""
-    texts = read_bytes(path, MOST_BYTES).splitlines()
+    texts = read_bytes(path, MAX_BYTES).splitlines()
     lines = []
     for number, text in enumerate(texts, 1):
         try:
@@ -353,7 +353,7 @@ def _check_line(line: Any) -> None:
         value = line.get(key)
         if not isinstance(value, field_type | None):
             raise ValueError(f"{key} is {value!r:.100}")
-        if field_type is int and value is not None and not abs(value) < LARGEST_INTEGER:
+        if field_type is int and value is not None and not abs(value) < MAX_INTEGER:
             raise ValueError(f"{key} is too large")
     if line["kind"] not in KINDS or line["step"] is None:
         raise ValueError(f"kind {line['kind']!r:.20}, step {line['step']!r:.20}")

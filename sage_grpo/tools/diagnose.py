@@ -26,7 +26,7 @@ answer_early(__name__, parse_arguments)
 
 from sage_grpo.escape import plain
 from sage_grpo.plugins import is_trusted
-from sage_grpo.runs.case import FEWEST_FOR_LATE, FEWEST_FOR_TREND, Case
+from sage_grpo.runs.case import MIN_FOR_LATE, MIN_FOR_TREND, Case
 from sage_grpo.runs.diagnosis import Finding, Rule, diagnose
 from sage_grpo.runs.history import about, read_run
 from sage_grpo.tools.plan.calibration import GPU_MODELS
@@ -97,15 +97,15 @@ def waiting_for(case: Case) -> str:
     """What is needed to judge the run, and when it is there; empty if everything could be judged."""
     logged = len(case.run.train)
     is_directed = case.direction is not None
-    if is_directed and logged >= FEWEST_FOR_LATE:
+    if is_directed and logged >= MIN_FOR_LATE:
         return ""
 
     if is_directed:
-        needs = f"{FEWEST_FOR_LATE} logged iterations, to compare late with early ones"
-        iteration = case.iteration_of_line(FEWEST_FOR_LATE)
+        needs = f"{MIN_FOR_LATE} logged iterations, to compare late with early ones"
+        iteration = case.iteration_of_line(MIN_FOR_LATE)
     else:
-        needs = f"{FEWEST_FOR_TREND} logged iterations or two validations of the same clips"
-        iteration = case.iteration_of_line(FEWEST_FOR_TREND)
+        needs = f"{MIN_FOR_TREND} logged iterations or two validations of the same clips"
+        iteration = case.iteration_of_line(MIN_FOR_TREND)
         # a validation is paired with an earlier one
         if case.validation_clips and case.next_validation is not None:
             iteration = min(iteration, case.next_validation)

@@ -49,8 +49,8 @@ from sage_grpo.train.export import is_one_of_two
 
 CARD = "README.md"
 CURVE = "curves.png"
-MOST_CLIPS = 4
-MOST_CLIP_BYTES = 20_000_000
+MAX_CLIPS = 4
+MAX_CLIP_BYTES = 20_000_000
 HEADER_BYTES = 100_000_000  # most that a safetensors file has
 
 # An absolute path of at least two parts that is no part of an address or of a relative path.
@@ -165,7 +165,7 @@ def samples(checkpoint: Path, files: Files) -> str:
 
     lines = ["## Samples", "", f"Held-out prompts; {' and '.join(titles)}.", ""]
     lines += [f"| prompt | {' | '.join(titles)} |", f"|---|{'---|' * len(titles)}"]
-    for number, pair in enumerate(pairs[:MOST_CLIPS], 1):
+    for number, pair in enumerate(pairs[:MAX_CLIPS], 1):
         cells = []
         for title, clip in zip(titles, pair, strict=True):
             file = f"samples/{number:02d}_{title.replace(' ', '_')}.mp4"
@@ -215,7 +215,7 @@ def _clips(folder: Path) -> list[Clip]:
 
 def _is_small(path: Path) -> bool:
     try:
-        with foreign.open_regular(path, MOST_CLIP_BYTES):
+        with foreign.open_regular(path, MAX_CLIP_BYTES):
             return True
     except (OSError, foreign.Refused):
         return False

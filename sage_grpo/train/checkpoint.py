@@ -43,7 +43,7 @@ PLACES = (
     "init_from_checkpoint",
     "prompt_cache",
 )
-MOST_MEMORY = 0.8  # share of the available host memory that a copy for a save may take
+MAX_MEMORY = 0.8  # share of the available host memory that a copy for a save may take
 # what state.json must hold
 FIELD_TYPES: dict[str, Any] = {
     "step": int,
@@ -58,7 +58,7 @@ def fits_in_memory(state: TrainState) -> bool:
     """Whether this machine has room for a copy of what its ranks write."""
     rank_bytes = sum(value.nbytes for value in state.shards().values())
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return MOST_MEMORY * available_memory() > local_ranks * rank_bytes
+    return MAX_MEMORY * available_memory() > local_ranks * rank_bytes
 
 
 def state_files(

@@ -24,7 +24,7 @@ from sage_grpo.train.clips import decoded
 from sage_grpo.train.trainer import Trainer
 
 # Decoded and encoded again, latents keep their size; a VAE with another scale than the model was trained with does not.
-SMALLEST_RATIO = 0.7
+MIN_RATIO = 0.7
 EDITS = ("noisy", "shaky", "frozen", "blurred")
 WORSE = 0.25  # standard deviations of the reward over clips, below which a loss is not worth a word
 # Times as far from the exact solution of the ODE, below which it is not worth a word. The embedded model, whose
@@ -33,7 +33,7 @@ FARTHER = 1.25
 # steps of second order that stand for the exact solution: so many, and at least this many times those of the run
 EXACT_STEPS = 20
 EXACT_FACTOR = 2
-MOST_CLIPS = 2  # of each prompt whose distance from the exact solution is taken
+MAX_CLIPS = 2  # of each prompt whose distance from the exact solution is taken
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def times_as_far(
     """
     num_steps = trainer.config.num_sampling_steps
     own_shift = replace(sampling, shift=trainer.backbone.sampling.shift)
-    rows = {"prompts": num_prompts, "clips": min(num_clips, MOST_CLIPS)}
+    rows = {"prompts": num_prompts, "clips": min(num_clips, MAX_CLIPS)}
     exact_steps = max(EXACT_STEPS, EXACT_FACTOR * num_steps)
     exact = sampled_latents(trainer, exact_steps, own_shift, **rows, solver="dpm")
     distances = []
@@ -195,7 +195,7 @@ def latents_finding(trainer: Trainer, yardstick: Sampled) -> Finding:
         "after they were decoded and encoded again"
     )
     numbers = {"std": latents.std().item(), "ratio": ratio}
-    if SMALLEST_RATIO < ratio < 1 / SMALLEST_RATIO:
+    if MIN_RATIO < ratio < 1 / MIN_RATIO:
         return ok("latents", text, numbers=numbers)
     remedy = (
         "the VAE expects latents of another size than the model makes: check scaling_factor, or latents_mean and "

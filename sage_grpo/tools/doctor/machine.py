@@ -41,8 +41,8 @@ REWARD_TIMEOUT = 20.0  # seconds
 
 # The write test
 BLOCK_BYTES = 32 << 20  # written at once
-MOST_BYTES = 1 << 30
-MOST_SECONDS = 3.0
+MAX_BYTES = 1 << 30
+MAX_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
@@ -261,7 +261,7 @@ def write_speed(folder: Path, size: float) -> float:
     written = 0
     start = time.perf_counter()
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-        while written < min(MOST_BYTES, size) and time.perf_counter() - start < MOST_SECONDS:
+        while written < min(MAX_BYTES, size) and time.perf_counter() - start < MAX_SECONDS:
             written += file.write(block)
             os.fsync(file.fileno())
     return written / (time.perf_counter() - start)

@@ -20,7 +20,7 @@ from sage_grpo.tools.plan.memory import (
     swapped_bytes,
 )
 from sage_grpo.tools.plan.model import Plan
-from sage_grpo.tools.plan.remedies import MOST_GPUS, Change, all_words
+from sage_grpo.tools.plan.remedies import MAX_GPUS, Change, all_words
 from sage_grpo.tools.plan.times import (
     clips_per_gpu_hour,
     run_time,
@@ -235,7 +235,7 @@ def verdict_lines(plan: Plan, gpu_bytes: float, changes: Sequence[Change]) -> li
     if not changes:
         return [
             *lines,
-            f"  No flags and no {MOST_GPUS} GPUs of {gpu_bytes / GB:g} GB make it fit: "
+            f"  No flags and no {MAX_GPUS} GPUs of {gpu_bytes / GB:g} GB make it fit: "
             "take a card with more memory, or a smaller model.",
         ]
     lines.append("These together make it fit, with the peak after each:")

@@ -20,7 +20,7 @@ from sage_grpo.rewards.videoalign.folder import DIMENSIONS
 
 STRENGTHS = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 FOLDS = 5
-LEAST_SPREAD = (
+MIN_SPREAD = (
     1e-3  # of a feature, relative to the mean spread; below it a feature counts as constant
 )
 
@@ -65,7 +65,7 @@ def fit_heads(hidden: Tensor, head: Tensor, comparisons: Comparisons, strength: 
     hidden = hidden.double()
     head = head.double()
     spread = hidden.std(0)
-    scale = spread.clamp(min=LEAST_SPREAD * spread.mean().item())  # (3, D)
+    scale = spread.clamp(min=MIN_SPREAD * spread.mean().item())  # (3, D)
     rows = (hidden[comparisons.first] - hidden[comparisons.second]) * comparisons.shares[..., None]
     rows = rows.double()
     asked = (comparisons.shares != 0).any(0)[:, None].double()  # others stay

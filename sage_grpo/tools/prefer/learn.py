@@ -41,7 +41,7 @@ from sage_grpo.tools.prefer.study import Study, StudyError
 from sage_grpo.tools.prefer.study_clips import StudyClips
 from sage_grpo.tools.templating import render
 
-FEWEST_PROMPTS = 10
+MIN_PROMPTS = 10
 BINS = 5  # of calibration
 RESAMPLES = 400  # of a bootstrap
 GB = 1e9  # bytes
@@ -158,9 +158,9 @@ def comparisons_of(
 def split(comparisons: Comparisons, holdout: float, seed: int) -> tuple[Comparisons, Comparisons]:
     """Comparisons to learn from and held-out ones, without a common prompt."""
     num_prompts = len(set(comparisons.prompts))
-    if num_prompts < FEWEST_PROMPTS:
+    if num_prompts < MIN_PROMPTS:
         raise StudyError(
-            f"the answers are about {num_prompts} prompts; learning takes at least {FEWEST_PROMPTS}"
+            f"the answers are about {num_prompts} prompts; learning takes at least {MIN_PROMPTS}"
         )
     folds = prompt_folds(comparisons.prompts, max(2, round(1 / holdout)), seed)
     training = [row for row, fold in enumerate(folds) if fold != 0]

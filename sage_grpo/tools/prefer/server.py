@@ -32,7 +32,7 @@ from sage_grpo.tools.prefer.blinding import equal_size, padded
 from sage_grpo.tools.prefer.pairs import Trial, trials
 from sage_grpo.tools.prefer.study import CHOICES, LEFT, QUESTIONS, RIGHT, check_raters, clip_path
 
-MOST_BYTES = 4096  # of an answer
+MAX_BYTES = 4096  # of an answer
 
 
 class Labeling:
@@ -170,8 +170,8 @@ async def read_object(request: Request) -> dict[str, Any]:
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
-        if len(body) > MOST_BYTES:
-            raise HTTPException(413, f"an answer has at most {MOST_BYTES} bytes")
+        if len(body) > MAX_BYTES:
+            raise HTTPException(413, f"an answer has at most {MAX_BYTES} bytes")
     try:
         value = json.loads(body)
     except (ValueError, RecursionError) as error:

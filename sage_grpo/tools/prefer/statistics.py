@@ -19,7 +19,7 @@ from sage_grpo.intervals import student_95
 
 MANY_RATERS = 8  # from which on they are a sample of all raters
 Z_POWER = 0.8416  # normal quantile of 80 % power
-MOST_PAIRS = 1_000_000  # "no number of pairs decides this"
+MAX_PAIRS = 1_000_000  # "no number of pairs decides this"
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def more_pairs(result: Share) -> int | None:
         return None
     standard_error = (result.high - result.low) / 2 / 1.96
     needed = result.count * ((1.96 + Z_POWER) * standard_error / distance) ** 2
-    return math.ceil(needed - result.count) if needed < MOST_PAIRS else None
+    return math.ceil(needed - result.count) if needed < MAX_PAIRS else None
 
 
 def pairs_for(win_rate: float, ties: float = 0.0) -> int:

@@ -25,7 +25,7 @@ RIGHT = "right"
 TIE = "tie"
 BAD = "bad"  # both are bad; counts as a tie
 CHOICES = (LEFT, RIGHT, TIE, BAD)
-MOST_NAME = 64  # characters of a rater's name
+MAX_NAME_LENGTH = 64  # characters of a rater's name
 
 
 class StudyError(ValueError):
@@ -170,9 +170,9 @@ def _check(study: Study, where: str) -> None:
 def check_raters(names: Sequence[str]) -> None:
     """Reject names that are empty, long, unprintable or given twice."""
     for name in names:
-        if not name.strip() or len(name) > MOST_NAME or not name.isprintable():
+        if not name.strip() or len(name) > MAX_NAME_LENGTH or not name.isprintable():
             raise StudyError(
-                f"a rater is called {name[:80]!r}; give 1 to {MOST_NAME} printable characters"
+                f"a rater is called {name[:80]!r}; give 1 to {MAX_NAME_LENGTH} printable characters"
             )
     if len(set(names)) < len(names):
         raise StudyError("two raters have the same name; their answers would be mixed up")

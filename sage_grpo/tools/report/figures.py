@@ -15,7 +15,7 @@ from sage_grpo.runs.history import RunHistory, as_float, column, numbers
 from sage_grpo.tools.figure_style import BLUE, GREEN, GREY, ORANGE, PALE, PURPLE, YELLOW
 from sage_grpo.tools.paired import drift
 from sage_grpo.tools.report.drawing import (
-    LEAST_REACH,
+    MIN_REACH,
     MAP,
     SMALL,
     WIDE,
@@ -35,8 +35,8 @@ from sage_grpo.tools.report.drawing import (
     symmetric_scale,
 )
 
-FEWEST_DOTS = 3  # of a scatter plot
-LONGEST_NAME = 28  # letters of a run's name in a legend: the last ones, which tell runs apart
+MIN_DOTS = 3  # of a scatter plot
+MAX_NAME_LETTERS = 28  # letters of a run's name in a legend: the last ones, which tell runs apart
 
 
 @dataclass(frozen=True)
@@ -263,7 +263,7 @@ def overlay(
     """A figure's first metric in several runs."""
     curves = []
     for name, lines in by_run.items():
-        label = name if len(name) <= LONGEST_NAME else f"…{name[-LONGEST_NAME:]}"
+        label = name if len(name) <= MAX_NAME_LETTERS else f"…{name[-MAX_NAME_LETTERS:]}"
         curves.append(Curve(lines, figure.metric, colors[name], label))
     return labeled_panel(figure, curves, limits={})
 
@@ -310,7 +310,7 @@ def first_to_last(values: np.ndarray) -> str:
     finite = values[np.isfinite(values)]
     count = -(-len(finite) // 10)
     if is_long(finite):
-        count = max(count, 2 * LEAST_REACH)
+        count = max(count, 2 * MIN_REACH)
     first = finite[:count].mean()
     last = finite[-count:].mean()
     return f"{first:.3g} → {last:.3g}".replace("-", "−")
@@ -333,7 +333,7 @@ def trained_against_held_out(run: RunHistory) -> Panel | None:
 
 
 def gold_against_proxy(run: RunHistory) -> Panel | None:
-    if np.isfinite(column(run.train, "gold/match")).sum() < FEWEST_DOTS:
+    if np.isfinite(column(run.train, "gold/match")).sum() < MIN_DOTS:
         return None
     steps = column(run.train, "step")
     reward = column(run.train, "reward/total")

@@ -14,7 +14,7 @@ from sage_grpo.config.fields import ConfigError
 from sage_grpo.escape import plain
 from sage_grpo.files.foreign import check_regular, replace_text
 from sage_grpo.files.json_files import printable
-from sage_grpo.intervals import FEWEST
+from sage_grpo.intervals import MIN_PAIRS
 from sage_grpo.runs.clips import Clip, pair_clips, read_validations
 from sage_grpo.runs.diagnosis import Finding, diagnose
 from sage_grpo.runs.gallery import read_gallery
@@ -43,7 +43,7 @@ from sage_grpo.tools.report.drawing import Panel
 from sage_grpo.tools.report.settings import DEFAULTS, config_of, differing, has_meaning
 from sage_grpo.tools.templating import render
 
-MOST_ROLLOUTS = 8  # iterations whose best and worst clip a page shows
+MAX_ROLLOUTS = 8  # iterations whose best and worst clip a page shows
 
 # what a report reads of a run folder
 READ = (
@@ -226,10 +226,10 @@ def before_after(run: RunHistory) -> dict[str, list[Clip]]:
 
 
 def spread(pairs: dict[int, tuple[Clip, Clip]]) -> dict[int, tuple[Clip, Clip]]:
-    """At most MOST_ROLLOUTS of the pairs, from the first to the last: each is a video inside the page."""
+    """At most MAX_ROLLOUTS of the pairs, from the first to the last: each is a video inside the page."""
     steps = list(pairs)
-    if len(steps) > MOST_ROLLOUTS:
-        positions = np.linspace(0, len(steps) - 1, MOST_ROLLOUTS).round().astype(int)
+    if len(steps) > MAX_ROLLOUTS:
+        positions = np.linspace(0, len(steps) - 1, MAX_ROLLOUTS).round().astype(int)
         steps = [steps[position] for position in positions]
     return {step: pairs[step] for step in steps}
 
@@ -300,7 +300,7 @@ def hacking_verdict(run: RunHistory) -> str:
     steps = [line["step"] for line in run.validations if line["step"] in validations]
     if not steps:
         return ""
-    if len(pair_clips(validations[steps[0]], validations[steps[-1]])) < FEWEST:
+    if len(pair_clips(validations[steps[0]], validations[steps[-1]])) < MIN_PAIRS:
         return "Too few clips for a verdict."
     return divergence(run.folder, steps[-1], steps)
 

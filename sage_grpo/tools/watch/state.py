@@ -23,9 +23,9 @@ from sage_grpo.runs.history import RunHistory, as_float, column, read_run
 from sage_grpo.tools.diagnose import DIRECTIONS
 from sage_grpo.tools.report.page import READ
 
-MOST_METRICS_BYTES = 1_000_000_000
-MOST_POINTS = 400  # of a curve
-MOST_PAIRS = 12  # of rollouts, and of validation clips
+MAX_METRICS_BYTES = 1_000_000_000
+MAX_POINTS = 400  # of a curve
+MAX_PAIRS = 12  # of rollouts, and of validation clips
 WINDOW = 10  # logged iterations of a running mean
 
 # title -> metric of training lines, whose running mean has an interval
@@ -74,7 +74,7 @@ class Watched:
 
     def read(self, run: Path) -> dict[str, Any]:
         foreign.check_regular(run, READ)
-        with foreign.open_regular(run / "metrics.jsonl", MOST_METRICS_BYTES):
+        with foreign.open_regular(run / "metrics.jsonl", MAX_METRICS_BYTES):
             pass
         history = read_run(run)
         case = Case(history)
@@ -112,7 +112,7 @@ class Watched:
 
     def rollouts(self, run: Path) -> list[dict[str, Any]]:
         """The newest pairs of best and worst clips, newest first."""
-        pairs = sorted(read_gallery(run).items(), reverse=True)[:MOST_PAIRS]
+        pairs = sorted(read_gallery(run).items(), reverse=True)[:MAX_PAIRS]
         return [
             {
                 "step": step,
@@ -153,7 +153,7 @@ class Watched:
                         for step, clip in zip(steps, row, strict=True)
                     ],
                 }
-                for row in rows[:MOST_PAIRS]
+                for row in rows[:MAX_PAIRS]
             ],
         }
 
@@ -206,7 +206,7 @@ def training_curves(history: RunHistory) -> list[dict[str, Any]]:
 
 def running_curve(title: str, steps: np.ndarray, values: np.ndarray) -> dict[str, Any]:
     """Points, and the mean over the last WINDOW of them with its interval."""
-    positions = np.unique(np.linspace(0, len(values) - 1, MOST_POINTS).round().astype(int))
+    positions = np.unique(np.linspace(0, len(values) - 1, MAX_POINTS).round().astype(int))
     means = []
     lows = []
     highs = []
